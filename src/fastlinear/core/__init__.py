@@ -1,0 +1,1 @@
+"""Ground floor: problems, device facts, settings, errors, precision, error metrics, clock, cost."""

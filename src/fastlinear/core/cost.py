@@ -1,0 +1,120 @@
+"""Least work of an op (flops, bytes) and how near a measured time comes to what the machine can do.
+
+Ceilings are measured on the machine at hand, never taken from a data sheet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from fastlinear.core.precision import FLOAT_DTYPES
+from fastlinear.core.timing import interleave
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The least arithmetic and memory traffic of a computation.
+
+    Attributes:
+        flops: floating-point operations of the matrix products (a multiply-add counts two).
+        bytes: each input read once and each output written once.
+    """
+
+    flops: float
+    bytes: float
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.flops + other.flops, self.bytes + other.bytes)
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Measured limits of one device for one dtype.
+
+    Attributes:
+        flops_per_s: rate of a large matrix product.
+        bytes_per_s: rate of a large copy, bytes read plus bytes written.
+    """
+
+    flops_per_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """How one measured time relates to the ceilings.
+
+    Attributes:
+        floor_us: the least time the ceilings allow.
+        bound: ``"compute"`` or ``"memory"``: which ceiling sets the floor.
+        fraction: floor over measured time; 1.0 is the ceiling itself.
+        flops_per_s, bytes_per_s: rates reached.
+    """
+
+    floor_us: float
+    bound: str
+    fraction: float
+    flops_per_s: float
+    bytes_per_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict."""
+        return asdict(self)
+
+
+def floor_us(cost: Cost, ceilings: Ceilings) -> float:
+    """The least microseconds the ceilings allow for this cost."""
+    return max(cost.flops / ceilings.flops_per_s, cost.bytes / ceilings.bytes_per_s) * 1e6
+
+
+def roofline(cost: Cost, ceilings: Ceilings, measured_us: float) -> Roofline:
+    """Place a measured time under the roofline."""
+    compute = cost.flops / ceilings.flops_per_s * 1e6
+    memory = cost.bytes / ceilings.bytes_per_s * 1e6
+    least = max(compute, memory)
+    return Roofline(
+        floor_us=least,
+        bound="compute" if compute >= memory else "memory",
+        fraction=least / measured_us,
+        flops_per_s=cost.flops / measured_us * 1e6,
+        bytes_per_s=cost.bytes / measured_us * 1e6,
+    )
+
+
+@lru_cache(maxsize=32)
+def measure_ceilings(device: str, dtype: str, precision: str = "n/a") -> Ceilings:
+    """Measure copy bandwidth and matrix-product rate once per process (about a second).
+
+    Args:
+        device: a torch device string.
+        dtype: dtype name, for example ``"bfloat16"``.
+        precision: the float32 matmul precision in force; part of the cache key only.
+    """
+    d = torch.device(device)
+    cuda = d.type == "cuda"
+    torch_dtype = FLOAT_DTYPES[dtype]
+    with torch.no_grad():
+        source = torch.ones((1 << 30) if cuda else (1 << 26), dtype=torch.uint8, device=d)
+        target = torch.empty_like(source)
+        copy = interleave(
+            {"copy": lambda: target.copy_(source)}, device=d, metric="device", rounds=7
+        )
+        best_flops = 0.0
+        for n in (2048, 4096, 8192) if cuda else (1024, 2048):
+            if cuda and torch_dtype is torch.float64 and n > 2048:
+                break
+            generator = torch.Generator(device=d).manual_seed(0)
+            a = torch.randn(n, n, device=d, generator=generator).to(torch_dtype)
+            arms = {"mm": lambda a=a: torch.mm(a, a)}
+            if not cuda and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+                arms["onednn"] = lambda a=a: torch.ops.mkldnn._linear_pointwise(
+                    a, a, None, "none", [], ""
+                )
+            times = interleave(arms, device=d, metric="device", rounds=5)
+            fastest = min(min(s.us) for s in times.values())
+            best_flops = max(best_flops, 2.0 * n**3 / fastest * 1e6)
+    return Ceilings(best_flops, 2.0 * source.numel() / min(copy["copy"].us) * 1e6)

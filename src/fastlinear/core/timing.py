@@ -1,0 +1,224 @@
+"""The only clock of the project.
+
+Contenders are timed interleaved (A B … B A, round after round) so that drift of the machine hits
+all of them alike; results are compared pair by pair, with a bootstrap interval.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from fastlinear.core.errors import InputError
+
+METRICS = ("wall", "device")
+_TARGET_SAMPLE_US = {"wall": 300.0, "device": 300.0}
+_MAX_INNER = 1000
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Raw timings of one contender, one number a round.
+
+    Attributes:
+        name: the contender.
+        us: microseconds per call, one entry a round, in order.
+        metric: ``"wall"`` (host latency until the result is there) or ``"device"`` (time on the
+            device's own clock).
+        inner: how many calls one sample averages over.
+        how: ``"clock"``, ``"events"`` or ``"graph"``: what measured it.
+    """
+
+    name: str
+    us: tuple[float, ...]
+    metric: str
+    inner: int
+    how: str
+
+    @property
+    def median_us(self) -> float:
+        """Median microseconds per call."""
+        return float(np.median(self.us))
+
+    @property
+    def ci95_us(self) -> tuple[float, float]:
+        """Bootstrap 95% interval of the median, in microseconds."""
+        return _bootstrap_median(np.asarray(self.us))
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Paired ratio of two contenders' times with its bootstrap 95% interval."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def paired_ratio(numerator: Samples, denominator: Samples) -> Ratio:
+    """Median over rounds of ``numerator / denominator``, with a bootstrap 95% interval.
+
+    Both must come from the same ``interleave`` call. As a speed-up of B over A pass (A, B).
+    """
+    if len(numerator.us) != len(denominator.us):
+        raise InputError(
+            "paired_ratio",
+            expected="samples of the same interleaved run",
+            received=f"{len(numerator.us)} and {len(denominator.us)} rounds",
+        )
+    ratios = np.asarray(numerator.us) / np.asarray(denominator.us)
+    low, high = _bootstrap_median(ratios)
+    return Ratio(float(np.median(ratios)), low, high)
+
+
+def interleave(
+    contenders: Mapping[str, Callable[[], object]],
+    *,
+    device: torch.device | str = "cpu",
+    metric: str = "wall",
+    rounds: int = 15,
+    budget_s: float | None = None,
+) -> dict[str, Samples]:
+    """Time all contenders in turn, reversing the order every round.
+
+    Args:
+        contenders: name → a callable without arguments that does one unit of work. To defeat warm
+            caches the callable itself should rotate over several input sets.
+        device: where the work runs.
+        metric: ``"wall"`` or ``"device"``. Device time of a CUDA contender is the replay time of a
+            CUDA graph of its calls, or of events around the calls where it cannot be captured. On
+            a CPU the two metrics are the same clock.
+        rounds: samples per contender.
+        budget_s: stop early (never below 5 rounds) once this many seconds have passed.
+
+    Returns:
+        name → Samples, all with the same number of rounds.
+    """
+    if metric not in METRICS:
+        raise InputError("interleave", expected=f"metric in {METRICS}", received=repr(metric))
+    device = torch.device(device)
+    runners = {n: _prepare(n, fn, device, metric) for n, fn in contenders.items()}
+    samples: dict[str, list[float]] = {n: [] for n in runners}
+    order = list(runners)
+    start = time.perf_counter()
+    for i in range(rounds):
+        for name in order if i % 2 == 0 else reversed(order):
+            samples[name].append(runners[name].sample_us())
+        if budget_s is not None and i >= 4 and time.perf_counter() - start > budget_s:
+            break
+    return {
+        n: Samples(n, tuple(samples[n]), metric, runners[n].inner, runners[n].how) for n in runners
+    }
+
+
+def first_call_us(fn: Callable[[], object], device: torch.device | str = "cpu") -> float:
+    """Wall microseconds of the very next call, compilation included."""
+    return _wall_once(fn, 1, torch.device(device))
+
+
+def peak_memory_bytes(fn: Callable[[], object], device: torch.device | str) -> int | None:
+    """Peak bytes allocated on a CUDA device during one call, above what was held before.
+
+    Returns None on a CPU, where torch keeps no such count.
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    held = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    fn()
+    torch.cuda.synchronize(device)
+    return int(torch.cuda.max_memory_allocated(device)) - int(held)
+
+
+@dataclass
+class _Runner:
+    run: Callable[[], None]
+    inner: int
+    how: str
+    device: torch.device
+
+    def sample_us(self) -> float:
+        if self.how == "clock":
+            begin = time.perf_counter_ns()
+            self.run()
+            return (time.perf_counter_ns() - begin) / 1e3 / self.inner
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize(self.device)
+        start.record()
+        self.run()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e3 / self.inner
+
+
+def _prepare(name: str, fn: Callable[[], object], device: torch.device, metric: str) -> _Runner:
+    for _ in range(3):
+        fn()
+    once = min(_wall_once(fn, 1, device) for _ in range(3))
+    inner = int(max(1, min(_MAX_INNER, _TARGET_SAMPLE_US[metric] / max(once, 1e-3))))
+
+    def calls() -> None:
+        for _ in range(inner):
+            fn()
+
+    def calls_until_done() -> None:
+        calls()
+        torch.cuda.synchronize(device)
+
+    if device.type != "cuda":
+        return _Runner(calls, inner, "clock", device)
+    if metric == "wall":
+        return _Runner(calls_until_done, inner, "clock", device)
+    inner = max(inner, 4)
+    graph = _capture(calls, device)
+    if graph is None:
+        return _Runner(calls, inner, "events", device)
+    return _Runner(graph.replay, inner, "graph", device)
+
+
+def _capture(calls: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph | None:
+    """A CUDA graph of the calls, or None where they cannot be captured (a sync inside, say)."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        calls()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, stream=stream):
+            calls()
+    except (RuntimeError, AssertionError):  # what torch raises when capture is not permitted
+        torch.cuda.synchronize(device)
+        return None
+    graph.replay()
+    torch.cuda.synchronize(device)
+    return graph
+
+
+def _wall_once(fn: Callable[[], object], inner: int, device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter_ns()
+    for _ in range(inner):
+        fn()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter_ns() - begin) / 1e3 / inner
+
+
+def _bootstrap_median(values: np.ndarray, resamples: int = 1000) -> tuple[float, float]:
+    rng = np.random.default_rng(0)
+    draws = rng.integers(0, len(values), size=(resamples, len(values)))
+    medians = np.median(values[draws], axis=1)
+    low, high = np.percentile(medians, [2.5, 97.5])
+    return float(low), float(high)

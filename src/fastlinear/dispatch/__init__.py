@@ -1,0 +1,1 @@
+"""Choosing a backend for a Problem: records, pure selection, explicit tuning, a JSON cache."""

@@ -1,0 +1,120 @@
+"""Records of families and of their backends, and the registry that holds them."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastlinear.core.cost import Cost
+from fastlinear.core.errors import InputError
+from fastlinear.core.problem import Problem
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to compute one piece of a family.
+
+    Attributes:
+        family: the family's name.
+        piece: which piece it computes (``"forward"``, ``"grad_pre"``…).
+        name: ``"eager"``, ``"cublaslt"``, ``"triton"``, ``"cuda"``, ``"onednn"``…
+        target: ``"package.module:function"``; imported on first use only, so that importing
+            fastlinear never imports Triton or a CUDA compiler.
+        reason_not: why it cannot serve a Problem, or None when it can. Must not initialise CUDA
+            or import the target.
+        sources: files (beside the module) whose content the cache key covers.
+    """
+
+    family: str
+    piece: str
+    name: str
+    target: str
+    reason_not: Callable[[Problem], str | None]
+    sources: tuple[str, ...] = ()
+
+    def load(self) -> Callable[..., Any]:
+        """Import the module and return the function."""
+        return _load(self.target)
+
+    def source_hash(self) -> str:
+        """Twelve hex digits over the source files of this backend."""
+        return _source_hash(self.target, self.sources)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One op with everything dispatch and tests need to know of it.
+
+    Attributes:
+        name: the op's name.
+        pieces: the pieces that are chosen separately.
+        backends: every backend of every piece.
+        prefer: analytic default: backend names for a Problem, best guess first. Names of
+            backends that cannot serve are passed over.
+        make_inputs: (Problem, device, seed) → the argument tuple the piece's backends take.
+        reference: (Problem, inputs) → the result in the inputs' own dtype by plain PyTorch; with
+            float64 inputs it is the oracle. A tensor or a tuple of tensors and None.
+        cost: least flops and bytes of a Problem.
+    """
+
+    name: str
+    pieces: tuple[str, ...]
+    backends: tuple[Backend, ...]
+    prefer: Callable[[Problem], tuple[str, ...]]
+    make_inputs: Callable[[Problem, torch.device, int], tuple[Any, ...]]
+    reference: Callable[[Problem, tuple[Any, ...]], Any]
+    cost: Callable[[Problem], Cost]
+
+    def candidates(self, piece: str) -> tuple[Backend, ...]:
+        """All backends of one piece, able to serve or not."""
+        return tuple(b for b in self.backends if b.piece == piece)
+
+
+_FAMILIES: dict[str, Family] = {}
+
+
+def register_family(family: Family) -> Family:
+    """Add a family to the registry. The last registration of a name holds."""
+    _FAMILIES[family.name] = family
+    return family
+
+
+def families() -> Mapping[str, Family]:
+    """All registered families by name."""
+    return dict(_FAMILIES)
+
+
+def family(name: str) -> Family:
+    """The family of that name. Raises InputError for an unknown one."""
+    if name not in _FAMILIES:
+        raise InputError(
+            "fastlinear", expected=f"a family in {sorted(_FAMILIES)}", received=repr(name)
+        )
+    return _FAMILIES[name]
+
+
+@lru_cache(maxsize=256)
+def _load(target: str) -> Callable[..., Any]:
+    module, _, attribute = target.partition(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+    return function
+
+
+@lru_cache(maxsize=256)
+def _source_hash(target: str, sources: tuple[str, ...]) -> str:
+    spec = importlib.util.find_spec(target.partition(":")[0])
+    assert spec is not None
+    assert spec.origin is not None
+    path = Path(spec.origin)
+    digest = hashlib.sha256(path.read_bytes())
+    for name in sources:
+        digest.update((path.parent / name).read_bytes())
+    return digest.hexdigest()[:12]

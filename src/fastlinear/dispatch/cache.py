@@ -1,0 +1,184 @@
+"""The user's tuned cache: one JSON file a device, written atomically under a lock.
+
+A corrupt, foreign or unreadable file is ignored with one warning; a read-only folder costs one
+warning and nothing else. Entries are keyed by the Problem's bucket and stay valid only while the
+sources of the backends they compare and the torch version are unchanged.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+
+from fastlinear.core.device import device_facts
+from fastlinear.core.errors import CacheWarning
+from fastlinear.core.problem import Problem
+from fastlinear.core.settings import cache_dir
+from fastlinear.dispatch.backend import Backend
+
+FORMAT = 1
+_LOCK_TIMEOUT_S = 10.0
+
+_loaded: dict[Path, dict[str, Any]] = {}
+_warned: set[str] = set()
+_listeners: list[Callable[[], None]] = []
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tuned decision.
+
+    Attributes:
+        best: the winning backend.
+        times_us: backend → median microseconds.
+    """
+
+    best: str
+    times_us: dict[str, float]
+
+    def story(self) -> str:
+        """One sentence for explain."""
+        listing = ", ".join(
+            f"{name} {us:.1f} us" for name, us in sorted(self.times_us.items(), key=lambda i: i[1])
+        )
+        return f"fastest when this machine was tuned ({listing})"
+
+
+def cache_path(device: str) -> Path:
+    """Where the tuned cache of a device lives. Threads are part of a CPU's name."""
+    facts = device_facts(device)
+    suffix = f"-{facts.units}threads" if facts.kind == "cpu" else ""
+    return cache_dir() / f"tuned-{facts.slug}{suffix}.json"
+
+
+def tuned(problem: Problem, able: Sequence[Backend]) -> Entry | None:
+    """The cached decision for this Problem, or None when there is none or it is stale."""
+    data = _read(cache_path(problem.device))
+    item = data.get(problem.key())
+    if item is None:
+        return None
+    hashes = {b.name: b.source_hash() for b in able if b.name in item["hashes"]}
+    if item["torch"] != torch.__version__ or hashes != item["hashes"]:
+        return None
+    return Entry(item["best"], dict(item["times_us"]))
+
+
+def store(problem: Problem, able: Sequence[Backend], best: str, times_us: dict[str, float]) -> bool:
+    """Write one decision. Returns False (after one warning) where the folder cannot be written."""
+    path = cache_path(problem.device)
+    item = {
+        "best": best,
+        "times_us": times_us,
+        "torch": torch.__version__,
+        "hashes": {b.name: b.source_hash() for b in able if b.name in times_us},
+        "problem": problem.bucketed().to_json(),
+    }
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{path}.lock", timeout=_LOCK_TIMEOUT_S):
+            entries = _parse(path)
+            entries[problem.key()] = item
+            _replace(path, entries)
+            _loaded[path] = entries
+    except (OSError, Timeout) as error:
+        _warn(f"the tuned cache {path} cannot be written ({error}); choices last this process only")
+        _loaded.setdefault(path, {})[problem.key()] = item
+        return False
+    finally:
+        _changed()
+    return True
+
+
+def on_change(listener: Callable[[], None]) -> None:
+    """Call ``listener`` whenever the cache changes, so that resolved choices can be dropped."""
+    _listeners.append(listener)
+
+
+def entries(device: str) -> dict[str, Any]:
+    """Everything cached for a device, key → raw entry."""
+    return dict(_read(cache_path(device)))
+
+
+def clear(device: str) -> int:
+    """Delete a device's tuned cache; returns how many entries it held."""
+    path = cache_path(device)
+    count = len(_read(path))
+    if path.exists():
+        with FileLock(f"{path}.lock", timeout=_LOCK_TIMEOUT_S):
+            path.unlink(missing_ok=True)
+    _loaded.pop(path, None)
+    _changed()
+    return count
+
+
+def forget() -> None:
+    """Drop what this process has read, so that the next selection reads the file again."""
+    _loaded.clear()
+    _warned.clear()
+    _changed()
+
+
+def _changed() -> None:
+    for listener in _listeners:
+        listener()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if path not in _loaded:
+        _loaded[path] = _parse(path)
+    return _loaded[path]
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        _warn(f"the tuned cache {path} cannot be read ({error}); ignored")
+        return {}
+    try:
+        data = json.loads(text)
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise ValueError(f"not a fastlinear cache of format {FORMAT}")
+        entries = data["entries"]
+        for item in entries.values():
+            if not isinstance(item["best"], str) or not isinstance(item["times_us"], dict):
+                raise ValueError("an entry lacks its fields")
+            if not isinstance(item["hashes"], dict) or not isinstance(item["torch"], str):
+                raise ValueError("an entry lacks its fields")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        _warn(
+            f"the tuned cache {path} is corrupt or foreign ({error}); ignored. "
+            "The next tuning replaces it; `fastlinear cache clear` removes it."
+        )
+        return {}
+    return dict(entries)
+
+
+def _replace(path: Path, entries: dict[str, Any]) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump({"format": FORMAT, "entries": entries}, file, indent=1, sort_keys=True)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _warn(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, CacheWarning, stacklevel=3)

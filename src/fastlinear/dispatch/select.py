@@ -1,0 +1,112 @@
+"""Pure selection: forced → user's tuned cache → shipped table → analytic default.
+
+Nothing here measures anything, and nothing here imports a backend.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastlinear.core.errors import UnsupportedError
+from fastlinear.core.problem import Problem
+from fastlinear.dispatch.backend import Backend, Family, family
+from fastlinear.dispatch.cache import tuned
+from fastlinear.dispatch.tables import shipped
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The outcome of a selection, with the story behind it.
+
+    Attributes:
+        problem: what was asked.
+        backend: the chosen backend.
+        source: ``"forced"``, ``"tuned"``, ``"table"`` or ``"default"``.
+        reason: one sentence on why this one.
+        passed_over: (backend name, why not) for every other backend of the piece.
+    """
+
+    problem: Problem
+    backend: Backend
+    source: str
+    reason: str
+    passed_over: tuple[tuple[str, str], ...]
+
+
+def select(problem: Problem, forced: str | None = None) -> Choice:
+    """Choose a backend for a Problem.
+
+    Args:
+        problem: the concrete call.
+        forced: a backend's name. Raises UnsupportedError with the reason if it cannot serve.
+    """
+    fam = family(problem.family)
+    candidates = fam.candidates(problem.piece)
+    reasons = {b.name: b.reason_not(problem) for b in candidates}
+    able = [b for b in candidates if reasons[b.name] is None]
+    if forced is not None:
+        return _forced(problem, fam, candidates, reasons, forced)
+    by_name = {b.name: b for b in able}
+    hit = tuned(problem, able)
+    if hit is not None and hit.best in by_name:
+        return _choice(problem, by_name[hit.best], "tuned", hit.story(), reasons, hit.times_us)
+    row = shipped(problem, able)
+    if row is not None and row.best in by_name:
+        return _choice(problem, by_name[row.best], "table", row.story(), reasons, row.times_us)
+    for name in fam.prefer(problem):
+        if name in by_name:
+            why = "first of the analytic order that can serve; no measurement covers this Problem"
+            return _choice(problem, by_name[name], "default", why, reasons, {})
+    raise UnsupportedError(
+        problem.family,
+        expected="at least one backend able to serve the call",
+        received=f"{problem.describe()}: "
+        + "; ".join(f"{name}: {why}" for name, why in reasons.items()),
+    )
+
+
+def _forced(
+    problem: Problem,
+    fam: Family,
+    candidates: tuple[Backend, ...],
+    reasons: dict[str, str | None],
+    forced: str,
+) -> Choice:
+    if forced not in reasons:
+        raise UnsupportedError(
+            problem.family,
+            expected=f"backend in {sorted(reasons)} for {problem.piece}",
+            received=f"backend={forced!r}",
+            remedy="Leave backend out to let fastlinear choose.",
+        )
+    why = reasons[forced]
+    if why is not None:
+        raise UnsupportedError(
+            problem.family,
+            expected=f"a call that backend {forced!r} can serve",
+            received=f"{problem.describe()}: {why}",
+            remedy="Leave backend out, or ask fastlinear.explain(...) which can.",
+        )
+    backend = next(b for b in candidates if b.name == forced)
+    return _choice(problem, backend, "forced", "the caller named it", reasons, {})
+
+
+def _choice(
+    problem: Problem,
+    backend: Backend,
+    source: str,
+    reason: str,
+    reasons: dict[str, str | None],
+    times_us: dict[str, float],
+) -> Choice:
+    passed = []
+    best = times_us.get(backend.name)
+    for name, why in reasons.items():
+        if name == backend.name:
+            continue
+        if why is None and best and name in times_us:
+            why = f"measured {times_us[name] / best:.2f}x the time of {backend.name}"
+        elif why is None:
+            why = f"able to serve; not chosen because {backend.name} comes first ({source})"
+        passed.append((name, why))
+    return Choice(problem, backend, source, reason, tuple(passed))

@@ -1,0 +1,99 @@
+"""Shipped measurements, one JSON file a GPU, read once.
+
+A row serves a Problem when everything but its sizes is equal and every size lies within a factor
+of two; the nearest row (sum of squared log2 distances) wins.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from fastlinear.core.device import device_facts
+from fastlinear.core.problem import Problem
+from fastlinear.dispatch.backend import Backend
+
+_FOLDER = Path(__file__).parent
+_LARGEST_FACTOR_LOG2 = 1.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One shipped measurement.
+
+    Attributes:
+        problem: the Problem measured.
+        best: the winning backend.
+        times_us: backend → median microseconds.
+        torch: torch version of the measurement.
+        distance: log2 distance from the Problem asked about.
+    """
+
+    problem: Problem
+    best: str
+    times_us: dict[str, float]
+    torch: str
+    distance: float = 0.0
+
+    def story(self) -> str:
+        """One sentence for explain."""
+        dims = " ".join(f"{k}={v}" for k, v in self.problem.dims)
+        return f"fastest in the shipped measurement at {dims} (torch {self.torch})"
+
+
+def shipped(problem: Problem, able: Sequence[Backend]) -> Row | None:
+    """The nearest shipped row for this Problem on this device, or None.
+
+    A row is used only if its winner is able to serve.
+    """
+    rows = table(device_facts(problem.device).slug)
+    names = {b.name for b in able}
+    best: Row | None = None
+    for row in rows.get(_shape_free_key(problem), ()):
+        if row.best not in names:
+            continue
+        distance = _distance(row.problem, problem)
+        if distance is not None and (best is None or distance < best.distance):
+            best = Row(row.problem, row.best, row.times_us, row.torch, distance)
+    return best
+
+
+@lru_cache(maxsize=8)
+def table(slug: str) -> dict[str, tuple[Row, ...]]:
+    """All rows shipped for a device, grouped by everything but the sizes."""
+    path = _FOLDER / f"{slug}.json"
+    if not path.exists():
+        return {}
+    grouped: dict[str, list[Row]] = {}
+    data: dict[str, Any] = json.loads(path.read_text())
+    for item in data["rows"]:
+        problem = Problem.from_json(item["problem"])
+        row = Row(problem, item["best"], dict(item["times_us"]), data["torch"])
+        grouped.setdefault(_shape_free_key(problem), []).append(row)
+    return {k: tuple(v) for k, v in grouped.items()}
+
+
+def _shape_free_key(problem: Problem) -> str:
+    names = ",".join(k for k, _ in problem.dims)
+    opts = ",".join(f"{k}={v}" for k, v in problem.options)
+    return (
+        f"{problem.family}|{problem.piece}|{names}|{problem.dtype}|{problem.device}|{opts}"
+        f"|{problem.needs_grad}|{problem.precision}"
+    )
+
+
+def _distance(a: Problem, b: Problem) -> float | None:
+    total = 0.0
+    for (_, m), (_, n) in zip(a.dims, b.dims, strict=True):
+        if m == 0 or n == 0:
+            return None
+        step = abs(math.log2(m / n))
+        if step > _LARGEST_FACTOR_LOG2:
+            return None
+        total += step * step
+    return total

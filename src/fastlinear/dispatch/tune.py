@@ -1,0 +1,155 @@
+"""Tuning: verify every able backend against the oracle, then time the survivors interleaved.
+
+The winner is written to the user's cache. A backend beats ``eager`` only beyond the noise of the
+paired measurement.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fastlinear.core.compare import Verdict, judge
+from fastlinear.core.device import device_facts
+from fastlinear.core.problem import Problem
+from fastlinear.core.timing import Ratio, Samples, interleave, paired_ratio
+from fastlinear.dispatch import cache
+from fastlinear.dispatch.backend import Backend, family
+
+BASELINE = "eager"
+_MAX_INPUT_SETS = 8
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What tuning one Problem found.
+
+    Attributes:
+        problem: the Problem, with its batch dims as measured.
+        best: the winner.
+        samples: backend → timings, for all that passed verification.
+        speedups: backend → paired speed-up over eager.
+        rejected: backend → why it was not timed.
+        stored: whether the decision reached the disk.
+    """
+
+    problem: Problem
+    best: str
+    samples: dict[str, Samples]
+    speedups: dict[str, Ratio]
+    rejected: dict[str, str]
+    stored: bool
+
+
+def tune(
+    problem: Problem,
+    *,
+    device: torch.device | str | None = None,
+    metric: str = "wall",
+    rounds: int = 15,
+    budget_s: float = 2.0,
+    seed: int = 0,
+    save: bool = True,
+) -> Tuned:
+    """Verify and time every backend of ``problem.piece`` and remember the fastest.
+
+    Args:
+        problem: what to tune. Its bucket is what the cache remembers.
+        device: where to run; the Problem's device type by default.
+        metric: ``"wall"`` (throughput of back-to-back calls) or ``"device"`` (graph replay).
+        rounds, budget_s: limits of the interleaved measurement.
+        seed: seed of the random inputs.
+        save: write the decision to the user's cache.
+    """
+    fam = family(problem.family)
+    where = torch.device(device if device is not None else problem.device)
+    able: list[Backend] = []
+    rejected: dict[str, str] = {}
+    for backend in fam.candidates(problem.piece):
+        why = backend.reason_not(problem)
+        if why is None:
+            able.append(backend)
+        else:
+            rejected[backend.name] = why
+    with torch.no_grad():
+        sets = [fam.make_inputs(problem, where, seed + i) for i in range(_input_sets(problem))]
+        survivors = []
+        for backend in able:
+            verdicts = verify(backend, problem, sets[0])
+            failed = [v for v in verdicts if not v.passed]
+            if failed:
+                rejected[backend.name] = f"less accurate than allowed: {failed[0]}"
+            else:
+                survivors.append(backend)
+        arms = {b.name: rotating(b.load(), sets) for b in survivors}
+        samples = interleave(arms, device=where, metric=metric, rounds=rounds, budget_s=budget_s)
+    best, speedups = winner(samples)
+    stored = False
+    if save:
+        times = {name: s.median_us for name, s in samples.items()}
+        stored = cache.store(problem, survivors, best, times)
+    return Tuned(problem, best, samples, speedups, rejected, stored)
+
+
+def verify(backend: Backend, problem: Problem, inputs: tuple[Any, ...]) -> list[Verdict]:
+    """Judge one backend on one set of inputs, every output against the float64 oracle."""
+    fam = family(problem.family)
+    oracle = _flat(fam.reference(problem, tuple(_to_float64(i) for i in inputs)))
+    theirs = _flat(fam.reference(problem, inputs))
+    ours = _flat(backend.load()(*inputs))
+    verdicts = []
+    for i, (a, t, o) in enumerate(zip(ours, theirs, oracle, strict=True)):
+        if o is None:
+            continue
+        if a is None or t is None:
+            name = f"{backend.name}[{i}]"
+            verdicts.append(Verdict(name, float("inf"), 0.0, 0.0))
+            continue
+        verdicts.append(judge(f"{backend.name}[{i}]", a, t, o))
+    return verdicts
+
+
+def winner(samples: dict[str, Samples]) -> tuple[str, dict[str, Ratio]]:
+    """The fastest contender that beats the baseline beyond noise, else the baseline."""
+    baseline = samples.get(BASELINE)
+    if baseline is None:
+        return min(samples, key=lambda n: samples[n].median_us), {}
+    speedups = {n: paired_ratio(baseline, s) for n, s in samples.items() if n != BASELINE}
+    ahead = [n for n, ratio in speedups.items() if ratio.low > 1.0]
+    if not ahead:
+        return BASELINE, speedups
+    return min(ahead, key=lambda n: samples[n].median_us), speedups
+
+
+def rotating(run: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> Callable[[], Any]:
+    """A callable without arguments that takes the next input set at each call."""
+    state = [0]
+    count = len(sets)
+
+    def call() -> Any:
+        state[0] = (state[0] + 1) % count
+        return run(*sets[state[0]])
+
+    return call
+
+
+def _input_sets(problem: Problem) -> int:
+    """Enough input sets to exceed a GPU's L2 twice; a CPU is measured warm with two."""
+    if problem.device != "cuda":
+        return 2
+    traffic = max(family(problem.family).cost(problem).bytes, 1.0)
+    return max(1, min(_MAX_INPUT_SETS, math.ceil(2 * device_facts("cuda").l2_bytes / traffic)))
+
+
+def _to_float64(item: Any) -> Any:
+    if isinstance(item, torch.Tensor) and item.is_floating_point():
+        return item.to(torch.float64)
+    return item
+
+
+def _flat(result: Any) -> list[torch.Tensor | None]:
+    return list(result) if isinstance(result, tuple) else [result]

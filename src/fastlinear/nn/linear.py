@@ -1,0 +1,97 @@
+"""nn.Linear with its activation inside."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fastlinear.core.errors import InputError
+from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.linear_act.op import linear_act
+
+
+class Linear(nn.Linear):
+    """``act(x Wᵀ + b)`` as one layer; a subclass of ``nn.Linear`` with the same ``state_dict``.
+
+    Args:
+        in_features: K.
+        out_features: N.
+        bias: whether to learn an additive bias of shape (N,).
+        activation: a name ``fastlinear.linear_act`` knows; ``"none"`` is a plain linear layer.
+        backend: force a backend of the forward; None lets fastlinear choose.
+        device, dtype: as for ``nn.Linear``.
+
+    Shapes: input (..., K) → output (..., N).
+
+    Raises:
+        InputError: the activation is unknown.
+
+    >>> import torch, fastlinear as fl
+    >>> layer = fl.nn.Linear(3, 4, activation="gelu_tanh")
+    >>> layer(torch.ones(2, 3)).shape
+    torch.Size([2, 4])
+    >>> sorted(layer.state_dict())
+    ['bias', 'weight']
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        activation: str = "none",
+        *,
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        activation_of(activation, "fastlinear.nn.Linear")
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.activation = activation
+        self.backend = backend
+
+    def forward(self, x: Tensor) -> Tensor:
+        """act(x Wᵀ + b); x (..., K) → (..., N)."""
+        return linear_act(
+            x, self.weight, self.bias, activation=self.activation, backend=self.backend
+        )
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, activation: str = "none", *, backend: str | None = None
+    ) -> Linear:
+        """A layer sharing ``linear``'s parameters (the same tensors, not copies)."""
+        if not isinstance(linear, nn.Linear):
+            raise InputError(
+                "fastlinear.nn.Linear.from_linear",
+                expected="an nn.Linear",
+                received=type(linear).__name__,
+            )
+        layer = cls(
+            linear.in_features,
+            linear.out_features,
+            bias=linear.bias is not None,
+            activation=activation,
+            backend=backend,
+            device="meta",
+        )
+        layer.weight = linear.weight
+        if linear.bias is not None:
+            layer.bias = linear.bias
+        layer.train(linear.training)
+        return layer
+
+    def to_linear(self) -> nn.Linear:
+        """A plain ``nn.Linear`` sharing this layer's parameters; the activation is left out."""
+        linear = nn.Linear(
+            self.in_features, self.out_features, bias=self.bias is not None, device="meta"
+        )
+        linear.weight = self.weight
+        if self.bias is not None:
+            linear.bias = self.bias
+        linear.train(self.training)
+        return linear
+
+    def extra_repr(self) -> str:
+        """nn.Linear's line plus the activation."""
+        return f"{super().extra_repr()}, activation={self.activation!r}"

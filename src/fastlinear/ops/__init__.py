@@ -1,0 +1,1 @@
+"""One folder a family: public op, torch-only reference, one file a backend."""

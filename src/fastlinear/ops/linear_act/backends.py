@@ -1,0 +1,184 @@
+"""The family record of linear_act: its pieces, backends, analytic order and least cost.
+
+Light on purpose: backends are named here and imported on first use.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastlinear.core.cost import Cost
+from fastlinear.core.precision import FLOAT_DTYPES
+from fastlinear.core.problem import Problem
+from fastlinear.dispatch.backend import Backend, Family, register_family
+from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.linear_act import cublaslt, onednn, reference
+
+NAME = "linear_act"
+PIECES = ("forward", "backward", "grad_pre", "grad_input", "grad_weight")
+_HERE = "fastlinear.ops.linear_act"
+
+
+def problem(
+    piece: str,
+    m: int,
+    k: int,
+    n: int,
+    *,
+    dtype: str,
+    device: str,
+    activation: str = "none",
+    bias: bool = True,
+    needs_grad: bool = False,
+    x_layout: str = "rows",
+    w_layout: str = "nk",
+    precision: str = "n/a",
+) -> Problem:
+    """A linear_act Problem: M rows of x, K in features, N out features.
+
+    Args:
+        x_layout: ``"rows"`` (unit stride along K) or ``"strided"``.
+        w_layout: ``"nk"`` (contiguous, as in nn.Linear), ``"kn"`` (a transposed view, as in
+            transformers' Conv1D) or ``"strided"``.
+    """
+    options = (
+        ("activation", activation),
+        ("bias", "yes" if bias else "no"),
+        ("x", x_layout),
+        ("w", w_layout),
+    )
+    dims = (("M", m), ("K", k), ("N", n))
+    return Problem(NAME, piece, dims, dtype, device, options, needs_grad, precision)
+
+
+def saves_pre(activation: str) -> bool:
+    """Whether the backward of this activation reads the pre-activation."""
+    return activation_of(activation).saved == "pre"
+
+
+def _always(_: Problem) -> str | None:
+    return None
+
+
+@lru_cache(maxsize=8)
+def _installed(package: str) -> bool:
+    # find_spec of a dotted name imports the parent, so ask for the top-level package only
+    return importlib.util.find_spec(package) is not None
+
+
+def _reason_not_triton(p: Problem) -> str | None:
+    if p.device != "cuda":
+        return "Triton kernels run on CUDA devices only"
+    if not _installed("triton"):
+        return "the package triton is not installed"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    if p.dtype not in ("float32", "bfloat16", "float16"):
+        return f"no kernel for {p.dtype}"
+    capability = torch.cuda.get_device_capability()
+    if capability < (8, 0):
+        return f"needs compute capability 8.0 or newer, this device has {capability}"
+    return None
+
+
+def _prefer(p: Problem) -> tuple[str, ...]:
+    """Analytic order, used only where no measurement covers the Problem."""
+    if p.device == "cpu":
+        # oneDNN's call costs more than MKL's: it pays once there is arithmetic to save
+        if p.piece == "forward" and p.option("activation") != "none":
+            heavy = p.dim("M") * p.dim("K") * p.dim("N") >= 1 << 21 and p.dim("M") >= 8
+            return ("onednn", "eager") if heavy else ("eager",)
+        return ("eager",)
+    if p.piece == "forward":
+        return ("cublaslt", "eager")
+    return ("eager",)
+
+
+def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]:
+    """Random inputs of a Problem's piece, scaled so that pre-activations are near unit size."""
+    m, k, n = p.dim("M"), p.dim("K"), p.dim("N")
+    dtype = FLOAT_DTYPES[p.dtype]
+    act = activation_of(p.option("activation"))
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int, scale: float = 1.0) -> Tensor:
+        values = torch.randn(shape, generator=generator) if device.type == "cpu" else None
+        if values is None:
+            on_device = torch.Generator(device=device).manual_seed(seed + len(shape) * 7 + shape[0])
+            values = torch.randn(shape, generator=on_device, device=device)
+        return (values * scale).to(dtype)
+
+    if p.option("w") == "kn":
+        weight = draw(k, n, scale=k**-0.5).t()
+    else:
+        weight = draw(n, k, scale=k**-0.5)
+    x = draw(k, m).t() if p.option("x") == "strided" else draw(m, k)
+    bias = draw(n) if p.option("bias") == "yes" else None
+    save_pre = p.needs_grad and act.saved == "pre"
+    if p.piece == "forward":
+        return x, weight, bias, act.name, save_pre
+    y, pre = reference.forward(x, weight, bias, act.name, act.saved == "pre")
+    saved = {"none": None, "output": y, "pre": pre}[act.saved]
+    dy = draw(m, n)
+    if p.piece == "grad_pre":
+        return dy, saved, act.name, bias is not None
+    if p.piece == "grad_input":
+        return dy, weight
+    if p.piece == "grad_weight":
+        return dy, x
+    return dy, saved, x, weight, act.name, (True, True, bias is not None)
+
+
+def _reference(p: Problem, inputs: tuple[Any, ...]) -> Any:
+    return getattr(reference, p.piece)(*inputs)
+
+
+def cost(p: Problem) -> Cost:
+    """Least flops and bytes of one piece; saved tensors are counted where they are needed."""
+    m, k, n = p.dim("M"), p.dim("K"), p.dim("N")
+    size = FLOAT_DTYPES[p.dtype].itemsize
+    bias = n if p.option("bias") == "yes" else 0
+    kept = activation_of(p.option("activation")).saved
+    gemm = 2.0 * m * k * n
+    saved = 0 if kept == "none" else m * n
+    if p.piece == "forward":
+        pre = m * n if p.needs_grad and kept == "pre" else 0
+        return Cost(gemm, size * (m * k + n * k + bias + m * n + pre))
+    if p.piece == "grad_pre":
+        return Cost(0.0, size * (2 * m * n + saved + bias))
+    if p.piece in ("grad_input", "grad_weight"):
+        return Cost(gemm, size * (m * k + n * k + m * n))
+    return Cost(2 * gemm, size * (2 * m * k + 2 * n * k + m * n + saved + bias))
+
+
+FAMILY = register_family(
+    Family(
+        name=NAME,
+        pieces=PIECES,
+        backends=(
+            *(Backend(NAME, p, "eager", f"{_HERE}.reference:{p}", _always) for p in PIECES),
+            Backend(NAME, "forward", "cublaslt", f"{_HERE}.cublaslt:forward", cublaslt.reason_not),
+            Backend(NAME, "forward", "onednn", f"{_HERE}.onednn:forward", onednn.reason_not),
+            Backend(
+                NAME,
+                "forward",
+                "onednn_packed",
+                f"{_HERE}.onednn:forward_packed",
+                onednn.reason_not_packed,
+            ),
+            Backend(NAME, "grad_input", "onednn", f"{_HERE}.onednn:grad_input", onednn.reason_not),
+            Backend(
+                NAME, "grad_weight", "onednn", f"{_HERE}.onednn:grad_weight", onednn.reason_not
+            ),
+        ),
+        prefer=_prefer,
+        make_inputs=_make_inputs,
+        reference=_reference,
+        cost=cost,
+    )
+)

@@ -1,0 +1,37 @@
+"""cuBLASLt's epilogue through torch: bias and activation inside the library's own GEMM kernel."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastlinear.core.problem import Problem
+
+_EPILOGUES = ("relu", "gelu_tanh")
+
+
+def reason_not(problem: Problem) -> str | None:
+    """Why cuBLASLt's epilogue cannot serve a forward Problem, or None."""
+    if problem.device != "cuda":
+        return "cuBLASLt runs on CUDA devices only"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    if problem.dtype not in ("float32", "bfloat16", "float16"):
+        return f"no epilogue for {problem.dtype}"
+    if problem.option("activation") not in _EPILOGUES:
+        return f"the epilogue knows {' and '.join(_EPILOGUES)} only"
+    if problem.option("bias") != "yes":
+        return "torch's entry point requires a bias"
+    if problem.needs_grad and problem.option("activation") != "relu":
+        return "torch's entry point does not return the pre-activation the backward needs"
+    return None
+
+
+def forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save_pre: bool
+) -> tuple[Tensor, Tensor | None]:
+    """act(x Wᵀ + b): x (M, K), weight (N, K), bias (N,) → (y (M, N), None)."""
+    assert bias is not None
+    assert not save_pre
+    y = torch.ops.aten._addmm_activation(bias, x, weight.t(), use_gelu=activation == "gelu_tanh")
+    return y, None
