@@ -1,0 +1,166 @@
+"""Triton device functions: every activation and its derivative, chosen at compile time.
+
+All of them take and return float32 tensors of any shape. ``MATH`` picks how transcendental
+functions are evaluated:
+
+- ``"exact"``: float32-accurate; for float32 results.
+- ``"fast"``: one ``exp2`` and one division per element; for 16-bit results.
+- ``"hardware"``: the ``tanh.approx`` instruction (relative error 2^-11); for bfloat16 results.
+"""
+
+# ruff: noqa: RET505 - Triton goes on compiling after a taken compile-time branch, so every choice
+# must be an if/elif/else chain.
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_SQRT_HALF = tl.constexpr(0.7071067811865476)
+_INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
+_SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
+_GELU_CUBIC = tl.constexpr(0.044715)
+_QUICK_GELU = tl.constexpr(1.702)
+_LEAKY_SLOPE = tl.constexpr(0.01)
+
+
+@triton.jit
+def _tanh_hardware(x):
+    """tanh(x) by one special-function instruction."""
+    return tl.inline_asm_elementwise(
+        "tanh.approx.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _tanh(x, MATH: tl.constexpr):
+    """tanh(x). Exact: a Taylor polynomial below 0.5, where the quotient would cancel."""
+    if MATH == "hardware":
+        return _tanh_hardware(x)
+    elif MATH == "fast":
+        return _tanh_quotient(x)
+    else:
+        s = x * x
+        p = -929569.0 / 638512875.0
+        p = p * s + 21844.0 / 6081075.0
+        p = p * s - 1382.0 / 155925.0
+        p = p * s + 62.0 / 2835.0
+        p = p * s - 17.0 / 315.0
+        p = p * s + 2.0 / 15.0
+        p = p * s - 1.0 / 3.0
+        return tl.where(tl.abs(x) < 0.5, x + x * s * p, _tanh_quotient(x))
+
+
+@triton.jit
+def _tanh_quotient(x):
+    """tanh(x) as a quotient of exponentials; loses relative accuracy near 0."""
+    e = tl.exp2((-2.0 * _LOG2E) * tl.abs(x))
+    q = (1.0 - e) / (1.0 + e)
+    return tl.where(x < 0, -q, q)
+
+
+@triton.jit
+def _sigmoid(x, MATH: tl.constexpr):
+    """1 / (1 + exp(-x))."""
+    if MATH == "hardware":
+        return 0.5 * _tanh_hardware(0.5 * x) + 0.5
+    else:
+        return 1.0 / (1.0 + tl.exp2(-_LOG2E * x))
+
+
+@triton.jit
+def _normal_cdf(x, MATH: tl.constexpr):
+    """Standard normal distribution function, and exp(-x²/2).
+
+    Fast: Abramowitz & Stegun 7.1.26 (absolute error 1.5e-7), sharing the exponential.
+    """
+    gauss = tl.exp2((-0.5 * _LOG2E) * x * x)
+    if MATH == "exact":
+        return 0.5 + 0.5 * tl.erf(x * _SQRT_HALF), gauss
+    else:
+        t = 1.0 / (1.0 + (0.3275911 * _SQRT_HALF) * tl.abs(x))
+        p = 0.5 * 1.061405429
+        p = p * t - 0.5 * 1.453152027
+        p = p * t + 0.5 * 1.421413741
+        p = p * t - 0.5 * 0.284496736
+        p = p * t + 0.5 * 0.254829592
+        tail = p * t * gauss
+        return tl.where(x < 0, tail, 1.0 - tail), gauss
+
+
+@triton.jit
+def activation(x, ACTIVATION: tl.constexpr, MATH: tl.constexpr):
+    """act(x) for float32 ``x``; NaN stays NaN."""
+    if ACTIVATION == "none":
+        return x
+    elif ACTIVATION == "relu":
+        return tl.where(x < 0, 0.0, x)
+    elif ACTIVATION == "relu2":
+        r = tl.where(x < 0, 0.0, x)
+        return r * r
+    elif ACTIVATION == "leaky_relu":
+        return tl.where(x < 0, _LEAKY_SLOPE * x, x)
+    elif ACTIVATION == "sigmoid":
+        return _sigmoid(x, MATH)
+    elif ACTIVATION == "tanh":
+        return _tanh(x, MATH)
+    elif ACTIVATION == "silu":
+        return _times_sigmoid(x, x, MATH)
+    elif ACTIVATION == "quick_gelu":
+        return _times_sigmoid(x, _QUICK_GELU * x, MATH)
+    elif ACTIVATION == "gelu_tanh":
+        # 0.5 x (1 + tanh u) = x sigmoid(2u)
+        u = x * (_SQRT_2_OVER_PI + (_SQRT_2_OVER_PI * _GELU_CUBIC) * x * x)
+        return _times_sigmoid(x, 2.0 * u, MATH)
+    else:
+        tl.static_assert(ACTIVATION == "gelu", "unknown activation")
+        cdf, _ = _normal_cdf(x, MATH)
+        return x * cdf
+
+
+@triton.jit
+def _times_sigmoid(x, z, MATH: tl.constexpr):
+    """x * sigmoid(z)."""
+    if MATH == "hardware":
+        half = 0.5 * x
+        return half * _tanh_hardware(0.5 * z) + half
+    else:
+        return x / (1.0 + tl.exp2(-_LOG2E * z))
+
+
+@triton.jit
+def activation_grad(dy, saved, ACTIVATION: tl.constexpr, MATH: tl.constexpr):
+    """dy * act'(pre) in float32.
+
+    ``saved`` is the output y for relu, leaky_relu, sigmoid and tanh, the pre-activation otherwise.
+    It is ignored for ``"none"``.
+    """
+    if ACTIVATION == "none":
+        return dy
+    elif ACTIVATION == "relu":
+        return tl.where(saved <= 0, 0.0, dy)
+    elif ACTIVATION == "leaky_relu":
+        return tl.where(saved > 0, dy, _LEAKY_SLOPE * dy)
+    elif ACTIVATION == "relu2":
+        return dy * (2.0 * tl.where(saved < 0, 0.0, saved))
+    elif ACTIVATION == "sigmoid":
+        return dy * (saved * (1.0 - saved))
+    elif ACTIVATION == "tanh":
+        return dy * (1.0 - saved * saved)
+    elif ACTIVATION == "silu":
+        s = _sigmoid(saved, MATH)
+        return dy * (s * (1.0 + saved * (1.0 - s)))
+    elif ACTIVATION == "quick_gelu":
+        s = _sigmoid(_QUICK_GELU * saved, MATH)
+        return dy * (s * (1.0 + (_QUICK_GELU * saved) * (1.0 - s)))
+    elif ACTIVATION == "gelu_tanh":
+        # s = sigmoid(2u): d(x s)/dx = s + x s (1 - s) 2u'
+        sq = saved * saved
+        u = saved * (_SQRT_2_OVER_PI + (_SQRT_2_OVER_PI * _GELU_CUBIC) * sq)
+        du = _SQRT_2_OVER_PI + (3.0 * _SQRT_2_OVER_PI * _GELU_CUBIC) * sq
+        s = _sigmoid(2.0 * u, MATH)
+        return dy * (s * (1.0 + (2.0 * saved * du) * (1.0 - s)))
+    else:
+        tl.static_assert(ACTIVATION == "gelu", "unknown activation")
+        cdf, gauss = _normal_cdf(saved, MATH)
+        return dy * (cdf + saved * (_INV_SQRT_2PI * gauss))

@@ -1,0 +1,71 @@
+"""Triton kernels of linear_act over M x N without a product: dpre = dy * act'(pre), and db."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fastlinear.ops.common.activations_triton import activation_grad
+
+
+@triton.jit
+def _grad_pre_kernel(
+    dy_ptr,
+    saved_ptr,
+    dpre_ptr,
+    part_ptr,
+    M,
+    N,
+    dy_row_stride,
+    dy_col_stride,
+    saved_row_stride,
+    chunk_rows,
+    ACTIVATION: tl.constexpr,
+    MATH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program computes dpre on chunk_rows rows (a multiple of BLOCK_M) by BLOCK_N columns.
+
+    ``saved_ptr`` (M, N) is None for "none". ``part_ptr``, when not None, is float32 (chunks, N) and
+    takes the chunk's column sums of dpre (before rounding): the first stage of db.
+    """
+    chunk = tl.program_id(1)
+    col_offs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    col_mask = col_offs < N
+    row_begin = chunk * chunk_rows
+    row_end = tl.minimum(row_begin + chunk_rows, M)
+    dy_cols = col_offs.to(tl.int64)[None, :] * dy_col_stride
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for row in range(row_begin, row_end, BLOCK_M):
+        row_offs = (row + tl.arange(0, BLOCK_M)).to(tl.int64)
+        mask = (row_offs < row_end)[:, None] & col_mask[None, :]
+        dy = tl.load(dy_ptr + row_offs[:, None] * dy_row_stride + dy_cols, mask=mask, other=0.0)
+        grad = dy.to(tl.float32)
+        if saved_ptr is not None:
+            saved_ptrs = saved_ptr + row_offs[:, None] * saved_row_stride + col_offs[None, :]
+            saved = tl.load(saved_ptrs, mask=mask, other=0.0).to(tl.float32)
+            grad = activation_grad(grad, saved, ACTIVATION, MATH)
+        if dpre_ptr is not None:
+            out_ptrs = dpre_ptr + row_offs[:, None] * N + col_offs[None, :]
+            tl.store(out_ptrs, grad.to(dpre_ptr.dtype.element_ty), mask=mask)
+        if part_ptr is not None:
+            total += grad
+    if part_ptr is not None:
+        part_ptrs = part_ptr + chunk.to(tl.int64) * N + col_offs
+        tl.store(part_ptrs, tl.sum(total, axis=0), mask=col_mask)
+
+
+@triton.jit
+def _sum_rows_kernel(part_ptr, out_ptr, ROWS, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """One program adds all ROWS rows of part (ROWS, N) float32 on BLOCK_N columns, in order."""
+    col_offs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    col_mask = col_offs < N
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for row in range(0, ROWS, BLOCK_M):
+        row_offs = row + tl.arange(0, BLOCK_M)
+        mask = (row_offs < ROWS)[:, None] & col_mask[None, :]
+        offs = row_offs.to(tl.int64)[:, None] * N + col_offs[None, :]
+        total += tl.load(part_ptr + offs, mask=mask, other=0.0)
+    sums = tl.sum(total, axis=0)
+    tl.store(out_ptr + col_offs, sums.to(out_ptr.dtype.element_ty), mask=col_mask)
