@@ -1,0 +1,69 @@
+"""``fastlinear cache show | clear | path``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from fastlinear.cli import options as opt
+from fastlinear.cli.console import note, print_json, table
+
+group = typer.Typer(no_args_is_help=True, help="Look at or remove what tuning remembers.")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command group."""
+    app.add_typer(group, name="cache", rich_help_panel="This machine")
+
+
+@group.command()
+def path(device: opt.Device = "cpu", debug: opt.Debug = False) -> None:
+    """Print the file that holds this device's tuned choices (it may not exist yet)."""
+    from fastlinear.cli.load import usable_device
+    from fastlinear.dispatch.cache import cache_path
+
+    typer.echo(str(cache_path(str(usable_device(device)))))
+
+
+@group.command()
+def show(device: opt.Device = "cpu", json: opt.Json = False, debug: opt.Debug = False) -> None:
+    """List the tuned choices of a device with their measured times."""
+    from fastlinear.cli.load import usable_device
+    from fastlinear.dispatch.cache import cache_path, entries
+
+    where = str(usable_device(device))
+    found: dict[str, Any] = entries(where)
+    if json:
+        print_json({"path": str(cache_path(where)), "entries": found})
+        return
+    if not found:
+        typer.echo(f"nothing tuned yet: {cache_path(where)}")
+        return
+    rows = []
+    for item in found.values():
+        problem = item["problem"]
+        times = sorted(item["times_us"].items(), key=lambda pair: pair[1])
+        rows.append(
+            (
+                f"{problem['family']}.{problem['piece']}",
+                " ".join(f"{k}={v}" for k, v in problem["dims"].items()),
+                problem["dtype"],
+                problem["options"].get("activation", ""),
+                item["best"],
+                ", ".join(f"{name} {us:.1f}" for name, us in times),
+            )
+        )
+    table(str(cache_path(where)), ("op", "dims", "dtype", "activation", "best", "us"), sorted(rows))
+
+
+@group.command()
+def clear(device: opt.Device = "cpu", debug: opt.Debug = False) -> None:
+    """Forget the tuned choices of a device."""
+    from fastlinear.cli.load import usable_device
+    from fastlinear.dispatch.cache import cache_path
+    from fastlinear.dispatch.cache import clear as clear_cache
+
+    where = str(usable_device(device))
+    count = clear_cache(where)
+    note(f"{count} entries removed from {cache_path(where)}")

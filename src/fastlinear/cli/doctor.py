@@ -1,0 +1,135 @@
+"""``fastlinear doctor``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from fastlinear.cli import options as opt
+from fastlinear.cli.console import print_json, table
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("doctor", rich_help_panel="This machine")(doctor)
+
+
+def doctor(json: opt.Json = False, debug: opt.Debug = False) -> None:
+    """Say what this machine offers: devices, versions, backends and why not. Changes nothing.
+
+    Compiles nothing, allocates nothing on a GPU, writes nothing.
+    """
+    data = _diagnose()
+    if json:
+        print_json(data)
+        return
+    rows = [(d["name"], d["device"], d["isa"], _size(d["memory_bytes"])) for d in data["devices"]]
+    table("Devices", ("name", "torch device", "isa", ">memory"), rows)
+    table("Versions", ("package", "version"), list(data["versions"].items()))
+    table(
+        "Backends",
+        ("family", "device", "backend", "pieces", "available"),
+        [
+            (b["family"], b["device"], b["backend"], ", ".join(b["pieces"]), b["why_not"] or "yes")
+            for b in data["backends"]
+        ],
+    )
+    typer.echo("Tuned cache")
+    for device, path in data["cache"].items():
+        typer.echo(f"  {device}: {path}")
+
+
+def _diagnose() -> dict[str, Any]:
+    import torch
+
+    from fastlinear.core.device import device_facts
+    from fastlinear.dispatch.cache import cache_path
+
+    names = ["cpu"]
+    if torch.cuda.is_available():
+        names += [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    return {
+        "kind": "doctor",
+        "devices": [{"device": name, **device_facts(name).to_json()} for name in names],
+        "versions": _versions(),
+        "backends": _backends(),
+        "cache": {name: str(cache_path(name)) for name in names},
+    }
+
+
+def _versions() -> dict[str, str]:
+    import platform
+    from importlib import metadata
+
+    import torch
+
+    found = {"python": platform.python_version(), "fastlinear": metadata.version("fastlinear")}
+    for package in ("torch", "triton", "cuda-core", "transformers", "scikit-learn", "matplotlib"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    found["CUDA of torch"] = torch.version.cuda or "none (CPU build)"
+    found["torch threads"] = str(torch.get_num_threads())
+    return found
+
+
+def _backends() -> list[dict[str, Any]]:
+    """Each backend of each family, on each kind of device, with why it is not available."""
+    from fastlinear.dispatch.backend import families
+
+    rows: dict[tuple[str, str, str, str | None], dict[str, Any]] = {}
+    for family in families().values():
+        for device in ("cpu", "cuda"):
+            for backend in family.backends:
+                problem = _example(family.name, backend.piece, device)
+                if problem is None:
+                    continue
+                why = backend.reason_not(problem)
+                key = (family.name, device, backend.name, why)
+                rows.setdefault(
+                    key,
+                    {
+                        "family": family.name,
+                        "device": device,
+                        "backend": backend.name,
+                        "pieces": [],
+                        "why_not": why,
+                    },
+                )["pieces"].append(backend.piece)
+    if not _cuda():
+        for row in rows.values():
+            if row["device"] == "cuda" and row["why_not"] is None:
+                row["why_not"] = "torch sees no CUDA device"
+    return list(rows.values())
+
+
+def _example(family: str, piece: str, device: str) -> Any:
+    """A call that every backend of the family is meant for, or None for an unknown family."""
+    from fastlinear.ops.linear_act.backends import problem
+
+    if family != "linear_act":
+        return None
+    kind = "bfloat16" if device == "cuda" else "float32"
+    precision = "n/a" if device == "cuda" else "highest"
+    return problem(
+        piece,
+        64,
+        1024,
+        1024,
+        dtype=kind,
+        device=device,
+        activation="gelu_tanh",
+        precision=precision,
+    )
+
+
+def _cuda() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.0f} GiB" if count else "-"

@@ -1,0 +1,184 @@
+"""Models, inputs and losses named on the command line as ``package.module:attribute``.
+
+Importing a name runs its code; nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastlinear.core.errors import ModelLoadError, UnsupportedError
+from fastlinear.core.precision import FLOAT_DTYPES
+
+
+def load_object(name: str, what: str) -> Any:
+    """The attribute a ``package.module:attribute`` names. Raises ModelLoadError."""
+    module_name, colon, path = name.partition(":")
+    if not colon or not module_name or not path:
+        raise ModelLoadError(
+            what,
+            expected="package.module:attribute",
+            received=repr(name),
+            remedy="For example mypackage.models:make_model.",
+        )
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:
+        raise ModelLoadError(
+            what,
+            expected=f"module {module_name!r} to be importable from {here}",
+            received=_said(error),
+            remedy="Run from the folder that holds the package, or install it.",
+        ) from error
+    for part in path.split("."):
+        if not hasattr(found, part):
+            raise ModelLoadError(
+                what,
+                expected=f"{module_name!r} to have the attribute {path!r}",
+                received=f"no {part!r}{_near(found)}",
+            )
+        found = getattr(found, part)
+    return found
+
+
+def load_model(name: str, *, device: str, dtype: str | None, train: bool, seed: int) -> nn.Module:
+    """Build the named model on a device, in eval mode or (``train``) in training mode."""
+    where = usable_device(device)
+    factory = load_object(name, "model")
+    torch.manual_seed(seed)
+    model = factory
+    if not isinstance(factory, nn.Module):
+        if not callable(factory):
+            raise ModelLoadError(
+                "model",
+                expected=f"{name} to be an nn.Module or a callable returning one",
+                received=f"an object of type {type(factory).__name__}",
+            )
+        model = _call(factory, "model", name)
+    if not isinstance(model, nn.Module):
+        raise ModelLoadError(
+            "model",
+            expected=f"{name}() to return an nn.Module",
+            received=f"an object of type {type(model).__name__}",
+            remedy="Return the model itself, without its inputs.",
+        )
+    model = model.to(where) if dtype is None else model.to(where, FLOAT_DTYPES[dtype])
+    return model.train(train)
+
+
+def load_inputs(
+    name: str | None, *, model: str, device: str, dtype: str | None, seed: int
+) -> torch.Tensor | tuple[Any, ...] | dict[str, Any]:
+    """The named inputs, or the model factory's ``example_inputs``, on the device."""
+    if name is None:
+        factory = load_object(model, "model")
+        value = getattr(factory, "example_inputs", None)
+        if value is None:
+            raise ModelLoadError(
+                "inputs",
+                expected=f"--inputs, or {model} to carry an `example_inputs` attribute",
+                received="neither",
+                remedy="Pass --inputs package.module:factory, a callable returning a tensor, "
+                "a tuple of positional or a dict of keyword arguments.",
+            )
+        label = f"{model}.example_inputs"
+    else:
+        value = load_object(name, "inputs")
+        label = name
+    torch.manual_seed(seed + 1)
+    if not isinstance(value, torch.Tensor) and callable(value):
+        value = _call(value, "inputs", label)
+    if isinstance(value, list):
+        value = tuple(value)
+    if not isinstance(value, torch.Tensor | tuple | dict):
+        raise ModelLoadError(
+            "inputs",
+            expected=f"{label} to give a tensor, a tuple of positional arguments or a dict of "
+            "keyword arguments",
+            received=f"an object of type {type(value).__name__}",
+        )
+    moved: torch.Tensor | tuple[Any, ...] | dict[str, Any] = _move(
+        value, usable_device(device), None if dtype is None else FLOAT_DTYPES[dtype]
+    )
+    return moved
+
+
+def load_loss(name: str | None) -> Callable[[Any], torch.Tensor] | None:
+    """The named loss function, or None."""
+    if name is None:
+        return None
+    loss = load_object(name, "loss")
+    if not callable(loss):
+        raise ModelLoadError(
+            "loss",
+            expected=f"{name} to be a function from the model's output to a scalar tensor",
+            received=f"an object of type {type(loss).__name__}",
+        )
+    function: Callable[[Any], torch.Tensor] = loss
+    return function
+
+
+def usable_device(device: str) -> torch.device:
+    """The torch device of that name, if this machine has it."""
+    try:
+        where = torch.device(device)
+    except RuntimeError:
+        raise ModelLoadError(
+            "--device", expected="cpu, cuda or cuda:INDEX", received=repr(device)
+        ) from None
+    if where.type not in ("cpu", "cuda"):
+        raise UnsupportedError("--device", expected="cpu or cuda", received=repr(device))
+    if where.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (where.index or 0) >= count:
+            raise UnsupportedError(
+                "--device",
+                expected=f"a CUDA device torch can see ({count} here)",
+                received=repr(device),
+                remedy="`fastlinear doctor` says what this machine offers.",
+            )
+    return where
+
+
+def _call(factory: Callable[[], Any], what: str, name: str) -> Any:
+    try:
+        return factory()
+    except Exception as error:
+        raise ModelLoadError(
+            what,
+            expected=f"{name}() to run without arguments and without an error",
+            received=_said(error),
+            remedy="--debug shows where it was raised.",
+        ) from error
+
+
+def _move(value: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device, dtype if value.is_floating_point() else None)
+    if isinstance(value, dict):
+        return {key: _move(item, device, dtype) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_move(item, device, dtype) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(_move(item, device, dtype) for item in value)
+    return value
+
+
+def _said(error: BaseException) -> str:
+    text = " ".join(str(error).split()).rstrip(".")
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _near(module: Any) -> str:
+    names = sorted(n for n in vars(module) if not n.startswith("_")) if vars(module) else []
+    return f"; it has {', '.join(names[:12])}" if names else ""

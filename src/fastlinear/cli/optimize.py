@@ -1,0 +1,175 @@
+"""``fastlinear optimize`` and ``fastlinear apply``."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fastlinear.cli import options as opt
+from fastlinear.cli.console import note, print_json, progress_bar, write_page
+from fastlinear.core.errors import InputError
+
+NUMERICS_FAILED, NOTHING_PROFITABLE = 3, 4
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command("optimize", rich_help_panel="Models")(optimize)
+    app.command("apply", rich_help_panel="Models")(apply)
+
+
+def optimize(
+    model: opt.Model,
+    inputs: opt.Inputs = None,
+    device: opt.Device = "cpu",
+    mode: opt.ModeOption = opt.Mode.inference,
+    dtype: opt.DtypeOption = None,
+    loss: opt.Loss = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Consider only modules whose fully qualified name matches (`*.mlp.*`); repeatable."
+        ),
+    ] = None,
+    skip: Annotated[
+        list[str] | None, typer.Option(help="Leave matching modules alone; repeatable.")
+    ] = None,
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(help="Restrict a family to one backend, as linear_act=onednn; repeatable."),
+    ] = None,
+    min_speedup: Annotated[
+        float, typer.Option(help="Keep a rewrite only if its 95% interval lies above this.")
+    ] = 1.0,
+    draws: Annotated[int, typer.Option(help="Input draws the numbers are verified on.")] = 3,
+    budget: Annotated[float, typer.Option(help="Upper bound on measuring time, in seconds.")] = 60,
+    tune: Annotated[
+        bool, typer.Option(help="Time the backends on each site's own shapes first.")
+    ] = True,
+    plan: Annotated[
+        Path | None,
+        typer.Option("--plan", "--save", metavar="FILE", help="Write what was kept as JSON."),
+    ] = None,
+    seed: opt.Seed = 0,
+    json: opt.Json = False,
+    html: opt.Html = None,
+    quiet: opt.Quiet = False,
+    debug: opt.Debug = False,
+) -> None:
+    """Find what wastes time, rewrite it, verify it, keep what is measured faster.
+
+    The model is profiled, every candidate is checked against a float64 oracle (outputs and, in
+    train mode, gradients and optimizer steps), then timed against the original, interleaved. What
+    is not faster beyond noise is undone. Exit code 4 says that nothing was worth keeping.
+
+    Example: fastlinear optimize examples.models:gpt2 --html report.html --plan plan.json
+    """
+    from fastlinear.cli import load
+    from fastlinear.core.settings import Config
+    from fastlinear.rewrite import optimize_
+
+    config = Config(
+        mode=mode.value,
+        backends=_backends(backend or []),
+        min_speedup=min_speedup,
+        draws=draws,
+        tune=tune,
+        time_budget_s=budget,
+        seed=seed,
+    )
+    kind = None if dtype is None else dtype.value
+    train = mode is opt.Mode.train
+    net = load.load_model(model, device=device, dtype=kind, train=train, seed=seed)
+    values = load.load_inputs(inputs, model=model, device=device, dtype=kind, seed=seed)
+    with progress_bar(quiet=quiet) as progress:
+        result = optimize_(
+            net,
+            values,
+            config=config,
+            filter_fn=_filter(only or [], skip or []),
+            loss_fn=load.load_loss(loss),
+            progress=progress,
+        )
+    if plan is not None:
+        plan.parent.mkdir(parents=True, exist_ok=True)
+        result.save(plan)
+        note(f"plan written to {plan}", quiet=quiet)
+    _finish(result, as_json=json, html=html, quiet=quiet)
+
+
+def apply(
+    model: opt.Model,
+    plan: Annotated[
+        Path, typer.Argument(metavar="PLAN", help="A plan that optimize wrote.", exists=False)
+    ],
+    inputs: opt.Inputs = None,
+    device: opt.Device = "cpu",
+    dtype: opt.DtypeOption = None,
+    loss: opt.Loss = None,
+    seed: opt.Seed = 0,
+    json: opt.Json = False,
+    html: opt.Html = None,
+    quiet: opt.Quiet = False,
+    debug: opt.Debug = False,
+) -> None:
+    """Apply a saved plan to a model and verify it again.
+
+    Refuses a plan made for another model or environment. Without --inputs, inputs are drawn from
+    the shapes and dtypes the plan records.
+
+    Example: fastlinear apply examples.models:gpt2 plan.json
+    """
+    from fastlinear.cli import load
+    from fastlinear.rewrite import apply_, load_plan
+
+    mode = load_plan(plan)["mode"]
+    kind = None if dtype is None else dtype.value
+    net = load.load_model(model, device=device, dtype=kind, train=mode == "train", seed=seed)
+    values = None
+    if inputs is not None:
+        values = load.load_inputs(inputs, model=model, device=device, dtype=kind, seed=seed)
+    with progress_bar(quiet=quiet) as progress:
+        result = apply_(net, plan, values, loss_fn=load.load_loss(loss), progress=progress)
+    _finish(result, as_json=json, html=html, quiet=quiet)
+
+
+def _finish(result: Any, *, as_json: bool, html: Path | None, quiet: bool) -> None:
+    data = result.to_json()
+    if html is not None:
+        write_page(html, data, quiet=quiet)
+    if as_json:
+        print_json(data)
+    elif not quiet:
+        typer.echo(result.table())
+    if data["summary"]["kept"] == 0:
+        failed = [v for v in data["verdicts"] if not v["passed"]]
+        raise typer.Exit(NUMERICS_FAILED if failed else NOTHING_PROFITABLE)
+
+
+def _backends(pairs: list[str]) -> dict[str, str]:
+    chosen = {}
+    for pair in pairs:
+        family, equals, name = pair.partition("=")
+        if not equals or not family or not name:
+            raise InputError(
+                "--backend", expected="FAMILY=BACKEND, as linear_act=onednn", received=repr(pair)
+            )
+        chosen[family] = name
+    return chosen
+
+
+def _filter(only: list[str], skip: list[str]) -> Callable[[Any, str], bool] | None:
+    """``filter_fn(module, fqn)`` for glob patterns; None when there are none."""
+    if not only and not skip:
+        return None
+
+    def wanted(_: Any, fqn: str) -> bool:
+        if any(fnmatch.fnmatchcase(fqn, pattern) for pattern in skip):
+            return False
+        return not only or any(fnmatch.fnmatchcase(fqn, pattern) for pattern in only)
+
+    return wanted

@@ -1,0 +1,131 @@
+"""``fastlinear tune``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fastlinear.cli import options as opt
+from fastlinear.cli.call import Activation, Bias, Family, K, Layout, M, N, Train, example_call
+from fastlinear.cli.console import note, print_json, progress_bar, table
+
+if TYPE_CHECKING:
+    from fastlinear.core.problem import Problem
+    from fastlinear.dispatch.tune import Tuned
+
+_BACKWARD = ("backward", "grad_pre", "grad_input", "grad_weight")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("tune", rich_help_panel="Ops")(tune)
+
+
+def tune(
+    family: Family = "linear_act",
+    m: M = 64,
+    k: K = 1024,
+    n: N = 1024,
+    dtype: Annotated[opt.Dtype, typer.Option(help="dtype of x and of the weight.")] = (
+        opt.Dtype.float32
+    ),
+    activation: Activation = "none",
+    bias: Bias = True,
+    layout: Layout = "nk",
+    train: Train = False,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PKG:FACTORY",
+            help="Tune every linear site of this model instead of one call (runs that code).",
+            show_default=False,
+        ),
+    ] = None,
+    inputs: opt.Inputs = None,
+    device: opt.Device = "cpu",
+    rounds: Annotated[int, typer.Option(min=5, help="Interleaved rounds for each call.")] = 15,
+    budget: Annotated[float, typer.Option(help="Seconds for each call.")] = 2.0,
+    save: Annotated[bool, typer.Option(help="Remember the winners in the cache.")] = True,
+    seed: opt.Seed = 0,
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+    debug: opt.Debug = False,
+) -> None:
+    """Verify every backend on this machine, time them interleaved, remember the fastest.
+
+    A backend replaces PyTorch's own path only when it is faster beyond noise.
+
+    Example: fastlinear tune linear_act --m 64 --k 1024 --n 1024 --activation relu --train
+    """
+    from fastlinear.dispatch.tune import tune as tune_problem
+    from fastlinear.ops.linear_act.op import problem_of, validate
+
+    if model is None:
+        x, weight, b = example_call(family, m, k, n, dtype.value, bias, layout, device)
+        validate(x, weight, b, activation)
+        forward = problem_of(x, weight, b, activation, train)
+        problems = [forward, *(forward.with_piece(p) for p in _BACKWARD if train)]
+    else:
+        problems = _problems_of_model(model, inputs, device, train, seed)
+    results = []
+    with progress_bar(quiet=quiet) as progress:
+        for i, problem in enumerate(problems):
+            progress("tuning", i, len(problems))
+            results.append(
+                tune_problem(
+                    problem, device=device, rounds=rounds, budget_s=budget, seed=seed, save=save
+                )
+            )
+        progress("tuning", len(problems), len(problems))
+    if json:
+        print_json([_as_json(t) for t in results])
+    elif not quiet:
+        _show(results)
+    if save and not all(t.stored for t in results):
+        note("the cache could not be written; choices last this process only", quiet=quiet)
+
+
+def _problems_of_model(
+    model: str, inputs: str | None, device: str, train: bool, seed: int
+) -> list[Problem]:
+    """The distinct linear_act Problems of a model's linear sites."""
+    from fastlinear.cli import load
+    from fastlinear.profile import profile
+    from fastlinear.rewrite.rules.linear_act import problem_of_site
+
+    net = load.load_model(model, device=device, dtype=None, train=train, seed=seed)
+    values = load.load_inputs(inputs, model=model, device=device, dtype=None, seed=seed)
+    report = profile(net, values, "train" if train else "inference", steps=1)
+    found: dict[str, Problem] = {}
+    for site in report.sites:
+        forward = problem_of_site(site, train)
+        for problem in (forward, *(forward.with_piece(p) for p in _BACKWARD if train)):
+            found.setdefault(problem.key(), problem)
+    return list(found.values())
+
+
+def _as_json(tuned: Tuned) -> dict[str, Any]:
+    return {
+        "problem": tuned.problem.to_json(),
+        "best": tuned.best,
+        "times_us": {name: s.median_us for name, s in tuned.samples.items()},
+        "samples_us": {name: list(s.us) for name, s in tuned.samples.items()},
+        "speedup_over_eager": {
+            name: {"median": r.median, "low": r.low, "high": r.high}
+            for name, r in tuned.speedups.items()
+        },
+        "rejected": tuned.rejected,
+        "stored": tuned.stored,
+    }
+
+
+def _show(results: list[Tuned]) -> None:
+    rows = []
+    for t in results:
+        for name, s in sorted(t.samples.items(), key=lambda item: item[1].median_us):
+            mark = "best" if name == t.best else ""
+            speedup = str(t.speedups[name]) if name in t.speedups else "1"
+            rows.append((t.problem.describe(), name, f"{s.median_us:.1f}", speedup, mark))
+        rows.extend((t.problem.describe(), name, "-", "-", why) for name, why in t.rejected.items())
+    table("", ("call", "backend", ">us", ">speed-up over eager [95%]", ""), rows)
