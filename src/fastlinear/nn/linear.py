@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from fastlinear.core.errors import InputError
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.linear_act.op import linear_act
+from fastlinear.ops.linear_act.op import call
 
 
 class Linear(nn.Linear):
@@ -52,9 +52,10 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """act(x Wᵀ + b); x (..., K) → (..., N)."""
-        return linear_act(
-            x, self.weight, self.bias, activation=self.activation, backend=self.backend
-        )
+        parameters = self._parameters  # nn.Module's attribute lookup costs a microsecond each
+        weight = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401
+        bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
+        return call(x, weight, bias, self.activation, self.backend)  # type: ignore[arg-type]
 
     @classmethod
     def from_linear(

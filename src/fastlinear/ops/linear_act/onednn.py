@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ _POST_OPS: dict[str, tuple[str, list[float], str]] = {
     "leaky_relu": ("leaky_relu", [LEAKY_RELU_SLOPE], ""),
 }
 _PROBE_ELEMENTS = 1021  # prime, so that the probe's stride rarely lines up with a row
+_PROBE_SIDE = 32
 
 
 def reason_not(problem: Problem) -> str | None:
@@ -93,6 +95,8 @@ def forget_packed() -> None:
 def _run(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save_pre: bool
 ) -> tuple[Tensor, Tensor | None]:
+    if bias is not None:
+        bias = bias.contiguous()  # oneDNN reads N numbers in a row whatever the stride
     post_op = _POST_OPS.get(activation)
     if save_pre or post_op is None:
         pre = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
@@ -101,25 +105,24 @@ def _run(
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, name, scalars, algorithm), None
 
 
-@dataclass
+@dataclass(slots=True)
 class _Pack:
     blocked: Tensor
     version: int
     pointer: int
-    probe: Tensor  # live view into the weight's storage
-    seen: Tensor  # the probe's values when the weight was packed
+    seen: Tensor  # what the probe read when the weight was packed
 
     def valid_for(self, weight: Tensor) -> bool:
         return (
             self.version == weight._version
             and self.pointer == weight.data_ptr()
-            and torch.equal(self.probe, self.seen)
+            and torch.equal(_probe(weight), self.seen)
         )
 
 
-# id of the base tensor → (weak reference, its pack). A view (Conv1D's transpose) is made anew at
-# every call, so the base is what lives.
-_packs: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[weakref.ref[Tensor], _Pack]] = {}
+# (id of the base tensor, shape, strides, offset) → (weak reference, its pack). A view (Conv1D's
+# transpose) is made anew at every call, so the base is what lives.
+_packs: dict[tuple[Any, ...], tuple[weakref.ref[Tensor], _Pack]] = {}
 
 
 def _packed(weight: Tensor, rows: int) -> Tensor:
@@ -128,14 +131,27 @@ def _packed(weight: Tensor, rows: int) -> Tensor:
         blocked: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), rows)
         return blocked
     base = weight._base if weight._base is not None else weight
-    key = (id(base), tuple(weight.shape), weight.stride())
+    key = (id(base), weight.shape, weight.stride(), weight.storage_offset())
     held = _packs.get(key)
     if held is not None and held[0]() is base and held[1].valid_for(weight):
         return held[1].blocked
     detached = weight.detach()
-    flat = torch.as_strided(detached, (detached.numel(),), (1,), detached.storage_offset())
-    probe = flat[:: max(1, flat.numel() // _PROBE_ELEMENTS)]
     blocked = torch.ops.mkldnn._reorder_linear_weight(detached.contiguous(), rows)
-    pack = _Pack(blocked, weight._version, weight.data_ptr(), probe, probe.clone())
+    seen = _probe(detached).clone()
+    pack = _Pack(blocked, weight._version, weight.data_ptr(), seen)
     _packs[key] = (weakref.ref(base, lambda _: _packs.pop(key, None)), pack)
     return blocked
+
+
+def _probe(weight: Tensor) -> Tensor:
+    """About a thousand elements of the weight, as a view; nothing keeps its storage alive."""
+    n, k = weight.shape
+    across, along = weight.stride()
+    if (along == 1 and across == k) or (across == 1 and along == n):  # dense: one stride does
+        step = max(1, n * k // _PROBE_ELEMENTS)
+        size, strides = (-(-n * k // step),), (step,)
+    else:
+        row, column = max(1, n // _PROBE_SIDE), max(1, k // _PROBE_SIDE)
+        size = (-(-n // row), -(-k // column))
+        strides = (across * row, along * column)
+    return torch.as_strided(weight.detach(), size, strides, weight.storage_offset())

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad as _forward_ad
 from torch.overrides import handle_torch_function, has_torch_function
 
 from fastlinear.core.errors import InputError
@@ -20,10 +21,14 @@ from fastlinear.dispatch.explain import Explanation
 from fastlinear.dispatch.select import Choice, select
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import backends, reference
+from fastlinear.ops.linear_act.autograd import Formula, LinearAct, backward_of
 
 _MAX_PLANS = 4096
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_FLOAT32 = torch.float32
 _is_compiling = torch.compiler.is_compiling
+_grad_enabled = torch.is_grad_enabled
+_matmul_precision = torch.get_float32_matmul_precision
 _any_autocast = torch._C._is_any_autocast_enabled
 _transforms_active = torch._C._are_functorch_transforms_active
 
@@ -61,33 +66,50 @@ def linear_act(
     >>> fl.linear_act(x, w, b, activation="relu").shape
     torch.Size([2, 4])
     """
+    return call(x, weight, bias, activation, backend)
+
+
+def call(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, backend: str | None
+) -> Tensor:
+    """``linear_act`` with positional arguments: the entry of ``fastlinear.nn.Linear``."""
     if _is_compiling():
         return _compiled(x, weight, bias, activation, backend)
-    if type(x) not in _PLAIN or type(weight) not in _PLAIN or _transforms_active():
+    if (
+        type(x) not in _PLAIN
+        or type(weight) not in _PLAIN
+        or (bias is not None and type(bias) not in _PLAIN)
+        or _transforms_active()
+    ):
         return _unusual(x, weight, bias, activation, backend)
-    if _any_autocast() and torch.is_autocast_enabled(x.device.type):
-        x, weight, bias = _autocast(x, weight, bias)
-    grad = torch.is_grad_enabled() and (
-        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    )
-    key = (
+    dtype = x.dtype
+    autocast = _autocast_dtype(x) if _any_autocast() else None
+    facts: tuple[Any, ...] = (
         x.shape,
         weight.shape,
-        x.dtype,
+        dtype,
         weight.dtype,
         x.device,
         weight.device,
-        None if x.is_contiguous() else x.stride(),
-        None if weight.is_contiguous() else weight.stride(),
-        None if bias is None else (bias.shape, bias.dtype, bias.device),
+        x.is_contiguous() or x.stride(),
+        weight.is_contiguous() or weight.stride(),
         activation,
         backend,
-        grad,
-        torch.get_float32_matmul_precision(),
+        autocast,
+        _matmul_precision() if dtype is _FLOAT32 else None,
     )
-    plan = _plans.get(key)
+    if bias is None:
+        grad = _grad_enabled() and (x.requires_grad or weight.requires_grad)
+        key: tuple[Any, ...] = (facts, grad)
+    else:
+        grad = _grad_enabled() and (x.requires_grad or weight.requires_grad or bias.requires_grad)
+        key = (facts, grad, bias.shape, bias.dtype, bias.device)
+    try:
+        plan = _plans.get(key)
+    except TypeError:  # an activation or backend that cannot be hashed: validation names it
+        plan = None
     if plan is None:
-        plan = _resolve(key, x, weight, bias, activation, backend, grad)
+        plan = _resolve(key, x, weight, bias, activation, backend, grad, autocast)
     return plan(x, weight, bias)
 
 
@@ -108,7 +130,9 @@ def explain(
     """
     validate(x, weight, bias, activation)
     if needs_grad is None:
-        needs_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+        needs_grad = torch.is_grad_enabled() and any(
+            t is not None and t.requires_grad for t in (x, weight, bias)
+        )
     return Explanation(choices(x, weight, bias, activation, backend, needs_grad))
 
 
@@ -136,8 +160,8 @@ def problem_of(
 ) -> Any:
     """The forward Problem of a call."""
     n, k = weight.shape
-    rows = x.detach().reshape(-1, k)
-    unit_stride = rows.stride(1) == 1 or k == 1
+    m = x.shape[:-1].numel()
+    unit_stride = x.numel() == 0 or k == 1 or x.detach().reshape(m, k).stride(1) == 1
     if weight.is_contiguous():
         w_layout = "nk"
     elif weight.t().is_contiguous():
@@ -146,7 +170,7 @@ def problem_of(
         w_layout = "strided"
     return backends.problem(
         "forward",
-        rows.shape[0],
+        m,
         k,
         n,
         dtype=DTYPE_NAMES[x.dtype],
@@ -160,13 +184,29 @@ def problem_of(
     )
 
 
-def validate(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> None:
+def validate(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    backend: str | None = None,
+) -> None:
     """Raise InputError unless the arguments fit each other."""
     activation_of(activation, "linear_act")
-    for name, value in (("x", x), ("weight", weight)):
-        if not isinstance(value, torch.Tensor):
+    if backend is not None and not isinstance(backend, str):
+        raise InputError(
+            "linear_act",
+            expected="backend to be a name or None",
+            received=repr(backend),
+            remedy="Leave backend out to let fastlinear choose.",
+        )
+    for name, value in (("x", x), ("weight", weight), ("bias", bias)):
+        if not isinstance(value, torch.Tensor) and not (name == "bias" and value is None):
             raise InputError(
-                "linear_act", expected=f"{name} to be a tensor", received=type(value).__name__
+                "linear_act",
+                expected=f"{name} to be a tensor",
+                received=type(value).__name__,
+                remedy="Convert it, for example with torch.as_tensor.",
             )
     if weight.dim() != 2:
         raise InputError(
@@ -190,7 +230,10 @@ def validate(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) ->
     if bias is not None:
         if bias.shape != (n,):
             raise InputError(
-                "linear_act", expected=f"bias of shape ({n},)", received=f"{tuple(bias.shape)}"
+                "linear_act",
+                expected=f"bias of shape ({n},) for weight (N={n}, K={k})",
+                received=f"shape {tuple(bias.shape)}",
+                remedy="Give one number per output feature, or None.",
             )
         others.append(("bias", bias))
     if x.dtype not in DTYPE_NAMES:
@@ -233,33 +276,60 @@ def _resolve(
     activation: str,
     backend: str | None,
     grad: bool,
+    autocast: torch.dtype | None,
 ) -> Plan:
-    validate(x, weight, bias, activation)
-    if len(_plans) >= _MAX_PLANS:
-        _plans.clear()
-    if x.numel() == 0 or weight.numel() == 0 or x.device.type not in ("cpu", "cuda"):
+    if autocast is not None:
+        x, weight, bias = _cast(x, weight, bias, autocast)
+    validate(x, weight, bias, activation, backend)
+    if x.device.type not in ("cpu", "cuda") or not _strided(x, weight):
         plan = _native(activation)
     else:
         chosen = choices(x, weight, bias, activation, backend, grad)
-        if all(c.backend.name == "eager" for c in chosen):
+        names = {c.backend.name for c in chosen}
+        empty = x.numel() == 0 or weight.numel() == 0
+        # A cast weight is a new tensor at every call, so a packed copy of it would be as well.
+        repacked = autocast is not None and any(name.endswith("_packed") for name in names)
+        if empty or names == {"eager"} or (repacked and backend is None):
             plan = _native(activation)
-        elif grad:
-            plan = _training_plan(chosen, activation)
         else:
-            plan = _inference_plan(chosen[0], activation)
+            plan = _chosen_plan(chosen, activation, backend, grad, autocast)
+    if len(_plans) >= _MAX_PLANS:
+        _plans.clear()
     _plans[key] = plan
     return plan
 
 
 def _native(activation: str) -> Plan:
-    value = activation_of(activation).value
+    value = torch.relu if activation == "relu" else activation_of(activation).value
     linear = torch.nn.functional.linear
+    if activation == "none":
+        return linear
     return lambda x, weight, bias: value(linear(x, weight, bias))
 
 
-def _inference_plan(choice: Choice, activation: str) -> Plan:
-    run = choice.backend.load()
+def _chosen_plan(
+    chosen: tuple[Choice, ...],
+    activation: str,
+    backend: str | None,
+    grad: bool,
+    autocast: torch.dtype | None,
+) -> Plan:
+    run = chosen[0].backend.load()
+    inner = _training(run, chosen[1:], activation) if grad else _inference(run, activation)
 
+    def plan(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if _forward_ad._current_level >= 0 or not _strided(x, weight):
+            return _unusual(x, weight, bias, activation, backend)
+        if autocast is not None:
+            x, weight, bias = _cast(x, weight, bias, autocast)
+        if bias is not None and not bias.is_contiguous():
+            bias = bias.contiguous()
+        return inner(x, weight, bias)
+
+    return plan
+
+
+def _inference(run: Callable[..., Any], activation: str) -> Plan:
     def plan(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if x.dim() == 2:
             y: Tensor = run(x, weight, bias, activation, False)[0]
@@ -270,123 +340,37 @@ def _inference_plan(choice: Choice, activation: str) -> Plan:
     return plan
 
 
-def _training_plan(chosen: tuple[Choice, ...], activation: str) -> Plan:
-    run = chosen[0].backend.load()
-    backward = _backward_of(chosen[1:])
-    saved = activation_of(activation).saved
+def _training(run: Callable[..., Any], chosen: tuple[Choice, ...], activation: str) -> Plan:
+    formula = Formula(activation, activation_of(activation).saved, run, backward_of(chosen))
+    apply = LinearAct.apply
 
     def plan(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        y: Tensor = _LinearAct.apply(x, weight, bias, activation, saved, run, backward)
+        y: Tensor = apply(x, weight, bias, formula)
         return y
 
     return plan
-
-
-def _backward_of(chosen: tuple[Choice, ...]) -> Callable[..., Any]:
-    """One callable for the whole backward: a fused backend, or the pieces chosen one by one."""
-    by_piece = {c.problem.piece: c.backend for c in chosen}
-    if by_piece["backward"].name != "eager":
-        return by_piece["backward"].load()
-    grad_pre = by_piece["grad_pre"].load()
-    grad_input = by_piece["grad_input"].load()
-    grad_weight = by_piece["grad_weight"].load()
-
-    def pieces(
-        dy: Tensor,
-        saved: Tensor | None,
-        x: Tensor,
-        weight: Tensor,
-        activation: str,
-        needs: tuple[bool, bool, bool],
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        dpre, db = grad_pre(dy, saved, activation, needs[2])
-        dx = grad_input(dpre, weight) if needs[0] else None
-        dw = grad_weight(dpre, x) if needs[1] else None
-        return dx, dw, db
-
-    return pieces
-
-
-class _LinearAct(torch.autograd.Function):
-    """The one autograd formula of the family; backends sit below it."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        activation: str,
-        saved_kind: str,
-        run: Callable[..., Any],
-        backward: Callable[..., Any],
-    ) -> Tensor:
-        x2 = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-        y, pre = run(x2, weight, bias, activation, saved_kind == "pre")
-        y = y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
-        saved = pre if saved_kind == "pre" else y if saved_kind == "output" else None
-        ctx.save_for_backward(x, weight, bias, saved)
-        ctx.activation = activation
-        ctx.run_backward = backward
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, weight, bias, saved = ctx.saved_tensors
-        needs = tuple(ctx.needs_input_grad[:3])
-        if torch.is_grad_enabled():  # create_graph: the gradients must be differentiable
-            grads = _differentiable_backward(dy, x, weight, bias, ctx.activation, needs)
-        else:
-            grads = _run_backward(dy, saved, x, weight, ctx.activation, needs, ctx.run_backward)
-        return (*grads, None, None, None, None)
-
-
-def _run_backward(
-    dy: Tensor,
-    saved: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    activation: str,
-    needs: tuple[bool, ...],
-    run: Callable[..., Any],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    n, k = weight.shape
-    dy2 = dy.reshape(-1, n)
-    if not dy2.is_contiguous():  # an expanded gradient, as sum() makes
-        dy2 = dy2.contiguous()
-    saved2 = None if saved is None else saved.reshape(-1, n)
-    dx, dw, db = run(dy2, saved2, x.reshape(-1, k), weight, activation, needs)
-    return (None if dx is None else dx.view(x.shape)), dw, db
-
-
-def _differentiable_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    needs: tuple[bool, ...],
-) -> tuple[Tensor | None, ...]:
-    inputs = (x, weight, bias)
-    wanted = [t for t, need in zip(inputs, needs, strict=True) if need and t is not None]
-    with torch.enable_grad():
-        y = reference.linear_act(x, weight, bias, activation)
-        grads = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
-    return tuple(
-        next(grads) if need and t is not None else None
-        for t, need in zip(inputs, needs, strict=True)
-    )
 
 
 # --------------------------------------------------------------------------------------------
 # Calls off the hot path
 
 
-def _autocast(
-    x: Tensor, weight: Tensor, bias: Tensor | None
+def _strided(x: Tensor, weight: Tensor) -> bool:
+    return x.layout is torch.strided and weight.layout is torch.strided
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype autocast gives this call, None where it leaves the call alone."""
+    device = x.device.type
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def _cast(
+    x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Cast float32 and 16-bit tensors to the autocast dtype, as torch does for linear."""
-    dtype = torch.get_autocast_dtype(x.device.type)
 
     def cast(t: Tensor) -> Tensor:
         return t.to(dtype) if t.is_floating_point() and t.dtype is not torch.float64 else t
@@ -398,16 +382,20 @@ def _unusual(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, backend: str | None
 ) -> Tensor:
     """Tensor subclasses, FX proxies and functorch transforms: plain torch ops carry them."""
-    if has_torch_function((x, weight)) and not isinstance(x, torch.Tensor):
+    given = (x, weight) if bias is None else (x, weight, bias)
+    if not all(isinstance(t, Tensor) for t in given) and has_torch_function(given):
         y: Tensor = handle_torch_function(
-            linear_act, (x, weight), x, weight, bias, activation=activation, backend=backend
+            linear_act, given, x, weight, bias, activation=activation, backend=backend
         )
         return y
-    validate(x, weight, bias, activation)
+    if not isinstance(x, Tensor) or _autocast_dtype(x) is None:
+        # under autocast dtypes may differ; torch's own linear checks the rest there
+        validate(x, weight, bias, activation, backend)
     if backend not in (None, "eager"):
         raise InputError(
             "linear_act",
-            expected="plain tensors outside torch.func transforms with a forced backend",
+            expected="plain strided tensors outside torch.func transforms and forward-mode "
+            "differentiation with a forced backend",
             received=f"x of type {type(x).__name__}, backend={backend!r}",
             remedy="Leave backend out; such calls take PyTorch's own path.",
         )
@@ -418,14 +406,19 @@ def _compiled(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, backend: str | None
 ) -> Tensor:
     """The call as torch.compile sees it: one registered op."""
-    validate(x, weight, bias, activation)
-    if torch.is_autocast_enabled(x.device.type):
-        x, weight, bias = _autocast(x, weight, bias)
+    if (
+        type(x) not in _PLAIN
+        or type(weight) not in _PLAIN
+        or (bias is not None and type(bias) not in _PLAIN)
+        or _transforms_active()
+    ):
+        return _unusual(x, weight, bias, activation, backend)
+    autocast = _autocast_dtype(x)
+    if autocast is not None:
+        x, weight, bias = _cast(x, weight, bias, autocast)
+    validate(x, weight, bias, activation, backend)
     grad = torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     )
-    save_pre = grad and activation_of(activation).saved == "pre"
-    y: Tensor = torch.ops.fastlinear.linear_act(
-        x, weight, bias, activation, save_pre, backend or ""
-    )[0]
+    y: Tensor = torch.ops.fastlinear.linear_act(x, weight, bias, activation, grad, backend or "")[0]
     return y

@@ -2,37 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastlinear.dispatch import cache
 from fastlinear.ops._register import register_op
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import reference
-from fastlinear.ops.linear_act.op import _backward_of, _run_backward, choices
+from fastlinear.ops.linear_act.autograd import backward_of, run_backward
+from fastlinear.ops.linear_act.op import choices
+
+_MAX_RESOLVED = 4096
+_forwards: dict[Any, Callable[..., Any]] = {}
+_backwards: dict[Any, Callable[..., Any]] = {}
+cache.on_change(_forwards.clear)
+cache.on_change(_backwards.clear)
+
+
+def _saves_pre(activation: str, needs_grad: bool) -> bool:
+    return needs_grad and activation_of(activation).saved == "pre"
+
+
+def _key(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Any, ...]:
+    """Everything a selection reads of a call."""
+    return (
+        x.shape,
+        weight.shape,
+        x.dtype,
+        x.device,
+        x.is_contiguous() or x.stride(),
+        weight.is_contiguous() or weight.stride(),
+        torch.get_float32_matmul_precision(),
+        *rest,
+    )
 
 
 def _forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save_pre: bool, backend: str
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, needs_grad: bool, backend: str
 ) -> tuple[Tensor, Tensor]:
     n, k = weight.shape
-    x2 = x.reshape(-1, k)
-    if x.numel() == 0 or weight.numel() == 0:
-        y, pre = reference.forward(x2, weight, bias, activation, save_pre)
-    else:
-        chosen = choices(x2, weight, bias, activation, backend or None, save_pre)[0]
-        y, pre = chosen.backend.load()(x2, weight, bias, activation, save_pre)
-    shape = (*x.shape[:-1], n)
-    return y.contiguous().view(shape), x.new_empty(0) if pre is None else pre.contiguous()
+    key = _key(x, weight, bias is None, activation, needs_grad, backend)
+    run = _forwards.get(key)
+    if run is None:
+        if x.numel() == 0 or weight.numel() == 0:
+            run = reference.forward
+        else:
+            chosen = choices(x, weight, bias, activation, backend or None, needs_grad)
+            run = chosen[0].backend.load()
+        if len(_forwards) >= _MAX_RESOLVED:
+            _forwards.clear()
+        _forwards[key] = run
+    if bias is not None:
+        bias = bias.contiguous()
+    x2 = x.reshape(x.shape[:-1].numel(), k)
+    y, pre = run(x2, weight, bias, activation, _saves_pre(activation, needs_grad))
+    y = y.contiguous().view(*x.shape[:-1], n)
+    return y, x.new_empty(0) if pre is None else pre.contiguous()
 
 
 def _forward_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save_pre: bool, backend: str
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, needs_grad: bool, backend: str
 ) -> tuple[Tensor, Tensor]:
-    y = x.new_empty((*x.shape[:-1], weight.shape[0]))
-    rows = y.numel() // weight.shape[0] if not save_pre else x.numel() // x.shape[-1]
-    return y, x.new_empty((rows, weight.shape[0])) if save_pre else x.new_empty(0)
+    n = weight.shape[0]
+    y = x.new_empty((*x.shape[:-1], n))
+    if not _saves_pre(activation, needs_grad):
+        return y, x.new_empty(0)
+    return y, x.new_empty((x.shape[:-1].numel(), n))
 
 
 def _backward(
@@ -41,16 +79,23 @@ def _backward(
     x: Tensor,
     weight: Tensor,
     activation: str,
+    has_bias: bool,
     needs_x: bool,
     needs_weight: bool,
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    needs = (needs_x, needs_weight, needs_bias)
-    if x.numel() == 0 or weight.numel() == 0:
-        run = reference.backward
-    else:
-        run = _backward_of(choices(x, weight, None, activation, None, True)[1:])
-    grads = _run_backward(dy, saved, x, weight, activation, needs, run)
+    key = _key(x, weight, activation, has_bias)
+    run = _backwards.get(key)
+    if run is None:
+        if x.numel() == 0 or weight.numel() == 0:
+            run = reference.backward
+        else:
+            bias = weight.new_empty(weight.shape[0]) if has_bias else None
+            run = backward_of(choices(x, weight, bias, activation, None, True)[1:])
+        if len(_backwards) >= _MAX_RESOLVED:
+            _backwards.clear()
+        _backwards[key] = run
+    grads = run_backward(dy, saved, x, weight, activation, (needs_x, needs_weight, needs_bias), run)
     return tuple(x.new_empty(0) if g is None else g.contiguous() for g in grads)  # type: ignore[return-value]
 
 
@@ -60,6 +105,7 @@ def _backward_fake(
     x: Tensor,
     weight: Tensor,
     activation: str,
+    has_bias: bool,
     needs_x: bool,
     needs_weight: bool,
     needs_bias: bool,
@@ -72,10 +118,10 @@ def _backward_fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, bias, activation, save_pre, _ = inputs
+    x, weight, bias, activation, needs_grad, _ = inputs
     y, pre = output
     kind = activation_of(activation).saved
-    saved = y if kind == "output" else pre if kind == "pre" and save_pre else None
+    saved = y if kind == "output" else pre if _saves_pre(activation, needs_grad) else None
     ctx.save_for_backward(x, weight, bias, saved)
     ctx.activation = activation
     ctx.mark_non_differentiable(pre)
@@ -84,10 +130,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _autograd(ctx: Any, dy: Tensor, _: Any) -> tuple[Any, ...]:
     x, weight, bias, saved = ctx.saved_tensors
     if saved is None and activation_of(ctx.activation).saved == "pre":
-        saved = torch.nn.functional.linear(x, weight, bias).reshape(-1, weight.shape[0])
+        saved = torch.nn.functional.linear(x, weight, bias).flatten(0, -2)
     needs = ctx.needs_input_grad
     grads = torch.ops.fastlinear.linear_act_backward(
-        dy, saved, x, weight, ctx.activation, needs[0], needs[1], needs[2]
+        dy, saved, x, weight, ctx.activation, bias is not None, needs[0], needs[1], needs[2]
     )
     wanted = (g if need else None for g, need in zip(grads, needs[:3], strict=True))
     return (*wanted, None, None, None)
@@ -95,7 +141,7 @@ def _autograd(ctx: Any, dy: Tensor, _: Any) -> tuple[Any, ...]:
 
 register_op(
     "linear_act",
-    "(Tensor x, Tensor weight, Tensor? bias, str activation, bool save_pre, str backend)"
+    "(Tensor x, Tensor weight, Tensor? bias, str activation, bool needs_grad, str backend)"
     " -> (Tensor, Tensor)",
     implementation=_forward,
     fake=_forward_fake,
@@ -104,8 +150,8 @@ register_op(
 )
 register_op(
     "linear_act_backward",
-    "(Tensor dy, Tensor? saved, Tensor x, Tensor weight, str activation, bool needs_x,"
-    " bool needs_weight, bool needs_bias) -> (Tensor, Tensor, Tensor)",
+    "(Tensor dy, Tensor? saved, Tensor x, Tensor weight, str activation, bool has_bias,"
+    " bool needs_x, bool needs_weight, bool needs_bias) -> (Tensor, Tensor, Tensor)",
     implementation=_backward,
     fake=_backward_fake,
 )
