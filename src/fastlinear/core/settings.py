@@ -47,18 +47,35 @@ class Config:
                 "Config",
                 expected=f"mode to be one of {', '.join(MODES)}",
                 received=f"mode={self.mode!r}",
+                remedy="Use 'train' where gradients matter, else 'inference'.",
             )
         if self.draws < 1 or self.optimizer_steps < 1:
             raise InputError(
                 "Config",
                 expected="draws and optimizer_steps of at least 1",
                 received=f"draws={self.draws}, optimizer_steps={self.optimizer_steps}",
+                remedy="Leave them out for 3 each.",
             )
         if not self.time_budget_s > 0:
             raise InputError(
                 "Config",
                 expected="time_budget_s above 0 seconds",
                 received=f"time_budget_s={self.time_budget_s}",
+                remedy="Leave it out for 60 seconds.",
+            )
+        if not 0 < self.min_speedup < float("inf"):
+            raise InputError(
+                "Config",
+                expected="min_speedup to be a finite ratio above 0",
+                received=f"min_speedup={self.min_speedup}",
+                remedy="1.0 keeps whatever is measured faster.",
+            )
+        if isinstance(self.families, str):
+            raise InputError(
+                "Config",
+                expected="families to be a tuple of names, or None for all",
+                received=f"families={self.families!r}",
+                remedy=f"Write families=({self.families!r},).",
             )
 
 

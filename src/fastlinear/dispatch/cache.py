@@ -91,7 +91,7 @@ def store(problem: Problem, able: Sequence[Backend], best: str, times_us: dict[s
             _loaded[path] = entries
     except (OSError, Timeout) as error:
         _warn(f"the tuned cache {path} cannot be written ({error}); choices last this process only")
-        _loaded.setdefault(path, {})[problem.key()] = item
+        _read(path)[problem.key()] = item
         return False
     finally:
         _changed()
@@ -140,14 +140,14 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _parse(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text()
+        content = path.read_bytes()
     except FileNotFoundError:
         return {}
     except OSError as error:
         _warn(f"the tuned cache {path} cannot be read ({error}); ignored")
         return {}
     try:
-        data = json.loads(text)
+        data = json.loads(content)
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ValueError(f"not a fastlinear cache of format {FORMAT}")
         entries = data["entries"]
@@ -156,7 +156,9 @@ def _parse(path: Path) -> dict[str, Any]:
                 raise ValueError("an entry lacks its fields")
             if not isinstance(item["hashes"], dict) or not isinstance(item["torch"], str):
                 raise ValueError("an entry lacks its fields")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if not all(isinstance(us, (int, float)) for us in item["times_us"].values()):
+                raise ValueError("an entry's times are not numbers")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         _warn(
             f"the tuned cache {path} is corrupt or foreign ({error}); ignored. "
             "The next tuning replaces it; `fastlinear cache clear` removes it."
@@ -166,6 +168,9 @@ def _parse(path: Path) -> dict[str, Any]:
 
 
 def _replace(path: Path, entries: dict[str, Any]) -> None:
+    # Only the holder of the lock writes here, so any such file is what a killed writer left.
+    for stale in path.parent.glob(f".{path.name}.*"):
+        stale.unlink(missing_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w") as file:
