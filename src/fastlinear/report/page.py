@@ -1,0 +1,61 @@
+"""page(data): picks the template of a result's kind and gives it what it shows."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+
+from fastlinear.core.errors import InputError
+from fastlinear.report import charts, text, views
+
+_VIEWS = {
+    "optimize": views.optimize,
+    "profile": views.profile,
+    "bench": views.bench,
+    "index": views.index,
+}
+
+
+def page(data: dict[str, Any]) -> str:
+    """One self-contained HTML page: inline CSS and SVG, no script, nothing fetched.
+
+    Args:
+        data: what ``Result.to_json()`` or ``ProfileReport.to_json()`` returns, benchmark rows as
+            ``{"kind": "bench", "rows": [...]}``, or a list of results as
+            ``{"kind": "index", "title": ..., "reports": [{"name", "href", "data"}, ...]}``.
+
+    Raises:
+        InputError: the kind is unknown.
+
+    >>> page({"kind": "bench", "rows": []}).startswith("<!doctype html>")
+    True
+    """
+    kind = data.get("kind") if isinstance(data, dict) else None
+    if kind not in _VIEWS:
+        raise InputError(
+            "page",
+            expected=f"data whose kind is one of {', '.join(_VIEWS)}",
+            received=f"kind={kind!r}",
+        )
+    template = _environment().get_template(f"{kind}.html.j2")
+    return template.render(view=_VIEWS[kind](data))
+
+
+@lru_cache(maxsize=1)
+def _environment() -> jinja2.Environment:
+    made = jinja2.Environment(
+        loader=jinja2.PackageLoader("fastlinear.report", "."),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    for name in ("duration", "three", "times", "interval", "error", "percent", "count", "words"):
+        made.filters[name] = getattr(text, name)
+    made.filters["problem"] = text.problem
+    made.globals["ratio_bar"] = charts.ratio_bar
+    made.globals["share_bar"] = charts.share_bar
+    made.globals["strips"] = charts.strips
+    return made

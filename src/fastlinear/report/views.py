@@ -1,0 +1,256 @@
+"""From a result's JSON to exactly what its template shows, missing fields made explicit."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+STATUSES = ("kept", "rejected", "refused", "nothing_to_do")
+_STATUS_MEANING = {
+    "kept": "Rewritten: verified, and faster beyond noise.",
+    "rejected": "Tried and undone: not faster beyond noise, or less accurate than allowed.",
+    "refused": "Not touched: rewriting could change what the model means.",
+    "nothing_to_do": "Healthy: no rewrite would help.",
+}
+_TOP_MODULES = 15
+_WORST_VERDICTS = 12
+
+
+def optimize(data: dict[str, Any]) -> dict[str, Any]:
+    """What the page of ``fastlinear optimize`` shows."""
+    step = data.get("step") or {}
+    samples = step.get("samples") or {}
+    sites = [_site(s) for s in data.get("sites") or []]
+    ratios = [s["ci95"][1] for s in sites if s["ci95"]]
+    profiled = data.get("profile")
+    return {
+        "title": (data.get("model") or {}).get("class", "model"),
+        "mode": data.get("mode", ""),
+        "created": data.get("created", ""),
+        "model": data.get("model") or {},
+        "speedup": step.get("speedup"),
+        "before_us": step.get("before_us"),
+        "after_us": step.get("after_us"),
+        "strips": [
+            ("before", "before", samples.get("before") or []),
+            ("after", "after", samples.get("after") or []),
+        ],
+        "summary": {name: (data.get("summary") or {}).get(name, 0) for name in STATUSES},
+        "groups": _groups(sites),
+        "ratio_top": max([2.0, *ratios]) * 1.02,
+        **_verdicts(data.get("verdicts") or []),
+        "profile": profile(profiled) if profiled else None,
+        "environment": environment(data.get("environment")),
+        "device": _device(data),
+        "version": data.get("fastlinear", ""),
+    }
+
+
+def profile(data: dict[str, Any]) -> dict[str, Any]:
+    """What the page of ``fastlinear profile`` shows."""
+    records = data.get("records") or []
+    on_device = any((r.get("device_us") or 0) > 0 for r in records)
+    field = "device_us" if on_device else "cpu_us"
+    modules: dict[str, dict[str, Any]] = {}
+    ops: dict[str, float] = defaultdict(float)
+    for r in records:
+        us = r.get(field) or 0.0
+        entry = modules.setdefault(
+            r["fqn"],
+            {"fqn": r["fqn"], "class": r.get("module_class", ""), "forward": 0.0, "backward": 0.0},
+        )
+        entry["backward" if r.get("direction") == "backward" else "forward"] += us
+        ops[r.get("op", "")] += us
+    ranked = sorted(modules.values(), key=lambda m: -(m["forward"] + m["backward"]))
+    findings = sorted(
+        data.get("findings") or [], key=lambda f: -(f.get("predicted_gain_us") or 0.0)
+    )
+    return {
+        "title": data.get("model_class") or (data.get("model") or {}).get("class", "Profile"),
+        "mode": data.get("mode", ""),
+        "clock": "device time" if on_device else "CPU time",
+        "step_us": data.get("step_us"),
+        "attributed": data.get("attributed"),
+        "unattributed": [tuple(u) for u in data.get("unattributed") or []][:5],
+        "total_us": sum(m["forward"] + m["backward"] for m in ranked) or 1.0,
+        "modules": ranked[:_TOP_MODULES],
+        "more_modules": max(0, len(ranked) - _TOP_MODULES),
+        "ops": sorted(ops.items(), key=lambda item: -item[1])[:10],
+        "findings": _merge_findings(findings),
+        "finding_count": len(findings),
+        "sites": len(data.get("sites") or []),
+        "environment": environment(data.get("environment")),
+        "device": _device(data),
+    }
+
+
+def bench(data: dict[str, Any]) -> dict[str, Any]:
+    """What the page of ``fastlinear bench`` shows: one group a problem, direction and metric."""
+    from fastlinear.report.text import problem as problem_text
+
+    rows = data.get("rows") or []
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        about = row.get("problem")
+        name = problem_text(about)
+        if isinstance(about, dict):
+            kind = (about.get("options") or {}).get("activation")
+            name += f" · {kind}" if kind else ""
+        groups[(name, row.get("direction", ""), row.get("metric", ""))].append(row)
+    shown, summary = [], []
+    for (name, direction, metric), members in groups.items():
+        ranked = sorted(members, key=lambda r: r["median_us"])
+        longest = max(r["median_us"] for r in ranked) or 1.0
+        entry = {
+            "name": name,
+            "direction": direction,
+            "metric": words_of_metric(metric),
+            "rows": ranked,
+            "top": longest,
+        }
+        shown.append(entry)
+        ours = next((r for r in ranked if is_ours(r["contender"])), None)
+        peer = next((r for r in ranked if not is_ours(r["contender"])), None)
+        if ours and peer and metric != "peak_memory":
+            summary.append({**entry, "ours": ours, "peer": peer, "ratio": _ratio(peer, ours)})
+    return {
+        "title": (rows[0].get("experiment", "") if rows else "") or "Benchmark",
+        "groups": shown,
+        "summary": summary,
+        "wins": sum(1 for s in summary if s["ratio"] > 1.02),
+        "losses": sum(1 for s in summary if s["ratio"] < 0.98),
+        "rows": len(rows),
+        "command": rows[0].get("command", "") if rows else "",
+        "environment": environment(rows[0].get("env")) if rows else [],
+        "device": _device({"environment": rows[0].get("env")}) if rows else "",
+    }
+
+
+def index(data: dict[str, Any]) -> dict[str, Any]:
+    """What a page over several optimize results shows."""
+    reports = []
+    for item in data.get("reports") or []:
+        view = optimize(item["data"])
+        reports.append(
+            {"name": item["name"], "href": item["href"], "note": item.get("note"), **view}
+        )
+    highs = [r["speedup"]["high"] for r in reports if r["speedup"]]
+    first = (data.get("reports") or [{"data": {}}])[0]["data"]
+    return {
+        "title": data.get("title", "Reports"),
+        "reports": reports,
+        "ratio_top": max([2.0, *highs]) * 1.02,
+        "environment": environment(first.get("environment")),
+        "device": _device(first),
+    }
+
+
+def is_ours(contender: str) -> bool:
+    """Whether a contender is fastlinear itself (its dispatch), not a peer."""
+    return contender.startswith("fastlinear")
+
+
+def words_of_metric(metric: str) -> str:
+    """The metric as a reader says it."""
+    return {
+        "wall": "wall time",
+        "device": "device time",
+        "first_call": "first call",
+        "peak_memory": "peak memory",
+    }.get(metric, metric)
+
+
+def environment(data: Any, prefix: str = "") -> list[tuple[str, str]]:
+    """Nested facts as flat (name, value) pairs; unset facts are left out."""
+    pairs: list[tuple[str, str]] = []
+    for key, value in (data or {}).items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            pairs += environment(value, f"{name}.")
+        elif value not in (None, "", [], {}):
+            pairs.append((name, str(value)))
+    return pairs
+
+
+def _site(site: dict[str, Any]) -> dict[str, Any]:
+    pair = site.get("ci95")
+    return {
+        "fqn": site.get("fqn", ""),
+        "rule": site.get("rule") or "",
+        "activation": site.get("activation"),
+        "problem": site.get("problem"),
+        "status": site.get("status", ""),
+        "code": site.get("code") or "",
+        "reason": site.get("reason") or "",
+        "predicted": site.get("predicted_gain_us"),
+        "before": site.get("before_us"),
+        "after": site.get("after_us"),
+        "speedup": site.get("speedup"),
+        "ci95": tuple(pair) if pair and None not in pair else None,
+        "backends": site.get("backends") or {},
+    }
+
+
+def _groups(sites: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    groups = []
+    for status in STATUSES:
+        members = [s for s in sites if s["status"] == status]
+        if members:
+            groups.append(
+                {
+                    "status": status,
+                    "meaning": _STATUS_MEANING[status],
+                    "sites": members,
+                    "open": status != "nothing_to_do",
+                }
+            )
+    return groups
+
+
+def _verdicts(verdicts: list[dict[str, Any]]) -> dict[str, Any]:
+    def share(v: dict[str, Any]) -> float:
+        if v.get("error") is None or not v.get("limit"):
+            return float("inf") if not v.get("passed") else 0.0
+        return float(v["error"] / v["limit"])
+
+    ranked = sorted(({**v, "share": share(v)} for v in verdicts), key=lambda v: -v["share"])
+    return {
+        "verdicts": ranked[:_WORST_VERDICTS],
+        "more_verdicts": ranked[_WORST_VERDICTS:],
+        "verdict_count": len(ranked),
+        "failed_count": sum(1 for v in ranked if not v.get("passed")),
+    }
+
+
+def _merge_findings(findings: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Findings of one kind and one message are shown once, with all the places they hold."""
+    merged: dict[tuple[str, str], dict[str, Any]] = {}
+    for f in findings:
+        key = (f.get("code", ""), f.get("title", ""))
+        entry = merged.setdefault(
+            key,
+            {
+                "code": f.get("code", ""),
+                "title": f.get("title", ""),
+                "message": f.get("message", ""),
+                "places": [],
+                "gain": 0.0,
+                "measured": 0.0,
+            },
+        )
+        entry["places"].append(f)
+        entry["gain"] += f.get("predicted_gain_us") or 0.0
+        entry["measured"] += f.get("measured_us") or 0.0
+    return sorted(merged.values(), key=lambda e: -e["gain"])
+
+
+def _ratio(peer: dict[str, Any], ours: dict[str, Any]) -> float:
+    return float(peer["median_us"] / ours["median_us"]) if ours["median_us"] else 0.0
+
+
+def _device(data: dict[str, Any]) -> str:
+    facts = data.get("environment") or {}
+    device = facts.get("device")
+    if isinstance(device, dict):
+        return str(device.get("name", ""))
+    return str(device or data.get("device") or "")
