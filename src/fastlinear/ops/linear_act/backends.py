@@ -17,11 +17,12 @@ from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, Family, register_family
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.linear_act import cublaslt, onednn, reference
+from fastlinear.ops.linear_act import cpp, cublaslt, onednn, reference
 
 NAME = "linear_act"
 PIECES = ("forward", "backward", "grad_pre", "grad_input", "grad_weight")
 _HERE = "fastlinear.ops.linear_act"
+_CPP_SOURCES = ("../common/elementwise.cpp", "../common/cpp_build.py")
 
 
 def problem(
@@ -170,6 +171,22 @@ FAMILY = register_family(
                 "onednn_packed",
                 f"{_HERE}.onednn:forward_packed",
                 onednn.reason_not_packed,
+            ),
+            Backend(
+                NAME,
+                "forward",
+                "cpp",
+                f"{_HERE}.cpp:forward",
+                cpp.reason_not_forward,
+                _CPP_SOURCES,
+            ),
+            Backend(
+                NAME,
+                "grad_pre",
+                "cpp",
+                f"{_HERE}.cpp:grad_pre",
+                cpp.reason_not_grad_pre,
+                _CPP_SOURCES,
             ),
             Backend(NAME, "grad_input", "onednn", f"{_HERE}.onednn:grad_input", onednn.reason_not),
             Backend(

@@ -1,0 +1,136 @@
+"""Compile a small C++ file for this very processor and load it, once per source and machine.
+
+The library is kept in the user's cache folder under a name made of the source's hash, the
+processor and the compiler's flags. Its OpenMP calls are bound to the OpenMP runtime torch has
+loaded, so that one pool of threads serves both.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import glob
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+
+from fastlinear.core.device import cpu_name
+from fastlinear.core.errors import UnsupportedError
+from fastlinear.core.settings import cache_dir
+
+# Strict about NaN, infinities and the order of additions; only errno and traps are given up.
+_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-fPIC",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=fast",
+)
+_COMPILE_TIMEOUT_S = 120
+
+
+@lru_cache(maxsize=1)
+def compiler() -> str | None:
+    """The C++ compiler: ``$CXX``, else the first of g++, clang++, c++ on the PATH, else None."""
+    named = os.environ.get("CXX")
+    for candidate in (named,) if named else ("g++", "clang++", "c++"):
+        found = shutil.which(candidate)
+        if found:
+            return found
+    return None
+
+
+def reason_not() -> str | None:
+    """Why C++ cannot be compiled for this process, or None."""
+    if compiler() is None:
+        return "no C++ compiler on the PATH (g++, clang++ or c++, or $CXX)"
+    if _openmp_runtime() is None:
+        return "this build of torch bundles no GNU OpenMP runtime to share threads with"
+    return None
+
+
+@lru_cache(maxsize=16)
+def load(source: Path) -> ctypes.CDLL:
+    """Compile ``source`` if need be and load it.
+
+    Raises:
+        UnsupportedError: there is no compiler, or it rejects the source; the message holds the
+            compiler's own words.
+    """
+    why = reason_not()
+    if why is not None:
+        raise UnsupportedError(
+            "cpp_build.load", expected="a C++ compiler", received=why, remedy="Install g++."
+        )
+    runtime = _openmp_runtime()
+    assert runtime is not None
+    ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
+    wide = ("-mprefer-vector-width=512",) if "AVX512" in _capability() else ()
+    command = [compiler() or "", *_FLAGS, *wide]
+    digest = hashlib.sha256("\0".join([*command, cpu_name()]).encode() + source.read_bytes())
+    name = f"{source.stem}-{digest.hexdigest()[:16]}.so"
+    for folder in (cache_dir() / "cpp", Path(tempfile.gettempdir()) / f"fastlinear-{os.getuid()}"):
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            library = folder / name
+            if not library.exists():
+                with FileLock(f"{library}.lock"):
+                    if not library.exists():
+                        _compile(command, source, library)
+            return ctypes.CDLL(str(library))
+        except PermissionError:
+            continue
+        except OSError as error:
+            if error.errno is None or "read-only" not in str(error).lower():
+                raise
+    raise UnsupportedError(
+        "cpp_build.load",
+        expected="a folder to keep the compiled library in",
+        received=f"neither {cache_dir()} nor {tempfile.gettempdir()} can be written",
+        remedy="Set FASTLINEAR_CACHE_DIR to a writable folder.",
+    )
+
+
+def _capability() -> str:
+    return torch.backends.cpu.get_cpu_capability()
+
+
+@lru_cache(maxsize=1)
+def _openmp_runtime() -> str | None:
+    folder = Path(torch.__file__).parent
+    for pattern in (folder / "lib" / "libgomp*.so*", folder.parent / "torch.libs" / "libgomp*.so*"):
+        found = sorted(glob.glob(str(pattern)))
+        if found:
+            return found[0]
+    return None
+
+
+def _compile(command: list[str], source: Path, library: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        target = Path(scratch) / library.name
+        objects = Path(scratch) / "source.o"
+        steps = (
+            [*command, "-c", str(source), "-o", str(objects)],
+            # linked without -fopenmp: its symbols come from torch's own runtime
+            [command[0], "-shared", str(objects), "-o", str(target)],
+        )
+        for step in steps:
+            done = subprocess.run(
+                step, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False
+            )
+            if done.returncode != 0:
+                raise UnsupportedError(
+                    "cpp_build.load",
+                    expected=f"{source.name} to compile",
+                    received=done.stderr.strip()[-2000:] or f"exit status {done.returncode}",
+                )
+        os.replace(target, library)
