@@ -1,0 +1,120 @@
+"""The rule of numbers: what passes, what never may."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastlinear.core.compare import Verdict, judge, relative_error, unit_rounding
+
+NAN, INF = float("nan"), float("inf")
+
+
+def tensor(*values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+def test_relative_error_is_the_frobenius_ratio() -> None:
+    assert relative_error(tensor(3.0, 4.5), tensor(3.0, 4.0)) == pytest.approx(0.1)
+    assert relative_error(tensor(0.0, 2.0), tensor(0.0, 0.0)) == 2.0
+    assert relative_error(torch.empty(0), torch.empty(0)) == 0.0
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_relative_error_of_a_non_finite_entry_is_infinite(bad: float) -> None:
+    assert relative_error(tensor(1.0, bad), tensor(1.0, 2.0)) == INF
+
+
+def test_relative_error_accepts_only_the_oracles_own_non_finite_entries() -> None:
+    oracle = tensor(1.0, NAN, INF)
+    assert relative_error(tensor(1.0, NAN, INF), oracle) == 0.0
+    assert relative_error(tensor(1.0, 0.0, INF), oracle) == INF
+    assert relative_error(tensor(1.0, NAN, -INF), oracle) == INF
+    assert relative_error(tensor(1.0, INF, INF), oracle) == INF
+
+
+def test_relative_error_of_another_shape_is_infinite() -> None:
+    assert relative_error(torch.ones(3), torch.ones(1, 3)) == INF
+
+
+def test_judge_allows_twice_torchs_error_and_no_more() -> None:
+    oracle = torch.ones(1000, dtype=torch.float64)
+    torchs = torch.full((1000,), 1.0 + 1e-3)
+    assert judge("y", torch.full((1000,), 1.0 + 1.99e-3), torchs, oracle).passed
+    assert not judge("y", torch.full((1000,), 1.0 + 2.01e-3), torchs, oracle).passed
+    assert judge("y", torch.full((1000,), 1.0 + 2.9e-3), torchs, oracle, factor=3).passed
+
+
+def test_judge_forgives_two_roundings_where_torch_is_exact() -> None:
+    oracle = torch.ones(4, dtype=torch.float64)
+    eps = torch.finfo(torch.float32).eps
+    assert judge("y", torch.ones(4) + eps, torch.ones(4), oracle).passed
+    assert not judge("y", torch.ones(4) + 2 * eps, torch.ones(4), oracle).passed
+
+
+@pytest.mark.parametrize("torchs", [0.0, NAN, INF])
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_judge_never_passes_a_non_finite_result(bad: float, torchs: float) -> None:
+    """Not even where torch has a non-finite value at another place."""
+    oracle = tensor(1.0, 2.0, dtype=torch.float64)
+    assert not judge("y", tensor(1.0, bad), tensor(torchs, 2.0), oracle).passed
+    assert not judge("y", tensor(bad, bad), tensor(1.0, 2.0), oracle).passed
+
+
+def test_judge_where_torch_overflows() -> None:
+    """float16 overflows at 7e4: ours may overflow alike or stay finite, the rest is judged."""
+    half = torch.float16
+    oracle = tensor(7e4, 0.0, 1.0, dtype=torch.float64)
+    torchs = tensor(INF, 0.0, 1.0, dtype=half)
+    assert judge("y", torchs.clone(), torchs, oracle).passed
+    assert judge("y", tensor(65504.0, 0.0, 1.0, dtype=half), torchs, oracle).passed
+    assert not judge("y", tensor(INF, NAN, 1.0, dtype=half), torchs, oracle).passed
+    assert not judge("y", tensor(-INF, 0.0, 1.0, dtype=half), torchs, oracle).passed
+    assert not judge("y", tensor(NAN, 0.0, 1.0, dtype=half), torchs, oracle).passed
+    assert not judge("y", tensor(INF, 0.0, 1.5, dtype=half), torchs, oracle).passed
+    oracle_nan = tensor(NAN, 7e4, 1.0, dtype=torch.float64)
+    torchs = tensor(NAN, INF, 1.0, dtype=half)
+    assert judge("y", torchs.clone(), torchs, oracle_nan).passed
+    assert not judge("y", tensor(0.0, INF, 1.0, dtype=half), torchs, oracle_nan).passed
+
+
+def test_judge_refuses_another_dtype() -> None:
+    """A bfloat16 result must not earn bfloat16's tolerance where float32 was asked for."""
+    oracle = torch.ones(4, dtype=torch.float64)
+    assert not judge("y", torch.ones(4, dtype=torch.bfloat16), torch.ones(4), oracle).passed
+
+
+def test_judge_refuses_another_shape() -> None:
+    assert not judge("y", torch.ones(1, 4), torch.ones(4), torch.ones(4).double()).passed
+
+
+def test_verdict_with_nan_never_passes() -> None:
+    assert not Verdict("y", NAN, 0.0, 1.0).passed
+    assert not Verdict("y", 0.0, 0.0, NAN).passed
+    assert "FAILED" in str(Verdict("y", 1.0, 0.0, 0.5))
+    assert "ok" in str(Verdict("y", 0.1, 0.0, 0.5))
+
+
+@given(
+    st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=8),
+    st.integers(0, 7),
+    st.sampled_from([NAN, INF, -INF]),
+)
+def test_judge_catches_one_bad_entry_anywhere(values: list[float], at: int, bad: float) -> None:
+    torchs = torch.tensor(values)
+    ours = torchs.clone()
+    ours[at % len(values)] = bad
+    assert not judge("y", ours, torchs, torchs.double()).passed
+    assert judge("y", torchs, torchs, torchs.double()).passed
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits"),
+    [(torch.float64, 53), (torch.float32, 24), (torch.bfloat16, 8), (torch.float16, 11)],
+)
+def test_unit_rounding(dtype: torch.dtype, bits: int) -> None:
+    assert unit_rounding(dtype) == math.ldexp(1.0, -bits)
