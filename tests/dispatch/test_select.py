@@ -1,0 +1,261 @@
+"""Selection: the order of sources, the text of explanations, the shipped tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastlinear as fl
+from fastlinear.core.cost import Cost
+from fastlinear.core.device import device_facts
+from fastlinear.core.errors import InputError, UnsupportedError
+from fastlinear.core.problem import Problem
+from fastlinear.core.timing import Samples
+from fastlinear.dispatch import backend as registry
+from fastlinear.dispatch import cache, tables
+from fastlinear.dispatch.backend import Backend, Family, family, register_family
+from fastlinear.dispatch.explain import Explanation
+from fastlinear.dispatch.select import select
+from fastlinear.dispatch.tune import tune, winner
+
+HERE = "fastlinear.ops.linear_act.reference:forward"
+
+
+def never_imported(name: str) -> str:
+    return f"fastlinear.no_such_module_{name}:run"
+
+
+@pytest.fixture
+def toy() -> Iterator[Family]:
+    """A family with three backends; ``fast`` and ``slow`` serve, ``picky`` only K = 8."""
+    picky = "wants K=8"
+    made = Family(
+        name="toy",
+        pieces=("forward",),
+        backends=(
+            Backend("toy", "forward", "slow", HERE, lambda _: None),
+            Backend("toy", "forward", "fast", HERE, lambda _: None, ("onednn.py",)),
+            Backend(
+                "toy",
+                "forward",
+                "picky",
+                never_imported("picky"),
+                lambda p: None if p.dim("K") == 8 else picky,
+            ),
+        ),
+        prefer=lambda _: ("picky", "slow", "fast"),
+        make_inputs=lambda p, device, seed: (),
+        reference=lambda p, inputs: None,
+        cost=lambda _: Cost(1.0, 1.0),
+    )
+    register_family(made)
+    yield made
+    registry._FAMILIES.pop("toy")
+
+
+def call(m: int = 16, k: int = 4) -> Problem:
+    return Problem("toy", "forward", (("M", m), ("K", k)), "float32", "cpu")
+
+
+def ship(monkeypatch: pytest.MonkeyPatch, folder: Path, *rows: tuple[Problem, str]) -> None:
+    """Make these the shipped rows of this machine's CPU."""
+    data = {
+        "torch": "2.x",
+        "rows": [
+            {"problem": p.to_json(), "best": best, "times_us": {"slow": 4.0, "fast": 3.0}}
+            for p, best in rows
+        ],
+    }
+    (folder / f"{device_facts('cpu').slug}.json").write_text(json.dumps(data))
+    monkeypatch.setattr(tables, "_FOLDER", folder)
+    tables.table.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def fresh_tables() -> Iterator[None]:
+    yield
+    tables.table.cache_clear()
+
+
+def test_order_forced_tuned_table_default(
+    toy: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (select(call()).backend.name, select(call()).source) == ("slow", "default")
+    ship(monkeypatch, tmp_path, (call(), "fast"))
+    assert (select(call()).backend.name, select(call()).source) == ("fast", "table")
+    cache.store(call(), toy.candidates("forward")[:2], "slow", {"slow": 1.0, "fast": 2.0})
+    chosen = select(call())
+    assert (chosen.backend.name, chosen.source) == ("slow", "tuned")
+    assert dict(chosen.passed_over)["fast"] == "measured 2.00x the time of slow"
+    chosen = select(call(), "fast")
+    assert (chosen.backend.name, chosen.source) == ("fast", "forced")
+
+
+def test_default_passes_over_what_cannot_serve(toy: Family) -> None:
+    assert select(call(k=8)).backend.name == "picky"
+    assert select(call(k=9)).backend.name == "slow"
+
+
+@pytest.mark.parametrize("forced", [None, "slow", "fast"])
+def test_explanation_covers_every_backend(toy: Family, forced: str | None) -> None:
+    chosen = select(call(), forced)
+    told = {chosen.backend.name, *(name for name, _ in chosen.passed_over)}
+    assert told == {b.name for b in toy.backends}
+    assert chosen.reason
+    assert all(why for _, why in chosen.passed_over)
+    assert dict(chosen.passed_over)["picky"] == "wants K=8"
+    text = str(Explanation((chosen,)))
+    assert all(name in text for name in told)
+    assert json.loads(json.dumps(Explanation((chosen,)).to_json()))[0]["source"] == chosen.source
+
+
+def test_forced_backend_that_cannot_serve(toy: Family) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        select(call(), "picky")
+    error = caught.value
+    assert error.function == "toy"
+    assert "'picky'" in error.expected
+    assert "wants K=8" in error.received
+    assert error.remedy
+    assert error.exit_code == 5
+
+
+def test_forced_backend_that_does_not_exist(toy: Family) -> None:
+    with pytest.raises(UnsupportedError, match=r"\['fast', 'picky', 'slow'\].*'quick'"):
+        select(call(), "quick")
+
+
+def test_nothing_able_says_why_for_each(toy: Family) -> None:
+    bare = Family(
+        "bare", toy.pieces, toy.backends[2:], toy.prefer, toy.make_inputs, toy.reference, toy.cost
+    )
+    register_family(bare)
+    try:
+        with pytest.raises(UnsupportedError, match="picky: wants K=8"):
+            select(Problem("bare", "forward", (("M", 1), ("K", 4)), "float32", "cpu"))
+    finally:
+        registry._FAMILIES.pop("bare")
+
+
+def test_unknown_family() -> None:
+    with pytest.raises(InputError, match=r"a family in .*'linear_act'.*received 'nope'"):
+        family("nope")
+
+
+def test_selection_imports_no_backend(toy: Family) -> None:
+    select(call(k=8))
+    with pytest.raises(ModuleNotFoundError):
+        toy.backends[2].load()
+
+
+def test_nearest_row_wins(toy: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ship(
+        monkeypatch,
+        tmp_path,
+        (call(m=16), "slow"),
+        (call(m=28), "fast"),
+        (call(m=24, k=8), "slow"),
+    )
+    able = toy.candidates("forward")[:2]
+
+    def row(m: int, k: int = 4) -> tuple[int, int] | None:
+        found = tables.shipped(call(m, k), able)
+        return None if found is None else (found.problem.dim("M"), found.problem.dim("K"))
+
+    assert row(16) == (16, 4)
+    assert row(20) == (16, 4)
+    assert row(24) == (28, 4)
+    assert row(56) == (28, 4)  # exactly a factor of two away
+    assert row(57) is None
+    assert row(8) == (16, 4)
+    assert row(7) is None
+    assert row(24, k=6) == (24, 8)  # log2(8/6) is nearer than log2(6/4)
+    assert row(24, k=17) is None
+    assert row(0) is None
+
+
+def test_row_is_used_only_if_everything_else_is_equal(
+    toy: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ship(monkeypatch, tmp_path, (call(), "fast"))
+    able = toy.candidates("forward")[:2]
+    p = call()
+    assert tables.shipped(p, able) is not None
+    others = (
+        Problem(p.family, p.piece, p.dims, "float16", p.device),
+        Problem(p.family, p.piece, p.dims, p.dtype, p.device, (("activation", "relu"),)),
+        Problem(p.family, p.piece, p.dims, p.dtype, p.device, (), True),
+        Problem(p.family, p.piece, p.dims, p.dtype, p.device, (), False, "high"),
+        Problem(p.family, p.piece, (*p.dims, ("N", 1)), p.dtype, p.device),
+    )
+    assert all(tables.shipped(o, able) is None for o in others)
+    assert tables.shipped(p, toy.candidates("forward")[:1]) is None  # its winner cannot serve
+
+
+def test_shipped_tables_are_valid() -> None:
+    """Whatever is shipped can be read, and names backends that exist."""
+    for path in Path(tables.__file__).parent.glob("*.json"):
+        for rows in tables.table(path.stem).values():
+            for row in rows:
+                known = {b.name for b in family(row.problem.family).candidates(row.problem.piece)}
+                assert row.best in known
+                assert set(row.times_us) <= known
+                assert all(us > 0 for us in row.times_us.values())
+
+
+def samples(name: str, us: float, spread: float = 0.0) -> Samples:
+    values = tuple(us + spread * ((i % 5) - 2) for i in range(15))
+    return Samples(name, values, "wall", 1, "clock")
+
+
+def test_winner_must_beat_eager_beyond_noise() -> None:
+    assert winner({"eager": samples("eager", 10.0), "a": samples("a", 5.0)})[0] == "a"
+    assert winner({"eager": samples("eager", 10.0), "a": samples("a", 10.5)})[0] == "eager"
+    noisy = {"eager": samples("eager", 10.0, 2.0), "a": samples("a", 9.99)}
+    assert winner(noisy)[0] == "eager"
+    three = {"eager": samples("eager", 9.0), "a": samples("a", 5.0), "b": samples("b", 4.0)}
+    best, speedups = winner(three)
+    assert best == "b"
+    assert speedups["b"].median == pytest.approx(9 / 4)
+    assert winner({"a": samples("a", 2.0), "b": samples("b", 1.0)}) == ("b", {})
+
+
+def test_tune_verifies_times_and_remembers() -> None:
+    from fastlinear.ops.linear_act.backends import problem
+
+    p = problem(
+        "forward",
+        32,
+        64,
+        48,
+        dtype="float32",
+        device="cpu",
+        activation="relu",
+        precision=torch.get_float32_matmul_precision(),
+    )
+    result = tune(p, rounds=5, budget_s=0.1)
+    assert result.stored
+    assert result.best in result.samples
+    assert "eager" in result.samples
+    assert set(result.samples) | set(result.rejected) == {
+        b.name for b in family("linear_act").candidates("forward")
+    }
+    assert "CUDA" in result.rejected["cublaslt"]
+    cache.forget()
+    chosen = select(p)
+    assert (chosen.backend.name, chosen.source) == (result.best, "tuned")
+    x, w, b = torch.randn(32, 64), torch.randn(48, 64), torch.randn(48)
+    assert fl.explain(x, w, b, activation="relu").choices[0].source == "tuned"
+
+
+def test_tune_without_save_leaves_no_trace() -> None:
+    from fastlinear.ops.linear_act.backends import problem
+
+    p = problem("grad_weight", 8, 8, 8, dtype="float64", device="cpu")
+    result = tune(p, rounds=5, save=False)
+    assert (result.best, result.stored) == ("eager", False)
+    assert cache.entries("cpu") == {}
