@@ -1,0 +1,250 @@
+"""NVRTC and the CUDA driver through ctypes: compile, load, encode tensor maps, launch.
+
+Only libraries that a CUDA build of PyTorch already brings are used; nothing is loaded before the
+first call. Every failing call raises DriverError with the library's own message.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import importlib.util
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+_TENSOR_MAP_TYPE = {"float16": 6, "float32": 7, "bfloat16": 9}
+_SWIZZLE_128B = 3
+_L2_PROMOTION_256B = 3
+
+
+class DriverError(RuntimeError):
+    """A call into NVRTC or the CUDA driver failed."""
+
+
+@cache
+def _driver() -> ctypes.PyDLL:
+    # PyDLL keeps the interpreter lock: these calls take about a microsecond.
+    return ctypes.PyDLL("libcuda.so.1")
+
+
+@cache
+def _nvrtc() -> ctypes.CDLL:
+    names = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"]
+    spec = importlib.util.find_spec("nvidia")
+    for root in (spec.submodule_search_locations or []) if spec else []:
+        names += sorted(str(path) for path in Path(root).glob("*/lib/libnvrtc.so.*"))
+    for name in names:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise DriverError(f"NVRTC not found; tried {', '.join(names)}")
+
+
+def _check(status: int, call: str) -> None:
+    if status == 0:
+        return
+    text = ctypes.c_char_p()
+    _driver().cuGetErrorString(status, ctypes.byref(text))
+    raise DriverError(f"{call} failed with {status}: {(text.value or b'unknown').decode()}")
+
+
+def compile_cubin(source: str, name: str, arch: str) -> bytes:
+    """CUDA C++ source → cubin for ``arch`` (for example ``sm_90a``), with NVRTC."""
+    lib = _nvrtc()
+    lib.nvrtcGetErrorString.restype = ctypes.c_char_p
+    program = ctypes.c_void_p()
+
+    def check(status: int, call: str) -> None:
+        if status != 0:
+            raise DriverError(f"{call} failed: {lib.nvrtcGetErrorString(status).decode()}")
+
+    check(
+        lib.nvrtcCreateProgram(
+            ctypes.byref(program), source.encode(), name.encode(), 0, None, None
+        ),
+        "nvrtcCreateProgram",
+    )
+    try:
+        options = [f"--gpu-architecture={arch}".encode(), b"--std=c++17"]
+        status = lib.nvrtcCompileProgram(
+            program, len(options), (ctypes.c_char_p * len(options))(*options)
+        )
+        size = ctypes.c_size_t()
+        if status != 0:
+            check(lib.nvrtcGetProgramLogSize(program, ctypes.byref(size)), "nvrtcGetProgramLogSize")
+            log = ctypes.create_string_buffer(size.value)
+            check(lib.nvrtcGetProgramLog(program, log), "nvrtcGetProgramLog")
+            raise DriverError(f"compiling {name} for {arch} failed:\n{log.value.decode()}")
+        check(lib.nvrtcGetCUBINSize(program, ctypes.byref(size)), "nvrtcGetCUBINSize")
+        cubin = ctypes.create_string_buffer(size.value)
+        check(lib.nvrtcGetCUBIN(program, cubin), "nvrtcGetCUBIN")
+        return cubin.raw
+    finally:
+        lib.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+class Kernel:
+    """A kernel of a loaded cubin; usable on every device of the cubin's architecture.
+
+    Args:
+        cubin: the compiled image, kept loaded as long as the process lives.
+        name: the kernel's extern "C" name.
+        shared_bytes: its dynamic shared memory.
+        device: ordinal of the device on which that limit is raised.
+    """
+
+    def __init__(self, cubin: bytes, name: str, shared_bytes: int, device: int) -> None:
+        driver = _driver()
+        library = ctypes.c_void_p()
+        self._image = cubin
+        zero = ctypes.c_uint(0)
+        _check(
+            driver.cuLibraryLoadData(
+                ctypes.byref(library), cubin, None, None, zero, None, None, zero
+            ),
+            "cuLibraryLoadData",
+        )
+        self.handle = ctypes.c_void_p()
+        self.shared_bytes = shared_bytes
+        _check(
+            driver.cuLibraryGetKernel(ctypes.byref(self.handle), library, name.encode()),
+            "cuLibraryGetKernel",
+        )
+        _check(
+            driver.cuKernelSetAttribute(_MAX_DYNAMIC_SHARED, shared_bytes, self.handle, device),
+            "cuKernelSetAttribute",
+        )
+
+
+class _LaunchAttribute(ctypes.Structure):
+    _fields_ = [
+        ("id", ctypes.c_int),
+        ("pad", ctypes.c_char * 4),
+        ("value", ctypes.c_uint * 16),
+    ]
+
+
+class _LaunchConfig(ctypes.Structure):
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_LaunchAttribute)),
+        ("attribute_count", ctypes.c_uint),
+    ]
+
+
+class TensorMap:
+    """A TMA descriptor of a 2-D 16-bit matrix whose rows are contiguous, 128-byte swizzled.
+
+    Args:
+        dtype: ``"float16"`` or ``"bfloat16"``.
+        rows, cols: extent; reads beyond it give zeros, writes beyond it are dropped.
+        row_stride: elements between rows, a multiple of 8.
+        box_rows, box_cols: the tile one instruction moves; box_cols is at most 64.
+        address: first element, 16-byte aligned.
+    """
+
+    def __init__(
+        self,
+        dtype: str,
+        rows: int,
+        cols: int,
+        row_stride: int,
+        box_rows: int,
+        box_cols: int,
+        address: int,
+    ) -> None:
+        self._storage = ctypes.create_string_buffer(128 + 64)
+        start = ctypes.addressof(self._storage)
+        self.pointer = start + (-start) % 64
+        self._address = address
+        self._replace = _driver().cuTensorMapReplaceAddress
+        self._replace.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        dims = (ctypes.c_uint64 * 2)(cols, rows)
+        strides = (ctypes.c_uint64 * 1)(row_stride * 2)
+        box = (ctypes.c_uint32 * 2)(box_cols, box_rows)
+        steps = (ctypes.c_uint32 * 2)(1, 1)
+        status = _driver().cuTensorMapEncodeTiled(
+            ctypes.c_void_p(self.pointer),
+            _TENSOR_MAP_TYPE[dtype],
+            2,
+            ctypes.c_void_p(address),
+            dims,
+            strides,
+            box,
+            steps,
+            0,
+            _SWIZZLE_128B,
+            _L2_PROMOTION_256B,
+            0,
+        )
+        _check(status, f"cuTensorMapEncodeTiled({rows=}, {cols=}, {row_stride=}, box={list(box)})")
+
+    def point_at(self, address: int) -> None:
+        """Move the descriptor to another base address of the same layout."""
+        if address != self._address:
+            status = self._replace(self.pointer, address)
+            if status:
+                _check(status, "cuTensorMapReplaceAddress")
+            self._address = address
+
+
+Argument = TensorMap | ctypes._SimpleCData  # type: ignore[type-arg]
+
+
+class Launch:
+    """A prepared launch: kernel, grid, cluster and argument slots, re-used call after call.
+
+    Arguments are ctypes objects (scalars) or TensorMap (passed by value); change their contents,
+    then call :meth:`run`. Not safe to share between threads without a lock.
+    """
+
+    def __init__(
+        self, kernel: Kernel, block: int, cluster: int, arguments: Sequence[Argument]
+    ) -> None:
+        self._kernel = kernel
+        self._arguments = arguments
+        self._slots = (ctypes.c_void_p * len(arguments))(
+            *[a.pointer if isinstance(a, TensorMap) else ctypes.addressof(a) for a in arguments]
+        )
+        self._attribute = _LaunchAttribute(_CLUSTER_DIMENSION)
+        self._attribute.value[0:3] = [cluster, 1, 1]
+        self._config = _LaunchConfig()
+        self._config.grid[:] = [cluster, 1, 1]
+        self._config.block[:] = [block, 1, 1]
+        self._config.shared_bytes = kernel.shared_bytes
+        self._config.attributes = ctypes.pointer(self._attribute)
+        self._config.attribute_count = 1
+        self._config_ref = ctypes.addressof(self._config)
+        self._slots_ref = ctypes.addressof(self._slots)
+        self._handle = kernel.handle.value
+        self._launch = _driver().cuLaunchKernelEx
+        self._launch.argtypes = [ctypes.c_void_p] * 4
+
+    def max_clusters(self) -> int:
+        """How many clusters of this launch the current device runs at once."""
+        count = ctypes.c_int()
+        _check(
+            _driver().cuOccupancyMaxActiveClusters(
+                ctypes.byref(count), self._kernel.handle, ctypes.byref(self._config)
+            ),
+            "cuOccupancyMaxActiveClusters",
+        )
+        return count.value
+
+    def set_grid(self, blocks: int) -> None:
+        """Number of blocks, a multiple of the cluster size."""
+        self._config.grid[0] = blocks
+
+    def run(self, stream: int) -> None:
+        """Enqueue on a raw stream handle; returns before the kernel has run."""
+        self._config.stream = stream
+        status = self._launch(self._config_ref, self._handle, self._slots_ref, None)
+        if status:
+            _check(status, "cuLaunchKernelEx")

@@ -1,0 +1,399 @@
+"""CUDA C++ backend of linear_act for Hopper: TMA, wgmma, epilogue hidden under the next tile.
+
+``gemm.cu`` holds the device source; this file chooses a tile configuration, compiles it with NVRTC
+(once per configuration and process), prepares TMA descriptors and launches. Accumulation is in
+float32, every element is written by exactly one block in a fixed order: results are deterministic.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fastlinear.core.errors import UnsupportedError
+from fastlinear.ops.common import cuda_driver as driver
+
+ARCH = "sm_90a"
+_SOURCE = Path(__file__).with_name("gemm.cu")
+_KERNEL = "linear_act_gemm"
+_THREADS = 384
+_SHARED_LIMIT = 232_448  # bytes a Hopper block may have
+_BK = 64
+_MAX_PLANS = 2048
+
+ACTIVATION_IDS: dict[str, int] = {
+    "none": 0,
+    "relu": 1,
+    "relu2": 2,
+    "silu": 3,
+    "gelu": 4,
+    "gelu_tanh": 5,
+    "sigmoid": 6,
+    "tanh": 7,
+    "quick_gelu": 8,
+    "leaky_relu": 9,
+}
+_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile shape and schedule of the GEMM.
+
+    Attributes:
+        bm, bn: output tile of one consumer (pingpong) or of both together.
+        stages: depth of the shared-memory pipeline, in steps of 64 along K.
+        cluster: blocks along M that share (multicast) one B tile.
+        pingpong: consumers own alternate tiles, so one's epilogue hides under the other's wgmma.
+        out_bufs: staging buffers of 64 columns per consumer for the TMA stores.
+        group_m: row tiles (of bm * cluster) visited before moving to the next column.
+    """
+
+    bm: int
+    bn: int
+    stages: int
+    cluster: int = 2
+    pingpong: bool = True
+    out_bufs: int = 2
+    group_m: int = 8
+
+    @property
+    def rows_per_consumer(self) -> int:
+        """Rows of one consumer warpgroup's accumulator."""
+        return self.bm if self.pingpong else self.bm // 2
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: operand stages, store staging, barriers."""
+        stage = (self.bm + self.bn) * _BK * 2
+        return self.stages * (stage + 16) + 2 * self.out_bufs * self.rows_per_consumer * 64 * 2
+
+    def invalid(self, b_mn: bool = False) -> str | None:
+        """Why this configuration cannot be built, or None."""
+        part = 64 if b_mn else 8
+        if self.rows_per_consumer % 64 or self.bm > 256:
+            return f"bm {self.bm}: each consumer needs a multiple of 64 rows, at most 256 in all"
+        if self.bn % 64 or self.bn > 256 or self.bn % (self.cluster * part):
+            return f"bn {self.bn}: not a multiple of 64 that splits into {self.cluster} parts"
+        if self.rows_per_consumer * self.bn > 128 * 192:
+            return f"{self.rows_per_consumer}x{self.bn} accumulators do not fit the registers"
+        if self.stages < 2 or self.shared_bytes > _SHARED_LIMIT:
+            return f"{self.shared_bytes} bytes of shared memory with {self.stages} stages"
+        return None
+
+
+# Candidates with their relative rate on large problems, measured on an H200.
+_SM_COUNT = 132
+_CANDIDATES: tuple[tuple[Config, float], ...] = (
+    (Config(128, 192, 4, group_m=4), 1.0),
+    (Config(128, 192, 4, cluster=1, group_m=16), 0.97),
+    (Config(128, 128, 6, out_bufs=1), 0.93),
+    (Config(128, 128, 6, cluster=1, out_bufs=1, group_m=16), 0.85),
+    (Config(128, 64, 6, cluster=1), 0.55),
+    (Config(64, 64, 8, cluster=1), 0.4),
+)
+
+
+def config_for(M: int, K: int, N: int) -> Config:
+    """The tile configuration for y (M, N) = x (M, K) @ weight (N, K)ᵀ: least time in waves."""
+
+    def time(config: Config, rate: float) -> float:
+        tiles = -(-M // (config.bm * config.cluster)) * -(-N // config.bn)
+        waves = -(-tiles // (_SM_COUNT // config.cluster))
+        return waves * config.bm * config.bn / rate
+
+    return min(_CANDIDATES, key=lambda candidate: time(*candidate))[0]
+
+
+def reason_not(
+    M: int,
+    K: int,
+    N: int,
+    dtype: torch.dtype,
+    x_strides: tuple[int, ...],
+    w_strides: tuple[int, ...],
+    capability: tuple[int, int] | None,
+) -> str | None:
+    """Why this backend cannot serve the problem, or None. Pure: never touches CUDA.
+
+    Args:
+        M, K, N: x is (M, K), weight is (N, K).
+        dtype: of x, weight and bias.
+        x_strides, w_strides: element strides of the two matrices.
+        capability: the device's compute capability; None without a CUDA device.
+    """
+    if capability is None:
+        return "needs a CUDA device"
+    if tuple(capability) != (9, 0):
+        return f"needs compute capability 9.0 (Hopper), not {capability[0]}.{capability[1]}"
+    if dtype not in _DTYPES:
+        return f"needs bfloat16 or float16, not {dtype}"
+    if min(M, K, N) < 1:
+        return "an empty dimension"
+    if N % 8:
+        return f"N = {N} is not a multiple of 8 (rows of y must be 16-byte aligned)"
+    for name, shape, strides in (("x", (M, K), x_strides), ("weight", (N, K), w_strides)):
+        if _layout(shape, strides) is None:
+            return (
+                f"{name} of shape {shape} has strides {tuple(strides)}: one must be 1 and the "
+                "other a multiple of 8"
+            )
+    return None
+
+
+def _layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[bool, int] | None:
+    """(rows are the contiguous dimension, leading stride) as TMA can read it, or None."""
+    (rows, cols), (row_stride, col_stride) = shape, strides
+    if (col_stride == 1 or cols == 1) and (rows == 1 or (row_stride % 8 == 0 and row_stride > 0)):
+        return False, row_stride if rows > 1 else -(-cols // 8) * 8
+    if (row_stride == 1 or rows == 1) and (cols == 1 or (col_stride % 8 == 0 and col_stride > 0)):
+        return True, col_stride if cols > 1 else -(-rows // 8) * 8
+    return None
+
+
+def source(
+    config: Config,
+    dtype: torch.dtype,
+    activation: str,
+    has_bias: bool,
+    save_pre: bool,
+    a_mn: bool = False,
+    b_mn: bool = False,
+) -> str:
+    """The complete CUDA C++ source of one specialisation."""
+    macros = {
+        "BM": config.bm,
+        "BN": config.bn,
+        "STAGES": config.stages,
+        "OUT_BUFS": config.out_bufs,
+        "CLUSTER": config.cluster,
+        "PINGPONG": int(config.pingpong),
+        "GROUP_M": config.group_m,
+        "A_MN": int(a_mn),
+        "B_MN": int(b_mn),
+        "IS_BF16": int(dtype == torch.bfloat16),
+        "HAS_BIAS": int(has_bias),
+        "SAVE": int(save_pre),
+        "ACT": ACTIVATION_IDS[activation],
+    }
+    defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
+    return defines + _wgmma_source(config.bn, dtype, a_mn, b_mn) + _SOURCE.read_text()
+
+
+def _wgmma_source(n: int, dtype: torch.dtype, a_mn: bool, b_mn: bool) -> str:
+    """wgmma(acc, desc_a, desc_b, accumulate): acc (64, n) += A (64, 16) B (n, 16)ᵀ."""
+    count = n // 2
+    kind = "bf16" if dtype == torch.bfloat16 else "f16"
+    registers = ", ".join(f"%{i}" for i in range(count))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    return (
+        f"__device__ __forceinline__ void wgmma(float (&d)[{count}], unsigned long long a,\n"
+        "    unsigned long long b, int accumulate) {\n"
+        f'  asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"\n'
+        f'    "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} {{{registers}}}, "\n'
+        f'    "%{count}, %{count + 1}, p, 1, 1, {int(a_mn)}, {int(b_mn)};\\n}}"\n'
+        f'    : {outputs} : "l"(a), "l"(b), "r"(accumulate));\n}}\n'
+    )
+
+
+class _Plan:
+    """One prepared launch: fixed shapes and layouts, any addresses."""
+
+    def __init__(
+        self,
+        config: Config,
+        a: Tensor,
+        b: Tensor,
+        out: Tensor,
+        bias: Tensor | None,
+        activation: str,
+        save_pre: bool,
+    ) -> None:
+        (M, K), N = a.shape, b.shape[0]
+        dtype = _DTYPES[a.dtype]
+        a_mn, a_stride = _layout(a.shape, a.stride())  # type: ignore[misc]
+        b_mn, b_stride = _layout(b.shape, b.stride())  # type: ignore[misc]
+        if b_mn and config.invalid(b_mn=True):
+            config = replace(config, cluster=1)
+        kernel = _kernel(
+            config, a.dtype, activation, bias is not None, save_pre, a_mn, b_mn, a.device.index
+        )
+
+        def operand(t: Tensor, mn: bool, stride: int, box: int) -> driver.TensorMap:
+            rows, cols = (K, t.shape[0]) if mn else (t.shape[0], K)
+            return driver.TensorMap(dtype, rows, cols, stride, _BK if mn else box, 64, t.data_ptr())
+
+        self.a_map = operand(a, a_mn, a_stride, config.bm)
+        self.b_map = operand(b, b_mn, b_stride, config.bn // config.cluster)
+        box_rows = config.rows_per_consumer
+        self.out_map = driver.TensorMap(dtype, M, N, N, box_rows, 64, out.data_ptr())
+        self.save_map = driver.TensorMap(dtype, M, N, N, box_rows, 64, out.data_ptr())
+        self.bias = ctypes.c_void_p(0)
+        tiles_m, tiles_n = -(-M // (config.bm * config.cluster)), -(-N // config.bn)
+        self.launch = driver.Launch(
+            kernel,
+            _THREADS,
+            config.cluster,
+            [
+                self.a_map,
+                self.b_map,
+                self.out_map,
+                self.save_map,
+                self.bias,
+                ctypes.c_int(N),
+                ctypes.c_int(tiles_m),
+                ctypes.c_int(tiles_n),
+                ctypes.c_int(-(-K // _BK)),
+            ],
+        )
+        self.launch.set_grid(min(tiles_m * tiles_n, self.launch.max_clusters()) * config.cluster)
+
+    def run(
+        self, a: Tensor, b: Tensor, out: Tensor, saved: Tensor | None, bias: Tensor | None
+    ) -> None:
+        self.a_map.point_at(a.data_ptr())
+        self.b_map.point_at(b.data_ptr())
+        self.out_map.point_at(out.data_ptr())
+        if saved is not None:
+            self.save_map.point_at(saved.data_ptr())
+        if bias is not None:
+            self.bias.value = bias.data_ptr()
+        self.launch.run(torch._C._cuda_getCurrentRawStream(a.device.index))
+
+
+_lock = threading.Lock()
+_kernels: dict[tuple[object, ...], driver.Kernel] = {}
+_plans: dict[tuple[object, ...], _Plan] = {}
+
+
+def _kernel(
+    config: Config,
+    dtype: torch.dtype,
+    activation: str,
+    has_bias: bool,
+    save_pre: bool,
+    a_mn: bool,
+    b_mn: bool,
+    device: int,
+) -> driver.Kernel:
+    key = (config, dtype, activation, has_bias, save_pre, a_mn, b_mn, device)
+    kernel = _kernels.get(key)
+    if kernel is None:
+        text = source(config, dtype, activation, has_bias, save_pre, a_mn, b_mn)
+        cubin = driver.compile_cubin(text, "gemm.cu", ARCH)
+        kernel = _kernels[key] = driver.Kernel(cubin, _KERNEL, config.shared_bytes, device)
+    return kernel
+
+
+def gemm(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "none",
+    save_pre: bool = False,
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """act(a bᵀ + bias) with either operand in either layout.
+
+    Args:
+        a: (M, K) bfloat16 or float16; one stride 1, the other a multiple of 8.
+        b: (N, K), likewise; N a multiple of 8.
+        bias: (N,) of the same dtype, or None.
+        activation: a public activation name.
+        save_pre: also return a bᵀ + bias.
+        config: tile configuration; chosen by :func:`config_for` when None.
+
+    Returns:
+        (out, pre): (M, N) contiguous; pre is None unless asked for.
+
+    Raises:
+        UnsupportedError: where :func:`reason_not` gives a reason.
+    """
+    index = a.device.index
+    if index is not None and index != torch._C._cuda_getDevice():
+        with torch.cuda.device(index):
+            return gemm(a, b, bias, activation, save_pre, config)
+    if a.data_ptr() % 16:
+        a = a.clone()
+    if b.data_ptr() % 16:
+        b = b.clone()
+    if bias is not None and (bias.stride(0) != 1 or bias.data_ptr() % 4):
+        bias = bias.clone(memory_format=torch.contiguous_format)
+    key = (
+        a.shape,
+        b.shape[0],
+        a.stride(),
+        b.stride(),
+        a.dtype,
+        bias is None,
+        activation,
+        save_pre,
+        config,
+        index,
+    )
+    out = torch.empty((a.shape[0], b.shape[0]), dtype=a.dtype, device=a.device)
+    saved = torch.empty_like(out) if save_pre else None
+    with _lock:
+        plan = _plans.get(key)
+        if plan is None:
+            plan = _new_plan(key, a, b, out, bias, activation, save_pre, config)
+        plan.run(a, b, out, saved, bias)
+    return out, saved
+
+
+def _new_plan(
+    key: tuple[object, ...],
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    save_pre: bool,
+    config: Config | None,
+) -> _Plan:
+    (M, K), N = a.shape, b.shape[0]
+    capability = torch.cuda.get_device_capability(a.device) if a.is_cuda else None
+    reason = reason_not(M, K, N, a.dtype, a.stride(), b.stride(), capability)
+    if reason is None and config is not None:
+        reason = config.invalid()
+    if reason is not None:
+        raise UnsupportedError(
+            "linear_act (cuda backend)",
+            expected="a problem this backend serves",
+            received=reason,
+            remedy="Choose another backend or leave the choice to dispatch.",
+        )
+    if len(_plans) >= _MAX_PLANS:
+        _plans.clear()
+    plan = _Plan(config or config_for(M, K, N), a, b, out, bias, activation, save_pre)
+    _plans[key] = plan
+    return plan
+
+
+def forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save_pre: bool
+) -> tuple[Tensor, Tensor | None]:
+    """y = act(x weightᵀ + bias), and the pre-activation in the input's dtype if asked.
+
+    Args:
+        x: (M, K) bfloat16 or float16, M > 0.
+        weight: (N, K), either dimension contiguous.
+        bias: (N,) or None.
+        activation: a public activation name.
+        save_pre: also return x weightᵀ + bias.
+
+    Returns:
+        (y, pre): both (M, N) contiguous; pre is None unless asked for.
+
+    Raises:
+        UnsupportedError: where :func:`reason_not` gives a reason.
+    """
+    if activation == "none":
+        y, _ = gemm(x, weight, bias)
+        return y, y if save_pre else None
+    return gemm(x, weight, bias, activation, save_pre)

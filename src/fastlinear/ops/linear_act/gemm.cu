@@ -1,0 +1,453 @@
+// Persistent warp-specialised GEMM with a bias + activation epilogue for Hopper (sm_90a).
+//
+//   C[m, n] = sum_k A[m, k] * B[n, k];   pre = C + bias;   Y = act(pre)
+//
+// One block: warpgroup 0 is the TMA producer, warpgroups 1 and 2 are consumers.
+//   PINGPONG 1: each consumer owns whole BM x BN tiles, alternately, so that one group's epilogue
+//               runs under the other group's wgmma.
+//   PINGPONG 0: both consumers share a tile, BM/2 rows each.
+// CLUSTER blocks along M share one B tile: each loads 1/CLUSTER of it and multicasts it.
+//
+// Macros from the host: BM BN STAGES OUT_BUFS CLUSTER PINGPONG GROUP_M A_MN B_MN IS_BF16 HAS_BIAS SAVE ACT,
+// and the generated function wgmma(acc, desc_a, desc_b, accumulate) for m64 x BN x k16.
+//   A_MN / B_MN 1: the operand's M (N) dimension is the contiguous one in memory.
+//   SAVE 1: `pre` is written beside Y.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define ACT_NONE 0
+#define ACT_RELU 1
+#define ACT_RELU2 2
+#define ACT_SILU 3
+#define ACT_GELU 4
+#define ACT_GELU_TANH 5
+#define ACT_SIGMOID 6
+#define ACT_TANH 7
+#define ACT_QUICK_GELU 8
+#define ACT_LEAKY_RELU 9
+
+constexpr int BK = 64;                             // one 128-byte swizzle row of 16-bit elements
+constexpr int WG_M = PINGPONG ? BM : BM / 2;       // rows of one consumer's accumulator
+constexpr int MMA_M = WG_M / 64;                   // wgmma instructions along M
+constexpr int A_BYTES = BM * BK * 2;
+constexpr int B_BYTES = BN * BK * 2;
+constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
+constexpr int CHUNK_N = 64;                        // columns stored by one TMA store
+constexpr int CHUNKS = BN / CHUNK_N;
+constexpr int OUT_BYTES = WG_M * CHUNK_N * 2;      // one staging buffer; OUT_BUFS per consumer
+constexpr int OUT_OFFSET = STAGES * STAGE_BYTES;
+constexpr int BAR_OFFSET = OUT_OFFSET + 2 * OUT_BUFS * OUT_BYTES;
+constexpr int B_PART = BN / CLUSTER;               // rows of B this block loads for its cluster
+
+static_assert(BM % (PINGPONG ? 64 : 128) == 0, "BM");
+static_assert(BN % CHUNK_N == 0 && B_PART % (B_MN ? 64 : 8) == 0, "BN");
+
+struct alignas(64) TensorMap { char bytes[128]; };
+
+// ---------------------------------------------------------------- PTX wrappers
+
+__device__ __forceinline__ u32 smem_addr(const void* p) {
+  return static_cast<u32>(__cvta_generic_to_shared(p));
+}
+
+__device__ __forceinline__ void mbar_init(u32 bar, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
+}
+
+__device__ __forceinline__ void mbar_expect(u32 bar, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void mbar_arrive_cta(u32 bar, u32 cta) {
+  asm volatile(
+      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(bar), "r"(cta)
+      : "memory");
+}
+
+__device__ __forceinline__ void mbar_arrive(u32 bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+
+__device__ __forceinline__ void mbar_wait(u32 bar, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred p;\nWAIT:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+      "@p bra DONE;\nbra WAIT;\nDONE:\n}" ::"r"(bar), "r"(parity)
+      : "memory");
+}
+
+template <int kPeers>
+__device__ __forceinline__ void tma_load(u32 dst, const TensorMap* map, u32 bar, int x, int y) {
+  if constexpr (kPeers == 1) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%3, %4}], [%2];" ::"r"(dst), "l"(map), "r"(bar), "r"(x), "r"(y)
+        : "memory");
+  } else {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(dst), "l"(map), "r"(bar),
+        "r"(x), "r"(y), "h"(static_cast<unsigned short>((1 << kPeers) - 1))
+        : "memory");
+  }
+}
+
+__device__ __forceinline__ void tma_store(const TensorMap* map, u32 src, int x, int y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];\n"
+      "cp.async.bulk.commit_group;" ::"l"(map), "r"(src), "r"(x), "r"(y)
+      : "memory");
+}
+
+template <int kLeft>
+__device__ __forceinline__ void tma_store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLeft) : "memory");
+}
+
+__device__ __forceinline__ void tma_store_wait_all() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+__device__ __forceinline__ void prefetch_map(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map));
+}
+
+__device__ __forceinline__ void bar_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void bar_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                   : "memory");
+}
+
+__device__ __forceinline__ u32 cluster_rank() {
+  u32 rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+template <int kLeft>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
+}
+
+__device__ __forceinline__ void stmatrix(u32 addr, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(addr),
+               "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+
+__device__ __forceinline__ u32 pack(float lo, float hi) {
+  u32 out;
+#if IS_BF16
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(hi), "f"(lo));
+#else
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(hi), "f"(lo));
+#endif
+  return out;
+}
+
+__device__ __forceinline__ void unpack(u32 in, float& lo, float& hi) {
+#if IS_BF16
+  lo = __uint_as_float(in << 16);
+  hi = __uint_as_float(in & 0xffff0000u);
+#else
+  asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}"
+      : "=f"(lo), "=f"(hi)
+      : "r"(in));
+#endif
+}
+
+// Descriptor of a 128-byte-swizzled operand tile, 1024-byte aligned, 8-row groups 1024 bytes apart.
+// K-major: a step of 16 along K is 32 bytes. MN-major: 64-wide blocks of BK rows lie BK*128 bytes
+// apart (the leading offset) and a step of 16 along K is 16 rows of 128 bytes.
+template <bool kMn>
+__device__ __forceinline__ u64 make_desc(u32 addr) {
+  constexpr u64 kLead = kMn ? (BK * 128) >> 4 : 1;
+  constexpr u64 kStride = 1024 >> 4;
+  return static_cast<u64>((addr & 0x3ffff) >> 4) | (kLead << 16) | (kStride << 32) | (1ull << 62);
+}
+
+constexpr u64 A_K_STEP = (A_MN ? 16 * 128 : 32) >> 4;
+constexpr u64 B_K_STEP = (B_MN ? 16 * 128 : 32) >> 4;
+
+// ---------------------------------------------------------------- activations (float32)
+
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float rcp_approx(float x) {
+  float y;
+  asm volatile("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 1 / (1 + exp(-scale * x)), relative error about 1e-6 in either tail.
+__device__ __forceinline__ float sigmoid_scaled(float x, float scale) {
+  return rcp_approx(1.0f + exp2_approx(x * (-1.4426950408889634f * scale)));
+}
+
+// Normal cumulative distribution 0.5 (1 + erf(x / sqrt 2)), absolute error below 1e-7
+// (Abramowitz and Stegun 7.1.26), and bell = exp(-x^2 / 2).
+__device__ __forceinline__ float normal_cdf(float x, float& bell) {
+  bell = exp2_approx(-0.72134752044448170f * x * x);
+  const float t = rcp_approx(fmaf(0.23164190f, fabsf(x), 1.0f));
+  float poly = fmaf(1.061405429f, t, -1.453152027f);
+  poly = fmaf(poly, t, 1.421413741f);
+  poly = fmaf(poly, t, -0.284496736f);
+  poly = fmaf(poly, t, 0.254829592f);
+  const float tail = 0.5f * poly * t * bell;  // the mass beyond |x|
+  return x < 0.0f ? tail : 1.0f - tail;
+}
+
+__device__ __forceinline__ float act(float x) {
+  if constexpr (ACT == ACT_RELU) return x < 0.0f ? 0.0f : x;  // keeps NaN
+  if constexpr (ACT == ACT_RELU2) return x < 0.0f ? 0.0f : x * x;
+  if constexpr (ACT == ACT_LEAKY_RELU) return x < 0.0f ? 0.01f * x : x;
+  if constexpr (ACT == ACT_SILU) return x * sigmoid_scaled(x, 1.0f);
+  if constexpr (ACT == ACT_SIGMOID) return sigmoid_scaled(x, 1.0f);
+  if constexpr (ACT == ACT_TANH) return fmaf(2.0f, sigmoid_scaled(x, 2.0f), -1.0f);
+  if constexpr (ACT == ACT_QUICK_GELU) return x * sigmoid_scaled(x, 1.702f);
+  if constexpr (ACT == ACT_GELU) {
+    float bell;
+    return x * normal_cdf(x, bell);
+  }
+  if constexpr (ACT == ACT_GELU_TANH) {
+    // 0.5 x (1 + tanh u) = x sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3)
+    const float u2 = x * fmaf(0.0713548162726f, x * x, 1.5957691216057f);
+    return x * sigmoid_scaled(u2, 1.0f);
+  }
+  return x;
+}
+
+// ---------------------------------------------------------------- tile order
+
+struct Tile { int m, n; };  // in units of BM * CLUSTER rows and BN columns
+
+// Columns of GROUP_M row-tiles, so that one wave of blocks reads a compact patch of A and B.
+__device__ __forceinline__ Tile tile_at(int t, int tiles_m, int tiles_n) {
+  const int per_group = GROUP_M * tiles_n;
+  const int group = t / per_group;
+  const int rest = t - group * per_group;
+  const int rows = min(GROUP_M, tiles_m - group * GROUP_M);
+  return {group * GROUP_M + rest % rows, rest / rows};
+}
+
+// ---------------------------------------------------------------- epilogue
+
+struct Epilogue {
+  u32 buffer;      // OUT_BUFS staging buffers of OUT_BYTES
+  int bar_id;      // named barrier of this consumer's 128 threads
+  bool leader;     // the thread that issues TMA stores
+
+  // Stages one 64-column chunk and stores it at (row, col). values(mi, q, r) packs the 16 columns
+  // q of the 64 rows mi: r[0], r[1] are column pair 2q of rows 0-7 and 8-15, r[2], r[3] pair 2q+1.
+  // `index`, a constant once unrolled, counts the stores of a tile and picks the buffer.
+  template <typename Values>
+  __device__ __forceinline__ void store(int index, const TensorMap* map, int row, int col,
+                                        int thread, Values values) {
+    const u32 base = buffer + (index % OUT_BUFS) * OUT_BYTES;
+    if (leader) {  // until this buffer's previous store has been read out
+      if (index == 0) tma_store_wait_read<0>();
+      else tma_store_wait_read<OUT_BUFS - 1>();
+    }
+    bar_sync(bar_id, 128);
+    const int lane = thread & 31;
+    const int warp_row = (thread >> 5) * 16 + (lane & 15);
+#pragma unroll
+    for (int mi = 0; mi < MMA_M; ++mi) {
+      const u32 line = base + (mi * 64 + warp_row) * 128;
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        const u32 piece = static_cast<u32>(2 * q + (lane >> 4)) ^ (warp_row & 7);
+        u32 r[4];
+        values(mi, q, r);
+        stmatrix(line + (piece << 4), r[0], r[1], r[2], r[3]);
+      }
+    }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    bar_sync(bar_id, 128);
+    if (leader) tma_store(map, base, col, row);
+  }
+};
+
+// ---------------------------------------------------------------- the kernel
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+linear_act_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
+                const __grid_constant__ TensorMap y_map, const __grid_constant__ TensorMap save_map,
+                const unsigned short* __restrict__ bias_ptr, int N, int tiles_m, int tiles_n, int k_tiles) {
+  extern __shared__ __align__(1024) char smem[];
+  const u32 base = smem_addr(smem);
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+  const int thread = threadIdx.x % 128;
+  const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
+
+  const u32 full = base + BAR_OFFSET;
+  const u32 empty = full + STAGES * 8;
+  constexpr int kConsumerWarps = PINGPONG ? 4 : 8;
+
+  if (threadIdx.x == 0) {
+    prefetch_map(&a_map);
+    prefetch_map(&b_map);
+    prefetch_map(&y_map);
+    for (int s = 0; s < STAGES; ++s) {
+      mbar_init(full + s * 8, 1);
+      mbar_init(empty + s * 8, kConsumerWarps * CLUSTER);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  if constexpr (CLUSTER > 1) cluster_sync(); else __syncthreads();
+
+  // tiles_m counts BM * CLUSTER rows, tiles_n BN columns, k_tiles BK of the reduction
+  const int tiles = tiles_m * tiles_n;
+  const int first = blockIdx.x / CLUSTER;
+  const int step = gridDim.x / CLUSTER;
+
+  if (warpgroup == 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if (thread == 0) {
+      int stage = 0;
+      u32 phase = 1;  // a fresh barrier counts as "previous phase done"
+      for (int t = first; t < tiles; t += step) {
+        const Tile tile = tile_at(t, tiles_m, tiles_n);
+        const int row = (tile.m * CLUSTER + rank) * BM;
+        const int col = tile.n * BN + rank * B_PART;
+        for (int kt = 0; kt < k_tiles; ++kt) {
+          mbar_wait(empty + stage * 8, phase);
+          const u32 bar = full + stage * 8;
+          const u32 a_dst = base + stage * STAGE_BYTES;
+          const u32 b_dst = a_dst + A_BYTES + rank * (B_PART * BK * 2);
+          mbar_expect(bar, STAGE_BYTES);
+          if constexpr (A_MN) {
+#pragma unroll
+            for (int i = 0; i < BM / 64; ++i)
+              tma_load<1>(a_dst + i * (BK * 128), &a_map, bar, row + i * 64, kt * BK);
+          } else {
+            tma_load<1>(a_dst, &a_map, bar, kt * BK, row);
+          }
+          if constexpr (B_MN) {
+#pragma unroll
+            for (int i = 0; i < B_PART / 64; ++i)
+              tma_load<CLUSTER>(b_dst + i * (BK * 128), &b_map, bar, col + i * 64, kt * BK);
+          } else {
+            tma_load<CLUSTER>(b_dst, &b_map, bar, kt * BK, col);
+          }
+          if (++stage == STAGES) { stage = 0; phase ^= 1; }
+        }
+      }
+    }
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    const int consumer = warpgroup - 1;
+    const int lane = thread & 31;
+    Epilogue out{base + OUT_OFFSET + consumer * OUT_BUFS * OUT_BYTES, 3 + consumer, thread == 0};
+    float acc[MMA_M][BN / 2];
+
+    if (PINGPONG && consumer == 1) bar_arrive(1, 256);  // consumer 0 starts
+
+    // The block's tiles are numbered `index`; in pingpong each consumer takes every second one.
+    for (int index = PINGPONG ? consumer : 0; first + index * step < tiles;
+         index += PINGPONG ? 2 : 1) {
+      const u32 it = index * k_tiles;  // k-tiles that went through the pipeline before this tile
+      int stage = it % STAGES;
+      u32 phase = (it / STAGES) & 1;
+      int previous = stage;
+
+      if constexpr (PINGPONG) bar_sync(1 + consumer, 256);
+      for (int kt = 0; kt < k_tiles; ++kt) {
+        mbar_wait(full + stage * 8, phase);
+        const u32 a_src = base + stage * STAGE_BYTES + (PINGPONG ? 0 : consumer * (A_BYTES / 2));
+        const u32 b_src = base + stage * STAGE_BYTES + A_BYTES;
+        const u64 a_desc = make_desc<A_MN>(a_src);
+        const u64 b_desc = make_desc<B_MN>(b_src);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < BK / 16; ++k) {
+#pragma unroll
+          for (int mi = 0; mi < MMA_M; ++mi) {
+            // 64 rows further down A: 8192 bytes in either layout
+            wgmma(acc[mi], a_desc + k * A_K_STEP + mi * (8192 >> 4),
+                  b_desc + k * B_K_STEP, kt != 0 || k != 0);
+          }
+        }
+        wgmma_commit();
+        if (kt > 0) {
+          wgmma_wait<1>();  // the previous k-tile's reads are done: release its stage
+          if (CLUSTER > 1) {
+            if (lane < CLUSTER) mbar_arrive_cta(empty + previous * 8, lane);
+          } else if (lane == 0) {
+            mbar_arrive(empty + previous * 8);
+          }
+        }
+        previous = stage;
+        if (++stage == STAGES) { stage = 0; phase ^= 1; }
+      }
+      if constexpr (PINGPONG) bar_arrive(1 + (consumer ^ 1), 256);
+      wgmma_wait<0>();
+      if (CLUSTER > 1) {
+        if (lane < CLUSTER) mbar_arrive_cta(empty + previous * 8, lane);
+      } else if (lane == 0) {
+        mbar_arrive(empty + previous * 8);
+      }
+
+      const Tile tile = tile_at(first + index * step, tiles_m, tiles_n);
+      // acc[mi][4j + 2h + e]: row mi*64 + warp*16 + h*8 + lane/4, column 8j + 2*(lane%4) + e
+      const int row = (tile.m * CLUSTER + rank) * BM + (PINGPONG ? 0 : consumer * WG_M);
+#pragma unroll
+      for (int c = 0; c < CHUNKS; ++c) {
+        const int col = tile.n * BN + c * CHUNK_N;
+        if (HAS_BIAS) {
+#pragma unroll
+          for (int j = 0; j < 8; ++j) {
+            const int n = col + 8 * j + 2 * (lane & 3);
+            float lo = 0.0f, hi = 0.0f;
+            if (n < N) unpack(*reinterpret_cast<const u32*>(bias_ptr + n), lo, hi);
+#pragma unroll
+            for (int mi = 0; mi < MMA_M; ++mi) {
+              float* p = acc[mi] + (c * 8 + j) * 4;
+              p[0] += lo;
+              p[1] += hi;
+              p[2] += lo;
+              p[3] += hi;
+            }
+          }
+        }
+#if SAVE == 1
+        out.store(2 * c, &save_map, row, col, thread, [&](int mi, int q, u32(&r)[4]) {
+          const float* p = acc[mi] + c * 32 + q * 8;
+#pragma unroll
+          for (int i = 0; i < 4; ++i) r[i] = pack(p[2 * i], p[2 * i + 1]);
+        });
+#endif
+        out.store(SAVE ? 2 * c + 1 : c, &y_map, row, col, thread, [&](int mi, int q, u32(&r)[4]) {
+          const float* p = acc[mi] + c * 32 + q * 8;
+#pragma unroll
+          for (int i = 0; i < 4; ++i) r[i] = pack(act(p[2 * i]), act(p[2 * i + 1]));
+        });
+      }
+    }
+    if (out.leader) tma_store_wait_all();
+  }
+  __syncwarp();
+  if constexpr (CLUSTER > 1) cluster_sync();  // no block leaves while a peer may still write to it
+}

@@ -1,0 +1,269 @@
+"""CUDA C++ backend of linear_act: pure parts and offline compilation anywhere, rest on Hopper."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastlinear.core.compare import judge
+from fastlinear.core.errors import UnsupportedError
+from fastlinear.ops.linear_act import cuda, reference
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+NVCC = shutil.which("nvcc")
+
+WIDE = cuda.Config(128, 192, 4)
+CONFIGS = {
+    "128x192 cluster 2": WIDE,
+    "128x192 cluster 1": cuda.Config(128, 192, 4, cluster=1),
+    "128x128 cluster 2": cuda.Config(128, 128, 6, out_bufs=1),
+    "64x64 cluster 1": cuda.Config(64, 64, 8, cluster=1),
+    "cooperative 128x256": cuda.Config(128, 256, 4, pingpong=False),
+    "cooperative 256x128": cuda.Config(256, 128, 4, pingpong=False, out_bufs=1),
+}
+
+
+# ---------------------------------------------------------------- anywhere
+
+
+@pytest.mark.parametrize("M", [1, 7, 64, 200, 512, 8192, 100_000])
+@pytest.mark.parametrize(("K", "N"), [(768, 3072), (3072, 768), (1024, 4096), (64, 8), (8, 4096)])
+def test_config_for_is_always_buildable(M: int, K: int, N: int) -> None:
+    assert cuda.config_for(M, K, N).invalid() is None
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        cuda.Config(96, 128, 4),
+        cuda.Config(128, 200, 4),
+        cuda.Config(128, 256, 4),
+        cuda.Config(128, 192, 6),
+        cuda.Config(128, 192, 1),
+    ],
+)
+def test_impossible_configs_are_named(config: cuda.Config) -> None:
+    assert config.invalid()
+
+
+def test_reason_not() -> None:
+    def reason(
+        M: int = 32,
+        K: int = 64,
+        N: int = 48,
+        dtype: torch.dtype = torch.bfloat16,
+        xs: tuple[int, int] = (64, 1),
+        ws: tuple[int, int] = (64, 1),
+        capability: tuple[int, int] | None = (9, 0),
+    ) -> str | None:
+        return cuda.reason_not(M, K, N, dtype, xs, ws, capability)
+
+    assert reason() is None
+    assert reason(dtype=torch.float16) is None
+    assert reason(ws=(1, 48)) is None, "a transposed weight is read as it lies"
+    assert reason(xs=(72, 1)) is None
+    assert reason(M=1, xs=(1, 1)) is None, "the stride of a single row does not matter"
+    assert "capability" in (reason(capability=(8, 0)) or "")
+    assert "capability" in (reason(capability=(10, 0)) or "")
+    assert "CUDA" in (reason(capability=None) or "")
+    assert "float32" in (reason(dtype=torch.float32) or "")
+    assert "N = 50" in (reason(N=50) or "")
+    assert "x of shape" in (reason(xs=(65, 1)) or "")
+    assert "weight of shape" in (reason(ws=(128, 2)) or "")
+    assert "x of shape" in (reason(xs=(0, 1)) or ""), "an expanded row has no stride to follow"
+    assert "empty" in (reason(M=0) or "")
+
+
+@pytest.mark.skipif(NVCC is None, reason="needs nvcc")
+@pytest.mark.parametrize(
+    ("config", "activation", "save_pre", "a_mn", "b_mn", "dtype"),
+    [
+        (WIDE, "gelu_tanh", False, False, False, torch.bfloat16),
+        (WIDE, "gelu_tanh", True, False, False, torch.bfloat16),
+        (WIDE, "gelu", True, False, False, torch.float16),
+        (WIDE, "none", False, False, False, torch.bfloat16),
+        (CONFIGS["128x192 cluster 1"], "none", False, True, True, torch.bfloat16),
+        (CONFIGS["128x128 cluster 2"], "none", False, True, True, torch.bfloat16),
+        (CONFIGS["cooperative 128x256"], "none", False, True, True, torch.bfloat16),
+    ],
+)
+def test_compiles_without_spills(
+    tmp_path: Path,
+    config: cuda.Config,
+    activation: str,
+    save_pre: bool,
+    a_mn: bool,
+    b_mn: bool,
+    dtype: torch.dtype,
+) -> None:
+    file = tmp_path / "gemm.cu"
+    file.write_text(cuda.source(config, dtype, activation, True, save_pre, a_mn, b_mn))
+    done = subprocess.run(
+        [str(NVCC), "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas", "-v"]
+        + ["-cubin", "-o", str(tmp_path / "gemm.cubin"), str(file)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    report = done.stdout + done.stderr
+    assert re.findall(r"(\d+) bytes spill", report) == ["0", "0"], report
+    assert "serialized" not in report, report
+
+
+# ---------------------------------------------------------------- on a Hopper GPU
+
+
+def _inputs(
+    M: int, K: int, N: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, device="cuda", generator=generator)
+
+    return draw(M, K).to(dtype), (draw(N, K) / K**0.5).to(dtype), draw(N).to(dtype)
+
+
+def _assert_matches(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, y: Tensor, pre: Tensor | None
+) -> None:
+    wide_bias = None if bias is None else bias.double()
+    oracle = reference.forward(x.double(), weight.double(), wide_bias, activation, True)
+    plain = reference.forward(x, weight, bias, activation, True)
+    for name, ours, theirs, truth in zip(("y", "pre"), (y, pre), plain, oracle, strict=True):
+        if ours is not None:
+            assert ours.isfinite().all(), f"{name}: not every element was written"
+            verdict = judge(name, ours, theirs, truth)
+            assert verdict.passed, str(verdict)
+
+
+@on_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+@pytest.mark.parametrize(
+    ("M", "K", "N"),
+    [(1, 8, 8), (1, 768, 3072), (129, 72, 200), (257, 776, 1000), (2048, 768, 1544)],
+)
+@pytest.mark.parametrize("save_pre", [False, True])
+def test_every_config_with_tails(
+    config: cuda.Config, M: int, K: int, N: int, save_pre: bool
+) -> None:
+    x, weight, bias = _inputs(M, K, N)
+    y, pre = cuda.gemm(x, weight, bias, "gelu_tanh", save_pre, config)
+    _assert_matches(x, weight, bias, "gelu_tanh", y, pre)
+
+
+@on_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", list(cuda.ACTIVATION_IDS))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_every_activation(activation: str, dtype: torch.dtype, has_bias: bool) -> None:
+    x, weight, bias = _inputs(300, 264, 520, dtype)
+    y, pre = cuda.forward(x, weight, bias if has_bias else None, activation, True)
+    _assert_matches(x, weight, bias if has_bias else None, activation, y, pre)
+
+
+@on_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", list(cuda.ACTIVATION_IDS))
+def test_extreme_values(activation: str) -> None:
+    """Large arguments neither overflow to NaN nor lose their limit; NaN goes through."""
+    values = torch.tensor([-3e4, -200.0, -30.0, -1e-3, 0.0, 1e-3, 30.0, 200.0, 3e4, float("nan")])
+    x = torch.zeros(16, 64, device="cuda", dtype=torch.bfloat16)
+    x[:10, 0] = values
+    weight = torch.zeros(8, 64, device="cuda", dtype=torch.bfloat16)
+    weight[:, 0] = 1
+    y, _ = cuda.forward(x, weight, None, activation, False)
+    truth = reference.linear_act(x[:10, :1].double(), weight[:, :1].double(), None, activation)
+    assert y[9].isnan().all()
+    torch.testing.assert_close(y[:9].double(), truth[:9], rtol=1e-2, atol=2e-5)
+
+
+@on_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_layouts(config: cuda.Config) -> None:
+    """Either operand transposed, rows strided, addresses off a 16-byte boundary."""
+    M, K, N = 264, 328, 520
+    x, weight, bias = _inputs(M, K, N)
+    padded = torch.full((M, K + 40), torch.nan, device="cuda", dtype=x.dtype)
+    strided = padded[:, 8 : K + 8]
+    strided.copy_(x)
+    odd = torch.empty(N * K + 1, device="cuda", dtype=x.dtype)[1:].view(N, K).copy_(weight)
+    every_second = torch.stack([bias, bias * torch.nan], 1)[:, 0]
+    for a in (x, strided, x.t().contiguous().t()):
+        for b in (weight, odd, weight.t().contiguous().t()):
+            y, pre = cuda.gemm(a, b, every_second, "silu", True, config)
+            _assert_matches(x, weight, bias, "silu", y, pre)
+
+
+@on_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_repeated_runs_are_bit_equal_and_write_everything(config: cuda.Config) -> None:
+    x, weight, bias = _inputs(4000, 1096, 1160)
+    first, first_pre = cuda.gemm(x, weight, bias, "gelu", True, config)
+    assert first_pre is not None
+    for _ in range(30):
+        torch.full_like(first, torch.nan)  # leaves NaN in the block the allocator hands out next
+        y, pre = cuda.gemm(x, weight, bias, "gelu", True, config)
+        assert pre is not None
+        assert torch.equal(y, first)
+        assert torch.equal(pre, first_pre)
+
+
+@on_hopper
+@pytest.mark.gpu
+def test_graph_capture_and_new_addresses() -> None:
+    x, weight, bias = _inputs(512, 256, 384)
+    cuda.forward(x, weight, bias, "gelu_tanh", True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, pre = cuda.forward(x, weight, bias, "gelu_tanh", True)
+    other_x, other_weight, other_bias = _inputs(512, 256, 384, seed=1)
+    expected = cuda.forward(other_x, other_weight, other_bias, "gelu_tanh", True)
+    x.copy_(other_x)
+    weight.copy_(other_weight)
+    bias.copy_(other_bias)
+    graph.replay()
+    assert pre is not None
+    assert expected[1] is not None
+    assert torch.equal(y, expected[0])
+    assert torch.equal(pre, expected[1])
+
+
+@on_hopper
+@pytest.mark.gpu
+def test_uses_the_current_stream() -> None:
+    x, weight, bias = _inputs(1024, 1024, 1024)
+    expected, _ = cuda.forward(x, weight, bias, "relu", False)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(20_000_000)
+        late = x.clone().zero_().add_(x)
+        y, _ = cuda.forward(late, weight, bias, "relu", False)
+    side.synchronize()
+    assert torch.equal(y, expected)
+
+
+@on_hopper
+@pytest.mark.gpu
+def test_refuses_with_the_reason() -> None:
+    x, weight, bias = _inputs(16, 64, 20)
+    with pytest.raises(UnsupportedError, match="N = 20"):
+        cuda.forward(x, weight, bias, "relu", False)
+    with pytest.raises(UnsupportedError, match="float32"):
+        cuda.forward(x.float(), weight.float(), None, "relu", False)
+    with pytest.raises(UnsupportedError, match="accumulators"):
+        cuda.gemm(x, weight[:16], None, config=cuda.Config(128, 256, 4))
