@@ -55,7 +55,7 @@ def strips(rows: Sequence[tuple[str, str, Sequence[float]]]) -> Markup:
 
 def ratio_bar(ratio: float, low: float, high: float, top: float) -> Markup:
     """A speed-up with its 95% interval on an axis from 0 to ``top``; 1.0 is marked."""
-    width, height = 150, 18
+    width, height = 110, 18
 
     def at(value: float) -> float:
         return width * min(max(value, 0.0), top) / top
@@ -79,6 +79,11 @@ def share_bar(share: float, kind: str = "") -> Markup:
     return Markup('<span class="meter {}"><i style="width:{:.1f}%"></i></span>').format(
         escape(kind), filled
     )
+
+
+def breakable(name: str) -> Markup:
+    """A dotted name that may break after its dots only."""
+    return Markup(".<wbr>").join(name.split("."))
 
 
 def _axis_top(largest: float) -> float:

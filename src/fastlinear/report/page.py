@@ -55,6 +55,7 @@ def _environment() -> jinja2.Environment:
     for name in ("duration", "three", "times", "interval", "error", "percent", "count", "words"):
         made.filters[name] = getattr(text, name)
     made.filters["problem"] = text.problem
+    made.filters["breakable"] = charts.breakable
     made.globals["ratio_bar"] = charts.ratio_bar
     made.globals["share_bar"] = charts.share_bar
     made.globals["strips"] = charts.strips

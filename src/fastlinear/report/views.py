@@ -26,7 +26,7 @@ def optimize(data: dict[str, Any]) -> dict[str, Any]:
     return {
         "title": (data.get("model") or {}).get("class", "model"),
         "mode": data.get("mode", ""),
-        "created": data.get("created", ""),
+        "created": str(data.get("created", ""))[:16].replace("T", " "),
         "model": data.get("model") or {},
         "speedup": step.get("speedup"),
         "before_us": step.get("before_us"),

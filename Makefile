@@ -1,0 +1,77 @@
+# make demo   optimize four models, end with a table, plans and reports (no GPU needed)
+# make test   run the tests
+# make check  format, lint, types, import layers, documentation examples, tests
+# make gpu    device tests, benchmark and table on a CUDA machine
+#
+# Everything runs in .venv, made on first use. Set FASTLINEAR_PYTHON to use an environment of your
+# own instead (a GPU machine that brings its torch): nothing is installed then.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3.14 python3; do \
+	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' \
+	>/dev/null 2>&1 && { echo $$p; break; }; done)
+VENV := .venv
+PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+ifdef FASTLINEAR_PYTHON
+RUN := PYTHONPATH=src:. $(FASTLINEAR_PYTHON)
+DEMO_READY :=
+TEST_READY :=
+CHECK_READY :=
+else
+RUN := $(VENV)/bin/python
+DEMO_READY := $(VENV)/.ready-demo
+TEST_READY := $(VENV)/.ready-test
+CHECK_READY := $(VENV)/.ready-check
+endif
+
+.PHONY: help demo test check lint gpu clean
+
+help:
+	@grep '^# make' Makefile | sed 's/^# //'
+
+demo: $(DEMO_READY)
+	HF_HUB_OFFLINE=1 $(RUN) -m examples.demo
+
+test: $(TEST_READY)
+	HF_HUB_OFFLINE=1 $(RUN) -m pytest -q
+
+lint: $(CHECK_READY)
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+check: lint test
+
+gpu: $(TEST_READY)
+	$(RUN) -m fastlinear doctor
+	HF_HUB_OFFLINE=1 $(RUN) -m pytest -q -m gpu
+	$(RUN) -m fastlinear bench linear --device cuda --quick --out demo-output/linear.jsonl \
+		--html demo-output/linear.html
+
+$(VENV)/bin/python:
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer with venv is needed; set PYTHON=..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.ready-demo: $(VENV)/bin/python pyproject.toml constraints.txt
+	@echo "installing fastlinear and what the demo needs into $(VENV) (minutes, once)"
+	$(PIP) -e '.[models,plots]'
+	@touch $@
+
+# torch's CUDA builds bring their own Triton; a CPU build has none, and the tests that interpret
+# kernels need one.
+$(VENV)/.ready-test: $(VENV)/.ready-demo
+	$(VENV)/bin/python -c 'import triton' 2>/dev/null || $(PIP) 'triton==3.6.0' || true
+	$(PIP) -e '.[models,plots,test]'
+	@touch $@
+
+$(VENV)/.ready-check: $(VENV)/.ready-test
+	$(PIP) -e '.[models,plots,test,check]'
+	@touch $@
+
+clean:
+	rm -rf demo-output build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Models to try fastlinear on. Each factory carries its ``example_inputs``."""
