@@ -1,0 +1,268 @@
+"""Profile a model: run it, watch it, time it, attribute the time, diagnose."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as module_hooks
+from torch.profiler import ProfilerActivity
+
+from fastlinear.core.cost import Ceilings, measure_ceilings
+from fastlinear.core.environment import environment
+from fastlinear.core.errors import FastlinearError, InputError, UnsupportedError
+from fastlinear.core.progress import Progress, silent
+from fastlinear.core.settings import MODES
+from fastlinear.core.timing import interleave
+from fastlinear.profile import diagnose as diagnosis
+from fastlinear.profile.attribute import Attribution, attribute
+from fastlinear.profile.events import (
+    BACKWARD,
+    LOSS,
+    STEP,
+    from_kineto,
+    module_ranges,
+    quiet_profiler,
+    span,
+)
+from fastlinear.profile.observe import observe
+from fastlinear.profile.records import ProfileReport, Record
+from fastlinear.profile.sites import find_sites
+from fastlinear.profile.state import preserved
+from fastlinear.profile.step import (
+    LossFn,
+    Step,
+    check_model,
+    device_of,
+    loss_of,
+    normalize_inputs,
+    private_copy,
+)
+
+__all__ = ["loss_of", "normalize_inputs", "profile"]
+
+_TIMING_ROUNDS = 9
+_TIMING_BUDGET_S = 3.0
+_STAGES = 5
+
+
+def profile(
+    model: nn.Module,
+    inputs: Any,
+    mode: str = "inference",
+    *,
+    loss_fn: LossFn | None = None,
+    steps: int = 3,
+    progress: Progress = silent,
+) -> ProfileReport:
+    """Where a model's time goes, by module name, and what of it is wasted on Linear-shaped work.
+
+    Args:
+        model: an eager ``nn.Module`` on a CPU or CUDA device. It is run about twenty times and
+            left as it was: parameters, buffers, gradients, training flags, hooks, attributes and
+            random state. Objects a module holds (a list it appends to, say) are not copied.
+        inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments. Tensors
+            are copied first.
+        mode: ``"inference"`` (forward under ``no_grad``) or ``"train"`` (forward, loss,
+            backward; no optimizer).
+        loss_fn: output → scalar loss, for train mode; by default ``output.loss`` or the mean
+            square of the output.
+        steps: how many steps the profiler watches.
+        progress: called as ``progress(stage, done, total)``.
+
+    Returns:
+        A ProfileReport. Step time is measured without the profiler; host times are the profiler's
+        shares of it, so ops of a few µs look somewhat dearer than they are. Kernel times are the
+        device's own.
+
+    Raises:
+        InputError: arguments that do not fit, or inputs the model's forward raises on.
+        UnsupportedError: a compiled or scripted model, another device, or a profiler already on.
+
+    >>> import torch, fastlinear as fl
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU())
+    >>> report = fl.profile(model, torch.ones(4, 8))
+    >>> report.sites[0].fqn, report.sites[0].activation
+    ('0', 'relu')
+    """
+    if mode not in MODES:
+        raise InputError(
+            "fastlinear.profile", expected=f"mode in {', '.join(MODES)}", received=repr(mode)
+        )
+    if steps < 1:
+        raise InputError("fastlinear.profile", expected="steps of at least 1", received=f"{steps}")
+    check_model(model)
+    if torch.autograd._profiler_enabled():
+        raise UnsupportedError(
+            "fastlinear.profile",
+            expected="no other profiler on this thread",
+            received="a running torch profiler",
+            remedy="Leave its context first.",
+        )
+    call = normalize_inputs(inputs)
+    device = device_of(model, call)
+    with preserved(model, mode):
+        step = Step(model, private_copy(call), mode, loss_fn)
+        progress("first run", 0, _STAGES)
+        calls = _first_run(step)
+        progress("watch", 1, _STAGES)
+        seen = observe(model, step.forward)
+        found = find_sites(model, seen, calls)
+        progress("time", 2, _STAGES)
+        timed = interleave(
+            {"step": step}, device=device, rounds=_TIMING_ROUNDS, budget_s=_TIMING_BUDGET_S
+        )
+        progress("attribute", 3, _STAGES)
+        attribution = _profiled(step, device, steps)
+        step.drop_grads()
+    step_us = timed["step"].median_us
+    records, rest = _records(model, attribution, steps, step_us, device.type)
+    busy_us = attribution.busy_ns() / steps / 1e3 if device.type == "cuda" else step_us
+    progress("diagnose", 4, _STAGES)
+    findings = diagnosis.diagnose(
+        diagnosis.Step(
+            mode=mode,
+            device=device.type,
+            step_us=step_us,
+            busy_us=busy_us,
+            precision=torch.get_float32_matmul_precision(),
+            op_us=_smallest_op_us() if device.type == "cpu" else 0.0,
+        ),
+        records,
+        found.sites,
+        found.shares,
+        lambda dtype, precision: _ceilings(device, dtype, precision),
+    )
+    progress("diagnose", _STAGES, _STAGES)
+    return ProfileReport(
+        model_class=type(model).__name__,
+        mode=mode,
+        device=str(device),
+        step_us=step_us,
+        device_busy_us=busy_us,
+        records=records,
+        sites=found.sites,
+        findings=findings,
+        attributed=attribution.fraction(device.type == "cuda"),
+        unattributed=rest,
+        environment=environment(device),
+    )
+
+
+def _first_run(step: Step) -> Counter[nn.Module]:
+    """One whole step, so that bad inputs are told apart from bad measurements.
+
+    Returns how often each module ran.
+    """
+    calls: Counter[nn.Module] = Counter()
+
+    def count(module: nn.Module, args: Any) -> None:
+        calls[module] += 1
+
+    handle = module_hooks.register_module_forward_pre_hook(count)
+    try:
+        output = step.forward()
+    except (torch.OutOfMemoryError, FastlinearError):
+        raise
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise InputError(
+            "fastlinear.profile",
+            expected=f"inputs that {type(step.model).__name__}.forward accepts",
+            received=f"inputs on which it raises {type(error).__name__}: {first}",
+            remedy="Call the model on them directly to see the whole traceback.",
+        ) from error
+    finally:
+        handle.remove()
+    if step.train:
+        step.loss(output).backward()
+    return calls
+
+
+def _profiled(step: Step, device: torch.device, steps: int) -> Attribution:
+    """Run the steps under the profiler, after one that warms the profiler itself."""
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    names = {module: name for name, module in step.model.named_modules()}
+    for rounds in (1, steps):
+        with (
+            quiet_profiler(),
+            torch.profiler.profile(activities=activities) as prof,
+            module_ranges(names),
+        ):
+            for _ in range(rounds):
+                _marked_step(step)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+    assert prof.profiler is not None
+    return attribute(from_kineto(prof.profiler.kineto_results.events()))
+
+
+def _marked_step(step: Step) -> None:
+    if step.train:
+        step.drop_grads()
+    with span(STEP):
+        output = step.forward()
+        if not step.train:
+            return
+        with span(LOSS):
+            loss = step.loss(output)
+        with span(BACKWARD):
+            loss.backward()
+
+
+def _records(
+    model: nn.Module, found: Attribution, steps: int, step_us: float, device: str
+) -> tuple[tuple[Record, ...], tuple[tuple[str, float], ...]]:
+    """(records, unattributed), both per step and largest first."""
+    classes = {name: type(m).__name__ for name, m in model.named_modules()}
+    profiled_us = found.step_ns / steps / 1e3
+    scale = step_us / profiled_us if profiled_us else 1.0
+    records, rest = [], Counter[str]()
+    for owner, times in found.times.items():
+        cpu_us = times.cpu_ns / steps / 1e3 * scale
+        device_us = times.device_ns / steps / 1e3
+        if owner.fqn is None:
+            rest[owner.op] += device_us if device == "cuda" else cpu_us
+            continue
+        records.append(
+            Record(
+                fqn=owner.fqn,
+                module_class=classes[owner.fqn],
+                op=owner.op,
+                direction=owner.direction,
+                calls=times.calls / steps,
+                cpu_us=cpu_us,
+                device_us=device_us,
+            )
+        )
+    records.sort(key=lambda r: (-r.device_us, -r.cpu_us, r.fqn, r.op))
+    return tuple(records), tuple((n, us) for n, us in rest.most_common() if us > 0)
+
+
+def _smallest_op_us() -> float:
+    x = torch.zeros(1)
+    with torch.no_grad():
+        return interleave({"op": lambda: torch.relu(x)}, rounds=7)["op"].median_us
+
+
+def _ceilings(device: torch.device, dtype: str, precision: str) -> Ceilings:
+    if dtype != "float32":
+        return measure_ceilings(str(device), dtype)
+    with _matmul_precision(precision):
+        return measure_ceilings(str(device), dtype, precision)
+
+
+@contextmanager
+def _matmul_precision(precision: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -1,0 +1,170 @@
+"""Who reads a Linear's output, according to the code of the module that calls it."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+_FAILURES = (  # what tracing a forward that FX cannot follow may raise
+    fx.proxy.TraceError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    NameError,
+    AssertionError,
+    ArithmeticError,
+    ImportError,
+)
+
+
+@dataclass(frozen=True)
+class Use:
+    """One reader of a value.
+
+    Attributes:
+        what: ``"module"``, ``"function"`` or ``"output"`` (returned by the forward).
+        name: readable: the module's path inside the parent, or the function's name.
+        module: the module, if it is one.
+        call: the reader as a function of that value alone, if it reads no other tensor.
+    """
+
+    what: str
+    name: str
+    module: nn.Module | None = None
+    call: Callable[[Tensor], Any] | None = None
+
+
+class Untraceable(Exception):
+    """The forward cannot be followed symbolically; the text says why."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Arguments of a module call with every tensor replaced by a mark."""
+
+    leaves: tuple[Any, ...]
+    spec: Any
+
+    @staticmethod
+    def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observed:
+        """Keep the arguments' structure and their values that are no tensors."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        return Observed(tuple(_TENSOR if isinstance(v, Tensor) else v for v in leaves), spec)
+
+
+_TENSOR = object()
+
+
+def trace(parent: nn.Module, observed: Observed) -> fx.Graph:
+    """The graph of ``parent.forward`` for arguments like the observed ones, children as leaves.
+
+    Tensors become placeholders ``x0, x1, …`` in order; other arguments keep their values, and
+    the graph holds for those values only. The parent is left as it was.
+
+    Raises:
+        Untraceable: the forward branches on tensor values, is patched on the instance, or uses
+            what FX cannot follow.
+    """
+    if "forward" in parent.__dict__:
+        raise Untraceable("its forward is replaced on the instance")
+    before = dict(parent.__dict__)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _ParentTracer(observed).trace(parent)
+    except _FAILURES as error:
+        first = str(error).strip().splitlines()[:1]
+        raise Untraceable(f"{type(error).__name__}: {first[0] if first else ''}") from error
+    finally:
+        parent.__dict__.clear()
+        parent.__dict__.update(before)
+
+
+def uses_of(graph: fx.Graph, parent: nn.Module, module: nn.Module) -> list[tuple[Use, ...]]:
+    """For every call of ``module`` in the graph, the readers of its output."""
+    return [
+        tuple(_use(user, node, parent) for user in node.users)
+        for node in graph.nodes
+        if node.op == "call_module" and parent.get_submodule(str(node.target)) is module
+    ]
+
+
+def _use(user: fx.Node, value: fx.Node, parent: nn.Module) -> Use:
+    if user.op == "output":
+        return Use("output", "output")
+    if user.op == "call_module":
+        path = str(user.target)
+        alone = user.args == (value,) and not user.kwargs
+        module = parent.get_submodule(path)
+        return Use("module", path, module, module.forward if alone else None)
+    name = user.target if isinstance(user.target, str) else _function_name(user.target)
+    rest = (user.args[1:], user.kwargs)
+    alone = user.args[:1] == (value,) and not _nodes(rest)
+    if not alone:
+        return Use("function", str(name))
+    args, kwargs, target = tuple(user.args[1:]), dict(user.kwargs), user.target
+    if user.op == "call_method":
+        return Use("function", str(name), call=lambda t: getattr(t, str(target))(*args, **kwargs))
+    assert callable(target)
+    return Use("function", str(name), call=lambda t: target(t, *args, **kwargs))
+
+
+def _nodes(value: Any) -> list[fx.Node]:
+    return [v for v in pytree.tree_leaves(value) if isinstance(v, fx.Node)]
+
+
+def _function_name(function: Any) -> str:
+    return getattr(function, "__name__", None) or type(function).__name__
+
+
+class _ParentTracer(fx.Tracer):
+    """Traces one module with all its children as leaves, for one kind of call."""
+
+    def __init__(self, observed: Observed) -> None:
+        super().__init__()
+        self.observed = observed
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return True
+
+    def create_args_for_root(
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+    ) -> tuple[Any, list[Any]]:
+        leaves, proxies = list(self.observed.leaves), []
+        where = [i for i, v in enumerate(leaves) if v is _TENSOR]
+        for number, _ in enumerate(where):
+            proxies.append(self.create_proxy("placeholder", f"x{number}", (), {}))
+
+        def forward(root: nn.Module, *tensors: Any) -> Any:
+            for i, t in zip(where, tensors, strict=True):
+                leaves[i] = t
+            args, kwargs = pytree.tree_unflatten(leaves, self.observed.spec)
+            return tuple(_proxies(root_fn(root, *args, **kwargs)))
+
+        return forward, [self.root, *proxies]
+
+
+def _proxies(value: Any) -> Iterator[fx.Proxy]:
+    """The proxies nested in a forward's result, whatever wraps them."""
+    if isinstance(value, fx.Proxy):
+        yield value
+    elif isinstance(value, Mapping):
+        for v in value.values():
+            yield from _proxies(v)
+    elif isinstance(value, list | tuple):
+        for v in value:
+            yield from _proxies(v)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for f in dataclasses.fields(value):
+            yield from _proxies(getattr(value, f.name))
+    elif isinstance(value, torch.Tensor) or value is None:
+        return

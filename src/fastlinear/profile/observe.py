@@ -1,0 +1,189 @@
+"""Watch one forward: which Linear-shaped modules run, on what, and who reads their outputs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import TensorWeakRef
+
+from fastlinear.core.precision import DTYPE_NAMES
+from fastlinear.profile.graph import Observed, Use
+
+_METADATA = frozenset(
+    """size dim ndimension numel nelement stride storage_offset is_contiguous element_size
+    get_device data_ptr is_floating_point is_complex requires_grad_ type __len__ has_names
+    is_same_size register_hook""".split()
+)
+_DATA_PROPERTIES = ("T", "H", "mT", "mH", "data", "real", "imag", "grad")
+
+
+def linear_kind(module: nn.Module) -> str | None:
+    """``"linear"``, ``"conv1d"`` (transformers' transposed Linear) or None."""
+    if isinstance(module, nn.Linear):
+        return "linear"
+    weight = getattr(module, "weight", None)
+    if type(module).__name__ == "Conv1D" and isinstance(weight, Tensor) and weight.dim() == 2:
+        nf = getattr(module, "nf", None)
+        bias = getattr(module, "bias", None)
+        if nf == weight.shape[1] and isinstance(bias, Tensor) and bias.shape == (nf,):
+            return "conv1d"
+    return None
+
+
+@dataclass
+class Call:
+    """One call of a Linear-shaped module.
+
+    Attributes:
+        shape, layout, dtype: of its input.
+        caller: the module whose forward made the call; None if the model itself is the Linear.
+        uses: who read the output directly inside the caller, in order.
+    """
+
+    shape: tuple[int, ...]
+    layout: str
+    dtype: str
+    caller: nn.Module | None
+    uses: list[Use] = field(default_factory=list)
+
+
+@dataclass
+class Observation:
+    """What one forward showed.
+
+    Attributes:
+        calls: Linear-shaped module → its calls in order.
+        arguments: module → the arguments of its first call, tensors left out.
+        module_calls: how often each module ran.
+        elements: elements that left a module, and each (module, function name) called in it.
+    """
+
+    calls: dict[nn.Module, list[Call]] = field(default_factory=dict)
+    arguments: dict[nn.Module, Observed] = field(default_factory=dict)
+    module_calls: Counter[nn.Module] = field(default_factory=Counter)
+    elements: Counter[Any] = field(default_factory=Counter)
+
+
+def observe(model: nn.Module, forward: Callable[[], object]) -> Observation:
+    """Run ``forward`` once and watch. Hooks are removed again, also when it raises."""
+    watch = _Watch()
+    handles: list[Any] = []
+    try:
+        for module in _python_modules(model):
+            handles += [
+                module.register_forward_pre_hook(watch.enter, prepend=True, with_kwargs=True),
+                module.register_forward_hook(watch.leave, always_call=True),
+            ]
+        with watch:
+            forward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return watch.seen
+
+
+def _python_modules(model: nn.Module) -> list[nn.Module]:
+    """Modules that run in Python: scripted ones are left out with all they hold."""
+    scripted = [m for m in model.modules() if isinstance(m, torch.jit.ScriptModule)]
+    inside = {id(m) for s in scripted for m in s.modules()} | {id(s) for s in scripted}
+    return [m for m in model.modules() if id(m) not in inside]
+
+
+class _Watch(TorchFunctionMode):
+    """Sees every torch function and every module call, and whose output each one reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = Observation()
+        self.stack: list[nn.Module] = []
+        self.outputs: dict[int, tuple[TensorWeakRef, Call]] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        if self.stack and not _is_metadata(func, name):
+            here = self.stack[-1]
+            for value in _tensors((args, tuple(kwargs.values()))):
+                call = self.call_of(value)
+                if call is not None and call.caller is here:
+                    call.uses.append(_function_use(func, name, args, kwargs, value))
+        result = func(*args, **kwargs)
+        if self.stack and isinstance(result, Tensor):
+            self.seen.elements[self.stack[-1], name] += result.numel()
+        return result
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen = self.seen
+        caller = self.stack[-1] if self.stack else None
+        for value in _tensors((args, tuple(kwargs.values()))):
+            call = self.call_of(value)
+            if call is not None and call.caller is caller:
+                alone = len(args) == 1 and args[0] is value and not kwargs
+                run = module.forward if alone else None
+                call.uses.append(Use("module", type(module).__name__, module, run))
+        seen.arguments.setdefault(module, Observed.of(args, kwargs))
+        seen.module_calls[module] += 1
+        self.stack.append(module)
+        if linear_kind(module):
+            x = next(iter(_tensors((args, tuple(kwargs.values())))), None)
+            if x is not None:
+                seen.calls.setdefault(module, []).append(_call(x, caller))
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.stack and self.stack[-1] is module:
+            self.stack.pop()
+        if isinstance(output, Tensor):
+            self.seen.elements[module] += output.numel()
+            if module in self.seen.calls:
+                call = self.seen.calls[module][-1]
+                self.outputs[id(output)] = (TensorWeakRef(output), call)
+
+    def call_of(self, value: Tensor) -> Call | None:
+        """The Linear call whose output object ``value`` is."""
+        ref, call = self.outputs.get(id(value), (None, None))
+        return call if ref is not None and ref() is value else None
+
+
+def _call(x: Tensor, caller: nn.Module | None) -> Call:
+    k = x.shape[-1] if x.dim() else 1
+    layout = "rows"
+    if x.numel() and k > 1 and x.layout is torch.strided:
+        like = torch.empty_strided(x.shape, x.stride(), device="meta")
+        layout = "rows" if like.reshape(-1, k).stride(1) == 1 else "strided"
+    return Call(tuple(x.shape), layout, DTYPE_NAMES.get(x.dtype, str(x.dtype)), caller)
+
+
+def _function_use(
+    func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], value: Tensor
+) -> Use:
+    rest = args[1:]
+    if args and args[0] is value and not _tensors((rest, tuple(kwargs.values()))):
+        return Use("function", name, call=lambda t: func(t, *rest, **kwargs))
+    return Use("function", name)
+
+
+def _is_metadata(func: Any, name: str) -> bool:
+    """Whether a function only asks what a tensor is like, not what it holds."""
+    if name == "__get__":
+        owner = getattr(getattr(func, "__self__", None), "__name__", "")
+        return owner not in _DATA_PROPERTIES
+    return name in _METADATA
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    """Tensors in nested tuples and lists."""
+    found: list[Tensor] = []
+    for v in values:
+        if isinstance(v, Tensor):
+            found.append(v)
+        elif isinstance(v, list | tuple):
+            found += _tensors(v)
+    return found

@@ -1,0 +1,181 @@
+"""What a profile holds: plain, frozen data that any reader can print or store."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Record:
+    """Time of one kind of op inside one module, per step.
+
+    Attributes:
+        fqn: fully qualified name of the innermost module; ``""`` is the model itself.
+        module_class: class name of that module.
+        op: outermost op or autograd node, for example ``"aten::linear"`` or ``"MmBackward0"``;
+            ``"(python)"`` is the module's own time between ops.
+        direction: ``"forward"``, ``"backward"`` or ``"other"``.
+        calls: how often it ran in one step.
+        cpu_us: host time, scaled onto the step time measured without the profiler.
+        device_us: time of its kernels on the device's own clock; 0 on a CPU.
+    """
+
+    fqn: str
+    module_class: str
+    op: str
+    direction: str
+    calls: float
+    cpu_us: float
+    device_us: float
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that wastes time, with the arithmetic behind it.
+
+    Attributes:
+        code: ``"linear_activation"``, ``"launch_bound"``, ``"fp32_no_tensor_cores"`` or
+            ``"slow_dims"``.
+        fqn: the module it is about; ``""`` is the whole model.
+        title: a few words.
+        message: what is slow, why, and what would help.
+        measured_us: time spent on it in one step.
+        floor_us: the least time the measured ceilings allow for the same work.
+        predicted_gain_us: what removing it should save in one step; an estimate.
+        flops, bytes: least arithmetic and memory traffic of the work in one step.
+        bound: ``"compute"``, ``"memory"`` or ``"launch"``: what limits it.
+        details: further facts, all JSON-ready.
+    """
+
+    code: str
+    fqn: str
+    title: str
+    message: str
+    measured_us: float
+    floor_us: float
+    predicted_gain_us: float
+    flops: float
+    bytes: float
+    bound: str
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LinearSite:
+    """One Linear-shaped module and what surrounds it in a real run.
+
+    Attributes:
+        fqn: the Linear's first fully qualified name.
+        parent_fqn: the module whose ``forward`` calls it (``""`` is the model); None if never
+            called. Not always the owner: a list of layers is called by the module around it.
+        kind: ``"linear"`` (weight (N, K)) or ``"conv1d"`` (transformers' Conv1D, weight (K, N)).
+        module_class: class name.
+        in_features, out_features: K and N.
+        bias: whether there is one.
+        calls: calls in one step.
+        shapes: input shapes seen, each (..., K), one entry per different shape.
+        rows: M summed over all calls of one step.
+        dtype: the input's dtype name; the weight's own where it was never called.
+        weight_dtype: the weight's dtype name.
+        device: the weight's device.
+        x_layouts: ``"rows"`` (the (M, K) view has unit stride in K) or ``"strided"``, one entry
+            per shape.
+        activation: name of the activation right after it, or None.
+        activation_fqn: the activation module's name when ``how == "modules"``.
+        how: ``"modules"``: the activation is a module called right after; ``"function"``: a
+            function or method in the parent's ``forward``; ``"none"``.
+        node: the activation as the parent's traced graph writes it, or None.
+        code: ``"ok"`` when Linear and activation form one chain with no other reader, else why
+            not: ``"no_activation"``, ``"not_called"``, ``"untraceable"``, ``"several_users"``,
+            ``"mixed_use"``, ``"several_callers"``, ``"already_fused"``.
+        reason: one sentence for the code.
+        flags: facts a rewriter must honour: ``"subclass"``, ``"hooks"``, ``"parametrized"``,
+            ``"weight_subclass"``, ``"shared_weight"``, ``"patched_forward"``,
+            ``"several_names"``, ``"shared_activation"``, ``"activation_hooks"``,
+            ``"activation_inplace"``.
+    """
+
+    fqn: str
+    parent_fqn: str | None
+    kind: str
+    module_class: str
+    in_features: int
+    out_features: int
+    bias: bool
+    calls: int
+    shapes: tuple[tuple[int, ...], ...]
+    rows: int
+    dtype: str
+    weight_dtype: str
+    device: str
+    x_layouts: tuple[str, ...]
+    activation: str | None
+    activation_fqn: str | None
+    how: str
+    node: str | None
+    code: str
+    reason: str
+    flags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ProfileReport:
+    """The outcome of ``profile``.
+
+    Attributes:
+        model_class: class name of the model.
+        mode: ``"inference"`` or ``"train"``.
+        device: where the model ran.
+        step_us: median wall time of one step, measured without the profiler.
+        device_busy_us: time per step in which the device ran at least one kernel; on a CPU the
+            step time itself.
+        records: largest first.
+        sites: every Linear-shaped module, in ``named_modules`` order.
+        findings: largest predicted gain first.
+        attributed: fraction of the time (of kernels on CUDA, of the step on a CPU) that falls
+            inside some module, 0 to 1.
+        unattributed: (name, microseconds per step) of the rest, largest first.
+        environment: versions and device facts.
+    """
+
+    model_class: str
+    mode: str
+    device: str
+    step_us: float
+    device_busy_us: float
+    records: tuple[Record, ...]
+    sites: tuple[LinearSite, ...]
+    findings: tuple[Finding, ...]
+    attributed: float
+    unattributed: tuple[tuple[str, float], ...]
+    environment: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict of kind ``"profile"``."""
+        data = asdict(self)
+        for name in ("records", "sites", "findings"):
+            data[name] = list(data[name])
+        for site in data["sites"]:
+            site["shapes"] = [list(shape) for shape in site["shapes"]]
+            site["x_layouts"] = list(site["x_layouts"])
+            site["flags"] = list(site["flags"])
+        data["unattributed"] = [[name, us] for name, us in self.unattributed]
+        return {"kind": "profile", "format": FORMAT, **data}
+
+    def table(self, rows: int = 20) -> str:
+        """Findings, the ``rows`` slowest modules and what is unattributed, as plain text."""
+        from fastlinear.profile.table import render
+
+        return render(self, rows)
+
+    def html(self, path: str | Path) -> Path:
+        """Write the report as one self-contained page; returns the path."""
+        from fastlinear.report import page
+
+        path = Path(path)
+        path.write_text(page(self.to_json()), encoding="utf-8")
+        return path

@@ -1,0 +1,273 @@
+"""From an observed run to sites: every Linear-shaped module and the activation after it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from fastlinear.core.precision import DTYPE_NAMES
+from fastlinear.profile.graph import Untraceable, Use, trace, uses_of
+from fastlinear.profile.observe import Call, Observation, linear_kind
+from fastlinear.profile.recognise import Recognised, recognise, recognise_module
+from fastlinear.profile.records import LinearSite
+
+
+@dataclass(frozen=True)
+class Share:
+    """Where an activation's time is recorded, and how much of it belongs to one site.
+
+    Attributes:
+        fqn: module the records name.
+        function: the function inside that module, or None for the whole module.
+        fraction: the site's elements over all elements it processed.
+    """
+
+    fqn: str
+    function: str | None
+    fraction: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """The sites, and for fused candidates where their activation's time is."""
+
+    sites: tuple[LinearSite, ...]
+    shares: dict[str, Share]
+
+
+@dataclass(frozen=True)
+class _Follower:
+    """What comes after a Linear; ``code`` says whether it is one activation and nothing else."""
+
+    code: str
+    reason: str
+    use: Use | None = None
+    known: Recognised | None = None
+
+
+def find_sites(model: nn.Module, seen: Observation, real_calls: Counter[nn.Module]) -> Found:
+    """Every Linear-shaped module of the model with its surroundings.
+
+    Args:
+        model: the model observed.
+        seen: what one forward showed.
+        real_calls: how often each module runs when nothing but module hooks watches.
+    """
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    owners = Counter(
+        id(p)
+        for m in model.modules()
+        for p in {id(p): p for p in m._parameters.values() if p is not None}.values()
+    )
+    known: dict[nn.Module, Recognised | None] = {}
+    sites, shares = [], {}
+    for module in model.modules():
+        kind = linear_kind(module)
+        if kind is None:
+            continue
+        calls = seen.calls.get(module, [])
+        follower = _follower(module, calls, seen, real_calls, known)
+        site = _site(module, kind, names, calls, follower, real_calls[module], owners)
+        if follower.use is not None and follower.known is not None:
+            site = replace(site, flags=site.flags + _activation_flags(follower, calls, seen, names))
+            shares[site.fqn] = _share(site, follower.use, calls, seen, names)
+        sites.append(site)
+    return Found(tuple(sites), shares)
+
+
+def _follower(
+    module: nn.Module,
+    calls: list[Call],
+    seen: Observation,
+    real_calls: Counter[nn.Module],
+    known: dict[nn.Module, Recognised | None],
+) -> _Follower:
+    """First what the run showed; where that is an activation, then what the code says."""
+    if getattr(module, "activation", "none") != "none":
+        return _Follower("already_fused", f"It already computes {module.activation} itself.")
+    if not calls or not real_calls[module]:
+        return _Follower(
+            "not_called",
+            "Its forward does not run in a step: the model uses its parameters directly, takes "
+            "another path, or skips it.",
+        )
+    callers = {c.caller for c in calls}
+    caller = calls[0].caller
+    if len(callers) > 1:
+        return _Follower("several_callers", "Several modules call it, so no one forward holds it.")
+    if caller is None:
+        return _Follower("no_activation", "The model is this layer alone.")
+    observed = {_recognised(c.uses[0], known) if c.uses else None for c in calls}
+    if observed == {None}:
+        readers = sorted({u.name for c in calls for u in c.uses}) or ["nothing in this forward"]
+        return _Follower("no_activation", f"Its output goes to {', '.join(readers)}.")
+    if len(observed) > 1:
+        return _Follower("mixed_use", "Its calls are not all followed by the same activation.")
+    if any(len(c.uses) > 1 for c in calls):
+        return _Follower("several_users", _readers(calls[0].uses))
+    activation = calls[0].uses[0]
+    if any(c.uses[0].module is not activation.module for c in calls):
+        return _Follower("mixed_use", "Its calls are followed by different activation modules.")
+    return _confirmed(module, caller, activation, len(calls), seen, known)
+
+
+def _confirmed(
+    module: nn.Module,
+    caller: nn.Module,
+    activation: Use,
+    calls: int,
+    seen: Observation,
+    known: dict[nn.Module, Recognised | None],
+) -> _Follower:
+    """The same chain in the caller's traced graph, with exactly one reader of the output."""
+    what = _recognised(activation, known)
+    assert what is not None
+    try:
+        written = uses_of(trace(caller, seen.arguments[caller]), caller, module)
+    except Untraceable as error:
+        return _Follower(
+            "untraceable",
+            f"{what.name} follows in this run, but the forward of {type(caller).__name__} cannot "
+            f"be traced to prove that nothing else reads the output ({error}).",
+        )
+    runs, rest = divmod(calls, max(1, seen.module_calls[caller]))
+    if rest or len(written) != runs:
+        return _Follower(
+            "mixed_use", f"The traced forward calls it {len(written)} times, the run {calls}."
+        )
+    for uses in written:
+        if len(uses) != 1:
+            return _Follower("several_users", _readers(uses))
+        if uses[0].module is not activation.module or _recognised(uses[0], known) != what:
+            return _Follower(
+                "mixed_use", "The traced forward and the run disagree on what follows."
+            )
+    use = replace(written[0][0], name=written[0][0].name)
+    return _Follower("ok", f"Followed by {what.name} and read by nothing else.", use, what)
+
+
+def _recognised(use: Use, known: dict[nn.Module, Recognised | None]) -> Recognised | None:
+    if use.call is None:
+        return None
+    if use.module is None:
+        return recognise(use.call)
+    if use.module not in known:
+        known[use.module] = recognise_module(use.module)
+    return known[use.module]
+
+
+def _readers(uses: Any) -> str:
+    return f"Its output has {len(uses)} readers: {', '.join(u.name for u in uses)}."
+
+
+def _site(
+    module: nn.Module,
+    kind: str,
+    names: dict[nn.Module, list[str]],
+    calls: list[Call],
+    follower: _Follower,
+    real_calls: int,
+    owners: Counter[int],
+) -> LinearSite:
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    n, k = weight.shape if kind == "linear" else reversed(weight.shape)
+    kinds = list(dict.fromkeys((c.shape, c.layout) for c in calls))
+    caller = calls[0].caller if calls else None
+    use, what = follower.use, follower.known
+    weight_dtype = DTYPE_NAMES.get(weight.dtype, str(weight.dtype))
+    return LinearSite(
+        fqn=names[module][0],
+        parent_fqn=names[caller][0] if caller is not None else None,
+        kind=kind,
+        module_class=type(module).__name__,
+        in_features=int(k),
+        out_features=int(n),
+        bias=getattr(module, "bias", None) is not None,
+        calls=real_calls,
+        shapes=tuple(shape for shape, _ in kinds),
+        rows=sum(_rows(c.shape) for c in calls) if real_calls else 0,
+        dtype=calls[0].dtype if calls else weight_dtype,
+        weight_dtype=weight_dtype,
+        device=str(weight.device),
+        x_layouts=tuple(layout for _, layout in kinds),
+        activation=what.name if what else None,
+        activation_fqn=names[use.module][0] if use and use.module is not None else None,
+        how="none" if use is None else "function" if use.module is None else "modules",
+        node=use.name if use else None,
+        code=follower.code,
+        reason=follower.reason,
+        flags=_flags(module, names, owners),
+    )
+
+
+def _rows(shape: tuple[int, ...]) -> int:
+    rows = 1
+    for size in shape[:-1]:
+        rows *= size
+    return rows
+
+
+def _hooked(module: nn.Module) -> bool:
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, name, None) for name in kinds)
+
+
+def _flags(
+    module: nn.Module, names: dict[nn.Module, list[str]], owners: Counter[int]
+) -> tuple[str, ...]:
+    weight = module._parameters.get("weight")
+    plain = type(module) is nn.Linear or type(module).__name__ == "Conv1D"
+    facts = {
+        "subclass": not plain,
+        "hooks": _hooked(module),
+        "parametrized": hasattr(module, "parametrizations"),
+        "weight_subclass": type(weight) is not nn.Parameter,
+        "shared_weight": weight is not None and owners[id(weight)] > 1,
+        "patched_forward": "forward" in module.__dict__,
+        "several_names": len(names[module]) > 1,
+    }
+    return tuple(name for name, holds in facts.items() if holds)
+
+
+def _activation_flags(
+    follower: _Follower,
+    calls: list[Call],
+    seen: Observation,
+    names: dict[nn.Module, list[str]],
+) -> tuple[str, ...]:
+    flags = []
+    assert follower.use is not None
+    assert follower.known is not None
+    module = follower.use.module
+    if module is not None:
+        if seen.module_calls[module] != len(calls) or len(names[module]) > 1:
+            flags.append("shared_activation")
+        if _hooked(module):
+            flags.append("activation_hooks")
+    if follower.known.inplace:
+        flags.append("activation_inplace")
+    return tuple(flags)
+
+
+def _share(
+    site: LinearSite,
+    use: Use,
+    calls: list[Call],
+    seen: Observation,
+    names: dict[nn.Module, list[str]],
+) -> Share:
+    if use.module is not None:
+        where, total = names[use.module][0], seen.elements[use.module]
+    else:
+        caller = calls[0].caller
+        assert caller is not None
+        where, total = names[caller][0], seen.elements[caller, use.name]
+    own = site.rows * site.out_features
+    name = None if use.module is not None else use.name
+    return Share(where, name, min(1.0, own / total) if total else 1.0)

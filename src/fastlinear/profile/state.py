@@ -1,0 +1,95 @@
+"""Run a model without leaving a trace: everything a step may change is put back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+_CONTAINERS = ("_parameters", "_buffers", "_modules")
+
+
+@contextmanager
+def preserved(model: nn.Module, mode: str) -> Iterator[None]:
+    """Put the model into ``mode`` and, on leaving, give back everything it was.
+
+    Restored, also when the body raises: values of parameters and buffers (in place, same
+    tensors), gradients, training flags, hooks, every attribute of every module (one level deep:
+    an object a module holds is kept, not copied), and the random state of torch (CPU and all
+    initialised CUDA devices), numpy and Python. Parameters are kept as a second copy in host
+    memory.
+
+    The training flags are set only where the model's own disagrees with the mode: a model in
+    training whose BatchNorm layers are frozen stays that way in train mode.
+    """
+    modules = list(model.modules())
+    attributes = [(m, dict(m.__dict__)) for m in modules]
+    containers = [(c, c.copy()) for m in modules for c in _dicts(m)]
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    values = [(t, t._version, _host_copy(t)) for t in tensors.values()]
+    grads = [(p, p.grad) for p in model.parameters()]
+    flags = [(p, p.requires_grad) for p in model.parameters()]
+    rng = _random_state()
+    try:
+        for p, _ in grads:
+            p.grad = None
+        if model.training != (mode == "train"):
+            model.train(mode == "train")
+        yield
+    finally:
+        for module, before in attributes:
+            _put_back(module.__dict__, before)
+        for container, before in containers:
+            _put_back(container, before)
+        with torch.no_grad():
+            for tensor, version, copy in values:
+                # Writes through ``.data`` leave the version as it was: compare values as well.
+                # A tensor that is as before is not written, which graphs that saved it rely on.
+                if copy is not None and (
+                    tensor._version != version or not torch.equal(tensor.detach().cpu(), copy)
+                ):
+                    tensor.copy_(copy)
+        for p, flag in flags:
+            p.requires_grad_(flag)
+        for p, grad in grads:
+            p.grad = grad
+        _restore_random_state(rng)
+
+
+def _dicts(module: nn.Module) -> Iterator[dict[Any, Any]]:
+    """The module's own registries (parameters, buffers, children, hooks), not their contents."""
+    for key, value in module.__dict__.items():
+        if isinstance(value, dict) and (key in _CONTAINERS or key.endswith("hooks")):
+            yield value
+
+
+def _put_back(now: dict[Any, Any], before: dict[Any, Any]) -> None:
+    if len(now) == len(before) and all(now.get(k, now) is v for k, v in before.items()):
+        return
+    now.clear()
+    now.update(before)
+
+
+def _host_copy(t: Tensor) -> Tensor | None:
+    if t.layout is not torch.strided:
+        return None  # sparse and nested tensors are not written in place by a forward
+    return t.detach().to("cpu", copy=True)
+
+
+def _random_state() -> tuple[Any, ...]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    return torch.get_rng_state(), cuda, random.getstate(), np.random.get_state()
+
+
+def _restore_random_state(state: tuple[Any, ...]) -> None:
+    cpu, cuda, python, numpy = state
+    torch.set_rng_state(cpu)
+    if cuda is not None:
+        torch.cuda.set_rng_state_all(cuda)
+    random.setstate(python)
+    np.random.set_state(numpy)

@@ -1,0 +1,221 @@
+"""One step of a model: its inputs, its loss, its device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fastlinear.core.errors import InputError, UnsupportedError
+
+LossFn = Callable[[Any], Tensor]
+
+
+def normalize_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``(args, kwargs)`` of a model call.
+
+    Args:
+        inputs: a tensor, a tuple of positional arguments, or a dict of keyword arguments
+            (any mapping with string keys, such as a tokenizer's output).
+
+    Raises:
+        InputError: anything else.
+    """
+    if isinstance(inputs, Tensor):
+        return (inputs,), {}
+    if isinstance(inputs, tuple):
+        return inputs, {}
+    if isinstance(inputs, Mapping) and all(isinstance(k, str) for k in inputs):
+        return (), dict(inputs)
+    raise InputError(
+        "fastlinear.profile",
+        expected="inputs to be a tensor, a tuple of positional arguments or a dict of keyword "
+        "arguments",
+        received=type(inputs).__name__,
+        remedy="Wrap a single argument that is no tensor in a tuple: (x,).",
+    )
+
+
+def loss_of(output: Any) -> Tensor:
+    """The default scalar loss of a training step.
+
+    ``output.loss`` (or ``output["loss"]``) where the model returns a scalar one; otherwise the
+    sum over all floating-point tensors in the output of the mean of their squares, in float32 or
+    wider.
+
+    Args:
+        output: a tensor, or tensors nested in tuples, lists, mappings and dataclasses.
+
+    Raises:
+        InputError: nothing in the output has a gradient.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+        return loss.reshape(())
+    terms = [_mean_square(t) for t in _tensors(output) if t.requires_grad]
+    if not terms:
+        raise InputError(
+            "fastlinear.profile",
+            expected="an output with at least one floating-point tensor that has a gradient",
+            received=f"{type(output).__name__} without one",
+            remedy="Pass loss_fn=, or use mode='inference'.",
+        )
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term.to(total.device)
+    return total
+
+
+def _mean_square(t: Tensor) -> Tensor:
+    wide = t if t.dtype in (torch.float32, torch.float64) else t.float()
+    return wide.square().mean()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Floating-point tensors nested in ``value``, in order, none twice."""
+    seen: set[int] = set()
+    stack = [value]
+    while stack:
+        v = stack.pop()
+        if isinstance(v, Tensor):
+            if v.is_floating_point() and id(v) not in seen:
+                seen.add(id(v))
+                yield v
+        elif isinstance(v, Mapping):
+            stack.extend(reversed(list(v.values())))
+        elif isinstance(v, list | tuple):
+            stack.extend(reversed(v))
+        elif dataclasses.is_dataclass(v) and not isinstance(v, type):
+            stack.extend(reversed([getattr(v, f.name) for f in dataclasses.fields(v)]))
+
+
+def private_copy(inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    """The inputs with every tensor copied (same strides, own gradient), so that a step that
+    writes to its inputs or to their gradients leaves the caller's alone."""
+    return pytree.tree_map(lambda v: _copy(v) if isinstance(v, Tensor) else v, inputs)
+
+
+def _copy(t: Tensor) -> Tensor:
+    plain = type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided
+    if not plain or t.device.type == "meta":
+        return t.detach().requires_grad_(t.requires_grad)
+    storage = t.untyped_storage()
+    if storage.nbytes() > 4 * t.nbytes + 4096:  # a small view of something large
+        return t.detach().clone().requires_grad_(t.requires_grad)
+    copy = torch.empty(0, dtype=t.dtype, device=t.device)
+    copy.set_(storage.clone(), t.storage_offset(), t.shape, t.stride())
+    return copy.requires_grad_(t.requires_grad)
+
+
+def device_of(model: nn.Module, inputs: Any) -> torch.device:
+    """Where the model runs: its first CUDA parameter or buffer, else its first one, else the
+    first input tensor. Raises for devices nothing here can measure."""
+    tensors = [*model.parameters(), *model.buffers()]
+    tensors += [v for v in pytree.tree_leaves(inputs) if isinstance(v, Tensor)]
+    devices = [t.device for t in tensors]
+    device = next((d for d in devices if d.type == "cuda"), None)
+    device = device or (devices[0] if devices else torch.device("cpu"))
+    if device.type == "meta":
+        raise InputError(
+            "fastlinear.profile",
+            expected="a model with values",
+            received="a model on the meta device",
+            remedy="Give it storage first, for example model.to_empty(device='cpu').",
+        )
+    if device.type not in ("cpu", "cuda"):
+        raise UnsupportedError(
+            "fastlinear.profile", expected="a CPU or CUDA model", received=f"device {device}"
+        )
+    return device
+
+
+def check_model(model: Any) -> None:
+    """Raise unless ``model`` is an eager module whose parts can be told apart."""
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            "fastlinear.profile", expected="model to be an nn.Module", received=_kind(model)
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UnsupportedError(
+            "fastlinear.profile",
+            expected="an eager nn.Module",
+            received=f"a scripted module ({_kind(model)})",
+            remedy="Profile the module it was scripted from.",
+        )
+    for name, module in model.named_modules():
+        where = f"{name!r}" if name else "the model itself"
+        if type(module).__name__ == "OptimizedModule" or getattr(
+            module, "_compiled_call_impl", None
+        ):
+            raise UnsupportedError(
+                "fastlinear.profile",
+                expected="eager modules, whose kernels can be told apart",
+                received=f"{where} under torch.compile",
+                remedy="Profile the uncompiled module (model._orig_mod) and compile afterwards.",
+            )
+        if (
+            isinstance(module, nn.modules.lazy.LazyModuleMixin)
+            and module.has_uninitialized_params()
+        ):
+            raise InputError(
+                "fastlinear.profile",
+                expected="initialised parameters",
+                received=f"{where} is a lazy module that has not run yet",
+                remedy="Call the model once on real inputs first.",
+            )
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__
+
+
+class Step:
+    """One step: forward under ``no_grad`` (inference), or forward, loss and backward (train).
+
+    ``forward`` alone and ``__call__`` (the whole step) take no arguments. In train mode the
+    gradients of the step before are dropped first, so that memory does not grow.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Any, mode: str, loss_fn: LossFn | None) -> None:
+        self.model = model
+        self.args, self.kwargs = inputs
+        self.train = mode == "train"
+        self.loss_fn = loss_fn or loss_of
+        self.leaves = [p for p in model.parameters() if p.requires_grad]
+        self.leaves += [
+            v for v in pytree.tree_leaves(inputs) if isinstance(v, Tensor) and v.requires_grad
+        ]
+
+    def forward(self) -> Any:
+        """The model's output, with or without gradients as the mode says."""
+        with torch.set_grad_enabled(self.train):
+            return self.model(*self.args, **self.kwargs)
+
+    def drop_grads(self) -> None:
+        """Forget all gradients of the model and of the private inputs."""
+        for leaf in self.leaves:
+            leaf.grad = None
+
+    def loss(self, output: Any) -> Tensor:
+        """The scalar loss. Raises InputError when ``loss_fn`` returns anything else."""
+        with torch.enable_grad():
+            loss = self.loss_fn(output)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise InputError(
+                "fastlinear.profile",
+                expected="loss_fn to return one differentiable number",
+                received=f"{_kind(loss)}"
+                + (f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""),
+            )
+        return loss
+
+    def __call__(self) -> None:
+        if not self.train:
+            self.forward()
+            return
+        self.drop_grads()
+        self.loss(self.forward()).backward()
