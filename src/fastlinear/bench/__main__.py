@@ -1,0 +1,117 @@
+"""``python -m fastlinear.bench``: run an experiment, or build the table shipped for a device."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from fastlinear.bench.cases import EXPERIMENTS
+from fastlinear.bench.plot import plot
+from fastlinear.bench.rows import Row, behind
+from fastlinear.bench.run import run
+from fastlinear.bench.table import (
+    build_table,
+    read_table,
+    table_path,
+    table_problems,
+    write_table,
+)
+from fastlinear.core.errors import FastlinearError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parse, run, print a short account; returns the exit code."""
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    try:
+        return _table(given) if given.experiment == "table" else _experiment(given)
+    except FastlinearError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m fastlinear.bench", description=__doc__)
+    parser.add_argument("experiment", choices=[*EXPERIMENTS, "table"])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, help="rows as JSONL, or the table's JSON")
+    parser.add_argument("--budget", type=float, help="start nothing new after these seconds")
+    experiment = parser.add_argument_group("experiments")
+    experiment.add_argument("--quick", action="store_true", help="fewer shapes and rounds")
+    experiment.add_argument("--dtype", action="append", help="only this dtype; repeatable")
+    experiment.add_argument("--only", help="only cases whose name contains this text")
+    experiment.add_argument("--skip", action="append", default=[], help="a contender to leave out")
+    experiment.add_argument("--tune", action="store_true", help="tune fastlinear for every case")
+    experiment.add_argument("--threads", type=int)
+    experiment.add_argument("--rounds", type=int)
+    experiment.add_argument("--seed", type=int, default=0)
+    experiment.add_argument("--plot", type=Path, help="PNG or SVG")
+    table = parser.add_argument_group("table")
+    table.add_argument("--fresh", action="store_true", help="measure known rows again")
+    return parser
+
+
+def _experiment(given: argparse.Namespace) -> int:
+    rows = run(
+        given.experiment,
+        device=given.device,
+        quick=given.quick,
+        out=given.out,
+        dtypes=given.dtype,
+        threads=given.threads,
+        only=given.only,
+        skip=given.skip,
+        tune=given.tune,
+        rounds=given.rounds,
+        budget_s=given.budget,
+        seed=given.seed,
+        progress=_say,
+    )
+    for row in rows:
+        print(_line(row))
+    late = behind(rows)
+    print(f"{len(rows)} rows; fastlinear more than 2% behind the best peer in {len(late)}")
+    if given.plot is not None:
+        print(f"plot: {plot(rows, given.plot)}")
+    return 0
+
+
+def _table(given: argparse.Namespace) -> int:
+    path = given.out or table_path(given.device)
+    kept = None if given.fresh else read_table(path)
+    kind = given.device.partition(":")[0]
+    budget = 120.0 if given.budget is None else given.budget
+    data = build_table(
+        table_problems(kind), given.device, budget_s=budget, extend=kept, progress=_say
+    )
+    write_table(data, path)
+    print(
+        f"{len(data['rows'])} rows, {len(data['failures'])} failures, "
+        f"{data['left']} Problems not reached: {path}"
+    )
+    return 0
+
+
+def _say(stage: str, done: int, total: int) -> None:
+    print(f"[{done}/{total}] {stage}", file=sys.stderr, flush=True)
+
+
+def _line(row: Row) -> str:
+    head = f"{row['problem']} | {row['direction']} {row['metric']} | {row['contender']}: "
+    if row["skipped"]:
+        return head + f"skipped, {row['skipped']}"
+    if not row["valid"]:
+        return head + f"wrong, error {row['error']} against torch's {row['torch_error']}"
+    if row["metric"] == "peak_memory":
+        return head + f"{row['peak_bytes']} bytes"
+    text = head + f"{row['median_us']:.2f} us"
+    if row["ratio_to_best"] is not None:
+        text += f", {row['ratio_to_best']:.3f} of {row['best_peer']}"
+    if row["roofline"] is not None:
+        text += f", {100 * row['roofline']['fraction']:.1f}% of the {row['roofline']['bound']} roof"
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""A Case is one line of an experiment: a problem, a direction and the metrics to take."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+DIRECTIONS = ("forward", "backward", "forward+backward", "step")
+TIMED = ("wall", "device")
+METRICS = (*TIMED, "first_call", "peak_memory")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measured situation, as plain data.
+
+    Attributes:
+        experiment: the experiment it belongs to.
+        family: the op family under test.
+        dims: named sizes; M tokens, K in features, N out features, L layers.
+        dtype: dtype name.
+        device: ``"cpu"`` or ``"cuda"``.
+        direction: ``"forward"`` (no gradients), ``"forward+backward"`` (gradients of x and of
+            every parameter) or ``"step"`` (forward, backward and an SGD update).
+        metrics: which of ``wall``, ``device``, ``first_call`` and ``peak_memory`` to take.
+        options: named facts of the family, for example the activation.
+        seed: seed of every random draw.
+        light: leave out the contenders that take minutes to prepare.
+    """
+
+    experiment: str
+    family: str
+    dims: tuple[tuple[str, int], ...]
+    dtype: str
+    device: str
+    direction: str
+    metrics: tuple[str, ...]
+    options: tuple[tuple[str, str], ...] = ()
+    seed: int = 0
+    light: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.direction in DIRECTIONS, self.direction
+        assert set(self.metrics) <= set(METRICS), self.metrics
+
+    def dim(self, name: str) -> int:
+        """Size of the named dimension."""
+        return dict(self.dims)[name]
+
+    def option(self, name: str) -> str:
+        """Value of the named option; the empty string when it is absent."""
+        return dict(self.options).get(name, "")
+
+    @property
+    def problem(self) -> str:
+        """The readable name of what is computed, without direction and metric."""
+        sizes = " ".join(f"{k}{v}" for k, v in self.dims)
+        facts = " ".join(v for k, v in self.options if k == "activation")
+        bare = " no bias" if self.option("bias") == "no" else ""
+        return f"{facts} {sizes} {self.dtype}{bare}".strip()
+
+    @property
+    def name(self) -> str:
+        """What ``--only`` is matched against: the problem, then the direction."""
+        return f"{self.problem} {self.direction}"
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether anything is differentiated."""
+        return self.direction != "forward"
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict."""
+        data = asdict(self)
+        data["dims"] = dict(self.dims)
+        data["options"] = dict(self.options)
+        data["metrics"] = list(self.metrics)
+        return data

@@ -1,0 +1,53 @@
+"""The measured limits a row is held against: a device's ceilings, and a CPU's caches."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from fastlinear.core.cost import Ceilings, measure_ceilings
+from fastlinear.core.precision import FLOAT_DTYPES, matmul_precision
+from fastlinear.core.timing import interleave
+
+_LARGEST = 1 << 26
+
+
+def ceilings_for(device: torch.device, dtype: str, working_set: float) -> Ceilings:
+    """Matrix-product rate and bandwidth for work that touches ``working_set`` bytes.
+
+    On CUDA these are the device's (memory is measured cold). On a CPU data stay in the caches
+    between calls, so the bandwidth is the best of copies and reads at the working set's size and
+    above.
+    """
+    precision = matmul_precision(FLOAT_DTYPES[dtype])
+    if device.type == "cuda":
+        return measure_ceilings(str(device), dtype, precision)
+    # the thread count is not part of the device's name
+    threads = torch.get_num_threads()
+    limits = measure_ceilings(str(device), dtype, f"{precision}, {threads} threads")
+    size = 1 << 14
+    while size < min(working_set, _LARGEST):
+        size *= 4
+    warm = 0.0
+    while size <= _LARGEST:
+        warm = max(warm, _cpu_bandwidth(size, threads))
+        size *= 4
+    return Ceilings(limits.flops_per_s, max(limits.bytes_per_s, warm))
+
+
+@lru_cache(maxsize=64)
+def _cpu_bandwidth(size: int, threads: int) -> float:
+    """Bytes per second of a warm copy or read of ``size`` bytes, whichever is faster."""
+    half = torch.ones(max(1, size // 8))
+    other = torch.empty_like(half)
+    matrix = torch.ones(max(1, size // 4 // 256), 256)
+    vector = torch.ones(256)
+    arms = {
+        "copy": lambda: other.copy_(half),
+        "sum": lambda: matrix.sum(),
+        "mv": lambda: torch.mv(matrix, vector),
+    }
+    with torch.no_grad():
+        samples = interleave(arms, rounds=5)
+    return size / min(min(s.us) for s in samples.values()) * 1e6

@@ -1,0 +1,129 @@
+"""One honest picture of a run: every contender of every case against eager, losses included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from fastlinear.bench.case import TIMED
+from fastlinear.bench.rows import Row
+from fastlinear.core.errors import InputError, UnsupportedError
+
+BASELINE = "eager"
+_FORMATS = (".png", ".svg")
+_PEER_COLORS = ("#8c8c8c", "#4c72b0", "#55a868", "#8172b3", "#ccb974", "#64b5cd", "#937860")
+_OUR_COLORS = ("#c44e52", "#dd8452", "#e377c2", "#d62728")
+
+
+def plot(rows: Iterable[Row], path: str | Path) -> Path:
+    """Draw the speed of every timed contender relative to eager (right of 1 is faster).
+
+    One panel for each (direction, metric), one line a problem, one mark a contender; ours are
+    diamonds. A logarithmic axis, so that 2x faster and 2x slower are equally far from 1.
+
+    Args:
+        rows: what ``bench.run`` returned or ``read_rows`` read.
+        path: a ``.png`` or ``.svg`` file; folders are made.
+
+    Raises:
+        InputError: another file ending, or no timed row.
+        UnsupportedError: matplotlib is missing; it comes with the extra ``[plots]``.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in _FORMATS:
+        raise InputError(
+            "bench.plot",
+            expected=f"a file ending in {' or '.join(_FORMATS)}",
+            received=path.name,
+        )
+    panels = speeds(rows)
+    if not panels:
+        raise InputError(
+            "bench.plot", expected="rows with timings of eager", received="no such row"
+        )
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UnsupportedError(
+            "bench.plot",
+            expected="matplotlib",
+            received=str(error),
+            remedy="Install the extra: pip install 'fastlinear[plots]'.",
+        ) from error
+
+    lines = sum(len(problems) for problems in panels.values())
+    settings: dict[Any, Any] = {"svg.hashsalt": "fastlinear", "font.size": 8}
+    with mpl.rc_context(settings):
+        figure = Figure(figsize=(10, 1.5 + 0.28 * lines + 0.7 * len(panels)), layout="constrained")
+        heights = [len(problems) + 1 for problems in panels.values()]
+        axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights, sharex=True)
+        looks = _looks(panels)
+        for ax, (title, problems) in zip(axes[:, 0], panels.items(), strict=True):
+            _panel(ax, title, problems, looks)
+        axes[-1, 0].set_xlabel("speed relative to eager (more is faster)")
+        marks = {
+            label: handle
+            for ax in axes[:, 0]
+            for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)
+        }
+        figure.legend(marks.values(), marks.keys(), loc="outside upper center", ncols=5)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
+        figure.savefig(path, dpi=150, metadata=metadata)
+    return path
+
+
+def speeds(rows: Iterable[Row]) -> dict[str, dict[str, dict[str, float]]]:
+    """``"direction, metric"`` → problem → contender → time of eager over its time.
+
+    Only timed rows count; a problem without a timing of eager is left out.
+    """
+    grouped: dict[str, dict[str, dict[str, float]]] = {}
+    for row in rows:
+        if row["metric"] in TIMED and row["median_us"] is not None:
+            panel = grouped.setdefault(f"{row['direction']}, {row['metric']} time", {})
+            panel.setdefault(row["problem"], {})[row["contender"]] = row["median_us"]
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for title, problems in grouped.items():
+        kept = {
+            problem: {name: times[BASELINE] / us for name, us in times.items()}
+            for problem, times in problems.items()
+            if BASELINE in times
+        }
+        if kept:
+            found[title] = kept
+    return found
+
+
+def _looks(panels: dict[str, dict[str, dict[str, float]]]) -> dict[str, dict[str, Any]]:
+    """A colour and a mark a contender, the same in every panel."""
+    names = sorted({n for problems in panels.values() for t in problems.values() for n in t})
+    ours = [n for n in names if n.startswith("fastlinear")]
+    theirs = [BASELINE, *(n for n in names if n not in ours and n != BASELINE)]
+    looks: dict[str, dict[str, Any]] = {}
+    for i, name in enumerate(theirs):
+        looks[name] = {"color": _PEER_COLORS[i % len(_PEER_COLORS)], "marker": "o", "s": 22}
+    for i, name in enumerate(ours):
+        size = 60 if name == "fastlinear" else 30
+        looks[name] = {"color": _OUR_COLORS[i % len(_OUR_COLORS)], "marker": "D", "s": size}
+    return looks
+
+
+def _panel(
+    ax: Any, title: str, problems: dict[str, dict[str, float]], looks: dict[str, dict[str, Any]]
+) -> None:
+    heights = range(len(problems))
+    for name, look in looks.items():
+        marks = [(t[name], y) for y, t in zip(heights, problems.values(), strict=True) if name in t]
+        if marks:
+            xs, ys = zip(*marks, strict=True)
+            ax.scatter(xs, ys, label=name, alpha=0.9, zorder=3, linewidths=0, **look)
+    ax.axvline(1.0, color="black", linewidth=0.8)
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_formatter("{x:g}x")
+    ax.set_yticks(list(heights), list(problems))
+    ax.set_ylim(len(problems) - 0.5, -0.5)
+    ax.grid(axis="x", linewidth=0.3)
+    ax.set_title(title, loc="left")

@@ -1,0 +1,163 @@
+"""Rows: what is published of one contender in one case, and their JSONL files."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fastlinear.bench.case import TIMED, Case
+from fastlinear.bench.peers import OURS
+from fastlinear.core.compare import Verdict
+from fastlinear.core.cost import Ceilings, Cost, roofline
+from fastlinear.core.errors import InputError
+from fastlinear.core.timing import Samples, paired_ratio
+
+Row = dict[str, Any]
+
+
+def blank(case: Case, contender: str, metric: str, facts: Mapping[str, Any]) -> Row:
+    """A row with every key present and nothing measured; ``facts`` are the run's and the work's."""
+    return {
+        "experiment": case.experiment,
+        "family": case.family,
+        "problem": case.problem,
+        "case": case.to_json(),
+        "contender": contender,
+        "ours": contender.startswith(OURS),
+        "direction": case.direction,
+        "metric": metric,
+        "median_us": None,
+        "ci95_us": None,
+        "samples_us": [],
+        "calls_per_sample": None,
+        "how": None,
+        "peak_bytes": None,
+        "ratio_to_best": None,
+        "ratio_ci95": None,
+        "best_peer": None,
+        "valid": False,
+        "skipped": None,
+        "error": None,
+        "torch_error": None,
+        "verdicts": [],
+        "roofline": None,
+        "roofline_error": None,
+        "chosen": None,
+        "seed": case.seed,
+        **facts,
+    }
+
+
+def judged(row: Row, verdicts: Iterable[Verdict]) -> Row:
+    """Add the errors against the float64 oracle; the worst decides what is shown."""
+    listed = list(verdicts)
+    worst = max(listed, key=lambda v: v.error / v.limit)
+    return row | {
+        "valid": all(v.passed for v in listed),
+        "error": _finite(worst.error),
+        "torch_error": _finite(worst.torch_error),
+        "verdicts": [
+            {
+                "name": v.name,
+                "error": _finite(v.error),
+                "torch_error": _finite(v.torch_error),
+                "limit": _finite(v.limit),
+                "passed": v.passed,
+            }
+            for v in listed
+        ],
+    }
+
+
+def timed(row: Row, samples: Samples, cost: Cost, ceilings: Ceilings) -> Row:
+    """Add timings and their place under the roofline; above the ceiling is an error."""
+    place = roofline(cost, ceilings, samples.median_us)
+    wrong = None
+    if place.fraction > 1.0:
+        wrong = (
+            f"{100 * place.fraction:.0f}% of the measured ceiling ({place.bound}): the time, the "
+            "ceiling or the least cost is wrong"
+        )
+    return row | {
+        "median_us": samples.median_us,
+        "ci95_us": list(samples.ci95_us),
+        "samples_us": list(samples.us),
+        "calls_per_sample": samples.inner,
+        "how": samples.how,
+        "roofline": place.to_json(),
+        "roofline_error": wrong,
+    }
+
+
+def compared(rows: list[Row], samples: Mapping[str, Samples]) -> list[Row]:
+    """Add each row's paired ratio to the fastest valid peer; peers exclude ours."""
+    peers = [r["contender"] for r in rows if r["valid"] and not r["ours"]]
+    able = [p for p in peers if p in samples]
+    if not able:
+        return rows
+    best = min(able, key=lambda p: samples[p].median_us)
+    found = []
+    for row in rows:
+        own = samples.get(row["contender"])
+        if own is not None and row["valid"]:
+            ratio = paired_ratio(own, samples[best])
+            row = row | {
+                "ratio_to_best": ratio.median,
+                "ratio_ci95": [ratio.low, ratio.high],
+                "best_peer": best,
+            }
+        found.append(row)
+    return found
+
+
+def behind(rows: Iterable[Row], by: float = 0.02) -> list[Row]:
+    """Rows in which fastlinear's own choice is slower than the best peer by more than ``by``,
+    beyond noise (the low end of the paired interval)."""
+    return [
+        r
+        for r in rows
+        if r["contender"] == OURS
+        and r["metric"] in TIMED
+        and r["ratio_ci95"] is not None
+        and r["ratio_ci95"][0] > 1.0 + by
+    ]
+
+
+def to_line(row: Row) -> str:
+    """One row as a line of strict JSON."""
+    return json.dumps(row, allow_nan=False) + "\n"
+
+
+def write_rows(rows: Iterable[Row], path: str | Path) -> Path:
+    """Write rows as JSONL, replacing the file; folders are made."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(map(to_line, rows)))
+    return path
+
+
+def read_rows(path: str | Path) -> list[Row]:
+    """Read a JSONL file of rows. Raises InputError naming the first bad line."""
+    found = []
+    for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise InputError(
+                "read_rows", expected=f"JSON on line {number} of {path}", received=str(error)
+            ) from error
+        if not isinstance(row, dict) or "contender" not in row or "metric" not in row:
+            raise InputError(
+                "read_rows",
+                expected=f"a benchmark row on line {number} of {path}",
+                received=line[:60],
+            )
+        found.append(row)
+    return found
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
