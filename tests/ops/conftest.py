@@ -1,0 +1,105 @@
+"""The contract every backend of every family keeps, as one check used by several tests."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from fastlinear.core.precision import FLOAT_DTYPES, matmul_precision
+from fastlinear.core.problem import Problem
+from fastlinear.dispatch.backend import Backend, family
+from fastlinear.dispatch.tune import verify
+from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
+from fastlinear.ops.linear_act.backends import problem as linear_act_problem
+
+# (M, K, N): ones, odd tails on either side of a tile, and one of each kind longest
+SHAPES = ((1, 1, 1), (7, 33, 65), (1, 65, 7), (33, 7, 1), (65, 1, 33), (33, 65, 64), (7, 7, 7))
+
+
+class Contract:
+    """Problems to pose, and what a backend does wrong on one of them."""
+
+    def problems(self, family_name: str, piece: str, dtype: str, device: str) -> Iterator[Problem]:
+        """Every activation with every layout, bias and grad flag; shapes take turns."""
+        assert family_name == "linear_act", "teach the contract the new family's problems"
+        shapes = itertools.cycle(SHAPES)
+        layouts = list(
+            itertools.product(("rows", "strided"), ("nk", "kn"), (True, False), (True, False))
+        )
+        if device == "cuda":  # every combination is a kernel to compile
+            layouts = layouts[::5]
+        for activation in ACTIVATIONS:
+            for x_layout, w_layout, bias, needs_grad in layouts:
+                yield linear_act_problem(
+                    piece,
+                    *next(shapes),
+                    dtype=dtype,
+                    device=device,
+                    activation=activation,
+                    bias=bias,
+                    needs_grad=needs_grad or piece != "forward",
+                    x_layout=x_layout,
+                    w_layout=w_layout,
+                    precision=matmul_precision(FLOAT_DTYPES[dtype]),
+                )
+
+    def failures(self, backend: Backend, problem: Problem, seed: int = 0) -> list[str]:
+        """What the backend does wrong on one Problem, as readable lines; empty when nothing."""
+        fam = family(problem.family)
+        device = torch.device(problem.device)
+        inputs = fam.make_inputs(problem, device, seed)
+        kept = tuple(i.clone() if isinstance(i, torch.Tensor) else i for i in inputs)
+        run = backend.load()
+        wrong = [str(v) for v in verify(backend, problem, inputs) if not v.passed]
+
+        expected = flat(fam.reference(problem, inputs))
+        with poisoned_memory():
+            first, second = flat(run(*inputs)), flat(run(*inputs))
+        for i, (e, a, b) in enumerate(zip(expected, first, second, strict=True)):
+            if (e is None) != (a is None):
+                wrong.append(f"output {i}: is None where torch's is not, or the reverse")
+            if e is None or a is None or b is None:
+                continue
+            if (a.shape, a.dtype, a.device) != (e.shape, e.dtype, e.device):
+                wrong.append(f"output {i}: {a.shape} {a.dtype} {a.device}")
+            elif not torch.isfinite(a).all():
+                wrong.append(f"output {i}: not fully written")
+            if not torch.equal(a, b):
+                wrong.append(f"output {i}: two runs differ")
+        for i, (now, before) in enumerate(zip(inputs, kept, strict=True)):
+            if isinstance(now, torch.Tensor) and not torch.equal(now, before):
+                wrong.append(f"input {i}: modified")
+        return wrong
+
+
+class poisoned_memory:
+    """Inside it, torch fills every new tensor with NaN, so that unwritten entries show."""
+
+    def __enter__(self) -> None:
+        self.before = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.utils.deterministic.fill_uninitialized_memory,
+        )
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+
+    def __exit__(self, *_: object) -> None:
+        mode, warn_only, fill = self.before
+        torch.use_deterministic_algorithms(mode, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+def flat(result: Any) -> list[torch.Tensor | None]:
+    """A result as a list of its outputs."""
+    return list(result) if isinstance(result, tuple) else [result]
+
+
+@pytest.fixture
+def contract() -> Contract:
+    """The contract of all backends."""
+    return Contract()

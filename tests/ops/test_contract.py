@@ -1,0 +1,118 @@
+"""Every family × backend × piece this machine can run keeps the contract."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fastlinear  # noqa: F401  (registers the families)
+from fastlinear.core.precision import FLOAT_DTYPES
+from fastlinear.dispatch.backend import Backend, families, family
+
+
+def discovered() -> list[Any]:
+    """One parameter per backend, piece and device; those for CUDA are skipped without one."""
+    found = []
+    for fam in families().values():
+        for backend in fam.backends:
+            name = f"{fam.name}.{backend.piece}-{backend.name}"
+            found.append(pytest.param(backend, "cpu", id=f"{name}-cpu"))
+            found.append(pytest.param(backend, "cuda", id=f"{name}-cuda", marks=pytest.mark.gpu))
+    return found
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize(("backend", "device"), discovered())
+def test_backend_keeps_the_contract(
+    backend: Backend, device: str, dtype: str, contract: Any
+) -> None:
+    """Twice torch's error at most, deterministic, inputs untouched, outputs fully written."""
+    served = 0
+    reason = ""
+    for problem in contract.problems(backend.family, backend.piece, dtype, device):
+        why = backend.reason_not(problem)
+        if why is not None:
+            reason = why
+            continue
+        served += 1
+        assert contract.failures(backend, problem) == [], problem.describe()
+    if not served:
+        pytest.skip(f"serves no {dtype} problem here: {reason}")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("backend", "device"), discovered())
+def test_nan_and_infinity_propagate_as_torchs(
+    backend: Backend, device: str, dtype: str, contract: Any
+) -> None:
+    """One NaN, one infinity in the first input: NaN comes out wherever torch has NaN."""
+    served = 0
+    for problem in contract.problems(backend.family, backend.piece, dtype, device):
+        if problem.dim("M") < 3 or backend.reason_not(problem) is not None:
+            continue
+        served += 1
+        fam = family(backend.family)
+        inputs = fam.make_inputs(problem, torch.device(device), 0)
+        inputs[0][0, 0] = float("nan")
+        inputs[0][1, 0] = float("inf")
+        expected, actual = fam.reference(problem, inputs), backend.load()(*inputs)
+        for e, a in zip(flat(expected), flat(actual), strict=True):
+            if e is None:
+                continue
+            nan = torch.isnan(e)
+            assert torch.isnan(a)[nan].all(), f"{problem.describe()}: a NaN was lost"
+            assert torch.isfinite(a)[torch.isfinite(e)].all(), problem.describe()
+    if not served:
+        pytest.skip(f"serves no {dtype} problem here")
+
+
+def flat(result: Any) -> list[torch.Tensor | None]:
+    return list(result) if isinstance(result, tuple) else [result]
+
+
+def test_registry_is_complete() -> None:
+    """Every piece has its eager baseline, and every record states what it is."""
+    for fam in families().values():
+        for piece in fam.pieces:
+            names = [b.name for b in fam.candidates(piece)]
+            assert "eager" in names
+            assert len(names) == len(set(names))
+        assert {b.piece for b in fam.backends} == set(fam.pieces)
+        for backend in fam.backends:
+            assert len(backend.source_hash()) == 12
+
+
+def test_capability_checks_stay_off_the_gpu() -> None:
+    """Asking why not about a CPU problem initialises nothing."""
+    for fam in families().values():
+        for backend in fam.backends:
+            backend.reason_not(fam_problem(backend))
+    if not torch.cuda.is_available():
+        assert not torch.cuda.is_initialized()
+
+
+def fam_problem(backend: Backend) -> Any:
+    from fastlinear.ops.linear_act.backends import problem
+
+    return problem(backend.piece, 4, 4, 4, dtype="float32", device="cpu")
+
+
+@pytest.mark.parametrize("piece", families()["linear_act"].pieces)
+def test_cost_counts_each_tensor_once(piece: str) -> None:
+    """The least bytes of a piece are what its inputs and outputs hold; flops are the GEMMs'."""
+    from fastlinear.ops.linear_act.backends import problem
+
+    fam = family("linear_act")
+    for activation in ("relu", "gelu", "none"):
+        p = problem(
+            piece, 5, 3, 4, dtype="float32", device="cpu", activation=activation, needs_grad=True
+        )
+        inputs = fam.make_inputs(p, torch.device("cpu"), 0)
+        tensors = [i for i in inputs if isinstance(i, torch.Tensor)]
+        tensors += [o for o in flat(fam.reference(p, inputs)) if o is not None]
+        cost = fam.cost(p)
+        assert cost.bytes == sum(t.numel() * t.element_size() for t in tensors)
+        gemms = {"forward": 1, "grad_pre": 0, "grad_input": 1, "grad_weight": 1, "backward": 2}
+        assert cost.flops == gemms[piece] * 2 * 5 * 3 * 4
