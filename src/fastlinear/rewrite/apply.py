@@ -1,0 +1,176 @@
+"""apply_: a stored plan put onto the same model again, verified again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fastlinear.core.errors import PlanError
+from fastlinear.core.problem import Problem
+from fastlinear.core.progress import Progress, silent
+from fastlinear.core.settings import Config
+from fastlinear.dispatch import cache
+from fastlinear.dispatch.backend import family
+from fastlinear.profile import profile
+from fastlinear.profile.state import preserved
+from fastlinear.profile.step import check_model, device_of
+from fastlinear.rewrite import measure
+from fastlinear.rewrite import plan as plans
+from fastlinear.rewrite.eligible import Refusal
+from fastlinear.rewrite.optimize import Work, prepare
+from fastlinear.rewrite.plan import Plan, Rewrite
+from fastlinear.rewrite.result import Result
+from fastlinear.rewrite.rules import linear_act as rule
+from fastlinear.rewrite.rules.linear_act import Candidate
+from fastlinear.rewrite.running import LossFn, check_runs, from_specs
+
+_SEED = 0
+
+
+def apply_(
+    model: nn.Module,
+    plan: str | Path | dict[str, Any],
+    inputs: Any = None,
+    *,
+    loss_fn: LossFn | None = None,
+    progress: Progress = silent,
+) -> Result:
+    """Put a stored plan onto the model it was made for, in place and reversibly.
+
+    The plan is checked against model and machine, the rewritten model is verified as by
+    ``optimize_``, and its speed is measured once; a rewrite that is less accurate, or slower
+    beyond noise, is put back and reported as rejected.
+
+    Args:
+        model: a model of the class and with the parameter shapes the plan names.
+        plan: a path written by ``result.save``, or the parsed JSON.
+        inputs: as for ``optimize_``; by default random ones as described in the plan.
+        loss_fn: needed when the plan was made with one.
+        progress: called as ``progress(stage, done, total)``.
+
+    Raises:
+        PlanError: the plan is corrupt, of another format, or made for another model, device or
+            torch version. Whatever is raised, the model is left as it was.
+
+    >>> import torch, fastlinear as fl
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
+    >>> result = fl.optimize_(model, torch.ones(2, 8))
+    >>> stored = result.plan.to_json()
+    >>> result.revert()
+    >>> fl.apply_(model, stored).kept == result.kept
+    True
+    """
+    loaded = plans.load(plan)
+    check_model(model)
+    device = device_of(model, ())
+    plans.check_fits(loaded, model, device)
+    if inputs is None:
+        call = from_specs(loaded.inputs, device, _SEED)
+        inputs = call.kwargs if call.kwargs and not call.args else call.args
+        if call.args and call.kwargs:
+            raise PlanError("apply_", expected="positional or keyword inputs", received="both")
+    backend = next((r.backend for r in loaded.rewrites if r.backend is not None), None)
+    forced = {} if backend is None else {rule.RULE: backend}
+    config = Config(mode=loaded.mode, backends=forced, tune=False)
+    work = prepare("apply_", model, inputs, config, loss_fn, progress)
+    _remember(loaded)
+    with preserved(model, config.mode):
+        check_runs("apply_", model, work.call, work.runner)
+    work.profile = profile(model, inputs, mode=config.mode, loss_fn=loss_fn, progress=progress)
+    with preserved(model, config.mode):
+        candidates, left = work.match(None)
+        kept = _planned(work, loaded, candidates, left)
+        kept, verdicts = work.keep_accurate(kept)
+        pair = None
+        if kept:
+            kept, pair = _unless_slower(work, kept)
+    return work.finish(kept, verdicts if kept else (), pair)
+
+
+def _remember(plan: Plan) -> None:
+    """Give dispatch the plan's measurements where this user has none of his own."""
+    for item in plan.tuned:
+        try:
+            problem = Problem.from_json(item["problem"])
+            candidates = family(problem.family).candidates(problem.piece)
+            able = [b for b in candidates if b.reason_not(problem) is None]
+            times = {str(k): float(v) for k, v in item["times_us"].items()}
+            best = str(item["best"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise PlanError(
+                "apply_",
+                expected="complete measurements in the plan",
+                received=f"{type(error).__name__}: {error}",
+                remedy="Make the plan again with optimize_.",
+            ) from error
+        known = {b.name for b in able}
+        if best in known and set(times) <= known and cache.tuned(problem, able) is None:
+            cache.store(problem, able, best, times)
+
+
+def _planned(
+    work: Work, plan: Plan, candidates: list[Candidate], left: dict[str, Refusal]
+) -> list[Candidate]:
+    """The candidates the plan names. Raises PlanError when a site is no longer what it was."""
+    by_fqn = {c.fqn: c for c in candidates}
+    wanted = {r.fqn: r for r in plan.rewrites}
+    for fqn, rewrite in wanted.items():
+        found = by_fqn.get(fqn)
+        if found is None:
+            refusal = left.get(fqn, Refusal("no_linear", "It is not a linear."))
+            _refuse(rewrite, refusal.reason)
+        elif (found.activation, found.route, found.activation_fqn, found.parent_fqn) != (
+            rewrite.activation,
+            rewrite.route,
+            rewrite.activation_fqn,
+            rewrite.parent_fqn,
+        ):
+            _refuse(rewrite, f"{found.activation} by route {found.route!r}")
+    for fqn, refusal in left.items():
+        work.settle(fqn, "refused", refusal.code, refusal.reason)
+    for c in candidates:
+        if c.fqn not in wanted:
+            work.settle(c.fqn, "nothing_to_do", "not_in_plan", "The plan leaves it alone.")
+            continue
+        work.settle(
+            c.fqn,
+            "rejected",
+            "group_dropped",
+            "The rewrite it belongs to was given up.",
+            activation=c.activation,
+            problem=c.problem.to_json(),
+            route=c.route,
+            calls=c.calls.calls,
+            backends=measure.backends_of(c.problem, c.backend),
+        )
+    return [c for c in candidates if c.fqn in wanted]
+
+
+def _unless_slower(
+    work: Work, kept: list[Candidate]
+) -> tuple[list[Candidate], measure.Pair | None]:
+    swaps = rule.swaps(kept)
+    pair = measure.model_pair(
+        work.model, measure.SwapSet(swaps), work.runner, work.call, work.budget.left_s / 4
+    )
+    ratio = pair.speedup
+    text = f"{ratio.median:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}] end to end"
+    slower = ratio.high < 1.0
+    for c in kept:
+        if slower:
+            work.settle(c.fqn, "rejected", "slower_model", f"slower: {text}")
+        else:
+            work.settle(c.fqn, "kept", "in_plan", f"as planned; {text}")
+    return ([], None) if slower else (kept, pair)
+
+
+def _refuse(rewrite: Rewrite, received: str) -> None:
+    raise PlanError(
+        "apply_",
+        expected=f"{rewrite.fqn!r} to be rewritten with {rewrite.activation} "
+        f"by route {rewrite.route!r}",
+        received=received,
+        remedy="The model's code or inputs differ from the plan's: make a new plan.",
+    )

@@ -1,0 +1,91 @@
+"""The functions a rewrite puts in place of ``forward``, and the eager ones they replace.
+
+Each takes the module first and reads its parameters at call time, so that optimizers, ``.to()``,
+``load_state_dict`` and deep copies act on it as on any module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.linear_act import linear_act
+from fastlinear.rewrite.swap import mark
+
+Forward = Callable[..., Any]
+
+
+def fused_linear(activation: str, backend: str | None) -> Forward:
+    """Forward of an ``nn.Linear`` with its activation: (..., K) → (..., N)."""
+
+    def forward(self: nn.Linear, input: Tensor) -> Tensor:
+        return linear_act(input, self.weight, self.bias, activation=activation, backend=backend)
+
+    return mark(forward)
+
+
+def fused_conv1d(activation: str, backend: str | None) -> Forward:
+    """Forward of a Conv1D (weight (K, N)) with its activation: (..., K) → (..., N)."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return linear_act(x, self.weight.t(), self.bias, activation=activation, backend=backend)
+
+    return mark(forward)
+
+
+def identity() -> Forward:
+    """Forward of an activation module whose work is done inside the linear before it."""
+
+    def forward(self: nn.Module, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return input
+
+    return mark(forward)
+
+
+def float64_linear(conv1d: bool) -> Forward:
+    """A linear computed in float64 and rounded once: part of the oracle, never of a rewrite."""
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        dtype = input.dtype
+        if torch.is_autocast_enabled(input.device.type):
+            dtype = torch.get_autocast_dtype(input.device.type)
+        with torch.autocast(input.device.type, enabled=False):
+            weight = self.weight.t() if conv1d else self.weight
+            bias = None if self.bias is None else self.bias.double()
+            return F.linear(input.double(), weight.double(), bias).to(dtype)
+
+    return mark(forward)
+
+
+def call_fused(linear: nn.Module, x: Tensor, activation: str, backend: str | None) -> Tensor:
+    """act(linear(x)) for a linear that is a child of a rewritten parent; (..., K) → (..., N).
+
+    Fused only while the child is a plain linear without hooks; otherwise the child itself is
+    called, so that hooks, adapters and replaced layers keep their say.
+    """
+    kind = type(linear).__name__
+    if (
+        (kind in PLAIN_LINEARS or kind == "Conv1D")
+        and "forward" not in linear.__dict__
+        and not (
+            linear._forward_hooks
+            or linear._forward_pre_hooks
+            or linear._backward_hooks
+            or linear._backward_pre_hooks
+        )
+    ):
+        weight: Any = linear.weight
+        bias: Any = linear.bias
+        w = weight.t() if kind == "Conv1D" else weight
+        return linear_act(x, w, bias, activation=activation, backend=backend)
+    y: Tensor = activation_of(activation).value(linear(x))
+    return y
+
+
+PLAIN_LINEARS = ("Linear", "NonDynamicallyQuantizableLinear")
+"""Names of the classes whose forward is exactly ``F.linear(x, weight, bias)``."""

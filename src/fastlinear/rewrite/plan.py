@@ -1,0 +1,231 @@
+"""The plan: what to rewrite, as pure data that can be stored, read back and checked.
+
+Nothing here touches a model beyond reading its names and shapes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastlinear.core.environment import environment
+from fastlinear.core.errors import PlanError
+from fastlinear.core.settings import MODES
+from fastlinear.ops.common.activations import NAMES
+
+KIND = "plan"
+FORMAT = 1
+ROUTES = ("plain", "instance", "parent")
+RULES = ("linear_act",)
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """One site's rewrite.
+
+    Attributes:
+        fqn: the linear's fully qualified name.
+        rule: the family's name.
+        activation: what is fused; ``"none"`` changes the backend only.
+        route: ``"plain"`` (the linear alone), ``"instance"`` (the linear computes the activation
+            and the activation module passes its input on) or ``"parent"`` (the parent's forward
+            makes one fused call).
+        activation_fqn: the activation module, where there is one.
+        parent_fqn: the module whose forward is exchanged on the ``"parent"`` route.
+        backend: a forced forward backend, or None.
+        problem: the site's Problem as JSON.
+        backends: piece → backend chosen when the plan was made.
+    """
+
+    fqn: str
+    rule: str
+    activation: str
+    route: str
+    activation_fqn: str | None = None
+    parent_fqn: str | None = None
+    backend: str | None = None
+    problem: dict[str, Any] = field(default_factory=dict)
+    backends: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict."""
+        return dict(vars(self))
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Sixteen hex digits over the class name and the names, shapes and dtypes of all parameters
+    and buffers; values do not count."""
+    lines = [type(model).__qualname__]
+    for kind, items in (("p", model.named_parameters()), ("b", model.named_buffers())):
+        lines += [f"{kind} {name} {tuple(t.shape)} {t.dtype}" for name, t in items]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def model_facts(model: nn.Module) -> dict[str, Any]:
+    """Class, fingerprint and parameter count of a model, as JSON."""
+    return {
+        "class": type(model).__qualname__,
+        "fingerprint": fingerprint(model),
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything needed to rewrite the same model again on the same kind of machine."""
+
+    model: dict[str, Any]
+    mode: str
+    environment: dict[str, Any]
+    inputs: dict[str, Any]
+    rewrites: tuple[Rewrite, ...]
+    fastlinear: str
+    tuned: tuple[dict[str, Any], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict of kind ``"plan"``."""
+        return {
+            "kind": KIND,
+            "format": FORMAT,
+            "fastlinear": self.fastlinear,
+            "environment": self.environment,
+            "model": self.model,
+            "mode": self.mode,
+            "inputs": self.inputs,
+            "rewrites": [r.to_json() for r in self.rewrites],
+            "tuned": list(self.tuned),
+        }
+
+    def save(self, path: str | Path) -> Path:
+        """Write the plan as JSON, all or nothing; returns the path."""
+        return write_json(path, self.to_json())
+
+
+def write_json(path: str | Path, data: dict[str, Any]) -> Path:
+    """Write JSON through a temporary file beside the target, so that a kill leaves no half."""
+    path = Path(path)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(data, file, indent=1)
+            file.write("\n")
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def load(source: str | Path | dict[str, Any]) -> Plan:
+    """Read a plan from a path or from parsed JSON. Raises PlanError for anything unfit."""
+    data = source if isinstance(source, dict) else _read(Path(source))
+    if not isinstance(data, dict) or data.get("kind") != KIND:
+        kind = data.get("kind") if isinstance(data, dict) else type(data).__name__
+        raise PlanError(
+            "apply_",
+            expected='a fastlinear plan (JSON with "kind": "plan")',
+            received=f"kind={kind!r}",
+            remedy="Write one with result.save(path).",
+        )
+    if data.get("format") != FORMAT:
+        raise PlanError(
+            "apply_",
+            expected=f"plan format {FORMAT}",
+            received=f"format {data.get('format')!r}",
+            remedy="Make the plan again with optimize_ of this version.",
+        )
+    try:
+        plan = _parse(data)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise PlanError(
+            "apply_",
+            expected="a complete plan",
+            received=f"a plan with a bad or missing field ({type(error).__name__}: {error})",
+            remedy="Make the plan again with optimize_; do not edit it by hand.",
+        ) from error
+    return plan
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError(
+            "apply_", expected="a readable plan file", received=f"{path}: {error.strerror}"
+        ) from error
+    except ValueError as error:  # bad JSON, or bytes that are no text
+        raise PlanError(
+            "apply_",
+            expected="a plan in JSON",
+            received=f"{path}: {error}",
+            remedy="The file is corrupt: make the plan again with result.save(path).",
+        ) from error
+
+
+def _parse(data: dict[str, Any]) -> Plan:
+    rewrites = []
+    for item in data["rewrites"]:
+        rewrite = Rewrite(**item)
+        known = rewrite.rule in RULES and rewrite.route in ROUTES and rewrite.activation in NAMES
+        if not known or not isinstance(rewrite.fqn, str):
+            raise ValueError(f"unknown rewrite of {rewrite.fqn!r}: {rewrite.rule}, {rewrite.route}")
+        rewrites.append(rewrite)
+    if data["mode"] not in MODES:
+        raise ValueError(f"mode {data['mode']!r}")
+    inputs = {"args": list(data["inputs"]["args"]), "kwargs": dict(data["inputs"]["kwargs"])}
+    facts = data["environment"]
+    str(facts["torch"]), str(facts["device"]["slug"]), str(facts["device"]["kind"])
+    return Plan(
+        model={k: data["model"][k] for k in ("class", "fingerprint", "parameters")},
+        mode=data["mode"],
+        environment=dict(facts),
+        inputs=inputs,
+        rewrites=tuple(rewrites),
+        fastlinear=str(data["fastlinear"]),
+        tuned=tuple(data.get("tuned", ())),
+    )
+
+
+def check_fits(plan: Plan, model: nn.Module, device: torch.device) -> None:
+    """Raise PlanError unless the plan was made for such a model on such a machine."""
+    facts = model_facts(model)
+    if plan.model["class"] != facts["class"]:
+        _refuse(f"a {plan.model['class']}", f"a {facts['class']}", "Pass the model the plan names.")
+    modules = dict(model.named_modules())
+    for rewrite in plan.rewrites:
+        for name in (rewrite.fqn, rewrite.activation_fqn, rewrite.parent_fqn):
+            if name is not None and name not in modules:
+                _refuse(
+                    f"a model with a module named {name!r}",
+                    f"a {facts['class']} without it",
+                    "Make a new plan with optimize_.",
+                )
+    if plan.model["fingerprint"] != facts["fingerprint"]:
+        _refuse(
+            f"a model with fingerprint {plan.model['fingerprint']} "
+            f"({plan.model['parameters']} parameters)",
+            f"{facts['fingerprint']} ({facts['parameters']} parameters)",
+            "Names, shapes or dtypes of its parameters differ: make a new plan with optimize_.",
+        )
+    here = environment(device)
+    remedy = "Choices and timings do not carry over: make a new plan with optimize_ here."
+    for what, then, now in (
+        ("device", plan.environment["device"]["kind"], here["device"]["kind"]),
+        ("device", plan.environment["device"]["slug"], here["device"]["slug"]),
+        ("torch", plan.environment["torch"], here["torch"]),
+        ("fastlinear", plan.fastlinear, here["fastlinear"]),
+    ):
+        if then != now:
+            _refuse(f"{what} {then}", f"{what} {now}", remedy)
+
+
+def _refuse(expected: str, received: str, remedy: str) -> None:
+    raise PlanError("apply_", expected=expected, received=received, remedy=remedy)

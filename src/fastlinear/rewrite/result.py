@@ -1,0 +1,188 @@
+"""What optimize_ and apply_ hand back: an outcome for every linear, and the way back."""
+
+from __future__ import annotations
+
+import datetime
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fastlinear.core.compare import Verdict
+from fastlinear.core.timing import Ratio
+from fastlinear.profile import ProfileReport
+from fastlinear.profile.records import Finding
+from fastlinear.rewrite.plan import Plan
+from fastlinear.rewrite.swap import SwapSet
+
+STATUSES = ("kept", "rejected", "refused", "nothing_to_do")
+
+
+@dataclass(frozen=True)
+class SiteOutcome:
+    """What became of one linear.
+
+    Attributes:
+        fqn: its fully qualified name.
+        rule: the family that looked at it.
+        activation: what is, or would have been, fused; None when it was not looked at.
+        problem: its Problem as JSON, or None.
+        status: ``"kept"``, ``"rejected"`` (slower or less accurate), ``"refused"`` (must not be
+            touched) or ``"nothing_to_do"``.
+        code: the reason as one word.
+        reason: the reason as one sentence.
+        predicted_gain_us: expected gain per step, before measuring the site.
+        before_us, after_us: measured time of this site per step (its calls in one step together).
+        speedup: median paired before / after.
+        ci95: 95% interval of the speed-up.
+        backends: piece → backend chosen.
+        route: how it is rewritten, see ``plan.Rewrite``.
+        calls: calls per step.
+    """
+
+    fqn: str
+    rule: str
+    activation: str | None
+    problem: dict[str, Any] | None
+    status: str
+    code: str
+    reason: str
+    predicted_gain_us: float | None = None
+    before_us: float | None = None
+    after_us: float | None = None
+    speedup: float | None = None
+    ci95: tuple[float, float] | None = None
+    backends: dict[str, str] = field(default_factory=dict)
+    route: str | None = None
+    calls: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict."""
+        data = asdict(self)
+        data["ci95"] = None if self.ci95 is None else list(self.ci95)
+        return data
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """The outcome of ``optimize_`` or ``apply_`` on one model.
+
+    Attributes:
+        model_class, mode, device: what was optimized, and how.
+        sites: one outcome for every linear of the model, in ``named_modules`` order.
+        verdicts: every comparison of the kept rewrite with the oracle, pooled over the draws.
+        before_us, after_us: median wall time of one step.
+        speedup: paired before / after of one step with its 95% interval.
+        samples: raw step times, ``{"before": [...], "after": [...]}``.
+        plan: what was kept, as data.
+        profile: the profile it started from.
+        notes: what a reader should know of how it was verified and measured.
+    """
+
+    model_class: str
+    mode: str
+    device: str
+    sites: tuple[SiteOutcome, ...]
+    verdicts: tuple[Verdict, ...]
+    before_us: float
+    after_us: float
+    speedup: Ratio
+    samples: dict[str, list[float]]
+    plan: Plan
+    profile: ProfileReport
+    notes: tuple[str, ...]
+    _swaps: SwapSet = field(repr=False)
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """The profile's findings."""
+        return tuple(self.profile.findings)
+
+    def summary(self) -> dict[str, int]:
+        """How many sites ended in each status."""
+        counts = Counter(site.status for site in self.sites)
+        return {status: counts.get(status, 0) for status in STATUSES}
+
+    @property
+    def kept(self) -> int:
+        """Sites rewritten and kept."""
+        return self.summary()["kept"]
+
+    @property
+    def rejected(self) -> int:
+        """Sites tried and put back: slower or less accurate."""
+        return self.summary()["rejected"]
+
+    @property
+    def refused(self) -> int:
+        """Sites that must not be touched."""
+        return self.summary()["refused"]
+
+    @property
+    def nothing_to_do(self) -> int:
+        """Sites that are as fast as they get."""
+        return self.summary()["nothing_to_do"]
+
+    def revert(self) -> None:
+        """Put the model back exactly as it was. A second call does nothing.
+
+        Raises InputError when somebody else has replaced a rewritten forward since.
+        """
+        self._swaps.revert()
+
+    def save(self, path: str | Path) -> Path:
+        """Write the plan as JSON, to be given to ``fl.apply_``; returns the path."""
+        return self.plan.save(path)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as a JSON-ready dict of kind ``"optimize"``."""
+        return {
+            "kind": "optimize",
+            "format": 1,
+            "fastlinear": self.plan.fastlinear,
+            "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "environment": self.plan.environment,
+            "model": self.plan.model,
+            "mode": self.mode,
+            "device": self.device,
+            "step": {
+                "before_us": self.before_us,
+                "after_us": self.after_us,
+                "speedup": asdict(self.speedup),
+                "samples": self.samples,
+            },
+            "profile": self.profile.to_json(),
+            "sites": [site.to_json() for site in self.sites],
+            "verdicts": [
+                {
+                    "name": v.name,
+                    "error": v.error,
+                    "torch_error": v.torch_error,
+                    "limit": v.limit,
+                    "passed": v.passed,
+                }
+                for v in self.verdicts
+            ],
+            "summary": self.summary(),
+            "notes": list(self.notes),
+        }
+
+    def html(self, path: str | Path) -> Path:
+        """Write the report as one self-contained page; returns the path."""
+        from fastlinear.report import page
+
+        path = Path(path)
+        path.write_text(page(self.to_json()), encoding="utf-8")
+        return path
+
+    def table(self) -> str:
+        """Every site with its outcome, and the step before and after, as plain text."""
+        from fastlinear.rewrite.table import render
+
+        return render(self)
+
+    def __str__(self) -> str:
+        counts = ", ".join(
+            f"{n} {status.replace('_', ' ')}" for status, n in self.summary().items()
+        )
+        return f"{self.model_class} ({self.mode}, {self.device}): {counts}; {self.speedup}x"
