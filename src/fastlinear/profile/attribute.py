@@ -17,7 +17,7 @@ from fastlinear.profile.events import BACKWARD, EVALUATE, LOSS, MODULE, STEP, Ev
 PYTHON = "(python)"
 ENGINE = "(autograd engine)"
 _ACCUMULATE = EVALUATE + "torch::autograd::AccumulateGrad"
-_PHASES = {STEP: "(outside the model)", LOSS: "(loss)", BACKWARD: ENGINE}
+_PHASES = {STEP: "(step)", LOSS: "(loss)", BACKWARD: ENGINE}
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class Attribution:
 
     Attributes:
         times: owner → time.
-        step_ns: host time inside the step ranges.
+        step_ns: host time inside the step ranges, without what lies between the ranges they
+            hold: that is the measuring harness's own.
         waited_ns: the part of it spent waiting for autograd's own thread.
         kernels: (start_ns, end_ns) of every device event.
     """
@@ -179,15 +180,16 @@ class _Walk:
 
     def close(self, stack: list[_Open]) -> None:
         top = stack.pop()
+        own = max(0, top.event.ns - top.inside_ns)
+        if top.event.name == STEP:
+            self.result.step_ns += top.event.ns - own
+            return
         times = self.result.times[top.owner]
         times.calls += top.counted
-        own = max(0, top.event.ns - top.inside_ns)
         if top.event.name == BACKWARD and top.inside_ns == 0:
             own = 0  # the nodes ran on another thread: this one only waited
             self.result.waited_ns += top.event.ns
         times.cpu_ns += own
-        if top.event.name == STEP:
-            self.result.step_ns += top.event.ns
 
     def close_all(self) -> None:
         for stack in self.stacks.values():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import gc
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -192,6 +193,7 @@ def _profiled(step: Step, device: torch.device, steps: int) -> Attribution:
     for rounds in (1, steps):
         with (
             quiet_profiler(),
+            _no_garbage_collection(),
             torch.profiler.profile(activities=activities) as prof,
             module_ranges(names),
         ):
@@ -201,6 +203,19 @@ def _profiled(step: Step, device: torch.device, steps: int) -> Attribution:
                 torch.cuda.synchronize(device)
     assert prof.profiler is not None
     return attribute(from_kineto(prof.profiler.kineto_results.events()))
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Python's collector pauses at random; its pause would be charged to some module."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _marked_step(step: Step) -> None:
@@ -223,7 +238,8 @@ def _records(
     classes = {name: type(m).__name__ for name, m in model.named_modules()}
     profiled_us = found.step_ns / steps / 1e3
     scale = step_us / profiled_us if profiled_us else 1.0
-    records, rest = [], Counter[str]()
+    records: list[Record] = []
+    rest: dict[str, float] = defaultdict(float)
     for owner, times in found.times.items():
         cpu_us = times.cpu_ns / steps / 1e3 * scale
         device_us = times.device_ns / steps / 1e3
@@ -242,7 +258,8 @@ def _records(
             )
         )
     records.sort(key=lambda r: (-r.device_us, -r.cpu_us, r.fqn, r.op))
-    return tuple(records), tuple((n, us) for n, us in rest.most_common() if us > 0)
+    named = sorted(rest.items(), key=lambda item: -item[1])
+    return tuple(records), tuple((name, us) for name, us in named if us > 0)
 
 
 def _smallest_op_us() -> float:

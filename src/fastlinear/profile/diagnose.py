@@ -208,6 +208,10 @@ def _slow_dims(
     if measured < 2 * _NOTICEABLE * step.step_us:
         return None
     ceilings = ceilings_of(site.dtype, step.precision)
+    if not timer.cuda and floor_us(linear_cost(site, step.mode), ceilings) < 5 * (
+        site.calls * step.op_us
+    ):
+        return None  # so little work that the call itself, not the shape, takes the time
     padded = linear_cost(site, step.mode, k=-(-k // 8) * 8, n=-(-n // 8) * 8)
     reachable = floor_us(padded, ceilings) / _ATTAINABLE
     if not timer.cuda:

@@ -16,9 +16,11 @@ from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.profile.graph import Observed, Use
 
 _METADATA = frozenset(
-    """size dim ndimension numel nelement stride storage_offset is_contiguous element_size
-    get_device data_ptr is_floating_point is_complex requires_grad_ type __len__ has_names
-    is_same_size register_hook""".split()
+    {
+        *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset"),
+        *("is_contiguous", "element_size", "get_device", "data_ptr", "is_floating_point"),
+        *("is_complex", "requires_grad_", "type", "__len__", "is_same_size", "register_hook"),
+    }
 )
 _DATA_PROPERTIES = ("T", "H", "mT", "mH", "data", "real", "imag", "grad")
 

@@ -104,7 +104,9 @@ def _follower(
         return _Follower("no_activation", "The model is this layer alone.")
     observed = {_recognised(c.uses[0], known) if c.uses else None for c in calls}
     if observed == {None}:
-        readers = sorted({u.name for c in calls for u in c.uses}) or ["nothing in this forward"]
+        readers = sorted({u.name for c in calls for u in c.uses})
+        if not readers:
+            return _Follower("no_activation", "The forward that calls it does not read its output.")
         return _Follower("no_activation", f"Its output goes to {', '.join(readers)}.")
     if len(observed) > 1:
         return _Follower("mixed_use", "Its calls are not all followed by the same activation.")

@@ -157,10 +157,7 @@ def check_model(model: Any) -> None:
                 received=f"{where} under torch.compile",
                 remedy="Profile the uncompiled module (model._orig_mod) and compile afterwards.",
             )
-        if (
-            isinstance(module, nn.modules.lazy.LazyModuleMixin)
-            and module.has_uninitialized_params()
-        ):
+        if any(nn.parameter.is_lazy(p) for p in module._parameters.values()):
             raise InputError(
                 "fastlinear.profile",
                 expected="initialised parameters",
@@ -185,7 +182,7 @@ class Step:
         self.args, self.kwargs = inputs
         self.train = mode == "train"
         self.loss_fn = loss_fn or loss_of
-        self.leaves = [p for p in model.parameters() if p.requires_grad]
+        self.leaves: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
         self.leaves += [
             v for v in pytree.tree_leaves(inputs) if isinstance(v, Tensor) and v.requires_grad
         ]
