@@ -17,11 +17,18 @@ from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, Family, register_family
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.linear_act import cpp, cublaslt, onednn, reference
+from fastlinear.ops.linear_act import cpp, cublaslt, cuda, onednn, reference, triton_config
 
 NAME = "linear_act"
 PIECES = ("forward", "backward", "grad_pre", "grad_input", "grad_weight")
 _HERE = "fastlinear.ops.linear_act"
+_TRITON_SOURCES = (
+    "triton_config.py",
+    "triton_gemm.py",
+    "triton_elementwise.py",
+    "../common/activations_triton.py",
+)
+_CUDA_SOURCES = ("gemm.cu", "../common/cuda_driver.py")
 _CPP_SOURCES = ("../common/elementwise.cpp", "../common/cpp_build.py")
 
 
@@ -43,7 +50,8 @@ def problem(
     """A linear_act Problem: M rows of x, K in features, N out features.
 
     Args:
-        x_layout: ``"rows"`` (unit stride along K) or ``"strided"``.
+        x_layout: ``"rows"`` (unit stride along K, rows dense or 16 bytes aligned to each other),
+            ``"rows_odd"`` (unit stride along K, other row strides) or ``"strided"``.
         w_layout: ``"nk"`` (contiguous, as in nn.Linear), ``"kn"`` (a transposed view, as in
             transformers' Conv1D) or ``"strided"``.
     """
@@ -68,23 +76,52 @@ def _always(_: Problem) -> str | None:
 
 @lru_cache(maxsize=8)
 def _installed(package: str) -> bool:
-    # find_spec of a dotted name imports the parent, so ask for the top-level package only
     return importlib.util.find_spec(package) is not None
 
 
-def _reason_not_triton(p: Problem) -> str | None:
+def _reason_not_gpu(p: Problem) -> str | None:
     if p.device != "cuda":
-        return "Triton kernels run on CUDA devices only"
-    if not _installed("triton"):
-        return "the package triton is not installed"
+        return "its kernels run on CUDA devices only"
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
-    if p.dtype not in ("float32", "bfloat16", "float16"):
-        return f"no kernel for {p.dtype}"
-    capability = torch.cuda.get_device_capability()
-    if capability < (8, 0):
-        return f"needs compute capability 8.0 or newer, this device has {capability}"
+    if p.dtype == "float64":
+        return "no kernel for float64"
     return None
+
+
+def _reason_not_triton(p: Problem) -> str | None:
+    why = _reason_not_gpu(p)
+    if why is None and not _installed("triton"):
+        why = "the package triton is not installed"
+    return why or triton_config.reason_not(
+        p.dim("M"),
+        p.dim("K"),
+        p.dim("N"),
+        FLOAT_DTYPES[p.dtype],
+        p.option("activation"),
+        *_strides(p),
+        torch.cuda.get_device_capability(),
+    )
+
+
+def _reason_not_cuda(p: Problem) -> str | None:
+    why = _reason_not_gpu(p)
+    return why or cuda.reason_not(
+        p.dim("M"),
+        p.dim("K"),
+        p.dim("N"),
+        FLOAT_DTYPES[p.dtype],
+        *_strides(p),
+        torch.cuda.get_device_capability(),
+    )
+
+
+def _strides(p: Problem) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Strides of x and weight that stand for the Problem's layouts."""
+    k, n = p.dim("K"), p.dim("N")
+    x = {"rows": (k, 1), "rows_odd": (k + 1, 1), "strided": (2 * k + 1, 2)}[p.option("x")]
+    w = {"nk": (k, 1), "kn": (1, n), "strided": (2 * k + 1, 2)}[p.option("w")]
+    return x, w
 
 
 def _prefer(p: Problem) -> tuple[str, ...]:
@@ -164,6 +201,15 @@ FAMILY = register_family(
         backends=(
             *(Backend(NAME, p, "eager", f"{_HERE}.reference:{p}", _always) for p in PIECES),
             Backend(NAME, "forward", "cublaslt", f"{_HERE}.cublaslt:forward", cublaslt.reason_not),
+            *(
+                Backend(
+                    NAME, p, "triton", f"{_HERE}.triton:{p}", _reason_not_triton, _TRITON_SOURCES
+                )
+                for p in ("forward", "grad_pre", "grad_input", "grad_weight")
+            ),
+            Backend(
+                NAME, "forward", "cuda", f"{_HERE}.cuda:forward", _reason_not_cuda, _CUDA_SOURCES
+            ),
             Backend(NAME, "forward", "onednn", f"{_HERE}.onednn:forward", onednn.reason_not),
             Backend(
                 NAME,

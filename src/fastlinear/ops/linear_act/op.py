@@ -161,7 +161,13 @@ def problem_of(
     """The forward Problem of a call."""
     n, k = weight.shape
     m = x.shape[:-1].numel()
-    unit_stride = x.numel() == 0 or k == 1 or x.detach().reshape(m, k).stride(1) == 1
+    rows = x.detach().reshape(m, k) if x.numel() else x.new_empty(m, k)
+    if rows.stride(1) != 1 and k != 1:
+        x_layout = "strided"
+    elif rows.stride(0) in (k, 1) or rows.stride(0) * x.itemsize % 16 == 0:
+        x_layout = "rows"
+    else:
+        x_layout = "rows_odd"
     if weight.is_contiguous():
         w_layout = "nk"
     elif weight.t().is_contiguous():
@@ -178,7 +184,7 @@ def problem_of(
         activation=activation,
         bias=bias is not None,
         needs_grad=needs_grad,
-        x_layout="rows" if unit_stride else "strided",
+        x_layout=x_layout,
         w_layout=w_layout,
         precision=matmul_precision(x.dtype),
     )
