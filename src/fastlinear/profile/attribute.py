@@ -40,7 +40,7 @@ class Times:
 
 @dataclass
 class Attribution:
-    """Times by owner, and the totals they should add up to.
+    """Times by owner, summed over the steps profiled, and the totals they should add up to.
 
     Attributes:
         times: owner → time.
@@ -60,14 +60,17 @@ class Attribution:
 
         1.0 when there is no such time at all.
         """
-        inside = total = 0
-        for owner, times in self.times.items():
-            ns = times.device_ns if device else times.cpu_ns
-            total += ns
-            inside += ns if owner.fqn is not None else 0
-        if not device:
-            total = max(total, self.step_ns - self.waited_ns)
+        total = self.total_ns(device)
+        inside = sum(
+            t.device_ns if device else t.cpu_ns for o, t in self.times.items() if o.fqn is not None
+        )
         return inside / total if total else 1.0
+
+    def total_ns(self, device: bool) -> int:
+        """All kernel time, or all host time of the steps."""
+        if device:
+            return sum(t.device_ns for t in self.times.values())
+        return max(sum(t.cpu_ns for t in self.times.values()), self.step_ns - self.waited_ns)
 
     def busy_ns(self) -> int:
         """Time in which at least one kernel ran: the length of the union of their intervals."""

@@ -72,7 +72,7 @@ def profile(
             backward; no optimizer).
         loss_fn: output → scalar loss, for train mode; by default ``output.loss`` or the mean
             square of the output.
-        steps: how many steps the profiler watches.
+        steps: how many steps the profiler watches; the least disturbed one is reported.
         progress: called as ``progress(stage, done, total)``.
 
     Returns:
@@ -121,8 +121,8 @@ def profile(
         attribution = _profiled(step, device, steps)
         step.drop_grads()
     step_us = timed["step"].median_us
-    records, rest = _records(model, attribution, steps, step_us, device.type)
-    busy_us = attribution.busy_ns() / steps / 1e3 if device.type == "cuda" else step_us
+    records, rest = _records(model, attribution, step_us, device.type)
+    busy_us = attribution.busy_ns() / 1e3 if device.type == "cuda" else step_us
     progress("diagnose", 4, _STAGES)
     findings = diagnosis.diagnose(
         diagnosis.Step(
@@ -185,24 +185,25 @@ def _first_run(step: Step) -> Counter[nn.Module]:
 
 
 def _profiled(step: Step, device: torch.device, steps: int) -> Attribution:
-    """Run the steps under the profiler, after one that warms the profiler itself."""
+    """The least disturbed of ``steps`` profiled steps, after one that warms the profiler.
+
+    That is the one with the least kernel time on CUDA, the least host time on a CPU: whatever
+    else the machine does can only add to either.
+    """
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
     names = {module: name for name, module in step.model.named_modules()}
-    for rounds in (1, steps):
-        with (
-            quiet_profiler(),
-            _no_garbage_collection(),
-            torch.profiler.profile(activities=activities) as prof,
-            module_ranges(names),
-        ):
-            for _ in range(rounds):
+    seen = []
+    with quiet_profiler(), _no_garbage_collection():
+        for _ in range(1 + steps):
+            with torch.profiler.profile(activities=activities) as prof, module_ranges(names):
                 _marked_step(step)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-    assert prof.profiler is not None
-    return attribute(from_kineto(prof.profiler.kineto_results.events()))
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+            assert prof.profiler is not None
+            seen.append(attribute(from_kineto(prof.profiler.kineto_results.events())))
+    return min(seen[1:], key=lambda a: a.total_ns(device.type == "cuda"))
 
 
 @contextmanager
@@ -232,17 +233,17 @@ def _marked_step(step: Step) -> None:
 
 
 def _records(
-    model: nn.Module, found: Attribution, steps: int, step_us: float, device: str
+    model: nn.Module, found: Attribution, step_us: float, device: str
 ) -> tuple[tuple[Record, ...], tuple[tuple[str, float], ...]]:
     """(records, unattributed), both per step and largest first."""
     classes = {name: type(m).__name__ for name, m in model.named_modules()}
-    profiled_us = found.step_ns / steps / 1e3
+    profiled_us = found.step_ns / 1e3
     scale = step_us / profiled_us if profiled_us else 1.0
     records: list[Record] = []
     rest: dict[str, float] = defaultdict(float)
     for owner, times in found.times.items():
-        cpu_us = times.cpu_ns / steps / 1e3 * scale
-        device_us = times.device_ns / steps / 1e3
+        cpu_us = times.cpu_ns / 1e3 * scale
+        device_us = times.device_ns / 1e3
         if owner.fqn is None:
             rest[owner.op] += device_us if device == "cuda" else cpu_us
             continue
@@ -252,7 +253,7 @@ def _records(
                 module_class=classes[owner.fqn],
                 op=owner.op,
                 direction=owner.direction,
-                calls=times.calls / steps,
+                calls=times.calls,
                 cpu_us=cpu_us,
                 device_us=device_us,
             )

@@ -28,7 +28,7 @@ class Record:
     module_class: str
     op: str
     direction: str
-    calls: float
+    calls: int
     cpu_us: float
     device_us: float
 
