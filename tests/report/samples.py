@@ -169,30 +169,35 @@ def optimize() -> dict[str, Any]:
 
 
 def bench() -> dict[str, Any]:
-    """Benchmark rows as JSON."""
+    """Benchmark rows as JSON: a win, a loss, a skipped and a wrong contender."""
     rows = []
-    times = {"fastlinear": 140.0, "eager": 300.0, "compile": 290.0, "onednn": 141.0}
-    for m in (64, 1024):
-        for direction in ("forward", "forward+backward"):
-            for name, us in times.items():
-                us = us * m / 64 * (3 if direction != "forward" else 1)
-                rows.append(
-                    {
-                        "experiment": "linear",
-                        "family": "linear_act",
-                        "problem": problem(m, 1024, 1024, "relu"),
-                        "contender": name,
-                        "direction": direction,
-                        "metric": "wall",
-                        "median_us": us,
-                        "ci95_us": [us * 0.98, us * 1.03],
-                        "samples_us": [us] * 5,
-                        "ratio_to_best": us / 140.0,
-                        "error": 2.1e-7,
-                        "roofline": {"fraction": 90 / us, "bound": "compute", "floor_us": 90.0},
-                        "env": ENVIRONMENT,
-                        "command": "fastlinear bench linear",
-                        "seed": 0,
-                    }
-                )
+    for m, ours in ((64, 140.0), (1024, 320.0)):
+        times = {"fastlinear": ours, "eager": 300.0, "compile": 290.0, "onednn": None, "bad": None}
+        for name, us in times.items():
+            rows.append(
+                {
+                    "experiment": "linear",
+                    "family": "linear_act",
+                    "problem": f"relu M{m} K1024 N1024 L1 float32",
+                    "contender": name,
+                    "ours": name == "fastlinear",
+                    "direction": "forward",
+                    "metric": "wall",
+                    "median_us": us,
+                    "ci95_us": us and [us * 0.98, us * 1.03],
+                    "samples_us": [us] * 5 if us else [],
+                    "peak_bytes": None,
+                    "ratio_to_best": us and us / 290.0,
+                    "ratio_ci95": us and [us / 290.0 * 0.99, us / 290.0 * 1.01],
+                    "best_peer": us and "compile",
+                    "valid": us is not None,
+                    "skipped": "needs oneDNN" if name == "onednn" else None,
+                    "error": 2.1e-7 if us else None,
+                    "roofline": us and {"fraction": 90 / us, "bound": "compute", "floor_us": 90.0},
+                    "chosen": {"forward": "onednn (tuned)"} if name == "fastlinear" else None,
+                    "env": ENVIRONMENT,
+                    "command": "python -m fastlinear.bench linear",
+                    "seed": 0,
+                }
+            )
     return {"kind": "bench", "rows": rows}

@@ -25,7 +25,24 @@ def bench(
     threads: Annotated[
         int | None, typer.Option(min=1, help="torch's threads on a CPU.", show_default=False)
     ] = None,
-    quick: Annotated[bool, typer.Option(help="Fewer shapes and rounds, for a first look.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer shapes and rounds, for a first look.")
+    ] = False,
+    only: Annotated[
+        str | None, typer.Option(help="Only cases whose name contains this.", show_default=False)
+    ] = None,
+    skip: Annotated[list[str] | None, typer.Option(help="Leave a contender out.")] = None,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Tune fastlinear for every case first.")
+    ] = False,
+    rounds: Annotated[
+        int | None, typer.Option(min=5, help="Interleaved rounds.", show_default=False)
+    ] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(help="Start no new case after this many seconds.", show_default=False),
+    ] = None,
+    seed: opt.Seed = 0,
     out: Annotated[
         Path | None,
         typer.Option(metavar="FILE.jsonl", help="Write the raw rows, one JSON object a line."),
@@ -55,6 +72,12 @@ def bench(
             out=out,
             dtypes=None if not dtype else [d.value for d in dtype],
             threads=threads,
+            only=only,
+            skip=skip or (),
+            tune=tune,
+            rounds=rounds,
+            budget_s=budget,
+            seed=seed,
             progress=progress,
         )
     if plot is not None:
@@ -71,32 +94,35 @@ def bench(
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
+    from fastlinear.bench import behind
+
     grid = []
     for row in rows:
-        low, high = row["ci95_us"]
-        roofline = row.get("roofline") or {}
-        share = roofline.get("fraction")
-        ratio = row.get("ratio_to_best")
+        place = row["roofline"]
+        ratio = row["ratio_to_best"]
         grid.append(
             (
-                _problem(row["problem"]),
+                row["problem"],
                 f"{row['direction']}, {row['metric']}",
                 row["contender"],
-                f"{row['median_us']:.1f}",
-                f"{low:.1f} - {high:.1f}",
-                "-" if ratio is None else f"{ratio:.2f}",
-                "-" if share is None else f"{100 * share:.0f}%",
+                _measured(row),
+                "-" if ratio is None else f"{ratio:.3f}",
+                "-" if place is None else f"{100 * place['fraction']:.0f}%",
             )
         )
-    columns = ("problem", "what", "contender", ">us", ">95%", ">of the best", ">of the roofline")
+    columns = ("problem", "what", "contender", ">measured", ">of the best peer", ">of the roofline")
     table("", columns, grid)
+    late = behind(rows)
+    typer.echo(f"fastlinear more than 2% behind the best peer in {len(late)} measurements")
+    for row in late:
+        typer.echo(f"  {row['problem']} {row['direction']}: {row['ratio_to_best']:.3f}")
 
 
-def _problem(problem: Any) -> str:
-    if not isinstance(problem, dict):
-        return str(problem)
-    dims = problem.get("dims", {})
-    options = problem.get("options", {})
-    parts = [f"{k}={v}" for k, v in dims.items()] + [str(problem.get("dtype", ""))]
-    parts += [str(v) for k, v in options.items() if k == "activation"]
-    return " ".join(parts)
+def _measured(row: dict[str, Any]) -> str:
+    if row["skipped"]:
+        return f"left out: {row['skipped']}"
+    if not row["valid"]:
+        return "wrong: less accurate than allowed"
+    if row["peak_bytes"] is not None:
+        return f"{row['peak_bytes']} bytes"
+    return f"{row['median_us']:.1f} us"

@@ -124,9 +124,10 @@ def apply(
     Example: fastlinear apply examples.models:gpt2 plan.json
     """
     from fastlinear.cli import load
-    from fastlinear.rewrite import apply_, load_plan
+    from fastlinear.rewrite import apply_
+    from fastlinear.rewrite.plan import load as load_plan
 
-    mode = load_plan(plan)["mode"]
+    mode = load_plan(plan).mode
     kind = None if dtype is None else dtype.value
     net = load.load_model(model, device=device, dtype=kind, train=mode == "train", seed=seed)
     values = None

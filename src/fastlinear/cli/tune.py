@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,6 +14,7 @@ from fastlinear.cli.console import note, print_json, progress_bar, table
 if TYPE_CHECKING:
     from fastlinear.core.problem import Problem
     from fastlinear.dispatch.tune import Tuned
+    from fastlinear.profile import LinearSite
 
 _BACKWARD = ("backward", "grad_pre", "grad_input", "grad_weight")
 
@@ -89,20 +91,40 @@ def tune(
 def _problems_of_model(
     model: str, inputs: str | None, device: str, train: bool, seed: int
 ) -> list[Problem]:
-    """The distinct linear_act Problems of a model's linear sites."""
+    """The distinct linear_act Problems of a model's linear sites, in the order they occur."""
     from fastlinear.cli import load
     from fastlinear.profile import profile
-    from fastlinear.rewrite.rules.linear_act import problem_of_site
 
     net = load.load_model(model, device=device, dtype=None, train=train, seed=seed)
     values = load.load_inputs(inputs, model=model, device=device, dtype=None, seed=seed)
     report = profile(net, values, "train" if train else "inference", steps=1)
     found: dict[str, Problem] = {}
     for site in report.sites:
-        forward = problem_of_site(site, train)
-        for problem in (forward, *(forward.with_piece(p) for p in _BACKWARD if train)):
-            found.setdefault(problem.key(), problem)
+        for shape, layout in zip(site.shapes, site.x_layouts, strict=True):
+            forward = _problem_of_site(site, math.prod(shape[:-1]), layout, train)
+            for problem in (forward, *(forward.with_piece(p) for p in _BACKWARD if train)):
+                found.setdefault(problem.key(), problem)
     return list(found.values())
+
+
+def _problem_of_site(site: LinearSite, m: int, x_layout: str, train: bool) -> Problem:
+    from fastlinear.core.precision import FLOAT_DTYPES, matmul_precision
+    from fastlinear.ops.linear_act.backends import problem
+
+    return problem(
+        "forward",
+        m,
+        site.in_features,
+        site.out_features,
+        dtype=site.dtype,
+        device=site.device.partition(":")[0],
+        activation=site.activation or "none",
+        bias=site.bias,
+        needs_grad=train,
+        x_layout=x_layout,
+        w_layout="kn" if site.kind == "conv1d" else "nk",
+        precision=matmul_precision(FLOAT_DTYPES[site.dtype]),
+    )
 
 
 def _as_json(tuned: Tuned) -> dict[str, Any]:
@@ -121,11 +143,10 @@ def _as_json(tuned: Tuned) -> dict[str, Any]:
 
 
 def _show(results: list[Tuned]) -> None:
-    rows = []
     for t in results:
+        rows = []
         for name, s in sorted(t.samples.items(), key=lambda item: item[1].median_us):
-            mark = "best" if name == t.best else ""
             speedup = str(t.speedups[name]) if name in t.speedups else "1"
-            rows.append((t.problem.describe(), name, f"{s.median_us:.1f}", speedup, mark))
-        rows.extend((t.problem.describe(), name, "-", "-", why) for name, why in t.rejected.items())
-    table("", ("call", "backend", ">us", ">speed-up over eager [95%]", ""), rows)
+            rows.append((name, f"{s.median_us:.1f}", speedup, "best" if name == t.best else ""))
+        rows += [(name, "-", "-", why) for name, why in t.rejected.items()]
+        table(t.problem.describe(), ("backend", ">us", ">speed-up over eager [95%]", ""), rows)

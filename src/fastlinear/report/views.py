@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+from fastlinear.report.text import problem as problem_text
+
 STATUSES = ("kept", "rejected", "refused", "nothing_to_do")
 _STATUS_MEANING = {
     "kept": "Rewritten: verified, and faster beyond noise.",
     "rejected": "Tried and undone: not faster beyond noise, or less accurate than allowed.",
     "refused": "Not touched: rewriting could change what the model means.",
     "nothing_to_do": "Healthy: no rewrite would help.",
+}
+OURS = "fastlinear"  # the contender whose backend dispatch chose
+_METRICS = {
+    "wall": "wall time",
+    "device": "device time",
+    "first_call": "first call",
+    "peak_memory": "peak memory",
 }
 _TOP_MODULES = 15
 _WORST_VERDICTS = 12
@@ -86,44 +95,60 @@ def profile(data: dict[str, Any]) -> dict[str, Any]:
 
 def bench(data: dict[str, Any]) -> dict[str, Any]:
     """What the page of ``fastlinear bench`` shows: one group a problem, direction and metric."""
-    from fastlinear.report.text import problem as problem_text
-
     rows = data.get("rows") or []
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
-        about = row.get("problem")
-        name = problem_text(about)
-        if isinstance(about, dict):
-            kind = (about.get("options") or {}).get("activation")
-            name += f" · {kind}" if kind else ""
+        name = problem_text(row.get("problem"))
         groups[(name, row.get("direction", ""), row.get("metric", ""))].append(row)
-    shown, summary = [], []
-    for (name, direction, metric), members in groups.items():
-        ranked = sorted(members, key=lambda r: r["median_us"])
-        longest = max(r["median_us"] for r in ranked) or 1.0
-        entry = {
-            "name": name,
-            "direction": direction,
-            "metric": words_of_metric(metric),
-            "rows": ranked,
-            "top": longest,
-        }
-        shown.append(entry)
-        ours = next((r for r in ranked if is_ours(r["contender"])), None)
-        peer = next((r for r in ranked if not is_ours(r["contender"])), None)
-        if ours and peer and metric != "peak_memory":
-            summary.append({**entry, "ours": ours, "peer": peer, "ratio": _ratio(peer, ours)})
+    shown = [_bench_group(*key, members) for key, members in groups.items()]
+    summary = [g for g in shown if g["ours"] is not None]
+    first = rows[0] if rows else {}
     return {
-        "title": (rows[0].get("experiment", "") if rows else "") or "Benchmark",
+        "title": first.get("experiment") or "Benchmark",
         "groups": shown,
         "summary": summary,
-        "wins": sum(1 for s in summary if s["ratio"] > 1.02),
-        "losses": sum(1 for s in summary if s["ratio"] < 0.98),
+        "wins": sum(1 for g in summary if g["speedup"] > 1.02),
+        "losses": sum(1 for g in summary if g["speedup"] < 0.98),
+        "ratio_top": max([2.0, *(g["high"] for g in summary)]) * 1.02,
         "rows": len(rows),
-        "command": rows[0].get("command", "") if rows else "",
-        "environment": environment(rows[0].get("env")) if rows else [],
-        "device": _device({"environment": rows[0].get("env")}) if rows else "",
+        "command": first.get("command", ""),
+        "environment": environment(first.get("env")),
+        "device": _device({"environment": first.get("env")}),
     }
+
+
+def _bench_group(
+    name: str, direction: str, metric: str, rows: list[dict[str, Any]]
+) -> dict[str, Any]:
+    field = "peak_bytes" if metric == "peak_memory" else "median_us"
+    measured = sorted(
+        ({**r, "value": r[field]} for r in rows if r.get(field) is not None),
+        key=lambda r: float(r["value"]),
+    )
+    ours = next((r for r in measured if r["contender"] == OURS and r.get("ratio_ci95")), None)
+    peer = next((r for r in measured if ours and r["contender"] == ours["best_peer"]), None)
+    group = {
+        "name": name,
+        "direction": direction,
+        "metric": _METRICS.get(metric, metric),
+        "memory": metric == "peak_memory",
+        "rows": measured,
+        "left_out": [(r["contender"], why_not(r)) for r in rows if r.get(field) is None],
+        "top": max((r["value"] for r in measured), default=1.0) or 1.0,
+        "ours": ours if peer else None,
+        "peer": peer,
+    }
+    if ours and peer:  # the rows hold time over the best peer's time; a page says how much faster
+        low, high = (1 / bound for bound in reversed(ours["ratio_ci95"]))
+        group |= {"speedup": 1 / ours["ratio_to_best"], "low": low, "high": high}
+    return group
+
+
+def why_not(row: dict[str, Any]) -> str:
+    """Why a contender has no number in its row."""
+    if row.get("skipped"):
+        return str(row["skipped"])
+    return "less accurate than allowed" if row.get("valid") is False else "not measured"
 
 
 def index(data: dict[str, Any]) -> dict[str, Any]:
@@ -143,21 +168,6 @@ def index(data: dict[str, Any]) -> dict[str, Any]:
         "environment": environment(first.get("environment")),
         "device": _device(first),
     }
-
-
-def is_ours(contender: str) -> bool:
-    """Whether a contender is fastlinear itself (its dispatch), not a peer."""
-    return contender.startswith("fastlinear")
-
-
-def words_of_metric(metric: str) -> str:
-    """The metric as a reader says it."""
-    return {
-        "wall": "wall time",
-        "device": "device time",
-        "first_call": "first call",
-        "peak_memory": "peak memory",
-    }.get(metric, metric)
 
 
 def environment(data: Any, prefix: str = "") -> list[tuple[str, str]]:
@@ -242,10 +252,6 @@ def _merge_findings(findings: list[dict[str, Any]]) -> list[dict[str, Any]]:
         entry["gain"] += f.get("predicted_gain_us") or 0.0
         entry["measured"] += f.get("measured_us") or 0.0
     return sorted(merged.values(), key=lambda e: -e["gain"])
-
-
-def _ratio(peer: dict[str, Any], ours: dict[str, Any]) -> float:
-    return float(peer["median_us"] / ours["median_us"]) if ours["median_us"] else 0.0
 
 
 def _device(data: dict[str, Any]) -> str:

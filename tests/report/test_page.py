@@ -1,0 +1,152 @@
+"""Pages: complete, self-contained, escaped, and tolerant of what was not measured."""
+
+from __future__ import annotations
+
+import copy
+import re
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+import samples
+
+from fastlinear.core.errors import InputError
+from fastlinear.report import page, text
+from fastlinear.report.charts import ratio_bar, strips
+
+_VOID = {"meta", "circle", "line", "rect", "br", "wbr", "i", "link", "img", "input", "hr"}
+INDEX = {
+    "kind": "index",
+    "title": "All",
+    "reports": [{"name": "a", "href": "a/report.html", "data": samples.optimize()}],
+}
+KINDS = {
+    "optimize": samples.optimize(),
+    "profile": samples.profile(),
+    "bench": samples.bench(),
+    "index": INDEX,
+}
+
+
+class _Balance(HTMLParser):
+    """Collects open tags; every closing tag must close the innermost one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.external: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in _VOID:
+            self.open.append(tag)
+        for name, value in attrs:
+            if name in ("src", "href", "action", "srcset") and value and ":" in value:
+                self.external.append(value)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in _VOID:
+            assert self.open.pop() == tag
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_page_is_whole_and_self_contained(kind: str) -> None:
+    html = page(KINDS[kind])
+    parser = _Balance()
+    parser.feed(html)
+    assert parser.open == []
+    assert parser.external == []
+    assert "<script" not in html
+    assert "http://" not in html
+    assert "https://" not in html
+    assert "url(" not in html
+    assert "@import" not in html
+    assert "None" not in re.sub(r"<style>.*?</style>", "", html, flags=re.DOTALL)
+
+
+def test_optimize_page_shows_every_site_and_why() -> None:
+    data = samples.optimize()
+    html = page(data).replace("<wbr>", "")
+    for site in data["sites"]:
+        assert html.count(f"<code>{site['fqn']}</code>") >= 1
+    assert "1.62" in html
+    assert "1.60 – 1.64" in html
+    assert "not faster beyond noise" in html
+    assert "onednn_packed" in html
+    assert "20 of 20" in html
+    assert html.count('class="dot before"') == len(data["step"]["samples"]["before"])
+
+
+def test_values_are_escaped() -> None:
+    data = samples.optimize()
+    data["model"]["class"] = "<img src=x onerror=alert(1)>"
+    html = page(data)
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in html
+    assert "<img" not in html
+
+
+def test_nothing_kept_and_missing_fields() -> None:
+    bare: dict[str, Any] = {
+        "kind": "optimize",
+        "model": {"class": "Empty"},
+        "sites": [],
+        "verdicts": [],
+        "summary": {},
+        "step": {"before_us": None, "after_us": None, "speedup": None, "samples": {}},
+        "environment": None,
+        "profile": None,
+    }
+    html = page(bare)
+    assert "Nothing was kept" in html
+    assert page({"kind": "profile"})
+    assert "No rows." in page({"kind": "bench", "rows": []})
+
+
+def test_failed_verdict_is_shown_first() -> None:
+    data = samples.optimize()
+    data["verdicts"].append(
+        {"name": "grad.bad", "error": None, "torch_error": 1e-7, "limit": 2e-7, "passed": False}
+    )
+    html = page(data).replace("<wbr>", "")
+    assert "20 of 21" in html
+    assert html.index("grad.bad") < html.index("draw0.hidden_states")
+    assert "not finite" in html
+
+
+def test_bench_page_shows_losses_and_what_was_left_out() -> None:
+    html = page(samples.bench())
+    assert "0.91×" in html
+    assert "2.07×" in html
+    assert "onednn (needs oneDNN)" in html
+    assert "bad (less accurate than allowed)" in html
+
+
+def test_page_does_not_change_its_data() -> None:
+    for data in KINDS.values():
+        before = copy.deepcopy(data)
+        page(data)
+        assert data == before
+
+
+@pytest.mark.parametrize("data", [{}, {"kind": "plan"}, {"kind": None}, []])
+def test_unknown_kind(data: Any) -> None:
+    with pytest.raises(InputError, match="optimize, profile, bench"):
+        page(data)
+
+
+@pytest.mark.parametrize(
+    ("us", "written"),
+    [(None, "–"), (0.0, "0 µs"), (12.34, "12.3 µs"), (4561.0, "4.56 ms"), (1.2e6, "1.20 s")],
+)
+def test_durations(us: float | None, written: str) -> None:
+    assert text.duration(us) == written
+
+
+def test_charts_mark_direction() -> None:
+    assert "dot gain" in ratio_bar(1.5, 1.4, 1.6, 2.0)
+    assert "dot loss" in ratio_bar(0.5, 0.4, 0.6, 2.0)
+    assert "dot even" in ratio_bar(1.0, 0.9, 1.1, 2.0)
+    assert strips([("before", "before", [])]) == ""
+    assert strips([("<b>", "before", [1.0])]).count("&lt;b&gt;") == 1
