@@ -7,6 +7,7 @@ them. Each contender may lay out the weights as it likes; that is done before th
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -91,16 +92,15 @@ def eager(work: Work) -> Forward:
 
 def eager_kn(work: Work) -> Forward:
     """Plain PyTorch with the weights stored (K, N)."""
-    weights = [tuple(w.detach().t().contiguous().t() for w in s.weights) for s in work.stacks]
-    value = activation_of(work.case.option("activation")).value
 
-    def forward(stack: Stack) -> Tensor:
-        y = stack.x
-        for weight, bias in zip(weights[stack.index], stack.biases, strict=True):
-            y = value(F.linear(y, weight, bias))
-        return y
+    def turned(weight: Tensor) -> nn.Parameter:
+        return nn.Parameter(weight.detach().t().contiguous().t(), requires_grad=False)
 
-    return forward
+    stacks = [replace(s, weights=tuple(map(turned, s.weights))) for s in work.stacks]
+    if work.case.dim("L") == 1:
+        return lambda stack: plain(stacks[stack.index])
+    models = [_sequential(s) for s in stacks]
+    return lambda stack: models[stack.index](stack.x)
 
 
 def _flat(

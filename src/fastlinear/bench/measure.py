@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -90,7 +91,7 @@ def run_case(case: Case, settings: Settings, contenders: Sequence[Peer] | None =
         try:
             ready.append(_prepare(peer, work, settings.device, oracle, theirs))
         except Exception as error:  # noqa: BLE001 - a contender that breaks is itself a result
-            reason = f"failed: {type(error).__name__}: {_first_line(error)}"
+            reason = f"failed: {type(error).__name__}: {first_line(error)}"
             rows.append(skipped(case, peer.name, reason, facts))
     del oracle, theirs
     chosen = {OURS: _chosen(case, work)}
@@ -101,7 +102,8 @@ def run_case(case: Case, settings: Settings, contenders: Sequence[Peer] | None =
     valid = [one for one in ready if one.valid]
     for metric in case.metrics:
         rows += _measured(case, work, valid, metric, settings, facts, chosen)
-    torch.compiler.reset()
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
     gc.collect()
     if settings.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -210,6 +212,7 @@ def skipped(case: Case, name: str, why: str, facts: Mapping[str, Any]) -> Row:
     return rows_of.blank(case, name, case.metrics[0], facts) | {"skipped": why}
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, shortened."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0][:300] if lines else ""

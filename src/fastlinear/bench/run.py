@@ -14,7 +14,7 @@ import torch
 from fastlinear.bench import rows as rows_of
 from fastlinear.bench.case import Case
 from fastlinear.bench.cases import EXPERIMENTS
-from fastlinear.bench.measure import Settings, run_case, skipped
+from fastlinear.bench.measure import Settings, first_line, run_case, skipped
 from fastlinear.bench.rows import Row
 from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.core.precision import FLOAT_DTYPES
@@ -83,13 +83,22 @@ def run(
             if budget_s is not None and time.monotonic() - start > budget_s:
                 fresh = [skipped(case, "all", "the run's time budget was spent", settings.facts())]
             else:
-                fresh = run_case(case, settings)
+                fresh = _run_case(case, settings)
             rows += fresh
             if file is not None:
                 file.writelines(map(rows_of.to_line, fresh))
                 file.flush()
         progress("done", len(picked), len(picked))
     return rows
+
+
+def _run_case(case: Case, settings: Settings) -> list[Row]:
+    """The case's rows; a case that breaks outside its contenders is one row with the reason."""
+    try:
+        return run_case(case, settings)
+    except Exception as error:  # noqa: BLE001 - hours of rows must not be lost to one case
+        reason = f"failed: {type(error).__name__}: {first_line(error)}"
+        return [skipped(case, "all", reason, settings.facts())]
 
 
 # --------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -52,8 +52,8 @@ _TOKENS = {
 _HEADLINE = ((8192, 768, 3072), (8192, 1024, 4096), (8192, 4096, 4096))
 _LARGEST_ELEMENTS = 1 << 30  # of one tensor: larger Problems cost more time than they teach
 
-# Pieces that do not read the activation or the bias: one measurement serves all of them.
-_SHARED = ("grad_input", "grad_weight")
+# Options a piece does not read: one measurement serves all their values.
+_UNREAD = {"grad_input": ("activation", "bias", "x"), "grad_weight": ("activation", "bias", "w")}
 
 
 def table_problems(device: str = "cuda") -> list[Problem]:
@@ -132,6 +132,9 @@ def build_table(
     done = {Problem.from_json(row["problem"]) for row in rows}
     failures: list[dict[str, Any]] = []
     waiting = [p for p in problems if p not in done]
+    twins: dict[Problem, list[Problem]] = {}
+    for p in waiting:
+        twins.setdefault(_computation(p), []).append(p)
     start = time.monotonic()
     left = 0
     for i, p in enumerate(waiting):
@@ -148,10 +151,9 @@ def build_table(
             failures.append({"problem": p.to_json(), "reason": reason})
             continue
         times = {name: round(s.median_us, 3) for name, s in found.samples.items()}
-        for twin in _twins(p, problems):
-            if twin not in done:
-                done.add(twin)
-                rows.append({"problem": twin.to_json(), "best": found.best, "times_us": times})
+        for twin in twins[_computation(p)]:
+            done.add(twin)
+            rows.append({"problem": twin.to_json(), "best": found.best, "times_us": times})
     progress("done", len(waiting), len(waiting))
     return {
         "format": 1,
@@ -166,18 +168,10 @@ def build_table(
     }
 
 
-def _twins(p: Problem, problems: Iterable[Problem]) -> list[Problem]:
-    """The Problem itself and those of the list that are the very same computation."""
-    if p.piece not in _SHARED:
-        return [p]
-    ignored = ("activation", "bias")
-
-    def core(q: Problem) -> Problem:
-        options = tuple(o for o in q.options if o[0] not in ignored)
-        return replace(q, options=options)
-
-    wanted = core(p)
-    return [p, *(q for q in problems if q.piece == p.piece and q != p and core(q) == wanted)]
+def _computation(p: Problem) -> Problem:
+    """The Problem without what its piece does not read."""
+    unread = _UNREAD.get(p.piece, ())
+    return replace(p, options=tuple(o for o in p.options if o[0] not in unread))
 
 
 def read_table(path: str | Path) -> dict[str, Any] | None:

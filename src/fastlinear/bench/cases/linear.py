@@ -29,7 +29,7 @@ def _cuda() -> list[Case]:
     found = []
     for dtype in _DTYPES:
         for sizes in _HEADLINE:
-            found += _pair(*sizes, dtype, "gelu_tanh", memory=True)
+            found += _pair(*sizes, dtype, "gelu_tanh", headline=True)
         for sizes in _SMALL:
             found += _pair(*sizes, dtype, "gelu_tanh")
         for activation in ("none", "relu", "gelu", "silu"):
@@ -72,12 +72,12 @@ def _chain(width: int, batch: int, direction: str) -> Case:
 
 
 def _pair(
-    m: int, k: int, n: int, dtype: str, activation: str, *, memory: bool = False
+    m: int, k: int, n: int, dtype: str, activation: str, *, headline: bool = False
 ) -> list[Case]:
     """Forward and forward+backward of one layer on CUDA."""
     timed = ("device", "wall")
-    whole = (*timed, "first_call", "peak_memory") if memory else timed
-    full = dtype == "bfloat16" and activation == "gelu_tanh"
+    whole = (*timed, "first_call", "peak_memory") if headline else timed
+    full = dtype == "bfloat16" and headline
     sizes = (m, k, n, 1)
     return [
         _case(sizes, dtype, "cuda", activation, "forward", timed, light=not full),

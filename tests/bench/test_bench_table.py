@@ -1,0 +1,117 @@
+"""The builder of shipped tables writes what dispatch reads, within its budget."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastlinear.bench import build_table, write_table
+from fastlinear.bench import table as module
+from fastlinear.bench.__main__ import main
+from fastlinear.core.device import device_facts
+from fastlinear.core.problem import Problem
+from fastlinear.dispatch import cache, tables
+from fastlinear.dispatch.backend import family
+from fastlinear.ops.linear_act.backends import PIECES, problem
+
+SIZES = (8, 16, 16)
+
+
+def _problem(piece: str, activation: str = "gelu_tanh", grad: bool = True) -> Problem:
+    return problem(
+        piece,
+        *SIZES,
+        dtype="float32",
+        device="cpu",
+        activation=activation,
+        needs_grad=grad,
+        precision=torch.get_float32_matmul_precision(),
+    )
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FASTLINEAR_CACHE_DIR", str(tmp_path / "cache"))
+    cache.forget()
+
+
+def test_dispatch_reads_what_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    wanted = [_problem("forward", grad=False), _problem("grad_input"), _problem("grad_pre")]
+    data = build_table(wanted, "cpu", rounds=5)
+    assert data["failures"] == []
+    assert data["left"] == 0
+    path = write_table(data, tmp_path / f"{device_facts('cpu').slug}.json")
+    assert json.loads(path.read_text()) == data
+    monkeypatch.setattr(tables, "_FOLDER", tmp_path)
+    tables.table.cache_clear()
+    try:
+        for p in wanted:
+            able = family(p.family).candidates(p.piece)
+            row = tables.shipped(p, able)
+            assert row is not None
+            assert row.best in row.times_us
+            assert row.times_us["eager"] > 0
+    finally:
+        tables.table.cache_clear()
+    # nothing reached the user's own cache
+    assert not (tmp_path / "cache").exists()
+
+
+def test_pieces_that_ignore_the_activation_are_measured_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measured: list[Problem] = []
+    real = module.tune
+
+    def counting(p: Problem, **options: object) -> object:
+        measured.append(p)
+        return real(p, **options)
+
+    monkeypatch.setattr(module, "tune", counting)
+    wanted = [_problem(piece, a) for a in ("relu", "silu") for piece in ("grad_weight", "grad_pre")]
+    data = build_table(wanted, "cpu", rounds=5)
+    assert [p.piece for p in measured] == ["grad_weight", "grad_pre", "grad_pre"]
+    assert {Problem.from_json(r["problem"]) for r in data["rows"]} == set(wanted)
+
+
+def test_a_spent_budget_leaves_the_rest_and_a_table_is_extended() -> None:
+    wanted = [_problem("forward", a, grad=False) for a in ("relu", "none")]
+    nothing = build_table(wanted, "cpu", budget_s=-1.0)
+    assert nothing["rows"] == []
+    assert nothing["left"] == 2
+    first = build_table(wanted[:1], "cpu", rounds=5)
+    both = build_table(wanted, "cpu", rounds=5, extend=first)
+    assert both["rows"][0] == first["rows"][0]
+    assert len(both["rows"]) == 2
+    other = build_table(wanted[:1], "cpu", rounds=5, extend=first | {"torch": "0.1"})
+    assert len(other["rows"]) == 1
+
+
+def test_a_problem_that_breaks_is_recorded() -> None:
+    bad = _problem("forward", "no_such", grad=False)
+    data = build_table([bad, _problem("forward", "relu", grad=False)], "cpu", rounds=5)
+    (failure,) = data["failures"]
+    assert "no_such" in failure["reason"]
+    assert len(data["rows"]) == 1
+
+
+def test_the_grid_covers_the_family_most_important_first() -> None:
+    grid = module.table_problems("cuda")
+    assert len(grid) == len(set(grid))
+    first = grid[0]
+    assert (first.dim("M"), first.dim("K"), first.dim("N")) == (8192, 768, 3072)
+    assert (first.dtype, first.option("activation")) == ("bfloat16", "gelu_tanh")
+    assert {p.dtype for p in grid} == {"bfloat16", "float16", "float32"}
+    assert {p.option("w") for p in grid} == {"nk", "kn"}
+    assert {p.piece for p in grid} == set(PIECES)
+    assert {p.option("activation") for p in grid} == {"gelu_tanh", "gelu", "relu", "silu", "none"}
+    assert {1, 4, 16, 64, 256, 1024, 4096, 16384, 65536} <= {p.dim("M") for p in grid}
+    assert {p.needs_grad for p in grid if p.piece == "forward"} == {True, False}
+
+
+def test_the_module_command_reports_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["linear", "--only", "no such case"]) == 2
+    assert "at least one case" in capsys.readouterr().err
