@@ -53,30 +53,41 @@ def _tanh(x, MATH: tl.constexpr):
 
 @triton.jit
 def _tanh_quotient(x):
-    """tanh(x) as a quotient of exponentials; loses relative accuracy near 0."""
+    """tanh(x) = 1 - 2e / (1 + e), e = exp(-2|x|): exact near 1, relatively inaccurate near 0."""
     e = tl.exp2((-2.0 * _LOG2E) * tl.abs(x))
-    q = (1.0 - e) / (1.0 + e)
+    q = 1.0 - 2.0 * e / (1.0 + e)
     return tl.where(x < 0, -q, q)
 
 
 @triton.jit
-def _sigmoid(x, MATH: tl.constexpr):
-    """1 / (1 + exp(-x))."""
+def _sigmoid(half_x, MATH: tl.constexpr):
+    """1 / (1 + exp(-2 half_x))."""
     if MATH == "hardware":
-        return 0.5 * _tanh_hardware(0.5 * x) + 0.5
+        return 0.5 * _tanh_hardware(half_x) + 0.5
     else:
-        return 1.0 / (1.0 + tl.exp2(-_LOG2E * x))
+        return 1.0 / (1.0 + tl.exp2((-2.0 * _LOG2E) * half_x))
 
 
 @triton.jit
-def _normal_cdf(x, MATH: tl.constexpr):
-    """Standard normal distribution function, and exp(-x²/2).
+def _gelu_half_argument(x):
+    """u with tanh(u) = erf(x / sqrt 2) to within 5e-5, by a fitted polynomial.
 
-    Fast: Abramowitz & Stegun 7.1.26 (absolute error 1.5e-7), sharing the exponential.
+    x² is clamped where tanh(u) has long been 1, because the polynomial turns negative further out.
     """
-    gauss = tl.exp2((-0.5 * _LOG2E) * x * x)
+    s = tl.minimum(x * x, 40.0)
+    return x * ((-3.5152244e-4 * s + 3.7005683e-2) * s + 0.79750784)
+
+
+@triton.jit
+def _normal_cdf(x, gauss, MATH: tl.constexpr):
+    """Standard normal distribution function of x, given gauss = exp(-x²/2).
+
+    Fast: Abramowitz & Stegun 7.1.26 (absolute error 1.5e-7), which shares the exponential.
+    """
     if MATH == "exact":
-        return 0.5 + 0.5 * tl.erf(x * _SQRT_HALF), gauss
+        return 0.5 + 0.5 * tl.erf(x * _SQRT_HALF)
+    elif MATH == "hardware":
+        return 0.5 * _tanh_hardware(_gelu_half_argument(x)) + 0.5
     else:
         t = 1.0 / (1.0 + (0.3275911 * _SQRT_HALF) * tl.abs(x))
         p = 0.5 * 1.061405429
@@ -85,7 +96,7 @@ def _normal_cdf(x, MATH: tl.constexpr):
         p = p * t - 0.5 * 0.284496736
         p = p * t + 0.5 * 0.254829592
         tail = p * t * gauss
-        return tl.where(x < 0, tail, 1.0 - tail), gauss
+        return tl.where(x < 0, tail, 1.0 - tail)
 
 
 @triton.jit
@@ -101,31 +112,33 @@ def activation(x, ACTIVATION: tl.constexpr, MATH: tl.constexpr):
     elif ACTIVATION == "leaky_relu":
         return tl.where(x < 0, _LEAKY_SLOPE * x, x)
     elif ACTIVATION == "sigmoid":
-        return _sigmoid(x, MATH)
+        return _sigmoid(0.5 * x, MATH)
     elif ACTIVATION == "tanh":
         return _tanh(x, MATH)
     elif ACTIVATION == "silu":
-        return _times_sigmoid(x, x, MATH)
+        return _times_sigmoid(x, 0.5 * x, MATH)
     elif ACTIVATION == "quick_gelu":
-        return _times_sigmoid(x, _QUICK_GELU * x, MATH)
+        return _times_sigmoid(x, (0.5 * _QUICK_GELU) * x, MATH)
     elif ACTIVATION == "gelu_tanh":
         # 0.5 x (1 + tanh u) = x sigmoid(2u)
-        u = x * (_SQRT_2_OVER_PI + (_SQRT_2_OVER_PI * _GELU_CUBIC) * x * x)
-        return _times_sigmoid(x, 2.0 * u, MATH)
+        u = x * (_SQRT_2_OVER_PI + (_SQRT_2_OVER_PI * _GELU_CUBIC) * (x * x))
+        return _times_sigmoid(x, u, MATH)
     else:
         tl.static_assert(ACTIVATION == "gelu", "unknown activation")
-        cdf, _ = _normal_cdf(x, MATH)
-        return x * cdf
+        if MATH == "hardware":
+            return _times_sigmoid(x, _gelu_half_argument(x), MATH)
+        else:
+            return x * _normal_cdf(x, tl.exp2((-0.5 * _LOG2E) * x * x), MATH)
 
 
 @triton.jit
-def _times_sigmoid(x, z, MATH: tl.constexpr):
-    """x * sigmoid(z)."""
+def _times_sigmoid(x, half_z, MATH: tl.constexpr):
+    """x * sigmoid(2 half_z)."""
     if MATH == "hardware":
         half = 0.5 * x
-        return half * _tanh_hardware(0.5 * z) + half
+        return half * _tanh_hardware(half_z) + half
     else:
-        return x / (1.0 + tl.exp2(-_LOG2E * z))
+        return x / (1.0 + tl.exp2((-2.0 * _LOG2E) * half_z))
 
 
 @triton.jit
@@ -148,19 +161,24 @@ def activation_grad(dy, saved, ACTIVATION: tl.constexpr, MATH: tl.constexpr):
     elif ACTIVATION == "tanh":
         return dy * (1.0 - saved * saved)
     elif ACTIVATION == "silu":
-        s = _sigmoid(saved, MATH)
+        s = _sigmoid(0.5 * saved, MATH)
         return dy * (s * (1.0 + saved * (1.0 - s)))
     elif ACTIVATION == "quick_gelu":
-        s = _sigmoid(_QUICK_GELU * saved, MATH)
+        s = _sigmoid((0.5 * _QUICK_GELU) * saved, MATH)
         return dy * (s * (1.0 + (_QUICK_GELU * saved) * (1.0 - s)))
     elif ACTIVATION == "gelu_tanh":
-        # s = sigmoid(2u): d(x s)/dx = s + x s (1 - s) 2u'
         sq = saved * saved
         u = saved * (_SQRT_2_OVER_PI + (_SQRT_2_OVER_PI * _GELU_CUBIC) * sq)
         du = _SQRT_2_OVER_PI + (3.0 * _SQRT_2_OVER_PI * _GELU_CUBIC) * sq
-        s = _sigmoid(2.0 * u, MATH)
-        return dy * (s * (1.0 + (2.0 * saved * du) * (1.0 - s)))
+        if MATH == "exact":
+            t = _tanh(u, MATH)
+            return dy * (0.5 * (1.0 + t) + 0.5 * saved * (1.0 - t * t) * du)
+        else:
+            # s = sigmoid(2u): d(x s)/dx = s + x s (1 - s) 2u'
+            s = _sigmoid(u, MATH)
+            return dy * (s * (1.0 + (2.0 * saved * du) * (1.0 - s)))
     else:
         tl.static_assert(ACTIVATION == "gelu", "unknown activation")
-        cdf, gauss = _normal_cdf(saved, MATH)
+        gauss = tl.exp2((-0.5 * _LOG2E) * saved * saved)
+        cdf = _normal_cdf(saved, gauss, MATH)
         return dy * (cdf + saved * (_INV_SQRT_2PI * gauss))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -28,6 +29,11 @@ _UNITS = {80: 108, 86: 84, 87: 16, 89: 128, 90: 132, 100: 148, 103: 148, 120: 17
 _TMA_MIN_WORK = 1 << 28  # M*N*K from which persistent TMA pays for its dearer launch
 _MAX_INT = 2**31 - 1
 
+# Rates behind the choice of splits; only their ratios matter (H200, bfloat16).
+_FLOPS_PER_SECOND = 6e14
+_BYTES_PER_SECOND = 3.5e12
+_LAUNCH_SECONDS = 3e-6
+
 
 @dataclass(frozen=True)
 class GemmConfig:
@@ -39,7 +45,6 @@ class GemmConfig:
         warps, stages: warps of a program, depth of the load pipeline.
         group_r: tile rows walked together for L2 reuse.
         subtile: column parts of the epilogue (tma only), 1 or 2.
-        flatten: whether loads of the next tile may run under the epilogue (tma only).
         programs_per_unit: persistent programs on each multiprocessor (tma only).
         splits: slices of DEPTH summed by a second kernel in a fixed order.
     """
@@ -52,7 +57,6 @@ class GemmConfig:
     stages: int
     group_r: int = 8
     subtile: int = 1
-    flatten: bool = True
     programs_per_unit: int = 1
     splits: int = 1
 
@@ -83,35 +87,54 @@ class GemmConfig:
         return None
 
 
-def _pointer_config(rows: int, cols: int, itemsize: int, arch: int) -> GemmConfig:
-    """Largest pointer tile that still fills the chip."""
-    depth = 64 if itemsize == 2 else 32
-    units = _UNITS.get(arch, 108)
-    roomy = _SHARED_BYTES.get(arch, 101_376) > 160_000
-    shapes = [(128, 256, 8, 3), (128, 128, 4, 4)] if roomy else [(128, 128, 4, 3)]
-    shapes += [(64, 128, 4, 4), (64, 64, 4, 4), (32, 64, 4, 4), (16, 64, 2, 4)]
-    fitting = [s for s in shapes if s[0] < 2 * rows or s[0] == 16]
-    for r, c, warps, stages in fitting:
-        if -(-rows // r) * -(-cols // c) >= units:
-            return GemmConfig("pointer", r, c, depth, warps, stages)
-    r, c, warps, stages = fitting[-1] if rows <= 32 else (64, 64, 4, 4)
-    return GemmConfig("pointer", r, c, depth, warps, stages)
+# Candidates from the largest tile down, measured on an H200 (M 16 to 8192, 1024 to 4096 features).
+_TMA_16 = (
+    GemmConfig("tma", 128, 128, 64, 4, 5, subtile=2),
+    GemmConfig("tma", 64, 128, 64, 4, 5),
+)
+_POINTER_16 = (
+    GemmConfig("pointer", 128, 256, 64, 8, 3),
+    GemmConfig("pointer", 128, 128, 64, 4, 3),
+    GemmConfig("pointer", 64, 128, 64, 4, 3),
+    GemmConfig("pointer", 64, 64, 64, 4, 4),
+    GemmConfig("pointer", 64, 32, 128, 4, 4),
+    GemmConfig("pointer", 32, 32, 128, 4, 4),
+    GemmConfig("pointer", 16, 32, 256, 4, 3),
+)
+_POINTER_32 = (
+    GemmConfig("pointer", 128, 128, 32, 8, 3),
+    GemmConfig("pointer", 128, 128, 32, 8, 2),
+    GemmConfig("pointer", 64, 128, 32, 4, 3),
+    GemmConfig("pointer", 64, 64, 32, 4, 4),
+    GemmConfig("pointer", 64, 32, 64, 4, 4),
+    GemmConfig("pointer", 32, 32, 64, 4, 4),
+    GemmConfig("pointer", 16, 32, 128, 4, 3),
+)
+# Two programs a multiprocessor: one multiplies while the other is in its epilogue.
+_PERSISTENT = GemmConfig("tma", 128, 128, 64, 4, 3, subtile=2, programs_per_unit=2)
 
 
 @lru_cache(maxsize=1024)
 def config_for(
     M: int, K: int, N: int, dtype: torch.dtype, capability: tuple[int, int], tma: bool = True
 ) -> GemmConfig:
-    """The configuration of the forward (M, K) x (K, N); ``tma``: whether strides allow it."""
+    """The configuration of the forward (M, K) x (K, N); ``tma``: whether strides allow it.
+
+    The largest tile that still gives most multiprocessors one.
+    """
     arch = capability[0] * 10 + capability[1]
-    if tma and arch >= 90 and dtype.itemsize == 2 and M * N * K >= _TMA_MIN_WORK:
-        wide = GemmConfig("tma", 128, 256, 64, 8, 3, subtile=2)
-        narrow = GemmConfig("tma", 128, 128, 64, 8, 3, subtile=2)
-        tiles = -(-M // 128) * -(-N // 256)
-        best = wide if tiles >= _UNITS.get(arch, 132) else narrow
-        if best.problem(dtype, capability) is None:
-            return best
-    return _pointer_config(M, N, dtype.itemsize, arch)
+    units = _UNITS.get(arch, 108)
+    candidates = _POINTER_32
+    if dtype.itemsize == 2:
+        candidates = (*(_TMA_16 if tma and M * N * K >= _TMA_MIN_WORK else ()), *_POINTER_16)
+    runnable = [c for c in candidates if c.problem(dtype, capability) is None]
+    fitting = [c for c in runnable if c.block_r < 2 * M] or runnable[-1:]
+    for config in fitting:
+        tiles = -(-M // config.block_r) * -(-N // config.block_c)
+        if 4 * tiles >= 3 * units:
+            persists = config.kind == "tma" and tiles > units and config.block_r == 128
+            return _PERSISTENT if persists else config
+    return fitting[-1]
 
 
 @lru_cache(maxsize=1024)
@@ -120,14 +143,22 @@ def grad_config_for(
 ) -> GemmConfig:
     """Configuration of a backward product (rows, depth) x (depth, cols).
 
-    DEPTH is split when the tiles alone cannot fill the chip and each slice stays long.
+    DEPTH is split when the gain in balance pays for the float32 workspace of the slices.
     """
-    config = config_for(rows, depth, cols, dtype, capability, tma)
-    arch = capability[0] * 10 + capability[1]
-    tiles = -(-rows // config.block_r) * -(-cols // config.block_c)
-    units = _UNITS.get(arch, 108)
-    splits = min(units // tiles, depth // (8 * config.block_d), 16)
-    return replace(config, splits=max(1, splits))
+    whole = config_for(rows, depth, cols, dtype, capability, tma)
+    split = whole if whole.kind == "pointer" else GemmConfig("tma", 128, 256, 64, 8, 3, subtile=2)
+    units = _UNITS.get(capability[0] * 10 + capability[1], 108)
+    product = 2.0 * rows * cols * depth / _FLOPS_PER_SECOND
+    slice_time = 8.0 * rows * cols / _BYTES_PER_SECOND  # a float32 slice is written, then read
+
+    def seconds(config: GemmConfig) -> float:
+        tiles = -(-rows // config.block_r) * -(-cols // config.block_c) * config.splits
+        waves = tiles / (units * config.programs_per_unit)
+        extra = _LAUNCH_SECONDS + slice_time * config.splits if config.splits > 1 else 0.0
+        return product * math.ceil(waves) / waves + extra
+
+    most = max(1, min(16, depth // (8 * split.block_d)))
+    return min((whole, *(replace(split, splits=s) for s in range(2, most + 1))), key=seconds)
 
 
 def reason_not(

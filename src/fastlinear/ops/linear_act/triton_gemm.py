@@ -148,53 +148,66 @@ def _gemm_tma_kernel(
     A_DEPTH_MAJOR: tl.constexpr,
     B_DEPTH_MAJOR: tl.constexpr,
     SUBTILE: tl.constexpr,
-    FLATTEN: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """PROGRAMS persistent programs walk all tiles; operands and results move by TMA.
 
-    The flattened loop lets loads of the next tile run under this tile's epilogue, which works on
-    SUBTILE column parts one after the other. ``a_desc`` has blocks (BLOCK_R, BLOCK_D), or
-    (BLOCK_D, BLOCK_R) when A is stored depth first (A_DEPTH_MAJOR); ``b_desc`` has blocks
-    (BLOCK_C, BLOCK_D), or (BLOCK_D, BLOCK_C) when B_DEPTH_MAJOR. ``out_desc`` and ``pre_desc`` have
-    blocks (BLOCK_R, BLOCK_C / SUBTILE). Slice s of DEPTH (SPLITS of them, split_depth long, a
-    multiple of BLOCK_D) writes rows from s * split_rows on (a multiple of BLOCK_R).
+    One loop over the depth steps of all its tiles lets loads of the next tile run under this tile's
+    epilogue, which works on SUBTILE column parts one after the other.
+    ``a_desc`` has blocks (BLOCK_R, BLOCK_D), or (BLOCK_D, BLOCK_R) when A is stored depth first
+    (A_DEPTH_MAJOR); ``b_desc`` has blocks (BLOCK_C, BLOCK_D), or (BLOCK_D, BLOCK_C) when
+    B_DEPTH_MAJOR. ``out_desc`` and ``pre_desc`` have blocks (BLOCK_R, BLOCK_C / SUBTILE).
+    Slice s of DEPTH (SPLITS of them, split_depth long, a multiple of BLOCK_D) writes rows from
+    s * split_rows on (a multiple of BLOCK_R).
     """
     row_tiles = tl.cdiv(ROWS, BLOCK_R)
     col_tiles = tl.cdiv(COLS, BLOCK_C)
     tiles = row_tiles * col_tiles
     steps = tl.cdiv(tl.minimum(split_depth, DEPTH), BLOCK_D)
-    for item in tl.range(tl.program_id(0), tiles * SPLITS, PROGRAMS, flatten=FLATTEN):
-        piece = item // tiles
-        r0, c0 = _tile_origin(item % tiles, row_tiles, col_tiles, BLOCK_R, BLOCK_C, GROUP_R)
-        d0 = piece * split_depth
-        acc = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
-        for step in range(steps):
-            d = d0 + step * BLOCK_D
-            if A_DEPTH_MAJOR:
-                a = a_desc.load([d, r0]).T
-            else:
-                a = a_desc.load([r0, d])
-            if B_DEPTH_MAJOR:
-                b = b_desc.load([d, c0])
-            else:
-                b = b_desc.load([c0, d]).T
-            if UPCAST:
-                a = a.to(tl.float32)
-                b = b.to(tl.float32)
-            acc = tl.dot(a, b, acc, input_precision=PRECISION)
-        out_r = r0 + piece * split_rows
-        if SUBTILE == 2:
-            parts = tl.permute(tl.reshape(acc, (BLOCK_R, 2, BLOCK_C // 2)), (0, 2, 1))
-            left, right = tl.split(parts)
-            c1 = c0 + BLOCK_C // 2
-            bias = _load_bias(bias_ptr, c0, COLS, BLOCK_C // 2)
-            _store_part(left, bias, out_desc, pre_desc, out_r, c0, ACTIVATION, MATH)
-            bias = _load_bias(bias_ptr, c1, COLS, BLOCK_C // 2)
-            _store_part(right, bias, out_desc, pre_desc, out_r, c1, ACTIVATION, MATH)
+    start = tl.program_id(0)
+    my_tiles = (tiles * SPLITS - start + PROGRAMS - 1) // PROGRAMS
+    # Before the first step: the last step of no tile.
+    item = start - PROGRAMS
+    step = steps - 1
+    r0 = 0
+    c0 = 0
+    d = 0
+    out_r = 0
+    acc = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
+    for _ in tl.range(0, my_tiles * steps):
+        step = tl.where(step == steps - 1, 0, step + 1)
+        d += BLOCK_D
+        if step == 0:
+            item += PROGRAMS
+            piece = item // tiles
+            r0, c0 = _tile_origin(item % tiles, row_tiles, col_tiles, BLOCK_R, BLOCK_C, GROUP_R)
+            out_r = r0 + piece * split_rows
+            d = piece * split_depth
+        if A_DEPTH_MAJOR:
+            a = a_desc.load([d, r0]).T
         else:
-            bias = _load_bias(bias_ptr, c0, COLS, BLOCK_C)
-            _store_part(acc, bias, out_desc, pre_desc, out_r, c0, ACTIVATION, MATH)
+            a = a_desc.load([r0, d])
+        if B_DEPTH_MAJOR:
+            b = b_desc.load([d, c0])
+        else:
+            b = b_desc.load([c0, d]).T
+        if UPCAST:
+            a = a.to(tl.float32)
+            b = b.to(tl.float32)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        if step == steps - 1:
+            if SUBTILE == 2:
+                parts = tl.permute(tl.reshape(acc, (BLOCK_R, 2, BLOCK_C // 2)), (0, 2, 1))
+                left, right = tl.split(parts)
+                c1 = c0 + BLOCK_C // 2
+                bias = _load_bias(bias_ptr, c0, COLS, BLOCK_C // 2)
+                _store_part(left, bias, out_desc, pre_desc, out_r, c0, ACTIVATION, MATH)
+                bias = _load_bias(bias_ptr, c1, COLS, BLOCK_C // 2)
+                _store_part(right, bias, out_desc, pre_desc, out_r, c1, ACTIVATION, MATH)
+            else:
+                bias = _load_bias(bias_ptr, c0, COLS, BLOCK_C)
+                _store_part(acc, bias, out_desc, pre_desc, out_r, c0, ACTIVATION, MATH)
+            acc = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
 
 
 @triton.jit

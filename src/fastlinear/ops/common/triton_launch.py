@@ -1,0 +1,110 @@
+"""Launching one Triton kernel again and again with little Python work.
+
+``kernel[grid](...)`` re-derives the specialisation from every argument at each call. A caller that
+looks its calls up in a table of its own (shapes, strides, dtypes, alignment) already knows that
+nothing has changed, so the compiled kernel can be launched directly.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+_current_device = torch.cuda.current_device
+
+
+class Launch:
+    """One kernel, grid and set of non-tensor arguments, specialised to one kind of call.
+
+    Call it with the kernel's leading tensor arguments (None where the kernel takes none). Between
+    calls their dtypes, their None-ness and their 16-byte alignment must not change; that is for
+    the owner's key to ensure. Descriptors are given by ``block_shapes``: position → block.
+
+    Args:
+        kernel: a ``triton.jit`` function whose first parameters are the tensors.
+        grid: one to three positive program counts.
+        rest: the remaining parameters, in order.
+        device: where the tensors live; a CPU device runs under Triton's interpreter.
+        warps, stages: ``num_warps`` and ``num_stages``.
+        block_shapes: tensors to be passed as TMA descriptors.
+    """
+
+    __slots__ = ("_args", "_blocks", "_compiled", "_device", "_grid", "_kernel", "_options")
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        rest: tuple[Any, ...],
+        device: torch.device,
+        *,
+        warps: int,
+        stages: int = 3,
+        block_shapes: dict[int, list[int]] | None = None,
+    ) -> None:
+        self._kernel = kernel
+        self._grid = (*grid, *(1,) * (3 - len(grid)))
+        self._args = rest
+        self._device = device.index if device.type == "cuda" else None
+        self._options = {"num_warps": warps, "num_stages": stages}
+        self._blocks = block_shapes or {}
+        self._compiled: Any = None
+
+    def __call__(self, *tensors: torch.Tensor | None) -> None:
+        """Launch on the current stream of the tensors' device."""
+        device = self._device
+        if device is not None and device != _current_device():
+            with torch.cuda.device(device):
+                self._launch(tensors)
+        else:
+            self._launch(tensors)
+
+    def _launch(self, tensors: tuple[torch.Tensor | None, ...]) -> None:
+        compiled = self._compiled
+        hooked = knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls
+        if compiled is None or hooked:
+            checked = [
+                TensorDescriptor(t, list(t.shape), list(t.stride()), self._blocks[i])
+                if i in self._blocks and t is not None
+                else t
+                for i, t in enumerate(tensors)
+            ]
+            self._compiled = self._kernel[self._grid](*checked, *self._args, **self._options)
+            return
+        gx, gy, gz = self._grid
+        stream = driver.active.get_current_stream(self._device)
+        args: tuple[Any, ...] = tensors
+        if self._blocks:
+            args = tuple(
+                _Descriptor(t) if i in self._blocks and t is not None else t
+                for i, t in enumerate(tensors)
+            )
+        compiled.run(
+            gx,
+            gy,
+            gz,
+            stream,
+            compiled.function,
+            compiled.packed_metadata,
+            None,
+            None,
+            None,
+            *args,
+            *self._args,
+        )
+
+
+class _Descriptor:
+    """What the launcher reads of a TensorDescriptor, without its checks: they passed before."""
+
+    __slots__ = ("base", "padding", "shape", "strides")
+
+    def __init__(self, t: torch.Tensor) -> None:
+        self.base = t
+        self.shape = t.shape
+        self.strides = t.stride()
+        self.padding = "zero"
