@@ -1,0 +1,109 @@
+"""Activations are recognised by what they compute."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fastlinear.ops.common.activations import ACTIVATIONS
+from fastlinear.profile.recognise import recognise, recognise_module
+
+
+@pytest.mark.parametrize("name", [n for n in ACTIVATIONS if n != "none"])
+def test_every_known_activation(name):
+    found = recognise(ACTIVATIONS[name].value)
+    assert found is not None
+    assert (found.name, found.inplace) == (name, False)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (nn.ReLU(), "relu"),
+        (nn.GELU(), "gelu"),
+        (nn.GELU(approximate="tanh"), "gelu_tanh"),
+        (nn.SiLU(), "silu"),
+        (nn.Tanh(), "tanh"),
+        (nn.Sigmoid(), "sigmoid"),
+        (nn.LeakyReLU(), "leaky_relu"),
+        (nn.LeakyReLU(0.2), None),
+        (nn.ReLU6(), None),
+        (nn.Hardtanh(-100, 100), None),
+        (nn.PReLU(), None),
+        (nn.RReLU(), None),
+        (nn.Dropout(0.5), None),
+        (nn.Identity(), None),
+        (nn.Softmax(-1), None),
+        (nn.Linear(490, 490), None),
+        (nn.Sequential(nn.Identity(), nn.ReLU()), "relu"),
+    ],
+)
+def test_modules(module, name):
+    found = recognise_module(module)
+    assert (found.name if found else None) == name
+    assert module.training
+
+
+def test_transformers_activations():
+    activations = pytest.importorskip("transformers.activations")
+    expected = {
+        "gelu": "gelu",
+        "gelu_python": "gelu",
+        "gelu_new": "gelu_tanh",
+        "gelu_fast": "gelu_tanh",
+        "gelu_accurate": "gelu_tanh",
+        "gelu_pytorch_tanh": "gelu_tanh",
+        "quick_gelu": "quick_gelu",
+        "relu2": "relu2",
+        "silu": "silu",
+        "gelu_10": None,
+        "mish": None,
+        "linear": None,
+    }
+    for key, name in expected.items():
+        found = recognise_module(activations.ACT2FN[key])
+        assert (found.name if found else None) == name, key
+
+
+def test_inplace_is_told():
+    assert recognise_module(nn.ReLU(inplace=True)).inplace
+    assert recognise(lambda t: F.relu_(t)).inplace
+
+
+def test_state_and_training_dependence_disqualify():
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return F.relu(x)
+
+    class OnlyInEval(nn.Module):
+        def forward(self, x):
+            return x if self.training else F.relu(x)
+
+    assert recognise_module(Counts()) is None
+    assert recognise_module(OnlyInEval()) is None
+
+
+def test_another_derivative_disqualifies():
+    class StraightThrough(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return F.relu(x)
+
+        @staticmethod
+        def backward(ctx, g):
+            return g
+
+    assert recognise(StraightThrough.apply) is None
+
+
+def test_a_nearly_right_function_is_not_taken():
+    assert recognise(lambda t: F.gelu(t) + 1e-6) is None
+    assert recognise(lambda t: t * torch.sigmoid(1.7 * t)) is None
+    assert recognise(lambda t: F.relu(t).clamp(max=60)) is None
