@@ -102,6 +102,8 @@ def _follower(
         return _Follower("several_callers", "Several modules call it, so no one forward holds it.")
     if caller is None:
         return _Follower("no_activation", "The model is this layer alone.")
+    if any(len(c.uses) > 1 and any(_recognised(u, known) for u in c.uses) for c in calls):
+        return _Follower("several_users", _readers(calls[0].uses))
     observed = {_recognised(c.uses[0], known) if c.uses else None for c in calls}
     if observed == {None}:
         readers = sorted({u.name for c in calls for u in c.uses})
@@ -110,8 +112,6 @@ def _follower(
         return _Follower("no_activation", f"Its output goes to {', '.join(readers)}.")
     if len(observed) > 1:
         return _Follower("mixed_use", "Its calls are not all followed by the same activation.")
-    if any(len(c.uses) > 1 for c in calls):
-        return _Follower("several_users", _readers(calls[0].uses))
     activation = calls[0].uses[0]
     if any(c.uses[0].module is not activation.module for c in calls):
         return _Follower("mixed_use", "Its calls are followed by different activation modules.")
@@ -149,8 +149,8 @@ def _confirmed(
             return _Follower(
                 "mixed_use", "The traced forward and the run disagree on what follows."
             )
-    use = replace(written[0][0], name=written[0][0].name)
-    return _Follower("ok", f"Followed by {what.name} and read by nothing else.", use, what)
+    reason = f"Followed by {what.name} and read by nothing else."
+    return _Follower("ok", reason, written[0][0], what)
 
 
 def _recognised(use: Use, known: dict[nn.Module, Recognised | None]) -> Recognised | None:

@@ -1,0 +1,273 @@
+"""The whole of ``profile`` on small models, and that it leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fastlinear.core.errors import InputError, UnsupportedError
+from fastlinear.profile import Finding, ProfileReport, profile
+from fastlinear.profile.capture import loss_of, normalize_inputs
+
+X = torch.randn(16, 32)
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
+
+
+@pytest.fixture
+def gpt2():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_layer=3, n_embd=128, n_head=4, vocab_size=100, n_positions=64, bos_token_id=0,
+        eos_token_id=0,
+    )  # fmt: skip
+    return transformers.GPT2Model(config)
+
+
+TOKENS = torch.randint(0, 100, (8, 64), generator=torch.Generator().manual_seed(0))
+
+
+def test_mlp_report():
+    report = profile(mlp(), X, steps=1)
+    assert report.model_class == "Sequential"
+    assert (report.mode, report.device) == ("inference", "cpu")
+    assert report.step_us > 0
+    assert report.attributed >= 0.95
+    names = {(r.fqn, r.op) for r in report.records}
+    assert {("0", "aten::linear"), ("1", "aten::relu"), ("2", "aten::linear")} <= names
+    assert {r.direction for r in report.records} == {"forward"}
+    assert all(r.calls == 1 for r in report.records)
+    total = sum(r.cpu_us for r in report.records) + sum(us for _, us in report.unattributed)
+    assert total == pytest.approx(report.step_us, rel=0.01)
+    found = [f for f in report.findings if f.code == "linear_activation"]
+    assert [f.fqn for f in found] == ["0"]
+
+
+def test_training_attributes_the_backward_as_well():
+    report = profile(mlp(), X, "train", steps=1)
+    ops = {(r.fqn, r.op, r.direction) for r in report.records}
+    assert ("0", "AddmmBackward0", "backward") in ops
+    assert ("1", "ReluBackward0", "backward") in ops
+    assert ("2", "AccumulateGrad", "backward") in ops
+
+
+@pytest.mark.parametrize("mode", ["inference", "train"])
+def test_gpt2_is_attributed_to_qualified_names(gpt2, mode):
+    report = profile(gpt2, {"input_ids": TOKENS, "use_cache": False}, mode)
+    assert report.attributed >= 0.95, report.unattributed
+    times = {r.fqn: r for r in report.records}
+    assert "h.2.mlp.c_fc" in times
+    assert times["h.2.mlp.c_fc"].module_class == "Conv1D"
+    sites = {s.fqn: s for s in report.sites}
+    assert len(sites) == 12
+    assert {s.kind for s in sites.values()} == {"conv1d"}
+    site = sites["h.1.mlp.c_fc"]
+    assert (site.in_features, site.out_features) == (128, 512)
+    assert (site.activation, site.activation_fqn) == ("gelu_tanh", "h.1.mlp.act")
+    assert site.how == "modules"
+    assert sites["h.1.attn.c_attn"].code == "no_activation"
+    fused = {f.fqn for f in report.findings if f.code == "linear_activation"}
+    assert fused == {f"h.{i}.mlp.c_fc" for i in range(3)}
+
+
+def test_bert_and_vit_sites():
+    t = pytest.importorskip("transformers")
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    bert = t.BertModel(t.BertConfig(**small, intermediate_size=64, vocab_size=100))
+    report = profile(bert, (TOKENS[:2, :8],), steps=1)
+    active = {s.fqn: s.activation for s in report.sites if s.code == "ok"}
+    assert active == {"encoder.layer.0.intermediate.dense": "gelu", "pooler.dense": "tanh"}
+    vit = t.ViTModel(t.ViTConfig(**small, intermediate_size=64, image_size=32, patch_size=16))
+    report = profile(vit, {"pixel_values": torch.randn(1, 3, 32, 32)}, steps=1)
+    assert sorted(s.activation for s in report.sites if s.code == "ok") == ["gelu", "tanh"]
+
+
+def test_a_healthy_linear_yields_nothing():
+    for model in (nn.Linear(32, 64), nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64))):
+        report = profile(model, X, steps=1)
+        assert [f for f in report.findings if f.code != "launch_bound"] == []
+
+
+# ---------------------------------------------------------------------------------------------
+# Nothing is left behind
+
+
+class Stateful(nn.Module):
+    """Everything a step can change: statistics, counters, randomness, gradients."""
+
+    def __init__(self, raises=0):
+        super().__init__()
+        self.fc, self.norm, self.drop = nn.Linear(32, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)
+        self.register_buffer("total", torch.zeros(()), persistent=False)
+        self.calls, self.raises = 0, raises
+
+    def forward(self, x):
+        self.calls += 1
+        self.total = self.total + 1  # replaces the buffer
+        self.fc.weight.data.mul_(0.5)  # changes a parameter behind autograd's back
+        self.cache = x
+        random.random()
+        np.random.rand()
+        if self.calls == self.raises:
+            raise ValueError("no more")
+        return self.drop(F.relu(self.norm(self.fc(x))))
+
+
+def picture(model):
+    return {
+        "state": {k: v.clone() for k, v in model.state_dict().items()},
+        "ids": [id(t) for t in (*model.parameters(), *model.buffers())],
+        "grads": [None if p.grad is None else p.grad.clone() for p in model.parameters()],
+        "training": [m.training for m in model.modules()],
+        "attributes": [sorted(m.__dict__) for m in model.modules()],
+        "hooks": [
+            [len(v) for k, v in m.__dict__.items() if k.endswith("hooks")] for m in model.modules()
+        ],
+        "random": (torch.get_rng_state(), random.getstate(), np.random.get_state()[1]),
+        "other": (model.calls, float(model.total)),
+    }
+
+
+def assert_same(a, b):
+    assert a["state"].keys() == b["state"].keys()
+    for key, value in a["state"].items():
+        assert torch.equal(value, b["state"][key]), key
+    for x, y in zip(a["grads"], b["grads"], strict=True):
+        assert (x is None) == (y is None)
+        assert x is None or torch.equal(x, y)
+    for key in ("ids", "training", "attributes", "hooks", "other"):
+        assert a[key] == b[key], key
+    assert torch.equal(a["random"][0], b["random"][0])
+    assert a["random"][1] == b["random"][1]
+    assert np.array_equal(a["random"][2], b["random"][2])
+    assert not torch.nn.modules.module._has_any_global_hook()
+
+
+@pytest.mark.parametrize("mode", ["inference", "train"])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("raises", [0, 1, 4])
+def test_the_model_is_as_before(mode, training, raises):
+    model = Stateful(raises).train(training)
+    model.norm.eval()
+    model.fc.weight.grad = torch.ones(8, 32)
+    x = X.clone().requires_grad_()
+    before = picture(model)
+    if raises:
+        with pytest.raises(ValueError, match="no more") as caught:
+            profile(model, x, mode, steps=1)
+        # Only the very first call tells bad inputs; later ones are the model's own affair.
+        assert isinstance(caught.value, InputError) == (raises == 1)
+    else:
+        profile(model, x, mode, steps=1)
+    assert_same(before, picture(model))
+    assert x.grad is None
+
+
+def test_inputs_a_model_writes_to_are_copied():
+    class Writes(nn.Module):
+        def forward(self, x):
+            return x.add_(1)
+
+    x = torch.zeros(3, 4).t()
+    profile(Writes(), x, steps=1)
+    assert torch.equal(x, torch.zeros(4, 3))
+
+
+# ---------------------------------------------------------------------------------------------
+# Arguments
+
+
+def test_normalize_inputs():
+    assert normalize_inputs(X) == ((X,), {})
+    assert normalize_inputs((X, 1)) == ((X, 1), {})
+    assert normalize_inputs({"x": X}) == ((), {"x": X})
+    for bad in ([X], None, 3, {1: X}):
+        with pytest.raises(InputError, match="inputs to be a tensor"):
+            normalize_inputs(bad)
+
+
+def test_default_loss():
+    x = torch.tensor([1.0, 3.0], requires_grad=True)
+    assert loss_of(x) == 5
+    assert loss_of({"a": x, "b": [x * 2, None, torch.ones(2)]}) == 25
+    assert loss_of({"loss": x.sum(), "logits": x}) == 4
+    half = x.to(torch.bfloat16)
+    assert loss_of((half,)).dtype is torch.float32
+    with pytest.raises(InputError, match="has a gradient"):
+        loss_of(x.detach())
+
+
+def test_the_given_loss_is_used_and_checked():
+    seen = []
+    profile(mlp(), X, "train", steps=1, loss_fn=lambda y: seen.append(1) or y.sum())
+    assert seen
+    with pytest.raises(InputError, match="one differentiable number"):
+        profile(mlp(), X, "train", loss_fn=lambda y: y)
+
+
+@pytest.mark.parametrize(
+    ("model", "kwargs", "error", "text"),
+    [
+        (mlp(), {"mode": "eval"}, InputError, "mode in inference, train"),
+        (mlp(), {"steps": 0}, InputError, "steps of at least 1"),
+        (3, {}, InputError, "nn.Module"),
+        (nn.Sequential(nn.LazyLinear(3)), {}, InputError, "lazy"),
+        (nn.Linear(32, 8, device="meta"), {}, InputError, "meta device"),
+        (nn.Linear(31, 8), {}, InputError, "RuntimeError: mat1 and mat2"),
+    ],
+)
+def test_bad_arguments(model, kwargs, error, text):
+    with pytest.raises(error, match=text):
+        profile(model, X, **kwargs)
+
+
+def test_compiled_and_scripted_models_are_refused():
+    with pytest.raises(UnsupportedError, match=r"torch\.compile"):
+        profile(torch.compile(mlp()), X)
+    inner = mlp()
+    inner[0].compile()
+    with pytest.raises(UnsupportedError, match="'0' under"):
+        profile(inner, X)
+    scripted = torch.jit.trace(mlp(), X)
+    with pytest.raises(UnsupportedError, match="scripted"):
+        profile(scripted, X)
+
+
+def test_a_profiler_that_is_already_on_is_refused():
+    with torch.profiler.profile(), pytest.raises(UnsupportedError, match="profiler"):
+        profile(mlp(), X)
+
+
+# ---------------------------------------------------------------------------------------------
+# The report as data and text
+
+
+def test_json_and_table():
+    seen = []
+    report = profile(mlp(), X, steps=1, progress=lambda *a: seen.append(a))
+    assert seen[0][1] == 0
+    assert seen[-1][1] == seen[-1][2]
+    data = json.loads(json.dumps(report.to_json()))
+    assert (data["kind"], data["format"]) == ("profile", 1)
+    assert data["sites"][0]["shapes"] == [[16, 32]]
+    assert {"environment", "mode", "device", "step_us", "attributed", "unattributed"} <= set(data)
+    assert "Linear, then relu" in report.table()
+    assert "\x1b" not in report.table()
+
+
+def test_table_says_when_there_is_nothing():
+    empty = ProfileReport("Linear", "inference", "cpu", 1.0, 1.0, (), (), (), 1.0, ())
+    assert "nothing to do" in empty.table()
+    many = tuple(Finding("slow_dims", f"m{i}", "t", "m", 1, 1, 1, 1, 1, "memory") for i in range(3))
+    full = copy.copy(empty)
+    object.__setattr__(full, "findings", many)
+    assert "1 more findings" in full.table(rows=2)
