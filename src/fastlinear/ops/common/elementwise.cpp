@@ -76,6 +76,12 @@ void act(const float* __restrict x, float* __restrict y, int64_t n) {
 }
 
 template <class A>
+inline float grad(float dy, float s) { return dy * A::d(s); }
+// as torch: an infinite dy is stopped, not turned into NaN, and a NaN output lets dy through
+template <>
+inline float grad<Relu>(float dy, float y) { return y <= 0.0f ? 0.0f : dy; }
+
+template <class A>
 void dact(const float* dy, const float* saved, float* dpre, double* partials, int64_t m, int64_t n,
           int64_t chunks) {
 #pragma omp parallel for schedule(static)
@@ -94,7 +100,7 @@ void dact(const float* dy, const float* saved, float* dpre, double* partials, in
           const float* __restrict s = saved + (r + i) * n + j0;
           float* __restrict o = dpre + (r + i) * n + j0;
           for (int64_t j = 0; j < w; ++j) {
-            const float v = g[j] * A::d(s[j]);
+            const float v = grad<A>(g[j], s[j]);
             o[j] = v;
             block[j] += v;
           }

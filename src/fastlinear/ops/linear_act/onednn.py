@@ -23,7 +23,6 @@ from fastlinear.ops.common.activations import activation as activation_of
 # fastlinear's activation → (post-op, its scalars, its algorithm)
 _POST_OPS: dict[str, tuple[str, list[float], str]] = {
     "none": ("none", [], ""),
-    "relu": ("relu", [], ""),
     "silu": ("swish", [], ""),
     "gelu": ("gelu", [], "none"),
     "gelu_tanh": ("gelu", [], "tanh"),
@@ -97,6 +96,10 @@ def _run(
 ) -> tuple[Tensor, Tensor | None]:
     if bias is not None:
         bias = bias.contiguous()  # oneDNN reads N numbers in a row whatever the stride
+    if activation == "relu" and not save_pre:
+        # oneDNN's own relu turns NaN into 0, which would hide what torch shows
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return y.relu_(), None
     post_op = _POST_OPS.get(activation)
     if save_pre or post_op is None:
         pre = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
