@@ -1,0 +1,232 @@
+"""Every command does its work, says it on the right stream, and returns the right code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import Run
+from typer.testing import Result
+
+COMMANDS = ("optimize", "apply", "profile", "bench", "tune", "explain", "doctor", "cache")
+QUICK = ("--budget", "2", "--no-tune", "--quiet")
+
+
+def data_of(result: Result) -> object:
+    """The JSON on stdout, which must be all there is."""
+    return json.loads(result.stdout)
+
+
+def test_help_names_every_command_and_warns(run: Run) -> None:
+    result = run("--help")
+    assert result.exit_code == 0
+    for command in COMMANDS:
+        assert command in result.stdout
+    assert "imports and runs that code" in " ".join(result.stdout.split())
+    assert "4 nothing profitable" in " ".join(result.stdout.split())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_each_command(run: Run, command: str) -> None:
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert "Usage" in result.stdout
+    if command in ("optimize", "profile", "apply"):
+        assert "runs that code" in " ".join(result.stdout.replace("│", " ").split())
+
+
+def test_version(run: Run) -> None:
+    assert run("--version").stdout.startswith("fastlinear 0.")
+
+
+def test_no_arguments_shows_help_and_is_a_usage_error(run: Run) -> None:
+    assert run().exit_code == 2
+
+
+def test_module_entry_point(folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "fastlinear", "explain", "--activation", "nope"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "NO_COLOR": "1"},
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("error: linear_act: expected activation in none, relu")
+
+
+def test_profile_json_and_html(run: Run, folder: Path) -> None:
+    result = run("profile", "userpackage:mlp", "--steps", "1", "--json", "--html", "out/p.html")
+    assert result.exit_code == 0, result.stderr
+    data = data_of(result)
+    assert data["kind"] == "profile"
+    assert [site["fqn"] for site in data["sites"]] == ["0", "2"]
+    assert "<!doctype html>" in (folder / "out" / "p.html").read_text()
+    assert "report written to" in result.stderr
+
+
+def test_profile_table_and_training(run: Run) -> None:
+    result = run("profile", "userpackage:mlp", "--steps", "1", "--mode", "train", "--quiet")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
+    result = run("profile", "userpackage:Namespace.build", "--inputs", "userpackage:positional")
+    assert result.exit_code == 0
+    assert "Sequential" in result.stdout
+
+
+def test_optimize_then_apply(run: Run, folder: Path) -> None:
+    result = run(
+        *("optimize", "userpackage:mlp", "--json", "--plan", "plans/plan.json"),
+        *("--html", "report.html", *QUICK),
+    )
+    assert result.exit_code in (0, 4), result.stderr
+    data = data_of(result)
+    assert data["kind"] == "optimize"
+    assert {site["fqn"] for site in data["sites"]} == {"0", "2"}
+    assert (result.exit_code == 4) == (data["summary"]["kept"] == 0)
+    assert "Sequential" in (folder / "report.html").read_text()
+    plan = json.loads((folder / "plans" / "plan.json").read_text())
+    assert plan["kind"] == "plan"
+    assert len(plan["rewrites"]) == data["summary"]["kept"]
+    again = run("apply", "userpackage:mlp", "plans/plan.json", "--json")
+    assert again.exit_code in (0, 4), again.stderr
+    assert data_of(again)["kind"] == "optimize"
+
+
+def test_optimize_in_training_mode_with_a_loss(run: Run) -> None:
+    result = run(
+        *("optimize", "userpackage:mlp", "--mode", "train", "--loss", "userpackage:loss"),
+        *("--json", *QUICK),
+    )
+    assert result.exit_code in (0, 4), result.stderr
+    assert data_of(result)["mode"] == "train"
+
+
+def test_optimize_only_and_skip(run: Run) -> None:
+    result = run("optimize", "userpackage:mlp", "--only", "2", "--json", *QUICK)
+    sites = {site["fqn"]: site for site in data_of(result)["sites"]}
+    assert sites["0"]["status"] == "refused"
+    result = run("optimize", "userpackage:mlp", "--skip", "*", "--json", *QUICK)
+    assert result.exit_code == 4
+    assert all(site["status"] == "refused" for site in data_of(result)["sites"])
+
+
+def test_table_goes_to_stdout_and_quiet_says_nothing(run: Run) -> None:
+    loud = run("optimize", "userpackage:mlp", "--budget", "2", "--no-tune")
+    assert "2 linear sites" in loud.stdout
+    assert loud.stderr != ""
+    quiet = run("optimize", "userpackage:mlp", *QUICK)
+    assert (quiet.stdout, quiet.stderr) == ("", "")
+
+
+def test_explain(run: Run) -> None:
+    shape = ("--m", "64", "--k", "32", "--n", "48")
+    result = run("explain", "linear_act", *shape, "--activation", "gelu", "--train", "--json")
+    data = data_of(result)
+    assert data[0]["problem"]["dims"] == {"M": 64, "K": 32, "N": 48}
+    assert data[0]["problem"]["options"]["activation"] == "gelu"
+    assert data[1]["problem"]["piece"] == "backward"
+    text = run("explain", *shape, "--backend", "eager", "--weight-layout", "kn").stdout
+    assert "-> eager (forced)" in text
+    assert "w=kn" in text
+
+
+def test_tune_remembers_and_cache_shows_and_forgets(run: Run) -> None:
+    call = ("--m", "8", "--k", "16", "--n", "16", "--activation", "relu")
+    speed = ("--rounds", "5", "--budget", "0.05")
+    result = run("tune", "linear_act", *call, *speed, "--json")
+    assert result.exit_code == 0, result.stderr
+    (tuned,) = data_of(result)
+    assert tuned["stored"] is True
+    assert tuned["best"] in tuned["times_us"]
+    assert tuned["rejected"]["cublaslt"] == "cuBLASLt runs on CUDA devices only"
+    shown = data_of(run("cache", "show", "--json"))
+    assert [entry["best"] for entry in shown["entries"].values()] == [tuned["best"]]
+    assert shown["path"] == run("cache", "path").stdout.strip()
+    assert Path(shown["path"]).exists()
+    assert "relu" in run("cache", "show").stdout
+    assert "tuned" in run("explain", *call).stdout
+    assert "1 entries removed" in run("cache", "clear").stderr
+    assert "nothing tuned yet" in run("cache", "show").stdout
+
+
+def test_tune_the_sites_of_a_model(run: Run) -> None:
+    speed = ("--rounds", "5", "--budget", "0.05")
+    result = run("tune", "--model", "userpackage:mlp", *speed, "--no-save", "--json")
+    assert result.exit_code == 0, result.stderr
+    dims = [tuned["problem"]["dims"] for tuned in data_of(result)]
+    assert dims == [{"M": 6, "K": 8, "N": 16}, {"M": 6, "K": 16, "N": 4}]
+    assert not any(tuned["stored"] for tuned in data_of(result))
+    assert "best" in run("tune", "--m", "4", "--k", "8", "--n", "8", *speed, "--no-save").stdout
+
+
+def test_doctor_has_no_side_effects(run: Run, tmp_path: Path) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    result = run("doctor", "--json")
+    assert result.exit_code == 0, result.stderr
+    data = data_of(result)
+    assert data["devices"][0]["device"] == "cpu"
+    assert data["versions"]["torch"] != "not installed"
+    eager = [b for b in data["backends"] if b["backend"] == "eager" and b["device"] == "cpu"]
+    assert [b["why_not"] for b in eager] == [None]
+    assert any(b["why_not"] for b in data["backends"])
+    assert sorted(tmp_path.rglob("*")) == before
+    assert "Backends" in run("doctor").stdout
+
+
+def test_doctor_imports_no_kernel_compiler(folder: Path) -> None:
+    code = (
+        "import sys; from fastlinear.cli.doctor import _diagnose; _diagnose(); import torch;"
+        "print(any(m == 'triton' or m.startswith('triton.') for m in sys.modules)"
+        " or torch.cuda.is_initialized())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    if "False" not in done.stdout:
+        import torch
+
+        assert torch.cuda.is_available()  # reading a GPU's name initialises CUDA, nothing more
+
+
+def test_bench(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fastlinear.bench
+
+    seen = {}
+
+    def fake(experiment: str, **options: object) -> list[dict[str, object]]:
+        seen.update(options, experiment=experiment)
+        row = {
+            "experiment": "linear",
+            "problem": "relu M1 K2 N3 L1 float32",
+            "direction": "forward",
+            "metric": "wall",
+            "contender": "fastlinear",
+            "median_us": 12.0,
+            "ci95_us": [11.0, 13.0],
+            "ratio_to_best": 1.5,
+            "ratio_ci95": [1.4, 1.6],
+            "best_peer": "eager",
+            "roofline": None,
+            "skipped": None,
+            "valid": True,
+            "peak_bytes": None,
+            "error": 0.0,
+            "env": {},
+        }
+        return [row, {**row, "contender": "eager", "median_us": 8.0, "ratio_to_best": 1.0}]
+
+    monkeypatch.setattr(fastlinear.bench, "run", fake)
+    result = run(
+        *("bench", "linear", "--quick", "--dtype", "float32", "--out", "rows.jsonl"),
+        *("--html", "bench.html", "--json", "--only", "relu"),
+    )
+    assert result.exit_code == 0, result.stderr
+    assert (seen["experiment"], seen["quick"], seen["dtypes"]) == ("linear", True, ["float32"])
+    assert (str(seen["out"]), seen["only"]) == ("rows.jsonl", "relu")
+    assert len(data_of(result)["rows"]) == 2
+    assert "0.67×" in (folder / "bench.html").read_text()
+    assert "more than 2% behind the best peer in 1" in run("bench", "linear").stdout

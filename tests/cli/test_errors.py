@@ -1,0 +1,143 @@
+"""Bad input: one clear line with expected, received and a remedy; the right exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import Run
+
+from fastlinear.core.errors import NumericsError, UnsupportedError
+
+BAD_INPUT, NUMERICS, UNSUPPORTED = 2, 3, 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("userpackage",), "expected package.module:attribute; received 'userpackage'"),
+        (("nowhere.models:mlp",), "expected module 'nowhere.models' to be importable"),
+        (("broken:mlp",), "No module named 'does_not_exist_anywhere'"),
+        (("userpackage:mpl",), "no 'mpl'; it has"),
+        (("userpackage:raises",), "RuntimeError: weights are missing"),
+        (("userpackage:not_a_module",), "to return an nn.Module; received an object of type dict"),
+        (("userpackage:WEIGHT",), "received an object of type list"),
+        (("userpackage:no_inputs",), "to carry an `example_inputs` attribute"),
+        (("userpackage:mlp", "--inputs", "userpackage:inputs_raise"), "ValueError: no data"),
+        (("userpackage:mlp", "--inputs", "userpackage:inputs_text"), "of type str"),
+        (("userpackage:mlp", "--inputs", "userpackage:wrong_shape"), "9"),
+        (("userpackage:mlp", "--loss", "userpackage:WEIGHT"), "a function from the model's output"),
+        (("userpackage:mlp", "--device", "gpu"), "expected cpu, cuda or cuda:INDEX"),
+    ],
+)
+@pytest.mark.parametrize("command", ["profile", "optimize"])
+def test_models_and_inputs(
+    run: Run, command: str, arguments: tuple[str, ...], expected: str
+) -> None:
+    result = run(command, *arguments)
+    assert result.exit_code == BAD_INPUT
+    assert result.stdout == ""
+    error = result.stderr[result.stderr.index("error: ") :]
+    assert error.count("\n") == 1, "one line"
+    assert expected in error
+    assert "expected" in error
+    assert "received" in error
+    assert "Traceback" not in error
+
+
+def test_debug_shows_the_traceback(run: Run) -> None:
+    result = run("profile", "userpackage:raises", "--debug")
+    assert "weights are missing" in str(result.exception.__cause__)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (None, "a readable plan file"),
+        ("{", "a plan in JSON"),
+        ("\x80\x02}", "a plan in JSON"),
+        ("[]", "a fastlinear plan"),
+        ('{"kind": "plan", "format": 99}', "plan format 1"),
+        ('{"kind": "plan", "format": 1}', "a complete plan"),
+    ],
+)
+def test_corrupt_plans(run: Run, folder: Path, content: str | None, expected: str) -> None:
+    if content is not None:
+        (folder / "plan.json").write_text(content)
+    result = run("apply", "userpackage:mlp", "plan.json")
+    assert result.exit_code == BAD_INPUT
+    assert f"expected {expected}" in result.stderr
+    assert result.stdout == ""
+
+
+def test_plan_of_another_model(run: Run, folder: Path) -> None:
+    run("optimize", "userpackage:mlp", "--plan", "plan.json", "--budget", "1", "--no-tune")
+    plan = json.loads((folder / "plan.json").read_text())
+    plan["model"]["fingerprint"] = "0" * 16
+    (folder / "plan.json").write_text(json.dumps(plan))
+    result = run("apply", "userpackage:mlp", "plan.json")
+    assert result.exit_code == BAD_INPUT
+    assert "fingerprint" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["explain", "tune"])
+def test_unknown_names(run: Run, command: str) -> None:
+    for arguments in (
+        ("--activation", "mish"),
+        ("--weight-layout", "nn"),
+        ("conv2d",),
+        ("--m", "0"),
+        ("--dtype", "int8"),
+        ("--no-such-option",),
+    ):
+        result = run(command, *arguments)
+        assert result.exit_code == BAD_INPUT, arguments
+        assert result.stdout == ""
+
+
+def test_forced_backend_that_cannot_serve(run: Run) -> None:
+    result = run("explain", "--backend", "onednn", "--dtype", "float64")
+    assert result.exit_code == UNSUPPORTED
+    assert "oneDNN has no float64 path" in result.stderr
+    assert run("explain", "--backend", "nothing").exit_code == UNSUPPORTED
+    assert run("optimize", "userpackage:mlp", "--backend", "linear_act").exit_code == BAD_INPUT
+
+
+def test_device_that_is_not_there(run: Run) -> None:
+    for command in (("explain",), ("optimize", "userpackage:mlp"), ("cache", "path"), ("bench",)):
+        result = run(*command, "--device", "cuda:63")
+        assert result.exit_code == UNSUPPORTED, command
+        assert "fastlinear doctor" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (NumericsError("optimize_", expected="small errors", received="large ones"), NUMERICS),
+        (UnsupportedError("optimize_", expected="a plain model", received="another"), UNSUPPORTED),
+        (KeyError("surprise"), 1),
+    ],
+)
+def test_errors_of_the_library_become_exit_codes(
+    run: Run, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
+) -> None:
+    import fastlinear.rewrite
+
+    def failing(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(fastlinear.rewrite, "optimize_", failing)
+    result = run("optimize", "userpackage:mlp", "--json")
+    assert result.exit_code == code
+    assert result.stdout == ""
+    assert str(error) in result.stderr
+
+
+def test_unwritable_report(run: Run, folder: Path) -> None:
+    (folder / "file").write_text("")
+    result = run(
+        "profile", "userpackage:mlp", "--steps", "1", "--quiet", "--html", "file/report.html"
+    )
+    assert result.exit_code == BAD_INPUT
+    assert "a file that can be written" in result.stderr
