@@ -45,7 +45,7 @@ def linear_kind(module: nn.Module) -> str | None:
     name = getattr(module, "original_name", None) or type(module).__name__
     sized = hasattr(module, "in_features") and hasattr(module, "out_features")
     # A wrapper that contains the linear it stands for is not a site; the linear inside is.
-    wraps = any(True for _ in module.children())
+    wraps = any(isinstance(m, nn.Linear) for m in module.modules())
     return "other" if name.endswith("Linear") and sized and not wraps else None
 
 

@@ -1,0 +1,40 @@
+"""Fixtures of the rewriter's tests: a clock that says what a test needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from rewrite_models import Clock
+
+from fastlinear.core.timing import Samples
+from fastlinear.dispatch import tune
+from fastlinear.profile import capture
+from fastlinear.rewrite import measure
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """``clock({"after": 50.0})``: the named contenders take that many microseconds, others 100.
+
+    Contenders still run, once each, so that whatever they raise is raised.
+    """
+
+    def set_times(times: dict[str, float]) -> None:
+        def interleave(contenders: dict[str, Any], **_: Any) -> dict[str, Samples]:
+            for run in contenders.values():
+                run()
+            return {
+                n: Samples(n, (times.get(n, 100.0),) * 5, "wall", 1, "clock") for n in contenders
+            }
+
+        for module in (tune, measure, capture):
+            monkeypatch.setattr(module, "interleave", interleave)
+
+    return set_times
+
+
+@pytest.fixture
+def fast(clock: Clock) -> None:
+    """A machine on which oneDNN takes half of eager's time, at the site and end to end."""
+    clock({"onednn": 50.0, "after": 50.0})

@@ -1,0 +1,202 @@
+"""Plans: written, read back, applied again, and refused when they do not fit."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rewrite_models import Clock, Functional, mlp, run, snapshot
+from torch import Tensor, nn
+
+from fastlinear.core.errors import InputError, PlanError
+from fastlinear.core.settings import Config
+from fastlinear.dispatch import cache
+from fastlinear.rewrite import apply_, optimize_
+from fastlinear.rewrite import plan as plans
+
+pytestmark = [
+    pytest.mark.usefixtures("fast"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+
+
+def make_plan(model: nn.Module, **config: Any) -> dict[str, Any]:
+    result = optimize_(model, X, config=Config(**config))
+    result.revert()
+    data: dict[str, Any] = json.loads(json.dumps(result.plan.to_json()))
+    return data
+
+
+@pytest.mark.parametrize("make", [mlp, Functional])
+@pytest.mark.parametrize("mode", ["inference", "train"])
+def test_roundtrip(make: Any, mode: str, tmp_path: Path) -> None:
+    model = make()
+    result = optimize_(model, X, config=Config(mode=mode, draws=2, optimizer_steps=2))
+    path = result.save(tmp_path / "plan.json")
+    expected = run(model, X) if mode == "inference" else None
+    other = make()
+    other.load_state_dict(model.state_dict())
+    cache.forget()
+    again = apply_(other, path)
+    assert again.kept == result.kept > 0
+    assert again.plan.rewrites == result.plan.rewrites
+    assert {v.name for v in again.verdicts} == {v.name for v in result.verdicts}
+    if expected is not None:
+        assert torch.equal(run(other.eval(), X), run(model.eval(), X))
+    again.revert()
+    assert all("forward" not in vars(m) for m in other.modules())
+
+
+def test_a_plan_brings_its_choices_to_an_empty_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = mlp().eval()
+    plan = make_plan(model)
+    monkeypatch.setenv("FASTLINEAR_CACHE_DIR", str(tmp_path / "other"))
+    cache.forget()
+    assert apply_(model, plan).sites[0].backends == {"forward": "onednn"}
+
+
+def edited(plan: dict[str, Any], change: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    plan = copy.deepcopy(plan)
+    change(plan)
+    return plan
+
+
+def _set(*keys: Any, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(plan: dict[str, Any]) -> None:
+        item: Any = plan
+        for key in keys[:-1]:
+            item = item[key]
+        item[keys[-1]] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (_set("kind", value="bench"), "kind='bench'"),
+        (_set("format", value=99), "format 99"),
+        (_set("rewrites", 0, "fqn", value="7.fc"), "named '7.fc'"),
+        (_set("rewrites", 0, "fqn", value="1"), "'1' to be rewritten"),
+        (_set("rewrites", 0, "activation", value="silu"), "silu"),
+        (_set("rewrites", 0, "activation", value="swoosh"), "bad or missing field"),
+        (_set("rewrites", 0, "route", value="global"), "bad or missing field"),
+        (_set("rewrites", 0, "extra", value=1), "bad or missing field"),
+        (_set("rewrites", value=3), "bad or missing field"),
+        (_set("mode", value="fast"), "bad or missing field"),
+        (_set("inputs", value=None), "bad or missing field"),
+        (_set("model", "class", value="Net"), "expected a Net; received a Sequential"),
+        (_set("model", "fingerprint", value="0" * 16), "fingerprint 0000"),
+        (_set("environment", "torch", value="1.0"), "torch 1.0"),
+        (_set("environment", "device", "kind", value="cuda"), "device cuda"),
+        (_set("environment", "device", "slug", value="abacus"), "device abacus"),
+        (_set("fastlinear", value="0.0.0"), "fastlinear 0.0.0"),
+        (_set("tuned", 0, "times_us", value=3), "complete measurements"),
+        (_set("tuned", 0, "problem", value={}), "complete measurements"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused(
+    change: Callable[[dict[str, Any]], None], text: str
+) -> None:
+    model = mlp().eval()
+    plan = make_plan(model)
+    before = snapshot(model)
+    with pytest.raises(PlanError, match=text):
+        apply_(model, edited(plan, change))
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'"plan"'])
+def test_a_corrupt_file_is_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_bytes(content)
+    with pytest.raises(PlanError):
+        apply_(mlp(), path)
+    with pytest.raises(PlanError, match="readable"):
+        apply_(mlp(), tmp_path / "missing.json")
+
+
+def test_another_model_is_refused() -> None:
+    plan = make_plan(mlp().eval())
+    with pytest.raises(PlanError, match="fingerprint"):
+        apply_(nn.Sequential(*list(mlp())[:4], nn.Linear(32, 5)).eval(), plan)
+    hooked = mlp().eval()
+    hooked[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(PlanError, match="forward hook"):
+        apply_(hooked, plan)
+
+
+def test_inputs_can_be_given_and_must_fit() -> None:
+    model = mlp().eval()
+    plan = make_plan(model)
+    assert apply_(model, plan, torch.randn(3, 16)).kept == 3
+    with pytest.raises(InputError, match="apply_"):
+        apply_(mlp().eval(), plan, torch.randn(3, 5))
+
+
+def test_a_plan_that_makes_it_slower_is_put_back(clock: Clock) -> None:
+    model = mlp().eval()
+    plan = make_plan(model)
+    clock({"after": 150.0})
+    before = snapshot(model)
+    result = apply_(model, plan)
+    assert result.rejected == 3
+    assert "slower: 0.67x" in result.sites[0].reason
+    assert snapshot(model) == before
+
+
+def test_an_interruption_leaves_the_model_untouched() -> None:
+    model = mlp()
+    plan = make_plan(model, mode="train", draws=1, optimizer_steps=1)
+    before = snapshot(model)
+
+    def loss(output: Tensor) -> Tensor:
+        if "forward" in vars(model[0]):
+            raise KeyboardInterrupt
+        return output.square().sum()
+
+    with pytest.raises(KeyboardInterrupt):
+        apply_(model, plan, loss_fn=loss)
+    assert snapshot(model) == before
+
+
+def test_specs_rebuild_inputs_of_every_kind() -> None:
+    from fastlinear.rewrite.running import Call, from_specs, input_specs
+
+    call = Call(
+        (torch.arange(6).view(2, 3), [torch.ones(2), None], "text"),
+        {"mask": torch.ones(2, dtype=torch.bool), "flag": True, "pair": (torch.zeros(1), 3)},
+    )
+    specs = json.loads(json.dumps(input_specs(call)))
+    again = from_specs(specs, torch.device("cpu"), 0)
+    shapes = [getattr(leaf, "shape", leaf) for leaf in call.leaves()]
+    assert [getattr(leaf, "shape", leaf) for leaf in again.leaves()] == shapes
+    assert again.args[0].dtype is torch.int64
+    assert int(again.args[0].max()) <= 5
+    assert again.kwargs["mask"].all()
+    with pytest.raises(InputError, match="object"):
+        from_specs(input_specs(Call((object(),), {})), torch.device("cpu"), 0)
+
+
+def test_a_plan_is_written_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("old")
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plans.os, "replace", stop)
+    with pytest.raises(KeyboardInterrupt):
+        plans.write_json(path, {"a": 1})
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir() if p.suffix] == ["plan.json"]
