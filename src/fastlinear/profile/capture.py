@@ -6,12 +6,13 @@ import gc
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.profiler import profile as autograd_profiler
 from torch.nn.modules import module as module_hooks
-from torch.profiler import ProfilerActivity
 
 from fastlinear.core.cost import Ceilings, measure_ceilings
 from fastlinear.core.environment import environment
@@ -190,20 +191,20 @@ def _profiled(step: Step, device: torch.device, steps: int) -> Attribution:
     That is the one with the least kernel time on CUDA, the least host time on a CPU: whatever
     else the machine does can only add to either.
     """
-    activities = [ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
+    # torch.profiler.profile, which wraps this class, first imports all of Inductor: seconds.
+    cuda = device.type == "cuda"
+    session = partial(autograd_profiler, use_kineto=True, use_device="cuda" if cuda else None)
     names = {module: name for name, module in step.model.named_modules()}
     seen = []
     with quiet_profiler(), _no_garbage_collection():
         for _ in range(1 + steps):
-            with torch.profiler.profile(activities=activities) as prof, module_ranges(names):
+            with session() as prof, module_ranges(names):
                 _marked_step(step)
-                if device.type == "cuda":
+                if cuda:
                     torch.cuda.synchronize(device)
-            assert prof.profiler is not None
-            seen.append(attribute(from_kineto(prof.profiler.kineto_results.events())))
-    return min(seen[1:], key=lambda a: a.total_ns(device.type == "cuda"))
+            assert prof.kineto_results is not None
+            seen.append(attribute(from_kineto(prof.kineto_results.events())))
+    return min(seen[1:], key=lambda a: a.total_ns(cuda))
 
 
 @contextmanager

@@ -57,7 +57,7 @@ class Event:
 
 
 def from_kineto(raw: Any) -> list[Event]:
-    """Events of a finished ``torch.profiler.profile``: ``prof.profiler.kineto_results.events()``.
+    """The events of a finished torch profiler: ``kineto_results.events()``.
 
     Hidden and asynchronous events and the device's mirror images of host ranges are left out.
     """
