@@ -143,10 +143,25 @@ def test_a_contender_that_breaks_is_recorded_and_the_others_go_on() -> None:
 
 def test_above_the_roofline_is_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
     low = Ceilings(flops_per_s=1.0, bytes_per_s=1.0)
+    again = []
+
+    def measured_again(*arguments: Any) -> Ceilings:
+        again.append(arguments)
+        return low
+
     monkeypatch.setattr(measure_module, "ceilings_for", lambda *_: low)
+    monkeypatch.setattr(measure_module, "measured_again", measured_again)
     (row,) = run_case(tiny("forward"), SETTINGS, [_fake("eager")])
+    assert len(again) == 1
     assert row["roofline"]["fraction"] > 1.0
     assert "measured ceiling" in row["roofline_error"]
+
+
+def test_a_ceiling_measured_too_low_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    low, high = Ceilings(1.0, 5.0), Ceilings(1e15, 2.0)
+    monkeypatch.setattr(ceilings_module, "ceilings_for", lambda *_: high)
+    best = ceilings_module.measured_again(low, torch.device("cpu"), "float32", 1.0)
+    assert best == Ceilings(1e15, 5.0)
 
 
 def test_least_cost_counts_each_outer_tensor_once() -> None:

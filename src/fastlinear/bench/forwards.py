@@ -24,16 +24,21 @@ def graphed(work: Work, unit: Unit) -> Unit:
     """Replay a CUDA graph of the unit, one graph a set; results lie in the graph's own memory."""
     graphs, results = [], []
     stream = torch.cuda.Stream()
-    for i in range(len(work.stacks)):
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), work.mode():
-            for _ in range(2):
-                unit(i)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with work.mode(), torch.cuda.graph(graph, stream=stream):
-            results.append(unit(i))
-        graphs.append(graph)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), work.mode():
+        for i in range(len(work.stacks)):
+            unit(i)
+            unit(i)
+            torch.cuda.synchronize()
+            # the plain calls: torch.cuda.graph empties the allocator's cache at every capture
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin()
+            try:
+                results.append(unit(i))
+            finally:
+                graph.capture_end()
+            graphs.append(graph)
+    torch.cuda.current_stream().wait_stream(stream)
 
     def run(i: int) -> tuple[Tensor, ...]:
         graphs[i].replay()

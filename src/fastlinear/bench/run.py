@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 
@@ -77,7 +77,7 @@ def run(
     )
     start = time.monotonic()
     rows: list[Row] = []
-    with _threads(threads), _opened(out) as file:
+    with _threads(threads), _current(where), _opened(out) as file:
         for i, case in enumerate(picked):
             progress(case.name, i, len(picked))
             if budget_s is not None and time.monotonic() - start > budget_s:
@@ -173,6 +173,11 @@ def _command(
     words += [f"--rounds {rounds}"] if rounds else []
     words += [f"--seed {seed}"] if seed else []
     return " ".join(words)
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a CUDA device the current one, where graphs and streams are made."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @contextmanager
