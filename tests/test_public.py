@@ -1,0 +1,48 @@
+"""The public surface: its exact names, and what importing it must not do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import metadata
+
+import fastlinear
+
+NAMES = [
+    "Config",
+    "__version__",
+    "apply_",
+    "explain",
+    "linear_act",
+    "nn",
+    "optimize_",
+    "profile",
+]
+HEAVY = ("triton", "transformers", "matplotlib", "rich", "typer", "jinja2", "sklearn")
+
+
+def test_exports() -> None:
+    assert sorted(fastlinear.__all__) == NAMES
+    for name in NAMES:
+        assert getattr(fastlinear, name) is not None
+    assert callable(fastlinear.profile)
+    assert fastlinear.nn.__all__ == ["Linear"]
+
+
+def test_version_matches_the_package() -> None:
+    assert fastlinear.__version__ == metadata.version("fastlinear")
+
+
+def test_import_is_light() -> None:
+    code = (
+        "import sys, fastlinear, torch;"
+        f"print([m for m in {HEAVY!r} if m in sys.modules], torch.cuda.is_initialized())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[] False"
+
+
+def test_import_warns_about_nothing() -> None:
+    command = [sys.executable, "-W", "error::UserWarning:fastlinear", "-c", "import fastlinear"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
