@@ -1,12 +1,12 @@
-"""What every test gets: its own cache, a fixed seed, two threads; GPU tests only with a GPU."""
+"""What every test gets: its own cache, a fixed seed, one thread; GPU tests only with a GPU."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 
-# Before torch is imported anywhere: few threads, and never the user's own cache.
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+# Before torch is imported anywhere: one thread, and never the user's own cache.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["FASTLINEAR_CACHE_DIR"] = tempfile.mkdtemp(prefix="fastlinear-tests-")
 
 from collections.abc import Iterator

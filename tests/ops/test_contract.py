@@ -47,23 +47,23 @@ def test_backend_keeps_the_contract(
 def test_nan_and_infinity_propagate_as_torchs(
     backend: Backend, device: str, dtype: str, contract: Any
 ) -> None:
-    """One NaN, one infinity in the first input: NaN comes out wherever torch has NaN."""
+    """NaN comes out just where torch's comes out; an infinity never comes out as a number."""
     served = 0
     for problem in contract.problems(backend.family, backend.piece, dtype, device):
         if problem.dim("M") < 3 or backend.reason_not(problem) is not None:
             continue
         served += 1
         fam = family(backend.family)
-        inputs = fam.make_inputs(problem, torch.device(device), 0)
-        inputs[0][0, 0] = float("nan")
-        inputs[0][1, 0] = float("inf")
-        expected, actual = fam.reference(problem, inputs), backend.load()(*inputs)
-        for e, a in zip(flat(expected), flat(actual), strict=True):
-            if e is None:
-                continue
-            nan = torch.isnan(e)
-            assert torch.isnan(a)[nan].all(), f"{problem.describe()}: a NaN was lost"
-            assert torch.isfinite(a)[torch.isfinite(e)].all(), problem.describe()
+        for bad in (float("nan"), float("inf")):
+            inputs = fam.make_inputs(problem, torch.device(device), 0)
+            inputs[0][0, 0] = bad
+            expected, actual = fam.reference(problem, inputs), backend.load()(*inputs)
+            for e, a in zip(flat(expected), flat(actual), strict=True):
+                if e is None:
+                    continue
+                if bad != bad:
+                    assert torch.equal(torch.isnan(a), torch.isnan(e)), problem.describe()
+                assert not torch.isfinite(a)[torch.isinf(e)].any(), problem.describe()
     if not served:
         pytest.skip(f"serves no {dtype} problem here")
 
