@@ -301,3 +301,28 @@ def test_torch_compile_takes_part_where_a_compiler_is() -> None:
     assert row["skipped"] is None
     assert row["valid"]
     assert row["median_us"] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("direction", ["forward", "forward+backward"])
+def test_on_cuda_all_metrics_and_rotating_sets(direction: str) -> None:
+    sizes = (("M", 512), ("K", 1024), ("N", 1024), ("L", 1))
+    options = (("activation", "gelu_tanh"), ("bias", "yes"))
+    metrics = ("device", "wall", "first_call", "peak_memory")
+    case = Case(
+        "linear", "linear_act", sizes, "bfloat16", "cuda", direction, metrics, options, light=True
+    )
+    device = torch.device("cuda")
+    settings = dataclasses.replace(SETTINGS, device=device)
+    rows = run_case(case, settings)
+    failed = [r["skipped"] for r in rows if (r["skipped"] or "").startswith("failed")]
+    assert not failed
+    measured = {(r["contender"], r["metric"]): r for r in rows if r["valid"]}
+    assert measured["eager", "device"]["how"] == "graph"
+    assert measured["cuda_graph", "wall"]["median_us"] > 0
+    assert ("cuda_graph", "device") not in measured
+    assert measured["fastlinear", "peak_memory"]["peak_bytes"] > 0
+    assert measured["fastlinear", "first_call"]["median_us"] > 0
+    assert measured["eager", "wall"]["input_sets"] > 1
+    assert measured["eager", "wall"]["env"]["driver"]
