@@ -293,7 +293,7 @@ def test_the_whole_model_is_judged_too(
 def test_a_model_that_raises_is_left_alone() -> None:
     model = Raises()
     before = snapshot(model)
-    with pytest.raises(InputError, match="optimize_.*LookupError") as caught:
+    with pytest.raises(InputError, match=r"optimize_.*LookupError") as caught:
         optimize_(model, X)
     assert isinstance(caught.value.__cause__, LookupError)
     assert snapshot(model) == before
@@ -340,7 +340,7 @@ def test_bad_arguments() -> None:
     model = mlp()
     with pytest.raises(InputError, match="inputs"):
         optimize_(model, 3)
-    with pytest.raises(InputError, match="nn.Module"):
+    with pytest.raises(InputError, match=r"nn\.Module"):
         optimize_("model", X)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="Config"):
         optimize_(model, X, config={"mode": "train"})  # type: ignore[arg-type]
