@@ -176,7 +176,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("models", nargs="*", default=list(MODELS), choices=[*MODELS, []])
     parser.add_argument("--out", type=Path, default=ROOT / "demo-output")
     parser.add_argument("--device", help="default: cuda where torch sees it, else cpu")
-    parser.add_argument("--budget", type=float, default=25, help="measuring seconds a model")
+    parser.add_argument("--budget", type=float, default=20, help="measuring seconds a model")
     return parser.parse_args()
 
 

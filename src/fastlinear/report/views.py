@@ -184,6 +184,7 @@ def environment(data: Any, prefix: str = "") -> list[tuple[str, str]]:
 
 def _site(site: dict[str, Any]) -> dict[str, Any]:
     pair = site.get("ci95")
+    backends, reason = site.get("backends") or {}, site.get("reason") or ""
     return {
         "fqn": site.get("fqn", ""),
         "rule": site.get("rule") or "",
@@ -191,13 +192,14 @@ def _site(site: dict[str, Any]) -> dict[str, Any]:
         "problem": site.get("problem"),
         "status": site.get("status", ""),
         "code": site.get("code") or "",
-        "reason": site.get("reason") or "",
+        "reason": reason,
         "predicted": site.get("predicted_gain_us"),
         "before": site.get("before_us"),
         "after": site.get("after_us"),
         "speedup": site.get("speedup"),
         "ci95": tuple(pair) if pair and None not in pair else None,
-        "backends": site.get("backends") or {},
+        "backends": backends,
+        "show_backends": not all(name in reason for name in backends.values()),
     }
 
 
