@@ -18,6 +18,7 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _ATTAINABLE = 0.7  # of the floor's rate: what a good kernel reaches on an ordinary shape
 _NOTICEABLE = 0.01  # of the step: below this share a finding is not worth reading
 _LAUNCH_BOUND = 0.3
+_RATE_LIMITED = 0.2  # floor over measured time from which the arithmetic rate is what limits
 _TINY_DIM = 16  # a tensor-core tile's or a vector register's width in elements
 
 
@@ -66,8 +67,9 @@ def diagnose(
 def linear_cost(site: LinearSite, mode: str, *, k: int | None = None, n: int | None = None) -> Cost:
     """Least work of one site in one step: forward, and in train mode dx, dW and db.
 
-    Forward: 2MNK flops; reads x, W, b, writes y. Backward: 4MNK; reads dy, x, W and, for the
-    activation's derivative, one (M, N) tensor; writes dx, dW, db.
+    Forward: 2MNK flops; reads x, W, b, writes y. Backward: reads dy and, for the activation's
+    derivative, one (M, N) tensor; for dx 2MNK flops, reads W, writes dx; for dW and db 2MNK flops,
+    reads x, writes both. Only gradients the step really computes are counted.
     """
     m = site.rows
     k, n = k or site.in_features, n or site.out_features
@@ -76,10 +78,15 @@ def linear_cost(site: LinearSite, mode: str, *, k: int | None = None, n: int | N
     cost = Cost(2.0 * m * n * k, size * (m * k + n * k + bias + m * n))
     if mode != "train":
         return cost
-    saved = m * n if _saves(site) != "none" else 0
-    back = m * n + saved + m * k + n * k + m * k + n * k + bias
+    if not (site.input_grad or site.weight_grad):
+        return cost
     kept = m * n if _saves(site) == "pre" else 0  # the forward writes it besides y
-    return cost + Cost(4.0 * m * n * k, size * (back + kept))
+    saved = m * n if _saves(site) != "none" else 0
+    cost += Cost(0.0, size * (kept + m * n + saved))
+    for needed in (site.input_grad, site.weight_grad):
+        if needed:
+            cost += Cost(2.0 * m * n * k, size * (m * k + n * k))
+    return cost + Cost(0.0, size * bias if site.weight_grad else 0)
 
 
 def _saves(site: LinearSite) -> str:
@@ -177,6 +184,8 @@ def _no_tensor_cores(
     if gain < _NOTICEABLE * step.step_us:
         return None
     ceilings = ceilings_of("float32", "highest")
+    if floor_us(cost, ceilings) < _RATE_LIMITED * measured:
+        return None  # launches or a poor kernel take the time, not the rate of the SIMT units
     return Finding(
         code="fp32_no_tensor_cores",
         fqn=site.fqn,
@@ -208,9 +217,9 @@ def _slow_dims(
     if measured < 2 * _NOTICEABLE * step.step_us:
         return None
     ceilings = ceilings_of(site.dtype, step.precision)
-    if not timer.cuda and floor_us(linear_cost(site, step.mode), ceilings) < 5 * (
-        site.calls * step.op_us
-    ):
+    cost = linear_cost(site, step.mode)
+    least = 0.05 * measured if timer.cuda else 5 * site.calls * step.op_us
+    if floor_us(cost, ceilings) < least:
         return None  # so little work that the call itself, not the shape, takes the time
     padded = linear_cost(site, step.mode, k=-(-k // 8) * 8, n=-(-n // 8) * 8)
     reachable = floor_us(padded, ceilings) / _ATTAINABLE
@@ -219,7 +228,6 @@ def _slow_dims(
     gain = measured - reachable
     if measured < 2 * reachable or gain < _NOTICEABLE * step.step_us:
         return None
-    cost = linear_cost(site, step.mode)
     why = (
         f"{'K' if k % 8 else 'N'} is no multiple of 8, so rows are not 16-byte aligned"
         if odd

@@ -44,6 +44,7 @@ class Call:
 
     Attributes:
         shape, layout, dtype: of its input.
+        input_grad: whether its input needs a gradient.
         caller: the module whose forward made the call; None if the model itself is the Linear.
         uses: who read the output directly inside the caller, in order.
     """
@@ -51,6 +52,7 @@ class Call:
     shape: tuple[int, ...]
     layout: str
     dtype: str
+    input_grad: bool
     caller: nn.Module | None
     uses: list[Use] = field(default_factory=list)
 
@@ -63,6 +65,7 @@ class Observation:
         calls: Linear-shaped module → its calls in order.
         arguments: module → the arguments of its first call, tensors left out.
         module_calls: how often each module ran.
+        grad_enabled: whether the modules ran with gradients.
         elements: elements that left a module, and each (module, function name) called in it.
     """
 
@@ -70,6 +73,7 @@ class Observation:
     arguments: dict[nn.Module, Observed] = field(default_factory=dict)
     module_calls: Counter[nn.Module] = field(default_factory=Counter)
     elements: Counter[Any] = field(default_factory=Counter)
+    grad_enabled: bool = False
 
 
 def observe(model: nn.Module, forward: Callable[[], object]) -> Observation:
@@ -133,6 +137,7 @@ class _Watch(TorchFunctionMode):
                 call.uses.append(Use("module", type(module).__name__, module, run))
         seen.arguments.setdefault(module, Observed.of(args, kwargs))
         seen.module_calls[module] += 1
+        seen.grad_enabled |= torch.is_grad_enabled()
         self.stack.append(module)
         if linear_kind(module):
             x = next(iter(_tensors((args, tuple(kwargs.values())))), None)
@@ -160,7 +165,8 @@ def _call(x: Tensor, caller: nn.Module | None) -> Call:
     if x.numel() and k > 1 and x.layout is torch.strided:
         like = torch.empty_strided(x.shape, x.stride(), device="meta")
         layout = "rows" if like.reshape(-1, k).stride(1) == 1 else "strided"
-    return Call(tuple(x.shape), layout, DTYPE_NAMES.get(x.dtype, str(x.dtype)), caller)
+    dtype = DTYPE_NAMES.get(x.dtype, str(x.dtype))
+    return Call(tuple(x.shape), layout, dtype, x.requires_grad, caller)
 
 
 def _function_use(

@@ -82,6 +82,7 @@ class LinearSite:
         dtype: the input's dtype name; the weight's own where it was never called.
         weight_dtype: the weight's dtype name.
         device: the weight's device.
+        input_grad, weight_grad: whether the step computes dx, and dW or db.
         x_layouts: ``"rows"`` (the (M, K) view has unit stride in K) or ``"strided"``, one entry
             per shape.
         activation: name of the activation right after it, or None.
@@ -112,6 +113,8 @@ class LinearSite:
     dtype: str
     weight_dtype: str
     device: str
+    input_grad: bool
+    weight_grad: bool
     x_layouts: tuple[str, ...]
     activation: str | None
     activation_fqn: str | None

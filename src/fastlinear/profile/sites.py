@@ -72,7 +72,7 @@ def find_sites(model: nn.Module, seen: Observation, real_calls: Counter[nn.Modul
             continue
         calls = seen.calls.get(module, [])
         follower = _follower(module, calls, seen, real_calls, known)
-        site = _site(module, kind, names, calls, follower, real_calls[module], owners)
+        site = _site(module, kind, names, calls, follower, real_calls[module], owners, seen)
         if follower.use is not None and follower.known is not None:
             site = replace(site, flags=site.flags + _activation_flags(follower, calls, seen, names))
             shares[site.fqn] = _share(site, follower.use, calls, seen, names)
@@ -175,6 +175,7 @@ def _site(
     follower: _Follower,
     real_calls: int,
     owners: Counter[int],
+    seen: Observation,
 ) -> LinearSite:
     weight = module.weight
     assert isinstance(weight, Tensor)
@@ -182,6 +183,7 @@ def _site(
     kinds = list(dict.fromkeys((c.shape, c.layout) for c in calls))
     caller = calls[0].caller if calls else None
     use, what = follower.use, follower.known
+    grads = seen.grad_enabled
     weight_dtype = DTYPE_NAMES.get(weight.dtype, str(weight.dtype))
     return LinearSite(
         fqn=names[module][0],
@@ -197,6 +199,8 @@ def _site(
         dtype=calls[0].dtype if calls else weight_dtype,
         weight_dtype=weight_dtype,
         device=str(weight.device),
+        input_grad=any(c.input_grad for c in calls),
+        weight_grad=grads and weight.requires_grad,
         x_layouts=tuple(layout for _, layout in kinds),
         activation=what.name if what else None,
         activation_fqn=names[use.module][0] if use and use.module is not None else None,
