@@ -153,6 +153,9 @@ def verdicts(
     grad_config: Any = None,
 ) -> list[Verdict]:
     """Output and every gradient, judged by the 2x rule."""
+    if INTERPRETED:  # a program costs the same whatever its tile: take few
+        config = config or GemmConfig("pointer", 64, 64, 64, 4, 2)
+        grad_config = grad_config or GemmConfig("pointer", 64, 64, 64, 4, 2)
     inputs = draw(M, K, N, dtype, layout, bias)
     ours = our_results(*inputs, activation, config, grad_config)
     same = torch_results(*inputs, activation, dtype)
@@ -206,7 +209,7 @@ def test_descriptors(layout: str, subtile: int, dtype: torch.dtype) -> None:
     config = GemmConfig("tma", 64, 64, 32, 4, 2, subtile=subtile)
     whole, split = replace(config, block_r=128), replace(config, splits=3)
     check(
-        136,
+        72,
         72,
         88,
         dtype,
@@ -299,10 +302,10 @@ FAULTS: dict[str, tuple[str, str, Callable[..., Any], set[str]]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     activation, kernel, change, broken = FAULTS[fault]
-    check(65, 65, 65, torch.float32, activation)
+    check(33, 33, 33, torch.float32, activation)
     backend._plans.clear()
     tampered(monkeypatch, kernel, change)
-    failed = {v.name for v in verdicts(65, 65, 65, torch.float32, activation) if not v.passed}
+    failed = {v.name for v in verdicts(33, 33, 33, torch.float32, activation) if not v.passed}
     assert broken <= failed
 
 

@@ -169,7 +169,7 @@ def _grad_product(a: Tensor, b: Tensor, config: GemmConfig | None) -> Tensor:
         if config is None:
             rows, cols, depth = a.shape[0], b.shape[1], a.shape[1]
             config = grad_config_for(
-                rows, cols, depth, a.dtype, _capability(a.device), _tma_operands(a, b)
+                rows, cols, depth, a.dtype, _capability(a.device), _aligned_operands(a, b)
             )
             if config.splits * rows * cols * 4 > _SPLIT_BYTES_LIMIT:
                 config = replace(config, splits=1)
@@ -197,8 +197,8 @@ class _Product:
     ) -> None:
         rows, cols, depth = a.shape[0], b.shape[1], a.shape[1]
         if config is None:
-            tma = _tma_operands(a, b)
-            config = config_for(rows, depth, cols, a.dtype, _capability(a.device), tma)
+            aligned = _aligned_operands(a, b)
+            config = config_for(rows, depth, cols, a.dtype, _capability(a.device), aligned)
         r, c, d = config.block_r, config.block_c, config.block_d
         steps = -(-depth // d)  # of the whole depth, then of one slice
         slice_steps = -(-steps // min(config.splits, max(steps, 1)))
@@ -327,12 +327,12 @@ def _remember(key: Any, plan: Any) -> Any:
     return plan
 
 
-def _tma_operands(a: Tensor, b: Tensor) -> bool:
-    """Whether TMA can read both operands and write rows of b's columns: 16-byte alignment."""
-    return _tma_readable(a) and _tma_readable(b) and b.shape[1] * a.element_size() % 16 == 0
+def _aligned_operands(a: Tensor, b: Tensor) -> bool:
+    """Whether both operands and rows of the result are aligned to 16 bytes, as TMA needs."""
+    return _aligned(a) and _aligned(b) and b.shape[1] * a.element_size() % 16 == 0
 
 
-def _tma_readable(t: Tensor) -> bool:
+def _aligned(t: Tensor) -> bool:
     """One unit stride, the other a positive multiple of 16 bytes, base aligned to 16 bytes."""
     outer, inner = t.stride()
     if inner != 1:

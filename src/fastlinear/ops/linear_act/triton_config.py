@@ -77,6 +77,8 @@ class GemmConfig:
             return "blocks must be powers of two of at least 16, warps a power of two"
         if self.block_r * self.block_c > self.warps * 32 * 128:
             return "more than 128 accumulators a thread: it would spill"
+        if dtype.itemsize == 4 and arch < 90 and self.block_r * self.block_c > 64 * 128:
+            return "three TF32 products of such a tile spill without warpgroup products"
         if self.kind == "tma" and arch < 90:
             return "tensor descriptors need compute capability 9.0"
         if self.subtile not in (1, 2) or self.splits < 1 or self.stages < 1:
@@ -93,9 +95,8 @@ _TMA_16 = (
     GemmConfig("tma", 64, 128, 64, 4, 5),
 )
 _POINTER_16 = (
-    GemmConfig("pointer", 128, 256, 64, 8, 3),
-    GemmConfig("pointer", 128, 128, 64, 4, 3),
-    GemmConfig("pointer", 64, 128, 64, 4, 3),
+    GemmConfig("pointer", 128, 128, 64, 8, 3),
+    GemmConfig("pointer", 64, 128, 64, 8, 3),
     GemmConfig("pointer", 64, 64, 64, 4, 4),
     GemmConfig("pointer", 64, 32, 128, 4, 4),
     GemmConfig("pointer", 32, 32, 128, 4, 4),
@@ -103,8 +104,7 @@ _POINTER_16 = (
 )
 _POINTER_32 = (
     GemmConfig("pointer", 128, 128, 32, 8, 3),
-    GemmConfig("pointer", 128, 128, 32, 8, 2),
-    GemmConfig("pointer", 64, 128, 32, 4, 3),
+    GemmConfig("pointer", 64, 128, 32, 8, 3),
     GemmConfig("pointer", 64, 64, 32, 4, 4),
     GemmConfig("pointer", 64, 32, 64, 4, 4),
     GemmConfig("pointer", 32, 32, 64, 4, 4),
@@ -116,18 +116,22 @@ _PERSISTENT = GemmConfig("tma", 128, 128, 64, 4, 3, subtile=2, programs_per_unit
 
 @lru_cache(maxsize=1024)
 def config_for(
-    M: int, K: int, N: int, dtype: torch.dtype, capability: tuple[int, int], tma: bool = True
+    M: int, K: int, N: int, dtype: torch.dtype, capability: tuple[int, int], aligned: bool = True
 ) -> GemmConfig:
-    """The configuration of the forward (M, K) x (K, N); ``tma``: whether strides allow it.
+    """The configuration of the forward (M, K) x (K, N).
 
-    The largest tile that still gives most multiprocessors one.
+    The largest tile that still gives most multiprocessors one. ``aligned``: whether both operands
+    and the result have one unit stride and the other a multiple of 16 bytes; element-wise access to
+    others takes so many registers that larger tiles would spill.
     """
     arch = capability[0] * 10 + capability[1]
     units = _UNITS.get(arch, 108)
     candidates = _POINTER_32
     if dtype.itemsize == 2:
-        candidates = (*(_TMA_16 if tma and M * N * K >= _TMA_MIN_WORK else ()), *_POINTER_16)
+        candidates = (*(_TMA_16 if M * N * K >= _TMA_MIN_WORK else ()), *_POINTER_16)
     runnable = [c for c in candidates if c.problem(dtype, capability) is None]
+    if not aligned:
+        runnable = [c for c in runnable if c.kind == "pointer" and c.block_c <= 64]
     fitting = [c for c in runnable if c.block_r < 2 * M] or runnable[-1:]
     for config in fitting:
         tiles = -(-M // config.block_r) * -(-N // config.block_c)
@@ -139,13 +143,13 @@ def config_for(
 
 @lru_cache(maxsize=1024)
 def grad_config_for(
-    rows: int, cols: int, depth: int, dtype: torch.dtype, capability: tuple[int, int], tma: bool
+    rows: int, cols: int, depth: int, dtype: torch.dtype, capability: tuple[int, int], aligned: bool
 ) -> GemmConfig:
     """Configuration of a backward product (rows, depth) x (depth, cols).
 
     DEPTH is split when the gain in balance pays for the float32 workspace of the slices.
     """
-    whole = config_for(rows, depth, cols, dtype, capability, tma)
+    whole = config_for(rows, depth, cols, dtype, capability, aligned)
     split = whole if whole.kind == "pointer" else GemmConfig("tma", 128, 256, 64, 8, 3, subtile=2)
     units = _UNITS.get(capability[0] * 10 + capability[1], 108)
     product = 2.0 * rows * cols * depth / _FLOPS_PER_SECOND

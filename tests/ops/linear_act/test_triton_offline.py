@@ -1,0 +1,231 @@
+"""The Triton kernels compile for each architecture, without spilling, on a machine without a GPU.
+
+Launches are built from meta tensors, so what is compiled is what would be launched. Triton keeps
+compiled kernels on disk, so a second run is quick.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("needs triton", allow_module_level=True)
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fastlinear.ops.linear_act import triton as backend
+from fastlinear.ops.linear_act import triton_config
+
+if triton.knobs.runtime.interpret:
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+ARCHS = {80: (8, 0), 90: (9, 0), 100: (10, 0)}
+
+
+@dataclass
+class Recorded:
+    """What a Launch was given, and the dtypes of the tensors it was called with."""
+
+    kernel: Any
+    rest: tuple[Any, ...]
+    options: dict[str, Any]
+    tensors: tuple[Any, ...] = ()
+
+    def source(self) -> ASTSource:
+        """The kernel specialised as Triton's launcher would: ones and multiples of 16 are known."""
+        kernel, blocks = self.kernel, self.options.get("block_shapes") or {}
+        signature: dict[str, str] = {}
+        constants: dict[str, Any] = {}
+        attributes: dict[tuple[int], list[Any]] = {}
+        for i, value in enumerate((*self.tensors, *self.rest)):
+            param = kernel.params[i]
+            if isinstance(value, torch.Tensor):
+                name = NAMES[value.dtype]
+                shape = ",".join(str(b) for b in blocks.get(i, ()))
+                signature[param.name] = f"tensordesc<{name}[{shape}]>" if shape else f"*{name}"
+                if not shape:
+                    attributes[(i,)] = [["tt.divisibility", 16]]
+            elif param.is_constexpr or value is None or value == 1:
+                signature[param.name] = "constexpr"
+                constants[param.name] = value
+            else:
+                signature[param.name] = "i32"
+                if value % 16 == 0:
+                    attributes[(i,)] = [["tt.divisibility", 16]]
+        return ASTSource(kernel, signature, constants, attributes)
+
+    def compile(self, arch: int) -> Any:
+        options = {"num_warps": self.options["warps"]}
+        options["num_stages"] = self.options.get("stages", 3)
+        return triton.compile(self.source(), target=GPUTarget("cuda", arch, 32), options=options)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
+    """Launches made while the test runs; none is carried out."""
+    made: list[Recorded] = []
+
+    class Recorder:
+        def __init__(self, kernel: Any, grid: Any, rest: Any, device: Any, **options: Any) -> None:
+            self.record = Recorded(kernel, rest, options)
+
+        def __call__(self, *tensors: Any) -> None:
+            self.record.tensors = tensors
+            made.append(self.record)
+
+    class Facts:
+        units = 132
+
+    monkeypatch.setattr(backend, "Launch", Recorder)
+    monkeypatch.setattr(backend, "device_facts", lambda device: Facts)
+    backend._plans.clear()
+    return made
+
+
+def assert_fits(compiled: Any, arch: int, tmp_path: Path) -> None:
+    """No stack frame (spills live there), and shared memory within the architecture's limit."""
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    usage = subprocess.run(
+        [CUOBJDUMP, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True
+    ).stdout
+    match = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert match, usage
+    assert int(match[2]) == 0, usage
+    assert int(match[1]) <= 255, usage
+    assert compiled.metadata.shared <= triton_config._SHARED_BYTES[arch]
+    assert "local.u32" not in compiled.asm["ptx"]
+
+
+def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+FORWARDS: dict[str, tuple[torch.dtype, str, bool, tuple[int, int, int]]] = {
+    "bfloat16": (torch.bfloat16, "gelu_tanh", True, (8192, 768, 3072)),
+    "bfloat16 erf": (torch.bfloat16, "gelu", False, (8192, 768, 3072)),
+    "bfloat16 few rows": (torch.bfloat16, "silu", True, (64, 1024, 4096)),
+    "bfloat16 odd": (torch.bfloat16, "relu", False, (1000, 333, 777)),
+    "float16": (torch.float16, "gelu", True, (8192, 768, 3072)),
+    "float32": (torch.float32, "gelu", True, (8192, 768, 3072)),
+}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("case", FORWARDS)
+def test_forward(
+    case: str,
+    arch: int,
+    launches: list[Recorded],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    dtype, activation, save_pre, (M, K, N) = FORWARDS[case]
+    monkeypatch.setattr(backend, "_capability", lambda device: ARCHS[arch])
+    x, weight, bias = (meta(*s, dtype=dtype) for s in ((M, K), (N, K), (N,)))
+    backend.forward(x, weight, bias, activation, save_pre)
+    (launch,) = launches
+    compiled = launch.compile(arch)
+    assert_fits(compiled, arch, tmp_path)
+    if arch == 90 and dtype is not torch.float32 and M == 8192:
+        assert "wgmma.mma_async" in compiled.asm["ptx"]
+        assert "cp.async.bulk.tensor" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("dtype", NAMES, ids=str)
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "none"])
+def test_grad_pre(
+    activation: str, dtype: torch.dtype, launches: list[Recorded], tmp_path: Path
+) -> None:
+    dy, saved = (meta(8192, 3072, dtype=dtype) for _ in range(2))
+    backend.grad_pre(dy, saved, activation, True)
+    assert len(launches) == 2
+    for launch in launches:
+        assert_fits(launch.compile(90), 90, tmp_path)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("product", ["grad_input", "grad_weight"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_grad_products(
+    product: str,
+    dtype: torch.dtype,
+    arch: int,
+    launches: list[Recorded],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(backend, "_capability", lambda device: ARCHS[arch])
+    other = (
+        meta(3072, 768, dtype=dtype) if product == "grad_input" else meta(8192, 768, dtype=dtype)
+    )
+    run: Callable[..., Any] = getattr(backend, product)
+    run(meta(8192, 3072, dtype=dtype), other)
+    for launch in launches:
+        assert_fits(launch.compile(arch), arch, tmp_path)
+
+
+def test_a_spill_is_seen(launches: list[Recorded], tmp_path: Path) -> None:
+    """The check above fails on a configuration that needs more registers than there are."""
+    config = triton_config.GemmConfig("pointer", 256, 256, 32, 4, 2)
+    assert config.problem(torch.bfloat16, (9, 0)) is not None
+    x, weight = meta(4096, 512, dtype=torch.bfloat16), meta(4096, 512, dtype=torch.bfloat16)
+    backend.forward(x, weight, None, "gelu", False, config=config)
+    with pytest.raises(AssertionError, match="STACK"):
+        assert_fits(launches[0].compile(90), 90, tmp_path)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (13, 0)])
+@pytest.mark.parametrize("dtype", NAMES, ids=str)
+def test_every_chosen_configuration_is_valid(
+    capability: tuple[int, int], dtype: torch.dtype
+) -> None:
+    for M in (1, 17, 64, 300, 1024, 8192, 100_000):
+        for K, N in ((1, 1), (64, 64), (768, 3072), (1024, 4096), (4096, 4096), (12288, 49152)):
+            for aligned in (True, False):
+                chosen = [
+                    triton_config.config_for(M, K, N, dtype, capability, aligned),
+                    triton_config.grad_config_for(M, K, N, dtype, capability, aligned),
+                    triton_config.grad_config_for(N, K, M, dtype, capability, aligned),
+                ]
+                for config in chosen:
+                    assert config.problem(dtype, capability) is None, config
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"capability": (7, 5)}, "compute capability 8.0"),
+        ({"dtype": torch.float64}, "not float64"),
+        ({"activation": "swish"}, "does not know"),
+        ({"M": 2**30}, "below 2^30"),
+        ({"x_strides": (2**31, 1)}, "strides"),
+        ({}, None),
+    ],
+)
+def test_reason_not(change: dict[str, Any], words: str | None) -> None:
+    call: dict[str, Any] = {
+        "M": 8,
+        "K": 16,
+        "N": 32,
+        "dtype": torch.bfloat16,
+        "activation": "gelu",
+        "x_strides": (16, 1),
+        "w_strides": (1, 32),
+        "capability": (9, 0),
+    }
+    reason = backend.reason_not(**(call | change))
+    assert (reason is None) if words is None else (reason is not None and words in reason)
