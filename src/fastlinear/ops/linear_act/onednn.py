@@ -64,7 +64,7 @@ def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save_pre: bool
 ) -> tuple[Tensor, Tensor | None]:
     """act(x Wᵀ + b): x (M, K), weight (N, K), bias (N,) → (y (M, N), pre or None)."""
-    return _run(x, weight, bias, activation, save_pre)
+    return _run(x, _plain(weight), bias, activation, save_pre)
 
 
 def forward_packed(
@@ -76,14 +76,23 @@ def forward_packed(
 
 def grad_input(dpre: Tensor, weight: Tensor) -> Tensor:
     """dx (M, K) = dpre (M, N) @ weight (N, K)."""
-    dx: Tensor = torch.ops.mkldnn._linear_pointwise(dpre, weight.t(), None, "none", [], "")
+    dx: Tensor = torch.ops.mkldnn._linear_pointwise(dpre, _plain(weight).t(), None, "none", [], "")
     return dx
 
 
 def grad_weight(dpre: Tensor, x: Tensor) -> Tensor:
     """dW (N, K) = dpreᵀ (N, M) @ x (M, K)."""
-    dw: Tensor = torch.ops.mkldnn._linear_pointwise(dpre.t(), x.t(), None, "none", [], "")
+    dw: Tensor = torch.ops.mkldnn._linear_pointwise(dpre.t(), _plain(x).t(), None, "none", [], "")
     return dw
+
+
+def _plain(matrix: Tensor) -> Tensor:
+    """The matrix itself where oneDNN can describe its strides, else a contiguous copy."""
+    rows, columns = matrix.shape
+    across, along = matrix.stride()
+    if (along == 1 and across >= columns) or (across == 1 and along >= rows):
+        return matrix
+    return matrix.contiguous()
 
 
 def forget_packed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -70,7 +71,7 @@ def _forward_fake(
     y = x.new_empty((*x.shape[:-1], n))
     if not _saves_pre(activation, needs_grad):
         return y, x.new_empty(0)
-    return y, x.new_empty((x.shape[:-1].numel(), n))
+    return y, x.new_empty((math.prod(x.shape[:-1]), n))  # torch.Size.numel would fix M
 
 
 def _backward(
@@ -130,7 +131,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _autograd(ctx: Any, dy: Tensor, _: Any) -> tuple[Any, ...]:
     x, weight, bias, saved = ctx.saved_tensors
     if saved is None and activation_of(ctx.activation).saved == "pre":
-        saved = torch.nn.functional.linear(x, weight, bias).flatten(0, -2)
+        saved = torch.nn.functional.linear(x, weight, bias)
+        saved = saved.reshape(math.prod(x.shape[:-1]), weight.shape[0])
     needs = ctx.needs_input_grad
     grads = torch.ops.fastlinear.linear_act_backward(
         dy, saved, x, weight, ctx.activation, bias is not None, needs[0], needs[1], needs[2]
