@@ -60,6 +60,33 @@ def test_training_attributes_the_backward_as_well():
     assert ("2", "AccumulateGrad", "backward") in ops
 
 
+def test_floors_count_only_gradients_that_are_computed():
+    model = mlp()
+    model[2].requires_grad_(False)
+    first, last = profile(model, X, "train", steps=1).sites
+    assert (first.input_grad, first.weight_grad) == (False, True)
+    assert (last.input_grad, last.weight_grad) == (True, False)
+    first, last = profile(model, X, steps=1).sites
+    assert not any(s.input_grad or s.weight_grad for s in (first, last))
+
+
+def test_a_functions_backward_is_charged_to_its_linear():
+    class Parent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(32, 64)
+
+        def forward(self, x):
+            return F.leaky_relu(self.fc(x))
+
+    (finding,) = (
+        f for f in profile(Parent(), X, "train", steps=1).findings if f.code == "linear_activation"
+    )
+    assert finding.details["how"] == "function"
+    assert finding.details["activation_forward_us"] > 0
+    assert finding.details["activation_backward_us"] > 0
+
+
 @pytest.mark.parametrize("mode", ["inference", "train"])
 def test_gpt2_is_attributed_to_qualified_names(gpt2, mode):
     report = profile(gpt2, {"input_ids": TOKENS, "use_cache": False}, mode)
@@ -262,6 +289,13 @@ def test_json_and_table():
     assert {"environment", "mode", "device", "step_us", "attributed", "unattributed"} <= set(data)
     assert "Linear, then relu" in report.table()
     assert "\x1b" not in report.table()
+
+
+def test_html(tmp_path):
+    path = profile(mlp(), X, steps=1).html(tmp_path / "profile.html")
+    text = path.read_text()
+    assert "<html" in text
+    assert "Linear, then relu" in text
 
 
 def test_table_says_when_there_is_nothing():

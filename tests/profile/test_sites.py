@@ -97,6 +97,7 @@ def test_functions_in_the_parents_forward(name, body):
         ("no_activation", lambda s, x: s.fc(x) + F.relu(x)),
         ("no_activation", lambda s, x: F.relu(s.fc(x) * 2)),
         ("untraceable", lambda s, x: F.relu(s.fc(x)) if x.sum() < 1e9 else x),
+        ("several_users", lambda s, x: F.relu(h := s.fc(x)) + h if x.sum() < 1e9 else x),
         ("not_called", lambda s, x: F.relu(F.linear(x, s.fc.weight))),
         ("not_called", lambda s, x: x),
         ("mixed_use", lambda s, x: F.gelu(s.fc(F.relu(s.fc(x))))),
