@@ -173,11 +173,16 @@ def _short(path: Path) -> str:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("models", nargs="*", default=list(MODELS), choices=[*MODELS, []])
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--out", type=Path, default=ROOT / "demo-output")
     parser.add_argument("--device", help="default: cuda where torch sees it, else cpu")
     parser.add_argument("--budget", type=float, default=20, help="measuring seconds a model")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    arguments.models = arguments.models or list(MODELS)
+    unknown = sorted(set(arguments.models) - set(MODELS))
+    if unknown:
+        parser.error(f"no such model: {', '.join(unknown)}; there are {', '.join(MODELS)}")
+    return arguments
 
 
 if __name__ == "__main__":
