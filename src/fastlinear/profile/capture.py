@@ -119,7 +119,7 @@ def profile(
             {"step": step}, device=device, rounds=_TIMING_ROUNDS, budget_s=_TIMING_BUDGET_S
         )
         progress("attribute", 3, _STAGES)
-        attribution = _profiled(step, device, steps)
+        attribution = _profiled(step, device, steps, warm=timed["step"].median_us < 2e5)
         step.drop_grads()
     step_us = timed["step"].median_us
     records, rest = _records(model, attribution, step_us, device.type)
@@ -185,8 +185,8 @@ def _first_run(step: Step) -> Counter[nn.Module]:
     return calls
 
 
-def _profiled(step: Step, device: torch.device, steps: int) -> Attribution:
-    """The least disturbed of ``steps`` profiled steps, after one that warms the profiler.
+def _profiled(step: Step, device: torch.device, steps: int, warm: bool) -> Attribution:
+    """The least disturbed of ``steps`` profiled steps; ``warm``: after one for the profiler itself.
 
     That is the one with the least kernel time on CUDA, the least host time on a CPU: whatever
     else the machine does can only add to either.
@@ -197,14 +197,14 @@ def _profiled(step: Step, device: torch.device, steps: int) -> Attribution:
     names = {module: name for name, module in step.model.named_modules()}
     seen = []
     with quiet_profiler(), _no_garbage_collection():
-        for _ in range(1 + steps):
+        for _ in range(steps + warm):
             with session() as prof, module_ranges(names):
                 _marked_step(step)
                 if cuda:
                     torch.cuda.synchronize(device)
             assert prof.kineto_results is not None
             seen.append(attribute(from_kineto(prof.kineto_results.events())))
-    return min(seen[1:], key=lambda a: a.total_ns(cuda))
+    return min(seen[int(warm) :], key=lambda a: a.total_ns(cuda))
 
 
 @contextmanager
