@@ -159,6 +159,8 @@ def _probe(weight: Tensor) -> Tensor:
     """About a thousand elements of the weight, as a view; nothing keeps its storage alive."""
     n, k = weight.shape
     across, along = weight.stride()
+    size: tuple[int, ...]
+    strides: tuple[int, ...]
     if (along == 1 and across == k) or (across == 1 and along == n):  # dense: one stride does
         step = max(1, n * k // _PROBE_ELEMENTS)
         size, strides = (-(-n * k // step),), (step,)
