@@ -226,9 +226,9 @@ def test_no_gain_end_to_end_reverts_everything(
     pairs: list[int] = []
     model_pair = optimize.measure.model_pair
 
-    def slower(*args: Any) -> Any:
+    def slower(*args: Any, **kwargs: Any) -> Any:
         pairs.append(1)
-        pair = model_pair(*args)
+        pair = model_pair(*args, **kwargs)
         return type(pair)(pair.after, pair.before)
 
     monkeypatch.setattr(optimize.measure, "model_pair", slower)

@@ -25,6 +25,7 @@ from fastlinear.rewrite.result import Result
 from fastlinear.rewrite.rules import linear_act as rule
 from fastlinear.rewrite.rules.linear_act import Candidate
 from fastlinear.rewrite.running import LossFn, check_runs, from_specs
+from fastlinear.rewrite.swap import SwapSet
 
 _SEED = 0
 
@@ -153,7 +154,11 @@ def _unless_slower(
 ) -> tuple[list[Candidate], measure.Pair | None]:
     swaps = rule.swaps(kept)
     pair = measure.model_pair(
-        work.model, measure.SwapSet(swaps), work.runner, work.call, work.budget.left_s / 4
+        work.model,
+        SwapSet(swaps),
+        work.runner,
+        work.call,
+        budget_s=work.budget.left_s / 4,
     )
     ratio = pair.speedup
     text = f"{ratio.median:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}] end to end"

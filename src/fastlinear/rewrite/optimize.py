@@ -13,6 +13,7 @@ from torch import nn
 from fastlinear.core.compare import Verdict
 from fastlinear.core.environment import environment
 from fastlinear.core.errors import InputError, UnsupportedError
+from fastlinear.core.problem import Problem
 from fastlinear.core.progress import Progress, silent
 from fastlinear.core.settings import Config
 from fastlinear.core.timing import Ratio
@@ -143,15 +144,16 @@ class Work:
             for c in candidates:
                 self.settle(c.fqn, "refused", "family_off", "Config.families leaves it out.")
             return []
-        problems = list(dict.fromkeys(c.problem for c in candidates))
+        problems = _heaviest_first(candidates)
         if self.config.tune:
-            self.tuned = measure.tune_all(
-                problems,
-                self.runner.device,
-                budget=self.budget,
-                seed=self.config.seed,
-                progress=self.progress,
-            )
+            with self.budget:
+                self.tuned = measure.tune_all(
+                    problems,
+                    self.runner.device,
+                    budget=self.budget,
+                    seed=self.config.seed,
+                    progress=self.progress,
+                )
         kept = [c for c in candidates if self._worth_measuring(c)]
         return self._measure_sites(rule.complete(kept, self.every))
 
@@ -176,9 +178,13 @@ class Work:
         if set(backends.values()) == {BASELINE} and not composed:
             if c.fallback is not None:
                 self.settle(c.fqn, "refused", c.fallback.code, c.fallback.reason, **facts)
-            else:
+            elif all(c.problem.with_piece(p) in self.tuned for p in measure.pieces(c.problem)):
                 text = "PyTorch's own path is the fastest backend for it."
                 self.settle(c.fqn, "nothing_to_do", "eager_is_best", text, **facts)
+            else:
+                why = "the time budget ran out" if self.config.tune else "tuning is off"
+                text = f"Dispatch takes PyTorch's own path; not measured here ({why})."
+                self.settle(c.fqn, "nothing_to_do", "eager_by_default", text, **facts)
             return False
         reason = "Not measured: the rewrite of its group was given up."
         self.settle(c.fqn, "rejected", "group_dropped", reason, **facts)
@@ -216,7 +222,8 @@ class Work:
         for i, members in enumerate(groups.values()):
             self.progress("sites", i, len(groups))
             share = self.budget.share(2 * (len(groups) - i), 2.0)
-            pair = measure.site_pair(members[0], self.runner.device, share)
+            with self.budget:
+                pair = measure.site_pair(members[0], self.runner.device, share)
             if self._gains(members, pair):
                 faster.extend(members)
         self.progress("sites", len(groups), len(groups))
@@ -253,7 +260,12 @@ class Work:
         self.progress("verify", 0, 1)
         oracle = verify.make_oracle(self.model, self.runner, self.call)
         judge = verify.Judge(
-            self.model, self.runner, self.call, draws=self.config.draws, oracle=oracle
+            self.model,
+            self.runner,
+            self.call,
+            draws=self.config.draws,
+            oracle=oracle,
+            seconds=self.config.time_budget_s,
         )
         last: list[Verdict] = []
 
@@ -287,12 +299,12 @@ class Work:
         units: dict[str, list[Candidate]] = {}
         for c in candidates:
             units.setdefault(c.unit, []).append(c)
-        budget = measure.Budget(self.config.time_budget_s)
-        names = verify.keep_passing(
-            list(units),
-            lambda chosen: check([c for u in chosen for c in units[u]]),
-            lambda: budget.left_s == 0,
-        )
+        with measure.Budget(self.config.time_budget_s) as budget:
+            names = verify.keep_passing(
+                list(units),
+                lambda chosen: check([c for u in chosen for c in units[u]]),
+                lambda: budget.left_s == 0,
+            )
         return [c for u in names for c in units[u]]
 
     def _trajectory(self, swaps: SwapSet, oracle: verify.Oracle) -> list[Verdict]:
@@ -313,9 +325,16 @@ class Work:
         kept = candidates
         while kept:
             self.progress("measure", 0, 1)
-            budget_s = max(1.0, self.budget.left_s / 2)
             swaps = SwapSet(rule.swaps(kept))
-            pair = measure.model_pair(self.model, swaps, self.runner, self.call, budget_s)
+            with self.budget:
+                pair = measure.model_pair(
+                    self.model,
+                    swaps,
+                    self.runner,
+                    self.call,
+                    budget_s=max(1.0, self.budget.left_s / 2),
+                    min_speedup=self.config.min_speedup,
+                )
             ratio = pair.speedup
             if ratio.low > self.config.min_speedup:
                 self.progress("measure", 1, 1)
@@ -366,6 +385,7 @@ class Work:
             fastlinear=sys.modules["fastlinear"].__version__,
             tuned=tuple(self._tuned_choices(kept)),
         )
+        self._note_packed(kept)
         step = self.profile.step_us
         swaps = SwapSet(rule.swaps(kept))
         result = Result(
@@ -390,6 +410,15 @@ class Work:
         )
         swaps.on()
         return result
+
+    def _note_packed(self, kept: list[Candidate]) -> None:
+        packed = [c for c in kept if self.outcomes[c.fqn].backends["forward"] == "onednn_packed"]
+        if packed:
+            weights = {id(w): w for c in packed for w in c.module.parameters()}
+            size = sum(w.nbytes for w in weights.values() if w.dim() == 2) / (1 << 20)
+            self.notes.append(
+                f"onednn_packed keeps a second copy of {len(packed)} weights ({size:.1f} MiB)"
+            )
 
     def _rewrite(self, c: Candidate) -> Rewrite:
         return Rewrite(
@@ -467,6 +496,15 @@ def check_backends(function: str, config: Config) -> None:
                 received=repr(backend),
                 remedy="Leave it out to let fastlinear choose.",
             )
+
+
+def _heaviest_first(candidates: list[Candidate]) -> list[Problem]:
+    """Distinct Problems, those with the most arithmetic in one step first."""
+    work: dict[Problem, float] = {}
+    for c in candidates:
+        flops = families()[rule.RULE].cost(c.problem).flops * c.calls.calls
+        work[c.problem] = work.get(c.problem, 0.0) + flops
+    return sorted(work, key=lambda p: -work[p])
 
 
 def _ratio(ratio: Ratio) -> str:

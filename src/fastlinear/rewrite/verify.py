@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,10 +120,18 @@ class Judge:
     """
 
     def __init__(
-        self, model: nn.Module, runner: Runner, call: Call, *, draws: int, oracle: Oracle
+        self,
+        model: nn.Module,
+        runner: Runner,
+        call: Call,
+        *,
+        draws: int,
+        oracle: Oracle,
+        seconds: float,
     ) -> None:
         self.model, self.runner, self.oracle = model, runner, oracle
         self.call, self.draws = call, draws
+        self.seconds = seconds
         self.skipped: list[str] = []
         self._known: dict[int, _Known | None] = {}
 
@@ -130,7 +139,11 @@ class Judge:
         """One verdict for each result, pooled over the draws; failures get a second look on
         more draws before they count."""
         found: dict[str, list[Verdict]] = {}
+        end = time.monotonic() + self.seconds
         for i in range(self.draws):
+            if i > 0 and time.monotonic() > end:
+                self.skipped.append(f"draws {i} to {self.draws - 1} (out of time)")
+                break
             self._collect(i, swaps, found)
         failed = {n for n, v in found.items() if not _pool(n, v).passed}
         if failed and not any(math.isinf(_pool(n, found[n]).error) for n in failed):
