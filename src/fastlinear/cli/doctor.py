@@ -64,7 +64,9 @@ def _versions() -> dict[str, str]:
 
     import torch
 
-    found = {"python": platform.python_version(), "fastlinear": metadata.version("fastlinear")}
+    from fastlinear import __version__
+
+    found = {"python": platform.python_version(), "fastlinear": __version__}
     for package in ("torch", "triton", "cuda-core", "transformers", "scikit-learn", "matplotlib"):
         try:
             found[package] = metadata.version(package)
