@@ -17,7 +17,7 @@ VENV := .venv
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 ifdef FASTLINEAR_PYTHON
-RUN := PYTHONPATH=src:.$${PYTHONPATH:+:$$PYTHONPATH} $(FASTLINEAR_PYTHON)
+RUN := PYTHONPATH=$(CURDIR)/src:$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} $(FASTLINEAR_PYTHON)
 DEMO_READY :=
 TEST_READY :=
 CHECK_READY :=
