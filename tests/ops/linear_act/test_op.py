@@ -364,3 +364,76 @@ def test_packed_backend_refuses_training() -> None:
     w = torch.randn(5, 8, requires_grad=True)
     with pytest.raises(UnsupportedError, match="inference only"):
         fl.linear_act(torch.randn(4, 8), w, activation="relu", backend="onednn_packed")
+
+
+def test_every_fact_of_a_call_has_its_own_plan() -> None:
+    """What selection reads must be in the key, or one call's plan serves another."""
+    x, w, b = torch.randn(4, 8), torch.randn(8, 8), torch.randn(8)
+    calls: list[Any] = [
+        lambda: fl.linear_act(x, w, b),
+        lambda: fl.linear_act(x[:2], w, b),
+        lambda: fl.linear_act(x[None], w, b),
+        lambda: fl.linear_act(torch.randn(8, 4).t(), w, b),
+        lambda: fl.linear_act(x, w.t(), b),
+        lambda: fl.linear_act(x, torch.randn(8, 16)[:, ::2], b),
+        lambda: fl.linear_act(x, w),
+        lambda: fl.linear_act(x.double(), w.double(), b.double()),
+        lambda: fl.linear_act(x, w, b, activation="relu"),
+        lambda: fl.linear_act(x, w, b, backend="eager"),
+        lambda: fl.linear_act(x, w, b.clone().requires_grad_()),
+        lambda: fl.linear_act(x.to("meta"), w.to("meta"), b.to("meta")),
+    ]
+    for count, call in enumerate(calls, 1):
+        call()
+        call()
+        assert len(op._plans) == count
+    torch.set_float32_matmul_precision("high")
+    fl.linear_act(x, w, b)
+    assert len(op._plans) == len(calls) + 1
+    with torch.autocast("cpu", torch.bfloat16):
+        fl.linear_act(x, w, b)
+    assert len(op._plans) == len(calls) + 2
+
+
+def test_backends_are_given_what_they_may_rely_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2-D x, a bias with unit stride, contiguous dy and saved, whatever the caller passes."""
+    import sys
+    import types
+    from dataclasses import replace
+
+    from fastlinear.dispatch import backend as registry
+
+    seen: dict[str, Any] = {}
+    spy = types.ModuleType("fastlinear_spy")
+
+    def forward(x: Tensor, w: Tensor, b: Tensor, activation: str, save_pre: bool) -> Any:
+        seen["forward"] = (x, b)
+        return reference.forward(x, w, b, activation, save_pre)
+
+    def backward(dy: Tensor, saved: Tensor, x: Tensor, *rest: Any) -> Any:
+        seen["backward"] = (dy, saved, x)
+        return reference.backward(dy, saved, x, *rest)
+
+    spy.forward, spy.backward = forward, backward  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fastlinear_spy", spy)
+    fam = registry.family("linear_act")
+    spies = tuple(
+        registry.Backend("linear_act", piece, "spy", f"fastlinear_spy:{piece}", lambda _: None)
+        for piece in ("forward", "backward")
+    )
+    spied = replace(fam, backends=(*fam.backends, *spies), prefer=lambda _: ("spy", "eager"))
+    monkeypatch.setitem(registry._FAMILIES, "linear_act", spied)
+
+    w = torch.randn(5, 6, requires_grad=True)
+    for x in (torch.randn(6), torch.randn(2, 3, 6), torch.randn(3, 2, 6).transpose(0, 1)):
+        for b in (torch.randn(10)[::2], torch.randn(1).expand(5)):
+            for activation in ("none", "relu", "gelu"):
+                y = fl.linear_act(x, w, b, activation=activation)
+                close(y, reference.linear_act(x, w, b, activation))
+                y.sum().backward()  # an expanded gradient
+                assert seen["forward"][0].dim() == 2
+                assert seen["forward"][1].is_contiguous()
+                dy, saved, x2 = seen["backward"]
+                assert dy.dim() == x2.dim() == 2
+                assert dy.is_contiguous()
+                assert saved is None or saved.is_contiguous()
