@@ -74,3 +74,25 @@ def test_optimize_verify_revert(make: Any, mode: str) -> None:
     assert snapshot(model) == before
     if make is gpt2:
         assert {s.problem["options"]["w"] for s in result.sites if "c_" in s.fqn} == {"kn"}
+
+
+class FunctionalConv1D(nn.Module):
+    """Conv1D, whose weight is (K, N), with its activation as a function in the parent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers.pytorch_utils import Conv1D
+
+        self.fc = Conv1D(24, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.relu(self.fc(x))
+
+
+def test_conv1d_on_the_parent_route() -> None:
+    model, x = FunctionalConv1D().eval(), torch.randn(8, 16)
+    with torch.no_grad():
+        expected = model(x)
+        result = optimize_(model, x)
+        assert [(s.status, s.route) for s in result.sites] == [("kept", "parent")]
+        torch.testing.assert_close(model(x), expected)
