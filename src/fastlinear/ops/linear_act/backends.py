@@ -27,6 +27,7 @@ _TRITON_SOURCES = (
     "triton_gemm.py",
     "triton_elementwise.py",
     "../common/activations_triton.py",
+    "../common/triton_launch.py",
 )
 _CUDA_SOURCES = ("gemm.cu", "../common/cuda_driver.py")
 _CPP_SOURCES = ("../common/elementwise.cpp", "../common/cpp_build.py")
