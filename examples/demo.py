@@ -106,7 +106,9 @@ def show(results: dict[str, dict[str, Any]]) -> None:
         step = data["step"]
         speedup = step["speedup"]
         title = f"{name} ({data['model']['class']})"
-        if speedup:
+        if not data["summary"]["kept"]:
+            title += ": nothing kept, the model is as it was"
+        elif speedup:
             title += (
                 f": {step['before_us'] / 1e3:.2f} ms -> {step['after_us'] / 1e3:.2f} ms, "
                 f"{speedup['median']:.2f}x [{speedup['low']:.2f}, {speedup['high']:.2f}]"
@@ -176,7 +178,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--out", type=Path, default=ROOT / "demo-output")
     parser.add_argument("--device", help="default: cuda where torch sees it, else cpu")
-    parser.add_argument("--budget", type=float, default=20, help="measuring seconds a model")
+    parser.add_argument("--budget", type=float, default=15, help="measuring seconds a model")
     arguments = parser.parse_args()
     arguments.models = arguments.models or list(MODELS)
     unknown = sorted(set(arguments.models) - set(MODELS))

@@ -32,12 +32,13 @@ def optimize(data: dict[str, Any]) -> dict[str, Any]:
     sites = [_site(s) for s in data.get("sites") or []]
     ratios = [s["ci95"][1] for s in sites if s["ci95"]]
     profiled = data.get("profile")
+    kept = (data.get("summary") or {}).get("kept", 0)
     return {
         "title": (data.get("model") or {}).get("class", "model"),
         "mode": data.get("mode", ""),
         "created": str(data.get("created", ""))[:16].replace("T", " "),
         "model": data.get("model") or {},
-        "speedup": step.get("speedup"),
+        "speedup": step.get("speedup") if kept else None,
         "before_us": step.get("before_us"),
         "after_us": step.get("after_us"),
         "strips": [
