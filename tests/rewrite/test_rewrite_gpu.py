@@ -26,7 +26,7 @@ def test_optimize_apply_revert(mode: str, dtype: torch.dtype) -> None:
     before, expected = snapshot_cuda(model), run(model, x)
     config = Config(mode=mode, time_budget_s=15, optimizer_steps=2)
     result = optimize_(model, x, config=config)
-    print(result.table())
+    print(result, [s.reason for s in result.sites])
     assert all(v.passed for v in result.verdicts)
     assert sum(result.summary().values()) == 2
     assert result.kept == 0 or result.speedup.low > 1.0
