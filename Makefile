@@ -37,7 +37,7 @@ demo: $(DEMO_READY)
 	HF_HUB_OFFLINE=1 $(RUN) -m examples.demo
 
 test: $(TEST_READY)
-	HF_HUB_OFFLINE=1 $(RUN) -m pytest -q
+	HF_HUB_OFFLINE=1 $(RUN) -m pytest -q -n auto --maxprocesses 4
 
 lint: $(CHECK_READY)
 	$(VENV)/bin/ruff format --check .
