@@ -81,13 +81,23 @@ def test_reason_not() -> None:
     assert "empty" in (reason(M=0) or "")
 
 
+def test_registers_are_shared_out_within_the_launch() -> None:
+    """setmaxnreg can only hand on what the launch took; asking for more hangs the kernel."""
+    text = cuda.source(WIDE, torch.bfloat16, "none", False, False)
+    producer, consumer = (
+        int(number)
+        for number in re.findall(r"setmaxnreg\.(?:dec|inc)\.sync\.aligned\.u32 (\d+)", text)
+    )
+    assert producer + 2 * consumer <= 3 * (65536 // 384 // 8 * 8)
+
+
 @pytest.mark.skipif(NVCC is None, reason="needs nvcc")
 @pytest.mark.parametrize(
     ("config", "activation", "save_pre", "a_mn", "b_mn", "dtype"),
     [
         (WIDE, "gelu_tanh", False, False, False, torch.bfloat16),
         (WIDE, "gelu_tanh", True, False, False, torch.bfloat16),
-        (WIDE, "gelu", True, False, False, torch.float16),
+        (WIDE, "gelu", True, False, True, torch.float16),
         (WIDE, "none", False, False, False, torch.bfloat16),
         (CONFIGS["128x192 cluster 1"], "none", False, True, True, torch.bfloat16),
         (CONFIGS["128x128 cluster 2"], "none", False, True, True, torch.bfloat16),
@@ -186,6 +196,20 @@ def test_extreme_values(activation: str) -> None:
     truth = reference.linear_act(x[:10, :1].double(), weight[:, :1].double(), None, activation)
     assert y[9].isnan().all()
     torch.testing.assert_close(y[:9].double(), truth[:9], rtol=1e-2, atol=2e-5)
+
+
+@on_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", list(cuda.ACTIVATION_IDS))
+def test_every_value_of_the_activation(activation: str) -> None:
+    """Element by element in float16, on pre-activations that are exact."""
+    x = torch.zeros(4096, 8, device="cuda", dtype=torch.float16)
+    x[:, 0] = torch.linspace(-9, 9, 4096)
+    weight = torch.zeros(8, 8, device="cuda", dtype=torch.float16)
+    weight[:, 0] = 1
+    y, _ = cuda.forward(x, weight, None, activation, False)
+    truth = reference.linear_act(x.double(), weight.double(), None, activation)
+    torch.testing.assert_close(y.double(), truth, rtol=7e-4, atol=1e-6)
 
 
 @on_hopper

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -73,12 +73,11 @@ class Config:
         stage = (self.bm + self.bn) * _BK * 2
         return self.stages * (stage + 16) + 2 * self.out_bufs * self.rows_per_consumer * 64 * 2
 
-    def invalid(self, b_mn: bool = False) -> str | None:
+    def invalid(self) -> str | None:
         """Why this configuration cannot be built, or None."""
-        part = 64 if b_mn else 8
         if self.rows_per_consumer % 64 or self.bm > 256:
             return f"bm {self.bm}: each consumer needs a multiple of 64 rows, at most 256 in all"
-        if self.bn % 64 or self.bn > 256 or self.bn % (self.cluster * part):
+        if self.bn % 64 or self.bn > 256 or self.bn % (self.cluster * 8):
             return f"bn {self.bn}: not a multiple of 64 that splits into {self.cluster} parts"
         if self.rows_per_consumer * self.bn > 128 * 192:
             return f"{self.rows_per_consumer}x{self.bn} accumulators do not fit the registers"
@@ -218,18 +217,16 @@ class _Plan:
         dtype = _DTYPES[a.dtype]
         a_mn, a_stride = _layout(a.shape, a.stride())  # type: ignore[misc]
         b_mn, b_stride = _layout(b.shape, b.stride())  # type: ignore[misc]
-        if b_mn and config.invalid(b_mn=True):
-            config = replace(config, cluster=1)
         kernel = _kernel(
             config, a.dtype, activation, bias is not None, save_pre, a_mn, b_mn, a.device.index
         )
 
         def operand(t: Tensor, mn: bool, stride: int, box: int) -> driver.TensorMap:
             rows, cols = (K, t.shape[0]) if mn else (t.shape[0], K)
-            return driver.TensorMap(dtype, rows, cols, stride, _BK if mn else box, 64, t.data_ptr())
+            return driver.TensorMap(dtype, rows, cols, stride, box, 64, t.data_ptr())
 
-        self.a_map = operand(a, a_mn, a_stride, config.bm)
-        self.b_map = operand(b, b_mn, b_stride, config.bn // config.cluster)
+        self.a_map = operand(a, a_mn, a_stride, _BK if a_mn else config.bm)
+        self.b_map = operand(b, b_mn, b_stride, (_BK if b_mn else config.bn) // config.cluster)
         box_rows = config.rows_per_consumer
         self.out_map = driver.TensorMap(dtype, M, N, N, box_rows, 64, out.data_ptr())
         self.save_map = driver.TensorMap(dtype, M, N, N, box_rows, 64, out.data_ptr())
@@ -336,7 +333,7 @@ def gemm(
         config,
         index,
     )
-    out = torch.empty((a.shape[0], b.shape[0]), dtype=a.dtype, device=a.device)
+    out = a.new_empty((a.shape[0], b.shape[0]))
     saved = torch.empty_like(out) if save_pre else None
     with _lock:
         plan = _plans.get(key)

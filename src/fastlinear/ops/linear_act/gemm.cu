@@ -6,10 +6,11 @@
 //   PINGPONG 1: each consumer owns whole BM x BN tiles, alternately, so that one group's epilogue
 //               runs under the other group's wgmma.
 //   PINGPONG 0: both consumers share a tile, BM/2 rows each.
-// CLUSTER blocks along M share one B tile: each loads 1/CLUSTER of it and multicasts it.
+// CLUSTER blocks along M share one B tile: each loads 1/CLUSTER of it (of its rows, or with B_MN of
+// its K) and multicasts it.
 //
-// Macros from the host: BM BN STAGES OUT_BUFS CLUSTER PINGPONG GROUP_M A_MN B_MN IS_BF16 HAS_BIAS SAVE ACT,
-// and the generated function wgmma(acc, desc_a, desc_b, accumulate) for m64 x BN x k16.
+// Macros from the host: BM BN STAGES OUT_BUFS CLUSTER PINGPONG GROUP_M A_MN B_MN IS_BF16 HAS_BIAS
+// SAVE ACT, and the generated function wgmma(acc, desc_a, desc_b, accumulate) for m64 x BN x k16.
 //   A_MN / B_MN 1: the operand's M (N) dimension is the contiguous one in memory.
 //   SAVE 1: `pre` is written beside Y.
 
@@ -38,10 +39,10 @@ constexpr int CHUNKS = BN / CHUNK_N;
 constexpr int OUT_BYTES = WG_M * CHUNK_N * 2;      // one staging buffer; OUT_BUFS per consumer
 constexpr int OUT_OFFSET = STAGES * STAGE_BYTES;
 constexpr int BAR_OFFSET = OUT_OFFSET + 2 * OUT_BUFS * OUT_BYTES;
-constexpr int B_PART = BN / CLUSTER;               // rows of B this block loads for its cluster
+constexpr int B_PART = (B_MN ? BK : BN) / CLUSTER; // rows this block loads of B, or of its K
 
 static_assert(BM % (PINGPONG ? 64 : 128) == 0, "BM");
-static_assert(BN % CHUNK_N == 0 && B_PART % (B_MN ? 64 : 8) == 0, "BN");
+static_assert(BN % CHUNK_N == 0 && B_PART % 8 == 0, "BN");
 
 struct alignas(64) TensorMap { char bytes[128]; };
 
@@ -95,11 +96,22 @@ __device__ __forceinline__ void tma_load(u32 dst, const TensorMap* map, u32 bar,
   }
 }
 
+// kStream: the data is not read again soon, let L2 drop it first.
+template <bool kStream>
 __device__ __forceinline__ void tma_store(const TensorMap* map, u32 src, int x, int y) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];\n"
-      "cp.async.bulk.commit_group;" ::"l"(map), "r"(src), "r"(x), "r"(y)
-      : "memory");
+  if constexpr (kStream) {
+    asm volatile(
+        "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+        "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group.L2::cache_hint"
+        " [%0, {%2, %3}], [%1], policy;\n}" ::"l"(map), "r"(src), "r"(x), "r"(y)
+        : "memory");
+  } else {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
+        "r"(src), "r"(x), "r"(y)
+        : "memory");
+  }
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
 template <int kLeft>
@@ -191,13 +203,13 @@ constexpr u64 B_K_STEP = (B_MN ? 16 * 128 : 32) >> 4;
 
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
-  asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
 __device__ __forceinline__ float rcp_approx(float x) {
   float y;
-  asm volatile("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
@@ -232,9 +244,10 @@ __device__ __forceinline__ float act(float x) {
     return x * normal_cdf(x, bell);
   }
   if constexpr (ACT == ACT_GELU_TANH) {
-    // 0.5 x (1 + tanh u) = x sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3)
-    const float u2 = x * fmaf(0.0713548162726f, x * x, 1.5957691216057f);
-    return x * sigmoid_scaled(u2, 1.0f);
+    // 0.5 x (1 + tanh u) = x / (1 + exp(-2u)), u = sqrt(2/pi) (x + 0.044715 x^3); the constants
+    // carry -2 log2(e). Not tanh.approx: its error of 5e-4 swallows the small negative values.
+    const float power = x * fmaf(-0.10294324f, x * x, -2.3022082f);
+    return x * rcp_approx(1.0f + exp2_approx(power));
   }
   return x;
 }
@@ -262,7 +275,7 @@ struct Epilogue {
   // Stages one 64-column chunk and stores it at (row, col). values(mi, q, r) packs the 16 columns
   // q of the 64 rows mi: r[0], r[1] are column pair 2q of rows 0-7 and 8-15, r[2], r[3] pair 2q+1.
   // `index`, a constant once unrolled, counts the stores of a tile and picks the buffer.
-  template <typename Values>
+  template <bool kStream, typename Values>
   __device__ __forceinline__ void store(int index, const TensorMap* map, int row, int col,
                                         int thread, Values values) {
     const u32 base = buffer + (index % OUT_BUFS) * OUT_BYTES;
@@ -286,7 +299,7 @@ struct Epilogue {
     }
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     bar_sync(bar_id, 128);
-    if (leader) tma_store(map, base, col, row);
+    if (leader) tma_store<kStream>(map, base, col, row);
   }
 };
 
@@ -295,7 +308,8 @@ struct Epilogue {
 extern "C" __global__ void __launch_bounds__(384, 1)
 linear_act_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
                 const __grid_constant__ TensorMap y_map, const __grid_constant__ TensorMap save_map,
-                const unsigned short* __restrict__ bias_ptr, int N, int tiles_m, int tiles_n, int k_tiles) {
+                const unsigned short* __restrict__ bias_ptr, int N, int tiles_m, int tiles_n,
+                int k_tiles) {
   extern __shared__ __align__(1024) char smem[];
   const u32 base = smem_addr(smem);
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
@@ -323,6 +337,8 @@ linear_act_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__
   const int first = blockIdx.x / CLUSTER;
   const int step = gridDim.x / CLUSTER;
 
+  // A launch of 384 threads gets 168 registers each; 40 + 2 * 232 = 3 * 168 shares them out anew. A
+  // larger sum would wait for ever.
   if (warpgroup == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (thread == 0) {
@@ -331,12 +347,12 @@ linear_act_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__
       for (int t = first; t < tiles; t += step) {
         const Tile tile = tile_at(t, tiles_m, tiles_n);
         const int row = (tile.m * CLUSTER + rank) * BM;
-        const int col = tile.n * BN + rank * B_PART;
+        const int col = tile.n * BN;
         for (int kt = 0; kt < k_tiles; ++kt) {
           mbar_wait(empty + stage * 8, phase);
           const u32 bar = full + stage * 8;
           const u32 a_dst = base + stage * STAGE_BYTES;
-          const u32 b_dst = a_dst + A_BYTES + rank * (B_PART * BK * 2);
+          const u32 b_dst = a_dst + A_BYTES + rank * (B_PART * 128);
           mbar_expect(bar, STAGE_BYTES);
           if constexpr (A_MN) {
 #pragma unroll
@@ -347,10 +363,11 @@ linear_act_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__
           }
           if constexpr (B_MN) {
 #pragma unroll
-            for (int i = 0; i < B_PART / 64; ++i)
-              tma_load<CLUSTER>(b_dst + i * (BK * 128), &b_map, bar, col + i * 64, kt * BK);
+            for (int i = 0; i < BN / 64; ++i)
+              tma_load<CLUSTER>(b_dst + i * (BK * 128), &b_map, bar, col + i * 64,
+                                kt * BK + rank * B_PART);
           } else {
-            tma_load<CLUSTER>(b_dst, &b_map, bar, kt * BK, col);
+            tma_load<CLUSTER>(b_dst, &b_map, bar, kt * BK, col + rank * B_PART);
           }
           if (++stage == STAGES) { stage = 0; phase ^= 1; }
         }
@@ -373,6 +390,8 @@ linear_act_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__
       u32 phase = (it / STAGES) & 1;
       int previous = stage;
 
+      // Wait for the other consumer to have issued its tile. This also keeps both within one phase
+      // of the pipeline's barriers, which a parity bit cannot tell apart beyond that.
       if constexpr (PINGPONG) bar_sync(1 + consumer, 256);
       for (int kt = 0; kt < k_tiles; ++kt) {
         mbar_wait(full + stage * 8, phase);
@@ -433,13 +452,14 @@ linear_act_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__
           }
         }
 #if SAVE == 1
-        out.store(2 * c, &save_map, row, col, thread, [&](int mi, int q, u32(&r)[4]) {
+        out.store<true>(2 * c, &save_map, row, col, thread, [&](int mi, int q, u32(&r)[4]) {
           const float* p = acc[mi] + c * 32 + q * 8;
 #pragma unroll
           for (int i = 0; i < 4; ++i) r[i] = pack(p[2 * i], p[2 * i + 1]);
         });
 #endif
-        out.store(SAVE ? 2 * c + 1 : c, &y_map, row, col, thread, [&](int mi, int q, u32(&r)[4]) {
+        const int order = SAVE ? 2 * c + 1 : c;
+        out.store<false>(order, &y_map, row, col, thread, [&](int mi, int q, u32(&r)[4]) {
           const float* p = acc[mi] + c * 32 + q * 8;
 #pragma unroll
           for (int i = 0; i < 4; ++i) r[i] = pack(act(p[2 * i]), act(p[2 * i + 1]));
