@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Run
+from typer.testing import Result
 
 from fastlinear.core.errors import NumericsError, UnsupportedError
+
+Run = Callable[..., Result]
 
 BAD_INPUT, NUMERICS, UNSUPPORTED = 2, 3, 5
 

@@ -193,7 +193,17 @@ def test_row_is_used_only_if_everything_else_is_equal(
         Problem(p.family, p.piece, (*p.dims, ("N", 1)), p.dtype, p.device),
     )
     assert all(tables.shipped(o, able) is None for o in others)
-    assert tables.shipped(p, toy.candidates("forward")[:1]) is None  # its winner cannot serve
+
+
+def test_fastest_able_backend_stands_in_for_a_winner_that_cannot_serve(
+    toy: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ship(monkeypatch, tmp_path, (call(), "fast"))
+    row = tables.shipped(call(), toy.candidates("forward")[:1])
+    assert row is not None
+    assert row.best == toy.candidates("forward")[0].name
+    assert list(row.times_us) == [row.best]
+    assert tables.shipped(call(), ()) is None
 
 
 def test_shipped_tables_are_valid() -> None:

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from fastlinear.dispatch.tune import Tuned
     from fastlinear.profile import LinearSite
 
-_BACKWARD = ("backward", "grad_pre", "grad_input", "grad_weight")
-
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
@@ -61,13 +59,14 @@ def tune(
     Example: fastlinear tune linear_act --m 64 --k 1024 --n 1024 --activation relu --train
     """
     from fastlinear.dispatch.tune import tune as tune_problem
+    from fastlinear.ops.linear_act.backends import BACKWARD_PIECES
     from fastlinear.ops.linear_act.op import problem_of, validate
 
     if model is None:
         x, weight, b = example_call(family, m, k, n, dtype.value, bias, layout, device)
         validate(x, weight, b, activation)
         forward = problem_of(x, weight, b, activation, train)
-        problems = [forward, *(forward.with_piece(p) for p in _BACKWARD if train)]
+        problems = [forward, *(forward.with_piece(p) for p in BACKWARD_PIECES if train)]
     else:
         problems = _problems_of_model(model, inputs, device, train, seed)
     results = []
@@ -93,6 +92,7 @@ def _problems_of_model(
 ) -> list[Problem]:
     """The distinct linear_act Problems of a model's linear sites, in the order they occur."""
     from fastlinear.cli import load
+    from fastlinear.ops.linear_act.backends import BACKWARD_PIECES
     from fastlinear.profile import profile
 
     net = load.load_model(model, device=device, dtype=None, train=train, seed=seed)
@@ -102,7 +102,7 @@ def _problems_of_model(
     for site in report.sites:
         for shape, layout in zip(site.shapes, site.x_layouts, strict=True):
             forward = _problem_of_site(site, math.prod(shape[:-1]), layout, train)
-            for problem in (forward, *(forward.with_piece(p) for p in _BACKWARD if train)):
+            for problem in (forward, *(forward.with_piece(p) for p in BACKWARD_PIECES if train)):
                 found.setdefault(problem.key(), problem)
     return list(found.values())
 

@@ -104,9 +104,7 @@ def measure_ceilings(device: str, dtype: str, precision: str = "n/a") -> Ceiling
             {"copy": lambda: target.copy_(source)}, device=d, metric="device", rounds=7
         )
         best_flops = 0.0
-        for n in (2048, 4096, 8192) if cuda else (1024, 2048):
-            if cuda and torch_dtype is torch.float64 and n > 2048:
-                break
+        for n in _product_sizes(cuda, torch_dtype):
             generator = torch.Generator(device=d).manual_seed(0)
             a = torch.randn(n, n, device=d, generator=generator).to(torch_dtype)
             arms = {"mm": lambda a=a: torch.mm(a, a)}
@@ -118,3 +116,11 @@ def measure_ceilings(device: str, dtype: str, precision: str = "n/a") -> Ceiling
             fastest = min(min(s.us) for s in times.values())
             best_flops = max(best_flops, 2.0 * n**3 / fastest * 1e6)
     return Ceilings(best_flops, 2.0 * source.numel() / min(copy["copy"].us) * 1e6)
+
+
+def _product_sizes(cuda: bool, dtype: torch.dtype) -> tuple[int, ...]:
+    """Square products that reach the device's rate without taking seconds."""
+    if cuda:
+        return (2048,) if dtype is torch.float64 else (2048, 4096, 8192)
+    # 16-bit products are emulated on many processors: a small one tells as much
+    return (1024, 2048) if dtype is torch.float32 else (512,)

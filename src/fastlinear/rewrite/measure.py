@@ -16,11 +16,11 @@ from fastlinear.core.progress import Progress
 from fastlinear.core.timing import Ratio, Samples, interleave, paired_ratio
 from fastlinear.dispatch import tune as tuning
 from fastlinear.dispatch.select import select
+from fastlinear.ops.linear_act.backends import BACKWARD_PIECES, PIECES
 from fastlinear.rewrite.rules.linear_act import Candidate
 from fastlinear.rewrite.running import Call, Runner
 from fastlinear.rewrite.swap import SwapSet
 
-TRAIN_PIECES = ("backward", "grad_pre", "grad_input", "grad_weight")
 _SITE_ROUNDS = 31
 _MODEL_ROUNDS = (25, 125)  # the second number only if the first leaves it open
 _MAX_TUNE_S = 2.0
@@ -71,7 +71,7 @@ class Pair:
 
 def pieces(problem: Problem) -> tuple[str, ...]:
     """The pieces of a forward Problem that are chosen separately."""
-    return ("forward", *TRAIN_PIECES) if problem.needs_grad else ("forward",)
+    return PIECES if problem.needs_grad else ("forward",)
 
 
 def backends_of(problem: Problem, forced: str | None) -> dict[str, str]:
@@ -81,10 +81,8 @@ def backends_of(problem: Problem, forced: str | None) -> dict[str, str]:
     """
     chosen = {"forward": select(problem, forced).backend.name}
     if problem.needs_grad:
-        chosen["backward"] = select(problem.with_piece("backward")).backend.name
-        if chosen["backward"] == tuning.BASELINE:
-            for piece in TRAIN_PIECES[1:]:
-                chosen[piece] = select(problem.with_piece(piece)).backend.name
+        for piece in BACKWARD_PIECES:
+            chosen[piece] = select(problem.with_piece(piece)).backend.name
     return chosen
 
 

@@ -15,7 +15,7 @@ import fastlinear as fl
 from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 from fastlinear.ops.linear_act import onednn, op, reference
-from fastlinear.ops.linear_act.backends import problem
+from fastlinear.ops.linear_act.backends import PIECES, problem
 
 ONEDNN = onednn.reason_not(problem("forward", 1, 1, 1, dtype="float32", device="cpu")) is None
 FORCED = [
@@ -287,7 +287,7 @@ def test_explain_follows_the_tensors() -> None:
     assert [c.problem.piece for c in fl.explain(x, w, b).choices] == ["forward"]
     b.requires_grad_()
     explanation = fl.explain(x, w, b, activation="relu")
-    assert [c.problem.piece for c in explanation.choices][:2] == ["forward", "backward"]
+    assert [c.problem.piece for c in explanation.choices] == list(PIECES)
     assert all(c.problem.needs_grad for c in explanation.choices)
     assert len(fl.explain(x, w, b, needs_grad=False).choices) == 1
     assert "->" in str(explanation)
@@ -410,16 +410,21 @@ def test_backends_are_given_what_they_may_rely_on(monkeypatch: pytest.MonkeyPatc
         seen["forward"] = (x, b)
         return reference.forward(x, w, b, activation, save_pre)
 
-    def backward(dy: Tensor, saved: Tensor, x: Tensor, *rest: Any) -> Any:
-        seen["backward"] = (dy, saved, x)
-        return reference.backward(dy, saved, x, *rest)
+    def grad_pre(dy: Tensor, saved: Tensor, activation: str, need_db: bool) -> Any:
+        seen["grad_pre"] = (dy, saved)
+        return reference.grad_pre(dy, saved, activation, need_db)
 
-    spy.forward, spy.backward = forward, backward  # type: ignore[attr-defined]
+    def grad_weight(dpre: Tensor, x: Tensor) -> Tensor:
+        seen["grad_weight"] = (dpre, x)
+        return reference.grad_weight(dpre, x)
+
+    spy.forward = forward  # type: ignore[attr-defined]
+    spy.grad_pre, spy.grad_weight = grad_pre, grad_weight  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "fastlinear_spy", spy)
     fam = registry.family("linear_act")
     spies = tuple(
         registry.Backend("linear_act", piece, "spy", f"fastlinear_spy:{piece}", lambda _: None)
-        for piece in ("forward", "backward")
+        for piece in ("forward", "grad_pre", "grad_weight")
     )
     spied = replace(fam, backends=(*fam.backends, *spies), prefer=lambda _: ("spy", "eager"))
     monkeypatch.setitem(registry._FAMILIES, "linear_act", spied)
@@ -433,7 +438,8 @@ def test_backends_are_given_what_they_may_rely_on(monkeypatch: pytest.MonkeyPatc
                 y.sum().backward()  # an expanded gradient
                 assert seen["forward"][0].dim() == 2
                 assert seen["forward"][1].is_contiguous()
-                dy, saved, x2 = seen["backward"]
+                dy, saved = seen["grad_pre"]
+                _, x2 = seen["grad_weight"]
                 assert dy.dim() == x2.dim() == 2
                 assert dy.is_contiguous()
                 assert saved is None or saved.is_contiguous()

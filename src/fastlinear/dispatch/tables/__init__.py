@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -49,17 +49,17 @@ class Row:
 def shipped(problem: Problem, able: Sequence[Backend]) -> Row | None:
     """The nearest shipped row for this Problem on this device, or None.
 
-    A row is used only if its winner is able to serve.
+    Where a row's winner is not able to serve, the fastest measured backend that is stands in.
     """
     rows = table(device_facts(problem.device).slug)
     names = {b.name for b in able}
     best: Row | None = None
     for row in rows.get(_shape_free_key(problem), ()):
-        if row.best not in names:
-            continue
+        times = {name: us for name, us in row.times_us.items() if name in names}
         distance = _distance(row.problem, problem)
-        if distance is not None and (best is None or distance < best.distance):
-            best = Row(row.problem, row.best, row.times_us, row.torch, distance)
+        if times and distance is not None and (best is None or distance < best.distance):
+            winner = row.best if row.best in times else min(times, key=lambda name: times[name])
+            best = replace(row, best=winner, times_us=times, distance=distance)
     return best
 
 

@@ -14,10 +14,8 @@ from fastlinear.ops.linear_act import reference
 
 
 def backward_of(chosen: tuple[Choice, ...]) -> Callable[..., Any]:
-    """One callable for the whole backward: a fused backend, or the pieces chosen one by one."""
+    """One callable for the whole backward, out of the backends chosen for its pieces."""
     by_piece = {c.problem.piece: c.backend for c in chosen}
-    if by_piece["backward"].name != "eager":
-        return by_piece["backward"].load()
     grad_pre = by_piece["grad_pre"].load()
     grad_input = by_piece["grad_input"].load()
     grad_weight = by_piece["grad_weight"].load()

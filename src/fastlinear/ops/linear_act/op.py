@@ -7,6 +7,7 @@ when such a call is seen for the first time.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ from fastlinear.ops.linear_act import backends, reference
 from fastlinear.ops.linear_act.autograd import Formula, LinearAct, backward_of
 
 _MAX_PLANS = 4096
+_LAUNCH_BOUND = (
+    "the step takes less time on the device than its launches take on the host, where PyTorch's "
+    "own autograd is cheapest; inside a CUDA graph, force a backend"
+)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _FLOAT32 = torch.float32
 _is_compiling = torch.compiler.is_compiling
@@ -144,15 +149,17 @@ def choices(
     backend: str | None,
     needs_grad: bool,
 ) -> tuple[Choice, ...]:
-    """The selection for the forward and, with ``needs_grad``, for the backward and its pieces."""
+    """The selection for the forward and, with ``needs_grad``, for each piece of the backward."""
     p = problem_of(x, weight, bias, activation, needs_grad)
-    chosen = [select(p, backend)]
-    if needs_grad:
-        whole = select(p.with_piece("backward"))
-        chosen.append(whole)
-        if whole.backend.name == "eager":
-            chosen += [select(p.with_piece(s)) for s in ("grad_pre", "grad_input", "grad_weight")]
-    return tuple(chosen)
+    if not needs_grad:
+        return (select(p, backend),)
+    problems = [p, *(p.with_piece(piece) for piece in backends.BACKWARD_PIECES)]
+    if p.device == "cuda" and backend is None and backends.launch_bound(p):
+        return tuple(
+            replace(select(q, "eager"), source="launch_bound", reason=_LAUNCH_BOUND)
+            for q in problems
+        )
+    return (select(p, backend), *(select(q) for q in problems[1:]))
 
 
 def problem_of(
