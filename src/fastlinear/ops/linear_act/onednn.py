@@ -2,7 +2,7 @@
 
 ``forward_packed`` keeps a copy of each weight in oneDNN's blocked layout. The copy is refreshed
 when the weight's version counter, storage or a probe of its values changes; the probe (a live
-strided view of about sixty elements) catches writes through ``.data`` that bypass the
+strided view of a dozen elements) catches writes through ``.data`` that bypass the
 version counter. A write through ``.data`` to single elements that the probe does not cover is
 not seen: call ``forget_packed`` after one.
 """
@@ -30,10 +30,9 @@ _POST_OPS: dict[str, tuple[str, list[float], str]] = {
     "tanh": ("tanh", [], ""),
     "leaky_relu": ("leaky_relu", [LEAKY_RELU_SLOPE], ""),
 }
-_PROBE_ELEMENTS = (
-    61  # each may miss every cache; prime, so that the probe's stride rarely lines up with a row
-)
-_PROBE_SIDE = 8
+# each may miss every cache; prime, so that the probe's stride rarely lines up with a row
+_PROBE_ELEMENTS = 13
+_PROBE_SIDE = 4
 
 
 def reason_not(problem: Problem) -> str | None:
@@ -158,7 +157,7 @@ def _packed(weight: Tensor, rows: int) -> Tensor:
 
 
 def _probe(weight: Tensor) -> Tensor:
-    """About sixty elements of the weight, as a view; nothing keeps its storage alive."""
+    """A dozen elements of the weight, as a view; nothing keeps its storage alive."""
     n, k = weight.shape
     across, along = weight.stride()
     size: tuple[int, ...]
