@@ -7,12 +7,13 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from fastlinear.bench import forwards as by
 from fastlinear.bench.case import METRICS, Case
-from fastlinear.bench.work import Unit, Work
+from fastlinear.bench.work import Unit
 from fastlinear.core.precision import FLOAT_DTYPES, matmul_precision
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import family
@@ -33,7 +34,7 @@ class Peer:
     """
 
     name: str
-    build: Callable[[Work], Unit]
+    build: Callable[[Any], Unit]
     reason_not: Callable[[Case], str | None] = lambda _: None
     metrics: tuple[str, ...] = METRICS
 
@@ -49,7 +50,7 @@ def peers(case: Case) -> tuple[Peer, ...]:
     return (
         Peer("eager", lambda w: w.unit(by.eager(w))),
         Peer("eager_kn", lambda w: w.unit(by.eager_kn(w)), _forward_only),
-        Peer("compile", lambda w: w.unit(by.compiled(w)), _no_compiler),
+        Peer("compile", lambda w: w.unit(by.compiled(w)), compiler_missing),
         Peer("compile_max_autotune", lambda w: w.unit(by.max_autotune(w)), _not_max_autotune),
         Peer(
             "compile_reduce_overhead",
@@ -110,7 +111,8 @@ def _cuda_only(case: Case) -> str | None:
     return None if case.device == "cuda" else "needs a CUDA device"
 
 
-def _no_compiler(case: Case) -> str | None:
+def compiler_missing(case: Case) -> str | None:
+    """Why torch.compile cannot run for a case's device, or None."""
     names = (os.environ.get("CXX"), "g++", "c++", "clang++")
     if case.device == "cuda":
         if importlib.util.find_spec("triton") is None:
@@ -122,11 +124,11 @@ def _no_compiler(case: Case) -> str | None:
 
 
 def _not_max_autotune(case: Case) -> str | None:
-    return _too_slow(case) or _no_compiler(case)
+    return _too_slow(case) or compiler_missing(case)
 
 
 def _not_reduce_overhead(case: Case) -> str | None:
-    return _cuda_only(case) or _forward_only(case) or _too_slow(case) or _no_compiler(case)
+    return _cuda_only(case) or _forward_only(case) or _too_slow(case) or compiler_missing(case)
 
 
 def _too_slow(case: Case) -> str | None:

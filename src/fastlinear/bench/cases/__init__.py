@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fastlinear.bench.case import Case
-from fastlinear.bench.cases import linear
+from fastlinear.bench.cases import linear, models
 
-EXPERIMENTS: dict[str, Callable[[str, bool], list[Case]]] = {"linear": linear.cases}
+EXPERIMENTS: dict[str, Callable[[str, bool], list[Case]]] = {
+    "linear": linear.cases,
+    "models": models.cases,
+}
 """Experiment → (device type, quick) → its cases, most telling first."""

@@ -1,0 +1,31 @@
+"""Experiment ``models``: whole transformers models in inference, before and after ``optimize_``.
+
+Built from their published configurations with random weights; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+from fastlinear.bench.case import Case
+
+_SHAPES = (("gpt2", 4, 128), ("gpt2", 1, 128), ("bert", 4, 128), ("vit", 1, 197))
+
+
+def cases(device: str, quick: bool = False) -> list[Case]:
+    """The cases for a device type; quick ones have two layers instead of twelve."""
+    dtypes = ("bfloat16", "float32") if device == "cuda" else ("float32",)
+    shapes = _SHAPES[1:2] if quick else _SHAPES
+    return [
+        Case(
+            experiment="models",
+            family="model",
+            dims=(("B", batch), ("T", tokens), ("L", 2 if quick else 12)),
+            dtype=dtype,
+            device=device,
+            direction="forward",
+            metrics=("device", "wall") if device == "cuda" else ("wall",),
+            options=(("model", name),),
+            light=quick,
+        )
+        for dtype in dtypes
+        for name, batch, tokens in shapes
+    ]

@@ -1,0 +1,147 @@
+"""The work and the contenders of whole models: plain, compiled, and rewritten by fastlinear."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastlinear.bench.case import Case
+from fastlinear.bench.peers import OURS, Peer, compiler_missing
+from fastlinear.bench.work import Unit
+from fastlinear.core.cost import Cost
+from fastlinear.core.precision import FLOAT_DTYPES
+from fastlinear.core.settings import Config
+from fastlinear.rewrite import Result, optimize_
+
+_BUDGET_S = 60.0
+
+
+@dataclass(frozen=True)
+class ModelWork:
+    """One model and one input; a unit of work is one forward.
+
+    Attributes:
+        case: what is measured.
+        model: in eval mode, on the device, in the case's dtype.
+        inputs: keyword arguments of the forward.
+        stacks: one entry, so that nothing rotates: a model's weights exceed the caches by far.
+        cold: False; a model runs over and over.
+        result: what ``optimize_`` did, once our contender is built.
+    """
+
+    case: Case
+    model: nn.Module
+    inputs: dict[str, Tensor]
+    stacks: tuple[None, ...] = (None,)
+    cold: bool = False
+    result: list[Result] = field(default_factory=list)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the tensors a unit returns."""
+        return ("output",)
+
+    def mode(self) -> AbstractContextManager[Any]:
+        """The gradient mode of every call."""
+        return torch.no_grad()
+
+    def private(self) -> ModelWork:
+        """The same work: a forward changes nothing."""
+        return self
+
+    def unit(self, model: Callable[..., Any]) -> Unit:
+        """One forward of a model."""
+        return lambda _: (model(**self.inputs)[0],)
+
+    def reference(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """What a copy of the model gives in ``dtype``; the oracle in float64."""
+        model = copy.deepcopy(self.model).to(dtype)
+        inputs = {k: v.to(dtype) if v.is_floating_point() else v for k, v in self.inputs.items()}
+        with self.mode():
+            return (model(**inputs)[0],)
+
+    def neighbours(self) -> list[tuple[Tensor, ...]]:
+        """None: nothing is differentiated."""
+        return []
+
+    def cost(self) -> Cost:
+        """Flops of all matrix products as torch counts them; every parameter read once."""
+        from torch.utils.flop_counter import FlopCounterMode
+
+        with self.mode(), FlopCounterMode(display=False) as counter:
+            y = self.model(**self.inputs)[0]
+        moved = [*self.model.parameters(), *self.inputs.values(), y]
+        return Cost(counter.get_total_flops(), sum(t.numel() * t.element_size() for t in moved))
+
+    def shapes(self) -> dict[str, list[int]]:
+        """Shapes of the inputs."""
+        return {k: list(v.shape) for k, v in self.inputs.items()}
+
+    def strides(self) -> dict[str, list[int]]:
+        """Strides of the inputs."""
+        return {k: list(v.stride()) for k, v in self.inputs.items()}
+
+    def chosen(self) -> dict[str, str]:
+        """How many sites ended how."""
+        return {k: str(v) for r in self.result for k, v in r.summary().items()}
+
+
+def make_work(case: Case, device: torch.device) -> ModelWork:
+    """Build the model of a case with random weights. Needs the extra ``[models]``."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import transformers as hf
+
+    name, layers = case.option("model"), case.dim("L")
+    batch, tokens = case.dim("B"), case.dim("T")
+    generator = torch.Generator().manual_seed(case.seed)
+    torch.manual_seed(case.seed)
+    model: nn.Module
+    if name == "gpt2":
+        model = hf.GPT2Model(hf.GPT2Config(n_layer=layers, use_cache=False))
+    elif name == "bert":
+        model = hf.BertModel(hf.BertConfig(num_hidden_layers=layers))
+    else:
+        model = hf.ViTModel(hf.ViTConfig(num_hidden_layers=layers))
+    dtype = FLOAT_DTYPES[case.dtype]
+    model = model.eval().to(device=device, dtype=dtype)
+    if name == "vit":
+        pixels = torch.randn(batch, 3, 224, 224, generator=generator)
+        inputs = {"pixel_values": pixels.to(device=device, dtype=dtype)}
+    else:
+        ids = torch.randint(30000, (batch, tokens), generator=generator)
+        inputs = {"input_ids": ids.to(device)}
+    return ModelWork(case, model, inputs)
+
+
+def peers(case: Case) -> tuple[Peer, ...]:
+    """Eager, ``torch.compile`` and its tuned form, and fastlinear."""
+    frozen = {"max_autotune": True, "freezing": True} if case.device == "cpu" else None
+
+    def slow(case: Case) -> str | None:
+        too_slow = "left out of this case: it takes too long to prepare" if case.light else None
+        return too_slow or compiler_missing(case)
+
+    def tuned(work: Any) -> Unit:
+        how: dict[str, Any] = {"options": frozen} if frozen else {"mode": "max-autotune"}
+        return work.unit(torch.compile(work.model, dynamic=False, **how))
+
+    return (
+        Peer("eager", lambda w: w.unit(w.model)),
+        Peer("compile", lambda w: w.unit(torch.compile(w.model, dynamic=False)), slow),
+        Peer("compile_max_autotune", tuned, slow),
+        Peer(OURS, lambda w: w.unit(_optimized(w))),
+    )
+
+
+def _optimized(work: ModelWork) -> nn.Module:
+    model = copy.deepcopy(work.model)
+    result = optimize_(model, dict(work.inputs), config=Config(time_budget_s=_BUDGET_S))
+    work.result.append(result)
+    return model
