@@ -83,7 +83,7 @@ def run_case(case: Case, settings: Settings, contenders: Sequence[Peer] | None =
         "cold_l2": work.cold,
     }
     oracle = work.reference(torch.float64)
-    theirs = (work.reference(FLOAT_DTYPES[case.dtype]), *work.neighbours())
+    theirs = work.reference(FLOAT_DTYPES[case.dtype])
     rows: list[Row] = []
     ready: list[_Ready] = []
     for peer in field if contenders is None else contenders:
@@ -118,7 +118,7 @@ def _prepare(
     work: Work,
     device: torch.device,
     oracle: tuple[torch.Tensor, ...],
-    theirs: Sequence[tuple[torch.Tensor, ...]],
+    theirs: tuple[torch.Tensor, ...],
 ) -> _Ready:
     """Build a contender, take its first call, judge it, and rehearse the calls to come."""
     own = work.private()
@@ -127,9 +127,9 @@ def _prepare(
     with work.mode():
         first = first_call_us(lambda: results.append(unit(0)), device)
         verdicts = [
-            max((judge(name, ours, t, exact) for t in torchs), key=lambda v: v.limit)
-            for name, ours, exact, *torchs in zip(
-                work.names, results.pop(), oracle, *theirs, strict=True
+            judge(name, ours, torchs, exact)
+            for name, ours, torchs, exact in zip(
+                work.names, results.pop(), theirs, oracle, strict=True
             )
         ]
         for i in range(len(work.stacks)):

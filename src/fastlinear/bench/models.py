@@ -67,10 +67,6 @@ class ModelWork:
         with self.mode():
             return (model(**inputs)[0],)
 
-    def neighbours(self) -> list[tuple[Tensor, ...]]:
-        """None: nothing is differentiated."""
-        return []
-
     def cost(self) -> Cost:
         """Flops of all matrix products as torch counts them; every parameter read once."""
         from torch.utils.flop_counter import FlopCounterMode

@@ -23,8 +23,6 @@ from fastlinear.ops.common.activations import activation as activation_of
 
 LEARNING_RATE = 0.01
 _MAX_SETS = 64
-_KINKED = ("relu", "leaky_relu")
-_NEIGHBOURS = 8
 
 
 @dataclass(frozen=True)
@@ -135,28 +133,7 @@ class Work:
 
     def reference(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """What plain PyTorch gives on the first set in ``dtype``; the oracle in float64."""
-        return self._by_torch(self.stacks[0].to(dtype))
-
-    def neighbours(self) -> list[tuple[Tensor, ...]]:
-        """What plain PyTorch gives when x is moved by one rounding, for gradients with a kink.
-
-        A pre-activation within a rounding of relu's kink falls on either side of it by luck, and
-        takes a whole row of gradients with it: PyTorch's own error is that of its unluckiest run.
-        """
-        if not self.case.needs_grad or self.case.option("activation") not in _KINKED:
-            return []
-        found = []
-        for seed in range(_NEIGHBOURS):
-            stack = self.stacks[0].to(self.stacks[0].x.dtype)
-            signs = torch.Generator(device=stack.x.device).manual_seed(seed)
-            toss = torch.rand(stack.x.shape, device=stack.x.device, generator=signs) - 0.5
-            moved = stack.x.detach() * (1 + toss.sign() * torch.finfo(stack.x.dtype).eps)
-            x = moved.to(stack.x.dtype).requires_grad_(stack.x.requires_grad)
-            found.append(self._by_torch(replace(stack, x=x)))
-        return found
-
-    def _by_torch(self, stack: Stack) -> tuple[Tensor, ...]:
-        work = replace(self, stacks=(stack,))
+        work = replace(self, stacks=(self.stacks[0].to(dtype),))
         with work.mode():
             results = work.unit(plain)(0)
         return tuple(t.detach() for t in results)
