@@ -15,7 +15,7 @@ class Problem:
 
     Attributes:
         family: op name, for example ``"linear_act"``.
-        piece: what is computed: ``"forward"``, ``"backward"`` or one piece of the backward.
+        piece: what is computed: ``"forward"`` or one piece of the backward.
         dims: named sizes, for example ``(("M", 64), ("K", 128), ("N", 256))``.
         dtype: torch dtype name without the prefix, for example ``"bfloat16"``.
         device: ``"cpu"`` or ``"cuda"``.

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import gc
 import threading
+import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fastlinear as fl
 from fastlinear.core.errors import InputError, UnsupportedError
+from fastlinear.ops.common import cpp_build
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 from fastlinear.ops.linear_act import onednn, op, reference
 from fastlinear.ops.linear_act.backends import PIECES, problem
@@ -219,6 +222,24 @@ def test_fx_records_one_call() -> None:
     by_name = torch.fx.symbolic_trace(lambda x, w, b: fl.linear_act(x, w, b, activation="relu"))
     w, b = torch.randn(5, 8), torch.randn(5)
     close(by_name(x, w, b), F.relu(F.linear(x, w, b)))
+
+
+@pytest.mark.skipif(cpp_build.reason_not() is not None, reason="no C++ compiler")
+def test_what_records_torchs_ops_sees_them_all() -> None:
+    """A trace of a call that our own kernel serves must not lose what the kernel does."""
+    x, w, b = torch.randn(4, 8), torch.randn(5, 8), torch.randn(5)
+
+    def call(x: Tensor) -> Tensor:
+        return fl.linear_act(x, w, b, activation="silu", backend="cpp")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        traced = torch.jit.trace(call, (x,))
+    other = torch.randn(4, 8)
+    expected = F.silu(F.linear(other, w, b))
+    close(call(other), expected)
+    close(traced(other), expected)
+    close(make_fx(call)(x)(other), expected)
 
 
 def test_sparse_input_takes_torchs_path() -> None:
@@ -430,13 +451,19 @@ def test_backends_are_given_what_they_may_rely_on(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(registry._FAMILIES, "linear_act", spied)
 
     w = torch.randn(5, 6, requires_grad=True)
-    for x in (torch.randn(6), torch.randn(2, 3, 6), torch.randn(3, 2, 6).transpose(0, 1)):
-        for b in (torch.randn(10)[::2], torch.randn(1).expand(5)):
+    for x in (
+        torch.randn(6),
+        torch.randn(2, 3, 6),
+        torch.randn(3, 2, 6).transpose(0, 1),
+        torch._neg_view(torch.randn(4, 6)),  # its sign is in a flag, not in memory
+    ):
+        for b in (torch.randn(10)[::2], torch.randn(1).expand(5), torch._neg_view(torch.randn(5))):
             for activation in ("none", "relu", "gelu"):
                 y = fl.linear_act(x, w, b, activation=activation)
                 close(y, reference.linear_act(x, w, b, activation))
                 y.sum().backward()  # an expanded gradient
                 assert seen["forward"][0].dim() == 2
+                assert not any(t.is_neg() for t in seen["forward"])
                 assert seen["forward"][1].is_contiguous()
                 dy, saved = seen["grad_pre"]
                 _, x2 = seen["grad_weight"]

@@ -188,6 +188,21 @@ def test_a_spill_is_seen(launches: list[Recorded], tmp_path: Path) -> None:
         assert_fits(launches[0].compile(90), 90, tmp_path)
 
 
+@pytest.mark.parametrize("product", ["forward", "grad_input"])
+def test_each_operand_has_its_own_alignment(product: str, launches: list[Recorded]) -> None:
+    """A kernel compiled for an aligned weight must not be handed one that is not."""
+    run: Callable[..., Any] = {
+        "forward": lambda a, b: backend.forward(a, b, None, "relu", False),
+        "grad_input": backend.grad_input,
+    }[product]
+    even, odd = (torch.zeros(64 * 64 + 8, dtype=torch.float16) for _ in range(2))
+    aligned, shifted = even[:4096].view(64, 64), odd[4:4100].view(64, 64)
+    assert (aligned.data_ptr() % 16, shifted.data_ptr() % 16) == (0, 8)
+    for pair in ((aligned, aligned), (aligned, shifted), (shifted, aligned), (shifted, shifted)):
+        run(*pair)
+    assert len(backend._plans) == 4
+
+
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (13, 0)])
 @pytest.mark.parametrize("dtype", NAMES, ids=str)
 def test_every_chosen_configuration_is_valid(

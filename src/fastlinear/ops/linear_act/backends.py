@@ -55,8 +55,9 @@ def problem(
     """A linear_act Problem: M rows of x, K in features, N out features.
 
     Args:
-        x_layout: ``"rows"`` (unit stride along K, rows dense or 16 bytes aligned to each other),
-            ``"rows_odd"`` (unit stride along K, other row strides) or ``"strided"``.
+        x_layout: ``"rows"`` (unit stride along K, rows dense or a multiple of 16 bytes apart),
+            ``"rows_odd"`` (unit stride along K, other row strides: expanded and overlapping rows as
+            well) or ``"strided"``.
         w_layout: ``"nk"`` (contiguous, as in nn.Linear), ``"kn"`` (a transposed view, as in
             transformers' Conv1D) or ``"strided"``.
     """
@@ -68,6 +69,17 @@ def problem(
     )
     dims = (("M", m), ("K", k), ("N", n))
     return Problem(NAME, piece, dims, dtype, device, options, needs_grad, precision)
+
+
+def x_layout_of(rows: Tensor) -> str:
+    """The x layout of ``problem`` for x seen as its rows (M, K), by strides alone."""
+    m, k = rows.shape
+    if rows.stride(1) != 1 and k != 1:
+        return "strided"
+    if m <= 1 or rows.stride(0) == k:
+        return "rows"
+    aligned = rows.stride(0) > k and rows.stride(0) * rows.itemsize % 16 == 0
+    return "rows" if aligned else "rows_odd"
 
 
 def saves_pre(activation: str) -> bool:
@@ -124,7 +136,7 @@ def _reason_not_cuda(p: Problem) -> str | None:
 def _strides(p: Problem) -> tuple[tuple[int, int], tuple[int, int]]:
     """Strides of x and weight that stand for the Problem's layouts."""
     k, n = p.dim("K"), p.dim("N")
-    x = {"rows": (k, 1), "rows_odd": (k + 1, 1), "strided": (2 * k + 1, 2)}[p.option("x")]
+    x = {"rows": (k, 1), "rows_odd": (2 * k + 1, 1), "strided": (2 * k + 1, 2)}[p.option("x")]
     w = {"nk": (k, 1), "kn": (1, n), "strided": (2 * k + 1, 2)}[p.option("w")]
     return x, w
 

@@ -7,7 +7,6 @@ when such a call is seen for the first time.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,19 +15,18 @@ from torch.autograd import forward_ad as _forward_ad
 from torch.overrides import handle_torch_function, has_torch_function
 
 from fastlinear.core.errors import InputError
-from fastlinear.core.precision import DTYPE_NAMES, matmul_precision
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.explain import Explanation
-from fastlinear.dispatch.select import Choice, select
+from fastlinear.dispatch.select import Choice
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.linear_act import backends, reference
+from fastlinear.ops.linear_act import reference
 from fastlinear.ops.linear_act.autograd import Formula, LinearAct, backward_of
+from fastlinear.ops.linear_act.selection import choices, problem_of
+from fastlinear.ops.linear_act.validation import validate
+
+__all__ = ["call", "choices", "explain", "linear_act", "problem_of", "validate"]
 
 _MAX_PLANS = 4096
-_LAUNCH_BOUND = (
-    "the step takes less time on the device than its launches take on the host, where PyTorch's "
-    "own autograd is cheapest; inside a CUDA graph, force a backend"
-)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _FLOAT32 = torch.float32
 _is_compiling = torch.compiler.is_compiling
@@ -36,6 +34,8 @@ _grad_enabled = torch.is_grad_enabled
 _matmul_precision = torch.get_float32_matmul_precision
 _any_autocast = torch._C._is_any_autocast_enabled
 _transforms_active = torch._C._are_functorch_transforms_active
+_tracing = torch._C._get_tracing_state
+_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 def linear_act(
@@ -133,144 +133,15 @@ def explain(
         x, weight, bias, activation, backend: as for ``linear_act``.
         needs_grad: whether to explain the training choice; by default what the tensors say.
     """
-    validate(x, weight, bias, activation)
+    autocast = _autocast_dtype(x) if isinstance(x, Tensor) else None
     if needs_grad is None:
         needs_grad = torch.is_grad_enabled() and any(
-            t is not None and t.requires_grad for t in (x, weight, bias)
+            isinstance(t, Tensor) and t.requires_grad for t in (x, weight, bias)
         )
+    if autocast is not None and isinstance(weight, Tensor) and isinstance(bias, Tensor | None):
+        x, weight, bias = _cast(x, weight, bias, autocast)
+    validate(x, weight, bias, activation, backend)
     return Explanation(choices(x, weight, bias, activation, backend, needs_grad))
-
-
-def choices(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    backend: str | None,
-    needs_grad: bool,
-) -> tuple[Choice, ...]:
-    """The selection for the forward and, with ``needs_grad``, for each piece of the backward."""
-    p = problem_of(x, weight, bias, activation, needs_grad)
-    if not needs_grad:
-        return (select(p, backend),)
-    problems = [p, *(p.with_piece(piece) for piece in backends.BACKWARD_PIECES)]
-    if p.device == "cuda" and backend is None and backends.launch_bound(p):
-        return tuple(
-            replace(select(q, "eager"), source="launch_bound", reason=_LAUNCH_BOUND)
-            for q in problems
-        )
-    return (select(p, backend), *(select(q) for q in problems[1:]))
-
-
-def problem_of(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, needs_grad: bool
-) -> Any:
-    """The forward Problem of a call."""
-    n, k = weight.shape
-    m = x.shape[:-1].numel()
-    rows = x.detach().reshape(m, k) if x.numel() else x.new_empty(m, k)
-    if rows.stride(1) != 1 and k != 1:
-        x_layout = "strided"
-    elif rows.stride(0) in (k, 1) or rows.stride(0) * x.itemsize % 16 == 0:
-        x_layout = "rows"
-    else:
-        x_layout = "rows_odd"
-    if weight.is_contiguous():
-        w_layout = "nk"
-    elif weight.t().is_contiguous():
-        w_layout = "kn"
-    else:
-        w_layout = "strided"
-    return backends.problem(
-        "forward",
-        m,
-        k,
-        n,
-        dtype=DTYPE_NAMES[x.dtype],
-        device=x.device.type,
-        activation=activation,
-        bias=bias is not None,
-        needs_grad=needs_grad,
-        x_layout=x_layout,
-        w_layout=w_layout,
-        precision=matmul_precision(x.dtype),
-    )
-
-
-def validate(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    backend: str | None = None,
-) -> None:
-    """Raise InputError unless the arguments fit each other."""
-    activation_of(activation, "linear_act")
-    if backend is not None and not isinstance(backend, str):
-        raise InputError(
-            "linear_act",
-            expected="backend to be a name or None",
-            received=repr(backend),
-            remedy="Leave backend out to let fastlinear choose.",
-        )
-    for name, value in (("x", x), ("weight", weight), ("bias", bias)):
-        if not isinstance(value, torch.Tensor) and not (name == "bias" and value is None):
-            raise InputError(
-                "linear_act",
-                expected=f"{name} to be a tensor",
-                received=type(value).__name__,
-                remedy="Convert it, for example with torch.as_tensor.",
-            )
-    if weight.dim() != 2:
-        raise InputError(
-            "linear_act",
-            expected="weight of shape (N, K)",
-            received=f"shape {tuple(weight.shape)}",
-            remedy="For one weight per group use grouped linears.",
-        )
-    n, k = weight.shape
-    if x.dim() == 0 or x.shape[-1] != k:
-        transposed = (
-            " The weight looks transposed: pass weight.t()." if x.shape[-1:] == (n,) else ""
-        )
-        raise InputError(
-            "linear_act",
-            expected=f"x of shape (..., {k}) for weight (N={n}, K={k})",
-            received=f"shape {tuple(x.shape)}",
-            remedy=f"Make x's last dimension equal weight's second.{transposed}",
-        )
-    others = [("weight", weight)]
-    if bias is not None:
-        if bias.shape != (n,):
-            raise InputError(
-                "linear_act",
-                expected=f"bias of shape ({n},) for weight (N={n}, K={k})",
-                received=f"shape {tuple(bias.shape)}",
-                remedy="Give one number per output feature, or None.",
-            )
-        others.append(("bias", bias))
-    if x.dtype not in DTYPE_NAMES:
-        raise InputError(
-            "linear_act",
-            expected=f"a dtype in {', '.join(DTYPE_NAMES.values())}",
-            received=str(x.dtype),
-            remedy="Convert the input, for example x.float().",
-        )
-    for name, value in others:
-        if value.dtype != x.dtype:
-            raise InputError(
-                "linear_act",
-                expected=f"{name} of x's dtype {x.dtype}",
-                received=str(value.dtype),
-                remedy="Convert one of them, or use torch.autocast.",
-            )
-        if value.device != x.device:
-            raise InputError(
-                "linear_act",
-                expected=f"{name} on x's device {x.device}",
-                received=str(value.device),
-                remedy=f"Move it: {name}.to({str(x.device)!r}).",
-            )
 
 
 # --------------------------------------------------------------------------------------------
@@ -333,10 +204,14 @@ def _chosen_plan(
     def plan(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if _forward_ad._current_level >= 0 or not _strided(x, weight):
             return _unusual(x, weight, bias, activation, backend)
+        if _recorded():
+            return reference.linear_act(x, weight, bias, activation)
+        if x.is_neg() or weight.is_neg():  # a lazy sign: kernels read memory as it lies
+            x, weight = x.resolve_neg(), weight.resolve_neg()
         if autocast is not None:
             x, weight, bias = _cast(x, weight, bias, autocast)
-        if bias is not None and not bias.is_contiguous():
-            bias = bias.contiguous()
+        if bias is not None and (bias.is_neg() or not bias.is_contiguous()):
+            bias = bias.resolve_neg().contiguous()
         return inner(x, weight, bias)
 
     return plan
@@ -370,6 +245,14 @@ def _training(run: Callable[..., Any], chosen: tuple[Choice, ...], activation: s
 
 def _strided(x: Tensor, weight: Tensor) -> bool:
     return x.layout is torch.strided and weight.layout is torch.strided
+
+
+def _recorded() -> bool:
+    """Whether ``torch.jit.trace`` or a dispatch mode (make_fx, a flop counter) watches torch's ops.
+
+    A kernel of our own is none, so it would be missing from what they record.
+    """
+    return _tracing() is not None or _dispatch_modes() > 0
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:

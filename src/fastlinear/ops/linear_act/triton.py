@@ -75,7 +75,8 @@ def forward(
         x.device,
         activation,
         save_pre,
-        (x.data_ptr() | weight.data_ptr()) & 15,
+        x.data_ptr() & 15,
+        weight.data_ptr() & 15,
         None if bias is None else bias.data_ptr() & 15,
         config,
     )
@@ -161,7 +162,8 @@ def _grad_product(a: Tensor, b: Tensor, config: GemmConfig | None) -> Tensor:
         b.stride(),
         a.dtype,
         a.device,
-        (a.data_ptr() | b.data_ptr()) & 15,
+        a.data_ptr() & 15,
+        b.data_ptr() & 15,
         config,
     )
     plan = _plans.get(key)
@@ -333,12 +335,12 @@ def _aligned_operands(a: Tensor, b: Tensor) -> bool:
 
 
 def _aligned(t: Tensor) -> bool:
-    """One unit stride, the other a positive multiple of 16 bytes, base aligned to 16 bytes."""
-    outer, inner = t.stride()
+    """One unit stride, the other a multiple of 16 bytes without overlap, base aligned likewise."""
+    (outer, inner), extent = t.stride(), t.shape[1]
     if inner != 1:
-        outer, inner = inner, outer
+        outer, inner, extent = inner, outer, t.shape[0]
     size = t.element_size()
-    return inner == 1 and outer > 0 and outer * size % 16 == 0 and t.data_ptr() % 16 == 0
+    return inner == 1 and outer >= extent and outer * size % 16 == 0 and t.data_ptr() % 16 == 0
 
 
 def _capability(device: torch.device) -> tuple[int, int]:

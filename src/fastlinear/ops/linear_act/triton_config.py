@@ -8,18 +8,8 @@ from functools import lru_cache
 
 import torch
 
-ACTIVATIONS = (
-    "none",
-    "relu",
-    "relu2",
-    "silu",
-    "gelu",
-    "gelu_tanh",
-    "sigmoid",
-    "tanh",
-    "quick_gelu",
-    "leaky_relu",
-)
+from fastlinear.ops.common.activations import NAMES
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Largest shared memory of one block in bytes, and multiprocessors of the common part.
@@ -188,7 +178,7 @@ def reason_not(
         return f"needs compute capability 8.0, the device has {capability[0]}.{capability[1]}"
     if dtype not in DTYPES:
         return f"serves float32, bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
-    if activation not in ACTIVATIONS:
+    if activation not in NAMES:
         return f"does not know the activation {activation!r}"
     if max(M, K, N) > _MAX_INT // 2:
         return f"sizes must stay below 2^30, got M={M}, K={K}, N={N}"

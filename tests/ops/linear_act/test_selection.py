@@ -1,0 +1,77 @@
+"""From tensors to the Problem that stands for them: nothing chosen may refuse the real call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastlinear.ops.linear_act import backends, cuda, triton_config
+from fastlinear.ops.linear_act.selection import problem_of
+
+HOPPER = (9, 0)
+
+
+def half(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16)
+
+
+def inputs(m: int, k: int) -> Iterator[Tensor]:
+    """x (M, K) as callers lay it out: dense, padded, sliced, expanded, overlapping."""
+    yield half(m, k)
+    yield half(k, m).t()
+    yield half(1, k).expand(m, k)
+    yield half(m, 1).expand(m, k)
+    yield half(m, k + 1)[:, 1:]
+    yield half(m, k + 8)[:, :k]
+    yield half(m, 2 * k)[:, ::2]
+    yield half(m + k).as_strided((m, k), (1, 1))
+    yield half(8 * m + k).as_strided((m, k), (8, 1))
+
+
+def weights(n: int, k: int) -> Iterator[Tensor]:
+    """weight (N, K) as callers lay it out."""
+    yield half(n, k)
+    yield half(k, n).t()
+    yield half(1, k).expand(n, k)
+    yield half(n, k + 8)[:, :k]
+    yield half(n + k).as_strided((n, k), (1, 1))
+
+
+@pytest.mark.parametrize("k", [1, 2, 7, 8, 15, 16, 24])
+@pytest.mark.parametrize(("m", "n"), [(1, 8), (2, 8), (8, 16), (9, 24), (8, 1)])
+def test_what_a_problem_promises_holds_for_its_tensors(m: int, n: int, k: int) -> None:
+    served = 0
+    for x in inputs(m, k):
+        for w in weights(n, k):
+            p = problem_of(x, w, None, "relu", False)
+            facts: tuple[Any, ...] = (m, k, n, torch.bfloat16)
+            promised = cuda.reason_not(*facts, *backends._strides(p), HOPPER) is None
+            real = cuda.reason_not(*facts, x.stride(), w.stride(), HOPPER)
+            assert not promised or real is None, (x.stride(), w.stride(), p.describe(), real)
+            served += promised
+            strides = (x.stride(), w.stride())
+            assert triton_config.reason_not(*facts, "relu", *strides, HOPPER) is None
+    assert served > 0 or n % 8 or (k % 8 and k > 1)
+
+
+@pytest.mark.parametrize(
+    ("x", "word"),
+    [
+        (torch.empty(4, 8), "rows"),
+        (torch.empty(2, 3, 8), "rows"),
+        (torch.empty(1, 11)[:, :7], "rows"),
+        (torch.empty(4, 16)[:, :8], "rows"),
+        (torch.empty(4, 9)[:, :8], "rows_odd"),
+        (torch.empty(1, 8).expand(4, 8), "rows_odd"),
+        (torch.empty(12).as_strided((4, 8), (1, 1)), "rows_odd"),
+        (torch.empty(8, 4).t(), "strided"),
+        (torch.empty(0, 8), "rows"),
+    ],
+)
+def test_words_for_the_layout_of_x(x: Tensor, word: str) -> None:
+    weight = torch.empty(5, x.shape[-1])
+    assert problem_of(x, weight, None, "none", False).option("x") == word
