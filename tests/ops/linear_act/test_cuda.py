@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from fastlinear.core.compare import judge
 from fastlinear.core.errors import UnsupportedError
+from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.linear_act import cuda, reference
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -78,7 +80,9 @@ def test_reason_not() -> None:
     assert "x of shape" in (reason(xs=(65, 1)) or "")
     assert "weight of shape" in (reason(ws=(128, 2)) or "")
     assert "x of shape" in (reason(xs=(0, 1)) or ""), "an expanded row has no stride to follow"
+    assert "x of shape" in (reason(xs=(8, 1)) or ""), "rows that overlap"
     assert "empty" in (reason(M=0) or "")
+    assert "2^30" in (reason(M=2**31) or "")
 
 
 def test_registers_are_shared_out_within_the_launch() -> None:
@@ -173,7 +177,7 @@ def test_every_config_with_tails(
 
 @on_hopper
 @pytest.mark.gpu
-@pytest.mark.parametrize("activation", list(cuda.ACTIVATION_IDS))
+@pytest.mark.parametrize("activation", NAMES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_every_activation(activation: str, dtype: torch.dtype, has_bias: bool) -> None:
@@ -184,7 +188,7 @@ def test_every_activation(activation: str, dtype: torch.dtype, has_bias: bool) -
 
 @on_hopper
 @pytest.mark.gpu
-@pytest.mark.parametrize("activation", list(cuda.ACTIVATION_IDS))
+@pytest.mark.parametrize("activation", NAMES)
 def test_extreme_values(activation: str) -> None:
     """Large arguments neither overflow to NaN nor lose their limit; NaN goes through."""
     values = torch.tensor([-3e4, -200.0, -30.0, -1e-3, 0.0, 1e-3, 30.0, 200.0, 3e4, float("nan")])
@@ -200,7 +204,7 @@ def test_extreme_values(activation: str) -> None:
 
 @on_hopper
 @pytest.mark.gpu
-@pytest.mark.parametrize("activation", list(cuda.ACTIVATION_IDS))
+@pytest.mark.parametrize("activation", NAMES)
 def test_every_value_of_the_activation(activation: str) -> None:
     """Element by element in float16, on pre-activations that are exact."""
     x = torch.zeros(4096, 8, device="cuda", dtype=torch.float16)
@@ -279,6 +283,43 @@ def test_uses_the_current_stream() -> None:
         y, _ = cuda.forward(late, weight, bias, "relu", False)
     side.synchronize()
     assert torch.equal(y, expected)
+
+
+@on_hopper
+@pytest.mark.gpu
+def test_first_call_inside_a_capture() -> None:
+    """Compiling and loading are no part of the graph, and do not end its capture."""
+    x, weight, bias = _inputs(40, 136, 264)
+    torch.cuda.synchronize()
+    cuda._plans.clear()
+    cuda._kernels.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, _ = cuda.forward(x, weight, bias, "quick_gelu", False)
+    graph.replay()
+    _assert_matches(x, weight, bias, "quick_gelu", y, None)
+
+
+@on_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("warm", [True, False])
+def test_a_thread_that_never_called_cuda(warm: bool) -> None:
+    x, weight, bias = _inputs(64, 128, 256)
+    expected, _ = cuda.forward(x, weight, bias, "silu", False)
+    torch.empty_like(expected)  # leaves a block for the thread to reuse
+    if not warm:
+        cuda._plans.clear()
+    with ThreadPoolExecutor(1) as pool:
+        y, _ = pool.submit(cuda.forward, x, weight, bias, "silu", False).result()
+    assert torch.equal(y, expected)
+
+
+@on_hopper
+@pytest.mark.gpu
+def test_tanh_keeps_its_digits_near_zero() -> None:
+    x, weight, _ = _inputs(64, 128, 256)
+    y, pre = cuda.forward(x * 1e-3, weight, None, "tanh", True)
+    _assert_matches(x * 1e-3, weight, None, "tanh", y, pre)
 
 
 @on_hopper

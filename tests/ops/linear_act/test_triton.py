@@ -238,6 +238,16 @@ def test_splits_of_pointer_products() -> None:
 
 
 @compares
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_tanh_keeps_its_digits_near_zero(dtype: torch.dtype) -> None:
+    x, w, _, _ = draw(16, 32, 16, dtype, "plain", False)
+    x = x * 1e-3
+    ours, _ = backend.forward(x, w, None, "tanh", False)
+    verdict = judge("y", ours, torch.tanh(F.linear(x, w)), torch.tanh(x.double() @ w.double().t()))
+    assert verdict.passed, str(verdict)
+
+
+@compares
 def test_empty_sizes() -> None:
     for M, K, N in ((0, 4, 3), (5, 0, 3), (5, 4, 0)):
         x, w, b, dy = draw(M, K, N, torch.float32, "plain", True)

@@ -54,11 +54,9 @@ def _tanh_hardware(x):
 
 @triton.jit
 def _tanh(x, MATH: tl.constexpr):
-    """tanh(x). Exact: a Taylor polynomial below 0.5, where the quotient would cancel."""
+    """tanh(x): a Taylor polynomial below 0.5, where the quotient would cancel."""
     if MATH == "hardware":
         return _tanh_hardware(x)
-    elif MATH == "fast":
-        return _tanh_quotient(x, MATH)
     else:
         s = x * x
         p = -929569.0 / 638512875.0

@@ -7,9 +7,9 @@ first call. Every failing call raises DriverError with the library's own message
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -18,6 +18,8 @@ _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _TENSOR_MAP_TYPE = {"float16": 6, "float32": 7, "bfloat16": 9}
 _SWIZZLE_128B = 3
 _L2_PROMOTION_256B = 3
+_CAPTURE_MODE_RELAXED = 2
+_INVALID_CONTEXT = 201
 
 
 class DriverError(RuntimeError):
@@ -50,6 +52,38 @@ def _check(status: int, call: str) -> None:
     text = ctypes.c_char_p()
     _driver().cuGetErrorString(status, ctypes.byref(text))
     raise DriverError(f"{call} failed with {status}: {(text.value or b'unknown').decode()}")
+
+
+def make_current(device: int) -> None:
+    """Give this thread the device's primary context, torch's own, where it has none.
+
+    A thread that has only reused memory torch had cached never called the runtime, which would
+    have done it.
+    """
+    driver = _driver()
+    context = ctypes.c_void_p()
+    _check(driver.cuCtxGetCurrent(ctypes.byref(context)), "cuCtxGetCurrent")
+    if not context.value:
+        _check(
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device),
+            "cuDevicePrimaryCtxRetain",
+        )
+        _check(driver.cuCtxSetCurrent(context), "cuCtxSetCurrent")
+
+
+@contextmanager
+def loading_allowed() -> Iterator[None]:
+    """Let this thread load kernels while a CUDA graph is being captured; loading is not captured.
+
+    Outside a capture it changes nothing.
+    """
+    exchange = _driver().cuThreadExchangeStreamCaptureMode
+    mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
+    _check(exchange(ctypes.byref(mode)), "cuThreadExchangeStreamCaptureMode")
+    try:
+        yield
+    finally:
+        _check(exchange(ctypes.byref(mode)), "cuThreadExchangeStreamCaptureMode")
 
 
 def compile_cubin(source: str, name: str, arch: str) -> bytes:
@@ -108,6 +142,7 @@ class Kernel:
             ),
             "cuLibraryLoadData",
         )
+        self.device = device
         self.handle = ctypes.c_void_p()
         self.shared_bytes = shared_bytes
         _check(
@@ -246,5 +281,8 @@ class Launch:
         """Enqueue on a raw stream handle; returns before the kernel has run."""
         self._config.stream = stream
         status = self._launch(self._config_ref, self._handle, self._slots_ref, None)
+        if status == _INVALID_CONTEXT:
+            make_current(self._kernel.device)
+            status = self._launch(self._config_ref, self._handle, self._slots_ref, None)
         if status:
             _check(status, "cuLaunchKernelEx")

@@ -7,13 +7,19 @@ nothing has changed, so the compiled kernel can be launched directly.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+import triton
 from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fastlinear.ops.common.cuda_driver import loading_allowed
+
+# The compiled kernel's own launcher has no stable interface: others go the official way.
+_DIRECT = triton.__version__.startswith("3.6.")
 _current_device = torch.cuda.current_device
 
 
@@ -66,14 +72,16 @@ class Launch:
     def _launch(self, tensors: tuple[torch.Tensor | None, ...]) -> None:
         compiled = self._compiled
         hooked = knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls
-        if compiled is None or hooked:
+        if compiled is None or hooked or not _DIRECT:
             checked = [
                 TensorDescriptor(t, list(t.shape), list(t.stride()), self._blocks[i])
                 if i in self._blocks and t is not None
                 else t
                 for i, t in enumerate(tensors)
             ]
-            self._compiled = self._kernel[self._grid](*checked, *self._args, **self._options)
+            capturing = self._device is not None and torch.cuda.is_current_stream_capturing()
+            with loading_allowed() if capturing else nullcontext():
+                self._compiled = self._kernel[self._grid](*checked, *self._args, **self._options)
             return
         gx, gy, gz = self._grid
         stream = driver.active.get_current_stream(self._device)

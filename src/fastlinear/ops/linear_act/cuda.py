@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.ops.common import cuda_driver as driver
+from fastlinear.ops.common.activations import NAMES
 
 ARCH = "sm_90a"
 _SOURCE = Path(__file__).with_name("gemm.cu")
@@ -25,19 +26,8 @@ _THREADS = 384
 _SHARED_LIMIT = 232_448  # bytes a Hopper block may have
 _BK = 64
 _MAX_PLANS = 2048
+_MAX_SIZE = 1 << 30  # tile coordinates are 32-bit
 
-ACTIVATION_IDS: dict[str, int] = {
-    "none": 0,
-    "relu": 1,
-    "relu2": 2,
-    "silu": 3,
-    "gelu": 4,
-    "gelu_tanh": 5,
-    "sigmoid": 6,
-    "tanh": 7,
-    "quick_gelu": 8,
-    "leaky_relu": 9,
-}
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -134,13 +124,15 @@ def reason_not(
         return f"needs bfloat16 or float16, not {dtype}"
     if min(M, K, N) < 1:
         return "an empty dimension"
+    if max(M, K, N) > _MAX_SIZE:
+        return f"sizes must stay below 2^30, got M={M}, K={K}, N={N}"
     if N % 8:
         return f"N = {N} is not a multiple of 8 (rows of y must be 16-byte aligned)"
     for name, shape, strides in (("x", (M, K), x_strides), ("weight", (N, K), w_strides)):
         if _layout(shape, strides) is None:
             return (
                 f"{name} of shape {shape} has strides {tuple(strides)}: one must be 1 and the "
-                "other a multiple of 8"
+                "other a multiple of 8 at which nothing overlaps"
             )
     return None
 
@@ -148,9 +140,13 @@ def reason_not(
 def _layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[bool, int] | None:
     """(rows are the contiguous dimension, leading stride) as TMA can read it, or None."""
     (rows, cols), (row_stride, col_stride) = shape, strides
-    if (col_stride == 1 or cols == 1) and (rows == 1 or (row_stride % 8 == 0 and row_stride > 0)):
+    if (col_stride == 1 or cols == 1) and (
+        rows == 1 or (row_stride % 8 == 0 and row_stride >= cols)
+    ):
         return False, row_stride if rows > 1 else -(-cols // 8) * 8
-    if (row_stride == 1 or rows == 1) and (cols == 1 or (col_stride % 8 == 0 and col_stride > 0)):
+    if (row_stride == 1 or rows == 1) and (
+        cols == 1 or (col_stride % 8 == 0 and col_stride >= rows)
+    ):
         return True, col_stride if cols > 1 else -(-rows // 8) * 8
     return None
 
@@ -178,7 +174,8 @@ def source(
         "IS_BF16": int(dtype == torch.bfloat16),
         "HAS_BIAS": int(has_bias),
         "SAVE": int(save_pre),
-        "ACT": ACTIVATION_IDS[activation],
+        **{f"ACT_{name.upper()}": number for number, name in enumerate(NAMES)},
+        "ACT": f"ACT_{activation.upper()}",
     }
     defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
     return defines + _wgmma_source(config.bn, dtype, a_mn, b_mn) + _SOURCE.read_text()
@@ -367,7 +364,9 @@ def _new_plan(
         )
     if len(_plans) >= _MAX_PLANS:
         _plans.clear()
-    plan = _Plan(config or config_for(M, K, N), a, b, out, bias, activation, save_pre)
+    driver.make_current(a.device.index)
+    with driver.loading_allowed():
+        plan = _Plan(config or config_for(M, K, N), a, b, out, bias, activation, save_pre)
     _plans[key] = plan
     return plan
 

@@ -10,23 +10,13 @@
 // its K) and multicasts it.
 //
 // Macros from the host: BM BN STAGES OUT_BUFS CLUSTER PINGPONG GROUP_M A_MN B_MN IS_BF16 HAS_BIAS
-// SAVE ACT, and the generated function wgmma(acc, desc_a, desc_b, accumulate) for m64 x BN x k16.
+// SAVE ACT, a number ACT_<NAME> for every activation, and the generated function
+// wgmma(acc, desc_a, desc_b, accumulate) for m64 x BN x k16.
 //   A_MN / B_MN 1: the operand's M (N) dimension is the contiguous one in memory.
 //   SAVE 1: `pre` is written beside Y.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
-
-#define ACT_NONE 0
-#define ACT_RELU 1
-#define ACT_RELU2 2
-#define ACT_SILU 3
-#define ACT_GELU 4
-#define ACT_GELU_TANH 5
-#define ACT_SIGMOID 6
-#define ACT_TANH 7
-#define ACT_QUICK_GELU 8
-#define ACT_LEAKY_RELU 9
 
 constexpr int BK = 64;                             // one 128-byte swizzle row of 16-bit elements
 constexpr int WG_M = PINGPONG ? BM : BM / 2;       // rows of one consumer's accumulator
@@ -237,7 +227,13 @@ __device__ __forceinline__ float act(float x) {
   if constexpr (ACT == ACT_LEAKY_RELU) return x < 0.0f ? 0.01f * x : x;
   if constexpr (ACT == ACT_SILU) return x * sigmoid_scaled(x, 1.0f);
   if constexpr (ACT == ACT_SIGMOID) return sigmoid_scaled(x, 1.0f);
-  if constexpr (ACT == ACT_TANH) return fmaf(2.0f, sigmoid_scaled(x, 2.0f), -1.0f);
+  if constexpr (ACT == ACT_TANH) {
+    // Near 0 the difference would cancel: there a Taylor polynomial, relative error below 1e-5.
+    const float s = x * x;
+    const float poly = fmaf(fmaf(fmaf(-0.053968254f, s, 0.13333333f), s, -0.33333333f), s, 1.0f);
+    const float far = fmaf(2.0f, sigmoid_scaled(x, 2.0f), -1.0f);
+    return s < 0.125f ? x * poly : far;
+  }
   if constexpr (ACT == ACT_QUICK_GELU) return x * sigmoid_scaled(x, 1.702f);
   if constexpr (ACT == ACT_GELU) {
     float bell;
