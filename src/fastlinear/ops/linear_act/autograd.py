@@ -11,14 +11,19 @@ from torch import Tensor
 
 from fastlinear.dispatch.select import Choice
 from fastlinear.ops.linear_act import reference
+from fastlinear.ops.linear_act.backends import BACKWARD_PIECES
 
 
 def backward_of(chosen: tuple[Choice, ...]) -> Callable[..., Any]:
     """One callable for the whole backward, out of the backends chosen for its pieces."""
     by_piece = {c.problem.piece: c.backend for c in chosen}
-    grad_pre = by_piece["grad_pre"].load()
-    grad_input = by_piece["grad_input"].load()
-    grad_weight = by_piece["grad_weight"].load()
+    return backward_from(*(by_piece[piece].load() for piece in BACKWARD_PIECES))
+
+
+def backward_from(
+    grad_pre: Callable[..., Any], grad_input: Callable[..., Any], grad_weight: Callable[..., Any]
+) -> Callable[..., Any]:
+    """(dy, saved, x, weight, activation, needs) → (dx, dW, db), each None where not needed."""
 
     def pieces(
         dy: Tensor,
@@ -96,7 +101,7 @@ def run_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     n, k = weight.shape
     m = x.shape[:-1].numel()
-    dy2 = dy.reshape(m, n)
+    dy2 = dy.resolve_neg().reshape(m, n)
     if not dy2.is_contiguous():  # an expanded gradient, as sum() makes
         dy2 = dy2.contiguous()
     saved2 = None if saved is None else saved.reshape(m, n)

@@ -41,18 +41,3 @@ def grad_input(dpre: Tensor, weight: Tensor) -> Tensor:
 def grad_weight(dpre: Tensor, x: Tensor) -> Tensor:
     """dW (N, K) = dpreᵀ (N, M) @ x (M, K)."""
     return dpre.t() @ x
-
-
-def backward(
-    dy: Tensor,
-    saved: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    activation: str,
-    needs: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(dx, dW, db), each None where not needed; shapes as in the pieces above."""
-    dpre, db = grad_pre(dy, saved, activation, needs[2])
-    dx = grad_input(dpre, weight) if needs[0] else None
-    dw = grad_weight(dpre, x) if needs[1] else None
-    return dx, dw, db

@@ -13,8 +13,8 @@ from fastlinear.dispatch import cache
 from fastlinear.ops._register import register_op
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import reference
-from fastlinear.ops.linear_act.autograd import backward_of, run_backward
-from fastlinear.ops.linear_act.op import choices
+from fastlinear.ops.linear_act.autograd import backward_from, backward_of, run_backward
+from fastlinear.ops.linear_act.selection import choices
 
 _MAX_RESOLVED = 4096
 _forwards: dict[Any, Callable[..., Any]] = {}
@@ -89,7 +89,7 @@ def _backward(
     run = _backwards.get(key)
     if run is None:
         if x.numel() == 0 or weight.numel() == 0:
-            run = reference.backward
+            run = backward_from(reference.grad_pre, reference.grad_input, reference.grad_weight)
         else:
             bias = weight.new_empty(weight.shape[0]) if has_bias else None
             run = backward_of(choices(x, weight, bias, activation, None, True)[1:])
