@@ -47,6 +47,7 @@ lint: $(CHECK_READY)
 
 check: lint test
 
+# One process: tests that time or profile the device disturb each other when run side by side.
 gpu: $(TEST_READY)
 	$(RUN) -m fastlinear doctor
 	HF_HUB_OFFLINE=1 $(RUN) -m pytest -q -m gpu
