@@ -12,12 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import fastlinear as fl
 from fastlinear.core import device as device_module
 from fastlinear.core import errors
 from fastlinear.core.cost import Ceilings, Cost, floor_us, roofline
 from fastlinear.core.device import device_facts, slugify
 from fastlinear.core.errors import FastlinearError, InputError
-from fastlinear.core.precision import allows_tf32, matmul_precision
+from fastlinear.core.precision import matmul_precision
 from fastlinear.core.problem import Problem, bucket_size
 from fastlinear.core.settings import Config, cache_dir
 
@@ -134,12 +135,23 @@ def test_precision_follows_torch() -> None:
     torch.set_float32_matmul_precision("high")
     assert matmul_precision(torch.float32) == "high"
     assert matmul_precision(torch.bfloat16) == "n/a"
-    assert [allows_tf32(p) for p in ("highest", "high", "medium", "n/a")] == [
-        False,
-        True,
-        True,
-        False,
-    ]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "word"), [("ieee", "highest"), ("tf32", "high"), ("bf16", "medium")]
+)
+def test_precision_set_for_one_backend(scheme: str, word: str) -> None:
+    """torch's own question raises once its newer setting has been used; ours answers."""
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = scheme
+    try:
+        assert matmul_precision(torch.float32) == word
+        x, weight = torch.randn(4, 8), torch.randn(5, 8)
+        y = fl.linear_act(x, weight, activation="relu")
+        torch.testing.assert_close(y, torch.relu(x @ weight.t()), rtol=0.1, atol=0.1)
+    finally:
+        matmul.fp32_precision = before
 
 
 @pytest.mark.parametrize(

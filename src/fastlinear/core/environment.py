@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from fastlinear.core.device import cpu_name, device_facts
+from fastlinear.core.precision import float32_precision
 
 # Environment variables that change speed or numbers; only those that are set are recorded.
 _VARIABLES = (
@@ -62,7 +63,7 @@ def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "load_1m": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "flags": {
-            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+            "float32_matmul_precision": float32_precision(),
             "deterministic": torch.are_deterministic_algorithms_enabled(),
             "mkldnn": torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled,
             "mkl": torch.backends.mkl.is_available(),

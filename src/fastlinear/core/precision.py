@@ -15,14 +15,24 @@ FLOAT_DTYPES: dict[str, torch.dtype] = {
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
 
 
-def matmul_precision(dtype: torch.dtype) -> str:
-    """The float32 rule in force: ``"highest"``, ``"high"``, ``"medium"``, or ``"n/a"``.
+# torch.backends.*.matmul.fp32_precision in the words of set_float32_matmul_precision
+_SCHEMES = {"tf32": "high", "bf16": "medium"}
 
-    Only float32 problems have one; it comes from ``torch.get_float32_matmul_precision()``.
+
+def float32_precision() -> str:
+    """``"highest"``, ``"high"`` or ``"medium"``: what the user allows float32 products.
+
+    ``torch.get_float32_matmul_precision()``. That raises once a backend's ``fp32_precision`` has
+    been set; then the loosest scheme of CUDA's and oneDNN's products tells.
     """
-    return torch.get_float32_matmul_precision() if dtype is torch.float32 else "n/a"
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        set_for = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+        named = {_SCHEMES.get(backend.fp32_precision, "highest") for backend in set_for}
+        return next(word for word in ("medium", "high", "highest") if word in named)
 
 
-def allows_tf32(precision: str) -> bool:
-    """Whether TF32-class schemes may serve a float32 problem under this precision."""
-    return precision in ("high", "medium")
+def matmul_precision(dtype: torch.dtype) -> str:
+    """``float32_precision()`` for float32, else ``"n/a"``: only float32 problems have one."""
+    return float32_precision() if dtype is torch.float32 else "n/a"

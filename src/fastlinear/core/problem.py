@@ -21,7 +21,7 @@ class Problem:
         device: ``"cpu"`` or ``"cuda"``.
         options: named facts that change which backend can serve, for example the activation.
         needs_grad: whether the forward must keep what the backward needs.
-        precision: ``torch.get_float32_matmul_precision()`` for float32, else ``"n/a"``.
+        precision: ``float32_precision()`` for float32, else ``"n/a"``.
     """
 
     family: str

@@ -11,6 +11,7 @@ import ctypes
 import glob
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -76,28 +77,42 @@ def load(source: Path) -> ctypes.CDLL:
     ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
     wide = ("-mprefer-vector-width=512",) if "AVX512" in _capability() else ()
     command = [compiler() or "", *_FLAGS, *wide]
-    digest = hashlib.sha256("\0".join([*command, cpu_name()]).encode() + source.read_bytes())
+    digest = hashlib.sha256("\0".join([*command, *_processor()]).encode() + source.read_bytes())
     name = f"{source.stem}-{digest.hexdigest()[:16]}.so"
+    failures = []
     for folder in (cache_dir() / "cpp", Path(tempfile.gettempdir()) / f"fastlinear-{os.getuid()}"):
         try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            library = folder / name
-            if not library.exists():
-                with FileLock(f"{library}.lock"):
-                    if not library.exists():
-                        _compile(command, source, library)
-            return ctypes.CDLL(str(library))
-        except PermissionError:
-            continue
-        except OSError as error:
-            if error.errno is None or "read-only" not in str(error).lower():
-                raise
+            return ctypes.CDLL(str(_built(command, source, folder / name)))
+        except OSError as error:  # read-only, full, mounted without execution...
+            failures.append(f"{folder}: {error}")
     raise UnsupportedError(
         "cpp_build.load",
-        expected="a folder to keep the compiled library in",
-        received=f"neither {cache_dir()} nor {tempfile.gettempdir()} can be written",
+        expected="a folder to keep the compiled library in and to load it from",
+        received="; ".join(failures),
         remedy="Set FASTLINEAR_CACHE_DIR to a writable folder.",
     )
+
+
+def _built(command: list[str], source: Path, library: Path) -> Path:
+    """The library, compiled by the first process that asks. Raises OSError where it cannot be."""
+    folder = library.parent
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    facts = folder.stat()
+    if facts.st_uid not in (0, os.getuid()) or facts.st_mode & 0o002:
+        raise PermissionError("others may write there, and what it holds would be run")
+    if not library.exists():
+        with FileLock(f"{library}.lock"):
+            if not library.exists():
+                _compile(command, source, library)
+    return library
+
+
+def _processor() -> tuple[str, str]:
+    """Model name and feature flags: a virtual machine may hide some of its model's."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.exists() else ""
+    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
+    return cpu_name(), flags.group(1) if flags else ""
 
 
 def _capability() -> str:
@@ -124,13 +139,25 @@ def _compile(command: list[str], source: Path, library: Path) -> None:
             [command[0], "-shared", str(objects), "-o", str(target)],
         )
         for step in steps:
-            done = subprocess.run(
-                step, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False
-            )
-            if done.returncode != 0:
+            said = _failure(step)
+            if said is not None:
                 raise UnsupportedError(
                     "cpp_build.load",
                     expected=f"{source.name} to compile",
-                    received=done.stderr.strip()[-2000:] or f"exit status {done.returncode}",
+                    received=said,
+                    remedy="Name a working C++17 compiler in $CXX.",
                 )
         os.replace(target, library)
+
+
+def _failure(command: list[str]) -> str | None:
+    """What went wrong when the compiler ran, in its own words, or None."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    if done.returncode == 0:
+        return None
+    return done.stderr.strip()[-2000:] or f"exit status {done.returncode}"

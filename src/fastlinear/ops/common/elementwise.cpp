@@ -113,17 +113,18 @@ void dact(const float* dy, const float* saved, float* dpre, double* partials, in
 
 }  // namespace
 
+// Numbered as the names in activations.py; gelu, 4, is left to torch.
 #define FASTLINEAR_SWITCH(CALL)          \
   switch (which) {                       \
     case 0: CALL(None); return 0;        \
     case 1: CALL(Relu); return 0;        \
     case 2: CALL(Relu2); return 0;       \
     case 3: CALL(Silu); return 0;        \
-    case 4: CALL(GeluTanh); return 0;    \
-    case 5: CALL(QuickGelu); return 0;   \
+    case 5: CALL(GeluTanh); return 0;    \
     case 6: CALL(Sigmoid); return 0;     \
     case 7: CALL(Tanh); return 0;        \
-    case 8: CALL(LeakyRelu); return 0;   \
+    case 8: CALL(QuickGelu); return 0;   \
+    case 9: CALL(LeakyRelu); return 0;   \
     default: return 1;                   \
   }
 

@@ -17,19 +17,10 @@ from torch import Tensor
 
 from fastlinear.core.problem import Problem
 from fastlinear.ops.common import cpp_build
+from fastlinear.ops.common.activations import NAMES
 
 _SOURCE = Path(__file__).parent.parent / "common" / "elementwise.cpp"
-_CODES = {
-    "none": 0,
-    "relu": 1,
-    "relu2": 2,
-    "silu": 3,
-    "gelu_tanh": 4,
-    "quick_gelu": 5,
-    "sigmoid": 6,
-    "tanh": 7,
-    "leaky_relu": 8,
-}
+_CODES = {name: code for code, name in enumerate(NAMES)}  # elementwise.cpp's switch
 _FORWARD = ("silu", "gelu_tanh", "quick_gelu", "sigmoid", "relu2")
 _CHUNKS = 16  # row chunks with a partial sum each, whatever the number of threads
 
@@ -43,7 +34,7 @@ def reason_not_forward(problem: Problem) -> str | None:
 
 def reason_not_grad_pre(problem: Problem) -> str | None:
     """Why the C++ derivative cannot serve a grad_pre Problem, or None."""
-    if problem.option("activation") not in _CODES or problem.option("activation") == "none":
+    if problem.option("activation") in ("none", "gelu"):
         return f"no kernel for the derivative of {problem.option('activation')}"
     return _reason_not(problem)
 

@@ -15,6 +15,7 @@ from torch.autograd import forward_ad as _forward_ad
 from torch.overrides import handle_torch_function, has_torch_function
 
 from fastlinear.core.errors import InputError
+from fastlinear.core.precision import float32_precision
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.explain import Explanation
 from fastlinear.dispatch.select import Choice
@@ -31,7 +32,6 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _FLOAT32 = torch.float32
 _is_compiling = torch.compiler.is_compiling
 _grad_enabled = torch.is_grad_enabled
-_matmul_precision = torch.get_float32_matmul_precision
 _any_autocast = torch._C._is_any_autocast_enabled
 _transforms_active = torch._C._are_functorch_transforms_active
 _tracing = torch._C._get_tracing_state
@@ -101,7 +101,7 @@ def call(
         activation,
         backend,
         autocast,
-        _matmul_precision() if dtype is _FLOAT32 else None,
+        float32_precision() if dtype is _FLOAT32 else None,
     )
     if bias is None:
         grad = _grad_enabled() and (x.requires_grad or weight.requires_grad)

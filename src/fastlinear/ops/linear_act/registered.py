@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastlinear.core.precision import float32_precision
 from fastlinear.dispatch import cache
 from fastlinear.ops._register import register_op
 from fastlinear.ops.common.activations import activation as activation_of
@@ -36,7 +37,7 @@ def _key(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Any, ...]:
         x.device,
         x.is_contiguous() or x.stride(),
         weight.is_contiguous() or weight.stride(),
-        torch.get_float32_matmul_precision(),
+        float32_precision(),
         *rest,
     )
 

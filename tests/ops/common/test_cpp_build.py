@@ -1,0 +1,90 @@
+"""Compiling C++ at run time: where the library goes, and what is said when it cannot be had."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fastlinear.core.errors import UnsupportedError
+from fastlinear.core.settings import cache_dir
+from fastlinear.ops.common import cpp_build
+
+pytestmark = pytest.mark.skipif(cpp_build.reason_not() is not None, reason="no C++ compiler")
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A C++ file of its own and a folder for temporary files of its own."""
+    monkeypatch.setattr(cpp_build.tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    cpp_build.load.cache_clear()
+    path = tmp_path / "answer.cpp"
+    path.write_text('extern "C" int answer() { return 42; }\n')
+    yield path
+    cpp_build.load.cache_clear()
+
+
+def kept(folder: Path) -> list[str]:
+    return [p.name for p in folder.glob("*.so")] if folder.exists() else []
+
+
+def test_compiles_once_and_keeps_the_library(source: Path) -> None:
+    assert cpp_build.load(source).answer() == 42
+    (name,) = kept(cache_dir() / "cpp")
+    before = (cache_dir() / "cpp" / name).stat().st_mtime_ns
+    cpp_build.load.cache_clear()
+    assert cpp_build.load(source).answer() == 42
+    assert (cache_dir() / "cpp" / name).stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("obstacle", ["a file in the way", "a folder anybody may write"])
+def test_another_folder_when_the_cache_cannot_serve(source: Path, obstacle: str) -> None:
+    folder = cache_dir() / "cpp"
+    folder.parent.mkdir(parents=True)
+    if obstacle == "a file in the way":
+        folder.write_text("")
+    else:
+        folder.mkdir()
+        folder.chmod(0o777)
+    assert cpp_build.load(source).answer() == 42
+    assert not kept(folder) if folder.is_dir() else True
+    assert kept(source.parent / "tmp" / f"fastlinear-{os.getuid()}")
+
+
+def test_says_where_it_tried(source: Path) -> None:
+    (source.parent / "tmp" / f"fastlinear-{os.getuid()}").write_text("")
+    cache_dir().mkdir(parents=True)
+    (cache_dir() / "cpp").write_text("")
+    with pytest.raises(UnsupportedError, match="FASTLINEAR_CACHE_DIR") as error:
+        cpp_build.load(source)
+    assert str(cache_dir()) in str(error.value)
+
+
+def test_a_compiler_that_rejects_or_cannot_run(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source.write_text("this is no C++\n")
+    with pytest.raises(UnsupportedError, match=r"answer\.cpp to compile"):
+        cpp_build.load(source)
+    broken = source.parent / "cxx"
+    broken.write_text("no program\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(cpp_build, "compiler", lambda: str(broken))
+    with pytest.raises(UnsupportedError, match=r"\$CXX"):
+        cpp_build.load(source)
+    assert kept(cache_dir() / "cpp") == []
+
+
+def test_many_processes_compile_one_file(source: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from fastlinear.ops.common import cpp_build; "
+        "sys.exit(cpp_build.load(Path(sys.argv[1])).answer())"
+    )
+    running = [subprocess.Popen([sys.executable, "-c", code, str(source)]) for _ in range(3)]
+    assert [p.wait(timeout=120) for p in running] == [42, 42, 42]
+    assert len(kept(cache_dir() / "cpp")) == 1
