@@ -11,7 +11,7 @@ from fastlinear.core.cost import Ceilings
 from fastlinear.core.timing import Samples
 from fastlinear.dispatch import tune
 from fastlinear.profile import capture
-from fastlinear.rewrite import measure
+from fastlinear.rewrite import measure, site
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
                 n: Samples(n, (times.get(n, 100.0),) * 5, "wall", 1, "clock") for n in contenders
             }
 
-        for module in (tune, measure, capture):
+        for module in (tune, measure, site, capture):
             monkeypatch.setattr(module, "interleave", interleave)
 
     return set_times

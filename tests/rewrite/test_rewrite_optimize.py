@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from fastlinear.core.errors import InputError
 from fastlinear.core.settings import Config
 from fastlinear.dispatch import backend as registry
-from fastlinear.rewrite import optimize, optimize_
+from fastlinear.rewrite import measure, optimize, optimize_
+from fastlinear.rewrite import site as site_module
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
@@ -224,14 +225,14 @@ def test_no_gain_end_to_end_reverts_everything(
 ) -> None:
     clock({"onednn": 50.0, "after": 50.0})
     pairs: list[int] = []
-    model_pair = optimize.measure.model_pair
+    model_pair = measure.model_pair
 
     def slower(*args: Any, **kwargs: Any) -> Any:
         pairs.append(1)
         pair = model_pair(*args, **kwargs)
         return type(pair)(pair.after, pair.before)
 
-    monkeypatch.setattr(optimize.measure, "model_pair", slower)
+    monkeypatch.setattr(measure, "model_pair", slower)
     model = mlp().eval()
     before = snapshot(model)
     result = optimize_(model, X)
@@ -282,7 +283,7 @@ def test_the_whole_model_is_judged_too(
 ) -> None:
     clock({"wrong": 1.0, "after": 1.0})
     _with_backend(monkeypatch, "wrong")
-    monkeypatch.setattr(optimize.verify, "site_failure", lambda _: None)
+    monkeypatch.setattr(site_module, "failure", lambda _: None)
     model = mlp()
     result = optimize_(model, X, config=Config(tune=False, mode=mode))
     assert result.rejected == 3
@@ -300,7 +301,7 @@ def test_a_model_that_raises_is_left_alone() -> None:
 
 
 @pytest.mark.usefixtures("fast")
-@pytest.mark.parametrize("where", ["site_pair", "model_pair", "tune_all", "environment"])
+@pytest.mark.parametrize("where", ["pair", "model_pair", "tune_all", "environment"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_an_interruption_leaves_the_model_untouched(
     monkeypatch: pytest.MonkeyPatch, where: str, error: type[BaseException]
@@ -308,7 +309,7 @@ def test_an_interruption_leaves_the_model_untouched(
     def stop(*_: Any, **__: Any) -> None:
         raise error
 
-    home = optimize if where == "environment" else optimize.measure
+    home = {"environment": optimize, "pair": site_module}.get(where, measure)
     monkeypatch.setattr(home, where, stop)
     model = mlp()
     before = snapshot(model)

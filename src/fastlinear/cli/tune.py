@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,7 +13,6 @@ from fastlinear.cli.console import note, print_json, progress_bar, table
 if TYPE_CHECKING:
     from fastlinear.core.problem import Problem
     from fastlinear.dispatch.tune import Tuned
-    from fastlinear.profile import LinearSite
 
 
 def register(app: typer.Typer) -> None:
@@ -90,41 +88,21 @@ def tune(
 def _problems_of_model(
     model: str, inputs: str | None, device: str, train: bool, seed: int
 ) -> list[Problem]:
-    """The distinct linear_act Problems of a model's linear sites, in the order they occur."""
+    """The distinct linear_act Problems of a model's linear sites, the heaviest first."""
     from fastlinear.cli import load
+    from fastlinear.core.settings import Config
     from fastlinear.ops.linear_act.backends import BACKWARD_PIECES
-    from fastlinear.profile import profile
+    from fastlinear.rewrite.optimize import problems
 
     net = load.load_model(model, device=device, dtype=None, train=train, seed=seed)
     values = load.load_inputs(inputs, model=model, device=device, dtype=None, seed=seed)
-    report = profile(net, values, "train" if train else "inference", steps=1)
+    config = Config(mode="train" if train else "inference", seed=seed)
     found: dict[str, Problem] = {}
-    for site in report.sites:
-        for shape, layout in zip(site.shapes, site.x_layouts, strict=True):
-            forward = _problem_of_site(site, math.prod(shape[:-1]), layout, train)
-            for problem in (forward, *(forward.with_piece(p) for p in BACKWARD_PIECES if train)):
-                found.setdefault(problem.key(), problem)
+    for forward in problems(net, values, config=config):
+        backward = (forward.with_piece(p) for p in BACKWARD_PIECES if forward.needs_grad)
+        for problem in (forward, *backward):
+            found.setdefault(problem.key(), problem)
     return list(found.values())
-
-
-def _problem_of_site(site: LinearSite, m: int, x_layout: str, train: bool) -> Problem:
-    from fastlinear.core.precision import FLOAT_DTYPES, matmul_precision
-    from fastlinear.ops.linear_act.backends import problem
-
-    return problem(
-        "forward",
-        m,
-        site.in_features,
-        site.out_features,
-        dtype=site.dtype,
-        device=site.device.partition(":")[0],
-        activation=site.activation or "none",
-        bias=site.bias,
-        needs_grad=train,
-        x_layout=x_layout,
-        w_layout="kn" if site.kind == "conv1d" else "nk",
-        precision=matmul_precision(FLOAT_DTYPES[site.dtype]),
-    )
 
 
 def _as_json(tuned: Tuned) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from fastlinear.dispatch.backend import Backend, family
 
 BASELINE = "eager"
 _MAX_INPUT_SETS = 8
+_BEYOND_CPU_CACHES = 1 << 27  # bytes
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,9 @@ def tune(
     with torch.no_grad():
         sets = [fam.make_inputs(problem, where, seed + i) for i in range(_input_sets(problem))]
         survivors = []
+        expected = expected_of(problem, sets[0])
         for backend in able:
-            verdicts = verify(backend, problem, sets[0])
+            verdicts = verify(backend, problem, sets[0], expected)
             failed = [v for v in verdicts if not v.passed]
             if failed:
                 rejected[backend.name] = f"less accurate than allowed: {failed[0]}"
@@ -95,14 +97,36 @@ def tune(
     return Tuned(problem, best, samples, speedups, rejected, stored)
 
 
-def verify(backend: Backend, problem: Problem, inputs: tuple[Any, ...]) -> list[Verdict]:
-    """Judge one backend on one set of inputs, every output against the float64 oracle."""
-    fam = family(problem.family)
-    oracle = _flat(fam.reference(problem, tuple(_to_float64(i) for i in inputs)))
-    theirs = _flat(fam.reference(problem, inputs))
+@dataclass(frozen=True)
+class Expected:
+    """What a backend's results are judged by: PyTorch's in the same dtype, and the oracle's."""
+
+    theirs: tuple[torch.Tensor | None, ...]
+    oracle: tuple[torch.Tensor | None, ...]
+
+
+def expected_of(problem: Problem, inputs: tuple[Any, ...]) -> Expected:
+    """Computed once for all backends of a Problem: on a CPU the float64 oracle is the dearest
+    part of tuning."""
+    reference = family(problem.family).reference
+    oracle = reference(problem, tuple(_to_float64(i) for i in inputs))
+    return Expected(_flat(reference(problem, inputs)), _flat(oracle))
+
+
+def verify(
+    backend: Backend,
+    problem: Problem,
+    inputs: tuple[Any, ...],
+    expected: Expected | None = None,
+) -> list[Verdict]:
+    """Judge one backend on one set of inputs, every output against the float64 oracle.
+
+    ``expected`` is ``expected_of(problem, inputs)``, given when it is known already.
+    """
+    expected = expected or expected_of(problem, inputs)
     ours = _flat(backend.load()(*inputs))
     verdicts = []
-    for i, (a, t, o) in enumerate(zip(ours, theirs, oracle, strict=True)):
+    for i, (a, t, o) in enumerate(zip(ours, expected.theirs, expected.oracle, strict=True)):
         if o is None:
             continue
         if a is None or t is None:
@@ -138,10 +162,11 @@ def rotating(run: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> Callab
 
 
 def _input_sets(problem: Problem) -> int:
-    """Enough input sets to exceed a GPU's L2 twice; a CPU is measured warm with two."""
-    if problem.device != "cuda":
-        return 2
+    """Enough input sets to exceed a GPU's L2 twice; a CPU is measured warm with two, or with one
+    that its caches do not hold anyway."""
     traffic = max(family(problem.family).cost(problem).bytes, 1.0)
+    if problem.device != "cuda":
+        return 2 if traffic < _BEYOND_CPU_CACHES else 1
     return max(1, min(_MAX_INPUT_SETS, math.ceil(2 * device_facts("cuda").l2_bytes / traffic)))
 
 
@@ -151,5 +176,5 @@ def _to_float64(item: Any) -> Any:
     return item
 
 
-def _flat(result: Any) -> list[torch.Tensor | None]:
-    return list(result) if isinstance(result, tuple) else [result]
+def _flat(result: Any) -> tuple[torch.Tensor | None, ...]:
+    return result if isinstance(result, tuple) else (result,)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,7 @@ from fastlinear.profile.events import (
     quiet_profiler,
     span,
 )
-from fastlinear.profile.observe import observe
+from fastlinear.profile.observe import Observation, observe
 from fastlinear.profile.records import ProfileReport, Record
 from fastlinear.profile.sites import find_sites
 from fastlinear.profile.state import preserved
@@ -40,16 +40,19 @@ from fastlinear.profile.step import (
     Step,
     check_model,
     device_of,
+    eager_modules,
     loss_of,
     normalize_inputs,
     private_copy,
 )
 
-__all__ = ["loss_of", "normalize_inputs", "profile"]
+__all__ = ["capture", "loss_of", "normalize_inputs", "profile"]
 
 _TIMING_ROUNDS = 9
-_TIMING_BUDGET_S = 3.0
+_TIMING_BUDGET_S = 1.0
+_SLOW_STEP_US = 1e5  # above: one profiled step says enough, whatever disturbs it is small beside it
 _STAGES = 5
+Ranges = Callable[[], AbstractContextManager[None]]
 
 
 def profile(
@@ -64,9 +67,10 @@ def profile(
     """Where a model's time goes, by module name, and what of it is wasted on Linear-shaped work.
 
     Args:
-        model: an eager ``nn.Module`` on a CPU or CUDA device. It is run about twenty times and
-            left as it was: parameters, buffers, gradients, training flags, hooks, attributes and
-            random state. Objects a module holds (a list it appends to, say) are not copied.
+        model: an eager ``nn.Module`` on a CPU or CUDA device. It is run about twenty times (a slow
+            one about fourteen times) and left as it was: parameters, buffers, gradients, training
+            flags, hooks, attributes and random state. Objects a module holds (a list it appends
+            to, say) are not copied.
         inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments. Tensors
             are copied first.
         mode: ``"inference"`` (forward under ``no_grad``) or ``"train"`` (forward, loss,
@@ -85,6 +89,8 @@ def profile(
         InputError: arguments that do not fit, or inputs the model's forward raises on.
         UnsupportedError: a compiled or scripted model, another device, or a profiler already on.
 
+    Parts under ``torch.compile`` are charged to the module that calls them.
+
     >>> import torch, fastlinear as fl
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU())
     >>> report = fl.profile(model, torch.ones(4, 8))
@@ -97,6 +103,22 @@ def profile(
         )
     if steps < 1:
         raise InputError("fastlinear.profile", expected="steps of at least 1", received=f"{steps}")
+    return capture(
+        model, inputs, mode, loss_fn=loss_fn, steps=steps, progress=progress, samples=False
+    )[0]
+
+
+def capture(
+    model: nn.Module,
+    inputs: Any,
+    mode: str,
+    *,
+    loss_fn: LossFn | None,
+    steps: int,
+    progress: Progress,
+    samples: bool,
+) -> tuple[ProfileReport, Observation]:
+    """``profile``, together with what it saw; ``samples`` keeps copies of the sites' inputs."""
     check_model(model)
     if torch.autograd._profiler_enabled():
         raise UnsupportedError(
@@ -109,17 +131,23 @@ def profile(
     device = device_of(model, call)
     with preserved(model, mode):
         step = Step(model, private_copy(call), mode, loss_fn)
+        eager = eager_modules(model)
+        names = {m: name for name, m in model.named_modules()}
+        names = {m: names[m] for m in eager}
+        mixed = len(eager) < sum(1 for _ in model.modules())
         progress("first run", 0, _STAGES)
-        calls = _first_run(step)
+        calls = _first_run(step, names, mixed)
         progress("watch", 1, _STAGES)
-        seen = observe(model, step.forward)
+        seen = observe(model, step.forward, samples=samples)
         found = find_sites(model, seen, calls)
         progress("time", 2, _STAGES)
         timed = interleave(
             {"step": step}, device=device, rounds=_TIMING_ROUNDS, budget_s=_TIMING_BUDGET_S
         )
         progress("attribute", 3, _STAGES)
-        attribution = _profiled(step, device, steps, warm=timed["step"].median_us < 2e5)
+        slow = timed["step"].median_us > _SLOW_STEP_US
+        ranges = partial(module_ranges, names, on_instances=mixed)
+        attribution = _profiled(step, device, 1 if slow else steps, ranges, warm=not slow)
         step.drop_grads()
     step_us = timed["step"].median_us
     records, rest = _records(model, attribution, step_us, device.type)
@@ -140,7 +168,7 @@ def profile(
         lambda dtype, precision: _ceilings(device, dtype, precision),
     )
     progress("diagnose", _STAGES, _STAGES)
-    return ProfileReport(
+    report = ProfileReport(
         model_class=type(model).__name__,
         mode=mode,
         device=str(device),
@@ -153,20 +181,26 @@ def profile(
         unattributed=rest,
         environment=environment(device),
     )
+    return report, seen
 
 
-def _first_run(step: Step) -> Counter[nn.Module]:
+def _first_run(step: Step, names: dict[nn.Module, str], mixed: bool) -> Counter[nn.Module]:
     """One whole step, so that bad inputs are told apart from bad measurements.
 
-    Returns how often each module ran.
+    Returns how often each named module ran.
     """
     calls: Counter[nn.Module] = Counter()
 
     def count(module: nn.Module, args: Any) -> None:
-        calls[module] += 1
+        if module in names:
+            calls[module] += 1
 
-    handle = module_hooks.register_module_forward_pre_hook(count)
+    handles: list[Any] = []
     try:
+        if mixed:
+            handles += [m.register_forward_pre_hook(count, prepend=True) for m in names]
+        else:
+            handles.append(module_hooks.register_module_forward_pre_hook(count))
         output = step.forward()
     except (torch.OutOfMemoryError, FastlinearError):
         raise
@@ -179,13 +213,16 @@ def _first_run(step: Step) -> Counter[nn.Module]:
             remedy="Call the model on them directly to see the whole traceback.",
         ) from error
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
     if step.train:
         step.loss(output).backward()
     return calls
 
 
-def _profiled(step: Step, device: torch.device, steps: int, warm: bool) -> Attribution:
+def _profiled(
+    step: Step, device: torch.device, steps: int, ranges: Ranges, warm: bool
+) -> Attribution:
     """The least disturbed of ``steps`` profiled steps; ``warm``: after one for the profiler itself.
 
     That is the one with the least kernel time on CUDA, the least host time on a CPU: whatever
@@ -194,11 +231,10 @@ def _profiled(step: Step, device: torch.device, steps: int, warm: bool) -> Attri
     # torch.profiler.profile, which wraps this class, first imports all of Inductor: seconds.
     cuda = device.type == "cuda"
     session = partial(autograd_profiler, use_kineto=True, use_device="cuda" if cuda else None)
-    names = {module: name for name, module in step.model.named_modules()}
     seen = []
     with quiet_profiler(), _no_garbage_collection():
         for _ in range(steps + warm):
-            with session() as prof, module_ranges(names):
+            with session() as prof, ranges():
                 _marked_step(step)
                 if cuda:
                     torch.cuda.synchronize(device)

@@ -94,11 +94,12 @@ def from_kineto(raw: Any) -> list[Event]:
 
 
 @contextmanager
-def module_ranges(names: dict[nn.Module, str]) -> Iterator[None]:
+def module_ranges(names: dict[nn.Module, str], on_instances: bool = False) -> Iterator[None]:
     """Open a profiler range around every call of the named modules.
 
     Uses torch's process-wide module hooks, which leave no mark on an instance (some modules take
-    another path as soon as an instance has hooks) and are removed on leaving.
+    another path as soon as an instance has hooks) and are removed on leaving. ``on_instances``
+    uses the instances' own: compiled parts would trace process-wide ones.
     """
     open_ranges: list[tuple[nn.Module, Any]] = []
 
@@ -118,11 +119,15 @@ def module_ranges(names: dict[nn.Module, str]) -> Iterator[None]:
                 if owner is module:
                     return
 
-    handles = [
-        module_hooks.register_module_forward_pre_hook(enter),
-        module_hooks.register_module_forward_hook(leave, always_call=True),
-    ]
+    homes: list[Any] = [m for m in names if on_instances]
+    handles: list[Any] = []
     try:
+        for m in homes:
+            handles.append(m.register_forward_pre_hook(enter, prepend=True))
+            handles.append(m.register_forward_hook(leave, always_call=True))
+        if not on_instances:
+            handles.append(module_hooks.register_module_forward_pre_hook(enter))
+            handles.append(module_hooks.register_module_forward_hook(leave, always_call=True))
         yield
     finally:
         for handle in handles:

@@ -58,17 +58,30 @@ class Observed:
     def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observed:
         """Keep the arguments' structure and their values that are no tensors."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        return Observed(tuple(_TENSOR if isinstance(v, Tensor) else v for v in leaves), spec)
+        return Observed(tuple(TENSOR if isinstance(v, Tensor) else v for v in leaves), spec)
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """``(args, kwargs)`` with ``TENSOR`` in place of every tensor."""
+        args, kwargs = pytree.tree_unflatten(list(self.leaves), self.spec)
+        return args, kwargs
 
 
-_TENSOR = object()
+class _Tensor:
+    def __repr__(self) -> str:
+        return "TENSOR"
 
 
-def trace(parent: nn.Module, observed: Observed) -> fx.Graph:
+TENSOR = _Tensor()
+"""Stands for a tensor among observed arguments."""
+
+
+def trace(parent: nn.Module, observed: Observed, *, runnable: bool = False) -> fx.Graph:
     """The graph of ``parent.forward`` for arguments like the observed ones, children as leaves.
 
     Tensors become placeholders ``x0, x1, …`` in order; other arguments keep their values, and
-    the graph holds for those values only. The parent is left as it was.
+    the graph holds for those values only. The parent is left as it was. By default the graph
+    returns a flat tuple of all proxies in the result, enough to see who reads what; a
+    ``runnable`` one returns what the forward returns.
 
     Raises:
         Untraceable: the forward branches on tensor values, is patched on the instance, or uses
@@ -80,13 +93,20 @@ def trace(parent: nn.Module, observed: Observed) -> fx.Graph:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return _ParentTracer(observed).trace(parent)
+            graph = _ParentTracer(observed, runnable).trace(parent)
     except _FAILURES as error:
         first = str(error).strip().splitlines()[:1]
         raise Untraceable(f"{type(error).__name__}: {first[0] if first else ''}") from error
     finally:
         parent.__dict__.clear()
         parent.__dict__.update(before)
+    if runnable:
+        known = {*before, *before["_modules"], *before["_parameters"], *before["_buffers"]}
+        for node in graph.nodes:
+            if node.op == "get_attr" and str(node.target).partition(".")[0] not in known:
+                # computed while tracing, from no input: random numbers, a constant, …
+                raise Untraceable("it makes a tensor that a trace would keep as it is now")
+    return graph
 
 
 def uses_of(graph: fx.Graph, parent: nn.Module, module: nn.Module) -> list[tuple[Use, ...]]:
@@ -129,9 +149,12 @@ def _function_name(function: Any) -> str:
 class _ParentTracer(fx.Tracer):
     """Traces one module with all its children as leaves, for one kind of call."""
 
-    def __init__(self, observed: Observed) -> None:
+    proxy_buffer_attributes = True  # a branch on a buffer's value must not be followed silently
+
+    def __init__(self, observed: Observed, runnable: bool) -> None:
         super().__init__()
         self.observed = observed
+        self.runnable = runnable
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
@@ -140,7 +163,7 @@ class _ParentTracer(fx.Tracer):
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
         leaves, proxies = list(self.observed.leaves), []
-        where = [i for i, v in enumerate(leaves) if v is _TENSOR]
+        where = [i for i, v in enumerate(leaves) if v is TENSOR]
         for number, _ in enumerate(where):
             proxies.append(self.create_proxy("placeholder", f"x{number}", (), {}))
 
@@ -148,7 +171,8 @@ class _ParentTracer(fx.Tracer):
             for i, t in zip(where, tensors, strict=True):
                 leaves[i] = t
             args, kwargs = pytree.tree_unflatten(leaves, self.observed.spec)
-            return tuple(_proxies(root_fn(root, *args, **kwargs)))
+            result = root_fn(root, *args, **kwargs)
+            return result if self.runnable else tuple(_proxies(result))
 
         return forward, [self.root, *proxies]
 

@@ -1,4 +1,7 @@
-"""Watch one forward: which Linear-shaped modules run, on what, and who reads their outputs."""
+"""Watch one forward: which Linear-shaped modules run, on what, and who reads their outputs.
+
+The profile's sites and the rewriter's candidates both come from what is seen here.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
 from fastlinear.core.precision import DTYPE_NAMES
+from fastlinear.ops.linear_act.backends import x_layout_of
 from fastlinear.profile.graph import Observed, Use
+from fastlinear.profile.step import eager_modules
 
 _METADATA = frozenset(
     {
@@ -30,7 +35,8 @@ def linear_kind(module: nn.Module) -> str | None:
     if isinstance(module, nn.Linear):
         return "linear"
     weight = getattr(module, "weight", None)
-    if type(module).__name__ == "Conv1D" and isinstance(weight, Tensor) and weight.dim() == 2:
+    named = any(c.__name__ == "Conv1D" for c in type(module).__mro__)
+    if named and isinstance(weight, Tensor) and weight.dim() == 2:
         nf = getattr(module, "nf", None)
         bias = getattr(module, "bias", None)
         if nf == weight.shape[1] and isinstance(bias, Tensor) and bias.shape == (nf,):
@@ -43,8 +49,13 @@ class Call:
     """One call of a Linear-shaped module.
 
     Attributes:
-        shape, layout, dtype: of its input.
+        shape, layout, dtype: of its input; ``layout`` as in a linear_act Problem.
         input_grad: whether its input needs a gradient.
+        grad: whether the call is to be differentiated at all.
+        autocast: the autocast dtype in force, or None.
+        positional: whether the input was its first positional argument.
+        sample: a copy of the input in its own strides, when samples are wanted; one copy serves
+            all calls on inputs of the same shape, strides and dtype.
         caller: the module whose forward made the call; None if the model itself is the Linear.
         uses: who read the output directly inside the caller, in order.
     """
@@ -53,7 +64,11 @@ class Call:
     layout: str
     dtype: str
     input_grad: bool
+    grad: bool
+    autocast: torch.dtype | None
     caller: nn.Module | None
+    positional: bool
+    sample: Tensor | None = field(default=None, repr=False)
     uses: list[Use] = field(default_factory=list)
 
 
@@ -76,12 +91,17 @@ class Observation:
     grad_enabled: bool = False
 
 
-def observe(model: nn.Module, forward: Callable[[], object]) -> Observation:
-    """Run ``forward`` once and watch. Hooks are removed again, also when it raises."""
-    watch = _Watch()
+def observe(
+    model: nn.Module, forward: Callable[[], object], *, samples: bool = False
+) -> Observation:
+    """Run ``forward`` once and watch. Hooks are removed again, also when it raises.
+
+    With ``samples`` every call keeps a copy of its input.
+    """
+    watch = _Watch({} if samples else None)
     handles: list[Any] = []
     try:
-        for module in _python_modules(model):
+        for module in eager_modules(model):
             handles += [
                 module.register_forward_pre_hook(watch.enter, prepend=True, with_kwargs=True),
                 module.register_forward_hook(watch.leave, always_call=True),
@@ -94,18 +114,12 @@ def observe(model: nn.Module, forward: Callable[[], object]) -> Observation:
     return watch.seen
 
 
-def _python_modules(model: nn.Module) -> list[nn.Module]:
-    """Modules that run in Python: scripted ones are left out with all they hold."""
-    scripted = [m for m in model.modules() if isinstance(m, torch.jit.ScriptModule)]
-    inside = {id(m) for s in scripted for m in s.modules()} | {id(s) for s in scripted}
-    return [m for m in model.modules() if id(m) not in inside]
-
-
 class _Watch(TorchFunctionMode):
     """Sees every torch function and every module call, and whose output each one reads."""
 
-    def __init__(self) -> None:
+    def __init__(self, samples: dict[tuple[Any, ...], Tensor] | None) -> None:
         super().__init__()
+        self.samples = samples
         self.seen = Observation()
         self.stack: list[nn.Module] = []
         self.outputs: dict[int, tuple[TensorWeakRef, Call]] = {}
@@ -142,7 +156,9 @@ class _Watch(TorchFunctionMode):
         if linear_kind(module):
             x = next(iter(_tensors((args, tuple(kwargs.values())))), None)
             if x is not None:
-                seen.calls.setdefault(module, []).append(_call(x, caller))
+                with torch._C.DisableTorchFunction():
+                    call = self.new_call(module, x, caller, bool(args) and args[0] is x)
+                seen.calls.setdefault(module, []).append(call)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.stack and self.stack[-1] is module:
@@ -153,20 +169,50 @@ class _Watch(TorchFunctionMode):
                 call = self.seen.calls[module][-1]
                 self.outputs[id(output)] = (TensorWeakRef(output), call)
 
+    def new_call(
+        self, module: nn.Module, x: Tensor, caller: nn.Module | None, positional: bool
+    ) -> Call:
+        k = x.shape[-1] if x.dim() else 1
+        layout = "rows"
+        if x.numel() and x.layout is torch.strided:
+            like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+            layout = x_layout_of(like.reshape(-1, k))
+        device = x.device.type
+        grad = x.requires_grad or any(p.requires_grad for p in module.parameters())
+        return Call(
+            shape=tuple(x.shape),
+            layout=layout,
+            dtype=DTYPE_NAMES.get(x.dtype, str(x.dtype)),
+            input_grad=x.requires_grad,
+            grad=torch.is_grad_enabled() and grad,
+            autocast=torch.get_autocast_dtype(device)
+            if torch.is_autocast_enabled(device)
+            else None,
+            caller=caller,
+            positional=positional,
+            sample=self.sample_of(x),
+        )
+
+    def sample_of(self, x: Tensor) -> Tensor | None:
+        if self.samples is None:
+            return None
+        key = (tuple(x.shape), x.layout is torch.strided and x.stride(), x.dtype)
+        if key not in self.samples:
+            self.samples[key] = _copy(x)
+        return self.samples[key]
+
     def call_of(self, value: Tensor) -> Call | None:
         """The Linear call whose output object ``value`` is."""
         ref, call = self.outputs.get(id(value), (None, None))
         return call if ref is not None and ref() is value else None
 
 
-def _call(x: Tensor, caller: nn.Module | None) -> Call:
-    k = x.shape[-1] if x.dim() else 1
-    layout = "rows"
-    if x.numel() and k > 1 and x.layout is torch.strided:
-        like = torch.empty_strided(x.shape, x.stride(), device="meta")
-        layout = "rows" if like.reshape(-1, k).stride(1) == 1 else "strided"
-    dtype = DTYPE_NAMES.get(x.dtype, str(x.dtype))
-    return Call(tuple(x.shape), layout, dtype, x.requires_grad, caller)
+def _copy(x: Tensor) -> Tensor:
+    """A detached copy in x's own strides; of expanded and non-strided tensors a plain clone."""
+    if x.layout is not torch.strided or 0 in x.stride():
+        return x.detach().clone()
+    copy = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    return copy.copy_(x.detach())
 
 
 def _function_use(

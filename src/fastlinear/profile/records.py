@@ -83,8 +83,8 @@ class LinearSite:
         weight_dtype: the weight's dtype name.
         device: the weight's device.
         input_grad, weight_grad: whether the step computes dx, and dW or db.
-        x_layouts: ``"rows"`` (the (M, K) view has unit stride in K) or ``"strided"``, one entry
-            per shape.
+        x_layouts: ``"rows"``, ``"rows_odd"`` or ``"strided"`` as in a linear_act Problem, one
+            entry per shape.
         activation: name of the activation right after it, or None.
         activation_fqn: the activation module's name when ``how == "modules"``.
         how: ``"modules"``: the activation is a module called right after; ``"function"``: a

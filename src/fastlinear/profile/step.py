@@ -146,17 +146,15 @@ def check_model(model: Any) -> None:
             received=f"a scripted module ({_kind(model)})",
             remedy="Profile the module it was scripted from.",
         )
+    if is_compiled(model):
+        raise UnsupportedError(
+            "fastlinear.profile",
+            expected="an eager module, whose kernels can be told apart",
+            received="a model under torch.compile",
+            remedy="Profile the uncompiled module (model._orig_mod) and compile afterwards.",
+        )
     for name, module in model.named_modules():
         where = f"{name!r}" if name else "the model itself"
-        if type(module).__name__ == "OptimizedModule" or getattr(
-            module, "_compiled_call_impl", None
-        ):
-            raise UnsupportedError(
-                "fastlinear.profile",
-                expected="eager modules, whose kernels can be told apart",
-                received=f"{where} under torch.compile",
-                remedy="Profile the uncompiled module (model._orig_mod) and compile afterwards.",
-            )
         if any(nn.parameter.is_lazy(p) for p in module._parameters.values()):
             raise InputError(
                 "fastlinear.profile",
@@ -164,6 +162,20 @@ def check_model(model: Any) -> None:
                 received=f"{where} is a lazy module that has not run yet",
                 remedy="Call the model once on real inputs first.",
             )
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calling this module runs compiled code: torch.compile(module), module.compile()."""
+    wrapped = type(module).__name__ == "OptimizedModule"
+    return wrapped or module.__dict__.get("_compiled_call_impl") is not None
+
+
+def eager_modules(model: nn.Module) -> list[nn.Module]:
+    """Modules that run in Python, one by one: scripted and compiled parts are left out with all
+    they hold."""
+    opaque = [m for m in model.modules() if isinstance(m, torch.jit.ScriptModule) or is_compiled(m)]
+    inside = {id(m) for part in opaque for m in part.modules()}
+    return [m for m in model.modules() if id(m) not in inside]
 
 
 def _kind(value: Any) -> str:

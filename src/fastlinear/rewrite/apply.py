@@ -13,19 +13,19 @@ from fastlinear.core.progress import Progress, silent
 from fastlinear.core.settings import Config
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.backend import family
-from fastlinear.profile import profile
 from fastlinear.profile.state import preserved
 from fastlinear.profile.step import check_model, device_of
 from fastlinear.rewrite import measure
 from fastlinear.rewrite import plan as plans
+from fastlinear.rewrite.candidate import Candidate
 from fastlinear.rewrite.eligible import Refusal
-from fastlinear.rewrite.optimize import Work, prepare
+from fastlinear.rewrite.optimize import finish, prepare, watch
 from fastlinear.rewrite.plan import Plan, Rewrite
 from fastlinear.rewrite.result import Result
 from fastlinear.rewrite.rules import linear_act as rule
-from fastlinear.rewrite.rules.linear_act import Candidate
 from fastlinear.rewrite.running import LossFn, check_runs, from_specs
 from fastlinear.rewrite.swap import SwapSet
+from fastlinear.rewrite.work import Work
 
 _SEED = 0
 
@@ -78,16 +78,15 @@ def apply_(
     work = prepare("apply_", model, inputs, config, loss_fn, progress)
     _remember(loaded)
     with preserved(model, config.mode):
-        check_runs("apply_", model, work.call, work.runner)
-    work.profile = profile(model, inputs, mode=config.mode, loss_fn=loss_fn, progress=progress)
+        work.ran = check_runs("apply_", model, work.call, work.runner)
+    candidates, left = watch(work, inputs, None)
     with preserved(model, config.mode):
-        candidates, left = work.match(None)
         kept = _planned(work, loaded, candidates, left)
         kept, verdicts = work.keep_accurate(kept)
         pair = None
         if kept:
             kept, pair = _unless_slower(work, kept)
-    return work.finish(kept, verdicts if kept else (), pair)
+    return finish(work, kept, verdicts if kept else (), pair)
 
 
 def _remember(plan: Plan) -> None:

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fastlinear.core.precision import DTYPE_NAMES
+from fastlinear.profile import observe
+from fastlinear.profile.step import is_compiled
+from fastlinear.rewrite.forwards import CONV1D_HOME, PLAIN_LINEARS
 from fastlinear.rewrite.swap import has_own_forward, is_rewritten
 
 _HOOKS = {
@@ -38,23 +40,14 @@ def linear_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 def linear_kind(module: nn.Module) -> str | None:
     """``"linear"``, ``"conv1d"``, ``"other"`` (linear-shaped, of a foreign class) or None."""
-    if isinstance(module, nn.Linear):
-        return "linear"
-    if is_conv1d(module):
-        return "conv1d"
+    kind = observe.linear_kind(module)
+    if kind is not None:
+        return kind
     name = getattr(module, "original_name", None) or type(module).__name__
     sized = hasattr(module, "in_features") and hasattr(module, "out_features")
     # A wrapper that contains the linear it stands for is not a site; the linear inside is.
     wraps = any(isinstance(m, nn.Linear) for m in module.modules())
     return "other" if name.endswith("Linear") and sized and not wraps else None
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """Whether this is transformers' Conv1D, a linear with weight (K, N)."""
-    return any(
-        c.__name__ == "Conv1D" and c.__module__.startswith("transformers.")
-        for c in type(module).__mro__
-    )
 
 
 def refuse_linear(model: nn.Module, fqn: str, module: nn.Module) -> Refusal | None:
@@ -69,9 +62,10 @@ def refuse_linear(model: nn.Module, fqn: str, module: nn.Module) -> Refusal | No
     common = refuse_module(module) or _refuse_ancestors(model, fqn)
     if common is not None:
         return common
-    plain = (nn.Linear, NonDynamicallyQuantizableLinear)
-    if (kind == "linear" and type(module) not in plain) or (
-        kind == "conv1d" and type(module).__name__ != "Conv1D"
+    home = type(module).__module__
+    if (kind == "linear" and type(module) not in PLAIN_LINEARS) or (
+        kind == "conv1d"
+        and not (type(module).__name__ == "Conv1D" and home.startswith(CONV1D_HOME))
     ):
         return Refusal(
             "subclass",
@@ -88,8 +82,8 @@ def refuse_module(module: nn.Module) -> Refusal | None:
     if hasattr(module, "parametrizations"):
         names = ", ".join(module.parametrizations)  # type: ignore[arg-type]
         return Refusal("parametrized", f"It is parametrized ({names}).")
-    if module._compiled_call_impl is not None:
-        return Refusal("compiled", "It is compiled with Module.compile(); rewrite it before.")
+    if is_compiled(module):
+        return Refusal("compiled", "It is compiled; rewrite it before it is compiled.")
     if is_rewritten(module):
         return None
     if has_own_forward(module):
@@ -101,8 +95,10 @@ def _refuse_ancestors(model: nn.Module, fqn: str) -> Refusal | None:
     names = fqn.split(".")
     for i in range(len(names)):
         ancestor = model.get_submodule(".".join(names[:i]))
-        if type(ancestor).__name__ == "OptimizedModule":
-            return Refusal("compiled", "It lies inside a torch.compile'd module; rewrite it first.")
+        if is_compiled(ancestor):
+            return Refusal("compiled", "It lies inside a compiled module; rewrite it first.")
+        if isinstance(ancestor, torch.jit.ScriptModule):
+            return Refusal("scripted", "It lies inside a TorchScript module.")
         if i == len(names) - 1 or names[i] == "base_layer":
             child = names[i]
             if child == "base_layer" or any("lora_" in n for n, _ in ancestor.named_children()):

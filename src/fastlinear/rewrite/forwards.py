@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import linear_act
@@ -62,30 +63,41 @@ def float64_linear(conv1d: bool) -> Forward:
     return mark(forward)
 
 
-def call_fused(linear: nn.Module, x: Tensor, activation: str, backend: str | None) -> Tensor:
+def call_fused_linear(linear: nn.Module, x: Tensor, activation: str, backend: str | None) -> Tensor:
     """act(linear(x)) for a linear that is a child of a rewritten parent; (..., K) → (..., N).
 
     Fused only while the child is a plain linear without hooks; otherwise the child itself is
     called, so that hooks, adapters and replaced layers keep their say.
     """
-    kind = type(linear).__name__
-    if (
-        (kind in PLAIN_LINEARS or kind == "Conv1D")
-        and "forward" not in linear.__dict__
-        and not (
-            linear._forward_hooks
-            or linear._forward_pre_hooks
-            or linear._backward_hooks
-            or linear._backward_pre_hooks
-        )
-    ):
+    if type(linear) in PLAIN_LINEARS and _untouched(linear):
         weight: Any = linear.weight
         bias: Any = linear.bias
-        w = weight.t() if kind == "Conv1D" else weight
-        return linear_act(x, w, bias, activation=activation, backend=backend)
+        return linear_act(x, weight, bias, activation=activation, backend=backend)
     y: Tensor = activation_of(activation).value(linear(x))
     return y
 
 
-PLAIN_LINEARS = ("Linear", "NonDynamicallyQuantizableLinear")
-"""Names of the classes whose forward is exactly ``F.linear(x, weight, bias)``."""
+def call_fused_conv1d(conv: nn.Module, x: Tensor, activation: str, backend: str | None) -> Tensor:
+    """``call_fused_linear`` for a Conv1D, whose weight is (K, N)."""
+    kind = type(conv)
+    if kind.__name__ == "Conv1D" and kind.__module__.startswith(CONV1D_HOME) and _untouched(conv):
+        weight: Any = conv.weight
+        bias: Any = conv.bias
+        return linear_act(x, weight.t(), bias, activation=activation, backend=backend)
+    y: Tensor = activation_of(activation).value(conv(x))
+    return y
+
+
+def _untouched(module: nn.Module) -> bool:
+    return "forward" not in module.__dict__ and not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+PLAIN_LINEARS = (nn.Linear, NonDynamicallyQuantizableLinear)
+"""The classes whose forward is exactly ``F.linear(x, weight, bias)``."""
+CONV1D_HOME = "transformers."
+"""The package whose Conv1D is a linear with a weight of shape (K, N)."""

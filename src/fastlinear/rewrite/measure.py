@@ -1,14 +1,13 @@
-"""Tuning of sites, before/after times of sites, and before/after times of the whole model."""
+"""The time budget, tuning of Problems, and before/after times of the whole model."""
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
@@ -17,14 +16,13 @@ from fastlinear.core.timing import Ratio, Samples, interleave, paired_ratio
 from fastlinear.dispatch import tune as tuning
 from fastlinear.dispatch.select import select
 from fastlinear.ops.linear_act.backends import BACKWARD_PIECES, PIECES
-from fastlinear.rewrite.rules.linear_act import Candidate
 from fastlinear.rewrite.running import Call, Runner
 from fastlinear.rewrite.swap import SwapSet
 
-_SITE_ROUNDS = 31
 _MODEL_ROUNDS = (25, 125)  # the second number only if the first leaves it open
 _MAX_TUNE_S = 2.0
-_MAX_SITE_S = 2.0
+_RESERVE = 0.5  # of the budget, for the sites' own A/B and for the whole model
+_LAST_RESERVE = 0.25  # what tuning never touches, though a Problem be left untuned
 
 
 class Budget:
@@ -95,61 +93,27 @@ def tune_all(
     progress: Progress,
 ) -> dict[Problem, tuning.Tuned]:
     """Tune every piece of every distinct Problem while the budget lasts; results are cached on
-    disk. Problems the budget does not reach keep the choice dispatch makes without measuring."""
+    disk. Problems the budget does not reach keep the choice dispatch makes without measuring.
+
+    Each takes at most an equal share of what is left, heaviest first, so that what a small one
+    leaves over goes to the next.
+    """
     work = [p.with_piece(piece) for p in problems for piece in pieces(p)]
     done: dict[Problem, tuning.Tuned] = {}
     metric = "device" if device.type == "cuda" else "wall"
-    reserve = budget.seconds * 0.6  # for the sites' own A/B and for the whole model
     for i, problem in enumerate(work):
         progress("tune", i, len(work))
-        left = budget.left_s - reserve
-        if left <= 0 or problem.dtype not in FLOAT_DTYPES:
+        left = budget.left_s - budget.seconds * _RESERVE
+        if budget.left_s < budget.seconds * _LAST_RESERVE:
             break
-        share = min(_MAX_TUNE_S, left / (len(work) - i))
+        if problem.dtype not in FLOAT_DTYPES:
+            continue
+        share = min(_MAX_TUNE_S, max(0.0, left) / (len(work) - i))
         done[problem] = tuning.tune(
             problem, device=device, metric=metric, budget_s=share, seed=seed
         )
     progress("tune", len(work), len(work))
     return done
-
-
-def site_pair(candidate: Candidate, device: torch.device, budget_s: float) -> Pair:
-    """A/B of one site on its own input: the model's own forward against the rewritten one."""
-    arms = {
-        "before": site_arm(candidate, candidate.before),
-        "after": site_arm(candidate, candidate.after),
-    }
-    times = interleave(
-        arms, device=device, metric="wall", rounds=_SITE_ROUNDS, budget_s=min(budget_s, _MAX_SITE_S)
-    )
-    return Pair(times["before"], times["after"])
-
-
-def site_arm(candidate: Candidate, run: Callable[[Tensor], Tensor]) -> Callable[[], list[Tensor]]:
-    """A callable that runs one site once: [y], and in train mode also dx, dW and db."""
-    x = candidate.input()
-    dtype = candidate.calls.autocast
-    wanted: list[Tensor] = []
-    if candidate.problem.needs_grad:
-        x = x.requires_grad_(True)
-        wanted = [x, *(p for p in candidate.module.parameters() if p.requires_grad)]
-    state: list[Tensor] = []
-
-    def call() -> list[Tensor]:
-        with torch.set_grad_enabled(bool(wanted)), _autocast(x, dtype):
-            y = run(x)
-        if not wanted:
-            return [y]
-        if not state:
-            generator = torch.Generator().manual_seed(0)
-            state.append(torch.randn(y.shape, generator=generator).to(y.device, y.dtype))
-        return [y.detach(), *torch.autograd.grad(y, wanted, state[0])]
-
-    return call
-
-
-def _autocast(x: Tensor, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[object]:
-    return contextlib.nullcontext() if dtype is None else torch.autocast(x.device.type, dtype)
 
 
 def model_pair(
@@ -160,16 +124,21 @@ def model_pair(
     *,
     budget_s: float,
     min_speedup: float = 1.0,
+    against: SwapSet | None = None,
 ) -> Pair:
     """A/B of the whole model: the two arms switch the same model's forwards off and on, so that
     no second copy of it is needed. Measured a second time, longer, if the first interval holds
-    ``min_speedup``. The swaps are off afterwards."""
+    ``min_speedup``. The swaps are off afterwards. ``against`` are the swaps of the first arm; by
+    default none: the model as it was."""
+    base = against or SwapSet(())
 
     def before() -> None:
         swaps.off()
+        base.on()
         runner.step(model, call)
 
     def after() -> None:
+        base.off()
         swaps.on()
         runner.step(model, call)
 
@@ -188,5 +157,6 @@ def model_pair(
                 break
     finally:
         swaps.off()
+        base.off()
     assert pair is not None
     return pair

@@ -131,11 +131,32 @@ def tensors_of(output: Any) -> list[Tensor]:
     return [t for item in items for t in tensors_of(item)]
 
 
-def check_runs(function: str, model: nn.Module, call: Call, runner: Runner) -> dict[str, Tensor]:
+@dataclass(frozen=True)
+class Ran:
+    """The model's own results on one call, and the random state it left."""
+
+    results: dict[str, Tensor]
+    state: tuple[Tensor, ...]
+
+
+def run_once(model: nn.Module, call: Call, runner: Runner) -> Ran:
+    """One seeded run."""
+    results = runner.results(model, call)
+    return Ran(results, random_state(runner.device))
+
+
+def draws_random_numbers(ran: Ran, runner: Runner) -> bool:
+    """Whether that run drew random numbers. Seeds the generators."""
+    seed_all(runner.seed, runner.device)
+    unused = random_state(runner.device)
+    return not all(torch.equal(a, b) for a, b in zip(ran.state, unused, strict=True))
+
+
+def check_runs(function: str, model: nn.Module, call: Call, runner: Runner) -> Ran:
     """The model's own results on the inputs. Raises InputError, with the model's exception as
     its cause, if it raises; and if train mode finds nothing to differentiate."""
     try:
-        results = runner.results(model, call)
+        ran = run_once(model, call, runner)
     except FastlinearError:
         raise
     except Exception as error:
@@ -145,14 +166,14 @@ def check_runs(function: str, model: nn.Module, call: Call, runner: Runner) -> d
             received=f"{type(error).__name__}: {error}",
             remedy="Call model(*inputs) yourself first; the model has not been changed.",
         ) from error
-    if runner.mode == "train" and not any(k.startswith("grad.") for k in results):
+    if runner.mode == "train" and not any(k.startswith("grad.") for k in ran.results):
         raise InputError(
             function,
             expected="a loss that reaches at least one parameter in train mode",
             received="no gradient at all",
             remedy='Use mode="inference", or pass a loss_fn that depends on the parameters.',
         )
-    return results
+    return ran
 
 
 def draw(call: Call, index: int, seed: int) -> Call:

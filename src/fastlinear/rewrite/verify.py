@@ -1,7 +1,5 @@
 """Is the rewritten model as accurate as the original? Both are judged against an oracle.
 
-The oracle is a float64 copy of the model. Where that does not fit into memory, cannot run, or
-would draw other dropout masks, it is the model itself with every linear computed in float64.
 A result passes when ``err(rewritten) <= 2 * err(original) + tiny``, errors taken as the root mean
 square over all input draws.
 """
@@ -13,104 +11,20 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from fastlinear.core.compare import DEFAULT_FACTOR, Verdict, judge, relative_error, unit_rounding
-from fastlinear.ops.linear_act import reference
-from fastlinear.rewrite.eligible import linear_kind, linear_modules, refuse_linear
-from fastlinear.rewrite.forwards import float64_linear
-from fastlinear.rewrite.measure import site_arm
-from fastlinear.rewrite.rules.linear_act import Candidate
-from fastlinear.rewrite.running import Call, Runner, draw, random_state
-from fastlinear.rewrite.swap import Swap, SwapSet
+from fastlinear.rewrite.oracle import Oracle, double
+from fastlinear.rewrite.running import Call, Ran, Runner, draw, run_once
+from fastlinear.rewrite.swap import SwapSet
 
-_NOISE_FLOOR = 64.0  # a gradient below this many roundings of all gradients together is noise
+_NOISE_FLOOR = 64.0  # a gradient below this many roundings of all gradients together may be noise
+_NOISE_ERROR = 0.5  # and is, where PyTorch itself gets half of it wrong
 _MORE_DRAWS = 3
 _KEEP_BYTES = 1 << 28
 _STEP = 1e-2  # one SGD step moves the parameters by this fraction of their norm
-
-
-@dataclass(frozen=True)
-class Oracle:
-    """What the results are judged against.
-
-    Attributes:
-        name: ``"float64 model"`` or ``"float64 linears"``, with the reason for the latter.
-        model: the float64 copy, or None.
-        swaps: the float64 linears on the model itself, when there is no copy.
-    """
-
-    name: str
-    model: nn.Module | None
-    swaps: SwapSet
-
-    def results(self, model: nn.Module, runner: Runner, call: Call) -> dict[str, Tensor]:
-        """The oracle's results for one call."""
-        if self.model is not None:
-            return runner.results(self.model, call.map(_double))
-        self.swaps.on()
-        try:
-            return runner.results(model, call)
-        finally:
-            self.swaps.off()
-
-
-def make_oracle(model: nn.Module, runner: Runner, call: Call) -> Oracle:
-    """The best oracle this model and this machine allow; swaps must be off."""
-    reason = _why_no_copy(model, runner, call)
-    if reason is None:
-        try:
-            double = copy.deepcopy(model).double()
-            runner.results(double, call.map(_double))
-        except Exception as error:  # noqa: BLE001
-            reason = f"the model does not run in float64 ({type(error).__name__})"
-        else:
-            return Oracle("float64 model", double, SwapSet(()))
-    swaps = [
-        Swap(fqn, m, float64_linear(linear_kind(m) == "conv1d"))
-        for fqn, m in linear_modules(model).items()
-        if refuse_linear(model, fqn, m) is None
-    ]
-    return Oracle(f"float64 linears ({reason})", None, SwapSet(swaps))
-
-
-def site_failure(candidate: Candidate) -> Verdict | None:
-    """The first failed comparison of one site on its captured input, or None.
-
-    Output and, in train mode, dx, dW and db, against the float64 reference.
-    """
-    ours = site_arm(candidate, candidate.after)()
-    theirs = site_arm(candidate, candidate.before)()
-    oracle = _site_oracle(candidate)
-    for name, a, t, o in zip(("output", "dx", "dW", "db"), ours, theirs, oracle, strict=False):
-        verdict = judge(f"{candidate.fqn}.{name}", a, t, o)
-        if not verdict.passed:
-            return verdict
-    return None
-
-
-def _site_oracle(candidate: Candidate) -> list[Tensor]:
-    names = [n for n, p in candidate.module.named_parameters() if p.requires_grad]
-    found = {n: p.detach().double() for n, p in candidate.module.named_parameters()}
-
-    def run(x: Tensor) -> Tensor:
-        w = found["weight"].t() if candidate.kind == "conv1d" else found["weight"]
-        return reference.linear_act(x, w, found.get("bias"), candidate.activation)
-
-    x = candidate.input().detach().double()
-    if not candidate.problem.needs_grad:
-        return [run(x)]
-    wanted = [x.requires_grad_(True), *(found[n].requires_grad_(True) for n in names)]
-    with torch.enable_grad():
-        y = run(x)
-    generator = torch.Generator().manual_seed(0)
-    # the same dy as the site's arms draw, rounded to the dtype they have
-    narrow = candidate.calls.autocast or candidate.input().dtype
-    dy = torch.randn(y.shape, generator=generator).to(y.device, narrow).double()
-    return [y.detach(), *torch.autograd.grad(y, wanted, dy)]
 
 
 class Judge:
@@ -128,12 +42,16 @@ class Judge:
         draws: int,
         oracle: Oracle,
         seconds: float,
+        ran: Ran,
     ) -> None:
         self.model, self.runner, self.oracle = model, runner, oracle
         self.call, self.draws = call, draws
         self.seconds = seconds
         self.skipped: list[str] = []
         self._known: dict[int, _Known | None] = {}
+        if oracle.first is not None:
+            self._keep(0, _Known(ran, oracle.first))
+        self._steps: _Steps | None = None
 
     def verdicts(self, swaps: SwapSet) -> list[Verdict]:
         """One verdict for each result, pooled over the draws; failures get a second look on
@@ -155,14 +73,19 @@ class Judge:
         known = self._originals(index)
         if known is None:
             return
-        theirs, oracle = known.theirs, known.oracle
+        theirs, oracle = known.theirs.results, known.oracle
         swaps.on()
         try:
-            ours = self.runner.results(self.model, draw(self.call, index, self.runner.seed))
-            state = random_state(self.runner.device)
+            ran = run_once(self.model, draw(self.call, index, self.runner.seed), self.runner)
+        except Exception as error:  # noqa: BLE001  whatever it is, the model alone does not raise it
+            name = f"the rewritten model raises {type(error).__name__}: {error}"
+            found.setdefault(name, []).append(Verdict(name, math.inf, 0.0, 0.0))
+            return
         finally:
             swaps.off()
-        same = all(torch.equal(a, b) for a, b in zip(state, known.state, strict=True))
+        ours = ran.results
+        states = zip(ran.state, known.theirs.state, strict=True)
+        same = all(torch.equal(a, b) for a, b in states)
         found.setdefault("randomness", []).append(
             Verdict("randomness", 0.0 if same else math.inf, 0.0, 0.0)
         )
@@ -177,9 +100,8 @@ class Judge:
             return self._known[index]
         call = draw(self.call, index, self.runner.seed)
         try:
-            theirs = self.runner.results(self.model, call)
-            state = random_state(self.runner.device)
-            known = _Known(theirs, self.oracle.results(self.model, self.runner, call), state)
+            theirs = run_once(self.model, call, self.runner)
+            known = _Known(theirs, self.oracle.results(self.model, self.runner, call))
         except Exception as error:
             if index == 0:
                 raise
@@ -187,16 +109,52 @@ class Judge:
             self.skipped.append(f"draw {index} ({type(error).__name__}: {error})")
             self._known[index] = None
             return None
-        if sum(t.nbytes for t in (*known.theirs.values(), *known.oracle.values())) < _KEEP_BYTES:
-            self._known[index] = known
+        self._keep(index, known)
         return known
+
+    def _keep(self, index: int, known: _Known) -> None:
+        held = (*known.theirs.results.values(), *known.oracle.values())
+        if sum(t.nbytes for t in held) < _KEEP_BYTES:
+            self._known[index] = known
+
+    def trajectory(self, swaps: SwapSet, steps: int) -> list[Verdict]:
+        """A few SGD steps on copies: losses and parameters of original, rewritten and oracle."""
+        runner, call = self.runner, self.call
+        if self._steps is None:
+            rate = _learning_rate(self.model, runner, call)
+            theirs = _trajectory(copy.deepcopy(self.model), runner, call, steps, rate)
+            self._steps = _Steps(rate, theirs, self._exact_trajectory(steps, rate))
+        rate, theirs, exact = self._steps.rate, self._steps.theirs, self._steps.exact
+        swaps.on()
+        try:
+            ours = _trajectory(copy.deepcopy(self.model), runner, call, steps, rate)
+        finally:
+            swaps.off()
+        return [judge(n, ours[n], theirs[n], exact[n]) for n in theirs]
+
+    def _exact_trajectory(self, steps: int, rate: float) -> dict[str, Tensor]:
+        oracle, runner, call = self.oracle, self.runner, self.call
+        if oracle.model is not None:
+            wide = copy.deepcopy(oracle.model)
+            return _trajectory(wide, runner, call.map(double), steps, rate)
+        oracle.swaps.on()
+        try:
+            return _trajectory(copy.deepcopy(self.model), runner, call, steps, rate)
+        finally:
+            oracle.swaps.off()
 
 
 @dataclass(frozen=True)
 class _Known:
-    theirs: dict[str, Tensor]
+    theirs: Ran
     oracle: dict[str, Tensor]
-    state: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class _Steps:
+    rate: float
+    theirs: dict[str, Tensor]
+    exact: dict[str, Tensor]
 
 
 def keep_passing(
@@ -216,28 +174,6 @@ def keep_passing(
         return first or second
     both = [*first, *second]
     return both if passes(both) else first
-
-
-def trajectory_verdicts(
-    model: nn.Module, swaps: SwapSet, runner: Runner, call: Call, oracle: Oracle, steps: int
-) -> list[Verdict]:
-    """A few SGD steps on copies: losses and parameters of original, rewritten and oracle."""
-    rate = _learning_rate(model, runner, call)
-    theirs = _trajectory(copy.deepcopy(model), runner, call, steps, rate)
-    swaps.on()
-    try:
-        ours = _trajectory(copy.deepcopy(model), runner, call, steps, rate)
-    finally:
-        swaps.off()
-    if oracle.model is not None:
-        exact = _trajectory(copy.deepcopy(oracle.model), runner, call.map(_double), steps, rate)
-    else:
-        oracle.swaps.on()
-        try:
-            exact = _trajectory(copy.deepcopy(model), runner, call, steps, rate)
-        finally:
-            oracle.swaps.off()
-    return [judge(n, ours[n], theirs[n], exact[n]) for n in theirs]
 
 
 def _trajectory(
@@ -282,14 +218,15 @@ def _compare(
     exact = oracle.double()
     norm = float(torch.linalg.vector_norm(exact))
     rounding = unit_rounding(theirs.dtype)
-    if name.startswith("grad.") and norm <= _NOISE_FLOOR * rounding * scale:
+    error, usual = relative_error(ours, exact), relative_error(theirs, exact)
+    noise = norm <= _NOISE_FLOOR * rounding * scale and (norm == 0 or usual > _NOISE_ERROR)
+    if name.startswith("grad.") and noise:
         # Zero but for rounding (a bias before a softmax, say): judged against all gradients.
         errors = [
             float(torch.linalg.vector_norm(t.double() - exact)) / scale if scale else 0.0
             for t in (ours, theirs)
         ]
         return Verdict(name, errors[0], errors[1], DEFAULT_FACTOR * errors[1] + 2 * rounding)
-    error, usual = relative_error(ours, exact), relative_error(theirs, exact)
     if math.isinf(usual):
         return judge(name, ours, theirs, exact)
     return Verdict(name, error, usual, DEFAULT_FACTOR * usual + 2 * rounding)
@@ -308,40 +245,3 @@ def _pool(name: str, each: Sequence[Verdict]) -> Verdict:
         mean([v.torch_error for v in each]),
         mean([v.limit for v in each]),
     )
-
-
-def _why_no_copy(model: nn.Module, runner: Runner, call: Call) -> str | None:
-    runner.results(model, call)
-    before = random_state(runner.device)
-    torch.default_generator.manual_seed(runner.seed)
-    drawn = not torch.equal(before[0], torch.get_rng_state())
-    if runner.device.type == "cuda":
-        with torch.cuda.device(runner.device):
-            torch.cuda.manual_seed(runner.seed)
-        drawn = drawn or not torch.equal(before[1], torch.cuda.get_rng_state(runner.device))
-    if drawn:
-        return "the model draws random numbers, which float64 would draw differently"
-    tensors = [*model.parameters(), *model.buffers()]
-    elements = sum(t.numel() for t in tensors)
-    copies = 2 if runner.mode == "inference" else 5  # with gradients and optimizer copies
-    needed, free = 8 * elements * copies, _free_bytes(runner.device)
-    if free is not None and needed > free // 2:
-        return f"a float64 copy needs {needed >> 20} MiB of {free >> 20} MiB free"
-    return None
-
-
-def _free_bytes(device: torch.device) -> int | None:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    info = Path("/proc/meminfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return None
-
-
-def _double(leaf: object) -> object:
-    if isinstance(leaf, Tensor) and leaf.is_floating_point():
-        return leaf.double()
-    return leaf

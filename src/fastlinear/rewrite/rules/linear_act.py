@@ -6,19 +6,17 @@ It only matches; nothing here changes a model or measures anything.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fastlinear import nn as fl_nn
 from fastlinear.core.precision import DTYPE_NAMES
-from fastlinear.core.problem import Problem
-from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.linear_act.op import problem_of
+from fastlinear.profile.observe import Call, Observation
 from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite import forwards
+from fastlinear.rewrite.candidate import Candidate, calls_of, problems_of
 from fastlinear.rewrite.eligible import (
     Refusal,
     linear_kind,
@@ -26,80 +24,11 @@ from fastlinear.rewrite.eligible import (
     refuse_linear,
     refuse_module,
 )
-from fastlinear.rewrite.observe import LinearCalls, Observation
 from fastlinear.rewrite.parent import Fusable, fusable
 from fastlinear.rewrite.swap import Swap, is_rewritten
 
 RULE = "linear_act"
 FilterFn = Callable[[nn.Module, str], bool]
-
-
-@dataclass(frozen=True, eq=False)
-class Candidate:
-    """A linear that may be rewritten.
-
-    Attributes:
-        fqn, module: the linear.
-        kind: ``"linear"`` or ``"conv1d"``.
-        activation: fused activation; ``"none"`` changes the backend only.
-        route: ``"plain"``, ``"instance"`` or ``"parent"``; see ``plan.Rewrite``.
-        activation_fqn, activation_module: the activation's module on the instance route.
-        parent_fqn, parent, pairs: the parent and what its trace offers, on the parent route.
-        calls: what was observed.
-        problem: the forward Problem of its most frequent call.
-        backend: forced forward backend, or None.
-        fallback: why its activation is left alone although there is one, or None.
-    """
-
-    fqn: str
-    module: nn.Module
-    kind: str
-    activation: str
-    route: str
-    calls: LinearCalls
-    problem: Problem
-    backend: str | None = None
-    activation_fqn: str | None = None
-    activation_module: nn.Module | None = None
-    parent_fqn: str | None = None
-    parent: nn.Module | None = None
-    pairs: Fusable | None = field(default=None, repr=False)
-    fallback: Refusal | None = None
-
-    @property
-    def unit(self) -> str:
-        """Candidates of one unit are kept or dropped together: those that share an activation."""
-        return f"activation {self.activation_fqn}" if self.route == "instance" else self.fqn
-
-    @property
-    def group(self) -> tuple[Any, ...]:
-        """Candidates of one group do the same work and are measured once."""
-        kind = type(self.activation_module).__name__
-        return (self.problem, self.route, self.kind, kind, self.calls.autocast, self.backend)
-
-    def input(self) -> Tensor:
-        """The sample of its most frequent input, (..., K), in the model's own strides."""
-        key = max(self.calls.counts, key=lambda k: self.calls.counts[k])
-        return self.calls.inputs[key]
-
-    def before(self, x: Tensor) -> Tensor:
-        """What the model did: the linear's own forward, then its activation. x (..., K)."""
-        y = type(self.module).forward(self.module, x)
-        if self.activation_module is not None:
-            y = type(self.activation_module).forward(self.activation_module, y)
-        elif self.activation != "none":
-            y = activation_of(self.activation).value(y)
-        return y  # type: ignore[no-any-return]
-
-    def after(self, x: Tensor) -> Tensor:
-        """What the rewritten model does. x (..., K) → (..., N)."""
-        y: Tensor = self.forward()(self.module, x)
-        return y
-
-    def forward(self) -> forwards.Forward:
-        """The linear's new forward."""
-        make = forwards.fused_conv1d if self.kind == "conv1d" else forwards.fused_linear
-        return make(self.activation, self.backend)
 
 
 def activations_of(sites: Iterable[LinearSite]) -> dict[str, str]:
@@ -132,13 +61,14 @@ def match(
     left: dict[str, Refusal] = {}
     plain: dict[str, Candidate] = {}
     for fqn, module in linear_modules(model).items():
-        refusal = _left_alone(model, fqn, module, seen, filter_fn)
+        calls = seen.calls.get(module, [])
+        refusal = _left_alone(model, fqn, module, calls, filter_fn)
         if refusal is None:
             refusal = _refuse_activation(model, by_fqn.get(fqn))
         if refusal is not None:
             left[fqn] = refusal
         else:
-            plain[fqn] = _plain(fqn, module, seen.linears[fqn], backend)
+            plain[fqn] = _plain(fqn, module, calls, backend)
     routed = _fuse(model, plain, by_fqn, seen)
     return [routed[fqn] for fqn in plain], left
 
@@ -171,7 +101,7 @@ def swaps(candidates: Iterable[Candidate]) -> list[Swap]:
         first = members[0]
         assert first.pairs is not None
         assert first.parent is not None
-        chosen = {_inside(fqn, c.fqn): c.activation for c in members}
+        chosen = {_inside(fqn, c.fqn) or "": c.activation for c in members}
         found.append(Swap(fqn, first.parent, first.pairs.build(chosen, first.backend)))
     return found
 
@@ -180,7 +110,11 @@ def swaps(candidates: Iterable[Candidate]) -> list[Swap]:
 
 
 def _left_alone(
-    model: nn.Module, fqn: str, module: nn.Module, seen: Observation, filter_fn: FilterFn | None
+    model: nn.Module,
+    fqn: str,
+    module: nn.Module,
+    calls: list[Call],
+    filter_fn: FilterFn | None,
 ) -> Refusal | None:
     if isinstance(module, fl_nn.Linear):
         return Refusal("already_fastlinear", "It is a fastlinear layer already.")
@@ -191,15 +125,15 @@ def _left_alone(
         return refusal
     if filter_fn is not None and not filter_fn(module, fqn):
         return Refusal("filtered", "filter_fn leaves it out.")
-    calls = seen.linears[fqn]
-    if calls.calls == 0:
+    if not calls:
         return Refusal("not_called", "These inputs never call it.")
-    if not calls.inputs:
-        return Refusal("keyword_input", "It is called with a keyword argument only.")
-    for _, _, dtype in calls.inputs:
-        if dtype not in DTYPE_NAMES:
-            return Refusal("dtype", f"Its input has dtype {dtype}.")
-    if all(sample.numel() == 0 for sample in calls.inputs.values()):
+    if not all(call.positional for call in calls):
+        return Refusal("keyword_input", "It is called with its input as a keyword argument.")
+    for call in calls:
+        assert call.sample is not None
+        if call.sample.dtype not in DTYPE_NAMES:
+            return Refusal("dtype", f"Its input has dtype {call.sample.dtype}.")
+    if all(call.sample is None or call.sample.numel() == 0 for call in calls):
         return Refusal("empty_input", "Its input holds no elements.")
     return None
 
@@ -214,27 +148,13 @@ def _refuse_activation(model: nn.Module, site: LinearSite | None) -> Refusal | N
     return Refusal(f"activation_{refusal.code}", f"Its activation: {refusal.reason}")
 
 
-def _plain(fqn: str, module: nn.Module, calls: LinearCalls, backend: str | None) -> Candidate:
+def _plain(fqn: str, module: nn.Module, calls: list[Call], backend: str | None) -> Candidate:
     kind = linear_kind(module)
     assert kind is not None
-    candidate = Candidate(fqn, module, kind, "none", "plain", calls, _NO_PROBLEM, backend)
-    return replace(candidate, problem=_problem(candidate))
-
-
-_NO_PROBLEM = Problem(RULE, "forward", (), "float32", "cpu")
-
-
-def _problem(c: Candidate) -> Problem:
-    x = c.input()
-    weight: Any = c.module.weight
-    bias: Any = c.module.bias
-    if c.kind == "conv1d":
-        weight = weight.t()
-    if c.calls.autocast is not None:
-        x = x.to(c.calls.autocast)
-    with torch.no_grad():
-        problem: Problem = problem_of(x, weight, bias, c.activation, c.calls.grad)
-    return problem
+    filled = [c for c in calls if c.sample is not None and c.sample.numel()]
+    known = calls_of(filled)
+    problems = problems_of(module, kind, "none", known)
+    return Candidate(fqn, module, kind, "none", "plain", known, problems, backend)
 
 
 def _fuse(
@@ -247,17 +167,19 @@ def _fuse(
     routed = dict(plain)
     names = activations_of(sites.values())
     for act_fqn, name in names.items():
-        entry = seen.activations[act_fqn]
-        members = list(entry.after)
-        whole = sum(entry.after.values()) == entry.calls and all(
-            fqn in plain and seen.linears[fqn].followed.get(act_fqn) == seen.linears[fqn].calls
-            for fqn in members
-        )
-        if whole and not _read_elsewhere(members, sites):
+        act = model.get_submodule(act_fqn)
+        members = [fqn for fqn, s in sites.items() if s.activation_fqn == act_fqn]
+        linears = [model.get_submodule(fqn) for fqn in members]
+        calls = sum(len(seen.calls.get(m, ())) for m in linears)
+        if (
+            set(members) <= set(plain)
+            and seen.module_calls[act] == calls
+            and _only_in_sequentials(model, act, linears)
+            and all(_is_sequential(model, sites[fqn].parent_fqn) for fqn in members)
+        ):
             for fqn in members:
-                module = model.get_submodule(act_fqn)
                 routed[fqn] = _with_activation(
-                    plain[fqn], name, "instance", activation_fqn=act_fqn, activation_module=module
+                    plain[fqn], name, "instance", activation_fqn=act_fqn, activation_module=act
                 )
     traced: dict[str, Fusable | Refusal] = {}
     for fqn, candidate in plain.items():
@@ -268,9 +190,26 @@ def _fuse(
     return routed
 
 
-def _read_elsewhere(members: list[str], sites: dict[str, LinearSite]) -> bool:
-    """Whether a parent's trace shows another reader of a pre-activation."""
-    return any(fqn in sites and sites[fqn].code == "several_users" for fqn in members)
+def _only_in_sequentials(model: nn.Module, act: nn.Module, linears: list[nn.Module]) -> bool:
+    """Whether the code itself, whatever path a call takes, runs ``act`` right after one of these
+    linears and nowhere else: every place that holds one of them is a Sequential in which they
+    are neighbours."""
+    for holder in model.modules():
+        children = list(holder._modules.values())
+        for i, child in enumerate(children):
+            if child is not act and not any(child is m for m in linears):
+                continue
+            if type(holder).forward is not nn.Sequential.forward or "forward" in vars(holder):
+                return False
+            if child is act and not (i and any(children[i - 1] is m for m in linears)):
+                return False
+            if child is not act and not (i + 1 < len(children) and children[i + 1] is act):
+                return False
+    return True
+
+
+def _is_sequential(model: nn.Module, fqn: str | None) -> bool:
+    return fqn is not None and type(model.get_submodule(fqn)).forward is nn.Sequential.forward
 
 
 def _by_parent(
@@ -281,41 +220,37 @@ def _by_parent(
     names: dict[str, str],
     traced: dict[str, Fusable | Refusal],
 ) -> Candidate:
-    callers = candidate.calls.callers
-    if len(callers) != 1:
-        why = Refusal("several_callers", "Several modules call it; its activation is left alone.")
-        return replace(candidate, fallback=why)
-    (parent_fqn,) = callers
+    parent_fqn = site.parent_fqn
+    assert parent_fqn is not None  # an activation was found behind it, in its caller
     parent = model.get_submodule(parent_fqn)
+    inside = _inside(parent_fqn, candidate.fqn)
+    if inside is None:
+        why = Refusal("foreign_caller", "The module that calls it does not hold it.")
+        return replace(candidate, fallback=why)
     if parent_fqn not in traced:
-        inside = {_inside(parent_fqn, f): a for f, a in names.items() if _is_inside(parent_fqn, f)}
-        call = seen.parents.get(parent_fqn)
-        if call is None:
-            traced[parent_fqn] = Refusal("several_callers", "Its caller is not above it.")
-        else:
-            traced[parent_fqn] = fusable(parent, call, inside)
+        known = {name: a for f, a in names.items() if (name := _inside(parent_fqn, f)) is not None}
+        traced[parent_fqn] = fusable(parent, seen.arguments[parent], known)
     found = traced[parent_fqn]
     if isinstance(found, Refusal):
-        code = "shared_activation" if site.how == "modules" else found.code
-        return replace(candidate, fallback=Refusal(code, found.reason))
-    name = found.pairs.get(_inside(parent_fqn, candidate.fqn))
+        return replace(candidate, fallback=found)
+    name = found.pairs.get(inside)
     if name is None:
         why = Refusal("no_pair", "Its output is read by more than its activation.")
         return replace(candidate, fallback=why)
-    return _with_activation(
-        candidate, name, "parent", parent_fqn=parent_fqn, parent=parent, pairs=found
-    )
+    more: dict[str, Any] = {"parent_fqn": parent_fqn, "parent": parent, "pairs": found}
+    if site.activation_fqn is not None:
+        more["activation_fqn"] = site.activation_fqn
+        more["activation_module"] = model.get_submodule(site.activation_fqn)
+    return _with_activation(candidate, name, "parent", **more)
 
 
 def _with_activation(candidate: Candidate, name: str, route: str, **more: Any) -> Candidate:
-    fused = replace(candidate, activation=name, route=route, **more)
-    return replace(fused, problem=_problem(fused))
+    problems = problems_of(candidate.module, candidate.kind, name, candidate.calls)
+    return replace(candidate, activation=name, route=route, problems=problems, **more)
 
 
-def _is_inside(parent_fqn: str, fqn: str) -> bool:
-    return parent_fqn == "" or fqn.startswith(parent_fqn + ".")
-
-
-def _inside(parent_fqn: str, fqn: str) -> str:
-    """``fqn`` as named inside its parent."""
-    return fqn if parent_fqn == "" else fqn[len(parent_fqn) + 1 :]
+def _inside(parent_fqn: str, fqn: str) -> str | None:
+    """``fqn`` as named inside its parent; None when it lies elsewhere."""
+    if parent_fqn == "":
+        return fqn
+    return fqn[len(parent_fqn) + 1 :] if fqn.startswith(parent_fqn + ".") else None

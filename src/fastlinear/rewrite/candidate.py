@@ -1,0 +1,157 @@
+"""A linear that may be rewritten, with everything a run showed of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastlinear.core.problem import Problem
+from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.linear_act.op import problem_of
+from fastlinear.profile.observe import Call
+from fastlinear.rewrite import forwards
+from fastlinear.rewrite.eligible import Refusal
+from fastlinear.rewrite.parent import Fusable
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """Calls of one linear on inputs of one shape, strides and dtype.
+
+    Attributes:
+        x: a sample of the input, (..., K), in the model's own strides.
+        count: calls in one step.
+        input_grad: whether dx is wanted.
+    """
+
+    x: Tensor
+    count: int
+    input_grad: bool
+
+
+@dataclass(frozen=True, eq=False)
+class SiteCalls:
+    """All calls of one linear in one step, the most frequent kind first.
+
+    Attributes:
+        kinds: one entry for each shape, stride and dtype of its input.
+        autocast: the autocast dtype in force, or None.
+        grad: whether a call is to be differentiated.
+    """
+
+    kinds: tuple[Kind, ...]
+    autocast: torch.dtype | None
+    grad: bool
+
+    @property
+    def calls(self) -> int:
+        """Calls in one step."""
+        return sum(k.count for k in self.kinds)
+
+
+def calls_of(calls: Iterable[Call]) -> SiteCalls:
+    """Observed calls (with samples) by kind."""
+    found: dict[int, list[Call]] = {}
+    for call in calls:
+        found.setdefault(id(call.sample), []).append(call)
+    kinds = [
+        Kind(same[0].sample, len(same), any(c.input_grad for c in same))
+        for same in found.values()
+        if same[0].sample is not None
+    ]
+    every = [c for same in found.values() for c in same]
+    return SiteCalls(
+        kinds=tuple(sorted(kinds, key=lambda k: -k.count)),
+        autocast=next((c.autocast for c in every if c.autocast is not None), None),
+        grad=any(c.grad for c in every),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A linear that may be rewritten.
+
+    Attributes:
+        fqn, module: the linear.
+        kind: ``"linear"`` or ``"conv1d"``.
+        activation: fused activation; ``"none"`` changes the backend only.
+        route: ``"plain"``, ``"instance"`` or ``"parent"``; see ``plan.Rewrite``.
+        activation_fqn, activation_module: the activation's module, where it is one.
+        parent_fqn, parent, pairs: the parent and what its trace offers, on the parent route.
+        calls: what was observed.
+        problems: the forward Problem of each kind of call, the most frequent first.
+        backend: forced forward backend, or None.
+        fallback: why its activation is left alone although there is one, or None.
+    """
+
+    fqn: str
+    module: nn.Module
+    kind: str
+    activation: str
+    route: str
+    calls: SiteCalls
+    problems: tuple[Problem, ...] = ()
+    backend: str | None = None
+    activation_fqn: str | None = None
+    activation_module: nn.Module | None = None
+    parent_fqn: str | None = None
+    parent: nn.Module | None = None
+    pairs: Fusable | None = field(default=None, repr=False)
+    fallback: Refusal | None = None
+
+    @property
+    def problem(self) -> Problem:
+        """The Problem of its most frequent call."""
+        return self.problems[0]
+
+    @property
+    def unit(self) -> str:
+        """Candidates of one unit are kept or dropped together: those that share an activation."""
+        return f"activation {self.activation_fqn}" if self.route == "instance" else self.fqn
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """Candidates of one group do the same work and are measured once."""
+        kinds = tuple((k.count, k.input_grad) for k in self.calls.kinds)
+        activation = type(self.activation_module).__name__
+        which = (self.route, self.kind, activation, self.calls.autocast, self.backend)
+        return (self.problems, kinds, *which)
+
+    def before(self, x: Tensor) -> Tensor:
+        """What the model did: the linear's own forward, then its activation. x (..., K)."""
+        y = type(self.module).forward(self.module, x)
+        if self.activation_module is not None:
+            y = type(self.activation_module).forward(self.activation_module, y)
+        elif self.activation != "none":
+            y = activation_of(self.activation).value(y)
+        return y  # type: ignore[no-any-return]
+
+    def after(self, x: Tensor) -> Tensor:
+        """What the rewritten model does. x (..., K) → (..., N)."""
+        y: Tensor = self.forward()(self.module, x)
+        return y
+
+    def forward(self) -> forwards.Forward:
+        """The linear's new forward."""
+        make = forwards.fused_conv1d if self.kind == "conv1d" else forwards.fused_linear
+        return make(self.activation, self.backend)
+
+
+def problems_of(
+    module: nn.Module, kind: str, activation: str, calls: SiteCalls
+) -> tuple[Problem, ...]:
+    """The forward Problem of each kind of call, as ``linear_act`` will see it."""
+    weight: Any = module.weight
+    bias: Any = module.bias
+    if kind == "conv1d":
+        weight = weight.t()
+    found = []
+    with torch.no_grad():
+        for seen in calls.kinds:
+            x = seen.x if calls.autocast is None else seen.x.to(calls.autocast)
+            found.append(problem_of(x, weight, bias, activation, calls.grad))
+    return tuple(found)

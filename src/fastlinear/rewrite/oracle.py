@@ -1,0 +1,100 @@
+"""What a rewritten model's results are judged against.
+
+A float64 copy of the model. Where that does not fit into memory, cannot run, or would draw other
+dropout masks, it is the model itself with every linear computed in float64.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fastlinear.profile.step import eager_modules
+from fastlinear.rewrite.eligible import linear_kind, linear_modules, refuse_linear
+from fastlinear.rewrite.forwards import float64_linear
+from fastlinear.rewrite.running import Call, Ran, Runner, draws_random_numbers
+from fastlinear.rewrite.swap import Swap, SwapSet
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """What the results are judged against.
+
+    Attributes:
+        name: ``"float64 model"`` or ``"float64 linears"``, with the reason for the latter.
+        model: the float64 copy, or None.
+        swaps: the float64 linears on the model itself, when there is no copy.
+        first: the copy's results on the given inputs, where they are known already.
+    """
+
+    name: str
+    model: nn.Module | None
+    swaps: SwapSet
+    first: dict[str, Tensor] | None = field(default=None, repr=False)
+
+    def results(self, model: nn.Module, runner: Runner, call: Call) -> dict[str, Tensor]:
+        """The oracle's results for one call."""
+        if self.model is not None:
+            return runner.results(self.model, call.map(double))
+        self.swaps.on()
+        try:
+            return runner.results(model, call)
+        finally:
+            self.swaps.off()
+
+
+def make_oracle(model: nn.Module, runner: Runner, call: Call, ran: Ran) -> Oracle:
+    """The best oracle this model and this machine allow; swaps must be off.
+
+    ``ran`` is the model's own run on ``call``.
+    """
+    reason = _why_no_copy(model, runner, ran)
+    if reason is None:
+        try:
+            wide = copy.deepcopy(model).double()
+            first = runner.results(wide, call.map(double))
+        except Exception as error:  # noqa: BLE001  whatever the model's code raises is the reason
+            reason = f"the model does not run in float64 ({type(error).__name__})"
+        else:
+            return Oracle("float64 model", wide, SwapSet(()), first)
+    swaps = [
+        Swap(fqn, m, float64_linear(linear_kind(m) == "conv1d"))
+        for fqn, m in linear_modules(model).items()
+        if refuse_linear(model, fqn, m) is None
+    ]
+    return Oracle(f"float64 linears ({reason})", None, SwapSet(swaps))
+
+
+def double(leaf: object) -> object:
+    """A floating tensor in float64, anything else as it is."""
+    if isinstance(leaf, Tensor) and leaf.is_floating_point():
+        return leaf.double()
+    return leaf
+
+
+def _why_no_copy(model: nn.Module, runner: Runner, ran: Ran) -> str | None:
+    if draws_random_numbers(ran, runner):
+        return "the model draws random numbers, which float64 would draw differently"
+    if len(eager_modules(model)) < sum(1 for _ in model.modules()):
+        return "a part of the model is compiled"
+    elements = sum(t.numel() for t in (*model.parameters(), *model.buffers()))
+    copies = 2 if runner.mode == "inference" else 5  # with gradients and optimizer copies
+    needed, free = 8 * elements * copies, _free_bytes(runner.device)
+    if free is not None and needed > free // 2:
+        return f"a float64 copy needs {needed >> 20} MiB of {free >> 20} MiB free"
+    return None
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    info = Path("/proc/meminfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None

@@ -1,0 +1,125 @@
+"""One site alone: run as the model did and as the rewrite does, compared and timed."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fastlinear.core.compare import Verdict, judge
+from fastlinear.core.timing import interleave
+from fastlinear.ops.linear_act import reference
+from fastlinear.rewrite.candidate import Candidate, Kind
+from fastlinear.rewrite.measure import Pair
+
+_ROUNDS = 31
+_MAX_S = 2.0
+
+Run = Callable[[Tensor], Tensor]
+Arm = Callable[[], dict[str, Tensor]]
+
+
+def failure(candidate: Candidate) -> Verdict | None:
+    """The first failed comparison of one site, over every kind of input it was seen with.
+
+    Output and, where the model differentiates it, dx, dW and db, against the float64 reference.
+    """
+    for kind in candidate.calls.kinds:
+        ours = _arm(candidate, kind, candidate.after)()
+        theirs = _arm(candidate, kind, candidate.before)()
+        for name, exact in _oracle(candidate, kind).items():
+            verdict = judge(f"{candidate.fqn}.{name}", ours[name], theirs[name], exact)
+            if not verdict.passed:
+                return verdict
+    return None
+
+
+def pair(candidate: Candidate, device: torch.device, budget_s: float) -> tuple[Pair, int]:
+    """A/B of one site: the model's own forward against the rewritten one.
+
+    Every kind of input it was seen with takes part as often as in one step of the model.
+
+    Returns:
+        the times of one pass, and how many such passes make a step.
+    """
+    kinds = candidate.calls.kinds
+    passes = math.gcd(*(k.count for k in kinds))
+
+    def arm(run: Run) -> Callable[[], None]:
+        arms = [(_arm(candidate, k, run), k.count // passes) for k in kinds]
+
+        def one_pass() -> None:
+            for call, count in arms:
+                for _ in range(count):
+                    call()
+
+        return one_pass
+
+    times = interleave(
+        {"before": arm(candidate.before), "after": arm(candidate.after)},
+        device=device,
+        metric="wall",
+        rounds=_ROUNDS,
+        budget_s=min(budget_s, _MAX_S),
+    )
+    return Pair(times["before"], times["after"]), passes
+
+
+def _arm(candidate: Candidate, kind: Kind, run: Run) -> Arm:
+    """A callable that runs one site once: the output, and where it is differentiated dx, dW, db."""
+    x, dtype = kind.x.detach(), candidate.calls.autocast
+    named = dict(candidate.module.named_parameters(recurse=False))
+    wanted: dict[str, Tensor] = {}
+    if candidate.calls.grad:
+        if kind.input_grad:
+            x = wanted["dx"] = x.requires_grad_(True)
+        for name, title in (("weight", "dW"), ("bias", "db")):
+            if name in named and named[name].requires_grad:
+                wanted[title] = named[name]
+    state: list[Tensor] = []
+
+    def call() -> dict[str, Tensor]:
+        with torch.set_grad_enabled(bool(wanted)), _autocast(x, dtype):
+            y = run(x)
+        if not wanted:
+            return {"output": y}
+        if not state:
+            state.append(_dy(y))
+        grads = torch.autograd.grad(y, list(wanted.values()), state[0])
+        return {"output": y.detach(), **dict(zip(wanted, grads, strict=True))}
+
+    return call
+
+
+def _dy(y: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(y.shape, generator=generator).to(y.device, y.dtype)
+
+
+def _oracle(candidate: Candidate, kind: Kind) -> dict[str, Tensor]:
+    named = dict(candidate.module.named_parameters(recurse=False))
+    double = {name: p.detach().double() for name, p in named.items()}
+    x = kind.x.detach().double()
+    wanted: dict[str, Tensor] = {}
+    if candidate.calls.grad:
+        if kind.input_grad:
+            wanted["dx"] = x.requires_grad_(True)
+        for name, title in (("weight", "dW"), ("bias", "db")):
+            if name in named and named[name].requires_grad:
+                wanted[title] = double[name].requires_grad_(True)
+    with torch.set_grad_enabled(bool(wanted)):
+        w = double["weight"].t() if candidate.kind == "conv1d" else double["weight"]
+        y = reference.linear_act(x, w, double.get("bias"), candidate.activation)
+    if not wanted:
+        return {"output": y}
+    # the same dy as the arms draw, rounded to the dtype they have
+    narrow = candidate.calls.autocast or kind.x.dtype
+    grads = torch.autograd.grad(y, list(wanted.values()), _dy(y.to(narrow)).double())
+    return {"output": y.detach(), **dict(zip(wanted, grads, strict=True))}
+
+
+def _autocast(x: Tensor, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[object]:
+    return contextlib.nullcontext() if dtype is None else torch.autocast(x.device.type, dtype)
