@@ -260,13 +260,26 @@ def test_bad_arguments(model, kwargs, error, text):
 def test_compiled_and_scripted_models_are_refused():
     with pytest.raises(UnsupportedError, match=r"torch\.compile"):
         profile(torch.compile(mlp()), X)
-    inner = mlp()
-    inner[0].compile()
-    with pytest.raises(UnsupportedError, match="'0' under"):
-        profile(inner, X)
     scripted = torch.jit.trace(mlp(), X)
     with pytest.raises(UnsupportedError, match="scripted"):
         profile(scripted, X)
+
+
+@pytest.mark.parametrize("how", ["function", "method"])
+def test_compiled_parts_are_charged_to_their_caller(how):
+    model = mlp()
+    if how == "function":
+        model[0] = torch.compile(model[0], backend="eager", fullgraph=True)
+    else:
+        model[0].compile(backend="eager")
+    keys = [tuple(vars(m)) for m in model.modules()]
+    report = profile(model, X)
+    assert report.attributed > 0.9
+    inner = {s.fqn: s for s in report.sites}["0._orig_mod" if how == "function" else "0"]
+    assert (inner.code, inner.calls) == ("not_called", 0)
+    assert {s.code for s in report.sites if s is not inner} <= {"ok", "no_activation"}
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+    assert [tuple(vars(m)) for m in model.modules()] == keys
 
 
 def test_a_profiler_that_is_already_on_is_refused():

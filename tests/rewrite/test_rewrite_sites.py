@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -142,14 +143,81 @@ def test_a_linear_that_is_never_called_is_nothing_to_do() -> None:
     assert site(result, "spare").code == "not_called"
 
 
-def test_a_shared_activation_is_fused_when_every_call_is() -> None:
-    model = SharedActivation().eval()
+def test_an_activation_shared_by_sequentials_is_fused_where_it_stands() -> None:
+    act = nn.ReLU()
+    model = nn.Sequential(nn.Linear(16, 16), act, nn.Linear(16, 16), act).eval()
     expected = run(model, X)
     result = optimize_(model, X)
     assert [(s.activation, s.route) for s in result.sites] == [("relu", "instance")] * 2
-    assert result.kept == 2
-    assert "forward" in vars(model.act)
+    assert "forward" in vars(act)
     torch.testing.assert_close(run(model, X), expected)
+    result.revert()
+    model.append(act)
+    result = optimize_(model, X)
+    assert [(s.activation, s.route) for s in result.sites] == [("none", "plain")] * 2
+
+
+class Branches(nn.Module):
+    """An activation module that a path not taken while optimizing calls on something else."""
+
+    offset = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.act, self.drop = nn.Linear(16, 16), nn.ReLU(), nn.Dropout(0.0)
+        self.register_buffer("shift", torch.zeros(16))
+
+    def forward(self, x: Tensor, again: bool = False) -> Tensor:
+        h = self.act(self.fc(x)) + self.shift + self.offset
+        h = h * 2 if self.drop.p > 0 else h
+        return self.act(h - 1) if again else h
+
+
+def test_paths_not_taken_while_optimizing_keep_their_meaning() -> None:
+    model = Branches().eval()
+    twin = copy.deepcopy(model)
+
+    def same(*args: Any) -> None:
+        with torch.no_grad():
+            torch.testing.assert_close(model(X, *args), twin(X, *args))
+
+    result = optimize_(model, X)
+    assert [(s.activation, s.route) for s in result.sites] == [("relu", "parent")]
+    same()
+    same(True)
+    for m in (model, twin):
+        m.drop.p = 0.1
+    same()
+    for m in (model, twin):
+        m.offset = 0.5
+    same()
+    for m in (model, twin):
+        m.drop.p, m.shift = 0.0, torch.ones(16)
+    same()
+    for m in (model, twin):
+        m.act = nn.Tanh()
+    same()
+
+
+def test_hooks_on_a_fused_activation_are_honoured() -> None:
+    model = SharedActivation().eval()
+    expected = run(model, X)
+    result = optimize_(model, X)
+    assert [(s.activation, s.route) for s in result.sites] == [("relu", "parent")] * 2
+    seen: list[Tensor] = []
+    model.act.register_forward_hook(lambda m, a, y: seen.append(y))
+    torch.testing.assert_close(run(model, X), expected)
+    assert len(seen) == 2
+
+
+def test_a_replaced_linear_of_the_same_name_is_called_itself() -> None:
+    model = Functional().eval()
+    optimize_(model, X)
+    model.fc2 = Linear(32, 16, activation="tanh")  # type: ignore[assignment]
+    twin = Functional().eval()
+    twin.load_state_dict(model.state_dict())
+    twin.fc2 = model.fc2
+    torch.testing.assert_close(run(model, X), run(twin, X))
 
 
 def test_a_shared_activation_with_another_use_goes_through_the_parent() -> None:
@@ -203,6 +271,38 @@ class GradMode(nn.Module):
         return y if torch.is_grad_enabled() else y + 0
 
 
+class BufferBranch(GradMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("on", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.fc(x))
+        return y if self.on else -y
+
+
+class PlainTensor(GradMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.on = torch.ones(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.fc(x))
+        return y if self.on else -y
+
+
+class DrawsNoise(GradMode):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.fc(x)) + torch.rand(16)
+
+
+class ClassConfig(GradMode):
+    table = {"scale": 1.0}  # noqa: RUF012
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.fc(x)) * self.table["scale"]
+
+
 class Context(GradMode):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -241,14 +341,29 @@ class OnValues(GradMode):
         return y if y.sum() > 0 else -y
 
 
-@pytest.mark.parametrize("make", [GradMode, Context, Counts, ReadsConfig, OnValues, Tries])
+UNFAITHFUL = [
+    *(GradMode, Context, Counts, ReadsConfig, OnValues, Tries),
+    *(BufferBranch, PlainTensor, ClassConfig),
+]
+
+
+def test_a_forward_that_draws_numbers_keeps_drawing_them() -> None:
+    model = DrawsNoise().eval()
+    found = site(optimize_(model, X), "fc")
+    assert (found.activation, found.route) == ("none", "plain")
+    assert not torch.equal(run(model, X), run(model, X))
+
+
+@pytest.mark.parametrize("make", UNFAITHFUL)
 def test_forwards_that_cannot_be_traced_faithfully_are_left(make: Any) -> None:
     model = make().eval()
     before, expected = snapshot(model), run(model, X)
     result = optimize_(model, X)
     found = site(result, "fc")
     assert (found.status, found.activation) == ("kept", "none")
-    assert "activation left alone" in found.reason or isinstance(model, OnValues | Tries)
+    assert "activation left alone" in found.reason or isinstance(
+        model, OnValues | Tries | BufferBranch
+    )
     assert "forward" not in vars(model)
     torch.testing.assert_close(run(model, X), expected)
     result.revert()
@@ -279,11 +394,27 @@ def test_a_list_of_layers_is_fused_and_guarded_against_growth() -> None:
     torch.testing.assert_close(run(model, X), expected.tanh())
 
 
-def test_compiled_parts_are_refused_with_an_error() -> None:
-    model = mlp().eval()
-    model[0] = torch.compile(model[0], backend="eager")
+@pytest.mark.parametrize("how", ["function", "method"])
+def test_compiled_parts_are_refused_and_the_rest_is_rewritten(how: str) -> None:
+    model = nn.Sequential(mlp(), nn.Linear(4, 4)).eval()
+    expected = run(model, X)
+    if how == "function":
+        model[0][0] = torch.compile(model[0][0], backend="eager")
+    else:
+        model[0].compile(backend="eager")
+    before = snapshot(model)
+    result = optimize_(model, X)
+    fqns = ["0.0._orig_mod"] if how == "function" else ["0.0", "0.2", "0.4"]
+    assert {site(result, f).code for f in fqns} == {"compiled"}
+    assert site(result, "1").status == "kept"
+    torch.testing.assert_close(run(model, X), expected)
+    result.revert()
+    assert snapshot(model) == before
+
+
+def test_models_that_cannot_be_profiled_are_refused_with_an_error() -> None:
     with pytest.raises(UnsupportedError, match=r"torch\.compile"):
-        optimize_(model, X)
+        optimize_(torch.compile(mlp(), backend="eager"), X)
     with pytest.raises(InputError, match="meta"):
         optimize_(mlp().to("meta"), X)
 
