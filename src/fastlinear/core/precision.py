@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 FLOAT_DTYPES: dict[str, torch.dtype] = {
@@ -28,8 +30,9 @@ def float32_precision() -> str:
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
-        set_for = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
-        named = {_SCHEMES.get(backend.fp32_precision, "highest") for backend in set_for}
+        backends: Any = torch.backends
+        products = (backends.cuda.matmul, backends.mkldnn.matmul)
+        named = {_SCHEMES.get(product.fp32_precision, "highest") for product in products}
         return next(word for word in ("medium", "high", "highest") if word in named)
 
 

@@ -81,12 +81,11 @@ def tune(
         survivors = []
         expected = expected_of(problem, sets[0])
         for backend in able:
-            verdicts = verify(backend, problem, sets[0], expected)
-            failed = [v for v in verdicts if not v.passed]
-            if failed:
-                rejected[backend.name] = f"less accurate than allowed: {failed[0]}"
-            else:
+            why = _fault(backend, problem, sets[0], expected)
+            if why is None:
                 survivors.append(backend)
+            else:
+                rejected[backend.name] = why
         arms = {b.name: rotating(b.load(), sets) for b in survivors}
         samples = interleave(arms, device=where, metric=metric, rounds=rounds, budget_s=budget_s)
     best, speedups = winner(samples)
@@ -111,6 +110,20 @@ def expected_of(problem: Problem, inputs: tuple[Any, ...]) -> Expected:
     reference = family(problem.family).reference
     oracle = reference(problem, tuple(_to_float64(i) for i in inputs))
     return Expected(_flat(reference(problem, inputs)), _flat(oracle))
+
+
+def _fault(
+    backend: Backend, problem: Problem, inputs: tuple[Any, ...], expected: Expected
+) -> str | None:
+    """Why a backend that claims to serve the Problem cannot take part, or None."""
+    try:
+        verdicts = verify(backend, problem, inputs, expected)
+    except Exception as error:
+        if backend.name == BASELINE:
+            raise
+        return f"raised {type(error).__name__}: {str(error).strip()[:300]}"
+    failed = [v for v in verdicts if not v.passed]
+    return f"less accurate than allowed: {failed[0]}" if failed else None
 
 
 def verify(

@@ -1,0 +1,43 @@
+"""Tuning goes on without a backend that breaks, and says why."""
+
+from __future__ import annotations
+
+import sys
+import types
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fastlinear.dispatch import backend as registry
+from fastlinear.dispatch.tune import tune
+from fastlinear.ops.linear_act import reference
+from fastlinear.ops.linear_act.backends import problem
+
+
+@pytest.mark.parametrize("name", ["broken", "eager"])
+def test_a_backend_that_raises_is_rejected_with_its_words(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise OSError("no such kernel")
+
+    fake = types.ModuleType("fastlinear_broken")
+    fake.forward = broken  # type: ignore[attr-defined]
+    fake.reference = reference.forward  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fastlinear_broken", fake)
+    targets = {"broken": "fastlinear_broken:reference", "eager": "fastlinear_broken:reference"}
+    targets[name] = "fastlinear_broken:forward"
+    backends = tuple(
+        registry.Backend("linear_act", "forward", n, t, lambda _: None) for n, t in targets.items()
+    )
+    fam = replace(registry.family("linear_act"), backends=backends)
+    monkeypatch.setitem(registry._FAMILIES, "linear_act", fam)
+    p = problem("forward", 4, 8, 8, dtype="float32", device="cpu", precision="highest")
+    if name == "eager":  # without PyTorch's own path there is nothing to compare with
+        with pytest.raises(OSError, match="no such kernel"):
+            tune(p, rounds=5, save=False)
+        return
+    tuned = tune(p, rounds=5, save=False)
+    assert tuned.best == "eager"
+    assert tuned.rejected == {"broken": "raised OSError: no such kernel"}
