@@ -67,7 +67,7 @@ def _versions() -> dict[str, str]:
     from fastlinear import __version__
 
     found = {"python": platform.python_version(), "fastlinear": __version__}
-    for package in ("torch", "triton", "cuda-core", "transformers", "scikit-learn", "matplotlib"):
+    for package in ("torch", "triton", "transformers", "scikit-learn", "matplotlib"):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

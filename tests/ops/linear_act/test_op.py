@@ -183,6 +183,13 @@ def test_autocast_accepts_mixed_dtypes() -> None:
         fl.linear_act(x, w, b, activation="relu")
 
 
+def test_explain_reads_autocast() -> None:
+    x, w, b = torch.randn(4, 8), torch.randn(5, 8), torch.randn(5)
+    with torch.autocast("cpu", torch.bfloat16):
+        (choice,) = fl.explain(x, w, b, activation="relu").choices
+    assert choice.problem.dtype == "bfloat16"
+
+
 def test_meta_and_fake_tensors() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
