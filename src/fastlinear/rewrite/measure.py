@@ -20,6 +20,7 @@ from fastlinear.rewrite.running import Call, Runner
 from fastlinear.rewrite.swap import SwapSet
 
 _MODEL_ROUNDS = (25, 125)  # the second number only if the first leaves it open
+_LEAST_CALLS = 11  # of each arm in the shortest interleaved measurement
 _MAX_TUNE_S = 2.0
 _RESERVE = 0.5  # of the budget, for the sites' own A/B and for the whole model
 _LAST_RESERVE = 0.25  # what tuning never touches, though a Problem be left untuned
@@ -128,8 +129,8 @@ def model_pair(
 ) -> Pair:
     """A/B of the whole model: the two arms switch the same model's forwards off and on, so that
     no second copy of it is needed. Measured a second time, longer, if the first interval holds
-    ``min_speedup``. The swaps are off afterwards. ``against`` are the swaps of the first arm; by
-    default none: the model as it was."""
+    ``min_speedup`` and the budget allows it. The swaps are off afterwards. ``against`` are the
+    swaps of the first arm; by default none: the model as it was."""
     base = against or SwapSet(())
 
     def before() -> None:
@@ -153,6 +154,9 @@ def model_pair(
                 budget_s=budget_s * share,
             )
             pair = Pair(times["before"], times["after"])
+            again_s = _LEAST_CALLS * (pair.before.median_us + pair.after.median_us) / 1e6
+            if again_s > budget_s * 2 / 3:
+                break
             if not pair.speedup.low <= min_speedup <= pair.speedup.high:
                 break
     finally:
