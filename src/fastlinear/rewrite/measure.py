@@ -15,7 +15,7 @@ from fastlinear.core.progress import Progress
 from fastlinear.core.timing import Ratio, Samples, interleave, paired_ratio
 from fastlinear.dispatch import tune as tuning
 from fastlinear.dispatch.select import select
-from fastlinear.ops.linear_act.backends import BACKWARD_PIECES, PIECES
+from fastlinear.ops.linear_act.backends import BACKWARD_PIECES, PIECES, launch_bound
 from fastlinear.rewrite.running import Call, Runner
 from fastlinear.rewrite.swap import SwapSet
 
@@ -78,6 +78,8 @@ def backends_of(problem: Problem, forced: str | None) -> dict[str, str]:
 
     Raises UnsupportedError when the forced backend cannot serve it.
     """
+    if problem.needs_grad and forced is None and problem.device == "cuda" and launch_bound(problem):
+        return dict.fromkeys(PIECES, tuning.BASELINE)  # as linear_act does
     chosen = {"forward": select(problem, forced).backend.name}
     if problem.needs_grad:
         for piece in BACKWARD_PIECES:
