@@ -238,6 +238,23 @@ def test_splits_of_pointer_products() -> None:
 
 
 @compares
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ["silu", "quick_gelu", "gelu", "gelu_tanh", "sigmoid"])
+def test_negative_tails_keep_their_digits(activation: str, dtype: torch.dtype) -> None:
+    """Far below zero the value is tiny; a formula like (1 + tanh u) / 2 has nothing left there."""
+    x, weight, _, _ = draw(33, 40, 24, dtype, "plain", False)
+    for mean in (-4.0, -6.0):
+        bias = torch.full((24,), mean, dtype=dtype, device=DEVICE)
+        config = GemmConfig("pointer", 64, 64, 64, 4, 2) if INTERPRETED else None
+        ours, _ = backend.forward(x, weight, bias, activation, False, config=config)
+        value = ACTIVATIONS[activation][1]
+        same = value(F.linear(x, weight, bias))
+        oracle = value(F.linear(x.double(), weight.double(), bias.double()))
+        verdict = judge(f"{activation} at {mean}", ours, same, oracle)
+        assert verdict.passed, verdict
+
+
+@compares
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_tanh_keeps_its_digits_near_zero(dtype: torch.dtype) -> None:
     x, w, _, _ = draw(16, 32, 16, dtype, "plain", False)

@@ -5,7 +5,9 @@ functions are evaluated:
 
 - ``"exact"``: float32-accurate; for float32 results.
 - ``"fast"``: one ``exp2`` and one division per element; for 16-bit results.
-- ``"hardware"``: the ``tanh.approx`` instruction (relative error 2^-11); for bfloat16 results.
+
+The ``tanh.approx`` instruction is not used: x (1 + tanh u) / 2 cancels where u is far below 0, and its
+error of 2^-11 is then larger than the result.
 """
 
 # ruff: noqa: RET505 - Triton goes on compiling after a taken compile-time branch, so every choice
@@ -45,28 +47,17 @@ def _exp(x, MATH: tl.constexpr):
 
 
 @triton.jit
-def _tanh_hardware(x):
-    """tanh(x) by one special-function instruction."""
-    return tl.inline_asm_elementwise(
-        "tanh.approx.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
 def _tanh(x, MATH: tl.constexpr):
     """tanh(x): a Taylor polynomial below 0.5, where the quotient would cancel."""
-    if MATH == "hardware":
-        return _tanh_hardware(x)
-    else:
-        s = x * x
-        p = -929569.0 / 638512875.0
-        p = p * s + 21844.0 / 6081075.0
-        p = p * s - 1382.0 / 155925.0
-        p = p * s + 62.0 / 2835.0
-        p = p * s - 17.0 / 315.0
-        p = p * s + 2.0 / 15.0
-        p = p * s - 1.0 / 3.0
-        return tl.where(tl.abs(x) < 0.5, x + x * s * p, _tanh_quotient(x, MATH))
+    s = x * x
+    p = -929569.0 / 638512875.0
+    p = p * s + 21844.0 / 6081075.0
+    p = p * s - 1382.0 / 155925.0
+    p = p * s + 62.0 / 2835.0
+    p = p * s - 17.0 / 315.0
+    p = p * s + 2.0 / 15.0
+    p = p * s - 1.0 / 3.0
+    return tl.where(tl.abs(x) < 0.5, x + x * s * p, _tanh_quotient(x, MATH))
 
 
 @triton.jit
@@ -80,20 +71,7 @@ def _tanh_quotient(x, MATH: tl.constexpr):
 @triton.jit
 def _sigmoid(half_x, MATH: tl.constexpr):
     """1 / (1 + exp(-2 half_x))."""
-    if MATH == "hardware":
-        return 0.5 * _tanh_hardware(half_x) + 0.5
-    else:
-        return 1.0 / (1.0 + _exp(-2.0 * half_x, MATH))
-
-
-@triton.jit
-def _gelu_half_argument(x):
-    """u with tanh(u) = erf(x / sqrt 2) to within 5e-5, by a fitted polynomial.
-
-    x² is clamped where tanh(u) has long been 1, because the polynomial turns negative further out.
-    """
-    s = tl.minimum(x * x, 40.0)
-    return x * ((-3.5152244e-4 * s + 3.7005683e-2) * s + 0.79750784)
+    return 1.0 / (1.0 + _exp(-2.0 * half_x, MATH))
 
 
 @triton.jit
@@ -104,8 +82,6 @@ def _normal_cdf(x, gauss, MATH: tl.constexpr):
     """
     if MATH == "exact":
         return 0.5 + 0.5 * tl.erf(x * _SQRT_HALF)
-    elif MATH == "hardware":
-        return 0.5 * _tanh_hardware(_gelu_half_argument(x)) + 0.5
     else:
         t = 1.0 / (1.0 + (0.3275911 * _SQRT_HALF) * tl.abs(x))
         p = 0.5 * 1.061405429
@@ -143,20 +119,13 @@ def activation(x, ACTIVATION: tl.constexpr, MATH: tl.constexpr):
         return _times_sigmoid(x, u, MATH)
     else:
         tl.static_assert(ACTIVATION == "gelu", "unknown activation")
-        if MATH == "hardware":
-            return _times_sigmoid(x, _gelu_half_argument(x), MATH)
-        else:
-            return x * _normal_cdf(x, _exp(-0.5 * x * x, MATH), MATH)
+        return x * _normal_cdf(x, _exp(-0.5 * x * x, MATH), MATH)
 
 
 @triton.jit
 def _times_sigmoid(x, half_z, MATH: tl.constexpr):
     """x * sigmoid(2 half_z)."""
-    if MATH == "hardware":
-        half = 0.5 * x
-        return half * _tanh_hardware(half_z) + half
-    else:
-        return x / (1.0 + _exp(-2.0 * half_z, MATH))
+    return x / (1.0 + _exp(-2.0 * half_z, MATH))
 
 
 @triton.jit

@@ -208,7 +208,7 @@ class _Product:
         split_depth = slice_steps * d
         tiles = -(-rows // r) * -(-cols // c)
         interpreted = a.device.type == "cpu"
-        choices = (activation, _math(a.dtype, a.device), _dot_precision(depth), r, c, d)
+        choices = (activation, _math(a.dtype), _dot_precision(depth), r, c, d)
         self._transpose = (False, False)
         split_rows = rows
         if config.kind == "tma":
@@ -290,7 +290,7 @@ class _GradPre:
             (-(-N // block_n), chunks),
             (
                 *(M, N, *dy.stride(), 0 if saved is None else saved.stride(0), chunk_rows),
-                *(activation, _math(dy.dtype, dy.device), block_m, block_n),
+                *(activation, _math(dy.dtype), block_m, block_n),
             ),
             dy.device,
             warps=4,
@@ -348,11 +348,9 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return (8, 0) if device.type == "cpu" else device_facts(device).capability
 
 
-def _math(dtype: torch.dtype, device: torch.device) -> str:
+def _math(dtype: torch.dtype) -> str:
     """How activations are evaluated for results of this dtype."""
-    if dtype is torch.float32:
-        return "exact"
-    return "hardware" if dtype is torch.bfloat16 and device.type != "cpu" else "fast"
+    return "exact" if dtype is torch.float32 else "fast"
 
 
 def _dot_precision(depth: int) -> str:
