@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 from typing import Any
 
 import pytest
-import samples
+import report_samples as samples
 
 from fastlinear.core.errors import InputError
 from fastlinear.report import page, text

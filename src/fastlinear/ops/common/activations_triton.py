@@ -6,8 +6,8 @@ functions are evaluated:
 - ``"exact"``: float32-accurate; for float32 results.
 - ``"fast"``: one ``exp2`` and one division per element; for 16-bit results.
 
-The ``tanh.approx`` instruction is not used: x (1 + tanh u) / 2 cancels where u is far below 0, and its
-error of 2^-11 is then larger than the result.
+The ``tanh.approx`` instruction is not used: x (1 + tanh u) / 2 cancels where u is far below 0, and
+its error of 2^-11 is then larger than the result.
 """
 
 # ruff: noqa: RET505 - Triton goes on compiling after a taken compile-time branch, so every choice
