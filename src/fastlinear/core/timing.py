@@ -170,9 +170,10 @@ class _Runner:
 
 
 def _prepare(name: str, fn: Callable[[], object], device: torch.device, metric: str) -> _Runner:
-    for _ in range(3):
-        fn()
-    once = min(_wall_once(fn, 1, device) for _ in range(3))
+    fn()
+    once = _wall_once(fn, 1, device)
+    if once < _LONG_US:
+        once = min(_wall_once(fn, 1, device) for _ in range(4))
     # A long call warms its own caches.
     warm: Callable[[], object] = fn if once < _LONG_US else _nothing
     inner = int(max(1, min(_MAX_INNER, _TARGET_SAMPLE_US / max(once, 1e-3))))
