@@ -318,3 +318,17 @@ def test_table_says_when_there_is_nothing():
     full = copy.copy(empty)
     object.__setattr__(full, "findings", many)
     assert "1 more findings" in full.table(rows=2)
+
+
+def test_torchs_newer_precision_setting_does_not_stop_a_profile() -> None:
+    product = torch.backends.cuda.matmul
+    before = product.fp32_precision
+    legacy = torch.get_float32_matmul_precision()
+    product.fp32_precision = "tf32"
+    try:
+        report = profile(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), torch.randn(8, 64))
+        assert product.fp32_precision == "tf32"
+    finally:
+        product.fp32_precision = before
+        torch.set_float32_matmul_precision(legacy)
+    assert report.sites

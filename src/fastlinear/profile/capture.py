@@ -18,6 +18,7 @@ from torch.nn.modules import module as module_hooks
 from fastlinear.core.cost import Ceilings, measure_ceilings
 from fastlinear.core.environment import environment
 from fastlinear.core.errors import FastlinearError, InputError, UnsupportedError
+from fastlinear.core.precision import float32_precision
 from fastlinear.core.progress import Progress, silent
 from fastlinear.core.settings import MODES
 from fastlinear.core.timing import first_call_us, interleave
@@ -157,7 +158,7 @@ def capture(
             device=device.type,
             step_us=step_us,
             busy_us=busy_us,
-            precision=torch.get_float32_matmul_precision(),
+            precision=float32_precision(),
             op_us=_smallest_op_us() if device.type == "cpu" else 0.0,
         ),
         records,
@@ -324,9 +325,14 @@ def _ceilings(device: torch.device, dtype: str, precision: str) -> Ceilings:
 
 @contextmanager
 def _matmul_precision(precision: str) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
+    if precision == float32_precision():
+        yield
+        return
+    # The newer setting: the older one cannot be read, nor set, once a backend's own is in use.
+    product: Any = torch.backends.cuda.matmul
+    before = product.fp32_precision
+    product.fp32_precision = "ieee" if precision == "highest" else "tf32"
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        product.fp32_precision = before
