@@ -109,7 +109,7 @@ def interleave(
     if metric not in METRICS:
         raise InputError("interleave", expected=f"metric in {METRICS}", received=repr(metric))
     device = torch.device(device)
-    runners = {n: _prepare(n, fn, device, metric) for n, fn in contenders.items()}
+    runners = {n: _prepare(fn, device, metric) for n, fn in contenders.items()}
     samples: dict[str, list[float]] = {n: [] for n in runners}
     order = list(runners)
     start = time.perf_counter()
@@ -169,7 +169,7 @@ class _Runner:
         return float(start.elapsed_time(end)) * 1e3 / self.inner
 
 
-def _prepare(name: str, fn: Callable[[], object], device: torch.device, metric: str) -> _Runner:
+def _prepare(fn: Callable[[], object], device: torch.device, metric: str) -> _Runner:
     fn()
     once = _wall_once(fn, 1, device)
     if once < _LONG_US:
