@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
+from fastlinear.core.errors import FastlinearError
+
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _TENSOR_MAP_TYPE = {"float16": 6, "float32": 7, "bfloat16": 9}
@@ -22,8 +24,10 @@ _CAPTURE_MODE_RELAXED = 2
 _INVALID_CONTEXT = 201
 
 
-class DriverError(RuntimeError):
+class DriverError(FastlinearError, RuntimeError):
     """A call into NVRTC or the CUDA driver failed."""
+
+    exit_code = 5
 
 
 @cache
@@ -43,7 +47,12 @@ def _nvrtc() -> ctypes.CDLL:
             return ctypes.CDLL(name)
         except OSError:
             continue
-    raise DriverError(f"NVRTC not found; tried {', '.join(names)}")
+    raise DriverError(
+        "nvrtc",
+        expected="NVRTC, which a CUDA build of torch brings",
+        received=f"none of {', '.join(names)} can be loaded",
+        remedy="Install a CUDA build of torch, or leave the choice of backend to dispatch.",
+    )
 
 
 def _check(status: int, call: str) -> None:
@@ -51,7 +60,9 @@ def _check(status: int, call: str) -> None:
         return
     text = ctypes.c_char_p()
     _driver().cuGetErrorString(status, ctypes.byref(text))
-    raise DriverError(f"{call} failed with {status}: {(text.value or b'unknown').decode()}")
+    raise DriverError(
+        call, expected="success", received=f"error {status}, {(text.value or b'unknown').decode()}"
+    )
 
 
 def make_current(device: int) -> None:
@@ -64,11 +75,18 @@ def make_current(device: int) -> None:
     context = ctypes.c_void_p()
     _check(driver.cuCtxGetCurrent(ctypes.byref(context)), "cuCtxGetCurrent")
     if not context.value:
-        _check(
-            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device),
-            "cuDevicePrimaryCtxRetain",
-        )
-        _check(driver.cuCtxSetCurrent(context), "cuCtxSetCurrent")
+        _check(driver.cuCtxSetCurrent(_primary_context(device)), "cuCtxSetCurrent")
+
+
+@cache
+def _primary_context(device: int) -> ctypes.c_void_p:
+    """Retained once and for good: torch keeps it as long as the process lives."""
+    context = ctypes.c_void_p()
+    _check(
+        _driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device),
+        "cuDevicePrimaryCtxRetain",
+    )
+    return context
 
 
 @contextmanager
@@ -94,7 +112,8 @@ def compile_cubin(source: str, name: str, arch: str) -> bytes:
 
     def check(status: int, call: str) -> None:
         if status != 0:
-            raise DriverError(f"{call} failed: {lib.nvrtcGetErrorString(status).decode()}")
+            said = lib.nvrtcGetErrorString(status).decode()
+            raise DriverError(call, expected="success", received=f"error {status}, {said}")
 
     check(
         lib.nvrtcCreateProgram(
@@ -112,7 +131,11 @@ def compile_cubin(source: str, name: str, arch: str) -> bytes:
             check(lib.nvrtcGetProgramLogSize(program, ctypes.byref(size)), "nvrtcGetProgramLogSize")
             log = ctypes.create_string_buffer(size.value)
             check(lib.nvrtcGetProgramLog(program, log), "nvrtcGetProgramLog")
-            raise DriverError(f"compiling {name} for {arch} failed:\n{log.value.decode()}")
+            raise DriverError(
+                "nvrtcCompileProgram",
+                expected=f"{name} to compile for {arch}",
+                received=f"the compiler's log:\n{log.value.decode()}",
+            )
         check(lib.nvrtcGetCUBINSize(program, ctypes.byref(size)), "nvrtcGetCUBINSize")
         cubin = ctypes.create_string_buffer(size.value)
         check(lib.nvrtcGetCUBIN(program, cubin), "nvrtcGetCUBIN")
@@ -183,6 +206,7 @@ class TensorMap:
         row_stride: elements between rows, a multiple of 8.
         box_rows, box_cols: the tile one instruction moves; box_cols is at most 64.
         address: first element, 16-byte aligned.
+        device: ordinal of the device the matrix is on.
     """
 
     def __init__(
@@ -194,7 +218,10 @@ class TensorMap:
         box_rows: int,
         box_cols: int,
         address: int,
+        device: int,
     ) -> None:
+        make_current(device)
+        self._device = device
         self._storage = ctypes.create_string_buffer(128 + 64)
         start = ctypes.addressof(self._storage)
         self.pointer = start + (-start) % 64
@@ -225,6 +252,9 @@ class TensorMap:
         """Move the descriptor to another base address of the same layout."""
         if address != self._address:
             status = self._replace(self.pointer, address)
+            if status == _INVALID_CONTEXT:  # this thread's first call into the driver
+                make_current(self._device)
+                status = self._replace(self.pointer, address)
             if status:
                 _check(status, "cuTensorMapReplaceAddress")
             self._address = address

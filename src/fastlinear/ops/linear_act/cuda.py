@@ -211,22 +211,22 @@ class _Plan:
         save_pre: bool,
     ) -> None:
         (M, K), N = a.shape, b.shape[0]
-        dtype = _DTYPES[a.dtype]
+        dtype, device = _DTYPES[a.dtype], a.device.index
         a_mn, a_stride = _layout(a.shape, a.stride())  # type: ignore[misc]
         b_mn, b_stride = _layout(b.shape, b.stride())  # type: ignore[misc]
         kernel = _kernel(
-            config, a.dtype, activation, bias is not None, save_pre, a_mn, b_mn, a.device.index
+            config, a.dtype, activation, bias is not None, save_pre, a_mn, b_mn, device
         )
 
         def operand(t: Tensor, mn: bool, stride: int, box: int) -> driver.TensorMap:
             rows, cols = (K, t.shape[0]) if mn else (t.shape[0], K)
-            return driver.TensorMap(dtype, rows, cols, stride, box, 64, t.data_ptr())
+            return driver.TensorMap(dtype, rows, cols, stride, box, 64, t.data_ptr(), device)
 
         self.a_map = operand(a, a_mn, a_stride, _BK if a_mn else config.bm)
         self.b_map = operand(b, b_mn, b_stride, (_BK if b_mn else config.bn) // config.cluster)
         box_rows = config.rows_per_consumer
-        self.out_map = driver.TensorMap(dtype, M, N, N, box_rows, 64, out.data_ptr())
-        self.save_map = driver.TensorMap(dtype, M, N, N, box_rows, 64, out.data_ptr())
+        self.out_map = driver.TensorMap(dtype, M, N, N, box_rows, 64, out.data_ptr(), device)
+        self.save_map = driver.TensorMap(dtype, M, N, N, box_rows, 64, out.data_ptr(), device)
         self.bias = ctypes.c_void_p(0)
         tiles_m, tiles_n = -(-M // (config.bm * config.cluster)), -(-N // config.bn)
         self.launch = driver.Launch(
