@@ -1,0 +1,108 @@
+"""The family record of mlp: its pieces, backends, analytic order and least cost.
+
+Light on purpose: backends are named here and imported on first use.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastlinear.core.cost import Cost
+from fastlinear.core.precision import FLOAT_DTYPES
+from fastlinear.core.problem import Problem
+from fastlinear.dispatch.backend import Backend, Family, register_family
+from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.mlp import reference
+from fastlinear.ops.mlp.problem import NAME, PIECES, activations_of, problem, widths_of
+
+__all__ = ["FAMILY", "NAME", "PIECES", "cost", "problem"]
+
+_HERE = "fastlinear.ops.mlp"
+
+
+def _always(_: Problem) -> str | None:
+    return None
+
+
+def _prefer(p: Problem) -> tuple[str, ...]:
+    """Analytic order, used only where no measurement covers the Problem."""
+    return ("eager",)
+
+
+def _has_bias(p: Problem, layer: int) -> bool:
+    kind = p.option("bias")
+    return kind == "yes" or (kind == "some" and layer % 2 == 0)
+
+
+def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]:
+    """Random inputs of a Problem's piece, scaled so that pre-activations are near unit size."""
+    widths, m = widths_of(p), p.dim("M")
+    dtype = FLOAT_DTYPES[p.dtype]
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def draw(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=generator, device=device) * scale).to(dtype)
+
+    weights = []
+    for i, (k, n) in enumerate(zip(widths[:-1], widths[1:], strict=True)):
+        scale = (2.0 / max(k, 1)) ** 0.5
+        transposed = p.option("w") == "mixed" and i % 2 == 0
+        weights.append(draw(k, n, scale=scale).t() if transposed else draw(n, k, scale=scale))
+    biases = tuple(
+        draw(n, scale=0.5) if _has_bias(p, i) else None for i, n in enumerate(widths[1:])
+    )
+    if p.option("x") == "strided":
+        x = draw(widths[0], m).t()
+    elif p.option("x") == "rows_odd":
+        x = draw(m, 2 * widths[0] + 1)[:, : widths[0]]
+    else:
+        x = draw(m, widths[0])
+    names = p.option("activation"), p.option("final")
+    if p.piece == "forward":
+        return x, tuple(weights), biases, *names, p.needs_grad
+    _, saved = reference.forward(x, tuple(weights), biases, *names, True)
+    dy = draw(m, widths[-1])
+    needs = (True, (True,) * len(weights), tuple(b is not None for b in biases))
+    return dy, x, tuple(weights), saved, *names, needs
+
+
+def _reference(p: Problem, inputs: tuple[Any, ...]) -> Any:
+    return getattr(reference, p.piece)(*inputs)
+
+
+def cost(p: Problem) -> Cost:
+    """Least flops and bytes: weights, x and y once; what training keeps is counted where needed."""
+    widths, m = widths_of(p), p.dim("M")
+    size = FLOAT_DTYPES[p.dtype].itemsize
+    names = activations_of(p)
+    layers = list(zip(widths[:-1], widths[1:], strict=True))
+    weights = sum(k * n for k, n in layers)
+    biases = sum(n for i, n in enumerate(widths[1:]) if _has_bias(p, i))
+    # everything saved but the last layer's output, which is y
+    kept = sum(m * n for n in widths[1:-1])
+    if activation_of(names[-1]).saved == "pre":
+        kept += m * widths[-1]
+    if p.piece == "forward":
+        saved = kept if p.needs_grad else 0
+        numbers = m * widths[0] + weights + biases + m * widths[-1] + saved
+        return Cost(2.0 * m * weights, size * numbers)
+    if activation_of(names[-1]).saved == "output":
+        kept += m * widths[-1]
+    numbers = m * widths[-1] + kept + 2 * m * widths[0] + 2 * weights + biases
+    return Cost(4.0 * m * weights, size * numbers)
+
+
+FAMILY = register_family(
+    Family(
+        name=NAME,
+        pieces=PIECES,
+        backends=(*(Backend(NAME, p, "eager", f"{_HERE}.reference:{p}", _always) for p in PIECES),),
+        prefer=_prefer,
+        make_inputs=_make_inputs,
+        reference=_reference,
+        cost=cost,
+    )
+)
