@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from fastlinear.dispatch.explain import Explanation
 from fastlinear.dispatch.select import select
 from fastlinear.dispatch.tune import tune, winner
 
+select_module = importlib.import_module("fastlinear.dispatch.select")
 HERE = "fastlinear.ops.linear_act.reference:forward"
 
 
@@ -93,6 +95,33 @@ def test_order_forced_tuned_table_default(
     assert dict(chosen.passed_over)["fast"] == "measured 2.00x the time of slow"
     chosen = select(call(), "fast")
     assert (chosen.backend.name, chosen.source) == ("fast", "forced")
+
+
+def test_the_other_regime_stands_in(toy: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside a CUDA graph and outside are measured apart; either stands in for the other."""
+    outside = Problem("toy", "forward", (("M", 16), ("K", 4)), "float32", "cuda")
+    inside = outside.other_regime()
+    assert inside is not None
+    assert inside.captured
+    assert inside.other_regime() == outside
+    assert call().other_regime() is None
+    able = toy.candidates("forward")[:2]
+    entries: dict[str, object] = {}
+    where = Path("no GPU needed")
+    monkeypatch.setattr(cache, "cache_path", lambda _: where)
+    monkeypatch.setattr(cache, "_loaded", {where: entries})
+    monkeypatch.setattr(select_module, "shipped", lambda *_: None)
+    entry = {
+        "torch": torch.__version__,
+        "hashes": {b.name: b.source_hash() for b in able},
+        "times_us": {"slow": 1.0, "fast": 2.0},
+    }
+    entries[outside.key()] = entry | {"best": "slow"}
+    assert select(inside).backend.name == "slow"
+    assert select(inside).reason.endswith("measured outside CUDA graphs")
+    entries[inside.key()] = entry | {"best": "fast"}
+    assert select(inside).backend.name == "fast"
+    assert select(outside).backend.name == "slow"
 
 
 def test_default_passes_over_what_cannot_serve(toy: Family) -> None:

@@ -99,7 +99,7 @@ def fam_problem(backend: Backend) -> Any:
     return problem(backend.piece, 4, 4, 4, dtype="float32", device="cpu")
 
 
-@pytest.mark.parametrize("piece", families()["linear_act"].pieces)
+@pytest.mark.parametrize("piece", ["forward", "grad_pre", "grad_input", "grad_weight"])
 def test_cost_counts_each_tensor_once(piece: str) -> None:
     """The least bytes of a piece are what its inputs and outputs hold; flops are the GEMMs'."""
     from fastlinear.ops.linear_act.backends import problem

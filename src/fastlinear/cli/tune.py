@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -42,6 +43,9 @@ def tune(
     ] = None,
     inputs: opt.Inputs = None,
     device: opt.Device = "cpu",
+    captured: Annotated[
+        bool, typer.Option("--captured", help="Tune for use inside a CUDA graph (device time).")
+    ] = False,
     rounds: Annotated[int, typer.Option(min=5, help="Interleaved rounds for each call.")] = 15,
     budget: Annotated[float, typer.Option(help="Seconds for each call.")] = 2.0,
     save: Annotated[bool, typer.Option(help="Remember the winners in the cache.")] = True,
@@ -57,16 +61,15 @@ def tune(
     Example: fastlinear tune linear_act --m 64 --k 1024 --n 1024 --activation relu --train
     """
     from fastlinear.dispatch.tune import tune as tune_problem
-    from fastlinear.ops.linear_act.backends import BACKWARD_PIECES
     from fastlinear.ops.linear_act.op import problem_of, validate
+    from fastlinear.ops.linear_act.selection import tuning_order
 
     if model is None:
         x, weight, b = example_call(family, m, k, n, dtype.value, bias, layout, device)
         validate(x, weight, b, activation)
-        forward = problem_of(x, weight, b, activation, train)
-        problems = [forward, *(forward.with_piece(p) for p in BACKWARD_PIECES if train)]
+        problems = list(tuning_order(problem_of(x, weight, b, activation, train, captured)))
     else:
-        problems = _problems_of_model(model, inputs, device, train, seed)
+        problems = _problems_of_model(model, inputs, device, train, captured, seed)
     results = []
     with progress_bar(quiet=quiet) as progress:
         for i, problem in enumerate(problems):
@@ -86,12 +89,12 @@ def tune(
 
 
 def _problems_of_model(
-    model: str, inputs: str | None, device: str, train: bool, seed: int
+    model: str, inputs: str | None, device: str, train: bool, captured: bool, seed: int
 ) -> list[Problem]:
     """The distinct linear_act Problems of a model's linear sites, the heaviest first."""
     from fastlinear.cli import load
     from fastlinear.core.settings import Config
-    from fastlinear.ops.linear_act.backends import BACKWARD_PIECES
+    from fastlinear.ops.linear_act.selection import tuning_order
     from fastlinear.rewrite.optimize import problems
 
     net = load.load_model(model, device=device, dtype=None, train=train, seed=seed)
@@ -99,8 +102,7 @@ def _problems_of_model(
     config = Config(mode="train" if train else "inference", seed=seed)
     found: dict[str, Problem] = {}
     for forward in problems(net, values, config=config):
-        backward = (forward.with_piece(p) for p in BACKWARD_PIECES if forward.needs_grad)
-        for problem in (forward, *backward):
+        for problem in tuning_order(replace(forward, captured=captured)):
             found.setdefault(problem.key(), problem)
     return list(found.values())
 

@@ -22,6 +22,8 @@ class Problem:
         options: named facts that change which backend can serve, for example the activation.
         needs_grad: whether the forward must keep what the backward needs.
         precision: ``float32_precision()`` for float32, else ``"n/a"``.
+        captured: whether the call is recorded into a CUDA graph: then only the device's time
+            counts, else the host's work for each call as well.
     """
 
     family: str
@@ -32,6 +34,7 @@ class Problem:
     options: tuple[tuple[str, str], ...] = ()
     needs_grad: bool = False
     precision: str = "n/a"
+    captured: bool = False
 
     def dim(self, name: str) -> int:
         """Size of the named dimension."""
@@ -56,13 +59,20 @@ class Problem:
         dims = ",".join(f"{k}={v}" for k, v in p.dims)
         opts = ",".join(f"{k}={v}" for k, v in p.options)
         grad = "grad" if p.needs_grad else "nograd"
-        return f"{p.family}|{p.piece}|{dims}|{p.dtype}|{p.device}|{opts}|{grad}|{p.precision}"
+        key = f"{p.family}|{p.piece}|{dims}|{p.dtype}|{p.device}|{opts}|{grad}|{p.precision}"
+        return f"{key}|captured" if p.captured else key
 
     def describe(self) -> str:
         """One readable line, for tables and messages."""
         dims = " ".join(f"{k}={v}" for k, v in self.dims)
         opts = " ".join(f"{k}={v}" for k, v in self.options)
-        return f"{self.family}.{self.piece} {dims} {self.dtype} {self.device} {opts}".strip()
+        tail = " captured" if self.captured else ""
+        return f"{self.family}.{self.piece} {dims} {self.dtype} {self.device} {opts}".strip() + tail
+
+    def other_regime(self) -> Problem | None:
+        """The same call inside a CUDA graph if this one is outside, and the other way round; None
+        on a CPU."""
+        return replace(self, captured=not self.captured) if self.device == "cuda" else None
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict; ``from_json`` is its inverse."""
@@ -83,6 +93,7 @@ class Problem:
             options=tuple((str(k), str(v)) for k, v in data["options"].items()),
             needs_grad=bool(data["needs_grad"]),
             precision=str(data["precision"]),
+            captured=bool(data.get("captured", False)),
         )
 
 

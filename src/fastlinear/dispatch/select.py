@@ -37,7 +37,8 @@ def select(problem: Problem, forced: str | None = None) -> Choice:
     """Choose a backend for a Problem.
 
     Args:
-        problem: the concrete call.
+        problem: the concrete call. On a GPU, measurements made inside a CUDA graph stand in for
+            missing ones made outside, and the other way round.
         forced: a backend's name. Raises UnsupportedError with the reason if it cannot serve.
     """
     fam = family(problem.family)
@@ -47,12 +48,15 @@ def select(problem: Problem, forced: str | None = None) -> Choice:
     if forced is not None:
         return _forced(problem, fam, candidates, reasons, forced)
     by_name = {b.name: b for b in able}
-    hit = tuned(problem, able)
-    if hit is not None and hit.best in by_name:
-        return _choice(problem, by_name[hit.best], "tuned", hit.story(), reasons, hit.times_us)
-    row = shipped(problem, able)
-    if row is not None and row.best in by_name:
-        return _choice(problem, by_name[row.best], "table", row.story(), reasons, row.times_us)
+    for source, look in (("tuned", tuned), ("table", shipped)):
+        for asked in (problem, problem.other_regime()):
+            if asked is None:
+                continue
+            found = look(asked, able)
+            if found is None or found.best not in by_name:
+                continue
+            story = found.story() if asked is problem else f"{found.story()}, {_regime(asked)}"
+            return _choice(problem, by_name[found.best], source, story, reasons, found.times_us)
     for name in fam.prefer(problem):
         if name in by_name:
             why = "first of the analytic order that can serve; no measurement covers this Problem"
@@ -63,6 +67,10 @@ def select(problem: Problem, forced: str | None = None) -> Choice:
         received=f"{problem.describe()}: "
         + "; ".join(f"{name}: {why}" for name, why in reasons.items()),
     )
+
+
+def _regime(problem: Problem) -> str:
+    return "measured inside a CUDA graph" if problem.captured else "measured outside CUDA graphs"
 
 
 def _forced(

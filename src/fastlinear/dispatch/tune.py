@@ -50,7 +50,7 @@ def tune(
     problem: Problem,
     *,
     device: torch.device | str | None = None,
-    metric: str = "wall",
+    metric: str | None = None,
     rounds: int = 15,
     budget_s: float = 2.0,
     seed: int = 0,
@@ -61,13 +61,16 @@ def tune(
     Args:
         problem: what to tune. Its bucket is what the cache remembers.
         device: where to run; the Problem's device type by default.
-        metric: ``"wall"`` (throughput of back-to-back calls) or ``"device"`` (graph replay).
+        metric: ``"wall"`` (throughput of back-to-back calls, what the host does for each
+            included) or ``"device"`` (graph replay). By default what counts for the Problem:
+            ``"device"`` if it is captured into a CUDA graph.
         rounds, budget_s: limits of the interleaved measurement.
         seed: seed of the random inputs.
         save: write the decision to the user's cache.
     """
     fam = family(problem.family)
     where = torch.device(device if device is not None else problem.device)
+    metric = metric or ("device" if problem.captured else "wall")
     able: list[Backend] = []
     rejected: dict[str, str] = {}
     for backend in fam.candidates(problem.piece):

@@ -14,8 +14,7 @@ from fastlinear.core.problem import Problem
 from fastlinear.core.progress import Progress
 from fastlinear.core.timing import Ratio, Samples, interleave, paired_ratio
 from fastlinear.dispatch import tune as tuning
-from fastlinear.dispatch.select import select
-from fastlinear.ops.linear_act.backends import BACKWARD_PIECES, PIECES, launch_bound
+from fastlinear.ops.linear_act.selection import choices_of, tuning_order
 from fastlinear.rewrite.running import Call, Runner
 from fastlinear.rewrite.swap import SwapSet
 
@@ -69,8 +68,8 @@ class Pair:
 
 
 def pieces(problem: Problem) -> tuple[str, ...]:
-    """The pieces of a forward Problem that are chosen separately."""
-    return PIECES if problem.needs_grad else ("forward",)
+    """The pieces tuned for a forward Problem."""
+    return tuple(p.piece for p in tuning_order(problem))
 
 
 def backends_of(problem: Problem, forced: str | None) -> dict[str, str]:
@@ -78,13 +77,7 @@ def backends_of(problem: Problem, forced: str | None) -> dict[str, str]:
 
     Raises UnsupportedError when the forced backend cannot serve it.
     """
-    if problem.needs_grad and forced is None and problem.device == "cuda" and launch_bound(problem):
-        return dict.fromkeys(PIECES, tuning.BASELINE)  # as linear_act does
-    chosen = {"forward": select(problem, forced).backend.name}
-    if problem.needs_grad:
-        for piece in BACKWARD_PIECES:
-            chosen[piece] = select(problem.with_piece(piece)).backend.name
-    return chosen
+    return {c.problem.piece: c.backend.name for c in choices_of(problem, forced)}
 
 
 def tune_all(
@@ -101,9 +94,8 @@ def tune_all(
     Each takes at most an equal share of what is left, heaviest first, so that what a small one
     leaves over goes to the next.
     """
-    work = [p.with_piece(piece) for p in problems for piece in pieces(p)]
+    work = [q for p in problems for q in tuning_order(p)]
     done: dict[Problem, tuning.Tuned] = {}
-    metric = "device" if device.type == "cuda" else "wall"
     for i, problem in enumerate(work):
         progress("tune", i, len(work))
         left = budget.left_s - budget.seconds * _RESERVE
@@ -112,9 +104,7 @@ def tune_all(
         if problem.dtype not in FLOAT_DTYPES:
             continue
         share = min(_MAX_TUNE_S, max(0.0, left) / (len(work) - i))
-        done[problem] = tuning.tune(
-            problem, device=device, metric=metric, budget_s=share, seed=seed
-        )
+        done[problem] = tuning.tune(problem, device=device, budget_s=share, seed=seed)
     progress("tune", len(work), len(work))
     return done
 

@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastlinear.dispatch import cache
+from fastlinear.dispatch.backend import family
+from fastlinear.dispatch.tune import tune
 from fastlinear.ops.linear_act import backends, cuda, triton_config
-from fastlinear.ops.linear_act.selection import problem_of
+from fastlinear.ops.linear_act.selection import choices_of, problem_of, tuning_order
 
 HOPPER = (9, 0)
 
@@ -75,3 +78,70 @@ def test_what_a_problem_promises_holds_for_its_tensors(m: int, n: int, k: int) -
 def test_words_for_the_layout_of_x(x: Tensor, word: str) -> None:
     weight = torch.empty(5, x.shape[-1])
     assert problem_of(x, weight, None, "none", False).option("x") == word
+
+
+# --------------------------------------------------------------------------------------------
+# The step as a whole
+
+
+def training(**facts: Any) -> Any:
+    return backends.problem(
+        "forward", 64, 32, 32, dtype="float32", device="cpu", activation="gelu_tanh",
+        needs_grad=True, precision="highest", **facts,
+    )  # fmt: skip
+
+
+def decide(p: Any, **best: str) -> None:
+    """Put the winners of some pieces into the user's cache."""
+    for piece, name in best.items():
+        q = p.with_piece(piece)
+        able = [b for b in family("linear_act").candidates(piece) if b.name in ("eager", name)]
+        cache.store(q, able, name, {b.name: 2.0 - (b.name == name) for b in able})
+
+
+def test_the_step_decides_between_torchs_autograd_and_the_pieces() -> None:
+    p = training()
+    decide(p, forward="onednn", step="eager")
+    chosen = {c.problem.piece: c for c in choices_of(p)}
+    assert {c.backend.name for c in chosen.values()} == {"eager"}
+    assert chosen["forward"].source == "tuned"
+    assert "the whole step" in chosen["forward"].reason
+    decide(p, step="pieces")
+    chosen = {c.problem.piece: c for c in choices_of(p)}
+    assert chosen["forward"].backend.name == "onednn"
+    assert chosen["step"].backend.name == "pieces"
+    # a forced forward is the caller's word
+    decide(p, step="eager")
+    assert choices_of(p, "onednn")[0].backend.name == "onednn"
+
+
+def test_the_step_is_not_asked_where_every_piece_is_torchs() -> None:
+    p = training()
+    decide(p, forward="eager", grad_pre="eager", grad_input="eager", grad_weight="eager")
+    assert [c.problem.piece for c in choices_of(p)] == list(backends.PIECES)
+
+
+def test_tuning_the_step_measures_both_and_agrees_on_numbers() -> None:
+    p = training()
+    tuned = [tune(q, rounds=5, budget_s=0.2) for q in tuning_order(p)]
+    assert [t.problem.piece for t in tuned] == [*backends.PIECES, backends.STEP]
+    assert set(tuned[-1].samples) == {"eager", "pieces"}
+    assert tuned[-1].rejected == {}
+    assert all(t.samples["eager"].metric == "wall" for t in tuned)
+
+
+def test_a_small_training_step_on_a_gpu_defaults_to_torchs_autograd() -> None:
+    step = backends.problem(
+        "step", 64, 256, 256, dtype="bfloat16", device="cuda", activation="gelu", needs_grad=True
+    )
+    assert backends.FAMILY.prefer(step)[0] == "eager"
+    captured = backends.problem(
+        "step", 64, 256, 256, dtype="bfloat16", device="cuda", activation="gelu", needs_grad=True,
+        captured=True,
+    )  # fmt: skip
+    assert backends.FAMILY.prefer(captured)[0] == "pieces"
+    large = backends.problem(
+        "step", 8192, 4096, 4096, dtype="bfloat16", device="cuda", activation="gelu",
+        needs_grad=True,
+    )  # fmt: skip
+    assert backends.FAMILY.prefer(large)[0] == "pieces"

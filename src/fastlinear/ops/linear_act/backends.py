@@ -22,6 +22,7 @@ from fastlinear.ops.linear_act import cpp, cublaslt, cuda, onednn, reference, tr
 NAME = "linear_act"
 BACKWARD_PIECES = ("grad_pre", "grad_input", "grad_weight")
 PIECES = ("forward", *BACKWARD_PIECES)
+STEP = "step"
 _HERE = "fastlinear.ops.linear_act"
 _GPU_FLOPS_PER_S = {"half": 6e14, "float32": 4e13}
 _GPU_BYTES_PER_S = 3.5e12
@@ -35,6 +36,12 @@ _TRITON_SOURCES = (
 )
 _CUDA_SOURCES = ("gemm.cu", "../common/cuda_driver.py")
 _CPP_SOURCES = ("../common/elementwise.cpp", "../common/cpp_build.py")
+_PIECES_SOURCES = (
+    *("autograd.py", "op.py", "onednn.py", "cpp.py", "cublaslt.py", "triton.py", "cuda.py"),
+    *_TRITON_SOURCES,
+    *_CUDA_SOURCES,
+    *_CPP_SOURCES,
+)
 
 
 def problem(
@@ -51,6 +58,7 @@ def problem(
     x_layout: str = "rows",
     w_layout: str = "nk",
     precision: str = "n/a",
+    captured: bool = False,
 ) -> Problem:
     """A linear_act Problem: M rows of x, K in features, N out features.
 
@@ -68,7 +76,7 @@ def problem(
         ("w", w_layout),
     )
     dims = (("M", m), ("K", k), ("N", n))
-    return Problem(NAME, piece, dims, dtype, device, options, needs_grad, precision)
+    return Problem(NAME, piece, dims, dtype, device, options, needs_grad, precision, captured)
 
 
 def x_layout_of(rows: Tensor) -> str:
@@ -143,6 +151,9 @@ def _strides(p: Problem) -> tuple[tuple[int, int], tuple[int, int]]:
 
 def _prefer(p: Problem) -> tuple[str, ...]:
     """Analytic order, used only where no measurement covers the Problem."""
+    if p.piece == STEP:
+        own_autograd = p.device == "cuda" and not p.captured and _launch_bound(p)
+        return ("eager", "pieces") if own_autograd else ("pieces", "eager")
     if p.device == "cpu":
         # oneDNN's call costs more than MKL's: it pays once there is arithmetic to save
         if p.piece == "forward" and p.option("activation") != "none":
@@ -180,6 +191,8 @@ def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]
     y, pre = reference.forward(x, weight, bias, act.name, act.saved == "pre")
     saved = {"none": None, "output": y, "pre": pre}[act.saved]
     dy = draw(m, n)
+    if p.piece == STEP:
+        return x, weight, bias, act.name, dy
     if p.piece == "grad_pre":
         return dy, saved, act.name, bias is not None
     if p.piece == "grad_input":
@@ -188,11 +201,16 @@ def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]
 
 
 def _reference(p: Problem, inputs: tuple[Any, ...]) -> Any:
+    if p.piece == STEP:
+        return _STEP_EAGER.load()(*inputs)
     return getattr(reference, p.piece)(*inputs)
 
 
 def cost(p: Problem) -> Cost:
     """Least flops and bytes of one piece; saved tensors are counted where they are needed."""
+    if p.piece == STEP:
+        parts = [cost(p.with_piece(piece)) for piece in PIECES]
+        return Cost(sum(c.flops for c in parts), sum(c.bytes for c in parts))
     m, k, n = p.dim("M"), p.dim("K"), p.dim("N")
     size = FLOAT_DTYPES[p.dtype].itemsize
     bias = n if p.option("bias") == "yes" else 0
@@ -207,25 +225,26 @@ def cost(p: Problem) -> Cost:
     return Cost(gemm, size * (m * k + n * k + m * n))
 
 
-def launch_bound(p: Problem) -> bool:
-    """Whether a training step of this layer on a GPU is shorter than what its launches cost.
+def _launch_bound(p: Problem) -> bool:
+    """Whether a training step of this layer on a GPU takes less time than its launches.
 
-    Then the host decides, and PyTorch's own autograd asks least of it. The device's time is
-    estimated from the least work at the rates measured on an H200.
+    Then the host decides, and PyTorch's own autograd asks least of it. A guess at the rates of an
+    H200, for calls that no measurement covers.
     """
-    rate = _GPU_FLOPS_PER_S["float32" if p.dtype == "float32" else "half"]
-    pieces = [cost(p.with_piece(piece)) for piece in PIECES]
-    compute = sum(c.flops for c in pieces) / rate
-    memory = sum(c.bytes for c in pieces) / _GPU_BYTES_PER_S
-    return max(compute, memory) < _STEP_HOST_S
+    least = cost(p.with_piece(STEP))
+    compute = least.flops / _GPU_FLOPS_PER_S["float32" if p.dtype == "float32" else "half"]
+    return max(compute, least.bytes / _GPU_BYTES_PER_S) < _STEP_HOST_S
 
 
+_STEP_EAGER = Backend(NAME, STEP, "eager", f"{_HERE}.step:eager", _always)
 FAMILY = register_family(
     Family(
         name=NAME,
-        pieces=PIECES,
+        pieces=(*PIECES, STEP),
         backends=(
             *(Backend(NAME, p, "eager", f"{_HERE}.reference:{p}", _always) for p in PIECES),
+            _STEP_EAGER,
+            Backend(NAME, STEP, "pieces", f"{_HERE}.step:pieces", _always, _PIECES_SOURCES),
             Backend(NAME, "forward", "cublaslt", f"{_HERE}.cublaslt:forward", cublaslt.reason_not),
             *(
                 Backend(

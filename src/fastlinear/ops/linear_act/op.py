@@ -22,7 +22,8 @@ from fastlinear.dispatch.select import Choice
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import reference
 from fastlinear.ops.linear_act.autograd import Formula, LinearAct, backward_of
-from fastlinear.ops.linear_act.selection import choices, problem_of
+from fastlinear.ops.linear_act.backends import STEP
+from fastlinear.ops.linear_act.selection import choices, is_captured, problem_of
 from fastlinear.ops.linear_act.validation import validate
 
 __all__ = ["call", "choices", "explain", "linear_act", "problem_of", "validate"]
@@ -33,6 +34,7 @@ _FLOAT32 = torch.float32
 _is_compiling = torch.compiler.is_compiling
 _grad_enabled = torch.is_grad_enabled
 _any_autocast = torch._C._is_any_autocast_enabled
+_capturing = torch.cuda.is_current_stream_capturing
 _transforms_active = torch._C._are_functorch_transforms_active
 _tracing = torch._C._get_tracing_state
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -102,6 +104,7 @@ def call(
         backend,
         autocast,
         float32_precision() if dtype is _FLOAT32 else None,
+        x.is_cuda and _capturing(),  # is_captured(x), without its call
     )
     if bias is None:
         grad = _grad_enabled() and (x.requires_grad or weight.requires_grad)
@@ -141,7 +144,8 @@ def explain(
     if autocast is not None and isinstance(weight, Tensor) and isinstance(bias, Tensor | None):
         x, weight, bias = _cast(x, weight, bias, autocast)
     validate(x, weight, bias, activation, backend)
-    return Explanation(choices(x, weight, bias, activation, backend, needs_grad))
+    captured = is_captured(x)
+    return Explanation(choices(x, weight, bias, activation, backend, needs_grad, captured))
 
 
 # --------------------------------------------------------------------------------------------
@@ -168,8 +172,8 @@ def _resolve(
     if x.device.type not in ("cpu", "cuda") or not _strided(x, weight):
         plan = _native(activation)
     else:
-        chosen = choices(x, weight, bias, activation, backend, grad)
-        names = {c.backend.name for c in chosen}
+        chosen = choices(x, weight, bias, activation, backend, grad, is_captured(x))
+        names = {c.backend.name for c in chosen if c.problem.piece != STEP}
         empty = x.numel() == 0 or weight.numel() == 0
         # A cast weight is a new tensor at every call, so a packed copy of it would be as well.
         repacked = autocast is not None and any(name.endswith("_packed") for name in names)
@@ -198,8 +202,7 @@ def _chosen_plan(
     grad: bool,
     autocast: torch.dtype | None,
 ) -> Plan:
-    run = chosen[0].backend.load()
-    inner = _training(run, chosen[1:], activation) if grad else _inference(run, activation)
+    inner = training_plan(chosen, activation) if grad else _inference(chosen, activation)
 
     def plan(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if _forward_ad._current_level >= 0 or not _strided(x, weight):
@@ -217,7 +220,9 @@ def _chosen_plan(
     return plan
 
 
-def _inference(run: Callable[..., Any], activation: str) -> Plan:
+def _inference(chosen: tuple[Choice, ...], activation: str) -> Plan:
+    run = chosen[0].backend.load()
+
     def plan(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if x.dim() == 2:
             y: Tensor = run(x, weight, bias, activation, False)[0]
@@ -228,7 +233,9 @@ def _inference(run: Callable[..., Any], activation: str) -> Plan:
     return plan
 
 
-def _training(run: Callable[..., Any], chosen: tuple[Choice, ...], activation: str) -> Plan:
+def training_plan(chosen: tuple[Choice, ...], activation: str) -> Plan:
+    """``LinearAct`` over the backends chosen for the pieces; for plain tensors on the hot path."""
+    run = chosen[0].backend.load()
     formula = Formula(activation, activation_of(activation).saved, run, backward_of(chosen))
     apply = LinearAct.apply
 

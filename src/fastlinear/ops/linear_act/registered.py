@@ -15,7 +15,7 @@ from fastlinear.ops._register import register_op
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import reference
 from fastlinear.ops.linear_act.autograd import backward_from, backward_of, run_backward
-from fastlinear.ops.linear_act.selection import choices
+from fastlinear.ops.linear_act.selection import choices, is_captured
 
 _MAX_RESOLVED = 4096
 _forwards: dict[Any, Callable[..., Any]] = {}
@@ -38,6 +38,7 @@ def _key(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Any, ...]:
         x.is_contiguous() or x.stride(),
         weight.is_contiguous() or weight.stride(),
         float32_precision(),
+        is_captured(x),
         *rest,
     )
 
@@ -52,7 +53,9 @@ def _forward(
         if x.numel() == 0 or weight.numel() == 0:
             run = reference.forward
         else:
-            chosen = choices(x, weight, bias, activation, backend or None, needs_grad)
+            chosen = choices(
+                x, weight, bias, activation, backend or None, needs_grad, is_captured(x)
+            )
             run = chosen[0].backend.load()
         if len(_forwards) >= _MAX_RESOLVED:
             _forwards.clear()
@@ -93,7 +96,7 @@ def _backward(
             run = backward_from(reference.grad_pre, reference.grad_input, reference.grad_weight)
         else:
             bias = weight.new_empty(weight.shape[0]) if has_bias else None
-            run = backward_of(choices(x, weight, bias, activation, None, True)[1:])
+            run = backward_of(choices(x, weight, bias, activation, None, True, is_captured(x)))
         if len(_backwards) >= _MAX_RESOLVED:
             _backwards.clear()
         _backwards[key] = run

@@ -13,11 +13,6 @@ from fastlinear.core.problem import Problem
 from fastlinear.dispatch.select import Choice, select
 from fastlinear.ops.linear_act import backends
 
-_LAUNCH_BOUND = (
-    "the step takes less time on the device than its launches take on the host, where PyTorch's "
-    "own autograd is cheapest; inside a CUDA graph, force a backend"
-)
-
 
 def choices(
     x: Tensor,
@@ -26,26 +21,63 @@ def choices(
     activation: str,
     backend: str | None,
     needs_grad: bool,
+    captured: bool = False,
 ) -> tuple[Choice, ...]:
     """The selection for the forward and, with ``needs_grad``, for each piece of the backward."""
-    p = problem_of(x, weight, bias, activation, needs_grad)
     # Facts of a device are read from the current one.
     with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
-        if not needs_grad:
-            return (select(p, backend),)
-        problems = [p, *(p.with_piece(piece) for piece in backends.BACKWARD_PIECES)]
-        if p.device == "cuda" and backend is None and backends.launch_bound(p):
-            return tuple(
-                replace(select(q, "eager"), source="launch_bound", reason=_LAUNCH_BOUND)
-                for q in problems
-            )
-        return (select(p, backend), *(select(q) for q in problems[1:]))
+        p = problem_of(x, weight, bias, activation, needs_grad, captured)
+        return choices_of(p, backend)
+
+
+def choices_of(p: Problem, backend: str | None = None) -> tuple[Choice, ...]:
+    """The same for a forward Problem instead of tensors.
+
+    A training call without a forced backend asks first whether the whole step is fastest by
+    PyTorch's own autograd; then all its pieces are. That choice comes last in the result, unless
+    the pieces are PyTorch's own anyhow.
+    """
+    if not p.needs_grad:
+        return (select(p, backend),)
+    if backend is not None:
+        return (select(p, backend), *select_pieces(p)[1:])
+    pieces = select_pieces(p)
+    if all(c.backend.name == "eager" for c in pieces):
+        return pieces
+    step = select(p.with_piece(backends.STEP))
+    if step.backend.name == "pieces":
+        return (*pieces, step)
+    reason = f"PyTorch's own autograd was chosen for the whole step ({step.reason})"
+    own = (replace(select(c.problem, "eager"), source=step.source, reason=reason) for c in pieces)
+    return (*own, step)
+
+
+def is_captured(x: Tensor) -> bool:
+    """Whether a call on this tensor is being recorded into a CUDA graph."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def select_pieces(p: Problem) -> tuple[Choice, ...]:
+    """The selection for each piece of a training call, the step as a whole left aside."""
+    return tuple(select(p.with_piece(piece)) for piece in backends.PIECES)
+
+
+def tuning_order(p: Problem) -> tuple[Problem, ...]:
+    """All Problems that decide about a forward Problem, in the order in which to tune them."""
+    if not p.needs_grad:
+        return (p,)
+    return tuple(p.with_piece(piece) for piece in (*backends.PIECES, backends.STEP))
 
 
 def problem_of(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, needs_grad: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    needs_grad: bool,
+    captured: bool = False,
 ) -> Problem:
-    """The forward Problem of a call."""
+    """The forward Problem of a call; ``captured``: recorded into a CUDA graph."""
     n, k = weight.shape
     m = x.shape[:-1].numel()
     return backends.problem(
@@ -61,6 +93,7 @@ def problem_of(
         x_layout=_x_layout(x, m, k),
         w_layout=_w_layout(weight),
         precision=matmul_precision(x.dtype),
+        captured=captured,
     )
 
 

@@ -1,0 +1,72 @@
+"""The piece ``step``: forward and backward of one layer, as autograd runs them.
+
+Its two backends are ``eager`` (PyTorch's own autograd) and ``pieces`` (our formula over the
+backends chosen for the other pieces). What the host does for each is part of their time, which
+decides for small layers on a GPU and tiny ones on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastlinear.dispatch import cache
+from fastlinear.ops.linear_act import op, reference
+from fastlinear.ops.linear_act.selection import is_captured, problem_of, select_pieces
+
+Grads = tuple[Tensor, Tensor, Tensor, Tensor | None]
+_plans: dict[Any, op.Plan] = {}
+cache.on_change(_plans.clear)
+
+
+def eager(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, dy: Tensor) -> Grads:
+    """(y, dx, dW, db) by PyTorch's own autograd; x (M, K), weight (N, K), dy (M, N)."""
+    return _step(reference.linear_act, x, weight, bias, activation, dy)
+
+
+def pieces(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, dy: Tensor) -> Grads:
+    """(y, dx, dW, db) by ``LinearAct`` over the chosen pieces."""
+    return _step(_by_pieces, x, weight, bias, activation, dy)
+
+
+def _by_pieces(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    captured = is_captured(x)
+    key = (
+        x.shape,
+        weight.shape,
+        x.dtype,
+        x.device,
+        x.stride(),
+        weight.stride(),
+        activation,
+        captured,
+        bias is None,
+    )
+    plan = _plans.get(key)
+    if plan is None:
+        p = problem_of(x, weight, bias, activation, True, captured)
+        plan = op.training_plan(select_pieces(p), activation)
+        _plans[key] = plan
+    return plan(x, weight, bias)
+
+
+def _step(
+    run: Callable[[Tensor, Tensor, Tensor | None, str], Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    dy: Tensor,
+) -> Grads:
+    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    wanted = [x, weight]
+    if bias is not None:
+        bias = bias.detach().requires_grad_()
+        wanted.append(bias)
+    with torch.enable_grad():
+        y = run(x, weight, bias, activation)
+        dx, dw, *db = torch.autograd.grad(y, wanted, dy)
+    return y.detach(), dx, dw, db[0] if db else None
