@@ -15,7 +15,8 @@ from fastlinear.core.device import device_facts
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch import cache, tables
 from fastlinear.dispatch.backend import family
-from fastlinear.ops.linear_act.backends import PIECES, problem
+from fastlinear.ops.linear_act.backends import PIECES, STEP, problem
+from fastlinear.ops.linear_act.selection import select_pieces
 
 SIZES = (8, 16, 16)
 
@@ -57,7 +58,7 @@ def test_dispatch_reads_what_is_written(monkeypatch: pytest.MonkeyPatch, tmp_pat
     finally:
         tables.table.cache_clear()
     # nothing reached the user's own cache
-    assert not (tmp_path / "cache").exists()
+    assert not list((tmp_path / "cache").glob("tuned-*"))
 
 
 def test_pieces_that_ignore_the_activation_are_measured_once(
@@ -90,6 +91,55 @@ def test_a_spent_budget_leaves_the_rest_and_a_table_is_extended() -> None:
     assert len(other["rows"]) == 1
 
 
+def test_rows_of_changed_sources_are_measured_again() -> None:
+    wanted = [_problem("forward", "relu", grad=False), _problem("grad_input")]
+    first = build_table(wanted, "cpu", rounds=5)
+    first["sources"]["linear_act.forward"]["eager"] = "another one"
+    second = build_table([], "cpu", extend=first)
+    assert [r["problem"]["piece"] for r in second["rows"]] == ["grad_input"]
+
+
+def test_a_row_says_what_changed_since(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    wanted = _problem("grad_input")
+    data = build_table([wanted], "cpu", rounds=5)
+    path = tmp_path / f"{device_facts('cpu').slug}.json"
+    monkeypatch.setattr(tables, "_FOLDER", tmp_path)
+    able = family("linear_act").candidates("grad_input")
+    for digest, changed in ((None, False), ("another one", True)):
+        if digest is not None:
+            data["sources"]["linear_act.grad_input"]["eager"] = digest
+        write_table(data, path)
+        tables.table.cache_clear()
+        row = tables.shipped(wanted, able)
+        assert row is not None
+        assert row.story().endswith("eager changed since") is changed
+    tables.table.cache_clear()
+
+
+def test_a_steps_pieces_are_those_measured_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[set[str]] = []
+    real = module.tune
+
+    def watching(p: Problem, **options: object) -> object:
+        if p.piece == STEP:
+            seen.append({c.source for c in select_pieces(p)})
+        return real(p, **options)
+
+    monkeypatch.setattr(module, "tune", watching)
+    build_table([_problem(piece) for piece in (*PIECES, STEP)], "cpu", rounds=5)
+    assert seen == [{"tuned"}]
+
+
+def test_long_calls_are_measured_once_for_both_regimes() -> None:
+    outside = problem("step", *SIZES, dtype="float32", device="cuda", needs_grad=True)
+    inside = outside.other_regime()
+    assert inside is not None
+    for us, bound in ((100.0, False), (401.0, True)):
+        times = {outside: {"eager": us, "pieces": us + 50.0}}
+        assert module._device_bound(inside, times) is bound
+        assert not module._device_bound(outside, times)
+
+
 def test_a_problem_that_breaks_is_recorded() -> None:
     bad = _problem("forward", "no_such", grad=False)
     data = build_table([bad, _problem("forward", "relu", grad=False)], "cpu", rounds=5)
@@ -106,7 +156,12 @@ def test_the_grid_covers_the_family_most_important_first() -> None:
     assert (first.dtype, first.option("activation")) == ("bfloat16", "gelu_tanh")
     assert {p.dtype for p in grid} == {"bfloat16", "float16", "float32"}
     assert {p.option("w") for p in grid} == {"nk", "kn"}
-    assert {p.piece for p in grid} == set(PIECES)
+    assert {p.piece for p in grid} == {*PIECES, STEP}
+    assert {p.captured for p in grid} == {True, False}
+    for p in grid[:2000]:
+        if p.piece == STEP:  # its pieces are measured before it
+            places = [grid.index(p.with_piece(piece)) for piece in PIECES]
+            assert max(places) < grid.index(p)
     assert {p.option("activation") for p in grid} == {"gelu_tanh", "gelu", "relu", "silu", "none"}
     assert {1, 4, 16, 64, 256, 1024, 4096, 16384, 65536} <= {p.dim("M") for p in grid}
     assert {p.needs_grad for p in grid if p.piece == "forward"} == {True, False}

@@ -17,9 +17,11 @@ from fastlinear.core.environment import environment
 from fastlinear.core.precision import FLOAT_DTYPES, matmul_precision
 from fastlinear.core.problem import Problem
 from fastlinear.core.progress import Progress, silent
-from fastlinear.dispatch import tables
+from fastlinear.dispatch import cache, tables
+from fastlinear.dispatch.backend import families, family
 from fastlinear.dispatch.tune import tune
-from fastlinear.ops.linear_act.backends import PIECES, problem
+from fastlinear.ops.linear_act.backends import STEP, problem
+from fastlinear.ops.linear_act.selection import tuning_order
 
 # What costs how much importance; the sum orders the grid, least first.
 _DTYPES = {"bfloat16": 0.0, "float32": 2.0, "float16": 2.5}
@@ -51,6 +53,9 @@ _TOKENS = {
 }
 _HEADLINE = ((8192, 768, 3072), (8192, 1024, 4096), (8192, 4096, 4096))
 _LARGEST_ELEMENTS = 1 << 30  # of one tensor: larger Problems cost more time than they teach
+_CAPTURED = 0.5  # what a call inside a CUDA graph costs more importance
+# Above these times outside a CUDA graph the host no longer counts: one measurement serves both.
+_HOST_COUNTS_US = {"step": 400.0, "piece": 120.0}
 
 # Options a piece does not read: one measurement serves all their values.
 _UNREAD = {"grad_input": ("activation", "bias", "x"), "grad_weight": ("activation", "bias", "w")}
@@ -82,7 +87,8 @@ def _pieces(
     activation: str,
     layout: str,
 ) -> list[tuple[float, int, Problem]]:
-    """One call's Problems: the forward for inference, and every piece of a training step."""
+    """One call's Problems: the forward for inference, and every piece of a training step; on a
+    GPU outside a CUDA graph and inside."""
     forward = problem(
         "forward",
         *sizes,
@@ -92,15 +98,15 @@ def _pieces(
         w_layout=layout,
         precision=matmul_precision(FLOAT_DTYPES[dtype]),
     )
-    training = replace(forward, needs_grad=True)
-    calls = (forward, *(training.with_piece(s) for s in PIECES))
-    return [(cost, place, p) for place, p in enumerate(calls)]
+    calls = (forward, *tuning_order(replace(forward, needs_grad=True)))
+    found = [(cost, place, p) for place, p in enumerate(calls)]
+    inside = ((q, place, p.other_regime()) for q, place, p in found)
+    return found + [(q + _CAPTURED, place, p) for q, place, p in inside if p is not None]
 
 
 def build_table(
     problems: Sequence[Problem],
     device: torch.device | str = "cuda",
-    metric: str | None = None,
     *,
     budget_s: float = 120.0,
     rounds: int = 9,
@@ -112,7 +118,6 @@ def build_table(
     Args:
         problems: what to measure, most important first, for example ``table_problems()``.
         device: where to measure.
-        metric: ``"device"`` on CUDA and ``"wall"`` on a CPU unless given.
         budget_s: start no further Problem after this many seconds.
         rounds: interleaved rounds of each measurement.
         extend: an earlier table of the same device and torch version; its rows are kept and not
@@ -120,16 +125,32 @@ def build_table(
         progress: told about every Problem.
 
     Returns:
-        ``{"format", "device", "torch", "created", "environment", "metric", "rows", "failures",
-        "left"}``: a row is ``{"problem", "best", "times_us"}``, ``failures`` are the Problems
-        that raised with the reason, ``left`` is how many the budget did not reach.
+        ``{"format", "device", "torch", "created", "environment", "sources", "rows", "failures",
+        "left"}``: ``sources`` are hashes of what was measured; a row is ``{"problem", "best",
+        "times_us"}`` (device time for a Problem inside a CUDA graph, else wall time); ``failures``
+        are the Problems that raised with the reason, ``left`` is how many the budget did not
+        reach.
     """
     where = torch.device(device)
-    metric = metric or ("device" if where.type == "cuda" else "wall")
+    with cache.in_memory():  # what is measured here decides what a step's pieces are
+        return _build(list(problems), where, budget_s, rounds, extend, progress)
+
+
+def _build(
+    problems: Sequence[Problem],
+    where: torch.device,
+    budget_s: float,
+    rounds: int,
+    extend: Mapping[str, Any] | None,
+    progress: Progress,
+) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     if extend is not None and extend.get("torch") == str(torch.__version__):
-        rows = list(extend["rows"])
+        rows = [row for row in extend["rows"] if _unchanged(row, extend)]
+    for row in rows:
+        _remember(Problem.from_json(row["problem"]), row["best"], row["times_us"])
     done = {Problem.from_json(row["problem"]) for row in rows}
+    rows_of = {Problem.from_json(row["problem"]): dict(row["times_us"]) for row in rows}
     failures: list[dict[str, Any]] = []
     waiting = [p for p in problems if p not in done]
     twins: dict[Problem, list[Problem]] = {}
@@ -143,9 +164,12 @@ def build_table(
         if time.monotonic() - start > budget_s:
             left = sum(q not in done for q in waiting[i:])
             break
+        if _device_bound(p, rows_of):
+            done.add(p)
+            continue
         progress(p.describe(), i, len(waiting))
         try:
-            found = tune(p, device=where, metric=metric, rounds=rounds, budget_s=0.5, save=False)
+            found = tune(p, device=where, rounds=rounds, budget_s=0.5, save=False)
         except Exception as error:  # noqa: BLE001 - recorded; one broken Problem must not end all
             reason = f"{type(error).__name__}: {str(error)[:300]}"
             failures.append({"problem": p.to_json(), "reason": reason})
@@ -154,6 +178,8 @@ def build_table(
         for twin in twins[_computation(p)]:
             done.add(twin)
             rows.append({"problem": twin.to_json(), "best": found.best, "times_us": times})
+            rows_of[twin] = times
+            _remember(twin, found.best, times)
     progress("done", len(waiting), len(waiting))
     return {
         "format": 1,
@@ -161,11 +187,42 @@ def build_table(
         "torch": str(torch.__version__),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "environment": environment(where),
-        "metric": metric,
+        "sources": _sources(),
         "rows": rows,
         "failures": failures,
         "left": left,
     }
+
+
+def _remember(p: Problem, best: str, times_us: Mapping[str, float]) -> None:
+    measured = [b for b in family(p.family).candidates(p.piece) if b.name in times_us]
+    cache.store(p, measured, best, dict(times_us))
+
+
+def _sources() -> dict[str, dict[str, str]]:
+    """``family.piece`` → backend → hash of its source."""
+    return {
+        f"{f.name}.{piece}": {b.name: b.source_hash() for b in f.candidates(piece)}
+        for f in families().values()
+        for piece in f.pieces
+    }
+
+
+def _unchanged(row: Mapping[str, Any], table: Mapping[str, Any]) -> bool:
+    """Whether nothing that an earlier row measured has changed since."""
+    p = Problem.from_json(row["problem"])
+    name = f"{p.family}.{p.piece}"
+    then, now = table.get("sources", {}).get(name, {}), _sources()[name]
+    return all(then.get(b) == now.get(b) for b in row["times_us"])
+
+
+def _device_bound(p: Problem, times: Mapping[Problem, Mapping[str, float]]) -> bool:
+    """Whether what was measured outside a CUDA graph holds inside as well."""
+    outside = p.other_regime() if p.captured else None
+    if outside is None or outside not in times:
+        return False
+    enough = _HOST_COUNTS_US["step" if p.piece == STEP else "piece"]
+    return min(times[outside].values()) > enough
 
 
 def _computation(p: Problem) -> Problem:

@@ -11,7 +11,8 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ _LOCK_TIMEOUT_S = 10.0
 _loaded: dict[Path, dict[str, Any]] = {}
 _warned: set[str] = set()
 _listeners: list[Callable[[], None]] = []
+_on_disk = True
 
 
 @dataclass(frozen=True)
@@ -75,13 +77,17 @@ def tuned(problem: Problem, able: Sequence[Backend]) -> Entry | None:
 def store(problem: Problem, able: Sequence[Backend], best: str, times_us: dict[str, float]) -> bool:
     """Write one decision. Returns False (after one warning) where the folder cannot be written."""
     path = cache_path(problem.device)
-    item = {
+    item: dict[str, Any] = {
         "best": best,
         "times_us": times_us,
         "torch": torch.__version__,
         "hashes": {b.name: b.source_hash() for b in able if b.name in times_us},
         "problem": problem.bucketed().to_json(),
     }
+    if not _on_disk:
+        _loaded.setdefault(path, {})[problem.key()] = item
+        _changed()
+        return False
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{path}.lock", timeout=_LOCK_TIMEOUT_S):
@@ -96,6 +102,20 @@ def store(problem: Problem, able: Sequence[Backend], best: str, times_us: dict[s
     finally:
         _changed()
     return True
+
+
+@contextmanager
+def in_memory() -> Iterator[None]:
+    """Inside it the cache starts empty, and decisions neither come from the disk nor reach it."""
+    global _loaded, _on_disk
+    kept = _loaded, _on_disk
+    _loaded, _on_disk = {}, False
+    _changed()
+    try:
+        yield
+    finally:
+        _loaded, _on_disk = kept
+        _changed()
 
 
 def on_change(listener: Callable[[], None]) -> None:
@@ -134,7 +154,7 @@ def _changed() -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     if path not in _loaded:
-        _loaded[path] = _parse(path)
+        _loaded[path] = _parse(path) if _on_disk else {}
     return _loaded[path]
 
 

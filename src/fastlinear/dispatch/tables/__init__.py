@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 
 from fastlinear.core.device import device_facts
 from fastlinear.core.problem import Problem
-from fastlinear.dispatch.backend import Backend
+from fastlinear.dispatch.backend import Backend, family
 
 _FOLDER = Path(__file__).parent
 _LARGEST_FACTOR_LOG2 = 1.0
@@ -31,6 +31,7 @@ class Row:
         best: the winning backend.
         times_us: backend → median microseconds.
         torch: torch version of the measurement.
+        sources: backend → hash of its source at the measurement.
         distance: log2 distance from the Problem asked about.
     """
 
@@ -38,12 +39,17 @@ class Row:
     best: str
     times_us: dict[str, float]
     torch: str
+    sources: Mapping[str, str]
     distance: float = 0.0
 
     def story(self) -> str:
         """One sentence for explain."""
         dims = " ".join(f"{k}={v}" for k, v in self.problem.dims)
-        return f"fastest in the shipped measurement at {dims} (torch {self.torch})"
+        story = f"fastest in the shipped measurement at {dims} (torch {self.torch})"
+        candidates = family(self.problem.family).candidates(self.problem.piece)
+        now = {b.name: b.source_hash() for b in candidates if b.name in self.times_us}
+        changed = sorted(n for n, digest in now.items() if self.sources.get(n) != digest)
+        return f"{story}; {', '.join(changed)} changed since" if changed else story
 
 
 def shipped(problem: Problem, able: Sequence[Backend]) -> Row | None:
@@ -73,7 +79,8 @@ def table(slug: str) -> dict[str, tuple[Row, ...]]:
     data: dict[str, Any] = json.loads(path.read_text())
     for item in data["rows"]:
         problem = Problem.from_json(item["problem"])
-        row = Row(problem, item["best"], dict(item["times_us"]), data["torch"])
+        sources = data.get("sources", {}).get(f"{problem.family}.{problem.piece}", {})
+        row = Row(problem, item["best"], dict(item["times_us"]), data["torch"], sources)
         grouped.setdefault(_shape_free_key(problem), []).append(row)
     return {k: tuple(v) for k, v in grouped.items()}
 
@@ -83,7 +90,7 @@ def _shape_free_key(problem: Problem) -> str:
     opts = ",".join(f"{k}={v}" for k, v in problem.options)
     return (
         f"{problem.family}|{problem.piece}|{names}|{problem.dtype}|{problem.device}|{opts}"
-        f"|{problem.needs_grad}|{problem.precision}"
+        f"|{problem.needs_grad}|{problem.precision}|{problem.captured}"
     )
 
 
