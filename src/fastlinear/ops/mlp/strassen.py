@@ -1,0 +1,96 @@
+"""Backend ``strassen``: the asymmetric fused chain, 7 products of halves in place of 8.
+
+For L layers: L + 1 pointwise passes and L batched products. A pointwise pass is the suffix of one
+layer's product, bias, activation and the prefix of the next layer's, so activations cross memory
+only as the planes that the batched product reads and writes. See STRASSEN.md.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from fastlinear.core.problem import Problem
+from fastlinear.ops.mlp.problem import layer_activations, widths_of
+from fastlinear.ops.mlp.strassen_scheme import Scheme
+
+Biases = tuple[Tensor | None, ...]
+
+
+def reason_not(p: Problem) -> str | None:
+    """Why the Strassen chain cannot serve a forward Problem, or None."""
+    if p.option("fast") != "yes":
+        return "norm-wise accurate only, so it runs where allow_fast_matmul=True"
+    if p.dtype not in ("float32", "bfloat16", "float16"):
+        return f"no Strassen chain for {p.dtype}"
+    if p.dim("M") < 1 or min(widths_of(p)) < 1:
+        return "an empty matrix has no blocks"
+    if p.device == "cuda":
+        if not torch.cuda.is_available():
+            return "torch sees no CUDA device"
+        if importlib.util.find_spec("triton") is None:
+            return "the package triton is not installed"
+        if torch.cuda.get_device_capability() < (8, 0):
+            return "its kernels need compute capability 8.0"
+        return None
+    return None if p.device == "cpu" else f"no Strassen chain on {p.device}"
+
+
+def forward(
+    x: Tensor,
+    weights: tuple[Tensor, ...],
+    biases: Biases,
+    activation: str,
+    final_activation: str,
+    save: bool,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """(y, saved) of the chain h ← act(h Wᵀ + b), products by Strassen's scheme.
+
+    x (M, n_0), weights (n_{i+1}, n_i), biases (n_{i+1},) or None, any strides; y (M, n_L) and
+    saved[i] (M, n_{i+1}) contiguous, in the dtype of x. Deterministic; norm-wise accurate.
+    """
+    scheme = Scheme("strassen", levels_for(x, weights))
+    return _run(x, weights, biases, activation, final_activation, save, scheme)
+
+
+def forward_classical(
+    x: Tensor,
+    weights: tuple[Tensor, ...],
+    biases: Biases,
+    activation: str,
+    final_activation: str,
+    save: bool,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The control of the benchmarks: as ``forward``, with the 8 classical products of the blocks.
+
+    The same cut, passes and batched product; what differs in time from ``forward`` is Strassen's.
+    """
+    scheme = Scheme("classical", levels_for(x, weights))
+    return _run(x, weights, biases, activation, final_activation, save, scheme)
+
+
+def levels_for(x: Tensor, weights: tuple[Tensor, ...]) -> int:
+    """1 or 2 levels for this chain."""
+    return 1
+
+
+def _run(
+    x: Tensor,
+    weights: tuple[Tensor, ...],
+    biases: Biases,
+    activation: str,
+    final_activation: str,
+    save: bool,
+    scheme: Scheme,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    names = layer_activations(len(weights), activation, final_activation)
+    with torch.no_grad():
+        if x.is_cuda:
+            from fastlinear.ops.mlp import strassen_triton
+
+            return strassen_triton.run(x, weights, biases, names, save, scheme)
+        from fastlinear.ops.mlp import strassen_cpu
+
+        return strassen_cpu.run(x, weights, biases, names, save, scheme)
