@@ -23,8 +23,7 @@ from fastlinear.core.environment import environment
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.timing import Samples, first_call_us, interleave, peak_memory_bytes
 from fastlinear.dispatch.tune import tune as tune_problem
-from fastlinear.ops.linear_act.backends import PIECES
-from fastlinear.ops.linear_act.op import choices
+from fastlinear.ops.linear_act.selection import choices, tuning_order
 
 
 @dataclass(frozen=True)
@@ -97,14 +96,17 @@ def run_case(case: Case, settings: Settings, contenders: Sequence[Peer] | None =
             reason = f"failed: {type(error).__name__}: {first_line(error)}"
             rows.append(skipped(case, peer.name, reason, facts))
     del oracle, theirs
-    chosen = {OURS: work.chosen() if whole else _chosen(case, work)}
+    chosen = {
+        metric: work.chosen() if whole else _chosen(case, work, metric == "device")
+        for metric in case.metrics
+    }
     for one in ready:
         if not one.valid:
             row = rows_of.blank(case, one.peer.name, case.metrics[0], facts)
             rows.append(rows_of.judged(row, one.verdicts))
     valid = [one for one in ready if one.valid]
     for metric in case.metrics:
-        rows += _measured(case, work, valid, metric, settings, facts, chosen)
+        rows += _measured(case, work, valid, metric, settings, facts, {OURS: chosen[metric]})
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
     gc.collect()
@@ -200,16 +202,24 @@ def _rotating(unit: Unit, sets: int) -> Callable[[], Any]:
 
 
 def _tune(case: Case, device: torch.device) -> None:
-    metric = "device" if device.type == "cuda" else "wall"
-    for piece in PIECES if case.needs_grad else PIECES[:1]:
-        tune_problem(problem_of(case, piece), device=device, metric=metric)
+    """Both regimes on a GPU: wall time outside CUDA graphs, device time inside."""
+    forward = problem_of(case)
+    for p in (forward, forward.other_regime()):
+        for piece in () if p is None else tuning_order(p):
+            tune_problem(piece, device=device)
 
 
-def _chosen(case: Case, work: Work) -> dict[str, str]:
-    """Piece → backend and source: what dispatch takes for one layer."""
+def _chosen(case: Case, work: Work, captured: bool) -> dict[str, str]:
+    """Piece → backend and source: what dispatch takes for one layer, in a CUDA graph or not."""
     stack = work.stacks[0]
     made = choices(
-        stack.x, stack.weights[0], stack.biases[0], stack.activation, None, case.needs_grad
+        stack.x,
+        stack.weights[0],
+        stack.biases[0],
+        stack.activation,
+        None,
+        case.needs_grad,
+        captured and stack.x.is_cuda,
     )
     return {c.problem.piece: f"{c.backend.name} ({c.source})" for c in made}
 
