@@ -16,7 +16,7 @@ from fastlinear.core.errors import InputError
 from fastlinear.core.settings import Config
 from fastlinear.core.timing import Samples
 from fastlinear.dispatch import backend as registry
-from fastlinear.rewrite import measure, optimize, optimize_, verify
+from fastlinear.rewrite import measure, optimize, optimize_, verdicts, verify
 from fastlinear.rewrite import site as site_module
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -258,7 +258,7 @@ def _with_backend(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         **{
             **vars(family),
             "backends": (*family.backends, extra),
-            "prefer": lambda _: (name, "eager"),
+            "prefer": lambda _: (name, "pieces", "eager"),
         }
     )
     monkeypatch.setitem(registry._FAMILIES, "linear_act", changed)
@@ -430,11 +430,11 @@ def test_a_small_wrong_gradient_is_not_taken_for_noise() -> None:
     exact = torch.linspace(0.5, 1.5, 64, dtype=torch.float64)
     theirs = exact.to(torch.bfloat16)
     scale = 10 * float(exact.norm())  # far below 64 roundings of bfloat16
-    assert verify._compare("grad.w", theirs, theirs, exact, scale).passed
-    assert not verify._compare("grad.w", theirs * 1.05, theirs, exact, scale).passed
+    assert verdicts.compare("grad.w", theirs, theirs, exact, scale).passed
+    assert not verdicts.compare("grad.w", theirs * 1.05, theirs, exact, scale).passed
     zero = torch.zeros(64, dtype=torch.float64)
     tiny = torch.full((64,), 1e-6, dtype=torch.bfloat16)
-    assert verify._compare("grad.b", tiny * 5, tiny, zero, scale).passed
+    assert verdicts.compare("grad.b", tiny * 5, tiny, zero, scale).passed
 
 
 @pytest.mark.parametrize("mode", ["inference", "train"])

@@ -3,16 +3,27 @@
 A result passes when its error against a float64 oracle is at most ``c`` times the error of
 PyTorch's own result in the same dtype, plus a term of a few roundings for cases in which PyTorch
 happens to be exact.
+
+Gradients behind a kink (relu, leaky_relu at 0) need one thing more. There the derivative is a set
+of numbers, and a pre-activation that is 0 but for rounding lies on one side in one correct
+implementation and on the other in the next: gradients then differ by a whole row. Nothing is
+tolerated for it. Either a run is judged against the oracle that takes the run's own side at those
+elements and only there (``other_side``), or, where a run does not show its sides, the inputs are
+chosen so that there are no such elements (``clear_of_kinks``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
 DEFAULT_FACTOR = 2.0
 _TINY_ROUNDINGS = 2.0  # how many unit roundings are forgiven when torch itself is exact
+_MANY_ROWS = 64  # if all of so many rows are near a kink, nearly every other row will be as well
+KINKED = frozenset({"relu", "leaky_relu"})
+"""Activations whose derivative jumps at 0."""
 
 
 def relative_error(actual: torch.Tensor, oracle: torch.Tensor) -> float:
@@ -106,3 +117,94 @@ def judge(
 def unit_rounding(dtype: torch.dtype) -> float:
     """Half the spacing of the dtype's numbers at 1, the largest relative error of one rounding."""
     return torch.finfo(dtype).eps / 2
+
+
+# --------------------------------------------------------------------------------------------
+# Kinks
+
+
+def other_side(
+    pre: torch.Tensor,
+    exact: torch.Tensor,
+    torch_output: torch.Tensor,
+    own_output: torch.Tensor,
+    *,
+    factor: float = DEFAULT_FACTOR,
+) -> torch.Tensor:
+    """Where the oracle must take the other side of a kink at 0 to judge one run's gradients.
+
+    These are the elements at which the run's side differs from the oracle's and ``|pre| <= factor
+    * max |torch_output - exact|``: as near 0 as the forward errors that the rule of numbers allows.
+    Anywhere else the oracle keeps its own side, so that a wrong derivative is still one.
+
+    Args:
+        pre: the oracle's pre-activations, of any shape.
+        exact: the oracle's activated outputs, of that shape.
+        torch_output: PyTorch's outputs in the dtype under test, of that shape.
+        own_output: outputs of the run to be judged, of that shape; only whether they are
+            above 0 counts, as for the derivatives of relu and leaky_relu.
+        factor: ``c`` of the rule.
+
+    Returns:
+        Booleans of that shape; all False when PyTorch's own outputs are not finite.
+    """
+    reach = factor * _largest_error(exact, torch_output)
+    if not reach < float("inf"):
+        return torch.zeros_like(pre, dtype=torch.bool)
+    return (pre.detach().abs() <= reach) & ((exact.detach() > 0) != (own_output.detach() > 0))
+
+
+def clear_of_kinks(
+    x: torch.Tensor,
+    pre_activations: Callable[[torch.Tensor], Iterable[torch.Tensor]],
+    redraw: Callable[[int], torch.Tensor],
+    *,
+    factor: float = DEFAULT_FACTOR,
+) -> tuple[torch.Tensor, int]:
+    """Inputs on which rounding does not decide a sign: x with the rows near a kink drawn again.
+
+    A row is near a kink when one of its pre-activations in float64 is at most ``factor`` times the
+    largest error that PyTorch's own pre-activations in x's dtype show in that layer. Without such
+    rows every correct implementation takes the same sides, and gradients are judged by the strict
+    rule whatever computed them.
+
+    Args:
+        x: (M, K), in the dtype under test; left as it is.
+        pre_activations: rows (m, K) in x's dtype or in float64 → the pre-activations (m, N) of
+            every kinked layer in that dtype, in order; called without gradients.
+        redraw: m → m new rows (m, K) in x's dtype.
+        factor: ``c`` of the rule.
+
+    Returns:
+        The inputs, detached, and how many rows are still near a kink. In 16-bit dtypes that may be
+        all of them: there elements near a kink are so many that each implementation has about as
+        many, and their errors compare as any others do. Then it gives up early.
+    """
+    found = x.detach().clone()
+    waiting = torch.arange(len(found), device=found.device)
+    reaches: list[float] = []
+    left = 4 * len(found) + _MANY_ROWS  # how many more rows may be drawn
+    with torch.no_grad():
+        while len(waiting):
+            rows = found[waiting]
+            near = torch.zeros(len(rows), dtype=torch.bool, device=found.device)
+            layers = zip(pre_activations(rows.double()), pre_activations(rows), strict=True)
+            for i, (exact, own) in enumerate(layers):
+                reach = factor * _largest_error(exact, own)
+                if i == len(reaches):
+                    reaches.append(reach)
+                reaches[i] = max(reaches[i], reach)  # few rows show less than all of them did
+                near |= (exact.abs() <= reaches[i]).any(1)
+            waiting = waiting[near]
+            hopeless = len(waiting) == len(rows) >= _MANY_ROWS
+            if hopeless or len(waiting) > left:
+                break
+            left -= len(waiting)
+            found[waiting] = redraw(len(waiting))
+    return found, len(waiting)
+
+
+def _largest_error(exact: torch.Tensor, own: torch.Tensor) -> float:
+    if exact.numel() == 0:
+        return 0.0
+    return float((own.detach().double() - exact.detach().double()).abs().max())

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import linear_act
@@ -25,7 +26,7 @@ def fused_linear(activation: str, backend: str | None) -> Forward:
     """Forward of an ``nn.Linear`` with its activation: (..., K) → (..., N)."""
 
     def forward(self: nn.Linear, input: Tensor) -> Tensor:
-        return linear_act(input, self.weight, self.bias, activation=activation, backend=backend)
+        return _linear_act(input, self.weight, self.bias, activation, backend)
 
     return mark(forward)
 
@@ -34,7 +35,7 @@ def fused_conv1d(activation: str, backend: str | None) -> Forward:
     """Forward of a Conv1D (weight (K, N)) with its activation: (..., K) → (..., N)."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        return linear_act(x, self.weight.t(), self.bias, activation=activation, backend=backend)
+        return _linear_act(x, self.weight.t(), self.bias, activation, backend)
 
     return mark(forward)
 
@@ -72,7 +73,7 @@ def call_fused_linear(linear: nn.Module, x: Tensor, activation: str, backend: st
     if type(linear) in PLAIN_LINEARS and _untouched(linear):
         weight: Any = linear.weight
         bias: Any = linear.bias
-        return linear_act(x, weight, bias, activation=activation, backend=backend)
+        return _linear_act(x, weight, bias, activation, backend)
     y: Tensor = activation_of(activation).value(linear(x))
     return y
 
@@ -83,9 +84,21 @@ def call_fused_conv1d(conv: nn.Module, x: Tensor, activation: str, backend: str 
     if kind.__name__ == "Conv1D" and kind.__module__.startswith(CONV1D_HOME) and _untouched(conv):
         weight: Any = conv.weight
         bias: Any = conv.bias
-        return linear_act(x, weight.t(), bias, activation=activation, backend=backend)
+        return _linear_act(x, weight.t(), bias, activation, backend)
     y: Tensor = activation_of(activation).value(conv(x))
     return y
+
+
+def _linear_act(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, backend: str | None
+) -> Tensor:
+    """``linear_act`` as one of torch's functions: a function mode sees the call whole."""
+    if has_torch_function_unary(x):
+        y: Tensor = handle_torch_function(
+            linear_act, (x,), x, weight, bias, activation=activation, backend=backend
+        )
+        return y
+    return linear_act(x, weight, bias, activation=activation, backend=backend)
 
 
 def _untouched(module: nn.Module) -> bool:

@@ -7,7 +7,8 @@ dropout masks, it is the model itself with every linear computed in float64.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,27 +29,30 @@ class Oracle:
         name: ``"float64 model"`` or ``"float64 linears"``, with the reason for the latter.
         model: the float64 copy, or None.
         swaps: the float64 linears on the model itself, when there is no copy.
-        first: the copy's results on the given inputs, where they are known already.
     """
 
     name: str
     model: nn.Module | None
     swaps: SwapSet
-    first: dict[str, Tensor] | None = field(default=None, repr=False)
 
-    def results(self, model: nn.Module, runner: Runner, call: Call) -> dict[str, Tensor]:
-        """The oracle's results for one call."""
+    def run(
+        self, model: nn.Module, call: Call, run: Callable[[nn.Module, Call], dict[str, Tensor]]
+    ) -> dict[str, Tensor]:
+        """What ``run`` gives for the oracle of ``model`` on one call."""
         if self.model is not None:
-            return runner.results(self.model, call.map(double))
+            return run(self.model, call.map(double))
         self.swaps.on()
         try:
-            return runner.results(model, call)
+            return run(model, call)
         finally:
             self.swaps.off()
 
 
-def make_oracle(model: nn.Module, runner: Runner, call: Call, ran: Ran) -> Oracle:
-    """The best oracle this model and this machine allow; swaps must be off.
+def make_oracle(
+    model: nn.Module, runner: Runner, call: Call, ran: Ran
+) -> tuple[Oracle, dict[str, Tensor] | None]:
+    """The best oracle this model and this machine allow, and its results on ``call`` where they
+    are known already; swaps must be off.
 
     ``ran`` is the model's own run on ``call``.
     """
@@ -60,13 +64,13 @@ def make_oracle(model: nn.Module, runner: Runner, call: Call, ran: Ran) -> Oracl
         except Exception as error:  # noqa: BLE001  whatever the model's code raises is the reason
             reason = f"the model does not run in float64 ({type(error).__name__})"
         else:
-            return Oracle("float64 model", wide, SwapSet(()), first)
+            return Oracle("float64 model", wide, SwapSet(())), first
     swaps = [
         Swap(fqn, m, float64_linear(linear_kind(m) == "conv1d"))
         for fqn, m in linear_modules(model).items()
         if refuse_linear(model, fqn, m) is None
     ]
-    return Oracle(f"float64 linears ({reason})", None, SwapSet(swaps))
+    return Oracle(f"float64 linears ({reason})", None, SwapSet(swaps)), None
 
 
 def double(leaf: object) -> object:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from fastlinear.core.compare import Verdict, judge
+from fastlinear.core.compare import Verdict
 from fastlinear.core.timing import interleave
 from fastlinear.ops.linear_act import reference
 from fastlinear.rewrite.candidate import Candidate, Kind
+from fastlinear.rewrite.kinks import Sides, on_own_sides
 from fastlinear.rewrite.measure import Pair
+from fastlinear.rewrite.verdicts import compare
 
 _ROUNDS = 31
 _MAX_S = 2.0
@@ -25,16 +28,37 @@ Arm = Callable[[], dict[str, Tensor]]
 def failure(candidate: Candidate) -> Verdict | None:
     """The first failed comparison of one site, over every kind of input it was seen with.
 
-    Output and, where the model differentiates it, dx, dW and db, against the float64 reference.
+    Output and, where the model differentiates it, dx, dW and db, against the float64 reference;
+    what fails is judged once more with each run's own side of the activation's kink.
     """
     for kind in candidate.calls.kinds:
-        ours = _arm(candidate, kind, candidate.after)()
-        theirs = _arm(candidate, kind, candidate.before)()
-        for name, exact in _oracle(candidate, kind).items():
-            verdict = judge(f"{candidate.fqn}.{name}", ours[name], theirs[name], exact)
-            if not verdict.passed:
-                return verdict
+        own, torchs = Sides(), Sides()
+        with own:
+            ours = _arm(candidate, kind, candidate.after)()
+        with torchs:
+            theirs = _arm(candidate, kind, candidate.before)()
+        exact = _oracle(candidate, kind)
+        failed = _first_failure(candidate.fqn, ours, theirs, exact, exact)
+        if failed is not None:
+            exacts = on_own_sides(own, torchs, partial(_oracle, candidate, kind))
+            if exacts is not None:
+                failed = _first_failure(candidate.fqn, ours, theirs, *exacts)
+        if failed is not None:
+            return failed
     return None
+
+
+def _first_failure(
+    fqn: str,
+    ours: dict[str, Tensor],
+    theirs: dict[str, Tensor],
+    exact: dict[str, Tensor],
+    exact_theirs: dict[str, Tensor],
+) -> Verdict | None:
+    verdicts = (
+        compare(f"{fqn}.{n}", ours[n], theirs[n], exact[n], 0.0, exact_theirs[n]) for n in exact
+    )
+    return next((v for v in verdicts if not v.passed), None)
 
 
 def pair(candidate: Candidate, device: torch.device, budget_s: float) -> tuple[Pair, int]:

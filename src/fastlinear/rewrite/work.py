@@ -199,7 +199,7 @@ class Work:
             return [], ()
         self.progress("verify", 0, 1)
         if self.judge is None:
-            oracle = make_oracle(self.model, self.runner, self.call, self.ran)
+            oracle, exact = make_oracle(self.model, self.runner, self.call, self.ran)
             self.notes.append(f"accuracy judged against: {oracle.name}")
             self.judge = verify.Judge(
                 self.model,
@@ -209,7 +209,9 @@ class Work:
                 oracle=oracle,
                 seconds=self.config.time_budget_s,
                 ran=self.ran,
+                exact=exact,
             )
+            del self.ran  # the judge keeps it while it is small
         verdicts = self._verdicts(candidates)
         kept = candidates
         failed = next((v for v in verdicts if not v.passed), None)

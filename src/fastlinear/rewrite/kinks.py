@@ -1,0 +1,161 @@
+"""Which side of its kink each activation of a run took, and an oracle that takes the same sides.
+
+relu, leaky_relu and clamps at 0 have no derivative at 0, but a set of them. A pre-activation that
+is 0 but for rounding may lie on either side in a correct implementation, and the gradients then
+differ by far more than rounding. So where the strict rule fails, the run is judged once more: its
+own sides are seen while it runs, and the float64 oracle takes them at the elements at which
+``core.compare.other_side`` allows it. PyTorch's own result is judged by the oracle that takes
+PyTorch's sides. Forward values are the oracle's own throughout.
+
+Only activations that go through torch's functions or through ``linear_act`` are seen; if a run and
+the oracle do not call the same ones in the same order, the strict verdict stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from fastlinear.core.compare import KINKED, other_side
+from fastlinear.ops.linear_act import linear_act
+
+_FUSED = KINKED | {"relu2"}  # relu2's derivative is continuous, but its relu alone is a kink
+_RELUS = frozenset(
+    {F.relu, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_}
+    | {F.leaky_relu, F.leaky_relu_, torch._C._nn.leaky_relu}
+)
+_CLAMPS = frozenset(
+    {torch.clamp, torch.clamp_, Tensor.clamp, Tensor.clamp_, torch.clip, Tensor.clip}
+    | {torch.clamp_min, torch.clamp_min_, Tensor.clamp_min, Tensor.clamp_min_}
+)
+
+
+class UnlikeRuns(Exception):
+    """The oracle's kinked activations are not those of the run it is to follow."""
+
+
+class Sides(TorchFunctionMode):
+    """While on, keeps a copy of the output of every kinked activation, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[Tensor] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not _is_kinked(func, args, kwargs):
+            return func(*args, **kwargs)
+        at_zero = args[0].detach() == 0 if func in _CLAMPS else None
+        result = func(*args, **kwargs)
+        kept = result.detach().clone()
+        if at_zero is not None:  # there a clamp passes the gradient on, though its output is 0
+            kept[at_zero] = torch.finfo(kept.dtype).tiny
+        self.outputs.append(kept)
+        return result
+
+
+class Following(TorchFunctionMode):
+    """While on, every kinked activation takes a run's sides where rounding decides them.
+
+    Args:
+        torch_outputs: what ``Sides`` kept of PyTorch's own run in the dtype under test.
+        own_outputs: what it kept of the run to be judged.
+
+    Raises UnlikeRuns on leaving, or at the first activation that is not one of theirs.
+    """
+
+    def __init__(self, torch_outputs: Sequence[Tensor], own_outputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.pairs = list(zip(torch_outputs, own_outputs, strict=False))
+        self.same = len(torch_outputs) == len(own_outputs)
+        self.done = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not _is_kinked(func, args, kwargs):
+            return func(*args, **kwargs)
+        x = args[0]
+        if not self.same or self.done >= len(self.pairs):
+            raise UnlikeRuns(f"more than {self.done} kinked activations")
+        torchs, own = self.pairs[self.done]
+        self.done += 1
+        if not x.shape == torchs.shape == own.shape:
+            raise UnlikeRuns(f"an activation of shape {tuple(x.shape)}, not {tuple(own.shape)}")
+        return _on_sides(func, x, args[1:], kwargs, torchs, own)
+
+    def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
+        super().__exit__(exc_type, exc_value, traceback)
+        if exc_type is None and not (self.same and self.done == len(self.pairs)):
+            raise UnlikeRuns(f"{self.done} kinked activations, not {len(self.pairs)}")
+
+
+def on_own_sides(
+    own: Sides, torchs: Sides, oracle: Callable[[], dict[str, Tensor]]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
+    """The oracle's results for the run to be judged and for PyTorch's, each on that run's sides.
+
+    Args:
+        own: the sides of the run to be judged.
+        torchs: the sides of PyTorch's run in the same dtype.
+        oracle: computes the oracle's results.
+
+    Returns:
+        None where no kink was seen or the oracle cannot follow.
+    """
+    if not torchs.outputs:
+        return None
+    found = []
+    for sides in (own, torchs):
+        try:
+            with Following(torchs.outputs, sides.outputs):
+                found.append(oracle())
+        except UnlikeRuns:
+            return None
+    return found[0], found[1]
+
+
+def _on_sides(
+    func: Callable[..., Tensor],
+    x: Tensor,
+    rest: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    torchs: Tensor,
+    own: Tensor,
+) -> Tensor:
+    """``func`` at x, with the derivative of the other side of 0 where the run took that side."""
+    with torch.no_grad():
+        exact = func(x.detach().clone(), *rest, **kwargs)
+        turned = other_side(x, exact, torchs.to(x.device), own.to(x.device))
+        if not bool(turned.any()):
+            return func(x, *rest, **kwargs)
+        smallest = torch.finfo(x.dtype).tiny
+        mirrored = torch.where(x > 0, -x, (-x).clamp_min(smallest))
+        shift = torch.where(turned, mirrored - x, torch.zeros_like(x))
+    moved = x + shift
+    y = func(moved, *rest, **kwargs)
+    inplace = y is moved
+    y = y + (exact - y).detach()
+    return x.copy_(y) if inplace else y
+
+
+def _is_kinked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if func is linear_act:
+        return kwargs.get("activation") in _FUSED
+    if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
+        return False
+    if func in _RELUS:
+        return True
+    if func in _CLAMPS:
+        low = kwargs.get("min", args[1] if len(args) > 1 else None)
+        high = kwargs.get("max", args[2] if len(args) > 2 else None)
+        return high is None and isinstance(low, int | float) and low == 0
+    return False

@@ -1,0 +1,96 @@
+"""The rule of numbers applied to what whole models return: any dtype, several draws, noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fastlinear.core.compare import DEFAULT_FACTOR, Verdict, judge, relative_error, unit_rounding
+
+_NOISE_FLOOR = 64.0  # a gradient below this many roundings of all gradients together may be noise
+_NOISE_ERROR = 0.5  # and is, where PyTorch itself gets half of it wrong
+
+
+def compare_all(
+    ours: dict[str, Tensor],
+    theirs: dict[str, Tensor],
+    exact: dict[str, Tensor],
+    exact_theirs: dict[str, Tensor] | None = None,
+) -> dict[str, Verdict]:
+    """One verdict for each of PyTorch's results, by name.
+
+    Args:
+        ours: results of the rewritten model.
+        theirs: results of the model as it was, in the same dtypes.
+        exact: the oracle's results.
+        exact_theirs: the oracle for ``theirs``, where it is another one.
+    """
+    grads = [o for n, o in exact.items() if n.startswith("grad.")]
+    scale = math.hypot(*(float(torch.linalg.vector_norm(g.double())) for g in grads))
+    if exact_theirs is None:
+        exact_theirs = exact
+    return {
+        n: compare(n, ours.get(n), t, exact.get(n), scale, exact_theirs.get(n))
+        for n, t in theirs.items()
+    }
+
+
+def compare(
+    name: str,
+    ours: Tensor | None,
+    theirs: Tensor,
+    exact: Tensor | None,
+    scale: float,
+    exact_theirs: Tensor | None = None,
+) -> Verdict:
+    """One result against the oracle; a missing one, or one of another shape or dtype, fails.
+
+    Integers are compared by the share of wrong elements. ``scale`` is the norm of all gradients
+    together: a gradient that is 0 but for rounding is judged against that.
+    """
+    if ours is None or exact is None or ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return Verdict(name, math.inf, 0.0, 0.0)
+    if theirs.is_complex():
+        parts = [None if t is None else torch.view_as_real(t) for t in (exact, exact_theirs)]
+        ours, theirs = torch.view_as_real(ours), torch.view_as_real(theirs)
+        return compare(name, ours, theirs, parts[0], scale, parts[1])
+    if not theirs.is_floating_point():
+        if theirs.numel() == 0:
+            return Verdict(name, 0.0 if torch.equal(ours, theirs) else math.inf, 0.0, 0.0)
+        wrong, usual = ((t != exact).double().mean().item() for t in (ours, theirs))
+        return Verdict(name, wrong, usual, DEFAULT_FACTOR * usual)
+    wide = exact.double()
+    wide_theirs = wide if exact_theirs is None else exact_theirs.double()
+    norm = float(torch.linalg.vector_norm(wide))
+    rounding = unit_rounding(theirs.dtype)
+    error, usual = relative_error(ours, wide), relative_error(theirs, wide_theirs)
+    noise = norm <= _NOISE_FLOOR * rounding * scale and (norm == 0 or usual > _NOISE_ERROR)
+    if name.startswith("grad.") and noise:
+        # Zero but for rounding (a bias before a softmax, say): judged against all gradients.
+        errors = [
+            float(torch.linalg.vector_norm(t.double() - w)) / scale if scale else 0.0
+            for t, w in ((ours, wide), (theirs, wide_theirs))
+        ]
+        return Verdict(name, errors[0], errors[1], DEFAULT_FACTOR * errors[1] + 2 * rounding)
+    if math.isinf(usual):
+        return judge(name, ours, theirs, wide)
+    return Verdict(name, error, usual, DEFAULT_FACTOR * usual + 2 * rounding)
+
+
+def pool(name: str, each: Sequence[Verdict]) -> Verdict:
+    """The verdicts of several draws as one: root mean squares of errors and limits."""
+    if len(each) == 1:
+        return each[0]
+
+    def mean(values: list[float]) -> float:
+        return math.sqrt(sum(v * v for v in values) / len(values))
+
+    return Verdict(
+        name,
+        mean([v.error for v in each]),
+        mean([v.torch_error for v in each]),
+        mean([v.limit for v in each]),
+    )
