@@ -190,7 +190,10 @@ def test_every_activation_and_dtype(activation: str, dtype: torch.dtype) -> None
 @compares
 @pytest.mark.parametrize(
     ("M", "K", "N"),
-    [(1, 1, 1), (1, 33, 7), (7, 1, 65), (7, 65, 33), (65, 7, 1), (33, 33, 65), (65, 300, 9)],
+    [
+        *((1, 1, 1), (1, 33, 7), (7, 1, 65), (7, 65, 33), (65, 7, 1), (33, 33, 65), (65, 300, 9)),
+        *((200, 9, 41), (263, 9, 41)),  # db in one launch and in two
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_odd_sizes(M: int, K: int, N: int, dtype: torch.dtype) -> None:
@@ -340,10 +343,11 @@ FAULTS: dict[str, tuple[str, str, Callable[..., Any], set[str]]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     activation, kernel, change, broken = FAULTS[fault]
-    check(33, 33, 33, torch.float32, activation)
+    sizes = (backend._ONE_CHUNK_ROWS + 9 if fault == "partial sums" else 33, 33, 33)
+    check(*sizes, torch.float32, activation)
     backend._plans.clear()
     tampered(monkeypatch, kernel, change)
-    failed = {v.name for v in verdicts(33, 33, 33, torch.float32, activation) if not v.passed}
+    failed = {v.name for v in verdicts(*sizes, torch.float32, activation) if not v.passed}
     assert broken <= failed
 
 

@@ -33,6 +33,7 @@ Tensor = torch.Tensor
 _INTERPRETED_UNITS = 3  # persistent programs under the CPU interpreter: each walks several tiles
 _SPLIT_BYTES_LIMIT = 1 << 28  # largest float32 workspace of a split product
 _MAX_PLANS = 4096
+_ONE_CHUNK_ROWS = 256  # of grad_pre: up to here one program adds whole columns of db
 _TF32X3_MIN_DEPTH = 128
 
 _plans: dict[Any, Any] = {}
@@ -296,7 +297,7 @@ class _GradPre:
             warps=4,
         )
         self._part_shape = None
-        if need_bias_grad:
+        if need_bias_grad and chunks > 1:
             self._part_shape = (chunks, N)
             self._sum = Launch(
                 _sum_rows_kernel, (-(-N // 32),), (chunks, N, 64, 32), dy.device, warps=4
@@ -304,18 +305,22 @@ class _GradPre:
 
     def run(self, dy: Tensor, saved: Tensor | None, dpre: Tensor | None, db: Tensor | None) -> None:
         """Launch; dpre (M, N) and db (N,) are contiguous, and None where not wanted."""
-        part = None
-        if self._part_shape is not None:
-            part = torch.empty(self._part_shape, dtype=torch.float32, device=dy.device)
+        if self._part_shape is None:  # one chunk: its column sums are db
+            self._launch(dy, saved, dpre, db)
+            return
+        part = torch.empty(self._part_shape, dtype=torch.float32, device=dy.device)
         self._launch(dy, saved, dpre, part)
-        if part is not None:
-            self._sum(part, db)
+        self._sum(part, db)
 
 
 def _grad_pre_blocks(M: int, N: int, need_bias_grad: bool) -> tuple[int, int, int]:
     """Rows and columns of a block, and rows of a program's chunk (a multiple of the block's)."""
     if not need_bias_grad:
         return 8, 256, 8
+    if M <= _ONE_CHUNK_ROWS:
+        # A second launch would cost more than the chip left idle.
+        block_m = min(64, 1 << (M - 1).bit_length())
+        return block_m, 32, block_m * -(-M // block_m)
     # Long chunks amortise the column sums; short ones fill the chip.
     block_m, block_n = 8, 512
     programs = -(-M // block_m) * -(-N // block_n)

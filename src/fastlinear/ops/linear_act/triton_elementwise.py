@@ -27,8 +27,9 @@ def _grad_pre_kernel(
 ):
     """One program computes dpre on chunk_rows rows (a multiple of BLOCK_M) by BLOCK_N columns.
 
-    ``saved_ptr`` (M, N) is None for "none". ``part_ptr``, when not None, is float32 (chunks, N) and
-    takes the chunk's column sums of dpre (before rounding): the first stage of db.
+    ``saved_ptr`` (M, N) is None for "none". ``part_ptr``, when not None, is (chunks, N) and takes
+    the chunk's column sums of dpre (before rounding): the first stage of db in float32, or, with
+    one chunk, db itself in its own dtype.
     """
     chunk = tl.program_id(1)
     col_offs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -53,7 +54,8 @@ def _grad_pre_kernel(
             total += grad
     if part_ptr is not None:
         part_ptrs = part_ptr + chunk.to(tl.int64) * N + col_offs
-        tl.store(part_ptrs, tl.sum(total, axis=0), mask=col_mask)
+        sums = tl.sum(total, axis=0)
+        tl.store(part_ptrs, sums.to(part_ptr.dtype.element_ty), mask=col_mask)
 
 
 @triton.jit
