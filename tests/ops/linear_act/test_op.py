@@ -454,7 +454,9 @@ def test_backends_are_given_what_they_may_rely_on(monkeypatch: pytest.MonkeyPatc
         registry.Backend("linear_act", piece, "spy", f"fastlinear_spy:{piece}", lambda _: None)
         for piece in ("forward", "grad_pre", "grad_weight")
     )
-    spied = replace(fam, backends=(*fam.backends, *spies), prefer=lambda _: ("spy", "pieces", "eager"))
+    spied = replace(
+        fam, backends=(*fam.backends, *spies), prefer=lambda _: ("spy", "pieces", "eager")
+    )
     monkeypatch.setitem(registry._FAMILIES, "linear_act", spied)
 
     w = torch.randn(5, 6, requires_grad=True)
