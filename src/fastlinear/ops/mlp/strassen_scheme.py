@@ -27,12 +27,10 @@ class Scheme:
     Attributes:
         name: which block formulas.
         levels: 1 or 2, how often the formulas are applied.
-        weights: layout of a weight's planes, ``"nk"`` or ``"kn"`` (transposed).
     """
 
     name: str
     levels: int
-    weights: str = "nk"
 
     @property
     def products(self) -> int:

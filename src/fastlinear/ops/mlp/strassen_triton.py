@@ -23,6 +23,7 @@ from fastlinear.ops.mlp.strassen_triton_kernels import (
 )
 
 _TILE = {1: 512, 2: 256}  # elements of a program's tile, by levels; 128 threads
+_WEIGHT_TILE = (16, 32)
 _WARPS = 4
 _MAX_LAUNCHES = 4096
 
@@ -59,8 +60,7 @@ def run(
     saved: list[Tensor] = []
     for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
         n = weight.shape[0]
-        operand = weight_planes(weight, scheme)
-        right = operand.transpose(1, 2) if scheme.weights == "nk" else operand
+        right = weight_planes(weight, scheme)
         product = _empty((scheme.products, planes.shape[1], right.shape[2]), x)
         torch.bmm(planes, right, out=product)
         if bias is not None and bias.stride(0) != 1:
@@ -93,20 +93,30 @@ class _Tiling:
     even: bool
 
     @staticmethod
-    def of(R: int, C: int, scheme: Scheme, rows: int | None = None) -> _Tiling:
-        """Tiles of the planes of a matrix (R, C); ``rows`` overrides those of a plane."""
+    def of(R: int, C: int, scheme: Scheme) -> _Tiling:
+        """Tiles of the planes of a matrix (R, C): rows where they are long."""
         cols = plane_size(C, scheme.levels, columns=True)
-        rows = plane_size(R, scheme.levels, columns=False) if rows is None else rows
         tile = _TILE[scheme.levels]
         block_c = min(tile, cols & -cols)  # cols is a multiple of 16
         if block_c < 64:
             block_c = min(tile, 1 << (cols - 1).bit_length())
-        block_r = tile // block_c
+        rows = plane_size(R, scheme.levels, columns=False)
+        return _Tiling._fit(R, C, rows, cols, tile // block_c, block_c, scheme)
+
+    @staticmethod
+    def of_weight(N: int, K: int, scheme: Scheme) -> _Tiling:
+        """Tiles of the planes of a weight, read along K and written along N."""
+        rows = plane_size(N, scheme.levels, columns=True)
+        cols = plane_size(K, scheme.levels, columns=True)
+        return _Tiling._fit(N, K, rows, cols, *_WEIGHT_TILE, scheme)
+
+    @staticmethod
+    def _fit(
+        R: int, C: int, rows: int, cols: int, block_r: int, block_c: int, scheme: Scheme
+    ) -> _Tiling:
         whole = rows % block_r == 0 and cols % block_c == 0
-        parts = 1 << scheme.levels
-        return _Tiling(
-            rows, cols, block_r, block_c, whole, whole and (rows * parts, cols * parts) == (R, C)
-        )
+        covered = (rows << scheme.levels, cols << scheme.levels)
+        return _Tiling(rows, cols, block_r, block_c, whole, whole and covered == (R, C))
 
     @property
     def programs(self) -> int:
@@ -124,7 +134,7 @@ def _prefix(x: Tensor, scheme: Scheme) -> Tensor:
             _strassen_prefix_kernel,
             t,
             (*x.shape, *x.stride(), t.rows, t.cols, t.rows * t.cols),
-            (*_scheme_args(scheme, t),),
+            _scheme_args(scheme, t),
             x.device,
         )
     launch(x, planes)
@@ -200,18 +210,9 @@ def _remember(
     return launch
 
 
-@dataclass(slots=True)
-class _Kept:
-    """Operand planes of one weight, and the fingerprints of what they were made from."""
-
-    planes: Tensor
-    prints: Tensor
-    made: bool = False
-
-
-# (id of the base tensor, shape, strides, offset, scheme, stream) → (weak reference, planes). A
-# stream of its own: planes are never refreshed on one stream while another reads them.
-_kept: dict[tuple[Any, ...], tuple[weakref.ref[Tensor], _Kept]] = {}
+# (id of the base tensor, place, scheme, stream) → (weak reference, planes, hashes). Every stream has
+# its own: planes are never refreshed on one while another reads them.
+_kept: dict[tuple[Any, ...], tuple[weakref.ref[Tensor], Tensor, Tensor]] = {}
 
 
 def forget_weights() -> None:
@@ -220,58 +221,50 @@ def forget_weights() -> None:
 
 
 def weight_planes(weight: Tensor, scheme: Scheme) -> Tensor:
-    """Operand planes of a weight (N, K), always those of its values now.
+    """Operand planes (products, K', N') of a weight (N, K), always those of its values now.
 
     They are kept while the weight lives. At every call a kernel hashes the whole weight, tile by
     tile, to 64 bits, and rewrites the tiles whose hash differs: any change is seen, however it
     was made. Under CUDA graph capture they are made anew, at each replay, in the graph's memory.
     """
-    t = _weight_tiling(weight, scheme)
     if weight.is_cuda and torch.cuda.is_current_stream_capturing():
-        entry = _new_entry(weight, t, scheme)
-        _refresh(weight, entry, t, scheme)
-        return entry.planes
+        planes = _new_planes(weight, scheme)
+        _refresh(weight, planes, None, scheme)
+        return planes
     base = weight._base if weight._base is not None else weight
     stream = torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0
-    place = (weight.shape, weight.stride(), weight.storage_offset(), weight.dtype)
+    place = (weight.shape, weight.stride(), weight.storage_offset(), weight.dtype, weight.device)
     key = (id(base), *place, scheme, stream)
     held = _kept.get(key)
     if held is None or held[0]() is not base:
+        tiles = _Tiling.of_weight(*weight.shape, scheme).programs
+        prints = torch.zeros(tiles, dtype=torch.int64, device=weight.device)
         reference = weakref.ref(base, lambda _: _kept.pop(key, None))
-        held = (reference, _new_entry(weight, t, scheme))
-        _kept[key] = held
-    _refresh(weight, held[1], t, scheme)
-    return held[1].planes
+        held = _kept[key] = (reference, _new_planes(weight, scheme), prints)
+    _refresh(weight, held[1], held[2], scheme)
+    return held[1]
 
 
-def _weight_tiling(weight: Tensor, scheme: Scheme) -> _Tiling:
-    n, k = weight.shape
-    return _Tiling.of(n, k, scheme, plane_size(n, scheme.levels, columns=True))
+def _new_planes(weight: Tensor, scheme: Scheme) -> Tensor:
+    t = _Tiling.of_weight(*weight.shape, scheme)
+    return _empty((scheme.products, t.cols, t.rows), weight)
 
 
-def _new_entry(weight: Tensor, t: _Tiling, scheme: Scheme) -> _Kept:
-    shape = (t.rows, t.cols) if scheme.weights == "nk" else (t.cols, t.rows)
-    planes = _empty((scheme.products, *shape), weight)
-    return _Kept(planes, torch.empty(t.programs, dtype=torch.int64, device=weight.device))
-
-
-def _refresh(weight: Tensor, entry: _Kept, t: _Tiling, scheme: Scheme) -> None:
-    force = not entry.made
+def _refresh(weight: Tensor, planes: Tensor, prints: Tensor | None, scheme: Scheme) -> None:
     key = ("weight", weight.shape, weight.stride(), weight.dtype, weight.device)
-    key = (*key, weight.data_ptr() & 15, scheme, force)
+    key = (*key, weight.data_ptr() & 15, scheme, prints is None)
     launch = _launches.get(key)
     if launch is None:
-        strides = (t.cols, 1) if scheme.weights == "nk" else (1, t.rows)
+        t = _Tiling.of_weight(*weight.shape, scheme)
         launch = _remember(
             key,
             _strassen_weight_kernel,
             t,
-            (*weight.shape, *weight.stride(), t.rows, t.cols, t.rows * t.cols, *strides),
-            (*_scheme_args(scheme, t), force),
+            (*weight.shape, *weight.stride(), t.rows, t.cols, t.rows * t.cols),
+            _scheme_args(scheme, t),
             weight.device,
         )
-    launch(weight, entry.planes, entry.prints)
-    entry.made = True
+    launch(weight, planes, prints)
 
 
 def _math(dtype: torch.dtype) -> str:

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from fastlinear.ops.common.activations_triton import activation
 
-# odd multipliers of splitmix64, as signed numbers
+# odd constants of splitmix64, as signed numbers
 _GOLDEN = tl.constexpr(-7046029254386353131)
 _MIX_1 = tl.constexpr(-4658895280553007687)
 _MIX_2 = tl.constexpr(-7723592293110705685)
@@ -70,10 +70,7 @@ def _suffix4(q1, q2, q3, q4, q5, q6, q7, q8, SCHEME: tl.constexpr):
 
 @triton.jit
 def _read1(ptr, mask):
-    if mask is None:
-        return tl.load(ptr).to(tl.float32)
-    else:
-        return tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
+    return tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -114,10 +111,7 @@ def _read16(ptr, stride, mask, SCHEME: tl.constexpr):
 
 @triton.jit
 def _write1(ptr, value, mask):
-    if mask is None:
-        tl.store(ptr, value.to(ptr.dtype.element_ty))
-    else:
-        tl.store(ptr, value.to(ptr.dtype.element_ty), mask=mask)
+    tl.store(ptr, value.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -163,10 +157,7 @@ def _write16(ptr, stride, mask, g1, g2, g3, g4, SCHEME: tl.constexpr, WEIGHT: tl
 @triton.jit
 def _inside(row_offs, col_offs, R, C, mask):
     """Which elements of a block lie in the matrix (R, C) and in this program's plane."""
-    inside = (row_offs < R)[:, None] & (col_offs < C)[None, :]
-    if mask is not None:
-        inside = inside & mask
-    return inside
+    return (row_offs < R)[:, None] & (col_offs < C)[None, :] & mask
 
 
 @triton.jit
@@ -269,15 +260,16 @@ def _act4(
 
 @triton.jit
 def _tile(rows, cols, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, WHOLE: tl.constexpr):
-    """This program's positions in a plane: rows, columns, offsets and mask (None: all inside)."""
+    """This program's positions in a plane: rows, columns, offsets and mask."""
     col_tiles = tl.cdiv(cols, BLOCK_C)
     row_offs = tl.program_id(0) // col_tiles * BLOCK_R + tl.arange(0, BLOCK_R)
     col_offs = tl.program_id(0) % col_tiles * BLOCK_C + tl.arange(0, BLOCK_C)
     offs = row_offs.to(tl.int64)[:, None] * cols + col_offs[None, :]
     if WHOLE:
-        return row_offs, col_offs, offs, None
+        mask = tl.full((BLOCK_R, BLOCK_C), 1, tl.int1)  # the compiler drops a mask that is all ones
     else:
-        return row_offs, col_offs, offs, (row_offs < rows)[:, None] & (col_offs < cols)[None, :]
+        mask = (row_offs < rows)[:, None] & (col_offs < cols)[None, :]
+    return row_offs, col_offs, offs, mask
 
 
 @triton.jit
@@ -429,16 +421,20 @@ def _store4(ptr, q, row_offs, col_offs, mask, rows, cols, R, C, EVEN: tl.constex
 
 
 @triton.jit
-def _mix(value, salt):
-    """64 well-mixed bits of a value's bits and its position, int64."""
+def _bits(value):
+    """The bits of float32 or 16-bit values, int64."""
     if value.dtype == tl.float32:
-        bits = value.to(tl.int32, bitcast=True).to(tl.int64)
+        return value.to(tl.int32, bitcast=True).to(tl.int64)
     else:
-        bits = value.to(tl.int16, bitcast=True).to(tl.int64)
-    z = (bits + salt) * _MIX_1
-    z = z ^ (z >> 29)
-    z = z * _MIX_2
-    return z ^ (z >> 32)
+        return value.to(tl.int16, bitcast=True).to(tl.int64)
+
+
+@triton.jit
+def _mix(z):
+    """A bijection of 64 bits that leaves no structure (splitmix64's)."""
+    z = (z ^ (z >> 30)) * _MIX_1
+    z = (z ^ (z >> 27)) * _MIX_2
+    return z ^ (z >> 31)
 
 
 @triton.jit
@@ -453,41 +449,39 @@ def _strassen_weight_kernel(
     rows,
     cols,
     plane_stride,
-    out_row_stride,
-    out_col_stride,
     SCHEME: tl.constexpr,
     LEVELS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     WHOLE: tl.constexpr,
     EVEN: tl.constexpr,
-    FORCE: tl.constexpr,
 ):
-    """Operand planes of a weight (R, C) = (N, K), any strides; only where the weight has changed.
+    """Operand planes (cols, rows) of a weight (R, C) = (N, K) of any strides: K x N each.
 
-    A program hashes its elements of all blocks to 64 bits and compares with what it found last
-    time, print[program] int64; where they are equal it writes nothing. FORCE writes regardless.
+    With print_ptr (int64, one a program) only what has changed is written: a program hashes its
+    elements of all blocks to 64 bits and stops where that is what it found last time. Blocks
+    enter a polynomial with odd coefficients, positions a sum of bijections, so that a change of
+    one element always shows and others are missed with a chance of about 2^-64.
     """
     row_offs, col_offs, _, mask = _tile(rows, cols, BLOCK_R, BLOCK_C, WHOLE)
-    offs = row_offs.to(tl.int64)[:, None] * out_row_stride
-    offs += col_offs.to(tl.int64)[None, :] * out_col_stride
-    SIDE: tl.constexpr = 2 * LEVELS
-    place = tl.arange(0, BLOCK_R)[:, None] * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
-    salt = place.to(tl.int64) * _GOLDEN
-    seen = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.int64)
-    for i in tl.static_range(SIDE):
-        for j in tl.static_range(SIDE):
-            r, c = row_offs + i * rows, col_offs + j * cols
-            value = _load_block(w_ptr, r, c, mask, R, C, w_row_stride, w_col_stride, EVEN)
-            seen += _mix(value, salt + (i * SIDE + j) * 1000003)
-    fingerprint = tl.sum(tl.sum(seen, axis=1), axis=0)
+    rs, cs = w_row_stride, w_col_stride
     changed = True
-    if not FORCE:
+    if print_ptr is not None:
+        seen = tl.arange(0, BLOCK_R)[:, None] * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+        seen = seen.to(tl.int64)
+        for i in tl.static_range(2 * LEVELS):
+            for j in tl.static_range(2 * LEVELS):
+                r, c = row_offs + i * rows, col_offs + j * cols
+                value = _load_block(w_ptr, r, c, mask, R, C, rs, cs, EVEN)
+                seen = seen * _GOLDEN + _bits(value)
+        fingerprint = tl.sum(tl.sum(_mix(seen), axis=1), axis=0)
         changed = tl.load(print_ptr + tl.program_id(0)) != fingerprint
+        tl.debug_barrier()  # every warp has read the old hash before one stores the new
+        if changed:
+            tl.store(print_ptr + tl.program_id(0), fingerprint)
     if changed:
-        rs, cs = w_row_stride, w_col_stride
         stride = plane_stride.to(tl.int64)
-        out = planes_ptr + offs
+        out = planes_ptr + row_offs[:, None] + col_offs.to(tl.int64)[None, :] * rows
         if LEVELS == 1:
             q = _load4(w_ptr, row_offs, col_offs, mask, rows, cols, R, C, rs, cs, EVEN)
             _write4(out, stride, mask, q, SCHEME, True)
@@ -498,4 +492,3 @@ def _strassen_weight_kernel(
             g3 = _load4(w_ptr, below, col_offs, mask, rows, cols, R, C, rs, cs, EVEN)
             g4 = _load4(w_ptr, below, right, mask, rows, cols, R, C, rs, cs, EVEN)
             _write16(out, stride, mask, g1, g2, g3, g4, SCHEME, True)
-        tl.store(print_ptr + tl.program_id(0), fingerprint)
