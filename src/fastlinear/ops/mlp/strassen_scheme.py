@@ -39,6 +39,75 @@ class Scheme:
         return base if self.levels == 1 else base * base
 
 
+Terms = tuple[tuple[int, int], ...]
+"""A signed sum of blocks: (which, 1 or -1), blocks numbered 11, 12, 21, 22 → 0, 1, 2, 3."""
+
+
+@dataclass(frozen=True, slots=True)
+class Formulas:
+    """One level of a scheme: product p is (left[p] of x)(right[p] of W)ᵀ; y from out of products.
+
+    ``right`` is in the blocks of W (N, K), the transpose of B: B12 is W21ᵀ.
+    """
+
+    left: tuple[Terms, ...]
+    right: tuple[Terms, ...]
+    out: tuple[Terms, ...]
+
+
+FORMULAS = {
+    "strassen": Formulas(
+        left=(
+            ((0, 1), (3, 1)),
+            ((2, 1), (3, 1)),
+            ((0, 1),),
+            ((3, 1),),
+            ((0, 1), (1, 1)),
+            ((2, 1), (0, -1)),
+            ((1, 1), (3, -1)),
+        ),
+        right=(
+            ((0, 1), (3, 1)),
+            ((0, 1),),
+            ((2, 1), (3, -1)),
+            ((1, 1), (0, -1)),
+            ((3, 1),),
+            ((0, 1), (2, 1)),
+            ((1, 1), (3, 1)),
+        ),
+        out=(
+            ((0, 1), (3, 1), (4, -1), (6, 1)),
+            ((2, 1), (4, 1)),
+            ((1, 1), (3, 1)),
+            ((0, 1), (1, -1), (2, 1), (5, 1)),
+        ),
+    ),
+    "classical": Formulas(
+        left=(
+            ((0, 1),),
+            ((1, 1),),
+            ((0, 1),),
+            ((1, 1),),
+            ((2, 1),),
+            ((3, 1),),
+            ((2, 1),),
+            ((3, 1),),
+        ),
+        right=(
+            ((0, 1),),
+            ((1, 1),),
+            ((2, 1),),
+            ((3, 1),),
+            ((0, 1),),
+            ((1, 1),),
+            ((2, 1),),
+            ((3, 1),),
+        ),
+        out=(((0, 1), (1, 1)), ((2, 1), (3, 1)), ((4, 1), (5, 1)), ((6, 1), (7, 1))),
+    ),
+}
+
+
 def plane_size(size: int, levels: int, *, columns: bool) -> int:
     """Rows or columns of a plane of a matrix with ``size`` of them; the rest is zero padding."""
     part = -(-size >> levels)

@@ -210,8 +210,8 @@ def _remember(
     return launch
 
 
-# (id of the base tensor, place, scheme, stream) → (weak reference, planes, hashes). Every stream has
-# its own: planes are never refreshed on one while another reads them.
+# (id of the base tensor, place, scheme, stream) → (weak reference, planes, hashes). Every stream
+# has its own: planes are never refreshed on one while another reads them.
 _kept: dict[tuple[Any, ...], tuple[weakref.ref[Tensor], Tensor, Tensor]] = {}
 
 
