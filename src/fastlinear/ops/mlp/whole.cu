@@ -1,0 +1,681 @@
+// A whole MLP in one kernel for Hopper (sm_90a): h <- act(h W^T + b), layer after layer.
+//
+// A cluster of CLUSTER blocks owns 8 * NB rows of x from the first layer to the last; each block
+// computes its share of every layer's columns and stores it into the shared memory of all of them,
+// so hidden activations never leave the chip. Weights stay as they lie, (N, K) row-major: each
+// thread copies the very 16-byte pieces that it will multiply, DEPTH steps ahead and across layers,
+// so only activations are ever waited for by others. Shared out like this:
+//   column tiles (16 columns): contiguous runs per block; in a block over WN groups of warps, TW
+//     tiles each, in as many passes as it takes.
+//   K: over the KS warps of a group; they add their parts through shared memory in a fixed order.
+//
+// A product is mma.sync with the weight as operand A (16 columns) and the activations as operand B
+// (8 rows). A k-block is 64 bytes of K, 16 bytes for each of the 4 threads of a quad: the order of
+// k within it is not the instruction's, but it is the same for both operands, which is enough.
+// float32 is split into two tf32 parts, three products are summed, and every step's sum is added
+// to a float32 accumulator.
+//
+// Activations lie in shared memory as [unit][row][16 bytes], a unit being 8 (float32: 4) columns;
+// 32 bytes between units keep every access free of bank conflicts. Two buffers take turns: a block
+// writes layer i + 1's input only after all blocks have sent layer i's, hence have read i - 1's.
+//
+// Macros from the host: DTYPE (0 bfloat16, 1 float16, 2 float32) CLUSTER NB WN KS TW UNROLL DEPTH
+// VEC EXACT UNITS ACT FINAL SAVE MAX_LAYERS EXCHANGE, a number ACT_<NAME> for every activation.
+//   VEC: bytes at which every weight row is aligned: 16, 8, 4 or 2.
+//   EXACT: 1 when every K and N is a whole number of steps and passes.
+//   UNITS: units of one activation buffer.
+//   SAVE: 0 nothing, 1 pre-activations (hidden and last), 2 hidden outputs, 3 hidden outputs and
+//     the last pre-activation, 4 hidden pre-activations.
+//   EXCHANGE: 0 st.async counted by an mbarrier, 1 ordinary stores and a cluster barrier.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+constexpr int ES = DTYPE == 2 ? 4 : 2;          // bytes of an element
+constexpr int PIECE = 16 / ES;                  // elements of a 16-byte piece
+constexpr int BLOCK_K = 64 / ES;                // elements of a k-block
+constexpr int TILE_UNITS = 16 / PIECE;          // units of a column tile
+constexpr int GROUP_TILES = BLOCK_K / 16;       // column tiles are padded to whole k-blocks
+constexpr int ROWS = 8 * NB;
+constexpr int UNIT_BYTES = ROWS * 16 + 32;
+constexpr int WARPS = WN * KS;
+constexpr int THREADS = 32 * WARPS;
+constexpr int PARTS = TW * NB;                  // 16 x 8 accumulators of a warp
+constexpr int STEP_BYTES = UNROLL * TW * 1024;  // what a warp copies for one step
+constexpr int STEP_K = UNROLL * BLOCK_K;        // of one warp; KS warps cover KS times that
+
+constexpr int RING_OFFSET = 64;                 // after the mbarriers
+constexpr int ACT_OFFSET = RING_OFFSET + WARPS * DEPTH * STEP_BYTES;
+constexpr int ACT_BYTES = UNITS * UNIT_BYTES;
+constexpr int STAGE_OFFSET = ACT_OFFSET + 2 * ACT_BYTES;
+constexpr int STAGE_BYTES = TILE_UNITS * 128;   // one accumulator, transposed
+constexpr int SUM_OFFSET = STAGE_OFFSET + WARPS * STAGE_BYTES;
+
+struct Params {
+  const void* x;                    // (rows, width[0]), rows x_stride elements apart
+  void* y;                          // (rows, width[layers])
+  const void* weight[MAX_LAYERS];   // (width[i + 1], width[i])
+  const void* bias[MAX_LAYERS];     // (width[i + 1]) or null
+  void* saved[MAX_LAYERS];          // (rows, width[i + 1]) or null
+  long long x_stride;
+  int rows;
+  int layers;
+  int width[MAX_LAYERS + 1];
+};
+
+__device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// ---------------------------------------------------------------- PTX wrappers
+
+__device__ __forceinline__ u32 smem_addr(const void* p) {
+  return static_cast<u32>(__cvta_generic_to_shared(p));
+}
+
+__device__ __forceinline__ u32 cluster_rank() {
+  u32 rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ u32 peer_addr(u32 addr, int rank) {
+  u32 out;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(out) : "r"(addr), "r"(rank));
+  return out;
+}
+
+__device__ __forceinline__ void mbar_init(u32 bar, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void mbar_expect(u32 bar, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void mbar_wait(u32 bar, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred p;\nWAIT:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n"
+      "@p bra DONE;\nbra WAIT;\nDONE:\n}" ::"r"(bar), "r"(parity)
+      : "memory");
+}
+
+__device__ __forceinline__ void store_async(u32 addr, u32 bar, uint4 v) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];"
+      ::"r"(addr), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(bar)
+      : "memory");
+}
+
+__device__ __forceinline__ void store_cluster(u32 addr, uint4 v) {
+  asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(addr), "r"(v.x),
+               "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+__device__ __forceinline__ void group_sync(int id) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(KS * 32) : "memory");
+}
+
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int kLeft>
+__device__ __forceinline__ void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+
+__device__ __forceinline__ uint4 load16(u32 addr) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(addr)
+               : "memory");
+  return v;
+}
+
+// 16 bytes from global memory, of which the first `bytes` are read and the others are zero.
+template <int kVec>
+__device__ __forceinline__ void copy16(u32 dst, const char* src, int bytes) {
+  if constexpr (kVec == 16) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src),
+                 "r"(bytes)
+                 : "memory");
+  } else if constexpr (kVec >= 4) {
+#pragma unroll
+    for (int i = 0; i < 16; i += kVec) {
+      const int part = min(max(bytes - i, 0), kVec);
+      asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(dst + i),
+                   "l"(part > 0 ? src + i : src), "n"(kVec), "r"(part)
+                   : "memory");
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 16; i += 2) {
+      unsigned short v = 0;
+      if (i < bytes) v = *reinterpret_cast<const unsigned short*>(src + i);
+      asm volatile("st.shared.b16 [%0], %1;" ::"r"(dst + i), "h"(v) : "memory");
+    }
+  }
+}
+
+__device__ __forceinline__ void stmatrix_trans(u32 addr, u32 a, u32 b) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(addr),
+               "r"(a), "r"(b)
+               : "memory");
+}
+
+__device__ __forceinline__ u32 pack(float lo, float hi) {
+  u32 out;
+  if constexpr (DTYPE == 0) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(hi), "f"(lo));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(hi), "f"(lo));
+  }
+  return out;
+}
+
+__device__ __forceinline__ float load_element(const void* base, int index) {
+  if constexpr (DTYPE == 2) return static_cast<const float*>(base)[index];
+  const u32 bits = static_cast<const unsigned short*>(base)[index];
+  if constexpr (DTYPE == 0) return __uint_as_float(bits << 16);
+  float out;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(static_cast<unsigned short>(bits)));
+  return out;
+}
+
+// d (16 columns, 8 rows) += A B over 32 bytes of K; the operands are 32-bit registers.
+__device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+#if DTYPE == 0
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+#elif DTYPE == 1
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+#else
+#define MMA "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32"
+#endif
+  asm volatile(MMA " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// x = hi + lo, both tf32; what is lost is below 2^-24 of x.
+__device__ __forceinline__ void split(u32 x, u32& hi, u32& lo) {
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(hi) : "f"(__uint_as_float(x)));
+  const float rest = __uint_as_float(x) - __uint_as_float(hi);
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(lo) : "f"(rest));
+}
+
+__device__ __forceinline__ void split4(uint4 x, uint4& hi, uint4& lo) {
+  split(x.x, hi.x, lo.x);
+  split(x.y, hi.y, lo.y);
+  split(x.z, hi.z, lo.z);
+  split(x.w, hi.w, lo.w);
+}
+
+// ---------------------------------------------------------------- activations (float32)
+
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float rcp_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 1 / (1 + exp(-scale * x)); 16-bit: relative error about 1e-6 in either tail.
+__device__ __forceinline__ float sigmoid_scaled(float x, float scale) {
+  if constexpr (DTYPE == 2) return 1.0f / (1.0f + expf(-scale * x));
+  return rcp_approx(1.0f + exp2_approx(x * (-1.4426950408889634f * scale)));
+}
+
+template <int kAct>
+__device__ __forceinline__ float act(float x) {
+  if constexpr (kAct == ACT_RELU) return x < 0.0f ? 0.0f : x;  // keeps NaN
+  if constexpr (kAct == ACT_RELU2) return x < 0.0f ? 0.0f : x * x;
+  if constexpr (kAct == ACT_LEAKY_RELU) return x < 0.0f ? 0.01f * x : x;
+  if constexpr (kAct == ACT_SILU) return x * sigmoid_scaled(x, 1.0f);
+  if constexpr (kAct == ACT_SIGMOID) return sigmoid_scaled(x, 1.0f);
+  if constexpr (kAct == ACT_QUICK_GELU) return x * sigmoid_scaled(x, 1.702f);
+  if constexpr (kAct == ACT_TANH) {
+    if constexpr (DTYPE == 2) return tanhf(x);
+    // Near 0 the difference would cancel: there a Taylor polynomial, relative error below 1e-5.
+    const float s = x * x;
+    const float poly = fmaf(fmaf(fmaf(-0.053968254f, s, 0.13333333f), s, -0.33333333f), s, 1.0f);
+    const float far = fmaf(2.0f, sigmoid_scaled(x, 2.0f), -1.0f);
+    return s < 0.125f ? x * poly : far;
+  }
+  if constexpr (kAct == ACT_GELU) {
+    if constexpr (DTYPE == 2) return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f));
+    // Normal distribution by Abramowitz and Stegun 7.1.26, absolute error below 1e-7.
+    const float bell = exp2_approx(-0.72134752044448170f * x * x);
+    const float t = rcp_approx(fmaf(0.23164190f, fabsf(x), 1.0f));
+    float poly = fmaf(1.061405429f, t, -1.453152027f);
+    poly = fmaf(poly, t, 1.421413741f);
+    poly = fmaf(poly, t, -0.284496736f);
+    poly = fmaf(poly, t, 0.254829592f);
+    const float tail = 0.5f * poly * t * bell;  // the mass beyond |x|
+    return x * (x < 0.0f ? tail : 1.0f - tail);
+  }
+  if constexpr (kAct == ACT_GELU_TANH) {
+    const float cube = 0.044715f * x * x * x;
+    if constexpr (DTYPE == 2) return 0.5f * x * (1.0f + tanhf(0.79788456080286536f * (x + cube)));
+    // 0.5 x (1 + tanh u) = x / (1 + exp(-2u)); the constants carry -2 log2(e).
+    const float power = x * fmaf(-0.10294324f, x * x, -2.3022082f);
+    return x * rcp_approx(1.0f + exp2_approx(power));
+  }
+  return x;
+}
+
+// ---------------------------------------------------------------- who computes what
+
+struct Share {   // of one layer, for one block
+  int first, end;  // column tiles
+  int passes;
+  int steps;       // along K, in each pass
+
+  __device__ __forceinline__ Share(int k, int n, int rank) {
+    const int tiles = ceil_div(n, 16 * GROUP_TILES) * GROUP_TILES;
+    const int each = ceil_div(tiles, CLUSTER);
+    first = min(rank * each, tiles);
+    end = min(first + each, tiles);
+    passes = ceil_div(each, WN * TW);
+    steps = ceil_div(ceil_div(k, BLOCK_K), KS * UNROLL);
+  }
+};
+
+// Bytes that a layer of n columns brings to each block's next input.
+__device__ __forceinline__ u32 input_bytes(int n) {
+  return ceil_div(n, 16 * GROUP_TILES) * GROUP_TILES * TILE_UNITS * ROWS * 16;
+}
+
+// A thread's walk over the weight pieces it will multiply, in the order of use.
+struct Feed {
+  const Params& p;
+  const char* row[TW][2];  // the next piece of columns g and g + 8 of each tile
+  bool real[TW][2];        // whether that column exists
+  const char* base;
+  int left;                // bytes of the row from that piece on; may be negative
+  int layer, pass, step, slot, rank;
+  Share share;
+  u32 ring;                // this thread's first slot
+  int lane, kg, ng;
+
+  __device__ __forceinline__ Feed(const Params& params, u32 ring_, int rank_, int warp, int lane_)
+      : p(params), layer(0), pass(0), step(0), slot(0), rank(rank_),
+        share(params.width[0], params.width[1], rank_),
+        ring(ring_ + warp * (DEPTH * STEP_BYTES) + lane_ * 16), lane(lane_), kg(warp / WN),
+        ng(warp % WN) {
+    open();
+  }
+
+  __device__ __forceinline__ void open() {
+    const int k = p.width[layer], n = p.width[layer + 1];
+    const int offset = kg * (UNROLL * 64) + (lane & 3) * 16;
+    base = static_cast<const char*>(p.weight[layer]);
+    left = k * ES - offset;
+#pragma unroll
+    for (int tw = 0; tw < TW; ++tw) {
+      const int tile = share.first + (pass * WN + ng) * TW + tw;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int column = tile * 16 + h * 8 + (lane >> 2);
+        real[tw][h] = EXACT || (tile < share.end && column < n);
+        row[tw][h] = base + (real[tw][h] ? column * (k * ES) : 0) + offset;
+      }
+    }
+  }
+
+  // Starts the copies of the next step, or of nothing when all is under way.
+  __device__ __forceinline__ void advance() {
+    if (layer < p.layers) {
+#pragma unroll
+      for (int u = 0; u < UNROLL; ++u) {
+#pragma unroll
+        for (int tw = 0; tw < TW; ++tw) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const u32 dst = ring + slot * STEP_BYTES + ((u * TW + tw) * 2 + h) * 512;
+            if constexpr (EXACT) {
+              copy16<VEC>(dst, row[tw][h] + u * 64, 16);
+            } else {
+              const int bytes = real[tw][h] ? min(max(left - u * 64, 0), 16) : 0;
+              copy16<VEC>(dst, bytes > 0 ? row[tw][h] + u * 64 : base, bytes);
+            }
+          }
+        }
+      }
+      slot = slot + 1 == DEPTH ? 0 : slot + 1;
+      left -= KS * UNROLL * 64;
+#pragma unroll
+      for (int tw = 0; tw < TW; ++tw) {
+        row[tw][0] += KS * UNROLL * 64;
+        row[tw][1] += KS * UNROLL * 64;
+      }
+      if (++step == share.steps) {
+        step = 0;
+        if (++pass == share.passes) {
+          pass = 0;
+          if (++layer < p.layers) share = Share(p.width[layer], p.width[layer + 1], rank);
+        }
+        if (layer < p.layers) open();
+      }
+    }
+    copy_commit();
+  }
+};
+
+// ---------------------------------------------------------------- products
+
+// acc[part] += the products of one step; `blocks` of its UNROLL k-blocks exist.
+__device__ __forceinline__ void multiply(float (&acc)[PARTS][4], float (&odd)[PARTS][4], u32 ring,
+                                         u32 input, int blocks) {
+  [[maybe_unused]] float big[PARTS][4], small[PARTS][4];
+  if constexpr (DTYPE == 2) {
+#pragma unroll
+    for (int q = 0; q < PARTS; ++q) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) big[q][e] = small[q][e] = 0.0f;
+    }
+  }
+#pragma unroll
+  for (int u = 0; u < UNROLL; ++u) {
+    if (!EXACT && u >= blocks) break;
+    uint4 b[NB];
+#pragma unroll
+    for (int nb = 0; nb < NB; ++nb) b[nb] = load16(input + u * (4 * UNIT_BYTES) + nb * 128);
+    if constexpr (DTYPE != 2) {
+#pragma unroll
+      for (int tw = 0; tw < TW; ++tw) {
+        const uint4 lo = load16(ring + (u * TW + tw) * 1024);
+        const uint4 hi = load16(ring + (u * TW + tw) * 1024 + 512);
+#pragma unroll
+        for (int nb = 0; nb < NB; ++nb) {
+          mma(acc[tw * NB + nb], lo.x, hi.x, lo.y, hi.y, b[nb].x, b[nb].y);
+          mma(odd[tw * NB + nb], lo.z, hi.z, lo.w, hi.w, b[nb].z, b[nb].w);
+        }
+      }
+    } else {
+      uint4 bh[NB], bl[NB];
+#pragma unroll
+      for (int nb = 0; nb < NB; ++nb) split4(b[nb], bh[nb], bl[nb]);
+#pragma unroll
+      for (int tw = 0; tw < TW; ++tw) {
+        uint4 loh, lol, hih, hil;
+        split4(load16(ring + (u * TW + tw) * 1024), loh, lol);
+        split4(load16(ring + (u * TW + tw) * 1024 + 512), hih, hil);
+#pragma unroll
+        for (int nb = 0; nb < NB; ++nb) {
+          const int q = tw * NB + nb;
+          mma(small[q], loh.x, hih.x, loh.y, hih.y, bl[nb].x, bl[nb].y);
+          mma(big[q], loh.x, hih.x, loh.y, hih.y, bh[nb].x, bh[nb].y);
+          mma(small[q], lol.x, hil.x, lol.y, hil.y, bh[nb].x, bh[nb].y);
+          mma(small[q], loh.z, hih.z, loh.w, hih.w, bl[nb].z, bl[nb].w);
+          mma(big[q], loh.z, hih.z, loh.w, hih.w, bh[nb].z, bh[nb].w);
+          mma(small[q], lol.z, hil.z, lol.w, hil.w, bh[nb].z, bh[nb].w);
+        }
+      }
+    }
+  }
+  if constexpr (DTYPE == 2) {
+#pragma unroll
+    for (int q = 0; q < PARTS; ++q) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) acc[q][e] += big[q][e] + small[q][e];
+    }
+  }
+}
+
+// ---------------------------------------------------------------- results
+
+// Puts a 16 x 8 accumulator as TILE_UNITS units, `stride` bytes apart, of 8 rows of 16 bytes.
+__device__ __forceinline__ void put(u32 base, int stride, const float (&v)[4], int lane) {
+  const int g = lane >> 2, t = lane & 3;
+  if constexpr (DTYPE == 2) {
+    const u32 addr = base + (g >> 2) * stride + t * 32 + (g & 3) * 4;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      asm volatile("st.shared.f32 [%0], %1;" ::"r"(addr + (e >> 1) * (2 * stride) + (e & 1) * 16),
+                   "f"(v[e])
+                   : "memory");
+    }
+  } else {
+    stmatrix_trans(base + ((lane >> 3) & 1) * stride + (lane & 7) * 16, pack(v[0], v[1]),
+                   pack(v[2], v[3]));
+  }
+}
+
+// Writes a staged accumulator to out (rows, n) at (row, column).
+__device__ __forceinline__ void write_out(void* out, int rows, int n, int row, int column,
+                                          u32 stage, int lane) {
+  if (lane >= TILE_UNITS * 8) return;
+  row += lane & 7;
+  column += (lane >> 3) * PIECE;
+  if (row >= rows || column >= n) return;
+  const uint4 v = load16(stage + lane * 16);
+  char* const at = static_cast<char*>(out) + (static_cast<long long>(row) * n + column) * ES;
+  if ((n * ES) % 16 == 0) {
+    *reinterpret_cast<uint4*>(at) = v;
+    return;
+  }
+  const u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int e = 0; e < PIECE; ++e) {
+    if (column + e >= n) break;
+    if constexpr (DTYPE == 2) {
+      reinterpret_cast<u32*>(at)[e] = words[e];
+    } else {
+      reinterpret_cast<unsigned short*>(at)[e] =
+          static_cast<unsigned short>(words[e >> 1] >> ((e & 1) * 16));
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+whole_mlp(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  const u32 base = smem_addr(shared);
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int g = lane >> 2, t = lane & 3;
+  const int kg = warp / WN, ng = warp % WN;
+  const int rank = CLUSTER > 1 ? static_cast<int>(cluster_rank()) : 0;
+  const int row0 = static_cast<int>(blockIdx.x) / CLUSTER * ROWS;
+  const u32 act_base = base + ACT_OFFSET;
+  const u32 stage = base + STAGE_OFFSET + warp * STAGE_BYTES;
+  const u32 sums = base + SUM_OFFSET + ng * (PARTS * KS * 512) + lane * 16;
+
+  if constexpr (CLUSTER > 1) {
+    if (EXCHANGE == 0 && threadIdx.x == 0) {
+      // Barrier i & 1 counts the bytes of layer i's input. The first two are announced here.
+      mbar_init(base, 1);
+      mbar_init(base + 8, 1);
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+      if (p.layers > 1) mbar_expect(base + 8, input_bytes(p.width[1]));
+      if (p.layers > 2) mbar_expect(base, input_bytes(p.width[2]));
+    }
+    __syncwarp();
+    cluster_arrive();
+  }
+
+  {  // x, the first layer's input; what does not exist is zero
+    const int k = p.width[0];
+    const int units = ceil_div(k, BLOCK_K) * 4;
+    const char* const x = static_cast<const char*>(p.x);
+    const bool aligned = ((reinterpret_cast<u64>(x) | (p.x_stride * ES)) & 15) == 0;
+    for (int i = threadIdx.x; i < units * ROWS; i += THREADS) {
+      const int row = i / units, unit = i - row * units;
+      int bytes = row0 + row < p.rows ? min(max(k * ES - unit * 16, 0), 16) : 0;
+      const char* src = x;
+      if (bytes > 0) src += ((row0 + row) * p.x_stride) * ES + unit * 16;
+      const u32 dst = act_base + unit * UNIT_BYTES + row * 16;
+      if (aligned) copy16<16>(dst, src, bytes);
+      else copy16<ES>(dst, src, bytes);
+    }
+    copy_commit();
+  }
+
+  Feed feed(p, base + RING_OFFSET, rank, warp, lane);
+#pragma unroll 1
+  for (int i = 0; i < DEPTH; ++i) feed.advance();
+  copy_wait<DEPTH>();  // x is here
+  __syncthreads();
+  if constexpr (CLUSTER > 1) cluster_wait();  // every block's barriers are ready
+
+  int slot = 0;
+#pragma unroll 1
+  for (int layer = 0; layer < p.layers; ++layer) {
+    const int k = p.width[layer], n = p.width[layer + 1];
+    const Share share(k, n, rank);
+    const bool last = layer + 1 == p.layers;
+    const u32 here = act_base + (layer & 1) * ACT_BYTES + t * UNIT_BYTES + g * 16;
+    const u32 next = act_base + (~layer & 1) * ACT_BYTES;
+    const int blocks = ceil_div(k, BLOCK_K);
+    const void* const bias = p.bias[layer];
+#pragma unroll 1
+    for (int pass = 0; pass < share.passes; ++pass) {
+      const int tile0 = share.first + (pass * WN + ng) * TW;
+      float shift[TW][2];  // bias of columns g and g + 8 of each tile
+#pragma unroll
+      for (int tw = 0; tw < TW; ++tw) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int column = (tile0 + tw) * 16 + h * 8 + g;
+          shift[tw][h] = bias && column < n ? load_element(bias, column) : 0.0f;
+        }
+      }
+      if (CLUSTER > 1 && EXCHANGE == 0 && layer > 0 && pass == 0) {
+        mbar_wait(base + (layer & 1) * 8, ((layer - 1) >> 1) & 1);
+        if (threadIdx.x == 0 && layer + 2 < p.layers) {
+          mbar_expect(base + (layer & 1) * 8, input_bytes(p.width[layer + 2]));
+        }
+      }
+
+      float acc[PARTS][4], odd[PARTS][4];
+#pragma unroll
+      for (int q = 0; q < PARTS; ++q) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) acc[q][e] = odd[q][e] = 0.0f;
+      }
+#pragma unroll 1
+      for (int step = 0; step < share.steps; ++step) {
+        copy_wait<DEPTH - 1>();
+        const int block = (step * KS + kg) * UNROLL;
+        multiply(acc, odd,
+                 base + RING_OFFSET + (warp * DEPTH + slot) * STEP_BYTES + lane * 16,
+                 here + block * (4 * UNIT_BYTES), blocks - block);
+        slot = slot + 1 == DEPTH ? 0 : slot + 1;
+        feed.advance();
+      }
+#pragma unroll
+      for (int q = 0; q < PARTS; ++q) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) acc[q][e] += odd[q][e];
+      }
+
+      if constexpr (KS > 1) {  // part q is completed by warp q % KS of the group
+        if (pass > 0) group_sync(1 + ng);  // the last pass's parts have been read
+#pragma unroll
+        for (int q = 0; q < PARTS; ++q) {
+          if (kg == q % KS) continue;
+          asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(sums + (q * KS + kg) * 512),
+                       "f"(acc[q][0]), "f"(acc[q][1]), "f"(acc[q][2]), "f"(acc[q][3])
+                       : "memory");
+        }
+        group_sync(1 + ng);
+#pragma unroll
+        for (int q = 0; q < PARTS; ++q) {
+          if (kg != q % KS) continue;
+#pragma unroll
+          for (int other = 0; other < KS; ++other) {
+            if (other == q % KS) continue;
+            const uint4 v = load16(sums + (q * KS + other) * 512);
+            acc[q][0] += __uint_as_float(v.x);
+            acc[q][1] += __uint_as_float(v.y);
+            acc[q][2] += __uint_as_float(v.z);
+            acc[q][3] += __uint_as_float(v.w);
+          }
+        }
+      }
+
+#pragma unroll
+      for (int q = 0; q < PARTS; ++q) {
+        if (kg != q % KS) continue;
+        const int tile = tile0 + q / NB, nb = q % NB;
+        if (!EXACT && tile >= share.end) continue;
+        float v[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) v[e] = acc[q][e] + shift[q / NB][e >> 1];
+        if constexpr (SAVE != 0) {
+          const bool pre = last ? SAVE == 1 || SAVE == 3 : SAVE == 1 || SAVE == 4;
+          if (pre) {
+            put(stage, 128, v, lane);
+            __syncwarp();
+            write_out(p.saved[layer], p.rows, n, row0 + nb * 8, tile * 16, stage, lane);
+            __syncwarp();
+          }
+        }
+        if (last) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) v[e] = act<FINAL>(v[e]);
+          put(stage, 128, v, lane);
+          __syncwarp();
+          write_out(p.y, p.rows, n, row0 + nb * 8, tile * 16, stage, lane);
+          __syncwarp();
+          continue;
+        }
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          v[e] = act<ACT>(v[e]);
+          if (!EXACT && tile * 16 + (e >> 1) * 8 + g >= n) v[e] = 0.0f;
+        }
+        if constexpr (CLUSTER == 1) {
+          put(next + tile * (TILE_UNITS * UNIT_BYTES) + nb * 128, UNIT_BYTES, v, lane);
+        }
+        if constexpr (CLUSTER > 1 || SAVE == 2 || SAVE == 3) {
+          put(stage, 128, v, lane);
+          __syncwarp();
+        }
+        if constexpr (SAVE == 2 || SAVE == 3) {
+          write_out(p.saved[layer], p.rows, n, row0 + nb * 8, tile * 16, stage, lane);
+        }
+        if constexpr (CLUSTER > 1) {
+          // TILE_UNITS * 8 pieces to every block; with 16 of them, half the warp serves every
+          // second block.
+          constexpr int kPeers = 32 / (TILE_UNITS * 8);
+          const int piece = lane % (TILE_UNITS * 8);
+          const uint4 v16 = load16(stage + piece * 16);
+          const u32 dst = next + (tile * TILE_UNITS + (piece >> 3)) * UNIT_BYTES + nb * 128 +
+                          (piece & 7) * 16;
+          const u32 bar = base + (~layer & 1) * 8;
+#pragma unroll
+          for (int i = 0; i < CLUSTER; i += kPeers) {
+            // Starting at oneself spreads the blocks' traffic over the receivers.
+            const int peer = (rank + i + lane / (TILE_UNITS * 8)) % CLUSTER;
+            if constexpr (EXCHANGE == 0) {
+              store_async(peer_addr(dst, peer), peer_addr(bar, peer), v16);
+            } else {
+              store_cluster(peer_addr(dst, peer), v16);
+            }
+          }
+        }
+        if constexpr (CLUSTER > 1 || SAVE == 2 || SAVE == 3) __syncwarp();
+      }
+    }
+    if constexpr (CLUSTER == 1) {
+      __syncthreads();
+    } else if (EXCHANGE == 1 && !last) {
+      cluster_arrive();
+      cluster_wait();
+    }
+  }
+}
