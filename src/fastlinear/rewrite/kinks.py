@@ -2,13 +2,13 @@
 
 relu, leaky_relu and clamps at 0 have no derivative at 0, but a set of them. A pre-activation that
 is 0 but for rounding may lie on either side in a correct implementation, and the gradients then
-differ by far more than rounding. So where the strict rule fails, the run is judged once more: its
-own sides are seen while it runs, and the float64 oracle takes them at the elements at which
-``core.compare.other_side`` allows it. PyTorch's own result is judged by the oracle that takes
-PyTorch's sides. Forward values are the oracle's own throughout.
+differ by far more than rounding. So the sides of every run are seen while it runs, and the float64
+oracle takes them at the elements at which ``core.compare.other_side`` allows it: PyTorch's sides
+to judge PyTorch's error, and those of the rewritten model where it fails by PyTorch's. Forward
+values are the oracle's own throughout.
 
 Only activations that go through torch's functions or through ``linear_act`` are seen; if a run and
-the oracle do not call the same ones in the same order, the strict verdict stands.
+the oracle do not call the same ones in the same order, the oracle keeps its own sides.
 """
 
 from __future__ import annotations
@@ -98,29 +98,22 @@ class Following(TorchFunctionMode):
             raise UnlikeRuns(f"{self.done} kinked activations, not {len(self.pairs)}")
 
 
-def on_own_sides(
-    own: Sides, torchs: Sides, oracle: Callable[[], dict[str, Tensor]]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
-    """The oracle's results for the run to be judged and for PyTorch's, each on that run's sides.
+def following(
+    torch_outputs: Sequence[Tensor],
+    own_outputs: Sequence[Tensor],
+    oracle: Callable[[], dict[str, Tensor]],
+) -> dict[str, Tensor] | None:
+    """The oracle's results on a run's own sides; None where it cannot follow.
 
     Args:
-        own: the sides of the run to be judged.
-        torchs: the sides of PyTorch's run in the same dtype.
+        torch_outputs, own_outputs: see ``Following``.
         oracle: computes the oracle's results.
-
-    Returns:
-        None where no kink was seen or the oracle cannot follow.
     """
-    if not torchs.outputs:
+    try:
+        with Following(torch_outputs, own_outputs):
+            return oracle()
+    except UnlikeRuns:
         return None
-    found = []
-    for sides in (own, torchs):
-        try:
-            with Following(torchs.outputs, sides.outputs):
-                found.append(oracle())
-        except UnlikeRuns:
-            return None
-    return found[0], found[1]
 
 
 def _on_sides(
@@ -135,11 +128,10 @@ def _on_sides(
     with torch.no_grad():
         exact = func(x.detach().clone(), *rest, **kwargs)
         turned = other_side(x, exact, torchs.to(x.device), own.to(x.device))
-        if not bool(turned.any()):
-            return func(x, *rest, **kwargs)
-        smallest = torch.finfo(x.dtype).tiny
-        mirrored = torch.where(x > 0, -x, (-x).clamp_min(smallest))
+        mirrored = torch.where(x > 0, -x, (-x).clamp_min(torch.finfo(x.dtype).tiny))
         shift = torch.where(turned, mirrored - x, torch.zeros_like(x))
+    if not bool(turned.any()):
+        return func(x, *rest, **kwargs)
     moved = x + shift
     y = func(moved, *rest, **kwargs)
     inplace = y is moved

@@ -17,8 +17,11 @@ from torch import Tensor, nn
 from fastlinear.profile.step import eager_modules
 from fastlinear.rewrite.eligible import linear_kind, linear_modules, refuse_linear
 from fastlinear.rewrite.forwards import float64_linear
+from fastlinear.rewrite.kinks import following
 from fastlinear.rewrite.running import Call, Ran, Runner, draws_random_numbers
 from fastlinear.rewrite.swap import Swap, SwapSet
+
+Run = Callable[[nn.Module, Call], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,7 @@ class Oracle:
     model: nn.Module | None
     swaps: SwapSet
 
-    def run(
-        self, model: nn.Module, call: Call, run: Callable[[nn.Module, Call], dict[str, Tensor]]
-    ) -> dict[str, Tensor]:
+    def run(self, model: nn.Module, call: Call, run: Run) -> dict[str, Tensor]:
         """What ``run`` gives for the oracle of ``model`` on one call."""
         if self.model is not None:
             return run(self.model, call.map(double))
@@ -46,6 +47,18 @@ class Oracle:
             return run(model, call)
         finally:
             self.swaps.off()
+
+    def run_like(
+        self, torchs: Ran, model: nn.Module, call: Call, run: Run, own: Ran | None = None
+    ) -> dict[str, Tensor]:
+        """``run`` on the side of every kink that ``own`` took (by default ``torchs``, PyTorch's
+        run in the model's dtype), where rounding decides it."""
+        sides = torchs.sides if own is None else own.sides
+        if torchs.sides:
+            found = following(torchs.sides, sides, lambda: self.run(model, call, run))
+            if found is not None:
+                return found
+        return self.run(model, call, run)
 
 
 def make_oracle(
@@ -59,12 +72,12 @@ def make_oracle(
     reason = _why_no_copy(model, runner, ran)
     if reason is None:
         try:
-            wide = copy.deepcopy(model).double()
-            first = runner.results(wide, call.map(double))
+            oracle = Oracle("float64 model", copy.deepcopy(model).double(), SwapSet(()))
+            first = oracle.run_like(ran, model, call, runner.results)
         except Exception as error:  # noqa: BLE001  whatever the model's code raises is the reason
             reason = f"the model does not run in float64 ({type(error).__name__})"
         else:
-            return Oracle("float64 model", wide, SwapSet(())), first
+            return oracle, first
     swaps = [
         Swap(fqn, m, float64_linear(linear_kind(m) == "conv1d"))
         for fqn, m in linear_modules(model).items()

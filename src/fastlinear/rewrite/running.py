@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from fastlinear.core.errors import FastlinearError, InputError
 from fastlinear.profile.step import loss_of, private_copy
+from fastlinear.rewrite.kinks import Sides
 
 LossFn = Callable[[Any], Tensor]
 
@@ -133,16 +134,21 @@ def tensors_of(output: Any) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Ran:
-    """The model's own results on one call, and the random state it left."""
+    """The results of one call, the random state it left, and in train mode the outputs of its
+    kinked activations."""
 
     results: dict[str, Tensor]
     state: tuple[Tensor, ...]
+    sides: tuple[Tensor, ...] = ()
 
 
 def run_once(model: nn.Module, call: Call, runner: Runner) -> Ran:
     """One seeded run."""
-    results = runner.results(model, call)
-    return Ran(results, random_state(runner.device))
+    if runner.mode == "inference":
+        return Ran(runner.results(model, call), random_state(runner.device))
+    with Sides() as sides:
+        results = runner.results(model, call)
+    return Ran(results, random_state(runner.device), tuple(sides.outputs))
 
 
 def draws_random_numbers(ran: Ran, runner: Runner) -> bool:

@@ -14,7 +14,7 @@ from fastlinear.core.compare import Verdict
 from fastlinear.core.timing import interleave
 from fastlinear.ops.linear_act import reference
 from fastlinear.rewrite.candidate import Candidate, Kind
-from fastlinear.rewrite.kinks import Sides, on_own_sides
+from fastlinear.rewrite.kinks import Sides, following
 from fastlinear.rewrite.measure import Pair
 from fastlinear.rewrite.verdicts import compare
 
@@ -28,8 +28,8 @@ Arm = Callable[[], dict[str, Tensor]]
 def failure(candidate: Candidate) -> Verdict | None:
     """The first failed comparison of one site, over every kind of input it was seen with.
 
-    Output and, where the model differentiates it, dx, dW and db, against the float64 reference;
-    what fails is judged once more with each run's own side of the activation's kink.
+    Output and, where the model differentiates it, dx, dW and db, against the float64 reference
+    on PyTorch's side of the activation's kink; what fails, on the rewrite's own side.
     """
     for kind in candidate.calls.kinds:
         own, torchs = Sides(), Sides()
@@ -37,12 +37,13 @@ def failure(candidate: Candidate) -> Verdict | None:
             ours = _arm(candidate, kind, candidate.after)()
         with torchs:
             theirs = _arm(candidate, kind, candidate.before)()
-        exact = _oracle(candidate, kind)
+        oracle = partial(_oracle, candidate, kind)
+        exact = following(torchs.outputs, torchs.outputs, oracle) or oracle()
         failed = _first_failure(candidate.fqn, ours, theirs, exact, exact)
-        if failed is not None:
-            exacts = on_own_sides(own, torchs, partial(_oracle, candidate, kind))
-            if exacts is not None:
-                failed = _first_failure(candidate.fqn, ours, theirs, *exacts)
+        if failed is not None and torchs.outputs:
+            own_exact = following(torchs.outputs, own.outputs, oracle)
+            if own_exact is not None:
+                failed = _first_failure(candidate.fqn, ours, theirs, own_exact, exact)
         if failed is not None:
             return failed
     return None

@@ -1,8 +1,8 @@
 """Is the rewritten model as accurate as the original? Both are judged against an oracle.
 
 A result passes when ``err(rewritten) <= 2 * err(original) + tiny``, errors taken as the root mean
-square over all input draws. Gradients that fail are judged once more against the oracle on each
-run's own side of every kink (see ``rewrite.kinks``).
+square over all input draws. The oracle takes the original's side of every kink, and where the
+rewritten model fails by that, the rewritten model's (see ``rewrite.kinks``).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from fastlinear.core.compare import Verdict
-from fastlinear.rewrite.kinks import Sides, on_own_sides
-from fastlinear.rewrite.oracle import Oracle
+from fastlinear.rewrite.kinks import Sides
+from fastlinear.rewrite.oracle import Oracle, Run
 from fastlinear.rewrite.running import Call, Ran, Runner, draw, run_once
 from fastlinear.rewrite.swap import SwapSet
 from fastlinear.rewrite.trajectory import learning_rate, trajectory
@@ -26,7 +26,6 @@ from fastlinear.rewrite.verdicts import compare_all, pool
 _MORE_DRAWS = 3
 _KEEP_BYTES = 1 << 28
 
-Run = Callable[[nn.Module, Call], dict[str, Tensor]]
 Draws = dict[int, dict[str, Verdict]]
 
 
@@ -56,7 +55,7 @@ class Judge:
         self._known: dict[int, _Known | None] = {}
         if exact is not None:
             self._keep(0, _Known(ran, exact))
-        self._steps: _Steps | None = None
+        self._steps: tuple[Run, _Known] | None = None
 
     def verdicts(self, swaps: SwapSet) -> list[Verdict]:
         """One verdict for each result, pooled over the draws; failures get a second look on
@@ -69,12 +68,8 @@ class Judge:
                 break
             self._collect(i, swaps, found)
         if _may_be_chance(found):
-            for i in list(found):
-                self._follow(i, swaps, found)
-        if _may_be_chance(found):
             for i in range(self.draws, self.draws + _MORE_DRAWS):
                 self._collect(i, swaps, found)
-                self._follow(i, swaps, found)
         return _pooled(found)
 
     def _collect(self, index: int, swaps: SwapSet, found: Draws) -> None:
@@ -82,9 +77,10 @@ class Judge:
         if known is None:
             return
         theirs = known.theirs
+        call = draw(self.call, index, self.runner.seed)
         swaps.on()
         try:
-            ran = run_once(self.model, draw(self.call, index, self.runner.seed), self.runner)
+            ran = run_once(self.model, call, self.runner)
         except Exception as error:  # noqa: BLE001  whatever it is, the model alone does not raise it
             name = f"the rewritten model raises {type(error).__name__}: {error}"
             found[index] = {name: Verdict(name, math.inf, 0.0, 0.0)}
@@ -94,33 +90,16 @@ class Judge:
         states = zip(ran.state, theirs.state, strict=True)
         same = all(bool((a == b).all()) for a, b in states)
         found[index] = {"randomness": Verdict("randomness", 0.0 if same else math.inf, 0.0, 0.0)}
-        found[index] |= compare_all(ran.results, theirs.results, known.oracle)
+        found[index] |= self._compared(ran, known, call, self.runner.results)
 
-    def _follow(self, index: int, swaps: SwapSet, found: Draws) -> None:
-        """Judge a draw whose gradients fail again, on each run's own side of every kink."""
-        first = found.get(index, {})
-        if any(n.startswith("grad.") and not v.passed for n, v in first.items()):
-            call = draw(self.call, index, self.runner.seed)
-            again = self._on_own_sides(swaps, call, self.runner.results)
-            if again is not None:
-                found[index] = first | again
-
-    def _on_own_sides(self, swaps: SwapSet, call: Call, run: Run) -> dict[str, Verdict] | None:
-        """Verdicts on ``run`` with and without swaps, each against the oracle on its own side of
-        every kink; None where no kink is seen or the oracle cannot follow."""
-        torchs, own = Sides(), Sides()
-        with torchs:
-            theirs = run(self.model, call)
-        if not torchs.outputs:
-            return None
-        swaps.on()
-        try:
-            with own:
-                ours = run(self.model, call)
-        finally:
-            swaps.off()
-        exact = on_own_sides(own, torchs, lambda: self.oracle.run(self.model, call, run))
-        return None if exact is None else compare_all(ours, theirs, *exact)
+    def _compared(self, ours: Ran, known: _Known, call: Call, run: Run) -> dict[str, Verdict]:
+        """``ours`` against the oracle on the original's side of every kink, else on its own."""
+        theirs = known.theirs
+        found = compare_all(ours.results, theirs.results, known.oracle)
+        if theirs.sides and not all(v.passed for v in found.values()):
+            exact = self.oracle.run_like(theirs, self.model, call, run, own=ours)
+            found = compare_all(ours.results, theirs.results, exact, known.oracle)
+        return found
 
     def _originals(self, index: int) -> _Known | None:
         if index in self._known:
@@ -128,7 +107,8 @@ class Judge:
         call = draw(self.call, index, self.runner.seed)
         try:
             theirs = run_once(self.model, call, self.runner)
-            known = _Known(theirs, self.oracle.run(self.model, call, self.runner.results))
+            exact = self.oracle.run_like(theirs, self.model, call, self.runner.results)
+            known = _Known(theirs, exact)
         except Exception as error:
             if index == 0:
                 raise
@@ -140,7 +120,7 @@ class Judge:
         return known
 
     def _keep(self, index: int, known: _Known) -> None:
-        held = (*known.theirs.results.values(), *known.oracle.values())
+        held = (*known.theirs.results.values(), *known.theirs.sides, *known.oracle.values())
         if sum(t.nbytes for t in held) < _KEEP_BYTES:
             self._known[index] = known
 
@@ -152,18 +132,16 @@ class Judge:
         if self._steps is None:
             rate = learning_rate(self.model, self.runner, self.call)
             run = self._stepping(steps, rate)
-            exact = self.oracle.run(self.model, self.call, run)
-            self._steps = _Steps(run, run(self.model, self.call), exact)
-        known = self._steps
+            theirs = _watched(run, self.model, self.call)
+            exact = self.oracle.run_like(theirs, self.model, self.call, run)
+            self._steps = run, _Known(theirs, exact)
+        run, known = self._steps
         swaps.on()
         try:
-            ours = known.run(self.model, self.call)
+            ours = _watched(run, self.model, self.call)
         finally:
             swaps.off()
-        found = compare_all(ours, known.theirs, known.exact)
-        if not all(v.passed for v in found.values()):
-            found |= self._on_own_sides(swaps, self.call, known.run) or {}
-        return list(found.values())
+        return list(self._compared(ours, known, self.call, run).values())
 
     def _stepping(self, steps: int, rate: float) -> Run:
         runner = self.runner
@@ -176,11 +154,10 @@ class _Known:
     oracle: dict[str, Tensor]
 
 
-@dataclass(frozen=True)
-class _Steps:
-    run: Run
-    theirs: dict[str, Tensor]
-    exact: dict[str, Tensor]
+def _watched(run: Run, model: nn.Module, call: Call) -> Ran:
+    with Sides() as sides:
+        results = run(model, call)
+    return Ran(results, (), tuple(sides.outputs))
 
 
 def _pooled(found: Draws) -> list[Verdict]:

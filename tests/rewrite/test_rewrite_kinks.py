@@ -1,0 +1,276 @@
+"""Gradients behind a kink: another side within rounding is right, a wrong derivative is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rewrite_models import Clock, run
+from torch import Tensor, nn
+
+from fastlinear.core.settings import Config
+from fastlinear.dispatch import backend as registry
+from fastlinear.dispatch import cache
+from fastlinear.ops.linear_act import linear_act, reference
+from fastlinear.rewrite import forwards, optimize_, site, verify
+from fastlinear.rewrite.kinks import Following, Sides, UnlikeRuns, following
+from fastlinear.rewrite.oracle import make_oracle
+from fastlinear.rewrite.running import Call, Ran, Runner, run_once
+from fastlinear.rewrite.swap import Swap, SwapSet
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+X = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
+TRAIN = Runner("train", None, torch.device("cpu"), 0)
+
+
+def reversed_forward(x: Tensor, w: Tensor, b: Tensor, activation: str, save_pre: bool) -> Any:
+    """A correct forward that adds up in another order."""
+    return reference.forward(
+        x.flip(1).contiguous(), w.flip(1).contiguous(), b, activation, save_pre
+    )
+
+
+def right(dy: Tensor, saved: Tensor, activation: str, db: bool) -> Any:
+    return reference.grad_pre(dy, saved, activation, db)
+
+
+def dropped_mask(dy: Tensor, saved: Tensor, activation: str, db: bool) -> Any:
+    return dy, dy.sum(0)
+
+
+def wrong_near_0(dy: Tensor, saved: Tensor, activation: str, db: bool) -> Any:
+    dpre = dy * (saved > 0.01)
+    return dpre, dpre.sum(0)
+
+
+def wrong_bias(dy: Tensor, saved: Tensor, activation: str, db: bool) -> Any:
+    dpre, grad = reference.grad_pre(dy, saved, activation, db)
+    return dpre, grad * 1.01
+
+
+def scaled(dy: Tensor, saved: Tensor, activation: str, db: bool) -> Any:
+    dpre, grad = reference.grad_pre(dy, saved, activation, db)
+    return dpre * 1.01, grad * 1.01
+
+
+def slightly_scaled(dy: Tensor, saved: Tensor, activation: str, db: bool) -> Any:
+    dpre, grad = reference.grad_pre(dy, saved, activation, db)
+    return dpre * (1 + 1e-5), grad
+
+
+@pytest.fixture
+def backward(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """``backward(f)``: linear_act adds up in reverse, and f is its ``grad_pre``."""
+    known = registry.family("linear_act")
+
+    def backend(piece: str, name: str) -> registry.Backend:
+        return registry.Backend(known.name, piece, "mine", f"{__name__}:{name}", lambda _: None)
+
+    def use(function: Any) -> None:
+        extra = backend("forward", "reversed_forward"), backend("grad_pre", function.__name__)
+        facts = {"backends": (*known.backends, *extra), "prefer": lambda _: order}
+        order = ("mine", "pieces", "eager")
+        monkeypatch.setitem(
+            registry._FAMILIES, known.name, registry.Family(**{**vars(known), **facts})
+        )
+        cache.forget()
+
+    return use
+
+
+def at_the_kink(activation: nn.Module) -> nn.Sequential:
+    """A model whose first row has pre-activations that are 0 but for rounding, in every unit."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(64, 32), activation, nn.Linear(32, 4))
+    with torch.no_grad():
+        model[0].bias.copy_(-F.linear(X[:1], model[0].weight)[0])
+    return model
+
+
+def swaps(model: nn.Sequential, activation: str) -> SwapSet:
+    fused = forwards.fused_linear(activation, "mine")
+    return SwapSet([Swap("0", model[0], fused), Swap("1", model[1], forwards.identity())])
+
+
+def judge(model: nn.Module, runner: Runner = TRAIN) -> verify.Judge:
+    call = Call((X,), {})
+    ran = run_once(model, call, runner)
+    oracle, exact = make_oracle(model, runner, call, ran)
+    return verify.Judge(
+        model, runner, call, draws=2, oracle=oracle, seconds=30, ran=ran, exact=exact
+    )
+
+
+def failed(verdicts: Any) -> set[str]:
+    return {v.name for v in verdicts if not v.passed}
+
+
+def strictly(_: Any, ours: Ran, known: Any, *__: Any) -> Any:
+    """The rule without a look at the run's own sides."""
+    return verify.compare_all(ours.results, known.theirs.results, known.oracle)
+
+
+MODULES = [
+    (nn.ReLU(), "relu"),
+    (nn.ReLU(inplace=True), "relu"),
+    (nn.LeakyReLU(0.01), "leaky_relu"),
+]
+
+
+@pytest.mark.parametrize(("module", "name"), MODULES)
+def test_the_other_side_within_rounding_passes(
+    backward: Any, monkeypatch: pytest.MonkeyPatch, module: nn.Module, name: str
+) -> None:
+    backward(right)
+    model = at_the_kink(module)
+    pre = F.linear(X, model[0].weight, model[0].bias)
+    ours = reversed_forward(X, model[0].weight, model[0].bias, "none", False)[0]
+    assert ((pre > 0) != (ours > 0)).any()
+    assert (pre[0].abs() < 1e-6).all()
+    found = judge(model)
+    assert not failed(found.verdicts(swaps(model, name)))
+    assert not failed(found.trajectory(swaps(model, name), 2))
+    with monkeypatch.context() as m:
+        m.setattr(verify.Judge, "_compared", strictly)
+        assert "grad.0.bias" in failed(judge(model).verdicts(swaps(model, name)))
+        stepped = failed(judge(model).trajectory(swaps(model, name), 2))
+        assert "optimizer steps: 0.bias" in stepped
+
+
+@pytest.mark.parametrize(("module", "name"), MODULES)
+@pytest.mark.parametrize("wrong", [dropped_mask, wrong_near_0, wrong_bias, scaled, slightly_scaled])
+def test_a_wrong_backward_fails_beside_the_kink(
+    backward: Any, module: nn.Module, name: str, wrong: Any
+) -> None:
+    backward(wrong)
+    model = at_the_kink(module)
+    which = "grad.0.weight" if wrong is slightly_scaled else "grad.0.bias"
+    assert which in failed(judge(model).verdicts(swaps(model, name)))
+
+
+@pytest.mark.parametrize(("module", "name"), [(nn.GELU(), "gelu"), (nn.Tanh(), "tanh")])
+def test_smooth_activations_keep_the_strict_rule(
+    backward: Any, monkeypatch: pytest.MonkeyPatch, module: nn.Module, name: str
+) -> None:
+    monkeypatch.setattr(Following, "__init__", lambda *_: pytest.fail("nothing to follow"))
+    backward(right)
+    model = at_the_kink(module)
+    assert not failed(judge(model).verdicts(swaps(model, name)))
+    backward(slightly_scaled)
+    assert "grad.0.weight" in failed(judge(model).verdicts(swaps(model, name)))
+
+
+@pytest.mark.parametrize("wrong", [None, wrong_bias])
+def test_optimize_keeps_a_right_backend_and_rejects_a_wrong_one(
+    backward: Any, clock: Clock, wrong: Any
+) -> None:
+    clock({"after": 50.0})
+    backward(wrong or right)
+    model = at_the_kink(nn.ReLU())
+    config = Config(mode="train", tune=False, draws=2, backends={"linear_act": "mine"})
+    result = optimize_(model, X, config=config)
+    if wrong is None:
+        assert result.sites[0].status == "kept", result.sites[0].reason
+        assert result.sites[0].activation == "relu"
+    else:
+        assert result.sites[0].code == "less_accurate"
+
+
+class InForward(nn.Module):
+    """The same, its activation a function."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        made = at_the_kink(nn.Identity())
+        self.fc, self.out = made[0], made[2]
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.function(self.fc(x)))
+
+
+def clamped(x: Tensor) -> Tensor:
+    return x.clamp(min=0)
+
+
+@pytest.mark.parametrize("function", [F.relu, torch.relu, clamped, F.leaky_relu])
+def test_functions_in_a_parents_forward(backward: Any, clock: Clock, function: Any) -> None:
+    clock({"after": 50.0})
+    backward(right)
+    model = InForward(function)
+    config = Config(mode="train", tune=False, draws=2, backends={"linear_act": "mine"})
+    result = optimize_(model, X, config=config)
+    assert result.sites[0].route == "parent"
+    assert result.sites[0].status == "kept", result.sites[0].reason
+
+
+def test_one_site_alone_is_judged_on_its_own_side(
+    backward: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock({"after": 50.0})
+    backward(right)
+    seen: list[Any] = []
+    failure = site.failure
+
+    def noted(candidate: Any) -> Any:
+        seen.append(failure(candidate))
+        with monkeypatch.context() as m:
+            m.setattr(site, "following", lambda t, o, f: following(t, t, f) if o is t else None)
+            seen.append(failure(candidate))
+        return seen[0]
+
+    monkeypatch.setattr(site, "failure", noted)
+    config = Config(mode="train", tune=False, draws=2, backends={"linear_act": "mine"})
+    optimize_(at_the_kink(nn.ReLU()), X, config=config, filter_fn=lambda _, fqn: fqn == "0")
+    assert seen[0] is None
+    assert seen[1].name in ("0.dW", "0.db", "0.dx")
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_following_changes_sides_where_allowed_and_values_nowhere(inplace: bool) -> None:
+    pre = torch.tensor([1e-9, -1e-9, 0.0, 0.5, -0.5, -1e-9], dtype=torch.float64)
+    torchs = torch.tensor([0.0, 0.0, 0.0, 0.5 + 1e-8, 0.0, 0.0])
+    own = torch.tensor([0.0, 1e-9, 1e-9, 0.0, 0.5, 0.0])  # the fourth and fifth are plain wrong
+    leaf = pre.clone().requires_grad_()
+    with Following([torchs], [own]):
+        y = F.relu(leaf * 1, inplace=inplace)
+    assert torch.equal(y.detach(), F.relu(pre))
+    (grad,) = torch.autograd.grad(y.sum(), leaf)
+    assert grad.tolist() == [0, 1, 1, 1, 0, 0]
+
+
+def test_runs_that_differ_are_not_followed() -> None:
+    x = torch.randn(3, 4)
+    with Sides() as sides:
+        F.relu(linear_act(x, torch.eye(4)))
+    assert len(sides.outputs) == 1
+    for other in (lambda: F.relu(x[:2]), lambda: None, lambda: (F.relu(x), F.relu(x))):
+        with pytest.raises(UnlikeRuns), Following(sides.outputs, sides.outputs):
+            other()
+    with Following(sides.outputs, sides.outputs):
+        F.relu(x.double())
+
+
+def test_a_clamp_at_exactly_0_passes_the_gradient_on() -> None:
+    zero = torch.zeros(3)
+    with Sides() as sides:
+        torch.clamp(zero, min=0)
+        F.relu(zero)
+        torch.clamp(zero, -1, 1)
+    assert [bool((t > 0).all()) for t in sides.outputs] == [True, False]
+
+
+def test_a_fused_call_is_seen_whole(backward: Any) -> None:
+    backward(right)
+    model = at_the_kink(nn.ReLU()).eval()
+    with Sides() as before:
+        run(model, X)
+    swapped = swaps(model, "relu")
+    swapped.on()
+    with Sides() as after:
+        run(model, X)
+    assert len(before.outputs) == len(after.outputs) == 1
+    torch.testing.assert_close(before.outputs[0], after.outputs[0])
