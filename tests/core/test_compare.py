@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastlinear.core.compare import Verdict, judge, relative_error, unit_rounding
+from fastlinear.core.compare import (
+    Verdict,
+    clear_of_kinks,
+    judge,
+    other_side,
+    relative_error,
+    unit_rounding,
+)
 
 NAN, INF = float("nan"), float("inf")
 
@@ -118,3 +127,89 @@ def test_judge_catches_one_bad_entry_anywhere(values: list[float], at: int, bad:
 )
 def test_unit_rounding(dtype: torch.dtype, bits: int) -> None:
     assert unit_rounding(dtype) == math.ldexp(1.0, -bits)
+
+
+def test_other_side_reaches_as_far_as_the_forward_rule_allows() -> None:
+    pre = torch.tensor([1.0, 2e-7, 2.1e-7, -2e-7, -1.0, 0.0], dtype=torch.float64)
+    exact = pre.relu()
+    torchs = tensor(1.0, 3e-7, 2.1e-7, 0.0, 0.0, 0.0)  # the largest error is 1e-7
+    own = tensor(0.0, 0.0, 0.0, 1e-7, 1.0, 1e-9)
+    expected = [False, True, False, True, False, True]
+    assert other_side(pre, exact, torchs, own).tolist() == expected
+    assert not other_side(pre, exact, torchs, own, factor=1)[1]
+    assert not other_side(pre, exact, torchs, exact).any()
+    assert not other_side(pre, exact, torchs * INF, own).any()
+    assert other_side(pre[:0], exact[:0], torchs[:0], own[:0]).shape == (0,)
+
+
+class Chain:
+    """Linear and relu, L times; ``near`` puts the first row of x onto the kinks of layer 0."""
+
+    def __init__(self, dtype: torch.dtype, rows: int, width: int, near: bool) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator).to(dtype)
+
+        self.redraw = lambda m: draw(m, width)
+        self.x = draw(rows, width)
+        self.weights = [draw(width, width) * width**-0.5 for _ in range(3)]
+        self.biases = [draw(width) for _ in range(3)]
+        if near:
+            self.biases[0] = -F.linear(self.x[:1], self.weights[0])[0]
+
+    def pre_activations(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
+        for weight, bias in zip(self.weights, self.biases, strict=True):
+            pre = F.linear(x, weight.to(x.dtype), bias.to(x.dtype))
+            yield pre
+            x = pre.relu()
+
+    def grads(self, x: torch.Tensor, backwards: bool = False) -> list[torch.Tensor]:
+        weights = [w.to(x.dtype).requires_grad_() for w in self.weights]
+        y = x
+        for weight, bias in zip(weights, self.biases, strict=True):
+            if backwards:  # the same sums in another order
+                y = F.linear(y.flip(1), weight.flip(1), bias.to(x.dtype)).relu()
+            else:
+                y = F.linear(y, weight, bias.to(x.dtype)).relu()
+        return list(torch.autograd.grad(y.square().sum(), weights))
+
+    def difference(self, x: torch.Tensor) -> float:
+        return relative_error(self.grads(x, True)[0], self.grads(x)[0])
+
+    def failures(self, x: torch.Tensor, scale: float = 1.0) -> int:
+        ours, torchs, exact = self.grads(x, True), self.grads(x), self.grads(x.double())
+        triples = zip(ours, torchs, exact, strict=True)
+        return sum(not judge("dW", a * scale, t, o).passed for a, t, o in triples)
+
+
+def test_clear_of_kinks_leaves_no_sign_to_rounding() -> None:
+    chain = Chain(torch.float32, 8, 64, near=True)
+    before = chain.x.clone()
+    assert chain.difference(chain.x) > 1e-2
+    assert chain.failures(chain.x, scale=1.001) < 3  # torch is wrong by its own signs
+    x, left = clear_of_kinks(chain.x, chain.pre_activations, chain.redraw)
+    assert left == 0
+    assert torch.equal(chain.x, before)
+    assert (x != before).any(1).tolist()[0]
+    assert torch.equal(x[1:], before[1:])
+    assert chain.difference(x) < 1e-6
+    assert chain.failures(x) == 0
+    assert chain.failures(x, scale=1.00001) == 3
+
+
+def test_clear_of_kinks_gives_up_where_kinks_are_everywhere() -> None:
+    chain = Chain(torch.bfloat16, 256, 256, near=False)
+    calls: list[int] = []
+
+    def redraw(m: int) -> torch.Tensor:
+        calls.append(m)
+        return chain.redraw(m)
+
+    _, left = clear_of_kinks(chain.x, chain.pre_activations, redraw)
+    assert left == 256
+    assert not calls
+    x = torch.zeros(3, 256, dtype=torch.bfloat16)
+    x, left = clear_of_kinks(x, lambda r: [r], lambda m: torch.zeros(m, 256, dtype=x.dtype))
+    assert left == 3
+    assert clear_of_kinks(x[:0], lambda r: [r], chain.redraw)[1] == 0
