@@ -1,0 +1,248 @@
+"""CUDA graphs: recording, replaying, memory pools, the order of streams, and batch buckets.
+
+Everything that touches a graph goes through a :class:`Recorder`, so that what is built on top
+(keys, buckets, padding, eviction) runs the same with another recorder where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from fastlinear.core.errors import InputError
+
+T = TypeVar("T")
+POWERS_OF_TWO: tuple[int, ...] = tuple(1 << i for i in range(13))
+"""The default batch buckets: 1, 2, 4 … 4096 rows."""
+
+
+class Pool:
+    """Memory that graphs of one pool share; a new handle once every graph in it is gone.
+
+    torch refuses to record into a pool whose graphs have all been freed.
+    """
+
+    def __init__(self) -> None:
+        self.handle: Any = None
+        self.graphs = 0
+
+    def enter(self) -> Any:
+        """The handle to record one more graph into."""
+        if not self.graphs:
+            self.handle = torch.cuda.graph_pool_handle()
+        self.graphs += 1
+        return self.handle
+
+    def leave(self) -> None:
+        """One graph of the pool is gone, or was never finished."""
+        self.graphs -= 1
+
+
+class Recording(Protocol):
+    """A recorded run: ``outputs`` is what it returned, at the addresses ``replay`` writes."""
+
+    outputs: Any
+
+    def replay(self) -> None:
+        """Enqueue the recorded kernels on the current stream of the recording's device."""
+
+
+class Recorder(Protocol):
+    """What records and replays: CUDA graphs, or something that acts like them in a test."""
+
+    device_type: str
+
+    def busy(self) -> bool:
+        """Whether the current stream is being recorded already."""
+
+    def warm(self, run: Callable[[], object], device: torch.device, times: int) -> None:
+        """Run off the record first: libraries load, kernels compile, workspaces are made."""
+
+    def record(
+        self,
+        run: Callable[[], Any],
+        device: torch.device,
+        pool: Pool,
+        generators: Sequence[torch.Generator] = (),
+    ) -> Recording:
+        """Record one run. What it raises comes out as it was raised; nothing stays recorded."""
+
+    def settle(self, device: torch.device) -> None:
+        """Wait for all work of the device."""
+
+
+class CudaRecorder:
+    """Records CUDA graphs on a side stream, in thread-local capture mode.
+
+    Other threads may allocate and synchronize while this one records.
+    """
+
+    device_type = "cuda"
+
+    def __init__(self) -> None:
+        self._streams: dict[int, torch.cuda.Stream] = {}
+
+    def busy(self) -> bool:
+        """Whether the current stream is being captured."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def warm(self, run: Callable[[], object], device: torch.device, times: int) -> None:
+        """Run ``times`` times on the side stream, after and before the current one's work."""
+        side, current = self._side(device), torch.cuda.current_stream(device)
+        side.wait_stream(current)
+        with torch.cuda.device(device), torch.cuda.stream(side):
+            for _ in range(times):
+                run()
+        current.wait_stream(side)
+        self.settle(device)
+
+    def record(
+        self,
+        run: Callable[[], Any],
+        device: torch.device,
+        pool: Pool,
+        generators: Sequence[torch.Generator] = (),
+    ) -> CudaRecording:
+        """Capture one run. The pool is left, and the allocator put right, where it fails."""
+        graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            graph.register_generator_state(generator)
+        self.settle(device)
+        collecting = gc.isenabled()
+        gc.disable()  # a finalizer that calls CUDA would break the capture
+        handle = pool.enter()
+        try:
+            with torch.cuda.device(device), torch.cuda.stream(self._side(device)):
+                graph.capture_begin(pool=handle, capture_error_mode="thread_local")
+                try:
+                    outputs = run()
+                except BaseException:
+                    self._abandon(graph, device, handle)
+                    raise
+                graph.capture_end()
+        except BaseException:
+            pool.leave()
+            raise
+        finally:
+            if collecting:
+                gc.enable()
+        return CudaRecording(graph, outputs, pool, device)
+
+    def settle(self, device: torch.device) -> None:
+        """Wait for all work of the device."""
+        torch.cuda.synchronize(device)
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph, device: torch.device, handle: Any) -> None:
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            # An invalidated capture leaves the allocator believing that one is under way, which
+            # keeps it from ever reusing memory that was freed on another stream. Newer versions
+            # of torch end it themselves and raise here.
+            with contextlib.suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(device.index or 0, handle)
+
+    def _side(self, device: torch.device) -> torch.cuda.Stream:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if index not in self._streams:
+            self._streams[index] = torch.cuda.Stream(index)
+        return self._streams[index]
+
+
+class CudaRecording:
+    """One captured graph; freed with its memory when nothing refers to it any more."""
+
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph, outputs: Any, pool: Pool, device: torch.device
+    ) -> None:
+        self.outputs = outputs
+        self._graph, self._pool = graph, pool
+        self._replay = graph.replay
+        self._device = torch.cuda.current_device() if device.index is None else device.index
+
+    def replay(self) -> None:
+        """Enqueue on the current stream, after every earlier replay on any other stream.
+
+        Graphs share memory: their pool, and cuBLAS's workspace of the stream they were captured
+        on.
+        """
+        device = self._device
+        with _order:
+            if _last_raw.get(device) != torch._C._cuda_getCurrentRawStream(device):
+                current = torch.cuda.current_stream(device)
+                if device in _last:
+                    current.wait_stream(_last[device])
+                _last[device], _last_raw[device] = current, current.cuda_stream
+            self._replay()
+
+    def __del__(self) -> None:
+        self._pool.leave()
+
+
+_order = threading.Lock()
+_last: dict[int, torch.cuda.Stream] = {}
+_last_raw: dict[int, int] = {}
+
+
+# --------------------------------------------------------------------------------------------
+# Buckets and bounded tables
+
+
+def checked_buckets(function: str, buckets: Sequence[int]) -> tuple[int, ...]:
+    """The buckets in rising order. Raises InputError unless they are whole numbers above 0."""
+    if not buckets or any(type(b) is not int or b < 1 for b in buckets):
+        raise InputError(
+            function,
+            expected="batch_buckets to be whole numbers above 0",
+            received=f"batch_buckets={buckets!r}",
+            remedy="Leave it out for 1, 2, 4 … 4096.",
+        )
+    return tuple(sorted(set(buckets)))
+
+
+def bucket_of(rows: int, buckets: Sequence[int]) -> int | None:
+    """The smallest bucket that holds ``rows``, None where none does."""
+    i = bisect_left(buckets, rows)
+    return buckets[i] if i < len(buckets) else None
+
+
+class Table(Generic[T]):
+    """At most ``size`` values by key; the one not used for longest leaves first."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._values: OrderedDict[Hashable, T] = OrderedDict()
+
+    def get(self, key: Hashable) -> T | None:
+        """The value, now the most recently used one."""
+        value = self._values.get(key)
+        if value is not None:
+            self._values.move_to_end(key)
+        return value
+
+    def put(self, key: Hashable, value: T) -> None:
+        """Add a value; ``make_room`` first where what leaves must leave before it is made."""
+        self._values[key] = value
+        self._values.move_to_end(key)
+        self.make_room(0)
+
+    def make_room(self, places: int = 1) -> list[T]:
+        """Drop the least recently used until ``places`` more fit; returns those dropped."""
+        dropped = []
+        while self._values and len(self._values) > self.size - places:
+            dropped.append(self._values.popitem(last=False)[1])
+        return dropped
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._values.clear()
+
+    def __len__(self) -> int:
+        return len(self._values)

@@ -1,0 +1,119 @@
+"""Arguments of a call: its tensors apart from the structure that holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from types import EllipsisType, NoneType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fastlinear.core.errors import UnsupportedError
+from fastlinear.nn.graph_outputs import ReusedOutput
+from fastlinear.nn.graph_watch import PLAIN
+
+_TENSOR = "tensor"
+_BY_REPR = (float, complex)  # 0.0 == -0.0 and nan != nan: their text tells them apart
+_CONSTANTS = (
+    NoneType,
+    bool,
+    int,
+    str,
+    bytes,
+    EllipsisType,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    torch.Size,
+)
+
+
+def flatten(value: Any, tensors: list[Tensor]) -> Hashable:
+    """Append the tensors of a value to ``tensors``; returns the rest of it, to use in a key.
+
+    Raises UnsupportedError for an object that is neither a tensor, a constant, nor a tuple, list
+    or dict of them: what it holds might change unnoticed.
+    """
+    kind = type(value)
+    if kind in PLAIN:
+        tensors.append(value)
+        return _TENSOR
+    if kind in (tuple, list):
+        return kind, tuple(flatten(v, tensors) for v in value)
+    if kind is dict:
+        return kind, tuple((k, flatten(v, tensors)) for k, v in value.items())
+    if kind in _CONSTANTS:
+        return kind, value
+    if kind in _BY_REPR:
+        return kind, repr(value)
+    if kind is ReusedOutput:
+        tensors.append(value.current())
+        return _TENSOR
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return kind, tuple(flatten(v, tensors) for v in value)
+    raise UnsupportedError(
+        "graphed",
+        expected="arguments that are plain tensors, numbers, strings, None, or tuples, lists and "
+        "dicts of these",
+        received=f"an argument of type {kind.__module__}.{kind.__qualname__}",
+        remedy="Pass the tensors and numbers it holds, or keep the object inside the callable.",
+    )
+
+
+def rebuild(spec: Any, tensors: Iterator[Tensor]) -> Any:
+    """The inverse of ``flatten``, with other tensors in place."""
+    if spec == _TENSOR:
+        return next(tensors)
+    kind, held = spec
+    if kind in (tuple, list):
+        return kind(rebuild(s, tensors) for s in held)
+    if kind is dict:
+        return {k: rebuild(s, tensors) for k, s in held}
+    if kind in _BY_REPR:
+        return kind(held)
+    if kind in _CONSTANTS:
+        return held
+    return kind(*(rebuild(s, tensors) for s in held))
+
+
+def positions(
+    args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[int | str, ...]
+) -> set[int]:
+    """Where in the flat list of tensors the tensors of the named arguments stand."""
+    found: set[int] = set()
+    seen: list[Tensor] = []
+    for name, value in [*enumerate(args), *kwargs.items()]:
+        start = len(seen)
+        flatten(value, seen)
+        if name in names:
+            found |= set(range(start, len(seen)))
+    return found
+
+
+class Outputs:
+    """The structure of what a callable returned, and which of its leaves are tensors."""
+
+    def __init__(self, returned: Any) -> None:
+        leaves, self._tree = pytree.tree_flatten(returned)
+        self._leaves = [None if isinstance(v, Tensor) else v for v in leaves]
+        self._places = [i for i, v in enumerate(leaves) if isinstance(v, Tensor)]
+        self._single = isinstance(returned, Tensor)
+
+    def rebuild(self, tensors: Any) -> Any:
+        """The same structure around other tensors."""
+        if self._single:
+            return tensors[0]
+        leaves = list(self._leaves)
+        for i, t in zip(self._places, tensors, strict=True):
+            leaves[i] = t
+        return pytree.tree_unflatten(leaves, self._tree)
+
+
+def tensors_of(returned: Any) -> list[Tensor]:
+    """The tensors of what a callable returned, in order."""
+    if isinstance(returned, Tensor):
+        return [returned]
+    return [v for v in pytree.tree_leaves(returned) if isinstance(v, Tensor)]

@@ -1,0 +1,220 @@
+"""One recorded call: its buffers, its graphs, and how a call goes through them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastlinear.core.errors import UnsupportedError
+from fastlinear.core.graph_copies import Copy, is_dense
+from fastlinear.core.graphs import Recording
+from fastlinear.nn.graph_arguments import Outputs
+from fastlinear.nn.graph_outputs import Generation, ReusedOutput
+
+
+class Lease:
+    """Held by a forward whose backward may still come; the graph's memory is its own till then."""
+
+    __slots__ = ("__weakref__", "done")
+
+    def __init__(self) -> None:
+        self.done = False
+
+
+class Entry:
+    """What one recording left behind.
+
+    Attributes:
+        key: its place in the table of graphs.
+        device: where it runs.
+        forward: the recorded forward.
+        statics: the inputs' buffers; None for an input that is read where the caller has it.
+        padded_in: which inputs hold rows of the batch in ``batch_dim``.
+        outputs: the outputs' buffers.
+        padded_out: which outputs hold rows of the batch.
+        structure: what the outputs stand in.
+        batch_dim, bucket: the padded dimension and its size; bucket None for exact sizes.
+        differentiable: which outputs require a gradient; none of them in inference.
+        backward: the recorded backward, if any output does.
+        dys: buffers for the gradients of the differentiable outputs.
+        grads: the backward's result for each input and each trainable tensor, None where unused.
+        saved: positions among the watched tensors of those whose values the backward reads.
+    """
+
+    def __init__(self, key: Any, batch_dim: int, bucket: int | None, padded_in: list[bool]) -> None:
+        self.key, self.batch_dim, self.bucket = key, batch_dim, bucket
+        self.padded_in = padded_in
+        self.device = torch.device("cpu")
+        self.forward: Recording
+        self.statics: list[Tensor | None] = []
+        self.outputs: list[Tensor] = []
+        self.padded_out: list[bool] = []
+        self.structure: Outputs
+        self.differentiable: list[bool] = []
+        self.backward: Recording | None = None
+        self.dys: list[Tensor] = []
+        self.grads: list[Tensor | None] = []
+        self.saved: list[int] = []
+        self.generation = Generation()
+        self.lease: weakref.ref[Lease] | None = None
+
+    def busy(self) -> bool:
+        """Whether a backward of the last forward may still come."""
+        lease = None if self.lease is None else self.lease()
+        return lease is not None and not lease.done
+
+    def rows(self, t: Tensor, padded: bool, rows: int | None) -> Tensor:
+        """The first ``rows`` rows of a buffer, all of it where it is not padded."""
+        if not padded or rows is None or rows == self.bucket:
+            return t
+        return t.narrow(self.batch_dim, 0, rows)
+
+
+class Plan:
+    """An entry as calls of one exact shape use it.
+
+    Args:
+        entry: the recording.
+        tensors: arguments of the kind that will come.
+        rows: how many rows of the bucket they fill.
+        reuse_outputs: whether outputs may stay in the graph's memory.
+    """
+
+    def __init__(
+        self, entry: Entry, tensors: Sequence[Tensor], rows: int | None, reuse_outputs: bool
+    ) -> None:
+        self.entry, self._rows = entry, rows
+        self._reuse = reuse_outputs and entry.backward is None
+        self._fill: list[tuple[int, Callable[[Tensor], None]]] = []
+        self._pad: list[tuple[Tensor, Tensor]] = []
+        dim = entry.batch_dim
+        for i, (static, t) in enumerate(zip(entry.statics, tensors, strict=True)):
+            if static is None:
+                continue
+            part = entry.rows(static, entry.padded_in[i], rows)
+            alike = part.stride() == t.stride() and is_dense(t)
+            self._fill.append((i, Copy(part, alike and not t.is_neg() and not t.is_complex()).fill))
+            if part is not static and entry.backward is not None:
+                rest = static.narrow(dim, part.shape[dim], static.shape[dim] - part.shape[dim])
+                self._pad.append((rest, part.narrow(dim, 0, 1)))
+        self._parts = [
+            entry.rows(o, p, rows) for o, p in zip(entry.outputs, entry.padded_out, strict=True)
+        ]
+        self._fresh = [Copy(o, is_dense(o) and not o.is_complex()).fresh for o in self._parts]
+        padded = [p for p, d in zip(entry.padded_out, entry.differentiable, strict=True) if d]
+        self._dys = [(entry.rows(dy, p, rows), dy) for dy, p in zip(entry.dys, padded, strict=True)]
+
+    def buffers(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Where the graph reads each argument of such a call."""
+        entry = self.entry
+        return [
+            t if s is None else entry.rows(s, p, self._rows)
+            for t, s, p in zip(tensors, entry.statics, entry.padded_in, strict=True)
+        ]
+
+    def infer(self, tensors: Sequence[Tensor]) -> Any:
+        """One call without gradients: copy in, replay, copy out."""
+        self._replay(tensors)
+        entry = self.entry
+        if self._reuse:
+            made: list[Tensor] = [ReusedOutput.guard(o, entry.generation) for o in self._parts]
+        else:
+            made = [fresh() for fresh in self._fresh]
+        return entry.structure.rebuild(made)
+
+    def train(
+        self, tensors: Sequence[Tensor], trainable: Sequence[Tensor], saved: Sequence[Tensor]
+    ) -> Any:
+        """One call whose backward will be a replay as well.
+
+        Args:
+            tensors: the arguments.
+            trainable: the watched tensors that require a gradient.
+            saved: the watched tensors whose values the backward reads.
+        """
+        made = _Step.apply(self, len(tensors), saved, *tensors, *trainable)
+        return self.entry.structure.rebuild(made)
+
+    def _replay(self, tensors: Sequence[Tensor]) -> None:
+        for i, fill in self._fill:
+            fill(tensors[i])
+        for rest, row in self._pad:  # real rows, so that no gradient is 0 times infinity
+            rest.copy_(row.expand_as(rest))
+        self.entry.generation.count += 1
+        self.entry.forward.replay()
+
+    def run_forward(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Lease]:
+        """Copy in, replay, copy out; the lease keeps the graph's memory for the backward."""
+        self._replay(tensors)
+        lease = Lease()
+        self.entry.lease = weakref.ref(lease)
+        return tuple(fresh() for fresh in self._fresh), lease
+
+    def run_backward(self, dys: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Gradients of all inputs and trainable tensors, in new memory."""
+        for (part, whole), dy in zip(self._dys, dys, strict=True):
+            if dy is None or part is not whole:
+                whole.zero_()
+            if dy is not None:
+                part.copy_(dy)
+        entry = self.entry
+        assert entry.backward is not None
+        entry.backward.replay()
+        static = list(entry.grads)
+        for i, padded in enumerate(entry.padded_in):
+            g = static[i]
+            static[i] = None if g is None else entry.rows(g, padded, self._rows)
+        used = [g for g in static if g is not None]
+        fresh = [torch.empty_like(g) for g in used]
+        torch._foreach_copy_(fresh, used)
+        new = iter(fresh)
+        return [None if g is None else next(new) for g in static]
+
+
+class _Step(torch.autograd.Function):
+    """Joins a forward graph and a backward graph into one differentiable step."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, plan: Plan, arguments: int, saved: Sequence[Tensor], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        outputs, ctx.lease = plan.run_forward(tensors[:arguments])
+        ctx.plan, ctx.saved = plan, saved
+        ctx.versions = [t._version for t in saved]
+        flags = plan.entry.differentiable
+        ctx.mark_non_differentiable(*(o for o, d in zip(outputs, flags, strict=True) if not d))
+        ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                "graphed",
+                expected="first-order gradients",
+                received="a backward with create_graph=True",
+                remedy="Call the callable itself, not its graphed form, for double backward.",
+            )
+        if ctx.lease.done:
+            raise UnsupportedError(
+                "graphed",
+                expected="one backward for each forward",
+                received="a second backward through the same forward (retain_graph=True)",
+                remedy="Sum the losses and go backward once, or call the callable itself.",
+            )
+        if [t._version for t in ctx.saved] != ctx.versions:
+            raise UnsupportedError(
+                "graphed",
+                expected="parameters that the backward reads to be as the forward saw them",
+                received="one that was modified in place between forward and backward",
+                remedy="Go backward before the optimizer's step.",
+            )
+        plan: Plan = ctx.plan
+        flags = plan.entry.differentiable
+        grads = plan.run_backward([dy for dy, d in zip(dys, flags, strict=True) if d])
+        ctx.lease.done = True
+        return (None, None, None, *grads)
