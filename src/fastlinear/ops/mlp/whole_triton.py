@@ -47,8 +47,9 @@ class WholeConfig:
         block_m: rows a program takes at a time, a power of two of at least 16.
         warps, stages: warps of a program, depth of the load pipeline.
         resident: whether weights are loaded once and kept on the chip.
-        ahead: layers between the load of a weight and its use, where not resident.
+        ahead: tiles between the load of a weight's tile and its use, where not resident.
         per_unit: programs on each multiprocessor; 0 gives every row block a program of its own.
+        chunk: largest part in which a width is held, a power of two of at least 16.
     """
 
     block_m: int
@@ -57,6 +58,7 @@ class WholeConfig:
     resident: bool = False
     ahead: int = 1
     per_unit: int = 0
+    chunk: int = 128
 
 
 @cache
@@ -190,9 +192,11 @@ class _Forward:
             row_blocks, programs = _grid(M, chosen, x.device)
             rest = (
                 *(M, x.stride(0) if first == 0 else part[0], row_blocks, programs),
-                *(end - first, part, _blocks(part), _schemes(part[:-1], x.dtype)),
+                *_layout(part, chosen.chunk, False),
+                _schemes(part[:-1], x.dtype),
                 *(names[0], layers[end - 1], pre[first], pre[end - 1], _math(x.dtype)),
-                *(chosen.block_m, chosen.resident, chosen.ahead, x.device.type == "cpu"),
+                *(chosen.chunk, chosen.block_m, chosen.resident, chosen.ahead),
+                x.device.type == "cpu",
             )
             launch = _launch("_mlp_fwd_kernel", (programs,), rest, x.device, chosen)
             # An inner boundary's output is what is saved there, or a temporary
@@ -263,9 +267,11 @@ class _Backward:
                 row_blocks, programs = _grid(M, chosen, x.device)
                 rest = (
                     *(M, row_blocks, programs, end - first, max(stop - first, 0)),
-                    *(part, _blocks(part), _schemes(part[1:], x.dtype)),
+                    *_layout(part, chosen.chunk, True)[1:],
+                    _schemes(part[1:], x.dtype),
                     *(names[0], layers[end - 1], _math(x.dtype)),
-                    *(chosen.block_m, chosen.resident, x.device.type == "cpu"),
+                    *(chosen.chunk, chosen.block_m, chosen.resident, chosen.ahead),
+                    x.device.type == "cpu",
                 )
                 launch = _launch("_mlp_bwd_dx_kernel", (programs,), rest, x.device, chosen)
             self._chunks.append((first, end, stored, wants_dx, launch))
@@ -326,25 +332,37 @@ class _WeightGrads:
             offsets.append(offsets[-1] + used + padding)
         self._total = offsets[-1]
         M = x.shape[0]
-        largest = max(max(shape) for shape in self._shapes)
-        block_m = 64 if x.dtype.itemsize == 2 else 32
-        warps = 8 if largest > 64 else 4
-        interpreted = x.device.type == "cpu"
-        wanted = max(1, 2 * _units(x.device) // len(layers))
+        half = x.dtype.itemsize == 2
+        block_m, chunk = (64, 128) if half else (32, 64)
+        recomputed = activation_of(activation).saved == "pre"
+        tiles = tuple(
+            (
+                j,
+                offsets[j],
+                n,
+                k,
+                a * chunk,
+                b * chunk,
+                rows,
+                cols,
+                int(i == 0),
+                int(i and recomputed),
+            )
+            for j, (i, (n, k)) in enumerate(zip(layers, self._shapes, strict=True))
+            for a, rows in enumerate(_parts(n, chunk))
+            for b, cols in enumerate(_parts(k, chunk))
+        )
+        wide = max(max(t[6:8]) for t in tiles) > 64
+        wanted = max(1, 2 * _units(x.device) // len(tiles))
         blocks = -(-M // block_m)
         blocks_each = -(-blocks // min(wanted, max(blocks, 1)))
         self._splits = max(1, -(-blocks // max(blocks_each, 1)))
-        recomputed = activation_of(activation).saved == "pre"
-        shapes = tuple(
-            (n, k, *_blocks((n, k)), int(i == 0), int(i > 0 and recomputed))
-            for i, (n, k) in zip(layers, self._shapes, strict=True)
-        )
         rest = (
-            *(M, x.stride(0), blocks_each * block_m, len(layers), shapes, tuple(offsets)),
-            *(activation, _math(x.dtype), _schemes((M,), x.dtype)[0], block_m, interpreted),
+            *(M, x.stride(0), blocks_each * block_m, self._total, len(tiles), tiles, activation),
+            *(_math(x.dtype), _schemes((M,), x.dtype)[0], block_m, x.device.type == "cpu"),
         )
-        chosen = WholeConfig(block_m, warps, 3)
-        grid = (len(layers), self._splits)
+        chosen = WholeConfig(block_m, 8 if wide else 4, 3)
+        grid: tuple[int, ...] = (len(tiles), self._splits)
         self._product = _launch("_mlp_bwd_dw_kernel", grid, rest, x.device, chosen)
         if self._splits > 1:
             rest = (self._total, self._splits, 128, 16)
@@ -383,7 +401,7 @@ def forward_config(
     block_m = _block_rows(M, units, 128 if half else 64)
     if block_m < 64:
         return WholeConfig(block_m, 4)
-    held = _weight_bytes(widths, dtype)
+    held = _weight_bytes(widths, dtype, 128)
     resident = half and held <= _SHARED_BYTES
     if resident:
         return WholeConfig(
@@ -406,14 +424,31 @@ def _block_rows(M: int, units: int, largest: int) -> int:
     return block
 
 
-def _weight_bytes(widths: Sequence[int], dtype: torch.dtype) -> int:
-    blocks = _blocks(widths)
-    return sum(k * n for k, n in pairwise(blocks)) * dtype.itemsize
+def _weight_bytes(widths: Sequence[int], dtype: torch.dtype, chunk: int) -> int:
+    """Bytes of all padded weights."""
+    padded = [sum(_parts(n, chunk)) for n in widths]
+    return sum(k * n for k, n in pairwise(padded)) * dtype.itemsize
 
 
-def _blocks(widths: Sequence[int]) -> tuple[int, ...]:
-    """Widths padded to powers of two."""
-    return tuple(max(_MIN_BLOCK, 1 << (n - 1).bit_length()) for n in widths)
+def _parts(width: int, chunk: int) -> tuple[int, ...]:
+    """Sizes of the parts that hold a width: ``chunk``, and a power of two for the rest."""
+    whole, rest = divmod(width, chunk)
+    padded = (max(_MIN_BLOCK, 1 << (rest - 1).bit_length()),) if rest else ()
+    return (chunk,) * whole + padded
+
+
+def _layout(widths: tuple[int, ...], chunk: int, backward: bool) -> tuple[Any, ...]:
+    """(LAYERS, WIDTHS, BLOCKS, PARTS, MAX_PARTS, TILES, STARTS) of a chain kernel."""
+    blocks = tuple(_parts(n, chunk) for n in widths)
+    parts = tuple(map(len, blocks))
+    layers = len(widths) - 1
+    tiles: list[tuple[int, int, int]] = []
+    starts = [0] * layers
+    for i in reversed(range(layers)) if backward else range(layers):
+        starts[i] = len(tiles)
+        inner = [(i, n, k) for n in range(parts[i + 1]) for k in range(parts[i])]
+        tiles += sorted(inner, key=lambda t: t[:0:-1]) if backward else inner
+    return layers, widths, blocks, parts, max(parts), tuple(tiles), (*starts, len(tiles))
 
 
 def _schemes(depths: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:

@@ -1,9 +1,11 @@
 """Triton kernels of backend ``whole``: a chain of narrow Linears without leaving the chip.
 
-Layer i maps (M, WIDTHS[i]) to (M, WIDTHS[i + 1]); BLOCKS are the widths padded to powers of two of
-at least 16. Weights are (N, K) contiguous and are padded with zeros as they are loaded, so padded
-columns never reach a result; they are set to zero where a non-finite value could cross. Layers are
-unrolled, so tensors of one kind arrive as a tuple with one entry per layer.
+Layer i maps (M, WIDTHS[i]) to (M, WIDTHS[i + 1]). A width is held as parts of CHUNK columns, the
+last one padded to a power of two of at least 16: BLOCKS[i] are the parts' sizes. So a hidden
+activation is a tuple of (BLOCK_M, part) tensors, and a weight (N, K), contiguous, is a grid of
+(part of N, part of K) tiles. Tiles are padded with zeros, so padded columns never reach a result;
+they are set to zero where a non-finite value could cross. Layers are unrolled: tensors of one kind
+arrive as a tuple with one entry per layer.
 
 All kernels accumulate in float32 and are deterministic. UPCAST multiplies in float32 (the CPU
 interpreter has no bfloat16). SCHEMES holds the scheme of each layer's float32 product: 0 plain
@@ -45,20 +47,47 @@ def _dot(a, b, acc, SCHEME: tl.constexpr):
 
 
 @triton.jit
+def _zeros(ROWS: tl.constexpr, COLS: tl.constexpr):
+    return tl.zeros((ROWS, COLS), dtype=tl.float32)
+
+
+@triton.jit
+def _load_tile(
+    weight_ptrs,
+    T: tl.constexpr,
+    TILES: tl.constexpr,
+    WIDTHS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SCHEMES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Tile T, (layer, part of N, part of K), of the weights, padded with zeros."""
+    return _load_weight(
+        *(weight_ptrs[TILES[T][0]], WIDTHS[TILES[T][0] + 1], WIDTHS[TILES[T][0]]),
+        *(TILES[T][1], TILES[T][2], BLOCKS[TILES[T][0] + 1][TILES[T][1]]),
+        *(BLOCKS[TILES[T][0]][TILES[T][2]], SCHEMES[TILES[T][0]], CHUNK, UPCAST),
+    )
+
+
+@triton.jit
 def _load_weight(
     w_ptr,
     N: tl.constexpr,
     K: tl.constexpr,
+    N_PART: tl.constexpr,
+    K_PART: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SCHEME: tl.constexpr,
+    CHUNK: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """A weight (N, K), padded with zeros to (BLOCK_N, BLOCK_K)."""
-    n_offs = tl.arange(0, BLOCK_N)[:, None]
-    k_offs = tl.arange(0, BLOCK_K)[None, :]
+    """Part (N_PART, K_PART) of a weight (N, K), padded to (BLOCK_N, BLOCK_K)."""
+    n_offs = N_PART * CHUNK + tl.arange(0, BLOCK_N)[:, None]
+    k_offs = K_PART * CHUNK + tl.arange(0, BLOCK_K)[None, :]
     w_ptrs = w_ptr + n_offs * K + k_offs
-    if N == BLOCK_N and K == BLOCK_K:
+    if N_PART * CHUNK + BLOCK_N <= N and K_PART * CHUNK + BLOCK_K <= K:
         w = tl.load(w_ptrs)
     else:
         w = tl.load(w_ptrs, mask=(n_offs < N) & (k_offs < K), other=0.0)
@@ -66,38 +95,65 @@ def _load_weight(
 
 
 @triton.jit
-def _load_rows(
-    ptr, row_offs, row_stride, M, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+def _with_tiles(
+    weights,
+    weight_ptrs,
+    FIRST: tl.constexpr,
+    END: tl.constexpr,
+    TILES: tl.constexpr,
+    WIDTHS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SCHEMES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    AHEAD: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):
-    """Rows (BLOCK_M, BLOCK_N) of a (M, N) matrix with unit column stride; zeros outside of it."""
-    offs = tl.arange(0, BLOCK_N)
+    """The tiles loaded so far, and those up to FIRST + AHEAD but before END that are missing."""
+    for ahead in tl.static_range(AHEAD + 1):
+        if FIRST + ahead >= len(weights) and FIRST + ahead < END:
+            w = _load_tile(
+                weight_ptrs, FIRST + ahead, TILES, WIDTHS, BLOCKS, SCHEMES, CHUNK, UPCAST
+            )
+            weights = weights + (w,)
+    return weights
+
+
+@triton.jit
+def _load_rows(
+    ptr, row_offs, row_stride, M, FIRST: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Columns [FIRST, FIRST + BLOCK) of rows of a matrix (M, END) with unit column stride.
+
+    Zeros outside of the matrix.
+    """
+    offs = FIRST + tl.arange(0, BLOCK)
     ptrs = ptr + row_offs.to(tl.int64)[:, None] * row_stride + offs[None, :]
     mask = row_offs[:, None] < M
-    if N != BLOCK_N:
-        mask = mask & (offs[None, :] < N)
+    if FIRST + BLOCK > END:
+        mask = mask & (offs[None, :] < END)
     return tl.load(ptrs, mask=mask, other=0.0)
 
 
 @triton.jit
 def _store_rows(
-    ptr, values, row_offs, M, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    ptr, values, row_offs, M, FIRST: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Store (BLOCK_M, BLOCK_N) into the rows of a contiguous (M, N) matrix."""
-    offs = tl.arange(0, BLOCK_N)
-    ptrs = ptr + row_offs.to(tl.int64)[:, None] * N + offs[None, :]
+    """Store (rows, BLOCK) at columns from FIRST on of a contiguous (M, END) matrix."""
+    offs = FIRST + tl.arange(0, BLOCK)
+    ptrs = ptr + row_offs.to(tl.int64)[:, None] * END + offs[None, :]
     mask = row_offs[:, None] < M
-    if N != BLOCK_N:
-        mask = mask & (offs[None, :] < N)
+    if FIRST + BLOCK > END:
+        mask = mask & (offs[None, :] < END)
     tl.store(ptrs, values.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _clear_padding(values, N: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Zero the columns from N on: a NaN or an infinity there would spread through the product."""
-    if N == BLOCK_N:
+def _clear_padding(values, FIRST: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr):
+    """Zero the columns from END on: a NaN or an infinity there would spread through a product."""
+    if FIRST + BLOCK <= END:
         return values
     else:
-        return tl.where(tl.arange(0, BLOCK_N)[None, :] < N, values, 0.0)
+        return tl.where(FIRST + tl.arange(0, BLOCK)[None, :] < END, values, 0.0)
 
 
 @triton.jit
@@ -114,43 +170,63 @@ def _fwd_rows(
     LAYERS: tl.constexpr,
     WIDTHS: tl.constexpr,
     BLOCKS: tl.constexpr,
+    PARTS: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    TILES: tl.constexpr,
+    STARTS: tl.constexpr,
     SCHEMES: tl.constexpr,
     ACTIVATION: tl.constexpr,
     FINAL: tl.constexpr,
     SAVE_PRE: tl.constexpr,
     SAVE_FINAL_PRE: tl.constexpr,
     MATH: tl.constexpr,
+    CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     AHEAD: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """All layers for BLOCK_M rows. ``weights`` holds the first of them, already loaded."""
+    """All layers for BLOCK_M rows. ``weights`` holds every tile, or none."""
     row_offs = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
-    h = _load_rows(x_ptr, row_offs, x_row_stride, M, WIDTHS[0], BLOCK_M, BLOCKS[0])
+    h = ()
+    for k in tl.static_range(MAX_PARTS):
+        if k < PARTS[0]:
+            part = _load_rows(x_ptr, row_offs, x_row_stride, M, k * CHUNK, WIDTHS[0], BLOCKS[0][k])
+            h = h + (_operand(part, SCHEMES[0], UPCAST),)
     for i in tl.static_range(LAYERS):
-        for j in tl.static_range(LAYERS):
-            if j >= len(weights) and j <= i + AHEAD:
-                w = _load_weight(
-                    *(weight_ptrs[j], WIDTHS[j + 1], WIDTHS[j], BLOCKS[j + 1], BLOCKS[j]),
-                    *(SCHEMES[j], UPCAST),
-                )
-                weights = weights + (w,)
-        h = _operand(h, SCHEMES[i], UPCAST)
-        acc = _dot(h, tl.trans(weights[i]), None, SCHEMES[i])
-        if bias_ptrs[i] is not None:
-            offs = tl.arange(0, BLOCKS[i + 1])
-            bias = tl.load(bias_ptrs[i] + offs, mask=offs < WIDTHS[i + 1], other=0.0)
-            acc += bias.to(tl.float32)[None, :]
-        if i + 1 < LAYERS:
-            out = activation(acc, ACTIVATION, MATH)
-            out = _clear_padding(out, WIDTHS[i + 1], BLOCKS[i + 1])
-        else:
-            out = activation(acc, FINAL, MATH)
-        if saved_ptrs[i] is not None:
-            kept = acc if (SAVE_PRE if i + 1 < LAYERS else SAVE_FINAL_PRE) else out
-            _store_rows(saved_ptrs[i], kept, row_offs, M, WIDTHS[i + 1], BLOCK_M, BLOCKS[i + 1])
-        h = out if UPCAST else out.to(x_ptr.dtype.element_ty)
-    _store_rows(y_ptr, h, row_offs, M, WIDTHS[LAYERS], BLOCK_M, BLOCKS[LAYERS])
+        outs = ()
+        for n in tl.static_range(MAX_PARTS):
+            if n < PARTS[i + 1]:
+                acc = _zeros(BLOCK_M, BLOCKS[i + 1][n])
+                for k in tl.static_range(MAX_PARTS):
+                    if k < PARTS[i]:
+                        weights = _with_tiles(
+                            *(weights, weight_ptrs, STARTS[i] + n * PARTS[i] + k, STARTS[LAYERS]),
+                            *(TILES, WIDTHS, BLOCKS, SCHEMES, CHUNK, AHEAD, UPCAST),
+                        )
+                        w = tl.trans(weights[STARTS[i] + n * PARTS[i] + k])
+                        acc = _dot(h[k], w, acc, SCHEMES[i])
+                if bias_ptrs[i] is not None:
+                    offs = n * CHUNK + tl.arange(0, BLOCKS[i + 1][n])
+                    bias = tl.load(bias_ptrs[i] + offs, mask=offs < WIDTHS[i + 1], other=0.0)
+                    acc += bias.to(tl.float32)[None, :]
+                if i + 1 < LAYERS:
+                    out = activation(acc, ACTIVATION, MATH)
+                    out = _clear_padding(out, n * CHUNK, WIDTHS[i + 1], BLOCKS[i + 1][n])
+                else:
+                    out = activation(acc, FINAL, MATH)
+                if saved_ptrs[i] is not None:
+                    kept = acc if (SAVE_PRE if i + 1 < LAYERS else SAVE_FINAL_PRE) else out
+                    _store_rows(
+                        *(saved_ptrs[i], kept, row_offs, M, n * CHUNK, WIDTHS[i + 1]),
+                        BLOCKS[i + 1][n],
+                    )
+                if i + 1 < LAYERS:
+                    if not UPCAST:
+                        out = out.to(x_ptr.dtype.element_ty)
+                    outs = outs + (_operand(out, SCHEMES[i + 1], UPCAST),)
+                else:
+                    _store_rows(y_ptr, out, row_offs, M, n * CHUNK, WIDTHS[i + 1], BLOCKS[i + 1][n])
+        h = outs
 
 
 @triton.jit
@@ -167,12 +243,17 @@ def _mlp_fwd_kernel(
     LAYERS: tl.constexpr,
     WIDTHS: tl.constexpr,
     BLOCKS: tl.constexpr,
+    PARTS: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    TILES: tl.constexpr,
+    STARTS: tl.constexpr,
     SCHEMES: tl.constexpr,
     ACTIVATION: tl.constexpr,
     FINAL: tl.constexpr,
     SAVE_PRE: tl.constexpr,
     SAVE_FINAL_PRE: tl.constexpr,
     MATH: tl.constexpr,
+    CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     RESIDENT: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -182,23 +263,58 @@ def _mlp_fwd_kernel(
 
     x (M, WIDTHS[0]) has unit column stride, y and saved are contiguous. ``bias_ptrs[i]`` may be
     None. ``saved_ptrs[i]``, where not None, gets layer i's pre-activation (SAVE_PRE for hidden
-    layers, SAVE_FINAL_PRE for the last) or its output. RESIDENT weights are loaded once and stay on
-    the chip; otherwise each row block loads them, AHEAD layers before they are needed.
+    layers, SAVE_FINAL_PRE for the last) or its output. PARTS[i] is the number of parts of width i,
+    MAX_PARTS the largest. TILES lists the tiles in the order of their use, layer i's from STARTS[i]
+    on. RESIDENT weights are loaded once and stay on the chip; otherwise each row block loads them,
+    AHEAD tiles before they are needed.
     """
     weights = ()
     if RESIDENT:
-        for j in tl.static_range(LAYERS):
-            w = _load_weight(
-                *(weight_ptrs[j], WIDTHS[j + 1], WIDTHS[j], BLOCKS[j + 1], BLOCKS[j]),
-                *(SCHEMES[j], UPCAST),
-            )
-            weights = weights + (w,)
+        weights = _with_tiles(
+            *(weights, weight_ptrs, 0, STARTS[LAYERS], TILES, WIDTHS, BLOCKS, SCHEMES, CHUNK),
+            *(STARTS[LAYERS], UPCAST),
+        )
     for row_block in tl.range(tl.program_id(0), row_blocks, programs):
         _fwd_rows(
             *(row_block, weights, x_ptr, weight_ptrs, bias_ptrs, y_ptr, saved_ptrs),
-            *(M, x_row_stride, LAYERS, WIDTHS, BLOCKS, SCHEMES, ACTIVATION, FINAL),
-            *(SAVE_PRE, SAVE_FINAL_PRE, MATH, BLOCK_M, AHEAD, UPCAST),
+            *(
+                M,
+                x_row_stride,
+                LAYERS,
+                WIDTHS,
+                BLOCKS,
+                PARTS,
+                MAX_PARTS,
+                TILES,
+                STARTS,
+                SCHEMES,
+                ACTIVATION,
+            ),
+            *(FINAL, SAVE_PRE, SAVE_FINAL_PRE, MATH, CHUNK, BLOCK_M, AHEAD, UPCAST),
         )
+
+
+@triton.jit
+def _load_parts(
+    ptr,
+    row_offs,
+    M,
+    WIDTH: tl.constexpr,
+    WIDTHS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PARTS: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Rows of a contiguous matrix of WIDTHS[WIDTH] columns, as a tuple of its parts."""
+    parts = ()
+    for n in tl.static_range(MAX_PARTS):
+        if n < PARTS[WIDTH]:
+            part = _load_rows(
+                *(ptr, row_offs, WIDTHS[WIDTH], M, n * CHUNK, WIDTHS[WIDTH], BLOCKS[WIDTH][n])
+            )
+            parts = parts + (part,)
+    return parts
 
 
 @triton.jit
@@ -215,59 +331,71 @@ def _bwd_rows(
     STOP: tl.constexpr,
     WIDTHS: tl.constexpr,
     BLOCKS: tl.constexpr,
+    PARTS: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    TILES: tl.constexpr,
+    STARTS: tl.constexpr,
     SCHEMES: tl.constexpr,
     ACTIVATION: tl.constexpr,
     FINAL: tl.constexpr,
     MATH: tl.constexpr,
+    CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    AHEAD: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """Layers LAYERS - 1 down to STOP for BLOCK_M rows; dx is the gradient of layer STOP's input."""
     row_offs = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
-    g = _load_rows(dy_ptr, row_offs, WIDTHS[LAYERS], M, WIDTHS[LAYERS], BLOCK_M, BLOCKS[LAYERS])
-    g = g.to(tl.float32)
-    saved = g
+    saved = ()
     if FINAL != "none":
-        saved = _load_rows(
-            *(saved_ptrs[LAYERS - 1], row_offs, WIDTHS[LAYERS], M, WIDTHS[LAYERS], BLOCK_M),
-            BLOCKS[LAYERS],
+        saved = _load_parts(
+            *(saved_ptrs[LAYERS - 1], row_offs, M, LAYERS, WIDTHS, BLOCKS, PARTS, MAX_PARTS, CHUNK)
         )
+    g = _load_parts(dy_ptr, row_offs, M, LAYERS, WIDTHS, BLOCKS, PARTS, MAX_PARTS, CHUNK)
     for i in tl.static_range(LAYERS - 1, STOP - 1, -1):
-        if (FINAL if i + 1 == LAYERS else ACTIVATION) == "none":
-            dpre = g
-        else:
-            dpre = activation_grad(
-                g, saved.to(tl.float32), FINAL if i + 1 == LAYERS else ACTIVATION, MATH
-            )
-        if i > STOP or dx_ptr is not None:
-            if len(weights) > 0:
-                w = weights[i]
-            else:
-                w = _load_weight(
-                    *(
-                        weight_ptrs[i],
-                        WIDTHS[i + 1],
-                        WIDTHS[i],
-                        BLOCKS[i + 1],
-                        BLOCKS[i],
-                        SCHEMES[i],
-                        UPCAST,
+        dpres = ()
+        for n in tl.static_range(MAX_PARTS):
+            if n < PARTS[i + 1]:
+                dpre = g[n].to(tl.float32)
+                if (FINAL if i + 1 == LAYERS else ACTIVATION) != "none":
+                    dpre = activation_grad(
+                        dpre,
+                        saved[n].to(tl.float32),
+                        FINAL if i + 1 == LAYERS else ACTIVATION,
+                        MATH,
                     )
-                )
+                dpre = _clear_padding(dpre, n * CHUNK, WIDTHS[i + 1], BLOCKS[i + 1][n])
+                if not UPCAST:
+                    dpre = dpre.to(dy_ptr.dtype.element_ty)
+                if dpre_ptrs[i] is not None:
+                    _store_rows(
+                        *(dpre_ptrs[i], dpre, row_offs, M, n * CHUNK, WIDTHS[i + 1]),
+                        BLOCKS[i + 1][n],
+                    )
+                dpres = dpres + (_operand(dpre, SCHEMES[i], UPCAST),)
         if i > STOP and ACTIVATION != "none":  # asked for before the product that hides its latency
-            saved = _load_rows(
-                *(saved_ptrs[i - 1], row_offs, WIDTHS[i], M, WIDTHS[i], BLOCK_M, BLOCKS[i])
+            saved = _load_parts(
+                *(saved_ptrs[i - 1], row_offs, M, i, WIDTHS, BLOCKS, PARTS, MAX_PARTS, CHUNK)
             )
-        dpre = _clear_padding(dpre, WIDTHS[i + 1], BLOCKS[i + 1])
-        if not UPCAST:
-            dpre = dpre.to(dy_ptr.dtype.element_ty)
-        if dpre_ptrs[i] is not None:
-            _store_rows(dpre_ptrs[i], dpre, row_offs, M, WIDTHS[i + 1], BLOCK_M, BLOCKS[i + 1])
         if i > STOP or dx_ptr is not None:
-            dpre = _operand(dpre, SCHEMES[i], UPCAST)
-            g = _dot(dpre, w, None, SCHEMES[i])
+            g = ()
+            for k in tl.static_range(MAX_PARTS):
+                if k < PARTS[i]:
+                    acc = _zeros(BLOCK_M, BLOCKS[i][k])
+                    for n in tl.static_range(MAX_PARTS):
+                        if n < PARTS[i + 1]:
+                            weights = _with_tiles(
+                                *(weights, weight_ptrs, STARTS[i] + k * PARTS[i + 1] + n),
+                                *(STARTS[LAYERS], TILES, WIDTHS, BLOCKS, SCHEMES, CHUNK, AHEAD),
+                                UPCAST,
+                            )
+                            w = weights[STARTS[i] + k * PARTS[i + 1] + n]
+                            acc = _dot(dpres[n], w, acc, SCHEMES[i])
+                    g = g + (acc,)
     if dx_ptr is not None:
-        _store_rows(dx_ptr, g, row_offs, M, WIDTHS[STOP], BLOCK_M, BLOCKS[STOP])
+        for k in tl.static_range(MAX_PARTS):
+            if k < PARTS[STOP]:
+                _store_rows(dx_ptr, g[k], row_offs, M, k * CHUNK, WIDTHS[STOP], BLOCKS[STOP][k])
 
 
 @triton.jit
@@ -284,37 +412,55 @@ def _mlp_bwd_dx_kernel(
     STOP: tl.constexpr,
     WIDTHS: tl.constexpr,
     BLOCKS: tl.constexpr,
+    PARTS: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    TILES: tl.constexpr,
+    STARTS: tl.constexpr,
     SCHEMES: tl.constexpr,
     ACTIVATION: tl.constexpr,
     FINAL: tl.constexpr,
     MATH: tl.constexpr,
+    CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     RESIDENT: tl.constexpr,
+    AHEAD: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """dy → dpre of every layer → dx; program p computes row blocks p, p + programs, ...
 
     All matrices are contiguous. ``saved_ptrs[i]`` is what layer i's derivative reads (None where
     it reads nothing), ``dpre_ptrs[i]`` where its pre-activation gradient goes (None: nowhere).
-    Layers below STOP are left out. ``dx_ptr`` (M, WIDTHS[STOP]) may be None.
+    Layers below STOP are left out. ``dx_ptr`` (M, WIDTHS[STOP]) may be None. TILES lists the tiles
+    in the order of their use (the last layer first), layer i's from STARTS[i] on.
     """
     weights = ()
     if RESIDENT:
-        for j in tl.static_range(LAYERS):
-            w = _load_weight(
-                *(weight_ptrs[j], WIDTHS[j + 1], WIDTHS[j], BLOCKS[j + 1], BLOCKS[j]),
-                *(SCHEMES[j], UPCAST),
-            )
-            weights = weights + (w,)
+        weights = _with_tiles(
+            *(weights, weight_ptrs, 0, STARTS[LAYERS], TILES, WIDTHS, BLOCKS, SCHEMES, CHUNK),
+            *(STARTS[LAYERS], UPCAST),
+        )
     for row_block in tl.range(tl.program_id(0), row_blocks, programs):
         _bwd_rows(
             *(row_block, weights, dy_ptr, weight_ptrs, saved_ptrs, dpre_ptrs, dx_ptr, M),
-            *(LAYERS, STOP, WIDTHS, BLOCKS, SCHEMES, ACTIVATION, FINAL, MATH, BLOCK_M, UPCAST),
+            *(
+                LAYERS,
+                STOP,
+                WIDTHS,
+                BLOCKS,
+                PARTS,
+                MAX_PARTS,
+                TILES,
+                STARTS,
+                SCHEMES,
+                ACTIVATION,
+                FINAL,
+            ),
+            *(MATH, CHUNK, BLOCK_M, AHEAD, UPCAST),
         )
 
 
 @triton.jit
-def _bwd_dw_layer(
+def _bwd_dw_tile(
     dpre_ptr,
     input_ptr,
     part_ptr,
@@ -323,6 +469,8 @@ def _bwd_dw_layer(
     input_row_stride,
     N: tl.constexpr,
     K: tl.constexpr,
+    N_FIRST: tl.constexpr,
+    K_FIRST: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     APPLY: tl.constexpr,
@@ -332,34 +480,38 @@ def _bwd_dw_layer(
     BLOCK_M: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """dW (N, K) then db (N,) of one layer over rows [row_begin, row_end), stored at part_ptr.
+    """One tile of a dW (N, K) over rows [row_begin, row_end), stored at part_ptr.
 
-    db is a product with ones: the sum runs on the matrix unit along with dW.
+    Tiles at K_FIRST = 0 also give their part of db (N,), stored behind dW. It is a product with
+    ones: the sum runs on the matrix unit along with dW.
     """
     dw = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     db = tl.zeros((BLOCK_N, 16), dtype=tl.float32)
     for row in tl.range(row_begin, row_end, BLOCK_M):
         row_offs = row + tl.arange(0, BLOCK_M)
-        dpre = _load_rows(dpre_ptr, row_offs, N, row_end, N, BLOCK_M, BLOCK_N)
-        h = _load_rows(input_ptr, row_offs, input_row_stride, row_end, K, BLOCK_M, BLOCK_K)
+        dpre = _load_rows(dpre_ptr, row_offs, N, row_end, N_FIRST, N, BLOCK_N)
+        h = _load_rows(input_ptr, row_offs, input_row_stride, row_end, K_FIRST, K, BLOCK_K)
         if APPLY:
             # Rows past the end may become act(0): dpre is zero there.
             out = activation(h.to(tl.float32), ACTIVATION, MATH)
             h = out if UPCAST else out.to(h.dtype)
         dpre = _operand(dpre, SCHEME, UPCAST)
         h = _operand(h, SCHEME, UPCAST)
-        ones = tl.full((BLOCK_M, 16), 1.0, dtype=dpre.dtype)
         dw = _dot(tl.trans(dpre), h, dw, SCHEME)
-        db = _dot(tl.trans(dpre), ones, db, SCHEME)
-    n_offs = tl.arange(0, BLOCK_N)
-    k_offs = tl.arange(0, BLOCK_K)
+        if K_FIRST == 0:
+            ones = tl.full((BLOCK_M, 16), 1.0, dtype=dpre.dtype)
+            db = _dot(tl.trans(dpre), ones, db, SCHEME)
+    n_offs = N_FIRST + tl.arange(0, BLOCK_N)
+    k_offs = K_FIRST + tl.arange(0, BLOCK_K)
     kind = part_ptr.dtype.element_ty
     tl.store(
         part_ptr + n_offs[:, None] * K + k_offs[None, :],
         dw.to(kind),
         mask=(n_offs[:, None] < N) & (k_offs[None, :] < K),
     )
-    tl.store(part_ptr + N * K + n_offs, (tl.sum(db, 1) * (1.0 / 16)).to(kind), mask=n_offs < N)
+    if K_FIRST == 0:
+        db_sum = tl.sum(db, 1) * (1.0 / 16)
+        tl.store(part_ptr + N * K + n_offs, db_sum.to(kind), mask=n_offs < N)
 
 
 @triton.jit
@@ -370,43 +522,35 @@ def _mlp_bwd_dw_kernel(
     M,
     x_row_stride,
     split_rows,
+    total,
     COUNT: tl.constexpr,
-    SHAPES: tl.constexpr,
-    OFFSETS: tl.constexpr,
+    TILES: tl.constexpr,
     ACTIVATION: tl.constexpr,
     MATH: tl.constexpr,
     SCHEME: tl.constexpr,
     BLOCK_M: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Weight and bias gradients of COUNT layers over one slice of the rows.
+    """Weight and bias gradients of some layers over one slice of the rows.
 
-    Program axis 0 is the layer, axis 1 the slice: rows [s * split_rows, (s + 1) * split_rows).
-    ``dpre_ptrs[i]`` (M, N) is contiguous, ``input_ptrs[i]`` (M, K) has unit column stride; the
-    layer's input is that or ACTIVATION of it. SHAPES[i] is (N, K, BLOCK_N, BLOCK_K, whether the
-    input is x, whose row stride is given, whether ACTIVATION is to be applied). Slice s of part
-    (slices, OFFSETS[COUNT]) gets each layer's dW (N, K) and db (N,), layer i at OFFSETS[i].
+    Program axis 0 is the tile, axis 1 the slice: rows [s * split_rows, (s + 1) * split_rows).
+    ``dpre_ptrs[j]`` (M, N) is contiguous, ``input_ptrs[j]`` (M, K) has unit column stride.
+    TILES[t] is (j, offset of the layer's dW in a slice of part (slices, total), N, K, the tile's
+    first row and column, its padded sizes, whether the input is x, whose row stride is given,
+    whether the layer's input is ACTIVATION of what is given). db follows dW in part.
     """
-    layer = tl.program_id(0)
+    tile = tl.program_id(0)
     piece = tl.program_id(1)
     row_begin = piece * split_rows
     row_end = tl.minimum(row_begin + split_rows, M)
-    part_ptr += piece.to(tl.int64) * OFFSETS[COUNT]
-    for i in tl.static_range(COUNT):
-        if layer == i:
-            _bwd_dw_layer(
-                *(dpre_ptrs[i], input_ptrs[i], part_ptr + OFFSETS[i], row_begin, row_end),
-                *(x_row_stride if SHAPES[i][4] else SHAPES[i][1], SHAPES[i][0], SHAPES[i][1]),
-                *(
-                    SHAPES[i][2],
-                    SHAPES[i][3],
-                    SHAPES[i][5],
-                    ACTIVATION,
-                    MATH,
-                    SCHEME,
-                    BLOCK_M,
-                    UPCAST,
-                ),
+    part_ptr += piece.to(tl.int64) * total
+    for t in tl.static_range(COUNT):
+        if tile == t:
+            _bwd_dw_tile(
+                *(dpre_ptrs[TILES[t][0]], input_ptrs[TILES[t][0]], part_ptr + TILES[t][1]),
+                *(row_begin, row_end, x_row_stride if TILES[t][8] else TILES[t][3]),
+                *(TILES[t][2], TILES[t][3], TILES[t][4], TILES[t][5], TILES[t][6], TILES[t][7]),
+                *(TILES[t][9], ACTIVATION, MATH, SCHEME, BLOCK_M, UPCAST),
             )
 
 
