@@ -1,1 +1,8 @@
 """h_{i+1} = act_i(h_i W_iᵀ + b_i): a chain of linear layers as one operation."""
+
+from fastlinear.ops.mlp import registered as _registered
+from fastlinear.ops.mlp.op import explain, mlp
+
+__all__ = ["explain", "mlp"]
+
+del _registered

@@ -5,6 +5,8 @@ Light on purpose: backends are named here and imported on first use.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,12 +17,25 @@ from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, Family, register_family
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.mlp import reference
+from fastlinear.ops.mlp import layerwise, reference, strassen, whole_cpp, whole_cuda, whole_triton
 from fastlinear.ops.mlp.problem import NAME, PIECES, activations_of, problem, widths_of
 
 __all__ = ["FAMILY", "NAME", "PIECES", "cost", "problem"]
 
 _HERE = "fastlinear.ops.mlp"
+_CPP_SOURCES = ("mlp.cpp", "entry.cpp", "../common/cpp_build.py")
+_TRITON_SOURCES = (
+    "whole_triton_kernels.py",
+    "../common/activations_triton.py",
+    "../common/triton_launch.py",
+)
+_CUDA_SOURCES = ("whole.cu", "../common/cuda_driver.py")
+_STRASSEN_SOURCES = (
+    "strassen_scheme.py",
+    "strassen_cpu.py",
+    "strassen_triton.py",
+    "strassen_triton_kernels.py",
+)
 
 
 def _always(_: Problem) -> str | None:
@@ -29,7 +44,31 @@ def _always(_: Problem) -> str | None:
 
 def _prefer(p: Problem) -> tuple[str, ...]:
     """Analytic order, used only where no measurement covers the Problem."""
-    return ("eager",)
+    return _prefer_cpu(p) if p.device == "cpu" else _prefer_cuda(p)
+
+
+def _prefer_cpu(p: Problem) -> tuple[str, ...]:
+    m, widest = p.dim("M"), max(widths_of(p))
+    if p.needs_grad:
+        # beside PyTorch's autograd only a backward in one call pays
+        small = m <= 128 and widest <= 256
+        return ("whole_cpp", "eager") if small else ("eager",)
+    if widest <= 256 or m <= 256:
+        return ("whole_cpp", "layerwise", "eager")
+    return ("layerwise", "eager")
+
+
+def _prefer_cuda(p: Problem) -> tuple[str, ...]:
+    m, widths = p.dim("M"), widths_of(p)
+    if p.option("fast") == "yes" and min(widths) >= 2048 and m >= 4096:
+        return ("strassen", "layerwise", "eager")
+    if p.needs_grad:
+        return ("whole_triton", "eager") if max(widths) <= 128 else ("eager",)
+    if max(widths) <= 128:
+        return ("whole_triton", "layerwise", "eager")
+    if m <= 64:
+        return ("whole_cuda", "layerwise", "eager")
+    return ("layerwise", "eager")
 
 
 def _has_bias(p: Problem, layer: int) -> bool:
@@ -47,7 +86,7 @@ def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]
         return (torch.randn(shape, generator=generator, device=device) * scale).to(dtype)
 
     weights = []
-    for i, (k, n) in enumerate(zip(widths[:-1], widths[1:], strict=True)):
+    for i, (k, n) in enumerate(pairwise(widths)):
         scale = (2.0 / max(k, 1)) ** 0.5
         transposed = p.option("w") == "mixed" and i % 2 == 0
         weights.append(draw(k, n, scale=scale).t() if transposed else draw(n, k, scale=scale))
@@ -78,7 +117,7 @@ def cost(p: Problem) -> Cost:
     widths, m = widths_of(p), p.dim("M")
     size = FLOAT_DTYPES[p.dtype].itemsize
     names = activations_of(p)
-    layers = list(zip(widths[:-1], widths[1:], strict=True))
+    layers = list(pairwise(widths))
     weights = sum(k * n for k, n in layers)
     biases = sum(n for i, n in enumerate(widths[1:]) if _has_bias(p, i))
     # everything saved but the last layer's output, which is y
@@ -95,11 +134,36 @@ def cost(p: Problem) -> Cost:
     return Cost(4.0 * m * weights, size * numbers)
 
 
+def _backend(
+    piece: str,
+    name: str,
+    module: str,
+    reason_not: Callable[[Problem], str | None],
+    sources: tuple[str, ...] = (),
+) -> Backend:
+    return Backend(NAME, piece, name, f"{_HERE}.{module}:{piece}", reason_not, sources)
+
+
 FAMILY = register_family(
     Family(
         name=NAME,
         pieces=PIECES,
-        backends=(*(Backend(NAME, p, "eager", f"{_HERE}.reference:{p}", _always) for p in PIECES),),
+        backends=(
+            *(_backend(p, "eager", "reference", _always) for p in PIECES),
+            *(_backend(p, "layerwise", "layerwise", layerwise.reason_not) for p in PIECES),
+            *(
+                _backend(p, "whole_cpp", "whole_cpp", whole_cpp.reason_not, _CPP_SOURCES)
+                for p in PIECES
+            ),
+            *(
+                _backend(
+                    p, "whole_triton", "whole_triton", whole_triton.reason_not, _TRITON_SOURCES
+                )
+                for p in PIECES
+            ),
+            _backend("forward", "whole_cuda", "whole_cuda", whole_cuda.reason_not, _CUDA_SOURCES),
+            _backend("forward", "strassen", "strassen", strassen.reason_not, _STRASSEN_SOURCES),
+        ),
         prefer=_prefer,
         make_inputs=_make_inputs,
         reference=_reference,

@@ -1,0 +1,43 @@
+"""What an op must know of the state a call is made in: autocast, transforms, recorders."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Types whose memory a kernel may read; subclasses may mean something else by it."""
+
+transforms_active = torch._C._are_functorch_transforms_active
+_any_autocast = torch._C._is_any_autocast_enabled
+_tracing = torch._C._get_tracing_state
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype autocast gives a matrix product of ``x``, None where it leaves it alone."""
+    if not _any_autocast():
+        return None
+    device = x.device.type
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """``t`` as autocast would hand it on: float32 and 16-bit tensors in ``dtype``."""
+    return t.to(dtype) if t.is_floating_point() and t.dtype is not torch.float64 else t
+
+
+def recorded() -> bool:
+    """Whether ``torch.jit.trace`` or a dispatch mode (make_fx, a flop counter) watches torch's ops.
+
+    A kernel of our own is none, so it would be missing from what they record.
+    """
+    return _tracing() is not None or _dispatch_modes() > 0
+
+
+def forward_mode() -> bool:
+    """Whether forward-mode differentiation is under way."""
+    return forward_ad._current_level >= 0

@@ -1,0 +1,390 @@
+"""The public function mlp: validation, selection, and one autograd formula.
+
+Hot path: one call of the compiled door looks up a ready plan by every fact of the tensors and runs
+it. Where the door cannot be built, or knows no such call, the lookup below does the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad as _forward_ad
+from torch.overrides import handle_torch_function, has_torch_function
+
+from fastlinear.core.errors import InputError
+from fastlinear.core.precision import matmul_precision
+from fastlinear.dispatch import cache
+from fastlinear.dispatch.explain import Explanation
+from fastlinear.ops.common import calls
+from fastlinear.ops.mlp import entry, reference, whole_cpp
+from fastlinear.ops.mlp.autograd import Formula, Mlp
+from fastlinear.ops.mlp.reference import Biases, Weights
+from fastlinear.ops.mlp.selection import choices
+from fastlinear.ops.mlp.validation import sequences, validate
+
+_MAX_PLANS = 4096
+_PLAIN = calls.PLAIN
+_is_compiling = torch.compiler.is_compiling
+
+Plan = Callable[[Tensor, Sequence[Tensor], "Sequence[Tensor | None] | None"], Tensor]
+
+
+def mlp(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None = None,
+    *,
+    activation: str = "relu",
+    final_activation: str = "none",
+    backend: str | None = None,
+    allow_fast_matmul: bool = False,
+) -> Tensor:
+    """A chain of linear layers as one operation: ``h_{i+1} = act_i(h_i W_iᵀ + b_i)``, ``h_0 = x``.
+
+    Args:
+        x: input, shape (..., n_0), any strides.
+        weights: L tensors of shapes (n_{i+1}, n_i), as in ``nn.Linear``. Same dtype and device as
+            ``x``. They are read at every call and may change between calls.
+        biases: L entries of shape (n_{i+1},) or None, or None for no bias anywhere.
+        activation: after every layer but the last; the names ``linear_act`` knows.
+        final_activation: after the last layer.
+        backend: force the backend by name; None lets fastlinear choose.
+        allow_fast_matmul: permit fast matrix multiplication (Strassen), whose error is bounded
+            for the whole matrix only, not for each number.
+
+    Returns:
+        Shape (..., n_L), dtype of ``x`` (under autocast: the autocast dtype). Always new memory.
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit (the message names the layer), or an
+            activation is unknown.
+        UnsupportedError: a forced backend cannot serve the call; the message says why.
+
+    float32, bfloat16, float16 and float64; 16-bit dtypes accumulate in float32 and round between
+    layers, as PyTorch does. Deterministic for a given backend and shape. Differentiable, to any
+    order.
+
+    >>> import torch, fastlinear as fl
+    >>> weights = [torch.ones(4, 3), torch.ones(2, 4)]
+    >>> fl.mlp(torch.ones(5, 3), weights, activation="relu").shape
+    torch.Size([5, 2])
+    """
+    return call(x, weights, biases, activation, final_activation, backend, allow_fast_matmul)
+
+
+def call(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None,
+    activation: str,
+    final_activation: str,
+    backend: str | None,
+    fast: bool,
+) -> Tensor:
+    """``mlp`` with positional arguments: the entry of ``fastlinear.nn.MLP``."""
+    if _is_compiling():
+        return _compiled(x, weights, biases, activation, final_activation, backend, fast)
+    if _forward_ad._current_level < 0:
+        y: Tensor | None = _door(x, weights, biases, activation, final_activation, backend, fast)
+        if y is not None:
+            return y
+    return _looked_up(x, weights, biases, activation, final_activation, backend, fast)
+
+
+def explain(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None = None,
+    *,
+    activation: str = "relu",
+    final_activation: str = "none",
+    backend: str | None = None,
+    allow_fast_matmul: bool = False,
+    needs_grad: bool | None = None,
+) -> Explanation:
+    """Which backend ``mlp`` takes for this call, why, and why not each other.
+
+    Args:
+        x, weights, biases, activation, final_activation, backend, allow_fast_matmul: as for
+            ``mlp``.
+        needs_grad: whether to explain the training choice; by default what the tensors say.
+    """
+    ws, bs = sequences(weights, biases)
+    if needs_grad is None:
+        needs_grad = torch.is_grad_enabled() and any(
+            isinstance(t, Tensor) and t.requires_grad for t in (x, *ws, *bs)
+        )
+    if isinstance(x, Tensor):
+        x, ws, bs = _autocast(x, ws, bs)
+    validate(x, ws, bs, activation, final_activation, backend, allow_fast_matmul)
+    names = activation, final_activation
+    return Explanation(choices(x, ws, bs, *names, backend, allow_fast_matmul, needs_grad))
+
+
+# --------------------------------------------------------------------------------------------
+# Plans: what to call for calls of one kind
+
+_plans: dict[Any, Plan] = {}
+
+
+def _no_door(*_: Any) -> None:
+    return None
+
+
+_door: Callable[..., Any] = _no_door
+
+
+def _forget() -> None:
+    _plans.clear()
+    if _door is not _no_door:
+        door = entry.entry()
+        assert door is not None
+        door.clear()
+
+
+cache.on_change(_forget)
+
+
+def _looked_up(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None,
+    activation: str,
+    final_activation: str,
+    backend: str | None,
+    fast: bool,
+) -> Tensor:
+    ws, bs = sequences(weights, biases)
+    rest = (activation, final_activation, backend, fast)
+    given = [x, *ws, *[b for b in bs if b is not None]]
+    if _unlike_plain(given) or calls.forward_mode():
+        return _unusual(x, ws, bs, *rest)
+    if calls.recorded():
+        x, ws, bs = _autocast(x, ws, bs)
+        validate(x, ws, bs, *rest)
+        return reference.mlp(x, ws, bs, activation, final_activation)
+    autocast = calls.autocast_dtype(x)
+    grad = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+    negative = any(t.is_neg() for t in given)
+    key: Any = (
+        tuple([(t.shape, t.stride(), t.dtype, t.device) for t in given]),
+        tuple([b is None for b in bs]),
+        *rest,
+        grad,
+        autocast,
+        negative,
+        matmul_precision(x.dtype),
+    )
+    try:
+        plan = _plans.get(key)
+    except TypeError:  # an activation or backend that cannot be hashed: validation names it
+        plan = None
+    if plan is not None:
+        return plan(x, ws, bs)
+    given_x, given_ws, given_bs = x, ws, bs
+    x, ws, bs = _autocast(x, ws, bs)
+    validate(x, ws, bs, *rest)
+    native, plan = _resolved(x, ws, bs, *rest, grad)
+    if autocast is not None or negative:
+        plan = _prepared(plan)
+    if len(_plans) >= _MAX_PLANS:
+        _plans.clear()
+    _plans[key] = plan
+    if autocast is None and not negative:
+        _admit(x, weights, biases, *rest, native or plan)
+    return plan(given_x, given_ws, given_bs)
+
+
+def _admit(x: Tensor, weights: Any, biases: Any, *rest_and_plan: Any) -> None:
+    """Make the plan known to the compiled door, building that at the first plan."""
+    global _door
+    door = entry.entry()
+    if door is not None:
+        _door = door.call
+        door.admit(x, weights, biases, *rest_and_plan)
+
+
+def _resolved(
+    x: Tensor,
+    weights: Weights,
+    biases: Biases,
+    activation: str,
+    final_activation: str,
+    backend: str | None,
+    fast: bool,
+    grad: bool,
+) -> tuple[Any, Plan]:
+    """(what the compiled door can run by itself or None, the plan)."""
+    names = activation, final_activation
+    if x.device.type not in ("cpu", "cuda"):
+        return None, _chain(*names)
+    chosen = choices(x, weights, biases, *names, backend, fast, grad)
+    backends = {c.backend.name for c in chosen}
+    empty = x.numel() == 0 or any(w.numel() == 0 for w in weights)
+    if empty or backends == {"eager"}:
+        return None, _chain(*names)
+    run = chosen[0].backend.load()
+    if grad:
+        return None, _training(Formula(*names, len(weights), run, chosen[1].backend.load()))
+    native = None
+    dense = all(t.is_contiguous() for t in (x, *weights, *biases) if t is not None)
+    if backends == {"whole_cpp"} and dense and x.dim() <= 3:
+        native = (whole_cpp.address(), whole_cpp.codes(len(weights), *names))
+    return native, _inference(run, *names)
+
+
+def _chain(activation: str, final_activation: str) -> Plan:
+    """PyTorch's own ops, one layer after the other."""
+
+    def plan(
+        x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None
+    ) -> Tensor:
+        bs = (None,) * len(weights) if biases is None else biases
+        return reference.mlp(x, weights, bs, activation, final_activation)
+
+    return plan
+
+
+def _inference(run: Callable[..., Any], activation: str, final_activation: str) -> Plan:
+    def plan(
+        x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None
+    ) -> Tensor:
+        bs = _dense(biases, len(weights))
+        if x.dim() == 2:
+            y: Tensor = run(x, tuple(weights), bs, activation, final_activation, False)[0]
+            return y
+        rows = x.reshape(-1, x.shape[-1])
+        y = run(rows, tuple(weights), bs, activation, final_activation, False)[0]
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    return plan
+
+
+def _training(formula: Formula) -> Plan:
+    apply = Mlp.apply
+
+    def plan(
+        x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None
+    ) -> Tensor:
+        y: Tensor = apply(formula, x, *weights, *_dense(biases, len(weights)))
+        return y
+
+    return plan
+
+
+def _prepared(inner: Plan) -> Plan:
+    """The plan for tensors that autocast casts, or whose sign is lazy: kernels read memory as it
+    lies."""
+
+    def plan(
+        x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None
+    ) -> Tensor:
+        x, ws, bs = _autocast(x, *sequences(weights, biases))
+        return inner(
+            x.resolve_neg(),
+            tuple(w.resolve_neg() for w in ws),
+            tuple(None if b is None else b.resolve_neg() for b in bs),
+        )
+
+    return plan
+
+
+def _dense(biases: Sequence[Tensor | None] | None, layers: int) -> Biases:
+    """Biases as backends take them: a tuple, each dense."""
+    if biases is None:
+        return (None,) * layers
+    return tuple([b if b is None or b.is_contiguous() else b.contiguous() for b in biases])
+
+
+# --------------------------------------------------------------------------------------------
+# Calls off the hot path
+
+
+def _unlike_plain(given: Sequence[Any]) -> bool:
+    """Whether a tensor is a subclass, a proxy, sparse or on no memory, or a transform is active."""
+    if calls.transforms_active():
+        return True
+    return any(type(t) not in _PLAIN or t.layout is not torch.strided for t in given)
+
+
+def _autocast(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, Weights, Biases]:
+    dtype = calls.autocast_dtype(x)
+    if dtype is None or not all(
+        isinstance(t, Tensor) for t in (*weights, *biases) if t is not None
+    ):
+        return x, weights, biases
+    return (
+        calls.cast(x, dtype),
+        tuple(calls.cast(w, dtype) for w in weights),
+        tuple(None if b is None else calls.cast(b, dtype) for b in biases),
+    )
+
+
+def _unusual(
+    x: Tensor,
+    weights: Weights,
+    biases: Biases,
+    activation: str,
+    final_activation: str,
+    backend: str | None,
+    fast: bool,
+) -> Tensor:
+    """Tensor subclasses, FX proxies and functorch transforms: plain torch ops carry them."""
+    given = (x, *weights, *biases)
+    if not all(isinstance(t, Tensor) for t in given if t is not None) and has_torch_function(given):
+        y: Tensor = handle_torch_function(
+            mlp,
+            given,
+            x,
+            weights,
+            biases,
+            activation=activation,
+            final_activation=final_activation,
+            backend=backend,
+            allow_fast_matmul=fast,
+        )
+        return y
+    if not isinstance(x, Tensor) or calls.autocast_dtype(x) is None:
+        # under autocast dtypes may differ; torch's own linear checks the rest there
+        validate(x, weights, biases, activation, final_activation, backend, fast)
+    if backend not in (None, "eager"):
+        raise InputError(
+            "mlp",
+            expected="plain strided tensors outside torch.func transforms and forward-mode "
+            "differentiation with a forced backend",
+            received=f"x of type {type(x).__name__}, backend={backend!r}",
+            remedy="Leave backend out; such calls take PyTorch's own path.",
+        )
+    return reference.mlp(x, weights, biases, activation, final_activation)
+
+
+def _compiled(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None,
+    activation: str,
+    final_activation: str,
+    backend: str | None,
+    fast: bool,
+) -> Tensor:
+    """The call as torch.compile sees it: one registered op."""
+    ws, bs = sequences(weights, biases)
+    rest = (activation, final_activation, backend, fast)
+    present = [b for b in bs if b is not None]
+    if _unlike_plain([x, *ws, *present]):
+        return _unusual(x, ws, bs, *rest)
+    x, ws, bs = _autocast(x, ws, bs)
+    validate(x, ws, bs, *rest)
+    present = [b for b in bs if b is not None]
+    grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *ws, *present))
+    has_bias = [b is not None for b in bs]
+    y: Tensor = torch.ops.fastlinear.mlp(
+        x, list(ws), present, has_bias, activation, final_activation, grad, backend or "", fast
+    )[0]
+    return y
+
+
+__all__ = ["call", "explain", "mlp"]
