@@ -8,15 +8,28 @@ only as the planes that the batched product reads and writes. See STRASSEN.md.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from fastlinear.core.precision import DTYPE_NAMES, FLOAT_DTYPES, matmul_precision
 from fastlinear.core.problem import Problem
 from fastlinear.ops.mlp.problem import layer_activations, widths_of
-from fastlinear.ops.mlp.strassen_scheme import Scheme
+from fastlinear.ops.mlp.strassen_scheme import MAX_LEVELS, Scheme
 
 Biases = tuple[Tensor | None, ...]
+
+_LEAST_SIDE = 256  # of a block: below, batched products lose more than the scheme saves
+# (device, kind of product) → its rate, flop/s, and the passes', bytes/s; measured on an H200
+_RATES = {
+    ("cuda", "float32"): (5.0e13, 3.8e12),
+    ("cuda", "tf32"): (3.4e14, 3.8e12),
+    ("cuda", "half"): (6.8e14, 3.8e12),
+    ("cpu", "float32"): (2.0e11, 1.0e10),
+    ("cpu", "half"): (4.0e11, 5.0e9),
+}
 
 
 def reason_not(p: Problem) -> str | None:
@@ -51,7 +64,7 @@ def forward(
     x (M, n_0), weights (n_{i+1}, n_i), biases (n_{i+1},) or None, any strides; y (M, n_L) and
     saved[i] (M, n_{i+1}) contiguous, in the dtype of x. Deterministic; norm-wise accurate.
     """
-    scheme = Scheme("strassen", levels_for(x, weights))
+    scheme = Scheme("strassen", _levels(x, weights))
     return _run(x, weights, biases, activation, final_activation, save, scheme)
 
 
@@ -67,13 +80,51 @@ def forward_classical(
 
     The same cut, passes and batched product; what differs in time from ``forward`` is Strassen's.
     """
-    scheme = Scheme("classical", levels_for(x, weights))
+    scheme = Scheme("classical", _levels(x, weights))
     return _run(x, weights, biases, activation, final_activation, save, scheme)
 
 
-def levels_for(x: Tensor, weights: tuple[Tensor, ...]) -> int:
-    """1 or 2 levels for this chain."""
-    return 1
+def levels_for(m: int, widths: Sequence[int], dtype: str, device: str, precision: str) -> int:
+    """0 (classical is estimated faster), 1 or 2: the levels of least estimated time for a chain.
+
+    Two levels for float32 only: in 16 bits they would cost another half of the digits.
+    """
+    deepest = MAX_LEVELS if dtype == "float32" else 1
+    sides = (m, *widths)
+    while deepest and min(sides) >> deepest < _LEAST_SIDE:
+        deepest -= 1
+    times = [_seconds(m, widths, dtype, device, precision, n) for n in range(deepest + 1)]
+    return times.index(min(times))
+
+
+def pays(p: Problem) -> bool:
+    """Whether the chain is estimated to beat fused classical layers on a forward Problem."""
+    return levels_for(p.dim("M"), widths_of(p), p.dtype, p.device, p.precision) > 0
+
+
+def _seconds(
+    m: int, widths: Sequence[int], dtype: str, device: str, precision: str, levels: int
+) -> float:
+    """Products at the library's rate, passes at the memory's; classical layers have no passes."""
+    if dtype == "float32" and precision != "highest" and device == "cuda":
+        kind = "tf32"
+    else:
+        kind = "float32" if dtype == "float32" else "half"
+    flops, bandwidth = _RATES[device, kind]
+    size = FLOAT_DTYPES[dtype].itemsize
+    total = 0.0
+    for k, n in pairwise(widths):
+        total += 2.0 * m * n * k * (7 / 8) ** levels / flops
+        if levels:
+            total += size * m * (k + n) * (7 / 4) ** levels / bandwidth
+    return total
+
+
+def _levels(x: Tensor, weights: tuple[Tensor, ...]) -> int:
+    """Levels of a chain that is to run by Strassen whatever it gains: at least 1."""
+    widths = (x.shape[1], *(w.shape[0] for w in weights))
+    name, precision = DTYPE_NAMES[x.dtype], matmul_precision(x.dtype)
+    return max(1, levels_for(x.shape[0], widths, name, x.device.type, precision))
 
 
 def _run(

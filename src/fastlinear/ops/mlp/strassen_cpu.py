@@ -18,7 +18,7 @@ from torch import Tensor
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.mlp.strassen_scheme import FORMULAS, Scheme, Terms, plane_size
 
-_CHUNK = 1 << 16  # elements of a block that a pass holds at a time: cached, and enough for threads
+_CHUNK = 1 << 18  # elements of a block that a pass holds at a time: few calls, cached blocks
 _PROBES = 61  # elements read to see a change; prime, so that they rarely line up with a row
 
 
