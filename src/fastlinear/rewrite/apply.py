@@ -19,6 +19,7 @@ from fastlinear.rewrite import measure
 from fastlinear.rewrite import plan as plans
 from fastlinear.rewrite.candidate import Candidate
 from fastlinear.rewrite.eligible import Refusal
+from fastlinear.rewrite.keep_accurate import keep_accurate
 from fastlinear.rewrite.optimize import finish, prepare, watch
 from fastlinear.rewrite.plan import Plan, Rewrite
 from fastlinear.rewrite.result import Result
@@ -82,7 +83,7 @@ def apply_(
     candidates, left = watch(work, inputs, None)
     with preserved(model, config.mode):
         kept = _planned(work, loaded, candidates, left)
-        kept, verdicts = work.keep_accurate(kept)
+        kept, verdicts = keep_accurate(work, kept)
         pair = None
         if kept:
             kept, pair = _unless_slower(work, kept)

@@ -20,14 +20,17 @@ from fastlinear.profile.state import preserved
 from fastlinear.profile.step import check_model, device_of, normalize_inputs
 from fastlinear.rewrite import measure
 from fastlinear.rewrite.candidate import Candidate
+from fastlinear.rewrite.choose import choose, heaviest_first
 from fastlinear.rewrite.eligible import Refusal, linear_modules
+from fastlinear.rewrite.keep_accurate import keep_accurate
+from fastlinear.rewrite.keep_fast import keep_fast
 from fastlinear.rewrite.plan import Plan, Rewrite, model_facts
 from fastlinear.rewrite.result import Result
 from fastlinear.rewrite.rules import linear_act as rule
 from fastlinear.rewrite.rules.linear_act import FilterFn
 from fastlinear.rewrite.running import Call, LossFn, Runner, check_runs, input_specs
 from fastlinear.rewrite.swap import SwapSet
-from fastlinear.rewrite.work import Work, heaviest_first
+from fastlinear.rewrite.work import Work
 
 _PROFILED_STEPS = 3
 _NOTHING_CODES = ("already_fastlinear", "already_rewritten", "not_called", "empty_input")
@@ -84,13 +87,13 @@ def optimize_(
         for fqn, refusal in left.items():
             status = "nothing_to_do" if refusal.code in _NOTHING_CODES else "refused"
             work.settle(fqn, status, refusal.code, refusal.reason)
-        kept = work.choose(candidates)
-        verified, verdicts = work.keep_accurate(kept)
-        kept, pair = work.keep_fast(verified)
+        kept = choose(work, candidates)
+        verified, verdicts = keep_accurate(work, kept)
+        kept, pair = keep_fast(work, verified)
         while 0 < len(kept) < len(verified):  # fewer rewrites are other code: verified again
-            verified, verdicts = work.keep_accurate(kept)
+            verified, verdicts = keep_accurate(work, kept)
             if len(verified) < len(kept):
-                kept, pair = work.keep_fast(verified)
+                kept, pair = keep_fast(work, verified)
     return finish(work, kept, verdicts if kept else (), pair if kept else None)
 
 

@@ -1,0 +1,148 @@
+"""Choosing: tune the Problems, then verify and time every site alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastlinear.core.errors import UnsupportedError
+from fastlinear.core.problem import Problem
+from fastlinear.dispatch.backend import families
+from fastlinear.dispatch.tune import BASELINE
+from fastlinear.rewrite import measure, site
+from fastlinear.rewrite.candidate import Candidate
+from fastlinear.rewrite.rules import linear_act as rule
+from fastlinear.rewrite.work import GROUP_DROPPED, Work, in_words
+
+
+def choose(work: Work, candidates: list[Candidate]) -> list[Candidate]:
+    """Tune the distinct Problems and drop the sites that have nothing to gain."""
+    if work.config.families is not None and rule.RULE not in work.config.families:
+        for c in candidates:
+            work.settle(c.fqn, "refused", "family_off", "Config.families leaves it out.")
+        return []
+    problems = heaviest_first(candidates)
+    if work.config.tune:
+        with work.budget:
+            work.tuned = measure.tune_all(
+                problems,
+                work.runner.device,
+                budget=work.budget,
+                seed=work.config.seed,
+                progress=work.progress,
+            )
+    kept = [c for c in candidates if _worth_measuring(work, c)]
+    return _measure_sites(work, rule.complete(kept, work.every))
+
+
+def _worth_measuring(work: Work, c: Candidate) -> bool:
+    facts: dict[str, Any] = {
+        "activation": c.activation,
+        "problem": c.problem.to_json(),
+        "route": c.route,
+        "calls": c.calls.calls,
+    }
+    try:
+        chosen = [measure.backends_of(p, c.backend) for p in c.problems]
+    except UnsupportedError as error:
+        work.settle(c.fqn, "refused", "backend_cannot_serve", str(error), **facts)
+        return False
+    facts["backends"] = chosen[0]
+    facts["predicted_gain_us"] = _predicted(work, c, chosen)
+    # An activation module written in Python may gain even where eager is best.
+    composed = c.activation_module is not None and not type(
+        c.activation_module
+    ).__module__.startswith("torch.nn")
+    if all(set(b.values()) == {BASELINE} for b in chosen) and not composed:
+        asked = [p.with_piece(piece) for p in c.problems for piece in measure.pieces(p)]
+        if c.fallback is not None:
+            work.settle(c.fqn, "refused", c.fallback.code, c.fallback.reason, **facts)
+        elif all(p in work.tuned for p in asked):
+            text = "PyTorch's own path is the fastest backend for it."
+            work.settle(c.fqn, "nothing_to_do", "eager_is_best", text, **facts)
+        else:
+            why = "the time budget ran out" if work.config.tune else "tuning is off"
+            text = f"Dispatch takes PyTorch's own path; not measured here ({why})."
+            work.settle(c.fqn, "nothing_to_do", "eager_by_default", text, **facts)
+        return False
+    reason = "Not measured: the rewrite of its group was given up."
+    work.settle(c.fqn, "rejected", "group_dropped", reason, **facts)
+    return True
+
+
+def _predicted(work: Work, c: Candidate, chosen: list[dict[str, str]]) -> float | None:
+    gain = 0.0
+    known = False
+    for problem, kind, backends in zip(c.problems, c.calls.kinds, chosen, strict=True):
+        for piece, backend in backends.items():
+            tuned = work.tuned.get(problem.with_piece(piece))
+            if tuned is not None and {backend, BASELINE} <= set(tuned.samples):
+                known = True
+                saved = tuned.samples[BASELINE].median_us - tuned.samples[backend].median_us
+                gain += saved * kind.count
+    if known:
+        return gain
+    for finding in work.profile.findings:
+        if finding.fqn == c.fqn and finding.code == "linear_activation":
+            return finding.predicted_gain_us
+    return None
+
+
+def _measure_sites(work: Work, candidates: list[Candidate]) -> list[Candidate]:
+    """Verify every site, then A/B one site of each group; drop what fails or does not gain."""
+    accurate = []
+    for c in candidates:
+        try:
+            failed = site.failure(c)
+        except Exception as error:  # noqa: BLE001  a backend's own error is an outcome too
+            text = f"the rewrite raises {type(error).__name__}: {error}"
+            work.settle(c.fqn, "rejected", "raises", text)
+            continue
+        if failed is None:
+            accurate.append(c)
+        else:
+            work.settle(c.fqn, "rejected", "less_accurate", f"less accurate: {failed}")
+    accurate = rule.complete(accurate, work.every)
+    groups: dict[tuple[Any, ...], list[Candidate]] = {}
+    for c in accurate:
+        groups.setdefault(c.group, []).append(c)
+    faster: list[Candidate] = []
+    for i, members in enumerate(groups.values()):
+        work.progress("sites", i, len(groups))
+        share = work.budget.share(2 * (len(groups) - i), 2.0)
+        with work.budget:
+            pair, passes = site.pair(members[0], work.runner.device, share)
+        if _gains(work, members, pair, passes):
+            faster.extend(members)
+    work.progress("sites", len(groups), len(groups))
+    names = {c.fqn for c in faster}
+    return rule.complete([c for c in accurate if c.fqn in names], work.every)
+
+
+def _gains(work: Work, members: list[Candidate], pair: measure.Pair, passes: int) -> bool:
+    ratio = pair.speedup
+    better = ratio.median > 1.0  # whether it is beyond noise is decided on the whole model
+    for c in members:
+        facts = {
+            "before_us": pair.before.median_us * passes,
+            "after_us": pair.after.median_us * passes,
+            "speedup": ratio.median,
+            "ci95": (ratio.low, ratio.high),
+        }
+        code = "slower" if ratio.high < 1.0 else "not_faster"
+        word = "slower" if ratio.high < 1.0 else "not faster"
+        text = f"{word}: {in_words(ratio)}"
+        if better:
+            work.settle(c.fqn, "rejected", "group_dropped", GROUP_DROPPED, **facts)
+        else:
+            work.settle(c.fqn, "rejected", code, text, **facts)
+    return better
+
+
+def heaviest_first(candidates: list[Candidate]) -> list[Problem]:
+    """Distinct Problems of every kind of call, those with the most arithmetic in a step first."""
+    work: dict[Problem, float] = {}
+    for c in candidates:
+        for problem, kind in zip(c.problems, c.calls.kinds, strict=True):
+            flops = families()[rule.RULE].cost(problem).flops * kind.count
+            work[problem] = work.get(problem, 0.0) + flops
+    return sorted(work, key=lambda p: -work[p])

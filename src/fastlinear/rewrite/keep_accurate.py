@@ -1,0 +1,88 @@
+"""Keeping what is accurate: the whole model verified, and the sites that pass together."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from fastlinear.core.compare import Verdict
+from fastlinear.rewrite import measure, verify
+from fastlinear.rewrite.candidate import Candidate
+from fastlinear.rewrite.oracle import make_oracle
+from fastlinear.rewrite.rules import linear_act as rule
+from fastlinear.rewrite.swap import SwapSet
+from fastlinear.rewrite.work import Work
+
+
+def keep_accurate(
+    work: Work, candidates: list[Candidate]
+) -> tuple[list[Candidate], tuple[Verdict, ...]]:
+    """Verify the whole model; on a failure search for the sites that pass together."""
+    if not candidates:
+        return [], ()
+    work.progress("verify", 0, 1)
+    if work.judge is None:
+        oracle, exact = make_oracle(work.model, work.runner, work.call, work.ran)
+        work.notes.append(f"accuracy judged against: {oracle.name}")
+        work.judge = verify.Judge(
+            work.model,
+            work.runner,
+            work.call,
+            draws=work.config.draws,
+            oracle=oracle,
+            seconds=work.config.time_budget_s,
+            ran=work.ran,
+            exact=exact,
+        )
+        del work.ran  # the judge keeps it while it is small
+    verdicts = _verdicts(work, candidates)
+    kept = candidates
+    failed = next((v for v in verdicts if not v.passed), None)
+    if failed is not None:
+        kept = _bisect(work, candidates)
+        names = {c.fqn for c in kept}
+        for c in candidates:
+            if c.fqn not in names:
+                text = f"less accurate in the whole model: {failed}"
+                work.settle(c.fqn, "rejected", "less_accurate", text)
+        verdicts = _verdicts(work, kept) if kept else []
+        if not all(v.passed for v in verdicts):
+            raise AssertionError("a verified set of rewrites failed when verified again")
+    skipped = dict.fromkeys(work.judge.skipped)
+    work.notes += [f"verification skipped {text}" for text in skipped]
+    work.progress("verify", 1, 1)
+    return kept, tuple(verdicts)
+
+
+def _verdicts(work: Work, candidates: list[Candidate]) -> list[Verdict]:
+    assert work.judge is not None
+    swaps = SwapSet(rule.swaps(candidates))
+    found = work.judge.verdicts(swaps)
+    if work.runner.mode == "train" and all(v.passed for v in found):
+        found += _trajectory(work, swaps)
+    return found
+
+
+def _bisect(work: Work, candidates: list[Candidate]) -> list[Candidate]:
+    units: dict[str, list[Candidate]] = {}
+    for c in candidates:
+        units.setdefault(c.unit, []).append(c)
+
+    def passes(names: Any) -> bool:
+        chosen = [c for name in names for c in units[name]]
+        return all(v.passed for v in _verdicts(work, chosen))
+
+    with measure.Budget(work.config.time_budget_s) as budget:
+        names = verify.keep_passing(list(units), passes, lambda: budget.left_s == 0)
+    return [c for u in names for c in units[u]]
+
+
+def _trajectory(work: Work, swaps: SwapSet) -> list[Verdict]:
+    assert work.judge is not None
+    if work.copies is None:
+        try:
+            copy.deepcopy(work.model)
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            work.notes.append(f"optimizer steps not compared: the model cannot be copied ({error})")
+        work.copies = not any(n.startswith("optimizer steps not") for n in work.notes)
+    return work.judge.trajectory(swaps, work.config.optimizer_steps) if work.copies else []

@@ -1,0 +1,105 @@
+"""Keeping what is fast: the whole model before and after, with fewer rewrites until it gains."""
+
+from __future__ import annotations
+
+from fastlinear.core.timing import Ratio
+from fastlinear.rewrite import measure
+from fastlinear.rewrite.candidate import Candidate
+from fastlinear.rewrite.rules import linear_act as rule
+from fastlinear.rewrite.swap import SwapSet
+from fastlinear.rewrite.work import GROUP_DROPPED, Work, in_words
+
+
+def keep_fast(
+    work: Work, candidates: list[Candidate]
+) -> tuple[list[Candidate], measure.Pair | None]:
+    """Measure the whole model; while it does not gain, drop the group with the least gain.
+
+    Sites whose own A/B leaves them open stay only if the whole step with them is faster,
+    beyond noise, than the step with the other rewrites alone.
+    """
+    kept, pair, proven = candidates, None, Ratio(0.0, 0.0, 0.0)
+    while kept:
+        work.progress("measure", 0, 1)
+        pair = _measure(work, kept)
+        if not pair.speedup.low > work.config.min_speedup:
+            kept = _without_least(work, kept, pair.speedup)
+            continue
+        sure = [c for c in kept if not _open(work, c)]
+        if not sure or len(sure) == len(kept) or proven.low > 1.0:
+            break
+        proven = _measure(work, kept, against=rule.complete(sure, work.every)).speedup
+        if proven.low > 1.0:
+            break
+        text = f"no gain beyond noise: adds {in_words(proven)} to the whole step"
+        kept = _drop(work, kept, [c for c in kept if _open(work, c)], text)
+    work.progress("measure", 1, 1)
+    if pair is None or not kept:
+        return [], None
+    for c in kept:
+        work.settle(c.fqn, "kept", "faster", _kept_reason(work, c, pair.speedup, proven))
+    return kept, pair
+
+
+def _measure(
+    work: Work, candidates: list[Candidate], against: list[Candidate] | None = None
+) -> measure.Pair:
+    with work.budget:
+        return measure.model_pair(
+            work.model,
+            SwapSet(rule.swaps(candidates)),
+            work.runner,
+            work.call,
+            budget_s=max(1.0, work.budget.left_s / 2),
+            min_speedup=work.config.min_speedup if against is None else 1.0,
+            against=SwapSet(rule.swaps(against or [])),
+        )
+
+
+def _without_least(work: Work, kept: list[Candidate], ratio: Ratio) -> list[Candidate]:
+    least = min(kept, key=lambda c: _gain(work, c))
+    dropped = [c for c in kept if c.group == least.group]
+    if work.budget.left_s == 0:
+        dropped = kept
+    word = "slower" if ratio.high < 1.0 else "no gain beyond noise"
+    return _drop(work, kept, dropped, f"{word} end to end: {in_words(ratio)}")
+
+
+def _drop(work: Work, kept: list[Candidate], dropped: list[Candidate], why: str) -> list[Candidate]:
+    for c in dropped:
+        work.settle(c.fqn, "rejected", "slower_model", why)
+    names = {c.fqn for c in kept} - {c.fqn for c in dropped}
+    left = rule.complete([c for c in kept if c.fqn in names], work.every)
+    for c in kept:
+        if c.fqn in names - {other.fqn for other in left}:
+            work.settle(c.fqn, "rejected", "group_dropped", GROUP_DROPPED)
+    return left
+
+
+def _open(work: Work, c: Candidate) -> bool:
+    """Whether the site's own A/B is not decided beyond noise."""
+    interval = work.outcomes[c.fqn].ci95
+    return interval is None or interval[0] <= 1.0
+
+
+def _gain(work: Work, c: Candidate) -> float:
+    known = work.outcomes[c.fqn]
+    members = sum(1 for other in work.every if other.group == c.group)
+    return ((known.before_us or 0.0) - (known.after_us or 0.0)) * members
+
+
+def _kept_reason(work: Work, c: Candidate, step: Ratio, proven: Ratio) -> str:
+    known = work.outcomes[c.fqn]
+    name = known.backends.get("forward", "")
+    what = f"with {c.activation} in one call" if c.activation != "none" else "alone"
+    assert known.speedup is not None
+    assert known.ci95 is not None
+    text = f"{name}, {what}, {in_words(Ratio(known.speedup, *known.ci95))}"
+    if _open(work, c):
+        evidence = f"with it and the other open sites {in_words(proven)} of the step without"
+        if not proven.low > 1.0:
+            evidence = f"all kept rewrites together {in_words(step)}"
+        text += f"; open by itself, decided on the whole step: {evidence}"
+    if len(c.problems) > 1:
+        text += f"; all {len(c.problems)} kinds of input seen are verified and measured"
+    return text + (f"; activation left alone: {c.fallback.reason}" if c.fallback else "")
