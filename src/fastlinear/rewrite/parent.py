@@ -20,7 +20,8 @@ from fastlinear.profile.graph import Observed, Untraceable, trace
 from fastlinear.profile.recognise import recognise
 from fastlinear.rewrite.eligible import Refusal, linear_kind, refuse_module
 from fastlinear.rewrite.forwards import Forward, call_fused_conv1d, call_fused_linear
-from fastlinear.rewrite.guard import guarded, why_not, why_not_arguments
+from fastlinear.rewrite.guard import guarded
+from fastlinear.rewrite.traceable import why_not, why_not_arguments
 
 
 @dataclass(frozen=True)

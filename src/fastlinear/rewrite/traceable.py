@@ -1,0 +1,130 @@
+"""Which forwards may be replaced by their trace, and which no guard can make safe.
+
+A trace keeps every value that is no tensor as it was. Simple values and functions can be watched
+(see ``rewrite.guard``); a forward that depends on anything else is refused.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from types import BuiltinFunctionType, CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastlinear.profile.graph import TENSOR, Observed
+
+SIMPLE = (bool, int, float, str, type(None))
+"""Types whose values a guard can compare."""
+MISSING = object()
+"""Stands for an attribute that is not there."""
+# Names whose value may differ from call to call and that tracing would freeze.
+_UNTRACEABLE_TEXT = """
+    isinstance hasattr type id len print is_tensor is_grad_enabled is_autocast_enabled
+    is_autocast_cpu_enabled is_inference_mode_enabled is_compiling is_dynamo_compiling
+    random environ requires_grad grad setattr __dict__ vars globals requires_grad_ data
+    grad_fn children named_children modules named_modules parameters named_parameters
+    buffers named_buffers get_default_dtype
+"""
+_UNTRACEABLE = frozenset(_UNTRACEABLE_TEXT.split())
+_UNTRACEABLE_OPS_TEXT = """
+    STORE_ATTR DELETE_ATTR STORE_SUBSCR DELETE_SUBSCR STORE_GLOBAL DELETE_GLOBAL STORE_DEREF
+    BEFORE_WITH SETUP_WITH WITH_EXCEPT_START IMPORT_NAME YIELD_VALUE
+"""
+_UNTRACEABLE_OPS = frozenset(_UNTRACEABLE_OPS_TEXT.split())
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def why_not(parent: nn.Module) -> str | None:
+    """Why the forward of this module's class must not be replaced by its trace, or None."""
+    forward: Any = type(parent).forward
+    if not isinstance(forward, FunctionType) or inspect.unwrap(forward) is not forward:
+        return "is wrapped by a decorator"
+    if isinstance(parent, _CONTAINERS):
+        return "belongs to a container, whose members may change"
+    for function in functions_of(parent, forward):
+        if set(function.__code__.co_freevars) - {"__class__"}:
+            return "reads variables of an enclosing function"
+        reason = _why_not_code(function.__code__) or _why_not_state(parent, function)
+        if reason is not None:
+            return reason
+    return None
+
+
+def why_not_arguments(observed: Observed) -> str | None:
+    """Why a trace for these arguments could not be guarded, or None."""
+    args, kwargs = observed.arguments()
+    for value in (*args, *kwargs.values()):
+        if value is not TENSOR and type(value) not in SIMPLE:
+            return f"takes an argument of type {type(value).__qualname__}"
+    return None
+
+
+def _why_not_code(code: CodeType) -> str | None:
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in _UNTRACEABLE_OPS:
+            return f"has a side effect or a block that tracing would lose ({instruction.opname})"
+    frozen = sorted(set(code.co_names) & _UNTRACEABLE)
+    if frozen:
+        return f"depends on {frozen[0]}, which tracing would freeze"
+    if code.co_exceptiontable:
+        return "has a with or try block"
+    nested = [c for c in code.co_consts if isinstance(c, CodeType)]
+    return "defines inner functions" if nested else None
+
+
+def _why_not_state(parent: nn.Module, function: FunctionType) -> str | None:
+    for name in function.__code__.co_names:
+        if name in ("_modules", "_parameters", "_buffers"):
+            return f"reads self.{name}"
+        value = vars(parent).get(name, MISSING)
+        if value is MISSING and not hasattr(nn.Module, name):
+            value = inspect.getattr_static(type(parent), name, MISSING)
+            if isinstance(value, property | staticmethod | classmethod):
+                continue  # their functions are looked at themselves
+        if value is not MISSING and not watchable(value) and not hasattr(nn.Module, name):
+            return f"reads self.{name} ({type(value).__name__}), which cannot be watched"
+        outside = function.__globals__.get(name)
+        if isinstance(outside, dict | list | set | Tensor | torch.Generator):
+            return f"reads the global {name} ({type(outside).__name__}), which cannot be watched"
+    return None
+
+
+def functions_of(parent: nn.Module, forward: FunctionType) -> list[FunctionType]:
+    """``forward``, the parent's own methods and the helpers it calls, directly or not."""
+    found: list[FunctionType] = []
+    waiting = [forward]
+    while waiting:
+        function = waiting.pop()
+        if function in found:
+            continue
+        found.append(function)
+        for name in function.__code__.co_names:
+            value = inspect.getattr_static(type(parent), name, None)
+            if isinstance(value, property):
+                value = value.fget
+            elif isinstance(value, staticmethod | classmethod):
+                value = value.__func__
+            if isinstance(value, FunctionType) and not hasattr(nn.Module, name):
+                waiting.append(value)
+            helper = function.__globals__.get(name)
+            if isinstance(helper, FunctionType) and not helper.__module__.startswith("torch."):
+                waiting.append(helper)
+    return found
+
+
+def watchable(value: Any) -> bool:
+    """Whether a guard can tell that this value has changed."""
+    return type(value) in SIMPLE or is_function(value)
+
+
+def is_function(value: Any) -> bool:
+    """Whether it is a plain function, of Python or of C."""
+    return isinstance(value, FunctionType | BuiltinFunctionType)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two values are the same object or equal simple values of one type."""
+    return a is b or (type(a) is type(b) and type(a) in SIMPLE and a == b)
