@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,11 +23,11 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A C++ file of its own and a folder for temporary files of its own."""
     monkeypatch.setattr(cpp_build.tempfile, "tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
-    cpp_build.load.cache_clear()
+    cpp_build.forget()
     path = tmp_path / "answer.cpp"
     path.write_text('extern "C" int answer() { return 42; }\n')
     yield path
-    cpp_build.load.cache_clear()
+    cpp_build.forget()
 
 
 def kept(folder: Path) -> list[str]:
@@ -37,7 +38,7 @@ def test_compiles_once_and_keeps_the_library(source: Path) -> None:
     assert cpp_build.load(source).answer() == 42
     (name,) = kept(cache_dir() / "cpp")
     before = (cache_dir() / "cpp" / name).stat().st_mtime_ns
-    cpp_build.load.cache_clear()
+    cpp_build.forget()
     assert cpp_build.load(source).answer() == 42
     assert (cache_dir() / "cpp" / name).stat().st_mtime_ns == before
 
@@ -71,6 +72,7 @@ def test_a_compiler_that_rejects_or_cannot_run(
     source.write_text("this is no C++\n")
     with pytest.raises(UnsupportedError, match=r"answer\.cpp to compile"):
         cpp_build.load(source)
+    cpp_build.forget()
     broken = source.parent / "cxx"
     broken.write_text("no program\n")
     broken.chmod(0o755)
@@ -78,6 +80,63 @@ def test_a_compiler_that_rejects_or_cannot_run(
     with pytest.raises(UnsupportedError, match=r"\$CXX"):
         cpp_build.load(source)
     assert kept(cache_dir() / "cpp") == []
+
+
+def test_a_failure_is_remembered_with_its_words(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[list[str]] = []
+    failure = cpp_build._failure
+
+    def counted(command: list[str]) -> str | None:
+        ran.append(command)
+        return failure(command)
+
+    monkeypatch.setattr(cpp_build, "_failure", counted)
+    source.write_text("this is no C++\n")
+    assert cpp_build.failed(source) is None, "asking does not compile"
+    errors = []
+    for _ in range(3):
+        with pytest.raises(UnsupportedError, match=r"answer\.cpp") as error:
+            cpp_build.load(source)
+        errors.append(error.value)
+    assert len(ran) == 1
+    assert len({str(e) for e in errors}) == 1
+    assert len({id(e) for e in errors}) == 3, "one exception raised twice keeps old tracebacks"
+    assert cpp_build.failed(source) == errors[0].received
+    assert cpp_build.why_not_loaded(source) == str(errors[0])
+    assert len(ran) == 1
+    source.write_text('extern "C" int answer() { return 43; }\n')
+    cpp_build.forget()
+    assert cpp_build.failed(source) is None
+    assert cpp_build.why_not_loaded(source) is None
+    assert cpp_build.load(source).answer() == 43
+
+
+def test_a_remedy_is_tried_at_once(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error tells to set FASTLINEAR_CACHE_DIR; doing so needs no new process."""
+    (source.parent / "tmp" / f"fastlinear-{os.getuid()}").write_text("")
+    cache_dir().mkdir(parents=True)
+    (cache_dir() / "cpp").write_text("")
+    with pytest.raises(UnsupportedError, match="FASTLINEAR_CACHE_DIR"):
+        cpp_build.load(source)
+    monkeypatch.setenv("FASTLINEAR_CACHE_DIR", str(source.parent / "elsewhere"))
+    assert cpp_build.load(source).answer() == 42
+
+
+def test_many_threads_compile_once(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Path] = []
+    compile_ = cpp_build._compile
+
+    def counted(command: list[str], source: Path, library: Path) -> None:
+        compiled.append(source)
+        compile_(command, source, library)
+
+    monkeypatch.setattr(cpp_build, "_compile", counted)
+    with ThreadPoolExecutor(4) as pool:
+        libraries = list(pool.map(cpp_build.load, [source] * 4))
+    assert len(compiled) == 1
+    assert all(library is libraries[0] for library in libraries)
 
 
 def test_many_processes_compile_one_file(source: Path) -> None:

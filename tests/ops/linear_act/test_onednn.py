@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastlinear as fl
+from fastlinear.ops.common import cpp_elementwise
 from fastlinear.ops.linear_act import onednn
 from fastlinear.ops.linear_act.backends import problem
 
@@ -125,11 +126,35 @@ def test_pack_follows_the_weight(change: Callable[[nn.Linear], Any]) -> None:
 def test_version_counter_sees_what_the_probe_misses() -> None:
     layer, x = packed_layer(96, 80), torch.randn(16, 80)
     check(layer, x)
-    before = onednn._probe(layer.weight).clone()
+    before = onednn._probe(layer.weight).tobytes()
     with torch.no_grad():
         layer.weight[3, 6] = 100.0
-    assert torch.equal(onednn._probe(layer.weight), before)  # it does miss this element
+    assert onednn._probe(layer.weight).tobytes() == before  # it does miss this element
     check(layer, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_probe_reads_the_weight_alone(dtype: torch.dtype) -> None:
+    """Its elements are the weight's, whatever the strides, and lie within it."""
+    whole = torch.arange(-3.0, 61 * 47 - 3).view(61, 47).to(dtype)
+    for weight in (whole, whole.t(), whole[5:40], whole[:, 3:44], whole[2::3, 1::5], whole[:1]):
+        raw = weight.contiguous().view(torch.uint8).view(-1, dtype.itemsize)
+        inside = {bytes(element) for element in raw.numpy()}
+        probe = onednn._probe(weight)
+        assert {element.tobytes() for element in probe.reshape(-1)} <= inside
+        assert probe.size >= min(9, weight.numel())
+        assert len({element.tobytes() for element in probe.reshape(-1)}) >= probe.size // 3
+
+
+def test_nan_in_the_weight_packs_once() -> None:
+    layer, x = packed_layer(), torch.randn(16, 40)
+    with torch.no_grad():
+        layer.weight[0, 0] = torch.nan  # the probe's first element: NaN differs from itself
+        layer(x)
+        (first,) = [pack.blocked for _, pack in onednn._packs.values()]
+        layer(x)
+    (second,) = [pack.blocked for _, pack in onednn._packs.values()]
+    assert first is second
 
 
 def test_square_weight_transposed_in_place() -> None:
@@ -242,3 +267,166 @@ def test_reasons() -> None:
     assert "float64" in str(why("float64"))
     grad = problem("forward", 4, 4, 4, dtype="float32", device="cpu", needs_grad=True)
     assert "inference only" in str(onednn.reason_not_packed(grad))
+
+
+# ---------------------------------------------------------------- relu inside oneDNN, proven
+
+
+PROVES = cpp_elementwise.why_not_loaded() is None
+proves = pytest.mark.skipif(not PROVES, reason="no C++ compiler")
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Small problems take the fused relu too; what each proof said, call by call."""
+    said: list[bool] = []
+    proves_no_nan = cpp_elementwise.proves_no_nan
+
+    def told(y: Tensor, x: Tensor, bias: Tensor | None) -> bool:
+        said.append(proves_no_nan(y, x, bias))
+        return said[-1]
+
+    monkeypatch.setattr(onednn, "_PROOF_ELEMENTS", 1)
+    monkeypatch.setattr(onednn, "_PROOF_COLUMNS", 1)
+    monkeypatch.setattr(cpp_elementwise, "proves_no_nan", told)
+    return said
+
+
+def relu_case(m: int = 40, k: int = 24, n: int = 32) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(m, k), torch.randn(n, k) / k**0.5, torch.randn(n)
+
+
+def check_relu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Ours has NaN, infinities and zeros just where a relu after oneDNN's own GEMM has them."""
+    y, _ = onednn.forward_packed(x, weight, bias, "relu", False)
+    plain = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "").relu_()
+    torch.testing.assert_close(y, plain, rtol=1e-5, atol=1e-6, equal_nan=True)
+    truth = F.relu(F.linear(x.double(), weight.double(), None if bias is None else bias.double()))
+    assert torch.equal(y.isnan(), truth.isnan())
+    assert torch.equal(y.isinf(), truth.isinf())
+    return y
+
+
+@proves
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("m", "k", "n"), [(40, 24, 32), (1, 7, 5), (700, 3, 16), (13, 1, 17)])
+def test_relu_is_fused_where_all_is_finite(
+    m: int, k: int, n: int, bias: bool, fused: list[bool]
+) -> None:
+    x, w, b = relu_case(m, k, n)
+    check_relu(x, w, b if bias else None)
+    assert fused == [True]
+
+
+@proves
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_relu_keeps_what_is_not_finite_in_x(bad: float, threads: int, fused: list[bool]) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for row in (0, 17, 599):
+            for column in (0, 11, 23):
+                x, w, b = relu_case(m=600)
+                x[row, column] = bad
+                check_relu(x, w, b)
+    finally:
+        torch.set_num_threads(before)
+    assert fused == [False] * 9
+
+
+@proves
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_relu_keeps_what_is_not_finite_in_the_bias(bad: float, fused: list[bool]) -> None:
+    for at in (0, 20, 31):
+        x, w, b = relu_case()
+        b[at] = bad
+        check_relu(x, w, b)
+    assert fused == [False] * 3
+
+
+@proves
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_relu_is_never_fused_with_a_weight_that_is_not_finite(
+    bad: float, fused: list[bool]
+) -> None:
+    x, w, b = relu_case()
+    x[3, 5] = 0.0
+    w[20, 5] = bad
+    check_relu(x, w, b)
+    w.zero_()
+    check_relu(x, w, b)
+    w[31, 23] = bad
+    check_relu(x, w, b)
+    assert fused == [True]
+
+
+@proves
+def test_zero_times_infinity_is_seen(fused: list[bool]) -> None:
+    """A row that holds an infinity and a weight that holds zeros: NaN beside infinities."""
+    x, w, b = relu_case()
+    x[5, 2], w[::3, 2] = INF, 0.0
+    y = check_relu(x, w, b)
+    assert y[5].isnan().any()
+    assert y[5].isinf().any()
+    x[5, 7] = -INF
+    check_relu(x, w, b)
+    assert fused == [False, False]
+
+
+@proves
+def test_dead_outputs_are_proven_by_x(fused: list[bool]) -> None:
+    """Rows and whole outputs of zeros are common behind a relu; they cost a look at x, no more."""
+    x, w, b = relu_case()
+    b[:20] = -1e4
+    check_relu(x, w, b)
+    x[7] = 0
+    check_relu(x, w, torch.full_like(b, -1.0))
+    assert fused == [True, True]
+    x[9, 9] = NAN
+    check_relu(x, w, b)
+    assert fused == [True, True, False]
+
+
+@proves
+def test_infinite_output_of_finite_input(fused: list[bool]) -> None:
+    """A sum that overflows is an infinity as before; x is finite, so nothing was hidden."""
+    x, w, b = relu_case(n=4)
+    x[3], w[:] = 3e38, 1.0
+    y, _ = onednn.forward_packed(x, w, b, "relu", False)
+    assert y[3].isinf().all()
+    assert fused == [True]
+
+
+@proves
+def test_relu_reads_padded_rows_and_strided_bias(fused: list[bool]) -> None:
+    x, w, b = relu_case()
+    wide = torch.full((40, 40), NAN)
+    wide[:, :24] = x
+    check_relu(wide[:, :24], w, b)
+    check_relu(wide[:, :24], w, b - 1e4)
+    bias = torch.stack([b, torch.full_like(b, NAN)], 1)[:, 0]
+    y, _ = onednn.forward_packed(x, w, bias, "relu", False)
+    assert not y.isnan().any()
+    assert fused == [True] * 3
+    check_relu(torch.randn(24, 40).t(), w, b)
+    assert fused == [True] * 3, "columns of x that lie apart are not read"
+
+
+def test_relu_without_a_compiler(monkeypatch: pytest.MonkeyPatch, fused: list[bool]) -> None:
+    monkeypatch.setattr(cpp_elementwise, "why_not_loaded", lambda: "no compiler")
+    x, w, b = relu_case()
+    x[3, 3] = NAN
+    assert check_relu(x, w, b)[3].isnan().all()
+    assert fused == []
+
+
+@proves
+def test_small_relu_is_a_pass_of_its_own() -> None:
+    x, w, b = relu_case()
+    assert not onednn._provable(x, w)
+    assert onednn._provable(torch.randn(4096, 8), torch.randn(128, 8))
+    assert not onednn._provable(torch.randn(4096, 8).double(), torch.randn(128, 8))
+    assert not onednn._provable(torch.randn(8192, 8), torch.randn(64, 8))
+    check_relu(x, w, b)

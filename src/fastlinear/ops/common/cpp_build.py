@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
 from functools import lru_cache
 from pathlib import Path
 
@@ -59,14 +60,66 @@ def reason_not() -> str | None:
     return None
 
 
-@lru_cache(maxsize=16)
+# (source, compiler, cache folder) → what came of it; a failure is not tried again in this process.
+_outcomes: dict[tuple[Path, str | None, Path], ctypes.CDLL | UnsupportedError] = {}
+_lock = threading.Lock()
+
+
 def load(source: Path) -> ctypes.CDLL:
-    """Compile ``source`` if need be and load it.
+    """Compile ``source`` if need be and load it; both happen once in a process.
+
+    A failure is remembered until ``$FASTLINEAR_CACHE_DIR`` changes or ``forget`` is called.
 
     Raises:
         UnsupportedError: there is no compiler, or it rejects the source; the message holds the
             compiler's own words.
     """
+    outcome = _outcome(source)
+    if isinstance(outcome, UnsupportedError):
+        raise UnsupportedError(
+            outcome.function,
+            expected=outcome.expected,
+            received=outcome.received,
+            remedy=outcome.remedy,
+        ) from outcome
+    return outcome
+
+
+def why_not_loaded(source: Path) -> str | None:
+    """Why ``load`` fails for ``source``, or None; compiles it if this was not tried before."""
+    outcome = _outcome(source)
+    return str(outcome) if isinstance(outcome, UnsupportedError) else None
+
+
+def failed(source: Path) -> str | None:
+    """What ``load`` said when it failed for ``source`` earlier in this process, else None."""
+    outcome = _outcomes.get(_key(source))
+    return outcome.received if isinstance(outcome, UnsupportedError) else None
+
+
+def forget() -> None:
+    """Let every source be tried again."""
+    _outcomes.clear()
+
+
+def _key(source: Path) -> tuple[Path, str | None, Path]:
+    return source, compiler(), cache_dir()
+
+
+def _outcome(source: Path) -> ctypes.CDLL | UnsupportedError:
+    key = _key(source)
+    with _lock:
+        outcome = _outcomes.get(key)
+        if outcome is None:
+            try:
+                outcome = _load(source)
+            except UnsupportedError as error:
+                outcome = error.with_traceback(None)
+            _outcomes[key] = outcome
+    return outcome
+
+
+def _load(source: Path) -> ctypes.CDLL:
     why = reason_not()
     if why is not None:
         raise UnsupportedError(

@@ -2,6 +2,10 @@
 //
 //   fastlinear_act     y = act(pre)
 //   fastlinear_dact    dpre = dy * act'(saved), and db = column sums of dpre in the same pass
+//   fastlinear_proof   whether a relu that turned NaN into 0 can have met a NaN
+//
+// Each takes the number of threads: OpenMP's own is a fact of the calling thread, and one that torch
+// has not used yet does not know what torch.set_num_threads said.
 //
 // `saved` is the output for relu, sigmoid, tanh and leaky_relu, the pre-activation otherwise.
 // Column sums: eight rows at a time in float32, then into float64; the row chunks are fixed, so
@@ -14,6 +18,7 @@ namespace {
 
 constexpr int64_t kBlock = 1024;  // columns (or elements) held in L1 at a time
 constexpr int64_t kRows = 8;      // rows summed in float32 before going to float64
+constexpr int64_t kAlone = 16384; // elements below which one thread is faster than waking more
 
 // exp(x) to about one unit in the last place on [-87, 88]; below it stays at exp(-87), above it is
 // infinite (what 1 / (1 + exp) needs); NaN stays NaN.
@@ -67,8 +72,8 @@ struct LeakyRelu { static float f(float x) { return x > 0.0f ? x : 0.01f * x; }
                    static float d(float y) { return y > 0.0f ? 1.0f : 0.01f; } };
 
 template <class A>
-void act(const float* __restrict x, float* __restrict y, int64_t n) {
-#pragma omp parallel for schedule(static)
+void act(const float* __restrict x, float* __restrict y, int64_t n, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (n > kAlone)
   for (int64_t b = 0; b < (n + kBlock * 8 - 1) / (kBlock * 8); ++b) {
     const int64_t from = b * kBlock * 8, to = from + kBlock * 8 < n ? from + kBlock * 8 : n;
     for (int64_t i = from; i < to; ++i) y[i] = A::f(x[i]);
@@ -83,8 +88,8 @@ inline float grad<Relu>(float dy, float y) { return y <= 0.0f ? 0.0f : dy; }
 
 template <class A>
 void dact(const float* dy, const float* saved, float* dpre, double* partials, int64_t m, int64_t n,
-          int64_t chunks) {
-#pragma omp parallel for schedule(static)
+          int64_t chunks, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (m * n > kAlone)
   for (int64_t c = 0; c < chunks; ++c) {
     const int64_t r0 = m * c / chunks, r1 = m * (c + 1) / chunks;
     double* sum = partials ? partials + c * n : nullptr;
@@ -111,6 +116,20 @@ void dact(const float* dy, const float* saved, float* dpre, double* partials, in
   }
 }
 
+// Whether all n numbers are finite: no exponent of ones only.
+inline bool finite(const float* x, int64_t n) {
+  uint32_t found = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, x + i, 4);
+    found |= (bits & 0x7f800000u) == 0x7f800000u;
+  }
+  return !found;
+}
+
+constexpr int64_t kHead = 16;   // outputs of a row that are looked at: one cache line
+constexpr int64_t kAhead = 12;  // rows fetched ahead: each is on a page of its own
+
 }  // namespace
 
 // Numbered as the names in activations.py; gelu, 4, is left to torch.
@@ -128,22 +147,44 @@ void dact(const float* dy, const float* saved, float* dpre, double* partials, in
     default: return 1;                   \
   }
 
-extern "C" int fastlinear_act(int which, const float* x, float* y, int64_t n) {
-#define CALL(A) act<A>(x, y, n)
+extern "C" int fastlinear_act(int which, const float* x, float* y, int64_t n, int threads) {
+#define CALL(A) act<A>(x, y, n, threads)
   FASTLINEAR_SWITCH(CALL)
 #undef CALL
 }
 
 // partials: chunks * n doubles of scratch, or null where db is not wanted; db: n floats or null.
 extern "C" int fastlinear_dact(int which, const float* dy, const float* saved, float* dpre,
-                               float* db, double* partials, int64_t m, int64_t n, int64_t chunks) {
+                               float* db, double* partials, int64_t m, int64_t n, int64_t chunks,
+                               int threads) {
   auto finish = [&] {
     if (!db) return;
     for (int64_t c = 1; c < chunks; ++c)
       for (int64_t j = 0; j < n; ++j) partials[j] += partials[c * n + j];
     for (int64_t j = 0; j < n; ++j) db[j] = static_cast<float>(partials[j]);
   };
-#define CALL(A) (dact<A>(dy, saved, dpre, db ? partials : nullptr, m, n, chunks), finish())
+#define CALL(A) (dact<A>(dy, saved, dpre, db ? partials : nullptr, m, n, chunks, threads), finish())
   FASTLINEAR_SWITCH(CALL)
 #undef CALL
+}
+
+// y (m, n) = relu(x Wᵀ + b) by a relu that makes 0 of NaN, W finite. 1 when no NaN can have been
+// met, else 0. A finite positive y_ij proves x_i. finite: a NaN or an infinity in x_i. would have
+// reached every number of row i, whatever W holds, and no sum leaves them again. So one number of
+// most rows says it all; a row whose first outputs are all 0 has its x read.
+// x: rows of k numbers, x_stride apart; b: n numbers or null.
+extern "C" int fastlinear_proof(const float* y, int64_t m, int64_t n, const float* x,
+                                int64_t x_stride, int64_t k, const float* b, int threads) {
+  if (b && !finite(b, n)) return 0;
+  const int64_t head = n < kHead ? n : kHead;
+  int64_t bad = 0;
+#pragma omp parallel for schedule(static) num_threads(threads) if (m > 512) reduction(+ : bad)
+  for (int64_t i = 0; i < m; ++i) {
+    if (i + kAhead < m) __builtin_prefetch(y + (i + kAhead) * n);
+    const float* __restrict row = y + i * n;
+    int proven = 0;
+    for (int64_t j = 0; j < head; ++j) proven |= (row[j] > 0.0f) & (row[j] <= 3.402823466e38f);
+    if (!proven) bad += !finite(x + i * x_stride, k);
+  }
+  return bad == 0;
 }

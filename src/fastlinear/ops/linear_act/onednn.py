@@ -1,22 +1,29 @@
 """oneDNN on the CPU: GEMMs with bias and activation as post-ops inside the library's kernel.
 
+oneDNN's relu makes 0 of NaN where torch's keeps it, so it is used only where the result itself
+proves that no NaN was met; elsewhere relu is a pass of its own.
+
 ``forward_packed`` keeps a copy of each weight in oneDNN's blocked layout. The copy is refreshed
-when the weight's version counter, storage or a probe of its values changes; the probe (a live
-strided view of a dozen elements) catches writes through ``.data`` that bypass the
-version counter. A write through ``.data`` to single elements that the probe does not cover is
-not seen: call ``forget_packed`` after one.
+when the weight's version counter, storage or a probe of its values changes; the probe (a dozen
+elements, read where they lie) catches writes through ``.data`` that bypass the version counter.
+A write through ``.data`` to single elements that the probe does not cover is not seen: call
+``forget_packed`` after one.
 """
 
 from __future__ import annotations
 
+import ctypes
+import math
 import weakref
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fastlinear.core.problem import Problem
+from fastlinear.ops.common import cpp_elementwise
 from fastlinear.ops.common.activations import LEAKY_RELU_SLOPE
 from fastlinear.ops.common.activations import activation as activation_of
 
@@ -33,6 +40,9 @@ _POST_OPS: dict[str, tuple[str, list[float], str]] = {
 # each may miss every cache; prime, so that the probe's stride rarely lines up with a row
 _PROBE_ELEMENTS = 13
 _PROBE_SIDE = 4
+# below these sizes of y a pass of its own costs as little as the proof that none is needed
+_PROOF_ELEMENTS = 1 << 19
+_PROOF_COLUMNS = 128
 
 
 def reason_not(problem: Problem) -> str | None:
@@ -72,7 +82,14 @@ def forward_packed(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save_pre: bool
 ) -> tuple[Tensor, Tensor | None]:
     """As ``forward``, with the weight's blocked copy made once and kept while it is valid."""
-    return _run(x, _packed(weight, x.shape[0]), bias, activation, save_pre)
+    blocked, finite = _packed(weight, x.shape[0])
+    if activation == "relu" and finite and not save_pre and _provable(x, weight):
+        if bias is not None:
+            bias = bias.contiguous()
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, blocked, bias, "relu", [], "")
+        if cpp_elementwise.proves_no_nan(y, x, bias):
+            return y, None
+    return _run(x, blocked, bias, activation, save_pre)
 
 
 def grad_input(dpre: Tensor, weight: Tensor) -> Tensor:
@@ -118,18 +135,32 @@ def _run(
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, name, scalars, algorithm), None
 
 
+def _provable(x: Tensor, weight: Tensor) -> bool:
+    """Whether proving a fused relu right pays, and can be done here."""
+    m, n = x.shape[0], weight.shape[0]
+    return (
+        n >= _PROOF_COLUMNS
+        and m * n >= _PROOF_ELEMENTS
+        and x.dtype is torch.float32
+        and x.stride(1) == 1
+        and cpp_elementwise.why_not_loaded() is None
+    )
+
+
 @dataclass(slots=True)
 class _Pack:
     blocked: Tensor
+    finite: bool  # no NaN or infinity in it
     version: int
     pointer: int
-    seen: Tensor  # what the probe read when the weight was packed
+    probe: np.ndarray[Any, Any]  # the weight's own memory: read only while ``pointer`` holds
+    seen: bytes  # what the probe read when the weight was packed
 
     def valid_for(self, weight: Tensor) -> bool:
         return (
             self.version == weight._version
             and self.pointer == weight.data_ptr()
-            and torch.equal(_probe(weight), self.seen)
+            and self.probe.tobytes() == self.seen
         )
 
 
@@ -138,26 +169,40 @@ class _Pack:
 _packs: dict[tuple[Any, ...], tuple[weakref.ref[Tensor], _Pack]] = {}
 
 
-def _packed(weight: Tensor, rows: int) -> Tensor:
+def _packed(weight: Tensor, rows: int) -> tuple[Tensor, bool]:
+    """The weight's blocked copy, and whether all of it is known to be finite."""
     if weight.is_inference():
         # No version counter: nothing says when it changes, so nothing is kept.
-        blocked: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), rows)
-        return blocked
+        return _blocked(weight, rows), False
     base = weight._base if weight._base is not None else weight
     key = (id(base), weight.shape, weight.stride(), weight.storage_offset())
     held = _packs.get(key)
     if held is not None and held[0]() is base and held[1].valid_for(weight):
-        return held[1].blocked
+        return held[1].blocked, held[1].finite
     detached = weight.detach()
-    blocked = torch.ops.mkldnn._reorder_linear_weight(detached.contiguous(), rows)
-    seen = _probe(detached).clone()
-    pack = _Pack(blocked, weight._version, weight.data_ptr(), seen)
+    probe = _probe(detached)
+    pack = _Pack(
+        _blocked(detached, rows),
+        math.isfinite(float(detached.sum(dtype=torch.float64))),
+        weight._version,
+        weight.data_ptr(),
+        probe,
+        probe.tobytes(),
+    )
     _packs[key] = (weakref.ref(base, lambda _: _packs.pop(key, None)), pack)
+    return pack.blocked, pack.finite
+
+
+def _blocked(weight: Tensor, rows: int) -> Tensor:
+    blocked: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), rows)
     return blocked
 
 
-def _probe(weight: Tensor) -> Tensor:
-    """A dozen elements of the weight, as a view; nothing keeps its storage alive."""
+def _probe(weight: Tensor) -> np.ndarray[Any, Any]:
+    """A dozen elements of the weight where they lie; keeps its storage alive no more than a number.
+
+    Torch's own views would, and cost ten times as much to read.
+    """
     n, k = weight.shape
     across, along = weight.stride()
     size: tuple[int, ...]
@@ -169,4 +214,8 @@ def _probe(weight: Tensor) -> Tensor:
         row, column = max(1, n // _PROBE_SIDE), max(1, k // _PROBE_SIDE)
         size = (-(-n // row), -(-k // column))
         strides = (across * row, along * column)
-    return torch.as_strided(weight.detach(), size, strides, weight.storage_offset())
+    width = weight.element_size()
+    extent = 1 + sum((count - 1) * stride for count, stride in zip(size, strides, strict=True))
+    memory = (ctypes.c_char * (extent * width)).from_address(weight.data_ptr())
+    numbers = np.frombuffer(memoryview(memory), f"u{width}")  # type: ignore[arg-type]
+    return np.lib.stride_tricks.as_strided(numbers, size, [stride * width for stride in strides])
