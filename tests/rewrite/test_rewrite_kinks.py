@@ -274,3 +274,25 @@ def test_a_fused_call_is_seen_whole(backward: Any) -> None:
         run(model, X)
     assert len(before.outputs) == len(after.outputs) == 1
     torch.testing.assert_close(before.outputs[0], after.outputs[0])
+
+
+@pytest.mark.parametrize("backend", [None, "eager", "layerwise"])
+@pytest.mark.parametrize("final", ["none", "relu"])
+def test_every_layer_of_a_chain_in_one_call_is_seen(backend: str | None, final: str) -> None:
+    torch.manual_seed(4)
+    layers = [nn.Linear(64, 64) for _ in range(3)]
+    with Sides() as before:
+        y = F.relu(layers[1](F.relu(layers[0](X))))
+        y = layers[2](y)
+        y = F.relu(y) if final == "relu" else y
+    weights, biases = [m.weight for m in layers], [m.bias for m in layers]
+    for given in (X, X[None]):
+        with Sides() as after:
+            ours = forwards.call_mlp(given, weights, biases, "relu", final, backend)
+        torch.testing.assert_close(ours.reshape(y.shape), y)
+        assert len(after.outputs) == len(before.outputs) == (3 if final == "relu" else 2)
+        for a, b in zip(after.outputs, before.outputs, strict=True):
+            torch.testing.assert_close(a, b.reshape(*given.shape[:-1], 64))
+    with Sides() as smooth:
+        forwards.call_mlp(X, weights, biases, "gelu", "none", backend)
+    assert not smooth.outputs

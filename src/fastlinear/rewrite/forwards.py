@@ -6,7 +6,7 @@ Each takes the module first and reads its parameters at call time, so that optim
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import linear_act
+from fastlinear.ops.mlp import mlp
 from fastlinear.rewrite.swap import mark
 
 Forward = Callable[..., Any]
@@ -99,6 +100,26 @@ def _linear_act(
         )
         return y
     return linear_act(x, weight, bias, activation=activation, backend=backend)
+
+
+def call_mlp(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    activation: str,
+    final_activation: str,
+    backend: str | None,
+) -> Tensor:
+    """``mlp`` as one of torch's functions: a function mode sees the call whole."""
+    names: dict[str, Any] = {
+        "activation": activation,
+        "final_activation": final_activation,
+        "backend": backend,
+    }
+    if has_torch_function_unary(x):
+        y: Tensor = handle_torch_function(mlp, (x,), x, weights, biases, **names)
+        return y
+    return mlp(x, weights, biases, **names)
 
 
 def _untouched(module: nn.Module) -> bool:

@@ -7,8 +7,9 @@ oracle takes them at the elements at which ``core.compare.other_side`` allows it
 to judge PyTorch's error, and those of the rewritten model where it fails by PyTorch's. Forward
 values are the oracle's own throughout.
 
-Only activations that go through torch's functions or through ``linear_act`` are seen; if a run and
-the oracle do not call the same ones in the same order, the oracle keeps its own sides.
+Only activations that go through torch's functions, or through ``linear_act`` and ``mlp`` as
+``rewrite.forwards`` calls them, are seen; if a run and the oracle do not call the same ones in the
+same order, the oracle keeps its own sides.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from torch.overrides import TorchFunctionMode
 
 from fastlinear.core.compare import KINKED, other_side
 from fastlinear.ops.linear_act import linear_act
+from fastlinear.ops.mlp import mlp
+from fastlinear.ops.mlp import reference as chain
+from fastlinear.ops.mlp.autograd import Formula
 
 _FUSED = KINKED | {"relu2"}  # relu2's derivative is continuous, but its relu alone is a kink
 _RELUS = frozenset(
@@ -52,6 +56,10 @@ class Sides(TorchFunctionMode):
         kwargs = kwargs or {}
         if not _is_kinked(func, args, kwargs):
             return func(*args, **kwargs)
+        if func is mlp:
+            y = func(*args, **kwargs)
+            self.outputs += _sides_of_chain(y, *args, **kwargs)
+            return y
         at_zero = args[0].detach() == 0 if func in _CLAMPS else None
         result = func(*args, **kwargs)
         kept = result.detach().clone()
@@ -98,6 +106,31 @@ class Following(TorchFunctionMode):
             raise UnlikeRuns(f"{self.done} kinked activations, not {len(self.pairs)}")
 
 
+def _sides_of_chain(
+    y: Tensor,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    activation: str,
+    final_activation: str,
+    **_: Any,
+) -> list[Tensor]:
+    """Sides of every layer of one call of ``mlp``: of what its backward has kept."""
+    formula: Any = getattr(y.grad_fn, "formula", None)
+    if not isinstance(formula, Formula):  # PyTorch's own ops computed it
+        with torch.no_grad(), Sides() as sides:
+            chain.mlp(x, weights, biases, activation, final_activation)
+        return sides.outputs
+    found = []
+    if activation in _FUSED:
+        kept: Any = y.grad_fn
+        hidden = kept.saved_tensors[2 * formula.layers + 1 : 3 * formula.layers]
+        found = [t.detach().clone().view(*x.shape[:-1], t.shape[-1]) for t in hidden]
+    if final_activation in _FUSED:
+        found.append(y.detach().clone())
+    return found
+
+
 def following(
     torch_outputs: Sequence[Tensor],
     own_outputs: Sequence[Tensor],
@@ -140,8 +173,8 @@ def _on_sides(
 
 
 def _is_kinked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if func is linear_act:
-        return kwargs.get("activation") in _FUSED
+    if func is linear_act or func is mlp:
+        return bool(_FUSED & {kwargs["activation"], kwargs.get("final_activation")})
     if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
         return False
     if func in _RELUS:
