@@ -285,7 +285,7 @@ def test_the_experiment_holds_the_hard_shapes_and_the_healthy_baseline() -> None
 
 
 def test_cpu_ceilings_know_the_caches() -> None:
-    rate = ceilings_module._cpu_bandwidth(1 << 16, torch.get_num_threads())
+    rate = ceilings_module._warm_bandwidth(1 << 16, "cpu", torch.get_num_threads())
     assert 1e8 < rate < 1e13
 
 

@@ -41,6 +41,10 @@ def _parser() -> argparse.ArgumentParser:
     experiment.add_argument("--quick", action="store_true", help="fewer shapes and rounds")
     experiment.add_argument("--dtype", action="append", help="only this dtype; repeatable")
     experiment.add_argument("--only", help="only cases whose name contains this text")
+    experiment.add_argument(
+        "--where", action="append", default=[], help="only these sizes: M=8192 or L=8,4; repeatable"
+    )
+    experiment.add_argument("--peer", action="append", help="only this contender; repeatable")
     experiment.add_argument("--skip", action="append", default=[], help="a contender to leave out")
     experiment.add_argument("--tune", action="store_true", help="tune fastlinear for every case")
     experiment.add_argument("--threads", type=int)
@@ -61,6 +65,8 @@ def _experiment(given: argparse.Namespace) -> int:
         dtypes=given.dtype,
         threads=given.threads,
         only=given.only,
+        where=given.where,
+        peers=given.peer,
         skip=given.skip,
         tune=given.tune,
         rounds=given.rounds,
@@ -105,6 +111,8 @@ def _line(row: Row) -> str:
         return head + f"wrong, error {row['error']} against torch's {row['torch_error']}"
     if row["metric"] == "peak_memory":
         return head + f"{row['peak_bytes']} bytes"
+    if row["metric"] == "kernels":
+        return head + f"{len(row['kernels'])}: {', '.join(row['kernels'])}"
     text = head + f"{row['median_us']:.2f} us"
     if row["ratio_to_best"] is not None:
         text += f", {row['ratio_to_best']:.3f} of {row['best_peer']}"

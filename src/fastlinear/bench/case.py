@@ -7,7 +7,7 @@ from typing import Any
 
 DIRECTIONS = ("forward", "backward", "forward+backward", "step")
 TIMED = ("wall", "device")
-METRICS = (*TIMED, "first_call", "peak_memory")
+METRICS = (*TIMED, "first_call", "peak_memory", "kernels")
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class Case:
         device: ``"cpu"`` or ``"cuda"``.
         direction: ``"forward"`` (no gradients), ``"forward+backward"`` (gradients of x and of
             every parameter) or ``"step"`` (forward, backward and an SGD update).
-        metrics: which of ``wall``, ``device``, ``first_call`` and ``peak_memory`` to take.
+        metrics: which of ``wall``, ``device``, ``first_call``, ``peak_memory`` and ``kernels``
+            (the names of what one call runs) to take.
         options: named facts of the family, for example the activation.
         seed: seed of every random draw.
         light: leave out the contenders that take minutes to prepare.
@@ -55,7 +56,7 @@ class Case:
     def problem(self) -> str:
         """The readable name of what is computed, without direction and metric."""
         sizes = " ".join(f"{k}{v}" for k, v in self.dims if (k, v) != ("L", 1))
-        facts = " ".join(v for k, v in self.options if k in ("activation", "model"))
+        facts = " ".join(v for k, v in self.options if k in ("activation", "model", "x"))
         bare = " no bias" if self.option("bias") == "no" else ""
         return f"{facts} {sizes} {self.dtype}{bare}".strip()
 

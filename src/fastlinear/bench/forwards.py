@@ -66,7 +66,8 @@ _MODULES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def _sequential(stack: Stack) -> nn.Sequential:
+def sequential(stack: Stack) -> nn.Sequential:
+    """The stack as models hold it, over these very parameters."""
     layers: list[nn.Module] = []
     for weight, bias in zip(stack.weights, stack.biases, strict=True):
         layers.append(_holding(nn.Linear, weight, bias))
@@ -92,7 +93,7 @@ def _by_model(work: Work, make: Callable[[Stack], Callable[[Tensor], Tensor]]) -
 
 
 def eager(work: Work) -> Forward:
-    return plain if work.case.dim("L") == 1 else _by_model(work, _sequential)
+    return plain if work.case.dim("L") == 1 else _by_model(work, sequential)
 
 
 def eager_kn(work: Work) -> Forward:
@@ -104,7 +105,7 @@ def eager_kn(work: Work) -> Forward:
     stacks = [replace(s, weights=tuple(map(turned, s.weights))) for s in work.stacks]
     if work.case.dim("L") == 1:
         return lambda stack: plain(stacks[stack.index])
-    models = [_sequential(s) for s in stacks]
+    models = [sequential(s) for s in stacks]
     return lambda stack: models[stack.index](stack.x)
 
 
@@ -120,7 +121,7 @@ def _flat(
 def compiled(work: Work, **how: Any) -> Forward:
     """One set: the compiled module. Rotating sets: one compiled function over all of them."""
     if len(work.stacks) == 1:
-        return _by_model(work, lambda s: torch.compile(_sequential(s), dynamic=False, **how))
+        return _by_model(work, lambda s: torch.compile(sequential(s), dynamic=False, **how))
     run = torch.compile(_flat, dynamic=False, fullgraph=True, **how)
     return lambda stack: run(stack.x, stack.weights, stack.biases, stack.activation)
 
@@ -134,7 +135,7 @@ def max_autotune(work: Work) -> Forward:
 
 def reduce_overhead(work: Work) -> Forward:
     run = _by_model(
-        work, lambda s: torch.compile(_sequential(s), dynamic=False, mode="reduce-overhead")
+        work, lambda s: torch.compile(sequential(s), dynamic=False, mode="reduce-overhead")
     )
 
     def forward(stack: Stack) -> Tensor:
@@ -174,22 +175,6 @@ def onednn(work: Work, *, pack: bool) -> Forward:
         y = stack.x
         for weight, bias in zip(weights[stack.index], stack.biases, strict=True):
             y = run(y, weight, bias, name, [], algorithm)
-        return y
-
-    return forward
-
-
-QUACK_NAMES = {"relu": "relu", "gelu_tanh": "gelu_tanh_approx"}
-
-
-def quack() -> Forward:
-    from quack.gemm_interface import gemm_act
-
-    def forward(stack: Stack) -> Tensor:
-        y = stack.x
-        name = QUACK_NAMES[stack.activation]
-        for weight, bias in zip(stack.weights, stack.biases, strict=True):
-            y = gemm_act(y, weight.t(), bias=bias, activation=name, store_preact=False)[1]
         return y
 
     return forward

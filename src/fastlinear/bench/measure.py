@@ -11,19 +11,20 @@ from typing import Any
 
 import torch
 
-from fastlinear.bench import models
 from fastlinear.bench import rows as rows_of
 from fastlinear.bench.case import Case
 from fastlinear.bench.ceilings import ceilings_for, measured_again
-from fastlinear.bench.peers import OURS, Peer, peers, problem_of
+from fastlinear.bench.kernels import kernels_of
+from fastlinear.bench.kinds import KINDS
+from fastlinear.bench.peer import OURS, Peer, Told
 from fastlinear.bench.rows import Row
-from fastlinear.bench.work import Unit, Work, make_work
-from fastlinear.core.compare import Verdict, judge
+from fastlinear.bench.work import Unit, Work
+from fastlinear.core.compare import DEFAULT_FACTOR, Verdict, judge
+from fastlinear.core.cost import Ceilings
 from fastlinear.core.environment import environment
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.timing import Samples, first_call_us, interleave, peak_memory_bytes
-from fastlinear.dispatch.tune import tune as tune_problem
-from fastlinear.ops.linear_act.selection import choices, tuning_order
+from fastlinear.ops.mlp.strassen_scheme import error_growth
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Settings:
         device: where to run.
         rounds, budget_s: limits of each interleaved measurement.
         skip: contenders to leave out.
+        only: the contenders to keep, or None for all.
         tune: tune fastlinear for each case first.
         command: the command that repeats the run.
     """
@@ -42,8 +44,13 @@ class Settings:
     rounds: int
     budget_s: float
     skip: frozenset[str] = frozenset()
+    only: frozenset[str] | None = None
     tune: bool = False
     command: str = ""
+
+    def leaves_out(self, peer: Peer) -> bool:
+        """Whether the caller wants to do without this contender."""
+        return peer.name in self.skip or (self.only is not None and peer.name not in self.only)
 
     def facts(self) -> dict[str, Any]:
         """What every row of a case carries about the run, read at the time of the case."""
@@ -56,12 +63,15 @@ class Settings:
 
 @dataclass(frozen=True)
 class _Ready:
-    """A contender that took part: its unit of work, verdicts and first call."""
+    """A contender that took part: its unit of work, verdicts, first call, its own choices and its
+    levels of fast matrix multiplication."""
 
     peer: Peer
     unit: Unit
     verdicts: list[Verdict]
     first_us: float
+    chosen: Mapping[str, str] | None
+    levels: int
 
     @property
     def valid(self) -> bool:
@@ -70,11 +80,10 @@ class _Ready:
 
 def run_case(case: Case, settings: Settings, contenders: Sequence[Peer] | None = None) -> list[Row]:
     """All rows of one case."""
-    whole = case.family == "model"
-    if settings.tune and not whole:
-        _tune(case, settings.device)
-    work: Any = (models.make_work if whole else make_work)(case, settings.device)
-    field = models.peers(case) if whole else peers(case)
+    kind = KINDS[case.family]
+    if settings.tune:
+        kind.tune(case, settings.device)
+    work = kind.make_work(case, settings.device)
     facts = settings.facts() | {
         "shapes": work.shapes(),
         "strides": work.strides(),
@@ -85,8 +94,8 @@ def run_case(case: Case, settings: Settings, contenders: Sequence[Peer] | None =
     theirs = work.reference(FLOAT_DTYPES[case.dtype])
     rows: list[Row] = []
     ready: list[_Ready] = []
-    for peer in field if contenders is None else contenders:
-        why = "left out by the caller" if peer.name in settings.skip else peer.reason_not(case)
+    for peer in kind.peers(case) if contenders is None else contenders:
+        why = "left out by the caller" if settings.leaves_out(peer) else peer.reason_not(case)
         if why is not None:
             rows.append(skipped(case, peer.name, why, facts))
             continue
@@ -96,10 +105,7 @@ def run_case(case: Case, settings: Settings, contenders: Sequence[Peer] | None =
             reason = f"failed: {type(error).__name__}: {first_line(error)}"
             rows.append(skipped(case, peer.name, reason, facts))
     del oracle, theirs
-    chosen = {
-        metric: work.chosen() if whole else _chosen(case, work, metric == "device")
-        for metric in case.metrics
-    }
+    chosen = {metric: kind.chosen(case, work, metric == "device") for metric in case.metrics}
     for one in ready:
         if not one.valid:
             row = rows_of.blank(case, one.peer.name, case.metrics[0], facts)
@@ -124,19 +130,24 @@ def _prepare(
 ) -> _Ready:
     """Build a contender, take its first call, judge it, and rehearse the calls to come."""
     own = work.private()
-    unit = peer.build(own)
+    built = peer.build(own)
+    unit, chosen = (built.unit, built.chosen) if isinstance(built, Told) else (built, None)
+    if peer.reference is not None:
+        oracle = peer.reference(work, torch.float64)
+        theirs = peer.reference(work, FLOAT_DTYPES[work.case.dtype])
+    levels = peer.levels(work)
     results: list[tuple[torch.Tensor, ...]] = []
     with work.mode():
         first = first_call_us(lambda: results.append(unit(0)), device)
         verdicts = [
-            judge(name, ours, torchs, exact)
+            judge(name, ours, torchs, exact, factor=DEFAULT_FACTOR * error_growth(levels))
             for name, ours, torchs, exact in zip(
                 work.names, results.pop(), theirs, oracle, strict=True
             )
         ]
         for i in range(len(work.stacks)):
             unit(i)
-    return _Ready(peer, unit, verdicts, first)
+    return _Ready(peer, unit, verdicts, first, chosen, levels)
 
 
 def _measured(
@@ -153,7 +164,7 @@ def _measured(
     rows = []
     for one in ready:
         row = rows_of.blank(case, one.peer.name, metric, facts)
-        row["chosen"] = chosen.get(one.peer.name)
+        row["chosen"] = one.chosen or chosen.get(one.peer.name)
         rows.append(rows_of.judged(row, one.verdicts))
     if metric == "first_call":
         return [
@@ -162,6 +173,9 @@ def _measured(
         ]
     arms = {one.peer.name: _rotating(one.unit, len(work.stacks)) for one in ready}
     with work.mode():
+        if metric == "kernels":
+            found = [kernels_of(arm, settings.device) for arm in arms.values()]
+            return [row | {"kernels": names} for row, names in zip(rows, found, strict=True)]
         if metric == "peak_memory":
             peaks = [peak_memory_bytes(arm, settings.device) for arm in arms.values()]
             return [row | {"peak_bytes": peak} for row, peak in zip(rows, peaks, strict=True)]
@@ -172,19 +186,30 @@ def _measured(
             rounds=settings.rounds,
             budget_s=settings.budget_s,
         )
-    return _placed(rows, samples, work, settings)
+    return _placed(rows, samples, work, settings, {one.peer.name: one.levels for one in ready})
 
 
 def _placed(
-    rows: list[Row], samples: Mapping[str, Samples], work: Work, settings: Settings
+    rows: list[Row],
+    samples: Mapping[str, Samples],
+    work: Work,
+    settings: Settings,
+    levels: Mapping[str, int],
 ) -> list[Row]:
     cost = work.cost()
-    where = (settings.device, work.case.dtype, cost.bytes)
+    where = (settings.device, work.case.dtype, cost.bytes, work.cold)
+
+    def place(limits: Ceilings) -> list[Row]:
+        return [
+            rows_of.timed(row, samples[name], cost, limits, (8 / 7) ** levels[name])
+            for row in rows
+            for name in [row["contender"]]
+        ]
+
     limits = ceilings_for(*where)
-    placed = [rows_of.timed(row, samples[row["contender"]], cost, limits) for row in rows]
+    placed = place(limits)
     if any(row["roofline_error"] for row in placed):
-        limits = measured_again(limits, *where)
-        placed = [rows_of.timed(row, samples[row["contender"]], cost, limits) for row in rows]
+        placed = place(measured_again(limits, *where))
     return rows_of.compared(placed, samples)
 
 
@@ -199,29 +224,6 @@ def _rotating(unit: Unit, sets: int) -> Callable[[], Any]:
         return unit(state[0])
 
     return call
-
-
-def _tune(case: Case, device: torch.device) -> None:
-    """Both regimes on a GPU: wall time outside CUDA graphs, device time inside."""
-    forward = problem_of(case)
-    for p in (forward, forward.other_regime()):
-        for piece in () if p is None else tuning_order(p):
-            tune_problem(piece, device=device)
-
-
-def _chosen(case: Case, work: Work, captured: bool) -> dict[str, str]:
-    """Piece → backend and source: what dispatch takes for one layer, in a CUDA graph or not."""
-    stack = work.stacks[0]
-    made = choices(
-        stack.x,
-        stack.weights[0],
-        stack.biases[0],
-        stack.activation,
-        None,
-        case.needs_grad,
-        captured and stack.x.is_cuda,
-    )
-    return {c.problem.piece: f"{c.backend.name} ({c.source})" for c in made}
 
 
 def skipped(case: Case, name: str, why: str, facts: Mapping[str, Any]) -> Row:

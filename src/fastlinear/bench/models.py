@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fastlinear.bench.case import Case
-from fastlinear.bench.peers import OURS, Peer, compiler_missing
+from fastlinear.bench.peer import OURS, Peer, compiler_missing, too_slow
 from fastlinear.bench.work import Unit
 from fastlinear.core.cost import Cost
 from fastlinear.core.precision import FLOAT_DTYPES
@@ -121,8 +121,7 @@ def peers(case: Case) -> tuple[Peer, ...]:
     frozen = {"max_autotune": True, "freezing": True} if case.device == "cpu" else None
 
     def slow(case: Case) -> str | None:
-        too_slow = "left out of this case: it takes too long to prepare" if case.light else None
-        return too_slow or compiler_missing(case)
+        return too_slow(case) or compiler_missing(case)
 
     def tuned(work: Any) -> Unit:
         how: dict[str, Any] = {"options": frozen} if frozen else {"mode": "max-autotune"}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fastlinear.bench.case import TIMED, Case
-from fastlinear.bench.peers import OURS
+from fastlinear.bench.peer import OURS
 from fastlinear.core.compare import Verdict
 from fastlinear.core.cost import Ceilings, Cost, roofline
 from fastlinear.core.errors import InputError
@@ -35,6 +35,7 @@ def blank(case: Case, contender: str, metric: str, facts: Mapping[str, Any]) -> 
         "calls_per_sample": None,
         "how": None,
         "peak_bytes": None,
+        "kernels": None,
         "ratio_to_best": None,
         "ratio_ci95": None,
         "best_peer": None,
@@ -72,11 +73,11 @@ def judged(row: Row, verdicts: Iterable[Verdict]) -> Row:
     }
 
 
-def timed(row: Row, samples: Samples, cost: Cost, ceilings: Ceilings) -> Row:
-    """Add timings and their place under the roofline; above the ceiling is an error."""
+def timed(row: Row, samples: Samples, cost: Cost, ceilings: Ceilings, highest: float = 1.0) -> Row:
+    """Add timings and their place under the roofline; above ``highest`` of it is an error."""
     place = roofline(cost, ceilings, samples.median_us)
     wrong = None
-    if place.fraction > 1.0:
+    if place.fraction > highest:
         wrong = (
             f"{100 * place.fraction:.0f}% of the measured ceiling ({place.bound}): the time, the "
             "ceiling or the least cost is wrong"

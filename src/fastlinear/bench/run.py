@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from fastlinear.bench import rows as rows_of
 from fastlinear.bench.case import Case
 from fastlinear.bench.cases import EXPERIMENTS
+from fastlinear.bench.kinds import KINDS
 from fastlinear.bench.measure import Settings, first_line, run_case, skipped
 from fastlinear.bench.rows import Row
 from fastlinear.core.errors import InputError, UnsupportedError
@@ -33,6 +35,8 @@ def run(
     dtypes: Sequence[str] | None = None,
     threads: int | None = None,
     only: str | None = None,
+    where: Sequence[str] = (),
+    peers: Sequence[str] | None = None,
     skip: Sequence[str] = (),
     tune: bool = False,
     rounds: int | None = None,
@@ -50,6 +54,10 @@ def run(
         dtypes: only cases of these dtypes.
         threads: torch's intra-op threads for the length of the run.
         only: only cases whose name contains this text.
+        where: only cases of these sizes or options, each ``"NAME=VALUE,VALUE"``, for example
+            ``"M=8192"`` or ``"L=8,4"``.
+        peers: only these contenders, by exact name; those that take minutes to prepare then take
+            part in every case.
         skip: contenders to leave out, by exact name.
         tune: first tune fastlinear for every case (writes the user's tuned cache).
         rounds: interleaved rounds; by default 15, 5 when quick.
@@ -62,22 +70,37 @@ def run(
         contender that cannot take part, fails or is wrong has ``valid`` false and no timing.
 
     Raises:
-        InputError: an unknown experiment or dtype, or no case is left.
+        InputError: an unknown experiment, dtype or contender, or no case is left.
         UnsupportedError: the device is not there.
     """
-    where = _device(device)
-    picked = _cases(experiment, where.type, quick, dtypes, only, seed)
+    place = _device(device)
+    picked = _cases(experiment, place.type, quick, dtypes, only, where)
+    picked = [replace(c, seed=seed, light=c.light and not peers) for c in picked]
+    _known(picked, peers or ())
+    told: dict[str, Any] = {
+        "quick": quick,
+        "dtype": dtypes,
+        "threads": threads,
+        "only": only,
+        "where": where,
+        "peer": peers,
+        "skip": skip,
+        "tune": tune,
+        "rounds": rounds,
+        "seed": seed,
+    }
     settings = Settings(
-        where,
+        place,
         rounds or (_QUICK_ROUNDS if quick else _ROUNDS),
         _QUICK_BUDGET_S if quick else _BUDGET_S,
         frozenset(skip),
+        None if peers is None else frozenset(peers),
         tune,
-        _command(experiment, where, quick, dtypes, threads, only, skip, tune, rounds, seed),
+        _command(experiment, place, told),
     )
     start = time.monotonic()
     rows: list[Row] = []
-    with _threads(threads), _current(where), _opened(out) as file:
+    with _threads(threads), _current(place), _opened(out) as file:
         for i, case in enumerate(picked):
             progress(case.name, i, len(picked))
             if budget_s is not None and time.monotonic() - start > budget_s:
@@ -123,7 +146,7 @@ def _cases(
     quick: bool,
     dtypes: Sequence[str] | None,
     only: str | None,
-    seed: int,
+    where: Sequence[str],
 ) -> list[Case]:
     if experiment not in EXPERIMENTS:
         raise InputError(
@@ -135,43 +158,60 @@ def _cases(
             "bench.run", expected=f"dtypes in {sorted(FLOAT_DTYPES)}", received=", ".join(unknown)
         )
     every = EXPERIMENTS[experiment](device, quick)
+    wanted = [_wanted(text) for text in where]
     picked = [
-        replace(c, seed=seed)
+        c
         for c in every
-        if (dtypes is None or c.dtype in dtypes) and (only is None or only in c.name)
+        if (dtypes is None or c.dtype in dtypes)
+        and (only is None or only in c.name)
+        and all(_facts(c).get(name) in values for name, values in wanted)
     ]
     if not picked:
         raise InputError(
             "bench.run",
             expected="a filter that leaves at least one case",
-            received=f"dtypes={dtypes}, only={only!r}",
+            received=f"dtypes={dtypes}, only={only!r}, where={list(where)}",
             remedy="Names look like: " + "; ".join(c.name for c in every[:3]) + ".",
         )
     return picked
 
 
-def _command(
-    experiment: str,
-    device: torch.device,
-    quick: bool,
-    dtypes: Sequence[str] | None,
-    threads: int | None,
-    only: str | None,
-    skip: Sequence[str],
-    tune: bool,
-    rounds: int | None,
-    seed: int,
-) -> str:
-    """The command that repeats this run."""
+def _wanted(text: str) -> tuple[str, frozenset[str]]:
+    """``"L=8,4"`` → ``("L", {"8", "4"})``."""
+    name, equals, values = text.partition("=")
+    if not equals or not name or not values:
+        raise InputError(
+            "bench.run", expected="where as NAME=VALUE,VALUE, for example M=8192", received=text
+        )
+    return name, frozenset(values.split(","))
+
+
+def _facts(case: Case) -> dict[str, str]:
+    """Sizes, options and direction of a case, as text."""
+    sizes = {name: str(size) for name, size in case.dims}
+    return {**sizes, **dict(case.options), "direction": case.direction}
+
+
+def _known(picked: Sequence[Case], peers: Sequence[str]) -> None:
+    """Raise unless each name is a contender of some case."""
+    names = {p.name for c in picked for p in KINDS[c.family].peers(c)} if peers else set()
+    unknown = sorted(set(peers) - names)
+    if unknown:
+        raise InputError(
+            "bench.run", expected=f"peers in {sorted(names)}", received=", ".join(unknown)
+        )
+
+
+def _command(experiment: str, device: torch.device, told: Mapping[str, Any]) -> str:
+    """The command that repeats this run; options left at their default are not named."""
     words = ["python -m fastlinear.bench", experiment, f"--device {device}"]
-    words += ["--quick"] if quick else []
-    words += [f"--dtype {d}" for d in dtypes or ()]
-    words += [f"--threads {threads}"] if threads else []
-    words += [f"--only {only!r}"] if only else []
-    words += [f"--skip {name}" for name in skip]
-    words += ["--tune"] if tune else []
-    words += [f"--rounds {rounds}"] if rounds else []
-    words += [f"--seed {seed}"] if seed else []
+    for name, value in told.items():
+        if value is True:
+            words.append(f"--{name}")
+        elif isinstance(value, (list, tuple)):
+            words += [f"--{name} {shlex.quote(str(v))}" for v in value]
+        elif value:
+            words.append(f"--{name} {shlex.quote(str(value))}")
     return " ".join(words)
 
 

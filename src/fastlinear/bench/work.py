@@ -177,14 +177,16 @@ def plain(stack: Stack) -> Tensor:
 
 
 def make_work(case: Case, device: torch.device) -> Work:
-    """Draw the tensors of a linear_act case.
+    """Draw the tensors of a case of linear layers.
 
-    On CUDA so many sets are made that rotating over them exceeds the L2 cache twice (at most 64);
-    on a CPU there is one set and the caches are warm, as they are for a model run over and over.
+    On CUDA so many sets are made that rotating over them exceeds the L2 cache twice (at most 64).
+    On a CPU, and where the option ``caches`` is ``warm``, there is one set and the caches are warm,
+    as they are for a model run over and over.
     """
     first = _make_stack(case, device, 0)
     sets, cold = 1, False
-    if device.type == "cuda" and case.direction != "step":
+    warm = case.direction == "step" or case.option("caches") == "warm"
+    if device.type == "cuda" and not warm:
         held = sum(t.numel() * t.element_size() for t in (first.x, *first.parameters, first.dy))
         wanted = math.ceil(2 * device_facts(device).l2_bytes / held)
         sets, cold = max(1, min(_MAX_SETS, wanted)), wanted <= _MAX_SETS
@@ -193,7 +195,9 @@ def make_work(case: Case, device: torch.device) -> Work:
 
 
 def _make_stack(case: Case, device: torch.device, index: int) -> Stack:
-    m, k, n, layers = (case.dim(name) for name in ("M", "K", "N", "L"))
+    m, layers = case.dim("M"), case.dim("L")
+    # a chain of equal widths has one dim for them
+    k, n = (case.dim("H" if "H" in dict(case.dims) else name) for name in ("K", "N"))
     generator = torch.Generator(device=device).manual_seed(case.seed * 1000 + index)
     dtype = FLOAT_DTYPES[case.dtype]
     grad = case.needs_grad

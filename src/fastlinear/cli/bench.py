@@ -31,6 +31,19 @@ def bench(
     only: Annotated[
         str | None, typer.Option(help="Only cases whose name contains this.", show_default=False)
     ] = None,
+    where: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUES",
+            help="Only cases of these sizes or options: M=8192, or L=8,4; repeatable.",
+        ),
+    ] = None,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Only this contender, however long it takes to prepare; repeatable.",
+        ),
+    ] = None,
     skip: Annotated[list[str] | None, typer.Option(help="Leave a contender out.")] = None,
     tune: Annotated[
         bool, typer.Option("--tune", help="Tune fastlinear for every case first.")
@@ -63,16 +76,18 @@ def bench(
     from fastlinear.bench import run
     from fastlinear.cli.load import usable_device
 
-    where = str(usable_device(device))
+    place = str(usable_device(device))
     with progress_bar(quiet=quiet) as progress:
         rows = run(
             experiment,
-            device=where,
+            device=place,
             quick=quick,
             out=out,
             dtypes=None if not dtype else [d.value for d in dtype],
             threads=threads,
             only=only,
+            where=where or (),
+            peers=peer or None,
             skip=skip or (),
             tune=tune,
             rounds=rounds,
@@ -125,4 +140,6 @@ def _measured(row: dict[str, Any]) -> str:
         return "wrong: less accurate than allowed"
     if row["peak_bytes"] is not None:
         return f"{row['peak_bytes']} bytes"
+    if row["kernels"] is not None:
+        return f"{len(row['kernels'])} kernels"
     return f"{row['median_us']:.1f} us"

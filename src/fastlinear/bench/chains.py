@@ -1,0 +1,198 @@
+"""The contenders of experiment ``overhead``: a chain of Linear + ReLU, from the caller's side in.
+
+``eager`` is the chain as models hold it. ``hand_loop`` removes what surrounds its kernels: no
+modules, buffers allocated ahead, bias inside the product, ReLU in place. ``fastlinear[layerwise]``
+fuses the activation as well, ``fastlinear[graph]`` replays that from a CUDA graph, and
+``strassen_control`` is the fused Strassen chain with the classical 8 products in place of 7.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from fastlinear.bench import forwards as by
+from fastlinear.bench.case import Case
+from fastlinear.bench.peer import (
+    OURS,
+    Peer,
+    compiler_missing,
+    cuda_only,
+    no_max_autotune,
+    no_reduce_overhead,
+    too_slow,
+)
+from fastlinear.bench.peers import no_cublaslt, no_onednn
+from fastlinear.bench.work import Forward, Stack, Work
+from fastlinear.core.precision import FLOAT_DTYPES, matmul_precision
+from fastlinear.core.problem import Problem
+from fastlinear.dispatch.backend import Backend, family
+from fastlinear.dispatch.select import select
+from fastlinear.dispatch.tune import tune as tune_problem
+from fastlinear.ops.mlp import backends, strassen
+from fastlinear.ops.mlp.op import mlp
+from fastlinear.ops.mlp.problem import widths_of
+
+_FAST = "strassen"
+
+
+def peers(case: Case) -> tuple[Peer, ...]:
+    """All contenders of a case, able to take part or not."""
+    forced = [b for b in family(backends.NAME).candidates("forward") if b.name != "eager"]
+    wall = ("wall",)
+    return (
+        Peer("eager", lambda w: w.unit(_eager(w))),
+        Peer("hand_loop", lambda w: w.unit(_hand_loop(w))),
+        Peer("compile", lambda w: w.unit(by.compiled(w)), _no_compile),
+        Peer(
+            "compile_reduce_overhead",
+            lambda w: w.unit(by.reduce_overhead(w)),
+            no_reduce_overhead,
+            wall,
+        ),
+        Peer("compile_max_autotune", lambda w: w.unit(by.max_autotune(w)), no_max_autotune),
+        Peer("cuda_graph", lambda w: by.graphed(w, w.unit(_eager(w))), cuda_only, wall),
+        Peer("cublaslt", lambda w: w.unit(by.cublaslt), no_cublaslt),
+        Peer(
+            "cublaslt_cuda_graph",
+            lambda w: by.graphed(w, w.unit(by.cublaslt)),
+            no_cublaslt,
+            wall,
+        ),
+        Peer("onednn", lambda w: w.unit(by.onednn(w, pack=False)), no_onednn),
+        Peer("onednn_prepacked", lambda w: w.unit(by.onednn(w, pack=True)), no_onednn),
+        Peer("strassen_control", lambda w: w.unit(_control), _no_control),
+        Peer(OURS, lambda w: w.unit(_ours(None, fast=False))),
+        Peer(f"{OURS}_fast", lambda w: w.unit(_ours(None, fast=True)), levels=_levels_of_choice),
+        *(_forced(b) for b in forced),
+    )
+
+
+def problem_of(case: Case, *, fast: bool = False) -> Problem:
+    """The Problem dispatch sees for the forward of a case."""
+    return backends.problem(
+        "forward",
+        case.dim("M"),
+        (case.dim("H"),) * (case.dim("L") + 1),
+        dtype=case.dtype,
+        device=case.device,
+        activation=case.option("activation"),
+        final_activation=case.option("activation"),
+        bias="no" if case.option("bias") == "no" else "yes",
+        fast=fast,
+        precision=matmul_precision(FLOAT_DTYPES[case.dtype]),
+    )
+
+
+def chosen(case: Case, work: Work, captured: bool) -> dict[str, str]:
+    """What dispatch takes for a case, in a CUDA graph or not."""
+    problem = replace(problem_of(case), captured=captured and case.device == "cuda")
+    choice = select(problem)
+    return {"forward": f"{choice.backend.name} ({choice.source})"}
+
+
+def tune(case: Case, device: torch.device) -> None:
+    """Tune the forward, on a GPU inside CUDA graphs as well."""
+    problem = problem_of(case)
+    for p in (problem, problem.other_regime()):
+        if p is not None:
+            tune_problem(p, device=device)
+
+
+def _forced(backend: Backend) -> Peer:
+    fast = backend.name == _FAST
+
+    def reason_not(case: Case) -> str | None:
+        return backend.reason_not(problem_of(case, fast=fast))
+
+    return Peer(
+        f"{OURS}[{backend.name}]",
+        lambda w: w.unit(_ours(backend.name, fast=fast)),
+        reason_not,
+        levels=_levels if fast else lambda _: 0,
+    )
+
+
+def _levels(work: Work) -> int:
+    p = problem_of(work.case, fast=True)
+    # a forced chain applies at least one
+    return max(1, strassen.levels_for(p.dim("M"), widths_of(p), p.dtype, p.device, p.precision))
+
+
+def _levels_of_choice(work: Work) -> int:
+    best = select(problem_of(work.case, fast=True))
+    return _levels(work) if best.backend.name == _FAST else 0
+
+
+# --------------------------------------------------------------------------------------------
+# How each computes it
+
+
+def _ours(backend: str | None, *, fast: bool) -> Forward:
+    def forward(stack: Stack) -> Tensor:
+        return mlp(
+            stack.x,
+            stack.weights,
+            stack.biases,
+            activation=stack.activation,
+            final_activation=stack.activation,
+            backend=backend,
+            allow_fast_matmul=fast,
+        )
+
+    return forward
+
+
+def _eager(work: Work) -> Forward:
+    """``nn.Sequential`` of Linear and ReLU in place, as the experiment's model has it."""
+    models = [by.sequential(s) for s in work.stacks]
+    for model in models:
+        for layer in model:
+            if isinstance(layer, nn.ReLU):
+                layer.inplace = True
+    return lambda stack: models[stack.index](stack.x)
+
+
+def _hand_loop(work: Work) -> Forward:
+    """Products into buffers allocated ahead, ReLU in place; the last buffer is the result."""
+    planned = []
+    for stack in work.stacks:
+        turned = [w.t() for w in stack.weights]
+        outputs = [stack.x.new_empty(len(stack.x), len(w)) for w in stack.weights]
+        planned.append(list(zip(turned, stack.biases, outputs, strict=True)))
+
+    def forward(stack: Stack) -> Tensor:
+        h = stack.x
+        for weight, bias, out in planned[stack.index]:
+            if bias is None:
+                torch.mm(h, weight, out=out)
+            else:
+                torch.addmm(bias, h, weight, out=out)
+            h = torch.relu_(out)
+        return h
+
+    return forward
+
+
+def _control(stack: Stack) -> Tensor:
+    names = stack.activation, stack.activation
+    y, _ = strassen.forward_classical(stack.x, stack.weights, stack.biases, *names, False)
+    return y
+
+
+# --------------------------------------------------------------------------------------------
+# Why not
+
+
+def _no_compile(case: Case) -> str | None:
+    # one compilation a cell: thousands of cells take hours
+    return too_slow(case) or compiler_missing(case)
+
+
+def _no_control(case: Case) -> str | None:
+    if case.device == "cuda" and importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    return strassen.reason_not(problem_of(case, fast=True))

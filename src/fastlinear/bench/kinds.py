@@ -1,0 +1,70 @@
+"""What an experiment's cases are made of, by the family of the case."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fastlinear.bench import bias, chains, models
+from fastlinear.bench import peers as linear_act
+from fastlinear.bench.case import Case
+from fastlinear.bench.peer import Peer
+from fastlinear.bench.work import Work, make_work
+from fastlinear.dispatch.tune import tune as tune_problem
+from fastlinear.ops.linear_act.selection import choices, tuning_order
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How cases of one family are prepared.
+
+    Attributes:
+        make_work: draws the tensors.
+        peers: all contenders, able to take part or not.
+        chosen: what dispatch takes for our contender, in a CUDA graph or not.
+        tune: tunes fastlinear for a case.
+    """
+
+    make_work: Callable[[Case, torch.device], Any]
+    peers: Callable[[Case], tuple[Peer, ...]]
+    chosen: Callable[[Case, Any, bool], dict[str, str]]
+    tune: Callable[[Case, torch.device], None]
+
+
+def _tune(case: Case, device: torch.device) -> None:
+    """Both regimes on a GPU: wall time outside CUDA graphs, device time inside."""
+    forward = linear_act.problem_of(case)
+    for p in (forward, forward.other_regime()):
+        for piece in () if p is None else tuning_order(p):
+            tune_problem(piece, device=device)
+
+
+def _chosen(case: Case, work: Work, captured: bool) -> dict[str, str]:
+    """Piece → backend and source: what dispatch takes for one layer, in a CUDA graph or not."""
+    stack = work.stacks[0]
+    made = choices(
+        stack.x,
+        stack.weights[0],
+        stack.biases[0],
+        stack.activation,
+        None,
+        case.needs_grad,
+        captured and stack.x.is_cuda,
+    )
+    return {c.problem.piece: f"{c.backend.name} ({c.source})" for c in made}
+
+
+def _nothing(case: Case, device: torch.device) -> None:
+    """There is nothing to tune."""
+
+
+KINDS: Mapping[str, Kind] = {
+    "linear_act": Kind(make_work, linear_act.peers, _chosen, _tune),
+    "linear": Kind(bias.make_work, bias.peers, lambda *_: {}, _nothing),
+    "mlp": Kind(make_work, chains.peers, chains.chosen, chains.tune),
+    "model": Kind(models.make_work, models.peers, lambda case, work, _: work.chosen(), _nothing),
+}
+"""Family of a case → how it is prepared."""
