@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +147,8 @@ class Inspection(TorchDispatchMode):
         )
 
     def _check_writes(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if "batch_norm" in func._schema.name:  # writes running statistics its schema hides
+            self._save(t for t in _tensors((args, kwargs)) if not t.requires_grad)
         if not func._schema.is_mutable:
             return
         for i, a in enumerate(func._schema.arguments):
@@ -154,17 +156,20 @@ class Inspection(TorchDispatchMode):
                 continue
             value = args[i] if i < len(args) else kwargs.get(a.name)
             for t in _tensors(value):
-                storage = _storage(t)
-                if storage in self._arguments:
+                if _storage(t) in self._arguments:
                     self._refuse(
                         "arguments that are only read",
                         f"{func} writes into one",
                         "Work on a copy inside, or name the argument in by_address.",
                     )
-                if storage in self._watched and storage not in self._saved:
-                    self._saved.add(storage)
-                    with torch.no_grad():
-                        self.before += [(w, w.detach().clone()) for w in self._watched[storage]]
+                self._save([t])
+
+    def _save(self, written: Iterable[Tensor]) -> None:
+        for storage in map(_storage, written):
+            if storage in self._watched and storage not in self._saved:
+                self._saved.add(storage)
+                with torch.no_grad():
+                    self.before += [(w, w.detach().clone()) for w in self._watched[storage]]
 
     def _refuse(self, expected: str, received: str, remedy: str = _STATIC) -> None:
         raise UnsupportedError(

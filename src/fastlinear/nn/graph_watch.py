@@ -66,6 +66,7 @@ class Watch:
             and list(map(_stride, tensors)) == self._strides
             and list(map(_requires_grad, tensors)) == self._grads
             and list(map(_training, self._modules)) == self._modes
+            and not self._hooked
             and not any(self._hooks)
         )
 
@@ -114,8 +115,8 @@ class Watch:
         # Modules stand for themselves: an id may be given to another module later.
         dtypes = tuple(t.dtype for t in self.tensors)
         layout = zip(self._addresses, self._shapes, self._strides, self._grads, strict=True)
-        hooked = any(self._hooks)
-        key = (hooked, tuple(self._modules), tuple(self._modes), dtypes, tuple(layout))
+        self._hooked = any(self._hooks)
+        key = (self._hooked, tuple(self._modules), tuple(self._modes), dtypes, tuple(layout))
         if key not in self._tokens:
             self._next += 1
             self._tokens[key] = self._next
