@@ -247,8 +247,9 @@ def test_opt_in_only() -> None:
         (2, 16384, 8192, "float32", "highest"),
         (0, 64, 4096, "float32", "highest"),
         (0, 4096, 256, "float32", "highest"),
-        (0, 4096, 1024, "bfloat16", "n/a"),
-        (0, 4096, 1024, "float32", "high"),
+        (0, 4096, 1024, "float32", "highest"),
+        (0, 4096, 8192, "bfloat16", "n/a"),
+        (0, 16384, 8192, "float32", "high"),
         (1, 16384, 16384, "bfloat16", "n/a"),
     ],
 )
@@ -256,3 +257,4 @@ def test_levels(levels: int, m: int, width: int, dtype: str, precision: str) -> 
     assert strassen.levels_for(m, (width,) * 5, dtype, "cuda", precision) == levels
     pose = posed(m, width, dtype, device="cuda", precision=precision)
     assert strassen.pays(pose) == (levels > 0)
+    assert not strassen.pays(posed(m, width, dtype, precision=precision))  # on a CPU

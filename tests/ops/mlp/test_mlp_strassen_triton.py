@@ -52,7 +52,7 @@ CHAINS = [
     (64, (64, 128, 64), "rows"),  # planes fit tiles and matrices
     (7, (33, 65, 17, 5), "rows"),
     (1, (1, 1), "rows"),
-    (10, (70, 20), "strided"),
+    (6, (40, 20), "strided"),
 ]
 if ON_GPU:
     CHAINS += [(1000, (777, 2048, 1111, 64), "rows"), (4096, (2048, 2048, 2048), "rows")]
@@ -123,11 +123,13 @@ def check(m: int, widths: Any, layout: str, dtype: Any, scheme: Scheme, acts: An
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("chain", CHAINS, ids=str)
 def test_error(chain: Any, dtype: torch.dtype, levels: int, name: str) -> None:
+    if INTERPRETED and name == "classical" and chain[0] != 7:
+        pytest.skip("the interpreter takes long")
     check(*chain, dtype, Scheme(name, levels), ("relu", "silu"))
 
 
 @compares
-@pytest.mark.parametrize("act", ["none", "gelu", "tanh", "sigmoid"])
+@pytest.mark.parametrize("act", ["gelu", "sigmoid"])
 def test_activations(act: str) -> None:
     check(5, (20, 30, 20), "rows", torch.float32, Scheme("strassen", 1), (act, "gelu_tanh"))
 
@@ -200,6 +202,8 @@ def run_layer(layer: nn.Linear, x: Tensor, levels: int = 1) -> Tensor:
 @pytest.mark.parametrize("levels", [1, 2])
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_weights(change: Callable[[nn.Linear], None], levels: int) -> None:
+    if INTERPRETED and levels == 2 and change is not data_one_element:
+        pytest.skip("the interpreter takes long")
     layer, x = nn.Linear(40, 48).to(DEVICE), torch.randn(12, 40, device=DEVICE)
     for _ in range(2):
         y = run_layer(layer, x, levels)

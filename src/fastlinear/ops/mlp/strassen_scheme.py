@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MAX_LEVELS = 2
 _PLANE_COLS = 16  # columns of a plane are a multiple of this, so that every row is aligned
 
 
