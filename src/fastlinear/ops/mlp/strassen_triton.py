@@ -6,6 +6,7 @@ Importing this file imports Triton, so it is imported lazily.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,8 +94,9 @@ class _Tiling:
     even: bool
 
     @staticmethod
-    def of(R: int, C: int, scheme: Scheme) -> _Tiling:
+    def of(shape: Sequence[int], scheme: Scheme) -> _Tiling:
         """Tiles of the planes of a matrix (R, C): rows where they are long."""
+        R, C = shape
         cols = plane_size(C, scheme.levels, columns=True)
         tile = _TILE[scheme.levels]
         block_c = min(tile, cols & -cols)  # cols is a multiple of 16
@@ -104,8 +106,9 @@ class _Tiling:
         return _Tiling._fit(R, C, rows, cols, tile // block_c, block_c, scheme)
 
     @staticmethod
-    def of_weight(N: int, K: int, scheme: Scheme) -> _Tiling:
-        """Tiles of the planes of a weight, read along K and written along N."""
+    def of_weight(shape: Sequence[int], scheme: Scheme) -> _Tiling:
+        """Tiles of the planes of a weight (N, K), read along K and written along N."""
+        N, K = shape
         rows = plane_size(N, scheme.levels, columns=True)
         cols = plane_size(K, scheme.levels, columns=True)
         return _Tiling._fit(N, K, rows, cols, *_WEIGHT_TILE, scheme)
@@ -124,7 +127,7 @@ class _Tiling:
 
 
 def _prefix(x: Tensor, scheme: Scheme) -> Tensor:
-    t = _Tiling.of(*x.shape, scheme)
+    t = _Tiling.of(x.shape, scheme)
     planes = _empty((scheme.products, t.rows, t.cols), x)
     key = ("prefix", x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, scheme)
     launch = _launches.get(key)
@@ -154,7 +157,7 @@ def _launch_chain(
     key = ("chain", shape, planes.dtype, planes.device, where, activation, how, scheme)
     launch = _launches.get(key)
     if launch is None:
-        t = _Tiling.of(*shape, scheme)
+        t = _Tiling.of(shape, scheme)
         launch = _remember(
             key,
             _strassen_chain_kernel,
@@ -179,7 +182,7 @@ def _launch_suffix(
     key = ("suffix", y.shape, y.dtype, y.device, where, activation, how, scheme)
     launch = _launches.get(key)
     if launch is None:
-        t = _Tiling.of(*y.shape, scheme)
+        t = _Tiling.of(y.shape, scheme)
         launch = _remember(
             key,
             _strassen_suffix_kernel,
@@ -237,7 +240,7 @@ def weight_planes(weight: Tensor, scheme: Scheme) -> Tensor:
     key = (id(base), *place, scheme, stream)
     held = _kept.get(key)
     if held is None or held[0]() is not base:
-        tiles = _Tiling.of_weight(*weight.shape, scheme).programs
+        tiles = _Tiling.of_weight(weight.shape, scheme).programs
         prints = torch.zeros(tiles, dtype=torch.int64, device=weight.device)
         reference = weakref.ref(base, lambda _: _kept.pop(key, None))
         held = _kept[key] = (reference, _new_planes(weight, scheme), prints)
@@ -246,16 +249,16 @@ def weight_planes(weight: Tensor, scheme: Scheme) -> Tensor:
 
 
 def _new_planes(weight: Tensor, scheme: Scheme) -> Tensor:
-    t = _Tiling.of_weight(*weight.shape, scheme)
+    t = _Tiling.of_weight(weight.shape, scheme)
     return _empty((scheme.products, t.cols, t.rows), weight)
 
 
 def _refresh(weight: Tensor, planes: Tensor, prints: Tensor | None, scheme: Scheme) -> None:
-    key = ("weight", weight.shape, weight.stride(), weight.dtype, weight.device)
-    key = (*key, weight.data_ptr() & 15, scheme, prints is None)
+    place = (weight.shape, weight.stride(), weight.dtype, weight.device, weight.data_ptr() & 15)
+    key = ("weight", *place, scheme, prints is None)
     launch = _launches.get(key)
     if launch is None:
-        t = _Tiling.of_weight(*weight.shape, scheme)
+        t = _Tiling.of_weight(weight.shape, scheme)
         launch = _remember(
             key,
             _strassen_weight_kernel,
