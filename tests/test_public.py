@@ -16,6 +16,7 @@ NAMES = [
     "apply_",
     "explain",
     "linear_act",
+    "mlp",
     "nn",
     "optimize_",
     "profile",
@@ -28,7 +29,7 @@ def test_exports() -> None:
     for name in NAMES:
         assert getattr(fastlinear, name) is not None
     assert callable(fastlinear.profile)
-    assert fastlinear.nn.__all__ == ["Linear"]
+    assert fastlinear.nn.__all__ == ["MLP", "Linear"]
 
 
 def test_version_matches_the_package() -> None:

@@ -2,7 +2,9 @@
 
 from fastlinear import nn
 from fastlinear.core.settings import Config
-from fastlinear.ops.linear_act import explain, linear_act
+from fastlinear.ops.explain import explain
+from fastlinear.ops.linear_act import linear_act
+from fastlinear.ops.mlp import mlp
 from fastlinear.profile import profile
 from fastlinear.rewrite import apply_, optimize_
 
@@ -14,6 +16,7 @@ __all__ = [
     "apply_",
     "explain",
     "linear_act",
+    "mlp",
     "nn",
     "optimize_",
     "profile",

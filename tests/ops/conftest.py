@@ -13,21 +13,60 @@ from fastlinear.core.compare import judge
 from fastlinear.core.precision import FLOAT_DTYPES, matmul_precision
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, family
-from fastlinear.dispatch.tune import verify
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 from fastlinear.ops.linear_act.backends import problem as linear_act_problem
+from fastlinear.ops.mlp.problem import problem as mlp_problem
 
 # (M, K, N): ones, odd tails on either side of a tile, and one of each kind longest
 DRAWS = 24
 SHAPES = ((1, 1, 1), (7, 33, 65), (1, 65, 7), (33, 7, 1), (65, 1, 33), (33, 65, 64), (7, 7, 7))
+# (M, widths): one layer and several, equal and odd, one row and a block's tail
+CHAINS = (
+    (1, (16, 16, 16)),
+    (7, (33, 65, 17)),
+    (70, (64, 64, 64, 64)),
+    (1, (7, 33)),
+    (5, (1, 20, 3, 9)),
+    (33, (65, 40, 31)),
+)
 
 
 class Contract:
     """Problems to pose, and what a backend does wrong on one of them."""
 
     def problems(self, family_name: str, piece: str, dtype: str, device: str) -> Iterator[Problem]:
+        """What every backend of a piece is asked; a new family must be taught here."""
+        of = {"linear_act": self.linear_act_problems, "mlp": self.mlp_problems}
+        return of[family_name](piece, dtype, device)
+
+    def mlp_problems(self, piece: str, dtype: str, device: str) -> Iterator[Problem]:
+        """Every activation, also as the last one, with layouts, biases and grad flags in turn."""
+        chains = itertools.cycle(CHAINS)
+        layouts = itertools.cycle(
+            itertools.product(("rows", "strided"), ("nk", "mixed"), ("yes", "no", "some"))
+        )
+        for i, activation in enumerate(ACTIVATIONS):
+            for j in range(2 if device == "cuda" else 4):
+                m, widths = next(chains)
+                x_layout, w_layout, bias = next(layouts) if j % 2 else ("rows", "nk", "yes")
+                yield mlp_problem(
+                    piece,
+                    m,
+                    widths,
+                    dtype=dtype,
+                    device=device,
+                    activation=activation,
+                    final_activation=ACTIVATIONS[(i + 3 * j) % len(ACTIVATIONS)],
+                    bias=bias,
+                    needs_grad=piece != "forward" or j < 2,
+                    x_layout=x_layout,
+                    w_layout=w_layout,
+                    fast=True,
+                    precision=matmul_precision(FLOAT_DTYPES[dtype]),
+                )
+
+    def linear_act_problems(self, piece: str, dtype: str, device: str) -> Iterator[Problem]:
         """Every activation with every layout, bias and grad flag; shapes take turns."""
-        assert family_name == "linear_act", "teach the contract the new family's problems"
         shapes = itertools.cycle(SHAPES)
         layouts = list(
             itertools.product(("rows", "strided"), ("nk", "kn"), (True, False), (True, False))
@@ -58,10 +97,14 @@ class Contract:
         """
         fam, device = family(problem.family), torch.device(problem.device)
         inputs = fam.make_inputs(problem, device, seed)
-        verdicts = [v for v in verify(backend, problem, inputs) if not v.passed]
-        if not verdicts or all(
-            t[0] is None or t[0].numel() >= 256 for t in triples(backend, problem, inputs)
-        ):
+        found = list(triples(backend, problem, inputs))
+        verdicts = [
+            judge(f"{backend.name}[{i}]", *(t for t in triple if t is not None))
+            for i, triple in enumerate(found)
+            if all(t is not None for t in triple)
+        ]
+        verdicts = [v for v in verdicts if not v.passed]
+        if not verdicts or all(t[0] is None or t[0].numel() >= 256 for t in found):
             return [str(v) for v in verdicts]
         columns: list[list[Triple]] = []
         for draw in range(DRAWS):
@@ -84,7 +127,7 @@ class Contract:
         fam = family(problem.family)
         device = torch.device(problem.device)
         inputs = fam.make_inputs(problem, device, seed)
-        kept = tuple(i.clone() if isinstance(i, torch.Tensor) else i for i in inputs)
+        kept = [t if t is None else t.clone() for t in flat(inputs)]
         run = backend.load()
         wrong = self.inaccuracies(backend, problem, seed)
 
@@ -102,8 +145,8 @@ class Contract:
                 wrong.append(f"output {i}: not fully written")
             if not torch.equal(a, b):
                 wrong.append(f"output {i}: two runs differ")
-        for i, (now, before) in enumerate(zip(inputs, kept, strict=True)):
-            if isinstance(now, torch.Tensor) and not torch.equal(now, before):
+        for i, (now, before) in enumerate(zip(flat(inputs), kept, strict=True)):
+            if now is not None and before is not None and not torch.equal(now, before):
                 wrong.append(f"input {i}: modified")
         return wrong
 
@@ -114,7 +157,7 @@ Triple = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 def triples(backend: Backend, problem: Problem, inputs: tuple[Any, ...]) -> Iterator[Triple]:
     """(ours, torch's, the float64 oracle) for every output."""
     fam = family(problem.family)
-    wide = tuple(i.double() if isinstance(i, torch.Tensor) else i for i in inputs)
+    wide = in_float64(inputs)
     ours = flat(backend.load()(*inputs))
     return zip(
         ours, flat(fam.reference(problem, inputs)), flat(fam.reference(problem, wide)), strict=True
@@ -140,8 +183,17 @@ class poisoned_memory:
 
 
 def flat(result: Any) -> list[torch.Tensor | None]:
-    """A result as a list of its outputs."""
-    return list(result) if isinstance(result, tuple) else [result]
+    """The tensors (and Nones) of a result or of arguments, tuples in tuples opened."""
+    if isinstance(result, (tuple, list)):
+        return [t for item in result for t in flat(item)]
+    return [result] if result is None or isinstance(result, torch.Tensor) else []
+
+
+def in_float64(arguments: Any) -> Any:
+    """The same arguments with every tensor in float64."""
+    if isinstance(arguments, tuple):
+        return tuple(in_float64(a) for a in arguments)
+    return arguments.double() if isinstance(arguments, torch.Tensor) else arguments
 
 
 @pytest.fixture

@@ -10,6 +10,11 @@ import torch
 import fastlinear  # noqa: F401  (registers the families)
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.dispatch.backend import Backend, families, family
+from fastlinear.ops.linear_act.backends import problem as linear_act_problem
+from fastlinear.ops.mlp.problem import problem as mlp_problem
+
+# sums of blocks carry a NaN to rows it would not reach; opt-in, and its error bound says as much
+SPREADS_NAN = ("strassen",)
 
 
 def discovered() -> list[Any]:
@@ -61,7 +66,9 @@ def test_nan_and_infinity_propagate_as_torchs(
             for e, a in zip(flat(expected), flat(actual), strict=True):
                 if e is None:
                     continue
-                if bad != bad:
+                if bad != bad and backend.name in SPREADS_NAN:
+                    assert torch.isnan(a)[torch.isnan(e)].all(), problem.describe()
+                elif bad != bad:
                     assert torch.equal(torch.isnan(a), torch.isnan(e)), problem.describe()
                 assert not torch.isfinite(a)[torch.isinf(e)].any(), problem.describe()
     if not served:
@@ -69,7 +76,9 @@ def test_nan_and_infinity_propagate_as_torchs(
 
 
 def flat(result: Any) -> list[torch.Tensor | None]:
-    return list(result) if isinstance(result, tuple) else [result]
+    if isinstance(result, (tuple, list)):
+        return [t for item in result for t in flat(item)]
+    return [result] if result is None or isinstance(result, torch.Tensor) else []
 
 
 def test_registry_is_complete() -> None:
@@ -94,19 +103,17 @@ def test_capability_checks_stay_off_the_gpu() -> None:
 
 
 def fam_problem(backend: Backend) -> Any:
-    from fastlinear.ops.linear_act.backends import problem
-
-    return problem(backend.piece, 4, 4, 4, dtype="float32", device="cpu")
+    if backend.family == "mlp":
+        return mlp_problem(backend.piece, 4, (4, 4), dtype="float32", device="cpu")
+    return linear_act_problem(backend.piece, 4, 4, 4, dtype="float32", device="cpu")
 
 
 @pytest.mark.parametrize("piece", ["forward", "grad_pre", "grad_input", "grad_weight"])
 def test_cost_counts_each_tensor_once(piece: str) -> None:
     """The least bytes of a piece are what its inputs and outputs hold; flops are the GEMMs'."""
-    from fastlinear.ops.linear_act.backends import problem
-
     fam = family("linear_act")
     for activation in ("relu", "gelu", "none"):
-        p = problem(
+        p = linear_act_problem(
             piece, 5, 3, 4, dtype="float32", device="cpu", activation=activation, needs_grad=True
         )
         inputs = fam.make_inputs(p, torch.device("cpu"), 0)
@@ -116,3 +123,30 @@ def test_cost_counts_each_tensor_once(piece: str) -> None:
         assert cost.bytes == sum(t.numel() * t.element_size() for t in tensors)
         gemms = {"forward": 1, "grad_pre": 0, "grad_input": 1, "grad_weight": 1}
         assert cost.flops == gemms[piece] * 2 * 5 * 3 * 4
+
+
+@pytest.mark.parametrize("piece", families()["mlp"].pieces)
+def test_cost_of_a_chain_counts_each_tensor_once(piece: str) -> None:
+    """As above: what the backward does not read of ``saved`` (y after no activation) is not
+    counted, nor is y twice where the forward keeps it."""
+    fam = family("mlp")
+    for activation, final in (("relu", "none"), ("gelu", "tanh"), ("relu", "gelu")):
+        p = mlp_problem(
+            piece,
+            5,
+            (3, 4, 7),
+            dtype="float32",
+            device="cpu",
+            activation=activation,
+            final_activation=final,
+            bias="some",
+            needs_grad=True,
+        )
+        inputs = fam.make_inputs(p, torch.device("cpu"), 0)
+        tensors = {id(t): t for t in flat(inputs) + flat(fam.reference(p, inputs)) if t is not None}
+        numbers = sum(t.numel() for t in tensors.values())
+        if piece == "backward" and final == "none":
+            numbers -= 5 * 7
+        cost = fam.cost(p)
+        assert cost.bytes == 4 * numbers
+        assert cost.flops == (1 if piece == "forward" else 2) * 2 * 5 * (3 * 4 + 4 * 7)

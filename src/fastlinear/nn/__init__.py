@@ -1,5 +1,6 @@
 """Drop-in modules, one a family."""
 
 from fastlinear.nn.linear import Linear
+from fastlinear.nn.mlp import MLP
 
-__all__ = ["Linear"]
+__all__ = ["MLP", "Linear"]

@@ -65,7 +65,9 @@ struct Hash {
   }
 };
 
-std::unordered_map<size_t, std::vector<std::pair<std::vector<int64_t>, std::shared_ptr<Plan>>>> plans;
+using Plans =
+    std::unordered_map<size_t, std::vector<std::pair<std::vector<int64_t>, std::shared_ptr<Plan>>>>;
+Plans& plans = *new Plans;  // never destroyed: at exit there is no Python left to give objects back to
 size_t plan_count = 0;
 PyTypeObject* tensor_type = nullptr;
 PyTypeObject* parameter_type = nullptr;

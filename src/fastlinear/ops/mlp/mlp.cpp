@@ -74,6 +74,12 @@ inline V exp_(V x) {
   return pick(x > hi, all(__builtin_inff()), p * scale);
 }
 inline V sigmoid_(V x) { return 1.0f / (1.0f + exp_(-x)); }
+// s = sigmoid(x) and s (1 - s), the latter without the cancellation of 1 - s near 1
+inline V sigmoid_(V x, V& slope) {
+  const V e = exp_(-x), s = 1.0f / (1.0f + e);
+  slope = pick(x < all(-88.0f), all(0.0f), e * s * s);
+  return s;
+}
 inline V tanh_(V x) {
   const V s = x * x;
   V p = s * 2.0595716778e-3f - 8.0856150016e-3f;
@@ -137,17 +143,25 @@ inline V dact(int which, V dy, V s) {
     // an infinite dy is stopped where torch stops it, and a NaN output lets dy through
     case kRelu: return pick(s <= all(0.0f), all(0.0f), dy);
     case kRelu2: return dy * (2.0f * relu_(s));
-    case kSilu: { const V g = sigmoid_(s); return dy * (g + s * g * (1.0f - g)); }
+    case kSilu: {
+      V slope;
+      const V g = sigmoid_(s, slope);
+      return dy * (g + s * slope);
+    }
     case kGelu: return dy * (cdf_(s) + s * 0.3989422804f * exp_(-0.5f * s * s));
     case kGeluTanh: {
-      const V g = sigmoid_(s * (kAlpha + kBeta * s * s));
-      return dy * (g + g * (1.0f - g) * s * (kAlpha + 3.0f * kBeta * s * s));
+      V slope;
+      const V g = sigmoid_(s * (kAlpha + kBeta * s * s), slope);
+      // far out the slope is 0 and its factor may be infinite
+      const V more = slope * s * (kAlpha + 3.0f * kBeta * s * s);
+      return dy * (g + pick(abs_(s) > all(100.0f), all(0.0f), more));
     }
     case kSigmoid: return dy * (s * (1.0f - s));
     case kTanh: return dy * (1.0f - s * s);
     case kQuickGelu: {
-      const V g = sigmoid_(1.702f * s);
-      return dy * (g + 1.702f * s * g * (1.0f - g));
+      V slope;
+      const V g = sigmoid_(1.702f * s, slope);
+      return dy * (g + 1.702f * s * slope);
     }
     case kLeakyRelu: return pick(s > all(0.0f), dy, 0.01f * dy);
     default: return dy;

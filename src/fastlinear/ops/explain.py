@@ -1,0 +1,37 @@
+"""The public explain: which backend a call takes and why, whatever the family."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fastlinear.dispatch.explain import Explanation
+from fastlinear.ops import linear_act, mlp
+
+
+def explain(
+    x: Tensor,
+    weight: Tensor | Sequence[Tensor],
+    bias: Tensor | Sequence[Tensor | None] | None = None,
+    **options: Any,
+) -> Explanation:
+    """Which backend a call takes, why, and why not each other. Measures nothing.
+
+    Args:
+        x, weight, bias: the call's tensors: one weight explains ``linear_act``, a sequence of
+            weights (and of biases) explains ``mlp``.
+        options: the keyword arguments of that function (``activation=``, ``backend=``…), and
+            ``needs_grad=`` to explain the training choice or not; by default what the tensors say.
+
+    >>> import torch, fastlinear as fl
+    >>> x, w = torch.ones(2, 3), torch.ones(3, 3)
+    >>> [c.problem.family for c in fl.explain(x, w, activation="relu").choices]
+    ['linear_act']
+    >>> [c.problem.family for c in fl.explain(x, [w, w], activation="relu").choices]
+    ['mlp']
+    """
+    if isinstance(weight, Tensor) or not hasattr(weight, "__iter__"):
+        return linear_act.explain(x, weight, bias, **options)  # type: ignore[arg-type]
+    return mlp.explain(x, weight, bias, **options)  # type: ignore[arg-type]
