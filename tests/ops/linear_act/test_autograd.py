@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from torch.utils.checkpoint import checkpoint
 import fastlinear as fl
 from fastlinear.core.errors import InputError
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
+from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import onednn, reference
+from fastlinear.ops.linear_act.autograd import Formula, LinearAct, backward_from
 from fastlinear.ops.linear_act.backends import problem
 
 ONEDNN = onednn.reason_not(problem("forward", 1, 1, 1, dtype="float32", device="cpu")) is None
@@ -246,3 +249,111 @@ def test_saved_tensors_hooks_see_what_is_saved() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         fl.linear_act(x, w, b, activation="gelu", backend=backend).sum().backward()
     assert {tuple(t.shape) for t in seen} >= {(4, 6), (5, 6)}
+
+
+NEEDS = [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (1, 0, 1), (0, 1, 1), (1, 1, 1)]
+
+
+def needing(needs: tuple[int, int, int], *x_shape: int) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    made = tensors(*x_shape)
+    for t, need in zip(made, needs, strict=True):
+        t.requires_grad_(bool(need))
+    return made
+
+
+@pytest.mark.skipif(not ONEDNN, reason="oneDNN")
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu"])
+@pytest.mark.parametrize("needs", NEEDS)
+def test_nothing_is_saved_that_no_gradient_reads(
+    needs: tuple[int, int, int], activation: str
+) -> None:
+    """x for dW, weight for dx, one tensor for the activation's derivative; no more."""
+    x, w, b = needing(needs, 2, 3, 7)  # x (2, 3, 7), weight (5, 7), y (2, 3, 5)
+    seen: list[Tensor] = []
+
+    def pack(t: Tensor) -> Tensor:
+        seen.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = fl.linear_act(x, w, b, activation=activation, backend="onednn")
+        kept = list(seen)
+    expected = {x.data_ptr(): needs[1], w.data_ptr(): needs[0]}
+    for pointer, wanted in expected.items():
+        assert any(t.data_ptr() == pointer for t in kept) == bool(wanted)
+    others = [t for t in kept if t.data_ptr() not in expected]
+    assert [t.numel() for t in others] == ([] if activation == "none" else [y.numel()])
+
+
+@pytest.mark.skipif(not ONEDNN, reason="oneDNN")
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu"])
+def test_memory_of_what_is_not_saved_is_given_back(activation: str) -> None:
+    """With a frozen weight x dies with its last user; with a frozen x the weight does."""
+    for frozen, dies in ((1, 0), (0, 1)):
+        made = [t * 1 for t in tensors(4, 6)[:2]]
+        made[frozen] = made[frozen].detach()
+        y = fl.linear_act(*made, None, activation=activation, backend="onednn")
+        gone = weakref.ref(made[dies])
+        del made
+        assert gone() is None
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("backend", FORCED)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("needs", NEEDS)
+def test_second_order_of_every_subset(
+    needs: tuple[int, int, int], activation: str, backend: str
+) -> None:
+    x, w, b = needing(needs, 3, 4)
+    leaves = [t for t in (x, w, b) if t.requires_grad]
+    dy = torch.randn(3, 5, requires_grad=True)
+
+    def orders(y: Tensor) -> list[Tensor]:
+        first = torch.autograd.grad(y, leaves, dy, create_graph=True)
+        mixed = sum((g * g.detach().cos()).sum() + g.square().sum() for g in first)
+        second = torch.autograd.grad(mixed, [dy, *leaves], materialize_grads=True)
+        return [*first, *second]
+
+    ours = orders(fl.linear_act(x, w, b, activation=activation, backend=backend))
+    close(ours, orders(reference.linear_act(x, w, b, activation)))
+
+
+@pytest.mark.parametrize("backend", FORCED)
+@pytest.mark.parametrize("activation", ["gelu", "silu", "tanh", "quick_gelu"])
+def test_third_order(activation: str, backend: str) -> None:
+    def orders(f: Any) -> list[Tensor]:
+        made = needing((1, 1, 1), 3, 4)
+        value = f(*made, activation).square().sum()
+        found = []
+        for last in (False, False, True):
+            grads = torch.autograd.grad(value, made, create_graph=not last)
+            found += list(grads)
+            value = sum(g.square().sum() for g in grads)  # type: ignore[assignment]
+        return found
+
+    def ours(x: Tensor, w: Tensor, b: Tensor, activation: str) -> Tensor:
+        return fl.linear_act(x, w, b, activation=activation, backend=backend)
+
+    for a, c in zip(orders(ours), orders(reference.linear_act), strict=True):
+        torch.testing.assert_close(a, c, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu"])
+def test_chosen_backends_run_every_plain_backward(activation: str) -> None:
+    """torch's differentiable ops stand in only where a graph of the gradients is asked for."""
+    ran: list[str] = []
+
+    def counted(*arguments: Any) -> Any:
+        ran.append(activation)
+        return plain(*arguments)
+
+    plain = backward_from(reference.grad_pre, reference.grad_input, reference.grad_weight)
+    formula = Formula(activation, activation_of(activation).saved, reference.forward, counted)
+    x, w, b = tensors(4, 6)
+    y = LinearAct.apply(x, w, b, formula)
+    torch.autograd.grad(y.sum(), (x, w, b), retain_graph=True)
+    assert len(ran) == 1
+    torch.autograd.grad(y.sum(), (x, w, b), create_graph=True)
+    assert len(ran) == 1

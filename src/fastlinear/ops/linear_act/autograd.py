@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastlinear.dispatch.select import Choice
+from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import reference
 from fastlinear.ops.linear_act.backends import BACKWARD_PIECES
 
@@ -59,13 +60,24 @@ class Formula:
 
 
 class LinearAct(torch.autograd.Function):
-    """The one autograd formula of the family; backends sit below it."""
+    """The one autograd formula of the family; backends sit below it.
+
+    Kept for the backward: x where dW is wanted, the weight where dx is, and what the activation's
+    derivative reads. A pre-activation is an output of its own, hidden from the caller, so that
+    second derivatives flow through it to x, weight and bias without computing it again.
+    """
+
+    @classmethod
+    def apply(cls, x: Tensor, weight: Tensor, bias: Tensor | None, formula: Formula) -> Tensor:  # type: ignore[override]
+        """act(x Wᵀ + b), differentiable to any order."""
+        y = super().apply(x, weight, bias, formula)
+        return y[0] if formula.saved == "pre" else y  # type: ignore[no-any-return]
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, formula: Formula
-    ) -> Tensor:
-        """act(x Wᵀ + b), keeping what the formula's backward reads."""
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """act(x Wᵀ + b), and the pre-activation (M, N) where the backward reads it."""
         flat = x.dim() == 2
         x2 = x if flat else x.reshape(-1, x.shape[-1])
         kind = formula.saved
@@ -73,61 +85,81 @@ class LinearAct(torch.autograd.Function):
         if not flat:
             y = y.view(*x.shape[:-1], weight.shape[0])
         saved = pre if kind == "pre" else y if kind == "output" else None
-        ctx.save_for_backward(x, weight, bias, saved)
+        needs = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs[1] else None, weight if needs[0] else None, saved)
         ctx.formula = formula
-        return y  # type: ignore[no-any-return]
+        ctx.x_shape = x.shape
+        ctx.set_materialize_grads(False)
+        return (y, pre) if kind == "pre" else y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        """(dx, dW, db, None); differentiable by torch's own ops where a graph is asked for."""
-        x, weight, bias, saved = ctx.saved_tensors
+    def backward(ctx: Any, dy: Tensor | None, dpre: Tensor | None = None) -> tuple[Any, ...]:
+        """(dx, dW, db, None); by torch's own, differentiable ops where a graph is asked for.
+
+        dpre is the gradient of the hidden output, which only second derivatives have.
+        """
         formula = ctx.formula
+        run = formula.backward
+        if dpre is not None:
+            run = _plus(dpre)
+            dy = dpre.new_zeros(()).expand(*ctx.x_shape[:-1], dpre.shape[-1]) if dy is None else dy
+        elif torch.is_grad_enabled():
+            run = _differentiable
+        if dy is None:
+            return None, None, None, None
+        x, weight, saved = ctx.saved_tensors
         needs = tuple(ctx.needs_input_grad[:3])
-        if torch.is_grad_enabled():  # create_graph: the gradients must be differentiable
-            grads = _differentiable_backward(dy, x, weight, bias, formula.activation, needs)
-        else:
-            grads = run_backward(dy, saved, x, weight, formula.activation, needs, formula.backward)
-        return (*grads, None)
+        return (*run_backward(dy, saved, x, weight, formula.activation, needs, run), None)
 
 
 def run_backward(
     dy: Tensor,
     saved: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
     activation: str,
     needs: tuple[bool, ...],
     run: Callable[..., Any],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    n, k = weight.shape
-    m = x.shape[:-1].numel()
+    """``run`` on matrices: dy (..., N), saved, x (..., K) → dx (..., K), dW (N, K), db (N,).
+
+    x may be None where dW is not needed, weight where dx is not.
+    """
+    n = dy.shape[-1]
+    m = dy.shape[:-1].numel()
     dy2 = dy.resolve_neg().reshape(m, n)
     if not dy2.is_contiguous():  # an expanded gradient, as sum() makes
         dy2 = dy2.contiguous()
     saved2 = None if saved is None else saved.reshape(m, n)
-    dx, dw, db = run(dy2, saved2, x.reshape(m, k), weight, activation, needs)
-    return (None if dx is None else dx.view(x.shape)), dw, db
+    x2 = None if x is None else x.reshape(m, x.shape[-1])
+    dx, dw, db = run(dy2, saved2, x2, weight, activation, needs)
+    return (None if dx is None else dx.view(*dy.shape[:-1], dx.shape[-1])), dw, db
 
 
-def _differentiable_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    needs: tuple[bool, ...],
-) -> tuple[Tensor | None, ...]:
-    # Views make each argument a node of its own: x may depend on weight, or be it, and each
-    # gradient must stop at its argument.
-    with torch.enable_grad():
-        x, weight = x.view_as(x), weight.view_as(weight)
-        bias = None if bias is None else bias.view_as(bias)
-    inputs = (x, weight, bias)
-    wanted = [t for t, need in zip(inputs, needs, strict=True) if need and t is not None]
-    with torch.enable_grad():
-        y = reference.linear_act(x, weight, bias, activation)
-        grads = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
-    return tuple(
-        next(grads) if need and t is not None else None
-        for t, need in zip(inputs, needs, strict=True)
-    )
+def _differentiable_grad_pre(
+    dy: Tensor, saved: Tensor | None, activation: str, need_bias_grad: bool
+) -> tuple[Tensor, Tensor | None]:
+    """``grad_pre`` whose results are differentiable in dy and saved where gradients are enabled."""
+    act = activation_of(activation)
+    if saved is None or act.saved != "pre" or not torch.is_grad_enabled():
+        return reference.grad_pre(dy, saved, activation, need_bias_grad)
+    pre = saved.view_as(saved)  # a node of its own, at which this gradient stops
+    (dpre,) = torch.autograd.grad(act.value(pre), pre, dy, create_graph=True)
+    return dpre, dpre.sum(0) if need_bias_grad else None
+
+
+_differentiable = backward_from(
+    _differentiable_grad_pre, reference.grad_input, reference.grad_weight
+)
+
+
+def _plus(dpre: Tensor) -> Callable[..., Any]:
+    """The differentiable backward where the pre-activation has a gradient dpre (M, N) besides."""
+
+    def grad_pre(
+        dy: Tensor, saved: Tensor | None, activation: str, need_bias_grad: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        total = _differentiable_grad_pre(dy, saved, activation, False)[0] + dpre
+        return total, total.sum(0) if need_bias_grad else None
+
+    return backward_from(grad_pre, reference.grad_input, reference.grad_weight)
