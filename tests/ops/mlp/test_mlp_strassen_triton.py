@@ -58,6 +58,7 @@ if ON_GPU:
     CHAINS += [(1000, (777, 2048, 1111, 64), "rows"), (4096, (2048, 2048, 2048), "rows")]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="starts the interpreted tests")
 def test_under_the_interpreter() -> None:
     command = [sys.executable, "-W", "ignore", "-m", "pytest", __file__, "-q", "-W", "ignore"]
