@@ -14,17 +14,17 @@ from fastlinear.core.settings import Config
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.backend import family
 from fastlinear.profile.state import preserved
-from fastlinear.profile.step import check_model, device_of
+from fastlinear.profile.step import check_model, device_of, private_copy
 from fastlinear.rewrite import measure
 from fastlinear.rewrite import plan as plans
 from fastlinear.rewrite.candidate import Candidate
 from fastlinear.rewrite.eligible import Refusal
 from fastlinear.rewrite.keep_accurate import keep_accurate
-from fastlinear.rewrite.optimize import finish, prepare, watch
+from fastlinear.rewrite.optimize import finish, prepare, settle_left, watch
 from fastlinear.rewrite.plan import Plan, Rewrite
 from fastlinear.rewrite.result import Result
 from fastlinear.rewrite.rules import linear_act as rule
-from fastlinear.rewrite.running import LossFn, check_runs, from_specs
+from fastlinear.rewrite.running import Call, LossFn, check_runs, from_specs
 from fastlinear.rewrite.swap import SwapSet
 from fastlinear.rewrite.work import Work
 
@@ -129,8 +129,7 @@ def _planned(
             rewrite.parent_fqn,
         ):
             _refuse(rewrite, f"{found.activation} by route {found.route!r}")
-    for fqn, refusal in left.items():
-        work.settle(fqn, "refused", refusal.code, refusal.reason)
+    settle_left(work, left)
     for c in candidates:
         if c.fqn not in wanted:
             work.settle(c.fqn, "nothing_to_do", "not_in_plan", "The plan leaves it alone.")
@@ -157,7 +156,7 @@ def _unless_slower(
         work.model,
         SwapSet(swaps),
         work.runner,
-        work.call,
+        Call(*private_copy((work.call.args, work.call.kwargs))),  # some models write to them
         budget_s=work.budget.left_s / 4,
     )
     ratio = pair.speedup

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fastlinear.profile.graph import TENSOR, Observed
 from fastlinear.rewrite.forwards import Forward
 from fastlinear.rewrite.swap import mark
-from fastlinear.rewrite.traceable import MISSING, SIMPLE, functions_of, is_function, same, watchable
+from fastlinear.rewrite.traceable import MISSING, functions_of, is_function, same, watchable
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -156,12 +156,12 @@ def _watched(parent: nn.Module, forward: FunctionType) -> _Watched:
         scope = function.__globals__
         for name in function.__code__.co_names:
             value = scope.get(name, MISSING)
-            if type(value) in SIMPLE and not name.startswith("__"):
+            if watchable(value) and not name.startswith("__"):
                 outside.append((scope, name, value))
             elif isinstance(value, ModuleType | type):
                 inside = vars(value)
-                found = (n for n in function.__code__.co_names if type(inside.get(n)) in SIMPLE)
-                outside += [(inside, n, inside[n]) for n in found if n in inside]
+                names = (n for n in function.__code__.co_names if n in inside)
+                outside += [(inside, n, inside[n]) for n in names if watchable(inside[n])]
     return _Watched(attributes, of_class, members, of_children, tuple(outside))
 
 

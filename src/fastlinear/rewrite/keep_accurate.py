@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from fastlinear.core.compare import Verdict
@@ -46,8 +45,12 @@ def keep_accurate(
                 text = f"less accurate in the whole model: {failed}"
                 work.settle(c.fqn, "rejected", "less_accurate", text)
         verdicts = _verdicts(work, kept) if kept else []
-        if not all(v.passed for v in verdicts):
-            raise AssertionError("a verified set of rewrites failed when verified again")
+        wavering = next((v for v in verdicts if not v.passed), None)
+        if wavering is not None:  # the model's own results differ from run to run
+            for c in kept:
+                text = f"less accurate in the whole model, though not every time: {wavering}"
+                work.settle(c.fqn, "rejected", "less_accurate", text)
+            kept, verdicts = [], []
     skipped = dict.fromkeys(work.judge.skipped)
     work.notes += [f"verification skipped {text}" for text in skipped]
     work.progress("verify", 1, 1)
@@ -59,7 +62,7 @@ def _verdicts(work: Work, candidates: list[Candidate]) -> list[Verdict]:
     swaps = SwapSet(rule.swaps(candidates))
     found = work.judge.verdicts(swaps)
     if work.runner.mode == "train" and all(v.passed for v in found):
-        found += _trajectory(work, swaps)
+        found += work.judge.trajectory(swaps, work.config.optimizer_steps)
     return found
 
 
@@ -75,14 +78,3 @@ def _bisect(work: Work, candidates: list[Candidate]) -> list[Candidate]:
     with measure.Budget(work.config.time_budget_s) as budget:
         names = verify.keep_passing(list(units), passes, lambda: budget.left_s == 0)
     return [c for u in names for c in units[u]]
-
-
-def _trajectory(work: Work, swaps: SwapSet) -> list[Verdict]:
-    assert work.judge is not None
-    if work.copies is None:
-        try:
-            copy.deepcopy(work.model)
-        except (RuntimeError, TypeError, NotImplementedError) as error:
-            work.notes.append(f"optimizer steps not compared: the model cannot be copied ({error})")
-        work.copies = not any(n.startswith("optimizer steps not") for n in work.notes)
-    return work.judge.trajectory(swaps, work.config.optimizer_steps) if work.copies else []

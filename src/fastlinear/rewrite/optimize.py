@@ -84,9 +84,7 @@ def optimize_(
         work.ran = check_runs("optimize_", model, work.call, work.runner)
     candidates, left = watch(work, inputs, filter_fn)
     with preserved(model, config.mode):
-        for fqn, refusal in left.items():
-            status = "nothing_to_do" if refusal.code in _NOTHING_CODES else "refused"
-            work.settle(fqn, status, refusal.code, refusal.reason)
+        settle_left(work, left)
         kept = choose(work, candidates)
         verified, verdicts = keep_accurate(work, kept)
         kept, pair = keep_fast(work, verified)
@@ -129,6 +127,13 @@ def watch(
     )
     with preserved(work.model, work.config.mode):  # traces hold for the mode, and draw numbers
         return work.match(seen, filter_fn)
+
+
+def settle_left(work: Work, left: dict[str, Refusal]) -> None:
+    """Record the linears that are no candidates, and why."""
+    for fqn, refusal in left.items():
+        status = "nothing_to_do" if refusal.code in _NOTHING_CODES else "refused"
+        work.settle(fqn, status, refusal.code, refusal.reason)
 
 
 def finish(

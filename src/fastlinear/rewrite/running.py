@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -77,7 +78,8 @@ class Runner:
                 output = model(*call.args, **call.kwargs)
             return {f"output[{i}]": t.clone() for i, t in enumerate(tensors_of(output))}
         with torch.enable_grad():
-            fresh = call.map(_with_grad)
+            leaves = call.map(_with_grad)
+            fresh = leaves.map(_writable)
             output = model(*fresh.args, **fresh.kwargs)
             found = {f"output[{i}]": t.detach().clone() for i, t in enumerate(tensors_of(output))}
             loss = self.loss(output)
@@ -90,7 +92,7 @@ class Runner:
             if parameter.grad is not None:
                 found[f"grad.{name}"] = parameter.grad
                 parameter.grad = None
-        for i, leaf in enumerate(fresh.leaves()):
+        for i, leaf in enumerate(leaves.leaves()):
             if isinstance(leaf, Tensor) and leaf.grad is not None:
                 found[f"grad.input[{i}]"] = leaf.grad
         return found
@@ -100,6 +102,11 @@ def _with_grad(leaf: Any) -> Any:
     if isinstance(leaf, Tensor) and leaf.is_floating_point():
         return leaf.detach().clone().requires_grad_(True)
     return leaf
+
+
+def _writable(leaf: Any) -> Any:
+    """A copy that a model may write to, unlike a leaf with a gradient."""
+    return leaf.clone() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
 
 
 def seed_all(seed: int, device: torch.device) -> None:
@@ -118,18 +125,27 @@ def random_state(device: torch.device) -> tuple[Tensor, ...]:
 
 
 def tensors_of(output: Any) -> list[Tensor]:
-    """Every tensor of an output: tensors, sequences, mappings and dataclasses, nested, in order."""
+    """Every tensor of an output: tensors, sequences, mappings, dataclasses and the attributes of
+    other objects, nested, in order."""
+    return _tensors_of(output, [])
+
+
+def _tensors_of(output: Any, inside: list[Any]) -> list[Tensor]:
     if isinstance(output, Tensor):
         return [output.detach()]
+    if any(output is o for o in inside):  # it holds itself
+        return []
     if isinstance(output, Mapping):
         items: list[Any] = list(output.values())
     elif isinstance(output, list | tuple):
         items = list(output)
     elif dataclasses.is_dataclass(output) and not isinstance(output, type):
         items = [getattr(output, f.name) for f in dataclasses.fields(output)]
+    elif hasattr(output, "__dict__") and not isinstance(output, type | ModuleType | nn.Module):
+        items = [] if callable(output) else list(vars(output).values())
     else:
         return []
-    return [t for item in items for t in tensors_of(item)]
+    return [t for item in items for t in _tensors_of(item, [*inside, output])]
 
 
 @dataclass(frozen=True)
@@ -172,6 +188,13 @@ def check_runs(function: str, model: nn.Module, call: Call, runner: Runner) -> R
             received=f"{type(error).__name__}: {error}",
             remedy="Call model(*inputs) yourself first; the model has not been changed.",
         ) from error
+    if not ran.results:
+        raise InputError(
+            function,
+            expected="an output with at least one tensor, to verify a rewrite by",
+            received="an output without any",
+            remedy="Optimize the part of the model that returns tensors.",
+        )
     if runner.mode == "train" and not any(k.startswith("grad.") for k in ran.results):
         raise InputError(
             function,
@@ -186,7 +209,7 @@ def draw(call: Call, index: int, seed: int) -> Call:
     """Input draw ``index``: 0 is the given call; others keep shapes, dtypes and value ranges.
 
     Floating tensors are redrawn normal with the same mean and deviation, integer tensors are
-    permuted (so values stay valid), booleans and everything else are kept.
+    permuted (so values stay valid), booleans, sparse tensors and everything else are kept.
     """
     if index == 0:
         return call
@@ -194,6 +217,8 @@ def draw(call: Call, index: int, seed: int) -> Call:
 
     def redraw(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or leaf.numel() == 0 or leaf.dtype is torch.bool:
+            return leaf
+        if leaf.layout is not torch.strided:
             return leaf
         if leaf.is_floating_point():
             value = leaf.detach().float()
@@ -215,6 +240,8 @@ def input_specs(call: Call) -> dict[str, Any]:
     """Shapes, dtypes and value ranges of the inputs, as JSON; ``from_specs`` rebuilds a call."""
 
     def spec(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
+            return {"unknown": f"{type(leaf).__qualname__} of layout {leaf.layout}"}
         if isinstance(leaf, Tensor):
             item: dict[str, Any] = {
                 "tensor": str(leaf.dtype).removeprefix("torch."),
@@ -222,7 +249,9 @@ def input_specs(call: Call) -> dict[str, Any]:
             }
             if leaf.numel() and leaf.is_floating_point():
                 value = leaf.detach().float()
-                item |= {"mean": float(value.mean()), "std": float(value.std(correction=0))}
+                value = value[torch.isfinite(value)]
+                if value.numel():
+                    item |= {"mean": float(value.mean()), "std": float(value.std(correction=0))}
             elif leaf.numel() and not leaf.is_complex():
                 item |= {"min": int(leaf.min()), "max": int(leaf.max())}
             return item

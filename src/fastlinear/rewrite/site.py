@@ -96,7 +96,7 @@ def pair(candidate: Candidate, device: torch.device, budget_s: float) -> tuple[P
 def _arm(candidate: Candidate, kind: Kind, run: Run) -> Arm:
     """A callable that runs one site once: the output, and where it is differentiated dx, dW, db."""
     x, dtype = kind.x.detach(), candidate.calls.autocast
-    named = dict(candidate.module.named_parameters(recurse=False))
+    named = _weights(candidate)
     wanted: dict[str, Tensor] = {}
     if candidate.calls.grad:
         if kind.input_grad:
@@ -119,13 +119,19 @@ def _arm(candidate: Candidate, kind: Kind, run: Run) -> Arm:
     return call
 
 
+def _weights(candidate: Candidate) -> dict[str, Tensor]:
+    """Weight and bias, whether they are parameters, buffers or plain attributes."""
+    found = {name: getattr(candidate.module, name, None) for name in ("weight", "bias")}
+    return {name: t for name, t in found.items() if isinstance(t, Tensor)}
+
+
 def _dy(y: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randn(y.shape, generator=generator).to(y.device, y.dtype)
 
 
 def _oracle(candidate: Candidate, kind: Kind) -> dict[str, Tensor]:
-    named = dict(candidate.module.named_parameters(recurse=False))
+    named = _weights(candidate)
     double = {name: p.detach().double() for name, p in named.items()}
     x = kind.x.detach().double()
     wanted: dict[str, Tensor] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+from enum import Enum
 from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
 
@@ -34,6 +35,8 @@ _UNTRACEABLE_OPS_TEXT = """
     BEFORE_WITH SETUP_WITH WITH_EXCEPT_START IMPORT_NAME YIELD_VALUE
 """
 _UNTRACEABLE_OPS = frozenset(_UNTRACEABLE_OPS_TEXT.split())
+# Packages whose instances, as globals of a forward's code, hold nothing that tracing would lose.
+_STATELESS_HOMES = frozenset({"builtins", "types", "typing", "functools", "logging", "torch"})
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -87,9 +90,17 @@ def _why_not_state(parent: nn.Module, function: FunctionType) -> str | None:
         if value is not MISSING and not watchable(value) and not hasattr(nn.Module, name):
             return f"reads self.{name} ({type(value).__name__}), which cannot be watched"
         outside = function.__globals__.get(name)
-        if isinstance(outside, dict | list | set | Tensor | torch.Generator):
+        if _has_state(outside):
             return f"reads the global {name} ({type(outside).__name__}), which cannot be watched"
     return None
+
+
+def _has_state(value: Any) -> bool:
+    """Whether a global is an object whose values may change, or that a call may change."""
+    if isinstance(value, dict | list | set | Tensor | torch.Generator):
+        return True
+    home = type(value).__module__.partition(".")[0]
+    return home not in _STATELESS_HOMES and not isinstance(value, type | Enum)
 
 
 def functions_of(parent: nn.Module, forward: FunctionType) -> list[FunctionType]:

@@ -55,7 +55,7 @@ class Judge:
         self._known: dict[int, _Known | None] = {}
         if exact is not None:
             self._keep(0, _Known(ran, exact))
-        self._steps: tuple[Run, _Known] | None = None
+        self._steps: tuple[Run, _Known | None] | None = None
 
     def verdicts(self, swaps: SwapSet) -> list[Verdict]:
         """One verdict for each result, pooled over the draws; failures get a second look on
@@ -82,8 +82,8 @@ class Judge:
         try:
             ran = run_once(self.model, call, self.runner)
         except Exception as error:  # noqa: BLE001  whatever it is, the model alone does not raise it
-            name = f"the rewritten model raises {type(error).__name__}: {error}"
-            found[index] = {name: Verdict(name, math.inf, 0.0, 0.0)}
+            verdict = _raised(error)
+            found[index] = {verdict.name: verdict}
             return
         finally:
             swaps.off()
@@ -104,8 +104,8 @@ class Judge:
     def _originals(self, index: int) -> _Known | None:
         if index in self._known:
             return self._known[index]
-        call = draw(self.call, index, self.runner.seed)
         try:
+            call = draw(self.call, index, self.runner.seed)
             theirs = run_once(self.model, call, self.runner)
             exact = self.oracle.run_like(theirs, self.model, call, self.runner.results)
             known = _Known(theirs, exact)
@@ -126,22 +126,33 @@ class Judge:
 
     def trajectory(self, swaps: SwapSet, steps: int) -> list[Verdict]:
         """A few SGD steps on copies: losses and parameters of original, rewritten and oracle.
-        Empty where no parameter is trained."""
-        if not any(p.requires_grad for p in self.model.parameters()):
-            return []
+        Empty where no parameter is trained, or where the model does not allow it."""
         if self._steps is None:
-            rate = learning_rate(self.model, self.runner, self.call)
-            run = self._stepping(steps, rate)
-            theirs = _watched(run, self.model, self.call)
-            exact = self.oracle.run_like(theirs, self.model, self.call, run)
-            self._steps = run, _Known(theirs, exact)
+            self._steps = self._first_steps(steps)
         run, known = self._steps
+        if known is None:
+            return []
         swaps.on()
         try:
             ours = _watched(run, self.model, self.call)
+        except Exception as error:  # noqa: BLE001  whatever it is, the model alone does not raise it
+            return [_raised(error)]
         finally:
             swaps.off()
         return list(self._compared(ours, known, self.call, run).values())
+
+    def _first_steps(self, steps: int) -> tuple[Run, _Known | None]:
+        """How to take the steps, and the original's and the oracle's, if there are any."""
+        if not any(p.requires_grad for p in self.model.parameters()):
+            return self.runner.results, None
+        try:
+            run = self._stepping(steps, learning_rate(self.model, self.runner, self.call))
+            theirs = _watched(run, self.model, self.call)
+            exact = self.oracle.run_like(theirs, self.model, self.call, run)
+        except Exception as error:  # noqa: BLE001  no copies, other weights…: the model's own affair
+            self.skipped.append(f"optimizer steps ({type(error).__name__}: {error})")
+            return self.runner.results, None
+        return run, _Known(theirs, exact)
 
     def _stepping(self, steps: int, rate: float) -> Run:
         runner = self.runner
@@ -152,6 +163,11 @@ class Judge:
 class _Known:
     theirs: Ran
     oracle: dict[str, Tensor]
+
+
+def _raised(error: Exception) -> Verdict:
+    name = f"the rewritten model raises {type(error).__name__}: {error}"
+    return Verdict(name, math.inf, 0.0, 0.0)
 
 
 def _watched(run: Run, model: nn.Module, call: Call) -> Ran:

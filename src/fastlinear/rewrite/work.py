@@ -38,7 +38,6 @@ class Work:
         profile: what the profile saw.
         ran: the model's own results, until the judge has them.
         judge: compares the rewritten model with the model; made when first needed.
-        copies: whether the model can be copied; None before that was tried.
         outcomes: what becomes of each site, by name.
         notes: what a reader should know of how it was done.
         tuned: what tuning measured.
@@ -54,7 +53,6 @@ class Work:
     profile: ProfileReport = field(init=False)
     ran: Ran = field(init=False)
     judge: verify.Judge | None = None
-    copies: bool | None = None
     outcomes: dict[str, SiteOutcome] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     tuned: dict[Any, Tuned] = field(default_factory=dict)

@@ -1,0 +1,269 @@
+"""Models that do unusual things: nothing of the user's is lost, and nothing passes unverified."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rewrite_models import Clock, mlp, run, snapshot
+from torch import Tensor, nn
+
+from fastlinear.core.compare import Verdict
+from fastlinear.core.errors import InputError
+from fastlinear.core.settings import Config
+from fastlinear.rewrite import apply_, optimize_, verify
+from fastlinear.rewrite.running import Call, from_specs, input_specs
+
+pytestmark = [
+    pytest.mark.usefixtures("fast"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+TRAIN = Config(mode="train", draws=2, optimizer_steps=2)
+
+
+class WritesInput(nn.Module):
+    """Scales its input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2.0)
+        return self.fc(x)
+
+
+@pytest.mark.parametrize("mode", ["inference", "train"])
+def test_inputs_that_a_model_writes_to_stay_the_users(mode: str) -> None:
+    x = X.clone()
+    model = WritesInput()
+    result = optimize_(model, x, config=Config(mode=mode, draws=2, optimizer_steps=2))
+    assert torch.equal(x, X)
+    assert result.kept == 1
+    plan = result.plan.to_json()
+    result.revert()
+    assert apply_(model, plan, x).kept == 1
+    assert torch.equal(x, X)
+
+
+class Wrapped:
+    """An output of a class of the user's own."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+        self.itself = self
+
+
+class ReturnsObject(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Any:
+        return Wrapped(self.fc(x))
+
+
+class ReturnsNothing(ReturnsObject):
+    def forward(self, x: Tensor) -> Any:
+        return str(self.fc(x).shape)
+
+
+def test_outputs_in_objects_are_verified() -> None:
+    result = optimize_(ReturnsObject().eval(), X)
+    assert [v.name for v in result.verdicts] == ["randomness", "output[0]"]
+
+
+def test_an_output_without_tensors_is_an_error() -> None:
+    model = ReturnsNothing().eval()
+    with pytest.raises(InputError, match="at least one tensor"):
+        optimize_(model, X)
+
+
+def test_a_frozen_model_in_train_mode() -> None:
+    model = mlp().requires_grad_(False)
+    result = optimize_(model, X.clone().requires_grad_(), config=TRAIN)
+    assert result.kept == 3
+    assert "grad.input[0]" in {v.name for v in result.verdicts}
+
+
+class Tracker:
+    """Keeps a number, as a logger of metrics does."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def update(self, _: Any) -> None:
+        self.calls += 1
+
+
+TRACKER = Tracker()
+
+
+class Tracked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.fc(x))
+        TRACKER.update(y)
+        return y
+
+
+def test_a_forward_that_calls_a_global_object_keeps_calling_it() -> None:
+    model = Tracked().eval()
+    result = optimize_(model, X)
+    before = TRACKER.calls
+    run(model, X)
+    assert TRACKER.calls == before + 1
+    assert "TRACKER" in result.sites[0].reason
+
+
+def helper(y: Tensor) -> Tensor:
+    return y + 1
+
+
+class Helped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return helper(F.relu(self.fc(x)))
+
+
+def test_a_helper_replaced_later_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Helped().eval()
+    assert optimize_(model, X).sites[0].route == "parent"
+    y = run(model, X)
+    monkeypatch.setattr(f"{__name__}.helper", lambda y: y + 2)
+    torch.testing.assert_close(run(model, X), y + 1)
+    monkeypatch.undo()
+    monkeypatch.setattr(F, "relu", torch.sigmoid)
+    assert run(model, X).max() <= 2
+
+
+def test_a_weight_that_is_a_buffer() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU()).eval()
+    weight = model[0].weight.detach()
+    del model[0].weight
+    model[0].register_buffer("weight", weight)
+    for mode in ("inference", "train"):
+        result = optimize_(model, X, config=Config(mode=mode, draws=2, optimizer_steps=2))
+        assert result.kept == 1, result.sites[0].reason
+        result.revert()
+
+
+def test_specs_of_inputs_with_infinities_give_finite_inputs() -> None:
+    mask = torch.zeros(4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), -torch.inf)
+    specs = input_specs(Call((mask, torch.full((2,), torch.nan)), {}))
+    made = from_specs(specs, torch.device("cpu"), 0)
+    assert all(bool(torch.isfinite(t).all()) for t in made.args)
+
+
+def test_apply_counts_sites_as_optimize_does() -> None:
+    model = mlp().eval()
+    model.spare = nn.Linear(3, 3)  # type: ignore[assignment]
+    model.forward = lambda x: nn.Sequential(*list(model)[:5])(x)  # type: ignore[method-assign]
+    result = optimize_(model, X)
+    plan = result.plan.to_json()
+    result.revert()
+    again = apply_(model, plan, X)
+    assert again.summary() == result.summary()
+    assert {s.fqn: s.code for s in again.sites}["spare"] == "not_called"
+
+
+def test_verification_that_wavers_gives_up_instead_of_failing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = iter([False, True, False])
+    monkeypatch.setattr(
+        verify.Judge,
+        "verdicts",
+        lambda *_: [Verdict("output[0]", 0.0 if next(answers, False) else 1.0, 0.0, 0.5)],
+    )
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU()).eval()
+    before = snapshot(model)
+    result = optimize_(model, X)
+    assert {s.code for s in result.sites} == {"less_accurate"}
+    assert snapshot(model) == before
+
+
+class CannotBeCopied(nn.Sequential):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise KeyError("no copies")
+
+
+def test_a_model_that_cannot_be_copied() -> None:
+    model = CannotBeCopied(nn.Linear(16, 16), nn.ReLU())
+    result = optimize_(model, X, config=TRAIN)
+    assert result.kept == 1
+    assert any("skipped optimizer steps (KeyError: 'no copies')" in n for n in result.notes)
+
+
+class SecondStepRaises(nn.Module):
+    """Runs only on the weights it was made with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+        self.total = float(self.fc.weight.detach().sum())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if abs(float(self.fc.weight.detach().sum()) - self.total) > 1e-4:
+            raise RuntimeError("other weights")
+        return self.fc(x)
+
+
+def test_optimizer_steps_that_the_model_refuses_are_noted() -> None:
+    result = optimize_(SecondStepRaises(), X, config=TRAIN)
+    assert result.kept == 1
+    assert any("optimizer steps" in n and "other weights" in n for n in result.notes)
+
+
+class SparseInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, adjacency: Tensor) -> Tensor:
+        return adjacency @ self.fc(x)
+
+
+def test_sparse_inputs_are_kept_as_they_are() -> None:
+    adjacency = torch.eye(8).to_sparse()
+    model = SparseInput().eval()
+    result = optimize_(model, (X, adjacency), config=Config(draws=2))
+    assert result.kept == 1
+    assert not any("skipped" in n for n in result.notes)
+    plan = result.plan.to_json()
+    result.revert()
+    with pytest.raises(InputError, match="Pass inputs"):
+        apply_(model, plan)
+    assert apply_(model, plan, (X, adjacency)).kept == 1
+
+
+class ComplexOutput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.rfft(self.fc(x))
+
+
+def test_complex_outputs_are_compared_by_size() -> None:
+    assert optimize_(ComplexOutput().eval(), X, config=Config(draws=2)).kept == 1
+
+
+def test_deep_copies_of_a_guarded_parent_notice_their_own_changes(clock: Clock) -> None:
+    model = Helped().eval()
+    optimize_(model, X)
+    twin = copy.deepcopy(model)
+    twin.fc.register_forward_hook(lambda *_: torch.zeros(8, 16))
+    assert torch.equal(run(twin, X), torch.ones(8, 16))
+    assert not torch.equal(run(model, X), torch.ones(8, 16))
