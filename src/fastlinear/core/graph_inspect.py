@@ -41,12 +41,12 @@ def line_text(name: str, number: int) -> str:
 
 
 def raised_line(error: BaseException) -> str:
-    """The innermost line of an exception's traceback outside torch and fastlinear."""
+    """`` at `` and the innermost line of a traceback outside torch and fastlinear, if any."""
     found, trace = "", error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
         if not name.startswith((*_FOLDERS, "<")):
-            found = line_text(name, trace.tb_lineno)
+            found = f" at {line_text(name, trace.tb_lineno)}"
         trace = trace.tb_next
     return found
 

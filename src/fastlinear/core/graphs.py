@@ -12,6 +12,7 @@ import threading
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -78,6 +79,11 @@ class Recorder(Protocol):
         """Wait for all work of the device."""
 
 
+@cache
+def _has_cuda() -> bool:
+    return torch.cuda.is_available()
+
+
 class CudaRecorder:
     """Records CUDA graphs on a side stream, in thread-local capture mode.
 
@@ -91,7 +97,7 @@ class CudaRecorder:
 
     def busy(self) -> bool:
         """Whether the current stream is being captured."""
-        return torch.cuda.is_current_stream_capturing()
+        return _has_cuda() and torch.cuda.is_current_stream_capturing()
 
     def warm(self, run: Callable[[], object], device: torch.device, times: int) -> None:
         """Run ``times`` times on the side stream, after and before the current one's work."""
@@ -124,7 +130,7 @@ class CudaRecorder:
                 try:
                     outputs = run()
                 except BaseException:
-                    self._abandon(graph, device, handle)
+                    self._abandon(graph, device, handle, generators)
                     raise
                 graph.capture_end()
         except BaseException:
@@ -139,15 +145,30 @@ class CudaRecorder:
         """Wait for all work of the device."""
         torch.cuda.synchronize(device)
 
-    def _abandon(self, graph: torch.cuda.CUDAGraph, device: torch.device, handle: Any) -> None:
+    def _abandon(
+        self,
+        graph: torch.cuda.CUDAGraph,
+        device: torch.device,
+        handle: Any,
+        generators: Sequence[torch.Generator],
+    ) -> None:
+        """End a capture that failed, and put right what torch then leaves behind."""
         try:
             graph.capture_end()
+            return
         except RuntimeError:
-            # An invalidated capture leaves the allocator believing that one is under way, which
-            # keeps it from ever reusing memory that was freed on another stream. Newer versions
-            # of torch end it themselves and raise here.
+            # The allocator believes that a capture is under way, and would never again use memory
+            # freed on another stream. Newer versions of torch end it themselves and raise here.
             with contextlib.suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(device.index or 0, handle)
+        # So do the generators: they would refuse to draw. A capture that succeeds ends theirs.
+        tiny = torch.empty(1, device=device)
+        good = torch.cuda.CUDAGraph()
+        for generator in generators:
+            good.register_generator_state(generator)
+        good.capture_begin(capture_error_mode="thread_local")
+        tiny.zero_()
+        good.capture_end()
 
     def _side(self, device: torch.device) -> torch.cuda.Stream:
         index = torch.cuda.current_device() if device.index is None else device.index

@@ -119,12 +119,15 @@ def _capture(
 ) -> None:
     device = tensors[0].device
     live = [t if i in by_address else _buffer(entry, i, t, grad) for i, t in enumerate(tensors)]
-    inputs = [*live, *watch.trainable]
+    # Leaves of their own: those of a graph that waits for its backward belong to its stream.
+    leaves = {id(t): t.detach().requires_grad_() for t in watch.trainable if grad}
+    inputs = [*live, *[leaves.get(id(t), t) for t in watch.trainable]]
     wanted = [t for t in inputs if t.requires_grad]
 
     def forward() -> list[Tensor]:
         torch.clear_autocast_cache()
-        return tensors_of(run(live))
+        with watch.swapped(leaves):
+            return tensors_of(run(live))
 
     def backward(outputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         made = [o for o in outputs if o.requires_grad]
@@ -149,7 +152,7 @@ def _capture(
         raise UnsupportedError(
             "graphed",
             expected="kernels only, as a CUDA graph records them",
-            received=f"{str(error).splitlines()[0]} at {raised_line(error)}",
+            received=f"{str(error).splitlines()[0]}{raised_line(error)}",
             remedy="Leave that part outside the graphed callable.",
         ) from error
     entry.outputs = [o.detach() for o in outputs]

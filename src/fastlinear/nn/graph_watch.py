@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from operator import attrgetter, is_
 from types import CellType, FunctionType, MethodType
@@ -76,6 +77,7 @@ class Watch:
         for root in self._roots:
             found.visit(root, _DEPTH)
         self._views, self._modules, self.tensors = found.views, found.modules, found.tensors
+        self._places = found.places
         self._kept = list(chain.from_iterable(self._views))
         self._hooks = [h for m in self._modules for h in _hooks_of(m)] + _GLOBAL_HOOKS
         self._addresses = list(map(_address, self.tensors))
@@ -85,6 +87,22 @@ class Watch:
         self._modes = list(map(_training, self._modules))
         self.trainable = [t for t in self.tensors if t.requires_grad]
         self._number()
+
+    @contextmanager
+    def swapped(self, others: dict[int, Tensor]) -> Iterator[None]:
+        """Other tensors in place of those with these ids, wherever a callable looks them up."""
+        put_back = []
+        for holder, name in self._places:
+            value = holder.cell_contents if isinstance(holder, CellType) else holder[name]
+            if id(value) in others:
+                put_back.append((holder, name, value))
+        try:
+            for holder, name, value in put_back:
+                _place(holder, name, others[id(value)])
+            yield
+        finally:
+            for holder, name, value in put_back:
+                _place(holder, name, value)
 
     def reason_not(self, device_type: str) -> str | None:
         """Why no graph can follow this state, or None."""
@@ -130,6 +148,7 @@ class _Search:
         self.views: list[Iterable[Any]] = []
         self.modules: list[nn.Module] = []
         self.tensors: list[Tensor] = []
+        self.places: list[tuple[Any, Any]] = []  # (what holds a tensor, under which name)
         self._seen: dict[int, bool] = {}
         self._alive: list[Any] = []  # an id is good only while its object lives
 
@@ -158,8 +177,11 @@ class _Search:
         elif isinstance(value, FunctionType):
             return self._function(value, depth)
         elif isinstance(value, list | tuple):
+            if isinstance(value, list):
+                self.places += [(value, i) for i in range(len(value))]
             return self._container(value, value, depth)
         elif isinstance(value, dict):
+            self.places += [(value, k) for k in value]
             return self._container(value.values(), list(value.values()), depth)
         elif callable(value) and hasattr(value, "__dict__") and not isinstance(value, type):
             return self._slots(vars(value), list(vars(value)), depth)
@@ -170,6 +192,7 @@ class _Search:
         for held in (module._parameters, module._buffers, module._modules):
             if held:
                 self.views += [held.values(), (_END,)]
+                self.places += [(held, k) for k in held]
                 for value in list(held.values()):
                     self.visit(value, _DEPTH if held is module._modules else 0)
         attributes = vars(module)
@@ -182,6 +205,7 @@ class _Search:
         cells = [c for c in function.__closure__ or () if self._cell(c, depth)]
         if cells:
             self.views += [_Cells(cells), (_END,)]
+            self.places += [(c, "cell_contents") for c in cells]
         names = [n for n in function.__code__.co_names if n in function.__globals__]
         named = self._slots(function.__globals__, names, depth)
         defaults = self.visit(function.__defaults__, depth)
@@ -198,6 +222,7 @@ class _Search:
         held = [k for k in keys if self.visit(names[k], depth - 1)]
         if held:
             self.views += [_Slots(names, held), (_END,)]
+            self.places += [(names, k) for k in held]
         return bool(held)
 
     def _container(self, live: Iterable[Any], values: Sequence[Any], depth: int) -> bool:
@@ -225,6 +250,13 @@ class _Slots:
 
     def __iter__(self) -> Iterator[Any]:
         return map(self._names.get, self._keys)
+
+
+def _place(holder: Any, name: Any, value: Tensor) -> None:
+    if isinstance(holder, CellType):
+        holder.cell_contents = value
+    else:
+        holder[name] = value
 
 
 def _hooks_of(m: nn.Module) -> tuple[Any, ...]:
