@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ def net(
     bias: str = "yes",
     dtype: torch.dtype = torch.float32,
 ) -> Net:
-    weights = [torch.randn(n, k) * (2 / k) ** 0.5 for k, n in zip(widths[:-1], widths[1:])]  # noqa: B905, RUF007
+    weights = [torch.randn(n, k) * (2 / k) ** 0.5 for k, n in pairwise(widths)]
     given = {"yes": lambda i: True, "no": lambda i: False, "some": lambda i: i % 2 == 0}[bias]
     biases = [torch.randn(n).to(dtype) if given(i) else None for i, n in enumerate(widths[1:])]
     lead = m if isinstance(m, tuple) else (m,)
@@ -202,9 +203,7 @@ def test_threads_share_plans_but_not_scratch() -> None:
     wrong: list[int] = []
 
     def work(i: int) -> None:
-        for _ in range(50):
-            if not torch.equal(fl.mlp(*nets[i]), expected[i]):
-                wrong.append(i)
+        wrong.extend(i for _ in range(50) if not torch.equal(fl.mlp(*nets[i]), expected[i]))
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(len(nets))]
     for t in threads:
@@ -232,7 +231,11 @@ BAD: list[tuple[str, Callable[[Tensor, list[Tensor], list[Any]], Any], str]] = [
     ("final", lambda x, w, b: fl.mlp(x, w, b, final_activation="x"), "final_activation"),
     ("backend", lambda x, w, b: fl.mlp(x, w, b, backend=3), "backend to be a name"),
     ("fast", lambda x, w, b: fl.mlp(x, w, b, allow_fast_matmul=1), "allow_fast_matmul"),
-    ("device", lambda x, w, b: fl.mlp(x, [w[0], w[1].to("meta")], b), r"weights\[1\] on x's device"),
+    (
+        "device",
+        lambda x, w, b: fl.mlp(x, [w[0], w[1].to("meta")], b),
+        r"weights\[1\] on x's device",
+    ),
     ("list of floats", lambda x, w, b: fl.mlp([1.0], w, b), "x to be a tensor"),
 ]
 
@@ -302,9 +305,7 @@ def test_opcheck(final: str, grad: bool) -> None:
     for t in tensors:
         t.requires_grad_(grad)
     args = (x, ws, [b for b in bs if b is not None], [b is not None for b in bs])
-    torch.library.opcheck(
-        torch.ops.fastlinear.mlp.default, (*args, "gelu", final, grad, "", False)
-    )
+    torch.library.opcheck(torch.ops.fastlinear.mlp.default, (*args, "gelu", final, grad, "", False))
 
 
 MUTATIONS: dict[str, Callable[..., Tensor]] = {

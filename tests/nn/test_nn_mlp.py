@@ -1,0 +1,213 @@
+"""fl.nn.MLP: a drop-in for an nn.Sequential, parameters shared, keys the same."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fastlinear as fl
+from fastlinear.core.errors import InputError
+from fastlinear.nn import MLP
+from fastlinear.ops.common.activations import NAMES
+
+
+def sequential(act: type[nn.Module] = nn.ReLU, last: bool = False) -> nn.Sequential:
+    modules: list[nn.Module] = [nn.Linear(8, 16), act(), nn.Linear(16, 12), act(), nn.Linear(12, 3)]
+    return nn.Sequential(*modules, *([act()] if last else []))
+
+
+@pytest.mark.parametrize("act", [nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU])
+@pytest.mark.parametrize("last", [False, True])
+def test_round_trip(act: type[nn.Module], last: bool) -> None:
+    seq = sequential(act, last)
+    net = MLP.from_sequential(seq)
+    x = torch.randn(5, 8)
+    assert torch.allclose(net(x), seq(x), atol=1e-5)
+    assert list(net.state_dict()) == list(seq.state_dict())
+    assert all(a is b for a, b in zip(net.parameters(), seq.parameters(), strict=True))
+    back = net.to_sequential()
+    assert str(back) == str(seq)
+    assert all(a is b for a, b in zip(back.parameters(), seq.parameters(), strict=True))
+    assert net.sizes == (8, 16, 12, 3)
+
+
+def test_state_dicts_load_both_ways() -> None:
+    seq, net = sequential(), MLP([8, 16, 12, 3])
+    x = torch.randn(5, 8)
+    net(x)
+    net.load_state_dict(seq.state_dict())
+    assert torch.allclose(net(x), seq(x), atol=1e-5)
+    other = sequential()
+    other.load_state_dict(MLP([8, 16, 12, 3]).state_dict())
+    net.load_state_dict(other.state_dict(), assign=True)
+    assert torch.allclose(net(x), other(x), atol=1e-5)
+
+
+@pytest.mark.parametrize("activation", NAMES)
+def test_every_activation(activation: str) -> None:
+    net = MLP([6, 10, 4], activation, activation, bias=False)
+    x = torch.randn(3, 6)
+    weights = [net.get_parameter("0.weight"), net.get_parameter("2.weight")]
+    expected = fl.mlp(x, weights, activation=activation, final_activation=activation)
+    assert torch.equal(net(x), expected)
+    assert list(net.state_dict()) == ["0.weight", "2.weight"]
+    if activation in ("relu2", "quick_gelu"):
+        with pytest.raises(InputError, match="to_sequential"):
+            net.to_sequential()
+    else:
+        assert torch.allclose(net.to_sequential()(x), net(x), atol=1e-5)
+
+
+def test_training_follows_the_sequential() -> None:
+    seq = sequential()
+    net = MLP.from_sequential(copy.deepcopy(seq))
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (seq, net)]
+    for _ in range(5):
+        x = torch.randn(16, 8)
+        for module, optimizer in zip((seq, net), optimizers, strict=True):
+            optimizer.zero_grad()
+            module(x).square().mean().backward()
+            optimizer.step()
+    for ours, theirs in zip(net.parameters(), seq.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-3, atol=1e-4)
+    with torch.no_grad():
+        assert torch.allclose(net(x), seq(x), rtol=1e-3, atol=1e-4)
+
+
+def test_moves_copies_and_pickles() -> None:
+    net = MLP([8, 16, 3], "gelu", dtype=torch.float64)
+    x = torch.randn(5, 8)
+    assert net(x.double()).dtype is torch.float64
+    net.float()
+    expected = net(x)
+    clone = copy.deepcopy(net)
+    with torch.no_grad():
+        net.get_parameter("0.weight").zero_()
+    assert torch.equal(clone(x), expected)
+    assert not torch.equal(net(x), expected)
+    file = io.BytesIO()
+    torch.save(clone, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=False)(x), expected)
+    assert net.bfloat16()(x.bfloat16()).dtype is torch.bfloat16
+    assert MLP([4, 2], device="meta").get_parameter("0.weight").is_meta
+
+
+def test_layers_may_be_replaced_and_parametrized() -> None:
+    net = MLP([8, 8, 8])
+    x = torch.randn(2, 8)
+    net(x)
+    net._modules["2"] = nn.Linear(8, 4)
+    assert net(x).shape == (2, 4)
+    torch.nn.utils.parametrizations.weight_norm(net.get_submodule("0"))
+    y = net(x)
+    net.get_submodule("0").parametrizations.weight.original1.data.mul_(2)  # type: ignore[union-attr]
+    y.sum().backward()
+    expected = net.get_submodule("2")(torch.relu(net.get_submodule("0")(x)))
+    assert torch.allclose(net(x), expected, atol=1e-5)
+
+
+def test_hooks() -> None:
+    net = MLP([8, 8, 8])
+    seen: list[Any] = []
+    net.register_forward_hook(lambda *_: seen.append(1))
+    net(torch.randn(2, 8))
+    assert seen == [1]
+    layer = net.get_submodule("0")
+    for register in (
+        layer.register_forward_hook,
+        layer.register_forward_pre_hook,
+        layer.register_full_backward_hook,
+    ):
+        with pytest.raises(InputError, match="hooks on single layers"):
+            register(lambda *_: None)
+
+
+def test_shared_layers() -> None:
+    linear = nn.Linear(6, 6)
+    seq = nn.Sequential(linear, nn.ReLU(), linear, nn.ReLU(), linear)
+    net = MLP.from_sequential(seq)
+    x = torch.randn(3, 6)
+    assert torch.allclose(net(x), seq(x), atol=1e-5)
+    assert len(list(net.parameters())) == 2
+    net(x).sum().backward()
+    assert linear.weight.grad is not None
+
+
+def test_chains_without_activations_and_single_layers() -> None:
+    for seq in (
+        nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 6)),
+        nn.Sequential(nn.Linear(4, 5, bias=False)),
+        nn.Sequential(nn.Linear(4, 5), nn.Tanh()),
+    ):
+        net = MLP.from_sequential(seq.eval())
+        x = torch.randn(3, 4)
+        assert torch.allclose(net(x), seq(x), atol=1e-5)
+        assert not net.training
+        assert str(net.to_sequential()) == str(seq)
+
+
+class Odd(nn.Linear):
+    pass
+
+
+def hooked() -> nn.Sequential:
+    seq = sequential()
+    seq[1].register_forward_hook(lambda *_: None)
+    return seq
+
+
+def parametrized() -> nn.Sequential:
+    seq = sequential()
+    torch.nn.utils.parametrizations.weight_norm(seq[0])
+    return seq
+
+
+@pytest.mark.parametrize(
+    ("seq", "message"),
+    [
+        (nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.Linear(4, 4)), "Dropout"),
+        (nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), "LayerNorm"),
+        (nn.Sequential(nn.ReLU(), nn.Linear(4, 4)), "each activation after a Linear"),
+        (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.ReLU()), "each activation after a Linear"),
+        (nn.Sequential(nn.Linear(4, 4), nn.LeakyReLU(0.3), nn.Linear(4, 4)), "LeakyReLU"),
+        (
+            nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)),
+            "one activation",
+        ),
+        (nn.Sequential(Odd(4, 4)), "subclass"),
+        (nn.Sequential(nn.ReLU()), "each activation after"),
+        (nn.Sequential(), "at least one nn.Linear"),
+        (nn.Linear(4, 4), "an nn.Sequential"),
+        (hooked(), "without hooks"),
+        (parametrized(), "only"),
+    ],
+)
+def test_refusals(seq: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        MLP.from_sequential(seq)
+
+
+@pytest.mark.parametrize("sizes", [[4], [], [4, 2.5]])
+def test_bad_sizes(sizes: Any) -> None:
+    with pytest.raises(InputError, match="two whole sizes"):
+        MLP(sizes)
+    with pytest.raises(InputError, match="activation in"):
+        MLP([4, 4], "swish")
+
+
+def test_compile_fullgraph() -> None:
+    net = MLP([8, 16, 3], "gelu")
+    x = torch.randn(5, 8)
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    assert torch.allclose(compiled(x), net(x), atol=1e-5)
+    compiled(x).sum().backward()
+    assert net.get_parameter("0.weight").grad is not None
+    with torch.no_grad():
+        net.get_parameter("0.weight").mul_(2)
+    assert torch.allclose(compiled(x), net(x), atol=1e-5)

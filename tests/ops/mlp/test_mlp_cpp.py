@@ -1,0 +1,237 @@
+"""The C++ whole-net kernels and the compiled door: every size class, threads, plans, failures."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import weakref
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastlinear as fl
+from fastlinear.core.compare import judge
+from fastlinear.core.errors import UnsupportedError
+from fastlinear.dispatch import cache
+from fastlinear.ops.common import cpp_build
+from fastlinear.ops.mlp import entry, op, reference, whole_cpp
+from fastlinear.ops.mlp.problem import problem
+
+pytestmark = pytest.mark.skipif(
+    cpp_build.reason_not() is not None, reason="C++ cannot be compiled here"
+)
+needs_door = pytest.mark.skipif(entry.reason_not() is not None, reason="no compiled door here")
+
+
+def net(m: int, *widths: int) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+    weights = tuple(torch.randn(n, k) * (2 / k) ** 0.5 for k, n in pairwise(widths))
+    return torch.randn(m, widths[0]), weights, tuple(torch.randn(n) for n in widths[1:])
+
+
+def verdict(x: Tensor, ws: Any, bs: Any, save: bool = False) -> Any:
+    y, saved = whole_cpp.forward(x, ws, bs, "relu", "none", save)
+    assert len(saved) == (len(ws) if save else 0)
+    wide = [tuple(t.double() for t in part) for part in (ws, bs)]
+    oracle = reference.mlp(x.double(), *wide, "relu", "none")
+    return judge("y", y, reference.mlp(x, ws, bs, "relu", "none"), oracle)
+
+
+# every number of vectors in a block, of rows in a tile, and tails of each
+@pytest.mark.parametrize("m", [1, 2, 4, 5, 8, 9, 16, 17, 31, 33, 47, 48, 49, 64, 65, 127, 130])
+def test_every_block_shape(m: int) -> None:
+    for width in (1, 5, 16, 30, 33):
+        assert verdict(*net(m, 70, width, 50)).passed
+    assert verdict(*net(m, 31, 64, 2), True).passed
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("m", [1, 40, 64, 200, 777])
+def test_threads_change_nothing(m: int, threads: int) -> None:
+    """Blocks shared out, features shared out, and one thread: the same bits."""
+    x, ws, bs = net(m, 300, 280, 290, 300)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, threads):
+            torch.set_num_threads(count)
+            y, saved = whole_cpp.forward(x, ws, bs, "gelu", "tanh", True)
+            results.append([y, *saved])
+            if m <= 200:
+                needs = (True, (True,) * 3, (True,) * 3)
+                dx, dws, dbs = whole_cpp.backward(y, x, ws, saved, "gelu", "tanh", needs)
+                results[-1] += [dx, *dws, *dbs]
+    finally:
+        torch.set_num_threads(before)
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_ten_thousand_calls_agree() -> None:
+    for m in (1, 6):
+        x, ws, bs = net(m, 24, 24, 24)
+        expected = fl.mlp(x, ws, bs)
+        assert all(torch.equal(fl.mlp(x, ws, bs), expected) for _ in range(5000))
+
+
+def test_no_read_or_write_beyond_a_tensor() -> None:
+    """NaN all around the tensors never comes in, and stays where it is."""
+    for m, k, n in ((1, 7, 5), (3, 17, 33), (6, 7, 5), (33, 19, 1), (70, 3, 30)):
+        frames = []
+
+        def framed(*shape: int, frames: list[Any] = frames) -> Tensor:
+            count = int(torch.Size(shape).numel())
+            frame = torch.full((count + 128,), float("nan"))
+            frame[64 : 64 + count] = torch.randn(count)
+            frames.append((frame, count))
+            return frame[64 : 64 + count].view(shape)
+
+        x, ws, bs = framed(m, k), (framed(n, k), framed(k, n)), (framed(n), framed(k))
+        y, saved = whole_cpp.forward(x, ws, bs, "silu", "none", True)
+        assert torch.isfinite(y).all()
+        needs = (True, (True, True), (True, True))
+        grads = whole_cpp.backward(framed(m, k), x, ws, saved, "silu", "none", needs)
+        assert all(torch.isfinite(g).all() for g in (grads[0], *grads[1], *grads[2]))
+        for frame, count in frames:
+            assert frame[:64].isnan().all()
+            assert frame[64 + count :].isnan().all()
+            assert frame[64 : 64 + count].isfinite().all()
+
+
+def test_what_it_refuses() -> None:
+    def why(**changes: Any) -> str | None:
+        given = {"dtype": "float32", "device": "cpu"} | changes
+        widths = given.pop("widths", (8, 8))
+        piece, m = given.pop("piece", "forward"), given.pop("m", 4)
+        return whole_cpp.reason_not(problem(piece, m, widths, **given))
+
+    assert why() is None
+    assert "float32 only" in str(why(dtype="bfloat16"))
+    assert "CPU" in str(why(device="cuda"))
+    assert "contiguous" in str(why(w_layout="mixed"))
+    assert "width of 9000" in str(why(widths=(8, 9000)))
+    assert "empty" in str(why(m=0))
+    assert "rows" in str(why(piece="backward", m=100_000))
+
+
+@needs_door
+def test_a_plan_serves_only_calls_like_its_own() -> None:
+    """Whatever fact of a call differs, the plan of another is not taken."""
+    cache.forget()
+    x, ws, bs = net(3, 16, 16, 16)
+    door = entry.entry()
+    assert door is not None
+    given = (x, list(ws), list(bs), "relu", "none", None, False)
+    fl.mlp(x, list(ws), list(bs))
+    assert door.call(*given) is not None
+
+    def misses(i: int, value: Any) -> bool:
+        return door.call(*given[:i], value, *given[i + 1 :]) is None
+
+    assert misses(0, torch.randn(4, 16))
+    assert misses(0, torch.randn(16, 3).t())
+    assert misses(0, x.double())
+    assert misses(0, x.to("meta"))
+    assert misses(0, torch._neg_view(x))
+    assert misses(0, x.to_sparse())
+    assert misses(0, "x")
+    assert misses(0, x.clone().requires_grad_())
+    assert misses(1, [ws[0]])
+    assert misses(1, [ws[0], ws[1].t()])
+    assert misses(1, [ws[0], ws[1].to_sparse()])
+    assert misses(1, iter(ws))
+    assert misses(2, None)
+    assert misses(2, [bs[0], None])
+    assert misses(2, [bs[0]])
+    assert misses(3, "gelu")
+    assert misses(4, "relu")
+    assert misses(5, "eager")
+    assert misses(6, True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert door.call(*given) is None
+    with torch.inference_mode():
+        assert door.call(*given) is None
+    torch.set_float32_matmul_precision("high")
+    assert door.call(*given) is None
+    torch.set_float32_matmul_precision("highest")
+    assert door.call(*given) is not None
+    cache.forget()
+    assert door.call(*given) is None
+    with pytest.raises(TypeError, match="7 arguments"):
+        door.call(x)
+
+
+@needs_door
+def test_the_door_keeps_nothing_alive() -> None:
+    x, ws, bs = net(3, 16, 16, 16)
+    watched = [weakref.ref(t) for t in (x, *ws, *bs)]
+    y = fl.mlp(x, ws, bs)
+    del x, ws, bs
+    gc.collect()
+    assert all(w() is None for w in watched)
+    assert torch.isfinite(y).all()
+    names = [f"re{'lu'}" for _ in range(3)]
+    counts = sys.getrefcount(names[0])
+    for _ in range(50):
+        fl.mlp(*net(2, 8, 8), activation=names[0])
+    assert sys.getrefcount(names[0]) <= counts + 60
+
+
+@needs_door
+def test_more_plans_than_are_kept() -> None:
+    weights, biases = net(1, 4, 4)[1:]
+    for m in range(1, 200):
+        assert fl.mlp(torch.ones(m, 4), weights, biases).shape == (m, 4)
+
+
+@needs_door
+def test_an_error_inside_a_plan_comes_through() -> None:
+    door = entry.entry()
+    assert door is not None
+    x, ws, bs = net(3, 16, 16)
+
+    def plan(*_: Any) -> Tensor:
+        raise ZeroDivisionError
+
+    given = (x, ws, bs, "none", "none", None, False)
+    assert door.admit(*given, plan)
+    with pytest.raises(ZeroDivisionError):
+        door.call(*given)
+    cache.forget()
+
+
+def test_a_door_that_does_not_compile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "entry.cpp"
+    broken.write_text("this is not C++")
+    monkeypatch.setattr(entry, "_SOURCE", broken)
+    for cached in (entry._built, entry._failure, entry.entry):
+        cached.cache_clear()
+    try:
+        assert "error" in str(entry.reason_not())
+        assert entry.entry() is None
+        with pytest.raises(UnsupportedError, match=r"entry\.cpp to compile"):
+            entry._built()
+        monkeypatch.setattr(op, "_door", op._no_door)
+        assert verdict(*net(3, 8, 8)).passed
+        assert fl.mlp(*net(3, 8, 8)).shape == (3, 8)
+    finally:
+        for cached in (entry._built, entry._failure, entry.entry):
+            cached.cache_clear()
+
+
+def test_exit_with_live_plans() -> None:
+    code = (
+        "import torch, fastlinear as fl\n"
+        "w = [torch.randn(8, 8, requires_grad=True)]\n"
+        "fl.mlp(torch.randn(2, 8), w).sum().backward()\n"
+        "with torch.no_grad(): fl.mlp(torch.randn(2, 8), w)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=os.environ
+    )
+    assert (done.returncode, done.stderr) == (0, "")
