@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
+from random import uniform
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from rewrite_models import Clock, mlp, run, snapshot
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fastlinear.core.compare import Verdict
 from fastlinear.core.errors import InputError
@@ -121,6 +124,54 @@ def test_a_forward_that_calls_a_global_object_keeps_calling_it() -> None:
     run(model, X)
     assert TRACKER.calls == before + 1
     assert "TRACKER" in result.sites[0].reason
+
+
+class Checkpointed(nn.Module):
+    """Saves memory in training by running a part twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.part = nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+        self.runs = Counter[str]()
+        self.part.register_forward_pre_hook(lambda *_: self.runs.update(["part"]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.fc(x))
+        return checkpoint(self.part, y, use_reentrant=False)
+
+
+def test_checkpointing_is_not_traced_away() -> None:
+    model = Checkpointed()
+    optimize_(model, X, config=TRAIN)
+    model.runs.clear()
+    model(X).sum().backward()
+    assert model.runs["part"] == 2
+
+
+track = TRACKER.update
+
+
+class TrackedByMethod(Tracked):
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.fc(x))
+        track(y)
+        return y
+
+
+class SometimesSkips(Tracked):
+    """Python's own random numbers decide."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.fc(x))
+        return y if uniform(0.0, 1.0) < 2.0 else x
+
+
+@pytest.mark.parametrize("kind", [TrackedByMethod, SometimesSkips])
+def test_bound_methods_among_globals_are_objects_too(kind: type[nn.Module]) -> None:
+    model = kind().eval()
+    result = optimize_(model, X)
+    assert result.sites[0].route != "parent"
+    assert "which cannot be watched" in result.sites[0].reason
 
 
 def helper(y: Tensor) -> Tensor:

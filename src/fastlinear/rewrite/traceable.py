@@ -9,7 +9,7 @@ from __future__ import annotations
 import dis
 import inspect
 from enum import Enum
-from types import BuiltinFunctionType, CodeType, FunctionType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -21,13 +21,14 @@ SIMPLE = (bool, int, float, str, type(None))
 """Types whose values a guard can compare."""
 MISSING = object()
 """Stands for an attribute that is not there."""
-# Names whose value may differ from call to call and that tracing would freeze.
+# Names whose value may differ from call to call and that tracing would freeze, or lose.
 _UNTRACEABLE_TEXT = """
     isinstance hasattr type id len print is_tensor is_grad_enabled is_autocast_enabled
     is_autocast_cpu_enabled is_inference_mode_enabled is_compiling is_dynamo_compiling
     random environ requires_grad grad setattr __dict__ vars globals requires_grad_ data
     grad_fn children named_children modules named_modules parameters named_parameters
-    buffers named_buffers get_default_dtype
+    buffers named_buffers get_default_dtype checkpoint checkpoint_sequential
+    _gradient_checkpointing_func
 """
 _UNTRACEABLE = frozenset(_UNTRACEABLE_TEXT.split())
 _UNTRACEABLE_OPS_TEXT = """
@@ -71,7 +72,7 @@ def _why_not_code(code: CodeType) -> str | None:
             return f"has a side effect or a block that tracing would lose ({instruction.opname})"
     frozen = sorted(set(code.co_names) & _UNTRACEABLE)
     if frozen:
-        return f"depends on {frozen[0]}, which tracing would freeze"
+        return f"depends on {frozen[0]}, which tracing would freeze or lose"
     if code.co_exceptiontable:
         return "has a with or try block"
     nested = [c for c in code.co_consts if isinstance(c, CodeType)]
@@ -99,6 +100,9 @@ def _has_state(value: Any) -> bool:
     """Whether a global is an object whose values may change, or that a call may change."""
     if isinstance(value, dict | list | set | Tensor | torch.Generator):
         return True
+    owner = getattr(value, "__self__", None)  # of a bound method
+    if owner is not None and not isinstance(owner, ModuleType | type):
+        return _has_state(owner)
     home = type(value).__module__.partition(".")[0]
     return home not in _STATELESS_HOMES and not isinstance(value, type | Enum)
 
