@@ -12,21 +12,24 @@
 // A product is mma.sync with the weight as operand A (16 columns) and the activations as operand B
 // (8 rows). A k-block is 64 bytes of K, 16 bytes for each of the 4 threads of a quad: the order of
 // k within it is not the instruction's, but it is the same for both operands, which is enough.
-// float32 is split into two tf32 parts, three products are summed, and every step's sum is added
-// to a float32 accumulator.
+// float32: either plain multiply-adds (SIMT), or both operands split into two tf32 parts and three
+// products, the large one added to a float32 accumulator after every instruction, because the
+// tensor cores truncate where they accumulate.
 //
 // Activations lie in shared memory as [unit][row][16 bytes], a unit being 8 (float32: 4) columns;
 // 32 bytes between units keep every access free of bank conflicts. Two buffers take turns: a block
 // writes layer i + 1's input only after all blocks have sent layer i's, hence have read i - 1's.
 //
 // Macros from the host: DTYPE (0 bfloat16, 1 float16, 2 float32) CLUSTER NB WN KS TW UNROLL DEPTH
-// VEC EXACT UNITS ACT FINAL SAVE MAX_LAYERS EXCHANGE, a number ACT_<NAME> for every activation.
+// VEC EXACT WIDTH UNITS ACT FINAL SAVE MAX_LAYERS EXCHANGE SIMT, a number ACT_<NAME> for every activation.
 //   VEC: bytes at which every weight row is aligned: 16, 8, 4 or 2.
 //   EXACT: 1 when every K and N is a whole number of steps and passes.
+//   WIDTH: the width of every layer and of x where all are equal, else 0.
 //   UNITS: units of one activation buffer.
 //   SAVE: 0 nothing, 1 pre-activations (hidden and last), 2 hidden outputs, 3 hidden outputs and
 //     the last pre-activation, 4 hidden pre-activations.
-//   EXCHANGE: 0 st.async counted by an mbarrier, 1 ordinary stores and a cluster barrier.
+//   EXCHANGE: how outputs reach the other blocks, counted by an mbarrier: 0 st.async from every
+//     thread, 1 one bulk copy per block once its share is complete.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -50,6 +53,9 @@ constexpr int ACT_BYTES = UNITS * UNIT_BYTES;
 constexpr int STAGE_OFFSET = ACT_OFFSET + 2 * ACT_BYTES;
 constexpr int STAGE_BYTES = TILE_UNITS * 128;   // one accumulator, transposed
 constexpr int SUM_OFFSET = STAGE_OFFSET + WARPS * STAGE_BYTES;
+constexpr int BIAS_OFFSET = SUM_OFFSET + (KS > 1 ? WN * PARTS * KS * 512 : 0);  // own columns
+constexpr bool BULK = CLUSTER > 1 && EXCHANGE == 1;
+constexpr bool ASYNC = CLUSTER > 1 && EXCHANGE == 0;
 
 struct Params {
   const void* x;                    // (rows, width[0]), rows x_stride elements apart
@@ -63,7 +69,13 @@ struct Params {
   int width[MAX_LAYERS + 1];
 };
 
-__device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+__device__ __host__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+__device__ __forceinline__ int width(const Params& p, int i) { return WIDTH ? WIDTH : p.width[i]; }
+
+// Known at compile time, a short loop over the steps of a pass is unrolled.
+constexpr int KNOWN_STEPS = ceil_div(ceil_div(WIDTH, BLOCK_K), KS * UNROLL);
+constexpr int STEP_UNROLL = KNOWN_STEPS >= 1 && KNOWN_STEPS <= 4 ? KNOWN_STEPS : 1;
 
 // ---------------------------------------------------------------- PTX wrappers
 
@@ -115,10 +127,11 @@ __device__ __forceinline__ void store_async(u32 addr, u32 bar, uint4 v) {
       : "memory");
 }
 
-__device__ __forceinline__ void store_cluster(u32 addr, uint4 v) {
-  asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(addr), "r"(v.x),
-               "r"(v.y), "r"(v.z), "r"(v.w)
-               : "memory");
+__device__ __forceinline__ void copy_to_peer(u32 dst, u32 src, u32 bytes, u32 bar) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+      ::"r"(dst), "r"(src), "r"(bytes), "r"(bar)
+      : "memory");
 }
 
 __device__ __forceinline__ void group_sync(int id) {
@@ -166,6 +179,21 @@ __device__ __forceinline__ void copy16(u32 dst, const char* src, int bytes) {
   }
 }
 
+// The same for 4 bytes.
+__device__ __forceinline__ void copy_word(u32 dst, const char* src, int bytes, bool aligned) {
+  if (aligned) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(dst), "l"(src), "r"(bytes)
+                 : "memory");
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      unsigned short v = 0;
+      if (i < bytes) v = *reinterpret_cast<const unsigned short*>(src + i);
+      asm volatile("st.shared.b16 [%0], %1;" ::"r"(dst + i), "h"(v) : "memory");
+    }
+  }
+}
+
 __device__ __forceinline__ void stmatrix_trans(u32 addr, u32 a, u32 b) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(addr),
                "r"(a), "r"(b)
@@ -189,6 +217,17 @@ __device__ __forceinline__ float load_element(const void* base, int index) {
   float out;
   asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(static_cast<unsigned short>(bits)));
   return out;
+}
+
+__device__ __forceinline__ float load_shared_element(u32 addr) {
+  if constexpr (DTYPE == 2) {
+    float out;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(out) : "r"(addr) : "memory");
+    return out;
+  }
+  unsigned short bits;
+  asm volatile("ld.shared.b16 %0, [%1];" : "=h"(bits) : "r"(addr) : "memory");
+  return load_element(&bits, 0);
 }
 
 // d (16 columns, 8 rows) += A B over 32 bytes of K; the operands are 32-bit registers.
@@ -283,20 +322,25 @@ struct Share {   // of one layer, for one block
   int first, end;  // column tiles
   int passes;
   int steps;       // along K, in each pass
+  int columns;     // room of one block, in columns
 
   __device__ __forceinline__ Share(int k, int n, int rank) {
     const int tiles = ceil_div(n, 16 * GROUP_TILES) * GROUP_TILES;
     const int each = ceil_div(tiles, CLUSTER);
-    first = min(rank * each, tiles);
-    end = min(first + each, tiles);
+    first = EXACT ? rank * each : min(rank * each, tiles);
+    end = EXACT ? first + each : min(first + each, tiles);
     passes = ceil_div(each, WN * TW);
+    columns = each * 16;
     steps = ceil_div(ceil_div(k, BLOCK_K), KS * UNROLL);
   }
 };
 
-// Bytes that a layer of n columns brings to each block's next input.
-__device__ __forceinline__ u32 input_bytes(int n) {
-  return ceil_div(n, 16 * GROUP_TILES) * GROUP_TILES * TILE_UNITS * ROWS * 16;
+// Bytes that a layer of n columns brings to this block's next input from blocks (BULK: others).
+__device__ __forceinline__ u32 input_bytes(int k, int n, int rank) {
+  const int tiles = ceil_div(n, 16 * GROUP_TILES) * GROUP_TILES;
+  if constexpr (!BULK) return tiles * TILE_UNITS * ROWS * 16;
+  const Share own(k, n, rank);
+  return (tiles - (own.end - own.first)) * TILE_UNITS * UNIT_BYTES;
 }
 
 // A thread's walk over the weight pieces it will multiply, in the order of use.
@@ -310,20 +354,31 @@ struct Feed {
   Share share;
   u32 ring;                // this thread's first slot
   int lane, kg, ng;
+  int offset;              // of this thread's first piece in a row
+  int origin;              // and in the weight, of its first row; for equal widths
 
   __device__ __forceinline__ Feed(const Params& params, u32 ring_, int rank_, int warp, int lane_)
       : p(params), layer(0), pass(0), step(0), slot(0), rank(rank_),
-        share(params.width[0], params.width[1], rank_),
+        share(width(params, 0), width(params, 1), rank_),
         ring(ring_ + warp * (DEPTH * STEP_BYTES) + lane_ * 16), lane(lane_), kg(warp / WN),
-        ng(warp % WN) {
+        ng(warp % WN), offset(kg * (UNROLL * 64) + (lane & 3) * 16),
+        origin(((share.first + ng * TW) * 16 + (lane >> 2)) * (WIDTH * ES) + offset) {
     open();
   }
 
   __device__ __forceinline__ void open() {
-    const int k = p.width[layer], n = p.width[layer + 1];
-    const int offset = kg * (UNROLL * 64) + (lane & 3) * 16;
+    const int k = width(p, layer), n = width(p, layer + 1);
     base = static_cast<const char*>(p.weight[layer]);
     left = k * ES - offset;
+    if constexpr (WIDTH && EXACT) {
+#pragma unroll
+      for (int tw = 0; tw < TW; ++tw) {
+        const int rows = pass * (WN * TW * 16) + tw * 16;
+        row[tw][0] = base + (origin + rows * (WIDTH * ES));
+        row[tw][1] = base + (origin + (rows + 8) * (WIDTH * ES));
+      }
+      return;
+    }
 #pragma unroll
     for (int tw = 0; tw < TW; ++tw) {
       const int tile = share.first + (pass * WN + ng) * TW + tw;
@@ -362,11 +417,11 @@ struct Feed {
         row[tw][0] += KS * UNROLL * 64;
         row[tw][1] += KS * UNROLL * 64;
       }
-      if (++step == share.steps) {
+      if (++step == (WIDTH ? KNOWN_STEPS : share.steps)) {
         step = 0;
         if (++pass == share.passes) {
           pass = 0;
-          if (++layer < p.layers) share = Share(p.width[layer], p.width[layer + 1], rank);
+          if (++layer < p.layers && !WIDTH) share = Share(width(p, layer), width(p, layer + 1), rank);
         }
         if (layer < p.layers) open();
       }
@@ -377,17 +432,9 @@ struct Feed {
 
 // ---------------------------------------------------------------- products
 
-// acc[part] += the products of one step; `blocks` of its UNROLL k-blocks exist.
+// acc[part] + odd[part] += the products of one step; `blocks` of its UNROLL k-blocks exist.
 __device__ __forceinline__ void multiply(float (&acc)[PARTS][4], float (&odd)[PARTS][4], u32 ring,
                                          u32 input, int blocks) {
-  [[maybe_unused]] float big[PARTS][4], small[PARTS][4];
-  if constexpr (DTYPE == 2) {
-#pragma unroll
-    for (int q = 0; q < PARTS; ++q) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) big[q][e] = small[q][e] = 0.0f;
-    }
-  }
 #pragma unroll
   for (int u = 0; u < UNROLL; ++u) {
     if (!EXACT && u >= blocks) break;
@@ -417,21 +464,74 @@ __device__ __forceinline__ void multiply(float (&acc)[PARTS][4], float (&odd)[PA
 #pragma unroll
         for (int nb = 0; nb < NB; ++nb) {
           const int q = tw * NB + nb;
-          mma(small[q], loh.x, hih.x, loh.y, hih.y, bl[nb].x, bl[nb].y);
-          mma(big[q], loh.x, hih.x, loh.y, hih.y, bh[nb].x, bh[nb].y);
-          mma(small[q], lol.x, hil.x, lol.y, hil.y, bh[nb].x, bh[nb].y);
-          mma(small[q], loh.z, hih.z, loh.w, hih.w, bl[nb].z, bl[nb].w);
-          mma(big[q], loh.z, hih.z, loh.w, hih.w, bh[nb].z, bh[nb].w);
-          mma(small[q], lol.z, hil.z, lol.w, hil.w, bh[nb].z, bh[nb].w);
+          float first[4] = {}, second[4] = {};
+          mma(first, loh.x, hih.x, loh.y, hih.y, bh[nb].x, bh[nb].y);
+          mma(second, loh.z, hih.z, loh.w, hih.w, bh[nb].z, bh[nb].w);
+          mma(odd[q], loh.x, hih.x, loh.y, hih.y, bl[nb].x, bl[nb].y);
+          mma(odd[q], lol.x, hil.x, lol.y, hil.y, bh[nb].x, bh[nb].y);
+          mma(odd[q], loh.z, hih.z, loh.w, hih.w, bl[nb].z, bl[nb].w);
+          mma(odd[q], lol.z, hil.z, lol.w, hil.w, bh[nb].z, bh[nb].w);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) acc[q][e] += first[e];
+#pragma unroll
+          for (int e = 0; e < 4; ++e) acc[q][e] += second[e];
         }
       }
     }
   }
-  if constexpr (DTYPE == 2) {
+}
+
+// sum[tile][column g or g + 8][row] += this thread's quarter of each k-block, float32 arithmetic.
+__device__ __forceinline__ void multiply_simt(float (&sum)[TW][2][ROWS], u32 ring, u32 input,
+                                              int blocks) {
 #pragma unroll
-    for (int q = 0; q < PARTS; ++q) {
+  for (int u = 0; u < UNROLL; ++u) {
+    if (!EXACT && u >= blocks) break;
+    uint4 w[TW][2];
 #pragma unroll
-      for (int e = 0; e < 4; ++e) acc[q][e] += big[q][e] + small[q][e];
+    for (int tw = 0; tw < TW; ++tw) {
+      w[tw][0] = load16(ring + (u * TW + tw) * 1024);
+      w[tw][1] = load16(ring + (u * TW + tw) * 1024 + 512);
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      const uint4 x = load16(input + u * (4 * UNIT_BYTES) + r * 16);
+#pragma unroll
+      for (int tw = 0; tw < TW; ++tw) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float v = sum[tw][h][r];
+          v = fmaf(__uint_as_float(w[tw][h].x), __uint_as_float(x.x), v);
+          v = fmaf(__uint_as_float(w[tw][h].y), __uint_as_float(x.y), v);
+          v = fmaf(__uint_as_float(w[tw][h].z), __uint_as_float(x.z), v);
+          sum[tw][h][r] = fmaf(__uint_as_float(w[tw][h].w), __uint_as_float(x.w), v);
+        }
+      }
+    }
+  }
+}
+
+// Adds up the quad's quarters; thread t keeps rows 2t and 2t + 1, as an mma accumulator lies.
+__device__ __forceinline__ void gather_simt(float (&acc)[PARTS][4],
+                                            const float (&sum)[TW][2][ROWS], int t) {
+#pragma unroll
+  for (int q = 0; q < PARTS; ++q) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float* const v = sum[q / NB][h] + q % NB * 8;
+      float half[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float give = t & 2 ? v[e] : v[e + 4];
+        const float keep = t & 2 ? v[e + 4] : v[e];
+        half[e] = keep + __shfl_xor_sync(0xffffffffu, give, 2);
+      }
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float give = t & 1 ? half[e] : half[e + 2];
+        const float keep = t & 1 ? half[e + 2] : half[e];
+        acc[q][2 * h + e] = keep + __shfl_xor_sync(0xffffffffu, give, 1);
+      }
     }
   }
 }
@@ -495,20 +595,20 @@ whole_mlp(const __grid_constant__ Params p) {
   const u32 sums = base + SUM_OFFSET + ng * (PARTS * KS * 512) + lane * 16;
 
   if constexpr (CLUSTER > 1) {
-    if (EXCHANGE == 0 && threadIdx.x == 0) {
+    if (threadIdx.x == 0) {
       // Barrier i & 1 counts the bytes of layer i's input. The first two are announced here.
       mbar_init(base, 1);
       mbar_init(base + 8, 1);
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-      if (p.layers > 1) mbar_expect(base + 8, input_bytes(p.width[1]));
-      if (p.layers > 2) mbar_expect(base, input_bytes(p.width[2]));
+      if (p.layers > 1) mbar_expect(base + 8, input_bytes(width(p, 0), width(p, 1), rank));
+      if (p.layers > 2) mbar_expect(base, input_bytes(width(p, 1), width(p, 2), rank));
     }
     __syncwarp();
     cluster_arrive();
   }
 
   {  // x, the first layer's input; what does not exist is zero
-    const int k = p.width[0];
+    const int k = width(p, 0);
     const int units = ceil_div(k, BLOCK_K) * 4;
     const char* const x = static_cast<const char*>(p.x);
     const bool aligned = ((reinterpret_cast<u64>(x) | (p.x_stride * ES)) & 15) == 0;
@@ -521,26 +621,44 @@ whole_mlp(const __grid_constant__ Params p) {
       if (aligned) copy16<16>(dst, src, bytes);
       else copy16<ES>(dst, src, bytes);
     }
-    copy_commit();
   }
+  {  // the biases of this block's columns, layer after layer, in words of 4 bytes
+    u32 dst = base + BIAS_OFFSET;
+    for (int layer = 0; layer < p.layers; ++layer) {
+      const int n = width(p, layer + 1);
+      const Share share(width(p, layer), n, rank);
+      const char* const bias = static_cast<const char*>(p.bias[layer]);
+      if (bias && layer % WARPS == warp) {
+        const bool aligned = (reinterpret_cast<u64>(bias) & 3) == 0;
+        for (int i = lane; i < share.columns * ES / 4; i += 32) {
+          const int at = share.first * (16 * ES) + i * 4;
+          const int bytes = min(max(n * ES - at, 0), 4);
+          copy_word(dst + i * 4, bytes > 0 ? bias + at : bias, bytes, aligned);
+        }
+      }
+      dst += share.columns * ES;
+    }
+  }
+  copy_commit();
 
   Feed feed(p, base + RING_OFFSET, rank, warp, lane);
 #pragma unroll 1
   for (int i = 0; i < DEPTH; ++i) feed.advance();
-  copy_wait<DEPTH>();  // x is here
+  copy_wait<DEPTH>();  // x and the biases are here
   __syncthreads();
   if constexpr (CLUSTER > 1) cluster_wait();  // every block's barriers are ready
 
   int slot = 0;
+  u32 shifts = base + BIAS_OFFSET;  // this layer's biases
 #pragma unroll 1
   for (int layer = 0; layer < p.layers; ++layer) {
-    const int k = p.width[layer], n = p.width[layer + 1];
+    const int k = width(p, layer), n = width(p, layer + 1);
     const Share share(k, n, rank);
     const bool last = layer + 1 == p.layers;
-    const u32 here = act_base + (layer & 1) * ACT_BYTES + t * UNIT_BYTES + g * 16;
+    const u32 input = act_base + (layer & 1) * ACT_BYTES + t * UNIT_BYTES;
     const u32 next = act_base + (~layer & 1) * ACT_BYTES;
     const int blocks = ceil_div(k, BLOCK_K);
-    const void* const bias = p.bias[layer];
+    const bool has_bias = p.bias[layer] != nullptr;
 #pragma unroll 1
     for (int pass = 0; pass < share.passes; ++pass) {
       const int tile0 = share.first + (pass * WN + ng) * TW;
@@ -549,33 +667,38 @@ whole_mlp(const __grid_constant__ Params p) {
       for (int tw = 0; tw < TW; ++tw) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const int column = (tile0 + tw) * 16 + h * 8 + g;
-          shift[tw][h] = bias && column < n ? load_element(bias, column) : 0.0f;
+          const int column = (tile0 - share.first + tw) * 16 + h * 8 + g;
+          shift[tw][h] = has_bias && (EXACT || column < share.columns)
+                             ? load_shared_element(shifts + column * ES) : 0.0f;
         }
       }
-      if (CLUSTER > 1 && EXCHANGE == 0 && layer > 0 && pass == 0) {
+      if (CLUSTER > 1 && layer > 0 && pass == 0) {
         mbar_wait(base + (layer & 1) * 8, ((layer - 1) >> 1) & 1);
         if (threadIdx.x == 0 && layer + 2 < p.layers) {
-          mbar_expect(base + (layer & 1) * 8, input_bytes(p.width[layer + 2]));
+          mbar_expect(base + (layer & 1) * 8,
+                      input_bytes(width(p, layer + 1), width(p, layer + 2), rank));
         }
       }
 
       float acc[PARTS][4], odd[PARTS][4];
+      [[maybe_unused]] float sum[TW][2][ROWS] = {};
 #pragma unroll
       for (int q = 0; q < PARTS; ++q) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) acc[q][e] = odd[q][e] = 0.0f;
       }
-#pragma unroll 1
-      for (int step = 0; step < share.steps; ++step) {
+#pragma unroll STEP_UNROLL
+      for (int step = 0; step < (WIDTH ? KNOWN_STEPS : share.steps); ++step) {
         copy_wait<DEPTH - 1>();
         const int block = (step * KS + kg) * UNROLL;
-        multiply(acc, odd,
-                 base + RING_OFFSET + (warp * DEPTH + slot) * STEP_BYTES + lane * 16,
-                 here + block * (4 * UNIT_BYTES), blocks - block);
+        const u32 weights = base + RING_OFFSET + (warp * DEPTH + slot) * STEP_BYTES + lane * 16;
+        const u32 at = input + block * (4 * UNIT_BYTES);
+        if constexpr (SIMT) multiply_simt(sum, weights, at, blocks - block);
+        else multiply(acc, odd, weights, at + g * 16, blocks - block);
         slot = slot + 1 == DEPTH ? 0 : slot + 1;
         feed.advance();
       }
+      if constexpr (SIMT) gather_simt(acc, sum, t);
 #pragma unroll
       for (int q = 0; q < PARTS; ++q) {
 #pragma unroll
@@ -638,17 +761,17 @@ whole_mlp(const __grid_constant__ Params p) {
           v[e] = act<ACT>(v[e]);
           if (!EXACT && tile * 16 + (e >> 1) * 8 + g >= n) v[e] = 0.0f;
         }
-        if constexpr (CLUSTER == 1) {
+        if constexpr (!ASYNC) {
           put(next + tile * (TILE_UNITS * UNIT_BYTES) + nb * 128, UNIT_BYTES, v, lane);
         }
-        if constexpr (CLUSTER > 1 || SAVE == 2 || SAVE == 3) {
+        if constexpr (ASYNC || SAVE == 2 || SAVE == 3) {
           put(stage, 128, v, lane);
           __syncwarp();
         }
         if constexpr (SAVE == 2 || SAVE == 3) {
           write_out(p.saved[layer], p.rows, n, row0 + nb * 8, tile * 16, stage, lane);
         }
-        if constexpr (CLUSTER > 1) {
+        if constexpr (ASYNC) {
           // TILE_UNITS * 8 pieces to every block; with 16 of them, half the warp serves every
           // second block.
           constexpr int kPeers = 32 / (TILE_UNITS * 8);
@@ -661,21 +784,27 @@ whole_mlp(const __grid_constant__ Params p) {
           for (int i = 0; i < CLUSTER; i += kPeers) {
             // Starting at oneself spreads the blocks' traffic over the receivers.
             const int peer = (rank + i + lane / (TILE_UNITS * 8)) % CLUSTER;
-            if constexpr (EXCHANGE == 0) {
-              store_async(peer_addr(dst, peer), peer_addr(bar, peer), v16);
-            } else {
-              store_cluster(peer_addr(dst, peer), v16);
-            }
+            store_async(peer_addr(dst, peer), peer_addr(bar, peer), v16);
           }
         }
-        if constexpr (CLUSTER > 1 || SAVE == 2 || SAVE == 3) __syncwarp();
+        if constexpr (ASYNC || SAVE == 2 || SAVE == 3) __syncwarp();
       }
     }
+    shifts += share.columns * ES;
     if constexpr (CLUSTER == 1) {
       __syncthreads();
-    } else if (EXCHANGE == 1 && !last) {
-      cluster_arrive();
-      cluster_wait();
+    } else if (BULK && !last) {
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      __syncthreads();
+      const u32 bytes = (share.end - share.first) * (TILE_UNITS * UNIT_BYTES);
+      if (threadIdx.x < CLUSTER && static_cast<int>(threadIdx.x) != rank && bytes > 0) {
+        const u32 src = next + share.first * (TILE_UNITS * UNIT_BYTES);
+        copy_to_peer(peer_addr(src, threadIdx.x), src, bytes,
+                     peer_addr(base + (~layer & 1) * 8, threadIdx.x));
+        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+      }
     }
   }
+  // What the copies still read must not go away under them.
+  if constexpr (BULK) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }

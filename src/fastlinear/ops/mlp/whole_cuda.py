@@ -63,7 +63,8 @@ class Config:
         tiles: column tiles (of 16) a group computes at a time.
         unroll: 64-byte blocks of K per pipeline step.
         depth: pipeline steps of weights on their way.
-        barrier: exchange by a cluster barrier instead of counted asynchronous stores.
+        bulk: exchange by one bulk copy per pair of blocks instead of stores from every thread.
+        simt: float32 only: plain multiply-adds instead of split tf32 products.
     """
 
     cluster: int
@@ -73,7 +74,8 @@ class Config:
     tiles: int = 1
     unroll: int = 1
     depth: int = 8
-    barrier: bool = False
+    bulk: bool = False
+    simt: bool = False
 
     @property
     def warps(self) -> int:
@@ -87,7 +89,8 @@ class Config:
         stage = self.warps * itemsize * 128
         parts = self.tiles * self.rows // 8
         sums = self.groups * parts * self.split_k * 512 if self.split_k > 1 else 0
-        return 64 + ring + activations + stage + sums
+        each = [_ceil_div(_column_tiles(n, itemsize), self.cluster) for n in widths[1:]]
+        return 64 + ring + activations + stage + sums + 16 * itemsize * sum(each)
 
     def invalid(self, widths: Widths, itemsize: int) -> str | None:
         """Why this configuration cannot be built for these widths, or None."""
@@ -99,7 +102,9 @@ class Config:
             return f"{self.groups} groups of {self.split_k} warps"
         if min(self.tiles, self.unroll) < 1 or self.depth < 2:
             return f"tiles {self.tiles}, unroll {self.unroll}, depth {self.depth}"
-        if self.tiles * self.rows > 64:
+        if self.simt and itemsize != 4:
+            return "plain multiply-adds are for float32"
+        if self.tiles * self.rows > (32 if self.simt else 64):
             return f"{self.tiles} tiles of {self.rows} rows do not fit the registers"
         needed = self.shared_bytes(widths, itemsize)
         if needed > _SHARED_LIMIT:
@@ -113,6 +118,11 @@ class Config:
         return all(k % k_step == 0 for k in widths[:-1]) and all(
             n % n_step == 0 for n in widths[1:]
         )
+
+
+def _column_tiles(n: int, itemsize: int) -> int:
+    """Column tiles (of 16) of a layer of n columns, padded to 64 bytes."""
+    return _ceil_div(n * itemsize, 64) * (4 // itemsize)
 
 
 def input_units(widths: Widths, itemsize: int) -> int:
@@ -205,10 +215,12 @@ def source(
         "DEPTH": config.depth,
         "VEC": vec,
         "EXACT": int(vec == 16 and config.exact(widths, dtype.itemsize)),
+        "WIDTH": widths[0] if len(set(widths)) == 1 else 0,
         "UNITS": input_units(widths, dtype.itemsize),
         "SAVE": save,
         "MAX_LAYERS": MAX_LAYERS,
-        "EXCHANGE": int(config.barrier),
+        "EXCHANGE": int(config.bulk),
+        "SIMT": int(config.simt),
         **{f"ACT_{name.upper()}": number for number, name in enumerate(NAMES)},
         "ACT": f"ACT_{activation.upper()}",
         "FINAL": f"ACT_{final_activation.upper()}",
@@ -290,9 +302,7 @@ class _Plan:
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         params = self._params
         y = x.new_empty(self.out_shape)
-        saved: list[Tensor] = []
-        for shape in self.saved_shapes[:-1]:
-            saved.append(x.new_empty(shape))
+        saved = [x.new_empty(shape) for shape in self.saved_shapes[:-1]]
         if self.saved_shapes:
             saved.append(torch.empty_like(y) if self.last_saves_pre else y)
             self._pointers.pack_into(
@@ -312,7 +322,8 @@ class _Plan:
 
 
 _lock = threading.Lock()
-_kernels: dict[tuple[str, int], object] = {}
+_cubins: dict[str, bytes] = {}
+_kernels: dict[tuple[str, int, int], object] = {}
 _plans: dict[tuple[object, ...], _Plan] = {}
 
 
@@ -328,10 +339,12 @@ def _unsupported(reason: str) -> UnsupportedError:
 def _kernel(text: str, shared: int, device: int):  # type: ignore[no-untyped-def]
     from fastlinear.ops.common import cuda_driver as driver
 
-    kernel = _kernels.get((text, device))
+    kernel = _kernels.get((text, shared, device))
     if kernel is None:
-        cubin = driver.compile_cubin(text, _SOURCE.name, ARCH)
-        kernel = _kernels[text, device] = driver.Kernel(cubin, _KERNEL, shared, device)
+        cubin = _cubins.get(text)
+        if cubin is None:
+            cubin = _cubins[text] = driver.compile_cubin(text, _SOURCE.name, ARCH)
+        kernel = _kernels[text, shared, device] = driver.Kernel(cubin, _KERNEL, shared, device)
     return kernel
 
 
@@ -366,9 +379,7 @@ def forward(
         raise _unsupported(f"x is {x.dtype} on {x.device}")
     if index != torch._C._cuda_getDevice():
         with torch.cuda.device(index):
-            return forward(
-                x, weights, biases, activation, final_activation, save, config=config
-            )
+            return forward(x, weights, biases, activation, final_activation, save, config=config)
     if x.stride(1) != 1:
         x = x.contiguous()
     bits = 0
@@ -376,9 +387,7 @@ def forward(
     for weight in weights:
         if not weight.is_contiguous():
             weights = tuple([w.contiguous() for w in weights])
-            return forward(
-                x, weights, biases, activation, final_activation, save, config=config
-            )
+            return forward(x, weights, biases, activation, final_activation, save, config=config)
         bits |= weight.data_ptr()
         shapes.append(weight.shape)
     for bias in biases:
