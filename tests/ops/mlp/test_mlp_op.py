@@ -326,3 +326,29 @@ def test_the_rule_catches_mutations(mutation: str) -> None:
     oracle = reference.mlp(wide(x), wide(ws), wide(bs), "relu", "none")
     assert not judge("y", wrong, theirs, oracle).passed
     assert judge("y", fl.mlp(x, ws, bs), theirs, oracle).passed
+
+
+def on_cuda(x: Tensor, ws: Any, bs: Any) -> Net:
+    return x.cuda(), [w.cuda() for w in ws], [None if b is None else b.cuda() for b in bs]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("widths", [(64,) * 5, (100, 30, 7), (256, 256, 256), (600, 40, 600)])
+@pytest.mark.parametrize("m", [1, 33, 300])
+def test_on_cuda(m: int, widths: tuple[int, ...], dtype: torch.dtype) -> None:
+    check(*on_cuda(*net(m, widths, bias="some", dtype=dtype)))
+
+
+@pytest.mark.gpu
+def test_inside_a_cuda_graph() -> None:
+    x, ws, bs = on_cuda(*net(33, (64, 64, 64)))
+    fl.mlp(x, ws, bs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = fl.mlp(x, ws, bs)
+    for _ in range(3):
+        x.copy_(torch.randn_like(x))
+        ws[0].mul_(1.1)
+        graph.replay()
+        assert torch.allclose(y, reference.mlp(x, ws, bs, "relu", "none"), rtol=1e-3, atol=1e-3)

@@ -53,7 +53,7 @@ def _prefer_cpu(p: Problem) -> tuple[str, ...]:
         # beside PyTorch's autograd only a backward in one call pays
         small = m <= 128 and widest <= 128
         return ("whole_cpp", "eager") if small else ("eager",)
-    if widest <= 256 or m <= 256:
+    if widest <= 256 or m <= 128:
         return ("whole_cpp", "layerwise", "eager")
     return ("layerwise", "eager")
 
