@@ -33,7 +33,7 @@ MAX_WIDTH = 128
 _MAX_LAYERS = 16  # unrolled into one kernel; longer chains take several
 _MAX_PLANS = 1024
 _MIN_BLOCK = 16
-_TF32X3_MIN_DEPTH = 64  # below, plain float32 arithmetic is closer than three TF32 products
+_FAST_FLOAT64 = ((8, 0), (9, 0), (10, 0))  # capabilities with full-rate float64 products
 _SHARED_BYTES = 200_000  # what resident weights may take of a Hopper multiprocessor
 
 _plans: dict[Any, Any] = {}
@@ -46,19 +46,21 @@ class WholeConfig:
     Attributes:
         block_m: rows a program takes at a time, a power of two of at least 16.
         warps, stages: warps of a program, depth of the load pipeline.
-        resident: whether weights are loaded once and kept on the chip.
-        ahead: tiles between the load of a weight's tile and its use, where not resident.
+        resident: how many of the weights' tiles are loaded once and kept on the chip.
+        ahead: tiles between the load of a weight's tile and its use.
         per_unit: programs on each multiprocessor; 0 gives every row block a program of its own.
+        swapped: whether the weight is the product's left operand (forward only).
         chunk: largest part in which a width is held, a power of two of at least 16.
     """
 
     block_m: int
     warps: int
     stages: int = 1
-    resident: bool = False
+    resident: int = 0
     ahead: int = 1
     per_unit: int = 0
     chunk: int = 128
+    swapped: bool = False
 
 
 @cache
@@ -190,12 +192,14 @@ class _Forward:
             part = widths[first : end + 1]
             chosen = config or forward_config(M, part, x.dtype, save, _units(x.device))
             row_blocks, programs = _grid(M, chosen, x.device)
+            layout = _layout(part, chosen.chunk, False)
             rest = (
                 *(M, x.stride(0) if first == 0 else part[0], row_blocks, programs),
-                *_layout(part, chosen.chunk, False),
-                _schemes(part[:-1], x.dtype),
+                *layout,
+                (_scheme(x),) * (end - first),
                 *(names[0], layers[end - 1], pre[first], pre[end - 1], _math(x.dtype)),
-                *(chosen.chunk, chosen.block_m, chosen.resident, chosen.ahead),
+                *(chosen.chunk, chosen.block_m),
+                *(min(chosen.resident, len(layout[5])), chosen.ahead, chosen.swapped),
                 x.device.type == "cpu",
             )
             launch = _launch("_mlp_fwd_kernel", (programs,), rest, x.device, chosen)
@@ -265,12 +269,14 @@ class _Backward:
                 part = widths[first : end + 1]
                 chosen = config or backward_config(M, part, x.dtype, _units(x.device))
                 row_blocks, programs = _grid(M, chosen, x.device)
+                layout = _layout(part, chosen.chunk, True)
                 rest = (
                     *(M, row_blocks, programs, end - first, max(stop - first, 0)),
-                    *_layout(part, chosen.chunk, True)[1:],
-                    _schemes(part[1:], x.dtype),
+                    *layout[1:],
+                    (_scheme(x),) * (end - first),
                     *(names[0], layers[end - 1], _math(x.dtype)),
-                    *(chosen.chunk, chosen.block_m, chosen.resident, chosen.ahead),
+                    *(chosen.chunk, chosen.block_m),
+                    *(min(chosen.resident, len(layout[5])), chosen.ahead),
                     x.device.type == "cpu",
                 )
                 launch = _launch("_mlp_bwd_dx_kernel", (programs,), rest, x.device, chosen)
@@ -332,8 +338,8 @@ class _WeightGrads:
             offsets.append(offsets[-1] + used + padding)
         self._total = offsets[-1]
         M = x.shape[0]
-        half = x.dtype.itemsize == 2
-        block_m, chunk = (64, 128) if half else (32, 64)
+        chosen = grads_config(max(max(shape) for shape in self._shapes), x.dtype)
+        block_m, chunk = chosen.block_m, chosen.chunk
         recomputed = activation_of(activation).saved == "pre"
         tiles = tuple(
             (
@@ -352,16 +358,14 @@ class _WeightGrads:
             for a, rows in enumerate(_parts(n, chunk))
             for b, cols in enumerate(_parts(k, chunk))
         )
-        wide = max(max(t[6:8]) for t in tiles) > 64
-        wanted = max(1, 2 * _units(x.device) // len(tiles))
+        wanted = max(1, chosen.per_unit * _units(x.device) // len(tiles))
         blocks = -(-M // block_m)
         blocks_each = -(-blocks // min(wanted, max(blocks, 1)))
         self._splits = max(1, -(-blocks // max(blocks_each, 1)))
         rest = (
             *(M, x.stride(0), blocks_each * block_m, self._total, len(tiles), tiles, activation),
-            *(_math(x.dtype), _schemes((M,), x.dtype)[0], block_m, x.device.type == "cpu"),
+            *(_math(x.dtype), _scheme(x), block_m, x.device.type == "cpu"),
         )
-        chosen = WholeConfig(block_m, 8 if wide else 4, 3)
         grid: tuple[int, ...] = (len(tiles), self._splits)
         self._product = _launch("_mlp_bwd_dw_kernel", grid, rest, x.device, chosen)
         if self._splits > 1:
@@ -398,22 +402,32 @@ def forward_config(
     """The configuration of the forward of M rows through layers of these widths."""
     wide = max(widths) > 64
     half = dtype.itemsize == 2
-    block_m = _block_rows(M, units, 128 if half else 64)
+    block_m = _block_rows(M, units, 128 if half else 32)
+    if not half:
+        return WholeConfig(block_m, 8 if wide else 4, ahead=0 if wide else 1, chunk=64)
     if block_m < 64:
-        return WholeConfig(block_m, 4)
-    held = _weight_bytes(widths, dtype, 128)
-    resident = half and held <= _SHARED_BYTES
-    if resident:
-        return WholeConfig(
-            block_m, 8 if wide else 4, 2, True, 1, max(1, min(4, _SHARED_BYTES // held))
-        )
-    return WholeConfig(block_m, 8 if wide else 4)
+        return WholeConfig(block_m, 8 if wide else 4)
+    held = _weight_bytes(widths, dtype, 64)
+    if not wide and held <= _SHARED_BYTES:
+        per_unit = max(1, min(3, _SHARED_BYTES // held))
+        return WholeConfig(block_m, 4, 2, 1 << 20, 1, per_unit, 64)
+    return WholeConfig(block_m, block_m // 16 if wide else 4, ahead=0, chunk=64)
 
 
 def backward_config(M: int, widths: tuple[int, ...], dtype: torch.dtype, units: int) -> WholeConfig:
     """The configuration of the backward's data chain."""
-    block_m = _block_rows(M, units, 64)
-    return WholeConfig(block_m, 8 if max(widths) > 64 and block_m >= 64 else 4)
+    wide = max(widths) > 64
+    block_m = _block_rows(M, units, 64 if dtype.itemsize == 2 else 32)
+    if dtype.itemsize == 4:
+        return WholeConfig(block_m, 8 if wide else 4, ahead=0, chunk=64)
+    return WholeConfig(block_m, 4, ahead=0 if wide else 1, chunk=64)
+
+
+def grads_config(width: int, dtype: torch.dtype) -> WholeConfig:
+    """The configuration of the weight gradients' product, for a largest width."""
+    if dtype.itemsize == 4:
+        return WholeConfig(32, 4, 3, per_unit=2, chunk=64)
+    return WholeConfig(64, 8 if width > 64 else 4, 3, per_unit=2)
 
 
 def _block_rows(M: int, units: int, largest: int) -> int:
@@ -451,18 +465,20 @@ def _layout(widths: tuple[int, ...], chunk: int, backward: bool) -> tuple[Any, .
     return layers, widths, blocks, parts, max(parts), tuple(tiles), (*starts, len(tiles))
 
 
-def _schemes(depths: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
-    """Scheme of each layer's float32 product over ``depths``; 16-bit products ignore it.
+def _scheme(x: Tensor) -> int:
+    """Scheme of float32 products; 16-bit ones ignore it.
 
-    0 is plain float32, 1 one TF32 product, 2 three of them. Those three have an error near 1.0e-7
-    at any depth, torch's own product 5.9e-8 at depth 16 and 1.1e-7 at 64 (H200).
+    1, TF32, where the user allows it. Otherwise 2, float64 on the matrix unit, where that has the
+    rate of plain float32 arithmetic, else 0, that arithmetic. Three TF32 products would not do for
+    a chain: the unit truncates as it accumulates, so the layers' errors add up (8 layers of 64
+    features on an H200: 1.0e-6, torch's 1.8e-7).
     """
-    precision = matmul_precision(dtype)
+    precision = matmul_precision(x.dtype)
     if precision == "n/a":
-        return (0,) * len(depths)
+        return 0
     if precision != "highest":
-        return (1,) * len(depths)
-    return tuple(2 if d >= _TF32X3_MIN_DEPTH else 0 for d in depths)
+        return 1
+    return 2 if _capability(x.device) in _FAST_FLOAT64 else 0
 
 
 def _chunks(layers: int) -> list[tuple[int, int]]:
@@ -498,6 +514,11 @@ def _launch(
 def _units(device: torch.device) -> int:
     """Multiprocessors; the CPU interpreter counts as 3, so that programs walk several blocks."""
     return 3 if device.type == "cpu" else device_facts(device).units
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability; the CPU interpreter counts as 9.0."""
+    return (9, 0) if device.type == "cpu" else device_facts(device).capability
 
 
 def _math(dtype: torch.dtype) -> str:

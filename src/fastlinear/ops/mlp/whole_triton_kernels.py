@@ -9,7 +9,8 @@ arrive as a tuple with one entry per layer.
 
 All kernels accumulate in float32 and are deterministic. UPCAST multiplies in float32 (the CPU
 interpreter has no bfloat16). SCHEMES holds the scheme of each layer's float32 product: 0 plain
-float32, 1 one TF32 product of operands rounded here (the unit itself truncates), 2 three of them.
+float32, 1 TF32 with operands rounded here (the matrix unit itself truncates), 2 the matrix unit's
+float64.
 """
 
 # ruff: noqa: RET505 - Triton goes on compiling after a taken compile-time branch, so every choice
@@ -37,13 +38,14 @@ def _operand(t, SCHEME: tl.constexpr, UPCAST: tl.constexpr):
 
 @triton.jit
 def _dot(a, b, acc, SCHEME: tl.constexpr):
-    """acc + a @ b by the scheme; ``acc`` may be None."""
+    """acc + a @ b by the scheme."""
     if SCHEME == 0:
         return tl.dot(a, b, acc, input_precision="ieee")
     elif SCHEME == 1:
         return tl.dot(a, b, acc, input_precision="tf32")
     else:
-        return tl.dot(a, b, acc, input_precision="tf32x3")
+        product = tl.dot(a.to(tl.float64), b.to(tl.float64), out_dtype=tl.float64)
+        return acc + product.to(tl.float32)
 
 
 @triton.jit
@@ -136,24 +138,62 @@ def _load_rows(
 
 @triton.jit
 def _store_rows(
-    ptr, values, row_offs, M, FIRST: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr
+    ptr,
+    values,
+    row_offs,
+    M,
+    FIRST: tl.constexpr,
+    END: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SWAPPED: tl.constexpr,
 ):
-    """Store (rows, BLOCK) at columns from FIRST on of a contiguous (M, END) matrix."""
+    """Store (rows, BLOCK), for SWAPPED (BLOCK, rows), at columns from FIRST on of (M, END)."""
+    values = values.to(ptr.dtype.element_ty)
+    if SWAPPED:
+        values = tl.trans(values)
     offs = FIRST + tl.arange(0, BLOCK)
     ptrs = ptr + row_offs.to(tl.int64)[:, None] * END + offs[None, :]
     mask = row_offs[:, None] < M
     if FIRST + BLOCK > END:
         mask = mask & (offs[None, :] < END)
-    tl.store(ptrs, values.to(ptr.dtype.element_ty), mask=mask)
+    tl.store(ptrs, values, mask=mask)
 
 
 @triton.jit
-def _clear_padding(values, FIRST: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr):
+def _clear_padding(
+    values, FIRST: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr, SWAPPED: tl.constexpr
+):
     """Zero the columns from END on: a NaN or an infinity there would spread through a product."""
     if FIRST + BLOCK <= END:
         return values
+    elif SWAPPED:
+        return tl.where(FIRST + tl.arange(0, BLOCK)[:, None] < END, values, 0.0)
     else:
         return tl.where(FIRST + tl.arange(0, BLOCK)[None, :] < END, values, 0.0)
+
+
+@triton.jit
+def _bias(
+    ptr,
+    FIRST: tl.constexpr,
+    END: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    SWAPPED: tl.constexpr,
+):
+    """What a product starts from: columns [FIRST, FIRST + BLOCK) of a bias (END,), or zeros."""
+    if ptr is None:
+        if SWAPPED:
+            return tl.zeros((BLOCK, BLOCK_M), dtype=tl.float32)
+        else:
+            return tl.zeros((BLOCK_M, BLOCK), dtype=tl.float32)
+    else:
+        offs = FIRST + tl.arange(0, BLOCK)
+        bias = tl.load(ptr + offs, mask=offs < END, other=0.0).to(tl.float32)
+        if SWAPPED:
+            return tl.broadcast_to(bias[:, None], (BLOCK, BLOCK_M))
+        else:
+            return tl.broadcast_to(bias[None, :], (BLOCK_M, BLOCK))
 
 
 @triton.jit
@@ -183,49 +223,59 @@ def _fwd_rows(
     CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     AHEAD: tl.constexpr,
+    SWAPPED: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """All layers for BLOCK_M rows. ``weights`` holds every tile, or none."""
+    """All layers for BLOCK_M rows. ``weights`` holds the first tiles.
+
+    Hidden activations are (BLOCK_M, part), or (part, BLOCK_M) for SWAPPED: then the weight is the
+    product's left operand, whose rows fill the matrix unit where there are few rows of x.
+    """
     row_offs = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
     h = ()
     for k in tl.static_range(MAX_PARTS):
         if k < PARTS[0]:
             part = _load_rows(x_ptr, row_offs, x_row_stride, M, k * CHUNK, WIDTHS[0], BLOCKS[0][k])
-            h = h + (_operand(part, SCHEMES[0], UPCAST),)
+            part = _operand(part, SCHEMES[0], UPCAST)
+            h = h + (tl.trans(part) if SWAPPED else part,)
     for i in tl.static_range(LAYERS):
         outs = ()
         for n in tl.static_range(MAX_PARTS):
             if n < PARTS[i + 1]:
-                acc = _zeros(BLOCK_M, BLOCKS[i + 1][n])
+                acc = _bias(
+                    *(bias_ptrs[i], n * CHUNK, WIDTHS[i + 1], BLOCKS[i + 1][n], BLOCK_M, SWAPPED)
+                )
                 for k in tl.static_range(MAX_PARTS):
                     if k < PARTS[i]:
                         weights = _with_tiles(
                             *(weights, weight_ptrs, STARTS[i] + n * PARTS[i] + k, STARTS[LAYERS]),
                             *(TILES, WIDTHS, BLOCKS, SCHEMES, CHUNK, AHEAD, UPCAST),
                         )
-                        w = tl.trans(weights[STARTS[i] + n * PARTS[i] + k])
-                        acc = _dot(h[k], w, acc, SCHEMES[i])
-                if bias_ptrs[i] is not None:
-                    offs = n * CHUNK + tl.arange(0, BLOCKS[i + 1][n])
-                    bias = tl.load(bias_ptrs[i] + offs, mask=offs < WIDTHS[i + 1], other=0.0)
-                    acc += bias.to(tl.float32)[None, :]
+                        w = weights[STARTS[i] + n * PARTS[i] + k]
+                        if SWAPPED:
+                            acc = _dot(w, h[k], acc, SCHEMES[i])
+                        else:
+                            acc = _dot(h[k], tl.trans(w), acc, SCHEMES[i])
                 if i + 1 < LAYERS:
                     out = activation(acc, ACTIVATION, MATH)
-                    out = _clear_padding(out, n * CHUNK, WIDTHS[i + 1], BLOCKS[i + 1][n])
+                    out = _clear_padding(out, n * CHUNK, WIDTHS[i + 1], BLOCKS[i + 1][n], SWAPPED)
                 else:
                     out = activation(acc, FINAL, MATH)
                 if saved_ptrs[i] is not None:
                     kept = acc if (SAVE_PRE if i + 1 < LAYERS else SAVE_FINAL_PRE) else out
                     _store_rows(
                         *(saved_ptrs[i], kept, row_offs, M, n * CHUNK, WIDTHS[i + 1]),
-                        BLOCKS[i + 1][n],
+                        *(BLOCKS[i + 1][n], SWAPPED),
                     )
                 if i + 1 < LAYERS:
                     if not UPCAST:
                         out = out.to(x_ptr.dtype.element_ty)
                     outs = outs + (_operand(out, SCHEMES[i + 1], UPCAST),)
                 else:
-                    _store_rows(y_ptr, out, row_offs, M, n * CHUNK, WIDTHS[i + 1], BLOCKS[i + 1][n])
+                    _store_rows(
+                        *(y_ptr, out, row_offs, M, n * CHUNK, WIDTHS[i + 1]),
+                        *(BLOCKS[i + 1][n], SWAPPED),
+                    )
         h = outs
 
 
@@ -257,6 +307,7 @@ def _mlp_fwd_kernel(
     BLOCK_M: tl.constexpr,
     RESIDENT: tl.constexpr,
     AHEAD: tl.constexpr,
+    SWAPPED: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """y = the whole chain; program p computes row blocks p, p + programs, ...
@@ -265,14 +316,14 @@ def _mlp_fwd_kernel(
     None. ``saved_ptrs[i]``, where not None, gets layer i's pre-activation (SAVE_PRE for hidden
     layers, SAVE_FINAL_PRE for the last) or its output. PARTS[i] is the number of parts of width i,
     MAX_PARTS the largest. TILES lists the tiles in the order of their use, layer i's from STARTS[i]
-    on. RESIDENT weights are loaded once and stay on the chip; otherwise each row block loads them,
-    AHEAD tiles before they are needed.
+    on. The first RESIDENT tiles are loaded once and stay on the chip; each row block loads the
+    others, AHEAD tiles before they are needed.
     """
     weights = ()
-    if RESIDENT:
+    if RESIDENT > 0:
         weights = _with_tiles(
-            *(weights, weight_ptrs, 0, STARTS[LAYERS], TILES, WIDTHS, BLOCKS, SCHEMES, CHUNK),
-            *(STARTS[LAYERS], UPCAST),
+            *(weights, weight_ptrs, 0, RESIDENT, TILES, WIDTHS, BLOCKS, SCHEMES, CHUNK),
+            *(RESIDENT, UPCAST),
         )
     for row_block in tl.range(tl.program_id(0), row_blocks, programs):
         _fwd_rows(
@@ -290,7 +341,7 @@ def _mlp_fwd_kernel(
                 SCHEMES,
                 ACTIVATION,
             ),
-            *(FINAL, SAVE_PRE, SAVE_FINAL_PRE, MATH, CHUNK, BLOCK_M, AHEAD, UPCAST),
+            *(FINAL, SAVE_PRE, SAVE_FINAL_PRE, MATH, CHUNK, BLOCK_M, AHEAD, SWAPPED, UPCAST),
         )
 
 
@@ -364,13 +415,13 @@ def _bwd_rows(
                         FINAL if i + 1 == LAYERS else ACTIVATION,
                         MATH,
                     )
-                dpre = _clear_padding(dpre, n * CHUNK, WIDTHS[i + 1], BLOCKS[i + 1][n])
+                dpre = _clear_padding(dpre, n * CHUNK, WIDTHS[i + 1], BLOCKS[i + 1][n], False)
                 if not UPCAST:
                     dpre = dpre.to(dy_ptr.dtype.element_ty)
                 if dpre_ptrs[i] is not None:
                     _store_rows(
                         *(dpre_ptrs[i], dpre, row_offs, M, n * CHUNK, WIDTHS[i + 1]),
-                        BLOCKS[i + 1][n],
+                        *(BLOCKS[i + 1][n], False),
                     )
                 dpres = dpres + (_operand(dpre, SCHEMES[i], UPCAST),)
         if i > STOP and ACTIVATION != "none":  # asked for before the product that hides its latency
@@ -395,7 +446,9 @@ def _bwd_rows(
     if dx_ptr is not None:
         for k in tl.static_range(MAX_PARTS):
             if k < PARTS[STOP]:
-                _store_rows(dx_ptr, g[k], row_offs, M, k * CHUNK, WIDTHS[STOP], BLOCKS[STOP][k])
+                _store_rows(
+                    dx_ptr, g[k], row_offs, M, k * CHUNK, WIDTHS[STOP], BLOCKS[STOP][k], False
+                )
 
 
 @triton.jit
@@ -434,10 +487,10 @@ def _mlp_bwd_dx_kernel(
     in the order of their use (the last layer first), layer i's from STARTS[i] on.
     """
     weights = ()
-    if RESIDENT:
+    if RESIDENT > 0:
         weights = _with_tiles(
-            *(weights, weight_ptrs, 0, STARTS[LAYERS], TILES, WIDTHS, BLOCKS, SCHEMES, CHUNK),
-            *(STARTS[LAYERS], UPCAST),
+            *(weights, weight_ptrs, 0, RESIDENT, TILES, WIDTHS, BLOCKS, SCHEMES, CHUNK),
+            *(RESIDENT, UPCAST),
         )
     for row_block in tl.range(tl.program_id(0), row_blocks, programs):
         _bwd_rows(
