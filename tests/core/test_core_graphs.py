@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from fastlinear.core.errors import InputError, UnsupportedError
-from fastlinear.core.graph_copies import Copy, is_dense
 from fastlinear.core.graph_inspect import Inspection
 from fastlinear.core.graph_tape import TapeRecorder
 from fastlinear.core.graphs import (
@@ -74,39 +73,6 @@ def test_a_pool_outlives_its_graphs() -> None:
         assert one.outputs[0].item() == two.outputs[-1].item() == 4
         del one, two
         assert pool.graphs == 0
-
-
-@torch.no_grad()
-def test_copies_in_and_out(recorder: Recorder) -> None:
-    device = recorder.device_type
-    static = torch.zeros(6, 4, device=device)
-    for source, plain in (
-        (torch.randn(3, 4, device=device), True),
-        (torch.randn(3, 8, device=device)[:, ::2], False),
-        (torch.randn(4, 3, device=device).t(), False),
-        (torch.randn(3, 4, device=device, dtype=torch.float64), False),
-    ):
-        rows = Copy(static[:3], plain)
-        rows.fill(source)
-        assert torch.equal(static[:3], source.float())
-        assert not static[3:].any()
-        fresh = Copy(static[:3], True).fresh()
-        assert torch.equal(fresh, static[:3])
-        assert fresh.data_ptr() != static.data_ptr()
-    Copy(static[:0], True).fill(torch.empty(0, 4, device=device))
-    before = static.clone()
-    Copy(static, True).fill(static)
-    assert torch.equal(static, before)
-
-
-def test_dense_tensors() -> None:
-    t = torch.empty(4, 6, 2)
-    assert is_dense(t)
-    assert is_dense(t.transpose(0, 2))
-    assert is_dense(torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last))
-    assert not is_dense(t[:, ::2])
-    assert not is_dense(t[:, 1:])
-    assert not is_dense(torch.empty(1).expand(3))
 
 
 def test_buckets() -> None:

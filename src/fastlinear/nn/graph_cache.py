@@ -16,7 +16,8 @@ from fastlinear.core.graphs import Pool, Recorder, Table, bucket_of
 from fastlinear.core.precision import float32_precision
 from fastlinear.nn.graph_arguments import positions, rebuild
 from fastlinear.nn.graph_entry import Entry, Plan
-from fastlinear.nn.graph_record import CannotPad, record
+from fastlinear.nn.graph_padding import CannotPad
+from fastlinear.nn.graph_record import record
 from fastlinear.nn.graph_watch import Watch
 
 _MAX_PLANS = 4096
@@ -84,10 +85,11 @@ class Graphs:
     ) -> Plan | None:
         """The plan for a call, None to run it plainly."""
         watch = self.watch
-        if not watch.unchanged():
+        grad = _grad_enabled()
+        if not watch.unchanged(grad):
             watch.renew()
         mode = (
-            _grad_enabled() and (bool(watch.trainable) or any(t.requires_grad for t in tensors)),
+            grad and (bool(watch.trainable) or any(t.requires_grad for t in tensors)),
             watch.token,
             float32_precision(),
             _deterministic(),
@@ -100,7 +102,6 @@ class Graphs:
                 t.device,
                 t.is_contiguous() or t.stride(),
                 t.requires_grad,
-                t.is_neg(),
             )
             for t in tensors
         ]
@@ -161,7 +162,7 @@ class Graphs:
         except CannotPad:
             self._exact.add((spec, mode))
             return self._resolve(key, spec, mode, facts, tensors, places)
-        return Plan(entry, tensors, rows if bucket else None, self._options.reuse_outputs)
+        return Plan(entry, rows if bucket else None, self._options.reuse_outputs)
 
     def _entry(
         self,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastlinear.core.errors import UnsupportedError
-from fastlinear.core.graph_copies import Copy, is_dense
 from fastlinear.core.graphs import Recording
 from fastlinear.nn.graph_arguments import Outputs
 from fastlinear.nn.graph_outputs import Generation, ReusedOutput
@@ -79,32 +78,27 @@ class Plan:
 
     Args:
         entry: the recording.
-        tensors: arguments of the kind that will come.
         rows: how many rows of the bucket they fill.
         reuse_outputs: whether outputs may stay in the graph's memory.
     """
 
-    def __init__(
-        self, entry: Entry, tensors: Sequence[Tensor], rows: int | None, reuse_outputs: bool
-    ) -> None:
+    def __init__(self, entry: Entry, rows: int | None, reuse_outputs: bool) -> None:
         self.entry, self._rows = entry, rows
         self._reuse = reuse_outputs and entry.backward is None
-        self._fill: list[tuple[int, Callable[[Tensor], None]]] = []
+        self._fill: list[tuple[int, Tensor, int]] = []  # argument, its buffer, the address
         self._pad: list[tuple[Tensor, Tensor]] = []
         dim = entry.batch_dim
-        for i, (static, t) in enumerate(zip(entry.statics, tensors, strict=True)):
+        for i, static in enumerate(entry.statics):
             if static is None:
                 continue
             part = entry.rows(static, entry.padded_in[i], rows)
-            alike = part.stride() == t.stride() and is_dense(t)
-            self._fill.append((i, Copy(part, alike and not t.is_neg() and not t.is_complex()).fill))
+            self._fill.append((i, part, part.data_ptr()))
             if part is not static and entry.backward is not None:
                 rest = static.narrow(dim, part.shape[dim], static.shape[dim] - part.shape[dim])
                 self._pad.append((rest, part.narrow(dim, 0, 1)))
         self._parts = [
             entry.rows(o, p, rows) for o, p in zip(entry.outputs, entry.padded_out, strict=True)
         ]
-        self._fresh = [Copy(o, is_dense(o) and not o.is_complex()).fresh for o in self._parts]
         padded = [p for p, d in zip(entry.padded_out, entry.differentiable, strict=True) if d]
         self._dys = [(entry.rows(dy, p, rows), dy) for dy, p in zip(entry.dys, padded, strict=True)]
 
@@ -123,7 +117,7 @@ class Plan:
         if self._reuse:
             made: list[Tensor] = [ReusedOutput.guard(o, entry.generation) for o in self._parts]
         else:
-            made = [fresh() for fresh in self._fresh]
+            made = [o.clone() for o in self._parts]
         return entry.structure.rebuild(made)
 
     def train(
@@ -140,8 +134,9 @@ class Plan:
         return self.entry.structure.rebuild(made)
 
     def _replay(self, tensors: Sequence[Tensor]) -> None:
-        for i, fill in self._fill:
-            fill(tensors[i])
+        for i, buffer, address in self._fill:
+            if tensors[i].data_ptr() != address:
+                buffer.copy_(tensors[i])
         for rest, row in self._pad:  # real rows, so that no gradient is 0 times infinity
             rest.copy_(row.expand_as(rest))
         self.entry.generation.count += 1
@@ -152,7 +147,7 @@ class Plan:
         self._replay(tensors)
         lease = Lease()
         self.entry.lease = weakref.ref(lease)
-        return tuple(fresh() for fresh in self._fresh), lease
+        return tuple(o.clone() for o in self._parts), lease
 
     def run_backward(self, dys: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Gradients of all inputs and trainable tensors, in new memory."""

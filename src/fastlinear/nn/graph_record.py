@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,15 +13,8 @@ from fastlinear.core.graph_inspect import Inspection, raised_line
 from fastlinear.core.graphs import Pool, Recorder
 from fastlinear.nn.graph_arguments import Outputs, tensors_of
 from fastlinear.nn.graph_entry import Entry
+from fastlinear.nn.graph_padding import CannotPad, Run, padded_outputs
 from fastlinear.nn.graph_watch import Watch
-
-Run = Callable[[Sequence[Tensor]], Any]
-# a result that depends on the number of rows changes with it, here fourfold or more
-_SIZE_DEPENDENCE = 0.05
-
-
-class CannotPad(Exception):
-    """Rows cannot be compared, as the callable draws random numbers or repeats no result."""
 
 
 def record(
@@ -74,7 +67,7 @@ def record(
             if entry.bucket is not None:
                 if inspection.random:
                     raise CannotPad
-                entry.padded_out = _padded_outputs(entry, run, tensors, inspection)
+                entry.padded_out = padded_outputs(entry, run, tensors, inspection)
             generators = [g for g, _ in inspection.generators]
             _capture(
                 entry, run, tensors, by_address, watch, recorder, pool, grad, warmup, generators
@@ -182,90 +175,3 @@ def _default_generator(device: torch.device) -> torch.Generator:
         index = torch.cuda.current_device() if device.index is None else device.index
         return torch.cuda.default_generators[index]
     return torch.default_generator
-
-
-# --------------------------------------------------------------------------------------------
-# Padding
-
-
-def _padded_outputs(
-    entry: Entry, run: Run, tensors: Sequence[Tensor], inspection: Inspection
-) -> list[bool]:
-    """Which outputs hold rows. Raises UnsupportedError where padding changes a real row.
-
-    Sharp: at one size, only the padding's values changed, real rows must keep every bit. Coarse:
-    a quarter of the bucket or less, with and without padding, must agree.
-    """
-    dim, bucket = entry.batch_dim, entry.bucket
-    assert bucket is not None
-    rows = next(t.shape[dim] for t, p in zip(tensors, entry.padded_in, strict=True) if p)
-    few = min(rows, max(1, bucket // 4))
-    short = [
-        t.detach().narrow(dim, 0, few) if p else t.detach()
-        for t, p in zip(tensors, entry.padded_in, strict=True)
-    ]
-
-    def outputs(fill: Callable[[Tensor], Tensor] | None) -> list[Tensor]:
-        given = [t.clone() for t in short]
-        if fill is not None:
-            for i, t in enumerate(short):
-                if entry.padded_in[i]:
-                    shape = list(t.shape)
-                    shape[dim] = bucket - few
-                    rest = fill(t.narrow(dim, 0, 1)).expand(shape)
-                    given[i] = torch.cat([t, rest], dim)
-        try:
-            with torch.no_grad():
-                return tensors_of(run(given))
-        except (RuntimeError, ValueError, IndexError) as error:
-            raise _not_rowwise(f"an error on {given[0].shape[dim]} rows: {error}") from error
-        finally:
-            torch.clear_autocast_cache()
-            inspection.restore()
-
-    plain = outputs(None)
-    if few == bucket:
-        return [o.dim() > dim and o.shape[dim] == bucket for o in plain]
-    same, again, other = outputs(torch.clone), outputs(torch.clone), outputs(_unlike)
-    padded = []
-    for i, (p, s) in enumerate(zip(plain, same, strict=True)):
-        is_rows = s.dim() > dim and s.shape[dim] == bucket and p.shape[dim] == few
-        padded.append(is_rows)
-        a, b, c = (o[i].narrow(dim, 0, few) if is_rows else o[i] for o in (same, again, other))
-        if a.shape != p.shape:
-            raise _not_rowwise(f"output {i} of shape {tuple(s.shape)} for {bucket} rows")
-        if not _identical(a, b):
-            raise CannotPad
-        if not _identical(a, c):
-            raise _not_rowwise(f"output {i}, whose rows change with what is in other rows")
-        if not _near(a, p):
-            raise _not_rowwise(f"output {i}, whose rows change with the number of rows")
-    return padded
-
-
-def _unlike(row: Tensor) -> Tensor:
-    """Other values that such a row may hold: for whole numbers 0, an index into anything."""
-    if row.dtype is torch.bool:
-        return ~row
-    return 2 - 3 * row if row.is_floating_point() else torch.zeros_like(row)
-
-
-def _identical(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
-
-
-def _near(a: Tensor, b: Tensor) -> bool:
-    if not a.is_floating_point():
-        return _identical(a, b)
-    a, b = a.double().nan_to_num(), b.double().nan_to_num()
-    return bool((a - b).norm() <= _SIZE_DEPENDENCE * b.norm())
-
-
-def _not_rowwise(received: str) -> UnsupportedError:
-    return UnsupportedError(
-        "graphed",
-        expected="a callable that treats every row of the batch alone, as batch_dim promises",
-        received=received,
-        remedy="Leave batch_dim out for a graph of each exact size (or call eval() where a layer "
-        "takes statistics of the batch).",
-    )

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastlinear.core.graph_copies import Copy
 from fastlinear.core.graphs import (
     POWERS_OF_TWO,
     CudaRecorder,
@@ -44,8 +43,6 @@ class _Graph:
 
     def __init__(self, x: Tensor, recording: Recording, outputs: list[Tensor]) -> None:
         self.x, self.recording, self.outputs = x, recording, outputs
-        # copies in and out, by (rows, whether x is contiguous)
-        self.copies: dict[tuple[int, bool], tuple[Copy, list[Copy]]] = {}
 
 
 def reason_not(p: Problem) -> str | None:
@@ -94,15 +91,11 @@ def forward(
         if graph is None:
             graph = _record(x, bucket, weights, biases, activation, final_activation, save)
             _graphs.put(key, graph)
-        plain = x.is_contiguous() and not x.is_neg()
-        copies = graph.copies.get((x.shape[0], plain))
-        if copies is None:
-            rows = x.shape[0]
-            outputs = [Copy(o[:rows], True) for o in graph.outputs]
-            copies = graph.copies[rows, plain] = Copy(graph.x[:rows], plain), outputs
-        copies[0].fill(x)
+        rows = x.shape[0]
+        whole = rows == bucket
+        (graph.x if whole else graph.x[:rows]).copy_(x)
         graph.recording.replay()
-        made = [c.fresh() for c in copies[1]]
+        made = [(o if whole else o[:rows]).clone() for o in graph.outputs]
     return made[0], tuple(made[1:])
 
 
