@@ -25,11 +25,6 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device)
 
 
-def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """``t`` as autocast would hand it on: float32 and 16-bit tensors in ``dtype``."""
-    return t.to(dtype) if t.is_floating_point() and t.dtype is not torch.float64 else t
-
-
 def recorded() -> bool:
     """Whether ``torch.jit.trace`` or a dispatch mode (make_fx, a flop counter) watches torch's ops.
 

@@ -17,7 +17,15 @@ from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, Family, register_family
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.mlp import layerwise, reference, strassen, whole_cpp, whole_cuda, whole_triton
+from fastlinear.ops.mlp import (
+    graph,
+    layerwise,
+    reference,
+    strassen,
+    whole_cpp,
+    whole_cuda,
+    whole_triton,
+)
 from fastlinear.ops.mlp.problem import NAME, PIECES, activations_of, problem, widths_of
 
 __all__ = ["FAMILY", "NAME", "PIECES", "cost", "problem"]
@@ -30,6 +38,7 @@ _TRITON_SOURCES = (
     "../common/triton_launch.py",
 )
 _CUDA_SOURCES = ("whole.cu", "../common/cuda_driver.py")
+_GRAPH_SOURCES = ("layerwise.py", "../../core/graphs.py")
 _STRASSEN_SOURCES = (
     "strassen_scheme.py",
     "strassen_cpu.py",
@@ -163,6 +172,7 @@ FAMILY = register_family(
                 for p in PIECES
             ),
             _backend("forward", "whole_cuda", "whole_cuda", whole_cuda.reason_not, _CUDA_SOURCES),
+            _backend("forward", "graph", "graph", graph.reason_not, _GRAPH_SOURCES),
             _backend("forward", "strassen", "strassen", strassen.reason_not, _STRASSEN_SOURCES),
         ),
         prefer=_prefer,

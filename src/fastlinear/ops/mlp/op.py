@@ -18,6 +18,7 @@ from fastlinear.core.errors import InputError
 from fastlinear.core.precision import matmul_precision
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.explain import Explanation
+from fastlinear.ops.common import autocast as autocasting
 from fastlinear.ops.common import calls
 from fastlinear.ops.mlp import entry, reference, whole_cpp
 from fastlinear.ops.mlp.autograd import Formula, Mlp
@@ -26,6 +27,7 @@ from fastlinear.ops.mlp.selection import choices
 from fastlinear.ops.mlp.validation import sequences, validate
 
 _MAX_PLANS = 4096
+_KEEPING = {"graph", "strassen"}  # these keep something made for a weight
 _PLAIN = calls.PLAIN
 _is_compiling = torch.compiler.is_compiling
 
@@ -187,7 +189,7 @@ def _looked_up(
     given_x, given_ws, given_bs = x, ws, bs
     x, ws, bs = _autocast(x, ws, bs)
     validate(x, ws, bs, *rest)
-    native, plan = _resolved(x, ws, bs, *rest, grad)
+    native, plan = _resolved(x, ws, bs, *rest, grad, autocast is not None)
     if autocast is not None or negative:
         plan = _prepared(plan)
     if len(_plans) >= _MAX_PLANS:
@@ -216,15 +218,20 @@ def _resolved(
     backend: str | None,
     fast: bool,
     grad: bool,
+    fresh: bool,
 ) -> tuple[Any, Plan]:
-    """(what the compiled door can run by itself or None, the plan)."""
+    """(what the compiled door can run by itself or None, the plan).
+
+    fresh: the weights are new tensors at every call, as autocast makes them.
+    """
     names = activation, final_activation
     if x.device.type not in ("cpu", "cuda"):
         return None, _chain(*names)
     chosen = choices(x, weights, biases, *names, backend, fast, grad)
     backends = {c.backend.name for c in chosen}
     empty = x.numel() == 0 or any(w.numel() == 0 for w in weights)
-    if empty or backends == {"eager"}:
+    wasted = fresh and backend is None and bool(backends & _KEEPING)
+    if empty or wasted or backends == {"eager"}:
         return None, _chain(*names)
     run = chosen[0].backend.load()
     if grad:
@@ -317,9 +324,9 @@ def _autocast(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, Weig
     ):
         return x, weights, biases
     return (
-        calls.cast(x, dtype),
-        tuple(calls.cast(w, dtype) for w in weights),
-        tuple(None if b is None else calls.cast(b, dtype) for b in biases),
+        autocasting.cast(x, dtype),
+        tuple(autocasting.cast(w, dtype) for w in weights),
+        tuple(None if b is None else autocasting.cast(b, dtype) for b in biases),
     )
 
 
