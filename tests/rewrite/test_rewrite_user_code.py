@@ -174,6 +174,55 @@ def test_bound_methods_among_globals_are_objects_too(kind: type[nn.Module]) -> N
     assert "which cannot be watched" in result.sites[0].reason
 
 
+class ReachesInto(nn.Module):
+    """Runs a linear of its Sequential alone on a path that no run has shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(16, 16), nn.ReLU())
+        nn.init.zeros_(self.net[0].bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def extra(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Indexes(ReachesInto):
+    def extra(self, x: Tensor) -> Tensor:
+        return self.net[0](x)
+
+
+class Loops(ReachesInto):
+    def extra(self, x: Tensor) -> Tensor:
+        for layer in self.net:
+            x = layer(x)
+            x = x - 1
+        return x
+
+
+class Renames(ReachesInto):
+    @property
+    def first(self) -> Any:
+        net = self.net
+        return net[0]
+
+    def extra(self, x: Tensor) -> Tensor:
+        return self.first(x)
+
+
+@pytest.mark.parametrize("kind", [ReachesInto, Indexes, Loops, Renames])
+def test_a_sequential_that_code_reaches_into_keeps_its_parts(kind: type[ReachesInto]) -> None:
+    model = kind().eval()
+    reference = copy.deepcopy(model)
+    (only,) = optimize_(model, X).sites
+    assert (only.status, only.route) == ("kept", "instance" if kind is ReachesInto else "plain")
+    with torch.no_grad():
+        torch.testing.assert_close(model(X), reference(X))
+        torch.testing.assert_close(model.extra(X), reference.extra(X))
+
+
 def helper(y: Tensor) -> Tensor:
     return y + 1
 

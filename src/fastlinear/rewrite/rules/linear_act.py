@@ -25,6 +25,7 @@ from fastlinear.rewrite.eligible import (
     refuse_module,
 )
 from fastlinear.rewrite.parent import Fusable, fusable
+from fastlinear.rewrite.reach import reached_into
 from fastlinear.rewrite.swap import Swap, is_rewritten
 
 RULE = "linear_act"
@@ -85,8 +86,14 @@ def swaps(candidates: Iterable[Candidate]) -> list[Swap]:
     """The forwards to exchange for these candidates."""
     found: list[Swap] = []
     passing: set[str] = set()
+    chains: set[str] = set()
     parents: dict[str, list[Candidate]] = {}
     for c in candidates:
+        if c.chain is not None:
+            if c.chain.fqn not in chains:
+                chains.add(c.chain.fqn)
+                found.append(c.chain.swap())
+            continue
         if c.route == "parent":
             assert c.parent_fqn is not None
             parents.setdefault(c.parent_fqn, []).append(c)
@@ -193,7 +200,7 @@ def _fuse(
 def _only_in_sequentials(model: nn.Module, act: nn.Module, linears: list[nn.Module]) -> bool:
     """Whether the code itself, whatever path a call takes, runs ``act`` right after one of these
     linears and nowhere else: every place that holds one of them is a Sequential in which they
-    are neighbours."""
+    are neighbours, and which the code around it only calls."""
     for holder in model.modules():
         children = list(holder._modules.values())
         for i, child in enumerate(children):
@@ -204,6 +211,8 @@ def _only_in_sequentials(model: nn.Module, act: nn.Module, linears: list[nn.Modu
             if child is act and not (i and any(children[i - 1] is m for m in linears)):
                 return False
             if child is not act and not (i + 1 < len(children) and children[i + 1] is act):
+                return False
+            if reached_into(model, holder) is not None:
                 return False
     return True
 
