@@ -21,11 +21,14 @@
 // writes layer i + 1's input only after all blocks have sent layer i's, hence have read i - 1's.
 //
 // Macros from the host: DTYPE (0 bfloat16, 1 float16, 2 float32) CLUSTER NB WN KS TW UNROLL DEPTH
-// VEC EXACT WIDTH UNITS ACT FINAL SAVE MAX_LAYERS EXCHANGE SIMT, a number ACT_<NAME> for every activation.
+// VEC EXACT WIDTH UNITS ACT FINAL SAVE MAX_LAYERS EXCHANGE SIMT DIRECT LATE, a number ACT_<NAME> for every activation.
 //   VEC: bytes at which every weight row is aligned: 16, 8, 4 or 2.
 //   EXACT: 1 when every K and N is a whole number of steps and passes.
 //   WIDTH: the width of every layer and of x where all are equal, else 0.
 //   UNITS: units of one activation buffer.
+//   DIRECT: 1 keeps DEPTH k-blocks of weights per warp in registers instead of shared memory, each
+//     replaced by its successor once used, the last LATE of them only after the layer's results
+//     are on their way. For equal widths in one pass, where shared memory's rate would bound.
 //   SAVE: 0 nothing, 1 pre-activations (hidden and last), 2 hidden outputs, 3 hidden outputs and
 //     the last pre-activation, 4 hidden pre-activations.
 //   EXCHANGE: how outputs reach the other blocks, counted by an mbarrier: 0 st.async from every
@@ -48,7 +51,7 @@ constexpr int STEP_BYTES = UNROLL * TW * 1024;  // what a warp copies for one st
 constexpr int STEP_K = UNROLL * BLOCK_K;        // of one warp; KS warps cover KS times that
 
 constexpr int RING_OFFSET = 64;                 // after the mbarriers
-constexpr int ACT_OFFSET = RING_OFFSET + WARPS * DEPTH * STEP_BYTES;
+constexpr int ACT_OFFSET = RING_OFFSET + (DIRECT ? 0 : WARPS * DEPTH * STEP_BYTES);
 constexpr int ACT_BYTES = UNITS * UNIT_BYTES;
 constexpr int STAGE_OFFSET = ACT_OFFSET + 2 * ACT_BYTES;
 constexpr int STAGE_BYTES = TILE_UNITS * 128;   // one accumulator, transposed
@@ -75,6 +78,8 @@ __device__ __forceinline__ int width(const Params& p, int i) { return WIDTH ? WI
 
 // Known at compile time, a short loop over the steps of a pass is unrolled.
 constexpr int KNOWN_STEPS = ceil_div(ceil_div(WIDTH, BLOCK_K), KS * UNROLL);
+constexpr int CHUNKS = KNOWN_STEPS / DEPTH;  // of DEPTH k-blocks each, in a layer; DIRECT only
+static_assert(!DIRECT || (WIDTH && EXACT && UNROLL == 1 && KNOWN_STEPS % DEPTH == 0), "DIRECT");
 constexpr int STEP_UNROLL = KNOWN_STEPS >= 1 && KNOWN_STEPS <= 4 ? KNOWN_STEPS : 1;
 
 // ---------------------------------------------------------------- PTX wrappers
@@ -90,7 +95,7 @@ __device__ __forceinline__ u32 cluster_rank() {
 }
 
 __device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // after a fence
 }
 
 __device__ __forceinline__ void cluster_wait() {
@@ -192,6 +197,15 @@ __device__ __forceinline__ void copy_word(u32 dst, const char* src, int bytes, b
       asm volatile("st.shared.b16 [%0], %1;" ::"r"(dst + i), "h"(v) : "memory");
     }
   }
+}
+
+// A weight piece straight into registers; nothing is written to weights while the kernel runs.
+__device__ __forceinline__ uint4 load_weight(const char* at) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(at));
+  return v;
 }
 
 __device__ __forceinline__ void stmatrix_trans(u32 addr, u32 a, u32 b) {
@@ -343,6 +357,8 @@ __device__ __forceinline__ u32 input_bytes(int k, int n, int rank) {
   return (tiles - (own.end - own.first)) * TILE_UNITS * UNIT_BYTES;
 }
 
+typedef uint4 Pieces[TW][2];  // this thread's weights of one k-block: columns g and g + 8
+
 // A thread's walk over the weight pieces it will multiply, in the order of use.
 struct Feed {
   const Params& p;
@@ -391,6 +407,15 @@ struct Feed {
     }
   }
 
+  // K-block i of those at `from`.
+  __device__ __forceinline__ void hold(Pieces& w, const char* from, int i) const {
+#pragma unroll
+    for (int tw = 0; tw < TW; ++tw) {
+      w[tw][0] = load_weight(from + i * (KS * 64) + tw * 16 * (WIDTH * ES));
+      w[tw][1] = load_weight(from + i * (KS * 64) + (tw * 16 + 8) * (WIDTH * ES));
+    }
+  }
+
   // Starts the copies of the next step, or of nothing when all is under way.
   __device__ __forceinline__ void advance() {
     if (layer < p.layers) {
@@ -432,80 +457,73 @@ struct Feed {
 
 // ---------------------------------------------------------------- products
 
-// acc[part] + odd[part] += the products of one step; `blocks` of its UNROLL k-blocks exist.
-__device__ __forceinline__ void multiply(float (&acc)[PARTS][4], float (&odd)[PARTS][4], u32 ring,
-                                         u32 input, int blocks) {
+__device__ __forceinline__ void read_pieces(Pieces& w, u32 ring) {
 #pragma unroll
-  for (int u = 0; u < UNROLL; ++u) {
-    if (!EXACT && u >= blocks) break;
-    uint4 b[NB];
+  for (int tw = 0; tw < TW; ++tw) {
+    w[tw][0] = load16(ring + tw * 1024);
+    w[tw][1] = load16(ring + tw * 1024 + 512);
+  }
+}
+
+// acc[part] + odd[part] += the products of one k-block.
+__device__ __forceinline__ void multiply(float (&acc)[PARTS][4], float (&odd)[PARTS][4],
+                                         const Pieces& w, u32 input) {
+  uint4 b[NB];
 #pragma unroll
-    for (int nb = 0; nb < NB; ++nb) b[nb] = load16(input + u * (4 * UNIT_BYTES) + nb * 128);
-    if constexpr (DTYPE != 2) {
+  for (int nb = 0; nb < NB; ++nb) b[nb] = load16(input + nb * 128);
+  if constexpr (DTYPE != 2) {
 #pragma unroll
-      for (int tw = 0; tw < TW; ++tw) {
-        const uint4 lo = load16(ring + (u * TW + tw) * 1024);
-        const uint4 hi = load16(ring + (u * TW + tw) * 1024 + 512);
+    for (int tw = 0; tw < TW; ++tw) {
+      const uint4 lo = w[tw][0], hi = w[tw][1];
 #pragma unroll
-        for (int nb = 0; nb < NB; ++nb) {
-          mma(acc[tw * NB + nb], lo.x, hi.x, lo.y, hi.y, b[nb].x, b[nb].y);
-          mma(odd[tw * NB + nb], lo.z, hi.z, lo.w, hi.w, b[nb].z, b[nb].w);
-        }
+      for (int nb = 0; nb < NB; ++nb) {
+        mma(acc[tw * NB + nb], lo.x, hi.x, lo.y, hi.y, b[nb].x, b[nb].y);
+        mma(odd[tw * NB + nb], lo.z, hi.z, lo.w, hi.w, b[nb].z, b[nb].w);
       }
-    } else {
-      uint4 bh[NB], bl[NB];
+    }
+  } else {
+    uint4 bh[NB], bl[NB];
 #pragma unroll
-      for (int nb = 0; nb < NB; ++nb) split4(b[nb], bh[nb], bl[nb]);
+    for (int nb = 0; nb < NB; ++nb) split4(b[nb], bh[nb], bl[nb]);
 #pragma unroll
-      for (int tw = 0; tw < TW; ++tw) {
-        uint4 loh, lol, hih, hil;
-        split4(load16(ring + (u * TW + tw) * 1024), loh, lol);
-        split4(load16(ring + (u * TW + tw) * 1024 + 512), hih, hil);
+    for (int tw = 0; tw < TW; ++tw) {
+      uint4 loh, lol, hih, hil;
+      split4(w[tw][0], loh, lol);
+      split4(w[tw][1], hih, hil);
 #pragma unroll
-        for (int nb = 0; nb < NB; ++nb) {
-          const int q = tw * NB + nb;
-          float first[4] = {}, second[4] = {};
-          mma(first, loh.x, hih.x, loh.y, hih.y, bh[nb].x, bh[nb].y);
-          mma(second, loh.z, hih.z, loh.w, hih.w, bh[nb].z, bh[nb].w);
-          mma(odd[q], loh.x, hih.x, loh.y, hih.y, bl[nb].x, bl[nb].y);
-          mma(odd[q], lol.x, hil.x, lol.y, hil.y, bh[nb].x, bh[nb].y);
-          mma(odd[q], loh.z, hih.z, loh.w, hih.w, bl[nb].z, bl[nb].w);
-          mma(odd[q], lol.z, hil.z, lol.w, hil.w, bh[nb].z, bh[nb].w);
+      for (int nb = 0; nb < NB; ++nb) {
+        const int q = tw * NB + nb;
+        float first[4] = {}, second[4] = {};
+        mma(first, loh.x, hih.x, loh.y, hih.y, bh[nb].x, bh[nb].y);
+        mma(second, loh.z, hih.z, loh.w, hih.w, bh[nb].z, bh[nb].w);
+        mma(odd[q], loh.x, hih.x, loh.y, hih.y, bl[nb].x, bl[nb].y);
+        mma(odd[q], lol.x, hil.x, lol.y, hil.y, bh[nb].x, bh[nb].y);
+        mma(odd[q], loh.z, hih.z, loh.w, hih.w, bl[nb].z, bl[nb].w);
+        mma(odd[q], lol.z, hil.z, lol.w, hil.w, bh[nb].z, bh[nb].w);
 #pragma unroll
-          for (int e = 0; e < 4; ++e) acc[q][e] += first[e];
+        for (int e = 0; e < 4; ++e) acc[q][e] += first[e];
 #pragma unroll
-          for (int e = 0; e < 4; ++e) acc[q][e] += second[e];
-        }
+        for (int e = 0; e < 4; ++e) acc[q][e] += second[e];
       }
     }
   }
 }
 
-// sum[tile][column g or g + 8][row] += this thread's quarter of each k-block, float32 arithmetic.
-__device__ __forceinline__ void multiply_simt(float (&sum)[TW][2][ROWS], u32 ring, u32 input,
-                                              int blocks) {
+// sum[tile][column g or g + 8][row] += this thread's quarter of a k-block, float32 arithmetic.
+__device__ __forceinline__ void multiply_simt(float (&sum)[TW][2][ROWS], const Pieces& w,
+                                              u32 input) {
 #pragma unroll
-  for (int u = 0; u < UNROLL; ++u) {
-    if (!EXACT && u >= blocks) break;
-    uint4 w[TW][2];
+  for (int r = 0; r < ROWS; ++r) {
+    const uint4 x = load16(input + r * 16);
 #pragma unroll
     for (int tw = 0; tw < TW; ++tw) {
-      w[tw][0] = load16(ring + (u * TW + tw) * 1024);
-      w[tw][1] = load16(ring + (u * TW + tw) * 1024 + 512);
-    }
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      const uint4 x = load16(input + u * (4 * UNIT_BYTES) + r * 16);
-#pragma unroll
-      for (int tw = 0; tw < TW; ++tw) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          float v = sum[tw][h][r];
-          v = fmaf(__uint_as_float(w[tw][h].x), __uint_as_float(x.x), v);
-          v = fmaf(__uint_as_float(w[tw][h].y), __uint_as_float(x.y), v);
-          v = fmaf(__uint_as_float(w[tw][h].z), __uint_as_float(x.z), v);
-          sum[tw][h][r] = fmaf(__uint_as_float(w[tw][h].w), __uint_as_float(x.w), v);
-        }
+      for (int h = 0; h < 2; ++h) {
+        float v = sum[tw][h][r];
+        v = fmaf(__uint_as_float(w[tw][h].x), __uint_as_float(x.x), v);
+        v = fmaf(__uint_as_float(w[tw][h].y), __uint_as_float(x.y), v);
+        v = fmaf(__uint_as_float(w[tw][h].z), __uint_as_float(x.z), v);
+        sum[tw][h][r] = fmaf(__uint_as_float(w[tw][h].w), __uint_as_float(x.w), v);
       }
     }
   }
@@ -642,9 +660,18 @@ whole_mlp(const __grid_constant__ Params p) {
   copy_commit();
 
   Feed feed(p, base + RING_OFFSET, rank, warp, lane);
+  [[maybe_unused]] Pieces held[DIRECT ? DEPTH : 1];
+  [[maybe_unused]] const char* from = nullptr;  // k-blocks to come, DIRECT only
+  if constexpr (DIRECT) {
+    from = static_cast<const char*>(p.weight[0]) + feed.origin;
+#pragma unroll
+    for (int i = 0; i < DEPTH; ++i) feed.hold(held[i], from, i);
+    copy_wait<0>();
+  } else {
 #pragma unroll 1
-  for (int i = 0; i < DEPTH; ++i) feed.advance();
-  copy_wait<DEPTH>();  // x and the biases are here
+    for (int i = 0; i < DEPTH; ++i) feed.advance();
+    copy_wait<DEPTH>();  // x and the biases are here
+  }
   __syncthreads();
   if constexpr (CLUSTER > 1) cluster_wait();  // every block's barriers are ready
 
@@ -687,16 +714,41 @@ whole_mlp(const __grid_constant__ Params p) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) acc[q][e] = odd[q][e] = 0.0f;
       }
+      [[maybe_unused]] const char* const after =
+          last ? nullptr : static_cast<const char*>(p.weight[layer + 1]) + feed.origin;
+      if constexpr (DIRECT) {
+#pragma unroll 1
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+          from = chunk + 1 < CHUNKS ? from + DEPTH * KS * 64 : after;
+          const u32 at = input + (chunk * DEPTH * KS + kg) * (4 * UNIT_BYTES);
+#pragma unroll
+          for (int i = 0; i < DEPTH; ++i) {
+            if constexpr (SIMT) {
+              multiply_simt(sum, held[i], at + i * KS * (4 * UNIT_BYTES));
+            } else {
+              multiply(acc, odd, held[i], at + i * KS * (4 * UNIT_BYTES) + g * 16);
+            }
+            if (from && (i < DEPTH - LATE || chunk + 1 < CHUNKS)) feed.hold(held[i], from, i);
+          }
+        }
+      } else {
 #pragma unroll STEP_UNROLL
-      for (int step = 0; step < (WIDTH ? KNOWN_STEPS : share.steps); ++step) {
-        copy_wait<DEPTH - 1>();
-        const int block = (step * KS + kg) * UNROLL;
-        const u32 weights = base + RING_OFFSET + (warp * DEPTH + slot) * STEP_BYTES + lane * 16;
-        const u32 at = input + block * (4 * UNIT_BYTES);
-        if constexpr (SIMT) multiply_simt(sum, weights, at, blocks - block);
-        else multiply(acc, odd, weights, at + g * 16, blocks - block);
-        slot = slot + 1 == DEPTH ? 0 : slot + 1;
-        feed.advance();
+        for (int step = 0; step < (WIDTH ? KNOWN_STEPS : share.steps); ++step) {
+          copy_wait<DEPTH - 1>();
+          const int block = (step * KS + kg) * UNROLL;
+          const u32 weights = base + RING_OFFSET + (warp * DEPTH + slot) * STEP_BYTES + lane * 16;
+          const u32 at = input + block * (4 * UNIT_BYTES);
+#pragma unroll
+          for (int u = 0; u < UNROLL; ++u) {
+            if (!EXACT && block + u >= blocks) break;
+            Pieces w;
+            read_pieces(w, weights + u * (TW * 1024));
+            if constexpr (SIMT) multiply_simt(sum, w, at + u * (4 * UNIT_BYTES));
+            else multiply(acc, odd, w, at + u * (4 * UNIT_BYTES) + g * 16);
+          }
+          slot = slot + 1 == DEPTH ? 0 : slot + 1;
+          feed.advance();
+        }
       }
       if constexpr (SIMT) gather_simt(acc, sum, t);
 #pragma unroll
@@ -788,6 +840,12 @@ whole_mlp(const __grid_constant__ Params p) {
           }
         }
         if constexpr (ASYNC || SAVE == 2 || SAVE == 3) __syncwarp();
+      }
+    }
+    if constexpr (DIRECT && LATE > 0) {
+      if (from) {
+#pragma unroll
+        for (int i = DEPTH - LATE; i < DEPTH; ++i) feed.hold(held[i], from, i);
       }
     }
     shifts += share.columns * ES;

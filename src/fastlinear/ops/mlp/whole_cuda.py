@@ -65,6 +65,9 @@ class Config:
         depth: pipeline steps of weights on their way.
         bulk: exchange by one bulk copy per pair of blocks instead of stores from every thread.
         simt: float32 only: plain multiply-adds instead of split tf32 products.
+        direct: weights go from global memory straight to registers, ``depth`` 64-byte blocks of K
+            per warp. For equal widths of whole passes.
+        late: how many of those blocks are fetched only after a layer's results were sent.
     """
 
     cluster: int
@@ -76,6 +79,8 @@ class Config:
     depth: int = 8
     bulk: bool = False
     simt: bool = False
+    direct: bool = False
+    late: int = 0
 
     @property
     def warps(self) -> int:
@@ -84,7 +89,7 @@ class Config:
 
     def shared_bytes(self, widths: Widths, itemsize: int) -> int:
         """Dynamic shared memory: barriers, weights under way, activations, staging, sums."""
-        ring = self.warps * self.depth * self.unroll * self.tiles * 1024
+        ring = 0 if self.direct else self.warps * self.depth * self.unroll * self.tiles * 1024
         activations = 2 * input_units(widths, itemsize) * (self.rows * 16 + 32)
         stage = self.warps * itemsize * 128
         parts = self.tiles * self.rows // 8
@@ -106,10 +111,22 @@ class Config:
             return "plain multiply-adds are for float32"
         if self.tiles * self.rows > (32 if self.simt else 64):
             return f"{self.tiles} tiles of {self.rows} rows do not fit the registers"
+        if self.direct and not self._direct_fits(widths, itemsize):
+            return "weights held in registers need equal widths, in whole blocks and one pass"
         needed = self.shared_bytes(widths, itemsize)
         if needed > _SHARED_LIMIT:
             return f"{needed} bytes of shared memory, more than {_SHARED_LIMIT}"
         return None
+
+    def _direct_fits(self, widths: Widths, itemsize: int) -> bool:
+        width = widths[0]
+        return (
+            len(set(widths)) == 1
+            and self.unroll == 1
+            and self.late <= self.depth
+            and width % (self.depth * self.split_k * (64 // itemsize)) == 0
+            and width == 16 * self.cluster * self.groups * self.tiles
+        )
 
     def exact(self, widths: Widths, itemsize: int) -> bool:
         """Whether every layer is a whole number of steps and passes, so nothing is masked."""
@@ -130,31 +147,72 @@ def input_units(widths: Widths, itemsize: int) -> int:
     return 4 * max(_ceil_div(k * itemsize, 64) for k in widths[:-1])
 
 
+# Clusters of so many blocks that an H200 runs at once: not every GPC has all its SMs.
+_CLUSTERS = {1: 132, 2: 66, 4: 30, 8: 15, 16: 7}
+
+
 def config_for(widths: Widths, rows: int, itemsize: int) -> Config:
-    """The sharing for a chain of these widths over that many rows.
+    """The sharing for a chain of these widths over that many rows, as measured on an H200.
 
     Args:
         widths: n_0 … n_L.
         rows: M.
         itemsize: bytes of an element.
     """
-    config = _preferred(max(widths), rows, itemsize)
-    while config.invalid(widths, itemsize) and config.depth > 2:
-        config = replace(config, depth=config.depth - 1)
-    return config
+    for config in _candidates(max(widths), rows, itemsize):
+        fitting = config
+        while fitting.invalid(widths, itemsize) and fitting.depth > 2 and not fitting.direct:
+            fitting = replace(fitting, depth=fitting.depth - 1)
+        if fitting.invalid(widths, itemsize) is None:
+            return fitting
+    raise AssertionError(f"no configuration for {widths}, {rows} rows")
 
 
-def _preferred(width: int, rows: int, itemsize: int) -> Config:
-    few = 8 if rows <= 8 else 16
+def _rows_for(rows: int, cluster: int, most: int) -> int:
+    """Rows of one cluster: as few as let all clusters run at once, at most ``most``."""
+    each = _ceil_div(_ceil_div(rows, _CLUSTERS[cluster]), 8) * 8
+    return min(each, most)
+
+
+def _candidates(width: int, rows: int, itemsize: int) -> list[Config]:
+    """Preferred configurations, best first; the last ones fit every chain."""
+
+    most = 16 if width > 512 and itemsize == 4 else 32  # so that two inputs fit shared memory
+
+    def share(cluster: int, groups: int, split_k: int, **rest: int) -> Config:
+        return Config(cluster, _rows_for(rows, cluster, most), groups, split_k, **rest)  # type: ignore[arg-type]
+
+    simt = {"simt": True} if itemsize == 4 else {}
+    if width <= 128 and rows > 512:  # many rows: no exchange, every SM on its own
+        return [share(1, width // 16 or 1, 1, unroll=2, **simt), share(1, 4, 1, **simt)]
+    if itemsize == 4:
+        if width <= 64:
+            return [share(4, 1, 4, **simt)]
+        if width <= 128:
+            return [share(8, 1, 4, unroll=2, **simt)]
+        if width <= 256:
+            return [share(8, 2, 4, unroll=2, **simt)]
+        if width <= 512:
+            return [share(8, 4, 4, unroll=2, **simt), share(8, 2, 4, **simt)]
+        return [
+            share(16, 2, 4, tiles=2, depth=8, direct=True, simt=True),
+            share(16, 4, 4),
+            share(16, 4, 2),
+            share(16, 2, 2),
+        ]
     if width <= 64:
-        return Config(1, few, 4, 1, unroll=2, depth=8)
+        return [share(1, 4, 1, unroll=2)]
     if width <= 128:
-        return Config(1, few, 8, 1, unroll=2, depth=8)
+        return [share(4, 2, 2, unroll=2)]
     if width <= 256:
-        return Config(8, few, 2, 4, unroll=2, depth=8)
+        return [share(8, 2, 2, unroll=4)]
     if width <= 512:
-        return Config(16, few, 2, 4, unroll=2, depth=8)
-    return Config(16, few, 4, 4, unroll=1, depth=8)
+        if rows <= 8 * _CLUSTERS[16]:
+            return [share(16, 2, 2, unroll=2, depth=10)]
+        return [share(8, 4, 2, unroll=2, depth=10), share(8, 4, 2)]
+    few = _rows_for(rows, 16, most) <= 16
+    best = [share(16, 4, 2, depth=16, direct=True)] if few else []
+    return [*best, share(16, 4, 4, unroll=2), share(16, 4, 4), share(16, 4, 2)]
 
 
 def reason_not(p: Problem) -> str | None:
@@ -221,6 +279,8 @@ def source(
         "MAX_LAYERS": MAX_LAYERS,
         "EXCHANGE": int(config.bulk),
         "SIMT": int(config.simt),
+        "DIRECT": int(config.direct),
+        "LATE": config.late,
         **{f"ACT_{name.upper()}": number for number, name in enumerate(NAMES)},
         "ACT": f"ACT_{activation.upper()}",
         "FINAL": f"ACT_{final_activation.upper()}",
