@@ -15,7 +15,7 @@ from fastlinear.core.settings import Config
 from fastlinear.dispatch import backend as registry
 from fastlinear.dispatch import cache
 from fastlinear.ops.linear_act import linear_act, reference
-from fastlinear.rewrite import forwards, optimize_, site, verify
+from fastlinear.rewrite import forwards, optimize_, running, site, verify
 from fastlinear.rewrite.kinks import Following, Sides, UnlikeRuns, following
 from fastlinear.rewrite.oracle import make_oracle
 from fastlinear.rewrite.running import Call, Ran, Runner, run_once
@@ -111,6 +111,23 @@ def failed(verdicts: Any) -> set[str]:
 def strictly(_: Any, ours: Ran, known: Any, *__: Any) -> Any:
     """The rule without a look at the run's own sides."""
     return verify.compare_all(ours.results, known.theirs.results, known.oracle)
+
+
+def test_large_outputs_of_activations_are_computed_again(
+    backward: Any, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    backward(right)
+    clock({"after": 50.0})
+    monkeypatch.setattr(running, "KEEP_BYTES", 1)
+    monkeypatch.setattr(verify, "KEEP_BYTES", 1)
+    model = at_the_kink(nn.ReLU())
+    call = Call((X,), {})
+    ran = running.check_runs("test", model, call, TRAIN)
+    assert (ran.sides, ran.whole) == ((), False)
+    assert make_oracle(model, TRAIN, call, ran)[1] is None
+    config = Config(mode="train", tune=False, draws=2, backends={"linear_act": "mine"})
+    result = optimize_(model, X, config=config)
+    assert result.sites[0].status == "kept", result.sites[0].reason
 
 
 MODULES = [

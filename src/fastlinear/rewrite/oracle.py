@@ -77,7 +77,7 @@ def make_oracle(
         except Exception as error:  # noqa: BLE001  whatever the model's code raises is the reason
             reason = f"the model does not run in float64 ({type(error).__name__})"
         else:
-            return oracle, first
+            return oracle, first if ran.whole else None
     swaps = [
         Swap(fqn, m, float64_linear(linear_kind(m) == "conv1d"))
         for fqn, m in linear_modules(model).items()

@@ -17,6 +17,8 @@ from fastlinear.profile.step import loss_of, private_copy
 from fastlinear.rewrite.kinks import Sides
 
 LossFn = Callable[[Any], Tensor]
+KEEP_BYTES = 1 << 28
+"""Results of one run larger than this are computed again when they are needed again."""
 
 
 @dataclass(frozen=True)
@@ -151,11 +153,22 @@ def _tensors_of(output: Any, inside: list[Any]) -> list[Tensor]:
 @dataclass(frozen=True)
 class Ran:
     """The results of one call, the random state it left, and in train mode the outputs of its
-    kinked activations."""
+    kinked activations.
+
+    Attributes:
+        whole: False where the outputs were too large to be kept.
+    """
 
     results: dict[str, Tensor]
     state: tuple[Tensor, ...]
     sides: tuple[Tensor, ...] = ()
+    whole: bool = True
+
+    def light(self) -> Ran:
+        """The same without outputs of activations that would fill the memory meanwhile."""
+        if sum(t.nbytes for t in self.sides) < KEEP_BYTES:
+            return self
+        return dataclasses.replace(self, sides=(), whole=False)
 
 
 def run_once(model: nn.Module, call: Call, runner: Runner) -> Ran:
@@ -202,7 +215,7 @@ def check_runs(function: str, model: nn.Module, call: Call, runner: Runner) -> R
             received="no gradient at all",
             remedy='Use mode="inference", or pass a loss_fn that depends on the parameters.',
         )
-    return ran
+    return ran.light()
 
 
 def draw(call: Call, index: int, seed: int) -> Call:

@@ -18,13 +18,12 @@ from torch import Tensor, nn
 from fastlinear.core.compare import Verdict
 from fastlinear.rewrite.kinks import Sides
 from fastlinear.rewrite.oracle import Oracle, Run
-from fastlinear.rewrite.running import Call, Ran, Runner, draw, run_once
+from fastlinear.rewrite.running import KEEP_BYTES, Call, Ran, Runner, draw, run_once
 from fastlinear.rewrite.swap import SwapSet
 from fastlinear.rewrite.trajectory import learning_rate, trajectory
 from fastlinear.rewrite.verdicts import compare_all, pool
 
 _MORE_DRAWS = 3
-_KEEP_BYTES = 1 << 28
 
 Draws = dict[int, dict[str, Verdict]]
 
@@ -121,7 +120,7 @@ class Judge:
 
     def _keep(self, index: int, known: _Known) -> None:
         held = (*known.theirs.results.values(), *known.theirs.sides, *known.oracle.values())
-        if sum(t.nbytes for t in held) < _KEEP_BYTES:
+        if sum(t.nbytes for t in held) < KEEP_BYTES:
             self._known[index] = known
 
     def trajectory(self, swaps: SwapSet, steps: int) -> list[Verdict]:
