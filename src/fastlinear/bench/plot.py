@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fastlinear.bench.case import TIMED
+from fastlinear.bench.heat import heatmap
 from fastlinear.bench.rows import Row
 from fastlinear.core.errors import InputError, UnsupportedError
 
@@ -19,8 +20,9 @@ _OUR_COLORS = ("#c44e52", "#dd8452", "#e377c2", "#d62728")
 def plot(rows: Iterable[Row], path: str | Path) -> Path:
     """Draw the speed of every timed contender relative to eager (right of 1 is faster).
 
-    One panel for each (direction, metric), one line a problem, one mark a contender; ours are
-    diamonds. A logarithmic axis, so that 2x faster and 2x slower are equally far from 1.
+    Rows of experiment ``overhead`` become a heat map (``bench.heatmap``). Otherwise one panel for
+    each (direction, metric), one line a problem, one mark a contender; ours are diamonds. A
+    logarithmic axis, so that 2x faster and 2x slower are equally far from 1.
 
     Args:
         rows: what ``bench.run`` returned or ``read_rows`` read.
@@ -37,6 +39,9 @@ def plot(rows: Iterable[Row], path: str | Path) -> Path:
             expected=f"a file ending in {' or '.join(_FORMATS)}",
             received=path.name,
         )
+    rows = list(rows)
+    if any(row["experiment"] == "overhead" for row in rows):
+        return heatmap(rows, path)
     panels = speeds(rows)
     if not panels:
         raise InputError(
@@ -78,7 +83,8 @@ def plot(rows: Iterable[Row], path: str | Path) -> Path:
 def speeds(rows: Iterable[Row]) -> dict[str, dict[str, dict[str, float]]]:
     """``"direction, metric"`` → problem → contender → time of eager over its time.
 
-    Only timed rows count; a problem without a timing of eager is left out.
+    Only timed rows count; a problem without a timing of eager is left out. Rows of experiment
+    ``linear-bias`` are held against ``linear``, which is eager there.
     """
     grouped: dict[str, dict[str, dict[str, float]]] = {}
     for row in rows:
@@ -88,9 +94,10 @@ def speeds(rows: Iterable[Row]) -> dict[str, dict[str, dict[str, float]]]:
     found: dict[str, dict[str, dict[str, float]]] = {}
     for title, problems in grouped.items():
         kept = {
-            problem: {name: times[BASELINE] / us for name, us in times.items()}
+            problem: {name: times[base] / us for name, us in times.items()}
             for problem, times in problems.items()
-            if BASELINE in times
+            for base in [BASELINE if BASELINE in times else "linear"]
+            if base in times
         }
         if kept:
             found[title] = kept
@@ -101,7 +108,8 @@ def _looks(panels: dict[str, dict[str, dict[str, float]]]) -> dict[str, dict[str
     """A colour and a mark a contender, the same in every panel."""
     names = sorted({n for problems in panels.values() for t in problems.values() for n in t})
     ours = [n for n in names if n.startswith("fastlinear")]
-    theirs = [BASELINE, *(n for n in names if n not in ours and n != BASELINE)]
+    first = [BASELINE] if BASELINE in names else []
+    theirs = [*first, *(n for n in names if n not in ours and n != BASELINE)]
     looks: dict[str, dict[str, Any]] = {}
     for i, name in enumerate(theirs):
         looks[name] = {"color": _PEER_COLORS[i % len(_PEER_COLORS)], "marker": "o", "s": 22}

@@ -109,8 +109,15 @@ def bench(
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
-    from fastlinear.bench import behind
+    from fastlinear.bench import behind, print_heat
 
+    based = any(r["contender"] == "eager" and r["median_us"] is not None for r in rows)
+    if rows[0]["experiment"] == "overhead" and based:
+        print_heat(rows)
+        reasons = dict.fromkeys((r["contender"], r["skipped"]) for r in rows if r["skipped"])
+        table("not measured", ("contender", "why"), list(reasons))
+        _show_late(behind(rows))
+        return
     grid = []
     for row in rows:
         place = row["roofline"]
@@ -127,7 +134,10 @@ def _show(rows: list[dict[str, Any]]) -> None:
         )
     columns = ("problem", "what", "contender", ">measured", ">of the best peer", ">of the roofline")
     table("", columns, grid)
-    late = behind(rows)
+    _show_late(behind(rows))
+
+
+def _show_late(late: list[dict[str, Any]]) -> None:
     typer.echo(f"fastlinear more than 2% behind the best peer in {len(late)} measurements")
     for row in late:
         typer.echo(f"  {row['problem']} {row['direction']}: {row['ratio_to_best']:.3f}")

@@ -1,0 +1,189 @@
+"""Heat-mapped tables of experiment ``overhead``: speed against eager over layers, batch, width."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastlinear.bench.case import TIMED
+from fastlinear.bench.rows import Row
+from fastlinear.core.errors import InputError, UnsupportedError
+
+BASELINE = "eager"
+COLUMNS = {
+    "hand_loop": "overhead removed",
+    "fastlinear[layerwise]": "+ pointwise fusion",
+    "fastlinear[graph]": "+ pointwise fusion, CUDA graph",
+    "fastlinear[strassen]": "fused Strassen",
+    "strassen_control": "same tiling, classical",
+    "fastlinear": "fastlinear's choice",
+    "fastlinear_fast": "its choice, fast matmul allowed",
+}
+"""What each contender stands for in the document; the others go by their own names."""
+_CLIP = 3.0  # colours end at 8x faster and 8x slower
+
+Cell = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Heat:
+    """Speeds of all contenders for one dtype and metric.
+
+    Attributes:
+        title: device, dtype and metric.
+        rows: (layers, batch), most layers and largest batch first.
+        widths: hidden widths, ascending.
+        speeds: contender → (layers, batch, width) → time of eager over its time.
+    """
+
+    title: str
+    rows: tuple[tuple[int, int], ...]
+    widths: tuple[int, ...]
+    speeds: dict[str, dict[Cell, float]]
+
+
+def heats(rows: Iterable[Row]) -> list[Heat]:
+    """One Heat a (device, dtype, metric); cells without a time of eager are left out.
+
+    Raises:
+        InputError: no timed row of experiment ``overhead``.
+    """
+    times: dict[tuple[str, str, str], dict[str, dict[Cell, float]]] = {}
+    for row in rows:
+        timed = row["metric"] in TIMED and row["median_us"] is not None
+        if row["experiment"] != "overhead" or not timed:
+            continue
+        dims = row["case"]["dims"]
+        key = (row["env"]["device"]["name"], row["case"]["dtype"], row["metric"])
+        cells = times.setdefault(key, {}).setdefault(row["contender"], {})
+        cells[dims["L"], dims["M"], dims["H"]] = row["median_us"]
+    found = []
+    for (device, dtype, metric), contenders in times.items():
+        base = contenders.pop(BASELINE, {})
+        if base:
+            rows_of = sorted({cell[:2] for cell in base}, reverse=True)
+            speeds = {
+                name: {cell: base[cell] / us for cell, us in cells.items() if cell in base}
+                for name, cells in contenders.items()
+            }
+            widths = tuple(sorted({cell[2] for cell in base}))
+            title = f"{device}, {dtype}, {metric} time"
+            found.append(Heat(title, tuple(rows_of), widths, _ordered(speeds)))
+    if not found:
+        raise InputError(
+            "bench.heatmap", expected="timed rows of experiment overhead", received="none"
+        )
+    return found
+
+
+def heatmap(rows: Iterable[Row], path: str | Path) -> Path:
+    """Draw one panel a contender, green where it is faster than eager and red where slower.
+
+    Args:
+        rows: rows of experiment ``overhead``.
+        path: a ``.png`` or ``.svg`` file; folders are made.
+
+    Raises:
+        InputError: no such row.
+        UnsupportedError: matplotlib is missing; it comes with the extra ``[plots]``.
+    """
+    drawn = heats(rows)
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UnsupportedError(
+            "bench.heatmap",
+            expected="matplotlib",
+            received=str(error),
+            remedy="Install the extra: pip install 'fastlinear[plots]'.",
+        ) from error
+
+    path = Path(path)
+    across = max(len(h.speeds) for h in drawn)
+    heights = [len(h.rows) + 4 for h in drawn]
+    width = 1.2 + across * (0.4 + 0.36 * max(len(h.widths) for h in drawn))
+    settings: dict[Any, Any] = {"svg.hashsalt": "fastlinear", "font.size": 6}
+    with mpl.rc_context(settings):
+        figure = Figure(figsize=(width, 0.6 + 0.17 * sum(heights)), layout="constrained")
+        parts = figure.subfigures(len(drawn), 1, squeeze=False, height_ratios=heights)
+        for part, heat in zip(parts[:, 0], drawn, strict=True):
+            part.suptitle(f"{heat.title}: speed relative to eager", x=0.01, ha="left")
+            axes = part.subplots(1, across, squeeze=False, sharey=True)[0]
+            for ax in axes[len(heat.speeds) :]:
+                ax.set_axis_off()
+            for ax, (name, speeds) in zip(axes, heat.speeds.items(), strict=False):
+                _panel(ax, heat, name, speeds)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
+        figure.savefig(path, dpi=150, metadata=metadata)
+    return path
+
+
+def _panel(ax: Any, heat: Heat, name: str, speeds: dict[Cell, float]) -> None:
+    """One contender's table: rows (layers, batch), columns widths."""
+    values = [[speeds.get((*row, w), math.nan) for w in heat.widths] for row in heat.rows]
+    colours = [[math.nan if math.isnan(v) else math.log2(v) for v in line] for line in values]
+    ax.set_facecolor("#dddddd")
+    ax.imshow(colours, cmap="RdYlGn", vmin=-_CLIP, vmax=_CLIP, aspect="auto")
+    for y, line in enumerate(values):
+        for x, value in enumerate(line):
+            if not math.isnan(value):
+                colour = "white" if abs(math.log2(value)) > 0.75 * _CLIP else "black"
+                ax.text(x, y, _short(value), ha="center", va="center", fontsize=5, color=colour)
+    ax.set_xticks(range(len(heat.widths)), [str(w) for w in heat.widths], rotation=90)
+    ax.set_yticks(range(len(heat.rows)), [f"{n} x {m}" for n, m in heat.rows])
+    label = COLUMNS.get(name)
+    ax.set_title(f"{label}\n{name}" if label else f"\n{name}", fontsize=6)
+    ax.tick_params(length=0)
+
+
+def print_heat(rows: Iterable[Row]) -> None:
+    """The same tables in the terminal, as many side by side as it is wide."""
+    from rich.columns import Columns
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    if not console.is_terminal:  # a pipe has no width; keep lines whole
+        console = Console(width=160)
+    for heat in heats(rows):
+        console.print(Text(f"{heat.title}: speed relative to eager", style="bold"))
+        tables = []
+        for name, speeds in heat.speeds.items():
+            title = f"{COLUMNS[name]}\n{name}" if name in COLUMNS else f"\n{name}"
+            table = Table("layers", "batch", title=Text(title), box=None, pad_edge=False)
+            for w in heat.widths:
+                table.add_column(str(w), justify="right")
+            for n, m in heat.rows:
+                cells = [speeds.get((n, m, w)) for w in heat.widths]
+                table.add_row(str(n), str(m), *(_coloured(value) for value in cells))
+            tables.append(table)
+        console.print(Columns(tables, padding=(0, 4)))
+
+
+def _coloured(value: float | None) -> Any:
+    """A speed on its colour: red at 8x slower, through yellow at 1, to green at 8x faster."""
+    from rich.text import Text
+
+    if value is None:
+        return Text("-", style="dim")
+    place = max(-1.0, min(1.0, math.log2(value) / _CLIP))
+    red, green = (255, round(230 * (1 + place))) if place < 0 else (round(255 * (1 - place)), 230)
+    return Text(_short(value), style=f"black on rgb({red},{green},110)")
+
+
+def _short(value: float) -> str:
+    return f"{value:.2f}" if value < 9.95 else f"{value:.0f}"
+
+
+def _ordered(speeds: dict[str, dict[Cell, float]]) -> dict[str, dict[Cell, float]]:
+    """The document's columns first, then fastlinear's backends, then the peers."""
+    known = [name for name in COLUMNS if name in speeds]
+    ours = sorted(n for n in speeds if n.startswith("fastlinear") and n not in known)
+    peers = sorted(n for n in speeds if n not in known and n not in ours)
+    return {name: speeds[name] for name in (*known, *ours, *peers)}

@@ -1,0 +1,151 @@
+"""Experiment ``overhead``: every cell and contender, Strassen's own limits, heat maps."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastlinear.bench import heatmap, plot, print_heat, run
+from fastlinear.bench import measure as measure_module
+from fastlinear.bench.case import Case
+from fastlinear.bench.cases import EXPERIMENTS, overhead
+from fastlinear.bench.chains import peers, problem_of
+from fastlinear.bench.heat import heats
+from fastlinear.bench.measure import Settings, run_case
+from fastlinear.bench.peer import Peer
+from fastlinear.bench.work import make_work, plain
+from fastlinear.core.cost import Ceilings
+from fastlinear.core.errors import InputError
+from fastlinear.ops.mlp.problem import widths_of
+
+SETTINGS = Settings(torch.device("cpu"), rounds=5, budget_s=0.2)
+
+
+@pytest.fixture(autouse=True)
+def _quick_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_module, "ceilings_for", lambda *_: Ceilings(1e15, 1e15))
+
+
+def tiny(layers: int = 2, batch: int = 4, width: int = 16) -> Case:
+    (first, *_) = overhead.cases("cpu", quick=True)
+    return dataclasses.replace(first, dims=(("M", batch), ("L", layers), ("H", width)))
+
+
+def _copy(row: dict[str, Any], contender: str, us: float, h: int = 16) -> dict[str, Any]:
+    case = row["case"] | {"dims": {"L": 2, "M": 4, "H": h}}
+    return row | {"contender": contender, "median_us": us, "case": case}
+
+
+def test_the_grid_is_the_documents_and_more() -> None:
+    for device in ("cuda", "cpu"):
+        cells = {(c.dim("L"), c.dim("M"), c.dim("H")) for c in overhead.cases(device)}
+        document = {
+            (n, m, h)
+            for n in (8, 4, 2, 1)
+            for m in (128, 64, 32, 16, 8, 4, 2)
+            for h in (128, 256, 512, 1024, 2048, 4096)
+        }
+        assert document <= cells
+        assert (8, 8192, 128) in cells
+    assert {c.dtype for c in overhead.cases("cuda")} == {"float32", "bfloat16"}
+    assert {"wall", "device"} == set(overhead.cases("cuda")[0].metrics)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_every_contender_is_measured_or_says_why_not(layers: int) -> None:
+    case = tiny(layers)
+    rows = run_case(case, SETTINGS)
+    found = {r["contender"]: r for r in rows}
+    assert set(found) == {p.name for p in peers(case)}
+    for name in ("eager", "hand_loop", "fastlinear", "fastlinear_fast", "fastlinear[layerwise]"):
+        assert found[name]["skipped"] is None, found[name]["skipped"]
+        assert found[name]["valid"]
+        assert found[name]["median_us"] > 0
+    for row in rows:
+        assert not (row["skipped"] or "").startswith("failed"), (row["contender"], row["skipped"])
+        assert row["skipped"] or row["valid"], (row["contender"], row["verdicts"])
+    assert found["fastlinear"]["chosen"]["forward"]
+    assert found["eager"]["input_sets"] == 1
+
+
+def test_the_problem_is_the_chain_the_contenders_get() -> None:
+    case = tiny(3, 4, 16)
+    work = make_work(case, torch.device("cpu"))
+    p = problem_of(case)
+    assert widths_of(p) == (16,) * 4
+    assert [tuple(w.shape) for w in work.stacks[0].weights] == [(16, 16)] * 3
+    assert tuple(work.stacks[0].x.shape) == (4, 16)
+
+
+def test_a_wrong_chain_is_found_and_strassens_growth_is_allowed_to_it_alone() -> None:
+    def off(factor: float, levels: int, name: str) -> Peer:
+        def build(work: Any) -> Any:
+            return work.unit(lambda s: plain(s) * (1 + factor))
+
+        return Peer(name, build, levels=lambda _: levels)
+
+    case = tiny(4, 32, 64)
+    eager = next(p for p in peers(case) if p.name == "eager")
+    rows = run_case(case, SETTINGS, [eager])
+    slack = 3 * rows[0]["torch_error"]
+    contenders = [eager, off(slack, 0, "plain"), off(slack, 1, "fast"), off(30 * slack, 1, "wrong")]
+    found = {r["contender"]: r for r in run_case(case, SETTINGS, contenders)}
+    assert not found["plain"]["valid"]
+    assert found["fast"]["valid"]
+    assert not found["wrong"]["valid"]
+
+
+def test_heat_maps_hold_the_ratios_and_skip_what_was_not_timed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    eager = next(p for p in peers(tiny()) if p.name == "eager")
+    (row,) = run_case(tiny(), SETTINGS, [eager])
+    skipped = row | {"contender": "compile", "median_us": None, "skipped": "left out"}
+    rows = [_copy(row, "eager", 10.0), _copy(row, "fastlinear[layerwise]", 4.0), skipped]
+    rows += [_copy(row, "eager", 8.0, 32), _copy(row, "hand_loop", 16.0, 32)]
+    (heat,) = heats(rows)
+    assert heat.widths == (16, 32)
+    assert heat.speeds == {
+        "hand_loop": {(2, 4, 32): 0.5},
+        "fastlinear[layerwise]": {(2, 4, 16): 2.5},
+    }
+    print_heat(rows)
+    text = capsys.readouterr().out
+    assert "overhead removed" in text
+    assert "fastlinear[layerwise]" in text
+    assert "2.50" in text
+    assert "0.50" in text
+    pytest.importorskip("matplotlib")
+    assert heatmap(rows, tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+    assert "<svg" in plot(rows, tmp_path / "b.svg").read_text()
+    with pytest.raises(InputError, match="overhead"):
+        heatmap([skipped], tmp_path / "c.png")
+
+
+def test_cells_and_contenders_are_selectable(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [tiny(n, m) for n in (1, 2) for m in (2, 4)]
+    monkeypatch.setitem(EXPERIMENTS, "overhead", lambda device, quick: cases)
+    seen: list[Case] = []
+
+    def instead(case: Case, settings: Settings) -> list[Any]:
+        seen.append(case)
+        assert settings.only == {"eager", "compile_max_autotune"}
+        return []
+
+    monkeypatch.setattr(sys.modules["fastlinear.bench.run"], "run_case", instead)
+    names = ["eager", "compile_max_autotune"]
+    run("overhead", where=["L=2", "M=2,8"], peers=names)
+    assert [(c.dim("L"), c.dim("M")) for c in seen] == [(2, 2)]
+    assert not seen[0].light  # asked for by name, the slow ones take part
+    for wrong, message in (
+        ({"where": ["L"]}, "NAME=VALUE"),
+        ({"where": ["L=16"]}, "at least one case"),
+        ({"peers": ["nobody"]}, "peers in"),
+    ):
+        with pytest.raises(InputError, match=message):
+            run("overhead", **wrong)  # type: ignore[arg-type]
