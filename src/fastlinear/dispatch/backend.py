@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fastlinear.core.compare import DEFAULT_FACTOR
 from fastlinear.core.cost import Cost
 from fastlinear.core.errors import InputError
 from fastlinear.core.problem import Problem
@@ -31,6 +32,8 @@ class Backend:
         reason_not: why it cannot serve a Problem, or None when it can. Must not initialise CUDA
             or import the target.
         sources: files (beside the module) whose content the cache key covers.
+        error_factor: how many times torch's own error it may show on a Problem; 2 unless the
+            op's README says otherwise (fast matrix multiplication).
     """
 
     family: str
@@ -39,6 +42,7 @@ class Backend:
     target: str
     reason_not: Callable[[Problem], str | None]
     sources: tuple[str, ...] = ()
+    error_factor: Callable[[Problem], float] = lambda _: DEFAULT_FACTOR
 
     def load(self) -> Callable[..., Any]:
         """Import the module and return the function."""

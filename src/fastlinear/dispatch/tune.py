@@ -140,6 +140,7 @@ def verify(
     ``expected`` is ``expected_of(problem, inputs)``, given when it is known already.
     """
     expected = expected or expected_of(problem, inputs)
+    factor = backend.error_factor(problem)
     ours = _flat(backend.load()(*inputs))
     verdicts = []
     for i, (a, t, o) in enumerate(zip(ours, expected.theirs, expected.oracle, strict=True)):
@@ -149,7 +150,7 @@ def verify(
             name = f"{backend.name}[{i}]"
             verdicts.append(Verdict(name, float("inf"), 0.0, 0.0))
             continue
-        verdicts.append(judge(f"{backend.name}[{i}]", a, t, o))
+        verdicts.append(judge(f"{backend.name}[{i}]", a, t, o, factor=factor))
     return verdicts
 
 
@@ -189,8 +190,11 @@ def _input_sets(problem: Problem) -> int:
 def _to_float64(item: Any) -> Any:
     if isinstance(item, torch.Tensor) and item.is_floating_point():
         return item.to(torch.float64)
-    return item
+    return tuple(map(_to_float64, item)) if isinstance(item, tuple) else item
 
 
 def _flat(result: Any) -> tuple[torch.Tensor | None, ...]:
-    return result if isinstance(result, tuple) else (result,)
+    """Results may hold one tuple a layer."""
+    if not isinstance(result, tuple):
+        return (result,)
+    return tuple(t for item in result for t in _flat(item))

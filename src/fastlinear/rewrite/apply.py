@@ -18,13 +18,16 @@ from fastlinear.profile.step import check_model, device_of, private_copy
 from fastlinear.rewrite import measure
 from fastlinear.rewrite import plan as plans
 from fastlinear.rewrite.candidate import Candidate
+from fastlinear.rewrite.choose_chains import facts, members
+from fastlinear.rewrite.choose_chains import match as match_chains
 from fastlinear.rewrite.eligible import Refusal
+from fastlinear.rewrite.inputs import Call, from_specs
 from fastlinear.rewrite.keep_accurate import keep_accurate
 from fastlinear.rewrite.optimize import finish, prepare, settle_left, watch
 from fastlinear.rewrite.plan import Plan, Rewrite
 from fastlinear.rewrite.result import Result
 from fastlinear.rewrite.rules import linear_act as rule
-from fastlinear.rewrite.running import Call, LossFn, check_runs, from_specs
+from fastlinear.rewrite.running import LossFn, check_runs
 from fastlinear.rewrite.swap import SwapSet
 from fastlinear.rewrite.work import Work
 
@@ -73,8 +76,7 @@ def apply_(
         inputs = call.kwargs if call.kwargs and not call.args else call.args
         if call.args and call.kwargs:
             raise PlanError("apply_", expected="positional or keyword inputs", received="both")
-    backend = next((r.backend for r in loaded.rewrites if r.backend is not None), None)
-    forced = {} if backend is None else {rule.RULE: backend}
+    forced = {r.rule: r.backend for r in loaded.rewrites if r.backend is not None}
     config = Config(mode=loaded.mode, backends=forced, tune=False)
     work = prepare("apply_", model, inputs, config, loss_fn, progress)
     _remember(loaded)
@@ -115,6 +117,11 @@ def _planned(
     work: Work, plan: Plan, candidates: list[Candidate], left: dict[str, Refusal]
 ) -> list[Candidate]:
     """The candidates the plan names. Raises PlanError when a site is no longer what it was."""
+    asked = {r.parent_fqn for r in plan.rewrites if r.route == "chain"}
+    chains = [c for c in match_chains(work, candidates) if c.fqn in asked] if asked else []
+    chained = {c.fqn: c for chain in chains for c in members(chain)}
+    candidates = [chained.get(c.fqn, c) for c in candidates]
+    work.every = [chained.get(c.fqn, c) for c in work.every]
     by_fqn = {c.fqn: c for c in candidates}
     wanted = {r.fqn: r for r in plan.rewrites}
     for fqn, rewrite in wanted.items():
@@ -134,17 +141,16 @@ def _planned(
         if c.fqn not in wanted:
             work.settle(c.fqn, "nothing_to_do", "not_in_plan", "The plan leaves it alone.")
             continue
-        work.settle(
-            c.fqn,
-            "rejected",
-            "group_dropped",
-            "The rewrite it belongs to was given up.",
-            activation=c.activation,
-            problem=c.problem.to_json(),
-            route=c.route,
-            calls=c.calls.calls,
-            backends=measure.backends_of(c.problem, c.backend),
-        )
+        told: dict[str, Any] = {
+            "problem": c.problem.to_json(),
+            "route": c.route,
+            "calls": c.calls.calls,
+            "backends": measure.backends_of(c.problem, c.backend),
+        }
+        if c.chain is not None:
+            told = facts(c.chain)
+        why = "The rewrite it belongs to was given up."
+        work.settle(c.fqn, "rejected", "group_dropped", why, activation=c.activation, **told)
     return [c for c in candidates if c.fqn in wanted]
 
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from fastlinear.core.problem import Problem
 from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.linear_act import reference
 from fastlinear.ops.linear_act.op import problem_of
 from fastlinear.profile.observe import Call
 from fastlinear.rewrite import forwards
 from fastlinear.rewrite.eligible import Refusal
 from fastlinear.rewrite.parent import Fusable
+
+if TYPE_CHECKING:
+    from fastlinear.rewrite.chain import Chain
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,13 +83,14 @@ class Candidate:
         fqn, module: the linear.
         kind: ``"linear"`` or ``"conv1d"``.
         activation: fused activation; ``"none"`` changes the backend only.
-        route: ``"plain"``, ``"instance"`` or ``"parent"``; see ``plan.Rewrite``.
+        route: ``"plain"``, ``"instance"``, ``"parent"`` or ``"chain"``; see ``plan.Rewrite``.
         activation_fqn, activation_module: the activation's module, where it is one.
         parent_fqn, parent, pairs: the parent and what its trace offers, on the parent route.
         calls: what was observed.
         problems: the forward Problem of each kind of call, the most frequent first.
         backend: forced forward backend, or None.
         fallback: why its activation is left alone although there is one, or None.
+        chain: the chain it is part of, on the chain route.
     """
 
     fqn: str
@@ -102,6 +107,7 @@ class Candidate:
     parent: nn.Module | None = None
     pairs: Fusable | None = field(default=None, repr=False)
     fallback: Refusal | None = None
+    chain: Chain | None = field(default=None, repr=False)
 
     @property
     def problem(self) -> Problem:
@@ -110,16 +116,32 @@ class Candidate:
 
     @property
     def unit(self) -> str:
-        """Candidates of one unit are kept or dropped together: those that share an activation."""
+        """Candidates of one unit are kept or dropped together: those that share an activation,
+        and those of one chain."""
+        if self.chain is not None:
+            return f"chain {self.chain.fqn}"
         return f"activation {self.activation_fqn}" if self.route == "instance" else self.fqn
 
     @property
     def group(self) -> tuple[Any, ...]:
         """Candidates of one group do the same work and are measured once."""
+        if self.chain is not None:
+            return ("chain", self.chain.fqn)
         kinds = tuple((k.count, k.input_grad) for k in self.calls.kinds)
         activation = type(self.activation_module).__name__
         which = (self.route, self.kind, activation, self.calls.autocast, self.backend)
         return (self.problems, kinds, *which)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Weight and bias by the names of their gradients, whether they are parameters, buffers
+        or plain attributes."""
+        found = {t: getattr(self.module, n, None) for n, t in (("weight", "dW"), ("bias", "db"))}
+        return {title: t for title, t in found.items() if isinstance(t, Tensor)}
+
+    def exact(self, x: Tensor, parameters: dict[str, Tensor]) -> Tensor:
+        """The same by differentiable torch ops on other values, for the oracle in float64."""
+        w = parameters["dW"].t() if self.kind == "conv1d" else parameters["dW"]
+        return reference.linear_act(x, w, parameters.get("db"), self.activation)
 
     def before(self, x: Tensor) -> Tensor:
         """What the model did: the linear's own forward, then its activation. x (..., K)."""

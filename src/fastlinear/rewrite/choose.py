@@ -10,16 +10,17 @@ from fastlinear.dispatch.backend import families
 from fastlinear.dispatch.tune import BASELINE
 from fastlinear.rewrite import measure, site
 from fastlinear.rewrite.candidate import Candidate
+from fastlinear.rewrite.choose_chains import choose_chains
 from fastlinear.rewrite.rules import linear_act as rule
 from fastlinear.rewrite.work import GROUP_DROPPED, Work, in_words
 
 
 def choose(work: Work, candidates: list[Candidate]) -> list[Candidate]:
     """Tune the distinct Problems and drop the sites that have nothing to gain."""
-    if work.config.families is not None and rule.RULE not in work.config.families:
+    if not work.allows(rule.RULE):
         for c in candidates:
             work.settle(c.fqn, "refused", "family_off", "Config.families leaves it out.")
-        return []
+        return choose_chains(work, candidates, [])
     problems = heaviest_first(candidates)
     if work.config.tune:
         with work.budget:
@@ -31,7 +32,8 @@ def choose(work: Work, candidates: list[Candidate]) -> list[Candidate]:
                 progress=work.progress,
             )
     kept = [c for c in candidates if _worth_measuring(work, c)]
-    return _measure_sites(work, rule.complete(kept, work.every))
+    chosen = _measure_sites(work, rule.complete(kept, work.every))
+    return choose_chains(work, candidates, chosen)
 
 
 def _worth_measuring(work: Work, c: Candidate) -> bool:

@@ -95,6 +95,8 @@ def _kept_reason(work: Work, c: Candidate, step: Ratio, proven: Ratio) -> str:
     known = work.outcomes[c.fqn]
     name = known.backends.get("forward", "")
     what = f"with {c.activation} in one call" if c.activation != "none" else "alone"
+    if c.chain is not None:
+        what = f"its chain of {len(c.chain.members)} linears in one call"
     assert known.speedup is not None
     assert known.ci95 is not None
     text = f"{name}, {what}, {in_words(Ratio(known.speedup, *known.ci95))}"

@@ -14,7 +14,10 @@ from fastlinear.core.problem import Problem
 from fastlinear.core.progress import Progress
 from fastlinear.core.timing import Ratio, Samples, interleave, paired_ratio
 from fastlinear.dispatch import tune as tuning
+from fastlinear.dispatch.select import select
 from fastlinear.ops.linear_act.selection import choices_of, tuning_order
+from fastlinear.ops.mlp import problem as mlp
+from fastlinear.ops.mlp.selection import backward_choice
 from fastlinear.rewrite.running import Call, Runner
 from fastlinear.rewrite.swap import SwapSet
 
@@ -69,14 +72,22 @@ class Pair:
 
 def pieces(problem: Problem) -> tuple[str, ...]:
     """The pieces tuned for a forward Problem."""
+    if problem.family == mlp.NAME:
+        return mlp.PIECES if problem.needs_grad else mlp.PIECES[:1]
     return tuple(p.piece for p in tuning_order(problem))
 
 
 def backends_of(problem: Problem, forced: str | None) -> dict[str, str]:
-    """Piece → backend that ``linear_act`` takes for a Problem.
+    """Piece → backend that ``linear_act`` or ``mlp`` takes for a Problem.
 
     Raises UnsupportedError when the forced backend cannot serve it.
     """
+    if problem.family == mlp.NAME:
+        chosen = {"forward": select(problem, forced).backend.name}
+        if problem.needs_grad:
+            backward = backward_choice(problem.with_piece("backward"), forced)
+            chosen["backward"] = backward.backend.name
+        return chosen
     return {c.problem.piece: c.backend.name for c in choices_of(problem, forced)}
 
 
@@ -94,7 +105,7 @@ def tune_all(
     Each takes at most an equal share of what is left, heaviest first, so that what a small one
     leaves over goes to the next.
     """
-    work = [q for p in problems for q in tuning_order(p)]
+    work = [p.with_piece(piece) for p in problems for piece in pieces(p)]
     done: dict[Problem, tuning.Tuned] = {}
     for i, problem in enumerate(work):
         progress("tune", i, len(work))

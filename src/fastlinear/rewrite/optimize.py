@@ -191,7 +191,7 @@ def _note_packed(work: Work, kept: list[Candidate]) -> None:
 def _rewrite(work: Work, c: Candidate) -> Rewrite:
     return Rewrite(
         fqn=c.fqn,
-        rule=rule.RULE,
+        rule=work.outcomes[c.fqn].rule,
         activation=c.activation,
         route=c.route,
         activation_fqn=c.activation_fqn,
@@ -203,7 +203,8 @@ def _rewrite(work: Work, c: Candidate) -> Rewrite:
 
 
 def _tuned_choices(work: Work, kept: list[Candidate]) -> list[dict[str, Any]]:
-    wanted = {q.with_piece(p) for c in kept for q in c.problems for p in measure.pieces(q)}
+    asked = [q for c in kept for q in (c.problems if c.chain is None else c.chain.problems)]
+    wanted = {q.with_piece(p) for q in asked for p in measure.pieces(q)}
     return [
         {
             "problem": p.to_json(),

@@ -23,8 +23,8 @@ from fastlinear.ops.common.activations import NAMES
 
 KIND = "plan"
 FORMAT = 1
-ROUTES = ("plain", "instance", "parent")
-RULES = ("linear_act",)
+ROUTES = ("plain", "instance", "parent", "chain")
+RULES = ("linear_act", "mlp")
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,9 @@ class Rewrite:
         rule: the family's name.
         activation: what is fused; ``"none"`` changes the backend only.
         route: ``"plain"`` (the linear alone), ``"instance"`` (the linear computes the activation
-            and the activation module passes its input on) or ``"parent"`` (the parent's forward
-            makes one fused call).
+            and the activation module passes its input on), ``"parent"`` (the parent's forward
+            makes one fused call) or ``"chain"`` (the forward of a Sequential, named by
+            ``parent_fqn``, makes one call for a run of linears).
         activation_fqn: the activation module, where there is one.
         parent_fqn: the module whose forward is exchanged on the ``"parent"`` route.
         backend: a forced forward backend, or None.

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from fastlinear.core.compare import Verdict
-from fastlinear.core.timing import interleave
-from fastlinear.ops.linear_act import reference
+from fastlinear.core.timing import Samples, interleave
 from fastlinear.rewrite.candidate import Candidate, Kind
+from fastlinear.rewrite.chain import Chain
 from fastlinear.rewrite.kinks import Sides, following
 from fastlinear.rewrite.measure import Pair
 from fastlinear.rewrite.verdicts import compare
@@ -25,7 +25,7 @@ Run = Callable[[Tensor], Tensor]
 Arm = Callable[[], dict[str, Tensor]]
 
 
-def failure(candidate: Candidate) -> Verdict | None:
+def failure(candidate: Candidate | Chain) -> Verdict | None:
     """The first failed comparison of one site, over every kind of input it was seen with.
 
     Output and, where the model differentiates it, dx, dW and db, against the float64 reference
@@ -63,7 +63,16 @@ def _first_failure(
 
 
 def pair(candidate: Candidate, device: torch.device, budget_s: float) -> tuple[Pair, int]:
-    """A/B of one site: the model's own forward against the rewritten one.
+    """A/B of one site: the model's own forward against the rewritten one; see ``times``."""
+    runs = {"before": candidate.before, "after": candidate.after}
+    found, passes = times(candidate, runs, device, budget_s)
+    return Pair(found["before"], found["after"]), passes
+
+
+def times(
+    candidate: Candidate | Chain, runs: Mapping[str, Run], device: torch.device, budget_s: float
+) -> tuple[dict[str, Samples], int]:
+    """Ways to compute one site, interleaved.
 
     Every kind of input it was seen with takes part as often as in one step of the model.
 
@@ -83,27 +92,25 @@ def pair(candidate: Candidate, device: torch.device, budget_s: float) -> tuple[P
 
         return one_pass
 
-    times = interleave(
-        {"before": arm(candidate.before), "after": arm(candidate.after)},
+    found = interleave(
+        {name: arm(run) for name, run in runs.items()},
         device=device,
         metric="wall",
         rounds=_ROUNDS,
         budget_s=min(budget_s, _MAX_S),
     )
-    return Pair(times["before"], times["after"]), passes
+    return found, passes
 
 
-def _arm(candidate: Candidate, kind: Kind, run: Run) -> Arm:
-    """A callable that runs one site once: the output, and where it is differentiated dx, dW, db."""
+def _arm(candidate: Candidate | Chain, kind: Kind, run: Run) -> Arm:
+    """A callable that runs one site once: the output, and where it is differentiated dx and the
+    gradients of the parameters."""
     x, dtype = kind.x.detach(), candidate.calls.autocast
-    named = _weights(candidate)
     wanted: dict[str, Tensor] = {}
     if candidate.calls.grad:
         if kind.input_grad:
             x = wanted["dx"] = x.requires_grad_(True)
-        for name, title in (("weight", "dW"), ("bias", "db")):
-            if name in named and named[name].requires_grad:
-                wanted[title] = named[name]
+        wanted |= {t: p for t, p in candidate.parameters().items() if p.requires_grad}
     state: list[Tensor] = []
 
     def call() -> dict[str, Tensor]:
@@ -119,31 +126,22 @@ def _arm(candidate: Candidate, kind: Kind, run: Run) -> Arm:
     return call
 
 
-def _weights(candidate: Candidate) -> dict[str, Tensor]:
-    """Weight and bias, whether they are parameters, buffers or plain attributes."""
-    found = {name: getattr(candidate.module, name, None) for name in ("weight", "bias")}
-    return {name: t for name, t in found.items() if isinstance(t, Tensor)}
-
-
 def _dy(y: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randn(y.shape, generator=generator).to(y.device, y.dtype)
 
 
-def _oracle(candidate: Candidate, kind: Kind) -> dict[str, Tensor]:
-    named = _weights(candidate)
-    double = {name: p.detach().double() for name, p in named.items()}
+def _oracle(candidate: Candidate | Chain, kind: Kind) -> dict[str, Tensor]:
+    named = candidate.parameters()
+    double = {title: p.detach().double() for title, p in named.items()}
     x = kind.x.detach().double()
     wanted: dict[str, Tensor] = {}
     if candidate.calls.grad:
         if kind.input_grad:
             wanted["dx"] = x.requires_grad_(True)
-        for name, title in (("weight", "dW"), ("bias", "db")):
-            if name in named and named[name].requires_grad:
-                wanted[title] = double[name].requires_grad_(True)
+        wanted |= {t: double[t].requires_grad_(True) for t, p in named.items() if p.requires_grad}
     with torch.set_grad_enabled(bool(wanted)):
-        w = double["weight"].t() if candidate.kind == "conv1d" else double["weight"]
-        y = reference.linear_act(x, w, double.get("bias"), candidate.activation)
+        y = candidate.exact(x, double)
     if not wanted:
         return {"output": y}
     # the same dy as the arms draw, rounded to the dtype they have

@@ -65,6 +65,10 @@ class Work:
             known = SiteOutcome(fqn, rule.RULE, None, None, status, code, reason)
         self.outcomes[fqn] = replace(known, status=status, code=code, reason=reason, **facts)
 
+    def allows(self, family: str) -> bool:
+        """Whether the settings let this family rewrite."""
+        return self.config.families is None or family in self.config.families
+
     def match(
         self, seen: Observation, filter_fn: FilterFn | None
     ) -> tuple[list[Candidate], dict[str, Refusal]]:

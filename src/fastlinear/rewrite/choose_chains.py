@@ -1,0 +1,145 @@
+"""Choosing chains: a run of linears as one call, against the layers one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from fastlinear.core.errors import UnsupportedError
+from fastlinear.core.timing import Ratio, Samples, paired_ratio
+from fastlinear.dispatch.tune import BASELINE
+from fastlinear.rewrite import measure, site
+from fastlinear.rewrite.candidate import Candidate
+from fastlinear.rewrite.chain import Chain
+from fastlinear.rewrite.rules import mlp as rule
+from fastlinear.rewrite.work import GROUP_DROPPED, Work, in_words
+
+
+def choose_chains(
+    work: Work, candidates: list[Candidate], chosen: list[Candidate]
+) -> list[Candidate]:
+    """``chosen`` with every chain in place of its linears that is faster as one call than as the
+    model's own layers and than these linears rewritten one by one."""
+    if not work.allows(rule.RULE):
+        return chosen
+    chains = match(work, candidates)
+    single = {c.fqn: c for c in chosen}
+    measured: dict[Any, tuple[dict[str, Samples], int] | None] = {}
+    for i, chain in enumerate(chains):
+        work.progress("chains", i, len(chains))
+        key = _kind(chain, single)
+        if key not in measured:
+            measured[key] = _measure(work, chain, single, len(chains) - i)
+        found = measured[key]
+        if found is None or not _accurate(work, chain):
+            continue
+        if _gains(work, chain, *found):
+            single |= {c.fqn: c for c in members(chain)}
+    work.progress("chains", len(chains), len(chains))
+    work.every = [single.get(c.fqn, c) for c in work.every]
+    return [single[c.fqn] for c in candidates if c.fqn in single]
+
+
+def match(work: Work, candidates: list[Candidate]) -> list[Chain]:
+    """The chains among the model's candidates."""
+    return rule.match(
+        work.model,
+        {c.fqn: c for c in candidates},
+        {s.fqn: s for s in work.profile.sites},
+        backend=work.config.backends.get(rule.RULE),
+    )
+
+
+def members(chain: Chain) -> list[Candidate]:
+    """The chain's linears as candidates of its route."""
+    return [
+        replace(c, route="chain", chain=chain, parent_fqn=chain.fqn, parent=chain.module)
+        for c in chain.members
+    ]
+
+
+def facts(chain: Chain) -> dict[str, Any]:
+    """What the outcome of each of its linears says of a chain."""
+    return {
+        "rule": rule.RULE,
+        "route": "chain",
+        "problem": chain.problems[0].to_json(),
+        "backends": measure.backends_of(chain.problems[0], chain.backend),
+        "calls": chain.calls.calls,
+    }
+
+
+def _kind(chain: Chain, single: dict[str, Candidate]) -> Any:
+    """Chains of one kind do the same work and are measured once."""
+    kinds = tuple((k.count, k.input_grad) for k in chain.calls.kinds)
+    rewritten = tuple(c.fqn in single for c in chain.members)
+    return (chain.problems, kinds, chain.calls.autocast, rewritten)
+
+
+def _measure(
+    work: Work, chain: Chain, single: dict[str, Candidate], left: int
+) -> tuple[dict[str, Samples], int] | None:
+    """Tune the chain's Problems and time it; None where PyTorch's own way is the choice."""
+    runs: dict[str, Callable[[Tensor], Tensor]] = {"before": chain.before, "after": chain.after}
+    if any(c.fqn in single for c in chain.members):
+        runs["layers"] = lambda x: chain.layers(x, single)
+    try:
+        if work.config.tune:
+            with work.budget:
+                work.tuned |= measure.tune_all(
+                    chain.problems,
+                    work.runner.device,
+                    budget=work.budget,
+                    seed=work.config.seed,
+                    progress=work.progress,
+                )
+        chosen = [measure.backends_of(p, chain.backend) for p in chain.problems]
+        if all(set(b.values()) == {BASELINE} for b in chosen):
+            return None
+        with work.budget:
+            share = work.budget.share(4 * left, 2.0)
+            return site.times(chain, runs, work.runner.device, share)
+    except UnsupportedError as error:
+        why = str(error)
+    except Exception as error:  # noqa: BLE001  a backend's own error is an outcome too
+        why = f"as one call it raises {type(error).__name__}: {error}"
+    work.notes.append(f"chain {chain.fqn!r} left alone: {why}")
+    return None
+
+
+def _accurate(work: Work, chain: Chain) -> bool:
+    failed = site.failure(chain)
+    if failed is not None:
+        work.notes.append(f"chain {chain.fqn!r} left alone: less accurate as one call: {failed}")
+    return failed is None
+
+
+def _gains(work: Work, chain: Chain, times: dict[str, Samples], passes: int) -> bool:
+    """Whether it beats both rivals; what is beyond noise is decided on the whole model."""
+    ratio = paired_ratio(times["before"], times["after"])
+    rivals: dict[str, Ratio] = {"its layers as they are": ratio}
+    if "layers" in times:
+        rivals["its layers rewritten one by one"] = paired_ratio(times["layers"], times["after"])
+    for rival, found in rivals.items():
+        if not found.median > 1.0:
+            text = f"one call is {in_words(found)} of the speed of {rival}"
+            work.notes.append(f"chain {chain.fqn!r} left alone: {text}")
+            return False
+    share = passes / len(chain.members)
+    for c in chain.members:
+        work.settle(
+            c.fqn,
+            "rejected",
+            "group_dropped",
+            GROUP_DROPPED,
+            **facts(chain),
+            activation=c.activation,
+            before_us=times["before"].median_us * share,
+            after_us=times["after"].median_us * share,
+            speedup=ratio.median,
+            ci95=(ratio.low, ratio.high),
+        )
+    return True

@@ -1,0 +1,153 @@
+"""The rule of mlp: runs of linears with their activations inside an ``nn.Sequential``.
+
+It only matches; nothing here changes a model or measures anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+from torch import nn
+
+from fastlinear.profile.records import LinearSite
+from fastlinear.rewrite.candidate import Candidate
+from fastlinear.rewrite.chain import Chain, Layout
+from fastlinear.rewrite.eligible import refuse_module
+from fastlinear.rewrite.forwards import PLAIN_LINEARS
+
+RULE = "mlp"
+_PASSING = (nn.Identity, nn.Dropout)  # dropout only where it does nothing
+
+
+def match(
+    model: nn.Module,
+    candidates: Mapping[str, Candidate],
+    sites: Mapping[str, LinearSite],
+    *,
+    backend: str | None,
+) -> list[Chain]:
+    """The chains of a model: in every Sequential the longest run of two or more linears.
+
+    Args:
+        model: the model, unchanged.
+        candidates: what the rule of linear_act found; a chain takes none but these.
+        sites: what the profile says about each linear.
+        backend: a forced backend of mlp, or None.
+    """
+    names = {id(module): fqn for fqn, module in model.named_modules()}
+    found = []
+    for fqn, module in model.named_modules():
+        if type(module).forward is not nn.Sequential.forward or refuse_module(module) is not None:
+            continue
+        layout = _longest(module, names, candidates, sites)
+        if layout is None:
+            continue
+        children = list(module._modules.values())
+        members = tuple(candidates[names[id(children[i])]] for i in layout.linears)
+        if len({id(c.module) for c in members}) == len(members) and _one_pass(members):
+            found.append(Chain(fqn, module, layout, members, backend))
+    return found
+
+
+def _one_pass(members: tuple[Candidate, ...]) -> bool:
+    """Whether all linears ran as often, on as many rows: nobody else calls one of them."""
+    kinds = [[(k.count, k.x.shape[:-1]) for k in c.calls.kinds] for c in members]
+    return all(k == kinds[0] for k in kinds)
+
+
+def _longest(
+    module: nn.Module,
+    names: Mapping[int, str],
+    candidates: Mapping[str, Candidate],
+    sites: Mapping[str, LinearSite],
+) -> Layout | None:
+    children = [c for c in module._modules.values() if c is not None]
+    runs = [
+        layout
+        for start in range(len(children))
+        if (layout := _run(module, children, start, names, candidates, sites)) is not None
+    ]
+    return max(runs, key=lambda r: len(r.linears), default=None)
+
+
+def _run(
+    module: nn.Module,
+    children: list[nn.Module],
+    start: int,
+    names: Mapping[int, str],
+    candidates: Mapping[str, Candidate],
+    sites: Mapping[str, LinearSite],
+) -> Layout | None:
+    """The longest chain that begins with child ``start``, or None for fewer than two linears."""
+    linears: list[int] = []
+    activations: list[str] = []
+    ends: list[int] = []
+    i = start
+    while i < len(children):
+        child = children[i]
+        fqn = names.get(id(child), "")
+        if (
+            type(child) in PLAIN_LINEARS
+            and fqn in candidates
+            and not _widths_differ(children, linears, i)
+        ):
+            linears.append(i)
+            activations.append("none")
+            ends.append(i + 1)
+        elif linears and isinstance(child, _PASSING) and _passes(child, module.training):
+            ends[-1] = i + 1
+        elif (
+            linears
+            and activations[-1] == "none"
+            and _follows(children[linears[-1]], child, names, sites)
+        ):
+            if refuse_module(child) is not None:
+                break
+            activations[-1] = sites[names[id(children[linears[-1]])]].activation or "none"
+            ends[-1] = i + 1
+        else:
+            break
+        i += 1
+    # one activation between all layers, any after the last
+    count = len(linears)
+    for j, (a, b) in enumerate(pairwise(activations[:-1])):
+        if a != b:
+            count = j + 2
+            break
+    if count < 2:
+        return None
+    kinds = tuple(type(c) for c in children)
+    return Layout(
+        start=start,
+        stop=ends[count - 1],
+        linears=tuple(linears[:count]),
+        activation=activations[0],
+        final_activation=activations[count - 1],
+        kinds=kinds,
+        facts=tuple(Layout.facts_of(c) for c in children),
+    )
+
+
+def _widths_differ(children: list[nn.Module], linears: list[int], i: int) -> bool:
+    if not linears:
+        return False
+    before, here = children[linears[-1]], children[i]
+    return bool(before.out_features != here.in_features)
+
+
+def _passes(child: nn.Module, training: bool) -> bool:
+    return refuse_module(child) is None and (type(child) is nn.Identity or not training)
+
+
+def _follows(
+    linear: nn.Module, child: nn.Module, names: Mapping[int, str], sites: Mapping[str, LinearSite]
+) -> bool:
+    site = sites.get(names[id(linear)])
+    return (
+        site is not None
+        and site.how == "modules"
+        and site.activation is not None
+        and site.activation_fqn is not None
+        and names.get(id(child)) == site.activation_fqn
+    )
