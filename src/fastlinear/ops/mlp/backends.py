@@ -59,8 +59,8 @@ def _prefer(p: Problem) -> tuple[str, ...]:
 def _prefer_cpu(p: Problem) -> tuple[str, ...]:
     m, widest = p.dim("M"), max(widths_of(p))
     if p.needs_grad:
-        # beside PyTorch's autograd only a backward in one call pays
-        small = m <= 128 and widest <= 128
+        # a Python autograd formula costs as much as PyTorch's own autograd of three or four layers
+        small = m <= 64 and widest <= 128 and p.dim("L") >= 6
         return ("whole_cpp", "eager") if small else ("eager",)
     if widest <= 256 or m <= 128:
         return ("whole_cpp", "layerwise", "eager")

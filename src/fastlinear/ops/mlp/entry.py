@@ -106,12 +106,15 @@ def _library() -> ctypes.PyDLL:
     ]
     facts = (*command, torch.__version__, sysconfig.get_config_var("SOABI") or "")
     digest = hashlib.sha256("\0".join(facts).encode() + _SOURCE.read_bytes()).hexdigest()
-    library = cache_dir() / "cpp" / f"entry-{digest[:16]}.so"
-    try:
-        _ensure(command, library)
-        return ctypes.PyDLL(str(library))
-    except OSError as error:
-        raise _unsupported("a folder to keep the compiled library in", str(error)) from error
+    name = f"entry-{digest[:16]}.so"
+    failures = []
+    for folder in (cache_dir() / "cpp", Path(tempfile.gettempdir()) / f"fastlinear-{os.getuid()}"):
+        try:
+            _ensure(command, folder / name)
+            return ctypes.PyDLL(str(folder / name))
+        except OSError as error:  # read-only, full, mounted without execution...
+            failures.append(f"{folder}: {error}")
+    raise _unsupported("a folder to keep the compiled library in", "; ".join(failures))
 
 
 def _ensure(command: list[str], library: Path) -> None:
