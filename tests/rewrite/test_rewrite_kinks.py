@@ -16,9 +16,10 @@ from fastlinear.dispatch import backend as registry
 from fastlinear.dispatch import cache
 from fastlinear.ops.linear_act import linear_act, reference
 from fastlinear.rewrite import forwards, optimize_, running, site, verify
+from fastlinear.rewrite.inputs import Call
 from fastlinear.rewrite.kinks import Following, Sides, UnlikeRuns, following
 from fastlinear.rewrite.oracle import make_oracle
-from fastlinear.rewrite.running import Call, Ran, Runner, run_once
+from fastlinear.rewrite.running import Ran, Runner, run_once
 from fastlinear.rewrite.swap import Swap, SwapSet
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -18,7 +18,7 @@ from fastlinear.core.compare import Verdict
 from fastlinear.core.errors import InputError
 from fastlinear.core.settings import Config
 from fastlinear.rewrite import apply_, optimize_, verify
-from fastlinear.rewrite.running import Call, from_specs, input_specs
+from fastlinear.rewrite.inputs import Call, from_specs, input_specs
 
 pytestmark = [
     pytest.mark.usefixtures("fast"),

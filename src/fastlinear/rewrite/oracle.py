@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from fastlinear.profile.step import eager_modules
 from fastlinear.rewrite.eligible import linear_kind, linear_modules, refuse_linear
 from fastlinear.rewrite.forwards import float64_linear
+from fastlinear.rewrite.inputs import Call
 from fastlinear.rewrite.kinks import following
-from fastlinear.rewrite.running import Call, Ran, Runner, draws_random_numbers
+from fastlinear.rewrite.running import Ran, Runner, draws_random_numbers
 from fastlinear.rewrite.swap import Swap, SwapSet
 
 Run = Callable[[nn.Module, Call], dict[str, Tensor]]

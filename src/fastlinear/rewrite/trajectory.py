@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from fastlinear.rewrite.running import Call, Runner
+from fastlinear.rewrite.inputs import Call
+from fastlinear.rewrite.running import Runner
 
 _STEP = 1e-2  # one SGD step moves the parameters by this fraction of their norm
 

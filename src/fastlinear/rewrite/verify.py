@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from fastlinear.core.compare import Verdict
+from fastlinear.rewrite.inputs import Call, draw
 from fastlinear.rewrite.kinks import Sides
 from fastlinear.rewrite.oracle import Oracle, Run
-from fastlinear.rewrite.running import KEEP_BYTES, Call, Ran, Runner, draw, run_once
+from fastlinear.rewrite.running import KEEP_BYTES, Ran, Runner, run_once
 from fastlinear.rewrite.swap import SwapSet
 from fastlinear.rewrite.trajectory import learning_rate, trajectory
 from fastlinear.rewrite.verdicts import compare_all, pool

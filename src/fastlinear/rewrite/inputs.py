@@ -1,0 +1,138 @@
+"""The inputs of a model: one call, other draws of it, and its description as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fastlinear.core.errors import InputError
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the model: positional and keyword arguments."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def leaves(self) -> list[Any]:
+        """Every leaf of the arguments, in a stable order."""
+        return pytree.tree_leaves((self.args, self.kwargs))
+
+    def map(self, function: Callable[[Any], Any]) -> Call:
+        """The same structure with every leaf replaced by ``function(leaf)``."""
+        args, kwargs = pytree.tree_map(function, (self.args, self.kwargs))
+        return Call(args, kwargs)
+
+
+def draw(call: Call, index: int, seed: int) -> Call:
+    """Input draw ``index``: 0 is the given call; others keep shapes, dtypes and value ranges.
+
+    Floating tensors are redrawn normal with the same mean and deviation, integer tensors are
+    permuted (so values stay valid), booleans, sparse tensors and everything else are kept.
+    """
+    if index == 0:
+        return call
+    generator = torch.Generator().manual_seed(seed * 1009 + index)
+
+    def redraw(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.numel() == 0 or leaf.dtype is torch.bool:
+            return leaf
+        if leaf.layout is not torch.strided:
+            return leaf
+        if leaf.is_floating_point():
+            value = leaf.detach().float()
+            finite = value[torch.isfinite(value)]
+            if finite.numel() == 0:
+                return leaf
+            std = float(finite.std(correction=0))
+            fresh = torch.randn(leaf.shape, generator=generator) * std + float(finite.mean())
+            return fresh.to(leaf.device, leaf.dtype)
+        if leaf.is_complex():
+            return leaf
+        order = torch.randperm(leaf.numel(), generator=generator).to(leaf.device)
+        return leaf.reshape(-1)[order].reshape(leaf.shape)
+
+    return call.map(redraw)
+
+
+def input_specs(call: Call) -> dict[str, Any]:
+    """Shapes, dtypes and value ranges of the inputs, as JSON; ``from_specs`` rebuilds a call."""
+
+    def spec(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
+            return {"unknown": f"{type(leaf).__qualname__} of layout {leaf.layout}"}
+        if isinstance(leaf, Tensor):
+            item: dict[str, Any] = {
+                "tensor": str(leaf.dtype).removeprefix("torch."),
+                "shape": list(leaf.shape),
+            }
+            if leaf.numel() and leaf.is_floating_point():
+                value = leaf.detach().float()
+                value = value[torch.isfinite(value)]
+                if value.numel():
+                    item |= {"mean": float(value.mean()), "std": float(value.std(correction=0))}
+            elif leaf.numel() and not leaf.is_complex():
+                item |= {"min": int(leaf.min()), "max": int(leaf.max())}
+            return item
+        if leaf is None or isinstance(leaf, bool | int | float | str):
+            return {"value": leaf}
+        return {"unknown": type(leaf).__qualname__}
+
+    return {
+        "args": [_spec_tree(a, spec) for a in call.args],
+        "kwargs": {k: _spec_tree(v, spec) for k, v in call.kwargs.items()},
+    }
+
+
+def _spec_tree(item: Any, spec: Callable[[Any], Any]) -> Any:
+    if isinstance(item, list | tuple):
+        kind = "tuple" if isinstance(item, tuple) else "list"
+        return {kind: [_spec_tree(i, spec) for i in item]}
+    if isinstance(item, dict):
+        return {"dict": {str(k): _spec_tree(v, spec) for k, v in item.items()}}
+    return spec(item)
+
+
+def from_specs(specs: dict[str, Any], device: torch.device, seed: int) -> Call:
+    """A call with random tensors of the stored shapes, dtypes and value ranges.
+
+    Raises InputError when an input was of a kind that a plan cannot describe.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def build(item: dict[str, Any]) -> Any:
+        if "tuple" in item:
+            return tuple(build(i) for i in item["tuple"])
+        if "list" in item:
+            return [build(i) for i in item["list"]]
+        if "dict" in item:
+            return {k: build(v) for k, v in item["dict"].items()}
+        if "value" in item:
+            return item["value"]
+        if "tensor" not in item:
+            raise InputError(
+                "apply_",
+                expected="a plan whose inputs are tensors, numbers, strings or containers of them",
+                received=f"an input of type {item.get('unknown')}",
+                remedy="Pass inputs=... to apply_.",
+            )
+        dtype, shape = getattr(torch, item["tensor"]), tuple(item["shape"])
+        if dtype.is_floating_point:
+            values = torch.randn(shape, generator=generator) * item.get("std", 1.0)
+            return (values + item.get("mean", 0.0)).to(device, dtype)
+        if dtype is torch.bool:
+            if item.get("min") == item.get("max"):
+                return torch.full(shape, bool(item.get("max", 1)), device=device)
+            return (torch.rand(shape, generator=generator) < 0.5).to(device)
+        low, high = item.get("min", 0), item.get("max", 0)
+        return torch.randint(low, high + 1, shape, generator=generator).to(device, dtype)
+
+    return Call(
+        tuple(build(a) for a in specs["args"]), {k: build(v) for k, v in specs["kwargs"].items()}
+    )
