@@ -62,9 +62,14 @@ def _prefer_cpu(p: Problem) -> tuple[str, ...]:
         # a Python autograd formula costs as much as PyTorch's own autograd of three or four layers
         small = m <= 64 and widest <= 128 and p.dim("L") >= 6
         return ("whole_cpp", "eager") if small else ("eager",)
-    if widest <= 256 or m <= 128:
-        return ("whole_cpp", "layerwise", "eager")
-    return ("layerwise", "eager")
+    layered = _layered(p, 1 << 17)
+    return ("whole_cpp", *layered) if widest <= 256 or m <= 128 else layered
+
+
+def _layered(p: Problem, numbers: int) -> tuple[str, ...]:
+    """layerwise where activations are large enough to repay its Python, else PyTorch's ops."""
+    large = p.dim("M") * max(widths_of(p)) >= numbers
+    return ("layerwise", "eager") if large else ("eager",)
 
 
 def _prefer_cuda(p: Problem) -> tuple[str, ...]:
@@ -72,12 +77,12 @@ def _prefer_cuda(p: Problem) -> tuple[str, ...]:
     if p.option("fast") == "yes" and min(widths) >= 2048 and m >= 4096:
         return ("strassen", "layerwise", "eager")
     if p.needs_grad:
-        return ("whole_triton", "eager") if max(widths) <= 128 else ("eager",)
+        few = max(widths) > 128 or p.dim("L") < 4
+        return ("eager",) if few else ("whole_triton", "eager")
+    layered = _layered(p, 1 << 20)
     if max(widths) <= 128:
-        return ("whole_triton", "layerwise", "eager")
-    if m <= 64:
-        return ("whole_cuda", "layerwise", "eager")
-    return ("layerwise", "eager")
+        return ("whole_triton", *layered)
+    return ("whole_cuda", *layered) if m <= 64 else layered
 
 
 def _has_bias(p: Problem, layer: int) -> bool:

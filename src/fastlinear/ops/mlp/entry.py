@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import os
 import subprocess
+import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable
@@ -50,6 +51,8 @@ class Entry:
 
 def reason_not() -> str | None:
     """Why the door cannot be built here, or None."""
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        return "its table of plans relies on Python's global lock"
     if cpp_build.compiler() is None:
         return cpp_build.reason_not()
     for header in (_python_headers() / "Python.h", _TORCH / "include" / "ATen" / "EmptyTensor.h"):
