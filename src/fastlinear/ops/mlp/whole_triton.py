@@ -35,6 +35,7 @@ _MAX_PLANS = 1024
 _MIN_BLOCK = 16
 _FAST_FLOAT64 = ((8, 0), (9, 0), (10, 0))  # capabilities with full-rate float64 products
 _SHARED_BYTES = 200_000  # what resident weights may take of a Hopper multiprocessor
+_RESIDENT_TILES = 5  # of 128 by 128 16-bit numbers
 
 _plans: dict[Any, Any] = {}
 
@@ -49,7 +50,6 @@ class WholeConfig:
         resident: how many of the weights' tiles are loaded once and kept on the chip.
         ahead: tiles between the load of a weight's tile and its use.
         per_unit: programs on each multiprocessor; 0 gives every row block a program of its own.
-        swapped: whether the weight is the product's left operand (forward only).
         chunk: largest part in which a width is held, a power of two of at least 16.
     """
 
@@ -60,7 +60,6 @@ class WholeConfig:
     ahead: int = 1
     per_unit: int = 0
     chunk: int = 128
-    swapped: bool = False
 
 
 @cache
@@ -190,7 +189,7 @@ class _Forward:
         M = x.shape[0]
         for first, end in _chunks(len(weights)):
             part = widths[first : end + 1]
-            chosen = config or forward_config(M, part, x.dtype, save, _units(x.device))
+            chosen = config or forward_config(M, part, x.dtype, *_chip(x.device))
             row_blocks, programs = _grid(M, chosen, x.device)
             layout = _layout(part, chosen.chunk, False)
             rest = (
@@ -199,7 +198,7 @@ class _Forward:
                 (_scheme(x),) * (end - first),
                 *(names[0], layers[end - 1], pre[first], pre[end - 1], _math(x.dtype)),
                 *(chosen.chunk, chosen.block_m),
-                *(min(chosen.resident, len(layout[5])), chosen.ahead, chosen.swapped),
+                *(min(chosen.resident, len(layout[5])), chosen.ahead),
                 x.device.type == "cpu",
             )
             launch = _launch("_mlp_fwd_kernel", (programs,), rest, x.device, chosen)
@@ -267,7 +266,7 @@ class _Backward:
             launch = None
             if stored or wants_dx:
                 part = widths[first : end + 1]
-                chosen = config or backward_config(M, part, x.dtype, _units(x.device))
+                chosen = config or backward_config(M, part, x.dtype, *_chip(x.device))
                 row_blocks, programs = _grid(M, chosen, x.device)
                 layout = _layout(part, chosen.chunk, True)
                 rest = (
@@ -338,7 +337,7 @@ class _WeightGrads:
             offsets.append(offsets[-1] + used + padding)
         self._total = offsets[-1]
         M = x.shape[0]
-        chosen = grads_config(max(max(shape) for shape in self._shapes), x.dtype)
+        chosen = grads_config(x.dtype)
         block_m, chunk = chosen.block_m, chosen.chunk
         recomputed = activation_of(activation).saved == "pre"
         tiles = tuple(
@@ -369,9 +368,9 @@ class _WeightGrads:
         grid: tuple[int, ...] = (len(tiles), self._splits)
         self._product = _launch("_mlp_bwd_dw_kernel", grid, rest, x.device, chosen)
         if self._splits > 1:
-            rest = (self._total, self._splits, 128, 16)
+            summed = (self._total, self._splits, 128, 16)
             grid = (-(-self._total // 128),)
-            self._sum = _launch("_mlp_sum_parts_kernel", grid, rest, x.device, WholeConfig(16, 4))
+            self._sum = _launch("_mlp_sum_parts_kernel", grid, summed, x.device, WholeConfig(16, 4))
 
     def run(
         self, x: Tensor, saved: tuple[Tensor, ...], dpres: list[Tensor | None]
@@ -397,37 +396,44 @@ class _WeightGrads:
 
 
 def forward_config(
-    M: int, widths: tuple[int, ...], dtype: torch.dtype, save: bool, units: int
+    M: int, widths: tuple[int, ...], dtype: torch.dtype, units: int, capability: tuple[int, int]
 ) -> WholeConfig:
     """The configuration of the forward of M rows through layers of these widths."""
     wide = max(widths) > 64
-    half = dtype.itemsize == 2
-    block_m = _block_rows(M, units, 128 if half else 32)
-    if not half:
-        return WholeConfig(block_m, 8 if wide else 4, ahead=0 if wide else 1, chunk=64)
+    if dtype.itemsize == 4:
+        block_m = _block_rows(M, units, 32)
+        few = block_m == _MIN_BLOCK
+        return WholeConfig(block_m, 8 if wide or few else 4, ahead=int(few), chunk=64)
+    block_m = _block_rows(M, units, 128)
     if block_m < 64:
-        return WholeConfig(block_m, 8 if wide else 4)
-    held = _weight_bytes(widths, dtype, 64)
-    if not wide and held <= _SHARED_BYTES:
-        per_unit = max(1, min(3, _SHARED_BYTES // held))
-        return WholeConfig(block_m, 4, 2, 1 << 20, 1, per_unit, 64)
-    return WholeConfig(block_m, block_m // 16 if wide else 4, ahead=0, chunk=64)
+        return WholeConfig(block_m, 8 if wide else 4, ahead=1 if wide else 2)
+    if not wide:
+        return WholeConfig(block_m, 4, ahead=0)
+    if block_m == 128 and capability[0] == 9:
+        # One program fills a multiprocessor's registers; its shared memory holds weights
+        return WholeConfig(block_m, 8, 1, _RESIDENT_TILES, 0, 1)
+    return WholeConfig(block_m, block_m // 16, ahead=0, chunk=64)
 
 
-def backward_config(M: int, widths: tuple[int, ...], dtype: torch.dtype, units: int) -> WholeConfig:
+def backward_config(
+    M: int, widths: tuple[int, ...], dtype: torch.dtype, units: int, capability: tuple[int, int]
+) -> WholeConfig:
     """The configuration of the backward's data chain."""
     wide = max(widths) > 64
-    block_m = _block_rows(M, units, 64 if dtype.itemsize == 2 else 32)
     if dtype.itemsize == 4:
-        return WholeConfig(block_m, 8 if wide else 4, ahead=0, chunk=64)
-    return WholeConfig(block_m, 4, ahead=0 if wide else 1, chunk=64)
+        return WholeConfig(_block_rows(M, units, 32), 8 if wide else 4, ahead=0, chunk=64)
+    block_m = _block_rows(M, units, 64)
+    held = _weight_bytes(widths, dtype, 64)
+    if block_m == 64 and not wide and held <= _SHARED_BYTES // 3 and capability[0] == 9:
+        return WholeConfig(block_m, 4, 1, 1 << 20, 0, 3, 64)
+    return WholeConfig(block_m, 4, ahead=1, chunk=64)
 
 
-def grads_config(width: int, dtype: torch.dtype) -> WholeConfig:
-    """The configuration of the weight gradients' product, for a largest width."""
+def grads_config(dtype: torch.dtype) -> WholeConfig:
+    """The configuration of the weight gradients' product."""
     if dtype.itemsize == 4:
         return WholeConfig(32, 4, 3, per_unit=2, chunk=64)
-    return WholeConfig(64, 8 if width > 64 else 4, 3, per_unit=2)
+    return WholeConfig(64, 4, 3, per_unit=2)
 
 
 def _block_rows(M: int, units: int, largest: int) -> int:
@@ -514,6 +520,10 @@ def _launch(
 def _units(device: torch.device) -> int:
     """Multiprocessors; the CPU interpreter counts as 3, so that programs walk several blocks."""
     return 3 if device.type == "cpu" else device_facts(device).units
+
+
+def _chip(device: torch.device) -> tuple[int, tuple[int, int]]:
+    return _units(device), _capability(device)
 
 
 def _capability(device: torch.device) -> tuple[int, int]:

@@ -145,29 +145,21 @@ def _store_rows(
     FIRST: tl.constexpr,
     END: tl.constexpr,
     BLOCK: tl.constexpr,
-    SWAPPED: tl.constexpr,
 ):
-    """Store (rows, BLOCK), for SWAPPED (BLOCK, rows), at columns from FIRST on of (M, END)."""
-    values = values.to(ptr.dtype.element_ty)
-    if SWAPPED:
-        values = tl.trans(values)
+    """Store (rows, BLOCK) at columns from FIRST on of a contiguous (M, END) matrix."""
     offs = FIRST + tl.arange(0, BLOCK)
     ptrs = ptr + row_offs.to(tl.int64)[:, None] * END + offs[None, :]
     mask = row_offs[:, None] < M
     if FIRST + BLOCK > END:
         mask = mask & (offs[None, :] < END)
-    tl.store(ptrs, values, mask=mask)
+    tl.store(ptrs, values.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _clear_padding(
-    values, FIRST: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr, SWAPPED: tl.constexpr
-):
+def _clear_padding(values, FIRST: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr):
     """Zero the columns from END on: a NaN or an infinity there would spread through a product."""
     if FIRST + BLOCK <= END:
         return values
-    elif SWAPPED:
-        return tl.where(FIRST + tl.arange(0, BLOCK)[:, None] < END, values, 0.0)
     else:
         return tl.where(FIRST + tl.arange(0, BLOCK)[None, :] < END, values, 0.0)
 
@@ -179,21 +171,14 @@ def _bias(
     END: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    SWAPPED: tl.constexpr,
 ):
     """What a product starts from: columns [FIRST, FIRST + BLOCK) of a bias (END,), or zeros."""
     if ptr is None:
-        if SWAPPED:
-            return tl.zeros((BLOCK, BLOCK_M), dtype=tl.float32)
-        else:
-            return tl.zeros((BLOCK_M, BLOCK), dtype=tl.float32)
+        return tl.zeros((BLOCK_M, BLOCK), dtype=tl.float32)
     else:
         offs = FIRST + tl.arange(0, BLOCK)
         bias = tl.load(ptr + offs, mask=offs < END, other=0.0).to(tl.float32)
-        if SWAPPED:
-            return tl.broadcast_to(bias[:, None], (BLOCK, BLOCK_M))
-        else:
-            return tl.broadcast_to(bias[None, :], (BLOCK_M, BLOCK))
+        return tl.broadcast_to(bias[None, :], (BLOCK_M, BLOCK))
 
 
 @triton.jit
@@ -223,49 +208,38 @@ def _fwd_rows(
     CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     AHEAD: tl.constexpr,
-    SWAPPED: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """All layers for BLOCK_M rows. ``weights`` holds the first tiles.
-
-    Hidden activations are (BLOCK_M, part), or (part, BLOCK_M) for SWAPPED: then the weight is the
-    product's left operand, whose rows fill the matrix unit where there are few rows of x.
-    """
+    """All layers for BLOCK_M rows. ``weights`` holds the first tiles."""
     row_offs = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
     h = ()
     for k in tl.static_range(MAX_PARTS):
         if k < PARTS[0]:
             part = _load_rows(x_ptr, row_offs, x_row_stride, M, k * CHUNK, WIDTHS[0], BLOCKS[0][k])
-            part = _operand(part, SCHEMES[0], UPCAST)
-            h = h + (tl.trans(part) if SWAPPED else part,)
+            h = h + (_operand(part, SCHEMES[0], UPCAST),)
     for i in tl.static_range(LAYERS):
         outs = ()
         for n in tl.static_range(MAX_PARTS):
             if n < PARTS[i + 1]:
-                acc = _bias(
-                    *(bias_ptrs[i], n * CHUNK, WIDTHS[i + 1], BLOCKS[i + 1][n], BLOCK_M, SWAPPED)
-                )
+                acc = _bias(*(bias_ptrs[i], n * CHUNK, WIDTHS[i + 1], BLOCKS[i + 1][n], BLOCK_M))
                 for k in tl.static_range(MAX_PARTS):
                     if k < PARTS[i]:
                         weights = _with_tiles(
                             *(weights, weight_ptrs, STARTS[i] + n * PARTS[i] + k, STARTS[LAYERS]),
                             *(TILES, WIDTHS, BLOCKS, SCHEMES, CHUNK, AHEAD, UPCAST),
                         )
-                        w = weights[STARTS[i] + n * PARTS[i] + k]
-                        if SWAPPED:
-                            acc = _dot(w, h[k], acc, SCHEMES[i])
-                        else:
-                            acc = _dot(h[k], tl.trans(w), acc, SCHEMES[i])
+                        w = tl.trans(weights[STARTS[i] + n * PARTS[i] + k])
+                        acc = _dot(h[k], w, acc, SCHEMES[i])
                 if i + 1 < LAYERS:
                     out = activation(acc, ACTIVATION, MATH)
-                    out = _clear_padding(out, n * CHUNK, WIDTHS[i + 1], BLOCKS[i + 1][n], SWAPPED)
+                    out = _clear_padding(out, n * CHUNK, WIDTHS[i + 1], BLOCKS[i + 1][n])
                 else:
                     out = activation(acc, FINAL, MATH)
                 if saved_ptrs[i] is not None:
                     kept = acc if (SAVE_PRE if i + 1 < LAYERS else SAVE_FINAL_PRE) else out
                     _store_rows(
                         *(saved_ptrs[i], kept, row_offs, M, n * CHUNK, WIDTHS[i + 1]),
-                        *(BLOCKS[i + 1][n], SWAPPED),
+                        BLOCKS[i + 1][n],
                     )
                 if i + 1 < LAYERS:
                     if not UPCAST:
@@ -274,7 +248,7 @@ def _fwd_rows(
                 else:
                     _store_rows(
                         *(y_ptr, out, row_offs, M, n * CHUNK, WIDTHS[i + 1]),
-                        *(BLOCKS[i + 1][n], SWAPPED),
+                        BLOCKS[i + 1][n],
                     )
         h = outs
 
@@ -307,7 +281,6 @@ def _mlp_fwd_kernel(
     BLOCK_M: tl.constexpr,
     RESIDENT: tl.constexpr,
     AHEAD: tl.constexpr,
-    SWAPPED: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """y = the whole chain; program p computes row blocks p, p + programs, ...
@@ -341,7 +314,7 @@ def _mlp_fwd_kernel(
                 SCHEMES,
                 ACTIVATION,
             ),
-            *(FINAL, SAVE_PRE, SAVE_FINAL_PRE, MATH, CHUNK, BLOCK_M, AHEAD, SWAPPED, UPCAST),
+            *(FINAL, SAVE_PRE, SAVE_FINAL_PRE, MATH, CHUNK, BLOCK_M, AHEAD, UPCAST),
         )
 
 
@@ -415,13 +388,13 @@ def _bwd_rows(
                         FINAL if i + 1 == LAYERS else ACTIVATION,
                         MATH,
                     )
-                dpre = _clear_padding(dpre, n * CHUNK, WIDTHS[i + 1], BLOCKS[i + 1][n], False)
+                dpre = _clear_padding(dpre, n * CHUNK, WIDTHS[i + 1], BLOCKS[i + 1][n])
                 if not UPCAST:
                     dpre = dpre.to(dy_ptr.dtype.element_ty)
                 if dpre_ptrs[i] is not None:
                     _store_rows(
                         *(dpre_ptrs[i], dpre, row_offs, M, n * CHUNK, WIDTHS[i + 1]),
-                        *(BLOCKS[i + 1][n], False),
+                        BLOCKS[i + 1][n],
                     )
                 dpres = dpres + (_operand(dpre, SCHEMES[i], UPCAST),)
         if i > STOP and ACTIVATION != "none":  # asked for before the product that hides its latency
@@ -446,9 +419,7 @@ def _bwd_rows(
     if dx_ptr is not None:
         for k in tl.static_range(MAX_PARTS):
             if k < PARTS[STOP]:
-                _store_rows(
-                    dx_ptr, g[k], row_offs, M, k * CHUNK, WIDTHS[STOP], BLOCKS[STOP][k], False
-                )
+                _store_rows(dx_ptr, g[k], row_offs, M, k * CHUNK, WIDTHS[STOP], BLOCKS[STOP][k])
 
 
 @triton.jit
