@@ -15,6 +15,7 @@ from fastlinear.core.settings import Config
 from fastlinear.dispatch import backend as registry
 from fastlinear.dispatch import cache
 from fastlinear.ops.linear_act import linear_act, reference
+from fastlinear.ops.mlp import reference as chain
 from fastlinear.rewrite import forwards, optimize_, running, site, verify
 from fastlinear.rewrite.inputs import Call
 from fastlinear.rewrite.kinks import Following, Sides, UnlikeRuns, following
@@ -314,3 +315,34 @@ def test_every_layer_of_a_chain_in_one_call_is_seen(backend: str | None, final: 
     with Sides() as smooth:
         forwards.call_mlp(X, weights, biases, "gelu", "none", backend)
     assert not smooth.outputs
+
+
+def layerwise(x: Tensor, weights: Any, biases: Any, *names: Any) -> Any:
+    """A correct chain whose first layer adds up in another order."""
+    first, rest = weights[0].flip(1).contiguous(), weights[1:]
+    return chain.forward(x.flip(1).contiguous(), (first, *rest), biases, *names)
+
+
+def test_a_chain_in_one_call_is_judged_on_its_own_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = registry.family("mlp")
+    target = f"{__name__}:layerwise"
+    mine = registry.Backend(known.name, "forward", "mine", target, lambda _: None)
+    changed = {**vars(known), "backends": (*known.backends, mine)}
+    monkeypatch.setitem(registry._FAMILIES, known.name, registry.Family(**changed))
+    cache.forget()
+    model = nn.Sequential(*at_the_kink(nn.ReLU()), nn.ReLU(), nn.Linear(4, 4))
+    linears = [m for m in model if isinstance(m, nn.Linear)]
+
+    def forward(self: nn.Sequential, x: Tensor) -> Tensor:
+        layers: list[Any] = [m for m in self if isinstance(m, nn.Linear)]
+        parameters = [m.weight for m in layers], [m.bias for m in layers]
+        return forwards.call_mlp(x, *parameters, "relu", "none", "mine")
+
+    assert len(linears) == 3
+    swap = SwapSet([Swap("", model, forward)])
+    assert not failed(judge(model).verdicts(swap))
+    assert not failed(judge(model).trajectory(swap, 2))
+    with monkeypatch.context() as m:
+        m.setattr(verify.Judge, "_compared", strictly)
+        assert "grad.0.bias" in failed(judge(model).verdicts(swap))
+    cache.forget()

@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastlinear.core.problem import Problem
-from fastlinear.ops.mlp import mlp, reference
+from fastlinear.ops.mlp import reference
 from fastlinear.ops.mlp.selection import problem_of
 from fastlinear.rewrite.candidate import Candidate, SiteCalls
-from fastlinear.rewrite.forwards import Forward
+from fastlinear.rewrite.forwards import Forward, call_mlp
 from fastlinear.rewrite.swap import Swap, mark
 
 _OWN_STATE = (bool, int, float, str, type(None))
@@ -87,14 +87,8 @@ def chained(layout: Layout, backend: str | None) -> Forward:
         for child in children[:start]:
             input = child(input)  # type: ignore[misc]
         layers: list[Any] = [children[i] for i in linears]
-        input = mlp(
-            input,
-            [layer.weight for layer in layers],
-            [layer.bias for layer in layers],
-            activation=activation,
-            final_activation=final,
-            backend=backend,
-        )
+        weights, biases = [m.weight for m in layers], [m.bias for m in layers]
+        input = call_mlp(input, weights, biases, activation, final, backend)
         for child in children[stop:]:
             input = child(input)  # type: ignore[misc]
         return input
@@ -185,14 +179,9 @@ class Chain:
     def after(self, x: Tensor) -> Tensor:
         """One call of ``mlp``."""
         layers: list[Any] = [c.module for c in self.members]
-        return mlp(
-            x,
-            [layer.weight for layer in layers],
-            [layer.bias for layer in layers],
-            activation=self.layout.activation,
-            final_activation=self.layout.final_activation,
-            backend=self.backend,
-        )
+        weights, biases = [m.weight for m in layers], [m.bias for m in layers]
+        names = self.layout.activation, self.layout.final_activation
+        return call_mlp(x, weights, biases, *names, self.backend)
 
     def exact(self, x: Tensor, parameters: dict[str, Tensor]) -> Tensor:
         """The same by differentiable torch ops on other values, for the oracle in float64."""

@@ -111,15 +111,26 @@ def call_mlp(
     backend: str | None,
 ) -> Tensor:
     """``mlp`` as one of torch's functions: a function mode sees the call whole."""
-    names: dict[str, Any] = {
-        "activation": activation,
-        "final_activation": final_activation,
-        "backend": backend,
-    }
     if has_torch_function_unary(x):
-        y: Tensor = handle_torch_function(mlp, (x,), x, weights, biases, **names)
+        y: Tensor = handle_torch_function(
+            mlp,
+            (x,),
+            x,
+            weights,
+            biases,
+            activation=activation,
+            final_activation=final_activation,
+            backend=backend,
+        )
         return y
-    return mlp(x, weights, biases, **names)
+    return mlp(
+        x,
+        weights,
+        biases,
+        activation=activation,
+        final_activation=final_activation,
+        backend=backend,
+    )
 
 
 def _untouched(module: nn.Module) -> bool:
