@@ -15,6 +15,7 @@ NAMES = [
     "__version__",
     "apply_",
     "explain",
+    "graphed",
     "linear_act",
     "mlp",
     "nn",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import pickle
 import threading
 from collections import namedtuple
@@ -199,6 +200,9 @@ def test_numbers_that_compare_equal_are_told_apart(device: str) -> None:
     x = torch.ones(2, device=device)
     assert g(x, 1)[0] == 3
     assert g(x, True)[0] == 2
+    g = graphed(lambda x, k: x * math.copysign(1.0, k))
+    assert g(x, 0.0)[0] == 1
+    assert g(x, -0.0)[0] == -1
 
 
 @torch.no_grad()
@@ -506,6 +510,17 @@ def test_gradients_accumulate_and_are_never_overwritten(device: str) -> None:
     assert_close(held, kept)
 
 
+def test_a_training_output_is_kept_and_its_graph_free_after_the_backward(device: str) -> None:
+    model = mlp(device)
+    g = graphed(model)
+    y = g(torch.randn(2, 4, device=device))
+    kept = y.detach().clone()
+    y.sum().backward()
+    g(torch.randn(2, 4, device=device)).sum().backward()
+    assert torch.equal(y, kept)
+    assert g.counts.recorded == 1
+
+
 def test_training_follows_the_optimizer(device: str) -> None:
     ours = mlp(device)
     theirs = copy.deepcopy(ours)
@@ -591,7 +606,7 @@ def test_padded_rows_add_nothing_to_gradients(device: str) -> None:
 
     g = graphed(f, batch_dim=0)
     x = torch.randn(5, 4, device=device)
-    g(torch.full((8, 4), float("nan"), device=device)).sum().backward()
+    gradients(g, layer, torch.full((8, 4), float("nan"), device=device))
     assert_close(gradients(g, layer, x), gradients(f, layer, x))
 
 
