@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import fastlinear as fl
 from fastlinear.ops.common import cpp_elementwise
+from fastlinear.ops.common.packed import probe
 from fastlinear.ops.linear_act import onednn
 from fastlinear.ops.linear_act.backends import problem
 
@@ -126,10 +127,10 @@ def test_pack_follows_the_weight(change: Callable[[nn.Linear], Any]) -> None:
 def test_version_counter_sees_what_the_probe_misses() -> None:
     layer, x = packed_layer(96, 80), torch.randn(16, 80)
     check(layer, x)
-    before = onednn._probe(layer.weight).tobytes()
+    before = probe(layer.weight).tobytes()
     with torch.no_grad():
         layer.weight[3, 6] = 100.0
-    assert onednn._probe(layer.weight).tobytes() == before  # it does miss this element
+    assert probe(layer.weight).tobytes() == before  # it does miss this element
     check(layer, x)
 
 
@@ -140,10 +141,10 @@ def test_probe_reads_the_weight_alone(dtype: torch.dtype) -> None:
     for weight in (whole, whole.t(), whole[5:40], whole[:, 3:44], whole[2::3, 1::5], whole[:1]):
         raw = weight.contiguous().view(torch.uint8).view(-1, dtype.itemsize)
         inside = {bytes(element) for element in raw.numpy()}
-        probe = onednn._probe(weight)
-        assert {element.tobytes() for element in probe.reshape(-1)} <= inside
-        assert probe.size >= min(9, weight.numel())
-        assert len({element.tobytes() for element in probe.reshape(-1)}) >= probe.size // 3
+        found = probe(weight)
+        assert {element.tobytes() for element in found.reshape(-1)} <= inside
+        assert found.size >= min(9, weight.numel())
+        assert len({element.tobytes() for element in found.reshape(-1)}) >= found.size // 3
 
 
 def test_nan_in_the_weight_packs_once() -> None:
@@ -151,9 +152,9 @@ def test_nan_in_the_weight_packs_once() -> None:
     with torch.no_grad():
         layer.weight[0, 0] = torch.nan  # the probe's first element: NaN differs from itself
         layer(x)
-        (first,) = [pack.blocked for _, pack in onednn._packs.values()]
+        (first,) = [pack.value[0] for _, pack in onednn._packs.held.values()]
         layer(x)
-    (second,) = [pack.blocked for _, pack in onednn._packs.values()]
+    (second,) = [pack.value[0] for _, pack in onednn._packs.held.values()]
     assert first is second
 
 
@@ -167,9 +168,9 @@ def test_square_weight_transposed_in_place() -> None:
 def test_pack_is_made_once_and_used() -> None:
     layer, x = packed_layer(), torch.randn(16, 40)
     check(layer, x)
-    (first,) = [pack.blocked for _, pack in onednn._packs.values()]
+    (first,) = [pack.value[0] for _, pack in onednn._packs.held.values()]
     check(layer, x)
-    (second,) = [pack.blocked for _, pack in onednn._packs.values()]
+    (second,) = [pack.value[0] for _, pack in onednn._packs.held.values()]
     assert first is second
 
 
@@ -178,16 +179,16 @@ def test_pack_serves_other_batches_than_it_was_made_for(rows: int) -> None:
     layer = packed_layer()
     check(layer, torch.randn(16, 40))
     check(layer, torch.randn(rows, 40))
-    assert len(onednn._packs) == 1
+    assert len(onednn._packs.held) == 1
 
 
 def test_pack_dies_with_its_weight() -> None:
     layer = packed_layer()
     check(layer, torch.randn(16, 40))
-    (blocked,) = [weakref.ref(pack.blocked) for _, pack in onednn._packs.values()]
+    (blocked,) = [weakref.ref(pack.value[0]) for _, pack in onednn._packs.held.values()]
     del layer
     gc.collect()
-    assert onednn._packs == {}
+    assert onednn._packs.held == {}
     assert blocked() is None
 
 
@@ -212,7 +213,7 @@ def test_transposed_view_made_anew_at_every_call() -> None:
         for _ in range(3):
             y = fl.linear_act(x, weight.t(), b, activation="gelu", backend="onednn_packed")
             torch.testing.assert_close(y, F.gelu(x @ weight + b), rtol=1e-5, atol=1e-5)
-        assert len(onednn._packs) == 1
+        assert len(onednn._packs.held) == 1
         weight.data.mul_(2)
         y = fl.linear_act(x, weight.t(), b, activation="gelu", backend="onednn_packed")
         torch.testing.assert_close(y, F.gelu(x @ weight + b), rtol=1e-5, atol=1e-5)
@@ -225,7 +226,7 @@ def test_two_slices_of_one_tensor_keep_apart() -> None:
         for part in weight.chunk(3):
             y = fl.linear_act(x, part, activation="silu", backend="onednn_packed")
             torch.testing.assert_close(y, F.silu(F.linear(x, part)), rtol=1e-5, atol=1e-5)
-    assert len(onednn._packs) == 3
+    assert len(onednn._packs.held) == 3
 
 
 def test_write_to_the_far_half_of_a_sliced_weight() -> None:
@@ -243,7 +244,7 @@ def test_inference_tensors_are_never_kept() -> None:
         check(layer, x)
         layer.weight.mul_(2)
         check(layer, x)
-    assert onednn._packs == {}
+    assert onednn._packs.held == {}
 
 
 def test_many_weights_in_turn() -> None:
@@ -252,10 +253,10 @@ def test_many_weights_in_turn() -> None:
     for _ in range(2):
         for layer in layers:
             check(layer, x)
-    assert len(onednn._packs) == 5
+    assert len(onednn._packs.held) == 5
     del layers[1:], layer
     gc.collect()
-    assert len(onednn._packs) == 1
+    assert len(onednn._packs.held) == 1
 
 
 def test_reasons() -> None:

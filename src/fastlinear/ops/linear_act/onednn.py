@@ -3,22 +3,14 @@
 oneDNN's relu makes 0 of NaN where torch's keeps it, so it is used only where the result itself
 proves that no NaN was met; elsewhere relu is a pass of its own.
 
-``forward_packed`` keeps a copy of each weight in oneDNN's blocked layout. The copy is refreshed
-when the weight's version counter, storage or a probe of its values changes; the probe (a dozen
-elements, read where they lie) catches writes through ``.data`` that bypass the version counter.
-A write through ``.data`` to single elements that the probe does not cover is not seen: call
-``forget_packed`` after one.
+``forward_packed`` keeps a copy of each weight in oneDNN's blocked layout, as long as
+``common/packed.py`` holds the weight for unchanged; ``forget_packed`` drops the copies.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
-import weakref
-from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +18,7 @@ from fastlinear.core.problem import Problem
 from fastlinear.ops.common import cpp_elementwise
 from fastlinear.ops.common.activations import LEAKY_RELU_SLOPE
 from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.common.packed import Packs
 
 # fastlinear's activation → (post-op, its scalars, its algorithm)
 _POST_OPS: dict[str, tuple[str, list[float], str]] = {
@@ -37,9 +30,6 @@ _POST_OPS: dict[str, tuple[str, list[float], str]] = {
     "tanh": ("tanh", [], ""),
     "leaky_relu": ("leaky_relu", [LEAKY_RELU_SLOPE], ""),
 }
-# each may miss every cache; prime, so that the probe's stride rarely lines up with a row
-_PROBE_ELEMENTS = 13
-_PROBE_SIDE = 4
 # below these sizes of y a pass of its own costs as little as the proof that none is needed
 _PROOF_ELEMENTS = 1 << 19
 _PROOF_COLUMNS = 128
@@ -147,75 +137,19 @@ def _provable(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-@dataclass(slots=True)
-class _Pack:
-    blocked: Tensor
-    finite: bool  # no NaN or infinity in it
-    version: int
-    pointer: int
-    probe: np.ndarray[Any, Any]  # the weight's own memory: read only while ``pointer`` holds
-    seen: bytes  # what the probe read when the weight was packed
-
-    def valid_for(self, weight: Tensor) -> bool:
-        return (
-            self.version == weight._version
-            and self.pointer == weight.data_ptr()
-            and self.probe.tobytes() == self.seen
-        )
-
-
-# (id of the base tensor, shape, strides, offset) → (weak reference, its pack). A view (Conv1D's
-# transpose) is made anew at every call, so the base is what lives.
-_packs: dict[tuple[Any, ...], tuple[weakref.ref[Tensor], _Pack]] = {}
+# weight → its blocked copy, and whether all of it is known to be finite
+_packs: Packs[tuple[Tensor, bool]] = Packs()
 
 
 def _packed(weight: Tensor, rows: int) -> tuple[Tensor, bool]:
-    """The weight's blocked copy, and whether all of it is known to be finite."""
-    if weight.is_inference():
-        # No version counter: nothing says when it changes, so nothing is kept.
-        return _blocked(weight, rows), False
-    base = weight._base if weight._base is not None else weight
-    key = (id(base), weight.shape, weight.stride(), weight.storage_offset())
-    held = _packs.get(key)
-    if held is not None and held[0]() is base and held[1].valid_for(weight):
-        return held[1].blocked, held[1].finite
-    detached = weight.detach()
-    probe = _probe(detached)
-    pack = _Pack(
-        _blocked(detached, rows),
-        math.isfinite(float(detached.sum(dtype=torch.float64))),
-        weight._version,
-        weight.data_ptr(),
-        probe,
-        probe.tobytes(),
-    )
-    _packs[key] = (weakref.ref(base, lambda _: _packs.pop(key, None)), pack)
-    return pack.blocked, pack.finite
-
-
-def _blocked(weight: Tensor, rows: int) -> Tensor:
-    blocked: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), rows)
-    return blocked
-
-
-def _probe(weight: Tensor) -> np.ndarray[Any, Any]:
-    """A dozen elements of the weight where they lie; keeps its storage alive no more than a number.
-
-    Torch's own views would, and cost ten times as much to read.
-    """
-    n, k = weight.shape
-    across, along = weight.stride()
-    size: tuple[int, ...]
-    strides: tuple[int, ...]
-    if (along == 1 and across == k) or (across == 1 and along == n):  # dense: one stride does
-        step = max(1, n * k // _PROBE_ELEMENTS)
-        size, strides = (-(-n * k // step),), (step,)
-    else:
-        row, column = max(1, n // _PROBE_SIDE), max(1, k // _PROBE_SIDE)
-        size = (-(-n // row), -(-k // column))
-        strides = (across * row, along * column)
-    width = weight.element_size()
-    extent = 1 + sum((count - 1) * stride for count, stride in zip(size, strides, strict=True))
-    memory = (ctypes.c_char * (extent * width)).from_address(weight.data_ptr())
-    numbers = np.frombuffer(memoryview(memory), f"u{width}")  # type: ignore[arg-type]
-    return np.lib.stride_tricks.as_strided(numbers, size, [stride * width for stride in strides])
+    kept = _packs.get(weight)
+    if kept is None:
+        detached = weight.detach()
+        # not for inference tensors: nothing is kept of them, and looking costs a pass
+        finite = not weight.is_inference() and math.isfinite(
+            float(detached.sum(dtype=torch.float64))
+        )
+        blocked = torch.ops.mkldnn._reorder_linear_weight(detached.contiguous(), rows)
+        kept = blocked, finite
+        _packs.put(weight, kept)
+    return kept

@@ -1,0 +1,81 @@
+"""MKL on the CPU with packed weights, float32 inference: its GEMM without packing at every call.
+
+MKL packs a weight for one number of rows. A weight keeps packs for the first few batch sizes it
+meets and serves further ones through torch's own linear, so that batches of ever new sizes cost
+neither memory nor time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastlinear.core.problem import Problem
+from fastlinear.ops.common.activations import LEAKY_RELU_SLOPE
+from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.common.packed import Packs
+
+_BATCH_SIZES = 2  # each is a copy of the weight
+_IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda pre: pre,
+    "relu": torch.relu_,
+    "silu": lambda pre: F.silu(pre, inplace=True),
+    "sigmoid": torch.sigmoid_,
+    "tanh": torch.tanh_,
+    "leaky_relu": lambda pre: F.leaky_relu_(pre, LEAKY_RELU_SLOPE),
+}
+_packs: Packs[dict[int, Tensor]] = Packs()  # weight → number of rows → its pack
+
+
+def reason_not(problem: Problem) -> str | None:
+    """Why MKL with packed weights cannot serve a forward Problem, or None."""
+    if problem.device != "cpu":
+        return "MKL runs on the CPU only"
+    if problem.dtype != "float32":
+        return f"float32 only, not {problem.dtype}"
+    if problem.needs_grad:
+        return "a packed weight is kept for inference only: training changes it every step"
+    if not torch.backends.mkl.is_available() or not hasattr(torch.ops.mkl, "_mkl_linear"):
+        return "this build of torch has no MKL with packed weights"
+    return None
+
+
+def forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save_pre: bool
+) -> tuple[Tensor, Tensor | None]:
+    """act(x Wᵀ + b): x (M, K), weight (N, K), bias (N,) → (y (M, N), pre or None); float32."""
+    if bias is not None:
+        bias = bias.contiguous()
+    rows = x.shape[0]
+    pack = _pack(weight, rows)
+    if pack is None:
+        pre = F.linear(x, weight, bias)
+    else:
+        pre = torch.ops.mkl._mkl_linear(x, pack, weight, bias, rows)
+    in_place = None if save_pre else _IN_PLACE.get(activation)
+    if in_place is not None:
+        return in_place(pre), None
+    return activation_of(activation).value(pre), pre if save_pre else None
+
+
+def forget_packed() -> None:
+    """Drop every packed weight; the next call packs again."""
+    _packs.clear()
+
+
+def _pack(weight: Tensor, rows: int) -> Tensor | None:
+    """The weight packed for that many rows; None where torch's own linear is to serve."""
+    packs = _packs.get(weight)
+    if packs is None:
+        if weight.is_inference():  # nothing says when it changes
+            return None
+        packs = {}
+        _packs.put(weight, packs)
+    pack = packs.get(rows)
+    if pack is None and len(packs) < _BATCH_SIZES:
+        detached = weight.detach().contiguous()
+        pack = packs[rows] = torch.ops.mkl._mkl_reorder_linear_weight(detached, rows)
+    return pack
