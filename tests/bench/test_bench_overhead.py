@@ -54,6 +54,7 @@ def test_the_grid_is_the_documents_and_more() -> None:
         assert (8, 8192, 128) in cells
     assert {c.dtype for c in overhead.cases("cuda")} == {"float32", "bfloat16"}
     assert {"wall", "device"} == set(overhead.cases("cuda")[0].metrics)
+    assert {c.dim("M") for c in overhead.cases("cuda") if not c.light} == {64}
 
 
 @pytest.mark.parametrize("layers", [1, 3])
