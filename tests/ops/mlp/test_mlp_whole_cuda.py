@@ -68,6 +68,7 @@ def test_config_for_fits_the_largest_chain(itemsize: int, layers: int) -> None:
             config = whole_cuda.config_for(widths, rows, itemsize)
             assert config.invalid(widths, itemsize) is None
             assert config.shared_bytes(widths, itemsize) <= SHARED_LIMIT
+            assert not whole_cuda.config_for(widths, rows, itemsize, aligned=False).direct
 
 
 @pytest.mark.parametrize(
@@ -81,6 +82,7 @@ def test_config_for_fits_the_largest_chain(itemsize: int, layers: int) -> None:
         (Config(1, 64, 4, 1, tiles=2), "registers"),
         (Config(1, 64, 4, 4, depth=16), "shared memory"),
         (Config(1, 8, 4, 1, simt=True), "float32"),
+        (Config(16, 8, 2, 2, direct=True), "equal widths"),
     ],
 )
 def test_impossible_configs_are_named(config: Config, word: str) -> None:
@@ -104,11 +106,13 @@ def test_shared_memory_and_parameters_agree_with_the_source(
     """The host's layout arithmetic against the source's own, computed by a host compiler."""
     widths = (100, 50, 300, 10)
     text = whole_cuda.source(config, widths, dtype, "relu", "none")
-    text = text[: text.index("__device__ __host__ constexpr int ceil_div")]
+    macros = text[: text.index("//")]
+    layout = text[text.index("constexpr int ES") : text.index("__device__ __host__ constexpr")]
     file = tmp_path / "layout.cpp"
     file.write_text(
         "#include <cstdio>\n"
-        + text
+        + macros
+        + layout
         + 'int main() { std::printf("%d %d", BIAS_OFFSET, (int)sizeof(Params)); }\n'
     )
     subprocess.run([str(CXX), "-std=c++17", "-o", tmp_path / "layout", file], check=True)
@@ -160,6 +164,7 @@ def test_reason_not_without_a_device_or_for_what_it_cannot_do(
     assert "layers" in reason(widths=(8,) * (whole_cuda.MAX_LAYERS + 2))
     assert "empty" in reason(rows=0)
     assert str(whole_cuda.MAX_ROWS + 1) in reason(rows=whole_cuda.MAX_ROWS + 1)
+    assert "129" in reason(rows=whole_cuda.MAX_ROWS_WIDE + 1, widths=(1024,) * 3)
 
 
 def test_a_cpu_tensor_is_refused() -> None:
@@ -190,7 +195,7 @@ def test_compiles_without_spills(
     save: int,
     vec: int,
 ) -> None:
-    config = whole_cuda.config_for(widths, rows, dtype.itemsize)
+    config = whole_cuda.config_for(widths, rows, dtype.itemsize, vec == 16)
     file = tmp_path / "whole.cu"
     file.write_text(whole_cuda.source(config, widths, dtype, activation, final, save, vec))
     done = subprocess.run(
@@ -216,10 +221,7 @@ def _inputs(rows: int, widths: tuple[int, ...], dtype: torch.dtype, bias: str = 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, device="cuda", generator=generator)
 
-    weights = tuple(
-        (draw(n, k) * (1.5 / k) ** 0.5).to(dtype)
-        for k, n in pairwise(widths)
-    )
+    weights = tuple((draw(n, k) * (1.5 / k) ** 0.5).to(dtype) for k, n in pairwise(widths))
     biases = tuple(
         (draw(n) * 0.3).to(dtype) if bias == "yes" or (bias == "some" and i % 2 == 0) else None
         for i, n in enumerate(widths[1:])
@@ -318,6 +320,18 @@ def test_layouts_and_alignment() -> None:
             for bs in (biases, spread, shifted):
                 y, _ = whole_cuda.forward(a, ws, bs, "relu", "none", False)
                 torch.testing.assert_close(y, truth)
+
+
+@on_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_wide_weights_off_a_16_byte_boundary(dtype: torch.dtype) -> None:
+    x, weights, biases = _inputs(9, (1024,) * 3, dtype)
+    odd = tuple(
+        torch.empty(w.numel() + 1, device="cuda", dtype=dtype)[1:].view_as(w).copy_(w)
+        for w in weights
+    )
+    _assert_right((x, odd, biases), "relu", "none", False)
 
 
 @on_hopper

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-
 from fastlinear.ops.common import cuda_driver as driver
 
 _NON_PORTABLE_CLUSTER = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 PORTABLE_CLUSTER = 8
 """Blocks of the largest cluster that every device with clusters accepts."""
-
-
-class ParamBlock(ctypes.Structure):
-    """Base of kernel parameters passed by value; subclass it with ``_fields_``."""
 
 
 def allow_cluster(kernel: driver.Kernel, cluster: int) -> None:

@@ -1,13 +1,14 @@
 """Backend ``whole_cuda`` of mlp: every layer in one kernel for Hopper, in CUDA C++.
 
 A cluster of up to 16 blocks carries a few rows of x through all layers; hidden activations go from
-block to block through shared memory and never leave the chip. ``whole.cu`` holds the device source;
-this file chooses how the work is shared out, compiles it with NVRTC (once per choice and process)
-and launches it. Weights are read at every call from where they lie. Blocks wait for one another
-only inside a cluster, which the hardware starts as a whole: no launch can deadlock.
+block to block through shared memory and never leave the chip. ``whole.cu`` holds the kernel and
+``whole_device.cu`` what it is written in; this file chooses how the work is shared out, compiles it
+with NVRTC (once per choice and process) and launches it. Weights are read at every call from where
+they lie. Blocks wait for one another only inside a cluster, which the hardware starts as a whole:
+no launch can deadlock.
 
-Accumulation is in float32, in a fixed order: results are deterministic. float32 itself is computed
-in three tf32 products per step, with an error like that of plain float32 arithmetic.
+Accumulation is in float32, in a fixed order: results are deterministic. float32 itself takes plain
+multiply-adds; three tf32 products per step are there as a configuration.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import ctypes
 import struct
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -27,192 +27,31 @@ from fastlinear.core.problem import Problem
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.mlp.problem import widths_of
+from fastlinear.ops.mlp.whole_cuda_config import Config, Widths, config_for, input_units
 
-__all__ = ["MAX_LAYERS", "MAX_ROWS", "MAX_WIDTH", "Config", "config_for", "forward", "reason_not"]
+__all__ = [
+    "MAX_LAYERS",
+    "MAX_ROWS",
+    "MAX_ROWS_WIDE",
+    "MAX_WIDTH",
+    "Config",
+    "config_for",
+    "forward",
+    "reason_not",
+]
 
 ARCH = "sm_90a"
 MAX_WIDTH = 1024
 MAX_LAYERS = 32
 MAX_ROWS = 1024
-"""Above, every block of rows reading all weights again costs more than separate layers."""
+MAX_ROWS_WIDE = 128
+"""Of widths above 512. Beyond, every block of rows reading all weights again costs too much."""
 
-_SOURCE = Path(__file__).with_name("whole.cu")
+_SOURCES = [Path(__file__).with_name(name) for name in ("whole_device.cu", "whole.cu")]
 _KERNEL = "whole_mlp"
-_SHARED_LIMIT = 232_448  # bytes a Hopper block may have
 _MAX_PLANS = 1024
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _DTYPE_NAMES = ("bfloat16", "float16", "float32")
-
-Widths = tuple[int, ...]
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-@dataclass(frozen=True)
-class Config:
-    """How one chain is shared out.
-
-    Attributes:
-        cluster: blocks that share one block of rows; each computes its part of every layer's
-            columns.
-        rows: rows of x per cluster, a multiple of 8.
-        groups: groups of warps in a block, each with its own columns.
-        split_k: warps of a group, each with its own part of K.
-        tiles: column tiles (of 16) a group computes at a time.
-        unroll: 64-byte blocks of K per pipeline step.
-        depth: pipeline steps of weights on their way.
-        bulk: exchange by one bulk copy per pair of blocks instead of stores from every thread.
-        simt: float32 only: plain multiply-adds instead of split tf32 products.
-        direct: weights go from global memory straight to registers, ``depth`` 64-byte blocks of K
-            per warp. For equal widths of whole passes.
-        late: how many of those blocks are fetched only after a layer's results were sent.
-    """
-
-    cluster: int
-    rows: int
-    groups: int
-    split_k: int
-    tiles: int = 1
-    unroll: int = 1
-    depth: int = 8
-    bulk: bool = False
-    simt: bool = False
-    direct: bool = False
-    late: int = 0
-
-    @property
-    def warps(self) -> int:
-        """Warps of one block."""
-        return self.groups * self.split_k
-
-    def shared_bytes(self, widths: Widths, itemsize: int) -> int:
-        """Dynamic shared memory: barriers, weights under way, activations, staging, sums."""
-        ring = 0 if self.direct else self.warps * self.depth * self.unroll * self.tiles * 1024
-        activations = 2 * input_units(widths, itemsize) * (self.rows * 16 + 32)
-        stage = self.warps * itemsize * 128
-        parts = self.tiles * self.rows // 8
-        sums = self.groups * parts * self.split_k * 512 if self.split_k > 1 else 0
-        each = [_ceil_div(_column_tiles(n, itemsize), self.cluster) for n in widths[1:]]
-        return 64 + ring + activations + stage + sums + 16 * itemsize * sum(each)
-
-    def invalid(self, widths: Widths, itemsize: int) -> str | None:
-        """Why this configuration cannot be built for these widths, or None."""
-        if self.cluster not in (1, 2, 4, 8, 16):
-            return f"cluster {self.cluster}: not 1, 2, 4, 8 or 16"
-        if self.rows % 8 or not 8 <= self.rows <= 64:
-            return f"rows {self.rows}: not a multiple of 8 up to 64"
-        if not 1 <= self.warps <= 16 or (self.split_k > 1 and self.groups > 15):
-            return f"{self.groups} groups of {self.split_k} warps"
-        if min(self.tiles, self.unroll) < 1 or self.depth < 2:
-            return f"tiles {self.tiles}, unroll {self.unroll}, depth {self.depth}"
-        if self.simt and itemsize != 4:
-            return "plain multiply-adds are for float32"
-        if self.tiles * self.rows > (32 if self.simt else 64):
-            return f"{self.tiles} tiles of {self.rows} rows do not fit the registers"
-        if self.direct and not self._direct_fits(widths, itemsize):
-            return "weights held in registers need equal widths, in whole blocks and one pass"
-        needed = self.shared_bytes(widths, itemsize)
-        if needed > _SHARED_LIMIT:
-            return f"{needed} bytes of shared memory, more than {_SHARED_LIMIT}"
-        return None
-
-    def _direct_fits(self, widths: Widths, itemsize: int) -> bool:
-        width = widths[0]
-        return (
-            len(set(widths)) == 1
-            and self.unroll == 1
-            and self.late <= self.depth
-            and width % (self.depth * self.split_k * (64 // itemsize)) == 0
-            and width == 16 * self.cluster * self.groups * self.tiles
-        )
-
-    def exact(self, widths: Widths, itemsize: int) -> bool:
-        """Whether every layer is a whole number of steps and passes, so nothing is masked."""
-        k_step = self.split_k * self.unroll * (64 // itemsize)
-        n_step = 16 * self.cluster * self.groups * self.tiles
-        return all(k % k_step == 0 for k in widths[:-1]) and all(
-            n % n_step == 0 for n in widths[1:]
-        )
-
-
-def _column_tiles(n: int, itemsize: int) -> int:
-    """Column tiles (of 16) of a layer of n columns, padded to 64 bytes."""
-    return _ceil_div(n * itemsize, 64) * (4 // itemsize)
-
-
-def input_units(widths: Widths, itemsize: int) -> int:
-    """Units (16 bytes of columns) of the widest input of a layer, padded to 64 bytes."""
-    return 4 * max(_ceil_div(k * itemsize, 64) for k in widths[:-1])
-
-
-# Clusters of so many blocks that an H200 runs at once: not every GPC has all its SMs.
-_CLUSTERS = {1: 132, 2: 66, 4: 30, 8: 15, 16: 7}
-
-
-def config_for(widths: Widths, rows: int, itemsize: int) -> Config:
-    """The sharing for a chain of these widths over that many rows, as measured on an H200.
-
-    Args:
-        widths: n_0 … n_L.
-        rows: M.
-        itemsize: bytes of an element.
-    """
-    for config in _candidates(max(widths), rows, itemsize):
-        fitting = config
-        while fitting.invalid(widths, itemsize) and fitting.depth > 2 and not fitting.direct:
-            fitting = replace(fitting, depth=fitting.depth - 1)
-        if fitting.invalid(widths, itemsize) is None:
-            return fitting
-    raise AssertionError(f"no configuration for {widths}, {rows} rows")
-
-
-def _rows_for(rows: int, cluster: int, most: int) -> int:
-    """Rows of one cluster: as few as let all clusters run at once, at most ``most``."""
-    each = _ceil_div(_ceil_div(rows, _CLUSTERS[cluster]), 8) * 8
-    return min(each, most)
-
-
-def _candidates(width: int, rows: int, itemsize: int) -> list[Config]:
-    """Preferred configurations, best first; the last ones fit every chain."""
-
-    most = 16 if width > 512 and itemsize == 4 else 32  # so that two inputs fit shared memory
-
-    def share(cluster: int, groups: int, split_k: int, **rest: int) -> Config:
-        return Config(cluster, _rows_for(rows, cluster, most), groups, split_k, **rest)  # type: ignore[arg-type]
-
-    simt = {"simt": True} if itemsize == 4 else {}
-    if width <= 128 and rows > 512:  # many rows: no exchange, every SM on its own
-        return [share(1, width // 16 or 1, 1, unroll=2, **simt), share(1, 4, 1, **simt)]
-    if itemsize == 4:
-        if width <= 64:
-            return [share(4, 1, 4, **simt)]
-        if width <= 128:
-            return [share(8, 1, 4, unroll=2, **simt)]
-        if width <= 256:
-            return [share(8, 2, 4, unroll=2, **simt)]
-        if width <= 512:
-            return [share(8, 4, 4, unroll=2, **simt), share(8, 2, 4, **simt)]
-        return [
-            share(16, 2, 4, tiles=2, depth=8, direct=True, simt=True),
-            share(16, 4, 4),
-            share(16, 4, 2),
-            share(16, 2, 2),
-        ]
-    if width <= 64:
-        return [share(1, 4, 1, unroll=2)]
-    if width <= 128:
-        return [share(4, 2, 2, unroll=2)]
-    if width <= 256:
-        return [share(8, 2, 2, unroll=4)]
-    if width <= 512:
-        if rows <= 8 * _CLUSTERS[16]:
-            return [share(16, 2, 2, unroll=2, depth=10)]
-        return [share(8, 4, 2, unroll=2, depth=10), share(8, 4, 2)]
-    few = _rows_for(rows, 16, most) <= 16
-    best = [share(16, 4, 2, depth=16, direct=True)] if few else []
-    return [*best, share(16, 4, 4, unroll=2), share(16, 4, 4), share(16, 4, 2)]
 
 
 def reason_not(p: Problem) -> str | None:
@@ -242,8 +81,9 @@ def _size_reason(widths: Widths, rows: int) -> str | None:
         return f"a width of {max(widths)} is more than {MAX_WIDTH}"
     if len(widths) - 1 > MAX_LAYERS:
         return f"{len(widths) - 1} layers are more than {MAX_LAYERS}"
-    if rows > MAX_ROWS:
-        return f"{rows} rows are more than {MAX_ROWS}"
+    most = MAX_ROWS if max(widths) <= 512 else MAX_ROWS_WIDE
+    if rows > most:
+        return f"{rows} rows are more than {most} at widths up to {max(widths)}"
     return None
 
 
@@ -285,7 +125,9 @@ def source(
         "ACT": f"ACT_{activation.upper()}",
         "FINAL": f"ACT_{final_activation.upper()}",
     }
-    return "".join(f"#define {k} {v}\n" for k, v in macros.items()) + _SOURCE.read_text()
+    return "".join(f"#define {k} {v}\n" for k, v in macros.items()) + "".join(
+        file.read_text() for file in _SOURCES
+    )
 
 
 def save_mode(activation: str, final_activation: str, layers: int) -> int:
@@ -299,7 +141,7 @@ def save_mode(activation: str, final_activation: str, layers: int) -> int:
 
 # x, y, weight[], bias[], saved[] | x_stride | rows, layers, width[], padding
 _POINTERS = 2 + 3 * MAX_LAYERS
-_PARAM_BYTES = _ceil_div(8 * (_POINTERS + 1) + 4 * (2 + MAX_LAYERS + 1), 8) * 8
+_PARAM_BYTES = (8 * (_POINTERS + 1) + 4 * (2 + MAX_LAYERS + 1) + 7) // 8 * 8
 _Params = ctypes.c_char * _PARAM_BYTES
 
 
@@ -323,6 +165,8 @@ class _Plan:
         reason = _size_reason(widths, rows) or config.invalid(widths, dtype.itemsize)
         if reason is None and torch.cuda.get_device_capability(device) != (9, 0):
             reason = "the device is not a Hopper GPU"
+        if reason is None and config.direct and vec != 16:
+            reason = "weights that do not start on 16 bytes cannot go straight to registers"
         if reason is not None:
             raise _unsupported(reason)
         layers = len(widths) - 1
@@ -346,7 +190,7 @@ class _Plan:
             config.cluster,
             [self._params],  # type: ignore[list-item]
         )
-        self.launch.set_grid(_ceil_div(rows, config.rows) * config.cluster)
+        self.launch.set_grid(-(-rows // config.rows) * config.cluster)
         if self.launch.max_clusters() < 1:
             raise _unsupported(f"the device cannot run a cluster of {config.cluster} such blocks")
         self.out_shape = (rows, widths[-1])
@@ -356,8 +200,8 @@ class _Plan:
     def run(
         self,
         x: Tensor,
-        weights: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
+        weights: Sequence[int],
+        biases: Sequence[int],
         stream: int,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         params = self._params
@@ -368,14 +212,8 @@ class _Plan:
             self._pointers.pack_into(
                 params, 8 * (2 + 2 * MAX_LAYERS), *[t.data_ptr() for t in saved]
             )
-        self._addresses.pack_into(
-            params, 0, x.data_ptr(), y.data_ptr(), *[w.data_ptr() for w in weights]
-        )
-        self._pointers.pack_into(
-            params,
-            8 * (2 + MAX_LAYERS),
-            *[0 if b is None else b.data_ptr() for b in biases],
-        )
+        self._addresses.pack_into(params, 0, x.data_ptr(), y.data_ptr(), *weights)
+        self._pointers.pack_into(params, 8 * (2 + MAX_LAYERS), *biases)
         self._stride.pack_into(params, 8 * _POINTERS, x.stride(0))
         self.launch.run(stream)
         return y, tuple(saved)
@@ -403,7 +241,7 @@ def _kernel(text: str, shared: int, device: int):  # type: ignore[no-untyped-def
     if kernel is None:
         cubin = _cubins.get(text)
         if cubin is None:
-            cubin = _cubins[text] = driver.compile_cubin(text, _SOURCE.name, ARCH)
+            cubin = _cubins[text] = driver.compile_cubin(text, _SOURCES[-1].name, ARCH)
         kernel = _kernels[text, shared, device] = driver.Kernel(cubin, _KERNEL, shared, device)
     return kernel
 
@@ -443,23 +281,27 @@ def forward(
     if x.stride(1) != 1:
         x = x.contiguous()
     bits = 0
-    shapes = []
+    addresses = []
     for weight in weights:
         if not weight.is_contiguous():
             weights = tuple([w.contiguous() for w in weights])
             return forward(x, weights, biases, activation, final_activation, save, config=config)
-        bits |= weight.data_ptr()
-        shapes.append(weight.shape)
+        address = weight.data_ptr()
+        bits |= address
+        addresses.append(address)
+    shifts = []
     for bias in biases:
-        if bias is not None and bias.stride(0) != 1:
+        if bias is not None and not bias.is_contiguous():
             biases = tuple([None if b is None else b.contiguous() for b in biases])
-            break
-    key = (x.shape, x.dtype, activation, final_activation, save, bits & 15, index, config, *shapes)
+            return forward(x, weights, biases, activation, final_activation, save, config=config)
+        shifts.append(0 if bias is None else bias.data_ptr())
+    outs = [weight.size(0) for weight in weights]
+    key = (x.shape, x.dtype, activation, final_activation, save, bits & 15, index, config, *outs)
     with _lock:
         plan = _plans.get(key)
         if plan is None:
             plan = _new_plan(key, x, weights, activation, final_activation, save, bits, config)
-        return plan.run(x, weights, biases, torch._C._cuda_getCurrentRawStream(index))
+        return plan.run(x, addresses, shifts, torch._C._cuda_getCurrentRawStream(index))
 
 
 def _new_plan(
@@ -480,7 +322,7 @@ def _new_plan(
     if len(_plans) >= _MAX_PLANS:
         _plans.clear()
     plan = _plans[key] = _Plan(
-        config or config_for(widths, rows, itemsize),
+        config or config_for(widths, rows, itemsize, vec == 16),
         widths,
         rows,
         x.dtype,
