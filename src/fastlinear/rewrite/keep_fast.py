@@ -6,8 +6,8 @@ from fastlinear.core.timing import Ratio
 from fastlinear.profile.step import private_copy
 from fastlinear.rewrite import measure
 from fastlinear.rewrite.candidate import Candidate
+from fastlinear.rewrite.inputs import Call
 from fastlinear.rewrite.rules import linear_act as rule
-from fastlinear.rewrite.running import Call
 from fastlinear.rewrite.swap import SwapSet
 from fastlinear.rewrite.work import GROUP_DROPPED, Work, in_words
 

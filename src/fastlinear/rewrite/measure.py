@@ -18,7 +18,8 @@ from fastlinear.dispatch.select import select
 from fastlinear.ops.linear_act.selection import choices_of, tuning_order
 from fastlinear.ops.mlp import problem as mlp
 from fastlinear.ops.mlp.selection import backward_choice
-from fastlinear.rewrite.running import Call, Runner
+from fastlinear.rewrite.inputs import Call
+from fastlinear.rewrite.running import Runner
 from fastlinear.rewrite.swap import SwapSet
 
 _MODEL_ROUNDS = (25, 125)  # the second number only if the first leaves it open

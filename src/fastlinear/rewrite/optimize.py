@@ -22,13 +22,14 @@ from fastlinear.rewrite import measure
 from fastlinear.rewrite.candidate import Candidate
 from fastlinear.rewrite.choose import choose, heaviest_first
 from fastlinear.rewrite.eligible import Refusal, linear_modules
+from fastlinear.rewrite.inputs import Call, input_specs
 from fastlinear.rewrite.keep_accurate import keep_accurate
 from fastlinear.rewrite.keep_fast import keep_fast
 from fastlinear.rewrite.plan import Plan, Rewrite, model_facts
 from fastlinear.rewrite.result import Result
 from fastlinear.rewrite.rules import linear_act as rule
 from fastlinear.rewrite.rules.linear_act import FilterFn
-from fastlinear.rewrite.running import Call, LossFn, Runner, check_runs, input_specs
+from fastlinear.rewrite.running import LossFn, Runner, check_runs
 from fastlinear.rewrite.swap import SwapSet
 from fastlinear.rewrite.work import Work
 

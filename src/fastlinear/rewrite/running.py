@@ -13,10 +13,8 @@ from torch import Tensor, nn
 
 from fastlinear.core.errors import FastlinearError, InputError
 from fastlinear.profile.step import loss_of, private_copy
-from fastlinear.rewrite.inputs import Call, from_specs, input_specs
+from fastlinear.rewrite.inputs import Call
 from fastlinear.rewrite.kinks import Sides
-
-__all__ = ["Call", "LossFn", "Ran", "Runner", "check_runs", "from_specs", "input_specs", "run_once"]
 
 LossFn = Callable[[Any], Tensor]
 KEEP_BYTES = 1 << 28

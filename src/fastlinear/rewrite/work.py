@@ -19,10 +19,11 @@ from fastlinear.profile.observe import Observation
 from fastlinear.rewrite import measure, verify
 from fastlinear.rewrite.candidate import Candidate
 from fastlinear.rewrite.eligible import Refusal
+from fastlinear.rewrite.inputs import Call
 from fastlinear.rewrite.result import SiteOutcome
 from fastlinear.rewrite.rules import linear_act as rule
 from fastlinear.rewrite.rules.linear_act import FilterFn
-from fastlinear.rewrite.running import Call, Ran, Runner
+from fastlinear.rewrite.running import Ran, Runner
 
 GROUP_DROPPED = "Faster alone, but the rewrite it belongs to was given up."
 
