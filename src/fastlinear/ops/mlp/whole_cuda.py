@@ -24,8 +24,10 @@ from torch import Tensor
 
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.core.problem import Problem
+from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.common.cuda_launch import allow_cluster
 from fastlinear.ops.mlp.problem import widths_of
 from fastlinear.ops.mlp.whole_cuda_config import Config, Widths, config_for, input_units
 
@@ -159,9 +161,6 @@ class _Plan:
         vec: int,
         device: int,
     ) -> None:
-        from fastlinear.ops.common import cuda_driver as driver
-        from fastlinear.ops.common.cuda_launch import allow_cluster
-
         reason = _size_reason(widths, rows) or config.invalid(widths, dtype.itemsize)
         if reason is None and torch.cuda.get_device_capability(device) != (9, 0):
             reason = "the device is not a Hopper GPU"
@@ -221,7 +220,7 @@ class _Plan:
 
 _lock = threading.Lock()
 _cubins: dict[str, bytes] = {}
-_kernels: dict[tuple[str, int, int], object] = {}
+_kernels: dict[tuple[str, int, int], driver.Kernel] = {}
 _plans: dict[tuple[object, ...], _Plan] = {}
 
 
@@ -234,9 +233,7 @@ def _unsupported(reason: str) -> UnsupportedError:
     )
 
 
-def _kernel(text: str, shared: int, device: int):  # type: ignore[no-untyped-def]
-    from fastlinear.ops.common import cuda_driver as driver
-
+def _kernel(text: str, shared: int, device: int) -> driver.Kernel:
     kernel = _kernels.get((text, shared, device))
     if kernel is None:
         cubin = _cubins.get(text)
