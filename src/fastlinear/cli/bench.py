@@ -150,7 +150,7 @@ def _measured(row: dict[str, Any]) -> str:
         return "wrong: less accurate than allowed"
     if row["peak_bytes"] is not None:
         return f"{row['peak_bytes']} bytes"
-    if row["kernels"] is not None:
+    if row["metric"] == "kernels":
         count = len(row["kernels"])
         return f"{count} kernel" if count == 1 else f"{count} kernels"
     return f"{row['median_us']:.1f} us"
