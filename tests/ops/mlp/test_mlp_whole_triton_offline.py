@@ -1,0 +1,182 @@
+"""The kernels of ``whole`` compile for each architecture, without spilling, without a GPU.
+
+Launches are built from meta tensors, so what is compiled is what would be launched. Triton keeps
+compiled kernels on disk, so a second run is quick.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("needs triton", allow_module_level=True)
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fastlinear.ops.mlp import whole_triton as backend
+from fastlinear.ops.mlp import whole_triton_kernels
+
+if triton.knobs.runtime.interpret:
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+SHARED_BYTES = {80: 166_912, 90: 232_448, 100: 232_448}
+LAYERS = 4
+Where = tuple[int, ...]
+
+
+@dataclass
+class Recorded:
+    """What a launch was given, and the tensors it was called with."""
+
+    kernel: str
+    rest: tuple[Any, ...]
+    config: backend.WholeConfig
+    tensors: tuple[Any, ...] = ()
+
+    def __call__(self, *tensors: Any) -> None:
+        self.tensors = tensors
+        made.append(self)
+
+    def compile(self, arch: int) -> Any:
+        """The kernel specialised as Triton's launcher would."""
+        kernel = getattr(whole_triton_kernels, self.kernel)
+        signature: dict[str, Any] = {}
+        constants: dict[Where, Any] = {}
+        attributes: dict[Where, list[Any]] = {}
+        for i, value in enumerate((*self.tensors, *self.rest)):
+            param = kernel.params[i]
+            if param.is_constexpr:
+                signature[param.name] = "constexpr"
+                constants[(i,)] = value
+            else:
+                signature[param.name] = _describe(value, (i,), constants, attributes)
+        options = {"num_warps": self.config.warps, "num_stages": self.config.stages}
+        source = ASTSource(kernel, signature, constants, attributes)
+        return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+made: list[Recorded] = []
+
+
+def _describe(
+    value: Any, path: Where, constants: dict[Where, Any], attributes: dict[Where, list[Any]]
+) -> Any:
+    """Type of one argument; ones, Nones and multiples of 16 are known at compile time."""
+    if isinstance(value, tuple):
+        return tuple(_describe(v, (*path, i), constants, attributes) for i, v in enumerate(value))
+    if value is None or (not isinstance(value, torch.Tensor) and value == 1):
+        constants[path] = value
+        return "constexpr"
+    if isinstance(value, torch.Tensor):
+        attributes[path] = [["tt.divisibility", 16]]
+        return f"*{NAMES[value.dtype]}"
+    if value % 16 == 0:
+        attributes[path] = [["tt.divisibility", 16]]
+    return "i32"
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets the architecture; launches are kept in ``made`` and none is carried out."""
+
+    def record(kernel: str, grid: Any, rest: Any, device: Any, config: Any) -> Recorded:
+        return Recorded(kernel, rest, config)
+
+    def set_up(arch: int) -> None:
+        monkeypatch.setattr(backend, "_launch", record)
+        monkeypatch.setattr(backend, "_units", lambda device: 132)
+        monkeypatch.setattr(backend, "_capability", lambda device: divmod(arch, 10))
+        backend._plans.clear()
+        made.clear()
+
+    yield set_up
+    backend._plans.clear()
+    made.clear()
+
+
+def assert_fits(compiled: Any, arch: int, tmp_path: Path) -> None:
+    """No stack frame (spills live there), and shared memory within the architecture's limit."""
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    usage = subprocess.run(
+        [CUOBJDUMP, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True
+    ).stdout
+    match = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert match, usage
+    assert int(match[2]) == 0, usage
+    assert compiled.metadata.shared <= SHARED_BYTES[arch]
+
+
+def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def chain(H: int, M: int, dtype: torch.dtype) -> tuple[Any, Any, Any]:
+    """x, weights and biases of equal widths."""
+    weights = tuple(meta(H, H, dtype=dtype) for _ in range(LAYERS))
+    return meta(M, H, dtype=dtype), weights, tuple(meta(H, dtype=dtype) for _ in range(LAYERS))
+
+
+MAIN = [
+    (64, 64, torch.bfloat16),
+    (128, 64, torch.bfloat16),
+    (64, 65536, torch.bfloat16),
+    (128, 4096, torch.bfloat16),
+    (64, 64, torch.float32),
+]
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize(("H", "M", "dtype"), MAIN, ids=str)
+def test_forward(
+    H: int, M: int, dtype: torch.dtype, arch: int, recorded: Any, tmp_path: Path
+) -> None:
+    recorded(arch)
+    backend.forward(*chain(H, M, dtype), "relu", "none", False)
+    (launch,) = made
+    compiled = launch.compile(arch)
+    assert_fits(compiled, arch, tmp_path)
+    if dtype is torch.float32:
+        assert ".f64" in compiled.asm["ptx"]
+    elif arch == 90 and M == 65536:
+        assert "wgmma.mma_async" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("H", [64, 128])
+def test_training(H: int, recorded: Any, tmp_path: Path) -> None:
+    recorded(90)
+    x, weights, biases = chain(H, 65536, torch.bfloat16)
+    y, saved = backend.forward(x, weights, biases, "gelu_tanh", "none", True)
+    needs = (True, (True,) * LAYERS, (True,) * LAYERS)
+    backend.backward(y, x, weights, saved, "gelu_tanh", "none", needs)
+    names = [launch.kernel for launch in made]
+    assert names == [
+        "_mlp_fwd_kernel",
+        "_mlp_bwd_dx_kernel",
+        "_mlp_bwd_dw_kernel",
+        "_mlp_sum_parts_kernel",
+    ]
+    for launch in made[2:] if H == 128 else made:  # the others may spill a little at 128
+        assert_fits(launch.compile(90), 90, tmp_path)
+
+
+def test_one_launch_whatever_the_number_of_layers_up_to_the_limit(recorded: Any) -> None:
+    recorded(90)
+    for layers, launches in ((1, 1), (backend._MAX_LAYERS, 1), (backend._MAX_LAYERS + 1, 2)):
+        made.clear()
+        weights = tuple(meta(16, 16, dtype=torch.bfloat16) for _ in range(layers))
+        x = meta(8, 16, dtype=torch.bfloat16)
+        backend.forward(x, weights, (None,) * layers, "relu", "none", False)
+        assert len(made) == launches
