@@ -132,6 +132,18 @@ def test_an_inspection_knows_what_was_read_written_and_drawn() -> None:
         x[torch.tensor([0, 1])]
 
 
+@pytest.mark.parametrize(("shape", "what"), [((), "a number held in"), ((3,), "values of")])
+def test_values_on_the_host_are_refused_even_where_known(shape: tuple[int, ...], what: str) -> None:
+    scale = torch.ones(shape)
+    with (
+        pytest.raises(UnsupportedError, match=f"{what} a cpu tensor read at .*test_core_graphs"),
+        Inspection("f", torch.device("cuda"), [], [scale]),
+    ):
+        scale * 2
+    with Inspection("f", torch.device("cuda"), [], []):
+        torch.tensor(1.0) * 2  # a constant of the code is recorded as it is
+
+
 def test_statistics_that_a_schema_hides_are_put_back() -> None:
     norm, x = torch.nn.BatchNorm1d(3), torch.randn(4, 3)
     inspection = Inspection("f", torch.device("cpu"), [x], [*norm.parameters(), *norm.buffers()])

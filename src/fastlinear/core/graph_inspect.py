@@ -132,12 +132,13 @@ class Inspection(TorchDispatchMode):
 
     def _check_known(self, t: Tensor) -> None:
         storage = _storage(t)
-        if storage in self._arguments or storage in self._watched or storage in self._made:
+        if storage in self._made:
             return
-        if t.device.type != self._device.type:
-            if t.dim():
-                self._refuse("no copy between devices", f"a tensor of {t.device} is read")
-            self._refuse("no tensor value fixed outside", f"a number held in a {t.device} tensor")
+        if t.device.type != self._device.type:  # a replay would not look at it again
+            what = "a number held in a" if t.dim() == 0 else "values of a"
+            self._refuse(f"tensors on {self._device.type}", f"{what} {t.device.type} tensor read")
+        if storage in self._arguments or storage in self._watched:
+            return
         raise UnsupportedError(
             self._function,
             expected="every tensor it reads to be an argument, or a parameter, buffer or attribute "
