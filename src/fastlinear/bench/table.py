@@ -24,8 +24,8 @@ from fastlinear.ops.linear_act.backends import STEP, problem
 from fastlinear.ops.linear_act.selection import tuning_order
 
 # What costs how much importance; the sum orders the grid, least first.
-_DTYPES = {"bfloat16": 0.0, "float32": 2.0, "float16": 2.5}
-_ACTIVATIONS = {"gelu_tanh": 0.0, "none": 1.0, "relu": 1.5, "gelu": 1.5, "silu": 2.0}
+_DTYPES = {"bfloat16": 0.0, "float32": 1.5, "float16": 2.5}
+_ACTIVATIONS = {"gelu_tanh": 0.0, "none": 1.0, "relu": 1.5, "gelu": 3.0, "silu": 3.5}
 _LAYOUTS = {"nk": 0.0, "kn": 2.5}
 _SIZES = (
     (768, 3072),
@@ -44,11 +44,11 @@ _TOKENS = {
     4096: 0.0,
     16384: 0.5,
     1024: 0.5,
-    256: 1.0,
-    64: 1.5,
-    1: 1.5,
-    16: 2.0,
-    4: 2.5,
+    256: 0.75,
+    64: 0.75,
+    1: 1.0,
+    16: 1.25,
+    4: 2.0,
     65536: 2.5,
 }
 _HEADLINE = ((8192, 768, 3072), (8192, 1024, 4096), (8192, 4096, 4096))
@@ -73,7 +73,7 @@ def table_problems(device: str = "cuda") -> list[Problem]:
                 for i, (k, n) in enumerate(_SIZES):
                     for m, d in _TOKENS.items():
                         if max(m * k, m * n) <= _LARGEST_ELEMENTS:
-                            cost = base + 0.4 * i + d
+                            cost = base + 0.2 * i + d
                             weighted += _pieces(cost, (m, k, n), dtype, device, activation, layout)
     weighted.sort(key=lambda item: item[:2])
     return list(dict.fromkeys(p for _, _, p in weighted))

@@ -67,6 +67,8 @@ class Family:
         reference: (Problem, inputs) → the result in the inputs' own dtype by plain PyTorch; with
             float64 inputs it is the oracle. A tensor or a tuple of tensors and None.
         cost: least flops and bytes of a Problem.
+        akin: coarser and coarser views of a Problem. Where no shipped measurement has all its
+            options, one of a Problem with the same view stands in.
     """
 
     name: str
@@ -76,6 +78,7 @@ class Family:
     make_inputs: Callable[[Problem, torch.device, int], tuple[Any, ...]]
     reference: Callable[[Problem, tuple[Any, ...]], Any]
     cost: Callable[[Problem], Cost]
+    akin: tuple[Callable[[Problem], Problem], ...] = ()
 
     def candidates(self, piece: str) -> tuple[Backend, ...]:
         """All backends of one piece, able to serve or not."""

@@ -1,7 +1,8 @@
 """Shipped measurements, one JSON file a GPU, read once.
 
 A row serves a Problem when everything but its sizes is equal and every size lies within a factor
-of two; the nearest row (sum of squared log2 distances) wins.
+of two; the nearest row (sum of squared log2 distances) wins. Where there is none, rows of Problems
+that the family counts as akin serve.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Row:
         torch: torch version of the measurement.
         sources: backend → hash of its source at the measurement.
         distance: log2 distance from the Problem asked about.
+        differs: options of the measured Problem that are not those asked about, as text.
     """
 
     problem: Problem
@@ -41,11 +43,13 @@ class Row:
     torch: str
     sources: Mapping[str, str]
     distance: float = 0.0
+    differs: str = ""
 
     def story(self) -> str:
         """One sentence for explain."""
         dims = " ".join(f"{k}={v}" for k, v in self.problem.dims)
-        story = f"fastest in the shipped measurement at {dims} (torch {self.torch})"
+        where = f"{dims} {self.differs}" if self.differs else dims
+        story = f"fastest in the shipped measurement at {where} (torch {self.torch})"
         candidates = family(self.problem.family).candidates(self.problem.piece)
         now = {b.name: b.source_hash() for b in candidates if b.name in self.times_us}
         changed = sorted(n for n, digest in now.items() if self.sources.get(n) != digest)
@@ -57,21 +61,25 @@ def shipped(problem: Problem, able: Sequence[Backend]) -> Row | None:
 
     Where a row's winner is not able to serve, the fastest measured backend that is stands in.
     """
-    rows = table(device_facts(problem.device).slug)
+    grouped = table(device_facts(problem.device).slug)
     names = {b.name for b in able}
-    best: Row | None = None
-    for row in rows.get(_shape_free_key(problem), ()):
-        times = {name: us for name, us in row.times_us.items() if name in names}
-        distance = _distance(row.problem, problem)
-        if times and distance is not None and (best is None or distance < best.distance):
-            winner = row.best if row.best in times else min(times, key=lambda name: times[name])
-            best = replace(row, best=winner, times_us=times, distance=distance)
-    return best
+    for view in (_as_it_is, *family(problem.family).akin):
+        best: Row | None = None
+        for row in grouped.get(_shape_free_key(view(problem)), ()):
+            times = {name: us for name, us in row.times_us.items() if name in names}
+            distance = _distance(row.problem, problem)
+            if times and distance is not None and (best is None or distance < best.distance):
+                winner = row.best if row.best in times else min(times, key=lambda name: times[name])
+                best = replace(row, best=winner, times_us=times, distance=distance)
+        if best is not None:
+            return replace(best, differs=_differing(problem, best.problem))
+    return None
 
 
 @lru_cache(maxsize=8)
 def table(slug: str) -> dict[str, tuple[Row, ...]]:
-    """All rows shipped for a device, grouped by everything but the sizes."""
+    """All rows shipped for a device, grouped by everything but the sizes, and by every view of
+    their family."""
     path = _FOLDER / f"{slug}.json"
     if not path.exists():
         return {}
@@ -81,8 +89,19 @@ def table(slug: str) -> dict[str, tuple[Row, ...]]:
         problem = Problem.from_json(item["problem"])
         sources = data.get("sources", {}).get(f"{problem.family}.{problem.piece}", {})
         row = Row(problem, item["best"], dict(item["times_us"]), data["torch"], sources)
-        grouped.setdefault(_shape_free_key(problem), []).append(row)
+        keys = {_shape_free_key(v(problem)) for v in (_as_it_is, *family(problem.family).akin)}
+        for key in keys:
+            grouped.setdefault(key, []).append(row)
     return {k: tuple(v) for k, v in grouped.items()}
+
+
+def _as_it_is(problem: Problem) -> Problem:
+    return problem
+
+
+def _differing(asked: Problem, found: Problem) -> str:
+    pairs = zip(asked.options, found.options, strict=True)
+    return ", ".join(f"{name}={there}" for (name, here), (_, there) in pairs if here != there)
 
 
 def _shape_free_key(problem: Problem) -> str:

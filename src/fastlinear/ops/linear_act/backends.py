@@ -6,6 +6,7 @@ Light on purpose: backends are named here and imported on first use.
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -237,6 +238,26 @@ def _launch_bound(p: Problem) -> bool:
 
 
 _STEP_EAGER = Backend(NAME, STEP, "eager", f"{_HERE}.step:eager", _always)
+
+
+def _whatever_bias(p: Problem) -> Problem:
+    options = tuple((k, "yes" if k == "bias" else v) for k, v in p.options)
+    return replace(p, options=options)
+
+
+def _whatever_activation(p: Problem) -> Problem:
+    """An epilogue costs about the same for all activations but none."""
+    options = tuple(
+        (k, "some" if k == "activation" and v != "none" else v)
+        for k, v in _whatever_bias(p).options
+    )
+    return replace(p, options=options)
+
+
+def _reason_not_pieces(p: Problem) -> str | None:
+    return "float64 is left to PyTorch's own ops" if p.dtype == "float64" else None
+
+
 FAMILY = register_family(
     Family(
         name=NAME,
@@ -244,7 +265,9 @@ FAMILY = register_family(
         backends=(
             *(Backend(NAME, p, "eager", f"{_HERE}.reference:{p}", _always) for p in PIECES),
             _STEP_EAGER,
-            Backend(NAME, STEP, "pieces", f"{_HERE}.step:pieces", _always, _PIECES_SOURCES),
+            Backend(
+                NAME, STEP, "pieces", f"{_HERE}.step:pieces", _reason_not_pieces, _PIECES_SOURCES
+            ),
             Backend(NAME, "forward", "cublaslt", f"{_HERE}.cublaslt:forward", cublaslt.reason_not),
             *(
                 Backend(
@@ -288,5 +311,6 @@ FAMILY = register_family(
         make_inputs=_make_inputs,
         reference=_reference,
         cost=cost,
+        akin=(_whatever_bias, _whatever_activation),
     )
 )
