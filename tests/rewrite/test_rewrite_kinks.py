@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from rewrite_models import Clock, run
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fastlinear.core.settings import Config
 from fastlinear.dispatch import backend as registry
@@ -346,3 +347,21 @@ def test_a_chain_in_one_call_is_judged_on_its_own_sides(monkeypatch: pytest.Monk
         m.setattr(verify.Judge, "_compared", strictly)
         assert "grad.0.bias" in failed(judge(model).verdicts(swap))
     cache.forget()
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = at_the_kink(nn.ReLU())
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.part, x, use_reentrant=False)
+
+
+def test_activations_run_again_by_checkpointing_keep_the_oracles_sides(backward: Any) -> None:
+    backward(right)
+    model = Checkpointed()
+    found = judge(model).verdicts(swaps(model.part, "relu"))
+    assert all(v.torch_error < 1.0 for v in found)
+    backward(dropped_mask)
+    assert "grad.part.0.bias" in failed(judge(model).verdicts(swaps(model.part, "relu")))

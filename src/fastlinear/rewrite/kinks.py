@@ -9,7 +9,8 @@ values are the oracle's own throughout.
 
 Only activations that go through torch's functions, or through ``linear_act`` and ``mlp`` as
 ``rewrite.forwards`` calls them, are seen; if a run and the oracle do not call the same ones in the
-same order, the oracle keeps its own sides.
+same order, the oracle keeps its own sides. What checkpointing runs again during the backward is not
+seen either, and there the oracle's gradients are on its own sides.
 """
 
 from __future__ import annotations
