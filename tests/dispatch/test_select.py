@@ -22,6 +22,7 @@ from fastlinear.dispatch.backend import Backend, Family, family, register_family
 from fastlinear.dispatch.explain import Explanation
 from fastlinear.dispatch.select import select
 from fastlinear.dispatch.tune import tune, winner
+from fastlinear.ops.linear_act.backends import problem
 
 select_module = importlib.import_module("fastlinear.dispatch.select")
 HERE = "fastlinear.ops.linear_act.reference:forward"
@@ -222,6 +223,38 @@ def test_row_is_used_only_if_everything_else_is_equal(
         Problem(p.family, p.piece, (*p.dims, ("N", 1)), p.dtype, p.device),
     )
     assert all(tables.shipped(o, able) is None for o in others)
+
+
+def test_akin_rows_stand_in_where_none_has_all_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def p(activation: str, bias: bool, m: int = 64) -> Problem:
+        return problem(
+            "forward", m, 32, 32, dtype="float32", device="cpu", activation=activation, bias=bias
+        )
+
+    def looked_up(asked: Problem) -> tables.Row | None:
+        return tables.shipped(asked, family("linear_act").candidates("forward"))
+
+    rows = [(p("gelu", True), "slow"), (p("none", True), "slow"), (p("gelu", True, 32), "fast")]
+    ship(monkeypatch, tmp_path, *rows)
+    data = json.loads((tmp_path / f"{device_facts('cpu').slug}.json").read_text())
+    for row, (_, best) in zip(data["rows"], rows, strict=True):
+        row["times_us"] = {"eager": 4.0, "onednn": 3.0}
+        row["best"] = {"slow": "eager", "fast": "onednn"}[best]
+    (tmp_path / f"{device_facts('cpu').slug}.json").write_text(json.dumps(data))
+    tables.table.cache_clear()
+    row = looked_up(p("gelu", True))
+    assert row is not None
+    assert (row.best, row.differs) == ("eager", "")
+    row = looked_up(p("silu", False, 32))
+    assert row is not None
+    assert (row.best, row.differs) == ("onednn", "activation=gelu, bias=yes")
+    assert "activation=gelu bias=yes" in row.story().replace(", ", " ")
+    row = looked_up(p("none", False))
+    assert row is not None
+    assert row.differs == "bias=yes"
+    assert looked_up(p("none", True, 1024)) is None
 
 
 def test_fastest_able_backend_stands_in_for_a_winner_that_cannot_serve(
