@@ -18,20 +18,16 @@ from fastlinear.core.errors import InputError
 from fastlinear.core.precision import matmul_precision
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.explain import Explanation
-from fastlinear.ops.common import autocast as autocasting
 from fastlinear.ops.common import calls
-from fastlinear.ops.mlp import entry, reference, whole_cpp
-from fastlinear.ops.mlp.autograd import Formula, Mlp
+from fastlinear.ops.mlp import entry, reference
+from fastlinear.ops.mlp.plans import Plan, as_autocast, prepared, resolved
 from fastlinear.ops.mlp.reference import Biases, Weights
 from fastlinear.ops.mlp.selection import choices
 from fastlinear.ops.mlp.validation import sequences, validate
 
 _MAX_PLANS = 4096
-_KEEPING = {"graph", "strassen"}  # these keep something made for a weight
 _PLAIN = calls.PLAIN
 _is_compiling = torch.compiler.is_compiling
-
-Plan = Callable[[Tensor, Sequence[Tensor], "Sequence[Tensor | None] | None"], Tensor]
 
 
 def mlp(
@@ -120,7 +116,7 @@ def explain(
             isinstance(t, Tensor) and t.requires_grad for t in (x, *ws, *bs)
         )
     if isinstance(x, Tensor):
-        x, ws, bs = _autocast(x, ws, bs)
+        x, ws, bs = as_autocast(x, ws, bs)
     validate(x, ws, bs, activation, final_activation, backend, allow_fast_matmul)
     names = activation, final_activation
     return Explanation(choices(x, ws, bs, *names, backend, allow_fast_matmul, needs_grad))
@@ -165,7 +161,7 @@ def _looked_up(
     if _unlike_plain(given) or calls.forward_mode():
         return _unusual(x, ws, bs, *rest)
     if calls.recorded():
-        x, ws, bs = _autocast(x, ws, bs)
+        x, ws, bs = as_autocast(x, ws, bs)
         validate(x, ws, bs, *rest)
         return reference.mlp(x, ws, bs, activation, final_activation)
     autocast = calls.autocast_dtype(x)
@@ -187,11 +183,11 @@ def _looked_up(
     if plan is not None:
         return plan(x, ws, bs)
     given_x, given_ws, given_bs = x, ws, bs
-    x, ws, bs = _autocast(x, ws, bs)
+    x, ws, bs = as_autocast(x, ws, bs)
     validate(x, ws, bs, *rest)
-    native, plan = _resolved(x, ws, bs, *rest, grad, autocast is not None)
+    native, plan = resolved(x, ws, bs, *rest, grad, autocast is not None)
     if autocast is not None or negative:
-        plan = _prepared(plan)
+        plan = prepared(plan)
     if len(_plans) >= _MAX_PLANS:
         _plans.clear()
     _plans[key] = plan
@@ -209,103 +205,6 @@ def _admit(x: Tensor, weights: Any, biases: Any, *rest_and_plan: Any) -> None:
         door.admit(x, weights, biases, *rest_and_plan)
 
 
-def _resolved(
-    x: Tensor,
-    weights: Weights,
-    biases: Biases,
-    activation: str,
-    final_activation: str,
-    backend: str | None,
-    fast: bool,
-    grad: bool,
-    fresh: bool,
-) -> tuple[Any, Plan]:
-    """(what the compiled door can run by itself or None, the plan).
-
-    fresh: the weights are new tensors at every call, as autocast makes them.
-    """
-    names = activation, final_activation
-    if x.device.type not in ("cpu", "cuda"):
-        return None, _chain(*names)
-    chosen = choices(x, weights, biases, *names, backend, fast, grad)
-    backends = {c.backend.name for c in chosen}
-    empty = x.numel() == 0 or any(w.numel() == 0 for w in weights)
-    wasted = fresh and backend is None and bool(backends & _KEEPING)
-    if empty or wasted or backends == {"eager"}:
-        return None, _chain(*names)
-    run = chosen[0].backend.load()
-    if grad:
-        return None, _training(Formula(*names, len(weights), run, chosen[1].backend.load()))
-    native = None
-    dense = all(t.is_contiguous() for t in (x, *weights, *biases) if t is not None)
-    if backends == {"whole_cpp"} and dense and x.dim() <= 3:
-        native = (whole_cpp.address(), whole_cpp.codes(len(weights), *names))
-    return native, _inference(run, *names)
-
-
-def _chain(activation: str, final_activation: str) -> Plan:
-    """PyTorch's own ops, one layer after the other."""
-
-    def plan(
-        x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None
-    ) -> Tensor:
-        bs = (None,) * len(weights) if biases is None else biases
-        return reference.mlp(x, weights, bs, activation, final_activation)
-
-    return plan
-
-
-def _inference(run: Callable[..., Any], activation: str, final_activation: str) -> Plan:
-    def plan(
-        x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None
-    ) -> Tensor:
-        bs = _dense(biases, len(weights))
-        if x.dim() == 2:
-            y: Tensor = run(x, tuple(weights), bs, activation, final_activation, False)[0]
-            return y
-        rows = x.reshape(-1, x.shape[-1])
-        y = run(rows, tuple(weights), bs, activation, final_activation, False)[0]
-        return y.view(*x.shape[:-1], y.shape[-1])
-
-    return plan
-
-
-def _training(formula: Formula) -> Plan:
-    apply = Mlp.apply
-
-    def plan(
-        x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None
-    ) -> Tensor:
-        y: Tensor = apply(formula, x, *weights, *_dense(biases, len(weights)))
-        return y
-
-    return plan
-
-
-def _prepared(inner: Plan) -> Plan:
-    """The plan for tensors that autocast casts, or whose sign is lazy: kernels read memory as it
-    lies."""
-
-    def plan(
-        x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None
-    ) -> Tensor:
-        x, ws, bs = _autocast(x, *sequences(weights, biases))
-        return inner(
-            x.resolve_neg(),
-            tuple(w.resolve_neg() for w in ws),
-            tuple(None if b is None else b.resolve_neg() for b in bs),
-        )
-
-    return plan
-
-
-def _dense(biases: Sequence[Tensor | None] | None, layers: int) -> Biases:
-    """Biases as backends take them: a tuple, each dense."""
-    if biases is None:
-        return (None,) * layers
-    return tuple([b if b is None or b.is_contiguous() else b.contiguous() for b in biases])
-
-
 # --------------------------------------------------------------------------------------------
 # Calls off the hot path
 
@@ -315,19 +214,6 @@ def _unlike_plain(given: Sequence[Any]) -> bool:
     if calls.transforms_active():
         return True
     return any(type(t) not in _PLAIN or t.layout is not torch.strided for t in given)
-
-
-def _autocast(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, Weights, Biases]:
-    dtype = calls.autocast_dtype(x)
-    if dtype is None or not all(
-        isinstance(t, Tensor) for t in (*weights, *biases) if t is not None
-    ):
-        return x, weights, biases
-    return (
-        autocasting.cast(x, dtype),
-        tuple(autocasting.cast(w, dtype) for w in weights),
-        tuple(None if b is None else autocasting.cast(b, dtype) for b in biases),
-    )
 
 
 def _unusual(
@@ -383,7 +269,7 @@ def _compiled(
     present = [b for b in bs if b is not None]
     if _unlike_plain([x, *ws, *present]):
         return _unusual(x, ws, bs, *rest)
-    x, ws, bs = _autocast(x, ws, bs)
+    x, ws, bs = as_autocast(x, ws, bs)
     validate(x, ws, bs, *rest)
     present = [b for b in bs if b is not None]
     grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *ws, *present))

@@ -1,0 +1,130 @@
+"""Plans of mlp: what to call for calls of one kind, out of the backends chosen for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fastlinear.ops.common.autocast import cast as autocast_copy
+from fastlinear.ops.common.calls import autocast_dtype
+from fastlinear.ops.mlp import reference, whole_cpp
+from fastlinear.ops.mlp.autograd import Formula, Mlp
+from fastlinear.ops.mlp.reference import Biases, Weights
+from fastlinear.ops.mlp.selection import choices
+from fastlinear.ops.mlp.validation import sequences
+
+Plan = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor | None] | None], Tensor]
+_KEEPING = {"graph", "strassen"}  # these keep something made for a weight
+
+
+def resolved(
+    x: Tensor,
+    weights: Weights,
+    biases: Biases,
+    activation: str,
+    final_activation: str,
+    backend: str | None,
+    fast: bool,
+    grad: bool,
+    fresh: bool,
+) -> tuple[Any, Plan]:
+    """(what the compiled door can run by itself or None, the plan).
+
+    fresh: the weights are new tensors at every call, as autocast makes them.
+    """
+    names = activation, final_activation
+    if x.device.type not in ("cpu", "cuda"):
+        return None, _chain(*names)
+    chosen = choices(x, weights, biases, *names, backend, fast, grad)
+    backends = {c.backend.name for c in chosen}
+    empty = x.numel() == 0 or any(w.numel() == 0 for w in weights)
+    wasted = fresh and backend is None and bool(backends & _KEEPING)
+    if empty or wasted or backends == {"eager"}:
+        return None, _chain(*names)
+    run = chosen[0].backend.load()
+    if grad:
+        return None, _training(Formula(*names, len(weights), run, chosen[1].backend.load()))
+    native = None
+    dense = all(t.is_contiguous() for t in (x, *weights, *biases) if t is not None)
+    if backends == {"whole_cpp"} and dense and x.dim() <= 3:
+        native = (whole_cpp.address(), whole_cpp.codes(len(weights), *names))
+    return native, _inference(run, *names)
+
+
+def _chain(activation: str, final_activation: str) -> Plan:
+    """PyTorch's own ops, one layer after the other."""
+
+    def plan(
+        x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None
+    ) -> Tensor:
+        bs = (None,) * len(weights) if biases is None else biases
+        return reference.mlp(x, weights, bs, activation, final_activation)
+
+    return plan
+
+
+def _inference(run: Callable[..., Any], activation: str, final_activation: str) -> Plan:
+    def plan(
+        x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None
+    ) -> Tensor:
+        bs = _dense(biases, len(weights))
+        if x.dim() == 2:
+            y: Tensor = run(x, tuple(weights), bs, activation, final_activation, False)[0]
+            return y
+        rows = x.reshape(-1, x.shape[-1])
+        y = run(rows, tuple(weights), bs, activation, final_activation, False)[0]
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    return plan
+
+
+def _training(formula: Formula) -> Plan:
+    apply = Mlp.apply
+
+    def plan(
+        x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None
+    ) -> Tensor:
+        y: Tensor = apply(formula, x, *weights, *_dense(biases, len(weights)))
+        return y
+
+    return plan
+
+
+def prepared(inner: Plan) -> Plan:
+    """The plan for tensors that autocast casts, or whose sign is lazy: kernels read memory as it
+    lies."""
+
+    def plan(
+        x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None
+    ) -> Tensor:
+        x, ws, bs = as_autocast(x, *sequences(weights, biases))
+        return inner(
+            x.resolve_neg(),
+            tuple(w.resolve_neg() for w in ws),
+            tuple(None if b is None else b.resolve_neg() for b in bs),
+        )
+
+    return plan
+
+
+def _dense(biases: Sequence[Tensor | None] | None, layers: int) -> Biases:
+    """Biases as backends take them: a tuple, each dense."""
+    if biases is None:
+        return (None,) * layers
+    return tuple([b if b is None or b.is_contiguous() else b.contiguous() for b in biases])
+
+
+def as_autocast(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, Weights, Biases]:
+    """The tensors in the dtype autocast has for them; themselves where it is off."""
+    dtype = autocast_dtype(x)
+    if dtype is None or not all(
+        isinstance(t, Tensor) for t in (*weights, *biases) if t is not None
+    ):
+        return x, weights, biases
+    return (
+        autocast_copy(x, dtype),
+        tuple(autocast_copy(w, dtype) for w in weights),
+        tuple(None if b is None else autocast_copy(b, dtype) for b in biases),
+    )
