@@ -186,6 +186,21 @@ def test_configurations(config: WholeConfig, dtype: torch.dtype) -> None:
 
 
 @compares
+def test_tf32_operands_are_rounded_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "matmul_precision", lambda dtype: "high")
+    inputs = draw(40, (64, 1), torch.float32, "no")
+    x, (w,), biases, _ = inputs
+    y, _ = backend.forward(x, (w,), biases, "none", "none", False)
+
+    def rounded(t: Tensor) -> Tensor:
+        return ((t.view(torch.int32) + 0x1000) & -0x2000).view(torch.float32).double()
+
+    torch.testing.assert_close(y.double(), rounded(x) @ rounded(w).t(), atol=2e-6, rtol=2e-6)
+    distance = (y.double() - x.double() @ w.double().t()).abs().max()
+    assert 1e-5 < float(distance) < 1e-2
+
+
+@compares
 def test_more_layers_than_one_launch_unrolls() -> None:
     layers = backend._MAX_LAYERS + 3
     for activation, final in (("silu", "none"), ("relu", "tanh")):

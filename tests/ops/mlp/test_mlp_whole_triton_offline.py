@@ -172,6 +172,20 @@ def test_training(H: int, recorded: Any, tmp_path: Path) -> None:
         assert_fits(launch.compile(90), 90, tmp_path)
 
 
+@pytest.mark.parametrize("arch", [80, 90])
+def test_tf32(arch: int, recorded: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    recorded(arch)
+    monkeypatch.setattr(backend, "matmul_precision", lambda dtype: "high")
+    x, weights, biases = chain(64, 1024, torch.float32)
+    y, saved = backend.forward(x, weights, biases, "relu", "none", True)
+    needs = (True, (True,) * LAYERS, (True,) * LAYERS)
+    backend.backward(y, x, weights, saved, "relu", "none", needs)
+    for launch in made:
+        compiled = launch.compile(arch)
+        assert_fits(compiled, arch, tmp_path)
+        assert ".f64" not in compiled.asm["ptx"]
+
+
 def test_one_launch_whatever_the_number_of_layers_up_to_the_limit(recorded: Any) -> None:
     recorded(90)
     for layers, launches in ((1, 1), (backend._MAX_LAYERS, 1), (backend._MAX_LAYERS + 1, 2)):

@@ -13,7 +13,6 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -34,8 +33,7 @@ _MAX_LAYERS = 16  # unrolled into one kernel; longer chains take several
 _MAX_PLANS = 1024
 _MIN_BLOCK = 16
 _FAST_FLOAT64 = ((8, 0), (9, 0), (10, 0))  # capabilities with full-rate float64 products
-_SHARED_BYTES = 200_000  # what resident weights may take of a Hopper multiprocessor
-_RESIDENT_TILES = 5  # of 128 by 128 16-bit numbers
+_RESIDENT_TILES = 5  # of 128 by 128 16-bit numbers, in a Hopper multiprocessor
 
 _plans: dict[Any, Any] = {}
 
@@ -189,7 +187,9 @@ class _Forward:
         M = x.shape[0]
         for first, end in _chunks(len(weights)):
             part = widths[first : end + 1]
-            chosen = config or forward_config(M, part, x.dtype, *_chip(x.device))
+            chosen = config or forward_config(
+                M, part, x.dtype, _units(x.device), _capability(x.device)
+            )
             row_blocks, programs = _grid(M, chosen, x.device)
             layout = _layout(part, chosen.chunk, False)
             rest = (
@@ -266,7 +266,7 @@ class _Backward:
             launch = None
             if stored or wants_dx:
                 part = widths[first : end + 1]
-                chosen = config or backward_config(M, part, x.dtype, *_chip(x.device))
+                chosen = config or backward_config(M, part, x.dtype, _units(x.device))
                 row_blocks, programs = _grid(M, chosen, x.device)
                 layout = _layout(part, chosen.chunk, True)
                 rest = (
@@ -415,17 +415,12 @@ def forward_config(
     return WholeConfig(block_m, block_m // 16, ahead=0, chunk=64)
 
 
-def backward_config(
-    M: int, widths: tuple[int, ...], dtype: torch.dtype, units: int, capability: tuple[int, int]
-) -> WholeConfig:
+def backward_config(M: int, widths: tuple[int, ...], dtype: torch.dtype, units: int) -> WholeConfig:
     """The configuration of the backward's data chain."""
     wide = max(widths) > 64
     if dtype.itemsize == 4:
         return WholeConfig(_block_rows(M, units, 32), 8 if wide else 4, ahead=0, chunk=64)
     block_m = _block_rows(M, units, 64)
-    held = _weight_bytes(widths, dtype, 64)
-    if block_m == 64 and not wide and held <= _SHARED_BYTES // 3 and capability[0] == 9:
-        return WholeConfig(block_m, 4, 1, 1 << 20, 0, 3, 64)
     return WholeConfig(block_m, 4, ahead=1, chunk=64)
 
 
@@ -442,12 +437,6 @@ def _block_rows(M: int, units: int, largest: int) -> int:
     while block < largest and 2 * block * units < M:
         block *= 2
     return block
-
-
-def _weight_bytes(widths: Sequence[int], dtype: torch.dtype, chunk: int) -> int:
-    """Bytes of all padded weights."""
-    padded = [sum(_parts(n, chunk)) for n in widths]
-    return sum(k * n for k, n in pairwise(padded)) * dtype.itemsize
 
 
 def _parts(width: int, chunk: int) -> tuple[int, ...]:
@@ -520,10 +509,6 @@ def _launch(
 def _units(device: torch.device) -> int:
     """Multiprocessors; the CPU interpreter counts as 3, so that programs walk several blocks."""
     return 3 if device.type == "cpu" else device_facts(device).units
-
-
-def _chip(device: torch.device) -> tuple[int, tuple[int, int]]:
-    return _units(device), _capability(device)
 
 
 def _capability(device: torch.device) -> tuple[int, int]:

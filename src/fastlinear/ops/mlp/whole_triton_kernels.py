@@ -26,12 +26,12 @@ from fastlinear.ops.common.activations_triton import activation, activation_grad
 @triton.jit
 def _operand(t, SCHEME: tl.constexpr, UPCAST: tl.constexpr):
     """A product's operand: rounded to nearest TF32 for scheme 1, otherwise as it is."""
-    if UPCAST:
-        return t.to(tl.float32)
-    elif SCHEME == 1 and t.dtype == tl.float32:
+    if SCHEME == 1 and t.dtype == tl.float32:
         bits = t.to(tl.int32, bitcast=True)
         rounded = ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
         return tl.where(t == t, rounded, t)
+    elif UPCAST:
+        return t.to(tl.float32)
     else:
         return t
 
