@@ -26,6 +26,13 @@ from fastlinear.rewrite.swap import Swap, SwapSet
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 X = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
+MINE = Config(
+    mode="train",
+    tune=False,
+    draws=2,
+    families=("linear_act",),
+    backends={"linear_act": "mine"},
+)
 TRAIN = Runner("train", None, torch.device("cpu"), 0)
 
 
@@ -128,8 +135,7 @@ def test_large_outputs_of_activations_are_computed_again(
     ran = running.check_runs("test", model, call, TRAIN)
     assert (ran.sides, ran.whole) == ((), False)
     assert make_oracle(model, TRAIN, call, ran)[1] is None
-    config = Config(mode="train", tune=False, draws=2, backends={"linear_act": "mine"})
-    result = optimize_(model, X, config=config)
+    result = optimize_(model, X, config=MINE)
     assert result.sites[0].status == "kept", result.sites[0].reason
 
 
@@ -190,8 +196,7 @@ def test_optimize_keeps_a_right_backend_and_rejects_a_wrong_one(
     clock({"after": 50.0})
     backward(wrong or right)
     model = at_the_kink(nn.ReLU())
-    config = Config(mode="train", tune=False, draws=2, backends={"linear_act": "mine"})
-    result = optimize_(model, X, config=config)
+    result = optimize_(model, X, config=MINE)
     if wrong is None:
         assert result.sites[0].status == "kept", result.sites[0].reason
         assert result.sites[0].activation == "relu"
@@ -221,8 +226,7 @@ def test_functions_in_a_parents_forward(backward: Any, clock: Clock, function: A
     clock({"after": 50.0})
     backward(right)
     model = InForward(function)
-    config = Config(mode="train", tune=False, draws=2, backends={"linear_act": "mine"})
-    result = optimize_(model, X, config=config)
+    result = optimize_(model, X, config=MINE)
     assert result.sites[0].route == "parent"
     assert result.sites[0].status == "kept", result.sites[0].reason
 
@@ -243,8 +247,7 @@ def test_one_site_alone_is_judged_on_its_own_side(
         return seen[0]
 
     monkeypatch.setattr(site, "failure", noted)
-    config = Config(mode="train", tune=False, draws=2, backends={"linear_act": "mine"})
-    optimize_(at_the_kink(nn.ReLU()), X, config=config, filter_fn=lambda _, fqn: fqn == "0")
+    optimize_(at_the_kink(nn.ReLU()), X, config=MINE, filter_fn=lambda _, fqn: fqn == "0")
     assert seen[0] is None
     assert seen[1].name in ("0.dW", "0.db", "0.dx")
 

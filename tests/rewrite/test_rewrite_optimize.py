@@ -271,7 +271,7 @@ def test_a_wrong_backend_is_rejected_as_less_accurate(
     _with_backend(monkeypatch, "wrong")
     model = mlp().eval()
     before = snapshot(model)
-    result = optimize_(model, X, config=Config(tune=False))
+    result = optimize_(model, X, config=Config(tune=False, families=("linear_act",)))
     assert {s.code for s in result.sites} == {"less_accurate"}
     assert result.rejected == 3
     assert result.sites[0].reason.startswith("less accurate: 0.output")
@@ -291,12 +291,12 @@ def test_a_backend_that_raises_is_an_outcome_not_an_error(
     registry._load.cache_clear()
     model = mlp().eval()
     before = snapshot(model)
-    result = optimize_(model, X, config=Config(tune=False))
+    result = optimize_(model, X, config=Config(tune=False, families=("linear_act",)))
     assert {s.code for s in result.sites} == {"raises"}
     assert "could not create a primitive" in result.sites[0].reason
     monkeypatch.setattr(site_module, "failure", lambda _: None)
     _open_pair(monkeypatch, set())
-    result = optimize_(model, X, config=Config(tune=False))
+    result = optimize_(model, X, config=Config(tune=False, families=("linear_act",)))
     assert {s.code for s in result.sites} == {"less_accurate"}
     assert "the rewritten model raises RuntimeError" in result.sites[0].reason
     assert snapshot(model) == before
@@ -445,7 +445,7 @@ def test_the_whole_model_is_judged_too(
     _with_backend(monkeypatch, "wrong")
     monkeypatch.setattr(site_module, "failure", lambda _: None)
     model = mlp()
-    result = optimize_(model, X, config=Config(tune=False, mode=mode))
+    result = optimize_(model, X, config=Config(tune=False, mode=mode, families=("linear_act",)))
     assert result.rejected == 3
     assert "in the whole model" in result.sites[0].reason
 
