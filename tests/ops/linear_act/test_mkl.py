@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastlinear.dispatch.backend import Backend
+from fastlinear.ops.common import cpp_elementwise
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 from fastlinear.ops.linear_act import mkl, reference
 from fastlinear.ops.linear_act.backends import problem
@@ -24,7 +25,7 @@ BACKEND = Backend(
     "mkl_packed",
     "fastlinear.ops.linear_act.mkl:forward",
     mkl.reason_not,
-    ("../common/packed.py",),
+    ("../common/packed.py", "../common/cpp_elementwise.py", "../common/elementwise.cpp"),
 )
 
 
@@ -79,6 +80,15 @@ def test_special_values_as_torchs(activation: str, save_pre: bool, bad: float) -
         if pre is not None:
             assert truth[1] is not None
             torch.testing.assert_close(pre, truth[1], rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("activation", ["gelu_tanh", "quick_gelu", "relu2"])
+def test_without_a_compiler(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpp_elementwise, "why_not_loaded", lambda: "no compiler")
+    monkeypatch.setattr(cpp_elementwise, "activate", None)
+    x, w = torch.randn(6, 5), torch.randn(4, 5)
+    y, _ = mkl.forward(x, w, None, activation, False)
+    torch.testing.assert_close(y, reference.linear_act(x, w, None, activation))
 
 
 def data_mul(w: nn.Parameter) -> None:

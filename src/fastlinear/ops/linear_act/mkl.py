@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastlinear.core.problem import Problem
+from fastlinear.ops.common import cpp_elementwise
 from fastlinear.ops.common.activations import LEAKY_RELU_SLOPE
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.packed import Packs
@@ -27,6 +28,7 @@ _IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh_,
     "leaky_relu": lambda pre: F.leaky_relu_(pre, LEAKY_RELU_SLOPE),
 }
+_IN_CPP = ("gelu_tanh", "quick_gelu", "relu2")  # where torch has no fast pass in place
 _packs: Packs[dict[int, Tensor]] = Packs()  # weight → number of rows → its pack
 
 
@@ -55,10 +57,15 @@ def forward(
         pre = F.linear(x, weight, bias)
     else:
         pre = torch.ops.mkl._mkl_linear(x, pack, weight, bias, rows)
-    in_place = None if save_pre else _IN_PLACE.get(activation)
+    if save_pre:
+        return activation_of(activation).value(pre), pre
+    in_place = _IN_PLACE.get(activation)
     if in_place is not None:
         return in_place(pre), None
-    return activation_of(activation).value(pre), pre if save_pre else None
+    if activation in _IN_CPP and cpp_elementwise.why_not_loaded() is None:
+        cpp_elementwise.activate(activation, pre, pre)
+        return pre, None
+    return activation_of(activation).value(pre), None
 
 
 def forget_packed() -> None:
