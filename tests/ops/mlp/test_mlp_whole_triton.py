@@ -208,7 +208,9 @@ def test_more_layers_than_one_launch_unrolls() -> None:
 
 
 @compares
-@pytest.mark.parametrize("layout", ["row-strided x", "transposed x", "transposed W", "expanded dy"])
+@pytest.mark.parametrize(
+    "layout", ["row-strided x", "transposed x", "transposed W", "strided bias", "expanded dy"]
+)
 def test_layouts(layout: str) -> None:
     def change(inputs: list[Any]) -> list[Any]:
         x, weights, biases, dy = inputs
@@ -218,6 +220,8 @@ def test_layouts(layout: str) -> None:
             x = x.t().contiguous().t()
         elif layout == "transposed W":
             weights = tuple(w.t().contiguous().t() for w in weights)
+        elif layout == "strided bias":
+            biases = tuple(torch.stack([b, b], 1)[:, 0] for b in biases)
         else:
             dy = dy[:1].expand_as(dy)
         return [x, weights, biases, dy]
@@ -339,6 +343,8 @@ def test_a_wrong_bias_is_seen() -> None:
         ({"widths": (64, 2 * backend.MAX_WIDTH, 64)}, "more than the"),
         ({"widths": (64, 0, 64)}, "width of 0"),
         ({"m": 2**30}, "2^30 rows"),
+        ({"m": 65536, "dtype": "float32", "precision": "highest"}, "so many rows"),
+        ({"dtype": "float32", "precision": "highest"}, None),
         ({}, None),
     ],
 )

@@ -32,6 +32,7 @@ MAX_WIDTH = 128
 _MAX_LAYERS = 16  # unrolled into one kernel; longer chains take several
 _MAX_PLANS = 1024
 _MIN_BLOCK = 16
+_MAX_WIDE_FLOAT32_ROWS = 4096  # measured on an H200: ahead at 64 rows, behind at 65536
 _FAST_FLOAT64 = ((8, 0), (9, 0), (10, 0))  # capabilities with full-rate float64 products
 _RESIDENT_TILES = 5  # of 128 by 128 16-bit numbers, in a Hopper multiprocessor
 
@@ -84,6 +85,9 @@ def reason_not(p: Problem) -> str | None:
         return "a width of 0"
     if p.dim("M") >= 2**30:
         return "needs fewer than 2^30 rows"
+    exact = p.dtype == "float32" and p.precision == "highest"
+    if exact and max(widths) > 64 and p.dim("M") > _MAX_WIDE_FLOAT32_ROWS:
+        return "float32 layers of more than 64 features are slower than PyTorch's at so many rows"
     return None
 
 
@@ -111,6 +115,10 @@ def forward(
         y (M, n_L), and per layer (M, n_{i+1}) its pre-activation or output (() unless ``save``).
     """
     x, weights = _rows(x), _contiguous(weights)
+    for b in biases:
+        if b is not None and not b.is_contiguous():
+            biases = tuple([None if t is None else t.contiguous() for t in biases])
+            break
     key = (
         *(x.shape, x.stride(0), x.dtype, x.device, activation, final_activation, save, config),
         *(matmul_precision(x.dtype), tuple([w.shape for w in weights])),

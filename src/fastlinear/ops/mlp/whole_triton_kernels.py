@@ -13,6 +13,7 @@ float32, 1 TF32 with operands rounded here (the matrix unit itself truncates), 2
 float64.
 """
 
+# mypy: disallow-untyped-defs=False, disable-error-code="assignment,attr-defined,no-any-return"
 # ruff: noqa: RET505 - Triton goes on compiling after a taken compile-time branch, so every choice
 # must be an if/elif/else chain.
 from __future__ import annotations
