@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from fastlinear.core.compare import Verdict
@@ -88,7 +89,7 @@ class Judge:
         finally:
             swaps.off()
         states = zip(ran.state, theirs.state, strict=True)
-        same = all(bool((a == b).all()) for a, b in states)
+        same = all(torch.equal(a, b) for a, b in states)
         found[index] = {"randomness": Verdict("randomness", 0.0 if same else math.inf, 0.0, 0.0)}
         found[index] |= self._compared(ran, known, call, self.runner.results)
 
@@ -127,9 +128,9 @@ class Judge:
     def trajectory(self, swaps: SwapSet, steps: int) -> list[Verdict]:
         """A few SGD steps on copies: losses and parameters of original, rewritten and oracle.
         Empty where no parameter is trained, or where the model does not allow it."""
-        if self._steps is None:
-            self._steps = self._first_steps(steps)
-        run, known = self._steps
+        run, known = first = self._steps or self._first_steps(steps)
+        if known is None or known.theirs.light().whole:
+            self._steps = first
         if known is None:
             return []
         swaps.on()
