@@ -14,10 +14,10 @@ from fastlinear.core.problem import Problem
 from fastlinear.core.progress import Progress
 from fastlinear.core.timing import Ratio, Samples, interleave, paired_ratio
 from fastlinear.dispatch import tune as tuning
-from fastlinear.dispatch.select import select
 from fastlinear.ops.linear_act.selection import choices_of, tuning_order
 from fastlinear.ops.mlp import problem as mlp
-from fastlinear.ops.mlp.selection import backward_choice
+from fastlinear.ops.mlp.selection import choices_of as chain_choices
+from fastlinear.ops.mlp.selection import tuning_order as chain_order
 from fastlinear.rewrite.inputs import Call
 from fastlinear.rewrite.running import Runner
 from fastlinear.rewrite.swap import SwapSet
@@ -74,7 +74,7 @@ class Pair:
 def pieces(problem: Problem) -> tuple[str, ...]:
     """The pieces tuned for a forward Problem."""
     if problem.family == mlp.NAME:
-        return mlp.PIECES if problem.needs_grad else mlp.PIECES[:1]
+        return tuple(p.piece for p in chain_order(problem))
     return tuple(p.piece for p in tuning_order(problem))
 
 
@@ -84,11 +84,7 @@ def backends_of(problem: Problem, forced: str | None) -> dict[str, str]:
     Raises UnsupportedError when the forced backend cannot serve it.
     """
     if problem.family == mlp.NAME:
-        chosen = {"forward": select(problem, forced).backend.name}
-        if problem.needs_grad:
-            backward = backward_choice(problem.with_piece("backward"), forced)
-            chosen["backward"] = backward.backend.name
-        return chosen
+        return {c.problem.piece: c.backend.name for c in chain_choices(problem, forced)}
     return {c.problem.piece: c.backend.name for c in choices_of(problem, forced)}
 
 

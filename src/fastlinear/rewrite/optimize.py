@@ -180,12 +180,12 @@ def finish(
 
 
 def _note_packed(work: Work, kept: list[Candidate]) -> None:
-    packed = [c for c in kept if work.outcomes[c.fqn].backends["forward"] == "onednn_packed"]
+    packed = [c for c in kept if work.outcomes[c.fqn].backends["forward"].endswith("_packed")]
     if packed:
         weights = {id(w): w for c in packed for w in c.module.parameters()}
         size = sum(w.nbytes for w in weights.values() if w.dim() == 2) / (1 << 20)
         work.notes.append(
-            f"onednn_packed keeps a second copy of {len(packed)} weights ({size:.1f} MiB)"
+            f"packed backends keep a second copy of {len(packed)} weights ({size:.1f} MiB)"
         )
 
 

@@ -33,6 +33,11 @@ def recorded() -> bool:
     return _tracing() is not None or _dispatch_modes() > 0
 
 
+def is_captured(x: Tensor) -> bool:
+    """Whether a call on this tensor is being recorded into a CUDA graph."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def forward_mode() -> bool:
     """Whether forward-mode differentiation is under way."""
     return forward_ad._current_level >= 0

@@ -18,7 +18,7 @@ from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, Family, register_family
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.linear_act import cpp, cublaslt, cuda, onednn, reference, triton_config
+from fastlinear.ops.linear_act import cpp, cublaslt, cuda, mkl, onednn, reference, triton_config
 
 NAME = "linear_act"
 BACKWARD_PIECES = ("grad_pre", "grad_input", "grad_weight")
@@ -36,7 +36,10 @@ _TRITON_SOURCES = (
     "../common/triton_launch.py",
 )
 _CUDA_SOURCES = ("gemm.cu", "../common/cuda_driver.py")
-_CPP_SOURCES = ("../common/elementwise.cpp", "../common/cpp_build.py")
+_CPP_SOURCES = tuple(
+    f"../common/{name}" for name in ("elementwise.cpp", "cpp_elementwise.py", "cpp_build.py")
+)
+_PACKED = ("../common/packed.py",)
 _PIECES_SOURCES = (
     *("autograd.py", "op.py", "onednn.py", "cpp.py", "cublaslt.py", "triton.py", "cuda.py"),
     *_TRITON_SOURCES,
@@ -285,6 +288,15 @@ FAMILY = register_family(
                 "onednn_packed",
                 f"{_HERE}.onednn:forward_packed",
                 onednn.reason_not_packed,
+                (*_PACKED, *_CPP_SOURCES),
+            ),
+            Backend(
+                NAME,
+                "forward",
+                "mkl_packed",
+                f"{_HERE}.mkl:forward",
+                mkl.reason_not,
+                (*_PACKED, *_CPP_SOURCES),
             ),
             Backend(
                 NAME,

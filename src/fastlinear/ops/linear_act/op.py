@@ -19,25 +19,26 @@ from fastlinear.core.precision import float32_precision
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.explain import Explanation
 from fastlinear.dispatch.select import Choice
+from fastlinear.ops.common import calls
 from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.common.autocast import cast as cast_once
+from fastlinear.ops.common.calls import is_captured
 from fastlinear.ops.linear_act import reference
 from fastlinear.ops.linear_act.autograd import Formula, LinearAct, backward_of
 from fastlinear.ops.linear_act.backends import STEP
-from fastlinear.ops.linear_act.selection import choices, is_captured, problem_of
+from fastlinear.ops.linear_act.selection import choices, problem_of
 from fastlinear.ops.linear_act.validation import validate
 
 __all__ = ["call", "choices", "explain", "linear_act", "problem_of", "validate"]
 
 _MAX_PLANS = 4096
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _FLOAT32 = torch.float32
+_PLAIN = calls.PLAIN
+_transforms_active = calls.transforms_active
 _is_compiling = torch.compiler.is_compiling
 _grad_enabled = torch.is_grad_enabled
 _any_autocast = torch._C._is_any_autocast_enabled
 _capturing = torch.cuda.is_current_stream_capturing
-_transforms_active = torch._C._are_functorch_transforms_active
-_tracing = torch._C._get_tracing_state
-_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 def linear_act(
@@ -90,7 +91,7 @@ def call(
     ):
         return _unusual(x, weight, bias, activation, backend)
     dtype = x.dtype
-    autocast = _autocast_dtype(x) if _any_autocast() else None
+    autocast = calls.autocast_dtype(x) if _any_autocast() else None
     facts: tuple[Any, ...] = (
         x.shape,
         weight.shape,
@@ -136,7 +137,7 @@ def explain(
         x, weight, bias, activation, backend: as for ``linear_act``.
         needs_grad: whether to explain the training choice; by default what the tensors say.
     """
-    autocast = _autocast_dtype(x) if isinstance(x, Tensor) else None
+    autocast = calls.autocast_dtype(x) if isinstance(x, Tensor) else None
     if needs_grad is None:
         needs_grad = torch.is_grad_enabled() and any(
             isinstance(t, Tensor) and t.requires_grad for t in (x, weight, bias)
@@ -207,12 +208,13 @@ def _chosen_plan(
     def plan(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if _forward_ad._current_level >= 0 or not _strided(x, weight):
             return _unusual(x, weight, bias, activation, backend)
-        if _recorded():
+        if calls.recorded():
             return reference.linear_act(x, weight, bias, activation)
         if x.is_neg() or weight.is_neg():  # a lazy sign: kernels read memory as it lies
             x, weight = x.resolve_neg(), weight.resolve_neg()
         if autocast is not None:
-            x, weight, bias = _cast(x, weight, bias, autocast)
+            x, weight = cast_once(x, autocast), cast_once(weight, autocast)
+            bias = None if bias is None else cast_once(bias, autocast)
         if bias is not None and (bias.is_neg() or not bias.is_contiguous()):
             bias = bias.resolve_neg().contiguous()
         return inner(x, weight, bias)
@@ -254,22 +256,6 @@ def _strided(x: Tensor, weight: Tensor) -> bool:
     return x.layout is torch.strided and weight.layout is torch.strided
 
 
-def _recorded() -> bool:
-    """Whether ``torch.jit.trace`` or a dispatch mode (make_fx, a flop counter) watches torch's ops.
-
-    A kernel of our own is none, so it would be missing from what they record.
-    """
-    return _tracing() is not None or _dispatch_modes() > 0
-
-
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype autocast gives this call, None where it leaves the call alone."""
-    device = x.device.type
-    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
-        return None
-    return torch.get_autocast_dtype(device)
-
-
 def _cast(
     x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -291,7 +277,7 @@ def _unusual(
             linear_act, given, x, weight, bias, activation=activation, backend=backend
         )
         return y
-    if not isinstance(x, Tensor) or _autocast_dtype(x) is None:
+    if not isinstance(x, Tensor) or calls.autocast_dtype(x) is None:
         # under autocast dtypes may differ; torch's own linear checks the rest there
         validate(x, weight, bias, activation, backend)
     if backend not in (None, "eager"):
@@ -316,7 +302,7 @@ def _compiled(
         or _transforms_active()
     ):
         return _unusual(x, weight, bias, activation, backend)
-    autocast = _autocast_dtype(x)
+    autocast = calls.autocast_dtype(x)
     if autocast is not None:
         x, weight, bias = _cast(x, weight, bias, autocast)
     validate(x, weight, bias, activation, backend)

@@ -13,9 +13,10 @@ from fastlinear.core.precision import float32_precision
 from fastlinear.dispatch import cache
 from fastlinear.ops._register import register_op
 from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.common.calls import is_captured
 from fastlinear.ops.linear_act import reference
 from fastlinear.ops.linear_act.autograd import backward_from, backward_of, run_backward
-from fastlinear.ops.linear_act.selection import choices, is_captured
+from fastlinear.ops.linear_act.selection import choices
 
 _MAX_RESOLVED = 4096
 _forwards: dict[Any, Callable[..., Any]] = {}

@@ -52,11 +52,6 @@ def choices_of(p: Problem, backend: str | None = None) -> tuple[Choice, ...]:
     return (*own, step)
 
 
-def is_captured(x: Tensor) -> bool:
-    """Whether a call on this tensor is being recorded into a CUDA graph."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
 def select_pieces(p: Problem) -> tuple[Choice, ...]:
     """The selection for each piece of a training call, the step as a whole left aside."""
     return tuple(select(p.with_piece(piece)) for piece in backends.PIECES)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from fastlinear.dispatch import cache
+from fastlinear.ops.common.calls import is_captured
 from fastlinear.ops.linear_act import op, reference
-from fastlinear.ops.linear_act.selection import is_captured, problem_of, select_pieces
+from fastlinear.ops.linear_act.selection import problem_of, select_pieces
 
 Grads = tuple[Tensor, Tensor, Tensor, Tensor | None]
 _plans: dict[Any, op.Plan] = {}

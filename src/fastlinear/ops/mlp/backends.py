@@ -6,12 +6,14 @@ Light on purpose: backends are named here and imported on first use.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastlinear.core.compare import DEFAULT_FACTOR
 from fastlinear.core.cost import Cost
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
@@ -22,11 +24,12 @@ from fastlinear.ops.mlp import (
     layerwise,
     reference,
     strassen,
+    strassen_scheme,
     whole_cpp,
     whole_cuda,
     whole_triton,
 )
-from fastlinear.ops.mlp.problem import NAME, PIECES, activations_of, problem, widths_of
+from fastlinear.ops.mlp.problem import NAME, PIECES, STEP, activations_of, problem, widths_of
 
 __all__ = ["FAMILY", "NAME", "PIECES", "cost", "problem"]
 
@@ -37,7 +40,10 @@ _TRITON_SOURCES = (
     "../common/activations_triton.py",
     "../common/triton_launch.py",
 )
-_CUDA_SOURCES = ("whole.cu", "../common/cuda_driver.py")
+_CUDA_SOURCES = (
+    *("whole.cu", "whole_device.cu", "whole_cuda_config.py"),
+    *("../common/cuda_driver.py", "../common/cuda_launch.py"),
+)
 _GRAPH_SOURCES = ("layerwise.py", "../../core/graphs.py")
 _STRASSEN_SOURCES = (
     "strassen_scheme.py",
@@ -53,6 +59,8 @@ def _always(_: Problem) -> str | None:
 
 def _prefer(p: Problem) -> tuple[str, ...]:
     """Analytic order, used only where no measurement covers the Problem."""
+    if p.piece == STEP:
+        return ("pieces", "eager")
     return _prefer_cpu(p) if p.device == "cpu" else _prefer_cuda(p)
 
 
@@ -74,7 +82,7 @@ def _layered(p: Problem, numbers: int) -> tuple[str, ...]:
 
 def _prefer_cuda(p: Problem) -> tuple[str, ...]:
     m, widths = p.dim("M"), widths_of(p)
-    if p.option("fast") == "yes" and min(widths) >= 2048 and m >= 4096:
+    if p.option("fast") == "yes" and strassen.pays(p):
         return ("strassen", "layerwise", "eager")
     if p.needs_grad:
         few = max(widths) > 128 or p.dim("L") < 4
@@ -82,7 +90,8 @@ def _prefer_cuda(p: Problem) -> tuple[str, ...]:
     layered = _layered(p, 1 << 20)
     if max(widths) <= 128:
         return ("whole_triton", *layered)
-    return ("whole_cuda", *layered) if m <= 64 else layered
+    lone = p.dtype == "float32" and max(widths) >= 512 and m < 8  # too few rows for its clusters
+    return ("whole_cuda", *layered) if m <= 64 and not lone else layered
 
 
 def _has_bias(p: Problem, layer: int) -> bool:
@@ -117,18 +126,25 @@ def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]
     names = p.option("activation"), p.option("final")
     if p.piece == "forward":
         return x, tuple(weights), biases, *names, p.needs_grad
-    _, saved = reference.forward(x, tuple(weights), biases, *names, True)
     dy = draw(m, widths[-1])
+    if p.piece == STEP:
+        return x, tuple(weights), biases, *names, dy
+    _, saved = reference.forward(x, tuple(weights), biases, *names, True)
     needs = (True, (True,) * len(weights), tuple(b is not None for b in biases))
     return dy, x, tuple(weights), saved, *names, needs
 
 
 def _reference(p: Problem, inputs: tuple[Any, ...]) -> Any:
+    if p.piece == STEP:
+        return _STEP_EAGER.load()(*inputs)
     return getattr(reference, p.piece)(*inputs)
 
 
 def cost(p: Problem) -> Cost:
     """Least flops and bytes: weights, x and y once; what training keeps is counted where needed."""
+    if p.piece == STEP:
+        parts = [cost(p.with_piece(piece)) for piece in PIECES]
+        return Cost(sum(c.flops for c in parts), sum(c.bytes for c in parts))
     widths, m = widths_of(p), p.dim("M")
     size = FLOAT_DTYPES[p.dtype].itemsize
     names = activations_of(p)
@@ -159,11 +175,44 @@ def _backend(
     return Backend(NAME, piece, name, f"{_HERE}.{module}:{piece}", reason_not, sources)
 
 
+def _strassen_error(p: Problem) -> float:
+    """Norm-wise stable only: what theory allows its levels, in place of the common factor."""
+    precision = p.dtype, p.device, p.precision
+    levels = max(1, strassen.levels_for(p.dim("M"), widths_of(p), *precision))
+    return DEFAULT_FACTOR * strassen_scheme.error_growth(levels)
+
+
+def _whatever_bias(p: Problem) -> Problem:
+    options = tuple((k, "yes" if k == "bias" else v) for k, v in p.options)
+    return replace(p, options=options)
+
+
+def _whatever_activation(p: Problem) -> Problem:
+    options = tuple(
+        (k, "some" if k in ("activation", "final") else v) for k, v in _whatever_bias(p).options
+    )
+    return replace(p, options=options)
+
+
+def _reason_not_pieces(p: Problem) -> str | None:
+    return "float64 is left to PyTorch's own ops" if p.dtype == "float64" else None
+
+
+_STEP_EAGER = Backend(NAME, STEP, "eager", f"{_HERE}.step:eager", _always)
+_PIECES_SOURCES = (
+    *("autograd.py", "plans.py", "layerwise.py", "whole_cpp.py", "whole_triton.py"),
+    *("whole_cuda.py", "strassen.py"),
+    *(*_CPP_SOURCES, *_TRITON_SOURCES, *_CUDA_SOURCES, *_STRASSEN_SOURCES),
+)
 FAMILY = register_family(
     Family(
         name=NAME,
-        pieces=PIECES,
+        pieces=(*PIECES, STEP),
         backends=(
+            _STEP_EAGER,
+            Backend(
+                NAME, STEP, "pieces", f"{_HERE}.step:pieces", _reason_not_pieces, _PIECES_SOURCES
+            ),
             *(_backend(p, "eager", "reference", _always) for p in PIECES),
             *(_backend(p, "layerwise", "layerwise", layerwise.reason_not) for p in PIECES),
             *(
@@ -178,11 +227,15 @@ FAMILY = register_family(
             ),
             _backend("forward", "whole_cuda", "whole_cuda", whole_cuda.reason_not, _CUDA_SOURCES),
             _backend("forward", "graph", "graph", graph.reason_not, _GRAPH_SOURCES),
-            _backend("forward", "strassen", "strassen", strassen.reason_not, _STRASSEN_SOURCES),
+            replace(
+                _backend("forward", "strassen", "strassen", strassen.reason_not, _STRASSEN_SOURCES),
+                error_factor=_strassen_error,
+            ),
         ),
         prefer=_prefer,
         make_inputs=_make_inputs,
         reference=_reference,
         cost=cost,
+        akin=(_whatever_bias, _whatever_activation),
     )
 )

@@ -21,6 +21,7 @@ from fastlinear.dispatch import cache
 from fastlinear.dispatch.select import select
 from fastlinear.ops.common.activations import LEAKY_RELU_SLOPE
 from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.common.calls import is_captured
 from fastlinear.ops.linear_act import backends as linear_act
 from fastlinear.ops.mlp.problem import layer_activations, widths_of
 from fastlinear.ops.mlp.reference import Biases, Needs, Weights, first_needed, layer_input
@@ -77,6 +78,7 @@ def forward(
         final_activation,
         save,
         matmul_precision(x.dtype),
+        is_captured(x),
     )
     runs = _plans.get(key)
     if runs is None:
@@ -119,7 +121,8 @@ def backward(
     need_x, need_ws, need_bs = needs
     names = layer_activations(len(weights), activation, final_activation)
     shapes = tuple([(w.shape, w.stride()) for w in weights])
-    key = (x.shape, x.stride(), x.dtype, x.device, shapes, names, matmul_precision(x.dtype))
+    regime = matmul_precision(x.dtype), is_captured(x)
+    key = (x.shape, x.stride(), x.dtype, x.device, shapes, names, *regime)
     pieces = _plans.get(key)
     if pieces is None:
         pieces = _remember(key, _frozen_backward(x, weights, names))
@@ -191,6 +194,7 @@ def _problem(
         x_layout=linear_act.x_layout_of(x) if i == 0 else "rows",
         w_layout="nk" if weight.is_contiguous() else transposed,
         precision=matmul_precision(x.dtype),
+        captured=is_captured(x),
     )
 
 

@@ -175,6 +175,7 @@ def _looked_up(
         autocast,
         negative,
         matmul_precision(x.dtype),
+        calls.is_captured(x),
     )
     try:
         plan = _plans.get(key)
@@ -191,7 +192,7 @@ def _looked_up(
     if len(_plans) >= _MAX_PLANS:
         _plans.clear()
     _plans[key] = plan
-    if autocast is None and not negative:
+    if autocast is None and not negative and not calls.is_captured(x):
         _admit(x, weights, biases, *rest, native or plan)
     return plan(given_x, given_ws, given_bs)
 
@@ -202,7 +203,19 @@ def _admit(x: Tensor, weights: Any, biases: Any, *rest_and_plan: Any) -> None:
     door = entry.entry()
     if door is not None:
         _door = door.call
-        door.admit(x, weights, biases, *rest_and_plan)
+        *rest, plan = rest_and_plan
+        door.admit(x, weights, biases, *rest, _outside_graphs(plan, rest) if x.is_cuda else plan)
+
+
+def _outside_graphs(plan: Plan, rest: Sequence[Any]) -> Plan:
+    """The plan where no CUDA graph is being recorded: the door does not know of those."""
+
+    def call(x: Tensor, weights: Any, biases: Any) -> Tensor:
+        if calls.is_captured(x):
+            return _looked_up(x, weights, biases, *rest)
+        return plan(x, weights, biases)
+
+    return call
 
 
 # --------------------------------------------------------------------------------------------

@@ -7,10 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
+from fastlinear.dispatch.select import Choice
 from fastlinear.ops.common.autocast import cast as autocast_copy
 from fastlinear.ops.common.calls import autocast_dtype
 from fastlinear.ops.mlp import reference, whole_cpp
 from fastlinear.ops.mlp.autograd import Formula, Mlp
+from fastlinear.ops.mlp.problem import STEP
 from fastlinear.ops.mlp.reference import Biases, Weights
 from fastlinear.ops.mlp.selection import choices
 from fastlinear.ops.mlp.validation import sequences
@@ -38,14 +40,14 @@ def resolved(
     if x.device.type not in ("cpu", "cuda"):
         return None, _chain(*names)
     chosen = choices(x, weights, biases, *names, backend, fast, grad)
-    backends = {c.backend.name for c in chosen}
+    backends = {c.backend.name for c in chosen if c.problem.piece != STEP}
     empty = x.numel() == 0 or any(w.numel() == 0 for w in weights)
     wasted = fresh and backend is None and bool(backends & _KEEPING)
     if empty or wasted or backends == {"eager"}:
         return None, _chain(*names)
-    run = chosen[0].backend.load()
     if grad:
-        return None, _training(Formula(*names, len(weights), run, chosen[1].backend.load()))
+        return None, training_plan(chosen, *names)
+    run = chosen[0].backend.load()
     native = None
     dense = all(t.is_contiguous() for t in (x, *weights, *biases) if t is not None)
     if backends == {"whole_cpp"} and dense and x.dim() <= 3:
@@ -80,7 +82,11 @@ def _inference(run: Callable[..., Any], activation: str, final_activation: str) 
     return plan
 
 
-def _training(formula: Formula) -> Plan:
+def training_plan(chosen: tuple[Choice, ...], activation: str, final_activation: str) -> Plan:
+    """``Mlp`` over the backends chosen for forward and backward."""
+    run, back = chosen[0].backend.load(), chosen[1].backend.load()
+    layers = chosen[0].problem.dim("L")
+    formula = Formula(activation, final_activation, layers, run, back)
     apply = Mlp.apply
 
     def plan(

@@ -8,6 +8,7 @@ from fastlinear.core.problem import Problem
 
 NAME = "mlp"
 PIECES = ("forward", "backward")
+STEP = "step"
 
 
 def problem(
@@ -25,6 +26,7 @@ def problem(
     w_layout: str = "nk",
     fast: bool = False,
     precision: str = "n/a",
+    captured: bool = False,
 ) -> Problem:
     """An mlp Problem: M rows of x through layers of ``widths`` n_0, n_1, … n_L.
 
@@ -47,7 +49,7 @@ def problem(
         ("fast", "yes" if fast else "no"),
     )
     dims = (("M", m), ("L", layers), ("K", widths[0]), ("H", hidden), ("N", widths[-1]))
-    return Problem(NAME, piece, dims, dtype, device, options, needs_grad, precision)
+    return Problem(NAME, piece, dims, dtype, device, options, needs_grad, precision, captured)
 
 
 def widths_of(p: Problem) -> tuple[int, ...]:

@@ -13,10 +13,11 @@ from fastlinear.core.precision import matmul_precision
 from fastlinear.dispatch import cache
 from fastlinear.ops._register import register_op
 from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.common.calls import is_captured
 from fastlinear.ops.mlp import reference
 from fastlinear.ops.mlp.autograd import run_backward
 from fastlinear.ops.mlp.reference import Biases
-from fastlinear.ops.mlp.selection import backward_choice, choices, problem_of
+from fastlinear.ops.mlp.selection import choices, choices_of, problem_of
 
 _MAX_RESOLVED = 4096
 _resolved: dict[Any, Callable[..., Any]] = {}
@@ -48,7 +49,8 @@ def _resolve(key: Any, make: Callable[[], Callable[..., Any]]) -> Callable[..., 
 def _key(x: Tensor, weights: list[Tensor], *rest: Any) -> tuple[Any, ...]:
     """Everything a selection reads of a call."""
     layouts = tuple((w.shape, w.stride()) for w in weights)
-    return (x.shape, x.stride(), x.dtype, x.device, layouts, matmul_precision(x.dtype), *rest)
+    regime = matmul_precision(x.dtype), is_captured(x)
+    return (x.shape, x.stride(), x.dtype, x.device, layouts, *regime, *rest)
 
 
 def _empty(x: Tensor, weights: list[Tensor]) -> bool:
@@ -119,8 +121,8 @@ def _backward(
         if _empty(x, weights):
             return reference.backward
         biases = (None,) * len(weights)
-        p = problem_of(x, weights, biases, *names, fast, True).with_piece("backward")
-        return backward_choice(p, backend or None).backend.load()
+        p = problem_of(x, weights, biases, *names, fast, True)
+        return choices_of(p, backend or None)[1].backend.load()
 
     run = _resolve(("backward", *_key(x, weights, *names, backend, fast)), make)
     kept: list[Tensor | None] = list(saved)

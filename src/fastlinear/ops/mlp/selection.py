@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,8 +13,10 @@ from fastlinear.core.precision import DTYPE_NAMES, matmul_precision
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import family
 from fastlinear.dispatch.select import Choice, select
+from fastlinear.ops.common.calls import is_captured
 from fastlinear.ops.linear_act.backends import x_layout_of
 from fastlinear.ops.mlp import backends
+from fastlinear.ops.mlp.problem import PIECES, STEP
 
 
 def choices(
@@ -30,13 +33,44 @@ def choices(
 
     A forced backend holds for the backward as well where it has one that can serve.
     """
-    p = problem_of(x, weights, biases, activation, final_activation, fast, needs_grad)
     # Facts of a device are read from the current one.
     with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
-        forward = select(p, backend)
-        if not needs_grad:
-            return (forward,)
-        return forward, backward_choice(p.with_piece("backward"), backend)
+        p = problem_of(x, weights, biases, activation, final_activation, fast, needs_grad)
+        return choices_of(p, backend)
+
+
+def choices_of(p: Problem, backend: str | None = None) -> tuple[Choice, ...]:
+    """The same for a forward Problem instead of tensors.
+
+    A training call without a forced backend asks first whether the whole step is fastest by
+    PyTorch's own autograd; then both pieces are. That choice comes last, unless the pieces are
+    PyTorch's own anyhow.
+    """
+    if not p.needs_grad:
+        return (select(p, backend),)
+    if backend is not None:
+        return select(p, backend), backward_choice(p.with_piece("backward"), backend)
+    pieces = select_pieces(p)
+    if all(c.backend.name == "eager" for c in pieces):
+        return pieces
+    step = select(p.with_piece(STEP))
+    if step.backend.name == "pieces":
+        return (*pieces, step)
+    reason = f"PyTorch's own autograd was chosen for the whole step ({step.reason})"
+    own = (replace(select(c.problem, "eager"), source=step.source, reason=reason) for c in pieces)
+    return (*own, step)
+
+
+def select_pieces(p: Problem) -> tuple[Choice, ...]:
+    """The selection for forward and backward of a training call, the step left aside."""
+    return tuple(select(p.with_piece(piece)) for piece in PIECES)
+
+
+def tuning_order(p: Problem) -> tuple[Problem, ...]:
+    """All Problems that decide about a forward Problem, in the order in which to tune them."""
+    if not p.needs_grad:
+        return (p,)
+    return tuple(p.with_piece(piece) for piece in (*PIECES, STEP))
 
 
 def backward_choice(p: Problem, backend: str | None = None) -> Choice:
@@ -73,4 +107,5 @@ def problem_of(
         w_layout="nk" if all(w.is_contiguous() for w in weights) else "mixed",
         fast=fast,
         precision=matmul_precision(x.dtype),
+        captured=is_captured(x),
     )
