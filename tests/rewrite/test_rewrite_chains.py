@@ -188,6 +188,21 @@ def test_a_changed_sequential_runs_as_it_now_is(change: str) -> None:
     torch.testing.assert_close(ours, other(x))
 
 
+def test_global_module_hooks_see_every_layer() -> None:
+    model, x = deep(8, 3), torch.randn(2, 8)
+    (chain,) = matched(model, x)
+    model.__dict__["forward"] = chain.swap().forward.__get__(model)
+    seen: list[str] = []
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, args, y: seen.append(type(module).__name__)
+    )
+    try:
+        model(x)
+    finally:
+        handle.remove()
+    assert seen == ["Linear", "ReLU"] * 3 + ["Sequential"]
+
+
 def test_a_copy_of_a_rewritten_model_reads_its_own_weights() -> None:
     model, x = deep(8, 3), torch.randn(2, 8)
     (chain,) = matched(model, x)

@@ -6,7 +6,7 @@ Every contender gets the same tensors and the same driver; it supplies only the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastlinear.bench.case import Case
+from fastlinear.core.compare import KINKED, clear_of_kinks
 from fastlinear.core.cost import Cost
 from fastlinear.core.device import device_facts
 from fastlinear.core.precision import FLOAT_DTYPES
@@ -209,8 +210,19 @@ def _make_stack(case: Case, device: torch.device, index: int) -> Stack:
         return torch.nn.Parameter(draw(*shape, scale=scale), requires_grad=grad)
 
     widths = (k, *(n,) * layers)
-    x = draw(m, k).requires_grad_(case.direction == "forward+backward")
+    x = draw(m, k)
     weights = tuple(parameter(n, i, scale=i**-0.5) for i in widths[:-1])
     bias = case.option("bias") != "no"
     biases = tuple(parameter(n) if bias else None for _ in weights)
+    if index == 0 and grad and case.option("activation") in KINKED:  # the set that is judged
+
+        def pre_activations(rows: Tensor) -> Iterator[Tensor]:
+            act = activation_of(case.option("activation")).value
+            for w, b in zip(weights, biases, strict=True):
+                pre = F.linear(rows, w.to(rows.dtype), None if b is None else b.to(rows.dtype))
+                yield pre
+                rows = act(pre)
+
+        x, _ = clear_of_kinks(x, pre_activations, lambda rows: draw(rows, k))
+    x.requires_grad_(case.direction == "forward+backward")
     return Stack(index, x, weights, biases, draw(m, n), case.option("activation"))

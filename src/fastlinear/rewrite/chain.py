@@ -12,7 +12,7 @@ from fastlinear.core.problem import Problem
 from fastlinear.ops.mlp import reference
 from fastlinear.ops.mlp.selection import problem_of
 from fastlinear.rewrite.candidate import Candidate, SiteCalls
-from fastlinear.rewrite.forwards import Forward, call_mlp
+from fastlinear.rewrite.forwards import Forward, call_mlp, hooked_globally
 from fastlinear.rewrite.swap import Swap, mark
 
 _OWN_STATE = (bool, int, float, str, type(None))
@@ -52,7 +52,7 @@ class Layout:
 
     def holds(self, children: tuple[Any, ...]) -> bool:
         """Whether the Sequential still is what was matched: same classes, no hooks, no patches."""
-        if len(children) != len(self.kinds):
+        if len(children) != len(self.kinds) or hooked_globally():
             return False
         for i in range(self.start, self.stop):
             child: Any = children[i]

@@ -111,8 +111,14 @@ def _measure_sites(work: Work, candidates: list[Candidate]) -> list[Candidate]:
     for i, members in enumerate(groups.values()):
         work.progress("sites", i, len(groups))
         share = work.budget.share(2 * (len(groups) - i), 2.0)
-        with work.budget:
-            pair, passes = site.pair(members[0], work.runner.device, share)
+        try:
+            with work.budget:
+                pair, passes = site.pair(members[0], work.runner.device, share)
+        except Exception as error:  # noqa: BLE001  as above: out of memory, say
+            for c in members:
+                text = f"the rewrite raises {type(error).__name__}: {error}"
+                work.settle(c.fqn, "rejected", "raises", text)
+            continue
         if _gains(work, members, pair, passes):
             faster.extend(members)
     work.progress("sites", len(groups), len(groups))

@@ -21,6 +21,8 @@ from fastlinear.ops.mlp import mlp
 from fastlinear.rewrite.swap import mark
 
 Forward = Callable[..., Any]
+hooked_globally: Callable[[], bool] = torch.nn.modules.module._has_any_global_hook
+"""Whether hooks of every module's call are registered: a fused call would pass them by."""
 
 
 def fused_linear(activation: str, backend: str | None) -> Forward:
@@ -135,7 +137,8 @@ def call_mlp(
 
 def _untouched(module: nn.Module) -> bool:
     return "forward" not in module.__dict__ and not (
-        module._forward_hooks
+        hooked_globally()
+        or module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastlinear.core.compare import KINKED, clear_of_kinks
 from fastlinear.core.cost import Cost
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
@@ -189,6 +190,17 @@ def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]
         weight = draw(n, k, scale=k**-0.5)
     x = draw(k, m).t() if p.option("x") == "strided" else draw(m, k)
     bias = draw(n) if p.option("bias") == "yes" else None
+    if p.piece == STEP and act.name in KINKED and p.option("x") == "rows":
+        more = torch.Generator(device=device).manual_seed(seed + 1)
+
+        def pre_activations(rows: Tensor) -> tuple[Tensor]:
+            b = None if bias is None else bias.to(rows.dtype)
+            return (torch.nn.functional.linear(rows, weight.to(rows.dtype), b),)
+
+        def redraw(rows: int) -> Tensor:
+            return torch.randn(rows, k, generator=more, device=device).to(dtype)
+
+        x, _ = clear_of_kinks(x, pre_activations, redraw)
     save_pre = p.needs_grad and act.saved == "pre"
     if p.piece == "forward":
         return x, weight, bias, act.name, save_pre

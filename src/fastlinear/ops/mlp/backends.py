@@ -5,7 +5,7 @@ Light on purpose: backends are named here and imported on first use.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastlinear.core.compare import DEFAULT_FACTOR
+from fastlinear.core.compare import DEFAULT_FACTOR, KINKED, clear_of_kinks
 from fastlinear.core.cost import Cost
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
@@ -128,6 +128,17 @@ def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]
         return x, tuple(weights), biases, *names, p.needs_grad
     dy = draw(m, widths[-1])
     if p.piece == STEP:
+        if p.option("x") == "rows" and KINKED & set(names):
+
+            def kinked(rows: Tensor) -> Iterator[Tensor]:
+                given = [None if b is None else b.to(rows.dtype) for b in biases]
+                for w, b, name in zip(weights, given, activations_of(p), strict=True):
+                    pre = torch.nn.functional.linear(rows, w.to(rows.dtype), b)
+                    if name in KINKED:
+                        yield pre
+                    rows = activation_of(name).value(pre)
+
+            x, _ = clear_of_kinks(x, kinked, lambda rows: draw(rows, widths[0]))
         return x, tuple(weights), biases, *names, dy
     _, saved = reference.forward(x, tuple(weights), biases, *names, True)
     needs = (True, (True,) * len(weights), tuple(b is not None for b in biases))
