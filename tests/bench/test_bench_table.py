@@ -156,6 +156,10 @@ def test_the_grid_covers_the_family_most_important_first() -> None:
     assert (first.dtype, first.option("activation")) == ("bfloat16", "gelu_tanh")
     assert {p.dtype for p in grid} == {"bfloat16", "float16", "float32"}
     assert {p.option("w") for p in grid} == {"nk", "kn"}
+    chains = [p for p in grid if p.family == "mlp"]
+    assert {p.piece for p in chains} == {"forward", "backward", "step"}
+    assert {p.dim("L") for p in chains} == {8, 4, 2}
+    grid = [p for p in grid if p.family == "linear_act"]
     assert {p.piece for p in grid} == {*PIECES, STEP}
     assert {p.captured for p in grid} == {True, False}
     for p in grid[:2000]:

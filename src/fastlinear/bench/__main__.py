@@ -40,7 +40,9 @@ def _parser() -> argparse.ArgumentParser:
     experiment = parser.add_argument_group("experiments")
     experiment.add_argument("--quick", action="store_true", help="fewer shapes and rounds")
     experiment.add_argument("--dtype", action="append", help="only this dtype; repeatable")
-    experiment.add_argument("--only", help="only cases whose name contains this text")
+    experiment.add_argument(
+        "--only", help="only cases whose name (for table: whose Problem) contains this text"
+    )
     experiment.add_argument(
         "--where", action="append", default=[], help="only these sizes: M=8192 or L=8,4; repeatable"
     )
@@ -88,9 +90,8 @@ def _table(given: argparse.Namespace) -> int:
     kept = None if given.fresh else read_table(path)
     kind = given.device.partition(":")[0]
     budget = 120.0 if given.budget is None else given.budget
-    data = build_table(
-        table_problems(kind), given.device, budget_s=budget, extend=kept, progress=_say
-    )
+    wanted = [p for p in table_problems(kind) if (given.only or "") in p.describe()]
+    data = build_table(wanted, given.device, budget_s=budget, extend=kept, progress=_say)
     write_table(data, path)
     print(
         f"{len(data['rows'])} rows, {len(data['failures'])} failures, "

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from fastlinear.dispatch.backend import families, family
 from fastlinear.dispatch.tune import tune
 from fastlinear.ops.linear_act.backends import STEP, problem
 from fastlinear.ops.linear_act.selection import tuning_order
+from fastlinear.ops.mlp import problem as mlp
+from fastlinear.ops.mlp.selection import tuning_order as chain_order
 
 # What costs how much importance; the sum orders the grid, least first.
 _DTYPES = {"bfloat16": 0.0, "float32": 1.5, "float16": 2.5}
@@ -53,16 +56,25 @@ _TOKENS = {
 }
 _HEADLINE = ((8192, 768, 3072), (8192, 1024, 4096), (8192, 4096, 4096))
 _LARGEST_ELEMENTS = 1 << 30  # of one tensor: larger Problems cost more time than they teach
+_LARGEST_CHAIN = 1 << 24  # rows times width
 _CAPTURED = 0.5  # what a call inside a CUDA graph costs more importance
 # Above these times outside a CUDA graph the host no longer counts: one measurement serves both.
 _HOST_COUNTS_US = {"step": 400.0, "piece": 120.0}
+
+# Chains of equal widths; the sum orders them among the layers.
+_CHAIN_DTYPES = {"bfloat16": 0.0, "float32": 0.5, "float16": 3.0}
+_CHAIN_WIDTHS = {64: 0.0, 256: 0.0, 128: 0.5, 512: 0.5, 1024: 0.5, 2048: 2.0}
+_CHAIN_LAYERS = {8: 0.0, 4: 0.5, 2: 1.0}
+_CHAIN_TOKENS = {64: 0.0, 1: 0.5, 1024: 0.5, 16: 1.0, 256: 1.0, 4096: 1.0, 16384: 1.5, 65536: 2.0}
+_CHAIN_TRAINING = 1.0
 
 # Options a piece does not read: one measurement serves all their values.
 _UNREAD = {"grad_input": ("activation", "bias", "x"), "grad_weight": ("activation", "bias", "w")}
 
 
 def table_problems(device: str = "cuda") -> list[Problem]:
-    """The grid of linear_act, most important first, all pieces of each call next to each other."""
+    """The grid of layers and chains, most important first, all pieces of each call next to each
+    other."""
     weighted: list[tuple[float, int, Problem]] = []
     for dtype, a in _DTYPES.items():
         for activation, b in _ACTIVATIONS.items():
@@ -75,8 +87,40 @@ def table_problems(device: str = "cuda") -> list[Problem]:
                         if max(m * k, m * n) <= _LARGEST_ELEMENTS:
                             cost = base + 0.2 * i + d
                             weighted += _pieces(cost, (m, k, n), dtype, device, activation, layout)
+    weighted += _chains(device)
     weighted.sort(key=lambda item: item[:2])
     return list(dict.fromkeys(p for _, _, p in weighted))
+
+
+def _chains(device: str) -> list[tuple[float, int, Problem]]:
+    """The grid of mlp: chains of equal widths with relu."""
+    found: list[tuple[float, int, Problem]] = []
+    grids = (_CHAIN_DTYPES, _CHAIN_WIDTHS, _CHAIN_LAYERS, _CHAIN_TOKENS)
+    for (dtype, a), (h, b), (layers, c), (m, d) in product(*(g.items() for g in grids)):
+        if m * h > _LARGEST_CHAIN:
+            continue
+        forward = mlp.problem(
+            "forward",
+            m,
+            (h,) * (layers + 1),
+            dtype=dtype,
+            device=device,
+            precision=matmul_precision(FLOAT_DTYPES[dtype]),
+        )
+        cost = a + b + c + d
+        calls = [(cost, forward)]
+        calls += [
+            (cost + _CHAIN_TRAINING, p) for p in chain_order(replace(forward, needs_grad=True))
+        ]
+        found += _both_regimes([(q, place, p) for place, (q, p) in enumerate(calls)])
+    return found
+
+
+def _both_regimes(
+    calls: list[tuple[float, int, Problem]],
+) -> list[tuple[float, int, Problem]]:
+    inside = ((q, place, p.other_regime()) for q, place, p in calls)
+    return calls + [(q + _CAPTURED, place, p) for q, place, p in inside if p is not None]
 
 
 def _pieces(
@@ -99,9 +143,7 @@ def _pieces(
         precision=matmul_precision(FLOAT_DTYPES[dtype]),
     )
     calls = (forward, *tuning_order(replace(forward, needs_grad=True)))
-    found = [(cost, place, p) for place, p in enumerate(calls)]
-    inside = ((q, place, p.other_regime()) for q, place, p in found)
-    return found + [(q + _CAPTURED, place, p) for q, place, p in inside if p is not None]
+    return _both_regimes([(cost, place, p) for place, p in enumerate(calls)])
 
 
 def build_table(
