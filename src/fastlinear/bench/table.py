@@ -95,24 +95,23 @@ def table_problems(device: str = "cuda") -> list[Problem]:
 def _chains(device: str) -> list[tuple[float, int, Problem]]:
     """The grid of mlp: chains of equal widths with relu."""
     found: list[tuple[float, int, Problem]] = []
-    grids = (_CHAIN_DTYPES, _CHAIN_WIDTHS, _CHAIN_LAYERS, _CHAIN_TOKENS)
-    for (dtype, a), (h, b), (layers, c), (m, d) in product(*(g.items() for g in grids)):
-        if m * h > _LARGEST_CHAIN:
-            continue
-        forward = mlp.problem(
-            "forward",
-            m,
-            (h,) * (layers + 1),
-            dtype=dtype,
-            device=device,
-            precision=matmul_precision(FLOAT_DTYPES[dtype]),
-        )
-        cost = a + b + c + d
-        calls = [(cost, forward)]
-        calls += [
-            (cost + _CHAIN_TRAINING, p) for p in chain_order(replace(forward, needs_grad=True))
-        ]
-        found += _both_regimes([(q, place, p) for place, (q, p) in enumerate(calls)])
+    sizes = list(product(_CHAIN_WIDTHS.items(), _CHAIN_LAYERS.items(), _CHAIN_TOKENS.items()))
+    for dtype, base in _CHAIN_DTYPES.items():
+        for (h, b), (layers, c), (m, d) in sizes:
+            if m * h > _LARGEST_CHAIN:
+                continue
+            forward = mlp.problem(
+                "forward",
+                m,
+                (h,) * (layers + 1),
+                dtype=dtype,
+                device=device,
+                precision=matmul_precision(FLOAT_DTYPES[dtype]),
+            )
+            cost = base + b + c + d
+            training = chain_order(replace(forward, needs_grad=True))
+            calls = [(cost, forward), *((cost + _CHAIN_TRAINING, p) for p in training)]
+            found += _both_regimes([(q, place, p) for place, (q, p) in enumerate(calls)])
     return found
 
 

@@ -178,13 +178,17 @@ class CudaRecorder:
 
 
 class CudaRecording:
-    """One captured graph; freed with its memory when nothing refers to it any more."""
+    """One captured graph; freed with its memory when nothing refers to it any more.
+
+    ``graph`` itself is for who replays it on one stream only, such as a clock.
+    """
 
     def __init__(
         self, graph: torch.cuda.CUDAGraph, outputs: Any, pool: Pool, device: torch.device
     ) -> None:
         self.outputs = outputs
-        self._graph, self._pool = graph, pool
+        self.graph = graph
+        self._pool = pool
         self._replay = graph.replay
         self._device = torch.cuda.current_device() if device.index is None else device.index
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from fastlinear.core.errors import InputError
+from fastlinear.core.graphs import CudaRecorder, Pool
 
 METRICS = ("wall", "device")
 _TARGET_SAMPLE_US = 1000.0
@@ -204,21 +205,15 @@ def _nothing() -> None:
 
 def _capture(calls: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph | None:
     """A CUDA graph of the calls, or None where they cannot be captured (a sync inside, say)."""
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        calls()
-    torch.cuda.current_stream(device).wait_stream(stream)
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
+    recorder = CudaRecorder()
+    recorder.warm(calls, device, 1)
     try:
-        with torch.cuda.graph(graph, stream=stream):
-            calls()
+        graph = recorder.record(calls, device, Pool()).graph
     except (RuntimeError, AssertionError):  # what torch raises when capture is not permitted
-        torch.cuda.synchronize(device)
+        recorder.settle(device)
         return None
     graph.replay()
-    torch.cuda.synchronize(device)
+    recorder.settle(device)
     return graph
 
 
