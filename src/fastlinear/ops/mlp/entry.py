@@ -1,35 +1,27 @@
 """The compiled door of fl.mlp: plans looked up and run in one C++ call, where it can be built.
 
-It only shortens the way to a plan. Without a compiler, torch's headers or Python's, calls take
-the lookup in ``op.py`` instead, some ten microseconds longer for eight layers.
+It only shortens the way to a plan. Until it is there, and where it cannot be built, calls take the
+lookup in ``op.py`` instead, some ten microseconds longer for eight layers. A library compiled
+earlier is loaded at the first plan; else a thread compiles it while calls go on.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
-import subprocess
-import sys
-import sysconfig
-import tempfile
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 
 from fastlinear.core.errors import UnsupportedError
-from fastlinear.core.settings import cache_dir
-from fastlinear.ops.common import cpp_build
+from fastlinear.ops.mlp import entry_library as library
 
-_SOURCE = Path(__file__).parent / "entry.cpp"
-_TORCH = Path(torch.__file__).parent
-_COMPILE_TIMEOUT_S = 180
-_FLAGS = ("-std=c++20", "-O2", "-fPIC")
+_STOP_TIMEOUT_S = 5
 
 
 @dataclass(frozen=True)
@@ -49,37 +41,131 @@ class Entry:
     clear: Callable[[], None]
 
 
-def reason_not() -> str | None:
-    """Why the door cannot be built here, or None."""
-    if not getattr(sys, "_is_gil_enabled", lambda: True)():
-        return "its table of plans relies on Python's global lock"
-    if cpp_build.compiler() is None:
-        return cpp_build.reason_not()
-    for header in (_python_headers() / "Python.h", _TORCH / "include" / "ATen" / "EmptyTensor.h"):
-        if not header.exists():
-            return f"{header} is missing"
-    return _failure()
+@dataclass(eq=False)
+class _Build:
+    """How far this process is with its door."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    started: bool = False
+    done: threading.Event = field(default_factory=threading.Event)
+    compiler: library.Compiler = field(default_factory=library.Compiler)
+    door: Entry | None = None
+    failure: str | None = None
 
 
-@lru_cache(maxsize=1)
-def _failure() -> str | None:
-    try:
-        _built()
-    except UnsupportedError as error:
-        return error.received
-    return None
+_build = _Build()
+_listeners: list[Callable[[], None]] = []
 
 
-@lru_cache(maxsize=1)
 def entry() -> Entry | None:
-    """The door, compiled if need be; None where it cannot be (``reason_not`` says why)."""
-    return _built() if reason_not() is None else None
+    """The door if it is there. The first call has it loaded or built; no call waits for that."""
+    build = _build
+    if not build.started:
+        _start(build)
+    return build.door
 
 
-@lru_cache(maxsize=1)
-def _built() -> Entry:
-    library = _library()
-    make = library.fastlinear_mlp_entry
+def wait(timeout: float | None = None) -> Entry | None:
+    """The door, waiting up to ``timeout`` seconds for it (None: as long as it takes).
+
+    For tests and benchmarks. None where the time was too short or the door cannot be built:
+    ``reason_not`` tells the one from the other.
+    """
+    entry()
+    _build.done.wait(timeout)
+    return _build.door
+
+
+def reason_not() -> str | None:
+    """Why there will be no door in this process, or None. Compiles nothing, waits for nothing."""
+    return _build.failure or library.missing()
+
+
+def on_ready(listener: Callable[[], None]) -> None:
+    """Call ``listener`` once the door can serve, so that plans made before are made known to it.
+
+    It may be called from another thread. A process forked while its parent was building has it
+    called as well, to begin anew.
+    """
+    _listeners.append(listener)
+
+
+# --------------------------------------------------------------------------------------------
+# One build a process, away from its callers
+
+
+def _start(build: _Build) -> None:
+    with build.lock:
+        if build.started:
+            return
+        build.started = True
+    try:
+        _begin(build)
+    except UnsupportedError as error:
+        _finish(build, failure=error.received)
+    except (OSError, RuntimeError) as error:  # no file can be read, or no thread started any more
+        _finish(build, failure=str(error))
+
+
+def _begin(build: _Build) -> None:
+    why = library.missing()
+    if why is not None:
+        _finish(build, failure=why)
+        return
+    command = library.command()
+    places = library.places(command)
+    found = library.loaded(places)
+    if found is not None:
+        _finish(build, door=_made(found))
+        return
+    Finalize(None, _stop, (build,), exitpriority=10)  # at the exit of worker processes as well
+    threading.Thread(
+        target=_work, args=(build, command, places), name="fastlinear-door", daemon=True
+    ).start()
+
+
+def _work(build: _Build, command: list[str], places: list[Path]) -> None:
+    try:
+        door = _made(library.compiled(build.compiler, command, places))
+    except UnsupportedError as error:
+        _finish(build, failure=error.received)
+    except Exception as error:  # noqa: BLE001 - a thread has nobody to raise to; reason_not tells
+        _finish(build, failure=f"{type(error).__name__}: {error}")
+    else:
+        _finish(build, door=door)
+
+
+def _finish(build: _Build, *, door: Entry | None = None, failure: str | None = None) -> None:
+    build.door, build.failure = door, failure
+    if door is not None:
+        _tell()
+    build.done.set()
+
+
+def _tell() -> None:
+    for listener in _listeners:
+        listener()
+
+
+def _stop(build: _Build) -> None:
+    """Leave no compiler behind."""
+    build.compiler.stop()
+    build.done.wait(_STOP_TIMEOUT_S)
+
+
+def _begin_anew() -> None:
+    """In a forked child: the parent's thread is not here."""
+    global _build
+    if _build.started and not _build.done.is_set():
+        _build = _Build()
+        _tell()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
+
+
+def _made(loaded: ctypes.PyDLL) -> Entry:
+    make = loaded.fastlinear_mlp_entry
     make.argtypes = [ctypes.py_object, ctypes.py_object, ctypes.c_int64]
     make.restype = ctypes.py_object
     return Entry(*make(torch.Tensor, torch.nn.Parameter, _impl_offset()))
@@ -93,65 +179,4 @@ def _impl_offset() -> int:
     for i, value in enumerate(words):
         if value == t._cdata:
             return i * word
-    raise _unsupported("a tensor object that holds its TensorImpl's address", "none")
-
-
-def _library() -> ctypes.PyDLL:
-    command = [
-        cpp_build.compiler() or "",
-        *_FLAGS,
-        f"-I{_TORCH / 'include'}",
-        f"-I{_python_headers()}",
-        "-shared",
-        str(_SOURCE),
-        f"-L{_TORCH / 'lib'}",
-        *("-ltorch_python", "-ltorch_cpu", "-lc10"),
-    ]
-    facts = (*command, torch.__version__, sysconfig.get_config_var("SOABI") or "")
-    digest = hashlib.sha256("\0".join(facts).encode() + _SOURCE.read_bytes()).hexdigest()
-    name = f"entry-{digest[:16]}.so"
-    failures = []
-    for folder in (cache_dir() / "cpp", Path(tempfile.gettempdir()) / f"fastlinear-{os.getuid()}"):
-        try:
-            _ensure(command, folder / name)
-            return ctypes.PyDLL(str(folder / name))
-        except OSError as error:  # read-only, full, mounted without execution...
-            failures.append(f"{folder}: {error}")
-    raise _unsupported("a folder to keep the compiled library in", "; ".join(failures))
-
-
-def _ensure(command: list[str], library: Path) -> None:
-    """Compile once, by the first process that asks. Raises OSError where the folder forbids it."""
-    folder = library.parent
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    facts = folder.stat()
-    if facts.st_uid not in (0, os.getuid()) or facts.st_mode & 0o002:
-        raise PermissionError(f"others may write to {folder}, and what it holds would be run")
-    if library.exists():
-        return
-    with FileLock(f"{library}.lock"), tempfile.TemporaryDirectory(dir=folder) as scratch:
-        if library.exists():
-            return
-        target = Path(scratch) / library.name
-        try:
-            done = subprocess.run(
-                [*command, "-o", str(target)],
-                capture_output=True,
-                text=True,
-                timeout=_COMPILE_TIMEOUT_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise _unsupported(f"{_SOURCE.name} to compile", str(error)) from error
-        if done.returncode != 0:
-            said = done.stderr.strip()[-2000:] or f"exit status {done.returncode}"
-            raise _unsupported(f"{_SOURCE.name} to compile", said)
-        os.replace(target, library)
-
-
-def _python_headers() -> Path:
-    return Path(sysconfig.get_paths()["include"])
-
-
-def _unsupported(expected: str, received: str) -> UnsupportedError:
-    return UnsupportedError("fastlinear.ops.mlp.entry", expected=expected, received=received)
+    raise library.unsupported("a tensor object that holds its TensorImpl's address", "none")

@@ -1,0 +1,199 @@
+"""The compiled door is built beside the calls: it delays none, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastlinear as fl
+from fastlinear.core.settings import cache_dir
+from fastlinear.ops.common import cpp_build
+from fastlinear.ops.mlp import entry, entry_library, op, reference
+
+pytestmark = pytest.mark.skipif(entry_library.missing() is not None, reason="no compiled door here")
+
+
+@pytest.fixture(autouse=True)
+def _no_door_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entry, "_build", entry._Build())
+    monkeypatch.setattr(op, "_door", op._no_door)
+    op._plans.clear()
+
+
+def compiler(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The compiler becomes a shell script, which adds a line to the returned file when it runs."""
+    runs, file = folder / "runs", folder / "compiler"
+    file.write_text(f'#!/bin/sh\necho $$ >> "{runs}"\n{script}\n')
+    file.chmod(0o755)
+    monkeypatch.setenv("CXX", str(file))
+    monkeypatch.setattr(cpp_build, "compiler", lambda: str(file))
+    runs.touch()
+    return runs
+
+
+def given(m: int = 3) -> tuple[Tensor, list[Tensor], None]:
+    return torch.randn(m, 8), [torch.randn(8, 8), torch.randn(4, 8)], None
+
+
+def check(m: int = 3) -> None:
+    """A call through layerwise, which compiles nothing of its own."""
+    x, ws, bs = given(m)
+    y = fl.mlp(x, ws, bs, backend="layerwise")
+    assert torch.allclose(y, reference.mlp(x, ws, (None, None), "relu", "none"), atol=1e-5)
+
+
+def test_a_slow_compiler_delays_no_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = compiler(tmp_path, "sleep 60 & wait", monkeypatch)
+    began = time.perf_counter()
+    for m in range(1, 5):
+        check(m)
+        check(m)
+    assert time.perf_counter() - began < 5
+    assert op._door is op._no_door
+    assert entry.wait(0.01) is None
+    assert entry.reason_not() is None
+    build = entry._build
+    until = time.monotonic() + 20
+    while not runs.read_text():
+        assert time.monotonic() < until, build
+        time.sleep(0.01)
+    entry._stop(build)
+    assert build.done.is_set()
+    assert build.compiler.process is not None
+    assert build.compiler.process.poll() is not None
+    assert not list((cache_dir() / "cpp").glob("*.part"))
+    assert entry.wait(0) is None
+    assert entry.reason_not() == "the process ends"
+    check()
+
+
+def test_plans_seen_before_are_served_once_the_door_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = cpp_build.compiler()
+    runs = compiler(tmp_path, f'sleep 1; exec "{real}" "$@"', monkeypatch)
+    x, ws, bs = given()
+    before = fl.mlp(x, ws, bs, backend="layerwise")
+    assert op._door is op._no_door
+    door = entry.wait()
+    assert door is not None, entry.reason_not()
+    call = (x, ws, bs, "relu", "none", "layerwise", False)
+    assert door.call(*call) is None
+    assert torch.equal(fl.mlp(x, ws, bs, backend="layerwise"), before)
+    assert op._door is door.call
+    assert torch.equal(door.call(*call), before)
+    monkeypatch.setattr(op, "_looked_up", None)
+    assert torch.equal(fl.mlp(x, ws, bs, backend="layerwise"), before)
+    # a later process finds it compiled: no thread, and the door at once
+    monkeypatch.setattr(entry, "_build", entry._Build())
+    assert entry.entry() is not None
+    assert len(runs.read_text().splitlines()) == 1
+
+
+def test_a_failing_compiler_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = compiler(tmp_path, "echo cannot be >&2; exit 1", monkeypatch)
+    check()
+    assert entry.wait(30) is None
+    assert "cannot be" in str(entry.reason_not())
+    for m in range(4, 8):
+        check(m)
+    assert entry.entry() is None
+    assert len(runs.read_text().splitlines()) == 1
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpp_build, "compiler", lambda: None)
+    check()
+    assert entry.wait(0) is None
+    assert "no C++ compiler" in str(entry.reason_not())
+
+
+def test_a_damaged_library_and_an_unwritable_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler(tmp_path, "exit 1", monkeypatch)
+    (first, second) = entry_library.places(entry_library.command())
+    first.parent.mkdir(parents=True)
+    first.write_bytes(b"not a library")
+    monkeypatch.setattr(entry_library, "places", lambda _: [first, tmp_path / "file" / second.name])
+    (tmp_path / "file").write_text("")
+    check()
+    assert entry.wait(30) is None
+    assert "a folder" not in str(entry.reason_not())
+    assert str(first.parent) in str(entry.reason_not())
+
+
+def test_many_threads_build_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = compiler(tmp_path, "sleep 0.3; exit 1", monkeypatch)
+    threads = [threading.Thread(target=check, args=(m,)) for m in range(1, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert entry.wait(30) is None
+    assert len(runs.read_text().splitlines()) == 1
+
+
+_SCRIPT = """
+import os, sys, time, warnings
+import torch, fastlinear as fl
+from fastlinear.ops.mlp import entry
+warnings.simplefilter("error")
+
+def call():
+    x, w = torch.ones(2, 3), [torch.ones(4, 3)]
+    assert fl.mlp(x, w, backend="layerwise").sum() == 24
+
+call()
+while not os.path.getsize(RUNS): time.sleep(0.01)
+if sys.argv[1] == "fork":
+    warnings.simplefilter("ignore")  # forking where threads run
+    child = os.fork()
+    if child == 0:
+        assert not entry._build.started
+        call()
+        assert entry._build.started and entry.wait(0.1) is None
+        sys.exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert entry.reason_not() is None and not entry._build.done.is_set()
+"""
+
+
+def running(groups: list[str]) -> list[str]:
+    """Processes of these groups that still run."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, group = stat.read_text().rpartition(")")[2].split()[:3]
+            if group in groups and state != "Z":
+                found.append(stat.parent.name)
+    return found
+
+
+@pytest.mark.parametrize("how", ["exit", "fork"])
+def test_no_compiler_outlives_the_process(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = compiler(tmp_path, "sleep 120 & wait", monkeypatch)
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT.replace("RUNS", repr(str(runs))), how],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env=os.environ,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    groups = runs.read_text().split()
+    assert len(groups) == 1  # a forked child waits for its parent's
+    assert running(groups) == []
+    assert not list((cache_dir() / "cpp").glob("*.part"))
