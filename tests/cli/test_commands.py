@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
+from fastlinear.dispatch.backend import families
+
 Run = Callable[..., Result]
 
 COMMANDS = ("optimize", "apply", "profile", "bench", "tune", "explain", "doctor", "cache")
@@ -138,6 +140,45 @@ def test_explain(run: Run) -> None:
     assert "w=kn" in text
 
 
+def test_explain_mlp(run: Run) -> None:
+    result = run("explain", "mlp", "--m", "32", "--widths", "16, 32,10", "--train", "--json")
+    data = data_of(result)
+    problem = data[0]["problem"]
+    assert problem["dims"] == {"M": 32, "L": 2, "K": 16, "H": 32, "N": 10}
+    assert problem["options"]["activation"] == "relu"
+    assert [d["problem"]["piece"] for d in data[:2]] == ["forward", "backward"]
+    named = ("--activation", "gelu", "--final-activation", "tanh", "--no-bias")
+    text = run("explain", "mlp", "--layers", "3", "--width", "16", *named).stdout
+    assert "L=3 K=16 H=16 N=16" in text
+    assert "activation=gelu final=tanh bias=no" in text
+    assert "not strassen: norm-wise accurate only" in text
+    fast = ("--allow-fast-matmul", "--backend", "strassen", "--weight-layout", "kn")
+    text = run("explain", "mlp", *fast).stdout
+    assert "-> strassen (forced)" in text
+    assert "L=8 K=64 H=64 N=64" in text
+    assert "w=mixed" in text
+
+
+def test_tune_mlp(run: Run) -> None:
+    call = ("mlp", "--m", "4", "--widths", "8,16,4", "--final-activation", "relu")
+    result = run("tune", *call, "--train", "--rounds", "5", "--budget", "0.05", "--json")
+    assert result.exit_code == 0, result.stderr
+    tuned = data_of(result)
+    assert {t["problem"]["piece"] for t in tuned} == set(families()["mlp"].pieces)
+    assert all(t["stored"] and t["problem"]["options"]["final"] == "relu" for t in tuned)
+    assert all("eager" in t["times_us"] for t in tuned)
+    forward = next(t for t in tuned if t["problem"]["piece"] == "forward")
+    assert "allow_fast_matmul" in forward["rejected"]["strassen"]
+    shown = run("cache", "show").stdout
+    assert "M=4 8-16-4" in shown
+    assert "mlp.backward" in shown
+    assert "tuned" in run("explain", *call, "--train").stdout
+    fast = run("tune", *call, "--allow-fast-matmul", "--rounds", "5", "--budget", "0.05", "--json")
+    (tuned_fast,) = data_of(fast)
+    assert tuned_fast["problem"]["piece"] == "forward"
+    assert "allow_fast_matmul" not in str(tuned_fast["rejected"])
+
+
 def test_tune_remembers_and_cache_shows_and_forgets(run: Run) -> None:
     call = ("--m", "8", "--k", "16", "--n", "16", "--activation", "relu")
     speed = ("--rounds", "5", "--budget", "0.05")
@@ -175,8 +216,16 @@ def test_doctor_has_no_side_effects(run: Run, tmp_path: Path) -> None:
     assert data["devices"][0]["device"] == "cpu"
     assert data["versions"]["torch"] != "not installed"
     eager = [b for b in data["backends"] if b["backend"] == "eager" and b["device"] == "cpu"]
-    assert [b["why_not"] for b in eager] == [None]
+    assert [b["why_not"] for b in eager] == [None] * len(families())
     assert any(b["why_not"] for b in data["backends"])
+    for family in families().values():
+        told = {b["backend"]: b for b in data["backends"] if b["family"] == family.name}
+        assert set(told) == {b.name for b in family.backends}
+    mlp = {
+        b["backend"]: b for b in data["backends"] if (b["family"], b["device"]) == ("mlp", "cpu")
+    }
+    assert mlp["strassen"]["why_not"] is None
+    assert mlp["whole_cuda"]["why_not"] == "its kernel runs on CUDA devices only"
     assert sorted(tmp_path.rglob("*")) == before
     assert "Backends" in run("doctor").stdout
 

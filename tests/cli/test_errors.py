@@ -99,11 +99,54 @@ def test_unknown_names(run: Run, command: str) -> None:
         assert result.stdout == ""
 
 
+@pytest.mark.parametrize("command", ["explain", "tune"])
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("mlp", "--widths", "64"), "two or more whole numbers"),
+        (("mlp", "--widths", "64,,10"), "two or more whole numbers"),
+        (("mlp", "--widths", "64,0"), "two or more whole numbers"),
+        (("mlp", "--widths", "64,1.5"), "received '64,1.5'. For example 64,128,10"),
+        (("mlp", "--widths=-64,64"), "two or more whole numbers"),
+        (("mlp", "--widths", "64,²"), "two or more whole numbers"),
+        (("mlp", "--widths", "8,8", "--layers", "2"), "either --widths or --layers and --width"),
+        (("mlp", "--k", "64"), "received --k. Give --widths"),
+        (("mlp", "--activation", "mish"), "mlp: expected activation in none, relu"),
+        (("mlp", "--final-activation", "mish"), "final_activation"),
+        (("mlp", "--weight-layout", "nn"), "nk or kn"),
+        (("--widths", "64,64"), "received --widths. These belong to mlp"),
+        (("linear_act", "--allow-fast-matmul"), "received --allow-fast-matmul"),
+        (("linear_act", "--final-activation", "relu", "--width", "3"), "--width, --final-act"),
+        (("conv2d",), "family in linear_act, mlp; received 'conv2d'"),
+    ],
+)
+def test_calls_that_do_not_fit(
+    run: Run, command: str, arguments: tuple[str, ...], expected: str
+) -> None:
+    result = run(command, *arguments)
+    assert result.exit_code == BAD_INPUT, result.stderr
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert expected in result.stderr
+
+
+def test_usage_errors_of_mlp(run: Run) -> None:
+    for arguments in (("--layers", "0"), ("--width", "0"), ("--m", "0"), ("--layers", "many")):
+        assert run("explain", "mlp", *arguments).exit_code == BAD_INPUT, arguments
+    result = run("tune", "mlp", "--model", "userpackage:mlp")
+    assert result.exit_code == BAD_INPUT
+    assert "--model: expected linear_act" in result.stderr
+
+
 def test_forced_backend_that_cannot_serve(run: Run) -> None:
     result = run("explain", "--backend", "onednn", "--dtype", "float64")
     assert result.exit_code == UNSUPPORTED
     assert "oneDNN has no float64 path" in result.stderr
     assert run("explain", "--backend", "nothing").exit_code == UNSUPPORTED
+    result = run("explain", "mlp", "--backend", "strassen")
+    assert result.exit_code == UNSUPPORTED
+    assert "allow_fast_matmul" in result.stderr
     assert run("optimize", "userpackage:mlp", "--backend", "linear_act").exit_code == BAD_INPUT
 
 

@@ -47,14 +47,25 @@ def show(device: opt.Device = "cpu", json: opt.Json = False, debug: opt.Debug = 
         rows.append(
             (
                 f"{problem['family']}.{problem['piece']}",
-                " ".join(f"{k}={v}" for k, v in problem["dims"].items()),
+                _sizes(problem),
                 problem["dtype"],
                 problem["options"].get("activation", ""),
+                "train" if problem["needs_grad"] else "",
                 item["best"],
                 ", ".join(f"{name} {us:.1f}" for name, us in times),
             )
         )
-    table(str(cache_path(where)), ("op", "dims", "dtype", "activation", "best", "us"), sorted(rows))
+    columns = ("op", "dims", "dtype", "activation", "for", "best", "us")
+    table(str(cache_path(where)), columns, sorted(rows))
+
+
+def _sizes(problem: dict[str, Any]) -> str:
+    """M=64 K=1024 N=1024; for a chain of layers whose widths differ all of these, n_0 first."""
+    dims, widths = dict(problem["dims"]), problem["options"].get("widths", "equal")
+    if widths != "equal":
+        return f"M={dims['M']} {widths}"
+    rows = {"M": dims.pop("M")} if "M" in dims else {}
+    return " ".join(f"{k}={v}" for k, v in (rows | dims).items())
 
 
 @group.command()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import torch
 import typer
@@ -10,17 +12,94 @@ import typer
 from fastlinear.core.errors import InputError
 from fastlinear.core.precision import FLOAT_DTYPES
 
-Family = Annotated[str, typer.Argument(help="The op; linear_act is the only one yet.")]
-M = Annotated[int, typer.Option("--m", min=1, help="Tokens: rows of x.")]
-K = Annotated[int, typer.Option("--k", min=1, help="In features.")]
-N = Annotated[int, typer.Option("--n", min=1, help="Out features.")]
-Activation = Annotated[
+if TYPE_CHECKING:
+    from fastlinear.core.problem import Problem
+    from fastlinear.dispatch.explain import Explanation
+
+FAMILIES = ("linear_act", "mlp")
+_FEATURES, _LAYERS, _WIDTH = 1024, 8, 64
+_LINEAR, _MLP = "One linear layer (linear_act)", "A chain of layers (mlp)"
+
+Family = Annotated[
     str,
+    typer.Argument(help="The op: linear_act (a linear layer) or mlp (a chain of them in one)."),
+]
+M = Annotated[int, typer.Option("--m", min=1, help="Tokens: rows of x.")]
+K = Annotated[
+    int | None,
     typer.Option(
-        help="none, relu, relu2, silu, gelu, gelu_tanh, sigmoid, tanh, quick_gelu, leaky_relu."
+        "--k",
+        min=1,
+        help="In features.",
+        show_default=str(_FEATURES),
+        rich_help_panel=_LINEAR,
     ),
 ]
-Bias = Annotated[bool, typer.Option(help="With a bias of shape (N,).")]
+N = Annotated[
+    int | None,
+    typer.Option(
+        "--n",
+        min=1,
+        help="Out features.",
+        show_default=str(_FEATURES),
+        rich_help_panel=_LINEAR,
+    ),
+]
+Widths = Annotated[
+    str | None,
+    typer.Option(
+        "--widths",
+        metavar="N0,N1,…,NL",
+        help="Features of the input and of every layer's output.",
+        show_default=False,
+        rich_help_panel=_MLP,
+    ),
+]
+Layers = Annotated[
+    int | None,
+    typer.Option(
+        "--layers",
+        min=1,
+        help="How many layers of --width features, instead of --widths.",
+        show_default=str(_LAYERS),
+        rich_help_panel=_MLP,
+    ),
+]
+Width = Annotated[
+    int | None,
+    typer.Option(
+        "--width",
+        min=1,
+        help="Features of the input and of each of --layers.",
+        show_default=str(_WIDTH),
+        rich_help_panel=_MLP,
+    ),
+]
+FinalActivation = Annotated[
+    str | None,
+    typer.Option(
+        "--final-activation",
+        help="After the last layer; --activation follows all others.",
+        show_default="none",
+        rich_help_panel=_MLP,
+    ),
+]
+FastMatmul = Annotated[
+    bool,
+    typer.Option(
+        "--allow-fast-matmul",
+        help="Let Strassen compete: its error is bounded for the whole matrix only.",
+        rich_help_panel=_MLP,
+    ),
+]
+Activation = Annotated[
+    str | None,
+    typer.Option(
+        help="none, relu, relu2, silu, gelu, gelu_tanh, sigmoid, tanh, quick_gelu, leaky_relu.",
+        show_default="none; relu for mlp",
+    ),
+]
+Bias = Annotated[bool, typer.Option(help="With a bias of one number for each out feature.")]
 Layout = Annotated[
     str,
     typer.Option(
@@ -30,20 +109,132 @@ Layout = Annotated[
 Train = Annotated[bool, typer.Option("--train", help="The backward and its pieces as well.")]
 
 
-def example_call(
-    family: str, m: int, k: int, n: int, dtype: str, bias: bool, layout: str, device: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Uninitialised tensors of the described call: x (M, K), weight (N, K), bias (N,) or None."""
-    from fastlinear.cli.load import usable_device
+@dataclass(frozen=True)
+class Call:
+    """What the options say of a call; None where an option was left out.
 
-    if family != "linear_act":
-        raise InputError("fastlinear", expected="family in linear_act", received=repr(family))
-    if layout not in ("nk", "kn"):
-        raise InputError("--weight-layout", expected="nk or kn", received=repr(layout))
-    where, kind = usable_device(device), FLOAT_DTYPES[dtype]
-    x = torch.empty(m, k, dtype=kind, device=where)
-    if layout == "nk":
-        weight = torch.empty(n, k, dtype=kind, device=where)
-    else:
-        weight = torch.empty(k, n, dtype=kind, device=where).t()
-    return x, weight, torch.empty(n, dtype=kind, device=where) if bias else None
+    Raises:
+        InputError: an unknown family, an option of another family, or a value that does not fit.
+    """
+
+    family: str
+    m: int
+    dtype: str
+    device: str
+    activation: str | None
+    bias: bool
+    layout: str
+    k: int | None
+    n: int | None
+    widths: str | None
+    layers: int | None
+    width: int | None
+    final_activation: str | None
+    allow_fast_matmul: bool
+
+    def __post_init__(self) -> None:
+        if self.family not in FAMILIES:
+            _fail("fastlinear", f"family in {', '.join(FAMILIES)}", repr(self.family))
+        of_linear = {"--k": self.k, "--n": self.n}
+        of_mlp = {
+            "--widths": self.widths,
+            "--layers": self.layers,
+            "--width": self.width,
+            "--final-activation": self.final_activation,
+            "--allow-fast-matmul": self.allow_fast_matmul or None,
+        }
+        foreign, own = (of_mlp, of_linear) if self.family == "linear_act" else (of_linear, of_mlp)
+        given = [name for name, value in foreign.items() if value is not None]
+        if given:
+            _fail(
+                f"fastlinear: {self.family}",
+                f"its own options ({', '.join(own)})",
+                ", ".join(given),
+                "Give --widths, or --layers and --width."
+                if self.family == "mlp"
+                else "These belong to mlp: name it first, as in mlp --widths 64,128,10.",
+            )
+        if self.layout not in ("nk", "kn"):
+            _fail("--weight-layout", "nk or kn", repr(self.layout))
+
+    def explain(self, backend: str | None, train: bool) -> Explanation:
+        """Which backend the call takes."""
+        from fastlinear.ops.explain import explain
+
+        options: dict[str, Any] = {"activation": self._activation}
+        if self.family == "mlp":
+            options |= {
+                "final_activation": self._final,
+                "allow_fast_matmul": self.allow_fast_matmul,
+            }
+        return explain(*self._tensors(), backend=backend, needs_grad=train, **options)
+
+    def problems(self, train: bool, captured: bool) -> list[Problem]:
+        """Every Problem that decides about the call, in the order in which to tune them."""
+        from fastlinear.dispatch.backend import family
+
+        forward = replace(self._forward(train), captured=captured)
+        pieces = family(self.family).pieces if train else (forward.piece,)
+        return [forward.with_piece(piece) for piece in pieces]
+
+    def _forward(self, train: bool) -> Problem:
+        x, weights, biases = self._tensors()
+        if self.family == "mlp":
+            from fastlinear.ops.mlp import selection as mlp
+            from fastlinear.ops.mlp.validation import validate as validate_mlp
+
+            names = self._activation, self._final
+            validate_mlp(x, weights, biases, *names)
+            return mlp.problem_of(x, weights, biases, *names, self.allow_fast_matmul, train)
+        from fastlinear.ops.linear_act import selection as linear_act
+        from fastlinear.ops.linear_act.op import validate
+
+        validate(x, weights, biases, self._activation)
+        return linear_act.problem_of(x, weights, biases, self._activation, train)
+
+    @property
+    def _activation(self) -> str:
+        return self.activation or ("none" if self.family == "linear_act" else "relu")
+
+    @property
+    def _final(self) -> str:
+        return self.final_activation or "none"
+
+    def _tensors(self) -> tuple[torch.Tensor, Any, Any]:
+        """Uninitialised x (M, n_0); weight and bias, or a list of each for mlp."""
+        from fastlinear.cli.load import usable_device
+
+        where, kind = usable_device(self.device), FLOAT_DTYPES[self.dtype]
+
+        def empty(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=kind, device=where)
+
+        sizes = self._sizes()
+        kn = self.layout == "kn"
+        weights = [empty(k, n).t() if kn else empty(n, k) for k, n in pairwise(sizes)]
+        biases = [empty(n) if self.bias else None for n in sizes[1:]]
+        x = empty(self.m, sizes[0])
+        return (x, weights, biases) if self.family == "mlp" else (x, weights[0], biases[0])
+
+    def _sizes(self) -> tuple[int, ...]:
+        """n_0, n_1, … n_L."""
+        if self.family == "linear_act":
+            return self.k or _FEATURES, self.n or _FEATURES
+        if self.widths is None:
+            return (self.width or _WIDTH,) * ((self.layers or _LAYERS) + 1)
+        if self.layers is not None or self.width is not None:
+            _fail("--widths", "either --widths or --layers and --width", "both")
+        parts = [part.strip() for part in self.widths.split(",")]
+        sizes = tuple(int(part) for part in parts if part.isascii() and part.isdecimal())
+        if len(sizes) != len(parts) or len(sizes) < 2 or min(sizes) < 1:
+            _fail(
+                "--widths",
+                "two or more whole numbers from 1 on, with commas between them",
+                repr(self.widths),
+                "For example 64,128,10: two layers, from 64 features to 128 to 10.",
+            )
+        return sizes
+
+
+def _fail(function: str, expected: str, received: str, remedy: str | None = None) -> NoReturn:
+    raise InputError(function, expected=expected, received=received, remedy=remedy)

@@ -79,6 +79,8 @@ def _versions() -> dict[str, str]:
 
 def _backends() -> list[dict[str, Any]]:
     """Each backend of each family, on each kind of device, with why it is not available."""
+    import fastlinear.ops.linear_act
+    import fastlinear.ops.mlp  # noqa: F401 - a family is known once it is imported
     from fastlinear.dispatch.backend import families
 
     rows: dict[tuple[str, str, str, str | None], dict[str, Any]] = {}
@@ -109,22 +111,18 @@ def _backends() -> list[dict[str, Any]]:
 
 def _example(family: str, piece: str, device: str) -> Any:
     """A call that every backend of the family is meant for, or None for an unknown family."""
-    from fastlinear.ops.linear_act.backends import problem
+    facts: dict[str, Any] = {"dtype": "float32", "device": device, "precision": "highest"}
+    if device == "cuda":
+        facts |= {"dtype": "bfloat16", "precision": "n/a"}
+    if family == "linear_act":
+        from fastlinear.ops.linear_act import backends as linear_act
 
-    if family != "linear_act":
-        return None
-    kind = "bfloat16" if device == "cuda" else "float32"
-    precision = "n/a" if device == "cuda" else "highest"
-    return problem(
-        piece,
-        64,
-        1024,
-        1024,
-        dtype=kind,
-        device=device,
-        activation="gelu_tanh",
-        precision=precision,
-    )
+        return linear_act.problem(piece, 64, 1024, 1024, activation="gelu_tanh", **facts)
+    if family == "mlp":
+        from fastlinear.ops.mlp import backends as mlp
+
+        return mlp.problem(piece, 16, (64,) * 9, fast=True, **facts)
+    return None
 
 
 def _cuda() -> bool:

@@ -8,8 +8,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fastlinear.cli import options as opt
-from fastlinear.cli.call import Activation, Bias, Family, K, Layout, M, N, Train, example_call
+from fastlinear.cli.call import (
+    Activation,
+    Bias,
+    Call,
+    Family,
+    FastMatmul,
+    FinalActivation,
+    K,
+    Layers,
+    Layout,
+    M,
+    N,
+    Train,
+    Width,
+    Widths,
+)
 from fastlinear.cli.console import note, print_json, progress_bar, table
+from fastlinear.core.errors import InputError
 
 if TYPE_CHECKING:
     from fastlinear.core.problem import Problem
@@ -24,14 +40,19 @@ def register(app: typer.Typer) -> None:
 def tune(
     family: Family = "linear_act",
     m: M = 64,
-    k: K = 1024,
-    n: N = 1024,
-    dtype: Annotated[opt.Dtype, typer.Option(help="dtype of x and of the weight.")] = (
+    k: K = None,
+    n: N = None,
+    widths: Widths = None,
+    layers: Layers = None,
+    width: Width = None,
+    dtype: Annotated[opt.Dtype, typer.Option(help="dtype of x and of the weights.")] = (
         opt.Dtype.float32
     ),
-    activation: Activation = "none",
+    activation: Activation = None,
+    final_activation: FinalActivation = None,
     bias: Bias = True,
     layout: Layout = "nk",
+    allow_fast_matmul: FastMatmul = False,
     train: Train = False,
     model: Annotated[
         str | None,
@@ -58,16 +79,39 @@ def tune(
 
     A backend replaces PyTorch's own path only when it is faster beyond noise.
 
-    Example: fastlinear tune linear_act --m 64 --k 1024 --n 1024 --activation relu --train
+    Examples:
+
+    fastlinear tune linear_act --m 64 --k 1024 --n 1024 --activation relu --train
+
+    fastlinear tune mlp --m 64 --layers 8 --width 64 --train
     """
     from fastlinear.dispatch.tune import tune as tune_problem
-    from fastlinear.ops.linear_act.op import problem_of, validate
-    from fastlinear.ops.linear_act.selection import tuning_order
 
+    call = Call(
+        family,
+        m=m,
+        dtype=dtype.value,
+        device=device,
+        activation=activation,
+        bias=bias,
+        layout=layout,
+        k=k,
+        n=n,
+        widths=widths,
+        layers=layers,
+        width=width,
+        final_activation=final_activation,
+        allow_fast_matmul=allow_fast_matmul,
+    )
     if model is None:
-        x, weight, b = example_call(family, m, k, n, dtype.value, bias, layout, device)
-        validate(x, weight, b, activation)
-        problems = list(tuning_order(problem_of(x, weight, b, activation, train, captured)))
+        problems = call.problems(train, captured)
+    elif family != "linear_act":
+        raise InputError(
+            "--model",
+            expected="linear_act, whose sites in the model are tuned",
+            received=family,
+            remedy="Describe the chain, for example --m 32 --widths 784,256,10.",
+        )
     else:
         problems = _problems_of_model(model, inputs, device, train, captured, seed)
     results = []
