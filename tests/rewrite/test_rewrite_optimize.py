@@ -460,9 +460,17 @@ def test_a_model_that_raises_is_left_alone() -> None:
     assert snapshot(model) == before
 
 
+ERRORS: tuple[type[BaseException], ...] = (KeyboardInterrupt, RuntimeError)
+
+
 @pytest.mark.usefixtures("fast")
-@pytest.mark.parametrize("where", ["pair", "model_pair", "tune_all", "environment"])
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        ("pair", KeyboardInterrupt),
+        *((w, e) for w in ("model_pair", "tune_all", "environment") for e in ERRORS),
+    ],
+)
 def test_an_interruption_leaves_the_model_untouched(
     monkeypatch: pytest.MonkeyPatch, where: str, error: type[BaseException]
 ) -> None:
@@ -476,6 +484,20 @@ def test_an_interruption_leaves_the_model_untouched(
     with pytest.raises(error):
         optimize_(model, X, config=TRAIN)
     assert snapshot(model) == before
+
+
+@pytest.mark.usefixtures("fast")
+def test_a_site_whose_measurement_raises_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(site_module, "pair", full)
+    monkeypatch.setattr(site_module, "times", full)
+    model = mlp()
+    before = snapshot(model)
+    result = optimize_(model, X, config=TRAIN)
+    assert snapshot(model) == before
+    assert any(s.code == "raises" and "out of memory" in s.reason for s in result.sites)
 
 
 @pytest.mark.usefixtures("fast")

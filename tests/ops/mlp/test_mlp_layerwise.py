@@ -42,6 +42,7 @@ def test_no_result_lies_in_a_buffer(activation: str) -> None:
 
 
 def test_buffers_are_reused_and_grow_with_the_widest_net() -> None:
+    layerwise._held.buffers = None
     with torch.no_grad():
         layerwise.forward(*net(8, 32, 64, 32, 4), "relu", "none", False)
         first = pointers()
