@@ -257,6 +257,23 @@ def test_akin_rows_stand_in_where_none_has_all_options(
     assert looked_up(p("none", True, 1024)) is None
 
 
+def test_a_small_lead_does_not_carry_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def p(m: int) -> Problem:
+        return problem("forward", m, 32, 32, dtype="float32", device="cpu", activation="gelu")
+
+    path = tmp_path / f"{device_facts('cpu').slug}.json"
+    monkeypatch.setattr(tables, "_FOLDER", tmp_path)
+    for theirs, far in ((1.05, "eager"), (1.5, "onednn")):
+        times = {"eager": theirs, "onednn": 1.0}
+        row = {"problem": p(64).to_json(), "best": "onednn", "times_us": times}
+        path.write_text(json.dumps({"torch": "2.x", "rows": [row]}))
+        for m, expected in ((64, "onednn"), (66, "onednn"), (128, far), (32, far)):
+            tables.table.cache_clear()
+            found = tables.shipped(p(m), family("linear_act").candidates("forward"))
+            assert found is not None
+            assert found.best == expected, (theirs, m)
+
+
 def test_fastest_able_backend_stands_in_for_a_winner_that_cannot_serve(
     toy: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

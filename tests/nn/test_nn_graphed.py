@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from fastlinear.core.errors import InputError, UnsupportedError
-from fastlinear.core.graph_tape import TapeRecorder
+from fastlinear.core.graph_tape import Tape, TapeRecorder
 from fastlinear.nn import graphed as module_of_graphed
 from fastlinear.nn.graphed import Graphed, graphed
 
@@ -684,6 +684,35 @@ def test_compiled_and_transformed_callers_see_the_callable(device: str) -> None:
     x = torch.randn(2, 4, device=device)
     assert_close(torch.func.vmap(g)(x), model(x))
     assert g.counts.recorded == 0
+
+
+def test_buffers_are_written_after_the_streams_are_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A replay on another stream may still read what the next call is about to write."""
+    monkeypatch.setattr(module_of_graphed, "CudaRecorder", TapeRecorder)
+    model = mlp("cpu")
+    g = graphed(model)
+    x = torch.randn(2, 4, requires_grad=True)
+    g(x).sum().backward()  # recorded
+    (entry,) = g._graphs._graphs._values.values()
+    buffers = [t for t in (*entry.statics, *entry.dys) if t is not None]
+    seen: list[tuple[str, int]] = []
+    for name in ("order", "replay"):
+        real = getattr(Tape, name)
+
+        def noted(self: Tape, name: str = name, real: Any = real) -> None:
+            seen.append((name, sum(t._version for t in buffers)))
+            real(self)
+
+        monkeypatch.setattr(Tape, name, noted)
+    before = sum(t._version for t in buffers)
+    g(x).sum().backward()
+    assert [name for name, _ in seen] == ["order", "replay"] * 2
+    assert seen[0][1] == before
+    assert seen[1][1] > seen[0][1]
+    assert seen[2][1] == seen[1][1]
+    assert seen[3][1] > seen[2][1]
 
 
 def test_threads_and_streams_share_one_object(device: str) -> None:

@@ -77,6 +77,9 @@ class Tape:
         self.outputs = outputs
         self._steps = steps
 
+    def order(self) -> None:
+        """Nothing runs ahead on a CPU."""
+
     def replay(self) -> None:
         """Run the ops again, into the same memory."""
         with torch.no_grad():

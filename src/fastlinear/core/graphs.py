@@ -51,6 +51,13 @@ class Recording(Protocol):
 
     outputs: Any
 
+    def order(self) -> None:
+        """Put the current stream behind every earlier use of the recording's memory.
+
+        To be called before its input buffers are written to: an earlier replay, on another stream,
+        may still read them.
+        """
+
     def replay(self) -> None:
         """Enqueue the recorded kernels on the current stream of the recording's device."""
 
@@ -192,23 +199,32 @@ class CudaRecording:
         self._replay = graph.replay
         self._device = torch.cuda.current_device() if device.index is None else device.index
 
+    def order(self) -> None:
+        """Wait, on the current stream, for all that the stream of the last replay has to do."""
+        with _order:
+            _follow(self._device)
+
     def replay(self) -> None:
         """Enqueue on the current stream, after every earlier replay on any other stream.
 
         Graphs share memory: their pool, and cuBLAS's workspace of the stream they were captured
         on.
         """
-        device = self._device
         with _order:
-            if _last_raw.get(device) != torch._C._cuda_getCurrentRawStream(device):
-                current = torch.cuda.current_stream(device)
-                if device in _last:
-                    current.wait_stream(_last[device])
-                _last[device], _last_raw[device] = current, current.cuda_stream
+            _follow(self._device)
             self._replay()
 
     def __del__(self) -> None:
         self._pool.leave()
+
+
+def _follow(device: int) -> None:
+    """Put the current stream behind the last one; the caller holds ``_order``."""
+    if _last_raw.get(device) != torch._C._cuda_getCurrentRawStream(device):
+        current = torch.cuda.current_stream(device)
+        if device in _last:
+            current.wait_stream(_last[device])
+        _last[device], _last_raw[device] = current, current.cuda_stream
 
 
 _order = threading.Lock()

@@ -134,6 +134,7 @@ class Plan:
         return self.entry.structure.rebuild(made)
 
     def _replay(self, tensors: Sequence[Tensor]) -> None:
+        self.entry.forward.order()  # before the first write: another stream may still read
         for i, buffer, address in self._fill:
             if tensors[i].data_ptr() != address:
                 buffer.copy_(tensors[i])
@@ -151,13 +152,14 @@ class Plan:
 
     def run_backward(self, dys: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Gradients of all inputs and trainable tensors, in new memory."""
+        entry = self.entry
+        assert entry.backward is not None
+        entry.backward.order()
         for (part, whole), dy in zip(self._dys, dys, strict=True):
             if dy is None or part is not whole:
                 whole.zero_()
             if dy is not None:
                 part.copy_(dy)
-        entry = self.entry
-        assert entry.backward is not None
         entry.backward.replay()
         static = list(entry.grads)
         for i, padded in enumerate(entry.padded_in):

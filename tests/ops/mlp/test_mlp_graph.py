@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from fastlinear.core.graph_tape import TapeRecorder
+from fastlinear.core.graph_tape import Tape, TapeRecorder
 from fastlinear.core.graphs import Table
 from fastlinear.ops.mlp import graph, layerwise
 from fastlinear.ops.mlp.problem import problem
@@ -47,6 +48,29 @@ def test_equals_layerwise_for_every_batch(device: str, bias: str, activation: st
             expected, expected_saved = layerwise.forward(*call)
             assert_close(y, expected)
             assert_close(saved, expected_saved)
+
+
+def test_the_buffer_is_written_after_the_streams_are_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another stream's replay may still read it."""
+    monkeypatch.setattr(graph, "_graphs", Table(4))
+    monkeypatch.setattr(graph, "_recorder", TapeRecorder())
+    weights, biases = layers("cpu")
+    graph.forward(torch.randn(4, 5), weights, biases, "relu", "none", False)
+    (made,) = graph._graphs._values.values()
+    seen: list[tuple[str, int]] = []
+    for name in ("order", "replay"):
+        real = getattr(Tape, name)
+
+        def noted(self: Tape, name: str = name, real: Any = real) -> None:
+            seen.append((name, made.x._version))
+            real(self)
+
+        monkeypatch.setattr(Tape, name, noted)
+    before = made.x._version
+    graph.forward(torch.randn(4, 5), weights, biases, "relu", "none", False)
+    assert seen == [("order", before), ("replay", before + 1)]
 
 
 def test_outputs_are_fresh_and_weights_live(device: str) -> None:

@@ -21,6 +21,8 @@ from fastlinear.dispatch.backend import Backend, family
 
 _FOLDER = Path(__file__).parent
 _LARGEST_FACTOR_LOG2 = 1.0
+_BASELINE = "eager"
+_DOUBT = 0.1  # lead over the baseline that a winner needs for each doubling away from its row
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ def shipped(problem: Problem, able: Sequence[Backend]) -> Row | None:
     """The nearest shipped row for this Problem on this device, or None.
 
     Where a row's winner is not able to serve, the fastest measured backend that is stands in.
+    Away from a row's sizes, PyTorch's own path is taken where the winner's lead over it is small.
     """
     grouped = table(device_facts(problem.device).slug)
     names = {b.name for b in able}
@@ -69,7 +72,7 @@ def shipped(problem: Problem, able: Sequence[Backend]) -> Row | None:
             times = {name: us for name, us in row.times_us.items() if name in names}
             distance = _distance(row.problem, problem)
             if times and distance is not None and (best is None or distance < best.distance):
-                winner = row.best if row.best in times else min(times, key=lambda name: times[name])
+                winner = _winner(row, times, math.sqrt(distance))
                 best = replace(row, best=winner, times_us=times, distance=distance)
         if best is not None:
             return replace(best, differs=_differing(problem, best.problem))
@@ -93,6 +96,14 @@ def table(slug: str) -> dict[str, tuple[Row, ...]]:
         for key in keys:
             grouped.setdefault(key, []).append(row)
     return {k: tuple(v) for k, v in grouped.items()}
+
+
+def _winner(row: Row, times: Mapping[str, float], doublings: float) -> str:
+    best = row.best if row.best in times else min(times, key=lambda name: times[name])
+    own = times.get(_BASELINE)
+    if own is not None and own < times[best] * (1.0 + _DOUBT * doublings):
+        return _BASELINE
+    return best
 
 
 def _as_it_is(problem: Problem) -> Problem:

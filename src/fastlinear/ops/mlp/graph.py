@@ -93,6 +93,7 @@ def forward(
             _graphs.put(key, graph)
         rows = x.shape[0]
         whole = rows == bucket
+        graph.recording.order()  # before x is written: another stream may still read it
         (graph.x if whole else graph.x[:rows]).copy_(x)
         graph.recording.replay()
         made = [(o if whole else o[:rows]).clone() for o in graph.outputs]
