@@ -181,6 +181,7 @@ def onednn(work: Work, *, pack: bool) -> Forward:
 
 
 def ours(work: Work, backend: str | None) -> Forward:
+    """linear_act; deeper stacks as ``nn.Linear`` modules of fastlinear, each layer on its own."""
     if work.case.dim("L") == 1:
 
         def forward(stack: Stack) -> Tensor:
@@ -203,3 +204,8 @@ def ours(work: Work, backend: str | None) -> Forward:
         )
 
     return _by_model(work, model)
+
+
+def ours_as_chain(work: Work) -> Forward:
+    """The whole stack as ``fastlinear.nn.MLP``, which is what ``optimize_`` makes of it."""
+    return _by_model(work, lambda s: fl_nn.MLP.from_sequential(sequential(s)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,10 @@ from fastlinear.bench.peer import Peer
 from fastlinear.bench.work import Work, make_work
 from fastlinear.dispatch.tune import tune as tune_problem
 from fastlinear.ops.linear_act.selection import choices, tuning_order
+from fastlinear.ops.mlp import entry
+from fastlinear.ops.mlp import selection as mlp
+
+BUILD_S = 120.0  # most seconds to wait for the compiled entry of chains
 
 
 @dataclass(frozen=True)
@@ -40,10 +44,20 @@ def _tune(case: Case, device: torch.device) -> None:
     for p in (forward, forward.other_regime()):
         for piece in () if p is None else tuning_order(p):
             tune_problem(piece, device=device)
+    if case.dim("L") > 1:
+        entry.wait(BUILD_S)
+        chain = linear_act.chain_of(case)
+        for p in (chain, chain.other_regime()):
+            for piece in () if p is None else mlp.tuning_order(p):
+                tune_problem(piece, device=device)
 
 
 def _chosen(case: Case, work: Work, captured: bool) -> dict[str, str]:
     """Piece → backend and source: what dispatch takes for one layer, in a CUDA graph or not."""
+    if case.dim("L") > 1:
+        p = replace(linear_act.chain_of(case), captured=captured and case.device == "cuda")
+        made = mlp.choices_of(p)
+        return {f"mlp {c.problem.piece}": f"{c.backend.name} ({c.source})" for c in made}
     stack = work.stacks[0]
     made = choices(
         stack.x,

@@ -15,7 +15,7 @@ from fastlinear.bench import rows as rows_of
 from fastlinear.bench.case import Case
 from fastlinear.bench.ceilings import ceilings_for, measured_again
 from fastlinear.bench.kernels import kernels_of
-from fastlinear.bench.kinds import KINDS
+from fastlinear.bench.kinds import BUILD_S, KINDS
 from fastlinear.bench.peer import OURS, Peer, Told
 from fastlinear.bench.rows import Row
 from fastlinear.bench.work import Unit, Work
@@ -24,6 +24,7 @@ from fastlinear.core.cost import Ceilings
 from fastlinear.core.environment import environment
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.timing import Samples, first_call_us, interleave, peak_memory_bytes
+from fastlinear.ops.mlp import entry
 from fastlinear.ops.mlp.strassen_scheme import error_growth
 
 
@@ -105,6 +106,7 @@ def run_case(case: Case, settings: Settings, contenders: Sequence[Peer] | None =
             reason = f"failed: {type(error).__name__}: {first_line(error)}"
             rows.append(skipped(case, peer.name, reason, facts))
     del oracle, theirs
+    entry.settle(BUILD_S)
     chosen = {metric: kind.chosen(case, work, metric == "device") for metric in case.metrics}
     for one in ready:
         if not one.valid:

@@ -16,12 +16,14 @@ from fastlinear.bench.peer import (
     no_max_autotune,
     no_reduce_overhead,
 )
+from fastlinear.bench.work import Forward, Work
 from fastlinear.core.precision import FLOAT_DTYPES, matmul_precision
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import family
 from fastlinear.ops.linear_act import backends
+from fastlinear.ops.mlp import backends as chains
 
-__all__ = ["OURS", "Peer", "peers", "problem_of"]
+__all__ = ["OURS", "Peer", "chain_of", "peers", "problem_of"]
 
 
 def peers(case: Case) -> tuple[Peer, ...]:
@@ -43,10 +45,11 @@ def peers(case: Case) -> tuple[Peer, ...]:
         Peer("onednn", lambda w: w.unit(by.onednn(w, pack=False)), no_onednn),
         Peer("onednn_prepacked", lambda w: w.unit(by.onednn(w, pack=True)), no_onednn),
         Peer("quack", quack.build, quack.reason_not, ("device", "wall", "peak_memory")),
-        Peer(OURS, lambda w: w.unit(by.ours(w, None))),
+        Peer(OURS, lambda w: w.unit(_best(w))),
+        Peer(f"{OURS}_layers", lambda w: w.unit(by.ours(w, None)), _one_layer),
         Peer(
             f"{OURS}_cuda_graph",
-            lambda w: by.graphed(w, w.unit(by.ours(w, None))),
+            lambda w: by.graphed(w, w.unit(_best(w))),
             cuda_only,
             ("wall",),
         ),
@@ -68,6 +71,31 @@ def problem_of(case: Case, piece: str = "forward") -> Problem:
         needs_grad=case.needs_grad,
         precision=matmul_precision(FLOAT_DTYPES[case.dtype]),
     )
+
+
+def chain_of(case: Case) -> Problem:
+    """The Problem dispatch sees for the forward of a case of several layers, as one chain."""
+    return chains.problem(
+        "forward",
+        case.dim("M"),
+        (case.dim("K"), *(case.dim("N"),) * case.dim("L")),
+        dtype=case.dtype,
+        device=case.device,
+        activation=case.option("activation"),
+        final_activation=case.option("activation"),
+        bias="no" if case.option("bias") == "no" else "yes",
+        needs_grad=case.needs_grad,
+        precision=matmul_precision(FLOAT_DTYPES[case.dtype]),
+    )
+
+
+def _best(work: Work) -> Forward:
+    """What a user gets: one call of linear_act, or the chain that ``optimize_`` puts in place."""
+    return by.ours(work, None) if work.case.dim("L") == 1 else by.ours_as_chain(work)
+
+
+def _one_layer(case: Case) -> str | None:
+    return "one layer: the same as fastlinear" if case.dim("L") == 1 else None
 
 
 def _forced(backend: str) -> Peer:

@@ -76,6 +76,15 @@ def wait(timeout: float | None = None) -> Entry | None:
     return _build.door
 
 
+def settle(timeout: float) -> None:
+    """Wait for a build that is under way, at most ``timeout`` seconds; starts none.
+
+    What is timed while the compiler runs is neither with the door nor on a quiet machine.
+    """
+    if _build.started:
+        _build.done.wait(timeout)
+
+
 def reason_not() -> str | None:
     """Why there will be no door in this process, or None. Compiles nothing, waits for nothing."""
     return _build.failure or library.missing()
