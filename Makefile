@@ -47,10 +47,11 @@ lint: $(CHECK_READY)
 
 check: lint test
 
-# One process: tests that time or profile the device disturb each other when run side by side.
+# The ops side by side; then, in one process, what times or profiles the device or owns its graphs.
 gpu: $(TEST_READY)
 	$(RUN) -m fastlinear doctor
-	HF_HUB_OFFLINE=1 $(RUN) -m pytest -q -m gpu
+	HF_HUB_OFFLINE=1 $(RUN) -m pytest -q -m gpu -n auto --maxprocesses 6 tests/ops
+	HF_HUB_OFFLINE=1 $(RUN) -m pytest -q -m gpu --ignore=tests/ops
 	$(RUN) -m fastlinear bench linear --device cuda --quick --out demo-output/linear.jsonl \
 		--html demo-output/linear.html
 
