@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
+
+from fastlinear.profile.effects import why_not_run
 
 _FAILURES = (  # what tracing a forward that FX cannot follow may raise
     fx.proxy.TraceError,
@@ -79,34 +82,52 @@ def trace(parent: nn.Module, observed: Observed, *, runnable: bool = False) -> f
     """The graph of ``parent.forward`` for arguments like the observed ones, children as leaves.
 
     Tensors become placeholders ``x0, x1, …`` in order; other arguments keep their values, and
-    the graph holds for those values only. The parent is left as it was. By default the graph
-    returns a flat tuple of all proxies in the result, enough to see who reads what; a
-    ``runnable`` one returns what the forward returns.
+    the graph holds for those values only. By default the graph returns a flat tuple of all proxies
+    in the result, enough to see who reads what; a ``runnable`` one returns what the forward returns.
+
+    The forward's own code runs once on symbols, on a copy of the parent that shares its tensors and
+    on copies of the other arguments: neither sees what it writes to attributes, lists or counters.
 
     Raises:
-        Untraceable: the forward branches on tensor values, is patched on the instance, or uses
-            what FX cannot follow.
+        Untraceable: the forward branches on tensor values, is patched on the instance, uses what
+            FX cannot follow, or what it does would reach objects outside the model. In the last
+            case none of its code has run.
     """
     if "forward" in parent.__dict__:
         raise Untraceable("its forward is replaced on the instance")
-    before = dict(parent.__dict__)
+    reason = why_not_run(parent)
+    if reason is not None:
+        raise Untraceable(f"it {reason}")
+    stand_in, observed = _stand_in(parent, observed)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            graph = _ParentTracer(observed, runnable).trace(parent)
+            graph = _ParentTracer(observed, runnable).trace(stand_in)
     except _FAILURES as error:
         first = str(error).strip().splitlines()[:1]
         raise Untraceable(f"{type(error).__name__}: {first[0] if first else ''}") from error
-    finally:
-        parent.__dict__.clear()
-        parent.__dict__.update(before)
     if runnable:
-        known = {*before, *before["_modules"], *before["_parameters"], *before["_buffers"]}
+        own = vars(parent)
+        known = {*own, *own["_modules"], *own["_parameters"], *own["_buffers"]}
         for node in graph.nodes:
             if node.op == "get_attr" and str(node.target).partition(".")[0] not in known:
                 # computed while tracing, from no input: random numbers, a constant, …
                 raise Untraceable("it makes a tensor that a trace would keep as it is now")
     return graph
+
+
+def _stand_in(parent: nn.Module, observed: Observed) -> tuple[nn.Module, Observed]:
+    """Copies of the parent, tensors shared, and of the arguments, as if nobody else held them."""
+    tensors = [*parent.parameters(), *parent.buffers()]
+    tensors += [v for m in parent.modules() for v in vars(m).values() if isinstance(v, Tensor)]
+    memo: dict[int, Any] = {id(t): t for t in (*tensors, TENSOR)}
+    try:
+        stand_in, leaves = copy.deepcopy((parent, observed.leaves), memo)
+    except Exception as error:  # whatever the objects it holds may raise
+        raise Untraceable(
+            f"it holds what cannot be copied ({type(error).__name__}: {error})"
+        ) from error
+    return stand_in, Observed(leaves, observed.spec)
 
 
 def uses_of(graph: fx.Graph, parent: nn.Module, module: nn.Module) -> list[tuple[Use, ...]]:

@@ -55,7 +55,7 @@ def _worth_measuring(work: Work, c: Candidate) -> bool:
         c.activation_module
     ).__module__.startswith("torch.nn")
     if all(set(b.values()) == {BASELINE} for b in chosen) and not composed:
-        asked = [p.with_piece(piece) for p in c.problems for piece in measure.pieces(p)]
+        asked = [q for p in c.problems for q in measure.deciding(p)]
         if c.fallback is not None:
             work.settle(c.fqn, "refused", c.fallback.code, c.fallback.reason, **facts)
         elif all(p in work.tuned for p in asked):

@@ -95,6 +95,7 @@ def _measure(
                     budget=work.budget,
                     seed=work.config.seed,
                     progress=work.progress,
+                    known=work.tuned,
                 )
         chosen = [measure.backends_of(p, chain.backend) for p in chain.problems]
         if all(set(b.values()) == {BASELINE} for b in chosen):

@@ -16,10 +16,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fastlinear.profile.effects import functions_of
 from fastlinear.profile.graph import TENSOR, Observed
 from fastlinear.rewrite.forwards import Forward
 from fastlinear.rewrite.swap import mark
-from fastlinear.rewrite.traceable import MISSING, functions_of, is_function, same, watchable
+from fastlinear.rewrite.traceable import MISSING, is_function, same, watchable
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,11 +71,9 @@ class Pair:
         return paired_ratio(self.before, self.after)
 
 
-def pieces(problem: Problem) -> tuple[str, ...]:
-    """The pieces tuned for a forward Problem."""
-    if problem.family == mlp.NAME:
-        return tuple(p.piece for p in chain_order(problem))
-    return tuple(p.piece for p in tuning_order(problem))
+def deciding(problem: Problem) -> tuple[Problem, ...]:
+    """The Problems that decide about a forward Problem, in the order in which to tune them."""
+    return chain_order(problem) if problem.family == mlp.NAME else tuning_order(problem)
 
 
 def backends_of(problem: Problem, forced: str | None) -> dict[str, str]:
@@ -95,14 +93,17 @@ def tune_all(
     budget: Budget,
     seed: int,
     progress: Progress,
+    known: Mapping[Problem, tuning.Tuned] | None = None,
 ) -> dict[Problem, tuning.Tuned]:
-    """Tune every piece of every distinct Problem while the budget lasts; results are cached on
-    disk. Problems the budget does not reach keep the choice dispatch makes without measuring.
+    """Tune what decides about every distinct Problem while the budget lasts; results are cached on
+    disk. Problems the budget does not reach keep the choice dispatch makes without measuring;
+    those in ``known`` are not tuned again.
 
     Each takes at most an equal share of what is left, heaviest first, so that what a small one
     leaves over goes to the next.
     """
-    work = [p.with_piece(piece) for p in problems for piece in pieces(p)]
+    asked = dict.fromkeys(q for p in problems for q in deciding(p))
+    work = [q for q in asked if known is None or q not in known]
     done: dict[Problem, tuning.Tuned] = {}
     for i, problem in enumerate(work):
         progress("tune", i, len(work))

@@ -205,7 +205,7 @@ def _rewrite(work: Work, c: Candidate) -> Rewrite:
 
 def _tuned_choices(work: Work, kept: list[Candidate]) -> list[dict[str, Any]]:
     asked = [q for c in kept for q in (c.problems if c.chain is None else c.chain.problems)]
-    wanted = {q.with_piece(p) for q in asked for p in measure.pieces(q)}
+    wanted = {p for q in asked for p in measure.deciding(q)}
     return [
         {
             "problem": p.to_json(),

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import dis
 import inspect
-from enum import Enum
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
+from fastlinear.profile.effects import functions_of, has_state
 from fastlinear.profile.graph import TENSOR, Observed
 
 SIMPLE = (bool, int, float, str, type(None))
@@ -36,8 +35,6 @@ _UNTRACEABLE_OPS_TEXT = """
     BEFORE_WITH SETUP_WITH WITH_EXCEPT_START IMPORT_NAME YIELD_VALUE
 """
 _UNTRACEABLE_OPS = frozenset(_UNTRACEABLE_OPS_TEXT.split())
-# Packages whose instances, as globals of a forward's code, hold nothing that tracing would lose.
-_STATELESS_HOMES = frozenset({"builtins", "types", "typing", "functools", "logging", "torch"})
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -91,43 +88,9 @@ def _why_not_state(parent: nn.Module, function: FunctionType) -> str | None:
         if value is not MISSING and not watchable(value) and not hasattr(nn.Module, name):
             return f"reads self.{name} ({type(value).__name__}), which cannot be watched"
         outside = function.__globals__.get(name)
-        if _has_state(outside):
+        if has_state(outside):
             return f"reads the global {name} ({type(outside).__name__}), which cannot be watched"
     return None
-
-
-def _has_state(value: Any) -> bool:
-    """Whether a global is an object whose values may change, or that a call may change."""
-    if isinstance(value, dict | list | set | Tensor | torch.Generator):
-        return True
-    owner = getattr(value, "__self__", None)  # of a bound method
-    if owner is not None and not isinstance(owner, ModuleType | type):
-        return _has_state(owner)
-    home = type(value).__module__.partition(".")[0]
-    return home not in _STATELESS_HOMES and not isinstance(value, type | Enum)
-
-
-def functions_of(parent: nn.Module, forward: FunctionType) -> list[FunctionType]:
-    """``forward``, the parent's own methods and the helpers it calls, directly or not."""
-    found: list[FunctionType] = []
-    waiting = [forward]
-    while waiting:
-        function = waiting.pop()
-        if function in found:
-            continue
-        found.append(function)
-        for name in function.__code__.co_names:
-            value = inspect.getattr_static(type(parent), name, None)
-            if isinstance(value, property):
-                value = value.fget
-            elif isinstance(value, staticmethod | classmethod):
-                value = value.__func__
-            if isinstance(value, FunctionType) and not hasattr(nn.Module, name):
-                waiting.append(value)
-            helper = function.__globals__.get(name)
-            if isinstance(helper, FunctionType) and not helper.__module__.startswith("torch."):
-                waiting.append(helper)
-    return found
 
 
 def watchable(value: Any) -> bool:

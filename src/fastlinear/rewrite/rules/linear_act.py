@@ -191,6 +191,8 @@ def _fuse(
     traced: dict[str, Fusable | Refusal] = {}
     for fqn, candidate in plain.items():
         site = sites.get(fqn)
+        if site is not None and site.code == "untraceable":
+            routed[fqn] = replace(candidate, fallback=Refusal("untraceable", site.reason))
         if routed[fqn] is not candidate or site is None or site.activation is None:
             continue
         routed[fqn] = _by_parent(model, candidate, site, seen, names, traced)
