@@ -24,6 +24,8 @@ COLUMNS = {
 }
 """What each contender stands for in the document; the others go by their own names."""
 _CLIP = 3.0  # colours end at 8x faster and 8x slower
+_ACROSS = 6  # panels side by side
+_CELL = 0.36, 0.17  # inches
 
 Cell = tuple[int, int, int]
 
@@ -103,16 +105,19 @@ def heatmap(rows: Iterable[Row], path: str | Path) -> Path:
         ) from error
 
     path = Path(path)
-    across = max(len(h.speeds) for h in drawn)
-    heights = [len(h.rows) + 4 for h in drawn]
-    width = 1.2 + across * (0.4 + 0.36 * max(len(h.widths) for h in drawn))
+    across = min(_ACROSS, max(len(h.speeds) for h in drawn))
+    downs = [math.ceil(len(h.speeds) / across) for h in drawn]
+    heights = [down * (len(h.rows) + 4) for h, down in zip(drawn, downs, strict=True)]
+    wide, high = _CELL
+    width = across * (0.7 + wide * max(len(h.widths) for h in drawn))
     settings: dict[Any, Any] = {"svg.hashsalt": "fastlinear", "font.size": 6}
     with mpl.rc_context(settings):
-        figure = Figure(figsize=(width, 0.6 + 0.17 * sum(heights)), layout="constrained")
+        size = width, 0.4 * len(drawn) + high * sum(heights)
+        figure = Figure(figsize=size, layout="constrained")
         parts = figure.subfigures(len(drawn), 1, squeeze=False, height_ratios=heights)
-        for part, heat in zip(parts[:, 0], drawn, strict=True):
+        for part, heat, down in zip(parts[:, 0], drawn, downs, strict=True):
             part.suptitle(f"{heat.title}: speed relative to eager", x=0.01, ha="left")
-            axes = part.subplots(1, across, squeeze=False, sharey=True)[0]
+            axes = part.subplots(down, across, squeeze=False).ravel()
             for ax in axes[len(heat.speeds) :]:
                 ax.set_axis_off()
             for ax, (name, speeds) in zip(axes, heat.speeds.items(), strict=False):
@@ -124,18 +129,21 @@ def heatmap(rows: Iterable[Row], path: str | Path) -> Path:
 
 
 def _panel(ax: Any, heat: Heat, name: str, speeds: dict[Cell, float]) -> None:
-    """One contender's table: rows (layers, batch), columns widths."""
-    values = [[speeds.get((*row, w), math.nan) for w in heat.widths] for row in heat.rows]
+    """One contender's table: the rows (layers, batch) it took part in, columns widths."""
+    wide, high = _CELL
+    rows = [row for row in heat.rows if any((*row, w) in speeds for w in heat.widths)]
+    values = [[speeds.get((*row, w), math.nan) for w in heat.widths] for row in rows]
     colours = [[math.nan if math.isnan(v) else math.log2(v) for v in line] for line in values]
     ax.set_facecolor("#dddddd")
-    ax.imshow(colours, cmap="RdYlGn", vmin=-_CLIP, vmax=_CLIP, aspect="auto")
+    ax.imshow(colours, cmap="RdYlGn", vmin=-_CLIP, vmax=_CLIP, aspect=high / wide)
+    ax.set_anchor("N")
     for y, line in enumerate(values):
         for x, value in enumerate(line):
             if not math.isnan(value):
                 colour = "white" if abs(math.log2(value)) > 0.75 * _CLIP else "black"
                 ax.text(x, y, _short(value), ha="center", va="center", fontsize=5, color=colour)
     ax.set_xticks(range(len(heat.widths)), [str(w) for w in heat.widths], rotation=90)
-    ax.set_yticks(range(len(heat.rows)), [f"{n} x {m}" for n, m in heat.rows])
+    ax.set_yticks(range(len(rows)), [f"{n} x {m}" for n, m in rows])
     label = COLUMNS.get(name)
     ax.set_title(f"{label}\n{name}" if label else f"\n{name}", fontsize=6)
     ax.tick_params(length=0)
