@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ X = torch.randn(2, 4)
 
 
 class Base(nn.Module):
-    class_log: list[Any] = []
+    class_log: ClassVar[list[Any]] = []
 
     def __init__(self) -> None:
         super().__init__()

@@ -82,8 +82,9 @@ def trace(parent: nn.Module, observed: Observed, *, runnable: bool = False) -> f
     """The graph of ``parent.forward`` for arguments like the observed ones, children as leaves.
 
     Tensors become placeholders ``x0, x1, …`` in order; other arguments keep their values, and
-    the graph holds for those values only. By default the graph returns a flat tuple of all proxies
-    in the result, enough to see who reads what; a ``runnable`` one returns what the forward returns.
+    the graph holds for those values only. By default the graph returns a flat tuple of all
+    proxies in the result, enough to see who reads what; a ``runnable`` one returns what the
+    forward returns.
 
     The forward's own code runs once on symbols, on a copy of the parent that shares its tensors and
     on copies of the other arguments: neither sees what it writes to attributes, lists or counters.

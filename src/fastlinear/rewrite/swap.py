@@ -4,6 +4,10 @@ A swapped forward is a plain function bound with ``types.MethodType`` and put in
 ``__dict__``. ``copy.deepcopy`` rebinds such a method to the copied module, so a copy of a
 rewritten model never calls the original's instances. Pickling a bound method stores a reference
 by name, so a pickled copy loads as the model before the rewrite and needs no fastlinear.
+
+``nn.DataParallel`` makes replicas by copying ``__dict__``, which keeps a bound method bound to the
+original and its weights on the first device. So the method that makes replicas is exchanged beside
+``forward``: it binds the forward anew to each replica.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ from torch import nn
 from fastlinear.core.errors import InputError
 
 _MARK = "__fastlinear__"
+_REPLICATE = "_replicate_for_data_parallel"
+_KEYS = ("forward", _REPLICATE)
 
 
 @dataclass(frozen=True)
@@ -25,12 +31,15 @@ class Swap:
     """One planned change: ``module`` (named ``fqn``) gets ``forward`` as its instance forward.
 
     ``forward`` is an unbound function taking the module first; it must not hold on to modules or
-    parameters, so that it stays right for a copied module.
+    parameters, so that it stays right for a copied module. ``bind`` makes of it what is put into
+    the instance, by default a bound method; something else must have ``__self__`` and ``__func__``
+    as one has, and ``__deepcopy__`` that binds to the copy.
     """
 
     fqn: str
     module: nn.Module
     forward: Callable[..., Any]
+    bind: Callable[[Callable[..., Any], nn.Module], Any] = MethodType
 
 
 def mark(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,17 +77,19 @@ class SwapSet:
     def __init__(self, swaps: Iterable[Swap]) -> None:
         self.swaps = tuple(swaps)
         self.active = False
-        self._bound = [(s.module, MethodType(s.forward, s.module)) for s in self.swaps]
-        self._before: list[tuple[nn.Module, Any]] = []
+        self._bound = [(s.module, s.bind(s.forward, s.module)) for s in self.swaps]
+        self._before: list[tuple[nn.Module, dict[str, Any]]] = []
 
     def on(self) -> None:
         """Put every forward in place. Does nothing when already on."""
         if self.active:
             return
-        before = [(m, m.__dict__.get("forward")) for m, _ in self._bound]
+        own = [(m, m.__dict__) for m, _ in self._bound]
+        before = [(m, {k: state[k] for k in _KEYS if k in state}) for m, state in own]
         try:
             for module, method in self._bound:
                 module.__dict__["forward"] = method
+                module.__dict__[_REPLICATE] = MethodType(_replicate_for_data_parallel, module)
         except BaseException:
             _restore(before)
             raise
@@ -112,9 +123,19 @@ class SwapSet:
         self.off()
 
 
-def _restore(before: list[tuple[nn.Module, Any]]) -> None:
-    for module, forward in before:
-        if forward is None:
-            module.__dict__.pop("forward", None)
-        else:
-            module.__dict__["forward"] = forward
+def _restore(before: list[tuple[nn.Module, dict[str, Any]]]) -> None:
+    for module, own in before:
+        for key in _KEYS:
+            if key in own:
+                module.__dict__[key] = own[key]
+            else:
+                module.__dict__.pop(key, None)
+
+
+def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
+    """A replica whose forward, where it is fastlinear's, reads the replica's own weights."""
+    replica = type(self)._replicate_for_data_parallel(self)  # type: ignore[operator]
+    replica.__dict__.pop(_REPLICATE)
+    if is_rewritten(self):
+        replica.__dict__["forward"] = MethodType(self.__dict__["forward"].__func__, replica)
+    return replica  # type: ignore[no-any-return]
