@@ -163,10 +163,15 @@ def test_tune_mlp(run: Run) -> None:
     call = ("mlp", "--m", "4", "--widths", "8,16,4", "--final-activation", "relu")
     result = run("tune", *call, "--train", "--rounds", "5", "--budget", "0.05", "--json")
     assert result.exit_code == 0, result.stderr
-    tuned = data_of(result)
-    assert {t["problem"]["piece"] for t in tuned} == set(families()["mlp"].pieces)
-    assert all(t["stored"] and t["problem"]["options"]["final"] == "relu" for t in tuned)
-    assert all("eager" in t["times_us"] for t in tuned)
+    everything = data_of(result)
+    assert all(t["stored"] and "eager" in t["times_us"] for t in everything)
+    tuned = [t for t in everything if t["problem"]["family"] == "mlp"]
+    assert [t["problem"]["piece"] for t in tuned] == list(families()["mlp"].pieces)
+    assert all(t["problem"]["options"]["final"] == "relu" for t in tuned)
+    layers = everything[: -len(tuned)]  # they come first: layerwise stands on their choices
+    assert {t["problem"]["family"] for t in layers} == {"linear_act"}
+    sizes = {(t["problem"]["dims"]["K"], t["problem"]["dims"]["N"]) for t in layers}
+    assert sizes == {(8, 16), (16, 4)}
     forward = next(t for t in tuned if t["problem"]["piece"] == "forward")
     assert "allow_fast_matmul" in forward["rejected"]["strassen"]
     shown = run("cache", "show").stdout
@@ -174,7 +179,8 @@ def test_tune_mlp(run: Run) -> None:
     assert "mlp.backward" in shown
     assert "tuned" in run("explain", *call, "--train").stdout
     fast = run("tune", *call, "--allow-fast-matmul", "--rounds", "5", "--budget", "0.05", "--json")
-    (tuned_fast,) = data_of(fast)
+    tuned_fast = data_of(fast)[-1]
+    assert [t["problem"]["family"] for t in data_of(fast)].count("mlp") == 1
     assert tuned_fast["problem"]["piece"] == "forward"
     assert "allow_fast_matmul" not in str(tuned_fast["rejected"])
 

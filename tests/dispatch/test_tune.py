@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 import types
 from dataclasses import replace
 from typing import Any
@@ -41,3 +42,32 @@ def test_a_backend_that_raises_is_rejected_with_its_words(
     tuned = tune(p, rounds=5, save=False)
     assert tuned.best == "eager"
     assert tuned.rejected == {"broken": "raised OSError: no such kernel"}
+
+
+def test_a_family_says_what_its_callers_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The function is verified; the way of the callers is what the clock sees."""
+    timed: list[str] = []
+
+    def way(backend: registry.Backend, _: Any) -> Any:
+        if backend.name != "twin":
+            return None
+
+        def call(*inputs: Any) -> Any:
+            timed.append(backend.name)
+            time.sleep(0.002)
+            return reference.forward(*inputs)
+
+        return call
+
+    target = "fastlinear.ops.linear_act.reference:forward"
+    backends = tuple(
+        registry.Backend("linear_act", "forward", n, target, lambda _: None)
+        for n in ("eager", "twin")
+    )
+    fam = replace(registry.family("linear_act"), backends=backends, timed=way)
+    monkeypatch.setitem(registry._FAMILIES, "linear_act", fam)
+    p = problem("forward", 4, 8, 8, dtype="float32", device="cpu", precision="highest")
+    tuned = tune(p, rounds=5, save=False)
+    assert timed
+    assert tuned.best == "eager"
+    assert tuned.samples["twin"].median_us > 2000 > tuned.samples["eager"].median_us

@@ -35,6 +35,7 @@ from fastlinear.dispatch.tune import tune as tune_problem
 from fastlinear.ops.mlp import backends, strassen
 from fastlinear.ops.mlp.op import mlp
 from fastlinear.ops.mlp.problem import widths_of
+from fastlinear.ops.mlp.selection import tuning_order
 
 _FAST = "strassen"
 
@@ -95,11 +96,11 @@ def chosen(case: Case, work: Work, captured: bool) -> dict[str, str]:
 
 
 def tune(case: Case, device: torch.device) -> None:
-    """Tune the forward, on a GPU inside CUDA graphs as well."""
+    """Tune the forward and the layers it may be made of, on a GPU inside CUDA graphs as well."""
     problem = problem_of(case)
     for p in (problem, problem.other_regime()):
-        if p is not None:
-            tune_problem(p, device=device)
+        for piece in () if p is None else tuning_order(p):
+            tune_problem(piece, device=device)
 
 
 def _forced(backend: Backend) -> Peer:

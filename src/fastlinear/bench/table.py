@@ -109,7 +109,8 @@ def _chains(device: str) -> list[tuple[float, int, Problem]]:
                 precision=matmul_precision(FLOAT_DTYPES[dtype]),
             )
             cost = base + b + c + d
-            training = chain_order(replace(forward, needs_grad=True))
+            step = chain_order(replace(forward, needs_grad=True))
+            training = [p for p in step if p.family == forward.family]  # layers have their own grid
             calls = [(cost, forward), *((cost + _CHAIN_TRAINING, p) for p in training)]
             found += _both_regimes([(q, place, p) for place, (q, p) in enumerate(calls)])
     return found

@@ -171,11 +171,12 @@ class Call:
 
     def problems(self, train: bool, captured: bool) -> list[Problem]:
         """Every Problem that decides about the call, in the order in which to tune them."""
-        from fastlinear.dispatch.backend import family
+        from fastlinear.ops.linear_act import selection as linear_act
+        from fastlinear.ops.mlp import selection as mlp
 
         forward = replace(self._forward(train), captured=captured)
-        pieces = family(self.family).pieces if train else (forward.piece,)
-        return [forward.with_piece(piece) for piece in pieces]
+        order = {"linear_act": linear_act.tuning_order, "mlp": mlp.tuning_order}[self.family]
+        return list(order(forward))
 
     def _forward(self, train: bool) -> Problem:
         x, weights, biases = self._tensors()

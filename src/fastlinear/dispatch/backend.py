@@ -69,6 +69,9 @@ class Family:
         cost: least flops and bytes of a Problem.
         akin: coarser and coarser views of a Problem. Where no shipped measurement has all its
             options, one of a Problem with the same view stands in.
+        timed: (Backend, Problem) → what tuning times in place of the backend's function: a
+            callable of the same arguments that costs what a caller of the op pays, or None for
+            the function itself. Verification is always of the function.
     """
 
     name: str
@@ -79,6 +82,7 @@ class Family:
     reference: Callable[[Problem, tuple[Any, ...]], Any]
     cost: Callable[[Problem], Cost]
     akin: tuple[Callable[[Problem], Problem], ...] = ()
+    timed: Callable[[Backend, Problem], Callable[..., Any] | None] | None = None
 
     def candidates(self, piece: str) -> tuple[Backend, ...]:
         """All backends of one piece, able to serve or not."""

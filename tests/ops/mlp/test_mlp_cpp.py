@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 import fastlinear as fl
 from fastlinear.core.compare import judge
 from fastlinear.dispatch import cache
+from fastlinear.dispatch.backend import family
 from fastlinear.ops.common import cpp_build
 from fastlinear.ops.mlp import entry, reference, whole_cpp
 from fastlinear.ops.mlp.problem import problem
@@ -162,6 +164,28 @@ def test_a_plan_serves_only_calls_like_its_own() -> None:
     assert door.call(*given) is None
     with pytest.raises(TypeError, match="7 arguments"):
         door.call(x)
+
+
+@needs_door
+def test_tuning_times_what_callers_pay() -> None:
+    """Inference outside CUDA graphs goes through mlp with the backend forced, all else directly."""
+    p = problem("forward", 2, (16, 16, 16), dtype="float32", device="cpu", precision="highest")
+    fam = family("mlp")
+    (kernel,) = [b for b in fam.candidates("forward") if b.name == "whole_cpp"]
+    assert fam.timed is not None
+    way = fam.timed(kernel, p)
+    assert way is not None
+    inputs = fam.make_inputs(p, torch.device("cpu"), 0)
+    with torch.no_grad():
+        y = way(*inputs)
+        door = entry.wait()
+        assert door is not None
+        x, ws, bs, *names, _ = inputs
+        through = door.call(x, ws, bs, *names, "whole_cpp", False)
+    assert torch.equal(y, through)
+    assert torch.equal(y, whole_cpp.forward(*inputs)[0])
+    for other in (replace(p, needs_grad=True), replace(p, captured=True), p.with_piece("backward")):
+        assert fam.timed(kernel, other) is None
 
 
 @needs_door

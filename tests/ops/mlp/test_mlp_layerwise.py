@@ -10,9 +10,14 @@ import torch
 from torch import Tensor
 
 import fastlinear as fl
+from fastlinear.core.problem import Problem
 from fastlinear.dispatch import cache
+from fastlinear.dispatch.backend import family
+from fastlinear.dispatch.select import Choice
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.mlp import layerwise, reference
+from fastlinear.ops.mlp.problem import problem
+from fastlinear.ops.mlp.selection import tuning_order
 
 
 def net(m: int, *widths: int) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -100,6 +105,51 @@ def test_saved_is_what_the_reference_saves() -> None:
         _, theirs = reference.forward(x, ws, bs, *names, True)
         for a, b in zip(ours, theirs, strict=True):
             assert torch.allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("layout", ["nk", "mixed"])
+@pytest.mark.parametrize("bias", ["yes", "no", "some"])
+def test_tuning_begins_with_the_choices_it_takes(
+    bias: str, layout: str, grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No more and no fewer Problems than the backend looks up."""
+    p = problem(
+        "forward",
+        6,
+        (16, 16, 16, 8),
+        dtype="float32",
+        device="cpu",
+        activation="gelu",
+        bias=bias,
+        w_layout=layout,
+        needs_grad=grad,
+        precision="highest",
+    )
+    asked = []
+
+    def select(q: Problem) -> Choice:
+        asked.append(q)
+        return choose(q)
+
+    choose = layerwise.select
+    monkeypatch.setattr(layerwise, "select", select)
+    layerwise._plans.clear()
+    fam = family("mlp")
+    for piece in ("forward", "backward") if grad else ("forward",):
+        inputs = fam.make_inputs(p.with_piece(piece), torch.device("cpu"), 0)
+        getattr(layerwise, piece)(*inputs)
+    layers = layerwise.layer_problems(p)
+    assert set(layers) == set(asked)
+    assert len(layers) == len(set(layers))
+    order = tuning_order(p)
+    assert order[: len(layers)] == layers
+    assert [q.family for q in order[len(layers) :]] == ["mlp"] * (3 if grad else 1)
+
+
+def test_float64_has_no_layers_to_tune() -> None:
+    p = problem("forward", 6, (16, 16), dtype="float64", device="cpu")
+    assert tuning_order(p) == (p,)
 
 
 def test_plans_are_dropped_with_the_tuned_cache() -> None:

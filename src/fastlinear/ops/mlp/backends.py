@@ -186,6 +186,16 @@ def _backend(
     return Backend(NAME, piece, name, f"{_HERE}.{module}:{piece}", reason_not, sources)
 
 
+def _timed(backend: Backend, p: Problem) -> Callable[..., Any] | None:
+    """Inference is timed as callers of ``mlp`` pay for it. In a CUDA graph the host is no matter,
+    and a forward that saves is timed with its whole step."""
+    if p.piece != "forward" or p.needs_grad or p.captured:
+        return None
+    from fastlinear.ops.mlp.caller import caller  # it stands on this module
+
+    return caller(backend.name, p.option("fast") == "yes")
+
+
 def _strassen_error(p: Problem) -> float:
     """Norm-wise stable only: what theory allows its levels, in place of the common factor."""
     precision = p.dtype, p.device, p.precision
@@ -248,5 +258,6 @@ FAMILY = register_family(
         reference=_reference,
         cost=cost,
         akin=(_whatever_bias, _whatever_activation),
+        timed=_timed,
     )
 )

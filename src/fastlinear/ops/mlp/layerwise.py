@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from fastlinear.ops.common.activations import LEAKY_RELU_SLOPE
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.calls import is_captured
 from fastlinear.ops.linear_act import backends as linear_act
-from fastlinear.ops.mlp.problem import layer_activations, widths_of
+from fastlinear.ops.mlp.problem import activations_of, layer_activations, widths_of
 from fastlinear.ops.mlp.reference import Biases, Needs, Weights, first_needed, layer_input
 
 _MAX_PLANS = 1024
@@ -196,6 +197,35 @@ def _problem(
         precision=matmul_precision(x.dtype),
         captured=is_captured(x),
     )
+
+
+def layer_problems(p: Problem) -> tuple[Problem, ...]:
+    """The distinct linear_act Problems whose choices ``layerwise`` takes for an mlp Problem: the
+    forward of every layer, and with ``needs_grad`` the pieces of its backward."""
+    found: dict[Problem, None] = {}
+    biased = {"yes": (True, True), "no": (False, False), "some": (True, False)}[p.option("bias")]
+    for i, ((k, n), name) in enumerate(zip(pairwise(widths_of(p)), activations_of(p), strict=True)):
+        pieces = [("forward", biased[i % 2])]
+        if p.needs_grad:
+            pieces += [(piece, True) for piece in linear_act.BACKWARD_PIECES]
+        for piece, bias in pieces:
+            layer = linear_act.problem(
+                piece,
+                p.dim("M"),
+                k,
+                n,
+                dtype=p.dtype,
+                device=p.device,
+                activation=name,
+                bias=bias,
+                needs_grad=p.needs_grad,
+                x_layout=p.option("x") if i == 0 else "rows",
+                w_layout="kn" if p.option("w") == "mixed" and i % 2 == 0 else "nk",
+                precision=p.precision,
+                captured=p.captured,
+            )
+            found[layer] = None
+    return tuple(found)
 
 
 def _buffers(x: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from fastlinear.dispatch.backend import family
 from fastlinear.dispatch.select import Choice, select
 from fastlinear.ops.common.calls import is_captured
 from fastlinear.ops.linear_act.backends import x_layout_of
-from fastlinear.ops.mlp import backends
+from fastlinear.ops.mlp import backends, layerwise
 from fastlinear.ops.mlp.problem import PIECES, STEP
 
 
@@ -67,10 +67,11 @@ def select_pieces(p: Problem) -> tuple[Choice, ...]:
 
 
 def tuning_order(p: Problem) -> tuple[Problem, ...]:
-    """All Problems that decide about a forward Problem, in the order in which to tune them."""
-    if not p.needs_grad:
-        return (p,)
-    return tuple(p.with_piece(piece) for piece in (*PIECES, STEP))
+    """All Problems that decide about a forward Problem, in the order in which to tune them: first
+    those of linear_act that its layers are, since ``layerwise`` stands on their choices."""
+    own = (*PIECES, STEP) if p.needs_grad else ("forward",)
+    layers = layerwise.layer_problems(p) if layerwise.reason_not(p) is None else ()
+    return (*layers, *(p.with_piece(piece) for piece in own))
 
 
 def backward_choice(p: Problem, backend: str | None = None) -> Choice:

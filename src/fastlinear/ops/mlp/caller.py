@@ -1,0 +1,37 @@
+"""The way of ``mlp``'s callers to one backend: what tuning puts on the clock for inference.
+
+A backend's function costs Python at every call; behind the compiled door a call has none of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from fastlinear.ops.mlp import entry
+from fastlinear.ops.mlp.op import call
+from fastlinear.ops.mlp.reference import Biases, Weights
+
+_BUILD_S = 60.0  # most seconds to wait for the door: what is timed beside a compiler is worthless
+
+
+def caller(backend: str, fast: bool) -> Callable[..., Tensor]:
+    """A function of the arguments of a forward backend that calls ``mlp`` with that backend.
+
+    Waits for the door, so that calls take the way they take once it is there.
+    """
+    entry.wait(_BUILD_S)
+
+    def forward(
+        x: Tensor,
+        weights: Weights,
+        biases: Biases,
+        activation: str,
+        final_activation: str,
+        save: bool,
+    ) -> Tensor:
+        assert not save
+        return call(x, weights, biases, activation, final_activation, backend, fast)
+
+    return forward
