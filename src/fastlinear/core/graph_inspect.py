@@ -64,6 +64,7 @@ class Inspection(TorchDispatchMode):
         random: whether an op drew random numbers.
         generators: those it was given to draw from, each with its state from before.
         before: the watched tensors that it wrote, each with its values from before.
+        made_bytes: the memory of all its results together.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Inspection(TorchDispatchMode):
         self.random = False
         self.generators: list[tuple[torch.Generator, Tensor]] = []
         self.before: list[tuple[Tensor, Tensor]] = []
+        self.made_bytes = 0
         self._function, self._device = function, device
         self._arguments = {_storage(t) for t in arguments}
         self._watched: dict[int, list[Tensor]] = {}
@@ -113,10 +115,12 @@ class Inspection(TorchDispatchMode):
                 if isinstance(g, torch.Generator) and all(g is not h for h, _ in self.generators):
                     self.generators.append((g, g.get_state()))
         out = func(*args, **kwargs)
+        theirs = set(map(_storage, given))
         for t in _tensors(out):
             if t.device.type != self._device.type and any(g.device != t.device for g in given):
                 self._refuse("no copy between devices", f"a copy to {t.device}")
             self._made.add(_storage(t))
+            self.made_bytes += 0 if _storage(t) in theirs else t.nbytes
         return out
 
     def _refuse_data_dependence(self, func: Any, args: Sequence[Any]) -> None:

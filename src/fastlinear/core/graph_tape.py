@@ -80,14 +80,22 @@ class Tape:
     def order(self) -> None:
         """Nothing runs ahead on a CPU."""
 
-    def replay(self) -> None:
+    def replay(self, fill: Callable[..., None] | None = None, *given: Any) -> None:
         """Run the ops again, into the same memory."""
         with torch.no_grad():
+            if fill is not None:
+                fill(*given)
             for func, args, kwargs, made in self._steps:
                 results = [t for t in tree_leaves(func(*args, **kwargs)) if isinstance(t, Tensor)]
                 for (static, fresh), now in zip(made, results, strict=True):
                     if fresh:
                         static.copy_(now)
+
+    def holders(self, storage: int) -> int:
+        """How many tensors of the tape share this memory."""
+        steps = [(args, kwargs, [t for t, _ in made]) for _, args, kwargs, made in self._steps]
+        held = {id(t): t for t in tree_leaves(steps) if isinstance(t, Tensor)}
+        return sum(t.untyped_storage()._cdata == storage for t in held.values())
 
 
 class _Mode(TorchDispatchMode):

@@ -58,8 +58,16 @@ class Recording(Protocol):
         may still read them.
         """
 
-    def replay(self) -> None:
-        """Enqueue the recorded kernels on the current stream of the recording's device."""
+    def replay(self, fill: Callable[..., None] | None = None, *given: Any) -> None:
+        """Enqueue the recorded kernels on the current stream of the recording's device.
+
+        ``fill(*given)``, which writes to the recording's buffers, goes first, in order behind every
+        earlier use of its memory.
+        """
+
+
+    def holders(self, storage: int) -> int:
+        """How many tensors of the recording's own share this memory (an id of ``_cdata``)."""
 
 
 class Recorder(Protocol):
@@ -104,7 +112,7 @@ class CudaRecorder:
 
     def busy(self) -> bool:
         """Whether the current stream is being captured."""
-        return _has_cuda() and torch.cuda.is_current_stream_capturing()
+        return _has_cuda() and torch._C._cuda_isCurrentStreamCapturing()
 
     def warm(self, run: Callable[[], object], device: torch.device, times: int) -> None:
         """Run ``times`` times on the side stream, after and before the current one's work."""
@@ -204,7 +212,7 @@ class CudaRecording:
         with _order:
             _follow(self._device)
 
-    def replay(self) -> None:
+    def replay(self, fill: Callable[..., None] | None = None, *given: Any) -> None:
         """Enqueue on the current stream, after every earlier replay on any other stream.
 
         Graphs share memory: their pool, and cuBLAS's workspace of the stream they were captured
@@ -212,7 +220,13 @@ class CudaRecording:
         """
         with _order:
             _follow(self._device)
+            if fill is not None:
+                fill(*given)
             self._replay()
+
+    def holders(self, storage: int) -> int:
+        """None: a graph knows addresses only."""
+        return 0
 
     def __del__(self) -> None:
         self._pool.leave()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from functools import cache
 from types import EllipsisType, NoneType
 from typing import Any
 
@@ -61,6 +62,23 @@ def flatten(value: Any, tensors: list[Tensor]) -> Hashable:
         received=f"an argument of type {kind.__module__}.{kind.__qualname__}",
         remedy="Pass the tensors and numbers it holds, or keep the object inside the callable.",
     )
+
+
+@cache
+def _plain_call(tensors: int) -> Hashable:
+    return (tuple, (_TENSOR,) * tensors), None
+
+
+def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
+    """``flatten`` of positional and keyword arguments, None for no keywords; quick for tensors."""
+    if not kwargs:
+        for value in args:
+            if type(value) not in PLAIN:
+                break
+        else:
+            tensors += args
+            return _plain_call(len(args))
+    return flatten(args, tensors), flatten(kwargs, tensors) if kwargs else None
 
 
 def rebuild(spec: Any, tensors: Iterator[Tensor]) -> Any:

@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -66,7 +67,9 @@ class Graphs:
     ) -> None:
         self.watch, self.counts = watch, Counts()
         self._target, self._options, self._recorder = target, options, recorder
-        self._graphs: Table[Entry] = Table(options.max_graphs)
+        self._graphs: Table[Entry] = Table(options.max_graphs)  # by number
+        self._twins: dict[Hashable, list[Entry]] = {}  # recordings of the same call
+        self._numbers = count()
         self._plans: dict[Hashable, list[Plan | None]] = {}
         self._pool = Pool()
         self._exact: set[Hashable] = set()  # callables whose rows cannot be compared
@@ -175,13 +178,12 @@ class Graphs:
         grad: bool,
     ) -> Entry:
         """A recording that no backward waits for: one of those at hand, or a new one."""
-        twin = 0
-        while (found := self._graphs.get((base, twin))) is not None:
+        for found in self._twins.get(base, ()):
             if not found.busy():
+                self._graphs.get(found.key)
                 return found
-            twin += 1
         self._drop(self._graphs.make_room())
-        entry = Entry((base, twin), self._options.batch_dim or 0, bucket, padded)
+        entry = Entry(next(self._numbers), self._options.batch_dim or 0, bucket, padded)
 
         def run(given: Sequence[Tensor]) -> Any:
             held = iter(given)
@@ -206,6 +208,7 @@ class Graphs:
             _inside.recording = False
         self.counts.recorded += 1
         self._graphs.put(entry.key, entry)
+        self._twins.setdefault(base, []).append(entry)
         return entry
 
     def _drop(self, entries: list[Entry]) -> None:
@@ -215,6 +218,11 @@ class Graphs:
         self._recorder.settle(entries[0].device)
         gone = set(map(id, entries))
         self.counts.freed += len(entries)
+        self._twins = {
+            k: kept
+            for k, twins in self._twins.items()
+            if (kept := [e for e in twins if id(e) not in gone])
+        }
         self._plans = {
             k: kept
             for k, plans in self._plans.items()

@@ -13,6 +13,7 @@ from fastlinear.core.errors import UnsupportedError
 from fastlinear.core.graphs import Recording
 from fastlinear.nn.graph_arguments import Outputs
 from fastlinear.nn.graph_outputs import Generation, ReusedOutput
+from fastlinear.nn.graph_results import Results
 
 
 class Lease:
@@ -31,6 +32,7 @@ class Entry:
         key: its place in the table of graphs.
         device: where it runs.
         forward: the recorded forward.
+        spares: more recordings of an inference, whose outputs callers get as they are.
         statics: the inputs' buffers; None for an input that is read where the caller has it.
         padded_in: which inputs hold rows of the batch in ``batch_dim``.
         outputs: the outputs' buffers.
@@ -39,6 +41,7 @@ class Entry:
         batch_dim, bucket: the padded dimension and its size; bucket None for exact sizes.
         differentiable: which outputs require a gradient; none of them in inference.
         backward: the recorded backward, if any output does.
+        backward_spares: more recordings of the backward, whose results callers get as they are.
         dys: buffers for the gradients of the differentiable outputs.
         grads: the backward's result for each input and each trainable tensor, None where unused.
         saved: positions among the watched tensors of those whose values the backward reads.
@@ -49,17 +52,20 @@ class Entry:
         self.padded_in = padded_in
         self.device = torch.device("cpu")
         self.forward: Recording
+        self.spares: list[Results] = []
         self.statics: list[Tensor | None] = []
         self.outputs: list[Tensor] = []
         self.padded_out: list[bool] = []
         self.structure: Outputs
         self.differentiable: list[bool] = []
         self.backward: Recording | None = None
+        self.backward_spares: list[Results] = []
         self.dys: list[Tensor] = []
         self.grads: list[Tensor | None] = []
         self.saved: list[int] = []
         self.generation = Generation()
         self.lease: weakref.ref[Lease] | None = None
+        self._parts: dict[Any, list[Any]] = {}
 
     def busy(self) -> bool:
         """Whether a backward of the last forward may still come."""
@@ -71,6 +77,30 @@ class Entry:
         if not padded or rows is None or rows == self.bucket:
             return t
         return t.narrow(self.batch_dim, 0, rows)
+
+    def parts(
+        self, spares: Sequence[Results], padded: Sequence[bool], rows: int | None
+    ) -> list[tuple[Results, list[Tensor | None]]]:
+        """The spares, each with the first ``rows`` rows of what it writes.
+
+        None of them where that part would not be laid out as the callable's own result.
+        """
+        key = rows, bool(self.backward)
+        if key in self._parts:
+            return self._parts[key]
+        found = self._parts[key] = []
+        for spare in spares:
+            parts: list[Tensor | None] = []
+            for t, p in zip(spare.tensors, padded, strict=True):
+                part = None if t is None else self.rows(t, p, rows)
+                if part is not None and part is not t:
+                    if not part.is_contiguous():
+                        found.clear()
+                        return found
+                    spare.own(part)
+                parts.append(part)
+            found.append((spare, parts))
+        return found
 
 
 class Plan:
@@ -96,11 +126,24 @@ class Plan:
             if part is not static and entry.backward is not None:
                 rest = static.narrow(dim, part.shape[dim], static.shape[dim] - part.shape[dim])
                 self._pad.append((rest, part.narrow(dim, 0, 1)))
-        self._parts = [
+        if len(self._fill) == 1 and not self._pad:
+            self._write = self._write_one  # type: ignore[method-assign]
+            self._argument, self._into, self._address = self._fill[0]
+        self._outputs = [
             entry.rows(o, p, rows) for o, p in zip(entry.outputs, entry.padded_out, strict=True)
         ]
         padded = [p for p, d in zip(entry.padded_out, entry.differentiable, strict=True) if d]
         self._dys = [(entry.rows(dy, p, rows), dy) for dy, p in zip(entry.dys, padded, strict=True)]
+        if entry.backward is None:
+            self._spares = entry.parts(entry.spares, entry.padded_out, rows)
+        else:
+            padded = [*entry.padded_in, *[False] * (len(entry.grads) - len(entry.padded_in))]
+            self._spares = entry.parts(entry.backward_spares, padded, rows)
+            self._grads = [
+                None if g is None else entry.rows(g, p, rows)
+                for g, p in zip(entry.grads, padded, strict=True)
+            ]
+            self._used = [g for g in self._grads if g is not None]
 
     def buffers(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Where the graph reads each argument of such a call."""
@@ -111,14 +154,20 @@ class Plan:
         ]
 
     def infer(self, tensors: Sequence[Tensor]) -> Any:
-        """One call without gradients: copy in, replay, copy out."""
-        self._replay(tensors)
+        """One call without gradients: copy in, replay; copy out if earlier results are held."""
         entry = self.entry
         if self._reuse:
-            made: list[Tensor] = [ReusedOutput.guard(o, entry.generation) for o in self._parts]
-        else:
-            made = [o.clone() for o in self._parts]
-        return entry.structure.rebuild(made)
+            entry.generation.count += 1
+            entry.forward.replay(self._write, tensors)
+            return entry.structure.rebuild(
+                [ReusedOutput.guard(o, entry.generation) for o in self._outputs]
+            )
+        for spare, parts in self._spares:
+            if spare.free():
+                spare.recording.replay(self._write, tensors)
+                return entry.structure.rebuild([p.detach() for p in parts])  # type: ignore[union-attr]
+        entry.forward.replay(self._write, tensors)
+        return entry.structure.rebuild([o.clone() for o in self._outputs])
 
     def train(
         self, tensors: Sequence[Tensor], trainable: Sequence[Tensor], saved: Sequence[Tensor]
@@ -130,46 +179,54 @@ class Plan:
             trainable: the watched tensors that require a gradient.
             saved: the watched tensors whose values the backward reads.
         """
-        made = _Step.apply(self, len(tensors), saved, *tensors, *trainable)
+        made = _apply(self, len(tensors), saved, *tensors, *trainable)
         return self.entry.structure.rebuild(made)
-
-    def _replay(self, tensors: Sequence[Tensor]) -> None:
-        self.entry.forward.order()  # before the first write: another stream may still read
-        for i, buffer, address in self._fill:
-            if tensors[i].data_ptr() != address:
-                buffer.copy_(tensors[i])
-        for rest, row in self._pad:  # real rows, so that no gradient is 0 times infinity
-            rest.copy_(row.expand_as(rest))
-        self.entry.generation.count += 1
-        self.entry.forward.replay()
 
     def run_forward(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Lease]:
         """Copy in, replay, copy out; the lease keeps the graph's memory for the backward."""
-        self._replay(tensors)
+        self.entry.forward.replay(self._write, tensors)
         lease = Lease()
         self.entry.lease = weakref.ref(lease)
-        return tuple(o.clone() for o in self._parts), lease
+        return tuple([o.clone() for o in self._outputs]), lease
 
     def run_backward(self, dys: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Gradients of all inputs and trainable tensors, in new memory."""
-        entry = self.entry
-        assert entry.backward is not None
-        entry.backward.order()
+        """Gradients of all inputs and trainable tensors, in memory that nobody else holds."""
+        for spare, parts in self._spares:
+            if spare.free():
+                spare.recording.replay(self._write_dys, dys)
+                return [None if g is None else g.detach() for g in parts]
+        backward = self.entry.backward
+        assert backward is not None
+        backward.replay(self._write_dys, dys)
+        fresh = [torch.empty_like(g) for g in self._used]
+        torch._foreach_copy_(fresh, self._used)
+        new = iter(fresh)
+        return [None if g is None else next(new) for g in self._grads]
+
+    def _write(self, tensors: Sequence[Tensor]) -> None:
+        """Fill the inputs' buffers; an argument that already lies in its buffer is not copied."""
+        moved = [
+            (buffer, tensors[i]) for i, buffer, a in self._fill if tensors[i].data_ptr() != a
+        ]
+        if len(moved) > 1 and not any(t.is_neg() or t.is_conj() for _, t in moved):
+            torch._foreach_copy_([b for b, _ in moved], [t for _, t in moved])
+        else:
+            for buffer, t in moved:
+                buffer.copy_(t)
+        for rest, row in self._pad:  # real rows, so that no gradient is 0 times infinity
+            rest.copy_(row.expand_as(rest))
+
+    def _write_one(self, tensors: Sequence[Tensor]) -> None:
+        t = tensors[self._argument]
+        if t.data_ptr() != self._address:
+            self._into.copy_(t)
+
+    def _write_dys(self, dys: Sequence[Tensor | None]) -> None:
         for (part, whole), dy in zip(self._dys, dys, strict=True):
             if dy is None or part is not whole:
                 whole.zero_()
             if dy is not None:
                 part.copy_(dy)
-        entry.backward.replay()
-        static = list(entry.grads)
-        for i, padded in enumerate(entry.padded_in):
-            g = static[i]
-            static[i] = None if g is None else entry.rows(g, padded, self._rows)
-        used = [g for g in static if g is not None]
-        fresh = [torch.empty_like(g) for g in used]
-        torch._foreach_copy_(fresh, used)
-        new = iter(fresh)
-        return [None if g is None else next(new) for g in static]
 
 
 class _Step(torch.autograd.Function):
@@ -183,8 +240,9 @@ class _Step(torch.autograd.Function):
         ctx.plan, ctx.saved = plan, saved
         ctx.versions = [t._version for t in saved]
         flags = plan.entry.differentiable
-        ctx.mark_non_differentiable(*(o for o, d in zip(outputs, flags, strict=True) if not d))
-        ctx.set_materialize_grads(False)
+        if len(outputs) > 1:
+            ctx.mark_non_differentiable(*(o for o, d in zip(outputs, flags, strict=True) if not d))
+            ctx.set_materialize_grads(False)
         return outputs
 
     @staticmethod
@@ -215,3 +273,7 @@ class _Step(torch.autograd.Function):
         grads = plan.run_backward([dy for dy, d in zip(dys, flags, strict=True) if d])
         ctx.lease.done = True
         return (None, None, None, *grads)
+
+
+_apply = super(torch.autograd.Function, _Step).apply
+"""``_Step.apply`` without its look for functorch's tensors, which never come here."""

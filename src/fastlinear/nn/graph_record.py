@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,11 @@ from fastlinear.core.graphs import Pool, Recorder
 from fastlinear.nn.graph_arguments import Outputs, tensors_of
 from fastlinear.nn.graph_entry import Entry
 from fastlinear.nn.graph_padding import CannotPad, Run, padded_outputs
+from fastlinear.nn.graph_results import Results, apart
 from fastlinear.nn.graph_watch import Watch
+
+_SPARES = 2  # one that the caller still holds while the next call is under way, and that next one
+_SMALL, _SMALL_STEP = 8 << 20, 64 << 20  # bytes that recordings with spares may take
 
 
 def record(
@@ -69,8 +73,21 @@ def record(
                     raise CannotPad
                 entry.padded_out = padded_outputs(entry, run, tensors, inspection)
             generators = [g for g, _ in inspection.generators]
+            size = inspection.made_bytes
+            size += sum(t.nbytes for t in watch.trainable) if grad else 0
+            spares = _SPARES if size <= (_SMALL_STEP if grad else _SMALL) else 0
             _capture(
-                entry, run, tensors, by_address, watch, recorder, pool, grad, warmup, generators
+                entry,
+                run,
+                tensors,
+                by_address,
+                watch,
+                recorder,
+                pool,
+                grad,
+                warmup,
+                generators,
+                spares,
             )
         finally:
             torch.clear_autocast_cache()
@@ -109,6 +126,7 @@ def _capture(
     grad: bool,
     warmup: int,
     generators: Sequence[torch.Generator],
+    spares: int,
 ) -> None:
     device = tensors[0].device
     live = [t if i in by_address else _buffer(entry, i, t, grad) for i, t in enumerate(tensors)]
@@ -122,23 +140,37 @@ def _capture(
         with watch.swapped(leaves):
             return tensors_of(run(live))
 
-    def backward(outputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    def backward(outputs: Sequence[Tensor], again: bool = False) -> list[Tensor | None]:
         made = [o for o in outputs if o.requires_grad]
         if not made:
-            return ()
+            return []
         if not entry.dys:
             entry.dys = [torch.zeros_like(o) for o in made]
-        return torch.autograd.grad(made, wanted, entry.dys, allow_unused=True)
+        grads = iter(
+            torch.autograd.grad(made, wanted, entry.dys, retain_graph=again, allow_unused=True)
+        )
+        return [next(grads) if t.requires_grad else None for t in inputs]
+
+    def more(again: Callable[[], Any]) -> list[Results]:
+        made = [recorder.record(again, device, Pool(), generators) for _ in range(spares)]
+        return [Results(m, m.outputs) for m in made]
 
     try:
         recorder.warm(lambda: backward(forward()) if grad else forward(), device, warmup)
         entry.forward = recorder.record(forward, device, pool, generators)
         outputs = entry.forward.outputs
+        entry.outputs = [o.detach() for o in outputs]
         entry.differentiable = [grad and o.requires_grad for o in outputs]
         if any(entry.differentiable):
+            entry.backward_spares = more(lambda: backward(outputs, again=True))
             entry.backward = recorder.record(lambda: backward(outputs), device, pool, generators)
-            grads = iter(entry.backward.outputs)
-            entry.grads = [next(grads) if t.requires_grad else None for t in inputs]
+            entry.grads = entry.backward.outputs
+            if not apart([*entry.backward_spares, Results(entry.backward, entry.grads)], True):
+                entry.backward_spares = []
+        elif not grad:
+            entry.spares = more(forward)
+            if not apart([*entry.spares, Results(entry.forward, entry.outputs)], False):
+                entry.spares = []
     except (FastlinearError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, AssertionError) as error:
@@ -148,7 +180,6 @@ def _capture(
             received=f"{str(error).splitlines()[0]}{raised_line(error)}",
             remedy="Leave that part outside the graphed callable.",
         ) from error
-    entry.outputs = [o.detach() for o in outputs]
     entry.forward.outputs = None  # frees the autograd graph
     entry.statics = [None if i in by_address else t.detach() for i, t in enumerate(live)]
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, is_, itemgetter
 from types import CellType
 from typing import Any
 
+import torch
 import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
+from torch._C._dynamo.guards import TensorGuards
 
 from fastlinear.nn.graph_search import Search
 
@@ -31,7 +33,8 @@ _WRAPPERS = {
 }
 _MAX_STATES = 64
 _address, _shape, _stride = Tensor.data_ptr, Tensor.size, Tensor.stride
-_training, _requires_grad = attrgetter("training"), attrgetter("requires_grad")
+_inference_mode, _any_autocast = torch.is_inference_mode_enabled, torch._C._is_any_autocast_enabled
+_training, _requires_grad = itemgetter("training"), attrgetter("requires_grad")
 
 
 class Watch:
@@ -60,17 +63,41 @@ class Watch:
 
         Which tensors require a gradient matters with ``grad`` only.
         """
-        tensors = self.tensors
         return (
             all(map(is_, chain.from_iterable(self._views), self._kept))
-            and list(map(_address, tensors)) == self._addresses
-            and list(map(_shape, tensors)) == self._shapes
-            and list(map(_stride, tensors)) == self._strides
-            and (not grad or list(map(_requires_grad, tensors)) == self._grads)
-            and list(map(_training, self._modules)) == self._modes
+            and _all_at(self.tensors, self._addresses, self._every)
+            and self._laid_out(grad)
+            and list(map(_training, self._attributes)) == self._modes
             and not self._hooked
             and not any(self._hooks)
         )
+
+    def _laid_out(self, grad: bool) -> bool:
+        """Whether shapes, strides and, with ``grad``, ``requires_grad`` are those of ``renew``.
+
+        torch's own guards say yes in one pass; they look at the thread's modes as well, so there
+        is one guard for each, and their no is not final.
+        """
+        tensors = self.tensors
+        if not tensors:
+            return True
+        modes = _inference_mode(), _any_autocast()
+        guard = self._guards.get(modes)
+        if guard is not None and guard(*tensors):
+            return True
+        if (
+            list(map(_shape, tensors)) != self._shapes
+            or list(map(_stride, tensors)) != self._strides
+        ):
+            return False
+        if list(map(_requires_grad, tensors)) != self._grads:
+            return not grad
+        self._guards[modes] = TensorGuards(
+            *tensors,
+            dynamic_dims_sizes=list(map(list, self._shapes)),
+            dynamic_dims_strides=list(map(list, self._strides)),
+        ).check
+        return True
 
     def renew(self) -> None:
         """Take the state as it is now."""
@@ -82,10 +109,13 @@ class Watch:
         self._kept = list(chain.from_iterable(self._views))
         self._hooks = [h for m in self._modules for h in _hooks_of(m)] + _GLOBAL_HOOKS
         self._addresses = list(map(_address, self.tensors))
+        self._every = list(range(len(self.tensors)))
         self._shapes = list(map(_shape, self.tensors))
         self._strides = list(map(_stride, self.tensors))
         self._grads = list(map(_requires_grad, self.tensors))
-        self._modes = list(map(_training, self._modules))
+        self._attributes = [vars(m) for m in self._modules if "training" in vars(m)]
+        self._modes = list(map(_training, self._attributes))
+        self._guards: dict[tuple[bool, bool], Callable[..., bool]] = {}
         self.trainable = [t for t in self.tensors if t.requires_grad]
         self._number()
 
@@ -139,6 +169,16 @@ class Watch:
             self._next += 1
             self._tokens[key] = self._next
         self.token = self._tokens[key]
+
+
+def _all_where_they_were(
+    tensors: list[Tensor], addresses: list[int], indices: list[int]
+) -> bool:
+    return list(map(_address, tensors)) == addresses
+
+
+# a single pass, in builds of torch with CUDA
+_all_at = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", _all_where_they_were)
 
 
 def _place(holder: Any, name: Any, value: Tensor) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.core.graphs import POWERS_OF_TWO, CudaRecorder, Recorder, checked_buckets
-from fastlinear.nn.graph_arguments import flatten, rebuild
+from fastlinear.nn.graph_arguments import flatten, flatten_call, rebuild
 from fastlinear.nn.graph_cache import Graphs, Options, recording
 from fastlinear.nn.graph_watch import Watch
 
@@ -132,7 +132,7 @@ class Graphed:
             return self._plainly(args, kwargs)
         tensors: list[Tensor] = []
         try:
-            spec = flatten(args, tensors), flatten(kwargs, tensors) if kwargs else None
+            spec = flatten_call(args, kwargs, tensors)
         except UnsupportedError as error:
             self._graphs.refuse(error)
             return self._plainly(args, kwargs)
