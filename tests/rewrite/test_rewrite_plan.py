@@ -18,6 +18,7 @@ from fastlinear.core.settings import Config
 from fastlinear.dispatch import cache
 from fastlinear.rewrite import apply_, optimize_
 from fastlinear.rewrite import plan as plans
+from fastlinear.rewrite import remember
 
 pytestmark = [
     pytest.mark.usefixtures("fast"),
@@ -61,6 +62,42 @@ def test_a_plan_brings_its_choices_to_an_empty_cache(
     monkeypatch.setenv("FASTLINEAR_CACHE_DIR", str(tmp_path / "other"))
     cache.forget()
     assert apply_(model, plan).sites[0].backends == {"forward": "onednn"}
+
+
+def cached(folder: Path) -> list[Path]:
+    return list(folder.glob("*.json"))
+
+
+def test_a_plans_choices_are_written_only_once_it_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    model = mlp().eval()
+    plan = make_plan(model)
+    monkeypatch.setenv("FASTLINEAR_CACHE_DIR", str(tmp_path))
+    cache.forget()
+    with pytest.raises(InputError):
+        apply_(model, plan, torch.randn(3, 5))
+    clock({"after": 150.0})
+    assert apply_(model, plan).rejected == 3
+    assert cached(tmp_path) == []
+    clock({"after": 50.0})
+    assert apply_(model, plan).kept == 3
+    assert len(cached(tmp_path)) == 1
+
+
+def test_the_users_own_choices_count_while_a_plan_is_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = mlp().eval()
+    plan = make_plan(model)
+    monkeypatch.setenv("FASTLINEAR_CACHE_DIR", str(tmp_path))
+    cache.forget()
+    mine = edited(plan, lambda p: [t.update(best="eager") for t in p["tuned"]])
+    for decision in remember.decisions_of(plans.load(mine)):
+        decision.store()
+    assert {tuple(s.backends.items()) for s in apply_(model, plan).sites} == {
+        (("forward", "eager"),)
+    }
 
 
 def edited(plan: dict[str, Any], change: Callable[[dict[str, Any]], None]) -> dict[str, Any]:

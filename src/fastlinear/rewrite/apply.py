@@ -8,11 +8,8 @@ from typing import Any
 from torch import nn
 
 from fastlinear.core.errors import PlanError
-from fastlinear.core.problem import Problem
 from fastlinear.core.progress import Progress, silent
 from fastlinear.core.settings import Config
-from fastlinear.dispatch import cache
-from fastlinear.dispatch.backend import family
 from fastlinear.profile.state import preserved
 from fastlinear.profile.step import check_model, device_of, private_copy
 from fastlinear.rewrite import measure
@@ -25,6 +22,7 @@ from fastlinear.rewrite.inputs import Call, from_specs
 from fastlinear.rewrite.keep_accurate import keep_accurate
 from fastlinear.rewrite.optimize import finish, prepare, settle_left, watch
 from fastlinear.rewrite.plan import Plan, Rewrite
+from fastlinear.rewrite.remember import decisions_of, on_trial
 from fastlinear.rewrite.result import Result
 from fastlinear.rewrite.rules import linear_act as rule
 from fastlinear.rewrite.running import LossFn, check_runs
@@ -79,38 +77,21 @@ def apply_(
     forced = {r.rule: r.backend for r in loaded.rewrites if r.backend is not None}
     config = Config(mode=loaded.mode, backends=forced, tune=False)
     work = prepare("apply_", model, inputs, config, loss_fn, progress)
-    _remember(loaded)
-    with preserved(model, config.mode):
-        work.ran = check_runs("apply_", model, work.call, work.runner)
-    candidates, left = watch(work, inputs, None)
-    with preserved(model, config.mode):
-        kept = _planned(work, loaded, candidates, left)
-        kept, verdicts = keep_accurate(work, kept)
-        pair = None
-        if kept:
-            kept, pair = _unless_slower(work, kept)
+    brought = decisions_of(loaded)
+    with on_trial(brought, device.type):
+        with preserved(model, config.mode):
+            work.ran = check_runs("apply_", model, work.call, work.runner)
+        candidates, left = watch(work, inputs, None)
+        with preserved(model, config.mode):
+            kept = _planned(work, loaded, candidates, left)
+            kept, verdicts = keep_accurate(work, kept)
+            pair = None
+            if kept:
+                kept, pair = _unless_slower(work, kept)
+    if kept:
+        for decision in brought:
+            decision.store()
     return finish(work, kept, verdicts if kept else (), pair)
-
-
-def _remember(plan: Plan) -> None:
-    """Give dispatch the plan's measurements where this user has none of his own."""
-    for item in plan.tuned:
-        try:
-            problem = Problem.from_json(item["problem"])
-            candidates = family(problem.family).candidates(problem.piece)
-            able = [b for b in candidates if b.reason_not(problem) is None]
-            times = {str(k): float(v) for k, v in item["times_us"].items()}
-            best = str(item["best"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise PlanError(
-                "apply_",
-                expected="complete measurements in the plan",
-                received=f"{type(error).__name__}: {error}",
-                remedy="Make the plan again with optimize_.",
-            ) from error
-        known = {b.name for b in able}
-        if best in known and set(times) <= known and cache.tuned(problem, able) is None:
-            cache.store(problem, able, best, times)
 
 
 def _planned(
