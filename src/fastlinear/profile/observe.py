@@ -138,6 +138,8 @@ class _Watch(TorchFunctionMode):
         result = func(*args, **kwargs)
         if self.stack and isinstance(result, Tensor):
             self.seen.elements[self.stack[-1], name] += result.numel()
+            if any(result is a for a in args[:1]) and not _is_metadata(func, name):
+                self.outputs.pop(id(result), None)  # written in place: no linear's output any more
         return result
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

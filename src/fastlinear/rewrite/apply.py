@@ -18,13 +18,13 @@ from fastlinear.rewrite.candidate import Candidate
 from fastlinear.rewrite.choose_chains import facts, members
 from fastlinear.rewrite.choose_chains import match as match_chains
 from fastlinear.rewrite.eligible import Refusal
+from fastlinear.rewrite.exchange import swaps_of
 from fastlinear.rewrite.inputs import Call, from_specs
 from fastlinear.rewrite.keep_accurate import keep_accurate
 from fastlinear.rewrite.optimize import finish, prepare, settle_left, watch
 from fastlinear.rewrite.plan import Plan, Rewrite
 from fastlinear.rewrite.remember import decisions_of, on_trial
 from fastlinear.rewrite.result import Result
-from fastlinear.rewrite.rules import linear_act as rule
 from fastlinear.rewrite.running import LossFn, check_runs
 from fastlinear.rewrite.swap import SwapSet
 from fastlinear.rewrite.work import Work
@@ -98,8 +98,8 @@ def _planned(
     work: Work, plan: Plan, candidates: list[Candidate], left: dict[str, Refusal]
 ) -> list[Candidate]:
     """The candidates the plan names. Raises PlanError when a site is no longer what it was."""
-    asked = {r.parent_fqn for r in plan.rewrites if r.route == "chain"}
-    chains = [c for c in match_chains(work, candidates) if c.fqn in asked] if asked else []
+    asked = {r.fqn for r in plan.rewrites if r.route == "chain"}
+    chains = [c for c in match_chains(work, candidates) if asked >= set(c.names)] if asked else []
     chained = {c.fqn: c for chain in chains for c in members(chain)}
     candidates = [chained.get(c.fqn, c) for c in candidates]
     work.every = [chained.get(c.fqn, c) for c in work.every]
@@ -138,7 +138,7 @@ def _planned(
 def _unless_slower(
     work: Work, kept: list[Candidate]
 ) -> tuple[list[Candidate], measure.Pair | None]:
-    swaps = rule.swaps(kept)
+    swaps = swaps_of(kept)
     pair = measure.model_pair(
         work.model,
         SwapSet(swaps),

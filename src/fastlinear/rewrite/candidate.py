@@ -119,14 +119,14 @@ class Candidate:
         """Candidates of one unit are kept or dropped together: those that share an activation,
         and those of one chain."""
         if self.chain is not None:
-            return f"chain {self.chain.fqn}"
+            return f"chain {self.chain.key}"
         return f"activation {self.activation_fqn}" if self.route == "instance" else self.fqn
 
     @property
     def group(self) -> tuple[Any, ...]:
         """Candidates of one group do the same work and are measured once."""
         if self.chain is not None:
-            return ("chain", self.chain.fqn)
+            return ("chain", self.chain.key)
         kinds = tuple((k.count, k.input_grad) for k in self.calls.kinds)
         activation = type(self.activation_module).__name__
         which = (self.route, self.kind, activation, self.calls.autocast, self.backend)

@@ -1,10 +1,10 @@
-"""A run of linears inside an ``nn.Sequential`` that may become one call of ``mlp``."""
+"""A run of linears that may become one call of ``mlp``, wherever a model holds it."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -12,111 +12,46 @@ from fastlinear.core.problem import Problem
 from fastlinear.ops.mlp import reference
 from fastlinear.ops.mlp.selection import problem_of
 from fastlinear.rewrite.candidate import Candidate, SiteCalls
-from fastlinear.rewrite.forwards import Forward, call_mlp, hooked_globally
-from fastlinear.rewrite.swap import Swap, mark
-
-_OWN_STATE = (bool, int, float, str, type(None))
+from fastlinear.rewrite.forwards import call_mlp, weight_of
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Which children of a Sequential the chain takes over, and what all of them must still be.
-
-    Attributes:
-        start, stop: the children from ``start`` up to ``stop`` become one call.
-        linears: indices of the linears.
-        activation, final_activation: between the layers, and after the last.
-        kinds: class of every child.
-        facts: plain attributes of every activation (a slope, an approximation).
-    """
-
-    start: int
-    stop: int
-    linears: tuple[int, ...]
-    activation: str
-    final_activation: str
-    kinds: tuple[type, ...]
-    facts: tuple[tuple[tuple[str, Any], ...], ...]
-
-    @staticmethod
-    def facts_of(child: nn.Module) -> tuple[tuple[str, Any], ...]:
-        """The plain attributes of a module that has no parameters, its mode left out."""
-        if next(child.parameters(), None) is not None:
-            return ()
-        state = vars(child).items()
-        return tuple(
-            (k, v)
-            for k, v in state
-            if k[0] != "_" and k != "training" and isinstance(v, _OWN_STATE)
-        )
-
-    def holds(self, children: tuple[Any, ...]) -> bool:
-        """Whether the Sequential still is what was matched: same classes, no hooks, no patches."""
-        if len(children) != len(self.kinds) or hooked_globally():
-            return False
-        for i in range(self.start, self.stop):
-            child: Any = children[i]
-            if type(child) is not self.kinds[i]:
-                return False
-            state = child.__dict__
-            if (
-                "forward" in state
-                or state["_forward_hooks"]
-                or state["_forward_pre_hooks"]
-                or state["_backward_hooks"]
-                or state["_backward_pre_hooks"]
-                or (state["training"] and isinstance(child, nn.Dropout))
-            ):
-                return False
-            for name, value in self.facts[i]:
-                if state[name] != value:
-                    return False
-        return True
-
-
-def chained(layout: Layout, backend: str | None) -> Forward:
-    """Forward of a Sequential in which a run of linears is one call of ``mlp``."""
-    start, stop, linears = layout.start, layout.stop, layout.linears
-    activation, final = layout.activation, layout.final_activation
-    plain = nn.Sequential.forward
-
-    def forward(self: nn.Sequential, input: Any) -> Any:
-        children = tuple(self._modules.values())
-        if not layout.holds(children):
-            return plain(self, input)
-        for child in children[:start]:
-            input = child(input)  # type: ignore[misc]
-        layers: list[Any] = [children[i] for i in linears]
-        weights, biases = [m.weight for m in layers], [m.bias for m in layers]
-        input = call_mlp(input, weights, biases, activation, final, backend)
-        for child in children[stop:]:
-            input = child(input)  # type: ignore[misc]
-        return input
-
-    return mark(forward)
-
-
-@dataclass(frozen=True, eq=False)
-class Chain:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Chain(ABC):
     """A run of linears that may become one call.
 
     Attributes:
-        fqn, module: the Sequential.
-        layout: which of its children.
+        fqn, module: the module whose forward is exchanged.
         members: the linears as the rule of linear_act sees them, first to last.
+        activation, final_activation: between the layers, and after the last.
         backend: forced backend of mlp, or None.
     """
 
     fqn: str
     module: nn.Module
-    layout: Layout
     members: tuple[Candidate, ...]
+    activation: str
+    final_activation: str
     backend: str | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         """The linears' fully qualified names."""
         return tuple(c.fqn for c in self.members)
+
+    @property
+    def key(self) -> str:
+        """What tells it from every other chain of the model: its first linear."""
+        return self.names[0]
+
+    @property
+    def title(self) -> str:
+        """What it is called in notes."""
+        return f"{self.names[0]!r} to {self.names[-1]!r}"
+
+    @property
+    def activations(self) -> tuple[str, ...]:
+        """The activation after each linear."""
+        return (*(self.activation for _ in self.members[1:]), self.final_activation)
 
     @property
     def calls(self) -> SiteCalls:
@@ -130,18 +65,18 @@ class Chain:
 
     def _problem(self, x: Tensor) -> Problem:
         dtype = self.calls.autocast
-        layers: list[Any] = [c.module for c in self.members]
-        weights = [layer.weight.detach() for layer in layers]
-        biases = [None if layer.bias is None else layer.bias.detach() for layer in layers]
+        weights, biases = self._tensors()
+        weights = [w.detach() for w in weights]
+        biases = [None if b is None else b.detach() for b in biases]
         if dtype is not None:
             x, weights = x.to(dtype), [w.to(dtype) for w in weights]
             biases = [None if b is None else b.to(dtype) for b in biases]
-        names = self.layout.activation, self.layout.final_activation
+        names = self.activation, self.final_activation
         return problem_of(x, weights, biases, *names, False, self.calls.grad)
 
-    def swap(self) -> Swap:
-        """The forward to exchange."""
-        return Swap(self.fqn, self.module, chained(self.layout, self.backend))
+    def _tensors(self) -> tuple[list[Tensor], list[Tensor | None]]:
+        layers = [c.module for c in self.members]
+        return [weight_of(m) for m in layers], [m.bias for m in layers]  # type: ignore[misc]
 
     def parameters(self) -> dict[str, Tensor]:
         """Weights and biases by layer and the names of their gradients, ``"0.dW"``."""
@@ -151,45 +86,24 @@ class Chain:
             for title, t in c.parameters().items()
         }
 
+    @abstractmethod
     def before(self, x: Tensor) -> Tensor:
         """What the model did with the input of the first linear."""
-        for child in list(self.module._modules.values())[self.layout.start : self.layout.stop]:
-            assert child is not None
-            x = type(child).forward(child, x)
-        return x
 
+    @abstractmethod
     def layers(self, x: Tensor, rewritten: Mapping[str, Candidate]) -> Tensor:
         """The layers one by one, those in ``rewritten`` (by name) as it has them."""
-        children = list(self.module._modules.values())
-        by_index = dict(zip(self.layout.linears, self.members, strict=True))
-        done = False  # whether the linear before has taken the activation with it
-        for i in range(self.layout.start, self.layout.stop):
-            child, member = children[i], by_index.get(i)
-            assert child is not None
-            if member is not None and member.fqn in rewritten:
-                x = rewritten[member.fqn].after(x)
-                done = rewritten[member.fqn].activation != "none"
-            elif member is not None or not done:
-                x = type(child).forward(child, x)
-                done = False
-            elif not isinstance(child, (nn.Dropout, nn.Identity)):
-                done = False
-        return x
 
     def after(self, x: Tensor) -> Tensor:
         """One call of ``mlp``."""
-        layers: list[Any] = [c.module for c in self.members]
-        weights, biases = [m.weight for m in layers], [m.bias for m in layers]
-        names = self.layout.activation, self.layout.final_activation
-        return call_mlp(x, weights, biases, *names, self.backend)
+        names = self.activation, self.final_activation
+        return call_mlp(x, *self._tensors(), *names, self.backend)
 
     def exact(self, x: Tensor, parameters: dict[str, Tensor]) -> Tensor:
         """The same by differentiable torch ops on other values, for the oracle in float64."""
-        layers = range(len(self.members))
-        return reference.mlp(
-            x,
-            [parameters[f"{i}.dW"] for i in layers],
-            [parameters.get(f"{i}.db") for i in layers],
-            self.layout.activation,
-            self.layout.final_activation,
-        )
+        weights = [parameters[f"{i}.dW"] for i in range(len(self.members))]
+        turned = [
+            w.t() if c.kind == "conv1d" else w for w, c in zip(weights, self.members, strict=True)
+        ]
+        biases = [parameters.get(f"{i}.db") for i in range(len(self.members))]
+        return reference.mlp(x, turned, biases, self.activation, self.final_activation)

@@ -107,14 +107,14 @@ def _measure(
         why = str(error)
     except Exception as error:  # noqa: BLE001  a backend's own error is an outcome too
         why = f"as one call it raises {type(error).__name__}: {error}"
-    work.notes.append(f"chain {chain.fqn!r} left alone: {why}")
+    work.notes.append(f"chain {chain.title} left alone: {why}")
     return None
 
 
 def _accurate(work: Work, chain: Chain) -> bool:
     failed = site.failure(chain)
     if failed is not None:
-        work.notes.append(f"chain {chain.fqn!r} left alone: less accurate as one call: {failed}")
+        work.notes.append(f"chain {chain.title} left alone: less accurate as one call: {failed}")
     return failed is None
 
 
@@ -127,7 +127,7 @@ def _gains(work: Work, chain: Chain, times: dict[str, Samples], passes: int) -> 
     for rival, found in rivals.items():
         if not found.median > 1.0:
             text = f"one call is {in_words(found)} of the speed of {rival}"
-            work.notes.append(f"chain {chain.fqn!r} left alone: {text}")
+            work.notes.append(f"chain {chain.title} left alone: {text}")
             return False
     share = passes / len(chain.members)
     for c in chain.members:

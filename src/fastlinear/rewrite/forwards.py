@@ -83,13 +83,46 @@ def call_fused_linear(linear: nn.Module, x: Tensor, activation: str, backend: st
 
 def call_fused_conv1d(conv: nn.Module, x: Tensor, activation: str, backend: str | None) -> Tensor:
     """``call_fused_linear`` for a Conv1D, whose weight is (K, N)."""
-    kind = type(conv)
-    if kind.__name__ == "Conv1D" and kind.__module__.startswith(CONV1D_HOME) and _untouched(conv):
-        weight: Any = conv.weight
+    if is_plain(conv) and _untouched(conv):
         bias: Any = conv.bias
-        return _linear_act(x, weight.t(), bias, activation, backend)
+        return _linear_act(x, weight_of(conv), bias, activation, backend)
     y: Tensor = activation_of(activation).value(conv(x))
     return y
+
+
+def call_fused_chain(
+    linears: Sequence[nn.Module],
+    x: Tensor,
+    activation: str,
+    final_activation: str,
+    backend: str | None,
+) -> Tensor:
+    """The linears of a rewritten parent that follow each other, as one call of ``mlp``:
+    (..., n_0) → (..., n_L).
+
+    Only while every one is a plain linear without hooks; otherwise each is called by itself.
+    """
+    if all(is_plain(m) and _untouched(m) for m in linears):
+        weights, biases = [weight_of(m) for m in linears], [m.bias for m in linears]
+        return call_mlp(x, weights, biases, activation, final_activation, backend)  # type: ignore[arg-type]
+    for i, linear in enumerate(linears, 1):
+        name = final_activation if i == len(linears) else activation
+        x = activation_of(name).value(linear(x))
+    return x
+
+
+def is_plain(linear: nn.Module) -> bool:
+    """Whether its class is nn.Linear or transformers' Conv1D itself, whose forward is known."""
+    kind = type(linear)
+    return kind in PLAIN_LINEARS or (
+        kind.__name__ == "Conv1D" and kind.__module__.startswith(CONV1D_HOME)
+    )
+
+
+def weight_of(linear: nn.Module) -> Tensor:
+    """The weight as (N, K): of a Conv1D transposed."""
+    weight: Any = linear.weight
+    return weight if type(linear) in PLAIN_LINEARS else weight.t()
 
 
 def _linear_act(

@@ -37,8 +37,8 @@ def guarded(
         parent: the traced module; the result holds no reference to it.
         traced: (parent, tensors in order) → what the forward returns.
         observed: the arguments the trace holds for.
-        passed_over: activation modules inside the parent that ``traced`` does not call. It is
-            used only while they are of the same class, without hooks and set as now.
+        passed_over: activations and sleeping dropouts inside the parent that ``traced`` does not
+            call. It is used only while they are of the same class, without hooks and set as now.
     """
     args, kwargs = observed.arguments()
     kinds = (*args, *kwargs.values())
@@ -47,7 +47,7 @@ def guarded(
     names, count = tuple(kwargs), len(args)
     original: Any = type(parent).forward
     watched = _watched(parent, original)
-    activations = tuple(_Activation.of(parent, path) for path in passed_over)
+    passed = tuple(_PassedOver.of(parent, path) for path in passed_over)
 
     def fits(self: nn.Module, values: tuple[Any, ...]) -> bool:
         for i in tensors:
@@ -70,8 +70,8 @@ def guarded(
             found = attributes["_modules"].get(child)
             if found is None or not same(found.__dict__.get(name, MISSING), value):
                 return False
-        for activation in activations:
-            if not activation.unchanged(self):
+        for module in passed:
+            if not module.unchanged(self):
                 return False
         return all(same(scope.get(n, MISSING), value) for scope, n, value in watched.outside)
 
@@ -86,19 +86,22 @@ def guarded(
 
 
 @dataclass(frozen=True)
-class _Activation:
-    """An activation module that is not called any more, as it was when that was decided."""
+class _PassedOver:
+    """A module that is not called any more, as it was when that was decided."""
 
     path: tuple[str, ...]
     kind: type
     settings: tuple[tuple[str, Any], ...]
 
     @staticmethod
-    def of(parent: nn.Module, path: str) -> _Activation:
+    def of(parent: nn.Module, path: str) -> _PassedOver:
         module = parent.get_submodule(path)
         simple = ((n, v) for n, v in vars(module).items() if watchable(v))
-        settings = tuple((n, v) for n, v in simple if n != "training" and not n.startswith("_"))
-        return _Activation(tuple(path.split(".")), type(module), settings)
+        mode_counts = isinstance(module, nn.Dropout)
+        settings = tuple(
+            (n, v) for n, v in simple if n[0] != "_" and (n != "training" or mode_counts)
+        )
+        return _PassedOver(tuple(path.split(".")), type(module), settings)
 
     def unchanged(self, parent: nn.Module) -> bool:
         module: Any = parent

@@ -7,8 +7,8 @@ from typing import Any
 from fastlinear.core.compare import Verdict
 from fastlinear.rewrite import measure, verify
 from fastlinear.rewrite.candidate import Candidate
+from fastlinear.rewrite.exchange import swaps_of
 from fastlinear.rewrite.oracle import make_oracle
-from fastlinear.rewrite.rules import linear_act as rule
 from fastlinear.rewrite.swap import SwapSet
 from fastlinear.rewrite.work import Work
 
@@ -59,7 +59,7 @@ def keep_accurate(
 
 def _verdicts(work: Work, candidates: list[Candidate]) -> list[Verdict]:
     assert work.judge is not None
-    swaps = SwapSet(rule.swaps(candidates))
+    swaps = SwapSet(swaps_of(candidates))
     found = work.judge.verdicts(swaps)
     if work.runner.mode == "train" and all(v.passed for v in found):
         found += work.judge.trajectory(swaps, work.config.optimizer_steps)

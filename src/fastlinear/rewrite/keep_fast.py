@@ -6,6 +6,7 @@ from fastlinear.core.timing import Ratio
 from fastlinear.profile.step import private_copy
 from fastlinear.rewrite import measure
 from fastlinear.rewrite.candidate import Candidate
+from fastlinear.rewrite.exchange import swaps_of
 from fastlinear.rewrite.inputs import Call
 from fastlinear.rewrite.rules import linear_act as rule
 from fastlinear.rewrite.swap import SwapSet
@@ -50,12 +51,12 @@ def _measure(
     with work.budget:
         return measure.model_pair(
             work.model,
-            SwapSet(rule.swaps(candidates)),
+            SwapSet(swaps_of(candidates)),
             work.runner,
             call,
             budget_s=max(1.0, work.budget.left_s / 2),
             min_speedup=work.config.min_speedup if against is None else 1.0,
-            against=SwapSet(rule.swaps(against or [])),
+            against=SwapSet(swaps_of(against or [])),
         )
 
 

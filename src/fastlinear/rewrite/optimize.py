@@ -22,12 +22,12 @@ from fastlinear.rewrite import measure
 from fastlinear.rewrite.candidate import Candidate
 from fastlinear.rewrite.choose import choose, heaviest_first
 from fastlinear.rewrite.eligible import Refusal, linear_modules
+from fastlinear.rewrite.exchange import swaps_of
 from fastlinear.rewrite.inputs import Call, input_specs
 from fastlinear.rewrite.keep_accurate import keep_accurate
 from fastlinear.rewrite.keep_fast import keep_fast
 from fastlinear.rewrite.plan import Plan, Rewrite, model_facts
 from fastlinear.rewrite.result import Result
-from fastlinear.rewrite.rules import linear_act as rule
 from fastlinear.rewrite.rules.linear_act import FilterFn
 from fastlinear.rewrite.running import LossFn, Runner, check_runs
 from fastlinear.rewrite.swap import SwapSet
@@ -154,7 +154,7 @@ def finish(
     )
     _note_packed(work, kept)
     step = work.profile.step_us
-    swaps = SwapSet(rule.swaps(kept))
+    swaps = SwapSet(swaps_of(kept))
     result = Result(
         model_class=type(work.model).__qualname__,
         mode=work.config.mode,
@@ -197,7 +197,7 @@ def _rewrite(work: Work, c: Candidate) -> Rewrite:
         route=c.route,
         activation_fqn=c.activation_fqn,
         parent_fqn=c.parent_fqn,
-        backend=c.backend,
+        backend=c.backend if c.chain is None else c.chain.backend,
         problem=c.problem.to_json(),
         backends=work.outcomes[c.fqn].backends,
     )

@@ -37,10 +37,11 @@ class Rewrite:
         activation: what is fused; ``"none"`` changes the backend only.
         route: ``"plain"`` (the linear alone), ``"instance"`` (the linear computes the activation
             and the activation module passes its input on), ``"parent"`` (the parent's forward
-            makes one fused call) or ``"chain"`` (the forward of a Sequential, named by
-            ``parent_fqn``, makes one call for a run of linears).
+            makes one fused call) or ``"chain"`` (the forward of the Sequential or parent named by
+            ``parent_fqn`` makes one call for a run of linears).
         activation_fqn: the activation module, where there is one.
-        parent_fqn: the module whose forward is exchanged on the ``"parent"`` route.
+        parent_fqn: the module whose forward is exchanged on the routes ``"parent"`` and
+            ``"chain"``.
         backend: a forced forward backend, or None.
         problem: the site's Problem as JSON.
         backends: piece → backend chosen when the plan was made.

@@ -1,4 +1,4 @@
-"""A plan's measurements: dispatch has them while the plan is tried, and keeps them once it holds."""
+"""A plan's measurements: dispatch has them while it is tried, and keeps them if it holds."""
 
 from __future__ import annotations
 

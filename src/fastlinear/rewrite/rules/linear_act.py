@@ -15,7 +15,6 @@ from fastlinear import nn as fl_nn
 from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.profile.observe import Call, Observation
 from fastlinear.profile.records import LinearSite
-from fastlinear.rewrite import forwards
 from fastlinear.rewrite.candidate import Candidate, calls_of, problems_of
 from fastlinear.rewrite.eligible import (
     Refusal,
@@ -26,7 +25,7 @@ from fastlinear.rewrite.eligible import (
 )
 from fastlinear.rewrite.parent import Fusable, fusable
 from fastlinear.rewrite.reach import reached_into
-from fastlinear.rewrite.swap import Swap, is_rewritten
+from fastlinear.rewrite.swap import is_rewritten
 
 RULE = "linear_act"
 FilterFn = Callable[[nn.Module, str], bool]
@@ -80,37 +79,6 @@ def complete(candidates: Iterable[Candidate], every: Iterable[Candidate]) -> lis
     names = {c.fqn for c in chosen}
     broken = {c.unit for c in every if c.fqn not in names}
     return [c for c in chosen if c.unit not in broken]
-
-
-def swaps(candidates: Iterable[Candidate]) -> list[Swap]:
-    """The forwards to exchange for these candidates."""
-    found: list[Swap] = []
-    passing: set[str] = set()
-    chains: set[str] = set()
-    parents: dict[str, list[Candidate]] = {}
-    for c in candidates:
-        if c.chain is not None:
-            if c.chain.fqn not in chains:
-                chains.add(c.chain.fqn)
-                found.append(c.chain.swap())
-            continue
-        if c.route == "parent":
-            assert c.parent_fqn is not None
-            parents.setdefault(c.parent_fqn, []).append(c)
-            continue
-        found.append(Swap(c.fqn, c.module, c.forward()))
-        if c.route == "instance" and c.activation_fqn not in passing:
-            assert c.activation_fqn is not None
-            assert c.activation_module is not None
-            passing.add(c.activation_fqn)
-            found.append(Swap(c.activation_fqn, c.activation_module, forwards.identity()))
-    for fqn, members in parents.items():
-        first = members[0]
-        assert first.pairs is not None
-        assert first.parent is not None
-        chosen = {_inside(fqn, c.fqn) or "": c.activation for c in members}
-        found.append(Swap(fqn, first.parent, first.pairs.build(chosen, first.backend)))
-    return found
 
 
 # --------------------------------------------------------------------------------------------
@@ -234,17 +202,17 @@ def _by_parent(
     parent_fqn = site.parent_fqn
     assert parent_fqn is not None  # an activation was found behind it, in its caller
     parent = model.get_submodule(parent_fqn)
-    inside = _inside(parent_fqn, candidate.fqn)
-    if inside is None:
+    name_inside = inside(parent_fqn, candidate.fqn)
+    if name_inside is None:
         why = Refusal("foreign_caller", "The module that calls it does not hold it.")
         return replace(candidate, fallback=why)
     if parent_fqn not in traced:
-        known = {name: a for f, a in names.items() if (name := _inside(parent_fqn, f)) is not None}
+        known = {name: a for f, a in names.items() if (name := inside(parent_fqn, f)) is not None}
         traced[parent_fqn] = fusable(parent, seen.arguments[parent], known)
     found = traced[parent_fqn]
     if isinstance(found, Refusal):
         return replace(candidate, fallback=found)
-    name = found.pairs.get(inside)
+    name = found.pairs.get(name_inside)
     if name is None:
         why = Refusal("no_pair", "Its output is read by more than its activation.")
         return replace(candidate, fallback=why)
@@ -260,7 +228,7 @@ def _with_activation(candidate: Candidate, name: str, route: str, **more: Any) -
     return replace(candidate, activation=name, route=route, problems=problems, **more)
 
 
-def _inside(parent_fqn: str, fqn: str) -> str | None:
+def inside(parent_fqn: str, fqn: str) -> str | None:
     """``fqn`` as named inside its parent; None when it lies elsewhere."""
     if parent_fqn == "":
         return fqn

@@ -1,20 +1,23 @@
-"""The rule of mlp: runs of linears with their activations inside an ``nn.Sequential``.
+"""The rule of mlp: runs of linears with their activations, in an ``nn.Sequential`` or in a forward.
 
 It only matches; nothing here changes a model or measures anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 from torch import nn
 
 from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.candidate import Candidate
-from fastlinear.rewrite.chain import Chain, Layout
+from fastlinear.rewrite.chain import Chain
+from fastlinear.rewrite.chain_parent import ParentChain
+from fastlinear.rewrite.chain_sequential import Layout, SequentialChain
 from fastlinear.rewrite.eligible import refuse_module
 from fastlinear.rewrite.forwards import PLAIN_LINEARS
+from fastlinear.rewrite.rules.linear_act import inside
 
 RULE = "mlp"
 _PASSING = (nn.Identity, nn.Dropout)  # dropout only where it does nothing
@@ -27,7 +30,8 @@ def match(
     *,
     backend: str | None,
 ) -> list[Chain]:
-    """The chains of a model: in every Sequential the longest run of two or more linears.
+    """The chains of a model: in every Sequential the longest run of two or more linears, and the
+    runs in the forwards of modules that hold linears themselves.
 
     Args:
         model: the model, unchanged.
@@ -35,8 +39,20 @@ def match(
         sites: what the profile says about each linear.
         backend: a forced backend of mlp, or None.
     """
+    found: list[Chain] = [
+        *_in_sequentials(model, candidates, sites, backend),
+        *_in_parents(candidates, sites, backend),
+    ]
+    return [c for c in found if _one_pass(c.members) and _all_different(c.members)]
+
+
+def _in_sequentials(
+    model: nn.Module,
+    candidates: Mapping[str, Candidate],
+    sites: Mapping[str, LinearSite],
+    backend: str | None,
+) -> Iterator[Chain]:
     names = {id(module): fqn for fqn, module in model.named_modules()}
-    found = []
     for fqn, module in model.named_modules():
         if type(module).forward is not nn.Sequential.forward or refuse_module(module) is not None:
             continue
@@ -45,9 +61,50 @@ def match(
             continue
         children = list(module._modules.values())
         members = tuple(candidates[names[id(children[i])]] for i in layout.linears)
-        if len({id(c.module) for c in members}) == len(members) and _one_pass(members):
-            found.append(Chain(fqn, module, layout, members, backend))
-    return found
+        if all(sites[c.fqn].parent_fqn == fqn for c in members):
+            yield SequentialChain(
+                fqn=fqn,
+                module=module,
+                members=members,
+                activation=layout.activation,
+                final_activation=layout.final_activation,
+                backend=backend,
+                layout=layout,
+            )
+
+
+def _in_parents(
+    candidates: Mapping[str, Candidate], sites: Mapping[str, LinearSite], backend: str | None
+) -> Iterator[Chain]:
+    """Runs in the forwards that the rule of linear_act has traced."""
+    traced = {c.parent_fqn: c for c in candidates.values() if c.pairs is not None}
+    for parent_fqn, one in traced.items():
+        fusable, parent = one.pairs, one.parent
+        assert parent_fqn is not None
+        assert fusable is not None
+        assert parent is not None
+        members = {
+            name: c
+            for fqn, c in candidates.items()
+            if sites[fqn].parent_fqn == parent_fqn and (name := inside(parent_fqn, fqn)) is not None
+        }
+        for run in fusable.runs(members):
+            yield ParentChain(
+                fqn=parent_fqn,
+                module=parent,
+                members=tuple(members[name] for name in run.linears),
+                activation=run.activation,
+                final_activation=run.final_activation,
+                backend=backend,
+                run=run,
+                fusable=fusable,
+            )
+
+
+def _all_different(members: tuple[Candidate, ...]) -> bool:
+    """Whether no layer, and no weight or bias, is there twice."""
+    tensors = [t for c in members for t in c.parameters().values()]
+    return len({id(t) for t in tensors}) == len(tensors)
 
 
 def _one_pass(members: tuple[Candidate, ...]) -> bool:

@@ -1,0 +1,52 @@
+"""From candidates to the forwards to exchange: one for each instance, whatever is fused in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fastlinear.rewrite import forwards
+from fastlinear.rewrite.candidate import Candidate
+from fastlinear.rewrite.chain import Chain
+from fastlinear.rewrite.chain_parent import ParentChain
+from fastlinear.rewrite.chain_sequential import SequentialChain
+from fastlinear.rewrite.rules.linear_act import inside
+from fastlinear.rewrite.swap import Swap
+
+
+def swaps_of(candidates: Iterable[Candidate]) -> list[Swap]:
+    """The forwards to exchange for these candidates."""
+    found: list[Swap] = []
+    passing: set[str] = set()
+    chains: dict[str, Chain] = {}
+    parents: dict[str, list[Candidate]] = {}
+    for c in candidates:
+        if c.chain is not None:
+            chains.setdefault(c.chain.key, c.chain)
+        elif c.route == "parent":
+            assert c.parent_fqn is not None
+            parents.setdefault(c.parent_fqn, []).append(c)
+        else:
+            found.append(Swap(c.fqn, c.module, c.forward()))
+            if c.route == "instance" and c.activation_fqn not in passing:
+                assert c.activation_fqn is not None
+                assert c.activation_module is not None
+                passing.add(c.activation_fqn)
+                found.append(Swap(c.activation_fqn, c.activation_module, forwards.identity()))
+    found += [c.swap() for c in chains.values() if isinstance(c, SequentialChain)]
+    traced = [c for c in chains.values() if isinstance(c, ParentChain)]
+    for fqn in dict.fromkeys((*parents, *(c.fqn for c in traced))):
+        found.append(_parent_swap(fqn, parents.get(fqn, []), [c for c in traced if c.fqn == fqn]))
+    return found
+
+
+def _parent_swap(fqn: str, pairs: list[Candidate], chains: list[ParentChain]) -> Swap:
+    """One forward for all that is fused in it."""
+    fusable = chains[0].fusable if chains else pairs[0].pairs
+    parent = chains[0].module if chains else pairs[0].parent
+    assert fusable is not None
+    assert parent is not None
+    chosen = {inside(fqn, c.fqn) or "": c.activation for c in pairs}
+    backend = pairs[0].backend if pairs else None
+    chain_backend = chains[0].backend if chains else None
+    runs = [c.run for c in chains]
+    return Swap(fqn, parent, fusable.build(chosen, backend, runs, chain_backend))

@@ -1,0 +1,227 @@
+"""Linears in a traced forward: which activation follows each, and which follow each other."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+import torch.nn.functional as F
+from torch import nn
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from fastlinear.profile.recognise import recognise
+from fastlinear.rewrite.eligible import linear_kind, refuse_module
+from fastlinear.rewrite.forwards import call_fused_chain, call_fused_conv1d, call_fused_linear
+
+_DROPOUTS = {F.dropout: "training", torch.dropout: "train"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Linears that follow each other with nothing but activations between them.
+
+    Attributes:
+        linears: their names inside the parent, two or more.
+        activation, final_activation: between the layers, and after the last.
+    """
+
+    linears: tuple[str, ...]
+    activation: str
+    final_activation: str
+
+
+@dataclass(frozen=True)
+class _Link:
+    """What happens to one linear's output: ``inner`` nodes in order, the last of them, or the
+    linear itself, read by the linear ``next`` alone; ``end`` is where its activation is done."""
+
+    activation: str
+    end: Node
+    inner: tuple[Node, ...]
+    next: str | None
+
+
+class Links:
+    """The linears of a traced forward that are called once.
+
+    ``pairs``: the linear's name → (activation node, activation name), for those read by one
+    activation alone.
+
+    Args:
+        parent: the module traced.
+        graph: its forward, children as leaves.
+        modules: names inside the parent of activation modules → activation name.
+    """
+
+    def __init__(
+        self, parent: nn.Module, graph: torch.fx.Graph, modules: Mapping[str, str]
+    ) -> None:
+        self.parent, self.graph, self.modules = parent, graph, modules
+        called = [str(n.target) for n in graph.nodes if n.op == "call_module"]
+        self._linears = {
+            str(n.target): n
+            for n in graph.nodes
+            if self._is_linear(n) and called.count(str(n.target)) == 1
+        }
+        self.pairs: dict[str, tuple[Node, str]] = {}
+        for name, node in self._linears.items():
+            user = _only_user(node)
+            found = None if user is None else self._activation(user, node)
+            if user is not None and found is not None:
+                self.pairs[name] = user, found
+        self._links = {name: self._link(node) for name, node in self._linears.items()}
+
+    def runs(self, allowed: Container[str]) -> list[Run]:
+        """The chains among the ``allowed`` linears: the longest first taken out of every row of
+        linears that follow each other."""
+        found: list[Run] = []
+        follows = {k.next for name, k in self._links.items() if name in allowed}
+        for name in self._links:
+            if name not in allowed or name in follows:
+                continue
+            row: list[str] = []
+            here: str | None = name
+            while here is not None and here in allowed:
+                row.append(here)
+                here = self._links[here].next
+            found += self._cut(row)
+        return found
+
+    def _cut(self, row: list[str]) -> list[Run]:
+        """Runs of equal hidden activations in a row of linears."""
+        best: tuple[int, int] = (0, 0)
+        for start in range(len(row)):
+            stop = start + 1
+            first = self._links[row[start]].activation
+            while stop < len(row) and self._links[row[stop - 1]].activation == first:
+                stop += 1
+            if stop - start > best[1] - best[0]:
+                best = start, stop
+        start, stop = best
+        if stop - start < 2:
+            return []
+        linears = tuple(row[start:stop])
+        activation, final = (self._links[linears[i]].activation for i in (0, -1))
+        return [*self._cut(row[:start]), Run(linears, activation, final), *self._cut(row[stop:])]
+
+    def fused(
+        self,
+        pairs: Mapping[str, str],
+        backend: str | None,
+        runs: Sequence[Run],
+        chain_backend: str | None,
+    ) -> tuple[torch.fx.Graph, tuple[str, ...]]:
+        """The graph with these pairs and runs as fused calls, and the activations and dropouts
+        that it no longer calls."""
+        graph = torch.fx.Graph()
+        copies: dict[Node, Node] = {}
+        done: dict[Node, str] = {self.pairs[name][0]: name for name in pairs}
+        starts = {run.linears[0]: run for run in runs}
+        for run in runs:
+            done |= dict.fromkeys(self._nodes(run), run.linears[0])
+        passed_over = []
+        for node in self.graph.nodes:
+            name = str(node.target)
+            if node.op == "output":
+                graph.output(torch.fx.node.map_arg(node.args[0], lambda n: copies[n]))
+            elif node in done:  # it happens inside the fused call
+                copies[node] = copies[self._linears[done[node]]]
+                if node.op == "call_module" and name not in self._linears:
+                    passed_over.append(name)
+            elif node.op == "call_module" and name in starts:
+                run = starts[name]
+                children = tuple(graph.create_node("get_attr", n) for n in run.linears)
+                names = run.activation, run.final_activation
+                wanted: tuple[Any, ...] = (children, copies[node.args[0]], *names, chain_backend)
+                copies[node] = graph.call_function(call_fused_chain, wanted)
+            elif node.op == "call_module" and name in pairs:
+                conv1d = linear_kind(self.parent.get_submodule(name)) == "conv1d"
+                call = call_fused_conv1d if conv1d else call_fused_linear
+                child = graph.create_node("get_attr", name)
+                copies[node] = graph.call_function(
+                    call, (child, copies[node.args[0]], pairs[name], backend)
+                )
+            else:
+                copies[node] = graph.node_copy(node, lambda n: copies[n])
+        return graph, tuple(dict.fromkeys(passed_over))
+
+    def _nodes(self, run: Run) -> list[Node]:
+        """The nodes that one call replaces, the first linear's left out."""
+        *hidden, last = run.linears
+        found = [node for name in hidden for node in self._links[name].inner]
+        found += [self._linears[name] for name in run.linears[1:]]
+        link = self._links[last]
+        if link.end is not self._linears[last]:
+            found += link.inner[: link.inner.index(link.end) + 1]
+        return found
+
+    def _is_linear(self, node: Node) -> bool:
+        return (
+            node.op == "call_module"
+            and len(node.args) == 1
+            and isinstance(node.args[0], Node)
+            and not node.kwargs
+            and linear_kind(self.parent.get_submodule(str(node.target))) in ("linear", "conv1d")
+        )
+
+    def _link(self, linear: Node) -> _Link:
+        here, end, activation = linear, linear, "none"
+        inner: list[Node] = []
+        while (user := _only_user(here)) is not None:
+            name = str(user.target)
+            if user.op == "call_module" and self._linears.get(name) is user:
+                return _Link(activation, end, tuple(inner), name)
+            if not self._passes(user, here):
+                found = self._activation(user, here) if activation == "none" else None
+                if found is None:
+                    break
+                activation, end = found, user
+            inner.append(user)
+            here = user
+        return _Link(activation, end, tuple(inner), None)
+
+    def _passes(self, user: Node, value: Node) -> bool:
+        """Whether ``user`` hands ``value`` on as it is: an identity, a dropout in evaluation."""
+        if self.parent.training:
+            return False
+        if user.op == "call_module":
+            child = self.parent.get_submodule(str(user.target))
+            asleep = type(child) is nn.Identity or (
+                type(child) is nn.Dropout and not child.training
+            )
+            return asleep and _reads_only(user, value) and refuse_module(child) is None
+        if user.op != "call_function" or user.target not in _DROPOUTS:
+            return False
+        name = _DROPOUTS[user.target]
+        training = user.args[2] if len(user.args) > 2 else user.kwargs.get(name)
+        return training is False and _reads_only(user, value)
+
+    def _activation(self, user: Node, value: Node) -> str | None:
+        """The activation ``user`` applies to ``value`` and to nothing else, or None."""
+        if user.op == "call_module":
+            alone = user.args == (value,) and not user.kwargs
+            return self.modules.get(str(user.target)) if alone else None
+        if not _reads_only(user, value):
+            return None
+        args, kwargs, target = tuple(user.args[1:]), dict(user.kwargs), user.target
+        if user.op == "call_method":
+            found = recognise(lambda t: getattr(t, str(target))(*args, **kwargs))
+        elif user.op == "call_function" and callable(target):
+            found = recognise(lambda t: target(t, *args, **kwargs))
+        else:
+            return None
+        return None if found is None else found.name
+
+
+def _only_user(node: Node) -> Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _reads_only(user: Node, value: Node) -> bool:
+    """Whether ``value`` is the first argument and no other argument is a node."""
+    rest: Any = pytree.tree_leaves((user.args[1:], user.kwargs))
+    return user.args[:1] == (value,) and not any(isinstance(v, Node) for v in rest)
