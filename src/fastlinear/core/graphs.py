@@ -65,7 +65,6 @@ class Recording(Protocol):
         earlier use of its memory.
         """
 
-
     def holders(self, storage: int) -> int:
         """How many tensors of the recording's own share this memory (an id of ``_cdata``)."""
 
@@ -219,7 +218,8 @@ class CudaRecording:
         on.
         """
         with _order:
-            _follow(self._device)
+            if _last_raw.get(self._device) != _raw_stream(self._device):
+                _follow(self._device)
             if fill is not None:
                 fill(*given)
             self._replay()
@@ -234,13 +234,14 @@ class CudaRecording:
 
 def _follow(device: int) -> None:
     """Put the current stream behind the last one; the caller holds ``_order``."""
-    if _last_raw.get(device) != torch._C._cuda_getCurrentRawStream(device):
+    if _last_raw.get(device) != _raw_stream(device):
         current = torch.cuda.current_stream(device)
         if device in _last:
             current.wait_stream(_last[device])
         _last[device], _last_raw[device] = current, current.cuda_stream
 
 
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (lambda device: 0)
 _order = threading.Lock()
 _last: dict[int, torch.cuda.Stream] = {}
 _last_raw: dict[int, int] = {}

@@ -19,6 +19,7 @@ from fastlinear.nn.graph_arguments import positions, rebuild
 from fastlinear.nn.graph_entry import Entry, Plan
 from fastlinear.nn.graph_padding import CannotPad
 from fastlinear.nn.graph_record import record
+from fastlinear.nn.graph_results import Loans
 from fastlinear.nn.graph_watch import Watch
 
 _MAX_PLANS = 4096
@@ -71,7 +72,7 @@ class Graphs:
         self._twins: dict[Hashable, list[Entry]] = {}  # recordings of the same call
         self._numbers = count()
         self._plans: dict[Hashable, list[Plan | None]] = {}
-        self._pool = Pool()
+        self._pool, self._loans = Pool(), Loans()
         self._exact: set[Hashable] = set()  # callables whose rows cannot be compared
         self._warned: set[str] = set()
 
@@ -183,7 +184,8 @@ class Graphs:
                 self._graphs.get(found.key)
                 return found
         self._drop(self._graphs.make_room())
-        entry = Entry(next(self._numbers), self._options.batch_dim or 0, bucket, padded)
+        number, dim = next(self._numbers), self._options.batch_dim or 0
+        entry = Entry(number, dim, bucket, padded, self._loans)
 
         def run(given: Sequence[Tensor]) -> Any:
             held = iter(given)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,16 +15,24 @@ from fastlinear.core.errors import UnsupportedError
 from fastlinear.core.graphs import Recording
 from fastlinear.nn.graph_arguments import Outputs
 from fastlinear.nn.graph_outputs import Generation, ReusedOutput
-from fastlinear.nn.graph_results import Results
+from fastlinear.nn.graph_results import Loans, Results
+
+_GONE_BEFORE_LENDING = 3
+_version = attrgetter("_version")
 
 
 class Lease:
     """Held by a forward whose backward may still come; the graph's memory is its own till then."""
 
-    __slots__ = ("__weakref__", "done")
+    __slots__ = ("__weakref__", "_saved", "_versions", "done")
 
-    def __init__(self) -> None:
+    def __init__(self, saved: Sequence[Tensor]) -> None:
         self.done = False
+        self._saved, self._versions = saved, list(map(_version, saved))
+
+    def unchanged(self) -> bool:
+        """Whether nothing that the backward reads was modified since the forward."""
+        return list(map(_version, self._saved)) == self._versions
 
 
 class Entry:
@@ -45,9 +55,18 @@ class Entry:
         dys: buffers for the gradients of the differentiable outputs.
         grads: the backward's result for each input and each trainable tensor, None where unused.
         saved: positions among the watched tensors of those whose values the backward reads.
+        saved_out: positions among the outputs of those whose values the backward reads.
+        lendable: the outputs of a forward that a backward follows, where they may be lent.
     """
 
-    def __init__(self, key: Any, batch_dim: int, bucket: int | None, padded_in: list[bool]) -> None:
+    def __init__(
+        self,
+        key: Any,
+        batch_dim: int,
+        bucket: int | None,
+        padded_in: list[bool],
+        loans: Loans | None = None,
+    ) -> None:
         self.key, self.batch_dim, self.bucket = key, batch_dim, bucket
         self.padded_in = padded_in
         self.device = torch.device("cpu")
@@ -63,14 +82,38 @@ class Entry:
         self.dys: list[Tensor] = []
         self.grads: list[Tensor | None] = []
         self.saved: list[int] = []
+        self.saved_out: list[int] = []
+        self.lendable: Results | None = None
         self.generation = Generation()
         self.lease: weakref.ref[Lease] | None = None
+        self._loans, self._lent = loans or Loans(), False
+        self._last: list[weakref.ref[Tensor]] = []
+        self._gone = 0  # calls in a row whose outputs were gone by the next
         self._parts: dict[Any, list[Any]] = {}
 
     def busy(self) -> bool:
-        """Whether a backward of the last forward may still come."""
+        """Whether a backward of the last forward may still come, or its lent outputs are held."""
         lease = None if self.lease is None else self.lease()
-        return lease is not None and not lease.done
+        if lease is not None and not lease.done:
+            return True
+        if self._lent:
+            assert self.lendable is not None
+            if not self.lendable.free():
+                self._loans.allowed = False
+                return True
+            self._lent = False
+        return False
+
+    def hand_out(self, parts: Sequence[Tensor], lendable: bool) -> tuple[tuple[Tensor, ...], bool]:
+        """These outputs of a forward that a backward follows, and whether they are only lent."""
+        if lendable and self._loans.allowed:
+            self._gone = 0 if any(r() is not None for r in self._last) else self._gone + 1
+            if self._gone > _GONE_BEFORE_LENDING:
+                self._lent = True
+                return tuple([p.detach() for p in parts]), True
+        made = tuple([p.clone() for p in parts])
+        self._last = [weakref.ref(o) for o in made]
+        return made, False
 
     def rows(self, t: Tensor, padded: bool, rows: int | None) -> Tensor:
         """The first ``rows`` rows of a buffer, all of it where it is not padded."""
@@ -79,28 +122,31 @@ class Entry:
         return t.narrow(self.batch_dim, 0, rows)
 
     def parts(
-        self, spares: Sequence[Results], padded: Sequence[bool], rows: int | None
-    ) -> list[tuple[Results, list[Tensor | None]]]:
-        """The spares, each with the first ``rows`` rows of what it writes.
+        self, what: str, sets: Sequence[Results], padded: Sequence[bool], rows: int | None
+    ) -> list[tuple[Results, list[Any]]]:
+        """Recordings' results, each with the first ``rows`` rows of what it writes.
 
         None of them where that part would not be laid out as the callable's own result.
         """
-        key = rows, bool(self.backward)
-        if key in self._parts:
-            return self._parts[key]
-        found = self._parts[key] = []
-        for spare in spares:
-            parts: list[Tensor | None] = []
-            for t, p in zip(spare.tensors, padded, strict=True):
-                part = None if t is None else self.rows(t, p, rows)
-                if part is not None and part is not t:
-                    if not part.is_contiguous():
-                        found.clear()
-                        return found
-                    spare.own(part)
-                parts.append(part)
-            found.append((spare, parts))
-        return found
+        if (what, rows) not in self._parts:
+            made = [
+                [
+                    None if t is None else self.rows(t, p, rows)
+                    for t, p in zip(s.tensors, padded, strict=True)
+                ]
+                for s in sets
+            ]
+            pairs = [
+                (s, t, part)
+                for s, parts in zip(sets, made, strict=True)
+                for t, part in zip(s.tensors, parts, strict=True)
+                if part is not None and part is not t
+            ]
+            whole = all(part.is_contiguous() for _, _, part in pairs)
+            for s, _, part in pairs if whole else ():
+                s.own(part)
+            self._parts[what, rows] = list(zip(sets, made, strict=True)) if whole else []
+        return self._parts[what, rows]
 
 
 class Plan:
@@ -126,19 +172,25 @@ class Plan:
             if part is not static and entry.backward is not None:
                 rest = static.narrow(dim, part.shape[dim], static.shape[dim] - part.shape[dim])
                 self._pad.append((rest, part.narrow(dim, 0, 1)))
+        self._write = partial(_write, self._fill, self._pad)
         if len(self._fill) == 1 and not self._pad:
-            self._write = self._write_one  # type: ignore[method-assign]
-            self._argument, self._into, self._address = self._fill[0]
+            self._write = partial(_write_one, *self._fill[0])
         self._outputs = [
             entry.rows(o, p, rows) for o, p in zip(entry.outputs, entry.padded_out, strict=True)
         ]
         padded = [p for p, d in zip(entry.padded_out, entry.differentiable, strict=True) if d]
         self._dys = [(entry.rows(dy, p, rows), dy) for dy, p in zip(entry.dys, padded, strict=True)]
         if entry.backward is None:
-            self._spares = entry.parts(entry.spares, entry.padded_out, rows)
+            self._spares = entry.parts("outputs", entry.spares, entry.padded_out, rows)
         else:
             padded = [*entry.padded_in, *[False] * (len(entry.grads) - len(entry.padded_in))]
-            self._spares = entry.parts(entry.backward_spares, padded, rows)
+            self._spares = entry.parts("grads", entry.backward_spares, padded, rows)
+            lendable = [] if entry.lendable is None else [entry.lendable]
+            lent = entry.parts("lent", lendable, entry.padded_out, rows)
+            self._lendable = bool(lent)
+            if lent:
+                self._outputs = lent[0][1]
+            self._saved_out = [entry.outputs[i] for i in entry.saved_out]
             self._grads = [
                 None if g is None else entry.rows(g, p, rows)
                 for g, p in zip(entry.grads, padded, strict=True)
@@ -182,12 +234,18 @@ class Plan:
         made = _apply(self, len(tensors), saved, *tensors, *trainable)
         return self.entry.structure.rebuild(made)
 
-    def run_forward(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Lease]:
-        """Copy in, replay, copy out; the lease keeps the graph's memory for the backward."""
+    def run_forward(
+        self, tensors: Sequence[Tensor], saved: Sequence[Tensor]
+    ) -> tuple[tuple[Tensor, ...], Lease]:
+        """Copy in, replay, copy or lend out; the lease keeps the graph's memory for the backward.
+
+        The backward also needs ``saved`` to be as they are now.
+        """
         self.entry.forward.replay(self._write, tensors)
-        lease = Lease()
+        outputs, lent = self.entry.hand_out(self._outputs, self._lendable)
+        lease = Lease([*saved, *self._saved_out] if lent else saved)
         self.entry.lease = weakref.ref(lease)
-        return tuple([o.clone() for o in self._outputs]), lease
+        return outputs, lease
 
     def run_backward(self, dys: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Gradients of all inputs and trainable tensors, in memory that nobody else holds."""
@@ -203,30 +261,33 @@ class Plan:
         new = iter(fresh)
         return [None if g is None else next(new) for g in self._grads]
 
-    def _write(self, tensors: Sequence[Tensor]) -> None:
-        """Fill the inputs' buffers; an argument that already lies in its buffer is not copied."""
-        moved = [
-            (buffer, tensors[i]) for i, buffer, a in self._fill if tensors[i].data_ptr() != a
-        ]
-        if len(moved) > 1 and not any(t.is_neg() or t.is_conj() for _, t in moved):
-            torch._foreach_copy_([b for b, _ in moved], [t for _, t in moved])
-        else:
-            for buffer, t in moved:
-                buffer.copy_(t)
-        for rest, row in self._pad:  # real rows, so that no gradient is 0 times infinity
-            rest.copy_(row.expand_as(rest))
-
-    def _write_one(self, tensors: Sequence[Tensor]) -> None:
-        t = tensors[self._argument]
-        if t.data_ptr() != self._address:
-            self._into.copy_(t)
-
     def _write_dys(self, dys: Sequence[Tensor | None]) -> None:
         for (part, whole), dy in zip(self._dys, dys, strict=True):
             if dy is None or part is not whole:
                 whole.zero_()
             if dy is not None:
                 part.copy_(dy)
+
+
+def _write_one(i: int, buffer: Tensor, address: int, tensors: Sequence[Tensor]) -> None:
+    if tensors[i].data_ptr() != address:
+        buffer.copy_(tensors[i])
+
+
+def _write(
+    fill: Sequence[tuple[int, Tensor, int]],
+    pad: Sequence[tuple[Tensor, Tensor]],
+    tensors: Sequence[Tensor],
+) -> None:
+    """Fill the inputs' buffers; an argument that already lies in its buffer is not copied."""
+    moved = [(buffer, tensors[i]) for i, buffer, a in fill if tensors[i].data_ptr() != a]
+    if len(moved) > 1 and not any(t.is_neg() or t.is_conj() for _, t in moved):
+        torch._foreach_copy_([b for b, _ in moved], [t for _, t in moved])
+    else:
+        for buffer, t in moved:
+            buffer.copy_(t)
+    for rest, row in pad:  # real rows, so that no gradient is 0 times infinity
+        rest.copy_(row.expand_as(rest))
 
 
 class _Step(torch.autograd.Function):
@@ -236,9 +297,8 @@ class _Step(torch.autograd.Function):
     def forward(
         ctx: Any, plan: Plan, arguments: int, saved: Sequence[Tensor], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        outputs, ctx.lease = plan.run_forward(tensors[:arguments])
-        ctx.plan, ctx.saved = plan, saved
-        ctx.versions = [t._version for t in saved]
+        outputs, ctx.lease = plan.run_forward(tensors[:arguments], saved)
+        ctx.plan = plan
         flags = plan.entry.differentiable
         if len(outputs) > 1:
             ctx.mark_non_differentiable(*(o for o, d in zip(outputs, flags, strict=True) if not d))
@@ -261,10 +321,11 @@ class _Step(torch.autograd.Function):
                 received="a second backward through the same forward (retain_graph=True)",
                 remedy="Sum the losses and go backward once, or call the callable itself.",
             )
-        if [t._version for t in ctx.saved] != ctx.versions:
+        if not ctx.lease.unchanged():
             raise UnsupportedError(
                 "graphed",
-                expected="parameters that the backward reads to be as the forward saw them",
+                expected="parameters and outputs that the backward reads to be as the forward left "
+                "them",
                 received="one that was modified in place between forward and backward",
                 remedy="Go backward before the optimizer's step.",
             )

@@ -62,7 +62,7 @@ def record(
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
         try:
             with inspection:
-                returned, entry.saved = _saving(run, copies, watch)
+                returned, entry.saved, entry.saved_out = _saving(run, copies, watch)
             del copies, outside
             inspection.restore()
             entry.structure = Outputs(returned)
@@ -97,22 +97,22 @@ def record(
                     generator.set_state(before)
 
 
-def _saving(run: Run, copies: Sequence[Tensor], watch: Watch) -> tuple[Any, list[int]]:
-    """One run, and which watched tensors' values its backward would read."""
+def _saving(run: Run, copies: Sequence[Tensor], watch: Watch) -> tuple[Any, list[int], list[int]]:
+    """One run, and which watched tensors' and outputs' values its backward would read."""
     places = {t.untyped_storage()._cdata: i for i, t in enumerate(watch.tensors)}
-    saved: set[int] = set()
+    storages: set[int] = set()
 
     def pack(t: Tensor) -> Tensor:
-        place = places.get(t.untyped_storage()._cdata)
-        if place is not None:
-            saved.add(place)
+        storages.add(t.untyped_storage()._cdata)
         return t.detach()
 
     torch.clear_autocast_cache()  # cast weights kept from before are none of the graph's
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         returned = run(copies)
     torch.clear_autocast_cache()
-    return returned, sorted(saved)
+    saved = sorted(i for s, i in places.items() if s in storages)
+    outputs = enumerate(tensors_of(returned))
+    return returned, saved, [i for i, o in outputs if o.untyped_storage()._cdata in storages]
 
 
 def _capture(
@@ -181,6 +181,12 @@ def _capture(
             remedy="Leave that part outside the graphed callable.",
         ) from error
     entry.forward.outputs = None  # frees the autograd graph
+    held = {t.untyped_storage().data_ptr() for t in [*live, *entry.dys, *watch.tensors]}
+    if entry.backward_spares and not held & {o.untyped_storage().data_ptr() for o in outputs}:
+        assert entry.backward is not None
+        readers = [entry.backward, *[s.recording for s in entry.backward_spares]]
+        entry.lendable = Results(entry.forward, entry.outputs, readers)
+        entry.outputs = [t for t in entry.lendable.tensors if t is not None]
     entry.statics = [None if i in by_address else t.detach() for i, t in enumerate(live)]
 
 

@@ -24,9 +24,15 @@ class Results:
     Args:
         recording: what writes them.
         tensors: where it writes, None for what it does not compute.
+        readers: other recordings that read what it writes.
     """
 
-    def __init__(self, recording: Recording, tensors: Sequence[Tensor | None]) -> None:
+    def __init__(
+        self,
+        recording: Recording,
+        tensors: Sequence[Tensor | None],
+        readers: Sequence[Recording] = (),
+    ) -> None:
         self.recording = recording
         self.tensors = [None if t is None else t.detach() for t in tensors]
         recording.outputs = None
@@ -35,7 +41,8 @@ class Results:
         self._storages = [t.untyped_storage() for t in self._written]
         self._names = [s._cdata for s in self._storages]
         self._own = [
-            self._names.count(n) + recording.holders(n) + _WRAPPED for n in self._names
+            self._names.count(n) + sum(r.holders(n) for r in (recording, *readers)) + _WRAPPED
+            for n in self._names
         ]
 
     def places(self) -> list[int]:
@@ -64,6 +71,21 @@ def _wrapped() -> int:
 
 
 _WRAPPED = _wrapped()
+
+
+class Loans:
+    """Whether forwards that a backward follows hand their outputs out as they lie.
+
+    There is one graph for such a forward. So its outputs are lent only after a few calls whose
+    outputs were gone by the next one, and never again after a loan that was kept: the call that
+    met it needed another recording.
+
+    Attributes:
+        allowed: whether no loan was kept so far.
+    """
+
+    def __init__(self) -> None:
+        self.allowed = True
 
 
 def apart(sets: Sequence[Results], within: bool) -> bool:

@@ -23,6 +23,7 @@ class Search:
 
     def __init__(self) -> None:
         self.views: list[Iterable[Any]] = []
+        self.tables: list[dict[str, Any]] = []  # whose values may be compared with ==
         self.modules: list[nn.Module] = []
         self.tensors: list[Tensor] = []
         self.places: list[tuple[Any, Any]] = []  # (what holds a tensor, under which name)
@@ -68,7 +69,10 @@ class Search:
         self.modules.append(module)
         for held in (module._parameters, module._buffers, module._modules):
             if held:
-                self.views += [held.values(), (END,)]
+                if all(map(_comparable, held.values())):
+                    self.tables.append(held)
+                else:
+                    self.views += [held.values(), (END,)]
                 self.places += [(held, k) for k in held]
                 for value in list(held.values()):
                     self.visit(value, _DEPTH if held is module._modules else 0)
@@ -107,6 +111,16 @@ class Search:
             return False
         self.views += [live, (END,)]
         return True
+
+
+def _comparable(value: Any) -> bool:
+    """Whether ``==`` with another object is False or raises: a tensor of several values has none.
+
+    ``==`` of dicts compares no object with itself, so that one that is unchanged costs nothing.
+    """
+    if isinstance(value, Tensor):
+        return value.numel() > 1
+    return value is None or type(value).__eq__ is object.__eq__
 
 
 class _Cells:

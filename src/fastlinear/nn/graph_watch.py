@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, eq, is_, itemgetter
 from types import CellType
 from typing import Any
 
@@ -63,8 +63,17 @@ class Watch:
 
         Which tensors require a gradient matters with ``grad`` only.
         """
+        try:
+            same = all(map(eq, self._tables, self._held))
+        except (
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ):  # another tensor, which has no one truth value
+            same = False
         return (
-            all(map(is_, chain.from_iterable(self._views), self._kept))
+            same
+            and all(map(is_, chain.from_iterable(self._views), self._kept))
             and _all_at(self.tensors, self._addresses, self._every)
             and self._laid_out(grad)
             and list(map(_training, self._attributes)) == self._modes
@@ -107,6 +116,8 @@ class Watch:
         self._views, self._modules, self.tensors = found.views, found.modules, found.tensors
         self._places = found.places
         self._kept = list(chain.from_iterable(self._views))
+        self._tables = found.tables
+        self._held = list(map(dict, found.tables))
         self._hooks = [h for m in self._modules for h in _hooks_of(m)] + _GLOBAL_HOOKS
         self._addresses = list(map(_address, self.tensors))
         self._every = list(range(len(self.tensors)))
@@ -171,9 +182,7 @@ class Watch:
         self.token = self._tokens[key]
 
 
-def _all_where_they_were(
-    tensors: list[Tensor], addresses: list[int], indices: list[int]
-) -> bool:
+def _all_where_they_were(tensors: list[Tensor], addresses: list[int], indices: list[int]) -> bool:
     return list(map(_address, tensors)) == addresses
 
 

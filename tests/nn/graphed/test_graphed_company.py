@@ -1,0 +1,97 @@
+"""Graphed callables beside other captures, transforms, threads and streams."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from fastlinear.core.graph_tape import Tape, TapeRecorder
+from fastlinear.nn import graphed as module_of_graphed
+from fastlinear.nn.graphed import graphed
+from tests.nn.graphed.cases import mlp
+
+
+@pytest.mark.gpu
+def test_recorded_inside_another_capture_the_kernels_join_it() -> None:
+    model = mlp("cuda")
+    g = graphed(model)
+    x = torch.randn(2, 4, device="cuda")
+    with torch.no_grad():
+        g(x)
+        outer = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(outer):
+            y = g(x)
+        x.copy_(torch.randn(2, 4, device="cuda"))
+        outer.replay()
+        assert_close(y, model(x))
+    assert g.counts.plain == 1
+
+
+@torch.no_grad()
+def test_nested_graphed_callables_record_once(device: str) -> None:
+    inner = graphed(mlp(device))
+    outer = graphed(lambda x: inner(x) * 2, watch=[inner.target])
+    x = torch.randn(2, 4, device=device)
+    assert_close(outer(x), inner.target(x) * 2)
+    assert inner.counts.recorded == 0
+
+
+@torch.no_grad()
+def test_compiled_and_transformed_callers_see_the_callable(device: str) -> None:
+    model = mlp(device)
+    g = graphed(model)
+    x = torch.randn(2, 4, device=device)
+    assert_close(torch.func.vmap(g)(x), model(x))
+    assert g.counts.recorded == 0
+
+
+def test_buffers_are_written_by_the_replay_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it, a replay on another stream may still read what the call is about to write."""
+    monkeypatch.setattr(module_of_graphed, "CudaRecorder", TapeRecorder)
+    model = mlp("cpu")
+    g = graphed(model)
+    x = torch.randn(2, 4, requires_grad=True)
+    g(x).sum().backward()  # recorded
+    (entry,) = g._graphs._graphs._values.values()
+    buffers = [t for t in (*entry.statics, *entry.dys) if t is not None]
+    seen: list[int] = []
+    real = Tape.replay
+
+    def noted(self: Tape, *given: Any) -> None:
+        seen.append(sum(t._version for t in buffers))
+        real(self, *given)
+
+    monkeypatch.setattr(Tape, "replay", noted)
+    before = sum(t._version for t in buffers)
+    g(x).sum().backward()
+    assert seen[0] == before
+    assert seen[1] == before + 1  # x
+    assert sum(t._version for t in buffers) == before + 2  # dy
+
+
+def test_threads_and_streams_share_one_object(device: str) -> None:
+    model = mlp(device)
+    g = graphed(model, batch_dim=0)
+    wrong: list[str] = []
+
+    def work(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        stream = torch.cuda.Stream() if device == "cuda" else None
+        with torch.no_grad(), torch.cuda.stream(stream):
+            for i in range(30):
+                x = torch.randn(1 + (seed + i) % 8, 4, generator=generator).to(device)
+                y = g(x)
+                if not torch.allclose(y, model(x), atol=1e-4):
+                    wrong.append(f"thread {seed}, call {i}")
+
+    threads = [threading.Thread(target=work, args=(s,)) for s in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+    assert g.counts.recorded == 4

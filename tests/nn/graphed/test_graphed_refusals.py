@@ -1,0 +1,104 @@
+"""What no graph can hold is refused with its line, and leaves nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from fastlinear.core.errors import InputError, UnsupportedError
+from fastlinear.nn.graphed import graphed
+from tests.nn.graphed.cases import counts, mlp
+
+
+def read_item(x: Tensor) -> Tensor:
+    return x * 2 if x.sum().item() > 0 else x
+
+
+def read_truth(x: Tensor) -> Tensor:
+    return x * 2 if x.sum() > 0 else x
+
+
+def read_shape(x: Tensor) -> Tensor:
+    return x[x > 0]
+
+
+def read_nonzero(x: Tensor) -> Tensor:
+    return torch.nonzero(x)
+
+
+def write_argument(x: Tensor) -> Tensor:
+    return x.add_(1)
+
+
+@pytest.mark.parametrize("f", [read_item, read_truth, read_shape, read_nonzero, write_argument])
+def test_what_no_graph_can_hold_names_its_line(device: str, f: Callable[..., Tensor]) -> None:
+    x = torch.ones(3, device=device)
+    with pytest.raises(UnsupportedError, match=r"test_graphed_refusals.py:\d+: `return"):
+        graphed(f)(x)
+    assert torch.equal(x, torch.ones_like(x))
+    ok = graphed(mlp(device))
+    assert ok(torch.ones(2, 4, device=device)).shape == (2, 3)  # recording still works
+    eager = graphed(f, on_unsupported="eager")
+    with pytest.warns(UserWarning, match="runs its target plainly"):
+        eager(x.clone())
+    eager(x.clone())  # said once
+    assert counts(eager) == (0, 0, 2)
+
+
+def test_values_moved_to_another_device_are_refused(device: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"a copy to meta at .*x\.to\("):
+        graphed(lambda x: x.to("meta"))(torch.ones(2, device=device))
+
+
+@pytest.mark.gpu
+def test_a_capture_that_fails_names_its_line_and_leaves_nothing_behind() -> None:
+    def f(x: Tensor) -> Tensor:
+        return x + torch.tensor([1.0], device="cuda")
+
+    x = torch.ones(1, device="cuda")
+    with pytest.raises(
+        UnsupportedError, match=r"test_graphed_refusals.py:\d+: `return x \+ torch.t"
+    ):
+        graphed(f)(x)
+    # memory freed on another stream is used again: the allocator knows that no capture runs
+    side = torch.cuda.Stream()
+    reserved = []
+    for _ in range(6):
+        big = torch.empty(1 << 28, device="cuda", dtype=torch.uint8)
+        big.record_stream(side)
+        del big
+        torch.cuda.synchronize()
+        reserved.append(torch.cuda.memory_reserved())
+    assert reserved[-1] == reserved[1]
+    torch.randn(1, device="cuda")  # and so are random numbers
+    g = graphed(mlp("cuda"))
+    assert g(torch.ones(2, 4, device="cuda")).shape == (2, 3)
+
+
+def test_options_are_checked() -> None:
+    for options in (
+        {"max_graphs": 0},
+        {"batch_buckets": [4]},
+        {"batch_dim": 0, "batch_buckets": []},
+        {"batch_dim": 0, "batch_buckets": [0]},
+        {"on_unsupported": "ignore"},
+        {"batch_dim": -1},
+    ):
+        with pytest.raises(InputError, match="graphed"):
+            graphed(nn.ReLU(), **options)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="module or function"):
+        graphed(3)  # type: ignore[arg-type]
+
+
+def test_a_cpu_tensor_is_refused_or_runs_plainly() -> None:
+    model, x = mlp("cpu"), torch.ones(2, 4)
+    with pytest.raises(UnsupportedError, match="one cuda device"):
+        graphed(model)(x)
+    g = graphed(model, on_unsupported="eager")
+    with pytest.warns(UserWarning, match=r"tensor on cpu|argument on cpu"):
+        assert_close(g(x), model(x))
+    assert_close(g(x), model(x))  # said once
