@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -16,8 +15,10 @@ from fastlinear.core.errors import UnsupportedError
 from fastlinear.core.graphs import Pool, Recorder, Table, bucket_of
 from fastlinear.core.precision import float32_precision
 from fastlinear.nn.graph_arguments import positions, rebuild
-from fastlinear.nn.graph_entry import Entry, Plan
+from fastlinear.nn.graph_entry import Entry
+from fastlinear.nn.graph_options import Counts, Options
 from fastlinear.nn.graph_padding import CannotPad
+from fastlinear.nn.graph_plan import Plan
 from fastlinear.nn.graph_record import record
 from fastlinear.nn.graph_results import Loans
 from fastlinear.nn.graph_watch import Watch
@@ -32,27 +33,6 @@ _deterministic = torch.are_deterministic_algorithms_enabled
 def recording() -> bool:
     """Whether this thread is recording a graphed callable right now."""
     return getattr(_inside, "recording", False)
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    batch_dim: int | None
-    buckets: tuple[int, ...]
-    max_graphs: int
-    reuse_outputs: bool
-    by_address: tuple[int | str, ...]
-    eager: bool
-    warmup: int
-
-
-@dataclass(slots=True)
-class Counts:
-    """How many calls of a Graphed were recordings, replays and plain calls, and graphs freed."""
-
-    recorded: int = 0
-    replayed: int = 0
-    plain: int = 0
-    freed: int = 0
 
 
 class Graphs:

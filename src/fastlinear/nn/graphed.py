@@ -12,7 +12,8 @@ from torch import Tensor
 from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.core.graphs import POWERS_OF_TWO, CudaRecorder, Recorder, checked_buckets
 from fastlinear.nn.graph_arguments import flatten, flatten_call, rebuild
-from fastlinear.nn.graph_cache import Graphs, Options, recording
+from fastlinear.nn.graph_cache import Graphs, recording
+from fastlinear.nn.graph_options import Options
 from fastlinear.nn.graph_watch import Watch
 
 _is_compiling = torch.compiler.is_compiling
