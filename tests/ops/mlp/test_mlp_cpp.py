@@ -50,11 +50,48 @@ def test_every_block_shape(m: int) -> None:
     assert verdict(*net(m, 31, 64, 2), True).passed
 
 
+def test_odd_sizes() -> None:
+    """Every number of rows up to 70, widths with every remainder of vectors and of dot blocks."""
+    for m in range(1, 71):
+        k, n = 1 + 2 * (m * 7 % 65), 1 + 2 * (m * 11 % 65)
+        assert verdict(*net(m, k, n, 130 - n)).passed, (m, k, n)
+        assert verdict(*net(m, n, m, k), True).passed, (m, k, n)
+    for n in range(1, 131, 2):
+        assert verdict(*net(1 + n % 19, n, 131 - n)).passed, n
+
+
+@pytest.mark.parametrize("m", [1, 2, 5, 6, 7, 12, 13, 16])
+def test_rows_longer_than_one_sum(m: int) -> None:
+    """Long dot products are cut in pieces; their ends need not fall on a vector's."""
+    for k in (1023, 1024, 1025, 2048, 3101):
+        assert verdict(*net(m, k, 21), save=True).passed, k
+        assert verdict(*net(m, 18, k, 53)).passed, k
+
+
+@pytest.mark.parametrize("m", [1, 4, 7, 16, 17, 40])
+def test_nan_and_infinity_stay_where_torch_has_them(m: int) -> None:
+    x, ws, bs = net(m, 37, 45, 19)
+    x[m // 2, 36] = float("nan")
+    x[0, 1] = float("inf")
+    ws[1][18, 44] = float("inf")
+    bs[0][3] = float("-inf")
+    y = whole_cpp.forward(x, ws, bs, "relu", "none", False)[0]
+    expected = reference.mlp(x, ws, bs, "relu", "none")
+    assert torch.equal(y.isnan(), expected.isnan())
+    assert torch.equal(y.isinf(), expected.isinf())
+    assert expected.isnan().any()
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("m", [1, 40, 64, 200, 777])
+@pytest.mark.parametrize("m", [1, 3, 8, 16, 33, 40, 64, 96, 200, 777])
 def test_threads_change_nothing(m: int, threads: int) -> None:
     """Blocks shared out, features shared out, and one thread: the same bits."""
-    x, ws, bs = net(m, 300, 280, 290, 300)
+    for widths in ((300, 280, 290, 300), (240, 250, 230)):
+        _threads_change_nothing(threads, *net(m, *widths))
+
+
+def _threads_change_nothing(threads: int, x: Tensor, ws: Any, bs: Any) -> None:
+    m, layers = len(x), len(ws)
     before = torch.get_num_threads()
     results = []
     try:
@@ -63,7 +100,7 @@ def test_threads_change_nothing(m: int, threads: int) -> None:
             y, saved = whole_cpp.forward(x, ws, bs, "gelu", "tanh", True)
             results.append([y, *saved])
             if m <= 200:
-                needs = (True, (True,) * 3, (True,) * 3)
+                needs = (True, (True,) * layers, (True,) * layers)
                 dx, dws, dbs = whole_cpp.backward(y, x, ws, saved, "gelu", "tanh", needs)
                 results[-1] += [dx, *dws, *dbs]
     finally:
@@ -114,7 +151,8 @@ def test_what_it_refuses() -> None:
     assert "float32 only" in str(why(dtype="bfloat16"))
     assert "CPU" in str(why(device="cuda"))
     assert "contiguous" in str(why(w_layout="mixed"))
-    assert "width of 9000" in str(why(widths=(8, 9000)))
+    assert why(widths=(8, 9000), m=16) is None
+    assert "9000" in str(why(widths=(8, 9000), m=17))
     assert "empty" in str(why(m=0))
     assert "rows" in str(why(piece="backward", m=100_000))
 

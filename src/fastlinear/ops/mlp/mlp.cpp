@@ -14,6 +14,9 @@
 #if defined(_OPENMP)
 #include <omp.h>
 #endif
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -28,9 +31,13 @@ constexpr int kLanes = 4, kMaxVectors = 2;
 constexpr int kRowsOf[kMaxVectors + 1] = {0, 8, 6};
 #endif
 constexpr int kBlock = kLanes * kMaxVectors;  // rows of x that go through all layers together
-constexpr int64_t kDotRows = 4;               // up to here every row takes its own dot products
+constexpr int64_t kDotRows = 16;              // up to here rows take dot products along W's rows
+constexpr int kDotFeatures = 4;               // rows of W that meet some of h at a time
+constexpr int64_t kDotDepth = 1024;           // products along a row before they join the total
 constexpr int64_t kDepth = 32;                // products summed before they join the total
-constexpr double kFlopsAThread = 1e6;         // below this much work a second thread does not pay
+constexpr int64_t kReadByAll = 256;           // up to this width each thread may read all weights
+constexpr double kFlopsAThread = 4.5e5;        // below this much work a second thread does not pay
+constexpr double kFlopsABarrier = 6e4;        // what could be computed while threads wait
 
 typedef float V __attribute__((vector_size(kLanes * 4)));
 typedef int32_t I __attribute__((vector_size(kLanes * 4)));
@@ -39,15 +46,24 @@ typedef float Vu __attribute__((vector_size(kLanes * 4), aligned(4), may_alias))
 inline V load(const float* p) { return *reinterpret_cast<const Vu*>(p); }
 inline void store(float* p, V v) { *reinterpret_cast<Vu*>(p) = v; }
 inline V all(float x) { return x - V{}; }
+#if defined(__AVX512F__)
 inline V part(const float* p, int64_t n) {  // n < kLanes numbers, then zeros
+  return reinterpret_cast<V>(_mm512_maskz_loadu_ps((1u << n) - 1, p));
+}
+inline void put(float* p, V v, int64_t n) {  // the first n <= kLanes numbers
+  _mm512_mask_storeu_ps(p, (1u << n) - 1, reinterpret_cast<__m512>(v));
+}
+#else
+inline V part(const float* p, int64_t n) {
   float t[kLanes] = {};
   std::memcpy(t, p, n * 4);
   return load(t);
 }
-inline void put(float* p, V v, int64_t n) {  // the first n <= kLanes numbers
+inline void put(float* p, V v, int64_t n) {
   if (n == kLanes) store(p, v);
   else std::memcpy(p, &v, n * 4);
 }
+#endif
 inline V get(const float* p, int64_t n) { return n == kLanes ? load(p) : part(p, n); }
 
 // ---------------------------------------------------------------------------------------------
@@ -55,6 +71,15 @@ inline V get(const float* p, int64_t n) { return n == kLanes ? load(p) : part(p,
 
 inline V abs_(V x) { return reinterpret_cast<V>(reinterpret_cast<I>(x) & 0x7fffffff); }
 inline V pick(I mask, V a, V b) { return mask ? a : b; }
+inline V shuffle(V a, V b, I from) {  // a's lanes are numbered from 0, b's from kLanes
+#if defined(__clang__)
+  V v;
+  for (int i = 0; i < kLanes; ++i) v[i] = from[i] < kLanes ? a[from[i]] : b[from[i] - kLanes];
+  return v;
+#else
+  return __builtin_shuffle(a, b, from);
+#endif
+}
 
 // exp(x) to about one unit in the last place; exp(-87.3) below that, infinity above 88.4.
 inline V exp_(V x) {
@@ -190,7 +215,22 @@ thread_local Scratch scratch;
 inline int64_t padded(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
 
 // ---------------------------------------------------------------------------------------------
-// One or a few rows: dot products along the weight's rows.
+// Lanes of vectors: transposed, and summed up.
+
+// Lanes with bit S of their index clear: a's own, then those of b at S lanes less.
+template <int S>
+inline V low(V a, V b) {
+  I from;
+  for (int i = 0; i < kLanes; ++i) from[i] = (i & S) ? i - S + kLanes : i;
+  return shuffle(a, b, from);
+}
+// Lanes with bit S of their index set: a's from S lanes more, then b's own.
+template <int S>
+inline V high(V a, V b) {
+  I from;
+  for (int i = 0; i < kLanes; ++i) from[i] = (i & S) ? i + kLanes : i + S;
+  return shuffle(a, b, from);
+}
 
 constexpr int reversed(int i) {
   int r = 0;
@@ -198,56 +238,129 @@ constexpr int reversed(int i) {
   return r;
 }
 
-// Lanes whose index has bit S hold b's sums of lanes S apart, the others a's.
+template <int S>
+inline void turn_pairs(V* t) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i)
+    if (!(i & S)) {
+      const V a = t[i], b = t[i + S];
+      t[i] = low<S>(a, b);
+      t[i + S] = high<S>(a, b);
+    }
+}
+
+// Lanes with bit S of their index clear: sums of a's lanes S apart; the others: of b's.
 template <int S>
 inline V merge(V a, V b) {
-  I low, high;
+  I second, apart;
   for (int i = 0; i < kLanes; ++i) {
-    low[i] = (i & S) ? i - S + kLanes : i;
-    high[i] = (i & S) ? i + kLanes : i + S;
+    second[i] = (i & S) ? -1 : 0;
+    apart[i] = (i & S) ? i - S + kLanes : i + S;
   }
-#if defined(__clang__)
-  V lo, hi;
-  for (int i = 0; i < kLanes; ++i) {
-    lo[i] = low[i] < kLanes ? a[low[i]] : b[low[i] - kLanes];
-    hi[i] = high[i] < kLanes ? a[high[i]] : b[high[i] - kLanes];
-  }
-  return lo + hi;
-#else
-  return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
-#endif
+  return pick(second, b, a) + shuffle(a, b, apart);
 }
 
 // Lane i of the result is the sum over the lanes of v[i].
-inline V sums(V* v) {
+inline V sums(const V* v) {
   V t[kLanes];
 #pragma GCC unroll 16
   for (int i = 0; i < kLanes; ++i) t[i] = v[reversed(i)];
   if constexpr (kLanes == 16)
+#pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) t[i] = merge<8>(t[2 * i], t[2 * i + 1]);
   if constexpr (kLanes >= 8)
+#pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) t[i] = merge<4>(t[2 * i], t[2 * i + 1]);
+#pragma GCC unroll 2
   for (int i = 0; i < 2; ++i) t[i] = merge<2>(t[2 * i], t[2 * i + 1]);
   return merge<1>(t[0], t[1]);
 }
 
-// W[0..count, :] h for one row h (k numbers); count <= kLanes rows of W.
-template <bool Full>
-inline V dots(const float* w, const float* h, int64_t k, int64_t count) {
-  V acc[kLanes] = {};
-  int64_t p = 0;
-  for (; p + kLanes <= k; p += kLanes) {
-    const V x = load(h + p);
+// ---------------------------------------------------------------------------------------------
+// A few rows: dot products along the weight's rows.
+
+// out[r][i] = W[i, from..to) h[r, from..to), lane by lane, added to what is there unless from = 0.
+// ahead: null, or two rows of k to come, which are brought near meanwhile.
+template <int R, int F>
+void dots(const float* w, const float* h, int64_t k, int64_t from, int64_t to, V* out,
+          const float* ahead) {
+  V acc[R][F];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i)
-      if (Full || i < count) acc[i] += load(w + i * k + p) * x;
-  }
-  if (p < k) {
-    const V x = part(h + p, k - p);
-    for (int i = 0; i < kLanes; ++i)
-      if (Full || i < count) acc[i] += part(w + i * k + p, k - p) * x;
-  }
-  return sums(acc);
+    for (int i = 0; i < F; ++i) acc[r][i] = V{};
+  auto add = [&](auto&& get) {
+    V x[F];
+#pragma GCC unroll 16
+    for (int i = 0; i < F; ++i) x[i] = get(w + i * k);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const V y = get(h + r * k);
+#pragma GCC unroll 16
+      for (int i = 0; i < F; ++i) acc[r][i] += x[i] * y;
+    }
+  };
+  int64_t p = from;
+  if (ahead)
+    for (; p + kLanes <= to; p += kLanes) {
+      __builtin_prefetch(ahead + p, 0, 2);
+      __builtin_prefetch(ahead + k + p, 0, 2);
+      add([p](const float* row) { return load(row + p); });
+    }
+  else
+    for (; p + kLanes <= to; p += kLanes) add([p](const float* row) { return load(row + p); });
+  if (p < to) add([p, to](const float* row) { return part(row + p, to - p); });
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
+    for (int i = 0; i < F; ++i) {
+      V& o = out[r * kLanes + i];
+      o = from ? o + acc[r][i] : acc[r][i];
+    }
+}
+
+// The same for count <= kDotFeatures rows of W.
+template <int R>
+void dots_of(const float* w, const float* h, int64_t k, int64_t from, int64_t to, V* out,
+             const float* ahead, int64_t count) {
+  if (count == kDotFeatures) return dots<R, kDotFeatures>(w, h, k, from, to, out, ahead);
+  for (int64_t i = 0; i < count; ++i) dots<R, 1>(w + i * k, h, k, from, to, out + i, nullptr);
+}
+
+using Dots = void (*)(const float*, const float*, int64_t, int64_t, int64_t, V*, const float*,
+                      int64_t);
+#if defined(__AVX512F__)
+constexpr Dots kDotsOf[] = {nullptr,    dots_of<1>, dots_of<2>, dots_of<3>,
+                            dots_of<4>, dots_of<5>, dots_of<6>};
+#else
+constexpr Dots kDotsOf[] = {nullptr, dots_of<1>, dots_of<2>};
+#endif
+constexpr int64_t kDotsRows = sizeof(kDotsOf) / sizeof(Dots) - 1;
+
+// out[r][i], summed over the lanes, is W[i] h[r]: count <= kLanes rows of W, m of h, all of k.
+// Where rows are long, a few of W at a time meet all of h while they are near.
+void dots_all(const float* w, const float* h, int64_t m, int64_t k, int64_t count, V* out) {
+  const int64_t parts = (m + kDotsRows - 1) / kDotsRows;
+  const int64_t group = k < kDotDepth || parts == 1 ? kLanes : kDotFeatures;
+  for (int64_t g = 0; g < count; g += group)
+    for (int64_t from = 0; from < k; from += kDotDepth) {
+      const int64_t to = k < from + kDotDepth ? k : from + kDotDepth;
+      const int64_t end = g + group < count ? g + group : count;
+      if (m == 1 && end - g == kLanes) {
+        dots<1, kLanes>(w, h, k, from, to, out, nullptr);
+        continue;
+      }
+      for (int64_t s = 0; s < parts; ++s) {
+        const int64_t r0 = m * s / parts, r1 = m * (s + 1) / parts;
+        for (int64_t i = g; i < end; i += kDotFeatures) {
+          const float* row = w + i * k;
+          const bool near = group == kLanes || s < parts - 1;
+          const float* ahead = near ? nullptr : to < k ? row + kDotDepth : row + group * k - from;
+          kDotsOf[r1 - r0](row, h + r0 * k, k, from, to, out + r0 * kLanes + i, ahead,
+                           end - i < kDotFeatures ? end - i : kDotFeatures);
+        }
+      }
+    }
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -345,16 +458,37 @@ void product(const Product& g, int64_t rows, int64_t columns) {
   }
 }
 
-// to[c * to_row + r] = from[r * from_row + c]
+// to[c * to_row + r] = from[r * from_row + c], at most kLanes rows and columns. With Pad a row of
+// `to` is filled up with zeros to kLanes numbers.
+template <bool Pad>
+inline void turn(const float* from, int64_t from_row, float* to, int64_t to_row, int64_t rows,
+                 int64_t columns) {
+  V t[kLanes];
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) {
+    const float* row = from + i * from_row;
+    t[i] = i >= rows ? V{} : columns >= kLanes ? load(row) : part(row, columns);
+  }
+  turn_pairs<1>(t);
+  turn_pairs<2>(t);
+  if constexpr (kLanes >= 8) turn_pairs<4>(t);
+  if constexpr (kLanes >= 16) turn_pairs<8>(t);
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) {
+    if (i >= columns) continue;
+    if (Pad || rows >= kLanes) store(to + i * to_row, t[i]);
+    else put(to + i * to_row, t[i], rows);
+  }
+}
+
+// The same for any number of rows and columns.
+template <bool Pad>
 void transpose(const float* from, int64_t from_row, float* to, int64_t to_row, int64_t rows,
                int64_t columns) {
-  constexpr int64_t T = 16;
-  for (int64_t r0 = 0; r0 < rows; r0 += T)
-    for (int64_t c0 = 0; c0 < columns; c0 += T) {
-      const int64_t r1 = r0 + T < rows ? r0 + T : rows, c1 = c0 + T < columns ? c0 + T : columns;
-      for (int64_t c = c0; c < c1; ++c)
-        for (int64_t r = r0; r < r1; ++r) to[c * to_row + r] = from[r * from_row + c];
-    }
+  for (int64_t r = 0; r < rows; r += kLanes)
+    for (int64_t c = 0; c < columns; c += kLanes)
+      turn<Pad>(from + r * from_row + c, from_row, to + c * to_row + r, to_row, rows - r,
+                columns - c);
 }
 
 struct Net {
@@ -371,32 +505,46 @@ int64_t widest(const Net& net) {
   return w;
 }
 
-// A few rows through all layers; each weight is read once for all of them.
-void forward_rows(const Net& net, const float* x, float* y, float* const* saved, int64_t m) {
-  const int64_t wide = padded(widest(net)), last = net.layers - 1;
-  float* space = scratch.at_least(2 * wide * kDotRows);
-  const float* h = x;
-  for (int64_t l = 0; l <= last; ++l) {
-    const int64_t k = net.widths[l], n = net.widths[l + 1];
-    const int which = net.acts[l];
-    float* keep = saved ? saved[l] : nullptr;
-    const bool keep_pre = keep && saves_pre(which);
-    float* out = l == last ? y : keep && !keep_pre ? keep : space + (l % 2) * wide * kDotRows;
-    const float* w = net.weights[l];
-    const float* bias = net.biases[l];
-    for (int64_t j = 0; j < n; j += kLanes) {
-      const int64_t count = n - j < kLanes ? n - j : kLanes;
-      const bool full = count == kLanes;
-      const V b = bias ? get(bias + j, count) : V{};
-      for (int64_t r = 0; r < m; ++r) {
-        V v = b + (full ? dots<true>(w + j * k, h + r * k, k, count)
-                        : dots<false>(w + j * k, h + r * k, k, count));
-        if (keep_pre) put(keep + r * n + j, v, count);
-        put(out + r * n + j, act(which, v), count);
+// A few rows through all layers, the features of every layer shared out among threads: each weight
+// is read by one of them only, once for all rows that its dot products take together.
+void forward_rows(const Net& net, const float* x, float* y, float* const* saved, int64_t m,
+                  int threads) {
+  const int64_t wide = widest(net), last = net.layers - 1;
+  float* const space = scratch.at_least(2 * wide * m);
+  auto work = [&](int64_t t, int64_t team) {
+    const float* h = x;
+    V sum[kDotRows * kLanes];  // [row][feature]
+    for (int64_t l = 0; l <= last; ++l) {
+      const int64_t k = net.widths[l], n = net.widths[l + 1], groups = (n + kLanes - 1) / kLanes;
+      const int which = net.acts[l];
+      float* keep = saved ? saved[l] : nullptr;
+      const bool keep_pre = keep && saves_pre(which);
+      float* out = l == last ? y : keep && !keep_pre ? keep : space + (l % 2) * wide * m;
+      const float* w = net.weights[l];
+      const float* bias = net.biases[l];
+      const int64_t end = groups * (t + 1) / team;
+      for (int64_t g = groups * t / team; g < end; ++g) {
+        const int64_t j = g * kLanes, count = n - j < kLanes ? n - j : kLanes;
+        const V b = bias ? get(bias + j, count) : V{};
+        if (count < kLanes) std::memset(sum, 0, sizeof(sum));
+        dots_all(w + j * k, h, m, k, count, sum);
+        for (int64_t r = 0; r < m; ++r) {
+          const V v = b + sums(sum + r * kLanes);
+          if (keep_pre) put(keep + r * n + j, v, count);
+          put(out + r * n + j, act(which, v), count);
+        }
+      }
+      h = out;
+      if (l < last && team > 1) {
+#pragma omp barrier
       }
     }
-    h = out;
-  }
+  };
+  if (threads <= 1) return work(0, 1);
+#if defined(_OPENMP)
+#pragma omp parallel num_threads(threads)
+  work(omp_get_thread_num(), omp_get_num_threads());
+#endif
 }
 
 // `rows` <= kBlock rows of x through all layers, held transposed: (width, columns).
@@ -408,17 +556,16 @@ void forward_block(const Net& net, const float* x, float* y, float* const* saved
   float* next = space + wide * kBlock;
   float* pre = space + 2 * wide * kBlock;
   const int64_t n0 = net.widths[0];
-  if (rows < columns) std::memset(h, 0, n0 * columns * 4);
-  transpose(x + from * n0, n0, h, columns, rows, n0);
+  transpose<true>(x + from * n0, n0, h, columns, rows, n0);
   for (int64_t l = 0; l <= last; ++l) {
     const int64_t k = net.widths[l], n = net.widths[l + 1];
     const bool keep_pre = saved && saves_pre(net.acts[l]);
     const Product g{net.weights[l], k, 1, h, columns, next, columns, k, net.biases[l],
                     keep_pre ? pre : nullptr, net.acts[l]};
     product(g, n, columns);
-    if (l == last) transpose(next, columns, y + from * n, n, n, rows);
+    if (l == last) transpose<false>(next, columns, y + from * n, n, n, rows);
     if (saved && (keep_pre || l < last))
-      transpose(keep_pre ? pre : next, columns, saved[l] + from * n, n, n, rows);
+      transpose<false>(keep_pre ? pre : next, columns, saved[l] + from * n, n, n, rows);
     float* t = h;
     h = next;
     next = t;
@@ -433,8 +580,7 @@ void forward_shared(const Net& net, const float* x, float* y, float* const* save
   float* const space = scratch.at_least(3 * wide * kBlock);
   float* const pre = space + 2 * wide * kBlock;
   const int64_t n0 = net.widths[0];
-  if (rows < columns) std::memset(space, 0, n0 * columns * 4);
-  transpose(x + from * n0, n0, space, columns, rows, n0);
+  transpose<true>(x + from * n0, n0, space, columns, rows, n0);
 #pragma omp parallel num_threads(threads)
   {
 #if defined(_OPENMP)
@@ -452,10 +598,11 @@ void forward_shared(const Net& net, const float* x, float* y, float* const* save
       product({net.weights[l] + f0 * k, k, 1, h, columns, next + f0 * columns, columns, k, bias,
                keep_pre ? pre + f0 * columns : nullptr, net.acts[l]},
               f1 - f0, columns);
-      if (l == last) transpose(next + f0 * columns, columns, y + from * n + f0, n, f1 - f0, rows);
+      if (l == last)
+        transpose<false>(next + f0 * columns, columns, y + from * n + f0, n, f1 - f0, rows);
       if (saved && (keep_pre || l < last))
-        transpose((keep_pre ? pre : next) + f0 * columns, columns, saved[l] + from * n + f0, n,
-                  f1 - f0, rows);
+        transpose<false>((keep_pre ? pre : next) + f0 * columns, columns,
+                         saved[l] + from * n + f0, n, f1 - f0, rows);
 #pragma omp barrier
     }
   }
@@ -469,7 +616,9 @@ double flops_a_row(const Net& net) {
 
 int threads_for(const Net& net, int64_t m) {
 #if defined(_OPENMP)
-  const double wanted = flops_a_row(net) * m / kFlopsAThread;
+  // a few rows take as long as five: the weights must come near
+  const double flops = flops_a_row(net) * (m < 5 ? 5 : m);
+  const double wanted = flops / (kFlopsAThread + net.layers * kFlopsABarrier);
   if (wanted < 2 || omp_in_parallel()) return 1;
   const int most = omp_get_max_threads();
   return wanted < most ? static_cast<int>(wanted) : most;
@@ -501,7 +650,8 @@ void shared_product(const Product& g, int64_t rows, int64_t columns) {
 }
 
 // Rows of n numbers, stride from_row, to rows with stride to_row > n, the rest zero.
-void widen(const float* from, int64_t from_row, float* to, int64_t to_row, int64_t rows, int64_t n) {
+void widen(const float* from, int64_t from_row, float* to, int64_t to_row, int64_t rows,
+           int64_t n) {
   for (int64_t r = 0; r < rows; ++r) {
     std::memcpy(to + r * to_row, from + r * from_row, n * 4);
     std::memset(to + r * to_row + n, 0, (to_row - n) * 4);
@@ -537,22 +687,26 @@ extern "C" void fastlinear_mlp_forward(int64_t layers, const int64_t* widths, co
                                        const float* const* weights, const float* const* biases,
                                        const float* x, float* y, float* const* saved, int64_t m) {
   const Net net{layers, widths, acts, weights, biases};
-  if (m <= kDotRows) return forward_rows(net, x, y, saved, m);
   const int threads = threads_for(net, m);
-  const int64_t blocks = (m + kBlock - 1) / kBlock;
-  if (threads <= 1 || blocks < threads) {
-    for (int64_t b = 0; b < m; b += kBlock) {
-      const int64_t rows = m - b < kBlock ? m - b : kBlock;
-      if (threads <= 1) forward_block(net, x, y, saved, b, rows);
-      else forward_shared(net, x, y, saved, b, rows, threads);
-    }
+  if (m <= kDotRows) return forward_rows(net, x, y, saved, m, threads);
+  int64_t blocks = (m + kBlock - 1) / kBlock;
+  // rows are shared out where there are blocks for all, or few weights for each thread to read
+  if (threads > 1 && blocks < threads && (widest(net) > kReadByAll || m < threads * kLanes)) {
+    for (int64_t b = 0; b < m; b += kBlock)
+      forward_shared(net, x, y, saved, b, m - b < kBlock ? m - b : kBlock, threads);
+    return;
+  }
+  blocks = (blocks + threads - 1) / threads * threads;
+  const int64_t size = padded((m + blocks - 1) / blocks);
+  auto work = [&](int64_t from) {
+    forward_block(net, x, y, saved, from, m - from < size ? m - from : size);
+  };
+  if (threads <= 1) {
+    for (int64_t from = 0; from < m; from += size) work(from);
     return;
   }
 #pragma omp parallel for schedule(static) num_threads(threads)
-  for (int64_t b = 0; b < blocks; ++b) {
-    const int64_t from = b * kBlock;
-    forward_block(net, x, y, saved, from, m - from < kBlock ? m - from : kBlock);
-  }
+  for (int64_t from = 0; from < m; from += size) work(from);
 }
 
 // dy (m, n_L), x (m, n_0), saved as the forward wrote it; dx, and each entry of dws and dbs, may be
