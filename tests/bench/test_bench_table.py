@@ -94,9 +94,20 @@ def test_a_spent_budget_leaves_the_rest_and_a_table_is_extended() -> None:
 def test_rows_of_changed_sources_are_measured_again() -> None:
     wanted = [_problem("forward", "relu", grad=False), _problem("grad_input")]
     first = build_table(wanted, "cpu", rounds=5)
+    now = first["sources"]["linear_act.forward"]["eager"]
     first["sources"]["linear_act.forward"]["eager"] = "another one"
-    second = build_table([], "cpu", extend=first)
-    assert [r["problem"]["piece"] for r in second["rows"]] == ["grad_input"]
+    first["rows"][0]["times_us"] = {"eager": 1e9}
+    # the budget does not reach it: it stays, and says of which state it is
+    for extend in (first, build_table(wanted, "cpu", budget_s=-1.0, extend=first)):
+        second = build_table(wanted, "cpu", budget_s=-1.0, extend=extend)
+        assert [r["problem"]["piece"] for r in second["rows"]] == ["grad_input", "forward"]
+        assert second["rows"][1]["sources"] == {"eager": "another one"}
+        assert second["sources"]["linear_act.forward"]["eager"] == now
+        assert second["left"] == 1
+    third = build_table(wanted, "cpu", rounds=5, extend=second)
+    assert [r["problem"]["piece"] for r in third["rows"]] == ["grad_input", "forward"]
+    assert third["rows"][1]["times_us"]["eager"] < 1e9
+    assert not any("sources" in row for row in third["rows"])
 
 
 def test_a_row_says_what_changed_since(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -113,6 +124,13 @@ def test_a_row_says_what_changed_since(monkeypatch: pytest.MonkeyPatch, tmp_path
         row = tables.shipped(wanted, able)
         assert row is not None
         assert row.story().endswith("eager changed since") is changed
+    data["sources"] = build_table([], "cpu")["sources"]  # one row is older than its table
+    data["rows"][0]["sources"] = {"eager": "another one"}
+    write_table(data, path)
+    tables.table.cache_clear()
+    row = tables.shipped(wanted, able)
+    assert row is not None
+    assert row.story().endswith("eager changed since")
     tables.table.cache_clear()
 
 

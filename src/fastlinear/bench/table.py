@@ -162,14 +162,16 @@ def build_table(
         device: where to measure.
         budget_s: start no further Problem after this many seconds.
         rounds: interleaved rounds of each measurement.
-        extend: an earlier table of the same device and torch version; its rows are kept and not
-            measured again.
+        extend: an earlier table of the same device and torch version. Its rows are kept and not
+            measured again; those of which a backend's source has changed since are, and stay as
+            they were where the budget does not reach them.
         progress: told about every Problem.
 
     Returns:
         ``{"format", "device", "torch", "created", "environment", "sources", "rows", "failures",
         "left"}``: ``sources`` are hashes of what was measured; a row is ``{"problem", "best",
-        "times_us"}`` (device time for a Problem inside a CUDA graph, else wall time); ``failures``
+        "times_us"}`` (device time for a Problem inside a CUDA graph, else wall time), with
+        ``"sources"`` of its own for backends measured in an earlier state; ``failures``
         are the Problems that raised with the reason, ``left`` is how many the budget did not
         reach.
     """
@@ -187,8 +189,14 @@ def _build(
     progress: Progress,
 ) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
+    aged: dict[Problem, dict[str, Any]] = {}
     if extend is not None and extend.get("torch") == str(torch.__version__):
-        rows = [row for row in extend["rows"] if _unchanged(row, extend)]
+        for row in extend["rows"]:
+            earlier = _changed_sources(row, extend)
+            if earlier:
+                aged[Problem.from_json(row["problem"])] = row | {"sources": earlier}
+            else:
+                rows.append({k: v for k, v in row.items() if k != "sources"})
     for row in rows:
         _remember(Problem.from_json(row["problem"]), row["best"], row["times_us"])
     done = {Problem.from_json(row["problem"]) for row in rows}
@@ -223,6 +231,8 @@ def _build(
             rows_of[twin] = times
             _remember(twin, found.best, times)
     progress("done", len(waiting), len(waiting))
+    failed = {Problem.from_json(f["problem"]) for f in failures}
+    rows += [row for p, row in aged.items() if p not in done and p not in failed]
     return {
         "format": 1,
         "device": device_facts(where).slug,
@@ -250,12 +260,13 @@ def _sources() -> dict[str, dict[str, str]]:
     }
 
 
-def _unchanged(row: Mapping[str, Any], table: Mapping[str, Any]) -> bool:
-    """Whether nothing that an earlier row measured has changed since."""
+def _changed_sources(row: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, str]:
+    """Backend → hash of its source when the row was measured, where that is another one now."""
     p = Problem.from_json(row["problem"])
     name = f"{p.family}.{p.piece}"
-    then, now = table.get("sources", {}).get(name, {}), _sources()[name]
-    return all(then.get(b) == now.get(b) for b in row["times_us"])
+    then = {**table.get("sources", {}).get(name, {}), **row.get("sources", {})}
+    now = _sources()[name]
+    return {b: then.get(b, "unknown") for b in row["times_us"] if then.get(b) != now.get(b)}
 
 
 def _device_bound(p: Problem, times: Mapping[Problem, Mapping[str, float]]) -> bool:

@@ -91,6 +91,7 @@ def table(slug: str) -> dict[str, tuple[Row, ...]]:
     for item in data["rows"]:
         problem = Problem.from_json(item["problem"])
         sources = data.get("sources", {}).get(f"{problem.family}.{problem.piece}", {})
+        sources = {**sources, **item.get("sources", {})}
         row = Row(problem, item["best"], dict(item["times_us"]), data["torch"], sources)
         keys = {_shape_free_key(v(problem)) for v in (_as_it_is, *family(problem.family).akin)}
         for key in keys:
