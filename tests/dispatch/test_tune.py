@@ -9,8 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from fastlinear.dispatch import backend as registry
+from fastlinear.dispatch import tune as tuning
 from fastlinear.dispatch.tune import tune
 from fastlinear.ops.linear_act import reference
 from fastlinear.ops.linear_act.backends import problem
@@ -71,3 +73,23 @@ def test_a_family_says_what_its_callers_pay(monkeypatch: pytest.MonkeyPatch) -> 
     assert timed
     assert tuned.best == "eager"
     assert tuned.samples["twin"].median_us > 2000 > tuned.samples["eager"].median_us
+
+
+@pytest.mark.parametrize(("l2_bytes", "sets"), [(1 << 20, 13), (1 << 30, 64)])
+def test_a_cold_family_is_measured_beyond_the_l2_cache(
+    l2_bytes: int, sets: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thirteen inputs of 160 KiB exceed 1 MiB twice; 64 sets are the most."""
+    p = problem("forward", 64, 256, 256, dtype="bfloat16", device="cuda", bias=False)
+    layers = registry.family("linear_act")
+    inputs = layers.make_inputs(p, torch.device("cpu"), 0)
+    facts = types.SimpleNamespace(l2_bytes=l2_bytes)
+    monkeypatch.setattr(tuning, "device_facts", lambda _: facts)
+    assert tuning._input_sets(p, inputs) == sets
+    monkeypatch.setitem(registry._FAMILIES, "linear_act", replace(layers, cold=False))
+    assert tuning._input_sets(p, inputs) == 1
+
+
+def test_layers_are_cold_and_whole_small_models_are_warm() -> None:
+    assert registry.family("linear_act").cold
+    assert not registry.family("mlp").cold

@@ -69,6 +69,10 @@ class Family:
         cost: least flops and bytes of a Problem.
         akin: coarser and coarser views of a Problem. Where no shipped measurement has all its
             options, one of a Problem with the same view stands in.
+        cold: whether on a GPU its calls find the L2 cache filled by others. True for a layer of a
+            large model, which other layers' weights follow: tuning then rotates over inputs that
+            together exceed the cache. False for what is a whole small model, run over and over:
+            one set of inputs.
         timed: (Backend, Problem) → what tuning times in place of the backend's function: a
             callable of the same arguments that costs what a caller of the op pays, or None for
             the function itself. Verification is always of the function.
@@ -82,6 +86,7 @@ class Family:
     reference: Callable[[Problem, tuple[Any, ...]], Any]
     cost: Callable[[Problem], Cost]
     akin: tuple[Callable[[Problem], Problem], ...] = ()
+    cold: bool = False
     timed: Callable[[Backend, Problem], Callable[..., Any] | None] | None = None
 
     def candidates(self, piece: str) -> tuple[Backend, ...]:

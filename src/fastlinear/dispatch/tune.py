@@ -21,7 +21,7 @@ from fastlinear.dispatch import cache
 from fastlinear.dispatch.backend import Backend, family
 
 BASELINE = "eager"
-_MAX_INPUT_SETS = 8
+_MAX_INPUT_SETS = 64
 _BEYOND_CPU_CACHES = 1 << 27  # bytes
 
 
@@ -80,7 +80,9 @@ def tune(
         else:
             rejected[backend.name] = why
     with torch.no_grad():
-        sets = [fam.make_inputs(problem, where, seed + i) for i in range(_input_sets(problem))]
+        sets = [fam.make_inputs(problem, where, seed)]
+        more = range(1, _input_sets(problem, sets[0]))
+        sets += [fam.make_inputs(problem, where, seed + i) for i in more]
         survivors = []
         expected = expected_of(problem, sets[0])
         for backend in able:
@@ -186,13 +188,20 @@ def rotating(run: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> Callab
     return call
 
 
-def _input_sets(problem: Problem) -> int:
-    """Enough input sets to exceed a GPU's L2 twice; a CPU is measured warm with two, or with one
-    that its caches do not hold anyway."""
-    traffic = max(family(problem.family).cost(problem).bytes, 1.0)
+def _input_sets(problem: Problem, inputs: tuple[Any, ...]) -> int:
+    """How many input sets to rotate over, given one.
+
+    On a GPU those of a cold family exceed the L2 cache twice, and others are one. A CPU is measured
+    warm with two sets, or with one that its caches do not hold anyway.
+    """
     if problem.device != "cuda":
+        traffic = family(problem.family).cost(problem).bytes
         return 2 if traffic < _BEYOND_CPU_CACHES else 1
-    return max(1, min(_MAX_INPUT_SETS, math.ceil(2 * device_facts("cuda").l2_bytes / traffic)))
+    if not family(problem.family).cold:
+        return 1
+    held = sum(t.numel() * t.element_size() for t in _flat(inputs) if isinstance(t, torch.Tensor))
+    wanted = math.ceil(2 * device_facts("cuda").l2_bytes / max(held, 1))
+    return max(1, min(_MAX_INPUT_SETS, wanted))
 
 
 def _to_float64(item: Any) -> Any:

@@ -12,19 +12,28 @@ from torch import Tensor
 from fastlinear.dispatch.select import Choice
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import reference
-from fastlinear.ops.linear_act.backends import BACKWARD_PIECES
+from fastlinear.ops.linear_act.backends import BACKWARD_PIECES, WHOLE_BACKWARD
+
+Needs = tuple[bool, bool, bool]
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+Backward = Callable[[Tensor, Tensor | None, Tensor, Tensor, str, Needs], Gradients]
+"""(dy, saved, x, weight, activation, needs) → (dx, dW, db), each None where not needed."""
 
 
-def backward_of(chosen: tuple[Choice, ...]) -> Callable[..., Any]:
-    """One callable for the whole backward, out of the backends chosen for its pieces."""
+def backward_of(chosen: tuple[Choice, ...]) -> Backward:
+    """One callable for the whole backward: its own backend where one was chosen, else out of the
+    backends chosen for its pieces."""
     by_piece = {c.problem.piece: c.backend for c in chosen}
+    whole = by_piece.get(WHOLE_BACKWARD)
+    if whole is not None:
+        return whole.load()
     return backward_from(*(by_piece[piece].load() for piece in BACKWARD_PIECES))
 
 
 def backward_from(
     grad_pre: Callable[..., Any], grad_input: Callable[..., Any], grad_weight: Callable[..., Any]
-) -> Callable[..., Any]:
-    """(dy, saved, x, weight, activation, needs) → (dx, dW, db), each None where not needed."""
+) -> Backward:
+    """The whole backward, one piece after the other."""
 
     def pieces(
         dy: Tensor,

@@ -24,6 +24,7 @@ from fastlinear.ops.linear_act import cpp, cublaslt, cuda, mkl, onednn, referenc
 NAME = "linear_act"
 BACKWARD_PIECES = ("grad_pre", "grad_input", "grad_weight")
 PIECES = ("forward", *BACKWARD_PIECES)
+WHOLE_BACKWARD = "backward"
 STEP = "step"
 _HERE = "fastlinear.ops.linear_act"
 _GPU_FLOPS_PER_S = {"half": 6e14, "float32": 4e13}
@@ -33,6 +34,7 @@ _TRITON_SOURCES = (
     "triton_config.py",
     "triton_gemm.py",
     "triton_elementwise.py",
+    "triton_few_rows.py",
     "../common/activations_triton.py",
     "../common/triton_launch.py",
 )
@@ -43,6 +45,7 @@ _CPP_SOURCES = tuple(
 _PACKED = ("../common/packed.py",)
 _PIECES_SOURCES = (
     *("autograd.py", "op.py", "onednn.py", "cpp.py", "cublaslt.py", "triton.py", "cuda.py"),
+    "triton_backward.py",
     *_TRITON_SOURCES,
     *_CUDA_SOURCES,
     *_CPP_SOURCES,
@@ -146,6 +149,13 @@ def _reason_not_cuda(p: Problem) -> str | None:
     )
 
 
+def _reason_not_triton_backward(p: Problem) -> str | None:
+    most = triton_config.MAX_BACKWARD_ROWS
+    if p.dim("M") > most:
+        return f"serves at most {most} rows of x, the call has {p.dim('M')}"
+    return _reason_not_triton(p)
+
+
 def _strides(p: Problem) -> tuple[tuple[int, int], tuple[int, int]]:
     """Strides of x and weight that stand for the Problem's layouts."""
     k, n = p.dim("K"), p.dim("N")
@@ -159,6 +169,9 @@ def _prefer(p: Problem) -> tuple[str, ...]:
     if p.piece == STEP:
         own_autograd = p.device == "cuda" and not p.captured and _launch_bound(p)
         return ("eager", "pieces") if own_autograd else ("pieces", "eager")
+    if p.piece == WHOLE_BACKWARD:
+        one_launch = p.device == "cuda" and p.dim("M") <= 64
+        return ("triton", "pieces", "eager") if one_launch else ("pieces", "eager")
     if p.device == "cpu":
         # oneDNN's call costs more than MKL's: it pays once there is arithmetic to save
         if p.piece == "forward" and p.option("activation") != "none":
@@ -209,6 +222,8 @@ def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]
     dy = draw(m, n)
     if p.piece == STEP:
         return x, weight, bias, act.name, dy
+    if p.piece == WHOLE_BACKWARD:
+        return dy, saved, x, weight, act.name, (True, True, bias is not None)
     if p.piece == "grad_pre":
         return dy, saved, act.name, bias is not None
     if p.piece == "grad_input":
@@ -236,6 +251,8 @@ def cost(p: Problem) -> Cost:
     if p.piece == "forward":
         pre = m * n if p.needs_grad and kept == "pre" else 0
         return Cost(gemm, size * (m * k + n * k + bias + m * n + pre))
+    if p.piece == WHOLE_BACKWARD:  # dpre need not be written
+        return Cost(2 * gemm, size * (m * n + saved + 2 * m * k + 2 * n * k + bias))
     if p.piece == "grad_pre":
         return Cost(0.0, size * (2 * m * n + saved + bias))
     return Cost(gemm, size * (m * k + n * k + m * n))
@@ -276,12 +293,31 @@ def _reason_not_pieces(p: Problem) -> str | None:
 FAMILY = register_family(
     Family(
         name=NAME,
-        pieces=(*PIECES, STEP),
+        pieces=(*PIECES, WHOLE_BACKWARD, STEP),
         backends=(
-            *(Backend(NAME, p, "eager", f"{_HERE}.reference:{p}", _always) for p in PIECES),
+            *(
+                Backend(NAME, p, "eager", f"{_HERE}.reference:{p}", _always)
+                for p in (*PIECES, WHOLE_BACKWARD)
+            ),
             _STEP_EAGER,
             Backend(
                 NAME, STEP, "pieces", f"{_HERE}.step:pieces", _reason_not_pieces, _PIECES_SOURCES
+            ),
+            Backend(
+                NAME,
+                WHOLE_BACKWARD,
+                "pieces",
+                f"{_HERE}.step:backward",
+                _reason_not_pieces,
+                _PIECES_SOURCES,
+            ),
+            Backend(
+                NAME,
+                WHOLE_BACKWARD,
+                "triton",
+                f"{_HERE}.triton_backward:backward",
+                _reason_not_triton_backward,
+                ("triton.py", *_TRITON_SOURCES),
             ),
             Backend(NAME, "forward", "cublaslt", f"{_HERE}.cublaslt:forward", cublaslt.reason_not),
             *(
@@ -336,5 +372,6 @@ FAMILY = register_family(
         reference=_reference,
         cost=cost,
         akin=(_whatever_bias, _whatever_activation),
+        cold=True,
     )
 )

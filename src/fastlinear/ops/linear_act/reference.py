@@ -41,3 +41,21 @@ def grad_input(dpre: Tensor, weight: Tensor) -> Tensor:
 def grad_weight(dpre: Tensor, x: Tensor) -> Tensor:
     """dW (N, K) = dpreᵀ (N, M) @ x (M, K)."""
     return dpre.t() @ x
+
+
+def backward(
+    dy: Tensor,
+    saved: Tensor | None,
+    x: Tensor | None,
+    weight: Tensor | None,
+    activation: str,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dx, dW, db), each None where not needed: the three pieces above in a row.
+
+    x may be None where dW is not needed, weight where dx is not.
+    """
+    dpre, db = grad_pre(dy, saved, activation, needs[2])
+    dx = grad_input(dpre, weight) if needs[0] and weight is not None else None
+    dw = grad_weight(dpre, x) if needs[1] and x is not None else None
+    return dx, dw, db

@@ -12,6 +12,7 @@ from fastlinear.core.precision import DTYPE_NAMES, matmul_precision
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.select import Choice, select
 from fastlinear.ops.linear_act import backends
+from fastlinear.ops.linear_act.triton_config import MAX_BACKWARD_ROWS
 
 
 def choices(
@@ -48,20 +49,36 @@ def choices_of(p: Problem, backend: str | None = None) -> tuple[Choice, ...]:
     if step.backend.name == "pieces":
         return (*pieces, step)
     reason = f"PyTorch's own autograd was chosen for the whole step ({step.reason})"
-    own = (replace(select(c.problem, "eager"), source=step.source, reason=reason) for c in pieces)
+    problems = (p.with_piece(piece) for piece in backends.PIECES)
+    own = (replace(select(q, "eager"), source=step.source, reason=reason) for q in problems)
     return (*own, step)
 
 
 def select_pieces(p: Problem) -> tuple[Choice, ...]:
-    """The selection for each piece of a training call, the step as a whole left aside."""
-    return tuple(select(p.with_piece(piece)) for piece in backends.PIECES)
+    """The selection for each piece of a training call, the step as a whole left aside.
+
+    The backward is one choice where one backend computes all of it fastest; its pieces are
+    PyTorch's own where PyTorch's sequence of them is.
+    """
+    forward = select(p)
+    whole = select(p.with_piece(backends.WHOLE_BACKWARD))
+    if whole.backend.name not in ("pieces", "eager"):
+        return (forward, whole)
+    chosen = tuple(select(p.with_piece(piece)) for piece in backends.BACKWARD_PIECES)
+    if whole.backend.name == "pieces":
+        return (forward, *chosen)
+    reason = f"PyTorch's own ops were chosen for the whole backward ({whole.reason})"
+    own = (replace(select(c.problem, "eager"), source=whole.source, reason=reason) for c in chosen)
+    return (forward, *own)
 
 
 def tuning_order(p: Problem) -> tuple[Problem, ...]:
     """All Problems that decide about a forward Problem, in the order in which to tune them."""
     if not p.needs_grad:
         return (p,)
-    return tuple(p.with_piece(piece) for piece in (*backends.PIECES, backends.STEP))
+    one_launch = p.device == "cuda" and p.dim("M") <= MAX_BACKWARD_ROWS
+    whole = (backends.WHOLE_BACKWARD,) if one_launch else ()
+    return tuple(p.with_piece(piece) for piece in (*backends.PIECES, *whole, backends.STEP))
 
 
 def problem_of(

@@ -1,4 +1,6 @@
-"""The piece ``step``: forward and backward of one layer, as autograd runs them.
+"""The pieces ``step`` and ``backward`` as made of the other pieces.
+
+``step`` is forward and backward of one layer, as autograd runs them.
 
 Its two backends are ``eager`` (PyTorch's own autograd) and ``pieces`` (our formula over the
 backends chosen for the other pieces). What the host does for each is part of their time, which
@@ -14,13 +16,18 @@ import torch
 from torch import Tensor
 
 from fastlinear.dispatch import cache
+from fastlinear.dispatch.select import select
 from fastlinear.ops.common.calls import is_captured
 from fastlinear.ops.linear_act import op, reference
+from fastlinear.ops.linear_act.autograd import Backward, backward_from
+from fastlinear.ops.linear_act.backends import BACKWARD_PIECES
 from fastlinear.ops.linear_act.selection import problem_of, select_pieces
 
 Grads = tuple[Tensor, Tensor, Tensor, Tensor | None]
 _plans: dict[Any, op.Plan] = {}
+_backwards: dict[Any, Backward] = {}
 cache.on_change(_plans.clear)
+cache.on_change(_backwards.clear)
 
 
 def eager(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, dy: Tensor) -> Grads:
@@ -31,6 +38,27 @@ def eager(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, dy: T
 def pieces(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, dy: Tensor) -> Grads:
     """(y, dx, dW, db) by ``LinearAct`` over the chosen pieces."""
     return _step(_by_pieces, x, weight, bias, activation, dy)
+
+
+def backward(
+    dy: Tensor,
+    saved: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    activation: str,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dx, dW, db) by the backends chosen for the pieces of the backward, one after the other."""
+    captured = is_captured(x)
+    layouts = (x.shape, weight.shape, x.dtype, x.device, x.stride(), weight.stride())
+    key = (*layouts, activation, captured, needs[2])
+    run = _backwards.get(key)
+    if run is None:
+        bias = weight.new_empty(weight.shape[0]) if needs[2] else None
+        p = problem_of(x, weight, bias, activation, True, captured)
+        pieces = (select(p.with_piece(piece)) for piece in BACKWARD_PIECES)
+        run = _backwards[key] = backward_from(*(c.backend.load() for c in pieces))
+    return run(dy, saved, x, weight, activation, needs)
 
 
 def _by_pieces(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:

@@ -14,12 +14,15 @@ import torch
 from fastlinear.core.device import device_facts
 from fastlinear.ops.common.triton_launch import Launch
 from fastlinear.ops.linear_act.triton_config import (
+    FewRowsConfig,
     GemmConfig,
     config_for,
+    few_rows_config_for,
     grad_config_for,
     reason_not,
 )
 from fastlinear.ops.linear_act.triton_elementwise import _grad_pre_kernel, _sum_rows_kernel
+from fastlinear.ops.linear_act.triton_few_rows import _few_rows_forward_kernel
 from fastlinear.ops.linear_act.triton_gemm import (
     _gemm_pointer_kernel,
     _gemm_tma_kernel,
@@ -46,7 +49,7 @@ def forward(
     activation: str,
     save_pre: bool,
     *,
-    config: GemmConfig | None = None,
+    config: GemmConfig | FewRowsConfig | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """y = act(x Wᵀ + b) in one kernel, float32 accumulation, deterministic.
 
@@ -56,7 +59,8 @@ def forward(
         bias: (N,), dtype of x, or None.
         activation: name of the activation.
         save_pre: also return the pre-activation.
-        config: launch configuration; None picks ``config_for``.
+        config: launch configuration; None picks ``few_rows_config_for`` for few rows and W as
+            nn.Linear keeps it, else ``config_for``.
 
     Returns:
         y (M, N) contiguous in x's dtype; pre-activation likewise, or None.
@@ -83,7 +87,13 @@ def forward(
     )
     plan = _plans.get(key)
     if plan is None:
-        plan = _remember(key, _Product(x, weight.t(), bias, activation, save_pre, config))
+        if config is None and weight.stride(1) == 1:
+            config = few_rows_config_for(*x.shape, weight.shape[0], x.dtype)
+        if isinstance(config, FewRowsConfig):
+            plan = _FewRows(x, weight, activation, config)
+        else:
+            plan = _Product(x, weight.t(), bias, activation, save_pre, config)
+        _remember(key, plan)
     plan.run(x, weight.t(), bias, y, pre)
     return _rounded(y, x), None if pre is None else _rounded(pre, x)
 
@@ -273,6 +283,32 @@ class _Product:
             parts = torch.empty(self._workspace, dtype=torch.float32, device=a.device)
             self._launch(a_view, b_view, bias, parts, pre)
             self._sum(parts, out)
+
+
+class _FewRows:
+    """Launches of the forward for few rows of one kind."""
+
+    __slots__ = ("_launch",)
+
+    def __init__(self, x: Tensor, weight: Tensor, activation: str, config: FewRowsConfig) -> None:
+        M, K = x.shape
+        N = weight.shape[0]
+        self._launch = Launch(
+            _few_rows_forward_kernel,
+            (-(-N // config.block_n),),
+            (
+                *(N, K, *x.stride(), weight.stride(0), M, activation, _math(x.dtype)),
+                *(config.block_n, config.block_k, K % config.block_k == 0),
+            ),
+            x.device,
+            warps=config.warps,
+        )
+
+    def run(
+        self, x: Tensor, w_t: Tensor, bias: Tensor | None, y: Tensor, pre: Tensor | None
+    ) -> None:
+        """Launch; y (M, N), not empty, and pre, if any, are contiguous; w_t is (K, N)."""
+        self._launch(x, w_t, bias, y, pre)
 
 
 class _GradPre:

@@ -104,6 +104,79 @@ _POINTER_32 = (
 _PERSISTENT = GemmConfig("tma", 128, 128, 64, 4, 3, subtile=2, programs_per_unit=2)
 
 
+@dataclass(frozen=True)
+class FewRowsConfig:
+    """One way to launch the forward of few rows: each program takes ``block_n`` outputs, and its
+    threads ``block_k`` inputs at a time."""
+
+    block_n: int
+    block_k: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """One way to launch the whole backward of few rows of x.
+
+    Attributes:
+        kind: ``"fma"`` (float32 multiply-adds, one program a strip of columns of W) or ``"dot"``
+            (matrix units, programs of their own for dx and for dW).
+        dx_k, dx_n: columns of K of a program, and rows of N at a time.
+        dw_k, dw_n: tile of dW (dot only).
+        warps, stages: warps of a program, depth of the load pipeline.
+        slices: slices of N, whose shares of dx a second kernel sums in a fixed order.
+        dpre_first: whether a launch of its own forms dpre, where the derivative costs more than it
+            saves to form it again for each strip of dx.
+    """
+
+    kind: str
+    dx_k: int
+    dx_n: int
+    dw_k: int = 64
+    dw_n: int = 64
+    warps: int = 4
+    stages: int = 3
+    slices: int = 1
+    dpre_first: bool = False
+
+    def block_m(self, M: int) -> int:
+        """Rows of the one tile that holds all M."""
+        return max(16, 1 << (M - 1).bit_length())
+
+
+MAX_BACKWARD_ROWS = 128
+_MAX_FMA_ROWS = 4
+
+
+@lru_cache(maxsize=1024)
+def few_rows_config_for(M: int, K: int, N: int, dtype: torch.dtype) -> FewRowsConfig | None:
+    """Configuration of the forward of M rows by multiply-adds; None where tiles are better."""
+    if M > _MAX_FMA_ROWS:
+        return None
+    vector = 16 // dtype.itemsize
+    warps = 4
+    while warps > 1 and 32 * vector * warps > K:
+        warps //= 2
+    return FewRowsConfig(4 if M <= 2 and N >= 2048 else 2, 32 * vector * warps, warps)
+
+
+@lru_cache(maxsize=1024)
+def backward_config_for(
+    M: int, K: int, N: int, dtype: torch.dtype, activation: str
+) -> BackwardConfig:
+    """The configuration of the whole backward of M <= MAX_BACKWARD_ROWS rows."""
+    size = dtype.itemsize
+    if M <= _MAX_FMA_ROWS:
+        return BackwardConfig("fma", 64 // size, 128, warps=8, stages=1)
+    slices = max(1, min(8, N // 1024))
+    stages = 3 if M <= 64 else 2
+    if size == 4:
+        if M < 32:
+            return BackwardConfig("dot", 32, 32, 32, 32, 4, stages, slices)
+        return BackwardConfig("dot", 32, 32, 64, 64, 8, stages, slices)
+    return BackwardConfig("dot", 32, 64, 64, 64, 4, stages, slices)
+
+
 @lru_cache(maxsize=1024)
 def config_for(
     M: int, K: int, N: int, dtype: torch.dtype, capability: tuple[int, int], aligned: bool = True

@@ -1,0 +1,283 @@
+"""Triton kernels for few rows of x: the forward by multiply-adds, and the backward in one launch.
+
+Against a float64 oracle, under Triton's CPU interpreter (in a process of its own, started by
+``test_under_the_interpreter``) and on a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastlinear.core.compare import Verdict, judge
+from fastlinear.ops.common.activations import NAMES
+from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.linear_act import reference
+from fastlinear.ops.linear_act.triton_config import (
+    BackwardConfig,
+    FewRowsConfig,
+    backward_config_for,
+    few_rows_config_for,
+)
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+ON_GPU = HAS_TRITON and not INTERPRETED and torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+
+if INTERPRETED:
+    from triton.runtime import interpreter
+
+    _patch_tensor = interpreter._patch_lang_tensor
+
+    def _patch_lang_tensor(tensor: Any, scope: Any) -> None:
+        # Triton 3.6 calls int() on arrays of one element, which NumPy 2.4 refuses.
+        _patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = _patch_lang_tensor
+
+if INTERPRETED or ON_GPU:
+    from fastlinear.ops.linear_act import triton as products
+    from fastlinear.ops.linear_act import triton_backward as backend
+
+compares = pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="runs in the interpreter test")
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")]
+ALL = (True, True, True)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROWS = FewRowsConfig(4, 32, 4)
+FMA = BackwardConfig("fma", 16, 16, stages=1)
+DOT = BackwardConfig("dot", 32, 32, 32, 32)
+
+
+@pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="starts the interpreted tests")
+def test_under_the_interpreter() -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "pytest", __file__, "-q", "-W", "ignore"]
+    command += ["-p", "no:cacheprovider", "-p", "no:xdist"]
+    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
+    env["CUDA_VISIBLE_DEVICES"] = ""
+    root = Path(__file__).parents[3]
+    done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout, done.stdout
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Results start as NaN, so an element that is never written is seen; no plans are kept."""
+    if INTERPRETED or ON_GPU:
+        empty = products._empty
+        monkeypatch.setattr(products, "_empty", lambda *a: empty(*a).fill_(float("nan")))
+        products._plans.clear()
+        backend._plans.clear()
+    yield
+    if INTERPRETED or ON_GPU:
+        products._plans.clear()
+        backend._plans.clear()
+
+
+def draw(M: int, K: int, N: int, dtype: torch.dtype, layout: str) -> list[Tensor]:
+    """x (M, K), weight (N, K), bias (N,), dy (M, N), in the named layout."""
+    generator = torch.Generator().manual_seed(M * 10007 + K * 101 + N)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
+
+    x, weight, dy = normal(M, K), normal(N, K) / K**0.5, normal(M, N)
+    if layout == "transposed weight":
+        weight = weight.t().contiguous().t()
+    elif layout == "every stride":
+        x = normal(3 * K, 2 * M).t()[::2, ::3]
+        weight = normal(2 * N, 2 * K)[::2, :K] / K**0.5
+        dy = normal(1, N).expand(M, N)
+    return [x, weight, normal(N), dy]
+
+
+def double(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.double()
+
+
+def verdicts(
+    M: int,
+    K: int,
+    N: int,
+    dtype: torch.dtype,
+    activation: str,
+    *,
+    layout: str = "plain",
+    rows: FewRowsConfig | None = None,
+    config: BackwardConfig | None = None,
+    needs: tuple[bool, bool, bool] = ALL,
+) -> list[Verdict]:
+    """The forward where ``rows`` is given, and every gradient wanted, judged by the 2x rule."""
+    x, w, b, dy = draw(M, K, N, dtype, layout)
+    exact = reference.forward(double(x), double(w), double(b), activation, True)
+    same = reference.forward(x, w, b, activation, True)
+    found: list[Any] = []
+    if rows is not None:
+        y, pre = products.forward(x, w, b, activation, True, config=rows)
+        found += [("y", y, same[0], exact[0]), ("pre", pre, same[1], exact[1])]
+    kind = activation_of(activation).saved
+    saved = {"none": None, "output": same[0], "pre": same[1]}[kind]
+    ours = backend.backward(dy, saved, x, w, activation, needs, config=config)
+    theirs = reference.backward(dy, saved, x, w, activation, needs)
+    oracle = reference.backward(dy.double(), double(saved), double(x), double(w), activation, needs)
+    for name, wanted, *three in zip(("dx", "dW", "db"), needs, ours, theirs, oracle, strict=True):
+        assert all((t is not None) == wanted for t in three), name
+        if wanted:
+            assert three[0].dtype is dtype, name
+            found.append((name, *three))
+    return [judge(*item) for item in found]
+
+
+def check(*args: Any, **options: Any) -> None:
+    failed = [str(v) for v in verdicts(*args, **options) if not v.passed]
+    assert not failed, "; ".join(failed)
+
+
+@compares
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", NAMES)
+def test_every_activation_and_dtype(activation: str, dtype: torch.dtype) -> None:
+    check(3, 40, 24, dtype, activation, rows=ROWS, config=FMA)
+    check(33, 40, 24, dtype, activation, config=DOT)
+
+
+@compares
+@pytest.mark.parametrize(("M", "K", "N"), [(1, 1, 1), (1, 33, 7), (2, 65, 33), (4, 100, 9)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_odd_sizes(M: int, K: int, N: int, dtype: torch.dtype) -> None:
+    # relu: a handful of numbers says little about the error of a transcendental function
+    check(M, K, N, dtype, "relu", rows=ROWS, config=FMA)
+    check(M * 16 + 1, K, N, dtype, "relu", config=DOT)
+
+
+@compares
+@pytest.mark.parametrize("layout", ["plain", "transposed weight", "every stride"])
+@pytest.mark.parametrize("slices", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_layouts_and_slices(slices: int, layout: str, dtype: torch.dtype) -> None:
+    rows = None if layout == "transposed weight" else ROWS
+    check(2, 65, 72, dtype, "silu", layout=layout, rows=rows, config=replace(FMA, slices=slices))
+    check(20, 65, 72, dtype, "silu", layout=layout, config=replace(DOT, slices=slices))
+
+
+@compares
+@pytest.mark.parametrize("config", [FMA, DOT, replace(DOT, slices=2)], ids=lambda c: c.kind)
+@pytest.mark.parametrize(
+    "needs", [(True, False, False), (False, True, False), (False, False, True), (True, False, True)]
+)
+def test_only_what_is_needed(needs: tuple[bool, bool, bool], config: BackwardConfig) -> None:
+    check(4, 40, 70, torch.float32, "relu", config=config, needs=needs)
+    if not needs[1]:  # then x is not kept
+        _, w, _, dy = draw(4, 40, 70, torch.float32, "plain")
+        dx, dw, _ = backend.backward(dy, None, None, w, "none", needs, config=config)
+        assert dw is None
+        assert (dx is not None) == needs[0]
+
+
+@compares
+def test_nothing_to_sum() -> None:
+    w = torch.ones(3, 4, device=DEVICE)
+    x, dy = torch.ones(0, 4, device=DEVICE), torch.ones(0, 3, device=DEVICE)
+    dx, dw, db = backend.backward(dy, None, x, w, "none", ALL)
+    torch.testing.assert_close(dx, torch.zeros(0, 4, device=DEVICE))
+    torch.testing.assert_close(dw, torch.zeros_like(w))
+    torch.testing.assert_close(db, torch.zeros(3, device=DEVICE))
+
+
+# ---------------------------------------------------------------------------------------------
+# Tests of the tests: each fault must be seen by the comparison above
+
+
+def gives(**changes: Any) -> Callable[..., tuple[Any, ...]]:
+    """Replace values of a kernel's arguments: ``was=is`` by position ``_<i>``."""
+
+    def change(rest: tuple[Any, ...]) -> tuple[Any, ...]:
+        new = list(rest)
+        for name, value in changes.items():
+            i = int(name[1:])
+            new[i] = value(new[i])
+        return tuple(new)
+
+    return change
+
+
+def less(value: int) -> int:
+    return value - 1
+
+
+FAULTS: dict[str, tuple[str, dict[str, Any], Any, set[str]]] = {
+    "forward columns": ("_few_rows_forward_kernel", {"rows": ROWS}, gives(_0=less), {"y", "pre"}),
+    "forward depth": ("_few_rows_forward_kernel", {"rows": ROWS}, gives(_1=less), {"y", "pre"}),
+    "few rows: N": ("_few_rows_backward_kernel", {"config": FMA}, gives(_0=less), {"dx", "db"}),
+    "few rows: K": ("_few_rows_backward_kernel", {"config": FMA}, gives(_1=less), {"dx", "dW"}),
+    "few rows: a row": ("_few_rows_backward_kernel", {"config": FMA}, gives(_10=less), {"dW"}),
+    "rows": ("_backward_kernel", {"config": DOT}, gives(_0=less), {"dx", "dW", "db"}),
+    "N": ("_backward_kernel", {"config": DOT}, gives(_1=less), {"dx", "dW", "db"}),
+    "slices": ("_sum_slices_kernel", {"config": replace(DOT, slices=2)}, gives(_2=less), {"dx"}),
+    "derivative": (
+        "_backward_kernel",
+        {"config": DOT},
+        lambda rest: tuple("gelu_tanh" if v == "gelu" else v for v in rest),
+        {"dx", "dW", "db"},
+    ),
+}
+
+
+@compares
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, options, change, broken = FAULTS[fault]
+    check(4, 33, 65, torch.float32, "gelu", **options)
+    products._plans.clear()
+    backend._plans.clear()
+    launch = products.Launch
+
+    def faulty(target: Any, grid: Any, rest: Any, *args: Any, **kwargs: Any) -> Any:
+        name = getattr(target, "fn", target).__name__
+        return launch(target, grid, change(rest) if name == kernel else rest, *args, **kwargs)
+
+    monkeypatch.setattr(products, "Launch", faulty)
+    monkeypatch.setattr(backend, "Launch", faulty)
+    failed = {v.name for v in verdicts(4, 33, 65, torch.float32, "gelu", **options) if not v.passed}
+    assert broken <= failed
+
+
+# ---------------------------------------------------------------------------------------------
+# On a device only
+
+
+class TestOnDevice:
+    pytestmark = gpu
+
+    @pytest.mark.parametrize("M", [1, 2, 3, 4, 8, 16, 31, 32, 64, 100, 128])
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_chosen_configurations(self, dtype: torch.dtype, M: int) -> None:
+        rows = few_rows_config_for(M, 1032, 1544, dtype)
+        for activation in ("none", "gelu", "tanh"):
+            check(M, 1032, 1544, dtype, activation, rows=rows)
+
+    @pytest.mark.parametrize("M", [1, 64])
+    def test_graph_capture_and_determinism(self, M: int) -> None:
+        x, w, _, dy = draw(M, 1024, 2048, torch.bfloat16, "plain")
+        assert backward_config_for(64, 1024, 2048, torch.bfloat16, "silu").slices > 1
+        first = backend.backward(dy, dy, x, w, "silu", ALL)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = backend.backward(dy, dy, x, w, "silu", ALL)
+        for t in captured:
+            t.fill_(float("nan"))
+        graph.replay()
+        for one, other in zip(first, captured, strict=True):
+            assert torch.equal(one, other)
