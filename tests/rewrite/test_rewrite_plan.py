@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from fastlinear.core.errors import InputError, PlanError
 from fastlinear.core.settings import Config
 from fastlinear.dispatch import cache
-from fastlinear.rewrite import apply_, optimize_
+from fastlinear.rewrite import apply_, optimize_, remember
 from fastlinear.rewrite import plan as plans
-from fastlinear.rewrite import remember
 
 pytestmark = [
     pytest.mark.usefixtures("fast"),

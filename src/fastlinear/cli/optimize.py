@@ -50,6 +50,13 @@ def optimize(
     tune: Annotated[
         bool, typer.Option(help="Time the backends on each site's own shapes first.")
     ] = True,
+    graphs: Annotated[
+        bool,
+        typer.Option(
+            "--graphs",
+            help="Replay the whole model as CUDA graphs where that is faster; they take memory.",
+        ),
+    ] = False,
     plan: Annotated[
         Path | None,
         typer.Option("--plan", "--save", metavar="FILE", help="Write what was kept as JSON."),
@@ -78,6 +85,7 @@ def optimize(
         min_speedup=min_speedup,
         draws=draws,
         tune=tune,
+        graphs=graphs,
         time_budget_s=budget,
         seed=seed,
     )

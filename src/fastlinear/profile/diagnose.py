@@ -2,45 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 from fastlinear.core.cost import Ceilings, Cost, floor_us
-from fastlinear.ops.common.activations import ACTIVATIONS
-from fastlinear.profile.attribute import ENGINE, PYTHON
+from fastlinear.profile.launch_bound import launch_bound
 from fastlinear.profile.records import Finding, LinearSite, Record
+from fastlinear.profile.site_cost import ITEM_BYTES, CeilingsOf, Step, linear_cost, saves
 from fastlinear.profile.sites import Share
 
-CeilingsOf = Callable[[str, str], Ceilings]
-"""(dtype name, float32 matmul precision) → measured limits of the device."""
+__all__ = ["CeilingsOf", "Step", "diagnose", "linear_cost"]
 
-ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _ATTAINABLE = 0.7  # of the floor's rate: what a good kernel reaches on an ordinary shape
 _NOTICEABLE = 0.01  # of the step: below this share a finding is not worth reading
-_LAUNCH_BOUND = 0.3
 _RATE_LIMITED = 0.2  # floor over measured time from which the arithmetic rate is what limits
 _TINY_DIM = 16  # a tensor-core tile's or a vector register's width in elements
-
-
-@dataclass(frozen=True)
-class Step:
-    """What diagnosis knows about the step as a whole.
-
-    Attributes:
-        mode: ``"inference"`` or ``"train"``.
-        device: ``"cpu"`` or ``"cuda"``.
-        step_us: wall time of one step.
-        busy_us: time per step in which the device ran something.
-        precision: the float32 matmul precision in force.
-        op_us: host time of the smallest op torch can run, per call.
-    """
-
-    mode: str
-    device: str
-    step_us: float
-    busy_us: float
-    precision: str
-    op_us: float
 
 
 def diagnose(
@@ -52,7 +25,7 @@ def diagnose(
 ) -> tuple[Finding, ...]:
     """All findings, largest predicted gain first. ``ceilings_of`` is asked only when needed."""
     timer = _Timer(step, records)
-    found: list[Finding | None] = [_launch_bound(step, records, sites, ceilings_of)]
+    found: list[Finding | None] = [launch_bound(step, records, sites, ceilings_of)]
     for site in sites:
         if not site.calls or not site.rows or site.dtype not in ITEM_BYTES:
             continue
@@ -62,35 +35,6 @@ def diagnose(
         found.append(_slow_dims(step, site, timer, ceilings_of))
     kept = [f for f in found if f is not None]
     return tuple(sorted(kept, key=lambda f: -f.predicted_gain_us))
-
-
-def linear_cost(site: LinearSite, mode: str, *, k: int | None = None, n: int | None = None) -> Cost:
-    """Least work of one site in one step: forward, and in train mode dx, dW and db.
-
-    Forward: 2MNK flops; reads x, W, b, writes y. Backward: reads dy and, for the activation's
-    derivative, one (M, N) tensor; for dx 2MNK flops, reads W, writes dx; for dW and db 2MNK flops,
-    reads x, writes both. Only gradients the step really computes are counted.
-    """
-    m = site.rows
-    k, n = k or site.in_features, n or site.out_features
-    size = ITEM_BYTES[site.dtype]
-    bias = n if site.bias else 0
-    cost = Cost(2.0 * m * n * k, size * (m * k + n * k + bias + m * n))
-    if mode != "train":
-        return cost
-    if not (site.input_grad or site.weight_grad):
-        return cost
-    kept = m * n if _saves(site) == "pre" else 0  # the forward writes it besides y
-    saved = m * n if _saves(site) != "none" else 0
-    cost += Cost(0.0, size * (kept + m * n + saved))
-    for needed in (site.input_grad, site.weight_grad):
-        if needed:
-            cost += Cost(2.0 * m * n * k, size * (m * k + n * k))
-    return cost + Cost(0.0, size * bias if site.weight_grad else 0)
-
-
-def _saves(site: LinearSite) -> str:
-    return ACTIVATIONS[site.activation or "none"].saved
 
 
 class _Timer:
@@ -141,7 +85,7 @@ def _linear_activation(
     pass_us = site.rows * site.out_features * ITEM_BYTES[site.dtype] / ceilings.bytes_per_s * 1e6
     gain = forward
     if step.mode == "train":
-        gain = max(0.0, forward - (pass_us if _saves(site) == "pre" else 0.0))
+        gain = max(0.0, forward - (pass_us if saves(site) == "pre" else 0.0))
         gain += min(backward, pass_us if site.bias else 0.0)
     gain = max(0.0, min(gain, measured - floor))
     where = site.activation_fqn or f"{site.parent_fqn or 'the model'}.forward"
@@ -248,52 +192,6 @@ def _slow_dims(
         bytes=cost.bytes,
         bound=_bound(cost, ceilings),
         details={"in_features": k, "out_features": n, "dtype": site.dtype},
-    )
-
-
-def _launch_bound(
-    step: Step,
-    records: tuple[Record, ...],
-    sites: tuple[LinearSite, ...],
-    ceilings_of: CeilingsOf,
-) -> Finding | None:
-    """The host, not the device, sets the pace.
-
-    On CUDA: the share of the step's wall time in which no kernel runs. On a CPU, which has no
-    such clock: ops of one step times the measured cost of the smallest op torch can run, over the
-    step's wall time. That counts no module or Python overhead, so it is a lower bound of the
-    overhead; the predicted gain is all of it, an upper bound of what fewer or larger ops can save.
-    """
-    ops = sum(r.calls for r in records if r.op not in (PYTHON, ENGINE))
-    waste = step.step_us - step.busy_us if step.device == "cuda" else ops * step.op_us
-    waste = min(max(0.0, waste), step.step_us)
-    share = waste / step.step_us if step.step_us else 0.0
-    if share < _LAUNCH_BOUND:
-        return None
-    real = [s for s in sites if s.calls and s.rows and s.dtype in ITEM_BYTES]
-    cost, floor = Cost(0.0, 0.0), 0.0
-    for site in real:
-        one = linear_cost(site, step.mode)
-        cost += one
-        floor += floor_us(one, ceilings_of(site.dtype, step.precision))
-    how = (
-        f"no kernel runs for {waste:.0f} of {step.step_us:.0f} µs"
-        if step.device == "cuda"
-        else f"starting {ops:.0f} ops costs about {waste:.0f} of {step.step_us:.0f} µs"
-    )
-    remedy = "CUDA graphs, larger batches or" if step.device == "cuda" else "Larger batches or"
-    return Finding(
-        code="launch_bound",
-        fqn="",
-        title=f"Launch-bound: {share:.0%} of the step",
-        message=f"In one step {how}. {remedy} fewer, larger ops would save up to that.",
-        measured_us=step.step_us,
-        floor_us=floor,
-        predicted_gain_us=waste,
-        flops=cost.flops,
-        bytes=cost.bytes,
-        bound="launch",
-        details={"share": share, "ops": ops, "op_us": step.op_us, "busy_us": step.busy_us},
     )
 
 

@@ -17,11 +17,13 @@ from fastlinear.rewrite import plan as plans
 from fastlinear.rewrite.candidate import Candidate
 from fastlinear.rewrite.choose_chains import facts, members
 from fastlinear.rewrite.choose_chains import match as match_chains
+from fastlinear.rewrite.choose_graph import choose_graph
 from fastlinear.rewrite.eligible import Refusal
 from fastlinear.rewrite.exchange import swaps_of
+from fastlinear.rewrite.finish import finish
 from fastlinear.rewrite.inputs import Call, from_specs
 from fastlinear.rewrite.keep_accurate import keep_accurate
-from fastlinear.rewrite.optimize import finish, prepare, settle_left, watch
+from fastlinear.rewrite.optimize import prepare, settle_left, watch
 from fastlinear.rewrite.plan import Plan, Rewrite
 from fastlinear.rewrite.remember import decisions_of, on_trial
 from fastlinear.rewrite.result import Result
@@ -74,8 +76,8 @@ def apply_(
         inputs = call.kwargs if call.kwargs and not call.args else call.args
         if call.args and call.kwargs:
             raise PlanError("apply_", expected="positional or keyword inputs", received="both")
-    forced = {r.rule: r.backend for r in loaded.rewrites if r.backend is not None}
-    config = Config(mode=loaded.mode, backends=forced, tune=False)
+    forced = {r.rule: r.backend for r in loaded.linears if r.backend is not None}
+    config = Config(mode=loaded.mode, backends=forced, tune=False, graphs=loaded.graphed)
     work = prepare("apply_", model, inputs, config, loss_fn, progress)
     brought = decisions_of(loaded)
     with on_trial(brought, device.type):
@@ -88,23 +90,24 @@ def apply_(
             pair = None
             if kept:
                 kept, pair = _unless_slower(work, kept)
-    if kept:
+            graph = choose_graph(work, kept, planned=True)
+    if kept or graph:
         for decision in brought:
             decision.store()
-    return finish(work, kept, verdicts if kept else (), pair)
+    return finish(work, kept, verdicts if kept else (), pair, graph)
 
 
 def _planned(
     work: Work, plan: Plan, candidates: list[Candidate], left: dict[str, Refusal]
 ) -> list[Candidate]:
     """The candidates the plan names. Raises PlanError when a site is no longer what it was."""
-    asked = {r.fqn for r in plan.rewrites if r.route == "chain"}
+    asked = {r.fqn for r in plan.linears if r.route == "chain"}
     chains = [c for c in match_chains(work, candidates) if asked >= set(c.names)] if asked else []
     chained = {c.fqn: c for chain in chains for c in members(chain)}
     candidates = [chained.get(c.fqn, c) for c in candidates]
     work.every = [chained.get(c.fqn, c) for c in work.every]
     by_fqn = {c.fqn: c for c in candidates}
-    wanted = {r.fqn: r for r in plan.rewrites}
+    wanted = {r.fqn: r for r in plan.linears}
     for fqn, rewrite in wanted.items():
         found = by_fqn.get(fqn)
         if found is None:

@@ -20,20 +20,7 @@ def keep_accurate(
     if not candidates:
         return [], ()
     work.progress("verify", 0, 1)
-    if work.judge is None:
-        oracle, exact = make_oracle(work.model, work.runner, work.call, work.ran)
-        work.notes.append(f"accuracy judged against: {oracle.name}")
-        work.judge = verify.Judge(
-            work.model,
-            work.runner,
-            work.call,
-            draws=work.config.draws,
-            oracle=oracle,
-            seconds=work.config.time_budget_s,
-            ran=work.ran,
-            exact=exact,
-        )
-        del work.ran  # the judge keeps it while it is small
+    judge_of(work)
     verdicts = _verdicts(work, candidates)
     kept = candidates
     failed = next((v for v in verdicts if not v.passed), None)
@@ -51,18 +38,41 @@ def keep_accurate(
                 text = f"less accurate in the whole model, though not every time: {wavering}"
                 work.settle(c.fqn, "rejected", "less_accurate", text)
             kept, verdicts = [], []
-    skipped = dict.fromkeys(work.judge.skipped)
+    skipped = dict.fromkeys(judge_of(work).skipped)
     work.notes += [f"verification skipped {text}" for text in skipped]
     work.progress("verify", 1, 1)
     return kept, tuple(verdicts)
 
 
+def judge_of(work: Work) -> verify.Judge:
+    """The judge of this model, made when first asked for; swaps must be off."""
+    if work.judge is None:
+        oracle, exact = make_oracle(work.model, work.runner, work.call, work.ran)
+        work.notes.append(f"accuracy judged against: {oracle.name}")
+        work.judge = verify.Judge(
+            work.model,
+            work.runner,
+            work.call,
+            draws=work.config.draws,
+            oracle=oracle,
+            seconds=work.config.time_budget_s,
+            ran=work.ran,
+            exact=exact,
+        )
+        del work.ran  # the judge keeps it while it is small
+    return work.judge
+
+
 def _verdicts(work: Work, candidates: list[Candidate]) -> list[Verdict]:
-    assert work.judge is not None
-    swaps = SwapSet(swaps_of(candidates))
-    found = work.judge.verdicts(swaps)
+    return verdicts_of(work, SwapSet(swaps_of(candidates)))
+
+
+def verdicts_of(work: Work, swaps: SwapSet, like: SwapSet | None = None) -> list[Verdict]:
+    """Every comparison of the model with these swaps; ``like`` as in ``Judge.verdicts``."""
+    judge = judge_of(work)
+    found = judge.verdicts(swaps, like)
     if work.runner.mode == "train" and all(v.passed for v in found):
-        found += work.judge.trajectory(swaps, work.config.optimizer_steps)
+        found += judge.trajectory(swaps, work.config.optimizer_steps, like)
     return found
 
 

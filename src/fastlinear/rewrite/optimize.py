@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from torch import nn
 
-from fastlinear.core.compare import Verdict
-from fastlinear.core.environment import environment
 from fastlinear.core.errors import InputError
 from fastlinear.core.problem import Problem
 from fastlinear.core.progress import Progress, silent
 from fastlinear.core.settings import Config
-from fastlinear.core.timing import Ratio
 from fastlinear.dispatch.backend import families
 from fastlinear.profile.capture import capture
 from fastlinear.profile.state import preserved
@@ -21,16 +17,15 @@ from fastlinear.profile.step import check_model, device_of, normalize_inputs
 from fastlinear.rewrite import measure
 from fastlinear.rewrite.candidate import Candidate
 from fastlinear.rewrite.choose import choose, heaviest_first
-from fastlinear.rewrite.eligible import Refusal, linear_modules
-from fastlinear.rewrite.exchange import swaps_of
-from fastlinear.rewrite.inputs import Call, input_specs
+from fastlinear.rewrite.choose_graph import choose_graph
+from fastlinear.rewrite.eligible import Refusal
+from fastlinear.rewrite.finish import finish
+from fastlinear.rewrite.inputs import Call
 from fastlinear.rewrite.keep_accurate import keep_accurate
 from fastlinear.rewrite.keep_fast import keep_fast
-from fastlinear.rewrite.plan import Plan, Rewrite, model_facts
 from fastlinear.rewrite.result import Result
 from fastlinear.rewrite.rules.linear_act import FilterFn
 from fastlinear.rewrite.running import LossFn, Runner, check_runs
-from fastlinear.rewrite.swap import SwapSet
 from fastlinear.rewrite.work import Work
 
 _PROFILED_STEPS = 3
@@ -93,7 +88,8 @@ def optimize_(
             verified, verdicts = keep_accurate(work, kept)
             if len(verified) < len(kept):
                 kept, pair = keep_fast(work, verified)
-    return finish(work, kept, verdicts if kept else (), pair if kept else None)
+        graph = choose_graph(work, kept)
+    return finish(work, kept, verdicts if kept else (), pair if kept else None, graph)
 
 
 def problems(
@@ -135,86 +131,6 @@ def settle_left(work: Work, left: dict[str, Refusal]) -> None:
     for fqn, refusal in left.items():
         status = "nothing_to_do" if refusal.code in _NOTHING_CODES else "refused"
         work.settle(fqn, status, refusal.code, refusal.reason)
-
-
-def finish(
-    work: Work, kept: list[Candidate], verdicts: tuple[Verdict, ...], pair: measure.Pair | None
-) -> Result:
-    """Switch the kept rewrites on and write everything down."""
-    facts = environment(work.runner.device)
-    rewrites = tuple(_rewrite(work, c) for c in kept)
-    plan = Plan(
-        model=model_facts(work.model),
-        mode=work.config.mode,
-        environment=facts,
-        inputs=input_specs(work.call),
-        rewrites=rewrites,
-        fastlinear=sys.modules["fastlinear"].__version__,
-        tuned=tuple(_tuned_choices(work, kept)),
-    )
-    _note_packed(work, kept)
-    step = work.profile.step_us
-    swaps = SwapSet(swaps_of(kept))
-    result = Result(
-        model_class=type(work.model).__qualname__,
-        mode=work.config.mode,
-        device=str(work.runner.device),
-        sites=tuple(
-            work.outcomes[fqn] for fqn in linear_modules(work.model) if fqn in work.outcomes
-        ),
-        verdicts=verdicts,
-        before_us=pair.before.median_us if pair else step,
-        after_us=pair.after.median_us if pair else step,
-        speedup=pair.speedup if pair else Ratio(1.0, 1.0, 1.0),
-        samples={
-            "before": list(pair.before.us) if pair else [],
-            "after": list(pair.after.us) if pair else [],
-        },
-        plan=plan,
-        profile=work.profile,
-        notes=tuple(dict.fromkeys(work.notes)),
-        _swaps=swaps,
-    )
-    swaps.on()
-    return result
-
-
-def _note_packed(work: Work, kept: list[Candidate]) -> None:
-    packed = [c for c in kept if work.outcomes[c.fqn].backends["forward"].endswith("_packed")]
-    if packed:
-        weights = {id(w): w for c in packed for w in c.module.parameters()}
-        size = sum(w.nbytes for w in weights.values() if w.dim() == 2) / (1 << 20)
-        work.notes.append(
-            f"packed backends keep a second copy of {len(packed)} weights ({size:.1f} MiB)"
-        )
-
-
-def _rewrite(work: Work, c: Candidate) -> Rewrite:
-    return Rewrite(
-        fqn=c.fqn,
-        rule=work.outcomes[c.fqn].rule,
-        activation=c.activation,
-        route=c.route,
-        activation_fqn=c.activation_fqn,
-        parent_fqn=c.parent_fqn,
-        backend=c.backend if c.chain is None else c.chain.backend,
-        problem=c.problem.to_json(),
-        backends=work.outcomes[c.fqn].backends,
-    )
-
-
-def _tuned_choices(work: Work, kept: list[Candidate]) -> list[dict[str, Any]]:
-    asked = [q for c in kept for q in (c.problems if c.chain is None else c.chain.problems)]
-    wanted = {p for q in asked for p in measure.deciding(q)}
-    return [
-        {
-            "problem": p.to_json(),
-            "best": t.best,
-            "times_us": {name: s.median_us for name, s in t.samples.items()},
-        }
-        for p, t in work.tuned.items()
-        if p in wanted
-    ]
 
 
 def prepare(

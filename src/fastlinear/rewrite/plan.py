@@ -23,8 +23,8 @@ from fastlinear.ops.common.activations import NAMES
 
 KIND = "plan"
 FORMAT = 1
-ROUTES = ("plain", "instance", "parent", "chain")
-RULES = ("linear_act", "mlp")
+ROUTES = ("plain", "instance", "parent", "chain", "graph")
+RULES = ("linear_act", "mlp", "graphed")
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,14 @@ class Rewrite:
     """One site's rewrite.
 
     Attributes:
-        fqn: the linear's fully qualified name.
-        rule: the family's name.
+        fqn: the linear's fully qualified name; ``""`` for the model as a whole.
+        rule: the family's name, or ``"graphed"``.
         activation: what is fused; ``"none"`` changes the backend only.
         route: ``"plain"`` (the linear alone), ``"instance"`` (the linear computes the activation
             and the activation module passes its input on), ``"parent"`` (the parent's forward
             makes one fused call) or ``"chain"`` (the forward of the Sequential or parent named by
-            ``parent_fqn`` makes one call for a run of linears).
+            ``parent_fqn`` makes one call for a run of linears); ``"graph"`` (rule ``"graphed"``)
+            is the model as a whole, replayed as CUDA graphs.
         activation_fqn: the activation module, where there is one.
         parent_fqn: the module whose forward is exchanged on the routes ``"parent"`` and
             ``"chain"``.
@@ -91,6 +92,16 @@ class Plan:
     rewrites: tuple[Rewrite, ...]
     fastlinear: str
     tuned: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def linears(self) -> tuple[Rewrite, ...]:
+        """The rewrites of linears."""
+        return tuple(r for r in self.rewrites if r.route != "graph")
+
+    @property
+    def graphed(self) -> bool:
+        """Whether the whole model is replayed as CUDA graphs."""
+        return len(self.linears) < len(self.rewrites)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict of kind ``"plan"``."""
@@ -177,6 +188,7 @@ def _parse(data: dict[str, Any]) -> Plan:
     for item in data["rewrites"]:
         rewrite = Rewrite(**item)
         known = rewrite.rule in RULES and rewrite.route in ROUTES and rewrite.activation in NAMES
+        known &= (rewrite.rule == "graphed") == (rewrite.route == "graph")
         if not known or not isinstance(rewrite.fqn, str):
             raise ValueError(f"unknown rewrite of {rewrite.fqn!r}: {rewrite.rule}, {rewrite.route}")
         rewrites.append(rewrite)

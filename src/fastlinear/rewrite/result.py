@@ -20,11 +20,11 @@ STATUSES = ("kept", "rejected", "refused", "nothing_to_do")
 
 @dataclass(frozen=True)
 class SiteOutcome:
-    """What became of one linear.
+    """What became of one linear, or of the model as a whole.
 
     Attributes:
-        fqn: its fully qualified name.
-        rule: the family that looked at it.
+        fqn: its fully qualified name; ``""`` for the model.
+        rule: the family that looked at it, or ``"graphed"``.
         activation: what is, or would have been, fused; None when it was not looked at.
         problem: its Problem as JSON, or None.
         status: ``"kept"``, ``"rejected"`` (slower or less accurate), ``"refused"`` (must not be
@@ -69,7 +69,8 @@ class Result:
 
     Attributes:
         model_class, mode, device: what was optimized, and how.
-        sites: one outcome for every linear of the model, in ``named_modules`` order.
+        sites: one outcome for every linear of the model, in ``named_modules`` order; where CUDA
+            graphs were asked for, one more (rule ``"graphed"``) for the model as a whole.
         verdicts: every comparison of the kept rewrite with the oracle, pooled over the draws.
         before_us, after_us: median wall time of one step.
         speedup: paired before / after of one step with its 95% interval.

@@ -121,6 +121,13 @@ class SwapSet:
                 remedy="Undo the later change first, then call revert() again.",
             )
         self.off()
+        self.release()
+
+    def release(self) -> None:
+        """Free what the bound forwards hold beside the model; they stay usable."""
+        for _, method in self._bound:
+            if hasattr(method, "release"):
+                method.release()
 
 
 def _restore(before: list[tuple[nn.Module, dict[str, Any]]]) -> None:

@@ -45,7 +45,9 @@ def render(result: Result) -> str:
     console = Console(file=out, width=_WIDTH, color_system=None, highlight=False)
     console.print(table)
     console.print(step)
-    console.print(f"{len(result.sites)} linear sites: {counts}")
+    linears = sum(s.rule != "graphed" for s in result.sites)
+    whole = " and the whole model" if linears < len(result.sites) else ""
+    console.print(f"{linears} linear sites{whole}: {counts}")
     for note in result.notes:
         console.print(f"note: {note}")
     return out.getvalue()
@@ -60,7 +62,7 @@ def _folded(result: Result) -> list[tuple[str, SiteOutcome]]:
     rows = []
     for members in groups.values():
         more = f" (+{len(members) - 1} alike)" if len(members) > 1 else ""
-        rows.append((members[0].fqn + more, members[0]))
+        rows.append(((members[0].fqn or "(model)") + more, members[0]))
     return rows
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from fastlinear.core.compare import Verdict
 from fastlinear.rewrite.inputs import Call, draw
 from fastlinear.rewrite.kinks import Sides
 from fastlinear.rewrite.oracle import Oracle, Run
-from fastlinear.rewrite.running import KEEP_BYTES, Ran, Runner, run_once
+from fastlinear.rewrite.running import KEEP_BYTES, Ran, Runner, random_state, run_once
 from fastlinear.rewrite.swap import SwapSet
 from fastlinear.rewrite.trajectory import learning_rate, trajectory
 from fastlinear.rewrite.verdicts import compare_all, pool
@@ -58,40 +59,48 @@ class Judge:
             self._keep(0, _Known(ran, exact))
         self._steps: tuple[Run, _Known | None] | None = None
 
-    def verdicts(self, swaps: SwapSet) -> list[Verdict]:
+    def verdicts(self, swaps: SwapSet, like: SwapSet | None = None) -> list[Verdict]:
         """One verdict for each result, pooled over the draws; failures get a second look on
-        more draws before they count."""
+        more draws before they count. ``like``: swaps that compute the same and can be watched
+        (see ``kinks.Sides``), where these, replayed as a graph, cannot."""
         found: Draws = {}
         end = time.monotonic() + self.seconds
         for i in range(self.draws):
             if i > 0 and time.monotonic() > end:
                 self.skipped.append(f"draws {i} to {self.draws - 1} (out of time)")
                 break
-            self._collect(i, swaps, found)
+            self._collect(i, swaps, found, like)
         if _may_be_chance(found):
             for i in range(self.draws, self.draws + _MORE_DRAWS):
-                self._collect(i, swaps, found)
+                self._collect(i, swaps, found, like)
         return _pooled(found)
 
-    def _collect(self, index: int, swaps: SwapSet, found: Draws) -> None:
+    def _collect(self, index: int, swaps: SwapSet, found: Draws, like: SwapSet | None) -> None:
         known = self._originals(index)
         if known is None:
             return
         theirs = known.theirs
         call = draw(self.call, index, self.runner.seed)
-        swaps.on()
         try:
-            ran = run_once(self.model, call, self.runner)
+            ran = self._ran(call, swaps, like)
         except Exception as error:  # noqa: BLE001  whatever it is, the model alone does not raise it
             verdict = _raised(error)
             found[index] = {verdict.name: verdict}
             return
-        finally:
-            swaps.off()
         states = zip(ran.state, theirs.state, strict=True)
         same = all(torch.equal(a, b) for a, b in states)
         found[index] = {"randomness": Verdict("randomness", 0.0 if same else math.inf, 0.0, 0.0)}
         found[index] |= self._compared(ran, known, call, self.runner.results)
+
+    def _ran(self, call: Call, swaps: SwapSet, like: SwapSet | None) -> Ran:
+        if like is None:
+            with _on(swaps):
+                return run_once(self.model, call, self.runner)
+        with _on(like):
+            sides = run_once(self.model, call, self.runner).sides
+        with _on(swaps):
+            results = self.runner.results(self.model, call)
+        return Ran(results, random_state(self.runner.device), sides)
 
     def _compared(self, ours: Ran, known: _Known, call: Call, run: Run) -> dict[str, Verdict]:
         """``ours`` against the oracle on the original's side of every kink, else on its own."""
@@ -125,21 +134,23 @@ class Judge:
         if sum(t.nbytes for t in held) < KEEP_BYTES:
             self._known[index] = known
 
-    def trajectory(self, swaps: SwapSet, steps: int) -> list[Verdict]:
+    def trajectory(self, swaps: SwapSet, steps: int, like: SwapSet | None = None) -> list[Verdict]:
         """A few SGD steps on copies: losses and parameters of original, rewritten and oracle.
-        Empty where no parameter is trained, or where the model does not allow it."""
+        Empty where no parameter is trained, or where the model does not allow it. ``like`` as in
+        ``verdicts``."""
         run, known = first = self._steps or self._first_steps(steps)
         if known is None or known.theirs.light().whole:
             self._steps = first
         if known is None:
             return []
-        swaps.on()
         try:
-            ours = _watched(run, self.model, self.call)
+            with _on(like or swaps):
+                ours = _watched(run, self.model, self.call)
+            if like is not None:
+                with _on(swaps):
+                    ours = replace(ours, results=run(self.model, self.call))
         except Exception as error:  # noqa: BLE001  whatever it is, the model alone does not raise it
             return [_raised(error)]
-        finally:
-            swaps.off()
         return list(self._compared(ours, known, self.call, run).values())
 
     def _first_steps(self, steps: int) -> tuple[Run, _Known | None]:
@@ -164,6 +175,15 @@ class Judge:
 class _Known:
     theirs: Ran
     oracle: dict[str, Tensor]
+
+
+@contextmanager
+def _on(swaps: SwapSet) -> Iterator[None]:
+    swaps.on()
+    try:
+        yield
+    finally:
+        swaps.off()
 
 
 def _raised(error: Exception) -> Verdict:

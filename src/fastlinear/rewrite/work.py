@@ -43,6 +43,7 @@ class Work:
         notes: what a reader should know of how it was done.
         tuned: what tuning measured.
         every: all candidates, those given up included.
+        region: what becomes of the model as a whole, where CUDA graphs were asked for.
     """
 
     model: nn.Module
@@ -58,6 +59,7 @@ class Work:
     notes: list[str] = field(default_factory=list)
     tuned: dict[Any, Tuned] = field(default_factory=dict)
     every: list[Candidate] = field(default_factory=list)
+    region: SiteOutcome | None = None
 
     def settle(self, fqn: str, status: str, code: str, reason: str, **facts: Any) -> None:
         """Record (or change) what becomes of a site."""

@@ -1,0 +1,184 @@
+"""The whole model as CUDA graphs: offered where it is launch-bound, tried where it is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fastlinear.core.compare import Verdict
+from fastlinear.core.errors import UnsupportedError
+from fastlinear.profile.records import Finding
+from fastlinear.profile.step import private_copy
+from fastlinear.rewrite import measure
+from fastlinear.rewrite.candidate import Candidate
+from fastlinear.rewrite.eligible import refuse_module
+from fastlinear.rewrite.exchange import swaps_of
+from fastlinear.rewrite.graph_forward import GraphForward, with_graph
+from fastlinear.rewrite.inputs import Call
+from fastlinear.rewrite.keep_accurate import verdicts_of
+from fastlinear.rewrite.result import SiteOutcome
+from fastlinear.rewrite.swap import Swap, SwapSet
+from fastlinear.rewrite.work import Work, in_words
+
+RULE = "graphed"
+ROUTE = "graph"
+
+
+@dataclass(frozen=True)
+class KeptGraph:
+    """The model as CUDA graphs, verified and measured.
+
+    Attributes:
+        swaps: every forward to exchange, the kept rewrites of its linears included.
+        verdicts: how it compares with the oracle.
+        pair: the model as it was against this.
+    """
+
+    swaps: tuple[Swap, ...]
+    verdicts: tuple[Verdict, ...]
+    pair: measure.Pair
+
+
+def choose_graph(work: Work, kept: list[Candidate], *, planned: bool = False) -> KeptGraph | None:
+    """The model, with the rewrites kept so far, as CUDA graphs, if that is faster beyond noise.
+
+    Without ``Config.graphs`` it is only offered in a note. ``planned``: a plan asks for it, so it
+    need not be found launch-bound again, and stays unless it is slower.
+    """
+    finding = next((f for f in work.profile.findings if f.code == "launch_bound"), None)
+    if not work.config.graphs:
+        if finding is not None and finding.details.get("offer") == RULE:
+            work.notes.append(
+                f"launch-bound: CUDA graphs would save up to {finding.predicted_gain_us:.0f} us a "
+                "step; ask for them with Config(graphs=True) or --graphs (they take memory)"
+            )
+        return None
+    why = _why_not(work, finding, planned)
+    if why is not None:
+        _settle(work, finding, *why)
+        return None
+    return _tried(work, kept, finding, planned)
+
+
+def _why_not(work: Work, finding: Finding | None, planned: bool) -> tuple[str, str, str] | None:
+    """Status, code and reason for not even trying, or None."""
+    if work.runner.device.type != "cuda":
+        return "refused", "needs_cuda", f"CUDA graphs do not exist on {work.runner.device}."
+    refusal = refuse_module(work.model)
+    if refusal is not None:
+        return "refused", refusal.code, refusal.reason
+    if isinstance(work.model.__dict__.get("forward"), GraphForward):
+        return "nothing_to_do", "already_rewritten", "It is replayed as CUDA graphs already."
+    if planned:
+        return None
+    if finding is None:
+        step, busy = work.profile.step_us, work.profile.device_busy_us
+        text = f"Not launch-bound: the device is busy for {busy:.0f} of {step:.0f} us."
+        return "nothing_to_do", "not_launch_bound", text
+    if finding.details.get("offer") != RULE:
+        return "refused", "waits_for_device", str(finding.details.get("no_graph"))
+    return None
+
+
+def _tried(
+    work: Work, kept: list[Candidate], finding: Finding | None, planned: bool
+) -> KeptGraph | None:
+    base = swaps_of(kept)
+    why = _refused_by_recording(work, base)
+    if why is not None:
+        _settle(work, finding, *why)
+        return None
+    plain, swaps = SwapSet(base), SwapSet(with_graph(base, work.model))
+    with work.budget:
+        held = _allocated(work)
+        verdicts = verdicts_of(work, swaps, like=plain)
+        failed = next((v for v in verdicts if not v.passed), None)
+        if failed is not None:
+            text = f"less accurate as CUDA graphs: {failed}"
+            swaps.release()
+            _settle(work, finding, "rejected", "less_accurate", text)
+            return None
+        held = _allocated(work) - held
+        over_plain = _pair(work, swaps, plain)
+        pair = _pair(work, swaps, None) if base else over_plain
+    swaps.release()  # what is kept records its own at the first call, in the caller's mode
+    ratio = over_plain.speedup
+    facts = {
+        "before_us": over_plain.before.median_us,
+        "after_us": over_plain.after.median_us,
+        "speedup": ratio.median,
+        "ci95": (ratio.low, ratio.high),
+    }
+    against = "with the other rewrites but without graphs" if base else "as it was"
+    text = f"{in_words(ratio)} end to end of the model {against}"
+    enough = not ratio.high < 1.0 if planned else min(ratio.low, pair.speedup.low) > _least(work)
+    if not enough:
+        word = "slower" if ratio.high < 1.0 else "no gain beyond noise"
+        _settle(work, finding, "rejected", "slower_model", f"{word}: {text}", **facts)
+        return None
+    memory = f"; its recordings hold about {held / (1 << 20):.1f} MiB" if held > 0 else ""
+    word = "in_plan" if planned else "faster"
+    _settle(work, finding, "kept", word, f"replayed as CUDA graphs, {text}{memory}", **facts)
+    return KeptGraph(with_graph(base, work.model), tuple(verdicts), pair)
+
+
+def _refused_by_recording(work: Work, base: list[Swap]) -> tuple[str, str, str] | None:
+    """Run one step with graphs that refuse rather than run plainly."""
+    trial = SwapSet(with_graph(base, work.model, on_unsupported="error"))
+    trial.on()
+    try:
+        work.runner.step(work.model, _copy(work))
+    except UnsupportedError as error:
+        return "refused", "no_graph", str(error)
+    except Exception as error:  # noqa: BLE001  out of memory, say: an outcome too
+        return "rejected", "raises", f"recording raises {type(error).__name__}: {error}"
+    finally:
+        trial.off()
+        trial.release()
+    return None
+
+
+def _pair(work: Work, swaps: SwapSet, against: SwapSet | None) -> measure.Pair:
+    return measure.model_pair(
+        work.model,
+        swaps,
+        work.runner,
+        _copy(work),
+        budget_s=max(1.0, work.budget.left_s / 3),
+        min_speedup=_least(work),
+        against=against,
+    )
+
+
+def _least(work: Work) -> float:
+    return max(1.0, work.config.min_speedup)
+
+
+def _copy(work: Work) -> Call:
+    return Call(*private_copy((work.call.args, work.call.kwargs)))  # some models write to them
+
+
+def _allocated(work: Work) -> int:
+    device = work.runner.device
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _settle(
+    work: Work, finding: Finding | None, status: str, code: str, reason: str, **facts: Any
+) -> None:
+    gain = None if finding is None else finding.predicted_gain_us
+    work.region = SiteOutcome(
+        fqn="",
+        rule=RULE,
+        activation=None,
+        problem=None,
+        status=status,
+        code=code,
+        reason=reason,
+        predicted_gain_us=gain,
+        route=ROUTE,
+        calls=1,
+        **facts,
+    )

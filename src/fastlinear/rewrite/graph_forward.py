@@ -1,0 +1,78 @@
+"""A whole model's forward as CUDA graphs: recorded at the first call, kept with the instance."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastlinear.nn.graphed import Graphed, graphed
+from fastlinear.rewrite.forwards import Forward, hooked_globally
+from fastlinear.rewrite.swap import Swap, mark
+
+_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+
+
+class GraphForward:
+    """Bound like a method, it replays the function it binds through ``fl.graphed``.
+
+    Watchers of every op or every module (function modes, global hooks: a profiler, say) would see
+    nothing of a replay; under them the function runs plainly. A copy of the module records graphs
+    of its own, and a pickled one loads as the model before the rewrite.
+    """
+
+    # slots, so that fl.graphed does not look for tensors in here
+    __slots__ = ("__func__", "__self__", "_graphed", "_on_unsupported")
+
+    def __init__(self, function: Forward, module: nn.Module, on_unsupported: str = "eager") -> None:
+        self.__func__ = function
+        self.__self__ = module
+        self._on_unsupported = on_unsupported
+        self._graphed: Graphed | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _function_modes() or hooked_globally():
+            return self.__func__(self.__self__, *args, **kwargs)
+        if self._graphed is None:
+            method = MethodType(self.__func__, self.__self__)
+            self._graphed = graphed(method, on_unsupported=self._on_unsupported)
+        return self._graphed(*args, **kwargs)
+
+    @property
+    def replayed(self) -> int:
+        """How many calls were replays."""
+        return 0 if self._graphed is None else self._graphed.counts.replayed
+
+    def release(self) -> None:
+        """Free every graph and its memory; the next call records anew."""
+        if self._graphed is not None:
+            self._graphed.clear()
+        self._graphed = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphForward:
+        module = copy.deepcopy(self.__self__, memo)
+        return GraphForward(self.__func__, module, self._on_unsupported)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.__self__, "forward")
+
+
+def with_graph(
+    swaps: Iterable[Swap], model: nn.Module, on_unsupported: str = "eager"
+) -> tuple[Swap, ...]:
+    """These swaps, and the model's forward, with whatever they make of it, as CUDA graphs."""
+    others = [s for s in swaps if s.module is not model]
+    own = next((s.forward for s in swaps if s.module is model), None)
+    known = own or getattr(model.__dict__.get("forward"), "__func__", type(model).forward)
+    inner: Any = known
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return inner(self, *args, **kwargs)
+
+    bind = partial(GraphForward, on_unsupported=on_unsupported)
+    return (*others, Swap("", model, mark(forward), bind))

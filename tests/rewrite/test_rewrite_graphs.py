@@ -1,0 +1,323 @@
+"""The whole model as CUDA graphs: offered, tried when asked for, kept if faster, undone.
+
+On a machine without a GPU a tape stands in for CUDA's graphs; see ``core.graph_tape``.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import importlib
+import json
+import pickle
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from rewrite_models import Clock, Functional, mlp, run, snapshot
+from torch import Tensor, nn
+
+from fastlinear.core.graph_tape import TapeRecorder
+from fastlinear.core.settings import Config
+from fastlinear.profile.diagnose import Step
+from fastlinear.profile.launch_bound import launch_bound
+from fastlinear.profile.records import Record
+from fastlinear.rewrite import apply_, choose_graph, optimize_
+from fastlinear.rewrite.graph_forward import GraphForward, with_graph
+from fastlinear.rewrite.swap import SwapSet
+
+graphed_module = importlib.import_module("fastlinear.nn.graphed")
+optimizing = importlib.import_module("fastlinear.rewrite.optimize")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+GRAPHS = Config(graphs=True, draws=2, optimizer_steps=2)
+
+
+@pytest.fixture
+def tape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs on a CPU, for models that count as launch-bound."""
+    monkeypatch.setattr(graphed_module, "CudaRecorder", TapeRecorder)
+    real = choose_graph._why_not
+
+    def why_not(work: Any, finding: Any, planned: bool) -> Any:
+        cuda = replace(work.runner, device=torch.device("cuda"))
+        return real(replace_runner(work, cuda), finding, True)
+
+    monkeypatch.setattr(choose_graph, "_why_not", why_not)
+
+
+def replace_runner(work: Any, runner: Any) -> Any:
+    twin = copy.copy(work)
+    twin.runner = runner
+    return twin
+
+
+def region(result: Any) -> Any:
+    (found,) = [s for s in result.sites if s.rule == "graphed"]
+    return found
+
+
+@pytest.mark.parametrize("make", [mlp, Functional])
+@pytest.mark.parametrize("mode", ["inference", "train"])
+@pytest.mark.parametrize("families", [None, ()])
+def test_optimize_save_apply_revert(
+    make: Any, mode: str, families: Any, tape: None, clock: Clock
+) -> None:
+    clock({"onednn": 50.0, "pieces": 50.0, "after": 50.0})
+    model = make().train(mode == "train")
+    plain, before = copy.deepcopy(model), snapshot(model)
+    config = replace(GRAPHS, mode=mode, families=families)
+    result = optimize_(model, X, config=config)
+    assert region(result).status == "kept", region(result)
+    assert all(v.passed for v in result.verdicts)
+    linears = {s.status for s in result.sites if s.rule != "graphed"}
+    assert ("kept" in linears) == (families is None)
+    forward = model.__dict__["forward"]
+    assert isinstance(forward, GraphForward)
+    model.eval()
+    plain.eval()
+    for _ in range(3):
+        x = torch.randn(8, 16)
+        torch.testing.assert_close(run(model, x), run(plain, x))
+    assert forward.replayed == 3
+    plan = json.loads(json.dumps(result.plan.to_json()))
+    model.train(mode == "train")
+    result.revert()
+    assert snapshot(model) == before
+    assert forward.replayed == 0
+    again = apply_(model, plan)
+    assert region(again).status == "kept"
+    assert again.plan.rewrites == result.plan.rewrites
+    again.revert()
+    assert snapshot(model) == before
+
+
+def test_training_through_the_kept_graph(tape: None, clock: Clock) -> None:
+    clock({"after": 50.0})
+    model = mlp()
+    plain = copy.deepcopy(model)
+    optimize_(model, X, config=replace(GRAPHS, mode="train"))
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, plain)]
+    for _ in range(3):
+        x = torch.randn(8, 16)
+        for m, optimizer in zip((model, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            m(x).square().mean().backward()
+            optimizer.step()
+    assert model.__dict__["forward"].replayed == 3
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_without_being_asked_nothing_is_recorded(tape: None, clock: Clock) -> None:
+    clock({"after": 50.0})
+    model = mlp().eval()
+    result = optimize_(model, X)
+    assert all(s.rule != "graphed" for s in result.sites)
+    assert not isinstance(model.__dict__.get("forward"), GraphForward)
+
+
+def test_slower_graphs_are_put_back(tape: None, clock: Clock) -> None:
+    clock({"after": 150.0})
+    model = mlp().eval()
+    before = snapshot(model)
+    result = optimize_(model, X, config=GRAPHS)
+    assert (region(result).status, region(result).code) == ("rejected", "slower_model")
+    assert "0.67x" in region(result).reason
+    assert result.plan.rewrites == ()
+    assert snapshot(model) == before
+
+
+def test_a_graph_that_computes_something_else_is_put_back(
+    tape: None, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock({"after": 50.0})
+    real = GraphForward.__call__
+
+    def wrong(self: GraphForward, *args: Any, **kwargs: Any) -> Any:
+        return real(self, *args, **kwargs) * 1.001
+
+    monkeypatch.setattr(GraphForward, "__call__", wrong)
+    for mode in ("inference", "train"):
+        model = mlp().train(mode == "train")
+        before = snapshot(model)
+        result = optimize_(model, X, config=replace(GRAPHS, mode=mode, families=()))
+        assert (region(result).status, region(result).code) == ("rejected", "less_accurate")
+        assert snapshot(model) == before
+
+
+class Reads(nn.Module):
+    """A value decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x)
+        return y if float(y.sum()) > 0 else -y
+
+
+def test_control_flow_on_values_is_refused_with_its_reason(tape: None, clock: Clock) -> None:
+    clock({"after": 50.0})
+    model = Reads().eval()
+    before = snapshot(model)
+    result = optimize_(model, X, config=GRAPHS)
+    assert (region(result).status, region(result).code) == ("refused", "no_graph")
+    assert "graphed" in region(result).reason
+    result.revert()
+    assert snapshot(model) == before
+
+
+def test_a_cpu_has_no_cuda_graphs() -> None:
+    result = optimize_(mlp().eval(), X, config=replace(GRAPHS, families=()))
+    assert (region(result).status, region(result).code) == ("refused", "needs_cuda")
+    assert "(model)" in result.table()
+    assert result.refused >= 1
+
+
+def test_a_hook_on_the_model_is_refused(tape: None, clock: Clock) -> None:
+    clock({"after": 50.0})
+    model = mlp().eval()
+    model.register_forward_hook(lambda *_: None)
+    result = optimize_(model, X, config=replace(GRAPHS, families=()))
+    assert (region(result).status, region(result).code) == ("refused", "hooks")
+
+
+def graphed_mlp() -> tuple[nn.Module, SwapSet]:
+    model = mlp().eval()
+    swaps = SwapSet(with_graph((), model))
+    swaps.on()
+    return model, swaps
+
+
+def test_copies_record_their_own_and_pickles_load_plain(tape: None) -> None:
+    model, _ = graphed_mlp()
+    expected = run(model, X)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    torch.testing.assert_close(run(twin, X), expected)
+    assert twin.__dict__["forward"].replayed == 1
+    assert run(model, X).abs().max() == 0
+    loaded = pickle.loads(pickle.dumps(twin))
+    torch.testing.assert_close(run(loaded, X), expected)
+    assert not isinstance(loaded.__dict__["forward"], GraphForward)
+    replica = twin._replicate_for_data_parallel()
+    assert not isinstance(replica.forward, GraphForward)
+
+
+def test_a_model_is_freed_with_its_graphs(tape: None) -> None:
+    model, swaps = graphed_mlp()
+    run(model, X)
+    gone = weakref.ref(model)
+    del model, swaps
+    gc.collect()
+    assert gone() is None
+
+
+def test_watchers_see_every_layer(tape: None) -> None:
+    model, _ = graphed_mlp()
+    run(model, X)
+    seen: list[str] = []
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, args, y: seen.append(type(module).__name__)
+    )
+    try:
+        run(model, X)
+    finally:
+        handle.remove()
+    assert seen.count("Linear") == 3
+
+
+def test_another_shape_and_changed_weights(tape: None) -> None:
+    model, _ = graphed_mlp()
+    plain = mlp().eval()
+    plain.load_state_dict(model.state_dict())
+    for rows in (8, 3, 8):
+        x = torch.randn(rows, 16)
+        torch.testing.assert_close(run(model, x), run(plain, x))
+        with torch.no_grad():
+            for p in (*model.parameters(), *plain.parameters()):
+                p.mul_(1.5)
+
+
+def test_a_trial_that_raises_leaves_the_model(
+    tape: None, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock({"after": 50.0})
+    model = mlp().eval()
+    before = snapshot(model)
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(choose_graph, "verdicts_of", stop)
+    with pytest.raises(KeyboardInterrupt):
+        optimize_(model, X, config=replace(GRAPHS, families=()))
+    assert snapshot(model) == before
+
+
+# ------------------------------------------------------------------------------------- the offer
+
+
+def step(busy: float, device: str = "cuda", mode: str = "inference") -> Step:
+    return Step(mode, device, 200.0, busy, "highest", 0.0)
+
+
+def record(op: str) -> Record:
+    return Record("", "Net", op, "forward", 8, 20.0, 2.0)
+
+
+def finding(busy: float, *ops: str, device: str = "cuda", mode: str = "inference") -> Any:
+    records = tuple(record(op) for op in ops)
+    return launch_bound(step(busy, device, mode), records, (), lambda *_: None)
+
+
+def test_the_offer() -> None:
+    assert finding(160.0, "aten::linear") is None  # no kernel runs for 20% of the step
+    offered = finding(50.0, "aten::linear")
+    assert offered.details["offer"] == "graphed"
+    assert offered.predicted_gain_us == 150.0
+    assert "fl.graphed" in offered.message
+    assert finding(2.0, "aten::linear").predicted_gain_us == 170.0  # a replay costs 30
+    waits = finding(50.0, "aten::linear", "aten::item")
+    assert "offer" not in waits.details
+    assert "aten::item" in waits.details["no_graph"]
+    assert "fl.graphed" not in waits.message
+
+
+def test_the_offer_is_noted(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock({})
+    work = optimizing.prepare("t", mlp().eval(), X, Config(), None, lambda *_: None)
+    optimizing.watch(work, X, None)
+    work.profile = replace(work.profile, findings=(finding(50.0, "aten::linear"),))
+    assert choose_graph.choose_graph(work, []) is None
+    assert any("Config(graphs=True)" in n and "150 us" in n for n in work.notes)
+
+
+def test_reasons_not_to_try() -> None:
+    work = optimizing.prepare("t", mlp().eval(), X, GRAPHS, None, lambda *_: None)
+    optimizing.watch(work, X, None)
+    cuda = replace_runner(work, replace(work.runner, device=torch.device("cuda")))
+    assert choose_graph._why_not(cuda, None, False)[1] == "not_launch_bound"
+    waits = finding(50.0, "aten::item")
+    assert choose_graph._why_not(cuda, waits, False)[1] == "waits_for_device"
+    assert choose_graph._why_not(cuda, finding(50.0, "aten::linear"), False) is None
+    assert choose_graph._why_not(cuda, None, True) is None
+
+
+def test_a_plan_without_its_device_is_refused_elsewhere(tape: None, clock: Clock) -> None:
+    from fastlinear.core.errors import PlanError
+
+    clock({"after": 50.0})
+    model = mlp().eval()
+    result = optimize_(model, X, config=replace(GRAPHS, families=()))
+    plan = result.plan.to_json()
+    result.revert()
+    plan["rewrites"][0]["rule"] = "linear_act"
+    with pytest.raises(PlanError, match="bad or missing"):
+        apply_(model, plan)
