@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fastlinear.core import graphs
 from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.core.graph_inspect import Inspection
 from fastlinear.core.graph_tape import TapeRecorder
@@ -58,6 +59,26 @@ def test_what_fails_while_recording_comes_out_and_recording_goes_on(recorder: Re
     recording = recorder.record(lambda: x + 1, device, pool)
     recording.replay()
     assert recording.outputs.tolist() == [2.0] * 4
+
+
+def test_buffers_are_filled_after_the_streams_are_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A replay on another stream may still read what is about to be written."""
+    seen: list[str] = []
+
+    class Graph:
+        def replay(self) -> None:
+            seen.append("replay")
+
+    monkeypatch.setattr(graphs, "_raw_stream", lambda device: 7)
+    monkeypatch.setattr(graphs, "_last_raw", {0: 5})
+    monkeypatch.setattr(graphs, "_follow", lambda device: seen.append(f"follow {device}"))
+    pool = Pool()
+    pool.graphs = 1
+    recording = graphs.CudaRecording(Graph(), None, pool, torch.device("cuda", 0))  # type: ignore[arg-type]
+    recording.replay(lambda *given: seen.append(f"fill {given}"), 1, 2)
+    assert seen == ["follow 0", "fill (1, 2)", "replay"]
 
 
 @pytest.mark.gpu

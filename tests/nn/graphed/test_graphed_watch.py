@@ -45,6 +45,25 @@ def test_a_view_of_the_same_memory_is_another_weight(device: str) -> None:
     assert_close(g(x), layer(x))
 
 
+def test_an_equal_parameter_is_another_one(device: str) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale
+
+    module = Scaled().to(device)
+    g = graphed(module)
+    x = torch.randn(2, 4, device=device)
+    g(x).sum().backward()
+    module.scale = nn.Parameter(torch.ones(1, device=device))
+    g(x).sum().backward()
+    assert module.scale.grad is not None
+    assert_close(module.scale.grad[0], x.sum())
+
+
 @torch.no_grad()
 def test_a_closures_tensors_are_watched(device: str) -> None:
     weight = torch.randn(4, 4, device=device)
