@@ -45,6 +45,61 @@ def test_small_models(make: type[nn.Module]) -> None:
     assert all(v.passed for v in result.verdicts)
 
 
+def narrow() -> nn.Sequential:
+    """Eight layers whose kernels take less time than their launches."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(64, 64), nn.ReLU()))).cuda()
+
+
+class Rows(nn.Module):
+    """The same as code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(8)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("mode", ["inference", "train"])
+@pytest.mark.parametrize("families", [(), None])
+def test_a_launch_bound_model_as_graphs(mode: str, families: tuple[str, ...] | None) -> None:
+    model, x = narrow(), torch.randn(16, 64, device="cuda")
+    before, expected = snapshot_cuda(model), run(model, x)
+    config = Config(mode=mode, families=families, time_budget_s=4, draws=2, graphs=True)
+    result = optimize_(model, x, config=config)
+    print(result.table())
+    (offer,) = [f for f in result.findings if f.code == "launch_bound"]
+    assert offer.details["offer"] == "graphed"
+    (region,) = [s for s in result.sites if s.rule == "graphed"]
+    assert region.status == "kept" if families == () else region.status in ("kept", "rejected")
+    assert all(v.passed for v in result.verdicts)
+    assert result.speedup.low > 1.0
+    torch.testing.assert_close(run(model, x), expected)
+    plan = result.plan.to_json()
+    result.revert()
+    assert snapshot_cuda(model) == before
+    again = apply_(model, plan, x)
+    print(again.table())
+    again.revert()
+    assert snapshot_cuda(model) == before
+    assert torch.equal(run(model, x), expected)
+
+
+def test_layers_called_in_a_loop_are_a_chain() -> None:
+    model, x = Rows().cuda().eval(), torch.randn(16, 64, device="cuda")
+    expected = run(model, x)
+    result = optimize_(model, x, config=Config(time_budget_s=5, draws=2))
+    print(result.table())
+    assert {s.route for s in result.sites if s.status == "kept"} == {"chain"}
+    assert result.kept == 8
+    torch.testing.assert_close(run(model, x), expected, rtol=1e-3, atol=1e-4)
+
+
 def snapshot_cuda(model: nn.Module) -> list[tuple[object, ...]]:
     """What revert must give back: classes, attribute keys, storage and values."""
     keys = [(name, type(m), tuple(vars(m)), m.training) for name, m in model.named_modules()]
