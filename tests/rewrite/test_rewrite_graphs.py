@@ -10,6 +10,7 @@ import gc
 import importlib
 import json
 import pickle
+import warnings
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -227,10 +228,21 @@ def test_watchers_see_every_layer(tape: None) -> None:
         lambda module, args, y: seen.append(type(module).__name__)
     )
     try:
-        run(model, X)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # it runs plainly without a word
+            run(model, X)
     finally:
         handle.remove()
     assert seen.count("Linear") == 3
+
+    class Ops(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            seen.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with Ops():
+        run(model, X)
+    assert seen.count("linear") == 3
 
 
 def test_another_shape_and_changed_weights(tape: None) -> None:
