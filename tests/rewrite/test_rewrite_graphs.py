@@ -13,6 +13,7 @@ import pickle
 import warnings
 import weakref
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -172,10 +173,12 @@ def test_control_flow_on_values_is_refused_with_its_reason(tape: None, clock: Cl
     assert snapshot(model) == before
 
 
-def test_a_cpu_has_no_cuda_graphs() -> None:
+def test_a_cpu_has_no_cuda_graphs(tmp_path: Path) -> None:
     result = optimize_(mlp().eval(), X, config=replace(GRAPHS, families=()))
     assert (region(result).status, region(result).code) == ("refused", "needs_cuda")
     assert "(model)" in result.table()
+    assert "3 linear sites and the whole model" in result.table()
+    assert "(model)" in result.html(tmp_path / "page.html").read_text()
     assert result.refused >= 1
 
 

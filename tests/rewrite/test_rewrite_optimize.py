@@ -16,7 +16,7 @@ from fastlinear.core.errors import InputError
 from fastlinear.core.settings import Config
 from fastlinear.core.timing import Samples
 from fastlinear.dispatch import backend as registry
-from fastlinear.rewrite import measure, optimize, optimize_, verdicts, verify
+from fastlinear.rewrite import finish, measure, optimize_, verdicts, verify
 from fastlinear.rewrite import site as site_module
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -370,9 +370,9 @@ def test_a_smaller_set_of_rewrites_is_verified_again(
         pair = model_pair(*args, **kwargs)
         return type(pair)(pair.before, pair.before) if kwargs["against"].swaps else pair
 
-    def noted(self: Any, swaps: Any) -> Any:
+    def noted(self: Any, swaps: Any, like: Any = None) -> Any:
         sets.append([s.fqn for s in swaps.swaps])
-        return verdicts(self, swaps)
+        return verdicts(self, swaps, like)
 
     monkeypatch.setattr(measure, "model_pair", no_gain)
     monkeypatch.setattr(verify.Judge, "verdicts", noted)
@@ -477,7 +477,7 @@ def test_an_interruption_leaves_the_model_untouched(
     def stop(*_: Any, **__: Any) -> None:
         raise error
 
-    home = {"environment": optimize, "pair": site_module}.get(where, measure)
+    home = {"environment": finish, "pair": site_module}.get(where, measure)
     monkeypatch.setattr(home, where, stop)
     model = mlp()
     before = snapshot(model)
