@@ -173,6 +173,32 @@ def test_control_flow_on_values_is_refused_with_its_reason(tape: None, clock: Cl
     assert snapshot(model) == before
 
 
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.calls, self.seen = nn.Linear(16, 16), 0, [1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.fc(x)
+
+
+class Logs(Counts):
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x.shape)
+        return self.fc(x)
+
+
+@pytest.mark.parametrize(("kind", "what"), [(Counts, "calls"), (Logs, "seen")])
+def test_what_a_replay_would_lose_is_refused(
+    kind: Any, what: str, tape: None, clock: Clock
+) -> None:
+    clock({"after": 50.0})
+    result = optimize_(nn.Sequential(kind()).eval(), X, config=replace(GRAPHS, families=()))
+    assert (region(result).status, region(result).code) == ("refused", "python_state")
+    assert what in region(result).reason
+
+
 def test_a_cpu_has_no_cuda_graphs(tmp_path: Path) -> None:
     result = optimize_(mlp().eval(), X, config=replace(GRAPHS, families=()))
     assert (region(result).status, region(result).code) == ("refused", "needs_cuda")

@@ -71,8 +71,27 @@ def has_state(value: Any) -> bool:
     return home not in _STATELESS_HOMES and not isinstance(value, type | Enum)
 
 
+def writes(module: nn.Module) -> str | None:
+    """What the forward of this module's class writes besides tensors, as far as its code shows:
+    attributes, of itself too, and globals. None for nothing, and for torch's own modules."""
+    forward: Any = inspect.unwrap(type(module).forward)
+    if not isinstance(forward, FunctionType) or forward.__module__.split(".")[0] == "torch":
+        return None
+    for function in functions_of(module, forward):
+        for code in _codes(function.__code__):
+            for step in dis.get_instructions(code):
+                if step.opname in _ATTRIBUTE_OPS | _OUTSIDE_OPS:
+                    return f"{function.__qualname__} writes {step.argval}"
+    return None
+
+
+def _codes(code: CodeType) -> tuple[CodeType, ...]:
+    """A function's code and that of the functions right inside it."""
+    return (code, *(c for c in code.co_consts if isinstance(c, CodeType)))
+
+
 def _writes_outside(code: CodeType) -> str | None:
-    for inner in (code, *(c for c in code.co_consts if isinstance(c, CodeType))):
+    for inner in _codes(code):
         own = inner.co_varnames[:1]  # self
         before: Any = None
         for step in dis.get_instructions(inner):
@@ -81,7 +100,7 @@ def _writes_outside(code: CodeType) -> str | None:
             if step.opname == "STORE_DEREF" and step.argval in code.co_freevars:
                 return f"writes {step.argval} of an enclosing function"
             if step.opname in _ATTRIBUTE_OPS and not _loads(before, own):
-                return f"writes the attribute {step.argval} of another object"
+                return f"writes the attribute {step.argval}, perhaps of another object"
             before = step
         spoken = sorted(set(inner.co_names) & _SPEAKING)
         if spoken:

@@ -119,8 +119,9 @@ def trace(parent: nn.Module, observed: Observed, *, runnable: bool = False) -> f
 
 def _stand_in(parent: nn.Module, observed: Observed) -> tuple[nn.Module, Observed]:
     """Copies of the parent, tensors shared, and of the arguments, as if nobody else held them."""
-    tensors = [*parent.parameters(), *parent.buffers()]
-    tensors += [v for m in parent.modules() for v in vars(m).values() if isinstance(v, Tensor)]
+    held = (v for m in parent.modules() for v in vars(m).values())
+    found = [v for v in pytree.tree_leaves(list(held)) if isinstance(v, Tensor)]
+    tensors = [*parent.parameters(), *parent.buffers(), *found]
     memo: dict[int, Any] = {id(t): t for t in (*tensors, TENSOR)}
     try:
         stand_in, leaves = copy.deepcopy((parent, observed.leaves), memo)

@@ -18,6 +18,7 @@ from fastlinear.rewrite.exchange import swaps_of
 from fastlinear.rewrite.graph_forward import GraphForward, with_graph
 from fastlinear.rewrite.inputs import Call
 from fastlinear.rewrite.keep_accurate import verdicts_of
+from fastlinear.rewrite.python_state import why_not_replayed
 from fastlinear.rewrite.result import SiteOutcome
 from fastlinear.rewrite.swap import Swap, SwapSet
 from fastlinear.rewrite.work import Work, in_words
@@ -55,7 +56,7 @@ def choose_graph(work: Work, kept: list[Candidate], *, planned: bool = False) ->
                 "step; ask for them with Config(graphs=True) or --graphs (they take memory)"
             )
         return None
-    why = _why_not(work, finding, planned)
+    why = _why_not(work, finding, planned) or _writes_state(work)
     if why is not None:
         _settle(work, finding, *why)
         return None
@@ -82,6 +83,11 @@ def _why_not(work: Work, finding: Finding | None, planned: bool) -> tuple[str, s
     return None
 
 
+def _writes_state(work: Work) -> tuple[str, str, str] | None:
+    reason = why_not_replayed(work.model, lambda: work.runner.step(work.model, _copy(work)))
+    return None if reason is None else ("refused", "python_state", reason)
+
+
 def _tried(
     work: Work, kept: list[Candidate], finding: Finding | None, planned: bool
 ) -> KeptGraph | None:
@@ -91,16 +97,16 @@ def _tried(
         _settle(work, finding, *why)
         return None
     plain, swaps = SwapSet(base), SwapSet(with_graph(base, work.model))
+    held = _allocated(work)
+    verdicts = verdicts_of(work, swaps, like=plain)
+    held = _allocated(work) - held
+    failed = next((v for v in verdicts if not v.passed), None)
+    if failed is not None:
+        text = f"less accurate as CUDA graphs: {failed}"
+        swaps.release()
+        _settle(work, finding, "rejected", "less_accurate", text)
+        return None
     with work.budget:
-        held = _allocated(work)
-        verdicts = verdicts_of(work, swaps, like=plain)
-        failed = next((v for v in verdicts if not v.passed), None)
-        if failed is not None:
-            text = f"less accurate as CUDA graphs: {failed}"
-            swaps.release()
-            _settle(work, finding, "rejected", "less_accurate", text)
-            return None
-        held = _allocated(work) - held
         over_plain = _pair(work, swaps, plain)
         pair = _pair(work, swaps, None) if base else over_plain
     swaps.release()  # what is kept records its own at the first call, in the caller's mode
