@@ -68,6 +68,31 @@ def test_rows_longer_than_one_sum(m: int) -> None:
         assert verdict(*net(m, 18, k, 53)).passed, k
 
 
+@pytest.mark.parametrize("m", [1, 6, 7, 13, 64, 77])
+@pytest.mark.parametrize("widths", [(300, 200, 150), (129, 512, 257, 144), (5, 320, 3)])
+def test_gradients_of_wide_layers(m: int, widths: tuple[int, ...]) -> None:
+    """Wide enough that panels of weights and of inputs are laid together first."""
+    x, ws, bs = net(m, *widths)
+    layers = len(ws)
+    dy = torch.randn(m, widths[-1])
+    needs = (True, (True,) * layers, (True,) * layers)
+
+    def grads(module: Any, wide: bool) -> list[Tensor]:
+        kind = torch.float64 if wide else torch.float32
+        to = [tuple(t.to(kind) for t in part) for part in (ws, bs)]
+        _, saved = module.forward(x.to(kind), *to, "silu", "gelu", True)
+        dx, dws, dbs = module.backward(dy.to(kind), x.to(kind), to[0], saved, "silu", "gelu", needs)
+        return [dx, *dws, *dbs]
+
+    ours, theirs, oracle = (
+        grads(whole_cpp, False),
+        grads(reference, False),
+        grads(reference, True),
+    )
+    for i, (a, t, o) in enumerate(zip(ours, theirs, oracle, strict=True)):
+        assert judge(f"grad {i}", a, t, o).passed, judge(f"grad {i}", a, t, o)
+
+
 @pytest.mark.parametrize("m", [1, 4, 7, 16, 17, 40])
 def test_nan_and_infinity_stay_where_torch_has_them(m: int) -> None:
     x, ws, bs = net(m, 37, 45, 19)

@@ -35,6 +35,7 @@ constexpr int64_t kDotRows = 16;              // up to here rows take dot produc
 constexpr int kDotFeatures = 4;               // rows of W that meet some of h at a time
 constexpr int64_t kDotDepth = 1024;           // products along a row before they join the total
 constexpr int64_t kDepth = 32;                // products summed before they join the total
+constexpr int64_t kPackAhead = 24;            // rows between reading one and asking for it
 constexpr int64_t kReadByAll = 256;           // up to this width each thread may read all weights
 constexpr double kFlopsAThread = 4.5e5;        // below this much work a second thread does not pay
 constexpr double kFlopsABarrier = 6e4;        // what could be computed while threads wait
@@ -194,7 +195,8 @@ inline V dact(int which, V dy, V s) {
 }
 
 // ---------------------------------------------------------------------------------------------
-// Scratch of a thread: grows to the largest net seen (a few hundred kilobytes).
+// Scratch of a thread: grows to the largest net seen (a forward takes a few hundred kilobytes; the
+// backward of 512 rows through layers of 2048 features 32 megabytes).
 
 struct Scratch {
   float* data = nullptr;
@@ -210,7 +212,7 @@ struct Scratch {
     return data;
   }
 };
-thread_local Scratch scratch;
+thread_local Scratch scratch, panels_of;
 
 inline int64_t padded(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
 
@@ -404,9 +406,9 @@ inline void accumulate(const Product& g, const float* a, const float* b, int64_t
 
 // One tile of C. Sums of kDepth products are added up, which keeps roundings few.
 template <int N, int R>
-inline void tile(const Product& g, int64_t i, int64_t j) {
+inline void tile(const Product& g, int64_t i) {
   const float* a = g.a + i * g.a_row;
-  const float* b = g.b + j;
+  const float* b = g.b;
   V acc[R][N];
   accumulate<N, R>(g, a, b, 0, g.depth < kDepth ? g.depth : kDepth, acc);
   for (int64_t p = kDepth; p < g.depth; p += kDepth) {
@@ -417,30 +419,47 @@ inline void tile(const Product& g, int64_t i, int64_t j) {
   }
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
-    float* c = g.c + (i + r) * g.c_row + j;
+    float* c = g.c + (i + r) * g.c_row;
 #pragma GCC unroll 4
     for (int v = 0; v < N; ++v) {
       V z = acc[r][v];
       if (g.bias) z += all(g.bias[i + r]);
-      if (g.pre) store(g.pre + (i + r) * g.c_row + j + v * kLanes, z);
+      if (g.pre) store(g.pre + (i + r) * g.c_row + v * kLanes, z);
       store(c + v * kLanes, g.which == kRelu ? relu_(z) : z);
     }
   }
   if (g.which > kRelu)
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < N; ++v) {
-        float* c = g.c + (i + r) * g.c_row + j + v * kLanes;
+        float* c = g.c + (i + r) * g.c_row + v * kLanes;
         store(c, act(g.which, load(c)));
       }
 }
 
+// N vectors of columns of C, from column j on. Where B's rows lie far apart, caches would hold few
+// of them: their numbers in this panel are laid together first.
 template <int N>
-void panel(const Product& g, int64_t rows, int64_t j) {
+void panel(Product g, int64_t rows, int64_t j) {
   constexpr int R = kRowsOf[N];
+  g.b += j;
+  g.c += j;
+  if (g.pre) g.pre += j;
+  if (g.b_row > 2 * kBlock && rows > R) {
+    float* together = panels_of.at_least(g.depth * N * kLanes);
+    for (int64_t p = 0; p < g.depth; ++p)
+#pragma GCC unroll 4
+      for (int v = 0; v < N; ++v) {
+        const float* from = g.b + p * g.b_row + v * kLanes;
+        __builtin_prefetch(from + kPackAhead * g.b_row);
+        store(together + (p * N + v) * kLanes, load(from));
+      }
+    g.b = together;
+    g.b_row = N * kLanes;
+  }
   int64_t i = 0;
-  for (; i + R <= rows; i += R) tile<N, R>(g, i, j);
-  for (; i + 4 <= rows; i += 4) tile<N, 4>(g, i, j);
-  for (; i < rows; ++i) tile<N, 1>(g, i, j);
+  for (; i + R <= rows; i += R) tile<N, R>(g, i);
+  for (; i + 4 <= rows; i += 4) tile<N, 4>(g, i);
+  for (; i < rows; ++i) tile<N, 1>(g, i);
 }
 
 // All columns of C; `columns` is a multiple of kLanes, as are b_row and c_row from there on.
@@ -628,20 +647,30 @@ int threads_for(const Net& net, int64_t m) {
 #endif
 }
 
-// Rows of the product shared out among threads; each number of C is one thread's work throughout.
+// Columns of the product shared out among threads, or rows where columns are few; each number of C
+// is one thread's work throughout.
 void shared_product(const Product& g, int64_t rows, int64_t columns) {
 #if defined(_OPENMP)
   const double wanted = 2.0 * rows * columns * g.depth / kFlopsAThread;
   if (wanted >= 2 && !omp_in_parallel() && omp_get_max_threads() > 1) {
     const int most = omp_get_max_threads();
     const int threads = wanted < most ? static_cast<int>(wanted) : most;
+    const int64_t panels = columns / kBlock;
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int t = 0; t < threads; ++t) {
-      const int64_t from = rows * t / threads, to = rows * (t + 1) / threads;
       Product part = g;
-      part.a += from * g.a_row;
-      part.c += from * g.c_row;
-      product(part, to - from, columns);
+      if (panels >= threads) {
+        const int64_t from = panels * t / threads * kBlock;
+        const int64_t to = t + 1 < threads ? panels * (t + 1) / threads * kBlock : columns;
+        part.b += from;
+        part.c += from;
+        product(part, rows, to - from);
+      } else {
+        const int64_t from = rows * t / threads, to = rows * (t + 1) / threads;
+        part.a += from * g.a_row;
+        part.c += from * g.c_row;
+        product(part, to - from, columns);
+      }
     }
     return;
   }
@@ -658,25 +687,40 @@ void widen(const float* from, int64_t from_row, float* to, int64_t to_row, int64
   }
 }
 
-// d (m, n; row stride d_row): d *= act'(s), and db = column sums, sixteen rows at a time.
-void derive(int which, float* d, int64_t d_row, const float* s, float* db, int64_t m, int64_t n) {
-  for (int64_t j = 0; j < n; j += kLanes) {
-    const int64_t count = n - j < kLanes ? n - j : kLanes;
-    V total = {};
-    for (int64_t r0 = 0; r0 < m; r0 += 16) {
-      V sum = {};
-      for (int64_t r = r0; r < m && r < r0 + 16; ++r) {
-        V v = load(d + r * d_row + j);
+// N vectors of columns of d (m, n; row stride d_row): d *= act'(s), and db = column sums, sixteen
+// rows at a time; the last vector's first `count` numbers count.
+template <int N>
+inline void derive_columns(int which, float* d, int64_t d_row, const float* s, float* db, int64_t m,
+                           int64_t n, int64_t count) {
+  V total[N] = {};
+  for (int64_t r0 = 0; r0 < m; r0 += 16) {
+    V sum[N] = {};
+    for (int64_t r = r0; r < m && r < r0 + 16; ++r)
+#pragma GCC unroll 4
+      for (int v = 0; v < N; ++v) {
+        float* p = d + r * d_row + v * kLanes;
+        V x = load(p);
         if (which != kNone) {
-          v = dact(which, v, get(s + r * n + j, count));
-          put(d + r * d_row + j, v, count);
+          const int64_t here = v + 1 < N ? kLanes : count;
+          x = dact(which, x, get(s + r * n + v * kLanes, here));
+          put(p, x, here);
         }
-        sum += v;
+        sum[v] += x;
       }
-      total += sum;
-    }
-    if (db) put(db + j, total, count);
+    for (int v = 0; v < N; ++v) total[v] += sum[v];
   }
+  if (db)
+    for (int v = 0; v < N; ++v) put(db + v * kLanes, total[v], v + 1 < N ? kLanes : count);
+}
+
+// d *= act'(s), and db = column sums.
+void derive(int which, float* d, int64_t d_row, const float* s, float* db, int64_t m, int64_t n) {
+  int64_t j = 0;
+  for (; j + 4 * kLanes <= n; j += 4 * kLanes)
+    derive_columns<4>(which, d + j, d_row, s + j, db ? db + j : nullptr, m, n, kLanes);
+  for (; j < n; j += kLanes)
+    derive_columns<1>(which, d + j, d_row, s + j, db ? db + j : nullptr, m, n,
+                      n - j < kLanes ? n - j : kLanes);
 }
 
 }  // namespace
@@ -717,11 +761,14 @@ extern "C" void fastlinear_mlp_backward(int64_t layers, const int64_t* widths, c
                                         float* const* dws, float* const* dbs, int64_t first,
                                         int64_t m) {
   const Net net{layers, widths, acts, weights, nullptr};
-  const int64_t wide = padded(widest(net));
-  float* d = scratch.at_least(3 * m * wide + wide * wide);
+  const int64_t wide = padded(widest(net)), mp = padded(m);
+  bool narrow = false;  // whether a layer's inputs do not fill their vectors
+  for (int64_t l = 0; l < layers; ++l) narrow = narrow || widths[l] % kLanes;
+  float* d = scratch.at_least(3 * m * wide + mp * wide + (narrow ? wide * wide : 0));
   float* next = d + m * wide;
   float* input = next + m * wide;   // layer l's input where it must be recomputed or widened
-  float* square = input + m * wide;  // a weight widened, or its gradient before it is narrowed
+  float* turned = input + m * wide;  // d, transposed
+  float* square = turned + mp * wide;  // a weight widened, or its gradient before it is narrowed
   widen(dy, widths[layers], d, wide, m, widths[layers]);
   for (int64_t l = layers - 1; l >= first; --l) {
     const int64_t k = widths[l], n = widths[l + 1], kp = padded(k);
@@ -740,7 +787,8 @@ extern "C" void fastlinear_mlp_backward(int64_t layers, const int64_t* widths, c
         h = input, h_row = kp;
       }
       float* c = k == kp ? dws[l] : square;
-      shared_product({d, 1, wide, h, h_row, c, kp, m, nullptr, nullptr, kNone}, n, kp);
+      transpose<true>(d, wide, turned, mp, m, n);
+      shared_product({turned, mp, 1, h, h_row, c, kp, m, nullptr, nullptr, kNone}, n, kp);
       if (c == square)
         for (int64_t r = 0; r < n; ++r) std::memcpy(dws[l] + r * k, square + r * kp, k * 4);
     }

@@ -29,7 +29,7 @@ _CODES = {name: code for code, name in enumerate(NAMES)}  # mlp.cpp's enum
 _FEW_ROWS = 16  # mlp.cpp's kDotRows: any width
 _MAX_WIDTH = 2048
 _MAX_BACKWARD_ROWS = 512
-_MAX_BACKWARD_WIDTH = 512
+_MAX_BACKWARD_WIDTH = 2048
 
 
 def reason_not(p: Problem) -> str | None:
