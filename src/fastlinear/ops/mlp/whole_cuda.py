@@ -1,11 +1,13 @@
 """Backend ``whole_cuda`` of mlp: every layer in one kernel for Hopper, in CUDA C++.
 
-A cluster of up to 16 blocks carries a few rows of x through all layers; hidden activations go from
-block to block through shared memory and never leave the chip. ``whole.cu`` holds the kernel and
-``whole_device.cu`` what it is written in; this file chooses how the work is shared out, compiles it
-with NVRTC (once per choice and process) and launches it. Weights are read at every call from where
-they lie. Blocks wait for one another only inside a cluster, which the hardware starts as a whole:
-no launch can deadlock.
+There are two kernels. In ``whole.cu`` a cluster of up to 16 blocks carries a few rows of x through
+all layers; hidden activations go from block to block through shared memory and never leave the
+chip. Wide chains of equal widths take ``whole_grid.cu`` (host side: ``whole_grid.py``): there all
+multiprocessors share every layer and hidden activations pass through the L2 cache.
+``whole_device.cu`` is what both are written in. This file chooses how the work is shared out,
+compiles it with NVRTC (once per choice and process) and launches it. Weights are read at every call
+from where they lie. Blocks wait for one another only inside a cluster, which the hardware starts as
+a whole, or in a cooperative launch: no launch can deadlock.
 
 Accumulation is in float32, in a fixed order: results are deterministic. float32 itself takes plain
 multiply-adds; three tf32 products per step are there as a configuration.
@@ -28,8 +30,18 @@ from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.cuda_launch import allow_cluster
+from fastlinear.ops.mlp import reference
 from fastlinear.ops.mlp.problem import widths_of
-from fastlinear.ops.mlp.whole_cuda_config import Config, Widths, config_for, input_units
+from fastlinear.ops.mlp.whole_cuda_config import (
+    Config,
+    Widths,
+    config_for,
+    grid_for,
+    input_units,
+)
+from fastlinear.ops.mlp.whole_grid import KERNEL as GRID_KERNEL
+from fastlinear.ops.mlp.whole_grid import Grid, GridPlan
+from fastlinear.ops.mlp.whole_grid import source as grid_source
 
 __all__ = [
     "MAX_LAYERS",
@@ -37,13 +49,16 @@ __all__ = [
     "MAX_ROWS_WIDE",
     "MAX_WIDTH",
     "Config",
+    "Grid",
     "config_for",
     "forward",
+    "grid_for",
     "reason_not",
 ]
 
 ARCH = "sm_90a"
 MAX_WIDTH = 1024
+"""Of chains that `grid_for` does not share out."""
 MAX_LAYERS = 32
 MAX_ROWS = 1024
 MAX_ROWS_WIDE = 128
@@ -73,16 +88,19 @@ def reason_not(p: Problem) -> str | None:
         return "needs rows of x that are contiguous"
     if p.option("w") == "mixed":
         return "needs contiguous weights"
-    return _size_reason(widths_of(p), p.dim("M"))
+    widths, rows = widths_of(p), p.dim("M")
+    if max(widths) > MAX_WIDTH and grid_for(widths, rows, 4 if p.dtype == "float32" else 2):
+        return None
+    return _size_reason(widths, rows)
 
 
 def _size_reason(widths: Widths, rows: int) -> str | None:
     if min(widths) < 1 or rows < 1:
         return "an empty dimension"
-    if max(widths) > MAX_WIDTH:
-        return f"a width of {max(widths)} is more than {MAX_WIDTH}"
     if len(widths) - 1 > MAX_LAYERS:
         return f"{len(widths) - 1} layers are more than {MAX_LAYERS}"
+    if max(widths) > MAX_WIDTH:
+        return f"a width of {max(widths)} is more than {MAX_WIDTH}"
     most = MAX_ROWS if max(widths) <= 512 else MAX_ROWS_WIDE
     if rows > most:
         return f"{rows} rows are more than {most} at widths up to {max(widths)}"
@@ -221,7 +239,9 @@ class _Plan:
 _lock = threading.Lock()
 _cubins: dict[str, bytes] = {}
 _kernels: dict[tuple[str, int, int], driver.Kernel] = {}
-_plans: dict[tuple[object, ...], _Plan] = {}
+_plans: dict[tuple[object, ...], _Plan | GridPlan] = {}
+_roomless: set[tuple[object, ...]] = set()
+"""Calls too wide for ``whole.cu`` on a device without room for ``whole_grid.cu``."""
 
 
 def _unsupported(reason: str) -> UnsupportedError:
@@ -233,13 +253,13 @@ def _unsupported(reason: str) -> UnsupportedError:
     )
 
 
-def _kernel(text: str, shared: int, device: int) -> driver.Kernel:
+def _kernel(text: str, shared: int, device: int, name: str = _KERNEL) -> driver.Kernel:
     kernel = _kernels.get((text, shared, device))
     if kernel is None:
         cubin = _cubins.get(text)
         if cubin is None:
             cubin = _cubins[text] = driver.compile_cubin(text, _SOURCES[-1].name, ARCH)
-        kernel = _kernels[text, shared, device] = driver.Kernel(cubin, _KERNEL, shared, device)
+        kernel = _kernels[text, shared, device] = driver.Kernel(cubin, name, shared, device)
     return kernel
 
 
@@ -251,7 +271,7 @@ def forward(
     final_activation: str,
     save: bool,
     *,
-    config: Config | None = None,
+    config: Config | Grid | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """h_{i+1} = act_i(h_i W_iᵀ + b_i) for all layers in one kernel, float32 accumulation.
 
@@ -261,7 +281,8 @@ def forward(
         biases: per layer (n_{i+1},) or None.
         activation, final_activation: names, for hidden layers and the last.
         save: whether to keep what the backward reads.
-        config: how the work is shared out; None picks one.
+        config: how the work is shared out; None picks one. A chain too wide for one cluster, on a
+            device that cannot run all blocks of a Grid at once, then goes through PyTorch's ops.
 
     Returns:
         y (M, n_L), and per layer (M, n_{i+1}) its pre-activation or output (() unless ``save``).
@@ -293,12 +314,17 @@ def forward(
             return forward(x, weights, biases, activation, final_activation, save, config=config)
         shifts.append(0 if bias is None else bias.data_ptr())
     outs = [weight.size(0) for weight in weights]
+    if bits & 15 and max(outs) > MAX_WIDTH:
+        weights = tuple([w.clone() for w in weights])
+        return forward(x, weights, biases, activation, final_activation, save, config=config)
     key = (x.shape, x.dtype, activation, final_activation, save, bits & 15, index, config, *outs)
     with _lock:
         plan = _plans.get(key)
-        if plan is None:
+        if plan is None and key not in _roomless:
             plan = _new_plan(key, x, weights, activation, final_activation, save, bits, config)
-        return plan.run(x, addresses, shifts, torch._C._cuda_getCurrentRawStream(index))
+        if plan is not None:
+            return plan.run(x, addresses, shifts, torch._C._cuda_getCurrentRawStream(index))
+    return reference.forward(x, weights, biases, activation, final_activation, save)
 
 
 def _new_plan(
@@ -309,8 +335,8 @@ def _new_plan(
     final_activation: str,
     save: bool,
     bits: int,
-    config: Config | None,
-) -> _Plan:
+    config: Config | Grid | None,
+) -> _Plan | GridPlan | None:
     rows, itemsize = x.shape[0], x.dtype.itemsize
     widths = (x.shape[1], *[w.shape[0] for w in weights])
     for k in widths[:-1]:
@@ -318,14 +344,49 @@ def _new_plan(
     vec = min(bits & -bits, 16)
     if len(_plans) >= _MAX_PLANS:
         _plans.clear()
-    plan = _plans[key] = _Plan(
-        config or config_for(widths, rows, itemsize, vec == 16),
-        widths,
-        rows,
-        x.dtype,
-        (activation, final_activation),
-        save,
-        vec,
-        x.device.index,
-    )
+    names, device = (activation, final_activation), x.device.index
+    plan: _Plan | GridPlan | None = None
+    grid = config if isinstance(config, Grid) else None
+    if config is None and vec == 16:
+        grid = grid_for(widths, rows, itemsize)
+    if isinstance(config, Grid) and vec != 16:
+        raise _unsupported("a Grid needs weights whose rows start on 16 bytes")
+    if grid is not None:
+        plan = _grid_plan(grid, widths, rows, x.dtype, names, save, device)
+        if plan is None and config is not None:
+            raise _unsupported(f"the device cannot run all blocks of {grid} at once")
+    if plan is None and grid is not None and max(widths) > MAX_WIDTH:
+        _roomless.add(key)
+        return None
+    if plan is None:
+        reason = _size_reason(widths, rows)
+        if reason is not None:
+            raise _unsupported(reason)
+        sharing = config if isinstance(config, Config) else None
+        sharing = sharing or config_for(widths, rows, itemsize, vec == 16)
+        plan = _Plan(sharing, widths, rows, x.dtype, names, save, vec, device)
+    _plans[key] = plan
     return plan
+
+
+def _grid_plan(
+    grid: Grid,
+    widths: Widths,
+    rows: int,
+    dtype: torch.dtype,
+    names: tuple[str, str],
+    save: bool,
+    device: int,
+) -> GridPlan | None:
+    """The plan of a launch over all multiprocessors, or None where there is no room for it."""
+    reason = grid.invalid(widths, rows, dtype.itemsize)
+    if reason is not None:
+        raise _unsupported(reason)
+    mode = save_mode(*names, len(widths) - 1) if save else 0
+    text = grid_source(grid, widths[0], rows, dtype, *names, mode)
+    driver.make_current(device)
+    with driver.loading_allowed():
+        shared = grid.shared_bytes(widths[0], rows, dtype.itemsize)
+        kernel = _kernel(text, shared, device, GRID_KERNEL)
+    plan = GridPlan(kernel, grid, widths, rows, dtype, mode)
+    return plan if plan.runs_at_once else None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fastlinear.ops.mlp.whole_grid import Grid
+
 _SHARED_LIMIT = 232_448  # bytes a Hopper block may have
 
 Widths = tuple[int, ...]
@@ -112,6 +114,9 @@ def input_units(widths: Widths, itemsize: int) -> int:
     return 4 * max(_ceil_div(k * itemsize, 64) for k in widths[:-1])
 
 
+MAX_GRID_WIDTH = 2048
+"""Of chains that `grid_for` shares out; in float32 and beyond 64 rows 1024."""
+
 # Clusters of so many blocks that an H200 runs at once: not every GPC has all its SMs.
 _CLUSTERS = {1: 132, 2: 66, 4: 30, 8: 15, 16: 7}
 
@@ -132,6 +137,45 @@ def config_for(widths: Widths, rows: int, itemsize: int, aligned: bool = True) -
         if fitting.invalid(widths, itemsize) is None and (aligned or not fitting.direct):
             return fitting
     raise AssertionError(f"no configuration for {widths}, {rows} rows")
+
+
+def grid_for(widths: Widths, rows: int, itemsize: int) -> Grid | None:
+    """The sharing over all multiprocessors where that is faster, measured on an H200, or None.
+
+    Weights must start on 16 bytes, rows included.
+    """
+    width = widths[0]
+    if len(widths) < 3 or len(set(widths)) != 1 or not 512 <= width <= MAX_GRID_WIDTH:
+        return None
+    if itemsize == 4:
+        if width > 1024 or rows > 64 or (width < 640 and rows <= 32):
+            return None
+        order = ((8, 1), (4, 1))
+    elif rows > 64:
+        if width > 1024 or rows > 128:
+            return None
+        order = ((8, 1), (4, 1))
+    elif width < 640:
+        return None
+    else:
+        order = ((4, 2), (8, 2), (8, 1), (4, 1)) if rows <= 16 else ((8, 2), (4, 2), (8, 1), (4, 1))
+    grids = (make_grid(widths, rows, itemsize, *choice) for choice in order)
+    return next((grid for grid in grids if grid is not None), None)
+
+
+def make_grid(
+    widths: Widths, rows: int, itemsize: int, cluster: int = 8, k_groups: int = 1
+) -> Grid | None:
+    """The sharing over as many clusters of so many blocks as run at once, or None.
+
+    Weights of as many layers as fit lie in shared memory, two at least.
+    """
+    tiles = _ceil_div(widths[0] // 8, _CLUSTERS[cluster])
+    for slots in range(min(len(widths) - 1, 16), 1, -1):
+        grid = Grid(cluster, tiles, slots, k_groups)
+        if grid.invalid(widths, rows, itemsize) is None:
+            return grid
+    return None
 
 
 def _rows_for(rows: int, cluster: int, most: int) -> int:

@@ -1,0 +1,616 @@
+// A whole MLP of equal widths H in one kernel for Hopper (sm_90a), over all multiprocessors.
+//
+// Clusters of CLUSTER blocks. A cluster owns NT tiles of 8 columns of every layer, for all rows;
+// block r of it multiplies the r-th slice of K. So every number of a weight is read once, by one
+// block, long before it is needed: SLOTS layers lie in shared memory, brought by warps of their own.
+// Between layers:
+//   1. The blocks of a cluster store their partial sums into one another's shared memory: block
+//      q % CLUSTER completes rows 8q .. 8q + 7 of the cluster's columns.
+//   2. It publishes them in global memory, which stays in the L2 cache, and every block reads the
+//      slice of K it needs, of all rows.
+// There are no flags and no barriers between blocks: the numbers are themselves the flag. A word
+// that is not written yet is EMPTY, a NaN that arithmetic never yields, and readers ask until none
+// is left. Sums are emptied again by the thread that read them, before it publishes; two buffers of
+// them take turns, and a thread that writes to one again, two layers later, has read numbers that
+// depend on all that was published after those sums were read.
+//
+// Published activations are not emptied by their readers: each launch uses one of two sets and
+// empties the other, which the launch before it on the same workspace filled. Which one is told by
+// a counter of each block's own, raised when the block ends; blocks never touch another's. So
+// launches on one workspace must follow one another (a stream or one graph), all blocks must run at
+// once (a cooperative launch), and nothing has to be cleared in between.
+//
+// Products: bfloat16 and float16 by mma.sync, activations as operand A (16 rows) straight from the
+// registers they were read into, weights as operand B (8 columns). As in whole.cu a thread's k order
+// is that of 16-byte pieces, the same for both. float32: plain multiply-adds, activations through
+// shared memory.
+//
+// Macros from the host: DTYPE (0 bfloat16, 1 float16, 2 float32) CLUSTER H NT MT (tiles of 16 rows)
+// SLOTS KG (16-bit: warps that share a row tile's K, 1 or 2) ACT FINAL SAVE (as in whole.cu)
+// MAX_LAYERS KS (unused, for whole_device.cu), a number ACT_<NAME> for every activation.
+
+constexpr int ES = DTYPE == 2 ? 4 : 2;
+constexpr bool SINGLE = DTYPE == 2;
+constexpr int ROWS = 16 * MT;
+constexpr int SLICE = H / CLUSTER;                   // of K, per block
+constexpr int KB = SLICE * ES / 64;                  // 64-byte blocks of it
+constexpr int PAIRS = (NT + 1) / 2;                  // of column tiles
+constexpr int COMPUTE_WARPS = SINGLE ? 8 : MT * KG;
+constexpr int BRING_WARPS = 2;                       // the last ones bring weights
+constexpr int THREADS = 32 * (COMPUTE_WARPS + BRING_WARPS);
+constexpr int HALVES = (2 * MT + CLUSTER - 1) / CLUSTER;  // row groups of 8 a block completes
+constexpr int LAYER_BYTES = H * ROWS * ES;           // of one published activation
+constexpr u32 EMPTY = 0xffffffffu;
+
+// Rows of weights lie apart so that the 16-byte reads of 8 neighbouring threads fall on different
+// banks: one number of each of 8 rows in float32, else the 64 bytes of a row and of the next.
+constexpr int PAD = SINGLE ? 16 : KB % 2 == 0 ? 32 : 0;  // bytes a row, on average
+constexpr int TILE_BYTES = 8 * (SLICE * ES + PAD);
+constexpr int SLOT_BYTES = NT * TILE_BYTES;
+constexpr int SOURCE_BYTES = SINGLE ? NT * 256 : PAIRS * 512;  // partial sums of 8 rows, one block's
+constexpr int HALF_BYTES = CLUSTER * SOURCE_BYTES;
+
+constexpr int BAR_FULL = 0;
+constexpr int BAR_EMPTY = BAR_FULL + 8 * SLOTS;
+constexpr int SUMS_OFFSET = (BAR_EMPTY + 8 * SLOTS + 127) / 128 * 128;
+constexpr int PAIR_OFFSET = SUMS_OFFSET + 2 * HALVES * HALF_BYTES;   // 16 bits: [warp][PAIRS]
+constexpr int SLOT_OFFSET = PAIR_OFFSET + (!SINGLE && KG == 2 ? COMPUTE_WARPS * PAIRS * 512 : 0);
+constexpr int ACT_OFFSET = SLOT_OFFSET + SLOTS * SLOT_BYTES;         // float32 only from here on
+constexpr int RED_OFFSET = ACT_OFFSET + (SINGLE ? SLICE * ROWS * 4 : 0);
+constexpr int SHARED_BYTES = RED_OFFSET + (SINGLE ? MT * NT * 512 : 0);
+
+struct Params {
+  const void* x;                    // (rows, H), rows x_stride elements apart
+  void* y;                          // (rows, H)
+  void* exchange;                   // two sets of (layers - 1) published activations
+  u32* launches;                    // one per block
+  const void* weight[MAX_LAYERS];   // (H, H)
+  const void* bias[MAX_LAYERS];     // (H) or null
+  void* saved[MAX_LAYERS];          // (rows, H) or null
+  long long x_stride;
+  int rows;
+  int layers;
+};
+
+static_assert(H % (CLUSTER * 64 / ES) == 0, "K is not whole blocks of 64 bytes per block");
+
+// ---------------------------------------------------------------- PTX wrappers
+
+__device__ __forceinline__ void mbar_arrive(u32 bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+
+// Arrives once all copies that this thread has started are complete.
+__device__ __forceinline__ void mbar_arrive_copied(u32 bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
+}
+
+__device__ __forceinline__ void store_peer4(u32 addr, uint4 v) {
+  asm volatile("st.relaxed.cluster.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(addr),
+               "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+__device__ __forceinline__ void store_peer(u32 addr, float v) {
+  asm volatile("st.relaxed.cluster.shared::cluster.f32 [%0], %1;" ::"r"(addr), "f"(v) : "memory");
+}
+
+__device__ __forceinline__ uint4 load_sums(u32 addr) {
+  uint4 v;
+  asm volatile("ld.relaxed.cluster.shared::cta.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(addr)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void store16(u32 addr, uint4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(addr), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
+               : "memory");
+}
+
+__device__ __forceinline__ uint4 load_published(const char* at) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(at)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void publish(char* at, u32 v) {
+  asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(at), "r"(v) : "memory");
+}
+
+__device__ __forceinline__ void publish4(char* at, uint4 v) {
+  asm volatile("st.relaxed.gpu.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+__device__ __forceinline__ bool is_empty(uint4 v) {
+  return v.x == EMPTY || v.y == EMPTY || v.z == EMPTY || v.w == EMPTY;
+}
+
+__device__ __forceinline__ u32 never_empty(u32 v) { return v == EMPTY ? 0x7fffffffu : v; }
+
+__device__ __forceinline__ void compute_sync() {
+  asm volatile("bar.sync 1, %0;" ::"n"(32 * COMPUTE_WARPS) : "memory");
+}
+
+__device__ __forceinline__ void pair_sync(int id) {
+  asm volatile("bar.sync %0, 64;" ::"r"(id) : "memory");
+}
+
+__device__ __forceinline__ uint4 as_words(float a, float b, float c, float d) {
+  return make_uint4(__float_as_uint(a), __float_as_uint(b), __float_as_uint(c), __float_as_uint(d));
+}
+
+__device__ __forceinline__ float4 add4(float4 a, uint4 b) {
+  a.x += __uint_as_float(b.x);
+  a.y += __uint_as_float(b.y);
+  a.z += __uint_as_float(b.z);
+  a.w += __uint_as_float(b.w);
+  return a;
+}
+
+// ---------------------------------------------------------------- where things lie
+
+// float32: a published activation is [K / 4][row], 16 bytes each.
+__device__ __forceinline__ int piece_at(int piece, int row) { return (piece * ROWS + row) * 16; }
+
+// 16 bits: it is [K / 32][MT][2][t][g] 16 bytes, the order in which operand A is read: the thread of
+// row g and of the t-th 8 columns finds in the first 16 bytes columns 0, 1 of rows g and g + 8, then
+// columns 2, 3 of both, in the second columns 4 .. 7. For the second of two warps that share a tile
+// of rows, g + 8 comes first: every warp has the rows it completes in its first accumulators.
+__device__ __forceinline__ int pieces_at(int block, int m, int i, int g, int t) {
+  return ((block * MT + m) * 2 + i) * 512 + t * 128 + g * 16;
+}
+
+__device__ __forceinline__ int word_at(int column, int row) {
+  const int block = column >> 5, pair = column >> 1 & 3;
+  const int second = (row >> 3 & 1) ^ (KG == 2 ? block % KB / (KB / KG) : 0);
+  return pieces_at(block, row >> 4, pair >> 1, row & 7, column >> 3 & 3) +
+         ((pair & 1) * 2 + second) * 4;
+}
+
+__device__ __forceinline__ int weight_at(int row) {
+  return row * (SLICE * ES) + (SINGLE ? row : (row + 1) / 2 * 2) * PAD;
+}
+
+// 16 bytes of row `row` of x from element k on; rows that do not exist are zero.
+__device__ __forceinline__ uint4 load_x(const Params& p, int row, int k, bool aligned) {
+  if (row >= p.rows) return make_uint4(0, 0, 0, 0);
+  const char* const at = static_cast<const char*>(p.x) + (row * p.x_stride + k) * ES;
+  if (aligned) return *reinterpret_cast<const uint4*>(at);
+  u32 words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (SINGLE) {
+      words[i] = reinterpret_cast<const u32*>(at)[i];
+    } else {
+      const unsigned short* const halves = reinterpret_cast<const unsigned short*>(at) + 2 * i;
+      words[i] = halves[0] | static_cast<u32>(halves[1]) << 16;
+    }
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// The pieces this thread needs of a layer's input, asked for until all are there; where they are
+// many, only for those that are missing.
+template <int kCount, typename At>
+__device__ __forceinline__ void poll(uint4 (&v)[kCount], const char* from, At at) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) v[i] = load_published(from + at(i));
+  while (true) {
+    bool missing = false;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) missing |= is_empty(v[i]);
+    if (!__any_sync(EMPTY, missing)) break;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (kCount <= 4 || is_empty(v[i])) v[i] = load_published(from + at(i));
+    }
+  }
+}
+
+// start + the sums of all blocks of the cluster at `from`, in their order; empties them.
+__device__ __forceinline__ float4 take_sums(float4 start, u32 from, bool real) {
+  uint4 v[CLUSTER];
+  u32 most;
+  do {
+    most = 0;
+#pragma unroll
+    for (int s = 0; s < CLUSTER; ++s) v[s] = load_sums(from + s * SOURCE_BYTES);
+#pragma unroll
+    for (int s = 0; s < CLUSTER; ++s) most = max(most, max(max(v[s].x, v[s].y), max(v[s].z, v[s].w)));
+  } while (__any_sync(EMPTY, real && most == EMPTY));
+#pragma unroll
+  for (int s = 0; s < CLUSTER; ++s) {
+    if (real) store16(from + s * SOURCE_BYTES, make_uint4(EMPTY, EMPTY, EMPTY, EMPTY));
+  }
+#pragma unroll
+  for (int s = 0; s < CLUSTER; ++s) start = add4(start, v[s]);
+  return start;
+}
+
+// Two neighbouring results of a 16-bit row, or four of a float32 row, to (rows, H) memory.
+__device__ __forceinline__ void write_row(void* out, const Params& p, int row, int column, u32 v) {
+  if (row >= p.rows) return;
+  *reinterpret_cast<u32*>(static_cast<char*>(out) + (static_cast<long long>(row) * H + column) * 2) = v;
+}
+
+__device__ __forceinline__ void write_row4(void* out, const Params& p, int row, int column,
+                                           float4 v) {
+  if (row >= p.rows) return;
+  *reinterpret_cast<float4*>(static_cast<float*>(out) + static_cast<long long>(row) * H + column) = v;
+}
+
+__device__ __forceinline__ bool saves_pre(bool last) {
+  return last ? SAVE == 1 || SAVE == 3 : SAVE == 1 || SAVE == 4;
+}
+
+// ---------------------------------------------------------------- the warps that bring weights
+
+__device__ __forceinline__ void bring_weights(const Params& p, u32 base, int first, int tiles,
+                                              int rank, int thread) {
+  constexpr int PIECES = SLICE * ES / 16;  // of a row
+  for (int layer = 0; layer < p.layers; ++layer) {
+    const int slot = layer % SLOTS, use = layer / SLOTS;
+    if (use > 0) mbar_wait(base + BAR_EMPTY + slot * 8, (use - 1) & 1);
+    const char* const from = static_cast<const char*>(p.weight[layer]) +
+                             (static_cast<long long>(first) * H + rank * SLICE) * ES;
+    const u32 to = base + SLOT_OFFSET + slot * SLOT_BYTES;
+#pragma unroll 4
+    for (int i = thread; i < tiles * 8 * PIECES; i += 32 * BRING_WARPS) {
+      const int row = i / PIECES, piece = i % PIECES;
+      copy16<16>(to + weight_at(row) + piece * 16, from + row * (H * ES) + piece * 16, 16);
+    }
+    mbar_arrive_copied(base + BAR_FULL + slot * 8);
+  }
+}
+
+// Empties what this block published in the launch before.
+__device__ __forceinline__ void empty_other_set(const Params& p, u32 launch, int first, int tiles,
+                                                int rank, int lane) {
+  char* other = static_cast<char*>(p.exchange) +
+                static_cast<long long>(~launch & 1) * (p.layers - 1) * LAYER_BYTES;
+  for (int layer = 0; layer + 1 < p.layers; ++layer, other += LAYER_BYTES) {
+    for (int q = rank; q < 2 * MT; q += CLUSTER) {
+      if constexpr (SINGLE) {
+        for (int i = lane; i < tiles * 16; i += 32) {
+          publish4(other + piece_at(first / 4 + (i >> 3), q * 8 + (i & 7)),
+                   make_uint4(EMPTY, EMPTY, EMPTY, EMPTY));
+        }
+      } else {
+        for (int j = 0; j < tiles; ++j) {
+          publish(other + word_at(first + j * 8 + (lane & 3) * 2, q * 8 + (lane >> 2)), EMPTY);
+        }
+      }
+    }
+  }
+}
+
+// ---------------------------------------------------------------- 16 bits
+
+__device__ __forceinline__ void layers_half(const Params& p, u32 base, int first, int tiles,
+                                            int rank, int warp, int lane, char* set) {
+  constexpr int BLOCKS = KB / KG;  // of a warp
+  constexpr int ITEMS = HALVES * PAIRS;
+  constexpr int ROUNDS = (ITEMS + COMPUTE_WARPS - 1) / COMPUTE_WARPS;
+  static_assert(KB % KG == 0, "the blocks of K are not shared out evenly");
+  const int g = lane >> 2, t = lane & 3;
+  const int m = warp % MT, kg = warp / MT;
+  const bool aligned = ((reinterpret_cast<u64>(p.x) | (p.x_stride * ES)) & 15) == 0;
+  uint4 a[2 * BLOCKS];  // operand A: as pieces_at tells
+#pragma unroll
+  for (int kb = 0; kb < BLOCKS; ++kb) {
+    const int k = rank * SLICE + (kg * BLOCKS + kb) * 32 + t * 8;
+    const uint4 own = load_x(p, m * 16 + kg * 8 + g, k, aligned);
+    const uint4 other = load_x(p, m * 16 + (kg ^ 1) * 8 + g, k, aligned);
+    a[2 * kb] = make_uint4(own.x, other.x, own.y, other.y);
+    a[2 * kb + 1] = make_uint4(own.z, other.z, own.w, other.w);
+  }
+  cluster_wait();  // every block's buffers are ready
+#pragma unroll 1
+  for (int layer = 0; layer < p.layers; ++layer) {
+    const bool last = layer + 1 == p.layers;
+    const int slot = layer % SLOTS;
+    const u32 weights = base + SLOT_OFFSET + slot * SLOT_BYTES + weight_at(g) + t * 16 +
+                        kg * (BLOCKS * 64);
+    mbar_wait(base + BAR_FULL + slot * 8, layer / SLOTS & 1);
+    float shift[ROUNDS][4];  // biases of what this thread will complete
+#pragma unroll
+    for (int i = 0; i < ROUNDS; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int tile = 2 * ((i * COMPUTE_WARPS + warp) % PAIRS) + (e >> 1);
+        shift[i][e] = p.bias[layer] && tile < tiles
+                          ? load_element(p.bias[layer], first + tile * 8 + 2 * t + (e & 1))
+                          : 0.0f;
+      }
+    }
+    if (layer > 0) {
+      poll(a, set + static_cast<long long>(layer - 1) * LAYER_BYTES, [&](int i) {
+        return pieces_at(rank * KB + kg * BLOCKS + (i >> 1), m, i & 1, g, t);
+      });
+    }
+    float acc[2 * PAIRS][4];
+#pragma unroll
+    for (int j = 0; j < 2 * PAIRS; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) acc[j][e] = 0.0f;
+    }
+#pragma unroll
+    for (int kb = 0; kb < BLOCKS; ++kb) {
+      const uint4 x = a[2 * kb], y = a[2 * kb + 1];
+      uint4 w[NT];
+#pragma unroll
+      for (int j = 0; j < NT; ++j) w[j] = load16(weights + j * TILE_BYTES + kb * 64);
+#pragma unroll
+      for (int j = 0; j < NT; ++j) mma(acc[j], x.x, x.y, x.z, x.w, w[j].x, w[j].y);
+#pragma unroll
+      for (int j = 0; j < NT; ++j) mma(acc[j], y.x, y.y, y.z, y.w, w[j].z, w[j].w);
+    }
+    __syncwarp();
+    if (lane == 0) mbar_arrive(base + BAR_EMPTY + slot * 8);
+
+    const u32 sums = base + SUMS_OFFSET + (layer & 1) * (HALVES * HALF_BYTES);
+    const u32 to = sums + rank * SOURCE_BYTES + lane * 16;
+    if constexpr (KG == 1) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int q = 2 * m + h;
+        const u32 dst = peer_addr(to + q / CLUSTER * HALF_BYTES, q % CLUSTER);
+#pragma unroll
+        for (int i = 0; i < PAIRS; ++i) {
+          if (2 * i < tiles) {
+            store_peer4(dst + i * 512, as_words(acc[2 * i][2 * h], acc[2 * i][2 * h + 1],
+                                                acc[2 * i + 1][2 * h], acc[2 * i + 1][2 * h + 1]));
+          }
+        }
+      }
+    } else {  // warp kg of the two completes and sends rows 8 kg .. 8 kg + 7 of the tile
+      const u32 pairs = base + PAIR_OFFSET + lane * 16;
+      const u32 give = pairs + ((kg ^ 1) * MT + m) * (PAIRS * 512);
+      const u32 take = pairs + (kg * MT + m) * (PAIRS * 512);
+#pragma unroll
+      for (int i = 0; i < PAIRS; ++i) {
+        store16(give + i * 512, as_words(acc[2 * i][2], acc[2 * i][3], acc[2 * i + 1][2],
+                                         acc[2 * i + 1][3]));
+      }
+      pair_sync(1 + m);
+      const int q = 2 * m + kg;
+      const u32 dst = peer_addr(to + q / CLUSTER * HALF_BYTES, q % CLUSTER);
+      float4 sum[PAIRS];
+#pragma unroll
+      for (int i = 0; i < PAIRS; ++i) {
+        const float4 own =
+            make_float4(acc[2 * i][0], acc[2 * i][1], acc[2 * i + 1][0], acc[2 * i + 1][1]);
+        sum[i] = add4(own, load16(take + i * 512));
+      }
+#pragma unroll
+      for (int i = 0; i < PAIRS; ++i) {
+        if (2 * i < tiles) store_peer4(dst + i * 512, as_words(sum[i].x, sum[i].y, sum[i].z, sum[i].w));
+      }
+      pair_sync(1 + m);  // both have read
+    }
+
+#pragma unroll
+    for (int i = 0; i < ROUNDS; ++i) {
+      const int item = i * COMPUTE_WARPS + warp;
+      const int half = item / PAIRS, pair = item % PAIRS;
+      const int q = rank + half * CLUSTER;
+      if (item >= ITEMS || q >= 2 * MT || 2 * pair >= tiles) continue;
+      const int row = q * 8 + g;
+      const float4 pre = take_sums(make_float4(shift[i][0], shift[i][1], shift[i][2], shift[i][3]),
+                                   sums + half * HALF_BYTES + pair * 512 + lane * 16, true);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int tile = 2 * pair + e;
+        if (tile >= tiles) break;
+        const float v0 = e ? pre.z : pre.x, v1 = e ? pre.w : pre.y;
+        const int column = first + tile * 8 + 2 * t;
+        if (last) {
+          write_row(p.y, p, row, column, pack(act<FINAL>(v0), act<FINAL>(v1)));
+        } else {
+          const u32 out = pack(act<ACT>(v0), act<ACT>(v1));
+          publish(set + static_cast<long long>(layer) * LAYER_BYTES +
+                      word_at(column, row),
+                  never_empty(out));
+          if constexpr (SAVE == 2 || SAVE == 3) write_row(p.saved[layer], p, row, column, out);
+        }
+        if constexpr (SAVE != 0) {
+          if (saves_pre(last)) write_row(p.saved[layer], p, row, column, pack(v0, v1));
+        }
+      }
+    }
+  }
+}
+
+// ---------------------------------------------------------------- float32
+
+// Sums kFrom .. kTo - 1 of a thread, for the other group's thread of the same place.
+template <int kFrom, int kTo>
+__device__ __forceinline__ void give_single(const float (&acc)[MT][NT], u32 red) {
+#pragma unroll
+  for (int i = kFrom; i < kTo; ++i) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(red + i * 512), "f"(acc[i / NT][i % NT])
+                 : "memory");
+  }
+}
+
+// Those plus the other group's, to the blocks that complete them.
+template <int kFrom, int kTo>
+__device__ __forceinline__ void send_single(const float (&acc)[MT][NT], u32 red, u32 to,
+                                            int row_half, int tiles) {
+#pragma unroll
+  for (int i = kFrom; i < kTo; ++i) {
+    if (i % NT >= tiles) continue;
+    float other;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(other) : "r"(red + i * 512) : "memory");
+    const int q = i / NT * 2 + row_half;
+    store_peer(peer_addr(to + q / CLUSTER * HALF_BYTES, q % CLUSTER) + i % NT * 256,
+               acc[i / NT][i % NT] + other);
+  }
+}
+
+// Four biases, or zeros.
+__device__ __forceinline__ float4 load_shift(const void* bias, int column) {
+  if (bias == nullptr) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  const float* const at = static_cast<const float*>(bias) + column;
+  return make_float4(at[0], at[1], at[2], at[3]);
+}
+
+// Warps 0-3 and 4-7 take half of the slice each; a thread of either computes rows r + 16 i of
+// columns c + 8 j, i < MT, j < NT.
+__device__ __forceinline__ void layers_single(const Params& p, u32 base, int first, int tiles,
+                                              int rank, int warp, int lane, char* set) {
+  constexpr int PIECES = SLICE / 4 * ROWS;  // of a slice's input
+  constexpr int EACH = (PIECES + 255) / 256;
+  static_assert(!SINGLE || PIECES % 256 == 0, "a slice is not whole rounds of 256 threads");
+  const int thread = warp * 32 + lane;
+  const int group = warp >> 2, c = lane & 7, r = (warp & 3) * 4 + (lane >> 3);
+  const bool aligned = ((reinterpret_cast<u64>(p.x) | (p.x_stride * ES)) & 15) == 0;
+  uint4 in[EACH];
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    const int piece = i * 256 + thread;
+    in[i] = load_x(p, piece % ROWS, rank * SLICE + piece / ROWS * 4, aligned);
+  }
+  cluster_wait();
+#pragma unroll 1
+  for (int layer = 0; layer < p.layers; ++layer) {
+    const bool last = layer + 1 == p.layers;
+    const int slot = layer % SLOTS;
+    float4 shift = make_float4(0.0f, 0.0f, 0.0f, 0.0f);  // of this thread's first sums to complete
+    if (thread < tiles * 16) {
+      shift = load_shift(p.bias[layer], first + (thread >> 4) * 8 + (thread & 1) * 4);
+    }
+    if (layer > 0) {
+      poll(in,
+           set + static_cast<long long>(layer - 1) * LAYER_BYTES + rank * (SLICE / 4) * (ROWS * 16),
+           [&](int i) { return (i * 256 + thread) * 16; });
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      store16(base + ACT_OFFSET + (i * 256 + thread) * 16, in[i]);
+    }
+    mbar_wait(base + BAR_FULL + slot * 8, layer / SLOTS & 1);
+    compute_sync();
+
+    float acc[MT][NT];
+#pragma unroll
+    for (int i = 0; i < MT; ++i) {
+#pragma unroll
+      for (int j = 0; j < NT; ++j) acc[i][j] = 0.0f;
+    }
+    const u32 acts = base + ACT_OFFSET + group * (SLICE / 8) * (ROWS * 16) + r * 16;
+    const u32 weights =
+        base + SLOT_OFFSET + slot * SLOT_BYTES + weight_at(c) + group * (SLICE / 2 * 4);
+#pragma unroll 4
+    for (int k = 0; k < SLICE / 8; ++k) {
+      uint4 x[MT];
+#pragma unroll
+      for (int i = 0; i < MT; ++i) x[i] = load16(acts + k * (ROWS * 16) + i * 256);
+#pragma unroll
+      for (int j = 0; j < NT; ++j) {
+        const uint4 w = load16(weights + k * 16 + j * TILE_BYTES);
+#pragma unroll
+        for (int i = 0; i < MT; ++i) {
+          float v = acc[i][j];
+          v = fmaf(__uint_as_float(w.x), __uint_as_float(x[i].x), v);
+          v = fmaf(__uint_as_float(w.y), __uint_as_float(x[i].y), v);
+          v = fmaf(__uint_as_float(w.z), __uint_as_float(x[i].z), v);
+          acc[i][j] = fmaf(__uint_as_float(w.w), __uint_as_float(x[i].w), v);
+        }
+      }
+    }
+    __syncwarp();
+    if (lane == 0) mbar_arrive(base + BAR_EMPTY + slot * 8);
+
+    // The groups add up: group 0 completes the first OWN of the thread's sums, group 1 the others.
+    constexpr int ALL = MT * NT, OWN = (ALL + 1) / 2;
+    const u32 red = base + RED_OFFSET + (thread & 127) * 4;
+    const u32 sums = base + SUMS_OFFSET + (layer & 1) * (HALVES * HALF_BYTES);
+    if (group == 0) give_single<OWN, ALL>(acc, red);
+    else give_single<0, OWN>(acc, red);
+    compute_sync();
+    const u32 to = sums + rank * SOURCE_BYTES + (r & 7) * 32 + c * 4;
+    if (group == 0) send_single<0, OWN>(acc, red, to, r >> 3, tiles);
+    else send_single<OWN, ALL>(acc, red, to, r >> 3, tiles);
+
+#pragma unroll
+    for (int half = 0; half < HALVES; ++half) {
+      const int q = rank + half * CLUSTER;
+      if (q >= 2 * MT) break;
+#pragma unroll 1
+      for (int unit = thread; unit - lane < tiles * 16; unit += 256) {
+        const bool real = unit < tiles * 16;
+        const int row = q * 8 + (unit >> 1 & 7);
+        const int column = first + (unit >> 4) * 8 + (unit & 1) * 4;
+        float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (unit == thread) v = shift;
+        else if (real) v = load_shift(p.bias[layer], column);
+        v = take_sums(v, sums + half * HALF_BYTES + (real ? unit : 0) * 16, real);
+        if (!real) continue;
+        if constexpr (SAVE != 0) {
+          if (saves_pre(last)) write_row4(p.saved[layer], p, row, column, v);
+        }
+        if (last) {
+          write_row4(p.y, p, row, column,
+                     make_float4(act<FINAL>(v.x), act<FINAL>(v.y), act<FINAL>(v.z), act<FINAL>(v.w)));
+        } else {
+          v = make_float4(act<ACT>(v.x), act<ACT>(v.y), act<ACT>(v.z), act<ACT>(v.w));
+          publish4(set + static_cast<long long>(layer) * LAYER_BYTES + piece_at(column >> 2, row),
+                   make_uint4(never_empty(__float_as_uint(v.x)), never_empty(__float_as_uint(v.y)),
+                              never_empty(__float_as_uint(v.z)), never_empty(__float_as_uint(v.w))));
+          if constexpr (SAVE == 2 || SAVE == 3) write_row4(p.saved[layer], p, row, column, v);
+        }
+      }
+    }
+  }
+}
+
+// ---------------------------------------------------------------- the kernel
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+whole_mlp_grid(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  const u32 base = smem_addr(shared);
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int rank = static_cast<int>(cluster_rank());
+  const int first = static_cast<int>(blockIdx.x) / CLUSTER * (NT * 8);
+  const int tiles = min(NT, (H - first) / 8);
+
+  if (threadIdx.x == 32 * COMPUTE_WARPS) {
+    for (int i = 0; i < SLOTS; ++i) {
+      mbar_init(base + BAR_FULL + i * 8, 32 * BRING_WARPS);
+      mbar_init(base + BAR_EMPTY + i * 8, COMPUTE_WARPS);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  if (warp >= COMPUTE_WARPS) {
+    asm volatile("bar.sync 15, %0;" ::"n"(32 * BRING_WARPS) : "memory");
+    cluster_arrive();
+    bring_weights(p, base, first, tiles, rank, threadIdx.x - 32 * COMPUTE_WARPS);
+  }
+  const u32 launch = p.launches[blockIdx.x];
+  char* const set = static_cast<char*>(p.exchange) +
+                    static_cast<long long>(launch & 1) * (p.layers - 1) * LAYER_BYTES;
+  if (warp >= COMPUTE_WARPS) {
+    if (warp == COMPUTE_WARPS) empty_other_set(p, launch, first, tiles, rank, lane);
+    cluster_wait();
+  } else {
+    const uint4 nothing = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
+    for (int i = threadIdx.x; i < 2 * HALVES * HALF_BYTES / 16; i += 32 * COMPUTE_WARPS) {
+      store16(base + SUMS_OFFSET + i * 16, nothing);
+    }
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    if constexpr (SINGLE) layers_single(p, base, first, tiles, rank, warp, lane, set);
+    else layers_half(p, base, first, tiles, rank, warp, lane, set);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) p.launches[blockIdx.x] = launch + 1;
+}
