@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from fastlinear.dispatch import backend as registry
 from fastlinear.dispatch import cache
-from fastlinear.dispatch.backend import family
+from fastlinear.dispatch.backend import Backend, family
 from fastlinear.dispatch.tune import tune
-from fastlinear.ops.linear_act import backends, cuda, triton_config
+from fastlinear.ops.linear_act import backends, cuda, reference, triton_config
+from fastlinear.ops.linear_act.autograd import backward_of
 from fastlinear.ops.linear_act.selection import choices_of, problem_of, tuning_order
 
 HOPPER = (9, 0)
@@ -121,6 +124,39 @@ def test_the_step_is_not_asked_where_every_piece_is_torchs() -> None:
     assert [c.problem.piece for c in choices_of(p)] == list(backends.PIECES)
 
 
+def test_one_backend_may_compute_the_whole_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = training()
+    target = "fastlinear.ops.linear_act.reference:backward"
+    whole = Backend("linear_act", "backward", "whole", target, lambda _: None)
+    fam = replace(backends.FAMILY, backends=(*backends.FAMILY.backends, whole))
+    monkeypatch.setitem(registry._FAMILIES, "linear_act", fam)
+    decide(p, forward="onednn", grad_input="onednn", backward="whole", step="pieces")
+    chosen = choices_of(p)
+    assert [c.problem.piece for c in chosen] == ["forward", "backward", "step"]
+    assert [c.backend.name for c in chosen] == ["onednn", "whole", "pieces"]
+    assert backward_of(chosen) is reference.backward
+    decide(p, backward="pieces")
+    assert [c.problem.piece for c in choices_of(p)] == [*backends.PIECES, "step"]
+    assert choices_of(p)[2].backend.name == "onednn"
+    decide(p, backward="eager")
+    chosen = choices_of(p)
+    assert [c.backend.name for c in chosen] == ["onednn", "eager", "eager", "eager", "pieces"]
+    assert "the whole backward" in chosen[2].reason
+    decide(p, backward="whole", step="eager")
+    chosen = choices_of(p)
+    assert [c.problem.piece for c in chosen] == [*backends.PIECES, "step"]
+    assert {c.backend.name for c in chosen} == {"eager"}
+
+
+def test_the_whole_backward_is_tuned_where_one_launch_can_compute_it() -> None:
+    def order(m: int, device: str) -> list[str]:
+        p = backends.problem("forward", m, 32, 32, dtype="bfloat16", device=device, needs_grad=True)
+        return [q.piece for q in tuning_order(p)]
+
+    assert order(128, "cuda") == [*backends.PIECES, "backward", "step"]
+    assert order(129, "cuda") == order(64, "cpu") == [*backends.PIECES, "step"]
+
+
 def test_tuning_the_step_measures_both_and_agrees_on_numbers() -> None:
     p = training()
     tuned = [tune(q, rounds=5, budget_s=0.2) for q in tuning_order(p)]
@@ -145,3 +181,19 @@ def test_a_small_training_step_on_a_gpu_defaults_to_torchs_autograd() -> None:
         needs_grad=True,
     )  # fmt: skip
     assert backends.FAMILY.prefer(large)[0] == "pieces"
+
+
+def test_unmeasured_float32_products_default_to_three_tf32_ones() -> None:
+    def first(piece: str, m: int, k: int, precision: str) -> str:
+        p = backends.problem(
+            piece, m, k, 1024, dtype="float32", device="cuda", needs_grad=True, precision=precision
+        )
+        return backends.FAMILY.prefer(p)[0]
+
+    assert first("forward", 64, 1024, "highest") == "triton"
+    assert first("grad_weight", 1024, 1024, "highest") == "triton"
+    assert first("forward", 64, 1024, "high") != "triton"  # torch's own is a single TF32 product
+    assert first("forward", 64, 64, "highest") != "triton"  # short products are plain float32
+    assert first("grad_weight", 64, 1024, "highest") != "triton"
+    assert first("backward", 64, 1024, "highest") == "triton"
+    assert first("backward", 1024, 1024, "highest") == "pieces"

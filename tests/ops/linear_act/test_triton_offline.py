@@ -25,6 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fastlinear.ops.linear_act import triton as backend
+from fastlinear.ops.linear_act import triton_backward as whole
 from fastlinear.ops.linear_act import triton_config
 
 if triton.knobs.runtime.interpret:
@@ -90,8 +91,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
         units = 132
 
     monkeypatch.setattr(backend, "Launch", Recorder)
+    monkeypatch.setattr(whole, "Launch", Recorder)
     monkeypatch.setattr(backend, "device_facts", lambda device: Facts)
     backend._plans.clear()
+    whole._plans.clear()
     return made
 
 
@@ -179,6 +182,53 @@ def test_grad_products(
     run(meta(8192, 3072, dtype=dtype), other)
     for launch in launches:
         assert_fits(launch.compile(arch), arch, tmp_path)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("M", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_forward_of_few_rows(
+    dtype: torch.dtype, M: int, arch: int, launches: list[Recorded], tmp_path: Path
+) -> None:
+    config = triton_config.FewRowsConfig(2, 64 * 16 // dtype.itemsize, 2)
+    x, weight, bias = (meta(*s, dtype=dtype) for s in ((M, 4096), (4096, 4096), (4096,)))
+    backend.forward(x, weight, bias, "gelu", True, config=config)
+    (launch,) = launches
+    compiled = launch.compile(arch)
+    assert_fits(compiled, arch, tmp_path)
+    assert ".v4.b32" in compiled.asm["ptx"]  # 16 bytes of W a thread
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("M", [1, 4, 32, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_whole_backward(
+    dtype: torch.dtype, M: int, arch: int, launches: list[Recorded], tmp_path: Path
+) -> None:
+    dy, saved = meta(M, 1024, dtype=dtype), meta(M, 1024, dtype=dtype)
+    x, weight = meta(M, 512, dtype=dtype), meta(1024, 512, dtype=dtype)
+    if triton_config.max_backward_rows(ARCHS[arch]) < M:
+        pytest.skip("more rows than this architecture serves")
+    whole.backward(dy, saved, x, weight, "gelu", (True, True, True))
+    for launch in launches:
+        assert_fits(launch.compile(arch), arch, tmp_path)
+
+
+@pytest.mark.parametrize("M", [4, 64])
+@pytest.mark.parametrize(
+    "needs", [(True, False, False), (False, True, False), (False, True, True), (True, False, True)]
+)
+def test_part_of_the_backward(
+    needs: tuple[bool, bool, bool], M: int, launches: list[Recorded], tmp_path: Path
+) -> None:
+    """What is not needed is None: a compiler sees that where an interpreter does not."""
+    dy = meta(M, 512, dtype=torch.float16)
+    x = meta(M, 256, dtype=torch.float16) if needs[1] else None
+    weight = meta(512, 256, dtype=torch.float16) if needs[0] else None
+    whole.backward(dy, None, x, weight, "none", needs)
+    assert launches
+    for launch in launches:
+        assert_fits(launch.compile(90), 90, tmp_path)
 
 
 def test_a_spill_is_seen(launches: list[Recorded], tmp_path: Path) -> None:

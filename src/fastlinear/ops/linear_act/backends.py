@@ -28,6 +28,7 @@ WHOLE_BACKWARD = "backward"
 STEP = "step"
 _HERE = "fastlinear.ops.linear_act"
 _GPU_FLOPS_PER_S = {"half": 6e14, "float32": 4e13}
+_TF32X3_MIN_WORK = 1 << 24
 _GPU_BYTES_PER_S = 3.5e12
 _STEP_HOST_S = 1.2e-4  # host time of forward and backward of one layer through autograd, about
 _TRITON_SOURCES = (
@@ -150,10 +151,13 @@ def _reason_not_cuda(p: Problem) -> str | None:
 
 
 def _reason_not_triton_backward(p: Problem) -> str | None:
-    most = triton_config.MAX_BACKWARD_ROWS
+    why = _reason_not_triton(p)
+    if why is not None:
+        return why
+    most = triton_config.max_backward_rows(torch.cuda.get_device_capability())
     if p.dim("M") > most:
-        return f"serves at most {most} rows of x, the call has {p.dim('M')}"
-    return _reason_not_triton(p)
+        return f"serves at most {most} rows of x here, the call has {p.dim('M')}"
+    return None
 
 
 def _strides(p: Problem) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -178,9 +182,20 @@ def _prefer(p: Problem) -> tuple[str, ...]:
             heavy = p.dim("M") * p.dim("K") * p.dim("N") >= 1 << 21 and p.dim("M") >= 8
             return ("onednn", "eager") if heavy else ("eager",)
         return ("eager",)
-    if p.piece == "forward":
-        return ("cublaslt", "eager")
-    return ("eager",)
+    first = ("triton",) if _triton_pays(p) else ()
+    return (*first, "cublaslt", "eager") if p.piece == "forward" else (*first, "eager")
+
+
+def _triton_pays(p: Problem) -> bool:
+    """Whether three TF32 products beat torch's exact float32 by far: on the data-centre chips,
+    whose matrix units are many times as fast as their float32 units."""
+    if p.dtype != "float32" or p.precision != "highest" or p.piece == "grad_pre":
+        return False
+    depth = p.dim({"forward": "K", "grad_input": "N", "grad_weight": "M"}[p.piece])
+    if depth < 128 or p.dim("M") * p.dim("K") * p.dim("N") < _TF32X3_MIN_WORK:
+        return False
+    fast = triton_config.FAST_TF32
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() in fast
 
 
 def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]:

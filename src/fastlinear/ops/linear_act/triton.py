@@ -320,23 +320,26 @@ class _GradPre:
         self, dy: Tensor, saved: Tensor | None, activation: str, need_bias_grad: bool
     ) -> None:
         M, N = dy.shape
-        block_m, block_n, chunk_rows = _grad_pre_blocks(M, N, need_bias_grad)
+        blocks = _grad_pre_blocks(M, N, need_bias_grad, saved is None)
+        block_m, block_n, chunk_rows, warps, stages = blocks
         chunks = -(-M // chunk_rows)
         self._launch = Launch(
             _grad_pre_kernel,
             (-(-N // block_n), chunks),
             (
                 *(M, N, *dy.stride(), 0 if saved is None else saved.stride(0), chunk_rows),
-                *(activation, _math(dy.dtype), block_m, block_n),
+                *(activation, _math(dy.dtype), block_m, block_n, stages),
             ),
             dy.device,
-            warps=4,
+            warps=warps,
         )
         self._part_shape = None
         if need_bias_grad and chunks > 1:
             self._part_shape = (chunks, N)
+            rows = min(64, 1 << (chunks - 1).bit_length())
+            cols = 32 if rows >= 32 else 128
             self._sum = Launch(
-                _sum_rows_kernel, (-(-N // 32),), (chunks, N, 64, 32), dy.device, warps=4
+                _sum_rows_kernel, (-(-N // cols),), (chunks, N, rows, cols), dy.device, warps=4
             )
 
     def run(self, dy: Tensor, saved: Tensor | None, dpre: Tensor | None, db: Tensor | None) -> None:
@@ -349,18 +352,23 @@ class _GradPre:
         self._sum(part, db)
 
 
-def _grad_pre_blocks(M: int, N: int, need_bias_grad: bool) -> tuple[int, int, int]:
-    """Rows and columns of a block, and rows of a program's chunk (a multiple of the block's)."""
+def _grad_pre_blocks(
+    M: int, N: int, need_bias_grad: bool, identity: bool
+) -> tuple[int, int, int, int, int]:
+    """Rows and columns of a block, rows of a program's chunk (a multiple of the block's), warps,
+    and stages of the load pipeline."""
     if not need_bias_grad:
-        return 8, 256, 8
+        return 8, 256, 8, 4, 1
     if M <= _ONE_CHUNK_ROWS:
         # A second launch would cost more than the chip left idle.
         block_m = min(64, 1 << (M - 1).bit_length())
-        return block_m, 32, block_m * -(-M // block_m)
+        return block_m, 32, block_m * -(-M // block_m), 4, 1
     # Long chunks amortise the column sums; short ones fill the chip.
-    block_m, block_n = 8, 512
+    block_m, block_n = 16 if identity else 8, 512
     programs = -(-M // block_m) * -(-N // block_n)
-    return block_m, block_n, block_m * max(1, min(16, programs // 512))
+    if identity:  # a third of the traffic: more of it has to be under way
+        return block_m, block_n, block_m * max(1, min(8, programs // 384)), 4, 1
+    return block_m, block_n, block_m * max(1, min(16, programs // 512)), 4, 1
 
 
 def _remember(key: Any, plan: Any) -> Any:

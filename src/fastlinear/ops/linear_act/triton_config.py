@@ -145,19 +145,27 @@ class BackwardConfig:
 
 
 MAX_BACKWARD_ROWS = 128
-_MAX_FMA_ROWS = 4
+FAST_TF32 = ((8, 0), (9, 0), (10, 0), (10, 3))
+"""Capabilities whose TF32 rate is many times their float32 rate."""
 
 
 @lru_cache(maxsize=1024)
 def few_rows_config_for(M: int, K: int, N: int, dtype: torch.dtype) -> FewRowsConfig | None:
     """Configuration of the forward of M rows by multiply-adds; None where tiles are better."""
-    if M > _MAX_FMA_ROWS:
+    most = 4 if dtype.itemsize == 4 else 2
+    if most < M:
         return None
+    warps = 2 if M == 2 or (M == 1 and dtype.itemsize == 4) else 4
     vector = 16 // dtype.itemsize
-    warps = 4
     while warps > 1 and 32 * vector * warps > K:
         warps //= 2
-    return FewRowsConfig(4 if M <= 2 and N >= 2048 else 2, 32 * vector * warps, warps)
+    block_n = 4 if M == 1 and dtype.itemsize == 2 and N >= 2048 else 2
+    return FewRowsConfig(block_n, 32 * vector * warps, warps)
+
+
+def max_backward_rows(capability: tuple[int, int]) -> int:
+    """Rows of x that the whole backward serves: without warpgroup products larger tiles spill."""
+    return MAX_BACKWARD_ROWS if capability >= (9, 0) else 32
 
 
 @lru_cache(maxsize=1024)
@@ -165,16 +173,27 @@ def backward_config_for(
     M: int, K: int, N: int, dtype: torch.dtype, activation: str
 ) -> BackwardConfig:
     """The configuration of the whole backward of M <= MAX_BACKWARD_ROWS rows."""
-    size = dtype.itemsize
-    if M <= _MAX_FMA_ROWS:
-        return BackwardConfig("fma", 64 // size, 128, warps=8, stages=1)
-    slices = max(1, min(8, N // 1024))
-    stages = 3 if M <= 64 else 2
-    if size == 4:
+
+    def slices(block_k: int, programs: int) -> int:
+        """Slices of at least 128 rows of W, for about that many programs of dx."""
+        return max(1, min(8, programs * block_k // K, N // 128))
+
+    if dtype.itemsize == 4:
+        if M == 1:
+            return BackwardConfig("fma", 32, 128, warps=8, stages=1, slices=slices(32, 512))
+        if M <= 4:
+            return BackwardConfig("fma", 16, 128, warps=4, stages=3, slices=slices(16, 1024))
         if M < 32:
-            return BackwardConfig("dot", 32, 32, 32, 32, 4, stages, slices)
-        return BackwardConfig("dot", 32, 32, 64, 64, 8, stages, slices)
-    return BackwardConfig("dot", 32, 64, 64, 64, 4, stages, slices)
+            return BackwardConfig("dot", 32, 32, 32, 32, 4, 3, slices(32, 256))
+        warps, stages = (4, 3) if M <= 64 else (8, 2)
+        return BackwardConfig("dot", 32, 32, 64, 64, warps, stages, slices(32, 128), True)
+    if M <= 16:
+        return BackwardConfig("dot", 32, 128, 128, 64, 4, 3, slices(32, 256))
+    if activation == "none" and N <= 1536:
+        return BackwardConfig("dot", 16, 128, 64, 64, 4, 3 if M <= 64 else 2)
+    # Each slice forms its own part of dpre, so that none is formed often.
+    block_n, warps = (128, 4) if M <= 64 else (64, 8)
+    return BackwardConfig("dot", 64, block_n, 64, 64, warps, 2, slices(64, 256))
 
 
 @lru_cache(maxsize=1024)

@@ -24,6 +24,7 @@ def _grad_pre_kernel(
     MATH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """One program computes dpre on chunk_rows rows (a multiple of BLOCK_M) by BLOCK_N columns.
 
@@ -38,7 +39,7 @@ def _grad_pre_kernel(
     row_end = tl.minimum(row_begin + chunk_rows, M)
     dy_cols = col_offs.to(tl.int64)[None, :] * dy_col_stride
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for row in range(row_begin, row_end, BLOCK_M):
+    for row in tl.range(row_begin, row_end, BLOCK_M, num_stages=STAGES):
         row_offs = (row + tl.arange(0, BLOCK_M)).to(tl.int64)
         mask = (row_offs < row_end)[:, None] & col_mask[None, :]
         dy = tl.load(dy_ptr + row_offs[:, None] * dy_row_stride + dy_cols, mask=mask, other=0.0)
