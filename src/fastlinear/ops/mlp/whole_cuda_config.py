@@ -150,15 +150,17 @@ def grid_for(widths: Widths, rows: int, itemsize: int) -> Grid | None:
     if itemsize == 4:
         if width > 1024 or rows > 64 or (width < 640 and rows <= 32):
             return None
-        order = ((8, 1), (4, 1))
+        order = [(8, 1), (4, 1)]
     elif rows > 64:
         if width > 1024 or rows > 128:
             return None
-        order = ((8, 1), (4, 1))
+        order = [(8, 1), (4, 1)]
     elif width < 640:
         return None
     else:
-        order = ((4, 2), (8, 2), (8, 1), (4, 1)) if rows <= 16 else ((8, 2), (4, 2), (8, 1), (4, 1))
+        order = [(4, 2), (8, 2)] if rows <= 16 else [(8, 2), (4, 2)]
+        if rows > 32:  # one or two warps to add up all partial sums would be slow
+            order += [(8, 1), (4, 1)]
     grids = (make_grid(widths, rows, itemsize, *choice) for choice in order)
     return next((grid for grid in grids if grid is not None), None)
 
