@@ -12,7 +12,7 @@ from fastlinear.core.problem import Problem
 from fastlinear.ops.mlp import reference
 from fastlinear.ops.mlp.selection import problem_of
 from fastlinear.rewrite.candidate import Candidate, SiteCalls
-from fastlinear.rewrite.forwards import call_mlp, weight_of
+from fastlinear.rewrite.forwards import call_mlp, weight_and_bias
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -75,8 +75,8 @@ class Chain(ABC):
         return problem_of(x, weights, biases, *names, False, self.calls.grad)
 
     def _tensors(self) -> tuple[list[Tensor], list[Tensor | None]]:
-        layers = [c.module for c in self.members]
-        return [weight_of(m) for m in layers], [m.bias for m in layers]  # type: ignore[misc]
+        found = [weight_and_bias(c.module) for c in self.members]
+        return [w for w, _ in found], [b for _, b in found]
 
     def parameters(self) -> dict[str, Tensor]:
         """Weights and biases by layer and the names of their gradients, ``"0.dW"``."""

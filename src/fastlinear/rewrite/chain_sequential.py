@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fastlinear.rewrite.candidate import Candidate
 from fastlinear.rewrite.chain import Chain
-from fastlinear.rewrite.forwards import Forward, call_mlp, hooked_globally
+from fastlinear.rewrite.forwards import Forward, call_mlp, hooked_globally, weight_and_bias
 from fastlinear.rewrite.swap import Swap, mark
 
 _OWN_STATE = (bool, int, float, str, type(None))
@@ -84,8 +84,8 @@ def chained(layout: Layout, backend: str | None) -> Forward:
             return plain(self, input)
         for child in children[:start]:
             input = child(input)  # type: ignore[misc]
-        layers: list[Any] = [children[i] for i in linears]
-        weights, biases = [m.weight for m in layers], [m.bias for m in layers]
+        found = [weight_and_bias(children[i]) for i in linears]  # type: ignore[arg-type]
+        weights, biases = [w for w, _ in found], [b for _, b in found]
         input = call_mlp(input, weights, biases, activation, final, backend)
         for child in children[stop:]:
             input = child(input)  # type: ignore[misc]

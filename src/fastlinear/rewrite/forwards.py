@@ -74,9 +74,7 @@ def call_fused_linear(linear: nn.Module, x: Tensor, activation: str, backend: st
     called, so that hooks, adapters and replaced layers keep their say.
     """
     if type(linear) in PLAIN_LINEARS and _untouched(linear):
-        weight: Any = linear.weight
-        bias: Any = linear.bias
-        return _linear_act(x, weight, bias, activation, backend)
+        return _linear_act(x, *weight_and_bias(linear), activation, backend)
     y: Tensor = activation_of(activation).value(linear(x))
     return y
 
@@ -84,27 +82,38 @@ def call_fused_linear(linear: nn.Module, x: Tensor, activation: str, backend: st
 def call_fused_conv1d(conv: nn.Module, x: Tensor, activation: str, backend: str | None) -> Tensor:
     """``call_fused_linear`` for a Conv1D, whose weight is (K, N)."""
     if is_plain(conv) and _untouched(conv):
-        bias: Any = conv.bias
-        return _linear_act(x, weight_of(conv), bias, activation, backend)
+        return _linear_act(x, *weight_and_bias(conv), activation, backend)
     y: Tensor = activation_of(activation).value(conv(x))
     return y
 
 
 def call_fused_chain(
-    linears: Sequence[nn.Module],
+    parent: nn.Module,
+    paths: Sequence[Sequence[str]],
     x: Tensor,
     activation: str,
     final_activation: str,
     backend: str | None,
 ) -> Tensor:
     """The linears of a rewritten parent that follow each other, as one call of ``mlp``:
-    (..., n_0) → (..., n_L).
+    (..., n_0) → (..., n_L). ``paths`` lead from the parent to each.
 
     Only while every one is a plain linear without hooks; otherwise each is called by itself.
     """
-    if all(is_plain(m) and _untouched(m) for m in linears):
-        weights, biases = [weight_of(m) for m in linears], [m.bias for m in linears]
-        return call_mlp(x, weights, biases, activation, final_activation, backend)  # type: ignore[arg-type]
+    linears, weights, biases = [], [], []
+    fusable = not hooked_globally()
+    for path in paths:
+        linear: Any = parent
+        for name in path:
+            linear = linear._modules[name]
+        linears.append(linear)
+        fusable = fusable and is_plain(linear) and not _hooked(linear.__dict__)
+        if fusable:
+            weight, bias = weight_and_bias(linear)
+            weights.append(weight)
+            biases.append(bias)
+    if fusable:
+        return call_mlp(x, weights, biases, activation, final_activation, backend)
     for i, linear in enumerate(linears, 1):
         name = final_activation if i == len(linears) else activation
         x = activation_of(name).value(linear(x))
@@ -119,10 +128,17 @@ def is_plain(linear: nn.Module) -> bool:
     )
 
 
-def weight_of(linear: nn.Module) -> Tensor:
-    """The weight as (N, K): of a Conv1D transposed."""
-    weight: Any = linear.weight
-    return weight if type(linear) in PLAIN_LINEARS else weight.t()
+def weight_and_bias(linear: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """The weight as (N, K), of a Conv1D transposed, and the bias (N,) of a plain linear.
+
+    Looked up where a module keeps them: its attribute lookup takes longer than a small layer.
+    """
+    known: Any = linear.__dict__["_parameters"]
+    if "weight" in known and "bias" in known:
+        weight, bias = known["weight"], known["bias"]
+    else:  # a replica of DataParallel, say
+        weight, bias = linear.weight, linear.bias
+    return (weight if type(linear) in PLAIN_LINEARS else weight.t()), bias  # type: ignore[return-value]
 
 
 def _linear_act(
@@ -169,12 +185,17 @@ def call_mlp(
 
 
 def _untouched(module: nn.Module) -> bool:
-    return "forward" not in module.__dict__ and not (
-        hooked_globally()
-        or module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
+    return not hooked_globally() and not _hooked(module.__dict__)
+
+
+def _hooked(own: dict[str, Any]) -> bool:
+    """Whether a module's attributes hold a hook or a forward of its own."""
+    return bool(
+        "forward" in own
+        or own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
     )
 
 

@@ -115,9 +115,10 @@ class Links:
         runs: Sequence[Run],
         chain_backend: str | None,
     ) -> tuple[torch.fx.Graph, tuple[str, ...]]:
-        """The graph with these pairs and runs as fused calls, and the activations and dropouts
-        that it no longer calls."""
+        """The graph with these pairs and runs as fused calls, its first argument the parent, and
+        the activations and dropouts that it no longer calls."""
         graph = torch.fx.Graph()
+        root = graph.placeholder("parent")
         copies: dict[Node, Node] = {}
         done: dict[Node, str] = {self.pairs[name][0]: name for name in pairs}
         starts = {run.linears[0]: run for run in runs}
@@ -134,9 +135,9 @@ class Links:
                     passed_over.append(name)
             elif node.op == "call_module" and name in starts:
                 run = starts[name]
-                children = tuple(graph.create_node("get_attr", n) for n in run.linears)
+                paths = tuple(tuple(n.split(".")) for n in run.linears)
                 names = run.activation, run.final_activation
-                wanted: tuple[Any, ...] = (children, copies[node.args[0]], *names, chain_backend)
+                wanted: tuple[Any, ...] = (root, paths, copies[node.args[0]], *names, chain_backend)
                 copies[node] = graph.call_function(call_fused_chain, wanted)
             elif node.op == "call_module" and name in pairs:
                 conv1d = linear_kind(self.parent.get_submodule(name)) == "conv1d"

@@ -77,4 +77,4 @@ def _function_of(graph: torch.fx.Graph) -> Callable[..., Any]:
     scope: dict[str, Any] = dict(code.globals)
     exec(compile(code.src, "<fastlinear rewrite>", "exec"), scope)
     function: Callable[..., Any] = scope["forward"]
-    return function
+    return lambda parent, *tensors: function(parent, parent, *tensors)
