@@ -47,7 +47,7 @@ def backward_from(
             # dpre is dy: its sum reads best what the products have left in the caches.
             dx = grad_input(dy, weight) if needs[0] else None
             dw = grad_weight(dy, x) if needs[1] else None
-            return dx, dw, grad_pre(dy, saved, activation, True)[1] if needs[2] else None
+            return dx, dw, grad_pre(dy, saved, activation, needs[2])[1]
         dpre, db = grad_pre(dy, saved, activation, needs[2])
         dx = grad_input(dpre, weight) if needs[0] else None
         dw = grad_weight(dpre, x) if needs[1] else None
