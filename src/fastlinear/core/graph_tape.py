@@ -80,7 +80,7 @@ class Tape:
     def order(self) -> None:
         """Nothing runs ahead on a CPU."""
 
-    def replay(self, fill: Callable[..., None] | None = None, *given: Any) -> None:
+    def replay(self, fill: Callable[..., object] | None = None, *given: Any) -> None:
         """Run the ops again, into the same memory."""
         with torch.no_grad():
             if fill is not None:

@@ -64,7 +64,7 @@ class Recording(Protocol):
         may still read them.
         """
 
-    def replay(self, fill: Callable[..., None] | None = None, *given: Any) -> None:
+    def replay(self, fill: Callable[..., object] | None = None, *given: Any) -> None:
         """Enqueue the recorded kernels on the current stream of the recording's device.
 
         ``fill(*given)``, which writes to the recording's buffers, goes first, in order behind every
@@ -217,7 +217,7 @@ class CudaRecording:
         with _order:
             _follow(self._device)
 
-    def replay(self, fill: Callable[..., None] | None = None, *given: Any) -> None:
+    def replay(self, fill: Callable[..., object] | None = None, *given: Any) -> None:
         """Enqueue on the current stream, after every earlier replay on any other stream.
 
         Graphs share memory: their pool, and cuBLAS's workspace of the stream they were captured

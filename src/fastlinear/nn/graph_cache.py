@@ -16,6 +16,7 @@ from fastlinear.core.graphs import Pool, Recorder, Table, bucket_of
 from fastlinear.core.precision import float32_precision
 from fastlinear.nn.graph_arguments import positions, rebuild
 from fastlinear.nn.graph_entry import Entry
+from fastlinear.nn.graph_frozen import Frozen
 from fastlinear.nn.graph_options import Counts, Options
 from fastlinear.nn.graph_padding import CannotPad
 from fastlinear.nn.graph_plan import Plan
@@ -52,7 +53,7 @@ class Graphs:
         self._twins: dict[Hashable, list[Entry]] = {}  # recordings of the same call
         self._numbers = count()
         self._plans: dict[Hashable, list[Plan | None]] = {}
-        self._pool, self._loans = Pool(), Loans()
+        self._pool, self._loans, self._frozen = Pool(), Loans(), Frozen(watch)
         self._exact: set[Hashable] = set()  # callables whose rows cannot be compared
         self._warned: set[str] = set()
 
@@ -63,6 +64,10 @@ class Graphs:
         """Free every graph and its memory."""
         self._drop(self._graphs.make_room(self._options.max_graphs))
         self._plans.clear()
+
+    def again(self, args: tuple[Any, ...]) -> Plan | None:
+        """The plan of the last call, if one with these arguments and no others is like it."""
+        return self._frozen.plan(args)
 
     def plan(
         self, spec: Any, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -100,6 +105,8 @@ class Graphs:
             if plan is None or not plan.entry.busy():
                 if plan is not None:
                     self._graphs.get(plan.entry.key)
+                    alone = len(args) == len(tensors) and not kwargs and not places
+                    self._frozen.took(plan, tensors if alone else None)
                 return plan
         try:
             found = self._resolve(key, spec, mode, facts, tensors, places)
@@ -197,6 +204,7 @@ class Graphs:
         """Let go of graphs; one whose backward may still come lives until that has run."""
         if not entries:
             return
+        self._frozen.drop()
         self._recorder.settle(entries[0].device)
         gone = set(map(id, entries))
         self.counts.freed += len(entries)

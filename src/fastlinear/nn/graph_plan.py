@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,7 +38,7 @@ class Plan:
             if part is not static and entry.backward is not None:
                 rest = static.narrow(dim, part.shape[dim], static.shape[dim] - part.shape[dim])
                 self._pad.append((rest, part.narrow(dim, 0, 1)))
-        self._write = partial(_write, self._fill, self._pad)
+        self._write: Callable[..., object] = partial(_write, self._fill, self._pad)
         if len(self._fill) == 1 and not self._pad:
             self._write = partial(_write_one, *self._fill[0])
         self._outputs = [
@@ -46,6 +46,9 @@ class Plan:
         ]
         padded = [p for p, d in zip(entry.padded_out, entry.differentiable, strict=True) if d]
         self._dys = [(entry.rows(dy, p, rows), dy) for dy, p in zip(entry.dys, padded, strict=True)]
+        self._write_dys: Callable[..., object] = partial(_write_dys, self._dys)
+        if len(entry.outputs) == 1 and self._dys and self._dys[0][0] is self._dys[0][1]:
+            self._write_dys = self._dys[0][0].copy_
         if entry.backward is None:
             self._spares = entry.parts("outputs", entry.spares, entry.padded_out, rows)
         else:
@@ -117,22 +120,23 @@ class Plan:
         """Gradients of all inputs and trainable tensors, in memory that nobody else holds."""
         for spare, parts in self._spares:
             if spare.free():
-                spare.recording.replay(self._write_dys, dys)
+                spare.recording.replay(self._write_dys, *dys)
                 return [None if g is None else g.detach() for g in parts]
         backward = self.entry.backward
         assert backward is not None
-        backward.replay(self._write_dys, dys)
+        backward.replay(self._write_dys, *dys)
         fresh = [torch.empty_like(g) for g in self._used]
         torch._foreach_copy_(fresh, self._used)
         new = iter(fresh)
         return [None if g is None else next(new) for g in self._grads]
 
-    def _write_dys(self, dys: Sequence[Tensor | None]) -> None:
-        for (part, whole), dy in zip(self._dys, dys, strict=True):
-            if dy is None or part is not whole:
-                whole.zero_()
-            if dy is not None:
-                part.copy_(dy)
+
+def _write_dys(buffers: Sequence[tuple[Tensor, Tensor]], *dys: Tensor | None) -> None:
+    for (part, whole), dy in zip(buffers, dys, strict=True):
+        if dy is None or part is not whole:
+            whole.zero_()
+        if dy is not None:
+            part.copy_(dy)
 
 
 def _write_one(i: int, buffer: Tensor, address: int, tensors: Sequence[Tensor]) -> None:
@@ -197,7 +201,9 @@ class _Step(torch.autograd.Function):
             )
         plan: Plan = ctx.plan
         flags = plan.entry.differentiable
-        grads = plan.run_backward([dy for dy, d in zip(dys, flags, strict=True) if d])
+        if len(dys) > 1:
+            dys = tuple([dy for dy, d in zip(dys, flags, strict=True) if d])
+        grads = plan.run_backward(dys)
         ctx.lease.done = True
         return (None, None, None, *grads)
 

@@ -15,6 +15,14 @@ _address = Tensor.data_ptr
 _holders = torch._C._storage_Use_Count
 
 
+def _all_where_they_were(tensors: list[Tensor], addresses: list[int], indices: list[int]) -> bool:
+    return list(map(_address, tensors)) == addresses
+
+
+# a single pass, in builds of torch with CUDA
+all_at = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", _all_where_they_were)
+
+
 class Results:
     """One recording and the tensors it writes, which callers may get as they are.
 
@@ -38,6 +46,7 @@ class Results:
         recording.outputs = None
         self._written = [t for t in self.tensors if t is not None]
         self._addresses = list(map(_address, self._written))
+        self._every = list(range(len(self._written)))
         self._storages = [t.untyped_storage() for t in self._written]
         self._names = [s._cdata for s in self._storages]
         self._own = [
@@ -57,9 +66,8 @@ class Results:
 
     def free(self) -> bool:
         """Whether no caller holds what was handed out, nor moved it elsewhere."""
-        return (
-            all(map(le, map(_holders, self._names), self._own))
-            and list(map(_address, self._written)) == self._addresses
+        return all(map(le, map(_holders, self._names), self._own)) and all_at(
+            self._written, self._addresses, self._every
         )
 
 

@@ -19,6 +19,7 @@ import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
 from torch._C._dynamo.guards import TensorGuards
 
+from fastlinear.nn.graph_results import all_at
 from fastlinear.nn.graph_search import Search
 
 PLAIN = (Tensor, nn.Parameter, nn.Buffer)
@@ -32,6 +33,7 @@ _WRAPPERS = {
     "OptimizedModule": "torch.compile handles its tensors; graph the module it was made from",
 }
 _MAX_STATES = 64
+_NO_ONE_TRUTH = (RuntimeError, TypeError, ValueError)  # raised by == with another tensor
 _address, _shape, _stride = Tensor.data_ptr, Tensor.size, Tensor.stride
 _inference_mode, _any_autocast = torch.is_inference_mode_enabled, torch._C._is_any_autocast_enabled
 _training, _requires_grad = itemgetter("training"), attrgetter("requires_grad")
@@ -63,19 +65,18 @@ class Watch:
 
         Which tensors require a gradient matters with ``grad`` only.
         """
+        return self.in_place() and self._laid_out(grad)
+
+    def in_place(self) -> bool:
+        """``unchanged``, but for the tensors' shapes, strides and ``requires_grad``."""
         try:
             same = all(map(eq, self._tables, self._held))
-        except (
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ):  # another tensor, which has no one truth value
+        except _NO_ONE_TRUTH:
             same = False
         return (
             same
             and all(map(is_, chain.from_iterable(self._views), self._kept))
-            and _all_at(self.tensors, self._addresses, self._every)
-            and self._laid_out(grad)
+            and all_at(self.tensors, self._addresses, self._every)
             and list(map(_training, self._attributes)) == self._modes
             and not self._hooked
             and not any(self._hooks)
@@ -101,11 +102,7 @@ class Watch:
             return False
         if list(map(_requires_grad, tensors)) != self._grads:
             return not grad
-        self._guards[modes] = TensorGuards(
-            *tensors,
-            dynamic_dims_sizes=list(map(list, self._shapes)),
-            dynamic_dims_strides=list(map(list, self._strides)),
-        ).check
+        self._guards[modes] = layout_guard(tensors)
         return True
 
     def renew(self) -> None:
@@ -182,12 +179,17 @@ class Watch:
         self.token = self._tokens[key]
 
 
-def _all_where_they_were(tensors: list[Tensor], addresses: list[int], indices: list[int]) -> bool:
-    return list(map(_address, tensors)) == addresses
+def layout_guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """Tells in one pass whether tensors are of these types, dtypes, devices, shapes and strides.
 
-
-# a single pass, in builds of torch with CUDA
-_all_at = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", _all_where_they_were)
+    Its yes also says that ``requires_grad`` and the thread's modes are the same.
+    """
+    check: Callable[..., bool] = TensorGuards(
+        *tensors,
+        dynamic_dims_sizes=[list(t.shape) for t in tensors],
+        dynamic_dims_strides=[list(t.stride()) for t in tensors],
+    ).check
+    return check
 
 
 def _place(holder: Any, name: Any, value: Tensor) -> None:

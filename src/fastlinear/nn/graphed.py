@@ -131,14 +131,17 @@ class Graphed:
             or self._busy()
         ):
             return self._plainly(args, kwargs)
-        tensors: list[Tensor] = []
-        try:
-            spec = flatten_call(args, kwargs, tensors)
-        except UnsupportedError as error:
-            self._graphs.refuse(error)
-            return self._plainly(args, kwargs)
         with self._lock:
-            plan = self._graphs.plan(spec, tensors, args, kwargs)
+            plan = None if kwargs else self._graphs.again(args)
+            tensors: Sequence[Tensor] = args
+            if plan is None:
+                tensors = []
+                try:
+                    spec = flatten_call(args, kwargs, tensors)
+                except UnsupportedError as error:
+                    self._graphs.refuse(error)
+                    return self._plainly(args, kwargs)
+                plan = self._graphs.plan(spec, tensors, args, kwargs)
             if plan is not None:
                 self.counts.replayed += 1
                 if plan.entry.backward is None:
