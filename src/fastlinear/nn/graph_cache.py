@@ -85,13 +85,7 @@ class Graphs:
             self._autocast() if _any_autocast() else None,
         )
         facts = [
-            (
-                t.shape,
-                t.dtype,
-                t.device,
-                t.is_contiguous() or t.stride(),
-                t.requires_grad,
-            )
+            (t.shape, t.dtype, t.device, t.is_contiguous() or t.stride(), t.requires_grad)
             for t in tensors
         ]
         places: set[int] = set()
@@ -173,6 +167,7 @@ class Graphs:
         self._drop(self._graphs.make_room())
         number, dim = next(self._numbers), self._options.batch_dim or 0
         entry = Entry(number, dim, bucket, padded, self._loans)
+        entry.once = self._options.reuse_outputs and not grad
 
         def run(given: Sequence[Tensor]) -> Any:
             held = iter(given)

@@ -40,6 +40,7 @@ class Entry:
         key: its place in the table of graphs.
         device: where it runs.
         forward: the recorded forward.
+        once: whether it is to have no spares.
         spares: more recordings of an inference, whose outputs callers get as they are.
         statics: the inputs' buffers; None for an input that is read where the caller has it.
         padded_in: which inputs hold rows of the batch in ``batch_dim``.
@@ -69,6 +70,7 @@ class Entry:
         self.padded_in = padded_in
         self.device = torch.device("cpu")
         self.forward: Recording
+        self.once = False
         self.spares: list[Results] = []
         self.statics: list[Tensor | None] = []
         self.outputs: list[Tensor] = []

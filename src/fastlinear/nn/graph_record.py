@@ -75,7 +75,7 @@ def record(
             generators = [g for g, _ in inspection.generators]
             size = inspection.made_bytes
             size += sum(t.nbytes for t in watch.trainable) if grad else 0
-            spares = _SPARES if size <= (_SMALL_STEP if grad else _SMALL) else 0
+            spares = _SPARES if not entry.once and size <= (_SMALL_STEP if grad else _SMALL) else 0
             _capture(
                 entry,
                 run,

@@ -140,8 +140,8 @@ class Graphed:
                     spec = flatten_call(args, kwargs, tensors)
                 except UnsupportedError as error:
                     self._graphs.refuse(error)
-                    return self._plainly(args, kwargs)
-                plan = self._graphs.plan(spec, tensors, args, kwargs)
+                else:
+                    plan = self._graphs.plan(spec, tensors, args, kwargs)
             if plan is not None:
                 self.counts.replayed += 1
                 if plan.entry.backward is None:

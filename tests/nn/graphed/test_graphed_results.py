@@ -126,6 +126,13 @@ def test_large_recordings_are_kept_once(device: str, monkeypatch: pytest.MonkeyP
 
 
 @torch.no_grad()
+def test_reused_outputs_need_one_recording(device: str) -> None:
+    g = graphed(mlp(device), reuse_outputs=True)
+    g(*batches(device, 1))
+    assert not spares(g)
+
+
+@torch.no_grad()
 def test_results_outlive_their_graph(device: str) -> None:
     model = mlp(device)
     g = graphed(model, max_graphs=1)
