@@ -1,0 +1,59 @@
+"""gemm.cu compiles for Hopper on a machine without a GPU, and keeps everything in registers."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastlinear.ops.common.activations import NAMES
+from fastlinear.ops.linear_act import cuda
+
+_SPEC = importlib.util.spec_from_file_location(
+    "nvrtc_offline", Path(__file__).parents[1] / "nvrtc_offline.py"
+)
+assert _SPEC is not None
+assert _SPEC.loader is not None
+nvrtc = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(nvrtc)
+
+BF16, FP16 = torch.bfloat16, torch.float16
+CONFIGS = [config for config, _ in cuda._CANDIDATES]
+
+
+def _frame(text: str) -> int:
+    found = nvrtc.usage(text, "gemm.cu", cuda.ARCH)["linear_act_gemm"]
+    assert found.registers <= 168, "384 threads share 65536 registers"
+    return found.frame
+
+
+@pytest.mark.parametrize("save_pre", [False, True])
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_every_configuration_stays_in_registers(config: cuda.Config, save_pre: bool) -> None:
+    assert _frame(cuda.source(config, BF16, "gelu_tanh", True, save_pre)) == 0
+
+
+@pytest.mark.parametrize("activation", NAMES)
+def test_every_activation_stays_in_registers(activation: str) -> None:
+    saves = activation != "none"  # whose output is the pre-activation
+    assert _frame(cuda.source(CONFIGS[0], BF16, activation, True, saves)) == 0
+
+
+@pytest.mark.parametrize(("a_mn", "b_mn"), [(False, True), (True, False), (True, True)])
+def test_every_layout_stays_in_registers(a_mn: bool, b_mn: bool) -> None:
+    assert _frame(cuda.source(CONFIGS[0], FP16, "gelu", True, True, a_mn, b_mn)) == 0
+
+
+def test_a_spill_is_seen() -> None:
+    """An array indexed at run time goes to local memory; the check must notice."""
+    text = """
+    extern "C" __global__ void spills(int* p, int n) {
+      int a[64];
+      for (int i = 0; i < 64; ++i) a[i] = p[i * n];
+      for (int i = 0; i < n; ++i) a[p[i] & 63] += i;
+      p[n] = a[n & 63];
+    }
+    """
+    assert nvrtc.usage(text, "spills.cu")["spills"].frame >= 256
