@@ -68,6 +68,18 @@ class Loop(Parts):
         return x
 
 
+class Counting(Parts):
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = F.relu(layer(x)) if i < len(self.layers) - 1 else layer(x)
+        return x
+
+
+class TensorsLength(Parts):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.fc1(x))) * len(x)
+
+
 class Asleep(Parts):
     def forward(self, x: Tensor) -> Tensor:
         x = self.drop(F.relu(self.fc1(x)))
@@ -122,6 +134,8 @@ FORWARDS: dict[type[Parts], Names] = {
     Methods: [(("fc1", "fc2", "head"), "tanh", "sigmoid")],
     InPlace: [(("fc1", "head"), "relu", "none")],
     Loop: [(("layers.0", "layers.1", "layers.2"), "silu", "silu")],
+    Counting: [(("layers.0", "layers.1", "layers.2"), "relu", "none")],
+    TensorsLength: [],
     Asleep: [(("fc1", "fc2", "head"), "relu", "none")],
     TwoHeads: [],
     HeadsOfAChain: [(("fc1", "fc2"), "relu", "relu")],
@@ -228,6 +242,16 @@ CHANGES: dict[str, Any] = {
     "other weights": lambda m: nn.init.zeros_(m.fc2.weight),
     "a patched layer": lambda m: setattr(m.fc2, "forward", lambda x: x),
 }
+
+
+def test_a_longer_list_runs_as_it_now_is() -> None:
+    model = Counting().eval()
+    other = copy.deepcopy(model)
+    rewritten(model, matched(model))
+    for m in (model, other):
+        torch.manual_seed(1)
+        m.layers.append(nn.Linear(6, 6))
+    torch.testing.assert_close(model(X), other(X))
 
 
 class Doubled(nn.Linear):

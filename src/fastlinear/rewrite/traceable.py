@@ -20,9 +20,10 @@ SIMPLE = (bool, int, float, str, type(None))
 """Types whose values a guard can compare."""
 MISSING = object()
 """Stands for an attribute that is not there."""
-# Names whose value may differ from call to call and that tracing would freeze, or lose.
+# Names whose value may differ from call to call and that tracing would freeze, or lose. Not len: of
+# a tensor torch.fx refuses it, and what else can be asked for its length is watched or refused.
 _UNTRACEABLE_TEXT = """
-    isinstance hasattr type id len print is_tensor is_grad_enabled is_autocast_enabled
+    isinstance hasattr type id print is_tensor is_grad_enabled is_autocast_enabled
     is_autocast_cpu_enabled is_inference_mode_enabled is_compiling is_dynamo_compiling
     random environ requires_grad grad setattr __dict__ vars globals requires_grad_ data
     grad_fn children named_children modules named_modules parameters named_parameters
