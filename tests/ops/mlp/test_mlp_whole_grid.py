@@ -303,8 +303,10 @@ def test_weights_off_a_16_byte_boundary() -> None:
     )
     want = _forward((x, weights, biases), None)
     assert torch.equal(_forward((x, odd, biases), None), want)
+    x, weights, biases = _inputs(9, 1024, 2, BF16)
+    one_off = torch.empty(weights[0].numel() + 1, device="cuda", dtype=BF16)[1:].view(1024, 1024)
     with pytest.raises(UnsupportedError, match="16 bytes"):
-        _forward((x, odd[:2], biases[:2]), Grid(4, 7, 2))
+        _forward((x, (weights[0], one_off), biases), Grid(4, 5, 2))
 
 
 @on_hopper
@@ -320,4 +322,4 @@ def test_a_wide_chain_without_room_for_all_blocks(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.gpu
 def test_a_grid_of_too_many_blocks_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="at once"):
-        _forward(_inputs(8, 1024, 2, BF16), Grid(8, 4, 2))
+        _forward(_inputs(64, 1024, 2, BF16), Grid(8, 1, 2))

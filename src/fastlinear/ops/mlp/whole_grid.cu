@@ -197,12 +197,16 @@ __device__ __forceinline__ uint4 load_x(const Params& p, int row, int k, bool al
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// The pieces this thread needs of a layer's input, asked for until all are there; where they are
-// many, only for those that are missing.
+// The pieces this thread needs of a layer's input, asked for …
 template <int kCount, typename At>
-__device__ __forceinline__ void poll(uint4 (&v)[kCount], const char* from, At at) {
+__device__ __forceinline__ void ask(uint4 (&v)[kCount], const char* from, At at) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) v[i] = load_published(from + at(i));
+}
+
+// … and asked for again until all are there.
+template <int kCount, typename At>
+__device__ __forceinline__ void insist(uint4 (&v)[kCount], const char* from, At at) {
   while (true) {
     bool missing = false;
 #pragma unroll
@@ -210,7 +214,7 @@ __device__ __forceinline__ void poll(uint4 (&v)[kCount], const char* from, At at
     if (!__any_sync(EMPTY, missing)) break;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      if (kCount <= 4 || is_empty(v[i])) v[i] = load_published(from + at(i));
+      if (is_empty(v[i])) v[i] = load_published(from + at(i));
     }
   }
 }
@@ -297,6 +301,7 @@ __device__ __forceinline__ void empty_other_set(const Params& p, u32 launch, int
 __device__ __forceinline__ void layers_half(const Params& p, u32 base, int first, int tiles,
                                             int rank, int warp, int lane, char* set) {
   constexpr int BLOCKS = KB / KG;  // of a warp
+  constexpr bool AHEAD = NT * BLOCKS <= 20;  // registers take a layer's weights while it waits
   constexpr int ITEMS = HALVES * PAIRS;
   constexpr int ROUNDS = (ITEMS + COMPUTE_WARPS - 1) / COMPUTE_WARPS;
   static_assert(KB % KG == 0, "the blocks of K are not shared out evenly");
@@ -331,11 +336,20 @@ __device__ __forceinline__ void layers_half(const Params& p, u32 base, int first
                           : 0.0f;
       }
     }
-    if (layer > 0) {
-      poll(a, set + static_cast<long long>(layer - 1) * LAYER_BYTES, [&](int i) {
-        return pieces_at(rank * KB + kg * BLOCKS + (i >> 1), m, i & 1, g, t);
-      });
+    const char* const from = set + static_cast<long long>(layer - 1) * LAYER_BYTES;
+    const auto at = [&](int i) {
+      return pieces_at(rank * KB + kg * BLOCKS + (i >> 1), m, i & 1, g, t);
+    };
+    if (layer > 0) ask(a, from, at);
+    [[maybe_unused]] uint4 held[AHEAD ? BLOCKS : 1][NT];
+    if constexpr (AHEAD) {
+#pragma unroll
+      for (int kb = 0; kb < BLOCKS; ++kb) {
+#pragma unroll
+        for (int j = 0; j < NT; ++j) held[kb][j] = load16(weights + j * TILE_BYTES + kb * 64);
+      }
     }
+    if (layer > 0) insist(a, from, at);
     float acc[2 * PAIRS][4];
 #pragma unroll
     for (int j = 0; j < 2 * PAIRS; ++j) {
@@ -347,7 +361,10 @@ __device__ __forceinline__ void layers_half(const Params& p, u32 base, int first
       const uint4 x = a[2 * kb], y = a[2 * kb + 1];
       uint4 w[NT];
 #pragma unroll
-      for (int j = 0; j < NT; ++j) w[j] = load16(weights + j * TILE_BYTES + kb * 64);
+      for (int j = 0; j < NT; ++j) {
+        if constexpr (AHEAD) w[j] = held[kb][j];
+        else w[j] = load16(weights + j * TILE_BYTES + kb * 64);
+      }
 #pragma unroll
       for (int j = 0; j < NT; ++j) mma(acc[j], x.x, x.y, x.z, x.w, w[j].x, w[j].y);
 #pragma unroll
@@ -489,9 +506,11 @@ __device__ __forceinline__ void layers_single(const Params& p, u32 base, int fir
       shift = load_shift(p.bias[layer], first + (thread >> 4) * 8 + (thread & 1) * 4);
     }
     if (layer > 0) {
-      poll(in,
-           set + static_cast<long long>(layer - 1) * LAYER_BYTES + rank * (SLICE / 4) * (ROWS * 16),
-           [&](int i) { return (i * 256 + thread) * 16; });
+      const char* const from = set + static_cast<long long>(layer - 1) * LAYER_BYTES +
+                               rank * (SLICE / 4) * (ROWS * 16);
+      const auto at = [&](int i) { return (i * 256 + thread) * 16; };
+      ask(in, from, at);
+      insist(in, from, at);
     }
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
