@@ -107,7 +107,8 @@ class Entry:
     def hand_out(self, parts: Sequence[Tensor], lendable: bool) -> tuple[tuple[Tensor, ...], bool]:
         """These outputs of a forward that a backward follows, and whether they are only lent."""
         if lendable and self._loans.allowed:
-            self._gone = 0 if any(r() is not None for r in self._last) else self._gone + 1
+            if self._gone <= _GONE_BEFORE_LENDING:
+                self._gone = 0 if any(r() is not None for r in self._last) else self._gone + 1
             if self._gone > _GONE_BEFORE_LENDING:
                 self._lent = True
                 return tuple([p.detach() for p in parts]), True

@@ -13,6 +13,7 @@ from torch import Tensor
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.nn.graph_entry import Entry, Lease
 from fastlinear.nn.graph_outputs import ReusedOutput
+from fastlinear.nn.graph_watch import Watch
 
 
 class Plan:
@@ -27,6 +28,8 @@ class Plan:
     def __init__(self, entry: Entry, rows: int | None, reuse_outputs: bool) -> None:
         self.entry, self._rows = entry, rows
         self._reuse = reuse_outputs and entry.backward is None
+        self._watched: list[Tensor] | None = None
+        self._saved: list[Tensor] = []
         self._fill: list[tuple[int, Tensor, int]] = []  # argument, its buffer, the address
         self._pad: list[tuple[Tensor, Tensor]] = []
         dim = entry.batch_dim
@@ -90,17 +93,12 @@ class Plan:
         entry.forward.replay(self._write, tensors)
         return entry.structure.rebuild([o.clone() for o in self._outputs])
 
-    def train(
-        self, tensors: Sequence[Tensor], trainable: Sequence[Tensor], saved: Sequence[Tensor]
-    ) -> Any:
-        """One call whose backward will be a replay as well.
-
-        Args:
-            tensors: the arguments.
-            trainable: the watched tensors that require a gradient.
-            saved: the watched tensors whose values the backward reads.
-        """
-        made = _apply(self, len(tensors), saved, *tensors, *trainable)
+    def train(self, tensors: Sequence[Tensor], watch: Watch) -> Any:
+        """One call whose backward will be a replay as well."""
+        if watch.tensors is not self._watched:
+            self._watched = watch.tensors
+            self._saved = [watch.tensors[i] for i in self.entry.saved]
+        made = _apply(self, len(tensors), self._saved, *tensors, *watch.trainable)
         return self.entry.structure.rebuild(made)
 
     def run_forward(

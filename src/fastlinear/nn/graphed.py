@@ -42,9 +42,10 @@ def graphed(
             None records every size as it comes.
         batch_buckets: row counts to record; by default 1, 2, 4 … 4096. More rows than the largest
             run plainly. Callables that draw random numbers are recorded at exact sizes.
-        max_graphs: how many recordings to keep; the one not used for longest is freed first.
-        reuse_outputs: without gradients, return outputs in the graph's own memory instead of new
-            tensors. Using one after the next call of its graph raises.
+        max_graphs: how many recordings to keep; the one not used for longest is freed first. A
+            small one counts once though it is kept three times, for results in three places.
+        reuse_outputs: without gradients, return outputs where the graph writes them, though
+            earlier ones are held. Using one after the next call of its graph raises.
         by_address: arguments (positions or names) that are read and may be written where they
             are, such as a cache: no copy, one recording for each address.
         watch: modules and tensors ``target`` reads that cannot be found in its closure, attributes
@@ -146,9 +147,7 @@ class Graphed:
                 self.counts.replayed += 1
                 if plan.entry.backward is None:
                     return plan.infer(tensors)
-                watch = self._graphs.watch
-                saved = [watch.tensors[i] for i in plan.entry.saved]
-                return plan.train(tensors, watch.trainable, saved)
+                return plan.train(tensors, self._graphs.watch)
         return self._plainly(args, kwargs)
 
     def input_buffers(self, *args: Any) -> Any:

@@ -157,6 +157,20 @@ def test_what_a_replayed_backward_cannot_do_is_refused(device: str) -> None:
     loss.backward()
 
 
+def test_a_parameter_in_the_same_memory_is_checked_as_well(device: str) -> None:
+    model = mlp(device)
+    g = graphed(model)
+    x = torch.randn(2, 4, device=device)
+    g(x).sum().backward()
+    model[2].weight = nn.Parameter(model[2].weight.data)
+    loss = g(x).square().sum()
+    with torch.no_grad():
+        model[2].weight.add_(1)
+    with pytest.raises(UnsupportedError, match="modified in place"):
+        loss.backward()
+    assert g.counts.recorded == 1
+
+
 def test_autocast_training(device: str) -> None:
     model = mlp(device)
     g = graphed(model)
