@@ -26,7 +26,7 @@ from fastlinear.core.settings import Config
 from fastlinear.profile.diagnose import Step
 from fastlinear.profile.launch_bound import launch_bound
 from fastlinear.profile.records import Record
-from fastlinear.rewrite import apply_, choose_graph, optimize_
+from fastlinear.rewrite import apply_, choose_graph, measure, optimize_
 from fastlinear.rewrite.graph_forward import GraphForward, with_graph
 from fastlinear.rewrite.swap import SwapSet
 
@@ -119,6 +119,33 @@ def test_without_being_asked_nothing_is_recorded(tape: None, clock: Clock) -> No
     result = optimize_(model, X)
     assert all(s.rule != "graphed" for s in result.sites)
     assert not isinstance(model.__dict__.get("forward"), GraphForward)
+
+
+def test_graphs_without_the_other_rewrites_may_be_faster(
+    tape: None, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the linears' rewrites inside it gains nothing over them; alone it does."""
+    clock({"onednn": 50.0, "after": 50.0})
+    real = measure.model_pair
+
+    def pair(model: nn.Module, swaps: SwapSet, *args: Any, **kwargs: Any) -> Any:
+        found = real(model, swaps, *args, **kwargs)
+        inside = swaps.swaps and swaps.swaps[-1].fqn == "" and len(swaps.swaps) > 1
+        return type(found)(found.before, found.before) if inside else found
+
+    monkeypatch.setattr(measure, "model_pair", pair)
+    model = mlp().eval()
+    plain, before = copy.deepcopy(model), snapshot(model)
+    result = optimize_(model, X, config=GRAPHS)
+    assert region(result).status == "kept"
+    assert {s.code for s in result.sites if s.rule != "graphed"} == {"graph_alone"}
+    assert [r.route for r in result.plan.rewrites] == ["graph"]
+    assert all("forward" not in vars(m) for m in model)
+    torch.testing.assert_close(run(model, X), run(plain, X))
+    plan = result.plan.to_json()
+    result.revert()
+    assert snapshot(model) == before
+    assert apply_(model, plan).kept == 1
 
 
 def test_slower_graphs_are_put_back(tape: None, clock: Clock) -> None:
@@ -344,9 +371,9 @@ def test_reasons_not_to_try() -> None:
     work = optimizing.prepare("t", mlp().eval(), X, GRAPHS, None, lambda *_: None)
     optimizing.watch(work, X, None)
     cuda = replace_runner(work, replace(work.runner, device=torch.device("cuda")))
-    assert choose_graph._why_not(cuda, None, False)[1] == "not_launch_bound"
+    assert choose_graph._why_not(cuda, None, False).code == "not_launch_bound"
     waits = finding(50.0, "aten::item")
-    assert choose_graph._why_not(cuda, waits, False)[1] == "waits_for_device"
+    assert choose_graph._why_not(cuda, waits, False).code == "waits_for_device"
     assert choose_graph._why_not(cuda, finding(50.0, "aten::linear"), False) is None
     assert choose_graph._why_not(cuda, None, True) is None
 

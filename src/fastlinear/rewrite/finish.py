@@ -30,6 +30,8 @@ def finish(
 ) -> Result:
     """Switch the kept rewrites on and write everything down."""
     facts = environment(work.runner.device)
+    if graph is not None:
+        kept = graph.kept
     rewrites = tuple(_rewrite(work, c) for c in kept)
     swaps = SwapSet(swaps_of(kept))
     if graph is not None:
