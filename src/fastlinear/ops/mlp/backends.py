@@ -41,7 +41,7 @@ _TRITON_SOURCES = (
     "../common/triton_launch.py",
 )
 _CUDA_SOURCES = (
-    *("whole.cu", "whole_device.cu", "whole_cuda_config.py"),
+    *("whole.cu", "whole_device.cu", "whole_cuda_config.py", "whole_grid.cu", "whole_grid.py"),
     *("../common/cuda_driver.py", "../common/cuda_launch.py"),
 )
 _GRAPH_SOURCES = ("layerwise.py", "../../core/graphs.py")
@@ -91,7 +91,8 @@ def _prefer_cuda(p: Problem) -> tuple[str, ...]:
     if max(widths) <= 128:
         return ("whole_triton", *layered)
     lone = p.dtype == "float32" and max(widths) >= 512 and m < 8  # too few rows for its clusters
-    return ("whole_cuda", *layered) if m <= 64 and not lone else layered
+    shared = p.dtype != "float32" and 512 <= max(widths) <= 1024  # by all multiprocessors
+    return ("whole_cuda", *layered) if m <= (128 if shared else 64) and not lone else layered
 
 
 def _has_bias(p: Problem, layer: int) -> bool:
