@@ -160,6 +160,7 @@ def test_grad_pre(
     backend.grad_pre(dy, saved, activation, True)
     assert len(launches) == 3  # few rows: db comes from the same launch
     for launch in launches:
+        assert_fits(launch.compile(80), 80, tmp_path)
         assert_fits(launch.compile(90), 90, tmp_path)
 
 

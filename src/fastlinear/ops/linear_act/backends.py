@@ -174,7 +174,10 @@ def _prefer(p: Problem) -> tuple[str, ...]:
         own_autograd = p.device == "cuda" and not p.captured and _launch_bound(p)
         return ("eager", "pieces") if own_autograd else ("pieces", "eager")
     if p.piece == WHOLE_BACKWARD:
-        one_launch = p.device == "cuda" and p.dim("M") <= 64
+        rows = p.dim("M")
+        one_launch = p.device == "cuda" and rows <= 64
+        if p.dtype == "float32" and 4 < rows < 32:  # too many to multiply-add, too few for TF32
+            one_launch = False
         return ("triton", "pieces", "eager") if one_launch else ("pieces", "eager")
     if p.device == "cpu":
         # oneDNN's call costs more than MKL's: it pays once there is arithmetic to save

@@ -367,7 +367,7 @@ def _grad_pre_blocks(
     block_m, block_n = 16 if identity else 8, 512
     programs = -(-M // block_m) * -(-N // block_n)
     if identity:  # a third of the traffic: more of it has to be under way
-        return block_m, block_n, block_m * max(1, min(8, programs // 384)), 4, 1
+        return block_m, block_n, block_m * max(1, min(8, programs // 384)), 4, 3
     return block_m, block_n, block_m * max(1, min(16, programs // 512)), 4, 1
 
 

@@ -189,11 +189,12 @@ def backward_config_for(
         return BackwardConfig("dot", 32, 32, 64, 64, warps, stages, slices(32, 128), True)
     if M <= 16:
         return BackwardConfig("dot", 32, 128, 128, 64, 4, 3, slices(32, 256))
+    if M > 64:
+        return BackwardConfig("dot", 32, 64, 64, 64, 4, 3, slices(32, 64), True)
     if activation == "none" and N <= 1536:
-        return BackwardConfig("dot", 16, 128, 64, 64, 4, 3 if M <= 64 else 2)
+        return BackwardConfig("dot", 16, 128, 64, 64, 4, 3)
     # Each slice forms its own part of dpre, so that none is formed often.
-    block_n, warps = (128, 4) if M <= 64 else (64, 8)
-    return BackwardConfig("dot", 64, block_n, 64, 64, warps, 2, slices(64, 256))
+    return BackwardConfig("dot", 64, 128, 64, 64, 4, 2, slices(64, 256))
 
 
 @lru_cache(maxsize=1024)
