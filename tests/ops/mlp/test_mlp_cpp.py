@@ -68,6 +68,32 @@ def test_rows_longer_than_one_sum(m: int) -> None:
         assert verdict(*net(m, 18, k, 53)).passed, k
 
 
+@pytest.mark.parametrize("m", [512, 577, 700])
+@pytest.mark.parametrize("widths", [(64, 64), (128, 16, 80), (48, 144, 256)])
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+def test_many_rows_of_narrow_layers(m: int, widths: tuple[int, ...], activation: str) -> None:
+    """Weights are turned instead of activations; blocks and panels with and without a rest."""
+    x, ws, bs = net(m, *widths)
+    some = (None, *bs[1:])
+    wide = [tuple(None if t is None else t.double() for t in part) for part in (ws, some)]
+    names = activation, "gelu"
+    ours = whole_cpp.forward(x, ws, some, *names, True)
+    theirs = reference.forward(x, ws, some, *names, True)
+    oracle = reference.forward(x.double(), *wide, *names, True)
+    results = ([r[0], *r[1]] for r in (ours, theirs, oracle))
+    for i, (a, t, o) in enumerate(zip(*results, strict=True)):
+        assert judge(f"output {i}", a, t, o).passed, judge(f"output {i}", a, t, o)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            y, saved = whole_cpp.forward(x, ws, some, *names, threads == 2)
+            assert torch.equal(y, ours[0])
+            assert all(torch.equal(a, b) for a, b in zip(saved, ours[1], strict=False))
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("m", [1, 6, 7, 13, 64, 77])
 @pytest.mark.parametrize("widths", [(300, 200, 150), (129, 512, 257, 144), (5, 320, 3)])
 def test_gradients_of_wide_layers(m: int, widths: tuple[int, ...]) -> None:
@@ -93,12 +119,12 @@ def test_gradients_of_wide_layers(m: int, widths: tuple[int, ...]) -> None:
         assert judge(f"grad {i}", a, t, o).passed, judge(f"grad {i}", a, t, o)
 
 
-@pytest.mark.parametrize("m", [1, 4, 7, 16, 17, 40])
+@pytest.mark.parametrize("m", [1, 4, 7, 16, 17, 40, 600])
 def test_nan_and_infinity_stay_where_torch_has_them(m: int) -> None:
-    x, ws, bs = net(m, 37, 45, 19)
-    x[m // 2, 36] = float("nan")
+    x, ws, bs = net(m, *((48, 32, 16) if m == 600 else (37, 45, 19)))
+    x[m // 2, -1] = float("nan")
     x[0, 1] = float("inf")
-    ws[1][18, 44] = float("inf")
+    ws[1][-1, -1] = float("inf")
     bs[0][3] = float("-inf")
     y = whole_cpp.forward(x, ws, bs, "relu", "none", False)[0]
     expected = reference.mlp(x, ws, bs, "relu", "none")

@@ -212,7 +212,7 @@ struct Scratch {
     return data;
   }
 };
-thread_local Scratch scratch, panels_of;
+thread_local Scratch scratch, panels_of, weights_of;
 
 inline int64_t padded(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
 
@@ -379,6 +379,7 @@ struct Product {
   const float* bias;  // one number a row of C, or null
   float* pre;         // C before the activation, or null
   int which;
+  const float* bias_of_columns = nullptr;  // one number a column of C
 };
 
 // acc = A[rows, from..to) B[from..to, columns)
@@ -424,6 +425,7 @@ inline void tile(const Product& g, int64_t i) {
     for (int v = 0; v < N; ++v) {
       V z = acc[r][v];
       if (g.bias) z += all(g.bias[i + r]);
+      if (g.bias_of_columns) z += load(g.bias_of_columns + v * kLanes);
       if (g.pre) store(g.pre + (i + r) * g.c_row + v * kLanes, z);
       store(c + v * kLanes, g.which == kRelu ? relu_(z) : z);
     }
@@ -444,6 +446,7 @@ void panel(Product g, int64_t rows, int64_t j) {
   g.b += j;
   g.c += j;
   if (g.pre) g.pre += j;
+  if (g.bias_of_columns) g.bias_of_columns += j;
   if (g.b_row > 2 * kBlock && rows > R) {
     float* together = panels_of.at_least(g.depth * N * kLanes);
     for (int64_t p = 0; p < g.depth; ++p)
@@ -627,6 +630,70 @@ void forward_shared(const Net& net, const float* x, float* y, float* const* save
   }
 }
 
+// Whether turning every weight once costs less than turning every row of x and y. Wider layers
+// than kReadByAll gain nothing by it.
+bool many_rows(const Net& net, int64_t m) {
+  int64_t weights = 0;
+  for (int64_t l = 0; l <= net.layers; ++l) {
+    if (net.widths[l] % kLanes) return false;
+    if (l) weights += net.widths[l - 1] * net.widths[l];
+  }
+  return widest(net) <= kReadByAll && m >= 8 * kBlock &&
+         m * (net.widths[0] + net.widths[net.layers]) >= 2 * weights;
+}
+
+// Many rows through narrow layers whose widths are multiples of kLanes: activations stay as they
+// lie, weights are transposed, in panels of kBlock features. Panels and then rows are shared out.
+void forward_turned(const Net& net, const float* x, float* y, float* const* saved, int64_t m,
+                    int threads) {
+  const int64_t wide = widest(net), last = net.layers - 1;
+  int64_t numbers = 0;
+  for (int64_t l = 0; l <= last; ++l) numbers += net.widths[l] * net.widths[l + 1];
+  float* const turned = weights_of.at_least(numbers);
+  auto work = [&](int64_t t, int64_t team) {
+    int64_t turn_of = 0;
+    float* to = turned;
+    for (int64_t l = 0; l <= last; ++l) {
+      const int64_t k = net.widths[l], n = net.widths[l + 1];
+      for (int64_t j = 0; j < n; j += kBlock, ++turn_of) {
+        const int64_t size = n - j < kBlock ? n - j : kBlock;
+        if (turn_of % team == t) transpose<true>(net.weights[l] + j * k, k, to, size, size, k);
+        to += k * size;
+      }
+    }
+#pragma omp barrier
+    float* const space = scratch.at_least(2 * wide * kBlock);
+    const int64_t blocks = (m + kBlock - 1) / kBlock, end = blocks * (t + 1) / team;
+    for (int64_t block = blocks * t / team; block < end; ++block) {
+      const int64_t from = block * kBlock, rows = m - from < kBlock ? m - from : kBlock;
+      const float* h = x + from * net.widths[0];
+      const float* b = turned;
+      for (int64_t l = 0; l <= last; ++l) {
+        const int64_t k = net.widths[l], n = net.widths[l + 1];
+        float* keep = saved ? saved[l] + from * n : nullptr;
+        const bool keep_pre = keep && saves_pre(net.acts[l]);
+        float* out = l == last            ? y + from * n
+                     : keep && !keep_pre ? keep
+                                         : space + (l % 2) * wide * kBlock;
+        const float* bias = net.biases[l];
+        for (int64_t j = 0; j < n; j += kBlock) {
+          const int64_t size = n - j < kBlock ? n - j : kBlock;
+          product({h, k, 1, b, size, out + j, n, k, nullptr, keep_pre ? keep + j : nullptr,
+                   net.acts[l], bias ? bias + j : nullptr},
+                  rows, size);
+          b += k * size;
+        }
+        h = out;
+      }
+    }
+  };
+  if (threads <= 1) return work(0, 1);
+#if defined(_OPENMP)
+#pragma omp parallel num_threads(threads)
+  work(omp_get_thread_num(), omp_get_num_threads());
+#endif
+}
+
 double flops_a_row(const Net& net) {
   double f = 0;
   for (int64_t l = 0; l < net.layers; ++l) f += 2.0 * net.widths[l] * net.widths[l + 1];
@@ -733,6 +800,7 @@ extern "C" void fastlinear_mlp_forward(int64_t layers, const int64_t* widths, co
   const Net net{layers, widths, acts, weights, biases};
   const int threads = threads_for(net, m);
   if (m <= kDotRows) return forward_rows(net, x, y, saved, m, threads);
+  if (many_rows(net, m)) return forward_turned(net, x, y, saved, m, threads);
   int64_t blocks = (m + kBlock - 1) / kBlock;
   // rows are shared out where there are blocks for all, or few weights for each thread to read
   if (threads > 1 && blocks < threads && (widest(net) > kReadByAll || m < threads * kLanes)) {
