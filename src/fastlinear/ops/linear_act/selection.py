@@ -60,7 +60,7 @@ def select_pieces(p: Problem) -> tuple[Choice, ...]:
     The backward is one choice where one backend computes all of it fastest; its pieces are
     PyTorch's own where PyTorch's sequence of them is.
     """
-    forward = select(p)
+    forward = select(p.with_piece("forward"))
     whole = select(p.with_piece(backends.WHOLE_BACKWARD))
     if whole.backend.name not in ("pieces", "eager"):
         return (forward, whole)
