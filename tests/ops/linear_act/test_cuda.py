@@ -21,14 +21,16 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9,
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 NVCC = shutil.which("nvcc")
 
-WIDE = cuda.Config(128, 192, 4)
+WIDE = cuda.Config(128, 192, 4, out_bufs=3)
 CONFIGS = {
     "128x192 cluster 2": WIDE,
-    "128x192 cluster 1": cuda.Config(128, 192, 4, cluster=1),
-    "128x128 cluster 2": cuda.Config(128, 128, 6, out_bufs=1),
+    "128x192 cluster 1": cuda.Config(128, 192, 5, cluster=1),
+    "128x128 cluster 2": cuda.Config(128, 128, 6, out_bufs=2),
+    "128x128 cluster 1": cuda.Config(128, 128, 6, cluster=1, out_bufs=2),
+    "128x64 cluster 1": cuda.Config(128, 64, 6, cluster=1),
     "64x64 cluster 1": cuda.Config(64, 64, 8, cluster=1),
     "cooperative 128x256": cuda.Config(128, 256, 4, pingpong=False),
-    "cooperative 256x128": cuda.Config(256, 128, 4, pingpong=False, out_bufs=1),
+    "cooperative 256x128": cuda.Config(256, 128, 4, pingpong=False),
 }
 
 
@@ -38,7 +40,8 @@ CONFIGS = {
 @pytest.mark.parametrize("M", [1, 7, 64, 200, 512, 8192, 100_000])
 @pytest.mark.parametrize(("K", "N"), [(768, 3072), (3072, 768), (1024, 4096), (64, 8), (8, 4096)])
 def test_config_for_is_always_buildable(M: int, K: int, N: int) -> None:
-    assert cuda.config_for(M, K, N).invalid() is None
+    for save_pre in (False, True):
+        assert cuda.config_for(M, K, N, save_pre).invalid() is None
 
 
 @pytest.mark.parametrize(
@@ -49,6 +52,7 @@ def test_config_for_is_always_buildable(M: int, K: int, N: int) -> None:
         cuda.Config(128, 256, 4),
         cuda.Config(128, 192, 6),
         cuda.Config(128, 192, 1),
+        cuda.Config(128, 192, 4, out_bufs=2),
     ],
 )
 def test_impossible_configs_are_named(config: cuda.Config) -> None:
@@ -164,7 +168,14 @@ def _assert_matches(
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 @pytest.mark.parametrize(
     ("M", "K", "N"),
-    [(1, 8, 8), (1, 768, 3072), (129, 72, 200), (257, 776, 1000), (2048, 768, 1544)],
+    [
+        (1, 8, 8),
+        (1, 768, 3072),
+        (129, 72, 200),
+        (257, 776, 1000),
+        (2048, 768, 1544),
+        (20_000, 8, 1160),  # many tiles a block, each of a single step along K
+    ],
 )
 @pytest.mark.parametrize("save_pre", [False, True])
 def test_every_config_with_tails(
@@ -190,16 +201,16 @@ def test_every_activation(activation: str, dtype: torch.dtype, has_bias: bool) -
 @pytest.mark.gpu
 @pytest.mark.parametrize("activation", NAMES)
 def test_extreme_values(activation: str) -> None:
-    """Large arguments neither overflow to NaN nor lose their limit; NaN goes through."""
-    values = torch.tensor([-3e4, -200.0, -30.0, -1e-3, 0.0, 1e-3, 30.0, 200.0, 3e4, float("nan")])
+    """Large arguments neither overflow to NaN nor lose their limit; NaN and infinities as torch."""
+    inf, nan = float("inf"), float("nan")
+    values = [-3e4, -200.0, -30.0, -1e-3, -0.0, 0.0, 1e-3, 30.0, 200.0, 3e4, nan, inf, -inf]
     x = torch.zeros(16, 64, device="cuda", dtype=torch.bfloat16)
-    x[:10, 0] = values
+    x[: len(values), 0] = torch.tensor(values)
     weight = torch.zeros(8, 64, device="cuda", dtype=torch.bfloat16)
     weight[:, 0] = 1
     y, _ = cuda.forward(x, weight, None, activation, False)
-    truth = reference.linear_act(x[:10, :1].double(), weight[:, :1].double(), None, activation)
-    assert y[9].isnan().all()
-    torch.testing.assert_close(y[:9].double(), truth[:9], rtol=1e-2, atol=2e-5)
+    truth = reference.linear_act(x[:, :1].double(), weight[:, :1].double(), None, activation)
+    torch.testing.assert_close(y.double(), truth, rtol=1e-2, atol=2e-5, equal_nan=True)
 
 
 @on_hopper
@@ -241,7 +252,7 @@ def test_repeated_runs_are_bit_equal_and_write_everything(config: cuda.Config) -
     x, weight, bias = _inputs(4000, 1096, 1160)
     first, first_pre = cuda.gemm(x, weight, bias, "gelu", True, config)
     assert first_pre is not None
-    for _ in range(30):
+    for _ in range(200):
         torch.full_like(first, torch.nan)  # leaves NaN in the block the allocator hands out next
         y, pre = cuda.gemm(x, weight, bias, "gelu", True, config)
         assert pre is not None
@@ -268,6 +279,41 @@ def test_graph_capture_and_new_addresses() -> None:
     assert expected[1] is not None
     assert torch.equal(y, expected[0])
     assert torch.equal(pre, expected[1])
+
+
+@on_hopper
+@pytest.mark.gpu
+def test_each_launch_waits_for_the_kernel_before() -> None:
+    """Launches may begin under the end of the one before, whose output they read."""
+    _, weight, _ = _inputs(1, 1024, 1024)
+    start = _inputs(2048, 1024, 8)[0]
+
+    def chain(wait: bool) -> Tensor:
+        x = start * 1
+        for _ in range(6):
+            x, _ = cuda.forward(x, weight, None, "relu", False)
+            if wait:
+                torch.cuda.synchronize()
+        return x + 0
+
+    expected = chain(wait=True)
+    assert all(torch.equal(chain(wait=False), expected) for _ in range(50))
+    side = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = chain(wait=False)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            doubled = y * 2
+        torch.cuda.current_stream().wait_stream(side)
+        joined, _ = cuda.forward(doubled, weight, None, "relu", False)
+    after, _ = cuda.forward(expected * 2, weight, None, "relu", False)
+    for _ in range(50):
+        y.fill_(torch.nan)
+        joined.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(y, expected)
+        assert torch.equal(joined, after)
 
 
 @on_hopper

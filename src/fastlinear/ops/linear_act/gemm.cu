@@ -4,7 +4,8 @@
 //
 // One block: warpgroup 0 is the TMA producer, warpgroups 1 and 2 are consumers.
 //   PINGPONG 1: each consumer owns whole BM x BN tiles, alternately, so that one group's epilogue
-//               runs under the other group's wgmma.
+//               runs under the other group's wgmma. A block's last tile has no products left to
+//               hide under, so its epilogue is done by both.
 //   PINGPONG 0: both consumers share a tile, BM/2 rows each.
 // CLUSTER blocks along M share one B tile: each loads 1/CLUSTER of it (of its rows, or with B_MN of
 // its K) and multicasts it.
@@ -24,15 +25,15 @@ constexpr int MMA_M = WG_M / 64;                   // wgmma instructions along M
 constexpr int A_BYTES = BM * BK * 2;
 constexpr int B_BYTES = BN * BK * 2;
 constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
-constexpr int CHUNK_N = 64;                        // columns stored by one TMA store
-constexpr int CHUNKS = BN / CHUNK_N;
-constexpr int OUT_BYTES = WG_M * CHUNK_N * 2;      // one staging buffer; OUT_BUFS per consumer
+constexpr int OUT_BYTES = 16 * 64 * 2;             // one staging buffer; OUT_BUFS per warp
 constexpr int OUT_OFFSET = STAGES * STAGE_BYTES;
-constexpr int BAR_OFFSET = OUT_OFFSET + 2 * OUT_BUFS * OUT_BYTES;
+constexpr int BAR_OFFSET = OUT_OFFSET + 8 * OUT_BUFS * OUT_BYTES;
 constexpr int B_PART = (B_MN ? BK : BN) / CLUSTER; // rows this block loads of B, or of its K
 
 static_assert(BM % (PINGPONG ? 64 : 128) == 0, "BM");
-static_assert(BN % CHUNK_N == 0 && B_PART % 8 == 0, "BN");
+static_assert(BN % 64 == 0 && B_PART % 8 == 0, "BN");
+static_assert(BN / 64 % OUT_BUFS == 0, "OUT_BUFS");
+constexpr bool SHARED_LAST = PINGPONG && MMA_M == 2;
 
 struct alignas(64) TensorMap { char bytes[128]; };
 
@@ -248,6 +249,61 @@ __device__ __forceinline__ float act(float x) {
   return x;
 }
 
+// ---------------------------------------------------------------- accumulators
+// acc[mi][4j + 2h + e] is at row mi*64 + warp*16 + h*8 + lane/4, column 8j + 2*(lane%4) + e.
+
+// The tile's bias, packed in pairs: lane i of the warp holds pairs i, i + 32, ...
+__device__ __forceinline__ void load_bias(u32 (&out)[BN / 64], const unsigned short* bias, int col,
+                                          int lane, int N) {
+#pragma unroll
+  for (int c = 0; c < BN / 64; ++c) {
+    const int n = col + 64 * c + 2 * lane;
+    out[c] = n < N ? *reinterpret_cast<const u32*>(bias + n) : 0;
+  }
+}
+
+// Adds the bias of 64 columns to the accumulators of 64 rows.
+__device__ __forceinline__ void add_bias(float* acc, u32 bias, int lane) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    float lo, hi;
+    unpack(__shfl_sync(0xffffffffu, bias, 4 * j + (lane & 3)), lo, hi);
+    acc[4 * j] += lo;
+    acc[4 * j + 1] += hi;
+    acc[4 * j + 2] += lo;
+    acc[4 * j + 3] += hi;
+  }
+}
+
+// 64 columns of 64 rows, packed as Output::store takes them, with the activation or before it.
+template <bool kAct>
+__device__ __forceinline__ void convert(const float* acc, u32 (&r)[16]) {
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const float lo = acc[2 * i], hi = acc[2 * i + 1];
+    r[i] = kAct ? pack(act(lo), act(hi)) : pack(lo, hi);
+  }
+}
+
+// Half a consumer's accumulators to and from shared memory, 16 bytes of each thread side by side.
+__device__ __forceinline__ void give(u32 to, const float (&acc)[BN / 2]) {
+#pragma unroll
+  for (int i = 0; i < BN / 8; ++i)
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to + i * 2048), "f"(acc[4 * i]),
+                 "f"(acc[4 * i + 1]), "f"(acc[4 * i + 2]), "f"(acc[4 * i + 3])
+                 : "memory");
+}
+
+__device__ __forceinline__ void take(u32 from, float (&acc)[BN / 2]) {
+#pragma unroll
+  for (int i = 0; i < BN / 8; ++i)
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(acc[4 * i]), "=f"(acc[4 * i + 1]), "=f"(acc[4 * i + 2]),
+                   "=f"(acc[4 * i + 3])
+                 : "r"(from + i * 2048)
+                 : "memory");
+}
+
 // ---------------------------------------------------------------- tile order
 
 struct Tile { int m, n; };  // in units of BM * CLUSTER rows and BN columns
@@ -263,39 +319,30 @@ __device__ __forceinline__ Tile tile_at(int t, int tiles_m, int tiles_n) {
 
 // ---------------------------------------------------------------- epilogue
 
-struct Epilogue {
-  u32 buffer;      // OUT_BUFS staging buffers of OUT_BYTES
-  int bar_id;      // named barrier of this consumer's 128 threads
-  bool leader;     // the thread that issues TMA stores
+// One warp's way to memory: 16 rows x 64 columns at a time, waiting for no other warp.
+struct Output {
+  u32 at;      // where this lane's stmatrix row lies in the first of OUT_BUFS staging buffers
+  bool leader;
 
-  // Stages one 64-column chunk and stores it at (row, col). values(mi, q, r) packs the 16 columns
-  // q of the 64 rows mi: r[0], r[1] are column pair 2q of rows 0-7 and 8-15, r[2], r[3] pair 2q+1.
-  // `index`, a constant once unrolled, counts the stores of a tile and picks the buffer.
-  template <bool kStream, typename Values>
-  __device__ __forceinline__ void store(int index, const TensorMap* map, int row, int col,
-                                        int thread, Values values) {
-    const u32 base = buffer + (index % OUT_BUFS) * OUT_BYTES;
-    if (leader) {  // until this buffer's previous store has been read out
-      if (index == 0) tma_store_wait_read<0>();
-      else tma_store_wait_read<OUT_BUFS - 1>();
-    }
-    bar_sync(bar_id, 128);
-    const int lane = thread & 31;
-    const int warp_row = (thread >> 5) * 16 + (lane & 15);
+  // Stores 64 columns of 16 rows from (row, col). Of the 16 columns q, r[4q] and r[4q + 1] pack
+  // column pair 2q of rows 0-7 and 8-15, r[4q + 2] and r[4q + 3] pair 2q + 1. `count`, a constant
+  // once unrolled, numbers the stores: the buffers are used in turn.
+  template <bool kStream>
+  __device__ __forceinline__ void store(int count, const TensorMap* map, int row, int col,
+                                        const u32 (&r)[16]) const {
+    const u32 offset = count % OUT_BUFS * OUT_BYTES;
+    if (leader) tma_store_wait_read<OUT_BUFS - 1>();  // this buffer's previous store is read out
+    __syncwarp();
 #pragma unroll
-    for (int mi = 0; mi < MMA_M; ++mi) {
-      const u32 line = base + (mi * 64 + warp_row) * 128;
-#pragma unroll
-      for (int q = 0; q < 4; ++q) {
-        const u32 piece = static_cast<u32>(2 * q + (lane >> 4)) ^ (warp_row & 7);
-        u32 r[4];
-        values(mi, q, r);
-        stmatrix(line + (piece << 4), r[0], r[1], r[2], r[3]);
-      }
+    for (int q = 0; q < 4; ++q) {
+      u32 to;  // volatile: worked out here, not kept in a register throughout
+      asm volatile("xor.b32 %0, %1, %2;" : "=r"(to) : "r"(at), "r"(q * 32));
+      stmatrix(to + offset, r[4 * q], r[4 * q + 1], r[4 * q + 2], r[4 * q + 3]);
     }
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    bar_sync(bar_id, 128);
-    if (leader) tma_store<kStream>(map, base, col, row);
+    __syncwarp();
+    // The leader is lane 0, whose row is the buffer's first.
+    if (leader) tma_store<kStream>(map, at + offset, col, row);
   }
 };
 
@@ -327,6 +374,10 @@ linear_act_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   if constexpr (CLUSTER > 1) cluster_sync(); else __syncthreads();
+  // A kernel behind this one that was launched to may set up under its end. This one touches no
+  // memory before the kernel ahead of it is done.
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
 
   // tiles_m counts BM * CLUSTER rows, tiles_n BN columns, k_tiles BK of the reduction
   const int tiles = tiles_m * tiles_n;
@@ -373,14 +424,41 @@ linear_act_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     const int consumer = warpgroup - 1;
     const int lane = thread & 31;
-    Epilogue out{base + OUT_OFFSET + consumer * OUT_BUFS * OUT_BYTES, 3 + consumer, thread == 0};
+    const int warp = thread / 32;
+    // Rows of 128 bytes, their 16-byte pieces permuted as the 128-byte swizzle of TMA has it
+    const u32 piece = (lane >> 4) ^ (lane & 7);
+    const Output out{base + OUT_OFFSET + (consumer * 4 + warp) * OUT_BUFS * OUT_BYTES +
+                         (lane & 15) * 128 + piece * 16,
+                     lane == 0};
     float acc[MMA_M][BN / 2];
+
+    // Bias, activation and store of the 64 rows from `row`, of which this warp has 16
+    const auto finish = [&](float(&part)[BN / 2], const u32(&bias)[BN / 64], int row, int col) {
+#pragma unroll
+      for (int c = 0; c < BN / 64; ++c) {
+        float* p = part + c * 32;
+        if (HAS_BIAS) add_bias(p, bias[c], lane);
+        u32 r[16];
+#if SAVE == 1
+        convert<false>(p, r);
+        out.store<true>(2 * c, &save_map, row + warp * 16, col + c * 64, r);
+#endif
+        convert<true>(p, r);
+        out.store<false>(SAVE ? 2 * c + 1 : c, &y_map, row + warp * 16, col + c * 64, r);
+      }
+    };
 
     if (PINGPONG && consumer == 1) bar_arrive(1, 256);  // consumer 0 starts
 
     // The block's tiles are numbered `index`; in pingpong each consumer takes every second one.
-    for (int index = PINGPONG ? consumer : 0; first + index * step < tiles;
-         index += PINGPONG ? 2 : 1) {
+    const int count = (tiles - first + step - 1) / step;
+    int index = PINGPONG ? consumer : 0;
+    for (; index < count; index += PINGPONG ? 2 : 1) {
+      const Tile tile = tile_at(first + index * step, tiles_m, tiles_n);
+      const int row = (tile.m * CLUSTER + rank) * BM + (PINGPONG ? 0 : consumer * WG_M);
+      const int col = tile.n * BN;
+      u32 bias[BN / 64];
+      if (HAS_BIAS) load_bias(bias, bias_ptr, col, lane, N);  // arrives under the products
       const u32 it = index * k_tiles;  // k-tiles that went through the pipeline before this tile
       int stage = it % STAGES;
       u32 phase = (it / STAGES) & 1;
@@ -401,8 +479,8 @@ linear_act_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__
 #pragma unroll
           for (int mi = 0; mi < MMA_M; ++mi) {
             // 64 rows further down A: 8192 bytes in either layout
-            wgmma(acc[mi], a_desc + k * A_K_STEP + mi * (8192 >> 4),
-                  b_desc + k * B_K_STEP, kt != 0 || k != 0);
+            wgmma(acc[mi], a_desc + k * A_K_STEP + mi * (8192 >> 4), b_desc + k * B_K_STEP,
+                  kt != 0 || k != 0);
           }
         }
         wgmma_commit();
@@ -424,45 +502,27 @@ linear_act_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__
       } else if (lane == 0) {
         mbar_arrive(empty + previous * 8);
       }
-
-      const Tile tile = tile_at(first + index * step, tiles_m, tiles_n);
-      // acc[mi][4j + 2h + e]: row mi*64 + warp*16 + h*8 + lane/4, column 8j + 2*(lane%4) + e
-      const int row = (tile.m * CLUSTER + rank) * BM + (PINGPONG ? 0 : consumer * WG_M);
-#pragma unroll
-      for (int c = 0; c < CHUNKS; ++c) {
-        const int col = tile.n * BN + c * CHUNK_N;
-        if (HAS_BIAS) {
-#pragma unroll
-          for (int j = 0; j < 8; ++j) {
-            const int n = col + 8 * j + 2 * (lane & 3);
-            float lo = 0.0f, hi = 0.0f;
-            if (n < N) unpack(*reinterpret_cast<const u32*>(bias_ptr + n), lo, hi);
-#pragma unroll
-            for (int mi = 0; mi < MMA_M; ++mi) {
-              float* p = acc[mi] + (c * 8 + j) * 4;
-              p[0] += lo;
-              p[1] += hi;
-              p[2] += lo;
-              p[3] += hi;
-            }
-          }
-        }
-#if SAVE == 1
-        out.store<true>(2 * c, &save_map, row, col, thread, [&](int mi, int q, u32(&r)[4]) {
-          const float* p = acc[mi] + c * 32 + q * 8;
-#pragma unroll
-          for (int i = 0; i < 4; ++i) r[i] = pack(p[2 * i], p[2 * i + 1]);
-        });
-#endif
-        const int order = SAVE ? 2 * c + 1 : c;
-        out.store<false>(order, &y_map, row, col, thread, [&](int mi, int q, u32(&r)[4]) {
-          const float* p = acc[mi] + c * 32 + q * 8;
-#pragma unroll
-          for (int i = 0; i < 4; ++i) r[i] = pack(act(p[2 * i]), act(p[2 * i + 1]));
-        });
+      const bool is_shared = SHARED_LAST && index == count - 1;
+      if (SHARED_LAST && index == count - 2) bar_arrive(4, 256);
+      if (is_shared) {
+        if (index > 0) bar_sync(4, 256);  // both have read all of the pipeline: its memory is free.
+        give(base + thread * 16, acc[MMA_M - 1]);
+        bar_arrive(3, 256);
       }
+#pragma unroll
+      for (int mi = 0; mi < MMA_M; ++mi)
+        if (mi < MMA_M - 1 || !is_shared) finish(acc[mi], bias, row + mi * 64, col);
     }
-    if (out.leader) tma_store_wait_all();
+    if (SHARED_LAST && index == count) {  // the last tile is the other consumer's
+      const Tile tile = tile_at(first + (count - 1) * step, tiles_m, tiles_n);
+      u32 bias[BN / 64];
+      if (HAS_BIAS) load_bias(bias, bias_ptr, tile.n * BN, lane, N);
+      float half[BN / 2];  // not acc: written by loads, it would make ptxas serialise all wgmma
+      bar_sync(3, 256);
+      take(base + thread * 16, half);
+      finish(half, bias, (tile.m * CLUSTER + rank) * BM + WG_M - 64, tile.n * BN);
+    }
+    if (lane == 0) tma_store_wait_all();
   }
   __syncwarp();
   if constexpr (CLUSTER > 1) cluster_sync();  // no block leaves while a peer may still write to it
