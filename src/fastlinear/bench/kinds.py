@@ -18,8 +18,6 @@ from fastlinear.ops.linear_act.selection import choices, tuning_order
 from fastlinear.ops.mlp import entry
 from fastlinear.ops.mlp import selection as mlp
 
-BUILD_S = 120.0  # most seconds to wait for the compiled entry of chains
-
 
 @dataclass(frozen=True)
 class Kind:
@@ -45,7 +43,7 @@ def _tune(case: Case, device: torch.device) -> None:
         for piece in () if p is None else tuning_order(p):
             tune_problem(piece, device=device)
     if case.dim("L") > 1:
-        entry.wait(BUILD_S)
+        entry.wait(entry.PATIENCE_S)
         chain = linear_act.chain_of(case)
         for p in (chain, chain.other_regime()):
             for piece in () if p is None else mlp.tuning_order(p):

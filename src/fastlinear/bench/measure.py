@@ -15,7 +15,7 @@ from fastlinear.bench import rows as rows_of
 from fastlinear.bench.case import Case
 from fastlinear.bench.ceilings import ceilings_for, measured_again
 from fastlinear.bench.kernels import kernels_of
-from fastlinear.bench.kinds import BUILD_S, KINDS
+from fastlinear.bench.kinds import KINDS
 from fastlinear.bench.peer import OURS, Peer, Told
 from fastlinear.bench.rows import Row
 from fastlinear.bench.work import Unit, Work
@@ -106,7 +106,7 @@ def run_case(case: Case, settings: Settings, contenders: Sequence[Peer] | None =
             reason = f"failed: {type(error).__name__}: {first_line(error)}"
             rows.append(skipped(case, peer.name, reason, facts))
     del oracle, theirs
-    entry.settle(BUILD_S)
+    entry.settle()
     chosen = {metric: kind.chosen(case, work, metric == "device") for metric in case.metrics}
     for one in ready:
         if not one.valid:

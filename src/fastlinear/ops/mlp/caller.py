@@ -13,15 +13,13 @@ from fastlinear.ops.mlp import entry
 from fastlinear.ops.mlp.op import call
 from fastlinear.ops.mlp.reference import Biases, Weights
 
-_BUILD_S = 60.0  # most seconds to wait for the door: what is timed beside a compiler is worthless
-
 
 def caller(backend: str, fast: bool) -> Callable[..., Tensor]:
     """A function of the arguments of a forward backend that calls ``mlp`` with that backend.
 
     Waits for the door, so that calls take the way they take once it is there.
     """
-    entry.wait(_BUILD_S)
+    entry.wait(entry.PATIENCE_S)
 
     def forward(
         x: Tensor,

@@ -21,6 +21,7 @@ import torch
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.ops.mlp import entry_library as library
 
+PATIENCE_S = 60.0  # most seconds to wait before something is timed
 _STOP_TIMEOUT_S = 5
 
 
@@ -68,7 +69,7 @@ def entry() -> Entry | None:
 def wait(timeout: float | None = None) -> Entry | None:
     """The door, waiting up to ``timeout`` seconds for it (None: as long as it takes).
 
-    For tests and benchmarks. None where the time was too short or the door cannot be built:
+    For what measures. None where the time was too short or the door cannot be built:
     ``reason_not`` tells the one from the other.
     """
     entry()
@@ -76,7 +77,7 @@ def wait(timeout: float | None = None) -> Entry | None:
     return _build.door
 
 
-def settle(timeout: float) -> None:
+def settle(timeout: float = PATIENCE_S) -> None:
     """Wait for a build that is under way, at most ``timeout`` seconds; starts none.
 
     What is timed while the compiler runs is neither with the door nor on a quiet machine.
