@@ -69,7 +69,7 @@ def test_every_contender_is_measured_or_has_a_reason(direction: str, layers: int
     assert ("grad.x" in names) == (direction == "forward+backward")
     assert (f"grad.weight.{layers - 1}" in names) == (direction != "forward")
     assert (f"grad.bias.{layers - 1}" in names) == (direction != "forward")
-    assert "forward" in found["fastlinear"]["chosen"]
+    assert any("forward" in piece for piece in found["fastlinear"]["chosen"])
     assert found["eager"]["env"]["threads"] == torch.get_num_threads()
     assert found["eager"]["shapes"]["x"] == [8, 16]
 

@@ -209,9 +209,9 @@ class Graphs:
             if (kept := [e for e in twins if id(e) not in gone])
         }
         self._plans = {
-            k: kept
+            k: still
             for k, plans in self._plans.items()
-            if (kept := [p for p in plans if p is None or id(p.entry) not in gone])
+            if (still := [p for p in plans if p is None or id(p.entry) not in gone])
         }
 
     def _check(self, tensors: list[Tensor]) -> None:

@@ -184,10 +184,10 @@ def layout_guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
     Its yes also says that ``requires_grad`` and the thread's modes are the same.
     """
+    sizes: list[Any] = [list(t.shape) for t in tensors]
+    strides: list[Any] = [list(t.stride()) for t in tensors]
     check: Callable[..., bool] = TensorGuards(
-        *tensors,
-        dynamic_dims_sizes=[list(t.shape) for t in tensors],
-        dynamic_dims_strides=[list(t.stride()) for t in tensors],
+        *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
     ).check
     return check
 

@@ -69,7 +69,7 @@ def test_rows_longer_than_one_sum(m: int) -> None:
 
 
 @pytest.mark.parametrize("m", [512, 577, 700])
-@pytest.mark.parametrize("widths", [(64, 64), (128, 16, 80), (48, 144, 256)])
+@pytest.mark.parametrize("widths", [(64, 64), (128, 16, 80), (48, 112, 128, 16)])
 @pytest.mark.parametrize("activation", ["relu", "silu"])
 def test_many_rows_of_narrow_layers(m: int, widths: tuple[int, ...], activation: str) -> None:
     """Weights are turned instead of activations; blocks and panels with and without a rest."""

@@ -37,6 +37,7 @@ constexpr int64_t kDotDepth = 1024;           // products along a row before the
 constexpr int64_t kDepth = 32;                // products summed before they join the total
 constexpr int64_t kPackAhead = 24;            // rows between reading one and asking for it
 constexpr int64_t kReadByAll = 256;           // up to this width each thread may read all weights
+constexpr int64_t kTurned = 128;              // up to this width weights may be turned instead of x
 constexpr double kFlopsAThread = 4.5e5;        // below this much work a second thread does not pay
 constexpr double kFlopsABarrier = 6e4;        // what could be computed while threads wait
 
@@ -630,38 +631,37 @@ void forward_shared(const Net& net, const float* x, float* y, float* const* save
   }
 }
 
-// Whether turning every weight once costs less than turning every row of x and y. Wider layers
-// than kReadByAll gain nothing by it.
-bool many_rows(const Net& net, int64_t m) {
+// Whether turning every weight in every thread costs less than turning the rows of x and y. Wider
+// layers than kTurned gain nothing by it.
+bool many_rows(const Net& net, int64_t m, int threads) {
   int64_t weights = 0;
   for (int64_t l = 0; l <= net.layers; ++l) {
     if (net.widths[l] % kLanes) return false;
     if (l) weights += net.widths[l - 1] * net.widths[l];
   }
-  return widest(net) <= kReadByAll && m >= 8 * kBlock &&
-         m * (net.widths[0] + net.widths[net.layers]) >= 2 * weights;
+  return widest(net) <= kTurned && m >= 8 * kBlock &&
+         m * (net.widths[0] + net.widths[net.layers]) >= 2 * weights * threads;
 }
 
 // Many rows through narrow layers whose widths are multiples of kLanes: activations stay as they
-// lie, weights are transposed, in panels of kBlock features. Panels and then rows are shared out.
+// lie, weights are transposed, in panels of kBlock features. Rows are shared out; what a thread
+// computes is, bit for bit, what forward_block does.
 void forward_turned(const Net& net, const float* x, float* y, float* const* saved, int64_t m,
                     int threads) {
   const int64_t wide = widest(net), last = net.layers - 1;
-  int64_t numbers = 0;
-  for (int64_t l = 0; l <= last; ++l) numbers += net.widths[l] * net.widths[l + 1];
-  float* const turned = weights_of.at_least(numbers);
   auto work = [&](int64_t t, int64_t team) {
-    int64_t turn_of = 0;
+    int64_t numbers = 0;
+    for (int64_t l = 0; l <= last; ++l) numbers += net.widths[l] * net.widths[l + 1];
+    float* const turned = weights_of.at_least(numbers);
     float* to = turned;
     for (int64_t l = 0; l <= last; ++l) {
       const int64_t k = net.widths[l], n = net.widths[l + 1];
-      for (int64_t j = 0; j < n; j += kBlock, ++turn_of) {
+      for (int64_t j = 0; j < n; j += kBlock) {
         const int64_t size = n - j < kBlock ? n - j : kBlock;
-        if (turn_of % team == t) transpose<true>(net.weights[l] + j * k, k, to, size, size, k);
+        transpose<true>(net.weights[l] + j * k, k, to, size, size, k);
         to += k * size;
       }
     }
-#pragma omp barrier
     float* const space = scratch.at_least(2 * wide * kBlock);
     const int64_t blocks = (m + kBlock - 1) / kBlock, end = blocks * (t + 1) / team;
     for (int64_t block = blocks * t / team; block < end; ++block) {
@@ -800,7 +800,7 @@ extern "C" void fastlinear_mlp_forward(int64_t layers, const int64_t* widths, co
   const Net net{layers, widths, acts, weights, biases};
   const int threads = threads_for(net, m);
   if (m <= kDotRows) return forward_rows(net, x, y, saved, m, threads);
-  if (many_rows(net, m)) return forward_turned(net, x, y, saved, m, threads);
+  if (many_rows(net, m, threads)) return forward_turned(net, x, y, saved, m, threads);
   int64_t blocks = (m + kBlock - 1) / kBlock;
   // rows are shared out where there are blocks for all, or few weights for each thread to read
   if (threads > 1 && blocks < threads && (widest(net) > kReadByAll || m < threads * kLanes)) {
