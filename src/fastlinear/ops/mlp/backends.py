@@ -68,7 +68,7 @@ def _prefer_cpu(p: Problem) -> tuple[str, ...]:
     m, widest = p.dim("M"), max(widths_of(p))
     if p.needs_grad:
         # a Python autograd formula costs as much as PyTorch's own autograd of three or four layers
-        small = m <= 64 and widest <= 128 and p.dim("L") >= 6
+        small = m <= 64 and widest <= 1024 and p.dim("L") >= 6
         return ("whole_cpp", "eager") if small else ("eager",)
     layered = _layered(p, 1 << 17)
     return ("whole_cpp", *layered) if widest <= 256 or m <= 128 else layered
