@@ -39,18 +39,22 @@ def _driver() -> ctypes.PyDLL:
 @cache
 def _nvrtc() -> ctypes.CDLL:
     names = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"]
+    folders: dict[str, Path] = {}
     spec = importlib.util.find_spec("nvidia")
     for root in (spec.submodule_search_locations or []) if spec else []:
-        names += sorted(str(path) for path in Path(root).glob("*/lib/libnvrtc.so.*"))
-    for name in names:
+        folders |= {str(p): p.parent for p in sorted(Path(root).glob("*/lib/libnvrtc.so.*"))}
+    for name in (*names, *folders):
         try:
+            # the compiler asks for its builtins by name, which finds nothing in a wheel's folder
+            for path in folders[name].glob("libnvrtc-builtins.so.*") if name in folders else ():
+                ctypes.CDLL(str(path))
             return ctypes.CDLL(name)
         except OSError:
             continue
     raise DriverError(
         "nvrtc",
         expected="NVRTC, which a CUDA build of torch brings",
-        received=f"none of {', '.join(names)} can be loaded",
+        received=f"none of {', '.join((*names, *folders))} can be loaded",
         remedy="Install a CUDA build of torch, or leave the choice of backend to dispatch.",
     )
 
