@@ -10,14 +10,14 @@ from rewrite_models import Clock
 from fastlinear.core.cost import Ceilings
 from fastlinear.core.timing import Samples
 from fastlinear.dispatch import tune
-from fastlinear.profile import capture
+from fastlinear.profile import clock as profile_clock
 from fastlinear.rewrite import measure, site
 
 
 @pytest.fixture(autouse=True)
 def _known_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measuring what the machine can do takes seconds and decides nothing here."""
-    monkeypatch.setattr(capture, "_ceilings", lambda *_: Ceilings(1e11, 1e10))
+    monkeypatch.setattr(profile_clock, "ceilings", lambda *_: Ceilings(1e11, 1e10))
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
                 n: Samples(n, (times.get(n, 100.0),) * 5, "wall", 1, "clock") for n in contenders
             }
 
-        for module in (tune, measure, site, capture):
+        for module in (tune, measure, site, profile_clock):
             monkeypatch.setattr(module, "interleave", interleave)
 
     return set_times

@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-import gc
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections import Counter
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.profiler import profile as autograd_profiler
 from torch.nn.modules import module as module_hooks
 
-from fastlinear.core.cost import Ceilings, measure_ceilings
 from fastlinear.core.environment import environment
 from fastlinear.core.errors import FastlinearError, InputError, UnsupportedError
 from fastlinear.core.precision import float32_precision
 from fastlinear.core.progress import Progress, silent
 from fastlinear.core.settings import MODES
-from fastlinear.core.timing import first_call_us, interleave
+from fastlinear.profile import clock
 from fastlinear.profile import diagnose as diagnosis
-from fastlinear.profile.attribute import Attribution, attribute
-from fastlinear.profile.events import (
-    BACKWARD,
-    LOSS,
-    STEP,
-    from_kineto,
-    module_ranges,
-    quiet_profiler,
-    span,
-)
+from fastlinear.profile.events import module_ranges
 from fastlinear.profile.observe import Observation, observe
-from fastlinear.profile.records import ProfileReport, Record
+from fastlinear.profile.profiled import profiled, records_of
+from fastlinear.profile.records import ProfileReport
 from fastlinear.profile.sites import find_sites
 from fastlinear.profile.state import preserved
 from fastlinear.profile.step import (
@@ -50,11 +36,7 @@ from fastlinear.profile.step import (
 
 __all__ = ["capture", "loss_of", "normalize_inputs", "profile"]
 
-_TIMING_ROUNDS = 9
-_TIMING_BUDGET_S = 1.0
-_SLOW_STEP_US = 1e5  # above, fewer runs say enough: what disturbs one is small beside it
 _STAGES = 5
-Ranges = Callable[[], AbstractContextManager[None]]
 
 
 def profile(
@@ -143,13 +125,13 @@ def capture(
         seen = observe(model, step.forward, samples=samples)
         found = find_sites(model, seen, calls)
         progress("time", 2, _STAGES)
-        step_us = _step_us(step, device)
+        step_us = clock.step_us(step, device)
         progress("attribute", 3, _STAGES)
-        slow = step_us > _SLOW_STEP_US
+        slow = step_us > clock.SLOW_STEP_US
         ranges = partial(module_ranges, names, on_instances=mixed)
-        attribution = _profiled(step, device, 1 if slow else steps, ranges, warm=not slow)
+        attribution = profiled(step, device, 1 if slow else steps, ranges, warm=not slow)
         step.drop_grads()
-    records, rest = _records(model, attribution, step_us, device.type)
+    records, rest = records_of(model, attribution, step_us, device.type)
     busy_us = attribution.busy_ns() / 1e3 if device.type == "cuda" else step_us
     progress("diagnose", 4, _STAGES)
     findings = diagnosis.diagnose(
@@ -159,12 +141,12 @@ def capture(
             step_us=step_us,
             busy_us=busy_us,
             precision=float32_precision(),
-            op_us=_smallest_op_us() if device.type == "cpu" else 0.0,
+            op_us=clock.smallest_op_us() if device.type == "cpu" else 0.0,
         ),
         records,
         found.sites,
         found.shares,
-        lambda dtype, precision: _ceilings(device, dtype, precision),
+        lambda dtype, precision: clock.ceilings(device, dtype, precision),
     )
     progress("diagnose", _STAGES, _STAGES)
     report = ProfileReport(
@@ -217,122 +199,3 @@ def _first_run(step: Step, names: dict[nn.Module, str], mixed: bool) -> Counter[
     if step.train:
         step.loss(output).backward()
     return calls
-
-
-def _step_us(step: Step, device: torch.device) -> float:
-    """Median wall time of a step that has run twice already."""
-    once = first_call_us(step, device)
-    if once > _SLOW_STEP_US:
-        return median((once, first_call_us(step, device), first_call_us(step, device)))
-    timed = interleave(
-        {"step": step}, device=device, rounds=_TIMING_ROUNDS, budget_s=_TIMING_BUDGET_S
-    )
-    return timed["step"].median_us
-
-
-def _profiled(
-    step: Step, device: torch.device, steps: int, ranges: Ranges, warm: bool
-) -> Attribution:
-    """The least disturbed of ``steps`` profiled steps; ``warm``: after one for the profiler itself.
-
-    That is the one with the least kernel time on CUDA, the least host time on a CPU: whatever
-    else the machine does can only add to either.
-    """
-    # torch.profiler.profile, which wraps this class, first imports all of Inductor: seconds.
-    cuda = device.type == "cuda"
-    session = partial(autograd_profiler, use_kineto=True, use_device="cuda" if cuda else None)
-    seen = []
-    with quiet_profiler(), _no_garbage_collection():
-        for _ in range(steps + warm):
-            with session() as prof, ranges():
-                _marked_step(step)
-                if cuda:
-                    torch.cuda.synchronize(device)
-            assert prof.kineto_results is not None
-            seen.append(attribute(from_kineto(prof.kineto_results.events())))
-    return min(seen[int(warm) :], key=lambda a: a.total_ns(cuda))
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Python's collector pauses at random; its pause would be charged to some module."""
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def _marked_step(step: Step) -> None:
-    if step.train:
-        step.drop_grads()
-    with span(STEP):
-        output = step.forward()
-        if not step.train:
-            return
-        with span(LOSS):
-            loss = step.loss(output)
-        with span(BACKWARD):
-            loss.backward()
-
-
-def _records(
-    model: nn.Module, found: Attribution, step_us: float, device: str
-) -> tuple[tuple[Record, ...], tuple[tuple[str, float], ...]]:
-    """(records, unattributed), both per step and largest first."""
-    classes = {name: type(m).__name__ for name, m in model.named_modules()}
-    profiled_us = found.step_ns / 1e3
-    scale = step_us / profiled_us if profiled_us else 1.0
-    records: list[Record] = []
-    rest: dict[str, float] = defaultdict(float)
-    for owner, times in found.times.items():
-        cpu_us = times.cpu_ns / 1e3 * scale
-        device_us = times.device_ns / 1e3
-        if owner.fqn is None:
-            rest[owner.op] += device_us if device == "cuda" else cpu_us
-            continue
-        records.append(
-            Record(
-                fqn=owner.fqn,
-                module_class=classes[owner.fqn],
-                op=owner.op,
-                direction=owner.direction,
-                calls=times.calls,
-                cpu_us=cpu_us,
-                device_us=device_us,
-            )
-        )
-    records.sort(key=lambda r: (-r.device_us, -r.cpu_us, r.fqn, r.op))
-    named = sorted(rest.items(), key=lambda item: -item[1])
-    return tuple(records), tuple((name, us) for name, us in named if us > 0)
-
-
-def _smallest_op_us() -> float:
-    x = torch.zeros(1)
-    with torch.no_grad():
-        return interleave({"op": lambda: torch.relu(x)}, rounds=7)["op"].median_us
-
-
-def _ceilings(device: torch.device, dtype: str, precision: str) -> Ceilings:
-    if dtype != "float32":
-        return measure_ceilings(str(device), dtype)
-    with _matmul_precision(precision):
-        return measure_ceilings(str(device), dtype, precision)
-
-
-@contextmanager
-def _matmul_precision(precision: str) -> Iterator[None]:
-    if precision == float32_precision():
-        yield
-        return
-    # The newer setting: the older one cannot be read, nor set, once a backend's own is in use.
-    product: Any = torch.backends.cuda.matmul
-    before = product.fp32_precision
-    product.fp32_precision = "ieee" if precision == "highest" else "tf32"
-    try:
-        yield
-    finally:
-        product.fp32_precision = before

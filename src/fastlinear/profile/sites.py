@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor, nn
 
 from fastlinear.core.precision import DTYPE_NAMES
-from fastlinear.profile.graph import Untraceable, Use, trace, uses_of
+from fastlinear.profile.follower import Follower, follower_of
+from fastlinear.profile.graph import Use
 from fastlinear.profile.observe import Call, Observation, linear_kind
-from fastlinear.profile.recognise import Recognised, recognise, recognise_module
+from fastlinear.profile.recognise import Recognised
 from fastlinear.profile.records import LinearSite
 
 
@@ -38,16 +38,6 @@ class Found:
     shares: dict[str, Share]
 
 
-@dataclass(frozen=True)
-class _Follower:
-    """What comes after a Linear; ``code`` says whether it is one activation and nothing else."""
-
-    code: str
-    reason: str
-    use: Use | None = None
-    known: Recognised | None = None
-
-
 def find_sites(model: nn.Module, seen: Observation, real_calls: Counter[nn.Module]) -> Found:
     """Every Linear-shaped module of the model with its surroundings.
 
@@ -71,7 +61,7 @@ def find_sites(model: nn.Module, seen: Observation, real_calls: Counter[nn.Modul
         if kind is None:
             continue
         calls = seen.calls.get(module, [])
-        follower = _follower(module, calls, seen, real_calls, known)
+        follower = follower_of(module, calls, seen, real_calls, known)
         site = _site(module, kind, names, calls, follower, real_calls[module], owners, seen)
         if follower.use is not None and follower.known is not None:
             site = replace(site, flags=site.flags + _activation_flags(follower, calls, seen, names))
@@ -80,99 +70,12 @@ def find_sites(model: nn.Module, seen: Observation, real_calls: Counter[nn.Modul
     return Found(tuple(sites), shares)
 
 
-def _follower(
-    module: nn.Module,
-    calls: list[Call],
-    seen: Observation,
-    real_calls: Counter[nn.Module],
-    known: dict[nn.Module, Recognised | None],
-) -> _Follower:
-    """First what the run showed; where that is an activation, then what the code says."""
-    if getattr(module, "activation", "none") != "none":
-        return _Follower("already_fused", f"It already computes {module.activation} itself.")
-    if not calls or not real_calls[module]:
-        return _Follower(
-            "not_called",
-            "Its forward does not run in a step: the model uses its parameters directly, takes "
-            "another path, or skips it.",
-        )
-    callers = {c.caller for c in calls}
-    caller = calls[0].caller
-    if len(callers) > 1:
-        return _Follower("several_callers", "Several modules call it, so no one forward holds it.")
-    if caller is None:
-        return _Follower("no_activation", "The model is this layer alone.")
-    if any(len(c.uses) > 1 and any(_recognised(u, known) for u in c.uses) for c in calls):
-        return _Follower("several_users", _readers(calls[0].uses))
-    observed = {_recognised(c.uses[0], known) if c.uses else None for c in calls}
-    if observed == {None}:
-        readers = sorted({u.name for c in calls for u in c.uses})
-        if not readers:
-            return _Follower("no_activation", "The forward that calls it does not read its output.")
-        return _Follower("no_activation", f"Its output goes to {', '.join(readers)}.")
-    if len(observed) > 1:
-        return _Follower("mixed_use", "Its calls are not all followed by the same activation.")
-    activation = calls[0].uses[0]
-    if any(c.uses[0].module is not activation.module for c in calls):
-        return _Follower("mixed_use", "Its calls are followed by different activation modules.")
-    return _confirmed(module, caller, activation, len(calls), seen, known)
-
-
-def _confirmed(
-    module: nn.Module,
-    caller: nn.Module,
-    activation: Use,
-    calls: int,
-    seen: Observation,
-    known: dict[nn.Module, Recognised | None],
-) -> _Follower:
-    """The same chain in the caller's traced graph, with exactly one reader of the output."""
-    what = _recognised(activation, known)
-    assert what is not None
-    try:
-        written = uses_of(trace(caller, seen.arguments[caller]), caller, module)
-    except Untraceable as error:
-        return _Follower(
-            "untraceable",
-            f"{what.name} follows in this run, but the forward of {type(caller).__name__} cannot "
-            f"be traced to prove that nothing else reads the output ({error}).",
-        )
-    runs, rest = divmod(calls, max(1, seen.module_calls[caller]))
-    if rest or len(written) != runs:
-        return _Follower(
-            "mixed_use", f"The traced forward calls it {len(written)} times, the run {calls}."
-        )
-    for uses in written:
-        if len(uses) != 1:
-            return _Follower("several_users", _readers(uses))
-        if uses[0].module is not activation.module or _recognised(uses[0], known) != what:
-            return _Follower(
-                "mixed_use", "The traced forward and the run disagree on what follows."
-            )
-    reason = f"Followed by {what.name} and read by nothing else."
-    return _Follower("ok", reason, written[0][0], what)
-
-
-def _recognised(use: Use, known: dict[nn.Module, Recognised | None]) -> Recognised | None:
-    if use.call is None:
-        return None
-    if use.module is None:
-        return recognise(use.call)
-    if use.module not in known:
-        known[use.module] = recognise_module(use.module)
-    return known[use.module]
-
-
-def _readers(uses: Any) -> str:
-    return f"Its output has {len(uses)} readers: {', '.join(u.name for u in uses)}."
-
-
 def _site(
     module: nn.Module,
     kind: str,
     names: dict[nn.Module, list[str]],
     calls: list[Call],
-    follower: _Follower,
+    follower: Follower,
     real_calls: int,
     owners: Counter[int],
     seen: Observation,
@@ -242,7 +145,7 @@ def _flags(
 
 
 def _activation_flags(
-    follower: _Follower,
+    follower: Follower,
     calls: list[Call],
     seen: Observation,
     names: dict[nn.Module, list[str]],
