@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastlinear.core.cost import Ceilings, Cost, floor_us
 from fastlinear.profile.launch_bound import launch_bound
+from fastlinear.profile.launch_regions import launch_regions
 from fastlinear.profile.records import Finding, LinearSite, Record
 from fastlinear.profile.site_cost import ITEM_BYTES, CeilingsOf, Step, linear_cost, saves
 from fastlinear.profile.sites import Share
@@ -25,7 +26,10 @@ def diagnose(
 ) -> tuple[Finding, ...]:
     """All findings, largest predicted gain first. ``ceilings_of`` is asked only when needed."""
     timer = _Timer(step, records)
-    found: list[Finding | None] = [launch_bound(step, records, sites, ceilings_of)]
+    whole = launch_bound(step, records, sites, ceilings_of)
+    found: list[Finding | None] = [whole]
+    if whole is None or "offer" not in whole.details:
+        found += launch_regions(step, records, sites, ceilings_of)
     for site in sites:
         if not site.calls or not site.rows or site.dtype not in ITEM_BYTES:
             continue

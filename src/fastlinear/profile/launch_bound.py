@@ -9,12 +9,15 @@ from fastlinear.profile.attribute import ENGINE, PYTHON
 from fastlinear.profile.records import Finding, LinearSite, Record
 from fastlinear.profile.site_cost import ITEM_BYTES, CeilingsOf, Step, linear_cost
 
-_LAUNCH_BOUND = 0.3  # of the step without a kernel
-_WAITS = frozenset(
+OFFER = "graphed"
+"""``details["offer"]`` of a finding that CUDA graphs could remove."""
+
+LAUNCH_BOUND = 0.3  # of the step without a kernel
+WAITS = frozenset(
     {"aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero"}
     | {"aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive"}
 )  # sizes or branches come from the device's values: no CUDA graph can hold that
-_REPLAY_US = {"inference": 30.0, "train": 300.0}  # host time of a replay, 8 layers on an H200
+REPLAY_US = {"inference": 30.0, "train": 300.0}  # host time of a replay, 8 layers on an H200
 
 
 def launch_bound(
@@ -37,7 +40,7 @@ def launch_bound(
     waste = step.step_us - step.busy_us if step.device == "cuda" else ops * step.op_us
     waste = min(max(0.0, waste), step.step_us)
     share = waste / step.step_us if step.step_us else 0.0
-    if share < _LAUNCH_BOUND:
+    if share < LAUNCH_BOUND:
         return None
     real = [s for s in sites if s.calls and s.rows and s.dtype in ITEM_BYTES]
     cost, floor = Cost(0.0, 0.0), 0.0
@@ -53,12 +56,12 @@ def launch_bound(
         "busy_us": step.busy_us,
     }
     if step.device == "cuda":
-        waits = sorted({r.op for r in records} & _WAITS)
+        waits = sorted({r.op for r in records} & WAITS)
         if waits:
             details["no_graph"] = f"The host waits for a value of the device ({waits[0]})."
         else:
-            details["offer"] = "graphed"
-            gain = max(0.0, step.step_us - max(step.busy_us, _REPLAY_US[step.mode]))
+            details["offer"] = OFFER
+            gain = max(0.0, step.step_us - max(step.busy_us, REPLAY_US[step.mode]))
     how = (
         f"no kernel runs for {waste:.0f} of {step.step_us:.0f} µs"
         if step.device == "cuda"

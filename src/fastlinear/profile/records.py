@@ -38,8 +38,8 @@ class Finding:
     """One thing that wastes time, with the arithmetic behind it.
 
     Attributes:
-        code: ``"linear_activation"``, ``"launch_bound"``, ``"fp32_no_tensor_cores"`` or
-            ``"slow_dims"``.
+        code: ``"linear_activation"``, ``"launch_bound"``, ``"launch_bound_region"``,
+            ``"fp32_no_tensor_cores"`` or ``"slow_dims"``.
         fqn: the module it is about; ``""`` is the whole model.
         title: a few words.
         message: what is slow, why, and what would help.

@@ -1,7 +1,7 @@
 """Compile a small C++ file for this very processor and load it, once per source and machine.
 
-The library is kept in the user's cache folder under a name made of the source's hash, the
-processor and the compiler's flags. Its OpenMP calls are bound to the OpenMP runtime torch has
+The library is kept in the user's cache folder under a name made of the hash of the source and of
+the headers it includes, the processor and the compiler's flags. Its OpenMP calls are bound to the OpenMP runtime torch has
 loaded, so that one pool of threads serves both.
 """
 
@@ -38,6 +38,7 @@ _FLAGS = (
     "-ffp-contract=fast",
 )
 _COMPILE_TIMEOUT_S = 120
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 
 
 @lru_cache(maxsize=1)
@@ -102,6 +103,19 @@ def forget() -> None:
     _outcomes.clear()
 
 
+def sources(source: Path) -> tuple[Path, ...]:
+    """The file and, each once, the files that it and they include by a name in quotes."""
+    found: dict[Path, None] = {}
+    waiting = [source]
+    while waiting:
+        path = waiting.pop(0)
+        if path not in found and path.exists():
+            found[path] = None
+            names = _INCLUDE.findall(path.read_text(encoding="utf-8"))
+            waiting += [path.parent / name for name in names]
+    return tuple(found)
+
+
 def _key(source: Path) -> tuple[Path, str | None, Path]:
     return source, compiler(), cache_dir()
 
@@ -130,7 +144,9 @@ def _load(source: Path) -> ctypes.CDLL:
     ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
     wide = ("-mprefer-vector-width=512",) if "AVX512" in _capability() else ()
     command = [compiler() or "", *_FLAGS, *wide]
-    digest = hashlib.sha256("\0".join([*command, *_processor()]).encode() + source.read_bytes())
+    digest = hashlib.sha256("\0".join([*command, *_processor()]).encode())
+    for path in sources(source):
+        digest.update(f"\0{path.name}\0".encode() + path.read_bytes())
     name = f"{source.stem}-{digest.hexdigest()[:16]}.so"
     failures = []
     for folder in (cache_dir() / "cpp", Path(tempfile.gettempdir()) / f"fastlinear-{os.getuid()}"):

@@ -34,7 +34,11 @@ from fastlinear.ops.mlp.problem import NAME, PIECES, STEP, activations_of, probl
 __all__ = ["FAMILY", "NAME", "PIECES", "cost", "problem"]
 
 _HERE = "fastlinear.ops.mlp"
-_CPP_SOURCES = ("mlp.cpp", "entry.cpp", "../common/cpp_build.py")
+_CPP_SOURCES = (
+    *("mlp.cpp", "mlp_forward.h", "mlp_backward.h", "mlp_product.h", "mlp_dots.h"),
+    *("mlp_activations.h", "mlp_vectors.h", "mlp_threads.h"),
+    *("entry.cpp", "../common/cpp_build.py"),
+)
 _TRITON_SOURCES = (
     "whole_triton_kernels.py",
     "../common/activations_triton.py",

@@ -25,11 +25,12 @@ from fastlinear.ops.mlp.problem import layer_activations, widths_of
 from fastlinear.ops.mlp.reference import Biases, Needs, Weights, first_needed
 
 _SOURCE = Path(__file__).parent / "mlp.cpp"
-_CODES = {name: code for code, name in enumerate(NAMES)}  # mlp.cpp's enum
-_FEW_ROWS = 16  # mlp.cpp's kDotRows: any width
+_CODES = {name: code for code, name in enumerate(NAMES)}  # the enum of mlp_activations.h
+_FEW_ROWS = 16  # mlp_forward.h's kDotRows: any width
 _MAX_WIDTH = 2048
 _MAX_BACKWARD_ROWS = 512
 _MAX_BACKWARD_WIDTH = 2048
+_TORCH_THREADS = "_ZN2at15get_num_threadsEv"  # at::get_num_threads()
 
 
 def reason_not(p: Problem) -> str | None:
@@ -132,7 +133,7 @@ def _hidden(x: Tensor, m: int, widths: list[int]) -> tuple[Tensor, ...]:
 
 
 def codes(layers: int, activation: str, final_activation: str) -> tuple[int, ...]:
-    """Each layer's activation as mlp.cpp numbers it."""
+    """Each layer's activation as mlp_activations.h numbers it."""
     return tuple(_CODES[n] for n in layer_activations(layers, activation, final_activation))
 
 
@@ -162,4 +163,8 @@ def _library() -> ctypes.CDLL:
     library.fastlinear_mlp_forward.restype = None
     library.fastlinear_mlp_backward.argtypes = [size, *[pointer] * 9, size, size]
     library.fastlinear_mlp_backward.restype = None
+    torch_library = ctypes.CDLL(torch._C.__file__)
+    if hasattr(torch_library, _TORCH_THREADS):
+        library.fastlinear_mlp_threads.argtypes = [pointer]
+        library.fastlinear_mlp_threads(ctypes.cast(torch_library[_TORCH_THREADS], pointer))
     return library
