@@ -15,7 +15,7 @@ from fastlinear.bench.peer import Peer
 from fastlinear.bench.work import Work, make_work
 from fastlinear.dispatch.tune import tune as tune_problem
 from fastlinear.ops.linear_act.selection import choices, tuning_order
-from fastlinear.ops.mlp import entry
+from fastlinear.ops.common import door
 from fastlinear.ops.mlp import selection as mlp
 
 
@@ -43,7 +43,7 @@ def _tune(case: Case, device: torch.device) -> None:
         for piece in () if p is None else tuning_order(p):
             tune_problem(piece, device=device)
     if case.dim("L") > 1:
-        entry.wait(entry.PATIENCE_S)
+        door.wait(door.PATIENCE_S)
         chain = linear_act.chain_of(case)
         for p in (chain, chain.other_regime()):
             for piece in () if p is None else mlp.tuning_order(p):

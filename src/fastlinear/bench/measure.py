@@ -24,7 +24,7 @@ from fastlinear.core.cost import Ceilings
 from fastlinear.core.environment import environment
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.timing import Samples, first_call_us, interleave, peak_memory_bytes
-from fastlinear.ops.mlp import entry
+from fastlinear.ops.common import door
 from fastlinear.ops.mlp.strassen_scheme import error_growth
 
 
@@ -106,7 +106,7 @@ def run_case(case: Case, settings: Settings, contenders: Sequence[Peer] | None =
             reason = f"failed: {type(error).__name__}: {first_line(error)}"
             rows.append(skipped(case, peer.name, reason, facts))
     del oracle, theirs
-    entry.settle()
+    door.settle()
     chosen = {metric: kind.chosen(case, work, metric == "device") for metric in case.metrics}
     for one in ready:
         if not one.valid:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fastlinear.bench.case import Case
-from fastlinear.bench.cases import linear, linear_bias, models, overhead
+from fastlinear.bench.cases import linear, linear_bias, models, overhead, strassen
 
 EXPERIMENTS: dict[str, Callable[[str, bool], list[Case]]] = {
     "linear": linear.cases,
     "linear-bias": linear_bias.cases,
     "models": models.cases,
     "overhead": overhead.cases,
+    "strassen": strassen.cases,
 }
 """Experiment → (device type, quick) → its cases, most telling first."""
