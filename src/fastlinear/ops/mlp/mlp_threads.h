@@ -1,0 +1,57 @@
+// What belongs to a thread, and how many threads a piece of work is worth.
+
+#pragma once
+
+#include <pthread.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+namespace {
+
+constexpr double kFlopsAThread = 4.5e5;  // below this much work a second thread does not pay
+
+// Scratch of a thread: grows to the largest net seen (a forward takes a few hundred kilobytes; the
+// backward of 512 rows through layers of 2048 features 32 megabytes).
+struct Scratch {
+  float* data = nullptr;
+  size_t size = 0;
+  ~Scratch() { std::free(data); }
+  float* at_least(size_t floats) {
+    if (floats > size) {
+      std::free(data);
+      size = (floats + 15) / 16 * 16;
+      data = static_cast<float*>(std::aligned_alloc(64, size * 4));
+      if (!data) { size = 0; std::abort(); }
+    }
+    return data;
+  }
+};
+
+// How many threads torch would take in the calling one; null: ask OpenMP, which in a thread that
+// torch has not used yet does not know what torch.set_num_threads said.
+int (*threads_of_torch)() = nullptr;
+
+// In a forked process OpenMP still counts on the threads of the parent and would wait for ever.
+thread_local bool forked = false;
+[[maybe_unused]] const int fork_noticed =
+    pthread_atfork(nullptr, nullptr, [] { forked = true; });
+
+// Threads for work that is worth `wanted` of them; 1 within somebody else's parallel region.
+int threads_worth(double wanted) {
+#if defined(_OPENMP)
+  if (wanted < 2 || forked || omp_in_parallel()) return 1;
+  const int most = threads_of_torch ? threads_of_torch() : omp_get_max_threads();
+  return wanted < most ? static_cast<int>(wanted) : most;
+#else
+  (void)wanted;
+  return 1;
+#endif
+}
+
+}  // namespace
