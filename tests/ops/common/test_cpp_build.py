@@ -43,6 +43,28 @@ def test_compiles_once_and_keeps_the_library(source: Path) -> None:
     assert (cache_dir() / "cpp" / name).stat().st_mtime_ns == before
 
 
+def test_a_changed_header_is_compiled_anew(source: Path) -> None:
+    """Headers of headers count, each once; those of the compiler do not."""
+    inner, outer = source.with_name("inner.h"), source.with_name("outer.h")
+    inner.write_text("#pragma once\n#define ANSWER 42\n")
+    outer.write_text('#include <cstdint>\n#pragma once\n#include "inner.h"\n')
+    source.write_text(
+        '#include "outer.h"\n  #  include "inner.h"\nextern "C" int answer() { return ANSWER; }\n'
+    )
+    assert cpp_build.sources(source) == (source, outer, inner)
+    assert cpp_build.load(source).answer() == 42
+    inner.write_text("#pragma once\n#define ANSWER 43\n")
+    cpp_build.forget()
+    assert cpp_build.load(source).answer() == 43
+    assert len(kept(cache_dir() / "cpp")) == 2
+
+
+def test_a_missing_header_is_named(source: Path) -> None:
+    source.write_text('#include "nowhere.h"\n')
+    with pytest.raises(UnsupportedError, match=r"nowhere\.h"):
+        cpp_build.load(source)
+
+
 @pytest.mark.parametrize("obstacle", ["a file in the way", "a folder anybody may write"])
 def test_another_folder_when_the_cache_cannot_serve(source: Path, obstacle: str) -> None:
     folder = cache_dir() / "cpp"

@@ -1,8 +1,8 @@
 """Compile a small C++ file for this very processor and load it, once per source and machine.
 
 The library is kept in the user's cache folder under a name made of the hash of the source and of
-the headers it includes, the processor and the compiler's flags. Its OpenMP calls are bound to the OpenMP runtime torch has
-loaded, so that one pool of threads serves both.
+the headers it includes, the processor and the compiler's flags. Its OpenMP calls are bound to the
+OpenMP runtime torch has loaded, so that one pool of threads serves both.
 """
 
 from __future__ import annotations
