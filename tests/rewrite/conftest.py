@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
-from rewrite_models import Clock
+from rewrite_models import Clock, on_cuda
 
 from fastlinear.core.cost import Ceilings
+from fastlinear.core.graph_tape import TapeRecorder
 from fastlinear.core.timing import Samples
 from fastlinear.dispatch import tune
 from fastlinear.profile import clock as profile_clock
-from fastlinear.rewrite import measure, site
+from fastlinear.rewrite import choose_graph, choose_regions, measure, site, try_graph
+
+_graphed = importlib.import_module("fastlinear.nn.graphed")
 
 
 @pytest.fixture(autouse=True)
@@ -46,3 +50,16 @@ def fast(clock: Clock) -> None:
     """A machine on which oneDNN, and a step of its pieces, takes half of eager's time, at the site
     and end to end."""
     clock({"onednn": 50.0, "pieces": 50.0, "after": 50.0})
+
+
+@pytest.fixture
+def tape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs on a CPU, for models that count as launch-bound."""
+    monkeypatch.setattr(_graphed, "CudaRecorder", TapeRecorder)
+    why_not = choose_graph._why_not
+    monkeypatch.setattr(choose_graph, "_why_not", lambda work, f, _: why_not(work, f, True))
+    untouchable = try_graph.untouchable
+    for module in (choose_graph, choose_regions):
+        monkeypatch.setattr(
+            module, "untouchable", lambda work, name: untouchable(on_cuda(work), name)
+        )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -127,3 +129,10 @@ def run(model: nn.Module, *args: Tensor) -> Tensor:
     """One forward without gradients."""
     with torch.no_grad():
         return model(*args)
+
+
+def on_cuda(work: Any) -> Any:
+    """The same work as if it ran on a GPU."""
+    twin = copy.copy(work)
+    twin.runner = replace(work.runner, device=torch.device("cuda"))
+    return twin

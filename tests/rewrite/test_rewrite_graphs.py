@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import copy
 import gc
-import importlib
 import json
 import pickle
+import sys
 import warnings
 import weakref
 from dataclasses import replace
@@ -18,42 +18,21 @@ from typing import Any
 
 import pytest
 import torch
-from rewrite_models import Clock, Functional, mlp, run, snapshot
+from rewrite_models import Clock, Functional, mlp, on_cuda, run, snapshot
 from torch import Tensor, nn
 
-from fastlinear.core.graph_tape import TapeRecorder
 from fastlinear.core.settings import Config
 from fastlinear.profile.diagnose import Step
 from fastlinear.profile.launch_bound import launch_bound
 from fastlinear.profile.records import Record
-from fastlinear.rewrite import apply_, choose_graph, measure, optimize_
+from fastlinear.rewrite import apply_, choose_graph, measure, optimize_, try_graph
 from fastlinear.rewrite.graph_forward import GraphForward, with_graph
 from fastlinear.rewrite.swap import SwapSet
 
-graphed_module = importlib.import_module("fastlinear.nn.graphed")
-optimizing = importlib.import_module("fastlinear.rewrite.optimize")
+optimizing = sys.modules["fastlinear.rewrite.optimize"]
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
 GRAPHS = Config(graphs=True, draws=2, optimizer_steps=2)
-
-
-@pytest.fixture
-def tape(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs on a CPU, for models that count as launch-bound."""
-    monkeypatch.setattr(graphed_module, "CudaRecorder", TapeRecorder)
-    real = choose_graph._why_not
-
-    def why_not(work: Any, finding: Any, planned: bool) -> Any:
-        cuda = replace(work.runner, device=torch.device("cuda"))
-        return real(replace_runner(work, cuda), finding, True)
-
-    monkeypatch.setattr(choose_graph, "_why_not", why_not)
-
-
-def replace_runner(work: Any, runner: Any) -> Any:
-    twin = copy.copy(work)
-    twin.runner = runner
-    return twin
 
 
 def region(result: Any) -> Any:
@@ -323,7 +302,7 @@ def test_a_trial_that_raises_leaves_the_model(
     def stop(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(choose_graph, "verdicts_of", stop)
+    monkeypatch.setattr(try_graph, "verdicts_of", stop)
     with pytest.raises(KeyboardInterrupt):
         optimize_(model, X, config=replace(GRAPHS, families=()))
     assert snapshot(model) == before
@@ -363,14 +342,14 @@ def test_the_offer_is_noted(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> No
     work = optimizing.prepare("t", mlp().eval(), X, Config(), None, lambda *_: None)
     optimizing.watch(work, X, None)
     work.profile = replace(work.profile, findings=(finding(50.0, "aten::linear"),))
-    assert choose_graph.choose_graph(work, []) is None
+    assert choose_graph.choose_graph(on_cuda(work), []) is None
     assert any("Config(graphs=True)" in n and "150 us" in n for n in work.notes)
 
 
 def test_reasons_not_to_try() -> None:
     work = optimizing.prepare("t", mlp().eval(), X, GRAPHS, None, lambda *_: None)
     optimizing.watch(work, X, None)
-    cuda = replace_runner(work, replace(work.runner, device=torch.device("cuda")))
+    cuda = on_cuda(work)
     assert choose_graph._why_not(cuda, None, False).code == "not_launch_bound"
     waits = finding(50.0, "aten::item")
     assert choose_graph._why_not(cuda, waits, False).code == "waits_for_device"

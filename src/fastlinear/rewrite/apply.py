@@ -77,7 +77,7 @@ def apply_(
         if call.args and call.kwargs:
             raise PlanError("apply_", expected="positional or keyword inputs", received="both")
     forced = {r.rule: r.backend for r in loaded.linears if r.backend is not None}
-    config = Config(mode=loaded.mode, backends=forced, tune=False, graphs=loaded.graphed)
+    config = Config(mode=loaded.mode, backends=forced, tune=False, graphs=bool(loaded.graphed))
     work = prepare("apply_", model, inputs, config, loss_fn, progress)
     brought = decisions_of(loaded)
     with on_trial(brought, device.type):
@@ -90,7 +90,7 @@ def apply_(
             pair = None
             if kept:
                 kept, pair = _unless_slower(work, kept)
-            graph = choose_graph(work, kept, planned=True)
+            graph = choose_graph(work, kept, planned=loaded.graphed)
     if kept or graph:
         for decision in brought:
             decision.store()

@@ -1,215 +1,116 @@
-"""The whole model as CUDA graphs: offered where it is launch-bound, tried where it is asked for."""
+"""CUDA graphs: offered where a model, or a part of it, is launch-bound; tried where asked for."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
-
-import torch
-
-from fastlinear.core.compare import Verdict
-from fastlinear.core.errors import UnsupportedError
+from fastlinear.profile.launch_bound import OFFER
 from fastlinear.profile.records import Finding
-from fastlinear.profile.step import private_copy
-from fastlinear.rewrite import measure
 from fastlinear.rewrite.candidate import Candidate
-from fastlinear.rewrite.eligible import refuse_module
+from fastlinear.rewrite.choose_regions import choose_regions, note_regions, planned_regions
 from fastlinear.rewrite.exchange import swaps_of
-from fastlinear.rewrite.graph_forward import GraphForward, with_graph
-from fastlinear.rewrite.inputs import Call
-from fastlinear.rewrite.keep_accurate import verdicts_of
 from fastlinear.rewrite.python_state import why_not_replayed
-from fastlinear.rewrite.result import SiteOutcome
-from fastlinear.rewrite.swap import Swap, SwapSet
-from fastlinear.rewrite.work import Work, in_words
+from fastlinear.rewrite.try_graph import (
+    KeptGraph,
+    Outcome,
+    copy_of_call,
+    refused_by_recording,
+    settle,
+    tried,
+    untouchable,
+)
+from fastlinear.rewrite.work import Work
 
-RULE = "graphed"
-ROUTE = "graph"
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """What becomes of the attempt, as in ``SiteOutcome``."""
-
-    status: str
-    code: str
-    reason: str
-    facts: dict[str, Any] = field(default_factory=dict)
+_NOR_ITS_PARTS = ("needs_cuda", "already_rewritten")
 
 
-@dataclass(frozen=True)
-class KeptGraph:
-    """The model as CUDA graphs, verified and measured.
+def choose_graph(
+    work: Work, kept: list[Candidate], *, planned: tuple[str, ...] | None = None
+) -> KeptGraph | None:
+    """The model as CUDA graphs, or else its largest launch-bound parts, if that is faster beyond
+    noise than the model with the rewrites kept so far.
 
-    Attributes:
-        kept: the rewrites of its linears that it records.
-        swaps: every forward to exchange, theirs included.
-        verdicts: how it compares with the oracle.
-        pair: the model as it was against this.
-        outcome: what to say of it.
-    """
+    The model as a whole is tried with those rewrites inside and, where that does not gain, without
+    them. Without ``Config.graphs`` what could be replayed is only offered, in a note.
 
-    kept: list[Candidate]
-    swaps: tuple[Swap, ...]
-    verdicts: tuple[Verdict, ...]
-    pair: measure.Pair
-    outcome: _Outcome
-
-
-def choose_graph(work: Work, kept: list[Candidate], *, planned: bool = False) -> KeptGraph | None:
-    """The model as CUDA graphs, if that is faster beyond noise than the model with the rewrites
-    kept so far: with them inside, else, where that does not gain, without them.
-
-    Without ``Config.graphs`` it is only offered in a note. ``planned``: a plan asks for it, so it
-    need not be found launch-bound again, and stays unless it is slower.
+    Args:
+        work: the optimization under way; outcomes, notes and findings are added to it.
+        kept: the rewrites of linears kept so far.
+        planned: the modules that a plan asks for, ``""`` the model. They need not be found
+            launch-bound again, and stay unless they are slower.
     """
     finding = next((f for f in work.profile.findings if f.code == "launch_bound"), None)
     if not work.config.graphs:
-        if finding is not None and finding.details.get("offer") == RULE:
-            work.notes.append(
-                f"launch-bound: CUDA graphs would save up to {finding.predicted_gain_us:.0f} us a "
-                "step; ask for them with Config(graphs=True) or --graphs (they take memory)"
-            )
+        _note(work, finding)
         return None
+    if planned is not None and "" not in planned:
+        return planned_regions(work, kept, planned)
+    found = _whole(work, kept, finding, planned is not None)
+    outcome = found.outcome if isinstance(found, KeptGraph) else found
+    settle(work, "", None if finding is None else finding.predicted_gain_us, outcome)
+    if isinstance(found, KeptGraph):
+        return found
+    if planned is not None or outcome.code in _NOR_ITS_PARTS:
+        return None
+    return choose_regions(work, kept)
+
+
+def _note(work: Work, finding: Finding | None) -> None:
+    """Say what CUDA graphs would save, without recording any."""
+    if finding is None or not _offered(finding) or _plainly_refused(work):
+        note_regions(work)
+        return
+    work.notes.append(
+        f"launch-bound: CUDA graphs would save up to {finding.predicted_gain_us:.0f} us a "
+        "step; ask for them with Config(graphs=True) or --graphs (they take memory)"
+    )
+
+
+def _plainly_refused(work: Work) -> bool:
+    """Whether the model as a whole is refused, as far as its code shows."""
+    why = untouchable(work, "")
+    return why is not None or why_not_replayed(work.model, lambda: None) is not None
+
+
+def _offered(finding: Finding | None) -> bool:
+    return finding is not None and finding.details.get("offer") == OFFER
+
+
+def _whole(
+    work: Work, kept: list[Candidate], finding: Finding | None, planned: bool
+) -> KeptGraph | Outcome:
+    """The model as a whole, with the rewrites kept so far inside or without them."""
+    base = swaps_of(kept)
     why = _why_not(work, finding, planned) or _writes_state(work)
+    why = why or refused_by_recording(work, "", base)
     if why is not None:
-        return _settled(work, finding, why)
-    found = _tried(work, kept, kept, finding, planned)
+        return why
+    rival = "with the other rewrites but without graphs" if kept else "as it was"
+    found = tried(work, ("",), kept, base, rival, planned)
     if isinstance(found, KeptGraph) or not kept or planned:
-        return _settled(work, finding, found)
-    alone = _tried(work, [], kept, finding, planned)
+        return found
+    alone: KeptGraph | Outcome | None = refused_by_recording(work, "", ())
+    alone = alone or tried(work, ("",), [], base, rival, planned)
     if not isinstance(alone, KeptGraph):
-        return _settled(work, finding, found)
+        return found
     for c in kept:
         text = "slower than the whole model as CUDA graphs without it"
         work.settle(c.fqn, "rejected", "graph_alone", text)
-    return _settled(work, finding, alone)
+    return alone
 
 
-def _why_not(work: Work, finding: Finding | None, planned: bool) -> _Outcome | None:
+def _why_not(work: Work, finding: Finding | None, planned: bool) -> Outcome | None:
     """The reason for not even trying, or None."""
-    if work.runner.device.type != "cuda":
-        return _Outcome(
-            "refused", "needs_cuda", f"CUDA graphs do not exist on {work.runner.device}."
-        )
-    refusal = refuse_module(work.model)
-    if refusal is not None:
-        return _Outcome("refused", refusal.code, refusal.reason)
-    if isinstance(work.model.__dict__.get("forward"), GraphForward):
-        text = "It is replayed as CUDA graphs already."
-        return _Outcome("nothing_to_do", "already_rewritten", text)
-    if planned:
-        return None
+    why = untouchable(work, "")
+    if why is not None or planned:
+        return why
     if finding is None:
         step, busy = work.profile.step_us, work.profile.device_busy_us
         text = f"Not launch-bound: the device is busy for {busy:.0f} of {step:.0f} us."
-        return _Outcome("nothing_to_do", "not_launch_bound", text)
-    if finding.details.get("offer") != RULE:
-        return _Outcome("refused", "waits_for_device", str(finding.details.get("no_graph")))
+        return Outcome("nothing_to_do", "not_launch_bound", text)
+    if not _offered(finding):
+        return Outcome("refused", "waits_for_device", str(finding.details.get("no_graph")))
     return None
 
 
-def _writes_state(work: Work) -> _Outcome | None:
-    reason = why_not_replayed(work.model, lambda: work.runner.step(work.model, _copy(work)))
-    return None if reason is None else _Outcome("refused", "python_state", reason)
-
-
-def _tried(
-    work: Work, inside: list[Candidate], kept: list[Candidate], finding: Any, planned: bool
-) -> KeptGraph | _Outcome:
-    """The model with the rewrites ``inside`` as CUDA graphs, against the model with those kept."""
-    base = swaps_of(inside)
-    refused = _refused_by_recording(work, base)
-    if refused is not None:
-        return refused
-    plain, swaps = SwapSet(base), SwapSet(with_graph(base, work.model))
-    held = _allocated(work)
-    verdicts = verdicts_of(work, swaps, like=plain)
-    held = _allocated(work) - held
-    failed = next((v for v in verdicts if not v.passed), None)
-    if failed is not None:
-        swaps.release()
-        return _Outcome("rejected", "less_accurate", f"less accurate as CUDA graphs: {failed}")
-    with work.budget:
-        rival = _pair(work, swaps, SwapSet(swaps_of(kept)))
-        pair = _pair(work, swaps, None) if kept else rival
-    swaps.release()  # what is kept records its own at the first call, in the caller's mode
-    ratio = rival.speedup
-    facts = {
-        "before_us": rival.before.median_us,
-        "after_us": rival.after.median_us,
-        "speedup": ratio.median,
-        "ci95": (ratio.low, ratio.high),
-    }
-    against = "with the other rewrites but without graphs" if kept else "as it was"
-    text = f"{in_words(ratio)} end to end of the model {against}"
-    enough = not ratio.high < 1.0 if planned else min(ratio.low, pair.speedup.low) > _least(work)
-    if not enough:
-        word = "slower" if ratio.high < 1.0 else "no gain beyond noise"
-        return _Outcome("rejected", "slower_model", f"{word}: {text}", facts)
-    if held > 0:
-        text += f"; its recordings hold about {held / (1 << 20):.1f} MiB"
-    text = f"replayed as CUDA graphs, {text}"
-    outcome = _Outcome("kept", "in_plan" if planned else "faster", text, facts)
-    return KeptGraph(inside, with_graph(base, work.model), tuple(verdicts), pair, outcome)
-
-
-def _refused_by_recording(work: Work, base: list[Swap]) -> _Outcome | None:
-    """Run one step with graphs that refuse rather than run plainly."""
-    trial = SwapSet(with_graph(base, work.model, on_unsupported="error"))
-    trial.on()
-    try:
-        work.runner.step(work.model, _copy(work))
-    except UnsupportedError as error:
-        return _Outcome("refused", "no_graph", str(error))
-    except Exception as error:  # noqa: BLE001  out of memory, say: an outcome too
-        text = f"recording raises {type(error).__name__}: {error}"
-        return _Outcome("rejected", "raises", text)
-    finally:
-        trial.off()
-        trial.release()
-    return None
-
-
-def _pair(work: Work, swaps: SwapSet, against: SwapSet | None) -> measure.Pair:
-    return measure.model_pair(
-        work.model,
-        swaps,
-        work.runner,
-        _copy(work),
-        budget_s=max(1.0, work.budget.left_s / 3),
-        min_speedup=_least(work),
-        against=against,
-    )
-
-
-def _least(work: Work) -> float:
-    return max(1.0, work.config.min_speedup)
-
-
-def _copy(work: Work) -> Call:
-    return Call(*private_copy((work.call.args, work.call.kwargs)))  # some models write to them
-
-
-def _allocated(work: Work) -> int:
-    device = work.runner.device
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-def _settled(work: Work, finding: Finding | None, found: KeptGraph | _Outcome) -> KeptGraph | None:
-    """Write down what becomes of the model as a whole."""
-    outcome = found.outcome if isinstance(found, KeptGraph) else found
-    work.region = SiteOutcome(
-        fqn="",
-        rule=RULE,
-        activation=None,
-        problem=None,
-        status=outcome.status,
-        code=outcome.code,
-        reason=outcome.reason,
-        predicted_gain_us=None if finding is None else finding.predicted_gain_us,
-        route=ROUTE,
-        calls=1,
-        **outcome.facts,
-    )
-    return found if isinstance(found, KeptGraph) else None
+def _writes_state(work: Work) -> Outcome | None:
+    reason = why_not_replayed(work.model, lambda: work.runner.step(work.model, copy_of_call(work)))
+    return None if reason is None else Outcome("refused", "python_state", reason)

@@ -10,14 +10,14 @@ from fastlinear.core.environment import environment
 from fastlinear.core.timing import Ratio
 from fastlinear.rewrite import measure
 from fastlinear.rewrite.candidate import Candidate
-from fastlinear.rewrite.choose_graph import ROUTE, KeptGraph
-from fastlinear.rewrite.choose_graph import RULE as GRAPHED
 from fastlinear.rewrite.eligible import linear_modules
 from fastlinear.rewrite.exchange import swaps_of
 from fastlinear.rewrite.inputs import input_specs
 from fastlinear.rewrite.plan import Plan, Rewrite, model_facts
 from fastlinear.rewrite.result import Result
 from fastlinear.rewrite.swap import SwapSet
+from fastlinear.rewrite.try_graph import ROUTE, KeptGraph
+from fastlinear.rewrite.try_graph import RULE as GRAPHED
 from fastlinear.rewrite.work import Work
 
 
@@ -35,11 +35,10 @@ def finish(
     rewrites = tuple(_rewrite(work, c) for c in kept)
     swaps = SwapSet(swaps_of(kept))
     if graph is not None:
-        rewrites = (*rewrites, Rewrite("", GRAPHED, "none", ROUTE))
+        rewrites += tuple(Rewrite(name, GRAPHED, "none", ROUTE) for name in graph.names)
         verdicts, pair, swaps = graph.verdicts, graph.pair, SwapSet(graph.swaps)
     sites = [work.outcomes[fqn] for fqn in linear_modules(work.model) if fqn in work.outcomes]
-    if work.region is not None:
-        sites.append(work.region)
+    sites += work.graphs.values()
     plan = Plan(
         model=model_facts(work.model),
         mode=work.config.mode,

@@ -1,4 +1,4 @@
-"""A whole model's forward as CUDA graphs: recorded at the first call, kept with the instance."""
+"""A module's forward as CUDA graphs: recorded at the first call, kept with the instance."""
 
 from __future__ import annotations
 
@@ -63,16 +63,28 @@ class GraphForward:
 
 
 def with_graph(
-    swaps: Iterable[Swap], model: nn.Module, on_unsupported: str = "eager"
+    swaps: Iterable[Swap],
+    model: nn.Module,
+    names: Iterable[str] = ("",),
+    on_unsupported: str = "eager",
 ) -> tuple[Swap, ...]:
-    """These swaps, and the model's forward, with whatever they make of it, as CUDA graphs."""
-    others = [s for s in swaps if s.module is not model]
-    own = next((s.forward for s in swaps if s.module is model), None)
-    known = own or getattr(model.__dict__.get("forward"), "__func__", type(model).forward)
-    inner: Any = known
+    """These swaps, and the forwards of the modules named, with whatever they make of them, as
+    CUDA graphs. ``""`` is the model."""
+    found = list(swaps)
+    for name in names:
+        module = model.get_submodule(name)
+        own = next((s.forward for s in found if s.module is module), None)
+        known = own or getattr(module.__dict__.get("forward"), "__func__", type(module).forward)
+        found = [s for s in found if s.module is not module]
+        bind = partial(GraphForward, on_unsupported=on_unsupported)
+        found.append(Swap(name, module, _calling(known), bind))
+    return tuple(found)
+
+
+def _calling(inner: Any) -> Forward:
+    """A function of fastlinear's own that does what ``inner`` does."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return inner(self, *args, **kwargs)
 
-    bind = partial(GraphForward, on_unsupported=on_unsupported)
-    return (*others, Swap("", model, mark(forward), bind))
+    return mark(forward)

@@ -32,14 +32,15 @@ class Rewrite:
     """One site's rewrite.
 
     Attributes:
-        fqn: the linear's fully qualified name; ``""`` for the model as a whole.
+        fqn: the linear's fully qualified name; of rule ``"graphed"`` the module's, ``""`` for the
+            model as a whole.
         rule: the family's name, or ``"graphed"``.
         activation: what is fused; ``"none"`` changes the backend only.
         route: ``"plain"`` (the linear alone), ``"instance"`` (the linear computes the activation
             and the activation module passes its input on), ``"parent"`` (the parent's forward
             makes one fused call) or ``"chain"`` (the forward of the Sequential or parent named by
             ``parent_fqn`` makes one call for a run of linears); ``"graph"`` (rule ``"graphed"``)
-            is the model as a whole, replayed as CUDA graphs.
+            is a module replayed as CUDA graphs: the model as a whole or a part of it.
         activation_fqn: the activation module, where there is one.
         parent_fqn: the module whose forward is exchanged on the routes ``"parent"`` and
             ``"chain"``.
@@ -99,9 +100,9 @@ class Plan:
         return tuple(r for r in self.rewrites if r.route != "graph")
 
     @property
-    def graphed(self) -> bool:
-        """Whether the whole model is replayed as CUDA graphs."""
-        return len(self.linears) < len(self.rewrites)
+    def graphed(self) -> tuple[str, ...]:
+        """The modules replayed as CUDA graphs; ``""`` is the model as a whole."""
+        return tuple(r.fqn for r in self.rewrites if r.route == "graph")
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict of kind ``"plan"``."""

@@ -43,7 +43,8 @@ class Work:
         notes: what a reader should know of how it was done.
         tuned: what tuning measured.
         every: all candidates, those given up included.
-        region: what becomes of the model as a whole, where CUDA graphs were asked for.
+        graphs: what becomes of the model as a whole (``""``), or of its parts, as CUDA graphs,
+            where those were asked for.
     """
 
     model: nn.Module
@@ -59,7 +60,7 @@ class Work:
     notes: list[str] = field(default_factory=list)
     tuned: dict[Any, Tuned] = field(default_factory=dict)
     every: list[Candidate] = field(default_factory=list)
-    region: SiteOutcome | None = None
+    graphs: dict[str, SiteOutcome] = field(default_factory=dict)
 
     def settle(self, fqn: str, status: str, code: str, reason: str, **facts: Any) -> None:
         """Record (or change) what becomes of a site."""
