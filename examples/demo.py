@@ -96,12 +96,8 @@ def write_index(results: dict[str, Any], notes: dict[str, str], path: Path) -> N
 
 def show(results: dict[str, dict[str, Any]]) -> None:
     """The closing table: what was found where, predicted, measured, and what became of it."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
+    from fastlinear.cli.console import table
 
-    console = Console()
-    console = console if console.is_terminal else Console(width=170)
     for name, data in results.items():
         step = data["step"]
         speedup = step["speedup"]
@@ -113,13 +109,8 @@ def show(results: dict[str, dict[str, Any]]) -> None:
                 f": {step['before_us'] / 1e3:.2f} ms -> {step['after_us'] / 1e3:.2f} ms, "
                 f"{speedup['median']:.2f}x [{speedup['low']:.2f}, {speedup['high']:.2f}]"
             )
-        table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
-        for column in ("module", "sites", "found", "predicted", "measured", "outcome", "why"):
-            right = column in ("sites", "predicted", "measured")
-            table.add_column(column, justify="right" if right else "left", overflow="fold")
-        for row in rows_of(data["sites"]):
-            table.add_row(*row)
-        console.print(table)
+        columns = ("module", ">sites", "found", ">predicted", ">measured", "outcome", "why")
+        table(title, columns, rows_of(data["sites"]))
 
 
 def rows_of(sites: list[dict[str, Any]]) -> list[tuple[str, ...]]:

@@ -200,7 +200,7 @@ def test_tune_remembers_and_cache_shows_and_forgets(run: Run) -> None:
     assert Path(shown["path"]).exists()
     assert "relu" in run("cache", "show").stdout
     assert "tuned" in run("explain", *call).stdout
-    assert "1 entries removed" in run("cache", "clear").stderr
+    assert "1 entry removed" in run("cache", "clear").stderr
     assert "nothing tuned yet" in run("cache", "show").stdout
 
 

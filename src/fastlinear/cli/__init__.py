@@ -1,7 +1,7 @@
 """The command line. Each command parses its arguments and calls one function of the library.
 
 Exit codes: 0 done, 2 usage or bad input, 3 numerics failed, 4 nothing profitable, 5 unsupported
-environment, 1 anything unforeseen.
+environment, 130 interrupted, 1 anything unforeseen.
 """
 
 from fastlinear.cli.app import app, main

@@ -8,8 +8,10 @@ import typer
 from typer.core import TyperGroup
 
 from fastlinear.cli import bench, cache, doctor, explain, optimize, profile, tune
-from fastlinear.cli.console import show_error
+from fastlinear.cli.console import plain_warnings, show_error
 from fastlinear.core.errors import FastlinearError
+
+INTERRUPTED = 130
 
 
 class ErrorGroup(TyperGroup):
@@ -18,7 +20,11 @@ class ErrorGroup(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run the command; errors end here unless ``--debug`` asks for the traceback."""
         try:
-            return super().invoke(ctx)
+            with plain_warnings():
+                return super().invoke(ctx)
+        except KeyboardInterrupt:
+            show_error("interrupted;", hint="what was tuned so far is remembered.")
+            raise typer.Exit(INTERRUPTED) from None
         except Exception as error:
             if ctx.meta.get("debug") or _is_control_flow(error):
                 raise
@@ -68,8 +74,8 @@ def root(
     **Naming a model imports and runs that code**, with your permissions. Plans and
     caches are JSON; nothing is ever unpickled.
 
-    Exit codes: 0 done · 2 bad input · 3 numerics failed · 4 nothing profitable · 5 unsupported
-    environment.
+    Exit codes: 0 done · 1 unforeseen · 2 bad input · 3 numerics failed · 4 nothing profitable ·
+    5 unsupported environment · 130 interrupted.
     """
 
 

@@ -8,7 +8,14 @@ from typing import Annotated, Any
 import typer
 
 from fastlinear.cli import options as opt
-from fastlinear.cli.console import note, print_json, progress_bar, table, write_page
+from fastlinear.cli.console import (
+    check_writable,
+    note,
+    print_json,
+    progress_bar,
+    table,
+    write_page,
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -18,7 +25,7 @@ def register(app: typer.Typer) -> None:
 
 def bench(
     experiment: Annotated[str, typer.Argument(help="Which experiment to run.")] = "linear",
-    device: opt.Device = "cpu",
+    device: opt.Place = "cpu",
     dtype: Annotated[
         list[opt.Dtype] | None, typer.Option(help="Only these dtypes; repeatable.")
     ] = None,
@@ -53,7 +60,7 @@ def bench(
     ] = None,
     budget: Annotated[
         float | None,
-        typer.Option(help="Start no new case after this many seconds.", show_default=False),
+        typer.Option(min=0, help="Start no new case after this many seconds.", show_default=False),
     ] = None,
     seed: opt.Seed = 0,
     out: Annotated[
@@ -77,6 +84,8 @@ def bench(
     from fastlinear.cli.load import usable_device
 
     place = str(usable_device(device))
+    for option, path in (("--out", out), ("--plot", plot), ("--html", html)):
+        check_writable(option, path)
     with progress_bar(quiet=quiet) as progress:
         rows = run(
             experiment,

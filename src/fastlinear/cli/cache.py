@@ -18,7 +18,7 @@ def register(app: typer.Typer) -> None:
 
 
 @group.command()
-def path(device: opt.Device = "cpu", debug: opt.Debug = False) -> None:
+def path(device: opt.Place = "cpu", debug: opt.Debug = False) -> None:
     """Print the file that holds this device's tuned choices (it may not exist yet)."""
     from fastlinear.cli.load import usable_device
     from fastlinear.dispatch.cache import cache_path
@@ -27,7 +27,7 @@ def path(device: opt.Device = "cpu", debug: opt.Debug = False) -> None:
 
 
 @group.command()
-def show(device: opt.Device = "cpu", json: opt.Json = False, debug: opt.Debug = False) -> None:
+def show(device: opt.Place = "cpu", json: opt.Json = False, debug: opt.Debug = False) -> None:
     """List the tuned choices of a device with their measured times."""
     from fastlinear.cli.load import usable_device
     from fastlinear.dispatch.cache import cache_path, entries
@@ -69,7 +69,7 @@ def _sizes(problem: dict[str, Any]) -> str:
 
 
 @group.command()
-def clear(device: opt.Device = "cpu", debug: opt.Debug = False) -> None:
+def clear(device: opt.Place = "cpu", debug: opt.Debug = False) -> None:
     """Forget the tuned choices of a device."""
     from fastlinear.cli.load import usable_device
     from fastlinear.dispatch.cache import cache_path
@@ -77,4 +77,4 @@ def clear(device: opt.Device = "cpu", debug: opt.Debug = False) -> None:
 
     where = str(usable_device(device))
     count = clear_cache(where)
-    note(f"{count} entries removed from {cache_path(where)}")
+    note(f"{count} {'entry' if count == 1 else 'entries'} removed from {cache_path(where)}")

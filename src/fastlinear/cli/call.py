@@ -30,8 +30,8 @@ K = Annotated[
     typer.Option(
         "--k",
         min=1,
-        help="In features.",
-        show_default=str(_FEATURES),
+        help=f"In features; {_FEATURES} if left out.",
+        show_default=False,
         rich_help_panel=_LINEAR,
     ),
 ]
@@ -40,8 +40,8 @@ N = Annotated[
     typer.Option(
         "--n",
         min=1,
-        help="Out features.",
-        show_default=str(_FEATURES),
+        help=f"Out features; {_FEATURES} if left out.",
+        show_default=False,
         rich_help_panel=_LINEAR,
     ),
 ]
@@ -60,8 +60,8 @@ Layers = Annotated[
     typer.Option(
         "--layers",
         min=1,
-        help="How many layers of --width features, instead of --widths.",
-        show_default=str(_LAYERS),
+        help=f"How many layers of --width features, instead of --widths; else {_LAYERS}.",
+        show_default=False,
         rich_help_panel=_MLP,
     ),
 ]
@@ -70,8 +70,8 @@ Width = Annotated[
     typer.Option(
         "--width",
         min=1,
-        help="Features of the input and of each of --layers.",
-        show_default=str(_WIDTH),
+        help=f"Features of the input and of each of --layers; {_WIDTH} if left out.",
+        show_default=False,
         rich_help_panel=_MLP,
     ),
 ]
@@ -79,8 +79,8 @@ FinalActivation = Annotated[
     str | None,
     typer.Option(
         "--final-activation",
-        help="After the last layer; --activation follows all others.",
-        show_default="none",
+        help="After the last layer; none if left out. --activation follows all others.",
+        show_default=False,
         rich_help_panel=_MLP,
     ),
 ]
@@ -95,8 +95,9 @@ FastMatmul = Annotated[
 Activation = Annotated[
     str | None,
     typer.Option(
-        help="none, relu, relu2, silu, gelu, gelu_tanh, sigmoid, tanh, quick_gelu, leaky_relu.",
-        show_default="none; relu for mlp",
+        help="none, relu, relu2, silu, gelu, gelu_tanh, sigmoid, tanh, quick_gelu, leaky_relu; "
+        "if left out none, for mlp relu.",
+        show_default=False,
     ),
 ]
 Bias = Annotated[bool, typer.Option(help="With a bias of one number for each out feature.")]
@@ -134,7 +135,7 @@ class Call:
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
-            _fail("fastlinear", f"family in {', '.join(FAMILIES)}", repr(self.family))
+            _fail("fastlinear", f"op in {', '.join(FAMILIES)}", repr(self.family))
         of_linear = {"--k": self.k, "--n": self.n}
         of_mlp = {
             "--widths": self.widths,

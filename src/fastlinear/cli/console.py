@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text
 
-from fastlinear.core.errors import InputError
+from fastlinear.core import text_table
+from fastlinear.core.errors import CacheWarning, InputError
 from fastlinear.core.progress import Progress as Callback
 from fastlinear.core.progress import silent
 
@@ -24,6 +25,24 @@ def show_error(message: str, hint: str = "") -> None:
     """One error on stderr, without a traceback."""
     text = Text.assemble(("error: ", "bold red"), message, (f" {hint}" if hint else "", "dim"))
     Console(stderr=True).print(text, soft_wrap=True)
+
+
+@contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Inside it what the cache warns of is one line on stderr, without a place in the source."""
+    before = warnings.showwarning
+
+    def show(message: Any, category: Any, *rest: Any, **named: Any) -> None:
+        if issubclass(category, CacheWarning):
+            text = Text.assemble(("warning: ", "bold yellow"), str(message))
+            Console(stderr=True).print(text, soft_wrap=True)
+        else:
+            before(message, category, *rest, **named)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", CacheWarning)
+        warnings.showwarning = show  # type: ignore[assignment]
+        yield
 
 
 def note(message: str, *, quiet: bool = False) -> None:
@@ -85,37 +104,51 @@ def strict(data: Any) -> Any:
     return data
 
 
+def width() -> int:
+    """Columns of the terminal on stdout; a pipe has none, and its lines are kept whole."""
+    console = Console()
+    return console.width if console.is_terminal else text_table.PIPE_WIDTH
+
+
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """A table on stdout. Columns whose name starts with ``>`` are right-aligned."""
-    grid = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
-    for name in columns:
-        right = name.startswith(">")
-        grid.add_column(name.lstrip(">"), justify="right" if right else "left", overflow="fold")
-    for row in rows:
-        grid.add_row(*(Text(str(cell)) for cell in row))
-    console = Console()
-    if not console.is_terminal:  # a pipe has no width; keep lines whole
-        console = Console(width=160)
-    console.print(grid)
+    console = Console(width=width())
+    if title:
+        console.print(Text(title, style="bold"), soft_wrap=True)
+    console.print(text_table.table(columns, rows, width=console.width))
+    console.print()
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file the user named; the error says which and why."""
+def check_writable(option: str, path: Path | None) -> None:
+    """Raise InputError, before any work is done, unless a file can be written at ``path``.
+
+    Makes the folder it is to lie in; leaves no file behind.
+    """
+    if path is None:
+        return
+    why = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+    except FileExistsError as error:
+        why = f"{error.filename} is no folder"
     except OSError as error:
+        why = error.strerror
+    if path.is_dir():
+        why = "it is a folder"
+    elif why is None and not os.access(path if path.exists() else path.parent, os.W_OK):
+        why = "no permission to write there"
+    if why is not None:
         raise InputError(
-            "fastlinear",
+            option,
             expected="a file that can be written",
-            received=f"{path}: {error.strerror}",
+            received=f"{path}: {why}",
             remedy="Choose another place.",
-        ) from error
+        )
 
 
 def write_page(path: Path, data: dict[str, Any], *, quiet: bool) -> None:
-    """Render a result as a self-contained page."""
+    """Render a result as a self-contained page, into a file ``check_writable`` has passed."""
     from fastlinear.report import page
 
-    write_text(path, page(data))
+    path.write_text(page(data), encoding="utf-8")
     note(f"report written to {path}", quiet=quiet)

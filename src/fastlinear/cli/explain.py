@@ -51,7 +51,7 @@ def explain(
     backend: Annotated[
         str | None, typer.Option(help="Force the forward's backend.", show_default=False)
     ] = None,
-    device: opt.Device = "cpu",
+    device: opt.Place = "cpu",
     json: opt.Json = False,
     debug: opt.Debug = False,
 ) -> None:

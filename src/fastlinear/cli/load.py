@@ -134,7 +134,10 @@ def usable_device(device: str) -> torch.device:
         where = torch.device(device)
     except RuntimeError:
         raise ModelLoadError(
-            "--device", expected="cpu, cuda or cuda:INDEX", received=repr(device)
+            "--device",
+            expected="cpu, cuda or cuda:INDEX",
+            received=repr(device),
+            remedy="`fastlinear doctor` says what this machine offers.",
         ) from None
     if where.type not in ("cpu", "cuda"):
         raise UnsupportedError("--device", expected="cpu or cuda", received=repr(device))

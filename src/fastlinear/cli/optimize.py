@@ -10,7 +10,14 @@ from typing import Annotated, Any
 import typer
 
 from fastlinear.cli import options as opt
-from fastlinear.cli.console import note, print_json, progress_bar, write_page
+from fastlinear.cli.console import (
+    check_writable,
+    note,
+    print_json,
+    progress_bar,
+    width,
+    write_page,
+)
 from fastlinear.core.errors import InputError
 
 NUMERICS_FAILED, NOTHING_PROFITABLE = 3, 4
@@ -89,6 +96,8 @@ def optimize(
         time_budget_s=budget,
         seed=seed,
     )
+    check_writable("--plan", plan)
+    check_writable("--html", html)
     kind = None if dtype is None else dtype.value
     train = mode is opt.Mode.train
     net = load.load_model(model, device=device, dtype=kind, train=train, seed=seed)
@@ -103,7 +112,6 @@ def optimize(
             progress=progress,
         )
     if plan is not None:
-        plan.parent.mkdir(parents=True, exist_ok=True)
         result.save(plan)
         note(f"plan written to {plan}", quiet=quiet)
     _finish(result, as_json=json, html=html, quiet=quiet)
@@ -111,9 +119,7 @@ def optimize(
 
 def apply(
     model: opt.Model,
-    plan: Annotated[
-        Path, typer.Argument(metavar="PLAN", help="A plan that optimize wrote.", exists=False)
-    ],
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan that optimize wrote.")],
     inputs: opt.Inputs = None,
     device: opt.Device = "cpu",
     dtype: opt.DtypeOption = None,
@@ -136,6 +142,7 @@ def apply(
     from fastlinear.rewrite.plan import load as load_plan
 
     mode = load_plan(plan).mode
+    check_writable("--html", html)
     kind = None if dtype is None else dtype.value
     net = load.load_model(model, device=device, dtype=kind, train=mode == "train", seed=seed)
     values = None
@@ -153,7 +160,7 @@ def _finish(result: Any, *, as_json: bool, html: Path | None, quiet: bool) -> No
     if as_json:
         print_json(data)
     elif not quiet:
-        typer.echo(result.table())
+        typer.echo(result.table(width=width()))
     if data["summary"]["kept"] == 0:
         failed = [v for v in data["verdicts"] if not v["passed"]]
         raise typer.Exit(NUMERICS_FAILED if failed else NOTHING_PROFITABLE)

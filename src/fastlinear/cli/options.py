@@ -62,6 +62,7 @@ Loss = Annotated[
 Device = Annotated[
     str, typer.Option("--device", help="cpu, cuda or cuda:INDEX; the model is moved there.")
 ]
+Place = Annotated[str, typer.Option("--device", help="cpu, cuda or cuda:INDEX.")]
 ModeOption = Annotated[
     Mode, typer.Option("--mode", help="inference: forward only. train: forward and backward.")
 ]

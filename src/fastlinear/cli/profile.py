@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from fastlinear.cli import options as opt
-from fastlinear.cli.console import print_json, progress_bar, write_page
+from fastlinear.cli.console import check_writable, print_json, progress_bar, width, write_page
 
 
 def register(app: typer.Typer) -> None:
@@ -36,6 +36,7 @@ def profile(
     from fastlinear.cli import load
     from fastlinear.profile import profile as run_profile
 
+    check_writable("--html", html)
     kind = None if dtype is None else dtype.value
     train = mode is opt.Mode.train
     net = load.load_model(model, device=device, dtype=kind, train=train, seed=seed)
@@ -54,4 +55,4 @@ def profile(
     if json:
         print_json(report.to_json())
     elif not quiet:
-        typer.echo(report.table())
+        typer.echo(report.table(width=width()))

@@ -24,7 +24,7 @@ from fastlinear.cli.call import (
     Width,
     Widths,
 )
-from fastlinear.cli.console import note, print_json, progress_bar, table
+from fastlinear.cli.console import print_json, progress_bar, table
 from fastlinear.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -63,12 +63,12 @@ def tune(
         ),
     ] = None,
     inputs: opt.Inputs = None,
-    device: opt.Device = "cpu",
+    device: opt.Place = "cpu",
     captured: Annotated[
         bool, typer.Option("--captured", help="Tune for use inside a CUDA graph (device time).")
     ] = False,
     rounds: Annotated[int, typer.Option(min=5, help="Interleaved rounds for each call.")] = 15,
-    budget: Annotated[float, typer.Option(help="Seconds for each call.")] = 2.0,
+    budget: Annotated[float, typer.Option(min=0, help="Seconds for each call.")] = 2.0,
     save: Annotated[bool, typer.Option(help="Remember the winners in the cache.")] = True,
     seed: opt.Seed = 0,
     json: opt.Json = False,
@@ -114,22 +114,22 @@ def tune(
         )
     else:
         problems = _problems_of_model(model, inputs, device, train, captured, seed)
-    results = []
-    with progress_bar(quiet=quiet) as progress:
-        for i, problem in enumerate(problems):
-            progress("tuning", i, len(problems))
-            results.append(
-                tune_problem(
-                    problem, device=device, rounds=rounds, budget_s=budget, seed=seed, save=save
+    results: list[Tuned] = []
+    try:
+        with progress_bar(quiet=quiet) as progress:
+            for i, problem in enumerate(problems):
+                progress("tuning", i, len(problems))
+                results.append(
+                    tune_problem(
+                        problem, device=device, rounds=rounds, budget_s=budget, seed=seed, save=save
+                    )
                 )
-            )
-        progress("tuning", len(problems), len(problems))
-    if json:
-        print_json([_as_json(t) for t in results])
-    elif not quiet:
-        _show(results)
-    if save and not all(t.stored for t in results):
-        note("the cache could not be written; choices last this process only", quiet=quiet)
+            progress("tuning", len(problems), len(problems))
+    finally:  # an interrupt loses only the call that was being tuned
+        if json:
+            print_json([_as_json(t) for t in results])
+        elif not quiet:
+            _show(results)
 
 
 def _problems_of_model(

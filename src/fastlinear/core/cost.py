@@ -108,7 +108,7 @@ def measure_ceilings(device: str, dtype: str, precision: str = "n/a") -> Ceiling
             generator = torch.Generator(device=d).manual_seed(0)
             a = torch.randn(n, n, device=d, generator=generator).to(torch_dtype)
             arms = {"mm": lambda a=a: torch.mm(a, a)}
-            if not cuda and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+            if not cuda and _onednn_multiplies(torch_dtype):
                 arms["onednn"] = lambda a=a: torch.ops.mkldnn._linear_pointwise(
                     a, a, None, "none", [], ""
                 )
@@ -116,6 +116,18 @@ def measure_ceilings(device: str, dtype: str, precision: str = "n/a") -> Ceiling
             fastest = min(min(s.us) for s in times.values())
             best_flops = max(best_flops, 2.0 * n**3 / fastest * 1e6)
     return Ceilings(best_flops, 2.0 * source.numel() / min(copy["copy"].us) * 1e6)
+
+
+def _onednn_multiplies(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has products of this dtype on this processor."""
+    ops = torch.ops.mkldnn
+    if not hasattr(ops, "_linear_pointwise"):
+        return False
+    if dtype is torch.bfloat16:
+        return bool(ops._is_mkldnn_bf16_supported())
+    if dtype is torch.float16:
+        return bool(ops._is_mkldnn_fp16_supported())
+    return dtype is torch.float32
 
 
 def _product_sizes(cuda: bool, dtype: torch.dtype) -> tuple[int, ...]:

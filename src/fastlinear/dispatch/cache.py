@@ -21,7 +21,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from fastlinear.core.device import device_facts
-from fastlinear.core.errors import CacheWarning
+from fastlinear.core.errors import CacheWarning, UnsupportedError
 from fastlinear.core.problem import Problem
 from fastlinear.core.settings import cache_dir
 from fastlinear.dispatch.backend import Backend
@@ -129,12 +129,23 @@ def entries(device: str) -> dict[str, Any]:
 
 
 def clear(device: str) -> int:
-    """Delete a device's tuned cache; returns how many entries it held."""
+    """Delete a device's tuned cache; returns how many entries it held.
+
+    Raises UnsupportedError where the file or its folder cannot be written.
+    """
     path = cache_path(device)
     count = len(_read(path))
     if path.exists():
-        with FileLock(f"{path}.lock", timeout=_LOCK_TIMEOUT_S):
-            path.unlink(missing_ok=True)
+        try:
+            with FileLock(f"{path}.lock", timeout=_LOCK_TIMEOUT_S):
+                path.unlink(missing_ok=True)
+        except (OSError, Timeout) as error:
+            raise UnsupportedError(
+                "cache.clear",
+                expected="a tuned cache that can be removed",
+                received=str(error),
+                remedy="Remove it by hand, or set FASTLINEAR_CACHE_DIR to another folder.",
+            ) from error
     _loaded.pop(path, None)
     _changed()
     return count
@@ -178,6 +189,7 @@ def _parse(path: Path) -> dict[str, Any]:
                 raise ValueError("an entry lacks its fields")
             if not all(isinstance(us, (int, float)) for us in item["times_us"].values()):
                 raise ValueError("an entry's times are not numbers")
+            Problem.from_json(item["problem"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         _warn(
             f"the tuned cache {path} is corrupt or foreign ({error}); ignored. "

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fastlinear.core.text_table import PIPE_WIDTH
+
 FORMAT = 1
 
 
@@ -169,11 +171,12 @@ class ProfileReport:
         data["unattributed"] = [[name, us] for name, us in self.unattributed]
         return {"kind": "profile", "format": FORMAT, **data}
 
-    def table(self, rows: int = 20) -> str:
-        """Findings, the ``rows`` slowest modules and what is unattributed, as plain text."""
+    def table(self, rows: int = 20, *, width: int = PIPE_WIDTH) -> str:
+        """The ``rows`` slowest modules, findings and what is unattributed, as plain text of at
+        most ``width`` columns."""
         from fastlinear.profile.table import render
 
-        return render(self, rows)
+        return render(self, rows, width)
 
     def html(self, path: str | Path) -> Path:
         """Write the report as one self-contained page; returns the path."""

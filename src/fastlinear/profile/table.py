@@ -2,72 +2,83 @@
 
 from __future__ import annotations
 
-import io
 from collections import defaultdict
+from typing import Any
 
-from fastlinear.profile.records import ProfileReport
+from fastlinear.core.text_table import as_text, table
+from fastlinear.profile.records import Finding, ProfileReport
+from fastlinear.report.text import count
 
-_WIDTH = 110
+_SPEAKS_FOR_ITSELF = "linear_activation"  # its title says all; the others come with advice
 
 
-def render(report: ProfileReport, rows: int) -> str:
-    """Findings, slowest modules, Linear sites in short, and what is unattributed."""
-    from rich.console import Console
-    from rich.table import Table
-
-    out = Console(file=io.StringIO(), width=_WIDTH, no_color=True, legacy_windows=False)
-    out.print(
+def render(report: ProfileReport, rows: int, width: int) -> str:
+    """Slowest modules, findings with the advice that goes with them, and what is unattributed."""
+    cuda = report.device.startswith("cuda")
+    parts: list[Any] = [
         f"{report.model_class}, {report.mode}, {report.device}: {report.step_us:.0f} µs a step, "
         f"{report.attributed:.1%} attributed to modules",
-        highlight=False,
-    )
+        "",
+        f"Slowest modules (own {'kernel' if cuda else 'CPU'} time, µs per step)",
+        _modules(report, rows, width, cuda),
+        "",
+    ]
+    if report.findings:
+        parts += [
+            "Findings (µs per step; the floor is the roofline's; gains are estimates and overlap)",
+            _findings(report.findings[:rows], width),
+            "",
+        ]
+        if len(report.findings) > rows:
+            parts.append(f"… and {len(report.findings) - rows} more findings.")
+        parts += _advice(report.findings)
+    else:
+        parts.append("No findings: nothing to do.")
+    if report.unattributed:
+        names = ", ".join(f"{name} {us:.1f}" for name, us in report.unattributed[:5])
+        parts.append(f"Unattributed (µs per step): {names}")
+    return as_text(parts, width)
 
-    cuda = report.device.startswith("cuda")
+
+def _modules(report: ProfileReport, rows: int, width: int, cuda: bool) -> Any:
     by_module: dict[tuple[str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for r in report.records:
         by_module[r.fqn, r.module_class][r.direction] += r.device_us if cuda else r.cpu_us
     total = sum(sum(times.values()) for times in by_module.values())
     total += sum(us for _, us in report.unattributed)
+    directions = ("forward", "backward") if report.mode == "train" else ("forward",)
+    shown = []
     slowest = sorted(by_module.items(), key=lambda item: -sum(item[1].values()))
-
-    table = Table(title=f"Slowest modules (own {'kernel' if cuda else 'CPU'} time, µs per step)")
-    table.add_column("module", overflow="fold")
-    table.add_column("class")
-    for name in ("forward", "backward", "share"):
-        table.add_column(name, justify="right")
     for (fqn, cls), times in slowest[:rows]:
         share = sum(times.values()) / total if total else 0.0
-        table.add_row(
-            fqn or "(model)",
-            cls,
-            f"{times['forward']:.1f}",
-            f"{times['backward']:.1f}",
-            f"{share:.1%}",
-        )
-    out.print(table)
+        us = (f"{times[direction]:.1f}" for direction in directions)
+        shown.append((fqn or "(model)", cls, *us, f"{share:.1%}"))
+    names = ("module", "class", *(f">{direction}" for direction in directions), ">share")
+    return table(names, shown, width=width)
 
-    if report.findings:
-        table = Table(title="Findings (µs per step; gains are estimates and overlap)")
-        table.add_column("module", overflow="fold")
-        table.add_column("finding", overflow="fold")
-        for name in ("measured", "floor", "gain"):
-            table.add_column(name, justify="right")
-        for f in report.findings[:rows]:
-            table.add_row(
-                f.fqn or "(model)",
-                f.title,
-                f"{f.measured_us:.1f}",
-                f"{f.floor_us:.1f}",
-                f"{f.predicted_gain_us:.1f}",
-            )
-        out.print(table)
-        if len(report.findings) > rows:
-            out.print(f"… and {len(report.findings) - rows} more findings.", highlight=False)
-    else:
-        out.print("No findings: nothing to do.", highlight=False)
-    if report.unattributed:
-        names = ", ".join(f"{name} {us:.1f}" for name, us in report.unattributed[:5])
-        out.print(f"Unattributed (µs per step): {names}", highlight=False)
-    file = out.file
-    assert isinstance(file, io.StringIO)
-    return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
+
+def _findings(findings: tuple[Finding, ...], width: int) -> Any:
+    shown = [
+        (
+            f.fqn or "(model)",
+            f.title,
+            count(f.flops).replace(" ", ""),
+            count(f.bytes).replace(" ", ""),
+            f.bound,
+            f"{f.floor_us:.1f}",
+            f"{f.measured_us:.1f}",
+            f"{f.predicted_gain_us:.1f}",
+        )
+        for f in findings
+    ]
+    names = ("module", "finding", ">flops", ">bytes", "limit", ">floor", ">measured", ">gain")
+    return table(names, shown, width=width)
+
+
+def _advice(findings: tuple[Finding, ...]) -> list[str]:
+    """What the largest finding of each kind says."""
+    first: dict[str, Finding] = {}
+    for f in findings:
+        if f.code != _SPEAKS_FOR_ITSELF:
+            first.setdefault(f.code, f)
+    return [f"{f.fqn or '(model)'}: {f.title}. {f.message}" for f in first.values()]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fastlinear.core.compare import Verdict
+from fastlinear.core.text_table import PIPE_WIDTH
 from fastlinear.core.timing import Ratio
 from fastlinear.profile import ProfileReport
 from fastlinear.profile.records import Finding
@@ -20,10 +21,10 @@ STATUSES = ("kept", "rejected", "refused", "nothing_to_do")
 
 @dataclass(frozen=True)
 class SiteOutcome:
-    """What became of one linear, or of the model as a whole.
+    """What became of one linear, or of the model or a part of it as CUDA graphs.
 
     Attributes:
-        fqn: its fully qualified name; ``""`` for the model.
+        fqn: its fully qualified name; ``""`` for the model as a whole.
         rule: the family that looked at it, or ``"graphed"``.
         activation: what is, or would have been, fused; None when it was not looked at.
         problem: its Problem as JSON, or None.
@@ -32,7 +33,8 @@ class SiteOutcome:
         code: the reason as one word.
         reason: the reason as one sentence.
         predicted_gain_us: expected gain per step, before measuring the site.
-        before_us, after_us: measured time of this site per step (its calls in one step together).
+        before_us, after_us: measured time of this site per step (its calls in one step together);
+            of rule ``"graphed"`` the whole step without and with it.
         speedup: median paired before / after.
         ci95: 95% interval of the speed-up.
         backends: piece → backend chosen.
@@ -70,7 +72,8 @@ class Result:
     Attributes:
         model_class, mode, device: what was optimized, and how.
         sites: one outcome for every linear of the model, in ``named_modules`` order; where CUDA
-            graphs were asked for, one more (rule ``"graphed"``) for the model as a whole.
+            graphs were asked for, more of them (rule ``"graphed"``) for the model as a whole and,
+            where that is not kept, for its launch-bound parts.
         verdicts: every comparison of the kept rewrite with the oracle, pooled over the draws.
         before_us, after_us: median wall time of one step.
         speedup: paired before / after of one step with its 95% interval.
@@ -176,11 +179,12 @@ class Result:
         path.write_text(page(self.to_json()), encoding="utf-8")
         return path
 
-    def table(self) -> str:
-        """Every site with its outcome, and the step before and after, as plain text."""
+    def table(self, *, width: int = PIPE_WIDTH) -> str:
+        """Every site with its outcome, and the step before and after, as plain text of at most
+        ``width`` columns."""
         from fastlinear.rewrite.table import render
 
-        return render(self)
+        return render(self, width)
 
     def __str__(self) -> str:
         counts = ", ".join(

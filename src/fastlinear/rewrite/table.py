@@ -1,33 +1,25 @@
-"""A Result as a plain-text table. Imports rich: load it only when a table is asked for."""
+"""A Result as a plain-text table."""
 
 from __future__ import annotations
 
-import io
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
+from fastlinear.core.text_table import as_text, table
 
 if TYPE_CHECKING:
     from fastlinear.rewrite.result import Result, SiteOutcome
 
-_WIDTH = 140
+_COLUMNS = ("module", "activation", ">calls", "backend")
+_TIMES = (">predicted gain µs", ">before µs", ">after µs", ">speed-up", "outcome")
 
 
-def render(result: Result) -> str:
+def render(result: Result, width: int) -> str:
     """The text of ``Result.table``: sites of one kind and one fate are folded into one row."""
-    table = Table(box=SIMPLE, title=None, pad_edge=False)
-    for name in ("module", "activation", "calls", "backend"):
-        table.add_column(name)
-    for name in ("predicted us", "before us", "after us", "speed-up"):
-        table.add_column(name, justify="right")
-    table.add_column("outcome", overflow="fold")
-    for names, site in _folded(result):
-        table.add_row(
+    rows = [
+        (
             names,
             site.activation or "-",
-            str(site.calls),
+            site.calls,
             site.backends.get("forward", "-"),
             _number(site.predicted_gain_us),
             _number(site.before_us),
@@ -35,22 +27,35 @@ def render(result: Result) -> str:
             "-" if site.speedup is None else f"{site.speedup:.2f}x",
             f"{site.status.replace('_', ' ')}: {site.reason}",
         )
-    counts = ", ".join(f"{n} {k.replace('_', ' ')}" for k, n in result.summary().items())
-    step = (
-        f"{result.model_class}, {result.mode} on {result.device}: "
-        f"{result.before_us:.0f} us -> {result.after_us:.0f} us a step, "
-        f"{result.speedup.median:.2f}x [{result.speedup.low:.2f}, {result.speedup.high:.2f}]"
+        for names, site in _folded(result)
+    ]
+    parts: list[Any] = []
+    if rows:
+        parts = [table((*_COLUMNS, *_TIMES), rows, width=width), ""]
+    parts += [_step(result), _counts(result)]
+    parts += [f"note: {note}" for note in result.notes]
+    return as_text(parts, width)
+
+
+def _step(result: Result) -> str:
+    where = f"{result.model_class}, {result.mode} on {result.device}: "
+    if not result.kept:
+        return f"{where}{result.before_us:.0f} µs a step; nothing was kept, the model is as it was"
+    ratio = result.speedup
+    return (
+        f"{where}{result.before_us:.0f} µs -> {result.after_us:.0f} µs a step, "
+        f"{ratio.median:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}]"
     )
-    out = io.StringIO()
-    console = Console(file=out, width=_WIDTH, color_system=None, highlight=False)
-    console.print(table)
-    console.print(step)
-    linears = sum(s.rule != "graphed" for s in result.sites)
-    whole = " and the whole model" if linears < len(result.sites) else ""
-    console.print(f"{linears} linear sites{whole}: {counts}")
-    for note in result.notes:
-        console.print(f"note: {note}")
-    return out.getvalue()
+
+
+def _counts(result: Result) -> str:
+    counts = ", ".join(f"{n} {k.replace('_', ' ')}" for k, n in result.summary().items())
+    graphs = [s for s in result.sites if s.rule == "graphed"]
+    linears, parts = len(result.sites) - len(graphs), sum(s.fqn != "" for s in graphs)
+    text = f"{linears} linear site" if linears == 1 else f"{linears} linear sites"
+    text += " and the whole model" if parts < len(graphs) else ""
+    text += f" and {parts} of its parts" if parts else ""
+    return f"{text}: {counts}"
 
 
 def _folded(result: Result) -> list[tuple[str, SiteOutcome]]:

@@ -1,0 +1,124 @@
+"""What goes wrong around a command: interrupts, places that cannot be written, a broken cache."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import Result
+
+import fastlinear.dispatch.tune
+import fastlinear.rewrite
+from fastlinear.dispatch import cache
+
+Run = Callable[..., Result]
+
+BAD_INPUT, UNSUPPORTED, INTERRUPTED = 2, 5, 130
+CALL = ("--m", "8", "--k", "16", "--n", "16", "--activation", "relu")
+SPEED = ("--rounds", "5", "--budget", "0.05")
+
+
+def test_an_interrupted_tune_keeps_and_shows_what_it_has(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, seen = fastlinear.dispatch.tune.tune, []
+
+    def interrupted(problem: object, **options: object) -> object:
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(problem)
+        return real(problem, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(fastlinear.dispatch.tune, "tune", interrupted)
+    result = run("tune", *CALL, *SPEED, "--train", "--json")
+    assert result.exit_code == INTERRUPTED
+    (tuned,) = json.loads(result.stdout)
+    assert tuned["stored"] is True
+    assert "interrupted; what was tuned so far is remembered" in result.stderr
+    assert "Traceback" not in result.stderr
+    cache.forget()
+    kept = json.loads(run("cache", "show", "--json").stdout)["entries"]
+    assert [entry["best"] for entry in kept.values()] == [tuned["best"]]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("optimize", "userpackage:mlp", "--plan"),
+        ("optimize", "userpackage:mlp", "--html"),
+        ("profile", "userpackage:mlp", "--html"),
+        ("bench", "linear", "--out"),
+        ("bench", "linear", "--plot"),
+        ("bench", "linear", "--html"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("place", "why"), [("file/x", "file is no folder"), ("folder", "a folder")]
+)
+def test_a_place_that_cannot_be_written_is_said_before_the_work(
+    run: Run,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    place: str,
+    why: str,
+) -> None:
+    import fastlinear.bench
+
+    def worked(*_: object, **__: object) -> None:
+        raise AssertionError("the work was begun")
+
+    monkeypatch.setattr(fastlinear.rewrite, "optimize_", worked)
+    monkeypatch.setattr(sys.modules["fastlinear.profile"], "profile", worked)
+    monkeypatch.setattr(fastlinear.bench, "run", worked)
+    (folder / "file").write_text("")
+    (folder / "folder").mkdir()
+    result = run(*arguments, place)
+    assert result.exit_code == BAD_INPUT, result.stderr
+    assert result.stdout == ""
+    assert result.stderr.startswith(f"error: {arguments[-1]}: expected a file that can be written")
+    assert why in result.stderr
+    assert "Choose another place." in result.stderr
+
+
+def test_a_broken_cache_is_one_line_and_no_error(run: Run) -> None:
+    path = Path(run("cache", "path").stdout.strip())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text('{"format": 1, "entr')
+    cache.forget()
+    result = run("explain", *CALL)
+    assert result.exit_code == 0
+    assert "linear_act.forward" in result.stdout
+    assert result.stderr.startswith("warning: the tuned cache")
+    assert result.stderr.count("\n") == 1
+    assert ".py" not in result.stderr
+    assert run("tune", *CALL, *SPEED, "--quiet").exit_code == 0
+    cache.forget()
+    assert "relu" in run("cache", "show").stdout
+
+
+def test_entries_without_their_problem_are_a_broken_cache(run: Run) -> None:
+    run("tune", *CALL, *SPEED, "--quiet")
+    path = Path(run("cache", "path").stdout.strip())
+    data = json.loads(path.read_text())
+    for entry in data["entries"].values():
+        del entry["problem"]
+    path.write_text(json.dumps(data))
+    cache.forget()
+    result = run("cache", "show")
+    assert result.exit_code == 0
+    assert "nothing tuned yet" in result.stdout
+    assert "corrupt or foreign" in result.stderr
+
+
+def test_a_cache_that_cannot_be_removed(run: Run) -> None:
+    path = Path(run("cache", "path").stdout.strip())
+    path.mkdir(parents=True)  # a folder where the file should be
+    result = run("cache", "clear")
+    assert result.exit_code == UNSUPPORTED
+    assert "cache.clear: expected a tuned cache that can be removed" in result.stderr
+    path.rmdir()
+    assert run("cache", "clear").exit_code == 0
