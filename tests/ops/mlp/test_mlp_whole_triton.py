@@ -115,15 +115,22 @@ def expected(
 
 
 def ours(
-    inputs: list[Any], activation: str, final: str, needs: Any, config: WholeConfig | None
+    inputs: list[Any],
+    activation: str,
+    final: str,
+    needs: Any,
+    config: WholeConfig | None,
+    *,
+    repeats: bool = True,
 ) -> dict[str, Tensor]:
+    """Output and gradients; ``repeats``: a call that stores nothing must give the same output."""
     x, weights, biases, dy = inputs
     y, saved = backend.forward(x, weights, biases, activation, final, True, config=config)
     assert len(saved) == len(weights)
     assert [t.shape for t in saved] == [(x.shape[0], w.shape[0]) for w in weights]
     alone, nothing = backend.forward(x, weights, biases, activation, final, False, config=config)
     assert nothing == ()
-    assert torch.equal(alone.nan_to_num(), y.nan_to_num())
+    assert not repeats or torch.equal(alone.nan_to_num(), y.nan_to_num())
     grads = backend.backward(dy, x, weights, saved, activation, final, needs, config=config)
     return flat(y, grads)
 
@@ -138,11 +145,12 @@ def verdicts(
     biases: str = "yes",
     config: WholeConfig | None = None,
     change: Callable[[list[Any]], list[Any]] = lambda inputs: inputs,
+    repeats: bool = True,
 ) -> list[Verdict]:
     """Output and every gradient, judged by the 2x rule."""
     inputs = change(draw(M, widths, dtype, biases))
     needs = everything(inputs[1], inputs[2])
-    mine = ours(inputs, activation, final, needs, config)
+    mine = ours(inputs, activation, final, needs, config, repeats=repeats)
     same = expected(inputs, activation, final, dtype, needs)
     oracle = expected(inputs, activation, final, torch.float64, needs)
     assert mine.keys() == oracle.keys()
@@ -316,7 +324,8 @@ def test_a_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(*case)
     backend._plans.clear()
     monkeypatch.setattr(backend, "_launch", _fault(kernel, position, change))
-    failed = {v.name for v in verdicts(*case) if not v.passed}
+    # what a faulty kernel reads from foreign memory differs from call to call
+    failed = {v.name for v in verdicts(*case, repeats=False) if not v.passed}
     assert broken <= failed
 
 
