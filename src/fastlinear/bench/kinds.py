@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from fastlinear.bench import bias, chains, models
+from fastlinear.bench import bias, chains, graphed, models
 from fastlinear.bench import peers as linear_act
 from fastlinear.bench.case import Case
 from fastlinear.bench.peer import Peer
 from fastlinear.bench.work import Work, make_work
 from fastlinear.dispatch.tune import tune as tune_problem
-from fastlinear.ops.linear_act.selection import choices, tuning_order
 from fastlinear.ops.common import door
+from fastlinear.ops.linear_act.selection import choices, tuning_order
 from fastlinear.ops.mlp import selection as mlp
 
 
@@ -77,6 +77,7 @@ KINDS: Mapping[str, Kind] = {
     "linear_act": Kind(make_work, linear_act.peers, _chosen, _tune),
     "linear": Kind(bias.make_work, bias.peers, lambda *_: {}, _nothing),
     "mlp": Kind(make_work, chains.peers, chains.chosen, chains.tune),
+    "graphed": Kind(graphed.make_work, graphed.peers, lambda *_: {}, _nothing),
     "model": Kind(models.make_work, models.peers, lambda case, work, _: work.chosen(), _nothing),
 }
 """Family of a case → how it is prepared."""

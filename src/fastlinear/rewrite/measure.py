@@ -14,8 +14,8 @@ from fastlinear.core.problem import Problem
 from fastlinear.core.progress import Progress
 from fastlinear.core.timing import Ratio, Samples, interleave, paired_ratio
 from fastlinear.dispatch import tune as tuning
+from fastlinear.ops.common import door
 from fastlinear.ops.linear_act.selection import choices_of, tuning_order
-from fastlinear.ops.mlp import entry
 from fastlinear.ops.mlp import problem as mlp
 from fastlinear.ops.mlp.selection import choices_of as chain_choices
 from fastlinear.ops.mlp.selection import tuning_order as chain_order
@@ -146,7 +146,7 @@ def model_pair(
         runner.step(model, call)
 
     pair = None
-    entry.settle()
+    door.settle()
     try:
         for rounds, share in zip(_MODEL_ROUNDS, (1 / 3, 2 / 3), strict=True):
             times = interleave(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastlinear.core.compare import Verdict
 from fastlinear.core.timing import Samples, interleave
-from fastlinear.ops.mlp import entry
+from fastlinear.ops.common import door
 from fastlinear.rewrite.candidate import Candidate, Kind
 from fastlinear.rewrite.chain import Chain
 from fastlinear.rewrite.kinks import Sides, following
@@ -94,7 +94,7 @@ def times(
         return one_pass
 
     if isinstance(candidate, Chain):
-        entry.wait(entry.PATIENCE_S)  # its calls take the compiled door once that is there
+        door.wait(door.PATIENCE_S)  # its calls take the compiled door once that is there
     found = interleave(
         {name: arm(run) for name, run in runs.items()},
         device=device,

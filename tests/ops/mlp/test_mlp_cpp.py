@@ -20,13 +20,14 @@ from fastlinear.core.compare import judge
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.backend import family
 from fastlinear.ops.common import cpp_build
-from fastlinear.ops.mlp import entry, reference, whole_cpp
+from fastlinear.ops.common import door as compiled
+from fastlinear.ops.mlp import reference, whole_cpp
 from fastlinear.ops.mlp.problem import problem
 
 pytestmark = pytest.mark.skipif(
     cpp_build.reason_not() is not None, reason="C++ cannot be compiled here"
 )
-needs_door = pytest.mark.skipif(entry.reason_not() is not None, reason="no compiled door here")
+needs_door = pytest.mark.skipif(compiled.reason_not() is not None, reason="no compiled door here")
 
 
 def net(m: int, *widths: int) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -213,8 +214,9 @@ def test_a_plan_serves_only_calls_like_its_own() -> None:
     """Whatever fact of a call differs, the plan of another is not taken."""
     cache.forget()
     x, ws, bs = net(3, 16, 16, 16)
-    door = entry.wait()
-    assert door is not None, entry.reason_not()
+    assert compiled.wait(), compiled.reason_not()
+    door = compiled.table("mlp")
+    assert door is not None
     given = (x, list(ws), list(bs), "relu", "none", None, False)
     fl.mlp(x, list(ws), list(bs))
     assert door.call(*given) is not None
@@ -251,8 +253,11 @@ def test_a_plan_serves_only_calls_like_its_own() -> None:
     assert door.call(*given) is not None
     cache.forget()
     assert door.call(*given) is None
-    with pytest.raises(TypeError, match="7 arguments"):
-        door.call(x)
+    assert door.call(x) is None
+    with pytest.raises(TypeError, match="a call and a plan"):
+        door.admit(x)
+    with pytest.raises(ValueError, match="kind of plan"):
+        door.admit(*given, ("unknown",))
 
 
 @needs_door
@@ -267,7 +272,8 @@ def test_tuning_times_what_callers_pay() -> None:
     inputs = fam.make_inputs(p, torch.device("cpu"), 0)
     with torch.no_grad():
         y = way(*inputs)
-        door = entry.wait()
+        assert compiled.wait()
+        door = compiled.table("mlp")
         assert door is not None
         x, ws, bs, *names, _ = inputs
         through = door.call(x, ws, bs, *names, "whole_cpp", False)
@@ -279,7 +285,7 @@ def test_tuning_times_what_callers_pay() -> None:
 
 @needs_door
 def test_the_door_keeps_nothing_alive() -> None:
-    assert entry.wait() is not None
+    assert compiled.wait()
     x, ws, bs = net(3, 16, 16, 16)
     watched = [weakref.ref(t) for t in (x, *ws, *bs)]
     y = fl.mlp(x, ws, bs)
@@ -296,7 +302,7 @@ def test_the_door_keeps_nothing_alive() -> None:
 
 @needs_door
 def test_more_plans_than_are_kept() -> None:
-    assert entry.wait() is not None
+    assert compiled.wait()
     weights, biases = net(1, 4, 4)[1:]
     for m in range(1, 200):
         assert fl.mlp(torch.ones(m, 4), weights, biases).shape == (m, 4)
@@ -304,8 +310,9 @@ def test_more_plans_than_are_kept() -> None:
 
 @needs_door
 def test_an_error_inside_a_plan_comes_through() -> None:
-    door = entry.wait()
-    assert door is not None, entry.reason_not()
+    assert compiled.wait(), compiled.reason_not()
+    door = compiled.table("mlp")
+    assert door is not None
     x, ws, bs = net(3, 16, 16)
 
     def plan(*_: Any) -> Tensor:
@@ -322,8 +329,8 @@ def test_an_error_inside_a_plan_comes_through() -> None:
 def test_exit_with_live_plans() -> None:
     code = (
         "import torch, fastlinear as fl\n"
-        "from fastlinear.ops.mlp import entry\n"
-        "entry.wait()\n"
+        "from fastlinear.ops.common import door\n"
+        "door.wait()\n"
         "w = [torch.randn(8, 8, requires_grad=True)]\n"
         "fl.mlp(torch.randn(2, 8), w).sum().backward()\n"
         "with torch.no_grad(): fl.mlp(torch.randn(2, 8), w)\n"

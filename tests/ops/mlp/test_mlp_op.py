@@ -280,7 +280,7 @@ def test_float64_and_float16_take_what_serves_them() -> None:
 
 def test_without_the_compiled_door(monkeypatch: pytest.MonkeyPatch) -> None:
     """The Python lookup alone does the same."""
-    monkeypatch.setattr(op.entry, "entry", lambda: None)
+    monkeypatch.setattr(op.door, "table", lambda _: None)
     monkeypatch.setattr(op, "_door", op._no_door)
     for _ in range(2):
         x, ws, bs = net(6, (16, 20, 3), bias="some")

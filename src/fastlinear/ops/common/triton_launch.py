@@ -7,6 +7,7 @@ nothing has changed, so the compiled kernel can be launched directly.
 
 from __future__ import annotations
 
+import ctypes
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,9 +18,11 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastlinear.ops.common.cuda_driver import loading_allowed
+from fastlinear.ops.common.door_launch import DoorLaunch, launch_of
 
 # The compiled kernel's own launcher has no stable interface: others go the official way.
 _DIRECT = triton.__version__.startswith("3.6.")
+_INTEGERS: dict[str, Any] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64}
 _current_device = torch.cuda.current_device
 
 
@@ -53,7 +56,7 @@ class Launch:
         block_shapes: dict[int, list[int]] | None = None,
     ) -> None:
         self._kernel = kernel
-        self._grid = (*grid, *(1,) * (3 - len(grid)))
+        self._grid: Any = (*grid, *(1,) * (3 - len(grid)))
         self._args = rest
         self._device = device.index if device.type == "cuda" else None
         self._options = {"num_warps": warps, "num_stages": stages}
@@ -103,6 +106,51 @@ class Launch:
             None,
             *args,
             *self._args,
+        )
+
+    def in_door(self, tensors: tuple[int | None, ...]) -> DoorLaunch | None:
+        """This launch for the compiled door, once it has been made at least once.
+
+        Args:
+            tensors: which of the call's tensors each leading argument is; None for None.
+
+        Returns:
+            None where it takes more: descriptors, scratch memory, clusters, another Triton.
+        """
+        compiled = self._compiled
+        if compiled is None or not _DIRECT or self._blocks or self._device is None:
+            return None
+        meta = compiled.metadata
+        more = (meta.launch_cooperative_grid, meta.launch_pdl, meta.num_ctas != 1)
+        if any(more) or meta.global_scratch_size or meta.profile_scratch_size:
+            return None
+        kinds = tuple(compiled.src.signature.values())
+        values = (*tensors, *self._args)
+        assert len(kinds) == len(values), (kinds, values)
+        arguments: list[Any] = []
+        addresses = []
+        for kind, value in zip(kinds, values, strict=True):
+            if kind == "constexpr":
+                continue
+            if kind.startswith("*"):
+                arguments.append(ctypes.c_void_p(0))
+                addresses.append((arguments[-1], value))
+            elif kind in _INTEGERS:
+                arguments.append(_INTEGERS[kind](value))
+            else:
+                return None
+        arguments += [ctypes.c_void_p(0), ctypes.c_void_p(0)]  # no scratch memory
+        warps, _, shared = compiled.packed_metadata
+        hooks = knobs.runtime.launch_enter_hook.calls, knobs.runtime.launch_exit_hook.calls
+        return launch_of(
+            compiled.function,
+            self._grid,
+            32 * warps,
+            shared,
+            arguments,
+            addresses,
+            (15,) * 3,
+            hooks,
         )
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common.activations import NAMES
+from fastlinear.ops.common.door_launch import DoorLaunch, Y
 
 ARCH = "sm_90a"
 _SOURCE = Path(__file__).with_name("gemm.cu")
@@ -415,3 +416,31 @@ def forward(
         y, _ = gemm(x, weight, bias)
         return y, y if save_pre else None
     return gemm(x, weight, bias, activation, save_pre)
+
+
+def door_launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
+) -> DoorLaunch | None:
+    """``forward`` of such tensors without the pre-activation, as one launch for the compiled door.
+
+    None where it is more than a launch: ``gemm`` copies what is not aligned.
+    """
+    index = x.device.index
+    aligned = x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
+    if bias is not None:
+        aligned = aligned and bias.stride(0) == 1 and bias.data_ptr() % 4 == 0
+    if not aligned or index != torch._C._cuda_getDevice():
+        return None
+    (M, K), N = x.shape, weight.shape[0]
+    out = x.new_empty((M, N))
+    driver.make_current(index)
+    with driver.loading_allowed():
+        plan = _Plan(config_for(M, K, N), x, weight, out, bias, activation, False)
+    launch = plan.launch
+    tensors: list[tuple[driver.TensorMap | ctypes.c_void_p, int]]
+    tensors = [(plan.a_map, 0), (plan.b_map, 1), (plan.out_map, Y)]
+    if bias is not None:
+        tensors.append((plan.bias, 2))
+    assert launch._handle is not None
+    where = launch._handle, launch._config_ref, launch._slots_ref
+    return DoorLaunch(*where, tuple(tensors), (15, 15, 3), plan)

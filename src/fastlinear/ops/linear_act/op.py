@@ -1,7 +1,8 @@
 """The public function linear_act: validation, selection, and one autograd formula.
 
-Hot path: a tuple of facts about the call looks up a ready plan; validation and selection run only
-when such a call is seen for the first time.
+Hot path: one call of the compiled door looks a ready plan up by every fact of the tensors, and runs
+it. Where the door cannot be built, or knows no such call, the lookup below does the same.
+Validation and selection run only when such a call is seen for the first time.
 """
 
 from __future__ import annotations
@@ -11,21 +12,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad as _forward_ad
 from torch.overrides import handle_torch_function, has_torch_function
 
 from fastlinear.core.errors import InputError
 from fastlinear.core.precision import float32_precision
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.explain import Explanation
-from fastlinear.dispatch.select import Choice
-from fastlinear.ops.common import calls
-from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.common.autocast import cast as cast_once
+from fastlinear.ops.common import calls, door
 from fastlinear.ops.common.calls import is_captured
-from fastlinear.ops.linear_act import reference
-from fastlinear.ops.linear_act.autograd import Formula, LinearAct, backward_of
-from fastlinear.ops.linear_act.backends import STEP
+from fastlinear.ops.linear_act import launches, plans, reference
+from fastlinear.ops.linear_act.plans import Plan
 from fastlinear.ops.linear_act.selection import choices, problem_of
 from fastlinear.ops.linear_act.validation import validate
 
@@ -83,6 +79,65 @@ def call(
     """``linear_act`` with positional arguments: the entry of ``fastlinear.nn.Linear``."""
     if _is_compiling():
         return _compiled(x, weight, bias, activation, backend)
+    y: Tensor | None = _door(x, weight, bias, activation, backend)
+    if y is not None:
+        return y
+    return _looked_up(x, weight, bias, activation, backend)
+
+
+def explain(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str = "none",
+    backend: str | None = None,
+    needs_grad: bool | None = None,
+) -> Explanation:
+    """Which backend ``linear_act`` takes for this call, why, and why not each other.
+
+    Args:
+        x, weight, bias, activation, backend: as for ``linear_act``.
+        needs_grad: whether to explain the training choice; by default what the tensors say.
+    """
+    autocast = calls.autocast_dtype(x) if isinstance(x, Tensor) else None
+    if needs_grad is None:
+        needs_grad = torch.is_grad_enabled() and any(
+            isinstance(t, Tensor) and t.requires_grad for t in (x, weight, bias)
+        )
+    if autocast is not None and isinstance(weight, Tensor) and isinstance(bias, Tensor | None):
+        x, weight, bias = _cast(x, weight, bias, autocast)
+    validate(x, weight, bias, activation, backend)
+    captured = is_captured(x)
+    return Explanation(choices(x, weight, bias, activation, backend, needs_grad, captured))
+
+
+# --------------------------------------------------------------------------------------------
+# Plans: what to call for calls of one kind
+
+_plans: dict[Any, Plan] = {}
+
+
+def _no_door(*_: Any) -> None:
+    return None
+
+
+_door: Callable[..., Any] = _no_door
+
+
+def _forget() -> None:
+    _plans.clear()
+    table = door.table("linear_act") if _door is not _no_door else None
+    if table is not None:
+        table.clear()
+
+
+cache.on_change(_forget)
+
+
+def _looked_up(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, backend: str | None
+) -> Tensor:
     if (
         type(x) not in _PLAIN
         or type(weight) not in _PLAIN
@@ -117,47 +172,12 @@ def call(
         plan = _plans.get(key)
     except TypeError:  # an activation or backend that cannot be hashed: validation names it
         plan = None
-    if plan is None:
-        plan = _resolve(key, x, weight, bias, activation, backend, grad, autocast)
-    return plan(x, weight, bias)
+    if plan is not None:
+        return plan(x, weight, bias)
+    return _first(key, x, weight, bias, activation, backend, grad, autocast)
 
 
-def explain(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    activation: str = "none",
-    backend: str | None = None,
-    needs_grad: bool | None = None,
-) -> Explanation:
-    """Which backend ``linear_act`` takes for this call, why, and why not each other.
-
-    Args:
-        x, weight, bias, activation, backend: as for ``linear_act``.
-        needs_grad: whether to explain the training choice; by default what the tensors say.
-    """
-    autocast = calls.autocast_dtype(x) if isinstance(x, Tensor) else None
-    if needs_grad is None:
-        needs_grad = torch.is_grad_enabled() and any(
-            isinstance(t, Tensor) and t.requires_grad for t in (x, weight, bias)
-        )
-    if autocast is not None and isinstance(weight, Tensor) and isinstance(bias, Tensor | None):
-        x, weight, bias = _cast(x, weight, bias, autocast)
-    validate(x, weight, bias, activation, backend)
-    captured = is_captured(x)
-    return Explanation(choices(x, weight, bias, activation, backend, needs_grad, captured))
-
-
-# --------------------------------------------------------------------------------------------
-# Plans: what to call for calls of one kind
-
-Plan = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-_plans: dict[Any, Plan] = {}
-cache.on_change(_plans.clear)
-
-
-def _resolve(
+def _first(
     key: Any,
     x: Tensor,
     weight: Tensor,
@@ -166,94 +186,46 @@ def _resolve(
     backend: str | None,
     grad: bool,
     autocast: torch.dtype | None,
-) -> Plan:
+) -> Tensor:
+    """The first call of its kind: validate, select, remember, run, and tell the door."""
+    given = (x, weight, bias)
     if autocast is not None:
         x, weight, bias = _cast(x, weight, bias, autocast)
     validate(x, weight, bias, activation, backend)
-    if x.device.type not in ("cpu", "cuda") or not _strided(x, weight):
-        plan = _native(activation)
-    else:
-        chosen = choices(x, weight, bias, activation, backend, grad, is_captured(x))
-        names = {c.backend.name for c in chosen if c.problem.piece != STEP}
-        empty = x.numel() == 0 or weight.numel() == 0
-        # A cast weight is a new tensor at every call, so a packed copy of it would be as well.
-        repacked = autocast is not None and any(name.endswith("_packed") for name in names)
-        if empty or names == {"eager"} or (repacked and backend is None):
-            plan = _native(activation)
-        else:
-            plan = _chosen_plan(chosen, activation, backend, grad, autocast)
+    plan, own, in_door = plans.resolved(
+        x, weight, bias, activation, backend, grad, autocast, _unusual
+    )
     if len(_plans) >= _MAX_PLANS:
         _plans.clear()
     _plans[key] = plan
-    return plan
+    y = plan(*given)
+    if in_door is not None and not calls.forward_mode() and not calls.recorded():
+        _admit(given, activation, backend, own if autocast is None else None, in_door)
+    return y
 
 
-def _native(activation: str) -> Plan:
-    value = torch.relu if activation == "relu" else activation_of(activation).value
-    linear = torch.nn.functional.linear
-    if activation == "none":
-        return linear
-    return lambda x, weight, bias: value(linear(x, weight, bias))
-
-
-def _chosen_plan(
-    chosen: tuple[Choice, ...],
+def _admit(
+    given: tuple[Tensor, Tensor, Tensor | None],
     activation: str,
     backend: str | None,
-    grad: bool,
-    autocast: torch.dtype | None,
-) -> Plan:
-    inner = training_plan(chosen, activation) if grad else _inference(chosen, activation)
-
-    def plan(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if _forward_ad._current_level >= 0 or not _strided(x, weight):
-            return _unusual(x, weight, bias, activation, backend)
-        if calls.recorded():
-            return reference.linear_act(x, weight, bias, activation)
-        if x.is_neg() or weight.is_neg():  # a lazy sign: kernels read memory as it lies
-            x, weight = x.resolve_neg(), weight.resolve_neg()
-        if autocast is not None:
-            x, weight = cast_once(x, autocast), cast_once(weight, autocast)
-            bias = None if bias is None else cast_once(bias, autocast)
-        if bias is not None and (bias.is_neg() or not bias.is_contiguous()):
-            bias = bias.resolve_neg().contiguous()
-        return inner(x, weight, bias)
-
-    return plan
-
-
-def _inference(chosen: tuple[Choice, ...], activation: str) -> Plan:
-    run = chosen[0].backend.load()
-
-    def plan(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if x.dim() == 2:
-            y: Tensor = run(x, weight, bias, activation, False)[0]
-            return y
-        y = run(x.reshape(-1, x.shape[-1]), weight, bias, activation, False)[0]
-        return y.view(*x.shape[:-1], weight.shape[0])
-
-    return plan
-
-
-def training_plan(chosen: tuple[Choice, ...], activation: str) -> Plan:
-    """``LinearAct`` over the backends chosen for the pieces; for plain tensors on the hot path."""
-    run = chosen[0].backend.load()
-    formula = Formula(activation, activation_of(activation).saved, run, backward_of(chosen))
-    apply = LinearAct.apply
-
-    def plan(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        y: Tensor = apply(x, weight, bias, formula)
-        return y
-
-    return plan
+    own: str | None,
+    plan: Any,
+) -> None:
+    """Make the plan known to the compiled door, building that at the first plan."""
+    global _door
+    x = given[0]
+    table = door.table("linear_act")
+    if table is None or any(t is not None and t.is_neg() for t in given) or is_captured(x):
+        return
+    if x.is_cuda and not door.serves_cuda():
+        return
+    _door = table.call
+    launched = launches.in_door(own, *given, activation, plan) if x.is_cuda and own else None
+    table.admit(*given, activation, backend, launched or plan)
 
 
 # --------------------------------------------------------------------------------------------
 # Calls off the hot path
-
-
-def _strided(x: Tensor, weight: Tensor) -> bool:
-    return x.layout is torch.strided and weight.layout is torch.strided
 
 
 def _cast(

@@ -18,13 +18,14 @@ from torch import Tensor
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.select import select
 from fastlinear.ops.common.calls import is_captured
-from fastlinear.ops.linear_act import op, reference
+from fastlinear.ops.linear_act import reference
 from fastlinear.ops.linear_act.autograd import Backward, backward_from
 from fastlinear.ops.linear_act.backends import BACKWARD_PIECES
+from fastlinear.ops.linear_act.plans import Plan, training_plan
 from fastlinear.ops.linear_act.selection import problem_of, select_pieces
 
 Grads = tuple[Tensor, Tensor, Tensor, Tensor | None]
-_plans: dict[Any, op.Plan] = {}
+_plans: dict[Any, Plan] = {}
 _backwards: dict[Any, Backward] = {}
 cache.on_change(_plans.clear)
 cache.on_change(_backwards.clear)
@@ -77,7 +78,7 @@ def _by_pieces(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) 
     plan = _plans.get(key)
     if plan is None:
         p = problem_of(x, weight, bias, activation, True, captured)
-        plan = op.training_plan(select_pieces(p), activation)
+        plan = training_plan(select_pieces(p), activation)
         _plans[key] = plan
     return plan(x, weight, bias)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fastlinear.core.device import device_facts
+from fastlinear.ops.common.door_launch import DoorLaunch, Y
 from fastlinear.ops.common.triton_launch import Launch
 from fastlinear.ops.linear_act.triton_config import (
     FewRowsConfig,
@@ -71,6 +72,32 @@ def forward(
         return y, pre
     if bias is not None and bias.stride(0) != 1:
         bias = bias.contiguous()
+    plan = _forward_plan(x, weight, bias, activation, save_pre, config)
+    plan.run(x, weight.t(), bias, y, pre)
+    return _rounded(y, x), None if pre is None else _rounded(pre, x)
+
+
+def door_launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
+) -> DoorLaunch | None:
+    """``forward`` of such tensors without the pre-activation, as one launch for the compiled door.
+
+    None where it is more than one, or descriptors are encoded on the way. ``forward`` must have run
+    on such tensors.
+    """
+    plan = _forward_plan(x, weight, bias, activation, False, None)
+    launch: DoorLaunch | None = plan.door_launch((0, 1, None if bias is None else 2, Y, None))
+    return launch
+
+
+def _forward_plan(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    save_pre: bool,
+    config: GemmConfig | FewRowsConfig | None,
+) -> Any:
     key = (
         x.shape,
         x.stride(),
@@ -94,8 +121,7 @@ def forward(
         else:
             plan = _Product(x, weight.t(), bias, activation, save_pre, config)
         _remember(key, plan)
-    plan.run(x, weight.t(), bias, y, pre)
-    return _rounded(y, x), None if pre is None else _rounded(pre, x)
+    return plan
 
 
 def grad_pre(
@@ -284,6 +310,10 @@ class _Product:
             self._launch(a_view, b_view, bias, parts, pre)
             self._sum(parts, out)
 
+    def door_launch(self, tensors: tuple[int | None, ...]) -> DoorLaunch | None:
+        """The launch for the compiled door; ``tensors`` as ``Launch.in_door`` takes them."""
+        return None if self._workspace is not None else self._launch.in_door(tensors)
+
 
 class _FewRows:
     """Launches of the forward for few rows of one kind."""
@@ -309,6 +339,10 @@ class _FewRows:
     ) -> None:
         """Launch; y (M, N), not empty, and pre, if any, are contiguous; w_t is (K, N)."""
         self._launch(x, w_t, bias, y, pre)
+
+    def door_launch(self, tensors: tuple[int | None, ...]) -> DoorLaunch | None:
+        """The launch for the compiled door; ``tensors`` as ``Launch.in_door`` takes them."""
+        return self._launch.in_door(tensors)
 
 
 class _GradPre:

@@ -37,7 +37,7 @@ _HERE = "fastlinear.ops.mlp"
 _CPP_SOURCES = (
     *("mlp.cpp", "mlp_forward.h", "mlp_backward.h", "mlp_product.h", "mlp_dots.h"),
     *("mlp_activations.h", "mlp_vectors.h", "mlp_threads.h"),
-    *("entry.cpp", "../common/cpp_build.py"),
+    *("../common/door.cpp", "../common/door_plans.h", "../common/cpp_build.py"),
 )
 _TRITON_SOURCES = (
     "whole_triton_kernels.py",

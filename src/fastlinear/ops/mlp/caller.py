@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from fastlinear.ops.mlp import entry
+from fastlinear.ops.common import door
 from fastlinear.ops.mlp.op import call
 from fastlinear.ops.mlp.reference import Biases, Weights
 
@@ -19,7 +19,7 @@ def caller(backend: str, fast: bool) -> Callable[..., Tensor]:
 
     Waits for the door, so that calls take the way they take once it is there.
     """
-    entry.wait(entry.PATIENCE_S)
+    door.wait(door.PATIENCE_S)
 
     def forward(
         x: Tensor,

@@ -11,15 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad as _forward_ad
 from torch.overrides import handle_torch_function, has_torch_function
 
 from fastlinear.core.errors import InputError
 from fastlinear.core.precision import matmul_precision
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.explain import Explanation
-from fastlinear.ops.common import calls
-from fastlinear.ops.mlp import entry, reference
+from fastlinear.ops.common import calls, door
+from fastlinear.ops.mlp import reference
 from fastlinear.ops.mlp.plans import Plan, as_autocast, prepared, resolved
 from fastlinear.ops.mlp.reference import Biases, Weights
 from fastlinear.ops.mlp.selection import choices
@@ -85,10 +84,9 @@ def call(
     """``mlp`` with positional arguments: the entry of ``fastlinear.nn.MLP``."""
     if _is_compiling():
         return _compiled(x, weights, biases, activation, final_activation, backend, fast)
-    if _forward_ad._current_level < 0:
-        y: Tensor | None = _door(x, weights, biases, activation, final_activation, backend, fast)
-        if y is not None:
-            return y
+    y: Tensor | None = _door(x, weights, biases, activation, final_activation, backend, fast)
+    if y is not None:
+        return y
     return _looked_up(x, weights, biases, activation, final_activation, backend, fast)
 
 
@@ -137,10 +135,9 @@ _door: Callable[..., Any] = _no_door
 
 def _forget() -> None:
     _plans.clear()
-    if _door is not _no_door:
-        door = entry.entry()
-        assert door is not None
-        door.clear()
+    table = door.table("mlp") if _door is not _no_door else None
+    if table is not None:
+        table.clear()
 
 
 cache.on_change(_forget)
@@ -193,29 +190,17 @@ def _looked_up(
         _plans.clear()
     _plans[key] = plan
     if autocast is None and not negative and not calls.is_captured(x):
-        _admit(x, weights, biases, *rest, native or plan)
+        _admit(x, weights, biases, *rest, plan if native is None else ("chain", *native))
     return plan(given_x, given_ws, given_bs)
 
 
-def _admit(x: Tensor, weights: Any, biases: Any, *rest_and_plan: Any) -> None:
+def _admit(x: Tensor, *call_and_plan: Any) -> None:
     """Make the plan known to the compiled door, building that at the first plan."""
     global _door
-    door = entry.entry()
-    if door is not None:
-        _door = door.call
-        *rest, plan = rest_and_plan
-        door.admit(x, weights, biases, *rest, _outside_graphs(plan, rest) if x.is_cuda else plan)
-
-
-def _outside_graphs(plan: Plan, rest: Sequence[Any]) -> Plan:
-    """The plan where no CUDA graph is being recorded: the door does not know of those."""
-
-    def call(x: Tensor, weights: Any, biases: Any) -> Tensor:
-        if calls.is_captured(x):
-            return _looked_up(x, weights, biases, *rest)
-        return plan(x, weights, biases)
-
-    return call
+    table = door.table("mlp")
+    if table is not None and (not x.is_cuda or door.serves_cuda()):
+        _door = table.call
+        table.admit(x, *call_and_plan)
 
 
 # --------------------------------------------------------------------------------------------

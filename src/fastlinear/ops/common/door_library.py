@@ -24,7 +24,9 @@ from fastlinear.core.errors import UnsupportedError
 from fastlinear.core.settings import cache_dir
 from fastlinear.ops.common import cpp_build
 
-_SOURCE = Path(__file__).parent / "entry.cpp"
+_HERE = Path(__file__).parent
+_SOURCE = _HERE / "door.cpp"
+_FILES = (_SOURCE, _HERE / "door_call.h", _HERE / "door_plans.h")
 _TORCH = Path(torch.__file__).parent
 _COMPILE_TIMEOUT_S = 180
 _STOPPED = "the process ends"
@@ -113,9 +115,10 @@ def command() -> list[str]:
 def places(command: list[str]) -> list[Path]:
     """Where the library may lie, best first: its name covers whatever it depends on."""
     facts = (*command, torch.__version__, sysconfig.get_config_var("SOABI") or "")
-    digest = hashlib.sha256("\0".join(facts).encode() + _SOURCE.read_bytes()).hexdigest()
+    sources = b"".join(file.read_bytes() for file in _FILES)
+    digest = hashlib.sha256("\0".join(facts).encode() + sources).hexdigest()
     folders = cache_dir() / "cpp", Path(tempfile.gettempdir()) / f"fastlinear-{os.getuid()}"
-    return [folder / f"entry-{digest[:16]}.so" for folder in folders]
+    return [folder / f"door-{digest[:16]}.so" for folder in folders]
 
 
 def loaded(libraries: list[Path]) -> ctypes.PyDLL | None:
@@ -187,4 +190,4 @@ def _python_headers() -> Path:
 
 def unsupported(expected: str, received: str) -> UnsupportedError:
     """The door cannot be: why."""
-    return UnsupportedError("fastlinear.ops.mlp.entry", expected=expected, received=received)
+    return UnsupportedError("fastlinear.ops.common.door", expected=expected, received=received)

@@ -1,8 +1,8 @@
-"""The compiled door of fl.mlp: plans looked up and run in one C++ call, where it can be built.
+"""The compiled door of the ops: plans looked up and run in one C++ call, where it can be built.
 
 It only shortens the way to a plan. Until it is there, and where it cannot be built, calls take the
-lookup in ``op.py`` instead, some ten microseconds longer for eight layers. A library compiled
-earlier is loaded at the first plan; else a thread compiles it while calls go on.
+lookup in their op's Python instead, which costs microseconds. A library compiled earlier is loaded
+at the first plan; else a thread compiles it while calls go on. Each op has a table of its own.
 """
 
 from __future__ import annotations
@@ -17,23 +17,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from fastlinear.core.errors import UnsupportedError
-from fastlinear.ops.mlp import entry_library as library
+from fastlinear.ops.common import door_library as library
 
 PATIENCE_S = 60.0  # most seconds to wait before something is timed
 _STOP_TIMEOUT_S = 5
 
 
 @dataclass(frozen=True)
-class Entry:
-    """The door's functions.
+class Table:
+    """The functions of one op's plans.
 
     Attributes:
-        call: (x, weights, biases, activation, final_activation, backend, fast) → the result, or
-            None where no plan is known for such a call.
-        admit: the same arguments and a plan: a callable (x, weights, biases) → result, or
-            (address of fastlinear_mlp_forward, activation codes).
+        call: (three leading arguments, the rest) → the result, or None where no plan is known for
+            such a call. The leading ones are tensors, None, or lists or tuples of those, the others
+            strings, booleans or None.
+        admit: the same arguments and a plan: a callable of the leading arguments, or one of the
+            tuples that ``door_plans.h`` describes. Whether such calls will be served.
         clear: forget all plans.
     """
 
@@ -50,31 +52,44 @@ class _Build:
     started: bool = False
     done: threading.Event = field(default_factory=threading.Event)
     compiler: library.Compiler = field(default_factory=library.Compiler)
-    door: Entry | None = None
+    loaded: ctypes.PyDLL | None = None
+    tables: dict[str, Table] = field(default_factory=dict)
     failure: str | None = None
+    cuda: bool | None = None
 
 
 _build = _Build()
 _listeners: list[Callable[[], None]] = []
 
 
-def entry() -> Entry | None:
-    """The door if it is there. The first call has it loaded or built; no call waits for that."""
+def table(op: str) -> Table | None:
+    """The table of an op's plans if the door is there.
+
+    The first call has it loaded or built; no call waits for that.
+    """
     build = _build
     if not build.started:
         _start(build)
-    return build.door
+    if build.loaded is None:
+        return None
+    if op not in build.tables:
+        with build.lock:
+            build.tables.setdefault(op, Table(*build.loaded.fastlinear_door_table()))
+    return build.tables[op]
 
 
-def wait(timeout: float | None = None) -> Entry | None:
-    """The door, waiting up to ``timeout`` seconds for it (None: as long as it takes).
+def wait(timeout: float | None = None) -> bool:
+    """Whether the door is there, waiting up to ``timeout`` seconds for it (None: as long as it
+    takes).
 
-    For what measures. None where the time was too short or the door cannot be built:
+    For what measures. False where the time was too short or the door cannot be built:
     ``reason_not`` tells the one from the other.
     """
-    entry()
-    _build.done.wait(timeout)
-    return _build.door
+    build = _build
+    if not build.started:
+        _start(build)
+    build.done.wait(timeout)
+    return build.loaded is not None
 
 
 def settle(timeout: float = PATIENCE_S) -> None:
@@ -98,6 +113,16 @@ def on_ready(listener: Callable[[], None]) -> None:
     called as well, to begin anew.
     """
     _listeners.append(listener)
+
+
+def serves_cuda() -> bool:
+    """Whether the door, which must be there, serves CUDA tensors; CUDA must be initialised."""
+    build = _build
+    if build.cuda is None:
+        assert build.loaded is not None
+        with build.lock:
+            build.cuda = _cuda_handed_to(build.loaded)
+    return build.cuda
 
 
 # --------------------------------------------------------------------------------------------
@@ -126,7 +151,7 @@ def _begin(build: _Build) -> None:
     places = library.places(command)
     found = library.loaded(places)
     if found is not None:
-        _finish(build, door=_made(found))
+        _finish(build, loaded=_made(found))
         return
     Finalize(None, _stop, (build,), exitpriority=10)  # at the exit of worker processes as well
     threading.Thread(
@@ -136,18 +161,20 @@ def _begin(build: _Build) -> None:
 
 def _work(build: _Build, command: list[str], places: list[Path]) -> None:
     try:
-        door = _made(library.compiled(build.compiler, command, places))
+        loaded = _made(library.compiled(build.compiler, command, places))
     except UnsupportedError as error:
         _finish(build, failure=error.received)
     except Exception as error:  # noqa: BLE001 - a thread has nobody to raise to; reason_not tells
         _finish(build, failure=f"{type(error).__name__}: {error}")
     else:
-        _finish(build, door=door)
+        _finish(build, loaded=loaded)
 
 
-def _finish(build: _Build, *, door: Entry | None = None, failure: str | None = None) -> None:
-    build.door, build.failure = door, failure
-    if door is not None:
+def _finish(
+    build: _Build, *, loaded: ctypes.PyDLL | None = None, failure: str | None = None
+) -> None:
+    build.loaded, build.failure = loaded, failure
+    if loaded is not None:
         _tell()
     build.done.set()
 
@@ -174,11 +201,21 @@ def _begin_anew() -> None:
 os.register_at_fork(after_in_child=_begin_anew)
 
 
-def _made(loaded: ctypes.PyDLL) -> Entry:
-    make = loaded.fastlinear_mlp_entry
-    make.argtypes = [ctypes.py_object, ctypes.py_object, ctypes.c_int64]
-    make.restype = ctypes.py_object
-    return Entry(*make(torch.Tensor, torch.nn.Parameter, _impl_offset()))
+# --------------------------------------------------------------------------------------------
+# What the library is told
+
+
+def _made(loaded: ctypes.PyDLL) -> ctypes.PyDLL:
+    pointer, thing = ctypes.c_void_p, ctypes.py_object
+    loaded.fastlinear_door_begin.argtypes = [thing, thing, ctypes.c_int64, thing, thing]
+    loaded.fastlinear_door_begin.restype = None
+    loaded.fastlinear_door_table.argtypes = []
+    loaded.fastlinear_door_table.restype = thing
+    loaded.fastlinear_door_cuda.argtypes = [thing, thing, pointer, pointer, pointer]
+    loaded.fastlinear_door_cuda.restype = ctypes.c_int
+    mode = vars(forward_ad), "_current_level"
+    loaded.fastlinear_door_begin(torch.Tensor, torch.nn.Parameter, _impl_offset(), *mode)
+    return loaded
 
 
 def _impl_offset() -> int:
@@ -190,3 +227,13 @@ def _impl_offset() -> int:
         if value == t._cdata:
             return i * word
     raise library.unsupported("a tensor object that holds its TensorImpl's address", "none")
+
+
+def _cuda_handed_to(loaded: ctypes.PyDLL) -> bool:
+    driver = ctypes.PyDLL("libcuda.so.1")
+    names = ("cuStreamIsCapturing", "cuLaunchKernelEx", "cuTensorMapReplaceAddress")
+    if not all(hasattr(driver, name) for name in names):
+        return False  # a driver older than CUDA 12
+    functions = [ctypes.cast(getattr(driver, name), ctypes.c_void_p) for name in names]
+    own = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
+    return bool(loaded.fastlinear_door_cuda(*own, *functions))

@@ -16,15 +16,15 @@ from torch import Tensor
 
 import fastlinear as fl
 from fastlinear.core.settings import cache_dir
-from fastlinear.ops.common import cpp_build
-from fastlinear.ops.mlp import entry, entry_library, op, reference
+from fastlinear.ops.common import cpp_build, door, door_library
+from fastlinear.ops.mlp import op, reference
 
-pytestmark = pytest.mark.skipif(entry_library.missing() is not None, reason="no compiled door here")
+pytestmark = pytest.mark.skipif(door_library.missing() is not None, reason="no compiled door here")
 
 
 @pytest.fixture(autouse=True)
 def _no_door_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entry, "_build", entry._Build())
+    monkeypatch.setattr(door, "_build", door._Build())
     monkeypatch.setattr(op, "_door", op._no_door)
     op._plans.clear()
 
@@ -59,20 +59,20 @@ def test_a_slow_compiler_delays_no_call(tmp_path: Path, monkeypatch: pytest.Monk
         check(m)
     assert time.perf_counter() - began < 5
     assert op._door is op._no_door
-    assert entry.wait(0.01) is None
-    assert entry.reason_not() is None
-    build = entry._build
+    assert not door.wait(0.01)
+    assert door.reason_not() is None
+    build = door._build
     until = time.monotonic() + 20
     while not runs.read_text():
         assert time.monotonic() < until, build
         time.sleep(0.01)
-    entry._stop(build)
+    door._stop(build)
     assert build.done.is_set()
     assert build.compiler.process is not None
     assert build.compiler.process.poll() is not None
     assert not list((cache_dir() / "cpp").glob("*.part"))
-    assert entry.wait(0) is None
-    assert entry.reason_not() == "the process ends"
+    assert not door.wait(0)
+    assert door.reason_not() == "the process ends"
     check()
 
 
@@ -84,52 +84,53 @@ def test_plans_seen_before_are_served_once_the_door_is_there(
     x, ws, bs = given()
     before = fl.mlp(x, ws, bs, backend="layerwise")
     assert op._door is op._no_door
-    door = entry.wait()
-    assert door is not None, entry.reason_not()
+    assert door.wait(), door.reason_not()
+    table = door.table("mlp")
+    assert table is not None
     call = (x, ws, bs, "relu", "none", "layerwise", False)
-    assert door.call(*call) is None
+    assert table.call(*call) is None
     assert torch.equal(fl.mlp(x, ws, bs, backend="layerwise"), before)
-    assert op._door is door.call
-    assert torch.equal(door.call(*call), before)
+    assert op._door is table.call
+    assert torch.equal(table.call(*call), before)
     monkeypatch.setattr(op, "_looked_up", None)
     assert torch.equal(fl.mlp(x, ws, bs, backend="layerwise"), before)
     # a later process finds it compiled: no thread, and the door at once
-    monkeypatch.setattr(entry, "_build", entry._Build())
-    assert entry.entry() is not None
+    monkeypatch.setattr(door, "_build", door._Build())
+    assert door.table("mlp") is not None
     assert len(runs.read_text().splitlines()) == 1
 
 
 def test_a_failing_compiler_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = compiler(tmp_path, "echo cannot be >&2; exit 1", monkeypatch)
     check()
-    assert entry.wait(30) is None
-    assert "cannot be" in str(entry.reason_not())
+    assert not door.wait(30)
+    assert "cannot be" in str(door.reason_not())
     for m in range(4, 8):
         check(m)
-    assert entry.entry() is None
+    assert door.table("mlp") is None
     assert len(runs.read_text().splitlines()) == 1
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpp_build, "compiler", lambda: None)
     check()
-    assert entry.wait(0) is None
-    assert "no C++ compiler" in str(entry.reason_not())
+    assert not door.wait(0)
+    assert "no C++ compiler" in str(door.reason_not())
 
 
 def test_a_damaged_library_and_an_unwritable_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler(tmp_path, "exit 1", monkeypatch)
-    (first, second) = entry_library.places(entry_library.command())
+    (first, second) = door_library.places(door_library.command())
     first.parent.mkdir(parents=True)
     first.write_bytes(b"not a library")
-    monkeypatch.setattr(entry_library, "places", lambda _: [first, tmp_path / "file" / second.name])
+    monkeypatch.setattr(door_library, "places", lambda _: [first, tmp_path / "file" / second.name])
     (tmp_path / "file").write_text("")
     check()
-    assert entry.wait(30) is None
-    assert "a folder" not in str(entry.reason_not())
-    assert str(first.parent) in str(entry.reason_not())
+    assert not door.wait(30)
+    assert "a folder" not in str(door.reason_not())
+    assert str(first.parent) in str(door.reason_not())
 
 
 def test_many_threads_build_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,14 +140,14 @@ def test_many_threads_build_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         thread.start()
     for thread in threads:
         thread.join()
-    assert entry.wait(30) is None
+    assert not door.wait(30)
     assert len(runs.read_text().splitlines()) == 1
 
 
 _SCRIPT = """
 import os, sys, time, warnings
 import torch, fastlinear as fl
-from fastlinear.ops.mlp import entry
+from fastlinear.ops.common import door
 warnings.simplefilter("error")
 
 def call():
@@ -159,12 +160,12 @@ if sys.argv[1] == "fork":
     warnings.simplefilter("ignore")  # forking where threads run
     child = os.fork()
     if child == 0:
-        assert not entry._build.started
+        assert not door._build.started
         call()
-        assert entry._build.started and entry.wait(0.1) is None
+        assert door._build.started and not door.wait(0.1)
         sys.exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    assert entry.reason_not() is None and not entry._build.done.is_set()
+    assert door.reason_not() is None and not door._build.done.is_set()
 """
 
 

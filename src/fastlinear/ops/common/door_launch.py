@@ -1,0 +1,76 @@
+"""A CUDA launch as memory that the compiled door fills in: configuration, arguments, addresses."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastlinear.ops.common import cuda_driver as driver
+
+Y = -1
+"""Stands for the result among the tensors of a call: 0 x, 1 weight, 2 bias."""
+
+_POINTER, _TENSOR_MAP = 0, 1  # as door_plans.h numbers them
+
+
+@dataclass(frozen=True)
+class DoorLaunch:
+    """One kernel launch of fixed shapes, with memory of its own.
+
+    Attributes:
+        function: the driver's handle of the kernel.
+        config, slots: addresses of its CUlaunchConfig and of the array of argument addresses.
+        tensors: arguments that hold an address, and which of the call's tensors it is of.
+        masks: for each of the call's tensors the address bits that the kernel was made for.
+        memory: whatever config and slots lie in.
+        hooks: lists of what must be called around a launch; the door launches while all are empty.
+    """
+
+    function: int
+    config: int
+    slots: int
+    tensors: tuple[tuple[driver.TensorMap | ctypes.c_void_p, int], ...]
+    masks: tuple[int, ...]
+    memory: Any
+    hooks: tuple[list[Any], ...] = ()
+
+    def plan(self, fallback: Callable[..., Any], columns: int) -> tuple[Any, ...]:
+        """The door's tuple; y has the shape of x but for its last size, ``columns``."""
+        places = tuple(
+            (_TENSOR_MAP, argument.pointer, tensor)
+            if isinstance(argument, driver.TensorMap)
+            else (_POINTER, ctypes.addressof(argument), tensor)
+            for argument, tensor in self.tensors
+        )
+        memory = (self.memory, self.tensors)
+        where = self.function, self.config, self.slots
+        return ("launch", fallback, *where, places, self.masks, columns, self.hooks, memory)
+
+
+def launch_of(
+    function: int,
+    grid: tuple[int, int, int],
+    threads: int,
+    shared_bytes: int,
+    arguments: Sequence[ctypes._SimpleCData],  # type: ignore[type-arg]
+    tensors: Sequence[tuple[ctypes.c_void_p, int]],
+    masks: tuple[int, ...],
+    hooks: tuple[list[Any], ...] = (),
+) -> DoorLaunch:
+    """A launch without attributes; ``tensors`` are those of ``arguments`` that hold an address."""
+    slots = (ctypes.c_void_p * len(arguments))(*[ctypes.addressof(a) for a in arguments])
+    config = driver._LaunchConfig()
+    config.grid[:] = grid
+    config.block[:] = [threads, 1, 1]
+    config.shared_bytes = shared_bytes
+    return DoorLaunch(
+        function,
+        ctypes.addressof(config),
+        ctypes.addressof(slots),
+        tuple(tensors),
+        masks,
+        (config, slots, tuple(arguments)),
+        hooks,
+    )

@@ -1,0 +1,137 @@
+"""Plans of linear_act: what to call for calls of one kind, and what the compiled door runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad as _forward_ad
+
+from fastlinear.dispatch.select import Choice
+from fastlinear.ops.common import calls
+from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.common.autocast import cast as cast_once
+from fastlinear.ops.linear_act import reference
+from fastlinear.ops.linear_act.autograd import Formula, LinearAct, backward_of
+from fastlinear.ops.linear_act.backends import STEP
+from fastlinear.ops.linear_act.selection import choices
+
+Plan = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+_linear = torch.nn.functional.linear
+# The functions behind torch.nn.functional, without the Python around them.
+_ACTS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...] | None, Any]] = {
+    "relu": (torch.relu, None, None),
+    "silu": (torch._C._nn.silu, None, None),
+    "gelu": (torch._C._nn.gelu, None, None),
+    "gelu_tanh": (torch._C._nn.gelu, ("approximate",), "tanh"),
+    "leaky_relu": (torch._C._nn.leaky_relu, None, None),
+}
+
+
+def resolved(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    backend: str | None,
+    grad: bool,
+    autocast: torch.dtype | None,
+    unusual: Callable[..., Tensor],
+) -> tuple[Plan, str | None, Any]:
+    """(the plan, its only backend if it launches kernels of ours, what the door runs for it).
+
+    x, weight and bias are as the backends get them; under autocast the plan casts what it is given.
+    ``unusual`` takes the calls that a plan of ours cannot.
+    """
+    if x.device.type not in ("cpu", "cuda") or not _strided(x, weight):
+        plan = native(activation)
+        return plan, None, None
+    captured = calls.is_captured(x)
+    chosen = choices(x, weight, bias, activation, backend, grad, captured)
+    names = {c.backend.name for c in chosen if c.problem.piece != STEP}
+    empty = x.numel() == 0 or weight.numel() == 0
+    # A cast weight is a new tensor at every call, so a packed copy of it would be as well.
+    repacked = autocast is not None and any(name.endswith("_packed") for name in names)
+    if empty or names == {"eager"} or (repacked and backend is None):
+        return native(activation), None, _native_in_door(activation)
+    inner = training_plan(chosen, activation) if grad else _inference(chosen, activation)
+    plan = _guarded(inner, activation, backend, autocast, unusual)
+    dense = bias is None or bias.is_contiguous()
+    return (
+        plan,
+        None if grad or captured else names.pop(),
+        inner if autocast is None and dense else plan,
+    )
+
+
+def native(activation: str) -> Plan:
+    """PyTorch's own ops."""
+    if activation == "none":
+        return _linear
+    value = torch.relu if activation == "relu" else activation_of(activation).value
+    return lambda x, weight, bias: value(_linear(x, weight, bias))
+
+
+def _native_in_door(activation: str) -> Any:
+    if activation == "none":
+        return _linear
+    act, names, value = _ACTS.get(activation, (activation_of(activation).value, None, None))
+    return ("layer", _linear, act, names, value)
+
+
+def _guarded(
+    inner: Plan,
+    activation: str,
+    backend: str | None,
+    autocast: torch.dtype | None,
+    unusual: Callable[..., Tensor],
+) -> Plan:
+    """The plan with all that a call's facts do not say of its tensors."""
+
+    def plan(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if _forward_ad._current_level >= 0 or not _strided(x, weight):
+            return unusual(x, weight, bias, activation, backend)
+        if calls.recorded():
+            return reference.linear_act(x, weight, bias, activation)
+        if x.is_neg() or weight.is_neg():  # a lazy sign: kernels read memory as it lies
+            x, weight = x.resolve_neg(), weight.resolve_neg()
+        if autocast is not None:
+            x, weight = cast_once(x, autocast), cast_once(weight, autocast)
+            bias = None if bias is None else cast_once(bias, autocast)
+        if bias is not None and (bias.is_neg() or not bias.is_contiguous()):
+            bias = bias.resolve_neg().contiguous()
+        return inner(x, weight, bias)
+
+    return plan
+
+
+def _inference(chosen: tuple[Choice, ...], activation: str) -> Plan:
+    run = chosen[0].backend.load()
+
+    def plan(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if x.dim() == 2:
+            y: Tensor = run(x, weight, bias, activation, False)[0]
+            return y
+        y = run(x.reshape(-1, x.shape[-1]), weight, bias, activation, False)[0]
+        return y.view(*x.shape[:-1], weight.shape[0])
+
+    return plan
+
+
+def training_plan(chosen: tuple[Choice, ...], activation: str) -> Plan:
+    """``LinearAct`` over the backends chosen for the pieces; for plain tensors on the hot path."""
+    run = chosen[0].backend.load()
+    formula = Formula(activation, activation_of(activation).saved, run, backward_of(chosen))
+    apply = LinearAct.apply
+
+    def plan(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        y: Tensor = apply(x, weight, bias, formula)
+        return y
+
+    return plan
+
+
+def _strided(x: Tensor, weight: Tensor) -> bool:
+    return x.layout is torch.strided and weight.layout is torch.strided

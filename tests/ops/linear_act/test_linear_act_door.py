@@ -1,0 +1,277 @@
+"""The compiled door serves linear_act's calls with the very results of the Python way."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import fastlinear as fl
+from fastlinear.core.compare import judge
+from fastlinear.core.errors import InputError
+from fastlinear.dispatch import cache
+from fastlinear.ops.common import door
+from fastlinear.ops.common.activations import NAMES
+from fastlinear.ops.linear_act import launches, op, reference
+
+needs_door = pytest.mark.skipif(door.reason_not() is not None, reason="no compiled door here")
+pytestmark = needs_door
+
+KINDS = [(name, None) for name in NAMES] + [("silu", "cpp"), ("relu2", "onednn")]
+Given = tuple[Tensor, Tensor, Tensor | None]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built() -> None:
+    assert door.wait(), door.reason_not()
+
+
+@pytest.fixture
+def table() -> Iterator[door.Table]:
+    found = door.table("linear_act")
+    assert found is not None
+    yield found
+    cache.forget()
+
+
+def given(m: int = 5, k: int = 16, n: int = 8, **kind: Any) -> Given:
+    return torch.randn(m, k, **kind), torch.randn(n, k, **kind), torch.randn(n, **kind)
+
+
+def only_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on a call that the door does not serve fails."""
+    monkeypatch.setattr(op, "_looked_up", None)
+
+
+@pytest.mark.parametrize(("activation", "backend"), KINDS)
+def test_the_second_call_is_the_doors(
+    activation: str, backend: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = [given(), (torch.randn(2, 3, 16), *given()[1:]), (*given()[:2], None)]
+    calls += [(torch.randn(16, 5).t(), torch.randn(16, 8).t(), torch.randn(16)[::2])]
+    before = [fl.linear_act(*c, activation=activation, backend=backend) for c in calls]
+    only_door(monkeypatch)
+    for c, y in zip(calls, before, strict=True):
+        assert torch.equal(fl.linear_act(*c, activation=activation, backend=backend), y)
+
+
+@pytest.mark.parametrize(("activation", "backend"), KINDS)
+def test_gradients_through_the_door(
+    activation: str, backend: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for needs in itertools.product((False, True), repeat=3):
+        tensors = [t.requires_grad_(n) for t, n in zip(given(), needs, strict=True)]
+
+        def gradients(tensors: list[Tensor] = tensors, needs: Any = needs) -> list[Tensor]:
+            y = fl.linear_act(*tensors, activation=activation, backend=backend)
+            if not any(needs):
+                return [y]
+            wanted = [t for t in tensors if t.requires_grad]
+            return [y, *torch.autograd.grad(y, wanted, torch.ones_like(y))]
+
+        before = gradients()
+        with monkeypatch.context() as patch:
+            patch.setattr(op, "_looked_up", None)
+            after = gradients()
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_a_plan_serves_only_calls_like_its_own(table: door.Table) -> None:
+    """Whatever fact of a call differs, the plan of another is not taken."""
+    cache.forget()
+    x, w, b = given()
+    call = (x, w, b, "relu", None)
+    fl.linear_act(x, w, b, activation="relu")
+    assert table.call(*call) is not None
+
+    def misses(i: int, value: Any) -> bool:
+        return table.call(*call[:i], value, *call[i + 1 :]) is None
+
+    assert misses(0, torch.randn(4, 16))
+    assert misses(0, torch.randn(16, 5).t())
+    assert misses(0, x[None])
+    assert misses(0, x.double())
+    assert misses(0, x.to("meta"))
+    assert misses(0, torch._neg_view(x))
+    assert misses(0, x.to_sparse())
+    assert misses(0, x.as_subclass(type("Own", (Tensor,), {})))
+    assert misses(0, x.clone().requires_grad_())
+    assert misses(0, "x")
+    assert misses(1, torch.randn(16, 8).t())
+    assert misses(2, None)
+    assert misses(2, torch.randn(16)[::2])
+    assert misses(2, torch._neg_view(b))
+    assert misses(3, "gelu")
+    assert misses(3, ["relu"])
+    assert misses(4, "eager")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert table.call(*call) is None
+    with torch.inference_mode():
+        assert table.call(*call) is None
+    with torch.autograd.forward_ad.dual_level():
+        assert table.call(*call) is None
+    with FlopCounterMode(display=False):
+        assert table.call(*call) is None
+    torch.set_float32_matmul_precision("high")
+    assert table.call(*call) is None
+    torch.set_float32_matmul_precision("highest")
+    seen = []
+    torch.func.vmap(lambda row: (seen.append(table.call(row, *call[1:])), row)[1])(x)
+    torch.func.vmap(lambda _: (seen.append(table.call(*call)), x)[1])(x)
+    torch.func.grad(lambda t: (seen.append(table.call(*call)), t.sum())[1])(x)
+    assert seen == [None] * 3
+    assert table.call(*call) is not None
+    cache.forget()
+    assert table.call(*call) is None
+
+
+def test_autocast_has_plans_by_its_dtype(
+    table: door.Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, w, b = given()
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype=dtype):
+            before = fl.linear_act(x, w, b, activation="silu")
+            with monkeypatch.context() as patch:
+                patch.setattr(op, "_looked_up", None)
+                after = fl.linear_act(x, w, b, activation="silu")
+        assert before.dtype is after.dtype is dtype
+        assert torch.equal(before, after)
+
+
+def test_what_is_recorded_is_not_made_a_plan(table: door.Table) -> None:
+    cache.forget()
+    x, w, b = given()
+    with FlopCounterMode(display=False) as counter:
+        fl.linear_act(x, w, b, activation="relu")
+        fl.linear_act(x, w, b, activation="relu")
+    assert counter.get_total_flops() == 2 * 2 * 5 * 16 * 8
+    assert table.call(x, w, b, "relu", None) is None
+
+
+def test_errors_come_through_every_time() -> None:
+    x, w, b = given()
+    for _ in range(2):
+        with pytest.raises(InputError):
+            fl.linear_act(x, w[:, 1:], b)
+        with pytest.raises(InputError):
+            fl.linear_act(x, w, b, activation="no such")
+
+
+# --------------------------------------------------------------------------------------------
+# Launches from C++
+
+
+def boom(*_: Any) -> Tensor:
+    raise ZeroDivisionError
+
+
+def launched(table: door.Table, call: tuple[Any, ...]) -> None:
+    """Replace the plan of a call that ran before by its launch, whose fallback raises."""
+    backend = call[4]
+    plan = launches.in_door(backend, *call[:4], boom)
+    assert plan is not None
+    assert table.admit(*call, plan)
+
+
+CASES = [
+    ("cuda", torch.bfloat16, 64, 1024, 1024),
+    ("cuda", torch.float16, 300, 768, 3072),
+    ("triton", torch.bfloat16, 1, 1024, 1024),
+    ("triton", torch.bfloat16, 64, 1024, 1024),
+    ("triton", torch.float32, 2, 1000, 96),
+    ("triton", torch.float32, 64, 1024, 1024),
+    ("triton", torch.float16, 7, 33, 65),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_launches_from_cpp(case: Any, table: door.Table) -> None:
+    backend, dtype, m, k, n = case
+    if backend == "cuda" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("Hopper only")
+    kind: dict[str, Any] = {"device": "cuda", "dtype": dtype}
+    for activation, bias in itertools.product(NAMES, (True, False)):
+        x, w, b = given(m, k, n, **kind)
+        w = w * k**-0.5
+        call = (x, w, b if bias else None, activation, backend)
+        before = fl.linear_act(*call[:3], activation=activation, backend=backend)
+        launched(table, call)
+        for fresh in (x, torch.randn_like(x), torch.randn_like(x)):
+            y = table.call(fresh, *call[1:])
+            assert y.shape == (m, n)
+            exact = reference.linear_act(
+                *[None if t is None else t.double() for t in (fresh, w, call[2])], activation
+            )
+            theirs = reference.linear_act(fresh, w, call[2], activation)
+            assert judge("y", y, theirs, exact).passed
+        assert torch.equal(table.call(*call), before)
+
+
+@pytest.mark.gpu
+def test_a_launch_only_for_its_own_alignment_stream_and_no_capture(table: door.Table) -> None:
+    x, w, b = given(8, 64, 64, device="cuda", dtype=torch.bfloat16)
+    call = (x, w, b, "relu", "triton")
+    y = fl.linear_act(x, w, b, activation="relu", backend="triton")
+    launched(table, call)
+    odd = torch.randn(8 * 64 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(8, 64)
+    with pytest.raises(ZeroDivisionError):
+        table.call(odd, *call[1:])
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(20_000_000)
+        late = x.clone().neg_()
+        assert torch.equal(
+            table.call(late, *call[1:]),
+            fl.linear_act(late, w, b, activation="relu", backend="triton"),
+        )
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        assert table.call(*call) is None
+        static = fl.linear_act(x, w, b, activation="relu", backend="triton")
+    graph.replay()
+    assert torch.equal(static, y)
+    assert table.call(*call) is not None
+
+
+@pytest.mark.gpu
+def test_a_launch_follows_a_hook_of_triton_and_threads(table: door.Table) -> None:
+    import threading
+
+    from triton import knobs
+
+    x, w, b = given(8, 64, 64, device="cuda", dtype=torch.bfloat16)
+    call = (x, w, b, "relu", "triton")
+    y = fl.linear_act(x, w, b, activation="relu", backend="triton")
+    launched(table, call)
+
+    def hook(*_: Any) -> None:
+        """Seen around launches."""
+
+    knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        with pytest.raises(ZeroDivisionError):
+            table.call(*call)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(hook)
+    found: list[Any] = []
+
+    def plain(*c: Any) -> Tensor:
+        return fl.linear_act(*c, activation="relu", backend="triton")
+
+    table.admit(*call, launches.in_door("triton", *call[:4], plain))
+    thread = threading.Thread(
+        target=lambda: found.append(fl.linear_act(x, w, b, activation="relu", backend="triton"))
+    )
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize()
+    assert torch.equal(found[0], y)
