@@ -313,3 +313,82 @@ def test_a_plan_whose_part_is_refused_says_so(tape: None, gpu_profile: None, clo
     assert parts(again)["first"] == ("refused", "hooks")
     assert replaying(model) == BLOCKS[1:]
     assert [r.fqn for r in again.plan.rewrites] == BLOCKS[1:]
+
+
+# ---------------------------------------------------------------------------------- on a device
+
+
+class Deep(nn.Module):
+    """Blocks whose kernels take less time than their launches, and a value that decides between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = [nn.Sequential(*self.layers()) for _ in range(3)]
+        self.first, self.blocks = layers[0], nn.ModuleList(layers[1:])
+
+    @staticmethod
+    def layers() -> list[nn.Module]:
+        return [m for _ in range(12) for m in (nn.Linear(64, 64), nn.LayerNorm(64))]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if float(x.sum()) > 1e6:
+            x = -x
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["inference", "train"])
+def test_parts_on_the_device(mode: str) -> None:
+    model, x = Deep().cuda().train(mode == "train"), torch.randn(16, 64, device="cuda")
+    keys = [tuple(vars(m)) for m in model.modules()]
+    expected = run(model, x)
+    config = replace(GRAPHS, mode=mode, time_budget_s=6)
+    offered = optimize_(model, x, config=replace(config, graphs=False))
+    print(offered.table())
+    offers = [f.fqn for f in offered.findings if f.code == "launch_bound_region"]
+    assert offers == BLOCKS or sorted(offers) == sorted(BLOCKS)
+    assert any("Config(graphs=True)" in n for n in offered.notes)
+    result = optimize_(model, x, config=config)
+    print(result.table())
+    assert all(v.passed for v in result.verdicts)
+    assert parts(result) == dict.fromkeys(offers, ("kept", "faster"))
+    assert result.speedup.low > 1.0
+    for _ in range(3):
+        fresh = torch.randn(16, 64, device="cuda")
+        got = run(model, fresh)
+        result._swaps.off()
+        torch.testing.assert_close(got, run(model, fresh))
+        result._swaps.on()
+    plan = result.plan.to_json()
+    result.revert()
+    assert [tuple(vars(m)) for m in model.modules()] == keys
+    again = apply_(model, plan, x)
+    print(again.table())
+    assert parts(again) == dict.fromkeys(offers, ("kept", "in_plan"))
+    again.revert()
+    assert torch.equal(run(model, x), expected)
+
+
+@pytest.mark.gpu
+def test_a_model_that_is_busy_elsewhere_has_launch_bound_parts_too() -> None:
+    """Most of the step is one large product; what follows a value read from it is launches."""
+    torch.manual_seed(0)
+
+    class Busy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.large, self.small = nn.Linear(8192, 8192), nn.Sequential(*Deep.layers())
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.large(x)
+            return self.small(x[:16, :64] * float(y.sum() > 0))
+
+    model, x = Busy().cuda().eval(), torch.randn(2048, 8192, device="cuda")
+    result = optimize_(model, x, config=replace(GRAPHS, time_budget_s=4))
+    print(result.table())
+    print([(f.code, f.fqn, f.message) for f in result.findings])
+    assert parts(result).get("small", ("kept", "faster")) == ("kept", "faster")

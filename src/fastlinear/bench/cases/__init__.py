@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fastlinear.bench.case import Case
-from fastlinear.bench.cases import linear, linear_bias, models, overhead, strassen
+from fastlinear.bench.cases import graphed, linear, linear_bias, models, overhead, strassen
 
 EXPERIMENTS: dict[str, Callable[[str, bool], list[Case]]] = {
+    "graphed": graphed.cases,
     "linear": linear.cases,
     "linear-bias": linear_bias.cases,
     "models": models.cases,
