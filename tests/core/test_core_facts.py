@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastlinear as fl
+from fastlinear.core import cost, errors
 from fastlinear.core import device as device_module
-from fastlinear.core import errors
 from fastlinear.core.cost import Ceilings, Cost, floor_us, roofline
 from fastlinear.core.device import device_facts, slugify
 from fastlinear.core.errors import FastlinearError, InputError
-from fastlinear.core.precision import matmul_precision
+from fastlinear.core.precision import FLOAT_DTYPES, matmul_precision
 from fastlinear.core.problem import Problem, bucket_size
 from fastlinear.core.settings import Config, cache_dir
 
@@ -83,6 +83,18 @@ def test_every_field_of_a_problem_is_in_its_key() -> None:
         Problem("f", "p", base.dims, "float32", "cpu", base.options, False, "highest"),
     ]
     assert len({p.key() for p in [base, *changed]}) == len(changed) + 1
+
+
+@pytest.mark.parametrize("dtype", list(FLOAT_DTYPES))
+def test_ceilings_are_measured_for_every_dtype_the_cpu_runs(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """oneDNN has no float16 products on many processors; torch has them everywhere."""
+    monkeypatch.setattr(cost, "_product_sizes", lambda *_: (32,))
+    monkeypatch.setattr(cost, "_COPY_BYTES", {"cpu": 1 << 16})
+    found = cost.measure_ceilings.__wrapped__("cpu", dtype)
+    assert found.flops_per_s > 0
+    assert found.bytes_per_s > 0
 
 
 def test_cost_and_roofline() -> None:

@@ -79,6 +79,23 @@ def test_optimize_page_shows_every_site_and_why() -> None:
     assert html.count('class="dot before"') == len(data["step"]["samples"]["before"])
 
 
+def test_every_finding_has_its_arithmetic_and_every_note_is_shown() -> None:
+    data = samples.optimize()
+    data["notes"] = ["accuracy judged against: float64 model"]
+    findings = data["profile"]["findings"]
+    html = page(data).replace("<wbr>", "")
+    assert "accuracy judged against: float64 model" in html
+    html = html[html.index("What was found") :]
+    for f in findings:
+        row = html[html.index(f"<code>{f['fqn'] or '(model)'}</code></td>") :]
+        row = row[: row.index("</tr>")]
+        for shown in (text.count(f["flops"]), text.count(f["bytes"]), f["bound"]):
+            assert shown in row
+        for us in (f["floor_us"], f["measured_us"], f["predicted_gain_us"]):
+            assert text.duration(us) in row
+        assert text.percent(f["floor_us"] / f["measured_us"]) in row
+
+
 def test_values_are_escaped() -> None:
     data = samples.optimize()
     data["model"]["class"] = "<img src=x onerror=alert(1)>"

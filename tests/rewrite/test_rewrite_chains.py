@@ -65,6 +65,9 @@ def test_a_tiny_net_is_one_call_in_earnest() -> None:
     assert result.kept == 6, result.table()
     assert {s.rule for s in result.sites} == {"mlp"}
     assert result.speedup.low > 1.0
+    (predicted,) = {s.predicted_gain_us for s in result.sites}  # the chain's, in equal shares
+    assert predicted is not None
+    assert predicted > 0
     torch.testing.assert_close(model(x), expected)
     stored = result.plan.to_json()
     assert {r["route"] for r in stored["rewrites"]} == {"chain"}

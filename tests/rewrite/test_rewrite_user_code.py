@@ -77,7 +77,7 @@ class ReturnsNothing(ReturnsObject):
 
 def test_outputs_in_objects_are_verified() -> None:
     result = optimize_(ReturnsObject().eval(), X)
-    assert [v.name for v in result.verdicts] == ["randomness", "output[0]"]
+    assert [v.name for v in result.verdicts] == ["random numbers drawn", "output[0]"]
 
 
 def test_an_output_without_tensors_is_an_error() -> None:

@@ -14,6 +14,8 @@ import torch
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.timing import interleave
 
+_COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -98,7 +100,7 @@ def measure_ceilings(device: str, dtype: str, precision: str = "n/a") -> Ceiling
     cuda = d.type == "cuda"
     torch_dtype = FLOAT_DTYPES[dtype]
     with torch.no_grad():
-        source = torch.ones((1 << 30) if cuda else (1 << 26), dtype=torch.uint8, device=d)
+        source = torch.ones(_COPY_BYTES[d.type], dtype=torch.uint8, device=d)
         target = torch.empty_like(source)
         copy = interleave(
             {"copy": lambda: target.copy_(source)}, device=d, metric="device", rounds=7

@@ -92,7 +92,7 @@ def _linear_activation(
         gain = max(0.0, forward - (pass_us if saves(site) == "pre" else 0.0))
         gain += min(backward, pass_us if site.bias else 0.0)
     gain = max(0.0, min(gain, measured - floor))
-    where = site.activation_fqn or f"{site.parent_fqn or 'the model'}.forward"
+    where = site.activation_fqn or f"in the forward of {site.parent_fqn or 'the model'}"
     return Finding(
         code="linear_activation",
         fqn=site.fqn,

@@ -50,6 +50,7 @@ def optimize(data: dict[str, Any]) -> dict[str, Any]:
         "ratio_top": max([2.0, *ratios]) * 1.02,
         **_verdicts(data.get("verdicts") or []),
         "profile": profile(profiled) if profiled else None,
+        "notes": [str(note) for note in data.get("notes") or []],
         "environment": environment(data.get("environment")),
         "device": _device(data),
         "version": data.get("fastlinear", ""),
@@ -236,7 +237,7 @@ def _verdicts(verdicts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _merge_findings(findings: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Findings of one kind and one message are shown once, with all the places they hold."""
+    """Findings of one kind and one title are shown once, with all the places they hold."""
     merged: dict[tuple[str, str], dict[str, Any]] = {}
     for f in findings:
         key = (f.get("code", ""), f.get("title", ""))
@@ -245,16 +246,29 @@ def _merge_findings(findings: list[dict[str, Any]]) -> list[dict[str, Any]]:
             {
                 "code": f.get("code", ""),
                 "title": f.get("title", ""),
-                "message": f.get("message", ""),
                 "places": [],
                 "gain": 0.0,
-                "measured": 0.0,
             },
         )
-        entry["places"].append(f)
+        entry["places"].append(_place(f))
         entry["gain"] += f.get("predicted_gain_us") or 0.0
-        entry["measured"] += f.get("measured_us") or 0.0
     return sorted(merged.values(), key=lambda e: -e["gain"])
+
+
+def _place(finding: dict[str, Any]) -> dict[str, Any]:
+    """One finding's place, with how much of its time the roofline explains."""
+    measured, floor = finding.get("measured_us"), finding.get("floor_us")
+    return {
+        "fqn": finding.get("fqn", ""),
+        "message": finding.get("message", ""),
+        "flops": finding.get("flops"),
+        "bytes": finding.get("bytes"),
+        "bound": finding.get("bound", ""),
+        "floor": floor,
+        "measured": measured,
+        "roofline": floor / measured if measured and floor is not None else None,
+        "gain": finding.get("predicted_gain_us"),
+    }
 
 
 def _device(data: dict[str, Any]) -> str:

@@ -49,7 +49,8 @@ def _worth_measuring(work: Work, c: Candidate) -> bool:
         work.settle(c.fqn, "refused", "backend_cannot_serve", str(error), **facts)
         return False
     facts["backends"] = chosen[0]
-    facts["predicted_gain_us"] = _predicted(work, c, chosen)
+    gain = work.tuned_gain(c, chosen)
+    facts["predicted_gain_us"] = _as_found(work, c) if gain is None else gain
     # An activation module written in Python may gain even where eager is best.
     composed = c.activation_module is not None and not type(
         c.activation_module
@@ -71,18 +72,8 @@ def _worth_measuring(work: Work, c: Candidate) -> bool:
     return True
 
 
-def _predicted(work: Work, c: Candidate, chosen: list[dict[str, str]]) -> float | None:
-    gain = 0.0
-    known = False
-    for problem, kind, backends in zip(c.problems, c.calls.kinds, chosen, strict=True):
-        for piece, backend in backends.items():
-            tuned = work.tuned.get(problem.with_piece(piece))
-            if tuned is not None and {backend, BASELINE} <= set(tuned.samples):
-                known = True
-                saved = tuned.samples[BASELINE].median_us - tuned.samples[backend].median_us
-                gain += saved * kind.count
-    if known:
-        return gain
+def _as_found(work: Work, c: Candidate) -> float | None:
+    """The gain that the profile's finding predicts."""
     for finding in work.profile.findings:
         if finding.fqn == c.fqn and finding.code == "linear_activation":
             return finding.predicted_gain_us

@@ -130,13 +130,17 @@ def _gains(work: Work, chain: Chain, times: dict[str, Samples], passes: int) -> 
             work.notes.append(f"chain {chain.title} left alone: {text}")
             return False
     share = passes / len(chain.members)
+    told = facts(chain)
+    gain = work.tuned_gain(chain, [measure.backends_of(p, chain.backend) for p in chain.problems])
+    if gain is not None:
+        told["predicted_gain_us"] = gain / len(chain.members)
     for c in chain.members:
         work.settle(
             c.fqn,
             "rejected",
             "group_dropped",
             GROUP_DROPPED,
-            **facts(chain),
+            **told,
             activation=c.activation,
             before_us=times["before"].median_us * share,
             after_us=times["after"].median_us * share,

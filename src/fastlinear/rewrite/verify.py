@@ -27,6 +27,7 @@ from fastlinear.rewrite.trajectory import learning_rate, trajectory
 from fastlinear.rewrite.verdicts import compare_all, pool
 
 _MORE_DRAWS = 3
+_DRAWN = "random numbers drawn"
 
 Draws = dict[int, dict[str, Verdict]]
 
@@ -89,7 +90,7 @@ class Judge:
             return
         states = zip(ran.state, theirs.state, strict=True)
         same = all(torch.equal(a, b) for a, b in states)
-        found[index] = {"randomness": Verdict("randomness", 0.0 if same else math.inf, 0.0, 0.0)}
+        found[index] = {_DRAWN: Verdict(_DRAWN, 0.0 if same else math.inf, 0.0, 0.0)}
         found[index] |= self._compared(ran, known, call, self.runner.results)
 
     def _ran(self, call: Call, swaps: SwapSet, like: SwapSet | None) -> Ran:
