@@ -209,6 +209,23 @@ def test_a_part_that_cannot_be_recorded_is_taken_apart(
     assert told == {f"inner.inner.{n}": ("kept", "faster") for n in BLOCKS}
 
 
+def test_parts_that_differ_are_tried_in_turn_and_stay_together(
+    tape: None, gpu_profile: None, clock: Clock
+) -> None:
+    clock({"after": 50.0})
+    model = Fickle().eval()
+    model.first = Wrapped(model.first)
+    plain = copy.deepcopy(model)
+    result = optimize_(model, X, config=GRAPHS)
+    assert parts(result) == dict.fromkeys(BLOCKS, ("kept", "faster"))
+    assert replaying(model) == BLOCKS
+    (first,) = {s.reason for s in result.sites if s.rule == "graphed" and s.fqn == "first"}
+    (others,) = {s.reason for s in result.sites if s.rule == "graphed" and "blocks" in s.fqn}
+    assert "without it" in first
+    assert "without these 2 parts" in others
+    torch.testing.assert_close(run(model, X), run(plain, X))
+
+
 def test_only_what_is_faster_stays(
     tape: None, gpu_profile: None, clock: Clock, slower: Any
 ) -> None:

@@ -53,8 +53,8 @@ def launch_regions(
 ) -> tuple[Finding, ...]:
     """The outermost submodules that set the pace by their launches, in the order of the records.
 
-    A module with all it holds is one when the host spends at least 30% longer on it than its
-    kernels take, no op in it waits for the device, and replaying it as a CUDA graph would save at
+    A module with all it holds is one when its kernels take at most 70% of the time the host spends
+    on it, no op in it waits for the device, and replaying it as a CUDA graph would save at
     least 1% of the step: host time less what remains, a replay for each call or its kernels,
     whichever is longer. What it saves is at most the time in which the device has nothing to do
     in the whole step. Inside such a module no other is named.
