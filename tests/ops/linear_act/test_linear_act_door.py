@@ -154,6 +154,19 @@ def test_what_is_recorded_is_not_made_a_plan(table: door.Table) -> None:
     assert table.call(x, w, b, "relu", None) is None
 
 
+def test_what_a_transform_left_behind(table: door.Table) -> None:
+    """A tensor that escaped from torch.func has memory only underneath its wrapper."""
+    x, w, b = given()
+    escaped: list[Tensor] = []
+    torch.func.grad(lambda t: (escaped.append(t * 2), t.sum())[1])(x)
+    for grad in (False, True):
+        w.requires_grad_(grad)
+        for _ in range(2):
+            y = fl.linear_act(escaped[0], w, b, activation="relu")
+            assert torch.allclose(y, reference.linear_act(x * 2, w, b, "relu"))
+        assert table.call(escaped[0], w, b, "relu", None) is None
+
+
 def test_errors_come_through_every_time() -> None:
     x, w, b = given()
     for _ in range(2):

@@ -102,7 +102,8 @@ class LinearAct(torch.autograd.Function):
         needs = ctx.needs_input_grad
         ctx.save_for_backward(x if needs[1] else None, weight if needs[0] else None, saved)
         ctx.formula = formula
-        ctx.x_shape = x.shape
+        if kind == "pre":
+            ctx.x_shape = x.shape
         ctx.set_materialize_grads(False)
         return (y, pre) if kind == "pre" else y
 
@@ -126,6 +127,19 @@ class LinearAct(torch.autograd.Function):
         return (*run_backward(dy, saved, x, weight, formula.activation, needs, run), None)
 
 
+# torch.autograd.Function's own apply without its Python, which looks for transforms only.
+_apply = super(torch.autograd.Function, LinearAct).apply  # type: ignore[misc]
+
+
+def applied(
+    formula: Formula,
+) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    """``LinearAct`` with this formula, for plain tensors outside torch.func's transforms."""
+    if formula.saved == "pre":
+        return lambda x, weight, bias: _apply(x, weight, bias, formula)[0]  # type: ignore[no-any-return]
+    return lambda x, weight, bias: _apply(x, weight, bias, formula)  # type: ignore[no-any-return]
+
+
 def run_backward(
     dy: Tensor,
     saved: Tensor | None,
@@ -139,9 +153,16 @@ def run_backward(
 
     x may be None where dW is not needed, weight where dx is not.
     """
+    if dy.is_neg():
+        dy = dy.resolve_neg()
+    if dy.dim() == 2:  # so are the others; views cost a microsecond each
+        if not dy.is_contiguous():
+            dy = dy.contiguous()
+        found: Gradients = run(dy, saved, x, weight, activation, needs)
+        return found
     n = dy.shape[-1]
     m = dy.shape[:-1].numel()
-    dy2 = dy.resolve_neg().reshape(m, n)
+    dy2 = dy.reshape(m, n)
     if not dy2.is_contiguous():  # an expanded gradient, as sum() makes
         dy2 = dy2.contiguous()
     saved2 = None if saved is None else saved.reshape(m, n)

@@ -215,7 +215,7 @@ def _admit(
     global _door
     x = given[0]
     table = door.table("linear_act")
-    if table is None or any(t is not None and t.is_neg() for t in given) or is_captured(x):
+    if table is None or not plans.as_memory_lies(*given) or is_captured(x):
         return
     if x.is_cuda and not door.serves_cuda():
         return

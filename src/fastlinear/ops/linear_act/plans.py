@@ -14,12 +14,13 @@ from fastlinear.ops.common import calls
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.autocast import cast as cast_once
 from fastlinear.ops.linear_act import reference
-from fastlinear.ops.linear_act.autograd import Formula, LinearAct, backward_of
+from fastlinear.ops.linear_act.autograd import Formula, applied, backward_of
 from fastlinear.ops.linear_act.backends import STEP
 from fastlinear.ops.linear_act.selection import choices
 
 Plan = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 _linear = torch.nn.functional.linear
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 # The functions behind torch.nn.functional, without the Python around them.
 _ACTS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...] | None, Any]] = {
     "relu": (torch.relu, None, None),
@@ -91,7 +92,7 @@ def _guarded(
     """The plan with all that a call's facts do not say of its tensors."""
 
     def plan(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if _forward_ad._current_level >= 0 or not _strided(x, weight):
+        if _forward_ad._current_level >= 0 or _wrapped(x, weight, bias) or not _strided(x, weight):
             return unusual(x, weight, bias, activation, backend)
         if calls.recorded():
             return reference.linear_act(x, weight, bias, activation)
@@ -123,14 +124,17 @@ def _inference(chosen: tuple[Choice, ...], activation: str) -> Plan:
 def training_plan(chosen: tuple[Choice, ...], activation: str) -> Plan:
     """``LinearAct`` over the backends chosen for the pieces; for plain tensors on the hot path."""
     run = chosen[0].backend.load()
-    formula = Formula(activation, activation_of(activation).saved, run, backward_of(chosen))
-    apply = LinearAct.apply
+    return applied(Formula(activation, activation_of(activation).saved, run, backward_of(chosen)))
 
-    def plan(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        y: Tensor = apply(x, weight, bias, formula)
-        return y
 
-    return plan
+def _wrapped(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a tensor is left over from a transform of torch.func that has ended."""
+    return _is_wrapped(x) or _is_wrapped(weight) or (bias is not None and _is_wrapped(bias))
+
+
+def as_memory_lies(*tensors: Tensor | None) -> bool:
+    """Whether kernels may read these as they are: no lazy sign, no transform's wrapper."""
+    return not any(t is not None and (t.is_neg() or _is_wrapped(t)) for t in tensors)
 
 
 def _strided(x: Tensor, weight: Tensor) -> bool:
