@@ -129,6 +129,16 @@ def _set(*keys: Any, value: Any) -> Callable[[dict[str, Any]], None]:
         (_set("rewrites", value=3), "bad or missing field"),
         (_set("mode", value="fast"), "bad or missing field"),
         (_set("inputs", value=None), "bad or missing field"),
+        (_set("rewrites", 0, "parent_fqn", value=[]), "bad or missing field"),
+        (_set("rewrites", 0, "activation_fqn", value=7), "bad or missing field"),
+        (_set("inputs", "args", value="x"), "complete description of the inputs"),
+        (_set("inputs", "args", 0, value=None), "complete description of the inputs"),
+        (_set("inputs", "args", 0, "tensor", value="load"), "load is no dtype"),
+        (_set("inputs", "args", 0, "tensor", value="float3"), "complete description of the inputs"),
+        (_set("inputs", "args", 0, "shape", value=[-1]), "negative dimension"),
+        (_set("inputs", "args", 0, "shape", value=None), "complete description of the inputs"),
+        (_set("inputs", "args", 0, "std", value=None), "complete description of the inputs"),
+        (_set("tuned", 0, "problem", "dims", "M", value=float("inf")), "complete measurements"),
         (_set("model", "class", value="Net"), "expected a Net; received a Sequential"),
         (_set("model", "fingerprint", value="0" * 16), "fingerprint 0000"),
         (_set("environment", "torch", value="1.0"), "torch 1.0"),
@@ -231,8 +241,12 @@ def test_a_plan_is_written_whole_or_not_at_all(
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(plans.os, "replace", stop)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "replace", stop)
         plans.write_json(path, {"a": 1})
     assert path.read_text() == "old"
-    assert [p.name for p in tmp_path.iterdir() if p.suffix] == ["plan.json"]
+    assert [p.name for p in tmp_path.iterdir() if p.is_file()] == ["plan.json"]
+    path.unlink()
+    (tmp_path / "other").write_text("")
+    plans.write_json(path, {"a": 1})
+    assert path.stat().st_mode == (tmp_path / "other").stat().st_mode  # readable as any file

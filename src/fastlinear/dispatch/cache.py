@@ -28,6 +28,7 @@ from fastlinear.dispatch.backend import Backend
 
 FORMAT = 1
 _LOCK_TIMEOUT_S = 10.0
+_UNFIT = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 _loaded: dict[Path, dict[str, Any]] = {}
 _warned: set[str] = set()
@@ -190,7 +191,7 @@ def _parse(path: Path) -> dict[str, Any]:
             if not all(isinstance(us, (int, float)) for us in item["times_us"].values()):
                 raise ValueError("an entry's times are not numbers")
             Problem.from_json(item["problem"])
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except _UNFIT as error:
         _warn(
             f"the tuned cache {path} is corrupt or foreign ({error}); ignored. "
             "The next tuning replaces it; `fastlinear cache clear` removes it."

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fastlinear.core.errors import InputError
+from fastlinear.core.errors import PlanError
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,8 @@ def _spec_tree(item: Any, spec: Callable[[Any], Any]) -> Any:
 def from_specs(specs: dict[str, Any], device: torch.device, seed: int) -> Call:
     """A call with random tensors of the stored shapes, dtypes and value ranges.
 
-    Raises InputError when an input was of a kind that a plan cannot describe.
+    Raises PlanError when the description is damaged, or an input was of a kind that a plan cannot
+    describe.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -116,13 +117,15 @@ def from_specs(specs: dict[str, Any], device: torch.device, seed: int) -> Call:
         if "value" in item:
             return item["value"]
         if "tensor" not in item:
-            raise InputError(
+            raise PlanError(
                 "apply_",
                 expected="a plan whose inputs are tensors, numbers, strings or containers of them",
                 received=f"an input of type {item.get('unknown')}",
                 remedy="Pass inputs=... to apply_.",
             )
         dtype, shape = getattr(torch, item["tensor"]), tuple(item["shape"])
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{item['tensor']} is no dtype")
         if dtype.is_floating_point:
             values = torch.randn(shape, generator=generator) * item.get("std", 1.0)
             return (values + item.get("mean", 0.0)).to(device, dtype)
@@ -133,6 +136,15 @@ def from_specs(specs: dict[str, Any], device: torch.device, seed: int) -> Call:
         low, high = item.get("min", 0), item.get("max", 0)
         return torch.randint(low, high + 1, shape, generator=generator).to(device, dtype)
 
-    return Call(
-        tuple(build(a) for a in specs["args"]), {k: build(v) for k, v in specs["kwargs"].items()}
-    )
+    try:
+        args = tuple(build(a) for a in specs["args"])
+        return Call(args, {k: build(v) for k, v in specs["kwargs"].items()})
+    except PlanError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as e:
+        raise PlanError(
+            "apply_",
+            expected="a complete description of the inputs in the plan",
+            received=f"{type(e).__name__}: {e}",
+            remedy="Pass inputs=... to apply_, or make the plan again with optimize_.",
+        ) from e

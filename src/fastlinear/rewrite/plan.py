@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
+import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -126,14 +125,14 @@ class Plan:
 def write_json(path: str | Path, data: dict[str, Any]) -> Path:
     """Write JSON through a temporary file beside the target, so that a kill leaves no half."""
     path = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with temporary.open("x", encoding="utf-8") as file:
             json.dump(data, file, indent=1)
             file.write("\n")
-        os.replace(temporary, path)
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     return path
 
@@ -190,7 +189,10 @@ def _parse(data: dict[str, Any]) -> Plan:
         rewrite = Rewrite(**item)
         known = rewrite.rule in RULES and rewrite.route in ROUTES and rewrite.activation in NAMES
         known &= (rewrite.rule == "graphed") == (rewrite.route == "graph")
-        if not known or not isinstance(rewrite.fqn, str):
+        known &= isinstance(rewrite.fqn, str)
+        for name in (rewrite.activation_fqn, rewrite.parent_fqn):
+            known &= name is None or isinstance(name, str)
+        if not known:
             raise ValueError(f"unknown rewrite of {rewrite.fqn!r}: {rewrite.rule}, {rewrite.route}")
         rewrites.append(rewrite)
     if data["mode"] not in MODES:

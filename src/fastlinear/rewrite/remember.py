@@ -43,7 +43,7 @@ def decisions_of(plan: Plan) -> list[Decision]:
     for item in plan.tuned:
         try:
             decision = _decision(item)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise PlanError(
                 "apply_",
                 expected="complete measurements in the plan",
@@ -71,7 +71,7 @@ def _own(device: str) -> list[Decision]:
     for key, item in cache.entries(device).items():
         try:
             decision = _decision(item)
-        except (KeyError, TypeError, ValueError, AttributeError):
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
             continue  # of another version: selection does not find it either
         decision = replace(decision, problem=_in_order(decision.problem, key))
         if cache.tuned(decision.problem, decision.able) is not None:
