@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +16,11 @@ import fastlinear as fl
 from fastlinear.core.compare import judge
 from fastlinear.core.errors import InputError
 from fastlinear.dispatch import cache
+from fastlinear.dispatch.backend import family
 from fastlinear.ops.common import door
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.linear_act import launches, op, reference
+from fastlinear.ops.linear_act.backends import problem
 
 needs_door = pytest.mark.skipif(door.reason_not() is not None, reason="no compiled door here")
 pytestmark = needs_door
@@ -165,6 +168,23 @@ def test_what_a_transform_left_behind(table: door.Table) -> None:
             y = fl.linear_act(escaped[0], w, b, activation="relu")
             assert torch.allclose(y, reference.linear_act(x * 2, w, b, "relu"))
         assert table.call(escaped[0], w, b, "relu", None) is None
+
+
+def test_tuning_times_what_callers_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inference outside CUDA graphs goes through the op with the backend forced."""
+    p = problem("forward", 5, 16, 8, dtype="float32", device="cpu", activation="silu")
+    fam = family("linear_act")
+    (kernel,) = [b for b in fam.candidates("forward") if b.name == "cpp"]
+    assert fam.timed is not None
+    way = fam.timed(kernel, p)
+    assert way is not None
+    inputs = fam.make_inputs(p, torch.device("cpu"), 0)
+    before = way(*inputs)
+    only_door(monkeypatch)
+    assert torch.equal(way(*inputs)[0], before[0])
+    assert torch.equal(before[0], kernel.load()(*inputs)[0])
+    for other in (replace(p, needs_grad=True), replace(p, captured=True), p.with_piece("step")):
+        assert fam.timed(kernel, other) is None
 
 
 def test_errors_come_through_every_time() -> None:

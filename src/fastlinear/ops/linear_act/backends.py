@@ -6,6 +6,7 @@ Light on purpose: backends are named here and imported on first use.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -45,7 +46,16 @@ _CPP_SOURCES = tuple(
 )
 _PACKED = ("../common/packed.py",)
 _PIECES_SOURCES = (
-    *("autograd.py", "op.py", "onednn.py", "cpp.py", "cublaslt.py", "triton.py", "cuda.py"),
+    *(
+        "autograd.py",
+        "op.py",
+        "plans.py",
+        "onednn.py",
+        "cpp.py",
+        "cublaslt.py",
+        "triton.py",
+        "cuda.py",
+    ),
     "triton_backward.py",
     *_TRITON_SOURCES,
     *_CUDA_SOURCES,
@@ -276,6 +286,16 @@ def cost(p: Problem) -> Cost:
     return Cost(gemm, size * (m * k + n * k + m * n))
 
 
+def _timed(backend: Backend, p: Problem) -> Callable[..., Any] | None:
+    """Inference is timed as callers of ``linear_act`` pay for it. In a CUDA graph the host is no
+    matter, and a forward that saves is timed with its whole step."""
+    if p.piece != "forward" or p.needs_grad or p.captured:
+        return None
+    from fastlinear.ops.linear_act.caller import caller  # it stands on this module
+
+    return caller(backend.name)
+
+
 def _launch_bound(p: Problem) -> bool:
     """Whether a training step of this layer on a GPU takes less time than its launches.
 
@@ -391,5 +411,6 @@ FAMILY = register_family(
         cost=cost,
         akin=(_whatever_bias, _whatever_activation),
         cold=True,
+        timed=_timed,
     )
 )

@@ -1,0 +1,29 @@
+"""The way of ``linear_act``'s callers to one backend: what tuning puts on the clock for inference.
+
+A backend's function costs Python at every call; behind the compiled door a call has none of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from fastlinear.ops.common import door
+from fastlinear.ops.linear_act.op import call
+
+
+def caller(backend: str) -> Callable[..., tuple[Tensor, None]]:
+    """A function of the arguments of a forward backend that calls ``linear_act`` with that backend.
+
+    Waits for the door, so that calls take the way they take once it is there.
+    """
+    door.wait(door.PATIENCE_S)
+
+    def forward(
+        x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save_pre: bool
+    ) -> tuple[Tensor, None]:
+        assert not save_pre
+        return call(x, weight, bias, activation, backend), None
+
+    return forward
