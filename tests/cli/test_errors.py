@@ -148,6 +148,13 @@ def test_forced_backend_that_cannot_serve(run: Run) -> None:
     assert result.exit_code == UNSUPPORTED
     assert "allow_fast_matmul" in result.stderr
     assert run("optimize", "userpackage:mlp", "--backend", "linear_act").exit_code == BAD_INPUT
+    for family, backend in (("linear_act", "triton"), ("mlp", "whole_cuda")):
+        forced = f"{family}={backend}"
+        result = run("optimize", "userpackage:mlp", "--quiet", "--no-tune", "--backend", forced)
+        assert result.exit_code == UNSUPPORTED
+        assert result.stdout == ""
+        assert f"backend '{backend}' of {family} can serve somewhere" in result.stderr
+        assert "CUDA devices only" in result.stderr
 
 
 def test_device_that_is_not_there(run: Run) -> None:

@@ -12,7 +12,7 @@ import torch
 from rewrite_models import Clock, Functional, Raises, Tied, mlp, run, snapshot
 from torch import Tensor, nn
 
-from fastlinear.core.errors import InputError
+from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.core.settings import Config
 from fastlinear.core.timing import Samples
 from fastlinear.dispatch import backend as registry
@@ -521,6 +521,7 @@ def test_an_interruption_while_rewritten_leaves_the_model_untouched() -> None:
 @pytest.mark.usefixtures("fast")
 def test_bad_arguments() -> None:
     model = mlp()
+    before = snapshot(model)
     with pytest.raises(InputError, match="inputs"):
         optimize_(model, 3)
     with pytest.raises(InputError, match=r"nn\.Module"):
@@ -533,6 +534,23 @@ def test_bad_arguments() -> None:
         optimize_(model, X, config=Config(backends={"conv": "eager"}))
     with pytest.raises(InputError, match="shapes cannot be multiplied"):
         optimize_(model, torch.randn(3, 5))
+    with pytest.raises(InputError, match="must have the same dtype"):
+        optimize_(model, X.long())
+    with pytest.raises(InputError, match="device"):
+        optimize_(model, X.to("meta"))
+    assert snapshot(model) == before
+
+
+@pytest.mark.usefixtures("fast")
+@pytest.mark.parametrize(("family", "backend"), [("linear_act", "cublaslt"), ("mlp", "graph")])
+def test_a_forced_backend_that_can_serve_nothing_is_an_error(family: str, backend: str) -> None:
+    model = mlp()
+    before = snapshot(model)
+    config = Config(tune=False, backends={family: backend})
+    with pytest.raises(UnsupportedError, match=rf"'{backend}' of {family}.*CUDA.*Leave") as raised:
+        optimize_(model, X, config=config)
+    assert raised.value.exit_code == 5
+    assert snapshot(model) == before
 
 
 @pytest.mark.usefixtures("fast")

@@ -10,13 +10,18 @@ from fastlinear.dispatch.backend import families
 from fastlinear.dispatch.tune import BASELINE
 from fastlinear.rewrite import measure, site
 from fastlinear.rewrite.candidate import Candidate
-from fastlinear.rewrite.choose_chains import choose_chains
+from fastlinear.rewrite.choose_chains import choose_chains, fail_forced
 from fastlinear.rewrite.rules import linear_act as rule
 from fastlinear.rewrite.work import GROUP_DROPPED, Work, in_words
 
+_CANNOT_SERVE = "backend_cannot_serve"
+
 
 def choose(work: Work, candidates: list[Candidate]) -> list[Candidate]:
-    """Tune the distinct Problems and drop the sites that have nothing to gain."""
+    """Tune the distinct Problems and drop the sites that have nothing to gain.
+
+    Raises UnsupportedError when a forced backend can serve none of them.
+    """
     if not work.allows(rule.RULE):
         for c in candidates:
             work.settle(c.fqn, "refused", "family_off", "Config.families leaves it out.")
@@ -32,6 +37,9 @@ def choose(work: Work, candidates: list[Candidate]) -> list[Candidate]:
                 progress=work.progress,
             )
     kept = [c for c in candidates if _worth_measuring(work, c)]
+    unable = [o for c in candidates if (o := work.outcomes[c.fqn]).code == _CANNOT_SERVE]
+    if candidates and len(unable) == len(candidates):
+        fail_forced(rule.RULE, work.config.backends[rule.RULE], unable[0].reason)
     chosen = _measure_sites(work, rule.complete(kept, work.every))
     return choose_chains(work, candidates, chosen)
 
@@ -46,7 +54,7 @@ def _worth_measuring(work: Work, c: Candidate) -> bool:
     try:
         chosen = [measure.backends_of(p, c.backend) for p in c.problems]
     except UnsupportedError as error:
-        work.settle(c.fqn, "refused", "backend_cannot_serve", str(error), **facts)
+        work.settle(c.fqn, "refused", _CANNOT_SERVE, error.received, **facts)
         return False
     facts["backends"] = chosen[0]
     gain = work.tuned_gain(c, chosen)

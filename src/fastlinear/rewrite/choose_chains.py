@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -22,10 +22,17 @@ def choose_chains(
     work: Work, candidates: list[Candidate], chosen: list[Candidate]
 ) -> list[Candidate]:
     """``chosen`` with every chain in place of its linears that is faster as one call than as the
-    model's own layers and than these linears rewritten one by one."""
+    model's own layers and than these linears rewritten one by one.
+
+    Raises UnsupportedError when a forced backend can serve none of them.
+    """
     if not work.allows(rule.RULE):
         return chosen
     chains = match(work, candidates)
+    forced = work.config.backends.get(rule.RULE)
+    unable = [why for chain in chains if (why := _cannot_serve(chain)) is not None]
+    if forced is not None and chains and len(unable) == len(chains):
+        fail_forced(rule.RULE, forced, unable[0])
     single = {c.fqn: c for c in chosen}
     measured: dict[Any, tuple[dict[str, Samples], int] | None] = {}
     for i, chain in enumerate(chains):
@@ -41,6 +48,16 @@ def choose_chains(
     work.progress("chains", len(chains), len(chains))
     work.every = [single.get(c.fqn, c) for c in work.every]
     return [single[c.fqn] for c in candidates if c.fqn in single]
+
+
+def fail_forced(family: str, backend: str, why: str) -> NoReturn:
+    """Raise UnsupportedError: a forced backend that serves nothing of the model."""
+    raise UnsupportedError(
+        "optimize_",
+        expected=f"a model that backend {backend!r} of {family} can serve somewhere",
+        received=why,
+        remedy="Leave backends out to let fastlinear choose.",
+    )
 
 
 def match(work: Work, candidates: list[Candidate]) -> list[Chain]:
@@ -70,6 +87,15 @@ def facts(chain: Chain) -> dict[str, Any]:
         "backends": measure.backends_of(chain.problems[0], chain.backend),
         "calls": chain.calls.calls,
     }
+
+
+def _cannot_serve(chain: Chain) -> str | None:
+    try:
+        for problem in chain.problems:
+            measure.backends_of(problem, chain.backend)
+    except UnsupportedError as error:
+        return error.received
+    return None
 
 
 def _kind(chain: Chain, single: dict[str, Candidate]) -> Any:

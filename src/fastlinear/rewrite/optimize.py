@@ -62,7 +62,9 @@ def optimize_(
 
     Raises:
         InputError: the inputs do not fit the model (its exception is the cause), or an argument
-            is of the wrong kind. Whatever is raised, the model is left as it was.
+            is of the wrong kind.
+        UnsupportedError: a backend that ``config`` names can serve nothing of the model. Whatever
+            is raised, the model is left as it was.
 
     Attach hooks or adapters before optimizing, or ``result.revert()`` first: a rewritten linear
     returns its activated output.
