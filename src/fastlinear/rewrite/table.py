@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 from fastlinear.core.text_table import as_text, table
@@ -11,10 +12,22 @@ if TYPE_CHECKING:
 
 _COLUMNS = ("module", "activation", ">calls", "backend")
 _TIMES = (">predicted gain µs", ">before µs", ">after µs", ">speed-up", "outcome")
+_NARROW = 110  # columns below which the table's own are too many
 
 
 def render(result: Result, width: int) -> str:
-    """The text of ``Result.table``: sites of one kind and one fate are folded into one row."""
+    """The text of ``Result.table``: sites of one kind and one fate are folded into one row, or
+    into one paragraph where a table would be too wide."""
+    parts: list[Any] = []
+    if result.sites:
+        parts = _paragraphs(result, width) if width < _NARROW else [_table(result, width)]
+        parts.append("")
+    parts += [_step(result), _counts(result)]
+    parts += [f"note: {note}" for note in result.notes]
+    return as_text(parts, width)
+
+
+def _table(result: Result, width: int) -> Any:
     rows = [
         (
             names,
@@ -29,12 +42,23 @@ def render(result: Result, width: int) -> str:
         )
         for names, site in _folded(result)
     ]
-    parts: list[Any] = []
-    if rows:
-        parts = [table((*_COLUMNS, *_TIMES), rows, width=width), ""]
-    parts += [_step(result), _counts(result)]
-    parts += [f"note: {note}" for note in result.notes]
-    return as_text(parts, width)
+    return table((*_COLUMNS, *_TIMES), rows, width=width)
+
+
+def _paragraphs(result: Result, width: int) -> list[str]:
+    shown = []
+    for names, site in _folded(result):
+        facts = [f"{site.status.replace('_', ' ')}: {site.reason}"]
+        if site.predicted_gain_us is not None:
+            facts.append(f"Predicted gain {site.predicted_gain_us:.1f} µs.")
+        if site.speedup is not None:
+            facts.append(
+                f"{_number(site.before_us)} -> {_number(site.after_us)} µs, {site.speedup:.2f}x."
+            )
+        found = "" if site.activation in (None, "none") else f", {site.activation}"
+        text = f"{names}{found}: {' '.join(facts)}"
+        shown.append(textwrap.fill(text, width, subsequent_indent="    "))
+    return shown
 
 
 def _step(result: Result) -> str:

@@ -1,0 +1,82 @@
+"""A Result as text: every site with its fate, at any width."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fastlinear.core.timing import Ratio
+from fastlinear.rewrite.result import SiteOutcome
+from fastlinear.rewrite.table import render
+
+KEPT = SiteOutcome(
+    "encoder.layer.0.fc",
+    "linear_act",
+    "gelu",
+    {"dims": {"M": 8}},
+    "kept",
+    "faster",
+    "triton, with gelu in one call, 1.50x [1.40, 1.60]",
+    predicted_gain_us=12.5,
+    before_us=30.0,
+    after_us=20.0,
+    speedup=1.5,
+    ci95=(1.4, 1.6),
+    backends={"forward": "triton"},
+    calls=1,
+)
+REFUSED = SiteOutcome("head", "linear_act", None, None, "refused", "hooks", "It has a hook.")
+
+
+def result(*sites: SiteOutcome) -> Any:
+    names = ("kept", "rejected", "refused", "nothing_to_do")
+    counts = {name: sum(s.status == name for s in sites) for name in names}
+    return SimpleNamespace(
+        sites=sites,
+        kept=counts["kept"],
+        summary=lambda: counts,
+        model_class="Net",
+        mode="inference",
+        device="cpu",
+        before_us=40.0,
+        after_us=30.0,
+        speedup=Ratio(1.33, 1.3, 1.4),
+        notes=("accuracy judged against: float64 model",),
+    )
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 109, 110, 160])
+def test_every_fact_is_there_and_every_line_fits(width: int) -> None:
+    text = render(result(KEPT, REFUSED), width)
+    assert max(map(len, text.splitlines())) <= width
+    flat = " ".join(text.split())
+    for fact in ("encoder.layer.0.fc", "head", "gelu", "12.5", "30.0", "20.0", "1.50x", "kept"):
+        assert fact in flat
+    assert "Net, inference on cpu: 40 µs -> 30 µs a step, 1.33x [1.30, 1.40]" in flat
+    assert "2 linear sites: 1 kept, 0 rejected, 1 refused, 0 nothing to do" in flat
+    assert "note: accuracy judged against: float64 model" in flat
+    if width < 110:
+        assert "head: refused: It has a hook." in flat
+        assert "Predicted gain 12.5 µs. 30.0 -> 20.0 µs, 1.50x." in flat
+
+
+def test_alike_sites_share_a_row() -> None:
+    sites = [replace(KEPT, fqn=f"layer.{i}") for i in range(3)]
+    assert "layer.0 (+2 alike)" in render(result(*sites), 160)
+    assert "layer.0 (+2 alike), gelu: kept:" in render(result(*sites), 80)
+
+
+def test_nothing_kept_is_no_speed_up() -> None:
+    text = render(result(REFUSED), 160)
+    assert "40 µs a step; nothing was kept, the model is as it was" in text
+    assert "1.33x" not in text
+    assert "1 linear site: 0 kept" in text
+
+
+def test_a_model_without_linears() -> None:
+    text = render(result(), 160)
+    assert text.startswith("Net, inference on cpu")
+    assert "0 linear sites" in text
