@@ -109,7 +109,7 @@ def bench(data: dict[str, Any]) -> dict[str, Any]:
         "title": first.get("experiment") or "Benchmark",
         "groups": shown,
         "summary": summary,
-        "wins": sum(1 for g in summary if g["speedup"] > 1.02),
+        "wins": sum(1 for g in summary if g["speedup"] > 1.02 and g["low"] > 1),
         "losses": sum(1 for g in summary if g["speedup"] < 0.98),
         "ratio_top": max([2.0, *(g["high"] for g in summary)]) * 1.02,
         "rows": len(rows),
