@@ -43,6 +43,10 @@ def wrong_shape():
     return torch.randn(6, 9)
 
 
+def four_wide():
+    return torch.randn(6, 4)
+
+
 def inputs_raise():
     raise ValueError("no data")
 

@@ -187,6 +187,26 @@ def test_errors_of_the_library_become_exit_codes(
     assert str(error) in result.stderr
 
 
+def test_rewrites_that_are_less_accurate_are_exit_code_3(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backend that scales the bias is rejected, and nothing else is kept."""
+    from fastlinear.dispatch import backend
+    from fastlinear.ops.linear_act import onednn
+
+    right = onednn.forward
+    monkeypatch.setattr(onednn, "forward", lambda x, w, b, *rest: right(x, w, b * 1.01, *rest))
+    backend._load.cache_clear()
+    one_layer = ("userpackage:module", "--inputs", "userpackage:four_wide")
+    forced = ("--backend", "linear_act=onednn", "--no-tune", "--quiet")
+    result = run("optimize", *one_layer, *forced)
+    backend._load.cache_clear()
+    assert result.exit_code == NUMERICS, result.stderr
+    assert result.stderr.startswith("error: fastlinear: expected a rewrite as accurate as")
+    assert "received the model: less accurate: output" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
 def test_unwritable_report(run: Run, folder: Path) -> None:
     (folder / "file").write_text("")
     result = run(

@@ -18,9 +18,9 @@ from fastlinear.cli.console import (
     width,
     write_page,
 )
-from fastlinear.core.errors import InputError
+from fastlinear.core.errors import InputError, NumericsError
 
-NUMERICS_FAILED, NOTHING_PROFITABLE = 3, 4
+NOTHING_PROFITABLE = 4
 
 
 def register(app: typer.Typer) -> None:
@@ -78,7 +78,8 @@ def optimize(
 
     The model is profiled, every candidate is checked against a float64 oracle (outputs and, in
     train mode, gradients and optimizer steps), then timed against the original, interleaved. What
-    is not faster beyond noise is undone. Exit code 4 says that nothing was worth keeping.
+    is not faster beyond noise is undone. Exit code 4 says that nothing was worth keeping, 3 that
+    nothing was and that a rewrite was less accurate than allowed.
 
     Example: fastlinear optimize examples.models:gpt2 --html report.html --plan plan.json
     """
@@ -161,9 +162,17 @@ def _finish(result: Any, *, as_json: bool, html: Path | None, quiet: bool) -> No
         print_json(data)
     elif not quiet:
         typer.echo(result.table(width=width()))
-    if data["summary"]["kept"] == 0:
-        failed = [v for v in data["verdicts"] if not v["passed"]]
-        raise typer.Exit(NUMERICS_FAILED if failed else NOTHING_PROFITABLE)
+    if data["summary"]["kept"]:
+        return
+    failed = [site for site in data["sites"] if site["code"] == "less_accurate"]
+    if failed:
+        raise NumericsError(
+            "fastlinear",
+            expected="a rewrite as accurate as PyTorch's own path",
+            received=f"{failed[0]['fqn'] or 'the model'}: {failed[0]['reason']}",
+            remedy="Nothing was kept, and the model is as it was.",
+        )
+    raise typer.Exit(NOTHING_PROFITABLE)
 
 
 def _backends(pairs: list[str]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.core.problem import Problem
-from fastlinear.dispatch.backend import Backend, Family, family
+from fastlinear.dispatch.backend import Backend, family
 from fastlinear.dispatch.cache import tuned
 from fastlinear.dispatch.tables import shipped
 
@@ -46,7 +46,7 @@ def select(problem: Problem, forced: str | None = None) -> Choice:
     reasons = {b.name: b.reason_not(problem) for b in candidates}
     able = [b for b in candidates if reasons[b.name] is None]
     if forced is not None:
-        return _forced(problem, fam, candidates, reasons, forced)
+        return _forced(problem, candidates, reasons, forced)
     by_name = {b.name: b for b in able}
     for source, look in (("tuned", tuned), ("table", shipped)):
         for asked in (problem, problem.other_regime()):
@@ -75,7 +75,6 @@ def _regime(problem: Problem) -> str:
 
 def _forced(
     problem: Problem,
-    fam: Family,
     candidates: tuple[Backend, ...],
     reasons: dict[str, str | None],
     forced: str,

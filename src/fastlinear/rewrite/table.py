@@ -68,7 +68,7 @@ def _step(result: Result) -> str:
     ratio = result.speedup
     return (
         f"{where}{result.before_us:.0f} µs -> {result.after_us:.0f} µs a step, "
-        f"{ratio.median:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}]"
+        f"{ratio.median:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}] in interleaved pairs"
     )
 
 
