@@ -58,7 +58,8 @@ def _first_failure(
     exact_theirs: dict[str, Tensor],
 ) -> Verdict | None:
     verdicts = (
-        compare(f"{fqn}.{n}".lstrip("."), ours[n], theirs[n], exact[n], 0.0, exact_theirs[n]) for n in exact
+        compare(f"{fqn}.{n}".lstrip("."), ours[n], theirs[n], exact[n], 0.0, exact_theirs[n])
+        for n in exact
     )
     return next((v for v in verdicts if not v.passed), None)
 
