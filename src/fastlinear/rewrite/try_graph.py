@@ -105,9 +105,7 @@ def tried(
     """
     base = swaps_of(inside)
     plain, swaps = SwapSet(base), SwapSet(with_graph(base, work.model, names))
-    held = _allocated(work)
     verdicts = verdicts_of(work, swaps, like=plain)
-    held = _allocated(work) - held
     failed = next((v for v in verdicts if not v.passed), None)
     if failed is not None:
         swaps.release()
@@ -116,8 +114,10 @@ def tried(
     with work.budget:
         won = _pair(work, swaps, others)
         pair = _pair(work, swaps, None) if against else won
-    swaps.release()  # what is kept records its own at the first call, in the caller's mode
     others.release()
+    held = _allocated(work)
+    swaps.release()  # what is kept records its own at the first call, in the caller's mode
+    held -= _allocated(work)
     ratio = won.speedup
     facts = {
         "before_us": won.before.median_us,
