@@ -133,6 +133,24 @@ def test_a_plan_serves_only_calls_like_its_own(table: door.Table) -> None:
     assert table.call(*call) is None
 
 
+def test_the_door_learns_what_the_lookup_does_not_tell_apart(
+    table: door.Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, w, b = given()
+    cache.forget()
+    fl.linear_act(x, w, b, activation="relu")
+    sparse_bias = torch.randn(16)[::2]
+    with torch.inference_mode():
+        fl.linear_act(x, w, b, activation="relu")
+    fl.linear_act(x, w, sparse_bias, activation="relu")
+    assert len(op._plans) == 1
+    only_door(monkeypatch)
+    with torch.inference_mode():
+        assert fl.linear_act(x, w, b, activation="relu").is_inference()
+    y = fl.linear_act(x, w, sparse_bias, activation="relu")
+    assert torch.allclose(y, reference.linear_act(x, w, sparse_bias, "relu"))
+
+
 def test_autocast_has_plans_by_its_dtype(
     table: door.Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +163,12 @@ def test_autocast_has_plans_by_its_dtype(
                 after = fl.linear_act(x, w, b, activation="silu")
         assert before.dtype is after.dtype is dtype
         assert torch.equal(before, after)
+    call = (x, w, b, "relu2", "onednn")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        fl.linear_act(x, w, b, activation="relu2", backend="onednn")
+        assert table.call(*call).dtype is torch.bfloat16
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert table.call(*call) is None
 
 
 def test_what_is_recorded_is_not_made_a_plan(table: door.Table) -> None:

@@ -104,6 +104,17 @@ PyObject* call(PyObject* self, PyObject* const* args, Py_ssize_t n) {
   });
 }
 
+// Whether a call with these arguments could be served here and now, but for want of a plan.
+PyObject* wants(PyObject* self, PyObject* const* args, Py_ssize_t n) {
+  return guarded([&]() -> PyObject* {
+    Call c;
+    if (!read_or_pass(c, args, n) || table_of(self)->find(c) != nullptr) Py_RETURN_FALSE;
+    void* stream = nullptr;
+    if (c.tensors[0]->is_cuda() && !cuda.serves(*c.tensors[0], &stream)) Py_RETURN_FALSE;
+    Py_RETURN_TRUE;
+  });
+}
+
 // The arguments of `call`, then a plan: a callable of the leading tensor arguments, or a tuple.
 PyObject* admit(PyObject* self, PyObject* const* args, Py_ssize_t n) {
   if (n < kTensorArguments + 1)
@@ -127,6 +138,7 @@ PyObject* clear(PyObject* self, PyObject*) {
 PyMethodDef methods[] = {
     {"call", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(call)), METH_FASTCALL, nullptr},
     {"admit", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(admit)), METH_FASTCALL, nullptr},
+    {"wants", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(wants)), METH_FASTCALL, nullptr},
     {"clear", clear, METH_NOARGS, nullptr},
 };
 
@@ -143,13 +155,13 @@ extern "C" void fastlinear_door_begin(PyObject* tensor, PyObject* parameter, int
   door::forward_mode_level = Py_NewRef(level);
 }
 
-// (call, admit, clear) of a table of its own, as Python functions.
+// (call, admit, wants, clear) of a table of its own, as Python functions.
 extern "C" PyObject* fastlinear_door_table() {
   // never destroyed: at exit there is no Python left to give objects back to
   PyObject* self = PyCapsule_New(new door::Table, door::kTable, nullptr);
-  PyObject* functions = self == nullptr ? nullptr : PyTuple_New(3);
+  PyObject* functions = self == nullptr ? nullptr : PyTuple_New(4);
   if (functions == nullptr) return nullptr;
-  for (int i = 0; i < 3; ++i)
+  for (int i = 0; i < 4; ++i)
     PyTuple_SET_ITEM(functions, i, PyCFunction_New(&door::methods[i], self));
   Py_DECREF(self);
   return functions;

@@ -36,11 +36,13 @@ class Table:
             strings, booleans or None.
         admit: the same arguments and a plan: a callable of the leading arguments, or one of the
             tuples that ``door_plans.h`` describes. Whether such calls will be served.
+        wants: the arguments of a call → whether it could be served, but for want of a plan.
         clear: forget all plans.
     """
 
     call: Callable[..., Any]
     admit: Callable[..., bool]
+    wants: Callable[..., bool]
     clear: Callable[[], None]
 
 

@@ -21,7 +21,6 @@ from fastlinear.dispatch.explain import Explanation
 from fastlinear.ops.common import calls, door
 from fastlinear.ops.common.calls import is_captured
 from fastlinear.ops.linear_act import launches, plans, reference
-from fastlinear.ops.linear_act.plans import Plan
 from fastlinear.ops.linear_act.selection import choices, problem_of
 from fastlinear.ops.linear_act.validation import validate
 
@@ -115,7 +114,7 @@ def explain(
 # --------------------------------------------------------------------------------------------
 # Plans: what to call for calls of one kind
 
-_plans: dict[Any, Plan] = {}
+_plans: dict[Any, plans.Resolved] = {}
 
 
 def _no_door(*_: Any) -> None:
@@ -169,15 +168,18 @@ def _looked_up(
         grad = _grad_enabled() and (x.requires_grad or weight.requires_grad or bias.requires_grad)
         key = (facts, grad, bias.shape, bias.dtype, bias.device)
     try:
-        plan = _plans.get(key)
+        found = _plans.get(key)
     except TypeError:  # an activation or backend that cannot be hashed: validation names it
-        plan = None
-    if plan is not None:
-        return plan(x, weight, bias)
-    return _first(key, x, weight, bias, activation, backend, grad, autocast)
+        found = None
+    if found is None:
+        found = _resolved(key, x, weight, bias, activation, backend, grad, autocast)
+    y = found.plan(x, weight, bias)
+    if found.in_door is not None:
+        _admit(found, x, weight, bias, activation, backend)
+    return y
 
 
-def _first(
+def _resolved(
     key: Any,
     x: Tensor,
     weight: Tensor,
@@ -186,42 +188,46 @@ def _first(
     backend: str | None,
     grad: bool,
     autocast: torch.dtype | None,
-) -> Tensor:
-    """The first call of its kind: validate, select, remember, run, and tell the door."""
-    given = (x, weight, bias)
+) -> plans.Resolved:
+    """The plan of a kind of call seen for the first time: validate, select, remember."""
+    global _door
     if autocast is not None:
         x, weight, bias = _cast(x, weight, bias, autocast)
     validate(x, weight, bias, activation, backend)
-    plan, own, in_door = plans.resolved(
-        x, weight, bias, activation, backend, grad, autocast, _unusual
-    )
+    found = plans.resolved(x, weight, bias, activation, backend, grad, autocast, _unusual)
     if len(_plans) >= _MAX_PLANS:
-        _plans.clear()
-    _plans[key] = plan
-    y = plan(*given)
-    if in_door is not None and not calls.forward_mode() and not calls.recorded():
-        _admit(given, activation, backend, own if autocast is None else None, in_door)
-    return y
+        _forget()
+    _plans[key] = found
+    table = door.table("linear_act")
+    if table is not None:
+        _door = table.call
+    return found
 
 
 def _admit(
-    given: tuple[Tensor, Tensor, Tensor | None],
+    found: plans.Resolved,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
     activation: str,
     backend: str | None,
-    own: str | None,
-    plan: Any,
 ) -> None:
-    """Make the plan known to the compiled door, building that at the first plan."""
-    global _door
-    x = given[0]
+    """Make the plan of a call that has run known to the compiled door, if that wants it.
+
+    Its facts tell more calls apart than a key of ours does.
+    """
+    if _door is _no_door or (x.is_cuda and not door.serves_cuda()):
+        return
     table = door.table("linear_act")
-    if table is None or not plans.as_memory_lies(*given) or is_captured(x):
+    if table is None or not table.wants(x, weight, bias, activation, backend):
         return
-    if x.is_cuda and not door.serves_cuda():
+    if calls.recorded() or not plans.as_memory_lies(x, weight, bias):
         return
-    _door = table.call
-    launched = launches.in_door(own, *given, activation, plan) if x.is_cuda and own else None
-    table.admit(*given, activation, backend, launched or plan)
+    dense = bias is None or bias.is_contiguous()
+    plan = found.in_door if dense else found.plan
+    if x.is_cuda and dense and found.kernel is not None:
+        plan = launches.in_door(found.kernel, x, weight, bias, activation, plan) or plan
+    table.admit(x, weight, bias, activation, backend, plan)
 
 
 # --------------------------------------------------------------------------------------------

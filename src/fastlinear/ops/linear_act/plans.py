@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +32,22 @@ _ACTS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...] | None, Any]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """One plan.
+
+    Attributes:
+        plan: what the op's Python calls.
+        in_door: what the compiled door runs where the tensors are as their memory lies and bias is
+            dense: the same without looking at them, or one of the door's tuples. None for no plan.
+        kernel: the one backend of such calls, where it may be a launch that the door makes itself.
+    """
+
+    plan: Plan
+    in_door: Any
+    kernel: str | None
+
+
 def resolved(
     x: Tensor,
     weight: Tensor,
@@ -40,15 +57,14 @@ def resolved(
     grad: bool,
     autocast: torch.dtype | None,
     unusual: Callable[..., Tensor],
-) -> tuple[Plan, str | None, Any]:
-    """(the plan, its only backend if it launches kernels of ours, what the door runs for it).
+) -> Resolved:
+    """What to call, and what the door runs for it.
 
     x, weight and bias are as the backends get them; under autocast the plan casts what it is given.
     ``unusual`` takes the calls that a plan of ours cannot.
     """
     if x.device.type not in ("cpu", "cuda") or not _strided(x, weight):
-        plan = native(activation)
-        return plan, None, None
+        return Resolved(native(activation), None, None)
     captured = calls.is_captured(x)
     chosen = choices(x, weight, bias, activation, backend, grad, captured)
     names = {c.backend.name for c in chosen if c.problem.piece != STEP}
@@ -56,15 +72,12 @@ def resolved(
     # A cast weight is a new tensor at every call, so a packed copy of it would be as well.
     repacked = autocast is not None and any(name.endswith("_packed") for name in names)
     if empty or names == {"eager"} or (repacked and backend is None):
-        return native(activation), None, _native_in_door(activation)
+        return Resolved(native(activation), _native_in_door(activation), None)
     inner = training_plan(chosen, activation) if grad else _inference(chosen, activation)
     plan = _guarded(inner, activation, backend, autocast, unusual)
-    dense = bias is None or bias.is_contiguous()
-    return (
-        plan,
-        None if grad or captured else names.pop(),
-        inner if autocast is None and dense else plan,
-    )
+    if autocast is not None:
+        return Resolved(plan, plan, None)
+    return Resolved(plan, inner, None if grad or captured else names.pop())
 
 
 def native(activation: str) -> Plan:

@@ -123,7 +123,7 @@ def explain(
 # --------------------------------------------------------------------------------------------
 # Plans: what to call for calls of one kind
 
-_plans: dict[Any, Plan] = {}
+_plans: dict[Any, tuple[Plan, Any]] = {}
 
 
 def _no_door(*_: Any) -> None:
@@ -175,32 +175,54 @@ def _looked_up(
         calls.is_captured(x),
     )
     try:
-        plan = _plans.get(key)
+        found = _plans.get(key)
     except TypeError:  # an activation or backend that cannot be hashed: validation names it
-        plan = None
-    if plan is not None:
-        return plan(x, ws, bs)
-    given_x, given_ws, given_bs = x, ws, bs
+        found = None
+    if found is None:
+        found = _resolved(key, x, ws, bs, rest, grad, autocast is not None, negative)
+    plan, in_door = found
+    if in_door is not None:
+        _admit(in_door, x, weights, biases, *rest)
+    return plan(x, ws, bs)
+
+
+def _resolved(
+    key: Any,
+    x: Tensor,
+    ws: Weights,
+    bs: Biases,
+    rest: tuple[str, str, str | None, bool],
+    grad: bool,
+    autocast: bool,
+    negative: bool,
+) -> tuple[Plan, Any]:
+    """(the plan of a kind of call seen for the first time, what the door runs for it or None)."""
+    global _door
     x, ws, bs = as_autocast(x, ws, bs)
     validate(x, ws, bs, *rest)
-    native, plan = resolved(x, ws, bs, *rest, grad, autocast is not None)
-    if autocast is not None or negative:
-        plan = prepared(plan)
+    native, plan = resolved(x, ws, bs, *rest, grad, autocast)
+    in_door: Any = plan if native is None else ("chain", *native)
+    if autocast or negative:
+        plan, in_door = prepared(plan), None
     if len(_plans) >= _MAX_PLANS:
-        _plans.clear()
-    _plans[key] = plan
-    if autocast is None and not negative and not calls.is_captured(x):
-        _admit(x, weights, biases, *rest, plan if native is None else ("chain", *native))
-    return plan(given_x, given_ws, given_bs)
-
-
-def _admit(x: Tensor, *call_and_plan: Any) -> None:
-    """Make the plan known to the compiled door, building that at the first plan."""
-    global _door
+        _forget()
+    _plans[key] = plan, in_door
     table = door.table("mlp")
-    if table is not None and (not x.is_cuda or door.serves_cuda()):
+    if table is not None:
         _door = table.call
-        table.admit(x, *call_and_plan)
+    return plan, in_door
+
+
+def _admit(plan: Any, x: Tensor, *call: Any) -> None:
+    """Make a plan known to the compiled door, if that wants it.
+
+    The door's facts tell more calls apart than a key of ours does.
+    """
+    if _door is _no_door or (x.is_cuda and not door.serves_cuda()):
+        return
+    table = door.table("mlp")
+    if table is not None and table.wants(x, *call):
+        table.admit(x, *call, plan)
 
 
 # --------------------------------------------------------------------------------------------
