@@ -189,3 +189,25 @@ def test_every_header_ages_measurements() -> None:
     for b in family("mlp").backends:
         if b.name in ("whole_cpp", "pieces"):
             assert used <= {(main.parent / name).resolve() for name in b.sources}
+
+
+@pytest.mark.parametrize("m", [512, 700, 1300])
+@pytest.mark.parametrize("widths", [(256, 320), (512, 64), (144, 512)])
+def test_many_rows_of_one_wide_layer(m: int, widths: tuple[int, int]) -> None:
+    """A single layer's weight is turned where rows are many: the same bits as by blocks."""
+    x, ws, bs = net(m, *widths)
+    assert verdict(x, ws, bs, save=True).passed
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(whole_cpp.forward(x, ws, bs, "relu", "gelu", True))
+        blocks = [whole_cpp.forward(x[i : i + 64], ws, bs, "relu", "gelu", True) for i in (0, 448)]
+    finally:
+        torch.set_num_threads(before)
+    for y, (pre,) in results[1:]:
+        assert torch.equal(y, results[0][0])
+        assert torch.equal(pre, results[0][1][0])
+    for i, (y, _) in zip((0, 448), blocks, strict=True):
+        assert torch.equal(y, results[0][0][i : i + 64])

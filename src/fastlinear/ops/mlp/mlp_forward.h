@@ -9,7 +9,9 @@ namespace {
 
 constexpr int64_t kDotRows = 16;        // up to here rows take dot products along W's rows
 constexpr int64_t kReadByAll = 256;     // up to this width each thread may read all weights
-constexpr int64_t kTurned = 128;         // up to this width weights may be turned instead of x
+constexpr int64_t kTurned = 128;         // up to this width weights may be turned instead of x,
+constexpr int64_t kTurnedAlone = 512;   // up to this one that of a single layer
+constexpr int64_t kTurnedRows = 20 * kRowsOf[kMaxVectors];  // rows that then go through together
 constexpr double kFlopsABarrier = 6e4;  // what could be computed while threads wait
 
 thread_local Scratch scratch, weights_of;
@@ -131,15 +133,15 @@ void forward_shared(const Net& net, const float* x, float* y, float* const* save
   }
 }
 
-// Whether turning every weight in every thread costs less than turning the rows of x and y. Wider
-// layers than kTurned gain nothing by it.
+// Whether turning every weight in every thread costs less than turning the rows of x and y. Chains
+// of wider layers lose by it between x and y.
 bool many_rows(const Net& net, int64_t m, int threads) {
   int64_t weights = 0;
   for (int64_t l = 0; l <= net.layers; ++l) {
     if (net.widths[l] % kLanes) return false;
     if (l) weights += net.widths[l - 1] * net.widths[l];
   }
-  return widest(net) <= kTurned && m >= 8 * kBlock &&
+  return widest(net) <= (net.layers == 1 ? kTurnedAlone : kTurned) && m >= 8 * kBlock &&
          m * (net.widths[0] + net.widths[net.layers]) >= 2 * weights * threads;
 }
 
@@ -162,10 +164,10 @@ void forward_turned(const Net& net, const float* x, float* y, float* const* save
         to += k * size;
       }
     }
-    float* const space = scratch.at_least(2 * wide * kBlock);
-    const int64_t blocks = (m + kBlock - 1) / kBlock, end = blocks * (t + 1) / team;
-    for (int64_t block = blocks * t / team; block < end; ++block) {
-      const int64_t from = block * kBlock, rows = m - from < kBlock ? m - from : kBlock;
+    float* const space = scratch.at_least(2 * wide * kTurnedRows);
+    const int64_t end = m * (t + 1) / team;
+    for (int64_t from = m * t / team; from < end; from += kTurnedRows) {
+      const int64_t rows = end - from < kTurnedRows ? end - from : kTurnedRows;
       const float* h = x + from * net.widths[0];
       const float* b = turned;
       for (int64_t l = 0; l <= last; ++l) {
@@ -174,7 +176,7 @@ void forward_turned(const Net& net, const float* x, float* y, float* const* save
         const bool keep_pre = keep && saves_pre(net.acts[l]);
         float* out = l == last            ? y + from * n
                      : keep && !keep_pre ? keep
-                                         : space + (l % 2) * wide * kBlock;
+                                         : space + (l % 2) * wide * kTurnedRows;
         const float* bias = net.biases[l];
         for (int64_t j = 0; j < n; j += kBlock) {
           const int64_t size = n - j < kBlock ? n - j : kBlock;

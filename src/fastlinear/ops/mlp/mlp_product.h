@@ -16,7 +16,7 @@ constexpr int kMaxVectors = 2;
 constexpr int kRowsOf[kMaxVectors + 1] = {0, 8, 6};
 #endif
 constexpr int kBlock = kLanes * kMaxVectors;  // columns of a panel
-constexpr int64_t kDepth = 32;      // products summed before they join the total
+constexpr int64_t kDepth = 64;      // products summed before they join the total
 constexpr int64_t kPackAhead = 24;  // rows between reading one and asking for it
 
 thread_local Scratch panels_of;
