@@ -172,7 +172,7 @@ def test_nothing_able_says_why_for_each(toy: Family) -> None:
 
 
 def test_unknown_family() -> None:
-    with pytest.raises(InputError, match=r"a family in .*'linear_act'.*received 'nope'"):
+    with pytest.raises(InputError, match=r"a family in .*linear_act.*received 'nope'"):
         family("nope")
 
 

@@ -46,6 +46,7 @@ def load_object(name: str, what: str) -> Any:
                 what,
                 expected=f"{module_name!r} to have the attribute {path!r}",
                 received=f"no {part!r}{_near(found)}",
+                remedy="Check the spelling.",
             )
         found = getattr(found, part)
     return found
@@ -63,6 +64,7 @@ def load_model(name: str, *, device: str, dtype: str | None, train: bool, seed: 
                 "model",
                 expected=f"{name} to be an nn.Module or a callable returning one",
                 received=f"an object of type {type(factory).__name__}",
+                remedy="Name a function without arguments that returns the model.",
             )
         model = _call(factory, "model", name)
     if not isinstance(model, nn.Module):
@@ -106,6 +108,7 @@ def load_inputs(
             expected=f"{label} to give a tensor, a tuple of positional arguments or a dict of "
             "keyword arguments",
             received=f"an object of type {type(value).__name__}",
+            remedy="Wrap a single argument that is no tensor in a tuple: (x,).",
         )
     moved: torch.Tensor | tuple[Any, ...] | dict[str, Any] = _move(
         value, usable_device(device), None if dtype is None else FLOAT_DTYPES[dtype]
@@ -123,6 +126,7 @@ def load_loss(name: str | None) -> Callable[[Any], torch.Tensor] | None:
             "loss",
             expected=f"{name} to be a function from the model's output to a scalar tensor",
             received=f"an object of type {type(loss).__name__}",
+            remedy="Name the function itself; leave --loss out for the mean square of the outputs.",
         )
     function: Callable[[Any], torch.Tensor] = loss
     return function
@@ -140,7 +144,12 @@ def usable_device(device: str) -> torch.device:
             remedy="`fastlinear doctor` says what this machine offers.",
         ) from None
     if where.type not in ("cpu", "cuda"):
-        raise UnsupportedError("--device", expected="cpu or cuda", received=repr(device))
+        raise UnsupportedError(
+            "--device",
+            expected="cpu or cuda",
+            received=repr(device),
+            remedy="Other devices are not served: choose cpu or cuda.",
+        )
     if where.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (where.index or 0) >= count:

@@ -181,7 +181,10 @@ def _backends(pairs: list[str]) -> dict[str, str]:
         family, equals, name = pair.partition("=")
         if not equals or not family or not name:
             raise InputError(
-                "--backend", expected="FAMILY=BACKEND, as linear_act=onednn", received=repr(pair)
+                "--backend",
+                expected="FAMILY=BACKEND, as linear_act=onednn",
+                received=repr(pair),
+                remedy="`fastlinear doctor` lists families and backends.",
             )
         chosen[family] = name
     return chosen

@@ -75,6 +75,7 @@ def paired_ratio(numerator: Samples, denominator: Samples) -> Ratio:
             "paired_ratio",
             expected="samples of the same interleaved run",
             received=f"{len(numerator.us)} and {len(denominator.us)} rounds",
+            remedy="Time both in one call of interleave.",
         )
     ratios = np.asarray(numerator.us) / np.asarray(denominator.us)
     low, high = _bootstrap_median(ratios)
@@ -108,7 +109,12 @@ def interleave(
         name → Samples, all with the same number of rounds.
     """
     if metric not in METRICS:
-        raise InputError("interleave", expected=f"metric in {METRICS}", received=repr(metric))
+        raise InputError(
+            "interleave",
+            expected=f"metric in {', '.join(METRICS)}",
+            received=repr(metric),
+            remedy="'wall' is what a caller waits, 'device' what the device works.",
+        )
     device = torch.device(device)
     runners = {n: _prepare(fn, device, metric) for n, fn in contenders.items()}
     samples: dict[str, list[float]] = {n: [] for n in runners}

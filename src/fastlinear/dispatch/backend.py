@@ -112,7 +112,10 @@ def family(name: str) -> Family:
     """The family of that name. Raises InputError for an unknown one."""
     if name not in _FAMILIES:
         raise InputError(
-            "fastlinear", expected=f"a family in {sorted(_FAMILIES)}", received=repr(name)
+            "fastlinear",
+            expected=f"a family in {', '.join(sorted(_FAMILIES))}",
+            received=repr(name),
+            remedy="A family is known once its module in fastlinear.ops is imported.",
         )
     return _FAMILIES[name]
 

@@ -66,6 +66,7 @@ def select(problem: Problem, forced: str | None = None) -> Choice:
         expected="at least one backend able to serve the call",
         received=f"{problem.describe()}: "
         + "; ".join(f"{name}: {why}" for name, why in reasons.items()),
+        remedy="Change what these reasons name, or call PyTorch's own functions.",
     )
 
 

@@ -13,14 +13,19 @@ from torch.utils import _pytree as pytree
 from fastlinear.core.errors import InputError, UnsupportedError
 
 LossFn = Callable[[Any], Tensor]
+FUNCTION = "fastlinear.profile"
+"""Who asks, in errors, where nobody says otherwise."""
 
 
-def normalize_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def normalize_inputs(
+    inputs: Any, function: str = FUNCTION
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """``(args, kwargs)`` of a model call.
 
     Args:
         inputs: a tensor, a tuple of positional arguments, or a dict of keyword arguments
             (any mapping with string keys, such as a tokenizer's output).
+        function: who asks, for the error.
 
     Raises:
         InputError: anything else.
@@ -32,7 +37,7 @@ def normalize_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, Mapping) and all(isinstance(k, str) for k in inputs):
         return (), dict(inputs)
     raise InputError(
-        "fastlinear.profile",
+        function,
         expected="inputs to be a tensor, a tuple of positional arguments or a dict of keyword "
         "arguments",
         received=type(inputs).__name__,
@@ -59,7 +64,7 @@ def loss_of(output: Any) -> Tensor:
     terms = [_mean_square(t) for t in _tensors(output) if t.requires_grad]
     if not terms:
         raise InputError(
-            "fastlinear.profile",
+            FUNCTION,
             expected="an output with at least one floating-point tensor that has a gradient",
             received=f"{type(output).__name__} without one",
             remedy="Pass loss_fn=, or use mode='inference'.",
@@ -111,7 +116,7 @@ def _copy(t: Tensor) -> Tensor:
     return copy.requires_grad_(t.requires_grad)
 
 
-def device_of(model: nn.Module, inputs: Any) -> torch.device:
+def device_of(model: nn.Module, inputs: Any, function: str = FUNCTION) -> torch.device:
     """Where the model runs: its first CUDA parameter or buffer, else its first one, else the
     first input tensor. Raises for devices nothing here can measure."""
     tensors = [*model.parameters(), *model.buffers()]
@@ -121,34 +126,40 @@ def device_of(model: nn.Module, inputs: Any) -> torch.device:
     device = device or (devices[0] if devices else torch.device("cpu"))
     if device.type == "meta":
         raise InputError(
-            "fastlinear.profile",
+            function,
             expected="a model with values",
             received="a model on the meta device",
             remedy="Give it storage first, for example model.to_empty(device='cpu').",
         )
     if device.type not in ("cpu", "cuda"):
         raise UnsupportedError(
-            "fastlinear.profile", expected="a CPU or CUDA model", received=f"device {device}"
+            function,
+            expected="a CPU or CUDA model",
+            received=f"device {device}",
+            remedy="Move it first, for example model.to('cpu').",
         )
     return device
 
 
-def check_model(model: Any) -> None:
+def check_model(model: Any, function: str = FUNCTION) -> None:
     """Raise unless ``model`` is an eager module whose parts can be told apart."""
     if not isinstance(model, nn.Module):
         raise InputError(
-            "fastlinear.profile", expected="model to be an nn.Module", received=_kind(model)
+            function,
+            expected="model to be an nn.Module",
+            received=_kind(model),
+            remedy="Pass the module itself, not its name, class or weights.",
         )
     if isinstance(model, torch.jit.ScriptModule):
         raise UnsupportedError(
-            "fastlinear.profile",
+            function,
             expected="an eager nn.Module",
             received=f"a scripted module ({_kind(model)})",
             remedy="Profile the module it was scripted from.",
         )
     if is_compiled(model):
         raise UnsupportedError(
-            "fastlinear.profile",
+            function,
             expected="an eager module, whose kernels can be told apart",
             received="a model under torch.compile",
             remedy="Profile the uncompiled module (model._orig_mod) and compile afterwards.",
@@ -157,7 +168,7 @@ def check_model(model: Any) -> None:
         where = f"{name!r}" if name else "the model itself"
         if any(nn.parameter.is_lazy(p) for p in module._parameters.values()):
             raise InputError(
-                "fastlinear.profile",
+                function,
                 expected="initialised parameters",
                 received=f"{where} is a lazy module that has not run yet",
                 remedy="Call the model once on real inputs first.",
@@ -215,10 +226,11 @@ class Step:
             loss = self.loss_fn(output)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise InputError(
-                "fastlinear.profile",
+                FUNCTION,
                 expected="loss_fn to return one differentiable number",
                 received=f"{_kind(loss)}"
                 + (f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""),
+                remedy="Reduce it, for example with .mean(), and do not detach it.",
             )
         return loss
 

@@ -38,6 +38,7 @@ def page(data: dict[str, Any]) -> str:
             "page",
             expected=f"data whose kind is one of {', '.join(_VIEWS)}",
             received=f"kind={kind!r}",
+            remedy="Pass what to_json() of a profile or a result returns.",
         )
     template = _environment().get_template(f"{kind}.html.j2")
     return template.render(view=_VIEWS[kind](data))

@@ -68,14 +68,19 @@ def apply_(
     True
     """
     loaded = plans.load(plan)
-    check_model(model)
-    device = device_of(model, ())
+    check_model(model, "apply_")
+    device = device_of(model, (), "apply_")
     plans.check_fits(loaded, model, device)
     if inputs is None:
         call = from_specs(loaded.inputs, device, _SEED)
         inputs = call.kwargs if call.kwargs and not call.args else call.args
         if call.args and call.kwargs:
-            raise PlanError("apply_", expected="positional or keyword inputs", received="both")
+            raise PlanError(
+                "apply_",
+                expected="positional or keyword inputs in the plan",
+                received="both",
+                remedy="Pass inputs=... to apply_, or make the plan again with optimize_.",
+            )
     forced = {r.rule: r.backend for r in loaded.linears if r.backend is not None}
     config = Config(mode=loaded.mode, backends=forced, tune=False, graphs=bool(loaded.graphed))
     work = prepare("apply_", model, inputs, config, loss_fn, progress)

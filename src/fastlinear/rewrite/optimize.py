@@ -146,12 +146,15 @@ def prepare(
     """Check the arguments; nothing has run yet. Raises InputError."""
     if not isinstance(config, Config):
         raise InputError(
-            function, expected="config to be a fl.Config", received=type(config).__name__
+            function,
+            expected="config to be a fl.Config",
+            received=type(config).__name__,
+            remedy="For example config=fl.Config(mode='train').",
         )
-    check_model(model)
+    check_model(model, function)
     check_backends(function, config)
-    call = Call(*normalize_inputs(inputs))
-    device = device_of(model, (call.args, call.kwargs))
+    call = Call(*normalize_inputs(inputs, function))
+    device = device_of(model, (call.args, call.kwargs), function)
     homes = {str(p.device) for p in model.parameters()}
     if len(homes) > 1:
         raise InputError(
@@ -171,14 +174,17 @@ def check_backends(function: str, config: Config) -> None:
     for name in named:
         if name not in known:
             raise InputError(
-                function, expected=f"families in {sorted(known)}", received=f"{name!r}"
+                function,
+                expected=f"families in {', '.join(sorted(known))}",
+                received=repr(name),
+                remedy="`fastlinear doctor` lists families and backends.",
             )
     for name, backend in config.backends.items():
         names = sorted({b.name for b in known[name].candidates("forward")})
         if backend not in names:
             raise InputError(
                 function,
-                expected=f"a backend of {name} in {names}",
+                expected=f"a backend of {name} in {', '.join(names)}",
                 received=repr(backend),
                 remedy="Leave it out to let fastlinear choose.",
             )

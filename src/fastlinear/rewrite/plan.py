@@ -172,7 +172,10 @@ def _read(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise PlanError(
-            "apply_", expected="a readable plan file", received=f"{path}: {error.strerror}"
+            "apply_",
+            expected="a readable plan file",
+            received=f"{path}: {error.strerror}",
+            remedy="Write one with result.save(path), or with fastlinear optimize --plan.",
         ) from error
     except ValueError as error:  # bad JSON, or bytes that are no text
         raise PlanError(
