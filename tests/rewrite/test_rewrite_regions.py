@@ -282,6 +282,19 @@ def test_hooks_on_a_part_are_refused(tape: None, gpu_profile: None, clock: Clock
     assert told["blocks.0"] == told["blocks.1"] == ("kept", "faster")
 
 
+def test_parts_that_are_graphs_already_are_left_alone(
+    tape: None, gpu_profile: None, clock: Clock
+) -> None:
+    clock({"after": 50.0})
+    model = Fickle().eval()
+    optimize_(model, X, config=GRAPHS)
+    again = optimize_(model, X, config=GRAPHS)
+    assert parts(again) == dict.fromkeys(BLOCKS, ("nothing_to_do", "already_rewritten"))
+    quiet = optimize_(model, X, config=replace(GRAPHS, graphs=False))
+    assert all("graphs" not in n for n in quiet.notes)
+    assert replaying(model) == BLOCKS
+
+
 def test_without_being_asked_parts_are_named(tape: None, gpu_profile: None, clock: Clock) -> None:
     clock({"after": 50.0})
     model = Fickle().eval()

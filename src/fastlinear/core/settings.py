@@ -25,7 +25,8 @@ class Config:
         draws: how many input draws verification uses (the first is the given input).
         optimizer_steps: how many optimizer steps are compared in train mode.
         tune: time the backends on each site's own Problem before choosing.
-        graphs: replay a launch-bound model as CUDA graphs where that is faster; they take memory.
+        graphs: replay a launch-bound model, or else its launch-bound parts, as CUDA graphs where
+            that is faster; they take memory.
         allow_fast_matmul: let Strassen-class algorithms compete (norm-wise stable only).
         time_budget_s: an upper bound on the time spent measuring, in seconds.
         seed: seed of every random draw.

@@ -69,7 +69,7 @@ def launch_bound(
     )
     remedy = "Larger batches or"
     if "offer" in details:
-        remedy = "CUDA graphs (fl.graphed), larger batches or"
+        remedy = "CUDA graphs (fl.graphed, or optimize_ with graphs=True), larger batches or"
     return Finding(
         code="launch_bound",
         fqn="",

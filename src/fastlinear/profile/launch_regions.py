@@ -130,8 +130,8 @@ def _finding(
         title=f"Launch-bound part: {part.module_class}",
         message=(
             f"In one step the host spends {part.host_us:.0f} µs on its {part.launches} launches, "
-            f"the device {part.device_us:.0f} µs on their work. As CUDA graphs (fl.graphed; "
-            "optimize_ with Config(graphs=True) or --graphs tries it) it would take about "
+            f"the device {part.device_us:.0f} µs on their work. As CUDA graphs (fl.graphed, or "
+            "optimize_ with Config(graphs=True) or --graphs) it would take about "
             f"{gain:.0f} µs less; graphs take memory."
         ),
         measured_us=part.host_us,

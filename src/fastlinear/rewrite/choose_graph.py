@@ -55,19 +55,17 @@ def choose_graph(
 
 def _note(work: Work, finding: Finding | None) -> None:
     """Say what CUDA graphs would save, without recording any."""
-    if finding is None or not _offered(finding) or _plainly_refused(work):
+    why = untouchable(work, "")
+    if why is not None and why.code in _NOR_ITS_PARTS:
+        return
+    state = why_not_replayed(work.model, lambda: None)
+    if finding is None or not _offered(finding) or why is not None or state is not None:
         note_regions(work)
         return
     work.notes.append(
         f"launch-bound: CUDA graphs would save up to {finding.predicted_gain_us:.0f} us a "
         "step; ask for them with Config(graphs=True) or --graphs (they take memory)"
     )
-
-
-def _plainly_refused(work: Work) -> bool:
-    """Whether the model as a whole is refused, as far as its code shows."""
-    why = untouchable(work, "")
-    return why is not None or why_not_replayed(work.model, lambda: None) is not None
 
 
 def _offered(finding: Finding | None) -> bool:

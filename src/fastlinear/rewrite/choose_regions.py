@@ -133,7 +133,8 @@ def _offers(work: Work, why_not: WhyNot, *, tell: bool) -> list[Finding]:
             if outcome is None:
                 offers.append(f)
                 continue
-            apart.add(f.fqn)
+            if outcome.status != "nothing_to_do":
+                apart.add(f.fqn)
             if tell:
                 settle(work, f.fqn, f.predicted_gain_us, outcome, f.details["calls"])
     known = {f.fqn for f in work.profile.findings if f.code == CODE}
