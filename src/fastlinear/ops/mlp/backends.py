@@ -74,8 +74,9 @@ def _prefer_cpu(p: Problem) -> tuple[str, ...]:
         # a Python autograd formula costs as much as PyTorch's own autograd of three or four layers
         small = m <= 64 and widest <= 1024 and p.dim("L") >= 6
         return ("whole_cpp", "eager") if small else ("eager",)
-    layered = _layered(p, 1 << 17)
-    return ("whole_cpp", *layered) if widest <= 256 or m <= 128 else layered
+    layered = _layered(p, 1 << 16)
+    whole = widest <= 256 or m <= 128 or m * widest <= 1 << 17
+    return ("whole_cpp", *layered) if whole else layered
 
 
 def _layered(p: Problem, numbers: int) -> tuple[str, ...]:

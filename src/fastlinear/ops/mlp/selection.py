@@ -47,13 +47,14 @@ def choices_of(p: Problem, backend: str | None = None) -> tuple[Choice, ...]:
     PyTorch's own anyhow.
     """
     if not p.needs_grad:
-        return (select(p, backend),)
+        return (_selected(p) if backend is None else select(p, backend),)
     if backend is not None:
         return select(p, backend), backward_choice(p.with_piece("backward"), backend)
     pieces = select_pieces(p)
     if all(c.backend.name == "eager" for c in pieces):
         return pieces
-    step = select(p.with_piece(STEP))
+    fast = pieces[0].backend.name == "strassen"  # of a step with it nothing measured without tells
+    step = (select if fast else _selected)(p.with_piece(STEP))
     if step.backend.name == "pieces":
         return (*pieces, step)
     reason = f"PyTorch's own autograd was chosen for the whole step ({step.reason})"
@@ -63,7 +64,22 @@ def choices_of(p: Problem, backend: str | None = None) -> tuple[Choice, ...]:
 
 def select_pieces(p: Problem) -> tuple[Choice, ...]:
     """The selection for forward and backward of a training call, the step left aside."""
-    return tuple(select(p.with_piece(piece)) for piece in PIECES)
+    return tuple(_selected(p.with_piece(piece)) for piece in PIECES)
+
+
+def _selected(p: Problem) -> Choice:
+    """The selection; where fast products are allowed, nobody measured them and they are not
+    expected to pay, what is measured without them holds."""
+    choice = select(p)
+    if choice.source != "default" or p.option("fast") != "yes" or choice.backend.name == "strassen":
+        return choice
+    options = tuple((k, "no" if k == "fast" else v) for k, v in p.options)
+    measured = select(replace(p, options=options))
+    if measured.source == "default":
+        return choice
+    able = dict(choice.passed_over)
+    passed = tuple((name, able.get(name, why)) for name, why in measured.passed_over)
+    return replace(measured, problem=p, passed_over=passed)
 
 
 def tuning_order(p: Problem) -> tuple[Problem, ...]:

@@ -1,0 +1,96 @@
+"""What a chain takes on the CPU where nothing is measured, and where fast products are allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from fastlinear.core.problem import Problem
+from fastlinear.dispatch import cache
+from fastlinear.dispatch.backend import family
+from fastlinear.ops.common import cpp_build
+from fastlinear.ops.mlp.problem import STEP, problem
+from fastlinear.ops.mlp.selection import choices_of
+
+needs_compiler = pytest.mark.skipif(cpp_build.reason_not() is not None, reason="no C++ compiler")
+
+
+@pytest.fixture(autouse=True)
+def unmeasured() -> Iterator[None]:
+    """A tuned cache of the test's own, empty."""
+    with cache.in_memory():
+        yield
+
+
+def chain(m: int, width: int, layers: int = 2, fast: bool = False, grad: bool = False) -> Problem:
+    return problem(
+        "forward",
+        m,
+        (width,) * (layers + 1),
+        dtype="float32",
+        device="cpu",
+        activation="relu",
+        final_activation="relu",
+        precision="highest",
+        fast=fast,
+        needs_grad=grad,
+    )
+
+
+def measured(p: Problem, best: str) -> None:
+    able = [b for b in family("mlp").candidates(p.piece) if b.reason_not(p) is None]
+    cache.store(p, able, best, {b.name: 2.0 - (b.name == best) for b in able})
+
+
+@needs_compiler
+@pytest.mark.parametrize("fast", [False, True])
+def test_the_order_without_measurements(fast: bool) -> None:
+    """Strassen gains nothing on a CPU; PyTorch's own ops are left to sizes nobody else serves."""
+    expected = {
+        (2, 4096): "whole_cpp",
+        (16, 4096): "whole_cpp",
+        (20, 4096): "layerwise",
+        (128, 4096): "layerwise",
+        (128, 2048): "whole_cpp",
+        (200, 512): "whole_cpp",
+        (200, 1024): "layerwise",
+        (8192, 256): "whole_cpp",
+        (8192, 512): "layerwise",
+    }
+    for (m, width), name in expected.items():
+        (choice,) = choices_of(chain(m, width, fast=fast))
+        assert (choice.backend.name, choice.source) == (name, "default"), (m, width)
+
+
+@needs_compiler
+def test_fast_products_obey_what_is_measured_without_them() -> None:
+    plain, fast = chain(64, 512), chain(64, 512, fast=True)
+    measured(plain, "eager")
+    (choice,) = choices_of(fast)
+    assert (choice.backend.name, choice.source) == ("eager", "tuned")
+    assert choice.problem == fast
+    why = dict(choice.passed_over)["strassen"]
+    assert "allow_fast_matmul" not in why
+    assert choices_of(plain)[0].backend.name == "eager"
+
+
+@needs_compiler
+def test_fast_products_measured_themselves_hold() -> None:
+    plain, fast = chain(64, 512), chain(64, 512, fast=True)
+    measured(plain, "eager")
+    measured(fast, "strassen")
+    assert choices_of(fast)[0].backend.name == "strassen"
+    assert choices_of(plain)[0].backend.name == "eager"
+    assert choices_of(fast, "whole_cpp")[0].source == "forced"
+
+
+@needs_compiler
+def test_fast_products_in_training() -> None:
+    plain = chain(16, 64, layers=8, grad=True)
+    fast = chain(16, 64, layers=8, grad=True, fast=True)
+    assert choices_of(fast)[0].backend.name == "whole_cpp"
+    measured(plain.with_piece(STEP), "eager")
+    assert choices_of(plain)[0].backend.name == choices_of(fast)[0].backend.name == "eager"
+    measured(fast, "strassen")
+    assert choices_of(fast)[0].backend.name == "strassen"
