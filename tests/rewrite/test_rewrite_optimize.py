@@ -538,6 +538,8 @@ def test_bad_arguments() -> None:
         optimize_(model, X.long())
     with pytest.raises(InputError, match="device"):
         optimize_(model, X.to("meta"))
+    with pytest.raises(InputError, match=r"a loss_fn that takes its output; received TypeError"):
+        optimize_(model, X, config=TRAIN, loss_fn=lambda: None)  # type: ignore[misc, arg-type]
     assert snapshot(model) == before
 
 

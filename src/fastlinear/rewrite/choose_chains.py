@@ -125,6 +125,8 @@ def _measure(
                 )
         chosen = [measure.backends_of(p, chain.backend) for p in chain.problems]
         if all(set(b.values()) == {BASELINE} for b in chosen):
+            why = "PyTorch's own path is the choice for it"
+            work.notes.append(f"chain {chain.title} left alone: {why}")
             return None
         with work.budget:
             share = work.budget.share(4 * left, 2.0)

@@ -178,11 +178,15 @@ def check_runs(function: str, model: nn.Module, call: Call, runner: Runner) -> R
     except FastlinearError:
         raise
     except Exception as error:
+        with_loss = runner.mode == "train" and runner.loss_fn is not None
+        said = " ".join(str(error).split())
         raise InputError(
             function,
-            expected="inputs that the model runs on",
-            received=f"{type(error).__name__}: {error}",
-            remedy="Call model(*inputs) yourself first; the model has not been changed.",
+            expected="inputs that the model runs on"
+            + (", and a loss_fn that takes its output" if with_loss else ""),
+            received=f"{type(error).__name__}: {said}",
+            remedy=f"Call {'loss_fn(model(*inputs))' if with_loss else 'model(*inputs)'} yourself "
+            "first; the model has not been changed.",
         ) from error
     if not ran.results:
         raise InputError(
