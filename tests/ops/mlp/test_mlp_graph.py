@@ -19,6 +19,11 @@ from fastlinear.ops.mlp.problem import problem
 Layers = tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]
 
 
+@pytest.fixture(autouse=True)
+def recorded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph, "_FIRST_CALLS", 0)
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(graph, "_graphs", Table(4))
@@ -71,6 +76,20 @@ def test_the_buffer_is_written_after_the_streams_are_in_order(
     before = made.x._version
     graph.forward(torch.randn(4, 5), weights, biases, "relu", "none", False)
     assert seen == [("order", before), ("replay", before + 1)]
+
+
+def test_weights_seen_once_are_not_recorded(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph, "_FIRST_CALLS", 2)
+    monkeypatch.setattr(graph, "_seen", {})
+    x = torch.randn(4, 5, device=device)
+    sets = [layers(device) for _ in range(3)]
+    for calls in range(1, 4):
+        for weights, biases in sets:
+            y, _ = graph.forward(x, weights, biases, "relu", "none", False)
+            expected, _ = layerwise.forward(x, weights, biases, "relu", "none", False)
+            assert_close(y, expected)
+        assert len(graph._graphs) == (0 if calls < 3 else 3)
+    assert not graph._seen
 
 
 def test_outputs_are_fresh_and_weights_live(device: str) -> None:

@@ -2,7 +2,8 @@
 
 Rows are padded up to the next bucket (each row goes through the layers alone), and the graph reads
 the caller's own weights where they lie: their addresses are part of the key, edits in place are
-seen by the next replay, and weights elsewhere get a graph of their own.
+seen by the next replay, and weights elsewhere get a graph of their own. The first calls with a set
+of weights are not recorded: weights made anew for each call would be recorded each time.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ from fastlinear.ops.mlp.reference import Biases, Weights
 
 _MAX_GRAPHS = 32
 _WARMUP = 2
+_FIRST_CALLS = 2  # of one kind, that go layer by layer
+_MAX_SEEN = 1024
+_seen: dict[Any, int] = {}
 _recorder: Recorder = CudaRecorder()
 _graphs: Table[_Graph] = Table(_MAX_GRAPHS)
 _pool = Pool()
@@ -88,16 +92,23 @@ def forward(
     )
     with _lock:
         graph = _graphs.get(key)
-        if graph is None:
+        calls = 0 if graph is not None else _seen.get(key, 0)
+        if graph is None and calls >= _FIRST_CALLS:
             graph = _record(x, bucket, weights, biases, activation, final_activation, save)
             _graphs.put(key, graph)
-        rows = x.shape[0]
-        whole = rows == bucket
-        graph.recording.order()  # before x is written: another stream may still read it
-        (graph.x if whole else graph.x[:rows]).copy_(x)
-        graph.recording.replay()
-        made = [(o if whole else o[:rows]).clone() for o in graph.outputs]
-    return made[0], tuple(made[1:])
+            _seen.pop(key, None)
+        if graph is not None:
+            rows = x.shape[0]
+            whole = rows == bucket
+            graph.recording.order()  # before x is written: another stream may still read it
+            (graph.x if whole else graph.x[:rows]).copy_(x)
+            graph.recording.replay()
+            made = [(o if whole else o[:rows]).clone() for o in graph.outputs]
+            return made[0], tuple(made[1:])
+        if len(_seen) >= _MAX_SEEN:
+            _seen.clear()
+        _seen[key] = calls + 1
+    return layerwise.forward(x, weights, biases, activation, final_activation, save)
 
 
 def _record(
