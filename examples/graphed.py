@@ -26,6 +26,8 @@ def mlp(layers: int = 8, width: int = 256) -> nn.Sequential:
 
 def main() -> None:
     """Time both ways side by side, over batches of changing size."""
+    if not torch.cuda.is_available():
+        raise SystemExit("examples.graphed needs a CUDA device; torch sees none.")
     model = mlp()
     fast = fl.graphed(model, batch_dim=0)
     batches = [torch.randn(m, 256, device="cuda", dtype=torch.bfloat16) for m in (64, 48, 33)]

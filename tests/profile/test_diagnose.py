@@ -160,6 +160,28 @@ def test_launch_bound_on_a_cpu():
     assert find(replace(step, op_us=2), records, SITE) == {}
 
 
+@pytest.mark.parametrize(
+    ("code", "step", "site", "us"),
+    [
+        ("linear_activation", CUDA, FUSED, 30),
+        ("fp32_no_tensor_cores", replace(CUDA, precision="highest"), SITE, 120),
+        ("slow_dims", CUDA, replace(SITE, in_features=511, dtype="bfloat16"), 120),
+        ("launch_bound", replace(CUDA, busy_us=600), SITE, 30),
+    ],
+)
+def test_every_kind_of_finding_carries_its_arithmetic(code, step, site, us):
+    finding = find(step, [record("fc", us), record("act", 12, "aten::gelu")], site)[code]
+    cost = linear_cost(site, step.mode)
+    assert (finding.flops, finding.bytes) == (cost.flops, cost.bytes)
+    limits = ceilings(site.dtype, step.precision)
+    compute, memory = cost.flops / limits.flops_per_s, cost.bytes / limits.bytes_per_s
+    assert finding.floor_us == pytest.approx(1e6 * max(compute, memory))
+    named = {"launch"} if code == "launch_bound" else {"compute" if compute >= memory else "memory"}
+    assert finding.bound in named
+    assert 0 < finding.predicted_gain_us <= finding.measured_us
+    assert finding.floor_us <= finding.measured_us
+
+
 def test_largest_gain_first():
     step = replace(CUDA, busy_us=600, precision="highest")
     records = [record("fc", 120), record("act", 12)]

@@ -121,6 +121,24 @@ def test_bert_and_vit_sites():
     assert sorted(s.activation for s in report.sites if s.code == "ok") == ["gelu", "tanh"]
 
 
+@pytest.mark.parametrize("mode", ["inference", "train"])
+@pytest.mark.parametrize("name", ["bert", "vit"])
+def test_encoders_are_attributed(name, mode):
+    t = pytest.importorskip("transformers")
+    small = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    if name == "bert":
+        model = t.BertModel(t.BertConfig(**small, intermediate_size=256, vocab_size=100))
+        inputs = {"input_ids": TOKENS}
+    else:
+        model = t.ViTModel(t.ViTConfig(**small, intermediate_size=256, image_size=64))
+        inputs = {"pixel_values": torch.randn(2, 3, 64, 64)}
+    for _ in range(3):  # as above
+        report = profile(model, inputs, mode)
+        if report.attributed >= 0.95:
+            break
+    assert report.attributed >= 0.95, report.unattributed
+
+
 def test_a_healthy_linear_yields_nothing():
     for model in (nn.Linear(32, 64), nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64))):
         report = profile(model, X, steps=1)
