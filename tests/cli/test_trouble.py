@@ -84,6 +84,17 @@ def test_a_place_that_cannot_be_written_is_said_before_the_work(
     assert "Choose another place." in result.stderr
 
 
+def test_a_plot_of_another_format_is_said_before_the_work(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fastlinear.bench
+
+    monkeypatch.setattr(fastlinear.bench, "run", lambda *_, **__: pytest.fail("begun"))
+    result = run("bench", "linear", "--plot", "rows.jpeg")
+    assert result.exit_code == BAD_INPUT
+    assert "--plot: expected a file ending in .png or .svg; received rows.jpeg" in result.stderr
+
+
 def test_a_broken_cache_is_one_line_and_no_error(run: Run) -> None:
     path = Path(run("cache", "path").stdout.strip())
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -16,6 +16,9 @@ from fastlinear.cli.console import (
     table,
     write_page,
 )
+from fastlinear.core.errors import InputError
+
+_PLOTS = (".png", ".svg")
 
 
 def register(app: typer.Typer) -> None:
@@ -86,6 +89,13 @@ def bench(
     place = str(usable_device(device))
     for option, path in (("--out", out), ("--plot", plot), ("--html", html)):
         check_writable(option, path)
+    if plot is not None and plot.suffix.lower() not in _PLOTS:
+        raise InputError(
+            "--plot",
+            expected=f"a file ending in {' or '.join(_PLOTS)}",
+            received=str(plot),
+            remedy="The ending chooses the format.",
+        )
     with progress_bar(quiet=quiet) as progress:
         rows = run(
             experiment,
@@ -104,17 +114,17 @@ def bench(
             seed=seed,
             progress=progress,
         )
-    if plot is not None:
-        from fastlinear.bench import plot as draw
-
-        draw(rows, plot)
-        note(f"plot written to {plot}", quiet=quiet)
     if html is not None:
         write_page(html, {"kind": "bench", "rows": rows}, quiet=quiet)
     if json:
         print_json({"kind": "bench", "rows": rows})
     elif not quiet:
         _show(rows)
+    if plot is not None:  # last: where it cannot be drawn, the rows are not lost
+        from fastlinear.bench import plot as draw
+
+        draw(rows, plot)
+        note(f"plot written to {plot}", quiet=quiet)
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
