@@ -43,6 +43,13 @@ def test_help_of_each_command(run: Run, command: str) -> None:
         assert "runs that code" in " ".join(result.stdout.replace("│", " ").split())
 
 
+def test_help_names_every_experiment(run: Run) -> None:
+    from fastlinear.bench.cases import EXPERIMENTS
+
+    shown = " ".join(run("bench", "--help").stdout.replace("│", " ").split())
+    assert all(name in shown for name in EXPERIMENTS)
+
+
 def test_version(run: Run) -> None:
     assert run("--version").stdout.startswith("fastlinear 0.")
 

@@ -27,7 +27,10 @@ def register(app: typer.Typer) -> None:
 
 
 def bench(
-    experiment: Annotated[str, typer.Argument(help="Which experiment to run.")] = "linear",
+    experiment: Annotated[
+        str,
+        typer.Argument(help="linear, linear-bias, overhead, strassen, graphed or models."),
+    ] = "linear",
     device: opt.Place = "cpu",
     dtype: Annotated[
         list[opt.Dtype] | None, typer.Option(help="Only these dtypes; repeatable.")
