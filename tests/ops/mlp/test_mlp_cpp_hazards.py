@@ -130,6 +130,36 @@ raise SystemExit(status)
 
 
 @needs_threads
+def test_kernels_first_used_in_a_forked_process() -> None:
+    """Its thread has had a pool of OpenMP's in the parent, by torch alone."""
+    code = """
+import os, signal, threading, torch
+from fastlinear.ops.common import cpp_build, cpp_elementwise
+from fastlinear.ops.mlp import whole_cpp
+torch.set_num_threads(2)
+x, weights = torch.randn(64, 256), tuple(torch.randn(256, 256) for _ in range(3))
+many, out = torch.randn(2048, 256), torch.empty(2048, 256)
+many.relu() + many @ weights[0]
+cpp_build._lock.acquire()  # as another thread of the parent may hold it
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    y = whole_cpp.forward(x, weights, (None,) * 3, "relu", "silu", False)[0]
+    cpp_elementwise.activate("silu", many, out)
+    same = []
+    def work():  # a thread of the child's own may have a pool
+        same.append(whole_cpp.forward(x, weights, (None,) * 3, "relu", "silu", False)[0].equal(y))
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    os._exit(0 if same == [True] else 3)
+raise SystemExit(os.waitpid(child, 0)[1])
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=200)
+    assert done.returncode == 0
+
+
+@needs_threads
 def test_new_threads_obey_torch_and_agree() -> None:
     """A thread that torch has not used takes as many threads as torch was told; several at once."""
     code = """

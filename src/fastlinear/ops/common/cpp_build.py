@@ -64,6 +64,17 @@ def reason_not() -> str | None:
 # (source, compiler, cache folder) → what came of it; a failure is not tried again in this process.
 _outcomes: dict[tuple[Path, str | None, Path], ctypes.CDLL | UnsupportedError] = {}
 _lock = threading.Lock()
+_forking_thread: int | None = None  # the one thread that a forked process begins with
+
+
+def _after_fork() -> None:
+    global _forking_thread, _lock
+    _forking_thread = threading.get_ident()
+    _lock = threading.Lock()  # the old one may be held by a thread of the parent
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def load(source: Path) -> ctypes.CDLL:
@@ -151,7 +162,7 @@ def _load(source: Path) -> ctypes.CDLL:
     failures = []
     for folder in (cache_dir() / "cpp", Path(tempfile.gettempdir()) / f"fastlinear-{os.getuid()}"):
         try:
-            return ctypes.CDLL(str(_built(command, source, folder / name)))
+            return _told_of_fork(ctypes.CDLL(str(_built(command, source, folder / name))))
         except OSError as error:  # read-only, full, mounted without execution...
             failures.append(f"{folder}: {error}")
     raise UnsupportedError(
@@ -160,6 +171,13 @@ def _load(source: Path) -> ctypes.CDLL:
         received="; ".join(failures),
         remedy="Set FASTLINEAR_CACHE_DIR to a writable folder.",
     )
+
+
+def _told_of_fork(library: ctypes.CDLL) -> ctypes.CDLL:
+    """A library notices later forks by itself; where it needs to, it takes in earlier ones."""
+    if _forking_thread is not None and hasattr(library, "fastlinear_forked"):
+        library.fastlinear_forked(ctypes.c_uint64(_forking_thread))
+    return library
 
 
 def _built(command: list[str], source: Path, library: Path) -> Path:

@@ -22,10 +22,12 @@ constexpr int64_t kBlock = 1024;  // columns (or elements) held in L1 at a time
 constexpr int64_t kRows = 8;      // rows summed in float32 before going to float64
 constexpr int64_t kAlone = 16384; // elements below which one thread is faster than waking more
 
-// In a forked process OpenMP still counts on the threads of the parent and would wait for ever.
-thread_local bool forked = false;
+// In a forked process OpenMP still counts on the threads of the parent, and the thread that forked
+// would wait for them for ever. It computes alone.
+uint64_t forking_thread = 0;
+bool forked() { return forking_thread && forking_thread == uint64_t(pthread_self()); }
 [[maybe_unused]] const int fork_noticed =
-    pthread_atfork(nullptr, nullptr, [] { forked = true; });
+    pthread_atfork(nullptr, nullptr, [] { forking_thread = uint64_t(pthread_self()); });
 
 // exp(x) to about one unit in the last place on [-87, 88]; below it stays at exp(-87), above it is
 // infinite (what 1 / (1 + exp) needs); NaN stays NaN.
@@ -80,7 +82,7 @@ struct LeakyRelu { static float f(float x) { return x > 0.0f ? x : 0.01f * x; }
 
 template <class A>
 void act(const float* __restrict x, float* __restrict y, int64_t n, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (n > kAlone && !forked)
+#pragma omp parallel for schedule(static) num_threads(threads) if (n > kAlone && !forked())
   for (int64_t b = 0; b < (n + kBlock * 8 - 1) / (kBlock * 8); ++b) {
     const int64_t from = b * kBlock * 8, to = from + kBlock * 8 < n ? from + kBlock * 8 : n;
     for (int64_t i = from; i < to; ++i) y[i] = A::f(x[i]);
@@ -96,7 +98,7 @@ inline float grad<Relu>(float dy, float y) { return y <= 0.0f ? 0.0f : dy; }
 template <class A>
 void dact(const float* dy, const float* saved, float* dpre, double* partials, int64_t m, int64_t n,
           int64_t chunks, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (m * n > kAlone && !forked)
+#pragma omp parallel for schedule(static) num_threads(threads) if (m * n > kAlone && !forked())
   for (int64_t c = 0; c < chunks; ++c) {
     const int64_t r0 = m * c / chunks, r1 = m * (c + 1) / chunks;
     double* sum = partials ? partials + c * n : nullptr;
@@ -138,6 +140,9 @@ constexpr int64_t kHead = 16;   // outputs of a row that are looked at: one cach
 constexpr int64_t kAhead = 12;  // rows fetched ahead: each is on a page of its own
 
 }  // namespace
+
+// For a library loaded after the fork: the thread that the process began with.
+extern "C" void fastlinear_forked(uint64_t thread) { forking_thread = thread; }
 
 // Numbered as the names in activations.py; gelu, 4, is left to torch.
 #define FASTLINEAR_SWITCH(CALL)          \
@@ -185,7 +190,7 @@ extern "C" int fastlinear_proof(const float* y, int64_t m, int64_t n, const floa
   if (b && !finite(b, n)) return 0;
   const int64_t head = n < kHead ? n : kHead;
   int64_t bad = 0;
-#pragma omp parallel for schedule(static) num_threads(threads) if (m > 512 && !forked) reduction(+ : bad)
+#pragma omp parallel for schedule(static) num_threads(threads) if (m > 512 && !forked()) reduction(+ : bad)
   for (int64_t i = 0; i < m; ++i) {
     if (i + kAhead < m) __builtin_prefetch(y + (i + kAhead) * n);
     const float* __restrict row = y + i * n;

@@ -13,6 +13,9 @@
 #include "mlp_backward.h"
 #include "mlp_forward.h"
 
+// For a library loaded after the fork: the thread that the process began with.
+extern "C" void fastlinear_forked(uint64_t thread) { forking_thread = thread; }
+
 // count: how many threads torch would take in the thread that calls it.
 extern "C" void fastlinear_mlp_threads(int (*count)()) { threads_of_torch = count; }
 

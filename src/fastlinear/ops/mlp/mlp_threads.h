@@ -37,15 +37,17 @@ struct Scratch {
 // torch has not used yet does not know what torch.set_num_threads said.
 int (*threads_of_torch)() = nullptr;
 
-// In a forked process OpenMP still counts on the threads of the parent and would wait for ever.
-thread_local bool forked = false;
+// In a forked process OpenMP still counts on the threads of the parent, and the thread that forked
+// would wait for them for ever. It computes alone.
+uint64_t forking_thread = 0;
+bool forked() { return forking_thread && forking_thread == uint64_t(pthread_self()); }
 [[maybe_unused]] const int fork_noticed =
-    pthread_atfork(nullptr, nullptr, [] { forked = true; });
+    pthread_atfork(nullptr, nullptr, [] { forking_thread = uint64_t(pthread_self()); });
 
 // Threads for work that is worth `wanted` of them; 1 within somebody else's parallel region.
 int threads_worth(double wanted) {
 #if defined(_OPENMP)
-  if (wanted < 2 || forked || omp_in_parallel()) return 1;
+  if (wanted < 2 || forked() || omp_in_parallel()) return 1;
   const int most = threads_of_torch ? threads_of_torch() : omp_get_max_threads();
   return wanted < most ? static_cast<int>(wanted) : most;
 #else
