@@ -339,6 +339,12 @@ def test_table_says_when_there_is_nothing():
     full = copy.copy(empty)
     object.__setattr__(full, "findings", many)
     assert "1 more findings" in full.table(rows=2)
+    assert "flops" in full.table(width=80)
+    narrow = full.table(width=50)
+    assert "flops" not in narrow
+    assert max(map(len, narrow.splitlines())) <= 50
+    assert "m0: t. m" in narrow  # the advice of the largest of each kind
+    assert "m1: t. m" not in narrow
 
 
 def test_torchs_newer_precision_setting_does_not_stop_a_profile() -> None:

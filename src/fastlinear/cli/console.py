@@ -66,13 +66,14 @@ def progress_bar(*, quiet: bool = False) -> Iterator[Callback]:
             MofNCompleteColumn(),
             TimeElapsedColumn(),
         )
-        with Progress(*columns, console=console, transient=True) as bars:
+        # no thread that redraws now and then: it would take turns with what is being timed
+        with Progress(*columns, console=console, transient=True, auto_refresh=False) as bars:
             tasks: dict[str, Any] = {}
 
             def report(stage: str, done: int, total: int) -> None:
                 if stage not in tasks:
                     tasks[stage] = bars.add_task(stage, total=total)
-                bars.update(tasks[stage], completed=done, total=total)
+                bars.update(tasks[stage], completed=done, total=total, refresh=True)
 
             yield report
 

@@ -9,6 +9,7 @@ from fastlinear.core.text_table import as_text, table
 from fastlinear.profile.records import Finding, ProfileReport
 from fastlinear.report.text import count
 
+_NARROW = 80  # columns below which findings leave out flops, bytes and their limit
 _SPEAKS_FOR_ITSELF = "linear_activation"  # its title says all; the others come with advice
 
 
@@ -58,8 +59,9 @@ def _modules(report: ProfileReport, rows: int, width: int, cuda: bool) -> Any:
 
 
 def _findings(findings: tuple[Finding, ...], width: int) -> Any:
+    names = ["module", "finding", ">flops", ">bytes", "limit", ">floor", ">measured", ">gain"]
     shown = [
-        (
+        [
             f.fqn or "(model)",
             f.title,
             count(f.flops).replace(" ", ""),
@@ -68,10 +70,11 @@ def _findings(findings: tuple[Finding, ...], width: int) -> Any:
             f"{f.floor_us:.1f}",
             f"{f.measured_us:.1f}",
             f"{f.predicted_gain_us:.1f}",
-        )
+        ]
         for f in findings
     ]
-    names = ("module", "finding", ">flops", ">bytes", "limit", ">floor", ">measured", ">gain")
+    if width < _NARROW:
+        names, shown = names[:2] + names[5:], [row[:2] + row[5:] for row in shown]
     return table(names, shown, width=width)
 
 

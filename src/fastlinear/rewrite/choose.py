@@ -58,7 +58,7 @@ def _worth_measuring(work: Work, c: Candidate) -> bool:
         return False
     facts["backends"] = chosen[0]
     gain = work.tuned_gain(c, chosen)
-    facts["predicted_gain_us"] = _as_found(work, c) if gain is None else gain
+    facts["predicted_gain_us"] = work.found_gain(c.fqn) if gain is None else gain
     # An activation module written in Python may gain even where eager is best.
     composed = c.activation_module is not None and not type(
         c.activation_module
@@ -78,14 +78,6 @@ def _worth_measuring(work: Work, c: Candidate) -> bool:
     reason = "Not measured: the rewrite of its group was given up."
     work.settle(c.fqn, "rejected", "group_dropped", reason, **facts)
     return True
-
-
-def _as_found(work: Work, c: Candidate) -> float | None:
-    """The gain that the profile's finding predicts."""
-    for finding in work.profile.findings:
-        if finding.fqn == c.fqn and finding.code == "linear_activation":
-            return finding.predicted_gain_us
-    return None
 
 
 def _measure_sites(work: Work, candidates: list[Candidate]) -> list[Candidate]:

@@ -160,9 +160,8 @@ def _gains(work: Work, chain: Chain, times: dict[str, Samples], passes: int) -> 
     share = passes / len(chain.members)
     told = facts(chain)
     gain = work.tuned_gain(chain, [measure.backends_of(p, chain.backend) for p in chain.problems])
-    if gain is not None:
-        told["predicted_gain_us"] = gain / len(chain.members)
     for c in chain.members:
+        predicted = work.found_gain(c.fqn) if gain is None else gain / len(chain.members)
         work.settle(
             c.fqn,
             "rejected",
@@ -170,6 +169,7 @@ def _gains(work: Work, chain: Chain, times: dict[str, Samples], passes: int) -> 
             GROUP_DROPPED,
             **told,
             activation=c.activation,
+            predicted_gain_us=predicted,
             before_us=times["before"].median_us * share,
             after_us=times["after"].median_us * share,
             speedup=ratio.median,

@@ -48,7 +48,7 @@ def _table(result: Result, width: int) -> Any:
 def _paragraphs(result: Result, width: int) -> list[str]:
     shown = []
     for names, site in _folded(result):
-        facts = [f"{site.status.replace('_', ' ')}: {site.reason}"]
+        facts = [f"{site.status.replace('_', ' ')}: {site.reason.rstrip('.')}."]
         if site.predicted_gain_us is not None:
             facts.append(f"Predicted gain {site.predicted_gain_us:.1f} µs.")
         if site.speedup is not None:

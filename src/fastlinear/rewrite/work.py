@@ -87,6 +87,13 @@ class Work:
                     gain += saved * kind.count
         return gain if known else None
 
+    def found_gain(self, fqn: str) -> float | None:
+        """The gain that the profile predicts of one call for a linear and its activation."""
+        for finding in self.profile.findings:
+            if finding.fqn == fqn and finding.code == "linear_activation":
+                return finding.predicted_gain_us
+        return None
+
     def allows(self, family: str) -> bool:
         """Whether the settings let this family rewrite."""
         return self.config.families is None or family in self.config.families
