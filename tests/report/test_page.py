@@ -141,6 +141,17 @@ def test_bench_page_shows_losses_and_what_was_left_out() -> None:
     assert "bad (less accurate than allowed)" in html
 
 
+def test_a_gain_within_noise_is_not_counted() -> None:
+    data = samples.bench()
+    assert "<b>1</b>faster than the best peer by more than 2%" in page(data)
+    for row in data["rows"]:
+        if row["ratio_ci95"]:
+            row["ratio_ci95"] = [0.4, 1.2]
+    html = page(data)
+    assert "<b>0</b>faster than the best peer by more than 2%" in html
+    assert "<b>1</b>slower by more than 2%" in html  # a loss counts whatever the noise
+
+
 def test_page_does_not_change_its_data() -> None:
     for data in KINDS.values():
         before = copy.deepcopy(data)

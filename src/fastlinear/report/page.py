@@ -8,12 +8,12 @@ from typing import Any
 import jinja2
 
 from fastlinear.core.errors import InputError
-from fastlinear.report import charts, text, views
+from fastlinear.report import bench_view, charts, text, views
 
 _VIEWS = {
     "optimize": views.optimize,
     "profile": views.profile,
-    "bench": views.bench,
+    "bench": bench_view.bench,
     "index": views.index,
 }
 

@@ -5,21 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from fastlinear.report.text import problem as problem_text
-
 STATUSES = ("kept", "rejected", "refused", "nothing_to_do")
 _STATUS_MEANING = {
     "kept": "Rewritten: verified, and faster beyond noise.",
     "rejected": "Tried and undone: not faster beyond noise, or less accurate than allowed.",
     "refused": "Not touched: rewriting could change what the model means.",
     "nothing_to_do": "Healthy: no rewrite would help.",
-}
-OURS = "fastlinear"  # the contender whose backend dispatch chose
-_METRICS = {
-    "wall": "wall time",
-    "device": "device time",
-    "first_call": "first call",
-    "peak_memory": "peak memory",
 }
 _TOP_MODULES = 15
 _WORST_VERDICTS = 12
@@ -52,7 +43,7 @@ def optimize(data: dict[str, Any]) -> dict[str, Any]:
         "profile": profile(profiled) if profiled else None,
         "notes": [str(note) for note in data.get("notes") or []],
         "environment": environment(data.get("environment")),
-        "device": _device(data),
+        "device": device_name(data),
         "version": data.get("fastlinear", ""),
     }
 
@@ -91,66 +82,8 @@ def profile(data: dict[str, Any]) -> dict[str, Any]:
         "finding_count": len(findings),
         "sites": len(data.get("sites") or []),
         "environment": environment(data.get("environment")),
-        "device": _device(data),
+        "device": device_name(data),
     }
-
-
-def bench(data: dict[str, Any]) -> dict[str, Any]:
-    """What the page of ``fastlinear bench`` shows: one group a problem, direction and metric."""
-    rows = data.get("rows") or []
-    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
-    for row in rows:
-        name = problem_text(row.get("problem"))
-        groups[(name, row.get("direction", ""), row.get("metric", ""))].append(row)
-    shown = [_bench_group(*key, members) for key, members in groups.items()]
-    summary = [g for g in shown if g["ours"] is not None]
-    first = rows[0] if rows else {}
-    return {
-        "title": first.get("experiment") or "Benchmark",
-        "groups": shown,
-        "summary": summary,
-        "wins": sum(1 for g in summary if g["speedup"] > 1.02 and g["low"] > 1),
-        "losses": sum(1 for g in summary if g["speedup"] < 0.98),
-        "ratio_top": max([2.0, *(g["high"] for g in summary)]) * 1.02,
-        "rows": len(rows),
-        "command": first.get("command", ""),
-        "environment": environment(first.get("env")),
-        "device": _device({"environment": first.get("env")}),
-    }
-
-
-def _bench_group(
-    name: str, direction: str, metric: str, rows: list[dict[str, Any]]
-) -> dict[str, Any]:
-    field = "peak_bytes" if metric == "peak_memory" else "median_us"
-    measured = sorted(
-        ({**r, "value": r[field]} for r in rows if r.get(field) is not None),
-        key=lambda r: float(r["value"]),
-    )
-    ours = next((r for r in measured if r["contender"] == OURS and r.get("ratio_ci95")), None)
-    peer = next((r for r in measured if ours and r["contender"] == ours["best_peer"]), None)
-    group = {
-        "name": name,
-        "direction": direction,
-        "metric": _METRICS.get(metric, metric),
-        "memory": metric == "peak_memory",
-        "rows": measured,
-        "left_out": [(r["contender"], why_not(r)) for r in rows if r.get(field) is None],
-        "top": max((r["value"] for r in measured), default=1.0) or 1.0,
-        "ours": ours if peer else None,
-        "peer": peer,
-    }
-    if ours and peer:  # the rows hold time over the best peer's time; a page says how much faster
-        low, high = (1 / bound for bound in reversed(ours["ratio_ci95"]))
-        group |= {"speedup": 1 / ours["ratio_to_best"], "low": low, "high": high}
-    return group
-
-
-def why_not(row: dict[str, Any]) -> str:
-    """Why a contender has no number in its row."""
-    if row.get("skipped"):
-        return str(row["skipped"])
-    return "less accurate than allowed" if row.get("valid") is False else "not measured"
 
 
 def index(data: dict[str, Any]) -> dict[str, Any]:
@@ -168,7 +101,7 @@ def index(data: dict[str, Any]) -> dict[str, Any]:
         "reports": reports,
         "ratio_top": max([2.0, *highs]) * 1.02,
         "environment": environment(first.get("environment")),
-        "device": _device(first),
+        "device": device_name(first),
     }
 
 
@@ -271,7 +204,8 @@ def _place(finding: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _device(data: dict[str, Any]) -> str:
+def device_name(data: dict[str, Any]) -> str:
+    """What the device of a result is called."""
     facts = data.get("environment") or {}
     device = facts.get("device")
     if isinstance(device, dict):
