@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
+import fastlinear as fl
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.backend import family
 from fastlinear.ops.common import cpp_build
+from fastlinear.ops.common.activations import NAMES
+from fastlinear.ops.mlp import reference
 from fastlinear.ops.mlp.problem import STEP, problem
 from fastlinear.ops.mlp.selection import choices_of
 
@@ -94,3 +98,23 @@ def test_fast_products_in_training() -> None:
     assert choices_of(plain)[0].backend.name == choices_of(fast)[0].backend.name == "eager"
     measured(fast, "strassen")
     assert choices_of(fast)[0].backend.name == "strassen"
+
+
+@pytest.mark.parametrize("final", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_own_ops_without_gradients(final: str, dtype: torch.dtype) -> None:
+    """Activations in place: the numbers of the chain with gradients, and no argument is touched."""
+    x, w = torch.randn(5, 6, dtype=dtype), torch.randn(6, 6, dtype=dtype, requires_grad=True)
+    b = torch.randn(6, dtype=dtype)
+    before = [t.detach().clone() for t in (x, w, b)]
+    with torch.no_grad():
+        y = fl.mlp(x, (w, w), (b, None), activation=final, final_activation=final, backend="eager")
+        expected = reference.mlp(x, (w, w), (b, None), final, final)
+    torch.testing.assert_close(y, expected, rtol=0, atol=0)
+    assert not y.requires_grad
+    assert all(torch.equal(t, kept) for t, kept in zip((x, w, b), before, strict=True))
+    assert y.data_ptr() not in {t.data_ptr() for t in (x, w, b)}
+    other = fl.mlp(x, (w, w), (b, None), activation=final, final_activation=final, backend="eager")
+    torch.testing.assert_close(other, expected, rtol=0, atol=0)
+    other.sum().backward()
+    assert w.grad is not None

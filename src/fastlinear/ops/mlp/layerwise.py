@@ -35,7 +35,7 @@ _held = threading.local()
 
 _aten = torch.ops.aten
 # act(h) into h's own memory, where torch has it
-_IN_PLACE: dict[str, Callable[[Tensor], Any]] = {
+IN_PLACE: dict[str, Callable[[Tensor], Any]] = {
     "none": lambda h: h,
     "relu": torch.relu_,
     "relu2": lambda h: h.relu_().mul_(h),
@@ -163,7 +163,7 @@ def _frozen(
         p = _problem(i, x, weight, bias is not None, name, save, "forward")
         backend = select(p).backend
         plain = backend.name == "eager" and x.device.type == "cpu" and not save
-        chosen.append((backend.load(), name, _IN_PLACE.get(name) if plain else None))
+        chosen.append((backend.load(), name, IN_PLACE.get(name) if plain else None))
     return tuple(chosen)
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastlinear.dispatch.select import Choice
+from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.autocast import cast as autocast_copy
 from fastlinear.ops.common.calls import autocast_dtype
 from fastlinear.ops.mlp import reference, whole_cpp
 from fastlinear.ops.mlp.autograd import Formula, Mlp
-from fastlinear.ops.mlp.problem import STEP
+from fastlinear.ops.mlp.layerwise import IN_PLACE
+from fastlinear.ops.mlp.problem import STEP, layer_activations
 from fastlinear.ops.mlp.reference import Biases, Weights
 from fastlinear.ops.mlp.selection import choices
 from fastlinear.ops.mlp.validation import sequences
@@ -44,7 +47,7 @@ def resolved(
     empty = x.numel() == 0 or any(w.numel() == 0 for w in weights)
     wasted = fresh and backend is None and bool(backends & _KEEPING)
     if empty or wasted or backends == {"eager"}:
-        return None, _chain(*names)
+        return None, _chain(*names) if grad else _chain_in_place(*names)
     if grad:
         return None, training_plan(chosen, *names)
     run = chosen[0].backend.load()
@@ -63,6 +66,27 @@ def _chain(activation: str, final_activation: str) -> Plan:
     ) -> Tensor:
         bs = (None,) * len(weights) if biases is None else biases
         return reference.mlp(x, weights, bs, activation, final_activation)
+
+    return plan
+
+
+def _chain_in_place(activation: str, final_activation: str) -> Plan:
+    """The same without gradients: activations in the products' own memory, where torch can."""
+
+    def plan(
+        x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None
+    ) -> Tensor:
+        names = layer_activations(len(weights), activation, final_activation)
+        bs = (None,) * len(weights) if biases is None else biases
+        h = x
+        for weight, bias, name in zip(weights, bs, names, strict=True):
+            h = F.linear(h, weight, bias)
+            in_place = IN_PLACE.get(name)
+            if in_place is None:
+                h = activation_of(name).value(h)
+            else:
+                in_place(h)
+        return h
 
     return plan
 
