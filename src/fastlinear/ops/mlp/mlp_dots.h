@@ -8,6 +8,7 @@ namespace {
 
 constexpr int kDotFeatures = 4;      // rows of W that meet some of h at a time
 constexpr int64_t kDotDepth = 1024;  // products along a row before they join the total
+constexpr int64_t kDotAhead = 128;   // numbers of a long row between reading one and asking for it
 
 // out[r][i] = W[i, from..to) h[r, from..to), lane by lane, added to what is there unless from = 0.
 // ahead: null, or two rows of k to come, which are brought near meanwhile.
@@ -35,6 +36,12 @@ void dots(const float* w, const float* h, int64_t k, int64_t from, int64_t to, V
     for (; p + kLanes <= to; p += kLanes) {
       __builtin_prefetch(ahead + p, 0, 2);
       __builtin_prefetch(ahead + k + p, 0, 2);
+      add([p](const float* row) { return load(row + p); });
+    }
+  else if (F <= kDotFeatures && k >= kDotDepth)
+    for (; p + kLanes <= to; p += kLanes) {
+#pragma GCC unroll 4
+      for (int i = 0; i < F; ++i) __builtin_prefetch(w + i * k + p + kDotAhead);
       add([p](const float* row) { return load(row + p); });
     }
   else
