@@ -18,6 +18,7 @@ namespace {
 
 constexpr size_t kMaxPlans = 4096;
 constexpr char kTable[] = "fastlinear.door";
+constexpr char kKernel[] = "fastlinear.door.kernel";
 
 // The plans of one op. Python's global lock guards it.
 struct Table {
@@ -135,6 +136,33 @@ PyObject* clear(PyObject* self, PyObject*) {
   Py_RETURN_NONE;
 }
 
+// (a kernel's tensors or None, ...) -> whether it was launched on the current stream.
+PyObject* launch(PyObject* self, PyObject* const* args, Py_ssize_t n) {
+  return guarded([&]() -> PyObject* {
+    const auto* kernel = static_cast<const Kernel*>(PyCapsule_GetPointer(self, kKernel));
+    const c10::TensorImpl* first = nullptr;
+    for (Py_ssize_t i = 0; i < n; ++i) {
+      if (args[i] == Py_None) continue;
+      const auto* t = impl_of(args[i]);
+      if (t == nullptr) Py_RETURN_FALSE;
+      if (first == nullptr) first = t;
+    }
+    void* stream = nullptr;
+    if (first == nullptr || kernel->hooked() || !cuda.at_hand(*first, &stream)) Py_RETURN_FALSE;
+    for (const auto& p : kernel->places)
+      if (p.tensor < 0 || p.tensor >= n || args[p.tensor] == Py_None) Py_RETURN_FALSE;
+    const auto address_of = [args](int64_t i) { return base_of(impl_of(args[i])); };
+    return PyBool_FromLong(kernel->launch(stream, address_of));
+  });
+}
+
+PyMethodDef launch_method = {
+    "launch", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(launch)), METH_FASTCALL, nullptr};
+
+void drop_kernel(PyObject* self) {
+  delete static_cast<Kernel*>(PyCapsule_GetPointer(self, kKernel));
+}
+
 PyMethodDef methods[] = {
     {"call", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(call)), METH_FASTCALL, nullptr},
     {"admit", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(admit)), METH_FASTCALL, nullptr},
@@ -165,6 +193,19 @@ extern "C" PyObject* fastlinear_door_table() {
     PyTuple_SET_ITEM(functions, i, PyCFunction_New(&door::methods[i], self));
   Py_DECREF(self);
   return functions;
+}
+
+// A kernel's tuple as a function of its tensors.
+extern "C" PyObject* fastlinear_door_launcher(PyObject* spec) {
+  return door::guarded([&]() -> PyObject* {
+    auto kernel = std::make_unique<door::Kernel>(spec);
+    PyObject* self = PyCapsule_New(kernel.get(), door::kKernel, door::drop_kernel);
+    if (self == nullptr) return nullptr;
+    kernel.release();
+    PyObject* function = PyCFunction_New(&door::launch_method, self);
+    Py_DECREF(self);
+    return function;
+  });
 }
 
 // How CUDA calls are served: two Python functions, and addresses of the driver's. Whether they are.

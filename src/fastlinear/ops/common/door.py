@@ -127,6 +127,22 @@ def serves_cuda() -> bool:
     return build.cuda
 
 
+def launcher(kernel: tuple[Any, ...]) -> Callable[..., bool]:
+    """A kernel's tuple as a function of its tensors, which says whether it launched it.
+
+    Only where ``serves_cuda``. The tensors' dtypes, shapes and alignment are the caller's to keep.
+    """
+    assert _build.loaded is not None
+    assert _build.cuda
+    made: Callable[..., bool] = _build.loaded.fastlinear_door_launcher(kernel)
+    return made
+
+
+def ready() -> bool:
+    """Whether the door is there; starts nothing."""
+    return _build.loaded is not None
+
+
 # --------------------------------------------------------------------------------------------
 # One build a process, away from its callers
 
@@ -213,6 +229,8 @@ def _made(loaded: ctypes.PyDLL) -> ctypes.PyDLL:
     loaded.fastlinear_door_begin.restype = None
     loaded.fastlinear_door_table.argtypes = []
     loaded.fastlinear_door_table.restype = thing
+    loaded.fastlinear_door_launcher.argtypes = [thing]
+    loaded.fastlinear_door_launcher.restype = thing
     loaded.fastlinear_door_cuda.argtypes = [thing, thing, pointer, pointer, pointer]
     loaded.fastlinear_door_cuda.restype = ctypes.c_int
     mode = vars(forward_ad), "_current_level"
@@ -232,7 +250,10 @@ def _impl_offset() -> int:
 
 
 def _cuda_handed_to(loaded: ctypes.PyDLL) -> bool:
-    driver = ctypes.PyDLL("libcuda.so.1")
+    try:
+        driver = ctypes.PyDLL("libcuda.so.1")
+    except OSError:  # what torch calls CUDA is another maker's
+        return False
     names = ("cuStreamIsCapturing", "cuLaunchKernelEx", "cuTensorMapReplaceAddress")
     if not all(hasattr(driver, name) for name in names):
         return False  # a driver older than CUDA 12

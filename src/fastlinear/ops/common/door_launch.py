@@ -38,6 +38,10 @@ class DoorLaunch:
 
     def plan(self, fallback: Callable[..., Any], columns: int) -> tuple[Any, ...]:
         """The door's tuple; y has the shape of x but for its last size, ``columns``."""
+        return ("launch", fallback, self.kernel(), self.masks, columns)
+
+    def kernel(self) -> tuple[Any, ...]:
+        """The kernel's tuple, as ``door_plans.h`` describes it."""
         places = tuple(
             (_TENSOR_MAP, argument.pointer, tensor)
             if isinstance(argument, driver.TensorMap)
@@ -45,8 +49,7 @@ class DoorLaunch:
             for argument, tensor in self.tensors
         )
         memory = (self.memory, self.tensors)
-        where = self.function, self.config, self.slots
-        return ("launch", fallback, *where, places, self.masks, columns, self.hooks, memory)
+        return (self.function, self.config, self.slots, places, self.hooks, memory)
 
 
 def launch_of(
@@ -57,9 +60,13 @@ def launch_of(
     arguments: Sequence[ctypes._SimpleCData],  # type: ignore[type-arg]
     tensors: Sequence[tuple[ctypes.c_void_p, int]],
     masks: tuple[int, ...],
-    hooks: tuple[list[Any], ...] = (),
+    hooks: tuple[list[Any], ...],
+    owner: Any,
 ) -> DoorLaunch:
-    """A launch without attributes; ``tensors`` are those of ``arguments`` that hold an address."""
+    """A launch without attributes; ``tensors`` are those of ``arguments`` that hold an address.
+
+    ``owner`` keeps the function loaded.
+    """
     slots = (ctypes.c_void_p * len(arguments))(*[ctypes.addressof(a) for a in arguments])
     config = driver._LaunchConfig()
     config.grid[:] = grid
@@ -71,6 +78,6 @@ def launch_of(
         ctypes.addressof(slots),
         tuple(tensors),
         masks,
-        (config, slots, tuple(arguments)),
+        (config, slots, tuple(arguments), owner),
         hooks,
     )

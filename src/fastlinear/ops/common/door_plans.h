@@ -151,9 +151,9 @@ struct Cuda {
   Launch launch = nullptr;             // cuLaunchKernelEx
   Replace replace = nullptr;           // cuTensorMapReplaceAddress
 
-  // Whether x's device is the current one and its stream is not being captured; the stream.
-  bool serves(const c10::TensorImpl& x, void** stream) const {
-    if (current_device == nullptr) return false;
+  // Whether x's device is the current one; its current stream.
+  bool at_hand(const c10::TensorImpl& x, void** stream) const {
+    if (current_device == nullptr || !x.is_cuda()) return false;
     PyObject* device = PyObject_CallNoArgs(current_device);
     if (device == nullptr) return pass();
     const bool same = PyLong_AsLong(device) == x.device().index();
@@ -162,8 +162,13 @@ struct Cuda {
     if (handle == nullptr) return pass();
     *stream = reinterpret_cast<void*>(PyLong_AsUnsignedLongLong(handle));
     Py_DECREF(handle);
+    return true;
+  }
+
+  // The same where that stream is not being captured either.
+  bool serves(const c10::TensorImpl& x, void** stream) const {
     int captured = 0;
-    return is_capturing(*stream, &captured) == 0 && captured == 0;
+    return at_hand(x, stream) && is_capturing(*stream, &captured) == 0 && captured == 0;
   }
 
  private:
@@ -174,55 +179,88 @@ struct Cuda {
 };
 inline Cuda cuda;
 
-// One launch with fixed shapes, whose memory Python has prepared:
-// ("launch", fallback, function, address of a CUlaunchConfig, address of the argument pointers,
-//  ((kind, address, tensor), ...), (address bits of each tensor that must stay, ...), columns of y,
-//  lists that must be empty, whatever holds the memory)
-// kind 0 stores a tensor's address there, 1 points the tensor map there at it; tensor -1 is y.
-struct Launch : Plan {
+inline uintptr_t base_of(const c10::TensorImpl* t) {
+  return t == nullptr ? 0 : reinterpret_cast<uintptr_t>(t->data());
+}
+
+// One kernel's launch of fixed shapes, whose memory Python has prepared:
+// (function, address of a CUlaunchConfig, address of the argument pointers,
+//  ((kind, address, tensor), ...), lists that must be empty, whatever holds the memory)
+// kind 0 stores a tensor's address there, 1 points the tensor map there at it.
+struct Kernel {
   struct Place {
     int64_t kind;
     void* where;
     int64_t tensor;
   };
   static constexpr ptrdiff_t kStream = 32;  // of hStream in CUlaunchConfig
-  Ref fallback, memory, hooks;
   void* function;
   char* config;
   void** slots;
   std::vector<Place> places;
+  Ref hooks, memory;
+
+  explicit Kernel(PyObject* spec)
+      : function(address(spec, 0)),
+        config(static_cast<char*>(address(spec, 1))),
+        slots(static_cast<void**>(address(spec, 2))),
+        hooks(PyTuple_GetItem(spec, 4)),
+        memory(PyTuple_GetItem(spec, 5)) {
+    PyObject* given = PyTuple_GetItem(spec, 3);
+    for (Py_ssize_t i = 0; i < PyTuple_Size(given); ++i) {
+      PyObject* p = PyTuple_GetItem(given, i);
+      places.push_back({integer(p, 0), address(p, 1), integer(p, 2)});
+    }
+    if (PyErr_Occurred() || !PyTuple_Check(hooks.o) || cuda.launch == nullptr) throw PythonError();
+  }
+
+  bool hooked() const {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(hooks.o); ++i)
+      if (PyObject_Size(PyTuple_GET_ITEM(hooks.o, i)) != 0) return true;
+    return false;
+  }
+
+  // False for a thread's first call into the driver, or an error: Python then tries and names it.
+  template <class AddressOf>
+  bool launch(void* stream, AddressOf address_of) const {
+    for (const auto& p : places) {
+      auto* base = reinterpret_cast<void*>(address_of(p.tensor));
+      if (p.kind == 0) {
+        *static_cast<void**>(p.where) = base;
+      } else if (cuda.replace(p.where, base) != 0) {
+        return false;
+      }
+    }
+    *reinterpret_cast<void**>(config + kStream) = stream;
+    return cuda.launch(config, function, slots, nullptr) == 0;
+  }
+};
+
+// A new y computed by one launch: ("launch", fallback, the kernel's tuple, (address bits of each
+// tensor that must stay, ...), columns of y). The kernel's tensor -1 is y.
+struct Launch : Plan {
+  Ref fallback;
+  Kernel kernel;
   std::vector<std::pair<uintptr_t, uintptr_t>> alignments;  // mask, value
   int64_t columns;
 
   Launch(PyObject* spec, const Call& call)
       : fallback(PyTuple_GetItem(spec, 1)),
-        memory(PyTuple_GetItem(spec, 9)),
-        hooks(PyTuple_GetItem(spec, 8)),
-        function(address(spec, 2)),
-        config(static_cast<char*>(address(spec, 3))),
-        slots(static_cast<void**>(address(spec, 4))),
-        columns(integer(spec, 7)) {
-    PyObject *given = PyTuple_GetItem(spec, 5), *masks = PyTuple_GetItem(spec, 6);
-    for (Py_ssize_t i = 0; i < PyTuple_Size(given); ++i) {
-      PyObject* p = PyTuple_GetItem(given, i);
-      places.push_back({integer(p, 0), address(p, 1), integer(p, 2)});
-    }
-    for (Py_ssize_t i = 0; i < PyTuple_Size(masks); ++i) {
+        kernel(PyTuple_GetItem(spec, 2)),
+        columns(integer(spec, 4)) {
+    PyObject* masks = PyTuple_GetItem(spec, 3);
+    for (Py_ssize_t i = 0; i < PyTuple_Size(masks) && i < call.tensor_count; ++i) {
       const auto mask = static_cast<uintptr_t>(integer(masks, i));
       alignments.emplace_back(mask, mask & base_of(call.tensors[i]));
     }
-    if (PyErr_Occurred() || cuda.launch == nullptr) throw PythonError();
-  }
-
-  static uintptr_t base_of(const c10::TensorImpl* t) {
-    return t == nullptr ? 0 : reinterpret_cast<uintptr_t>(t->data());
+    if (PyErr_Occurred()) throw PythonError();
   }
 
   PyObject* run_on(void* stream, const Call& call, PyObject* const* args) const {
     for (size_t i = 0; i < alignments.size(); ++i)
-      if ((base_of(call.tensors[i]) & alignments[i].first) != alignments[i].second) return run(call, args);
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(hooks.o); ++i)
-      if (PyObject_Size(PyTuple_GET_ITEM(hooks.o, i)) != 0) return run(call, args);
+      if ((base_of(call.tensors[i]) & alignments[i].first) != alignments[i].second)
+        return run(call, args);
+    if (kernel.hooked()) return run(call, args);
     const auto& x = *call.tensors[0];
     int64_t sizes[kMaxDims];
     const auto dims = x.dim();
@@ -230,19 +268,10 @@ struct Launch : Plan {
     sizes[dims - 1] = columns;
     at::TensorBase y = at::detail::empty_cuda({sizes, static_cast<size_t>(dims)},
                                               x.dtype().toScalarType(), x.device(), std::nullopt);
-    for (const auto& p : places) {
-      auto* base = reinterpret_cast<void*>(
-          p.tensor < 0 ? base_of(y.unsafeGetTensorImpl()) : base_of(call.tensors[p.tensor]));
-      if (p.kind == 0) {
-        *static_cast<void**>(p.where) = base;
-      } else if (cuda.replace(p.where, base) != 0) {
-        return run(call, args);
-      }
-    }
-    *reinterpret_cast<void**>(config + kStream) = stream;
-    // a thread's first call into the driver, or an error that the fallback meets and names
-    if (cuda.launch(config, function, slots, nullptr) != 0) return run(call, args);
-    return THPVariable_Wrap(y);
+    const auto address_of = [&](int64_t i) {
+      return base_of(i < 0 ? y.unsafeGetTensorImpl() : call.tensors[i]);
+    };
+    return kernel.launch(stream, address_of) ? THPVariable_Wrap(y) : run(call, args);
   }
 
   PyObject* run(const Call&, PyObject* const* args) const override {
