@@ -189,19 +189,23 @@ def source(
 
 
 def _wgmma_source(n: int, dtype: torch.dtype, a_mn: bool, b_mn: bool) -> str:
-    """wgmma(acc, desc_a, desc_b, accumulate): acc (64, n) += A (64, 16) B (n, 16)ᵀ."""
+    """wgmma(acc, desc_a, desc_b): acc (64, n) += A (64, 16) B (n, 16)ᵀ; wgmma_first: acc = A Bᵀ."""
     count = n // 2
     kind = "bf16" if dtype == torch.bfloat16 else "f16"
     registers = ", ".join(f"%{i}" for i in range(count))
-    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-    return (
-        f"__device__ __forceinline__ void wgmma(float (&d)[{count}], unsigned long long a,\n"
-        "    unsigned long long b, int accumulate) {\n"
-        f'  asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"\n'
-        f'    "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} {{{registers}}}, "\n'
-        f'    "%{count}, %{count + 1}, p, 1, 1, {int(a_mn)}, {int(b_mn)};\\n}}"\n'
-        f'    : {outputs} : "l"(a), "l"(b), "r"(accumulate));\n}}\n'
-    )
+
+    def function(name: str, constraint: str, accumulate: int) -> str:
+        outputs = ", ".join(f'"{constraint}f"(d[{i}])' for i in range(count))
+        return (
+            f"__device__ __forceinline__ void {name}(float (&d)[{count}], unsigned long long a,\n"
+            "    unsigned long long b) {\n"
+            f'  asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, {accumulate}, 0;\\n"\n'
+            f'    "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} {{{registers}}}, "\n'
+            f'    "%{count}, %{count + 1}, p, 1, 1, {int(a_mn)}, {int(b_mn)};\\n}}"\n'
+            f'    : {outputs} : "l"(a), "l"(b));\n}}\n'
+        )
+
+    return function("wgmma", "+", 1) + function("wgmma_first", "=", 0)
 
 
 class _EarlyLaunch(driver.Launch):

@@ -11,8 +11,9 @@
 // its K) and multicasts it.
 //
 // Macros from the host: BM BN STAGES OUT_BUFS CLUSTER PINGPONG GROUP_M A_MN B_MN IS_BF16 HAS_BIAS
-// SAVE ACT, a number ACT_<NAME> for every activation, and the generated function
-// wgmma(acc, desc_a, desc_b, accumulate) for m64 x BN x k16.
+// SAVE ACT, a number ACT_<NAME> for every activation, and the generated functions
+// wgmma(acc, desc_a, desc_b) for m64 x BN x k16, and wgmma_first, which does not add to acc but
+// overwrites it.
 //   A_MN / B_MN 1: the operand's M (N) dimension is the contiguous one in memory.
 //   SAVE 1: `pre` is written beside Y.
 
@@ -34,6 +35,9 @@ static_assert(BM % (PINGPONG ? 64 : 128) == 0, "BM");
 static_assert(BN % 64 == 0 && B_PART % 8 == 0, "BN");
 static_assert(BN / 64 % OUT_BUFS == 0, "OUT_BUFS");
 constexpr bool SHARED_LAST = PINGPONG && MMA_M == 2;
+// The epilogue does all rows of 64 columns, whose bias it keeps in registers, before the next 64;
+// where that would spill, all columns of 64 rows.
+constexpr bool BY_COLUMNS = !(SAVE == 1 && ACT == ACT_RELU2);
 
 struct alignas(64) TensorMap { char bytes[128]; };
 
@@ -135,6 +139,13 @@ __device__ __forceinline__ u32 cluster_rank() {
   u32 rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
+}
+
+// Volatile: read where it is needed, not kept in a register throughout.
+__device__ __forceinline__ u32 lane_id() {
+  u32 lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
 }
 
 __device__ __forceinline__ void wgmma_fence() {
@@ -254,7 +265,7 @@ __device__ __forceinline__ float act(float x) {
 
 // The tile's bias, packed in pairs: lane i of the warp holds pairs i, i + 32, ...
 __device__ __forceinline__ void load_bias(u32 (&out)[BN / 64], const unsigned short* bias, int col,
-                                          int lane, int N) {
+                                          u32 lane, int N) {
 #pragma unroll
   for (int c = 0; c < BN / 64; ++c) {
     const int n = col + 64 * c + 2 * lane;
@@ -262,20 +273,24 @@ __device__ __forceinline__ void load_bias(u32 (&out)[BN / 64], const unsigned sh
   }
 }
 
-// Adds the bias of 64 columns to the accumulators of 64 rows.
-__device__ __forceinline__ void add_bias(float* acc, u32 bias, int lane) {
+// The bias of this lane's columns among 64: of 8j + 2 (lane%4) and the one after, j = 0 to 7.
+__device__ __forceinline__ void read_bias(float (&out)[16], u32 packed) {
+  const u32 lane = lane_id();
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
-    float lo, hi;
-    unpack(__shfl_sync(0xffffffffu, bias, 4 * j + (lane & 3)), lo, hi);
-    acc[4 * j] += lo;
-    acc[4 * j + 1] += hi;
-    acc[4 * j + 2] += lo;
-    acc[4 * j + 3] += hi;
+    u32 from;  // volatile: not kept in a register throughout
+    asm volatile("add.u32 %0, %1, %2;" : "=r"(from) : "r"(lane & 3), "r"(4 * j));
+    unpack(__shfl_sync(0xffffffffu, packed, from), out[2 * j], out[2 * j + 1]);
   }
 }
 
-// 64 columns of 64 rows, packed as Output::store takes them, with the activation or before it.
+// Adds it to the accumulators of 64 rows.
+__device__ __forceinline__ void add_bias(float* acc, const float (&bias)[16]) {
+#pragma unroll
+  for (int i = 0; i < 32; ++i) acc[i] += bias[i / 4 * 2 + i % 2];
+}
+
+// 64 columns of 64 rows, packed as Output::stage takes them, with the activation or before it.
 template <bool kAct>
 __device__ __forceinline__ void convert(const float* acc, u32 (&r)[16]) {
 #pragma unroll
@@ -304,6 +319,63 @@ __device__ __forceinline__ void take(u32 from, float (&acc)[BN / 2]) {
                  : "memory");
 }
 
+// ---------------------------------------------------------------- products
+
+// One k-tile's products. kFirst: they overwrite the accumulators. That says that the old values are
+// dead, so the epilogue before may use their registers: without, it has two elements under way.
+template <bool kFirst>
+__device__ __forceinline__ void products(float (&acc)[MMA_M][BN / 2], u32 a_src, u32 b_src) {
+  const u64 a_desc = make_desc<A_MN>(a_src);
+  const u64 b_desc = make_desc<B_MN>(b_src);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < BK / 16; ++k) {
+#pragma unroll
+    for (int mi = 0; mi < MMA_M; ++mi) {
+      // 64 rows further down A: 8192 bytes in either layout
+      const u64 a = a_desc + k * A_K_STEP + mi * (8192 >> 4), b = b_desc + k * B_K_STEP;
+      if (kFirst && k == 0) wgmma_first(acc[mi], a, b); else wgmma(acc[mi], a, b);
+    }
+  }
+  wgmma_commit();
+}
+
+// A consumer's way through the pipeline.
+struct Pipe {
+  u32 a, b;         // where its rows of A, and B, lie in the first stage
+  u32 full, empty;  // the first stage's barriers
+  u32 lane;
+  int stage, previous;
+  u32 phase;
+
+  // The k-tile's reads are done: lets the blocks that fill this stage know.
+  __device__ __forceinline__ void release(int which) const {
+    if (CLUSTER > 1) {
+      if (lane < CLUSTER) mbar_arrive_cta(empty + which * 8, lane);
+    } else if (lane == 0) {
+      mbar_arrive(empty + which * 8);
+    }
+  }
+
+  template <bool kFirst>
+  __device__ __forceinline__ void step(float (&acc)[MMA_M][BN / 2]) {
+    mbar_wait(full + stage * 8, phase);
+    products<kFirst>(acc, a + stage * STAGE_BYTES, b + stage * STAGE_BYTES);
+    if (!kFirst) {
+      wgmma_wait<1>();  // all but the step just issued
+      release(previous);
+    }
+    previous = stage;
+    if (++stage == STAGES) { stage = 0; phase ^= 1; }
+  }
+
+  // Issues all k-tiles of one tile; the last, in stage `previous`, may still be under way.
+  __device__ __forceinline__ void run(float (&acc)[MMA_M][BN / 2], int k_tiles) {
+    step<true>(acc);
+    for (int kt = 1; kt < k_tiles; ++kt) step<false>(acc);
+  }
+};
+
 // ---------------------------------------------------------------- tile order
 
 struct Tile { int m, n; };  // in units of BM * CLUSTER rows and BN columns
@@ -324,25 +396,77 @@ struct Output {
   u32 at;      // where this lane's stmatrix row lies in the first of OUT_BUFS staging buffers
   bool leader;
 
-  // Stores 64 columns of 16 rows from (row, col). Of the 16 columns q, r[4q] and r[4q + 1] pack
-  // column pair 2q of rows 0-7 and 8-15, r[4q + 2] and r[4q + 3] pair 2q + 1. `count`, a constant
-  // once unrolled, numbers the stores: the buffers are used in turn.
-  template <bool kStream>
-  __device__ __forceinline__ void store(int count, const TensorMap* map, int row, int col,
-                                        const u32 (&r)[16]) const {
-    const u32 offset = count % OUT_BUFS * OUT_BYTES;
+  // Puts 64 columns of 16 rows into buffer `count` modulo OUT_BUFS, a constant once unrolled. Of 16
+  // columns q, r[4q] and r[4q + 1] pack column pair 2q of rows 0-7 and 8-15, r[4q + 2] and
+  // r[4q + 3] pair 2q + 1.
+  __device__ __forceinline__ void stage(int count, const u32 (&r)[16]) const {
     if (leader) tma_store_wait_read<OUT_BUFS - 1>();  // this buffer's previous store is read out
     __syncwarp();
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
       u32 to;  // volatile: worked out here, not kept in a register throughout
       asm volatile("xor.b32 %0, %1, %2;" : "=r"(to) : "r"(at), "r"(q * 32));
-      stmatrix(to + offset, r[4 * q], r[4 * q + 1], r[4 * q + 2], r[4 * q + 3]);
+      stmatrix(to + count % OUT_BUFS * OUT_BYTES, r[4 * q], r[4 * q + 1], r[4 * q + 2],
+               r[4 * q + 3]);
     }
+  }
+
+  // Stores what was staged to (row, col).
+  template <bool kStream>
+  __device__ __forceinline__ void send(int count, const TensorMap* map, int row, int col) const {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncwarp();
     // The leader is lane 0, whose row is the buffer's first.
-    if (leader) tma_store<kStream>(map, at + offset, col, row);
+    if (leader) tma_store<kStream>(map, at + count % OUT_BUFS * OUT_BYTES, col, row);
+  }
+};
+
+// The i-th block of 64 x 64 of the epilogue: in which 64 columns, in which 64 rows.
+__device__ __forceinline__ int column(int i, int rows) {
+  return BY_COLUMNS ? i / rows : i % (BN / 64);
+}
+
+__device__ __forceinline__ int block_row(int i, int rows) {
+  return BY_COLUMNS ? i % rows : i / (BN / 64);
+}
+
+// What the epilogue needs besides the accumulators.
+struct Epilogue {
+  Output out;
+  const TensorMap *y_map, *save_map;
+
+  // Bias, activation and store of kRows * 64 rows; this warp's first is `row`. A store is sent off
+  // only when the next one's values are there: what was staged has arrived by then.
+  template <int kRows, int kAccs>
+  __device__ __forceinline__ void finish(float (&acc)[kAccs][BN / 2], const u32 (&bias)[BN / 64],
+                                         int row, int col) const {
+    float b[16];
+#pragma unroll
+    for (int i = 0; i < kRows * (BN / 64); ++i) {
+      const int c = column(i, kRows), mi = block_row(i, kRows);
+      const int before_row = row + block_row(i - 1, kRows) * 64;
+      const int before_col = col + column(i - 1, kRows) * 64;
+      float* p = acc[mi] + c * 32;
+      if (HAS_BIAS) {
+        if (mi == 0 || !BY_COLUMNS) read_bias(b, bias[c]);
+        add_bias(p, b);
+      }
+      u32 r[16];
+#if SAVE == 1
+      convert<false>(p, r);
+      if (i > 0) out.send<false>(2 * i - 1, y_map, before_row, before_col);
+      out.stage(2 * i, r);
+      convert<true>(p, r);
+      out.send<true>(2 * i, save_map, row + mi * 64, col + c * 64);
+      out.stage(2 * i + 1, r);
+#else
+      convert<true>(p, r);
+      if (i > 0) out.send<false>(i - 1, y_map, before_row, before_col);
+      out.stage(i, r);
+#endif
+    }
+    out.send<false>(kRows * (BN / 64) * (1 + SAVE) - 1, y_map, row + (kRows - 1) * 64,
+                    col + BN - 64);
   }
 };
 
@@ -423,30 +547,14 @@ linear_act_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     const int consumer = warpgroup - 1;
-    const int lane = thread & 31;
+    const u32 lane = thread & 31;
     const int warp = thread / 32;
     // Rows of 128 bytes, their 16-byte pieces permuted as the 128-byte swizzle of TMA has it
     const u32 piece = (lane >> 4) ^ (lane & 7);
     const Output out{base + OUT_OFFSET + (consumer * 4 + warp) * OUT_BUFS * OUT_BYTES +
                          (lane & 15) * 128 + piece * 16,
                      lane == 0};
-    float acc[MMA_M][BN / 2];
-
-    // Bias, activation and store of the 64 rows from `row`, of which this warp has 16
-    const auto finish = [&](float(&part)[BN / 2], const u32(&bias)[BN / 64], int row, int col) {
-#pragma unroll
-      for (int c = 0; c < BN / 64; ++c) {
-        float* p = part + c * 32;
-        if (HAS_BIAS) add_bias(p, bias[c], lane);
-        u32 r[16];
-#if SAVE == 1
-        convert<false>(p, r);
-        out.store<true>(2 * c, &save_map, row + warp * 16, col + c * 64, r);
-#endif
-        convert<true>(p, r);
-        out.store<false>(SAVE ? 2 * c + 1 : c, &y_map, row + warp * 16, col + c * 64, r);
-      }
-    };
+    const Epilogue epilogue{out, &y_map, &save_map};
 
     if (PINGPONG && consumer == 1) bar_arrive(1, 256);  // consumer 0 starts
 
@@ -457,72 +565,44 @@ linear_act_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__
       const Tile tile = tile_at(first + index * step, tiles_m, tiles_n);
       const int row = (tile.m * CLUSTER + rank) * BM + (PINGPONG ? 0 : consumer * WG_M);
       const int col = tile.n * BN;
+      const u32 lane = lane_id();
+      float acc[MMA_M][BN / 2];
       u32 bias[BN / 64];
       if (HAS_BIAS) load_bias(bias, bias_ptr, col, lane, N);  // arrives under the products
       const u32 it = index * k_tiles;  // k-tiles that went through the pipeline before this tile
-      int stage = it % STAGES;
-      u32 phase = (it / STAGES) & 1;
-      int previous = stage;
+      const u32 a_src = base + (PINGPONG ? 0 : consumer * (A_BYTES / 2));
+      Pipe pipe{a_src, base + A_BYTES, full, empty, lane, static_cast<int>(it % STAGES), 0,
+                (it / STAGES) & 1};
 
       // Wait for the other consumer to have issued its tile. This also keeps both within one phase
       // of the pipeline's barriers, which a parity bit cannot tell apart beyond that.
       if constexpr (PINGPONG) bar_sync(1 + consumer, 256);
-      for (int kt = 0; kt < k_tiles; ++kt) {
-        mbar_wait(full + stage * 8, phase);
-        const u32 a_src = base + stage * STAGE_BYTES + (PINGPONG ? 0 : consumer * (A_BYTES / 2));
-        const u32 b_src = base + stage * STAGE_BYTES + A_BYTES;
-        const u64 a_desc = make_desc<A_MN>(a_src);
-        const u64 b_desc = make_desc<B_MN>(b_src);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < BK / 16; ++k) {
-#pragma unroll
-          for (int mi = 0; mi < MMA_M; ++mi) {
-            // 64 rows further down A: 8192 bytes in either layout
-            wgmma(acc[mi], a_desc + k * A_K_STEP + mi * (8192 >> 4), b_desc + k * B_K_STEP,
-                  kt != 0 || k != 0);
-          }
-        }
-        wgmma_commit();
-        if (kt > 0) {
-          wgmma_wait<1>();  // the previous k-tile's reads are done: release its stage
-          if (CLUSTER > 1) {
-            if (lane < CLUSTER) mbar_arrive_cta(empty + previous * 8, lane);
-          } else if (lane == 0) {
-            mbar_arrive(empty + previous * 8);
-          }
-        }
-        previous = stage;
-        if (++stage == STAGES) { stage = 0; phase ^= 1; }
-      }
+      pipe.run(acc, k_tiles);
       if constexpr (PINGPONG) bar_arrive(1 + (consumer ^ 1), 256);
       wgmma_wait<0>();
-      if (CLUSTER > 1) {
-        if (lane < CLUSTER) mbar_arrive_cta(empty + previous * 8, lane);
-      } else if (lane == 0) {
-        mbar_arrive(empty + previous * 8);
-      }
+      pipe.release(pipe.previous);
       const bool is_shared = SHARED_LAST && index == count - 1;
       if (SHARED_LAST && index == count - 2) bar_arrive(4, 256);
       if (is_shared) {
         if (index > 0) bar_sync(4, 256);  // both have read all of the pipeline: its memory is free.
         give(base + thread * 16, acc[MMA_M - 1]);
         bar_arrive(3, 256);
+        epilogue.finish<1>(acc, bias, row + warp * 16, col);
+      } else {
+        epilogue.finish<MMA_M>(acc, bias, row + warp * 16, col);
       }
-#pragma unroll
-      for (int mi = 0; mi < MMA_M; ++mi)
-        if (mi < MMA_M - 1 || !is_shared) finish(acc[mi], bias, row + mi * 64, col);
     }
     if (SHARED_LAST && index == count) {  // the last tile is the other consumer's
       const Tile tile = tile_at(first + (count - 1) * step, tiles_m, tiles_n);
       u32 bias[BN / 64];
-      if (HAS_BIAS) load_bias(bias, bias_ptr, tile.n * BN, lane, N);
-      float half[BN / 2];  // not acc: written by loads, it would make ptxas serialise all wgmma
+      if (HAS_BIAS) load_bias(bias, bias_ptr, tile.n * BN, lane_id(), N);
+      float half[1][BN / 2];  // not acc: written by loads, it would make ptxas serialise all wgmma
       bar_sync(3, 256);
-      take(base + thread * 16, half);
-      finish(half, bias, (tile.m * CLUSTER + rank) * BM + WG_M - 64, tile.n * BN);
+      take(base + thread * 16, half[0]);
+      epilogue.finish<1>(half, bias, (tile.m * CLUSTER + rank) * BM + WG_M - 64 + warp * 16,
+                         tile.n * BN);
     }
-    if (lane == 0) tma_store_wait_all();
+    if (out.leader) tma_store_wait_all();
   }
   __syncwarp();
   if constexpr (CLUSTER > 1) cluster_sync();  // no block leaves while a peer may still write to it

@@ -14,6 +14,7 @@ import torch
 from fastlinear.core.device import device_facts
 from fastlinear.ops.common.door_launch import DoorLaunch, Y
 from fastlinear.ops.common.triton_launch import Launch
+from fastlinear.ops.linear_act import columns
 from fastlinear.ops.linear_act.triton_config import (
     FewRowsConfig,
     GemmConfig,
@@ -161,7 +162,10 @@ def grad_pre(
     )
     plan = _plans.get(key)
     if plan is None:
-        plan = _remember(key, _GradPre(dy, saved, activation, need_bias_grad))
+        if identity and columns.serves(dy):
+            plan = _remember(key, columns.ColumnSums(dy))
+        else:
+            plan = _remember(key, _GradPre(dy, saved, activation, need_bias_grad))
     dpre = None if identity else _empty((M, N), dy)
     db = _empty((N,), dy) if need_bias_grad else None
     plan.run(dy, saved, dpre, db)
@@ -354,7 +358,7 @@ class _GradPre:
         self, dy: Tensor, saved: Tensor | None, activation: str, need_bias_grad: bool
     ) -> None:
         M, N = dy.shape
-        blocks = _grad_pre_blocks(M, N, need_bias_grad, saved is None)
+        blocks = _grad_pre_blocks(M, N, need_bias_grad, activation, dy.itemsize)
         block_m, block_n, chunk_rows, warps, stages = blocks
         chunks = -(-M // chunk_rows)
         self._launch = Launch(
@@ -387,7 +391,7 @@ class _GradPre:
 
 
 def _grad_pre_blocks(
-    M: int, N: int, need_bias_grad: bool, identity: bool
+    M: int, N: int, need_bias_grad: bool, activation: str, itemsize: int
 ) -> tuple[int, int, int, int, int]:
     """Rows and columns of a block, rows of a program's chunk (a multiple of the block's), warps,
     and stages of the load pipeline."""
@@ -398,10 +402,13 @@ def _grad_pre_blocks(
         block_m = min(64, 1 << (M - 1).bit_length())
         return block_m, 32, block_m * -(-M // block_m), 4, 1
     # Long chunks amortise the column sums; short ones fill the chip.
+    identity = activation == "none"
     block_m, block_n = 16 if identity else 8, 512
     programs = -(-M // block_m) * -(-N // block_n)
     if identity:  # a third of the traffic: more of it has to be under way
         return block_m, block_n, block_m * max(1, min(8, programs // 384)), 4, 3
+    if itemsize == 2 and activation != "gelu" and programs >= 16 * 384:  # gelu would spill
+        return block_m, block_n, block_m * 16, 4, 3
     return block_m, block_n, block_m * max(1, min(16, programs // 512)), 4, 1
 
 
