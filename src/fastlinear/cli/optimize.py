@@ -61,8 +61,8 @@ def optimize(
         bool,
         typer.Option(
             "--graphs",
-            help="Replay the whole model, or else its launch-bound parts, as CUDA graphs where that "
-            "is faster; they take memory.",
+            help="Replay the whole model, or else its launch-bound parts, as CUDA graphs where "
+            "that is faster; they take memory.",
         ),
     ] = False,
     plan: Annotated[
