@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 from fastlinear.core.graph_tape import Tape, TapeRecorder
 from fastlinear.core.graphs import Table
+from fastlinear.dispatch.backend import family
 from fastlinear.ops.mlp import graph, layerwise
 from fastlinear.ops.mlp.problem import problem
 
@@ -181,3 +182,17 @@ def test_what_it_cannot_serve_is_said() -> None:
     assert "graphed records a step" in (why(needs_grad=True) or "")
     assert "rows take longer" in (why(m=4097) or "")
     assert why() in (None, "torch sees no CUDA device")
+
+
+def test_chains_bound_by_launches_are_recorded_by_default() -> None:
+    def order(rows: int, layers: int, **kind: Any) -> tuple[str, ...]:
+        widths = (1024,) * (layers + 1)
+        p = problem("forward", rows, widths, dtype="bfloat16", device="cuda", **kind)
+        return tuple(family("mlp").prefer(p))
+
+    assert order(256, 8)[0] == "graph"
+    assert order(64, 8)[:2] == ("whole_cuda", "graph")
+    assert "graph" not in order(256, 8, captured=True)
+    assert "graph" not in order(256, 8, needs_grad=True)
+    assert "graph" not in order(256, 2)
+    assert "graph" not in order(8192, 8)

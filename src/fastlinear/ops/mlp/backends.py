@@ -46,6 +46,7 @@ _TRITON_SOURCES = (
 )
 _CUDA_SOURCES = (
     *("whole.cu", "whole_device.cu", "whole_cuda_config.py", "whole_grid.cu", "whole_grid.py"),
+    *("whole_launches.cu", "whole_launches.py"),
     *("../common/cuda_driver.py", "../common/cuda_launch.py"),
 )
 _GRAPH_SOURCES = ("layerwise.py", "../../core/graphs.py")
@@ -93,11 +94,28 @@ def _prefer_cuda(p: Problem) -> tuple[str, ...]:
         few = max(widths) > 128 or p.dim("L") < 4
         return ("eager",) if few else ("whole_triton", "eager")
     layered = _layered(p, 1 << 20)
-    if max(widths) <= 128:
+    if _launch_bound(p):
+        layered = ("graph", *layered)
+    widest, single = max(widths), p.dtype == "float32"
+    if widest <= 128:
         return ("whole_triton", *layered)
-    lone = p.dtype == "float32" and max(widths) >= 512 and m < 8  # too few rows for its clusters
-    shared = p.dtype != "float32" and 512 <= max(widths) <= 1024  # by all multiprocessors
+    if widest > 1024:  # by all multiprocessors, or one launch a layer
+        return ("whole_cuda", *layered) if m <= 128 else layered
+    lone = single and widest >= 512 and m < 8  # too few rows for its clusters
+    shared = not single and widest >= 512  # by all multiprocessors
     return ("whole_cuda", *layered) if m <= (128 if shared else 64) and not lone else layered
+
+
+def _launch_bound(p: Problem) -> bool:
+    """Whether launching a chain's layers one by one takes longer than computing them, by far.
+
+    Within a graph under way launches cost nothing.
+    """
+    if p.captured or p.dim("L") < 3:
+        return False
+    least = cost(p)
+    seconds = least.flops / (4e13 if p.dtype == "float32" else 4e14) + least.bytes / 3e12
+    return seconds < p.dim("L") * 6e-6
 
 
 def _has_bias(p: Problem, layer: int) -> bool:

@@ -1,16 +1,18 @@
 """Backend ``whole_cuda`` of mlp: every layer in one kernel for Hopper, in CUDA C++.
 
-There are two kernels. In ``whole.cu`` a cluster of up to 16 blocks carries a few rows of x through
-all layers; hidden activations go from block to block through shared memory and never leave the
-chip. Wide chains of equal widths take ``whole_grid.cu`` (host side: ``whole_grid.py``): there all
-multiprocessors share every layer and hidden activations pass through the L2 cache.
-``whole_device.cu`` is what both are written in. This file chooses how the work is shared out,
-compiles it with NVRTC (once per choice and process) and launches it. Weights are read at every call
-from where they lie. Blocks wait for one another only inside a cluster, which the hardware starts as
-a whole, or in a cooperative launch: no launch can deadlock.
+There are three kernels. In ``whole.cu`` a cluster of up to 16 blocks carries a few rows of x
+through all layers; hidden activations go from block to block through shared memory and never leave
+the chip. Wide chains of equal widths take ``whole_grid.cu`` (host side: ``whole_grid.py``): there
+all multiprocessors share every layer and hidden activations pass through the L2 cache. Chains whose
+weights are too many for that take ``whole_launches.cu`` (``whole_launches.py``): a launch a layer,
+each begun while the one before still runs. ``whole_device.cu`` is what all are written in. This
+file chooses how the work is shared out, compiles it with NVRTC (once per choice and process) and
+launches it. Weights are read at every call from where they lie. Blocks wait for one another only
+inside a cluster, which the hardware starts as a whole, or in a cooperative launch: no launch can
+deadlock.
 
 Accumulation is in float32, in a fixed order: results are deterministic. float32 itself takes plain
-multiply-adds; three tf32 products per step are there as a configuration.
+multiply-adds, or three tf32 products a step with an error no larger.
 """
 
 from __future__ import annotations
@@ -38,10 +40,14 @@ from fastlinear.ops.mlp.whole_cuda_config import (
     config_for,
     grid_for,
     input_units,
+    launches_for,
 )
 from fastlinear.ops.mlp.whole_grid import KERNEL as GRID_KERNEL
 from fastlinear.ops.mlp.whole_grid import Grid, GridPlan
 from fastlinear.ops.mlp.whole_grid import source as grid_source
+from fastlinear.ops.mlp.whole_launches import KERNEL as LAUNCHES_KERNEL
+from fastlinear.ops.mlp.whole_launches import Launches, LaunchesPlan
+from fastlinear.ops.mlp.whole_launches import source as launches_source
 
 __all__ = [
     "MAX_LAYERS",
@@ -50,20 +56,23 @@ __all__ = [
     "MAX_WIDTH",
     "Config",
     "Grid",
+    "Launches",
     "config_for",
     "forward",
     "grid_for",
+    "launches_for",
     "reason_not",
 ]
 
 ARCH = "sm_90a"
 MAX_WIDTH = 1024
-"""Of chains that `grid_for` does not share out."""
+"""Of chains that neither `grid_for` nor `launches_for` shares out."""
 MAX_LAYERS = 32
 MAX_ROWS = 1024
 MAX_ROWS_WIDE = 128
 """Of widths above 512. Beyond, every block of rows reading all weights again costs too much."""
 
+Sharing = Config | Grid | Launches
 _SOURCES = [Path(__file__).with_name(name) for name in ("whole_device.cu", "whole.cu")]
 _KERNEL = "whole_mlp"
 _MAX_PLANS = 1024
@@ -89,7 +98,10 @@ def reason_not(p: Problem) -> str | None:
     if p.option("w") == "mixed":
         return "needs contiguous weights"
     widths, rows = widths_of(p), p.dim("M")
-    if max(widths) > MAX_WIDTH and grid_for(widths, rows, 4 if p.dtype == "float32" else 2):
+    itemsize = 4 if p.dtype == "float32" else 2
+    if len(widths) - 1 <= MAX_LAYERS and launches_for(widths, rows, itemsize):
+        return None
+    if max(widths) > MAX_WIDTH and grid_for(widths, rows, itemsize):
         return None
     return _size_reason(widths, rows)
 
@@ -239,7 +251,7 @@ class _Plan:
 _lock = threading.Lock()
 _cubins: dict[str, bytes] = {}
 _kernels: dict[tuple[str, int, int], driver.Kernel] = {}
-_plans: dict[tuple[object, ...], _Plan | GridPlan] = {}
+_plans: dict[tuple[object, ...], _Plan | GridPlan | LaunchesPlan] = {}
 _roomless: set[tuple[object, ...]] = set()
 """Calls too wide for ``whole.cu`` on a device without room for ``whole_grid.cu``."""
 
@@ -271,9 +283,9 @@ def forward(
     final_activation: str,
     save: bool,
     *,
-    config: Config | Grid | None = None,
+    config: Sharing | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """h_{i+1} = act_i(h_i W_iᵀ + b_i) for all layers in one kernel, float32 accumulation.
+    """h_{i+1} = act_i(h_i W_iᵀ + b_i) for all layers, float32 accumulation.
 
     Args:
         x: (M, n_0) bfloat16, float16 or float32 with contiguous columns; others are copied.
@@ -281,8 +293,9 @@ def forward(
         biases: per layer (n_{i+1},) or None.
         activation, final_activation: names, for hidden layers and the last.
         save: whether to keep what the backward reads.
-        config: how the work is shared out; None picks one. A chain too wide for one cluster, on a
-            device that cannot run all blocks of a Grid at once, then goes through PyTorch's ops.
+        config: how the work is shared out; None picks one. Launches holds for every layer. A chain
+            too wide for one cluster, on a device that cannot run all blocks of a Grid at once, then
+            goes through PyTorch's ops.
 
     Returns:
         y (M, n_L), and per layer (M, n_{i+1}) its pre-activation or output (() unless ``save``).
@@ -314,7 +327,7 @@ def forward(
             return forward(x, weights, biases, activation, final_activation, save, config=config)
         shifts.append(0 if bias is None else bias.data_ptr())
     outs = [weight.size(0) for weight in weights]
-    if bits & 15 and max(outs) > MAX_WIDTH:
+    if bits & 15 and max(*outs, x.size(1)) > MAX_WIDTH:
         weights = tuple([w.clone() for w in weights])
         return forward(x, weights, biases, activation, final_activation, save, config=config)
     key = (x.shape, x.dtype, activation, final_activation, save, bits & 15, index, config, *outs)
@@ -335,8 +348,8 @@ def _new_plan(
     final_activation: str,
     save: bool,
     bits: int,
-    config: Config | Grid | None,
-) -> _Plan | GridPlan | None:
+    config: Sharing | None,
+) -> _Plan | GridPlan | LaunchesPlan | None:
     rows, itemsize = x.shape[0], x.dtype.itemsize
     widths = (x.shape[1], *[w.shape[0] for w in weights])
     for k in widths[:-1]:
@@ -345,7 +358,16 @@ def _new_plan(
     if len(_plans) >= _MAX_PLANS:
         _plans.clear()
     names, device = (activation, final_activation), x.device.index
-    plan: _Plan | GridPlan | None = None
+    plan: _Plan | GridPlan | LaunchesPlan | None = None
+    if isinstance(config, Launches):
+        launches: tuple[Launches, ...] | None = (config,) * len(weights)
+    else:
+        launches = launches_for(widths, rows, itemsize) if config is None and vec == 16 else None
+    if launches is not None:
+        if vec != 16:
+            raise _unsupported("Launches need weights whose rows start on 16 bytes")
+        _plans[key] = plan = _launches_plan(launches, widths, rows, x.dtype, names, save, device)
+        return plan
     grid = config if isinstance(config, Grid) else None
     if config is None and vec == 16:
         grid = grid_for(widths, rows, itemsize)
@@ -390,3 +412,29 @@ def _grid_plan(
         kernel = _kernel(text, shared, device, GRID_KERNEL)
     plan = GridPlan(kernel, grid, widths, rows, dtype, mode)
     return plan if plan.runs_at_once else None
+
+
+def _launches_plan(
+    configs: tuple[Launches, ...],
+    widths: Widths,
+    rows: int,
+    dtype: torch.dtype,
+    names: tuple[str, str],
+    save: bool,
+    device: int,
+) -> LaunchesPlan:
+    """The plan of one launch a layer."""
+    if len(widths) - 1 > MAX_LAYERS:
+        raise _unsupported(f"{len(widths) - 1} layers are more than {MAX_LAYERS}")
+    for config in configs:
+        reason = config.invalid(rows, dtype.itemsize)
+        if reason is not None:
+            raise _unsupported(reason)
+    mode = save_mode(*names, len(widths) - 1) if save else 0
+    driver.make_current(device)
+    with driver.loading_allowed():
+        kernels = [
+            _kernel(launches_source(c, rows, dtype), c.shared_bytes(rows), device, LAUNCHES_KERNEL)
+            for c in configs
+        ]
+    return LaunchesPlan(kernels, configs, widths, rows, dtype, names, mode)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fastlinear.ops.mlp.whole_grid import Grid
+from fastlinear.ops.mlp.whole_launches import MAX_BLOCK_ROWS, Launches
 
 _SHARED_LIMIT = 232_448  # bytes a Hopper block may have
 
@@ -178,6 +179,43 @@ def make_grid(
         if grid.invalid(widths, rows, itemsize) is None:
             return grid
     return None
+
+
+MAX_LAUNCHES_ROWS = 2 * MAX_BLOCK_ROWS
+"""Of chains that `launches_for` shares out: weights are read once for 64 rows."""
+
+
+def launches_for(widths: Widths, rows: int, itemsize: int) -> tuple[Launches, ...] | None:
+    """The sharing of each layer, one launch a layer, where that is faster, measured on an H200.
+
+    None elsewhere. Rows of every weight must start on 16 bytes.
+    """
+    if any(k * itemsize % 16 for k in widths[:-1]) or min(widths) < 1:
+        return None
+    if itemsize == 2:
+        served = min(widths) >= 4096 and 8 <= rows <= 16
+        return (Launches(8, 2, 8, stages=3, x_blocks=16),) * (len(widths) - 1) if served else None
+    if max(widths) <= 1024 or not 8 <= rows <= MAX_LAUNCHES_ROWS:
+        return None
+    return tuple(_single_launch(n, rows) for n in widths[1:])
+
+
+def _single_launch(n: int, rows: int) -> Launches:
+    """The sharing of a float32 layer of n outputs."""
+    if rows <= 32:
+        if rows <= 8 and n <= 2048:
+            return Launches(8, 1, 4, stages=16, x_blocks=16)
+        return Launches(8, 1, 8, stages=8, x_blocks=16)
+    if rows > MAX_BLOCK_ROWS:
+        return Launches(8, 1, 8, stages=5, x_blocks=16)
+
+    def work(launches: Launches) -> int:
+        """Columns of one cluster, times how often all clusters that run at once are needed."""
+        clusters = launches.blocks(n) // launches.cluster
+        return _ceil_div(clusters, 2 * _CLUSTERS[launches.cluster]) * launches.columns
+
+    ways = ((8, 1, 5), (6, 1, 7), (4, 2, 5))  # columns, groups along K, stages
+    return min((Launches(8, 1, c, g, stages=s, x_blocks=16) for c, g, s in ways), key=work)
 
 
 def _rows_for(rows: int, cluster: int, most: int) -> int:

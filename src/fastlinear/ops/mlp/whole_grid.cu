@@ -260,6 +260,17 @@ __device__ __forceinline__ bool saves_pre(bool last) {
 __device__ __forceinline__ void bring_weights(const Params& p, u32 base, int first, int tiles,
                                               int rank, int thread) {
   constexpr int PIECES = SLICE * ES / 16;  // of a row
+  // With few slots the layer after next comes as far as the L2 cache.
+  const auto to_l2 = [&](int layer) {
+    if (layer >= p.layers) return;
+    const char* const from = static_cast<const char*>(p.weight[layer]) +
+                             (static_cast<long long>(first) * H + rank * SLICE) * ES;
+    for (int row = thread; row < tiles * 8; row += 32 * BRING_WARPS) {
+      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from + row * (H * ES)),
+                   "n"(SLICE * ES)
+                   : "memory");
+    }
+  };
   for (int layer = 0; layer < p.layers; ++layer) {
     const int slot = layer % SLOTS, use = layer / SLOTS;
     if (use > 0) mbar_wait(base + BAR_EMPTY + slot * 8, (use - 1) & 1);
@@ -272,6 +283,9 @@ __device__ __forceinline__ void bring_weights(const Params& p, u32 base, int fir
       copy16<16>(to + weight_at(row) + piece * 16, from + row * (H * ES) + piece * 16, 16);
     }
     mbar_arrive_copied(base + BAR_FULL + slot * 8);
+    if constexpr (SLOTS == 2) {
+      if (layer >= SLOTS - 1) to_l2(layer + 1);
+    }
   }
 }
 
