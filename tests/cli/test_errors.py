@@ -14,6 +14,7 @@ from fastlinear.core.errors import NumericsError, UnsupportedError
 Run = Callable[..., Result]
 
 BAD_INPUT, NUMERICS, UNSUPPORTED = 2, 3, 5
+_SAID = {"function": "optimize_", "remedy": "Do otherwise."}
 
 
 @pytest.mark.parametrize(
@@ -167,8 +168,8 @@ def test_device_that_is_not_there(run: Run) -> None:
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (NumericsError("optimize_", expected="small errors", received="large ones"), NUMERICS),
-        (UnsupportedError("optimize_", expected="a plain model", received="another"), UNSUPPORTED),
+        (NumericsError(**_SAID, expected="small errors", received="large ones"), NUMERICS),
+        (UnsupportedError(**_SAID, expected="a plain model", received="another"), UNSUPPORTED),
         (KeyError("surprise"), 1),
     ],
 )

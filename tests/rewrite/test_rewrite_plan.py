@@ -241,9 +241,10 @@ def test_a_plan_is_written_whole_or_not_at_all(
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", stop)
-        plans.write_json(path, {"a": 1})
+        with pytest.raises(KeyboardInterrupt):
+            plans.write_json(path, {"a": 1})
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir() if p.is_file()] == ["plan.json"]
     path.unlink()

@@ -76,7 +76,10 @@ def heats(rows: Iterable[Row]) -> list[Heat]:
             found.append(Heat(title, tuple(rows_of), widths, _ordered(speeds)))
     if not found:
         raise InputError(
-            "bench.heatmap", expected="timed rows of experiment overhead", received="none"
+            "bench.heatmap",
+            expected="timed rows of experiment overhead",
+            received="none",
+            remedy="Run `fastlinear bench overhead` with eager among the contenders.",
         )
     return found
 

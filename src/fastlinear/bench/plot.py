@@ -38,6 +38,7 @@ def plot(rows: Iterable[Row], path: str | Path) -> Path:
             "bench.plot",
             expected=f"a file ending in {' or '.join(_FORMATS)}",
             received=path.name,
+            remedy="The ending chooses the format.",
         )
     rows = list(rows)
     if any(row["experiment"] == "overhead" for row in rows):
@@ -45,7 +46,10 @@ def plot(rows: Iterable[Row], path: str | Path) -> Path:
     panels = speeds(rows)
     if not panels:
         raise InputError(
-            "bench.plot", expected="rows with timings of eager", received="no such row"
+            "bench.plot",
+            expected="rows with timings of eager",
+            received="no such row",
+            remedy="Let eager take part: speeds are drawn against it.",
         )
     try:
         import matplotlib as mpl

@@ -148,13 +148,17 @@ def read_rows(path: str | Path) -> list[Row]:
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise InputError(
-                "read_rows", expected=f"JSON on line {number} of {path}", received=str(error)
+                "read_rows",
+                expected=f"JSON on line {number} of {path}",
+                received=str(error),
+                remedy="Remove the line: a run that was killed leaves its last one cut.",
             ) from error
         if not isinstance(row, dict) or "contender" not in row or "metric" not in row:
             raise InputError(
                 "read_rows",
                 expected=f"a benchmark row on line {number} of {path}",
                 received=line[:60],
+                remedy="Give a file that `fastlinear bench --out` wrote.",
             )
         found.append(row)
     return found

@@ -150,12 +150,18 @@ def _cases(
 ) -> list[Case]:
     if experiment not in EXPERIMENTS:
         raise InputError(
-            "bench.run", expected=f"an experiment in {sorted(EXPERIMENTS)}", received=experiment
+            "bench.run",
+            expected=f"an experiment in {sorted(EXPERIMENTS)}",
+            received=experiment,
+            remedy="docs/benchmarks.md says what each measures.",
         )
     unknown = sorted(set(dtypes or ()) - set(FLOAT_DTYPES))
     if unknown:
         raise InputError(
-            "bench.run", expected=f"dtypes in {sorted(FLOAT_DTYPES)}", received=", ".join(unknown)
+            "bench.run",
+            expected=f"dtypes in {sorted(FLOAT_DTYPES)}",
+            received=", ".join(unknown),
+            remedy="Leave it out for all dtypes of the experiment.",
         )
     every = EXPERIMENTS[experiment](device, quick)
     wanted = [_wanted(text) for text in where]
@@ -181,7 +187,10 @@ def _wanted(text: str) -> tuple[str, frozenset[str]]:
     name, equals, values = text.partition("=")
     if not equals or not name or not values:
         raise InputError(
-            "bench.run", expected="where as NAME=VALUE,VALUE, for example M=8192", received=text
+            "bench.run",
+            expected="where as NAME=VALUE,VALUE",
+            received=text,
+            remedy="For example M=8192 or L=8,4.",
         )
     return name, frozenset(values.split(","))
 
@@ -198,7 +207,10 @@ def _known(picked: Sequence[Case], peers: Sequence[str]) -> None:
     unknown = sorted(set(peers) - names)
     if unknown:
         raise InputError(
-            "bench.run", expected=f"peers in {sorted(names)}", received=", ".join(unknown)
+            "bench.run",
+            expected=f"peers in {sorted(names)}",
+            received=", ".join(unknown),
+            remedy="A contender is named as its rows name it.",
         )
 
 
@@ -242,7 +254,10 @@ def _opened(out: str | Path | None) -> Iterator[TextIO | None]:
         file = path.open("w")
     except OSError as error:
         raise InputError(
-            "bench.run", expected="a writable file for the rows", received=f"{path}: {error}"
+            "bench.run",
+            expected="a writable file for the rows",
+            received=f"{path}: {error}",
+            remedy="Choose another place for the rows.",
         ) from error
     with file:
         yield file

@@ -135,7 +135,12 @@ class Call:
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
-            _fail("fastlinear", f"op in {', '.join(FAMILIES)}", repr(self.family))
+            _fail(
+                "fastlinear",
+                f"op in {', '.join(FAMILIES)}",
+                repr(self.family),
+                "`fastlinear doctor` lists them with their backends.",
+            )
         of_linear = {"--k": self.k, "--n": self.n}
         of_mlp = {
             "--widths": self.widths,
@@ -156,7 +161,12 @@ class Call:
                 else "These belong to mlp: name it first, as in mlp --widths 64,128,10.",
             )
         if self.layout not in ("nk", "kn"):
-            _fail("--weight-layout", "nk or kn", repr(self.layout))
+            _fail(
+                "--weight-layout",
+                "nk or kn",
+                repr(self.layout),
+                "nk is nn.Linear's (N, K), kn the (K, N) of a Conv1D.",
+            )
 
     def explain(self, backend: str | None, train: bool) -> Explanation:
         """Which backend the call takes."""
@@ -225,7 +235,12 @@ class Call:
         if self.widths is None:
             return (self.width or _WIDTH,) * ((self.layers or _LAYERS) + 1)
         if self.layers is not None or self.width is not None:
-            _fail("--widths", "either --widths or --layers and --width", "both")
+            _fail(
+                "--widths",
+                "either --widths or --layers and --width",
+                "both",
+                "--layers and --width make a chain of equal widths.",
+            )
         parts = [part.strip() for part in self.widths.split(",")]
         sizes = tuple(int(part) for part in parts if part.isascii() and part.isdecimal())
         if len(sizes) != len(parts) or len(sizes) < 2 or min(sizes) < 1:
@@ -238,5 +253,5 @@ class Call:
         return sizes
 
 
-def _fail(function: str, expected: str, received: str, remedy: str | None = None) -> NoReturn:
+def _fail(function: str, expected: str, received: str, remedy: str) -> NoReturn:
     raise InputError(function, expected=expected, received=received, remedy=remedy)

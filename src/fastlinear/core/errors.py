@@ -16,17 +16,12 @@ class FastlinearError(Exception):
 
     exit_code = 1
 
-    def __init__(
-        self, function: str, *, expected: str, received: str, remedy: str | None = None
-    ) -> None:
+    def __init__(self, function: str, *, expected: str, received: str, remedy: str) -> None:
         self.function = function
         self.expected = expected
         self.received = received
         self.remedy = remedy
-        text = f"{function}: expected {expected}; received {received}."
-        if remedy:
-            text += f" {remedy}"
-        super().__init__(text)
+        super().__init__(f"{function}: expected {expected}; received {received}. {remedy}")
 
 
 class InputError(FastlinearError, ValueError):

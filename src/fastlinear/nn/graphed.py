@@ -72,18 +72,25 @@ def graphed(
     ...     y = fl.graphed(layer.cuda(), batch_dim=0)(torch.ones(2, 3, device="cuda"))
     """
     if not callable(target) or isinstance(target, Graphed):
-        raise InputError("graphed", expected="a module or function", received=type(target).__name__)
+        raise InputError(
+            "graphed",
+            expected="a module or function that is not graphed yet",
+            received=type(target).__name__,
+            remedy="Give the module or function itself.",
+        )
     if on_unsupported not in ("error", "eager"):
         raise InputError(
             "graphed",
             expected="on_unsupported to be 'error' or 'eager'",
             received=f"on_unsupported={on_unsupported!r}",
+            remedy="'error' says why a call cannot be recorded, 'eager' runs it without a graph.",
         )
     if max_graphs < 1 or warmup < 1 or (batch_dim is not None and batch_dim < 0):
         raise InputError(
             "graphed",
             expected="max_graphs and warmup of at least 1, batch_dim of at least 0 or None",
             received=f"{max_graphs=}, {warmup=}, {batch_dim=}",
+            remedy="The defaults serve most modules: leave them out.",
         )
     if batch_buckets is not None and batch_dim is None:
         raise InputError(

@@ -67,6 +67,7 @@ class Linear(nn.Linear):
                 "fastlinear.nn.Linear.from_linear",
                 expected="an nn.Linear",
                 received=type(linear).__name__,
+                remedy="Build it directly: fastlinear.nn.Linear(in_features, out_features).",
             )
         layer = cls(
             linear.in_features,

@@ -15,6 +15,8 @@ from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.mlp.op import call
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_REMEDY = "An MLP is nn.Linear layers with one activation behind each but the last."
+_HOOKED = "Remove the hooks, or leave these layers as they are."
 
 
 class _Layer(nn.Linear):
@@ -80,7 +82,10 @@ class MLP(nn.Module):
         activation_of(final_activation, "fastlinear.nn.MLP (final_activation)")
         if len(sizes) < 2 or not all(isinstance(n, int) for n in sizes):
             raise InputError(
-                "fastlinear.nn.MLP", expected="at least two whole sizes", received=repr(sizes)
+                "fastlinear.nn.MLP",
+                expected="at least two whole sizes",
+                received=repr(sizes),
+                remedy="The first is the input's features, each other one a layer's.",
             )
         self.activation = activation
         self.final_activation = final_activation
@@ -181,7 +186,7 @@ def _shared(kind: type[nn.Linear], linear: nn.Linear) -> nn.Linear:
 def _read(sequential: nn.Sequential) -> tuple[list[str], list[nn.Linear], str, str]:
     """Names and layers of a Sequential, its hidden activation and the one after the last layer."""
     if type(sequential) is not nn.Sequential:
-        _refuse("an nn.Sequential", type(sequential).__name__)
+        _refuse("an nn.Sequential", type(sequential).__name__, _REMEDY)
     names: list[str] = []
     layers: list[nn.Linear] = []
     acts: list[str | None] = []
@@ -189,7 +194,11 @@ def _read(sequential: nn.Sequential) -> tuple[list[str], list[nn.Linear], str, s
         if module is None:
             continue
         if any(getattr(module, hooks) for hooks in _HOOKS):
-            _refuse("modules without hooks", f"hooks on module {name} ({type(module).__name__})")
+            _refuse(
+                "modules without hooks",
+                f"hooks on module {name} ({type(module).__name__})",
+                _HOOKED,
+            )
         if type(module) in (nn.Linear, _Layer):
             names.append(name)
             layers.append(module)  # type: ignore[arg-type]
@@ -205,19 +214,19 @@ def _read(sequential: nn.Sequential) -> tuple[list[str], list[nn.Linear], str, s
                 else "A subclass may compute something else.",
             )
         if not acts or acts[-1] is not None:
-            _refuse("each activation after a Linear", f"module {name}: {module}")
+            _refuse("each activation after a Linear", f"module {name}: {module}", _REMEDY)
         acts[-1] = activation
     if any(getattr(sequential, hooks) for hooks in _HOOKS):
-        _refuse("a Sequential without hooks", "hooks on the Sequential itself")
+        _refuse("a Sequential without hooks", "hooks on the Sequential itself", _HOOKED)
     if not layers:
-        _refuse("at least one nn.Linear", "an nn.Sequential without one")
+        _refuse("at least one nn.Linear", "an nn.Sequential without one", _REMEDY)
     hidden = {a or "none" for a in acts[:-1]}
     if len(hidden) > 1:
-        _refuse("one activation for all hidden layers", ", ".join(sorted(hidden)))
+        _refuse("one activation for all hidden layers", ", ".join(sorted(hidden)), _REMEDY)
     return names, layers, hidden.pop() if hidden else "none", acts[-1] or "none"
 
 
-def _refuse(expected: str, received: str, remedy: str | None = None) -> NoReturn:
+def _refuse(expected: str, received: str, remedy: str) -> NoReturn:
     raise InputError(
         "fastlinear.nn.MLP.from_sequential", expected=expected, received=received, remedy=remedy
     )

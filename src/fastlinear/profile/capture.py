@@ -83,10 +83,18 @@ def profile(
     """
     if mode not in MODES:
         raise InputError(
-            "fastlinear.profile", expected=f"mode in {', '.join(MODES)}", received=repr(mode)
+            "fastlinear.profile",
+            expected=f"mode in {', '.join(MODES)}",
+            received=repr(mode),
+            remedy="inference times the forward, train a step with its backward.",
         )
     if steps < 1:
-        raise InputError("fastlinear.profile", expected="steps of at least 1", received=f"{steps}")
+        raise InputError(
+            "fastlinear.profile",
+            expected="steps of at least 1",
+            received=f"{steps}",
+            remedy="Leave it out for the default.",
+        )
     return capture(
         model, inputs, mode, loss_fn=loss_fn, steps=steps, progress=progress, samples=False
     )[0]

@@ -85,5 +85,8 @@ def activation(name: str, function: str = "activation") -> Activation:
         return ACTIVATIONS[name]
     except (KeyError, TypeError):
         raise InputError(
-            function, expected=f"activation in {', '.join(NAMES)}", received=repr(name)
+            function,
+            expected=f"activation in {', '.join(NAMES)}",
+            received=repr(name),
+            remedy="For any other, take none and apply it to the result.",
         ) from None

@@ -22,6 +22,7 @@ _SWIZZLE_128B = 3
 _L2_PROMOTION_256B = 3
 _CAPTURE_MODE_RELAXED = 2
 _INVALID_CONTEXT = 201
+_REMEDY = "Force backend='triton' or 'eager', and report this with `fastlinear doctor`'s output."
 
 
 class DriverError(FastlinearError, RuntimeError):
@@ -65,7 +66,10 @@ def _check(status: int, call: str) -> None:
     text = ctypes.c_char_p()
     _driver().cuGetErrorString(status, ctypes.byref(text))
     raise DriverError(
-        call, expected="success", received=f"error {status}, {(text.value or b'unknown').decode()}"
+        call,
+        expected="success",
+        received=f"error {status}, {(text.value or b'unknown').decode()}",
+        remedy=_REMEDY,
     )
 
 
@@ -117,7 +121,9 @@ def compile_cubin(source: str, name: str, arch: str) -> bytes:
     def check(status: int, call: str) -> None:
         if status != 0:
             said = lib.nvrtcGetErrorString(status).decode()
-            raise DriverError(call, expected="success", received=f"error {status}, {said}")
+            raise DriverError(
+                call, expected="success", received=f"error {status}, {said}", remedy=_REMEDY
+            )
 
     check(
         lib.nvrtcCreateProgram(
@@ -139,6 +145,7 @@ def compile_cubin(source: str, name: str, arch: str) -> bytes:
                 "nvrtcCompileProgram",
                 expected=f"{name} to compile for {arch}",
                 received=f"the compiler's log:\n{log.value.decode()}",
+                remedy=_REMEDY,
             )
         check(lib.nvrtcGetCUBINSize(program, ctypes.byref(size)), "nvrtcGetCUBINSize")
         cubin = ctypes.create_string_buffer(size.value)

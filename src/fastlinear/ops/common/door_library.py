@@ -190,4 +190,9 @@ def _python_headers() -> Path:
 
 def unsupported(expected: str, received: str) -> UnsupportedError:
     """The door cannot be: why."""
-    return UnsupportedError("fastlinear.ops.common.door", expected=expected, received=received)
+    return UnsupportedError(
+        "fastlinear.ops.common.door",
+        expected=expected,
+        received=received,
+        remedy="Nothing is lost: calls are looked up in Python instead.",
+    )

@@ -37,6 +37,8 @@ _TRITON_SOURCES = (
     "triton_gemm.py",
     "triton_elementwise.py",
     "triton_few_rows.py",
+    "columns.cu",
+    "columns.py",
     "../common/activations_triton.py",
     "../common/triton_launch.py",
 )

@@ -12,18 +12,22 @@ from fastlinear.core.errors import InputError
 from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.ops.common.activations import activation as activation_of
 
+_LISTS = "Give a list of tensors (N, K), as nn.Linear holds them, and one of biases (N,) or None."
+
 
 def sequences(weights: Any, biases: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Weights and biases as tuples of one length, None for a layer without a bias."""
     if isinstance(weights, Tensor) or not hasattr(weights, "__iter__"):
-        _fail("weights as a sequence of tensors, one a layer", type(weights).__name__)
+        _fail("weights as a sequence of tensors, one a layer", type(weights).__name__, _LISTS)
     ws = tuple(weights)
     if not ws:
-        _fail("at least one weight", "an empty sequence")
+        _fail("at least one weight", "an empty sequence", _LISTS)
     if biases is None:
         return ws, (None,) * len(ws)
     if isinstance(biases, Tensor) or not hasattr(biases, "__iter__"):
-        _fail("biases as a sequence of tensors and None, one a layer", type(biases).__name__)
+        _fail(
+            "biases as a sequence of tensors and None, one a layer", type(biases).__name__, _LISTS
+        )
     bs = tuple(biases)
     if len(bs) != len(ws):
         _fail(
@@ -51,7 +55,11 @@ def validate(
             "backend to be a name or None", repr(backend), "Leave it out to let fastlinear choose."
         )
     if not isinstance(allow_fast_matmul, bool):
-        _fail("allow_fast_matmul to be True or False", repr(allow_fast_matmul))
+        _fail(
+            "allow_fast_matmul to be True or False",
+            repr(allow_fast_matmul),
+            "Leave it out to keep the accuracy of PyTorch's products.",
+        )
     if not isinstance(x, Tensor):
         _fail("x to be a tensor", type(x).__name__, "Convert it, for example by torch.as_tensor.")
     if x.dtype not in DTYPE_NAMES:
@@ -61,13 +69,13 @@ def validate(
             "Convert the input, for example x.float().",
         )
     if x.dim() == 0:
-        _fail("x of shape (..., n_0)", "a tensor without dimensions")
+        _fail("x of shape (..., n_0)", "a tensor without dimensions", "Give it one: x[None].")
     features, giver = x.shape[-1], f"x of shape {tuple(x.shape)}"
     for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
         if not isinstance(weight, Tensor):
-            _fail(f"weights[{i}] to be a tensor", type(weight).__name__)
+            _fail(f"weights[{i}] to be a tensor", type(weight).__name__, _LISTS)
         if weight.dim() != 2:
-            _fail(f"weights[{i}] of shape (out, in)", f"shape {tuple(weight.shape)}")
+            _fail(f"weights[{i}] of shape (out, in)", f"shape {tuple(weight.shape)}", _LISTS)
         n, k = weight.shape
         if k != features:
             transposed = " It looks transposed: pass weight.t()." if n == features else ""
@@ -79,7 +87,7 @@ def validate(
         _same_kind(f"weights[{i}]", weight, x)
         if bias is not None:
             if not isinstance(bias, Tensor):
-                _fail(f"biases[{i}] to be a tensor or None", type(bias).__name__)
+                _fail(f"biases[{i}] to be a tensor or None", type(bias).__name__, _LISTS)
             if bias.shape != (n,):
                 _fail(
                     f"biases[{i}] of shape ({n},) for weights[{i}] of shape ({n}, {k})",
@@ -105,5 +113,5 @@ def _same_kind(name: str, value: Tensor, x: Tensor) -> None:
         )
 
 
-def _fail(expected: str, received: str, remedy: str | None = None) -> NoReturn:
+def _fail(expected: str, received: str, remedy: str) -> NoReturn:
     raise InputError("mlp", expected=expected, received=received, remedy=remedy)
