@@ -128,7 +128,8 @@ class Launch:
             tensors: which of the call's tensors each leading argument is; None for None.
 
         Returns:
-            None where it takes more: descriptors, scratch memory, clusters, another Triton.
+            None where it takes more: descriptors, tuples, scratch memory, clusters, another
+            Triton.
         """
         compiled = self._compiled
         if compiled is None or not _DIRECT or self._blocks or self._device is None:
@@ -145,6 +146,8 @@ class Launch:
         for kind, value in zip(kinds, values, strict=True):
             if kind == "constexpr":
                 continue
+            if not isinstance(kind, str):  # a tuple of arguments
+                return None
             if kind.startswith("*"):
                 arguments.append(ctypes.c_void_p(0))
                 addresses.append((arguments[-1], value))
