@@ -92,8 +92,8 @@ def interleave(
 ) -> dict[str, Samples]:
     """Time all contenders in turn, reversing the order every round.
 
-    Before each wall-clock sample a contender of less than 20 ms runs once untimed, so that none
-    is favoured by whom it follows.
+    Before each wall-clock sample a contender of less than 20 ms runs as often untimed, so that none
+    is favoured by whom it follows: the host's threads and caches are then its own.
 
     Args:
         contenders: name → a callable without arguments that does one unit of work. To defeat warm
@@ -153,7 +153,7 @@ def peak_memory_bytes(fn: Callable[[], object], device: torch.device | str) -> i
 
 @dataclass
 class _Runner:
-    warm: Callable[[], object]
+    warm: Callable[[], None]
     run: Callable[[], None]
     inner: int
     how: str
@@ -181,8 +181,6 @@ def _prepare(fn: Callable[[], object], device: torch.device, metric: str) -> _Ru
     once = _wall_once(fn, 1, device)
     if once < _LONG_US:
         once = min(_wall_once(fn, 1, device) for _ in range(4))
-    # A long call warms its own caches.
-    warm: Callable[[], object] = fn if once < _LONG_US else _nothing
     inner = int(max(1, min(_MAX_INNER, _TARGET_SAMPLE_US / max(once, 1e-3))))
     if device.type == "cuda":  # back to back, so that the host runs ahead as it does in use
         inner = max(inner, _MIN_INNER_CUDA)
@@ -195,6 +193,7 @@ def _prepare(fn: Callable[[], object], device: torch.device, metric: str) -> _Ru
         calls()
         torch.cuda.synchronize(device)
 
+    warm = calls if once < _LONG_US else _nothing  # a long call warms its own caches
     if device.type != "cuda":
         return _Runner(warm, calls, inner, "clock", device)
     if metric == "wall":
