@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -34,7 +36,8 @@ def samples(name: str, us: list[float] | np.ndarray) -> Samples:
     return Samples(name, tuple(float(v) for v in us), "wall", 1, "clock")
 
 
-def test_order_is_reversed_every_round(clock: FakeClock) -> None:
+def _order(clock: FakeClock, names: str, rounds: int) -> list[str]:
+    """Names in the order of their samples, round by round."""
     calls: list[str] = []
 
     def contender(name: str):
@@ -44,9 +47,24 @@ def test_order_is_reversed_every_round(clock: FakeClock) -> None:
 
         return run
 
-    interleave({n: contender(n) for n in "abc"}, rounds=4)
-    # each runs once untimed before its sample
-    assert "".join(calls[-24:]) == "aabbccccbbaa" * 2
+    interleave({n: contender(n) for n in names}, rounds=rounds)
+    timed = "".join(calls[-2 * len(names) * rounds :])
+    assert timed[::2] == timed[1::2], "each runs once untimed before its sample"
+    return [timed[::2][i : i + len(names)] for i in range(0, len(names) * rounds, len(names))]
+
+
+def test_two_are_reversed_every_round(clock: FakeClock) -> None:
+    assert _order(clock, "ab", 4) == ["ab", "ba", "ab", "ba"]
+
+
+def test_more_come_in_changing_order_and_never_after_themselves(clock: FakeClock) -> None:
+    found = _order(clock, "abcde", 40)
+    assert all(sorted(order) == list("abcde") for order in found)
+    joined = "".join(found)
+    assert all(a != b for a, b in pairwise(joined))
+    before = {n: {a for a, b in pairwise(joined) if b == n} for n in "abcde"}
+    assert all(before[n] == set("abcde") - {n} for n in "abcde"), "each follows each of the others"
+    assert found == _order(clock, "abcde", 40), "the same in every run"
 
 
 def test_measured_times_are_the_clocks(clock: FakeClock) -> None:

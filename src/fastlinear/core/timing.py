@@ -1,13 +1,15 @@
 """The only clock of the project.
 
-Contenders are timed interleaved (A B … B A, round after round) so that drift of the machine hits
-all of them alike; results are compared pair by pair, with a bootstrap interval.
+Contenders are timed interleaved, round after round in changing order, so that drift of the machine
+and what the one before leaves in the caches hit all of them alike; results are compared pair by
+pair, with a bootstrap interval.
 """
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,7 +92,10 @@ def interleave(
     rounds: int = 15,
     budget_s: float | None = None,
 ) -> dict[str, Samples]:
-    """Time all contenders in turn, reversing the order every round.
+    """Time all contenders in turn, in another order every round.
+
+    Two are reversed every round (A B, B A). More of them come in a new random order, the same in
+    every run, in which none follows itself.
 
     Before each wall-clock sample a contender of less than 20 ms runs as often untimed, so that none
     is favoured by whom it follows: the host's threads and caches are then its own.
@@ -118,16 +123,33 @@ def interleave(
     device = torch.device(device)
     runners = {n: _prepare(fn, device, metric) for n, fn in contenders.items()}
     samples: dict[str, list[float]] = {n: [] for n in runners}
-    order = list(runners)
+    orders = _orders(list(runners))
     start = time.perf_counter()
     for i in range(rounds):
-        for name in order if i % 2 == 0 else reversed(order):
+        for name in next(orders):
             samples[name].append(runners[name].sample_us())
         if budget_s is not None and i >= 4 and time.perf_counter() - start > budget_s:
             break
     return {
         n: Samples(n, tuple(samples[n]), metric, runners[n].inner, runners[n].how) for n in runners
     }
+
+
+def _orders(names: list[str]) -> Iterator[list[str]]:
+    """An order of the contenders for each round, without end."""
+    order = list(names)
+    yield order
+    shuffle = random.Random(len(names)).shuffle
+    while True:
+        last = order[-1]
+        if len(names) < 3:
+            order = order[::-1]
+        else:
+            order = list(names)
+            shuffle(order)
+            if order[0] == last:
+                order.append(order.pop(0))
+        yield order
 
 
 def first_call_us(fn: Callable[[], object], device: torch.device | str = "cpu") -> float:
