@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import importlib.util
 import shutil
 import subprocess
 import threading
@@ -23,7 +23,6 @@ from fastlinear.ops.mlp.whole_cuda import Config
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
-NVCC = shutil.which("nvcc")
 CXX = shutil.which("c++")
 SHARED_LIMIT = 232_448
 
@@ -46,6 +45,16 @@ LAYOUTS = {
     "cluster 4, copies": Config(4, 8, 2, 2, unroll=2, depth=4, bulk=True),
     "cluster 16, copies, odd groups": Config(16, 16, 3, 2, depth=3, bulk=True),
 }
+NARROW = (100, 16, 7, 30, 200, 8, 4, 16, 90)
+"""Hidden layers of so few columns that most blocks and warps have none, several in a row."""
+
+_spec = importlib.util.spec_from_file_location(
+    "nvrtc_offline", Path(__file__).parents[1] / "nvrtc_offline.py"
+)
+assert _spec is not None
+assert _spec.loader is not None
+offline = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(offline)
 
 
 # ---------------------------------------------------------------- anywhere
@@ -127,6 +136,46 @@ def test_shared_memory_and_parameters_agree_with_the_source(
     assert parameters == whole_cuda._PARAM_BYTES
 
 
+@pytest.mark.skipif(CXX is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("name", [name for name, c in LAYOUTS.items() if c.cluster > 1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_a_block_awaits_is_what_the_others_send(
+    tmp_path: Path, name: str, dtype: torch.dtype
+) -> None:
+    """After every layer: bytes of those blocks that have columns, arrivals of the others."""
+    config, itemsize = LAYOUTS[name], dtype.itemsize
+    text = whole_cuda.source(config, NARROW, dtype, "relu", "none")
+    arithmetic = text[text.index("constexpr int ES") : text.index("typedef uint4 Pieces")]
+    layers = len(NARROW) - 1
+    file = tmp_path / "bytes.cpp"
+    file.write_text(
+        "#include <algorithm>\n#include <cstdio>\nusing std::min;\ntypedef unsigned u32;\n"
+        "#define __device__\n#define __host__\n#define __forceinline__ inline\n"
+        "void mbar_arrive(u32, int);\nvoid mbar_expect(u32, u32);\n"
+        + text[: text.index("//")]
+        + arithmetic
+        + f"int main() {{\n  const int widths[] = {{{', '.join(map(str, NARROW))}}};\n"
+        + f"  for (int i = 0; i < {layers}; ++i)\n    for (int r = 0; r < CLUSTER; ++r) {{\n"
+        + "      const int k = widths[i], n = widths[i + 1];\n      const Share s(k, n, r);\n"
+        + '      std::printf("%d %u %d\\n", s.end - s.first, input_bytes(k, n, r), '
+        + "sending_blocks(n));\n    }\n}\n"
+        + "void mbar_arrive(u32, int) {}\nvoid mbar_expect(u32, u32) {}\n"
+    )
+    subprocess.run([str(CXX), "-std=c++17", "-o", tmp_path / "bytes", file], check=True)
+    done = subprocess.run([tmp_path / "bytes"], check=True, capture_output=True, text=True)
+    lines = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    unit = config.rows * 16 + (32 if config.bulk else 0)
+    silent = 0
+    for layer in range(layers):
+        blocks = lines[layer * config.cluster : (layer + 1) * config.cluster]
+        sent = [tiles * itemsize * unit for tiles, _, _ in blocks]
+        silent += sent.count(0)
+        for own, (_, awaited, sending) in zip(sent, blocks, strict=True):
+            assert awaited == sum(sent) - (own if config.bulk else 0)
+            assert sending == config.cluster - sent.count(0)
+    assert silent > 0 or config.cluster == 2
+
+
 @pytest.mark.parametrize(
     ("activation", "final", "layers", "mode"),
     [
@@ -173,10 +222,11 @@ def test_a_cpu_tensor_is_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(NVCC is None, reason="needs nvcc")
 @pytest.mark.parametrize(
     ("widths", "rows", "dtype", "activation", "final", "save", "vec"),
     [
+        (NARROW, 64, torch.bfloat16, "gelu", "none", 2, 2),
+        ((784, 256, 64, 256, 784), 64, torch.float32, "relu", "none", 0, 16),
         ((64,) * 9, 64, torch.bfloat16, "relu", "none", 0, 16),
         ((1024,) * 9, 64, torch.bfloat16, "gelu", "none", 2, 16),
         ((1024,) * 9, 64, torch.float32, "gelu", "tanh", 1, 16),
@@ -186,7 +236,6 @@ def test_a_cpu_tensor_is_refused() -> None:
     ids=str,
 )
 def test_compiles_without_spills(
-    tmp_path: Path,
     widths: tuple[int, ...],
     rows: int,
     dtype: torch.dtype,
@@ -196,18 +245,8 @@ def test_compiles_without_spills(
     vec: int,
 ) -> None:
     config = whole_cuda.config_for(widths, rows, dtype.itemsize, vec == 16)
-    file = tmp_path / "whole.cu"
-    file.write_text(whole_cuda.source(config, widths, dtype, activation, final, save, vec))
-    done = subprocess.run(
-        [str(NVCC), "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas", "-v"]
-        + ["-cubin", "-o", str(tmp_path / "whole.cubin"), str(file)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    report = done.stdout + done.stderr
-    assert re.findall(r"(\d+) bytes spill", report) == ["0", "0"], report
+    text = whole_cuda.source(config, widths, dtype, activation, final, save, vec)
+    assert offline.usage(text, "whole.cu")["whole_mlp"].frame == 0
 
 
 # ---------------------------------------------------------------- on a Hopper GPU
@@ -288,6 +327,22 @@ def test_every_way_of_sharing(config: Config, widths: tuple[int, ...], dtype: to
     _assert_right(inputs, "gelu", "none", True, config)
     if dtype == torch.float32:
         _assert_right(inputs, "gelu", "none", True, replace(config, simt=True))
+
+
+@on_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [*LAYOUTS.values(), Config(2, 8, 2, 2, bulk=True), None])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blocks_and_warps_without_columns(config: Config | None, dtype: torch.dtype) -> None:
+    """Again and again, so that one that falls behind is noticed: it would never end."""
+    inputs = _inputs(20, NARROW, dtype)
+    _assert_right(inputs, "gelu", "none", True, config)
+    first, _ = whole_cuda.forward(*inputs, "gelu", "none", False, config=config)
+    differs = torch.zeros((), device="cuda", dtype=torch.bool)
+    for _ in range(300):
+        y, _ = whole_cuda.forward(*inputs, "gelu", "none", False, config=config)
+        differs |= (y != first).any()
+    assert not differs
 
 
 @on_hopper

@@ -18,7 +18,9 @@
 //
 // Activations lie in shared memory as [unit][row][16 bytes], a unit being 8 (float32: 4) columns;
 // 32 bytes between units keep every access free of bank conflicts. Two buffers take turns: a block
-// writes layer i + 1's input only after all blocks have sent layer i's, hence have read i - 1's.
+// writes layer i + 1's input only after all blocks have sent layer i's, hence have read i - 1's. A
+// block without columns of a layer sends nothing: it arrives at the others' mbarriers instead.
+// ORDERING.md says for every buffer what orders its writers and readers.
 //
 // Macros from the host: DTYPE (0 bfloat16, 1 float16, 2 float32) CLUSTER NB WN KS TW UNROLL DEPTH
 // VEC EXACT WIDTH UNITS ACT FINAL SAVE MAX_LAYERS EXCHANGE SIMT DIRECT LATE, a number ACT_<NAME> for every activation.
@@ -56,6 +58,11 @@ constexpr int SUM_OFFSET = STAGE_OFFSET + WARPS * STAGE_BYTES;
 constexpr int BIAS_OFFSET = SUM_OFFSET + (KS > 1 ? WN * PARTS * KS * 512 : 0);  // own columns
 constexpr bool BULK = CLUSTER > 1 && EXCHANGE == 1;
 constexpr bool ASYNC = CLUSTER > 1 && EXCHANGE == 0;
+// Arrivals that end a phase of an mbarrier, besides bytes. Where blocks or warps may have no column
+// of a layer, hence send nothing that others wait for: one for each block (thread 0 stands in for
+// those that send bytes) and one for each warp, once it has seen the phase before.
+constexpr int SEEN = ASYNC && !EXACT ? WARPS : 1;
+constexpr int ARRIVALS = EXACT ? 1 : SEEN + CLUSTER;
 
 struct Params {
   const void* x;                    // (rows, width[0]), rows x_stride elements apart
@@ -104,6 +111,19 @@ __device__ __forceinline__ u32 input_bytes(int k, int n, int rank) {
   if constexpr (!BULK) return tiles * TILE_UNITS * ROWS * 16;
   const Share own(k, n, rank);
   return (tiles - (own.end - own.first)) * TILE_UNITS * UNIT_BYTES;
+}
+
+// Blocks that have columns of a layer of n of them.
+__device__ __forceinline__ int sending_blocks(int n) {
+  const int tiles = ceil_div(n, 16 * GROUP_TILES) * GROUP_TILES;
+  return ceil_div(tiles, ceil_div(tiles, CLUSTER));
+}
+
+// Thread 0 of a block: the barrier's next phase counts what `layer` sends.
+__device__ __forceinline__ void announce(const Params& p, u32 bar, int layer, int rank) {
+  const int k = width(p, layer), n = width(p, layer + 1);
+  if constexpr (!EXACT) mbar_arrive(bar, sending_blocks(n));
+  mbar_expect(bar, input_bytes(k, n, rank));
 }
 
 typedef uint4 Pieces[TW][2];  // this thread's weights of one k-block: columns g and g + 8
@@ -364,11 +384,15 @@ whole_mlp(const __grid_constant__ Params p) {
   if constexpr (CLUSTER > 1) {
     if (threadIdx.x == 0) {
       // Barrier i & 1 counts the bytes of layer i's input. The first two are announced here.
-      mbar_init(base, 1);
-      mbar_init(base + 8, 1);
+      mbar_init(base, ARRIVALS);
+      mbar_init(base + 8, ARRIVALS);
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-      if (p.layers > 1) mbar_expect(base + 8, input_bytes(width(p, 0), width(p, 1), rank));
-      if (p.layers > 2) mbar_expect(base, input_bytes(width(p, 1), width(p, 2), rank));
+      if constexpr (SEEN > 1) {
+        mbar_arrive(base, SEEN - 1);
+        mbar_arrive(base + 8, SEEN - 1);
+      }
+      if (p.layers > 1) announce(p, base + 8, 0, rank);
+      if (p.layers > 2) announce(p, base, 1, rank);
     }
     __syncwarp();
     cluster_arrive();
@@ -449,10 +473,12 @@ whole_mlp(const __grid_constant__ Params p) {
         }
       }
       if (CLUSTER > 1 && layer > 0 && pass == 0) {
-        mbar_wait(base + (layer & 1) * 8, ((layer - 1) >> 1) & 1);
-        if (threadIdx.x == 0 && layer + 2 < p.layers) {
-          mbar_expect(base + (layer & 1) * 8,
-                      input_bytes(width(p, layer + 1), width(p, layer + 2), rank));
+        const u32 bar = base + (layer & 1) * 8;
+        mbar_wait(bar, ((layer - 1) >> 1) & 1);
+        if constexpr (SEEN > 1) __syncwarp();
+        if (layer + 2 < p.layers) {
+          if (EXACT && threadIdx.x == 0) announce(p, bar, layer + 1, rank);
+          if (SEEN > 1 && warp > 0 && lane == 0) mbar_arrive(bar, 1);
         }
       }
 
@@ -507,7 +533,9 @@ whole_mlp(const __grid_constant__ Params p) {
       }
 
       if constexpr (KS > 1) {  // part q is completed by warp q % KS of the group
-        if (pass > 0) group_sync(1 + ng);  // the last pass's parts have been read
+        // The last pass's parts have been read. So have those of the layer before: what this layer
+        // waited for was computed from them.
+        if (pass > 0) group_sync(1 + ng);
 #pragma unroll
         for (int q = 0; q < PARTS; ++q) {
           if (kg == q % KS) continue;
@@ -600,15 +628,23 @@ whole_mlp(const __grid_constant__ Params p) {
     shifts += share.columns * ES;
     if constexpr (CLUSTER == 1) {
       __syncthreads();
-    } else if (BULK && !last) {
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-      __syncthreads();
+    } else if (!last) {
+      if constexpr (BULK) {
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        __syncthreads();
+      }
+      const int peer = static_cast<int>(threadIdx.x);
       const u32 bytes = (share.end - share.first) * (TILE_UNITS * UNIT_BYTES);
-      if (threadIdx.x < CLUSTER && static_cast<int>(threadIdx.x) != rank && bytes > 0) {
+      if (!EXACT && bytes == 0) {
+        if (peer < CLUSTER) mbar_arrive_at_peer(peer_addr(base + (~layer & 1) * 8, peer));
+      } else if (BULK && peer < CLUSTER && peer != rank) {
         const u32 src = next + share.first * (TILE_UNITS * UNIT_BYTES);
-        copy_to_peer(peer_addr(src, threadIdx.x), src, bytes,
-                     peer_addr(base + (~layer & 1) * 8, threadIdx.x));
+        copy_to_peer(peer_addr(src, peer), src, bytes, peer_addr(base + (~layer & 1) * 8, peer));
         asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+      }
+      // Counting blocks takes a division: only now, when the results are on their way.
+      if (!EXACT && threadIdx.x == 0 && layer > 0 && layer + 2 < p.layers) {
+        announce(p, base + (layer & 1) * 8, layer + 1, rank);
       }
     }
   }

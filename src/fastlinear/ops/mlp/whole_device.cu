@@ -39,6 +39,15 @@ __device__ __forceinline__ void mbar_expect(u32 bar, u32 bytes) {
                : "memory");
 }
 
+__device__ __forceinline__ void mbar_arrive(u32 bar, u32 count) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void mbar_arrive_at_peer(u32 bar) {  // an address of the cluster
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(bar)
+               : "memory");
+}
+
 __device__ __forceinline__ void mbar_wait(u32 bar, u32 parity) {
   asm volatile(
       "{\n.reg .pred p;\nWAIT:\n"

@@ -302,7 +302,8 @@ whole_mlp_layer(const __grid_constant__ Params p) {
   }
 
   // Unit u = (8 rows j, tile) goes to block u % CLUSTER, as its unit u / CLUSTER.
-  cluster_sync();  // nobody reads weights and activations any more
+  copy_wait<0>();  // every copy was waited for before it was multiplied; no group is left
+  cluster_sync();  // nobody writes or reads weights and activations any more
 #pragma unroll
   for (int j = 0; j < NB; ++j) {
 #pragma unroll
