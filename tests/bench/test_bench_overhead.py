@@ -54,7 +54,25 @@ def test_the_grid_is_the_documents_and_more() -> None:
         assert (8, 8192, 128) in cells
     assert {c.dtype for c in overhead.cases("cuda")} == {"float32", "bfloat16"}
     assert {"wall", "device"} == set(overhead.cases("cuda")[0].metrics)
-    assert {c.dim("M") for c in overhead.cases("cuda") if not c.light} == {64}
+    assert len(overhead.cases("cuda")) == 560
+
+
+def test_each_mode_of_the_compiler_takes_part_where_it_is_said_to() -> None:
+    def batches(device: str, name: str, quick: bool = False) -> set[int]:
+        return {
+            c.dim("M")
+            for c in overhead.cases(device, quick)
+            for p in peers(c)
+            if p.name == name and p.why_not(c) is None
+        }
+
+    modes = {"compile": set(overhead.BATCHES), "compile_max_autotune": {64, 2048}}
+    for name, expected in modes.items():
+        assert {c.dim("M") for c in overhead.cases("cuda") if name not in c.without} == expected
+    assert {name for c in overhead.cases("cuda") for name in c.without} == {"compile_max_autotune"}
+    assert batches("cpu", "compile") <= {64}
+    assert batches("cpu", "compile_max_autotune") <= {64}
+    assert not batches("cpu", "compile", quick=True)
 
 
 @pytest.mark.parametrize("layers", [1, 3])
@@ -143,6 +161,7 @@ def test_cells_and_contenders_are_selectable(monkeypatch: pytest.MonkeyPatch) ->
     run("overhead", where=["L=2", "M=2,8"], peers=names)
     assert [(c.dim("L"), c.dim("M")) for c in seen] == [(2, 2)]
     assert not seen[0].light  # asked for by name, the slow ones take part
+    assert seen[0].without == ()
     for wrong, message in (
         ({"where": ["L"]}, "NAME=VALUE"),
         ({"where": ["L=16"]}, "at least one case"),

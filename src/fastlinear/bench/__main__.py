@@ -52,6 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     experiment.add_argument("--threads", type=int)
     experiment.add_argument("--rounds", type=int)
     experiment.add_argument("--seed", type=int, default=0)
+    experiment.add_argument("--jobs", type=int, default=1, help="processes that compile ahead")
+    experiment.add_argument("--resume", type=Path, help="rows of a run that was cut, to go on with")
     experiment.add_argument("--plot", type=Path, help="PNG or SVG")
     table = parser.add_argument_group("table")
     table.add_argument("--fresh", action="store_true", help="measure known rows again")
@@ -74,6 +76,8 @@ def _experiment(given: argparse.Namespace) -> int:
         rounds=given.rounds,
         budget_s=given.budget,
         seed=given.seed,
+        jobs=given.jobs,
+        resume=given.resume,
         progress=_say,
     )
     for row in rows:

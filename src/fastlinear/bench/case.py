@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ class Case:
         options: named facts of the family, for example the activation.
         seed: seed of every random draw.
         light: leave out the contenders that take minutes to prepare.
+        without: further contenders that take too long to prepare here, by name.
     """
 
     experiment: str
@@ -39,6 +41,7 @@ class Case:
     options: tuple[tuple[str, str], ...] = ()
     seed: int = 0
     light: bool = False
+    without: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.direction in DIRECTIONS, self.direction
@@ -75,5 +78,15 @@ class Case:
         data = asdict(self)
         data["dims"] = dict(self.dims)
         data["options"] = dict(self.options)
-        data["metrics"] = list(self.metrics)
+        data["metrics"], data["without"] = list(self.metrics), list(self.without)
         return data
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Case:
+        """The case that ``to_json`` wrote."""
+        fields = dict(data)
+        for name in ("dims", "options"):
+            fields[name] = tuple(data[name].items())
+        for name in ("metrics", "without"):
+            fields[name] = tuple(data.get(name, ()))
+        return cls(**fields)

@@ -14,6 +14,11 @@ _LARGEST = 1 << 26
 _SMALLEST_CPU, _SMALLEST_CUDA = 1 << 14, 1 << 22
 
 
+_Key = tuple[str, str, str, int, bool]
+_again: dict[_Key, Ceilings] = {}
+"""What was measured a second time; a process does so once for each size of work."""
+
+
 def ceilings_for(
     device: torch.device, dtype: str, working_set: float, cold: bool = False
 ) -> Ceilings:
@@ -22,36 +27,64 @@ def ceilings_for(
     With cold caches these are the device's. Otherwise data stay in the caches between calls, so
     the bandwidth is the best of copies and reads at the working set's size and above.
     """
-    precision = matmul_precision(FLOAT_DTYPES[dtype])
-    if device.type == "cuda" and cold:
-        return measure_ceilings(str(device), dtype, precision)
-    # the thread count is not part of the device's name
-    threads = 0 if device.type == "cuda" else torch.get_num_threads()
-    label = f"{precision}, {threads} threads" if threads else precision
-    limits = measure_ceilings(str(device), dtype, label)
-    size = _SMALLEST_CUDA if device.type == "cuda" else _SMALLEST_CPU
-    while size < min(working_set, _LARGEST):
-        size *= 4
-    warm = 0.0
-    while size <= _LARGEST:
-        warm = max(warm, _warm_bandwidth(size, str(device), threads))
-        size *= 4
-    return Ceilings(limits.flops_per_s, max(limits.bytes_per_s, warm))
+    first = _measured(device, dtype, working_set, cold, fresh=False)
+    second = _again.get(_key(device, dtype, working_set, cold))
+    return first if second is None else _better(first, second)
 
 
 def measured_again(
     known: Ceilings, device: torch.device, dtype: str, working_set: float, cold: bool = False
 ) -> Ceilings:
-    """The better of ``known`` and a fresh measurement, for when a time beats the ceilings.
+    """The better of ``known`` and a second measurement, for when a time beats the ceilings.
 
-    A ceiling measured while something else ran is too low; a wrong cost stays above any ceiling.
+    A ceiling measured while something else ran is too low; a wrong cost stays above any ceiling,
+    so that there is no third measurement for work of that size.
     """
-    measure_ceilings.cache_clear()
-    _warm_bandwidth.cache_clear()
-    fresh = ceilings_for(device, dtype, working_set, cold)
+    key = _key(device, dtype, working_set, cold)
+    if key not in _again:
+        _again[key] = _measured(device, dtype, working_set, cold, fresh=True)
+    return _better(known, _again[key])
+
+
+def _better(one: Ceilings, other: Ceilings) -> Ceilings:
     return Ceilings(
-        max(known.flops_per_s, fresh.flops_per_s), max(known.bytes_per_s, fresh.bytes_per_s)
+        max(one.flops_per_s, other.flops_per_s), max(one.bytes_per_s, other.bytes_per_s)
     )
+
+
+def _key(device: torch.device, dtype: str, working_set: float, cold: bool) -> _Key:
+    return str(device), dtype, _label(device, dtype), _size(device, working_set), cold
+
+
+def _label(device: torch.device, dtype: str) -> str:
+    """Precision and threads; the thread count is not part of the device's name."""
+    precision = matmul_precision(FLOAT_DTYPES[dtype])
+    return precision if device.type == "cuda" else f"{precision}, {torch.get_num_threads()} threads"
+
+
+def _size(device: torch.device, working_set: float) -> int:
+    size = _SMALLEST_CUDA if device.type == "cuda" else _SMALLEST_CPU
+    while size < min(working_set, _LARGEST):
+        size *= 4
+    return size
+
+
+def _measured(
+    device: torch.device, dtype: str, working_set: float, cold: bool, *, fresh: bool
+) -> Ceilings:
+    """The ceilings, each measured once a process, or all of them now."""
+    whole, warm_at = measure_ceilings, _warm_bandwidth
+    if fresh:
+        whole, warm_at = whole.__wrapped__, warm_at.__wrapped__  # type: ignore[assignment]
+    limits = whole(str(device), dtype, _label(device, dtype))
+    if device.type == "cuda" and cold:
+        return limits
+    threads = 0 if device.type == "cuda" else torch.get_num_threads()
+    warm, size = 0.0, _size(device, working_set)
+    while size <= _LARGEST:
+        warm = max(warm, warm_at(size, str(device), threads))
+        size *= 4
+    return Ceilings(limits.flops_per_s, max(limits.bytes_per_s, warm))
 
 
 @lru_cache(maxsize=64)

@@ -38,23 +38,31 @@ from fastlinear.ops.mlp.problem import widths_of
 from fastlinear.ops.mlp.selection import tuning_order
 
 _FAST = "strassen"
+_TRITON = (_FAST, "whole_triton")  # Triton keeps kernels on disk; ours in CUDA C++ are not kept
 
 
 def peers(case: Case) -> tuple[Peer, ...]:
     """All contenders of a case, able to take part or not."""
     forced = [b for b in family(backends.NAME).candidates("forward") if b.name != "eager"]
-    wall = ("wall",)
+    wall, cuda = ("wall",), case.device == "cuda"
     return (
         Peer("eager", lambda w: w.unit(_eager(w))),
         Peer("hand_loop", lambda w: w.unit(_hand_loop(w))),
-        Peer("compile", lambda w: w.unit(by.compiled(w)), _no_compile),
+        Peer("compile", lambda w: w.unit(by.compiled(w)), _no_compile, ahead=True),
         Peer(
             "compile_reduce_overhead",
             lambda w: w.unit(by.reduce_overhead(w)),
             no_reduce_overhead,
             wall,
+            ahead=True,
         ),
-        Peer("compile_max_autotune", lambda w: w.unit(by.max_autotune(w)), no_max_autotune),
+        Peer(
+            "compile_max_autotune",
+            lambda w: w.unit(by.max_autotune(w)),
+            no_max_autotune,
+            ahead=True,
+            tunes=True,
+        ),
         Peer("cuda_graph", lambda w: by.graphed(w, w.unit(_eager(w))), cuda_only, wall),
         Peer("cublaslt", lambda w: w.unit(by.cublaslt), no_cublaslt),
         Peer(
@@ -65,10 +73,10 @@ def peers(case: Case) -> tuple[Peer, ...]:
         ),
         Peer("onednn", lambda w: w.unit(by.onednn(w, pack=False)), no_onednn),
         Peer("onednn_prepacked", lambda w: w.unit(by.onednn(w, pack=True)), no_onednn),
-        Peer("strassen_control", lambda w: w.unit(_control), _no_control),
+        Peer("strassen_control", lambda w: w.unit(_control), _no_control, ahead=cuda),
         Peer(OURS, lambda w: w.unit(_ours(None, fast=False))),
         Peer(f"{OURS}_fast", lambda w: w.unit(_ours(None, fast=True)), levels=_levels_of_choice),
-        *(_forced(b) for b in forced),
+        *(_forced(b, cuda and b.name in _TRITON) for b in forced),
     )
 
 
@@ -103,7 +111,7 @@ def tune(case: Case, device: torch.device) -> None:
             tune_problem(piece, device=device)
 
 
-def _forced(backend: Backend) -> Peer:
+def _forced(backend: Backend, ahead: bool) -> Peer:
     fast = backend.name == _FAST
 
     def reason_not(case: Case) -> str | None:
@@ -114,6 +122,7 @@ def _forced(backend: Backend) -> Peer:
         lambda w: w.unit(_ours(backend.name, fast=fast)),
         reason_not,
         levels=_levels if fast else lambda _: 0,
+        ahead=ahead,
     )
 
 
@@ -189,7 +198,6 @@ def _control(stack: Stack) -> Tensor:
 
 
 def _no_compile(case: Case) -> str | None:
-    # one compilation a cell: thousands of cells take hours
     return too_slow(case) or compiler_missing(case)
 
 

@@ -6,7 +6,6 @@ import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 import torch
@@ -18,48 +17,16 @@ from fastlinear.bench.kernels import kernels_of
 from fastlinear.bench.kinds import KINDS
 from fastlinear.bench.peer import OURS, Peer, Told
 from fastlinear.bench.rows import Row
+from fastlinear.bench.settings import Settings
 from fastlinear.bench.work import Unit, Work
 from fastlinear.core.compare import DEFAULT_FACTOR, Verdict, judge
 from fastlinear.core.cost import Ceilings
-from fastlinear.core.environment import environment
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.timing import Samples, first_call_us, interleave, peak_memory_bytes
 from fastlinear.ops.common import door
 from fastlinear.ops.mlp.strassen_scheme import error_growth
 
-
-@dataclass(frozen=True)
-class Settings:
-    """What holds for every case of a run.
-
-    Attributes:
-        device: where to run.
-        rounds, budget_s: limits of each interleaved measurement.
-        skip: contenders to leave out.
-        only: the contenders to keep, or None for all.
-        tune: tune fastlinear for each case first.
-        command: the command that repeats the run.
-    """
-
-    device: torch.device
-    rounds: int
-    budget_s: float
-    skip: frozenset[str] = frozenset()
-    only: frozenset[str] | None = None
-    tune: bool = False
-    command: str = ""
-
-    def leaves_out(self, peer: Peer) -> bool:
-        """Whether the caller wants to do without this contender."""
-        return peer.name in self.skip or (self.only is not None and peer.name not in self.only)
-
-    def facts(self) -> dict[str, Any]:
-        """What every row of a case carries about the run, read at the time of the case."""
-        return {
-            "env": environment(self.device),
-            "command": self.command,
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        }
+_MOST_KEPT = 0.25  # of a GPU's memory between cases: freeing and asking again takes time
 
 
 @dataclass(frozen=True)
@@ -81,6 +48,13 @@ class _Ready:
 
 def run_case(case: Case, settings: Settings, contenders: Sequence[Peer] | None = None) -> list[Row]:
     """All rows of one case."""
+    try:
+        return _rows_of(case, settings, contenders)
+    finally:
+        release(settings.device)
+
+
+def _rows_of(case: Case, settings: Settings, contenders: Sequence[Peer] | None) -> list[Row]:
     kind = KINDS[case.family]
     if settings.tune:
         kind.tune(case, settings.device)
@@ -96,7 +70,7 @@ def run_case(case: Case, settings: Settings, contenders: Sequence[Peer] | None =
     rows: list[Row] = []
     ready: list[_Ready] = []
     for peer in kind.peers(case) if contenders is None else contenders:
-        why = "left out by the caller" if settings.leaves_out(peer) else peer.reason_not(case)
+        why = settings.why_not(peer, case)
         if why is not None:
             rows.append(skipped(case, peer.name, why, facts))
             continue
@@ -115,12 +89,30 @@ def run_case(case: Case, settings: Settings, contenders: Sequence[Peer] | None =
     valid = [one for one in ready if one.valid]
     for metric in case.metrics:
         rows += _measured(case, work, valid, metric, settings, facts, {OURS: chosen[metric]})
+    return rows
+
+
+def release(device: torch.device, kept: float = _MOST_KEPT) -> None:
+    """Forget what was compiled and what is held in cycles; give memory back beyond ``kept``.
+
+    Compiled modules share the code they were compiled from, and PyTorch compiles no more than a
+    few for the same code: the next case must not find those of the last.
+    """
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
     gc.collect()
-    if settings.device.type == "cuda":
-        torch.cuda.empty_cache()
-    return rows
+    if device.type == "cuda":
+        held = torch.cuda.memory_reserved(device)
+        if held > kept * torch.cuda.get_device_properties(device).total_memory:
+            torch.cuda.empty_cache()
+
+
+def build_and_call(peer: Peer, work: Any) -> None:
+    """Build a contender and call it once, for what that leaves behind."""
+    built = peer.build(work.private())
+    unit = built.unit if isinstance(built, Told) else built
+    with work.mode():
+        unit(0)
 
 
 def _prepare(

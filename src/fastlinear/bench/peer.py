@@ -16,6 +16,7 @@ from fastlinear.bench.case import METRICS, Case
 from fastlinear.bench.work import Unit
 
 OURS = "fastlinear"
+TOO_SLOW = "left out of this case: it takes too long to prepare"
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class Peer:
             something else than ``Work.reference``.
         levels: Work → levels of Strassen's scheme it applies. Each lets the error grow by the
             ratio of the schemes' bounds, and the time fall below the classical floor by 7/8.
+        ahead: whether what its first call compiles stays on disk, where other processes find it.
+        tunes: whether that call times kernels for the case's products, whatever their number.
     """
 
     name: str
@@ -47,11 +50,17 @@ class Peer:
     metrics: tuple[str, ...] = METRICS
     reference: Callable[[Any, torch.dtype], tuple[Tensor, ...]] | None = None
     levels: Callable[[Any], int] = lambda _: 0
+    ahead: bool = False
+    tunes: bool = False
 
     @property
     def ours(self) -> bool:
         """Whether this is fastlinear rather than a peer."""
         return self.name.startswith(OURS)
+
+    def why_not(self, case: Case) -> str | None:
+        """Why it cannot take part in a case or is left out of it, or None."""
+        return TOO_SLOW if self.name in case.without else self.reason_not(case)
 
 
 # --------------------------------------------------------------------------------------------
@@ -70,7 +79,7 @@ def cuda_only(case: Case) -> str | None:
 
 def too_slow(case: Case) -> str | None:
     """Reason of a contender that is left out of light cases."""
-    return "left out of this case: it takes too long to prepare" if case.light else None
+    return TOO_SLOW if case.light else None
 
 
 def compiler_missing(case: Case) -> str | None:

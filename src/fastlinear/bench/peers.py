@@ -32,13 +32,20 @@ def peers(case: Case) -> tuple[Peer, ...]:
     return (
         Peer("eager", lambda w: w.unit(by.eager(w))),
         Peer("eager_kn", lambda w: w.unit(by.eager_kn(w)), forward_only),
-        Peer("compile", lambda w: w.unit(by.compiled(w)), compiler_missing),
-        Peer("compile_max_autotune", lambda w: w.unit(by.max_autotune(w)), no_max_autotune),
+        Peer("compile", lambda w: w.unit(by.compiled(w)), compiler_missing, ahead=True),
+        Peer(
+            "compile_max_autotune",
+            lambda w: w.unit(by.max_autotune(w)),
+            no_max_autotune,
+            ahead=True,
+            tunes=True,
+        ),
         Peer(
             "compile_reduce_overhead",
             lambda w: w.unit(by.reduce_overhead(w)),
             no_reduce_overhead,
             ("wall",),
+            ahead=True,
         ),
         Peer("cuda_graph", lambda w: by.graphed(w, w.unit(by.eager(w))), cuda_only, ("wall",)),
         Peer("cublaslt", lambda w: w.unit(by.cublaslt), no_cublaslt),
@@ -104,7 +111,12 @@ def _forced(backend: str) -> Peer:
         (record,) = (b for b in candidates if b.name == backend)
         return record.reason_not(problem_of(case))
 
-    return Peer(f"{OURS}[{backend}]", lambda w: w.unit(by.ours(w, backend)), reason_not)
+    return Peer(
+        f"{OURS}[{backend}]",
+        lambda w: w.unit(by.ours(w, backend)),
+        reason_not,
+        ahead=backend == "triton",
+    )
 
 
 # --------------------------------------------------------------------------------------------

@@ -140,10 +140,21 @@ def write_rows(rows: Iterable[Row], path: str | Path) -> Path:
     return path
 
 
-def read_rows(path: str | Path) -> list[Row]:
-    """Read a JSONL file of rows. Raises InputError naming the first bad line."""
+def read_rows(path: str | Path, *, cut: bool = False) -> list[Row]:
+    """Read a JSONL file of rows.
+
+    Args:
+        path: the file.
+        cut: leave out a last line without its end, which a run that was killed leaves.
+
+    Raises:
+        InputError: a line is no row; it is named.
+    """
     found = []
-    for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+    lines = Path(path).read_text().splitlines(keepends=True)
+    if cut and lines and not lines[-1].endswith("\n"):
+        lines.pop()
+    for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:

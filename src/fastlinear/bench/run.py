@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-import shlex
+import gc
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
+from fastlinear.bench import resume as resuming
 from fastlinear.bench import rows as rows_of
+from fastlinear.bench.ahead import Ahead
 from fastlinear.bench.case import Case
-from fastlinear.bench.cases import EXPERIMENTS
-from fastlinear.bench.kinds import KINDS
-from fastlinear.bench.measure import Settings, first_line, run_case, skipped
+from fastlinear.bench.measure import first_line, run_case, skipped
+from fastlinear.bench.pick import check_known, command, pick
 from fastlinear.bench.rows import Row
-from fastlinear.core.errors import InputError, UnsupportedError
-from fastlinear.core.precision import FLOAT_DTYPES
+from fastlinear.bench.settings import Settings
+from fastlinear.core.errors import UnsupportedError
 from fastlinear.core.progress import Progress, silent
 
 _ROUNDS, _QUICK_ROUNDS = 15, 5
 _BUDGET_S, _QUICK_BUDGET_S = 10.0, 1.0
+_CASES_A_FULL_COLLECTION = 32
+_CASES_A_JOB = 16  # compiled ahead at a time: a run that is cut has compiled few in vain
 
 
 def run(
@@ -42,6 +45,8 @@ def run(
     rounds: int | None = None,
     budget_s: float | None = None,
     seed: int = 0,
+    jobs: int = 1,
+    resume: str | Path | None = None,
     progress: Progress = silent,
 ) -> list[Row]:
     """Run an experiment and return its rows, losses, skips and failures included.
@@ -63,20 +68,29 @@ def run(
         rounds: interleaved rounds; by default 15, 5 when quick.
         budget_s: start no further case after this many seconds; the others are recorded as skipped.
         seed: seed of every random draw.
+        jobs: if above 1, so many processes compile ahead what the contenders of the next cases
+            compile, as far as it stays on disk; then those cases are measured.
+        resume: JSONL file of an earlier run, which need not exist. Its rows of this experiment are
+            kept where commit, device and versions are those of this run, and only cases without
+            all their rows are measured. ``out`` is this file if not given.
         progress: told about every case.
 
     Returns:
-        One dict a (case, contender, metric), with the keys ``results/README.md`` explains. A
-        contender that cannot take part, fails or is wrong has ``valid`` false and no timing.
+        One dict a (case, contender, metric), with the keys ``results/README.md`` explains, those
+        that were kept first. A contender that cannot take part, fails or is wrong has ``valid``
+        false and no timing.
 
     Raises:
-        InputError: an unknown experiment, dtype or contender, or no case is left.
+        InputError: an unknown experiment, dtype or contender, no case is left, or the file to
+            resume would lose rows of another run.
         UnsupportedError: the device is not there.
     """
     place = _device(device)
-    picked = _cases(experiment, place.type, quick, dtypes, only, where)
-    picked = [replace(c, seed=seed, light=c.light and not peers) for c in picked]
-    _known(picked, peers or ())
+    picked = pick(experiment, place.type, quick, dtypes, only, where)
+    picked = [replace(c, seed=seed) for c in picked]
+    if peers:  # by name, also those that take long
+        picked = [replace(c, light=False, without=()) for c in picked]
+    check_known(picked, peers or ())
     told: dict[str, Any] = {
         "quick": quick,
         "dtype": dtypes,
@@ -96,17 +110,31 @@ def run(
         frozenset(skip),
         None if peers is None else frozenset(peers),
         tune,
-        _command(experiment, place, told),
+        command(experiment, place, told),
     )
     start = time.monotonic()
-    rows: list[Row] = []
-    with _threads(threads), _current(place), _opened(out) as file:
-        for i, case in enumerate(picked):
-            progress(case.name, i, len(picked))
-            if budget_s is not None and time.monotonic() - start > budget_s:
+    with (
+        _threads(threads),
+        _current(place),
+        resuming.opened(resume, out, picked, settings) as (kept, file),
+        Ahead(settings, jobs) as ahead,
+        _few_to_collect() as keep_apart,
+    ):
+        rows = list(kept.rows)
+        if kept.foreign:
+            progress(f"{kept.foreign} rows of other runs are left out", 0, len(picked))
+        left = [c for c in picked if resuming.key(c.to_json()) not in kept.finished]
+        done = len(picked) - len(left)
+        for i, case in enumerate(left):
+            spent = budget_s is not None and time.monotonic() - start > budget_s
+            if not spent and i % (_CASES_A_JOB * jobs) == 0:
+                ahead.compile(left[i : i + _CASES_A_JOB * jobs], progress)
+            progress(case.name, done + i, len(picked))
+            if spent:
                 fresh = [skipped(case, "all", "the run's time budget was spent", settings.facts())]
             else:
                 fresh = _run_case(case, settings)
+            keep_apart()
             rows += fresh
             if file is not None:
                 file.writelines(map(rows_of.to_line, fresh))
@@ -140,93 +168,6 @@ def _device(device: torch.device | str) -> torch.device:
     return where
 
 
-def _cases(
-    experiment: str,
-    device: str,
-    quick: bool,
-    dtypes: Sequence[str] | None,
-    only: str | None,
-    where: Sequence[str],
-) -> list[Case]:
-    if experiment not in EXPERIMENTS:
-        raise InputError(
-            "bench.run",
-            expected=f"an experiment in {sorted(EXPERIMENTS)}",
-            received=experiment,
-            remedy="docs/benchmarks.md says what each measures.",
-        )
-    unknown = sorted(set(dtypes or ()) - set(FLOAT_DTYPES))
-    if unknown:
-        raise InputError(
-            "bench.run",
-            expected=f"dtypes in {sorted(FLOAT_DTYPES)}",
-            received=", ".join(unknown),
-            remedy="Leave it out for all dtypes of the experiment.",
-        )
-    every = EXPERIMENTS[experiment](device, quick)
-    wanted = [_wanted(text) for text in where]
-    picked = [
-        c
-        for c in every
-        if (dtypes is None or c.dtype in dtypes)
-        and (only is None or only in c.name)
-        and all(_facts(c).get(name) in values for name, values in wanted)
-    ]
-    if not picked:
-        raise InputError(
-            "bench.run",
-            expected="a filter that leaves at least one case",
-            received=f"dtypes={dtypes}, only={only!r}, where={list(where)}",
-            remedy="Names look like: " + "; ".join(c.name for c in every[:3]) + ".",
-        )
-    return picked
-
-
-def _wanted(text: str) -> tuple[str, frozenset[str]]:
-    """``"L=8,4"`` → ``("L", {"8", "4"})``."""
-    name, equals, values = text.partition("=")
-    if not equals or not name or not values:
-        raise InputError(
-            "bench.run",
-            expected="where as NAME=VALUE,VALUE",
-            received=text,
-            remedy="For example M=8192 or L=8,4.",
-        )
-    return name, frozenset(values.split(","))
-
-
-def _facts(case: Case) -> dict[str, str]:
-    """Sizes, options and direction of a case, as text."""
-    sizes = {name: str(size) for name, size in case.dims}
-    return {**sizes, **dict(case.options), "direction": case.direction}
-
-
-def _known(picked: Sequence[Case], peers: Sequence[str]) -> None:
-    """Raise unless each name is a contender of some case."""
-    names = {p.name for c in picked for p in KINDS[c.family].peers(c)} if peers else set()
-    unknown = sorted(set(peers) - names)
-    if unknown:
-        raise InputError(
-            "bench.run",
-            expected=f"peers in {sorted(names)}",
-            received=", ".join(unknown),
-            remedy="A contender is named as its rows name it.",
-        )
-
-
-def _command(experiment: str, device: torch.device, told: Mapping[str, Any]) -> str:
-    """The command that repeats this run; options left at their default are not named."""
-    words = ["python -m fastlinear.bench", experiment, f"--device {device}"]
-    for name, value in told.items():
-        if value is True:
-            words.append(f"--{name}")
-        elif isinstance(value, (list, tuple)):
-            words += [f"--{name} {shlex.quote(str(v))}" for v in value]
-        elif value:
-            words.append(f"--{name} {shlex.quote(str(value))}")
-    return " ".join(words)
-
-
 def _current(device: torch.device) -> AbstractContextManager[Any]:
     """Make a CUDA device the current one, where graphs and streams are made."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
@@ -244,20 +185,25 @@ def _threads(count: int | None) -> Iterator[None]:
 
 
 @contextmanager
-def _opened(out: str | Path | None) -> Iterator[TextIO | None]:
-    if out is None:
-        yield None
+def _few_to_collect() -> Iterator[Callable[[], None]]:
+    """What to call after each case: what survived it is not looked at by the next collections.
+
+    Every case ends with a collection, and compilers and rows leave more objects than a case makes.
+    """
+    if gc.get_freeze_count():  # the caller has plans of its own
+        yield lambda: None
         return
-    path = Path(out)
+    calls = 0
+
+    def call() -> None:
+        nonlocal calls
+        calls += 1
+        if calls % _CASES_A_FULL_COLLECTION == 0:  # survivors may have died in cycles since
+            gc.unfreeze()
+            gc.collect()
+        gc.freeze()
+
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("w")
-    except OSError as error:
-        raise InputError(
-            "bench.run",
-            expected="a writable file for the rows",
-            received=f"{path}: {error}",
-            remedy="Choose another place for the rows.",
-        ) from error
-    with file:
-        yield file
+        yield call
+    finally:
+        gc.unfreeze()

@@ -69,6 +69,17 @@ def bench(
         typer.Option(min=0, help="Start no new case after this many seconds.", show_default=False),
     ] = None,
     seed: opt.Seed = 0,
+    jobs: Annotated[
+        int,
+        typer.Option(min=1, help="Processes that compile ahead for the contenders that compile."),
+    ] = 1,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.jsonl",
+            help="Go on with a run that was cut: keep the rows of its finished cases.",
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(metavar="FILE.jsonl", help="Write the raw rows, one JSON object a line."),
@@ -92,6 +103,8 @@ def bench(
     place = str(usable_device(device))
     for option, path in (("--out", out), ("--plot", plot), ("--html", html)):
         check_writable(option, path)
+    if out is None:
+        check_writable("--resume", resume)
     if plot is not None and plot.suffix.lower() not in _PLOTS:
         raise InputError(
             "--plot",
@@ -115,6 +128,8 @@ def bench(
             rounds=rounds,
             budget_s=budget,
             seed=seed,
+            jobs=jobs,
+            resume=resume,
             progress=progress,
         )
     if html is not None:
