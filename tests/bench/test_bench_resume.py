@@ -55,6 +55,15 @@ def width(row: dict[str, Any]) -> int:
     return int(row["case"]["dims"]["H"])
 
 
+def test_a_compressed_file_is_gone_on_with_too(tmp_path: Path, measured: list[int]) -> None:
+    path = tmp_path / "rows.jsonl.gz"
+    first = go(resume=path)
+    write_rows([r for r in first if width(r) != 48], path)
+    measured.clear()
+    assert go(resume=path) == read_rows(path)
+    assert measured == [48]
+
+
 def test_a_run_that_was_killed_goes_on_where_it_was(tmp_path: Path, measured: list[int]) -> None:
     path = tmp_path / "rows.jsonl"
     first = go(resume=path)  # no such file yet

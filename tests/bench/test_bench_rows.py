@@ -98,3 +98,21 @@ def test_files_keep_rows_and_bad_lines_are_named(tmp_path: Path) -> None:
     path.write_text('{"other": 1}\n')
     with pytest.raises(InputError, match="line 1"):
         read_rows(path)
+
+
+def test_compressed_files_are_rows_as_well_and_damage_is_named(tmp_path: Path) -> None:
+    row = {"contender": "eager", "metric": "wall", "samples_us": list(range(100))}
+    path = write_rows([row, row | {"contender": "peer"}], tmp_path / "rows.jsonl.gz")
+    assert path.read_bytes()[:2] == b"\x1f\x8b"
+    with rows.opened(path, "a") as file:
+        file.write(rows.to_line(row | {"contender": "third"}))
+    assert [r["contender"] for r in read_rows(path)] == ["eager", "peer", "third"]
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-20])  # killed while it was written
+    with pytest.raises(InputError, match="EOFError"):
+        read_rows(path)
+    assert [r["contender"] for r in read_rows(path, cut=True)][:2] == ["eager", "peer"]
+    for damaged in (b"no gzip at all", whole[:12] + bytes(8) + whole[20:]):
+        path.write_bytes(damaged)
+        with pytest.raises(InputError, match="a whole JSONL file"):
+            read_rows(path, cut=True)

@@ -125,10 +125,10 @@ def opened(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if resume is not None:  # at once: a kill leaves the old file or the new one
-            partial = path.with_name(path.name + ".partial")
+            partial = path.with_name("partial-" + path.name)
             rows_of.write_rows(kept.rows, partial)
             os.replace(partial, path)
-        file = path.open("w" if resume is None else "a")
+        file = rows_of.opened(path, "w" if resume is None else "a")
     except OSError as error:
         raise InputError(
             "bench.run",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TextIO, cast
 
 from fastlinear.bench.case import TIMED, Case
 from fastlinear.bench.peer import OURS
@@ -132,28 +134,34 @@ def to_line(row: Row) -> str:
     return json.dumps(row, allow_nan=False) + "\n"
 
 
+def opened(path: str | Path, mode: Literal["r", "w", "a"]) -> TextIO:
+    """A file of rows as text: compressed where its name ends in ``.gz``."""
+    if Path(path).suffix != ".gz":
+        return Path(path).open(mode)
+    return cast(TextIO, gzip.open(path, f"{mode}t"))
+
+
 def write_rows(rows: Iterable[Row], path: str | Path) -> Path:
-    """Write rows as JSONL, replacing the file; folders are made."""
+    """Write rows as JSONL, replacing the file; compressed for a ``.gz`` name. Folders are made."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(map(to_line, rows)))
+    with opened(path, "w") as file:
+        file.writelines(map(to_line, rows))
     return path
 
 
 def read_rows(path: str | Path, *, cut: bool = False) -> list[Row]:
-    """Read a JSONL file of rows.
+    """Read a JSONL file of rows, compressed or not.
 
     Args:
-        path: the file.
+        path: the file; compressed where its name ends in ``.gz``.
         cut: leave out a last line without its end, which a run that was killed leaves.
 
     Raises:
-        InputError: a line is no row; it is named.
+        InputError: a line is no row; it is named. Or the file is damaged.
     """
     found = []
-    lines = Path(path).read_text().splitlines(keepends=True)
-    if cut and lines and not lines[-1].endswith("\n"):
-        lines.pop()
+    lines = _lines(Path(path), cut)
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
@@ -173,6 +181,24 @@ def read_rows(path: str | Path, *, cut: bool = False) -> list[Row]:
             )
         found.append(row)
     return found
+
+
+def _lines(path: Path, cut: bool) -> list[str]:
+    lines: list[str] = []
+    try:
+        with opened(path, "r") as file:
+            lines.extend(file)
+    except (EOFError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError) as error:
+        if not (cut and isinstance(error, EOFError)):
+            raise InputError(
+                "read_rows",
+                expected=f"a whole JSONL file at {path}",
+                received=f"{type(error).__name__}: {error}",
+                remedy="Measure again; a run that was killed goes on with --resume.",
+            ) from error
+    if cut and lines and not lines[-1].endswith("\n"):
+        lines.pop()
+    return lines
 
 
 def _finite(value: float) -> float | None:
