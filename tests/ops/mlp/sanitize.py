@@ -4,9 +4,9 @@
     compute-sanitizer --tool synccheck python tests/ops/mlp/sanitize.py
     compute-sanitizer --tool racecheck python tests/ops/mlp/sanitize.py ordered
 
-``ordered`` leaves whole_grid out: its blocks hand numbers on without barriers, which racecheck
-reports by design. Other words choose the calls whose names contain one of them. What racecheck
-reports of the other kernels, and why that is no race, says src/fastlinear/ops/mlp/ORDERING.md.
+``ordered`` leaves whole_grid and whole_stream out: their blocks hand numbers on without barriers,
+which racecheck reports by design. Other words choose the calls whose names contain one of them.
+What racecheck reports, and why that is no race, says src/fastlinear/ops/mlp/ORDERING.md.
 Exits 1 when a result is wrong.
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fastlinear.core.compare import judge
 from fastlinear.ops.mlp import reference, strassen, whole_cuda, whole_triton
-from fastlinear.ops.mlp.whole_cuda import Config, Grid, Launches
+from fastlinear.ops.mlp.whole_cuda import Config, Grid, Launches, Stream
 
 BF16, F32 = torch.bfloat16, torch.float32
 Forward = Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
@@ -50,7 +50,7 @@ def _wrong(
     return int(not verdict.passed)
 
 
-def _whole(config: Config | Grid | Launches) -> Forward:
+def _whole(config: Config | Grid | Launches | Stream) -> Forward:
     def forward(*call: object) -> tuple[Tensor, tuple[Tensor, ...]]:
         return whole_cuda.forward(*call, config=config)  # type: ignore[arg-type]
 
@@ -88,6 +88,9 @@ def calls() -> list[Call]:
         *[Call("whole_cuda, launches", _whole(launches), 17, few, d) for d in (BF16, F32)],
         Call("whole_grid", _whole(Grid(8, 5, 2, 2)), 20, (512,) * 4, BF16),
         Call("whole_grid", _whole(Grid(8, 5, 2)), 20, (512,) * 4, F32),
+        Call("whole_stream", _whole(Stream(4, 8, 4, 2)), 20, (512,) * 4, BF16),
+        Call("whole_stream, 65 rows", _whole(Stream(4, 4, 5, 2)), 65, (512,) * 4, BF16),
+        Call("whole_stream, uneven", _whole(Stream(2, 6, 4, 1)), 20, (264, 520, 24, 200, 41), BF16),
         *[Call("whole_triton", whole_triton.forward, 17, (64, 48, 64, 10), d) for d in (BF16, F32)],
         Call("strassen", strassen.forward, 64, (128, 256, 128), F32),
     ]
@@ -100,7 +103,7 @@ def main(words: list[str]) -> int:
     chosen = [
         call
         for call in calls()
-        if not (ordered and call.name == "whole_grid")
+        if not (ordered and call.name.startswith(("whole_grid", "whole_stream")))
         and (not words or any(word in call.name for word in words))
     ]
     if not chosen:

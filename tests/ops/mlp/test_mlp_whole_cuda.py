@@ -17,7 +17,7 @@ from torch import Tensor
 from fastlinear.core.compare import judge
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.ops.common.activations import NAMES
-from fastlinear.ops.mlp import reference, whole_cuda
+from fastlinear.ops.mlp import reference, whole_clusters, whole_cuda
 from fastlinear.ops.mlp.problem import problem
 from fastlinear.ops.mlp.whole_cuda import Config
 
@@ -114,7 +114,7 @@ def test_shared_memory_and_parameters_agree_with_the_source(
 ) -> None:
     """The host's layout arithmetic against the source's own, computed by a host compiler."""
     widths = (100, 50, 300, 10)
-    text = whole_cuda.source(config, widths, dtype, "relu", "none")
+    text = whole_clusters.source(config, widths, dtype, "relu", "none")
     macros = text[: text.index("//")]
     layout = text[text.index("constexpr int ES") : text.index("__device__ __host__ constexpr")]
     file = tmp_path / "layout.cpp"
@@ -133,7 +133,7 @@ def test_shared_memory_and_parameters_agree_with_the_source(
         tiles = -(-n // padded) * padded // 16
         columns += -(-tiles // config.cluster) * 16
     assert config.shared_bytes(widths, dtype.itemsize) == bias_offset + columns * dtype.itemsize
-    assert parameters == whole_cuda._PARAM_BYTES
+    assert parameters == whole_clusters._PARAM_BYTES
 
 
 @pytest.mark.skipif(CXX is None, reason="needs a C++ compiler")
@@ -144,7 +144,7 @@ def test_what_a_block_awaits_is_what_the_others_send(
 ) -> None:
     """After every layer: bytes of those blocks that have columns, arrivals of the others."""
     config, itemsize = LAYOUTS[name], dtype.itemsize
-    text = whole_cuda.source(config, NARROW, dtype, "relu", "none")
+    text = whole_clusters.source(config, NARROW, dtype, "relu", "none")
     arithmetic = text[text.index("constexpr int ES") : text.index("typedef uint4 Pieces")]
     layers = len(NARROW) - 1
     file = tmp_path / "bytes.cpp"
@@ -187,7 +187,7 @@ def test_what_a_block_awaits_is_what_the_others_send(
     ],
 )
 def test_save_mode(activation: str, final: str, layers: int, mode: int) -> None:
-    assert whole_cuda.save_mode(activation, final, layers) == mode
+    assert whole_clusters.save_mode(activation, final, layers) == mode
 
 
 def test_reason_not_without_a_device_or_for_what_it_cannot_do(
@@ -245,7 +245,7 @@ def test_compiles_without_spills(
     vec: int,
 ) -> None:
     config = whole_cuda.config_for(widths, rows, dtype.itemsize, vec == 16)
-    text = whole_cuda.source(config, widths, dtype, activation, final, save, vec)
+    text = whole_clusters.source(config, widths, dtype, activation, final, save, vec)
     assert offline.usage(text, "whole.cu")["whole_mlp"].frame == 0
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastlinear.core.compare import judge
 from fastlinear.core.errors import UnsupportedError
+from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.mlp import reference, whole_cuda, whole_grid
 from fastlinear.ops.mlp.problem import problem
 from fastlinear.ops.mlp.whole_cuda_config import grid_for, make_grid
@@ -98,8 +99,9 @@ def test_reason_not_knows_what_a_grid_serves(monkeypatch: pytest.MonkeyPatch) ->
         return whole_cuda.reason_not(problem("forward", rows, widths, dtype=dtype, device="cuda"))
 
     assert reason((2048,) * 9) is None
-    assert "1024" in (reason((2048,) * 9, rows=65) or "")
-    assert "1024" in (reason((2048, 2048, 1024)) or "")
+    assert reason((2048,) * 20) is None, "too many layers to stream"
+    assert "1024" in (reason((2048,) * 20, rows=65) or "")
+    assert "1024" in (reason((*(2048,) * 20, 1024)) or "")
     assert "layers" in (reason((2048,) * 34) or "")
 
 
@@ -311,8 +313,8 @@ def test_weights_off_a_16_byte_boundary() -> None:
 @on_hopper
 @pytest.mark.gpu
 def test_a_wide_chain_without_room_for_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole_cuda, "_grid_plan", lambda *_: None)
-    inputs = _inputs(7, 2048, 2, torch.float16)
+    monkeypatch.setattr(driver.Launch, "max_clusters", lambda _: 0)
+    inputs = _inputs(7, 1792, 2, torch.float16)
     for _ in range(2):
         _assert_right(inputs, "relu", "none", True, None)
 

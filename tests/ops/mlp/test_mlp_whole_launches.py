@@ -98,7 +98,7 @@ def test_reason_not_knows_what_launches_serve(monkeypatch: pytest.MonkeyPatch) -
     assert reason((4096, 1000, 4096, 10)) is None
     assert "1024" in (reason((2048,) * 3, rows=129) or "")
     assert "1024" in (reason((2046, 2048), rows=8) or "")
-    assert "1024" in (reason((4096,) * 3, dtype="bfloat16") or "")
+    assert "1024" in (reason((8192,) * 3, dtype="bfloat16") or "")
     assert "layers" in (reason((2048,) * 34) or "")
 
 

@@ -45,8 +45,10 @@ _TRITON_SOURCES = (
     "../common/triton_launch.py",
 )
 _CUDA_SOURCES = (
-    *("whole.cu", "whole_device.cu", "whole_cuda_config.py", "whole_grid.cu", "whole_grid.py"),
-    *("whole_launches.cu", "whole_launches.py"),
+    *("whole_device.cu", "whole_exchange.cu", "whole_cuda_config.py", "whole_workspace.py"),
+    *("whole.cu", "whole_clusters.py", "whole_launches.cu", "whole_launches.py"),
+    *("whole_grid.cu", "whole_grid_half.cu", "whole_grid_single.cu", "whole_grid.py"),
+    *("whole_stream.cu", "whole_stream.py"),
     *("../common/cuda_driver.py", "../common/cuda_launch.py"),
 )
 _GRAPH_SOURCES = ("layerwise.py", "../../core/graphs.py")

@@ -1,15 +1,18 @@
 """Backend ``whole_cuda`` of mlp: every layer in one kernel for Hopper, in CUDA C++.
 
-There are three kernels. In ``whole.cu`` a cluster of up to 16 blocks carries a few rows of x
-through all layers; hidden activations go from block to block through shared memory and never leave
-the chip. Wide chains of equal widths take ``whole_grid.cu`` (host side: ``whole_grid.py``): there
-all multiprocessors share every layer and hidden activations pass through the L2 cache. Chains whose
-weights are too many for that take ``whole_launches.cu`` (``whole_launches.py``): a launch a layer,
-each begun while the one before still runs. ``whole_device.cu`` is what all are written in. This
-file chooses how the work is shared out, compiles it with NVRTC (once per choice and process) and
-launches it. Weights are read at every call from where they lie. Blocks wait for one another only
-inside a cluster, which the hardware starts as a whole, or in a cooperative launch: no launch can
-deadlock.
+There are four kernels, each with a host side of the same name. In ``whole.cu``
+(``whole_clusters.py``) a cluster of up to 16 blocks carries a few rows of x through all layers;
+hidden activations go from block to block through shared memory and never leave the chip. Wide
+chains of equal widths take ``whole_grid.cu``: there all multiprocessors share every layer and
+hidden activations pass through the L2 cache. Where the weights are too many for that,
+``whole_stream.cu`` lets them stream through shared memory (16 bits), and ``whole_launches.cu`` has
+a launch a layer, each begun while the one before still runs (float32). ``whole_device.cu`` and
+``whole_exchange.cu`` are what they are written in.
+
+This file chooses how the work is shared out, compiles it with NVRTC (once per choice and process)
+and launches it. Weights are read at every call from where they lie. Blocks wait for one another
+only inside a cluster, which the hardware starts as a whole, or in a cooperative launch: no launch
+can deadlock.
 
 Accumulation is in float32, in a fixed order: results are deterministic. float32 itself takes plain
 multiply-adds, or three tf32 products a step with an error no larger.
@@ -17,11 +20,9 @@ multiply-adds, or three tf32 products a step with an error no larger.
 
 from __future__ import annotations
 
-import ctypes
-import struct
 import threading
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,25 +30,21 @@ from torch import Tensor
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.core.problem import Problem
 from fastlinear.ops.common import cuda_driver as driver
-from fastlinear.ops.common.activations import NAMES
-from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.cuda_launch import allow_cluster
-from fastlinear.ops.mlp import reference
+from fastlinear.ops.mlp import reference, whole_clusters, whole_grid, whole_launches, whole_stream
 from fastlinear.ops.mlp.problem import widths_of
+from fastlinear.ops.mlp.whole_clusters import MAX_LAYERS, ClustersPlan, save_mode
 from fastlinear.ops.mlp.whole_cuda_config import (
     Config,
     Widths,
     config_for,
     grid_for,
-    input_units,
     launches_for,
+    stream_for,
 )
-from fastlinear.ops.mlp.whole_grid import KERNEL as GRID_KERNEL
 from fastlinear.ops.mlp.whole_grid import Grid, GridPlan
-from fastlinear.ops.mlp.whole_grid import source as grid_source
-from fastlinear.ops.mlp.whole_launches import KERNEL as LAUNCHES_KERNEL
 from fastlinear.ops.mlp.whole_launches import Launches, LaunchesPlan
-from fastlinear.ops.mlp.whole_launches import source as launches_source
+from fastlinear.ops.mlp.whole_stream import Stream, StreamPlan
 
 __all__ = [
     "MAX_LAYERS",
@@ -57,27 +54,26 @@ __all__ = [
     "Config",
     "Grid",
     "Launches",
+    "Stream",
     "config_for",
     "forward",
     "grid_for",
     "launches_for",
     "reason_not",
+    "stream_for",
 ]
 
 ARCH = "sm_90a"
 MAX_WIDTH = 1024
-"""Of chains that neither `grid_for` nor `launches_for` shares out."""
-MAX_LAYERS = 32
+"""Of chains that `stream_for`, `grid_for` and `launches_for` leave alone."""
 MAX_ROWS = 1024
 MAX_ROWS_WIDE = 128
 """Of widths above 512. Beyond, every block of rows reading all weights again costs too much."""
 
-Sharing = Config | Grid | Launches
-_SOURCES = [Path(__file__).with_name(name) for name in ("whole_device.cu", "whole.cu")]
-_KERNEL = "whole_mlp"
+Sharing = Config | Grid | Launches | Stream
+Plan = ClustersPlan | GridPlan | LaunchesPlan | StreamPlan
 _MAX_PLANS = 1024
-_DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-_DTYPE_NAMES = ("bfloat16", "float16", "float32")
+_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 
 def reason_not(p: Problem) -> str | None:
@@ -91,7 +87,7 @@ def reason_not(p: Problem) -> str | None:
     capability = torch.cuda.get_device_capability()
     if capability != (9, 0):
         return f"needs compute capability 9.0 (Hopper), not {capability[0]}.{capability[1]}"
-    if p.dtype not in _DTYPE_NAMES:
+    if p.dtype not in _DTYPES.values():
         return f"no kernel for {p.dtype}"
     if p.option("x") == "strided":
         return "needs rows of x that are contiguous"
@@ -100,6 +96,8 @@ def reason_not(p: Problem) -> str | None:
     widths, rows = widths_of(p), p.dim("M")
     itemsize = 4 if p.dtype == "float32" else 2
     if len(widths) - 1 <= MAX_LAYERS and launches_for(widths, rows, itemsize):
+        return None
+    if stream_for(widths, rows, itemsize):
         return None
     if max(widths) > MAX_WIDTH and grid_for(widths, rows, itemsize):
         return None
@@ -119,141 +117,12 @@ def _size_reason(widths: Widths, rows: int) -> str | None:
     return None
 
 
-def source(
-    config: Config,
-    widths: Widths,
-    dtype: torch.dtype,
-    activation: str,
-    final_activation: str,
-    save: int = 0,
-    vec: int = 16,
-) -> str:
-    """The complete CUDA C++ source of one specialisation; only ``widths``' padding matters.
-
-    Args:
-        save: 0 nothing, else as ``save_mode`` gives it.
-        vec: bytes at which every weight row is aligned.
-    """
-    macros = {
-        "DTYPE": _DTYPES[dtype],
-        "CLUSTER": config.cluster,
-        "NB": config.rows // 8,
-        "WN": config.groups,
-        "KS": config.split_k,
-        "TW": config.tiles,
-        "UNROLL": config.unroll,
-        "DEPTH": config.depth,
-        "VEC": vec,
-        "EXACT": int(vec == 16 and config.exact(widths, dtype.itemsize)),
-        "WIDTH": widths[0] if len(set(widths)) == 1 else 0,
-        "UNITS": input_units(widths, dtype.itemsize),
-        "SAVE": save,
-        "MAX_LAYERS": MAX_LAYERS,
-        "EXCHANGE": int(config.bulk),
-        "SIMT": int(config.simt),
-        "DIRECT": int(config.direct),
-        "LATE": config.late,
-        **{f"ACT_{name.upper()}": number for number, name in enumerate(NAMES)},
-        "ACT": f"ACT_{activation.upper()}",
-        "FINAL": f"ACT_{final_activation.upper()}",
-    }
-    return "".join(f"#define {k} {v}\n" for k, v in macros.items()) + "".join(
-        file.read_text() for file in _SOURCES
-    )
-
-
-def save_mode(activation: str, final_activation: str, layers: int) -> int:
-    """SAVE of ``whole.cu``: which of pre-activation and output each layer keeps."""
-    hidden_pre = layers > 1 and activation_of(activation).saved == "pre"
-    final_pre = activation_of(final_activation).saved == "pre"
-    if hidden_pre:
-        return 1 if final_pre else 4
-    return 3 if final_pre else 2
-
-
-# x, y, weight[], bias[], saved[] | x_stride | rows, layers, width[], padding
-_POINTERS = 2 + 3 * MAX_LAYERS
-_PARAM_BYTES = (8 * (_POINTERS + 1) + 4 * (2 + MAX_LAYERS + 1) + 7) // 8 * 8
-_Params = ctypes.c_char * _PARAM_BYTES
-
-
-class _Plan:
-    """One prepared launch: fixed shapes, any addresses."""
-
-    def __init__(
-        self,
-        config: Config,
-        widths: Widths,
-        rows: int,
-        dtype: torch.dtype,
-        names: tuple[str, str],
-        save: bool,
-        vec: int,
-        device: int,
-    ) -> None:
-        reason = _size_reason(widths, rows) or config.invalid(widths, dtype.itemsize)
-        if reason is None and torch.cuda.get_device_capability(device) != (9, 0):
-            reason = "the device is not a Hopper GPU"
-        if reason is None and config.direct and vec != 16:
-            reason = "weights that do not start on 16 bytes cannot go straight to registers"
-        if reason is not None:
-            raise _unsupported(reason)
-        layers = len(widths) - 1
-        mode = save_mode(*names, layers) if save else 0
-        text = source(config, widths, dtype, *names, mode, vec)
-        driver.make_current(device)
-        with driver.loading_allowed():
-            shared = config.shared_bytes(widths, dtype.itemsize)
-            kernel = _kernel(text, shared, device)
-            allow_cluster(kernel, config.cluster)
-        self._params = _Params()
-        struct.pack_into(
-            f"<{layers + 3}i", self._params, 8 * (_POINTERS + 1), rows, layers, *widths
-        )
-        self._addresses = struct.Struct(f"<{2 + layers}Q")
-        self._pointers = struct.Struct(f"<{layers}Q")
-        self._stride = struct.Struct("<q")
-        self.launch = driver.Launch(
-            kernel,
-            32 * config.warps,
-            config.cluster,
-            [self._params],  # type: ignore[list-item]
-        )
-        self.launch.set_grid(-(-rows // config.rows) * config.cluster)
-        if self.launch.max_clusters() < 1:
-            raise _unsupported(f"the device cannot run a cluster of {config.cluster} such blocks")
-        self.out_shape = (rows, widths[-1])
-        self.saved_shapes = [(rows, n) for n in widths[1:]] if save else []
-        self.last_saves_pre = bool(mode in (1, 3))
-
-    def run(
-        self,
-        x: Tensor,
-        weights: Sequence[int],
-        biases: Sequence[int],
-        stream: int,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        params = self._params
-        y = x.new_empty(self.out_shape)
-        saved = [x.new_empty(shape) for shape in self.saved_shapes[:-1]]
-        if self.saved_shapes:
-            saved.append(torch.empty_like(y) if self.last_saves_pre else y)
-            self._pointers.pack_into(
-                params, 8 * (2 + 2 * MAX_LAYERS), *[t.data_ptr() for t in saved]
-            )
-        self._addresses.pack_into(params, 0, x.data_ptr(), y.data_ptr(), *weights)
-        self._pointers.pack_into(params, 8 * (2 + MAX_LAYERS), *biases)
-        self._stride.pack_into(params, 8 * _POINTERS, x.stride(0))
-        self.launch.run(stream)
-        return y, tuple(saved)
-
-
 _lock = threading.Lock()
 _cubins: dict[str, bytes] = {}
 _kernels: dict[tuple[str, int, int], driver.Kernel] = {}
-_plans: dict[tuple[object, ...], _Plan | GridPlan | LaunchesPlan] = {}
+_plans: dict[tuple[object, ...], Plan] = {}
 _roomless: set[tuple[object, ...]] = set()
-"""Calls too wide for ``whole.cu`` on a device without room for ``whole_grid.cu``."""
+"""Calls too wide for ``whole.cu`` on a device without room for all blocks of the others."""
 
 
 def _unsupported(reason: str) -> UnsupportedError:
@@ -265,12 +134,12 @@ def _unsupported(reason: str) -> UnsupportedError:
     )
 
 
-def _kernel(text: str, shared: int, device: int, name: str = _KERNEL) -> driver.Kernel:
+def _kernel(text: str, shared: int, device: int, name: str) -> driver.Kernel:
     kernel = _kernels.get((text, shared, device))
     if kernel is None:
         cubin = _cubins.get(text)
         if cubin is None:
-            cubin = _cubins[text] = driver.compile_cubin(text, _SOURCES[-1].name, ARCH)
+            cubin = _cubins[text] = driver.compile_cubin(text, f"{name}.cu", ARCH)
         kernel = _kernels[text, shared, device] = driver.Kernel(cubin, name, shared, device)
     return kernel
 
@@ -349,92 +218,136 @@ def _new_plan(
     save: bool,
     bits: int,
     config: Sharing | None,
-) -> _Plan | GridPlan | LaunchesPlan | None:
-    rows, itemsize = x.shape[0], x.dtype.itemsize
+) -> Plan | None:
+    """The plan of calls like this one; None where only other blocks leave no room for it."""
     widths = (x.shape[1], *[w.shape[0] for w in weights])
     for k in widths[:-1]:
-        bits |= k * itemsize
-    vec = min(bits & -bits, 16)
+        bits |= k * x.dtype.itemsize
+    call = _Call(
+        widths, x.shape[0], x.dtype, (activation, final_activation), save, x.device.index, bits
+    )
     if len(_plans) >= _MAX_PLANS:
         _plans.clear()
-    names, device = (activation, final_activation), x.device.index
-    plan: _Plan | GridPlan | LaunchesPlan | None = None
-    if isinstance(config, Launches):
-        launches: tuple[Launches, ...] | None = (config,) * len(weights)
-    else:
-        launches = launches_for(widths, rows, itemsize) if config is None and vec == 16 else None
-    if launches is not None:
-        if vec != 16:
-            raise _unsupported("Launches need weights whose rows start on 16 bytes")
-        _plans[key] = plan = _launches_plan(launches, widths, rows, x.dtype, names, save, device)
-        return plan
-    grid = config if isinstance(config, Grid) else None
-    if config is None and vec == 16:
-        grid = grid_for(widths, rows, itemsize)
-    if isinstance(config, Grid) and vec != 16:
-        raise _unsupported("a Grid needs weights whose rows start on 16 bytes")
-    if grid is not None:
-        plan = _grid_plan(grid, widths, rows, x.dtype, names, save, device)
-        if plan is None and config is not None:
-            raise _unsupported(f"the device cannot run all blocks of {grid} at once")
-    if plan is None and grid is not None and max(widths) > MAX_WIDTH:
-        _roomless.add(key)
-        return None
-    if plan is None:
-        reason = _size_reason(widths, rows)
-        if reason is not None:
-            raise _unsupported(reason)
-        sharing = config if isinstance(config, Config) else None
-        sharing = sharing or config_for(widths, rows, itemsize, vec == 16)
-        plan = _Plan(sharing, widths, rows, x.dtype, names, save, vec, device)
-    _plans[key] = plan
-    return plan
+    for sharing in _sharings(call) if config is None else (config,):
+        plan = _plan(call, sharing)
+        if plan is not None:
+            _plans[key] = plan
+            return plan
+    if config is not None:
+        raise _unsupported(f"the device cannot run all blocks of {config} at once")
+    _roomless.add(key)
+    return None
 
 
-def _grid_plan(
-    grid: Grid,
-    widths: Widths,
-    rows: int,
-    dtype: torch.dtype,
-    names: tuple[str, str],
-    save: bool,
-    device: int,
-) -> GridPlan | None:
-    """The plan of a launch over all multiprocessors, or None where there is no room for it."""
-    reason = grid.invalid(widths, rows, dtype.itemsize)
-    if reason is not None:
+class _Call(NamedTuple):
+    """What a plan stands on."""
+
+    widths: Widths
+    rows: int
+    dtype: torch.dtype
+    names: tuple[str, str]  # of the activations of hidden layers and of the last
+    save: bool
+    device: int
+    bits: int  # of all addresses and lengths of rows of weights, in bytes
+
+    @property
+    def vec(self) -> int:
+        """Bytes at which every row of every weight starts, at most 16."""
+        return min(self.bits & -self.bits, 16)
+
+    @property
+    def mode(self) -> int:
+        """SAVE of ``whole.cu``."""
+        return save_mode(*self.names, len(self.widths) - 1) if self.save else 0
+
+
+def _sharings(call: _Call) -> Iterator[Sharing | tuple[Launches, ...]]:
+    """How to share a call out, best first: the next is for devices without room for the last."""
+    shape = call.widths, call.rows, call.dtype.itemsize
+    wide = False
+    if call.vec == 16:
+        for sharing in (stream_for(*shape), launches_for(*shape), grid_for(*shape)):
+            if sharing is not None:
+                wide = True
+                yield sharing
+    reason = _size_reason(call.widths, call.rows)
+    if reason is None:
+        yield config_for(*shape, call.vec == 16)
+    elif not wide:
         raise _unsupported(reason)
-    mode = save_mode(*names, len(widths) - 1) if save else 0
-    text = grid_source(grid, widths[0], rows, dtype, *names, mode)
-    driver.make_current(device)
-    with driver.loading_allowed():
-        shared = grid.shared_bytes(widths[0], rows, dtype.itemsize)
-        kernel = _kernel(text, shared, device, GRID_KERNEL)
-    plan = GridPlan(kernel, grid, widths, rows, dtype, mode)
+
+
+def _plan(call: _Call, sharing: Sharing | tuple[Launches, ...]) -> Plan | None:
+    """The plan of a call shared out in this way; None where its blocks cannot run at once."""
+    widths, rows, dtype = call.widths, call.rows, call.dtype
+    if not isinstance(sharing, Config) and call.vec != 16:
+        raise _unsupported(f"{type(sharing).__name__} needs weights whose rows start on 16 bytes")
+    if isinstance(sharing, Launches):
+        sharing = (sharing,) * (len(widths) - 1)
+    if isinstance(sharing, tuple):
+        return _launches_plan(call, sharing)
+    plan: GridPlan | StreamPlan
+    driver.make_current(call.device)
+    if isinstance(sharing, Config):
+        return _clusters_plan(call, sharing)
+    if isinstance(sharing, Grid):
+        _refuse(sharing.invalid(widths, rows, dtype.itemsize))
+        text = whole_grid.source(sharing, widths[0], rows, dtype, *call.names, call.mode)
+        shared = sharing.shared_bytes(widths[0], rows, dtype.itemsize)
+        kernel = _loaded(text, shared, call.device, whole_grid.KERNEL)
+        plan = GridPlan(kernel, sharing, widths, rows, dtype, call.mode)
+    else:
+        _refuse(
+            "Stream is for 16-bit dtypes" if dtype.itemsize != 2 else sharing.invalid(widths, rows)
+        )
+        text = whole_stream.source(sharing, widths, rows, dtype, *call.names, call.mode)
+        shared = sharing.shared_bytes(widths, rows)
+        kernel = _loaded(text, shared, call.device, whole_stream.KERNEL)
+        plan = StreamPlan(kernel, sharing, widths, rows, dtype, call.mode)
     return plan if plan.runs_at_once else None
 
 
-def _launches_plan(
-    configs: tuple[Launches, ...],
-    widths: Widths,
-    rows: int,
-    dtype: torch.dtype,
-    names: tuple[str, str],
-    save: bool,
-    device: int,
-) -> LaunchesPlan:
-    """The plan of one launch a layer."""
-    if len(widths) - 1 > MAX_LAYERS:
-        raise _unsupported(f"{len(widths) - 1} layers are more than {MAX_LAYERS}")
-    for config in configs:
-        reason = config.invalid(rows, dtype.itemsize)
-        if reason is not None:
-            raise _unsupported(reason)
-    mode = save_mode(*names, len(widths) - 1) if save else 0
-    driver.make_current(device)
+def _refuse(reason: str | None) -> None:
+    if reason is not None:
+        raise _unsupported(reason)
+
+
+def _loaded(text: str, shared: int, device: int, name: str) -> driver.Kernel:
+    """The kernel of a source, compiled and loaded, also while a graph is recorded."""
     with driver.loading_allowed():
-        kernels = [
-            _kernel(launches_source(c, rows, dtype), c.shared_bytes(rows), device, LAUNCHES_KERNEL)
-            for c in configs
-        ]
-    return LaunchesPlan(kernels, configs, widths, rows, dtype, names, mode)
+        return _kernel(text, shared, device, name)
+
+
+def _clusters_plan(call: _Call, config: Config) -> ClustersPlan:
+    """The plan of a launch of ``whole.cu``."""
+    widths, itemsize = call.widths, call.dtype.itemsize
+    _refuse(_size_reason(widths, call.rows) or config.invalid(widths, itemsize))
+    if torch.cuda.get_device_capability(call.device) != (9, 0):
+        raise _unsupported("the device is not a Hopper GPU")
+    if config.direct and call.vec != 16:
+        raise _unsupported("weights that do not start on 16 bytes cannot go straight to registers")
+    text = whole_clusters.source(config, widths, call.dtype, *call.names, call.mode, call.vec)
+    kernel = _loaded(
+        text, config.shared_bytes(widths, itemsize), call.device, whole_clusters.KERNEL
+    )
+    with driver.loading_allowed():
+        allow_cluster(kernel, config.cluster)
+    plan = ClustersPlan(kernel, config, widths, call.rows, call.mode)
+    if not plan.runs:
+        raise _unsupported(f"the device cannot run a cluster of {config.cluster} such blocks")
+    return plan
+
+
+def _launches_plan(call: _Call, configs: tuple[Launches, ...]) -> LaunchesPlan:
+    """The plan of one launch a layer."""
+    if len(configs) > MAX_LAYERS:
+        raise _unsupported(f"{len(configs)} layers are more than {MAX_LAYERS}")
+    driver.make_current(call.device)
+    kernels = []
+    for config in configs:
+        _refuse(config.invalid(call.rows, call.dtype.itemsize))
+        text = whole_launches.source(config, call.rows, call.dtype)
+        kernels.append(
+            _loaded(text, config.shared_bytes(call.rows), call.device, whole_launches.KERNEL)
+        )
+    return LaunchesPlan(kernels, configs, call.widths, call.rows, call.dtype, call.names, call.mode)

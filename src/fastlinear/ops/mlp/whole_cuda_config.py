@@ -7,6 +7,7 @@ from typing import Any
 
 from fastlinear.ops.mlp.whole_grid import Grid
 from fastlinear.ops.mlp.whole_launches import MAX_BLOCK_ROWS, Launches
+from fastlinear.ops.mlp.whole_stream import Stream, column_tiles
 
 _SHARED_LIMIT = 232_448  # bytes a Hopper block may have
 
@@ -179,6 +180,40 @@ def make_grid(
         if grid.invalid(widths, rows, itemsize) is None:
             return grid
     return None
+
+
+def stream_for(widths: Widths, rows: int, itemsize: int) -> Stream | None:
+    """The sharing of a 16-bit chain whose weights stream over all multiprocessors, or None.
+
+    Two layers or more, one width beyond 1024, 16-byte aligned rows of weights.
+    """
+    if itemsize != 2 or len(widths) < 3 or max(widths) <= 1024:
+        return None
+    return make_stream(widths, rows)
+
+
+def make_stream(widths: Widths, rows: int, cluster: int = 4) -> Stream | None:
+    """The sharing over as many clusters as run at once, as deep as shared memory allows.
+
+    None where that cannot be built.
+    """
+    clusters = _CLUSTERS[cluster]
+    if len(set(widths)) == 1:  # fewer where as many columns each leave the last ones without any
+        tiles = column_tiles(widths[0])
+        clusters = _ceil_div(tiles, _ceil_div(tiles, clusters))
+    single = Stream(cluster, clusters, 4, 1)
+    own = single.slice_tiles(widths, rows)
+    for phases in range(1, own + 1):
+        stream = replace(single, held=_ceil_div(own, phases))
+        if stream.held <= 8 and stream.invalid(widths, rows) is None:
+            break
+    else:
+        return None
+    for stages in range(32, 4, -2):
+        deeper = replace(stream, stages=stages)
+        if deeper.invalid(widths, rows) is None:
+            return deeper
+    return stream
 
 
 MAX_LAUNCHES_ROWS = 2 * MAX_BLOCK_ROWS

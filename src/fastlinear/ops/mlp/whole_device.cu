@@ -1,5 +1,6 @@
-// Instructions and activations that whole.cu is written in; the host puts this text before it.
-// Macros read here: DTYPE, KS and the activations' numbers ACT_<NAME>, as whole.cu explains them.
+// Instructions and activations that all kernels of the family are written in; the host puts this
+// text before them. Macros read here: DTYPE, KS and the activations' numbers ACT_<NAME>, as whole.cu
+// explains them.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -37,6 +38,10 @@ __device__ __forceinline__ void mbar_init(u32 bar, u32 count) {
 __device__ __forceinline__ void mbar_expect(u32 bar, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes)
                : "memory");
+}
+
+__device__ __forceinline__ void mbar_arrive(u32 bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
 
 __device__ __forceinline__ void mbar_arrive(u32 bar, u32 count) {
@@ -88,6 +93,12 @@ __device__ __forceinline__ uint4 load16(u32 addr) {
                : "r"(addr)
                : "memory");
   return v;
+}
+
+__device__ __forceinline__ void store16(u32 addr, uint4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(addr), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
+               : "memory");
 }
 
 // 16 bytes from global memory, of which the first `bytes` are read and the others are zero.

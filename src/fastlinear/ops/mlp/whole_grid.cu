@@ -40,7 +40,6 @@ constexpr int BRING_WARPS = 2;                       // the last ones bring weig
 constexpr int THREADS = 32 * (COMPUTE_WARPS + BRING_WARPS);
 constexpr int HALVES = (2 * MT + CLUSTER - 1) / CLUSTER;  // row groups of 8 a block completes
 constexpr int LAYER_BYTES = H * ROWS * ES;           // of one published activation
-constexpr u32 EMPTY = 0xffffffffu;
 
 // Rows of weights lie apart so that the 16-byte reads of 8 neighbouring threads fall on different
 // banks: one number of each of 8 rows in float32, else the 64 bytes of a row and of the next.
@@ -76,64 +75,14 @@ static_assert(H % (CLUSTER * 64 / ES) == 0, "K is not whole blocks of 64 bytes p
 
 // ---------------------------------------------------------------- PTX wrappers
 
-__device__ __forceinline__ void mbar_arrive(u32 bar) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
-}
-
 // Arrives once all copies that this thread has started are complete.
 __device__ __forceinline__ void mbar_arrive_copied(u32 bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
 }
 
-__device__ __forceinline__ void store_peer4(u32 addr, uint4 v) {
-  asm volatile("st.relaxed.cluster.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(addr),
-               "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-               : "memory");
-}
-
 __device__ __forceinline__ void store_peer(u32 addr, float v) {
   asm volatile("st.relaxed.cluster.shared::cluster.f32 [%0], %1;" ::"r"(addr), "f"(v) : "memory");
 }
-
-__device__ __forceinline__ uint4 load_sums(u32 addr) {
-  uint4 v;
-  asm volatile("ld.relaxed.cluster.shared::cta.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(addr)
-               : "memory");
-  return v;
-}
-
-__device__ __forceinline__ void store16(u32 addr, uint4 v) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(addr), "r"(v.x), "r"(v.y), "r"(v.z),
-               "r"(v.w)
-               : "memory");
-}
-
-__device__ __forceinline__ uint4 load_published(const char* at) {
-  uint4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(at)
-               : "memory");
-  return v;
-}
-
-__device__ __forceinline__ void publish(char* at, u32 v) {
-  asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(at), "r"(v) : "memory");
-}
-
-__device__ __forceinline__ void publish4(char* at, uint4 v) {
-  asm volatile("st.relaxed.gpu.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.x), "r"(v.y),
-               "r"(v.z), "r"(v.w)
-               : "memory");
-}
-
-__device__ __forceinline__ bool is_empty(uint4 v) {
-  return v.x == EMPTY || v.y == EMPTY || v.z == EMPTY || v.w == EMPTY;
-}
-
-__device__ __forceinline__ u32 never_empty(u32 v) { return v == EMPTY ? 0x7fffffffu : v; }
 
 __device__ __forceinline__ void compute_sync() {
   asm volatile("bar.sync 1, %0;" ::"n"(32 * COMPUTE_WARPS) : "memory");
@@ -141,10 +90,6 @@ __device__ __forceinline__ void compute_sync() {
 
 __device__ __forceinline__ void pair_sync(int id) {
   asm volatile("bar.sync %0, 64;" ::"r"(id) : "memory");
-}
-
-__device__ __forceinline__ uint4 as_words(float a, float b, float c, float d) {
-  return make_uint4(__float_as_uint(a), __float_as_uint(b), __float_as_uint(c), __float_as_uint(d));
 }
 
 __device__ __forceinline__ float4 add4(float4 a, uint4 b) {
@@ -251,10 +196,6 @@ __device__ __forceinline__ void write_row4(void* out, const Params& p, int row, 
   *reinterpret_cast<float4*>(static_cast<float*>(out) + static_cast<long long>(row) * H + column) = v;
 }
 
-__device__ __forceinline__ bool saves_pre(bool last) {
-  return last ? SAVE == 1 || SAVE == 3 : SAVE == 1 || SAVE == 4;
-}
-
 // ---------------------------------------------------------------- the warps that bring weights
 
 __device__ __forceinline__ void bring_weights(const Params& p, u32 base, int first, int tiles,
@@ -310,303 +251,14 @@ __device__ __forceinline__ void empty_other_set(const Params& p, u32 launch, int
   }
 }
 
-// ---------------------------------------------------------------- 16 bits
-
-__device__ __forceinline__ void layers_half(const Params& p, u32 base, int first, int tiles,
-                                            int rank, int warp, int lane, char* set) {
-  constexpr int BLOCKS = KB / KG;  // of a warp
-  constexpr bool AHEAD = NT * BLOCKS <= 20;  // registers take a layer's weights while it waits
-  constexpr int ITEMS = HALVES * PAIRS;
-  constexpr int ROUNDS = (ITEMS + COMPUTE_WARPS - 1) / COMPUTE_WARPS;
-  static_assert(KB % KG == 0, "the blocks of K are not shared out evenly");
-  const int g = lane >> 2, t = lane & 3;
-  const int m = warp % MT, kg = warp / MT;
-  const bool aligned = ((reinterpret_cast<u64>(p.x) | (p.x_stride * ES)) & 15) == 0;
-  uint4 a[2 * BLOCKS];  // operand A: as pieces_at tells
-#pragma unroll
-  for (int kb = 0; kb < BLOCKS; ++kb) {
-    const int k = rank * SLICE + (kg * BLOCKS + kb) * 32 + t * 8;
-    const uint4 own = load_x(p, m * 16 + kg * 8 + g, k, aligned);
-    const uint4 other = load_x(p, m * 16 + (kg ^ 1) * 8 + g, k, aligned);
-    a[2 * kb] = make_uint4(own.x, other.x, own.y, other.y);
-    a[2 * kb + 1] = make_uint4(own.z, other.z, own.w, other.w);
-  }
-  cluster_wait();  // every block's buffers are ready
-#pragma unroll 1
-  for (int layer = 0; layer < p.layers; ++layer) {
-    const bool last = layer + 1 == p.layers;
-    const int slot = layer % SLOTS;
-    const u32 weights = base + SLOT_OFFSET + slot * SLOT_BYTES + weight_at(g) + t * 16 +
-                        kg * (BLOCKS * 64);
-    mbar_wait(base + BAR_FULL + slot * 8, layer / SLOTS & 1);
-    float shift[ROUNDS][4];  // biases of what this thread will complete
-#pragma unroll
-    for (int i = 0; i < ROUNDS; ++i) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int tile = 2 * ((i * COMPUTE_WARPS + warp) % PAIRS) + (e >> 1);
-        shift[i][e] = p.bias[layer] && tile < tiles
-                          ? load_element(p.bias[layer], first + tile * 8 + 2 * t + (e & 1))
-                          : 0.0f;
-      }
-    }
-    const char* const from = set + static_cast<long long>(layer - 1) * LAYER_BYTES;
-    const auto at = [&](int i) {
-      return pieces_at(rank * KB + kg * BLOCKS + (i >> 1), m, i & 1, g, t);
-    };
-    if (layer > 0) ask(a, from, at);
-    [[maybe_unused]] uint4 held[AHEAD ? BLOCKS : 1][NT];
-    if constexpr (AHEAD) {
-#pragma unroll
-      for (int kb = 0; kb < BLOCKS; ++kb) {
-#pragma unroll
-        for (int j = 0; j < NT; ++j) held[kb][j] = load16(weights + j * TILE_BYTES + kb * 64);
-      }
-    }
-    if (layer > 0) insist(a, from, at);
-    float acc[2 * PAIRS][4];
-#pragma unroll
-    for (int j = 0; j < 2 * PAIRS; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) acc[j][e] = 0.0f;
-    }
-#pragma unroll
-    for (int kb = 0; kb < BLOCKS; ++kb) {
-      const uint4 x = a[2 * kb], y = a[2 * kb + 1];
-      uint4 w[NT];
-#pragma unroll
-      for (int j = 0; j < NT; ++j) {
-        if constexpr (AHEAD) w[j] = held[kb][j];
-        else w[j] = load16(weights + j * TILE_BYTES + kb * 64);
-      }
-#pragma unroll
-      for (int j = 0; j < NT; ++j) mma(acc[j], x.x, x.y, x.z, x.w, w[j].x, w[j].y);
-#pragma unroll
-      for (int j = 0; j < NT; ++j) mma(acc[j], y.x, y.y, y.z, y.w, w[j].z, w[j].w);
-    }
-    __syncwarp();
-    if (lane == 0) mbar_arrive(base + BAR_EMPTY + slot * 8);
-
-    const u32 sums = base + SUMS_OFFSET + (layer & 1) * (HALVES * HALF_BYTES);
-    const u32 to = sums + rank * SOURCE_BYTES + lane * 16;
-    if constexpr (KG == 1) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int q = 2 * m + h;
-        const u32 dst = peer_addr(to + q / CLUSTER * HALF_BYTES, q % CLUSTER);
-#pragma unroll
-        for (int i = 0; i < PAIRS; ++i) {
-          if (2 * i < tiles) {
-            store_peer4(dst + i * 512, as_words(acc[2 * i][2 * h], acc[2 * i][2 * h + 1],
-                                                acc[2 * i + 1][2 * h], acc[2 * i + 1][2 * h + 1]));
-          }
-        }
-      }
-    } else {  // warp kg of the two completes and sends rows 8 kg .. 8 kg + 7 of the tile
-      const u32 pairs = base + PAIR_OFFSET + lane * 16;
-      const u32 give = pairs + ((kg ^ 1) * MT + m) * (PAIRS * 512);
-      const u32 take = pairs + (kg * MT + m) * (PAIRS * 512);
-#pragma unroll
-      for (int i = 0; i < PAIRS; ++i) {
-        store16(give + i * 512, as_words(acc[2 * i][2], acc[2 * i][3], acc[2 * i + 1][2],
-                                         acc[2 * i + 1][3]));
-      }
-      pair_sync(1 + m);
-      const int q = 2 * m + kg;
-      const u32 dst = peer_addr(to + q / CLUSTER * HALF_BYTES, q % CLUSTER);
-      float4 sum[PAIRS];
-#pragma unroll
-      for (int i = 0; i < PAIRS; ++i) {
-        const float4 own =
-            make_float4(acc[2 * i][0], acc[2 * i][1], acc[2 * i + 1][0], acc[2 * i + 1][1]);
-        sum[i] = add4(own, load16(take + i * 512));
-      }
-#pragma unroll
-      for (int i = 0; i < PAIRS; ++i) {
-        if (2 * i < tiles) store_peer4(dst + i * 512, as_words(sum[i].x, sum[i].y, sum[i].z, sum[i].w));
-      }
-      pair_sync(1 + m);  // both have read
-    }
-
-#pragma unroll
-    for (int i = 0; i < ROUNDS; ++i) {
-      const int item = i * COMPUTE_WARPS + warp;
-      const int half = item / PAIRS, pair = item % PAIRS;
-      const int q = rank + half * CLUSTER;
-      if (item >= ITEMS || q >= 2 * MT || 2 * pair >= tiles) continue;
-      const int row = q * 8 + g;
-      const float4 pre = take_sums(make_float4(shift[i][0], shift[i][1], shift[i][2], shift[i][3]),
-                                   sums + half * HALF_BYTES + pair * 512 + lane * 16, true);
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int tile = 2 * pair + e;
-        if (tile >= tiles) break;
-        const float v0 = e ? pre.z : pre.x, v1 = e ? pre.w : pre.y;
-        const int column = first + tile * 8 + 2 * t;
-        if (last) {
-          write_row(p.y, p, row, column, pack(act<FINAL>(v0), act<FINAL>(v1)));
-        } else {
-          const u32 out = pack(act<ACT>(v0), act<ACT>(v1));
-          publish(set + static_cast<long long>(layer) * LAYER_BYTES +
-                      word_at(column, row),
-                  never_empty(out));
-          if constexpr (SAVE == 2 || SAVE == 3) write_row(p.saved[layer], p, row, column, out);
-        }
-        if constexpr (SAVE != 0) {
-          if (saves_pre(last)) write_row(p.saved[layer], p, row, column, pack(v0, v1));
-        }
-      }
-    }
-  }
-}
-
-// ---------------------------------------------------------------- float32
-
-// Sums kFrom .. kTo - 1 of a thread, for the other group's thread of the same place.
-template <int kFrom, int kTo>
-__device__ __forceinline__ void give_single(const float (&acc)[MT][NT], u32 red) {
-#pragma unroll
-  for (int i = kFrom; i < kTo; ++i) {
-    asm volatile("st.shared.f32 [%0], %1;" ::"r"(red + i * 512), "f"(acc[i / NT][i % NT])
-                 : "memory");
-  }
-}
-
-// Those plus the other group's, to the blocks that complete them.
-template <int kFrom, int kTo>
-__device__ __forceinline__ void send_single(const float (&acc)[MT][NT], u32 red, u32 to,
-                                            int row_half, int tiles) {
-#pragma unroll
-  for (int i = kFrom; i < kTo; ++i) {
-    if (i % NT >= tiles) continue;
-    float other;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(other) : "r"(red + i * 512) : "memory");
-    const int q = i / NT * 2 + row_half;
-    store_peer(peer_addr(to + q / CLUSTER * HALF_BYTES, q % CLUSTER) + i % NT * 256,
-               acc[i / NT][i % NT] + other);
-  }
-}
-
-// Four biases, or zeros.
-__device__ __forceinline__ float4 load_shift(const void* bias, int column) {
-  if (bias == nullptr) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  const float* const at = static_cast<const float*>(bias) + column;
-  return make_float4(at[0], at[1], at[2], at[3]);
-}
-
-// Warps 0-3 and 4-7 take half of the slice each; a thread of either computes rows r + 16 i of
-// columns c + 8 j, i < MT, j < NT.
-__device__ __forceinline__ void layers_single(const Params& p, u32 base, int first, int tiles,
-                                              int rank, int warp, int lane, char* set) {
-  constexpr int PIECES = SLICE / 4 * ROWS;  // of a slice's input
-  constexpr int EACH = (PIECES + 255) / 256;
-  static_assert(!SINGLE || PIECES % 256 == 0, "a slice is not whole rounds of 256 threads");
-  const int thread = warp * 32 + lane;
-  const int group = warp >> 2, c = lane & 7, r = (warp & 3) * 4 + (lane >> 3);
-  const bool aligned = ((reinterpret_cast<u64>(p.x) | (p.x_stride * ES)) & 15) == 0;
-  uint4 in[EACH];
-#pragma unroll
-  for (int i = 0; i < EACH; ++i) {
-    const int piece = i * 256 + thread;
-    in[i] = load_x(p, piece % ROWS, rank * SLICE + piece / ROWS * 4, aligned);
-  }
-  cluster_wait();
-#pragma unroll 1
-  for (int layer = 0; layer < p.layers; ++layer) {
-    const bool last = layer + 1 == p.layers;
-    const int slot = layer % SLOTS;
-    float4 shift = make_float4(0.0f, 0.0f, 0.0f, 0.0f);  // of this thread's first sums to complete
-    if (thread < tiles * 16) {
-      shift = load_shift(p.bias[layer], first + (thread >> 4) * 8 + (thread & 1) * 4);
-    }
-    if (layer > 0) {
-      const char* const from = set + static_cast<long long>(layer - 1) * LAYER_BYTES +
-                               rank * (SLICE / 4) * (ROWS * 16);
-      const auto at = [&](int i) { return (i * 256 + thread) * 16; };
-      ask(in, from, at);
-      insist(in, from, at);
-    }
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) {
-      store16(base + ACT_OFFSET + (i * 256 + thread) * 16, in[i]);
-    }
-    mbar_wait(base + BAR_FULL + slot * 8, layer / SLOTS & 1);
-    compute_sync();
-
-    float acc[MT][NT];
-#pragma unroll
-    for (int i = 0; i < MT; ++i) {
-#pragma unroll
-      for (int j = 0; j < NT; ++j) acc[i][j] = 0.0f;
-    }
-    const u32 acts = base + ACT_OFFSET + group * (SLICE / 8) * (ROWS * 16) + r * 16;
-    const u32 weights =
-        base + SLOT_OFFSET + slot * SLOT_BYTES + weight_at(c) + group * (SLICE / 2 * 4);
-#pragma unroll 4
-    for (int k = 0; k < SLICE / 8; ++k) {
-      uint4 x[MT];
-#pragma unroll
-      for (int i = 0; i < MT; ++i) x[i] = load16(acts + k * (ROWS * 16) + i * 256);
-#pragma unroll
-      for (int j = 0; j < NT; ++j) {
-        const uint4 w = load16(weights + k * 16 + j * TILE_BYTES);
-#pragma unroll
-        for (int i = 0; i < MT; ++i) {
-          float v = acc[i][j];
-          v = fmaf(__uint_as_float(w.x), __uint_as_float(x[i].x), v);
-          v = fmaf(__uint_as_float(w.y), __uint_as_float(x[i].y), v);
-          v = fmaf(__uint_as_float(w.z), __uint_as_float(x[i].z), v);
-          acc[i][j] = fmaf(__uint_as_float(w.w), __uint_as_float(x[i].w), v);
-        }
-      }
-    }
-    __syncwarp();
-    if (lane == 0) mbar_arrive(base + BAR_EMPTY + slot * 8);
-
-    // The groups add up: group 0 completes the first OWN of the thread's sums, group 1 the others.
-    constexpr int ALL = MT * NT, OWN = (ALL + 1) / 2;
-    const u32 red = base + RED_OFFSET + (thread & 127) * 4;
-    const u32 sums = base + SUMS_OFFSET + (layer & 1) * (HALVES * HALF_BYTES);
-    if (group == 0) give_single<OWN, ALL>(acc, red);
-    else give_single<0, OWN>(acc, red);
-    compute_sync();
-    const u32 to = sums + rank * SOURCE_BYTES + (r & 7) * 32 + c * 4;
-    if (group == 0) send_single<0, OWN>(acc, red, to, r >> 3, tiles);
-    else send_single<OWN, ALL>(acc, red, to, r >> 3, tiles);
-
-#pragma unroll
-    for (int half = 0; half < HALVES; ++half) {
-      const int q = rank + half * CLUSTER;
-      if (q >= 2 * MT) break;
-#pragma unroll 1
-      for (int unit = thread; unit - lane < tiles * 16; unit += 256) {
-        const bool real = unit < tiles * 16;
-        const int row = q * 8 + (unit >> 1 & 7);
-        const int column = first + (unit >> 4) * 8 + (unit & 1) * 4;
-        float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (unit == thread) v = shift;
-        else if (real) v = load_shift(p.bias[layer], column);
-        v = take_sums(v, sums + half * HALF_BYTES + (real ? unit : 0) * 16, real);
-        if (!real) continue;
-        if constexpr (SAVE != 0) {
-          if (saves_pre(last)) write_row4(p.saved[layer], p, row, column, v);
-        }
-        if (last) {
-          write_row4(p.y, p, row, column,
-                     make_float4(act<FINAL>(v.x), act<FINAL>(v.y), act<FINAL>(v.z), act<FINAL>(v.w)));
-        } else {
-          v = make_float4(act<ACT>(v.x), act<ACT>(v.y), act<ACT>(v.z), act<ACT>(v.w));
-          publish4(set + static_cast<long long>(layer) * LAYER_BYTES + piece_at(column >> 2, row),
-                   make_uint4(never_empty(__float_as_uint(v.x)), never_empty(__float_as_uint(v.y)),
-                              never_empty(__float_as_uint(v.z)), never_empty(__float_as_uint(v.w))));
-          if constexpr (SAVE == 2 || SAVE == 3) write_row4(p.saved[layer], p, row, column, v);
-        }
-      }
-    }
-  }
-}
-
 // ---------------------------------------------------------------- the kernel
+
+// Of the warps that multiply: every layer, 16-bit dtypes (whole_grid_half.cu) and float32
+// (whole_grid_single.cu); the host puts their text after this.
+__device__ __forceinline__ void layers_half(const Params& p, u32 base, int first, int tiles,
+                                            int rank, int warp, int lane, char* set);
+__device__ __forceinline__ void layers_single(const Params& p, u32 base, int first, int tiles,
+                                              int rank, int warp, int lane, char* set);
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 whole_mlp_grid(const __grid_constant__ Params p) {

@@ -1,15 +1,7 @@
 """Layout 2 of backend ``whole_cuda``: a wide chain of equal widths over all multiprocessors.
 
-``whole_grid.cu`` holds the kernel. Its blocks wait for one another, so all of them must run at
-once: the launch is cooperative, and the driver starts it only when there is room for every block.
-Published activations lie in a workspace of the library's own, one for each stream and for each
-CUDA graph that is recorded: launches that share one must follow one another. It is set up when it
-is made; afterwards every launch leaves it ready for the next, whatever that computes. A launch that
-fails on the device leaves a CUDA context that cannot be used any more, workspaces included.
-
-Workspaces are kept as long as the process lives, because a recorded graph may be replayed at any
-time: 2 (layers - 1) padded activations each, 1.8 MB for 8 layers of width 1024 and 64 rows in
-bfloat16.
+``whole_grid.cu`` holds the kernel, ``whole_grid_half.cu`` and ``whole_grid_single.cu`` its parts by
+dtype. Its blocks wait for one another over global memory: ``whole_workspace.py``.
 """
 
 from __future__ import annotations
@@ -25,6 +17,7 @@ from torch import Tensor
 
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common.activations import NAMES
+from fastlinear.ops.mlp.whole_workspace import make_cooperative, workspace
 
 __all__ = ["Grid", "GridPlan", "source"]
 
@@ -32,11 +25,11 @@ Widths = tuple[int, ...]
 
 KERNEL = "whole_mlp_grid"
 MAX_LAYERS = 32
-SOURCES = [Path(__file__).with_name(name) for name in ("whole_device.cu", "whole_grid.cu")]
+_NAMES = ("device", "exchange", "grid", "grid_half", "grid_single")
+SOURCES = [Path(__file__).with_name(f"whole_{name}.cu") for name in _NAMES]
 
 _SHARED_LIMIT = 232_448  # bytes a Hopper block may have
 _BRING_WARPS = 2  # of a block, as in the source
-_COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 # x, y, exchange, launches, weight[], bias[], saved[], x_stride | rows, layers
 _POINTERS = 4 + 3 * MAX_LAYERS
@@ -170,7 +163,7 @@ class GridPlan:
         )
         self.launch.set_grid(blocks)
         self.runs_at_once = self.launch.max_clusters() * grid.cluster >= blocks
-        _make_cooperative(self.launch)
+        make_cooperative(self.launch)
         self.out_shape = (rows, width)
         self.saved_shapes = [(rows, width)] * layers if save else []
         self.last_saves_pre = save in (1, 3)
@@ -187,78 +180,19 @@ class GridPlan:
             self._pointers.pack_into(
                 params, 8 * (4 + 2 * MAX_LAYERS), *[t.data_ptr() for t in saved]
             )
-        capture = _capture(stream) if torch.cuda.is_current_stream_capturing() else 0
-        key = (self._device, stream, capture, self._geometry)
-        workspace = _workspaces.get(key)
-        if workspace is None:
-            workspace = _workspaces[key] = _new_workspace(self._exchange_bytes, self._blocks)
+        exchange = workspace(
+            self._device, stream, self._geometry, self._exchange_bytes, self._blocks
+        )
         self._addresses.pack_into(
             params,
             0,
             x.data_ptr(),
             y.data_ptr(),
-            workspace,
-            workspace + self._exchange_bytes,
+            exchange,
+            exchange + self._exchange_bytes,
             *weights,
         )
         self._pointers.pack_into(params, 8 * (4 + MAX_LAYERS), *biases)
         self._stride.pack_into(params, 8 * _POINTERS, x.stride(0))
         self.launch.run(stream)
         return y, tuple(saved)
-
-
-_workspaces: dict[tuple[object, ...], int] = {}
-
-
-def _make_cooperative(launch: driver.Launch) -> None:
-    """All blocks of the launch run at once, or it does not start."""
-    attributes = (driver._LaunchAttribute * 2)()
-    attributes[0] = launch._attribute
-    attributes[1].id = _COOPERATIVE
-    attributes[1].value[0] = 1
-    launch._attributes = attributes  # type: ignore[attr-defined]
-    launch._config.attributes = ctypes.cast(attributes, ctypes.POINTER(driver._LaunchAttribute))
-    launch._config.attribute_count = 2
-
-
-def _capture(stream: int) -> int:
-    """Identity of the capture that ``stream`` takes part in."""
-    status, identity = ctypes.c_int(), ctypes.c_ulonglong()
-    driver._check(
-        driver._driver().cuStreamGetCaptureInfo_v2(
-            ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(identity), None, None, None
-        ),
-        "cuStreamGetCaptureInfo",
-    )
-    return identity.value
-
-
-def _new_workspace(exchange_bytes: int, blocks: int) -> int:
-    """Device memory of the current device: empty exchange buffers, then a zero for each block.
-
-    Made outside any capture under way, and ready when this returns.
-    """
-    lib = driver._driver()
-    address, stream = ctypes.c_uint64(), ctypes.c_void_p()
-    with driver.loading_allowed():
-        driver._check(
-            lib.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(exchange_bytes + 4 * blocks)),
-            "cuMemAlloc",
-        )
-        driver._check(lib.cuStreamCreate(ctypes.byref(stream), 1), "cuStreamCreate")
-        for offset, value, words in (
-            (0, 0xFFFFFFFF, exchange_bytes // 4),
-            (exchange_bytes, 0, blocks),
-        ):
-            driver._check(
-                lib.cuMemsetD32Async(
-                    ctypes.c_uint64(address.value + offset),
-                    ctypes.c_uint(value),
-                    ctypes.c_size_t(words),
-                    stream,
-                ),
-                "cuMemsetD32Async",
-            )
-        driver._check(lib.cuStreamSynchronize(stream), "cuStreamSynchronize")
-        driver._check(lib.cuStreamDestroy_v2(stream), "cuStreamDestroy")
-    return address.value

@@ -55,12 +55,6 @@ __device__ __forceinline__ void store_peer4(u32 addr, uint4 v) {
                : "memory");
 }
 
-__device__ __forceinline__ void store16(u32 addr, uint4 v) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(addr), "r"(v.x), "r"(v.y), "r"(v.z),
-               "r"(v.w)
-               : "memory");
-}
-
 __device__ __forceinline__ uint4 load_x(const char* at) {
   uint4 v;
   asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
