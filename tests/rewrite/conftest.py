@@ -13,7 +13,9 @@ from fastlinear.core.graph_tape import TapeRecorder
 from fastlinear.core.timing import Samples
 from fastlinear.dispatch import tune
 from fastlinear.profile import clock as profile_clock
-from fastlinear.rewrite import choose_graph, choose_regions, measure, site, try_graph
+from fastlinear.rewrite.trial import graphs as choose_graph
+from fastlinear.rewrite.trial import measure, site, try_graph
+from fastlinear.rewrite.trial import regions as choose_regions
 
 _graphed = importlib.import_module("fastlinear.nn.graphed")
 

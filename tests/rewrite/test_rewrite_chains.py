@@ -12,9 +12,8 @@ from torch import nn
 
 import fastlinear as fl
 from fastlinear.core.timing import Samples
-from fastlinear.rewrite import chain as chain_module
-from fastlinear.rewrite import choose_chains as chains
-from fastlinear.rewrite import site
+from fastlinear.rewrite.match import chain as chain_module
+from fastlinear.rewrite.trial import chains, site
 
 optimizing = importlib.import_module("fastlinear.rewrite.optimize")
 

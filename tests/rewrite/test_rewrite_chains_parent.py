@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 import fastlinear as fl
 from fastlinear.core.timing import Samples
-from fastlinear.rewrite import choose_chains as chains
-from fastlinear.rewrite import forwards, site
-from fastlinear.rewrite.chain_parent import ParentChain
-from fastlinear.rewrite.exchange import swaps_of
-from fastlinear.rewrite.swap import SwapSet
+from fastlinear.rewrite.exchange import forwards
+from fastlinear.rewrite.exchange.swap import SwapSet
+from fastlinear.rewrite.match.chain_parent import ParentChain
+from fastlinear.rewrite.trial import chains, site
+from fastlinear.rewrite.trial.swaps import swaps_of
 
 optimizing = importlib.import_module("fastlinear.rewrite.optimize")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -224,7 +224,7 @@ class Counted(torch.overrides.TorchFunctionMode):
 def test_a_chain_that_computes_something_else_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     (chain,) = matched(Functions().eval())
     assert site.failure(chain) is None
-    module = importlib.import_module("fastlinear.rewrite.chain")
+    module = importlib.import_module("fastlinear.rewrite.match.chain")
     real = module.call_mlp
     monkeypatch.setattr(module, "call_mlp", lambda x, w, b, *n: real(x, w, [None] * len(w), *n))
     assert site.failure(chain) is not None

@@ -17,12 +17,16 @@ from fastlinear.dispatch import backend as registry
 from fastlinear.dispatch import cache
 from fastlinear.ops.linear_act import linear_act, reference
 from fastlinear.ops.mlp import reference as chain
-from fastlinear.rewrite import forwards, optimize_, running, site, verify
-from fastlinear.rewrite.inputs import Call
-from fastlinear.rewrite.kinks import Following, Sides, UnlikeRuns, following
-from fastlinear.rewrite.oracle import make_oracle
-from fastlinear.rewrite.running import Ran, Runner, run_once
-from fastlinear.rewrite.swap import Swap, SwapSet
+from fastlinear.rewrite import optimize_
+from fastlinear.rewrite.exchange import forwards
+from fastlinear.rewrite.exchange.swap import Swap, SwapSet
+from fastlinear.rewrite.trial import site
+from fastlinear.rewrite.verify import model as verify
+from fastlinear.rewrite.verify import running
+from fastlinear.rewrite.verify.inputs import Call
+from fastlinear.rewrite.verify.kinks import Following, Sides, UnlikeRuns, following
+from fastlinear.rewrite.verify.oracle import make_oracle
+from fastlinear.rewrite.verify.running import Ran, Runner, run_once
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 X = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))

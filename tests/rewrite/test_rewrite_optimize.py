@@ -16,8 +16,11 @@ from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.core.settings import Config
 from fastlinear.core.timing import Samples
 from fastlinear.dispatch import backend as registry
-from fastlinear.rewrite import finish, measure, optimize_, verdicts, verify
-from fastlinear.rewrite import site as site_module
+from fastlinear.rewrite import finish, optimize_
+from fastlinear.rewrite.trial import measure
+from fastlinear.rewrite.trial import site as site_module
+from fastlinear.rewrite.verify import model as verify
+from fastlinear.rewrite.verify import verdicts
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))

@@ -215,7 +215,7 @@ def test_an_interruption_leaves_the_model_untouched() -> None:
 
 
 def test_specs_rebuild_inputs_of_every_kind() -> None:
-    from fastlinear.rewrite.inputs import Call, from_specs, input_specs
+    from fastlinear.rewrite.verify.inputs import Call, from_specs, input_specs
 
     call = Call(
         (torch.arange(6).view(2, 3), [torch.ones(2), None], "text"),

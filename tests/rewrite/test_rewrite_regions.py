@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from fastlinear.core.settings import Config
 from fastlinear.profile.diagnose import Step, diagnose
 from fastlinear.profile.records import Record
-from fastlinear.rewrite import apply_, measure, optimize_
-from fastlinear.rewrite.graph_forward import GraphForward
+from fastlinear.rewrite import apply_, optimize_
+from fastlinear.rewrite.exchange.graph_forward import GraphForward
+from fastlinear.rewrite.trial import measure
 
 optimizing = sys.modules["fastlinear.rewrite.optimize"]
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -17,8 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from fastlinear.core.compare import Verdict
 from fastlinear.core.errors import InputError
 from fastlinear.core.settings import Config
-from fastlinear.rewrite import apply_, optimize_, verify
-from fastlinear.rewrite.inputs import Call, from_specs, input_specs
+from fastlinear.rewrite import apply_, optimize_
+from fastlinear.rewrite.verify import model as verify
+from fastlinear.rewrite.verify.inputs import Call, from_specs, input_specs
 
 pytestmark = [
     pytest.mark.usefixtures("fast"),

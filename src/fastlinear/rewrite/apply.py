@@ -12,23 +12,23 @@ from fastlinear.core.progress import Progress, silent
 from fastlinear.core.settings import Config
 from fastlinear.profile.state import preserved
 from fastlinear.profile.step import check_model, device_of, private_copy
-from fastlinear.rewrite import measure
 from fastlinear.rewrite import plan as plans
-from fastlinear.rewrite.candidate import Candidate
-from fastlinear.rewrite.choose_chains import facts, members
-from fastlinear.rewrite.choose_chains import match as match_chains
-from fastlinear.rewrite.choose_graph import choose_graph
-from fastlinear.rewrite.eligible import Refusal
-from fastlinear.rewrite.exchange import swaps_of
+from fastlinear.rewrite.exchange.swap import SwapSet
 from fastlinear.rewrite.finish import finish
-from fastlinear.rewrite.inputs import Call, from_specs
-from fastlinear.rewrite.keep_accurate import keep_accurate
+from fastlinear.rewrite.match.candidate import Candidate
+from fastlinear.rewrite.match.eligible import Refusal
 from fastlinear.rewrite.optimize import prepare, settle_left, watch
 from fastlinear.rewrite.plan import Plan, Rewrite
 from fastlinear.rewrite.remember import decisions_of, on_trial
 from fastlinear.rewrite.result import Result
-from fastlinear.rewrite.running import LossFn, check_runs
-from fastlinear.rewrite.swap import SwapSet
+from fastlinear.rewrite.trial import measure
+from fastlinear.rewrite.trial.chains import facts, members
+from fastlinear.rewrite.trial.chains import match as match_chains
+from fastlinear.rewrite.trial.graphs import choose_graph
+from fastlinear.rewrite.trial.keep_accurate import keep_accurate
+from fastlinear.rewrite.trial.swaps import swaps_of
+from fastlinear.rewrite.verify.inputs import Call, from_specs
+from fastlinear.rewrite.verify.running import LossFn, check_runs
 from fastlinear.rewrite.work import Work
 
 _SEED = 0

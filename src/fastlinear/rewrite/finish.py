@@ -8,16 +8,16 @@ from typing import Any
 from fastlinear.core.compare import Verdict
 from fastlinear.core.environment import environment
 from fastlinear.core.timing import Ratio
-from fastlinear.rewrite import measure
-from fastlinear.rewrite.candidate import Candidate
-from fastlinear.rewrite.eligible import linear_modules
-from fastlinear.rewrite.exchange import swaps_of
-from fastlinear.rewrite.inputs import input_specs
+from fastlinear.rewrite.exchange.swap import SwapSet
+from fastlinear.rewrite.match.candidate import Candidate
+from fastlinear.rewrite.match.eligible import linear_modules
 from fastlinear.rewrite.plan import Plan, Rewrite, model_facts
 from fastlinear.rewrite.result import Result
-from fastlinear.rewrite.swap import SwapSet
-from fastlinear.rewrite.try_graph import ROUTE, KeptGraph
-from fastlinear.rewrite.try_graph import RULE as GRAPHED
+from fastlinear.rewrite.trial import measure
+from fastlinear.rewrite.trial.swaps import swaps_of
+from fastlinear.rewrite.trial.try_graph import ROUTE, KeptGraph
+from fastlinear.rewrite.trial.try_graph import RULE as GRAPHED
+from fastlinear.rewrite.verify.inputs import input_specs
 from fastlinear.rewrite.work import Work
 
 

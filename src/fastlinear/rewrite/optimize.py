@@ -14,18 +14,18 @@ from fastlinear.dispatch.backend import families
 from fastlinear.profile.capture import capture
 from fastlinear.profile.state import preserved
 from fastlinear.profile.step import check_model, device_of, normalize_inputs
-from fastlinear.rewrite import measure
-from fastlinear.rewrite.candidate import Candidate
-from fastlinear.rewrite.choose import choose, heaviest_first
-from fastlinear.rewrite.choose_graph import choose_graph
-from fastlinear.rewrite.eligible import Refusal
 from fastlinear.rewrite.finish import finish
-from fastlinear.rewrite.inputs import Call
-from fastlinear.rewrite.keep_accurate import keep_accurate
-from fastlinear.rewrite.keep_fast import keep_fast
+from fastlinear.rewrite.match.candidate import Candidate
+from fastlinear.rewrite.match.eligible import Refusal
 from fastlinear.rewrite.result import Result
 from fastlinear.rewrite.rules.linear_act import FilterFn
-from fastlinear.rewrite.running import LossFn, Runner, check_runs
+from fastlinear.rewrite.trial import measure
+from fastlinear.rewrite.trial.graphs import choose_graph
+from fastlinear.rewrite.trial.keep_accurate import keep_accurate
+from fastlinear.rewrite.trial.keep_fast import keep_fast
+from fastlinear.rewrite.trial.sites import choose, heaviest_first
+from fastlinear.rewrite.verify.inputs import Call
+from fastlinear.rewrite.verify.running import LossFn, Runner, check_runs
 from fastlinear.rewrite.work import Work
 
 _PROFILED_STEPS = 3

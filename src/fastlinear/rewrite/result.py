@@ -13,8 +13,8 @@ from fastlinear.core.text_table import PIPE_WIDTH
 from fastlinear.core.timing import Ratio
 from fastlinear.profile import ProfileReport
 from fastlinear.profile.records import Finding
+from fastlinear.rewrite.exchange.swap import SwapSet
 from fastlinear.rewrite.plan import Plan
-from fastlinear.rewrite.swap import SwapSet
 
 STATUSES = ("kept", "rejected", "refused", "nothing_to_do")
 

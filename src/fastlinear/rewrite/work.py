@@ -17,15 +17,16 @@ from fastlinear.core.timing import Ratio
 from fastlinear.dispatch.tune import BASELINE, Tuned
 from fastlinear.profile import ProfileReport
 from fastlinear.profile.observe import Observation
-from fastlinear.rewrite import measure, verify
-from fastlinear.rewrite.candidate import Candidate
-from fastlinear.rewrite.chain import Chain
-from fastlinear.rewrite.eligible import Refusal
-from fastlinear.rewrite.inputs import Call
+from fastlinear.rewrite.match.candidate import Candidate
+from fastlinear.rewrite.match.chain import Chain
+from fastlinear.rewrite.match.eligible import Refusal
 from fastlinear.rewrite.result import SiteOutcome
 from fastlinear.rewrite.rules import linear_act as rule
 from fastlinear.rewrite.rules.linear_act import FilterFn
-from fastlinear.rewrite.running import Ran, Runner
+from fastlinear.rewrite.trial import measure
+from fastlinear.rewrite.verify import model as verify
+from fastlinear.rewrite.verify.inputs import Call
+from fastlinear.rewrite.verify.running import Ran, Runner
 
 GROUP_DROPPED = "Faster alone, but the rewrite it belongs to was given up."
 

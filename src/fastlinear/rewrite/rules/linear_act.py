@@ -15,17 +15,17 @@ from fastlinear import nn as fl_nn
 from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.profile.observe import Call, Observation
 from fastlinear.profile.records import LinearSite
-from fastlinear.rewrite.candidate import Candidate, calls_of, problems_of
-from fastlinear.rewrite.eligible import (
+from fastlinear.rewrite.exchange.swap import is_rewritten
+from fastlinear.rewrite.match.candidate import Candidate, calls_of, problems_of
+from fastlinear.rewrite.match.eligible import (
     Refusal,
     linear_kind,
     linear_modules,
     refuse_linear,
     refuse_module,
 )
-from fastlinear.rewrite.parent import Fusable, fusable
-from fastlinear.rewrite.reach import reached_into
-from fastlinear.rewrite.swap import is_rewritten
+from fastlinear.rewrite.match.parent import Fusable, fusable
+from fastlinear.rewrite.match.reach import reached_into
 
 RULE = "linear_act"
 FilterFn = Callable[[nn.Module, str], bool]

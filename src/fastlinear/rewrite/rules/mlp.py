@@ -11,12 +11,12 @@ from itertools import pairwise
 from torch import nn
 
 from fastlinear.profile.records import LinearSite
-from fastlinear.rewrite.candidate import Candidate
-from fastlinear.rewrite.chain import Chain
-from fastlinear.rewrite.chain_parent import ParentChain
-from fastlinear.rewrite.chain_sequential import Layout, SequentialChain
-from fastlinear.rewrite.eligible import refuse_module
-from fastlinear.rewrite.forwards import PLAIN_LINEARS
+from fastlinear.rewrite.exchange.forwards import PLAIN_LINEARS
+from fastlinear.rewrite.match.candidate import Candidate
+from fastlinear.rewrite.match.chain import Chain
+from fastlinear.rewrite.match.chain_parent import ParentChain
+from fastlinear.rewrite.match.chain_sequential import Layout, SequentialChain
+from fastlinear.rewrite.match.eligible import refuse_module
 from fastlinear.rewrite.rules.linear_act import inside
 
 RULE = "mlp"

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from fastlinear.nn.graphed import Graphed, graphed
-from fastlinear.rewrite.forwards import Forward, hooked_globally
-from fastlinear.rewrite.swap import Swap, mark
+from fastlinear.rewrite.exchange.forwards import Forward, hooked_globally
+from fastlinear.rewrite.exchange.swap import Swap, mark
 
 _function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 

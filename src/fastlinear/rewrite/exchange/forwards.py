@@ -18,7 +18,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import linear_act
 from fastlinear.ops.mlp import mlp
-from fastlinear.rewrite.swap import mark
+from fastlinear.rewrite.exchange.swap import mark
 
 Forward = Callable[..., Any]
 hooked_globally: Callable[[], bool] = torch.nn.modules.module._has_any_global_hook

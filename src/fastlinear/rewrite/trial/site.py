@@ -13,11 +13,11 @@ from torch import Tensor
 from fastlinear.core.compare import Verdict
 from fastlinear.core.timing import Samples, interleave
 from fastlinear.ops.common import door
-from fastlinear.rewrite.candidate import Candidate, Kind
-from fastlinear.rewrite.chain import Chain
-from fastlinear.rewrite.kinks import Sides, following
-from fastlinear.rewrite.measure import Pair
-from fastlinear.rewrite.verdicts import compare
+from fastlinear.rewrite.match.candidate import Candidate, Kind
+from fastlinear.rewrite.match.chain import Chain
+from fastlinear.rewrite.trial.measure import Pair
+from fastlinear.rewrite.verify.kinks import Sides, following
+from fastlinear.rewrite.verify.verdicts import compare
 
 _ROUNDS = 31
 _MAX_S = 2.0

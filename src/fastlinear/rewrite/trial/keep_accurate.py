@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from fastlinear.core.compare import Verdict
-from fastlinear.rewrite import measure, verify
-from fastlinear.rewrite.candidate import Candidate
-from fastlinear.rewrite.exchange import swaps_of
-from fastlinear.rewrite.oracle import make_oracle
-from fastlinear.rewrite.swap import SwapSet
+from fastlinear.rewrite.exchange.swap import SwapSet
+from fastlinear.rewrite.match.candidate import Candidate
+from fastlinear.rewrite.trial import measure
+from fastlinear.rewrite.trial.swaps import swaps_of
+from fastlinear.rewrite.verify import model as verify
+from fastlinear.rewrite.verify.oracle import make_oracle
 from fastlinear.rewrite.work import Work
 
 

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from fastlinear.rewrite.inputs import Call
-from fastlinear.rewrite.running import Runner
+from fastlinear.rewrite.verify.inputs import Call
+from fastlinear.rewrite.verify.running import Runner
 
 _STEP = 1e-2  # one SGD step moves the parameters by this fraction of their norm
 

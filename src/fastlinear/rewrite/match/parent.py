@@ -16,11 +16,11 @@ import torch.fx
 from torch import nn
 
 from fastlinear.profile.graph import Observed, Untraceable, trace
-from fastlinear.rewrite.eligible import Refusal, refuse_module
-from fastlinear.rewrite.forwards import Forward
-from fastlinear.rewrite.guard import guarded
-from fastlinear.rewrite.links import Links, Run
-from fastlinear.rewrite.traceable import why_not, why_not_arguments
+from fastlinear.rewrite.exchange.forwards import Forward
+from fastlinear.rewrite.exchange.guard import guarded
+from fastlinear.rewrite.exchange.traceable import why_not, why_not_arguments
+from fastlinear.rewrite.match.eligible import Refusal, refuse_module
+from fastlinear.rewrite.match.links import Links, Run
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fastlinear.rewrite import forwards
-from fastlinear.rewrite.candidate import Candidate
-from fastlinear.rewrite.chain import Chain
-from fastlinear.rewrite.chain_parent import ParentChain
-from fastlinear.rewrite.chain_sequential import SequentialChain
+from fastlinear.rewrite.exchange import forwards
+from fastlinear.rewrite.exchange.swap import Swap
+from fastlinear.rewrite.match.candidate import Candidate
+from fastlinear.rewrite.match.chain import Chain
+from fastlinear.rewrite.match.chain_parent import ParentChain
+from fastlinear.rewrite.match.chain_sequential import SequentialChain
 from fastlinear.rewrite.rules.linear_act import inside
-from fastlinear.rewrite.swap import Swap
 
 
 def swaps_of(candidates: Iterable[Candidate]) -> list[Swap]:

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from fastlinear.core.compare import Verdict
-from fastlinear.rewrite.inputs import Call, draw
-from fastlinear.rewrite.kinks import Sides
-from fastlinear.rewrite.oracle import Oracle, Run
-from fastlinear.rewrite.running import KEEP_BYTES, Ran, Runner, random_state, run_once
-from fastlinear.rewrite.swap import SwapSet
-from fastlinear.rewrite.trajectory import learning_rate, trajectory
-from fastlinear.rewrite.verdicts import compare_all, pool
+from fastlinear.rewrite.exchange.swap import SwapSet
+from fastlinear.rewrite.verify.inputs import Call, draw
+from fastlinear.rewrite.verify.kinks import Sides
+from fastlinear.rewrite.verify.oracle import Oracle, Run
+from fastlinear.rewrite.verify.running import KEEP_BYTES, Ran, Runner, random_state, run_once
+from fastlinear.rewrite.verify.trajectory import learning_rate, trajectory
+from fastlinear.rewrite.verify.verdicts import compare_all, pool
 
 _MORE_DRAWS = 3
 _DRAWN = "random numbers drawn"

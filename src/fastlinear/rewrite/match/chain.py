@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from fastlinear.core.problem import Problem
 from fastlinear.ops.mlp import reference
 from fastlinear.ops.mlp.selection import problem_of
-from fastlinear.rewrite.candidate import Candidate, SiteCalls
-from fastlinear.rewrite.forwards import call_mlp, weight_and_bias
+from fastlinear.rewrite.exchange.forwards import call_mlp, weight_and_bias
+from fastlinear.rewrite.match.candidate import Candidate, SiteCalls
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

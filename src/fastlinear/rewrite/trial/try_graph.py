@@ -11,15 +11,15 @@ import torch
 from fastlinear.core.compare import Verdict
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.profile.step import private_copy
-from fastlinear.rewrite import measure
-from fastlinear.rewrite.candidate import Candidate
-from fastlinear.rewrite.eligible import refuse_module
-from fastlinear.rewrite.exchange import swaps_of
-from fastlinear.rewrite.graph_forward import GraphForward, with_graph
-from fastlinear.rewrite.inputs import Call
-from fastlinear.rewrite.keep_accurate import verdicts_of
+from fastlinear.rewrite.exchange.graph_forward import GraphForward, with_graph
+from fastlinear.rewrite.exchange.swap import Swap, SwapSet
+from fastlinear.rewrite.match.candidate import Candidate
+from fastlinear.rewrite.match.eligible import refuse_module
 from fastlinear.rewrite.result import SiteOutcome
-from fastlinear.rewrite.swap import Swap, SwapSet
+from fastlinear.rewrite.trial import measure
+from fastlinear.rewrite.trial.keep_accurate import verdicts_of
+from fastlinear.rewrite.trial.swaps import swaps_of
+from fastlinear.rewrite.verify.inputs import Call
 from fastlinear.rewrite.work import Work, in_words
 
 RULE = "graphed"

@@ -8,10 +8,10 @@ from fastlinear.core.errors import UnsupportedError
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import families
 from fastlinear.dispatch.tune import BASELINE
-from fastlinear.rewrite import measure, site
-from fastlinear.rewrite.candidate import Candidate
-from fastlinear.rewrite.choose_chains import choose_chains, fail_forced
+from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.rules import linear_act as rule
+from fastlinear.rewrite.trial import measure, site
+from fastlinear.rewrite.trial.chains import choose_chains, fail_forced
 from fastlinear.rewrite.work import GROUP_DROPPED, Work, in_words
 
 _CANNOT_SERVE = "backend_cannot_serve"

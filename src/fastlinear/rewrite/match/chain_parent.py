@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.rewrite.candidate import Candidate
-from fastlinear.rewrite.chain import Chain
-from fastlinear.rewrite.links import Run
-from fastlinear.rewrite.parent import Fusable
+from fastlinear.rewrite.match.candidate import Candidate
+from fastlinear.rewrite.match.chain import Chain
+from fastlinear.rewrite.match.links import Run
+from fastlinear.rewrite.match.parent import Fusable
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fastlinear.rewrite.candidate import Candidate
-from fastlinear.rewrite.chain import Chain
-from fastlinear.rewrite.forwards import Forward, call_mlp, hooked_globally, weight_and_bias
-from fastlinear.rewrite.swap import Swap, mark
+from fastlinear.rewrite.exchange.forwards import Forward, call_mlp, hooked_globally, weight_and_bias
+from fastlinear.rewrite.exchange.swap import Swap, mark
+from fastlinear.rewrite.match.candidate import Candidate
+from fastlinear.rewrite.match.chain import Chain
 
 _OWN_STATE = (bool, int, float, str, type(None))
 

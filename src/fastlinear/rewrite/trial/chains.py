@@ -11,10 +11,10 @@ from torch import Tensor
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.core.timing import Ratio, Samples, paired_ratio
 from fastlinear.dispatch.tune import BASELINE
-from fastlinear.rewrite import measure, site
-from fastlinear.rewrite.candidate import Candidate
-from fastlinear.rewrite.chain import Chain
+from fastlinear.rewrite.match.candidate import Candidate
+from fastlinear.rewrite.match.chain import Chain
 from fastlinear.rewrite.rules import mlp as rule
+from fastlinear.rewrite.trial import measure, site
 from fastlinear.rewrite.work import GROUP_DROPPED, Work, in_words
 
 

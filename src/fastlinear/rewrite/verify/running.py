@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from fastlinear.core.errors import FastlinearError, InputError
 from fastlinear.profile.step import loss_of, private_copy
-from fastlinear.rewrite.inputs import Call
-from fastlinear.rewrite.kinks import Sides
+from fastlinear.rewrite.verify.inputs import Call
+from fastlinear.rewrite.verify.kinks import Sides
 
 LossFn = Callable[[Any], Tensor]
 KEEP_BYTES = 1 << 28

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from fastlinear.profile.launch_bound import OFFER
 from fastlinear.profile.records import Finding
-from fastlinear.rewrite.candidate import Candidate
-from fastlinear.rewrite.choose_regions import choose_regions, note_regions, planned_regions
-from fastlinear.rewrite.exchange import swaps_of
-from fastlinear.rewrite.python_state import why_not_replayed
-from fastlinear.rewrite.try_graph import (
+from fastlinear.rewrite.match.candidate import Candidate
+from fastlinear.rewrite.trial.python_state import why_not_replayed
+from fastlinear.rewrite.trial.regions import choose_regions, note_regions, planned_regions
+from fastlinear.rewrite.trial.swaps import swaps_of
+from fastlinear.rewrite.trial.try_graph import (
     KeptGraph,
     Outcome,
     copy_of_call,

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from fastlinear.profile.step import eager_modules
-from fastlinear.rewrite.eligible import linear_kind, linear_modules, refuse_linear
-from fastlinear.rewrite.forwards import float64_linear
-from fastlinear.rewrite.inputs import Call
-from fastlinear.rewrite.kinks import following
-from fastlinear.rewrite.running import Ran, Runner, draws_random_numbers
-from fastlinear.rewrite.swap import Swap, SwapSet
+from fastlinear.rewrite.exchange.forwards import float64_linear
+from fastlinear.rewrite.exchange.swap import Swap, SwapSet
+from fastlinear.rewrite.match.eligible import linear_kind, linear_modules, refuse_linear
+from fastlinear.rewrite.verify.inputs import Call
+from fastlinear.rewrite.verify.kinks import following
+from fastlinear.rewrite.verify.running import Ran, Runner, draws_random_numbers
 
 Run = Callable[[nn.Module, Call], dict[str, Tensor]]
 

@@ -14,8 +14,12 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from fastlinear.profile.recognise import recognise
-from fastlinear.rewrite.eligible import linear_kind, refuse_module
-from fastlinear.rewrite.forwards import call_fused_chain, call_fused_conv1d, call_fused_linear
+from fastlinear.rewrite.exchange.forwards import (
+    call_fused_chain,
+    call_fused_conv1d,
+    call_fused_linear,
+)
+from fastlinear.rewrite.match.eligible import linear_kind, refuse_module
 
 _DROPOUTS = {F.dropout: "training", torch.dropout: "train"}
 

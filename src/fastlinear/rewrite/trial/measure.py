@@ -19,9 +19,9 @@ from fastlinear.ops.linear_act.selection import choices_of, tuning_order
 from fastlinear.ops.mlp import problem as mlp
 from fastlinear.ops.mlp.selection import choices_of as chain_choices
 from fastlinear.ops.mlp.selection import tuning_order as chain_order
-from fastlinear.rewrite.inputs import Call
-from fastlinear.rewrite.running import Runner
-from fastlinear.rewrite.swap import SwapSet
+from fastlinear.rewrite.exchange.swap import SwapSet
+from fastlinear.rewrite.verify.inputs import Call
+from fastlinear.rewrite.verify.running import Runner
 
 _MODEL_ROUNDS = (25, 125)  # the second number only if the first leaves it open
 _LEAST_CALLS = 11  # of each arm in the shortest interleaved measurement

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.profile import observe
 from fastlinear.profile.step import is_compiled
-from fastlinear.rewrite.forwards import CONV1D_HOME, PLAIN_LINEARS
-from fastlinear.rewrite.swap import has_own_forward, is_rewritten
+from fastlinear.rewrite.exchange.forwards import CONV1D_HOME, PLAIN_LINEARS
+from fastlinear.rewrite.exchange.swap import has_own_forward, is_rewritten
 
 _HOOKS = {
     "_forward_hooks": "forward hook",

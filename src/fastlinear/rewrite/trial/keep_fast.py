@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from fastlinear.core.timing import Ratio
 from fastlinear.profile.step import private_copy
-from fastlinear.rewrite import measure
-from fastlinear.rewrite.candidate import Candidate
-from fastlinear.rewrite.exchange import swaps_of
-from fastlinear.rewrite.inputs import Call
+from fastlinear.rewrite.exchange.swap import SwapSet
+from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.rules import linear_act as rule
-from fastlinear.rewrite.swap import SwapSet
+from fastlinear.rewrite.trial import measure
+from fastlinear.rewrite.trial.swaps import swaps_of
+from fastlinear.rewrite.verify.inputs import Call
 from fastlinear.rewrite.work import GROUP_DROPPED, Work, in_words
 
 

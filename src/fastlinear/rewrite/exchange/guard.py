@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from fastlinear.profile.effects import functions_of
 from fastlinear.profile.graph import TENSOR, Observed
-from fastlinear.rewrite.forwards import Forward
-from fastlinear.rewrite.swap import mark
-from fastlinear.rewrite.traceable import MISSING, is_function, same, watchable
+from fastlinear.rewrite.exchange.forwards import Forward
+from fastlinear.rewrite.exchange.swap import mark
+from fastlinear.rewrite.exchange.traceable import MISSING, is_function, same, watchable
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 

@@ -14,12 +14,12 @@ from fastlinear.profile import clock
 from fastlinear.profile.launch_regions import CODE, launch_regions
 from fastlinear.profile.records import Finding
 from fastlinear.profile.site_cost import Step
-from fastlinear.rewrite.candidate import Candidate
-from fastlinear.rewrite.exchange import swaps_of
-from fastlinear.rewrite.graph_forward import with_graph
-from fastlinear.rewrite.python_state import Written, why_not_replayed_alone, written
-from fastlinear.rewrite.swap import Swap
-from fastlinear.rewrite.try_graph import (
+from fastlinear.rewrite.exchange.graph_forward import with_graph
+from fastlinear.rewrite.exchange.swap import Swap
+from fastlinear.rewrite.match.candidate import Candidate
+from fastlinear.rewrite.trial.python_state import Written, why_not_replayed_alone, written
+from fastlinear.rewrite.trial.swaps import swaps_of
+from fastlinear.rewrite.trial.try_graph import (
     KeptGraph,
     Outcome,
     copy_of_call,

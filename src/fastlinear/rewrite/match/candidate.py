@@ -14,12 +14,12 @@ from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import reference
 from fastlinear.ops.linear_act.op import problem_of
 from fastlinear.profile.observe import Call
-from fastlinear.rewrite import forwards
-from fastlinear.rewrite.eligible import Refusal
-from fastlinear.rewrite.parent import Fusable
+from fastlinear.rewrite.exchange import forwards
+from fastlinear.rewrite.match.eligible import Refusal
+from fastlinear.rewrite.match.parent import Fusable
 
 if TYPE_CHECKING:
-    from fastlinear.rewrite.chain import Chain
+    from fastlinear.rewrite.match.chain import Chain
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,1 @@
+"""Rewrites tried: verified and timed alone, then together, and kept only if faster."""

@@ -1,0 +1,1 @@
+"""Whether a rewritten model computes what the original does."""
