@@ -14,6 +14,7 @@ NAMES = [
     "Config",
     "__version__",
     "apply_",
+    "diagonal_linear",
     "explain",
     "graphed",
     "linear_act",
@@ -30,7 +31,7 @@ def test_exports() -> None:
     for name in NAMES:
         assert getattr(fastlinear, name) is not None
     assert callable(fastlinear.profile)
-    assert fastlinear.nn.__all__ == ["MLP", "Linear"]
+    assert fastlinear.nn.__all__ == ["MLP", "DiagonalLinear", "Linear"]
 
 
 def test_version_matches_the_package() -> None:

@@ -3,6 +3,7 @@
 from fastlinear import nn
 from fastlinear.core.settings import Config
 from fastlinear.nn.graphed import graphed
+from fastlinear.ops.diagonal_linear import diagonal_linear
 from fastlinear.ops.explain import explain
 from fastlinear.ops.linear_act import linear_act
 from fastlinear.ops.mlp import mlp
@@ -15,6 +16,7 @@ __all__ = [
     "Config",
     "__version__",
     "apply_",
+    "diagonal_linear",
     "explain",
     "graphed",
     "linear_act",

@@ -1,6 +1,7 @@
 """Drop-in modules, one a family."""
 
+from fastlinear.nn.diagonal import DiagonalLinear
 from fastlinear.nn.linear import Linear
 from fastlinear.nn.mlp import MLP
 
-__all__ = ["MLP", "Linear"]
+__all__ = ["MLP", "DiagonalLinear", "Linear"]

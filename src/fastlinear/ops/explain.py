@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fastlinear.dispatch.explain import Explanation
-from fastlinear.ops import linear_act, mlp
+from fastlinear.ops import diagonal_linear, linear_act, mlp
 
 
 def explain(
@@ -20,8 +20,8 @@ def explain(
     """Which backend a call takes, why, and why not each other. Measures nothing.
 
     Args:
-        x, weight, bias: the call's tensors: one weight explains ``linear_act``, a sequence of
-            weights (and of biases) explains ``mlp``.
+        x, weight, bias: the call's tensors: a matrix explains ``linear_act``, a vector
+            ``diagonal_linear``, a sequence of weights (and of biases) ``mlp``.
         options: the keyword arguments of that function (``activation=``, ``backend=``…), and
             ``needs_grad=`` to explain the training choice or not; by default what the tensors say.
 
@@ -32,6 +32,8 @@ def explain(
     >>> [c.problem.family for c in fl.explain(x, [w, w], activation="relu").choices]
     ['mlp']
     """
+    if isinstance(weight, Tensor) and weight.dim() == 1:
+        return diagonal_linear.explain(x, weight, bias, **options)  # type: ignore[arg-type]
     if isinstance(weight, Tensor) or not hasattr(weight, "__iter__"):
         return linear_act.explain(x, weight, bias, **options)  # type: ignore[arg-type]
     return mlp.explain(x, weight, bias, **options)  # type: ignore[arg-type]

@@ -1,0 +1,160 @@
+"""A linear layer whose weight is a diagonal."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from fastlinear.core.errors import InputError
+from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.diagonal_linear.op import call
+
+_NAME = "fastlinear.nn.DiagonalLinear"
+
+
+class DiagonalLinear(nn.Module):
+    """``act(x ∘ w + b)``, plus a residual if one is given, in one pass over memory.
+
+    Starts as the identity: weight 1, bias 0.
+
+    Args:
+        features: K.
+        bias: whether to learn an additive bias of shape (K,).
+        activation: a name ``fastlinear.diagonal_linear`` knows.
+        backend: force a backend; None lets fastlinear choose.
+        device, dtype: as for ``nn.Linear``.
+
+    Shapes: input (..., K) → output (..., K); a residual has the input's shape.
+
+    Raises:
+        InputError: the activation is unknown.
+
+    >>> import torch, fastlinear as fl
+    >>> layer = fl.nn.DiagonalLinear(3, activation="relu")
+    >>> stream = torch.ones(2, 3)
+    >>> layer(stream, residual=stream).detach()
+    tensor([[2., 2., 2.],
+            [2., 2., 2.]])
+    """
+
+    def __init__(
+        self,
+        features: int,
+        bias: bool = True,
+        activation: str = "none",
+        *,
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        activation_of(activation, _NAME)
+        super().__init__()
+        self.features = features
+        self.activation = activation
+        self.backend = backend
+        self.weight = nn.Parameter(torch.ones(features, device=device, dtype=dtype))
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = nn.Parameter(torch.zeros(features, device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """act(x ∘ w + b) + residual; x and residual (..., K) → (..., K)."""
+        return call(x, self.weight, self.bias, self.activation, residual, None, self.backend)
+
+    @classmethod
+    def from_layer_scale(cls, scale: nn.Module, *, backend: str | None = None) -> DiagonalLinear:
+        """A layer sharing the one parameter of a LayerScale, as timm and transformers have them.
+
+        ``layer(branch, residual=stream)`` then also adds the branch to its stream.
+
+        Args:
+            scale: a module with one parameter of shape (K,) and nothing else, whose forward
+                multiplies its input by it.
+            backend: as for the class.
+
+        Raises:
+            InputError: it holds anything else, or computes anything else on a sample.
+        """
+        weight = _only_parameter(scale)
+        sample = torch.linspace(-2, 3, 2 * weight.numel()).view(2, -1).to(weight)
+        with torch.no_grad():
+            found = scale(sample.clone())
+            same = isinstance(found, Tensor) and torch.equal(found, sample * weight)
+        if not same:
+            _fail("a module that multiplies by its parameter", type(scale).__name__)
+        layer = cls(weight.numel(), bias=False, backend=backend, device="meta")
+        layer.weight = weight
+        layer.train(scale.training)
+        return layer
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, activation: str = "none", *, backend: str | None = None
+    ) -> DiagonalLinear:
+        """A layer for an ``nn.Linear`` whose weight is exactly diagonal: off it only zeros.
+
+        The bias is shared, the weight is a copy of the diagonal.
+
+        Raises:
+            InputError: no ``nn.Linear``, not square, or a number off the diagonal is not 0.
+        """
+        if not isinstance(linear, nn.Linear):
+            _fail("an nn.Linear", type(linear).__name__)
+        full = linear.weight.detach()
+        if full.shape[0] != full.shape[1]:
+            _fail("a square weight", f"shape {tuple(full.shape)}")
+        kept = full.diagonal()
+        others = int(torch.count_nonzero(full)) - int(torch.count_nonzero(kept))
+        if others:
+            _fail("zeros off the diagonal", f"{others} other numbers")
+        layer = cls(
+            full.shape[0],
+            bias=linear.bias is not None,
+            activation=activation,
+            backend=backend,
+            device="meta",
+        )
+        layer.weight = nn.Parameter(kept.clone(), requires_grad=linear.weight.requires_grad)
+        if linear.bias is not None:
+            layer.bias = linear.bias
+        layer.train(linear.training)
+        return layer
+
+    def to_linear(self) -> nn.Linear:
+        """An ``nn.Linear`` with the diagonal written out; bias shared, activation left out."""
+        linear = nn.Linear(self.features, self.features, self.bias is not None, device="meta")
+        full = torch.diag(self.weight.detach())
+        linear.weight = nn.Parameter(full, requires_grad=self.weight.requires_grad)
+        if self.bias is not None:
+            linear.bias = self.bias
+        linear.train(self.training)
+        return linear
+
+    def extra_repr(self) -> str:
+        """Sizes and options, as ``nn.Linear`` shows them."""
+        bias = self.bias is not None
+        return f"features={self.features}, bias={bias}, activation={self.activation!r}"
+
+
+def _only_parameter(scale: nn.Module) -> nn.Parameter:
+    if not isinstance(scale, nn.Module):
+        _fail("an nn.Module", type(scale).__name__)
+    parameters = list(scale.parameters())
+    alone = not list(scale.children()) and not list(scale.buffers())
+    if len(parameters) != 1 or parameters[0].dim() != 1 or not alone:
+        shapes = [tuple(p.shape) for p in parameters]
+        _fail("one parameter of shape (K,) and nothing else", f"parameters of shapes {shapes}")
+    return parameters[0]
+
+
+def _fail(expected: str, received: str) -> NoReturn:
+    raise InputError(
+        _NAME,
+        expected=expected,
+        received=received,
+        remedy="Build it directly: fastlinear.nn.DiagonalLinear(features).",
+    )

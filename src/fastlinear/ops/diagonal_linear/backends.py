@@ -1,0 +1,184 @@
+"""The family record of diagonal_linear: its pieces, backends, analytic order and least cost.
+
+Light on purpose: backends are named here and imported on first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastlinear.core.compare import KINKED
+from fastlinear.core.cost import Cost
+from fastlinear.core.precision import FLOAT_DTYPES
+from fastlinear.core.problem import Problem
+from fastlinear.dispatch.backend import Backend, Family, register_family
+from fastlinear.ops.diagonal_linear import addcmul, cpp, reference, triton_config
+from fastlinear.ops.diagonal_linear.problem import NAME, PIECES, STEP, problem
+
+__all__ = ["FAMILY", "NAME", "PIECES", "cost", "problem"]
+
+_HERE = "fastlinear.ops.diagonal_linear"
+_TRITON_SOURCES = (
+    "triton_config.py",
+    "triton_kernels.py",
+    "../common/activations_triton.py",
+    "../common/triton_launch.py",
+)
+_CPP_SOURCES = ("diagonal.cpp", "diagonal_activations.h", "../common/cpp_build.py")
+_MAX_REDRAWS = 64
+
+
+def _always(_: Problem) -> str | None:
+    return None
+
+
+def _prefer(p: Problem) -> tuple[str, ...]:
+    """Analytic order, used only where no measurement covers the Problem."""
+    if p.device == "cuda":
+        if p.piece == STEP:
+            return ("pieces", "eager")
+        return ("triton", "addcmul", "eager") if p.piece == "forward" else ("triton", "eager")
+    numbers = p.dim("M") * p.dim("K")
+    if p.piece == STEP:
+        return ("pieces", "eager") if numbers >= cpp.LEAST else ("eager",)
+    if p.piece == "backward":
+        return ("cpp", "eager") if numbers >= cpp.LEAST else ("eager",)
+    # without an activation or a residual PyTorch takes one pass as well
+    one_pass = p.option("activation") == "none" and p.option("residual") == "no"
+    least = cpp.LEAST_NEW if one_pass else cpp.LEAST
+    return (*(("cpp",) if numbers >= least else ()), "addcmul", "eager")
+
+
+def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]:
+    """Random inputs of a Problem's piece; differentiated ones clear of an activation's kink."""
+    m, k = p.dim("M"), p.dim("K")
+    dtype = FLOAT_DTYPES[p.dtype]
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    def laid_out() -> Tensor:
+        if p.option("x") == "strided":
+            return draw(k, m).t()
+        return draw(m, 2 * k + 1)[:, :k] if p.option("x") == "rows_apart" else draw(m, k)
+
+    x, weight = laid_out(), draw(k)
+    bias = draw(k) if p.option("bias") == "yes" else None
+    residual = laid_out() if p.option("residual") == "yes" else None
+    name = p.option("activation")
+    if p.piece == "forward":
+        return x, weight, bias, name, residual, None
+    if name in KINKED:
+        x = _clear_of_kink(x, weight, bias, lambda: draw(m, k))
+    dy = draw(m, k)
+    if p.piece == STEP:
+        return x, weight, bias, name, residual, dy
+    return dy, x, weight, bias, name, (True, True, bias is not None)
+
+
+def _clear_of_kink(
+    x: Tensor, weight: Tensor, bias: Tensor | None, redraw: Callable[[], Tensor]
+) -> Tensor:
+    """x (M, K) with the elements drawn again at which rounding may decide the sign of x ∘ w + b."""
+    reach = 8 * torch.finfo(x.dtype).eps
+    w, b = weight.double(), 0.0 if bias is None else bias.double()
+    for _ in range(_MAX_REDRAWS):
+        product = x.double() * w
+        size = product.abs() + (0.0 if bias is None else bias.double().abs())
+        near = (product + b).abs() <= reach * size
+        if not bool(near.any()):
+            break
+        x = torch.where(near, redraw(), x)
+    return x
+
+
+def _reference(p: Problem, inputs: tuple[Any, ...]) -> Any:
+    if p.piece == STEP:
+        return _STEP_EAGER.load()(*inputs)
+    return getattr(reference, p.piece)(*inputs)
+
+
+def cost(p: Problem) -> Cost:
+    """Least bytes: every tensor once. There is no matrix product, hence no flops."""
+    if p.piece == STEP:
+        parts = [cost(p.with_piece(piece)) for piece in PIECES]
+        return Cost(0.0, sum(c.bytes for c in parts))
+    m, k = p.dim("M"), p.dim("K")
+    size = FLOAT_DTYPES[p.dtype].itemsize
+    bias = p.option("bias") == "yes"
+    if p.piece == "forward":
+        residual = p.option("residual") == "yes"
+        return Cost(0.0, size * ((2 + residual) * m * k + (1 + bias) * k))
+    read_again = bias and p.option("activation") != "none"
+    return Cost(0.0, size * (3 * m * k + (2 + bias + read_again) * k))
+
+
+def _timed(backend: Backend, p: Problem) -> Callable[..., Any] | None:
+    """Inference is timed as callers of ``diagonal_linear`` pay for it. In a CUDA graph the host is
+    no matter, and a forward that is differentiated is timed with its whole step."""
+    if p.piece != "forward" or p.needs_grad or p.captured:
+        return None
+    from fastlinear.ops.diagonal_linear.caller import caller  # it stands on this module
+
+    return caller(backend.name)
+
+
+def _whatever_bias(p: Problem) -> Problem:
+    options = tuple((k, "yes" if k == "bias" else v) for k, v in p.options)
+    return replace(p, options=options)
+
+
+def _whatever_activation(p: Problem) -> Problem:
+    """An activation in the pass costs about nothing."""
+    options = tuple((k, "some" if k == "activation" else v) for k, v in _whatever_bias(p).options)
+    return replace(p, options=options)
+
+
+def _reason_not_pieces(p: Problem) -> str | None:
+    return "float64 is left to PyTorch's own ops" if p.dtype == "float64" else None
+
+
+_STEP_EAGER = Backend(NAME, STEP, "eager", f"{_HERE}.step:eager", _always)
+_PIECES_SOURCES = (
+    *("autograd.py", "plans.py", "triton.py", "cpp.py", "addcmul.py"),
+    *(*_TRITON_SOURCES, *_CPP_SOURCES),
+)
+FAMILY = register_family(
+    Family(
+        name=NAME,
+        pieces=(*PIECES, STEP),
+        backends=(
+            _STEP_EAGER,
+            Backend(
+                NAME, STEP, "pieces", f"{_HERE}.step:pieces", _reason_not_pieces, _PIECES_SOURCES
+            ),
+            *(Backend(NAME, p, "eager", f"{_HERE}.reference:{p}", _always) for p in PIECES),
+            Backend(NAME, "forward", "addcmul", f"{_HERE}.addcmul:forward", addcmul.reason_not),
+            *(
+                Backend(
+                    *(NAME, p, "triton", f"{_HERE}.triton:{p}"),
+                    triton_config.reason_not,
+                    _TRITON_SOURCES,
+                )
+                for p in PIECES
+            ),
+            *(
+                Backend(NAME, p, "cpp", f"{_HERE}.cpp:{p}", cpp.reason_not, _CPP_SOURCES)
+                for p in PIECES
+            ),
+        ),
+        prefer=_prefer,
+        make_inputs=_make_inputs,
+        reference=_reference,
+        cost=cost,
+        akin=(_whatever_bias, _whatever_activation),
+        cold=True,
+        timed=_timed,
+    )
+)

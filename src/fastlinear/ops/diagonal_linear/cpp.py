@@ -1,0 +1,149 @@
+"""Backend ``cpp`` of diagonal_linear: C++ compiled for this processor, float32 and bfloat16.
+
+One pass over memory forward and one backward, on torch's own threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fastlinear.core.problem import Problem
+from fastlinear.ops.common import cpp_build
+from fastlinear.ops.common.activations import NAMES
+from fastlinear.ops.diagonal_linear.reference import Gradients, Needs
+
+SOURCE = Path(__file__).with_name("diagonal.cpp")
+LEAST = 1 << 15  # numbers of x from which a call from Python pays
+LEAST_NEW = 1 << 23  # from which large pages for the result do
+_CODES = {name: code for code, name in enumerate(NAMES)}  # diagonal.cpp's switch
+_CHUNKS = 16  # of rows, each with sums of its own, whatever the number of threads
+_FRESH_BYTES = 1 << 25  # new results from this size on get large pages; malloc keeps less at hand
+
+
+def reason_not(problem: Problem) -> str | None:
+    """Why the C++ passes cannot serve a Problem, or None. Compiles nothing."""
+    if problem.device != "cpu":
+        return "compiled for the CPU only"
+    if problem.dtype not in ("float32", "bfloat16"):
+        return f"float32 and bfloat16 only, not {problem.dtype}"
+    if problem.option("x") == "strided":
+        return "features do not lie side by side; PyTorch's own ops keep such a layout"
+    return cpp_build.reason_not() or cpp_build.failed(SOURCE)
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    out: Tensor | None,
+) -> Tensor:
+    """act(x ∘ w + b) + r, float32 arithmetic.
+
+    Args:
+        x: (M, K) of float32 or bfloat16 with unit stride along K (others are copied).
+        weight, bias: (K,), contiguous; bias may be None.
+        activation: its name.
+        residual: (M, K) laid out as x may be, or None.
+        out: contiguous (M, K) to write to, or None for a new tensor.
+
+    Raises:
+        UnsupportedError: the library cannot be compiled or loaded.
+    """
+    x, residual = _unit(x), None if residual is None else _unit(residual)
+    y = _empty(tuple(x.shape), x) if out is None else out
+    if x.numel() == 0:
+        return y
+    code = _library().fastlinear_diagonal_forward(
+        _CODES[activation],
+        x.dtype is torch.bfloat16,
+        *map(_address, (x, weight, bias, residual, y)),
+        *x.shape,
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        torch.get_num_threads(),
+        out is None and y.nbytes >= _FRESH_BYTES,
+    )
+    assert code == 0
+    return y
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    activation: str,
+    needs: Needs,
+) -> Gradients:
+    """(dx, dw, db), each None where not needed, in one pass; sums in float64, in a fixed order.
+
+    Args:
+        dy: (M, K), contiguous.
+        x: (M, K) with unit stride along K (others are copied); None where it is not read.
+        weight, bias: (K,), contiguous; None where they are not read.
+        activation: its name.
+        needs: which of dx (M, K), dw (K,) and db (K,) are wanted.
+
+    Raises:
+        UnsupportedError: the library cannot be compiled or loaded.
+    """
+    dx = _empty(tuple(dy.shape), dy) if needs[0] else None
+    k = dy.shape[1]
+    if dy.numel() == 0:
+        dw, db = (dy.new_zeros(k) if need else None for need in needs[1:])
+        return dx, dw, db
+    dw, db = (_empty((k,), dy) if need else None for need in needs[1:])
+    x = dy if x is None else _unit(x)  # without an activation and dw its values do not matter
+    weight = dy[0] if weight is None else weight  # nor do these without dx
+    code = _library().fastlinear_diagonal_backward(
+        _CODES[activation],
+        dy.dtype is torch.bfloat16,
+        *map(_address, (dy, x, weight, bias, dx, dw, db)),
+        *dy.shape,
+        x.stride(0),
+        _CHUNKS,
+        torch.get_num_threads(),
+        dy.nbytes >= _FRESH_BYTES,
+    )
+    assert code == 0
+    return dx, dw, db
+
+
+def _empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    return torch.empty(shape, dtype=like.dtype)
+
+
+def _address(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()
+
+
+def _unit(x: Tensor) -> Tensor:
+    """x with unit stride along K; one column or row may state any stride for the other."""
+    m, k = x.shape
+    if k > 1 and x.stride(1) != 1:
+        return x.contiguous()
+    return x.reshape(-1).view(m, k) if m == 1 and x.stride(0) != k else x
+
+
+@lru_cache(maxsize=1)
+def _library() -> ctypes.CDLL:
+    library = cpp_build.load(SOURCE)
+    pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    library.fastlinear_diagonal_forward.argtypes = [
+        *(number, number, *[pointer] * 5),
+        *([size] * 4),
+        *(number, number),
+    ]
+    library.fastlinear_diagonal_backward.argtypes = [
+        *(number, number, *[pointer] * 7),
+        *([size] * 4),
+        *(number, number),
+    ]
+    return library

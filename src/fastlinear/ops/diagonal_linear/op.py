@@ -1,0 +1,357 @@
+"""The public function diagonal_linear: validation, selection, and one autograd formula.
+
+Hot path: one call of the compiled door looks a ready plan up by every fact of the tensors, and runs
+it. Where the door cannot be built, or knows no such call, the lookup below does the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from fastlinear.core.errors import InputError
+from fastlinear.dispatch import cache
+from fastlinear.dispatch.explain import Explanation
+from fastlinear.ops.common import calls, door
+from fastlinear.ops.diagonal_linear import launches, plans, reference
+from fastlinear.ops.diagonal_linear.selection import choices
+from fastlinear.ops.diagonal_linear.validation import validate, validate_out
+
+__all__ = ["call", "diagonal_linear", "explain", "validate"]
+
+_MAX_PLANS = 4096
+_PLAIN = calls.PLAIN
+_is_compiling = torch.compiler.is_compiling
+
+
+def diagonal_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str = "none",
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Linear layer with a diagonal weight, in one pass: ``act(x ∘ w + b) + residual``.
+
+    Args:
+        x: input, shape (..., K), any strides.
+        weight: the diagonal, shape (K,). Same dtype and device as ``x``.
+        bias: shape (K,), or None.
+        activation: none, relu, relu2, silu, gelu (erf), gelu_tanh, sigmoid, tanh, quick_gelu or
+            leaky_relu (slope 0.01).
+        residual: added after the activation, of x's shape, or None. A scaled branch is
+            ``diagonal_linear(branch, scale, residual=stream)``.
+        out: contiguous tensor of x's shape to write to, sharing no memory with an input. Without
+            gradients only.
+        backend: force a backend by name; None lets fastlinear choose.
+
+    Returns:
+        Shape of ``x``, its dtype (under autocast the autocast dtype, plus the residual as torch
+        promotes it); ``out`` where that is given.
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit, the activation is unknown, or ``out``
+            cannot take the result.
+        UnsupportedError: a forced backend cannot serve the call; the message says why.
+
+    float32, bfloat16, float16 and float64; 16-bit dtypes compute and sum in float32. Deterministic
+    for a given backend and shape. Differentiable, to any order.
+
+    >>> import torch, fastlinear as fl
+    >>> x, w, b = torch.ones(2, 3), torch.full((3,), 2.0), torch.ones(3)
+    >>> fl.diagonal_linear(x, w, b, activation="relu", residual=x)
+    tensor([[4., 4., 4.],
+            [4., 4., 4.]])
+    """
+    return call(x, weight, bias, activation, residual, out, backend)
+
+
+def call(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    out: Tensor | None,
+    backend: str | None,
+) -> Tensor:
+    """``diagonal_linear`` with positional arguments: the entry of ``fastlinear.nn``."""
+    if _is_compiling():
+        return _compiled(x, weight, bias, activation, residual, out, backend)
+    if out is None:
+        y: Tensor | None = _door(x, weight, (bias, residual), activation, backend)
+        if y is not None:
+            return y
+    return _looked_up(x, weight, bias, activation, residual, out, backend)
+
+
+def explain(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str = "none",
+    residual: Tensor | None = None,
+    backend: str | None = None,
+    needs_grad: bool | None = None,
+) -> Explanation:
+    """Which backend ``diagonal_linear`` takes for this call, why, and why not each other.
+
+    Args:
+        x, weight, bias, activation, residual, backend: as for ``diagonal_linear``.
+        needs_grad: whether to explain the training choice; by default what the tensors say.
+    """
+    if needs_grad is None:
+        needs_grad = _needs_grad(x, weight, bias, residual)
+    autocast = calls.autocast_dtype(x) if isinstance(x, Tensor) else None
+    if autocast is not None and isinstance(weight, Tensor):
+        if residual is not None and residual.dtype != autocast:
+            residual = None  # added by torch, which promotes
+        x, weight, (bias, residual) = plans.prepared(x, weight, (bias, residual), autocast)
+    validate(x, weight, bias, activation, residual, backend)
+    captured = calls.is_captured(x)
+    return Explanation(choices(x, bias, residual, activation, backend, needs_grad, captured))
+
+
+# --------------------------------------------------------------------------------------------
+# Plans: what to call for calls of one kind
+
+_plans: dict[Any, plans.Resolved] = {}
+
+
+def _no_door(*_: Any) -> None:
+    return None
+
+
+_door: Callable[..., Any] = _no_door
+
+
+def _forget() -> None:
+    _plans.clear()
+    table = door.table("diagonal_linear") if _door is not _no_door else None
+    if table is not None:
+        table.clear()
+
+
+cache.on_change(_forget)
+
+
+def _looked_up(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    out: Tensor | None,
+    backend: str | None,
+) -> Tensor:
+    given = [x, weight, *(t for t in (bias, residual) if t is not None)]
+    if _unlike_plain(given):
+        y = _unusual(x, weight, bias, activation, residual, backend)
+        return y if out is None else _into(out, y)
+    autocast = calls.autocast_dtype(x)
+    if autocast is not None and residual is not None and residual.dtype != autocast:
+        y = call(x, weight, bias, activation, None, None, backend)
+        y = residual + y  # as torch promotes; a residual kept in float32 stays there
+        return y if out is None else _into(out, y)
+    grad = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+    key: Any = (
+        tuple([(t.shape, t.stride(), t.dtype, t.device) for t in given]),
+        bias is None,
+        activation,
+        backend,
+        grad,
+        autocast,
+        calls.is_captured(x),
+    )
+    try:
+        found = _plans.get(key)
+    except TypeError:  # an activation or backend that cannot be hashed: validation names it
+        found = None
+    if found is None:
+        found = _resolved(key, x, weight, bias, activation, residual, backend, grad, autocast)
+    if out is not None:
+        return _given_out(found, x, weight, (bias, residual), activation, out, autocast)
+    y = found.plan(x, weight, (bias, residual))
+    if found.in_door is not None:
+        _admit(found, x, weight, bias, activation, residual, backend)
+    return y
+
+
+def _resolved(
+    key: Any,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    backend: str | None,
+    grad: bool,
+    autocast: torch.dtype | None,
+) -> plans.Resolved:
+    """The plan of a kind of call seen for the first time: validate, select, remember."""
+    global _door
+    if autocast is not None:
+        x, weight, (bias, residual) = plans.prepared(x, weight, (bias, residual), autocast)
+    validate(x, weight, bias, activation, residual, backend)
+    found = plans.resolved(x, weight, bias, activation, residual, backend, grad, autocast, _unusual)
+    if len(_plans) >= _MAX_PLANS:
+        _forget()
+    _plans[key] = found
+    table = door.table("diagonal_linear")
+    if table is not None:
+        _door = table.call
+    return found
+
+
+def _given_out(
+    found: plans.Resolved,
+    x: Tensor,
+    weight: Tensor,
+    rest: plans.Rest,
+    activation: str,
+    out: Tensor,
+    autocast: torch.dtype | None,
+) -> Tensor:
+    """The call with memory of the caller's for its result."""
+    bias, residual = rest
+    inputs = (x, weight, bias, residual)
+    kept = autocast is None or x.dtype is torch.float64
+    validate_out(out, x, x.dtype if kept else autocast, inputs)
+    plain = plans.as_memory_lies(*inputs) and not calls.recorded() and not calls.forward_mode()
+    if found.run is None or not plain:
+        return _into(out, found.plan(x, weight, rest))
+    x, weight, (bias, residual) = plans.prepared(x, weight, rest, autocast)
+    k = x.shape[-1]
+    rows = None if residual is None else residual.reshape(-1, k)
+    found.run(x.reshape(-1, k), weight, bias, activation, rows, out.view(-1, k))
+    return out
+
+
+def _admit(
+    found: plans.Resolved,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    backend: str | None,
+) -> None:
+    """Make the plan of a call that has run known to the compiled door, if that wants it.
+
+    Its facts tell more calls apart than a key of ours does.
+    """
+    if _door is _no_door or (x.is_cuda and not door.serves_cuda()):
+        return
+    table = door.table("diagonal_linear")
+    rest = (bias, residual)
+    if table is None or not table.wants(x, weight, rest, activation, backend):
+        return
+    if calls.recorded() or not plans.as_memory_lies(x, weight, *rest):
+        return
+    dense = weight.is_contiguous() and (bias is None or bias.is_contiguous())
+    plan: Any = found.in_door if dense else found.plan
+    if x.is_cuda and dense and found.launched:
+        plan = launches.in_door(x, weight, bias, activation, residual, found.in_door) or plan
+    table.admit(x, weight, rest, activation, backend, plan)
+
+
+# --------------------------------------------------------------------------------------------
+# Calls off the hot path
+
+
+def _needs_grad(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(
+        isinstance(t, Tensor) and t.requires_grad for t in tensors
+    )
+
+
+def _unlike_plain(given: list[Tensor]) -> bool:
+    """Whether a tensor is a subclass, a proxy, sparse or on no memory, or a transform is active."""
+    return calls.transforms_active() or any(
+        type(t) not in _PLAIN or t.layout is not torch.strided for t in given
+    )
+
+
+def _into(out: Tensor, y: Tensor) -> Tensor:
+    return out.copy_(y)
+
+
+def _unusual(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    backend: str | None,
+) -> Tensor:
+    """Tensor subclasses, FX proxies and functorch transforms: plain torch ops carry them."""
+    given = tuple(t for t in (x, weight, bias, residual) if t is not None)
+    if not all(isinstance(t, Tensor) for t in given) and has_torch_function(given):
+        options = {"activation": activation, "residual": residual, "backend": backend}
+        y: Tensor = handle_torch_function(diagonal_linear, given, x, weight, bias, **options)
+        return y
+    if not isinstance(x, Tensor) or calls.autocast_dtype(x) is None:
+        # under autocast dtypes may differ, and are cast below
+        validate(x, weight, bias, activation, residual, backend)
+    if backend not in (None, "eager"):
+        raise InputError(
+            "diagonal_linear",
+            expected="plain strided tensors outside torch.func transforms and forward-mode "
+            "differentiation with a forced backend",
+            received=f"x of type {type(x).__name__}, backend={backend!r}",
+            remedy="Leave backend out; such calls take PyTorch's own path.",
+        )
+    x, weight, bias = _autocasted(x, weight, bias)
+    return reference.diagonal_linear(x, weight, bias, activation, residual)
+
+
+def _autocasted(
+    x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The operands of the product in the dtype autocast gives a linear layer."""
+    dtype = calls.autocast_dtype(x)
+    if dtype is None:
+        return x, weight, bias
+
+    def cast(t: Tensor) -> Tensor:
+        return t.to(dtype) if t.is_floating_point() and t.dtype is not torch.float64 else t
+
+    return cast(x), cast(weight), None if bias is None else cast(bias)
+
+
+def _compiled(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    out: Tensor | None,
+    backend: str | None,
+) -> Tensor:
+    """The call as torch.compile sees it: one registered op."""
+    given = [x, weight, *(t for t in (bias, residual) if t is not None)]
+    if _unlike_plain(given):
+        y = _unusual(x, weight, bias, activation, residual, backend)
+        return y if out is None else _into(out, y)
+    x, weight, bias = _autocasted(x, weight, bias)
+    outside = None
+    if residual is not None and calls.autocast_dtype(x) not in (None, residual.dtype):
+        outside, residual = residual, None
+    validate(x, weight, bias, activation, residual, backend)
+    grad = _needs_grad(x, weight, bias, residual)
+    y = torch.ops.fastlinear.diagonal_linear(
+        x, weight, bias, residual, activation, grad, backend or ""
+    )
+    if outside is not None:
+        y = outside + y
+    if out is None:
+        return y
+    return _into(out, y)

@@ -1,0 +1,254 @@
+"""Backend ``triton`` of diagonal_linear, sm_80 and later; keeps launches of each kind of call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastlinear.core.device import device_facts
+from fastlinear.ops.common.door_launch import DoorLaunch, Y
+from fastlinear.ops.common.triton_launch import Launch
+from fastlinear.ops.diagonal_linear.reference import Gradients, Needs
+from fastlinear.ops.diagonal_linear.triton_config import (
+    Cut,
+    DiagonalConfig,
+    config_for,
+    cut,
+    one_launch,
+)
+from fastlinear.ops.diagonal_linear.triton_kernels import (
+    _diagonal_linear_bwd_kernel,
+    _diagonal_linear_fwd_kernel,
+    _sum_parts_kernel,
+)
+
+_MAX_PLANS = 1024
+_INTERPRETED_UNITS = 2
+_plans: dict[Any, Any] = {}
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    out: Tensor | None,
+    *,
+    config: DiagonalConfig | None = None,
+) -> Tensor:
+    """act(x ∘ w + b) + r in one pass, float32 arithmetic.
+
+    Args:
+        x: (M, K) of float32, bfloat16 or float16 with unit stride along K; others are copied.
+        weight, bias: (K,), contiguous; bias may be None.
+        activation: its name.
+        residual: (M, K) laid out as x may be, or None.
+        out: contiguous (M, K) to write to, or None for a new tensor.
+        config: launch configuration; None picks one.
+    """
+    x, residual = _unit(x), None if residual is None else _unit(residual)
+    y = _empty(x.shape, x) if out is None else out
+    if x.numel() == 0:
+        return y
+    key = _forward_key(x, weight, bias, activation, residual, config, y.data_ptr() & 15)
+    launch = _plans.get(key)
+    if launch is None:
+        launch = _remember(key, _forward_launch(x, activation, residual, config))
+    launch(x, weight, bias, residual, y)
+    return y
+
+
+def door_launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
+) -> DoorLaunch | None:
+    """The launch of such a forward, which has run on new memory, for the compiled door."""
+    found = _plans.get(_forward_key(x, weight, bias, activation, residual, None, 0))
+    if found is None:
+        return None
+    places = (0, 1, None if bias is None else 2, None if residual is None else 3, Y)
+    launch: DoorLaunch | None = found.in_door(places)
+    return launch
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    activation: str,
+    needs: Needs,
+    *,
+    config: DiagonalConfig | None = None,
+) -> Gradients:
+    """(dx, dw, db), each None where not needed, in one sweep over dy and x.
+
+    dw and db are summed in float32 in a fixed order: in the sweep's own launch where few rows allow
+    it, else by a second small launch over the strips' sums.
+
+    Args:
+        dy: (M, K), contiguous.
+        x: (M, K) with unit stride along K (others are copied); None where it is not read.
+        weight, bias: (K,), contiguous; None where they are not read.
+        activation: its name.
+        needs: which of dx (M, K), dw (K,) and db (K,) are wanted.
+        config: launch configuration; None picks one.
+    """
+    acts = activation != "none"
+    x = _unit(x) if x is not None and (acts or needs[1]) else None
+    weight = weight if acts or needs[0] else None
+    bias = bias if acts else None
+    dx = _empty(dy.shape, dy) if needs[0] else None
+    k = dy.shape[1]
+    if dy.numel() == 0:
+        zeros = [torch.zeros(k, dtype=dy.dtype, device=dy.device) for need in needs[1:] if need]
+        sums = iter(zeros)
+        return dx, next(sums) if needs[1] else None, next(sums) if needs[2] else None
+    dw = _empty((k,), dy) if needs[1] else None
+    db = _empty((k,), dy) if needs[2] else None
+    key = (
+        *(dy.shape, dy.dtype, dy.device, activation, needs, config),
+        None if x is None else (x.stride(0), x.data_ptr() & 15),
+        *(None if t is None else t.data_ptr() & 15 for t in (dy, weight, bias)),
+    )
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _remember(key, _Backward(dy, x, activation, needs, config))
+    plan.run(dy, x, weight, bias, dx, dw, db)
+    return dx, dw, db
+
+
+class _Backward:
+    """Launches of the backward for tensors of one kind."""
+
+    __slots__ = ("_launch", "_parts", "_sum")
+
+    def __init__(
+        self,
+        dy: Tensor,
+        x: Tensor | None,
+        activation: str,
+        needs: Needs,
+        config: DiagonalConfig | None,
+    ) -> None:
+        m, k = dy.shape
+        own = config or config_for("backward", dy.itemsize)
+        row_stride = k if x is None or m == 1 else x.stride(0)
+        made = one_launch(m, k, own) if config is None else None
+        whole = made is not None
+        if made is None:
+            made = cut(m, k, row_stride == k, _units(dy), own)
+        self._launch = Launch(
+            _diagonal_linear_bwd_kernel,
+            (made.blocks, made.strips),
+            (*_sizes(made, k), _stride(made, row_stride, k), *_choices(made, activation, dy, own)),
+            dy.device,
+            warps=own.warps,
+        )
+        self._parts: tuple[int, int] | None = None
+        summed = needs[1] + needs[2]
+        if summed and not whole:
+            parts = made.strips * made.fold
+            self._parts = (parts, k)
+            cols = 16 if parts >= 128 else 64
+            rows = min(4096 // cols, 1 << max(0, (parts - 1).bit_length()))
+            self._sum = Launch(
+                _sum_parts_kernel,
+                (-(-k // cols), summed),
+                (parts, k, rows, cols),
+                dy.device,
+                warps=4,
+            )
+
+    def run(
+        self,
+        dy: Tensor,
+        x: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        dx: Tensor | None,
+        dw: Tensor | None,
+        db: Tensor | None,
+    ) -> None:
+        """Launch; the results are contiguous, and None where not wanted."""
+        if self._parts is None:
+            self._launch(dy, x, weight, bias, dx, dw, db)
+            return
+        dw_part = None if dw is None else _float32(self._parts, dy)
+        db_part = None if db is None else _float32(self._parts, dy)
+        self._launch(dy, x, weight, bias, dx, dw_part, db_part)
+        self._sum(dw_part, db_part, dw, db)
+
+
+def _forward_launch(
+    x: Tensor, activation: str, residual: Tensor | None, config: DiagonalConfig | None
+) -> Launch:
+    m, k = x.shape
+    own = config or config_for("forward", x.itemsize)
+    strides = [k if t is None or m == 1 else t.stride(0) for t in (x, residual)]
+    made = cut(m, k, all(s == k for s in strides), _units(x), own)
+    return Launch(
+        _diagonal_linear_fwd_kernel,
+        (made.blocks, made.strips),
+        (
+            *_sizes(made, k),
+            *(_stride(made, s, k) for s in strides),
+            *_choices(made, activation, x, own),
+        ),
+        x.device,
+        warps=own.warps,
+    )
+
+
+def _sizes(made: Cut, k: int) -> tuple[int, ...]:
+    return made.rows, made.width, made.last, k, made.strip
+
+
+def _stride(made: Cut, row_stride: int, k: int) -> int:
+    return made.width if row_stride == k else row_stride
+
+
+def _choices(made: Cut, activation: str, like: Tensor, config: DiagonalConfig) -> tuple[Any, ...]:
+    math = "exact" if like.dtype is torch.float32 else "fast"
+    tile = made.block_m, made.block_k, config.stages
+    return made.fold > 1, activation, math, *tile, made.even
+
+
+def _forward_key(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    config: DiagonalConfig | None,
+    out_bits: int,
+) -> Any:
+    bits = tuple([None if t is None else t.data_ptr() & 15 for t in (x, weight, bias, residual)])
+    rest = None if residual is None else residual.stride(0)
+    layout = x.shape, x.stride(0), rest, x.dtype, x.device
+    return (*layout, activation, bits, out_bits, config)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+def _units(like: Tensor) -> int:
+    return device_facts(like.device).units if like.is_cuda else _INTERPRETED_UNITS
+
+
+def _empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+
+def _float32(shape: tuple[int, int], like: Tensor) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=like.device)
+
+
+def _remember(key: Any, plan: Any) -> Any:
+    if len(_plans) >= _MAX_PLANS:
+        _plans.clear()
+    _plans[key] = plan
+    return plan

@@ -1,0 +1,143 @@
+"""How diagonal_linear's Triton kernels cut a problem into programs. Imports no Triton."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from fastlinear.core.problem import Problem
+
+_VECTOR = 16  # numbers: rows that begin at such multiples are read 16 bytes at a time
+_MOST_WASTE = 1 / 16
+_MOST_FOLD = 1024
+_ONE_LAUNCH_TILES = 8
+
+
+@dataclass(frozen=True)
+class DiagonalConfig:
+    """How one kernel is launched.
+
+    Attributes:
+        block_k: most columns of a program, a power of two of at least 16.
+        numbers: numbers of x that a program holds at a time, a power of two.
+        warps, stages: warps of a program, depth of the load pipeline.
+        per_unit: programs wanted for each multiprocessor.
+    """
+
+    block_k: int
+    numbers: int
+    warps: int
+    stages: int
+    per_unit: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A problem cut into programs.
+
+    x is read as ``rows`` of ``width`` numbers, ``fold`` rows of K side by side where x is dense, so
+    that rows begin aligned and blocks of columns come out even whatever K is.
+
+    Attributes:
+        rows, width, fold: as above; the last row may be short.
+        last: numbers of the last row.
+        block_m, block_k: rows and columns of a tile.
+        strip: rows of a program, a multiple of block_m.
+        strips, blocks: programs along the rows and along the columns.
+        even: no tile reaches beyond the numbers.
+    """
+
+    rows: int
+    width: int
+    fold: int
+    last: int
+    block_m: int
+    block_k: int
+    strip: int
+    strips: int
+    blocks: int
+    even: bool
+
+
+def config_for(piece: str, itemsize: int) -> DiagonalConfig:
+    """The launch configuration of a piece for numbers of ``itemsize`` bytes."""
+    if piece == "forward":
+        return DiagonalConfig(1024, 8192 // itemsize, 4, 1, 64)
+    return DiagonalConfig(256, 8192 // itemsize, 4, 1, 4)
+
+
+def cut(m: int, k: int, dense: bool, units: int, config: DiagonalConfig) -> Cut:
+    """Cut (M, K) numbers, at least one.
+
+    Args:
+        dense: whether rows lie right behind each other.
+        units: multiprocessors of the device.
+    """
+    fold, block_k = _fold(m, k, dense, config.block_k)
+    width = fold * k
+    rows = -(-m // fold)
+    last = m * k - (rows - 1) * width
+    block_m = min(max(1, config.numbers // block_k), 1 << (rows - 1).bit_length())
+    blocks, tiles = -(-width // block_k), -(-rows // block_m)
+    strips = max(1, min(tiles, units * config.per_unit // blocks))
+    strip = -(-tiles // strips) * block_m
+    strips = -(-rows // strip)
+    even = width % block_k == 0 and last == width and rows % block_m == 0
+    return Cut(rows, width, fold, last, block_m, block_k, strip, strips, blocks, even)
+
+
+def one_launch(m: int, k: int, config: DiagonalConfig) -> Cut | None:
+    """A cut in which each program sees all rows, so that its sums are whole, or None where that
+    would leave the chip idle for longer than a second launch takes."""
+    fold, block_k = 1, min(config.block_k, 32, 1 << (k - 1).bit_length())
+    block_m = min(max(1, config.numbers // block_k), 1 << (m - 1).bit_length())
+    if m > _ONE_LAUNCH_TILES * block_m:
+        return None
+    blocks, strip = -(-k // block_k), -(-m // block_m) * block_m
+    even = k % block_k == 0 and m % block_m == 0
+    return Cut(m, k, fold, k, block_m, block_k, strip, 1, blocks, even)
+
+
+def _fold(m: int, k: int, dense: bool, most: int) -> tuple[int, int]:
+    """Rows of K to read as one, and the columns of a block, at most ``most``."""
+    if k <= most and k & (k - 1) == 0 and k >= _VECTOR:
+        return 1, k
+    if not dense or m < _VECTOR:
+        return 1, min(most, max(_VECTOR, 1 << (k - 1).bit_length()))
+    step = _VECTOR // math.gcd(k, _VECTOR)
+    found = min(range(step, min(m, _MOST_FOLD) + 1, step), key=lambda f: _rank(f * k, f, most))
+    return found, most
+
+
+def _rank(width: int, fold: int, block: int) -> tuple[float, int]:
+    """Small waste first, then few rows folded: a waste that is small enough counts as none."""
+    waste = -(-width // block) * block / width - 1
+    return (waste if waste > _MOST_WASTE else 0.0), fold
+
+
+@cache
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def reason_not(p: Problem) -> str | None:
+    """Why the Triton kernels cannot serve a Problem, or None."""
+    if p.device != "cuda":
+        return "its kernels run on CUDA devices only"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    if not _installed():
+        return "the package triton is not installed"
+    if p.dtype == "float64":
+        return "no kernel for float64"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return "needs compute capability 8.0 or later"
+    if p.option("x") == "strided":
+        return "features do not lie side by side; PyTorch's own ops keep such a layout"
+    if p.dim("M") * 1024 >= 2**31 or p.dim("K") * _MOST_FOLD >= 2**31:
+        return "needs fewer than 2^21 rows and features"
+    return None

@@ -1,0 +1,105 @@
+"""What the arguments of diagonal_linear must satisfy, and what to say when they do not."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from fastlinear.core.errors import InputError
+from fastlinear.core.precision import DTYPE_NAMES
+from fastlinear.ops.common.activations import activation as activation_of
+
+_NAME = "diagonal_linear"
+
+
+def validate(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None = None,
+    backend: str | None = None,
+) -> None:
+    """Raise InputError unless the arguments fit each other."""
+    activation_of(activation, _NAME)
+    if backend is not None and not isinstance(backend, str):
+        remedy = "Leave backend out to let fastlinear choose."
+        _fail("backend to be a name or None", repr(backend), remedy)
+    optional = [("bias", bias), ("residual", residual)]
+    given = [("weight", weight), *((n, t) for n, t in optional if t is not None)]
+    for name, value in (("x", x), *given):
+        if not isinstance(value, torch.Tensor):
+            remedy = "Convert it, for example with torch.as_tensor."
+            _fail(f"{name} to be a tensor", type(value).__name__, remedy)
+    if weight.dim() != 1:
+        full = "A full matrix goes with linear_act; its diagonal is weight.diagonal()."
+        remedy = full if weight.dim() == 2 else "Give one number a feature."
+        _fail("weight of shape (K,)", f"shape {tuple(weight.shape)}", remedy)
+    k = weight.shape[0]
+    if x.dim() == 0 or x.shape[-1] != k:
+        remedy = "Make x's last dimension equal weight's."
+        _fail(f"x of shape (..., {k}) for weight ({k},)", f"shape {tuple(x.shape)}", remedy)
+    if bias is not None and bias.shape != (k,):
+        remedy = "Give one number a feature, or None."
+        _fail(f"bias of shape ({k},) as weight has", f"shape {tuple(bias.shape)}", remedy)
+    if residual is not None and residual.shape != x.shape:
+        remedy = "Expand it to x's shape first, or add it to the result."
+        _fail(f"residual of x's shape {tuple(x.shape)}", f"shape {tuple(residual.shape)}", remedy)
+    if x.dtype not in DTYPE_NAMES:
+        remedy = "Convert the input, for example x.float()."
+        _fail(f"a dtype in {', '.join(DTYPE_NAMES.values())}", str(x.dtype), remedy)
+    for name, value in given:
+        if value.dtype != x.dtype:
+            remedy = "Convert one of them, or use torch.autocast."
+            _fail(f"{name} of x's dtype {x.dtype}", str(value.dtype), remedy)
+        if value.device != x.device:
+            remedy = f"Move it: {name}.to({str(x.device)!r})."
+            _fail(f"{name} on x's device {x.device}", str(value.device), remedy)
+
+
+def validate_out(
+    out: Tensor, x: Tensor, dtype: torch.dtype | None, inputs: tuple[Tensor | None, ...]
+) -> None:
+    """Raise InputError unless the result for x fits into ``out`` without touching an input.
+
+    Args:
+        out: the caller's tensor.
+        x: the input.
+        dtype: dtype of the result.
+        inputs: every tensor that is read, x included.
+    """
+    if not isinstance(out, torch.Tensor):
+        _fail("out to be a tensor", type(out).__name__, "Leave it out for a new one.")
+    if (out.shape, out.dtype, out.device) != (x.shape, dtype, x.device):
+        expected = f"out of shape {tuple(x.shape)}, {dtype} on {x.device}"
+        received = f"shape {tuple(out.shape)}, {out.dtype} on {out.device}"
+        _fail(expected, received, "Make it with torch.empty_like(x).")
+    if not out.is_contiguous():
+        remedy = "Make it with torch.empty(x.shape, dtype=x.dtype, device=x.device)."
+        _fail("a contiguous out", f"strides {out.stride()}", remedy)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (out, *inputs)):
+        remedy = "Call it under torch.no_grad(), or leave out= away."
+        _fail("no gradients with out=", "a tensor that requires grad", remedy)
+    if any(t is not None and overlap(out, t) for t in inputs):
+        remedy = "Give out memory of its own."
+        _fail("out apart from every input", "memory that an input lies in", remedy)
+
+
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether the address ranges of two tensors meet."""
+    (a_low, a_high), (b_low, b_high) = _range(a), _range(b)
+    return a_low < b_high and b_low < a_high
+
+
+def _range(t: Tensor) -> tuple[int, int]:
+    if t.numel() == 0:
+        return 0, 0
+    start = t.data_ptr()
+    last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    return start, start + (last + 1) * t.element_size()
+
+
+def _fail(expected: str, received: str, remedy: str) -> NoReturn:
+    raise InputError(_NAME, expected=expected, received=received, remedy=remedy)
