@@ -14,6 +14,7 @@ from fastlinear.core.precision import FLOAT_DTYPES, matmul_precision
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, family
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
+from fastlinear.ops.diagonal_linear.problem import problem as diagonal_problem
 from fastlinear.ops.linear_act.backends import problem as linear_act_problem
 from fastlinear.ops.mlp.problem import problem as mlp_problem
 
@@ -29,6 +30,8 @@ CHAINS = (
     (5, (1, 20, 3, 9)),
     (33, (65, 40, 31)),
 )
+# (M, K): ones, few features and many, tails of rows that are read side by side
+DIAGONALS = ((1, 1), (7, 33), (65, 16), (300, 24), (33, 130), (3, 1100), (130, 3), (17, 256))
 
 
 class Contract:
@@ -36,8 +39,33 @@ class Contract:
 
     def problems(self, family_name: str, piece: str, dtype: str, device: str) -> Iterator[Problem]:
         """What every backend of a piece is asked; a new family must be taught here."""
-        of = {"linear_act": self.linear_act_problems, "mlp": self.mlp_problems}
+        of = {
+            "diagonal_linear": self.diagonal_problems,
+            "linear_act": self.linear_act_problems,
+            "mlp": self.mlp_problems,
+        }
         return of[family_name](piece, dtype, device)
+
+    def diagonal_problems(self, piece: str, dtype: str, device: str) -> Iterator[Problem]:
+        """Every activation with every layout, bias and residual; sizes take turns."""
+        sizes = itertools.cycle(DIAGONALS)
+        turns = itertools.cycle(
+            itertools.product(("rows", "rows_apart", "strided"), (True, False), (True, False))
+        )
+        for activation in ACTIVATIONS:
+            for _ in range(7):  # coprime to the number of turns
+                x_layout, bias, residual = next(turns)
+                yield diagonal_problem(
+                    piece,
+                    *next(sizes),
+                    dtype=dtype,
+                    device=device,
+                    activation=activation,
+                    bias=bias,
+                    residual=residual,
+                    needs_grad=piece != "forward",
+                    x_layout=x_layout,
+                )
 
     def mlp_problems(self, piece: str, dtype: str, device: str) -> Iterator[Problem]:
         """Every activation, also as the last one, with layouts, biases and grad flags in turn."""

@@ -10,6 +10,7 @@ import torch
 import fastlinear  # noqa: F401  (registers the families)
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.dispatch.backend import Backend, families, family
+from fastlinear.ops.diagonal_linear.problem import problem as diagonal_problem
 from fastlinear.ops.linear_act.backends import problem as linear_act_problem
 from fastlinear.ops.mlp.problem import problem as mlp_problem
 
@@ -105,6 +106,8 @@ def test_capability_checks_stay_off_the_gpu() -> None:
 def fam_problem(backend: Backend) -> Any:
     if backend.family == "mlp":
         return mlp_problem(backend.piece, 4, (4, 4), dtype="float32", device="cpu")
+    if backend.family == "diagonal_linear":
+        return diagonal_problem(backend.piece, 4, 4, dtype="float32", device="cpu")
     return linear_act_problem(backend.piece, 4, 4, 4, dtype="float32", device="cpu")
 
 
@@ -150,3 +153,20 @@ def test_cost_of_a_chain_counts_each_tensor_once(piece: str) -> None:
         cost = fam.cost(p)
         assert cost.bytes == 4 * numbers
         assert cost.flops == (1 if piece == "forward" else 2) * 2 * 5 * (3 * 4 + 4 * 7)
+
+
+@pytest.mark.parametrize("piece", ["forward", "backward"])
+def test_cost_of_a_diagonal_counts_each_tensor_once(piece: str) -> None:
+    """As above; the bias is not read by the backward of no activation."""
+    fam = family("diagonal_linear")
+    for activation in ("none", "relu", "gelu"):
+        p = diagonal_problem(
+            *(piece, 5, 3), dtype="float32", device="cpu", activation=activation, residual=True
+        )
+        inputs = fam.make_inputs(p, torch.device("cpu"), 0)
+        tensors = [t for t in flat(inputs) + flat(fam.reference(p, inputs)) if t is not None]
+        numbers = sum(t.numel() for t in tensors)
+        if piece == "backward" and activation == "none":
+            numbers -= 3
+        assert fam.cost(p).bytes == 4 * numbers
+        assert fam.cost(p).flops == 0
