@@ -179,6 +179,19 @@ def test_every_column_has_one_cluster_and_all_of_k_is_multiplied(
         assert columns == list(range(-(-n // 16) * 16))
 
 
+def test_x_in_rows_becomes_operand_a() -> None:
+    """After two exchanges among four lanes each has the words of k that it multiplies."""
+    held = [[8 * t + 2 * j for j in range(4)] for t in range(4)]  # lane t, word j: first of two k
+    for distance, sent in ((2, ((2, 3), (0, 1))), (1, ((1, 3), (0, 2)))):
+        before = [list(words) for words in held]
+        for lane in range(4):
+            mine, other = bool(lane & distance), lane ^ distance
+            for to, what in zip(sent[mine], sent[not mine], strict=True):
+                held[lane][to] = before[other][what]
+    for t in range(4):  # k, k + 8 of the first piece of 16, then of the second
+        assert held[t] == [2 * t, 2 * t + 8, 2 * t + 16, 2 * t + 24]
+
+
 @pytest.mark.parametrize("rows", [16, 64, 128])
 def test_what_is_published_is_what_is_read(rows: int) -> None:
     """Words of every unit lie where the lanes that multiply look for their operand."""
@@ -315,8 +328,8 @@ def test_every_way_of_sharing(stream: Stream) -> None:
 def test_where_x_and_weights_lie() -> None:
     x, weights, biases = _inputs(50, (1280,) * 4, BF16)
     want = _forward((x, weights, biases))
-    wide = torch.full((50, 1289), torch.nan, device="cuda", dtype=BF16)
-    for start in (2, 3):  # rows of an odd length are copied
+    for length, start in ((1304, 16), (1304, 2), (1289, 0)):  # the last two are copied
+        wide = torch.full((50, length), torch.nan, device="cuda", dtype=BF16)
         wide[:, start : start + 1280] = x
         assert torch.equal(_forward((wide[:, start : start + 1280], weights, biases)), want)
     off = tuple(torch.cat([w.flatten()[:1], w.flatten()])[1:].view_as(w) for w in weights)

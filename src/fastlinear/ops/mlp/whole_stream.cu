@@ -54,7 +54,7 @@ struct alignas(64) TensorMap { char bytes[128]; };
 
 struct Params {
   TensorMap weight[MAX_LAYERS];     // (width[i + 1], width[i]), in boxes of `each` columns, 64 of K
-  const void* x;                    // (rows, width[0]), rows x_stride elements apart, on 4 bytes
+  const void* x;                    // (rows, width[0]), rows x_stride elements apart, on 16 bytes
   void* y;                          // (rows, width[layers])
   char* exchange;                   // two sets of published activations
   u32* launches;                    // one per block
@@ -163,15 +163,48 @@ __device__ __forceinline__ void write_row(void* out, const Params& p, int n, int
   }
 }
 
-// Two neighbouring numbers of x, or zeros.
-__device__ __forceinline__ u32 load_x(const char* at, bool exists) {
-  u32 v;
+// Eight neighbouring numbers of x, or zeros.
+__device__ __forceinline__ uint4 load_x(const char* at, bool exists) {
+  uint4 v;
   asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\nmov.b32 %0, 0;\n@p ld.global.b32 %0, [%1];\n}"
-      : "=r"(v)
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\n"
+      "mov.b32 %3, 0;\n@p ld.global.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
       : "l"(at), "r"(static_cast<int>(exists))
       : "memory");
   return v;
+}
+
+// Four lanes hold four words each: word t of lane j goes to word j of lane t.
+__device__ __forceinline__ void transpose_quad(uint4& v, int t) {
+  const bool high = t & 2, odd = t & 1;
+  const u32 a = __shfl_xor_sync(EMPTY, high ? v.x : v.z, 2);
+  const u32 b = __shfl_xor_sync(EMPTY, high ? v.y : v.w, 2);
+  if (high) {
+    v.x = a;
+    v.y = b;
+  } else {
+    v.z = a;
+    v.w = b;
+  }
+  const u32 c = __shfl_xor_sync(EMPTY, odd ? v.x : v.y, 1);
+  const u32 d = __shfl_xor_sync(EMPTY, odd ? v.z : v.w, 1);
+  if (odd) {
+    v.x = c;
+    v.z = d;
+  } else {
+    v.y = c;
+    v.w = d;
+  }
+}
+
+// 32 of K of rows g and g + 8, 8 of K a lane, as they lie in x: to two pieces of operand A.
+__device__ __forceinline__ void arrange(uint4& top, uint4& low, int t) {
+  transpose_quad(top, t);
+  transpose_quad(low, t);
+  const uint4 first = make_uint4(top.x, low.x, top.y, low.y);
+  low = make_uint4(top.z, low.z, top.w, low.w);
+  top = first;
 }
 
 // ---------------------------------------------------------------- the thread that brings weights
@@ -287,24 +320,22 @@ __device__ __forceinline__ void multiply_layers(const Params& p, u32 base, int c
     }
     // Activations of tile `index` of the group's slice; those that do not exist are zero.
     const auto ask = [&](int i, int index) {
-      const int row = m * 16 + g;
-      const bool top = row < p.rows, low = row + 8 < p.rows;
-      const char* const x =
-          static_cast<const char*>(p.x) + (row * p.x_stride + piece0 * 16 + 2 * t) * 2;
-      const char* const x8 = x + p.x_stride * 16;
+      if (layer == 0) {  // to be arranged before they are multiplied
 #pragma unroll
-      for (int q = 0; q < 4; ++q) {
-        const int piece = index * KG * 4 + q;  // from the group's first on
-        const bool one = index < count && (EXACT || piece0 + piece < pieces);
-        uint4& v = a[i * 4 + q];
-        if (layer == 0) {
-          const bool two = one && (EXACT || (piece0 + piece) * 16 + 8 < k);
-          v = make_uint4(load_x(x + piece * 32, top && one), load_x(x8 + piece * 32, low && one),
-                         load_x(x + piece * 32 + 16, top && two),
-                         load_x(x8 + piece * 32 + 16, low && two));
-        } else {
-          v = make_uint4(0, 0, 0, 0);
-          if (real && one) v = load_published(from + piece * (MT * 512));
+        for (int q = 0; q < 4; ++q) {
+          const int row = m * 16 + g + (q & 1) * 8;
+          const int at = (piece0 + index * KG * 4 + (q & 2)) * 16 + 8 * t;
+          const char* const x = static_cast<const char*>(p.x) + (row * p.x_stride + at) * 2;
+          a[4 * i + q] = load_x(x, row < p.rows && index < count && (EXACT || at < k));
+        }
+      } else {
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+          const int piece = index * KG * 4 + q;  // from the group's first on
+          a[4 * i + q] = make_uint4(0, 0, 0, 0);
+          if (real && index < count && (EXACT || piece0 + piece < pieces)) {
+            a[4 * i + q] = load_published(from + piece * (MT * 512));
+          }
         }
       }
     };
@@ -331,6 +362,10 @@ __device__ __forceinline__ void multiply_layers(const Params& p, u32 base, int c
               }
             }
           }
+        }
+        if (layer == 0) {
+          arrange(a[4 * i], a[4 * i + 1], t);
+          arrange(a[4 * i + 2], a[4 * i + 3], t);
         }
         const u32 tile = first_tile + index * KG + kg;
         slot = tile % STAGES;

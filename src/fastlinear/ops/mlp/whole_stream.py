@@ -259,7 +259,7 @@ class StreamPlan:
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Enqueue on a raw stream; y and what the backward reads, as ``whole_cuda.forward``."""
         params = self._params
-        if x.stride(0) & 1 or x.data_ptr() & 3:
+        if x.stride(0) & 7 or x.data_ptr() & 15:
             x = x.clone(memory_format=torch.contiguous_format)
         y = x.new_empty(self.out_shape)
         saved = [x.new_empty(shape) for shape in self.saved_shapes[:-1]]
