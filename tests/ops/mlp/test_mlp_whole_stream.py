@@ -128,6 +128,7 @@ def _run_on_host(tmp_path: Path, text: str, main: str) -> list[list[int]]:
     file.write_text(
         "#include <algorithm>\n#include <cstdio>\nusing std::min;\ntypedef unsigned u32;\n"
         "#define __device__\n#define __host__\n#define __forceinline__ inline\n"
+        "struct alignas(64) TensorMap { char bytes[128]; };\n"
         + macros.replace("#define MMA", "// MMA")
         + layout
         + sharing

@@ -46,9 +46,10 @@ _TRITON_SOURCES = (
 )
 _CUDA_SOURCES = (
     *("whole_device.cu", "whole_exchange.cu", "whole_cuda_config.py", "whole_workspace.py"),
-    *("whole.cu", "whole_clusters.py", "whole_launches.cu", "whole_launches.py"),
+    *("whole.cu", "whole_layout.cu", "whole_products.cu", "whole_clusters.py"),
+    *("whole_launches.cu", "whole_launches.py"),
     *("whole_grid.cu", "whole_grid_half.cu", "whole_grid_single.cu", "whole_grid.py"),
-    *("whole_stream.cu", "whole_stream.py"),
+    *("whole_tma.cu", "whole_stream.cu", "whole_stream.py"),
     *("../common/cuda_driver.py", "../common/cuda_launch.py"),
 )
 _GRAPH_SOURCES = ("layerwise.py", "../../core/graphs.py")

@@ -23,7 +23,8 @@ __all__ = ["ClustersPlan", "save_mode", "source"]
 
 KERNEL = "whole_mlp"
 MAX_LAYERS = 32
-SOURCES = [Path(__file__).with_name(name) for name in ("whole_device.cu", "whole.cu")]
+_NAMES = ("whole_device.cu", "whole_layout.cu", "whole_products.cu", "whole.cu")
+SOURCES = [Path(__file__).with_name(name) for name in _NAMES]
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 

@@ -21,6 +21,13 @@ __device__ __forceinline__ void store_peer4(u32 addr, uint4 v) {
                : "memory");
 }
 
+// … to this one …
+__device__ __forceinline__ void store_own4(u32 addr, uint4 v) {
+  asm volatile("st.relaxed.cluster.shared::cta.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(addr),
+               "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
 // … and as they arrive in this one.
 __device__ __forceinline__ uint4 load_sums(u32 addr) {
   uint4 v;

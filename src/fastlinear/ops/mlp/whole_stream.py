@@ -27,9 +27,8 @@ Widths = tuple[int, ...]
 
 KERNEL = "whole_mlp_stream"
 MAX_LAYERS = 16
-SOURCES = [
-    Path(__file__).with_name(f"whole_{name}.cu") for name in ("device", "exchange", "stream")
-]
+_NAMES = ("device", "exchange", "tma", "stream")
+SOURCES = [Path(__file__).with_name(f"whole_{name}.cu") for name in _NAMES]
 
 _SHARED_LIMIT = 232_448  # bytes a Hopper block may have
 _THREADS = 384
