@@ -1,0 +1,114 @@
+"""The autograd formula of grouped_linear; the backends of its two pieces are given to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.grouped_linear import layout as layouts
+from fastlinear.ops.grouped_linear import reference
+from fastlinear.ops.grouped_linear.reference import Gradients, Needs
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """What one plan's autograd needs besides its tensors.
+
+    Attributes:
+        activation: its name.
+        layout: x's, a name in ``layout.LAYOUTS``.
+        run: the forward's backend.
+        backward: the backward's backend.
+    """
+
+    activation: str
+    layout: str
+    run: Callable[..., Any]
+    backward: Callable[..., Any]
+
+
+class GroupedLinear(torch.autograd.Function):
+    """The one autograd formula of the family; backends sit below it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, formula: Formula
+    ) -> Tensor:
+        """act(x_g W_gᵀ + b_g), x and y in the formula's layout."""
+        groups, _, k = weight.shape
+        order = layouts.order_of(formula.layout, x.shape)
+        rows = layouts.blocks(x, formula.layout, groups, k)
+        kind = activation_of(formula.activation).saved
+        y, pre = formula.run(rows, weight, bias, formula.activation, kind == "pre", order)
+        y = layouts.unblocked(y, formula.layout, x.shape)
+        saved = pre if kind == "pre" else y if kind == "output" else None
+        ctx.save_for_backward(x, weight, bias, saved)
+        ctx.formula = formula
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        """(dx, dW, db, None); differentiable by torch's own ops where a graph is asked for."""
+        formula = ctx.formula
+        x, weight, bias, saved = ctx.saved_tensors
+        needs = tuple(ctx.needs_input_grad[:3])
+        names = formula.activation, formula.layout
+        if torch.is_grad_enabled():  # create_graph: the gradients must be differentiable
+            return (*differentiable_backward(dy, x, weight, bias, *names, needs), None)
+        return (*run_backward(dy, saved, x, weight, *names, needs, formula.backward), None)
+
+
+def run_backward(
+    dy: Tensor,
+    saved: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    activation: str,
+    layout: str,
+    needs: Needs,
+    run: Callable[..., Any],
+) -> Gradients:
+    """Call a backward backend for tensors in the layout; dx has x's shape.
+
+    saved is y in the layout, or the pre-activation as the forward's backend gave it.
+    """
+    groups, n, k = weight.shape
+    order = layouts.order_of(layout, x.shape)
+    rows = layouts.blocks(x, layout, groups, k)
+    tokens = rows.shape[:3]
+    if activation_of(activation).saved == "output" and saved is not None:
+        saved = layouts.blocks(saved, layout, groups, n).reshape(*tokens, n)
+    grad = layouts.blocks(dy.resolve_neg(), layout, groups, n).reshape(*tokens, n)
+    dx, dw, db = run(grad, saved, rows, weight, activation, needs, order)
+    return (None if dx is None else layouts.unblocked(dx, layout, x.shape)), dw, db
+
+
+def differentiable_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    layout: str,
+    needs: Needs,
+) -> Gradients:
+    """The gradients by torch's own differentiable ops."""
+    # Views make each argument a node of its own: x may depend on the weight, and each gradient must
+    # stop at its argument.
+    with torch.enable_grad():
+        x, weight = x.view_as(x), weight.view_as(weight)
+        bias = None if bias is None else bias.view_as(bias)
+        given = (x, weight, bias)
+        wanted = [t for t, need in zip(given, needs, strict=True) if need and t is not None]
+        y = reference.grouped_linear(x, weight, bias, activation, layout)
+        found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
+    dx, dw, db = (
+        next(found) if need and t is not None else None
+        for t, need in zip(given, needs, strict=True)
+    )
+    return dx, dw, db

@@ -1,0 +1,216 @@
+"""The family record of grouped_linear: its pieces, backends, analytic order and least cost.
+
+Light on purpose: backends are named here and imported on first use.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastlinear.core.compare import KINKED, clear_of_kinks
+from fastlinear.core.cost import Cost
+from fastlinear.core.precision import FLOAT_DTYPES
+from fastlinear.core.problem import Problem
+from fastlinear.dispatch.backend import Backend, Family, register_family
+from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.grouped_linear import layout as layouts
+from fastlinear.ops.grouped_linear import reference, triton_config, ways
+from fastlinear.ops.grouped_linear.problem import NAME, PIECES, STEP, problem, tokens_of
+
+__all__ = ["FAMILY", "NAME", "PIECES", "cost", "problem"]
+
+_HERE = "fastlinear.ops.grouped_linear"
+_TRITON_SOURCES = (
+    *("triton.py", "triton_kernels.py", "triton_tiles.py", "triton_config.py"),
+    *("triton_tensors.py", "triton_backward_kernels.py", "layout.py"),
+    *("../common/activations_triton.py", "../common/triton_launch.py"),
+)
+_PIECES_SOURCES = (
+    *("autograd.py", "plans.py", "reference.py", "ways.py", "triton_backward.py"),
+    *_TRITON_SOURCES,
+)
+
+
+def _always(_: Problem) -> str | None:
+    return None
+
+
+@lru_cache(maxsize=8)
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _reason_not_triton(p: Problem) -> str | None:
+    if p.device != "cuda":
+        return "its kernels run on CUDA devices only"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    if not _installed("triton"):
+        return "the package triton is not installed"
+    dtype, capability = FLOAT_DTYPES[p.dtype], torch.cuda.get_device_capability()
+    sizes = p.dim("M"), p.dim("G"), p.dim("K"), p.dim("N")
+    return triton_config.reason_not(*sizes, dtype, capability)
+
+
+def _reason_not_pieces(p: Problem) -> str | None:
+    return "float64 is left to PyTorch's own ops" if p.dtype == "float64" else None
+
+
+def _prefer(p: Problem) -> tuple[str, ...]:
+    """Analytic order, used only where no measurement covers the Problem."""
+    if p.piece == STEP:
+        return ("pieces", "eager")
+    if p.device == "cuda":
+        return ("triton", "eager")
+    # tokens first: each group's product goes straight to its place, where it is large enough
+    if p.piece == "forward" and (p.option("order") == "groups" or p.dim("M") < 64):
+        return ("baddbmm", "eager")
+    return ("eager",)
+
+
+def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]:
+    """Random inputs of a Problem's piece, scaled so that pre-activations are near unit size."""
+    batch, length = tokens_of(p)
+    groups, k, n = p.dim("G"), p.dim("K"), p.dim("N")
+    dtype, order = FLOAT_DTYPES[p.dtype], p.option("order")
+    act = activation_of(p.option("activation"))
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def draw(*shape: int, scale: float = 1.0) -> Tensor:
+        values = torch.randn(shape, generator=generator, device=device)
+        return (values * scale).to(dtype)
+
+    def tokens(features: int, strided: bool = False) -> Tensor:
+        drawn = draw(batch, length, groups, features)
+        made = layouts.empty(drawn.shape, order, drawn, dtype)
+        if strided:
+            made = layouts.empty((batch, length, groups, 2 * features), order, drawn, dtype)
+            made = made[..., ::2]
+        return made.copy_(drawn)
+
+    if p.option("w") == "dense":
+        weight = draw(groups, n, k, scale=k**-0.5)
+    else:
+        weight = draw(groups, k, n, scale=k**-0.5).transpose(1, 2)
+    bias = draw(groups, n) if p.option("bias") == "yes" else None
+    x = tokens(k, p.option("x") != "dense")
+    if p.piece == STEP and act.name in KINKED:
+        x = _clear_of_kinks(x, weight, bias, order, seed)
+    save_pre = p.needs_grad and act.saved == "pre"
+    if p.piece == "forward":
+        return x, weight, bias, act.name, save_pre, order
+    if p.piece == STEP:
+        return x, weight, bias, act.name, tokens(n), order
+    y, pre = reference.forward(x, weight, bias, act.name, act.saved == "pre", order)
+    saved = {"none": None, "output": y, "pre": pre}[act.saved]
+    return tokens(n), saved, x, weight, act.name, (True, True, bias is not None), order
+
+
+def _clear_of_kinks(
+    x: Tensor, weight: Tensor, bias: Tensor | None, order: str, seed: int
+) -> Tensor:
+    """x whose pre-activations stay away from 0, where rounding would choose the gradient."""
+    batch, length, groups, k = x.shape
+    more = torch.Generator(device=x.device).manual_seed(seed + 1)
+
+    def pre_activations(rows: Tensor) -> tuple[Tensor]:
+        wide = rows.view(1, len(rows), groups, k)
+        b = None if bias is None else bias.to(rows.dtype)
+        pre = reference.forward(wide, weight.to(rows.dtype), b, "none", False, "tokens")[0]
+        return (pre.reshape(len(rows), -1),)
+
+    def redraw(rows: int) -> Tensor:
+        return torch.randn(rows, groups * k, generator=more, device=x.device).to(x.dtype)
+
+    flat = x.reshape(batch * length, groups * k)
+    cleared, _ = clear_of_kinks(flat, pre_activations, redraw)
+    return layouts.dense(cleared.view(x.shape), order)
+
+
+def _reference(p: Problem, inputs: tuple[Any, ...]) -> Any:
+    if p.piece == STEP:
+        return _STEP_EAGER.load()(*inputs)
+    return getattr(reference, p.piece)(*inputs)
+
+
+def cost(p: Problem) -> Cost:
+    """Least flops and bytes: x, y and their gradients moved once, weights once, what training
+    keeps where it is needed."""
+    if p.piece == STEP:
+        parts = [cost(p.with_piece(piece)) for piece in PIECES]
+        return Cost(sum(c.flops for c in parts), sum(c.bytes for c in parts))
+    batch, length = tokens_of(p)
+    m, groups = batch * length, p.dim("G")
+    k, n = p.dim("K") * groups, p.dim("N") * groups
+    size = FLOAT_DTYPES[p.dtype].itemsize
+    weights = p.dim("K") * n
+    bias = n if p.option("bias") == "yes" else 0
+    kept = activation_of(p.option("activation")).saved
+    product = 2.0 * m * weights
+    if p.piece == "forward":
+        pre = m * n if p.needs_grad and kept == "pre" else 0
+        return Cost(product, size * (m * k + weights + bias + m * n + pre))
+    saved = 0 if kept == "none" else m * n
+    return Cost(2 * product, size * (m * n + saved + 2 * m * k + 2 * weights + bias))
+
+
+def _whatever_bias(p: Problem) -> Problem:
+    options = tuple((k, "yes" if k == "bias" else v) for k, v in p.options)
+    return replace(p, options=options)
+
+
+def _whatever_activation(p: Problem) -> Problem:
+    """An epilogue costs about the same for all activations but none."""
+    options = tuple(
+        (k, "some" if k == "activation" and v != "none" else v)
+        for k, v in _whatever_bias(p).options
+    )
+    return replace(p, options=options)
+
+
+_STEP_EAGER = Backend(NAME, STEP, "eager", f"{_HERE}.step:eager", _always)
+FAMILY = register_family(
+    Family(
+        name=NAME,
+        pieces=(*PIECES, STEP),
+        backends=(
+            _STEP_EAGER,
+            Backend(
+                NAME, STEP, "pieces", f"{_HERE}.step:pieces", _reason_not_pieces, _PIECES_SOURCES
+            ),
+            *(Backend(NAME, p, "eager", f"{_HERE}.reference:{p}", _always) for p in PIECES),
+            Backend(
+                NAME,
+                "forward",
+                "triton",
+                f"{_HERE}.triton:forward",
+                _reason_not_triton,
+                _TRITON_SOURCES,
+            ),
+            Backend(
+                NAME,
+                "backward",
+                "triton",
+                f"{_HERE}.triton_backward:backward",
+                _reason_not_triton,
+                _TRITON_SOURCES,
+            ),
+            Backend(NAME, "forward", "baddbmm", f"{_HERE}.ways:baddbmm_forward", _always),
+            Backend(NAME, "forward", "loop", f"{_HERE}.ways:loop_forward", ways.reason_not_loop),
+            Backend(NAME, "backward", "loop", f"{_HERE}.ways:loop_backward", ways.reason_not_loop),
+            Backend(NAME, "forward", "conv", f"{_HERE}.ways:conv_forward", ways.reason_not_conv),
+        ),
+        prefer=_prefer,
+        make_inputs=_make_inputs,
+        reference=_reference,
+        cost=cost,
+        akin=(_whatever_bias, _whatever_activation),
+        cold=True,
+    )
+)

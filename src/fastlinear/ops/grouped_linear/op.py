@@ -1,0 +1,241 @@
+"""The public function grouped_linear: validation, selection, and one autograd formula.
+
+Validation and selection run only when a kind of call is seen for the first time; a table of ready
+plans, looked up by every fact of the tensors, serves the others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from fastlinear.core.errors import InputError
+from fastlinear.core.precision import matmul_precision
+from fastlinear.dispatch import cache
+from fastlinear.dispatch.explain import Explanation
+from fastlinear.ops import linear_act as single
+from fastlinear.ops.common import calls
+from fastlinear.ops.grouped_linear import layout as layouts
+from fastlinear.ops.grouped_linear import reference
+from fastlinear.ops.grouped_linear.plans import Plan, as_autocast, prepared, resolved
+from fastlinear.ops.grouped_linear.selection import choices
+from fastlinear.ops.grouped_linear.validation import validate
+
+_MAX_PLANS = 4096
+_is_compiling = torch.compiler.is_compiling
+_plans: dict[Any, Plan] = {}
+cache.on_change(_plans.clear)
+
+
+def grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str = "none",
+    layout: str = "... (g k)",
+    backend: str | None = None,
+) -> Tensor:
+    """Many linear layers of one size as one operation: ``y_g = act(x_g W_gᵀ + b_g)`` for every g.
+
+    Args:
+        x: input, any strides; its shape is what ``layout`` says.
+        weight: shape (G, N, K): a stack of ``nn.Linear`` weights; any strides. Same dtype and
+            device as ``x``.
+        bias: shape (G, N), or None.
+        activation: none, relu, relu2, silu, gelu (erf), gelu_tanh, sigmoid, tanh, quick_gelu or
+            leaky_relu (slope 0.01).
+        layout: the shape of x, with g for G and k for K; y has the same with N for K.
+            ``"... (g k)"``: (..., G·K), the groups side by side; ``"... g k"``: (..., G, K);
+            ``"g ... k"``: (G, ..., K); ``"b (g k) ..."``: (B, G·K, ...), channels first, as
+            ``nn.Conv1d(kernel_size=1, groups=G)`` takes it; ``"b g k ..."``: (B, G, K, ...);
+            ``"... k"``: (..., K), one input for all groups, for which y is (..., G, N).
+        backend: force the backend by name; None lets fastlinear choose.
+
+    Returns:
+        y in x's layout and dtype (under autocast: the autocast dtype), dense.
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit, or a name is unknown.
+        UnsupportedError: a forced backend cannot serve the call; the message says why.
+
+    float32, bfloat16, float16 and float64; 16-bit dtypes accumulate in float32. Deterministic for
+    a given backend and shape. Differentiable, to any order.
+
+    >>> import torch, fastlinear as fl
+    >>> x, w = torch.ones(5, 2 * 3), torch.ones(2, 4, 3)
+    >>> fl.grouped_linear(x, w, activation="relu").shape
+    torch.Size([5, 8])
+    >>> fl.grouped_linear(x.view(5, 2, 3), w, layout="... g k").shape
+    torch.Size([5, 2, 4])
+    """
+    return call(x, weight, bias, activation, layout, backend)
+
+
+def call(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    layout: str,
+    backend: str | None,
+) -> Tensor:
+    """``grouped_linear`` with positional arguments: the entry of ``nn.GroupedLinear``."""
+    if layout == layouts.SHARED:
+        return _shared(x, weight, bias, activation, backend)
+    given = (x, weight) if bias is None else (x, weight, bias)
+    if _unlike_plain(given) or calls.forward_mode():
+        return _unusual(x, weight, bias, activation, layout, backend)
+    if _is_compiling():
+        return _compiled(x, weight, bias, activation, layout, backend)
+    if calls.recorded():
+        x, weight, bias = as_autocast(x, weight, bias)
+        validate(x, weight, bias, activation, layout, backend)
+        return reference.grouped_linear(x, weight, bias, activation, layout)
+    autocast = calls.autocast_dtype(x)
+    grad = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+    negative = any(t.is_neg() for t in given)
+    key: Any = (
+        tuple([(t.shape, t.stride(), t.dtype, t.device) for t in given]),
+        *(activation, layout, backend, grad, autocast, negative),
+        matmul_precision(x.dtype),
+        calls.is_captured(x),
+    )
+    try:
+        plan = _plans.get(key)
+    except TypeError:  # an activation, layout or backend that cannot be hashed: validation names it
+        plan = None
+    if plan is None:
+        cast = as_autocast(x, weight, bias)
+        validate(*cast, activation, layout, backend)
+        plan = resolved(*cast, activation, layout, backend, grad)
+        if autocast is not None or negative:
+            plan = prepared(plan)
+        if len(_plans) >= _MAX_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+    return plan(x, weight, bias)
+
+
+def explain(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str = "none",
+    layout: str = "... (g k)",
+    backend: str | None = None,
+    needs_grad: bool | None = None,
+) -> Explanation:
+    """Which backend ``grouped_linear`` takes for this call, why, and why not each other.
+
+    Args:
+        x, weight, bias, activation, layout, backend: as for ``grouped_linear``. With one input for
+            all groups the call is one of ``linear_act``, and that is what is explained.
+        needs_grad: whether to explain the training choice; by default what the tensors say.
+    """
+    if needs_grad is None:
+        needs_grad = torch.is_grad_enabled() and any(
+            isinstance(t, Tensor) and t.requires_grad for t in (x, weight, bias)
+        )
+    if all(isinstance(t, Tensor) for t in (x, weight)) and isinstance(bias, Tensor | None):
+        x, weight, bias = as_autocast(x, weight, bias)
+    validate(x, weight, bias, activation, layout, backend)
+    if layout == layouts.SHARED:
+        flat = None if bias is None else bias.flatten()
+        return single.explain(
+            x,
+            weight.flatten(0, 1),
+            flat,
+            activation=activation,
+            backend=backend,
+            needs_grad=needs_grad,
+        )
+    groups, _, k = weight.shape
+    rows = layouts.blocks(x.detach(), layout, groups, k)
+    order = layouts.order_of(layout, x.shape)
+    return Explanation(choices(rows, weight, bias, activation, order, backend, needs_grad))
+
+
+# --------------------------------------------------------------------------------------------
+# Calls off the hot path
+
+
+def _shared(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, backend: str | None
+) -> Tensor:
+    """One input for all groups: one linear layer with G·N outputs."""
+    if all(isinstance(t, Tensor) for t in (x, weight)) and isinstance(bias, Tensor | None):
+        validate(*as_autocast(x, weight, bias), activation, layouts.SHARED, backend)
+    else:
+        validate(x, weight, bias, activation, layouts.SHARED, backend)
+    groups, n, _ = weight.shape
+    flat = None if bias is None else bias.flatten()
+    y = single.linear_act(x, weight.flatten(0, 1), flat, activation=activation, backend=backend)
+    return y.unflatten(-1, (groups, n))
+
+
+def _unlike_plain(given: tuple[Any, ...]) -> bool:
+    """Whether a tensor is a subclass, a proxy, sparse or on no memory, or a transform is active."""
+    if calls.transforms_active():
+        return True
+    return any(type(t) not in calls.PLAIN or t.layout is not torch.strided for t in given)
+
+
+def _unusual(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    layout: str,
+    backend: str | None,
+) -> Tensor:
+    """Tensor subclasses, FX proxies and functorch transforms: plain torch ops carry them."""
+    given = (x, weight) if bias is None else (x, weight, bias)
+    if not all(isinstance(t, Tensor) for t in given) and has_torch_function(given):
+        y: Tensor = handle_torch_function(
+            grouped_linear,
+            given,
+            x,
+            weight,
+            bias,
+            activation=activation,
+            layout=layout,
+            backend=backend,
+        )
+        return y
+    if all(isinstance(t, Tensor) for t in given):
+        x, weight, bias = as_autocast(x, weight, bias)
+    validate(x, weight, bias, activation, layout, backend)
+    if backend not in (None, "eager"):
+        raise InputError(
+            "grouped_linear",
+            expected="plain strided tensors outside torch.func transforms and forward-mode "
+            "differentiation with a forced backend",
+            received=f"x of type {type(x).__name__}, backend={backend!r}",
+            remedy="Leave backend out; such calls take PyTorch's own path.",
+        )
+    return reference.grouped_linear(x, weight, bias, activation, layout)
+
+
+def _compiled(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    layout: str,
+    backend: str | None,
+) -> Tensor:
+    """The call as torch.compile sees it: one registered op."""
+    x, weight, bias = as_autocast(x, weight, bias)
+    validate(x, weight, bias, activation, layout, backend)
+    grad = torch.is_grad_enabled() and (
+        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    )
+    y: Tensor = torch.ops.fastlinear.grouped_linear(
+        x, weight, bias, activation, layout, grad, backend or ""
+    )[0]
+    return y

@@ -1,0 +1,95 @@
+"""Plans of grouped_linear: what to call for calls of one kind, out of the backends chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from fastlinear.dispatch.select import Choice
+from fastlinear.ops.common.autocast import cast as autocast_copy
+from fastlinear.ops.common.calls import autocast_dtype
+from fastlinear.ops.grouped_linear import layout as layouts
+from fastlinear.ops.grouped_linear import reference
+from fastlinear.ops.grouped_linear.autograd import Formula, GroupedLinear
+from fastlinear.ops.grouped_linear.problem import STEP
+from fastlinear.ops.grouped_linear.selection import choices
+
+Plan = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+def resolved(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    layout: str,
+    backend: str | None,
+    grad: bool,
+) -> Plan:
+    """What to call for such tensors, which are valid."""
+    if x.device.type not in ("cpu", "cuda") or not x.numel() * weight.numel():
+        return _own(activation, layout)
+    order = layouts.order_of(layout, x.shape)
+    rows = layouts.blocks(x.detach(), layout, weight.shape[0], weight.shape[2])
+    chosen = choices(rows, weight, bias, activation, order, backend, grad)
+    if not grad:
+        return inference_plan(chosen[0], activation, layout)
+    if {c.backend.name for c in chosen if c.problem.piece != STEP} == {"eager"}:
+        return _own(activation, layout)
+    return training_plan(chosen, activation, layout)
+
+
+def _own(activation: str, layout: str) -> Plan:
+    """PyTorch's own ops."""
+    return lambda x, weight, bias: reference.grouped_linear(x, weight, bias, activation, layout)
+
+
+def inference_plan(choice: Choice, activation: str, layout: str) -> Plan:
+    """The forward's backend between the user's layout and the backends'."""
+    run = choice.backend.load()
+
+    def plan(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        groups, _, k = weight.shape
+        order = layouts.order_of(layout, x.shape)
+        rows = layouts.blocks(x, layout, groups, k)
+        y = run(rows, weight, bias, activation, False, order)[0]
+        return layouts.unblocked(y, layout, x.shape)
+
+    return plan
+
+
+def training_plan(chosen: tuple[Choice, ...], activation: str, layout: str) -> Plan:
+    """``GroupedLinear`` over the backends chosen for forward and backward."""
+    formula = Formula(activation, layout, chosen[0].backend.load(), chosen[1].backend.load())
+    apply = GroupedLinear.apply
+
+    def plan(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        y: Tensor = apply(x, weight, bias, formula)
+        return y
+
+    return plan
+
+
+def prepared(inner: Plan) -> Plan:
+    """The plan for tensors that autocast casts, or whose sign is lazy: kernels read memory as it
+    lies."""
+
+    def plan(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        x, weight, bias = as_autocast(x, weight, bias)
+        return inner(
+            x.resolve_neg(), weight.resolve_neg(), None if bias is None else bias.resolve_neg()
+        )
+
+    return plan
+
+
+def as_autocast(
+    x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The tensors in the dtype autocast has for them; themselves where it is off."""
+    dtype = autocast_dtype(x)
+    if dtype is None:
+        return x, weight, bias
+    cast = None if bias is None else autocast_copy(bias, dtype)
+    return autocast_copy(x, dtype), autocast_copy(weight, dtype), cast

@@ -1,0 +1,111 @@
+"""Triton backend of grouped_linear's forward on sm_80 and later: any strides, nothing is permuted
+or copied.
+
+Tensors of tokens are (B, L, G, features) views, already validated. Importing this file imports
+Triton, so it is imported lazily.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fastlinear.ops.common.triton_launch import Launch
+from fastlinear.ops.grouped_linear import reference
+from fastlinear.ops.grouped_linear import triton_tensors as tensors
+from fastlinear.ops.grouped_linear.triton_config import (
+    ProductConfig,
+    dot_precision,
+    parts,
+    product_config,
+)
+from fastlinear.ops.grouped_linear.triton_kernels import _resident_kernel, _streaming_kernel
+
+__all__ = ["Product", "forward"]
+
+Tensor = torch.Tensor
+
+_plans: dict[Any, Product] = {}
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    save_pre: bool,
+    order: str,
+    *,
+    config: ProductConfig | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """y = act(x_g W_gᵀ + b_g) in one kernel, float32 accumulation, deterministic.
+
+    Args:
+        x: (B, L, G, K) of any strides; float32, bfloat16 or float16.
+        weight: (G, N, K) of any strides, dtype of x.
+        bias: (G, N), or None.
+        activation: name of the activation.
+        save_pre: also return the pre-activation.
+        order: how the results lie in memory, a name in ``layout.ORDERS``.
+        config: launch configuration; None picks ``product_config``.
+
+    Returns:
+        y (B, L, G, N) in x's dtype; the pre-activation likewise, or None.
+    """
+    y = tensors.empty((*x.shape[:3], weight.shape[1]), order, x)
+    if not x.numel() * weight.numel() or tensors.far_apart(x, weight, y):
+        return reference.forward(x, weight, bias, activation, save_pre, order)
+    pre = tensors.empty(y.shape, order, x) if save_pre else None
+    if bias is not None and not bias.is_contiguous():
+        bias = bias.contiguous()
+    key = (tensors.facts_of(x, weight, bias, y), activation, save_pre, config)
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= tensors.MAX_PLANS:
+            _plans.clear()
+        plan = _plans[key] = Product(x, weight, y, activation, config)
+    plan.launch(x, weight, bias, y, pre)
+    return tensors.rounded(y, x), None if pre is None else tensors.rounded(pre, x)
+
+
+class Product:
+    """The one launch of y = act(x Wᵀ + b), for tensors of one kind."""
+
+    __slots__ = ("launch",)
+
+    def __init__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        y: Tensor,
+        activation: str,
+        config: ProductConfig | None = None,
+    ) -> None:
+        batch, length, groups, k = x.shape
+        n = weight.shape[1]
+        if config is None:
+            facts = x.element_size(), tensors.units_of(x.device), tensors.capability_of(x.device)
+            config = product_config(batch * length, groups, k, n, *facts)
+        place = tensors.Tiles(x, config.block_m)
+        columns = -(-n // config.block_n)
+        strides = tensors.arguments(x, weight, y)
+        how = (activation, tensors.math_of(x.dtype), dot_precision(k), place.across)
+        interpreted = x.device.type == "cpu"
+        if config.block_k:
+            kernel: Any = _streaming_kernel
+            grid = (place.tiles * columns, groups)
+            rest: tuple[Any, ...] = (
+                *(*place.shape, columns, k, n, *strides),
+                *(config.block_m, config.block_n, config.block_k, k % config.block_k == 0),
+                *(*how, interpreted),
+            )
+        else:
+            kernel = _resident_kernel
+            grid = (groups * columns, -(-place.tiles // config.tiles))
+            rest = (
+                *(*place.shape, place.tiles, config.tiles, columns, *strides),
+                *(k, n, *parts(k), config.block_m, config.block_n),
+                *(*how, config.stages, interpreted),
+            )
+        self.launch = Launch(kernel, grid, rest, x.device, warps=config.warps, stages=config.stages)

@@ -1,0 +1,304 @@
+"""Triton backend of grouped_linear's backward on sm_80 and later: any strides, nothing copied.
+
+Tensors of tokens are (B, L, G, features) views. Importing this file imports Triton, so it is
+imported lazily.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fastlinear.ops.common.triton_launch import Launch
+from fastlinear.ops.grouped_linear import layout as layouts
+from fastlinear.ops.grouped_linear import reference
+from fastlinear.ops.grouped_linear import triton_tensors as tensors
+from fastlinear.ops.grouped_linear.reference import Gradients, Needs
+from fastlinear.ops.grouped_linear.triton import Product
+from fastlinear.ops.grouped_linear.triton_backward_kernels import (
+    _backward_kernel,
+    _grad_pre_kernel,
+    _grad_weight_kernel,
+    _sum_chunks_kernel,
+)
+from fastlinear.ops.grouped_linear.triton_config import (
+    BackwardConfig,
+    backward_config,
+    chunk_tiles,
+    dot_precision,
+    padded,
+    weight_config,
+)
+
+__all__ = ["backward"]
+
+Tensor = torch.Tensor
+_SUM_BLOCK = 1024
+
+_plans: dict[Any, Any] = {}
+
+
+def backward(
+    dy: Tensor,
+    saved: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    activation: str,
+    needs: Needs,
+    order: str,
+    *,
+    config: BackwardConfig | None = None,
+) -> Gradients:
+    """(dx, dW, db), each None where not needed: one pass over x and dy where a group's dW fits a
+    program's registers, else products apart.
+
+    Args:
+        dy: (B, L, G, N) of any strides.
+        saved: (B, L, G, N) of any strides: the output y for relu, leaky_relu, sigmoid and tanh, the
+            pre-activation for the others, None for ``"none"``.
+        x: (B, L, G, K) of any strides, dtype of dy.
+        weight: (G, N, K) of any strides, dtype of dy.
+        activation: name of the activation.
+        needs: which of dx, dW and db are wanted.
+        order: how dx lies in memory.
+        config: launch configuration of the single pass; None picks ``backward_config``.
+
+    Returns:
+        dx (B, L, G, K), dW (G, N, K) and db (G, N) in dy's dtype. Products accumulate in float32
+        over dpre rounded to dy's dtype, db over dpre before rounding. Deterministic: chunks of
+        tokens are summed in a fixed order.
+    """
+    if activation == "none":
+        saved = None
+    if not dy.numel() * x.numel() or tensors.far_apart(dy, saved, x, weight):
+        return reference.backward(dy, saved, x, weight, activation, needs, order)
+    batch, length, groups, k = x.shape
+    n = weight.shape[1]
+    if config is None:
+        facts = x.element_size(), tensors.units_of(x.device), tensors.capability_of(x.device)
+        config = backward_config(batch * length, groups, k, n, *facts, activation)
+    if saved is not None and (config is None or config.dpre_first):
+        dpre, db = _grad_pre(dy, saved, activation, needs[2])
+        rest = (*needs[:2], False)
+        dx, dw, _ = backward(dpre, None, x, weight, "none", rest, order, config=config)
+        return dx, dw, db
+    dx = tensors.empty(x.shape, order, x) if needs[0] else None
+    dw = tensors.vector((groups, n, k), x) if needs[1] else None
+    if config is None:
+        db = _grad_pre(dy, None, activation, True)[1] if needs[2] else None
+        if dx is not None:
+            turned = weight.transpose(1, 2)
+            key = ("dx", *tensors.facts_of(dy, weight, dx))
+            _plan(key, lambda: Product(dy, turned, dx, "none")).launch(dy, turned, None, dx, None)
+        if dw is not None:
+            key = ("dw", *tensors.facts_of(dy, x))
+            _plan(key, lambda: _GradWeight(dy, x)).run(dy, x, dw)
+        return _all_rounded(dx, dw, None, x)[:2] + (db,)
+    db = tensors.vector((groups, n), x) if needs[2] else None
+    key = ("all", *tensors.facts_of(dy, saved, x, weight, dx), activation, needs, config)
+    make = lambda: _SinglePass(dy, saved, x, weight, dx, activation, needs, config)  # noqa: E731
+    _plan(key, make).run(dy, saved, x, weight, dx, dw, db)
+    return _all_rounded(dx, dw, db, x)
+
+
+def _grad_pre(
+    dy: Tensor, saved: Tensor | None, activation: str, need_bias_grad: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(dpre, db): dpre (B, L, G, N) lies as saved does, and is dy where saved is None."""
+    groups, n = dy.shape[2:]
+    dpre = None if saved is None else tensors.empty(dy.shape, _order_of(saved), dy)
+    db = tensors.vector((groups, n), dy) if need_bias_grad else None
+    key = ("dpre", *tensors.facts_of(dy, saved), activation, need_bias_grad)
+    _plan(key, lambda: _GradPre(dy, saved, dpre, activation, need_bias_grad)).run(
+        dy, saved, dpre, db
+    )
+    return (
+        dy if dpre is None else tensors.rounded(dpre, dy),
+        None if db is None else tensors.rounded(db, dy),
+    )
+
+
+# --------------------------------------------------------------------------------------------
+# Plans: launches for tensors of one kind
+
+
+class _SinglePass:
+    """One launch for all gradients, and one for the sums over chunks where there are several."""
+
+    __slots__ = ("_launch", "_sums")
+
+    def __init__(
+        self,
+        dy: Tensor,
+        saved: Tensor | None,
+        x: Tensor,
+        weight: Tensor,
+        dx: Tensor | None,
+        activation: str,
+        needs: Needs,
+        config: BackwardConfig,
+    ) -> None:
+        groups, n, k = weight.shape
+        tokens = x.shape[0] * x.shape[1]
+        place = tensors.Tiles(x, config.block_m)
+        chunks = -(-place.tiles // config.tiles)
+        self._launch = Launch(
+            _backward_kernel,
+            (groups, chunks),
+            (
+                *(*place.shape, place.tiles, config.tiles, groups),
+                *tensors.arguments(dy, saved, x, weight, dx),
+                *(k, n, config.block_m, padded(k), padded(n)),
+                *(activation, tensors.math_of(x.dtype), dot_precision(n), dot_precision(tokens)),
+                *(place.across, config.stages, x.device.type == "cpu"),
+            ),
+            x.device,
+            warps=config.warps,
+            stages=config.stages,
+        )
+        self._sums = _Sums((groups, n, k), chunks, needs[1], needs[2], x)
+
+    def run(
+        self,
+        dy: Tensor,
+        saved: Tensor | None,
+        x: Tensor,
+        weight: Tensor,
+        dx: Tensor | None,
+        dw: Tensor | None,
+        db: Tensor | None,
+    ) -> None:
+        """Launch; dw and db are contiguous, None where not wanted."""
+        dw_part, db_part = self._sums.parts(dw, db)
+        self._launch(dy, saved, x, weight, dx, dw_part, db_part)
+        self._sums.run(dw_part, db_part, dw, db)
+
+
+class _GradPre:
+    """dpre = dy act'(pre) and its sums over tokens."""
+
+    __slots__ = ("_launch", "_sums")
+
+    def __init__(
+        self,
+        dy: Tensor,
+        saved: Tensor | None,
+        dpre: Tensor | None,
+        activation: str,
+        need_bias_grad: bool,
+    ) -> None:
+        groups, n = dy.shape[2:]
+        block_m, block_n = 16, min(128, padded(n))
+        place = tensors.Tiles(dy, block_m)
+        columns = -(-n // block_n)
+        walked = chunk_tiles(place.tiles, groups * columns, 8 * tensors.units_of(dy.device))
+        chunks = -(-place.tiles // walked)
+        self._launch = Launch(
+            _grad_pre_kernel,
+            (groups * columns, chunks),
+            (
+                *(*place.shape, place.tiles, walked, columns, groups, n),
+                *tensors.arguments(dy, saved, dpre),
+                *(block_m, block_n, activation, tensors.math_of(dy.dtype), place.across),
+            ),
+            dy.device,
+            warps=4,
+        )
+        self._sums = _Sums((groups, n, 0), chunks, False, need_bias_grad, dy)
+
+    def run(self, dy: Tensor, saved: Tensor | None, dpre: Tensor | None, db: Tensor | None) -> None:
+        """Launch; db is contiguous, None where not wanted."""
+        _, part = self._sums.parts(None, db)
+        self._launch(dy, saved, dpre, part)
+        self._sums.run(None, part, None, db)
+
+
+class _GradWeight:
+    """dW_g = dpre_gᵀ x_g, in tiles of dW and chunks of tokens."""
+
+    __slots__ = ("_launch", "_sums")
+
+    def __init__(self, dpre: Tensor, x: Tensor) -> None:
+        batch, length, groups, k = x.shape
+        n, tokens = dpre.shape[3], batch * length
+        config = weight_config(tokens, groups, k, n, x.element_size(), tensors.units_of(x.device))
+        place = tensors.Tiles(x, config.block_m)
+        chunks = -(-place.tiles // config.tiles)
+        columns = -(-k // config.block_k)
+        self._launch = Launch(
+            _grad_weight_kernel,
+            (-(-n // config.block_n) * columns, groups, chunks),
+            (
+                *(*place.shape, place.tiles, config.tiles, columns, groups, k, n),
+                *tensors.arguments(dpre, x),
+                *(config.block_m, config.block_n, config.block_k, dot_precision(tokens)),
+                *(place.across, x.device.type == "cpu"),
+            ),
+            x.device,
+            warps=config.warps,
+            stages=config.stages,
+        )
+        self._sums = _Sums((groups, n, k), chunks, True, False, x)
+
+    def run(self, dpre: Tensor, x: Tensor, dw: Tensor) -> None:
+        """Launch; dw (G, N, K) is contiguous."""
+        part, _ = self._sums.parts(dw, None)
+        self._launch(dpre, x, part)
+        self._sums.run(part, None, dw, None)
+
+
+class _Sums:
+    """Where chunks of tokens leave their shares of dW and db, and the launch that adds them up."""
+
+    __slots__ = ("_launch", "_shapes")
+
+    def __init__(
+        self, sizes: tuple[int, int, int], chunks: int, dw: bool, db: bool, like: Tensor
+    ) -> None:
+        groups, n, k = sizes
+        self._shapes = (chunks, groups, n, k), (chunks, groups, n)
+        self._launch = None
+        if chunks > 1 and (dw or db):
+            dw_blocks = -(-groups * n * k // _SUM_BLOCK) if dw else 0
+            blocks = dw_blocks + (-(-groups * n // _SUM_BLOCK) if db else 0)
+            rest = (groups * n * k, groups * n, dw_blocks, chunks, _SUM_BLOCK)
+            self._launch = Launch(_sum_chunks_kernel, (blocks,), rest, like.device, warps=4)
+
+    def parts(self, dw: Tensor | None, db: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """float32 memory for the shares, or the results themselves where one chunk is all."""
+        if self._launch is None:
+            return dw, db
+        return (
+            None if dw is None else tensors.workspace(self._shapes[0], dw),
+            None if db is None else tensors.workspace(self._shapes[1], db),
+        )
+
+    def run(self, *shares_and_results: Tensor | None) -> None:
+        """Add up (dw's shares, db's shares, dw, db), in a fixed order."""
+        if self._launch is not None:
+            self._launch(*shares_and_results)
+
+
+def _plan(key: Any, make: Any) -> Any:
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= tensors.MAX_PLANS:
+            _plans.clear()
+        plan = _plans[key] = make()
+    return plan
+
+
+def _order_of(t: Tensor) -> str:
+    """The order of memory in which t (B, L, G, features) is dense, "tokens" where in none."""
+    return next((order for order in layouts.ORDERS if layouts.is_dense(t, order)), "tokens")
+
+
+def _all_rounded(
+    dx: Tensor | None, dw: Tensor | None, db: Tensor | None, like: Tensor
+) -> Gradients:
+    return (
+        None if dx is None else tensors.rounded(dx, like),
+        None if dw is None else tensors.rounded(dw, like),
+        None if db is None else tensors.rounded(db, like),
+    )

@@ -1,0 +1,338 @@
+"""Triton kernels of grouped_linear's backward.
+
+How strides are given, and what a tile is, stands in triton_tiles.py.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fastlinear.ops.common.activations_triton import activation_grad
+from fastlinear.ops.grouped_linear.triton_tiles import (
+    _dot,
+    _load,
+    _load_matrix,
+    _mask,
+    _place,
+    _stride,
+)
+
+
+@triton.jit
+def _backward_kernel(
+    dy_ptr,
+    saved_ptr,
+    x_ptr,
+    w_ptr,
+    dx_ptr,
+    dw_ptr,
+    db_ptr,
+    B,
+    L,
+    batch_tiles,
+    tiles,
+    program_tiles,
+    G,
+    dy_batch,
+    dy_row,
+    dy_group,
+    dy_col,
+    s_batch,
+    s_row,
+    s_group,
+    s_col,
+    x_batch,
+    x_row,
+    x_group,
+    x_col,
+    w_group,
+    w_row,
+    w_col,
+    dx_batch,
+    dx_row,
+    dx_group,
+    dx_col,
+    DY_ALIGN: tl.constexpr,
+    DY_UNIT: tl.constexpr,
+    DY_FIXED: tl.constexpr,
+    S_ALIGN: tl.constexpr,
+    S_UNIT: tl.constexpr,
+    S_FIXED: tl.constexpr,
+    X_ALIGN: tl.constexpr,
+    X_UNIT: tl.constexpr,
+    X_FIXED: tl.constexpr,
+    W_ALIGN: tl.constexpr,
+    W_UNIT: tl.constexpr,
+    W_FIXED: tl.constexpr,
+    DX_ALIGN: tl.constexpr,
+    DX_UNIT: tl.constexpr,
+    DX_FIXED: tl.constexpr,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    MATH: tl.constexpr,
+    DX_PRECISION: tl.constexpr,
+    DW_PRECISION: tl.constexpr,
+    ACROSS: tl.constexpr,
+    STAGES: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """dx, and this program's shares of dW and db, of program_tiles tiles of one group.
+
+    x and dy are read once. BLOCK_K >= K and BLOCK_N >= N: dW_g stays in registers. Program axis 1
+    is the chunk of tiles: chunk c writes (c, g) of dw (chunks, G, N, K) and db (chunks, G, N),
+    which hold float32, or the results themselves where there is one chunk. ``saved_ptr`` is None
+    for "none"; ``dx_ptr``, ``dw_ptr`` (then ``x_ptr`` as well) and ``db_ptr`` where not wanted.
+    """
+    g = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    n = tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    dy_base = dy_ptr + g * (dy_group * DY_ALIGN)
+    dy_n = _stride(dy_col, DY_ALIGN, DY_UNIT == "col")
+    if saved_ptr is not None:
+        s_base = saved_ptr + g * (s_group * S_ALIGN)
+        s_n = _stride(s_col, S_ALIGN, S_UNIT == "col")
+    if dx_ptr is not None:
+        w_n = _stride(w_row, W_ALIGN, W_UNIT == "row")
+        w_k = _stride(w_col, W_ALIGN, W_UNIT == "col")
+        w = _load_matrix(w_ptr + g * (w_group * W_ALIGN), w_n, w_k, 0, 0, N, K, BLOCK_N, BLOCK_K)
+        dx_base = dx_ptr + g * (dx_group * DX_ALIGN)
+        dx_cols = k * _stride(dx_col, DX_ALIGN, DX_UNIT == "col")
+    if dw_ptr is not None:
+        x_base = x_ptr + g * (x_group * X_ALIGN)
+        x_k = _stride(x_col, X_ALIGN, X_UNIT == "col")
+        dw = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    if db_ptr is not None:
+        db = tl.zeros((BLOCK_N,), dtype=tl.float32)
+
+    begin = chunk * program_tiles
+    for tile in tl.range(begin, tl.minimum(begin + program_tiles, tiles), num_stages=STAGES):
+        mask = _mask(tile, B, L, batch_tiles, BLOCK_M, ACROSS)
+        first, rows = _place(
+            tile, L, batch_tiles, dy_batch, dy_row, DY_ALIGN, DY_UNIT, DY_FIXED, BLOCK_M, ACROSS
+        )
+        dpre = _load(dy_base + first, rows, mask, dy_n, 0, N, BLOCK_N)
+        if saved_ptr is not None:
+            first, rows = _place(
+                tile, L, batch_tiles, s_batch, s_row, S_ALIGN, S_UNIT, S_FIXED, BLOCK_M, ACROSS
+            )
+            saved = _load(s_base + first, rows, mask, s_n, 0, N, BLOCK_N).to(tl.float32)
+            grad = activation_grad(dpre.to(tl.float32), saved, ACTIVATION, MATH)
+            if db_ptr is not None:
+                db += tl.sum(grad, axis=0)
+            dpre = grad.to(dy_ptr.dtype.element_ty)
+        elif db_ptr is not None:
+            db += tl.sum(dpre.to(tl.float32), axis=0)
+        if dw_ptr is not None:
+            first, rows = _place(
+                tile, L, batch_tiles, x_batch, x_row, X_ALIGN, X_UNIT, X_FIXED, BLOCK_M, ACROSS
+            )
+            x = _load(x_base + first, rows, mask, x_k, 0, K, BLOCK_K)
+            dw = _dot(tl.trans(dpre), x, dw, DW_PRECISION, UPCAST)
+        if dx_ptr is not None:
+            dx = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.float32)
+            dx = _dot(dpre, w, dx, DX_PRECISION, UPCAST)
+            first, rows = _place(
+                tile, L, batch_tiles, dx_batch, dx_row, DX_ALIGN, DX_UNIT, DX_FIXED, BLOCK_M, ACROSS
+            )
+            ptrs = dx_base + first + rows[:, None] + dx_cols[None, :]
+            out = dx.to(dx_ptr.dtype.element_ty)
+            tl.store(ptrs, out, mask=mask[:, None] & (k < K)[None, :])
+
+    part = chunk.to(tl.int64) * G + g
+    if dw_ptr is not None:
+        ptrs = dw_ptr + part * (N * K) + n[:, None] * K + k[None, :]
+        tl.store(ptrs, dw.to(dw_ptr.dtype.element_ty), mask=(n < N)[:, None] & (k < K)[None, :])
+    if db_ptr is not None:
+        tl.store(db_ptr + part * N + n, db.to(db_ptr.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def _grad_pre_kernel(
+    dy_ptr,
+    saved_ptr,
+    dpre_ptr,
+    db_ptr,
+    B,
+    L,
+    batch_tiles,
+    tiles,
+    program_tiles,
+    col_tiles,
+    G,
+    N,
+    dy_batch,
+    dy_row,
+    dy_group,
+    dy_col,
+    s_batch,
+    s_row,
+    s_group,
+    s_col,
+    d_batch,
+    d_row,
+    d_group,
+    d_col,
+    DY_ALIGN: tl.constexpr,
+    DY_UNIT: tl.constexpr,
+    DY_FIXED: tl.constexpr,
+    S_ALIGN: tl.constexpr,
+    S_UNIT: tl.constexpr,
+    S_FIXED: tl.constexpr,
+    D_ALIGN: tl.constexpr,
+    D_UNIT: tl.constexpr,
+    D_FIXED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    MATH: tl.constexpr,
+    ACROSS: tl.constexpr,
+):
+    """dpre = dy act'(pre) and shares of db on program_tiles tiles of one group, BLOCK_N columns.
+
+    ``saved_ptr`` and ``dpre_ptr`` are None for "none", where dpre is dy; ``db_ptr`` (chunks, G, N),
+    as in ``_backward_kernel``, where db is not wanted.
+    """
+    g = (tl.program_id(0) // col_tiles).to(tl.int64)
+    n = (tl.program_id(0) % col_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n_mask = n < N
+    chunk = tl.program_id(1)
+    dy_cols = n * _stride(dy_col, DY_ALIGN, DY_UNIT == "col")
+    s_cols = n * _stride(s_col, S_ALIGN, S_UNIT == "col")
+    d_cols = n * _stride(d_col, D_ALIGN, D_UNIT == "col")
+    sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    begin = chunk * program_tiles
+    for tile in range(begin, tl.minimum(begin + program_tiles, tiles)):
+        row_mask = _mask(tile, B, L, batch_tiles, BLOCK_M, ACROSS)
+        mask = row_mask[:, None] & n_mask[None, :]
+        first, rows = _place(
+            tile, L, batch_tiles, dy_batch, dy_row, DY_ALIGN, DY_UNIT, DY_FIXED, BLOCK_M, ACROSS
+        )
+        dy_ptrs = dy_ptr + g * (dy_group * DY_ALIGN) + first + rows[:, None] + dy_cols[None, :]
+        grad = tl.load(dy_ptrs, mask=mask, other=0.0).to(tl.float32)
+        if saved_ptr is not None:
+            first, rows = _place(
+                tile, L, batch_tiles, s_batch, s_row, S_ALIGN, S_UNIT, S_FIXED, BLOCK_M, ACROSS
+            )
+            s_ptrs = saved_ptr + g * (s_group * S_ALIGN) + first + rows[:, None] + s_cols[None, :]
+            saved = tl.load(s_ptrs, mask=mask, other=0.0).to(tl.float32)
+            grad = activation_grad(grad, saved, ACTIVATION, MATH)
+        if dpre_ptr is not None:
+            first, rows = _place(
+                tile, L, batch_tiles, d_batch, d_row, D_ALIGN, D_UNIT, D_FIXED, BLOCK_M, ACROSS
+            )
+            d_ptrs = dpre_ptr + g * (d_group * D_ALIGN) + first + rows[:, None] + d_cols[None, :]
+            tl.store(d_ptrs, grad.to(dpre_ptr.dtype.element_ty), mask=mask)
+        sums += grad
+    if db_ptr is not None:
+        db = tl.sum(sums, axis=0).to(db_ptr.dtype.element_ty)
+        tl.store(db_ptr + (chunk.to(tl.int64) * G + g) * N + n, db, mask=n_mask)
+
+
+@triton.jit
+def _grad_weight_kernel(
+    d_ptr,
+    x_ptr,
+    dw_ptr,
+    B,
+    L,
+    batch_tiles,
+    tiles,
+    program_tiles,
+    col_tiles,
+    G,
+    K,
+    N,
+    d_batch,
+    d_row,
+    d_group,
+    d_col,
+    x_batch,
+    x_row,
+    x_group,
+    x_col,
+    D_ALIGN: tl.constexpr,
+    D_UNIT: tl.constexpr,
+    D_FIXED: tl.constexpr,
+    X_ALIGN: tl.constexpr,
+    X_UNIT: tl.constexpr,
+    X_FIXED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ACROSS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """One tile (BLOCK_N, BLOCK_K) of dW_g = dpre_gᵀ x_g over program_tiles tiles of tokens.
+
+    Program axes: the tile of dW, the group, the chunk of tokens; ``dw_ptr`` as in
+    ``_backward_kernel``.
+    """
+    n = (tl.program_id(0) // col_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = (tl.program_id(0) % col_tiles) * BLOCK_K + tl.arange(0, BLOCK_K)
+    g = tl.program_id(1).to(tl.int64)
+    chunk = tl.program_id(2)
+    n_mask = n < N
+    k_mask = k < K
+    d_cols = n * _stride(d_col, D_ALIGN, D_UNIT == "col")
+    x_cols = k * _stride(x_col, X_ALIGN, X_UNIT == "col")
+    d_base = d_ptr + g * (d_group * D_ALIGN)
+    x_base = x_ptr + g * (x_group * X_ALIGN)
+    dw = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    begin = chunk * program_tiles
+    for tile in range(begin, tl.minimum(begin + program_tiles, tiles)):
+        mask = _mask(tile, B, L, batch_tiles, BLOCK_M, ACROSS)
+        first, rows = _place(
+            tile, L, batch_tiles, d_batch, d_row, D_ALIGN, D_UNIT, D_FIXED, BLOCK_M, ACROSS
+        )
+        d_ptrs = d_base + first + rows[:, None] + d_cols[None, :]
+        d = tl.load(d_ptrs, mask=mask[:, None] & n_mask[None, :], other=0.0)
+        first, rows = _place(
+            tile, L, batch_tiles, x_batch, x_row, X_ALIGN, X_UNIT, X_FIXED, BLOCK_M, ACROSS
+        )
+        x_ptrs = x_base + first + rows[:, None] + x_cols[None, :]
+        x = tl.load(x_ptrs, mask=mask[:, None] & k_mask[None, :], other=0.0)
+        dw = _dot(tl.trans(d), x, dw, PRECISION, UPCAST)
+    ptrs = dw_ptr + ((chunk.to(tl.int64) * G + g) * N + n[:, None]) * K + k[None, :]
+    tl.store(ptrs, dw.to(dw_ptr.dtype.element_ty), mask=n_mask[:, None] & k_mask[None, :])
+
+
+@triton.jit
+def _sum_chunks_kernel(
+    dw_part_ptr,
+    db_part_ptr,
+    dw_ptr,
+    db_ptr,
+    DW_SIZE,
+    DB_SIZE,
+    dw_blocks,
+    CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program adds BLOCK numbers of all chunks of dW, or from program dw_blocks on of db, in
+    order. A pair of pointers may be None."""
+    program = tl.program_id(0)
+    if dw_ptr is not None:  # noqa: SIM102 - known when compiling, the next is not
+        if program < dw_blocks:
+            _add_chunks(dw_part_ptr, dw_ptr, program, DW_SIZE, CHUNKS, BLOCK)
+    if db_ptr is not None:  # noqa: SIM102
+        if program >= dw_blocks:
+            _add_chunks(db_part_ptr, db_ptr, program - dw_blocks, DB_SIZE, CHUNKS, BLOCK)
+
+
+@triton.jit
+def _add_chunks(part_ptr, out_ptr, block, SIZE, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
+    offs = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < SIZE
+    acc = tl.zeros((BLOCK,), dtype=tl.float32)
+    ptrs = part_ptr + offs
+    for _ in range(CHUNKS):
+        acc += tl.load(ptrs, mask=mask, other=0.0)
+        ptrs += SIZE
+    tl.store(out_ptr + offs, acc.to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,183 @@
+"""Launch configurations of the Triton backend: pure data and pure choices, no Triton import."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_RESIDENT = 256
+"""In features up to which a group's weight stays on the chip while x streams by."""
+
+# Largest shared memory of one block in bytes, and multiprocessors of the common part.
+SHARED_BYTES = {80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 90: 232_448}
+SHARED_BYTES |= {100: 232_448, 103: 232_448, 110: 232_448, 120: 101_376, 121: 101_376}
+# In and out features up to which dW fits a program's registers, of 16-bit numbers before and from
+# sm_90 on, and of float32 elsewhere and on Hopper.
+_MOST_16 = {False: 64, True: 128}
+_MOST_32 = {False: 32, True: 64}
+_SHARES_BYTES = 1 << 28  # largest float32 workspace of dW's chunks
+_MAX_INT = 2**31 - 1
+_TF32X3_MIN_DEPTH = 64
+
+
+@dataclass(frozen=True)
+class ProductConfig:
+    """One way to launch y_g = x_g W_gᵀ.
+
+    Attributes:
+        block_m, block_n: tokens and outputs of a tile.
+        block_k: inputs at a time; 0 where all of W's stay on the chip.
+        warps, stages: warps of a program, depth of the load pipeline.
+        tiles: tiles of tokens that a program walks (1 where W streams).
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    tiles: int = 1
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """One way to launch the single-pass backward.
+
+    Attributes:
+        block_m: tokens of a tile.
+        warps, stages: warps of a program, depth of the load pipeline.
+        tiles: tiles that a program walks.
+        dpre_first: whether a launch of its own forms dpre and db, where the derivative takes more
+            registers than dW leaves.
+    """
+
+    block_m: int
+    warps: int
+    stages: int
+    tiles: int
+    dpre_first: bool = False
+
+
+@dataclass(frozen=True)
+class WeightConfig:
+    """One way to launch the tiled dW: tokens at a time, tile of dW, tiles of tokens a program
+    walks."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    tiles: int
+
+
+def padded(size: int) -> int:
+    """The power of two that holds ``size``, at least 16."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+@lru_cache(maxsize=1024)
+def parts(size: int) -> tuple[int, int, int]:
+    """Up to three powers of two, at least 16 and falling, that reach ``size`` together; 0 for none.
+
+    >>> parts(100), parts(64), parts(250)
+    ((64, 32, 16), (64, 0, 0), (256, 0, 0))
+    """
+    whole = -(-size // 16) * 16
+    found = [1 << bit for bit in reversed(range(4, whole.bit_length())) if whole >> bit & 1]
+    if len(found) > 3:  # round the smallest up
+        return parts(sum(found[:2]) + 2 * found[2])
+    return (*found, *(0,) * (3 - len(found)))  # type: ignore[return-value]
+
+
+def dot_precision(depth: int) -> str:
+    """Scheme of a float32 product (16-bit ones ignore it), whatever precision the user allows.
+
+    The error of three TF32 products stays near 1.0e-7 on an H200, that of torch's own float32
+    product is 5.9e-8 at a depth of 16, 1.1e-7 at 64 and grows from there. Shorter products take
+    plain float32 arithmetic.
+    """
+    return "tf32x3" if depth >= _TF32X3_MIN_DEPTH else "ieee"
+
+
+def chunk_tiles(tiles: int, groups: int, programs: int) -> int:
+    """Tiles of tokens each program walks, for about ``programs`` programs over all groups."""
+    chunks = max(1, min(tiles, programs // groups))
+    return -(-tiles // chunks)
+
+
+@lru_cache(maxsize=1024)
+def product_config(
+    tokens: int,
+    groups: int,
+    k: int,
+    n: int,
+    itemsize: int,
+    units: int,
+    capability: tuple[int, int],
+) -> ProductConfig:
+    """The configuration of a product of ``tokens`` rows a group, (K) → (N)."""
+    plain = itemsize == 4 and dot_precision(k) == "ieee"
+    block_n = min(padded(n), 64 if plain else 128)
+    block_m = min(32 if plain else 64 if itemsize == 4 else 128, padded(tokens))
+    warps = 8 if block_m * block_n > 8192 or (itemsize == 4 and block_n == 128) else 4
+    if k > (MAX_RESIDENT if itemsize == 2 else MAX_RESIDENT // 2):
+        return ProductConfig(block_m, block_n, 64 if itemsize == 2 else 32, warps, 3)
+    programs = groups * -(-n // block_n)
+    tiles = chunk_tiles(-(-tokens // block_m), programs, 8 * units)
+    return ProductConfig(block_m, block_n, 0, warps, 2, tiles)
+
+
+@lru_cache(maxsize=1024)
+def backward_config(
+    tokens: int,
+    groups: int,
+    k: int,
+    n: int,
+    itemsize: int,
+    units: int,
+    capability: tuple[int, int],
+    activation: str,
+) -> BackwardConfig | None:
+    """The configuration of the single-pass backward; None for groups whose dW is too large."""
+    widest = max(padded(k), padded(n))
+    hopper = capability[0] == 9
+    if widest > (_MOST_16[capability >= (9, 0)] if itemsize == 2 else _MOST_32[hopper]):
+        return None
+    block_m = 32 if itemsize == 4 else 64
+    warps = 8 if widest * itemsize > 128 else 4
+    tiles = chunk_tiles(-(-tokens // block_m), groups, (2 if warps == 8 else 4) * units)
+    heavy = activation not in ("none", "relu", "leaky_relu")
+    return BackwardConfig(block_m, warps, 2, tiles, heavy and warps == 8)
+
+
+@lru_cache(maxsize=1024)
+def weight_config(
+    tokens: int, groups: int, k: int, n: int, itemsize: int, units: int
+) -> WeightConfig:
+    """The configuration of the tiled dW: enough programs to fill the chip, while the float32 shares
+    stay within bounds."""
+    widest = 64 if itemsize == 4 else 128
+    block_m, block_n, block_k = widest // 2, min(widest, padded(n)), min(widest, padded(k))
+    programs = groups * -(-n // block_n) * -(-k // block_k)
+    most = max(1, _SHARES_BYTES // (4 * groups * n * k))
+    tiles = chunk_tiles(-(-tokens // block_m), programs, min(2 * units, most * programs))
+    return WeightConfig(block_m, block_n, block_k, 8 if block_n * block_k > 8192 else 4, 3, tiles)
+
+
+def reason_not(
+    tokens: int, groups: int, k: int, n: int, dtype: torch.dtype, capability: tuple[int, int]
+) -> str | None:
+    """Why the Triton backend cannot serve a call of such sizes, or None when it can."""
+    if capability < (8, 0):
+        return f"needs compute capability 8.0, the device has {capability[0]}.{capability[1]}"
+    if dtype not in DTYPES:
+        return f"serves float32, bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
+    if max(tokens, groups * k, groups * n) > _MAX_INT // 256:
+        return f"sizes must stay below 2^23, got {tokens} tokens and {groups} groups of {k} → {n}"
+    if groups > 65535:
+        return f"serves at most 65535 groups, the call has {groups}"
+    return None
