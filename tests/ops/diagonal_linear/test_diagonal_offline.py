@@ -1,0 +1,124 @@
+"""diagonal_linear's Triton kernels compile for each architecture, without spilling, on any machine.
+
+Launches are built from meta tensors, so what is compiled is what would be launched.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("needs triton", allow_module_level=True)
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fastlinear.ops.diagonal_linear import triton as backend
+
+if triton.knobs.runtime.interpret:
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Recorder:
+    """Stands for a Launch: compiles the kernel for an architecture instead of launching it."""
+
+    made: ClassVar[list[Recorder]] = []
+
+    def __init__(self, kernel: Any, grid: Any, rest: Any, device: Any, **options: Any) -> None:
+        self.kernel, self.rest, self.warps = kernel, rest, options["warps"]
+        self.tensors: tuple[Any, ...] = ()
+
+    def __call__(self, *tensors: Any) -> None:
+        self.tensors = tensors
+        Recorder.made.append(self)
+
+    def compile(self, arch: int) -> Any:
+        signature: dict[str, str] = {}
+        constants: dict[str, Any] = {}
+        attributes: dict[tuple[int], list[Any]] = {}
+        for i, value in enumerate((*self.tensors, *self.rest)):
+            param = self.kernel.params[i]
+            if isinstance(value, torch.Tensor):
+                signature[param.name] = f"*{NAMES[value.dtype]}"
+                attributes[(i,)] = [["tt.divisibility", 16]]
+            elif param.is_constexpr or value is None or value == 1:
+                signature[param.name] = "constexpr"
+                constants[param.name] = value
+            else:
+                signature[param.name] = "i32"
+                if value % 16 == 0:
+                    attributes[(i,)] = [["tt.divisibility", 16]]
+        source = ASTSource(self.kernel, signature, constants, attributes)
+        options = {"num_warps": self.warps, "num_stages": 3}
+        return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Recorder]]:
+    """Launches made while the test runs; none is carried out."""
+    monkeypatch.setattr(backend, "Launch", Recorder)
+    monkeypatch.setattr(backend, "_units", lambda like: 132)
+    backend._plans.clear()
+    Recorder.made = []
+    yield Recorder.made
+    backend._plans.clear()
+
+
+def usage_of(compiled: Any, folder: Path) -> tuple[int, int]:
+    """Registers and bytes of stack, where spills live."""
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    command = [CUOBJDUMP, "--dump-resource-usage", cubin]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    match = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert match, text
+    return int(match[1]), int(match[2])
+
+
+def run(m: int, k: int, dtype: torch.dtype, activation: str) -> None:
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    x, w, b = empty(m, k), empty(k), empty(k)
+    backend.forward(x, w, b, activation, x, None)
+    backend.backward(x, x, w, b, activation, (True, True, True))
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_kernels_fit(arch: int, dtype: str, launches: list[Recorder], tmp_path: Path) -> None:
+    """Wide, narrow, odd and few rows; the plainest activation and the dearest."""
+    sizes = ((32768, 2048), (32768, 160), (16, 64)) if arch == 90 else ((32768, 160),)
+    for m, k in sizes:
+        for activation in ("none", "gelu"):
+            launches.clear()
+            run(m, k, FLOATS[dtype], activation)
+            assert len(launches) == (2 if m == 16 else 3)
+            for launch in launches:
+                registers, stack = usage_of(launch.compile(arch), tmp_path)
+                assert (stack, registers <= 255) == (0, True), (m, k, activation)
+
+
+@pytest.mark.parametrize("k", [2048, 160, 100, 161])
+def test_memory_is_read_sixteen_bytes_at_a_time(k: int, launches: list[Recorder]) -> None:
+    """Whatever the number of features: rows of odd lengths are read side by side."""
+    for dtype in FLOATS.values():
+        launches.clear()
+        run(32768, k, dtype, "none")
+        for launch in launches[:2]:
+            ptx = launch.compile(90).asm["ptx"]
+            assert "ld.global.v4.b32" in ptx
+            assert "st.global.v4.b32" in ptx

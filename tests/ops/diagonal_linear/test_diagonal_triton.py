@@ -1,0 +1,177 @@
+"""diagonal_linear's Triton backend against a float64 oracle: interpreted, and on a GPU.
+
+The same comparisons serve both. Triton reads TRITON_INTERPRET when a kernel is defined, so the
+interpreted ones run in a process of their own, started by ``test_under_the_interpreter``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastlinear.core.compare import judge
+from fastlinear.dispatch.backend import family
+from fastlinear.ops.common.activations import NAMES
+from fastlinear.ops.diagonal_linear import reference
+from fastlinear.ops.diagonal_linear.problem import problem
+from fastlinear.ops.diagonal_linear.triton_config import DiagonalConfig
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+ON_GPU = HAS_TRITON and not INTERPRETED and torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+
+if INTERPRETED:
+    from triton.runtime import interpreter
+
+    _patch_tensor = interpreter._patch_lang_tensor
+
+    def _patch_lang_tensor(tensor: Any, scope: Any) -> None:
+        # Triton 3.6 calls int() on arrays of one element, which NumPy 2.4 refuses.
+        _patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = _patch_lang_tensor
+
+if INTERPRETED or ON_GPU:
+    from fastlinear.ops.diagonal_linear import triton as backend
+
+compares = pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="runs in the interpreter test")
+
+# (M, K): one launch and two, rows read side by side with a short last one, blocks with tails
+SIZES = ((1, 1), (5, 33), (40, 100), (100, 24), (12, 700), (70, 64), (90, 3))
+SMALL = DiagonalConfig(64, 512, 4, 1, 1)  # many tiles and strips at small sizes
+DTYPES = ("float32", "bfloat16", "float16")
+IN_A_ROW = 8.0  # NumPy adds one by one what a device adds in a tree
+
+
+@pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="starts the interpreted tests")
+def test_under_the_interpreter() -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "pytest", __file__, "-q", "-W", "ignore"]
+    command += ["-p", "no:cacheprovider", "-p", "no:xdist"]
+    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
+    env["CUDA_VISIBLE_DEVICES"] = ""
+    root = Path(__file__).parents[3]
+    done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout, done.stdout
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Results start as NaN, so an element that is never written is seen; no plans are kept."""
+    if INTERPRETED or ON_GPU:
+        for name in ("_empty", "_float32"):
+            make = getattr(backend, name)
+            monkeypatch.setattr(backend, name, lambda *a, make=make: make(*a).fill_(float("nan")))
+        backend._plans.clear()
+    yield
+    if INTERPRETED or ON_GPU:
+        backend._plans.clear()
+
+
+def wrong(piece: str, inputs: tuple[Any, ...], **options: Any) -> list[str]:
+    """Where the error exceeds twice torch's, or two runs differ."""
+    ours = getattr(backend, piece)(*inputs, **options)
+    again = getattr(backend, piece)(*inputs, **options)
+    theirs = getattr(reference, piece)(*inputs)
+    wide = (t.double() if isinstance(t, torch.Tensor) else t for t in inputs)
+    oracle = getattr(reference, piece)(*wide)
+    listed = ((t,) if isinstance(t, torch.Tensor) else t for t in (ours, again, theirs, oracle))
+    found = []
+    for i, (a, b, t, o) in enumerate(zip(*listed, strict=True)):
+        assert (a is None) == (t is None)
+        if a is not None:
+            verdict = judge(str(i), a, t, o, factor=IN_A_ROW if INTERPRETED and i else 2.0)
+            found += [] if verdict.passed else [str(verdict)]
+            found += [] if torch.equal(a, b) else [f"{i}: two runs differ"]
+    return found
+
+
+def posed(piece: str, dtype: str) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Every activation; sizes, layouts, biases and residuals take turns."""
+    sizes = itertools.cycle(SIZES)
+    turns = itertools.cycle(itertools.product(("rows", "rows_apart"), (True, False), (True, False)))
+    for activation in NAMES if dtype != "float16" else ("none", "silu"):
+        for _ in range(3 if ON_GPU else 2):
+            x_layout, bias, residual = next(turns)
+            p = problem(
+                piece,
+                *next(sizes),
+                dtype=dtype,
+                device=DEVICE,
+                activation=activation,
+                bias=bias,
+                residual=residual,
+                x_layout=x_layout,
+            )
+            made = family("diagonal_linear").make_inputs(p, torch.device(DEVICE), 0)
+            yield p, made
+
+
+@compares
+@pytest.mark.parametrize("config", [None, SMALL], ids=["chosen", "small"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("piece", ["forward", "backward"])
+def test_against_the_oracle(piece: str, dtype: str, config: DiagonalConfig | None) -> None:
+    if INTERPRETED and config is None and dtype == "bfloat16":
+        pytest.skip("interpreted with the small configuration only")
+    for p, inputs in posed(piece, dtype):
+        assert wrong(piece, inputs, config=config) == [], p.describe()
+
+
+@compares
+def test_every_set_of_wanted_gradients() -> None:
+    for activation in ("none", "gelu"):
+        p = problem("backward", 40, 100, dtype="float32", device=DEVICE, activation=activation)
+        inputs = family("diagonal_linear").make_inputs(p, torch.device(DEVICE), 0)
+        for needs in itertools.product((True, False), repeat=3):
+            if any(needs):
+                assert wrong("backward", (*inputs[:-1], needs), config=SMALL) == [], needs
+
+
+@compares
+def test_into_out_and_from_odd_addresses() -> None:
+    memory = torch.randn(70 * 100 + 1, device=DEVICE)
+    x, w = memory[1:].view(70, 100), torch.randn(101, device=DEVICE)[1:]
+    out = torch.empty(70 * 100 + 3, device=DEVICE)[3:].view(70, 100)
+    y = backend.forward(x, w, None, "none", None, out)
+    assert y is out
+    assert torch.equal(y, x * w)
+
+
+@compares
+def test_rows_of_stride_zero() -> None:
+    x, w = torch.randn(1, 40, device=DEVICE).expand(33, 40), torch.randn(40, device=DEVICE)
+    assert torch.equal(backend.forward(x, w, None, "none", None, None), x * w)
+
+
+@compares
+def test_no_rows() -> None:
+    x, w = torch.empty(0, 40, device=DEVICE), torch.ones(40, device=DEVICE)
+    assert backend.forward(x, w, w, "relu", None, None).shape == (0, 40)
+    dx, dw, db = backend.backward(x, x, w, w, "relu", (True, True, True))
+    assert dx.shape == (0, 40)
+    assert torch.equal(dw, torch.zeros(40, device=DEVICE))
+    assert torch.equal(db, torch.zeros(40, device=DEVICE))
+
+
+if ON_GPU:
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    @pytest.mark.parametrize("size", [(32768, 128), (32768, 160), (4099, 1025), (513, 24576)])
+    def test_large_sums_keep_the_rule(size: tuple[int, int], dtype: str) -> None:
+        for piece in ("forward", "backward"):
+            p = problem(piece, *size, dtype=dtype, device="cuda", activation="gelu_tanh")
+            inputs = family("diagonal_linear").make_inputs(p, torch.device("cuda"), 0)
+            assert wrong(piece, inputs) == []
