@@ -10,6 +10,7 @@ from fastlinear.ops.mlp.whole_launches import MAX_BLOCK_ROWS, Launches
 from fastlinear.ops.mlp.whole_stream import Stream, column_tiles
 
 _SHARED_LIMIT = 232_448  # bytes a Hopper block may have
+_MIB = 1 << 20
 
 Widths = tuple[int, ...]
 """n_0 … n_L."""
@@ -152,23 +153,28 @@ def grid_for(widths: Widths, rows: int, itemsize: int) -> Grid | None:
     if itemsize == 4:
         if width > 1024 or rows > 64 or (width < 640 and rows <= 32):
             return None
-        order = [(8, 1), (4, 1)]
+        order: list[tuple[Any, ...]] = [(8, 1), (4, 1)]
     elif rows > 64:
         if width > 1024 or rows > 128:
             return None
         order = [(8, 1), (4, 1)]
     elif width < 640:
         return None
-    else:
+    elif rows <= 32:
         order = [(4, 2), (8, 2)] if rows <= 16 else [(8, 2), (4, 2)]
-        if rows > 32:  # one or two warps to add up all partial sums would be slow
-            order += [(8, 1), (4, 1)]
+    else:  # one or two warps to add up all partial sums would be slow
+        order = [(8, 2, True), (4, 2), (8, 1), (4, 1)]
     grids = (make_grid(widths, rows, itemsize, *choice) for choice in order)
     return next((grid for grid in grids if grid is not None), None)
 
 
 def make_grid(
-    widths: Widths, rows: int, itemsize: int, cluster: int = 8, k_groups: int = 1
+    widths: Widths,
+    rows: int,
+    itemsize: int,
+    cluster: int = 8,
+    k_groups: int = 1,
+    short: bool = False,
 ) -> Grid | None:
     """The sharing over as many clusters of so many blocks as run at once, or None.
 
@@ -176,7 +182,7 @@ def make_grid(
     """
     tiles = _ceil_div(widths[0] // 8, _CLUSTERS[cluster])
     for slots in range(min(len(widths) - 1, 16), 1, -1):
-        grid = Grid(cluster, tiles, slots, k_groups)
+        grid = Grid(cluster, tiles, slots, k_groups, short)
         if grid.invalid(widths, rows, itemsize) is None:
             return grid
     return None
@@ -201,11 +207,13 @@ def make_stream(widths: Widths, rows: int, cluster: int = 4) -> Stream | None:
     if len(set(widths)) == 1:  # fewer where as many columns each leave the last ones without any
         tiles = column_tiles(widths[0])
         clusters = _ceil_div(tiles, _ceil_div(tiles, clusters))
-    single = Stream(cluster, clusters, 4, 1)
+    # Fewer rows leave more of the L2 cache to weights that stay there from call to call.
+    stay = _MIB * (32 if rows <= 64 else 24)
+    single = Stream(cluster, clusters, 4, 1, stay_bytes=stay)
     own = single.slice_tiles(widths, rows)
     for phases in range(1, own + 1):
         stream = replace(single, held=_ceil_div(own, phases))
-        if stream.held <= 8 and stream.invalid(widths, rows) is None:
+        if stream.held <= 4 and stream.invalid(widths, rows) is None:
             break
     else:
         return None

@@ -61,6 +61,16 @@ __device__ __forceinline__ void mbar_wait(u32 bar, u32 parity) {
       : "memory");
 }
 
+// The same for what this block's own threads and copies did: beyond the block, acquiring would empty
+// the L1 cache and wait for loads under way.
+__device__ __forceinline__ void mbar_wait_own(u32 bar, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred p;\nWAIT:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+      "@p bra DONE;\nbra WAIT;\nDONE:\n}" ::"r"(bar), "r"(parity)
+      : "memory");
+}
+
 __device__ __forceinline__ void store_async(u32 addr, u32 bar, uint4 v) {
   asm volatile(
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];"

@@ -68,7 +68,7 @@ __device__ __forceinline__ void layers_single(const Params& p, u32 base, int fir
     for (int i = 0; i < EACH; ++i) {
       store16(base + ACT_OFFSET + (i * 256 + thread) * 16, in[i]);
     }
-    mbar_wait(base + BAR_FULL + slot * 8, layer / SLOTS & 1);
+    mbar_wait_own(base + BAR_FULL + slot * 8, layer / SLOTS & 1);
     compute_sync();
 
     float acc[MT][NT];

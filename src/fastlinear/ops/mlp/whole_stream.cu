@@ -159,6 +159,13 @@ __device__ __forceinline__ void arrange(uint4& top, uint4& low, int t) {
   top = first;
 }
 
+// Tells a block of the cluster that sums in this block's shared memory are emptied: of that memory
+// there is one copy, so it is enough that this block's threads would see them empty. A release at
+// cluster scope would wait for everything this thread has published.
+__device__ __forceinline__ void mbar_arrive_emptied(u32 bar) {
+  asm volatile("mbarrier.arrive.release.cta.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+
 // ---------------------------------------------------------------- the thread that brings weights
 
 __device__ __forceinline__ void bring_weights(const Params& p, u32 base, int cluster, int rank) {
@@ -171,7 +178,7 @@ __device__ __forceinline__ void bring_weights(const Params& p, u32 base, int clu
     const int steps = steps_of(width(p, layer));
 #pragma unroll 1
     for (int i = 0; i < steps; ++i) {
-      mbar_wait(base + BAR_EMPTY + slot * 8, parity);
+      mbar_wait_own(base + BAR_EMPTY + slot * 8, parity);
       const u32 bar = base + BAR_FULL + slot * 8;
       mbar_expect(bar, own.each * 1024);
       tma_load(base + slot * STAGE_BYTES, &p.weight[layer], bar, (rank * steps + i) * 64, own.first,
@@ -321,7 +328,7 @@ __device__ __forceinline__ void multiply_layers(const Params& p, u32 base, int c
         }
         const u32 tile = first_tile + index * KG + kg;
         slot = tile % STAGES;
-        mbar_wait(base + BAR_FULL + slot * 8, tile / STAGES & 1);
+        mbar_wait_own(base + BAR_FULL + slot * 8, tile / STAGES & 1);
         const u64 weights = descriptor(base + slot * STAGE_BYTES);
         wgmma_fence();
 #pragma unroll
@@ -352,7 +359,7 @@ __device__ __forceinline__ void multiply_layers(const Params& p, u32 base, int c
     const u32 sums = base + SUMS_OFFSET;
     const u32 to = sums + rank * 512 + lane * 16;
     const auto wait_for_peers = [&] {  // they have read what this block sent in its turn before
-      if (turn > 0) mbar_wait(base + BAR_FREE + (turn - 1 & 1) * 8, (turn - 1) >> 1 & 1);
+      if (turn > 0) mbar_wait_own(base + BAR_FREE + (turn - 1 & 1) * 8, (turn - 1) >> 1 & 1);
     };
     if constexpr (KG == 2) {  // a group's last tile of weights makes room for what it gives
       constexpr int HALF = (NT + 1) / 2;
@@ -430,7 +437,7 @@ __device__ __forceinline__ void multiply_layers(const Params& p, u32 base, int c
     }
     __syncwarp();
     if (!last && lane < CLUSTER) {
-      mbar_arrive_at_peer(peer_addr(base + BAR_FREE + (turn & 1) * 8, lane));
+      mbar_arrive_emptied(peer_addr(base + BAR_FREE + (turn & 1) * 8, lane));
     }
     first_tile += steps;
     ++turn;

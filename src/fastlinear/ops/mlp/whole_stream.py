@@ -32,8 +32,6 @@ SOURCES = [Path(__file__).with_name(f"whole_{name}.cu") for name in _NAMES]
 
 _SHARED_LIMIT = 232_448  # bytes a Hopper block may have
 _THREADS = 384
-_STAY_BYTES = 36 << 20
-"""Of weights that stay in the L2 cache from call to call; what is read later leaves it first."""
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1}
 
 # weight[] (a TMA descriptor each) | x, y, exchange, launches, bias[], saved[], x_stride, set_bytes
@@ -70,15 +68,16 @@ class Stream:
         stages: tiles of weights (a cluster's columns, 64 of K) in shared memory at once.
         held: tiles of K whose activations a warpgroup has in registers at once.
         again: tiles of those that are asked for again at once where numbers are missing.
-        stay_bytes: of weights of the first layers that stay in the L2 cache from call to call.
+        stay_bytes: of weights of the first layers, that stay in the L2 cache from call to call;
+            the others are the first to leave it.
     """
 
     cluster: int
     clusters: int
     stages: int
     held: int
-    again: int = 4
-    stay_bytes: int = _STAY_BYTES
+    again: int = 1
+    stay_bytes: int = 32 << 20
 
     def tiles(self, widths: Widths) -> int:
         """Column tiles (of 8) of one cluster, in the widest layer."""
@@ -110,6 +109,8 @@ class Stream:
         if self.cluster not in (2, 4, 8) or min(self.clusters, self.held, self.again) < 1:
             return f"a cluster of {self.cluster}, or nothing in {self}"
         tiles = self.tiles(widths)
+        if tiles < 2:
+            return f"{self.clusters} clusters are more than have two column tiles each"
         most = 200 if rows <= 64 else 168
         if not _uniform(widths):
             most -= 16
