@@ -55,11 +55,9 @@ class DiagonalLinear(nn.Module):
         self.activation = activation
         self.backend = backend
         self.weight = nn.Parameter(torch.ones(features, device=device, dtype=dtype))
-        self.bias: nn.Parameter | None = None
-        if bias:
-            self.bias = nn.Parameter(torch.zeros(features, device=device, dtype=dtype))
-        else:
-            self.register_parameter("bias", None)
+        zeros = torch.zeros(features, device=device, dtype=dtype) if bias else None
+        self.bias: nn.Parameter | None
+        self.register_parameter("bias", None if zeros is None else nn.Parameter(zeros))
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """act(x ∘ w + b) + residual; x and residual (..., K) → (..., K)."""
@@ -80,7 +78,7 @@ class DiagonalLinear(nn.Module):
             InputError: it holds anything else, or computes anything else on a sample.
         """
         weight = _only_parameter(scale)
-        sample = torch.linspace(-2, 3, 2 * weight.numel()).view(2, -1).to(weight)
+        sample = torch.linspace(-2, 3, 2 * weight.numel()).view(2, -1).to(weight.detach())
         with torch.no_grad():
             found = scale(sample.clone())
             same = isinstance(found, Tensor) and torch.equal(found, sample * weight)

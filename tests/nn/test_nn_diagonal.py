@@ -1,0 +1,109 @@
+"""fl.nn.DiagonalLinear: parameters, conversions, and what they refuse."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fastlinear as fl
+from fastlinear.core.errors import InputError
+
+
+class LayerScale(nn.Module):
+    """As timm has it."""
+
+    def __init__(self, features: int, value: float = 1e-5, inplace: bool = False) -> None:
+        super().__init__()
+        self.inplace = inplace
+        self.gamma = nn.Parameter(value * torch.randn(features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(self.gamma) if self.inplace else x * self.gamma
+
+
+class Shift(LayerScale):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gamma
+
+
+def test_starts_as_the_identity() -> None:
+    layer = fl.nn.DiagonalLinear(5)
+    x = torch.randn(3, 5)
+    assert torch.equal(layer(x), x)
+    assert sorted(layer.state_dict()) == ["bias", "weight"]
+    assert sorted(fl.nn.DiagonalLinear(5, bias=False).state_dict()) == ["weight"]
+    assert "activation='relu'" in repr(fl.nn.DiagonalLinear(5, activation="relu"))
+    with pytest.raises(InputError, match="activation in"):
+        fl.nn.DiagonalLinear(5, activation="swish")
+
+
+def test_trains() -> None:
+    layer = fl.nn.DiagonalLinear(6, activation="silu", dtype=torch.float64)
+    x = torch.randn(4, 6, dtype=torch.float64)
+    layer(x, residual=x).square().sum().backward()
+    assert layer.weight.grad is not None
+    assert layer.bias is not None
+    assert layer.bias.grad is not None
+    copied = copy.deepcopy(layer)
+    assert torch.equal(copied(x), layer(x))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_from_layer_scale_shares_its_parameter(inplace: bool) -> None:
+    scale = LayerScale(7, inplace=inplace).eval()
+    layer = fl.nn.DiagonalLinear.from_layer_scale(scale)
+    assert layer.weight is scale.gamma
+    assert layer.bias is None
+    assert not layer.training
+    x, stream = torch.randn(2, 3, 7), torch.randn(2, 3, 7)
+    assert torch.equal(layer(x), scale(x.clone()))
+    torch.testing.assert_close(layer(x, residual=stream), stream + scale(x.clone()))
+
+
+def test_from_layer_scale_refuses_what_scales_nothing() -> None:
+    for module in (Shift(4), nn.Linear(4, 4), nn.LayerNorm(4), nn.BatchNorm1d(4), nn.PReLU(4)):
+        with pytest.raises(InputError, match="DiagonalLinear"):
+            fl.nn.DiagonalLinear.from_layer_scale(module)
+    with pytest.raises(InputError, match=r"nn\.Module"):
+        fl.nn.DiagonalLinear.from_layer_scale("gamma")  # type: ignore[arg-type]
+
+
+def test_from_transformers_layer_scale() -> None:
+    dinov2 = pytest.importorskip("transformers.models.dinov2.modeling_dinov2")
+    config = dinov2.Dinov2Config(hidden_size=12)
+    scale = dinov2.Dinov2LayerScale(config)
+    layer = fl.nn.DiagonalLinear.from_layer_scale(scale)
+    x = torch.randn(2, 12)
+    assert layer.weight is scale.lambda1
+    assert torch.equal(layer(x), scale(x))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_from_linear_and_back(bias: bool) -> None:
+    linear = nn.Linear(5, 5, bias=bias)
+    with torch.no_grad():
+        linear.weight.copy_(torch.diag(torch.tensor([1.0, -2.0, 0.0, 4.0, 5.0])))
+    layer = fl.nn.DiagonalLinear.from_linear(linear, "relu")
+    x = torch.randn(3, 5)
+    torch.testing.assert_close(layer(x), linear(x).relu())
+    assert layer.bias is linear.bias
+    back = layer.to_linear()
+    assert torch.equal(back.weight, linear.weight)
+    assert back.bias is linear.bias
+
+
+def test_from_linear_takes_exact_diagonals_only() -> None:
+    linear = nn.Linear(3, 3)
+    with torch.no_grad():
+        linear.weight.copy_(torch.eye(3))
+        linear.weight[0, 2] = 1e-30
+    for module, words in ((linear, "1 other"), (nn.Linear(3, 4), "square"), (Shift(3), "Linear")):
+        with pytest.raises(InputError, match=words):
+            fl.nn.DiagonalLinear.from_linear(module)  # type: ignore[arg-type]
+    with torch.no_grad():
+        linear.weight[0, 2] = float("nan")
+    with pytest.raises(InputError, match="1 other"):
+        fl.nn.DiagonalLinear.from_linear(linear)
