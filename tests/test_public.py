@@ -17,6 +17,7 @@ NAMES = [
     "diagonal_linear",
     "explain",
     "graphed",
+    "grouped_linear",
     "linear_act",
     "mlp",
     "nn",
@@ -31,7 +32,7 @@ def test_exports() -> None:
     for name in NAMES:
         assert getattr(fastlinear, name) is not None
     assert callable(fastlinear.profile)
-    assert fastlinear.nn.__all__ == ["MLP", "DiagonalLinear", "Linear"]
+    assert fastlinear.nn.__all__ == ["MLP", "DiagonalLinear", "GroupedLinear", "Linear"]
 
 
 def test_version_matches_the_package() -> None:

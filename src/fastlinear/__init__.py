@@ -5,6 +5,7 @@ from fastlinear.core.settings import Config
 from fastlinear.nn.graphed import graphed
 from fastlinear.ops.diagonal_linear import diagonal_linear
 from fastlinear.ops.explain import explain
+from fastlinear.ops.grouped_linear import grouped_linear
 from fastlinear.ops.linear_act import linear_act
 from fastlinear.ops.mlp import mlp
 from fastlinear.profile import profile
@@ -19,6 +20,7 @@ __all__ = [
     "diagonal_linear",
     "explain",
     "graphed",
+    "grouped_linear",
     "linear_act",
     "mlp",
     "nn",

@@ -15,6 +15,7 @@ from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, family
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 from fastlinear.ops.diagonal_linear.problem import problem as diagonal_problem
+from fastlinear.ops.grouped_linear.problem import problem as grouped_problem
 from fastlinear.ops.linear_act.backends import problem as linear_act_problem
 from fastlinear.ops.mlp.problem import problem as mlp_problem
 
@@ -33,6 +34,17 @@ CHAINS = (
 # (M, K): ones, few features and many, tails of rows that are read side by side
 DIAGONALS = ((1, 1), (7, 33), (65, 16), (300, 24), (33, 130), (3, 1100), (130, 3), (17, 256))
 
+# (M, G, K, N, L): ones, tails, sizes that no tile divides, large groups; L is for channels first
+GROUPS = (
+    (1, 1, 1, 1, 1),
+    (12, 3, 5, 7, 4),
+    (70, 2, 33, 20, 35),
+    (40, 2, 100, 100, 10),
+    (66, 3, 17, 50, 3),
+    (36, 1, 140, 24, 18),
+    (7, 5, 24, 130, 7),
+)
+
 
 class Contract:
     """Problems to pose, and what a backend does wrong on one of them."""
@@ -41,6 +53,7 @@ class Contract:
         """What every backend of a piece is asked; a new family must be taught here."""
         of = {
             "diagonal_linear": self.diagonal_problems,
+            "grouped_linear": self.grouped_problems,
             "linear_act": self.linear_act_problems,
             "mlp": self.mlp_problems,
         }
@@ -65,6 +78,36 @@ class Contract:
                     residual=residual,
                     needs_grad=piece != "forward",
                     x_layout=x_layout,
+                )
+
+    def grouped_problems(self, piece: str, dtype: str, device: str) -> Iterator[Problem]:
+        """Every activation with every order, stride, bias and grad flag; sizes take turns."""
+        sizes = itertools.cycle(GROUPS)
+        turns = itertools.cycle(
+            itertools.product(
+                ("tokens", "groups", "channels"),
+                ("dense", "strided"),
+                ("dense", "strided"),
+                (True, False),
+            )
+        )
+        for activation in ACTIVATIONS:
+            for i in range(5):  # coprime to the numbers of sizes and of turns
+                order, x, w, bias = next(turns)
+                m, groups, k, n, length = next(sizes)
+                yield grouped_problem(
+                    piece,
+                    *(m, groups, k, n),
+                    dtype=dtype,
+                    device=device,
+                    activation=activation,
+                    bias=bias,
+                    needs_grad=piece != "forward" or i % 2 == 0,
+                    order=order,
+                    length=length,
+                    x="dense" if piece == "step" else x,
+                    w=w,
+                    precision=matmul_precision(FLOAT_DTYPES[dtype]),
                 )
 
     def mlp_problems(self, piece: str, dtype: str, device: str) -> Iterator[Problem]:

@@ -11,6 +11,7 @@ import fastlinear  # noqa: F401  (registers the families)
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.dispatch.backend import Backend, families, family
 from fastlinear.ops.diagonal_linear.problem import problem as diagonal_problem
+from fastlinear.ops.grouped_linear.problem import problem as grouped_problem
 from fastlinear.ops.linear_act.backends import problem as linear_act_problem
 from fastlinear.ops.mlp.problem import problem as mlp_problem
 
@@ -106,6 +107,8 @@ def test_capability_checks_stay_off_the_gpu() -> None:
 def fam_problem(backend: Backend) -> Any:
     if backend.family == "mlp":
         return mlp_problem(backend.piece, 4, (4, 4), dtype="float32", device="cpu")
+    if backend.family == "grouped_linear":
+        return grouped_problem(backend.piece, 4, 2, 4, 4, dtype="float32", device="cpu")
     if backend.family == "diagonal_linear":
         return diagonal_problem(backend.piece, 4, 4, dtype="float32", device="cpu")
     return linear_act_problem(backend.piece, 4, 4, 4, dtype="float32", device="cpu")
@@ -170,3 +173,26 @@ def test_cost_of_a_diagonal_counts_each_tensor_once(piece: str) -> None:
             numbers -= 3
         assert fam.cost(p).bytes == 4 * numbers
         assert fam.cost(p).flops == 0
+
+
+@pytest.mark.parametrize("piece", ["forward", "backward"])
+def test_cost_of_groups_counts_each_tensor_once(piece: str) -> None:
+    """As above."""
+    fam = family("grouped_linear")
+    for activation, order in (("relu", "tokens"), ("gelu", "channels"), ("none", "groups")):
+        p = grouped_problem(
+            piece,
+            *(6, 2, 3, 4),
+            dtype="float32",
+            device="cpu",
+            activation=activation,
+            needs_grad=True,
+            order=order,
+            length=3,
+        )
+        inputs = fam.make_inputs(p, torch.device("cpu"), 0)
+        tensors = [i for i in inputs if isinstance(i, torch.Tensor)]
+        tensors += [o for o in flat(fam.reference(p, inputs)) if o is not None]
+        cost = fam.cost(p)
+        assert cost.bytes == sum(t.numel() * t.element_size() for t in tensors)
+        assert cost.flops == {"forward": 1, "backward": 2}[piece] * 2 * 6 * 2 * 3 * 4

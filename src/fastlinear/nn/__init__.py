@@ -1,7 +1,8 @@
 """Drop-in modules, one a family."""
 
 from fastlinear.nn.diagonal import DiagonalLinear
+from fastlinear.nn.grouped import GroupedLinear
 from fastlinear.nn.linear import Linear
 from fastlinear.nn.mlp import MLP
 
-__all__ = ["MLP", "DiagonalLinear", "Linear"]
+__all__ = ["MLP", "DiagonalLinear", "GroupedLinear", "Linear"]

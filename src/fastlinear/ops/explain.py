@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fastlinear.dispatch.explain import Explanation
-from fastlinear.ops import diagonal_linear, linear_act, mlp
+from fastlinear.ops import diagonal_linear, grouped_linear, linear_act, mlp
 
 
 def explain(
@@ -21,7 +21,8 @@ def explain(
 
     Args:
         x, weight, bias: the call's tensors: a matrix explains ``linear_act``, a vector
-            ``diagonal_linear``, a sequence of weights (and of biases) ``mlp``.
+            ``diagonal_linear``, three dimensions ``grouped_linear``, a sequence of weights (and of
+            biases) ``mlp``.
         options: the keyword arguments of that function (``activation=``, ``backend=``…), and
             ``needs_grad=`` to explain the training choice or not; by default what the tensors say.
 
@@ -34,6 +35,8 @@ def explain(
     """
     if isinstance(weight, Tensor) and weight.dim() == 1:
         return diagonal_linear.explain(x, weight, bias, **options)  # type: ignore[arg-type]
+    if isinstance(weight, Tensor) and weight.dim() == 3:
+        return grouped_linear.explain(x, weight, bias, **options)  # type: ignore[arg-type]
     if isinstance(weight, Tensor) or not hasattr(weight, "__iter__"):
         return linear_act.explain(x, weight, bias, **options)  # type: ignore[arg-type]
     return mlp.explain(x, weight, bias, **options)  # type: ignore[arg-type]

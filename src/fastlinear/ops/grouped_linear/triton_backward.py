@@ -222,7 +222,8 @@ class _GradWeight:
     def __init__(self, dpre: Tensor, x: Tensor) -> None:
         batch, length, groups, k = x.shape
         n, tokens = dpre.shape[3], batch * length
-        config = weight_config(tokens, groups, k, n, x.element_size(), tensors.units_of(x.device))
+        facts = x.element_size(), tensors.units_of(x.device), tensors.capability_of(x.device)
+        config = weight_config(tokens, groups, k, n, *facts)
         place = tensors.Tiles(x, config.block_m)
         chunks = -(-place.tiles // config.tiles)
         columns = -(-k // config.block_k)

@@ -14,10 +14,9 @@ MAX_RESIDENT = 256
 # Largest shared memory of one block in bytes, and multiprocessors of the common part.
 SHARED_BYTES = {80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 90: 232_448}
 SHARED_BYTES |= {100: 232_448, 103: 232_448, 110: 232_448, 120: 101_376, 121: 101_376}
-# In and out features up to which dW fits a program's registers, of 16-bit numbers before and from
-# sm_90 on, and of float32 elsewhere and on Hopper.
-_MOST_16 = {False: 64, True: 128}
-_MOST_32 = {False: 32, True: 64}
+_MOST = {2: (64, 128), 4: (32, 64)}
+"""Item size → in and out features up to which dW fits a program's registers, elsewhere and on
+Hopper, whose matrix units read both operands from shared memory."""
 _SHARES_BYTES = 1 << 28  # largest float32 workspace of dW's chunks
 _MAX_INT = 2**31 - 1
 _TF32X3_MIN_DEPTH = 64
@@ -144,24 +143,30 @@ def backward_config(
 ) -> BackwardConfig | None:
     """The configuration of the single-pass backward; None for groups whose dW is too large."""
     widest = max(padded(k), padded(n))
-    hopper = capability[0] == 9
-    if widest > (_MOST_16[capability >= (9, 0)] if itemsize == 2 else _MOST_32[hopper]):
+    if widest > _MOST[itemsize][capability[0] == 9]:
         return None
     block_m = 32 if itemsize == 4 else 64
     warps = 8 if widest * itemsize > 128 else 4
     tiles = chunk_tiles(-(-tokens // block_m), groups, (2 if warps == 8 else 4) * units)
     heavy = activation not in ("none", "relu", "leaky_relu")
-    return BackwardConfig(block_m, warps, 2, tiles, heavy and warps == 8)
+    return BackwardConfig(block_m, warps, 2, tiles, heavy and (warps == 8 or capability < (9, 0)))
 
 
 @lru_cache(maxsize=1024)
 def weight_config(
-    tokens: int, groups: int, k: int, n: int, itemsize: int, units: int
+    tokens: int,
+    groups: int,
+    k: int,
+    n: int,
+    itemsize: int,
+    units: int,
+    capability: tuple[int, int],
 ) -> WeightConfig:
     """The configuration of the tiled dW: enough programs to fill the chip, while the float32 shares
     stay within bounds."""
-    widest = 64 if itemsize == 4 else 128
-    block_m, block_n, block_k = widest // 2, min(widest, padded(n)), min(widest, padded(k))
+    widest = 128 if itemsize == 2 and capability[0] == 9 else 64
+    block_m = 32 if itemsize == 4 else 64
+    block_n, block_k = min(widest, padded(n)), min(widest, padded(k))
     programs = groups * -(-n // block_n) * -(-k // block_k)
     most = max(1, _SHARES_BYTES // (4 * groups * n * k))
     tiles = chunk_tiles(-(-tokens // block_m), programs, min(2 * units, most * programs))

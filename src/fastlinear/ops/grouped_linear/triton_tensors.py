@@ -12,6 +12,7 @@ from fastlinear.ops.grouped_linear import layout as layouts
 
 MAX_PLANS = 4096
 _WIDEST = 16  # elements that must divide a stride for Triton to load 16 bytes at once
+_MOST_ROWS = 256  # of a tile
 _WASTE = 1.25  # padding of tiles from which they run across batch entries
 
 
@@ -72,10 +73,13 @@ def facts_of(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 def far_apart(*tensors: Tensor | None) -> bool:
-    """Whether a tile of some tensor spans more than 32-bit offsets reach."""
-    spans = ([abs(s) * 256 for s in t.stride()[:-1]] for t in tensors if t is not None)
-    wide = any(max(found) >= 2**31 for found in spans if found)
-    return wide or any(t.stride(-1) * t.shape[-1] >= 2**31 for t in tensors if t is not None)
+    """Whether the rows of a tile, or a row's columns, span more than 32-bit offsets reach."""
+    given = [t for t in tensors if t is not None]
+    return any(
+        max(rows * t.stride(1), t.shape[-1] * t.stride(-1)) >= 2**31
+        for t in given
+        for rows in [min(t.shape[1], _MOST_ROWS) if t.dim() == 4 else t.shape[1]]
+    )
 
 
 def units_of(device: torch.device) -> int:

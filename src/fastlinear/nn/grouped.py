@@ -1,0 +1,225 @@
+"""Many linear layers of one size as one module."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from fastlinear.core.errors import InputError
+from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.grouped_linear.layout import NAMES
+from fastlinear.ops.grouped_linear.op import call
+
+_DEFAULT = "... (g k)"
+
+
+class GroupedLinear(nn.Module):
+    """``y_g = act(x_g W_gᵀ + b_g)`` for each of G groups as one layer.
+
+    Args:
+        groups: G.
+        in_features, out_features: K and N of each group.
+        bias: whether to learn an additive bias of shape (G, N).
+        activation: a name ``fastlinear.linear_act`` knows.
+        layout: the shape of x, a name ``fastlinear.grouped_linear`` knows.
+        backend: force a backend; None lets fastlinear choose.
+        device, dtype: as for ``nn.Linear``.
+
+    Every group starts as its own ``nn.Linear(in_features, out_features)`` would.
+
+    State: ``weight`` (G, N, K) and ``bias`` (G, N); row g of each is the state of linear layer g:
+    ``torch.stack([state[f"{g}.weight"] for g in range(G)])`` of a ``ModuleList``, and
+    ``state["weight"].view(G, N, K)`` of a grouped convolution over one position.
+
+    Raises:
+        InputError: a size below 1 group or 0 features, an unknown activation or layout.
+
+    >>> import torch, fastlinear as fl
+    >>> layer = fl.nn.GroupedLinear(2, 3, 4, activation="relu")
+    >>> layer(torch.ones(5, 2 * 3)).shape
+    torch.Size([5, 8])
+    >>> [tuple(t.shape) for t in layer.state_dict().values()]
+    [(2, 4, 3), (2, 4)]
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        groups: int,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        activation: str = "none",
+        *,
+        layout: str = _DEFAULT,
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        activation_of(activation, "fastlinear.nn.GroupedLinear")
+        if layout not in NAMES:
+            _fail(
+                "", f"layout in {', '.join(map(repr, NAMES))}", repr(layout), "It names x's shape."
+            )
+        if groups < 1 or in_features < 0 or out_features < 0:
+            sizes = f"groups={groups}, in_features={in_features}, out_features={out_features}"
+            _fail("", "at least one group and no negative size", sizes, "Check the arguments.")
+        self.groups, self.in_features, self.out_features = groups, in_features, out_features
+        self.activation, self.layout, self.backend = activation, layout, backend
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.weight = nn.Parameter(torch.empty(groups, out_features, in_features, **made))
+        self.bias = nn.Parameter(torch.empty(groups, out_features, **made)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw weight and bias anew, as ``nn.Linear`` does for each group."""
+        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """act(x_g W_gᵀ + b_g); x in the layer's layout → y in the same."""
+        return call(x, self.weight, self.bias, self.activation, self.layout, self.backend)
+
+    @classmethod
+    def from_linears(
+        cls,
+        linears: Iterable[nn.Module],
+        activation: str = "none",
+        *,
+        layout: str = _DEFAULT,
+        backend: str | None = None,
+    ) -> GroupedLinear:
+        """A layer holding copies of the parameters of equal ``nn.Linear`` layers, one a group.
+
+        Raises InputError where one is no ``nn.Linear``, or where sizes, biases, dtypes or devices
+        differ.
+        """
+        layers: list[nn.Linear] = []
+        for i, linear in enumerate(linears):
+            if not isinstance(linear, nn.Linear):
+                _fail(
+                    ".from_linears",
+                    f"layer {i} to be an nn.Linear",
+                    type(linear).__name__,
+                    "Leave other modules out.",
+                )
+            if layers and _facts(linear) != _facts(layers[0]):
+                _fail(
+                    ".from_linears",
+                    f"layers like the first: {_facts(layers[0])}",
+                    f"layer {i}: {_facts(linear)}",
+                    "Group layers of one size, dtype and device, all with a bias or none.",
+                )
+            layers.append(linear)
+        if not layers:
+            _fail(".from_linears", "at least one layer", "none", "Pass the ModuleList itself.")
+        first = layers[0]
+        made = cls(
+            *(len(layers), first.in_features, first.out_features, first.bias is not None),
+            activation,
+            layout=layout,
+            backend=backend,
+            device="meta",
+            dtype=first.weight.dtype,
+        )
+        made.weight = _parameter([a.weight for a in layers])
+        if first.bias is not None:
+            made.bias = _parameter([a.bias for a in layers])
+        return made.train(first.training)
+
+    def to_linears(self) -> nn.ModuleList:
+        """One ``nn.Linear`` a group with copies of its parameters; the activation is left out."""
+        layers = []
+        for g in range(self.groups):
+            linear = nn.Linear(
+                self.in_features, self.out_features, self.bias is not None, device="meta"
+            )
+            linear.weight = _parameter(self.weight, g)
+            if self.bias is not None:
+                linear.bias = _parameter(self.bias, g)
+            layers.append(linear)
+        return nn.ModuleList(layers).train(self.training)
+
+    @classmethod
+    def from_conv1d(
+        cls, conv: nn.Module, activation: str = "none", *, backend: str | None = None
+    ) -> GroupedLinear:
+        """A layer for x (B, G·K, L) holding copies of the parameters of a convolution over one
+        position: kernel size and stride 1, no padding, any number of groups.
+
+        Raises InputError for any other module.
+        """
+        if not isinstance(conv, nn.Conv1d) or (conv.kernel_size, conv.stride) != ((1,), (1,)):
+            _fail(".from_conv1d", "an nn.Conv1d of kernel size and stride 1", repr(conv), _NO_CONV)
+        if conv.padding not in ((0,), "valid", "same"):
+            _fail(".from_conv1d", "a convolution without padding", repr(conv), _NO_CONV)
+        k, n = conv.in_channels // conv.groups, conv.out_channels // conv.groups
+        made = cls(
+            *(conv.groups, k, n, conv.bias is not None, activation),
+            layout="b (g k) ...",
+            backend=backend,
+            device="meta",
+            dtype=conv.weight.dtype,
+        )
+        made.weight = _parameter(conv.weight, shape=(conv.groups, n, k))
+        if conv.bias is not None:
+            made.bias = _parameter(conv.bias, shape=(conv.groups, n))
+        return made.train(conv.training)
+
+    def to_conv1d(self) -> nn.Conv1d:
+        """An ``nn.Conv1d`` over one position with copies of the parameters, for x (B, G·K, L); the
+        activation is left out."""
+        groups, n, k = self.weight.shape
+        conv = nn.Conv1d(
+            groups * k, groups * n, 1, groups=groups, bias=self.bias is not None, device="meta"
+        )
+        conv.weight = _parameter(self.weight, shape=(groups * n, k, 1))
+        if self.bias is not None:
+            conv.bias = _parameter(self.bias, shape=(groups * n,))
+        return conv.train(self.training)
+
+    def extra_repr(self) -> str:
+        """Sizes, bias, activation and layout."""
+        return (
+            f"groups={self.groups}, in_features={self.in_features}, "
+            f"out_features={self.out_features}, bias={self.bias is not None}, "
+            f"activation={self.activation!r}, layout={self.layout!r}"
+        )
+
+
+_NO_CONV = "Others mix positions, which no grouped linear layer does."
+
+
+def _facts(linear: nn.Linear) -> str:
+    w = linear.weight
+    bias = "bias" if linear.bias is not None else "no bias"
+    return f"{linear.in_features} → {linear.out_features}, {bias}, {w.dtype}, {w.device}"
+
+
+def _parameter(
+    values: Any, index: int | None = None, *, shape: tuple[int, ...] | None = None
+) -> nn.Parameter:
+    """A copy of a tensor, of one row of it, of a stack of tensors or of another shape, as trainable
+    as what it is made of."""
+    stacked = isinstance(values, list)
+    grad = any(v.requires_grad for v in values) if stacked else values.requires_grad
+    data = torch.stack([v.detach() for v in values]) if stacked else values.detach()
+    if index is not None:
+        data = data[index]
+    data = data.clone(memory_format=torch.contiguous_format)
+    return nn.Parameter(data if shape is None else data.view(shape), requires_grad=grad)
+
+
+def _fail(where: str, expected: str, received: str, remedy: str) -> NoReturn:
+    raise InputError(
+        f"fastlinear.nn.GroupedLinear{where}", expected=expected, received=received, remedy=remedy
+    )
