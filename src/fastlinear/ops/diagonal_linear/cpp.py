@@ -136,14 +136,7 @@ def _unit(x: Tensor) -> Tensor:
 def _library() -> ctypes.CDLL:
     library = cpp_build.load(SOURCE)
     pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    library.fastlinear_diagonal_forward.argtypes = [
-        *(number, number, *[pointer] * 5),
-        *([size] * 4),
-        *(number, number),
-    ]
-    library.fastlinear_diagonal_backward.argtypes = [
-        *(number, number, *[pointer] * 7),
-        *([size] * 4),
-        *(number, number),
-    ]
+    sizes = [size] * 4 + [number, number]
+    library.fastlinear_diagonal_forward.argtypes = [number, number, *[pointer] * 5, *sizes]
+    library.fastlinear_diagonal_backward.argtypes = [number, number, *[pointer] * 7, *sizes]
     return library

@@ -259,7 +259,7 @@ def _admit(
     dense = weight.is_contiguous() and (bias is None or bias.is_contiguous())
     plan: Any = found.in_door if dense else found.plan
     if x.is_cuda and dense and found.launched:
-        plan = launches.in_door(x, weight, bias, activation, residual, found.in_door) or plan
+        plan = launches.in_door(x, weight, bias, activation, residual, plan) or plan
     table.admit(x, weight, rest, activation, backend, plan)
 
 
@@ -295,8 +295,16 @@ def _unusual(
     """Tensor subclasses, FX proxies and functorch transforms: plain torch ops carry them."""
     given = tuple(t for t in (x, weight, bias, residual) if t is not None)
     if not all(isinstance(t, Tensor) for t in given) and has_torch_function(given):
-        options = {"activation": activation, "residual": residual, "backend": backend}
-        y: Tensor = handle_torch_function(diagonal_linear, given, x, weight, bias, **options)
+        y: Tensor = handle_torch_function(
+            diagonal_linear,
+            given,
+            x,
+            weight,
+            bias,
+            activation=activation,
+            residual=residual,
+            backend=backend,
+        )
         return y
     if not isinstance(x, Tensor) or calls.autocast_dtype(x) is None:
         # under autocast dtypes may differ, and are cast below
