@@ -66,7 +66,7 @@ def test_a_slow_compiler_delays_no_call(tmp_path: Path, monkeypatch: pytest.Monk
     while not runs.read_text():
         assert time.monotonic() < until, build
         time.sleep(0.01)
-    door._stop(build)
+    build.stop()
     assert build.done.is_set()
     assert build.compiler.process is not None
     assert build.compiler.process.poll() is not None
@@ -125,7 +125,7 @@ def test_a_damaged_library_and_an_unwritable_folder(
     (first, second) = door_library.places(door_library.command())
     first.parent.mkdir(parents=True)
     first.write_bytes(b"not a library")
-    monkeypatch.setattr(door_library, "places", lambda _: [first, tmp_path / "file" / second.name])
+    monkeypatch.setattr(door_library, "places", lambda *_: [first, tmp_path / "file" / second.name])
     (tmp_path / "file").write_text("")
     check()
     assert not door.wait(30)

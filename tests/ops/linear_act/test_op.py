@@ -315,7 +315,7 @@ def test_explain_follows_the_tensors() -> None:
     assert [c.problem.piece for c in fl.explain(x, w, b).choices] == ["forward"]
     b.requires_grad_()
     explanation = fl.explain(x, w, b, activation="relu")
-    assert [c.problem.piece for c in explanation.choices] == list(PIECES)
+    assert [c.problem.piece for c in explanation.choices] == [*PIECES, "step"]
     assert all(c.problem.needs_grad for c in explanation.choices)
     assert len(fl.explain(x, w, b, needs_grad=False).choices) == 1
     assert "->" in str(explanation)

@@ -118,10 +118,14 @@ def test_the_step_decides_between_torchs_autograd_and_the_pieces() -> None:
     assert choices_of(p, "onednn")[0].backend.name == "onednn"
 
 
-def test_the_step_is_not_asked_where_every_piece_is_torchs() -> None:
+def test_where_every_piece_is_torchs_the_step_may_be_ours() -> None:
+    """One node of autograd for torch's own ops costs less than torch's nodes."""
     p = training()
     decide(p, forward="eager", grad_pre="eager", grad_input="eager", grad_weight="eager")
+    decide(p, step="eager")
     assert [c.problem.piece for c in choices_of(p)] == list(backends.PIECES)
+    decide(p, step="pieces")
+    assert [c.problem.piece for c in choices_of(p)] == [*backends.PIECES, "step"]
 
 
 def test_one_backend_may_compute_the_whole_backward(monkeypatch: pytest.MonkeyPatch) -> None:

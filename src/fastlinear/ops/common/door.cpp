@@ -100,8 +100,7 @@ PyObject* call(PyObject* self, PyObject* const* args, Py_ssize_t n) {
     if (!c.tensors[0]->is_cuda()) return plan->run(c, args);
     void* stream = nullptr;
     if (!cuda.serves(*c.tensors[0], &stream)) Py_RETURN_NONE;
-    const auto* launch = dynamic_cast<const Launch*>(plan.get());
-    return launch != nullptr ? launch->run_on(stream, c, args) : plan->run(c, args);
+    return plan->run_on(stream, c, args);
   });
 }
 

@@ -8,22 +8,18 @@ at the first plan; else a thread compiles it while calls go on. Each op has a ta
 from __future__ import annotations
 
 import ctypes
-import os
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from multiprocessing.util import Finalize
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-from fastlinear.core.errors import UnsupportedError
 from fastlinear.ops.common import door_library as library
+from fastlinear.ops.common.door_build import Build, after_fork
+from fastlinear.ops.common.door_build import settle as _settle
 
 PATIENCE_S = 60.0  # most seconds to wait before something is timed
-_STOP_TIMEOUT_S = 5
 
 
 @dataclass(frozen=True)
@@ -46,21 +42,15 @@ class Table:
     clear: Callable[[], None]
 
 
-@dataclass(eq=False)
-class _Build:
-    """How far this process is with its door."""
+class _Build(Build):
+    """How far this process is with its door, and what it made of it."""
 
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    started: bool = False
-    done: threading.Event = field(default_factory=threading.Event)
-    compiler: library.Compiler = field(default_factory=library.Compiler)
-    loaded: ctypes.PyDLL | None = None
-    tables: dict[str, Table] = field(default_factory=dict)
-    failure: str | None = None
-    cuda: bool | None = None
+    def __init__(self) -> None:
+        super().__init__(library.DOOR, _made, _tell)
+        self.tables: dict[str, Table] = {}
+        self.cuda: bool | None = None
 
 
-_build = _Build()
 _listeners: list[Callable[[], None]] = []
 
 
@@ -71,7 +61,7 @@ def table(op: str) -> Table | None:
     """
     build = _build
     if not build.started:
-        _start(build)
+        build.start()
     if build.loaded is None:
         return None
     if op not in build.tables:
@@ -89,27 +79,27 @@ def wait(timeout: float | None = None) -> bool:
     """
     build = _build
     if not build.started:
-        _start(build)
+        build.start()
     build.done.wait(timeout)
     return build.loaded is not None
 
 
 def settle(timeout: float = PATIENCE_S) -> None:
-    """Wait for a build that is under way, at most ``timeout`` seconds; starts none.
+    """Wait for builds that are under way, at most ``timeout`` seconds; starts none.
 
     What is timed while the compiler runs is neither with the door nor on a quiet machine.
     """
-    if _build.started:
-        _build.done.wait(timeout)
+    _settle(timeout)
 
 
 def reason_not() -> str | None:
     """Why there will be no door in this process, or None. Compiles nothing, waits for nothing."""
-    return _build.failure or library.missing()
+    return _build.reason_not()
 
 
 def on_ready(listener: Callable[[], None]) -> None:
-    """Call ``listener`` once the door can serve, so that plans made before are made known to it.
+    """Call ``listener`` once the door can serve, so that plans made before are made known to it, or
+    once it is known that it cannot.
 
     It may be called from another thread. A process forked while its parent was building has it
     called as well, to begin anew.
@@ -143,80 +133,9 @@ def ready() -> bool:
     return _build.loaded is not None
 
 
-# --------------------------------------------------------------------------------------------
-# One build a process, away from its callers
-
-
-def _start(build: _Build) -> None:
-    with build.lock:
-        if build.started:
-            return
-        build.started = True
-    try:
-        _begin(build)
-    except UnsupportedError as error:
-        _finish(build, failure=error.received)
-    except (OSError, RuntimeError) as error:  # no file can be read, or no thread started any more
-        _finish(build, failure=str(error))
-
-
-def _begin(build: _Build) -> None:
-    why = library.missing()
-    if why is not None:
-        _finish(build, failure=why)
-        return
-    command = library.command()
-    places = library.places(command)
-    found = library.loaded(places)
-    if found is not None:
-        _finish(build, loaded=_made(found))
-        return
-    Finalize(None, _stop, (build,), exitpriority=10)  # at the exit of worker processes as well
-    threading.Thread(
-        target=_work, args=(build, command, places), name="fastlinear-door", daemon=True
-    ).start()
-
-
-def _work(build: _Build, command: list[str], places: list[Path]) -> None:
-    try:
-        loaded = _made(library.compiled(build.compiler, command, places))
-    except UnsupportedError as error:
-        _finish(build, failure=error.received)
-    except Exception as error:  # noqa: BLE001 - a thread has nobody to raise to; reason_not tells
-        _finish(build, failure=f"{type(error).__name__}: {error}")
-    else:
-        _finish(build, loaded=loaded)
-
-
-def _finish(
-    build: _Build, *, loaded: ctypes.PyDLL | None = None, failure: str | None = None
-) -> None:
-    build.loaded, build.failure = loaded, failure
-    if loaded is not None:
-        _tell()
-    build.done.set()
-
-
 def _tell() -> None:
     for listener in _listeners:
         listener()
-
-
-def _stop(build: _Build) -> None:
-    """Leave no compiler behind."""
-    build.compiler.stop()
-    build.done.wait(_STOP_TIMEOUT_S)
-
-
-def _begin_anew() -> None:
-    """In a forked child: the parent's thread is not here."""
-    global _build
-    if _build.started and not _build.done.is_set():
-        _build = _Build()
-        _tell()
-
-
-os.register_at_fork(after_in_child=_begin_anew)
 
 
 # --------------------------------------------------------------------------------------------
@@ -234,11 +153,11 @@ def _made(loaded: ctypes.PyDLL) -> ctypes.PyDLL:
     loaded.fastlinear_door_cuda.argtypes = [thing, thing, pointer, pointer, pointer]
     loaded.fastlinear_door_cuda.restype = ctypes.c_int
     mode = vars(forward_ad), "_current_level"
-    loaded.fastlinear_door_begin(torch.Tensor, torch.nn.Parameter, _impl_offset(), *mode)
+    loaded.fastlinear_door_begin(torch.Tensor, torch.nn.Parameter, impl_offset(), *mode)
     return loaded
 
 
-def _impl_offset() -> int:
+def impl_offset() -> int:
     """Where in a tensor object its TensorImpl's address lies, found in a live tensor."""
     t = torch.empty(0)
     word = ctypes.sizeof(ctypes.c_void_p)
@@ -249,14 +168,39 @@ def _impl_offset() -> int:
     raise library.unsupported("a tensor object that holds its TensorImpl's address", "none")
 
 
-def _cuda_handed_to(loaded: ctypes.PyDLL) -> bool:
+def driver_functions(*names: str) -> list[ctypes.c_void_p] | None:
+    """Addresses of the CUDA driver's functions, or None where it is none or lacks one."""
     try:
         driver = ctypes.PyDLL("libcuda.so.1")
     except OSError:  # what torch calls CUDA is another maker's
-        return False
-    names = ("cuStreamIsCapturing", "cuLaunchKernelEx", "cuTensorMapReplaceAddress")
+        return None
     if not all(hasattr(driver, name) for name in names):
-        return False  # a driver older than CUDA 12
-    functions = [ctypes.cast(getattr(driver, name), ctypes.c_void_p) for name in names]
+        return None  # a driver older than CUDA 12
+    return [ctypes.cast(getattr(driver, name), ctypes.c_void_p) for name in names]
+
+
+def _cuda_handed_to(loaded: ctypes.PyDLL) -> bool:
+    functions = driver_functions(
+        "cuStreamIsCapturing", "cuLaunchKernelEx", "cuTensorMapReplaceAddress"
+    )
+    if functions is None:
+        return False
     own = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
     return bool(loaded.fastlinear_door_cuda(*own, *functions))
+
+
+# --------------------------------------------------------------------------------------------
+# One a process
+
+_build = _Build()
+
+
+def _begin_anew() -> None:
+    """In a forked child: the parent's thread is not here."""
+    global _build
+    if _build.under_way:
+        _build = _Build()
+        _tell()
+
+
+after_fork(_begin_anew)

@@ -1,4 +1,4 @@
-"""The compiled door's library: where it lies, and its compiler, which can be stopped."""
+"""The compiled door's libraries: where they lie, and their compiler, which can be stopped."""
 
 from __future__ import annotations
 
@@ -25,12 +25,37 @@ from fastlinear.core.settings import cache_dir
 from fastlinear.ops.common import cpp_build
 
 _HERE = Path(__file__).parent
-_SOURCE = _HERE / "door.cpp"
-_FILES = (_SOURCE, _HERE / "door_call.h", _HERE / "door_plans.h")
 _TORCH = Path(torch.__file__).parent
 _COMPILE_TIMEOUT_S = 180
 _STOPPED = "the process ends"
-_FLAGS = ("-std=c++20", "-O2", "-fPIC")
+_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-DAT_PER_OPERATOR_HEADERS")
+
+
+@dataclass(frozen=True)
+class Library:
+    """One library.
+
+    Attributes:
+        source: the file that is compiled.
+        headers: our own files that it includes.
+        header: a file of torch's that it needs, below torch's folder of headers.
+    """
+
+    source: Path
+    headers: tuple[Path, ...]
+    header: str
+
+
+DOOR = Library(
+    _HERE / "door.cpp",
+    (_HERE / "door_call.h", _HERE / "door_plans.h"),
+    "ATen/EmptyTensor.h",
+)
+NODE = Library(
+    _HERE / "door_node.cpp",
+    (*DOOR.headers, _HERE / "door_program.h", _HERE / "door_node.h"),
+    "torch/csrc/autograd/saved_variable.h",
+)
 
 
 @dataclass(eq=False)
@@ -86,19 +111,19 @@ def _politely() -> list[str]:
     return [nice, "-n", "10"] if nice else []
 
 
-def missing() -> str | None:
-    """What this machine lacks to compile the door, or None."""
+def missing(library: Library = DOOR) -> str | None:
+    """What this machine lacks to compile a library, or None."""
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
         return "its table of plans relies on Python's global lock"
     if cpp_build.compiler() is None:
         return cpp_build.reason_not()
-    for header in (_python_headers() / "Python.h", _TORCH / "include" / "ATen" / "EmptyTensor.h"):
+    for header in (_python_headers() / "Python.h", _TORCH / "include" / library.header):
         if not header.exists():
             return f"{header} is missing"
     return None
 
 
-def command() -> list[str]:
+def command(library: Library = DOOR) -> list[str]:
     """The compiler's call, but for its output."""
     return [
         cpp_build.compiler() or "",
@@ -106,19 +131,20 @@ def command() -> list[str]:
         f"-I{_TORCH / 'include'}",
         f"-I{_python_headers()}",
         "-shared",
-        str(_SOURCE),
+        str(library.source),
         f"-L{_TORCH / 'lib'}",
         *("-ltorch_python", "-ltorch_cpu", "-lc10"),
     ]
 
 
-def places(command: list[str]) -> list[Path]:
+def places(command: list[str], library: Library = DOOR) -> list[Path]:
     """Where the library may lie, best first: its name covers whatever it depends on."""
     facts = (*command, torch.__version__, sysconfig.get_config_var("SOABI") or "")
-    sources = b"".join(file.read_bytes() for file in _FILES)
+    files = (library.source, *library.headers)
+    sources = b"".join(file.read_bytes() for file in files)
     digest = hashlib.sha256("\0".join(facts).encode() + sources).hexdigest()
     folders = cache_dir() / "cpp", Path(tempfile.gettempdir()) / f"fastlinear-{os.getuid()}"
-    return [folder / f"door-{digest[:16]}.so" for folder in folders]
+    return [folder / f"{library.source.stem}-{digest[:16]}.so" for folder in folders]
 
 
 def loaded(libraries: list[Path]) -> ctypes.PyDLL | None:
@@ -131,7 +157,9 @@ def loaded(libraries: list[Path]) -> ctypes.PyDLL | None:
     return None
 
 
-def compiled(compiler: Compiler, command: list[str], libraries: list[Path]) -> ctypes.PyDLL:
+def compiled(
+    compiler: Compiler, command: list[str], libraries: list[Path], source: str = DOOR.source.name
+) -> ctypes.PyDLL:
     """The library, compiled into the first place that allows it.
 
     Raises:
@@ -142,7 +170,7 @@ def compiled(compiler: Compiler, command: list[str], libraries: list[Path]) -> c
         try:
             library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             _check_owner(library.parent)
-            _ensure(compiler, command, library)
+            _ensure(compiler, command, library, source)
             return ctypes.PyDLL(str(library))
         except OSError as error:  # read-only, full, mounted without execution...
             failures.append(f"{library.parent}: {error}")
@@ -155,7 +183,7 @@ def _check_owner(folder: Path) -> None:
         raise PermissionError(f"others may write to {folder}, and what it holds would be run")
 
 
-def _ensure(compiler: Compiler, command: list[str], library: Path) -> None:
+def _ensure(compiler: Compiler, command: list[str], library: Path, source: str) -> None:
     """Compile once, by the first process that asks. Raises OSError where the folder forbids it."""
     lock = FileLock(f"{library}.lock")
     until = time.monotonic() + _COMPILE_TIMEOUT_S
@@ -163,7 +191,7 @@ def _ensure(compiler: Compiler, command: list[str], library: Path) -> None:
         try:
             with lock.acquire(timeout=0):
                 if not library.exists():
-                    _compile(compiler, command, library)
+                    _compile(compiler, command, library, source)
         except Timeout:
             if time.monotonic() > until:
                 raise unsupported("another process to compile it", f"no {library}") from None
@@ -171,14 +199,14 @@ def _ensure(compiler: Compiler, command: list[str], library: Path) -> None:
                 raise unsupported("time to compile", _STOPPED) from None
 
 
-def _compile(compiler: Compiler, command: list[str], library: Path) -> None:
+def _compile(compiler: Compiler, command: list[str], library: Path, source: str) -> None:
     # a plain file, no object that a forked process would clean up
     handle, target = tempfile.mkstemp(dir=library.parent, prefix=library.stem, suffix=".part")
     os.close(handle)
     try:
         said = compiler.failure([*command, "-o", target])
         if said is not None:
-            raise unsupported(f"{_SOURCE.name} to compile", said)
+            raise unsupported(f"{source} to compile", said)
         os.replace(target, library)
     finally:
         Path(target).unlink(missing_ok=True)
@@ -194,5 +222,5 @@ def unsupported(expected: str, received: str) -> UnsupportedError:
         "fastlinear.ops.common.door",
         expected=expected,
         received=received,
-        remedy="Nothing is lost: calls are looked up in Python instead.",
+        remedy="Nothing is lost: calls take the way through Python instead.",
     )

@@ -1,5 +1,5 @@
-// Plans of the door: a Python callable, PyTorch's own layer, a chain of layers in C++, or a CUDA
-// kernel launched right here.
+// Plans of the door: a Python callable, PyTorch's own layer, a chain of layers in C++, a CUDA kernel
+// launched right here, or what another library runs.
 #pragma once
 
 #include "door_call.h"
@@ -41,6 +41,10 @@ struct Plan {
   std::vector<Ref> kept;
   virtual ~Plan() = default;
   virtual PyObject* run(const Call& call, PyObject* const* args) const = 0;
+  // The same for CUDA tensors of the current device, with their stream.
+  virtual PyObject* run_on(void* /*stream*/, const Call& call, PyObject* const* args) const {
+    return run(call, args);
+  }
 };
 
 inline int64_t integer(PyObject* tuple, Py_ssize_t i) {
@@ -214,9 +218,12 @@ struct Kernel {
     if (PyErr_Occurred() || !PyTuple_Check(hooks.o) || cuda.launch == nullptr) throw PythonError();
   }
 
+  // Reads a size, no more: nodes ask without Python's lock.
   bool hooked() const {
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(hooks.o); ++i)
-      if (PyObject_Size(PyTuple_GET_ITEM(hooks.o, i)) != 0) return true;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(hooks.o); ++i) {
+      PyObject* calls = PyTuple_GET_ITEM(hooks.o, i);
+      if (!PyList_Check(calls) || PyList_GET_SIZE(calls) != 0) return true;
+    }
     return false;
   }
 
@@ -256,7 +263,7 @@ struct Launch : Plan {
     if (PyErr_Occurred()) throw PythonError();
   }
 
-  PyObject* run_on(void* stream, const Call& call, PyObject* const* args) const {
+  PyObject* run_on(void* stream, const Call& call, PyObject* const* args) const override {
     for (size_t i = 0; i < alignments.size(); ++i)
       if ((base_of(call.tensors[i]) & alignments[i].first) != alignments[i].second)
         return run(call, args);
@@ -279,7 +286,40 @@ struct Launch : Plan {
   }
 };
 
+// A plan that another library runs: a capsule of its functions.
+struct Outside : Plan {
+  struct Functions {
+    PyObject* (*run)(void* self, const Call& call, PyObject* const* args, void* stream);
+    void (*drop)(void* self);
+    void* self;
+  };
+  static constexpr char kName[] = "fastlinear.door.plan";
+  Ref held;
+  const Functions* functions;
+
+  explicit Outside(PyObject* capsule)
+      : held(capsule),
+        functions(static_cast<const Functions*>(PyCapsule_GetPointer(capsule, kName))) {
+    if (functions == nullptr) throw PythonError();
+  }
+  PyObject* run_on(void* stream, const Call& call, PyObject* const* args) const override {
+    return functions->run(functions->self, call, args, stream);
+  }
+  PyObject* run(const Call& call, PyObject* const* args) const override {
+    return run_on(nullptr, call, args);
+  }
+
+  static PyObject* capsule(const Functions& functions) {
+    return PyCapsule_New(new Functions(functions), kName, [](PyObject* self) {
+      auto* owned = static_cast<Functions*>(PyCapsule_GetPointer(self, kName));
+      owned->drop(owned->self);
+      delete owned;
+    });
+  }
+};
+
 inline std::shared_ptr<Plan> made(PyObject* spec, const Call& call, PyObject* const* args) {
+  if (PyCapsule_CheckExact(spec)) return std::make_shared<Outside>(spec);
   if (!PyTuple_Check(spec)) return std::make_shared<Callable>(spec);
   PyObject* kind = PyTuple_GetItem(spec, 0);
   const auto is = [kind](const char* name) {

@@ -63,7 +63,7 @@ class Formula:
     Attributes:
         activation: its name.
         saved: what the backward reads: ``"none"``, ``"output"`` or ``"pre"``.
-        run: the forward's backend.
+        run: the forward's backend: (x (M, K), weight, bias, activation, save_pre) → (y, pre).
         backward: (dy, saved, x, weight, activation, needs) → (dx, dW, db).
     """
 
@@ -71,6 +71,47 @@ class Formula:
     saved: str
     run: Callable[..., Any]
     backward: Callable[..., Any]
+
+    def forward(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(y (..., N), the pre-activation (M, N) where the backward reads it); no gradients."""
+        flat = x.dim() == 2
+        x2 = x if flat else x.reshape(-1, x.shape[-1])
+        save_pre = self.saved == "pre"
+        y, pre = self.run(x2, weight, bias, self.activation, save_pre)
+        if not flat:
+            y = y.view(*x.shape[:-1], weight.shape[0])
+        return y, pre if save_pre else None
+
+    def gradients(
+        self,
+        dy: Tensor | None,
+        dpre: Tensor | None,
+        shape: tuple[int, ...],
+        tensors: tuple[Tensor | None, ...],
+        saved: Tensor | None,
+        needs: tuple[bool, ...],
+    ) -> Gradients:
+        """(dx, dW, db); by torch's own, differentiable ops where a graph is asked for.
+
+        Args:
+            dy, dpre: gradients of y (..., N) and of the hidden pre-activation (M, N), which only
+                second derivatives have; one of them is given.
+            shape: y's.
+            tensors: x, weight and bias, each None where no wanted gradient reads it.
+            saved: what the activation's derivative reads.
+            needs: which of the results are wanted.
+        """
+        run = self.backward
+        if dpre is not None:
+            run = _plus(dpre)
+            dy = dpre.new_zeros(()).expand(shape) if dy is None else dy
+        elif torch.is_grad_enabled():
+            run = _differentiable
+        assert dy is not None
+        x, weight, _ = tensors
+        return run_backward(dy, saved, x, weight, self.activation, needs, run)
 
 
 class LinearAct(torch.autograd.Function):
@@ -92,39 +133,27 @@ class LinearAct(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, formula: Formula
     ) -> Tensor | tuple[Tensor, Tensor]:
         """act(x Wᵀ + b), and the pre-activation (M, N) where the backward reads it."""
-        flat = x.dim() == 2
-        x2 = x if flat else x.reshape(-1, x.shape[-1])
-        kind = formula.saved
-        y, pre = formula.run(x2, weight, bias, formula.activation, kind == "pre")
-        if not flat:
-            y = y.view(*x.shape[:-1], weight.shape[0])
-        saved = pre if kind == "pre" else y if kind == "output" else None
+        y, pre = formula.forward(x, weight, bias)
+        saved = {"none": None, "output": y, "pre": pre}[formula.saved]
         needs = ctx.needs_input_grad
         ctx.save_for_backward(x if needs[1] else None, weight if needs[0] else None, saved)
         ctx.formula = formula
-        if kind == "pre":
-            ctx.x_shape = x.shape
+        ctx.shape = y.shape
         ctx.set_materialize_grads(False)
-        return (y, pre) if kind == "pre" else y
+        return y if pre is None else (y, pre)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dpre: Tensor | None = None) -> tuple[Any, ...]:
-        """(dx, dW, db, None); by torch's own, differentiable ops where a graph is asked for.
+        """(dx, dW, db, None).
 
         dpre is the gradient of the hidden output, which only second derivatives have.
         """
-        formula = ctx.formula
-        run = formula.backward
-        if dpre is not None:
-            run = _plus(dpre)
-            dy = dpre.new_zeros(()).expand(*ctx.x_shape[:-1], dpre.shape[-1]) if dy is None else dy
-        elif torch.is_grad_enabled():
-            run = _differentiable
-        if dy is None:
+        if dy is None and dpre is None:
             return None, None, None, None
         x, weight, saved = ctx.saved_tensors
         needs = tuple(ctx.needs_input_grad[:3])
-        return (*run_backward(dy, saved, x, weight, formula.activation, needs, run), None)
+        formula = ctx.formula
+        return (*formula.gradients(dy, dpre, ctx.shape, (x, weight, None), saved, needs), None)
 
 
 # torch.autograd.Function's own apply without its Python, which looks for transforms only.

@@ -48,10 +48,12 @@ _CPP_SOURCES = tuple(
 )
 _PACKED = ("../common/packed.py",)
 _PIECES_SOURCES = (
+    *(f"../common/{name}" for name in ("door_node.h", "door_program.h")),
     *(
         "autograd.py",
         "op.py",
         "plans.py",
+        "programs.py",
         "onednn.py",
         "cpp.py",
         "cublaslt.py",

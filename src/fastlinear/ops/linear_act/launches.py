@@ -7,7 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from fastlinear.ops.common.door_launch import DoorLaunch
+from fastlinear.ops.common import cuda_driver as driver
+from fastlinear.ops.common.door_launch import DoorLaunch, Y
+
+PRE = -2
+"""Stands for the pre-activation among the tensors of a call, as ``Y`` for the result."""
 
 
 def in_door(
@@ -22,13 +26,17 @@ def in_door(
 
     It must have run on them before. ``fallback`` serves calls of otherwise aligned addresses.
     """
-    launch = _of(backend, x, weight, bias, activation)
+    launch = forward(backend, x, weight, bias, activation, False)
     return None if launch is None else launch.plan(fallback, weight.shape[0])
 
 
-def _of(
-    backend: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
+def forward(
+    backend: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save_pre: bool
 ) -> DoorLaunch | None:
+    """The launch of a forward that has run on such CUDA tensors, or None where that is not all.
+
+    With ``save_pre`` it stores the pre-activation (M, N) as well.
+    """
     if x.dim() != 2:
         if not x.is_contiguous():
             return None
@@ -38,9 +46,32 @@ def _of(
     if backend == "cuda":
         from fastlinear.ops.linear_act import cuda
 
+        if save_pre:
+            return _saving(x, weight, bias, activation)
         return cuda.door_launch(x, weight, bias, activation)
     if backend == "triton":
         from fastlinear.ops.linear_act import triton
 
-        return triton.door_launch(x, weight, bias, activation)
+        return triton.door_launch(x, weight, bias, activation, PRE if save_pre else None)
     return None
+
+
+def _saving(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> DoorLaunch | None:
+    """``cuda.door_launch`` that stores the pre-activation as well."""
+    from fastlinear.ops.linear_act import cuda
+
+    plain = cuda.door_launch(x, weight, bias, activation)  # whether one launch is all
+    if plain is None:
+        return None
+    (M, K), N = x.shape, weight.shape[0]
+    out = x.new_empty((M, N))
+    with driver.loading_allowed():
+        config = cuda.config_for(M, K, N, True)
+        plan = cuda._Plan(config, x, weight, out, bias, activation, True)
+    tensors: list[Any] = [(plan.a_map, 0), (plan.b_map, 1), (plan.out_map, Y), (plan.save_map, PRE)]
+    if bias is not None:
+        tensors.append((plan.bias, 2))
+    launch = plan.launch
+    assert launch._handle is not None
+    where = launch._handle, launch._config_ref, launch._slots_ref
+    return DoorLaunch(*where, tuple(tensors), plain.masks, plan)

@@ -18,9 +18,9 @@ from fastlinear.core.errors import InputError
 from fastlinear.core.precision import float32_precision
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.explain import Explanation
-from fastlinear.ops.common import calls, door
+from fastlinear.ops.common import calls, door, door_node
 from fastlinear.ops.common.calls import is_captured
-from fastlinear.ops.linear_act import launches, plans, reference
+from fastlinear.ops.linear_act import launches, plans, programs, reference
 from fastlinear.ops.linear_act.selection import choices, problem_of
 from fastlinear.ops.linear_act.validation import validate
 
@@ -132,6 +132,7 @@ def _forget() -> None:
 
 
 cache.on_change(_forget)
+door_node.on_ready(_forget)  # training calls are recorded in C++ from here on, or never
 
 
 def _looked_up(
@@ -227,6 +228,8 @@ def _admit(
     plan = found.in_door if dense else found.plan
     if x.is_cuda and dense and found.kernel is not None:
         plan = launches.in_door(found.kernel, x, weight, bias, activation, plan) or plan
+    elif dense and found.training is not None:
+        plan = programs.node(found.training, x, weight, bias) or plan
     table.admit(x, weight, bias, activation, backend, plan)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad as _forward_ad
 
 from fastlinear.dispatch.select import Choice
-from fastlinear.ops.common import calls
+from fastlinear.ops.common import calls, door_node
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.autocast import cast as cast_once
 from fastlinear.ops.linear_act import reference
@@ -41,11 +41,36 @@ class Resolved:
         in_door: what the compiled door runs where the tensors are as their memory lies and bias is
             dense: the same without looking at them, or one of the door's tuples. None for no plan.
         kernel: the one backend of such calls, where it may be a launch that the door makes itself.
+        training: what such calls are recorded by, where the door may record them itself.
     """
 
     plan: Plan
     in_door: Any
     kernel: str | None
+    training: Training | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """The formula of a training call, and the names of the backends in it.
+
+    Attributes:
+        formula: what both ways through Python and C++ run.
+        forward: the forward's backend.
+        backward: piece → its backend; one entry where one backend computes all of it.
+    """
+
+    formula: Formula
+    forward: str
+    backward: dict[str, str]
+
+
+def training_of(chosen: tuple[Choice, ...], activation: str) -> Training:
+    """The backends chosen for the pieces, with the formula over them."""
+    run = chosen[0].backend.load()
+    formula = Formula(activation, activation_of(activation).saved, run, backward_of(chosen))
+    names = {c.problem.piece: c.backend.name for c in chosen[1:] if c.problem.piece != STEP}
+    return Training(formula, chosen[0].backend.name, names)
 
 
 def resolved(
@@ -71,13 +96,20 @@ def resolved(
     empty = x.numel() == 0 or weight.numel() == 0
     # A cast weight is a new tensor at every call, so a packed copy of it would be as well.
     repacked = autocast is not None and any(name.endswith("_packed") for name in names)
-    if empty or names == {"eager"} or (repacked and backend is None):
-        return Resolved(native(activation), _native_in_door(activation), None)
-    inner = training_plan(chosen, activation) if grad else _inference(chosen, activation)
+    if empty or (repacked and backend is None) or names == {"eager"}:
+        step = any(c.problem.piece == STEP and c.backend.name == "pieces" for c in chosen)
+        plain = not empty and not captured and autocast is None
+        if not (step and plain and door_node.reason_not() is None):
+            # PyTorch's nodes cost less than one in Python, and more than one in C++
+            return Resolved(native(activation), _native_in_door(activation), None)
+    training = training_of(chosen, activation) if grad else None
+    inner = _inference(chosen, activation) if training is None else applied(training.formula)
     plan = _guarded(inner, activation, backend, autocast, unusual)
     if autocast is not None:
         return Resolved(plan, plan, None)
-    return Resolved(plan, inner, None if grad or captured else names.pop())
+    return Resolved(
+        plan, inner, None if grad or captured else names.pop(), None if captured else training
+    )
 
 
 def native(activation: str) -> Plan:
@@ -136,8 +168,7 @@ def _inference(chosen: tuple[Choice, ...], activation: str) -> Plan:
 
 def training_plan(chosen: tuple[Choice, ...], activation: str) -> Plan:
     """``LinearAct`` over the backends chosen for the pieces; for plain tensors on the hot path."""
-    run = chosen[0].backend.load()
-    return applied(Formula(activation, activation_of(activation).saved, run, backward_of(chosen)))
+    return applied(training_of(chosen, activation).formula)
 
 
 def _wrapped(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

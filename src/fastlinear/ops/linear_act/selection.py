@@ -36,18 +36,18 @@ def choices_of(p: Problem, backend: str | None = None) -> tuple[Choice, ...]:
 
     A training call without a forced backend asks first whether the whole step is fastest by
     PyTorch's own autograd; then all its pieces are. That choice comes last in the result, unless
-    the pieces are PyTorch's own anyhow.
+    all is PyTorch's own anyhow.
     """
     if not p.needs_grad:
         return (select(p, backend),)
     if backend is not None:
         return (select(p, backend), *select_pieces(p)[1:])
     pieces = select_pieces(p)
-    if all(c.backend.name == "eager" for c in pieces):
-        return pieces
     step = select(p.with_piece(backends.STEP))
     if step.backend.name == "pieces":
         return (*pieces, step)
+    if all(c.backend.name == "eager" for c in pieces):
+        return pieces
     reason = f"PyTorch's own autograd was chosen for the whole step ({step.reason})"
     problems = (p.with_piece(piece) for piece in backends.PIECES)
     own = (replace(select(q, "eager"), source=step.source, reason=reason) for q in problems)

@@ -13,6 +13,7 @@ import torch
 
 from fastlinear.core.device import device_facts
 from fastlinear.ops.common.door_launch import DoorLaunch, Y
+from fastlinear.ops.common.door_program import Program
 from fastlinear.ops.common.triton_launch import Launch
 from fastlinear.ops.linear_act import columns
 from fastlinear.ops.linear_act.triton_config import (
@@ -79,15 +80,16 @@ def forward(
 
 
 def door_launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, pre: int | None = None
 ) -> DoorLaunch | None:
-    """``forward`` of such tensors without the pre-activation, as one launch for the compiled door.
+    """``forward`` of such tensors as one launch for the compiled door.
 
+    ``pre`` stands for the pre-activation among the launch's tensors, None where it is not saved.
     None where it is more than one, or descriptors are encoded on the way. ``forward`` must have run
     on such tensors.
     """
-    plan = _forward_plan(x, weight, bias, activation, False, None)
-    launch: DoorLaunch | None = plan.door_launch((0, 1, None if bias is None else 2, Y, None))
+    plan = _forward_plan(x, weight, bias, activation, pre is not None, None)
+    launch: DoorLaunch | None = plan.door_launch((0, 1, None if bias is None else 2, Y, pre))
     return launch
 
 
@@ -150,6 +152,45 @@ def grad_pre(
     if M == 0 or N == 0:
         db = torch.zeros(N, dtype=dy.dtype, device=dy.device) if need_bias_grad else None
         return (dy if identity else torch.empty_like(dy)), db
+    plan = _grad_pre_plan(dy, saved, activation, need_bias_grad)
+    dpre = None if identity else _empty((M, N), dy)
+    db = _empty((N,), dy) if need_bias_grad else None
+    plan.run(dy, saved, dpre, db)
+    return (
+        dy if dpre is None else _rounded(dpre, dy),
+        None if db is None else _rounded(db, dy),
+    )
+
+
+def grad_pre_steps(
+    program: Program,
+    numbers: tuple[int, int],
+    dy: Tensor,
+    saved: Tensor | None,
+    activation: str,
+    need_bias_grad: bool,
+) -> tuple[int, int | None] | None:
+    """``grad_pre`` as steps of a program whose tensors of these numbers have the memory of dy and
+    saved.
+
+    The numbers of dpre (dy's for ``"none"``) and db, or None where it is more than launches. It
+    must have run on such tensors.
+    """
+    if dy.numel() == 0:
+        return None
+    saved = None if activation == "none" else saved
+    plan = _grad_pre_plan(dy, saved, activation, need_bias_grad)
+    if not isinstance(plan, _GradPre):
+        return None
+    like = numbers[0]
+    dpre = None if activation == "none" else program.empty(dy.shape, dy.dtype, like)
+    db = program.empty(dy.shape[1:], dy.dtype, like) if need_bias_grad else None
+    if not plan.steps(program, like, None if saved is None else numbers[1], dpre, db):
+        return None
+    return like if dpre is None else dpre, db
+
+
+def _grad_pre_plan(dy: Tensor, saved: Tensor | None, activation: str, need_bias_grad: bool) -> Any:
     key = (
         dy.shape,
         dy.stride(),
@@ -162,17 +203,11 @@ def grad_pre(
     )
     plan = _plans.get(key)
     if plan is None:
-        if identity and columns.serves(dy):
+        if activation == "none" and columns.serves(dy):
             plan = _remember(key, columns.ColumnSums(dy))
         else:
             plan = _remember(key, _GradPre(dy, saved, activation, need_bias_grad))
-    dpre = None if identity else _empty((M, N), dy)
-    db = _empty((N,), dy) if need_bias_grad else None
-    plan.run(dy, saved, dpre, db)
-    return (
-        dy if dpre is None else _rounded(dpre, dy),
-        None if db is None else _rounded(db, dy),
-    )
+    return plan
 
 
 def grad_input(dpre: Tensor, weight: Tensor, *, config: GemmConfig | None = None) -> Tensor:
@@ -196,6 +231,25 @@ def _grad_product(a: Tensor, b: Tensor, config: GemmConfig | None) -> Tensor:
     out = _empty((a.shape[0], b.shape[1]), a)
     if out.numel() == 0:
         return out
+    plan = _grad_product_plan(a, b, config)
+    plan.run(a, b, None, out, None)
+    return _rounded(out, a)
+
+
+def product_steps(
+    program: Program, a: Tensor, b: Tensor, a_number: int, b_number: int
+) -> int | None:
+    """``grad_input`` or ``grad_weight`` as steps of a program: the number of a b, (rows, cols).
+
+    a and b are laid out as the operands are, which have the memory of the program's tensors of
+    these numbers. None where it is more than launches. It must have run on such tensors.
+    """
+    plan = _grad_product_plan(a, b, None)
+    out = program.empty((a.shape[0], b.shape[1]), a.dtype, a_number)
+    return out if plan.steps(program, a_number, b_number, out) else None
+
+
+def _grad_product_plan(a: Tensor, b: Tensor, config: GemmConfig | None) -> _Product:
     key = (
         a.shape,
         a.stride(),
@@ -217,8 +271,8 @@ def _grad_product(a: Tensor, b: Tensor, config: GemmConfig | None) -> Tensor:
             if config.splits * rows * cols * 4 > _SPLIT_BYTES_LIMIT:
                 config = replace(config, splits=1)
         plan = _remember(key, _Product(a, b, None, "none", False, config))
-    plan.run(a, b, None, out, None)
-    return _rounded(out, a)
+    assert isinstance(plan, _Product)
+    return plan
 
 
 class _Product:
@@ -314,6 +368,14 @@ class _Product:
             self._launch(a_view, b_view, bias, parts, pre)
             self._sum(parts, out)
 
+    def steps(self, program: Program, a: int, b: int, out: int) -> bool:
+        """``run`` of tensors of these numbers, without bias; whether launches are all there is."""
+        if self._workspace is None:
+            return program.launch(self._launch.in_door((a, b, None, out, None)))
+        parts = program.empty(self._workspace, torch.float32, a)
+        first = program.launch(self._launch.in_door((a, b, None, parts, None)))
+        return first and program.launch(self._sum.in_door((parts, out)))
+
     def door_launch(self, tensors: tuple[int | None, ...]) -> DoorLaunch | None:
         """The launch for the compiled door; ``tensors`` as ``Launch.in_door`` takes them."""
         return None if self._workspace is not None else self._launch.in_door(tensors)
@@ -388,6 +450,16 @@ class _GradPre:
         part = torch.empty(self._part_shape, dtype=torch.float32, device=dy.device)
         self._launch(dy, saved, dpre, part)
         self._sum(part, db)
+
+    def steps(
+        self, program: Program, dy: int, saved: int | None, dpre: int | None, db: int | None
+    ) -> bool:
+        """``run`` of tensors of these numbers; whether launches are all there is."""
+        if self._part_shape is None:
+            return program.launch(self._launch.in_door((dy, saved, dpre, db)))
+        part = program.empty(self._part_shape, torch.float32, dy)
+        first = program.launch(self._launch.in_door((dy, saved, dpre, part)))
+        return first and program.launch(self._sum.in_door((part, db)))
 
 
 def _grad_pre_blocks(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fastlinear.ops.common.door_program import Program
 from fastlinear.ops.common.triton_launch import Launch
 from fastlinear.ops.linear_act import reference
 from fastlinear.ops.linear_act import triton as products
@@ -70,31 +71,91 @@ def backward(
     dx = make((M, K), dy) if needs[0] else None
     dw = make((N, K), dy) if needs[1] else None
     db = make((N,), dy) if needs[2] else None
-    key = (
-        dy.shape,
-        dy.stride(),
-        dy.dtype,
-        dy.device,
-        K,
-        activation,
-        needs,
-        dy.data_ptr() & 15,
-        None if saved is None else (saved.stride(0), saved.data_ptr() & 15),
-        None if x is None else (x.stride(), x.data_ptr() & 15),
-        None if weight is None else (weight.stride(), weight.data_ptr() & 15),
-        config,
-    )
-    plan = _plans.get(key)
-    if plan is None:
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
-        plan = _plans[key] = _Backward(dy, saved, x, weight, activation, needs, config)
+    plan = _plan(dy, saved, x, weight, activation, needs, config)
     plan.run(dy, saved, x, weight, dx, dw, db)
     return (
         None if dx is None else products._rounded(dx, dy),
         None if dw is None else products._rounded(dw, dy),
         None if db is None else products._rounded(db, dy),
     )
+
+
+def steps(
+    program: Program,
+    numbers: tuple[int, int, int, int],
+    dy: Tensor,
+    saved: Tensor | None,
+    x: Tensor | None,
+    weight: Tensor | None,
+    activation: str,
+    needs: tuple[bool, bool, bool],
+) -> tuple[int | None, int | None, int | None] | None:
+    """``backward`` as steps of a program whose tensors of these numbers have the memory of dy,
+    saved, x and weight: the numbers of dx, dW and db.
+
+    None where it is more than launches. It must have run on such tensors.
+    """
+    if activation == "none":
+        saved = None
+    M, N = dy.shape
+    like = x if weight is None else weight
+    K = 0 if like is None else like.shape[1]
+    if not M * N * K:
+        return None
+    config = backward_config_for(M, K, N, dy.dtype, activation)
+    db: int | None = None
+    source = grad = numbers[0]
+    if config.dpre_first and saved is not None:
+        made = products.grad_pre_steps(program, numbers[:2], dy, saved, activation, needs[2])
+        if made is None:
+            return None
+        grad, db = made
+        # dpre is a new tensor laid out as dy is
+        dy, saved, activation, needs = torch.empty_like(dy), None, "none", (*needs[:2], False)
+    dx = program.empty((M, K), dy.dtype, source) if needs[0] else None
+    dw = program.empty((N, K), dy.dtype, source) if needs[1] else None
+    if needs[2]:
+        db = program.empty((N,), dy.dtype, source)
+    plan = _plan(dy, saved, x, weight, activation, needs, config)
+    given = (
+        grad,
+        None if saved is None else numbers[1],
+        None if x is None else numbers[2],
+        None if weight is None else numbers[3],
+    )
+    whole = plan.steps(program, given, dx, dw, db if needs[2] else None)
+    return (dx, dw, db) if whole else None
+
+
+def _plan(
+    dy: Tensor,
+    saved: Tensor | None,
+    x: Tensor | None,
+    weight: Tensor | None,
+    activation: str,
+    needs: tuple[bool, bool, bool],
+    config: BackwardConfig,
+) -> _Backward:
+    key = (
+        dy.shape,
+        dy.stride(),
+        dy.dtype,
+        dy.device,
+        x is None and weight is None,
+        activation,
+        needs,
+        dy.data_ptr() & 15,
+        None if saved is None else (saved.stride(0), saved.data_ptr() & 15),
+        None if x is None else (x.shape, x.stride(), x.data_ptr() & 15),
+        None if weight is None else (weight.shape, weight.stride(), weight.data_ptr() & 15),
+        config,
+    )
+    plan: _Backward | None = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= _MAX_PLANS:
+            _plans.clear()
+        plan = _plans[key] = _Backward(dy, saved, x, weight, activation, needs, config)
+    return plan
 
 
 class _Backward:
@@ -172,3 +233,20 @@ class _Backward:
         parts = torch.empty(self._parts, dtype=torch.float32, device=dy.device)
         self._launch(dy, saved, x, weight, parts, dw, db)
         self._sum(parts, dx)
+
+    def steps(
+        self,
+        program: Program,
+        given: tuple[int | None, int | None, int | None, int | None],
+        dx: int | None,
+        dw: int | None,
+        db: int | None,
+    ) -> bool:
+        """``run`` of tensors of these numbers; whether launches are all there is."""
+        if self._parts is None:
+            return program.launch(self._launch.in_door((*given, dx, dw, db)))
+        like = given[0]
+        assert like is not None
+        parts = program.empty(self._parts, torch.float32, like)
+        first = program.launch(self._launch.in_door((*given, parts, dw, db)))
+        return first and program.launch(self._sum.in_door((parts, dx)))

@@ -1,0 +1,325 @@
+// A call that autograd records as one node: programs or Python run its forward and its backward.
+//
+// The node is a family's autograd formula on the hot path. Whatever is not plain goes to the same
+// formula in Python: a graph of the gradients, modes that watch torch's ops, tensors laid out
+// otherwise, sets of gradients that no program is known for.
+#pragma once
+
+#include "door_program.h"
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <map>
+
+// c10::cuda::CUDAStream::stream() of the only member it has: its header includes CUDA's own. Absent
+// from a torch without CUDA.
+extern "C" [[gnu::weak]] void* fastlinear_raw_stream(const c10::Stream* self) __asm__(
+    "_ZNK3c104cuda10CUDAStream6streamEv");
+
+namespace door {
+
+namespace autograd = torch::autograd;
+using NodePtr = decltype(autograd::Edge::function);
+
+// Throws what Python has raised, of whatever type, so that it outlives this thread.
+[[noreturn]] inline void throw_python() {
+  python_error error;
+  error.persist();
+  throw python_error(std::move(error));
+}
+
+inline at::Tensor tensor_of(PyObject* o) {
+  if (o == Py_None) return {};
+  if (!PyObject_TypeCheck(o, tensor_type)) {
+    PyErr_SetString(PyExc_TypeError, "fastlinear: a backward returned something else than tensors");
+    throw_python();
+  }
+  auto* impl = *reinterpret_cast<c10::TensorImpl**>(reinterpret_cast<char*>(o) + impl_offset);
+  return at::Tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(impl));
+}
+
+inline PyObject* object_of(const at::Tensor& t) {
+  return t.defined() ? THPVariable_Wrap(t) : Py_NewRef(Py_None);
+}
+
+template <class List>
+PyObject* tuple_of(const List& tensors, size_t from, size_t to) {
+  PyObject* tuple = PyTuple_New(static_cast<Py_ssize_t>(to - from));
+  for (size_t i = from; i < to; ++i)
+    PyTuple_SET_ITEM(tuple, static_cast<Py_ssize_t>(i - from), object_of(tensors[i]));
+  return tuple;
+}
+
+// What the current thread's dispatch adds and leaves out: transforms, modes, autocast.
+struct Dispatch {
+  uint64_t included, excluded;
+  static Dispatch now() {
+    const auto local = c10::impl::tls_local_dispatch_key_set();
+    return {local.included_.raw_repr(), local.excluded_.raw_repr()};
+  }
+  bool operator==(const Dispatch& o) const {
+    return included == o.included && excluded == o.excluded;
+  }
+};
+
+// The stream of a device where that is the current device.
+inline bool stream_of(c10::Device device, void** stream) {
+  if (cuda.launch == nullptr) return false;
+  const c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
+  if (guard.getDevice() != device) return false;
+  const c10::Stream current = guard.getStream(device);
+  *stream = fastlinear_raw_stream(&current);
+  return true;
+}
+
+// --------------------------------------------------------------------------------------------
+
+// A kind of call. Numbers of a backward program's tensors: 0 dy, then the call's tensors, then what
+// the forward kept: in the order in which Python's form of the formula saves them, too, since
+// checkpoints count on the same order whichever of both records a call.
+//
+//   ("node", name, forward, backward, programmer, (forward's program), kept, (for whom...))
+//
+// forward     (tensors of the call) → (y, kept tensor or None), without gradients
+// backward    (dy, gradient of the kept, shape of y, tensors, kept, needs) → gradients
+// programmer  (needs, dy, tensors, kept) → a backward's program, or None
+// kept        0 nothing, 1 the output, 2 a tensor that is a hidden output of the node
+// for whom    for each tensor of the call the gradients, as bits, whose backward reads it
+struct NodePlan {
+  enum Kept : int64_t { kNothing, kOutput, kHidden };
+  std::string name;
+  Ref forward, backward, programmer;
+  std::shared_ptr<const Program> program;  // of the forward; null where that is Python's
+  Kept kept;
+  std::vector<int64_t> readers;
+  Dispatch dispatch = Dispatch::now();
+
+  NodePlan(PyObject* spec, const Tensors& given)
+      : forward(PyTuple_GetItem(spec, 2)),
+        backward(PyTuple_GetItem(spec, 3)),
+        programmer(PyTuple_GetItem(spec, 4)),
+        kept(static_cast<Kept>(integer(spec, 6))),
+        readers(integers(PyTuple_GetItem(spec, 7))) {
+    const char* text = PyUnicode_AsUTF8(PyTuple_GetItem(spec, 1));
+    if (text == nullptr || readers.size() != given.size()) throw PythonError();
+    name = text;
+    PyObject* steps = PyTuple_GetItem(spec, 5);
+    if (steps != Py_None) program = std::make_shared<Program>(steps, given);
+  }
+
+  // The program of a backward that gives these gradients; whether it was ever asked for.
+  std::pair<std::shared_ptr<const Program>, bool> find(uint64_t needs) const {
+    const std::lock_guard<std::mutex> one(mutex_);
+    const auto found = programs_.find(needs);
+    if (found == programs_.end()) return {nullptr, false};
+    return {found->second, true};
+  }
+
+  void learn(uint64_t needs, std::shared_ptr<const Program> known) const {
+    const std::lock_guard<std::mutex> one(mutex_);
+    programs_.emplace(needs, std::move(known));
+  }
+
+  // Nodes may be the last to hold a plan, in threads without Python's lock.
+  static void drop(NodePlan* plan) {
+    if (!Py_IsInitialized()) return;
+    const pybind11::gil_scoped_acquire lock;
+    delete plan;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  mutable std::map<uint64_t, std::shared_ptr<const Program>> programs_;
+};
+
+// --------------------------------------------------------------------------------------------
+
+struct Node : autograd::Node {
+  std::shared_ptr<const NodePlan> plan;
+  std::vector<autograd::SavedVariable> saved;  // those of the call, then the kept one
+  c10::DispatchKeySet keys;                    // of y, and of a plain gradient
+  std::vector<int64_t> shape;                  // of y
+
+  using autograd::Node::Node;
+
+  std::string name() const override { return plan->name; }
+
+  void release_variables() override {
+    const std::lock_guard<std::mutex> one(mutex_);
+    for (auto& s : saved) s.reset_data();
+    released_ = true;
+  }
+
+  autograd::variable_list apply(autograd::variable_list&& grads) override {
+    autograd::variable_list found(num_outputs());
+    const bool hidden = grads.size() > 1 && grads[1].defined();
+    if (!grads[0].defined() && !hidden) return found;
+    uint64_t needs = 0;
+    for (size_t i = 0; i < found.size(); ++i)
+      if (task_should_compute_output(i)) needs |= uint64_t{1} << i;
+    Tensors r{grads[0]};
+    {
+      const std::lock_guard<std::mutex> one(mutex_);
+      TORCH_CHECK(!released_, autograd::ERR_BACKWARD_TWICE);
+      for (const auto& s : saved) r.push_back(s.unpack(getptr()));
+    }
+    const bool plain = !hidden && !c10::GradMode::is_enabled() && Dispatch::now() == plan->dispatch &&
+                       r[0].unsafeGetTensorImpl()->key_set() == keys;
+    if (!plain) {
+      by_python(r, hidden ? grads[1] : at::Tensor(), needs, found);
+      return found;
+    }
+    if (!r[0].is_contiguous()) r[0] = r[0].contiguous();  // an expanded gradient, as sum() makes
+    const auto [program, asked] = plan->find(needs);
+    if (program != nullptr && by_program(*program, r, found)) return found;
+    r.resize(1 + saved.size());
+    by_python(r, {}, needs, found);
+    if (!asked) ask_for_program(r, needs);
+    return found;
+  }
+
+ private:
+  bool released_ = false;
+
+  bool by_program(const Program& program, Tensors& r, autograd::variable_list& found) const {
+    if (!program.fits(r)) return false;
+    void* stream = nullptr;
+    if (r[0].is_cuda() && !stream_of(r[0].device(), &stream)) return false;
+    const at::AutoDispatchBelowADInplaceOrView below;
+    if (!program.run(r, stream)) return false;
+    const auto& results = program.results();
+    for (size_t i = 0; i < found.size(); ++i)
+      if (results[i] >= 0) found[i] = std::move(r[results[i]]);
+    return true;
+  }
+
+  static PyObject* bools(uint64_t needs, size_t n) {
+    PyObject* tuple = PyTuple_New(static_cast<Py_ssize_t>(n));
+    for (size_t i = 0; i < n; ++i)
+      PyTuple_SET_ITEM(tuple, static_cast<Py_ssize_t>(i), PyBool_FromLong((needs >> i) & 1));
+    return tuple;
+  }
+
+  void by_python(const Tensors& r, const at::Tensor& dhidden, uint64_t needs,
+                 autograd::variable_list& found) const {
+    const pybind11::gil_scoped_acquire lock;
+    PyObject* sizes = PyTuple_New(static_cast<Py_ssize_t>(shape.size()));
+    for (size_t i = 0; i < shape.size(); ++i)
+      PyTuple_SET_ITEM(sizes, static_cast<Py_ssize_t>(i), PyLong_FromLongLong(shape[i]));
+    const size_t last = saved.size();
+    PyObject* given[] = {object_of(r[0]),      object_of(dhidden),  sizes,
+                         tuple_of(r, 1, last), object_of(r[last]), bools(needs, found.size())};
+    PyObject* result = PyObject_Vectorcall(plan->backward.o, given, 6, nullptr);
+    for (auto* o : given) Py_DECREF(o);
+    const pybind11::object held = pybind11::reinterpret_steal<pybind11::object>(result);
+    if (result == nullptr) throw_python();
+    if (!PyTuple_Check(result) || PyTuple_GET_SIZE(result) != static_cast<Py_ssize_t>(found.size())) {
+      PyErr_SetString(PyExc_TypeError, "fastlinear: a backward returned another number of gradients");
+      throw_python();
+    }
+    for (size_t i = 0; i < found.size(); ++i)
+      found[i] = tensor_of(PyTuple_GET_ITEM(result, static_cast<Py_ssize_t>(i)));
+  }
+
+  void ask_for_program(const Tensors& r, uint64_t needs) const {
+    const pybind11::gil_scoped_acquire lock;
+    if (plan->programmer.o == Py_None) return;
+    const size_t last = saved.size();
+    PyObject* given[] = {bools(needs, num_outputs()), object_of(r[0]), tuple_of(r, 1, last),
+                         object_of(r[last])};
+    PyObject* spec = PyObject_Vectorcall(plan->programmer.o, given, 4, nullptr);
+    for (auto* o : given) Py_DECREF(o);
+    const pybind11::object held = pybind11::reinterpret_steal<pybind11::object>(spec);
+    if (spec == nullptr) throw_python();
+    std::shared_ptr<const Program> known;
+    if (spec != Py_None) {
+      try {
+        known = std::make_shared<Program>(spec, r);
+      } catch (const PythonError&) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "fastlinear: not a program");
+        throw_python();
+      }
+    }
+    plan->learn(needs, std::move(known));
+  }
+};
+
+// Nodes are held by a std::shared_ptr or by an intrusive one, whichever this torch takes.
+template <class N, class Pointer = NodePtr>
+Pointer new_node(autograd::edge_list&& edges) {
+  auto* node = new N(std::move(edges));
+  if constexpr (requires { deleteNode(node); }) {
+    return Pointer(node, [](N* n) { deleteNode(n); });
+  } else {
+    return Pointer::unsafe_steal_from_new(node);
+  }
+}
+
+// --------------------------------------------------------------------------------------------
+
+// One call: the result, with a node behind it.
+inline at::Tensor called(const std::shared_ptr<const NodePlan>& plan, const Call& call,
+                         PyObject* const* args, void* stream) {
+  RECORD_FUNCTION(plan->name.substr(0, plan->name.rfind("Backward")),
+                  c10::ArrayRef<const c10::IValue>(),
+                  static_cast<int64_t>(at::sequence_number::peek()));
+  using Impl = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+  const size_t count = plan->readers.size();  // a name that is None counts as a tensor
+  Tensors given;
+  uint64_t needs = 0;
+  autograd::edge_list edges(count);
+  for (size_t i = 0; i < count; ++i) {
+    auto* impl = const_cast<c10::TensorImpl*>(call.tensors[i]);
+    given.push_back(impl == nullptr ? at::Tensor() : at::Tensor(Impl::reclaim_copy(impl)));
+    if (impl == nullptr || !impl->requires_grad()) continue;
+    needs |= uint64_t{1} << i;
+    edges[i] = autograd::impl::gradient_edge(given[i]);
+  }
+  at::Tensor y, kept;
+  const auto* program = plan->program.get();
+  if (program != nullptr && program->aligned(given)) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    Tensors r = given;
+    if (program->run(r, stream)) {
+      y = std::move(r[program->results()[0]]);
+      if (plan->kept == NodePlan::kHidden) kept = std::move(r[program->results()[1]]);
+    }
+  }
+  if (!y.defined()) {
+    const at::NoGradGuard without;
+    PyObject* result = PyObject_Vectorcall(plan->forward.o, args, kTensorArguments, nullptr);
+    const pybind11::object held = pybind11::reinterpret_steal<pybind11::object>(result);
+    if (result == nullptr || !PyTuple_Check(result) || PyTuple_GET_SIZE(result) != 2) throw_python();
+    y = tensor_of(PyTuple_GET_ITEM(result, 0));
+    kept = tensor_of(PyTuple_GET_ITEM(result, 1));
+    const at::AutoDispatchBelowADInplaceOrView below;
+    if (y.is_view()) y = y.view(y.sizes());  // of no base, so that it may be changed in place
+  }
+  auto owner = new_node<Node>(std::move(edges));
+  auto& node = static_cast<Node&>(*owner);
+  node.plan = plan;
+  node.keys = y.key_set();
+  node.shape = y.sizes().vec();
+  const bool hidden = plan->kept == NodePlan::kHidden;
+  autograd::impl::set_gradient_edge(y, {owner, node.add_input_metadata(y)});
+  if (hidden) autograd::impl::set_gradient_edge(kept, {owner, node.add_input_metadata(kept)});
+  node.saved.reserve(count + 1);
+  for (size_t i = 0; i < count; ++i) {
+    if (given[i].defined() && (needs & static_cast<uint64_t>(plan->readers[i])) != 0)
+      node.saved.emplace_back(given[i], false);
+    else
+      node.saved.emplace_back();
+  }
+  if (plan->kept == NodePlan::kNothing)
+    node.saved.emplace_back();
+  else
+    node.saved.emplace_back(hidden ? kept : y, true);
+  return y;
+}
+
+}  // namespace door

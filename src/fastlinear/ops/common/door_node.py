@@ -1,0 +1,130 @@
+"""Nodes of autograd in C++: training calls of the door whose forward and backward need no Python.
+
+A library beside the door's, built in the same way at the first training call; until it is there,
+and where it cannot be, the families' formulas run in Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastlinear.ops.common import door
+from fastlinear.ops.common import door_library as library
+from fastlinear.ops.common.door_build import Build, after_fork
+
+NOTHING, OUTPUT, HIDDEN = 0, 1, 2
+"""What a forward keeps for its backward besides the call's tensors; as door_node.h numbers it."""
+
+_listeners: list[Callable[[], None]] = []
+
+
+def node(
+    name: str,
+    tensors: Sequence[Tensor | None],
+    forward: Callable[..., tuple[Tensor, Tensor | None]],
+    backward: Callable[..., tuple[Tensor | None, ...]],
+    programmer: Callable[..., Any] | None,
+    program: Any,
+    kept: int,
+    readers: Sequence[int],
+) -> Any:
+    """A plan for the door; only once :func:`begun` or :func:`wait` says so.
+
+    Args:
+        name: of the node, ending in ``Backward``.
+        tensors: those of a call of the kind, as the door sees them, None included.
+        forward: (three leading arguments) → (y, the tensor it keeps or None), without gradients.
+        backward: (dy, gradient of what was kept, shape of y, tensors, kept, needs) → a gradient or
+            None for each of ``tensors``; dy may be of any strides, and None where the kept tensor's
+            gradient is not. Differentiable where gradients are enabled.
+        programmer: (needs, dy, tensors, kept) → a program for that backward, or None; asked after
+            ``backward`` ran on these. Its tensors: dy, then those of the call, then the kept one.
+        program: the forward's program or None; its tensors are those of the call, its results y and
+            what is kept hidden.
+        kept: ``NOTHING``, ``OUTPUT`` or ``HIDDEN``.
+        readers: for each tensor the gradients, as bits, whose backward reads it.
+    """
+    assert _build.loaded is not None
+    spec = ("node", name, forward, backward, programmer, program, kept, tuple(readers))
+    return _build.loaded.fastlinear_node_plan(spec, tuple(tensors))
+
+
+def begun() -> bool:
+    """Whether nodes can be made by now; the first call has the library loaded or built."""
+    build = _build
+    if not build.started:
+        build.start()
+    return build.loaded is not None
+
+
+def wait(timeout: float | None = None) -> bool:
+    """Whether the library is there, waiting up to ``timeout`` seconds for it."""
+    build = _build
+    if not build.started:
+        build.start()
+    build.done.wait(timeout)
+    return build.loaded is not None
+
+
+def reason_not() -> str | None:
+    """Why there will be no such nodes in this process, or None. Compiles and waits for nothing."""
+    return _build.reason_not()
+
+
+def serves_cuda() -> bool:
+    """Whether its programs launch kernels; CUDA must be initialised and the library be there."""
+    build = _build
+    if build.cuda is None:
+        assert build.loaded is not None
+        functions = door.driver_functions("cuLaunchKernelEx", "cuTensorMapReplaceAddress")
+        build.cuda = functions is not None and bool(build.loaded.fastlinear_node_cuda(*functions))
+    return build.cuda
+
+
+def on_ready(listener: Callable[[], None]) -> None:
+    """Call ``listener``, maybe from another thread, once nodes can be made, or cannot be."""
+    _listeners.append(listener)
+
+
+class _Build(Build):
+    """How far this process is with its library of nodes."""
+
+    def __init__(self) -> None:
+        super().__init__(library.NODE, _made, _tell)
+        self.cuda: bool | None = None
+
+
+def _tell() -> None:
+    for listener in _listeners:
+        listener()
+
+
+def _made(loaded: ctypes.PyDLL) -> ctypes.PyDLL:
+    pointer, thing = ctypes.c_void_p, ctypes.py_object
+    loaded.fastlinear_node_begin.argtypes = [thing, thing, ctypes.c_int64]
+    loaded.fastlinear_node_begin.restype = None
+    loaded.fastlinear_node_cuda.argtypes = [pointer, pointer]
+    loaded.fastlinear_node_cuda.restype = ctypes.c_int
+    loaded.fastlinear_node_plan.argtypes = [thing, thing]
+    loaded.fastlinear_node_plan.restype = thing
+    loaded.fastlinear_node_begin(torch.Tensor, torch.nn.Parameter, door.impl_offset())
+    return loaded
+
+
+_build = _Build()
+
+
+def _begin_anew() -> None:
+    """In a forked child: the parent's thread is not here."""
+    global _build
+    if _build.under_way:
+        _build = _Build()
+        _tell()
+
+
+after_fork(_begin_anew)

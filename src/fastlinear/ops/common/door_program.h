@@ -1,0 +1,327 @@
+// Programs of the door: what a prepared forward or backward does, step by step, without Python.
+//
+// A step is a kernel's launch, one of PyTorch's own ops below autograd, or a pass of a compiled
+// library, over tensors known by their number: those given first, then those that steps make.
+#pragma once
+
+#include "door_plans.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/List.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/gelu.h>
+#include <ATen/ops/gelu_backward.h>
+#include <ATen/ops/leaky_relu.h>
+#include <ATen/ops/leaky_relu_backward.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/relu.h>
+#include <ATen/ops/rsub.h>
+#include <ATen/ops/sigmoid.h>
+#include <ATen/ops/sigmoid_backward.h>
+#include <ATen/ops/silu.h>
+#include <ATen/ops/silu_backward.h>
+#include <ATen/ops/sum.h>
+#include <ATen/ops/tanh.h>
+#include <ATen/ops/tanh_backward.h>
+#include <ATen/ops/threshold_backward.h>
+
+#include <mutex>
+#include <string>
+
+// As libtorch exports it.
+namespace at {
+int get_num_threads();
+}
+
+namespace door {
+
+using Tensors = c10::SmallVector<at::Tensor, 12>;
+
+// Activations as ops/common/activations.py names and numbers them, by PyTorch's own ops.
+enum class Act : int64_t { kNone, kRelu, kRelu2, kSilu, kGelu, kGeluTanh, kSigmoid, kTanh,
+                           kQuickGelu, kLeakyRelu };
+constexpr double kSlope = 0.01;
+constexpr double kQuickScale = 1.702;
+
+inline at::Tensor value_of(Act act, const at::Tensor& pre) {
+  switch (act) {
+    case Act::kNone: return pre;
+    case Act::kRelu: return at::relu(pre);
+    case Act::kRelu2: {
+      const auto r = at::relu(pre);
+      return r.pow(2);
+    }
+    case Act::kSilu: return at::silu(pre);
+    case Act::kGelu: return at::gelu(pre, "none");
+    case Act::kGeluTanh: return at::gelu(pre, "tanh");
+    case Act::kSigmoid: return at::sigmoid(pre);
+    case Act::kTanh: return at::tanh(pre);
+    case Act::kQuickGelu: return pre.mul(at::sigmoid(pre.mul(kQuickScale)));
+    case Act::kLeakyRelu: return at::leaky_relu(pre, kSlope);
+  }
+  throw std::logic_error("no such activation");
+}
+
+// The same over the memory of pre, where that is not read again.
+inline at::Tensor value_over(Act act, at::Tensor pre) {
+  switch (act) {
+    case Act::kRelu: return at::relu_(pre);
+    case Act::kSigmoid: return at::sigmoid_(pre);
+    case Act::kTanh: return at::tanh_(pre);
+    case Act::kLeakyRelu: return at::leaky_relu_(pre, kSlope);
+    default: return value_of(act, pre);
+  }
+}
+
+// dy * act'(pre), from the output or the pre-activation, whichever the activation saves
+inline at::Tensor derived(Act act, const at::Tensor& dy, const at::Tensor& saved) {
+  switch (act) {
+    case Act::kNone: return dy;
+    case Act::kRelu: return at::threshold_backward(dy, saved, 0);
+    case Act::kRelu2: return dy.mul(at::relu(saved).mul(2));
+    case Act::kSilu: return at::silu_backward(dy, saved);
+    case Act::kGelu: return at::gelu_backward(dy, saved, "none");
+    case Act::kGeluTanh: return at::gelu_backward(dy, saved, "tanh");
+    case Act::kSigmoid: return at::sigmoid_backward(dy, saved);
+    case Act::kTanh: return at::tanh_backward(dy, saved);
+    case Act::kQuickGelu: {
+      const auto s = at::sigmoid(saved.mul(kQuickScale));
+      return dy.mul(s.mul(saved.mul(kQuickScale).mul(at::rsub(s, 1)).add(1)));
+    }
+    case Act::kLeakyRelu: return at::leaky_relu_backward(dy, saved, kSlope, true);
+  }
+  throw std::logic_error("no such activation");
+}
+
+inline at::Tensor onednn_product(const at::Tensor& x, const at::Tensor& w, const at::Tensor& bias) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("mkldnn::_linear_pointwise", "");
+  torch::jit::Stack stack;
+  stack.reserve(6);
+  stack.emplace_back(x);
+  stack.emplace_back(w);
+  stack.emplace_back(bias.defined() ? c10::IValue(bias) : c10::IValue());
+  stack.emplace_back(std::string("none"));
+  stack.emplace_back(c10::List<std::optional<at::Scalar>>());
+  stack.emplace_back(std::string());
+  op.callBoxed(&stack);
+  return std::move(stack[0]).toTensor();
+}
+
+// --------------------------------------------------------------------------------------------
+
+// What a step may be: (its name, the number of its result, numbers of tensors and of else...).
+//   empty   out, (sizes), a tensor of its dtype     view    out, in, (sizes)
+//   kernel  a kernel's tuple                        linear  out, x, weight, bias or -1
+//   act     out, in, activation, over in's memory   dact    out, dy, saved, activation
+//   mm      out, a, a transposed, b, b transposed   sum     out, a: over its rows
+//   onednn  out, x, transposed, weight, transposed, bias or -1
+//   cact    out, in, code, function's address       cdact   dpre, db or -1, dy, saved, code,
+//                                                           chunks, function's address
+struct Step {
+  enum Kind { kEmpty, kView, kKernel, kLinear, kAct, kDact, kMm, kSum, kOneDnn, kCAct, kCDact };
+  Kind kind;
+  int64_t n[7] = {0, 0, 0, 0, 0, 0, 0};
+  std::vector<int64_t> sizes;
+  std::unique_ptr<Kernel> kernel;
+  void* function = nullptr;
+};
+
+inline std::vector<int64_t> integers(PyObject* tuple) {
+  std::vector<int64_t> found;
+  for (Py_ssize_t i = 0; i < PyTuple_Size(tuple); ++i) found.push_back(integer(tuple, i));
+  if (PyErr_Occurred()) throw PythonError();
+  return found;
+}
+
+class Program {
+ public:
+  // ((steps...), results' numbers, address bits that matter of the tensors given), and these.
+  Program(PyObject* spec, const Tensors& given) : results_(integers(PyTuple_GetItem(spec, 1))) {
+    PyObject* steps = PyTuple_GetItem(spec, 0);
+    for (Py_ssize_t i = 0; i < PyTuple_Size(steps); ++i) add(PyTuple_GetItem(steps, i));
+    const auto masks = integers(PyTuple_GetItem(spec, 2));
+    for (size_t i = 0; i < given.size(); ++i)
+      given_.emplace_back(given[i], i < masks.size() ? static_cast<uintptr_t>(masks[i]) : 0);
+    if (PyErr_Occurred()) throw PythonError();
+  }
+
+  const std::vector<int64_t>& results() const { return results_; }
+
+  // Whether tensors are like those that the program was made for.
+  bool fits(const Tensors& given) const {
+    for (size_t i = 0; i < given_.size(); ++i)
+      if (!given_[i].like(given[i])) return false;
+    return true;
+  }
+
+  // The same where all but addresses is known to be so.
+  bool aligned(const Tensors& given) const {
+    for (size_t i = 0; i < given_.size(); ++i)
+      if (!given_[i].aligned(given[i])) return false;
+    return true;
+  }
+
+  // Runs on tensors that fit; false where Python has to try, and say what is wrong.
+  bool run(Tensors& r, void* stream) const {
+    r.resize(size_);
+    for (const auto& s : steps_)
+      if (!run(s, r, stream)) return false;
+    return true;
+  }
+
+ private:
+  struct Given {
+    bool defined;
+    uintptr_t mask, bits = 0;
+    c10::ScalarType dtype{};
+    c10::Device device{c10::DeviceType::CPU};
+    std::vector<int64_t> sizes, strides;
+
+    Given(const at::Tensor& t, uintptr_t m) : defined(t.defined()), mask(m) {
+      if (!defined) return;
+      bits = mask & base_of(t.unsafeGetTensorImpl());
+      dtype = t.scalar_type();
+      device = t.device();
+      sizes = t.sizes().vec();
+      strides = t.strides().vec();
+    }
+    bool aligned(const at::Tensor& t) const {
+      return mask == 0 || !defined || (base_of(t.unsafeGetTensorImpl()) & mask) == bits;
+    }
+    bool like(const at::Tensor& t) const {
+      if (t.defined() != defined) return false;
+      if (!defined) return true;
+      return t.layout() == c10::kStrided && t.scalar_type() == dtype && t.device() == device &&
+             t.sizes() == c10::IntArrayRef(sizes) && t.strides() == c10::IntArrayRef(strides) &&
+             aligned(t);
+    }
+  };
+
+  std::vector<Step> steps_;
+  std::vector<Given> given_;
+  std::vector<int64_t> results_;
+  size_t size_ = 0;
+  mutable std::mutex launching_;  // a kernel's memory is filled in for one launch at a time
+
+  void add(PyObject* spec) {
+    static constexpr const char* kNames[] = {"empty", "view", "kernel", "linear", "act", "dact",
+                                             "mm",    "sum",  "onednn", "cact",   "cdact"};
+    PyObject* name = PyTuple_GetItem(spec, 0);
+    int kind = 0;
+    while (kind < 11 && (name == nullptr || !PyUnicode_Check(name) ||
+                         PyUnicode_CompareWithASCIIString(name, kNames[kind]) != 0))
+      ++kind;
+    if (kind == 11) throw PythonError();
+    Step step{static_cast<Step::Kind>(kind)};
+    if (kind == Step::kKernel) {
+      step.kernel = std::make_unique<Kernel>(PyTuple_GetItem(spec, 1));
+      for (const auto& p : step.kernel->places) reach(p.tensor);
+    } else {
+      int i = 0;
+      for (Py_ssize_t at = 1; at < PyTuple_Size(spec); ++at) {
+        PyObject* item = PyTuple_GetItem(spec, at);
+        if (PyTuple_Check(item)) {
+          step.sizes = integers(item);
+        } else if (i < 7) {
+          step.n[i++] = integer(spec, at);
+        }
+      }
+      if (kind == Step::kCAct) step.function = reinterpret_cast<void*>(step.n[3]);
+      if (kind == Step::kCDact) {
+        step.function = reinterpret_cast<void*>(step.n[6]);
+        reach(step.n[1]);
+      }
+      reach(step.n[0]);
+    }
+    steps_.push_back(std::move(step));
+  }
+
+  void reach(int64_t number) { size_ = std::max(size_, static_cast<size_t>(number + 1)); }
+
+  static at::Tensor turned(const at::Tensor& t, int64_t transposed) {
+    return transposed != 0 ? t.t() : t;
+  }
+
+  static at::Tensor empty(c10::IntArrayRef sizes, c10::ScalarType dtype, c10::Device device) {
+    if (device.is_cuda()) return at::Tensor(at::detail::empty_cuda(sizes, dtype, device, {}));
+    return at::Tensor(at::detail::empty_cpu(sizes, dtype));
+  }
+
+  bool run(const Step& s, Tensors& r, void* stream) const {
+    const auto& n = s.n;
+    const auto bias = [&r](int64_t i) { return i < 0 ? at::Tensor() : r[i]; };
+    switch (s.kind) {
+      case Step::kEmpty:
+        r[n[0]] = empty(s.sizes, static_cast<c10::ScalarType>(n[1]), r[n[2]].device());
+        return true;
+      case Step::kView:
+        r[n[0]] = r[n[1]].view(s.sizes);
+        return true;
+      case Step::kKernel: {
+        if (s.kernel->hooked()) return false;
+        const std::lock_guard<std::mutex> one(launching_);
+        return s.kernel->launch(
+            stream, [&r](int64_t i) { return base_of(r[i].unsafeGetTensorImpl()); });
+      }
+      case Step::kLinear:
+        r[n[0]] = n[3] < 0 ? at::linear(r[n[1]], r[n[2]]) : at::linear(r[n[1]], r[n[2]], r[n[3]]);
+        return true;
+      case Step::kAct: {
+        const auto act = static_cast<Act>(n[2]);
+        r[n[0]] = n[3] != 0 ? value_over(act, r[n[1]]) : value_of(act, r[n[1]]);
+        return true;
+      }
+      case Step::kDact:
+        r[n[0]] = derived(static_cast<Act>(n[3]), r[n[1]], r[n[2]]);
+        return true;
+      case Step::kMm:
+        r[n[0]] = at::mm(turned(r[n[1]], n[2]), turned(r[n[3]], n[4]));
+        return true;
+      case Step::kSum:
+        r[n[0]] = r[n[1]].sum(0);
+        return true;
+      case Step::kOneDnn:
+        r[n[0]] = onednn_product(turned(r[n[1]], n[2]), turned(r[n[3]], n[4]), bias(n[5]));
+        return true;
+      case Step::kCAct: {
+        using Function = int (*)(int, const void*, void*, int64_t, int);
+        const auto& in = r[n[1]];
+        if (!r[n[0]].defined()) r[n[0]] = empty(in.sizes(), in.scalar_type(), in.device());
+        reinterpret_cast<Function>(s.function)(static_cast<int>(n[2]), in.const_data_ptr(),
+                                               r[n[0]].mutable_data_ptr(), in.numel(),
+                                               at::get_num_threads());
+        return true;
+      }
+      case Step::kCDact:
+        return column_sums(s, r);
+    }
+    return false;
+  }
+
+  // dpre and, in float64 partial sums, db: as ops/common/cpp_elementwise.py calls it
+  static bool column_sums(const Step& s, Tensors& r) {
+    using Function = int (*)(int, const void*, const void*, void*, void*, void*, int64_t, int64_t,
+                             int64_t, int);
+    const auto& n = s.n;
+    const auto &dy = r[n[2]], &saved = r[n[3]];
+    const int64_t rows = dy.size(0), columns = dy.size(1), chunks = n[5];
+    r[n[0]] = empty(dy.sizes(), dy.scalar_type(), dy.device());
+    void *db = nullptr, *partials = nullptr;
+    at::Tensor room;
+    if (n[1] >= 0) {
+      r[n[1]] = empty({columns}, dy.scalar_type(), dy.device());
+      room = empty({chunks, columns}, c10::ScalarType::Double, dy.device());
+      db = r[n[1]].mutable_data_ptr();
+      partials = room.mutable_data_ptr();
+    }
+    reinterpret_cast<Function>(s.function)(static_cast<int>(n[4]), dy.const_data_ptr(),
+                                           saved.const_data_ptr(), r[n[0]].mutable_data_ptr(), db,
+                                           partials, rows, columns, chunks, at::get_num_threads());
+    return true;
+  }
+};
+
+}  // namespace door

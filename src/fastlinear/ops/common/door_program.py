@@ -1,0 +1,111 @@
+"""Programs for the door's nodes, step by step: what ``door_program.h`` runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fastlinear.ops.common.activations import NAMES
+from fastlinear.ops.common.door_launch import DoorLaunch
+
+_CODES = {name: code for code, name in enumerate(NAMES)}
+# c10::ScalarType
+_DTYPES = {torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.bfloat16: 15}
+
+
+class Program:
+    """Steps over tensors known by their number: first those given, then those that steps make.
+
+    Args:
+        given: how many tensors there are before the first step.
+    """
+
+    def __init__(self, given: int) -> None:
+        self._steps: list[tuple[Any, ...]] = []
+        self._count = given
+        self._masks = [0] * given
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, like: int) -> int:
+        """A new tensor, contiguous and uninitialised, on the device of ``like``."""
+        return self._make("empty", _DTYPES[dtype], like, tuple(shape))
+
+    def view(self, tensor: int, shape: Sequence[int]) -> int:
+        """The tensor in another shape."""
+        return self._make("view", tensor, tuple(shape))
+
+    def launch(self, kernel: DoorLaunch | None) -> bool:
+        """A kernel's launch, whose tensors are numbers of this program's; False for None."""
+        if kernel is None:
+            return False
+        self._steps.append(("kernel", kernel.kernel()))
+        for _, tensor in kernel.tensors:
+            if tensor < len(self._masks):
+                self._masks[tensor] = 15
+        return True
+
+    def linear(self, x: int, weight: int, bias: int | None) -> int:
+        """x Wᵀ + b by PyTorch; x (M, K), weight (N, K)."""
+        return self._make("linear", x, weight, -1 if bias is None else bias)
+
+    def activate(self, name: str, pre: int, over: bool) -> int:
+        """act(pre) by PyTorch, over pre's memory where that pays and ``over`` allows it."""
+        return self._make("act", pre, _CODES[name], int(over))
+
+    def differentiate(self, name: str, dy: int, saved: int) -> int:
+        """dy * act'(pre) by PyTorch."""
+        return self._make("dact", dy, saved, _CODES[name])
+
+    def product(self, a: int, b: int, *, a_turned: bool = False, b_turned: bool = False) -> int:
+        """a b by PyTorch, either read transposed."""
+        return self._make("mm", a, int(a_turned), b, int(b_turned))
+
+    def row_sum(self, a: int) -> int:
+        """a (M, N) summed over M by PyTorch."""
+        return self._make("sum", a)
+
+    def onednn(
+        self,
+        x: int,
+        weight: int,
+        bias: int | None = None,
+        *,
+        x_turned: bool = False,
+        weight_turned: bool = False,
+    ) -> int:
+        """x Wᵀ + b by oneDNN, either read transposed."""
+        turned = int(x_turned), int(weight_turned)
+        last = -1 if bias is None else bias
+        return self._make("onednn", x, turned[0], weight, turned[1], last)
+
+    def activate_in_cpp(self, name: str, pre: int, function: int, *, over: bool) -> int:
+        """act(pre) by ``elementwise.cpp``'s function of that address; pre is contiguous."""
+        if not over:
+            return self._make("cact", pre, _CODES[name], function)
+        self._steps.append(("cact", pre, pre, _CODES[name], function))
+        return pre
+
+    def differentiate_in_cpp(
+        self, name: str, dy: int, saved: int, function: int, chunks: int, *, sums: bool
+    ) -> tuple[int, int | None]:
+        """(dpre, db or None) by ``elementwise.cpp``'s function of that address."""
+        dpre = self._number()
+        db = self._number() if sums else None
+        last = -1 if db is None else db
+        self._steps.append(("cdact", dpre, last, dy, saved, _CODES[name], chunks, function))
+        return dpre, db
+
+    def spec(self, *results: int | None) -> tuple[Any, ...]:
+        """The tuple that ``door_program.h`` describes; None stands for no result."""
+        numbers = tuple(-1 if r is None else r for r in results)
+        return (tuple(self._steps), numbers, tuple(self._masks))
+
+    def _number(self) -> int:
+        self._count += 1
+        return self._count - 1
+
+    def _make(self, kind: str, *rest: Any) -> int:
+        out = self._number()
+        self._steps.append((kind, out, *rest))
+        return out
