@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from fastlinear.bench import build_table, write_table
+from fastlinear.bench import build_table, chains, read_rows, run, write_rows, write_table
 from fastlinear.bench import table as module
 from fastlinear.bench.__main__ import main
+from fastlinear.bench.cases import overhead
+from fastlinear.bench.table_grid import published_chains, table_problems
 from fastlinear.core.device import device_facts
+from fastlinear.core.errors import InputError
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch import cache, tables
 from fastlinear.dispatch.backend import family
 from fastlinear.ops.linear_act.backends import PIECES, STEP, WHOLE_BACKWARD, problem
 from fastlinear.ops.linear_act.selection import select_pieces
 from fastlinear.ops.linear_act.triton_config import MAX_BACKWARD_ROWS
+from fastlinear.ops.mlp.selection import tuning_order as chain_order
 
 SIZES = (8, 16, 16)
 
@@ -168,8 +173,16 @@ def test_a_problem_that_breaks_is_recorded() -> None:
 
 
 def test_the_grid_covers_the_family_most_important_first() -> None:
-    grid = module.table_problems("cuda")
+    grid = table_problems("cuda")
     assert len(grid) == len(set(grid))
+    published = published_chains("cuda")
+    assert grid[: len(published)] == published
+    assert {p.dim("H") for p in published if p.family == "mlp"} == {*overhead.WIDTHS, 8192, 4095}
+    for p in published:
+        if p.family == "mlp" and not p.captured:  # its layers are measured before it
+            layers = [published.index(q) for q in chain_order(p)[:-1]]
+            assert max(layers, default=-1) < published.index(p)
+    grid = [p for p in grid if p not in set(published)]
     first = grid[0]
     assert (first.dim("M"), first.dim("K"), first.dim("N")) == (8192, 768, 3072)
     assert (first.dtype, first.option("activation")) == ("bfloat16", "gelu_tanh")
@@ -178,6 +191,7 @@ def test_the_grid_covers_the_family_most_important_first() -> None:
     chains = [p for p in grid if p.family == "mlp"]
     assert {p.piece for p in chains} == {"forward", "backward", "step"}
     assert {p.dim("L") for p in chains} == {8, 4, 2}
+    assert {p.dim("L") for p in published if p.family == "mlp"} == {8, 4, 2, 1}
     grid = [p for p in grid if p.family == "linear_act"]
     assert {p.piece for p in grid} == {*PIECES, WHOLE_BACKWARD, STEP}
     assert max(p.dim("M") for p in grid if p.piece == WHOLE_BACKWARD) <= MAX_BACKWARD_ROWS
@@ -189,6 +203,48 @@ def test_the_grid_covers_the_family_most_important_first() -> None:
     assert {p.option("activation") for p in grid} == {"gelu_tanh", "gelu", "relu", "silu", "none"}
     assert {1, 4, 16, 64, 256, 1024, 4096, 16384, 65536} <= {p.dim("M") for p in grid}
     assert {p.needs_grad for p in grid if p.piece == "forward"} == {True, False}
+
+
+def test_a_grid_of_chains_becomes_rows_of_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (case, *_) = overhead.cases("cpu", quick=True)
+    arms = ["eager", "hand_loop", "fastlinear", "fastlinear[layerwise]"]
+    rows = run("overhead", quick=True, only=case.problem, peers=arms, rounds=5)
+    cell = chains.problem_of(case)
+    stale = {"problem": cell.to_json(), "best": "eager", "times_us": {"eager": 1.0}}
+    other = {
+        "problem": replace(cell, dtype="bfloat16").to_json(),
+        "best": "eager",
+        "times_us": {"eager": 2.0, "layerwise": 3.0},
+        "sources": {"layerwise": "of old"},
+    }
+    data = build_table([], "cpu", rounds=5) | {"rows": [stale, other]}
+    path = write_table(data, tmp_path / "table.json")
+    file = write_rows(rows, tmp_path / "rows.jsonl.gz")
+    assert main(["table", "--rows", str(file), "--out", str(path)]) == 0
+    kept = json.loads(path.read_text())["rows"]
+    assert len(kept) == 2
+    by_dtype = {row["problem"]["dtype"]: row for row in kept}
+    assert by_dtype["bfloat16"] == other  # still as measured by older sources
+    mine = by_dtype["float32"]
+    times = {r["contender"]: r["median_us"] for r in rows if r["metric"] == "wall"}
+    assert mine["times_us"] == pytest.approx(
+        {"eager": times["eager"], "layerwise": times["fastlinear[layerwise]"]}, abs=1e-3
+    )
+    assert mine["best"] in mine["times_us"]
+    slow = [dict(r, samples_us=[9e9] * 5) for r in rows if r["contender"] != "eager"]
+    eager = [r for r in rows if r["contender"] == "eager"]
+    assert module.with_rows(data, [*eager, *slow])["rows"][0]["best"] == "eager"
+    assert module.with_rows(data, [*slow, *eager])["rows"][0]["best"] == "eager"
+    for bad, what in (([], "without any"), (slow, "without any")):
+        with pytest.raises(InputError, match=what):
+            module.with_rows(data, bad)
+    foreign = [r | {"env": r["env"] | {"torch": "1.0"}} for r in read_rows(file)]
+    with pytest.raises(InputError, match=r"with torch 1\.0"):
+        module.with_rows(data, foreign)
+    assert main(["table", "--rows", str(file), "--out", str(tmp_path / "none.json")]) == 2
+    assert "existing table" in capsys.readouterr().err
 
 
 def test_the_module_command_reports_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:

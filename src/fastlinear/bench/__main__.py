@@ -8,16 +8,11 @@ from pathlib import Path
 
 from fastlinear.bench.cases import EXPERIMENTS
 from fastlinear.bench.plot import plot
-from fastlinear.bench.rows import Row, behind
+from fastlinear.bench.rows import Row, behind, read_rows
 from fastlinear.bench.run import run
-from fastlinear.bench.table import (
-    build_table,
-    read_table,
-    table_path,
-    table_problems,
-    write_table,
-)
-from fastlinear.core.errors import FastlinearError
+from fastlinear.bench.table import build_table, read_table, table_path, with_rows, write_table
+from fastlinear.bench.table_grid import table_problems
+from fastlinear.core.errors import FastlinearError, InputError
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -57,6 +52,11 @@ def _parser() -> argparse.ArgumentParser:
     experiment.add_argument("--plot", type=Path, help="PNG or SVG")
     table = parser.add_argument_group("table")
     table.add_argument("--fresh", action="store_true", help="measure known rows again")
+    table.add_argument(
+        "--rows",
+        type=Path,
+        help="measure nothing: take what rows of overhead say into the table named by --out",
+    )
     return parser
 
 
@@ -90,6 +90,8 @@ def _experiment(given: argparse.Namespace) -> int:
 
 
 def _table(given: argparse.Namespace) -> int:
+    if given.rows is not None:
+        return _table_from_rows(given)
     path = given.out or table_path(given.device)
     kept = None if given.fresh else read_table(path)
     kind = given.device.partition(":")[0]
@@ -101,6 +103,21 @@ def _table(given: argparse.Namespace) -> int:
         f"{len(data['rows'])} rows, {len(data['failures'])} failures, "
         f"{data['left']} Problems not reached: {path}"
     )
+    return 0
+
+
+def _table_from_rows(given: argparse.Namespace) -> int:
+    known = None if given.out is None else read_table(given.out)
+    if known is None:
+        raise InputError(
+            "bench table --rows",
+            expected="an existing table as --out",
+            received=str(given.out),
+            remedy="Name the table that the rows are to extend.",
+        )
+    data = with_rows(known, read_rows(given.rows))
+    write_table(data, given.out)
+    print(f"{len(data['rows'])} rows: {given.out}")
     return 0
 
 

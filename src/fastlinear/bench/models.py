@@ -13,7 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from fastlinear.bench.case import Case
-from fastlinear.bench.peer import OURS, Peer, compiler_missing, too_slow
+from fastlinear.bench.peer import (
+    OURS,
+    Peer,
+    compiler_missing,
+    cuda_only,
+    no_reduce_overhead,
+    too_slow,
+)
 from fastlinear.bench.work import Unit
 from fastlinear.core.cost import Cost
 from fastlinear.core.precision import FLOAT_DTYPES
@@ -34,6 +41,7 @@ class ModelWork:
         stacks: one entry, so that nothing rotates: a model's weights exceed the caches by far.
         cold: False; a model runs over and over.
         result: what ``optimize_`` did, once our contender is built.
+        rewritten: the model it left.
     """
 
     case: Case
@@ -42,6 +50,7 @@ class ModelWork:
     stacks: tuple[None, ...] = (None,)
     cold: bool = False
     result: list[Result] = field(default_factory=list)
+    rewritten: list[nn.Module] = field(default_factory=list)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -117,26 +126,57 @@ def make_work(case: Case, device: torch.device) -> ModelWork:
 
 
 def peers(case: Case) -> tuple[Peer, ...]:
-    """Eager, ``torch.compile`` and its tuned form, and fastlinear."""
+    """Eager, ``torch.compile`` in its modes, fastlinear, and what it rewrote compiled."""
     frozen = {"max_autotune": True, "freezing": True} if case.device == "cpu" else None
+    tuned: dict[str, Any] = {"options": frozen} if frozen else {"mode": "max-autotune"}
 
     def slow(case: Case) -> str | None:
         return too_slow(case) or compiler_missing(case)
 
-    def tuned(work: Any) -> Unit:
-        how: dict[str, Any] = {"options": frozen} if frozen else {"mode": "max-autotune"}
-        return work.unit(torch.compile(work.model, dynamic=False, **how))
-
     return (
         Peer("eager", lambda w: w.unit(w.model)),
-        Peer("compile", lambda w: w.unit(torch.compile(w.model, dynamic=False)), slow),
-        Peer("compile_max_autotune", tuned, slow),
+        Peer("compile", lambda w: w.unit(_compiled(w.model)), slow),
+        Peer(
+            "compile_reduce_overhead",
+            lambda w: w.unit(_reduced(w.model)),
+            no_reduce_overhead,
+            ("wall",),
+        ),
+        Peer("compile_max_autotune", lambda w: w.unit(_compiled(w.model, **tuned)), slow),
         Peer(OURS, lambda w: w.unit(_optimized(w))),
+        Peer(f"{OURS}_graphs", lambda w: w.unit(_optimized(w, graphs=True)), cuda_only, ("wall",)),
+        Peer(f"{OURS}_compile", lambda w: w.unit(_compiled(_optimized(w))), slow),
+        Peer(
+            f"{OURS}_reduce_overhead",
+            lambda w: w.unit(_reduced(_optimized(w))),
+            no_reduce_overhead,
+            ("wall",),
+        ),
     )
 
 
-def _optimized(work: ModelWork) -> nn.Module:
+def _compiled(model: nn.Module, **how: Any) -> Callable[..., Any]:
+    return torch.compile(model, dynamic=False, **how)
+
+
+def _reduced(model: nn.Module) -> Callable[..., Any]:
+    compiled = _compiled(model, mode="reduce-overhead")
+
+    def run(**inputs: Tensor) -> Any:
+        torch.compiler.cudagraph_mark_step_begin()
+        return compiled(**inputs)
+
+    return run
+
+
+def _optimized(work: ModelWork, *, graphs: bool = False) -> nn.Module:
+    """A rewritten copy of the model; the plain one is made once."""
+    if not graphs and work.rewritten:
+        return work.rewritten[0]
     model = copy.deepcopy(work.model)
-    result = optimize_(model, dict(work.inputs), config=Config(time_budget_s=_BUDGET_S))
-    work.result.append(result)
+    config = Config(time_budget_s=_BUDGET_S, graphs=graphs)
+    result = optimize_(model, dict(work.inputs), config=config)
+    if not graphs:
+        work.rewritten.append(model)
+        work.result.append(result)
     return model

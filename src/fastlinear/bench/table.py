@@ -4,155 +4,34 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fastlinear.bench import chains
+from fastlinear.bench.case import TIMED, Case
+from fastlinear.bench.peer import OURS
+from fastlinear.bench.rows import Row
 from fastlinear.core.device import device_facts
 from fastlinear.core.environment import environment
-from fastlinear.core.precision import FLOAT_DTYPES, matmul_precision
+from fastlinear.core.errors import InputError
 from fastlinear.core.problem import Problem
 from fastlinear.core.progress import Progress, silent
+from fastlinear.core.timing import Samples
 from fastlinear.dispatch import cache, tables
 from fastlinear.dispatch.backend import families, family
-from fastlinear.dispatch.tune import tune
-from fastlinear.ops.linear_act.backends import STEP, problem
-from fastlinear.ops.linear_act.selection import tuning_order
-from fastlinear.ops.mlp import problem as mlp
-from fastlinear.ops.mlp.selection import tuning_order as chain_order
+from fastlinear.dispatch.tune import BASELINE, tune, winner
+from fastlinear.ops.linear_act.backends import STEP
 
-# What costs how much importance; the sum orders the grid, least first.
-_DTYPES = {"bfloat16": 0.0, "float32": 1.5, "float16": 2.5}
-_ACTIVATIONS = {"gelu_tanh": 0.0, "none": 1.0, "relu": 1.5, "gelu": 3.0, "silu": 3.5}
-_LAYOUTS = {"nk": 0.0, "kn": 2.5}
-_SIZES = (
-    (768, 3072),
-    (1024, 4096),
-    (4096, 4096),
-    (3072, 768),
-    (4096, 1024),
-    (768, 768),
-    (1024, 1024),
-    (4096, 14336),
-    (14336, 4096),
-    (256, 1024),
-    (8192, 8192),
-)
-_TOKENS = {
-    4096: 0.0,
-    16384: 0.5,
-    1024: 0.5,
-    256: 0.75,
-    64: 0.75,
-    1: 1.0,
-    16: 1.25,
-    4: 2.0,
-    65536: 2.5,
-}
-# The layers whose rows are published; their dtypes and activations count less.
-_PUBLISHED = (
-    (8192, 768, 3072),
-    (8192, 1024, 4096),
-    (8192, 4096, 4096),
-    (64, 1024, 1024),
-    (1, 4096, 4096),
-)
-_PUBLISHED_SHARE = 0.25
-_LARGEST_ELEMENTS = 1 << 30  # of one tensor: larger Problems cost more time than they teach
-_LARGEST_CHAIN = 1 << 24  # rows times width
-_CAPTURED = 0.5  # what a call inside a CUDA graph costs more importance
 # Above these times outside a CUDA graph the host no longer counts: one measurement serves both.
 _HOST_COUNTS_US = {"step": 400.0, "piece": 120.0}
 
-# Chains of equal widths; the sum orders them among the layers.
-_CHAIN_DTYPES = {"bfloat16": 0.0, "float32": 0.5, "float16": 3.0}
-_CHAIN_WIDTHS = {64: 0.0, 256: 0.0, 128: 0.5, 512: 0.5, 1024: 0.5, 2048: 2.0}
-_CHAIN_LAYERS = {8: 0.0, 4: 0.5, 2: 1.0}
-_CHAIN_TOKENS = {64: 0.0, 1: 0.5, 1024: 0.5, 16: 1.0, 256: 1.0, 4096: 1.0, 16384: 1.5, 65536: 2.0}
-_CHAIN_TRAINING = 1.0
-
 # Options a piece does not read: one measurement serves all their values.
 _UNREAD = {"grad_input": ("activation", "bias", "x"), "grad_weight": ("activation", "bias", "w")}
-
-
-def table_problems(device: str = "cuda") -> list[Problem]:
-    """The grid of layers and chains, most important first, all pieces of each call next to each
-    other."""
-    weighted: list[tuple[float, int, Problem]] = []
-    for dtype, a in _DTYPES.items():
-        for activation, b in _ACTIVATIONS.items():
-            for layout, c in _LAYOUTS.items():
-                base = a + b + c
-                first = _PUBLISHED_SHARE * (a + b) + c - 1.0
-                for m, k, n in _PUBLISHED:
-                    weighted += _pieces(first, (m, k, n), dtype, device, activation, layout)
-                for i, (k, n) in enumerate(_SIZES):
-                    for m, d in _TOKENS.items():
-                        if max(m * k, m * n) <= _LARGEST_ELEMENTS:
-                            cost = base + 0.2 * i + d
-                            weighted += _pieces(cost, (m, k, n), dtype, device, activation, layout)
-    weighted += _chains(device)
-    weighted.sort(key=lambda item: item[:2])
-    return list(dict.fromkeys(p for _, _, p in weighted))
-
-
-def _chains(device: str) -> list[tuple[float, int, Problem]]:
-    """The grid of mlp: chains of equal widths with relu."""
-    found: list[tuple[float, int, Problem]] = []
-    sizes = list(product(_CHAIN_WIDTHS.items(), _CHAIN_LAYERS.items(), _CHAIN_TOKENS.items()))
-    for dtype, base in _CHAIN_DTYPES.items():
-        for (h, b), (layers, c), (m, d) in sizes:
-            if m * h > _LARGEST_CHAIN:
-                continue
-            forward = mlp.problem(
-                "forward",
-                m,
-                (h,) * (layers + 1),
-                dtype=dtype,
-                device=device,
-                precision=matmul_precision(FLOAT_DTYPES[dtype]),
-            )
-            cost = base + b + c + d
-            step = chain_order(replace(forward, needs_grad=True))
-            training = [p for p in step if p.family == forward.family]  # layers have their own grid
-            calls = [(cost, forward), *((cost + _CHAIN_TRAINING, p) for p in training)]
-            found += _both_regimes([(q, place, p) for place, (q, p) in enumerate(calls)])
-    return found
-
-
-def _both_regimes(
-    calls: list[tuple[float, int, Problem]],
-) -> list[tuple[float, int, Problem]]:
-    inside = ((q, place, p.other_regime()) for q, place, p in calls)
-    return calls + [(q + _CAPTURED, place, p) for q, place, p in inside if p is not None]
-
-
-def _pieces(
-    cost: float,
-    sizes: tuple[int, int, int],
-    dtype: str,
-    device: str,
-    activation: str,
-    layout: str,
-) -> list[tuple[float, int, Problem]]:
-    """One call's Problems: the forward for inference, and every piece of a training step; on a
-    GPU outside a CUDA graph and inside."""
-    forward = problem(
-        "forward",
-        *sizes,
-        dtype=dtype,
-        device=device,
-        activation=activation,
-        w_layout=layout,
-        precision=matmul_precision(FLOAT_DTYPES[dtype]),
-    )
-    calls = (forward, *tuning_order(replace(forward, needs_grad=True)))
-    return _both_regimes([(cost, place, p) for place, p in enumerate(calls)])
 
 
 def build_table(
@@ -197,15 +76,8 @@ def _build(
     extend: Mapping[str, Any] | None,
     progress: Progress,
 ) -> dict[str, Any]:
-    rows: list[dict[str, Any]] = []
-    aged: dict[Problem, dict[str, Any]] = {}
-    if extend is not None and extend.get("torch") == str(torch.__version__):
-        for row in extend["rows"]:
-            earlier = _changed_sources(row, extend)
-            if earlier:
-                aged[Problem.from_json(row["problem"])] = row | {"sources": earlier}
-            else:
-                rows.append({k: v for k, v in row.items() if k != "sources"})
+    same = extend is not None and extend.get("torch") == str(torch.__version__)
+    rows, aged = _by_age(extend) if extend is not None and same else ([], {})
     for row in rows:
         _remember(Problem.from_json(row["problem"]), row["best"], row["times_us"])
     done = {Problem.from_json(row["problem"]) for row in rows}
@@ -255,6 +127,64 @@ def _build(
     }
 
 
+def with_rows(table: Mapping[str, Any], measured: Sequence[Row]) -> dict[str, Any]:
+    """A table with what an experiment's rows say of chains in inference: a cell outside CUDA graphs
+    by its wall time, inside by its device time.
+
+    Args:
+        table: as ``build_table`` returns it.
+        measured: rows of ``overhead`` measured with today's sources, on the table's device.
+
+    Raises:
+        InputError: rows of another device or version of torch, or none of a chain in inference.
+    """
+    found = dict(_cells(measured))
+    for row in measured:
+        env = row["env"]
+        if (env["device"]["slug"], env["torch"]) != (table["device"], table["torch"]):
+            raise InputError(
+                "bench table --rows",
+                expected=f"rows of {table['device']} with torch {table['torch']}",
+                received=f"{env['device']['slug']} with torch {env['torch']}",
+                remedy="Give rows measured where the table was.",
+            )
+    if not found:
+        raise InputError(
+            "bench table --rows",
+            expected="timed rows of chains without gradients, eager and forced backends among them",
+            received=f"{len(measured)} rows without any",
+            remedy="Run `fastlinear bench overhead --out FILE` first.",
+        )
+    rows, aged = _by_age(table)
+    kept = [r for r in (*rows, *aged.values()) if Problem.from_json(r["problem"]) not in found]
+    return {**table, "sources": _sources(), "rows": [*found.values(), *kept]}
+
+
+def _cells(measured: Sequence[Row]) -> Iterator[tuple[Problem, dict[str, Any]]]:
+    grouped: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in measured:
+        chain = row["family"] == "mlp" and row["direction"] == "forward"
+        if chain and row["metric"] in TIMED and row["valid"] and row["median_us"] is not None:
+            key = json.dumps(row["case"], sort_keys=True), row["metric"]
+            grouped.setdefault(key, {})[row["contender"]] = row
+    for (case, metric), contenders in grouped.items():
+        outside = chains.problem_of(Case.from_json(json.loads(case)))
+        problem = outside if metric == "wall" else outside.other_regime()
+        if problem is None:
+            continue
+        samples = {}
+        for backend in family(problem.family).candidates(problem.piece):
+            name = BASELINE if backend.name == BASELINE else f"{OURS}[{backend.name}]"
+            if name in contenders and backend.reason_not(problem) is None:
+                own = contenders[name]
+                us, inner = tuple(own["samples_us"]), own["calls_per_sample"]
+                samples[backend.name] = Samples(backend.name, us, metric, inner, own["how"])
+        if BASELINE in samples:
+            times = {name: round(s.median_us, 3) for name, s in samples.items()}
+            best, _ = winner(samples)
+            yield problem, {"problem": problem.to_json(), "best": best, "times_us": times}
+
+
 def _remember(p: Problem, best: str, times_us: Mapping[str, float]) -> None:
     measured = [b for b in family(p.family).candidates(p.piece) if b.name in times_us]
     cache.store(p, measured, best, dict(times_us))
@@ -267,6 +197,21 @@ def _sources() -> dict[str, dict[str, str]]:
         for f in families().values()
         for piece in f.pieces
     }
+
+
+def _by_age(
+    table: Mapping[str, Any],
+) -> tuple[list[dict[str, Any]], dict[Problem, dict[str, Any]]]:
+    """The rows measured with today's sources, and the others, with the sources they had."""
+    rows: list[dict[str, Any]] = []
+    aged: dict[Problem, dict[str, Any]] = {}
+    for row in table["rows"]:
+        earlier = _changed_sources(row, table)
+        if earlier:
+            aged[Problem.from_json(row["problem"])] = row | {"sources": earlier}
+        else:
+            rows.append({k: v for k, v in row.items() if k != "sources"})
+    return rows, aged
 
 
 def _changed_sources(row: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, str]:
