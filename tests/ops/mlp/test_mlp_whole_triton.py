@@ -23,6 +23,7 @@ from fastlinear.core.compare import Verdict, judge
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.mlp import reference
 from fastlinear.ops.mlp import whole_triton as backend
+from fastlinear.ops.mlp import whole_triton_plans as plans
 from fastlinear.ops.mlp.problem import problem
 from fastlinear.ops.mlp.whole_triton import WholeConfig
 
@@ -66,8 +67,8 @@ def test_under_the_interpreter() -> None:
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Results start as NaN, so an element that is never written is seen; no plans are kept."""
-    empty = backend._empty
-    monkeypatch.setattr(backend, "_empty", lambda *a: empty(*a).fill_(float("nan")))
+    empty = plans._empty
+    monkeypatch.setattr(plans, "_empty", lambda *a: empty(*a).fill_(float("nan")))
     backend._plans.clear()
     yield
     backend._plans.clear()
@@ -195,7 +196,7 @@ def test_configurations(config: WholeConfig, dtype: torch.dtype) -> None:
 
 @compares
 def test_tf32_operands_are_rounded_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "matmul_precision", lambda dtype: "high")
+    monkeypatch.setattr(plans, "matmul_precision", lambda dtype: "high")
     inputs = draw(40, (64, 1), torch.float32, "no")
     x, (w,), biases, _ = inputs
     y, _ = backend.forward(x, (w,), biases, "none", "none", False)
@@ -210,7 +211,7 @@ def test_tf32_operands_are_rounded_to_nearest(monkeypatch: pytest.MonkeyPatch) -
 
 @compares
 def test_more_layers_than_one_launch_unrolls() -> None:
-    layers = backend._MAX_LAYERS + 3
+    layers = plans._MAX_LAYERS + 3
     for activation, final in (("silu", "none"), ("relu", "tanh")):
         check(18, (16,) * (layers + 1), torch.float16, activation, final)
 
@@ -292,8 +293,8 @@ def test_non_finite_rows_stay_apart() -> None:
 
 
 def _fault(kernel: str, position: int, change: Callable[[Any], Any]) -> Callable[..., Any]:
-    """``backend._launch`` with one of a kernel's non-tensor arguments changed."""
-    launch = backend._launch
+    """``plans._launch`` with one of a kernel's non-tensor arguments changed."""
+    launch = plans._launch
 
     def faulty(name: str, grid: Any, rest: tuple[Any, ...], *args: Any) -> Any:
         if name == kernel:
@@ -323,7 +324,7 @@ def test_a_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = (150, (40, 24, 40, 20), torch.float32, "gelu", "tanh")
     check(*case)
     backend._plans.clear()
-    monkeypatch.setattr(backend, "_launch", _fault(kernel, position, change))
+    monkeypatch.setattr(plans, "_launch", _fault(kernel, position, change))
     # what a faulty kernel reads from foreign memory differs from call to call
     failed = {v.name for v in verdicts(*case, repeats=False) if not v.passed}
     assert broken <= failed

@@ -25,6 +25,7 @@ from triton.compiler import ASTSource
 
 from fastlinear.ops.mlp import whole_triton as backend
 from fastlinear.ops.mlp import whole_triton_kernels
+from fastlinear.ops.mlp import whole_triton_plans as plans
 
 if triton.knobs.runtime.interpret:
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
@@ -95,9 +96,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Any:
         return Recorded(kernel, rest, config)
 
     def set_up(arch: int) -> None:
-        monkeypatch.setattr(backend, "_launch", record)
-        monkeypatch.setattr(backend, "_units", lambda device: 132)
-        monkeypatch.setattr(backend, "_capability", lambda device: divmod(arch, 10))
+        monkeypatch.setattr(plans, "_launch", record)
+        monkeypatch.setattr(plans, "_units", lambda device: 132)
+        monkeypatch.setattr(plans, "_capability", lambda device: divmod(arch, 10))
         backend._plans.clear()
         made.clear()
 
@@ -175,7 +176,7 @@ def test_training(H: int, recorded: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("arch", [80, 90])
 def test_tf32(arch: int, recorded: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     recorded(arch)
-    monkeypatch.setattr(backend, "matmul_precision", lambda dtype: "high")
+    monkeypatch.setattr(plans, "matmul_precision", lambda dtype: "high")
     x, weights, biases = chain(64, 1024, torch.float32)
     y, saved = backend.forward(x, weights, biases, "relu", "none", True)
     needs = (True, (True,) * LAYERS, (True,) * LAYERS)
@@ -188,7 +189,7 @@ def test_tf32(arch: int, recorded: Any, monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_one_launch_whatever_the_number_of_layers_up_to_the_limit(recorded: Any) -> None:
     recorded(90)
-    for layers, launches in ((1, 1), (backend._MAX_LAYERS, 1), (backend._MAX_LAYERS + 1, 2)):
+    for layers, launches in ((1, 1), (plans._MAX_LAYERS, 1), (plans._MAX_LAYERS + 1, 2)):
         made.clear()
         weights = tuple(meta(16, 16, dtype=torch.bfloat16) for _ in range(layers))
         x = meta(8, 16, dtype=torch.bfloat16)
