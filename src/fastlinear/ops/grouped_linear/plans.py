@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from fastlinear.dispatch.select import Choice
-from fastlinear.ops.common.autocast import cast as autocast_copy
 from fastlinear.ops.common.calls import autocast_dtype
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import reference
@@ -87,9 +87,15 @@ def prepared(inner: Plan) -> Plan:
 def as_autocast(
     x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The tensors in the dtype autocast has for them; themselves where it is off."""
+    """The tensors in the dtype autocast has for them; themselves where it is off.
+
+    torch's own cache of cast parameters holds matrices only, so weights are cast at each call.
+    """
     dtype = autocast_dtype(x)
     if dtype is None:
         return x, weight, bias
-    cast = None if bias is None else autocast_copy(bias, dtype)
-    return autocast_copy(x, dtype), autocast_copy(weight, dtype), cast
+
+    def cast(t: Tensor) -> Tensor:
+        return t.to(dtype) if t.is_floating_point() and t.dtype is not torch.float64 else t
+
+    return cast(x), cast(weight), None if bias is None else cast(bias)

@@ -96,8 +96,8 @@ class Product:
             kernel: Any = _streaming_kernel
             grid = (place.tiles * columns, groups)
             rest: tuple[Any, ...] = (
-                *(*place.shape, columns, k, n, *strides),
-                *(config.block_m, config.block_n, config.block_k, k % config.block_k == 0),
+                *(*place.shape, columns, *strides),
+                *(k, n, config.block_m, config.block_n, config.block_k),
                 *(*how, interpreted),
             )
         else:

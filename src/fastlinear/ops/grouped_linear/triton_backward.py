@@ -198,9 +198,9 @@ class _GradPre:
             _grad_pre_kernel,
             (groups * columns, chunks),
             (
-                *(*place.shape, place.tiles, walked, columns, groups, n),
+                *(*place.shape, place.tiles, walked, columns, groups),
                 *tensors.arguments(dy, saved, dpre),
-                *(block_m, block_n, activation, tensors.math_of(dy.dtype), place.across),
+                *(n, block_m, block_n, activation, tensors.math_of(dy.dtype), place.across),
             ),
             dy.device,
             warps=4,
@@ -231,9 +231,9 @@ class _GradWeight:
             _grad_weight_kernel,
             (-(-n // config.block_n) * columns, groups, chunks),
             (
-                *(*place.shape, place.tiles, config.tiles, columns, groups, k, n),
+                *(*place.shape, place.tiles, config.tiles, columns, groups),
                 *tensors.arguments(dpre, x),
-                *(config.block_m, config.block_n, config.block_k, dot_precision(tokens)),
+                *(k, n, config.block_m, config.block_n, config.block_k, dot_precision(tokens)),
                 *(place.across, x.device.type == "cpu"),
             ),
             x.device,

@@ -131,8 +131,6 @@ def _streaming_kernel(
     L,
     batch_tiles,
     col_tiles,
-    K,
-    N,
     x_batch,
     x_row,
     x_group,
@@ -153,10 +151,11 @@ def _streaming_kernel(
     Y_ALIGN: tl.constexpr,
     Y_UNIT: tl.constexpr,
     Y_FIXED: tl.constexpr,
+    K: tl.constexpr,
+    N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
     ACTIVATION: tl.constexpr,
     MATH: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -165,7 +164,7 @@ def _streaming_kernel(
 ):
     """y = act(x Wᵀ + b) on one tile of one group and BLOCK_N outputs; x and W stream by.
 
-    Arguments as of ``_resident_kernel``. EVEN_K: BLOCK_K divides K.
+    Arguments as of ``_resident_kernel``.
     """
     g = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(0) // col_tiles
@@ -183,7 +182,7 @@ def _streaming_kernel(
     w_ptrs = w_ptr + g * (w_group * W_ALIGN) + (k * w_k)[:, None] + w_rows[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for begin in range(0, K, BLOCK_K):
-        if EVEN_K:
+        if K % BLOCK_K == 0:
             x = tl.load(x_ptrs, mask=mask[:, None], other=0.0)
             w = tl.load(w_ptrs, mask=n_mask[None, :], other=0.0)
         else:

@@ -1,0 +1,276 @@
+"""The Triton kernels compile for each architecture, without spilling, on a machine without a GPU.
+
+Launches are built from meta tensors, so what is compiled is what would be launched.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("needs triton", allow_module_level=True)
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fastlinear.ops.grouped_linear import layout as layouts
+from fastlinear.ops.grouped_linear import triton as products
+from fastlinear.ops.grouped_linear import triton_backward as whole
+from fastlinear.ops.grouped_linear import triton_config, triton_tensors
+
+if triton.knobs.runtime.interpret:
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+
+
+@dataclass
+class Recorded:
+    """What a Launch was given, and the tensors it was called with."""
+
+    kernel: Any
+    rest: tuple[Any, ...]
+    options: dict[str, Any]
+    tensors: tuple[Any, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return str(self.kernel.__name__)
+
+    def compile(self, arch: int) -> Any:
+        """The kernel specialised as Triton's launcher would: ones and multiples of 16 are known."""
+        signature: dict[str, str] = {}
+        constants: dict[str, Any] = {}
+        attributes: dict[tuple[int], list[Any]] = {}
+        for i, value in enumerate((*self.tensors, *self.rest)):
+            param = self.kernel.params[i]
+            if isinstance(value, Tensor):
+                signature[param.name] = f"*{NAMES[value.dtype]}"
+                attributes[(i,)] = [["tt.divisibility", 16]]
+            elif param.is_constexpr or value is None or value == 1:
+                signature[param.name] = "constexpr"
+                constants[param.name] = value
+            else:
+                signature[param.name] = "i32"
+                if value % 16 == 0:
+                    attributes[(i,)] = [["tt.divisibility", 16]]
+        options = {"num_warps": self.options["warps"], "num_stages": self.options.get("stages", 3)}
+        source = ASTSource(self.kernel, signature, constants, attributes)
+        return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
+    """Launches made while the test runs; none is carried out."""
+    made: list[Recorded] = []
+
+    class Recorder:
+        def __init__(self, kernel: Any, grid: Any, rest: Any, device: Any, **options: Any) -> None:
+            assert all(0 < size < 2**31 for size in grid)
+            assert all(size < 2**16 for size in grid[1:])
+            self.record = Recorded(kernel, rest, options)
+
+        def __call__(self, *tensors: Any) -> None:
+            self.record.tensors = tensors
+            made.append(self.record)
+
+    monkeypatch.setattr(products, "Launch", Recorder)
+    monkeypatch.setattr(whole, "Launch", Recorder)
+    monkeypatch.setattr(triton_tensors, "units_of", lambda device: 132)
+    products._plans.clear()
+    whole._plans.clear()
+    return made
+
+
+def on(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_tensors, "capability_of", lambda device: divmod(arch, 10))
+
+
+def usage(compiled: Any, tmp_path: Path) -> tuple[int, int]:
+    """(registers, stack bytes) of a compiled kernel."""
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    told = subprocess.run(
+        [CUOBJDUMP, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True
+    ).stdout
+    match = re.search(r"REG:(\d+) STACK:(\d+)", told)
+    assert match, told
+    return int(match[1]), int(match[2])
+
+
+def assert_fits(launch: Recorded, arch: int, tmp_path: Path) -> Any:
+    """No stack frame (spills live there), and shared memory within the architecture's limit."""
+    compiled = launch.compile(arch)
+    registers, stack = usage(compiled, tmp_path)
+    assert stack == 0, f"{launch.name} for sm_{arch}: {registers} registers, {stack} bytes of stack"
+    assert compiled.metadata.shared <= triton_config.SHARED_BYTES[arch]
+    return compiled
+
+
+def tokens(m: int, groups: int, features: int, dtype: torch.dtype, order: str) -> Tensor:
+    like = torch.empty(0, device="meta")
+    batch = 4 if order == "channels" else 1
+    return layouts.empty((batch, m // batch, groups, features), order, like, dtype)
+
+
+# G, K, N, M
+FORWARDS = {
+    "100": (100, 100, 100, 4096),
+    "64": (64, 64, 64, 16384),
+    "32": (256, 32, 32, 16384),
+    "256": (16, 256, 256, 16384),
+    "few": (8, 100, 100, 64),
+    "streaming": (4, 1000, 600, 4096),
+}
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("case", FORWARDS)
+def test_forward(
+    case: str,
+    dtype: str,
+    arch: int,
+    launches: list[Recorded],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    on(arch, monkeypatch)
+    groups, k, n, m = FORWARDS[case]
+    x = tokens(m, groups, k, DTYPES[dtype], "tokens")
+    weight = torch.empty(groups, n, k, dtype=DTYPES[dtype], device="meta")
+    bias = torch.empty(groups, n, dtype=DTYPES[dtype], device="meta")
+    products.forward(x, weight, bias, "gelu", True, "tokens")
+    (launch,) = launches
+    compiled = assert_fits(launch, arch, tmp_path)
+    if arch == 90 and dtype == "bf16":
+        assert "wgmma.mma_async" in compiled.asm["ptx"]
+        # 8 bytes at once where rows are aligned to no more, else 16
+        width = 8 if k % 8 else 16
+        assert re.search(
+            rf"cp\.async\.c[ag]\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x{width:x}",
+            compiled.asm["ptx"],
+        )
+
+
+@pytest.mark.parametrize("order", ["groups", "channels"])
+def test_forward_in_other_orders(
+    order: str, launches: list[Recorded], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    on(90, monkeypatch)
+    x = tokens(4096, 100, 100, torch.bfloat16, order)
+    weight = torch.empty(100, 100, 100, dtype=torch.bfloat16, device="meta")
+    products.forward(x, weight, None, "relu", False, order)
+    assert_fits(launches[0], 90, tmp_path)
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu"])
+@pytest.mark.parametrize(
+    ("dtype", "size"), [("bf16", 100), ("bf16", 50), ("bf16", 32), ("fp32", 64), ("fp32", 32)]
+)
+def test_backward(
+    dtype: str,
+    size: int,
+    activation: str,
+    arch: int,
+    launches: list[Recorded],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    on(arch, monkeypatch)
+    x = tokens(4096, 100, size, DTYPES[dtype], "tokens")
+    weight = torch.empty(100, size, size, dtype=DTYPES[dtype], device="meta")
+    saved = None if activation == "none" else x
+    whole.backward(x, saved, x, weight, activation, (True, True, True), "tokens")
+    assert launches
+    for launch in launches:
+        assert_fits(launch, arch, tmp_path)
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_backward_of_large_groups(
+    dtype: str,
+    arch: int,
+    launches: list[Recorded],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    on(arch, monkeypatch)
+    x, dy = (tokens(4096, 16, size, DTYPES[dtype], "tokens") for size in (256, 200))
+    weight = torch.empty(16, 200, 256, dtype=DTYPES[dtype], device="meta")
+    whole.backward(dy, dy, x, weight, "gelu", (True, True, True), "tokens")
+    names = [launch.name for launch in launches]
+    assert names.count("_grad_weight_kernel") == 1
+    for launch in launches:
+        assert_fits(launch, arch, tmp_path)
+
+
+def test_too_many_accumulators_are_told(launches: list[Recorded], tmp_path: Path) -> None:
+    """The check above does see a spill."""
+    x = tokens(4096, 8, 256, torch.bfloat16, "tokens")
+    weight = torch.empty(8, 256, 256, dtype=torch.bfloat16, device="meta")
+    config = triton_config.ProductConfig(128, 256, 64, 4, 2)
+    products.forward(x, weight, None, "gelu", False, "tokens", config=config)
+    with pytest.raises(AssertionError, match="bytes of stack"):
+        assert_fits(launches[0], 90, tmp_path)
+
+
+def test_strides_beyond_32_bits_are_left_to_pytorch() -> None:
+    wide = torch.empty(1, device="meta").as_strided((1, 4, 2, 3), (1, 2**30, 3, 1))
+    assert triton_tensors.far_apart(wide)
+    assert not triton_tensors.far_apart(tokens(2**16, 64, 128, torch.bfloat16, "tokens"))
+    weight = torch.empty(1, device="meta").as_strided((2, 2**16, 2), (4, 2**16, 1))
+    assert triton_tensors.far_apart(weight)
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [(1, (16, 0, 0)), (64, (64, 0, 0)), (100, (64, 32, 16)), (250, (256, 0, 0)), (72, (64, 16, 0))],
+)
+def test_parts(size: int, expected: tuple[int, int, int]) -> None:
+    assert triton_config.parts(size) == expected
+
+
+@pytest.mark.parametrize("size", range(1, 257))
+def test_parts_cover(size: int) -> None:
+    found = [p for p in triton_config.parts(size) if p]
+    assert size <= sum(found) < size + max(16, size)
+    assert all(p >= 16 and p & (p - 1) == 0 for p in found)
+    assert sum(found[:-1]) < size  # only the last needs a mask
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"capability": (7, 5)}, "compute capability 8.0"),
+        ({"dtype": torch.float64}, "not float64"),
+        ({"tokens": 2**24}, "below 2^23"),
+        ({"groups": 70_000, "k": 1, "n": 1}, "65535 groups"),
+        ({}, None),
+    ],
+)
+def test_reason_not(change: dict[str, Any], words: str | None) -> None:
+    call: dict[str, Any] = {
+        "tokens": 8,
+        "groups": 4,
+        "k": 16,
+        "n": 32,
+        "dtype": torch.bfloat16,
+        "capability": (9, 0),
+    }
+    reason = triton_config.reason_not(**(call | change))
+    assert (reason is None) if words is None else (reason is not None and words in reason)
