@@ -294,3 +294,15 @@ def test_bench(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(data_of(result)["rows"]) == 2
     assert "0.67×" in (folder / "bench.html").read_text()
     assert "more than 2% behind the best peer in 1" in run("bench", "linear").stdout
+
+
+def test_explain_diagonal_says_what_to_expect(run: Run) -> None:
+    result = run("explain", "diagonal-linear", "--width", "160", "--batch", "512")
+    assert result.exit_code == 0, result.stderr
+    assert "diagonal_linear.forward M=512 K=160" in result.stdout
+    assert "A diagonal of 160 needs 160 times fewer multiplications than a matrix" in result.stdout
+    assert "waits for" in result.stdout
+    told = data_of(run("explain", "diagonal_linear", "--width", "8192", "--train", "--json"))
+    assert told["expected"]["speedup"] > 1
+    assert told["expected"]["linear_us"] > told["expected"]["diagonal_us"]
+    assert [c["problem"]["piece"] for c in told["choices"]][:2] == ["forward", "backward"]

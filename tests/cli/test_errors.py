@@ -118,7 +118,8 @@ def test_unknown_names(run: Run, command: str) -> None:
         (("--widths", "64,64"), "received --widths. These belong to mlp"),
         (("linear_act", "--allow-fast-matmul"), "received --allow-fast-matmul"),
         (("linear_act", "--final-activation", "relu", "--width", "3"), "--width, --final-act"),
-        (("conv2d",), "op in linear_act, mlp; received 'conv2d'"),
+        (("diagonal-linear", "--k", "8"), "received --k. It has one size besides the rows"),
+        (("conv2d",), "op in linear_act, mlp, diagonal_linear; received 'conv2d'"),
     ],
 )
 def test_calls_that_do_not_fit(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fastlinear.bench import bias, chains, graphed, models
+from fastlinear.bench import bias, chains, graphed, groups, models, pseudo_linear
 from fastlinear.bench import peers as linear_act
 from fastlinear.bench.case import Case
 from fastlinear.bench.peer import Peer
@@ -77,6 +77,10 @@ KINDS: Mapping[str, Kind] = {
     "linear_act": Kind(make_work, linear_act.peers, _chosen, _tune),
     "linear": Kind(bias.make_work, bias.peers, lambda *_: {}, _nothing),
     "mlp": Kind(make_work, chains.peers, chains.chosen, chains.tune),
+    "diagonal_linear": Kind(
+        pseudo_linear.make_work, pseudo_linear.peers, pseudo_linear.chosen, pseudo_linear.tune
+    ),
+    "grouped_linear": Kind(groups.make_work, groups.peers, groups.chosen, groups.tune),
     "graphed": Kind(graphed.make_work, graphed.peers, lambda *_: {}, _nothing),
     "model": Kind(models.make_work, models.peers, lambda case, work, _: work.chosen(), _nothing),
 }

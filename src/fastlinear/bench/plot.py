@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from fastlinear.bench import pseudo_table
 from fastlinear.bench.case import TIMED
 from fastlinear.bench.heat import heatmap
 from fastlinear.bench.rows import Row
@@ -20,9 +21,10 @@ _OUR_COLORS = ("#c44e52", "#dd8452", "#e377c2", "#d62728")
 def plot(rows: Iterable[Row], path: str | Path) -> Path:
     """Draw the speed of every timed contender relative to eager (right of 1 is faster).
 
-    Rows of experiment ``overhead`` become a heat map (``bench.heatmap``). Otherwise one panel for
-    each (direction, metric), one line a problem, one mark a contender; ours are diamonds. A
-    logarithmic axis, so that 2x faster and 2x slower are equally far from 1.
+    Rows of experiment ``overhead`` become a heat map (``bench.heatmap``), those of
+    ``pseudo-linear`` curves over the width. Otherwise one panel for each (direction, metric), one
+    line a problem, one mark a contender; ours are diamonds. A logarithmic axis, so that 2x faster
+    and 2x slower are equally far from 1.
 
     Args:
         rows: what ``bench.run`` returned or ``read_rows`` read.
@@ -43,6 +45,8 @@ def plot(rows: Iterable[Row], path: str | Path) -> Path:
     rows = list(rows)
     if any(row["experiment"] == "overhead" for row in rows):
         return heatmap(rows, path)
+    if any(row["experiment"] == pseudo_table.EXPERIMENT for row in rows):
+        return pseudo_table.plot(rows, path)
     panels = speeds(rows)
     if not panels:
         raise InputError(

@@ -14,6 +14,7 @@ from fastlinear.cli.console import (
     print_json,
     progress_bar,
     table,
+    width,
     write_page,
 )
 from fastlinear.core.errors import InputError
@@ -29,7 +30,9 @@ def register(app: typer.Typer) -> None:
 def bench(
     experiment: Annotated[
         str,
-        typer.Argument(help="linear, linear-bias, overhead, strassen, graphed or models."),
+        typer.Argument(
+            help="linear, linear-bias, pseudo-linear, overhead, strassen, graphed, groups or models."
+        ),
     ] = "linear",
     device: opt.Place = "cpu",
     dtype: Annotated[
@@ -146,8 +149,12 @@ def bench(
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
-    from fastlinear.bench import behind, print_heat
+    from fastlinear.bench import behind, print_heat, pseudo_table
 
+    if rows[0]["experiment"] == pseudo_table.EXPERIMENT:
+        typer.echo(pseudo_table.table(rows, width()), nl=False)
+        _show_late(behind(rows))
+        return
     based = any(r["contender"] == "eager" and r["median_us"] is not None for r in rows)
     if rows[0]["experiment"] == "overhead" and based:
         print_heat(rows)

@@ -16,15 +16,19 @@ if TYPE_CHECKING:
     from fastlinear.core.problem import Problem
     from fastlinear.dispatch.explain import Explanation
 
-FAMILIES = ("linear_act", "mlp")
+FAMILIES = ("linear_act", "mlp", "diagonal_linear")
 _FEATURES, _LAYERS, _WIDTH = 1024, 8, 64
 _LINEAR, _MLP = "One linear layer (linear_act)", "A chain of layers (mlp)"
+_DIAGONAL = "diagonal_linear"
 
 Family = Annotated[
     str,
-    typer.Argument(help="The op: linear_act (a linear layer) or mlp (a chain of them in one)."),
+    typer.Argument(
+        help="The op: linear_act (a linear layer), mlp (a chain of them in one) or diagonal_linear "
+        "(--width features, each with a weight of its own)."
+    ),
 ]
-M = Annotated[int, typer.Option("--m", min=1, help="Tokens: rows of x.")]
+M = Annotated[int, typer.Option("--m", "--batch", min=1, help="Tokens: rows of x.")]
 K = Annotated[
     int | None,
     typer.Option(
@@ -134,6 +138,7 @@ class Call:
     allow_fast_matmul: bool
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "family", self.family.replace("-", "_"))
         if self.family not in FAMILIES:
             _fail(
                 "fastlinear",
@@ -149,16 +154,23 @@ class Call:
             "--final-activation": self.final_activation,
             "--allow-fast-matmul": self.allow_fast_matmul or None,
         }
-        foreign, own = (of_mlp, of_linear) if self.family == "linear_act" else (of_linear, of_mlp)
+        families: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+            "linear_act": (of_linear, of_mlp),
+            "mlp": (of_mlp, of_linear),
+            _DIAGONAL: ({"--width": self.width}, of_linear | of_mlp | {"--width": None}),
+        }
+        own, foreign = families[self.family]
         given = [name for name, value in foreign.items() if value is not None]
         if given:
             _fail(
                 f"fastlinear: {self.family}",
                 f"its own options ({', '.join(own)})",
                 ", ".join(given),
-                "Give --widths, or --layers and --width."
-                if self.family == "mlp"
-                else "These belong to mlp: name it first, as in mlp --widths 64,128,10.",
+                {
+                    "linear_act": "These belong to mlp: name it first, as in mlp --widths 64,128,10.",
+                    "mlp": "Give --widths, or --layers and --width.",
+                    _DIAGONAL: "It has one size besides the rows: --width.",
+                }[self.family],
             )
         if self.layout not in ("nk", "kn"):
             _fail(
@@ -182,14 +194,16 @@ class Call:
 
     def problems(self, train: bool, captured: bool) -> list[Problem]:
         """Every Problem that decides about the call, in the order in which to tune them."""
+        from fastlinear.ops.diagonal_linear import selection as diagonal
         from fastlinear.ops.linear_act import selection as linear_act
         from fastlinear.ops.mlp import selection as mlp
 
-        forward = replace(self._forward(train), captured=captured)
-        order = {"linear_act": linear_act.tuning_order, "mlp": mlp.tuning_order}[self.family]
-        return list(order(forward))
+        forward = replace(self.forward(train), captured=captured)
+        order = {"linear_act": linear_act, "mlp": mlp, _DIAGONAL: diagonal}[self.family]
+        return list(order.tuning_order(forward))
 
-    def _forward(self, train: bool) -> Problem:
+    def forward(self, train: bool) -> Problem:
+        """The forward Problem of the call."""
         x, weights, biases = self._tensors()
         if self.family == "mlp":
             from fastlinear.ops.mlp import selection as mlp
@@ -198,6 +212,12 @@ class Call:
             names = self._activation, self._final
             validate_mlp(x, weights, biases, *names)
             return mlp.problem_of(x, weights, biases, *names, self.allow_fast_matmul, train)
+        if self.family == _DIAGONAL:
+            from fastlinear.ops.diagonal_linear.op import validate as validate_diagonal
+            from fastlinear.ops.diagonal_linear.problem import problem_of
+
+            validate_diagonal(x, weights, biases, self._activation)
+            return problem_of(x, biases, None, self._activation, train)
         from fastlinear.ops.linear_act import selection as linear_act
         from fastlinear.ops.linear_act.op import validate
 
@@ -206,14 +226,15 @@ class Call:
 
     @property
     def _activation(self) -> str:
-        return self.activation or ("none" if self.family == "linear_act" else "relu")
+        return self.activation or ("relu" if self.family == "mlp" else "none")
 
     @property
     def _final(self) -> str:
         return self.final_activation or "none"
 
     def _tensors(self) -> tuple[torch.Tensor, Any, Any]:
-        """Uninitialised x (M, n_0); weight and bias, or a list of each for mlp."""
+        """Uninitialised x (M, n_0); weight and bias, or a list of each for mlp; vectors for
+        diagonal_linear."""
         from fastlinear.cli.load import usable_device
 
         where, kind = usable_device(self.device), FLOAT_DTYPES[self.dtype]
@@ -221,6 +242,9 @@ class Call:
         def empty(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=kind, device=where)
 
+        if self.family == _DIAGONAL:
+            k = self.width or _FEATURES
+            return empty(self.m, k), empty(k), empty(k) if self.bias else None
         sizes = self._sizes()
         kn = self.layout == "kn"
         weights = [empty(k, n).t() if kn else empty(n, k) for k, n in pairwise(sizes)]

@@ -122,6 +122,10 @@ def _example(family: str, piece: str, device: str) -> Any:
         from fastlinear.ops.mlp import backends as mlp
 
         return mlp.problem(piece, 16, (64,) * 9, fast=True, **facts)
+    if family == "diagonal_linear":
+        from fastlinear.ops.diagonal_linear import problem as diagonal
+
+        return diagonal.problem(piece, 64, 1024, dtype=facts["dtype"], device=device)
     return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,6 +24,9 @@ from fastlinear.cli.call import (
     Widths,
 )
 from fastlinear.cli.console import print_json
+
+if TYPE_CHECKING:
+    from fastlinear.bench.pseudo_model import Expectation
 
 
 def register(app: typer.Typer) -> None:
@@ -55,13 +58,16 @@ def explain(
     json: opt.Json = False,
     debug: opt.Debug = False,
 ) -> None:
-    """Say which backend a call takes, why, and why not each other. Measures nothing.
+    """Say which backend a call takes, why, and why not each other. Measures nothing but, for
+    diagonal_linear, the rates of this machine: what to expect against a full layer, and why.
 
     Examples:
 
     fastlinear explain linear_act --m 64 --k 1024 --n 1024 --activation gelu --train
 
     fastlinear explain mlp --m 32 --widths 784,256,10 --activation relu
+
+    fastlinear explain diagonal-linear --width 160 --batch 32768
     """
     call = Call(
         family,
@@ -80,7 +86,24 @@ def explain(
         allow_fast_matmul=allow_fast_matmul,
     )
     story = call.explain(backend, train)
-    if json:
-        print_json(story.to_json())
+    expectation = _expectation(call, train)
+    if expectation is None:
+        told: Any = story.to_json()
+        words = str(story)
     else:
-        typer.echo(str(story))
+        told = {"choices": story.to_json(), "expected": expectation.to_json()}
+        words = f"{story}\n{expectation.in_words()}"
+    if json:
+        print_json(told)
+    else:
+        typer.echo(words)
+
+
+def _expectation(call: Call, train: bool) -> Expectation | None:
+    """What this machine makes of a diagonal layer against a full one; None for the other ops."""
+    if call.family != "diagonal_linear":
+        return None
+    from fastlinear.bench.pseudo_model import expectation
+
+    problem = call.forward(train)
+    return expectation(problem.dim("M"), problem.dim("K"), call.dtype, call.device, train)

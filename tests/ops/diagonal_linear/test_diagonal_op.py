@@ -17,7 +17,7 @@ from fastlinear.ops.common import door
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.diagonal_linear import op
-from fastlinear.ops.diagonal_linear.backends import _clear_of_kink
+from fastlinear.ops.diagonal_linear.backends import clear_of_kink
 
 BACKENDS = (None, "eager", "addcmul", "cpp")
 
@@ -58,7 +58,7 @@ def test_values_and_gradients_keep_the_rule(backend: str | None, dtype: torch.dt
                 continue
             k = shape[-1]
             w, b = draw(k, dtype=dtype), draw(k, dtype=dtype) if bias else None
-            x = _clear_of_kink(draw(*shape, dtype=dtype), w, b, lambda s=shape: draw(*s).to(dtype))
+            x = clear_of_kink(draw(*shape, dtype=dtype), w, b, lambda s=shape: draw(*s).to(dtype))
             r, dy = draw(*shape, dtype=dtype) if residual else None, draw(*shape, dtype=dtype)
             given = [x, w, b, r]
 

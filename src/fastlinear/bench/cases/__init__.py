@@ -5,14 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fastlinear.bench.case import Case
-from fastlinear.bench.cases import graphed, linear, linear_bias, models, overhead, strassen
+from fastlinear.bench.cases import (
+    graphed,
+    groups,
+    linear,
+    linear_bias,
+    models,
+    overhead,
+    pseudo_linear,
+    strassen,
+)
 
 EXPERIMENTS: dict[str, Callable[[str, bool], list[Case]]] = {
     "graphed": graphed.cases,
+    "groups": groups.cases,
     "linear": linear.cases,
     "linear-bias": linear_bias.cases,
     "models": models.cases,
     "overhead": overhead.cases,
+    "pseudo-linear": pseudo_linear.cases,
     "strassen": strassen.cases,
 }
 """Experiment → (device type, quick) → its cases, most telling first."""

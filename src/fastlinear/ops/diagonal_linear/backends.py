@@ -75,14 +75,14 @@ def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]
     if p.piece == "forward":
         return x, weight, bias, name, residual, None
     if name in KINKED:
-        x = _clear_of_kink(x, weight, bias, lambda: draw(m, k))
+        x = clear_of_kink(x, weight, bias, lambda: draw(m, k))
     dy = draw(m, k)
     if p.piece == STEP:
         return x, weight, bias, name, residual, dy
     return dy, x, weight, bias, name, (True, True, bias is not None)
 
 
-def _clear_of_kink(
+def clear_of_kink(
     x: Tensor, weight: Tensor, bias: Tensor | None, redraw: Callable[[], Tensor]
 ) -> Tensor:
     """x (M, K) with the elements drawn again at which rounding may decide the sign of x ∘ w + b."""
