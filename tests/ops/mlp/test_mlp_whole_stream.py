@@ -27,7 +27,7 @@ on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 CXX = shutil.which("c++")
 BF16, F16 = torch.bfloat16, torch.float16
 
-EVEN = [(1152,) * 4, (1280,) * 3, (1536,) * 4, (2048,) * 5, (3072,) * 3, (4096,) * 3]
+EVEN = [(1024,) * 4, (1152,) * 4, (1280,) * 3, (1536,) * 4, (2048,) * 5, (3072,) * 3, (4096,) * 3]
 UNEVEN = [
     (784, 2048, 2048, 10),
     (1000, 1032, 8, 2056, 37),
@@ -52,8 +52,10 @@ _spec.loader.exec_module(offline)
 
 @pytest.mark.parametrize("widths", EVEN + UNEVEN, ids=str)
 @pytest.mark.parametrize("rows", [1, 16, 33, 64, 65, 128])
-def test_stream_for_is_buildable_and_covers_all_columns(widths: tuple[int, ...], rows: int) -> None:
-    stream = stream_for(widths, rows, 2)
+def test_make_stream_is_buildable_and_covers_all_columns(
+    widths: tuple[int, ...], rows: int
+) -> None:
+    stream = stream_for(widths, rows, 2) or make_stream(widths, rows)
     assert stream is not None
     assert stream.invalid(widths, rows) is None
     assert stream.tiles(widths) * 8 * stream.clusters >= max(widths[1:])
@@ -63,7 +65,8 @@ def test_stream_for_is_buildable_and_covers_all_columns(widths: tuple[int, ...],
 
 def test_stream_for_leaves_other_chains_alone() -> None:
     assert stream_for((2048,) * 9, 64, 4) is None
-    assert stream_for((1024,) * 9, 64, 2) is None
+    assert stream_for((1024,) * 9, 33, 2) is None
+    assert stream_for((1024, 1000, 1024), 16, 2) is None
     assert stream_for((2048,) * 2, 64, 2) is None
     assert stream_for((2048,) * 18, 64, 2) is None
     assert stream_for((2048,) * 9, 129, 2) is None

@@ -1,8 +1,9 @@
 """Shipped measurements, one JSON file a GPU, read once.
 
-A row serves a Problem when everything but its sizes is equal and every size lies within a factor
-of two; the nearest row (sum of squared log2 distances) wins. Where there is none, rows of Problems
-that the family counts as akin serve.
+A row serves a Problem when everything but its sizes is equal, every size lies within a factor of
+two, and the numbers of features are multiples of 16 in both or in neither: rows of any other length
+are loaded in other ways. The nearest row (sum of squared log2 distances) wins. Where there is none,
+rows of Problems that the family counts as akin serve.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from fastlinear.dispatch.backend import Backend, family
 
 _FOLDER = Path(__file__).parent
 _LARGEST_FACTOR_LOG2 = 1.0
+_FEATURES = frozenset({"K", "H", "N"})
+_ALIGNED = 16
 _BASELINE = "eager"
 _DOUBT = 0.1  # lead over the baseline that a winner needs for each doubling away from its row
 
@@ -127,8 +130,10 @@ def _shape_free_key(problem: Problem) -> str:
 
 def _distance(a: Problem, b: Problem) -> float | None:
     total = 0.0
-    for (_, m), (_, n) in zip(a.dims, b.dims, strict=True):
+    for (name, m), (_, n) in zip(a.dims, b.dims, strict=True):
         if m == 0 or n == 0:
+            return None
+        if name in _FEATURES and (m % _ALIGNED == 0) != (n % _ALIGNED == 0):
             return None
         step = abs(math.log2(m / n))
         if step > _LARGEST_FACTOR_LOG2:

@@ -106,7 +106,10 @@ def _prefer_cuda(p: Problem) -> tuple[str, ...]:
     if widest <= 128:
         return ("whole_triton", *layered)
     if widest > 1024:  # by all multiprocessors, or one launch a layer
-        return ("whole_cuda", *layered) if m <= 128 else layered
+        # two layers, launched for nothing: only few rows of equal widths gain
+        short = p.captured and not single and p.dim("L") < 3
+        lost = short and (m > 64 or p.option("widths") != "equal")
+        return ("whole_cuda", *layered) if m <= 128 and not lost else layered
     lone = single and widest >= 512 and m < 8  # too few rows for its clusters
     shared = not single and widest >= 512  # by all multiprocessors
     return ("whole_cuda", *layered) if m <= (128 if shared else 64) and not lone else layered

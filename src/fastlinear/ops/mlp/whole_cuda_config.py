@@ -118,7 +118,8 @@ def input_units(widths: Widths, itemsize: int) -> int:
 
 
 MAX_GRID_WIDTH = 2048
-"""Of chains that `grid_for` shares out; in float32 and beyond 64 rows 1024."""
+"""Of chains that `grid_for` shares out; in float32 and beyond 64 rows 1024. In 16-bit dtypes the
+wider ones are those that `stream_for` has too many layers for."""
 
 # Clusters of so many blocks that an H200 runs at once: not every GPC has all its SMs.
 _CLUSTERS = {1: 132, 2: 66, 4: 30, 8: 15, 16: 7}
@@ -191,11 +192,14 @@ def make_grid(
 def stream_for(widths: Widths, rows: int, itemsize: int) -> Stream | None:
     """The sharing of a 16-bit chain whose weights stream over all multiprocessors, or None.
 
-    Two layers or more, one width beyond 1024, 16-byte aligned rows of weights.
+    Two layers or more, one width beyond 1024 (or all 1024 and few rows), 16-byte aligned rows of
+    weights.
     """
-    if itemsize != 2 or len(widths) < 3 or max(widths) <= 1024:
+    if itemsize != 2 or len(widths) < 3:
         return None
-    return make_stream(widths, rows)
+    if set(widths) == {1024} and rows <= 32:
+        return make_stream(widths, rows, 8)
+    return make_stream(widths, rows) if max(widths) > 1024 else None
 
 
 def make_stream(widths: Widths, rows: int, cluster: int = 4) -> Stream | None:
@@ -212,12 +216,13 @@ def make_stream(widths: Widths, rows: int, cluster: int = 4) -> Stream | None:
     single = Stream(cluster, clusters, 4, 1, stay_bytes=stay)
     own = single.slice_tiles(widths, rows)
     for phases in range(1, own + 1):
-        stream = replace(single, held=_ceil_div(own, phases))
-        if stream.held <= 4 and stream.invalid(widths, rows) is None:
+        held = _ceil_div(own, phases)
+        stream = replace(single, held=held, again=held if phases == 1 else 1)
+        if held <= 4 and stream.invalid(widths, rows) is None:
             break
     else:
         return None
-    for stages in range(32, 4, -2):
+    for stages in range(32 if rows <= 64 else 8, 4, -2):
         deeper = replace(stream, stages=stages)
         if deeper.invalid(widths, rows) is None:
             return deeper
