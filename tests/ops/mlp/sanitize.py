@@ -89,6 +89,7 @@ def calls() -> list[Call]:
         Call("whole_grid", _whole(Grid(8, 5, 2, 2)), 20, (512,) * 4, BF16),
         Call("whole_grid", _whole(Grid(8, 5, 2, 2, True)), 20, (512,) * 4, BF16),
         Call("whole_grid", _whole(Grid(8, 5, 2)), 20, (512,) * 4, F32),
+        Call("whole_stream, small", _whole(Stream(2, 2, 4, 1)), 9, (256,) * 3, BF16),
         Call("whole_stream", _whole(Stream(4, 8, 4, 2)), 20, (512,) * 4, BF16),
         Call("whole_stream, 65 rows", _whole(Stream(4, 4, 5, 2)), 65, (512,) * 4, BF16),
         Call("whole_stream, uneven", _whole(Stream(2, 6, 4, 1)), 20, (264, 520, 24, 200, 41), BF16),
