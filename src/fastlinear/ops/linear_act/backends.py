@@ -20,7 +20,16 @@ from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, Family, register_family
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.linear_act import cpp, cublaslt, cuda, mkl, onednn, reference, triton_config
+from fastlinear.ops.linear_act import (
+    cpp,
+    cublaslt,
+    cuda,
+    mkl,
+    onednn,
+    padded_problem,
+    reference,
+    triton_config,
+)
 
 NAME = "linear_act"
 BACKWARD_PIECES = ("grad_pre", "grad_input", "grad_weight")
@@ -47,6 +56,7 @@ _CPP_SOURCES = tuple(
     f"../common/{name}" for name in ("elementwise.cpp", "cpp_elementwise.py", "cpp_build.py")
 )
 _PACKED = ("../common/packed.py",)
+_PADDED = ("padded_problem.py", "triton.py", *_TRITON_SOURCES, *_CUDA_SOURCES)
 _PIECES_SOURCES = (
     *(f"../common/{name}" for name in ("door_node.h", "door_program.h")),
     *(
@@ -152,6 +162,10 @@ def _reason_not_triton(p: Problem) -> str | None:
     )
 
 
+def _reason_not_padded(p: Problem) -> str | None:
+    return _reason_not_gpu(p) or padded_problem.reason_not(p)
+
+
 def _reason_not_cuda(p: Problem) -> str | None:
     why = _reason_not_gpu(p)
     return why or cuda.reason_not(
@@ -200,7 +214,15 @@ def _prefer(p: Problem) -> tuple[str, ...]:
             return ("onednn", "eager") if heavy else ("eager",)
         return ("eager",)
     first = ("triton",) if _triton_pays(p) else ()
+    if p.piece != "grad_pre" and not padded_problem.aligned(p):
+        first = ("padded",) if padded_problem.pays(p) else ("triton",) if _few_odd_rows(p) else ()
     return (*first, "cublaslt", "eager") if p.piece == "forward" else (*first, "eager")
+
+
+def _few_odd_rows(p: Problem) -> bool:
+    """Whether Triton's kernels, without wide loads, still take less than the libraries' do."""
+    m, k, n = p.dim("M"), p.dim("K"), p.dim("N")
+    return p.piece == "forward" and m <= 64 and k >= 128 and m * k * n < 1 << 27
 
 
 def _triton_pays(p: Problem) -> bool:
@@ -370,6 +392,10 @@ FAMILY = register_family(
             ),
             Backend(
                 NAME, "forward", "cuda", f"{_HERE}.cuda:forward", _reason_not_cuda, _CUDA_SOURCES
+            ),
+            *(
+                Backend(NAME, p, "padded", f"{_HERE}.padded:{p}", _reason_not_padded, _PADDED)
+                for p in ("forward", "grad_input", "grad_weight")
             ),
             Backend(NAME, "forward", "onednn", f"{_HERE}.onednn:forward", onednn.reason_not),
             Backend(
