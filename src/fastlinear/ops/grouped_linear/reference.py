@@ -9,12 +9,25 @@ memory (``layout.ORDERS``).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from fastlinear.ops.common.activations import LEAKY_RELU_SLOPE
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.grouped_linear import layout as layouts
 
+# activations in the memory of what they are applied to: on a CPU new memory is the dearest part
+_IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda pre: pre,
+    "relu": torch.relu_,
+    "sigmoid": torch.sigmoid_,
+    "tanh": torch.tanh_,
+    "silu": lambda pre: F.silu(pre, inplace=True),
+    "leaky_relu": lambda pre: F.leaky_relu_(pre, LEAKY_RELU_SLOPE),
+}
 Needs = tuple[bool, bool, bool]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -25,23 +38,29 @@ def grouped_linear(
     """act(x_g W_gᵀ + b_g) by differentiable torch ops; x in the layout, weight (G, N, K)."""
     groups, n, k = weight.shape
     rows = layouts.blocks(x, layout, groups, k)
-    pre = torch.bmm(by_group(rows), weight.transpose(1, 2))
-    pre = pre.view(groups, *rows.shape[:2], n).permute(1, 2, 0, 3)  # (B, L, G, N)
-    if bias is not None:
-        pre = pre + bias
-    y = layouts.dense(pre, layouts.order_of(layout, x.shape))
-    return activation_of(activation).value(layouts.unblocked(y, layout, x.shape))
+    flat, w = by_group(rows), weight.transpose(1, 2)
+    pre = torch.bmm(flat, w) if bias is None else _plus(bias, flat, w)
+    order = layouts.order_of(layout, x.shape)
+    if order != "groups":
+        pre = layouts.dense(pre.view(groups, *rows.shape[:2], n).permute(1, 2, 0, 3), order)
+        return activation_of(activation).value(layouts.unblocked(pre, layout, x.shape))
+    return activation_of(activation).value(pre.view(groups, *x.shape[1:-1], n))
 
 
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save_pre: bool, order: str
 ) -> tuple[Tensor, Tensor | None]:
     """(y, pre): x (B, L, G, K), weight (G, N, K), bias (G, N) → y (B, L, G, N), pre if asked."""
-    pre = product(x, weight.transpose(1, 2), order)
-    if bias is not None:
-        pre += bias
-    y = activation_of(activation).value(pre)
-    return y, pre if save_pre else None
+    pre = product(x, weight.transpose(1, 2), order, bias)
+    return activated(pre, activation, save_pre)
+
+
+def activated(pre: Tensor, activation: str, save_pre: bool) -> tuple[Tensor, Tensor | None]:
+    """(act(pre), pre if asked); pre's own memory is used where it is free."""
+    in_place = _IN_PLACE.get(activation)
+    if in_place is not None and not save_pre:
+        return in_place(pre), None
+    return activation_of(activation).value(pre), pre if save_pre else None
 
 
 def backward(
@@ -69,13 +88,24 @@ def by_group(t: Tensor) -> Tensor:
     return t.permute(2, 0, 1, 3).reshape(groups, batch * length, features)
 
 
-def product(t: Tensor, w: Tensor, order: str) -> Tensor:
-    """t (B, L, G, D) times w (G, D, E) → (B, L, G, E), dense in ``order``."""
+def product(t: Tensor, w: Tensor, order: str, bias: Tensor | None = None) -> Tensor:
+    """t (B, L, G, D) times w (G, D, E), plus bias (G, E), rounded once → (B, L, G, E), dense in
+    ``order``."""
     batch, length, groups, _ = t.shape
-    out = layouts.empty((batch, length, groups, w.shape[2]), order, t, t.dtype)
+    features = w.shape[2]
+    out = layouts.empty((batch, length, groups, features), order, t, t.dtype)
     rows = out.permute(2, 0, 1, 3)
-    if batch == 1 or order != "channels":
-        torch.bmm(by_group(t), w, out=rows.view(groups, batch * length, w.shape[2]))
+    flat = (groups, batch * length, features)
+    if batch > 1 and order == "channels":  # the tokens of a group have no one stride
+        made = torch.bmm(by_group(t), w) if bias is None else _plus(bias, by_group(t), w)
+        rows.copy_(made.view(rows.shape))
+    elif bias is None:
+        torch.bmm(by_group(t), w, out=rows.view(flat))
     else:
-        rows.copy_(torch.bmm(by_group(t), w).view(rows.shape))
+        out.copy_(bias)
+        rows.view(flat).baddbmm_(by_group(t), w)
     return out
+
+
+def _plus(bias: Tensor, t: Tensor, w: Tensor) -> Tensor:
+    return torch.baddbmm(bias.unsqueeze(1), t, w)

@@ -123,7 +123,8 @@ def product_config(
     block_n = min(padded(n), 64 if plain else 128)
     spills = capability[0] >= 10 and k > 128  # a tile of 128 tokens
     block_m = min(32 if plain else 64 if itemsize == 4 or spills else 128, padded(tokens))
-    warps = 8 if block_m * block_n > 8192 or (itemsize == 4 and block_n == 128) else 4
+    many = block_m * block_n > 8192 or spills or (itemsize == 4 and block_n == 128)
+    warps = 8 if many else 4
     if k > (MAX_RESIDENT if itemsize == 2 else MAX_RESIDENT // 2):
         return ProductConfig(block_m, block_n, 64 if itemsize == 2 else 32, warps, 3)
     programs = groups * -(-n // block_n)

@@ -10,7 +10,7 @@ from torch import Tensor
 from fastlinear.core.problem import Problem
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.grouped_linear import layout as layouts
-from fastlinear.ops.grouped_linear.reference import Gradients, Needs, by_group
+from fastlinear.ops.grouped_linear.reference import Gradients, Needs, activated, by_group
 
 _MAX_LOOP = 512  # groups
 
@@ -92,5 +92,4 @@ def reason_not_conv(p: Problem) -> str | None:
 def _finished(
     pre: Tensor, activation: str, save_pre: bool, order: str
 ) -> tuple[Tensor, Tensor | None]:
-    pre = layouts.dense(pre, order)
-    return activation_of(activation).value(pre), pre if save_pre else None
+    return activated(layouts.dense(pre, order), activation, save_pre)
