@@ -65,11 +65,17 @@ def door_launch(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
 ) -> DoorLaunch | None:
     """The launch of such a forward, which has run on new memory, for the compiled door."""
-    found = _plans.get(_forward_key(x, weight, bias, activation, residual, None, 0))
-    if found is None:
-        return None
+    found = launch_of(x, weight, bias, activation, residual)
     places = (0, 1, None if bias is None else 2, None if residual is None else 3, Y)
-    launch: DoorLaunch | None = found.in_door(places)
+    return None if found is None else found.in_door(places)
+
+
+def launch_of(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
+) -> Launch | None:
+    """The launch of such a forward, which has run on new memory; None where it was forgotten."""
+    key = _forward_key(x, weight, bias, activation, residual, None, 0)
+    launch: Launch | None = _plans.get(key)
     return launch
 
 
@@ -103,16 +109,11 @@ def backward(
     dx = _empty(dy.shape, dy) if needs[0] else None
     k = dy.shape[1]
     if dy.numel() == 0:
-        zeros = [torch.zeros(k, dtype=dy.dtype, device=dy.device) for need in needs[1:] if need]
-        sums = iter(zeros)
-        return dx, next(sums) if needs[1] else None, next(sums) if needs[2] else None
+        dw, db = (_empty((k,), dy).zero_() if need else None for need in needs[1:])
+        return dx, dw, db
     dw = _empty((k,), dy) if needs[1] else None
     db = _empty((k,), dy) if needs[2] else None
-    key = (
-        *(dy.shape, dy.dtype, dy.device, activation, needs, config),
-        None if x is None else (x.stride(0), x.data_ptr() & 15),
-        *(None if t is None else t.data_ptr() & 15 for t in (dy, weight, bias)),
-    )
+    key = _backward_key(dy, x, weight, bias, activation, needs, config)
     plan = _plans.get(key)
     if plan is None:
         plan = _remember(key, _Backward(dy, x, activation, needs, config))
@@ -120,10 +121,49 @@ def backward(
     return dx, dw, db
 
 
-class _Backward:
-    """Launches of the backward for tensors of one kind."""
+def backward_of(
+    dy: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    activation: str,
+    needs: Needs,
+) -> _Backward | None:
+    """The launches of such a backward, which has run; None where they were forgotten."""
+    acts = activation != "none"
+    x = x if acts or needs[1] else None
+    weight = weight if acts or needs[0] else None
+    bias = bias if acts else None
+    found: _Backward | None = _plans.get(
+        _backward_key(dy, x, weight, bias, activation, needs, None)
+    )
+    return found
 
-    __slots__ = ("_launch", "_parts", "_sum")
+
+def _backward_key(
+    dy: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    activation: str,
+    needs: Needs,
+    config: DiagonalConfig | None,
+) -> Any:
+    bits = tuple([None if t is None else t.data_ptr() & 15 for t in (dy, x, weight, bias)])
+    layout = dy.shape, dy.dtype, dy.device, None if x is None else x.stride(0)
+    return ("backward", *layout, activation, tuple(needs), bits, config)
+
+
+class _Backward:
+    """Launches of the backward for tensors of one kind.
+
+    Attributes:
+        launch: the sweep.
+        parts: shape of the strips' sums of dw, and of db, or None where the sweep's are whole.
+        sum: what adds them.
+    """
+
+    __slots__ = ("launch", "parts", "sum")
 
     def __init__(
         self,
@@ -140,21 +180,21 @@ class _Backward:
         whole = made is not None
         if made is None:
             made = cut(m, k, row_stride == k, _units(dy), own)
-        self._launch = Launch(
+        self.launch = Launch(
             _diagonal_linear_bwd_kernel,
-            (made.blocks, made.strips),
+            (made.blocks * made.strips,),
             (*_sizes(made, k), _stride(made, row_stride, k), *_choices(made, activation, dy, own)),
             dy.device,
             warps=own.warps,
         )
-        self._parts: tuple[int, int] | None = None
+        self.parts: tuple[int, int] | None = None
         summed = needs[1] + needs[2]
         if summed and not whole:
             parts = made.strips * made.fold
-            self._parts = (parts, k)
+            self.parts = (parts, k)
             cols = 16 if parts >= 128 else 64
             rows = min(4096 // cols, 1 << max(0, (parts - 1).bit_length()))
-            self._sum = Launch(
+            self.sum = Launch(
                 _sum_parts_kernel,
                 (-(-k // cols), summed),
                 (parts, k, rows, cols),
@@ -173,13 +213,13 @@ class _Backward:
         db: Tensor | None,
     ) -> None:
         """Launch; the results are contiguous, and None where not wanted."""
-        if self._parts is None:
-            self._launch(dy, x, weight, bias, dx, dw, db)
+        if self.parts is None:
+            self.launch(dy, x, weight, bias, dx, dw, db)
             return
-        dw_part = None if dw is None else _float32(self._parts, dy)
-        db_part = None if db is None else _float32(self._parts, dy)
-        self._launch(dy, x, weight, bias, dx, dw_part, db_part)
-        self._sum(dw_part, db_part, dw, db)
+        dw_part = None if dw is None else _float32(self.parts, dy)
+        db_part = None if db is None else _float32(self.parts, dy)
+        self.launch(dy, x, weight, bias, dx, dw_part, db_part)
+        self.sum(dw_part, db_part, dw, db)
 
 
 def _forward_launch(
@@ -191,7 +231,7 @@ def _forward_launch(
     made = cut(m, k, all(s == k for s in strides), _units(x), own)
     return Launch(
         _diagonal_linear_fwd_kernel,
-        (made.blocks, made.strips),
+        (made.blocks * made.strips,),
         (
             *_sizes(made, k),
             *(_stride(made, s, k) for s in strides),
@@ -203,7 +243,7 @@ def _forward_launch(
 
 
 def _sizes(made: Cut, k: int) -> tuple[int, ...]:
-    return made.rows, made.width, made.last, k, made.strip
+    return made.rows, made.width, made.last, k, made.strips, made.blocks
 
 
 def _stride(made: Cut, row_stride: int, k: int) -> int:

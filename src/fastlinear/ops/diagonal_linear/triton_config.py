@@ -25,7 +25,7 @@ class DiagonalConfig:
         block_k: most columns of a program, a power of two of at least 16.
         numbers: numbers of x that a program holds at a time, a power of two.
         warps, stages: warps of a program, depth of the load pipeline.
-        per_unit: programs wanted for each multiprocessor.
+        per_unit: programs wanted for each multiprocessor; 0 gives every tile one of its own.
     """
 
     block_k: int
@@ -46,8 +46,8 @@ class Cut:
         rows, width, fold: as above; the last row may be short.
         last: numbers of the last row.
         block_m, block_k: rows and columns of a tile.
-        strip: rows of a program, a multiple of block_m.
-        strips, blocks: programs along the rows and along the columns.
+        strips, blocks: programs along the rows and along the columns. A program takes every
+            strips-th tile of its columns, so that all programs together walk through memory.
         even: no tile reaches beyond the numbers.
     """
 
@@ -57,7 +57,6 @@ class Cut:
     last: int
     block_m: int
     block_k: int
-    strip: int
     strips: int
     blocks: int
     even: bool
@@ -65,9 +64,10 @@ class Cut:
 
 def config_for(piece: str, itemsize: int) -> DiagonalConfig:
     """The launch configuration of a piece for numbers of ``itemsize`` bytes."""
+    numbers = 8192 // itemsize
     if piece == "forward":
-        return DiagonalConfig(1024, 8192 // itemsize, 4, 1, 64)
-    return DiagonalConfig(256, 8192 // itemsize, 4, 1, 4)
+        return DiagonalConfig(2048, numbers, numbers // 512, 1, 0)
+    return DiagonalConfig(512 // itemsize * 2, numbers, numbers // 512, 1, 4)
 
 
 def cut(m: int, k: int, dense: bool, units: int, config: DiagonalConfig) -> Cut:
@@ -83,11 +83,10 @@ def cut(m: int, k: int, dense: bool, units: int, config: DiagonalConfig) -> Cut:
     last = m * k - (rows - 1) * width
     block_m = min(max(1, config.numbers // block_k), 1 << (rows - 1).bit_length())
     blocks, tiles = -(-width // block_k), -(-rows // block_m)
-    strips = max(1, min(tiles, units * config.per_unit // blocks))
-    strip = -(-tiles // strips) * block_m
-    strips = -(-rows // strip)
+    wanted = units * config.per_unit // blocks if config.per_unit else tiles
+    strips = max(1, min(tiles, wanted))
     even = width % block_k == 0 and last == width and rows % block_m == 0
-    return Cut(rows, width, fold, last, block_m, block_k, strip, strips, blocks, even)
+    return Cut(rows, width, fold, last, block_m, block_k, strips, blocks, even)
 
 
 def one_launch(m: int, k: int, config: DiagonalConfig) -> Cut | None:
@@ -97,9 +96,8 @@ def one_launch(m: int, k: int, config: DiagonalConfig) -> Cut | None:
     block_m = min(max(1, config.numbers // block_k), 1 << (m - 1).bit_length())
     if m > _ONE_LAUNCH_TILES * block_m:
         return None
-    blocks, strip = -(-k // block_k), -(-m // block_m) * block_m
     even = k % block_k == 0 and m % block_m == 0
-    return Cut(m, k, fold, k, block_m, block_k, strip, 1, blocks, even)
+    return Cut(m, k, fold, k, block_m, block_k, 1, -(-k // block_k), even)
 
 
 def _fold(m: int, k: int, dense: bool, most: int) -> tuple[int, int]:

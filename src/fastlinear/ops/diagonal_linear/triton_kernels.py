@@ -63,7 +63,8 @@ def _diagonal_linear_fwd_kernel(
     WIDTH,
     LAST,
     K,
-    strip_rows,
+    STRIPS,
+    BLOCKS,
     x_row_stride,
     residual_row_stride,
     FOLDED: tl.constexpr,
@@ -74,18 +75,18 @@ def _diagonal_linear_fwd_kernel(
     STAGES: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """One program computes y = act(x w + b) + residual on strip_rows rows by BLOCK_K columns.
+    """One program computes y = act(x w + b) + residual on BLOCK_K columns of every STRIPS-th tile
+    of BLOCK_M rows.
 
-    strip_rows is a multiple of BLOCK_M; y is dense. b_ptr and residual_ptr may be None. With EVEN
+    BLOCKS programs share a tile's rows. y is dense. b_ptr and residual_ptr may be None. With EVEN
     every tile lies inside.
     """
-    col_offs = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
-    row_begin = tl.program_id(1) * strip_rows
-    row_end = tl.minimum(row_begin + strip_rows, ROWS)
+    strip = tl.program_id(0) // BLOCKS
+    col_offs = (tl.program_id(0) % BLOCKS) * BLOCK_K + tl.arange(0, BLOCK_K)
     w = _parameters(w_ptr, col_offs, K, WIDTH, FOLDED, EVEN)[None, :]
     if b_ptr is not None:
         b = _parameters(b_ptr, col_offs, K, WIDTH, FOLDED, EVEN)[None, :]
-    for row in tl.range(row_begin, row_end, BLOCK_M, num_stages=STAGES):
+    for row in tl.range(strip * BLOCK_M, ROWS, STRIPS * BLOCK_M, num_stages=STAGES):
         row_offs = row + tl.arange(0, BLOCK_M)
         mask = _inside(row_offs, col_offs, ROWS, WIDTH, LAST)
         pre = _tile(x_ptr, row_offs, col_offs, x_row_stride, mask, EVEN) * w
@@ -110,7 +111,8 @@ def _diagonal_linear_bwd_kernel(
     WIDTH,
     LAST,
     K,
-    strip_rows,
+    STRIPS,
+    BLOCKS,
     x_row_stride,
     FOLDED: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -120,23 +122,22 @@ def _diagonal_linear_bwd_kernel(
     STAGES: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """One program computes dx, and its strip's part of dw and db, on BLOCK_K columns.
+    """One program computes dx, and its strip's part of dw and db, on BLOCK_K columns of every
+    STRIPS-th tile of BLOCK_M rows.
 
     dpre = dy act'(x w + b), dx = dpre w, dw = Σ dpre x, db = Σ dpre. dy and dx are dense. dw and db
     are (strips, WIDTH) float32, or with one strip of whole rows the sums themselves, (K,) in their
     own dtype. Results that are not wanted are None, as is what is then not read.
     """
-    strip = tl.program_id(1)
-    col_offs = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
-    row_begin = strip * strip_rows
-    row_end = tl.minimum(row_begin + strip_rows, ROWS)
+    strip = tl.program_id(0) // BLOCKS
+    col_offs = (tl.program_id(0) % BLOCKS) * BLOCK_K + tl.arange(0, BLOCK_K)
     if w_ptr is not None:
         w = _parameters(w_ptr, col_offs, K, WIDTH, FOLDED, EVEN)[None, :]
     if b_ptr is not None:
         b = _parameters(b_ptr, col_offs, K, WIDTH, FOLDED, EVEN)[None, :]
     dw = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.float32)
     db = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.float32)
-    for row in tl.range(row_begin, row_end, BLOCK_M, num_stages=STAGES):
+    for row in tl.range(strip * BLOCK_M, ROWS, STRIPS * BLOCK_M, num_stages=STAGES):
         row_offs = row + tl.arange(0, BLOCK_M)
         mask = _inside(row_offs, col_offs, ROWS, WIDTH, LAST)
         dpre = _tile(dy_ptr, row_offs, col_offs, WIDTH, mask, EVEN)

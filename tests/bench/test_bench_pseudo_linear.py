@@ -1,0 +1,145 @@
+"""Experiment ``pseudo-linear``: its cases, contenders, table, curve and model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastlinear import bench
+from fastlinear.bench import pseudo_linear, pseudo_model, pseudo_table
+from fastlinear.bench.case import Case
+from fastlinear.bench.cases import pseudo_linear as cases
+from fastlinear.bench.pseudo_model import Machine, expectation, expected
+
+MACHINE = Machine(1e14, 1e12, 2.0, {"linear": 10.0, "fastlinear": 5.0})
+
+
+def case(direction: str = "forward", activation: str = "none") -> Case:
+    (found,) = (
+        c
+        for c in cases.cases("cpu", quick=True)
+        if (c.dim("M"), c.dim("K")) == (64, 128)
+        and (c.direction, c.option("activation")) == (direction, activation)
+    )
+    return found
+
+
+def test_the_documents_widths_are_there() -> None:
+    found = cases.cases("cuda")
+    widths = {c.dim("K") for c in found if c.dim("M") == 32768}
+    assert {128, 256, 512, 1024, 2048, 4096, 8192, 16384, 24576} == widths
+    assert {c.dim("M") for c in found} == {32768, 64}
+    assert {c.direction for c in found} == {"forward", "forward+backward"}
+    assert {c.option("activation") for c in found} == {"none", "relu"}
+    assert all(2 * c.dim("M") * c.dim("K") ** 2 <= 8e10 for c in cases.cases("cpu"))
+
+
+@pytest.mark.parametrize("activation", ["none", "relu"])
+@pytest.mark.parametrize("direction", ["forward", "forward+backward"])
+def test_contenders_compute_the_same(direction: str, activation: str) -> None:
+    """All but the full layer, which is the yardstick; it is itself again at every build."""
+    one = case(direction, activation)
+    work = pseudo_linear.make_work(one, torch.device("cpu"))
+    theirs = work.reference(torch.float32)
+    for peer in pseudo_linear.peers(one):
+        if "compile" in peer.name or peer.why_not(one) is not None:
+            continue
+        built = peer.build(work)
+        unit = getattr(built, "unit", built)
+        with work.mode():
+            found = unit(0)
+        if peer.name == "linear":
+            assert peer.reference is not None
+            again = peer.reference(work, torch.float64)
+            assert all(torch.equal(a.double(), b) for a, b in zip(found, again, strict=True))
+            assert found[0].shape == theirs[0].shape
+            continue
+        for a, b in zip(found, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, Any]]:
+    return bench.run(
+        "pseudo-linear",
+        quick=True,
+        rounds=5,
+        where=("K=128", "direction=forward", "activation=none"),
+        skip=("compile",),
+    )
+
+
+def test_rows_carry_what_was_expected(rows: list[dict[str, Any]]) -> None:
+    by_name = {r["contender"]: r for r in rows if r["median_us"] is not None}
+    assert {"linear", "eager", "torchscript", "fastlinear", "fastlinear_out"} <= set(by_name)
+    assert all(r["valid"] for r in by_name.values())
+    for name in ("linear", "fastlinear"):
+        assert float(by_name[name]["chosen"]["expected wall us"]) > 0
+    assert "forward" in by_name["fastlinear"]["chosen"]
+
+
+def test_table_and_curve(rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    (curve,) = pseudo_table.curves(rows)
+    assert curve.title == "float32, batch 64, forward, wall time"
+    times = {r["contender"]: r["median_us"] for r in rows}
+    assert curve.speedups[128]["fastlinear"] == times["linear"] / times["fastlinear"]
+    chosen = {r["contender"]: r["chosen"] for r in rows}
+    first, second = (float(chosen[n]["expected wall us"]) for n in ("linear", "fastlinear"))
+    assert curve.expected[128] == first / second
+    text = pseudo_table.table(rows)
+    assert "Speed-up over nn.Linear: float32, batch 64, forward, wall time" in text
+    assert f"{curve.speedups[128]['fastlinear']:.2f}" in text
+    assert "Expected within 25% of measured" in text
+    pytest.importorskip("matplotlib")
+    assert "expected" in bench.plot(rows, tmp_path / "curve.svg").read_text()
+
+
+def test_misses_of_the_model_are_named(rows: list[dict[str, Any]]) -> None:
+    measured = next(r for r in rows if r["contender"] == "fastlinear")["median_us"]
+
+    def told(us: float) -> list[dict[str, Any]]:
+        """Rows in which Linear took ten times as long, and the model said so many microseconds."""
+        found = []
+        for r in rows:
+            if r["contender"] in ("linear", "fastlinear"):
+                ours = r["contender"] == "fastlinear"
+                chosen = {"expected wall us": str(1.0 if ours else us), "expected bound": "memory"}
+                found.append(r | {"median_us": measured * (1 if ours else 10), "chosen": chosen})
+        return found
+
+    assert pseudo_table.agreement(told(12.0))[:2] == (1, 1)
+    near, total, misses = pseudo_table.agreement(told(13.0))
+    assert (near, total) == (0, 1)
+    assert "width 128: 10.00 measured, 13.00 expected" in misses[0]
+
+
+def test_the_model_knows_its_three_regimes() -> None:
+    """The host decides for few numbers, memory for narrow layers, arithmetic for wide ones."""
+
+    def speedup(m: int, k: int) -> float:
+        both = (expected(n, m, k, "float32", False, MACHINE) for n in ("linear", "fastlinear"))
+        linear, ours = both
+        return linear.wall_us / ours.wall_us
+
+    assert speedup(1, 16) == 2.0  # 10 us against 5
+    assert speedup(1 << 20, 64) == pytest.approx(1.0, abs=0.01)
+    ridge = 1e14 / 1e12  # operations a byte
+    wide = 2 * 8192 / (8 * ridge)  # 2 K operations for 8 bytes of a number
+    assert speedup(1 << 20, 8192) == pytest.approx(wide, rel=0.01)
+    assert speedup(1 << 20, 16384) == pytest.approx(2 * wide, rel=0.01)
+    one = expected("linear", 64, 64, "float32", False, MACHINE)
+    assert one.bound == "the host"
+    assert expected("linear", 1 << 20, 64, "float32", True, MACHINE).bound == "memory"
+    assert expected("linear", 1 << 20, 8192, "float32", True, MACHINE).bound == "arithmetic"
+
+
+def test_expectation_measures_this_machine() -> None:
+    found = expectation(256, 512, "float32", "cpu", False)
+    assert found.machine.flops_per_s > 1e8
+    assert found.machine.bytes_per_s > 1e7
+    assert f"{found.speedup:.2f}x" in found.in_words()
+    assert found.to_json()["diagonal_us"] == found.ours.wall_us
+    assert pseudo_model.expectation(256, 512, "float32", "cpu", True).ours.host > 0
