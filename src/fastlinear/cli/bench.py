@@ -31,7 +31,7 @@ def bench(
     experiment: Annotated[
         str,
         typer.Argument(
-            help="linear, linear-bias, pseudo-linear, overhead, strassen, graphed, groups or models."
+            help="linear, linear-bias, pseudo-linear, overhead, strassen, graphed, groups, models."
         ),
     ] = "linear",
     device: opt.Place = "cpu",

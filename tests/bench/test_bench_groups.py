@@ -1,0 +1,96 @@
+"""Experiment ``groups``: its cases, its contenders, and that all of them compute the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from typing import Any
+
+import pytest
+import torch
+
+from fastlinear.bench import groups as experiment
+from fastlinear.bench import measure as measure_module
+from fastlinear.bench.case import Case
+from fastlinear.bench.cases import groups as cases_of
+from fastlinear.bench.measure import run_case
+from fastlinear.bench.settings import Settings
+from fastlinear.core.cost import Ceilings
+
+SETTINGS = Settings(torch.device("cpu"), rounds=5, budget_s=0.1)
+PEERS = {
+    *("eager", "loop_scripted", "conv1d", "conv1d_positions", "bmm", "baddbmm", "multichannel"),
+    *("einsum", "vmap", "grouped_mm", "compile_bmm", "compile_einsum"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _quick_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_module, "ceilings_for", lambda *_: Ceilings(1e15, 1e15))
+
+
+def tiny(direction: str, dtype: str = "float32", activation: str = "relu") -> Case:
+    (first, *_) = cases_of.cases("cpu", quick=True)
+    sizes = (("M", 6), ("G", 3), ("K", 5), ("N", 4))
+    options = (("activation", activation), ("bias", "yes"))
+    return dataclasses.replace(first, dims=sizes, direction=direction, dtype=dtype, options=options)
+
+
+def test_the_cases_are_the_headlines_and_a_grid() -> None:
+    found = {
+        (c.dim("M"), c.dim("G"), c.dim("K"), c.dim("N"), c.dtype, c.direction)
+        for c in cases_of.cases("cuda")
+    }
+    assert len(found) + 2 == len(cases_of.cases("cuda"))  # two more without an activation
+    for sizes in ((4096, 100, 100, 100), (16384, 64, 64, 64), (16384, 256, 32, 32)):
+        for direction in ("forward", "forward+backward"):
+            assert (*sizes, "bfloat16", direction) in found
+    assert (4096, 100, 100, 100, "float32", "forward") in found
+    assert {c.dtype for c in cases_of.cases("cpu")} == {"float32", "bfloat16"}
+
+
+@pytest.mark.parametrize("direction", ["forward", "forward+backward"])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_every_contender_is_right(direction: str, activation: str) -> None:
+    case = tiny(direction, activation=activation)
+    wanted = [p for p in experiment.peers(case) if not p.name.startswith("compile")]
+    rows = run_case(case, SETTINGS, wanted)
+    assert {r["contender"] for r in rows} >= {n for n in PEERS if not n.startswith("compile")}
+    skipped = {r["contender"] for r in rows if r["skipped"]}
+    assert skipped == {"grouped_mm", "fastlinear[triton]"} - (
+        {"fastlinear[triton]"} if torch.cuda.is_available() else set()
+    )
+    for row in rows:
+        if not row["skipped"]:
+            assert row["valid"], row["contender"]
+            assert row["median_us"] > 0
+    ours = next(r for r in rows if r["contender"] == "fastlinear")
+    assert ours["chosen"]["forward"]
+    assert ours["best_peer"] in PEERS
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
+def test_compiled_contenders_are_right() -> None:
+    case = tiny("forward")
+    wanted = [p for p in experiment.peers(case) if p.name.startswith("compile") or p.name == "bmm"]
+    assert all(r["valid"] for r in run_case(case, SETTINGS, wanted))
+
+
+def test_a_wrong_contender_is_found() -> None:
+    def without_bias(x: Any, weight: Any, bias: Any) -> Any:
+        return torch.bmm(x, weight.transpose(1, 2)) + 0 * bias[:, None]
+
+    wrong = experiment._peer("wrong", without_bias, "groups")
+    right = experiment._peer("right", experiment._bmm, "groups")
+    rows = run_case(tiny("forward"), SETTINGS, [wrong, right])
+    (row,) = (r for r in rows if r["contender"] == "wrong")
+    assert not row["valid"]
+    assert row["median_us"] is None
+
+
+def test_costs_are_each_tensor_once() -> None:
+    for direction, passes, products in (("forward", 1, 1), ("forward+backward", 2, 3)):
+        work = experiment.make_work(tiny(direction), torch.device("cpu"))
+        cost = work.cost()
+        assert cost.bytes == passes * 4 * (6 * 15 + 6 * 12 + 3 * 4 * 5 + 3 * 4)
+        assert cost.flops == products * 2 * 6 * 3 * 4 * 5
