@@ -1,4 +1,4 @@
-"""What a chain takes on the CPU where nothing is measured, and where fast products are allowed."""
+"""What a chain takes where nothing is measured, and where fast products are allowed."""
 
 from __future__ import annotations
 
@@ -118,3 +118,23 @@ def test_own_ops_without_gradients(final: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(other, expected, rtol=0, atol=0)
     other.sum().backward()
     assert w.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("m", "widths", "captured", "gains"),
+    [
+        (64, (4096,) * 3, True, True),
+        (128, (4096,) * 3, True, False),
+        (128, (4096,) * 3, False, True),
+        (128, (4096,) * 9, True, True),
+        (129, (4096,) * 9, True, False),
+        (64, (1024, 4096, 1024), True, False),
+        (64, (1024, 4096, 1024), False, True),
+        (64, (2048, 4096, 2048, 10), True, True),
+    ],
+)
+def test_wide_16_bit_chains_stream_where_that_gains(
+    m: int, widths: tuple[int, ...], captured: bool, gains: bool
+) -> None:
+    p = problem("forward", m, widths, dtype="bfloat16", device="cuda", captured=captured)
+    assert (family("mlp").prefer(p)[0] == "whole_cuda") is gains
