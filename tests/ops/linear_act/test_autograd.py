@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastlinear as fl
 from fastlinear.core.errors import InputError
+from fastlinear.ops.common import calls, door, door_node
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import onednn, reference
@@ -21,7 +22,30 @@ from fastlinear.ops.linear_act.autograd import Formula, LinearAct, backward_from
 from fastlinear.ops.linear_act.backends import problem
 
 ONEDNN = onednn.reason_not(problem("forward", 1, 1, 1, dtype="float32", device="cpu")) is None
-FORCED = ["eager", pytest.param("onednn", marks=pytest.mark.skipif(not ONEDNN, reason="oneDNN"))]
+FORCED = [None, "eager"]
+FORCED += [pytest.param("onednn", marks=pytest.mark.skipif(not ONEDNN, reason="oneDNN"))]
+
+
+@pytest.fixture(params=["in Python", "in C++"], autouse=True)
+def recorded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Both forms of the formula: what is recorded by C++ was called before."""
+    if request.param == "in Python":
+        monkeypatch.setattr(door_node, "begun", lambda: False)
+        return request.param
+    if door_node.reason_not() is not None:
+        pytest.skip(str(door_node.reason_not()))
+    assert door.wait()
+    assert door_node.wait()
+    plain = fl.linear_act
+
+    def again(x: Any, w: Any, *rest: Any, **options: Any) -> Tensor:
+        if not torch.compiler.is_compiling() and not calls.transforms_active():
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+                plain(x, w, *rest, **options)
+        return plain(x, w, *rest, **options)
+
+    monkeypatch.setattr(fl, "linear_act", again)
+    return request.param
 
 
 def tensors(

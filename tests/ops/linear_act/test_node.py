@@ -86,6 +86,9 @@ class Way:
 
     def admit(self, x: Tensor, w: Tensor, b: Tensor | None) -> None:
         LinearAct.apply(x, w, b, self.formula)
+        if x.is_cuda:
+            assert door.serves_cuda()
+            assert door_node.serves_cuda()
         plan = programs.node(self.training, x, w, b)
         assert plan is not None
         assert self.table.admit(x, w, b, self.formula.activation, None, plan)
@@ -474,6 +477,22 @@ def test_the_profiler_sees_forward_and_backward() -> None:
     events = {e.name: e.sequence_nr for e in found.events() if "LinearAct" in e.name}
     assert events["LinearAct"] >= 0
     assert events["LinearAct"] == events["LinearActBackward"]
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_compiled_autograd(activation: str) -> None:
+    from torch._dynamo import compiled_autograd
+
+    given = leaves(4, 6)
+    way = Way(trained(activation), *given)
+    expected = torch.autograd.grad(reference.linear_act(*given, activation).sum(), given)
+    for _ in range(3):
+        y = way(*given)
+        with compiled_autograd._enable(lambda g: torch.compile(g, backend="eager")):
+            y.sum().backward()
+        close([t.grad for t in given], list(expected))
+        for t in given:
+            t.grad = None
 
 
 @pytest.fixture

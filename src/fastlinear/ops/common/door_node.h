@@ -11,6 +11,7 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -83,19 +84,20 @@ inline bool stream_of(c10::Device device, void** stream) {
 // the forward kept: in the order in which Python's form of the formula saves them, too, since
 // checkpoints count on the same order whichever of both records a call.
 //
-//   ("node", name, forward, backward, programmer, (forward's program), kept, (for whom...))
+//   ("node", name, forward, backward, programmer, (forward's program), (kept...), (for whom...))
 //
-// forward     (tensors of the call) → (y, kept tensor or None), without gradients
-// backward    (dy, gradient of the kept, shape of y, tensors, kept, needs) → gradients
+// forward     (tensors of the call) → (y, kept tensor or None...), without gradients
+// backward    (dy, gradient of the hidden, shape of y, tensors, kept, needs) → gradients
 // programmer  (needs, dy, tensors, kept) → a backward's program, or None
-// kept        0 nothing, 1 the output, 2 a tensor that is a hidden output of the node
+// kept        each 0 nothing, 1 the output, 2 a hidden output of the node (one at most), 3 a tensor
+//             of the forward's own
 // for whom    for each tensor of the call the gradients, as bits, whose backward reads it
 struct NodePlan {
-  enum Kept : int64_t { kNothing, kOutput, kHidden };
+  enum Kept : int64_t { kNothing, kOutput, kHidden, kInternal };
   std::string name;
   Ref forward, backward, programmer;
   std::shared_ptr<const Program> program;  // of the forward; null where that is Python's
-  Kept kept;
+  std::vector<int64_t> kept;
   std::vector<int64_t> readers;
   Dispatch dispatch = Dispatch::now();
 
@@ -103,13 +105,14 @@ struct NodePlan {
       : forward(PyTuple_GetItem(spec, 2)),
         backward(PyTuple_GetItem(spec, 3)),
         programmer(PyTuple_GetItem(spec, 4)),
-        kept(static_cast<Kept>(integer(spec, 6))),
+        kept(integers(PyTuple_GetItem(spec, 6))),
         readers(integers(PyTuple_GetItem(spec, 7))) {
     const char* text = PyUnicode_AsUTF8(PyTuple_GetItem(spec, 1));
     if (text == nullptr || readers.size() != given.size()) throw PythonError();
     name = text;
     PyObject* steps = PyTuple_GetItem(spec, 5);
     if (steps != Py_None) program = std::make_shared<Program>(steps, given);
+    if (program != nullptr && program->results().size() != 1 + kept.size()) throw PythonError();
   }
 
   // The program of a backward that gives these gradients; whether it was ever asked for.
@@ -141,7 +144,7 @@ struct NodePlan {
 
 struct Node : autograd::Node {
   std::shared_ptr<const NodePlan> plan;
-  std::vector<autograd::SavedVariable> saved;  // those of the call, then the kept one
+  std::vector<autograd::SavedVariable> saved;  // those of the call, then the kept ones
   c10::DispatchKeySet keys;                    // of y, and of a plain gradient
   std::vector<int64_t> shape;                  // of y
 
@@ -171,20 +174,73 @@ struct Node : autograd::Node {
     const bool plain = !hidden && !c10::GradMode::is_enabled() && Dispatch::now() == plan->dispatch &&
                        r[0].unsafeGetTensorImpl()->key_set() == keys;
     if (!plain) {
-      by_python(r, hidden ? grads[1] : at::Tensor(), needs, found);
+      by_python(*plan, shape, r, hidden ? grads[1] : at::Tensor(), needs, found);
       return found;
     }
     if (!r[0].is_contiguous()) r[0] = r[0].contiguous();  // an expanded gradient, as sum() makes
     const auto [program, asked] = plan->find(needs);
     if (program != nullptr && by_program(*program, r, found)) return found;
     r.resize(1 + saved.size());
-    by_python(r, {}, needs, found);
+    by_python(*plan, shape, r, {}, needs, found);
     if (!asked) ask_for_program(r, needs);
+    return found;
+  }
+
+  // Compiled autograd records the backward as a call of the formula in Python.
+  void compiled_args(autograd::CompiledNodeArgs& args) const override {
+    args.collect(reinterpret_cast<uint64_t>(plan.get()));
+    args.collect(saved, true);
+  }
+
+  autograd::variable_list apply_with_saved(const autograd::variable_list& grads,
+                                           autograd::SwapSavedVariables& swap) override {
+    namespace dynamo = torch::dynamo::autograd;
+    swap.before(saved);
+    std::vector<bool> needs;
+    for (size_t i = 0; i < num_outputs(); ++i) needs.push_back(task_should_compute_output(i));
+    autograd::variable_list tensors;
+    for (const auto& s : saved) tensors.push_back(s.unpack(getptr()));
+    dynamo::PackedArgs packed;
+    packed.pack(tensors);
+    packed.pack(needs);
+    const auto args = std::move(packed).vec();
+    std::vector<at::TypePtr> schema;
+    for (const auto& a : args)
+      schema.emplace_back(a.isTensor() ? at::TypePtr(at::TensorType::get()) : a.type());
+    const auto later = [plan = plan, shape = shape](const autograd::variable_list& grads,
+                                                    const std::vector<c10::IValue>& args) {
+      return by_formula(*plan, shape, grads, args);
+    };
+    const auto& compiler = dynamo::getPyCompilerInterface();
+    const auto function =
+        compiler->bind_function(swap.get_py_compiler(), name(), later, schema, true, false);
+    const auto metadata = dynamo::IValuePacker<std::vector<std::optional<autograd::InputMetadata>>>::pack(
+        dynamo::get_input_metadata(next_edges()));
+    auto found = compiler->call_function(swap.get_py_compiler(), "apply_functional", function, grads,
+                                         args, metadata);
+    swap.after(saved);
     return found;
   }
 
  private:
   bool released_ = false;
+
+  static autograd::variable_list by_formula(const NodePlan& plan, const std::vector<int64_t>& shape,
+                                            const autograd::variable_list& grads,
+                                            const std::vector<c10::IValue>& args) {
+    torch::dynamo::autograd::PackedArgs packed(args);
+    const auto tensors = packed.unpack<autograd::variable_list>();
+    const auto wanted = packed.unpack<std::vector<bool>>();
+    autograd::variable_list found(wanted.size());
+    const at::Tensor hidden = grads.size() > 1 ? grads[1] : at::Tensor();
+    if (!grads[0].defined() && !hidden.defined()) return found;
+    uint64_t needs = 0;
+    for (size_t i = 0; i < wanted.size(); ++i) needs |= uint64_t{wanted[i]} << i;
+    Tensors r{grads[0]};
+    r.append(tensors.begin(), tensors.end());
+    by_python(plan, shape, r, hidden, needs, found);
+    return found;
+  }
 
   bool by_program(const Program& program, Tensors& r, autograd::variable_list& found) const {
     if (!program.fits(r)) return false;
@@ -194,7 +250,7 @@ struct Node : autograd::Node {
     if (!program.run(r, stream)) return false;
     const auto& results = program.results();
     for (size_t i = 0; i < found.size(); ++i)
-      if (results[i] >= 0) found[i] = std::move(r[results[i]]);
+      if (results[i] >= 0) found[i] = r[results[i]];
     return true;
   }
 
@@ -205,16 +261,20 @@ struct Node : autograd::Node {
     return tuple;
   }
 
-  void by_python(const Tensors& r, const at::Tensor& dhidden, uint64_t needs,
-                 autograd::variable_list& found) const {
+  static void by_python(const NodePlan& plan, const std::vector<int64_t>& shape, const Tensors& r,
+                        const at::Tensor& dhidden, uint64_t needs, autograd::variable_list& found) {
     const pybind11::gil_scoped_acquire lock;
     PyObject* sizes = PyTuple_New(static_cast<Py_ssize_t>(shape.size()));
     for (size_t i = 0; i < shape.size(); ++i)
       PyTuple_SET_ITEM(sizes, static_cast<Py_ssize_t>(i), PyLong_FromLongLong(shape[i]));
-    const size_t last = saved.size();
-    PyObject* given[] = {object_of(r[0]),      object_of(dhidden),  sizes,
-                         tuple_of(r, 1, last), object_of(r[last]), bools(needs, found.size())};
-    PyObject* result = PyObject_Vectorcall(plan->backward.o, given, 6, nullptr);
+    const size_t kept = 1 + plan.readers.size();
+    PyObject* given[] = {object_of(r[0]),
+                         object_of(dhidden),
+                         sizes,
+                         tuple_of(r, 1, kept),
+                         tuple_of(r, kept, r.size()),
+                         bools(needs, found.size())};
+    PyObject* result = PyObject_Vectorcall(plan.backward.o, given, 6, nullptr);
     for (auto* o : given) Py_DECREF(o);
     const pybind11::object held = pybind11::reinterpret_steal<pybind11::object>(result);
     if (result == nullptr) throw_python();
@@ -229,9 +289,9 @@ struct Node : autograd::Node {
   void ask_for_program(const Tensors& r, uint64_t needs) const {
     const pybind11::gil_scoped_acquire lock;
     if (plan->programmer.o == Py_None) return;
-    const size_t last = saved.size();
-    PyObject* given[] = {bools(needs, num_outputs()), object_of(r[0]), tuple_of(r, 1, last),
-                         object_of(r[last])};
+    const size_t kept = 1 + plan->readers.size();
+    PyObject* given[] = {bools(needs, num_outputs()), object_of(r[0]), tuple_of(r, 1, kept),
+                         tuple_of(r, kept, r.size())};
     PyObject* spec = PyObject_Vectorcall(plan->programmer.o, given, 4, nullptr);
     for (auto* o : given) Py_DECREF(o);
     const pybind11::object held = pybind11::reinterpret_steal<pybind11::object>(spec);
@@ -280,23 +340,31 @@ inline at::Tensor called(const std::shared_ptr<const NodePlan>& plan, const Call
     needs |= uint64_t{1} << i;
     edges[i] = autograd::impl::gradient_edge(given[i]);
   }
-  at::Tensor y, kept;
+  at::Tensor y;
+  Tensors kept(plan->kept.size());
   const auto* program = plan->program.get();
   if (program != nullptr && program->aligned(given)) {
     const at::AutoDispatchBelowADInplaceOrView below;
     Tensors r = given;
     if (program->run(r, stream)) {
-      y = std::move(r[program->results()[0]]);
-      if (plan->kept == NodePlan::kHidden) kept = std::move(r[program->results()[1]]);
+      const auto& results = program->results();
+      y = r[results[0]];
+      for (size_t i = 0; i < kept.size(); ++i)
+        if (results[1 + i] >= 0) kept[i] = r[results[1 + i]];
     }
   }
   if (!y.defined()) {
     const at::NoGradGuard without;
     PyObject* result = PyObject_Vectorcall(plan->forward.o, args, kTensorArguments, nullptr);
     const pybind11::object held = pybind11::reinterpret_steal<pybind11::object>(result);
-    if (result == nullptr || !PyTuple_Check(result) || PyTuple_GET_SIZE(result) != 2) throw_python();
+    if (result == nullptr) throw_python();
+    if (!PyTuple_Check(result) || PyTuple_GET_SIZE(result) < static_cast<Py_ssize_t>(1 + kept.size())) {
+      PyErr_SetString(PyExc_TypeError, "fastlinear: a forward returned too little");
+      throw_python();
+    }
     y = tensor_of(PyTuple_GET_ITEM(result, 0));
-    kept = tensor_of(PyTuple_GET_ITEM(result, 1));
+    for (size_t i = 0; i < kept.size(); ++i)
+      kept[i] = tensor_of(PyTuple_GET_ITEM(result, static_cast<Py_ssize_t>(1 + i)));
     const at::AutoDispatchBelowADInplaceOrView below;
     if (y.is_view()) y = y.view(y.sizes());  // of no base, so that it may be changed in place
   }
@@ -305,20 +373,25 @@ inline at::Tensor called(const std::shared_ptr<const NodePlan>& plan, const Call
   node.plan = plan;
   node.keys = y.key_set();
   node.shape = y.sizes().vec();
-  const bool hidden = plan->kept == NodePlan::kHidden;
   autograd::impl::set_gradient_edge(y, {owner, node.add_input_metadata(y)});
-  if (hidden) autograd::impl::set_gradient_edge(kept, {owner, node.add_input_metadata(kept)});
-  node.saved.reserve(count + 1);
+  for (size_t i = 0; i < kept.size(); ++i)
+    if (plan->kept[i] == NodePlan::kHidden)
+      autograd::impl::set_gradient_edge(kept[i], {owner, node.add_input_metadata(kept[i])});
+  node.saved.reserve(count + kept.size());
   for (size_t i = 0; i < count; ++i) {
     if (given[i].defined() && (needs & static_cast<uint64_t>(plan->readers[i])) != 0)
       node.saved.emplace_back(given[i], false);
     else
       node.saved.emplace_back();
   }
-  if (plan->kept == NodePlan::kNothing)
-    node.saved.emplace_back();
-  else
-    node.saved.emplace_back(hidden ? kept : y, true);
+  for (size_t i = 0; i < kept.size(); ++i) {
+    switch (plan->kept[i]) {
+      case NodePlan::kOutput: node.saved.emplace_back(y, true); break;
+      case NodePlan::kHidden: node.saved.emplace_back(kept[i], true); break;
+      case NodePlan::kInternal: node.saved.emplace_back(kept[i], false); break;
+      default: node.saved.emplace_back();
+    }
+  }
   return y;
 }
 

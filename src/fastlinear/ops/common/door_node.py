@@ -17,8 +17,10 @@ from fastlinear.ops.common import door
 from fastlinear.ops.common import door_library as library
 from fastlinear.ops.common.door_build import Build, after_fork
 
-NOTHING, OUTPUT, HIDDEN = 0, 1, 2
+NOTHING, OUTPUT, HIDDEN, INTERNAL = 0, 1, 2, 3
 """What a forward keeps for its backward besides the call's tensors; as door_node.h numbers it."""
+MAX_TENSORS = 63
+"""Most tensors of a call, whose gradients are counted as bits."""
 
 _listeners: list[Callable[[], None]] = []
 
@@ -26,11 +28,11 @@ _listeners: list[Callable[[], None]] = []
 def node(
     name: str,
     tensors: Sequence[Tensor | None],
-    forward: Callable[..., tuple[Tensor, Tensor | None]],
+    forward: Callable[..., tuple[Tensor | None, ...]],
     backward: Callable[..., tuple[Tensor | None, ...]],
     programmer: Callable[..., Any] | None,
     program: Any,
-    kept: int,
+    kept: Sequence[int],
     readers: Sequence[int],
 ) -> Any:
     """A plan for the door; only once :func:`begun` or :func:`wait` says so.
@@ -38,19 +40,19 @@ def node(
     Args:
         name: of the node, ending in ``Backward``.
         tensors: those of a call of the kind, as the door sees them, None included.
-        forward: (three leading arguments) → (y, the tensor it keeps or None), without gradients.
-        backward: (dy, gradient of what was kept, shape of y, tensors, kept, needs) → a gradient or
-            None for each of ``tensors``; dy may be of any strides, and None where the kept tensor's
+        forward: (three leading arguments) → (y, each tensor it keeps or None), without gradients.
+        backward: (dy, gradient of the hidden, shape of y, tensors, kept, needs) → a gradient or
+            None for each of ``tensors``; dy may be of any strides, and None where the hidden one's
             gradient is not. Differentiable where gradients are enabled.
         programmer: (needs, dy, tensors, kept) → a program for that backward, or None; asked after
-            ``backward`` ran on these. Its tensors: dy, then those of the call, then the kept one.
+            ``backward`` ran on these. Its tensors: dy, then those of the call, then the kept ones.
         program: the forward's program or None; its tensors are those of the call, its results y and
-            what is kept hidden.
-        kept: ``NOTHING``, ``OUTPUT`` or ``HIDDEN``.
+            each tensor that it keeps, none for the output itself.
+        kept: ``OUTPUT``, ``HIDDEN`` (once at most), ``INTERNAL`` or ``NOTHING`` for each.
         readers: for each tensor the gradients, as bits, whose backward reads it.
     """
     assert _build.loaded is not None
-    spec = ("node", name, forward, backward, programmer, program, kept, tuple(readers))
+    spec = ("node", name, forward, backward, programmer, program, tuple(kept), tuple(readers))
     return _build.loaded.fastlinear_node_plan(spec, tuple(tensors))
 
 

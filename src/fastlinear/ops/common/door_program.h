@@ -127,6 +127,25 @@ struct Step {
   std::vector<int64_t> sizes;
   std::unique_ptr<Kernel> kernel;
   void* function = nullptr;
+  std::vector<int64_t> last;  // tensors that no later step reads
+
+  // Numbers of all tensors it reads or makes.
+  std::vector<int64_t> tensors() const {
+    switch (kind) {
+      case kKernel: {
+        std::vector<int64_t> found;
+        for (const auto& p : kernel->places) found.push_back(p.tensor);
+        return found;
+      }
+      case kEmpty: return {n[0], n[2]};
+      case kLinear: return {n[0], n[1], n[2], n[3]};
+      case kDact: return {n[0], n[1], n[2]};
+      case kMm: return {n[0], n[1], n[3]};
+      case kOneDnn: return {n[0], n[1], n[3], n[5]};
+      case kCDact: return {n[0], n[1], n[2], n[3]};
+      default: return {n[0], n[1]};
+    }
+  }
 };
 
 inline std::vector<int64_t> integers(PyObject* tuple) {
@@ -142,6 +161,7 @@ class Program {
   Program(PyObject* spec, const Tensors& given) : results_(integers(PyTuple_GetItem(spec, 1))) {
     PyObject* steps = PyTuple_GetItem(spec, 0);
     for (Py_ssize_t i = 0; i < PyTuple_Size(steps); ++i) add(PyTuple_GetItem(steps, i));
+    find_last_uses(static_cast<int64_t>(given.size()));
     const auto masks = integers(PyTuple_GetItem(spec, 2));
     for (size_t i = 0; i < given.size(); ++i)
       given_.emplace_back(given[i], i < masks.size() ? static_cast<uintptr_t>(masks[i]) : 0);
@@ -167,8 +187,10 @@ class Program {
   // Runs on tensors that fit; false where Python has to try, and say what is wrong.
   bool run(Tensors& r, void* stream) const {
     r.resize(size_);
-    for (const auto& s : steps_)
+    for (const auto& s : steps_) {
       if (!run(s, r, stream)) return false;
+      for (const auto i : s.last) r[i].reset();
+    }
     return true;
   }
 
@@ -237,6 +259,20 @@ class Program {
       reach(step.n[0]);
     }
     steps_.push_back(std::move(step));
+  }
+
+  // Tensors that steps made are given back after their last use, as autograd's own nodes would.
+  void find_last_uses(int64_t given) {
+    std::vector<bool> used(size_, false);
+    for (const auto i : results_)
+      if (i >= 0) used.at(i) = true;
+    for (auto step = steps_.rbegin(); step != steps_.rend(); ++step) {
+      for (const auto i : step->tensors()) {
+        if (i < given || used.at(i)) continue;
+        used[i] = true;
+        step->last.push_back(i);
+      }
+    }
   }
 
   void reach(int64_t number) { size_ = std::max(size_, static_cast<size_t>(number + 1)); }

@@ -90,7 +90,7 @@ class Formula:
         dpre: Tensor | None,
         shape: tuple[int, ...],
         tensors: tuple[Tensor | None, ...],
-        saved: Tensor | None,
+        kept: tuple[Tensor | None, ...],
         needs: tuple[bool, ...],
     ) -> Gradients:
         """(dx, dW, db); by torch's own, differentiable ops where a graph is asked for.
@@ -100,7 +100,7 @@ class Formula:
                 second derivatives have; one of them is given.
             shape: y's.
             tensors: x, weight and bias, each None where no wanted gradient reads it.
-            saved: what the activation's derivative reads.
+            kept: what the activation's derivative reads, if any.
             needs: which of the results are wanted.
         """
         run = self.backward
@@ -111,6 +111,7 @@ class Formula:
             run = _differentiable
         assert dy is not None
         x, weight, _ = tensors
+        saved = kept[0] if kept else None
         return run_backward(dy, saved, x, weight, self.activation, needs, run)
 
 
@@ -153,7 +154,7 @@ class LinearAct(torch.autograd.Function):
         x, weight, saved = ctx.saved_tensors
         needs = tuple(ctx.needs_input_grad[:3])
         formula = ctx.formula
-        return (*formula.gradients(dy, dpre, ctx.shape, (x, weight, None), saved, needs), None)
+        return (*formula.gradients(dy, dpre, ctx.shape, (x, weight, None), (saved,), needs), None)
 
 
 # torch.autograd.Function's own apply without its Python, which looks for transforms only.

@@ -166,11 +166,6 @@ def _inference(chosen: tuple[Choice, ...], activation: str) -> Plan:
     return plan
 
 
-def training_plan(chosen: tuple[Choice, ...], activation: str) -> Plan:
-    """``LinearAct`` over the backends chosen for the pieces; for plain tensors on the hot path."""
-    return applied(training_of(chosen, activation).formula)
-
-
 def _wrapped(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether a tensor is left over from a transform of torch.func that has ended."""
     return _is_wrapped(x) or _is_wrapped(weight) or (bias is not None and _is_wrapped(bias))

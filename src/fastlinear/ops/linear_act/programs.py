@@ -7,8 +7,8 @@ ops of PyTorch; a backend that has no such form leaves its direction to Python.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -21,10 +21,31 @@ from fastlinear.ops.linear_act.plans import Training
 
 Needs = tuple[bool, bool, bool]
 NAME = "LinearActBackward"
-_X, _WEIGHT, _BIAS = 0, 1, 2  # among a forward's tensors
-_FROM_DY, _FROM_X, _FROM_WEIGHT, _FROM_SAVED = 0, 1, 2, 4  # among a backward's
 _DX, _DW = 1, 2  # gradients as bits: x is read for dW, the weight for dx
-_KEPT = {"none": door_node.NOTHING, "output": door_node.OUTPUT, "pre": door_node.HIDDEN}
+_KEPT = {"none": (), "output": (door_node.OUTPUT,), "pre": (door_node.HIDDEN,)}
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A matrix among a program's tensors.
+
+    Attributes:
+        tensor: one laid out as it is.
+        number: its own.
+        memory: the number of the tensor whose memory it has, where it is a view.
+    """
+
+    tensor: Tensor
+    number: int
+    memory: int
+
+
+def matrix(program: Program, number: int, tensor: Tensor) -> Operand:
+    """The tensor of that number as its rows: itself, or a view where it has other dimensions."""
+    if tensor.dim() == 2:
+        return Operand(tensor, number, number)
+    rows = tensor.view(-1, tensor.shape[-1])
+    return Operand(rows, program.view(number, rows.shape), number)
 
 
 def node(training: Training, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
@@ -32,22 +53,26 @@ def node(training: Training, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
 
     They must have run before. bias is contiguous.
     """
+    if not door_node.begun():
+        return None
     formula = training.formula
 
     def programmer(
-        needs: Needs, dy: Tensor, tensors: tuple[Tensor | None, ...], saved: Tensor | None
+        needs: Needs,
+        dy: Tensor,
+        tensors: tuple[Tensor | None, ...],
+        kept: tuple[Tensor | None, ...],
     ) -> Any:
-        return _backward(training, needs, dy, tensors[0], tensors[1], saved)
+        return _backward(training, needs, dy, tensors[0], tensors[1], kept[0] if kept else None)
 
-    if not door_node.begun():
-        return None
+    given = (x.detach(), weight.detach(), None if bias is None else bias.detach())
     return door_node.node(
         NAME,
         (x, weight, bias),
         formula.forward,
         formula.gradients,
         programmer,
-        _forward(training, x.detach(), weight.detach(), None if bias is None else bias.detach()),
+        _forward(training, *given),
         _KEPT[formula.saved],
         (_DW, _DX, 0),
     )
@@ -56,38 +81,18 @@ def node(training: Training, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
 def _forward(training: Training, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
     """The forward's program: x, weight, bias → y, and the pre-activation where it is kept."""
     formula = training.formula
-    activation, save = formula.activation, formula.saved == "pre"
-    if not _viewable(x) or (x.is_cuda and not door_node.serves_cuda()):
+    if not viewable(x) or (x.is_cuda and not door_node.serves_cuda()):
         return None
     p = Program(3)
     shape = (*x.shape[:-1], weight.shape[0])
-    b = None if bias is None else _BIAS
-    if training.forward in ("triton", "cuda"):
-        y = p.empty(shape, x.dtype, _X)
-        pre = p.empty((x.shape[:-1].numel(), shape[-1]), x.dtype, _X) if save else None
-        launch = launches.forward(training.forward, x, weight, bias, activation, save)
-        if launch is None:
-            return None
-        p.launch(_numbered(launch, {Y: y, launches.PRE: pre}))
-        return p.spec(y, pre)
-    x2 = _X if x.dim() == 2 else p.view(_X, (-1, x.shape[-1]))
-    if training.forward == "onednn":
-        if (not save and activation not in ("none", "relu")) or onednn._plain(weight) is not weight:
-            return None
-        pre = p.onednn(x2, _WEIGHT, b)
-        y = pre if activation == "none" else p.activate(activation, pre, not save)
-    elif training.forward == "cpp":
-        pre = p.linear(x2, _WEIGHT, b)
-        function = _address(cpp_elementwise._library().fastlinear_act)
-        y = p.activate_in_cpp(activation, pre, function, over=not save)
-    elif training.forward == "eager":
-        pre = p.linear(x2, _WEIGHT, b)
-        y = pre if activation == "none" else p.activate(activation, pre, not save)
-    else:
+    rows, w = matrix(p, 0, x), Operand(weight, 1, 1)
+    b = None if bias is None else Operand(bias, 2, 2)
+    save = formula.saved == "pre"
+    made = forward_steps(p, training.forward, rows, w, b, formula.activation, save, shape)
+    if made is None:
         return None
-    if x.dim() != 2:
-        y = p.view(y, shape)
-    return p.spec(y, pre if save else None)
+    y, pre = made
+    return p.spec(y, *((pre if save else None,) if _KEPT[formula.saved] else ()))
 
 
 def _backward(
@@ -104,136 +109,202 @@ def _backward(
     """
     if dy.is_cuda and not door_node.serves_cuda():
         return None
-    if (x is not None and not _viewable(x)) or (saved is not None and not saved.is_contiguous()):
+    if (x is not None and not viewable(x)) or (saved is not None and not saved.is_contiguous()):
         return None
-    pieces = _Pieces(training, needs, dy, x, weight, saved)
-    results = pieces.results()
+    p = Program(4 if saved is None else 5)
+    gradient = matrix(p, 0, dy)
+    layer = Layer(
+        p,
+        training.backward,
+        training.formula.activation,
+        needs,
+        None if x is None else matrix(p, 1, x),
+        None if weight is None else Operand(weight, 2, 2),
+        None if saved is None else matrix(p, 4, saved),
+    )
+    results = layer.steps(gradient)
     if results is None:
         return None
     dx, dw, db = results
     if dx is not None and dy.dim() != 2:
         assert weight is not None
-        dx = pieces.program.view(dx, (*dy.shape[:-1], weight.shape[1]))
-    return pieces.program.spec(dx, dw, db)
+        dx = p.view(dx, (*dy.shape[:-1], weight.shape[1]))
+    return p.spec(dx, dw, db)
 
 
-class _Pieces:
-    """The pieces of one backward as steps of a program; tensors beside their numbers."""
+def forward_steps(
+    p: Program,
+    backend: str,
+    x: Operand,
+    weight: Operand,
+    bias: Operand | None,
+    activation: str,
+    save: bool,
+    shape: tuple[int, ...],
+) -> tuple[int, int | None] | None:
+    """A layer's forward: the numbers of y, of that shape, and of the pre-activation (M, N).
+
+    The latter is there with ``save`` at least. None where the backend has no such form; it must
+    have run on tensors laid out so.
+    """
+    rows, columns = x.tensor.shape[0], weight.tensor.shape[0]
+    b = None if bias is None else bias.number
+    pre: int | None
+    if backend in ("triton", "cuda"):
+        y = p.empty(shape, x.tensor.dtype, x.memory)
+        pre = p.empty((rows, columns), x.tensor.dtype, x.memory) if save else None
+        tensors = x.tensor, weight.tensor, None if bias is None else bias.tensor
+        launch = launches.forward(backend, *tensors, activation, save)
+        if launch is None:
+            return None
+        given = {0: x.memory, 1: weight.memory, 2: b, Y: y, launches.PRE: pre}
+        p.launch(_numbered(launch, given))
+        return y, pre
+    if backend == "onednn":
+        fused = not save and activation not in ("none", "relu")
+        if fused or onednn._plain(weight.tensor) is not weight.tensor:
+            return None
+        pre = p.onednn(x.number, weight.number, b)
+    elif backend in ("eager", "cpp"):
+        pre = p.linear(x.number, weight.number, b)
+    else:
+        return None
+    if backend == "cpp":
+        function = _address(cpp_elementwise._library().fastlinear_act)
+        y = p.activate_in_cpp(activation, pre, function, over=not save)
+    else:
+        y = pre if activation == "none" else p.activate(activation, pre, not save)
+    return (y if len(shape) == 2 else p.view(y, shape)), pre
+
+
+class Layer:
+    """The backward of one layer as steps of a program.
+
+    Args:
+        program: what they are added to.
+        names: piece → its backend.
+        activation: its name.
+        needs: which of dx, dW and db are wanted.
+        x, weight, saved: as ``reference.backward`` takes them; None where nothing reads them.
+    """
 
     def __init__(
         self,
-        training: Training,
+        program: Program,
+        names: Mapping[str, str],
+        activation: str,
         needs: Needs,
-        dy: Tensor,
-        x: Tensor | None,
-        weight: Tensor | None,
-        saved: Tensor | None,
+        x: Operand | None,
+        weight: Operand | None,
+        saved: Operand | None,
     ) -> None:
-        self.program = p = Program(5)
-        self.needs, self.names = needs, training.backward
-        self.activation = training.formula.activation
-        self.dy, self.saved = dy.reshape(-1, dy.shape[-1]), saved
-        self.x, self.weight = x, weight
-        self.dy_2d = _FROM_DY if dy.dim() == 2 else p.view(_FROM_DY, self.dy.shape)
-        self.saved_2d = _FROM_SAVED
-        if saved is not None and saved.dim() != 2:
-            self.saved = saved.view(self.dy.shape)
-            self.saved_2d = p.view(_FROM_SAVED, self.dy.shape)
-        self.x_2d = _FROM_X
-        if x is not None and x.dim() != 2:
-            self.x = x.view(-1, x.shape[-1])
-            self.x_2d = p.view(_FROM_X, self.x.shape)
+        self._program, self._names = program, names
+        self._activation, self._needs = activation, needs
+        self._x, self._weight = x, weight
+        self._saved = None if activation == "none" else saved
 
-    def results(self) -> tuple[int | None, int | None, int | None] | None:
-        """Numbers of dx, dW and db; None where a backend has no such form."""
-        if "backward" in self.names:
-            return self._whole() if self.names["backward"] == "triton" else None
-        if self.activation == "none":  # in the order of the formula
-            products = self._products(self.dy_2d, _FROM_DY)
-            made = self._grad_pre()
+    def steps(self, dy: Operand) -> tuple[int | None, int | None, int | None] | None:
+        """Numbers of dx (M, K), dW and db; None where a backend has no such form."""
+        if "backward" in self._names:
+            return self._whole(dy) if self._names["backward"] == "triton" else None
+        if self._activation == "none":  # in the order of the formula
+            products = self._products(dy)
+            made = self._grad_pre(dy)
         else:
-            made = self._grad_pre()
-            products = None if made is None else self._products(made[0], made[0])
+            made = self._grad_pre(dy)
+            products = None if made is None else self._products(made[0])
         return None if made is None or products is None else (*products, made[1])
 
-    def _whole(self) -> tuple[int | None, int | None, int | None] | None:
+    def _whole(self, dy: Operand) -> tuple[int | None, int | None, int | None] | None:
         from fastlinear.ops.linear_act import triton_backward
 
-        numbers = _FROM_DY, _FROM_SAVED, _FROM_X, _FROM_WEIGHT
-        tensors = self.dy, self.saved, self.x, self.weight
+        def of(operand: Operand | None) -> tuple[int, Tensor | None]:
+            return (-1, None) if operand is None else (operand.memory, operand.tensor)
+
+        (saved, x, weight) = of(self._saved), of(self._x), of(self._weight)
         found: tuple[int | None, int | None, int | None] | None = triton_backward.steps(
-            self.program, numbers, *tensors, self.activation, self.needs
+            self._program,
+            (dy.memory, saved[0], x[0], weight[0]),
+            dy.tensor,
+            saved[1],
+            x[1],
+            weight[1],
+            self._activation,
+            self._needs,
         )
         return found
 
-    def _grad_pre(self) -> tuple[int, int | None] | None:
-        """(dpre, db)."""
-        p, backend, need_db = self.program, self.names["grad_pre"], self.needs[2]
-        if self.activation == "none" and not need_db:
-            return self.dy_2d, None
-        if backend == "eager":
-            dpre = self.dy_2d
-            if self.activation != "none":
-                dpre = p.differentiate(self.activation, dpre, self.saved_2d)
-            return dpre, p.row_sum(dpre) if need_db else None
+    def _grad_pre(self, dy: Operand) -> tuple[Operand, int | None] | None:
+        """dpre, and the number of db."""
+        p, backend, need_db = self._program, self._names["grad_pre"], self._needs[2]
+        identity = self._activation == "none"
+        if identity and not need_db:
+            return dy, None
+        if backend == "triton":
+            from fastlinear.ops.linear_act import triton
+
+            saved, kept = self._saved, None if self._saved is None else self._saved.tensor
+            numbers = dy.memory, -1 if saved is None else saved.memory
+            made = triton.grad_pre_steps(p, numbers, dy.tensor, kept, self._activation, need_db)
+            if made is None:
+                return None
+            # dpre is laid out as dy is
+            return dy if identity else Operand(dy.tensor, made[0], made[0]), made[1]
+        if backend not in ("eager", "cpp"):
+            return None
         if backend == "cpp":
+            assert self._saved is not None
             function = _address(cpp_elementwise._library().fastlinear_dact)
-            chunks = cpp_elementwise._CHUNKS
-            given = self.dy_2d, self.saved_2d, function, chunks
-            return p.differentiate_in_cpp(self.activation, *given, sums=need_db)
-        if backend == "triton":
-            from fastlinear.ops.linear_act import triton
+            given = dy.number, self._saved.number, function, cpp_elementwise._CHUNKS
+            dpre, db = p.differentiate_in_cpp(self._activation, *given, sums=need_db)
+            return Operand(dy.tensor, dpre, dpre), db
+        found = dy
+        if not identity:
+            assert self._saved is not None
+            dpre = p.differentiate(self._activation, dy.number, self._saved.number)
+            found = Operand(dy.tensor, dpre, dpre)
+        return found, p.row_sum(found.number) if need_db else None
 
-            numbers = _FROM_DY, _FROM_SAVED
-            made = triton.grad_pre_steps(p, numbers, self.dy, self.saved, self.activation, need_db)
-            if made is not None:
-                return self.dy_2d if self.activation == "none" else made[0], made[1]
-        return None
-
-    def _products(self, dpre: int, memory: int) -> tuple[int | None, int | None] | None:
-        """(dx, dW); ``memory`` is the tensor whose memory dpre's view is of."""
-        dx: int | None = None
-        dw: int | None = None
-        if self.needs[0]:
-            dx = self._product("grad_input", dpre, memory, _FROM_WEIGHT)
-            if dx is None:
+    def _products(self, dpre: Operand) -> tuple[int | None, int | None] | None:
+        """Numbers of dx and dW."""
+        found: list[int | None] = [None, None]
+        for i, other in enumerate((self._weight, self._x)):
+            if not self._needs[i]:
+                continue
+            assert other is not None
+            found[i] = self._product(dpre, other, i == 1)
+            if found[i] is None:
                 return None
-        if self.needs[1]:
-            dw = self._product("grad_weight", dpre, memory, _FROM_X)
-            if dw is None:
-                return None
-        return dx, dw
+        return found[0], found[1]
 
-    def _product(self, piece: str, dpre: int, memory: int, other: int) -> int | None:
-        p, backend = self.program, self.names[piece]
-        is_dw = piece == "grad_weight"
-        tensor = self.x if is_dw else self.weight
-        number = self.x_2d if is_dw else other
-        assert tensor is not None
+    def _product(self, dpre: Operand, other: Operand, turned: bool) -> int | None:
+        """dpre W, or dpreᵀ x where ``turned``."""
+        p, backend = self._program, self._names["grad_weight" if turned else "grad_input"]
         if backend == "eager":
-            return p.product(dpre, number, a_turned=is_dw)
+            return p.product(dpre.number, other.number, a_turned=turned)
         if backend == "onednn":
-            if onednn._plain(tensor) is not tensor:
+            if onednn._plain(other.tensor) is not other.tensor:
                 return None
-            return p.onednn(dpre, number, x_turned=is_dw, weight_turned=True)
+            return p.onednn(dpre.number, other.number, x_turned=turned, weight_turned=True)
         if backend == "triton":
             from fastlinear.ops.linear_act import triton
 
-            a = self.dy.t() if is_dw else self.dy  # dpre is laid out as dy is
-            made: int | None = triton.product_steps(p, a, tensor, memory, other)
+            a = dpre.tensor.t() if turned else dpre.tensor
+            made: int | None = triton.product_steps(p, a, other.tensor, dpre.memory, other.memory)
             return made
         return None
 
 
-def _viewable(x: Tensor) -> bool:
+def viewable(x: Tensor) -> bool:
+    """Whether x is its rows, or a view of x is."""
     return x.dim() == 2 or x.is_contiguous()
 
 
 def _numbered(launch: DoorLaunch, numbers: dict[int, int | None]) -> DoorLaunch:
-    """The launch with its results' places as numbers of a program's tensors."""
+    """The launch with the places of its tensors as numbers of a program's."""
     found = []
     for argument, tensor in launch.tensors:
-        number = numbers.get(tensor, tensor)
+        number = numbers[tensor]
         assert number is not None
         found.append((argument, number))
     return replace(launch, tensors=tuple(found))

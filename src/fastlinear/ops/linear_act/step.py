@@ -10,6 +10,7 @@ decides for small layers on a GPU and tiny ones on a CPU.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache as cache_once
 from typing import Any
 
 import torch
@@ -17,18 +18,18 @@ from torch import Tensor
 
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.select import select
+from fastlinear.ops.common import door, door_node
 from fastlinear.ops.common.calls import is_captured
-from fastlinear.ops.linear_act import reference
-from fastlinear.ops.linear_act.autograd import Backward, backward_from
+from fastlinear.ops.linear_act import programs, reference
+from fastlinear.ops.linear_act.autograd import Backward, applied, backward_from
 from fastlinear.ops.linear_act.backends import BACKWARD_PIECES
-from fastlinear.ops.linear_act.plans import Plan, training_plan
+from fastlinear.ops.linear_act.plans import Plan, Training, as_memory_lies, training_of
 from fastlinear.ops.linear_act.selection import problem_of, select_pieces
 
 Grads = tuple[Tensor, Tensor, Tensor, Tensor | None]
-_plans: dict[Any, Plan] = {}
+_TABLE = "linear_act.step"
+_plans: dict[Any, tuple[Training, Plan]] = {}
 _backwards: dict[Any, Backward] = {}
-cache.on_change(_plans.clear)
-cache.on_change(_backwards.clear)
 
 
 def eager(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, dy: Tensor) -> Grads:
@@ -37,7 +38,7 @@ def eager(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, dy: T
 
 
 def pieces(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, dy: Tensor) -> Grads:
-    """(y, dx, dW, db) by ``LinearAct`` over the chosen pieces."""
+    """(y, dx, dW, db) by the formula over the chosen pieces, recorded as callers' calls are."""
     return _step(_by_pieces, x, weight, bias, activation, dy)
 
 
@@ -63,6 +64,10 @@ def backward(
 
 
 def _by_pieces(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    table = _table(x.is_cuda)
+    found = None if table is None else table.call(x, weight, bias, activation)
+    if found is not None:
+        return found  # type: ignore[no-any-return]
     captured = is_captured(x)
     key = (
         x.shape,
@@ -75,12 +80,41 @@ def _by_pieces(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) 
         captured,
         bias is None,
     )
-    plan = _plans.get(key)
-    if plan is None:
+    known = _plans.get(key)
+    if known is None:
         p = problem_of(x, weight, bias, activation, True, captured)
-        plan = training_plan(select_pieces(p), activation)
-        _plans[key] = plan
-    return plan(x, weight, bias)
+        training = training_of(select_pieces(p), activation)
+        known = _plans[key] = training, applied(training.formula)
+    training, plan = known
+    y = plan(x, weight, bias)
+    given = x, weight, bias
+    if table is not None and as_memory_lies(*given) and table.wants(*given, activation):
+        node = programs.node(training, *given)
+        if node is not None:
+            table.admit(*given, activation, node)
+    return y
+
+
+@cache_once
+def _table(on_cuda: bool) -> door.Table | None:
+    """The door's table of this piece, waiting for it: callers take the door once it is there."""
+    if not (door.wait(door.PATIENCE_S) and door_node.wait(door.PATIENCE_S)):
+        return None
+    if on_cuda and not (door.serves_cuda() and door_node.serves_cuda()):
+        return None
+    return door.table(_TABLE)
+
+
+def _forget() -> None:
+    _plans.clear()
+    _backwards.clear()
+    if door.ready():
+        table = door.table(_TABLE)
+        assert table is not None
+        table.clear()
+
+
+cache.on_change(_forget)
 
 
 def _step(

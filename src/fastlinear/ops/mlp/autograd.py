@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,52 @@ class Formula:
     run: Callable[..., Any]
     backward: Callable[..., Any]
 
+    def forward(
+        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None
+    ) -> tuple[Tensor | None, ...]:
+        """y, then for each layer what its backward reads besides the arguments, or None."""
+        bs = (None,) * self.layers if biases is None else tuple(biases)
+        flat = x.dim() == 2
+        x2 = x if flat else x.reshape(-1, x.shape[-1])
+        names = self.activation, self.final_activation
+        y, saved = self.run(x2, tuple(weights), bs, *names, True)
+        if not flat:
+            y = y.view(*x.shape[:-1], y.shape[-1])
+        kind = activation_of(self.final_activation).saved
+        last = {"none": None, "output": y, "pre": saved[-1]}[kind]
+        return (y, *saved[:-1], last)
+
+    def gradients(
+        self,
+        dy: Tensor,
+        _: None,
+        shape: tuple[int, ...],
+        tensors: tuple[Tensor | None, ...],
+        kept: tuple[Tensor | None, ...],
+        needs: tuple[bool, ...],
+    ) -> tuple[Tensor | None, ...]:
+        """One for each of ``tensors``; differentiable where a graph is asked for.
+
+        Args:
+            dy: gradient of y, of its shape.
+            tensors: x, the L weights, then the L biases or a single None.
+            kept: as ``forward`` gives it after y.
+            needs: which gradients are wanted.
+        """
+        x, *rest = tensors
+        assert x is not None
+        weights = tuple(w for w in rest[: self.layers] if w is not None)
+        given = len(rest) - self.layers
+        biases = tuple(rest[self.layers :]) if given == self.layers else (None,) * self.layers
+        need_bs = needs[1 + self.layers :] if given == self.layers else (False,) * self.layers
+        wanted = (needs[0], needs[1 : 1 + self.layers], need_bs)
+        names = self.activation, self.final_activation
+        if torch.is_grad_enabled():  # create_graph: the gradients must be differentiable
+            found = differentiable_backward(dy, x, weights, biases, *names, wanted)
+        else:
+            found = run_backward(dy, x, weights, list(kept), *names, wanted, self.backward)
+        return (found[0], *found[1], *found[2][:given])
+
 
 class Mlp(torch.autograd.Function):
     """The one autograd formula of the family; backends sit below it."""
@@ -41,35 +87,20 @@ class Mlp(torch.autograd.Function):
     def forward(ctx: Any, formula: Formula, x: Tensor, *parameters: Tensor | None) -> Tensor:
         """The whole chain; ``parameters`` are the L weights, then the L biases."""
         layers = formula.layers
-        weights, biases = parameters[:layers], parameters[layers:]
-        flat = x.dim() == 2
-        x2 = x if flat else x.reshape(-1, x.shape[-1])
-        names = formula.activation, formula.final_activation
-        y, saved = formula.run(x2, weights, biases, *names, True)
-        if not flat:
-            y = y.view(*x.shape[:-1], y.shape[-1])
-        kind = activation_of(formula.final_activation).saved
-        last = {"none": None, "output": y, "pre": saved[-1]}[kind]
-        ctx.save_for_backward(x, *parameters, *saved[:-1], last)
+        y, *kept = formula.forward(x, parameters[:layers], parameters[layers:])  # type: ignore[arg-type]
+        ctx.save_for_backward(x, *parameters, *kept)
         ctx.formula = formula
-        return y  # type: ignore[no-any-return]
+        return y  # type: ignore[return-value]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         """(None, dx, dWs…, dbs…); differentiable by torch's own ops where a graph is asked for."""
         formula = ctx.formula
-        layers = formula.layers
-        x, *rest = ctx.saved_tensors
-        weights, biases = tuple(rest[:layers]), tuple(rest[layers : 2 * layers])
-        wanted = ctx.needs_input_grad[1:]
-        needs = (wanted[0], wanted[1 : layers + 1], wanted[layers + 1 :])
-        names = formula.activation, formula.final_activation
-        if torch.is_grad_enabled():  # create_graph: the gradients must be differentiable
-            grads = differentiable_backward(dy, x, weights, biases, *names, needs)
-        else:
-            saved = rest[2 * layers :]
-            grads = run_backward(dy, x, weights, saved, *names, needs, formula.backward)
-        return (None, grads[0], *grads[1], *grads[2])
+        saved = ctx.saved_tensors
+        arguments = 1 + 2 * formula.layers
+        tensors, kept = saved[:arguments], saved[arguments:]
+        needs = ctx.needs_input_grad[1:]
+        return (None, *formula.gradients(dy, None, dy.shape, tensors, kept, needs))
 
 
 def run_backward(

@@ -17,8 +17,8 @@ from fastlinear.core.errors import InputError
 from fastlinear.core.precision import matmul_precision
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.explain import Explanation
-from fastlinear.ops.common import calls, door
-from fastlinear.ops.mlp import reference
+from fastlinear.ops.common import calls, door, door_node
+from fastlinear.ops.mlp import programs, reference
 from fastlinear.ops.mlp.plans import Plan, as_autocast, prepared, resolved
 from fastlinear.ops.mlp.reference import Biases, Weights
 from fastlinear.ops.mlp.selection import choices
@@ -141,6 +141,7 @@ def _forget() -> None:
 
 
 cache.on_change(_forget)
+door_node.on_ready(_forget)  # training calls are recorded in C++ from here on, or never
 
 
 def _looked_up(
@@ -181,9 +182,10 @@ def _looked_up(
     if found is None:
         found = _resolved(key, x, ws, bs, rest, grad, autocast is not None, negative)
     plan, in_door = found
+    y = plan(x, ws, bs)
     if in_door is not None:
-        _admit(in_door, x, weights, biases, *rest)
-    return plan(x, ws, bs)
+        _admit(in_door, plan, x, weights, biases, *rest)
+    return y
 
 
 def _resolved(
@@ -201,7 +203,9 @@ def _resolved(
     x, ws, bs = as_autocast(x, ws, bs)
     validate(x, ws, bs, *rest)
     native, plan = resolved(x, ws, bs, *rest, grad, autocast)
-    in_door: Any = plan if native is None else ("chain", *native)
+    in_door: Any = native if isinstance(native, programs.Training) else plan
+    if isinstance(native, tuple):
+        in_door = ("chain", *native)
     if autocast or negative:
         plan, in_door = prepared(plan), None
     if len(_plans) >= _MAX_PLANS:
@@ -213,16 +217,21 @@ def _resolved(
     return plan, in_door
 
 
-def _admit(plan: Any, x: Tensor, *call: Any) -> None:
-    """Make a plan known to the compiled door, if that wants it.
+def _admit(in_door: Any, plan: Plan, x: Tensor, *call: Any) -> None:
+    """Make the plan of a call that has run known to the compiled door, if that wants it.
 
     The door's facts tell more calls apart than a key of ours does.
     """
     if _door is _no_door or (x.is_cuda and not door.serves_cuda()):
         return
     table = door.table("mlp")
-    if table is not None and table.wants(x, *call):
-        table.admit(x, *call, plan)
+    if table is None or not table.wants(x, *call):
+        return
+    if isinstance(in_door, programs.Training):
+        weights, biases = call[:2]
+        dense = biases is None or all(b is None or b.is_contiguous() for b in biases)
+        in_door = (programs.node(in_door, x, weights, biases) if dense else None) or plan
+    table.admit(x, *call, in_door)
 
 
 # --------------------------------------------------------------------------------------------

@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastlinear.dispatch.select import Choice
+from fastlinear.ops.common import door_node
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.autocast import cast as autocast_copy
-from fastlinear.ops.common.calls import autocast_dtype
-from fastlinear.ops.mlp import reference, whole_cpp
+from fastlinear.ops.common.calls import autocast_dtype, is_captured
+from fastlinear.ops.mlp import programs, reference, whole_cpp
 from fastlinear.ops.mlp.autograd import Formula, Mlp
 from fastlinear.ops.mlp.layerwise import IN_PLACE
 from fastlinear.ops.mlp.problem import STEP, layer_activations
@@ -35,7 +36,7 @@ def resolved(
     grad: bool,
     fresh: bool,
 ) -> tuple[Any, Plan]:
-    """(what the compiled door can run by itself or None, the plan).
+    """(what the compiled door can run or record by itself or None, the plan).
 
     fresh: the weights are new tensors at every call, as autocast makes them.
     """
@@ -47,9 +48,14 @@ def resolved(
     empty = x.numel() == 0 or any(w.numel() == 0 for w in weights)
     wasted = fresh and backend is None and bool(backends & _KEEPING)
     if empty or wasted or backends == {"eager"}:
-        return None, _chain(*names) if grad else _chain_in_place(*names)
+        step = any(c.problem.piece == STEP and c.backend.name == "pieces" for c in chosen)
+        plain = not empty and not fresh and not is_captured(x)
+        if not (step and plain and door_node.reason_not() is None):
+            # PyTorch's nodes cost less than one in Python, and more than one in C++
+            return None, _chain(*names) if grad else _chain_in_place(*names)
     if grad:
-        return None, training_plan(chosen, *names)
+        training = training_of(chosen, *names)
+        return None if fresh or is_captured(x) else training, training_plan(training)
     run = chosen[0].backend.load()
     native = None
     dense = all(t.is_contiguous() for t in (x, *weights, *biases) if t is not None)
@@ -106,11 +112,19 @@ def _inference(run: Callable[..., Any], activation: str, final_activation: str) 
     return plan
 
 
-def training_plan(chosen: tuple[Choice, ...], activation: str, final_activation: str) -> Plan:
-    """``Mlp`` over the backends chosen for forward and backward."""
-    run, back = chosen[0].backend.load(), chosen[1].backend.load()
+def training_of(
+    chosen: tuple[Choice, ...], activation: str, final_activation: str
+) -> programs.Training:
+    """The formula over the backends chosen for forward and backward, and their names."""
+    forward, backward = chosen[0].backend, chosen[1].backend
     layers = chosen[0].problem.dim("L")
-    formula = Formula(activation, final_activation, layers, run, back)
+    formula = Formula(activation, final_activation, layers, forward.load(), backward.load())
+    return programs.Training(formula, forward.name, backward.name)
+
+
+def training_plan(training: programs.Training) -> Plan:
+    """``Mlp`` with this formula."""
+    formula = training.formula
     apply = Mlp.apply
 
     def plan(

@@ -7,6 +7,7 @@ chosen for forward and backward. What the host does for each is part of their ti
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache as cache_once
 from typing import Any
 
 import torch
@@ -14,15 +15,16 @@ from torch import Tensor
 
 from fastlinear.core.precision import matmul_precision
 from fastlinear.dispatch import cache
+from fastlinear.ops.common import door, door_node
 from fastlinear.ops.common.calls import is_captured
-from fastlinear.ops.mlp import reference
-from fastlinear.ops.mlp.plans import Plan, training_plan
+from fastlinear.ops.mlp import programs, reference
+from fastlinear.ops.mlp.plans import Plan, training_of, training_plan
 from fastlinear.ops.mlp.reference import Biases, Weights
 from fastlinear.ops.mlp.selection import problem_of, select_pieces
 
 Results = tuple[Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor | None, ...]]
-_plans: dict[Any, Plan] = {}
-cache.on_change(_plans.clear)
+_TABLE = "mlp.step"
+_plans: dict[Any, tuple[programs.Training, Plan]] = {}
 
 
 def eager(
@@ -35,13 +37,18 @@ def eager(
 def pieces(
     x: Tensor, weights: Weights, biases: Biases, activation: str, final_activation: str, dy: Tensor
 ) -> Results:
-    """(y, dx, dWs, dbs) by ``Mlp`` over the chosen pieces."""
+    """(y, dx, dWs, dbs) by the formula over the chosen pieces, recorded as callers' calls are."""
     return _step(_by_pieces, x, weights, biases, activation, final_activation, dy)
 
 
 def _by_pieces(
     x: Tensor, weights: Weights, biases: Biases, activation: str, final_activation: str
 ) -> Tensor:
+    table = _table(x.is_cuda)
+    call = x, weights, biases, activation, final_activation
+    found = None if table is None else table.call(*call)
+    if found is not None:
+        return found  # type: ignore[no-any-return]
     key = (
         x.shape,
         x.stride(),
@@ -54,11 +61,39 @@ def _by_pieces(
         is_captured(x),
         matmul_precision(x.dtype),
     )
-    plan = _plans.get(key)
-    if plan is None:
+    known = _plans.get(key)
+    if known is None:
         p = problem_of(x, weights, biases, activation, final_activation, False, True)
-        plan = _plans[key] = training_plan(select_pieces(p), activation, final_activation)
-    return plan(x, weights, biases)
+        training = training_of(select_pieces(p), activation, final_activation)
+        known = _plans[key] = training, training_plan(training)
+    training, plan = known
+    y = plan(x, weights, biases)
+    if table is not None and table.wants(*call):
+        node = programs.node(training, x, weights, biases)
+        if node is not None:
+            table.admit(*call, node)
+    return y
+
+
+@cache_once
+def _table(on_cuda: bool) -> door.Table | None:
+    """The door's table of this piece, waiting for it: callers take the door once it is there."""
+    if not (door.wait(door.PATIENCE_S) and door_node.wait(door.PATIENCE_S)):
+        return None
+    if on_cuda and not (door.serves_cuda() and door_node.serves_cuda()):
+        return None
+    return door.table(_TABLE)
+
+
+def _forget() -> None:
+    _plans.clear()
+    if door.ready():
+        table = door.table(_TABLE)
+        assert table is not None
+        table.clear()
+
+
+cache.on_change(_forget)
 
 
 def _step(

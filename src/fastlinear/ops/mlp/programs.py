@@ -1,0 +1,188 @@
+"""Training calls of mlp as the compiled door records them: one node for the whole chain.
+
+Where a direction runs layer after layer, its program is that of the layers, one after the other;
+other backends are called from the node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fastlinear.dispatch.select import select
+from fastlinear.ops.common import door_node
+from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.common.door_program import Program
+from fastlinear.ops.linear_act.backends import BACKWARD_PIECES
+from fastlinear.ops.linear_act.programs import Layer, Operand, forward_steps, matrix, viewable
+from fastlinear.ops.mlp.autograd import Formula
+from fastlinear.ops.mlp.layerwise import _problem as layer_problem
+from fastlinear.ops.mlp.problem import layer_activations
+from fastlinear.ops.mlp.reference import first_needed
+
+NAME = "MlpBackward"
+_LAYERED = ("eager", "layerwise")
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """The formula of a training call, and the names of its two backends."""
+
+    formula: Formula
+    forward: str
+    backward: str
+
+
+def node(
+    training: Training,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None,
+) -> Any:
+    """The door's plan for such calls, or None where there is no library of nodes, or too many
+    tensors. They must have run before; biases are contiguous."""
+    tensors = (x, *weights, *((None,) if biases is None else biases))
+    if not door_node.begun() or len(tensors) > door_node.MAX_TENSORS:
+        return None
+    formula = training.formula
+
+    def programmer(
+        needs: tuple[bool, ...],
+        dy: Tensor,
+        tensors: tuple[Tensor | None, ...],
+        kept: tuple[Tensor | None, ...],
+    ) -> Any:
+        return _backward(training, needs, dy, tensors, kept)
+
+    last = {"none": door_node.NOTHING, "output": door_node.OUTPUT, "pre": door_node.INTERNAL}
+    kinds = (door_node.INTERNAL,) * (formula.layers - 1)
+    return door_node.node(
+        NAME,
+        tensors,
+        formula.forward,
+        formula.gradients,
+        programmer,
+        _forward(training, x.detach(), [w.detach() for w in weights], biases),
+        (*kinds, last[activation_of(formula.final_activation).saved]),
+        (-1,) * len(tensors),  # all are kept: second derivatives start from them
+    )
+
+
+def _forward(
+    training: Training,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None,
+) -> Any:
+    """The forward's program: x, weights, biases → y, and what each layer's backward reads."""
+    formula = training.formula
+    layers = formula.layers
+    if training.forward not in _LAYERED or not _served(x):
+        return None
+    names = layer_activations(layers, formula.activation, formula.final_activation)
+    bs = (None,) * layers if biases is None else [None if b is None else b.detach() for b in biases]
+    p = Program(1 + layers + (1 if biases is None else layers))
+    h = matrix(p, 0, x)
+    kept: list[int | None] = []
+    y = 0
+    for i, (weight, bias, name) in enumerate(zip(weights, bs, names, strict=True)):
+        w = Operand(weight, 1 + i, 1 + i)
+        b = None if bias is None else Operand(bias, 1 + layers + i, 1 + layers + i)
+        last = i == layers - 1
+        rows = (h.tensor.shape[0], weight.shape[0])
+        shape = (*x.shape[:-1], weight.shape[0]) if last else rows
+        backend = _layer(training.forward, i, h.tensor, weight, bias is not None, name, "forward")
+        saves = activation_of(name).saved == "pre"
+        made = forward_steps(p, backend, h, w, b, name, saves, shape)
+        if made is None:
+            return None
+        y, pre = made
+        kept.append(pre if saves else None if last else y)
+        h = Operand(x.new_empty(rows), y, y)
+    return p.spec(y, *kept)
+
+
+def _backward(
+    training: Training,
+    needs: tuple[bool, ...],
+    dy: Tensor,
+    tensors: tuple[Tensor | None, ...],
+    kept: tuple[Tensor | None, ...],
+) -> Any:
+    """The backward's program: dy, x, weights, biases, what was kept → a gradient for each of x,
+    weights and biases. All this ran on such tensors."""
+    formula = training.formula
+    layers = formula.layers
+    if training.backward not in _LAYERED or not _served(dy):
+        return None
+    if any(k is not None and not k.is_contiguous() for k in kept):
+        return None
+    names = layer_activations(layers, formula.activation, formula.final_activation)
+    given = len(tensors) - 1 - layers
+    need_bs = needs[1 + layers :] if given == layers else (False,) * layers
+    first = first_needed((needs[0], needs[1 : 1 + layers], need_bs))
+    x = tensors[0]
+    if x is None or not viewable(x):
+        return None
+    p = Program(1 + len(tensors) + layers)
+    rows = x.view(-1, x.shape[-1])
+    found: list[int | None] = [None] * len(tensors)
+    dh = matrix(p, 0, dy)
+
+    def saved(i: int) -> Operand | None:
+        k = kept[i]
+        return None if k is None else matrix(p, 1 + len(tensors) + i, k)
+
+    def entering(i: int) -> Operand | None:
+        if i == 0:
+            return matrix(p, 1, x)
+        before = saved(i - 1)
+        if before is None or activation_of(names[i - 1]).saved != "pre":
+            return before
+        h = p.activate(names[i - 1], before.number, False)
+        return Operand(before.tensor, h, h)
+
+    for i in reversed(range(first, layers)):
+        weight = tensors[1 + i]
+        assert weight is not None
+        need_dw, need_dx = needs[1 + i], i > first or needs[0]
+        pieces = {
+            piece: _layer(training.backward, i, rows, weight, True, names[i], piece)
+            for piece in BACKWARD_PIECES
+        }
+        layer = Layer(
+            p,
+            pieces,
+            names[i],
+            (need_dx, need_dw, need_bs[i]),
+            entering(i) if need_dw else None,
+            Operand(weight, 2 + i, 2 + i),
+            None if activation_of(names[i]).saved == "none" else saved(i),
+        )
+        made = layer.steps(dh)
+        if made is None:
+            return None
+        dx, found[1 + i], db = made
+        if given == layers:
+            found[1 + layers + i] = db
+        if dx is not None:
+            dh = Operand(dy.new_empty(rows.shape[0], weight.shape[1]), dx, dx)
+            if i == 0:
+                found[0] = dx if x.dim() == 2 else p.view(dx, x.shape)
+    return p.spec(*found)
+
+
+def _served(x: Tensor) -> bool:
+    return viewable(x) and (not x.is_cuda or door_node.serves_cuda())
+
+
+def _layer(
+    backend: str, i: int, x: Tensor, weight: Tensor, bias: bool, activation: str, piece: str
+) -> str:
+    """The backend of a layer's piece under a chain's backend, as ``layerwise`` chooses it."""
+    if backend == "eager":
+        return "eager"
+    return select(layer_problem(i, x, weight, bias, activation, True, piece)).backend.name
