@@ -121,7 +121,10 @@ def test_the_default_order_takes_it_where_copies_cost_little() -> None:
         assert backends._prefer(posed(4096, 4096, 4095, piece))[0] == "padded"
         assert backends._prefer(posed(64, 4095, 4095, piece))[0] != "padded"
         assert "padded" not in backends._prefer(posed(4096, 4096, 4096, piece))
+        assert backends._prefer(posed(4096, 1000, 4096, piece))[0] != "padded"
         single = {"dtype": "float32", "precision": "highest"}
+        assert backends._prefer(posed(4096, 1000, 4096, piece, **single))[0] == "padded"
+        assert backends._prefer(posed(256, 4095, 4095, piece, **single))[0] != "padded"
         assert "triton" not in backends._prefer(posed(64, 4095, 4095, piece, **single))
     assert backends._prefer(posed(512, 1021, 1021))[0] != "padded"
     assert backends._prefer(posed(512, 1021, 1021, captured=True))[0] == "padded"

@@ -5,10 +5,12 @@ from __future__ import annotations
 from fastlinear.core.problem import Problem
 
 MULTIPLE = 16  # elements: what kernels' pointers and tensor maps want of a row's length
+_LOADABLE = 8
 _LARGEST_ELEMENTS = 1 << 28  # of a copy
 _LEAST_ROWS = 256  # below, the copy of the weight takes longer than the product
 _LEAST_WORK = 1 << 30  # M K N from which its launches are hidden behind the product
 _LEAST_WORK_CAPTURED = 1 << 28
+_LEAST_WORK_SINGLE = 1 << 33  # in float32, where PyTorch's products lose little on odd rows
 
 
 def padded_size(size: int) -> int:
@@ -35,7 +37,11 @@ def reason_not(p: Problem) -> str | None:
 
 
 def pays(p: Problem) -> bool:
-    """Whether the copies are expected to cost less than they save."""
-    least = _LEAST_WORK_CAPTURED if p.captured else _LEAST_WORK
-    work = p.dim("M") * p.dim("K") * p.dim("N")
-    return not aligned(p) and p.dim("M") >= _LEAST_ROWS and work >= least
+    """Whether the copies were measured to cost less than they save, around such a Problem."""
+    m, k, n = p.dim("M"), p.dim("K"), p.dim("N")
+    if aligned(p) or m < _LEAST_ROWS:
+        return False
+    if p.dtype == "float32":
+        return m * k * n >= _LEAST_WORK_SINGLE
+    loadable = k % _LOADABLE == 0 and n % _LOADABLE == 0  # by PyTorch's products, 16 bytes at once
+    return not loadable and m * k * n >= (_LEAST_WORK_CAPTURED if p.captured else _LEAST_WORK)
