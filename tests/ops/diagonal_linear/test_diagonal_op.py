@@ -13,7 +13,7 @@ from torch.library import opcheck
 import fastlinear as fl
 from fastlinear.core.compare import judge
 from fastlinear.core.errors import InputError, UnsupportedError
-from fastlinear.ops.common import door
+from fastlinear.ops.common import door, door_node
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.diagonal_linear import op
@@ -370,3 +370,39 @@ def test_explain_says_why() -> None:
     assert [c.problem.piece for c in story.choices] == ["forward", "backward", "step"]
     assert "cpp" in str(story)
     assert fl.explain(x, w, backend="eager").choices[0].source == "forced"
+
+
+def test_training_calls_become_one_node() -> None:
+    """In C++ where it can be built: the same gradients, the same error for a changed input."""
+    if not (door.wait(120) and door_node.wait(180)):
+        pytest.skip(f"no nodes here: {door.reason_not() or door_node.reason_not()}")
+    shape = (300, 200)
+    x, r, dy = draw(*shape).requires_grad_(), draw(*shape).requires_grad_(), draw(*shape)
+    w, b = draw(200).requires_grad_(), draw(200).requires_grad_()
+    op._forget()
+
+    def run(name: str) -> Tensor:
+        return fl.diagonal_linear(x, w, b, activation=name, residual=r)
+
+    for name in ("none", "silu"):
+        for wanted in ((x, w, b, r), (w,), (x, r), (r,)):
+            for _ in range(4):
+                y = run(name)
+                found = torch.autograd.grad(y, wanted, dy)
+            assert y.grad_fn is not None
+            assert y.grad_fn.name() == "DiagonalLinearBackward"
+            expected = torch.autograd.grad(exact(x, w, b, name, r), wanted, dy)
+            for a, e in zip(found, expected, strict=True):
+                torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-4)
+    grads = torch.autograd.grad(run("silu").sum(), (x, w, b), create_graph=True)
+    again = torch.autograd.grad(sum(g.square().sum() for g in grads), (x, w))
+    theirs = torch.autograd.grad(exact(x, w, b, "silu", r).sum(), (x, w, b), create_graph=True)
+    for a, e in zip(
+        again, torch.autograd.grad(sum(g.square().sum() for g in theirs), (x, w)), strict=True
+    ):
+        torch.testing.assert_close(a, e, rtol=1e-3, atol=1e-2)
+    y = run("silu")
+    with torch.no_grad():
+        w.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()

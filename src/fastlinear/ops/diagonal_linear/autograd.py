@@ -12,6 +12,10 @@ from torch import Tensor
 from fastlinear.ops.diagonal_linear import reference
 from fastlinear.ops.diagonal_linear.reference import Gradients, Needs
 
+Rest = tuple[Tensor | None, Tensor | None]
+"""(bias, residual)"""
+_DX, _DW = 1, 2  # gradients as bits
+
 
 @dataclass(frozen=True, slots=True)
 class Formula:
@@ -26,6 +30,44 @@ class Formula:
     activation: str
     run: Callable[..., Any]
     backward: Callable[..., Any]
+
+    def forward(self, x: Tensor, weight: Tensor, rest: Rest) -> tuple[Tensor, None]:
+        """(y (..., K), nothing kept besides the inputs); no gradients."""
+        bias, residual = rest
+        if x.dim() == 2:
+            return self.run(x, weight, bias, self.activation, residual, None), None
+        k = x.shape[-1]
+        rows = None if residual is None else residual.reshape(-1, k)
+        y = self.run(x.reshape(-1, k), weight, bias, self.activation, rows, None)
+        return y.view(x.shape), None
+
+    def gradients(
+        self,
+        dy: Tensor,
+        _hidden: Any,
+        _shape: tuple[int, ...],
+        tensors: tuple[Tensor | None, ...],
+        _kept: Any,
+        needs: tuple[bool, ...],
+    ) -> tuple[Tensor | None, ...]:
+        """(dx, dw, db, dr); by torch's own, differentiable ops where a graph is asked for.
+
+        Args:
+            dy: the gradient of y (..., K).
+            tensors: x, weight, bias and residual, each None where no wanted gradient reads it.
+            needs: which of the results are wanted.
+        """
+        x, weight, bias = tensors[:3]
+        run = differentiable if torch.is_grad_enabled() else run_backward
+        wanted = needs[0], needs[1], needs[2]
+        grads = run(dy, x, weight, bias, self.activation, wanted, self.backward)
+        return (*grads, dy if needs[3] else None)
+
+    @property
+    def readers(self) -> tuple[int, int, int, int]:
+        """For each tensor of a call the gradients that read it, as bits: dx 1, dw 2, db 4."""
+        every = 7 if self.activation != "none" else 0
+        return _DW | every, _DX | every, every, 0
 
 
 class DiagonalLinear(torch.autograd.Function):
@@ -45,36 +87,22 @@ class DiagonalLinear(torch.autograd.Function):
         formula: Formula,
     ) -> Tensor:
         """act(x ∘ w + b) + r, (..., K)."""
-        if x.dim() == 2:
-            y = formula.run(x, weight, bias, formula.activation, residual, None)
-        else:
-            k = x.shape[-1]
-            rows = None if residual is None else residual.reshape(-1, k)
-            y = formula.run(x.reshape(-1, k), weight, bias, formula.activation, rows, None)
-            y = y.view(x.shape)
-        needs = ctx.needs_input_grad
-        acts = formula.activation != "none"
-        ctx.save_for_backward(
-            x if acts or needs[1] else None,
-            weight if acts or needs[0] else None,
-            bias if acts else None,
-        )
+        y, _ = formula.forward(x, weight, (bias, residual))
+        needs = sum(bit for bit, need in zip((1, 2, 4), ctx.needs_input_grad, strict=False) if need)
+        given = zip((x, weight, bias), formula.readers, strict=False)
+        ctx.save_for_backward(*(t if needs & bits else None for t, bits in given))
         ctx.formula = formula
         ctx.set_materialize_grads(False)
-        return y  # type: ignore[no-any-return]
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
-        """(dx, dw, db, dr, None); by torch's own, differentiable ops where a graph is asked for."""
+        """(dx, dw, db, dr, None)."""
         if dy is None:
             return None, None, None, None, None
-        formula = ctx.formula
-        x, weight, bias = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        wanted = needs[0], needs[1], needs[2]
-        run = differentiable if torch.is_grad_enabled() else run_backward
-        grads = run(dy, x, weight, bias, formula.activation, wanted, formula.backward)
-        return (*grads, dy if needs[3] else None, None)
+        tensors = (*ctx.saved_tensors, None)
+        needs = ctx.needs_input_grad[:4]
+        return (*ctx.formula.gradients(dy, None, dy.shape, tensors, None, needs), None)
 
 
 # torch.autograd.Function's own apply without its Python, which looks for transforms only.
@@ -84,7 +112,7 @@ _apply = super(torch.autograd.Function, DiagonalLinear).apply  # type: ignore[mi
 def applied(formula: Formula) -> Callable[..., Tensor]:
     """``DiagonalLinear`` with this formula, for plain tensors outside torch.func's transforms."""
 
-    def plan(x: Tensor, weight: Tensor, rest: tuple[Tensor | None, Tensor | None]) -> Tensor:
+    def plan(x: Tensor, weight: Tensor, rest: Rest) -> Tensor:
         return _apply(x, weight, rest[0], rest[1], formula)  # type: ignore[no-any-return]
 
     return plan

@@ -17,6 +17,7 @@ from fastlinear.core.cost import Cost
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, Family, register_family
+from fastlinear.ops.common import door_node
 from fastlinear.ops.diagonal_linear import addcmul, cpp, reference, triton_config
 from fastlinear.ops.diagonal_linear.problem import NAME, PIECES, STEP, problem
 
@@ -31,6 +32,7 @@ _TRITON_SOURCES = (
 )
 _CPP_SOURCES = ("diagonal.cpp", "diagonal_activations.h", "../common/cpp_build.py")
 _MAX_REDRAWS = 64
+_MANY = 1 << 24  # numbers whose passes over memory take a GPU longer than the host any call
 
 
 def _always(_: Problem) -> str | None:
@@ -39,11 +41,14 @@ def _always(_: Problem) -> str | None:
 
 def _prefer(p: Problem) -> tuple[str, ...]:
     """Analytic order, used only where no measurement covers the Problem."""
+    numbers = p.dim("M") * p.dim("K")
     if p.device == "cuda":
         if p.piece == STEP:
-            return ("pieces", "eager")
+            # a node of autograd in Python costs the host more than PyTorch's own two
+            host_bound = numbers < _MANY and not p.captured
+            alone = host_bound and door_node.reason_not() is not None
+            return ("eager", "pieces") if alone else ("pieces", "eager")
         return ("triton", "addcmul", "eager") if p.piece == "forward" else ("triton", "eager")
-    numbers = p.dim("M") * p.dim("K")
     if p.piece == STEP:
         return ("pieces", "eager") if numbers >= cpp.LEAST else ("eager",)
     if p.piece == "backward":

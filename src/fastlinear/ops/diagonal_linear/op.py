@@ -17,7 +17,7 @@ from fastlinear.core.errors import InputError
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.explain import Explanation
 from fastlinear.ops.common import calls, door
-from fastlinear.ops.diagonal_linear import launches, plans, reference
+from fastlinear.ops.diagonal_linear import launches, plans, programs, reference
 from fastlinear.ops.diagonal_linear.selection import choices
 from fastlinear.ops.diagonal_linear.validation import validate, validate_out
 
@@ -260,6 +260,8 @@ def _admit(
     plan: Any = found.in_door if dense else found.plan
     if x.is_cuda and dense and found.launched:
         plan = launches.in_door(x, weight, bias, activation, residual, plan) or plan
+    elif dense and found.training is not None:
+        plan = programs.node(found.training, x, weight, bias, residual) or plan
     table.admit(x, weight, rest, activation, backend, plan)
 
 

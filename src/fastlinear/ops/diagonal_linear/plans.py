@@ -13,12 +13,10 @@ from fastlinear.dispatch.select import Choice
 from fastlinear.ops.common import calls
 from fastlinear.ops.common.autocast import cast as cast_once
 from fastlinear.ops.diagonal_linear import reference
-from fastlinear.ops.diagonal_linear.autograd import Formula, applied
+from fastlinear.ops.diagonal_linear.autograd import Formula, Rest, applied
 from fastlinear.ops.diagonal_linear.problem import STEP
 from fastlinear.ops.diagonal_linear.selection import choices
 
-Rest = tuple[Tensor | None, Tensor | None]
-"""(bias, residual)"""
 Plan = Callable[[Tensor, Tensor, Rest], Tensor]
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
@@ -33,12 +31,35 @@ class Resolved:
             dense. None for none.
         launched: whether the door may be given the backend's one launch instead.
         run: the forward's backend, for calls with ``out``; None is PyTorch's own.
+        training: what such calls are recorded by, where the door may record them itself.
     """
 
     plan: Plan
     in_door: Plan | None
     launched: bool
     run: Callable[..., Tensor] | None
+    training: Training | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """The formula of a training call, and the names of the backends in it.
+
+    Attributes:
+        formula: what both ways through Python and C++ run.
+        forward, backward: names of the backends.
+    """
+
+    formula: Formula
+    forward: str
+    backward: str
+
+
+def training_of(chosen: tuple[Choice, ...], activation: str) -> Training:
+    """The backends chosen for the pieces, with the formula over them."""
+    forward, backward = chosen[0].backend, chosen[1].backend
+    formula = Formula(activation, forward.load(), backward.load())
+    return Training(formula, forward.name, backward.name)
 
 
 def resolved(
@@ -68,18 +89,18 @@ def resolved(
         plan = own if autocast is None else _guarded(own, activation, backend, autocast, unusual)
         return Resolved(plan, own if autocast is None else None, False, None)
     run = chosen[0].backend.load()
-    inner = training_plan(chosen, activation) if grad else _inference(run, activation)
+    training = training_of(chosen, activation) if grad else None
+    inner = _inference(run, activation) if training is None else applied(training.formula)
     plan = _guarded(inner, activation, backend, autocast, unusual)
     if autocast is not None:
         return Resolved(plan, None, False, run)
     launched = names == {"triton"} and not grad and not captured
-    return Resolved(plan, inner, launched, run)
+    return Resolved(plan, inner, launched, run, None if captured else training)
 
 
 def training_plan(chosen: tuple[Choice, ...], activation: str) -> Plan:
     """``DiagonalLinear`` over the backends chosen for forward and backward."""
-    forward, backward = chosen[0].backend.load(), chosen[1].backend.load()
-    return applied(Formula(activation, forward, backward))
+    return applied(training_of(chosen, activation).formula)
 
 
 def _native(activation: str) -> Plan:

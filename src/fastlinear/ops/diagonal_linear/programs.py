@@ -1,0 +1,135 @@
+"""Training calls of diagonal_linear as the compiled door records them: one node, a launch forward
+and one or two backward.
+
+What a program does is what the Triton backend does; other backends run in Python inside the node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastlinear.ops.common import door_node
+from fastlinear.ops.common.door_launch import DoorLaunch
+from fastlinear.ops.common.door_program import Program
+from fastlinear.ops.diagonal_linear.plans import Training
+
+NAME = "DiagonalLinearBackward"
+_X, _WEIGHT, _BIAS, _RESIDUAL, _GIVEN = range(5)  # among a forward's tensors
+_FROM_DY, _FROM_X, _FROM_WEIGHT, _FROM_BIAS = range(4)  # among a backward's, which begin with dy
+_BACKWARD_GIVEN = 6  # dy, the call's four, and nothing kept
+
+
+def node(
+    training: Training, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
+) -> Any:
+    """The door's plan for such calls, or None while there is no library of nodes.
+
+    They must have run before. weight and bias are contiguous.
+    """
+    if not door_node.begun():
+        return None
+    formula = training.formula
+
+    def programmer(
+        needs: tuple[bool, ...], dy: Tensor, tensors: tuple[Tensor | None, ...], _kept: Any
+    ) -> Any:
+        return _backward(training, needs, dy, tensors)
+
+    plain = [None if t is None else t.detach() for t in (x, weight, bias, residual)]
+    return door_node.node(
+        NAME,
+        (x, weight, bias, residual),
+        formula.forward,
+        formula.gradients,
+        programmer,
+        _forward(training, *plain),
+        (door_node.NOTHING,),
+        formula.readers,
+    )
+
+
+def _forward(
+    training: Training,
+    x: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+) -> Any:
+    """The forward's program: x, weight, bias, residual → y; None where it is not one launch."""
+    assert x is not None
+    assert weight is not None
+    given = [t for t in (x, residual) if t is not None]
+    if training.forward != "triton" or not all(map(_viewable, given)):
+        return None
+    if not door_node.serves_cuda():
+        return None
+    from fastlinear.ops.diagonal_linear import triton
+
+    k = x.shape[-1]
+    rows = None if residual is None else residual.view(-1, k)
+    launch = triton.launch_of(x.view(-1, k), weight, bias, training.formula.activation, rows)
+    p = Program(_GIVEN)
+    y = p.empty(x.shape, x.dtype, _X)
+    places = (_X, _WEIGHT, _number(bias, _BIAS), _number(residual, _RESIDUAL), y)
+    if launch is None or not p.launch(launch.in_door(places)):
+        return None
+    return p.spec(y, None)
+
+
+def _backward(
+    training: Training, needs: Sequence[bool], dy: Tensor, tensors: tuple[Tensor | None, ...]
+) -> Any:
+    """The backward's program: dy, x, weight, bias → dx, dw, db, dr.
+
+    dy is contiguous, and all this ran on such tensors.
+    """
+    x, weight, bias = tensors[:3]
+    if training.backward != "triton" or not door_node.serves_cuda():
+        return None
+    if x is not None and not _viewable(x):
+        return None
+    p = Program(_BACKWARD_GIVEN)
+    dr = _FROM_DY if needs[3] else None
+    if not any(needs[:3]):
+        return p.spec(None, None, None, dr)
+    from fastlinear.ops.diagonal_linear import triton
+
+    k = dy.shape[-1]
+    rows = None if x is None else x.view(-1, k)
+    wanted = needs[0], needs[1], needs[2]
+    name = training.formula.activation
+    plan = triton.backward_of(dy.view(-1, k), rows, weight, bias, name, wanted)
+    if plan is None:
+        return None
+    dx = p.empty(dy.shape, dy.dtype, _FROM_DY) if needs[0] else None
+    dw = p.empty((k,), dy.dtype, _FROM_DY) if needs[1] else None
+    db = p.empty((k,), dy.dtype, _FROM_DY) if needs[2] else None
+    sums: tuple[int | None, int | None] = (dw, db)
+    if plan.parts is not None:
+        made = [None if n is None else p.empty(plan.parts, torch.float32, _FROM_DY) for n in sums]
+        sums = made[0], made[1]
+    acts = name != "none"
+    read = (
+        _FROM_DY,
+        _FROM_X if acts or needs[1] else None,
+        _FROM_WEIGHT if acts or needs[0] else None,
+        _number(bias, _FROM_BIAS) if acts else None,
+    )
+    launches: list[DoorLaunch | None] = [plan.launch.in_door((*read, dx, *sums))]
+    if plan.parts is not None:
+        launches.append(plan.sum.in_door((*sums, dw, db)))
+    if not all(p.launch(launch) for launch in launches):
+        return None
+    return p.spec(dx, dw, db, dr)
+
+
+def _number(t: Tensor | None, number: int) -> int | None:
+    return None if t is None else number
+
+
+def _viewable(x: Tensor) -> bool:
+    return x.dim() == 2 or x.is_contiguous()
