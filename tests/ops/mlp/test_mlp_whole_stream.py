@@ -27,7 +27,17 @@ on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 CXX = shutil.which("c++")
 BF16, F16 = torch.bfloat16, torch.float16
 
-EVEN = [(1024,) * 4, (1152,) * 4, (1280,) * 3, (1536,) * 4, (2048,) * 5, (3072,) * 3, (4096,) * 3]
+EVEN = [
+    (768,) * 4,
+    (896,) * 3,
+    (1024,) * 4,
+    (1152,) * 4,
+    (1280,) * 3,
+    (1536,) * 4,
+    (2048,) * 5,
+    (3072,) * 3,
+    (4096,) * 3,
+]
 UNEVEN = [
     (784, 2048, 2048, 10),
     (1000, 1032, 8, 2056, 37),
@@ -66,6 +76,10 @@ def test_make_stream_is_buildable_and_covers_all_columns(
 def test_stream_for_leaves_other_chains_alone() -> None:
     assert stream_for((2048,) * 9, 64, 4) is None
     assert stream_for((1024,) * 9, 33, 2) is None
+    assert stream_for((1024,) * 9, 32, 2) is not None
+    assert stream_for((1024,) * 9, 65, 2) is not None
+    assert stream_for((768,) * 9, 64, 2) is None
+    assert stream_for((896,) * 9, 64, 2) is not None
     assert stream_for((1024, 1000, 1024), 16, 2) is None
     assert stream_for((2048,) * 2, 64, 2) is None
     assert stream_for((2048,) * 18, 64, 2) is None
