@@ -242,10 +242,13 @@ def test_chunks_of_tokens(tiles: int) -> None:
 
 
 @compares
-def test_weight_gradient_of_many_chunks() -> None:
+def test_weight_gradient_of_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The products of large groups, tokens cut into several chunks."""
+    monkeypatch.setattr(triton_tensors, "units_of", lambda device: 8)
     check_backward((1, 140, 1, 20, 140), torch.float32, "tokens", activation="silu")
     check_backward((2, 70, 1, 20, 140), torch.float32, "channels", activation="silu")
+    (made, *_) = (p for key, p in whole._plans.items() if key[0] == "dw")
+    assert made._sums._launch is not None
 
 
 @compares
