@@ -56,12 +56,21 @@ PyObject* tuple_of(const List& tensors, size_t from, size_t to) {
   return tuple;
 }
 
+// Names of dimensions, which older torches leave out of every backward.
+template <class Key = c10::DispatchKey>
+constexpr uint64_t names() {
+  if constexpr (requires { Key::Named; })
+    return c10::DispatchKeySet(Key::Named).raw_repr();
+  else
+    return 0;
+}
+
 // What the current thread's dispatch adds and leaves out: transforms, modes, autocast.
 struct Dispatch {
   uint64_t included, excluded;
   static Dispatch now() {
     const auto local = c10::impl::tls_local_dispatch_key_set();
-    return {local.included_.raw_repr(), local.excluded_.raw_repr()};
+    return {local.included_.raw_repr(), local.excluded_.raw_repr() & ~names()};
   }
   bool operator==(const Dispatch& o) const {
     return included == o.included && excluded == o.excluded;
