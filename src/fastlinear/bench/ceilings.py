@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import torch
@@ -94,10 +95,14 @@ def _warm_bandwidth(size: int, device: str, threads: int) -> float:
     other = torch.empty_like(half)
     matrix = torch.ones(max(1, size // 4 // 256), 256, device=device)
     vector = torch.ones(256, device=device)
+    width = max(1, math.isqrt(size // 4))
+    weight = torch.ones(width, width, device=device)
+    rows = torch.ones(4, width, device=device)
     arms = {
         "copy": lambda: other.copy_(half),
         "sum": lambda: matrix.sum(),
         "mv": lambda: torch.mv(matrix, vector),
+        "mm": lambda: torch.mm(rows, weight.t()),
     }
     with torch.no_grad():
         samples = interleave(arms, device=device, metric="device", rounds=5)
