@@ -355,7 +355,12 @@ inline at::Tensor called(const std::shared_ptr<const NodePlan>& plan, const Call
   if (program != nullptr && program->aligned(given)) {
     const at::AutoDispatchBelowADInplaceOrView below;
     Tensors r = given;
-    if (program->run(r, stream)) {
+    // on a CPU other Python threads may run meanwhile; the tensors are held here
+    std::optional<pybind11::gil_scoped_release> unlocked;
+    if (!given[0].is_cuda()) unlocked.emplace();
+    const bool ran = program->run(r, stream);
+    unlocked.reset();
+    if (ran) {
       const auto& results = program->results();
       y = r[results[0]];
       for (size_t i = 0; i < kept.size(); ++i)

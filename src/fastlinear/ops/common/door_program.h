@@ -120,13 +120,24 @@ inline at::Tensor onednn_product(const at::Tensor& x, const at::Tensor& w, const
 //   onednn  out, x, transposed, weight, transposed, bias or -1
 //   cact    out, in, code, function's address       cdact   dpre, db or -1, dy, saved, code,
 //                                                           chunks, function's address
+//   call    function's address, (arguments...): a number, a (tensor's number,) or -1 for its
+//           memory, or an array of such
 struct Step {
-  enum Kind { kEmpty, kView, kKernel, kLinear, kAct, kDact, kMm, kSum, kOneDnn, kCAct, kCDact };
+  enum Kind {
+    kEmpty, kView, kKernel, kLinear, kAct, kDact, kMm, kSum, kOneDnn, kCAct, kCDact, kCall
+  };
+  struct Argument {
+    enum What { kNumber, kMemory, kMemories } what;
+    int64_t number = 0;
+    std::vector<int64_t> tensors = {};
+  };
+  static constexpr size_t kMaxArguments = 12;
   Kind kind;
   int64_t n[7] = {0, 0, 0, 0, 0, 0, 0};
   std::vector<int64_t> sizes;
   std::unique_ptr<Kernel> kernel;
   void* function = nullptr;
+  std::vector<Argument> arguments;
   std::vector<int64_t> last;  // tensors that no later step reads
 
   // Numbers of all tensors it reads or makes.
@@ -135,6 +146,11 @@ struct Step {
       case kKernel: {
         std::vector<int64_t> found;
         for (const auto& p : kernel->places) found.push_back(p.tensor);
+        return found;
+      }
+      case kCall: {
+        std::vector<int64_t> found;
+        for (const auto& a : arguments) found.insert(found.end(), a.tensors.begin(), a.tensors.end());
         return found;
       }
       case kEmpty: return {n[0], n[2]};
@@ -157,8 +173,10 @@ inline std::vector<int64_t> integers(PyObject* tuple) {
 
 class Program {
  public:
-  // ((steps...), results' numbers, address bits that matter of the tensors given), and these.
-  Program(PyObject* spec, const Tensors& given) : results_(integers(PyTuple_GetItem(spec, 1))) {
+  // ((steps...), results' numbers, address bits that matter of the tensors given, whatever is kept),
+  // and these tensors.
+  Program(PyObject* spec, const Tensors& given)
+      : spec_(spec), results_(integers(PyTuple_GetItem(spec, 1))) {
     PyObject* steps = PyTuple_GetItem(spec, 0);
     for (Py_ssize_t i = 0; i < PyTuple_Size(steps); ++i) add(PyTuple_GetItem(steps, i));
     find_last_uses(static_cast<int64_t>(given.size()));
@@ -222,6 +240,7 @@ class Program {
     }
   };
 
+  Ref spec_;  // and what memory it has
   std::vector<Step> steps_;
   std::vector<Given> given_;
   std::vector<int64_t> results_;
@@ -230,17 +249,24 @@ class Program {
 
   void add(PyObject* spec) {
     static constexpr const char* kNames[] = {"empty", "view", "kernel", "linear", "act", "dact",
-                                             "mm",    "sum",  "onednn", "cact",   "cdact"};
+                                             "mm",    "sum",  "onednn", "cact",   "cdact", "call"};
+    constexpr int kKinds = sizeof(kNames) / sizeof(kNames[0]);
     PyObject* name = PyTuple_GetItem(spec, 0);
     int kind = 0;
-    while (kind < 11 && (name == nullptr || !PyUnicode_Check(name) ||
+    while (kind < kKinds && (name == nullptr || !PyUnicode_Check(name) ||
                          PyUnicode_CompareWithASCIIString(name, kNames[kind]) != 0))
       ++kind;
-    if (kind == 11) throw PythonError();
+    if (kind == kKinds) throw PythonError();
     Step step{static_cast<Step::Kind>(kind)};
     if (kind == Step::kKernel) {
       step.kernel = std::make_unique<Kernel>(PyTuple_GetItem(spec, 1));
       for (const auto& p : step.kernel->places) reach(p.tensor);
+    } else if (kind == Step::kCall) {
+      step.function = address(spec, 1);
+      PyObject* given = PyTuple_GetItem(spec, 2);
+      if (PyTuple_Size(given) > static_cast<Py_ssize_t>(Step::kMaxArguments)) throw PythonError();
+      for (Py_ssize_t i = 0; i < PyTuple_Size(given); ++i)
+        step.arguments.push_back(argument(given, i));
     } else {
       int i = 0;
       for (Py_ssize_t at = 1; at < PyTuple_Size(spec); ++at) {
@@ -259,6 +285,46 @@ class Program {
       reach(step.n[0]);
     }
     steps_.push_back(std::move(step));
+  }
+
+  static Step::Argument argument(PyObject* given, Py_ssize_t i) {
+    PyObject* item = PyTuple_GetItem(given, i);
+    if (item == nullptr) throw PythonError();
+    if (PyList_Check(item)) {
+      Step::Argument found{Step::Argument::kMemories};
+      for (Py_ssize_t at = 0; at < PyList_GET_SIZE(item); ++at)
+        found.tensors.push_back(PyLong_AsLongLong(PyList_GET_ITEM(item, at)));
+      if (PyErr_Occurred()) throw PythonError();
+      return found;
+    }
+    if (PyTuple_Check(item)) return {Step::Argument::kMemory, 0, integers(item)};
+    return {Step::Argument::kNumber, integer(given, i)};
+  }
+
+  // A C function of numbers and pointers, which are passed alike.
+  static void call(const Step& s, const Tensors& r) {
+    using N = int64_t;
+    using Function = void (*)(N, N, N, N, N, N, N, N, N, N, N, N);
+    N a[Step::kMaxArguments] = {};
+    c10::SmallVector<c10::SmallVector<N, 16>, 4> arrays;
+    arrays.reserve(s.arguments.size());
+    const auto memory = [&r](int64_t i) {
+      return i < 0 ? N{0} : static_cast<N>(base_of(r[i].unsafeGetTensorImpl()));
+    };
+    for (size_t i = 0; i < s.arguments.size(); ++i) {
+      const auto& argument = s.arguments[i];
+      if (argument.what == Step::Argument::kNumber) {
+        a[i] = argument.number;
+      } else if (argument.what == Step::Argument::kMemory) {
+        a[i] = memory(argument.tensors[0]);
+      } else {
+        auto& array = arrays.emplace_back();
+        for (const auto t : argument.tensors) array.push_back(memory(t));
+        a[i] = reinterpret_cast<N>(array.data());
+      }
+    }
+    reinterpret_cast<Function>(s.function)(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8],
+                                           a[9], a[10], a[11]);
   }
 
   // Tensors that steps made are given back after their last use, as autograd's own nodes would.
@@ -333,6 +399,9 @@ class Program {
       }
       case Step::kCDact:
         return column_sums(s, r);
+      case Step::kCall:
+        call(s, r);
+        return true;
     }
     return false;
   }

@@ -10,6 +10,9 @@ import torch
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.common.door_launch import DoorLaunch
 
+Memory = tuple[int]
+Memories = list[int]
+
 _CODES = {name: code for code, name in enumerate(NAMES)}
 # c10::ScalarType
 _DTYPES = {torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.bfloat16: 15}
@@ -26,6 +29,7 @@ class Program:
         self._steps: list[tuple[Any, ...]] = []
         self._count = given
         self._masks = [0] * given
+        self._kept: list[Any] = []
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, like: int) -> int:
         """A new tensor, contiguous and uninitialised, on the device of ``like``."""
@@ -96,10 +100,19 @@ class Program:
         self._steps.append(("cdact", dpre, last, dy, saved, _CODES[name], chunks, function))
         return dpre, db
 
+    def call(self, function: int, *arguments: int | Memory | Memories, keeps: Any = None) -> None:
+        """A C function of numbers and pointers, by its address.
+
+        ``arguments`` are numbers, addresses among them, and the memory of tensors; ``keeps`` holds
+        what the addresses are of. What it writes to was made ``empty`` before.
+        """
+        self._kept.append(keeps)
+        self._steps.append(("call", function, arguments))
+
     def spec(self, *results: int | None) -> tuple[Any, ...]:
         """The tuple that ``door_program.h`` describes; None stands for no result."""
         numbers = tuple(-1 if r is None else r for r in results)
-        return (tuple(self._steps), numbers, tuple(self._masks))
+        return (tuple(self._steps), numbers, tuple(self._masks), self._kept)
 
     def _number(self) -> int:
         self._count += 1
@@ -109,3 +122,13 @@ class Program:
         out = self._number()
         self._steps.append((kind, out, *rest))
         return out
+
+
+def memory(tensor: int | None) -> Memory:
+    """The address of a tensor's memory as an argument of ``call``; null for None."""
+    return (-1 if tensor is None else tensor,)
+
+
+def memories(tensors: Sequence[int | None]) -> Memories:
+    """An array of such addresses."""
+    return [-1 if t is None else t for t in tensors]

@@ -1,12 +1,13 @@
-"""Training calls of mlp as the compiled door records them: one node for the whole chain.
+"""Calls of mlp as the compiled door runs them: in training one node for the whole chain.
 
 Where a direction runs layer after layer, its program is that of the layers, one after the other;
-other backends are called from the node.
+other backends are called from the node. So are layers without gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,10 @@ from torch import Tensor
 from fastlinear.dispatch.select import select
 from fastlinear.ops.common import door_node
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.common.door_program import Program
+from fastlinear.ops.common.door_program import Program, memories, memory
 from fastlinear.ops.linear_act.backends import BACKWARD_PIECES
 from fastlinear.ops.linear_act.programs import Layer, Operand, forward_steps, matrix, viewable
+from fastlinear.ops.mlp import whole_cpp
 from fastlinear.ops.mlp.autograd import Formula
 from fastlinear.ops.mlp.layerwise import _problem as layer_problem
 from fastlinear.ops.mlp.problem import layer_activations
@@ -71,6 +73,46 @@ def node(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Inference:
+    """Calls without gradients that run layer after layer."""
+
+    activation: str
+    final_activation: str
+
+
+def made(
+    kind: Training | Inference,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None,
+    plan: Callable[..., Tensor],
+) -> Any:
+    """The door's plan for calls of a kind; None where only ``plan`` serves them."""
+    if isinstance(kind, Training):
+        return node(kind, x, weights, biases)
+    return program(kind, x, weights, biases, plan)
+
+
+def program(
+    inference: Inference,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None,
+    plan: Callable[..., Tensor],
+) -> Any:
+    """The door's plan for such calls, or None where there is no library of programs, too many
+    tensors, or a layer's backend that has no such form. They must have run before; biases are
+    contiguous. ``plan`` serves what the program cannot."""
+    tensors = (x, *weights, *((None,) if biases is None else biases))
+    if not door_node.begun() or len(tensors) > door_node.MAX_TENSORS or not _served(x):
+        return None
+    names = layer_activations(len(weights), inference.activation, inference.final_activation)
+    p = Program(len(tensors))
+    steps = _layers(p, "layerwise", x, weights, biases, names, saving=False)
+    return None if steps is None else door_node.program(p.spec(steps[0]), tensors, plan)
+
+
 def _forward(
     training: Training,
     x: Tensor,
@@ -80,11 +122,31 @@ def _forward(
     """The forward's program: x, weights, biases → y, and what each layer's backward reads."""
     formula = training.formula
     layers = formula.layers
+    if training.forward == "whole_cpp":
+        return _whole_forward(formula, x, weights, biases)
     if training.forward not in _LAYERED or not _served(x):
         return None
     names = layer_activations(layers, formula.activation, formula.final_activation)
-    bs = (None,) * layers if biases is None else [None if b is None else b.detach() for b in biases]
+    given = None if biases is None else [None if b is None else b.detach() for b in biases]
     p = Program(1 + layers + (1 if biases is None else layers))
+    steps = _layers(p, training.forward, x, weights, given, names, saving=True)
+    return None if steps is None else p.spec(steps[0], *steps[1])
+
+
+def _layers(
+    p: Program,
+    chain: str,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None,
+    names: Sequence[str],
+    *,
+    saving: bool,
+) -> tuple[int, list[int | None]] | None:
+    """The layers one after the other under a chain's backend: the numbers of y and, for each layer,
+    of what its backward reads besides y. None where a layer's backend has no such form."""
+    layers = len(weights)
+    bs = (None,) * layers if biases is None else biases
     h = matrix(p, 0, x)
     kept: list[int | None] = []
     y = 0
@@ -94,15 +156,15 @@ def _forward(
         last = i == layers - 1
         rows = (h.tensor.shape[0], weight.shape[0])
         shape = (*x.shape[:-1], weight.shape[0]) if last else rows
-        backend = _layer(training.forward, i, h.tensor, weight, bias is not None, name, "forward")
-        saves = activation_of(name).saved == "pre"
+        backend = _layer(chain, i, h.tensor, weight, bias is not None, name, "forward", saving)
+        saves = saving and activation_of(name).saved == "pre"
         made = forward_steps(p, backend, h, w, b, name, saves, shape)
         if made is None:
             return None
         y, pre = made
         kept.append(pre if saves else None if last else y)
         h = Operand(x.new_empty(rows), y, y)
-    return p.spec(y, *kept)
+    return y, kept
 
 
 def _backward(
@@ -116,6 +178,8 @@ def _backward(
     weights and biases. All this ran on such tensors."""
     formula = training.formula
     layers = formula.layers
+    if training.backward == "whole_cpp":
+        return _whole_backward(formula, needs, dy, tensors, kept)
     if training.backward not in _LAYERED or not _served(dy):
         return None
     if any(k is not None and not k.is_contiguous() for k in kept):
@@ -150,7 +214,7 @@ def _backward(
         assert weight is not None
         need_dw, need_dx = needs[1 + i], i > first or needs[0]
         pieces = {
-            piece: _layer(training.backward, i, rows, weight, True, names[i], piece)
+            piece: _layer(training.backward, i, rows, weight, True, names[i], piece, True)
             for piece in BACKWARD_PIECES
         }
         layer = Layer(
@@ -175,14 +239,107 @@ def _backward(
     return p.spec(*found)
 
 
+def _whole_forward(
+    formula: Formula,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None,
+) -> Any:
+    """The forward's program where one C++ function computes all of it."""
+    given = [t for t in (x, *weights, *(biases or ())) if t is not None]
+    if not all(t.is_contiguous() for t in given):
+        return None
+    layers = formula.layers
+    p = Program(1 + layers + (1 if biases is None else layers))
+    rows = x.shape[:-1].numel()
+    hidden = [p.empty((rows, w.shape[0]), x.dtype, 0) for w in weights[:-1]]
+    shape = (*x.shape[:-1], weights[-1].shape[0])
+    y = last = p.empty(shape, x.dtype, 0)
+    kind = activation_of(formula.final_activation).saved
+    if kind == "pre":
+        last = p.empty((rows, shape[-1]), x.dtype, 0)
+    bs = [None if biases is None or biases[i] is None else 1 + layers + i for i in range(layers)]
+    widths, codes, kept = _described(formula, weights)
+    p.call(
+        whole_cpp.address(),
+        layers,
+        widths,
+        codes,
+        memories(range(1, 1 + layers)),
+        memories(bs),
+        memory(0),
+        memory(y),
+        memories([*hidden, last]),
+        rows,
+        keeps=kept,
+    )
+    return p.spec(y, *hidden, last if kind == "pre" else None)
+
+
+def _whole_backward(
+    formula: Formula,
+    needs: tuple[bool, ...],
+    dy: Tensor,
+    tensors: tuple[Tensor | None, ...],
+    kept: tuple[Tensor | None, ...],
+) -> Any:
+    """The backward's program where one C++ function computes all of it."""
+    layers, count = formula.layers, len(tensors)
+    x, *weights = [t for t in tensors[: 1 + layers] if t is not None]
+    if not all(t.is_contiguous() for t in (x, *weights, *(k for k in kept if k is not None))):
+        return None
+    p = Program(1 + count + layers)
+    given = count - 1 - layers
+    wanted = [n and (i <= layers or given == layers) for i, n in enumerate(needs)]
+    found: list[int | None] = [None] * count
+    for i in (i for i, want in enumerate(wanted) if want):
+        shape = x.shape if i == 0 else weights[(i - 1) % layers].shape[: 2 if i <= layers else 1]
+        found[i] = p.empty(shape, dy.dtype, 0)
+    need_bs = tuple(wanted[1 + layers :]) if given == layers else (False,) * layers
+    last = 0 if kept[-1] is None else count + layers
+    widths, codes, held = _described(formula, weights)
+    p.call(
+        whole_cpp.backward_address(),
+        layers,
+        widths,
+        codes,
+        memories(range(2, 2 + layers)),
+        memory(1),
+        memories([*range(1 + count, count + layers), last]),
+        memory(0),
+        memory(found[0]),
+        memories(found[1 : 1 + layers]),
+        memories(found[1 + layers :] if given == layers else [None] * layers),
+        first_needed((wanted[0], tuple(wanted[1 : 1 + layers]), need_bs)),
+        dy.shape[:-1].numel(),
+        keeps=held,
+    )
+    return p.spec(*found)
+
+
+def _described(formula: Formula, weights: Sequence[Tensor]) -> tuple[int, int, Any]:
+    """Addresses of the widths and of the activations' codes as C++ reads them, and their memory."""
+    codes = whole_cpp.codes(formula.layers, formula.activation, formula.final_activation)
+    widths = whole_cpp._widths(tuple(weights))
+    numbers = (ctypes.c_int32 * formula.layers)(*codes)
+    return ctypes.addressof(widths), ctypes.addressof(numbers), (widths, numbers)
+
+
 def _served(x: Tensor) -> bool:
     return viewable(x) and (not x.is_cuda or door_node.serves_cuda())
 
 
 def _layer(
-    backend: str, i: int, x: Tensor, weight: Tensor, bias: bool, activation: str, piece: str
+    chain: str,
+    i: int,
+    x: Tensor,
+    weight: Tensor,
+    bias: bool,
+    activation: str,
+    piece: str,
+    grad: bool,
 ) -> str:
     """The backend of a layer's piece under a chain's backend, as ``layerwise`` chooses it."""
-    if backend == "eager":
+    if chain == "eager":
         return "eager"
-    return select(layer_problem(i, x, weight, bias, activation, True, piece)).backend.name
+    return select(layer_problem(i, x, weight, bias, activation, grad, piece)).backend.name

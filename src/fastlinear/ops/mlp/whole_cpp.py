@@ -145,6 +145,14 @@ def address() -> int:
     return value
 
 
+@lru_cache(maxsize=1)
+def backward_address() -> int:
+    """Address of ``fastlinear_mlp_backward``, for the door's nodes."""
+    value = ctypes.cast(_library().fastlinear_mlp_backward, ctypes.c_void_p).value
+    assert value is not None
+    return value
+
+
 def _widths(weights: Weights) -> Any:
     return (ctypes.c_int64 * (len(weights) + 1))(
         weights[0].shape[1], *(w.shape[0] for w in weights)
