@@ -17,6 +17,7 @@ from fastlinear.ops.diagonal_linear.triton_config import (
     config_for,
     cut,
     one_launch,
+    sum_block,
 )
 from fastlinear.ops.diagonal_linear.triton_kernels import (
     _diagonal_linear_bwd_kernel,
@@ -174,7 +175,7 @@ class _Backward:
         config: DiagonalConfig | None,
     ) -> None:
         m, k = dy.shape
-        own = config or config_for("backward", dy.itemsize)
+        own = config or config_for("backward", m, k, dy.itemsize)
         row_stride = k if x is None or m == 1 else x.stride(0)
         made = one_launch(m, k, own) if config is None else None
         whole = made is not None
@@ -192,14 +193,13 @@ class _Backward:
         if summed and not whole:
             parts = made.strips * made.fold
             self.parts = (parts, k)
-            cols = 16 if parts >= 128 else 64
-            rows = min(4096 // cols, 1 << max(0, (parts - 1).bit_length()))
+            rows, cols, warps = sum_block(parts)
             self.sum = Launch(
                 _sum_parts_kernel,
                 (-(-k // cols), summed),
                 (parts, k, rows, cols),
                 dy.device,
-                warps=4,
+                warps=warps,
             )
 
     def run(
@@ -226,7 +226,7 @@ def _forward_launch(
     x: Tensor, activation: str, residual: Tensor | None, config: DiagonalConfig | None
 ) -> Launch:
     m, k = x.shape
-    own = config or config_for("forward", x.itemsize)
+    own = config or config_for("forward", m, k, x.itemsize)
     strides = [k if t is None or m == 1 else t.stride(0) for t in (x, residual)]
     made = cut(m, k, all(s == k for s in strides), _units(x), own)
     return Launch(
