@@ -101,7 +101,9 @@ def run(m: int, k: int, dtype: torch.dtype, activation: str) -> None:
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_kernels_fit(arch: int, dtype: str, launches: list[Recorder], tmp_path: Path) -> None:
     """Wide, narrow, odd and few rows; the plainest activation and the dearest."""
-    sizes = ((32768, 2048), (32768, 8192), (32768, 160), (16, 64)) if arch == 90 else ((32768, 160),)
+    sizes = (
+        ((32768, 2048), (32768, 8192), (32768, 160), (16, 64)) if arch == 90 else ((32768, 160),)
+    )
     for m, k in sizes:
         for activation in ("none", "gelu"):
             launches.clear()
