@@ -1,4 +1,5 @@
-// The library of the door's nodes: training calls, recorded by autograd without Python.
+// The library of the door's nodes: training calls, recorded by autograd without Python; and of its
+// programs: calls without gradients that take more than one launch.
 //
 // It stands beside door.cpp, whose table finds its plans; PyTorch's headers of autograd take ten
 // times as long to compile.
@@ -22,6 +23,34 @@ PyObject* run(void* self, const Call& call, PyObject* const* args, void* stream)
 }
 
 void drop(void* self) { delete static_cast<NodeCalls*>(self); }
+
+// Calls without gradients: a program, or Python where it cannot run.
+struct ProgramCalls {
+  Program program;
+  Ref fallback;
+  size_t count;  // of tensors given
+};
+
+PyObject* run_program(void* self, const Call& call, PyObject* const* args, void* stream) {
+  const auto& calls = *static_cast<ProgramCalls*>(self);
+  using Impl = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+  try {
+    Tensors r;
+    for (size_t i = 0; i < calls.count; ++i) {
+      auto* impl = const_cast<c10::TensorImpl*>(call.tensors[i]);
+      r.push_back(impl == nullptr ? at::Tensor() : at::Tensor(Impl::reclaim_copy(impl)));
+    }
+    const at::AutoDispatchBelowADInplaceOrView below;
+    if (calls.program.aligned(r) && calls.program.run(r, stream))
+      return THPVariable_Wrap(r[calls.program.results()[0]]);
+  } catch (const std::exception&) {
+    torch::translate_exception_to_python(std::current_exception());
+    return nullptr;
+  }
+  return PyObject_Vectorcall(calls.fallback.o, args, kTensorArguments, nullptr);
+}
+
+void drop_program(void* self) { delete static_cast<ProgramCalls*>(self); }
 
 }  // namespace
 }  // namespace door
@@ -51,6 +80,23 @@ extern "C" PyObject* fastlinear_node_plan(PyObject* spec, PyObject* tensors) {
     return door::Outside::capsule({door::run, door::drop, new door::NodeCalls{std::move(plan)}});
   } catch (const door::PythonError&) {
     if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "fastlinear: not a plan");
+  } catch (const std::exception&) {
+    torch::translate_exception_to_python(std::current_exception());
+  }
+  return nullptr;
+}
+
+// A plan for calls without gradients: a program of one result, the tensors of a call of its kind, and
+// a callable of the leading arguments for calls that the program cannot serve.
+extern "C" PyObject* fastlinear_node_program(PyObject* spec, PyObject* tensors, PyObject* fallback) {
+  try {
+    door::Tensors given;
+    for (Py_ssize_t i = 0; i < PyTuple_Size(tensors); ++i)
+      given.push_back(door::tensor_of(PyTuple_GetItem(tensors, i)));
+    auto* calls = new door::ProgramCalls{door::Program(spec, given), door::Ref(fallback), given.size()};
+    return door::Outside::capsule({door::run_program, door::drop_program, calls});
+  } catch (const door::PythonError&) {
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "fastlinear: not a program");
   } catch (const std::exception&) {
     torch::translate_exception_to_python(std::current_exception());
   }

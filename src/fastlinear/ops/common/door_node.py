@@ -56,6 +56,18 @@ def node(
     return _build.loaded.fastlinear_node_plan(spec, tuple(tensors))
 
 
+def program(spec: Any, tensors: Sequence[Tensor | None], fallback: Callable[..., Tensor]) -> Any:
+    """A plan for the door for calls without gradients; only once :func:`begun` says so.
+
+    Args:
+        spec: a program's; its tensors are those of the call, its one result y.
+        tensors: those of a call of the kind, as the door sees them, None included.
+        fallback: (three leading arguments) → y, for otherwise aligned tensors.
+    """
+    assert _build.loaded is not None
+    return _build.loaded.fastlinear_node_program(spec, tuple(tensors), fallback)
+
+
 def begun() -> bool:
     """Whether nodes can be made by now; the first call has the library loaded or built."""
     build = _build
@@ -114,6 +126,8 @@ def _made(loaded: ctypes.PyDLL) -> ctypes.PyDLL:
     loaded.fastlinear_node_cuda.restype = ctypes.c_int
     loaded.fastlinear_node_plan.argtypes = [thing, thing]
     loaded.fastlinear_node_plan.restype = thing
+    loaded.fastlinear_node_program.argtypes = [thing, thing, thing]
+    loaded.fastlinear_node_program.restype = thing
     loaded.fastlinear_node_begin(torch.Tensor, torch.nn.Parameter, door.impl_offset())
     return loaded
 

@@ -123,6 +123,7 @@ def explain(
 # --------------------------------------------------------------------------------------------
 # Plans: what to call for calls of one kind
 
+_PROGRAMMED = (programs.Training, programs.Inference)
 _plans: dict[Any, tuple[Plan, Any]] = {}
 
 
@@ -203,7 +204,7 @@ def _resolved(
     x, ws, bs = as_autocast(x, ws, bs)
     validate(x, ws, bs, *rest)
     native, plan = resolved(x, ws, bs, *rest, grad, autocast)
-    in_door: Any = native if isinstance(native, programs.Training) else plan
+    in_door: Any = native if isinstance(native, _PROGRAMMED) else plan
     if isinstance(native, tuple):
         in_door = ("chain", *native)
     if autocast or negative:
@@ -227,10 +228,10 @@ def _admit(in_door: Any, plan: Plan, x: Tensor, *call: Any) -> None:
     table = door.table("mlp")
     if table is None or not table.wants(x, *call):
         return
-    if isinstance(in_door, programs.Training):
+    if isinstance(in_door, _PROGRAMMED):
         weights, biases = call[:2]
         dense = biases is None or all(b is None or b.is_contiguous() for b in biases)
-        in_door = (programs.node(in_door, x, weights, biases) if dense else None) or plan
+        in_door = (programs.made(in_door, x, weights, biases, plan) if dense else None) or plan
     table.admit(x, *call, in_door)
 
 

@@ -1,0 +1,187 @@
+"""Layers without gradients as one program of the door: the very results of Python's loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastlinear as fl
+from fastlinear.core.compare import judge
+from fastlinear.ops.common import door, door_node
+from fastlinear.ops.common.activations import NAMES
+from fastlinear.ops.mlp import layerwise, op, programs, reference
+from fastlinear.ops.mlp.programs import Inference
+
+pytestmark = pytest.mark.skipif(door_node.reason_not() is not None, reason="no C++ programs here")
+WIDTHS = ((7,), (5, 9, 4), (16, 16, 16, 16))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built() -> None:
+    assert door.wait(), door.reason_not()
+    assert door_node.wait(), door_node.reason_not()
+
+
+class Way:
+    """Calls of layers through the door, and those that went back to Python."""
+
+    def __init__(self, names: tuple[str, str]) -> None:
+        self.names = names
+        self.back = 0
+        found = door.table("mlp.test_program")
+        assert found is not None
+        self.table = found
+        found.clear()
+
+    def python(self, x: Tensor, ws: Any, bs: Any) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        biases = (None,) * len(ws) if bs is None else tuple(bs)
+        y = layerwise.forward(rows, tuple(ws), biases, *self.names, False)[0]
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    def fallback(self, *given: Any) -> Tensor:
+        self.back += 1
+        return self.python(*given)
+
+    def admit(self, x: Tensor, ws: Any, bs: Any) -> None:
+        self.python(x, ws, bs)
+        plan = programs.made(Inference(*self.names), x, ws, bs, self.fallback)
+        assert plan is not None
+        assert self.table.admit(x, ws, bs, *self.names, plan)
+
+    def __call__(self, x: Tensor, ws: Any, bs: Any) -> Tensor:
+        y = self.table.call(x, ws, bs, *self.names)
+        assert y is not None
+        return y  # type: ignore[no-any-return]
+
+
+def draw(*shape: int, **kind: Any) -> Tensor:
+    return torch.randn(*shape, **kind)
+
+
+def chain(k: int, widths: tuple[int, ...], **kind: Any) -> tuple[list[Tensor], list[Tensor]]:
+    sizes = (k, *widths)
+    ws = [draw(n, m, **kind) / m**0.5 for m, n in zip(sizes, widths, strict=False)]
+    return ws, [draw(n, **kind) for n in widths]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("widths", WIDTHS)
+@pytest.mark.parametrize("activation", NAMES)
+def test_the_bits_of_pythons_loop(
+    activation: str, widths: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    ws, bs = chain(6, widths, dtype=dtype)
+    some: list[Tensor | None] = [b if i % 2 else None for i, b in enumerate(bs)]
+    with torch.no_grad():
+        for shape in ((3, 6), (1, 6), (2, 3, 6), (6,)):
+            for final in ("none", activation):
+                for biases in (bs, None, some):
+                    way = Way((activation, final))
+                    way.admit(draw(*shape, dtype=dtype), ws, biases)
+                    x = draw(*shape, dtype=dtype)
+                    before = x.clone()
+                    y = way(x, ws, biases)
+                    assert way.back == 0
+                    assert torch.equal(x, before)
+                    assert y.shape == (*shape[:-1], widths[-1])
+                    given = (None,) * len(ws) if biases is None else biases
+                    want = reference.mlp(x, ws, given, activation, final)
+                    exact = reference.mlp(
+                        x.double(),
+                        [w.double() for w in ws],
+                        [None if b is None else b.double() for b in given],
+                        activation,
+                        final,
+                    )
+                    assert judge("program", y, want, exact).passed
+                    assert not torch.equal(y, way(x + 1, ws, biases))
+
+
+def test_weights_changed_in_place_are_seen_and_results_are_new_memory() -> None:
+    ws, bs = chain(6, (8, 8))
+    with torch.no_grad():
+        way, x = Way(("relu", "none")), draw(4, 6)
+        way.admit(x, ws, bs)
+        first = way(x, ws, bs)
+        kept = first.clone()
+        second = way(x, ws, bs)
+        assert torch.equal(first, second)
+        assert first.data_ptr() != second.data_ptr()
+        ws[0].mul_(2)
+        third = way(x, ws, bs)
+        assert torch.equal(first, kept)
+        assert torch.equal(third, way.python(x, ws, bs))
+        assert not torch.equal(third, first)
+    assert not third.requires_grad
+
+
+def test_an_error_inside_is_pythons(monkeypatch: pytest.MonkeyPatch) -> None:
+    ws, bs = chain(6, (8, 8))
+    with torch.no_grad():
+        way, x = Way(("relu", "none")), draw(4, 6)
+        way.admit(x, ws, bs)
+        spoilt = [ws[0], torch.empty(8, 8, device="meta")]
+        assert way.table.call(x, spoilt, bs, *way.names) is None  # another kind of call
+
+
+def test_too_many_tensors_stay_with_python() -> None:
+    ws, bs = chain(4, (4,) * 40)
+    made = programs.made(Inference("relu", "none"), draw(2, 4), ws, bs, lambda *_: draw(1))
+    assert made is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_on_the_device_nothing_goes_back_to_python(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    kind: dict[str, Any] = {"dtype": dtype, "device": "cuda"}
+    served = 0
+    with torch.no_grad():
+        for k, widths in ((64, (64, 128, 64)), (256, (256,) * 8), (1024, (1024,)), (100, (60, 30))):
+            ws, bs = chain(k, widths, **kind)
+            for m in (1, 16, 64, 300):
+                x = draw(m, k, **kind)
+                expected = fl.mlp(x, ws, bs, backend="layerwise")
+                back = 0
+
+                def counted(*_: Any) -> None:
+                    nonlocal back
+                    back += 1
+
+                with monkeypatch.context() as watched:
+                    watched.setattr(op, "_looked_up", counted)
+                    real = layerwise.forward
+
+                    def slow(*given: Any, real: Any = real) -> Any:
+                        counted()
+                        return real(*given)
+
+                    watched.setattr(layerwise, "forward", slow)
+                    y = fl.mlp(x, ws, bs, backend="layerwise")
+                if y is None or back:
+                    continue  # a layer's backend has no such form
+                served += 1
+                assert torch.equal(y, expected)
+                stream = torch.cuda.Stream()
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    beside = fl.mlp(x, ws, bs, backend="layerwise")
+                torch.cuda.current_stream().wait_stream(stream)
+                assert torch.equal(beside, expected)
+                shifted = draw(m * k + 1, **kind)[1:].view(m, k)  # rows from an odd address
+                shifted.copy_(x)
+                want = reference.mlp(x, ws, bs, "relu", "none")
+                exact = reference.mlp(
+                    x.double(), [w.double() for w in ws], [b.double() for b in bs], "relu", "none"
+                )
+                assert judge(
+                    "shifted", fl.mlp(shifted, ws, bs, backend="layerwise"), want, exact
+                ).passed
+    assert served > 8
