@@ -11,20 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function
 
-from fastlinear.core.errors import InputError
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.explain import Explanation
 from fastlinear.ops.common import calls, door
-from fastlinear.ops.diagonal_linear import launches, plans, programs, reference
+from fastlinear.ops.diagonal_linear import apart, launches, plans, programs
 from fastlinear.ops.diagonal_linear.selection import choices
 from fastlinear.ops.diagonal_linear.validation import validate, validate_out
 
 __all__ = ["call", "diagonal_linear", "explain", "validate"]
 
 _MAX_PLANS = 4096
-_PLAIN = calls.PLAIN
 _is_compiling = torch.compiler.is_compiling
 
 
@@ -84,7 +81,7 @@ def call(
 ) -> Tensor:
     """``diagonal_linear`` with positional arguments: the entry of ``fastlinear.nn``."""
     if _is_compiling():
-        return _compiled(x, weight, bias, activation, residual, out, backend)
+        return apart.compiled(x, weight, bias, activation, residual, out, backend)
     if out is None:
         y: Tensor | None = _door(x, weight, (bias, residual), activation, backend)
         if y is not None:
@@ -109,7 +106,7 @@ def explain(
         needs_grad: whether to explain the training choice; by default what the tensors say.
     """
     if needs_grad is None:
-        needs_grad = _needs_grad(x, weight, bias, residual)
+        needs_grad = apart.needs_grad(x, weight, bias, residual)
     autocast = calls.autocast_dtype(x) if isinstance(x, Tensor) else None
     if autocast is not None and isinstance(weight, Tensor):
         if residual is not None and residual.dtype != autocast:
@@ -153,14 +150,14 @@ def _looked_up(
     backend: str | None,
 ) -> Tensor:
     given = [x, weight, *(t for t in (bias, residual) if t is not None)]
-    if _unlike_plain(given):
-        y = _unusual(x, weight, bias, activation, residual, backend)
-        return y if out is None else _into(out, y)
+    if apart.unlike_plain(given):
+        y = apart.unusual(x, weight, bias, activation, residual, backend)
+        return y if out is None else apart.into(out, y)
     autocast = calls.autocast_dtype(x)
     if autocast is not None and residual is not None and residual.dtype != autocast:
         y = call(x, weight, bias, activation, None, None, backend)
         y = residual + y  # as torch promotes; a residual kept in float32 stays there
-        return y if out is None else _into(out, y)
+        return y if out is None else apart.into(out, y)
     grad = torch.is_grad_enabled() and any(t.requires_grad for t in given)
     key: Any = (
         tuple([(t.shape, t.stride(), t.dtype, t.device) for t in given]),
@@ -201,7 +198,9 @@ def _resolved(
     if autocast is not None:
         x, weight, (bias, residual) = plans.prepared(x, weight, (bias, residual), autocast)
     validate(x, weight, bias, activation, residual, backend)
-    found = plans.resolved(x, weight, bias, activation, residual, backend, grad, autocast, _unusual)
+    found = plans.resolved(
+        x, weight, bias, activation, residual, backend, grad, autocast, apart.unusual
+    )
     if len(_plans) >= _MAX_PLANS:
         _forget()
     _plans[key] = found
@@ -227,7 +226,7 @@ def _given_out(
     validate_out(out, x, x.dtype if kept else autocast, inputs)
     plain = plans.as_memory_lies(*inputs) and not calls.recorded() and not calls.forward_mode()
     if found.run is None or not plain:
-        return _into(out, found.plan(x, weight, rest))
+        return apart.into(out, found.plan(x, weight, rest))
     x, weight, (bias, residual) = plans.prepared(x, weight, rest, autocast)
     k = x.shape[-1]
     rows = None if residual is None else residual.reshape(-1, k)
@@ -263,105 +262,3 @@ def _admit(
     elif dense and found.training is not None:
         plan = programs.node(found.training, x, weight, bias, residual) or plan
     table.admit(x, weight, rest, activation, backend, plan)
-
-
-# --------------------------------------------------------------------------------------------
-# Calls off the hot path
-
-
-def _needs_grad(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(
-        isinstance(t, Tensor) and t.requires_grad for t in tensors
-    )
-
-
-def _unlike_plain(given: list[Tensor]) -> bool:
-    """Whether a tensor is a subclass, a proxy, sparse or on no memory, or a transform is active."""
-    return calls.transforms_active() or any(
-        type(t) not in _PLAIN or t.layout is not torch.strided for t in given
-    )
-
-
-def _into(out: Tensor, y: Tensor) -> Tensor:
-    return out.copy_(y)
-
-
-def _unusual(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    residual: Tensor | None,
-    backend: str | None,
-) -> Tensor:
-    """Tensor subclasses, FX proxies and functorch transforms: plain torch ops carry them."""
-    given = tuple(t for t in (x, weight, bias, residual) if t is not None)
-    if not all(isinstance(t, Tensor) for t in given) and has_torch_function(given):
-        y: Tensor = handle_torch_function(
-            diagonal_linear,
-            given,
-            x,
-            weight,
-            bias,
-            activation=activation,
-            residual=residual,
-            backend=backend,
-        )
-        return y
-    if not isinstance(x, Tensor) or calls.autocast_dtype(x) is None:
-        # under autocast dtypes may differ, and are cast below
-        validate(x, weight, bias, activation, residual, backend)
-    if backend not in (None, "eager"):
-        raise InputError(
-            "diagonal_linear",
-            expected="plain strided tensors outside torch.func transforms and forward-mode "
-            "differentiation with a forced backend",
-            received=f"x of type {type(x).__name__}, backend={backend!r}",
-            remedy="Leave backend out; such calls take PyTorch's own path.",
-        )
-    x, weight, bias = _autocasted(x, weight, bias)
-    return reference.diagonal_linear(x, weight, bias, activation, residual)
-
-
-def _autocasted(
-    x: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The operands of the product in the dtype autocast gives a linear layer."""
-    dtype = calls.autocast_dtype(x)
-    if dtype is None:
-        return x, weight, bias
-
-    def cast(t: Tensor) -> Tensor:
-        return t.to(dtype) if t.is_floating_point() and t.dtype is not torch.float64 else t
-
-    return cast(x), cast(weight), None if bias is None else cast(bias)
-
-
-def _compiled(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    residual: Tensor | None,
-    out: Tensor | None,
-    backend: str | None,
-) -> Tensor:
-    """The call as torch.compile sees it: one registered op."""
-    given = [x, weight, *(t for t in (bias, residual) if t is not None)]
-    if _unlike_plain(given):
-        y = _unusual(x, weight, bias, activation, residual, backend)
-        return y if out is None else _into(out, y)
-    x, weight, bias = _autocasted(x, weight, bias)
-    outside = None
-    if residual is not None and calls.autocast_dtype(x) not in (None, residual.dtype):
-        outside, residual = residual, None
-    validate(x, weight, bias, activation, residual, backend)
-    grad = _needs_grad(x, weight, bias, residual)
-    y = torch.ops.fastlinear.diagonal_linear(
-        x, weight, bias, residual, activation, grad, backend or ""
-    )
-    if outside is not None:
-        y = outside + y
-    if out is None:
-        return y
-    return _into(out, y)

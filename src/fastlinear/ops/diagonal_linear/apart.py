@@ -1,0 +1,114 @@
+"""Calls of diagonal_linear off the hot path: subclasses, transforms, and torch.compile's."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from fastlinear.core.errors import InputError
+from fastlinear.ops.common import calls
+from fastlinear.ops.diagonal_linear import reference
+from fastlinear.ops.diagonal_linear.validation import validate
+
+
+def needs_grad(*tensors: Tensor | None) -> bool:
+    """Whether a call on these is to be differentiated."""
+    return torch.is_grad_enabled() and any(
+        isinstance(t, Tensor) and t.requires_grad for t in tensors
+    )
+
+
+def unlike_plain(given: list[Tensor]) -> bool:
+    """Whether a tensor is a subclass, a proxy, sparse or on no memory, or a transform is active."""
+    return calls.transforms_active() or any(
+        type(t) not in calls.PLAIN or t.layout is not torch.strided for t in given
+    )
+
+
+def into(out: Tensor, y: Tensor) -> Tensor:
+    """The result in the caller's memory."""
+    return out.copy_(y)
+
+
+def unusual(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    backend: str | None,
+) -> Tensor:
+    """Tensor subclasses, FX proxies and functorch transforms: plain torch ops carry them."""
+    given = tuple(t for t in (x, weight, bias, residual) if t is not None)
+    if not all(isinstance(t, Tensor) for t in given) and has_torch_function(given):
+        from fastlinear.ops.diagonal_linear.op import diagonal_linear  # it stands on this module
+
+        y: Tensor = handle_torch_function(
+            diagonal_linear,
+            given,
+            x,
+            weight,
+            bias,
+            activation=activation,
+            residual=residual,
+            backend=backend,
+        )
+        return y
+    if not isinstance(x, Tensor) or calls.autocast_dtype(x) is None:
+        # under autocast dtypes may differ, and are cast below
+        validate(x, weight, bias, activation, residual, backend)
+    if backend not in (None, "eager"):
+        raise InputError(
+            "diagonal_linear",
+            expected="plain strided tensors outside torch.func transforms and forward-mode "
+            "differentiation with a forced backend",
+            received=f"x of type {type(x).__name__}, backend={backend!r}",
+            remedy="Leave backend out; such calls take PyTorch's own path.",
+        )
+    x, weight, bias = _autocasted(x, weight, bias)
+    return reference.diagonal_linear(x, weight, bias, activation, residual)
+
+
+def _autocasted(
+    x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The operands of the product in the dtype autocast gives a linear layer."""
+    dtype = calls.autocast_dtype(x)
+    if dtype is None:
+        return x, weight, bias
+
+    def cast(t: Tensor) -> Tensor:
+        return t.to(dtype) if t.is_floating_point() and t.dtype is not torch.float64 else t
+
+    return cast(x), cast(weight), None if bias is None else cast(bias)
+
+
+def compiled(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    out: Tensor | None,
+    backend: str | None,
+) -> Tensor:
+    """The call as torch.compile sees it: one registered op."""
+    given = [x, weight, *(t for t in (bias, residual) if t is not None)]
+    if unlike_plain(given):
+        y = unusual(x, weight, bias, activation, residual, backend)
+        return y if out is None else into(out, y)
+    x, weight, bias = _autocasted(x, weight, bias)
+    outside = None
+    if residual is not None and calls.autocast_dtype(x) not in (None, residual.dtype):
+        outside, residual = residual, None
+    validate(x, weight, bias, activation, residual, backend)
+    grad = needs_grad(x, weight, bias, residual)
+    y = torch.ops.fastlinear.diagonal_linear(
+        x, weight, bias, residual, activation, grad, backend or ""
+    )
+    if outside is not None:
+        y = outside + y
+    if out is None:
+        return y
+    return into(out, y)
