@@ -32,11 +32,13 @@ SOURCES = [Path(__file__).with_name(f"whole_{name}.cu") for name in _NAMES]
 
 _SHARED_LIMIT = 232_448  # bytes a Hopper block may have
 _THREADS = 384
+_MAX_IMAGES = 256
+_MAP_BYTES = 128  # of a TMA descriptor
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1}
 
 # weight[] (a TMA descriptor each) | x, y, exchange, launches, bias[], saved[], x_stride, set_bytes
 # | rows, layers, first_out, width[]
-_POINTERS = 128 * MAX_LAYERS
+_POINTERS = _MAP_BYTES * MAX_LAYERS
 _BIASES = _POINTERS + 8 * 4
 _SAVED = _BIASES + 8 * MAX_LAYERS
 _STRIDE = _SAVED + 8 * MAX_LAYERS
@@ -219,8 +221,8 @@ class StreamPlan:
         self._boxes = [
             (n, k, _ceil_div(column_tiles(n), stream.clusters) * 8) for k, n in pairwise(widths)
         ]
-        self._maps: list[driver.TensorMap] = []
         self._weights: Sequence[int] = ()
+        self._images: dict[tuple[int, ...], bytes] = {}
         self._params = _Params()
         struct.pack_into("<q", self._params, _STRIDE + 8, set_bytes)
         sizes = (rows, layers, stream.first_out(widths), *widths)
@@ -242,16 +244,23 @@ class StreamPlan:
         self.last_saves_pre = save in (1, 3)
 
     def _point_at(self, weights: Sequence[int]) -> None:
-        """Let every layer's descriptor start at that layer's weights."""
-        if not self._maps:
-            self._maps = [
+        """Put a descriptor of every layer's weights into the parameters.
+
+        Descriptors know addresses and shapes only: those of earlier calls are kept for chains of
+        one shape that take turns.
+        """
+        key = tuple(weights)
+        image = self._images.get(key)
+        if image is None:
+            maps = [
                 driver.TensorMap(self._dtype, n, k, k, box, 64, weight, self._device)
                 for (n, k, box), weight in zip(self._boxes, weights, strict=True)
             ]
-        start = ctypes.addressof(self._params)
-        for i, (tensor_map, weight) in enumerate(zip(self._maps, weights, strict=True)):
-            tensor_map.point_at(weight)
-            ctypes.memmove(start + 128 * i, tensor_map.pointer, 128)
+            image = b"".join(ctypes.string_at(m.pointer, _MAP_BYTES) for m in maps)
+            if len(self._images) >= _MAX_IMAGES:
+                self._images.clear()
+            self._images[key] = image
+        ctypes.memmove(self._params, image, len(image))
         self._weights = weights
 
     def run(
