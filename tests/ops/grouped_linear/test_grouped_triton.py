@@ -235,7 +235,7 @@ def test_chunks_of_tokens(tiles: int) -> None:
     """One tile a program, several, and all of them in one; with a tail in a tile and in a chunk."""
     sizes = (1, 75, 1, 20, 24)
     for dtype in (torch.float32, torch.bfloat16):
-        config = BackwardConfig(16, 4, 2, tiles)
+        config = BackwardConfig(16, 16, 4, 2, tiles)
         check_backward(sizes, dtype, "tokens", activation="relu", config=config)
         check_forward(sizes, dtype, "tokens", config=ProductConfig(16, 32, 0, 4, 2, tiles))
         check_forward(sizes, dtype, "tokens", config=ProductConfig(16, 16, 16, 4, 2))

@@ -65,9 +65,9 @@ def backward(
         config: launch configuration of the single pass; None picks ``backward_config``.
 
     Returns:
-        dx (B, L, G, K), dW (G, N, K) and db (G, N) in dy's dtype. Products accumulate in float32
-        over dpre rounded to dy's dtype, db over dpre before rounding. Deterministic: chunks of
-        tokens are summed in a fixed order.
+        dx (B, L, G, K), dW (G, N, K) and db (G, N) in dy's dtype. Products and sums accumulate
+        in float32 over dpre rounded to dy's dtype. Deterministic: chunks of tokens are summed in a
+        fixed order.
     """
     if activation == "none":
         saved = None
@@ -143,13 +143,14 @@ class _SinglePass:
         tokens = x.shape[0] * x.shape[1]
         place = tensors.Tiles(x, config.block_m)
         chunks = -(-place.tiles // config.tiles)
+        columns = -(-k // config.block_k)
         self._launch = Launch(
             _backward_kernel,
-            (groups, chunks),
+            (groups * columns, chunks),
             (
-                *(*place.shape, place.tiles, config.tiles, groups),
+                *(*place.shape, place.tiles, config.tiles, columns, groups),
                 *tensors.arguments(dy, saved, x, weight, dx),
-                *(k, n, config.block_m, padded(k), padded(n)),
+                *(k, n, config.block_m, config.block_k, padded(n)),
                 *(activation, tensors.math_of(x.dtype), dot_precision(n), dot_precision(tokens)),
                 *(place.across, config.stages, x.device.type == "cpu"),
             ),

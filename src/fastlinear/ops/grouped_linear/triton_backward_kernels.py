@@ -33,6 +33,7 @@ def _backward_kernel(
     batch_tiles,
     tiles,
     program_tiles,
+    col_tiles,
     G,
     dy_batch,
     dy_row,
@@ -83,15 +84,17 @@ def _backward_kernel(
 ):
     """dx, and this program's shares of dW and db, of program_tiles tiles of one group.
 
-    x and dy are read once. BLOCK_K >= K and BLOCK_N >= N: dW_g stays in registers. Program axis 1
+    It takes BLOCK_K of the K columns of x, dx and dW_g, whose part stays in registers, and all N
+    <= BLOCK_N of dy; programs of one group run side by side and share dy's reads. Program axis 1
     is the chunk of tiles: chunk c writes (c, g) of dw (chunks, G, N, K) and db (chunks, G, N),
     which hold float32, or the results themselves where there is one chunk. ``saved_ptr`` is None
     for "none"; ``dx_ptr``, ``dw_ptr`` (then ``x_ptr`` as well) and ``db_ptr`` where not wanted.
     """
-    g = tl.program_id(0).to(tl.int64)
+    g = (tl.program_id(0) // col_tiles).to(tl.int64)
+    k0 = (tl.program_id(0) % col_tiles) * BLOCK_K
     chunk = tl.program_id(1)
     n = tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
+    k = k0 + tl.arange(0, BLOCK_K)
     dy_base = dy_ptr + g * (dy_group * DY_ALIGN)
     dy_n = _stride(dy_col, DY_ALIGN, DY_UNIT == "col")
     if saved_ptr is not None:
@@ -100,15 +103,18 @@ def _backward_kernel(
     if dx_ptr is not None:
         w_n = _stride(w_row, W_ALIGN, W_UNIT == "row")
         w_k = _stride(w_col, W_ALIGN, W_UNIT == "col")
-        w = _load_matrix(w_ptr + g * (w_group * W_ALIGN), w_n, w_k, 0, 0, N, K, BLOCK_N, BLOCK_K)
+        w = _load_matrix(w_ptr + g * (w_group * W_ALIGN), w_n, w_k, 0, k0, N, K, BLOCK_N, BLOCK_K)
         dx_base = dx_ptr + g * (dx_group * DX_ALIGN)
         dx_cols = k * _stride(dx_col, DX_ALIGN, DX_UNIT == "col")
     if dw_ptr is not None:
         x_base = x_ptr + g * (x_group * X_ALIGN)
         x_k = _stride(x_col, X_ALIGN, X_UNIT == "col")
-        dw = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+        dw = tl.zeros((BLOCK_K, BLOCK_N), dtype=tl.float32)  # dWᵀ: so loads of dy stay ahead
     if db_ptr is not None:
-        db = tl.zeros((BLOCK_N,), dtype=tl.float32)
+        # 16-bit numbers are summed by the matrix units: 16 equal rows take few registers
+        ROWS: tl.constexpr = BLOCK_M if dy_ptr.dtype.element_ty == tl.float32 else 16
+        ones = tl.full((16, BLOCK_M), 1.0, dtype=tl.float32).to(dy_ptr.dtype.element_ty)
+        sums = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
 
     begin = chunk * program_tiles
     for tile in tl.range(begin, tl.minimum(begin + program_tiles, tiles), num_stages=STAGES):
@@ -123,17 +129,19 @@ def _backward_kernel(
             )
             saved = _load(s_base + first, rows, mask, s_n, 0, N, BLOCK_N).to(tl.float32)
             grad = activation_grad(dpre.to(tl.float32), saved, ACTIVATION, MATH)
-            if db_ptr is not None:
-                db += tl.sum(grad, axis=0)
             dpre = grad.to(dy_ptr.dtype.element_ty)
-        elif db_ptr is not None:
-            db += tl.sum(dpre.to(tl.float32), axis=0)
+        if db_ptr is not None:
+            if dy_ptr.dtype.element_ty == tl.float32:
+                sums += dpre
+            else:
+                sums = _dot(ones, dpre, sums, DX_PRECISION, UPCAST)
         if dw_ptr is not None:
             first, rows = _place(
                 tile, L, batch_tiles, x_batch, x_row, X_ALIGN, X_UNIT, X_FIXED, BLOCK_M, ACROSS
             )
-            x = _load(x_base + first, rows, mask, x_k, 0, K, BLOCK_K)
-            dw = _dot(tl.trans(dpre), x, dw, DW_PRECISION, UPCAST)
+            x_ptrs = x_base + first + rows[:, None] + (k * x_k)[None, :]
+            x = tl.load(x_ptrs, mask=mask[:, None] & (k < K)[None, :], other=0.0)
+            dw = _dot(tl.trans(x), dpre, dw, DW_PRECISION, UPCAST)
         if dx_ptr is not None:
             dx = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.float32)
             dx = _dot(dpre, w, dx, DX_PRECISION, UPCAST)
@@ -147,9 +155,14 @@ def _backward_kernel(
     part = chunk.to(tl.int64) * G + g
     if dw_ptr is not None:
         ptrs = dw_ptr + part * (N * K) + n[:, None] * K + k[None, :]
-        tl.store(ptrs, dw.to(dw_ptr.dtype.element_ty), mask=(n < N)[:, None] & (k < K)[None, :])
-    if db_ptr is not None:
-        tl.store(db_ptr + part * N + n, db.to(db_ptr.dtype.element_ty), mask=n < N)
+        out = tl.trans(dw).to(dw_ptr.dtype.element_ty)
+        tl.store(ptrs, out, mask=(n < N)[:, None] & (k < K)[None, :])
+    if db_ptr is not None:  # noqa: SIM102 - known when compiling, the next is not
+        if k0 == 0:
+            db = tl.sum(sums, axis=0)
+            if dy_ptr.dtype.element_ty != tl.float32:
+                db = db * 0.0625
+            tl.store(db_ptr + part * N + n, db.to(db_ptr.dtype.element_ty), mask=n < N)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ MAX_RESIDENT = 256
 # Largest shared memory of one block in bytes, and multiprocessors of the common part.
 SHARED_BYTES = {80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 90: 232_448}
 SHARED_BYTES |= {100: 232_448, 103: 232_448, 110: 232_448, 120: 101_376, 121: 101_376}
-_MOST = {2: (64, 128), 4: (32, 64)}
+_MOST = {2: (32, 128), 4: (32, 64)}
 """Item size → in and out features up to which dW fits a program's registers, elsewhere and on
 Hopper, whose matrix units read both operands from shared memory."""
 _SHARES_BYTES = 1 << 28  # largest float32 workspace of dW's chunks
@@ -46,7 +46,7 @@ class BackwardConfig:
     """One way to launch the single-pass backward.
 
     Attributes:
-        block_m: tokens of a tile.
+        block_m, block_k: tokens of a tile, and columns of x.
         warps, stages: warps of a program, depth of the load pipeline.
         tiles: tiles that a program walks.
         dpre_first: whether a launch of its own forms dpre and db, where the derivative takes more
@@ -54,6 +54,7 @@ class BackwardConfig:
     """
 
     block_m: int
+    block_k: int
     warps: int
     stages: int
     tiles: int
@@ -148,10 +149,12 @@ def backward_config(
     if widest > _MOST[itemsize][capability[0] == 9]:
         return None
     block_m = 32 if itemsize == 4 else 64
+    block_k = min(64, padded(k))  # more of dW's columns would take the registers of the derivative
     warps = 8 if widest * itemsize > 128 else 4
-    tiles = chunk_tiles(-(-tokens // block_m), groups, (2 if warps == 8 else 4) * units)
-    heavy = activation not in ("none", "relu", "leaky_relu")
-    return BackwardConfig(block_m, warps, 2, tiles, heavy and (warps == 8 or capability < (9, 0)))
+    programs = groups * -(-k // block_k)
+    tiles = chunk_tiles(-(-tokens // block_m), programs, (2 if warps == 8 else 4) * units)
+    spills = itemsize == 4 and widest == 64 and activation != "none"
+    return BackwardConfig(block_m, block_k, warps, 2, tiles, spills)
 
 
 @lru_cache(maxsize=1024)
