@@ -23,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fastlinear.ops.diagonal_linear import triton as backend
+from fastlinear.ops.diagonal_linear import triton_config
 
 if triton.knobs.runtime.interpret:
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
@@ -126,3 +127,33 @@ def test_memory_is_read_sixteen_bytes_at_a_time(k: int, launches: list[Recorder]
             # pipelined loads go to shared memory, sixteen bytes each as well
             assert "ld.global.v4.b32" in ptx or re.search(r"cp\.async\.cg.*, 0x10", ptx)
             assert "st.global.v4.b32" in ptx
+
+
+@pytest.mark.parametrize("k", [1, 3, 16, 24, 33, 100, 128, 160, 161, 768, 1000, 1040, 8192, 24577])
+@pytest.mark.parametrize("m", [1, 7, 33, 4099, 30000, 32768])
+def test_every_number_has_its_program(m: int, k: int) -> None:
+    """Tiles cover what there is, and where a cut calls itself even, exactly that."""
+    for piece in ("forward", "backward"):
+        for dense in (True, False):
+            config = triton_config.config_for(piece, m, k, 2)
+            c = triton_config.cut(m, k, dense, 132, config)
+            assert (c.rows - 1) * c.width + c.last == m * k
+            assert 0 < c.last <= c.width
+            assert c.fold == 1 or dense
+            assert c.width == c.fold * k
+            assert c.blocks * c.block_k >= c.width
+            assert (c.blocks - 1) * c.block_k < c.width
+            assert 1 <= c.strips <= -(-c.rows // c.block_m)
+            whole = c.blocks * c.block_k == c.width == c.last and c.rows % c.block_m == 0
+            assert c.even == whole
+    whole_sums = triton_config.one_launch(m, k, triton_config.config_for("backward", m, k, 2))
+    if whole_sums is not None:
+        assert (whole_sums.strips, whole_sums.fold, whole_sums.rows) == (1, 1, m)
+        assert whole_sums.blocks * whole_sums.block_k >= k
+
+
+def test_multiples_of_128_rows_leave_nothing_over() -> None:
+    """Whatever the number of features."""
+    for k in (24, 33, 100, 160, 161, 640, 1000, 1040):
+        config = triton_config.config_for("backward", 32768, k, 2)
+        assert triton_config.cut(32768, k, True, 132, config).even, k

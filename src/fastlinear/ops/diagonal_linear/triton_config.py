@@ -15,6 +15,7 @@ _VECTOR = 16  # numbers: rows that begin at such multiples are read 16 bytes at 
 _MOST_WASTE = 1 / 16
 _MOST_FOLD = 1024
 _LEAST_BLOCK = 128
+_MOST_ROWS, _MOST_FEATURES = 1 << 30, 1 << 20  # joined rows and their numbers count in 32 bits
 _ONE_LAUNCH_TILES = 8
 _LARGE = 1 << 22  # numbers that keep a GPU busy with few large tiles
 _WIDE = 1024  # features from which a program's share of a row is long whatever the others take
@@ -161,6 +162,6 @@ def reason_not(p: Problem) -> str | None:
         return "needs compute capability 8.0 or later"
     if p.option("x") == "strided":
         return "features do not lie side by side; PyTorch's own ops keep such a layout"
-    if p.dim("M") * 1024 >= 2**31 or p.dim("K") * _MOST_FOLD >= 2**31:
-        return "needs fewer than 2^21 rows and features"
+    if p.dim("M") >= _MOST_ROWS or p.dim("K") >= _MOST_FEATURES:
+        return f"serves fewer than {_MOST_ROWS} rows and {_MOST_FEATURES} features"
     return None
