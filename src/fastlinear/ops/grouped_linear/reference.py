@@ -1,7 +1,7 @@
 """The readable torch-only oracle of grouped_linear: what every backend must compute.
 
 In float64 it is the oracle; in the caller's dtype it is PyTorch's own path (backend ``eager``): one
-batched product, written straight into the layout of the result where that has one.
+batched product, on a GPU written straight into the layout of the result.
 
 Tensors of tokens are (B, L, G, features) views of any strides; an order says how results lie in
 memory (``layout.ORDERS``).
@@ -96,9 +96,15 @@ def product(t: Tensor, w: Tensor, order: str, bias: Tensor | None = None) -> Ten
     out = layouts.empty((batch, length, groups, features), order, t, t.dtype)
     rows = out.permute(2, 0, 1, 3)
     flat = (groups, batch * length, features)
-    if batch > 1 and order == "channels":  # the tokens of a group have no one stride
-        made = torch.bmm(by_group(t), w) if bias is None else _plus(bias, by_group(t), w)
-        rows.copy_(made.view(rows.shape))
+    strided = batch > 1 and order == "channels"  # the tokens of a group have no one stride
+    # on a CPU a product whose batches interleave is one call of the library a group
+    if strided or (order != "groups" and not t.is_cuda):
+        once = bias is not None and t.element_size() < 4
+        made = _plus(bias, by_group(t), w) if once else torch.bmm(by_group(t), w)
+        if bias is None or once:
+            rows.copy_(made.view(rows.shape))
+        else:
+            torch.add(made.view(rows.shape), bias[:, None, None], out=rows)
     elif bias is None:
         torch.bmm(by_group(t), w, out=rows.view(flat))
     else:
@@ -107,5 +113,6 @@ def product(t: Tensor, w: Tensor, order: str, bias: Tensor | None = None) -> Ten
     return out
 
 
-def _plus(bias: Tensor, t: Tensor, w: Tensor) -> Tensor:
+def _plus(bias: Tensor | None, t: Tensor, w: Tensor) -> Tensor:
+    assert bias is not None
     return torch.baddbmm(bias.unsqueeze(1), t, w)
