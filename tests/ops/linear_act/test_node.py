@@ -555,7 +555,8 @@ def test_launches_give_the_bits_of_the_python_formula(case: Any, dtype: str) -> 
                     [expected, *before],
                 )
             # what takes descriptors or more than launches is Python's
-            assert way.ran == ran or ("grad_weight" in names and m > 64), (m, activation, shape)
+            more = ("grad_weight" in names and m > 64) or (activation == "none" and m > 2000)
+            assert way.ran == ran or more, (m, activation, shape)
 
 
 @pytest.mark.gpu
@@ -577,6 +578,7 @@ def test_streams_graphs_and_threads() -> None:
     results: list[Any] = []
 
     def work() -> None:
+        torch.cuda.current_stream().synchronize()  # a thread's first call makes it known to CUDA
         results.extend(torch.autograd.grad(way(x, w, b), (x, w, b), dy) for _ in range(30))
 
     threads = [threading.Thread(target=work) for _ in range(4)]

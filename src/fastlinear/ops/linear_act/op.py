@@ -131,8 +131,19 @@ def _forget() -> None:
         table.clear()
 
 
+def _forget_in_door() -> None:
+    """Have the door ask again: formulas that run in Python are recorded in C++ from here on.
+
+    What PyTorch's own nodes record stays theirs: a checkpoint counts on the same ones for a call
+    and its repetition.
+    """
+    table = door.table("linear_act") if _door is not _no_door else None
+    if table is not None:
+        table.clear()
+
+
 cache.on_change(_forget)
-door_node.on_ready(_forget)  # training calls are recorded in C++ from here on, or never
+door_node.on_ready(_forget_in_door)
 
 
 def _looked_up(
@@ -195,13 +206,14 @@ def _resolved(
     if autocast is not None:
         x, weight, bias = _cast(x, weight, bias, autocast)
     validate(x, weight, bias, activation, backend)
-    found = plans.resolved(x, weight, bias, activation, backend, grad, autocast, _unusual)
-    if len(_plans) >= _MAX_PLANS:
-        _forget()
-    _plans[key] = found
     table = door.table("linear_act")
     if table is not None:
         _door = table.call
+    nodes = grad and table is not None and door_node.begun()
+    found = plans.resolved(x, weight, bias, activation, backend, grad, autocast, nodes, _unusual)
+    if len(_plans) >= _MAX_PLANS:
+        _forget()
+    _plans[key] = found
     return found
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad as _forward_ad
 
 from fastlinear.dispatch.select import Choice
-from fastlinear.ops.common import calls, door_node
+from fastlinear.ops.common import calls
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.autocast import cast as cast_once
 from fastlinear.ops.linear_act import reference
@@ -81,12 +81,14 @@ def resolved(
     backend: str | None,
     grad: bool,
     autocast: torch.dtype | None,
+    nodes: bool,
     unusual: Callable[..., Tensor],
 ) -> Resolved:
     """What to call, and what the door runs for it.
 
     x, weight and bias are as the backends get them; under autocast the plan casts what it is given.
-    ``unusual`` takes the calls that a plan of ours cannot.
+    ``nodes``: whether the door can record training calls. ``unusual`` takes the calls that a plan
+    of ours cannot.
     """
     if x.device.type not in ("cpu", "cuda") or not _strided(x, weight):
         return Resolved(native(activation), None, None)
@@ -99,7 +101,7 @@ def resolved(
     if empty or (repacked and backend is None) or names == {"eager"}:
         step = any(c.problem.piece == STEP and c.backend.name == "pieces" for c in chosen)
         plain = not empty and not captured and autocast is None
-        if not (step and plain and door_node.reason_not() is None):
+        if not (step and plain and nodes):
             # PyTorch's nodes cost less than one in Python, and more than one in C++
             return Resolved(native(activation), _native_in_door(activation), None)
     training = training_of(chosen, activation) if grad else None

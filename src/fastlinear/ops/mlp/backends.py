@@ -76,8 +76,7 @@ def _prefer(p: Problem) -> tuple[str, ...]:
 def _prefer_cpu(p: Problem) -> tuple[str, ...]:
     m, widest = p.dim("M"), max(widths_of(p))
     if p.needs_grad:
-        # by one node of autograd in C++, measured on two cores
-        small = m <= 64 and widest <= (1024 if p.dim("L") >= 6 else 256)
+        small = m <= 64 and widest <= 1024 and p.dim("L") >= 6
         return ("whole_cpp", "eager") if small else ("eager",)
     layered = _layered(p, 1 << 16)
     whole = widest <= 256 or m <= 128 or m * widest <= 1 << 17

@@ -141,8 +141,19 @@ def _forget() -> None:
         table.clear()
 
 
+def _forget_in_door() -> None:
+    """Have the door ask again: formulas that run in Python are recorded in C++ from here on.
+
+    What PyTorch's own nodes record stays theirs: a checkpoint counts on the same ones for a call
+    and its repetition.
+    """
+    table = door.table("mlp") if _door is not _no_door else None
+    if table is not None:
+        table.clear()
+
+
 cache.on_change(_forget)
-door_node.on_ready(_forget)  # training calls are recorded in C++ from here on, or never
+door_node.on_ready(_forget_in_door)
 
 
 def _looked_up(

@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastlinear.dispatch.select import Choice
+from fastlinear.dispatch.select import Choice, select
 from fastlinear.ops.common import door_node
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.autocast import cast as autocast_copy
@@ -48,11 +48,12 @@ def resolved(
     empty = x.numel() == 0 or any(w.numel() == 0 for w in weights)
     wasted = fresh and backend is None and bool(backends & _KEEPING)
     if empty or wasted or backends == {"eager"}:
-        step = any(c.problem.piece == STEP and c.backend.name == "pieces" for c in chosen)
-        plain = not empty and not fresh and not is_captured(x)
-        if not (step and plain and door_node.reason_not() is None):
+        if not grad:
+            return None, _chain_in_place(*names)
+        plain = backend is None and not empty and not fresh and not is_captured(x)
+        if not (plain and door_node.begun() and _by_node(chosen)):
             # PyTorch's nodes cost less than one in Python, and more than one in C++
-            return None, _chain(*names) if grad else _chain_in_place(*names)
+            return None, _chain(*names)
     if grad:
         training = training_of(chosen, *names)
         return None if fresh or is_captured(x) else training, training_plan(training)
@@ -64,6 +65,13 @@ def resolved(
     if backends == {"whole_cpp"} and dense and x.dim() <= 3:
         native = (whole_cpp.address(), whole_cpp.codes(len(weights), *names))
     return native, _inference(run, *names)
+
+
+def _by_node(chosen: tuple[Choice, ...]) -> bool:
+    """Whether PyTorch's own ops run fastest by one node of ours."""
+    if any(c.problem.piece == STEP for c in chosen):
+        return False  # PyTorch's own autograd was chosen
+    return select(chosen[0].problem.with_piece(STEP)).backend.name == "pieces"
 
 
 def _chain(activation: str, final_activation: str) -> Plan:

@@ -43,20 +43,20 @@ def choices_of(p: Problem, backend: str | None = None) -> tuple[Choice, ...]:
     """The same for a forward Problem instead of tensors.
 
     A training call without a forced backend asks first whether the whole step is fastest by
-    PyTorch's own autograd; then both pieces are. That choice comes last, unless all is PyTorch's
-    own anyhow.
+    PyTorch's own autograd; then both pieces are. That choice comes last, unless the pieces are
+    PyTorch's own anyhow.
     """
     if not p.needs_grad:
         return (_selected(p) if backend is None else select(p, backend),)
     if backend is not None:
         return select(p, backend), backward_choice(p.with_piece("backward"), backend)
     pieces = select_pieces(p)
+    if all(c.backend.name == "eager" for c in pieces):
+        return pieces
     fast = pieces[0].backend.name == "strassen"  # of a step with it nothing measured without tells
     step = (select if fast else _selected)(p.with_piece(STEP))
     if step.backend.name == "pieces":
         return (*pieces, step)
-    if all(c.backend.name == "eager" for c in pieces):
-        return pieces
     reason = f"PyTorch's own autograd was chosen for the whole step ({step.reason})"
     own = (replace(select(c.problem, "eager"), source=step.source, reason=reason) for c in pieces)
     return (*own, step)

@@ -87,9 +87,8 @@ def _table(on_cuda: bool) -> door.Table | None:
 
 def _forget() -> None:
     _plans.clear()
-    if door.ready():
-        table = door.table(_TABLE)
-        assert table is not None
+    table = door.table(_TABLE) if door.ready() else None
+    if table is not None:
         table.clear()
 
 
