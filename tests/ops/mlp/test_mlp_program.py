@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,8 +14,11 @@ import fastlinear as fl
 from fastlinear.core.compare import judge
 from fastlinear.ops.common import door, door_node
 from fastlinear.ops.common.activations import NAMES
-from fastlinear.ops.mlp import layerwise, op, programs, reference
+from fastlinear.ops.mlp import layerwise, op, programs, reference, whole_cuda
 from fastlinear.ops.mlp.programs import Inference
+from fastlinear.ops.mlp.whole_clusters import ClustersPlan
+from fastlinear.ops.mlp.whole_grid import GridPlan
+from fastlinear.ops.mlp.whole_stream import StreamPlan
 
 pytestmark = pytest.mark.skipif(door_node.reason_not() is not None, reason="no C++ programs here")
 WIDTHS = ((7,), (5, 9, 4), (16, 16, 16, 16))
@@ -185,3 +190,78 @@ def test_on_the_device_nothing_goes_back_to_python(
                     "shifted", fl.mlp(shifted, ws, bs, backend="layerwise"), want, exact
                 ).passed
     assert served > 8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_whole_kernels_go_through_the_door(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clusters, grids and streams: the bits of Python's launch, for any addresses and streams."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no Hopper GPU")
+    kind: dict[str, Any] = {"dtype": dtype, "device": "cuda"}
+    shapes = [(256, 8, 20), (256, 2, 64), (512, 4, 64), (1024, 8, 64), (1024, 8, 3)]
+    shapes += [(2048, 4, 40)] if dtype is not torch.float32 else []
+    with torch.no_grad():
+        for width, layers, m in shapes:
+            ws, bs = chain(width, (width,) * layers, **kind)
+            others, _ = chain(width, (width,) * layers, **kind)
+            xs = [draw(m, width, **kind) for _ in range(3)]
+            side = torch.cuda.Stream()
+
+            def call(x: Tensor, ws: Any, bs: Any = bs) -> Tensor:
+                return fl.mlp(x, ws, bs, backend="whole_cuda")
+
+            given = tuple(ws), tuple(bs)
+            want = [whole_cuda.forward(x, *given, "relu", "none", False)[0] for x in xs]
+            want_other = whole_cuda.forward(xs[0], tuple(others), given[1], "relu", "none", False)[
+                0
+            ]
+            call(xs[0], ws)
+            with _counted(monkeypatch) as ran:
+                for x, y in zip(xs * 20, want * 20, strict=True):
+                    assert torch.equal(call(x, ws), y)
+            assert not ran, (width, layers, m)
+            for _ in range(3):  # weights elsewhere, another stream: the same results
+                assert torch.equal(call(xs[0], others), want_other)
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    beside = call(xs[1], ws)
+                torch.cuda.current_stream().wait_stream(side)
+                assert torch.equal(beside, want[1])
+                assert torch.equal(call(xs[2], ws), want[2])
+            deep = xs[0].view(1, m, width)
+            for _ in range(3):
+                assert torch.equal(call(deep, ws), want[0].view(1, m, width))
+            shifted = draw(m * width + 1, **kind)[1:].view(m, width)
+            shifted.copy_(xs[1])
+            for _ in range(3):
+                assert torch.equal(call(shifted, ws), want[1])
+            ws[0].mul_(2)
+            again = whole_cuda.forward(xs[0], *given, "relu", "none", False)[0]
+            assert torch.equal(call(xs[0], ws), again)
+            assert not torch.equal(again, want[0])
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                recorded = call(xs[0], ws)
+            graph.replay()
+            assert torch.equal(recorded, again)
+
+
+@contextmanager
+def _counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Launches from Python."""
+    ran: list[int] = []
+
+    def watching(real: Any) -> Any:
+        def run(*given: Any) -> Any:
+            ran.append(1)
+            return real(*given)
+
+        return run
+
+    with monkeypatch.context() as watched:
+        for plan in (ClustersPlan, GridPlan, StreamPlan):
+            watched.setattr(plan, "run", watching(plan.run))
+        yield ran

@@ -173,7 +173,8 @@ inline std::vector<int64_t> integers(PyObject* tuple) {
 
 class Program {
  public:
-  // ((steps...), results' numbers, address bits that matter of the tensors given, whatever is kept),
+  // ((steps...), results' numbers, address bits that matter of the tensors given, whatever is kept,
+  // the only stream it may run on or None),
   // and these tensors.
   Program(PyObject* spec, const Tensors& given)
       : spec_(spec), results_(integers(PyTuple_GetItem(spec, 1))) {
@@ -181,6 +182,8 @@ class Program {
     for (Py_ssize_t i = 0; i < PyTuple_Size(steps); ++i) add(PyTuple_GetItem(steps, i));
     find_last_uses(static_cast<int64_t>(given.size()));
     const auto masks = integers(PyTuple_GetItem(spec, 2));
+    PyObject* stream = PyTuple_GetItem(spec, 4);
+    if (stream != nullptr && stream != Py_None) stream_ = address(spec, 4);
     for (size_t i = 0; i < given.size(); ++i)
       given_.emplace_back(given[i], i < masks.size() ? static_cast<uintptr_t>(masks[i]) : 0);
     if (PyErr_Occurred()) throw PythonError();
@@ -204,6 +207,7 @@ class Program {
 
   // Runs on tensors that fit; false where Python has to try, and say what is wrong.
   bool run(Tensors& r, void* stream) const {
+    if (stream_.has_value() && *stream_ != stream) return false;
     r.resize(size_);
     for (const auto& s : steps_) {
       if (!run(s, r, stream)) return false;
@@ -245,6 +249,7 @@ class Program {
   std::vector<Given> given_;
   std::vector<int64_t> results_;
   size_t size_ = 0;
+  std::optional<void*> stream_;  // the only one it may run on
   mutable std::mutex launching_;  // a kernel's memory is filled in for one launch at a time
 
   void add(PyObject* spec) {

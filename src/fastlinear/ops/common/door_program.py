@@ -30,6 +30,7 @@ class Program:
         self._count = given
         self._masks = [0] * given
         self._kept: list[Any] = []
+        self._stream: int | None = None
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, like: int) -> int:
         """A new tensor, contiguous and uninitialised, on the device of ``like``."""
@@ -109,10 +110,18 @@ class Program:
         self._kept.append(keeps)
         self._steps.append(("call", function, arguments))
 
+    def only_at(self, tensor: int) -> None:
+        """A given tensor's address is part of what the program was made for."""
+        self._masks[tensor] = -1
+
+    def only_on(self, stream: int) -> None:
+        """The program may run on this raw stream only."""
+        self._stream = stream
+
     def spec(self, *results: int | None) -> tuple[Any, ...]:
         """The tuple that ``door_program.h`` describes; None stands for no result."""
         numbers = tuple(-1 if r is None else r for r in results)
-        return (tuple(self._steps), numbers, tuple(self._masks), self._kept)
+        return (tuple(self._steps), numbers, tuple(self._masks), self._kept, self._stream)
 
     def _number(self) -> int:
         self._count += 1

@@ -59,8 +59,9 @@ def resolved(
         return None if fresh or is_captured(x) else training, training_plan(training)
     run = chosen[0].backend.load()
     native: Any = None
-    if backends == {"layerwise"} and x.is_cuda and not fresh and not is_captured(x):
-        native = programs.Inference(*names)
+    (name,) = backends
+    if name in programs.Inference.BACKENDS and x.is_cuda and not fresh and not is_captured(x):
+        native = programs.Inference(*names, name)
     dense = all(t.is_contiguous() for t in (x, *weights, *biases) if t is not None)
     if backends == {"whole_cpp"} and dense and x.dim() <= 3:
         native = (whole_cpp.address(), whole_cpp.codes(len(weights), *names))

@@ -75,10 +75,13 @@ def node(
 
 @dataclass(frozen=True, slots=True)
 class Inference:
-    """Calls without gradients that run layer after layer."""
+    """Calls without gradients that run layer after layer, or in a kernel of ``whole_cuda``."""
 
     activation: str
     final_activation: str
+    backend: str = "layerwise"
+
+    BACKENDS = frozenset({"layerwise", "whole_cuda"})
 
 
 def made(
@@ -107,10 +110,40 @@ def program(
     tensors = (x, *weights, *((None,) if biases is None else biases))
     if not door_node.begun() or len(tensors) > door_node.MAX_TENSORS or not _served(x):
         return None
-    names = layer_activations(len(weights), inference.activation, inference.final_activation)
     p = Program(len(tensors))
-    steps = _layers(p, "layerwise", x, weights, biases, names, saving=False)
-    return None if steps is None else door_node.program(p.spec(steps[0]), tensors, plan)
+    if inference.backend == "whole_cuda":
+        y = _whole(p, inference, x, weights, biases)
+    else:
+        names = layer_activations(len(weights), inference.activation, inference.final_activation)
+        steps = _layers(p, "layerwise", x, weights, biases, names, saving=False)
+        y = None if steps is None else steps[0]
+    return None if y is None else door_node.program(p.spec(y), tensors, plan)
+
+
+def _whole(
+    p: Program,
+    inference: Inference,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None,
+) -> int | None:
+    """The chain as one launch: y's number, or None where it is more than that."""
+    from fastlinear.ops.mlp import whole_cuda
+
+    given = (None,) * len(weights) if biases is None else biases
+    y = p.empty((*x.shape[:-1], weights[-1].shape[0]), x.dtype, 0)
+    rows = x if x.dim() == 2 else x.view(-1, x.shape[-1])
+    names = inference.activation, inference.final_activation
+    found = whole_cuda.in_door(rows, weights, given, *names, y)
+    if found is None:
+        return None
+    if found.fixed:
+        for number in range(1, 1 + len(weights)):
+            p.only_at(number)
+    if found.stream is not None:
+        p.only_on(found.stream)
+    p.launch(found.launch)
+    return y
 
 
 def _forward(

@@ -18,6 +18,7 @@ from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.mlp.whole_cuda_config import Config, Widths, input_units
+from fastlinear.ops.mlp.whole_door import Places
 
 __all__ = ["ClustersPlan", "save_mode", "source"]
 
@@ -116,6 +117,7 @@ class ClustersPlan:
         )
         self.launch.set_grid(-(-rows // config.rows) * config.cluster)
         self.runs = self.launch.max_clusters() >= 1
+        self.places = Places(0, 8, 16, 8 * (2 + MAX_LAYERS), shared=False)
         self.out_shape = (rows, widths[-1])
         self.saved_shapes = [(rows, n) for n in widths[1:]] if save else []
         self.last_saves_pre = save in (1, 3)

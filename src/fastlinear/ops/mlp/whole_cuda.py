@@ -21,7 +21,7 @@ multiply-adds, or three tf32 products a step with an error no larger.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -42,6 +42,7 @@ from fastlinear.ops.mlp.whole_cuda_config import (
     launches_for,
     stream_for,
 )
+from fastlinear.ops.mlp.whole_door import WholeLaunch, whole_launch
 from fastlinear.ops.mlp.whole_grid import Grid, GridPlan
 from fastlinear.ops.mlp.whole_launches import Launches, LaunchesPlan
 from fastlinear.ops.mlp.whole_stream import Stream, StreamPlan
@@ -58,6 +59,7 @@ __all__ = [
     "config_for",
     "forward",
     "grid_for",
+    "in_door",
     "launches_for",
     "reason_not",
     "stream_for",
@@ -207,6 +209,40 @@ def forward(
         if plan is not None:
             return plan.run(x, addresses, shifts, torch._C._cuda_getCurrentRawStream(index))
     return reference.forward(x, weights, biases, activation, final_activation, save)
+
+
+def in_door(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    activation: str,
+    final_activation: str,
+    y: int,
+) -> WholeLaunch | None:
+    """``forward`` of such tensors without what the backward reads, as one launch for the compiled
+    door; y (M, n_L) is its tensor of that number. None where it is more than a launch, or has not
+    run before."""
+    index = x.device.index
+    tensors = [t for t in (*weights, *biases) if t is not None]
+    if index != torch._C._cuda_getDevice() or x.stride(1) != 1:
+        return None
+    if not all(t.is_contiguous() for t in tensors) or x.data_ptr() & 15:
+        return None
+    addresses = [w.data_ptr() for w in weights]
+    shifts = [0 if b is None else b.data_ptr() for b in biases]
+    bits = 0
+    for address in addresses:
+        bits |= address
+    outs = [w.size(0) for w in weights]
+    key = (x.shape, x.dtype, activation, final_activation, False, bits & 15, index, None, *outs)
+    with _lock:
+        plan = _plans.get(key)
+        if plan is None or isinstance(plan, LaunchesPlan):
+            return None
+        if isinstance(plan, StreamPlan) and x.stride(0) & 7:
+            return None
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        return whole_launch(plan, x, addresses, shifts, stream, y)
 
 
 def _new_plan(

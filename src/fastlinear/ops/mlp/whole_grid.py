@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common.activations import NAMES
+from fastlinear.ops.mlp.whole_door import Places
 from fastlinear.ops.mlp.whole_workspace import make_cooperative, workspace
 
 __all__ = ["Grid", "GridPlan", "source"]
@@ -171,6 +172,7 @@ class GridPlan:
         self.launch.set_grid(blocks)
         self.runs_at_once = self.launch.max_clusters() * grid.cluster >= blocks
         make_cooperative(self.launch)
+        self.places = Places(0, 8, 32, 8 * (4 + MAX_LAYERS), shared=True)
         self.out_shape = (rows, width)
         self.saved_shapes = [(rows, width)] * layers if save else []
         self.last_saves_pre = save in (1, 3)

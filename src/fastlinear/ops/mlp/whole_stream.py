@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common.activations import NAMES
+from fastlinear.ops.mlp.whole_door import Places
 from fastlinear.ops.mlp.whole_workspace import make_cooperative, workspace
 
 __all__ = ["Stream", "StreamPlan", "source"]
@@ -70,6 +71,8 @@ class Stream:
         stages: tiles of weights (a cluster's columns, 64 of K) in shared memory at once.
         held: tiles of K whose activations a warpgroup has in registers at once.
         again: tiles of those that are asked for again at once where numbers are missing.
+        refresh: after a wait all others that are missing are asked for once more.
+        short: partial sums go from block to block without their lowest 8 bits.
         stay_bytes: of weights of the first layers, that stay in the L2 cache from call to call;
             the others are the first to leave it.
     """
@@ -79,6 +82,8 @@ class Stream:
     stages: int
     held: int
     again: int = 1
+    refresh: bool = True
+    short: bool = True
     stay_bytes: int = 32 << 20
 
     def tiles(self, widths: Widths) -> int:
@@ -93,7 +98,8 @@ class Stream:
         """Dynamic shared memory: tiles of weights, partial sums, barriers."""
         tiles = self.tiles(widths)
         share = _ceil_div(tiles * _ceil_div(rows, 16), self.cluster)
-        return self.stages * (_ceil_div(tiles, 2) * 2048 + 16) + share * self.cluster * 512 + 16
+        part = 384 if self.short else 512
+        return self.stages * (_ceil_div(tiles, 2) * 2048 + 16) + share * self.cluster * part + 16
 
     def first_out(self, widths: Widths) -> int:
         """The first layer whose weights leave the L2 cache first."""
@@ -155,6 +161,8 @@ def source(
         "STAGES": stream.stages,
         "HELD": stream.held,
         "AGAIN": min(stream.again, stream.held),
+        "REFRESH": int(stream.refresh),
+        "SHORT": int(stream.short),
         "KS": 1,
         "SAVE": save,
         "MAX_LAYERS": MAX_LAYERS,
@@ -239,6 +247,7 @@ class StreamPlan:
         self.launch.set_grid(self._blocks)
         self.runs_at_once = self.launch.max_clusters() >= stream.clusters
         make_cooperative(self.launch)
+        self.places = Places(_POINTERS, _POINTERS + 8, None, _BIASES, shared=True)
         self.out_shape = (rows, widths[-1])
         self.saved_shapes = [(rows, n) for n in widths[1:]] if save else []
         self.last_saves_pre = save in (1, 3)
