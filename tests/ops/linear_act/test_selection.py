@@ -14,6 +14,7 @@ from fastlinear.dispatch import backend as registry
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.backend import Backend, family
 from fastlinear.dispatch.tune import tune
+from fastlinear.ops.common import door_node
 from fastlinear.ops.linear_act import backends, cuda, reference, triton_config
 from fastlinear.ops.linear_act.autograd import backward_of
 from fastlinear.ops.linear_act.selection import choices_of, problem_of, tuning_order
@@ -170,10 +171,15 @@ def test_tuning_the_step_measures_both_and_agrees_on_numbers() -> None:
     assert all(t.samples["eager"].metric == "wall" for t in tuned)
 
 
-def test_a_small_training_step_on_a_gpu_defaults_to_torchs_autograd() -> None:
+def test_without_nodes_a_small_training_step_on_a_gpu_defaults_to_torchs_autograd(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     step = backends.problem(
         "step", 64, 256, 256, dtype="bfloat16", device="cuda", activation="gelu", needs_grad=True
     )
+    monkeypatch.setattr(door_node, "reason_not", lambda: None)
+    assert backends.FAMILY.prefer(step)[0] == "pieces"
+    monkeypatch.setattr(door_node, "reason_not", lambda: "no C++ compiler")
     assert backends.FAMILY.prefer(step)[0] == "eager"
     captured = backends.problem(
         "step", 64, 256, 256, dtype="bfloat16", device="cuda", activation="gelu", needs_grad=True,

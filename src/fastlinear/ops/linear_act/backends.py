@@ -19,6 +19,7 @@ from fastlinear.core.cost import Cost
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, Family, register_family
+from fastlinear.ops.common import door_node
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import (
     cpp,
@@ -199,7 +200,9 @@ def _strides(p: Problem) -> tuple[tuple[int, int], tuple[int, int]]:
 def _prefer(p: Problem) -> tuple[str, ...]:
     """Analytic order, used only where no measurement covers the Problem."""
     if p.piece == STEP:
-        own_autograd = p.device == "cuda" and not p.captured and _launch_bound(p)
+        # without nodes in C++ the formula is Python's, which asks more of the host
+        slow_host = p.device == "cuda" and not p.captured and door_node.reason_not() is not None
+        own_autograd = slow_host and _launch_bound(p)
         return ("eager", "pieces") if own_autograd else ("pieces", "eager")
     if p.piece == WHOLE_BACKWARD:
         rows = p.dim("M")
