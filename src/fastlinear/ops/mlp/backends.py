@@ -259,7 +259,8 @@ def _reason_not_pieces(p: Problem) -> str | None:
 
 _STEP_EAGER = Backend(NAME, STEP, "eager", f"{_HERE}.step:eager", _always)
 _PIECES_SOURCES = (
-    *("autograd.py", "plans.py", "programs.py", "layerwise.py", "whole_cpp.py", "whole_triton.py"),
+    *("autograd.py", "plans.py", "programs.py", "whole_cpp_programs.py", "layerwise.py"),
+    *("whole_cpp.py", "whole_triton.py"),
     *("../common/door_node.h", "../common/door_program.h"),
     *("whole_triton_plans.py", "whole_triton_config.py"),
     *("whole_cuda.py", "strassen.py"),
