@@ -136,7 +136,7 @@ FORWARDS = {
 }
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("arch", [80, 86, 90, 100])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("case", FORWARDS)
 def test_forward(
