@@ -483,6 +483,20 @@ def test_the_profiler_sees_forward_and_backward() -> None:
     assert events["LinearAct"] == events["LinearActBackward"]
 
 
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu"])
+def test_batched_gradients(activation: str) -> None:
+    """A Jacobian in one batched backward, as torch.autograd.functional takes it."""
+    x, w, b = leaves(3, 4)
+    way = Way(trained(activation), x, w, b)
+    for _ in range(2):
+        way(x, w, b).sum().backward()
+    found = torch.autograd.functional.jacobian(lambda t: way(t, w, b), x, vectorize=True)
+    close(
+        found,
+        torch.autograd.functional.jacobian(lambda t: reference.linear_act(t, w, b, activation), x),
+    )
+
+
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 def test_compiled_autograd(activation: str) -> None:
     from torch._dynamo import compiled_autograd
