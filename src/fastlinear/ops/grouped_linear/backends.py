@@ -68,9 +68,6 @@ def _prefer(p: Problem) -> tuple[str, ...]:
         return ("pieces", "eager")
     if p.device == "cuda":
         return ("triton", "eager")
-    # tokens first: each group's product goes straight to its place, where it is large enough
-    if p.piece == "forward" and (p.option("order") == "groups" or p.dim("M") < 64):
-        return ("baddbmm", "eager")
     return ("eager",)
 
 
