@@ -27,8 +27,10 @@ CONFIGS = {
     "128x192 cluster 1": cuda.Config(128, 192, 5, cluster=1),
     "128x128 cluster 2": cuda.Config(128, 128, 6, out_bufs=2),
     "128x128 cluster 1": cuda.Config(128, 128, 6, cluster=1, out_bufs=2),
-    "128x64 cluster 1": cuda.Config(128, 64, 6, cluster=1),
-    "64x64 cluster 1": cuda.Config(64, 64, 8, cluster=1),
+    "128x64 cluster 2": cuda.Config(128, 64, 8),
+    "128x64 cluster 1": cuda.Config(128, 64, 8, cluster=1),
+    "64x64 cluster 2": cuda.Config(64, 64, 12),
+    "64x64 cluster 1": cuda.Config(64, 64, 12, cluster=1),
     "cooperative 128x256": cuda.Config(128, 256, 4, pingpong=False),
     "cooperative 256x128": cuda.Config(256, 128, 4, pingpong=False),
 }

@@ -8,6 +8,7 @@ float32, every element is written by exactly one block in a fixed order: results
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,16 +89,23 @@ _CANDIDATES: tuple[tuple[Config, float, float], ...] = (
     (Config(128, 192, 4, out_bufs=3, group_m=4), 1.0, 1.0),
     (Config(128, 192, 4, cluster=1, out_bufs=3, group_m=16), 0.995, 0.995),
     (Config(128, 128, 6, cluster=1, out_bufs=2, group_m=16), 0.96, 0.94),
-    (Config(128, 64, 6, cluster=1), 0.72, 0.72),
-    (Config(64, 64, 8, cluster=1), 0.45, 0.45),
+    (Config(128, 64, 8), 0.75, 0.75),
+    (Config(128, 64, 8, cluster=1), 0.72, 0.72),
+    (Config(64, 64, 12), 0.51, 0.51),
+    (Config(64, 64, 12, cluster=1), 0.45, 0.45),
 )
 _UNHIDDEN = 0.5  # of a tile's time: its first operands and its last epilogue
+_SHARED_WEIGHTS = 1 << 24  # from so many on narrow tiles gain by reading B once for two blocks
 
 
 def config_for(M: int, K: int, N: int, save_pre: bool = False) -> Config:
     """The tile configuration for y (M, N) = x (M, K) @ weight (N, K)ᵀ: least time in waves."""
 
     def time(config: Config, plain: float, saving: float) -> float:
+        if config.bm * (config.cluster - 1) >= M:
+            return math.inf  # blocks of a cluster without any row
+        if config.bn == 64 and config.cluster > 1 and K * N < _SHARED_WEIGHTS:
+            return math.inf
         tiles = -(-M // (config.bm * config.cluster)) * -(-N // config.bn)
         waves = -(-tiles // (_SM_COUNT // config.cluster))
         rate = saving if save_pre else plain
