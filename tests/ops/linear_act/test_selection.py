@@ -207,3 +207,31 @@ def test_unmeasured_float32_products_default_to_three_tf32_ones() -> None:
     assert first("grad_weight", 64, 1024, "highest") != "triton"
     assert first("backward", 64, 1024, "highest") == "triton"
     assert first("backward", 1024, 1024, "highest") == "pieces"
+
+
+def test_three_tf32_products_stay_away_where_pytorch_is_more_accurate() -> None:
+    def why(
+        m: int, k: int, n: int, piece: str = "forward", precision: str = "highest"
+    ) -> str | None:
+        p = backends.problem(
+            piece, m, k, n, dtype="float32", device="cuda", precision=precision, needs_grad=True
+        )
+        return backends._reason_not_precise(p)
+
+    for m, k, refused in (
+        (4, 512, False),  # multiplied and added in float32
+        (8, 64, False),  # short: the same
+        (8, 128, True),
+        (16, 4096, True),
+        (32, 512, True),
+        (32, 1024, False),
+        (128, 512, True),
+        (128, 1024, False),
+        (256, 256, False),
+    ):
+        assert (why(m, k, 2048) is not None) is refused, (m, k)
+        assert (why(m, 2048, k, "grad_input") is not None) is refused, (m, k)
+        assert (why(m, 2048, k, "backward") is not None) is refused, (m, k)
+        assert why(m, k, 2048, precision="high") is None
+    half = backends.problem("forward", 8, 512, 512, dtype="bfloat16", device="cuda")
+    assert backends._reason_not_precise(half) is None

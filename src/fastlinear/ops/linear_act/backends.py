@@ -40,6 +40,9 @@ STEP = "step"
 _HERE = "fastlinear.ops.linear_act"
 _GPU_FLOPS_PER_S = {"half": 6e14, "float32": 4e13}
 _TF32X3_MIN_WORK = 1 << 24
+_TF32X3_MIN_DEPTH = 128  # shorter products take plain float32 arithmetic
+_EXACT_ROWS = 4  # up to here kernels multiply and add in float32
+_FEWEST_ROWS, _FEW_ROWS, _LEAST_DEPTH = 16, 128, 1024
 _GPU_BYTES_PER_S = 3.5e12
 _STEP_HOST_S = 1.2e-4  # host time of forward and backward of one layer through autograd, about
 _TRITON_SOURCES = (
@@ -152,6 +155,8 @@ def _reason_not_triton(p: Problem) -> str | None:
     why = _reason_not_gpu(p)
     if why is None and not _installed("triton"):
         why = "the package triton is not installed"
+    if why is None and p.piece in ("forward", "grad_input", WHOLE_BACKWARD):
+        why = _reason_not_precise(p)
     return why or triton_config.reason_not(
         p.dim("M"),
         p.dim("K"),
@@ -161,6 +166,21 @@ def _reason_not_triton(p: Problem) -> str | None:
         *_strides(p),
         torch.cuda.get_device_capability(),
     )
+
+
+def _reason_not_precise(p: Problem) -> str | None:
+    """Why three TF32 products of few rows would be less accurate than PyTorch's float32.
+
+    H200: their error is 2.2e-7 to 2.5e-7 at any depth. PyTorch's is 0.7e-7 to 1.2e-7 up to 16 rows
+    or a depth of 512, 1.8e-7 from a depth of 1024 on.
+    """
+    if p.dtype != "float32" or p.precision != "highest":
+        return None
+    depth = p.dim("K" if p.piece == "forward" else "N")
+    few = _EXACT_ROWS < p.dim("M") <= _FEW_ROWS and depth >= _TF32X3_MIN_DEPTH
+    if few and (p.dim("M") <= _FEWEST_ROWS or depth < _LEAST_DEPTH):
+        return "three TF32 products of so few rows are less accurate than PyTorch's float32"
+    return None
 
 
 def _reason_not_padded(p: Problem) -> str | None:
