@@ -546,6 +546,7 @@ LAUNCHED = [
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # autograd's own thread, at first
 @pytest.mark.parametrize("case", LAUNCHED, ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_launches_give_the_bits_of_the_python_formula(case: Any, dtype: str) -> None:
@@ -578,7 +579,7 @@ def test_launches_give_the_bits_of_the_python_formula(case: Any, dtype: str) -> 
 
 
 @pytest.mark.gpu
-def test_streams_graphs_and_threads() -> None:
+def test_streams_and_threads() -> None:
     x, w, b = leaves(64, 128, n=128, device="cuda", dtype=torch.bfloat16)
     way = Way(trained("gelu_tanh", forward="triton", backward="triton"), x, w, b)
     dy = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16)
@@ -608,15 +609,6 @@ def test_streams_graphs_and_threads() -> None:
     assert len(results) == 120
     for found in results:
         same(found, expected)
-    y = way(x, w, b)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        static = torch.autograd.grad(y, (x, w, b), dy, retain_graph=True)
-    for t in static:
-        t.zero_()
-    graph.replay()
-    same(static, expected)
 
 
 @pytest.mark.gpu

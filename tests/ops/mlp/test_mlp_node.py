@@ -238,6 +238,7 @@ def test_the_op_records_chains_so() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # autograd's own thread, at first
 @pytest.mark.parametrize("backends", [("eager", "eager"), ("layerwise", "layerwise")], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_the_bits_on_a_gpu(backends: tuple[str, str], dtype: torch.dtype) -> None:
