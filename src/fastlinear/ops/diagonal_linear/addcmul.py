@@ -24,6 +24,8 @@ _IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": lambda y: F.silu(y, inplace=True),
     "leaky_relu": lambda y: F.leaky_relu_(y, LEAKY_RELU_SLOPE),
 }
+QUICK = ("none", "relu", "leaky_relu")
+"""Activations whose pass over memory in the caches costs next to nothing."""
 
 
 def reason_not(problem: Problem) -> str | None:

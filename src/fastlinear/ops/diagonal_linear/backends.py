@@ -50,12 +50,13 @@ def _prefer(p: Problem) -> tuple[str, ...]:
             return ("eager", "pieces") if alone else ("pieces", "eager")
         return ("triton", "addcmul", "eager") if p.piece == "forward" else ("triton", "eager")
     if p.piece == STEP:
-        return ("pieces", "eager") if numbers >= cpp.LEAST else ("eager",)
+        return ("pieces", "eager") if numbers >= cpp.LEAST_STEP else ("eager",)
     if p.piece == "backward":
         return ("cpp", "eager") if numbers >= cpp.LEAST else ("eager",)
     # without an activation or a residual PyTorch takes one pass as well
     one_pass = p.option("activation") == "none" and p.option("residual") == "no"
-    least = cpp.LEAST_NEW if one_pass else cpp.LEAST
+    quick = p.option("activation") in addcmul.QUICK
+    least = cpp.LEAST_NEW if one_pass else cpp.LEAST_QUICK if quick else cpp.LEAST
     return (*(("cpp",) if numbers >= least else ()), "addcmul", "eager")
 
 

@@ -18,8 +18,11 @@ from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.diagonal_linear.reference import Gradients, Needs
 
 SOURCE = Path(__file__).with_name("diagonal.cpp")
-LEAST = 1 << 15  # numbers of x from which a call from Python pays
-LEAST_NEW = 1 << 23  # from which large pages for the result do
+# Numbers of x from which a pass of our own pays, on two cores:
+LEAST = 1 << 15
+LEAST_QUICK = 1 << 19  # over PyTorch's passes with an activation that costs next to nothing
+LEAST_STEP = 1 << 19  # over PyTorch's own autograd
+LEAST_NEW = 1 << 23  # over one pass of PyTorch's, for the large pages of the result
 _CODES = {name: code for code, name in enumerate(NAMES)}  # diagonal.cpp's switch
 _CHUNKS = 16  # of rows, each with sums of its own, whatever the number of threads
 _FRESH_BYTES = 1 << 25  # new results from this size on get large pages; malloc keeps less at hand

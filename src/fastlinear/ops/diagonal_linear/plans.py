@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch.autograd import forward_ad as _forward_ad
 
 from fastlinear.dispatch.select import Choice
 from fastlinear.ops.common import calls
+from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.autocast import cast as cast_once
 from fastlinear.ops.diagonal_linear import reference
 from fastlinear.ops.diagonal_linear.autograd import Formula, Rest, applied
@@ -79,7 +81,7 @@ def resolved(
     ``unusual`` takes the calls that a plan of ours cannot.
     """
     given = [t for t in (x, weight, bias, residual) if t is not None]
-    own = _native(activation)
+    own = _native(activation, bias is not None, residual is not None)
     if x.device.type not in ("cpu", "cuda") or any(t.layout is not torch.strided for t in given):
         return Resolved(own, None, False, None)
     captured = calls.is_captured(x)
@@ -103,13 +105,27 @@ def training_plan(chosen: tuple[Choice, ...], activation: str) -> Plan:
     return applied(training_of(chosen, activation).formula)
 
 
-def _native(activation: str) -> Plan:
-    """PyTorch's own ops."""
+def _native(activation: str, bias: bool, residual: bool) -> Plan:
+    """PyTorch's own ops, with as little around them as can be."""
+    if residual:
+        return lambda x, weight, rest: reference.diagonal_linear(
+            x, weight, rest[0], activation, rest[1]
+        )
+    if not bias and activation == "none":
+        return _product
+    if activation == "none":
+        return _sum
+    value = activation_of(activation).value
+    pre = _sum if bias else _product
+    return lambda x, weight, rest: value(pre(x, weight, rest))
 
-    def plan(x: Tensor, weight: Tensor, rest: Rest) -> Tensor:
-        return reference.diagonal_linear(x, weight, rest[0], activation, rest[1])
 
-    return plan
+def _sum(x: Tensor, weight: Tensor, rest: Any) -> Tensor:
+    return x * weight + rest[0]
+
+
+def _product(x: Tensor, weight: Tensor, _: Any) -> Tensor:
+    return x * weight
 
 
 def _inference(run: Callable[..., Tensor], activation: str) -> Plan:
