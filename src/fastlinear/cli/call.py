@@ -167,7 +167,8 @@ class Call:
                 f"its own options ({', '.join(own)})",
                 ", ".join(given),
                 {
-                    "linear_act": "These belong to mlp: name it first, as in mlp --widths 64,128,10.",
+                    "linear_act": "These belong to mlp: name it first, as in "
+                    "mlp --widths 64,128,10.",
                     "mlp": "Give --widths, or --layers and --width.",
                     _DIAGONAL: "It has one size besides the rows: --width.",
                 }[self.family],
