@@ -141,7 +141,8 @@ def test_explain(run: Run) -> None:
     data = data_of(result)
     assert data[0]["problem"]["dims"] == {"M": 64, "K": 32, "N": 48}
     assert data[0]["problem"]["options"]["activation"] == "gelu"
-    assert [d["problem"]["piece"] for d in data[1:]] == ["grad_pre", "grad_input", "grad_weight"]
+    pieces = ["grad_pre", "grad_input", "grad_weight", "step"]
+    assert [d["problem"]["piece"] for d in data[1:]] == pieces
     text = run("explain", *shape, "--backend", "eager", "--weight-layout", "kn").stdout
     assert "-> eager (forced)" in text
     assert "w=kn" in text

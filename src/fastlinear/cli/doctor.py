@@ -126,6 +126,10 @@ def _example(family: str, piece: str, device: str) -> Any:
         from fastlinear.ops.diagonal_linear import problem as diagonal
 
         return diagonal.problem(piece, 64, 1024, dtype=facts["dtype"], device=device)
+    if family == "grouped_linear":
+        from fastlinear.ops.grouped_linear import problem as grouped
+
+        return grouped.problem(piece, 64, 8, 64, 64, **facts)
     return None
 
 
