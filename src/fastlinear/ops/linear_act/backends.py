@@ -233,7 +233,8 @@ def _prefer(p: Problem) -> tuple[str, ...]:
     if p.device == "cpu":
         # oneDNN's call costs more than MKL's: it pays once there is arithmetic to save
         if p.piece == "forward" and p.option("activation") != "none":
-            heavy = p.dim("M") * p.dim("K") * p.dim("N") >= 1 << 21 and p.dim("M") >= 8
+            least = 1 << (23 if p.needs_grad else 21)  # a C++ node calls MKL without Python
+            heavy = p.dim("M") * p.dim("K") * p.dim("N") >= least and p.dim("M") >= 8
             return ("onednn", "eager") if heavy else ("eager",)
         return ("eager",)
     first = ("triton",) if _triton_pays(p) else ()
