@@ -120,6 +120,15 @@ def family(name: str) -> Family:
     return _FAMILIES[name]
 
 
+def deferred(target: str) -> Callable[..., Any]:
+    """The function ``"package.module:function"``, imported at its first call."""
+
+    def function(*arguments: Any) -> Any:
+        return _load(target)(*arguments)
+
+    return function
+
+
 @lru_cache(maxsize=256)
 def _load(target: str) -> Callable[..., Any]:
     module, _, attribute = target.partition(":")

@@ -16,7 +16,7 @@ from fastlinear.core.compare import KINKED
 from fastlinear.core.cost import Cost
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
-from fastlinear.dispatch.backend import Backend, Family, register_family
+from fastlinear.dispatch.backend import Backend, Family, deferred, register_family
 from fastlinear.ops.common import door_node
 from fastlinear.ops.diagonal_linear import addcmul, cpp, reference, triton_config
 from fastlinear.ops.diagonal_linear.problem import NAME, PIECES, STEP, problem
@@ -125,16 +125,6 @@ def cost(p: Problem) -> Cost:
     return Cost(0.0, size * (3 * m * k + (2 + bias + read_again) * k))
 
 
-def _timed(backend: Backend, p: Problem) -> Callable[..., Any] | None:
-    """Inference is timed as callers of ``diagonal_linear`` pay for it. In a CUDA graph the host is
-    no matter, and a forward that is differentiated is timed with its whole step."""
-    if p.piece != "forward" or p.needs_grad or p.captured:
-        return None
-    from fastlinear.ops.diagonal_linear.caller import caller  # it stands on this module
-
-    return caller(backend.name)
-
-
 def _whatever_bias(p: Problem) -> Problem:
     options = tuple((k, "yes" if k == "bias" else v) for k, v in p.options)
     return replace(p, options=options)
@@ -185,6 +175,6 @@ FAMILY = register_family(
         cost=cost,
         akin=(_whatever_bias, _whatever_activation),
         cold=True,
-        timed=_timed,
+        timed=deferred(f"{_HERE}.caller:timed"),
     )
 )

@@ -6,7 +6,6 @@ Light on purpose: backends are named here and imported on first use.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -18,7 +17,7 @@ from fastlinear.core.compare import KINKED, clear_of_kinks
 from fastlinear.core.cost import Cost
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
-from fastlinear.dispatch.backend import Backend, Family, register_family
+from fastlinear.dispatch.backend import Backend, Family, deferred, register_family
 from fastlinear.ops.common import door_node
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import (
@@ -336,16 +335,6 @@ def cost(p: Problem) -> Cost:
     return Cost(gemm, size * (m * k + n * k + m * n))
 
 
-def _timed(backend: Backend, p: Problem) -> Callable[..., Any] | None:
-    """Inference is timed as callers of ``linear_act`` pay for it. In a CUDA graph the host is no
-    matter, and a forward that saves is timed with its whole step."""
-    if p.piece != "forward" or p.needs_grad or p.captured:
-        return None
-    from fastlinear.ops.linear_act.caller import caller  # it stands on this module
-
-    return caller(backend.name)
-
-
 def _launch_bound(p: Problem) -> bool:
     """Whether a training step of this layer on a GPU takes less time than its launches.
 
@@ -465,6 +454,6 @@ FAMILY = register_family(
         cost=cost,
         akin=(_whatever_bias, _whatever_activation),
         cold=True,
-        timed=_timed,
+        timed=deferred(f"{_HERE}.caller:timed"),
     )
 )

@@ -6,11 +6,22 @@ A backend's function costs Python at every call; behind the compiled door a call
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
+from fastlinear.core.problem import Problem
+from fastlinear.dispatch.backend import Backend
 from fastlinear.ops.common import door
 from fastlinear.ops.linear_act.op import call
+
+
+def timed(backend: Backend, p: Problem) -> Callable[..., Any] | None:
+    """Inference is timed as callers of ``linear_act`` pay for it. In a CUDA graph the host is no
+    matter, and a forward that saves is timed with its whole step."""
+    if p.piece != "forward" or p.needs_grad or p.captured:
+        return None
+    return caller(backend.name)
 
 
 def caller(backend: str) -> Callable[..., tuple[Tensor, None]]:

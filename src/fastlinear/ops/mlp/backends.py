@@ -17,7 +17,7 @@ from fastlinear.core.compare import DEFAULT_FACTOR, KINKED, clear_of_kinks
 from fastlinear.core.cost import Cost
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
-from fastlinear.dispatch.backend import Backend, Family, register_family
+from fastlinear.dispatch.backend import Backend, Family, deferred, register_family
 from fastlinear.dispatch.select import select
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.mlp import (
@@ -224,16 +224,6 @@ def _backend(
     return Backend(NAME, piece, name, f"{_HERE}.{module}:{piece}", reason_not, sources)
 
 
-def _timed(backend: Backend, p: Problem) -> Callable[..., Any] | None:
-    """Inference is timed as callers of ``mlp`` pay for it. In a CUDA graph the host is no matter,
-    and a forward that saves is timed with its whole step."""
-    if p.piece != "forward" or p.needs_grad or p.captured:
-        return None
-    from fastlinear.ops.mlp.caller import caller  # it stands on this module
-
-    return caller(backend.name, p.option("fast") == "yes")
-
-
 def _strassen_error(p: Problem) -> float:
     """Norm-wise stable only: what theory allows its levels, in place of the common factor."""
     precision = p.dtype, p.device, p.precision
@@ -299,6 +289,6 @@ FAMILY = register_family(
         reference=_reference,
         cost=cost,
         akin=(_whatever_bias, _whatever_activation),
-        timed=_timed,
+        timed=deferred(f"{_HERE}.caller:timed"),
     )
 )
