@@ -90,6 +90,21 @@ def call(
     return _looked_up(x, weights, biases, activation, final_activation, backend, fast)
 
 
+def by_formula(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None = None,
+    *,
+    activation: str = "relu",
+    final_activation: str = "none",
+    backend: str | None = None,
+    allow_fast_matmul: bool = False,
+) -> Tensor:
+    """``mlp``, recorded by the formula in Python rather than by a node in C++: what the backward
+    reads can be looked at there. The same backends, and the same numbers."""
+    return _looked_up(x, weights, biases, activation, final_activation, backend, allow_fast_matmul)
+
+
 def explain(
     x: Tensor,
     weights: Sequence[Tensor],

@@ -28,6 +28,7 @@ from fastlinear.ops.linear_act import linear_act
 from fastlinear.ops.mlp import mlp
 from fastlinear.ops.mlp import reference as chain
 from fastlinear.ops.mlp.autograd import Formula
+from fastlinear.ops.mlp.op import by_formula
 
 _FUSED = KINKED | {"relu2"}  # relu2's derivative is continuous, but its relu alone is a kink
 _RELUS = frozenset(
@@ -58,7 +59,7 @@ class Sides(TorchFunctionMode):
         if not _is_kinked(func, args, kwargs):
             return func(*args, **kwargs)
         if func is mlp:
-            y = func(*args, **kwargs)
+            y = by_formula(*args, **kwargs)
             self.outputs += _sides_of_chain(y, *args, **kwargs)
             return y
         at_zero = args[0].detach() == 0 if func in _CLAMPS else None
