@@ -8,6 +8,7 @@ version counter; such a write to single elements that the probe does not cover i
 from __future__ import annotations
 
 import ctypes
+import time
 import weakref
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -18,6 +19,9 @@ from torch import Tensor
 # each may miss every cache; prime, so that the probe's stride rarely lines up with a row
 _PROBE_ELEMENTS = 13
 _PROBE_SIDE = 4
+_FLEETING = 16  # owners of one address in quick succession, a call each, before no copy is made
+_FORGET_S = 10.0
+_MAX_OWNERS = 4096
 
 V = TypeVar("V")
 
@@ -31,6 +35,7 @@ class Entry(Generic[V]):
     pointer: int
     probe: np.ndarray[Any, Any]  # the weight's own memory: read only while ``pointer`` holds
     seen: bytes  # what the probe read when the weight was packed
+    owner: Owner | None = None
 
     def valid_for(self, weight: Tensor) -> bool:
         """Whether the weight is what was packed, as far as version, storage and probe tell."""
@@ -41,16 +46,35 @@ class Entry(Generic[V]):
         )
 
 
+@dataclass(slots=True)
+class Owner:
+    """The tensor that was last at an address.
+
+    Attributes:
+        base: itself.
+        count: how many others were there before, in quick succession and for one call each.
+        last: when it was asked for last, in seconds.
+        served: whether a second call found what was kept of it.
+    """
+
+    base: weakref.ref[Tensor]
+    count: int
+    last: float
+    served: bool = False
+
+
 class Packs(Generic[V]):
     """Weight → what was made of it, no longer than the weight lives or stays as it is.
 
     Attributes:
         held: (id of the base tensor, shape, strides, offset) → (weak reference, its entry). A view
             (Conv1D's transpose) is made anew at every call, so the base is what lives.
+        owners: (address, shape, strides) → whose it was last.
     """
 
     def __init__(self) -> None:
         self.held: dict[tuple[Any, ...], tuple[weakref.ref[Tensor], Entry[V]]] = {}
+        self.owners: dict[tuple[Any, ...], Owner] = {}
 
     def get(self, weight: Tensor) -> V | None:
         """What was put for this (N, K) weight on the CPU, or None where that is not valid now."""
@@ -58,6 +82,9 @@ class Packs(Generic[V]):
         key = (id(base), weight.shape, weight.stride(), weight.storage_offset())
         held = self.held.get(key)
         if held is not None and held[0]() is base and held[1].valid_for(weight):
+            owner = held[1].owner
+            if owner is not None:
+                owner.served = True
             return held[1].value
         return None
 
@@ -73,12 +100,31 @@ class Packs(Generic[V]):
         key = (id(base), weight.shape, weight.stride(), weight.storage_offset())
         seen = probe(weight)
         entry = Entry(value, weight._version, weight.data_ptr(), seen, seen.tobytes())
+        entry.owner = self.owners.get(_memory(weight))
         held = self.held
         held[key] = (weakref.ref(base, lambda _: held.pop(key, None)), entry)
+
+    def fleeting(self, weight: Tensor) -> bool:
+        """Whether weights at this address keep coming as new tensors, so that a copy serves one
+        call: a compiled graph makes the views it hands on anew each time."""
+        base = weight._base if weight._base is not None else weight
+        key, now = _memory(weight), time.monotonic()
+        before, count = self.owners.get(key), 0
+        if before is not None and before.base() is not base and now - before.last < _FORGET_S:
+            count = 0 if before.served else before.count + 1
+        if len(self.owners) >= _MAX_OWNERS:
+            self.owners.clear()
+        self.owners[key] = Owner(weakref.ref(base), count, now)
+        return count > _FLEETING
 
     def clear(self) -> None:
         """Drop everything."""
         self.held.clear()
+        self.owners.clear()
+
+
+def _memory(weight: Tensor) -> tuple[Any, ...]:
+    return weight.data_ptr(), weight.shape, weight.stride()
 
 
 def probe(weight: Tensor) -> np.ndarray[Any, Any]:

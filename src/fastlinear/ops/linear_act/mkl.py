@@ -77,8 +77,8 @@ def _pack(weight: Tensor, rows: int) -> Tensor | None:
     """The weight packed for that many rows; None where torch's own linear is to serve."""
     packs = _packs.get(weight)
     if packs is None:
-        if weight.is_inference():  # nothing says when it changes
-            return None
+        if weight.is_inference() or _packs.fleeting(weight):  # nothing says when it changes, or
+            return None  # the copy would serve this one call
         packs = {}
         _packs.put(weight, packs)
     pack = packs.get(rows)

@@ -144,6 +144,8 @@ _packs: Packs[tuple[Tensor, bool]] = Packs()
 def _packed(weight: Tensor, rows: int) -> tuple[Tensor, bool]:
     kept = _packs.get(weight)
     if kept is None:
+        if _packs.fleeting(weight):  # a copy would serve this one call
+            return _plain(weight), False
         detached = weight.detach()
         # not for inference tensors: nothing is kept of them, and looking costs a pass
         finite = not weight.is_inference() and math.isfinite(
