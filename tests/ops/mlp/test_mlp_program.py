@@ -124,13 +124,13 @@ def test_weights_changed_in_place_are_seen_and_results_are_new_memory() -> None:
     assert not third.requires_grad
 
 
-def test_an_error_inside_is_pythons(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_another_device_are_another_kind_of_call() -> None:
     ws, bs = chain(6, (8, 8))
     with torch.no_grad():
         way, x = Way(("relu", "none")), draw(4, 6)
         way.admit(x, ws, bs)
         spoilt = [ws[0], torch.empty(8, 8, device="meta")]
-        assert way.table.call(x, spoilt, bs, *way.names) is None  # another kind of call
+        assert way.table.call(x, spoilt, bs, *way.names) is None
 
 
 def test_too_many_tensors_stay_with_python() -> None:
