@@ -89,6 +89,21 @@ def test_behind_finds_losses_beyond_noise_only() -> None:
     assert behind([ours(1.01), late, ours(1.5, "eager"), ours(0.5)]) == [late]
 
 
+def test_a_recording_answers_for_its_own_case_only() -> None:
+    def ours(low: float, name: str = "fastlinear", metric: str = "wall") -> rows.Row:
+        row = _row(name) | {"ratio_to_best": low + 0.01, "ratio_ci95": [low, low + 0.02]}
+        return row | {"metric": metric}
+
+    late, recorded = ours(1.10), ours(0.9, "fastlinear_cuda_graph")
+    assert behind([late, recorded]) == []
+    assert behind([late, recorded], called=True) == [late]
+    assert behind([late, ours(1.3, "fastlinear_cuda_graph")]) == [late]
+    device = ours(1.10, metric="device")
+    assert behind([device, recorded]) == [device]
+    other = late | {"problem": "another"}
+    assert behind([other, recorded]) == [other]
+
+
 def test_files_keep_rows_and_bad_lines_are_named(tmp_path: Path) -> None:
     path = write_rows([_row("eager"), _row("peer", WRONG)], tmp_path / "new" / "rows.jsonl")
     assert [r["contender"] for r in read_rows(path)] == ["eager", "peer"]

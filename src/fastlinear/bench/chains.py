@@ -18,6 +18,7 @@ from fastlinear.bench import forwards as by
 from fastlinear.bench.case import Case
 from fastlinear.bench.peer import (
     OURS,
+    RECORDED,
     Peer,
     compiler_missing,
     cuda_only,
@@ -75,6 +76,12 @@ def peers(case: Case) -> tuple[Peer, ...]:
         Peer("onednn_prepacked", lambda w: w.unit(by.onednn(w, pack=True)), no_onednn),
         Peer("strassen_control", lambda w: w.unit(_control), _no_control, ahead=cuda),
         Peer(OURS, lambda w: w.unit(_ours(None, fast=False))),
+        Peer(
+            RECORDED,
+            lambda w: by.graphed(w, w.unit(_ours(None, fast=False))),
+            cuda_only,
+            wall,
+        ),
         Peer(f"{OURS}_fast", lambda w: w.unit(_ours(None, fast=True)), levels=_levels_of_choice),
         *(_forced(b, cuda and b.name in _TRITON) for b in forced),
     )

@@ -20,6 +20,7 @@ COLUMNS = {
     "fastlinear[strassen]": "fused Strassen",
     "strassen_control": "same tiling, classical",
     "fastlinear": "fastlinear's choice",
+    "fastlinear_cuda_graph": "its choice, recorded",
     "fastlinear_fast": "its choice, fast matmul allowed",
 }
 """What each contender stands for in the document; the others go by their own names."""

@@ -9,6 +9,7 @@ from fastlinear.bench import quack
 from fastlinear.bench.case import Case
 from fastlinear.bench.peer import (
     OURS,
+    RECORDED,
     Peer,
     compiler_missing,
     cuda_only,
@@ -55,7 +56,7 @@ def peers(case: Case) -> tuple[Peer, ...]:
         Peer(OURS, lambda w: w.unit(_best(w))),
         Peer(f"{OURS}_layers", lambda w: w.unit(by.ours(w, None)), _one_layer),
         Peer(
-            f"{OURS}_cuda_graph",
+            RECORDED,
             lambda w: by.graphed(w, w.unit(_best(w))),
             cuda_only,
             ("wall",),
