@@ -30,7 +30,12 @@ _TRITON_SOURCES = (
     "../common/activations_triton.py",
     "../common/triton_launch.py",
 )
-_CPP_SOURCES = ("diagonal.cpp", "diagonal_activations.h", "../common/cpp_build.py")
+_CPP_SOURCES = (
+    "diagonal.cpp",
+    "diagonal_activations.h",
+    "diagonal_memory.h",
+    "../common/cpp_build.py",
+)
 _MAX_REDRAWS = 64
 _MANY = 1 << 24  # numbers whose passes over memory take a GPU longer than the host any call
 

@@ -26,6 +26,7 @@ LEAST_NEW = 1 << 23  # over one pass of PyTorch's, for the large pages of the re
 _CODES = {name: code for code, name in enumerate(NAMES)}  # diagonal.cpp's switch
 _CHUNKS = 16  # of rows, each with sums of its own, whatever the number of threads
 _FRESH_BYTES = 1 << 25  # new results from this size on get large pages; malloc keeps less at hand
+_PAST_BYTES = 1 << 22  # a dx from this size on is written around the caches
 
 
 def reason_not(problem: Problem) -> str | None:
@@ -114,6 +115,7 @@ def backward(
         _CHUNKS,
         torch.get_num_threads(),
         dy.nbytes >= _FRESH_BYTES,
+        dy.nbytes >= _PAST_BYTES,
     )
     assert code == 0
     return dx, dw, db
@@ -139,7 +141,7 @@ def _unit(x: Tensor) -> Tensor:
 def _library() -> ctypes.CDLL:
     library = cpp_build.load(SOURCE)
     pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    sizes = [size] * 4 + [number, number]
+    sizes = [size] * 4 + [number] * 2
     library.fastlinear_diagonal_forward.argtypes = [number, number, *[pointer] * 5, *sizes]
-    library.fastlinear_diagonal_backward.argtypes = [number, number, *[pointer] * 7, *sizes]
+    library.fastlinear_diagonal_backward.argtypes = [number, number, *[pointer] * 7, *sizes, number]
     return library

@@ -7,24 +7,24 @@
 // lie right behind each other. Sums: kRows rows in float32, then into float64, over chunks of rows
 // that depend on the sizes alone, so that results do not depend on the number of threads.
 //
-// New memory (`fresh`) is asked for in large pages, whose faults are 512 times fewer.
+// New memory (`fresh`) is asked for in large pages, whose faults are 512 times fewer. A dx too large
+// for the caches (`past`) is written around them, which leaves them to dy and x.
 
 #include "diagonal_activations.h"
+#include "diagonal_memory.h"
 
 #include <pthread.h>
-#include <sys/mman.h>
 
-#include <cstddef>
 #include <vector>
 
 namespace {
 
 constexpr int64_t kWide = 512;      // numbers of a row, at least, where rows may be joined
-constexpr int64_t kBlock = 512;     // columns whose sums stay in L1
+constexpr int64_t kBlock = 1024;     // columns whose sums, and results on their way, stay in L1
 constexpr int64_t kSegment = 4096;  // numbers of a row that one thread takes at a time
+constexpr int64_t kAhead = 2048;    // bytes from what is read to what is asked for
 constexpr int64_t kRows = 8;        // rows summed in float32 before going to float64
 constexpr int64_t kAlone = 32768;   // numbers below which one thread is faster than waking more
-constexpr size_t kPage = size_t(1) << 21;
 
 // In a forked process OpenMP still counts on the threads of the parent, and the thread that forked
 // would wait for them for ever. It computes alone.
@@ -52,17 +52,6 @@ inline Bf16 narrow<Bf16>(float x) {  // to the nearest, ties to even; NaN stays 
   std::memcpy(&bits, &x, 4);
   const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   return Bf16(x != x ? 0x7fc0u : rounded);
-}
-
-// Asks for large pages under new memory.
-void large_pages(void* p, size_t bytes) {
-  const auto from = (reinterpret_cast<uintptr_t>(p) + kPage - 1) / kPage * kPage;
-  const auto to = (reinterpret_cast<uintptr_t>(p) + bytes) / kPage * kPage;
-#if defined(MADV_HUGEPAGE)
-  if (to > from) madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);
-#else
-  (void)from, (void)to;
-#endif
 }
 
 // The rows as they are walked: `fold` rows of k features as one, the last one of `last` numbers.
@@ -93,13 +82,23 @@ std::vector<float> repeated(const T* parameter, int64_t k, int64_t fold) {
 template <class A, class T, bool kBias, bool kResidual>
 inline void forward_row(const T* __restrict x, const float* __restrict w, const float* __restrict b,
                         const T* __restrict r, T* __restrict y, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    float v = wide(x[i]) * w[i];
-    if constexpr (kBias) v += b[i];
-    v = A::f(v);
-    if constexpr (kResidual) v += wide(r[i]);
-    y[i] = narrow<T>(v);
+  const auto some = [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      float v = wide(x[i]) * w[i];
+      if constexpr (kBias) v += b[i];
+      v = A::f(v);
+      if constexpr (kResidual) v += wide(r[i]);
+      y[i] = narrow<T>(v);
+    }
+  };
+  constexpr int64_t line = kLine / sizeof(T);
+  int64_t i = 0;
+  for (; i + line <= n; i += line) {
+    __builtin_prefetch(x + i + kAhead / sizeof(T));
+    if constexpr (kResidual) __builtin_prefetch(r + i + kAhead / sizeof(T));
+    some(i, i + line);
   }
+  some(i, n);
 }
 
 template <class A, class T, bool kBias, bool kResidual>
@@ -124,17 +123,28 @@ template <class A, class T>
 inline void backward_row(const T* __restrict dy, const T* __restrict x, const float* __restrict w,
                          const float* __restrict b, T* __restrict dx, float* __restrict dw,
                          float* __restrict db, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    const float v = wide(x[i]), g = A::d(wide(dy[i]), v * w[i] + b[i]);
-    dx[i] = narrow<T>(g * w[i]);
-    dw[i] += g * v;
-    db[i] += g;
+  const auto some = [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const float v = wide(x[i]), g = A::d(wide(dy[i]), v * w[i] + b[i]);
+      dx[i] = narrow<T>(g * w[i]);
+      dw[i] += g * v;
+      db[i] += g;
+    }
+  };
+  constexpr int64_t line = kLine / sizeof(T);
+  int64_t i = 0;
+  for (; i + line <= n; i += line) {
+    __builtin_prefetch(dy + i + kAhead / sizeof(T));
+    __builtin_prefetch(x + i + kAhead / sizeof(T));
+    some(i, i + line);
   }
+  some(i, n);
 }
 
 template <class A, class T>
 void backward_all(const T* dy, const T* x, const T* w, const T* b, T* dx, T* dw, T* db,
-                  int64_t m, int64_t k, int64_t x_stride, int64_t most_chunks, int threads) {
+                  int64_t m, int64_t k, int64_t x_stride, int64_t most_chunks, bool past,
+                  int threads) {
   const Walk walk(m, k, x_stride == k);
   const std::vector<float> ws = repeated(w, k, walk.fold);
   std::vector<float> bs = repeated(b, k, walk.fold);
@@ -155,7 +165,7 @@ void backward_all(const T* dy, const T* x, const T* w, const T* b, T* dx, T* dw,
     double* sum_w = sums.data() + 2 * chunk * all;
     double* sum_b = sum_w + all;
     float in_w[kBlock], in_b[kBlock];
-    T unwanted[kBlock];
+    T on_its_way[kBlock];
     for (int64_t r = r0; r < r1; r += kRows) {
       const int64_t stop = r + kRows < r1 ? r + kRows : r1;
       for (int64_t j = begin; j < end; j += kBlock) {
@@ -164,11 +174,14 @@ void backward_all(const T* dy, const T* x, const T* w, const T* b, T* dx, T* dw,
         for (int64_t row = r; row < stop; ++row) {
           const int64_t left = walk.numbers(row) - j, here = left < n ? left : n;
           backward_row<A, T>(dy + row * all + j, x + row * x_stride + j, ws.data() + j,
-                             bs.data() + j, dx ? dx + row * all + j : unwanted, in_w, in_b, here);
+                             bs.data() + j, dx && !past ? dx + row * all + j : on_its_way, in_w,
+                             in_b, here);
+          if (dx && past) write_through(dx + row * all + j, on_its_way, here * sizeof(T));
         }
         for (int64_t i = 0; i < n; ++i) sum_w[j + i] += in_w[i], sum_b[j + i] += in_b[i];
       }
     }
+    if (past) written_through();
   }
   for (int64_t j = 0; j < k; ++j) {
     double total_w = 0.0, total_b = 0.0;
@@ -214,9 +227,9 @@ int forward(int which, const T* x, const T* w, const T* b, const T* r, T* y, int
 
 template <class T>
 int backward(int which, const T* dy, const T* x, const T* w, const T* b, T* dx, T* dw, T* db,
-             int64_t m, int64_t k, int64_t x_stride, int64_t chunks, int threads) {
+             int64_t m, int64_t k, int64_t x_stride, int64_t chunks, bool past, int threads) {
 #define CALL(A) \
-  backward_all<A, T>(dy, x, w, b, dx, dw, db, m, k, x_stride, chunks, threads)
+  backward_all<A, T>(dy, x, w, b, dx, dw, db, m, k, x_stride, chunks, past, threads)
   FASTLINEAR_SWITCH(CALL)
 #undef CALL
 }
@@ -245,12 +258,12 @@ extern "C" int fastlinear_diagonal_forward(int which, int half, const void* x, c
 extern "C" int fastlinear_diagonal_backward(int which, int half, const void* dy, const void* x,
                                             const void* w, const void* b, void* dx, void* dw,
                                             void* db, int64_t m, int64_t k, int64_t x_stride,
-                                            int64_t chunks, int threads, int fresh) {
+                                            int64_t chunks, int threads, int fresh, int past) {
   if (fresh && dx) large_pages(dx, size_t(m) * k * (half ? 2 : 4));
 #define CALL(T)                                                                               \
   backward<T>(which, static_cast<const T*>(dy), static_cast<const T*>(x),                     \
               static_cast<const T*>(w), static_cast<const T*>(b), static_cast<T*>(dx),        \
-              static_cast<T*>(dw), static_cast<T*>(db), m, k, x_stride, chunks, threads)
+              static_cast<T*>(dw), static_cast<T*>(db), m, k, x_stride, chunks, past, threads)
   return half ? CALL(Bf16) : CALL(float);
 #undef CALL
 }

@@ -1,0 +1,63 @@
+// Memory of results: large pages under new ones, and stores that go around the caches.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__) || defined(__AVX__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr size_t kPage = size_t(1) << 21;
+constexpr size_t kLine = 64;
+
+// Asks for large pages under new memory.
+inline void large_pages(void* p, size_t bytes) {
+  const auto from = (reinterpret_cast<uintptr_t>(p) + kPage - 1) / kPage * kPage;
+  const auto to = (reinterpret_cast<uintptr_t>(p) + bytes) / kPage * kPage;
+#if defined(MADV_HUGEPAGE)
+  if (to > from) madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);
+#else
+  (void)from, (void)to;
+#endif
+}
+
+// Copies bytes that are in the caches to memory that is not, without reading it first: whole lines
+// around the caches. `written_through()` must follow before another thread reads them.
+inline void write_through(void* to, const void* from, size_t bytes) {
+  char* out = static_cast<char*>(to);
+  const char* in = static_cast<const char*>(from);
+#if defined(__AVX__)
+  size_t head = (kLine - reinterpret_cast<uintptr_t>(out) % kLine) % kLine;
+  if (head > bytes) head = bytes;
+  std::memcpy(out, in, head);
+  size_t i = head;
+  for (; i + kLine <= bytes; i += kLine) {
+#if defined(__AVX512F__)
+    const __m512i line = _mm512_loadu_si512(in + i);
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(out + i), line);
+#else
+    const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + i));
+    const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + i + 32));
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(out + i), low);
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(out + i + 32), high);
+#endif
+  }
+  std::memcpy(out + i, in + i, bytes - i);
+#else
+  std::memcpy(out, in, bytes);
+#endif
+}
+
+inline void written_through() {
+#if defined(__AVX__)
+  _mm_sfence();
+#endif
+}
+
+}  // namespace
