@@ -13,6 +13,8 @@ import torch
 
 _LIBRARY = torch.library.Library("fastlinear", "DEF")
 _KEPT: list[Any] = []
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 def register_op(
@@ -41,3 +43,33 @@ def register_op(
         torch.library.register_autograd(
             f"fastlinear::{name}", backward, setup_context=setup_context, lib=_LIBRARY
         )
+
+
+def register_eager_op(
+    name: str, schema: str, *, implementation: Callable[..., Any], fake: Callable[..., Any]
+) -> None:
+    """Register ``torch.ops.fastlinear.<name>`` that does what an eager function of ours does.
+
+    A compiled graph that needs no gradients calls it: no formula stands before the function, which
+    records its own where the graph, exported, is run with gradients after all.
+
+    Args:
+        name: op name.
+        schema: arguments and returns; no result may share memory with an argument.
+        implementation: the function, for both devices, with or without gradients.
+        fake: shapes, dtypes and strides of the results, without computing.
+    """
+    _LIBRARY.define(name + schema)
+    for key in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, implementation, key)
+    torch.library.register_fake(f"fastlinear::{name}", fake, lib=_LIBRARY)
+    op = getattr(torch.ops.fastlinear, name).default
+
+    def before_autograd(keys: Any, *args: Any) -> Any:
+        if not _dispatch_modes() and type(args[0]) in _PLAIN:
+            return implementation(*args)
+        with torch._C._AutoDispatchBelowAutograd():  # type: ignore[no-untyped-call]
+            return op.redispatch(keys & torch._C._after_autograd_keyset, *args)
+
+    for key in ("AutogradCPU", "AutogradCUDA"):
+        _LIBRARY.impl(name, before_autograd, key, with_keyset=True)

@@ -41,3 +41,9 @@ def is_captured(x: Tensor) -> bool:
 def forward_mode() -> bool:
     """Whether forward-mode differentiation is under way."""
     return forward_ad._current_level >= 0
+
+
+def lies_turned(weight: Tensor) -> bool:
+    """Whether an (N, K) weight lies in memory as (K, N), as a Conv1D's transpose does."""
+    n, k = weight.shape
+    return weight.stride() == (1, n) and n > 1 and k > 1

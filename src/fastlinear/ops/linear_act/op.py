@@ -19,7 +19,7 @@ from fastlinear.core.precision import float32_precision
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.explain import Explanation
 from fastlinear.ops.common import calls, door, door_node
-from fastlinear.ops.common.calls import is_captured
+from fastlinear.ops.common.calls import is_captured, lies_turned
 from fastlinear.ops.linear_act import launches, plans, programs, reference
 from fastlinear.ops.linear_act.selection import choices, problem_of
 from fastlinear.ops.linear_act.validation import validate
@@ -302,5 +302,12 @@ def _compiled(
     grad = torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     )
-    y: Tensor = torch.ops.fastlinear.linear_act(x, weight, bias, activation, grad, backend or "")[0]
+    y: Tensor
+    if grad:
+        y = torch.ops.fastlinear.linear_act(x, weight, bias, activation, grad, backend or "")[0]
+        return y
+    turned = lies_turned(weight)
+    y = torch.ops.fastlinear.linear_act_inference(
+        x, weight.t() if turned else weight, bias, turned, activation, backend or ""
+    )
     return y

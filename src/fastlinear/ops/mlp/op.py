@@ -330,9 +330,18 @@ def _compiled(
     present = [b for b in bs if b is not None]
     grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *ws, *present))
     has_bias = [b is not None for b in bs]
-    y: Tensor = torch.ops.fastlinear.mlp(
-        x, list(ws), present, has_bias, activation, final_activation, grad, backend or "", fast
-    )[0]
+    names = activation, final_activation
+    y: Tensor
+    if grad:
+        y = torch.ops.fastlinear.mlp(
+            x, list(ws), present, has_bias, *names, grad, backend or "", fast
+        )[0]
+        return y
+    turned = [calls.lies_turned(w) for w in ws]
+    lying = [w.t() if t else w for w, t in zip(ws, turned, strict=True)]
+    y = torch.ops.fastlinear.mlp_inference(
+        x, lying, present, has_bias, turned, *names, backend or "", fast
+    )
     return y
 
 

@@ -1,0 +1,34 @@
+"""linear_act without gradients as a registered op: what a compiled graph calls.
+
+A compiled graph hands on a parameter as it is, but makes a view of one anew at every call. So the
+op takes a weight as it lies in memory: what is kept of a weight is found again by its own tensor.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fastlinear.ops._register import register_eager_op
+from fastlinear.ops.linear_act.op import call
+
+
+def _run(
+    x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool, activation: str, backend: str
+) -> Tensor:
+    """x (..., K), weight (N, K) or, ``turned``, (K, N), bias (N,) → (..., N), dense."""
+    y = call(x, weight.t() if turned else weight, bias, activation, backend or None)
+    return y.contiguous()
+
+
+def _fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool, activation: str, backend: str
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[1 if turned else 0]))
+
+
+register_eager_op(
+    "linear_act_inference",
+    "(Tensor x, Tensor weight, Tensor? bias, bool turned, str activation, str backend) -> Tensor",
+    implementation=_run,
+    fake=_fake,
+)

@@ -1,0 +1,53 @@
+"""mlp without gradients as a registered op: what a compiled graph calls.
+
+It takes weights as they lie in memory; see ``linear_act.inference_op``.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fastlinear.ops._register import register_eager_op
+from fastlinear.ops.mlp.op import call
+
+
+def _run(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    has_bias: list[bool],
+    turned: list[bool],
+    activation: str,
+    final_activation: str,
+    backend: str,
+    fast: bool,
+) -> Tensor:
+    """x (..., n_0), weights (n_i, n_{i-1}) or, ``turned``, (n_{i-1}, n_i) → (..., n_L), dense;
+    ``biases`` are those that there are."""
+    ws = [w.t() if t else w for w, t in zip(weights, turned, strict=True)]
+    given = iter(biases)
+    bs = [next(given) if has else None for has in has_bias]
+    return call(x, ws, bs, activation, final_activation, backend or None, fast).contiguous()
+
+
+def _fake(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    has_bias: list[bool],
+    turned: list[bool],
+    activation: str,
+    final_activation: str,
+    backend: str,
+    fast: bool,
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weights[-1].shape[1 if turned[-1] else 0]))
+
+
+register_eager_op(
+    "mlp_inference",
+    "(Tensor x, Tensor[] weights, Tensor[] biases, bool[] has_bias, bool[] turned, str activation,"
+    " str final_activation, str backend, bool fast) -> Tensor",
+    implementation=_run,
+    fake=_fake,
+)

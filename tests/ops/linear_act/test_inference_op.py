@@ -1,0 +1,80 @@
+"""linear_act without gradients inside a compiled graph: the op it calls, and the weight it gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fastlinear as fl
+from fastlinear.ops.linear_act import inference_op, reference
+
+OP = torch.ops.fastlinear.linear_act_inference.default
+
+
+def given(turned: bool, bias: bool, grad: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    w = torch.randn(8, 5) if turned else torch.randn(5, 8)
+    b = torch.randn(5, requires_grad=grad) if bias else None
+    return torch.randn(2, 3, 8, requires_grad=grad), w.requires_grad_(grad), b
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_opcheck(turned: bool, bias: bool) -> None:
+    x, w, b = given(turned, bias, False)
+    torch.library.opcheck(OP, (x, w, b, turned, "gelu", ""), raise_exception=True)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu"])
+def test_it_records_gradients_where_it_is_run_with_them(turned: bool, activation: str) -> None:
+    x, w, b = given(turned, True, True)
+    assert b is not None
+    y = OP(x, w, b, turned, activation, "")
+    expected = reference.linear_act(x, w.t() if turned else w, b, activation)
+    torch.testing.assert_close(y, expected)
+    dy = torch.randn_like(y)
+    torch.testing.assert_close(
+        torch.autograd.grad(y, (x, w, b), dy), torch.autograd.grad(expected, (x, w, b), dy)
+    )
+
+
+def test_an_exported_graph_keeps_its_gradients() -> None:
+    layer, x = fl.nn.Linear(8, 5, activation="gelu"), torch.randn(4, 8)
+    with torch.no_grad():
+        program = torch.export.export(layer, (x,), strict=True)
+    assert "linear_act_inference" in program.graph_module.code
+    module = program.module()
+    found = torch.autograd.grad(module(x).sum(), list(module.parameters()))
+    torch.testing.assert_close(found, torch.autograd.grad(layer(x).sum(), list(layer.parameters())))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_compiled_graph_hands_on_the_parameter_itself(
+    turned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = nn.Parameter(torch.randn(16, 24) if turned else torch.randn(24, 16))
+    seen: list[Any] = []
+    real = inference_op.call
+
+    def call(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+        seen.append(weight if weight._base is None else weight._base)
+        return real(x, weight, *rest)
+
+    monkeypatch.setattr(inference_op, "call", call)
+
+    @torch.compile(fullgraph=True)
+    def run(x: Tensor, weight: Tensor) -> Tensor:
+        return fl.linear_act(x + 1, weight.t() if turned else weight, activation="relu") * 2
+
+    torch._dynamo.reset()
+    x = torch.randn(4, 16)
+    with torch.no_grad():
+        for _ in range(3):
+            y = run(x, weight)
+        expected = torch.relu((x + 1) @ (weight if turned else weight.t())) * 2
+    torch.testing.assert_close(y, expected)
+    assert len(seen) == 3
+    assert all(w is weight for w in seen[1:])  # torch watches the first call in a mode of its own

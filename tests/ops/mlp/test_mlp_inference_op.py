@@ -1,0 +1,71 @@
+"""mlp without gradients inside a compiled graph: the op it calls, and the weights it gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fastlinear as fl
+from fastlinear.ops.mlp import inference_op, reference
+
+OP = torch.ops.fastlinear.mlp_inference.default
+NAMES = "gelu", "none"
+
+
+def given(grad: bool) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Two layers: the first's weight lies turned, the second has no bias."""
+    ws = [torch.randn(8, 5).requires_grad_(grad), torch.randn(3, 5).requires_grad_(grad)]
+    return torch.randn(2, 4, 8, requires_grad=grad), ws, [torch.randn(5, requires_grad=grad)]
+
+
+def expected_of(x: Tensor, ws: list[Tensor], bs: list[Tensor]) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    y = reference.forward(rows, (ws[0].t(), ws[1]), (bs[0], None), *NAMES, False)[0]
+    return y.view(*x.shape[:-1], -1)
+
+
+def test_opcheck() -> None:
+    x, ws, bs = given(False)
+    args = (x, ws, bs, [True, False], [True, False], *NAMES, "", False)
+    torch.library.opcheck(OP, args, raise_exception=True)
+
+
+def test_it_records_gradients_where_it_is_run_with_them() -> None:
+    x, ws, bs = given(True)
+    y = OP(x, ws, bs, [True, False], [True, False], *NAMES, "", False)
+    expected = expected_of(x, ws, bs)
+    torch.testing.assert_close(y, expected)
+    dy, wanted = torch.randn_like(y), (x, *ws, *bs)
+    torch.testing.assert_close(
+        torch.autograd.grad(y, wanted, dy), torch.autograd.grad(expected, wanted, dy)
+    )
+
+
+def test_a_compiled_graph_hands_on_the_parameters_themselves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, (first, second), (bias,) = given(False)
+    parameters = [nn.Parameter(first), nn.Parameter(second)]
+    seen: list[Any] = []
+    real = inference_op.call
+
+    def call(x: Tensor, weights: list[Tensor], *rest: Any) -> Tensor:
+        seen.append([w if w._base is None else w._base for w in weights])
+        return real(x, weights, *rest)
+
+    monkeypatch.setattr(inference_op, "call", call)
+
+    @torch.compile(fullgraph=True)
+    def run(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        return fl.mlp(x + 1, [first.t(), second], [bias, None], activation="gelu")
+
+    torch._dynamo.reset()
+    x = torch.randn(2, 4, 8)
+    with torch.no_grad():
+        run(x, *parameters)  # torch watches the first call in a mode of its own
+        y = run(x, *parameters)
+    torch.testing.assert_close(y, expected_of(x + 1, [first, second], [bias]))
+    assert all(a is b for a, b in zip(seen[-1], parameters, strict=True))
