@@ -14,7 +14,15 @@ import fastlinear as fl
 from fastlinear.core.compare import judge
 from fastlinear.ops.common import door, door_node
 from fastlinear.ops.common.activations import NAMES
-from fastlinear.ops.mlp import layerwise, op, programs, reference, whole_cuda
+from fastlinear.ops.mlp import (
+    layerwise,
+    op,
+    programs,
+    reference,
+    whole_cuda,
+    whole_triton,
+    whole_triton_plans,
+)
 from fastlinear.ops.mlp.programs import Inference
 from fastlinear.ops.mlp.whole_clusters import ClustersPlan
 from fastlinear.ops.mlp.whole_grid import GridPlan
@@ -249,8 +257,54 @@ def test_whole_kernels_go_through_the_door(
             assert torch.equal(recorded, again)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_narrow_chains_in_triton_go_through_the_door(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits of Python's launch, for any number of rows, addresses, streams, and in a graph."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    kind: dict[str, Any] = {"dtype": dtype, "device": "cuda"}
+    with torch.no_grad():
+        for k, widths, m in ((64, (64,) * 8, 2048), (33, (17, 40), 300), (128, (128, 64), 64)):
+            ws, bs = chain(k, widths, **kind)
+            for biases in (tuple(bs), (None, *bs[1:])):
+                xs = [draw(m, k, **kind) for _ in range(3)]
+                given = tuple(ws), biases
+                want = [whole_triton.forward(x, *given, "relu", "none", False)[0] for x in xs]
+
+                def call(x: Tensor, given: Any = given) -> Tensor:
+                    return fl.mlp(x, *given, backend="whole_triton")
+
+                assert torch.equal(call(xs[0]), want[0])
+                with _counted(monkeypatch, whole_triton_plans.ForwardPlan) as ran:
+                    for x, y in zip(xs * 5, want * 5, strict=True):
+                        assert torch.equal(call(x), y)
+                assert not ran, (k, widths, m)
+                side = torch.cuda.Stream()
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    beside = call(xs[1])
+                torch.cuda.current_stream().wait_stream(side)
+                assert torch.equal(beside, want[1])
+                shifted = draw(m * k + 1, **kind)[1:].view(m, k)
+                shifted.copy_(xs[2])
+                for _ in range(3):
+                    assert torch.equal(call(shifted), want[2])
+                ws[0].mul_(2)
+                again = whole_triton.forward(xs[0], *given, "relu", "none", False)[0]
+                assert torch.equal(call(xs[0]), again)
+                assert not torch.equal(again, want[0])
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    recorded = call(xs[0])
+                graph.replay()
+                assert torch.equal(recorded, again)
+
+
 @contextmanager
-def _counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def _counted(monkeypatch: pytest.MonkeyPatch, *plans: Any) -> Iterator[list[int]]:
     """Launches from Python."""
     ran: list[int] = []
 
@@ -262,6 +316,6 @@ def _counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return run
 
     with monkeypatch.context() as watched:
-        for plan in (ClustersPlan, GridPlan, StreamPlan):
+        for plan in plans or (ClustersPlan, GridPlan, StreamPlan):
             watched.setattr(plan, "run", watching(plan.run))
         yield ran

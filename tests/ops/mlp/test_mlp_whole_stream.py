@@ -75,7 +75,8 @@ def test_make_stream_is_buildable_and_covers_all_columns(
 
 def test_stream_for_leaves_other_chains_alone() -> None:
     assert stream_for((2048,) * 9, 64, 4) is None
-    assert stream_for((1024,) * 9, 33, 2) is None
+    wide = stream_for((1024,) * 9, 64, 2)
+    assert wide is not None and wide.cluster == 8
     assert stream_for((1024,) * 9, 32, 2) is not None
     assert stream_for((1024,) * 9, 65, 2) is not None
     assert stream_for((768,) * 9, 64, 2) is None
@@ -334,7 +335,13 @@ def test_every_activation_and_what_the_backward_reads(
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "stream",
-    [Stream(8, 15, 6, 2), Stream(2, 60, 8, 4), Stream(4, 9, 4, 1), Stream(4, 30, 24, 3)],
+    [
+        Stream(8, 15, 6, 2),
+        Stream(2, 60, 8, 4),
+        Stream(4, 9, 4, 1),
+        Stream(4, 30, 24, 3),
+        Stream(4, 28, 8, 3, 2, False),
+    ],
     ids=str,
 )
 def test_every_way_of_sharing(stream: Stream) -> None:

@@ -8,6 +8,7 @@ nothing has changed, so the compiled kernel can be launched directly.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -23,6 +24,7 @@ from fastlinear.ops.common.door_launch import DoorLaunch, launch_of
 
 # The compiled kernel's own launcher has no stable interface: others go the official way.
 _DIRECT = triton.__version__.startswith("3.6.")
+Place = int | None | tuple[int | None, ...]  # of an argument among a call's tensors
 _INTEGERS: dict[str, Any] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64}
 _current_device = torch.cuda.current_device
 
@@ -96,8 +98,9 @@ class Launch:
             return
         if self._untried and self._device is not None and door.ready():
             self._untried = False
+            nested = any(isinstance(t, tuple) for t in tensors)  # the door's callers give them flat
             places = tuple(None if t is None else i for i, t in enumerate(tensors))
-            found = self.in_door(places) if door.serves_cuda() else None
+            found = self.in_door(places) if door.serves_cuda() and not nested else None
             self._door = None if found is None else door.launcher(found.kernel())
         gx, gy, gz = self._grid
         stream = driver.active.get_current_stream(self._device)
@@ -121,15 +124,15 @@ class Launch:
             *self._args,
         )
 
-    def in_door(self, tensors: tuple[int | None, ...]) -> DoorLaunch | None:
+    def in_door(self, tensors: tuple[Place, ...]) -> DoorLaunch | None:
         """This launch for the compiled door, once it has been made at least once.
 
         Args:
-            tensors: which of the call's tensors each leading argument is; None for None.
+            tensors: which of the call's tensors each leading argument is; None for None. A tuple
+                of them for an argument that is a tuple.
 
         Returns:
-            None where it takes more: descriptors, tuples, scratch memory, clusters, another
-            Triton.
+            None where it takes more: descriptors, scratch memory, clusters, another Triton.
         """
         compiled = self._compiled
         if compiled is None or not _DIRECT or self._blocks or self._device is None:
@@ -139,15 +142,11 @@ class Launch:
         if any(more) or meta.global_scratch_size or meta.profile_scratch_size:
             return None
         kinds = tuple(compiled.src.signature.values())
-        values = (*tensors, *self._args)
-        assert len(kinds) == len(values), (kinds, values)
         arguments: list[Any] = []
         addresses = []
-        for kind, value in zip(kinds, values, strict=True):
+        for kind, value in _leaves(kinds, (*tensors, *self._args)):
             if kind == "constexpr":
                 continue
-            if not isinstance(kind, str):  # a tuple of arguments
-                return None
             if kind.startswith("*"):
                 arguments.append(ctypes.c_void_p(0))
                 addresses.append((arguments[-1], value))
@@ -169,6 +168,16 @@ class Launch:
             hooks,
             compiled,
         )
+
+
+def _leaves(kinds: tuple[Any, ...], values: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
+    """The arguments in the order the kernel takes them: those inside of tuples as well."""
+    assert len(kinds) == len(values), (kinds, values)
+    for kind, value in zip(kinds, values, strict=True):
+        if isinstance(kind, str):
+            yield kind, value
+        else:
+            yield from _leaves(tuple(kind), tuple(value))
 
 
 class _Descriptor:

@@ -74,13 +74,13 @@ def node(
 
 @dataclass(frozen=True, slots=True)
 class Inference:
-    """Calls without gradients that run layer after layer, or in a kernel of ``whole_cuda``."""
+    """Calls without gradients that run layer after layer, or in a kernel of the whole chain."""
 
     activation: str
     final_activation: str
     backend: str = "layerwise"
 
-    BACKENDS = frozenset({"layerwise", "whole_cuda"})
+    BACKENDS = frozenset({"layerwise", "whole_cuda", "whole_triton"})
 
 
 def made(
@@ -110,7 +110,7 @@ def program(
     if not door_node.begun() or len(tensors) > door_node.MAX_TENSORS or not _served(x):
         return None
     p = Program(len(tensors))
-    if inference.backend == "whole_cuda":
+    if inference.backend != "layerwise":
         y = _whole(p, inference, x, weights, biases)
     else:
         names = layer_activations(len(weights), inference.activation, inference.final_activation)
@@ -127,12 +127,17 @@ def _whole(
     biases: Sequence[Tensor | None] | None,
 ) -> int | None:
     """The chain as one launch: y's number, or None where it is more than that."""
-    from fastlinear.ops.mlp import whole_cuda
-
     given = (None,) * len(weights) if biases is None else biases
     y = p.empty((*x.shape[:-1], weights[-1].shape[0]), x.dtype, 0)
     rows = x if x.dim() == 2 else x.view(-1, x.shape[-1])
     names = inference.activation, inference.final_activation
+    if inference.backend == "whole_triton":
+        from fastlinear.ops.mlp import whole_triton_door
+
+        triton = whole_triton_door.in_door(rows, weights, given, *names, y)
+        return y if p.launch(triton) else None
+    from fastlinear.ops.mlp import whole_cuda
+
     found = whole_cuda.in_door(rows, weights, given, *names, y)
     if found is None:
         return None

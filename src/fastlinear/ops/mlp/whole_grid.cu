@@ -97,14 +97,6 @@ __device__ __forceinline__ void pair_sync(int id) {
   asm volatile("bar.sync %0, 64;" ::"r"(id) : "memory");
 }
 
-__device__ __forceinline__ float4 add4(float4 a, uint4 b) {
-  a.x += __uint_as_float(b.x);
-  a.y += __uint_as_float(b.y);
-  a.z += __uint_as_float(b.z);
-  a.w += __uint_as_float(b.w);
-  return a;
-}
-
 // ---------------------------------------------------------------- where things lie
 
 // float32: a published activation is [K / 4][row], 16 bytes each.

@@ -1,51 +1,5 @@
 // whole_grid.cu for bfloat16 and float16: products by mma.sync, activations straight from registers.
 
-// Four partial sums without their lowest 8 bits, in three words. None is EMPTY: that would take a NaN
-// of all ones among them.
-__device__ __forceinline__ void send_short(u32 to, int lane, float4 v) {
-  const uint4 w = as_words(v.x, v.y, v.z, v.w);
-  asm volatile("st.relaxed.cluster.shared::cluster.v2.b32 [%0], {%1, %2};" ::"r"(to + lane * 8),
-               "r"(__byte_perm(w.x, w.y, 0x5321)), "r"(__byte_perm(w.y, w.z, 0x6532))
-               : "memory");
-  asm volatile("st.relaxed.cluster.shared::cluster.b32 [%0], %1;" ::"r"(to + 256 + lane * 4),
-               "r"(__byte_perm(w.z, w.w, 0x7653))
-               : "memory");
-}
-
-// start + such sums of all blocks of the cluster, in their order; empties them.
-__device__ __forceinline__ float4 take_short(float4 start, u32 from, int lane) {
-  const u32 pairs = from + lane * 8, singles = from + 256 + lane * 4;
-  u32 a[CLUSTER], b[CLUSTER], c[CLUSTER];
-  u32 most;
-  do {
-    most = 0;
-#pragma unroll
-    for (int s = 0; s < CLUSTER; ++s) {
-      asm volatile("ld.relaxed.cluster.shared::cta.v2.b32 {%0, %1}, [%2];"
-                   : "=r"(a[s]), "=r"(b[s])
-                   : "r"(pairs + s * SOURCE_BYTES)
-                   : "memory");
-      asm volatile("ld.relaxed.cluster.shared::cta.b32 %0, [%1];"
-                   : "=r"(c[s])
-                   : "r"(singles + s * SOURCE_BYTES)
-                   : "memory");
-    }
-#pragma unroll
-    for (int s = 0; s < CLUSTER; ++s) most = max(most, max(a[s], max(b[s], c[s])));
-  } while (__any_sync(EMPTY, most == EMPTY));
-#pragma unroll
-  for (int s = 0; s < CLUSTER; ++s) {
-    asm volatile("st.shared.v2.b32 [%0], {%1, %1};" ::"r"(pairs + s * SOURCE_BYTES), "r"(EMPTY)
-                 : "memory");
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"(singles + s * SOURCE_BYTES), "r"(EMPTY)
-                 : "memory");
-    start = add4(start, make_uint4(a[s] << 8, __byte_perm(a[s], b[s], 0x5430) & 0xffffff00u,
-                                   __byte_perm(b[s], c[s], 0x4320) & 0xffffff00u,
-                                   c[s] & 0xffffff00u));
-  }
-  return start;
-}
-
 __device__ __forceinline__ void layers_half(const Params& p, u32 base, int first, int tiles,
                                             int rank, int warp, int lane, char* set) {
   constexpr int BLOCKS = KB / KG;  // of a warp
@@ -173,7 +127,7 @@ __device__ __forceinline__ void layers_half(const Params& p, u32 base, int first
       const int row = q * 8 + g;
       const u32 at = sums + half * HALF_BYTES + pair * PART_BYTES;
       float4 pre = make_float4(shift[i][0], shift[i][1], shift[i][2], shift[i][3]);
-      if constexpr (SHORT) pre = take_short(pre, at, lane);
+      if constexpr (SHORT) pre = take_short<SOURCE_BYTES>(pre, at, lane);
       else pre = take_sums(pre, at + lane * 16, true);
 #pragma unroll
       for (int e = 0; e < 2; ++e) {

@@ -26,9 +26,9 @@
 // Macros from the host: DTYPE (0 bfloat16, 1 float16) CLUSTER CLUSTERS WIDTH (of x and all layers
 // where it is the same, else 0) NT MT (tiles of 16 rows, at most 8) STAGES HELD (tiles of K whose
 // activations a warpgroup has in registers at once) AGAIN (tiles of these asked for again at once)
-// ACT FINAL SAVE (as in whole.cu) MAX_LAYERS KS (unused, for whole_device.cu), a number ACT_<NAME>
-// for every activation, and the generated functions wgmma and wgmma_first (acc, a0, a1, a2, a3,
-// descriptor).
+// SHORT (1: partial sums cross the cluster without their lowest 8 bits) ACT FINAL SAVE (as in
+// whole.cu) MAX_LAYERS KS (unused, for whole_device.cu), a number ACT_<NAME> for every activation,
+// and the generated functions wgmma and wgmma_first (acc, a0, a1, a2, a3, descriptor).
 
 constexpr int ROWS = 16 * MT;
 constexpr int KG = MT > 4 ? 1 : 2;                   // warpgroups that share K
@@ -38,7 +38,8 @@ constexpr int STAGE_BYTES = (NT + 1) / 2 * 2048;     // 8 NT rows of 128 bytes, 
 constexpr int UNITS = NT * MT;
 constexpr int SHARE = (UNITS + CLUSTER - 1) / CLUSTER;        // units a block completes
 constexpr int ROUNDS = (SHARE + CONSUMERS - 1) / CONSUMERS;
-constexpr int UNIT_BYTES = CLUSTER * 512;
+constexpr int PART_BYTES = SHORT ? 384 : 512;        // of a unit, one block's
+constexpr int UNIT_BYTES = CLUSTER * PART_BYTES;
 
 constexpr int SUMS_OFFSET = STAGES * STAGE_BYTES;
 constexpr int BAR_FULL = SUMS_OFFSET + SHARE * UNIT_BYTES;
@@ -217,18 +218,23 @@ __device__ __forceinline__ void give(const float (&acc)[NT][4], u32 to) {
 }
 
 // Sums of 16 rows and 8 columns to the block that completes them.
-__device__ __forceinline__ void send(const float (&v)[4], u32 to, int j, int m, int rank) {
+__device__ __forceinline__ void send(const float (&v)[4], u32 to, int j, int m, int rank,
+                                     int lane) {
   const int u = j * MT + m, at = u % CLUSTER;
   const u32 place = to + u / CLUSTER * UNIT_BYTES;
-  const uint4 words = as_words(v[0], v[1], v[2], v[3]);
-  if (at == rank) store_own4(place, words);
-  else store_peer4(peer_addr(place, at), words);
+  if constexpr (SHORT) {
+    send_short(peer_addr(place, at), lane, make_float4(v[0], v[1], v[2], v[3]));
+  } else {
+    const uint4 words = as_words(v[0], v[1], v[2], v[3]);
+    if (at == rank) store_own4(place + lane * 16, words);
+    else store_peer4(peer_addr(place, at) + lane * 16, words);
+  }
 }
 
 // The same with what the other warpgroup gave added.
 template <int kFrom, int kTo>
 __device__ __forceinline__ void add_and_send(const float (&acc)[NT][4], u32 from, u32 to, int m,
-                                             int tiles, int rank) {
+                                             int tiles, int rank, int lane) {
   float sum[kTo - kFrom][4];  // not acc: that would make ptxas serialise all wgmma
 #pragma unroll
   for (int j = kFrom; j < kTo; ++j) {
@@ -240,8 +246,27 @@ __device__ __forceinline__ void add_and_send(const float (&acc)[NT][4], u32 from
   }
 #pragma unroll
   for (int j = kFrom; j < kTo; ++j) {
-    if (j < tiles) send(sum[j - kFrom], to, j, m, rank);
+    if (j < tiles) send(sum[j - kFrom], to, j, m, rank, lane);
   }
+}
+
+// start + sums of all blocks of the cluster, in their order; empties them.
+__device__ __forceinline__ float4 take_whole(float4 start, u32 from) {
+  uint4 v[CLUSTER];
+  bool missing;
+  do {
+    missing = false;
+#pragma unroll
+    for (int s = 0; s < CLUSTER; ++s) v[s] = load_sums(from + s * PART_BYTES);
+#pragma unroll
+    for (int s = 0; s < CLUSTER; ++s) missing |= is_empty(v[s]);
+  } while (__any_sync(EMPTY, missing));
+#pragma unroll
+  for (int s = 0; s < CLUSTER; ++s) {
+    store16(from + s * PART_BYTES, make_uint4(EMPTY, EMPTY, EMPTY, EMPTY));
+    start = add4(start, v[s]);
+  }
+  return start;
 }
 
 __device__ __forceinline__ void multiply_layers(const Params& p, u32 base, int cluster, int rank,
@@ -298,8 +323,29 @@ __device__ __forceinline__ void multiply_layers(const Params& p, u32 base, int c
         }
       }
     };
+    // What is missing of AGAIN tiles from `index` on; what does not exist is never missing.
+    const auto ask_again = [&](int i, int index) {
+#pragma unroll
+      for (int q = 0; q < 4 * AGAIN; ++q) {
+        uint4& v = a[(4 * i + q) % (4 * HELD)];
+        if (is_empty(v)) {
+          v = load_published(from + ((index + q / 4) * KG * 4 + q % 4) * (MT * 512));
+        }
+      }
+    };
 #pragma unroll
     for (int i = 0; i < HELD; ++i) ask(i, i);
+    float shift[ROUNDS][2];  // biases of what this thread will complete
+#pragma unroll
+    for (int i = 0; i < ROUNDS; ++i) {
+      const int u = (i * CONSUMERS + warp) * CLUSTER + rank;
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int column = own.first + u / MT * 8 + 2 * t + e;
+        const bool exists = p.bias[layer] && u < own.tiles * MT && (WIDTH || column < n);
+        shift[i][e] = exists ? load_element(p.bias[layer], column) : 0.0f;
+      }
+    }
     int slot = 0;
 #pragma unroll PHASES
     for (int phase = 0; phase < (WIDTH ? PHASES : ceil_div(count, HELD)); ++phase) {
@@ -313,13 +359,7 @@ __device__ __forceinline__ void multiply_layers(const Params& p, u32 base, int c
 #pragma unroll
             for (int q = 0; q < 4; ++q) missing |= is_empty(a[4 * i + q]);
             if (!__any_sync(EMPTY, missing)) break;
-#pragma unroll
-            for (int q = 0; q < 4 * AGAIN; ++q) {
-              uint4& v = a[(4 * i + q) % (4 * HELD)];
-              if (is_empty(v)) {
-                v = load_published(from + ((index + q / 4) * KG * 4 + q % 4) * (MT * 512));
-              }
-            }
+            ask_again(i, index);
           }
         }
         if (layer == 0) {
@@ -344,20 +384,8 @@ __device__ __forceinline__ void multiply_layers(const Params& p, u32 base, int c
       }
     }
 
-    float shift[ROUNDS][2];  // biases of what this thread will complete
-#pragma unroll
-    for (int i = 0; i < ROUNDS; ++i) {
-      const int u = (i * CONSUMERS + warp) * CLUSTER + rank;
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int column = own.first + u / MT * 8 + 2 * t + e;
-        const bool exists = p.bias[layer] && u < own.tiles * MT && (WIDTH || column < n);
-        shift[i][e] = exists ? load_element(p.bias[layer], column) : 0.0f;
-      }
-    }
-
     const u32 sums = base + SUMS_OFFSET;
-    const u32 to = sums + rank * 512 + lane * 16;
+    const u32 to = sums + rank * PART_BYTES;
     const auto wait_for_peers = [&] {  // they have read what this block sent in its turn before
       if (turn > 0) mbar_wait_own(base + BAR_FREE + (turn - 1 & 1) * 8, (turn - 1) >> 1 & 1);
     };
@@ -375,8 +403,8 @@ __device__ __forceinline__ void multiply_layers(const Params& p, u32 base, int c
       bar_sync(1, 32 * CONSUMERS);
       wait_for_peers();
       if (real) {
-        if (kg == 0) add_and_send<0, HALF>(acc, theirs_at, to, m, own.tiles, rank);
-        else add_and_send<HALF, NT>(acc, theirs_at, to, m, own.tiles, rank);
+        if (kg == 0) add_and_send<0, HALF>(acc, theirs_at, to, m, own.tiles, rank, lane);
+        else add_and_send<HALF, NT>(acc, theirs_at, to, m, own.tiles, rank, lane);
       }
       fence_async();
       __syncwarp();
@@ -386,7 +414,7 @@ __device__ __forceinline__ void multiply_layers(const Params& p, u32 base, int c
       if (real) {
 #pragma unroll
         for (int j = 0; j < NT; ++j) {
-          if (j < own.tiles) send(acc[j], to, j, m, rank);
+          if (j < own.tiles) send(acc[j], to, j, m, rank, lane);
         }
       }
     }
@@ -395,38 +423,23 @@ __device__ __forceinline__ void multiply_layers(const Params& p, u32 base, int c
     for (int i = 0; i < ROUNDS; ++i) {
       const int place = i * CONSUMERS + warp, u = place * CLUSTER + rank;
       if (u >= own.tiles * MT) break;
-      const u32 at = sums + place * UNIT_BYTES + lane * 16;
-      uint4 v[CLUSTER];
-      bool missing;
-      do {
-        missing = false;
-#pragma unroll
-        for (int s = 0; s < CLUSTER; ++s) v[s] = load_sums(at + s * 512);
-#pragma unroll
-        for (int s = 0; s < CLUSTER; ++s) missing |= is_empty(v[s]);
-      } while (__any_sync(EMPTY, missing));
-      float sum[4] = {shift[i][0], shift[i][1], shift[i][0], shift[i][1]};
-#pragma unroll
-      for (int s = 0; s < CLUSTER; ++s) {
-        store16(at + s * 512, make_uint4(EMPTY, EMPTY, EMPTY, EMPTY));
-        sum[0] += __uint_as_float(v[s].x);
-        sum[1] += __uint_as_float(v[s].y);
-        sum[2] += __uint_as_float(v[s].z);
-        sum[3] += __uint_as_float(v[s].w);
-      }
+      const u32 at = sums + place * UNIT_BYTES;
+      float4 sum = make_float4(shift[i][0], shift[i][1], shift[i][0], shift[i][1]);
+      if constexpr (SHORT) sum = take_short<PART_BYTES>(sum, at, lane);
+      else sum = take_whole(sum, at + lane * 16);
       const int first = own.first + u / MT * 8, row = u % MT * 16 + g, column = first + 2 * t;
       if constexpr (SAVE != 0) {
         if (saves_pre(last)) {
-          write_row(p.saved[layer], p, n, row, column, pack(sum[0], sum[1]));
-          write_row(p.saved[layer], p, n, row + 8, column, pack(sum[2], sum[3]));
+          write_row(p.saved[layer], p, n, row, column, pack(sum.x, sum.y));
+          write_row(p.saved[layer], p, n, row + 8, column, pack(sum.z, sum.w));
         }
       }
       if (last) {
-        write_row(p.y, p, n, row, column, pack(act<FINAL>(sum[0]), act<FINAL>(sum[1])));
-        write_row(p.y, p, n, row + 8, column, pack(act<FINAL>(sum[2]), act<FINAL>(sum[3])));
+        write_row(p.y, p, n, row, column, pack(act<FINAL>(sum.x), act<FINAL>(sum.y)));
+        write_row(p.y, p, n, row + 8, column, pack(act<FINAL>(sum.z), act<FINAL>(sum.w)));
       } else {
-        u32 top = pack(act<ACT>(sum[0]), act<ACT>(sum[1]));
-        u32 low = pack(act<ACT>(sum[2]), act<ACT>(sum[3]));
+        u32 top = pack(act<ACT>(sum.x), act<ACT>(sum.y));
+        u32 low = pack(act<ACT>(sum.z), act<ACT>(sum.w));
         if (!WIDTH && first >= n) top = low = 0;  // padding: the next layer's infinity times zero
         publish2(out + unit_at(first, u % MT, lane), never_empty(top), never_empty(low));
         if constexpr (SAVE == 2 || SAVE == 3) {
