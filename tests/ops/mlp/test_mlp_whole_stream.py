@@ -76,7 +76,8 @@ def test_make_stream_is_buildable_and_covers_all_columns(
 def test_stream_for_leaves_other_chains_alone() -> None:
     assert stream_for((2048,) * 9, 64, 4) is None
     wide = stream_for((1024,) * 9, 64, 2)
-    assert wide is not None and wide.cluster == 8
+    assert wide is not None
+    assert wide.cluster == 8
     assert stream_for((1024,) * 9, 32, 2) is not None
     assert stream_for((1024,) * 9, 65, 2) is not None
     assert stream_for((768,) * 9, 64, 2) is None
