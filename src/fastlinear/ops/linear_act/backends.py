@@ -24,6 +24,7 @@ from fastlinear.ops.linear_act import (
     cpp,
     cublaslt,
     cuda,
+    few_rows_config,
     mkl,
     onednn,
     padded_problem,
@@ -55,6 +56,10 @@ _TRITON_SOURCES = (
     "../common/triton_launch.py",
 )
 _CUDA_SOURCES = ("gemm.cu", "../common/cuda_driver.py")
+_FEW_ROWS_SOURCES = (
+    *("few_rows.cu", "few_rows_single.cu", "few_rows_half.cu", "few_rows_config.py"),
+    "../common/cuda_driver.py",
+)
 _CPP_SOURCES = tuple(
     f"../common/{name}" for name in ("elementwise.cpp", "cpp_elementwise.py", "cpp_build.py")
 )
@@ -198,6 +203,19 @@ def _reason_not_cuda(p: Problem) -> str | None:
     )
 
 
+def _reason_not_few_rows(p: Problem) -> str | None:
+    why = _reason_not_gpu(p)
+    return why or few_rows_config.reason_not(
+        p.dim("M"),
+        p.dim("K"),
+        p.dim("N"),
+        FLOAT_DTYPES[p.dtype],
+        *_strides(p),
+        torch.cuda.get_device_capability(),
+        p.needs_grad,
+    )
+
+
 def _reason_not_triton_backward(p: Problem) -> str | None:
     why = _reason_not_triton(p)
     if why is not None:
@@ -237,6 +255,8 @@ def _prefer(p: Problem) -> tuple[str, ...]:
             return ("onednn", "eager") if heavy else ("eager",)
         return ("eager",)
     first = ("triton",) if _triton_pays(p) else ()
+    if p.piece == "forward" and few_rows_config.pays(p.dim("M"), p.dim("K"), FLOAT_DTYPES[p.dtype]):
+        first = ("few_rows", *first)
     if p.piece != "grad_pre" and not padded_problem.aligned(p):
         first = ("padded",) if padded_problem.pays(p) else ("triton",) if _few_odd_rows(p) else ()
     return (*first, "cublaslt", "eager") if p.piece == "forward" else (*first, "eager")
@@ -405,6 +425,14 @@ FAMILY = register_family(
             ),
             Backend(
                 NAME, "forward", "cuda", f"{_HERE}.cuda:forward", _reason_not_cuda, _CUDA_SOURCES
+            ),
+            Backend(
+                NAME,
+                "forward",
+                "few_rows",
+                f"{_HERE}.few_rows:forward",
+                _reason_not_few_rows,
+                _FEW_ROWS_SOURCES,
             ),
             *(
                 Backend(NAME, p, "padded", f"{_HERE}.padded:{p}", _reason_not_padded, _PADDED)

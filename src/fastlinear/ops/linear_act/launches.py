@@ -49,6 +49,10 @@ def forward(
         if save_pre:
             return _saving(x, weight, bias, activation)
         return cuda.door_launch(x, weight, bias, activation)
+    if backend == "few_rows" and not save_pre:
+        from fastlinear.ops.linear_act import few_rows
+
+        return few_rows.door_launch(x, weight, bias, activation)
     if backend == "triton":
         from fastlinear.ops.linear_act import triton
 

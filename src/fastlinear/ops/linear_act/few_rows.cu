@@ -1,0 +1,107 @@
+// What the kernels of few rows share: y (M, N) = act(x (M, K) W (N, K)^T + b), W read once.
+//
+// Macros from the host: CL (blocks of a cluster, which share a strip of outputs and split K), HAS_BIAS,
+// ACT, and a number ACT_<NAME> for every activation.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+// ---------------------------------------------------------------- PTX wrappers
+
+__device__ __forceinline__ u32 smem_addr(const void* p) {
+  return static_cast<u32>(__cvta_generic_to_shared(p));
+}
+
+// The next launch may set up from here on; nothing is read or written before the last one is done.
+__device__ __forceinline__ void wait_for_last_launch() {
+  asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
+}
+
+__device__ __forceinline__ u32 cluster_rank() {
+  u32 rank = 0;
+  if constexpr (CL > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// Says that this block runs: its shared memory may be written to by the others from then on.
+__device__ __forceinline__ void cluster_here() {
+  if constexpr (CL > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_wait() {
+  if constexpr (CL > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_sync() {
+  __syncwarp();
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                   : "memory");
+}
+
+// The same place in the shared memory of another block of the cluster.
+__device__ __forceinline__ u32 in_block(u32 addr, u32 block) {
+  u32 there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(addr), "r"(block));
+  return there;
+}
+
+// 16 bytes of global memory, of which none is read and all are zero where not `real`.
+__device__ __forceinline__ void copy16(u32 dst, const void* src, bool real) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src),
+               "r"(real ? 16 : 0)
+               : "memory");
+}
+
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int kLeft>
+__device__ __forceinline__ void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+
+// Has the address worked out here, before what comes next.
+template <typename T>
+__device__ __forceinline__ void settle(T*& p) {
+  asm volatile("" : "+l"(p));
+}
+
+// 16 bytes of W, which no other thread reads; zeros where not `real`.
+__device__ __forceinline__ uint4 load_weight(const void* src, bool real) {
+  uint4 v;
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\n"
+      "mov.b32 %3, 0;\n@p ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+      : "l"(src), "r"(static_cast<u32>(real))
+      : "memory");
+  return v;
+}
+
+__device__ __forceinline__ uint4 load_shared(u32 addr) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(addr)
+               : "memory");
+  return v;
+}
+
+// ---------------------------------------------------------------- activations (float32)
+
+__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+__device__ __forceinline__ float act(float x) {
+  if constexpr (ACT == ACT_RELU) return x < 0.0f ? 0.0f : x;  // keeps NaN
+  if constexpr (ACT == ACT_RELU2) return x < 0.0f ? 0.0f : x * x;
+  if constexpr (ACT == ACT_LEAKY_RELU) return x < 0.0f ? 0.01f * x : x;
+  if constexpr (ACT == ACT_SILU) return x / (1.0f + expf(-x));
+  if constexpr (ACT == ACT_SIGMOID) return sigmoid(x);
+  if constexpr (ACT == ACT_TANH) return tanhf(x);
+  if constexpr (ACT == ACT_QUICK_GELU) return x * sigmoid(1.702f * x);
+  if constexpr (ACT == ACT_GELU) return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f));
+  if constexpr (ACT == ACT_GELU_TANH) {
+    const float cube = 0.044715f * x * x * x;
+    return 0.5f * x * (1.0f + tanhf(0.79788456080286536f * (x + cube)));
+  }
+  return x;
+}

@@ -1,0 +1,208 @@
+"""CUDA C++ backend of linear_act for few rows on Hopper: W is read once, straight to registers.
+
+``few_rows_single.cu`` (float32 multiply-adds) and ``few_rows_half.cu`` (matrix units) hold the
+device source, ``few_rows_config.py`` the choice of their shapes. Launches set up while the one
+before is ending. Accumulation is in float32, in a fixed order: results are deterministic. Inference
+only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastlinear.core.errors import UnsupportedError
+from fastlinear.ops.common import cuda_driver as driver
+from fastlinear.ops.common.activations import NAMES
+from fastlinear.ops.common.door_launch import DoorLaunch, Y
+from fastlinear.ops.linear_act.cuda import _EarlyLaunch
+from fastlinear.ops.linear_act.few_rows_config import (
+    Config,
+    HalfConfig,
+    config_for,
+    padded_rows,
+    reason_not,
+)
+
+__all__ = ["ARCH", "door_launch", "forward", "reason_not", "source"]
+
+ARCH = "sm_90a"
+KERNEL = "linear_act_few_rows"
+_FOLDER = Path(__file__).parent
+_MAX_PLANS = 2048
+
+
+def source(
+    config: Config, dtype: torch.dtype, rows: int, K: int, activation: str, has_bias: bool
+) -> str:
+    """The complete CUDA C++ source of one specialisation, for ``rows`` padded rows."""
+    macros: dict[str, int | str] = {
+        "ROWS": rows,
+        "STEPS": config.steps,
+        "CL": config.cluster,
+        "HAS_BIAS": int(has_bias),
+        **{f"ACT_{name.upper()}": number for number, name in enumerate(NAMES)},
+        "ACT": f"ACT_{activation.upper()}",
+    }
+    if isinstance(config, HalfConfig):
+        file = "few_rows_half.cu"
+        macros |= {"MT": config.tiles, "WN": config.wn, "WK": config.wk}
+        macros["IS_BF16"] = int(dtype == torch.bfloat16)
+    else:
+        file = "few_rows_single.cu"
+        macros |= {"COLS": config.cols, "WARPS": config.warps, "MANY": int(config.many(K))}
+    defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
+    return defines + (_FOLDER / "few_rows.cu").read_text() + (_FOLDER / file).read_text()
+
+
+_lock = threading.Lock()
+_kernels: dict[tuple[str, int], driver.Kernel] = {}
+_plans: dict[tuple[object, ...], _Plan] = {}
+
+
+class _Plan:
+    """One prepared launch: fixed shapes and strides, any addresses."""
+
+    def __init__(
+        self, config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
+    ) -> None:
+        (M, K), N = x.shape, weight.shape[0]
+        rows, device = padded_rows(M, x.dtype), x.device.index
+        text = source(config, x.dtype, rows, K, activation, bias is not None)
+        kernel = _kernel(text, config.shared_bytes(rows, K), device)
+        self.x, self.weight, self.bias, self.y = (ctypes.c_void_p(0) for _ in range(4))
+        numbers = [M, K, N, x.stride(0), weight.stride(0)]
+        if isinstance(config, HalfConfig):
+            numbers.append(config.spans(K))
+        arguments: list[Any] = [self.x, self.weight, self.bias, self.y]
+        arguments += [ctypes.c_int(number) for number in numbers]
+        self.launch = _EarlyLaunch(kernel, config.threads, config.cluster, arguments)
+        self.launch.set_grid(-(-N // config.block_n) * config.cluster)
+
+    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> None:
+        self.x.value, self.weight.value = x.data_ptr(), weight.data_ptr()
+        self.y.value = y.data_ptr()
+        if bias is not None:
+            self.bias.value = bias.data_ptr()
+        self.launch.run(torch._C._cuda_getCurrentRawStream(x.device.index))
+
+
+def _kernel(text: str, shared_bytes: int, device: int) -> driver.Kernel:
+    """The kernel of a source; the limit of its shared memory only grows."""
+    kernel = _kernels.get((text, device))
+    if kernel is None or kernel.shared_bytes < shared_bytes:
+        cubin = driver.compile_cubin(text, "few_rows.cu", ARCH)
+        kernel = _kernels[text, device] = driver.Kernel(cubin, KERNEL, shared_bytes, device)
+    return kernel
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    save_pre: bool,
+    *,
+    config: Config | None = None,
+) -> tuple[Tensor, None]:
+    """y = act(x weightᵀ + bias) in one launch.
+
+    Args:
+        x: (M, K); M at most 16 in float32, 64 in bfloat16 and float16; unit stride along K.
+        weight: (N, K), unit stride along K.
+        bias: (N,) or None.
+        activation: a public activation name.
+        save_pre: False.
+        config: the kernel's shape; chosen by ``config_for`` when None.
+
+    Returns:
+        (y, None): y (M, N) contiguous.
+
+    Raises:
+        UnsupportedError: where :func:`reason_not` gives a reason.
+    """
+    index = x.device.index
+    if index is not None and index != torch._C._cuda_getDevice():
+        with torch.cuda.device(index):
+            return forward(x, weight, bias, activation, save_pre, config=config)
+    if x.data_ptr() % 16:
+        x = x.clone()
+    if weight.data_ptr() % 16:
+        weight = weight.clone()
+    if bias is not None and (bias.stride(0) != 1 or bias.data_ptr() % 8):
+        bias = bias.clone(memory_format=torch.contiguous_format)
+    key = (
+        x.shape,
+        weight.shape[0],
+        x.stride(),
+        weight.stride(),
+        x.dtype,
+        bias is None,
+        activation,
+        save_pre,
+        config,
+        index,
+    )
+    y = x.new_empty((x.shape[0], weight.shape[0]))
+    with _lock:
+        plan = _plans.get(key)
+        if plan is None:
+            plan = _new_plan(x, weight, bias, activation, save_pre, config)
+            if len(_plans) >= _MAX_PLANS:
+                _plans.clear()
+            _plans[key] = plan
+        plan.run(x, weight, bias, y)
+    return y, None
+
+
+def _new_plan(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    save_pre: bool,
+    config: Config | None,
+) -> _Plan:
+    (M, K), N = x.shape, weight.shape[0]
+    capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else None
+    reason = reason_not(M, K, N, x.dtype, x.stride(), weight.stride(), capability, save_pre)
+    if reason is None and config is not None:
+        reason = config.invalid(padded_rows(M, x.dtype), K)
+    if reason is not None:
+        raise UnsupportedError(
+            "linear_act (few_rows backend)",
+            expected="a problem this backend serves",
+            received=reason,
+            remedy="Choose another backend or leave the choice to dispatch.",
+        )
+    driver.make_current(x.device.index)
+    with driver.loading_allowed():
+        return _Plan(config or config_for(M, K, N, x.dtype), x, weight, bias, activation)
+
+
+def door_launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
+) -> DoorLaunch | None:
+    """``forward`` of such tensors as one launch for the compiled door.
+
+    None where it is more than a launch: ``forward`` copies what is not aligned.
+    """
+    index = x.device.index
+    aligned = x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
+    if bias is not None:
+        aligned = aligned and bias.stride(0) == 1 and bias.data_ptr() % 8 == 0
+    if not aligned or index != torch._C._cuda_getDevice():
+        return None
+    plan = _new_plan(x, weight, bias, activation, False, None)
+    tensors = [(plan.x, 0), (plan.weight, 1), (plan.y, Y)]
+    if bias is not None:
+        tensors.append((plan.bias, 2))
+    launch = plan.launch
+    assert launch._handle is not None
+    where = launch._handle, launch._config_ref, launch._slots_ref
+    return DoorLaunch(*where, tuple(tensors), (15, 15, 7), plan)

@@ -1,0 +1,218 @@
+"""Which calls the CUDA kernels of few rows serve, and in which shape: pure data, pure choices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MOST_ROWS = {4: 16, 2: 64}  # itemsize → rows
+_SHARED_LIMIT = 232_448  # bytes a Hopper block may have
+_MAX_SIZE = 1 << 30
+_MAX_STRIDE = (1 << 31) - 1
+_REGISTERS, _OTHER_REGISTERS = 65_536, 48
+
+
+@dataclass(frozen=True)
+class SingleConfig:
+    """Shape of the float32 kernel.
+
+    Attributes:
+        cols: outputs of a thread; a block has four times as many.
+        warps: of a block, side by side along K.
+        steps: pieces of 32 numbers along K that a warp has under way.
+        cluster: blocks that share outputs and take K in turns.
+    """
+
+    cols: int
+    warps: int
+    steps: int
+    cluster: int = 1
+
+    @property
+    def block_n(self) -> int:
+        """Outputs of a cluster."""
+        return 4 * self.cols
+
+    @property
+    def threads(self) -> int:
+        return self.warps * 32
+
+    @property
+    def span(self) -> int:
+        """K that a block takes at a time."""
+        return self.warps * self.steps * 32
+
+    def many(self, K: int) -> bool:
+        """Whether a block takes more than one span."""
+        return self.span * self.cluster < K
+
+    def shared_bytes(self, rows: int, K: int) -> int:
+        """Dynamic shared memory: x, twice where the next span is loaded ahead."""
+        return (1 + self.many(K)) * rows * self.span * 4
+
+    def invalid(self, rows: int, K: int) -> str | None:
+        """Why it cannot be built for so many rows, or None."""
+        if self.cols not in (1, 2, 4) or self.warps not in (4, 8, 16):
+            return f"cols {self.cols} must be 1, 2 or 4, warps {self.warps} 4, 8 or 16"
+        if rows * self.block_n % self.cluster:
+            return f"{rows} rows of {self.block_n} outputs in {self.cluster} blocks"
+        return _no_room(self.shared_bytes(rows, K))
+
+
+@dataclass(frozen=True)
+class HalfConfig:
+    """Shape of the 16-bit kernel.
+
+    Attributes:
+        tiles: of 16 outputs, of a warp.
+        wn, wk: warps side by side along the outputs, and along K.
+        steps: pieces of 32 numbers along K that a warp has under way.
+        cluster: blocks that share outputs and have a part of K each.
+    """
+
+    tiles: int
+    wn: int
+    wk: int
+    steps: int
+    cluster: int = 1
+
+    @property
+    def block_n(self) -> int:
+        """Outputs of a cluster."""
+        return self.wn * self.tiles * 16
+
+    @property
+    def threads(self) -> int:
+        return self.wn * self.wk * 32
+
+    @property
+    def span(self) -> int:
+        """K that a block takes at a time."""
+        return self.wk * self.steps * 32
+
+    def spans(self, K: int) -> int:
+        """How many it takes."""
+        return -(-K // (self.span * self.cluster))
+
+    def shared_bytes(self, rows: int, K: int) -> int:
+        """Dynamic shared memory: all of x or the warps' sums, and the blocks' sums."""
+        x = rows * (self.spans(K) * self.span * 2 + 64)
+        sums = self.wk * rows * (self.block_n + 4) * 4
+        return max(x, sums) + (rows * self.block_n * 4 if self.cluster > 1 else 0)
+
+    def invalid(self, rows: int, K: int) -> str | None:
+        """Why it cannot be built for so many rows, or None."""
+        if self.threads % (self.block_n // 4):
+            return f"{self.threads} threads do not divide by {self.block_n // 4} groups of outputs"
+        held = self.tiles * self.steps * 8 + self.tiles * rows // 2 + rows // 2
+        if held > min(255, _REGISTERS // self.threads) - _OTHER_REGISTERS:
+            return f"weights, sums and x of {self.tiles} tiles and {rows} rows fill the registers"
+        return _no_room(self.shared_bytes(rows, K))
+
+
+Config = SingleConfig | HalfConfig
+
+
+def _no_room(size: int) -> str | None:
+    fits = size <= _SHARED_LIMIT - 16_384  # some of the shared memory is static
+    return None if fits else f"{size} bytes of shared memory"
+
+
+def padded_rows(M: int, dtype: torch.dtype) -> int:
+    """Rows the kernel is compiled for: a power of two, 8 at least with the matrix units."""
+    least = 2 if dtype.itemsize == 4 else 8
+    return max(least, 1 << (M - 1).bit_length())
+
+
+def reason_not(
+    M: int,
+    K: int,
+    N: int,
+    dtype: torch.dtype,
+    x_strides: tuple[int, ...],
+    w_strides: tuple[int, ...],
+    capability: tuple[int, int] | None,
+    needs_grad: bool = False,
+) -> str | None:
+    """Why these kernels cannot serve the problem, or None. Pure: never touches CUDA.
+
+    Args:
+        M, K, N: x is (M, K), weight is (N, K).
+        dtype: of x, weight and bias.
+        x_strides, w_strides: element strides of the two matrices.
+        capability: the device's compute capability; None without a CUDA device.
+        needs_grad: whether the pre-activation may be asked for.
+    """
+    if capability is None:
+        return "needs a CUDA device"
+    if tuple(capability) != (9, 0):
+        return f"needs compute capability 9.0 (Hopper), not {capability[0]}.{capability[1]}"
+    if dtype not in DTYPES:
+        return f"needs float32, bfloat16 or float16, not {dtype}"
+    if needs_grad:
+        return "inference only"
+    if min(M, K, N) < 1:
+        return "an empty dimension"
+    most = _MOST_ROWS[dtype.itemsize]
+    if most < M:
+        return f"serves at most {most} rows of x in {dtype}, the call has {M}"
+    if max(K, N) > _MAX_SIZE:
+        return f"sizes must stay below 2^30, got K={K}, N={N}"
+    piece = 16 // dtype.itemsize
+    if K % piece or (dtype.itemsize == 2 and N % 8):
+        return f"K = {K} must be a multiple of {piece}, and N = {N} of 8 in 16-bit dtypes"
+    for name, rows, strides in (("x", M, x_strides), ("weight", N, w_strides)):
+        row_stride, col_stride = strides
+        apart = K <= row_stride <= _MAX_STRIDE and row_stride % piece == 0
+        if not ((col_stride == 1 or K == 1) and (rows == 1 or apart)):
+            return f"{name} has strides {tuple(strides)}: rows must be dense, 16-byte aligned"
+    if config_for(M, K, N, dtype).invalid(padded_rows(M, dtype), K):
+        return f"x of {M} rows and {K} features does not fit the shared memory"
+    return None
+
+
+def pays(M: int, K: int, dtype: torch.dtype) -> bool:
+    """Whether these kernels are faster than any other, where nothing was measured."""
+    least = {4: 1, 2: 1024}.get(dtype.itemsize, K + 1)
+    return least <= K and M in range(1, _MOST_ROWS[4] + 1)
+
+
+@lru_cache(maxsize=1024)
+def config_for(M: int, K: int, N: int, dtype: torch.dtype) -> Config:
+    """The configuration for y (M, N) = x (M, K) @ weight (N, K)ᵀ."""
+    if dtype.itemsize == 4:
+        return _single_config_for(M, K, N)
+    return _half_config_for(M, K, N)
+
+
+def _single_config_for(M: int, K: int, N: int) -> SingleConfig:
+    """Measured on an H200 (M 2 to 16, 128 to 2048 features)."""
+    if K <= 128:
+        return SingleConfig(1, 4, 1)
+    if M <= 2 and N < 1024:
+        return SingleConfig(1, 8, 1 if K <= 256 else 2)
+    if K < 1024:
+        return SingleConfig(2, 4, 2 if K <= 256 else 4)
+    if M <= 4:
+        return SingleConfig(2, 8, 4)
+    return SingleConfig(4 if N >= 2048 else 2, 8, 2)
+
+
+def _half_config_for(M: int, K: int, N: int) -> HalfConfig:
+    """Measured on an H200 (M 8 to 64, 1024 to 4096 features)."""
+    if M <= 16 and 1024 < N < 4096:
+        return _clustered(HalfConfig(2, 4, 4, 2), 4, K)
+    if M <= 16 and N <= 1024:
+        return _clustered(HalfConfig(2, 2, 8, 2), 4, K)
+    return _clustered(HalfConfig(2, 1, 8, 4), 2, K)
+
+
+def _clustered(config: HalfConfig, most: int, K: int) -> HalfConfig:
+    """The configuration with as many blocks in a cluster, at most, as K has work for."""
+    cluster = most
+    while cluster > 1 and (cluster - 1) * config.span >= K:
+        cluster //= 2
+    return replace(config, cluster=cluster)
