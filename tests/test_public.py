@@ -23,6 +23,8 @@ NAMES = [
     "nn",
     "optimize_",
     "profile",
+    "ragged_linear",
+    "unequal_linear",
 ]
 HEAVY = ("triton", "transformers", "matplotlib", "rich", "typer", "jinja2", "sklearn")
 

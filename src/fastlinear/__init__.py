@@ -5,7 +5,7 @@ from fastlinear.core.settings import Config
 from fastlinear.nn.graphed import graphed
 from fastlinear.ops.diagonal_linear import diagonal_linear
 from fastlinear.ops.explain import explain
-from fastlinear.ops.grouped_linear import grouped_linear
+from fastlinear.ops.grouped_linear import grouped_linear, ragged_linear, unequal_linear
 from fastlinear.ops.linear_act import linear_act
 from fastlinear.ops.mlp import mlp
 from fastlinear.profile import profile
@@ -26,4 +26,6 @@ __all__ = [
     "nn",
     "optimize_",
     "profile",
+    "ragged_linear",
+    "unequal_linear",
 ]

@@ -1,0 +1,246 @@
+"""ragged_linear: rows sorted by group, whose numbers are known to the device only.
+
+The Triton backend runs on a GPU, or under Triton's CPU interpreter in a process of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastlinear as fl
+from fastlinear.core.compare import judge
+from fastlinear.core.errors import InputError, UnsupportedError
+from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
+from fastlinear.ops.grouped_linear import ragged
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+ON_GPU = HAS_TRITON and not INTERPRETED and torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+compares = pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="runs interpreted or on a GPU")
+NAMES = ("y", "dx", "dW", "db")
+
+if INTERPRETED:
+    from triton.runtime import interpreter
+
+    _patch_tensor = interpreter._patch_lang_tensor
+
+    def _patch_lang_tensor(tensor: Any, scope: Any) -> None:
+        # Triton 3.6 calls int() on arrays of one element, which NumPy 2.4 refuses.
+        _patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = _patch_lang_tensor
+
+
+@pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="starts the interpreted tests")
+def test_under_the_interpreter() -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "pytest", __file__, "-q", "-W", "ignore"]
+    command += ["-p", "no:cacheprovider", "-p", "no:xdist"]
+    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
+    env["CUDA_VISIBLE_DEVICES"] = ""
+    root = Path(__file__).parents[3]
+    done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout, done.stdout
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls take the Triton backend on any device; its results start as NaN."""
+    from fastlinear.ops.grouped_linear import triton_ragged, triton_tensors
+
+    made = triton_tensors.vector
+    monkeypatch.setattr(triton_tensors, "vector", lambda *a: made(*a).fill_(float("nan")))
+    monkeypatch.setattr(ragged, "_reason_not_triton", lambda *_: None)
+    triton_ragged._plans.clear()
+
+
+def drawn(
+    rows: int, sizes: list[int], k: int, n: int, dtype: torch.dtype, bias: bool = True
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    generator = torch.Generator().manual_seed(rows + 7 * k + n)
+
+    def values(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    x, w = values(rows, k).to(dtype), (values(len(sizes), n, k) / k**0.5).to(dtype)
+    b = values(len(sizes), n).to(dtype) if bias else None
+    made = [t if t is None else t.to(DEVICE).requires_grad_() for t in (x, w, b)]
+    return made[0], made[1], torch.tensor(sizes, device=DEVICE), made[2]  # type: ignore[return-value]
+
+
+def results(run: Any, x: Tensor, w: Tensor, sizes: Tensor, b: Tensor | None, act: str) -> Any:
+    y = run(x, w, sizes, b, act)
+    dy = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view(y.shape).to(y)
+    return y, *torch.autograd.grad(y, [t for t in (x, w, b) if t is not None], dy)
+
+
+def by_rows(x: Tensor, w: Tensor, sizes: Tensor, b: Tensor | None, act: str) -> Tensor:
+    """The loop, for sizes as the kernels read them."""
+    left, kept = x.shape[0], []
+    for size in sizes.tolist():
+        kept.append(max(0, min(size, left)))
+        left -= kept[-1]
+    return ragged.loop(x, w, torch.tensor(kept), b, act)
+
+
+def check(rows: int, sizes: list[int], k: int, n: int, dtype: torch.dtype, act: str) -> None:
+    given = drawn(rows, sizes, k, n, dtype, bias=act != "silu")
+    wide = tuple(
+        t.detach().double().requires_grad_() if t is not None and t.is_floating_point() else t
+        for t in given
+    )
+
+    def ours(x: Tensor, w: Tensor, sizes: Tensor, b: Tensor | None, act: str) -> Tensor:
+        return fl.ragged_linear(x, w, sizes, b, activation=act)
+
+    found = results(ours, *given, act)
+    theirs, oracle = results(by_rows, *given, act), results(by_rows, *wide, act)
+    for name, a, t, o in zip(NAMES, found, theirs, oracle, strict=False):
+        factor = 8.0 if INTERPRETED and dtype is torch.bfloat16 else 2.0  # it truncates
+        verdict = judge(name, a, t, o, factor=factor)
+        assert verdict.passed, str(verdict)
+    for g, size in enumerate(sizes):
+        if size <= 0:
+            assert not found[2][g].any()
+            if given[3] is not None:
+                assert not found[3][g].any()
+    owned = min(rows, sum(max(0, s) for s in sizes))
+    assert not found[0][owned:].any()
+    assert not found[1][owned:].any()
+    again = results(ours, *given, act)
+    assert all(torch.equal(a, c) for a, c in zip(found, again, strict=True))
+
+
+@compares
+@pytest.mark.parametrize(
+    ("rows", "sizes"),
+    [
+        (40, [3, 0, 20, 17]),
+        (40, [0, 0, 0]),
+        (40, [40]),
+        (37, [5, 9]),
+        (20, [30, 4, 4]),  # passes the last row
+        (20, [4, -7, 2**62, -(2**62), 5]),
+        (1, [0, 1, 0, 0, 0]),
+    ],
+    ids=str,
+)
+def test_kernels(rows: int, sizes: list[int], kernels: None) -> None:
+    for k, n, dtype in ((20, 33, torch.float32), (70, 16, torch.bfloat16)):
+        check(rows, sizes, k, n, dtype, "tanh")
+
+
+@compares
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_kernels_know_all_activations(activation: str, kernels: None) -> None:
+    check(30, [7, 0, 12], 24, 10, torch.float32, activation)
+
+
+@compares
+def test_kernels_take_any_strides(kernels: None) -> None:
+    x = torch.randn(12, 40, device=DEVICE)[:, 1::2]
+    w = torch.randn(2, 20, 8, device=DEVICE).transpose(1, 2)
+    sizes = torch.tensor([0, 5, 9, 7], dtype=torch.int32, device=DEVICE)[1::2]
+    found = fl.ragged_linear(x, w, sizes, activation="relu")
+    expected = ragged.loop(x, w, sizes, None, "relu")
+    torch.testing.assert_close(found, expected)
+
+
+@compares
+def test_kernels_with_a_graph_of_the_gradients(kernels: None) -> None:
+    x, w, sizes, b = drawn(12, [5, 3], 4, 6, torch.float32)
+
+    def second(run: Any) -> Any:
+        y = run(x, w, sizes, b, "tanh")
+        (dx,) = torch.autograd.grad(y.square().sum(), [x], create_graph=True)
+        return torch.autograd.grad(dx.square().sum(), [x, w, b])
+
+    ours = second(lambda x, w, s, b, a: fl.ragged_linear(x, w, s, b, activation=a))
+    for a, e in zip(ours, second(ragged.loop), strict=True):
+        torch.testing.assert_close(a, e)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+def test_a_step_waits_for_nothing_and_is_three_launches() -> None:
+    from fastlinear.bench.kernels import kernels_of
+
+    x, w, sizes, b = drawn(300, [100, 0, 150], 64, 48, torch.bfloat16)
+    dy = torch.randn(300, 48, device=DEVICE, dtype=torch.bfloat16)
+
+    def step() -> Any:
+        y = fl.ragged_linear(x, w, sizes, b, activation="silu")
+        return torch.autograd.grad(y, [x, w, b], dy)  # type: ignore[list-item]
+
+    names = kernels_of(step, torch.device("cuda"))
+    assert len(names) == 3, names
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_loop_is_right_and_zero_behind_the_last_group() -> None:
+    x, w, b = torch.randn(7, 3), torch.randn(2, 4, 3), torch.randn(2, 4)
+    y = fl.ragged_linear(x, w, torch.tensor([4, 1]), b, activation="sigmoid")
+    expected = [torch.sigmoid(x[t] @ w[g].t() + b[g]) for t, g in enumerate([0, 0, 0, 0, 1])]
+    torch.testing.assert_close(y[:5], torch.stack(expected))
+    assert not y[5:].any()
+
+
+def test_gradients_of_empty_groups_are_zeros() -> None:
+    for sizes in ([0, 2, 0], [0, 0, 0]):
+        x, w, counts, b = drawn(3, sizes, 4, 5, torch.float64)
+        y = fl.ragged_linear(x, w, counts, b, backend="loop")
+        dx, dw, db = torch.autograd.grad(y.sum(), [x, w, b])  # type: ignore[list-item]
+        assert not dw[0].any()
+        assert not db[2].any()
+        assert not dx[sum(sizes) :].any()
+
+
+def test_gradcheck() -> None:
+    x, w, sizes, b = drawn(6, [2, 0, 3], 3, 2, torch.float64)
+
+    def run(*given: Any) -> Tensor:
+        return fl.ragged_linear(given[0], given[1], sizes, given[2], activation="gelu")
+
+    if not ON_GPU:
+        assert torch.autograd.gradcheck(run, (x, w, b))
+
+
+@pytest.mark.parametrize("sizes", [[-1, 2], [3, 9]])
+def test_bad_sizes_are_named_where_the_host_reads_them(sizes: list[int]) -> None:
+    with pytest.raises(InputError, match="group_sizes of at least 0"):
+        fl.ragged_linear(torch.ones(5, 3), torch.ones(2, 4, 3), torch.tensor(sizes), backend="loop")
+
+
+def test_clear_errors() -> None:
+    x, w, sizes = torch.ones(5, 3), torch.ones(2, 4, 3), torch.tensor([1, 2])
+    bad: list[tuple[str, dict[str, Any]]] = [
+        ("weight of shape", {"weight": w[0]}),
+        ("x of shape", {"x": x.t()}),
+        ("group_sizes of shape", {"group_sizes": sizes[:1]}),
+        ("group_sizes of shape", {"group_sizes": sizes.float()}),
+        ("bias of shape", {"bias": torch.ones(4)}),
+        ("x's dtype", {"weight": w.double()}),
+        ("activation in", {"activation": "swish"}),
+        ("backend in", {"backend": "fast"}),
+        ("tensors", {"group_sizes": [1, 2]}),
+    ]
+    for expected, change in bad:
+        with pytest.raises(InputError, match=expected):
+            fl.ragged_linear(**({"x": x, "weight": w, "group_sizes": sizes} | change))
+    if not ON_GPU:
+        with pytest.raises(UnsupportedError, match="CUDA devices only"):
+            fl.ragged_linear(x, w, sizes, backend="triton")
