@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import fastlinear as fl
-from fastlinear.ops.linear_act import inference_op, reference
+from fastlinear.ops.common import door
+from fastlinear.ops.linear_act import inference_op, op, reference
 
 OP = torch.ops.fastlinear.linear_act_inference.default
 
@@ -78,3 +79,21 @@ def test_a_compiled_graph_hands_on_the_parameter_itself(
     torch.testing.assert_close(y, expected)
     assert len(seen) == 3
     assert all(w is weight for w in seen[1:])  # torch watches the first call in a mode of its own
+
+
+def test_repeated_calls_find_their_plan_in_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not door.wait(60):
+        pytest.skip(str(door.reason_not()))
+    looked_up: list[str] = []
+    real = op._looked_up
+
+    def counted(*args: Any) -> Tensor:
+        looked_up.append(args[3])
+        return real(*args)
+
+    monkeypatch.setattr(op, "_looked_up", counted)
+    x, w, b = given(False, True, False)
+    with torch.no_grad():
+        for _ in range(4):
+            OP(x, w, b, False, "gelu", "eager")
+    assert len(looked_up) <= 2

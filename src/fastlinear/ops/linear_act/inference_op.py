@@ -2,9 +2,12 @@
 
 A compiled graph hands on a parameter as it is, but makes a view of one anew at every call. So the
 op takes a weight as it lies in memory: what is kept of a weight is found again by its own tensor.
+Strings come as new objects at every call, where plans are found by those they were made with.
 """
 
 from __future__ import annotations
+
+from sys import intern
 
 from torch import Tensor
 
@@ -16,7 +19,8 @@ def _run(
     x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool, activation: str, backend: str
 ) -> Tensor:
     """x (..., K), weight (N, K) or, ``turned``, (K, N), bias (N,) → (..., N), dense."""
-    y = call(x, weight.t() if turned else weight, bias, activation, backend or None)
+    forced = intern(backend) if backend else None
+    y = call(x, weight.t() if turned else weight, bias, intern(activation), forced)
     return y.contiguous()
 
 

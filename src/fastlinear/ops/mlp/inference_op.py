@@ -1,9 +1,11 @@
 """mlp without gradients as a registered op: what a compiled graph calls.
 
-It takes weights as they lie in memory; see ``linear_act.inference_op``.
+It takes weights as they lie in memory, and interns strings; see ``linear_act.inference_op``.
 """
 
 from __future__ import annotations
+
+from sys import intern
 
 from torch import Tensor
 
@@ -27,7 +29,8 @@ def _run(
     ws = [w.t() if t else w for w, t in zip(weights, turned, strict=True)]
     given = iter(biases)
     bs = [next(given) if has else None for has in has_bias]
-    return call(x, ws, bs, activation, final_activation, backend or None, fast).contiguous()
+    names = intern(activation), intern(final_activation)
+    return call(x, ws, bs, *names, intern(backend) if backend else None, fast).contiguous()
 
 
 def _fake(
