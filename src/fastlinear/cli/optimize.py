@@ -65,6 +65,14 @@ def optimize(
             "that is faster; they take memory.",
         ),
     ] = False,
+    compile: Annotated[
+        bool,
+        typer.Option(
+            "--compile",
+            help="Try the model through torch.compile as well, with the rewrites and without "
+            "them, and keep it where that is faster; compiling takes a while.",
+        ),
+    ] = False,
     plan: Annotated[
         Path | None,
         typer.Option("--plan", "--save", metavar="FILE", help="Write what was kept as JSON."),
@@ -95,6 +103,7 @@ def optimize(
         draws=draws,
         tune=tune,
         graphs=graphs,
+        compile=compile,
         time_budget_s=budget,
         seed=seed,
     )

@@ -27,6 +27,8 @@ class Config:
         tune: time the backends on each site's own Problem before choosing.
         graphs: replay a launch-bound model, or else its launch-bound parts, as CUDA graphs where
             that is faster; they take memory.
+        compile: try the model through ``torch.compile`` as well, with the rewrites inside and
+            without them, and keep it where that is faster; compiling takes a while.
         allow_fast_matmul: let Strassen-class algorithms compete (norm-wise stable only).
         time_budget_s: an upper bound on the time spent measuring, in seconds.
         seed: seed of every random draw.
@@ -40,6 +42,7 @@ class Config:
     optimizer_steps: int = 3
     tune: bool = True
     graphs: bool = False
+    compile: bool = False
     allow_fast_matmul: bool = False
     time_budget_s: float = 60.0
     seed: int = 0

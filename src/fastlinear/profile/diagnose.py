@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastlinear.core.cost import Ceilings, Cost, floor_us
+from fastlinear.profile.between import pointwise_between
 from fastlinear.profile.launch_bound import launch_bound
 from fastlinear.profile.launch_regions import launch_regions
 from fastlinear.profile.records import Finding, LinearSite, Record
@@ -38,6 +39,8 @@ def diagnose(
         found.append(_no_tensor_cores(step, site, timer, ceilings_of))
         found.append(_slow_dims(step, site, timer, ceilings_of))
     kept = [f for f in found if f is not None]
+    between = pointwise_between(step, records, sites, kept, ceilings_of)
+    kept += [] if between is None else [between]
     return tuple(sorted(kept, key=lambda f: -f.predicted_gain_us))
 
 

@@ -24,6 +24,7 @@ from fastlinear.rewrite.result import Result
 from fastlinear.rewrite.trial import measure
 from fastlinear.rewrite.trial.chains import facts, members
 from fastlinear.rewrite.trial.chains import match as match_chains
+from fastlinear.rewrite.trial.compiled import choose_compiled
 from fastlinear.rewrite.trial.graphs import choose_graph
 from fastlinear.rewrite.trial.keep_accurate import keep_accurate
 from fastlinear.rewrite.trial.swaps import swaps_of
@@ -82,7 +83,13 @@ def apply_(
                 remedy="Pass inputs=... to apply_, or make the plan again with optimize_.",
             )
     forced = {r.rule: r.backend for r in loaded.linears if r.backend is not None}
-    config = Config(mode=loaded.mode, backends=forced, tune=False, graphs=bool(loaded.graphed))
+    config = Config(
+        mode=loaded.mode,
+        backends=forced,
+        tune=False,
+        graphs=bool(loaded.graphed),
+        compile=loaded.compiled is not None,
+    )
     work = prepare("apply_", model, inputs, config, loss_fn, progress)
     brought = decisions_of(loaded)
     with on_trial(brought, device.type):
@@ -96,6 +103,7 @@ def apply_(
             if kept:
                 kept, pair = _unless_slower(work, kept)
             graph = choose_graph(work, kept, planned=loaded.graphed)
+            graph = choose_compiled(work, kept, graph, planned=loaded.compiled) or graph
     if kept or graph:
         for decision in brought:
             decision.store()

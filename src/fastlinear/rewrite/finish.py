@@ -15,8 +15,7 @@ from fastlinear.rewrite.plan import Plan, Rewrite, model_facts
 from fastlinear.rewrite.result import Result
 from fastlinear.rewrite.trial import measure
 from fastlinear.rewrite.trial.swaps import swaps_of
-from fastlinear.rewrite.trial.try_graph import ROUTE, KeptGraph
-from fastlinear.rewrite.trial.try_graph import RULE as GRAPHED
+from fastlinear.rewrite.trial.try_graph import KeptGraph
 from fastlinear.rewrite.verify.inputs import input_specs
 from fastlinear.rewrite.work import Work
 
@@ -35,10 +34,14 @@ def finish(
     rewrites = tuple(_rewrite(work, c) for c in kept)
     swaps = SwapSet(swaps_of(kept))
     if graph is not None:
-        rewrites += tuple(Rewrite(name, GRAPHED, "none", ROUTE) for name in graph.names)
+        rewrites += tuple(
+            Rewrite(name, graph.rule, "none", graph.route, backend=graph.backend)
+            for name in graph.names
+        )
         verdicts, pair, swaps = graph.verdicts, graph.pair, SwapSet(graph.swaps)
     sites = [work.outcomes[fqn] for fqn in linear_modules(work.model) if fqn in work.outcomes]
     sites += work.graphs.values()
+    sites += [] if work.compiled is None else [work.compiled]
     plan = Plan(
         model=model_facts(work.model),
         mode=work.config.mode,

@@ -19,11 +19,13 @@ from fastlinear.core.environment import environment
 from fastlinear.core.errors import PlanError
 from fastlinear.core.settings import MODES
 from fastlinear.ops.common.activations import NAMES
+from fastlinear.rewrite.exchange.compiled_forward import COMPILE_MODES
 
 KIND = "plan"
 FORMAT = 1
-ROUTES = ("plain", "instance", "parent", "chain", "graph")
-RULES = ("linear_act", "mlp", "graphed")
+ROUTES = ("plain", "instance", "parent", "chain", "graph", "compile")
+RULES = ("linear_act", "mlp", "graphed", "compiled")
+_WHOLE = {"graphed": "graph", "compiled": "compile"}  # rule → its only route, and no other's
 
 
 @dataclass(frozen=True)
@@ -33,17 +35,18 @@ class Rewrite:
     Attributes:
         fqn: the linear's fully qualified name; of rule ``"graphed"`` the module's, ``""`` for the
             model as a whole.
-        rule: the family's name, or ``"graphed"``.
+        rule: the family's name, ``"graphed"`` or ``"compiled"``.
         activation: what is fused; ``"none"`` changes the backend only.
         route: ``"plain"`` (the linear alone), ``"instance"`` (the linear computes the activation
             and the activation module passes its input on), ``"parent"`` (the parent's forward
             makes one fused call) or ``"chain"`` (the forward of the Sequential or parent named by
             ``parent_fqn`` makes one call for a run of linears); ``"graph"`` (rule ``"graphed"``)
-            is a module replayed as CUDA graphs: the model as a whole or a part of it.
+            is a module replayed as CUDA graphs: the model as a whole or a part of it; ``"compile"``
+            (rule ``"compiled"``) the model through ``torch.compile``.
         activation_fqn: the activation module, where there is one.
         parent_fqn: the module whose forward is exchanged on the routes ``"parent"`` and
             ``"chain"``.
-        backend: a forced forward backend, or None.
+        backend: a forced forward backend, or None; of route ``"compile"`` torch.compile's mode.
         problem: the site's Problem as JSON.
         backends: piece → backend chosen when the plan was made.
     """
@@ -96,12 +99,17 @@ class Plan:
     @property
     def linears(self) -> tuple[Rewrite, ...]:
         """The rewrites of linears."""
-        return tuple(r for r in self.rewrites if r.route != "graph")
+        return tuple(r for r in self.rewrites if r.rule not in _WHOLE)
 
     @property
     def graphed(self) -> tuple[str, ...]:
         """The modules replayed as CUDA graphs; ``""`` is the model as a whole."""
         return tuple(r.fqn for r in self.rewrites if r.route == "graph")
+
+    @property
+    def compiled(self) -> str | None:
+        """The mode in which the model is compiled, None where it is not."""
+        return next((r.backend for r in self.rewrites if r.route == "compile"), None)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict of kind ``"plan"``."""
@@ -191,7 +199,9 @@ def _parse(data: dict[str, Any]) -> Plan:
     for item in data["rewrites"]:
         rewrite = Rewrite(**item)
         known = rewrite.rule in RULES and rewrite.route in ROUTES and rewrite.activation in NAMES
-        known &= (rewrite.rule == "graphed") == (rewrite.route == "graph")
+        for rule, route in _WHOLE.items():
+            known &= (rewrite.rule == rule) == (rewrite.route == route)
+        known &= rewrite.route != "compile" or rewrite.backend in COMPILE_MODES
         known &= isinstance(rewrite.fqn, str)
         for name in (rewrite.activation_fqn, rewrite.parent_fqn):
             known &= name is None or isinstance(name, str)

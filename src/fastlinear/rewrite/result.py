@@ -21,11 +21,12 @@ STATUSES = ("kept", "rejected", "refused", "nothing_to_do")
 
 @dataclass(frozen=True)
 class SiteOutcome:
-    """What became of one linear, or of the model or a part of it as CUDA graphs.
+    """What became of one linear, of the model or a part of it as CUDA graphs, or of the model
+    compiled.
 
     Attributes:
         fqn: its fully qualified name; ``""`` for the model as a whole.
-        rule: the family that looked at it, or ``"graphed"``.
+        rule: the family that looked at it, ``"graphed"`` or ``"compiled"``.
         activation: what is, or would have been, fused; None when it was not looked at.
         problem: its Problem as JSON, or None.
         status: ``"kept"``, ``"rejected"`` (slower or less accurate), ``"refused"`` (must not be
@@ -34,7 +35,7 @@ class SiteOutcome:
         reason: the reason as one sentence.
         predicted_gain_us: expected gain per step, before measuring the site.
         before_us, after_us: measured time of this site per step (its calls in one step together);
-            of rule ``"graphed"`` the whole step without and with it.
+            of rules ``"graphed"`` and ``"compiled"`` the whole step without and with it.
         speedup: median paired before / after.
         ci95: 95% interval of the speed-up.
         backends: piece → backend chosen.
@@ -73,7 +74,8 @@ class Result:
         model_class, mode, device: what was optimized, and how.
         sites: one outcome for every linear of the model, in ``named_modules`` order; where CUDA
             graphs were asked for, more of them (rule ``"graphed"``) for the model as a whole and,
-            where that is not kept, for its launch-bound parts.
+            where that is not kept, for its launch-bound parts; where compiling was asked for, one
+            more (rule ``"compiled"``) for that.
         verdicts: every comparison of the kept rewrite with the oracle, pooled over the draws.
         before_us, after_us: median wall time of one step.
         speedup: paired before / after of one step with its 95% interval.

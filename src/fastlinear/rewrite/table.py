@@ -75,10 +75,13 @@ def _step(result: Result) -> str:
 def _counts(result: Result) -> str:
     counts = ", ".join(f"{n} {k.replace('_', ' ')}" for k, n in result.summary().items())
     graphs = [s for s in result.sites if s.rule == "graphed"]
-    linears, parts = len(result.sites) - len(graphs), sum(s.fqn != "" for s in graphs)
+    compiled = sum(s.rule == "compiled" for s in result.sites)
+    linears = len(result.sites) - len(graphs) - compiled
+    parts = sum(s.fqn != "" for s in graphs)
     text = f"{linears} linear site" if linears == 1 else f"{linears} linear sites"
     text += " and the whole model" if parts < len(graphs) else ""
     text += f" and {parts} of its parts" if parts else ""
+    text += " and the model compiled" if compiled else ""
     return f"{text}: {counts}"
 
 

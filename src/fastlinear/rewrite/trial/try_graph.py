@@ -1,8 +1,8 @@
-"""Modules as CUDA graphs on trial: recorded, verified, measured end to end."""
+"""Modules exchanged as a whole, on trial: recorded or compiled, verified, measured end to end."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,11 +38,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class KeptGraph:
-    """Modules as CUDA graphs, verified and measured.
+    """Modules as CUDA graphs, or the model compiled, verified and measured.
 
     Attributes:
-        names: the modules replayed; ``""`` is the model.
-        kept: the rewrites of linears they record.
+        names: the modules replayed or compiled; ``""`` is the model.
+        kept: the rewrites of linears inside.
         swaps: every forward to exchange, theirs included.
         verdicts: how the model compares with the oracle.
         pair: the model as it was against this.
@@ -55,6 +55,28 @@ class KeptGraph:
     verdicts: tuple[Verdict, ...]
     pair: measure.Pair
     outcome: Outcome
+    rule: str = RULE
+    route: str = ROUTE
+    backend: str | None = None
+
+
+@dataclass(frozen=True)
+class Way:
+    """How modules are exchanged as a whole.
+
+    Attributes:
+        exchange: rewrites' swaps → theirs with the whole exchanged as well.
+        as_what: "as CUDA graphs", or how else, in words.
+        done: "replayed as CUDA graphs", or what else is done, in words.
+        rule, route, backend: as in ``plan.Rewrite``.
+    """
+
+    exchange: Callable[[Sequence[Swap]], tuple[Swap, ...]]
+    as_what: str
+    done: str
+    rule: str
+    route: str
+    backend: str | None = None
 
 
 def untouchable(work: Work, name: str) -> Outcome | None:
@@ -97,23 +119,53 @@ def tried(
     rival: str,
     planned: bool,
 ) -> KeptGraph | Outcome:
-    """The model with the rewrites ``inside`` and these modules as CUDA graphs, against the model
-    with the swaps ``against``, which ``rival`` calls by name.
+    """The model with the rewrites ``inside`` and these modules as CUDA graphs; see ``measured``."""
 
-    It is kept when it is verified and the step is faster beyond noise than that and than the
-    model as it was; ``planned``: unless it is slower.
-    """
-    base = swaps_of(inside)
-    plain, swaps = SwapSet(base), SwapSet(with_graph(base, work.model, names))
-    verdicts = verdicts_of(work, swaps, like=plain)
+    def exchange(base: Sequence[Swap]) -> tuple[Swap, ...]:
+        return with_graph(base, work.model, names)
+
+    way = Way(exchange, "as CUDA graphs", "replayed as CUDA graphs", RULE, ROUTE)
+    swaps = SwapSet(exchange(swaps_of(inside)))
+    verdicts = verified(work, way, swaps, inside)
+    if isinstance(verdicts, Outcome):
+        return verdicts
+    return measured(work, way, swaps, names, inside, verdicts, against, rival, planned)
+
+
+def verified(
+    work: Work, way: Way, swaps: SwapSet, inside: list[Candidate]
+) -> tuple[Verdict, ...] | Outcome:
+    """How the model with these swaps, the rewrites ``inside`` among them, compares with the
+    oracle. They are released where it fails."""
+    verdicts = verdicts_of(work, swaps, like=SwapSet(swaps_of(inside)))
     failed = next((v for v in verdicts if not v.passed), None)
     if failed is not None:
         swaps.release()
-        return Outcome("rejected", "less_accurate", f"less accurate as CUDA graphs: {failed}")
+        return Outcome("rejected", "less_accurate", f"less accurate {way.as_what}: {failed}")
+    return tuple(verdicts)
+
+
+def measured(
+    work: Work,
+    way: Way,
+    swaps: SwapSet,
+    names: Sequence[str],
+    inside: list[Candidate],
+    verdicts: tuple[Verdict, ...],
+    against: Sequence[Swap],
+    rival: str,
+    planned: bool,
+) -> KeptGraph | Outcome:
+    """The model with ``swaps``, verified, the rewrites ``inside`` among them, against the model
+    with the swaps ``against``, which ``rival`` calls by name.
+
+    It is kept when the step is faster beyond noise than that and than the model as it was;
+    ``planned``: unless it is slower.
+    """
     others = SwapSet(against)
     with work.budget:
-        won = _pair(work, swaps, others)
-        pair = _pair(work, swaps, None) if against else won
+        won = pair_of(work, swaps, others)
+        pair = pair_of(work, swaps, None) if against else won
     others.release()
     held = _allocated(work)
     swaps.release()  # what is kept records its own at the first call, in the caller's mode
@@ -132,10 +184,10 @@ def tried(
         return Outcome("rejected", "slower_model", f"{word}: {text}", facts)
     if held > 0:
         text += f"; its recordings hold about {held / (1 << 20):.1f} MiB"
-    text = f"replayed as CUDA graphs, {text}"
-    outcome = Outcome("kept", "in_plan" if planned else "faster", text, facts)
-    exchanged = with_graph(base, work.model, names)
-    return KeptGraph(tuple(names), inside, exchanged, tuple(verdicts), pair, outcome)
+    outcome = Outcome("kept", "in_plan" if planned else "faster", f"{way.done}, {text}", facts)
+    exchanged = way.exchange(swaps_of(inside))
+    kind = way.rule, way.route, way.backend
+    return KeptGraph(tuple(names), inside, exchanged, verdicts, pair, outcome, *kind)
 
 
 def settle(work: Work, name: str, gain_us: float | None, outcome: Outcome, calls: int = 1) -> None:
@@ -160,7 +212,8 @@ def copy_of_call(work: Work) -> Call:
     return Call(*private_copy((work.call.args, work.call.kwargs)))
 
 
-def _pair(work: Work, swaps: SwapSet, against: SwapSet | None) -> measure.Pair:
+def pair_of(work: Work, swaps: SwapSet, against: SwapSet | None) -> measure.Pair:
+    """Interleaved times of the model with ``against``, or as it was, and with ``swaps``."""
     return measure.model_pair(
         work.model,
         swaps,

@@ -1,0 +1,87 @@
+"""The model's forward through ``torch.compile``: compiled at the first call of each shape."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import count
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fastlinear.rewrite.exchange.forwards import Forward, hooked_globally
+from fastlinear.rewrite.exchange.swap import Swap, mark
+
+DEFAULT, REDUCE_OVERHEAD = "default", "reduce-overhead"
+COMPILE_MODES = (DEFAULT, REDUCE_OVERHEAD)
+"""Modes of ``torch.compile`` that are tried; the second replays CUDA graphs."""
+_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+_numbers = count()
+
+
+class CompiledForward:
+    """Bound like a method, it runs the function it binds through ``torch.compile``.
+
+    Watchers of every op or every module (function modes, global hooks) see the function run
+    plainly, and so does a caller that compiles the model itself. A copy of the module compiles
+    anew where its guards differ, and a pickled one loads as the model before the rewrite.
+    """
+
+    __slots__ = ("__func__", "__self__", "_compiled", "_mode")
+
+    def __init__(self, function: Forward, module: nn.Module, mode: str = DEFAULT) -> None:
+        self.__func__ = function
+        self.__self__ = module
+        self._mode = mode
+        self._compiled: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or _function_modes() or hooked_globally():
+            return self.__func__(self.__self__, *args, **kwargs)
+        if self._compiled is None:
+            method = MethodType(self.__func__, self.__self__)
+            self._compiled = torch.compile(method, dynamic=False, mode=self._mode)
+        if self._mode != REDUCE_OVERHEAD:
+            return self._compiled(*args, **kwargs)
+        torch.compiler.cudagraph_mark_step_begin()
+        # the next replay writes over what this one returns
+        return pytree.tree_map_only(Tensor, torch.clone, self._compiled(*args, **kwargs))
+
+    def release(self) -> None:
+        """Let go of what was compiled; the next call compiles anew."""
+        self._compiled = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledForward:
+        return CompiledForward(self.__func__, copy.deepcopy(self.__self__, memo), self._mode)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.__self__, "forward")
+
+
+def with_compiled(swaps: Iterable[Swap], model: nn.Module, mode: str) -> tuple[Swap, ...]:
+    """These swaps, and the model's forward, with whatever they make of it, compiled."""
+    found = list(swaps)
+    own = next((s.forward for s in found if s.module is model), None)
+    known = own or getattr(model.__dict__.get("forward"), "__func__", type(model).forward)
+    found = [s for s in found if s.module is not model]
+    found.append(Swap("", model, _calling(known), partial(CompiledForward, mode=mode)))
+    return tuple(found)
+
+
+def _calling(inner: Any) -> Forward:
+    """A function of fastlinear's own that does what ``inner`` does.
+
+    torch.compile keeps what it compiled with a function's code and bounds how much: each function
+    made here has code of its own.
+    """
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return inner(self, *args, **kwargs)
+
+    assert isinstance(forward, FunctionType)
+    forward.__code__ = forward.__code__.replace(co_name=f"forward_{next(_numbers)}")
+    return mark(forward)

@@ -1,0 +1,350 @@
+"""The model through torch.compile: offered, tried when asked for, kept if faster, undone.
+
+Dynamo traces as it does for users; its graphs then run eagerly, which takes no C++ compiler.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rewrite_models import Clock, Functional, mlp, run, snapshot
+from torch import Tensor, nn
+
+from fastlinear.core.errors import PlanError
+from fastlinear.core.settings import Config
+from fastlinear.profile.between import CODE
+from fastlinear.profile.records import Finding
+from fastlinear.rewrite import apply_, optimize_
+from fastlinear.rewrite.exchange.compiled_forward import (
+    REDUCE_OVERHEAD,
+    CompiledForward,
+    with_compiled,
+)
+from fastlinear.rewrite.exchange.swap import SwapSet
+from fastlinear.rewrite.trial import compiled, measure
+
+optimizing = sys.modules["fastlinear.rewrite.optimize"]
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+COMPILE = Config(compile=True, draws=2, optimizer_steps=2)
+_compile: Any = torch.compile
+
+
+@pytest.fixture(autouse=True)
+def graphs_run_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+
+    def instead(target: Any, *, dynamic: bool, mode: str) -> Any:
+        return _compile(target, dynamic=dynamic, backend="eager")
+
+    monkeypatch.setattr(torch, "compile", instead)
+
+
+def region(result: Any) -> Any:
+    (found,) = [s for s in result.sites if s.rule == "compiled"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("make", "mode", "families"),
+    [(mlp, "inference", None), (Functional, "inference", ()), (Functional, "train", None)],
+)
+def test_optimize_save_apply_revert(make: Any, mode: str, families: Any, clock: Clock) -> None:
+    clock({"onednn": 50.0, "pieces": 50.0, "after": 50.0})
+    model = make().train(mode == "train")
+    plain, before = copy.deepcopy(model), snapshot(model)
+    result = optimize_(model, X, config=replace(COMPILE, mode=mode, families=families))
+    found = region(result)
+    assert (found.status, found.code) == ("kept", "faster"), found
+    assert "2.00x" in found.reason
+    assert "in one graph" in found.reason
+    assert all(v.passed for v in result.verdicts)
+    linears = {s.status for s in result.sites if s.rule != "compiled"}
+    assert ("kept" in linears) == (families is None)
+    assert isinstance(model.__dict__["forward"], CompiledForward)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    model.eval()
+    plain.eval()
+    for rows in (8, 8, 3):
+        x = torch.randn(rows, 16)
+        torch.testing.assert_close(run(model, x), run(plain, x))
+    model.train(mode == "train")
+    plan = json.loads(json.dumps(result.plan.to_json()))
+    result.revert()
+    assert snapshot(model) == before
+    again = apply_(model, plan)
+    assert (region(again).status, region(again).code) == ("kept", "in_plan")
+    assert again.plan.rewrites == result.plan.rewrites
+    assert again.plan.compiled == "default"
+    again.revert()
+    assert snapshot(model) == before
+
+
+def test_the_table_names_it(clock: Clock) -> None:
+    clock({"after": 50.0})
+    result = optimize_(mlp().eval(), X, config=COMPILE)
+    text = result.table(width=160)
+    assert "and the model compiled: " in text
+    assert "compiling took about" in text
+
+
+def test_training_through_the_compiled_model(clock: Clock) -> None:
+    clock({"after": 50.0})
+    model = mlp()
+    plain = copy.deepcopy(model)
+    optimize_(model, X, config=replace(COMPILE, mode="train"))
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, plain)]
+    for _ in range(3):
+        x = torch.randn(8, 16)
+        for m, optimizer in zip((model, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            m(x).square().mean().backward()
+            optimizer.step()
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_without_being_asked_nothing_is_compiled(clock: Clock) -> None:
+    clock({"after": 50.0})
+    model = mlp().eval()
+    result = optimize_(model, X)
+    assert all(s.rule != "compiled" for s in result.sites)
+    assert not isinstance(model.__dict__.get("forward"), CompiledForward)
+
+
+def test_slower_is_put_back(clock: Clock) -> None:
+    clock({"after": 150.0})
+    model = mlp().eval()
+    before = snapshot(model)
+    result = optimize_(model, X, config=COMPILE)
+    assert (region(result).status, region(result).code) == ("rejected", "slower_model")
+    assert "0.67x" in region(result).reason
+    assert result.plan.rewrites == ()
+    assert snapshot(model) == before
+
+
+def test_compiled_without_the_other_rewrites_may_be_faster(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock({"onednn": 50.0, "after": 50.0})
+    real = measure.model_pair
+
+    def pair(model: nn.Module, swaps: SwapSet, *args: Any, against: Any = None, **kw: Any) -> Any:
+        found = real(model, swaps, *args, against=against, **kw)
+        rival = () if against is None else [s.fqn for s in against.swaps]
+        return type(found)(found.after, found.before) if list(rival) == [""] else found
+
+    monkeypatch.setattr(measure, "model_pair", pair)
+    model = mlp().eval()
+    plain, before = copy.deepcopy(model), snapshot(model)
+    result = optimize_(model, X, config=COMPILE)
+    assert region(result).status == "kept", region(result)
+    assert {s.code for s in result.sites if s.rule != "compiled"} == {"compiled_alone"}
+    assert [r.route for r in result.plan.rewrites] == ["compile"]
+    assert all("forward" not in vars(m) for m in model)
+    torch.testing.assert_close(run(model, X), run(plain, X))
+    plan = result.plan.to_json()
+    result.revert()
+    assert snapshot(model) == before
+    assert apply_(model, plan).kept == 1
+
+
+def test_a_compiled_model_that_computes_something_else_is_put_back(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock({"after": 50.0})
+    real = CompiledForward.__call__
+
+    def wrong(self: CompiledForward, *args: Any, **kwargs: Any) -> Any:
+        return real(self, *args, **kwargs) * 1.001
+
+    monkeypatch.setattr(CompiledForward, "__call__", wrong)
+    model = mlp().eval()
+    before = snapshot(model)
+    result = optimize_(model, X, config=replace(COMPILE, families=()))
+    assert (region(result).status, region(result).code) == ("rejected", "less_accurate")
+    assert snapshot(model) == before
+
+
+class Watcher(torch.overrides.TorchFunctionMode):
+    """Sees every function of torch."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+class Counting(nn.Module):
+    """Dynamic: every call is another graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.calls = nn.Linear(16, 16), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.fc(x) + 0.0 * self.calls
+
+
+class Breaking(nn.Module):
+    """Which of two branches runs depends on values: dynamo breaks the graph, and goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc(x)
+        return h.relu() if h.detach().abs().sum() > 0 else h
+
+
+def test_a_dynamic_model_is_refused(clock: Clock) -> None:
+    clock({"after": 50.0})
+    model = Counting().eval()
+    result = optimize_(model, X, config=replace(COMPILE, families=()))
+    assert (region(result).status, region(result).code) == ("refused", "dynamic")
+    assert "forward" not in vars(model)
+
+
+def test_graph_breaks_are_told(clock: Clock) -> None:
+    clock({"after": 50.0})
+    result = optimize_(Breaking().eval(), X, config=replace(COMPILE, families=()))
+    assert region(result).status == "kept"
+    assert "in 2 graphs (" in region(result).reason
+
+
+def test_what_torch_cannot_compile_is_refused(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock({"after": 50.0})
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no working C++ compiler\nwas found")
+
+    monkeypatch.setattr(torch, "compile", fails)
+    model = mlp().eval()
+    before = snapshot(model)
+    result = optimize_(model, X, config=replace(COMPILE, families=()))
+    assert (region(result).status, region(result).code) == ("refused", "no_compile")
+    assert "RuntimeError: no working C++ compiler was found" in region(result).reason
+    assert snapshot(model) == before
+
+
+def test_hooks_and_an_owners_compilation_are_respected() -> None:
+    model = mlp()
+    assert compiled.untouchable(model) is None
+    handle = model.register_forward_hook(lambda *_: None)
+    found = compiled.untouchable(model)
+    assert found is not None
+    assert found.status == "refused"
+    handle.remove()
+    whole = nn.Sequential(_compile(mlp(), backend="eager"))
+    found = compiled.untouchable(whole)
+    assert found is not None
+    assert found.code == "already_compiled"
+
+
+def test_a_second_time_there_is_nothing_to_do(clock: Clock) -> None:
+    clock({"after": 50.0})
+    model = mlp().eval()
+    optimize_(model, X, config=replace(COMPILE, families=()))
+    again = optimize_(model, X, config=replace(COMPILE, families=()))
+    assert (region(again).status, region(again).code) == ("nothing_to_do", "already_rewritten")
+
+
+def test_copies_pickles_and_watchers(clock: Clock) -> None:
+    clock({"after": 50.0})
+    model = mlp().eval()
+    plain = copy.deepcopy(model)
+    optimize_(model, X, config=COMPILE)
+    twin = copy.deepcopy(model)
+    assert twin.__dict__["forward"].__self__ is twin
+    with torch.no_grad():
+        twin[0].weight.add_(1.0)
+    assert not torch.equal(run(twin, X), run(model, X))
+    torch.testing.assert_close(run(model, X), run(plain, X))
+    loaded = pickle.loads(pickle.dumps(model))
+    torch.testing.assert_close(run(loaded, X), run(plain, X))
+    assert not isinstance(loaded.__dict__.get("forward"), CompiledForward)
+    with Watcher():
+        torch.testing.assert_close(run(model, X), run(plain, X))
+    torch.testing.assert_close(_compile(model, backend="eager")(X), plain(X))
+
+
+def test_what_a_replay_returns_is_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA graphs write over what they returned before: the next call must not change it."""
+    held = torch.zeros(3)
+
+    def replaying(method: Any, **options: Any) -> Any:
+        assert options == {"dynamic": False, "mode": REDUCE_OVERHEAD}
+        return lambda x: {"y": held.copy_(x), "n": 1}
+
+    monkeypatch.setattr(torch, "compile", replaying)
+    model = nn.Identity()
+    swaps = SwapSet(with_compiled([], model, REDUCE_OVERHEAD))
+    swaps.on()
+    first = model(torch.ones(3))
+    second = model(torch.full((3,), 2.0))
+    assert first["n"] == 1
+    assert first["y"].tolist() == [1.0, 1.0, 1.0]
+    assert second["y"].tolist() == [2.0, 2.0, 2.0]
+    swaps.off()
+
+
+@pytest.mark.parametrize(
+    ("device", "graphs", "mode", "expected"),
+    [
+        ("cpu", True, "inference", ("default",)),
+        ("cuda", False, "inference", ("default",)),
+        ("cuda", True, "inference", (REDUCE_OVERHEAD, "default")),
+        ("cuda", True, "train", ("default",)),
+    ],
+)
+def test_modes(device: str, graphs: bool, mode: str, expected: tuple[str, ...]) -> None:
+    config = Config(mode=mode, graphs=graphs, compile=True)
+    runner = SimpleNamespace(device=torch.device(device))
+    work: Any = SimpleNamespace(config=config, runner=runner)
+    assert compiled._modes(work) == expected
+
+
+def test_a_plan_with_another_mode_is_refused(clock: Clock) -> None:
+    clock({"after": 50.0})
+    model = mlp().eval()
+    result = optimize_(model, X, config=replace(COMPILE, families=()))
+    result.revert()
+    plan = result.plan.to_json()
+    (rewrite,) = plan["rewrites"]
+    for change in ({"backend": "max-autotune"}, {"route": "graph"}, {"rule": "graphed"}):
+        with pytest.raises(PlanError, match="unknown rewrite"):
+            apply_(model, {**plan, "rewrites": [{**rewrite, **change}]})
+
+
+def test_it_is_offered_where_pointwise_work_takes_the_time(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock({})
+    real = optimizing.capture
+
+    def capture(*args: Any, **kwargs: Any) -> Any:
+        report, seen = real(*args, **kwargs)
+        finding = Finding(CODE, "", "", "", 50.0, 8.0, 42.0, 0.0, 1e6, "memory", {"share": 0.4})
+        return replace(report, findings=(finding,)), seen
+
+    monkeypatch.setattr(optimizing, "capture", capture)
+    result = optimize_(mlp().eval(), X)
+    (note,) = [n for n in result.notes if "pointwise work" in n]
+    assert "40% of the time" in note
+    assert "42 us" in note
+    assert "Config(compile=True)" in note
+    asked = optimize_(mlp().eval(), X, config=COMPILE)
+    assert not any("ask for it" in n for n in asked.notes)
+    assert region(asked).predicted_gain_us == 42.0
