@@ -370,3 +370,50 @@ def test_a_plan_without_its_device_is_refused_elsewhere(tape: None, clock: Clock
     plan["rewrites"][0]["rule"] = "linear_act"
     with pytest.raises(PlanError, match="bad or missing"):
         apply_(model, plan)
+
+
+def other_work(monkeypatch: pytest.MonkeyPatch, parts_faster: bool) -> nn.Module:
+    """A model whose replay takes far longer than its kernels, and what its part's replay takes."""
+    real_capture, real_pair = optimizing.capture, measure.model_pair
+
+    def capture(*args: Any, **kwargs: Any) -> Any:
+        report, seen = real_capture(*args, **kwargs)
+        return replace(report, device_busy_us=10.0), seen
+
+    def pair(model: nn.Module, swaps: SwapSet, *args: Any, against: Any = None, **kw: Any) -> Any:
+        found = real_pair(model, swaps, *args, against=against, **kw)
+        of_parts = [s.fqn for s in swaps.swaps] == ["0"]
+        rival = [s.fqn for s in against.swaps] if against is not None else []
+        slow = of_parts and rival == [""] and not parts_faster
+        return type(found)(found.after, found.before) if slow else found
+
+    def regions(work: Any, kept: Any) -> Any:
+        found = try_graph.tried(work, ["0"], kept, (), "without it", planned=False)
+        assert isinstance(found, try_graph.KeptGraph)
+        try_graph.settle(work, "0", 1.0, found.outcome)
+        return found
+
+    monkeypatch.setattr(optimizing, "capture", capture)
+    monkeypatch.setattr(measure, "model_pair", pair)
+    monkeypatch.setattr(choose_graph, "choose_regions", regions)
+    return nn.Sequential(mlp(), nn.Linear(4, 4)).eval()
+
+
+@pytest.mark.parametrize("parts_faster", [True, False])
+def test_parts_are_tried_where_the_whole_does_other_work_when_recorded(
+    parts_faster: bool, tape: None, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock({"after": 50.0})
+    model = other_work(monkeypatch, parts_faster)
+    plain, before = copy.deepcopy(model), snapshot(model)
+    result = optimize_(model, X, config=replace(GRAPHS, families=()))
+    codes = {s.fqn: (s.status, s.code) for s in result.sites if s.rule == "graphed"}
+    if parts_faster:
+        assert codes == {"": ("rejected", "parts_faster"), "0": ("kept", "faster")}
+        assert result.plan.graphed == ("0",)
+    else:
+        assert codes == {"": ("kept", "faster"), "0": ("rejected", "whole_faster")}
+        assert result.plan.graphed == ("",)
+    torch.testing.assert_close(run(model, X), run(plain, X))
+    result.revert()
+    assert snapshot(model) == before

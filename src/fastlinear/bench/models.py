@@ -126,7 +126,8 @@ def make_work(case: Case, device: torch.device) -> ModelWork:
 
 
 def peers(case: Case) -> tuple[Peer, ...]:
-    """Eager, ``torch.compile`` in its modes, fastlinear, and what it rewrote compiled."""
+    """Eager, ``torch.compile`` in its modes, fastlinear, what it rewrote compiled, and what it
+    makes of the model when CUDA graphs and compiling are asked for."""
     frozen = {"max_autotune": True, "freezing": True} if case.device == "cpu" else None
     tuned: dict[str, Any] = {"options": frozen} if frozen else {"mode": "max-autotune"}
 
@@ -135,17 +136,24 @@ def peers(case: Case) -> tuple[Peer, ...]:
 
     return (
         Peer("eager", lambda w: w.unit(w.model)),
-        Peer("compile", lambda w: w.unit(_compiled(w.model)), slow),
+        Peer("compile", lambda w: w.unit(_compiled(w.model)), slow, ahead=True),
         Peer(
             "compile_reduce_overhead",
             lambda w: w.unit(_reduced(w.model)),
             no_reduce_overhead,
             ("wall",),
+            ahead=True,
         ),
         Peer("compile_max_autotune", lambda w: w.unit(_compiled(w.model, **tuned)), slow),
         Peer(OURS, lambda w: w.unit(_optimized(w))),
         Peer(f"{OURS}_graphs", lambda w: w.unit(_optimized(w, graphs=True)), cuda_only, ("wall",)),
         Peer(f"{OURS}_compile", lambda w: w.unit(_compiled(_optimized(w))), slow),
+        Peer(
+            f"{OURS}_asked",
+            lambda w: w.unit(_optimized(w, graphs=True, compile=True)),
+            lambda c: too_slow(c) or compiler_missing(c),
+            ("wall",),
+        ),
         Peer(
             f"{OURS}_reduce_overhead",
             lambda w: w.unit(_reduced(_optimized(w))),
@@ -169,14 +177,15 @@ def _reduced(model: nn.Module) -> Callable[..., Any]:
     return run
 
 
-def _optimized(work: ModelWork, *, graphs: bool = False) -> nn.Module:
+def _optimized(work: ModelWork, *, graphs: bool = False, compile: bool = False) -> nn.Module:
     """A rewritten copy of the model; the plain one is made once."""
-    if not graphs and work.rewritten:
+    plain = not graphs and not compile
+    if plain and work.rewritten:
         return work.rewritten[0]
     model = copy.deepcopy(work.model)
-    config = Config(time_budget_s=_BUDGET_S, graphs=graphs)
+    config = Config(time_budget_s=_BUDGET_S, graphs=graphs, compile=compile)
     result = optimize_(model, dict(work.inputs), config=config)
-    if not graphs:
+    if plain:
         work.rewritten.append(model)
         work.result.append(result)
     return model

@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from fastlinear.bench.case import Case
 
-_SHAPES = (("gpt2", 4, 128), ("gpt2", 1, 128), ("bert", 4, 128), ("vit", 1, 197))
+_SHAPES = (
+    ("gpt2", 4, 128),
+    ("gpt2", 1, 128),
+    ("bert", 4, 128),
+    ("bert", 1, 128),
+    ("vit", 1, 197),
+    ("vit", 4, 197),
+)
 
 
 def cases(device: str, quick: bool = False) -> list[Case]:

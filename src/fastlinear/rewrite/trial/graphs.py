@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fastlinear.profile.launch_bound import OFFER
 from fastlinear.profile.records import Finding
+from fastlinear.rewrite.exchange.swap import SwapSet
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.trial.python_state import why_not_replayed
 from fastlinear.rewrite.trial.regions import choose_regions, note_regions, planned_regions
@@ -12,13 +15,15 @@ from fastlinear.rewrite.trial.try_graph import (
     KeptGraph,
     Outcome,
     copy_of_call,
+    pair_of,
     refused_by_recording,
     settle,
     tried,
     untouchable,
 )
-from fastlinear.rewrite.work import Work
+from fastlinear.rewrite.work import Work, in_words
 
+_OTHER_WORK = 1.3  # of the device's time in the profile: replayed, the model does other work
 _NOR_ITS_PARTS = ("needs_cuda", "already_rewritten")
 
 
@@ -45,12 +50,20 @@ def choose_graph(
         return planned_regions(work, kept, planned)
     found = _whole(work, kept, finding, planned is not None)
     outcome = found.outcome if isinstance(found, KeptGraph) else found
-    settle(work, "", None if finding is None else finding.predicted_gain_us, outcome)
-    if isinstance(found, KeptGraph):
-        return found
+    gain = None if finding is None else finding.predicted_gain_us
+    settle(work, "", gain, outcome)
     if planned is not None or outcome.code in _NOR_ITS_PARTS:
-        return None
-    return choose_regions(work, kept)
+        return found if isinstance(found, KeptGraph) else None
+    if not isinstance(found, KeptGraph):
+        if outcome.code == "waits_for_device" and not work.config.compile:
+            work.notes.append(
+                "the model waits for a value of the device, so its parts are replayed one by one; "
+                "torch.compile may trace past that: try Config(graphs=True, compile=True)"
+            )
+        return choose_regions(work, kept)
+    if found.pair.after.median_us <= _OTHER_WORK * work.profile.device_busy_us:
+        return found
+    return _or_its_parts(work, found, gain)
 
 
 def _note(work: Work, finding: Finding | None) -> None:
@@ -93,6 +106,32 @@ def _whole(
         text = "slower than the whole model as CUDA graphs without it"
         work.settle(c.fqn, "rejected", "graph_alone", text)
     return alone
+
+
+def _or_its_parts(work: Work, whole: KeptGraph, gain_us: float | None) -> KeptGraph:
+    """The whole as one graph or, where that is faster, its parts.
+
+    Some models do other work while they are recorded: transformers' masks, say, are left out of a
+    plain call where they hide nothing, but not of a recorded one, and a slower attention follows.
+    """
+    parts = choose_regions(work, whole.kept)
+    if parts is None:
+        return whole
+    best, other = SwapSet(parts.swaps), SwapSet(whole.swaps)
+    with work.budget:
+        ratio = pair_of(work, best, other).speedup
+    best.release()
+    other.release()
+    if ratio.low > 1.0:
+        text = f"its parts as CUDA graphs are {in_words(ratio)} as fast"
+        told = replace(whole.outcome, status="rejected", code="parts_faster", reason=text)
+        settle(work, "", gain_us, told)
+        return parts
+    for name in parts.names:
+        text = "slower than the whole model as one CUDA graph"
+        known = work.graphs[name]
+        work.graphs[name] = replace(known, status="rejected", code="whole_faster", reason=text)
+    return whole
 
 
 def _why_not(work: Work, finding: Finding | None, planned: bool) -> Outcome | None:
