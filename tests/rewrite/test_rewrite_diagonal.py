@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import fastlinear as fl
 from fastlinear.rewrite.rules import diagonal as rule
+from fastlinear.rewrite.rules.diagonal_sequences import Watch
 
 
 class LayerScale(nn.Module):
@@ -129,6 +130,97 @@ def test_optimize_reports_what_it_would_save(mode: str) -> None:
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     assert not any(m._forward_pre_hooks for m in model.modules())
+    result.to_json()
+    result.revert()
+
+
+class Ops(nn.Module):
+    """Affine sequences written out in a forward, one whose inside is read again, and others."""
+
+    def __init__(self, features: int = 64) -> None:
+        super().__init__()
+        names = ("w1", "b1", "w2", "w3", "w4", "b4")
+        for name in names:
+            setattr(self, name, nn.Parameter(torch.randn(features)))
+        self.gelu = nn.GELU("tanh")
+        self.scale = LayerScale(features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.gelu(self.w1 * x + self.b1) + x
+        x = x + self.scale(x)
+        x = torch.addcmul(self.b4, x, self.w4).relu_()
+        inside = x * self.w2
+        x = inside + x
+        x = x * inside.mean()
+        return torch.softmax(x * self.w3, -1)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_sequences_are_seen_where_they_run(grad: bool) -> None:
+    """Whatever module an op belongs to; not where anything else reads what lies between."""
+    model = nn.Sequential(Ops(), Ops())
+    with torch.set_grad_enabled(grad), Watch(model) as watch:
+        model(torch.randn(5, 64))
+        model(torch.randn(5, 64))
+    found = {(s.fqn, s.weight): s for s in watch.sequences()}
+    for i in ("0", "1"):
+        first = found.pop((i, f"{i}.w1"))
+        assert (first.bias, first.activation, first.residual) == (f"{i}.b1", "gelu_tanh", True)
+        assert (first.span, first.ops, first.calls) == (i, 4, 2)
+        scale = found.pop((f"{i}.scale", f"{i}.scale.gamma"))
+        assert (scale.bias, scale.residual, scale.span, scale.ops) == (None, True, i, 2)
+        last = found.pop((i, f"{i}.w4"))
+        assert (last.bias, last.activation, last.residual, last.ops) == (
+            f"{i}.b4",
+            "relu",
+            False,
+            3,
+        )
+    assert not found
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_sequences_of_real_models_become_findings() -> None:
+    """Dinov2 has LayerScale modules, BEiT scales in its blocks' own forward; both add then."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    image = {"image_size": 32, "patch_size": 16, "intermediate_size": 64}
+    dinov2 = transformers.Dinov2Model(transformers.Dinov2Config(**sizes, **image)).eval()
+    beit = transformers.BeitModel(
+        transformers.BeitConfig(**sizes, **image, layer_scale_init_value=0.1)
+    ).eval()
+    for model, names in (
+        (dinov2, [f"encoder.layer.{i}.layer_scale{j}" for i in (0, 1) for j in (1, 2)]),
+        (beit, [f"layers.{i}" for i in (0, 0, 1, 1)]),
+    ):
+        with torch.no_grad(), Watch(model) as watch:
+            model(torch.randn(1, 3, 32, 32))
+        found = watch.sequences()
+        assert [s.fqn for s in found] == names
+        assert all(s.residual and s.ops == 2 and s.x.shape == (1, 5, 64) for s in found)
+
+
+def test_optimize_reports_a_scaled_branch_with_its_residual() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.branch = nn.Linear(1024, 1024)
+            self.scale = LayerScale(1024)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.scale(self.branch(x))
+
+    model = nn.Sequential(Block(), Block())
+    config = fl.Config(mode="inference", tune=False, time_budget_s=5.0)
+    result = fl.optimize_(model, torch.randn(4096, 1024), config=config)
+    found = {f.fqn: f for f in result.findings if f.code == "diagonal_linear"}
+    assert set(found) == {"0.scale", "1.scale"}
+    finding = found["0.scale"]
+    assert finding.details["residual"]
+    assert (
+        finding.details["advice"] == "fl.diagonal_linear(x, 0.scale.gamma, residual=residual) in 0"
+    )
+    assert "adds a residual, in 2 ops" in finding.message
     result.to_json()
     result.revert()
 

@@ -1,8 +1,10 @@
-"""Diagonal modules as findings: what ``diagonal_linear`` would save on the inputs of the model."""
+"""Diagonal modules and sequences as findings: what ``diagonal_linear`` would save on the inputs of
+the model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,14 +14,21 @@ from torch import Tensor, nn
 
 from fastlinear.core.cost import floor_us, measure_ceilings
 from fastlinear.core.precision import DTYPE_NAMES
-from fastlinear.core.problem import Problem
-from fastlinear.core.timing import interleave
+from fastlinear.core.timing import Samples, interleave
 from fastlinear.dispatch.backend import family
-from fastlinear.ops.diagonal_linear.problem import NAME, STEP, problem_of
+from fastlinear.ops.diagonal_linear.problem import NAME
 from fastlinear.profile.records import Finding
-from fastlinear.profile.step import private_copy
+from fastlinear.profile.step import is_compiled, private_copy
 from fastlinear.rewrite.rules import diagonal as rule
 from fastlinear.rewrite.rules.diagonal import Diagonal
+from fastlinear.rewrite.rules.diagonal_sequences import Sequence, Watch
+from fastlinear.rewrite.trial.diagonal_places import (
+    Place,
+    of_module,
+    of_sequence,
+    problem_of_place,
+    words,
+)
 from fastlinear.rewrite.verify.inputs import Call
 from fastlinear.rewrite.work import Work
 
@@ -36,29 +45,33 @@ class _Seen:
 
 
 def find(work: Work) -> None:
-    """Add a finding for every diagonal module that ``diagonal_linear`` computes faster.
+    """Add a finding for every diagonal module, and every elementwise sequence, that
+    ``diagonal_linear`` computes faster.
 
     Nothing is rewritten. The model runs once more, and is to be preserved by the caller.
     """
-    sites = rule.match(work.model) if work.allows(NAME) else []
-    if not sites:
+    if not work.allows(NAME):
         return
-    seen = _observed(work, sites)
-    found = []
-    for i, site in enumerate(sites):
-        calls = seen[site.fqn]
-        if calls.x is None or calls.x.dtype not in DTYPE_NAMES or work.budget.left_s == 0:
-            continue
-        with work.budget:
-            finding = _finding(work, site, calls, work.budget.share(4 * (len(sites) - i), _MOST_S))
-        if finding is not None:
-            found.append(finding)
+    sites = rule.match(work.model)
+    seen, sequences = _observed(work, sites)
+    inside = {s.fqn for s in sequences}
+    # a module whose result a sequence goes on with is part of that
+    places: list[Place] = [
+        *(of_sequence(work.model, s) for s in sequences),
+        *(of_module(d, seen[d.fqn].x, seen[d.fqn].calls) for d in sites if d.fqn not in inside),
+    ]
+    places = [p for p in places if p.x is not None and p.x.dtype in DTYPE_NAMES]
+    found, times = [], _Times(work, len(places))
+    for place in places:
+        measured = times.of(place)
+        if measured is not None and measured[1].ci95_us[1] < measured[0].ci95_us[0]:
+            found.append(_finding(work, place, *(t.median_us for t in measured)))
     ranked = sorted((*work.profile.findings, *found), key=lambda f: -f.predicted_gain_us)
     work.profile = replace(work.profile, findings=tuple(ranked))
 
 
-def _observed(work: Work, sites: list[Diagonal]) -> dict[str, _Seen]:
-    """One run with hooks on the sites."""
+def _observed(work: Work, sites: list[Diagonal]) -> tuple[dict[str, _Seen], list[Sequence]]:
+    """One run with hooks on the sites, and with every op of its forward watched."""
     seen = {site.fqn: _Seen() for site in sites}
 
     def look(fqn: str, _: nn.Module, args: tuple[Any, ...]) -> None:
@@ -68,89 +81,95 @@ def _observed(work: Work, sites: list[Diagonal]) -> dict[str, _Seen]:
             record.x = args[0].detach().clone()
 
     handles = [s.module.register_forward_pre_hook(partial(look, s.fqn)) for s in sites]
+    unwatched = any(
+        is_compiled(m) or isinstance(m, torch.jit.ScriptModule) for m in work.model.modules()
+    )
+    watch = None if unwatched else Watch(work.model)
+    call = Call(*private_copy((work.call.args, work.call.kwargs)))
     try:
-        work.runner.step(work.model, Call(*private_copy((work.call.args, work.call.kwargs))))
+        with nullcontext() if watch is None else watch:
+            work.runner.step(work.model, call)
     finally:
         for handle in handles:
             handle.remove()
-    return seen
+    return seen, [] if watch is None else watch.sequences()
 
 
-def _finding(work: Work, site: Diagonal, seen: _Seen, budget_s: float) -> Finding | None:
-    assert seen.x is not None
-    weight = getattr(site.module, site.weight)
-    if seen.x.dtype != weight.dtype or seen.x.shape[-1] != site.features:
-        return None  # autocast or promotion decides there what is computed
-    train = work.runner.mode == "train"
-    x = seen.x.requires_grad_(train)
-    before = _unit(partial(type(site.module).forward, site.module), site, x, train)
-    after = _unit(site.instead(), site, x, train)
-    with torch.set_grad_enabled(train):
-        before(), after()
-        times = interleave(
-            {"before": before, "after": after},
-            device=work.runner.device,
-            metric="wall",
-            rounds=9,
-            budget_s=budget_s,
-        )
-    first, second = times["before"], times["after"]
-    if second.ci95_us[1] >= first.ci95_us[0]:
-        return None
-    problem = _problem(site, x, train)
+class _Times:
+    """Times of places, each kind of call measured once, within the budget."""
+
+    def __init__(self, work: Work, places: int) -> None:
+        self._work, self._left = work, places
+        self._known: dict[Any, tuple[Samples, Samples]] = {}
+
+    def of(self, place: Place) -> tuple[Samples, Samples] | None:
+        """Before and after; None where the budget is spent."""
+        assert place.x is not None
+        train = self._work.runner.mode == "train"
+        own = place.fqn if place.kind != "sequence" else ""
+        key = (own, place.kind, place.x.stride(), problem_of_place(place, train))
+        if key not in self._known:
+            if self._work.budget.left_s == 0:
+                return None
+            share = self._work.budget.share(4 * max(1, self._left), _MOST_S)
+            with self._work.budget:
+                self._known[key] = self._measured(place, train, share)
+        self._left -= 1
+        return self._known[key]
+
+    def _measured(self, place: Place, train: bool, budget_s: float) -> tuple[Samples, Samples]:
+        assert place.x is not None
+        x = place.x.detach().requires_grad_(train)
+        given = (x, torch.randn_like(x).requires_grad_(train)) if place.residual else (x,)
+        units = {
+            n: _unit(f, given, train)
+            for n, f in {"before": place.before, "after": place.after}.items()
+        }
+        with torch.set_grad_enabled(train):
+            for unit in units.values():
+                unit()
+            device = self._work.runner.device
+            times = interleave(units, device=device, metric="wall", rounds=9, budget_s=budget_s)
+        return times["before"], times["after"]
+
+
+def _finding(work: Work, place: Place, before_us: float, after_us: float) -> Finding:
+    assert place.x is not None
+    problem = problem_of_place(place, work.runner.mode == "train")
     cost = family(NAME).cost(problem)
-    limits = measure_ceilings(str(x.device), problem.dtype)
-    measured, gain = first.median_us * seen.calls, (first.median_us - second.median_us) * seen.calls
+    limits = measure_ceilings(str(place.x.device), problem.dtype)
     return Finding(
         code=CODE,
-        fqn=site.fqn,
-        title=f"{site.kind.replace('_', ' ')} of {site.features} features",
-        message=_words(site, first.median_us, second.median_us),
-        measured_us=measured,
-        floor_us=floor_us(cost, limits) * seen.calls,
-        predicted_gain_us=gain,
+        fqn=place.fqn,
+        title=f"{place.kind.replace('_', ' ')} of {place.features} features",
+        message=words(place, before_us, after_us),
+        measured_us=before_us * place.calls,
+        floor_us=floor_us(cost, limits) * place.calls,
+        predicted_gain_us=(before_us - after_us) * place.calls,
         flops=0.0,
-        bytes=cost.bytes * seen.calls,
+        bytes=cost.bytes * place.calls,
         bound="memory",
         details={
-            "kind": site.kind,
-            "activation": site.activation,
-            "calls": seen.calls,
+            "kind": place.kind,
+            "activation": place.activation,
+            "residual": place.residual,
+            "calls": place.calls,
             "problem": problem.to_json(),
-            "advice": site.advice,
+            "advice": place.advice,
         },
     )
 
 
 def _unit(
-    forward: Callable[[Tensor], Tensor], site: Diagonal, x: Tensor, train: bool
+    forward: Callable[..., Tensor], given: tuple[Tensor, ...], train: bool
 ) -> Callable[[], Any]:
     if not train:
-        return lambda: forward(x)
-    dy = torch.ones_like(x)
+        return lambda: forward(*given)
+    dy = torch.ones_like(given[0])
 
     def run() -> None:
-        x.grad = None
-        forward(x).backward(dy)
+        for t in given:
+            t.grad = None
+        forward(*given).backward(dy)
 
     return run
-
-
-def _problem(site: Diagonal, x: Tensor, train: bool) -> Problem:
-    bias = None if site.bias is None else getattr(site.module, site.bias)
-    found = problem_of(x, bias, None, site.activation, train)
-    return found.with_piece(STEP) if train else found
-
-
-def _words(site: Diagonal, before: float, after: float) -> str:
-    what = {
-        rule.LAYER_SCALE: f"{type(site.module).__name__} scales {site.features} features",
-        rule.AFFINE: f"{type(site.module).__name__} scales and shifts {site.features} features",
-        rule.LINEAR: f"The weight is exactly diagonal: {site.features} numbers do the work of "
-        f"{site.features} x {site.features}",
-    }[site.kind]
-    return (
-        f"{what}: {before:.1f} us a call, {after:.1f} us by diagonal_linear, which passes over "
-        f"memory once. Replace it with {site.advice}; a residual added to its result costs no "
-        "further pass there."
-    )
