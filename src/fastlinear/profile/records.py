@@ -41,8 +41,8 @@ class Finding:
 
     Attributes:
         code: ``"linear_activation"``, ``"launch_bound"``, ``"launch_bound_region"``,
-            ``"pointwise_between"``, ``"fp32_no_tensor_cores"``, ``"slow_dims"`` or
-            ``"diagonal_linear"``.
+            ``"pointwise_between"``, ``"fp32_no_tensor_cores"``, ``"slow_dims"``,
+            ``"diagonal_linear"`` or ``"grouped_linear"``.
         fqn: the module it is about; ``""`` is the whole model.
         title: a few words.
         message: what is slow, why, and what would help.

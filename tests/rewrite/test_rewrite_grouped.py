@@ -1,0 +1,192 @@
+"""Layers that could be one: found by what their inputs are, measured, and reported as findings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fastlinear as fl
+from fastlinear.rewrite.rules import grouped as rule
+
+
+class Loop(nn.Module):
+    """The document's: a loop over chunks."""
+
+    def __init__(self, groups: int, k: int) -> None:
+        super().__init__()
+        self.projs = nn.ModuleList(nn.Linear(k, k) for _ in range(groups))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = torch.chunk(x, len(self.projs), dim=-1)
+        return torch.cat([proj(part) for proj, part in zip(self.projs, parts, strict=True)], -1)
+
+
+class Heads(nn.Module):
+    def __init__(self, k: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(k, k), nn.Linear(k, k // 2), nn.Linear(k, k // 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.q(x), self.k(x), self.v(x)], -1)
+
+
+class Chain(nn.Module):
+    """Each layer waits for the one before."""
+
+    def __init__(self, k: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(k, k) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class InPlace(Heads):
+    """The input changes between the layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.q(x)
+        return torch.cat([y, self.k(x.mul_(2))], -1)
+
+
+class Multichannel(nn.Module):
+    def __init__(self, turned: bool) -> None:
+        super().__init__()
+        shape = (6, 5, 7) if turned else (6, 7, 5)  # G, N, K
+        self.kernel = nn.Parameter(torch.randn(shape))
+        self.shift = nn.Parameter(torch.randn(6, 1, 7))
+        self.turned = turned
+
+    def forward(self, x: Tensor) -> Tensor:  # (G, M, K)
+        w = self.kernel if self.turned else self.kernel.transpose(1, 2)
+        return F.gelu(torch.bmm(x, w) + self.shift)
+
+
+class ByEinsum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3, 4, 5))
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, G, K)
+        return torch.einsum("bgk,gnk->bgn", x, self.w)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3, 4, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.softmax(torch.einsum("bgk,gnk->bgn", x, self.w), -1)
+
+
+def watched(model: nn.Module, x: Tensor) -> list[rule.Row]:
+    """The rows that optimize_'s run of the model shows."""
+    from fastlinear.core.progress import silent
+    from fastlinear.profile.capture import capture
+    from fastlinear.rewrite.trial import groups
+
+    class Stub:
+        pass
+
+    work: Any = Stub()
+    work.model, work.call = model, Stub()
+    work.call.args, work.call.kwargs = (x,), {}
+    work.profile, _ = capture(
+        *(model, x, "inference"), loss_fn=None, steps=1, progress=silent, samples=False
+    )
+    work.runner = Stub()
+    work.runner.step = lambda model, call: model(*call.args)
+    linears = rule.plain_linears(model)
+    return rule.rows(groups._watch(work, linears, {}).calls, linears)
+
+
+def test_layers_on_parts_of_one_tensor_and_on_one_tensor() -> None:
+    (row,) = watched(nn.Sequential(Loop(4, 8)), torch.randn(5, 32))
+    assert (row.kind, row.fqn, row.step, row.shape) == (rule.LINEARS, "0", 8, (5, 8))
+    assert row.members == ("0.projs.0", "0.projs.1", "0.projs.2", "0.projs.3")
+    (row,) = watched(Heads(8), torch.randn(2, 5, 8))
+    assert (row.kind, row.members, row.step) == (rule.SHARED, ("q", "k", "v"), 0)
+
+
+@pytest.mark.parametrize(
+    "model", [Chain(8), InPlace(8), Loop(1, 8)], ids=lambda m: type(m).__name__
+)
+def test_layers_that_wait_for_each_other_are_none(model: nn.Module) -> None:
+    with torch.no_grad():
+        assert watched(model, torch.randn(5, 8)) == []
+
+
+def test_shared_weights_and_hooks_are_left_out() -> None:
+    loop = Loop(2, 8)
+    loop.projs[1].weight = loop.projs[0].weight
+    assert watched(loop, torch.randn(5, 16)) == []
+    loop = Loop(3, 8)
+    loop.projs[2].register_forward_hook(lambda *_: None)
+    (row,) = watched(loop, torch.randn(5, 24))
+    assert len(row.members) == 2
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "expected"),
+    [
+        (Multichannel(False), (6, 9, 5), ("g ... k", "gelu", False)),
+        (Multichannel(True), (6, 9, 5), ("g ... k", "gelu", True)),
+        (ByEinsum(), (9, 3, 5), ("... g k", "none", False)),
+        (Attention(), (9, 3, 5), None),
+        (nn.Conv1d(12, 18, 1, groups=3), (2, 12, 5), ("b (g k) ...", "none", False)),
+        (nn.Conv2d(12, 18, 1, groups=3, bias=False), (2, 12, 5, 4), ("b (g k) ...", "none", False)),
+    ],
+    ids=lambda v: type(v).__name__ if isinstance(v, nn.Module) else "",
+)
+def test_modules_are_known_by_what_they_compute(module: Any, shape: Any, expected: Any) -> None:
+    before = {name: p.clone() for name, p in module.state_dict().items()}
+    x = torch.randn(shape)
+    assert list(rule.suspects(nn.Sequential(module))) == ["0"]
+    found = rule.whole("0", module, x)
+    assert all(torch.equal(p, before[name]) for name, p in module.state_dict().items())
+    if expected is None:
+        assert found is None
+        return
+    assert found is not None
+    assert (found.layout, found.activation, found.turned) == expected
+    w, b = found.parameters()
+    y = fl.grouped_linear(x, w, b, activation=found.activation, layout=found.layout)
+    torch.testing.assert_close(y, module(x), rtol=1e-4, atol=1e-4)
+
+
+def test_convolutions_that_mix_positions_are_no_suspects() -> None:
+    others = [nn.Conv1d(4, 4, 3, groups=2), nn.Conv1d(4, 4, 1), nn.Conv2d(4, 4, 1, 2, groups=2)]
+    assert not rule.suspects(nn.Sequential(*others, nn.Conv1d(4, 4, 1, padding=1, groups=2)))
+
+
+@pytest.mark.parametrize("mode", ["inference", "train"])
+def test_optimize_reports_what_it_would_save(mode: str) -> None:
+    """A loop of many tiny layers is the slowest way there is; nothing is rewritten for it."""
+    model = nn.Sequential(Loop(64, 4))
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    config = fl.Config(mode=mode, tune=False, time_budget_s=5.0)
+    result = fl.optimize_(model, torch.randn(16, 256), config=config)
+    (finding,) = [f for f in result.findings if f.code == "grouped_linear"]
+    assert finding.fqn == "0"
+    assert "fl.nn.GroupedLinear.from_linears(model.0.projs)" in finding.message
+    assert finding.measured_us > finding.predicted_gain_us > 0
+    assert finding.floor_us > 0
+    assert list(model.state_dict()) == list(before)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(m._forward_pre_hooks for m in model.modules())
+    result.to_json()
+    result.revert()
+
+
+def test_families_that_are_off_are_not_looked_for() -> None:
+    config = fl.Config(families=("linear_act",), tune=False)
+    result = fl.optimize_(nn.Sequential(Loop(16, 4)), torch.randn(16, 64), config=config)
+    assert not [f for f in result.findings if f.code == "grouped_linear"]
