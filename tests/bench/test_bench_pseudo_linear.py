@@ -12,9 +12,18 @@ from fastlinear import bench
 from fastlinear.bench import pseudo_linear, pseudo_model, pseudo_table
 from fastlinear.bench.case import Case
 from fastlinear.bench.cases import pseudo_linear as cases
-from fastlinear.bench.pseudo_model import Machine, expectation, expected
+from fastlinear.bench.pseudo_machine import Machine
+from fastlinear.bench.pseudo_model import Expected, expectation, expected
 
-MACHINE = Machine(1e14, 1e12, 2.0, {"linear": 10.0, "fastlinear": 5.0})
+RATE, BANDWIDTH = 1e14, 1e12
+
+
+def machine(m: int, k: int, new_us: float = 0.0) -> Machine:
+    """One whose products all run at one rate."""
+    product = 2.0 * m * k * k / RATE * 1e6
+    both = {"linear": 10.0, "fastlinear": 5.0}
+    new = dict.fromkeys(both, new_us)
+    return Machine(RATE, (product,) * 3, 0.0, BANDWIDTH, new, 2.0, 3.0, both)
 
 
 def case(direction: str = "forward", activation: str = "none") -> Case:
@@ -119,21 +128,41 @@ def test_misses_of_the_model_are_named(rows: list[dict[str, Any]]) -> None:
 def test_the_model_knows_its_three_regimes() -> None:
     """The host decides for few numbers, memory for narrow layers, arithmetic for wide ones."""
 
+    def of(name: str, m: int, k: int, grad: bool = False) -> Expected:
+        return expected(name, m, k, "float32", grad, machine(m, k))
+
     def speedup(m: int, k: int) -> float:
-        both = (expected(n, m, k, "float32", False, MACHINE) for n in ("linear", "fastlinear"))
-        linear, ours = both
-        return linear.wall_us / ours.wall_us
+        return of("linear", m, k).wall_us / of("fastlinear", m, k).wall_us
 
     assert speedup(1, 16) == 2.0  # 10 us against 5
     assert speedup(1 << 20, 64) == pytest.approx(1.0, abs=0.01)
-    ridge = 1e14 / 1e12  # operations a byte
+    ridge = RATE / BANDWIDTH  # operations a byte
     wide = 2 * 8192 / (8 * ridge)  # 2 K operations for 8 bytes of a number
     assert speedup(1 << 20, 8192) == pytest.approx(wide, rel=0.01)
     assert speedup(1 << 20, 16384) == pytest.approx(2 * wide, rel=0.01)
-    one = expected("linear", 64, 64, "float32", False, MACHINE)
-    assert one.bound == "the host"
-    assert expected("linear", 1 << 20, 64, "float32", True, MACHINE).bound == "memory"
-    assert expected("linear", 1 << 20, 8192, "float32", True, MACHINE).bound == "arithmetic"
+    assert of("linear", 64, 64).bound == "the host"
+    assert of("linear", 1 << 20, 64).bound == "memory"
+    assert of("linear", 1 << 20, 8192, True).bound == "arithmetic"
+
+
+def test_the_model_counts_what_each_backend_does() -> None:
+    """Passes over memory, kernels, new results, and an activation where it is one of its own."""
+    m, k = 1 << 20, 64
+    one = m * k * 4 / BANDWIDTH * 1e6  # a pass
+
+    def us(name: str, act: str, grad: bool, backends: tuple[str, str], new: float = 0.0) -> float:
+        rates = machine(m, k, new)
+        return expected(name, m, k, "float32", grad, rates, act, backends).device_us
+
+    triton, eager = ("triton", "triton"), ("eager", "eager")
+    assert us("fastlinear", "relu", False, triton) == pytest.approx(2 * one + 3)
+    assert us("fastlinear", "relu", True, triton) == pytest.approx(5 * one + 3)
+    assert us("fastlinear", "none", False, eager) == pytest.approx(4 * one + 3)
+    assert us("fastlinear", "relu", True, eager) == pytest.approx((6 + 11) * one + 3)
+    assert us("fastlinear", "relu", False, ("addcmul", "")) == pytest.approx(4 * one + 3)
+    assert us("fastlinear", "none", False, triton, 9.0) == pytest.approx(2 * one + 3 + 9)
+    plain, acts = us("linear", "none", False, ("", "")), us("linear", "relu", False, ("", ""))
+    assert acts == pytest.approx(plain + 2 * one + 2)
 
 
 def test_expectation_measures_this_machine() -> None:

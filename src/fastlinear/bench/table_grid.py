@@ -7,6 +7,7 @@ from itertools import product
 
 from fastlinear.bench import chains
 from fastlinear.bench.cases import overhead, strassen
+from fastlinear.bench.pseudo_grid import diagonal_problems
 from fastlinear.core.precision import FLOAT_DTYPES, matmul_precision
 from fastlinear.core.problem import Problem
 from fastlinear.ops.linear_act.backends import problem
@@ -83,7 +84,7 @@ def table_problems(device: str = "cuda") -> list[Problem]:
                             weighted += _pieces(cost, (m, k, n), dtype, device, activation, layout)
     weighted += _chains(device)
     weighted.sort(key=lambda item: item[:2])
-    return list(dict.fromkeys(p for _, _, p in weighted))
+    return list(dict.fromkeys((*(p for _, _, p in weighted), *diagonal_problems(device))))
 
 
 def _chains(device: str) -> list[tuple[float, int, Problem]]:

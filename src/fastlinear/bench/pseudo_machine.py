@@ -1,0 +1,271 @@
+"""The rates of this machine that experiment ``pseudo-linear``'s model is made of, measured.
+
+Each is measured once a process, at the size of the case it is for: matrix products by their rate at
+that size, tensors by copies of as many bytes. Products that would take long are measured smaller.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastlinear.core.device import device_facts
+from fastlinear.core.precision import FLOAT_DTYPES, matmul_precision
+from fastlinear.core.timing import interleave
+from fastlinear.ops.common import door
+from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.diagonal_linear import cpp
+from fastlinear.ops.diagonal_linear.op import diagonal_linear
+
+LINEAR, OURS = "linear", "fastlinear"
+_ROUNDS = 5
+_FULL_SIZE = {"cuda": 4096, "cpu": 1024}  # of the square product whose rate is told
+_MOST_FLOPS = {"cuda": 5e11, "cpu": 4e9}  # of a product that is measured as it is
+_LEAST_ROWS, _LEAST_WIDTH = 512, 1024  # no product is measured smaller for its flops
+_LEAST_COPY, _MOST_COPY = 1 << 12, 1 << 28  # bytes
+_MAX_SETS = 64
+PRODUCTS = ("forward", "dx", "dw")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Measured rates of one device for one case.
+
+    Attributes:
+        flops_per_s: of a large matrix product by PyTorch.
+        products_us: the full layer's three products, of this size: forward, dx, dw.
+        sum_us: the sums over rows that are the full layer's db.
+        bytes_per_s: of copies as large as the case, read plus written, to memory that is there.
+        new_us: contender → what a new tensor of x's size costs when it is first written.
+        kernel_us: the start of a kernel of PyTorch's on the device, 0 on a CPU.
+        call_us: fastlinear's kernels on 1 x 16 numbers, on the device, 0 on a CPU.
+        host_us: contender → what the host takes for a call, whatever its size.
+    """
+
+    flops_per_s: float
+    products_us: tuple[float, float, float]
+    sum_us: float
+    bytes_per_s: float
+    new_us: Mapping[str, float]
+    kernel_us: float
+    call_us: float
+    host_us: Mapping[str, float]
+
+
+def measured(
+    device: str, dtype: str, m: int, k: int, activation: str, grad: bool, backend: str, sets: int
+) -> Machine:
+    """The machine for one case.
+
+    Args:
+        backend: the backend that fastlinear takes, whose call the host is timed with.
+        sets: input sets that take turns, which decide what caches hold.
+    """
+    size = m * k * FLOAT_DTYPES[dtype].itemsize
+    held = 2 * size if grad else size  # a step touches twice the tensors of a forward
+    state = f"{matmul_precision(FLOAT_DTYPES[dtype])} {torch.get_num_threads()}"
+    rate = _copy_rate(device, _rounded(held), sets, state)
+    fresh = _first_touch_us(device, size, state)
+    own = fresh if size < cpp._FRESH_BYTES or backend != "cpp" else _large_touch_us(size)
+    return Machine(
+        _product_rate(device, dtype, state),
+        (
+            _product_us(device, dtype, m, k, "forward", state),
+            _product_us(device, dtype, m, k, "dx", state) if grad else 0.0,
+            _product_us(device, dtype, m, k, "dw", state) if grad else 0.0,
+        ),
+        _sum_us(device, dtype, m, k, state) if grad else 0.0,
+        rate,
+        {LINEAR: fresh, OURS: own},
+        _kernel_us(device),
+        _call_us(device, dtype, activation, grad, backend, state)
+        if device.startswith("cuda")
+        else 0.0,
+        _host_us(device, dtype, activation, grad, backend, state),
+    )
+
+
+def _rounded(size: int) -> int:
+    found = _LEAST_COPY
+    while found < min(size, _MOST_COPY):
+        found *= 2
+    return found
+
+
+# --------------------------------------------------------------------------------------------
+# The device
+
+
+@lru_cache(maxsize=32)
+def _product_rate(device: str, dtype: str, state: str) -> float:
+    n = _FULL_SIZE[torch.device(device).type]
+    return 2.0 * n**3 / _product_us(device, dtype, n, n, "forward", state) * 1e6
+
+
+@lru_cache(maxsize=512)
+def _product_us(device: str, dtype: str, m: int, k: int, piece: str, state: str) -> float:
+    """One product of a full layer of K features over M rows, in microseconds."""
+    where, rows, width = torch.device(device), m, k
+    while 2.0 * rows * width**2 > _MOST_FLOPS[where.type]:
+        if width > _LEAST_WIDTH and width * 4 >= rows:
+            width //= 2
+        elif rows > _LEAST_ROWS:
+            rows //= 2
+        else:
+            break
+    kind = FLOAT_DTYPES[dtype]
+    x, dy = (torch.randn(rows, width, device=where).to(kind) for _ in range(2))
+    w = torch.randn(width, width, device=where).to(kind)
+    run: Callable[[], Tensor] = {
+        "forward": lambda: torch.mm(x, w.t()),
+        "dx": lambda: torch.mm(dy, w),
+        "dw": lambda: torch.mm(dy.t(), x),
+    }[piece]
+    us = max(_median_us(run, where) - _kernel_us(device), 1e-3)
+    return us * (m * k**2) / (rows * width**2)
+
+
+@lru_cache(maxsize=128)
+def _sum_us(device: str, dtype: str, m: int, k: int, state: str) -> float:
+    """PyTorch's sum of M rows of K numbers."""
+    where, rows = torch.device(device), m
+    while rows * k > _MOST_COPY // 4 and rows > 1:
+        rows //= 2
+    x = torch.randn(rows, k, device=where).to(FLOAT_DTYPES[dtype])
+    return max(_median_us(lambda: x.sum(0), where) - _kernel_us(device), 1e-3) * m / rows
+
+
+@lru_cache(maxsize=64)
+def _copy_rate(device: str, size: int, sets: int, state: str) -> float:
+    """Of copies of ``size`` bytes to memory that is there; on a GPU from as many sources as the
+    case has input sets."""
+    where = torch.device(device)
+    count = 1
+    if where.type == "cuda":
+        enough = math.ceil(2 * device_facts(where).l2_bytes / size)
+        count = max(1, min(sets, enough, _MAX_SETS))
+    pairs = [[torch.ones(size // 4, device=where) for _ in range(2)] for _ in range(count)]
+    turn = [0]
+
+    def copy() -> Tensor:
+        turn[0] = (turn[0] + 1) % count
+        source, target = pairs[turn[0]]
+        return target.copy_(source)
+
+    us = _median_us(copy, where) - _kernel_us(device)
+    return 2.0 * size / max(us, 1e-3) * 1e6
+
+
+@lru_cache(maxsize=64)
+def _first_touch_us(device: str, size: int, state: str) -> float:
+    """What writing a new tensor of ``size`` bytes costs beyond writing one that is there."""
+    where = torch.device(device)
+    if where.type == "cuda":  # PyTorch's allocator keeps memory at hand
+        return 0.0
+    x = torch.ones(max(1, size // 4))
+    y = torch.empty_like(x)
+    with torch.no_grad():
+        samples = interleave(
+            {"new": lambda: x.clone(), "there": lambda: y.copy_(x)}, rounds=_ROUNDS
+        )
+    return max(0.0, samples["new"].median_us - samples["there"].median_us)
+
+
+@lru_cache(maxsize=16)
+def _large_touch_us(size: int) -> float:
+    """The same for memory in large pages, as far as the system gives them."""
+    x = torch.zeros(size // 4)
+
+    def there() -> None:
+        x.zero_()
+
+    def new() -> None:
+        memory = mmap.mmap(-1, size)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        torch.frombuffer(memory, dtype=torch.float32, count=size // 4).zero_()
+
+    samples = interleave({"new": new, "there": there}, rounds=_ROUNDS)
+    return max(0.0, samples["new"].median_us - samples["there"].median_us)
+
+
+@lru_cache(maxsize=8)
+def _kernel_us(device: str) -> float:
+    where = torch.device(device)
+    if where.type == "cpu":
+        return 0.0
+    x = torch.zeros(1, device=where)
+
+    def row() -> None:
+        for _ in range(20):
+            x.add_(1.0)
+
+    return _median_us(row, where) / 20
+
+
+# --------------------------------------------------------------------------------------------
+# The host
+
+
+@lru_cache(maxsize=64)
+def _host_us(
+    device: str, dtype: str, activation: str, grad: bool, backend: str, state: str
+) -> Mapping[str, float]:
+    """A call of each contender on 1 x 16 numbers, on the wall clock."""
+    arms = _small_calls(device, dtype, activation, grad, backend)
+    with torch.set_grad_enabled(grad):
+        samples = interleave(arms, device=device, metric="wall", rounds=_ROUNDS)
+    return {name: s.median_us for name, s in samples.items()}
+
+
+@lru_cache(maxsize=64)
+def _call_us(
+    device: str, dtype: str, activation: str, grad: bool, backend: str, state: str
+) -> float:
+    """A call of fastlinear's on 1 x 16 numbers, on the device."""
+    arm = _small_calls(device, dtype, activation, grad, backend)[OURS]
+    with torch.set_grad_enabled(grad):
+        samples = interleave({OURS: arm}, device=device, metric="device", rounds=_ROUNDS)
+    return samples[OURS].median_us
+
+
+def _small_calls(
+    device: str, dtype: str, activation: str, grad: bool, backend: str
+) -> dict[str, Callable[[], Any]]:
+    """Each contender on 1 x 16 numbers, with what is made at first calls behind it."""
+    where, kind = torch.device(device), FLOAT_DTYPES[dtype]
+    x, dy = (torch.randn(1, 16, device=where).to(kind) for _ in range(2))
+    full, diagonal, bias = (torch.randn(s, device=where).to(kind) for s in ((16, 16), 16, 16))
+    leaves = [t.requires_grad_(grad) for t in (x, full, diagonal, bias)]
+    value = activation_of(activation).value
+    calls: dict[str, Callable[[], Tensor]] = {
+        LINEAR: lambda: value(F.linear(x, full, bias)),
+        OURS: lambda: diagonal_linear(x, diagonal, bias, activation=activation, backend=backend),
+    }
+    weights = {LINEAR: leaves[1], OURS: leaves[2]}
+
+    def arm(name: str) -> Callable[[], Any]:
+        run, wanted = calls[name], (x, weights[name], bias)
+        return (lambda: torch.autograd.grad(run(), wanted, dy)) if grad else run
+
+    arms = {name: arm(name) for name in calls}
+    with torch.set_grad_enabled(grad):
+        for run in arms.values():
+            for _ in range(3):
+                run()
+        door.settle()
+    return arms
+
+
+def _median_us(run: Callable[[], Any], where: torch.device) -> float:
+    with torch.no_grad():
+        samples = interleave({"it": run}, device=where, metric="device", rounds=_ROUNDS)
+    return samples["it"].median_us
