@@ -13,6 +13,7 @@ from fastlinear.bench import build_table, chains, read_rows, run, write_rows, wr
 from fastlinear.bench import table as module
 from fastlinear.bench.__main__ import main
 from fastlinear.bench.cases import overhead
+from fastlinear.bench.pseudo_grid import diagonal_problems
 from fastlinear.bench.table_grid import published_chains, table_problems
 from fastlinear.core.device import device_facts
 from fastlinear.core.errors import InputError
@@ -182,7 +183,9 @@ def test_the_grid_covers_the_family_most_important_first() -> None:
         if p.family == "mlp" and not p.captured:  # its layers are measured before it
             layers = [published.index(q) for q in chain_order(p)[:-1]]
             assert max(layers, default=-1) < published.index(p)
-    grid = [p for p in grid if p not in set(published)]
+    assert set(diagonal_problems("cuda")) <= set(grid)
+    left_out = {*published, *diagonal_problems("cuda")}
+    grid = [p for p in grid if p not in left_out]
     first = grid[0]
     assert (first.dim("M"), first.dim("K"), first.dim("N")) == (8192, 768, 3072)
     assert (first.dtype, first.option("activation")) == ("bfloat16", "gelu_tanh")
