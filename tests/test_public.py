@@ -16,6 +16,8 @@ NAMES = [
     "apply_",
     "diagonal_linear",
     "explain",
+    "gated_linear",
+    "gated_mlp",
     "graphed",
     "grouped_linear",
     "linear_act",

@@ -5,6 +5,7 @@ from fastlinear.core.settings import Config
 from fastlinear.nn.graphed import graphed
 from fastlinear.ops.diagonal_linear import diagonal_linear
 from fastlinear.ops.explain import explain
+from fastlinear.ops.gated_mlp import gated_linear, gated_mlp
 from fastlinear.ops.grouped_linear import grouped_linear, ragged_linear, unequal_linear
 from fastlinear.ops.linear_act import linear_act
 from fastlinear.ops.mlp import mlp
@@ -19,6 +20,8 @@ __all__ = [
     "apply_",
     "diagonal_linear",
     "explain",
+    "gated_linear",
+    "gated_mlp",
     "graphed",
     "grouped_linear",
     "linear_act",

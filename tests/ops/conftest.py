@@ -15,6 +15,8 @@ from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, family
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 from fastlinear.ops.diagonal_linear.problem import problem as diagonal_problem
+from fastlinear.ops.gated_mlp.problem import problem as gated_problem
+from fastlinear.ops.gated_mlp.stacking import ORDERS as GATED_ORDERS
 from fastlinear.ops.grouped_linear.problem import problem as grouped_problem
 from fastlinear.ops.linear_act.backends import problem as linear_act_problem
 from fastlinear.ops.mlp.problem import problem as mlp_problem
@@ -45,6 +47,17 @@ GROUPS = (
     (7, 5, 24, 130, 7),
 )
 
+# (M, K, H, N): ones, tails on either side of a tile; N = 0 is gated_linear
+GATED = (
+    (1, 1, 1, 1),
+    (7, 33, 20, 5),
+    (65, 16, 33, 0),
+    (40, 24, 48, 16),
+    (3, 65, 130, 33),
+    (33, 7, 17, 64),
+    (5, 20, 7, 0),
+)
+
 
 class Contract:
     """Problems to pose, and what a backend does wrong on one of them."""
@@ -53,6 +66,7 @@ class Contract:
         """What every backend of a piece is asked; a new family must be taught here."""
         of = {
             "diagonal_linear": self.diagonal_problems,
+            "gated_mlp": self.gated_problems,
             "grouped_linear": self.grouped_problems,
             "linear_act": self.linear_act_problems,
             "mlp": self.mlp_problems,
@@ -78,6 +92,32 @@ class Contract:
                     residual=residual,
                     needs_grad=piece != "forward",
                     x_layout=x_layout,
+                )
+
+    def gated_problems(self, piece: str, dtype: str, device: str) -> Iterator[Problem]:
+        """Every activation with every order of the halves, stride, bias, level and grad flag."""
+        sizes = itertools.cycle(GATED)
+        turns = itertools.cycle(
+            itertools.product(
+                ("yes", "no", "some"), ("dense", "strided"), ("dense", "strided"), GATED_ORDERS
+            )
+        )
+        for activation in ACTIVATIONS:
+            for i in range(5):  # coprime to the numbers of sizes and of turns
+                bias, x, w, order = next(turns)
+                yield gated_problem(
+                    piece,
+                    *next(sizes),
+                    dtype=dtype,
+                    device=device,
+                    activation=activation,
+                    bias=bias,
+                    needs_grad=piece != "forward" or i % 2 == 0,
+                    order=order,
+                    recompute=piece != "step" and i == 2,
+                    x=x,
+                    w=w,
+                    precision=matmul_precision(FLOAT_DTYPES[dtype]),
                 )
 
     def grouped_problems(self, piece: str, dtype: str, device: str) -> Iterator[Problem]:

@@ -11,6 +11,7 @@ import fastlinear  # noqa: F401  (registers the families)
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.dispatch.backend import Backend, families, family
 from fastlinear.ops.diagonal_linear.problem import problem as diagonal_problem
+from fastlinear.ops.gated_mlp.problem import problem as gated_problem
 from fastlinear.ops.grouped_linear.problem import problem as grouped_problem
 from fastlinear.ops.linear_act.backends import problem as linear_act_problem
 from fastlinear.ops.mlp.problem import problem as mlp_problem
@@ -107,6 +108,8 @@ def test_capability_checks_stay_off_the_gpu() -> None:
 def fam_problem(backend: Backend) -> Any:
     if backend.family == "mlp":
         return mlp_problem(backend.piece, 4, (4, 4), dtype="float32", device="cpu")
+    if backend.family == "gated_mlp":
+        return gated_problem(backend.piece, 4, 4, 4, 4, dtype="float32", device="cpu")
     if backend.family == "grouped_linear":
         return grouped_problem(backend.piece, 4, 2, 4, 4, dtype="float32", device="cpu")
     if backend.family == "diagonal_linear":
@@ -196,3 +199,37 @@ def test_cost_of_groups_counts_each_tensor_once(piece: str) -> None:
         cost = fam.cost(p)
         assert cost.bytes == sum(t.numel() * t.element_size() for t in tensors)
         assert cost.flops == {"forward": 1, "backward": 2}[piece] * 2 * 6 * 2 * 3 * 4
+
+
+@pytest.mark.parametrize("piece", ["forward", "backward"])
+def test_cost_of_a_gate_counts_each_tensor_once(piece: str) -> None:
+    """As above; the backward reads no bias but to form the pre-activations again."""
+    fam = family("gated_mlp")
+    for n in (0, 7):
+        for order in ("apart", "interleaved"):
+            for recompute in (False, True):
+                p = gated_problem(
+                    piece,
+                    *(5, 3, 4, n),
+                    dtype="float32",
+                    device="cpu",
+                    bias="yes",
+                    needs_grad=True,
+                    order=order,
+                    recompute=recompute,
+                )
+                inputs = fam.make_inputs(p, torch.device("cpu"), 0)
+                tensors = [
+                    t for t in flat(inputs) + flat(fam.reference(p, inputs)) if t is not None
+                ]
+                numbers = sum(t.numel() for t in tensors)
+                read = (
+                    sum(t.numel() for t in inputs[4] if t is not None) if piece != "forward" else 0
+                )
+                # of the biases, a down projection's is not read again
+                unread = read if not recompute else n
+                cost = fam.cost(p)
+                assert cost.bytes == 4 * (numbers - (unread if piece == "backward" else 0))
+                products = {"forward": 1, "backward": 2}[piece]
+                again = 4 * 5 * 3 * 4 if recompute and piece == "backward" else 0
+                assert cost.flops == products * 2 * 5 * (3 * 8 + 4 * n) + again

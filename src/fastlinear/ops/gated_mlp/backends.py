@@ -1,0 +1,171 @@
+"""The family record of gated_mlp: its pieces, backends, analytic order and least cost.
+
+Light on purpose: backends are named here and imported on first use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastlinear.core.compare import KINKED, clear_of_kinks
+from fastlinear.core.cost import Cost
+from fastlinear.core.precision import FLOAT_DTYPES
+from fastlinear.core.problem import Problem
+from fastlinear.dispatch.backend import Backend, Family, register_family
+from fastlinear.ops.gated_mlp import reference
+from fastlinear.ops.gated_mlp.problem import NAME, PIECES, STEP, has_down, problem
+from fastlinear.ops.gated_mlp.stacking import Biases, Weights, split_pre
+
+__all__ = ["FAMILY", "NAME", "PIECES", "cost", "problem"]
+
+_HERE = "fastlinear.ops.gated_mlp"
+
+
+def _always(_: Problem) -> str | None:
+    return None
+
+
+def _reason_not_pieces(p: Problem) -> str | None:
+    return "float64 is left to PyTorch's own ops" if p.dtype == "float64" else None
+
+
+def _prefer(p: Problem) -> tuple[str, ...]:
+    """Analytic order, used only where no measurement covers the Problem."""
+    if p.piece == STEP:
+        return ("pieces", "eager")
+    return ("eager",)
+
+
+def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]:
+    """Random inputs of a Problem's piece, scaled so that pre-activations are near unit size."""
+    m, k, h = p.dim("M"), p.dim("K"), p.dim("H")
+    n = p.dim("N") if has_down(p) else 0
+    dtype, name, order = FLOAT_DTYPES[p.dtype], p.option("activation"), p.option("order")
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def draw(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=generator, device=device) * scale).to(dtype)
+
+    def matrix(rows: int, columns: int) -> Tensor:
+        scale = columns**-0.5
+        if p.option("w") == "dense":
+            return draw(rows, columns, scale=scale)
+        return draw(columns, rows, scale=scale).t()
+
+    def vector(size: int, kind: str) -> Tensor | None:
+        held = {"yes": True, "no": False, "some": kind == ("gate" if stacked else "up")}
+        return draw(size) if held[p.option("bias")] else None
+
+    stacked = order != "apart"
+    rows = 2 * h if stacked else h
+    weights = Weights(
+        matrix(rows, k), None if stacked else matrix(h, k), matrix(n, h) if n else None
+    )
+    biases = Biases(
+        vector(rows, "gate"),
+        None if stacked else vector(h, "up"),
+        vector(n, "down") if n else None,
+    )
+    x = draw(m, k) if p.option("x") == "dense" else draw(m, 2 * k)[:, ::2]
+    if p.piece != "forward" and name in KINKED:
+        x = _clear_of_kinks(x, weights, biases, order, seed).as_strided(x.shape, (k, 1))
+    if p.piece == "forward":
+        save = p.needs_grad and p.option("recompute") == "no"
+        return x, weights, biases, name, order, save
+    dy = draw(m, n or h)
+    if p.piece == STEP:
+        return x, weights, biases, name, order, dy
+    pre = None
+    if p.option("recompute") == "no":
+        pre = reference.pre_activations(x, weights, biases)
+    held = [t is not None for t in (*weights, *biases)]
+    return dy, pre, x, weights, biases, name, order, (True, *held)
+
+
+def _clear_of_kinks(x: Tensor, weights: Weights, biases: Biases, order: str, seed: int) -> Tensor:
+    """x (M, K), dense, whose gates stay away from 0, where rounding would choose the gradient."""
+    more = torch.Generator(device=x.device).manual_seed(seed + 1)
+
+    def gates(rows: Tensor) -> tuple[Tensor]:
+        def wide(t: Any) -> Any:
+            return None if t is None else t.to(rows.dtype)
+
+        w, b = Weights(*map(wide, weights)), Biases(*map(wide, biases))
+        return (split_pre(reference.pre_activations(rows, w, b), order)[0],)
+
+    def redraw(rows: int) -> Tensor:
+        return torch.randn(rows, x.shape[1], generator=more, device=x.device).to(x.dtype)
+
+    return clear_of_kinks(x, gates, redraw)[0].contiguous()
+
+
+def _reference(p: Problem, inputs: tuple[Any, ...]) -> Any:
+    at = 3 if p.piece == "backward" else 1
+    named = Weights(*inputs[at]), Biases(*inputs[at + 1])  # plain tuples where they were converted
+    inputs = (*inputs[:at], *named, *inputs[at + 2 :])
+    if p.piece == STEP:
+        return _STEP_EAGER.load()(*inputs)
+    return getattr(reference, p.piece)(*inputs)
+
+
+def cost(p: Problem) -> Cost:
+    """Least flops and bytes: x, y, parameters and their gradients moved once, and what training
+    keeps."""
+    if p.piece == STEP:
+        parts = [cost(p.with_piece(piece)) for piece in PIECES]
+        return parts[0] + parts[1]
+    m, k, h = p.dim("M"), p.dim("K"), p.dim("H")
+    n = p.dim("N") if has_down(p) else 0
+    size = FLOAT_DTYPES[p.dtype].itemsize
+    recompute = p.option("recompute") == "yes"
+    weights = 2 * h * k + n * h
+    biases = {"no": 0, "yes": 2 * h + n, "some": 2 * h if p.option("order") != "apart" else h}
+    bias = biases[p.option("bias")]
+    outer = m * k + m * (n or h)
+    first, down = 4.0 * m * h * k, 2.0 * m * h * n
+    if p.piece == "forward":
+        pre = 2 * m * h if p.needs_grad and not recompute else 0
+        return Cost(first + down, size * (outer + weights + bias + pre))
+    pre = 0 if recompute else 2 * m * h
+    flops = 2 * (first + down) + (first if recompute else 0.0)
+    down_bias = n if p.option("bias") == "yes" else 0
+    read_bias = bias - down_bias if recompute else 0
+    return Cost(flops, size * (outer + m * k + 2 * weights + bias + read_bias + pre))
+
+
+def _whatever_bias(p: Problem) -> Problem:
+    options = tuple((k, "yes" if k == "bias" else v) for k, v in p.options)
+    return replace(p, options=options)
+
+
+def _whatever_activation(p: Problem) -> Problem:
+    """An epilogue costs about the same for all activations."""
+    options = tuple((k, "some" if k == "activation" else v) for k, v in _whatever_bias(p).options)
+    return replace(p, options=options)
+
+
+_STEP_EAGER = Backend(NAME, STEP, "eager", f"{_HERE}.step:eager", _always)
+FAMILY = register_family(
+    Family(
+        name=NAME,
+        pieces=(*PIECES, STEP),
+        backends=(
+            _STEP_EAGER,
+            Backend(
+                *(NAME, STEP, "pieces", f"{_HERE}.step:pieces", _reason_not_pieces),
+                ("autograd.py", "plans.py", "reference.py"),
+            ),
+            *(Backend(NAME, p, "eager", f"{_HERE}.reference:{p}", _always) for p in PIECES),
+        ),
+        prefer=_prefer,
+        make_inputs=_make_inputs,
+        reference=_reference,
+        cost=cost,
+        akin=(_whatever_bias, _whatever_activation),
+        cold=True,
+    )
+)

@@ -1,0 +1,304 @@
+"""The public functions gated_linear and gated_mlp: validation, selection, one autograd formula.
+
+Validation and selection run only when a kind of call is seen for the first time; a table of ready
+plans, looked up by every fact of the tensors, serves the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from fastlinear.core.errors import InputError
+from fastlinear.core.precision import matmul_precision
+from fastlinear.dispatch import cache
+from fastlinear.dispatch.explain import Explanation
+from fastlinear.ops.common import calls
+from fastlinear.ops.gated_mlp import reference
+from fastlinear.ops.gated_mlp.autograd import as_rows
+from fastlinear.ops.gated_mlp.plans import Plan, as_autocast, prepared, resolved
+from fastlinear.ops.gated_mlp.selection import choices
+from fastlinear.ops.gated_mlp.stacking import Biases, Weights
+from fastlinear.ops.gated_mlp.validation import validate
+
+_MAX_PLANS = 4096
+_is_compiling = torch.compiler.is_compiling
+_plans: dict[Any, Plan] = {}
+cache.on_change(_plans.clear)
+
+
+def gated_linear(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor | None = None,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    *,
+    activation: str = "silu",
+    stacked: str | None = None,
+    recompute: int | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Gated linear layer (GLU and its kin): ``act(x Wgᵀ + bg) ∘ (x Wuᵀ + bu)``.
+
+    Args:
+        x: input, shape (..., K), any strides.
+        gate_weight: shape (H, K), as in ``nn.Linear``; or gate and up stacked, (2H, K). Any
+            strides. Same dtype and device as ``x``.
+        up_weight: shape (H, K); None where stacked.
+        gate_bias: shape (H,), or (2H,) where stacked, or None.
+        up_bias: shape (H,), or None. One half may have a bias and the other none.
+        activation: of the gate: none, relu, relu2, silu, gelu (erf), gelu_tanh, sigmoid, tanh,
+            quick_gelu or leaky_relu (slope 0.01).
+        stacked: how rows lie in a stacked gate_weight: ``"gate_up"`` (the gate's first),
+            ``"up_gate"``, or ``"interleaved"`` (in turns, the gate's first). Nothing is repacked.
+        recompute: what a training call keeps for its backward: 0 the two pre-activations and x, 1
+            x alone, for one more product; None whichever way is fastest.
+        backend: force the backend by name; None lets fastlinear choose.
+
+    Returns:
+        Shape (..., H), dtype of ``x`` (under autocast: the autocast dtype), dense.
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit, or a name is unknown.
+        UnsupportedError: a forced backend cannot serve the call; the message says why.
+
+    float32, bfloat16, float16 and float64; 16-bit dtypes accumulate in float32. Deterministic for
+    a given backend and shape. Differentiable, to any order. Source: Shazeer, arXiv 2002.05202.
+
+    >>> import torch, fastlinear as fl
+    >>> x, wg, wu = torch.ones(2, 3), torch.ones(4, 3), torch.ones(4, 3)
+    >>> fl.gated_linear(x, wg, wu, activation="relu").shape
+    torch.Size([2, 4])
+    >>> both = torch.cat([wg, wu])
+    >>> fl.gated_linear(x, both, activation="relu", stacked="gate_up").shape
+    torch.Size([2, 4])
+    """
+    weights, biases = Weights(gate_weight, up_weight, None), Biases(gate_bias, up_bias, None)
+    return call(
+        *(x, weights, biases, activation, stacked or "apart", recompute, backend),
+        function="gated_linear",
+    )
+
+
+def gated_mlp(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor | None,
+    down_weight: Tensor,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    activation: str = "silu",
+    stacked: str | None = None,
+    recompute: int | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Gated MLP (SwiGLU, GeGLU, ReGLU): ``(act(x Wgᵀ + bg) ∘ (x Wuᵀ + bu)) Wdᵀ + bd``.
+
+    Args:
+        x: input, shape (..., K), any strides.
+        gate_weight, up_weight, gate_bias, up_bias: as for ``gated_linear``.
+        down_weight: shape (N, H); any strides.
+        down_bias: shape (N,), or None.
+        activation, stacked, recompute, backend: as for ``gated_linear``.
+
+    Returns:
+        Shape (..., N), dtype of ``x`` (under autocast: the autocast dtype), dense.
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit, or a name is unknown.
+        UnsupportedError: a forced backend cannot serve the call; the message says why.
+
+    float32, bfloat16, float16 and float64; 16-bit dtypes accumulate in float32. Deterministic for
+    a given backend and shape. Differentiable, to any order. What the gate lets through is formed
+    again in the backward, never kept, unless ``recompute`` is None and PyTorch's own autograd is
+    fastest. Source: Shazeer, arXiv 2002.05202.
+
+    >>> import torch, fastlinear as fl
+    >>> x, wg, wu, wd = torch.ones(2, 3), torch.ones(4, 3), torch.ones(4, 3), torch.ones(3, 4)
+    >>> fl.gated_mlp(x, wg, wu, wd, activation="gelu_tanh").shape
+    torch.Size([2, 3])
+    """
+    weights = Weights(gate_weight, up_weight, down_weight)
+    biases = Biases(gate_bias, up_bias, down_bias)
+    return call(x, weights, biases, activation, stacked or "apart", recompute, backend)
+
+
+def call(
+    x: Tensor,
+    weights: Weights,
+    biases: Biases,
+    activation: str,
+    order: str,
+    recompute: int | None,
+    backend: str | None,
+    function: str = "gated_mlp",
+) -> Tensor:
+    """Both functions with positional arguments: the entry of ``nn.GatedMLP``."""
+    rest = (activation, order, recompute, backend)
+    given = tuple(t for t in (x, *weights, *biases) if t is not None)
+    if not all(isinstance(t, Tensor) for t in given) and not has_torch_function(given):
+        validate(function, x, weights, biases, *rest)  # raises: one of them is no tensor
+    if _unlike_plain(given) or calls.forward_mode():
+        return _unusual(function, x, weights, biases, *rest)
+    if _is_compiling():
+        return _compiled(function, x, weights, biases, *rest)
+    if calls.recorded():
+        x, weights, biases = as_autocast(x, weights, biases)
+        validate(function, x, weights, biases, *rest)
+        return reference.gated_mlp(x, weights, biases, activation, order)
+    autocast = calls.autocast_dtype(x)
+    grad = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+    negative = any(t.is_neg() for t in given)
+    key: Any = (
+        function,
+        tuple([(t.shape, t.stride(), t.dtype, t.device) for t in given]),
+        tuple([t is None for t in (*weights, *biases)]),
+        *rest,
+        *(grad, autocast, negative),
+        matmul_precision(x.dtype),
+        calls.is_captured(x),
+    )
+    try:
+        plan = _plans.get(key)
+    except TypeError:  # an argument that cannot be hashed: validation names it
+        plan = None
+    if plan is None:
+        x2, weights2, biases2 = as_autocast(x, weights, biases)
+        validate(function, x2, weights2, biases2, *rest)
+        plan = resolved(x2, weights2, biases2, *rest, grad)
+        if autocast is not None or negative:
+            plan = prepared(plan)
+        if len(_plans) >= _MAX_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+    return plan(x, weights, biases)
+
+
+def explain(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor | None = None,
+    down_weight: Tensor | None = None,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    activation: str = "silu",
+    stacked: str | None = None,
+    recompute: int | None = None,
+    backend: str | None = None,
+    needs_grad: bool | None = None,
+) -> Explanation:
+    """Which backend a call takes, why, and why not each other.
+
+    Args:
+        x, gate_weight … backend: as for ``gated_mlp``; for ``gated_linear`` without a down weight.
+        needs_grad: whether to explain the training choice; by default what the tensors say.
+    """
+    weights = Weights(gate_weight, up_weight, down_weight)
+    biases = Biases(gate_bias, up_bias, down_bias)
+    function = "gated_linear" if down_weight is None else "gated_mlp"
+    order = stacked or "apart"
+    if needs_grad is None:
+        needs_grad = torch.is_grad_enabled() and any(
+            isinstance(t, Tensor) and t.requires_grad for t in (x, *weights, *biases)
+        )
+    if all(isinstance(t, Tensor) for t in (x, *weights, *biases) if t is not None):
+        x, weights, biases = as_autocast(x, weights, biases)
+    validate(function, x, weights, biases, activation, order, recompute, backend)
+    rows = as_rows(x.detach())
+    found = choices(rows, weights, biases, activation, order, recompute, backend, needs_grad)
+    return Explanation(found)
+
+
+# --------------------------------------------------------------------------------------------
+# Calls off the hot path
+
+
+def _unlike_plain(given: tuple[Any, ...]) -> bool:
+    """Whether a tensor is a subclass, a proxy, sparse or on no memory, or a transform is active."""
+    if calls.transforms_active():
+        return True
+    return any(type(t) not in calls.PLAIN or t.layout is not torch.strided for t in given)
+
+
+def _unusual(
+    function: str,
+    x: Tensor,
+    weights: Weights,
+    biases: Biases,
+    activation: str,
+    order: str,
+    recompute: int | None,
+    backend: str | None,
+) -> Tensor:
+    """Tensor subclasses, FX proxies and functorch transforms: plain torch ops carry them."""
+    given = tuple(t for t in (x, *weights, *biases) if t is not None)
+    if not all(isinstance(t, Tensor) for t in given) and has_torch_function(given):
+        public: Callable[..., Tensor] = gated_linear if function == "gated_linear" else gated_mlp
+        y: Tensor = handle_torch_function(
+            public,
+            given,
+            x,
+            *(weights[:2] if function == "gated_linear" else weights),
+            *(biases[:2] if function == "gated_linear" else biases),
+            activation=activation,
+            stacked=None if order == "apart" else order,
+            recompute=recompute,
+            backend=backend,
+        )
+        return y
+    x, weights, biases = _cast(x, weights, biases)
+    validate(function, x, weights, biases, activation, order, recompute, backend)
+    if backend not in (None, "eager"):
+        raise InputError(
+            function,
+            expected="plain strided tensors outside torch.func transforms and forward-mode "
+            "differentiation with a forced backend",
+            received=f"x of type {type(x).__name__}, backend={backend!r}",
+            remedy="Leave backend out; such calls take PyTorch's own path.",
+        )
+    return reference.gated_mlp(x, weights, biases, activation, order)
+
+
+def _compiled(
+    function: str,
+    x: Tensor,
+    weights: Weights,
+    biases: Biases,
+    activation: str,
+    order: str,
+    recompute: int | None,
+    backend: str | None,
+) -> Tensor:
+    """The call as torch.compile sees it: one registered op."""
+    x, weights, biases = _cast(x, weights, biases)
+    validate(function, x, weights, biases, activation, order, recompute, backend)
+    grad = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (x, *weights, *biases)
+    )
+    y: Tensor = torch.ops.fastlinear.gated_mlp(
+        x, *weights, *biases, activation, order, recompute == 1, grad, backend or ""
+    )[0]
+    return y
+
+
+def _cast(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, Weights, Biases]:
+    """The tensors in the dtype autocast has for them, without torch's cache of parameters."""
+    dtype = calls.autocast_dtype(x)
+    if dtype is None:
+        return x, weights, biases
+
+    def cast(t: Any) -> Any:
+        if t is None or not t.is_floating_point() or t.dtype is torch.float64:
+            return t
+        return t.to(dtype)
+
+    return cast(x), Weights(*map(cast, weights)), Biases(*map(cast, biases))

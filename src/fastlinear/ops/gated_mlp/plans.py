@@ -1,0 +1,101 @@
+"""Plans of gated_mlp: what to call for calls of one kind, out of the backends chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from fastlinear.dispatch.select import Choice
+from fastlinear.ops.common.autocast import cast
+from fastlinear.ops.common.calls import autocast_dtype
+from fastlinear.ops.gated_mlp import reference
+from fastlinear.ops.gated_mlp.autograd import Formula, GatedMLP, as_rows
+from fastlinear.ops.gated_mlp.problem import STEP
+from fastlinear.ops.gated_mlp.selection import choices
+from fastlinear.ops.gated_mlp.stacking import Biases, Weights
+
+Plan = Callable[[Tensor, Weights, Biases], Tensor]
+
+
+def resolved(
+    x: Tensor,
+    weights: Weights,
+    biases: Biases,
+    activation: str,
+    order: str,
+    recompute: int | None,
+    backend: str | None,
+    grad: bool,
+) -> Plan:
+    """What to call for such tensors, which are valid."""
+    empty = not x.numel() or any(w is not None and not w.numel() for w in weights)
+    if x.device.type not in ("cpu", "cuda") or empty:
+        return _own(activation, order)
+    rows = as_rows(x.detach())
+    chosen = choices(rows, weights, biases, activation, order, recompute, backend, grad)
+    if not grad:
+        return inference_plan(chosen[0], activation, order)
+    names = {c.backend.name for c in chosen if c.problem.piece != STEP}
+    if names == {"eager"} and recompute is None:
+        return _own(activation, order)
+    return training_plan(chosen, activation, order, recompute != 1)
+
+
+def _own(activation: str, order: str) -> Plan:
+    """PyTorch's own ops."""
+    return lambda x, weights, biases: reference.gated_mlp(x, weights, biases, activation, order)
+
+
+def inference_plan(choice: Choice, activation: str, order: str) -> Plan:
+    """The forward's backend on rows."""
+    run = choice.backend.load()
+
+    def plan(x: Tensor, weights: Weights, biases: Biases) -> Tensor:
+        y: Tensor = run(as_rows(x), weights, biases, activation, order, False)[0]
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+    return plan
+
+
+def training_plan(
+    chosen: tuple[Choice, ...], activation: str, order: str, save_pre: bool = True
+) -> Plan:
+    """``GatedMLP`` over the backends chosen for forward and backward."""
+    run, backward = chosen[0].backend.load(), chosen[1].backend.load()
+    formula = Formula(activation, order, save_pre, run, backward)
+    apply = GatedMLP.apply
+
+    def plan(x: Tensor, weights: Weights, biases: Biases) -> Tensor:
+        y: Tensor = apply(x, *weights, *biases, formula)
+        return y
+
+    return plan
+
+
+def prepared(inner: Plan) -> Plan:
+    """The plan for tensors that autocast casts, or whose sign is lazy: kernels read memory as it
+    lies."""
+
+    def plan(x: Tensor, weights: Weights, biases: Biases) -> Tensor:
+        x, weights, biases = as_autocast(x, weights, biases)
+        return inner(
+            x.resolve_neg(),
+            Weights(*(None if t is None else t.resolve_neg() for t in weights)),  # type: ignore[arg-type]
+            Biases(*(None if t is None else t.resolve_neg() for t in biases)),
+        )
+
+    return plan
+
+
+def as_autocast(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, Weights, Biases]:
+    """The tensors in the dtype autocast has for them, parameters by torch's own cache of them;
+    themselves where it is off."""
+    dtype = autocast_dtype(x)
+    if dtype is None:
+        return x, weights, biases
+
+    def one(t: Tensor | None) -> Tensor | None:
+        return None if t is None else cast(t, dtype)
+
+    return cast(x, dtype), Weights(*map(one, weights)), Biases(*map(one, biases))  # type: ignore[arg-type]

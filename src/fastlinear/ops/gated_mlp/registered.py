@@ -1,0 +1,207 @@
+"""gated_mlp as registered ops, for torch.compile and export: schema, fake, autograd.
+
+Without a down weight they are ``gated_linear``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastlinear.core.precision import matmul_precision
+from fastlinear.dispatch import cache
+from fastlinear.ops._register import register_op
+from fastlinear.ops.common.calls import is_captured
+from fastlinear.ops.gated_mlp import reference
+from fastlinear.ops.gated_mlp.autograd import as_rows, run_backward
+from fastlinear.ops.gated_mlp.selection import backward_choice, choices, problem_of
+from fastlinear.ops.gated_mlp.stacking import Biases, Weights, out_features
+
+_MAX_RESOLVED = 4096
+_resolved: dict[Any, Callable[..., Any]] = {}
+cache.on_change(_resolved.clear)
+
+
+def _resolve(key: Any, make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    run = _resolved.get(key)
+    if run is None:
+        if len(_resolved) >= _MAX_RESOLVED:
+            _resolved.clear()
+        run = _resolved[key] = make()
+    return run
+
+
+def _key(x: Tensor, weights: Weights, biases: Biases, *rest: Any) -> tuple[Any, ...]:
+    """Everything a selection reads of a call."""
+    shapes = tuple([None if t is None else (t.shape, t.stride()) for t in (x, *weights)])
+    held = tuple([b is None for b in biases])
+    return (*shapes, held, x.dtype, x.device, matmul_precision(x.dtype), is_captured(x), *rest)
+
+
+def _is_empty(x: Tensor, weights: Weights) -> bool:
+    return not x.numel() or any(w is not None and not w.numel() for w in weights)
+
+
+def _forward(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor | None,
+    down_weight: Tensor | None,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+    order: str,
+    recompute: bool,
+    needs_grad: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    weights = Weights(gate_weight, up_weight, down_weight)
+    biases = Biases(gate_bias, up_bias, down_bias)
+    rows = as_rows(x)
+
+    def make() -> Callable[..., Any]:
+        if _is_empty(x, weights):
+            return reference.forward
+        level, named = int(recompute), backend or None
+        chosen = choices(rows, weights, biases, activation, order, level, named, needs_grad)
+        return chosen[0].backend.load()
+
+    key = _key(rows, weights, biases, activation, order, recompute, needs_grad, backend)
+    save = needs_grad and not recompute
+    y, *pre = _resolve(key, make)(rows, weights, biases, activation, order, save)
+    first, second = (x.new_empty(0) if t is None else t for t in pre)
+    return y.view(*x.shape[:-1], y.shape[-1]), first, second
+
+
+def _forward_fake(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor | None,
+    down_weight: Tensor | None,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+    order: str,
+    recompute: bool,
+    needs_grad: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    n = out_features(Weights(gate_weight, up_weight, down_weight))
+    y = x.new_empty(*x.shape[:-1], n)
+    if recompute or not needs_grad:
+        return y, x.new_empty(0), x.new_empty(0)
+    m, width = math.prod(x.shape[:-1]), gate_weight.shape[0]
+    return y, x.new_empty(m, width), x.new_empty(0 if up_weight is None else (m, width))
+
+
+def _backward(
+    dy: Tensor,
+    first: Tensor | None,
+    second: Tensor | None,
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor | None,
+    down_weight: Tensor | None,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+    order: str,
+    needs: list[bool],
+    backend: str,
+) -> tuple[Tensor, ...]:
+    weights = Weights(gate_weight, up_weight, down_weight)
+    biases = Biases(gate_bias, up_bias, down_bias)
+    rows, level = as_rows(x), int(first is None)
+
+    def make() -> Callable[..., Any]:
+        if _is_empty(x, weights):
+            return reference.backward
+        p = problem_of(rows, weights, biases, activation, order, level, True)
+        if backend:
+            return backward_choice(p.with_piece("backward"), backend).backend.load()
+        return choices(rows, weights, biases, activation, order, level, None, True)[
+            1
+        ].backend.load()
+
+    key = ("backward", *_key(rows, weights, biases, activation, order, level, backend))
+    run = _resolve(key, make)
+    pre = None if first is None else (first, second)
+    wanted: Any = tuple(needs)
+    grads = run_backward(dy, pre, x, weights, biases, activation, order, wanted, run)
+    return tuple(x.new_empty(0) if g is None else g.contiguous() for g in grads)
+
+
+def _backward_fake(
+    dy: Tensor,
+    first: Tensor | None,
+    second: Tensor | None,
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor | None,
+    down_weight: Tensor | None,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+    order: str,
+    needs: list[bool],
+    backend: str,
+) -> tuple[Tensor, ...]:
+    given = (x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
+    return tuple(
+        x.new_empty(t.shape if need and t is not None else (0,))
+        for t, need in zip(given, needs, strict=True)
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    given, (activation, order, recompute, needs_grad, backend) = inputs[:7], inputs[7:]
+    _, first, second = output
+    save = needs_grad and not recompute
+    kept = (first, second if given[2] is not None else None) if save else (None, None)
+    ctx.save_for_backward(*given, *kept)
+    ctx.call = activation, order
+    ctx.backend = backend
+    ctx.mark_non_differentiable(first, second)
+
+
+def _autograd(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
+
+    *given, first, second = ctx.saved_tensors
+    needs = [
+        bool(need) and t is not None
+        for need, t in zip(ctx.needs_input_grad[:7], given, strict=True)
+    ]
+    grads = torch.ops.fastlinear.gated_mlp_backward(
+        dy, first, second, *given, *ctx.call, needs, ctx.backend
+    )
+    wanted = (g if need else None for g, need in zip(grads, needs, strict=True))
+    return (*wanted, None, None, None, None, None)
+
+
+_TENSORS = (
+    "Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor? down_weight, Tensor? gate_bias,"
+    " Tensor? up_bias, Tensor? down_bias, str activation, str order"
+)
+register_op(
+    "gated_mlp",
+    f"({_TENSORS}, bool recompute, bool needs_grad, str backend) -> (Tensor, Tensor, Tensor)",
+    implementation=_forward,
+    fake=_forward_fake,
+    backward=_autograd,
+    setup_context=_setup_context,
+)
+register_op(
+    "gated_mlp_backward",
+    f"(Tensor dy, Tensor? first, Tensor? second, {_TENSORS}, bool[] needs, str backend)"
+    f" -> ({', '.join(['Tensor'] * 7)})",
+    implementation=_backward,
+    fake=_backward_fake,
+)
