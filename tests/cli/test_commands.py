@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import Result
 
 from fastlinear.dispatch.backend import families
@@ -116,6 +117,20 @@ def test_optimize_in_training_mode_with_a_loss(run: Run) -> None:
     )
     assert result.exit_code in (0, 4), result.stderr
     assert data_of(result)["mode"] == "train"
+
+
+def test_optimize_says_what_becomes_of_the_model_compiled(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(torch, "compile", fails)  # whether it is asked is what matters here
+    asked = data_of(run("optimize", "userpackage:mlp", "--compile", "--json", *QUICK))
+    (site,) = [s for s in asked["sites"] if s["rule"] == "compiled"]
+    assert (site["fqn"], site["status"], site["code"]) == ("", "refused", "no_compile")
+    plain = data_of(run("optimize", "userpackage:mlp", "--json", *QUICK))
+    assert all(s["rule"] != "compiled" for s in plain["sites"])
 
 
 def test_optimize_only_and_skip(run: Run) -> None:
