@@ -126,6 +126,10 @@ def _example(family: str, piece: str, device: str) -> Any:
         from fastlinear.ops.diagonal_linear import problem as diagonal
 
         return diagonal.problem(piece, 64, 1024, dtype=facts["dtype"], device=device)
+    if family == "gated_mlp":
+        from fastlinear.ops.gated_mlp import problem as gated
+
+        return gated.problem(piece, 64, 512, 1024, 512, **facts)
     if family == "grouped_linear":
         from fastlinear.ops.grouped_linear import problem as grouped
 
