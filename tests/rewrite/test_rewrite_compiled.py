@@ -348,3 +348,17 @@ def test_it_is_offered_where_pointwise_work_takes_the_time(
     asked = optimize_(mlp().eval(), X, config=COMPILE)
     assert not any("ask for it" in n for n in asked.notes)
     assert region(asked).predicted_gain_us == 42.0
+
+
+@pytest.mark.parametrize(("busy_us", "told"), [(20.0, True), (45.0, False)])
+def test_where_launches_still_set_the_pace_graphs_are_offered(busy_us: float, told: bool) -> None:
+    profile = SimpleNamespace(device_busy_us=busy_us)
+    runner = SimpleNamespace(device=torch.device("cuda"))
+    work: Any = SimpleNamespace(config=COMPILE, runner=runner, profile=profile, notes=[])
+    pair = SimpleNamespace(after=SimpleNamespace(median_us=50.0))
+    kept: Any = SimpleNamespace(pair=pair)
+    compiled._note_graphs(work, kept)
+    assert [("graphs=True" in n) for n in work.notes] == ([True] if told else [])
+    work.config = replace(COMPILE, graphs=True)
+    compiled._note_graphs(work, kept)
+    assert len(work.notes) == told

@@ -11,6 +11,7 @@ from torch import nn
 
 from fastlinear.core.compare import Verdict
 from fastlinear.profile.between import CODE
+from fastlinear.profile.launch_bound import LAUNCH_BOUND
 from fastlinear.rewrite.exchange.compiled_forward import (
     DEFAULT,
     REDUCE_OVERHEAD,
@@ -88,6 +89,7 @@ def choose_compiled(
     for c in kept if not found.kept else []:
         text = "slower than the whole model compiled without it"
         work.settle(c.fqn, "rejected", "compiled_alone", text)
+    _note_graphs(work, found)
     return found
 
 
@@ -223,6 +225,17 @@ def _settle(work: Work, outcome: Outcome) -> None:
         calls=1,
         **outcome.facts,
     )
+
+
+def _note_graphs(work: Work, found: KeptGraph) -> None:
+    """Say that a compiled model whose launches set the pace can be replayed as well."""
+    replayable = work.runner.device.type == "cuda" and work.config.mode == "inference"
+    left = found.pair.after.median_us - work.profile.device_busy_us
+    if replayable and not work.config.graphs and left > LAUNCH_BOUND * found.pair.after.median_us:
+        work.notes.append(
+            f"compiled, the host still leaves the device idle for about {left:.0f} us a step: "
+            "Config(graphs=True, compile=True) replays what was compiled as CUDA graphs"
+        )
 
 
 def _note(work: Work) -> None:
