@@ -16,13 +16,17 @@ from fastlinear.core.cost import Cost
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, Family, register_family
-from fastlinear.ops.gated_mlp import reference
+from fastlinear.ops.gated_mlp import onednn, reference
 from fastlinear.ops.gated_mlp.problem import NAME, PIECES, STEP, has_down, problem
 from fastlinear.ops.gated_mlp.stacking import Biases, Weights, split_pre
 
 __all__ = ["FAMILY", "NAME", "PIECES", "cost", "problem"]
 
 _HERE = "fastlinear.ops.gated_mlp"
+_CPU_SOURCES = (
+    *("cpp_gate.py", "gate.cpp", "../diagonal_linear/diagonal_activations.h"),
+    *("../linear_act/onednn.py", "../common/packed.py", "../common/cpp_build.py"),
+)
 
 
 def _always(_: Problem) -> str | None:
@@ -157,9 +161,18 @@ FAMILY = register_family(
             _STEP_EAGER,
             Backend(
                 *(NAME, STEP, "pieces", f"{_HERE}.step:pieces", _reason_not_pieces),
-                ("autograd.py", "plans.py", "reference.py"),
+                ("autograd.py", "plans.py", "reference.py", "onednn.py", *_CPU_SOURCES),
             ),
             *(Backend(NAME, p, "eager", f"{_HERE}.reference:{p}", _always) for p in PIECES),
+            *(
+                Backend(NAME, p, "onednn", f"{_HERE}.onednn:{p}", onednn.reason_not, _CPU_SOURCES)
+                for p in PIECES
+            ),
+            Backend(
+                *(NAME, "forward", "onednn_packed", f"{_HERE}.onednn:forward_packed"),
+                onednn.reason_not_packed,
+                _CPU_SOURCES,
+            ),
         ),
         prefer=_prefer,
         make_inputs=_make_inputs,

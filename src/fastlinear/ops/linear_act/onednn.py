@@ -65,7 +65,7 @@ def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save_pre: bool
 ) -> tuple[Tensor, Tensor | None]:
     """act(x Wᵀ + b): x (M, K), weight (N, K), bias (N,) → (y (M, N), pre or None)."""
-    return _run(x, _plain(weight), bias, activation, save_pre)
+    return product(x, plain(weight), bias, activation, save_pre)
 
 
 def forward_packed(
@@ -79,22 +79,22 @@ def forward_packed(
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, blocked, bias, "relu", [], "")
         if cpp_elementwise.proves_no_nan(y, x, bias):
             return y, None
-    return _run(x, blocked, bias, activation, save_pre)
+    return product(x, blocked, bias, activation, save_pre)
 
 
 def grad_input(dpre: Tensor, weight: Tensor) -> Tensor:
     """dx (M, K) = dpre (M, N) @ weight (N, K)."""
-    dx: Tensor = torch.ops.mkldnn._linear_pointwise(dpre, _plain(weight).t(), None, "none", [], "")
+    dx: Tensor = torch.ops.mkldnn._linear_pointwise(dpre, plain(weight).t(), None, "none", [], "")
     return dx
 
 
 def grad_weight(dpre: Tensor, x: Tensor) -> Tensor:
     """dW (N, K) = dpreᵀ (N, M) @ x (M, K)."""
-    dw: Tensor = torch.ops.mkldnn._linear_pointwise(dpre.t(), _plain(x).t(), None, "none", [], "")
+    dw: Tensor = torch.ops.mkldnn._linear_pointwise(dpre.t(), plain(x).t(), None, "none", [], "")
     return dw
 
 
-def _plain(matrix: Tensor) -> Tensor:
+def plain(matrix: Tensor) -> Tensor:
     """The matrix itself where oneDNN can describe its strides, else a contiguous copy."""
     rows, columns = matrix.shape
     across, along = matrix.stride()
@@ -108,9 +108,10 @@ def forget_packed() -> None:
     _packs.clear()
 
 
-def _run(
+def product(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save_pre: bool
 ) -> tuple[Tensor, Tensor | None]:
+    """As ``forward``, for a weight that is ``plain`` or blocked."""
     if bias is not None:
         bias = bias.contiguous()  # oneDNN reads N numbers in a row whatever the stride
     if activation == "relu" and not save_pre:
@@ -145,7 +146,7 @@ def _packed(weight: Tensor, rows: int) -> tuple[Tensor, bool]:
     kept = _packs.get(weight)
     if kept is None:
         if _packs.fleeting(weight):  # a copy would serve this one call
-            return _plain(weight), False
+            return plain(weight), False
         detached = weight.detach()
         # not for inference tensors: nothing is kept of them, and looking costs a pass
         finite = not weight.is_inference() and math.isfinite(
