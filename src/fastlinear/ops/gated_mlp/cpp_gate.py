@@ -1,0 +1,110 @@
+"""``gate.cpp`` from Python: the gate's passes on the CPU, on torch's own threads.
+
+Float32 and bfloat16, computed in float32. Nothing here checks shapes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fastlinear.ops.common import cpp_build
+from fastlinear.ops.common.activations import NAMES
+from fastlinear.ops.gated_mlp.stacking import Pre, empty_like, halves, split_pre
+
+SOURCE = Path(__file__).with_name("gate.cpp")
+_CODES = {name: code for code, name in enumerate(NAMES)}  # gate.cpp's switch
+_CHUNKS = 16  # of rows, each with sums of its own, whatever the number of threads
+
+
+def reason_not() -> str | None:
+    """Why the library cannot be had as far as is known without compiling it, or None."""
+    return cpp_build.reason_not() or cpp_build.failed(SOURCE)
+
+
+def forward(pre: Pre, activation: str, order: str) -> Tensor:
+    """h (M, H) = act(gate) ∘ up, dense.
+
+    Args:
+        pre: pre-activations, each tensor dense.
+        activation, order: their names.
+
+    Raises:
+        UnsupportedError: the library cannot be compiled or loaded.
+    """
+    gate, up = split_pre(pre, order)
+    h = torch.empty(gate.shape, dtype=gate.dtype)
+    if not gate.numel():
+        return h
+    code = _library().fastlinear_gate_forward(
+        _CODES[activation],
+        gate.dtype is torch.bfloat16,
+        *(t.data_ptr() for t in (gate, up, h)),
+        *gate.shape,
+        *_strides(pre, order),
+        torch.get_num_threads(),
+    )
+    assert code == 0
+    return h
+
+
+def backward(
+    dh: Tensor, pre: Pre, activation: str, order: str, needs: tuple[bool, bool], in_place: bool
+) -> tuple[Pre, Tensor, tuple[Tensor | None, Tensor | None]]:
+    """(dpre laid out as pre, h (M, H), bias gradients); sums in float64, in a fixed order.
+
+    Args:
+        dh: the gradient of h, (M, H), dense.
+        pre: pre-activations, each tensor dense.
+        activation, order: their names.
+        needs: which bias gradients are wanted: the gate's (or the stack's, (2H,)) and the up
+            projection's.
+        in_place: whether h may take the memory of dh.
+
+    Raises:
+        UnsupportedError: the library cannot be compiled or loaded.
+    """
+    gate, up = split_pre(pre, order)
+    dpre = empty_like(pre)
+    h = dh if in_place else torch.empty_like(dh)
+    sums = tuple(
+        torch.empty(t.shape[1], dtype=t.dtype) if need and t is not None else None
+        for t, need in zip(pre, needs, strict=True)
+    )
+    if not dh.numel():
+        return dpre, h, tuple(None if s is None else s.zero_() for s in sums)  # type: ignore[return-value]
+    dgate, dup = split_pre(dpre, order)
+    sum_gate, sum_up = sums
+    if order != "apart" and sum_gate is not None:
+        sum_gate, sum_up = halves(sum_gate, None, order, 0)
+    code = _library().fastlinear_gate_backward(
+        _CODES[activation],
+        dh.dtype is torch.bfloat16,
+        *(t.data_ptr() for t in (dh, gate, up, dgate, dup, h)),
+        *(0 if t is None else t.data_ptr() for t in (sum_gate, sum_up)),
+        *gate.shape,
+        *_strides(pre, order),
+        _CHUNKS,
+        torch.get_num_threads(),
+    )
+    assert code == 0
+    return dpre, h, sums  # type: ignore[return-value]
+
+
+def _strides(pre: Pre, order: str) -> tuple[int, int]:
+    """(row, column) stride of the halves of dense pre-activations."""
+    return pre[0].shape[1], 2 if order == "interleaved" else 1
+
+
+@lru_cache(maxsize=1)
+def _library() -> ctypes.CDLL:
+    library = cpp_build.load(SOURCE)
+    pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    flags = [number, number]
+    library.fastlinear_gate_forward.argtypes = [*flags, *[pointer] * 3, *[size] * 4, number]
+    library.fastlinear_gate_backward.argtypes = [*flags, *[pointer] * 8, *[size] * 5, number]
+    return library

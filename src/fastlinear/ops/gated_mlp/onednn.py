@@ -1,0 +1,159 @@
+"""Backends ``onednn`` and ``onednn_packed`` on the CPU, float32 and bfloat16.
+
+Inference: two products whose epilogues hold all that is elementwise — bias and activation in the
+gate's, bias and the product with the gate in the up projection's — so that nothing passes over
+memory in between. Training: products that give the pre-activations, and one pass of our own each
+way (``gate.cpp``) for all that lies between them.
+
+oneDNN's relu makes 0 of NaN where torch's keeps it, so relu is a pass of its own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastlinear.core.problem import Problem
+from fastlinear.ops.common.packed import Packs
+from fastlinear.ops.gated_mlp import cpp_gate
+from fastlinear.ops.gated_mlp.stacking import (
+    Biases,
+    Gradients,
+    Needs,
+    Pre,
+    Weights,
+    split_biases,
+    split_weights,
+)
+from fastlinear.ops.linear_act import onednn as products
+
+_packs: Packs[Tensor] = Packs()  # weight → its copy in oneDNN's blocked layout
+
+
+def reason_not(problem: Problem) -> str | None:
+    """Why oneDNN cannot serve a Problem of any piece, or None. Compiles nothing."""
+    if problem.dtype not in ("float32", "bfloat16"):
+        return f"float32 and bfloat16 only, not {problem.dtype}"
+    why = products.reason_not(problem)
+    if why is None and not hasattr(torch.ops.mkldnn._linear_pointwise, "binary"):
+        return "this build of torch lacks mkldnn._linear_pointwise.binary"
+    trains = problem.piece != "forward" or problem.needs_grad
+    return why or (cpp_gate.reason_not() if trains else None)
+
+
+def reason_not_packed(problem: Problem) -> str | None:
+    """Why prepacked weights cannot serve a forward Problem, or None."""
+    if problem.needs_grad:
+        return "prepacked weights are kept for inference only: training changes them every step"
+    return reason_not(problem)
+
+
+def forward(
+    x: Tensor, weights: Weights, biases: Biases, activation: str, order: str, save_pre: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """x (M, K) → (y (M, N) or (M, H), then the pre-activations or None twice)."""
+    if not save_pre:
+        return _inference(x, weights, biases, activation, order, packed=False), None, None
+    pre = _pre_activations(x, weights, biases)
+    h = cpp_gate.forward(pre, activation, order)
+    if weights.down is None:
+        return h, *pre
+    return products.forward(h, weights.down, biases.down, "none", False)[0], *pre
+
+
+def forward_packed(
+    x: Tensor, weights: Weights, biases: Biases, activation: str, order: str, save_pre: bool
+) -> tuple[Tensor, None, None]:
+    """As ``forward`` without gradients, with the weights' blocked copies made once and kept while
+    they are valid."""
+    assert not save_pre
+    return _inference(x, weights, biases, activation, order, packed=True), None, None
+
+
+def backward(
+    dy: Tensor,
+    pre: Pre | None,
+    x: Tensor,
+    weights: Weights,
+    biases: Biases,
+    activation: str,
+    order: str,
+    needs: Needs,
+) -> Gradients:
+    """dy (M, N) or (M, H), dense → the seven gradients; pre None is formed again from x."""
+    inner = any(needs[i] for i in (0, 1, 2, 4, 5))
+    down_bias = dy.sum(0) if needs[6] else None
+    if not inner and not needs[3]:
+        return None, None, None, None, None, None, down_bias
+    if pre is None:
+        pre = _pre_activations(x, weights, biases)
+    if not inner:
+        h = cpp_gate.forward(pre, activation, order)
+        down_weight = products.grad_weight(dy, h)
+        return None, None, None, down_weight, None, None, down_bias
+    dh = dy if weights.down is None else products.grad_input(dy, weights.down)
+    dpre, h, (gate_bias, up_bias) = cpp_gate.backward(
+        dh, pre, activation, order, (needs[4], needs[5]), in_place=weights.down is not None
+    )
+    first, second = dpre
+    dx = None
+    if needs[0]:
+        dx = products.grad_input(first, weights.gate)
+        if second is not None and weights.up is not None:
+            dx = _accumulated(second, weights.up, dx)
+    return (
+        dx,
+        products.grad_weight(first, x) if needs[1] else None,
+        products.grad_weight(second, x) if needs[2] and second is not None else None,
+        products.grad_weight(dy, h) if needs[3] else None,
+        gate_bias,
+        up_bias,
+        down_bias,
+    )
+
+
+def forget_packed() -> None:
+    """Drop every packed weight; the next call packs again."""
+    _packs.clear()
+
+
+def _inference(
+    x: Tensor, weights: Weights, biases: Biases, activation: str, order: str, packed: bool
+) -> Tensor:
+    (gate, up), (gate_bias, up_bias) = split_weights(weights, order), split_biases(biases, order)
+    rows = x.shape[0]
+    opened = products.product(x, _laid(gate, rows, packed), gate_bias, activation, False)[0]
+    bias = None if up_bias is None else up_bias.contiguous()
+    multiply = torch.ops.mkldnn._linear_pointwise.binary
+    h: Tensor = multiply(x, opened, _laid(up, rows, packed), bias, "mul")
+    if weights.down is None:
+        return h
+    down = _laid(weights.down, rows, packed)
+    return products.product(h, down, biases.down, "none", False)[0]
+
+
+def _laid(weight: Tensor, rows: int, packed: bool) -> Tensor:
+    """What oneDNN multiplies by: the weight where it lies, or its kept copy."""
+    if not packed:
+        return products.plain(weight)
+    kept = _packs.get(weight)
+    if kept is None:
+        if _packs.fleeting(weight):  # a copy would serve this one call
+            return products.plain(weight)
+        kept = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), rows)
+        _packs.put(weight, kept)
+    return kept
+
+
+def _pre_activations(x: Tensor, weights: Weights, biases: Biases) -> Pre:
+    first = products.forward(x, weights.gate, biases.gate, "none", False)[0]
+    if weights.up is None:
+        return first, None
+    return first, products.forward(x, weights.up, biases.up, "none", False)[0]
+
+
+def _accumulated(dpre: Tensor, weight: Tensor, dx: Tensor) -> Tensor:
+    """dx + dpre W, in the product's epilogue."""
+    w = products.plain(weight).t()
+    found: Tensor = torch.ops.mkldnn._linear_pointwise.binary(dpre, dx, w, None, "add")
+    return found
