@@ -70,7 +70,7 @@ class Recorder:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Recorder]]:
     """Launches made while the test runs; none is carried out."""
-    monkeypatch.setattr(backend, "Launch", Recorder)
+    monkeypatch.setattr(backend, "EarlyLaunch", Recorder)
     monkeypatch.setattr(backend, "_units", lambda like: 132)
     backend._plans.clear()
     Recorder.made = []
@@ -100,8 +100,15 @@ def run(m: int, k: int, dtype: torch.dtype, activation: str) -> None:
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_kernels_fit(arch: int, dtype: str, launches: list[Recorder], tmp_path: Path) -> None:
+def test_kernels_fit(
+    arch: int,
+    dtype: str,
+    launches: list[Recorder],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Wide, narrow, odd and few rows; the plainest activation and the dearest."""
+    monkeypatch.setattr(backend, "begins_early", lambda device: arch >= 90)
     sizes = (
         ((32768, 2048), (32768, 8192), (32768, 160), (16, 64)) if arch == 90 else ((32768, 160),)
     )
@@ -114,6 +121,23 @@ def test_kernels_fit(arch: int, dtype: str, launches: list[Recorder], tmp_path: 
                 registers, stack = usage_of(launch.compile(arch), tmp_path)
                 where = launch.kernel.__name__, m, k, activation, registers
                 assert (stack, registers <= 255) == (0, True), where
+
+
+def test_nothing_is_touched_before_the_kernel_before_has_ended(
+    launches: list[Recorder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wait stands before the first access to memory, in every kernel."""
+    monkeypatch.setattr(backend, "begins_early", lambda device: True)
+    run(4096, 160, torch.float32, "silu")
+    assert len(launches) == 3
+    for launch in launches:
+        cubin = tmp_path / "kernel.cubin"
+        cubin.write_bytes(launch.compile(90).asm["cubin"])
+        command = [CUOBJDUMP, "--dump-sass", cubin]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        wait = text.index("ACQBULK")
+        touched = [text.find(f" {word}") for word in ("LDG", "STG", "LDGSTS", "ATOM", "RED.")]
+        assert wait < min(place for place in touched if place >= 0), launch.kernel.__name__
 
 
 @pytest.mark.parametrize("k", [2048, 160, 100, 161])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastlinear.core.device import device_facts
 from fastlinear.ops.common.door_launch import DoorLaunch, Y
-from fastlinear.ops.common.triton_launch import Launch
+from fastlinear.ops.diagonal_linear.early_launch import EarlyLaunch, begins_early
 from fastlinear.ops.diagonal_linear.reference import Gradients, Needs
 from fastlinear.ops.diagonal_linear.triton_config import (
     Cut,
@@ -73,10 +73,10 @@ def door_launch(
 
 def launch_of(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
-) -> Launch | None:
+) -> EarlyLaunch | None:
     """The launch of such a forward, which has run on new memory; None where it was forgotten."""
     key = _forward_key(x, weight, bias, activation, residual, None, 0)
-    launch: Launch | None = _plans.get(key)
+    launch: EarlyLaunch | None = _plans.get(key)
     return launch
 
 
@@ -181,7 +181,7 @@ class _Backward:
         whole = made is not None
         if made is None:
             made = cut(m, k, row_stride == k, _units(dy), own)
-        self.launch = Launch(
+        self.launch = EarlyLaunch(
             _diagonal_linear_bwd_kernel,
             (made.blocks * made.strips,),
             (*_sizes(made, k), _stride(made, row_stride, k), *_choices(made, activation, dy, own)),
@@ -194,10 +194,10 @@ class _Backward:
             parts = made.strips * made.fold
             self.parts = (parts, k)
             rows, cols, warps = sum_block(parts)
-            self.sum = Launch(
+            self.sum = EarlyLaunch(
                 _sum_parts_kernel,
                 (-(-k // cols), summed),
-                (parts, k, rows, cols),
+                (parts, k, rows, cols, "first" if begins_early(dy.device) else ""),
                 dy.device,
                 warps=warps,
             )
@@ -224,12 +224,12 @@ class _Backward:
 
 def _forward_launch(
     x: Tensor, activation: str, residual: Tensor | None, config: DiagonalConfig | None
-) -> Launch:
+) -> EarlyLaunch:
     m, k = x.shape
     own = config or config_for("forward", m, k, x.itemsize)
     strides = [k if t is None or m == 1 else t.stride(0) for t in (x, residual)]
     made = cut(m, k, all(s == k for s in strides), _units(x), own)
-    return Launch(
+    return EarlyLaunch(
         _diagonal_linear_fwd_kernel,
         (made.blocks * made.strips,),
         (
@@ -253,7 +253,8 @@ def _stride(made: Cut, row_stride: int, k: int) -> int:
 def _choices(made: Cut, activation: str, like: Tensor, config: DiagonalConfig) -> tuple[Any, ...]:
     math = "exact" if like.dtype is torch.float32 else "fast"
     tile = made.block_m, made.block_k, config.stages
-    return made.fold > 1, activation, math, *tile, made.even
+    early = config.early if begins_early(like.device) else ""
+    return made.fold > 1, activation, math, *tile, made.even, early
 
 
 def _forward_key(

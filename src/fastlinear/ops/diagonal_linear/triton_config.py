@@ -14,10 +14,11 @@ from fastlinear.core.problem import Problem
 _VECTOR = 16  # numbers: rows that begin at such multiples are read 16 bytes at a time
 _MOST_WASTE = 1 / 16
 _MOST_FOLD = 1024
-_LEAST_BLOCK = 128
+_LEAST_BLOCK = 64
 _MOST_ROWS, _MOST_FEATURES = 1 << 30, 1 << 20  # joined rows and their numbers count in 32 bits
 _ONE_LAUNCH_TILES = 8
 _LARGE = 1 << 22  # numbers that keep a GPU busy with few large tiles
+_HUGE = 1 << 25  # numbers beside which launches are nothing
 _WIDE = 1024  # features from which a program's share of a row is long whatever the others take
 
 
@@ -30,6 +31,9 @@ class DiagonalConfig:
         numbers: numbers of x that a program holds at a time, a power of two.
         warps, stages: warps of a program, depth of the load pipeline.
         per_unit: programs wanted for each multiprocessor; 0 gives every tile one of its own.
+        early: when the next kernel may begin where devices have such launches: ``"first"`` of all,
+            or ``"last"``, before a program's sums.
+        across: read rows of fewer than ``block_k`` features side by side, a block full of them.
     """
 
     block_k: int
@@ -37,6 +41,8 @@ class DiagonalConfig:
     warps: int
     stages: int
     per_unit: int
+    early: str = "first"
+    across: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,20 +75,32 @@ class Cut:
 def config_for(piece: str, m: int, k: int, itemsize: int) -> DiagonalConfig:
     """The launch configuration of a piece for M rows of K features of ``itemsize`` bytes.
 
-    Measured on an H200 at 32768 rows of 128 to 8192 features.
+    Measured on an H200 at 64 to 32768 rows of 128 to 8192 features.
     """
+    numbers = m * k
     if piece == "forward":
-        if itemsize == 4:
-            return DiagonalConfig(1024, 1024, 8, 1, 0)
-        large = m * k >= _LARGE
-        return DiagonalConfig(2048, 4096, 8, 1, 0) if large else DiagonalConfig(1024, 2048, 4, 1, 0)
-    if k < _WIDE:
-        return DiagonalConfig(128, 2048, 4, 3, 2)  # few sums to add afterwards
+        return _forward_config(numbers, itemsize)
+    if numbers < _LARGE:
+        return DiagonalConfig(64, 2048, 4, 3, 1, "last")  # few programs, whose sums take long
+    if k >= _WIDE and numbers > _LARGE:
+        block_k, held = (512, 1024) if itemsize == 4 else (128, 2048)
+        return DiagonalConfig(block_k, held, 4, 1, 4, "last")
+    if k < 512 or numbers == _LARGE:
+        wide = itemsize == 4
+        return (
+            DiagonalConfig(64, 2048, 4, 3, 2, "last") if wide else DiagonalConfig(64, 4096, 8, 3, 1)
+        )
+    return DiagonalConfig(128, 4096, 8, 3 if itemsize == 4 else 4, 1)
+
+
+def _forward_config(numbers: int, itemsize: int) -> DiagonalConfig:
     if itemsize == 4:
-        return DiagonalConfig(512, 1024, 4, 1, 4)
-    return (
-        DiagonalConfig(128, 4096, 8, 3, 2) if k < 4 * _WIDE else DiagonalConfig(128, 2048, 4, 1, 4)
-    )
+        return DiagonalConfig(1024, 1024, 4 if numbers < _HUGE else 8, 1, 0)
+    if numbers < _LARGE:
+        return DiagonalConfig(1024, 2048, 4, 1, 0)
+    if numbers < 4 * _LARGE:
+        return DiagonalConfig(2048, 8192, 8, 1, 0)
+    return DiagonalConfig(2048, 2048 if numbers < 8 * _HUGE else 4096, 8, 1, 0)
 
 
 def sum_block(parts: int) -> tuple[int, int, int]:
@@ -99,7 +117,7 @@ def cut(m: int, k: int, dense: bool, units: int, config: DiagonalConfig) -> Cut:
         dense: whether rows lie right behind each other.
         units: multiprocessors of the device.
     """
-    fold, block_k = _fold(m, k, dense, config.block_k)
+    fold, block_k = _fold(m, k, dense, config.block_k, config.across)
     width = fold * k
     rows = -(-m // fold)
     last = m * k - (rows - 1) * width
@@ -122,8 +140,10 @@ def one_launch(m: int, k: int, config: DiagonalConfig) -> Cut | None:
     return Cut(m, k, fold, k, block_m, block_k, 1, -(-k // block_k), even)
 
 
-def _fold(m: int, k: int, dense: bool, most: int) -> tuple[int, int]:
+def _fold(m: int, k: int, dense: bool, most: int, across: bool) -> tuple[int, int]:
     """Rows of K to read as one, and the columns of a block, at most ``most``."""
+    if across and dense and k < most and most % k == 0 and m >= most // k:
+        return most // k, most
     if k <= most and k & (k - 1) == 0 and k >= _VECTOR:
         return 1, k
     if not dense or m < _VECTOR:

@@ -25,6 +25,22 @@ def _parameters(ptr, col_offs, K, WIDTH, FOLDED: tl.constexpr, EVEN: tl.constexp
 
 
 @triton.jit
+def _begin(EARLY: tl.constexpr):
+    """Wait for the end of the kernel before; with "first" the next one may begin now."""
+    if EARLY == "first":
+        tl.extra.cuda.gdc_launch_dependents()
+    if EARLY != "":
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def _end(EARLY: tl.constexpr):
+    """With "last" the next kernel may begin now."""
+    if EARLY == "last":
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def _tile(ptr, row_offs, col_offs, row_stride, mask, EVEN: tl.constexpr):
     """A tile (BLOCK_M, BLOCK_K) as float32, 0 outside the mask."""
     ptrs = ptr + row_offs.to(tl.int64)[:, None] * row_stride + col_offs[None, :]
@@ -74,6 +90,7 @@ def _diagonal_linear_fwd_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     EVEN: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program computes y = act(x w + b) + residual on BLOCK_K columns of every STRIPS-th tile
     of BLOCK_M rows.
@@ -81,6 +98,7 @@ def _diagonal_linear_fwd_kernel(
     BLOCKS programs share a tile's rows. y is dense. b_ptr and residual_ptr may be None. With EVEN
     every tile lies inside.
     """
+    _begin(EARLY)
     strip = tl.program_id(0) // BLOCKS
     col_offs = (tl.program_id(0) % BLOCKS) * BLOCK_K + tl.arange(0, BLOCK_K)
     w = _parameters(w_ptr, col_offs, K, WIDTH, FOLDED, EVEN)[None, :]
@@ -96,6 +114,7 @@ def _diagonal_linear_fwd_kernel(
         if residual_ptr is not None:
             y += _tile(residual_ptr, row_offs, col_offs, residual_row_stride, mask, EVEN)
         _store(y_ptr, row_offs, col_offs, WIDTH, mask, y, EVEN)
+    _end(EARLY)
 
 
 @triton.jit
@@ -121,6 +140,7 @@ def _diagonal_linear_bwd_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     EVEN: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program computes dx, and its strip's part of dw and db, on BLOCK_K columns of every
     STRIPS-th tile of BLOCK_M rows.
@@ -129,6 +149,7 @@ def _diagonal_linear_bwd_kernel(
     are (strips, WIDTH) float32, or with one strip of whole rows the sums themselves, (K,) in their
     own dtype. Results that are not wanted are None, as is what is then not read.
     """
+    _begin(EARLY)
     strip = tl.program_id(0) // BLOCKS
     col_offs = (tl.program_id(0) % BLOCKS) * BLOCK_K + tl.arange(0, BLOCK_K)
     if w_ptr is not None:
@@ -156,23 +177,49 @@ def _diagonal_linear_bwd_kernel(
             dw += dpre * x
         if db_ptr is not None:
             db += dpre
+    _end(EARLY)
     part_offs = strip.to(tl.int64) * WIDTH + col_offs
-    if dw_ptr is not None:
-        sums = tl.sum(dw, axis=0).to(dw_ptr.dtype.element_ty)
-        tl.store(dw_ptr + part_offs, sums, mask=col_offs < WIDTH)
-    if db_ptr is not None:
-        sums = tl.sum(db, axis=0).to(db_ptr.dtype.element_ty)
-        tl.store(db_ptr + part_offs, sums, mask=col_offs < WIDTH)
+    if dw_ptr is not None and db_ptr is not None:  # at once: half the barriers
+        dw_sums, db_sums = tl.reduce((dw, db), 0, _add_both)
+        _store_sums(dw_ptr + part_offs, dw_sums, col_offs, WIDTH, EVEN)
+        _store_sums(db_ptr + part_offs, db_sums, col_offs, WIDTH, EVEN)
+    elif dw_ptr is not None:
+        _store_sums(dw_ptr + part_offs, tl.sum(dw, axis=0), col_offs, WIDTH, EVEN)
+    elif db_ptr is not None:
+        _store_sums(db_ptr + part_offs, tl.sum(db, axis=0), col_offs, WIDTH, EVEN)
+
+
+@triton.jit
+def _add_both(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _store_sums(ptrs, sums, col_offs, WIDTH, EVEN: tl.constexpr):
+    sums = sums.to(ptrs.dtype.element_ty)
+    if EVEN:
+        tl.store(ptrs, sums)
+    else:
+        tl.store(ptrs, sums, mask=col_offs < WIDTH)
 
 
 @triton.jit
 def _sum_parts_kernel(
-    dw_part_ptr, db_part_ptr, dw_ptr, db_ptr, PARTS, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
+    dw_part_ptr,
+    db_part_ptr,
+    dw_ptr,
+    db_ptr,
+    PARTS,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program adds the PARTS rows of a part (PARTS, K) float32 on BLOCK_K columns, in order.
 
     Programs of the second axis take dw first, then db; where dw is None, db.
     """
+    _begin(EARLY)
     col_offs = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     if dw_ptr is None:
         _sum_columns(db_part_ptr, db_ptr, col_offs, PARTS, K, BLOCK_M)
