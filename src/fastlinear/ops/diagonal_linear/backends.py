@@ -55,13 +55,14 @@ def _prefer(p: Problem) -> tuple[str, ...]:
             alone = host_bound and door_node.reason_not() is not None
             return ("eager", "pieces") if alone else ("pieces", "eager")
         return ("triton", "addcmul", "eager") if p.piece == "forward" else ("triton", "eager")
+    quick = p.option("activation") in addcmul.QUICK
     if p.piece == STEP:
-        return ("pieces", "eager") if numbers >= cpp.LEAST_STEP else ("eager",)
+        least = cpp.LEAST_STEP_QUICK if quick else cpp.LEAST_STEP
+        return ("pieces", "eager") if numbers >= least else ("eager",)
     if p.piece == "backward":
         return ("cpp", "eager") if numbers >= cpp.LEAST else ("eager",)
     # without an activation or a residual PyTorch takes one pass as well
     one_pass = p.option("activation") == "none" and p.option("residual") == "no"
-    quick = p.option("activation") in addcmul.QUICK
     least = cpp.LEAST_NEW if one_pass else cpp.LEAST_QUICK if quick else cpp.LEAST
     return (*(("cpp",) if numbers >= least else ()), "addcmul", "eager")
 

@@ -21,7 +21,8 @@ SOURCE = Path(__file__).with_name("diagonal.cpp")
 # Numbers of x from which a pass of our own pays, on two cores:
 LEAST = 1 << 15
 LEAST_QUICK = 1 << 19  # over PyTorch's passes with an activation that costs next to nothing
-LEAST_STEP = 1 << 19  # over PyTorch's own autograd
+LEAST_STEP = 1 << 15  # over PyTorch's own autograd
+LEAST_STEP_QUICK = 1 << 19  # the same with an activation that costs next to nothing
 LEAST_NEW = 1 << 23  # over one pass of PyTorch's, for the large pages of the result
 _CODES = {name: code for code, name in enumerate(NAMES)}  # diagonal.cpp's switch
 _CHUNKS = 16  # of rows, each with sums of its own, whatever the number of threads
