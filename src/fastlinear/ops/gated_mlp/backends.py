@@ -16,7 +16,7 @@ from fastlinear.core.cost import Cost
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, Family, register_family
-from fastlinear.ops.gated_mlp import onednn, reference
+from fastlinear.ops.gated_mlp import cpp, onednn, reference
 from fastlinear.ops.gated_mlp.problem import NAME, PIECES, STEP, has_down, problem
 from fastlinear.ops.gated_mlp.stacking import Biases, Weights, split_pre
 
@@ -24,9 +24,10 @@ __all__ = ["FAMILY", "NAME", "PIECES", "cost", "problem"]
 
 _HERE = "fastlinear.ops.gated_mlp"
 _CPU_SOURCES = (
-    *("cpp_gate.py", "gate.cpp", "../diagonal_linear/diagonal_activations.h"),
+    *("cpp_gate.py", "gate.cpp", "products.py", "../diagonal_linear/diagonal_activations.h"),
     *("../linear_act/onednn.py", "../common/packed.py", "../common/cpp_build.py"),
 )
+_LEAST = 1 << 15  # numbers of a pre-activation from which fewer passes pay on a CPU
 
 
 def _always(_: Problem) -> str | None:
@@ -39,9 +40,15 @@ def _reason_not_pieces(p: Problem) -> str | None:
 
 def _prefer(p: Problem) -> tuple[str, ...]:
     """Analytic order, used only where no measurement covers the Problem."""
+    if p.device != "cpu":
+        return ("pieces", "eager") if p.piece == STEP else ("eager",)
+    if p.dim("M") * p.dim("H") < _LEAST:  # PyTorch's own calls cost the host least
+        return ("eager", "pieces") if p.piece == STEP else ("eager",)
     if p.piece == STEP:
         return ("pieces", "eager")
-    return ("eager",)
+    # oneDNN's products are the slower ones where MKL is at home, but hold the gate
+    fused = p.piece == "forward" and not p.needs_grad
+    return (*(("onednn",) if fused else ()), "cpp", "eager")
 
 
 def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]:
@@ -161,11 +168,15 @@ FAMILY = register_family(
             _STEP_EAGER,
             Backend(
                 *(NAME, STEP, "pieces", f"{_HERE}.step:pieces", _reason_not_pieces),
-                ("autograd.py", "plans.py", "reference.py", "onednn.py", *_CPU_SOURCES),
+                ("autograd.py", "plans.py", "reference.py", "onednn.py", "cpp.py", *_CPU_SOURCES),
             ),
             *(Backend(NAME, p, "eager", f"{_HERE}.reference:{p}", _always) for p in PIECES),
             *(
                 Backend(NAME, p, "onednn", f"{_HERE}.onednn:{p}", onednn.reason_not, _CPU_SOURCES)
+                for p in PIECES
+            ),
+            *(
+                Backend(NAME, p, "cpp", f"{_HERE}.cpp:{p}", cpp.reason_not, _CPU_SOURCES)
                 for p in PIECES
             ),
             Backend(

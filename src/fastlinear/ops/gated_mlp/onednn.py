@@ -16,6 +16,7 @@ from torch import Tensor
 from fastlinear.core.problem import Problem
 from fastlinear.ops.common.packed import Packs
 from fastlinear.ops.gated_mlp import cpp_gate
+from fastlinear.ops.gated_mlp.products import Gate, Products, backward_by
 from fastlinear.ops.gated_mlp.stacking import (
     Biases,
     Gradients,
@@ -81,35 +82,8 @@ def backward(
     needs: Needs,
 ) -> Gradients:
     """dy (M, N) or (M, H), dense → the seven gradients; pre None is formed again from x."""
-    inner = any(needs[i] for i in (0, 1, 2, 4, 5))
-    down_bias = dy.sum(0) if needs[6] else None
-    if not inner and not needs[3]:
-        return None, None, None, None, None, None, down_bias
-    if pre is None:
-        pre = _pre_activations(x, weights, biases)
-    if not inner:
-        h = cpp_gate.forward(pre, activation, order)
-        down_weight = products.grad_weight(dy, h)
-        return None, None, None, down_weight, None, None, down_bias
-    dh = dy if weights.down is None else products.grad_input(dy, weights.down)
-    dpre, h, (gate_bias, up_bias) = cpp_gate.backward(
-        dh, pre, activation, order, (needs[4], needs[5]), in_place=weights.down is not None
-    )
-    first, second = dpre
-    dx = None
-    if needs[0]:
-        dx = products.grad_input(first, weights.gate)
-        if second is not None and weights.up is not None:
-            dx = _accumulated(second, weights.up, dx)
-    return (
-        dx,
-        products.grad_weight(first, x) if needs[1] else None,
-        products.grad_weight(second, x) if needs[2] and second is not None else None,
-        products.grad_weight(dy, h) if needs[3] else None,
-        gate_bias,
-        up_bias,
-        down_bias,
-    )
+    gate = Gate(cpp_gate.forward, cpp_gate.backward)
+    return backward_by(_ONEDNN, gate, dy, pre, x, weights, biases, activation, order, needs)
 
 
 def forget_packed() -> None:
@@ -157,3 +131,11 @@ def _accumulated(dpre: Tensor, weight: Tensor, dx: Tensor) -> Tensor:
     w = products.plain(weight).t()
     found: Tensor = torch.ops.mkldnn._linear_pointwise.binary(dpre, dx, w, None, "add")
     return found
+
+
+_ONEDNN = Products(
+    pre_activations=_pre_activations,
+    grad_input=products.grad_input,
+    grad_weight=products.grad_weight,
+    accumulated=_accumulated,
+)

@@ -1,0 +1,54 @@
+"""Backend ``cpp`` on the CPU, float32 and bfloat16: torch's products, and one pass of our own each
+way (``gate.cpp``) for all that lies between them."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastlinear.core.problem import Problem
+from fastlinear.ops.gated_mlp import cpp_gate, reference
+from fastlinear.ops.gated_mlp.products import Gate, Products, backward_by
+from fastlinear.ops.gated_mlp.stacking import Biases, Gradients, Needs, Pre, Weights
+
+
+def reason_not(problem: Problem) -> str | None:
+    """Why the C++ passes cannot serve a Problem of any piece, or None. Compiles nothing."""
+    if problem.device != "cpu":
+        return "compiled for the CPU only"
+    if problem.dtype not in ("float32", "bfloat16"):
+        return f"float32 and bfloat16 only, not {problem.dtype}"
+    return cpp_gate.reason_not()
+
+
+def forward(
+    x: Tensor, weights: Weights, biases: Biases, activation: str, order: str, save_pre: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """x (M, K) → (y (M, N) or (M, H), then the pre-activations or None twice)."""
+    pre = reference.pre_activations(x, weights, biases)
+    h = cpp_gate.forward(pre, activation, order)
+    y = h if weights.down is None else F.linear(h, weights.down, biases.down)
+    return (y, *pre) if save_pre else (y, None, None)
+
+
+def backward(
+    dy: Tensor,
+    pre: Pre | None,
+    x: Tensor,
+    weights: Weights,
+    biases: Biases,
+    activation: str,
+    order: str,
+    needs: Needs,
+) -> Gradients:
+    """dy (M, N) or (M, H), dense → the seven gradients; pre None is formed again from x."""
+    gate = Gate(cpp_gate.forward, cpp_gate.backward)
+    return backward_by(_TORCH, gate, dy, pre, x, weights, biases, activation, order, needs)
+
+
+_TORCH = Products(
+    pre_activations=reference.pre_activations,
+    grad_input=lambda dpre, weight: dpre @ weight,
+    grad_weight=lambda dpre, x: dpre.t() @ x,
+    accumulated=lambda dpre, weight, dx: dx.addmm_(dpre, weight),
+)
