@@ -55,7 +55,7 @@ def region(result: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("make", "mode", "families"),
-    [(mlp, "inference", None), (Functional, "inference", ()), (Functional, "train", None)],
+    [(mlp, "inference", None), (Functional, "inference", ()), (Functional, "train", ())],
 )
 def test_optimize_save_apply_revert(make: Any, mode: str, families: Any, clock: Clock) -> None:
     clock({"onednn": 50.0, "pieces": 50.0, "after": 50.0})
@@ -83,7 +83,7 @@ def test_optimize_save_apply_revert(make: Any, mode: str, families: Any, clock: 
     again = apply_(model, plan)
     assert (region(again).status, region(again).code) == ("kept", "in_plan")
     assert again.plan.rewrites == result.plan.rewrites
-    assert again.plan.compiled == "default"
+    assert (again.plan.compiled, again.plan.compile_mode) == (("",), "default")
     again.revert()
     assert snapshot(model) == before
 
@@ -155,6 +155,84 @@ def test_compiled_without_the_other_rewrites_may_be_faster(
     result.revert()
     assert snapshot(model) == before
     assert apply_(model, plan).kept == 1
+
+
+class Block(nn.Module):
+    """Two linears and a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Stack(nn.Module):
+    """Repeated blocks inside a module of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(16, 16), nn.ReLU())
+        self.body = nn.Module()
+        self.body.layers = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.body.layers:  # type: ignore[union-attr]
+            x = layer(x)
+        return x
+
+
+BLOCKS = ("body.layers.0", "body.layers.1")
+
+
+def test_blocks_are_found() -> None:
+    assert compiled.blocks_of(Stack()) == BLOCKS
+    assert compiled.blocks_of(nn.Sequential(Block(), Block())) == ("0", "1")
+    assert compiled.blocks_of(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))) == ()
+    assert compiled.blocks_of(nn.Sequential(Block(), nn.ReLU())) == ()
+    assert compiled.blocks_of(mlp()) == ()
+
+
+@pytest.mark.parametrize("blocks_win", [True, False])
+def test_blocks_one_by_one_may_be_faster(
+    blocks_win: bool, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock({"after": 50.0})
+    real = measure.model_pair
+
+    def pair(model: nn.Module, swaps: SwapSet, *args: Any, against: Any = None, **kw: Any) -> Any:
+        found = real(model, swaps, *args, against=against, **kw)
+        rival = () if against is None else [s.fqn for s in against.swaps]
+        slow = list(rival) == [""] and not blocks_win
+        return type(found)(found.after, found.before) if slow else found
+
+    monkeypatch.setattr(measure, "model_pair", pair)
+    model = Stack().eval()
+    plain, before = copy.deepcopy(model), snapshot(model)
+    result = optimize_(model, X, config=replace(COMPILE, families=()))
+    sites = {s.fqn: s for s in result.sites if s.rule == "compiled"}
+    assert set(sites) == {"", *BLOCKS}
+    told = {name: (s.status, s.code) for name, s in sites.items()}
+    if blocks_win:
+        assert told[""] == ("rejected", "blocks_faster")
+        assert {told[name] for name in BLOCKS} == {("kept", "faster")}
+        assert "in 2 graphs" in sites[BLOCKS[0]].reason
+        assert result.plan.compiled == BLOCKS
+    else:
+        assert told[""] == ("kept", "faster")
+        assert {told[name] for name in BLOCKS} == {("rejected", "slower_model")}
+        assert result.plan.compiled == ("",)
+    assert "and 2 blocks of it" in result.table(width=160)
+    torch.testing.assert_close(run(model, X), run(plain, X))
+    plan = result.plan.to_json()
+    result.revert()
+    assert snapshot(model) == before
+    again = apply_(model, plan)
+    assert again.plan.rewrites == result.plan.rewrites
+    again.revert()
+    assert snapshot(model) == before
 
 
 def test_a_compiled_model_that_computes_something_else_is_put_back(

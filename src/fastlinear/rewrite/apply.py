@@ -88,7 +88,7 @@ def apply_(
         backends=forced,
         tune=False,
         graphs=bool(loaded.graphed),
-        compile=loaded.compiled is not None,
+        compile=bool(loaded.compiled),
     )
     work = prepare("apply_", model, inputs, config, loss_fn, progress)
     brought = decisions_of(loaded)
@@ -103,7 +103,8 @@ def apply_(
             if kept:
                 kept, pair = _unless_slower(work, kept)
             graph = choose_graph(work, kept, planned=loaded.graphed)
-            graph = choose_compiled(work, kept, graph, planned=loaded.compiled) or graph
+            names, mode = loaded.compiled, loaded.compile_mode
+            graph = choose_compiled(work, kept, graph, planned=names, mode=mode) or graph
     if kept or graph:
         for decision in brought:
             decision.store()

@@ -41,7 +41,7 @@ def finish(
         verdicts, pair, swaps = graph.verdicts, graph.pair, SwapSet(graph.swaps)
     sites = [work.outcomes[fqn] for fqn in linear_modules(work.model) if fqn in work.outcomes]
     sites += work.graphs.values()
-    sites += [] if work.compiled is None else [work.compiled]
+    sites += work.compiled.values()
     plan = Plan(
         model=model_facts(work.model),
         mode=work.config.mode,

@@ -42,7 +42,7 @@ class Rewrite:
             makes one fused call) or ``"chain"`` (the forward of the Sequential or parent named by
             ``parent_fqn`` makes one call for a run of linears); ``"graph"`` (rule ``"graphed"``)
             is a module replayed as CUDA graphs: the model as a whole or a part of it; ``"compile"``
-            (rule ``"compiled"``) the model through ``torch.compile``.
+            (rule ``"compiled"``) the model or a block of it through ``torch.compile``.
         activation_fqn: the activation module, where there is one.
         parent_fqn: the module whose forward is exchanged on the routes ``"parent"`` and
             ``"chain"``.
@@ -107,8 +107,13 @@ class Plan:
         return tuple(r.fqn for r in self.rewrites if r.route == "graph")
 
     @property
-    def compiled(self) -> str | None:
-        """The mode in which the model is compiled, None where it is not."""
+    def compiled(self) -> tuple[str, ...]:
+        """The modules compiled; ``""`` is the model as a whole."""
+        return tuple(r.fqn for r in self.rewrites if r.route == "compile")
+
+    @property
+    def compile_mode(self) -> str | None:
+        """The mode in which they are compiled."""
         return next((r.backend for r in self.rewrites if r.route == "compile"), None)
 
     def to_json(self) -> dict[str, Any]:

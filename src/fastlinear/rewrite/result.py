@@ -74,8 +74,8 @@ class Result:
         model_class, mode, device: what was optimized, and how.
         sites: one outcome for every linear of the model, in ``named_modules`` order; where CUDA
             graphs were asked for, more of them (rule ``"graphed"``) for the model as a whole and,
-            where that is not kept, for its launch-bound parts; where compiling was asked for, one
-            more (rule ``"compiled"``) for that.
+            where that is not kept, for its launch-bound parts; where compiling was asked for, more
+            of them (rule ``"compiled"``) for the model compiled and for its blocks.
         verdicts: every comparison of the kept rewrite with the oracle, pooled over the draws.
         before_us, after_us: median wall time of one step.
         speedup: paired before / after of one step with its 95% interval.

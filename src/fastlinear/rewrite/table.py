@@ -75,13 +75,15 @@ def _step(result: Result) -> str:
 def _counts(result: Result) -> str:
     counts = ", ".join(f"{n} {k.replace('_', ' ')}" for k, n in result.summary().items())
     graphs = [s for s in result.sites if s.rule == "graphed"]
-    compiled = sum(s.rule == "compiled" for s in result.sites)
-    linears = len(result.sites) - len(graphs) - compiled
+    compiled = [s for s in result.sites if s.rule == "compiled"]
+    blocks = sum(s.fqn != "" for s in compiled)
+    linears = len(result.sites) - len(graphs) - len(compiled)
     parts = sum(s.fqn != "" for s in graphs)
     text = f"{linears} linear site" if linears == 1 else f"{linears} linear sites"
     text += " and the whole model" if parts < len(graphs) else ""
     text += f" and {parts} of its parts" if parts else ""
     text += " and the model compiled" if compiled else ""
+    text += f" and {blocks} blocks of it" if blocks else ""
     return f"{text}: {counts}"
 
 

@@ -48,7 +48,8 @@ class Work:
         every: all candidates, those given up included.
         graphs: what becomes of the model as a whole (``""``), or of its parts, as CUDA graphs,
             where those were asked for.
-        compiled: what becomes of the model compiled, where that was asked for.
+        compiled: what becomes of the model (``""``) and of its blocks compiled, where that was
+            asked for.
     """
 
     model: nn.Module
@@ -65,7 +66,7 @@ class Work:
     tuned: dict[Any, Tuned] = field(default_factory=dict)
     every: list[Candidate] = field(default_factory=list)
     graphs: dict[str, SiteOutcome] = field(default_factory=dict)
-    compiled: SiteOutcome | None = None
+    compiled: dict[str, SiteOutcome] = field(default_factory=dict)
 
     def settle(self, fqn: str, status: str, code: str, reason: str, **facts: Any) -> None:
         """Record (or change) what becomes of a site."""

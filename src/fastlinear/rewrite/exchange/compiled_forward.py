@@ -1,4 +1,4 @@
-"""The model's forward through ``torch.compile``: compiled at the first call of each shape."""
+"""Forwards through ``torch.compile``: compiled at the first call of each shape."""
 
 from __future__ import annotations
 
@@ -62,13 +62,18 @@ class CompiledForward:
         return getattr, (self.__self__, "forward")
 
 
-def with_compiled(swaps: Iterable[Swap], model: nn.Module, mode: str) -> tuple[Swap, ...]:
-    """These swaps, and the model's forward, with whatever they make of it, compiled."""
+def with_compiled(
+    swaps: Iterable[Swap], model: nn.Module, mode: str, names: Iterable[str] = ("",)
+) -> tuple[Swap, ...]:
+    """These swaps, and the forwards of the modules named, with whatever they make of them,
+    compiled. ``""`` is the model."""
     found = list(swaps)
-    own = next((s.forward for s in found if s.module is model), None)
-    known = own or getattr(model.__dict__.get("forward"), "__func__", type(model).forward)
-    found = [s for s in found if s.module is not model]
-    found.append(Swap("", model, _calling(known), partial(CompiledForward, mode=mode)))
+    for name in names:
+        module = model.get_submodule(name)
+        own = next((s.forward for s in found if s.module is module), None)
+        known = own or getattr(module.__dict__.get("forward"), "__func__", type(module).forward)
+        found = [s for s in found if s.module is not module]
+        found.append(Swap(name, module, _calling(known), partial(CompiledForward, mode=mode)))
     return tuple(found)
 
 

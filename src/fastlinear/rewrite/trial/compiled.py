@@ -1,87 +1,71 @@
-"""The model through ``torch.compile``, with the rewrites inside or without them: offered where much
-pointwise work lies between the linears; tried where asked for."""
+"""torch.compile: offered where much pointwise work lies between the linears; tried where asked
+for, of the model and of its blocks, with the rewrites inside or without them."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import nn
 
-from fastlinear.core.compare import Verdict
 from fastlinear.profile.between import CODE
 from fastlinear.profile.launch_bound import LAUNCH_BOUND
-from fastlinear.rewrite.exchange.compiled_forward import (
-    DEFAULT,
-    REDUCE_OVERHEAD,
-    CompiledForward,
-    with_compiled,
-)
-from fastlinear.rewrite.exchange.swap import Swap, SwapSet
+from fastlinear.rewrite.exchange.compiled_forward import DEFAULT, REDUCE_OVERHEAD
+from fastlinear.rewrite.exchange.swap import Swap
 from fastlinear.rewrite.match.candidate import Candidate
-from fastlinear.rewrite.match.eligible import refuse_module
+from fastlinear.rewrite.match.eligible import linear_modules
 from fastlinear.rewrite.result import SiteOutcome
 from fastlinear.rewrite.trial.swaps import swaps_of
-from fastlinear.rewrite.trial.try_graph import (
-    KeptGraph,
-    Outcome,
-    Way,
-    copy_of_call,
-    measured,
-    pair_of,
-    verified,
-)
-from fastlinear.rewrite.verify.inputs import Call, draw
+from fastlinear.rewrite.trial.try_compiled import ROUTE, RULE, Arm, compiled_arm, untouchable
+from fastlinear.rewrite.trial.try_graph import KeptGraph, Outcome, measured, pair_of
 from fastlinear.rewrite.work import Work
 
-RULE = "compiled"
-ROUTE = "compile"
-_LINE = 200  # characters of an error worth showing
-
-
-@dataclass(frozen=True)
-class _Arm:
-    """The model compiled in one way, verified."""
-
-    inside: list[Candidate]
-    swaps: SwapSet
-    way: Way
-    verdicts: tuple[Verdict, ...]
+_MODEL = ("",)
 
 
 def choose_compiled(
-    work: Work, kept: list[Candidate], best: KeptGraph | None, *, planned: str | None = None
+    work: Work,
+    kept: list[Candidate],
+    best: KeptGraph | None,
+    *,
+    planned: tuple[str, ...] = (),
+    mode: str | None = None,
 ) -> KeptGraph | None:
-    """The model compiled, if that is faster beyond noise than what is kept so far.
+    """The model compiled, or its blocks one by one, if that is faster beyond noise than what is
+    kept so far.
 
-    It is compiled with the rewrites and without them, and the faster of the two is what competes.
-    Without ``Config.compile`` it is only offered, in a note.
+    The model is compiled with the rewrites and without them, and the faster of the two is what
+    competes; then so do its blocks. Without ``Config.compile`` it is only offered, in a note.
 
     Args:
         work: the optimization under way; outcomes and notes are added to it.
         kept: the rewrites of linears kept so far.
         best: CUDA graphs kept so far.
-        planned: the mode that a plan asks for; it stays unless it is slower.
+        planned: the modules that a plan asks for, ``""`` the model, and ``mode``, in which; they
+            stay unless they are slower.
     """
     if not work.config.compile:
         _note(work)
         return None
-    found: KeptGraph | Outcome | None = untouchable(work.model)
+    names = planned or _MODEL
+    refused = (untouchable(work.model.get_submodule(name)) for name in names)
+    found: KeptGraph | Outcome | None = next((r for r in refused if r is not None), None)
+    inside = kept if best is None else best.kept
     if found is None:
         against = swaps_of(kept) if best is None else best.swaps
         rival = "with the other rewrites but not compiled" if kept else "as it was"
         rival = rival if best is None else "as CUDA graphs"
-        inside = kept if best is None else best.kept
-        for mode in (planned,) if planned is not None else _modes(work):
-            found = _tried(work, inside, mode, against, rival, planned is not None)
+        for tried in _modes(work) if mode is None else (mode,):
+            found = _tried(work, inside, tried, names, against, rival, bool(planned))
             if isinstance(found, KeptGraph):
                 break
+        if not planned:
+            found = _or_blocks(work, found, inside, against, rival)
     assert found is not None
-    outcome = found.outcome if isinstance(found, KeptGraph) else found
-    _settle(work, outcome)
-    if not isinstance(found, KeptGraph):
+    if isinstance(found, Outcome):
+        _settle(work, names, found)
         return None
+    _settle(work, found.names, found.outcome)
     for name in () if best is None else best.names:
         known = work.graphs[name]
         text = "slower than the model compiled"
@@ -93,16 +77,24 @@ def choose_compiled(
     return found
 
 
-def untouchable(model: nn.Module) -> Outcome | None:
-    """Why this model must not be compiled, as far as can be told without doing it."""
-    refusal = refuse_module(model)
-    if refusal is not None:
-        return Outcome("refused", refusal.code, refusal.reason)
-    if isinstance(model.__dict__.get("forward"), CompiledForward):
-        return Outcome("nothing_to_do", "already_rewritten", "It is compiled already.")
-    if any(type(m).__name__ == "OptimizedModule" for m in model.modules()):
-        return Outcome("refused", "already_compiled", "It holds a module compiled by its owner.")
-    return None
+def blocks_of(model: nn.Module) -> tuple[str, ...]:
+    """The model's repeated blocks: the members of its outermost ``nn.ModuleList`` or
+    ``nn.Sequential`` that are of one class, two or more of them, with linears inside."""
+    linears = list(linear_modules(model))
+    waiting = [("", model)]
+    while waiting:
+        fqn, module = waiting.pop(0)
+        members = [(f"{fqn}.{name}".lstrip("."), m) for name, m in module.named_children()]
+        alike = len({type(m) for _, m in members}) == 1 and len(members) > 1
+        lists = isinstance(module, nn.ModuleList | nn.Sequential)
+        if lists and alike and all(_inside(name, linears) for name, _ in members):
+            return tuple(name for name, _ in members)
+        waiting += members
+    return ()
+
+
+def _inside(name: str, linears: Sequence[str]) -> bool:
+    return any(fqn.startswith(f"{name}.") for fqn in linears)
 
 
 def _modes(work: Work) -> tuple[str, ...]:
@@ -117,114 +109,82 @@ def _tried(
     work: Work,
     kept: list[Candidate],
     mode: str,
+    names: tuple[str, ...],
     against: Sequence[Swap],
     rival: str,
     planned: bool,
 ) -> KeptGraph | Outcome:
-    """The model compiled in one mode, with the rewrites or, if that is faster, without them."""
-    arm = _arm(work, kept, mode)
+    """These modules compiled, with the rewrites or, if that is faster, without them."""
+    arm = compiled_arm(work, kept, mode, names)
     if kept and not planned:
-        alone = _arm(work, [], mode)
-        if isinstance(arm, _Arm) and isinstance(alone, _Arm):
+        alone = compiled_arm(work, [], mode, names)
+        if isinstance(arm, Arm) and isinstance(alone, Arm):
             with work.budget:
                 slower = pair_of(work, arm.swaps, alone.swaps).speedup.high < 1.0
             (alone if not slower else arm).swaps.release()
             arm = alone if slower else arm
-        elif isinstance(alone, _Arm):
+        elif isinstance(alone, Arm):
             arm = alone
-    if isinstance(arm, Outcome):
-        return arm
-    chosen = arm.way, arm.swaps, ("",), arm.inside, arm.verdicts
+    return arm if isinstance(arm, Outcome) else _measured(work, arm, against, rival, planned)
+
+
+def _measured(
+    work: Work, arm: Arm, against: Sequence[Swap], rival: str, planned: bool
+) -> KeptGraph | Outcome:
+    chosen = arm.way, arm.swaps, arm.names, arm.inside, arm.verdicts
     return measured(work, *chosen, against, rival, planned)
 
 
-def _arm(work: Work, inside: list[Candidate], mode: str) -> _Arm | Outcome:
-    exchanged = with_compiled(swaps_of(inside), work.model, mode)
-    swaps = SwapSet(exchanged)
-    start = time.monotonic()
-    told = _compiled(work, swaps)
-    if isinstance(told, Outcome):
-        return told
-    seconds = time.monotonic() - start
-    done = f"compiled ({mode}) {'with the other rewrites' if inside else 'by itself'}, {told}"
-    way = Way(lambda _: exchanged, "compiled", done, RULE, ROUTE, mode)
-    verdicts = verified(work, way, swaps, inside)
-    if isinstance(verdicts, Outcome):
-        return verdicts
-    work.notes.append(
-        f"compiling took about {seconds:.0f} s, which the first call of each process and of each "
-        "new input shape takes again, less what torch caches on disk"
-    )
-    return _Arm(inside, swaps, way, verdicts)
+def _or_blocks(
+    work: Work,
+    whole: KeptGraph | Outcome | None,
+    inside: list[Candidate],
+    against: Sequence[Swap],
+    rival: str,
+) -> KeptGraph | Outcome | None:
+    """The model compiled or, where that is faster, its blocks one by one, with the rewrites.
 
-
-def _compiled(work: Work, swaps: SwapSet) -> str | Outcome:
-    """How many graphs the model became, or why it is not to be compiled.
-
-    Three steps: one compiles; a second may once more (what the first wrote changes a guard); where
-    the third, on other values of the same shapes, compiles again, every call may.
+    What goes before the blocks then runs as it is: some models do other work while they are
+    traced. Transformers' masks, say, are left out of a plain call where they hide nothing, but
+    not of a traced one, and a slower attention follows.
     """
-    graphs, breaks = _graphs(), _breaks()
-    swaps.on()
-    try:
-        work.runner.step(work.model, copy_of_call(work))
-        work.runner.step(work.model, copy_of_call(work))
-        made, broken, seen = _graphs() - graphs, _breaks() - breaks, _graphs()
-        again = draw(work.call, 1, work.runner.seed)
-        if _accepts(work, swaps, again):
-            work.runner.step(work.model, again)
-    except Exception as error:  # noqa: BLE001  no compiler, an op it cannot serve: an outcome too
-        text = f"torch.compile raises {type(error).__name__}: {' '.join(str(error).split())}"
-        return Outcome("refused", "no_compile", text[:_LINE])
-    finally:
-        swaps.off()
-    if made == 0:
-        return Outcome("refused", "no_compile", "torch.compile finds nothing in it to compile.")
-    if _graphs() > seen:
-        text = "Dynamic: it compiles anew for other values of inputs of the same shapes."
-        return Outcome("refused", "dynamic", text)
-    return "in one graph" if made == 1 else f"in {made} graphs ({broken} graph breaks)"
+    blocks = blocks_of(work.model)
+    if not blocks or work.budget.left_s == 0:
+        return whole
+    if isinstance(whole, KeptGraph):
+        against, rival, inside = whole.swaps, "compiled as a whole", whole.kept
+    refused = (untouchable(work.model.get_submodule(name)) for name in blocks)
+    arm: Arm | Outcome | None = next((r for r in refused if r is not None), None)
+    arm = arm or compiled_arm(work, inside, DEFAULT, blocks)
+    found = arm if isinstance(arm, Outcome) else _measured(work, arm, against, rival, False)
+    if isinstance(found, KeptGraph):
+        told = whole.outcome if isinstance(whole, KeptGraph) else whole
+        assert told is not None
+        if told.status == "kept":
+            text = "its blocks compiled one by one are faster"
+            told = replace(told, status="rejected", code="blocks_faster", reason=text)
+        _settle(work, _MODEL, told)
+        return found
+    _settle(work, blocks, found)
+    return whole
 
 
-def _accepts(work: Work, swaps: SwapSet, call: Call) -> bool:
-    """Whether the model as it was takes these inputs: random ones may be none of its."""
-    swaps.off()
-    try:
-        work.runner.step(work.model, call)
-    except Exception:  # noqa: BLE001  the model's own affair
-        return False
-    finally:
-        swaps.on()
-    return True
-
-
-def _graphs() -> int:
-    from torch._dynamo.utils import counters  # Dynamo takes a second to import
-
-    return int(counters["stats"]["unique_graphs"])
-
-
-def _breaks() -> int:
-    from torch._dynamo.utils import counters
-
-    return sum(counters["graph_break"].values())
-
-
-def _settle(work: Work, outcome: Outcome) -> None:
+def _settle(work: Work, names: Sequence[str], outcome: Outcome) -> None:
     finding = next((f for f in work.profile.findings if f.code == CODE), None)
-    work.compiled = SiteOutcome(
-        fqn="",
-        rule=RULE,
-        activation=None,
-        problem=None,
-        status=outcome.status,
-        code=outcome.code,
-        reason=outcome.reason,
-        predicted_gain_us=None if finding is None else finding.predicted_gain_us,
-        route=ROUTE,
-        calls=1,
-        **outcome.facts,
-    )
+    for name in names:
+        work.compiled[name] = SiteOutcome(
+            fqn=name,
+            rule=RULE,
+            activation=None,
+            problem=None,
+            status=outcome.status,
+            code=outcome.code,
+            reason=outcome.reason,
+            predicted_gain_us=None if name or finding is None else finding.predicted_gain_us,
+            route=ROUTE,
+            calls=1,
+            **outcome.facts,
+        )
 
 
 def _note_graphs(work: Work, found: KeptGraph) -> None:
