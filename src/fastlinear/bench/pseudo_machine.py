@@ -41,10 +41,12 @@ class Machine:
 
     Attributes:
         flops_per_s: of a large matrix product by PyTorch.
-        products_us: the full layer's three products, of this size: forward, dx, dw.
+        products_us: the full layer's three products, of this size, into memory that is there:
+            forward, dx, dw.
         sum_us: the sums over rows that are the full layer's db.
         bytes_per_s: of copies as large as the case, read plus written, to memory that is there.
         new_us: contender → what a new tensor of x's size costs when it is first written.
+        new_weight_us: the same for a matrix of the full layer's gradients.
         kernel_us: the start of a kernel of PyTorch's on the device, 0 on a CPU.
         call_us: fastlinear's kernels on 1 x 16 numbers, on the device, 0 on a CPU.
         host_us: contender → what the host takes for a call, whatever its size.
@@ -55,6 +57,7 @@ class Machine:
     sum_us: float
     bytes_per_s: float
     new_us: Mapping[str, float]
+    new_weight_us: float
     kernel_us: float
     call_us: float
     host_us: Mapping[str, float]
@@ -85,6 +88,7 @@ def measured(
         _sum_us(device, dtype, m, k, state) if grad else 0.0,
         rate,
         {LINEAR: fresh, OURS: own},
+        _first_touch_us(device, size * k // m, state) if grad else 0.0,
         _kernel_us(device),
         _call_us(device, dtype, activation, grad, backend, state)
         if device.startswith("cuda")
@@ -124,10 +128,11 @@ def _product_us(device: str, dtype: str, m: int, k: int, piece: str, state: str)
     kind = FLOAT_DTYPES[dtype]
     x, dy = (torch.randn(rows, width, device=where).to(kind) for _ in range(2))
     w = torch.randn(width, width, device=where).to(kind)
+    out = torch.empty_like(w if piece == "dw" else x)
     run: Callable[[], Tensor] = {
-        "forward": lambda: torch.mm(x, w.t()),
-        "dx": lambda: torch.mm(dy, w),
-        "dw": lambda: torch.mm(dy.t(), x),
+        "forward": lambda: torch.mm(x, w.t(), out=out),
+        "dx": lambda: torch.mm(dy, w, out=out),
+        "dw": lambda: torch.mm(dy.t(), x, out=out),
     }[piece]
     us = max(_median_us(run, where) - _kernel_us(device), 1e-3)
     return us * (m * k**2) / (rows * width**2)
@@ -170,31 +175,35 @@ def _first_touch_us(device: str, size: int, state: str) -> float:
     where = torch.device(device)
     if where.type == "cuda":  # PyTorch's allocator keeps memory at hand
         return 0.0
-    x = torch.ones(max(1, size // 4))
+    count = max(1, min(size, _MOST_COPY) // 4)
+    x = torch.ones(count)
     y = torch.empty_like(x)
     with torch.no_grad():
         samples = interleave(
             {"new": lambda: x.clone(), "there": lambda: y.copy_(x)}, rounds=_ROUNDS
         )
-    return max(0.0, samples["new"].median_us - samples["there"].median_us)
+    more = samples["new"].median_us - samples["there"].median_us
+    return max(0.0, more) * size / (4 * count)
 
 
 @lru_cache(maxsize=16)
 def _large_touch_us(size: int) -> float:
     """The same for memory in large pages, as far as the system gives them."""
-    x = torch.zeros(size // 4)
+    count = min(size, _MOST_COPY) // 4
+    x = torch.zeros(count)
 
     def there() -> None:
         x.zero_()
 
     def new() -> None:
-        memory = mmap.mmap(-1, size)
+        memory = mmap.mmap(-1, 4 * count)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
-        torch.frombuffer(memory, dtype=torch.float32, count=size // 4).zero_()
+        torch.frombuffer(memory, dtype=torch.float32).zero_()
 
     samples = interleave({"new": new, "there": there}, rounds=_ROUNDS)
-    return max(0.0, samples["new"].median_us - samples["there"].median_us)
+    more = samples["new"].median_us - samples["there"].median_us
+    return max(0.0, more) * size / (4 * count)
 
 
 @lru_cache(maxsize=8)

@@ -117,7 +117,7 @@ def expected(
         compute = sum(machine.products_us[: 3 if grad else 1])
         memory = pass_us * passes + size * matrices * k * k / machine.bytes_per_s * 1e6
         start = rest.kernels * machine.kernel_us
-        after = pass_us * rest.passes + (machine.sum_us if grad else 0.0)
+        after = pass_us * rest.passes + (machine.sum_us + machine.new_weight_us if grad else 0.0)
     else:
         rest = _FORWARDS.get(backends[0], _ONE_PASS)
         if acts and backends[0] in _FORWARDS:
