@@ -1,0 +1,215 @@
+"""The CPU backends of gated_mlp: packed weights, C++ passes, what they leave alone."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fastlinear as fl
+from fastlinear.core.compare import judge
+from fastlinear.core.errors import UnsupportedError
+from fastlinear.ops.common import cpp_build
+from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
+from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.gated_mlp import cpp, cpp_gate, onednn, reference
+from fastlinear.ops.gated_mlp.problem import problem
+from fastlinear.ops.gated_mlp.selection import choices_of
+from fastlinear.ops.gated_mlp.stacking import NO_BIASES, ORDERS, Pre, Weights
+
+HAS_ONEDNN = onednn.reason_not_packed(
+    problem("forward", *(7, 8, 8, 8), dtype="float32", device="cpu")
+)
+needs_onednn = pytest.mark.skipif(HAS_ONEDNN is not None, reason=str(HAS_ONEDNN))
+needs_cpp = pytest.mark.skipif(cpp_gate.reason_not() is not None, reason="no C++ compiler")
+
+
+@pytest.fixture(autouse=True)
+def nothing_packed() -> Iterator[None]:
+    onednn.forget_packed()
+    yield
+    onednn.forget_packed()
+
+
+def weights_of(k: int, h: int, n: int, dtype: torch.dtype = torch.float32) -> Weights:
+    return Weights(*(torch.randn(s).to(dtype) for s in ((h, k), (h, k), (n, h))))
+
+
+def by_hand(x: Tensor, w: Weights) -> Tensor:
+    assert w.up is not None
+    assert w.down is not None
+    return F.linear(F.silu(F.linear(x, w.gate)) * F.linear(x, w.up), w.down)
+
+
+@needs_onednn
+def test_packed_weights_follow_the_parameters() -> None:
+    x, w = torch.randn(7, 16), weights_of(16, 24, 8)
+
+    def agrees(x: Tensor, w: Weights) -> None:
+        y = fl.gated_mlp(x, *w, backend="onednn_packed")
+        torch.testing.assert_close(y, by_hand(x, w), rtol=2e-5, atol=2e-4)
+
+    for _ in range(2):
+        agrees(x, w)
+    for t in w:
+        assert t is not None
+        t.mul_(1.5)
+        agrees(x, w)
+    agrees(torch.randn(3, 16), w)
+    assert len(onednn._packs.held) == 3
+    del w, t
+    assert not onednn._packs.held
+
+
+@needs_onednn
+def test_packed_weights_are_for_inference_only() -> None:
+    w = weights_of(16, 24, 8)
+    with pytest.raises(UnsupportedError, match="inference only"):
+        fl.gated_mlp(torch.randn(7, 16, requires_grad=True), *w, backend="onednn_packed")
+
+
+@needs_onednn
+@pytest.mark.parametrize("order", ORDERS[1:])
+def test_packed_stacks(order: str) -> None:
+    """Views of one parameter are told apart, and made anew at each call."""
+    both = torch.randn(48, 16)
+    x = torch.randn(7, 16)
+    expected = reference.gated_mlp(x, Weights(both, None, None), NO_BIASES, "gelu", order)
+    for _ in range(3):
+        y = fl.gated_linear(x, both, activation="gelu", stacked=order, backend="onednn_packed")
+        torch.testing.assert_close(y, expected)
+    assert len(onednn._packs.held) == 2
+
+
+def gates(m: int, h: int, order: str, dtype: torch.dtype) -> Pre:
+    if order == "apart":
+        return torch.randn(m, h).to(dtype), torch.randn(m, h).to(dtype)
+    return torch.randn(m, 2 * h).to(dtype), None
+
+
+@needs_cpp
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_passes_are_as_exact_as_torchs(activation: str, dtype: torch.dtype) -> None:
+    """Blocks of columns, chunks of rows and their tails, each order; in place or not."""
+    for order, (m, h) in itertools.product(ORDERS, ((3, 5), (70, 33), (9, 1030))):
+        pre, dh = gates(m, h, order, dtype), torch.randn(m, h).to(dtype)
+        kept = [t if t is None else t.clone() for t in pre]
+        narrow = _passes(dh, pre, activation, order)
+        exact = _passes(
+            dh.double(),
+            (pre[0].double(), None if pre[1] is None else pre[1].double()),
+            activation,
+            order,
+        )
+        ours: list[Tensor | None] = [cpp_gate.forward(pre, activation, order)]
+        for in_place in (False, True):
+            given = dh.clone()
+            needs = (True, order == "apart")
+            dpre, hidden, sums = cpp_gate.backward(given, pre, activation, order, needs, in_place)
+            assert (hidden.data_ptr() == given.data_ptr()) is in_place
+            assert in_place or torch.equal(given, dh)
+            found = [*ours, hidden, *dpre, *sums]
+            for name, a, t, o in zip(range(6), found, narrow, exact, strict=True):
+                assert (a is None) == (t is None)
+                if a is not None and t is not None and o is not None:
+                    verdict = judge(f"{order} {m} {h} {name}", a, t, o)
+                    assert verdict.passed, str(verdict)
+        assert all(a is None or torch.equal(a, b) for a, b in zip(pre, kept, strict=True))  # type: ignore[arg-type]
+
+
+def _passes(dh: Tensor, pre: Pre, activation: str, order: str) -> tuple[Tensor | None, ...]:
+    """h twice, dpre and its sums by the reference: a gated_linear whose products are the identity
+    would give the same."""
+    eye = torch.eye(pre[0].shape[1], dtype=dh.dtype)
+    x = pre[0] if pre[1] is None else torch.cat([pre[0], pre[1]], 1)
+    h = dh.shape[1]
+    if pre[1] is None:
+        weights = Weights(eye, None, None)
+    else:
+        wide = torch.eye(2 * h, dtype=dh.dtype)
+        weights = Weights(wide[:h], wide[h:], None)
+    needs = (True, False, False, False, True, order == "apart", False)
+    y = reference.forward(x, weights, NO_BIASES, activation, order, False)[0]
+    dx, _, _, _, first, second, _ = reference.backward(
+        dh, pre, x, weights, NO_BIASES, activation, order, needs
+    )
+    assert dx is not None
+    if pre[1] is None:
+        return y, y, dx, None, first, None
+    return y, y, dx[:, :h], dx[:, h:], first, second
+
+
+@needs_cpp
+def test_sums_do_not_depend_on_threads() -> None:
+    pre, dh = gates(300, 70, "apart", torch.float32), torch.randn(300, 70)
+    threads = torch.get_num_threads()
+    found = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            found.append(cpp_gate.backward(dh, pre, "silu", "apart", (True, True), False))
+    finally:
+        torch.set_num_threads(threads)
+    for other in found[1:]:
+        for a, b in zip(found[0][2], other[2], strict=True):
+            assert a is not None
+            assert torch.equal(a, b)  # type: ignore[arg-type]
+
+
+@needs_cpp
+def test_the_callers_gradient_is_not_overwritten() -> None:
+    """Without a down projection dy is dh, and belongs to the caller."""
+    x, (wg, wu, _) = torch.randn(40, 16, requires_grad=True), weights_of(16, 24, 8)
+    for backend in ("cpp", "onednn"):
+        if backend == "onednn" and HAS_ONEDNN is not None:
+            continue
+        y = fl.gated_linear(x, wg, wu, backend=backend)
+        dy = torch.randn_like(y)
+        before = dy.clone()
+        torch.autograd.grad(y, x, dy)
+        assert torch.equal(dy, before)
+
+
+def test_defaults_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    def names(m: int, grad: bool, dtype: str = "float32") -> list[str]:
+        p = problem("forward", m, 512, 1024, 512, dtype=dtype, device="cpu", needs_grad=grad)
+        return [c.backend.name for c in choices_of(p)]
+
+    assert names(1, False) == ["eager"]
+    assert names(1, True)[:2] == ["eager", "eager"]
+    if HAS_ONEDNN is None and cpp_gate.reason_not() is None:
+        assert names(256, False) == ["onednn"]
+        assert names(256, True) == ["cpp", "cpp", "pieces"]
+    assert names(256, False, "float64") == ["eager"]
+    monkeypatch.setattr(cpp_build, "compiler", lambda: None)
+    assert names(256, True)[:2] == ["eager", "eager"]
+    p = problem("forward", *(7, 8, 8, 8), dtype="float32", device="cpu")
+    assert "compiler" in str(cpp.reason_not(p))
+
+
+@needs_cpp
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_nan_passes_and_finite_stays_finite(activation: str) -> None:
+    """A NaN in either half is one in h, and in the gradients where torch's formulas have it."""
+    special = [0.0, -0.0, 1.0, -1.0, 90.0, -90.0, math.nan]
+    gate = torch.tensor([special]).repeat(1, len(special))
+    up = torch.tensor([special]).repeat_interleave(len(special), 1)
+    h = cpp_gate.forward((gate, up), activation, "apart")
+    expected = activation_of(activation).value(gate) * up
+    assert torch.equal(torch.isnan(h), torch.isnan(gate) | torch.isnan(up))
+    torch.testing.assert_close(h, expected, equal_nan=True)
+    act = activation_of(activation)
+    value = act.value(gate)
+    theirs = act.backward(up, value if act.saved == "output" else gate), value
+    dpre, _, _ = cpp_gate.backward(
+        torch.ones_like(h), (gate, up), activation, "apart", (False, False), False
+    )
+    for a, t in zip(dpre, theirs, strict=True):
+        assert a is not None
+        torch.testing.assert_close(a, t, equal_nan=True)
