@@ -162,7 +162,7 @@ def forward_steps(
         return y, pre
     if backend == "onednn":
         fused = not save and activation not in ("none", "relu")
-        if fused or onednn._plain(weight.tensor) is not weight.tensor:
+        if fused or onednn.plain(weight.tensor) is not weight.tensor:
             return None
         pre = p.onednn(x.number, weight.number, b)
     elif backend in ("eager", "cpp"):
@@ -283,7 +283,7 @@ class Layer:
         if backend == "eager":
             return p.product(dpre.number, other.number, a_turned=turned)
         if backend == "onednn":
-            if onednn._plain(other.tensor) is not other.tensor:
+            if onednn.plain(other.tensor) is not other.tensor:
                 return None
             return p.onednn(dpre.number, other.number, x_turned=turned, weight_turned=True)
         if backend == "triton":
