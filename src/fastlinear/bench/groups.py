@@ -294,7 +294,7 @@ def _own(
         lambda w: w.unit(of(w.case), layout),
         reason_not,
         reference=_reference(layout),
-        ahead=backend in (None, "triton"),
+        ahead=backend in (None, "triton", "wide"),
     )
 
 

@@ -7,6 +7,7 @@ interpreted ones run in a process of their own, started by ``test_under_the_inte
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import subprocess
 import sys
@@ -273,6 +274,32 @@ def test_bad_numbers_stay_in_their_group_and_token(bad: float) -> None:
     wrong = ~torch.isfinite(dw)
     assert wrong[1, :, 3].all()
     assert wrong.sum() == 24
+
+
+@compares
+def test_wide_groups() -> None:
+    """The kernel that moves tiles through descriptors, and what it leaves to the others."""
+    from fastlinear.ops.grouped_linear import triton_wide
+
+    triton_wide._plans.clear()
+    dtypes = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
+    cases = [((1, 130, 2, 128, 256), "gelu"), ((1, 70, 3, 192, 128), "relu")]
+    for (sizes, activation), dtype in itertools.product(cases, dtypes):
+        x = drawn(sizes, sizes[3], dtype, "tokens", "dense", 1)
+        weight, b = weight_of(sizes, dtype, True, False)
+        save = activation_of(activation).saved == "pre"
+        rest = (activation, save, "tokens")
+        assert triton_wide.serves(x, weight, "tokens")
+        for bias in (b, None):
+            found = triton_wide.forward(x, weight, bias, *rest)
+            theirs = reference.forward(x, weight, bias, *rest)
+            judged(("y", "pre"), found, theirs, reference.forward(*wide(x, weight, bias), *rest))
+    other = drawn((2, 20, 2, 128, 256), 128, torch.float16, "channels", "dense", 1)
+    weight, b = weight_of((2, 20, 2, 128, 256), torch.float16, True, False)
+    assert not triton_wide.serves(other, weight, "channels")
+    y, _ = triton_wide.forward(other, weight, b, "relu", False, "channels")
+    assert layouts.is_dense(y, "channels")
+    triton_wide._plans.clear()
 
 
 @compares

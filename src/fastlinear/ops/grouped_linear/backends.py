@@ -19,8 +19,8 @@ from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, Family, register_family
 from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.grouped_linear import cpp, reference, strips, triton_config, ways
 from fastlinear.ops.grouped_linear import layout as layouts
-from fastlinear.ops.grouped_linear import reference, triton_config, ways
 from fastlinear.ops.grouped_linear.problem import NAME, PIECES, STEP, problem, tokens_of
 
 __all__ = ["FAMILY", "NAME", "PIECES", "cost", "problem"]
@@ -31,8 +31,13 @@ _TRITON_SOURCES = (
     *("triton_tensors.py", "triton_backward_kernels.py", "layout.py"),
     *("../common/activations_triton.py", "../common/triton_launch.py"),
 )
+_CPP_SOURCES = ("cpp.py", "grouped.cpp", "layout.py", "reference.py")
+_STRIPS_SOURCES = ("strips.py", "strips.cu", "layout.py")
+_WIDE_SOURCES = ("triton_wide.py", "triton_wide_kernels.py", *_TRITON_SOURCES)
 _PIECES_SOURCES = (
     *("autograd.py", "plans.py", "reference.py", "ways.py", "triton_backward.py"),
+    *("triton_wide.py", "triton_wide_kernels.py", *_STRIPS_SOURCES),
+    *("cpp.py", "grouped.cpp"),
     *_TRITON_SOURCES,
 )
 
@@ -58,6 +63,21 @@ def _reason_not_triton(p: Problem) -> str | None:
     return triton_config.reason_not(*sizes, dtype, capability)
 
 
+def _reason_not_wide(p: Problem) -> str | None:
+    if p.dtype not in ("bfloat16", "float16"):
+        return f"serves bfloat16 and float16, not {p.dtype}"
+    reason = _reason_not_triton(p)
+    if reason is not None:
+        return reason
+    if torch.cuda.get_device_capability() < (9, 0):
+        return "needs compute capability 9.0"
+    if (p.option("order"), p.option("x"), p.option("w")) != ("tokens", "dense", "dense"):
+        return "serves dense tensors, tokens first"
+    if not triton_config.fits(p.dim("K"), p.dim("N")):
+        return "serves K in multiples of 64 and N of 128, from 128 on"
+    return None
+
+
 def _reason_not_pieces(p: Problem) -> str | None:
     return "float64 is left to PyTorch's own ops" if p.dtype == "float64" else None
 
@@ -66,7 +86,16 @@ def _prefer(p: Problem) -> tuple[str, ...]:
     """Analytic order, used only where no measurement covers the Problem."""
     if p.piece == STEP:
         return ("pieces", "eager")
-    return ("eager",)  # the kernels' settings of today await their run on a GPU
+    # measured on an H200, over the sizes in README.md
+    small = p.dtype != "float32" and max(p.dim("K"), p.dim("N")) <= 128
+    if p.piece == "backward":
+        return ("triton", "eager") if p.device == "cuda" and small else ("eager",)
+    if p.device != "cuda":
+        return ("eager",)
+    odd = p.dim("K") % 8 or p.dim("N") % 8  # rows of a group do not begin at 16 bytes
+    many = p.dim("M") * p.dim("G") >= 1 << 15
+    first = ("strips",) if odd and many else ("wide",) if p.dim("K") > 128 else ()
+    return (*first, "triton", "eager")
 
 
 def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]:
@@ -195,6 +224,18 @@ FAMILY = register_family(
                 f"{_HERE}.triton_backward:backward",
                 _reason_not_triton,
                 _TRITON_SOURCES,
+            ),
+            Backend(
+                *(NAME, "forward", "strips", f"{_HERE}.strips:forward", strips.reason_not),
+                _STRIPS_SOURCES,
+            ),
+            Backend(
+                *(NAME, "forward", "wide", f"{_HERE}.triton_wide:forward", _reason_not_wide),
+                _WIDE_SOURCES,
+            ),
+            *(
+                Backend(NAME, piece, "cpp", f"{_HERE}.cpp:{piece}", cpp.reason_not, _CPP_SOURCES)
+                for piece in PIECES
             ),
             Backend(NAME, "forward", "baddbmm", f"{_HERE}.ways:baddbmm_forward", _always),
             Backend(NAME, "forward", "loop", f"{_HERE}.ways:loop_forward", ways.reason_not_loop),

@@ -127,6 +127,7 @@ def product_config(
     """The configuration of a product of ``tokens`` rows a group, (K) → (N).
 
     Four warps on 64 tokens: on an H200 eight are up to twice as slow, and more tokens no faster.
+    float32 on tensor cores is half as slow again with three stages as with two.
     """
     hopper = capability[0] == 9
     warps = 8 if not hopper and (itemsize == 4 or k > 128) else 4  # else it would spill
@@ -143,8 +144,9 @@ def product_config(
         return streaming
     tiles = -(-tokens // block_m)
     programs = groups * -(-n // block_n) * tiles
-    walked = max(1, min(2 if k <= 128 else 8, tiles, programs // (4 * units)))
-    for stages in (3, 2):
+    most = 4 if itemsize == 4 or 64 < k <= 128 else 2 if k <= 128 else 8
+    walked = max(1, min(most, tiles, programs // (4 * units)))
+    for stages in (3, 2) if itemsize == 2 else (2,):
         config = ProductConfig(block_m, block_n, 0, warps, stages, walked)
         if config.shared_bytes(k, itemsize) <= limit:
             return config
@@ -166,13 +168,21 @@ def backward_config(
     widest = max(padded(k), padded(n))
     if widest > _MOST[itemsize][capability[0] == 9]:
         return None
-    block_m = 32 if itemsize == 4 else 64
-    block_k = min(64, padded(k))  # more of dW's columns would take the registers of the derivative
-    warps = 8 if widest * itemsize > 128 else 4
-    programs = groups * -(-k // block_k)
-    tiles = chunk_tiles(-(-tokens // block_m), programs, (2 if warps == 8 else 4) * units)
-    spills = itemsize == 4 and widest == 64 and activation != "none"
-    return BackwardConfig(block_m, block_k, warps, 2, tiles, spills)
+    if itemsize == 4:
+        programs = groups * -(-k // 64)
+        tiles = chunk_tiles(-(-tokens // 32), programs, 4 * units)
+        spills = widest == 64 and activation != "none"
+        return BackwardConfig(32, min(64, padded(k)), 4, 2, tiles, spills)
+    # as fast as any of a sweep on an H200, where a launch of its own for the derivative costs less
+    # than what it takes from the products, but for the cheapest in the smallest groups
+    small = widest <= 32
+    block_m = 128 if small and tokens > 64 else 64
+    cheap = activation in ("relu", "leaky_relu")
+    apart = activation != "none" and not (small and cheap)
+    share = 16 if small and cheap else 4 if small else 2
+    tiles = chunk_tiles(-(-tokens // block_m), groups, share * units)
+    stages = 2 if small and cheap else 3
+    return BackwardConfig(block_m, padded(k), 8 if widest > 64 else 4, stages, tiles, apart)
 
 
 @lru_cache(maxsize=1024)
@@ -194,6 +204,11 @@ def weight_config(
     most = max(1, _SHARES_BYTES // (4 * groups * n * k))
     tiles = chunk_tiles(-(-tokens // block_m), programs, min(2 * units, most * programs))
     return WeightConfig(block_m, block_n, block_k, 8 if block_n * block_k > 8192 else 4, 3, tiles)
+
+
+def fits(k: int, n: int) -> bool:
+    """Whether groups of K to N features are whole tiles of the kernel for wide groups."""
+    return k % 64 == 0 and n % 128 == 0 and min(k, n) >= 128
 
 
 def reason_not(

@@ -143,7 +143,7 @@ struct Tile {
 
 template <bool TURNED, bool DERIVED>
 __device__ __forceinline__ void fetch_tile(Tile& tile, const Number* from, const Number* saved,
-                                           int rows, int depth, int row0, int k0, float* sum) {
+                                           int rows, int depth, int row0, int k0, double* sum) {
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
     int row, word;
@@ -210,7 +210,7 @@ grouped_linear_unequal(const __grid_constant__ Groups groups, int count) {
   const int row_w = warp / 2 * 32, col_w = warp % 2 * 32;
 
   float acc[32] = {};
-  float sum = 0.0f;
+  double sum = 0.0;  // many numbers, of which little may be left
   Tile a, b;
   const auto fetch_both = [&](int k) {
     fetch_tile<A_TURNED, MODE != 0>(a, g.a, g.saved, rows, depth, row0, k, &sum);
@@ -224,6 +224,7 @@ grouped_linear_unequal(const __grid_constant__ Groups groups, int count) {
     __syncthreads();
     if (k + WORDS * PER < depth) fetch_both(k + WORDS * PER);
 #if KIND == 2
+    float part[32] = {};  // sums of sums: their error grows with fewer terms
 #pragma unroll
     for (int w = 0; w < WORDS; w += 4) {
       float4 left[4], right[8];
@@ -237,7 +238,7 @@ grouped_linear_unequal(const __grid_constant__ Groups groups, int count) {
       for (int i = 0; i < 4; ++i) {
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-          float& c = acc[8 * i + j];
+          float& c = part[8 * i + j];
           c = fmaf(left[i].x, right[j].x, c);
           c = fmaf(left[i].y, right[j].y, c);
           c = fmaf(left[i].z, right[j].z, c);
@@ -245,6 +246,8 @@ grouped_linear_unequal(const __grid_constant__ Groups groups, int count) {
         }
       }
     }
+#pragma unroll
+    for (int i = 0; i < 32; ++i) acc[i] += part[i];
 #else
 #pragma unroll
     for (int w = 0; w < WORDS; w += 8) {
@@ -297,11 +300,11 @@ grouped_linear_unequal(const __grid_constant__ Groups groups, int count) {
 
   if (MODE == 2 && col0 == 0 && g.more) {  // two threads hold the sums of each row
     __syncthreads();
-    float* sums = reinterpret_cast<float*>(a_tile);
+    double* sums = reinterpret_cast<double*>(a_tile);
     sums[threadIdx.x] = sum;
     __syncthreads();
     const int row = row0 + threadIdx.x;
     if (threadIdx.x < TILE && row < rows)
-      put(g.more + row, sums[threadIdx.x] + sums[threadIdx.x + TILE]);
+      put(g.more + row, static_cast<float>(sums[threadIdx.x] + sums[threadIdx.x + TILE]));
   }
 }

@@ -7,6 +7,7 @@ for a call, nothing waits, and weights may move. For sm_80 and later.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -191,11 +192,12 @@ def _none(like: Sequence[Any]) -> list[int]:
 def _buffers(shapes: Sequence[tuple[int, ...]], like: Tensor) -> list[Tensor]:
     """Uninitialised tensors of those shapes in one allocation, each at 16 bytes."""
     unit = _ALIGN // like.element_size()
-    counts = [torch.Size(shape).numel() for shape in shapes]
-    flat = torch.empty(
-        sum(-(-c // unit) * unit for c in counts), dtype=like.dtype, device=like.device
-    )
-    parts = flat.split([-(-c // unit) * unit for c in counts]) if counts else ()
+    total, places = 0, []
+    for shape in shapes:
+        places.append(total)
+        total += -(-math.prod(shape) // unit) * unit
+    flat = torch.empty(total, dtype=like.dtype, device=like.device)
     return [
-        part[:count].view(shape) for part, count, shape in zip(parts, counts, shapes, strict=True)
+        flat.as_strided(shape, (shape[1], 1) if len(shape) == 2 else (1,), place)
+        for shape, place in zip(shapes, places, strict=True)
     ]

@@ -79,7 +79,7 @@ def loop_backward(
 
 def reason_not_loop(p: Problem) -> str | None:
     """Why the loop over groups cannot serve, or None."""
-    if p.dtype == "float64":
+    if p.dtype == "float64" and p.device == "cuda":
         return "float64 is left to one batched product"
     if p.dim("G") > _MAX_LOOP:
         return f"serves at most {_MAX_LOOP} groups, the call has {p.dim('G')}"
