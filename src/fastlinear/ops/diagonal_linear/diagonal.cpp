@@ -24,6 +24,7 @@ constexpr int64_t kBlock = 1024;     // columns whose sums, and results on their
 constexpr int64_t kSegment = 4096;  // numbers of a row that one thread takes at a time
 constexpr int64_t kAhead = 2048;    // bytes from what is read to what is asked for
 constexpr int64_t kRows = 8;        // rows summed in float32 before going to float64
+constexpr int64_t kLeast = 64;      // rows of a chunk with sums of its own
 constexpr int64_t kAlone = 32768;   // numbers below which one thread is faster than waking more
 
 // In a forked process OpenMP still counts on the threads of the parent, and the thread that forked
@@ -152,9 +153,10 @@ void backward_all(const T* dy, const T* x, const T* w, const T* b, T* dx, T* dw,
   if (walk.fold > 1) x_stride = walk.width;
   int64_t chunks = 1 + m * k / kAlone;
   if (chunks > most_chunks) chunks = most_chunks;
-  if (chunks > walk.rows) chunks = walk.rows;
-  // few rows: threads share columns as well
-  const int64_t part = walk.rows < 2 * most_chunks ? kSegment : walk.width;
+  // a chunk costs a pass over its sums: few rows share the columns out instead
+  const int64_t enough = walk.rows / kLeast;
+  if (chunks > enough) chunks = enough ? enough : 1;
+  const int64_t part = chunks < most_chunks ? kBlock : walk.width;
   const int64_t parts = (walk.width + part - 1) / part, all = walk.width;
   std::vector<double> sums(2 * chunks * all);
 #pragma omp parallel for schedule(static) num_threads(threads) if (m * k > kAlone && !forked())
