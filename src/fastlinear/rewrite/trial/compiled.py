@@ -73,6 +73,10 @@ def choose_compiled(
     for c in kept if not found.kept else []:
         text = "slower than the whole model compiled without it"
         work.settle(c.fqn, "rejected", "compiled_alone", text)
+    work.notes.append(
+        "every process compiles anew at its first call, and at the first of each new input shape, "
+        "less what torch caches on disk"
+    )
     _note_graphs(work, found)
     return found
 

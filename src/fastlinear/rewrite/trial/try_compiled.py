@@ -64,15 +64,12 @@ def compiled_arm(
     if isinstance(told, Outcome):
         return told
     seconds = time.monotonic() - start
-    done = f"compiled ({mode}) {'with the other rewrites' if inside else 'by itself'}, {told}"
+    with_what = "with the other rewrites" if inside else "by itself"
+    done = f"compiled ({mode}) {with_what} in {seconds:.0f} s, {told}"
     way = Way(lambda _: exchanged, "compiled", done, RULE, ROUTE, mode)
     verdicts = verified(work, way, swaps, inside)
     if isinstance(verdicts, Outcome):
         return verdicts
-    work.notes.append(
-        f"compiling took about {seconds:.0f} s, which the first call of each process and of each "
-        "new input shape takes again, less what torch caches on disk"
-    )
     return Arm(tuple(names), inside, swaps, way, verdicts)
 
 
