@@ -243,6 +243,16 @@ def test_a_grid_of_chains_becomes_rows_of_the_table(
     for bad, what in (([], "without any"), (slow, "without any")):
         with pytest.raises(InputError, match=what):
             module.with_rows(data, bad)
+    # rows of a GPU on a machine without one: what served there is in the table
+    gpu = [
+        r | {"case": r["case"] | {"device": "cuda"}} | ({} if name is None else {"contender": name})
+        for name in (None, "fastlinear[whole_cuda]", "fastlinear[strassen]")
+        for r in rows
+        if name is None or r["contender"] == "fastlinear[layerwise]"
+    ]
+    taken = module.with_rows(data, gpu)["rows"][0]
+    assert taken["problem"]["device"] == "cuda"
+    assert set(taken["times_us"]) == {"eager", "layerwise", "whole_cuda"}
     foreign = [r | {"env": r["env"] | {"torch": "1.0"}} for r in read_rows(file)]
     with pytest.raises(InputError, match=r"with torch 1\.0"):
         module.with_rows(data, foreign)

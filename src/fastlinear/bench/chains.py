@@ -38,8 +38,8 @@ from fastlinear.ops.mlp.op import mlp
 from fastlinear.ops.mlp.problem import widths_of
 from fastlinear.ops.mlp.selection import tuning_order
 
-_FAST = "strassen"
-_TRITON = (_FAST, "whole_triton")  # Triton keeps kernels on disk; ours in CUDA C++ are not kept
+FAST = "strassen"  # measured where fast products are allowed, other contenders where not
+_TRITON = (FAST, "whole_triton")  # Triton keeps kernels on disk; ours in CUDA C++ are not kept
 
 
 def peers(case: Case) -> tuple[Peer, ...]:
@@ -119,7 +119,7 @@ def tune(case: Case, device: torch.device) -> None:
 
 
 def _forced(backend: Backend, ahead: bool) -> Peer:
-    fast = backend.name == _FAST
+    fast = backend.name == FAST
 
     def reason_not(case: Case) -> str | None:
         return backend.reason_not(problem_of(case, fast=fast))
@@ -141,7 +141,7 @@ def _levels(work: Work) -> int:
 
 def _levels_of_choice(work: Work) -> int:
     best = select(problem_of(work.case, fast=True))
-    return _levels(work) if best.backend.name == _FAST else 0
+    return _levels(work) if best.backend.name == FAST else 0
 
 
 # --------------------------------------------------------------------------------------------
