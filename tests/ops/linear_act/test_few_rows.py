@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -228,6 +230,40 @@ def test_the_same_bits_in_many_launches() -> None:
             y, _ = few_rows.forward(x, weight, bias, "relu", False)
             differing += (y != first).any()
         assert differing.item() == 0
+
+
+MUTATIONS = [
+    (F32, "act(v + b)", "act(v)"),
+    (F32, "value % COLS * 4 + ln", "value % COLS * 4 + (3 - ln)"),
+    (F32, "const bool real = k < K && row < M;", "const bool real = k + 4 < K && row < M;"),
+    (F32, "static_cast<u64>(row) * N + col", "static_cast<u64>(row ^ 1) * N + col"),
+    (BF16, "v.x + b[0]", "v.x + b[1]"),
+    (BF16, "top.w, low.w, v[t].z, v[t].w", "top.w, low.w, v[t].w, v[t].z"),
+    (BF16, "e / 2 * 8 + g", "(1 - e / 2) * 8 + g"),
+    (BF16, "begin = rank * part", "begin = 0 * part"),
+]
+
+
+@on_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "good", "bad"), MUTATIONS, ids=str)
+def test_a_broken_kernel_is_seen(
+    dtype: torch.dtype, good: str, bad: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = few_rows.source
+
+    def source(*arguments: Any) -> str:
+        text = whole(*arguments)
+        assert good in text
+        return text.replace(good, bad)
+
+    config = SingleConfig(2, 4, 2) if dtype is F32 else HalfConfig(1, 2, 4, 2, cluster=2)
+    x, weight, bias = _inputs(8, 512, 264, dtype)
+    _check(x, weight, bias, "sigmoid", config)
+    monkeypatch.setattr(few_rows, "source", source)
+    monkeypatch.setattr(few_rows, "_plans", {})
+    with pytest.raises(AssertionError, match="FAILED"):
+        _check(x, weight, bias, "sigmoid", config)
 
 
 @on_hopper

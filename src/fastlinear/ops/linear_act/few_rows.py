@@ -170,9 +170,8 @@ def _new_plan(
 ) -> _Plan:
     (M, K), N = x.shape, weight.shape[0]
     capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else None
-    reason = reason_not(M, K, N, x.dtype, x.stride(), weight.stride(), capability, save_pre)
-    if reason is None and config is not None:
-        reason = config.invalid(padded_rows(M, x.dtype), K)
+    given = x.dtype, x.stride(), weight.stride(), capability, save_pre, config
+    reason = reason_not(M, K, N, *given)
     if reason is not None:
         raise UnsupportedError(
             "linear_act (few_rows backend)",

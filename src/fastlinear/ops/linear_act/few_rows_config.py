@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -12,7 +13,7 @@ _MOST_ROWS = {4: 16, 2: 64}  # itemsize → rows
 _SHARED_LIMIT = 232_448  # bytes a Hopper block may have
 _MAX_SIZE = 1 << 30
 _MAX_STRIDE = (1 << 31) - 1
-_REGISTERS, _OTHER_REGISTERS = 65_536, 48
+_REGISTERS, _OTHER_REGISTERS = 65_536, 24
 
 
 @dataclass(frozen=True)
@@ -108,12 +109,76 @@ class HalfConfig:
         if self.threads % (self.block_n // 4):
             return f"{self.threads} threads do not divide by {self.block_n // 4} groups of outputs"
         held = self.tiles * self.steps * 8 + self.tiles * rows // 2 + rows // 2
-        if held > min(255, _REGISTERS // self.threads) - _OTHER_REGISTERS:
+        granted = _REGISTERS // (-(-self.threads // 128) * 128)  # warps come in fours
+        if held + _OTHER_REGISTERS + 4 * self.tiles > min(255, granted):
             return f"weights, sums and x of {self.tiles} tiles and {rows} rows fill the registers"
         return _no_room(self.shared_bytes(rows, K))
 
 
 Config = SingleConfig | HalfConfig
+
+
+# Measured on an H200 at K = N, L2 warm: padded rows → features → configuration.
+_SINGLE = {
+    2: {
+        128: SingleConfig(1, 4, 1),
+        256: SingleConfig(1, 8, 1),
+        512: SingleConfig(1, 8, 2),
+        1024: SingleConfig(2, 16, 2),
+        2048: SingleConfig(4, 16, 1),
+        4096: SingleConfig(4, 8, 2),
+    },
+    4: {
+        128: SingleConfig(1, 4, 1),
+        256: SingleConfig(1, 8, 1),
+        512: SingleConfig(2, 4, 4),
+        1024: SingleConfig(4, 16, 2),
+        2048: SingleConfig(4, 16, 1),
+        4096: SingleConfig(4, 8, 2),
+    },
+    8: {
+        128: SingleConfig(1, 4, 1),
+        256: SingleConfig(2, 4, 2),
+        512: SingleConfig(2, 4, 4),
+        1024: SingleConfig(2, 16, 1),
+        2048: SingleConfig(4, 8, 2),
+        4096: SingleConfig(4, 4, 4),
+    },
+    16: {
+        128: SingleConfig(1, 4, 1),
+        256: SingleConfig(2, 4, 2),
+        512: SingleConfig(2, 4, 4),
+        1024: SingleConfig(2, 8, 2),
+        2048: SingleConfig(4, 8, 2),
+        4096: SingleConfig(4, 4, 4),
+    },
+}
+_HALF = {
+    8: {
+        512: HalfConfig(2, 2, 8, 2),
+        1024: HalfConfig(2, 2, 8, 2, 2),
+        2048: HalfConfig(2, 2, 8, 2, 2),
+        4096: HalfConfig(2, 2, 8, 2, 2),
+    },
+    16: {
+        512: HalfConfig(2, 2, 8, 2),
+        1024: HalfConfig(1, 4, 4, 2, 4),
+        2048: HalfConfig(2, 2, 8, 2, 2),
+        4096: HalfConfig(2, 2, 8, 2, 2),
+    },
+    32: {
+        512: HalfConfig(2, 1, 8, 4),
+        1024: HalfConfig(2, 1, 8, 4),
+        2048: HalfConfig(2, 1, 8, 4, 2),
+        4096: HalfConfig(2, 2, 8, 2, 2),
+    },
+    64: {
+        512: HalfConfig(2, 1, 8, 4),
+        1024: HalfConfig(1, 2, 8, 2, 2),
+        2048: HalfConfig(1, 2, 8, 2, 2),
+        4096: HalfConfig(2, 2, 4, 4, 4),
+    },
+}
 
 
 def _no_room(size: int) -> str | None:
@@ -136,6 +201,7 @@ def reason_not(
     w_strides: tuple[int, ...],
     capability: tuple[int, int] | None,
     needs_grad: bool = False,
+    config: Config | None = None,
 ) -> str | None:
     """Why these kernels cannot serve the problem, or None. Pure: never touches CUDA.
 
@@ -145,6 +211,7 @@ def reason_not(
         x_strides, w_strides: element strides of the two matrices.
         capability: the device's compute capability; None without a CUDA device.
         needs_grad: whether the pre-activation may be asked for.
+        config: the shape to be built; that of :func:`config_for` when None.
     """
     if capability is None:
         return "needs a CUDA device"
@@ -169,9 +236,7 @@ def reason_not(
         apart = K <= row_stride <= _MAX_STRIDE and row_stride % piece == 0
         if not ((col_stride == 1 or K == 1) and (rows == 1 or apart)):
             return f"{name} has strides {tuple(strides)}: rows must be dense, 16-byte aligned"
-    if config_for(M, K, N, dtype).invalid(padded_rows(M, dtype), K):
-        return f"x of {M} rows and {K} features does not fit the shared memory"
-    return None
+    return (config or config_for(M, K, N, dtype)).invalid(padded_rows(M, dtype), K)
 
 
 def pays(M: int, K: int, dtype: torch.dtype) -> bool:
@@ -182,37 +247,12 @@ def pays(M: int, K: int, dtype: torch.dtype) -> bool:
 
 @lru_cache(maxsize=1024)
 def config_for(M: int, K: int, N: int, dtype: torch.dtype) -> Config:
-    """The configuration for y (M, N) = x (M, K) @ weight (N, K)ᵀ."""
-    if dtype.itemsize == 4:
-        return _single_config_for(M, K, N)
-    return _half_config_for(M, K, N)
-
-
-def _single_config_for(M: int, K: int, N: int) -> SingleConfig:
-    """Measured on an H200 (M 2 to 16, 128 to 2048 features)."""
-    if K <= 128:
-        return SingleConfig(1, 4, 1)
-    if M <= 2 and N < 1024:
-        return SingleConfig(1, 8, 1 if K <= 256 else 2)
-    if K < 1024:
-        return SingleConfig(2, 4, 2 if K <= 256 else 4)
-    if M <= 4:
-        return SingleConfig(2, 8, 4)
-    return SingleConfig(4 if N >= 2048 else 2, 8, 2)
-
-
-def _half_config_for(M: int, K: int, N: int) -> HalfConfig:
-    """Measured on an H200 (M 8 to 64, 1024 to 4096 features)."""
-    if M <= 16 and 1024 < N < 4096:
-        return _clustered(HalfConfig(2, 4, 4, 2), 4, K)
-    if M <= 16 and N <= 1024:
-        return _clustered(HalfConfig(2, 2, 8, 2), 4, K)
-    return _clustered(HalfConfig(2, 1, 8, 4), 2, K)
-
-
-def _clustered(config: HalfConfig, most: int, K: int) -> HalfConfig:
-    """The configuration with as many blocks in a cluster, at most, as K has work for."""
-    cluster = most
-    while cluster > 1 and (cluster - 1) * config.span >= K:
-        cluster //= 2
-    return replace(config, cluster=cluster)
+    """The configuration for y (M, N) = x (M, K) @ weight (N, K)ᵀ: the measured one nearest by the
+    size of the weight, without blocks that K has no work for."""
+    rows = padded_rows(M, dtype)
+    measured: dict[int, Config] = (_SINGLE if dtype.itemsize == 4 else _HALF)[rows]  # type: ignore
+    size = math.log2(K * N) / 2
+    config = measured[min(measured, key=lambda features: abs(math.log2(features) - size))]
+    while config.cluster > 1 and (config.cluster - 1) * config.span >= K:
+        config = replace(config, cluster=config.cluster // 2)
+    return config

@@ -120,18 +120,24 @@ linear_act_few_rows(const unsigned short* x, const unsigned short* w, const unsi
   copy_commit();
 #pragma unroll
   for (int s = 0; s < STEPS; ++s) load(0, s);
-  for (int span = 1; span < spans; ++span) bring_x(span);
-  copy_commit();
+  for (int span = 1; span < spans; ++span) {
+    bring_x(span);
+    copy_commit();
+  }
   float acc[MT][T][4] = {};
 #pragma unroll 1
   for (int span = 0; span < spans; ++span) {
-    if (span == 0) {
+    const int later = spans - 1 - span;  // pieces of x that may still be under way
+    if (later > 2) {
+      copy_wait<3>();
+    } else if (later == 2) {
+      copy_wait<2>();
+    } else if (later == 1) {
       copy_wait<1>();
-      __syncthreads();
-    } else if (span == 1) {
+    } else {
       copy_wait<0>();
-      __syncthreads();
     }
+    __syncthreads();
     const u32 from = base + (span * SPAN + wk * STEPS * 32 + q * 8) * 2 + g * x_bytes;
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) {
@@ -150,7 +156,6 @@ linear_act_few_rows(const unsigned short* x, const unsigned short* w, const unsi
     }
   }
 
-  copy_wait<0>();
   __syncthreads();  // x has been read: its memory takes the sums
 #pragma unroll
   for (int i = 0; i < MT; ++i) {
