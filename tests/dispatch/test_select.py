@@ -348,3 +348,16 @@ def test_tune_without_save_leaves_no_trace() -> None:
     result = tune(p, rounds=5, save=False)
     assert (result.best, result.stored) == ("eager", False)
     assert cache.entries("cpu") == {}
+
+
+def test_shipped_rows_of_a_gpu_compare_backends() -> None:
+    """A row of eager alone is no measurement of a choice: it would hide every backend of ours."""
+    path = Path(tables.__file__).parent / "nvidia-h200.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    alone = [
+        row["problem"]
+        for row in rows
+        if len(row["times_us"]) < 2 and row["problem"]["piece"] != "step"
+    ]
+    assert alone == []
+    assert len(rows) > 6000
