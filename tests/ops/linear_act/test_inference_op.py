@@ -58,13 +58,13 @@ def test_a_compiled_graph_hands_on_the_parameter_itself(
 ) -> None:
     weight = nn.Parameter(torch.randn(16, 24) if turned else torch.randn(24, 16))
     seen: list[Any] = []
-    real = inference_op.call
+    real = inference_op.run
 
-    def call(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    def spy(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
         seen.append(weight if weight._base is None else weight._base)
         return real(x, weight, *rest)
 
-    monkeypatch.setattr(inference_op, "call", call)
+    monkeypatch.setattr(inference_op, "run", spy)
 
     @torch.compile(fullgraph=True)
     def run(x: Tensor, weight: Tensor) -> Tensor:
@@ -97,3 +97,18 @@ def test_repeated_calls_find_their_plan_in_the_door(monkeypatch: pytest.MonkeyPa
         for _ in range(4):
             OP(x, w, b, False, "gelu", "eager")
     assert len(looked_up) <= 2
+
+
+def test_a_compiler_may_run_the_op_itself() -> None:
+    """Some backends run a graph on its example inputs, while ``is_compiling()`` is true."""
+    layer, x = fl.nn.Linear(8, 5, activation="relu"), torch.randn(4, 8)
+    seen: list[Tensor] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.append(graph(*inputs)[0])
+        return graph
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        y = torch.compile(layer, backend=backend)(x)
+    torch.testing.assert_close(seen[0], y)

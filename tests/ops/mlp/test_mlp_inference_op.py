@@ -50,13 +50,13 @@ def test_a_compiled_graph_hands_on_the_parameters_themselves(
     _, (first, second), (bias,) = given(False)
     parameters = [nn.Parameter(first), nn.Parameter(second)]
     seen: list[Any] = []
-    real = inference_op.call
+    real = inference_op.run
 
-    def call(x: Tensor, weights: list[Tensor], *rest: Any) -> Tensor:
+    def spy(x: Tensor, weights: list[Tensor], *rest: Any) -> Tensor:
         seen.append([w if w._base is None else w._base for w in weights])
         return real(x, weights, *rest)
 
-    monkeypatch.setattr(inference_op, "call", call)
+    monkeypatch.setattr(inference_op, "run", spy)
 
     @torch.compile(fullgraph=True)
     def run(x: Tensor, first: Tensor, second: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from sys import intern
 from torch import Tensor
 
 from fastlinear.ops._register import register_eager_op
-from fastlinear.ops.linear_act.op import call
+from fastlinear.ops.linear_act.op import run
 
 
 def _run(
@@ -20,7 +20,7 @@ def _run(
 ) -> Tensor:
     """x (..., K), weight (N, K) or, ``turned``, (K, N), bias (N,) → (..., N), dense."""
     forced = intern(backend) if backend else None
-    y = call(x, weight.t() if turned else weight, bias, intern(activation), forced)
+    y = run(x, weight.t() if turned else weight, bias, intern(activation), forced)
     return y.contiguous()
 
 

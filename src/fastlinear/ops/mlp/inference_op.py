@@ -10,7 +10,7 @@ from sys import intern
 from torch import Tensor
 
 from fastlinear.ops._register import register_eager_op
-from fastlinear.ops.mlp.op import call
+from fastlinear.ops.mlp.op import run
 
 
 def _run(
@@ -30,7 +30,7 @@ def _run(
     given = iter(biases)
     bs = [next(given) if has else None for has in has_bias]
     names = intern(activation), intern(final_activation)
-    return call(x, ws, bs, *names, intern(backend) if backend else None, fast).contiguous()
+    return run(x, ws, bs, *names, intern(backend) if backend else None, fast).contiguous()
 
 
 def _fake(
