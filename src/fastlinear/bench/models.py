@@ -27,7 +27,7 @@ from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.settings import Config
 from fastlinear.rewrite import Result, optimize_
 
-_BUDGET_S = 60.0
+_BUDGET_S = 40.0
 
 
 @dataclass(frozen=True)
@@ -178,12 +178,12 @@ def _reduced(model: nn.Module) -> Callable[..., Any]:
 
 
 def _optimized(work: ModelWork, *, graphs: bool = False, compile: bool = False) -> nn.Module:
-    """A rewritten copy of the model; the plain one is made once."""
+    """A rewritten copy of the model; the plain one is made once, and tunes for the others."""
     plain = not graphs and not compile
     if plain and work.rewritten:
         return work.rewritten[0]
     model = copy.deepcopy(work.model)
-    config = Config(time_budget_s=_BUDGET_S, graphs=graphs, compile=compile)
+    config = Config(time_budget_s=_BUDGET_S, graphs=graphs, compile=compile, tune=plain)
     result = optimize_(model, dict(work.inputs), config=config)
     if plain:
         work.rewritten.append(model)
