@@ -5,7 +5,10 @@ Light on purpose: backends are named here and imported on first use.
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,7 +19,7 @@ from fastlinear.core.cost import Cost
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, Family, register_family
-from fastlinear.ops.gated_mlp import cpp, onednn, reference
+from fastlinear.ops.gated_mlp import cpp, onednn, reference, triton_config
 from fastlinear.ops.gated_mlp.problem import NAME, PIECES, STEP, has_down, problem
 from fastlinear.ops.gated_mlp.stacking import Biases, Weights, split_pre
 
@@ -27,11 +30,40 @@ _CPU_SOURCES = (
     *("cpp_gate.py", "gate.cpp", "products.py", "../diagonal_linear/diagonal_activations.h"),
     *("../linear_act/onednn.py", "../common/packed.py", "../common/cpp_build.py"),
 )
+_TRITON_SOURCES = (
+    *("triton_gate_kernels.py", "triton_dual_kernels.py", "triton_config.py", "products.py"),
+    *("../linear_act/triton_gemm.py", "../common/activations_triton.py"),
+    "../common/triton_launch.py",
+)
 _LEAST = 1 << 15  # numbers of a pre-activation from which fewer passes pay on a CPU
 
 
 def _always(_: Problem) -> str | None:
     return None
+
+
+@lru_cache(maxsize=8)
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _reason_not_triton(fused: bool) -> Callable[[Problem], str | None]:
+    """Why a Triton backend cannot serve, whose products are its own or not."""
+
+    def reason_not(p: Problem) -> str | None:
+        if p.device != "cuda":
+            return "its kernels run on CUDA devices only"
+        if not torch.cuda.is_available():
+            return "torch sees no CUDA device"
+        if not _installed("triton"):
+            return "the package triton is not installed"
+        if fused and p.piece == "backward" and not has_down(p):
+            return "without a down projection there is no product to hold the gate's derivatives"
+        sizes = p.dim("M"), p.dim("K"), p.dim("H"), p.dim("N") if has_down(p) else 0
+        capability = torch.cuda.get_device_capability()
+        return triton_config.reason_not(*sizes, FLOAT_DTYPES[p.dtype], capability, fused)
+
+    return reason_not
 
 
 def _reason_not_pieces(p: Problem) -> str | None:
@@ -40,7 +72,7 @@ def _reason_not_pieces(p: Problem) -> str | None:
 
 def _prefer(p: Problem) -> tuple[str, ...]:
     """Analytic order, used only where no measurement covers the Problem."""
-    if p.device != "cpu":
+    if p.device != "cpu":  # the kernels await their first run on a GPU
         return ("pieces", "eager") if p.piece == STEP else ("eager",)
     if p.dim("M") * p.dim("H") < _LEAST:  # PyTorch's own calls cost the host least
         return ("eager", "pieces") if p.piece == STEP else ("eager",)
@@ -168,11 +200,36 @@ FAMILY = register_family(
             _STEP_EAGER,
             Backend(
                 *(NAME, STEP, "pieces", f"{_HERE}.step:pieces", _reason_not_pieces),
-                ("autograd.py", "plans.py", "reference.py", "onednn.py", "cpp.py", *_CPU_SOURCES),
+                (
+                    "autograd.py",
+                    "plans.py",
+                    "reference.py",
+                    "onednn.py",
+                    "cpp.py",
+                    "triton.py",
+                    *_CPU_SOURCES,
+                )
+                + _TRITON_SOURCES,
             ),
             *(Backend(NAME, p, "eager", f"{_HERE}.reference:{p}", _always) for p in PIECES),
             *(
                 Backend(NAME, p, "onednn", f"{_HERE}.onednn:{p}", onednn.reason_not, _CPU_SOURCES)
+                for p in PIECES
+            ),
+            *(
+                Backend(
+                    *(NAME, p, "elementwise", f"{_HERE}.triton:elementwise_{p}"),
+                    _reason_not_triton(fused=False),
+                    _TRITON_SOURCES,
+                )
+                for p in PIECES
+            ),
+            *(
+                Backend(
+                    *(NAME, p, "triton", f"{_HERE}.triton:{p}"),
+                    _reason_not_triton(fused=True),
+                    _TRITON_SOURCES,
+                )
                 for p in PIECES
             ),
             *(

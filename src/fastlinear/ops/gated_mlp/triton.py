@@ -1,0 +1,286 @@
+"""Backends ``elementwise`` and ``triton`` of gated_mlp on CUDA from sm_80 on.
+
+``elementwise``: cuBLAS's products, and one fused pass each way for all that lies between them.
+``triton``: the pass in the epilogue of a product: gate and up projection as one kernel, and the
+gradient of what the gate lets through, which is never written. The other products are cuBLAS's.
+
+Importing this file imports Triton, so it is imported lazily.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fastlinear.core.device import device_facts
+from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.common.triton_launch import Launch
+from fastlinear.ops.gated_mlp import reference
+from fastlinear.ops.gated_mlp.products import Gate, Products, backward_by
+from fastlinear.ops.gated_mlp.stacking import (
+    Biases,
+    Gradients,
+    Needs,
+    Pre,
+    Weights,
+    empty_like,
+    halves,
+    hidden,
+    split_biases,
+    split_pre,
+    split_weights,
+)
+from fastlinear.ops.gated_mlp.triton_config import chunk_rows, gate_config, product_config
+from fastlinear.ops.gated_mlp.triton_dual_kernels import _down_bwd_kernel, _dual_fwd_kernel
+from fastlinear.ops.gated_mlp.triton_gate_kernels import _gate_bwd_kernel, _gate_fwd_kernel
+
+Tensor = torch.Tensor
+_MAX_PLANS = 4096
+_plans: dict[Any, Launch] = {}
+
+
+def elementwise_forward(
+    x: Tensor, weights: Weights, biases: Biases, activation: str, order: str, save_pre: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """x (M, K) → (y (M, N) or (M, H), then the pre-activations or None twice)."""
+    pre = reference.pre_activations(x, weights, biases)
+    h = gate_forward(pre, activation, order)
+    y = h if weights.down is None else F.linear(h, weights.down, biases.down)
+    return (y, *pre) if save_pre else (y, None, None)
+
+
+def elementwise_backward(
+    dy: Tensor,
+    pre: Pre | None,
+    x: Tensor,
+    weights: Weights,
+    biases: Biases,
+    activation: str,
+    order: str,
+    needs: Needs,
+) -> Gradients:
+    """dy (M, N) or (M, H), dense → the seven gradients; pre None is formed again from x."""
+    gate = Gate(gate_forward, gate_backward)
+    return backward_by(_CUBLAS, gate, dy, pre, x, weights, biases, activation, order, needs)
+
+
+def forward(
+    x: Tensor, weights: Weights, biases: Biases, activation: str, order: str, save_pre: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """x (M, K), bfloat16 or float16 → (y (M, N) or (M, H), then the pre-activations or None
+    twice)."""
+    (gate_w, up_w), (gate_b, up_b) = split_weights(weights, order), split_biases(biases, order)
+    if gate_w.stride() != up_w.stride():
+        gate_w, up_w = gate_w.contiguous(), up_w.contiguous()
+    given = [None if b is None else b.contiguous() for b in (gate_b, up_b)]
+    (m, k), size = x.shape, hidden(weights)
+    h = x.new_empty(m, size)
+    pre: Pre | None = None
+    gate = up = None
+    if save_pre:
+        apart = order == "apart"
+        pre = x.new_empty(m, size if apart else 2 * size), x.new_empty(m, size) if apart else None
+        gate, up = split_pre(pre, order)
+    tensors = (x, gate_w, up_w, *given, h, gate, up)
+    key = ("dual", _facts(tensors), activation, order)
+    launch = _plans.get(key)
+    if launch is None:
+        c = product_config("forward", m, size, _units(x), _capability(x))
+        rest = (
+            *(m, size, k, *x.stride(), *gate_w.stride(), 0 if gate is None else gate.stride(0)),
+            *(activation, _math(x), _step(order)),
+            *(c.block_m, c.block_n, c.block_k, c.group_m, k % c.block_k == 0, not x.is_cuda),
+        )
+        grid = (-(-m // c.block_m) * -(-size // c.block_n),)
+        launch = _keep(
+            key, Launch(_dual_fwd_kernel, grid, rest, x.device, warps=c.warps, stages=c.stages)
+        )
+    launch(*tensors)
+    y = h if weights.down is None else F.linear(h, weights.down, biases.down)
+    return (y, *pre) if pre is not None else (y, None, None)
+
+
+def backward(
+    dy: Tensor,
+    pre: Pre | None,
+    x: Tensor,
+    weights: Weights,
+    biases: Biases,
+    activation: str,
+    order: str,
+    needs: Needs,
+) -> Gradients:
+    """dy (M, N) or (M, H), dense, bfloat16 or float16 → the seven gradients; pre None is formed
+    again from x."""
+    inner = any(needs[i] for i in (0, 1, 2, 4, 5))
+    down = weights.down
+    if down is None or not inner:
+        return elementwise_backward(dy, pre, x, weights, biases, activation, order, needs)
+    down_bias = dy.sum(0) if needs[6] else None
+    if pre is None:
+        pre = reference.pre_activations(x, weights, biases)
+    dpre, h, (gate_bias, up_bias) = _through_down(
+        dy, down, pre, activation, order, (needs[4], needs[5]), needs[3]
+    )
+    down_weight = None if h is None else _CUBLAS.grad_weight(dy, h)
+    first, second = dpre
+    dx: Any = None
+    if needs[0]:
+        dx = _CUBLAS.grad_input(first, weights.gate)
+        if second is not None and weights.up is not None:
+            dx = _CUBLAS.accumulated(second, weights.up, dx)
+    gate_weight = _CUBLAS.grad_weight(first, x) if needs[1] else None
+    up_weight = _CUBLAS.grad_weight(second, x) if needs[2] and second is not None else None
+    return dx, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias
+
+
+def gate_forward(pre: Pre, activation: str, order: str) -> Tensor:
+    """h (M, H) = act(gate) ∘ up, dense; each tensor of pre dense."""
+    gate, up = split_pre(pre, order)
+    m, size = gate.shape
+    h = gate.new_empty(m, size)
+    tensors = (gate, up, h)
+    key = ("gate", _facts(tensors), activation, order)
+    launch = _plans.get(key)
+    if launch is None:
+        c = gate_config(size)
+        columns = -(-size // c.block_n)
+        rest = (
+            *(m, size, columns, gate.stride(0)),
+            *(activation, _math(gate), _step(order), c.block_m, c.block_n),
+        )
+        grid = (-(-m // c.block_m) * columns,)
+        launch = _keep(key, Launch(_gate_fwd_kernel, grid, rest, gate.device, warps=c.warps))
+    launch(*tensors)
+    return h
+
+
+def gate_backward(
+    dh: Tensor, pre: Pre, activation: str, order: str, needs: tuple[bool, bool], in_place: bool
+) -> tuple[Pre, Tensor, tuple[Tensor | None, Tensor | None]]:
+    """(dpre laid out as pre, h (M, H), bias gradients), one pass and a small sum.
+
+    Args:
+        dh: the gradient of h, (M, H), dense.
+        pre: pre-activations, each tensor dense.
+        activation, order: their names.
+        needs: which bias gradients are wanted: the gate's (or the stack's) and the up projection's.
+        in_place: whether h may take the memory of dh.
+    """
+    (m, size), dpre = dh.shape, empty_like(pre)
+    h = dh if in_place else torch.empty_like(dh)
+    rows = chunk_rows(m, size, _units(dh))
+    chunks = -(-m // rows)
+    part = _workspace((2, chunks, size), dh) if any(needs) else None
+    tensors = (dh, *split_pre(pre, order), *split_pre(dpre, order), h, part)
+    key = ("gate backward", _facts(tensors), activation, order)
+    launch = _plans.get(key)
+    if launch is None:
+        c = gate_config(size)
+        rest = (
+            *(m, size, tensors[1].stride(0), rows, chunks * size),
+            *(activation, _math(dh), _from_out(activation), _step(order), c.block_m, c.block_n),
+        )
+        grid = (-(-size // c.block_n), chunks)
+        launch = _keep(key, Launch(_gate_bwd_kernel, grid, rest, dh.device, warps=c.warps))
+    launch(*tensors)
+    return dpre, h, _bias_gradients(part, order, needs, dh)
+
+
+def _through_down(
+    dy: Tensor,
+    down: Tensor,
+    pre: Pre,
+    activation: str,
+    order: str,
+    needs: tuple[bool, bool],
+    needs_h: bool,
+) -> tuple[Pre, Tensor | None, tuple[Tensor | None, Tensor | None]]:
+    """(dpre, h or None, bias gradients) from dy (M, N) and the down weight (N, H) in one kernel."""
+    (m, n), size = dy.shape, down.shape[1]
+    dpre, h = empty_like(pre), dy.new_empty(m, size) if needs_h else None
+    c = product_config("backward", m, size, _units(dy), _capability(dy))
+    tiles = -(-m // c.block_m)
+    part = _workspace((2, tiles, size), dy) if any(needs) else None
+    tensors = (dy, down, *split_pre(pre, order), *split_pre(dpre, order), h, part)
+    key = ("down backward", _facts(tensors), activation, order)
+    launch = _plans.get(key)
+    if launch is None:
+        rest = (
+            *(m, size, n, dy.stride(0), *down.stride(), tensors[2].stride(0), tiles * size),
+            *(activation, _math(dy), _from_out(activation), _step(order)),
+            *(c.block_m, c.block_n, c.block_k, c.group_m, n % c.block_k == 0, not dy.is_cuda),
+        )
+        grid = (tiles * -(-size // c.block_n),)
+        launch = _keep(
+            key, Launch(_down_bwd_kernel, grid, rest, dy.device, warps=c.warps, stages=c.stages)
+        )
+    launch(*tensors)
+    return dpre, h, _bias_gradients(part, order, needs, dy)
+
+
+def _bias_gradients(
+    part: Tensor | None, order: str, needs: tuple[bool, bool], like: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """The sums of (2, chunks, H), in the dtype and order of the biases."""
+    if part is None:
+        return None, None
+    sums = part.sum(1).to(like.dtype)
+    if order == "apart":
+        gate, up = sums
+        return gate.clone() if needs[0] else None, up.clone() if needs[1] else None
+    both = like.new_empty(2 * sums.shape[1])
+    for half, values in zip(halves(both, None, order, 0), sums, strict=True):
+        half.copy_(values)
+    return both, None
+
+
+_CUBLAS = Products(
+    pre_activations=reference.pre_activations,
+    grad_input=lambda dpre, weight: dpre @ weight,
+    grad_weight=lambda dpre, x: dpre.t() @ x,
+    accumulated=lambda dpre, weight, dx: dx.addmm_(dpre, weight),
+)
+
+
+def _keep(key: Any, launch: Launch) -> Launch:
+    if len(_plans) >= _MAX_PLANS:
+        _plans.clear()
+    _plans[key] = launch
+    return launch
+
+
+def _facts(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    """All that a launch is specialised to, of every tensor."""
+    first = tensors[0]
+    assert first is not None
+    own = [None if t is None else (t.shape, t.stride(), t.data_ptr() & 15) for t in tensors]
+    return (first.dtype, first.device, *own)
+
+
+def _math(t: Tensor) -> str:
+    return "exact" if t.dtype is torch.float32 else "fast"
+
+
+def _from_out(activation: str) -> bool:
+    return activation_of(activation).saved == "output"
+
+
+def _step(order: str) -> int:
+    return 2 if order == "interleaved" else 1
+
+
+def _workspace(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=like.device)
+
+
+def _units(t: Tensor) -> int:
+    """Multiprocessors; the CPU interpreter counts as one, so that programs walk several tiles."""
+    return device_facts(t.device).units if t.is_cuda else 1
+
+
+def _capability(t: Tensor) -> tuple[int, int]:
+    """Compute capability; the CPU interpreter counts as 9.0."""
+    return device_facts(t.device).capability if t.is_cuda else (9, 0)

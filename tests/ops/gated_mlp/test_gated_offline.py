@@ -1,0 +1,206 @@
+"""The Triton kernels compile for each architecture, without spilling, on a machine without a GPU.
+
+Launches are built from meta tensors, so what is compiled is what would be launched.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("needs triton", allow_module_level=True)
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
+from fastlinear.ops.gated_mlp import triton as backend
+from fastlinear.ops.gated_mlp import triton_config
+from fastlinear.ops.gated_mlp.stacking import ORDERS, Biases, Pre, Weights
+
+if triton.knobs.runtime.interpret:
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+ARCHS = (80, 90, 100)
+UNITS = 132
+
+
+@dataclass
+class Recorded:
+    """What a Launch was given, and the tensors it was called with."""
+
+    kernel: Any
+    rest: tuple[Any, ...]
+    options: dict[str, Any]
+    tensors: tuple[Any, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return str(self.kernel.__name__)
+
+    def compile(self, arch: int) -> Any:
+        """The kernel specialised as Triton's launcher would: ones and multiples of 16 are known."""
+        signature: dict[str, str] = {}
+        constants: dict[str, Any] = {}
+        attributes: dict[tuple[int], list[Any]] = {}
+        for i, value in enumerate((*self.tensors, *self.rest)):
+            param = self.kernel.params[i]
+            if isinstance(value, Tensor):
+                signature[param.name] = f"*{NAMES[value.dtype]}"
+                attributes[(i,)] = [["tt.divisibility", 16]]
+            elif param.is_constexpr or value is None or value == 1:
+                signature[param.name] = "constexpr"
+                constants[param.name] = value
+            else:
+                signature[param.name] = "i32"
+                if value % 16 == 0:
+                    attributes[(i,)] = [["tt.divisibility", 16]]
+        options = {"num_warps": self.options["warps"], "num_stages": self.options.get("stages", 3)}
+        source = ASTSource(self.kernel, signature, constants, attributes)
+        return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
+    """Launches made while the test runs; none is carried out."""
+    made: list[Recorded] = []
+
+    class Recorder:
+        def __init__(self, kernel: Any, grid: Any, rest: Any, device: Any, **options: Any) -> None:
+            assert all(0 < size < 2**31 for size in grid)
+            assert all(size < 2**16 for size in grid[1:])
+            self.record = Recorded(kernel, rest, options)
+
+        def __call__(self, *tensors: Any) -> None:
+            self.record.tensors = tensors
+            made.append(self.record)
+
+    monkeypatch.setattr(backend, "Launch", Recorder)
+    monkeypatch.setattr(backend, "_units", lambda t: UNITS)
+    monkeypatch.setattr(backend, "_facts", lambda tensors: object())  # nothing is remembered
+    return made
+
+
+def assert_fits(launch: Recorded, arch: int, tmp_path: Path) -> Any:
+    """No stack frame (spills live there), and shared memory within the architecture's limit."""
+    compiled = launch.compile(arch)
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    told = subprocess.run(
+        [CUOBJDUMP, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True
+    ).stdout
+    match = re.search(r"REG:(\d+) STACK:(\d+)", told)
+    assert match, told
+    registers, stack = int(match[1]), int(match[2])
+    assert stack == 0, f"{launch.name} for sm_{arch}: {registers} registers, {stack} bytes of stack"
+    assert compiled.metadata.shared <= triton_config.SHARED_BYTES[arch]
+    return compiled
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def pre_of(m: int, h: int, order: str, dtype: torch.dtype) -> Pre:
+    if order == "apart":
+        return meta(m, h, dtype=dtype), meta(m, h, dtype=dtype)
+    return meta(m, 2 * h, dtype=dtype), None
+
+
+def weights_of(k: int, h: int, n: int, order: str) -> Weights:
+    if order == "apart":
+        return Weights(meta(h, k), meta(h, k), meta(n, h))
+    return Weights(meta(2 * h, k), None, meta(n, h))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", NAMES, ids=NAMES.values())
+@pytest.mark.parametrize("order", ["apart", "interleaved"])
+def test_elementwise_passes(
+    order: str, dtype: torch.dtype, arch: int, launches: list[Recorded], tmp_path: Path
+) -> None:
+    m, h = 4096, 4096
+    pre = pre_of(m, h, order, dtype)
+    backend.gate_forward(pre, "gelu", order)
+    needs = (True, order == "apart")
+    backend.gate_backward(meta(m, h, dtype=dtype), pre, "gelu", order, needs, True)
+    assert [r.name for r in launches] == ["_gate_fwd_kernel", "_gate_bwd_kernel"]
+    for launch in launches:
+        compiled = assert_fits(launch, arch, tmp_path)
+        assert ".v4.b32" in compiled.asm["ptx"] or ".v4.f32" in compiled.asm["ptx"]
+
+
+# M: the largest tile, and every smaller one
+TOKENS = (4096, 512, 64, 16)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("m", TOKENS)
+def test_products_with_the_gate(
+    m: int,
+    arch: int,
+    launches: list[Recorded],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Training, with biases: the forward keeps its pre-activations, the backward sums."""
+    monkeypatch.setattr(backend, "_capability", lambda t: divmod(arch, 10))
+    for order in ("apart", "interleaved") if m == 4096 else ("apart",):
+        w = weights_of(1024, 4096, 1024, order)
+        rows = w.gate.shape[0]
+        b = Biases(meta(rows), meta(rows) if order == "apart" else None, meta(1024))
+        x, dy, pre = meta(m, 1024), meta(m, 1024), pre_of(m, 4096, order, torch.bfloat16)
+        backend.forward(x, w, b, "gelu_tanh", order, True)
+        needs = (*[True] * 5, order == "apart", True)
+        backend.backward(dy, pre, x, w, b, "gelu_tanh", order, needs)
+    assert {r.name for r in launches} == {"_dual_fwd_kernel", "_down_bwd_kernel"}
+    for launch in launches:
+        assert_fits(launch, arch, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation_fits(
+    activation: str, launches: list[Recorded], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest tiles on Hopper."""
+    monkeypatch.setattr(backend, "_capability", lambda t: (9, 0))
+    w, b = weights_of(1024, 4096, 1024, "apart"), Biases(meta(4096), meta(4096), None)
+    x, dy, pre = meta(4096, 1024), meta(4096, 1024), pre_of(4096, 4096, "apart", torch.bfloat16)
+    backend.forward(x, w, b, activation, "apart", True)
+    backend.backward(dy, pre, x, w, b, activation, "apart", (*[True] * 6, False))
+    for launch in launches:
+        assert_fits(launch, 90, tmp_path)
+
+
+def test_configurations_fit_their_architecture() -> None:
+    for arch, limit in triton_config.SHARED_BYTES.items():
+        for piece, operands in (("forward", 2), ("backward", 1)):
+            for m in (1, 16, 100, 5000):
+                c = triton_config.product_config(piece, m, 4096, UNITS, divmod(arch, 10))
+                assert c.shared_bytes(operands, 2) <= limit
+                assert c.block_m < 2 * max(m, 16)
+
+
+def test_chunks_cover_all_rows() -> None:
+    for m in (1, 3, 100, 4096, 1 << 20):
+        for h in (1, 40, 4096, 20000):
+            rows = triton_config.chunk_rows(m, h, UNITS)
+            assert rows % triton_config.gate_config(h).block_m == 0
+            assert -(-m // rows) < 2**16
+
+
+def test_orders_are_those_of_the_op() -> None:
+    assert set(ORDERS) == {"apart", "gate_up", "up_gate", "interleaved"}
