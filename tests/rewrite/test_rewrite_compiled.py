@@ -42,7 +42,7 @@ _compile: Any = torch.compile
 def graphs_run_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
 
-    def instead(target: Any, *, dynamic: bool, mode: str) -> Any:
+    def instead(target: Any, *, dynamic: bool, **_: Any) -> Any:
         return _compile(target, dynamic=dynamic, backend="eager")
 
     monkeypatch.setattr(torch, "compile", instead)
@@ -376,6 +376,22 @@ def test_what_a_replay_returns_is_the_callers(monkeypatch: pytest.MonkeyPatch) -
     assert first["y"].tolist() == [1.0, 1.0, 1.0]
     assert second["y"].tolist() == [2.0, 2.0, 2.0]
     swaps.off()
+
+
+def test_dropout_draws_what_it_would_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor's own random numbers are others than PyTorch's: nothing could be verified."""
+    asked: list[dict[str, Any]] = []
+
+    def compile_(method: Any, **options: Any) -> Any:
+        asked.append(options)
+        return method
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    model = nn.Dropout(0.5)
+    swaps = SwapSet(with_compiled([], model, "default"))
+    swaps.on()
+    model(torch.ones(4))
+    assert asked == [{"dynamic": False, "options": {"fallback_random": True}}]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,10 @@ from fastlinear.rewrite.exchange.swap import Swap, mark
 DEFAULT, REDUCE_OVERHEAD = "default", "reduce-overhead"
 COMPILE_MODES = (DEFAULT, REDUCE_OVERHEAD)
 """Modes of ``torch.compile`` that are tried; the second replays CUDA graphs."""
+_HOW: dict[str, dict[str, Any]] = {
+    DEFAULT: {"options": {"fallback_random": True}},  # dropout draws what it would without
+    REDUCE_OVERHEAD: {"mode": REDUCE_OVERHEAD},
+}
 _function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 _numbers = count()
 
@@ -44,7 +48,7 @@ class CompiledForward:
             return self.__func__(self.__self__, *args, **kwargs)
         if self._compiled is None:
             method = MethodType(self.__func__, self.__self__)
-            self._compiled = torch.compile(method, dynamic=False, mode=self._mode)
+            self._compiled = torch.compile(method, dynamic=False, **_HOW[self._mode])
         if self._mode != REDUCE_OVERHEAD:
             return self._compiled(*args, **kwargs)
         torch.compiler.cudagraph_mark_step_begin()
