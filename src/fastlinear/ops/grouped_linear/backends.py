@@ -86,12 +86,13 @@ def _prefer(p: Problem) -> tuple[str, ...]:
     """Analytic order, used only where no measurement covers the Problem."""
     if p.piece == STEP:
         return ("pieces", "eager")
-    # measured on an H200, over the sizes in README.md
-    small = p.dtype != "float32" and max(p.dim("K"), p.dim("N")) <= 128
-    if p.piece == "backward":
-        return ("triton", "eager") if p.device == "cuda" and small else ("eager",)
     if p.device != "cuda":
         return ("eager",)
+    # measured on an H200, over the sizes in README.md
+    if p.piece == "backward":
+        hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+        one_pass = max(p.dim("K"), p.dim("N")) <= (128 if hopper else 32)
+        return ("triton", "eager") if one_pass and p.dtype != "float32" else ("eager",)
     odd = p.dim("K") % 8 or p.dim("N") % 8  # rows of a group do not begin at 16 bytes
     many = p.dim("M") * p.dim("G") >= 1 << 15
     first = ("strips",) if odd and many else ("wide",) if p.dim("K") > 128 else ()

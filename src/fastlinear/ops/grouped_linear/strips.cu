@@ -118,14 +118,22 @@ __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b
 __device__ __forceinline__ float activated(float v) {
   if (ACT == RELU) return v < 0.0f ? 0.0f : v;
   if (ACT == RELU2) return v < 0.0f ? 0.0f : v * v;
-  if (ACT == SILU) return v / (1.0f + __expf(-v));
-  if (ACT == QUICK_GELU) return v / (1.0f + __expf(-1.702f * v));
-  if (ACT == GELU) return 0.5f * v * erfcf(-0.7071067811865476f * v);
+  if (ACT == SILU) return __fdividef(v, 1.0f + __expf(-v));
+  if (ACT == QUICK_GELU) return __fdividef(v, 1.0f + __expf(-1.702f * v));
+  if (ACT == GELU) {  // Abramowitz & Stegun 7.1.26: absolute error 1.5e-7 of the distribution
+    const float t = __fdividef(1.0f, 1.0f + 0.23164189f * fabsf(v));
+    float p = 0.5307027145f * t - 0.7265760135f;
+    p = p * t + 0.7107068705f;
+    p = p * t - 0.142248368f;
+    p = p * t + 0.127414796f;
+    p = p * t * __expf(-0.5f * v * v);
+    return v * (v < 0.0f ? p : 1.0f - p);
+  }
   if (ACT == GELU_TANH) {
     const float twice = v * (1.5957691216057308f + 0.07135481627260025f * v * v);
-    return v / (1.0f + __expf(-twice));
+    return __fdividef(v, 1.0f + __expf(-twice));
   }
-  if (ACT == SIGMOID) return 1.0f / (1.0f + __expf(-v));
+  if (ACT == SIGMOID) return __fdividef(1.0f, 1.0f + __expf(-v));
   if (ACT == TANH) return tanhf(v);
   if (ACT == LEAKY_RELU) return v < 0.0f ? 0.01f * v : v;
   return v;
