@@ -132,6 +132,7 @@ def check(rows: int, sizes: list[int], k: int, n: int, dtype: torch.dtype, act: 
         (37, [5, 9]),
         (20, [30, 4, 4]),  # passes the last row
         (20, [4, -7, 2**62, -(2**62), 5]),
+        (20, [5, 2**62, 2**62, 2**62, 3]),  # their sum passes 64 bits
         (1, [0, 1, 0, 0, 0]),
     ],
     ids=str,
