@@ -1,0 +1,168 @@
+"""A gated MLP as one module."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastlinear.core.errors import InputError
+from fastlinear.nn.gated_match import Gated, recognise, weights_of
+from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.gated_mlp.op import call
+from fastlinear.ops.gated_mlp.stacking import STACKED, Biases, Weights
+
+_NAME = "fastlinear.nn.GatedMLP"
+
+
+class GatedMLP(nn.Module):
+    """``(act(x Wgᵀ + bg) ∘ (x Wuᵀ + bu)) Wdᵀ + bd`` as one layer, on linear layers of usual names.
+
+    Args:
+        in_features: K.
+        hidden_features: H.
+        out_features: N; None for K.
+        bias: whether the linear layers have biases.
+        activation: of the gate, a name ``fastlinear.gated_mlp`` knows.
+        stacked: ``"gate_up"``, ``"up_gate"`` or ``"interleaved"`` for one layer that holds both
+            halves; None for two.
+        names: of the linear layers, which the keys of the ``state_dict`` begin with; None for
+            ``gate_proj``, ``up_proj``, ``down_proj``, or ``gate_up_proj``, ``down_proj``.
+        dropout: the rate at which what the gate lets through is dropped in training.
+        recompute: what training keeps, as for ``fastlinear.gated_mlp``.
+        backend: force a backend; None lets fastlinear choose.
+        device, dtype: as for ``nn.Linear``.
+
+    Shapes: input (..., K) → output (..., N). The layer reads the parameters of its linear layers;
+    their own ``forward``, and hooks on it, do not run.
+
+    Raises:
+        InputError: an unknown activation or order, a wrong number of names, a rate outside [0, 1).
+
+    >>> import torch, fastlinear as fl
+    >>> layer = fl.nn.GatedMLP(3, 8, activation="silu")
+    >>> layer(torch.ones(2, 3)).shape
+    torch.Size([2, 3])
+    >>> sorted(layer.state_dict())
+    ['down_proj.weight', 'gate_proj.weight', 'up_proj.weight']
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        bias: bool = False,
+        activation: str = "silu",
+        *,
+        stacked: str | None = None,
+        names: tuple[str, ...] | None = None,
+        dropout: float = 0.0,
+        recompute: int | None = None,
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        activation_of(activation, _NAME)
+        if stacked is not None and stacked not in STACKED:
+            _fail(
+                "",
+                f"stacked in {', '.join(map(repr, STACKED))} or None",
+                repr(stacked),
+                "It says how gate and up lie in one layer.",
+            )
+        if not 0.0 <= dropout < 1.0:
+            _fail("", "a dropout rate in [0, 1)", repr(dropout), "0.0 drops nothing.")
+        if names is None:
+            names = ("gate_proj", "up_proj") if stacked is None else ("gate_up_proj",)
+            names = (*names, "down_proj")
+        if len(set(names)) != (3 if stacked is None else 2) or len(names) != len(set(names)):
+            _fail(
+                "",
+                "three different names, or two with stacked",
+                repr(names),
+                "They are of the gate, the up and the down projection, or of gate and up together "
+                "and of the down projection.",
+            )
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        n = in_features if out_features is None else out_features
+        first = hidden_features if stacked is None else 2 * hidden_features
+        for name in names[:-1]:
+            self.add_module(name, nn.Linear(in_features, first, bias, **made))
+        self.add_module(names[-1], nn.Linear(hidden_features, n, bias, **made))
+        up = names[1] if stacked is None else None
+        self.gated = Gated(names[0], up, names[-1], stacked or "apart", activation, dropout)
+        self.recompute, self.backend = recompute, backend
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., K) → (..., N)."""
+        weights, biases = weights_of(self, self.gated)
+        gated = self.gated
+        options = gated.activation, gated.order, self.recompute, self.backend
+        down = weights.down
+        dropping = self.training and gated.dropout > 0.0
+        if down is None:
+            return call(x, weights, biases, *options, "gated_linear")
+        if not dropping and down.dtype == weights.gate.dtype:
+            return call(x, weights, biases, *options)
+        inner = Weights(weights.gate, weights.up, None)
+        h = call(x, inner, Biases(biases.gate, biases.up, None), *options, "gated_linear")
+        if dropping:
+            h = F.dropout(h, gated.dropout, True)
+        return F.linear(h.to(down.dtype), down, biases.down)
+
+    @classmethod
+    def from_module(
+        cls, module: nn.Module, *, recompute: int | None = None, backend: str | None = None
+    ) -> GatedMLP:
+        """A layer on the linear layers of a module that computes a gated MLP: the same layers under
+        the same names, so that the ``state_dict`` keeps its keys.
+
+        What the module computes is found on a small copy of it, whatever its class: the MLPs of
+        Llama, Mistral, Qwen, Gemma, Phi-3 and T5 v1.1 in transformers are such modules.
+
+        Raises InputError where it computes anything else, or has hooks or further state.
+
+        >>> import torch, fastlinear as fl
+        >>> class MLP(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.w1, self.w3 = torch.nn.Linear(4, 6), torch.nn.Linear(4, 6)
+        ...         self.w2 = torch.nn.Linear(6, 4)
+        ...     def forward(self, x):
+        ...         return self.w2(torch.nn.functional.silu(self.w1(x)) * self.w3(x))
+        >>> fl.nn.GatedMLP.from_module(MLP()).gated.names
+        ('w1', 'w3', 'w2')
+        """
+        if not isinstance(module, nn.Module):
+            _fail(".from_module", "a module", type(module).__name__, "Pass the MLP itself.")
+        found = recognise(module)
+        if found is None:
+            _fail(
+                ".from_module",
+                "a module that computes act(gate(x)) * up(x), and down() of it, on plain nn.Linear "
+                "children without hooks",
+                type(module).__name__,
+                "Call fastlinear.gated_mlp on its parameters.",
+            )
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        for name, child in module._modules.items():
+            if name in found.names:
+                made.add_module(name, child)
+        made.gated, made.recompute, made.backend = found, recompute, backend
+        return made.train(module.training)
+
+    def extra_repr(self) -> str:
+        """Activation, order, and what else is not in the linear layers."""
+        gated = self.gated
+        order = "" if gated.order == "apart" else f", stacked={gated.order!r}"
+        rate = f", dropout={gated.dropout}" if gated.dropout else ""
+        return f"activation={gated.activation!r}{order}{rate}"
+
+
+def _fail(where: str, expected: str, received: str, remedy: str) -> NoReturn:
+    raise InputError(f"{_NAME}{where}", expected=expected, received=received, remedy=remedy)
