@@ -192,6 +192,33 @@ def test_a_step_waits_for_nothing_and_is_three_launches() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.skipif(INTERPRETED, reason="compiles")
+@pytest.mark.parametrize("activation", ["none", "relu", "silu"])
+def test_compiles_whole(activation: str) -> None:
+    x, w, sizes, b = drawn(12, [5, 0, 3], 4, 6, torch.float32)
+
+    def run(*given: Any) -> Any:
+        y = fl.ragged_linear(given[0], given[1], sizes, given[2], activation=activation)
+        return y * 2
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for a, e in zip(
+        (compiled(x, w, b), *torch.autograd.grad(compiled(x, w, b).sum(), (x, w, b))),  # type: ignore[arg-type]
+        (run(x, w, b), *torch.autograd.grad(run(x, w, b).sum(), (x, w, b))),  # type: ignore[arg-type]
+        strict=True,
+    ):
+        torch.testing.assert_close(a, e)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="checks registrations")
+def test_opcheck() -> None:
+    x, w, sizes, b = drawn(12, [5, 0, 3], 4, 6, torch.float32)
+    for activation in ("relu", "gelu"):
+        torch.library.opcheck(
+            torch.ops.fastlinear.ragged_linear, (x, w, sizes, b, activation, True)
+        )
+
+
 def test_loop_is_right_and_zero_behind_the_last_group() -> None:
     x, w, b = torch.randn(7, 3), torch.randn(2, 4, 3), torch.randn(2, 4)
     y = fl.ragged_linear(x, w, torch.tensor([4, 1]), b, activation="sigmoid")

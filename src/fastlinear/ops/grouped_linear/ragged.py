@@ -71,6 +71,11 @@ def ragged_linear(
             _fail("tensors", type(t).__name__, "Convert it with torch.as_tensor.")
     x, weight, bias = as_autocast(x, weight, bias)
     _validate(x, weight, group_sizes, bias)
+    if torch.compiler.is_compiling() and backend is None:
+        grad = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+        op = torch.ops.fastlinear.ragged_linear
+        found: Tensor = op(x, weight, group_sizes, bias, activation, grad)[0]
+        return found
     why = _reason_not_triton(x, weight, given)
     if backend == "triton" and why is not None:
         raise UnsupportedError(
@@ -125,15 +130,9 @@ class _Ragged(torch.autograd.Function):
         activation: str,
     ) -> Tensor:
         """y (T, N)."""
-        from fastlinear.ops.grouped_linear import triton_ragged
-
         kind = activation_of(activation).saved
-        grad = any(ctx.needs_input_grad)
-        flat = None if bias is None else bias.resolve_neg().contiguous()
-        y, pre = triton_ragged.product(
-            *(_rows(x), weight.resolve_neg(), flat, None, group_sizes.contiguous(), activation),
-            grad and kind == "pre",
-        )
+        save_pre = any(ctx.needs_input_grad) and kind == "pre"
+        y, pre = by_kernels(x, weight, group_sizes, bias, activation, save_pre)
         ctx.save_for_backward(x, weight, bias, group_sizes, y if kind == "output" else pre)
         ctx.activation = activation
         return y
@@ -141,8 +140,6 @@ class _Ragged(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         """(dx, dW, db, None, None); by PyTorch's own ops where a graph is asked for."""
-        from fastlinear.ops.grouped_linear import triton_ragged
-
         x, weight, bias, group_sizes, saved = ctx.saved_tensors
         activation = ctx.activation
         need_x, need_w, need_b = ctx.needs_input_grad[:3]
@@ -155,16 +152,49 @@ class _Ragged(torch.autograd.Function):
                 inputs = [t for t in wanted if t is not None]
                 found = iter(torch.autograd.grad(y, inputs, dy, create_graph=True))
             return (*(None if t is None else next(found) for t in wanted), None, None)
-        sizes, grad = group_sizes.contiguous(), _rows(dy)
-        dx = dw = db = None
-        if need_x:
-            dense = weight.resolve_neg()
-            dx = triton_ragged.grad_input(grad, saved, dense, sizes, activation)
-        if need_w or need_b:
-            dw, db = triton_ragged.grad_weight(
-                *(grad, saved, _rows(x), sizes, activation, need_w, need_b)
-            )
-        return dx, dw, db, None, None
+        needed = (need_x, need_w, need_b)
+        rest = (group_sizes, activation, needed)
+        return (*gradients(dy, saved, x, weight, *rest), None, None)
+
+
+def by_kernels(
+    x: Tensor,
+    weight: Tensor,
+    group_sizes: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    save_pre: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """(y, pre if asked), (T, N) each, in one launch of the Triton backend."""
+    from fastlinear.ops.grouped_linear import triton_ragged
+
+    flat = None if bias is None else bias.resolve_neg().contiguous()
+    sizes = group_sizes.contiguous()
+    return triton_ragged.product(
+        _rows(x), weight.resolve_neg(), flat, None, sizes, activation, save_pre
+    )
+
+
+def gradients(
+    dy: Tensor,
+    saved: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    group_sizes: Tensor,
+    activation: str,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dx, dW, db), each None where not needed, in at most two launches of the Triton backend."""
+    from fastlinear.ops.grouped_linear import triton_ragged
+
+    sizes, grad = group_sizes.contiguous(), _rows(dy)
+    dx = dw = db = None
+    if needs[0]:
+        dx = triton_ragged.grad_input(grad, saved, weight.resolve_neg(), sizes, activation)
+    if needs[1] or needs[2]:
+        rest = (sizes, activation, needs[1], needs[2])
+        dw, db = triton_ragged.grad_weight(grad, saved, _rows(x), *rest)
+    return dx, dw, db
 
 
 def _rows(t: Tensor) -> Tensor:
