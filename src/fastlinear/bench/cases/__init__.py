@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from fastlinear.bench.case import Case
 from fastlinear.bench.cases import (
+    gated_mlp,
     graphed,
     groups,
     linear,
@@ -17,6 +18,7 @@ from fastlinear.bench.cases import (
 )
 
 EXPERIMENTS: dict[str, Callable[[str, bool], list[Case]]] = {
+    "gated-mlp": gated_mlp.cases,
     "graphed": graphed.cases,
     "groups": groups.cases,
     "linear": linear.cases,
