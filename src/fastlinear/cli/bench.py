@@ -31,7 +31,8 @@ def bench(
     experiment: Annotated[
         str,
         typer.Argument(
-            help="linear, linear-bias, pseudo-linear, overhead, strassen, graphed, groups, models."
+            help="linear, linear-bias, pseudo-linear, overhead, strassen, graphed, groups, "
+            "gated-mlp, models."
         ),
     ] = "linear",
     device: opt.Place = "cpu",
