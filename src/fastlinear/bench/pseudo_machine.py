@@ -1,7 +1,8 @@
 """The rates of this machine that experiment ``pseudo-linear``'s model is made of, measured.
 
 Each is measured once a process, at the size of the case it is for: matrix products by their rate at
-that size, tensors by copies of as many bytes. Products that would take long are measured smaller.
+that size, passes over memory by one of PyTorch's over as many bytes. Products that would take long
+are measured smaller.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ class Machine:
         flops_per_s: of a large matrix product by PyTorch.
         products_us: the full layer's three products, of this size, into memory that is there:
             forward, dx, dw.
-        sum_us: the sums over rows that are the full layer's db.
-        bytes_per_s: of copies as large as the case, read plus written, to memory that is there.
+        sum_us: PyTorch's sum over rows, as for the full layer's db.
+        bytes_per_s: of a pass of PyTorch's as large as the case, read plus written, to memory that
+            is there.
         new_us: contender → what a new tensor of x's size costs when it is first written.
         new_weight_us: the same for a matrix of the full layer's gradients.
         kernel_us: the start of a kernel of PyTorch's on the device, 0 on a CPU.
@@ -75,7 +77,7 @@ def measured(
     size = m * k * FLOAT_DTYPES[dtype].itemsize
     held = 2 * size if grad else size  # a step touches twice the tensors of a forward
     state = f"{matmul_precision(FLOAT_DTYPES[dtype])} {torch.get_num_threads()}"
-    rate = _copy_rate(device, _rounded(held), sets, state)
+    rate = _pass_rate(device, _rounded(held), sets, state)
     fresh = _first_touch_us(device, size, state)
     own = fresh if size < cpp._FRESH_BYTES or backend != "cpp" else _large_touch_us(size)
     return Machine(
@@ -149,24 +151,34 @@ def _sum_us(device: str, dtype: str, m: int, k: int, state: str) -> float:
 
 
 @lru_cache(maxsize=64)
-def _copy_rate(device: str, size: int, sets: int, state: str) -> float:
-    """Of copies of ``size`` bytes to memory that is there; on a GPU from as many sources as the
-    case has input sets."""
+def _pass_rate(device: str, size: int, sets: int, state: str) -> float:
+    """Of a product with a number, from ``size`` bytes to memory that is there, as a case meets it:
+    on a GPU from as many sources as the case has sets, on a CPU after work on other memory."""
     where = torch.device(device)
-    count = 1
+    count = 2
     if where.type == "cuda":
         enough = math.ceil(2 * device_facts(where).l2_bytes / size)
         count = max(1, min(sets, enough, _MAX_SETS))
     pairs = [[torch.ones(size // 4, device=where) for _ in range(2)] for _ in range(count)]
     turn = [0]
 
-    def copy() -> Tensor:
-        turn[0] = (turn[0] + 1) % count
-        source, target = pairs[turn[0]]
-        return target.copy_(source)
+    def of(i: int) -> Tensor:
+        source, target = pairs[i]
+        return torch.mul(source, 0.5, out=target)
 
-    us = _median_us(copy, where) - _kernel_us(device)
-    return 2.0 * size / max(us, 1e-3) * 1e6
+    def rotating() -> Tensor:
+        turn[0] = (turn[0] + 1) % count
+        return of(turn[0])
+
+    with torch.no_grad():
+        if where.type == "cuda":
+            us = _median_us(rotating, where) - _kernel_us(device)
+        else:  # contenders that take turns leave each other's tensors in the caches
+            few = torch.ones(16)
+            arms = {"it": lambda: of(0), "few": lambda: few.mul_(1.0), "other": lambda: of(1)}
+            samples = interleave(arms, rounds=_ROUNDS)
+            us = samples["it"].median_us - samples["few"].median_us
+    return 2.0 * size / max(us, 1e-2) * 1e6
 
 
 @lru_cache(maxsize=64)
@@ -196,7 +208,7 @@ def _large_touch_us(size: int) -> float:
         x.zero_()
 
     def new() -> None:
-        memory = mmap.mmap(-1, 4 * count)
+        memory = mmap.mmap(-1, 4 * count, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         torch.frombuffer(memory, dtype=torch.float32).zero_()

@@ -3,7 +3,7 @@
 A full layer takes what its products take at the rates PyTorch reaches at their size, or its memory
 traffic where that is longer, and then what follows them: an activation, sums for db, and the first
 touch of new results. A diagonal layer takes its passes over memory, as many as the backend needs
-that computes it. Rates of memory are those of copies as large; on a GPU kernels add their starts.
+that computes it. Rates of memory are those of one pass as large; on a GPU kernels add their starts.
 What the host does for a call is measured on the same call at 1 x 16 numbers: on a GPU it runs
 beside the device, so that the longer counts, on a CPU before it. Hence a full layer costs as much
 as a diagonal one while both wait for the host or for memory, and ever more times as much from there
@@ -35,21 +35,26 @@ class Passes:
         passes: over tensors of x's size, read or written.
         kernels: of PyTorch's, that start one after the other.
         new: tensors of x's size.
+        sums: over the rows of one, by PyTorch.
     """
 
     passes: int
     kernels: int
     new: int
+    sums: int = 0
 
     def __add__(self, other: Passes) -> Passes:
         return Passes(
-            self.passes + other.passes, self.kernels + other.kernels, self.new + other.new
+            self.passes + other.passes,
+            self.kernels + other.kernels,
+            self.new + other.new,
+            self.sums + other.sums,
         )
 
 
 _ONE_PASS = Passes(2, 0, 1)
 _FORWARDS = {"eager": Passes(4, 0, 2), "addcmul": _ONE_PASS}
-_BACKWARDS = {"eager": Passes(8, 0, 2)}  # dx, dy ∘ x and its sums, dy's sums
+_BACKWARDS = {"eager": Passes(6, 0, 2, 2)}  # dx, dy ∘ x, and the sums of that and of dy
 _SWEEP = Passes(3, 0, 1)
 _ACT_IN_PLACE, _ACT, _ACT_GRAD = Passes(2, 1, 0), Passes(2, 1, 1), Passes(3, 1, 1)
 
@@ -111,13 +116,13 @@ def expected(
     if contender == LINEAR:
         # forward; dx = dy W, dW = dyᵀ x and db, each reading its operands
         passes, matrices, kernels, new = (6, 3, 4, 2) if grad else (2, 1, 1, 1)
-        rest = Passes(0, kernels, new)
+        rest = Passes(0, kernels, new, int(grad))
         rest += _ACT if acts else Passes(0, 0, 0)
         rest += _ACT_GRAD if acts and grad else Passes(0, 0, 0)
         compute = sum(machine.products_us[: 3 if grad else 1])
         memory = pass_us * passes + size * matrices * k * k / machine.bytes_per_s * 1e6
         start = rest.kernels * machine.kernel_us
-        after = pass_us * rest.passes + (machine.sum_us + machine.new_weight_us if grad else 0.0)
+        after = pass_us * rest.passes + (machine.new_weight_us if grad else 0.0)
     else:
         rest = _FORWARDS.get(backends[0], _ONE_PASS)
         if acts and backends[0] in _FORWARDS:
@@ -130,7 +135,7 @@ def expected(
     return Expected(
         compute=compute,
         memory=memory,
-        after=after + machine.new_us[contender] * rest.new,
+        after=after + machine.new_us[contender] * rest.new + machine.sum_us * rest.sums,
         start=start,
         host=machine.host_us[contender],
     )
@@ -213,7 +218,7 @@ class Expectation:
             f"  nn.Linear: {self._times(self.linear)}",
             f"  diagonal:  {self._times(self.ours)}",
             f"  measured here: {rates.flops_per_s / 1e12:.3g} TFLOP/s in large products, "
-            f"{rates.bytes_per_s / 1e9:.3g} GB/s in copies of this size.",
+            f"{rates.bytes_per_s / 1e9:.3g} GB/s in passes of this size.",
             f"  Both layers read and write all of x and y. Up to about {self.breakeven:.0f} "
             "features nn.Linear's multiplications hide behind that; from there on its time grows "
             "with the width, and so does the speed-up, without end.",
