@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any
 
@@ -65,7 +65,8 @@ def recognise(module: nn.Module) -> Gated | None:
     """How the module computes a gated MLP of its one argument, or None where it does not.
 
     Its linear layers must be its own children, plain ``nn.Linear`` with neither hooks nor
-    parametrizations; besides them it may hold only children without state.
+    parametrizations; besides them it may hold only children without state. It must compute the same
+    in training, but for an ``nn.Dropout`` on what the gate lets through.
     """
     linears = _linears(module)
     if linears is None:
@@ -81,10 +82,10 @@ def recognise(module: nn.Module) -> Gated | None:
             expected = _formula(probe, found, x)
             if not _close(y, expected):
                 continue
-            if not rates:
-                return found
-            dropped = Gated(*(*_fields(found), rates.pop())) if len(rates) == 1 else None
-            return dropped if dropped is not None and _drops_alike(probe, dropped, x) else None
+            if len(rates) > 1:
+                return None
+            found = replace(found, dropout=rates.pop() if rates else 0.0)
+            return found if _trains_alike(probe, found, x) else None
     return None
 
 
@@ -96,10 +97,6 @@ def weights_of(module: nn.Module, gated: Gated) -> tuple[Weights, Biases]:
         Weights(*(None if a is None else a.weight for a in layers)),  # type: ignore[arg-type]
         Biases(*(None if a is None else a.bias for a in layers)),
     )
-
-
-def _fields(found: Gated) -> tuple[str, str | None, str | None, str, str]:
-    return found.gate, found.up, found.down, found.order, found.activation
 
 
 def _linears(module: nn.Module) -> dict[str, nn.Linear] | None:
@@ -199,10 +196,10 @@ def _formula(probe: nn.Module, found: Gated, x: Tensor) -> Tensor:
         return reference.gated_mlp(x, weights, biases, found.activation, found.order)
 
 
-def _drops_alike(probe: nn.Module, found: Gated, x: Tensor) -> bool:
-    """Whether in training the probe drops what the gate lets through, and nothing else."""
+def _trains_alike(probe: nn.Module, found: Gated, x: Tensor) -> bool:
+    """Whether in training the probe computes the same, but for what it drops of the product."""
     weights, biases = weights_of(probe, found)
-    if weights.down is None:
+    if found.dropout and weights.down is None:
         return False
     probe.train()
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -210,8 +207,10 @@ def _drops_alike(probe: nn.Module, found: Gated, x: Tensor) -> bool:
         y = _run(probe, x)
         torch.manual_seed(2)
         inner = weights._replace(down=None), biases._replace(down=None)
-        h = reference.gated_mlp(x, *inner, found.activation, found.order)
-        expected = F.linear(F.dropout(h, found.dropout, True), weights.down, biases.down)
+        expected = reference.gated_mlp(x, *inner, found.activation, found.order)
+        if weights.down is not None:
+            expected = F.dropout(expected, found.dropout, True)
+            expected = F.linear(expected, weights.down, biases.down)
     return y is not None and _close(y, expected)
 
 

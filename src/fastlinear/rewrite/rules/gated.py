@@ -1,0 +1,98 @@
+"""The rule of gated_mlp: modules that compute a gated MLP on linear layers of their own.
+
+It only matches; nothing here changes a model or measures anything. What a module computes is found
+on a small copy of it in float64, not by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from fastlinear.nn.gated_match import Gated, recognise, weights_of
+from fastlinear.ops.gated_mlp.op import call
+from fastlinear.ops.gated_mlp.stacking import hidden, out_features
+from fastlinear.rewrite.match.eligible import refuse_linear, refuse_module
+
+RULE = "gated_mlp"
+# Numbers of hidden size that pass over memory between the products: the activation (2) and the gate
+# (3); backward the gate's two gradients (6) and the activation's (3); against one pass each way.
+_PASSES = {"inference": (5, 3), "train": (14, 9)}
+
+
+@dataclass(frozen=True, eq=False)
+class GatedSite:
+    """A module that computes a gated MLP, or a gated linear layer.
+
+    Attributes:
+        fqn, module: the module.
+        gated: how it computes it.
+    """
+
+    fqn: str
+    module: nn.Module
+    gated: Gated
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """K, H and N (H without a down projection)."""
+        weights, _ = weights_of(self.module, self.gated)
+        return weights.gate.shape[1], hidden(weights), out_features(weights)
+
+    def instead(self, recompute: int | None = None) -> Callable[[Tensor], Tensor] | None:
+        """The same by ``gated_mlp``, on the module's own parameters as they are at each call; None
+        where the module drops what the gate lets through."""
+        gated = self.gated
+        if gated.dropout and self.module.training:
+            return None
+        function = "gated_linear" if gated.down is None else "gated_mlp"
+        activation, order = gated.activation, gated.order
+
+        def run(x: Tensor) -> Tensor:
+            weights, biases = weights_of(self.module, gated)
+            return call(x, weights, biases, activation, order, recompute, None, function)
+
+        return run
+
+    def passes(self, mode: str) -> tuple[int, int]:
+        """Numbers of hidden size, for each token, that PyTorch's own operations between the
+        products read and write, and that one fused pass each way does."""
+        return _PASSES[mode]
+
+    @property
+    def products(self) -> str:
+        """Which matrix products it runs, in words."""
+        k, h, n = self.sizes
+        first = f"{k} → 2·{h} (gate and up stacked)"
+        if self.gated.up is not None:
+            first = f"{k} → {h} twice (gate, up)"
+        return first if self.gated.down is None else f"{first}, {h} → {n} (down)"
+
+    @property
+    def advice(self) -> str:
+        """The line that puts one in the module's place."""
+        return "fl.nn.GatedMLP.from_module(module)"
+
+
+def match(model: nn.Module) -> list[GatedSite]:
+    """The gated MLPs of a model that no hook, parametrization or swap stands upon."""
+    return list(_found(model))
+
+
+def _found(model: nn.Module) -> Iterator[GatedSite]:
+    for fqn, module in model.named_modules():
+        if refuse_module(module) is not None:
+            continue
+        gated = recognise(module)
+        if gated is None:
+            continue
+        names = [f"{fqn}.{name}" if fqn else name for name in gated.names]
+        layers = [module._modules[name] for name in gated.names]
+        if any(
+            layer is None or refuse_linear(model, name, layer) is not None
+            for name, layer in zip(names, layers, strict=True)
+        ):
+            continue
+        yield GatedSite(fqn, module, gated)
