@@ -185,7 +185,7 @@ def test_defaults_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names(1, True)[:2] == ["eager", "eager"]
     if HAS_ONEDNN is None and cpp_gate.reason_not() is None:
         assert names(256, False) == ["onednn"]
-        assert names(256, True) == ["cpp", "cpp", "pieces"]
+        assert names(256, True) == ["onednn", "cpp", "pieces"]
     assert names(256, False, "float64") == ["eager"]
     monkeypatch.setattr(cpp_build, "compiler", lambda: None)
     assert names(256, True)[:2] == ["eager", "eager"]
