@@ -1,14 +1,13 @@
 """The rates of this machine that experiment ``pseudo-linear``'s model is made of, measured.
 
-Each is measured once a process, at the size of the case it is for: matrix products by their rate at
-that size, passes over memory by one of PyTorch's over as many bytes. Products that would take long
-are measured smaller.
+Each is measured at the size of the case it is for, on a GPU once a process: matrix products by
+their rate at that size, passes over memory by one of PyTorch's over as many bytes. Products that
+would take long are measured smaller.
 """
 
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -66,20 +65,30 @@ class Machine:
 
 
 def measured(
-    device: str, dtype: str, m: int, k: int, activation: str, grad: bool, backend: str, sets: int
+    device: str,
+    dtype: str,
+    m: int,
+    k: int,
+    activation: str,
+    grad: bool,
+    backend: str,
+    sets: int,
+    when: str,
 ) -> Machine:
     """The machine for one case.
 
     Args:
         backend: the backend that fastlinear takes, whose call the host is timed with.
         sets: input sets that take turns, which decide what caches hold.
+        when: anything; a CPU is measured again where this differs, as others may share it.
     """
     size = m * k * FLOAT_DTYPES[dtype].itemsize
     held = 2 * size if grad else size  # a step touches twice the tensors of a forward
     state = f"{matmul_precision(FLOAT_DTYPES[dtype])} {torch.get_num_threads()}"
-    rate = _pass_rate(device, _rounded(held), sets, state)
+    state += when if device.startswith("cpu") else ""
+    rate = _pass_rate(device, _rounded(held), k, sets, state)
     fresh = _first_touch_us(device, size, state)
-    own = fresh if size < cpp._FRESH_BYTES or backend != "cpp" else _large_touch_us(size)
+    own = fresh if size < cpp._FRESH_BYTES or backend != "cpp" else _large_touch_us(size, state)
     return Machine(
         _product_rate(device, dtype, state),
         (
@@ -151,34 +160,38 @@ def _sum_us(device: str, dtype: str, m: int, k: int, state: str) -> float:
 
 
 @lru_cache(maxsize=64)
-def _pass_rate(device: str, size: int, sets: int, state: str) -> float:
-    """Of a product with a number, from ``size`` bytes to memory that is there, as a case meets it:
-    on a GPU from as many sources as the case has sets, on a CPU after work on other memory."""
+def _pass_rate(device: str, size: int, width: int, sets: int, state: str) -> float:
+    """Of one op of PyTorch's, from ``size`` bytes to memory that is there, as a case meets it.
+
+    On a GPU a product with a number, from as many sources as the case has sets; on a CPU a product
+    with ``width`` numbers, by turns with one on other memory.
+    """
     where = torch.device(device)
-    count = 2
     if where.type == "cuda":
         enough = math.ceil(2 * device_facts(where).l2_bytes / size)
         count = max(1, min(sets, enough, _MAX_SETS))
-    pairs = [[torch.ones(size // 4, device=where) for _ in range(2)] for _ in range(count)]
-    turn = [0]
+        pairs = [[torch.ones(size // 4, device=where) for _ in range(2)] for _ in range(count)]
+        turn = [0]
 
-    def of(i: int) -> Tensor:
-        source, target = pairs[i]
-        return torch.mul(source, 0.5, out=target)
+        def rotating() -> Tensor:
+            turn[0] = (turn[0] + 1) % count
+            source, target = pairs[turn[0]]
+            return torch.mul(source, 0.5, out=target)
 
-    def rotating() -> Tensor:
-        turn[0] = (turn[0] + 1) % count
-        return of(turn[0])
-
+        us = _median_us(rotating, where) - _kernel_us(device)
+        return 2.0 * size / max(us, 1e-2) * 1e6
+    rows = max(1, size // (4 * width))
+    a, b, c, d = (torch.ones(rows, width) for _ in range(4))
+    few, weight = torch.ones(16), torch.ones(width)
+    arms = {
+        "it": lambda: torch.mul(a, weight, out=b),
+        "few": lambda: few.mul_(1.0),
+        "other": lambda: torch.mul(c, weight, out=d),
+    }
     with torch.no_grad():
-        if where.type == "cuda":
-            us = _median_us(rotating, where) - _kernel_us(device)
-        else:  # contenders that take turns leave each other's tensors in the caches
-            few = torch.ones(16)
-            arms = {"it": lambda: of(0), "few": lambda: few.mul_(1.0), "other": lambda: of(1)}
-            samples = interleave(arms, rounds=_ROUNDS)
-            us = samples["it"].median_us - samples["few"].median_us
-    return 2.0 * size / max(us, 1e-2) * 1e6
+        samples = interleave(arms, rounds=_ROUNDS)
+    us = samples["it"].median_us - samples["few"].median_us
+    return 8.0 * rows * width / max(us, 1e-2) * 1e6
 
 
 @lru_cache(maxsize=64)
@@ -199,23 +212,19 @@ def _first_touch_us(device: str, size: int, state: str) -> float:
 
 
 @lru_cache(maxsize=16)
-def _large_touch_us(size: int) -> float:
-    """The same for memory in large pages, as far as the system gives them."""
-    count = min(size, _MOST_COPY) // 4
-    x = torch.zeros(count)
-
-    def there() -> None:
-        x.zero_()
-
-    def new() -> None:
-        memory = mmap.mmap(-1, 4 * count, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        torch.frombuffer(memory, dtype=torch.float32).zero_()
-
-    samples = interleave({"new": new, "there": there}, rounds=_ROUNDS)
+def _large_touch_us(size: int, state: str) -> float:
+    """The same for the memory that backend ``cpp`` asks for, by that backend."""
+    count = min(size, _MOST_COPY) // 4 // _LEAST_WIDTH
+    x, weight = torch.ones(count, _LEAST_WIDTH), torch.ones(_LEAST_WIDTH)
+    out = torch.empty_like(x)
+    arms = {
+        "new": lambda: cpp.forward(x, weight, None, "none", None, None),
+        "there": lambda: cpp.forward(x, weight, None, "none", None, out),
+    }
+    with torch.no_grad():
+        samples = interleave(arms, rounds=_ROUNDS)
     more = samples["new"].median_us - samples["there"].median_us
-    return max(0.0, more) * size / (4 * count)
+    return max(0.0, more) * size / x.nbytes
 
 
 @lru_cache(maxsize=8)

@@ -152,6 +152,7 @@ def told(work: DiagonalWork, contender: str) -> dict[str, str]:
         case.needs_grad,
         case.option("activation"),
         len(work.stacks),
+        case.name,
     )
     found = linear if contender == LINEAR else ours
     return {
@@ -162,14 +163,14 @@ def told(work: DiagonalWork, contender: str) -> dict[str, str]:
 
 
 def _both(
-    m: int, k: int, dtype: str, device: str, grad: bool, activation: str, sets: int
+    m: int, k: int, dtype: str, device: str, grad: bool, activation: str, sets: int, when: str = ""
 ) -> tuple[Expected, Expected, Machine]:
     kind = device.split(":")[0]
     p = problem("forward", m, k, dtype=dtype, device=kind, activation=activation, needs_grad=grad)
     names = [c.backend.name for c in choices_of(p) if c.problem.piece != STEP]
     backends = names[0], names[-1]
     host = backends[1] if grad else backends[0]
-    machine = measured(device, dtype, m, k, activation, grad, host, sets)
+    machine = measured(device, dtype, m, k, activation, grad, host, sets, when)
     linear, ours = (
         expected(name, m, k, dtype, grad, machine, activation, backends) for name in (LINEAR, OURS)
     )

@@ -33,7 +33,6 @@ class DiagonalConfig:
         per_unit: programs wanted for each multiprocessor; 0 gives every tile one of its own.
         early: when the next kernel may begin where devices have such launches: ``"first"`` of all,
             or ``"last"``, before a program's sums.
-        across: read rows of fewer than ``block_k`` features side by side, a block full of them.
     """
 
     block_k: int
@@ -42,7 +41,6 @@ class DiagonalConfig:
     stages: int
     per_unit: int
     early: str = "first"
-    across: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,7 +115,7 @@ def cut(m: int, k: int, dense: bool, units: int, config: DiagonalConfig) -> Cut:
         dense: whether rows lie right behind each other.
         units: multiprocessors of the device.
     """
-    fold, block_k = _fold(m, k, dense, config.block_k, config.across)
+    fold, block_k = _fold(m, k, dense, config.block_k)
     width = fold * k
     rows = -(-m // fold)
     last = m * k - (rows - 1) * width
@@ -140,10 +138,8 @@ def one_launch(m: int, k: int, config: DiagonalConfig) -> Cut | None:
     return Cut(m, k, fold, k, block_m, block_k, 1, -(-k // block_k), even)
 
 
-def _fold(m: int, k: int, dense: bool, most: int, across: bool) -> tuple[int, int]:
+def _fold(m: int, k: int, dense: bool, most: int) -> tuple[int, int]:
     """Rows of K to read as one, and the columns of a block, at most ``most``."""
-    if across and dense and k < most and most % k == 0 and m >= most // k:
-        return most // k, most
     if k <= most and k & (k - 1) == 0 and k >= _VECTOR:
         return 1, k
     if not dense or m < _VECTOR:

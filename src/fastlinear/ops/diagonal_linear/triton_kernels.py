@@ -179,19 +179,10 @@ def _diagonal_linear_bwd_kernel(
             db += dpre
     _end(EARLY)
     part_offs = strip.to(tl.int64) * WIDTH + col_offs
-    if dw_ptr is not None and db_ptr is not None:  # at once: half the barriers
-        dw_sums, db_sums = tl.reduce((dw, db), 0, _add_both)
-        _store_sums(dw_ptr + part_offs, dw_sums, col_offs, WIDTH, EVEN)
-        _store_sums(db_ptr + part_offs, db_sums, col_offs, WIDTH, EVEN)
-    elif dw_ptr is not None:
+    if dw_ptr is not None:
         _store_sums(dw_ptr + part_offs, tl.sum(dw, axis=0), col_offs, WIDTH, EVEN)
-    elif db_ptr is not None:
+    if db_ptr is not None:
         _store_sums(db_ptr + part_offs, tl.sum(db, axis=0), col_offs, WIDTH, EVEN)
-
-
-@triton.jit
-def _add_both(a, b, c, d):
-    return a + c, b + d
 
 
 @triton.jit
