@@ -22,6 +22,7 @@ from fastlinear.core.compare import judge
 from fastlinear.dispatch.backend import family
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.diagonal_linear import reference
+from fastlinear.ops.diagonal_linear.op import diagonal_linear
 from fastlinear.ops.diagonal_linear.problem import problem
 from fastlinear.ops.diagonal_linear.triton_config import DiagonalConfig
 
@@ -175,3 +176,25 @@ if ON_GPU:
             p = problem(piece, *size, dtype=dtype, device="cuda", activation="gelu_tanh")
             inputs = family("diagonal_linear").make_inputs(p, torch.device("cuda"), 0)
             assert wrong(piece, inputs) == []
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("activation", ["none", "silu"])
+    def test_second_derivatives(activation: str) -> None:
+        """Of calls as they are recorded in use, against PyTorch's own in float64."""
+        given = [torch.randn(s, device="cuda") for s in ((500, 160), (160,), (160,))]
+
+        def second(run: Any, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+            leaves = [t.detach().requires_grad_() for t in tensors]
+            y = run(*leaves, activation, None)
+            grads = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
+            return torch.autograd.grad(sum(g.square().sum() for g in grads), leaves)
+
+        def ours(*args: Any) -> torch.Tensor:
+            return diagonal_linear(*args[:3], activation=args[3])
+
+        for _ in range(4):
+            found = second(ours, given)
+        theirs = second(reference.diagonal_linear, given)
+        oracle = second(reference.diagonal_linear, [t.double() for t in given])
+        for i, (f, t, o) in enumerate(zip(found, theirs, oracle, strict=True)):
+            assert judge(str(i), f, t, o).passed, i
