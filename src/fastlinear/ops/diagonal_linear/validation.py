@@ -82,15 +82,20 @@ def validate_out(
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (out, *inputs)):
         remedy = "Call it under torch.no_grad(), or leave out= away."
         _fail("no gradients with out=", "a tensor that requires grad", remedy)
-    if any(t is not None and overlap(out, t) for t in inputs):
+    if _meets(out, inputs):
         remedy = "Give out memory of its own."
         _fail("out apart from every input", "memory that an input lies in", remedy)
 
 
-def overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether the address ranges of two tensors meet."""
-    (a_low, a_high), (b_low, b_high) = _range(a), _range(b)
-    return a_low < b_high and b_low < a_high
+def _meets(out: Tensor, inputs: tuple[Tensor | None, ...]) -> bool:
+    """Whether the address range of a contiguous tensor meets that of any other."""
+    low, high = _range(out)
+    for t in inputs:
+        if t is not None and (start := t.data_ptr()) < high:
+            end = start + t.nbytes if t.is_contiguous() else _range(t)[1]
+            if low < end:
+                return True
+    return False
 
 
 def _range(t: Tensor) -> tuple[int, int]:
