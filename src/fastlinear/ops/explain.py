@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fastlinear.dispatch.explain import Explanation
-from fastlinear.ops import diagonal_linear, grouped_linear, linear_act, mlp
+from fastlinear.ops import diagonal_linear, gated_mlp, grouped_linear, linear_act, mlp
 
 
 def explain(
@@ -22,7 +22,8 @@ def explain(
     Args:
         x, weight, bias: the call's tensors: a matrix explains ``linear_act``, a vector
             ``diagonal_linear``, three dimensions ``grouped_linear``, a sequence of weights (and of
-            biases) ``mlp``.
+            biases) ``mlp``. A matrix with ``up_weight=`` or ``stacked=`` is a gate's: that explains
+            ``gated_linear``, and with ``down_weight=`` ``gated_mlp``.
         options: the keyword arguments of that function (``activation=``, ``backend=``…), and
             ``needs_grad=`` to explain the training choice or not; by default what the tensors say.
 
@@ -32,7 +33,11 @@ def explain(
     ['linear_act']
     >>> [c.problem.family for c in fl.explain(x, [w, w], activation="relu").choices]
     ['mlp']
+    >>> [c.problem.family for c in fl.explain(x, w, up_weight=w, down_weight=w).choices]
+    ['gated_mlp']
     """
+    if "up_weight" in options or "stacked" in options:
+        return gated_mlp.explain(x, weight, gate_bias=bias, **options)  # type: ignore[arg-type]
     if isinstance(weight, Tensor) and weight.dim() == 1:
         return diagonal_linear.explain(x, weight, bias, **options)  # type: ignore[arg-type]
     if isinstance(weight, Tensor) and weight.dim() == 3:

@@ -351,6 +351,24 @@ def test_transforms_and_recorders() -> None:
         torch.vmap(lambda t: called(t, p, "relu", backend="onednn"))(x)
 
 
+def test_symbolic_tracing_keeps_the_calls() -> None:
+    class Both(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.d = torch.nn.Parameter(torch.randn(2 * H, K)), torch.randn(K, H)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = fl.gated_linear(x, self.w, activation="relu", stacked="interleaved")
+            return fl.gated_mlp(h @ self.d.t(), self.w, None, self.d, stacked="gate_up")
+
+    module = Both()
+    traced = torch.fx.symbolic_trace(module)
+    x = torch.randn(7, K)
+    close(traced(x), module(x))
+    targets = {n.target for n in traced.graph.nodes}
+    assert {fl.gated_linear, fl.gated_mlp} <= targets
+
+
 def test_lazy_signs_are_resolved() -> None:
     x = torch.randn(7, K, dtype=torch.complex64).conj().imag
     assert x.is_neg()
@@ -440,6 +458,13 @@ def test_explain_names_every_backend() -> None:
     assert [c.problem.piece for c in told.choices][:2] == ["forward", "backward"]
     (choice,) = explain(x, *p, needs_grad=False).choices
     assert {choice.backend.name, *dict(choice.passed_over)} == set(BACKENDS)
+    wg, wu, wd, *_ = p
+    for options in ({"up_weight": wu}, {"up_weight": wu, "down_weight": wd}):
+        (choice, *_) = fl.explain(x, wg, p[3], **options, needs_grad=False).choices
+        assert choice.problem.family == "gated_mlp"
+        assert ("N" in dict(choice.problem.dims)) is ("down_weight" in options)
+    (choice, *_) = fl.explain(x, torch.cat([wg, wu]), stacked="gate_up", needs_grad=False).choices
+    assert choice.problem.option("order") == "gate_up"
 
 
 def test_plans_are_forgotten_when_a_tuning_is_stored() -> None:
