@@ -71,7 +71,8 @@ def test_cuda_graph_of_a_training_step() -> None:
 
     def step() -> tuple[Tensor, ...]:
         y = fl.grouped_linear(x, weight, bias, activation="relu", backend="triton")
-        return (y, *torch.autograd.grad(y, (x, weight, bias), torch.ones_like(y)))
+        # a result that keeps its graph would tie the leaves to this stream
+        return (y.detach(), *torch.autograd.grad(y, (x, weight, bias), torch.ones_like(y)))
 
     expected = step()
     stream = torch.cuda.Stream()
