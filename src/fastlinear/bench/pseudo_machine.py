@@ -182,10 +182,10 @@ def _pass_rate(device: str, size: int, width: int, sets: int, state: str) -> flo
         return 2.0 * size / max(us, 1e-2) * 1e6
     rows = max(1, size // (4 * width))
     a, b, c, d = (torch.ones(rows, width) for _ in range(4))
-    few, weight = torch.ones(16), torch.ones(width)
+    few, weight = [torch.ones(1, 16) for _ in range(2)], torch.ones(width)
     arms = {
         "it": lambda: torch.mul(a, weight, out=b),
-        "few": lambda: few.mul_(1.0),
+        "few": lambda: torch.mul(few[0], few[0][0], out=few[1]),
         "other": lambda: torch.mul(c, weight, out=d),
     }
     with torch.no_grad():
