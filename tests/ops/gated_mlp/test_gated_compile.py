@@ -90,6 +90,15 @@ def test_dynamic_shapes_compile_once() -> None:
     assert counter.frame_count == 1
 
 
+def test_export() -> None:
+    layer = fl.nn.GatedMLP(K, H, N, bias=True, stacked="gate_up")
+    program = torch.export.export(
+        layer, (torch.randn(4, K),), dynamic_shapes=({0: torch.export.Dim("m", min=2, max=64)},)
+    )
+    x = torch.randn(9, K)
+    close(program.module()(x), layer(x))
+
+
 def test_autocast_inside() -> None:
     given = drawn("apart", True)
 
