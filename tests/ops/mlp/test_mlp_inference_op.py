@@ -27,8 +27,9 @@ def expected_of(x: Tensor, ws: list[Tensor], bs: list[Tensor]) -> Tensor:
     return y.view(*x.shape[:-1], -1)
 
 
-def test_opcheck() -> None:
-    x, ws, bs = given(False)
+@pytest.mark.parametrize("grad", [False, True])
+def test_opcheck(grad: bool) -> None:
+    x, ws, bs = given(grad)
     args = (x, ws, bs, [True, False], [True, False], *NAMES, "", False)
     torch.library.opcheck(OP, args, raise_exception=True)
 
@@ -42,6 +43,22 @@ def test_it_records_gradients_where_it_is_run_with_them() -> None:
     torch.testing.assert_close(
         torch.autograd.grad(y, wanted, dy), torch.autograd.grad(expected, wanted, dy)
     )
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_exported_graph_keeps_its_gradients(compiled: bool) -> None:
+    layer = nn.Sequential(fl.nn.MLP([8, 5, 3], activation="gelu"), nn.LayerNorm(3))
+    x = torch.randn(4, 8)
+    with torch.no_grad():
+        program = torch.export.export(layer, (x,), strict=True)
+    assert "mlp_inference" in program.graph_module.code
+    module = program.module()
+    torch._dynamo.reset()
+    run: Any = torch.compile(module, backend="aot_eager") if compiled else module
+    run(x).pow(3).sum().backward()
+    layer(x).pow(3).sum().backward()
+    found = {name: p.grad for name, p in module.named_parameters()}
+    torch.testing.assert_close(found, {name: p.grad for name, p in layer.named_parameters()})
 
 
 def test_a_compiled_graph_hands_on_the_parameters_themselves(

@@ -90,6 +90,17 @@ def test_stream_for_leaves_other_chains_alone() -> None:
     assert stream_for((8192,) * 3, 64, 2) is None
 
 
+@pytest.mark.parametrize("width", [1024, 2048, 4096])
+@pytest.mark.parametrize("rows", [1, 33, 64, 65, 128])
+def test_float16_keeps_whole_sums(width: int, rows: int) -> None:
+    for dtype, name in ((F16, "float16"), (BF16, "bfloat16")):
+        call = whole_cuda._Call((width,) * 4, rows, dtype, ("relu", "none"), False, 0, 16)
+        sharings = list(whole_cuda._sharings(call))
+        short = [getattr(s, "short", False) for s in sharings]
+        assert any(isinstance(s, Stream) for s in sharings), name
+        assert any(short) == (dtype is BF16)
+
+
 @pytest.mark.parametrize(
     ("stream", "widths", "rows", "word"),
     [
@@ -279,7 +290,8 @@ def _inputs(
 
 def _stream(inputs: Inputs) -> Stream:
     x, weights, _ = inputs
-    stream = make_stream((x.shape[1], *[w.shape[0] for w in weights]), x.shape[0])
+    widths = (x.shape[1], *[w.shape[0] for w in weights])
+    stream = make_stream(widths, x.shape[0], short=x.dtype is BF16)
     assert stream is not None
     return stream
 
@@ -319,6 +331,26 @@ def _assert_right(
 def test_widths_and_rows(widths: tuple[int, ...], rows: int) -> None:
     dtype = F16 if rows in (33, 65) else BF16
     _assert_right(_inputs(rows, widths, dtype, "some"), "relu", "none", False)
+
+
+@on_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize(("width", "rows"), [(1024, 16), (1024, 48), (2048, 64), (4096, 100)])
+def test_sums_that_cancel(width: int, rows: int, dtype: torch.dtype) -> None:
+    """Partial sums of hundreds, results near 1: what a block hands on has to carry their ends."""
+    x, weights, biases = _inputs(rows, (width,) * 3, dtype, "no")
+    sign = torch.ones(width, device="cuda")
+    sign[width // 2 :] = -1
+    x = (1 + 0.05 * x.float()).to(dtype)
+    noise = [2.0**-9 * width**0.5 * w.float() for w in weights]
+    weights = tuple((sign + part).to(dtype) for part in noise)
+    call = x, weights, biases, "none", "none", False
+    got = whole_cuda.forward(*call)[0]
+    exact = [t.double() for t in (x, *weights)]
+    oracle = reference.forward(exact[0], tuple(exact[1:]), biases, "none", "none", False)[0]
+    verdict = judge("y", got, reference.forward(*call)[0], oracle)
+    assert verdict.passed, str(verdict)
 
 
 @on_hopper

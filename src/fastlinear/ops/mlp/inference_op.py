@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from sys import intern
 
+import torch
 from torch import Tensor
 
 from fastlinear.ops._register import register_eager_op
@@ -47,10 +48,28 @@ def _fake(
     return x.new_empty((*x.shape[:-1], weights[-1].shape[1 if turned[-1] else 0]))
 
 
+def _differentiable(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    has_bias: list[bool],
+    turned: list[bool],
+    activation: str,
+    final_activation: str,
+    backend: str,
+    fast: bool,
+) -> Tensor:
+    ws = [w.t() if t else w for w, t in zip(weights, turned, strict=True)]
+    names = activation, final_activation
+    y: Tensor = torch.ops.fastlinear.mlp(x, ws, biases, has_bias, *names, True, backend, fast)[0]
+    return y
+
+
 register_eager_op(
     "mlp_inference",
     "(Tensor x, Tensor[] weights, Tensor[] biases, bool[] has_bias, bool[] turned, str activation,"
     " str final_activation, str backend, bool fast) -> Tensor",
     implementation=_run,
     fake=_fake,
+    differentiable=_differentiable,
 )

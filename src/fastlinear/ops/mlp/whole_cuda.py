@@ -99,9 +99,10 @@ def reason_not(p: Problem) -> str | None:
     itemsize = 4 if p.dtype == "float32" else 2
     if len(widths) - 1 <= MAX_LAYERS and launches_for(widths, rows, itemsize):
         return None
-    if stream_for(widths, rows, itemsize):
+    short = p.dtype == "bfloat16"
+    if stream_for(widths, rows, itemsize, short=short):
         return None
-    if max(widths) > MAX_WIDTH and grid_for(widths, rows, itemsize):
+    if max(widths) > MAX_WIDTH and grid_for(widths, rows, itemsize, short=short):
         return None
     return _size_reason(widths, rows)
 
@@ -302,7 +303,12 @@ def _sharings(call: _Call) -> Iterator[Sharing | tuple[Launches, ...]]:
     shape = call.widths, call.rows, call.dtype.itemsize
     wide = False
     if call.vec == 16:
-        for sharing in (stream_for(*shape), launches_for(*shape), grid_for(*shape)):
+        short = call.dtype is torch.bfloat16
+        for sharing in (
+            stream_for(*shape, short=short),
+            launches_for(*shape),
+            grid_for(*shape, short=short),
+        ):
             if sharing is not None:
                 wide = True
                 yield sharing
