@@ -89,7 +89,7 @@ def test_a_wrong_contender_is_found() -> None:
 
     wrong, right = (
         experiment._peer("wrong", without_gate),
-        experiment._peer("right", experiment._eager),
+        experiment._peer("right", experiment.eager),
     )
     rows = run_case(tiny("forward"), SETTINGS, [wrong, right])
     (row,) = (r for r in rows if r["contender"] == "wrong")
