@@ -85,20 +85,24 @@ def test_behind_finds_losses_beyond_noise_only() -> None:
         row = _row(name) | {"ratio_to_best": low + 0.01, "ratio_ci95": [low, low + 0.02]}
         return row | {"metric": metric}
 
-    late = ours(1.10)
-    assert behind([ours(1.01), late, ours(1.5, "eager"), ours(0.5)]) == [late]
+    cells = [ours(1.01), ours(1.10), ours(1.5, "eager"), ours(0.5)]
+    cells = [r | {"problem": str(i)} for i, r in enumerate(cells)]
+    assert behind(cells) == [cells[1]]
 
 
-def test_a_recording_answers_for_its_own_case_only() -> None:
-    def ours(low: float, name: str = "fastlinear", metric: str = "wall") -> rows.Row:
-        row = _row(name) | {"ratio_to_best": low + 0.01, "ratio_ci95": [low, low + 0.02]}
-        return row | {"metric": metric}
+def test_a_recording_answers_for_its_own_case_and_to_replays_only() -> None:
+    def row(name: str, us: float, low: float | None = None, metric: str = "wall") -> rows.Row:
+        ratio = {} if low is None else {"ratio_to_best": low, "ratio_ci95": [low, low + 0.02]}
+        return _row(name) | {"median_us": us, "metric": metric} | ratio
 
-    late, recorded = ours(1.10), ours(0.9, "fastlinear_cuda_graph")
-    assert behind([late, recorded]) == []
-    assert behind([late, recorded], called=True) == [late]
-    assert behind([late, ours(1.3, "fastlinear_cuda_graph")]) == [late]
-    device = ours(1.10, metric="device")
+    late, recorded = row("fastlinear", 5.0, 1.6), row("fastlinear_cuda_graph", 3.0, 0.9)
+    graph, eager = row("cublaslt_cuda_graph", 3.1), row("eager", 20.0)
+    assert behind([graph, eager, late, recorded]) == []
+    assert behind([graph, eager, late, recorded], called=True) == [late]
+    assert behind([graph, row("eager", 4.0), late, recorded]) == [late]  # a plain call is faster
+    assert behind([graph, eager, late, row("fastlinear_cuda_graph", 4.0, 1.3)]) == [late]
+    assert behind([graph, eager, late]) == [late]
+    device = row("fastlinear", 5.0, 1.6, "device")
     assert behind([device, recorded]) == [device]
     other = late | {"problem": "another"}
     assert behind([other, recorded]) == [other]

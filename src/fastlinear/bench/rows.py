@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TextIO, cast
 
 from fastlinear.bench.case import TIMED, Case
-from fastlinear.bench.peer import OURS, RECORDED
+from fastlinear.bench.peer import OURS, RECORDED, replays
 from fastlinear.core.compare import Verdict
 from fastlinear.core.cost import Ceilings, Cost, roofline
 from fastlinear.core.errors import InputError
@@ -120,26 +120,35 @@ def behind(rows: Iterable[Row], by: float = 0.02, *, called: bool = False) -> li
     """Rows in which fastlinear's own choice is slower than the best peer by more than ``by``,
     beyond noise (the low end of the paired interval).
 
-    A peer that replays a CUDA graph returns the same memory at every call. Where ours was recorded
-    in the same way and keeps up, the call that returns memory of its own is not behind; with
-    ``called`` it is.
+    A peer that replays a CUDA graph returns the same memory at every call. Where the best peer is
+    one, ours recorded in the same way keeps up with it, and no other peer is ahead of our call, the
+    call that returns memory of its own is not behind; with ``called`` it is.
     """
-    late, recorded = [], set()
+    cells: dict[tuple[str, str, str], dict[str, Row]] = {}
     for r in rows:
-        ours = r["contender"] in (OURS, RECORDED) and r["metric"] in TIMED
-        if not ours or r["ratio_ci95"] is None:
+        cell = cells.setdefault((r["problem"], r["direction"], r["metric"]), {})
+        cell[r["contender"]] = r
+    late = []
+    for cell in cells.values():
+        own = cell.get(OURS)
+        if own is None or own["metric"] not in TIMED or not _slower(own, by):
             continue
-        slower = r["ratio_ci95"][0] > 1.0 + by
-        if r["contender"] == RECORDED:
-            if not slower and not called:
-                recorded.add(_cell(r))
-        elif slower:
-            late.append(r)
-    return [r for r in late if _cell(r) not in recorded]
+        if called or not _excused(own, cell, by):
+            late.append(own)
+    return late
 
 
-def _cell(row: Row) -> tuple[str, str, str]:
-    return row["problem"], row["direction"], row["metric"]
+def _slower(row: Row, by: float) -> bool:
+    return row["ratio_ci95"] is not None and row["ratio_ci95"][0] > 1.0 + by
+
+
+def _excused(own: Row, cell: Mapping[str, Row], by: float) -> bool:
+    recorded = cell.get(RECORDED)
+    if recorded is None or recorded["ratio_ci95"] is None or _slower(recorded, by):
+        return False
+    peers = (r for r in cell.values() if not r["ours"] and r["valid"])
+    times = [r["median_us"] for r in peers if not replays(r["contender"])]
+    return all(us is None or own["median_us"] <= (1.0 + by) * us for us in times)
 
 
 def to_line(row: Row) -> str:
