@@ -23,8 +23,9 @@ def given(turned: bool, bias: bool, grad: bool) -> tuple[Tensor, Tensor, Tensor 
 
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_opcheck(turned: bool, bias: bool) -> None:
-    x, w, b = given(turned, bias, False)
+@pytest.mark.parametrize("grad", [False, True])
+def test_opcheck(turned: bool, bias: bool, grad: bool) -> None:
+    x, w, b = given(turned, bias, grad)
     torch.library.opcheck(OP, (x, w, b, turned, "gelu", ""), raise_exception=True)
 
 
@@ -42,14 +43,22 @@ def test_it_records_gradients_where_it_is_run_with_them(turned: bool, activation
     )
 
 
-def test_an_exported_graph_keeps_its_gradients() -> None:
-    layer, x = fl.nn.Linear(8, 5, activation="gelu"), torch.randn(4, 8)
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_an_exported_graph_keeps_its_gradients(activation: str, compiled: bool) -> None:
+    """Also where it is traced once more, and only what follows it would seem to need any."""
+    layer: nn.Module = nn.Sequential(fl.nn.Linear(8, 5, activation=activation), nn.LayerNorm(5))
+    x = torch.randn(4, 8)
     with torch.no_grad():
         program = torch.export.export(layer, (x,), strict=True)
     assert "linear_act_inference" in program.graph_module.code
     module = program.module()
-    found = torch.autograd.grad(module(x).sum(), list(module.parameters()))
-    torch.testing.assert_close(found, torch.autograd.grad(layer(x).sum(), list(layer.parameters())))
+    torch._dynamo.reset()
+    run: Any = torch.compile(module, backend="aot_eager") if compiled else module
+    parameters = list(module.parameters())  # the layers' own
+    found = torch.autograd.grad(run(x).pow(3).sum(), parameters)
+    expected = torch.autograd.grad(layer(x).pow(3).sum(), parameters)
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("turned", [False, True])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from sys import intern
 
+import torch
 from torch import Tensor
 
 from fastlinear.ops._register import register_eager_op
@@ -30,9 +31,18 @@ def _fake(
     return x.new_empty((*x.shape[:-1], weight.shape[1 if turned else 0]))
 
 
+def _differentiable(
+    x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool, activation: str, backend: str
+) -> Tensor:
+    op = torch.ops.fastlinear.linear_act
+    y: Tensor = op(x, weight.t() if turned else weight, bias, activation, True, backend)[0]
+    return y
+
+
 register_eager_op(
     "linear_act_inference",
     "(Tensor x, Tensor weight, Tensor? bias, bool turned, str activation, str backend) -> Tensor",
     implementation=_run,
     fake=_fake,
+    differentiable=_differentiable,
 )
