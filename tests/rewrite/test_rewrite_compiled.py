@@ -358,6 +358,44 @@ def test_copies_pickles_and_watchers(clock: Clock) -> None:
     torch.testing.assert_close(_compile(model, backend="eager")(X), plain(X))
 
 
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_a_default_device_is_no_watcher(
+    clock: Clock, everywhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A default device is a function mode; what it compiles then, it runs later as well."""
+    clock({"onednn": 50.0, "after": 50.0})
+    model = mlp().eval()
+    plain, graphs = copy.deepcopy(model), []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return lambda *given: [3 * y for y in graph(*given)]
+
+    def optimized() -> Any:
+        return optimize_(model, X, config=COMPILE)
+
+    try:
+        if everywhere:
+            torch.set_default_device("cpu")
+            result = optimized()
+        else:
+            with torch.device("cpu"):
+                result = optimized()
+        assert region(result).status == "kept", region(result)
+        assert "in one graph" in region(result).reason
+        monkeypatch.setattr(torch, "compile", lambda f, **_: _compile(f, backend=backend))
+        for _ in range(2):
+            with torch.device("cpu"):
+                torch.testing.assert_close(run(model, X), 3 * run(plain, X))
+        assert len(graphs) == 1
+        with Watcher():
+            torch.testing.assert_close(run(model, X), run(plain, X))
+        with torch.device("cpu"), Watcher(), torch.device("cpu"):
+            torch.testing.assert_close(run(model, X), run(plain, X))
+    finally:
+        torch.set_default_device(None)
+
+
 def test_what_a_replay_returns_is_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA graphs write over what they returned before: the next call must not change it."""
     held = torch.zeros(3)

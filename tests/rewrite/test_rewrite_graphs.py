@@ -257,6 +257,19 @@ def test_a_model_is_freed_with_its_graphs(tape: None) -> None:
     assert gone() is None
 
 
+def test_a_default_device_is_no_watcher(tape: None) -> None:
+    model, _ = graphed_mlp()
+    run(model, X)
+    torch.set_default_device("cpu")
+    try:
+        run(model, X)
+        with torch.device("cpu"):
+            run(model, X)
+    finally:
+        torch.set_default_device(None)
+    assert model.__dict__["forward"].replayed == 3
+
+
 def test_watchers_see_every_layer(tape: None) -> None:
     model, _ = graphed_mlp()
     run(model, X)

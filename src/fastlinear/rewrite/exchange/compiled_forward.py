@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fastlinear.rewrite.exchange.forwards import Forward, hooked_globally
+from fastlinear.rewrite.exchange.forwards import Forward, watched
 from fastlinear.rewrite.exchange.swap import Swap, mark
 
 DEFAULT, REDUCE_OVERHEAD = "default", "reduce-overhead"
@@ -23,14 +23,13 @@ _HOW: dict[str, dict[str, Any]] = {
     DEFAULT: {"options": {"fallback_random": True}},  # dropout draws what it would without
     REDUCE_OVERHEAD: {"mode": REDUCE_OVERHEAD},
 }
-_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 _numbers = count()
 
 
 class CompiledForward:
     """Bound like a method, it runs the function it binds through ``torch.compile``.
 
-    Watchers of every op or every module (function modes, global hooks) see the function run
+    Watchers of every op or every module (function modes but the default device, global hooks) see the function run
     plainly, and so does a caller that compiles the model itself. A copy of the module compiles
     anew where its guards differ, and a pickled one loads as the model before the rewrite.
     """
@@ -44,7 +43,7 @@ class CompiledForward:
         self._compiled: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or _function_modes() or hooked_globally():
+        if torch.compiler.is_compiling() or watched():
             return self.__func__(self.__self__, *args, **kwargs)
         if self._compiled is None:
             method = MethodType(self.__func__, self.__self__)

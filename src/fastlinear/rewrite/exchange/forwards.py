@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.overrides import handle_torch_function, has_torch_function_unary
+from torch.utils._device import DeviceContext
 
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import linear_act
@@ -23,6 +24,20 @@ from fastlinear.rewrite.exchange.swap import mark
 Forward = Callable[..., Any]
 hooked_globally: Callable[[], bool] = torch.nn.modules.module._has_any_global_hook
 """Whether hooks of every module's call are registered: a fused call would pass them by."""
+_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+_function_mode_at: Callable[[int], Any] = torch._C._get_function_stack_at
+
+
+def watched() -> bool:
+    """Whether every function of torch, or every module's call, is watched: what replays or is
+    compiled would pass that by.
+
+    A default device is a function mode as well, anywhere among the others, but watches nothing.
+    """
+    for i in range(_function_modes()):
+        if type(_function_mode_at(i)) is not DeviceContext:
+            return True
+    return hooked_globally()
 
 
 def fused_linear(activation: str, backend: str | None) -> Forward:

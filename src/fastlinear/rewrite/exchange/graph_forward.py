@@ -8,14 +8,11 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import nn
 
 from fastlinear.nn.graphed import Graphed, graphed
-from fastlinear.rewrite.exchange.forwards import Forward, hooked_globally
+from fastlinear.rewrite.exchange.forwards import Forward, watched
 from fastlinear.rewrite.exchange.swap import Swap, mark
-
-_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 
 
 class GraphForward:
@@ -36,7 +33,7 @@ class GraphForward:
         self._graphed: Graphed | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _function_modes() or hooked_globally():
+        if watched():
             return self.__func__(self.__self__, *args, **kwargs)
         if self._graphed is None:
             method = MethodType(self.__func__, self.__self__)
