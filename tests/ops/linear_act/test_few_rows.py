@@ -1,8 +1,6 @@
-"""CUDA C++ backend of few rows: pure parts anywhere, the kernels on a Hopper GPU."""
+"""CUDA C++ backend of few rows on a Hopper GPU."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
@@ -16,9 +14,7 @@ from fastlinear.ops.linear_act.few_rows_config import (
     Config,
     HalfConfig,
     SingleConfig,
-    config_for,
     padded_rows,
-    reason_not,
 )
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -36,73 +32,18 @@ HALF = [
     HalfConfig(1, 2, 4, 8, cluster=2),
     HalfConfig(2, 2, 4, 4, cluster=4),
     HalfConfig(2, 4, 2, 4, cluster=8),
+    HalfConfig(2, 2, 8, 2, cluster=2),
 ]
-
-
-# ---------------------------------------------------------------- anywhere
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("M", [1, 2, 5, 8, 16, 17, 33, 64])
-@pytest.mark.parametrize("K", [8, 72, 128, 520, 1024, 2048, 4096, 8192])
-def test_what_is_served_can_be_built(M: int, K: int, dtype: torch.dtype) -> None:
-    for N in (8, 128, 1024, 4096, 16384):
-        why = reason_not(M, K, N, dtype, (K, 1), (K, 1), (9, 0))
-        if why is None:
-            rows = padded_rows(M, dtype)
-            assert M <= rows < max(2 * M, 9)
-            config = config_for(M, K, N, dtype)
-            assert config.invalid(rows, K) is None
-            assert (config.cluster - 1) * config.span < max(K, 1024), "blocks without work"
-
-
-def test_reason_not() -> None:
-    def reason(
-        M: int = 8,
-        K: int = 64,
-        N: int = 48,
-        dtype: torch.dtype = F32,
-        xs: tuple[int, int] = (64, 1),
-        ws: tuple[int, int] = (64, 1),
-        capability: tuple[int, int] | None = (9, 0),
-        needs_grad: bool = False,
-    ) -> str | None:
-        return reason_not(M, K, N, dtype, xs, ws, capability, needs_grad)
-
-    assert reason() is None
-    assert reason(dtype=BF16) is None
-    assert reason(xs=(68, 1)) is None
-    assert reason(M=1, xs=(3, 1)) is None, "the stride of a single row does not matter"
-    assert "CUDA" in (reason(capability=None) or "")
-    assert "capability" in (reason(capability=(8, 0)) or "")
-    assert "float64" in (reason(dtype=torch.float64) or "")
-    assert "inference" in (reason(needs_grad=True) or "")
-    assert "at most 16 rows" in (reason(M=17) or "")
-    assert "at most 64 rows" in (reason(M=65, dtype=FP16) or "")
-    assert "empty" in (reason(K=0) or "")
-    assert "multiple of 4" in (reason(K=66, xs=(66, 1), ws=(66, 1)) or "")
-    assert "of 8" in (reason(N=50, dtype=BF16) or "")
-    assert reason(N=50) is None, "float32 writes any number of outputs"
-    assert "x has strides" in (reason(xs=(1, 8)) or "")
-    assert "x has strides" in (reason(xs=(0, 1)) or ""), "an expanded row"
-    assert "weight has strides" in (reason(ws=(1, 48)) or "")
-    assert "2^30" in (reason(N=1 << 31) or "")
-    assert "shared memory" in (
-        reason(M=64, K=1 << 20, dtype=BF16, xs=(1 << 20, 1), ws=(1 << 20, 1)) or ""
-    )
-
-
-def test_impossible_configs_are_named() -> None:
-    assert SingleConfig(3, 8, 2).invalid(8, 512)
-    assert SingleConfig(1, 8, 2, cluster=16).invalid(2, 512)
-    assert SingleConfig(1, 8, 64).invalid(16, 1 << 15)
-    assert HalfConfig(4, 4, 2, 4, 4).invalid(64, 2048), "registers"
-    assert HalfConfig(2, 2, 4, 4, 1).invalid(64, 4096), "shared memory"
-    assert HalfConfig(2, 8, 1, 4, 1).invalid(8, 512) is None
-    assert HalfConfig(2, 2, 1, 4, 1).invalid(8, 512) is None
-
-
-# ---------------------------------------------------------------- on a Hopper GPU
+CHOSEN = [
+    (1, 4, 1, F32),
+    (2, 2048, 512, F32),
+    (16, 14336, 4096, F32),
+    (8, 11008, 4096, BF16),
+    (16, 14336, 4096, BF16),
+    (32, 8192, 8192, BF16),
+    (64, 4096, 1024, BF16),
+    (64, 8192, 8192, FP16),
+]
 
 
 def _inputs(M: int, K: int, N: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -141,11 +82,21 @@ def test_single_configs_with_tails(config: SingleConfig, K: int, N: int) -> None
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", HALF, ids=str)
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize(("K", "N"), [(8, 8), (72, 136), (520, 520), (2056, 72)])
+@pytest.mark.parametrize(
+    ("K", "N"), [(8, 8), (72, 136), (520, 520), (2056, 72), (4096, 72), (11008, 72)]
+)
 def test_half_configs_with_tails(config: HalfConfig, dtype: torch.dtype, K: int, N: int) -> None:
-    for M in (1, 8, 13, 32, 64):
-        if config.invalid(padded_rows(M, dtype), K) is None:
-            _check(*_inputs(M, K, N, dtype), "gelu", config)
+    rows = [M for M in (1, 8, 13, 32, 64) if config.invalid(padded_rows(M, dtype), K) is None]
+    assert rows
+    for M in rows:
+        _check(*_inputs(M, K, N, dtype), "gelu", config)
+
+
+@on_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize(("M", "K", "N", "dtype"), CHOSEN, ids=str)
+def test_chosen_configs(M: int, K: int, N: int, dtype: torch.dtype) -> None:
+    _check(*_inputs(M, K, N, dtype), "relu")
 
 
 @on_hopper
@@ -185,7 +136,8 @@ def test_layouts(dtype: torch.dtype) -> None:
     apart.copy_(x)
     odd = torch.empty(N * K + 1, device="cuda", dtype=dtype)[1:].view(N, K).copy_(weight)
     second = torch.stack([bias, bias * torch.nan], 1)[:, 0]
-    for a in (x, apart):
+    shifted = torch.empty(M * K + 1, device="cuda", dtype=dtype)[1:].view(M, K).copy_(x)
+    for a in (x, apart, shifted):
         for w in (weight, odd):
             _check(a, w, second, "silu")
 
@@ -219,6 +171,52 @@ def test_launches_one_after_another(dtype: torch.dtype) -> None:
     assert torch.equal(inside, outside)
 
 
+def _check_chain(x: Tensor, weight: Tensor, config: Config | None = None) -> None:
+    """20 products (M, K) → (M, K), each reading what the launch just before it wrote, with nothing
+    between them, against the same with every launch checked and waited for.
+
+    Results are let go, so their memory holds those of other steps when a launch comes too early.
+    """
+
+    def chain(h: Tensor) -> Tensor:
+        for _ in range(20):
+            h = few_rows.forward(h, weight, None, "none", False, config=config)[0]
+        return h
+
+    def slowly(h: Tensor) -> Tensor:
+        for _ in range(20):
+            _check(h, weight, None, "none", config)
+            torch.cuda.synchronize()
+            h = few_rows.forward(h, weight, None, "none", False, config=config)[0]
+            torch.cuda.synchronize()
+        return h
+
+    inputs = [x, x.flip(1)]
+    expected = [slowly(h) for h in inputs]
+    start = x.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        inside = chain(start)
+    for _ in range(10):
+        for given, wanted in zip(inputs, expected, strict=True):
+            torch.cuda._sleep(20_000_000)  # the launches queue up behind it
+            assert torch.equal(chain(given), wanted), "FAILED outside a graph"
+            start.copy_(given)
+            graph.replay()
+            assert torch.equal(inside, wanted), "FAILED in a graph"
+
+
+CHAINS = [(F32, 2, 512), (F32, 16, 1024), (BF16, 8, 512), (BF16, 8, 2048), (FP16, 64, 1024)]
+
+
+@on_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "M", "H"), CHAINS, ids=str)
+def test_a_chain_waits_for_every_launch(dtype: torch.dtype, M: int, H: int) -> None:
+    x, weight, _ = _inputs(M, H, H, dtype)
+    _check_chain(x, weight)
+
+
 @on_hopper
 @pytest.mark.gpu
 def test_the_same_bits_in_many_launches() -> None:
@@ -232,6 +230,8 @@ def test_the_same_bits_in_many_launches() -> None:
         assert differing.item() == 0
 
 
+# The barrier after the sums are read, not before: no block leaves while others write to it.
+LATE = "struct Late { __device__ ~Late() { cluster_sync(); } } late;"
 MUTATIONS = [
     (F32, "act(v + b)", "act(v)"),
     (F32, "value % COLS * 4 + ln", "value % COLS * 4 + (3 - ln)"),
@@ -241,7 +241,18 @@ MUTATIONS = [
     (BF16, "top.w, low.w, v[t].z, v[t].w", "top.w, low.w, v[t].w, v[t].z"),
     (BF16, "e / 2 * 8 + g", "(1 - e / 2) * 8 + g"),
     (BF16, "begin = rank * part", "begin = 0 * part"),
+    *((dtype, r"\ngriddepcontrol.wait;", "") for dtype in (F32, BF16)),
+    *((dtype, "cluster_sync();", LATE) for dtype in (F32, BF16)),
 ]
+
+
+def _mutated(text: str, good: str, bad: str) -> str:
+    assert good in text
+    return text.replace(good, bad)
+
+
+def _mutated_config(dtype: torch.dtype) -> Config:
+    return SingleConfig(2, 4, 1, cluster=2) if dtype is F32 else HalfConfig(1, 2, 4, 2, cluster=2)
 
 
 @on_hopper
@@ -252,18 +263,17 @@ def test_a_broken_kernel_is_seen(
 ) -> None:
     whole = few_rows.source
 
-    def source(*arguments: Any) -> str:
-        text = whole(*arguments)
-        assert good in text
-        return text.replace(good, bad)
+    def check() -> None:
+        config = _mutated_config(dtype)
+        _check(*_inputs(8, 512, 264, dtype), "sigmoid", config)
+        x, weight, _ = _inputs(8, 512, 512, dtype)
+        _check_chain(x, weight, config)
 
-    config = SingleConfig(2, 4, 2) if dtype is F32 else HalfConfig(1, 2, 4, 2, cluster=2)
-    x, weight, bias = _inputs(8, 512, 264, dtype)
-    _check(x, weight, bias, "sigmoid", config)
-    monkeypatch.setattr(few_rows, "source", source)
+    check()
+    monkeypatch.setattr(few_rows, "source", lambda *given: _mutated(whole(*given), good, bad))
     monkeypatch.setattr(few_rows, "_plans", {})
     with pytest.raises(AssertionError, match="FAILED"):
-        _check(x, weight, bias, "sigmoid", config)
+        check()
 
 
 @on_hopper

@@ -10,7 +10,13 @@ import torch
 
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.linear_act import few_rows
-from fastlinear.ops.linear_act.few_rows_config import Config, config_for, padded_rows
+from fastlinear.ops.linear_act.few_rows_config import (
+    _SINGLE,
+    Config,
+    SingleConfig,
+    config_for,
+    padded_rows,
+)
 
 _SPEC = importlib.util.spec_from_file_location(
     "nvrtc_offline", Path(__file__).parents[1] / "nvrtc_offline.py"
@@ -21,9 +27,9 @@ nvrtc = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(nvrtc)
 
 F32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-SIZES = [
-    *((M, H, F32) for M in (2, 8, 16) for H in (128, 512, 1024, 4096)),
-    *((M, H, BF16) for M in (8, 16, 32, 64) for H in (1024, 4096)),
+HALF_SIZES = [
+    *((M, H, H) for M in (8, 16, 32, 64) for H in (1024, 4096)),
+    *((16, 14336, 4096), (32, 8192, 8192), (64, 4096, 1024), (64, 8192, 8192)),
 ]
 
 
@@ -35,9 +41,23 @@ def _frame(config: Config, dtype: torch.dtype, rows: int, K: int, activation: st
     return int(found.frame)
 
 
-@pytest.mark.parametrize(("M", "H", "dtype"), SIZES, ids=str)
-def test_every_chosen_configuration_stays_in_registers(M: int, H: int, dtype: torch.dtype) -> None:
-    assert _frame(config_for(M, H, H, dtype), dtype, padded_rows(M, dtype), H, "relu") == 0
+@pytest.mark.parametrize(("M", "K", "N"), HALF_SIZES, ids=str)
+def test_chosen_half_configurations_stay_in_registers(M: int, K: int, N: int) -> None:
+    assert _frame(config_for(M, K, N, BF16), BF16, padded_rows(M, BF16), K, "relu") == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "features"), [(rows, features) for rows in _SINGLE for features in _SINGLE[rows]]
+)
+def test_chosen_single_configurations_stay_in_registers(rows: int, features: int) -> None:
+    """Each with one span and with more, which are two kernels."""
+    span = _SINGLE[rows][features].span
+    for K, many in ((span, False), (span + 4, True)):
+        config = config_for(rows, K, max(1, features**2 // K), F32)
+        assert isinstance(config, SingleConfig)
+        assert config.many(K) == many
+        for activation in ("relu", "gelu"):  # with and without a call
+            assert _frame(config, F32, rows, K, activation) == 0
 
 
 @pytest.mark.parametrize("dtype", [F32, FP16])

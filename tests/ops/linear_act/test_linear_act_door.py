@@ -236,9 +236,16 @@ def launched(table: door.Table, call: tuple[Any, ...]) -> None:
     assert table.admit(*call, plan)
 
 
+def hopper_only(backend: str) -> None:
+    if backend in ("cuda", "few_rows") and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("Hopper only")
+
+
 CASES = [
     ("cuda", torch.bfloat16, 64, 1024, 1024),
     ("cuda", torch.float16, 300, 768, 3072),
+    ("few_rows", torch.float32, 2, 512, 512),
+    ("few_rows", torch.bfloat16, 8, 2048, 2048),
     ("triton", torch.bfloat16, 1, 1024, 1024),
     ("triton", torch.bfloat16, 64, 1024, 1024),
     ("triton", torch.float32, 2, 1000, 96),
@@ -251,8 +258,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_launches_from_cpp(case: Any, table: door.Table) -> None:
     backend, dtype, m, k, n = case
-    if backend == "cuda" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("Hopper only")
+    hopper_only(backend)
     kind: dict[str, Any] = {"device": "cuda", "dtype": dtype}
     for activation, bias in (("none", True), ("gelu_tanh", True), ("relu2", False)):
         x, w, b = given(m, k, n, **kind)
@@ -272,10 +278,14 @@ def test_launches_from_cpp(case: Any, table: door.Table) -> None:
 
 
 @pytest.mark.gpu
-def test_a_launch_only_for_its_own_alignment_stream_and_no_capture(table: door.Table) -> None:
+@pytest.mark.parametrize("backend", ["triton", "few_rows"])
+def test_a_launch_only_for_its_own_alignment_stream_and_no_capture(
+    backend: str, table: door.Table
+) -> None:
+    hopper_only(backend)
     x, w, b = given(8, 64, 64, device="cuda", dtype=torch.bfloat16)
-    call = (x, w, b, "relu", "triton")
-    y = fl.linear_act(x, w, b, activation="relu", backend="triton")
+    call = (x, w, b, "relu", backend)
+    y = fl.linear_act(x, w, b, activation="relu", backend=backend)
     launched(table, call)
     odd = torch.randn(8 * 64 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(8, 64)
     with pytest.raises(ZeroDivisionError):
@@ -287,13 +297,13 @@ def test_a_launch_only_for_its_own_alignment_stream_and_no_capture(table: door.T
         late = x.clone().neg_()
         assert torch.equal(
             table.call(late, *call[1:]),
-            fl.linear_act(late, w, b, activation="relu", backend="triton"),
+            fl.linear_act(late, w, b, activation="relu", backend=backend),
         )
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         assert table.call(*call) is None
-        static = fl.linear_act(x, w, b, activation="relu", backend="triton")
+        static = fl.linear_act(x, w, b, activation="relu", backend=backend)
     graph.replay()
     assert torch.equal(static, y)
     assert table.call(*call) is not None

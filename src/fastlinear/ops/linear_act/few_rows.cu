@@ -1,7 +1,7 @@
 // What the kernels of few rows share: y (M, N) = act(x (M, K) W (N, K)^T + b), W read once.
 //
-// Macros from the host: CL (blocks of a cluster, which share a strip of outputs and split K), HAS_BIAS,
-// ACT, and a number ACT_<NAME> for every activation.
+// Macros from the host: CL (blocks of a cluster, which share a strip of outputs and split K),
+// HAS_BIAS, ACT, and a number ACT_<NAME> for every activation.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -52,7 +52,9 @@ __device__ __forceinline__ void copy16(u32 dst, const void* src, bool real) {
                : "memory");
 }
 
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void copy_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
 
 template <int kLeft>
 __device__ __forceinline__ void copy_wait() {

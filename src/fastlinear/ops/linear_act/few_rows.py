@@ -20,6 +20,7 @@ from fastlinear.core.errors import UnsupportedError
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.common.door_launch import DoorLaunch, Y
+from fastlinear.ops.linear_act import reference
 from fastlinear.ops.linear_act.cuda import _EarlyLaunch
 from fastlinear.ops.linear_act.few_rows_config import (
     Config,
@@ -61,6 +62,7 @@ def source(
 
 
 _lock = threading.Lock()
+_cubins: dict[str, bytes] = {}
 _kernels: dict[tuple[str, int], driver.Kernel] = {}
 _plans: dict[tuple[object, ...], _Plan] = {}
 
@@ -74,7 +76,8 @@ class _Plan:
         (M, K), N = x.shape, weight.shape[0]
         rows, device = padded_rows(M, x.dtype), x.device.index
         text = source(config, x.dtype, rows, K, activation, bias is not None)
-        kernel = _kernel(text, config.shared_bytes(rows, K), device)
+        shared_bytes = config.shared_bytes(rows, K)
+        kernel = _kernel(text, shared_bytes, device)
         self.x, self.weight, self.bias, self.y = (ctypes.c_void_p(0) for _ in range(4))
         numbers = [M, K, N, x.stride(0), weight.stride(0)]
         if isinstance(config, HalfConfig):
@@ -82,6 +85,7 @@ class _Plan:
         arguments: list[Any] = [self.x, self.weight, self.bias, self.y]
         arguments += [ctypes.c_int(number) for number in numbers]
         self.launch = _EarlyLaunch(kernel, config.threads, config.cluster, arguments)
+        self.launch._config.shared_bytes = shared_bytes  # the kernel's own is its longest K's
         self.launch.set_grid(-(-N // config.block_n) * config.cluster)
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> None:
@@ -93,11 +97,13 @@ class _Plan:
 
 
 def _kernel(text: str, shared_bytes: int, device: int) -> driver.Kernel:
-    """The kernel of a source; the limit of its shared memory only grows."""
+    """The kernel of a source, compiled once; the limit of its shared memory only grows."""
     kernel = _kernels.get((text, device))
     if kernel is None or kernel.shared_bytes < shared_bytes:
-        cubin = driver.compile_cubin(text, "few_rows.cu", ARCH)
-        kernel = _kernels[text, device] = driver.Kernel(cubin, KERNEL, shared_bytes, device)
+        if text not in _cubins:
+            _cubins[text] = driver.compile_cubin(text, "few_rows.cu", ARCH)
+        kernel = driver.Kernel(_cubins[text], KERNEL, shared_bytes, device)
+        _kernels[text, device] = kernel
     return kernel
 
 
@@ -110,7 +116,10 @@ def forward(
     *,
     config: Config | None = None,
 ) -> tuple[Tensor, None]:
-    """y = act(x weightᵀ + bias) in one launch.
+    """y = act(x weightᵀ + bias) in one launch; x or bias that is not aligned is copied before it.
+
+    A weight whose address is no multiple of 16 is left to PyTorch's product: copying it at every
+    call would cost more.
 
     Args:
         x: (M, K); M at most 16 in float32, 64 in bfloat16 and float16; unit stride along K.
@@ -133,7 +142,8 @@ def forward(
     if x.data_ptr() % 16:
         x = x.clone()
     if weight.data_ptr() % 16:
-        weight = weight.clone()
+        _require_served(x, weight, save_pre, config)
+        return reference.forward(x, weight, bias, activation, False)[0], None
     if bias is not None and (bias.stride(0) != 1 or bias.data_ptr() % 8):
         bias = bias.clone(memory_format=torch.contiguous_format)
     key = (
@@ -168,6 +178,14 @@ def _new_plan(
     save_pre: bool,
     config: Config | None,
 ) -> _Plan:
+    _require_served(x, weight, save_pre, config)
+    driver.make_current(x.device.index)
+    with driver.loading_allowed():
+        chosen = config or config_for(*x.shape, weight.shape[0], x.dtype)
+        return _Plan(chosen, x, weight, bias, activation)
+
+
+def _require_served(x: Tensor, weight: Tensor, save_pre: bool, config: Config | None) -> None:
     (M, K), N = x.shape, weight.shape[0]
     capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else None
     given = x.dtype, x.stride(), weight.stride(), capability, save_pre, config
@@ -179,9 +197,6 @@ def _new_plan(
             received=reason,
             remedy="Choose another backend or leave the choice to dispatch.",
         )
-    driver.make_current(x.device.index)
-    with driver.loading_allowed():
-        return _Plan(config or config_for(M, K, N, x.dtype), x, weight, bias, activation)
 
 
 def door_launch(
@@ -189,7 +204,7 @@ def door_launch(
 ) -> DoorLaunch | None:
     """``forward`` of such tensors as one launch for the compiled door.
 
-    None where it is more than a launch: ``forward`` copies what is not aligned.
+    None where it is more than a launch, or another: ``forward`` of what is not aligned.
     """
     index = x.device.index
     aligned = x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0

@@ -14,6 +14,7 @@ _SHARED_LIMIT = 232_448  # bytes a Hopper block may have
 _MAX_SIZE = 1 << 30
 _MAX_STRIDE = (1 << 31) - 1
 _REGISTERS, _OTHER_REGISTERS = 65_536, 24
+_MOST_BLOCKS = 8  # of a cluster, on any Hopper
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,8 @@ _SINGLE = {
         4096: SingleConfig(4, 4, 4),
     },
 }
+# Padded rows and shape → what is taken where K is more than a span: the same span without stack.
+_LONG = {(2, SingleConfig(2, 16, 2)): SingleConfig(2, 8, 4)}
 _HALF = {
     8: {
         512: HalfConfig(2, 2, 8, 2),
@@ -240,19 +243,35 @@ def reason_not(
 
 
 def pays(M: int, K: int, dtype: torch.dtype) -> bool:
-    """Whether these kernels are faster than any other, where nothing was measured."""
+    """Whether these kernels are faster than any other, where nothing was measured.
+
+    Not where K is so long that the shape of large weights needs a larger cluster than was measured.
+    """
     least = {4: 1, 2: 1024}.get(dtype.itemsize, K + 1)
-    return least <= K and M in range(1, _MOST_ROWS[4] + 1)
+    if not (least <= K and M in range(1, _MOST_ROWS[4] + 1)):
+        return False
+    rows, measured = padded_rows(M, dtype), _measured(M, dtype)
+    return measured[max(measured)].invalid(rows, K) is None
+
+
+def _measured(M: int, dtype: torch.dtype) -> dict[int, Config]:
+    """Features → configuration, for so many rows."""
+    tables: dict[int, dict[int, Config]] = _SINGLE if dtype.itemsize == 4 else _HALF  # type: ignore
+    return tables[padded_rows(M, dtype)]
 
 
 @lru_cache(maxsize=1024)
 def config_for(M: int, K: int, N: int, dtype: torch.dtype) -> Config:
     """The configuration for y (M, N) = x (M, K) @ weight (N, K)ᵀ: the measured one nearest by the
-    size of the weight, without blocks that K has no work for."""
-    rows = padded_rows(M, dtype)
-    measured: dict[int, Config] = (_SINGLE if dtype.itemsize == 4 else _HALF)[rows]  # type: ignore
+    size of the weight, with as many blocks more as x needs for its shared memory (which was not
+    measured: see :func:`pays`), and without blocks that K has no work for."""
+    rows, measured = padded_rows(M, dtype), _measured(M, dtype)
     size = math.log2(K * N) / 2
     config = measured[min(measured, key=lambda features: abs(math.log2(features) - size))]
+    if isinstance(config, SingleConfig) and config.many(K):
+        config = _LONG.get((rows, config), config)
+    while config.cluster < _MOST_BLOCKS and _no_room(config.shared_bytes(rows, K)):
+        config = replace(config, cluster=config.cluster * 2)
     while config.cluster > 1 and (config.cluster - 1) * config.span >= K:
         config = replace(config, cluster=config.cluster // 2)
     return config

@@ -1,14 +1,14 @@
 // Up to 64 rows in bfloat16 or float16, by the matrix units, accumulating in float32.
 //
-// A cluster of CL blocks owns BN = WN * MT * 16 outputs; block r of it takes the r-th part of K, which
-// its WK rows of warps walk through side by side, WN warps sharing each piece. W is the left operand:
-// the 8 numbers of a 16-byte piece count as those that m16n8k16 wants of a thread in two steps of 16
-// along K, so that W goes straight from global memory to registers, once, and x (of which all pieces
-// are brought to shared memory at the start) is read in the same order. STEPS pieces of each row are
-// under way in a thread. Sums over warps and blocks are in a fixed order.
+// A cluster of CL blocks owns BN = WN * MT * 16 outputs; block r of it takes the r-th part of K,
+// which its WK rows of warps walk through side by side, WN warps sharing each piece. W is the left
+// operand: the 8 numbers of a 16-byte piece count as those that m16n8k16 wants of a thread in two
+// steps of 16 along K, so that W goes straight from global memory to registers, once, and x (of
+// which all pieces are brought to shared memory at the start) is read in the same order. STEPS
+// pieces of each row are under way in a thread. Sums over warps and blocks are in a fixed order.
 //
-// Macros from the host, besides those of few_rows.cu: ROWS, a multiple of 8 that M does not exceed; MT
-// tiles of 16 outputs a warp; WN, WK, STEPS; IS_BF16.
+// Macros from the host, besides those of few_rows.cu: ROWS, a multiple of 8 that M does not exceed;
+// MT tiles of 16 outputs a warp; WN, WK, STEPS; IS_BF16.
 
 constexpr int THREADS = WN * WK * 32;
 constexpr int T = ROWS / 8;              // tiles of 8 rows of x
@@ -62,8 +62,8 @@ __device__ __forceinline__ float4 load_quad(u32 addr) {
                      __uint_as_float(v.w));
 }
 
-// Rows of x and W are 16-byte aligned, x_stride and w_stride elements apart; K and N are multiples of
-// 8; a block's part of K is `spans` times SPAN.
+// Rows of x and W are 16-byte aligned, x_stride and w_stride elements apart; K and N are multiples
+// of 8; a block's part of K is `spans` times SPAN.
 extern "C" __global__ void __launch_bounds__(THREADS)
 linear_act_few_rows(const unsigned short* x, const unsigned short* w, const unsigned short* bias,
                     unsigned short* y, int M, int K, int N, int x_stride, int w_stride, int spans) {

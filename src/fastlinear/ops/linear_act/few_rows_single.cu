@@ -1,14 +1,14 @@
 // Up to 16 rows in float32, by multiply-adds in float32.
 //
-// A cluster of CL blocks owns 4 * COLS outputs; its blocks take K in turns, a span at a time, and the
-// warps of a block a chunk of the span each. A warp's lanes are 8 along K by 4 along N: a thread
-// asks for all of its 16-byte pieces of W at once, straight to registers, and W is read once. x goes
-// through shared memory, each warp bringing just what it multiplies with. Sums over lanes, warps
-// and blocks are in a fixed order.
+// A cluster of CL blocks owns 4 * COLS outputs; its blocks take K in turns, a span at a time, and
+// the warps of a block a chunk of the span each. A warp's lanes are 8 along K by 4 along N: a
+// thread asks for all of its 16-byte pieces of W at once, straight to registers, and W is read
+// once. x goes through shared memory, each warp bringing just what it multiplies with. Sums over
+// lanes, warps and blocks are in a fixed order.
 //
-// Macros from the host, besides those of few_rows.cu: ROWS, a power of two that M does not exceed; COLS
-// outputs a thread; WARPS; STEPS pieces of W along K a thread has under way, for each output; MANY:
-// whether a block takes more than one span, the next one being loaded under the products.
+// Macros from the host, besides those of few_rows.cu: ROWS, a power of two that M does not exceed;
+// COLS outputs a thread; WARPS; STEPS pieces of W along K a thread has under way, for each output;
+// MANY: whether a block takes more than one span, the next one being loaded under the products.
 
 constexpr int THREADS = WARPS * 32;
 constexpr int BN = 4 * COLS;             // outputs of a block
@@ -23,8 +23,8 @@ constexpr int COUNT = ROWS * COLS;       // sums of a thread
 static_assert(VALUES % CL == 0 && THREADS % BN == 0, "COLS, WARPS");
 static_assert((COUNT & (COUNT - 1)) == 0, "ROWS * COLS");
 
-// Sums of v over the 8 lanes along K. Lane b of them is left with those of COUNT / 8 values, or with
-// one where there are fewer; returns the number of the first.
+// Sums of v over the 8 lanes along K. Lane b of them is left with those of COUNT / 8 values, or
+// with one where there are fewer; returns the number of the first.
 __device__ __forceinline__ int sum_lanes(float (&v)[COUNT], int lane) {
   int first = 0, left = COUNT;
 #pragma unroll
@@ -93,7 +93,9 @@ linear_act_few_rows(const float* x, const float* w, const float* bias, float* y,
   settle(bias_at);
   wait_for_last_launch();
   float b = 0.0f;
-  if constexpr (HAS_BIAS) asm volatile("ld.global.f32 %0, [%1];" : "=f"(b) : "l"(bias_at) : "memory");
+  if constexpr (HAS_BIAS) {
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(b) : "l"(bias_at) : "memory");
+  }
   int k0 = rank * SPAN + warp * CHUNK;
   uint4 held[STEPS][COLS];
   bring_x(k0, mine);
