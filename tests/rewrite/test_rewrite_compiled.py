@@ -96,6 +96,23 @@ def test_the_table_names_it(clock: Clock) -> None:
     assert "every process compiles anew" in text
 
 
+def test_the_note_says_how_many_shapes_are_compiled(clock: Clock) -> None:
+    """The kept model is right at every shape, and compiled at as many as the note says."""
+    clock({"after": 50.0})
+    model = mlp().eval()
+    plain = copy.deepcopy(model)
+    with torch._dynamo.config.patch(recompile_limit=3):
+        counts = torch._dynamo.utils.counters["stats"]
+        before = counts["unique_graphs"]
+        result = optimize_(model, X, config=replace(COMPILE, families=()))
+        (note,) = [n for n in result.notes if "recompile_limit" in n]
+        assert "for 3 shapes at most" in note
+        for rows in (8, 3, 4, 5, 6, 8):
+            x = torch.randn(rows, 16)
+            torch.testing.assert_close(run(model, x), run(plain, x))
+        assert counts["unique_graphs"] - before == 3
+
+
 def test_training_through_the_compiled_model(clock: Clock) -> None:
     clock({"after": 50.0})
     model = mlp()

@@ -1,4 +1,4 @@
-"""Forwards through ``torch.compile``: compiled at the first call of each shape."""
+"""Forwards through ``torch.compile``: compiled at the first call of each shape, of a few shapes."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ _numbers = count()
 class CompiledForward:
     """Bound like a method, it runs the function it binds through ``torch.compile``.
 
-    Watchers of every op or every module (function modes but the default device, global hooks) see the function run
-    plainly, and so does a caller that compiles the model itself. A copy of the module compiles
-    anew where its guards differ, and a pickled one loads as the model before the rewrite.
+    Watchers of every op or every module (function modes but the default device, global hooks) see
+    the function run plainly, and so does a caller that compiles the model itself. A copy of the
+    module compiles anew where its guards differ, and a pickled one loads as the model before the
+    rewrite. Dynamo's ``recompile_limit`` holds: shapes beyond it run uncompiled.
     """
 
     __slots__ = ("__func__", "__self__", "_compiled", "_mode")

@@ -75,7 +75,8 @@ def choose_compiled(
         work.settle(c.fqn, "rejected", "compiled_alone", text)
     work.notes.append(
         "every process compiles anew at its first call, and at the first of each new input shape, "
-        "less what torch caches on disk"
+        f"less what torch caches on disk; it compiles for {_most()} shapes at most "
+        "(torch._dynamo.config.recompile_limit), and others run uncompiled"
     )
     _note_graphs(work, found)
     return found
@@ -95,6 +96,13 @@ def blocks_of(model: nn.Module) -> tuple[str, ...]:
             return tuple(name for name, _ in members)
         waiting += members
     return ()
+
+
+def _most() -> int:
+    """How often Dynamo compiles one function, each time for another shape."""
+    from torch._dynamo import config  # Dynamo takes a second to import
+
+    return int(config.recompile_limit)
 
 
 def _inside(name: str, linears: Sequence[str]) -> bool:
