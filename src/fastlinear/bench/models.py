@@ -178,10 +178,13 @@ def _reduced(model: nn.Module) -> Callable[..., Any]:
 
 
 def _optimized(work: ModelWork, *, graphs: bool = False, compile: bool = False) -> nn.Module:
-    """A rewritten copy of the model; the plain one is made once, and tunes for the others."""
+    """A rewritten copy of the model; the plain one is made once, before any other, and tunes for
+    all of them."""
     plain = not graphs and not compile
     if plain and work.rewritten:
         return work.rewritten[0]
+    if not plain:
+        _optimized(work)
     model = copy.deepcopy(work.model)
     config = Config(time_budget_s=_BUDGET_S, graphs=graphs, compile=compile, tune=plain)
     result = optimize_(model, dict(work.inputs), config=config)
