@@ -15,8 +15,8 @@ _SHARE = {"cuda": 0.2, "cpu": 0.3}  # of the time: below this it is not worth a 
 _NAMED = 3  # ops the message calls by name
 _POINTWISE_TEXT = """
     add sub rsub mul div pow sqrt rsqrt exp log sin cos neg abs reciprocal square where masked_fill
-    clamp clamp_min clamp_max maximum minimum lerp addcmul addcdiv relu gelu silu sigmoid tanh erf mish
-    leaky_relu elu hardtanh hardsigmoid hardswish softplus dropout native_dropout bernoulli
+    clamp clamp_min clamp_max maximum minimum lerp addcmul addcdiv relu gelu silu sigmoid tanh erf
+    mish leaky_relu elu hardtanh hardsigmoid hardswish softplus dropout native_dropout bernoulli
     layer_norm native_layer_norm rms_norm fused_rms_norm group_norm native_group_norm batch_norm
     native_batch_norm cudnn_batch_norm softmax log_softmax mean sum var std norm
     to to_copy type_as float half bfloat16 copy clone contiguous cat stack
