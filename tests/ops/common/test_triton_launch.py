@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,8 +40,6 @@ PLAIN: dict[str, Any] = {"x": "*fp32", "y": "*fp32", "M": "i32", "BLOCK": "const
     ("signature", "metadata", "served"),
     [
         (PLAIN, {}, True),
-        (PLAIN | {"y": ("*fp32", "*fp32")}, {}, False),
-        (PLAIN | {"M": ("i32", "i32")}, {}, False),
         (PLAIN | {"M": "fp32"}, {}, False),
         (PLAIN, {"num_ctas": 2}, False),
         (PLAIN, {"launch_pdl": True}, False),
@@ -56,3 +55,24 @@ def test_only_plain_pointers_and_integers_go_through_the_door(
     monkeypatch.setattr(triton_launch, "_DIRECT", True)
     launch = _launch(signature, (7, 64), **metadata)
     assert (launch.in_door((0, 1)) is not None) is served
+
+
+def test_arguments_inside_of_tuples_come_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pointers by the tensors' numbers, integers by value; a None among them is no argument."""
+    monkeypatch.setattr(triton_launch, "_DIRECT", True)
+    signature = {
+        "x": "*fp32",
+        "ws": ("*fp32", "*fp32"),
+        "bs": ("constexpr", "*fp32"),
+        "y": "*fp32",
+        "sizes": ("i32", "constexpr", "i32"),
+    }
+    launch = _launch(signature, ((5, 64, 9),))
+    found = launch.in_door((0, (1, 2), (None, 3), 4))
+    assert found is not None
+    assert [number for _, number in found.tensors] == [0, 1, 2, 3, 4]
+    _, slots, arguments, _ = found.memory
+    assert [a.value for a in arguments] == [None] * 5 + [5, 9, None, None]
+    places = {ctypes.addressof(argument) for argument, _ in found.tensors}
+    assert places == set(slots[:5])
+    assert _launch(PLAIN | {"M": ("fp32",)}, ((7,), 64)).in_door((0, 1)) is None
