@@ -33,7 +33,7 @@ _TRITON_SOURCES = (
 )
 _CPP_SOURCES = (
     "diagonal.cpp",
-    "diagonal_activations.h",
+    "../common/activations.h",
     "diagonal_memory.h",
     "../common/cpp_build.py",
 )

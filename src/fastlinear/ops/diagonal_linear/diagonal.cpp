@@ -10,7 +10,7 @@
 // New memory (`fresh`) is asked for in large pages, whose faults are 512 times fewer. A dx too large
 // for the caches (`past`) is written around them, which leaves them to dy and x.
 
-#include "diagonal_activations.h"
+#include "../common/activations.h"
 #include "diagonal_memory.h"
 
 #include <pthread.h>

@@ -27,7 +27,7 @@ __all__ = ["FAMILY", "NAME", "PIECES", "cost", "problem"]
 
 _HERE = "fastlinear.ops.gated_mlp"
 _CPU_SOURCES = (
-    *("cpp_gate.py", "gate.cpp", "products.py", "../diagonal_linear/diagonal_activations.h"),
+    *("cpp_gate.py", "gate.cpp", "products.py", "../common/activations.h"),
     *("../linear_act/onednn.py", "../common/packed.py", "../common/cpp_build.py"),
 )
 _TRITON_SOURCES = (

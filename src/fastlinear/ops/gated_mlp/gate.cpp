@@ -8,7 +8,7 @@
 // dh and h are dense, and may be one tensor. Sums: kRows rows in float32, then into float64, over chunks
 // of rows that depend on the sizes alone, so that results do not depend on the number of threads.
 
-#include "../diagonal_linear/diagonal_activations.h"
+#include "../common/activations.h"
 
 #include <pthread.h>
 
