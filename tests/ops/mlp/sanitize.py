@@ -87,7 +87,6 @@ def calls() -> list[Call]:
         Call("whole_cuda, narrow bulk", _whole(bulk), 9, NARROW, F32),
         *[Call("whole_cuda, launches", _whole(launches), 17, few, d) for d in (BF16, F32)],
         Call("whole_grid", _whole(Grid(8, 5, 2, 2)), 20, (512,) * 4, BF16),
-        Call("whole_grid", _whole(Grid(8, 5, 2, 2, True)), 20, (512,) * 4, BF16),
         Call("whole_grid", _whole(Grid(8, 5, 2)), 20, (512,) * 4, F32),
         Call("whole_stream, small", _whole(Stream(2, 2, 4, 1)), 9, (256,) * 3, BF16),
         Call("whole_stream", _whole(Stream(4, 8, 4, 2)), 20, (512,) * 4, BF16),

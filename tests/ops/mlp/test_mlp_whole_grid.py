@@ -26,8 +26,6 @@ BF16, F32 = torch.bfloat16, torch.float32
 GRIDS = {
     "one half": (Grid(8, 9, 8), 1024, BF16),
     "two warps a tile": (Grid(8, 9, 8, 2), 1024, BF16),
-    "short sums": (Grid(8, 9, 7, 2, True), 1024, BF16),
-    "short sums, two halves": (Grid(4, 5, 4, 2, True), 1024, torch.float16),
     "two warps a tile, two halves": (Grid(4, 5, 8, 2), 1024, BF16),
     "slots taken again": (Grid(8, 9, 2), 1024, torch.float16),
     "two halves a block": (Grid(4, 5, 4), 1024, BF16),
@@ -64,8 +62,6 @@ def test_make_grid_is_buildable_and_covers_all_columns(width: int, rows: int) ->
         (Grid(8, 9, 2), (1024,) * 3, 65, 4, "registers"),
         (Grid(8, 9, 2, 2), (1024,) * 3, 65, 2, "registers"),
         (Grid(8, 7, 2, 2), (768,) * 3, 64, 2, "along K"),
-        (Grid(8, 9, 2, 1, True), (1024,) * 3, 64, 2, "short"),
-        (Grid(8, 9, 2, 2, True), (1024,) * 3, 64, 4, "short"),
         (Grid(8, 9, 16), (1024,) * 3, 64, 2, "shared memory"),
         (Grid(8, 9, 1), (768,) * 3, 16, 4, "rounds"),
     ],

@@ -99,10 +99,9 @@ def reason_not(p: Problem) -> str | None:
     itemsize = 4 if p.dtype == "float32" else 2
     if len(widths) - 1 <= MAX_LAYERS and launches_for(widths, rows, itemsize):
         return None
-    short = p.dtype == "bfloat16"
-    if stream_for(widths, rows, itemsize, short=short):
+    if stream_for(widths, rows, itemsize):
         return None
-    if max(widths) > MAX_WIDTH and grid_for(widths, rows, itemsize, short=short):
+    if max(widths) > MAX_WIDTH and grid_for(widths, rows, itemsize):
         return None
     return _size_reason(widths, rows)
 
@@ -303,12 +302,7 @@ def _sharings(call: _Call) -> Iterator[Sharing | tuple[Launches, ...]]:
     shape = call.widths, call.rows, call.dtype.itemsize
     wide = False
     if call.vec == 16:
-        short = call.dtype is torch.bfloat16
-        for sharing in (
-            stream_for(*shape, short=short),
-            launches_for(*shape),
-            grid_for(*shape, short=short),
-        ):
+        for sharing in (stream_for(*shape), launches_for(*shape), grid_for(*shape)):
             if sharing is not None:
                 wide = True
                 yield sharing

@@ -143,12 +143,10 @@ def config_for(widths: Widths, rows: int, itemsize: int, aligned: bool = True) -
     raise AssertionError(f"no configuration for {widths}, {rows} rows")
 
 
-def grid_for(widths: Widths, rows: int, itemsize: int, *, short: bool = True) -> Grid | None:
+def grid_for(widths: Widths, rows: int, itemsize: int) -> Grid | None:
     """The sharing over all multiprocessors where that is faster, measured on an H200, or None.
 
-    Weights must start on 16 bytes, rows included. ``short``: whether partial sums may go from block
-    to block without their lowest 8 bits; not for float16, whose own rounding does not hide that
-    where sums cancel.
+    Weights must start on 16 bytes, rows included.
     """
     width = widths[0]
     if len(widths) < 3 or len(set(widths)) != 1 or not 512 <= width <= MAX_GRID_WIDTH:
@@ -156,7 +154,7 @@ def grid_for(widths: Widths, rows: int, itemsize: int, *, short: bool = True) ->
     if itemsize == 4:
         if width > 1024 or rows > 64 or (width < 640 and rows <= 32):
             return None
-        order: list[tuple[Any, ...]] = [(8, 1), (4, 1)]
+        order = [(8, 1), (4, 1)]
     elif rows > 64:
         if width > 1024 or rows > 128:
             return None
@@ -166,7 +164,7 @@ def grid_for(widths: Widths, rows: int, itemsize: int, *, short: bool = True) ->
     elif rows <= 32:
         order = [(4, 2), (8, 2)] if rows <= 16 else [(8, 2), (4, 2)]
     else:  # one or two warps to add up all partial sums would be slow
-        order = [*([(8, 2, True)] if short else []), (4, 2), (8, 1), (4, 1)]
+        order = [(4, 2), (8, 1), (4, 1)]
     grids = (make_grid(widths, rows, itemsize, *choice) for choice in order)
     return next((grid for grid in grids if grid is not None), None)
 
@@ -177,7 +175,6 @@ def make_grid(
     itemsize: int,
     cluster: int = 8,
     k_groups: int = 1,
-    short: bool = False,
 ) -> Grid | None:
     """The sharing over as many clusters of so many blocks as run at once, or None.
 
@@ -185,32 +182,30 @@ def make_grid(
     """
     tiles = _ceil_div(widths[0] // 8, _CLUSTERS[cluster])
     for slots in range(min(len(widths) - 1, 16), 1, -1):
-        grid = Grid(cluster, tiles, slots, k_groups, short)
+        grid = Grid(cluster, tiles, slots, k_groups)
         if grid.invalid(widths, rows, itemsize) is None:
             return grid
     return None
 
 
-def stream_for(widths: Widths, rows: int, itemsize: int, *, short: bool = True) -> Stream | None:
+def stream_for(widths: Widths, rows: int, itemsize: int) -> Stream | None:
     """The sharing of a 16-bit chain whose weights stream over all multiprocessors, or None.
 
     Two layers or more, 16-byte aligned rows of weights, and a width beyond 1024, or equal ones
-    where that is faster than `grid_for`, measured on an H200. ``short`` as for `grid_for`.
+    where that is faster than `grid_for`, measured on an H200.
     """
     if itemsize != 2 or len(widths) < 3:
         return None
     if max(widths) > 1024:
-        return make_stream(widths, rows, short=short)
+        return make_stream(widths, rows)
     width = widths[0] if len(set(widths)) == 1 else 0
     if rows <= 32 or (rows <= 64 and width == 1024):
-        return make_stream(widths, rows, 8, short=short) if width >= 896 else None
+        return make_stream(widths, rows, 8) if width >= 896 else None
     gains = width >= 768 if rows > 64 else 896 <= width < 1024
-    return make_stream(widths, rows, short=short) if gains else None
+    return make_stream(widths, rows) if gains else None
 
 
-def make_stream(
-    widths: Widths, rows: int, cluster: int = 4, *, short: bool = True
-) -> Stream | None:
+def make_stream(widths: Widths, rows: int, cluster: int = 4) -> Stream | None:
     """The sharing over as many clusters as run at once, as deep as shared memory allows.
 
     None where that cannot be built.
@@ -221,7 +216,7 @@ def make_stream(
         clusters = _ceil_div(tiles, _ceil_div(tiles, clusters))
     # Fewer rows leave more of the L2 cache to weights that stay there from call to call.
     stay = _MIB * (32 if rows <= 64 else 24)
-    single = Stream(cluster, clusters, 4, 1, short=short, stay_bytes=stay)
+    single = Stream(cluster, clusters, 4, 1, stay_bytes=stay)
     own = single.slice_tiles(widths, rows)
     most = 2 if rows <= 64 and own >= 8 else 4  # measured on an H200
     for phases in range(1, own + 1):

@@ -1,6 +1,6 @@
 // What whole_grid.cu and whole_stream.cu hand numbers on with, between blocks that run at once: a
 // word that is not written yet is EMPTY, a NaN that arithmetic never yields, and readers ask until
-// none is left. The host puts this text behind whole_device.cu. Macros read here: CLUSTER, SAVE.
+// none is left. The host puts this text behind whole_device.cu. Macros read here: SAVE.
 
 constexpr u32 EMPTY = 0xffffffffu;
 
@@ -44,57 +44,6 @@ __device__ __forceinline__ float4 add4(float4 a, uint4 b) {
   a.z += __uint_as_float(b.z);
   a.w += __uint_as_float(b.w);
   return a;
-}
-
-// What makes cutting off the lowest 8 bits nearly a rounding: adds 0.35 to 0.7 of the last bit that
-// is kept. Not done on the bits, where a NaN (0x7fffffff) would overflow into a zero.
-__device__ __forceinline__ float before_cut(float v) { return fmaf(v, 0x1.6ap-17f, v); }
-
-// Four partial sums without their lowest 8 bits, in three words. None is EMPTY: that would take a
-// NaN of all ones among them.
-__device__ __forceinline__ void send_short(u32 to, int lane, float4 v) {
-  const uint4 w = as_words(before_cut(v.x), before_cut(v.y), before_cut(v.z), before_cut(v.w));
-  asm volatile("st.relaxed.cluster.shared::cluster.v2.b32 [%0], {%1, %2};" ::"r"(to + lane * 8),
-               "r"(__byte_perm(w.x, w.y, 0x5321)), "r"(__byte_perm(w.y, w.z, 0x6532))
-               : "memory");
-  asm volatile("st.relaxed.cluster.shared::cluster.b32 [%0], %1;" ::"r"(to + 256 + lane * 4),
-               "r"(__byte_perm(w.z, w.w, 0x7653))
-               : "memory");
-}
-
-// start + such sums of all blocks of the cluster, kSourceBytes apart, in their order; empties them.
-template <int kSourceBytes>
-__device__ __forceinline__ float4 take_short(float4 start, u32 from, int lane) {
-  const u32 pairs = from + lane * 8, singles = from + 256 + lane * 4;
-  u32 a[CLUSTER], b[CLUSTER], c[CLUSTER];
-  u32 most;
-  do {
-    most = 0;
-#pragma unroll
-    for (int s = 0; s < CLUSTER; ++s) {
-      asm volatile("ld.relaxed.cluster.shared::cta.v2.b32 {%0, %1}, [%2];"
-                   : "=r"(a[s]), "=r"(b[s])
-                   : "r"(pairs + s * kSourceBytes)
-                   : "memory");
-      asm volatile("ld.relaxed.cluster.shared::cta.b32 %0, [%1];"
-                   : "=r"(c[s])
-                   : "r"(singles + s * kSourceBytes)
-                   : "memory");
-    }
-#pragma unroll
-    for (int s = 0; s < CLUSTER; ++s) most = max(most, max(a[s], max(b[s], c[s])));
-  } while (__any_sync(EMPTY, most == EMPTY));
-#pragma unroll
-  for (int s = 0; s < CLUSTER; ++s) {
-    asm volatile("st.shared.v2.b32 [%0], {%1, %1};" ::"r"(pairs + s * kSourceBytes), "r"(EMPTY)
-                 : "memory");
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"(singles + s * kSourceBytes), "r"(EMPTY)
-                 : "memory");
-    start = add4(start, make_uint4(a[s] << 8, __byte_perm(a[s], b[s], 0x5430) & 0xffffff00u,
-                                   __byte_perm(b[s], c[s], 0x4320) & 0xffffff00u,
-                                   c[s] & 0xffffff00u));
-  }
-  return start;
 }
 
 // Activations, in global memory for all blocks.

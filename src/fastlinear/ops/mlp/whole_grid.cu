@@ -26,10 +26,8 @@
 // shared memory.
 //
 // Macros from the host: DTYPE (0 bfloat16, 1 float16, 2 float32) CLUSTER H NT MT (tiles of 16 rows)
-// SLOTS KG (16-bit: warps that share a row tile's K, 1 or 2) SHORT (16-bit, KG 2: partial sums cross
-// the cluster without their lowest 8 bits, and two warps have two places to add up) ACT FINAL SAVE
-// (as in whole.cu) MAX_LAYERS KS (unused, for whole_device.cu), a number ACT_<NAME> for every
-// activation.
+// SLOTS KG (16-bit: warps that share a row tile's K, 1 or 2) ACT FINAL SAVE (as in whole.cu)
+// MAX_LAYERS KS (unused, for whole_device.cu), a number ACT_<NAME> for every activation.
 
 constexpr int ES = DTYPE == 2 ? 4 : 2;
 constexpr bool SINGLE = DTYPE == 2;
@@ -48,8 +46,7 @@ constexpr int LAYER_BYTES = H * ROWS * ES;           // of one published activat
 constexpr int PAD = SINGLE ? 16 : KB % 2 == 0 ? 32 : 0;  // bytes a row, on average
 constexpr int TILE_BYTES = 8 * (SLICE * ES + PAD);
 constexpr int SLOT_BYTES = NT * TILE_BYTES;
-constexpr int PART_BYTES = SHORT ? 384 : 512;        // partial sums of 8 rows, two tiles, 16 bits
-constexpr int SOURCE_BYTES = SINGLE ? NT * 256 : PAIRS * PART_BYTES;  // of 8 rows, one block's
+constexpr int SOURCE_BYTES = SINGLE ? NT * 256 : PAIRS * 512;  // sums of 8 rows, one block's
 constexpr int HALF_BYTES = CLUSTER * SOURCE_BYTES;
 
 constexpr int BAR_FULL = 0;
@@ -57,7 +54,7 @@ constexpr int BAR_EMPTY = BAR_FULL + 8 * SLOTS;
 constexpr int SUMS_OFFSET = (BAR_EMPTY + 8 * SLOTS + 127) / 128 * 128;
 constexpr int PAIR_OFFSET = SUMS_OFFSET + 2 * HALVES * HALF_BYTES;   // 16 bits: [warp][PAIRS]
 constexpr int PAIR_BYTES = !SINGLE && KG == 2 ? COMPUTE_WARPS * PAIRS * 512 : 0;
-constexpr int SLOT_OFFSET = PAIR_OFFSET + (SHORT ? 2 : 1) * PAIR_BYTES;
+constexpr int SLOT_OFFSET = PAIR_OFFSET + PAIR_BYTES;
 constexpr int ACT_OFFSET = SLOT_OFFSET + SLOTS * SLOT_BYTES;         // float32 only from here on
 constexpr int RED_OFFSET = ACT_OFFSET + (SINGLE ? SLICE * ROWS * 4 : 0);
 constexpr int SHARED_BYTES = RED_OFFSET + (SINGLE ? MT * NT * 512 : 0);
@@ -76,7 +73,6 @@ struct Params {
 };
 
 static_assert(H % (CLUSTER * 64 / ES) == 0, "K is not whole blocks of 64 bytes per block");
-static_assert(!SHORT || (!SINGLE && KG == 2), "SHORT");
 
 // ---------------------------------------------------------------- PTX wrappers
 

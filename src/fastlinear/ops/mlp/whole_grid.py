@@ -50,15 +50,12 @@ class Grid:
         tiles: column tiles (of 8) of one cluster.
         slots: layers whose weights lie in shared memory at once.
         k_groups: 16-bit dtypes: warps that share the K of a tile of rows, 1 or 2.
-        short: 16-bit dtypes, two such warps: partial sums go from block to block without their
-            lowest 8 bits, and the warps add up in two places by turns.
     """
 
     cluster: int
     tiles: int
     slots: int
     k_groups: int = 1
-    short: bool = False
 
     def blocks(self, width: int) -> int:
         """Blocks of the whole launch."""
@@ -72,10 +69,9 @@ class Grid:
         halves = _ceil_div(2 * row_tiles, self.cluster)
         pad = 16 if single else 0 if k * itemsize // 64 % 2 else 32
         full = self.tiles * 256 if single else _ceil_div(self.tiles, 2) * 512
-        source = full * 3 // 4 if self.short else full
         barriers = _ceil_div(16 * self.slots, 128) * 128
-        sums = 2 * halves * self.cluster * source
-        pairs = 0 if single or self.k_groups == 1 else (4 if self.short else 2) * row_tiles * full
+        sums = 2 * halves * self.cluster * full
+        pairs = 0 if single or self.k_groups == 1 else 2 * row_tiles * full
         weights = self.slots * self.tiles * 8 * (k * itemsize + pad)
         own = row_tiles * (k * 64 + self.tiles * 512) if single else 0
         return barriers + sums + pairs + weights + own
@@ -94,8 +90,6 @@ class Grid:
         row_tiles = _ceil_div(rows, 16)
         if self.k_groups not in (1, 2) or width // self.cluster * itemsize // 64 % self.k_groups:
             return f"{self.k_groups} groups of warps along K"
-        if self.short and (itemsize == 4 or self.k_groups == 1):
-            return "short sums are for 16-bit dtypes and two warps that share K"
         if itemsize == 4 and (width // self.cluster * 4 * row_tiles) % 256:
             return f"{rows} rows of {width // self.cluster} numbers are not whole rounds"
         if row_tiles * self.k_groups > (4 if itemsize == 4 else 8):
@@ -124,7 +118,6 @@ def source(
         "MT": _ceil_div(rows, 16),
         "SLOTS": grid.slots,
         "KG": grid.k_groups,
-        "SHORT": int(grid.short),
         "KS": 1,
         "SAVE": save,
         "MAX_LAYERS": MAX_LAYERS,

@@ -91,7 +91,7 @@ __device__ __forceinline__ void layers_half(const Params& p, u32 base, int first
         }
       }
     } else {  // warp kg of the two completes and sends rows 8 kg .. 8 kg + 7 of the tile
-      const u32 pairs = base + PAIR_OFFSET + (SHORT ? (layer & 1) * PAIR_BYTES : 0) + lane * 16;
+      const u32 pairs = base + PAIR_OFFSET + lane * 16;
       const u32 give = pairs + ((kg ^ 1) * MT + m) * (PAIRS * 512);
       const u32 take = pairs + (kg * MT + m) * (PAIRS * 512);
 #pragma unroll
@@ -112,10 +112,9 @@ __device__ __forceinline__ void layers_half(const Params& p, u32 base, int first
 #pragma unroll
       for (int i = 0; i < PAIRS; ++i) {
         if (2 * i >= tiles) continue;
-        if constexpr (SHORT) send_short(dst - lane * 16 + i * PART_BYTES, lane, sum[i]);
-        else store_peer4(dst + i * 512, as_words(sum[i].x, sum[i].y, sum[i].z, sum[i].w));
+        store_peer4(dst + i * 512, as_words(sum[i].x, sum[i].y, sum[i].z, sum[i].w));
       }
-      if constexpr (!SHORT) pair_sync(1 + m);  // both have read
+      pair_sync(1 + m);  // both have read
     }
 
 #pragma unroll
@@ -125,10 +124,9 @@ __device__ __forceinline__ void layers_half(const Params& p, u32 base, int first
       const int q = rank + half * CLUSTER;
       if (item >= ITEMS || q >= 2 * MT || 2 * pair >= tiles) continue;
       const int row = q * 8 + g;
-      const u32 at = sums + half * HALF_BYTES + pair * PART_BYTES;
+      const u32 at = sums + half * HALF_BYTES + pair * 512 + lane * 16;
       float4 pre = make_float4(shift[i][0], shift[i][1], shift[i][2], shift[i][3]);
-      if constexpr (SHORT) pre = take_short<SOURCE_BYTES>(pre, at, lane);
-      else pre = take_sums(pre, at + lane * 16, true);
+      pre = take_sums(pre, at, true);
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int tile = 2 * pair + e;

@@ -26,9 +26,9 @@
 // Macros from the host: DTYPE (0 bfloat16, 1 float16) CLUSTER CLUSTERS WIDTH (of x and all layers
 // where it is the same, else 0) NT MT (tiles of 16 rows, at most 8) STAGES HELD (tiles of K whose
 // activations a warpgroup has in registers at once) AGAIN (tiles of these asked for again at once)
-// SHORT (1: partial sums cross the cluster without their lowest 8 bits) ACT FINAL SAVE (as in
-// whole.cu) MAX_LAYERS KS (unused, for whole_device.cu), a number ACT_<NAME> for every activation,
-// and the generated functions wgmma and wgmma_first (acc, a0, a1, a2, a3, descriptor).
+// ACT FINAL SAVE (as in whole.cu) MAX_LAYERS KS (unused, for whole_device.cu), a number ACT_<NAME>
+// for every activation, and the generated functions wgmma and wgmma_first (acc, a0, a1, a2, a3,
+// descriptor).
 
 constexpr int ROWS = 16 * MT;
 constexpr int KG = MT > 4 ? 1 : 2;                   // warpgroups that share K
@@ -38,7 +38,7 @@ constexpr int STAGE_BYTES = (NT + 1) / 2 * 2048;     // 8 NT rows of 128 bytes, 
 constexpr int UNITS = NT * MT;
 constexpr int SHARE = (UNITS + CLUSTER - 1) / CLUSTER;        // units a block completes
 constexpr int ROUNDS = (SHARE + CONSUMERS - 1) / CONSUMERS;
-constexpr int PART_BYTES = SHORT ? 384 : 512;        // of a unit, one block's
+constexpr int PART_BYTES = 512;                      // of a unit, one block's
 constexpr int UNIT_BYTES = CLUSTER * PART_BYTES;
 
 constexpr int SUMS_OFFSET = STAGES * STAGE_BYTES;
@@ -222,13 +222,9 @@ __device__ __forceinline__ void send(const float (&v)[4], u32 to, int j, int m, 
                                      int lane) {
   const int u = j * MT + m, at = u % CLUSTER;
   const u32 place = to + u / CLUSTER * UNIT_BYTES;
-  if constexpr (SHORT) {
-    send_short(peer_addr(place, at), lane, make_float4(v[0], v[1], v[2], v[3]));
-  } else {
-    const uint4 words = as_words(v[0], v[1], v[2], v[3]);
-    if (at == rank) store_own4(place + lane * 16, words);
-    else store_peer4(peer_addr(place, at) + lane * 16, words);
-  }
+  const uint4 words = as_words(v[0], v[1], v[2], v[3]);
+  if (at == rank) store_own4(place + lane * 16, words);
+  else store_peer4(peer_addr(place, at) + lane * 16, words);
 }
 
 // The same with what the other warpgroup gave added.
@@ -251,7 +247,7 @@ __device__ __forceinline__ void add_and_send(const float (&acc)[NT][4], u32 from
 }
 
 // start + sums of all blocks of the cluster, in their order; empties them.
-__device__ __forceinline__ float4 take_whole(float4 start, u32 from) {
+__device__ __forceinline__ float4 take_sums(float4 start, u32 from) {
   uint4 v[CLUSTER];
   bool missing;
   do {
@@ -423,10 +419,9 @@ __device__ __forceinline__ void multiply_layers(const Params& p, u32 base, int c
     for (int i = 0; i < ROUNDS; ++i) {
       const int place = i * CONSUMERS + warp, u = place * CLUSTER + rank;
       if (u >= own.tiles * MT) break;
-      const u32 at = sums + place * UNIT_BYTES;
+      const u32 at = sums + place * UNIT_BYTES + lane * 16;
       float4 sum = make_float4(shift[i][0], shift[i][1], shift[i][0], shift[i][1]);
-      if constexpr (SHORT) sum = take_short<PART_BYTES>(sum, at, lane);
-      else sum = take_whole(sum, at + lane * 16);
+      sum = take_sums(sum, at);
       const int first = own.first + u / MT * 8, row = u % MT * 16 + g, column = first + 2 * t;
       if constexpr (SAVE != 0) {
         if (saves_pre(last)) {

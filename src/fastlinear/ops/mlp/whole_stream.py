@@ -71,7 +71,6 @@ class Stream:
         stages: tiles of weights (a cluster's columns, 64 of K) in shared memory at once.
         held: tiles of K whose activations a warpgroup has in registers at once.
         again: tiles of those that are asked for again at once where numbers are missing.
-        short: partial sums go from block to block without their lowest 8 bits.
         stay_bytes: of weights of the first layers, that stay in the L2 cache from call to call;
             the others are the first to leave it.
     """
@@ -81,7 +80,6 @@ class Stream:
     stages: int
     held: int
     again: int = 1
-    short: bool = True
     stay_bytes: int = 32 << 20
 
     def tiles(self, widths: Widths) -> int:
@@ -96,8 +94,7 @@ class Stream:
         """Dynamic shared memory: tiles of weights, partial sums, barriers."""
         tiles = self.tiles(widths)
         share = _ceil_div(tiles * _ceil_div(rows, 16), self.cluster)
-        part = 384 if self.short else 512
-        return self.stages * (_ceil_div(tiles, 2) * 2048 + 16) + share * self.cluster * part + 16
+        return self.stages * (_ceil_div(tiles, 2) * 2048 + 16) + share * self.cluster * 512 + 16
 
     def first_out(self, widths: Widths) -> int:
         """The first layer whose weights leave the L2 cache first."""
@@ -159,7 +156,6 @@ def source(
         "STAGES": stream.stages,
         "HELD": stream.held,
         "AGAIN": min(stream.again, stream.held),
-        "SHORT": int(stream.short),
         "KS": 1,
         "SAVE": save,
         "MAX_LAYERS": MAX_LAYERS,
