@@ -136,6 +136,12 @@ def _load(target: str) -> Callable[..., Any]:
     return function
 
 
+@lru_cache(maxsize=8)
+def is_installed(package: str) -> bool:
+    """Whether a package is there to be imported, without importing it."""
+    return importlib.util.find_spec(package) is not None
+
+
 @lru_cache(maxsize=256)
 def _source_hash(target: str, sources: tuple[str, ...]) -> str:
     spec = importlib.util.find_spec(target.partition(":")[0])

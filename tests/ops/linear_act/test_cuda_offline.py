@@ -49,6 +49,16 @@ def test_every_layout_stays_in_registers(a_mn: bool, b_mn: bool) -> None:
     assert _frame(cuda.source(CONFIGS[0], FP16, "gelu", True, True, a_mn, b_mn)) == 0
 
 
+@pytest.mark.parametrize("activation", ["gelu_tanh", "gelu", "silu"])
+def test_odd_rows_stay_in_registers(activation: str) -> None:
+    for save in (False, True):
+        most = 8 if activation == "gelu" and save else 0
+        text = cuda.source(CONFIGS[0], BF16, activation, True, save, direct=True)
+        assert _frame(text) <= most
+    for a_mn, b_mn in ((False, True), (True, True)):  # as both gradients' operands lie
+        assert _frame(cuda.source(CONFIGS[0], BF16, "none", False, False, a_mn, b_mn, True)) == 0
+
+
 def test_a_spill_is_seen() -> None:
     """An array indexed at run time goes to local memory; the check must notice."""
     text = """

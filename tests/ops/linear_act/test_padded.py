@@ -77,6 +77,25 @@ def test_products_of_padded_rows_are_those_of_the_rows(
     assert {s[0] for s in inner} == {"forward", "grad_input", "grad_weight"}
 
 
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu"])
+def test_the_whole_backward(
+    activation: str, sizes: tuple[int, int, int], dtype: torch.dtype, inner: list[tuple[Any, ...]]
+) -> None:
+    m, k, n = sizes
+    x, w, dy, saved = (draw(*s, dtype=dtype) for s in ((m, k), (n, k), (m, n), (m, n)))
+    given = dy, None if activation == "none" else saved, x, w, activation
+    for needs in ((True, True, True), (False, True, False), (True, False, True)):
+        got = padded.backward(*given, needs)
+        assert [g is not None for g in got] == list(needs)
+        for i, one in enumerate(got):
+            if one is not None:
+                _same(one, reference.backward, (*given, (True, True, True)), i)
+    assert {s[1:] for s in inner} == {(m, up(k), up(n))}
+
+
 def _same(got: Tensor, plain: Any, arguments: tuple[Any, ...], which: int | None = None) -> None:
     def of(result: Any) -> Tensor:
         found: Tensor = result if which is None else result[which]
@@ -109,25 +128,28 @@ def test_it_serves_odd_rows_only() -> None:
     assert "already" in str(padded_problem.reason_not(posed(8, 64, 96)))
     assert "nothing" in str(padded_problem.reason_not(posed(0, 100, 96)))
     assert "copies" in str(padded_problem.reason_not(posed(1 << 20, 1000, 96)))
-    for piece in ("forward", "grad_input", "grad_weight"):
+    for piece in ("forward", "grad_input", "grad_weight", "backward"):
         (one,) = [b for b in family("linear_act").candidates(piece) if b.name == "padded"]
         on_cpu = posed(8, 100, 64, piece, device="cpu")
         assert "CUDA" in str(one.reason_not(on_cpu))
 
 
 def test_the_default_order_takes_it_where_copies_cost_little() -> None:
-    for piece in ("forward", "grad_input", "grad_weight"):
-        assert backends._prefer(posed(4096, 4095, 4096, piece))[0] == "padded"
-        assert backends._prefer(posed(4096, 4096, 4095, piece))[0] == "padded"
+    for piece in ("forward", "grad_input", "grad_weight", "backward"):
+        first = 1 if piece == "forward" else 0  # before it cuda, where only N is odd
+        assert backends._prefer(posed(4096, 4095, 4096, piece))[first] == "padded"
+        assert backends._prefer(posed(4096, 4096, 4095, piece))[first] == "padded"
+        assert backends._prefer(posed(4096, 4096, 4095, piece))[0] in ("cuda", "padded")
         assert backends._prefer(posed(64, 4095, 4095, piece))[0] != "padded"
         assert "padded" not in backends._prefer(posed(4096, 4096, 4096, piece))
         assert backends._prefer(posed(4096, 1000, 4096, piece))[0] != "padded"
         single = {"dtype": "float32", "precision": "highest"}
-        assert backends._prefer(posed(4096, 1000, 4096, piece, **single))[0] == "padded"
+        assert backends._prefer(posed(4096, 1000, 4096, piece, **single))[first] == "padded"
         assert backends._prefer(posed(256, 4095, 4095, piece, **single))[0] != "padded"
-        assert "triton" not in backends._prefer(posed(64, 4095, 4095, piece, **single))
+        few = backends._prefer(posed(64, 4095, 4095, piece, **single))
+        assert ("triton" in few) is (piece == "backward")
     assert backends._prefer(posed(512, 1021, 1021))[0] != "padded"
-    assert backends._prefer(posed(512, 1021, 1021, captured=True))[0] == "padded"
+    assert backends._prefer(posed(512, 1021, 1021, captured=True))[1] == "padded"
     assert backends._prefer(posed(64, 1021, 1021))[0] == "triton"
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
 from fastlinear.core.problem import Problem
+from fastlinear.dispatch.backend import is_installed
 
 _VECTOR = 16  # numbers: rows that begin at such multiples are read 16 bytes at a time
 _MOST_WASTE = 1 / 16
@@ -159,18 +158,13 @@ def _rank(width: int, fold: int, block: int) -> tuple[float, int]:
     return (waste if waste > _MOST_WASTE else 0.0), fold
 
 
-@cache
-def _installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
 def reason_not(p: Problem) -> str | None:
     """Why the Triton kernels cannot serve a Problem, or None."""
     if p.device != "cuda":
         return "its kernels run on CUDA devices only"
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
-    if not _installed():
+    if not is_installed("triton"):
         return "the package triton is not installed"
     if p.dtype == "float64":
         return "no kernel for float64"

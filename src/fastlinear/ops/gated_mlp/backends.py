@@ -5,10 +5,8 @@ Light on purpose: backends are named here and imported on first use.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ from fastlinear.core.compare import KINKED, clear_of_kinks
 from fastlinear.core.cost import Cost
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
-from fastlinear.dispatch.backend import Backend, Family, register_family
+from fastlinear.dispatch.backend import Backend, Family, is_installed, register_family
 from fastlinear.ops.gated_mlp import cpp, onednn, reference, triton_config
 from fastlinear.ops.gated_mlp.problem import NAME, PIECES, STEP, has_down, problem
 from fastlinear.ops.gated_mlp.stacking import Biases, Weights, split_pre
@@ -42,11 +40,6 @@ def _always(_: Problem) -> str | None:
     return None
 
 
-@lru_cache(maxsize=8)
-def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
-
-
 def _reason_not_triton(fused: bool) -> Callable[[Problem], str | None]:
     """Why a Triton backend cannot serve, whose products are its own or not."""
 
@@ -55,7 +48,7 @@ def _reason_not_triton(fused: bool) -> Callable[[Problem], str | None]:
             return "its kernels run on CUDA devices only"
         if not torch.cuda.is_available():
             return "torch sees no CUDA device"
-        if not _installed("triton"):
+        if not is_installed("triton"):
             return "the package triton is not installed"
         if fused and p.piece == "backward" and not has_down(p):
             return "without a down projection there is no product to hold the gate's derivatives"

@@ -5,9 +5,7 @@ Light on purpose: backends are named here and imported on first use.
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from fastlinear.core.compare import KINKED, clear_of_kinks
 from fastlinear.core.cost import Cost
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
-from fastlinear.dispatch.backend import Backend, Family, register_family
+from fastlinear.dispatch.backend import Backend, Family, is_installed, register_family
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.grouped_linear import cpp, reference, strips, triton_config, ways
 from fastlinear.ops.grouped_linear import layout as layouts
@@ -46,17 +44,12 @@ def _always(_: Problem) -> str | None:
     return None
 
 
-@lru_cache(maxsize=8)
-def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
-
-
 def _reason_not_triton(p: Problem) -> str | None:
     if p.device != "cuda":
         return "its kernels run on CUDA devices only"
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
-    if not _installed("triton"):
+    if not is_installed("triton"):
         return "the package triton is not installed"
     dtype, capability = FLOAT_DTYPES[p.dtype], torch.cuda.get_device_capability()
     sizes = p.dim("M"), p.dim("G"), p.dim("K"), p.dim("N")

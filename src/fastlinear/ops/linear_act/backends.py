@@ -5,9 +5,7 @@ Light on purpose: backends are named here and imported on first use.
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from fastlinear.core.compare import KINKED, clear_of_kinks
 from fastlinear.core.cost import Cost
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
-from fastlinear.dispatch.backend import Backend, Family, deferred, register_family
+from fastlinear.dispatch.backend import Backend, Family, deferred, is_installed, register_family
 from fastlinear.ops.common import door_node
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import (
@@ -140,11 +138,6 @@ def _always(_: Problem) -> str | None:
     return None
 
 
-@lru_cache(maxsize=8)
-def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
-
-
 def _reason_not_gpu(p: Problem) -> str | None:
     if p.device != "cuda":
         return "its kernels run on CUDA devices only"
@@ -157,7 +150,7 @@ def _reason_not_gpu(p: Problem) -> str | None:
 
 def _reason_not_triton(p: Problem) -> str | None:
     why = _reason_not_gpu(p)
-    if why is None and not _installed("triton"):
+    if why is None and not is_installed("triton"):
         why = "the package triton is not installed"
     if why is None and p.piece in ("forward", "grad_input", WHOLE_BACKWARD):
         why = _reason_not_precise(p)
@@ -246,7 +239,8 @@ def _prefer(p: Problem) -> tuple[str, ...]:
         one_launch = p.device == "cuda" and rows <= 64
         if p.dtype == "float32" and 4 < rows < 32:  # too many to multiply-add, too few for TF32
             one_launch = False
-        return ("triton", "pieces", "eager") if one_launch else ("pieces", "eager")
+        first = ("triton",) if one_launch else ("padded",) if padded_problem.pays(p) else ()
+        return (*first, "pieces", "eager")
     if p.device == "cpu":
         # oneDNN's call costs more than MKL's: it pays once there is arithmetic to save
         if p.piece == "forward" and p.option("activation") != "none":
@@ -259,6 +253,8 @@ def _prefer(p: Problem) -> tuple[str, ...]:
         first = ("few_rows", *first)
     if p.piece != "grad_pre" and not padded_problem.aligned(p):
         first = ("padded",) if padded_problem.pays(p) else ("triton",) if _few_odd_rows(p) else ()
+        if p.piece == "forward" and "padded" in first:
+            first = ("cuda", *first)  # where K is even enough its kernel needs no copies
     return (*first, "cublaslt", "eager") if p.piece == "forward" else (*first, "eager")
 
 
@@ -407,6 +403,14 @@ FAMILY = register_family(
                 f"{_HERE}.step:backward",
                 _reason_not_pieces,
                 _PIECES_SOURCES,
+            ),
+            Backend(
+                NAME,
+                WHOLE_BACKWARD,
+                "padded",
+                f"{_HERE}.padded:backward",
+                _reason_not_padded,
+                _PADDED,
             ),
             Backend(
                 NAME,

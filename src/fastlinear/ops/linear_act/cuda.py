@@ -141,8 +141,6 @@ def reason_not(
         return "an empty dimension"
     if max(M, K, N) > _MAX_SIZE:
         return f"sizes must stay below 2^30, got M={M}, K={K}, N={N}"
-    if N % 8:
-        return f"N = {N} is not a multiple of 8 (rows of y must be 16-byte aligned)"
     for name, shape, strides in (("x", (M, K), x_strides), ("weight", (N, K), w_strides)):
         if _layout(shape, strides) is None:
             return (
@@ -174,8 +172,9 @@ def source(
     save_pre: bool,
     a_mn: bool = False,
     b_mn: bool = False,
+    direct: bool = False,
 ) -> str:
-    """The complete CUDA C++ source of one specialisation."""
+    """The complete CUDA C++ source of one specialisation; ``direct``: y has odd rows."""
     macros = {
         "BM": config.bm,
         "BN": config.bn,
@@ -189,6 +188,7 @@ def source(
         "IS_BF16": int(dtype == torch.bfloat16),
         "HAS_BIAS": int(has_bias),
         "SAVE": int(save_pre),
+        "DIRECT": int(direct),
         **{f"ACT_{name.upper()}": number for number, name in enumerate(NAMES)},
         "ACT": f"ACT_{activation.upper()}",
     }
@@ -248,10 +248,11 @@ class _Plan:
     ) -> None:
         (M, K), N = a.shape, b.shape[0]
         dtype, device = _DTYPES[a.dtype], a.device.index
+        direct = _direct(N)
         a_mn, a_stride = _layout(a.shape, a.stride())  # type: ignore[misc]
         b_mn, b_stride = _layout(b.shape, b.stride())  # type: ignore[misc]
         kernel = _kernel(
-            config, a.dtype, activation, bias is not None, save_pre, a_mn, b_mn, device
+            config, a.dtype, activation, bias is not None, save_pre, a_mn, b_mn, direct, device
         )
 
         def operand(t: Tensor, mn: bool, stride: int, box: int) -> driver.TensorMap:
@@ -260,8 +261,13 @@ class _Plan:
 
         self.a_map = operand(a, a_mn, a_stride, _BK if a_mn else config.bm)
         self.b_map = operand(b, b_mn, b_stride, (_BK if b_mn else config.bn) // config.cluster)
-        self.out_map = driver.TensorMap(dtype, M, N, N, 16, 64, out.data_ptr(), device)
-        self.save_map = driver.TensorMap(dtype, M, N, N, 16, 64, out.data_ptr(), device)
+        self.y: driver.TensorMap | ctypes.c_void_p = ctypes.c_void_p(0)
+        self.pre: driver.TensorMap | ctypes.c_void_p = ctypes.c_void_p(0)
+        maps = [self.a_map, self.a_map]  # read by no kernel that gets addresses
+        addresses = [self.y, self.pre, ctypes.c_int(M)]
+        if not direct:
+            maps = [driver.TensorMap(dtype, M, N, N, 16, 64, out.data_ptr(), device) for _ in "yp"]
+            (self.y, self.pre), addresses = maps, []
         self.bias = ctypes.c_void_p(0)
         tiles_m, tiles_n = -(-M // (config.bm * config.cluster)), -(-N // config.bn)
         self.launch = _EarlyLaunch(
@@ -271,13 +277,13 @@ class _Plan:
             [
                 self.a_map,
                 self.b_map,
-                self.out_map,
-                self.save_map,
+                *maps,
                 self.bias,
                 ctypes.c_int(N),
                 ctypes.c_int(tiles_m),
                 ctypes.c_int(tiles_n),
                 ctypes.c_int(-(-K // _BK)),
+                *addresses,
             ],
         )
         self.launch.set_grid(min(tiles_m * tiles_n, self.launch.max_clusters()) * config.cluster)
@@ -287,9 +293,9 @@ class _Plan:
     ) -> None:
         self.a_map.point_at(a.data_ptr())
         self.b_map.point_at(b.data_ptr())
-        self.out_map.point_at(out.data_ptr())
+        _point(self.y, out)
         if saved is not None:
-            self.save_map.point_at(saved.data_ptr())
+            _point(self.pre, saved)
         if bias is not None:
             self.bias.value = bias.data_ptr()
         self.launch.run(torch._C._cuda_getCurrentRawStream(a.device.index))
@@ -308,15 +314,28 @@ def _kernel(
     save_pre: bool,
     a_mn: bool,
     b_mn: bool,
+    direct: bool,
     device: int,
 ) -> driver.Kernel:
-    key = (config, dtype, activation, has_bias, save_pre, a_mn, b_mn, device)
+    key = (config, dtype, activation, has_bias, save_pre, a_mn, b_mn, direct, device)
     kernel = _kernels.get(key)
     if kernel is None:
-        text = source(config, dtype, activation, has_bias, save_pre, a_mn, b_mn)
+        text = source(config, dtype, activation, has_bias, save_pre, a_mn, b_mn, direct)
         cubin = driver.compile_cubin(text, "gemm.cu", ARCH)
         kernel = _kernels[key] = driver.Kernel(cubin, _KERNEL, config.shared_bytes, device)
     return kernel
+
+
+def _direct(n: int) -> bool:
+    """Whether rows of y (M, n) begin where TMA cannot store."""
+    return n % 8 != 0
+
+
+def _point(where: driver.TensorMap | ctypes.c_void_p, t: Tensor) -> None:
+    if isinstance(where, driver.TensorMap):
+        where.point_at(t.data_ptr())
+    else:
+        where.value = t.data_ptr()
 
 
 def gemm(
@@ -331,7 +350,7 @@ def gemm(
 
     Args:
         a: (M, K) bfloat16 or float16; one stride 1, the other a multiple of 8.
-        b: (N, K), likewise; N a multiple of 8.
+        b: (N, K), likewise.
         bias: (N,) of the same dtype, or None.
         activation: a public activation name.
         save_pre: also return a bᵀ + bias.
@@ -450,7 +469,7 @@ def door_launch(
         plan = _Plan(config_for(M, K, N), x, weight, out, bias, activation, False)
     launch = plan.launch
     tensors: list[tuple[driver.TensorMap | ctypes.c_void_p, int]]
-    tensors = [(plan.a_map, 0), (plan.b_map, 1), (plan.out_map, Y)]
+    tensors = [(plan.a_map, 0), (plan.b_map, 1), (plan.y, Y)]
     if bias is not None:
         tensors.append((plan.bias, 2))
     assert launch._handle is not None

@@ -11,11 +11,13 @@
 // its K) and multicasts it.
 //
 // Macros from the host: BM BN STAGES OUT_BUFS CLUSTER PINGPONG GROUP_M A_MN B_MN IS_BF16 HAS_BIAS
-// SAVE ACT, a number ACT_<NAME> for every activation, and the generated functions
+// SAVE DIRECT ACT, a number ACT_<NAME> for every activation, and the generated functions
 // wgmma(acc, desc_a, desc_b) for m64 x BN x k16, and wgmma_first, which does not add to acc but
 // overwrites it.
 //   A_MN / B_MN 1: the operand's M (N) dimension is the contiguous one in memory.
 //   SAVE 1: `pre` is written beside Y.
+//   DIRECT 1: rows of Y begin anywhere, where TMA cannot store: warps write them element by element,
+//             64 contiguous bytes at once, out of the staging buffers.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -37,7 +39,7 @@ static_assert(BN / 64 % OUT_BUFS == 0, "OUT_BUFS");
 constexpr bool SHARED_LAST = PINGPONG && MMA_M == 2;
 // The epilogue does all rows of 64 columns, whose bias it keeps in registers, before the next 64;
 // where that would spill, all columns of 64 rows.
-constexpr bool BY_COLUMNS = !(SAVE == 1 && ACT == ACT_RELU2);
+constexpr bool BY_COLUMNS = !(SAVE == 1 && ACT == ACT_RELU2) && !(DIRECT && ACT == ACT_GELU);
 
 struct alignas(64) TensorMap { char bytes[128]; };
 
@@ -112,6 +114,12 @@ __device__ __forceinline__ void tma_store(const TensorMap* map, u32 src, int x, 
 template <int kLeft>
 __device__ __forceinline__ void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLeft) : "memory");
+}
+
+__device__ __forceinline__ unsigned short load_shared16(u32 at) {
+  unsigned short v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at));
+  return v;
 }
 
 __device__ __forceinline__ void tma_store_wait_all() {
@@ -269,7 +277,12 @@ __device__ __forceinline__ void load_bias(u32 (&out)[BN / 64], const unsigned sh
 #pragma unroll
   for (int c = 0; c < BN / 64; ++c) {
     const int n = col + 64 * c + 2 * lane;
-    out[c] = n < N ? *reinterpret_cast<const u32*>(bias + n) : 0;
+    if constexpr (DIRECT) {  // N may be odd
+      const u32 low = n < N ? bias[n] : 0, high = n + 1 < N ? bias[n + 1] : 0;
+      out[c] = low | high << 16;
+    } else {
+      out[c] = n < N ? *reinterpret_cast<const u32*>(bias + n) : 0;
+    }
   }
 }
 
@@ -395,12 +408,16 @@ __device__ __forceinline__ Tile tile_at(int t, int tiles_m, int tiles_n) {
 struct Output {
   u32 at;      // where this lane's stmatrix row lies in the first of OUT_BUFS staging buffers
   bool leader;
+#if DIRECT
+  unsigned short *y, *pre;
+  int rows, columns;  // of both
+#endif
 
   // Puts 64 columns of 16 rows into buffer `count` modulo OUT_BUFS, a constant once unrolled. Of 16
   // columns q, r[4q] and r[4q + 1] pack column pair 2q of rows 0-7 and 8-15, r[4q + 2] and
   // r[4q + 3] pair 2q + 1.
   __device__ __forceinline__ void stage(int count, const u32 (&r)[16]) const {
-    if (leader) tma_store_wait_read<OUT_BUFS - 1>();  // this buffer's previous store is read out
+    if (!DIRECT && leader) tma_store_wait_read<OUT_BUFS - 1>();  // its last store is read out
     __syncwarp();
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
@@ -411,6 +428,24 @@ struct Output {
     }
   }
 
+#if DIRECT
+  // Stores what was staged to (row, col) of `matrix`.
+  __device__ __forceinline__ void send(int count, unsigned short* matrix, int row, int col) const {
+    __syncwarp();
+    const u32 lane = lane_id();
+    // The buffer's first row, from where this lane's stmatrix row lies.
+    const u32 from = at - (lane & 15) * 128 - ((lane >> 4) ^ (lane & 7)) * 16 +
+                     count % OUT_BUFS * OUT_BYTES + (lane & 7) * 2;
+    unsigned short* to = matrix + static_cast<long long>(row) * columns + col + lane;
+    const int left = min(rows - row, 16), width = columns - col - lane;
+#pragma unroll 1
+    for (int r = 0; r < left; ++r, to += columns) {
+      const u32 piece = (lane >> 3) ^ (r & 7);  // of columns 0-31; of the others bit 2 differs
+      if (width > 0) *to = load_shared16(from + r * 128 + piece * 16);
+      if (width > 32) to[32] = load_shared16(from + r * 128 + (piece ^ 4) * 16);
+    }
+  }
+#else
   // Stores what was staged to (row, col).
   template <bool kStream>
   __device__ __forceinline__ void send(int count, const TensorMap* map, int row, int col) const {
@@ -419,6 +454,7 @@ struct Output {
     // The leader is lane 0, whose row is the buffer's first.
     if (leader) tma_store<kStream>(map, at + count % OUT_BUFS * OUT_BYTES, col, row);
   }
+#endif
 };
 
 // The i-th block of 64 x 64 of the epilogue: in which 64 columns, in which 64 rows.
@@ -434,6 +470,20 @@ __device__ __forceinline__ int block_row(int i, int rows) {
 struct Epilogue {
   Output out;
   const TensorMap *y_map, *save_map;
+
+#if DIRECT
+  __device__ __forceinline__ void y(int i, int row, int col) const { out.send(i, out.y, row, col); }
+  __device__ __forceinline__ void pre(int i, int row, int col) const {
+    out.send(i, out.pre, row, col);
+  }
+#else
+  __device__ __forceinline__ void y(int i, int row, int col) const {
+    out.send<false>(i, y_map, row, col);
+  }
+  __device__ __forceinline__ void pre(int i, int row, int col) const {
+    out.send<true>(i, save_map, row, col);
+  }
+#endif
 
   // Bias, activation and store of kRows * 64 rows; this warp's first is `row`. A store is sent off
   // only when the next one's values are there: what was staged has arrived by then.
@@ -454,19 +504,18 @@ struct Epilogue {
       u32 r[16];
 #if SAVE == 1
       convert<false>(p, r);
-      if (i > 0) out.send<false>(2 * i - 1, y_map, before_row, before_col);
+      if (i > 0) y(2 * i - 1, before_row, before_col);
       out.stage(2 * i, r);
       convert<true>(p, r);
-      out.send<true>(2 * i, save_map, row + mi * 64, col + c * 64);
+      pre(2 * i, row + mi * 64, col + c * 64);
       out.stage(2 * i + 1, r);
 #else
       convert<true>(p, r);
-      if (i > 0) out.send<false>(i - 1, y_map, before_row, before_col);
+      if (i > 0) y(i - 1, before_row, before_col);
       out.stage(i, r);
 #endif
     }
-    out.send<false>(kRows * (BN / 64) * (1 + SAVE) - 1, y_map, row + (kRows - 1) * 64,
-                    col + BN - 64);
+    y(kRows * (BN / 64) * (1 + SAVE) - 1, row + (kRows - 1) * 64, col + BN - 64);
   }
 };
 
@@ -476,7 +525,11 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 linear_act_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
                 const __grid_constant__ TensorMap y_map, const __grid_constant__ TensorMap save_map,
                 const unsigned short* __restrict__ bias_ptr, int N, int tiles_m, int tiles_n,
-                int k_tiles) {
+                int k_tiles
+#if DIRECT
+                , unsigned short* __restrict__ y_ptr, unsigned short* __restrict__ pre_ptr, int M
+#endif
+) {
   extern __shared__ __align__(1024) char smem[];
   const u32 base = smem_addr(smem);
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
@@ -553,7 +606,11 @@ linear_act_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__
     const u32 piece = (lane >> 4) ^ (lane & 7);
     const Output out{base + OUT_OFFSET + (consumer * 4 + warp) * OUT_BUFS * OUT_BYTES +
                          (lane & 15) * 128 + piece * 16,
-                     lane == 0};
+                     lane == 0,
+#if DIRECT
+                     y_ptr, pre_ptr, M, N,
+#endif
+    };
     const Epilogue epilogue{out, &y_map, &save_map};
 
     if (PINGPONG && consumer == 1) bar_arrive(1, 256);  // consumer 0 starts
@@ -602,7 +659,7 @@ linear_act_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__
       epilogue.finish<1>(half, bias, (tile.m * CLUSTER + rank) * BM + WG_M - 64 + warp * 16,
                          tile.n * BN);
     }
-    if (out.leader) tma_store_wait_all();
+    if (!DIRECT && out.leader) tma_store_wait_all();
   }
   __syncwarp();
   if constexpr (CLUSTER > 1) cluster_sync();  // no block leaves while a peer may still write to it

@@ -72,7 +72,7 @@ def _saving(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> 
     with driver.loading_allowed():
         config = cuda.config_for(M, K, N, True)
         plan = cuda._Plan(config, x, weight, out, bias, activation, True)
-    tensors: list[Any] = [(plan.a_map, 0), (plan.b_map, 1), (plan.out_map, Y), (plan.save_map, PRE)]
+    tensors: list[Any] = [(plan.a_map, 0), (plan.b_map, 1), (plan.y, Y), (plan.pre, PRE)]
     if bias is not None:
         tensors.append((plan.bias, 2))
     launch = plan.launch

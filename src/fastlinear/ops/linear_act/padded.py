@@ -1,9 +1,11 @@
-"""Backend ``padded``: rows that do not begin at multiples of 16 elements, copied to where they do.
+"""Backend ``padded``: rows that do not begin at multiples of 16 bytes, copied to where they do.
 
 Products of such rows run many times below their rate, PyTorch's as well as ours: neither can load
-16 bytes at once. Zeros fill the copies up to multiples of 16 features, the product of aligned rows
-is the one that dispatch chooses for them, and what the zeros add is cut off. A copy reads and
-writes its tensor once.
+16 bytes at once. Zeros fill the copies up to multiples of 16 features. On Hopper, in 16 bits, the
+products of the copies write odd rows themselves, and the backward's first copy is the
+pre-activation's gradient, written where it is worked out. Elsewhere the product of aligned rows is
+the one that dispatch chooses for them, and what the zeros add is cut off. A copy reads and writes
+its tensor once.
 """
 
 from __future__ import annotations
@@ -14,11 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastlinear.core.device import device_facts
 from fastlinear.core.precision import DTYPE_NAMES, matmul_precision
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch import cache
+from fastlinear.dispatch.backend import is_installed
 from fastlinear.dispatch.select import select
 from fastlinear.ops.common.calls import is_captured
+from fastlinear.ops.linear_act import cuda, reference
 from fastlinear.ops.linear_act.backends import problem
 from fastlinear.ops.linear_act.padded_problem import MULTIPLE, padded_size
 
@@ -31,8 +36,10 @@ def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save_pre: bool
 ) -> tuple[Tensor, Tensor | None]:
     """(y, pre): x (M, K), weight (N, K), bias (N,) → y (M, N) and, if asked, pre (M, N)."""
-    n = weight.shape[0]
-    rows, turned = _columns(x), _both(weight)
+    n, k = weight.shape
+    if _writes_odd_rows(x):
+        return cuda.forward(_wide(x)[:, :k], _wide(weight)[:, :k], bias, activation, save_pre)
+    rows, turned = _wide(x), _wide(weight, padded_size(n))
     wide = bias
     if bias is not None and n % MULTIPLE:
         wide = bias.new_zeros(turned.shape[0])
@@ -44,44 +51,99 @@ def forward(
 
 def grad_input(dpre: Tensor, weight: Tensor) -> Tensor:
     """dx (M, K) = dpre (M, N) @ weight (N, K)."""
-    run = _run("grad_input", dpre, weight, "none", True, True)
-    dx: Tensor = run(_columns(dpre), _both(weight))
-    return _cut(dx, weight.shape[1])
+    return _grad_input(_wide(dpre), dpre, weight)
 
 
 def grad_weight(dpre: Tensor, x: Tensor) -> Tensor:
     """dW (N, K) = dpreᵀ (N, M) @ x (M, K)."""
-    run = _run("grad_weight", dpre, x, "none", True, True)
-    dw: Tensor = run(_columns(dpre), _columns(x))
-    n, k = dpre.shape[1], x.shape[1]
-    return dw if dw.shape == (n, k) else dw[:n, :k].contiguous()
+    return _grad_weight(_wide(dpre), dpre, x)
 
 
-def _columns(t: Tensor) -> Tensor:
-    """t (M, K) with zeros in columns K … up to a multiple, dense."""
-    m, k = t.shape
-    if k % MULTIPLE == 0:
-        return t.contiguous()
-    wide = t.new_empty(m, padded_size(k))
-    wide[:, :k].copy_(t)
-    wide[:, k:].zero_()
-    return wide
+def backward(
+    dy: Tensor,
+    saved: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    activation: str,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dx, dW, db), each None where not wanted; as ``step.backward``, with one copy of dpre."""
+    if _has_kernels(dy) and dy.numel():
+        from fastlinear.ops.linear_act import triton
+
+        wide, db = triton.wide_grad_pre(
+            dy, saved, activation, needs[2], padded_size(dy.shape[1]), any(needs[:2])
+        )
+    else:
+        dpre, db = reference.grad_pre(dy, saved, activation, needs[2])
+        wide = _wide(dpre) if any(needs[:2]) else None
+    if wide is None:
+        return None, None, db
+    dx = _grad_input(wide, dy, weight) if needs[0] else None
+    dw = _grad_weight(wide, dy, x) if needs[1] else None
+    return dx, dw, db
 
 
-def _both(weight: Tensor) -> Tensor:
-    """The weight (N, K) with zeros in rows and columns up to multiples, dense."""
+def _grad_input(wide: Tensor, dpre: Tensor, weight: Tensor) -> Tensor:
+    """dx of dpre, which ``wide`` is a padded copy of; of dpre itself only the kind is read."""
     n, k = weight.shape
-    if n % MULTIPLE == 0:
-        return _columns(weight)
-    wide = weight.new_empty(padded_size(n), padded_size(k))
-    wide[:n, :k].copy_(weight)
-    wide[:n, k:].zero_()
-    wide[n:].zero_()
+    if _writes_odd_rows(dpre):
+        dx, _ = cuda.gemm(wide[:, :n], _wide(weight)[:, :k].t())
+        return dx
+    run = _run("grad_input", dpre, weight, "none", True, True)
+    return _cut(run(wide, _wide(weight, padded_size(n))), k)
+
+
+def _grad_weight(wide: Tensor, dpre: Tensor, x: Tensor) -> Tensor:
+    n, k = dpre.shape[1], x.shape[1]
+    if _writes_odd_rows(dpre):
+        dw, _ = cuda.gemm(wide[:, :n].t(), _wide(x)[:, :k].t())
+        return dw
+    run = _run("grad_weight", dpre, x, "none", True, True)
+    return _cut(run(wide, _wide(x)), k, n)
+
+
+def _writes_odd_rows(t: Tensor) -> bool:
+    """Whether products of such a tensor are ``cuda``'s."""
+    return (
+        t.is_cuda
+        and t.numel() > 0
+        and t.dtype in (torch.bfloat16, torch.float16)
+        and device_facts(t.device).capability == (9, 0)
+    )
+
+
+def _has_kernels(t: Tensor) -> bool:
+    return t.is_cuda and is_installed("triton")
+
+
+def _wide(t: Tensor, rows: int | None = None) -> Tensor:
+    """t (M, K) with zeros in columns K … up to a multiple and in rows M … ``rows``, dense."""
+    m, k = t.shape
+    rows, columns = rows or m, padded_size(k)
+    if (rows, columns) == (m, k):
+        return t.contiguous()
+    if _has_kernels(t) and t.stride(1) == 1:
+        from fastlinear.ops.linear_act import triton
+
+        return triton.copy_rows(t, rows, columns)
+    wide = t.new_empty(rows, columns)
+    wide[:m, :k].copy_(t)
+    wide[:m, k:].zero_()
+    wide[m:].zero_()
     return wide
 
 
-def _cut(t: Tensor, n: int) -> Tensor:
-    return t if t.shape[1] == n else t[:, :n].contiguous()
+def _cut(t: Tensor, n: int, m: int | None = None) -> Tensor:
+    """The first n columns of m rows, dense."""
+    m = m or t.shape[0]
+    if t.shape == (m, n):
+        return t
+    if _has_kernels(t) and t.stride(1) == 1:
+        from fastlinear.ops.linear_act import triton
+
+        return triton.copy_rows(t[:m, :n], m, n)
+    return t[:m, :n].contiguous()
 
 
 def _run(

@@ -24,7 +24,11 @@ from fastlinear.ops.linear_act.triton_config import (
     grad_config_for,
     reason_not,
 )
-from fastlinear.ops.linear_act.triton_elementwise import _grad_pre_kernel, _sum_rows_kernel
+from fastlinear.ops.linear_act.triton_elementwise import (
+    _copy_rows_kernel,
+    _grad_pre_kernel,
+    _sum_rows_kernel,
+)
 from fastlinear.ops.linear_act.triton_few_rows import _few_rows_forward_kernel
 from fastlinear.ops.linear_act.triton_gemm import (
     _gemm_pointer_kernel,
@@ -160,6 +164,64 @@ def grad_pre(
         dy if dpre is None else _rounded(dpre, dy),
         None if db is None else _rounded(db, dy),
     )
+
+
+def wide_grad_pre(
+    dy: Tensor,
+    saved: Tensor | None,
+    activation: str,
+    need_bias_grad: bool,
+    columns: int,
+    need_dpre: bool = True,
+) -> tuple[Tensor | None, Tensor | None]:
+    """``grad_pre`` with dpre (M, columns) as a copy of its own, zeros behind the N-th column.
+
+    Also where dpre is dy. Neither M nor N may be 0.
+    """
+    saved = None if activation == "none" else saved
+    M, N = dy.shape
+    key = (
+        *("wide", dy.shape, dy.stride(), dy.dtype, dy.device, activation, need_bias_grad),
+        *(columns, need_dpre, dy.data_ptr() & 15),
+        None if saved is None else (saved.stride(0), saved.data_ptr() & 15),
+    )
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _remember(key, _GradPre(dy, saved, activation, need_bias_grad, columns))
+    dpre = dy.new_empty(M, columns) if need_dpre else None
+    db = dy.new_empty(N) if need_bias_grad else None
+    plan.run(dy, saved, dpre, db)
+    return dpre, db
+
+
+def copy_rows(t: Tensor, rows: int, columns: int) -> Tensor:
+    """t (M, K), columns contiguous, as a dense (rows, columns): cut, or filled up with zeros.
+
+    Elements are moved by two or four at once where every row begins at such a multiple.
+    """
+    out = t.new_empty(rows, columns)
+    by = _moved_at_once(t, columns)
+    t, into = t.view(by), out.view(by)
+    key = "copy", t.shape, t.stride(0), t.dtype, t.device, into.shape, t.data_ptr() & 15
+    plan = _plans.get(key)
+    if plan is None:
+        block_n = min(1024, 1 << (into.shape[1] - 1).bit_length())
+        block_m = max(1, 2048 // block_n)
+        grid = -(-into.shape[1] // block_n), -(-rows // block_m)
+        rest = (*t.shape, t.stride(0), *into.shape, block_m, block_n)
+        plan = _remember(key, Launch(_copy_rows_kernel, grid, rest, t.device, warps=4))
+    plan(t, into)
+    return out
+
+
+def _moved_at_once(t: Tensor, columns: int) -> torch.dtype:
+    """The widest integers that both t's rows and rows of so many columns are made of."""
+    sizes = t.shape[1], t.stride(0), columns, t.storage_offset()
+    for dtype in (torch.int64, torch.int32):
+        several, left = divmod(dtype.itemsize, t.itemsize)
+        if several and not left and all(size % several == 0 for size in sizes):
+            return dtype
+    return torch.int16
 
 
 def grad_pre_steps(
@@ -417,17 +479,23 @@ class _GradPre:
     __slots__ = ("_launch", "_part_shape", "_sum")
 
     def __init__(
-        self, dy: Tensor, saved: Tensor | None, activation: str, need_bias_grad: bool
+        self,
+        dy: Tensor,
+        saved: Tensor | None,
+        activation: str,
+        need_bias_grad: bool,
+        columns: int | None = None,
     ) -> None:
         M, N = dy.shape
+        wide = columns or N
         blocks = _grad_pre_blocks(M, N, need_bias_grad, activation, dy.itemsize)
         block_m, block_n, chunk_rows, warps, stages = blocks
         chunks = -(-M // chunk_rows)
         self._launch = Launch(
             _grad_pre_kernel,
-            (-(-N // block_n), chunks),
+            (-(-wide // block_n), chunks),
             (
-                *(M, N, *dy.stride(), 0 if saved is None else saved.stride(0), chunk_rows),
+                *(M, N, *dy.stride(), 0 if saved is None else saved.stride(0), wide, chunk_rows),
                 *(activation, _math(dy.dtype), block_m, block_n, stages),
             ),
             dy.device,
@@ -443,7 +511,7 @@ class _GradPre:
             )
 
     def run(self, dy: Tensor, saved: Tensor | None, dpre: Tensor | None, db: Tensor | None) -> None:
-        """Launch; dpre (M, N) and db (N,) are contiguous, and None where not wanted."""
+        """Launch; dpre (M, columns or N) and db (N,) are contiguous, and None where not wanted."""
         if self._part_shape is None:  # one chunk: its column sums are db
             self._launch(dy, saved, dpre, db)
             return

@@ -1,4 +1,4 @@
-"""Triton kernels of linear_act over M x N without a product: dpre = dy * act'(pre), and db."""
+"""Triton kernels of linear_act without a product: dpre = dy * act'(pre) and db; copies of rows."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ def _grad_pre_kernel(
     dy_row_stride,
     dy_col_stride,
     saved_row_stride,
+    dpre_columns,
     chunk_rows,
     ACTIVATION: tl.constexpr,
     MATH: tl.constexpr,
@@ -28,9 +29,10 @@ def _grad_pre_kernel(
 ):
     """One program computes dpre on chunk_rows rows (a multiple of BLOCK_M) by BLOCK_N columns.
 
-    ``saved_ptr`` (M, N) is None for "none". ``part_ptr``, when not None, is (chunks, N) and takes
-    the chunk's column sums of dpre (before rounding): the first stage of db in float32, or, with
-    one chunk, db itself in its own dtype.
+    dpre has dpre_columns columns, at least N, zeros behind the N-th. ``saved_ptr`` (M, N) is None
+    for "none". ``part_ptr``, when not None, is (chunks, N) and takes the chunk's column sums of
+    dpre (before rounding): the first stage of db in float32, or, with one chunk, db itself in its
+    own dtype.
     """
     chunk = tl.program_id(1)
     col_offs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -49,8 +51,9 @@ def _grad_pre_kernel(
             saved = tl.load(saved_ptrs, mask=mask, other=0.0).to(tl.float32)
             grad = activation_grad(grad, saved, ACTIVATION, MATH)
         if dpre_ptr is not None:
-            out_ptrs = dpre_ptr + row_offs[:, None] * N + col_offs[None, :]
-            tl.store(out_ptrs, grad.to(dpre_ptr.dtype.element_ty), mask=mask)
+            out_ptrs = dpre_ptr + row_offs[:, None] * dpre_columns + col_offs[None, :]
+            out_mask = (row_offs < row_end)[:, None] & (col_offs < dpre_columns)[None, :]
+            tl.store(out_ptrs, grad.to(dpre_ptr.dtype.element_ty), mask=out_mask)
         if part_ptr is not None:
             total += grad
     if part_ptr is not None:
@@ -72,3 +75,26 @@ def _sum_rows_kernel(part_ptr, out_ptr, ROWS, N, BLOCK_M: tl.constexpr, BLOCK_N:
         total += tl.load(part_ptr + offs, mask=mask, other=0.0)
     sums = tl.sum(total, axis=0)
     tl.store(out_ptr + col_offs, sums.to(out_ptr.dtype.element_ty), mask=col_mask)
+
+
+@triton.jit
+def _copy_rows_kernel(
+    src_ptr,
+    out_ptr,
+    ROWS,
+    COLS,
+    src_row_stride,
+    OUT_ROWS,
+    OUT_COLS,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program writes BLOCK_M x BLOCK_N of out (OUT_ROWS, OUT_COLS), dense: src (ROWS, COLS),
+    columns contiguous, where it has such rows and columns, zeros elsewhere."""
+    col_offs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_offs = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    known = (row_offs < ROWS)[:, None] & (col_offs < COLS)[None, :]
+    src_ptrs = src_ptr + row_offs[:, None] * src_row_stride + col_offs[None, :]
+    values = tl.load(src_ptrs, mask=known, other=0)
+    mask = (row_offs < OUT_ROWS)[:, None] & (col_offs < OUT_COLS)[None, :]
+    tl.store(out_ptr + row_offs[:, None] * OUT_COLS + col_offs[None, :], values, mask=mask)
