@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 
 import fastlinear as fl
 from fastlinear.core.errors import InputError
@@ -55,6 +56,92 @@ def test_from_linear_shares_and_to_linear_gives_back(bias: bool) -> None:
 def test_from_linear_refuses_other_modules() -> None:
     with pytest.raises(InputError, match=r"from_linear: expected an nn.Linear; received Conv1d"):
         fl.nn.Linear.from_linear(nn.Conv1d(3, 3, 1))  # type: ignore[arg-type]
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+class Mine(fl.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def with_hook(layer: nn.Linear) -> nn.Linear:
+    layer.register_forward_hook(lambda *_: None)
+    return layer
+
+
+def with_forward(layer: nn.Linear) -> nn.Linear:
+    layer.forward = lambda x: x  # type: ignore[method-assign]
+    return layer
+
+
+def pruned(layer: nn.Linear) -> nn.Linear:
+    prune.l1_unstructured(layer, "weight", 0.5)
+    return layer
+
+
+def parametrized(layer: nn.Linear) -> nn.Linear:
+    nn.utils.parametrizations.weight_norm(layer)
+    return layer
+
+
+def detached(layer: nn.Linear) -> nn.Linear:
+    weight = layer.weight.detach()
+    del layer.weight
+    layer.weight = weight
+    return layer
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    "change",
+    [
+        with_hook,
+        with_forward,
+        pruned,
+        parametrized,
+        detached,
+        nn.utils.weight_norm,
+        nn.utils.spectral_norm,
+    ],
+)
+@pytest.mark.parametrize("kind", [nn.Linear, fl.nn.Linear])
+def test_conversions_refuse_what_they_would_lose(change: object, kind: type[nn.Linear]) -> None:
+    layer = change(kind(3, 4))  # type: ignore[operator]
+    with pytest.raises(InputError, match=r"from_linear: expected a layer that only computes"):
+        fl.nn.Linear.from_linear(layer)
+    if isinstance(layer, fl.nn.Linear):
+        with pytest.raises(InputError, match=r"to_linear: expected a layer that only computes"):
+            layer.to_linear()
+
+
+@pytest.mark.parametrize("layer", [Doubled(3, 4), Mine(3, 4), nn.LazyLinear(4)])
+def test_conversions_refuse_other_forwards(layer: nn.Linear) -> None:
+    with pytest.raises(InputError, match=r"own|not known"):
+        fl.nn.Linear.from_linear(layer)
+    if isinstance(layer, Mine):
+        with pytest.raises(InputError, match="own"):
+            layer.to_linear()
+
+
+def test_from_linear_keeps_the_activation() -> None:
+    layer, x = fl.nn.Linear(6, 5, activation="gelu", backend="eager"), torch.randn(3, 6)
+    again = fl.nn.Linear.from_linear(layer)
+    assert (again.activation, again.backend) == ("gelu", "eager")
+    assert torch.equal(again(x), layer(x))
+    assert fl.nn.Linear.from_linear(layer, "gelu").activation == "gelu"
+    for other in ("relu", "none"):
+        with pytest.raises(InputError, match="activation='gelu' as in the layer"):
+            fl.nn.Linear.from_linear(layer, other)
+    assert fl.nn.Linear.from_linear(layer.to_linear(), "relu").activation == "relu"
+
+
+def test_unknown_backend_is_refused_at_construction() -> None:
+    with pytest.raises(InputError, match=r"a backend of linear_act in .*eager.*received 'zz'"):
+        fl.nn.Linear(3, 4, backend="zz")
 
 
 def test_unknown_activation_is_refused_at_construction() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import fastlinear as fl
 from fastlinear.core.errors import InputError
@@ -186,6 +187,7 @@ def parametrized() -> nn.Sequential:
         (nn.Linear(4, 4), "an nn.Sequential"),
         (hooked(), "without hooks"),
         (parametrized(), "only"),
+        (nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(4, 4)), "take the 5 features"),
     ],
 )
 def test_refusals(seq: Any, message: str) -> None:
@@ -193,7 +195,7 @@ def test_refusals(seq: Any, message: str) -> None:
         MLP.from_sequential(seq)
 
 
-@pytest.mark.parametrize("sizes", [[4], [], [4, 2.5]])
+@pytest.mark.parametrize("sizes", [[4], [], [4, 2.5], 3, [3, True], [3, -1], "34"])
 def test_bad_sizes(sizes: Any) -> None:
     with pytest.raises(InputError, match="two whole sizes"):
         MLP(sizes)
@@ -211,3 +213,102 @@ def test_compile_fullgraph() -> None:
     with torch.no_grad():
         net.get_parameter("0.weight").mul_(2)
     assert torch.allclose(compiled(x), net(x), atol=1e-5)
+
+
+@pytest.mark.parametrize("given", [{"dtype": torch.int64}, {"dtype": "float32"}, {"backend": "zz"}])
+def test_bad_options(given: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=r"fastlinear.nn.MLP: expected"):
+        MLP([4, 2], **given)
+
+
+class Adapted(nn.Module):
+    """A wrapper that looks like a layer, as adapters do."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner, self.weight, self.bias = inner, inner.weight, inner.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + 1
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+class WithNorm(MLP):
+    def __init__(self) -> None:
+        super().__init__([4, 4, 4])
+        self.norm = nn.LayerNorm(4)
+
+
+def changed(layer: nn.Module | None, name: str = "0") -> MLP:
+    net = MLP([4, 4, 4])
+    net._modules[name] = layer
+    return net
+
+
+def with_own_forward() -> MLP:
+    net = MLP([4, 4, 4])
+    net.get_submodule("0").forward = lambda x: x + 1  # type: ignore[method-assign]
+    return net
+
+
+def with_hook() -> MLP:
+    linear = nn.Linear(4, 4)
+    linear.register_forward_hook(lambda *_: None)
+    return changed(linear)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: changed(Adapted(nn.Linear(4, 4))), "a Adapted as '0'"),
+        (lambda: changed(Doubled(4, 4)), "Doubled, a subclass with a forward of its own as '0'"),
+        (lambda: changed(fl.nn.Linear(4, 4, activation="relu")), "forward of its own"),
+        (lambda: changed(nn.Dropout(), "drop"), "a Dropout as 'drop'"),
+        (lambda: changed(nn.ReLU(), "4"), "a ReLU as '4'"),
+        (lambda: changed(nn.Linear(4, 4), "head"), "one more linear layer as 'head'"),
+        (lambda: changed(None), "a NoneType as '0'"),
+        (lambda: changed(nn.LazyLinear(4)), "sizes are not known"),
+        (WithNorm, "a LayerNorm as 'norm'"),
+        (with_own_forward, "forward was replaced"),
+        (with_hook, "with hooks"),
+    ],
+)
+def test_children_that_do_more_are_refused(make: Any, message: str) -> None:
+    net = make()
+    with pytest.raises(InputError, match=message):
+        net(torch.randn(2, 4))
+    with pytest.raises(InputError, match=message):
+        net.to_sequential()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    "change",
+    [
+        torch.nn.utils.weight_norm,
+        torch.nn.utils.spectral_norm,
+        lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+        lambda layer: setattr(layer, "lora", nn.Parameter(torch.ones(1))),
+    ],
+)
+def test_what_adds_parameters_to_a_layer_leaves_it_as_it_was(change: Any) -> None:
+    net = MLP([4, 4, 4])
+    x = torch.randn(2, 4)
+    before, keys = net(x), list(net.state_dict())
+    with pytest.raises(InputError, match=r"a parameter '.*' for a layer"):
+        change(net.get_submodule("0"))
+    assert torch.equal(net(x), before)
+    assert list(net.state_dict()) == keys
+    assert all(isinstance(layer.weight, nn.Parameter) for layer in net.layers())
+    assert torch.allclose(net.to_sequential()(x), before, atol=1e-6)
+
+
+def test_to_sequential_refuses_parametrized_layers() -> None:
+    net = MLP([4, 4])
+    torch.nn.utils.parametrizations.weight_norm(net.get_submodule("0"))
+    with pytest.raises(InputError, match="layer 0 with a weight that is no parameter"):
+        net.to_sequential()

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from fastlinear.core.errors import InputError
+from fastlinear.nn.forced_backend import check_backend
+from fastlinear.nn.plain_linear import why_not_linear, why_not_shared
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act.op import call
 
@@ -24,7 +26,7 @@ class Linear(nn.Linear):
     Shapes: input (..., K) → output (..., N).
 
     Raises:
-        InputError: the activation is unknown.
+        InputError: the activation or the backend is unknown.
 
     >>> import torch, fastlinear as fl
     >>> layer = fl.nn.Linear(3, 4, activation="gelu_tanh")
@@ -46,6 +48,7 @@ class Linear(nn.Linear):
         dtype: torch.dtype | None = None,
     ) -> None:
         activation_of(activation, "fastlinear.nn.Linear")
+        check_backend(backend, "linear_act", "fastlinear.nn.Linear")
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         self.activation = activation
         self.backend = backend
@@ -59,9 +62,19 @@ class Linear(nn.Linear):
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Linear, activation: str = "none", *, backend: str | None = None
+        cls, linear: nn.Linear, activation: str | None = None, *, backend: str | None = None
     ) -> Linear:
-        """A layer sharing ``linear``'s parameters (the same tensors, not copies)."""
+        """A layer sharing ``linear``'s parameters (the same tensors, not copies).
+
+        Args:
+            linear: an ``nn.Linear``, or a layer of this class.
+            activation: None for the layer's own: that of a layer of this class, else none.
+            backend: None for the layer's own.
+
+        Raises:
+            InputError: calling ``linear`` does anything else (a forward of its own, hooks), its
+                parameters are computed from others, or it has another activation.
+        """
         if not isinstance(linear, nn.Linear):
             raise InputError(
                 "fastlinear.nn.Linear.from_linear",
@@ -69,11 +82,23 @@ class Linear(nn.Linear):
                 received=type(linear).__name__,
                 remedy="Build it directly: fastlinear.nn.Linear(in_features, out_features).",
             )
+        ours = isinstance(linear, Linear)
+        _check_shared(linear, "from_linear", Linear.forward if ours else nn.Linear.forward)
+        own = linear.activation if isinstance(linear, Linear) else "none"
+        if activation not in (None, own) and own != "none":
+            raise InputError(
+                "fastlinear.nn.Linear.from_linear",
+                expected=f"activation={own!r} as in the layer, or None for it",
+                received=f"activation={activation!r}",
+                remedy="Give .to_linear() of the layer, which is without its activation.",
+            )
+        if backend is None and isinstance(linear, Linear):
+            backend = linear.backend
         layer = cls(
             linear.in_features,
             linear.out_features,
             bias=linear.bias is not None,
-            activation=activation,
+            activation=own if activation is None else activation,
             backend=backend,
             device="meta",
         )
@@ -84,7 +109,13 @@ class Linear(nn.Linear):
         return layer
 
     def to_linear(self) -> nn.Linear:
-        """A plain ``nn.Linear`` sharing this layer's parameters; the activation is left out."""
+        """A plain ``nn.Linear`` sharing this layer's parameters; the activation is left out.
+
+        Raises:
+            InputError: calling this layer does more (a forward of a subclass, hooks), or its
+                parameters are computed from others.
+        """
+        _check_shared(self, "to_linear", Linear.forward)
         linear = nn.Linear(
             self.in_features, self.out_features, bias=self.bias is not None, device="meta"
         )
@@ -97,3 +128,15 @@ class Linear(nn.Linear):
     def extra_repr(self) -> str:
         """nn.Linear's line plus the activation."""
         return f"{super().extra_repr()}, activation={self.activation!r}"
+
+
+def _check_shared(linear: nn.Linear, method: str, forward: object) -> None:
+    """Raise unless all that the layer does is ``forward`` on parameters that can be shared."""
+    reason = why_not_linear(linear, forward) or why_not_shared(linear)
+    if reason is not None:
+        raise InputError(
+            f"fastlinear.nn.Linear.{method}",
+            expected="a layer that only computes x Wᵀ + b (and its activation) from its parameters",
+            received=reason,
+            remedy="Remove what was added to it, or keep the layer as it is.",
+        )
