@@ -61,7 +61,7 @@ _FEW_ROWS_SOURCES = (
 _CPP_SOURCES = tuple(
     f"../common/{name}" for name in ("elementwise.cpp", "cpp_elementwise.py", "cpp_build.py")
 )
-_PACKED = ("../common/packed.py",)
+_PACKED = tuple(f"../common/{name}" for name in ("packed.py", "weight_hash.py", "weight_hash.cpp"))
 _PADDED = ("padded_problem.py", "triton.py", *_TRITON_SOURCES, *_CUDA_SOURCES)
 _PIECES_SOURCES = (
     *(f"../common/{name}" for name in ("door_node.h", "door_program.h")),

@@ -94,12 +94,30 @@ _CANDIDATES: tuple[tuple[Config, float, float], ...] = (
     (Config(64, 64, 12), 0.51, 0.51),
     (Config(64, 64, 12, cluster=1), 0.45, 0.45),
 )
+# The same where rows of y are odd, and there for the gradients' products, without an activation.
+_ODD_CANDIDATES: tuple[tuple[Config, float, float], ...] = (
+    _CANDIDATES[0],
+    (Config(128, 128, 6, cluster=1, out_bufs=2, group_m=16), 0.92, 0.92),
+    *_CANDIDATES[3:],
+)
+_ODD_PLAIN: tuple[tuple[Config, float, float], ...] = (
+    _CANDIDATES[0],
+    (Config(128, 256, 4, pingpong=False), 1.0, 1.0),
+    (Config(256, 128, 4, pingpong=False), 0.98, 0.98),
+    (Config(128, 128, 6, cluster=1, out_bufs=2, group_m=16), 0.85, 0.85),
+    *_CANDIDATES[3:],
+)
+_WASTE = 0.25  # of what columns beyond the last tile's take: the power their share goes in with
 _UNHIDDEN = 0.5  # of a tile's time: its first operands and its last epilogue
 _SHARED_WEIGHTS = 1 << 24  # from so many on narrow tiles gain by reading B once for two blocks
 
 
-def config_for(M: int, K: int, N: int, save_pre: bool = False) -> Config:
+def config_for(M: int, K: int, N: int, save_pre: bool = False, activation: str = "relu") -> Config:
     """The tile configuration for y (M, N) = x (M, K) @ weight (N, K)ᵀ: least time in waves."""
+    odd = _direct(N)
+    candidates = _CANDIDATES
+    if odd:
+        candidates = _ODD_PLAIN if activation == "none" else _ODD_CANDIDATES
 
     def time(config: Config, plain: float, saving: float) -> float:
         if config.bm * (config.cluster - 1) >= M:
@@ -109,9 +127,10 @@ def config_for(M: int, K: int, N: int, save_pre: bool = False) -> Config:
         tiles = -(-M // (config.bm * config.cluster)) * -(-N // config.bn)
         waves = -(-tiles // (_SM_COUNT // config.cluster))
         rate = saving if save_pre else plain
-        return (waves + _UNHIDDEN) * config.bm * config.bn / rate
+        used = (N / (-(-N // config.bn) * config.bn)) ** _WASTE if odd else 1.0
+        return (waves + _UNHIDDEN) * config.bm * config.bn / (rate * used)
 
-    return min(_CANDIDATES, key=lambda candidate: time(*candidate))[0]
+    return min(candidates, key=lambda candidate: time(*candidate))[0]
 
 
 def reason_not(
@@ -420,7 +439,15 @@ def _new_plan(
         _plans.clear()
     driver.make_current(a.device.index)
     with driver.loading_allowed():
-        plan = _Plan(config or config_for(M, K, N, save_pre), a, b, out, bias, activation, save_pre)
+        plan = _Plan(
+            config or config_for(M, K, N, save_pre, activation),
+            a,
+            b,
+            out,
+            bias,
+            activation,
+            save_pre,
+        )
     _plans[key] = plan
     return plan
 
@@ -466,7 +493,9 @@ def door_launch(
     out = x.new_empty((M, N))
     driver.make_current(index)
     with driver.loading_allowed():
-        plan = _Plan(config_for(M, K, N), x, weight, out, bias, activation, False)
+        plan = _Plan(
+            config_for(M, K, N, False, activation), x, weight, out, bias, activation, False
+        )
     launch = plan.launch
     tensors: list[tuple[driver.TensorMap | ctypes.c_void_p, int]]
     tensors = [(plan.a_map, 0), (plan.b_map, 1), (plan.y, Y)]

@@ -70,7 +70,7 @@ def _saving(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> 
     (M, K), N = x.shape, weight.shape[0]
     out = x.new_empty((M, N))
     with driver.loading_allowed():
-        config = cuda.config_for(M, K, N, True)
+        config = cuda.config_for(M, K, N, True, activation)
         plan = cuda._Plan(config, x, weight, out, bias, activation, True)
     tensors: list[Any] = [(plan.a_map, 0), (plan.b_map, 1), (plan.y, Y), (plan.pre, PRE)]
     if bias is not None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastlinear.core.problem import Problem
-from fastlinear.ops.common import cpp_elementwise
+from fastlinear.ops.common import cpp_elementwise, packed
 from fastlinear.ops.common.activations import LEAKY_RELU_SLOPE
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.packed import Packs
@@ -42,7 +42,7 @@ def reason_not(problem: Problem) -> str | None:
         return "a packed weight is kept for inference only: training changes it every step"
     if not torch.backends.mkl.is_available() or not hasattr(torch.ops.mkl, "_mkl_linear"):
         return "this build of torch has no MKL with packed weights"
-    return None
+    return packed.reason_not()
 
 
 def forward(
@@ -75,14 +75,15 @@ def forget_packed() -> None:
 
 def _pack(weight: Tensor, rows: int) -> Tensor | None:
     """The weight packed for that many rows; None where torch's own linear is to serve."""
+    packs = _packs.glance(weight)
+    if packs is not None and rows not in packs and len(packs) >= _BATCH_SIZES:
+        return None
     packs = _packs.get(weight)
     if packs is None:
-        if weight.is_inference() or _packs.fleeting(weight):  # nothing says when it changes, or
-            return None  # the copy would serve this one call
-        packs = {}
-        _packs.put(weight, packs)
-    pack = packs.get(rows)
-    if pack is None and len(packs) < _BATCH_SIZES:
+        if not _packs.keeps(weight) or _packs.fleeting(weight):  # it would serve this one call
+            return None
+        packs = _packs.make(weight, dict)
+    if rows not in packs:
         detached = weight.detach().contiguous()
-        pack = packs[rows] = torch.ops.mkl._mkl_reorder_linear_weight(detached, rows)
-    return pack
+        packs[rows] = torch.ops.mkl._mkl_reorder_linear_weight(detached, rows)
+    return packs[rows]

@@ -4,7 +4,8 @@ oneDNN's relu makes 0 of NaN where torch's keeps it, so it is used only where th
 proves that no NaN was met; elsewhere relu is a pass of its own.
 
 ``forward_packed`` keeps a copy of each weight in oneDNN's blocked layout, as long as
-``common/packed.py`` holds the weight for unchanged; ``forget_packed`` drops the copies.
+``common/packed.py``, which reads the whole weight at every call, finds it unchanged;
+``forget_packed`` drops the copies.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fastlinear.core.problem import Problem
-from fastlinear.ops.common import cpp_elementwise
+from fastlinear.ops.common import cpp_elementwise, packed
 from fastlinear.ops.common.activations import LEAKY_RELU_SLOPE
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.packed import Packs
@@ -58,7 +59,7 @@ def reason_not_packed(problem: Problem) -> str | None:
     """Why a prepacked weight cannot serve a forward Problem, or None."""
     if problem.needs_grad:
         return "a prepacked weight is kept for inference only: training changes it every step"
-    return reason_not(problem)
+    return reason_not(problem) or packed.reason_not()
 
 
 def forward(
@@ -145,14 +146,12 @@ _packs: Packs[tuple[Tensor, bool]] = Packs()
 def _packed(weight: Tensor, rows: int) -> tuple[Tensor, bool]:
     kept = _packs.get(weight)
     if kept is None:
-        if _packs.fleeting(weight):  # a copy would serve this one call
+        if not _packs.keeps(weight) or _packs.fleeting(weight):  # a copy would serve this one call
             return plain(weight), False
-        detached = weight.detach()
-        # not for inference tensors: nothing is kept of them, and looking costs a pass
-        finite = not weight.is_inference() and math.isfinite(
-            float(detached.sum(dtype=torch.float64))
-        )
-        blocked = torch.ops.mkldnn._reorder_linear_weight(detached.contiguous(), rows)
-        kept = blocked, finite
-        _packs.put(weight, kept)
+        kept = _packs.make(weight, lambda: _blocked(weight.detach(), rows))
     return kept
+
+
+def _blocked(weight: Tensor, rows: int) -> tuple[Tensor, bool]:
+    finite = math.isfinite(float(weight.sum(dtype=torch.float64)))
+    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), rows), finite

@@ -10,7 +10,7 @@ _LARGEST_ELEMENTS = 1 << 28  # of a copy
 _LEAST_ROWS = 256  # below, the copy of the weight takes longer than the product
 _LEAST_WORK = 1 << 30  # M K N from which its launches are hidden behind the product
 _LEAST_WORK_CAPTURED = 1 << 28
-_LEAST_WORK_SINGLE = 1 << 33  # in float32, where PyTorch's products lose little on odd rows
+_LEAST_WORK_SINGLE = 1 << 33  # in float32, whose products lose little on odd rows
 
 
 def padded_size(size: int) -> int:
@@ -42,6 +42,6 @@ def pays(p: Problem) -> bool:
     if aligned(p) or m < _LEAST_ROWS:
         return False
     if p.dtype == "float32":
-        return m * k * n >= _LEAST_WORK_SINGLE
+        return p.piece == "forward" and m * k * n >= _LEAST_WORK_SINGLE
     loadable = k % _LOADABLE == 0 and n % _LOADABLE == 0  # by PyTorch's products, 16 bytes at once
     return not loadable and m * k * n >= (_LEAST_WORK_CAPTURED if p.captured else _LEAST_WORK)

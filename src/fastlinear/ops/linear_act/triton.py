@@ -208,7 +208,8 @@ def copy_rows(t: Tensor, rows: int, columns: int) -> Tensor:
         block_n = min(1024, 1 << (into.shape[1] - 1).bit_length())
         block_m = max(1, 2048 // block_n)
         grid = -(-into.shape[1] // block_n), -(-rows // block_m)
-        rest = (*t.shape, t.stride(0), *into.shape, block_m, block_n)
+        m, k = t.shape
+        rest = (m, k, t.stride(0) - k, rows, into.shape[1] - k, block_m, block_n)
         plan = _remember(key, Launch(_copy_rows_kernel, grid, rest, t.device, warps=4))
     plan(t, into)
     return out
@@ -495,7 +496,14 @@ class _GradPre:
             _grad_pre_kernel,
             (-(-wide // block_n), chunks),
             (
-                *(M, N, *dy.stride(), 0 if saved is None else saved.stride(0), wide, chunk_rows),
+                *(
+                    M,
+                    N,
+                    *dy.stride(),
+                    0 if saved is None else saved.stride(0),
+                    wide - N,
+                    chunk_rows,
+                ),
                 *(activation, _math(dy.dtype), block_m, block_n, stages),
             ),
             dy.device,

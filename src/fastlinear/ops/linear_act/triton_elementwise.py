@@ -19,7 +19,7 @@ def _grad_pre_kernel(
     dy_row_stride,
     dy_col_stride,
     saved_row_stride,
-    dpre_columns,
+    more_columns,
     chunk_rows,
     ACTIVATION: tl.constexpr,
     MATH: tl.constexpr,
@@ -29,12 +29,14 @@ def _grad_pre_kernel(
 ):
     """One program computes dpre on chunk_rows rows (a multiple of BLOCK_M) by BLOCK_N columns.
 
-    dpre has dpre_columns columns, at least N, zeros behind the N-th. ``saved_ptr`` (M, N) is None
-    for "none". ``part_ptr``, when not None, is (chunks, N) and takes the chunk's column sums of
-    dpre (before rounding): the first stage of db in float32, or, with one chunk, db itself in its
-    own dtype.
+    dpre has N + more_columns columns, zeros in those: a sum, so that odd N hides from the compiler
+    how aligned they are. It would give threads 8 neighbours each, of which dy's have to be loaded
+    one by one, from all over the memory. ``saved_ptr`` (M, N) is None for "none". ``part_ptr``,
+    when not None, is (chunks, N) and takes the chunk's column sums of dpre (before rounding): the
+    first stage of db in float32, or, with one chunk, db itself in its own dtype.
     """
     chunk = tl.program_id(1)
+    dpre_columns = N + more_columns
     col_offs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     col_mask = col_offs < N
     row_begin = chunk * chunk_rows
@@ -83,14 +85,16 @@ def _copy_rows_kernel(
     out_ptr,
     ROWS,
     COLS,
-    src_row_stride,
+    more_src,
     OUT_ROWS,
-    OUT_COLS,
+    more_columns,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One program writes BLOCK_M x BLOCK_N of out (OUT_ROWS, OUT_COLS), dense: src (ROWS, COLS),
-    columns contiguous, where it has such rows and columns, zeros elsewhere."""
+    """One program writes BLOCK_M x BLOCK_N of out (OUT_ROWS, COLS + more_columns), dense: src
+    (ROWS, COLS), rows COLS + more_src apart, where it has such rows and columns, zeros elsewhere.
+    Sums as in ``_grad_pre_kernel``."""
+    src_row_stride, OUT_COLS = COLS + more_src, COLS + more_columns
     col_offs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_offs = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     known = (row_offs < ROWS)[:, None] & (col_offs < COLS)[None, :]
