@@ -194,3 +194,9 @@ def test_a_module_that_cannot_be_copied_is_not_traced() -> None:
     model.thread = (i for i in range(3))  # a generator
     with pytest.raises(Untraceable, match="cannot be copied"):
         trace(model, Observed.of((X,), {}))
+
+
+def test_globals_with_names_of_attributes_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "log", LOG)
+    monkeypatch.setitem(globals(), "fc", Base())
+    assert why_not_run(OwnList()) is None

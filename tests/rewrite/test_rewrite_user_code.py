@@ -248,6 +248,42 @@ def test_a_helper_replaced_later_is_called(monkeypatch: pytest.MonkeyPatch) -> N
     assert run(model, X).max() <= 2
 
 
+@pytest.mark.parametrize("value", [nn.Linear(2, 2), [1, 2], {"a": 1}])
+def test_a_global_with_the_name_of_an_attribute_is_another_thing(
+    value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "fc", value)  # as in a notebook
+    model = Helped().eval()
+    result = optimize_(model, X)
+    assert result.sites[0].route == "parent"
+    monkeypatch.setitem(globals(), "fc", 1)
+    assert torch.equal(run(model, X), helper(F.relu(F.linear(X, model.fc.weight, model.fc.bias))))
+
+
+class HasScripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+        self.scripted = torch.jit.script(nn.Sequential(nn.Linear(16, 16), nn.ReLU()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scripted(F.relu(self.fc(x)))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("mode", ["inference", "train"])
+def test_scripted_parts_are_left_alone(mode: str) -> None:
+    config = Config(mode=mode, draws=2, optimizer_steps=2)
+    model = HasScripted()
+    before = run(model, X)
+    result = optimize_(model, X, config=config)
+    assert {s.fqn: s.code for s in result.sites}["scripted.0"] == "scripted"
+    assert torch.allclose(run(model, X), before, atol=1e-6)
+    result.revert()
+    in_sequential = nn.Sequential(nn.Linear(16, 16), torch.jit.script(nn.ReLU()), nn.Linear(16, 16))
+    assert optimize_(in_sequential, X, config=config).kept == 2
+
+
 def test_a_weight_that_is_a_buffer() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU()).eval()
     weight = model[0].weight.detach()

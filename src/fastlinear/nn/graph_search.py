@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fastlinear.core.global_names import global_names
+
 _DEPTH = 4
 END = object()
 """Follows the values of each container, so that one that grew or shrank does not line up."""
@@ -87,7 +89,7 @@ class Search:
         if cells:
             self.views += [_Cells(cells), (END,)]
             self.places += [(c, "cell_contents") for c in cells]
-        names = [n for n in function.__code__.co_names if n in function.__globals__]
+        names = [n for n in global_names(function.__code__) if n in function.__globals__]
         named = self._slots(function.__globals__, names, depth)
         defaults = self.visit(function.__defaults__, depth)
         return bool(cells) or named or defaults

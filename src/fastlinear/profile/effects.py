@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastlinear.core.global_names import global_names
+
 # Packages whose instances, as globals of a forward's code, hold nothing that tracing would lose.
 _STATELESS_HOMES = frozenset({"builtins", "types", "typing", "functools", "logging", "torch"})
 _OUTSIDE_OPS = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
@@ -24,9 +26,14 @@ _ATTRIBUTE_OPS = frozenset({"STORE_ATTR", "DELETE_ATTR"})
 _SPEAKING = frozenset({"print", "input", "open", "exec", "eval", "setattr", "delattr"})
 
 
+def class_forward(module: nn.Module) -> Any:
+    """The ``forward`` of the module's class; None for TorchScript, whose classes have none."""
+    return None if isinstance(module, torch.jit.ScriptModule) else type(module).forward
+
+
 def why_not_run(module: nn.Module) -> str | None:
     """Why the forward of this module's class must not be run on symbols, or None."""
-    forward: Any = inspect.unwrap(type(module).forward)
+    forward: Any = inspect.unwrap(class_forward(module))
     if not isinstance(forward, FunctionType):
         return "is no Python function"
     if forward.__module__.split(".")[0] == "torch":
@@ -74,7 +81,7 @@ def has_state(value: Any) -> bool:
 def writes(module: nn.Module) -> str | None:
     """What the forward of this module's class writes besides tensors, as far as its code shows:
     attributes, of itself too, and globals. None for nothing, and for torch's own modules."""
-    forward: Any = inspect.unwrap(type(module).forward)
+    forward: Any = inspect.unwrap(class_forward(module))
     if not isinstance(forward, FunctionType) or forward.__module__.split(".")[0] == "torch":
         return None
     for function in functions_of(module, forward):
@@ -133,7 +140,7 @@ def _named_outside(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """What a function names among its globals, in modules and classes among them, and what it
     takes from enclosing functions."""
     scope, names = function.__globals__, function.__code__.co_names
-    for name in names:
+    for name in global_names(function.__code__):
         value = scope.get(name)
         if value is None:
             continue

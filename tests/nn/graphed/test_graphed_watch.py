@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from fastlinear.core.errors import InputError, UnsupportedError
+from fastlinear.nn.graph_search import Search
 from fastlinear.nn.graphed import graphed
 from tests.nn.graphed.cases import mlp
 
@@ -126,3 +127,19 @@ def test_hooks_and_wrappers_are_refused(device: str) -> None:
         copy.deepcopy(g)
     with pytest.raises(InputError, match="copy or pickle"):
         pickle.dumps(g)
+
+
+def test_a_global_with_the_name_of_an_attribute_is_not_watched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    other = torch.ones(3)
+    monkeypatch.setitem(globals(), "weight", other)
+    layer = nn.Linear(2, 2)
+
+    def scaled(x: Tensor) -> Tensor:
+        return x * layer.weight
+
+    found = Search()
+    found.visit(scaled)
+    assert any(t is layer.weight for t in found.tensors)
+    assert not any(t is other for t in found.tensors)

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fastlinear.core.global_names import global_names
 from fastlinear.profile.effects import functions_of
 from fastlinear.profile.graph import TENSOR, Observed
 from fastlinear.rewrite.exchange.forwards import Forward
@@ -158,7 +159,7 @@ def _watched(parent: nn.Module, forward: FunctionType) -> _Watched:
     outside = []
     for function in functions:
         scope = function.__globals__
-        for name in function.__code__.co_names:
+        for name in global_names(function.__code__):
             value = scope.get(name, MISSING)
             if watchable(value) and not name.startswith("__"):
                 outside.append((scope, name, value))

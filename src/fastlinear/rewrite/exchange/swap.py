@@ -20,6 +20,7 @@ from typing import Any
 from torch import nn
 
 from fastlinear.core.errors import InputError
+from fastlinear.profile.effects import class_forward
 
 _MARK = "__fastlinear__"
 _REPLICATE = "_replicate_for_data_parallel"
@@ -64,7 +65,7 @@ def has_own_forward(module: nn.Module) -> bool:
     own = module.__dict__.get("forward")
     if own is None:
         return False
-    plain = getattr(own, "__func__", None) is type(module).forward
+    plain = getattr(own, "__func__", None) is class_forward(module)
     return not (plain and getattr(own, "__self__", None) is module)
 
 

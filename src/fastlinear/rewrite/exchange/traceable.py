@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from fastlinear.profile.effects import functions_of, has_state
+from fastlinear.core.global_names import global_names
+from fastlinear.profile.effects import class_forward, functions_of, has_state
 from fastlinear.profile.graph import TENSOR, Observed
 
 SIMPLE = (bool, int, float, str, type(None))
@@ -41,7 +42,7 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 def why_not(parent: nn.Module) -> str | None:
     """Why the forward of this module's class must not be replaced by its trace, or None."""
-    forward: Any = type(parent).forward
+    forward: Any = class_forward(parent)
     if not isinstance(forward, FunctionType) or inspect.unwrap(forward) is not forward:
         return "is wrapped by a decorator"
     if isinstance(parent, _CONTAINERS):
@@ -88,6 +89,7 @@ def _why_not_state(parent: nn.Module, function: FunctionType) -> str | None:
                 continue  # their functions are looked at themselves
         if value is not MISSING and not watchable(value) and not hasattr(nn.Module, name):
             return f"reads self.{name} ({type(value).__name__}), which cannot be watched"
+    for name in global_names(function.__code__):
         outside = function.__globals__.get(name)
         if has_state(outside):
             return f"reads the global {name} ({type(outside).__name__}), which cannot be watched"

@@ -76,6 +76,8 @@ def refuse_linear(model: nn.Module, fqn: str, module: nn.Module) -> Refusal | No
 
 def refuse_module(module: nn.Module) -> Refusal | None:
     """Reasons that hold for a linear, an activation or a parent: hooks, parametrizations…"""
+    if isinstance(module, torch.jit.ScriptModule):
+        return Refusal("scripted", "It is TorchScript and has no Python forward to swap.")
     for attribute, name in _HOOKS.items():
         if getattr(module, attribute, None):
             return Refusal("hooks", f"{type(module).__name__} carries a {name}.")

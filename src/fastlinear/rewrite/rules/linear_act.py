@@ -13,6 +13,7 @@ from torch import nn
 
 from fastlinear import nn as fl_nn
 from fastlinear.core.precision import DTYPE_NAMES
+from fastlinear.profile.effects import class_forward
 from fastlinear.profile.observe import Call, Observation
 from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.exchange.swap import is_rewritten
@@ -176,7 +177,7 @@ def _only_in_sequentials(model: nn.Module, act: nn.Module, linears: list[nn.Modu
         for i, child in enumerate(children):
             if child is not act and not any(child is m for m in linears):
                 continue
-            if type(holder).forward is not nn.Sequential.forward or "forward" in vars(holder):
+            if class_forward(holder) is not nn.Sequential.forward or "forward" in vars(holder):
                 return False
             if child is act and not (i and any(children[i - 1] is m for m in linears)):
                 return False
@@ -188,7 +189,7 @@ def _only_in_sequentials(model: nn.Module, act: nn.Module, linears: list[nn.Modu
 
 
 def _is_sequential(model: nn.Module, fqn: str | None) -> bool:
-    return fqn is not None and type(model.get_submodule(fqn)).forward is nn.Sequential.forward
+    return fqn is not None and class_forward(model.get_submodule(fqn)) is nn.Sequential.forward
 
 
 def _by_parent(

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 from torch import nn
 
+from fastlinear.profile.effects import class_forward
 from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.exchange.forwards import PLAIN_LINEARS
 from fastlinear.rewrite.match.candidate import Candidate
@@ -54,7 +55,7 @@ def _in_sequentials(
 ) -> Iterator[Chain]:
     names = {id(module): fqn for fqn, module in model.named_modules()}
     for fqn, module in model.named_modules():
-        if type(module).forward is not nn.Sequential.forward or refuse_module(module) is not None:
+        if class_forward(module) is not nn.Sequential.forward or refuse_module(module) is not None:
             continue
         layout = _longest(module, names, candidates, sites)
         if layout is None:

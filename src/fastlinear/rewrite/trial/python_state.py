@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from fastlinear.profile.effects import functions_of, writes
+from fastlinear.profile.effects import class_forward, functions_of, writes
 
 _REGISTRIES = frozenset(vars(nn.Module()))
 _WRITES = frozenset({"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL"})
@@ -96,7 +96,7 @@ def _names_written(module: nn.Module) -> Iterator[str]:
 
 def _functions(module: nn.Module) -> list[FunctionType]:
     """The forward of its class and what that calls; none for torch's own modules."""
-    forward: Any = inspect.unwrap(type(module).forward)
+    forward: Any = inspect.unwrap(class_forward(module))
     if not isinstance(forward, FunctionType) or forward.__module__.split(".")[0] == "torch":
         return []
     return functions_of(module, forward)
