@@ -1,24 +1,23 @@
 """Copies of weights in a library's own layout, kept while the weight is what it was.
 
-A copy is dropped when the weight's version counter, storage or a probe of its values changes. The
-probe (a dozen elements, read where they lie) catches writes through ``.data`` that bypass the
-version counter; such a write to single elements that the probe does not cover is not seen.
+At every call all bytes of the weight are read and their digest is compared (``weight_hash.py``), so
+that writes through ``.data``, NumPy or other memory that the version counter does not show are seen
+too. A changed version counter or address says the same sooner; an unchanged one says nothing.
 """
 
 from __future__ import annotations
 
-import ctypes
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-import numpy as np
 from torch import Tensor
 
-# each may miss every cache; prime, so that the probe's stride rarely lines up with a row
-_PROBE_ELEMENTS = 13
-_PROBE_SIDE = 4
+from fastlinear.ops.common import weight_hash
+from fastlinear.ops.common.weight_hash import Digest
+
 _FLEETING = 16  # owners of one address in quick succession, a call each, before no copy is made
 _FORGET_S = 10.0
 _MAX_OWNERS = 4096
@@ -26,24 +25,20 @@ _MAX_OWNERS = 4096
 V = TypeVar("V")
 
 
+def reason_not() -> str | None:
+    """Why a copy of a weight could not be checked, as far as is known without compiling."""
+    return weight_hash.reason_not()
+
+
 @dataclass(slots=True)
 class Entry(Generic[V]):
-    """What is kept of one weight, and how the weight looked then."""
+    """What is kept of one weight, and how the weight looked before it was made."""
 
     value: V
     version: int
     pointer: int
-    probe: np.ndarray[Any, Any]  # the weight's own memory: read only while ``pointer`` holds
-    seen: bytes  # what the probe read when the weight was packed
+    digest: Digest
     owner: Owner | None = None
-
-    def valid_for(self, weight: Tensor) -> bool:
-        """Whether the weight is what was packed, as far as version, storage and probe tell."""
-        return (
-            self.version == weight._version
-            and self.pointer == weight.data_ptr()
-            and self.probe.tobytes() == self.seen
-        )
 
 
 @dataclass(slots=True)
@@ -67,8 +62,8 @@ class Packs(Generic[V]):
     """Weight → what was made of it, no longer than the weight lives or stays as it is.
 
     Attributes:
-        held: (id of the base tensor, shape, strides, offset) → (weak reference, its entry). A view
-            (Conv1D's transpose) is made anew at every call, so the base is what lives.
+        held: (id of the base tensor, shape, strides, offset, dtype) → (weak reference, its entry).
+            A view (Conv1D's transpose) is made anew at every call, so the base is what lives.
         owners: (address, shape, strides) → whose it was last.
     """
 
@@ -77,32 +72,50 @@ class Packs(Generic[V]):
         self.owners: dict[tuple[Any, ...], Owner] = {}
 
     def get(self, weight: Tensor) -> V | None:
-        """What was put for this (N, K) weight on the CPU, or None where that is not valid now."""
-        base = weight._base if weight._base is not None else weight
-        key = (id(base), weight.shape, weight.stride(), weight.storage_offset())
-        held = self.held.get(key)
-        if held is not None and held[0]() is base and held[1].valid_for(weight):
-            owner = held[1].owner
-            if owner is not None:
-                owner.served = True
-            return held[1].value
-        return None
+        """What was put for this (N, K) weight on the CPU, or None where its bytes are others now.
 
-    def put(self, weight: Tensor, value: V) -> None:
-        """Keep what was made of the weight as it is now.
-
-        Inference tensors have no version counter: nothing says when they change, so nothing is
-        kept of them.
+        Reads the whole weight if something was put.
         """
-        if weight.is_inference():
-            return
+        entry = self._held(weight)
+        if entry is None or weight_hash.digest(weight) != entry.digest:
+            return None
+        if entry.owner is not None:
+            entry.owner.served = True
+        return entry.value
+
+    def glance(self, weight: Tensor) -> V | None:
+        """As ``get`` without reading the weight: only for what need not be that of its values."""
+        entry = self._held(weight)
+        return None if entry is None else entry.value
+
+    def make(self, weight: Tensor, maker: Callable[[], V]) -> V:
+        """What is made of the weight, kept as that of its values before the making began.
+
+        Nothing is kept of inference tensors, which have no version counter, nor where digests
+        cannot be had.
+        """
+        if not self.keeps(weight):
+            return maker()
         base = weight._base if weight._base is not None else weight
-        key = (id(base), weight.shape, weight.stride(), weight.storage_offset())
-        seen = probe(weight)
-        entry = Entry(value, weight._version, weight.data_ptr(), seen, seen.tobytes())
-        entry.owner = self.owners.get(_memory(weight))
-        held = self.held
+        version, pointer, digest = weight._version, weight.data_ptr(), weight_hash.digest(weight)
+        entry = Entry(maker(), version, pointer, digest, self.owners.get(_memory(weight)))
+        held, key = self.held, _key(base, weight)
         held[key] = (weakref.ref(base, lambda _: held.pop(key, None)), entry)
+        return entry.value
+
+    @staticmethod
+    def keeps(weight: Tensor) -> bool:
+        """Whether ``make`` would keep anything of the weight; compiles the hash at first."""
+        return not weight.is_inference() and weight_hash.why_not_loaded() is None
+
+    def _held(self, weight: Tensor) -> Entry[V] | None:
+        """The weight's entry unless version counter or address show a change."""
+        base = weight._base if weight._base is not None else weight
+        reference, entry = self.held.get(_key(base, weight), (None, None))
+        if reference is None or entry is None or reference() is not base:
+            return None
+        same = entry.version == weight._version and entry.pointer == weight.data_ptr()
+        return entry if same else None
 
     def fleeting(self, weight: Tensor) -> bool:
         """Whether weights at this address keep coming as new tensors, so that a copy serves one
@@ -123,28 +136,10 @@ class Packs(Generic[V]):
         self.owners.clear()
 
 
+def _key(base: Tensor, weight: Tensor) -> tuple[Any, ...]:
+    place = weight.storage_offset()
+    return id(base), weight.shape, weight.stride(), place, weight.dtype
+
+
 def _memory(weight: Tensor) -> tuple[Any, ...]:
     return weight.data_ptr(), weight.shape, weight.stride()
-
-
-def probe(weight: Tensor) -> np.ndarray[Any, Any]:
-    """A dozen elements of the weight where they lie; keeps its storage alive no more than a number.
-
-    Torch's own views would, and cost ten times as much to read.
-    """
-    n, k = weight.shape
-    across, along = weight.stride()
-    size: tuple[int, ...]
-    strides: tuple[int, ...]
-    if (along == 1 and across == k) or (across == 1 and along == n):  # dense: one stride does
-        step = max(1, n * k // _PROBE_ELEMENTS)
-        size, strides = (-(-n * k // step),), (step,)
-    else:
-        row, column = max(1, n // _PROBE_SIDE), max(1, k // _PROBE_SIDE)
-        size = (-(-n // row), -(-k // column))
-        strides = (across * row, along * column)
-    width = weight.element_size()
-    extent = 1 + sum((count - 1) * stride for count, stride in zip(size, strides, strict=True))
-    memory = (ctypes.c_char * (extent * width)).from_address(weight.data_ptr())
-    numbers = np.frombuffer(memoryview(memory), f"u{width}")  # type: ignore[arg-type]
-    return np.lib.stride_tricks.as_strided(numbers, size, [stride * width for stride in strides])

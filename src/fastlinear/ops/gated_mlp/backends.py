@@ -26,7 +26,8 @@ __all__ = ["FAMILY", "NAME", "PIECES", "cost", "problem"]
 _HERE = "fastlinear.ops.gated_mlp"
 _CPU_SOURCES = (
     *("cpp_gate.py", "gate.cpp", "products.py", "../common/activations.h"),
-    *("../linear_act/onednn.py", "../common/packed.py", "../common/cpp_build.py"),
+    *("../linear_act/onednn.py", "../common/cpp_build.py"),
+    *("../common/packed.py", "../common/weight_hash.py", "../common/weight_hash.cpp"),
 )
 _TRITON_SOURCES = (
     *("triton_gate_kernels.py", "triton_dual_kernels.py", "triton_config.py", "products.py"),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fastlinear.core.problem import Problem
+from fastlinear.ops.common import packed as packed_weights
 from fastlinear.ops.common.packed import Packs
 from fastlinear.ops.gated_mlp import cpp_gate
 from fastlinear.ops.gated_mlp.products import Gate, Products, backward_by
@@ -46,7 +47,7 @@ def reason_not_packed(problem: Problem) -> str | None:
     """Why prepacked weights cannot serve a forward Problem, or None."""
     if problem.needs_grad:
         return "prepacked weights are kept for inference only: training changes them every step"
-    return reason_not(problem)
+    return reason_not(problem) or packed_weights.reason_not()
 
 
 def forward(
@@ -112,10 +113,10 @@ def _laid(weight: Tensor, rows: int, packed: bool) -> Tensor:
         return products.plain(weight)
     kept = _packs.get(weight)
     if kept is None:
-        if _packs.fleeting(weight):  # a copy would serve this one call
+        if not _packs.keeps(weight) or _packs.fleeting(weight):  # a copy would serve this one call
             return products.plain(weight)
-        kept = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), rows)
-        _packs.put(weight, kept)
+        reorder = torch.ops.mkldnn._reorder_linear_weight
+        kept = _packs.make(weight, lambda: reorder(weight.detach().contiguous(), rows))
     return kept
 
 

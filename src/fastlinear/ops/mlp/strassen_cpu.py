@@ -1,13 +1,11 @@
 """The fused Strassen chain on a CPU: torch's passes over row chunks around oneDNN's products.
 
-The operand planes of a weight are kept while it lives and made again when its version counter,
-its storage or a probe of its values changes. A write through ``.data`` to single elements that
-the probe does not cover is not seen: call ``forget_weights`` after one.
+The operand planes of a weight are kept while it lives. At every call the whole weight is read, and
+they are made again when a byte of it has changed, whoever changed it.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.common.packed import Packs
 from fastlinear.ops.mlp.strassen_scheme import FORMULAS, Scheme, Terms, plane_size
 
 _CHUNK = 1 << 18  # elements of a block that a pass holds at a time: few calls, cached blocks
-_PROBES = 61  # elements read to see a change; prime, so that they rarely line up with a row
 
 
 def run(
@@ -194,29 +192,25 @@ def _onednn_serves(dtype: torch.dtype) -> bool:
     return True
 
 
-# (id of the base tensor, place, scheme) → (weak reference, version and address, probe, planes)
-_kept: dict[tuple[Any, ...], tuple[weakref.ref[Tensor], tuple[int, int], Tensor, Tensor]] = {}
+_packs: Packs[dict[Scheme, Tensor]] = Packs()  # weight → scheme → its operand planes
 
 
 def forget_weights() -> None:
     """Free the operand planes of every weight; the next call makes them again."""
-    _kept.clear()
+    _packs.clear()
 
 
 def weight_planes(weight: Tensor, scheme: Scheme) -> Tensor:
-    """Operand planes (products, N', K') of a weight (N, K), those of its values now."""
-    if weight.is_inference():
-        return _weight_planes(weight, scheme)  # no version counter says when it changes
-    base = weight._base if weight._base is not None else weight
-    key = (id(base), weight.shape, weight.stride(), weight.storage_offset(), weight.dtype, scheme)
-    state, probe = (weight._version, weight.data_ptr()), _probe(weight)
-    held = _kept.get(key)
-    if held is not None and held[0]() is base and held[1] == state and torch.equal(held[2], probe):
-        return held[3]
-    planes = _weight_planes(weight.detach(), scheme)
-    reference = weakref.ref(base, lambda _: _kept.pop(key, None))
-    _kept[key] = (reference, state, probe, planes)
-    return planes
+    """Operand planes (products, N', K') of a weight (N, K), those of its values now.
+
+    Without a C++ compiler, which the check of a kept weight takes, they are made at every call.
+    """
+    kept = _packs.get(weight)
+    if kept is None:
+        kept = _packs.make(weight, dict)
+    if scheme not in kept:
+        kept[scheme] = _weight_planes(weight.detach(), scheme)
+    return kept[scheme]
 
 
 def _weight_planes(weight: Tensor, scheme: Scheme) -> Tensor:
@@ -227,10 +221,3 @@ def _weight_planes(weight: Tensor, scheme: Scheme) -> Tensor:
     blocks = [_get(weight, i * rows, rows, j * cols, cols) for i, j in _places(scheme.levels)]
     _prefix(blocks, list(planes), scheme, FORMULAS[scheme.name].right)
     return planes
-
-
-def _probe(weight: Tensor) -> Tensor:
-    """A copy of some elements spread over the weight."""
-    n, k = weight.shape
-    places = torch.arange(_PROBES) * max(1, n * k // _PROBES) % max(1, n * k)
-    return weight.detach()[places // k, places % k]
