@@ -97,6 +97,20 @@ def test_ceilings_are_measured_for_every_dtype_the_cpu_runs(
     assert found.bytes_per_s > 0
 
 
+def test_float32_is_held_against_the_tensor_cores_where_those_are_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rates = {torch.float32: 5e13, torch.bfloat16: 6e14}
+    monkeypatch.setattr(cost, "_COPY_BYTES", {"cpu": 1 << 16})
+    monkeypatch.setattr(cost, "_product_rate", lambda _, dtype: rates[dtype])
+    measure = cost.measure_ceilings.__wrapped__
+    assert measure("cpu", "float32").flops_per_s == 5e13
+    monkeypatch.setattr(cost, "_has_split_products", lambda *_: True)
+    assert measure("cpu", "float32").flops_per_s == pytest.approx(1e14)
+    rates[torch.bfloat16] = 2e14
+    assert measure("cpu", "float32").flops_per_s == 5e13
+
+
 def test_cost_and_roofline() -> None:
     ceilings = Ceilings(flops_per_s=1e12, bytes_per_s=1e11)
     compute = Cost(flops=2e6, bytes=1e4)

@@ -87,9 +87,16 @@ def roofline(cost: Cost, ceilings: Ceilings, measured_us: float) -> Roofline:
     )
 
 
+# Of bfloat16's rate, which is twice TF32's: three TF32 products carry a float32 product's digits.
+_SPLIT_RATE = 1 / 6
+
+
 @lru_cache(maxsize=32)
 def measure_ceilings(device: str, dtype: str, precision: str = "n/a") -> Ceilings:
     """Measure copy bandwidth and matrix-product rate once per process (about a second).
+
+    In float32 the rate is PyTorch's own or, on devices with tensor cores, what three TF32 products
+    of the same digits may reach there, whichever is higher.
 
     Args:
         device: a torch device string.
@@ -105,19 +112,35 @@ def measure_ceilings(device: str, dtype: str, precision: str = "n/a") -> Ceiling
         copy = interleave(
             {"copy": lambda: target.copy_(source)}, device=d, metric="device", rounds=7
         )
-        best_flops = 0.0
-        for n in _product_sizes(cuda, torch_dtype):
-            generator = torch.Generator(device=d).manual_seed(0)
-            a = torch.randn(n, n, device=d, generator=generator).to(torch_dtype)
-            arms = {"mm": lambda a=a: torch.mm(a, a)}
-            if not cuda and _onednn_multiplies(torch_dtype):
-                arms["onednn"] = lambda a=a: torch.ops.mkldnn._linear_pointwise(
-                    a, a, None, "none", [], ""
-                )
-            times = interleave(arms, device=d, metric="device", rounds=5)
-            fastest = min(min(s.us) for s in times.values())
-            best_flops = max(best_flops, 2.0 * n**3 / fastest * 1e6)
+        best_flops = _product_rate(d, torch_dtype)
+        if _has_split_products(d, torch_dtype):
+            split = _product_rate(d, torch.bfloat16) * _SPLIT_RATE
+            best_flops = max(best_flops, split)
     return Ceilings(best_flops, 2.0 * source.numel() / min(copy["copy"].us) * 1e6)
+
+
+def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Flops per second of the fastest of PyTorch's square products."""
+    cuda, best = device.type == "cuda", 0.0
+    for n in _product_sizes(cuda, dtype):
+        generator = torch.Generator(device=device).manual_seed(0)
+        a = torch.randn(n, n, device=device, generator=generator).to(dtype)
+        arms = {"mm": lambda a=a: torch.mm(a, a)}
+        if not cuda and _onednn_multiplies(dtype):
+            arms["onednn"] = lambda a=a: torch.ops.mkldnn._linear_pointwise(
+                a, a, None, "none", [], ""
+            )
+        times = interleave(arms, device=device, metric="device", rounds=5)
+        fastest = min(min(s.us) for s in times.values())
+        best = max(best, 2.0 * n**3 / fastest * 1e6)
+    return best
+
+
+def _has_split_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether float32 products may be sums of three products in TF32."""
+    if device.type != "cuda" or dtype is not torch.float32:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _onednn_multiplies(dtype: torch.dtype) -> bool:
