@@ -13,7 +13,6 @@ from fastlinear.ops.common import packed, weight_hash
 from fastlinear.ops.common.packed import Packs
 from fastlinear.ops.linear_act import mkl, onednn, reference
 
-
 pytestmark = pytest.mark.skipif(
     weight_hash.why_not_loaded() is not None, reason="no C++ compiler: nothing is kept"
 )
