@@ -35,6 +35,27 @@ def raises():
     raise RuntimeError("weights are missing")
 
 
+def exits():
+    raise SystemExit(0)
+
+
+def exits_when_called():
+    net = torch.nn.Sequential(torch.nn.Linear(8, 16))
+    net.register_forward_hook(lambda *_: exits())
+    return net
+
+
+exits_when_called.example_inputs = mlp.example_inputs
+
+
+def on_meta():
+    return mlp().to("meta")
+
+
+def meta_inputs():
+    return {"x": torch.randn(6, 8, device="meta")}
+
+
 def not_a_module():
     return {"model": mlp()}
 
@@ -75,11 +96,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The current folder, holding the package ``userpackage``; forgotten afterwards."""
     (tmp_path / "userpackage.py").write_text(PACKAGE)
     (tmp_path / "broken.py").write_text("import does_not_exist_anywhere\n")
+    (tmp_path / "script.py").write_text("import sys\nsys.exit()\n")
     monkeypatch.chdir(tmp_path)
     before = list(sys.path)
     yield tmp_path
     sys.path[:] = before
-    for name in ("userpackage", "broken"):
+    for name in ("userpackage", "broken", "script"):
         sys.modules.pop(name, None)
 
 

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import Result
 
+import fastlinear.dispatch.tune
 from fastlinear.core.errors import NumericsError, UnsupportedError
 
 Run = Callable[..., Result]
@@ -25,13 +27,22 @@ _SAID = {"function": "optimize_", "remedy": "Do otherwise."}
         (("broken:mlp",), "No module named 'does_not_exist_anywhere'"),
         (("userpackage:mpl",), "no 'mpl'; it has"),
         (("userpackage:raises",), "RuntimeError: weights are missing"),
+        (("userpackage:exits",), "received SystemExit: 0"),
+        (("userpackage:exits_when_called",), "received SystemExit(0) from it"),
+        (("userpackage:mlp", "--inputs", "userpackage:exits"), "received SystemExit: 0"),
+        (("script:mlp",), "received SystemExit"),
+        (("userpackage:on_meta",), "parameters or buffers on the meta device"),
+        (("userpackage:mlp", "--inputs", "userpackage:meta_inputs"), "on the meta device"),
         (("userpackage:not_a_module",), "to return an nn.Module; received an object of type dict"),
         (("userpackage:WEIGHT",), "received an object of type list"),
         (("userpackage:no_inputs",), "to carry an `example_inputs` attribute"),
         (("userpackage:mlp", "--inputs", "userpackage:inputs_raise"), "ValueError: no data"),
         (("userpackage:mlp", "--inputs", "userpackage:inputs_text"), "of type str"),
         (("userpackage:mlp", "--inputs", "userpackage:wrong_shape"), "9"),
-        (("userpackage:mlp", "--loss", "userpackage:WEIGHT"), "a function from the model's output"),
+        (
+            ("userpackage:mlp", "--loss", "userpackage:WEIGHT", "--mode", "train"),
+            "a function from the model's output",
+        ),
         (("userpackage:mlp", "--device", "gpu"), "expected cpu, cuda or cuda:INDEX"),
     ],
 )
@@ -133,6 +144,41 @@ def test_calls_that_do_not_fit(
     assert expected in result.stderr
 
 
+@pytest.mark.parametrize("command", ["explain", "tune"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        ("--m", "1000000", "--k", "1000000", "--n", "1000000"),
+        ("mlp", "--layers", "2", "--width", "1000000000"),
+        ("diagonal_linear", "--m", "1000000000", "--width", "1000000000000"),
+    ],
+)
+def test_sizes_that_no_memory_holds(run: Run, command: str, sizes: tuple[str, ...]) -> None:
+    result = run(command, *sizes)
+    assert result.exit_code == BAD_INPUT
+    assert "expected a call that fits the" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+    ],
+)
+def test_memory_that_runs_out_while_tuning(
+    run: Run, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def failing(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(fastlinear.dispatch.tune, "tune", failing)
+    result = run("tune", "--m", "8", "--k", "8", "--n", "8", "--quiet")
+    assert result.exit_code == BAD_INPUT
+    assert "expected memory for linear_act" in result.stderr
+
+
 def test_usage_errors_of_mlp(run: Run) -> None:
     for arguments in (("--layers", "0"), ("--width", "0"), ("--m", "0"), ("--layers", "many")):
         assert run("explain", "mlp", *arguments).exit_code == BAD_INPUT, arguments
@@ -145,7 +191,9 @@ def test_forced_backend_that_cannot_serve(run: Run) -> None:
     result = run("explain", "--backend", "onednn", "--dtype", "float64")
     assert result.exit_code == UNSUPPORTED
     assert "oneDNN has no float64 path" in result.stderr
-    assert run("explain", "--backend", "nothing").exit_code == UNSUPPORTED
+    result = run("explain", "--backend", "nothing")
+    assert result.exit_code == BAD_INPUT
+    assert "--backend: expected a backend of linear_act in" in result.stderr
     result = run("explain", "mlp", "--backend", "strassen")
     assert result.exit_code == UNSUPPORTED
     assert "allow_fast_matmul" in result.stderr
@@ -157,6 +205,24 @@ def test_forced_backend_that_cannot_serve(run: Run) -> None:
         assert result.stdout == ""
         assert f"backend '{backend}' of {family} can serve somewhere" in result.stderr
         assert "CUDA devices only" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("tune", "--model", "userpackage:mlp", "--m", "5"), "received --m"),
+        (("tune", "--model", "userpackage:mlp", "--no-bias", "--k", "8"), "received --k, --bias"),
+        (("tune", "--model", "userpackage:mlp", "--dtype", "float16"), "received --dtype"),
+        (("tune", "--inputs", "userpackage:positional"), "--inputs: expected a model"),
+        (("optimize", "userpackage:mlp", "--loss", "userpackage:loss"), "--loss: expected train"),
+        (("profile", "userpackage:mlp", "--loss", "userpackage:loss"), "--loss: expected train"),
+    ],
+)
+def test_options_without_a_use(run: Run, arguments: tuple[str, ...], expected: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == BAD_INPUT
+    assert expected in result.stderr
+    assert result.stdout == ""
 
 
 def test_device_that_is_not_there(run: Run) -> None:

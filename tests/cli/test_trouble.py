@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +14,13 @@ from typer.testing import Result
 
 import fastlinear.dispatch.tune
 import fastlinear.rewrite
+from fastlinear.cli.app import terminable
+from fastlinear.cli.console import check_writable
 from fastlinear.dispatch import cache
 
 Run = Callable[..., Result]
 
-BAD_INPUT, UNSUPPORTED, INTERRUPTED = 2, 5, 130
+BAD_INPUT, UNSUPPORTED, INTERRUPTED, TERMINATED = 2, 5, 130, 143
 CALL = ("--m", "8", "--k", "16", "--n", "16", "--activation", "relu")
 SPEED = ("--rounds", "5", "--budget", "0.05")
 
@@ -56,7 +60,13 @@ def test_an_interrupted_tune_keeps_and_shows_what_it_has(
     ],
 )
 @pytest.mark.parametrize(
-    ("place", "why"), [("file/x", "file is no folder"), ("folder", "a folder")]
+    ("place", "why"),
+    [
+        ("file/x", "file is no folder"),
+        ("folder", "a folder"),
+        ("/proc/1/report", "No such file or directory"),
+        ("x" * 300, "File name too long"),
+    ],
 )
 def test_a_place_that_cannot_be_written_is_said_before_the_work(
     run: Run,
@@ -133,3 +143,47 @@ def test_a_cache_that_cannot_be_removed(run: Run) -> None:
     assert "cache.clear: expected a tuned cache that can be removed" in result.stderr
     path.rmdir()
     assert run("cache", "clear").exit_code == 0
+
+
+def test_checking_a_place_leaves_it_as_it_was(folder: Path) -> None:
+    there, link = folder / "there", folder / "link"
+    there.write_text("kept")
+    link.symlink_to(folder / "nowhere")
+    for path in (there, link, folder / "new" / "file"):
+        check_writable("--plan", path, through_another=True)
+    assert there.read_text() == "kept"
+    assert link.is_symlink()
+    assert sorted(p.name for p in folder.rglob("*") if p.suffix != ".py") == [
+        "link",
+        "new",
+        "there",
+    ]
+
+
+def test_termination_is_told_like_an_interrupt(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def terminated(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        pytest.fail("went on")
+
+    monkeypatch.setattr(fastlinear.rewrite, "optimize_", terminated)
+    result = run("optimize", "userpackage:mlp", "--plan", "plan.json", "--json")
+    assert result.exit_code == TERMINATED
+    assert result.stdout == ""
+    assert "error: terminated; what was tuned so far is remembered" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not list(folder.glob("*plan*"))
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_forked_process_ends_by_the_signal_itself() -> None:
+    with terminable():
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGTERM

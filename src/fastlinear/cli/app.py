@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -9,9 +14,38 @@ from typer.core import TyperGroup
 
 from fastlinear.cli import bench, cache, doctor, explain, optimize, profile, tune
 from fastlinear.cli.console import plain_warnings, show_error
-from fastlinear.core.errors import FastlinearError
+from fastlinear.core.errors import FastlinearError, ModelLoadError
 
-INTERRUPTED = 130
+INTERRUPTED, TERMINATED = 130, 143
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came: whatever is under way is left as if it had been interrupted."""
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Inside it SIGTERM raises Terminated, unless somebody else handles it already.
+
+    A process forked meanwhile ends as it would have. Only a main thread can handle signals.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    owner = os.getpid()
+
+    def stop(*_: object) -> None:
+        if os.getpid() == owner:
+            raise Terminated
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class ErrorGroup(TyperGroup):
@@ -20,11 +54,25 @@ class ErrorGroup(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run the command; errors end here unless ``--debug`` asks for the traceback."""
         try:
-            with plain_warnings():
+            with terminable(), plain_warnings():
                 return super().invoke(ctx)
+        except Terminated:
+            show_error("terminated;", hint="what was tuned so far is remembered.")
+            raise typer.Exit(TERMINATED) from None
         except KeyboardInterrupt:
             show_error("interrupted;", hint="what was tuned so far is remembered.")
             raise typer.Exit(INTERRUPTED) from None
+        except SystemExit as error:  # the commands themselves never exit so
+            if ctx.meta.get("debug"):
+                raise
+            left = ModelLoadError(
+                "fastlinear",
+                expected="the code of the model to come to its end",
+                received=f"SystemExit({error.code!r}) from it",
+                remedy="--debug shows where it was raised.",
+            )
+            show_error(str(left))
+            raise typer.Exit(left.exit_code) from None
         except Exception as error:
             if ctx.meta.get("debug") or _is_control_flow(error):
                 raise
@@ -75,7 +123,8 @@ def root(
     caches are JSON; nothing is ever unpickled.
 
     Exit codes: 0 done · 1 unforeseen · 2 bad input · 3 numerics failed · 4 nothing profitable ·
-    5 unsupported environment · 130 interrupted.
+    5 unsupported environment · 130 interrupted ·
+    143 terminated.
     """
 
 

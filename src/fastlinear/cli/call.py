@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -20,6 +24,7 @@ FAMILIES = ("linear_act", "mlp", "diagonal_linear")
 _FEATURES, _LAYERS, _WIDTH = 1024, 8, 64
 _LINEAR, _MLP = "One linear layer (linear_act)", "A chain of layers (mlp)"
 _DIAGONAL = "diagonal_linear"
+_NO_MEMORY = "allocate memory"  # in what torch raises on a CPU
 
 Family = Annotated[
     str,
@@ -243,6 +248,7 @@ class Call:
         def empty(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=kind, device=where)
 
+        self._check_memory(where, kind)
         if self.family == _DIAGONAL:
             k = self.width or _FEATURES
             return empty(self.m, k), empty(k), empty(k) if self.bias else None
@@ -252,6 +258,22 @@ class Call:
         biases = [empty(n) if self.bias else None for n in sizes[1:]]
         x = empty(self.m, sizes[0])
         return (x, weights, biases) if self.family == "mlp" else (x, weights[0], biases[0])
+
+    def _check_memory(self, where: torch.device, kind: torch.dtype) -> None:
+        """Raise InputError where x, the weights and the result alone exceed the memory there is."""
+        if self.family == _DIAGONAL:
+            elements = 2 * self.m * (self.width or _FEATURES)
+        else:
+            sizes = self._sizes()
+            elements = self.m * (sizes[0] + sizes[-1]) + sum(k * n for k, n in pairwise(sizes))
+        there = memory_of(where)
+        if elements * kind.itemsize > there:
+            _fail(
+                f"fastlinear: {self.family}",
+                f"a call that fits the {there / 2**30:.0f} GiB of {where}",
+                f"one whose tensors take {elements * kind.itemsize / 2**30:.0f} GiB",
+                "Ask for fewer rows or features.",
+            )
 
     def _sizes(self) -> tuple[int, ...]:
         """n_0, n_1, … n_L."""
@@ -276,6 +298,31 @@ class Call:
                 "For example 64,128,10: two layers, from 64 features to 128 to 10.",
             )
         return sizes
+
+
+@contextmanager
+def within_memory(what: str) -> Iterator[None]:
+    """Inside it memory that runs out is an InputError that names what was under way."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and _NO_MEMORY not in str(error):
+            raise
+        raise InputError(
+            "fastlinear",
+            expected=f"memory for {what}: its tensors, several times, and some in float64",
+            received="less than it takes",
+            remedy="Ask for fewer rows or features.",
+        ) from error
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes of memory that a device has; without an end where the system does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    if not hasattr(os, "sysconf"):
+        return sys.maxsize
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _fail(function: str, expected: str, received: str, remedy: str) -> NoReturn:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import uuid
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -120,24 +120,27 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
     console.print()
 
 
-def check_writable(option: str, path: Path | None) -> None:
+def check_writable(option: str, path: Path | None, *, through_another: bool = False) -> None:
     """Raise InputError, before any work is done, unless a file can be written at ``path``.
 
-    Makes the folder it is to lie in; leaves no file behind.
+    Makes the folder it is to lie in, opens a file there and leaves none behind.
+    ``through_another``: it will be written beside its place and then renamed.
     """
     if path is None:
         return
     why = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            why = "it is a folder"
+        else:
+            _try_to_write(path)
+            if through_another:
+                _try_to_write(path.with_name(f".{path.name}.{uuid.uuid4().hex}"))
     except FileExistsError as error:
         why = f"{error.filename} is no folder"
     except OSError as error:
         why = error.strerror
-    if path.is_dir():
-        why = "it is a folder"
-    elif why is None and not os.access(path if path.exists() else path.parent, os.W_OK):
-        why = "no permission to write there"
     if why is not None:
         raise InputError(
             option,
@@ -145,6 +148,17 @@ def check_writable(option: str, path: Path | None) -> None:
             received=f"{path}: {why}",
             remedy="Choose another place.",
         )
+
+
+def _try_to_write(path: Path) -> None:
+    """Open a file for writing and leave it as it was. Pipes and devices are not touched."""
+    new = not path.exists()
+    if not new and not path.is_file():
+        return
+    with path.open("ab"):
+        pass
+    if new:
+        path.resolve().unlink()  # what a link points to
 
 
 def write_page(path: Path, data: dict[str, Any], *, quiet: bool) -> None:

@@ -24,6 +24,7 @@ from fastlinear.cli.call import (
     Widths,
 )
 from fastlinear.cli.console import print_json
+from fastlinear.nn.forced_backend import check_backend
 
 if TYPE_CHECKING:
     from fastlinear.bench.pseudo_model import Expectation
@@ -85,6 +86,7 @@ def explain(
         final_activation=final_activation,
         allow_fast_matmul=allow_fast_matmul,
     )
+    check_backend(backend, call.family, "--backend")
     story = call.explain(backend, train)
     expectation = _expectation(call, train)
     if expectation is None:

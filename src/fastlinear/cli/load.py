@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from fastlinear.core.errors import ModelLoadError, UnsupportedError
+from fastlinear.core.errors import InputError, ModelLoadError, UnsupportedError
 from fastlinear.core.precision import FLOAT_DTYPES
 
 
@@ -33,7 +34,7 @@ def load_object(name: str, what: str) -> Any:
         sys.path.insert(0, here)
     try:
         found: Any = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ModelLoadError(
             what,
             expected=f"module {module_name!r} to be importable from {here}",
@@ -74,6 +75,13 @@ def load_model(name: str, *, device: str, dtype: str | None, train: bool, seed: 
             received=f"an object of type {type(model).__name__}",
             remedy="Return the model itself, without its inputs.",
         )
+    if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        raise ModelLoadError(
+            "model",
+            expected=f"{name}() to return a model with values",
+            received="parameters or buffers on the meta device",
+            remedy="Give it storage first, for example model.to_empty(device='cpu').",
+        )
     model = model.to(where) if dtype is None else model.to(where, FLOAT_DTYPES[dtype])
     return model.train(train)
 
@@ -110,10 +118,28 @@ def load_inputs(
             received=f"an object of type {type(value).__name__}",
             remedy="Wrap a single argument that is no tensor in a tuple: (x,).",
         )
+    if any(isinstance(t, torch.Tensor) and t.is_meta for t in tree_leaves(value)):
+        raise ModelLoadError(
+            "inputs",
+            expected=f"{label} to give tensors with values",
+            received="a tensor on the meta device",
+            remedy="Make it on the CPU; it is moved to --device.",
+        )
     moved: torch.Tensor | tuple[Any, ...] | dict[str, Any] = _move(
         value, usable_device(device), None if dtype is None else FLOAT_DTYPES[dtype]
     )
     return moved
+
+
+def check_loss(name: str | None, train: bool) -> None:
+    """Raise InputError for a loss where none is computed."""
+    if name is not None and not train:
+        raise InputError(
+            "--loss",
+            expected="train mode, the only one in which a loss is computed",
+            received=f"{name} in inference mode",
+            remedy="Add --mode train, or leave --loss out.",
+        )
 
 
 def load_loss(name: str | None) -> Callable[[Any], torch.Tensor] | None:
@@ -165,7 +191,7 @@ def usable_device(device: str) -> torch.device:
 def _call(factory: Callable[[], Any], what: str, name: str) -> Any:
     try:
         return factory()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ModelLoadError(
             what,
             expected=f"{name}() to run without arguments and without an error",

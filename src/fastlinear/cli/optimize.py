@@ -107,10 +107,11 @@ def optimize(
         time_budget_s=budget,
         seed=seed,
     )
-    check_writable("--plan", plan)
+    check_writable("--plan", plan, through_another=True)
     check_writable("--html", html)
     kind = None if dtype is None else dtype.value
     train = mode is opt.Mode.train
+    load.check_loss(loss, train)
     net = load.load_model(model, device=device, dtype=kind, train=train, seed=seed)
     values = load.load_inputs(inputs, model=model, device=device, dtype=kind, seed=seed)
     with progress_bar(quiet=quiet) as progress:
@@ -153,6 +154,7 @@ def apply(
     from fastlinear.rewrite.plan import load as load_plan
 
     mode = load_plan(plan).mode
+    load.check_loss(loss, mode == "train")
     check_writable("--html", html)
     kind = None if dtype is None else dtype.value
     net = load.load_model(model, device=device, dtype=kind, train=mode == "train", seed=seed)

@@ -39,6 +39,7 @@ def profile(
     check_writable("--html", html)
     kind = None if dtype is None else dtype.value
     train = mode is opt.Mode.train
+    load.check_loss(loss, train)
     net = load.load_model(model, device=device, dtype=kind, train=train, seed=seed)
     values = load.load_inputs(inputs, model=model, device=device, dtype=kind, seed=seed)
     with progress_bar(quiet=quiet) as progress:

@@ -23,6 +23,7 @@ from fastlinear.cli.call import (
     Train,
     Width,
     Widths,
+    within_memory,
 )
 from fastlinear.cli.console import print_json, progress_bar, table
 from fastlinear.core.errors import InputError
@@ -32,12 +33,19 @@ if TYPE_CHECKING:
     from fastlinear.dispatch.tune import Tuned
 
 
+_OF_A_CALL = (
+    *("m", "k", "n", "widths", "layers", "width", "dtype", "activation", "final_activation"),
+    *("bias", "layout", "allow_fast_matmul"),
+)
+
+
 def register(app: typer.Typer) -> None:
     """Add the command."""
     app.command("tune", rich_help_panel="Ops")(tune)
 
 
 def tune(
+    ctx: typer.Context,
     family: Family = "linear_act",
     m: M = 64,
     k: K = None,
@@ -87,6 +95,15 @@ def tune(
     """
     from fastlinear.dispatch.tune import tune as tune_problem
 
+    if model is not None:
+        _refuse_options_of_a_call(ctx)
+    elif inputs is not None:
+        raise InputError(
+            "--inputs",
+            expected="a model to put them into",
+            received=f"{inputs} without --model",
+            remedy="Add --model, or leave --inputs out.",
+        )
     call = Call(
         family,
         m=m,
@@ -119,17 +136,36 @@ def tune(
         with progress_bar(quiet=quiet) as progress:
             for i, problem in enumerate(problems):
                 progress("tuning", i, len(problems))
-                results.append(
-                    tune_problem(
-                        problem, device=device, rounds=rounds, budget_s=budget, seed=seed, save=save
-                    )
-                )
+                options: dict[str, Any] = {
+                    "rounds": rounds,
+                    "budget_s": budget,
+                    "seed": seed,
+                    "save": save,
+                }
+                with within_memory(problem.describe()):
+                    results.append(tune_problem(problem, device=device, **options))
             progress("tuning", len(problems), len(problems))
     finally:  # an interrupt loses only the call that was being tuned
         if json:
             print_json([_as_json(t) for t in results])
         elif not quiet:
             _show(results)
+
+
+def _refuse_options_of_a_call(ctx: typer.Context) -> None:
+    """Raise InputError for options that describe one call: a model's sites say that themselves."""
+    given = []
+    for option in ctx.command.params:
+        source = ctx.get_parameter_source(option.name) if option.name in _OF_A_CALL else None
+        if source is not None and source.name == "COMMANDLINE":
+            given.append(option.opts[0])
+    if given:
+        raise InputError(
+            "--model",
+            expected="no options of a single call: the sites of the model are what is tuned",
+            received=", ".join(given),
+            remedy="Leave them out, or leave --model out.",
+        )
 
 
 def _problems_of_model(

@@ -124,11 +124,11 @@ def device_of(model: nn.Module, inputs: Any, function: str = FUNCTION) -> torch.
     devices = [t.device for t in tensors]
     device = next((d for d in devices if d.type == "cuda"), None)
     device = device or (devices[0] if devices else torch.device("cpu"))
-    if device.type == "meta":
+    if any(d.type == "meta" for d in devices):
         raise InputError(
             function,
-            expected="a model with values",
-            received="a model on the meta device",
+            expected="a model and inputs with values",
+            received="a tensor of them on the meta device",
             remedy="Give it storage first, for example model.to_empty(device='cpu').",
         )
     if device.type not in ("cpu", "cuda"):
