@@ -11,7 +11,14 @@ import pytest
 import fastlinear
 
 NAMES = [
+    "CacheWarning",
     "Config",
+    "FastlinearError",
+    "InputError",
+    "ModelLoadError",
+    "NumericsError",
+    "PlanError",
+    "UnsupportedError",
     "__version__",
     "apply_",
     "diagonal_linear",

@@ -1,6 +1,15 @@
 """fastlinear: the nn.Linear-shaped work of PyTorch models, as fast as the hardware allows."""
 
 from fastlinear import nn
+from fastlinear.core.errors import (
+    CacheWarning,
+    FastlinearError,
+    InputError,
+    ModelLoadError,
+    NumericsError,
+    PlanError,
+    UnsupportedError,
+)
 from fastlinear.core.settings import Config
 from fastlinear.nn.graphed import graphed
 from fastlinear.ops.diagonal_linear import diagonal_linear
@@ -15,7 +24,14 @@ from fastlinear.rewrite import apply_, optimize_
 __version__ = "0.1.0"
 
 __all__ = [
+    "CacheWarning",
     "Config",
+    "FastlinearError",
+    "InputError",
+    "ModelLoadError",
+    "NumericsError",
+    "PlanError",
+    "UnsupportedError",
     "__version__",
     "apply_",
     "diagonal_linear",

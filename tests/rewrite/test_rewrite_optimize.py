@@ -16,7 +16,7 @@ from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.core.settings import Config
 from fastlinear.core.timing import Samples
 from fastlinear.dispatch import backend as registry
-from fastlinear.rewrite import finish, optimize_
+from fastlinear.rewrite import apply_, finish, optimize_
 from fastlinear.rewrite.trial import measure
 from fastlinear.rewrite.trial import site as site_module
 from fastlinear.rewrite.verify import model as verify
@@ -531,6 +531,14 @@ def test_bad_arguments() -> None:
         optimize_("model", X)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="Config"):
         optimize_(model, X, config={"mode": "train"})  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="Config"):
+        optimize_(model, X, config={})  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="filter_fn to be a function"):
+        optimize_(model, X, filter_fn="a")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="loss_fn to be a function"):
+        optimize_(model, X, loss_fn="a")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="apply_: expected a plan: its path"):
+        apply_(model, 5)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="a backend of linear_act"):
         optimize_(model, X, config=Config(backends={"linear_act": "fastest"}))
     with pytest.raises(InputError, match="families"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,41 +49,72 @@ class Config:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise InputError(
-                "Config",
-                expected=f"mode to be one of {', '.join(MODES)}",
-                received=f"mode={self.mode!r}",
-                remedy="Use 'train' where gradients matter, else 'inference'.",
+        _check(
+            self.mode in MODES,
+            f"mode to be one of {', '.join(MODES)}",
+            f"mode={self.mode!r}",
+            "Use 'train' where gradients matter, else 'inference'.",
+        )
+        for name in ("draws", "optimizer_steps"):
+            value = getattr(self, name)
+            _check(
+                _is_whole(value) and value >= 1,
+                "draws and optimizer_steps of at least 1, both whole",
+                f"{name}={value!r}",
+                "Leave them out for 3 each.",
             )
-        if self.draws < 1 or self.optimizer_steps < 1:
-            raise InputError(
-                "Config",
-                expected="draws and optimizer_steps of at least 1",
-                received=f"draws={self.draws}, optimizer_steps={self.optimizer_steps}",
-                remedy="Leave them out for 3 each.",
-            )
-        if not self.time_budget_s > 0:
-            raise InputError(
-                "Config",
-                expected="time_budget_s above 0 seconds",
-                received=f"time_budget_s={self.time_budget_s}",
-                remedy="Leave it out for 60 seconds.",
-            )
-        if not 0 < self.min_speedup < float("inf"):
-            raise InputError(
-                "Config",
-                expected="min_speedup to be a finite ratio above 0",
-                received=f"min_speedup={self.min_speedup}",
-                remedy="1.0 keeps whatever is measured faster.",
-            )
-        if isinstance(self.families, str):
-            raise InputError(
-                "Config",
-                expected="families to be a tuple of names, or None for all",
-                received=f"families={self.families!r}",
-                remedy=f"Write families=({self.families!r},).",
-            )
+        _check(
+            _is_whole(self.seed), "seed to be a whole number", f"seed={self.seed!r}", "0 is one."
+        )
+        _check(
+            _is_number(self.time_budget_s) and self.time_budget_s > 0,
+            "time_budget_s above 0 seconds",
+            f"time_budget_s={self.time_budget_s!r}",
+            "Leave it out for 60 seconds.",
+        )
+        _check(
+            _is_number(self.min_speedup) and 0 < self.min_speedup < float("inf"),
+            "min_speedup to be a finite ratio above 0",
+            f"min_speedup={self.min_speedup!r}",
+            "1.0 keeps whatever is measured faster.",
+        )
+        for name in ("tune", "graphs", "compile", "allow_fast_matmul"):
+            value = getattr(self, name)
+            said = f"{name}={value!r}"
+            _check(isinstance(value, bool), f"{name} to be True or False", said, "Write it so.")
+        families: object = self.families
+        _check(
+            families is None or (isinstance(families, tuple | list) and _are_names(families)),
+            "families to be a tuple of names, or None for all",
+            f"families={families!r}",
+            f"Write families=({families!r},)."
+            if isinstance(families, str)
+            else "`fastlinear doctor` lists them.",
+        )
+        backends: object = self.backends
+        _check(
+            isinstance(backends, Mapping) and _are_names([*backends, *backends.values()]),
+            "backends to be a dict from a family's name to a backend's",
+            f"backends={backends!r}",
+            "For example backends={'linear_act': 'onednn'}.",
+        )
+
+
+def _check(holds: bool, expected: str, received: str, remedy: str) -> None:
+    if not holds:
+        raise InputError("Config", expected=expected, received=received, remedy=remedy)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _are_names(values: Iterable[object]) -> bool:
+    return all(isinstance(v, str) for v in values)
 
 
 def cache_dir() -> Path:

@@ -77,7 +77,14 @@ def optimize_(
     1
     >>> result.revert()
     """
-    config = config or Config()
+    config = Config() if config is None else config
+    if filter_fn is not None and not callable(filter_fn):
+        raise InputError(
+            "optimize_",
+            expected="filter_fn to be a function of a module and its name, or None",
+            received=f"filter_fn={filter_fn!r}",
+            remedy="For example filter_fn=lambda module, fqn: fqn.startswith('encoder.').",
+        )
     work = prepare("optimize_", model, inputs, config, loss_fn, progress)
     with preserved(model, config.mode):
         work.ran = check_runs("optimize_", model, work.call, work.runner)
@@ -111,7 +118,9 @@ def problems(
 
     The model runs as under ``fl.profile`` and is left as it was. Raises as ``optimize_`` does.
     """
-    work = prepare("problems", model, inputs, config or Config(), loss_fn, progress)
+    work = prepare(
+        "problems", model, inputs, Config() if config is None else config, loss_fn, progress
+    )
     candidates, _ = watch(work, inputs, None)
     return heaviest_first(candidates)
 
@@ -156,6 +165,14 @@ def prepare(
             received=type(config).__name__,
             remedy="For example config=fl.Config(mode='train').",
         )
+    for name, given in (("loss_fn", loss_fn), ("progress", progress)):
+        if given is not None and not callable(given):
+            raise InputError(
+                function,
+                expected=f"{name} to be a function",
+                received=f"{name}={given!r}",
+                remedy="Give the function itself, or leave it out.",
+            )
     check_model(model, function)
     check_backends(function, config)
     call = Call(*normalize_inputs(inputs, function))

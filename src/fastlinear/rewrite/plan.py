@@ -9,6 +9,7 @@ import hashlib
 import json
 import uuid
 from dataclasses import dataclass, field
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,13 @@ def write_json(path: str | Path, data: dict[str, Any]) -> Path:
 
 def load(source: str | Path | dict[str, Any]) -> Plan:
     """Read a plan from a path or from parsed JSON. Raises PlanError for anything unfit."""
+    if not isinstance(source, str | PathLike | dict):
+        raise PlanError(
+            "apply_",
+            expected="a plan: its path, or its parsed JSON",
+            received=f"an object of type {type(source).__name__}",
+            remedy="Of a Result, give result.plan.to_json().",
+        )
     data = source if isinstance(source, dict) else _read(Path(source))
     if not isinstance(data, dict) or data.get("kind") != KIND:
         kind = data.get("kind") if isinstance(data, dict) else type(data).__name__
