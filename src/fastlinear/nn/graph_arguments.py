@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+import inspect
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from types import EllipsisType, NoneType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fastlinear.core.errors import UnsupportedError
+from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.nn.graph_outputs import ReusedOutput
 from fastlinear.nn.graph_watch import PLAIN
 
@@ -97,11 +99,64 @@ def rebuild(spec: Any, tensors: Iterator[Tensor]) -> Any:
     return kind(*(rebuild(s, tensors) for s in held))
 
 
-def positions(
-    args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[int | str, ...]
-) -> set[int]:
-    """Where in the flat list of tensors the tensors of the named arguments stand."""
+@dataclass(frozen=True, slots=True)
+class Named:
+    """One argument of a callable, however it is passed.
+
+    Attributes:
+        given: how the caller named it, by position or by name.
+        place: its position, None where it has none.
+        name: its name, None where it has none or is not known.
+        optional: whether a call may leave it out.
+    """
+
+    given: int | str
+    place: int | None
+    name: str | None
+    optional: bool
+
+
+def named(target: Any, arguments: Sequence[int | str]) -> tuple[Named, ...]:
+    """The arguments of a callable that positions or names stand for."""
+    try:
+        signature = inspect.signature(target.forward if isinstance(target, nn.Module) else target)
+    except (TypeError, ValueError):  # written in C
+        signature = inspect.Signature()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    placed = [p.name for p in signature.parameters.values() if p.kind in kinds]
+    found = []
+    for given in arguments:
+        place, name = (given, None) if isinstance(given, int) else (None, given)
+        if place is not None and place < len(placed):
+            name = placed[place]
+        elif name in placed:
+            place = placed.index(name)
+        known = signature.parameters.get(name or "")
+        optional = known is not None and known.default is not inspect.Parameter.empty
+        found.append(Named(given, place, name, optional))
+    return tuple(found)
+
+
+def positions(args: tuple[Any, ...], kwargs: dict[str, Any], wanted: tuple[Named, ...]) -> set[int]:
+    """Where in the flat list of tensors the tensors of these arguments stand.
+
+    Raises InputError for one that is not there and has no default.
+    """
     found: set[int] = set()
+    names: set[int | str | None] = set()
+    for one in wanted:
+        if one.name in kwargs:
+            names.add(one.name)
+        elif one.place is not None and one.place < len(args):
+            names.add(one.place)
+        elif not one.optional:
+            raise InputError(
+                "graphed",
+                expected="by_address to name arguments of the call",
+                received=f"{one.given!r} beside {len(args)} positional arguments and the keywords "
+                f"{', '.join(kwargs) or '(none)'}",
+                remedy="Give the position, from 0, or the name that the argument is passed by.",
+            )
     seen: list[Tensor] = []
     for name, value in [*enumerate(args), *kwargs.items()]:
         start = len(seen)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fastlinear.nn.graph_arguments import Named
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -13,7 +15,7 @@ class Options:
     buckets: tuple[int, ...]
     max_graphs: int
     reuse_outputs: bool
-    by_address: tuple[int | str, ...]
+    by_address: tuple[Named, ...]
     eager: bool
     warmup: int
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.core.graphs import POWERS_OF_TWO, CudaRecorder, Recorder, checked_buckets
-from fastlinear.nn.graph_arguments import flatten, flatten_call, rebuild
+from fastlinear.nn.graph_arguments import flatten, flatten_call, named, rebuild
 from fastlinear.nn.graph_cache import Graphs, recording
 from fastlinear.nn.graph_options import Options
 from fastlinear.nn.graph_watch import Watch
@@ -57,7 +57,8 @@ def graphed(
         A :class:`Graphed`; call it as ``target``.
 
     Raises:
-        InputError: an option is out of range.
+        InputError: an option is of the wrong kind or out of range; at a call, ``by_address`` names
+            no argument of it.
         UnsupportedError: at a call that no CUDA graph can hold; the message names the line.
 
     Outputs and gradients are those of ``target``, bit for bit where its kernels are. Without rows
@@ -71,45 +72,87 @@ def graphed(
     >>> if torch.cuda.is_available():
     ...     y = fl.graphed(layer.cuda(), batch_dim=0)(torch.ones(2, 3, device="cuda"))
     """
-    if not callable(target) or isinstance(target, Graphed):
-        raise InputError(
-            "graphed",
-            expected="a module or function that is not graphed yet",
-            received=type(target).__name__,
-            remedy="Give the module or function itself.",
-        )
-    if on_unsupported not in ("error", "eager"):
-        raise InputError(
-            "graphed",
-            expected="on_unsupported to be 'error' or 'eager'",
-            received=f"on_unsupported={on_unsupported!r}",
-            remedy="'error' says why a call cannot be recorded, 'eager' runs it without a graph.",
-        )
-    if max_graphs < 1 or warmup < 1 or (batch_dim is not None and batch_dim < 0):
-        raise InputError(
-            "graphed",
-            expected="max_graphs and warmup of at least 1, batch_dim of at least 0 or None",
-            received=f"{max_graphs=}, {warmup=}, {batch_dim=}",
-            remedy="The defaults serve most modules: leave them out.",
-        )
-    if batch_buckets is not None and batch_dim is None:
-        raise InputError(
-            "graphed",
-            expected="batch_dim beside batch_buckets",
-            received=f"batch_dim=None, batch_buckets={batch_buckets!r}",
-            remedy="Name the dimension that holds the rows, usually batch_dim=0.",
-        )
+    _check_target(target)
+    _check(
+        on_unsupported in ("error", "eager"),
+        "on_unsupported to be 'error' or 'eager'",
+        f"on_unsupported={on_unsupported!r}",
+        "'error' says why a call cannot be recorded, 'eager' runs it without a graph.",
+    )
+    _check(
+        _is_whole(max_graphs, 1)
+        and _is_whole(warmup, 1)
+        and (batch_dim is None or _is_whole(batch_dim, 0)),
+        "whole max_graphs and warmup of at least 1, batch_dim of at least 0 or None",
+        f"{max_graphs=}, {warmup=}, {batch_dim=}",
+        "The defaults serve most modules: leave them out.",
+    )
+    _check(
+        batch_buckets is None or batch_dim is not None,
+        "batch_dim beside batch_buckets",
+        f"batch_dim=None, batch_buckets={batch_buckets!r}",
+        "Name the dimension that holds the rows, usually batch_dim=0.",
+    )
+    _check(
+        batch_buckets is None or isinstance(batch_buckets, Sequence),
+        "batch_buckets to be a list of whole numbers above 0",
+        f"{batch_buckets=}",
+        f"Write batch_buckets=[{batch_buckets!r}].",
+    )
+    _check(
+        isinstance(reuse_outputs, bool),
+        "reuse_outputs to be True or False",
+        f"{reuse_outputs=}",
+        "True returns outputs where the graph writes them.",
+    )
+    _check(
+        isinstance(by_address, tuple | list)
+        and all(isinstance(a, str) or _is_whole(a, 0) for a in by_address),
+        "by_address to be a tuple of positions, from 0, and names of arguments",
+        f"{by_address=}",
+        "For example by_address=('cache',).",
+    )
+    _check(
+        isinstance(watch, tuple | list) and not any(map(_holds_nothing, watch)),
+        "watch to be a list of modules and tensors",
+        f"{watch=}",
+        "Everything found in closures, attributes and globals is watched without it.",
+    )
     buckets = POWERS_OF_TWO if batch_buckets is None else checked_buckets("graphed", batch_buckets)
     options = Options(
         batch_dim,
         buckets,
         max_graphs,
         reuse_outputs,
-        tuple(by_address),
+        named(target, by_address),
         on_unsupported == "eager",
         warmup,
     )
     return Graphed(target, options, Watch(target, watch), CudaRecorder())
+
+
+def _check_target(target: Any) -> None:
+    usable = callable(target) and not isinstance(target, Graphed | type)
+    _check(
+        usable,
+        "a module or function that is not graphed yet",
+        f"the class {target.__name__}" if isinstance(target, type) else type(target).__name__,
+        "Give the module or function itself.",
+    )
+
+
+def _check(holds: bool, expected: str, received: str, remedy: str) -> None:
+    if not holds:
+        raise InputError("graphed", expected=expected, received=received, remedy=remedy)
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _holds_nothing(value: object) -> bool:
+    """Whether no module or tensor can be found in it."""
+    return not isinstance(value, Tensor | list | tuple | dict) and not callable(value)
 
 
 class Graphed:

@@ -87,11 +87,61 @@ def test_options_are_checked() -> None:
         {"batch_dim": 0, "batch_buckets": [0]},
         {"on_unsupported": "ignore"},
         {"batch_dim": -1},
+        {"batch_dim": True},
+        {"batch_dim": 0, "batch_buckets": 8},
+        {"max_graphs": "3"},
+        {"warmup": 1.5},
+        {"reuse_outputs": "yes"},
+        {"by_address": "cache"},
+        {"by_address": 0},
+        {"by_address": (-1,)},
+        {"by_address": (True,)},
+        {"watch": [3]},
+        {"watch": ["weight"]},
+        {"watch": nn.ReLU()},
+        {"watch": torch.ones(2)},
     ):
         with pytest.raises(InputError, match="graphed"):
             graphed(nn.ReLU(), **options)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="module or function"):
         graphed(3)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="received the class Linear"):
+        graphed(nn.Linear)
+
+
+@torch.no_grad()
+def test_by_address_finds_an_argument_however_it_is_passed(device: str) -> None:
+    def append(x: Tensor, cache: Tensor, count: Tensor | None = None) -> Tensor:
+        if count is not None:
+            count.add_(1)
+        return cache.add_(x).clone()
+
+    x = torch.ones(2, device=device)
+    for by_address in (("cache", "count"), (1, 2)):
+        g = graphed(append, by_address=by_address)
+        cache, count = torch.zeros(2, device=device), torch.zeros(1, device=device)
+        g(x, cache)  # without the one that has a default
+        g(x, cache=cache)
+        g(x, cache, count)
+        g(cache=cache, x=x, count=count)
+        assert cache.tolist() == [4, 4]
+        assert count.item() == 2
+
+
+class Takes(nn.Module):
+    def forward(self, x: Tensor, **others: Tensor) -> Tensor:
+        return x + sum(others.values())
+
+
+@torch.no_grad()
+def test_by_address_that_matches_nothing_is_told_at_the_call(device: str) -> None:
+    x = torch.ones(2, device=device)
+    for target in (lambda x, cache=None: x + 1, Takes().to(device), torch.add):
+        for by_address in (("cach",), (3,)):
+            g = graphed(target, by_address=by_address, on_unsupported="eager")
+            with pytest.raises(InputError, match="by_address to name arguments of the call"):
+                g(x)
+    assert_close(graphed(Takes(), by_address=("more",))(x, more=x), x + x)
 
 
 def test_a_cpu_tensor_is_refused_or_runs_plainly() -> None:
