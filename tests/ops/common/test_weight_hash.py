@@ -96,7 +96,7 @@ def swap(a: Tensor, b: Tensor) -> None:
     b.copy_(kept)
 
 
-PERMUTATIONS: dict[str, Callable[[Tensor], None]] = {
+PERMUTATIONS: dict[str, Callable[[Tensor], object]] = {
     "rows": lambda w: swap(w[1], w[200]),
     "neighbouring rows": lambda w: swap(w[10], w[11]),
     "rolled rows": lambda w: w.copy_(w.roll(1, 0)),

@@ -76,9 +76,8 @@ def _keys() -> bytes:
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL:
     library = cpp_build.load(SOURCE)
-    pointer, size = ctypes.c_void_p, ctypes.c_int64
+    pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     library.fastlinear_weight_hash_keys_size.restype = size
-    arguments = [pointer, size, size, size, pointer, pointer, ctypes.c_int]
-    library.fastlinear_weight_hash.argtypes = arguments
+    library.fastlinear_weight_hash.argtypes = [pointer, *[size] * 3, pointer, pointer, number]
     library.fastlinear_weight_hash.restype = None
     return library
