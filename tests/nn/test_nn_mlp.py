@@ -250,9 +250,9 @@ def changed(layer: nn.Module | None, name: str = "0") -> MLP:
 
 
 def with_own_forward() -> MLP:
-    net = MLP([4, 4, 4])
-    net.get_submodule("0").forward = lambda x: x + 1  # type: ignore[method-assign]
-    return net
+    linear = nn.Linear(4, 4)
+    linear.forward = lambda x: x + 1  # type: ignore[method-assign]
+    return changed(linear)
 
 
 def with_hook() -> MLP:
@@ -305,6 +305,11 @@ def test_what_adds_parameters_to_a_layer_leaves_it_as_it_was(change: Any) -> Non
     assert list(net.state_dict()) == keys
     assert all(isinstance(layer.weight, nn.Parameter) for layer in net.layers())
     assert torch.allclose(net.to_sequential()(x), before, atol=1e-6)
+
+
+def test_another_forward_for_a_layer_is_refused() -> None:
+    with pytest.raises(InputError, match="another forward for a layer"):
+        MLP([4, 4]).get_submodule("0").forward = lambda x: x  # type: ignore[method-assign]
 
 
 def test_to_sequential_refuses_parametrized_layers() -> None:

@@ -92,16 +92,17 @@ class MLP(nn.Module):
         if len(modules) > self._depth:
             check_layers(self, self._depth)
         weights, biases = [], []
-        for layer in modules.values():
-            if type(layer) is not Layer or "forward" in layer.__dict__:
-                check_layers(self, self._depth)
-            parameters = layer._parameters
-            if "weight" in parameters and "bias" in parameters:
+        try:
+            for layer in modules.values():
+                if type(layer) is not Layer:
+                    check_layers(self, self._depth)
+                parameters = layer._parameters
                 weights.append(parameters["weight"])
                 biases.append(parameters["bias"])
-            else:  # a parametrization holds one
-                weights.append(layer.weight)
-                biases.append(layer.bias)
+        except KeyError:  # a parametrization holds one
+            check_layers(self, self._depth)
+            weights = [layer.weight for layer in modules.values()]
+            biases = [layer.bias for layer in modules.values()]
         return call(
             x,
             weights,

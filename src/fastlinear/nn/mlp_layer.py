@@ -29,6 +29,16 @@ class Layer(nn.Linear):
     register_full_backward_hook = _refuse_hook
     register_full_backward_pre_hook = _refuse_hook
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "forward":
+            raise InputError(
+                "fastlinear.nn.MLP",
+                expected="layers with the forward of their class: all of them run as one operation",
+                received="another forward for a layer",
+                remedy="Replace that of the MLP itself, or work on .to_sequential().",
+            )
+        super().__setattr__(name, value)
+
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Refuses what ``weight_norm``, ``spectral_norm`` and pruning add, and puts back the
         parameter they take away before."""
