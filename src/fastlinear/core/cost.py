@@ -104,7 +104,6 @@ def measure_ceilings(device: str, dtype: str, precision: str = "n/a") -> Ceiling
         precision: the float32 matmul precision in force; part of the cache key only.
     """
     d = torch.device(device)
-    cuda = d.type == "cuda"
     torch_dtype = FLOAT_DTYPES[dtype]
     with torch.no_grad():
         source = torch.ones(_COPY_BYTES[d.type], dtype=torch.uint8, device=d)
