@@ -283,6 +283,8 @@ def test_children_that_do_more_are_refused(make: Any, message: str) -> None:
         net(torch.randn(2, 4))
     with pytest.raises(InputError, match=message):
         net.to_sequential()
+    with pytest.raises(InputError, match=message):
+        _ = net.sizes
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

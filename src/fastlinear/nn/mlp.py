@@ -121,6 +121,7 @@ class MLP(nn.Module):
 
     def layers(self) -> list[nn.Linear]:
         """The layers, first to last; one that stands twice in the chain comes twice."""
+        check_layers(self, self._depth)
         return list(self._modules.values())  # type: ignore[arg-type]
 
     @classmethod
@@ -156,8 +157,7 @@ class MLP(nn.Module):
             InputError: torch has no module for the activation (relu2, quick_gelu), or a layer was
                 replaced by one that does more, or is parametrized.
         """
-        check_layers(self, self._depth)
-        for name, layer in self._modules.items():
+        for name, layer in zip(self._modules, self.layers(), strict=True):
             reason = why_not_shared(layer)  # type: ignore[arg-type]
             if reason is not None:
                 raise InputError(
