@@ -26,7 +26,7 @@ from fastlinear.ops.linear_act import (
     triton,
     triton_backward,
 )
-from fastlinear.ops.linear_act.cuda import Config
+from fastlinear.ops.linear_act.cuda_config import Config
 from fastlinear.ops.linear_act.few_rows_config import HalfConfig, SingleConfig
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

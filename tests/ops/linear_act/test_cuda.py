@@ -16,23 +16,24 @@ from fastlinear.core.compare import judge
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.linear_act import cuda, reference
+from fastlinear.ops.linear_act.cuda_config import Config, config_for
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 NVCC = shutil.which("nvcc")
 
-WIDE = cuda.Config(128, 192, 4, out_bufs=3)
+WIDE = Config(128, 192, 4, out_bufs=3)
 CONFIGS = {
     "128x192 cluster 2": WIDE,
-    "128x192 cluster 1": cuda.Config(128, 192, 5, cluster=1),
-    "128x128 cluster 2": cuda.Config(128, 128, 6, out_bufs=2),
-    "128x128 cluster 1": cuda.Config(128, 128, 6, cluster=1, out_bufs=2),
-    "128x64 cluster 2": cuda.Config(128, 64, 8),
-    "128x64 cluster 1": cuda.Config(128, 64, 8, cluster=1),
-    "64x64 cluster 2": cuda.Config(64, 64, 12),
-    "64x64 cluster 1": cuda.Config(64, 64, 12, cluster=1),
-    "cooperative 128x256": cuda.Config(128, 256, 4, pingpong=False),
-    "cooperative 256x128": cuda.Config(256, 128, 4, pingpong=False),
+    "128x192 cluster 1": Config(128, 192, 5, cluster=1),
+    "128x128 cluster 2": Config(128, 128, 6, out_bufs=2),
+    "128x128 cluster 1": Config(128, 128, 6, cluster=1, out_bufs=2),
+    "128x64 cluster 2": Config(128, 64, 8),
+    "128x64 cluster 1": Config(128, 64, 8, cluster=1),
+    "64x64 cluster 2": Config(64, 64, 12),
+    "64x64 cluster 1": Config(64, 64, 12, cluster=1),
+    "cooperative 128x256": Config(128, 256, 4, pingpong=False),
+    "cooperative 256x128": Config(256, 128, 4, pingpong=False),
 }
 
 
@@ -43,21 +44,39 @@ CONFIGS = {
 @pytest.mark.parametrize(("K", "N"), [(768, 3072), (3072, 768), (1024, 4096), (64, 8), (8, 4096)])
 def test_config_for_is_always_buildable(M: int, K: int, N: int) -> None:
     for save_pre in (False, True):
-        assert cuda.config_for(M, K, N, save_pre).invalid() is None
+        assert config_for(M, K, N, save_pre).invalid() is None
+
+
+@pytest.mark.parametrize(
+    ("sizes", "save", "activation", "tile"),
+    [
+        ((4096, 4095, 4095), True, "gelu_tanh", (128, 128)),
+        ((8192, 770, 3070), True, "gelu_tanh", (128, 192)),
+        ((4096, 4095, 4095), False, "none", (128, 256)),
+        ((8192, 3070, 770), False, "none", (256, 128)),
+        ((3070, 8192, 770), False, "none", (128, 192)),
+    ],
+)
+def test_odd_rows_take_the_tiles_that_were_fastest(
+    sizes: tuple[int, int, int], save: bool, activation: str, tile: tuple[int, int]
+) -> None:
+    config = config_for(*sizes, save, activation)
+    assert config.invalid() is None
+    assert (config.bm, config.bn) == tile
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        cuda.Config(96, 128, 4),
-        cuda.Config(128, 200, 4),
-        cuda.Config(128, 256, 4),
-        cuda.Config(128, 192, 6),
-        cuda.Config(128, 192, 1),
-        cuda.Config(128, 192, 4, out_bufs=2),
+        Config(96, 128, 4),
+        Config(128, 200, 4),
+        Config(128, 256, 4),
+        Config(128, 192, 6),
+        Config(128, 192, 1),
+        Config(128, 192, 4, out_bufs=2),
     ],
 )
-def test_impossible_configs_are_named(config: cuda.Config) -> None:
+def test_impossible_configs_are_named(config: Config) -> None:
     assert config.invalid()
 
 
@@ -116,7 +135,7 @@ def test_registers_are_shared_out_within_the_launch() -> None:
 )
 def test_compiles_without_spills(
     tmp_path: Path,
-    config: cuda.Config,
+    config: Config,
     activation: str,
     save_pre: bool,
     a_mn: bool,
@@ -180,9 +199,7 @@ def _assert_matches(
     ],
 )
 @pytest.mark.parametrize("save_pre", [False, True])
-def test_every_config_with_tails(
-    config: cuda.Config, M: int, K: int, N: int, save_pre: bool
-) -> None:
+def test_every_config_with_tails(config: Config, M: int, K: int, N: int, save_pre: bool) -> None:
     x, weight, bias = _inputs(M, K, N)
     y, pre = cuda.gemm(x, weight, bias, "gelu_tanh", save_pre, config)
     _assert_matches(x, weight, bias, "gelu_tanh", y, pre)
@@ -232,7 +249,7 @@ def test_every_value_of_the_activation(activation: str) -> None:
 @on_hopper
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
-def test_layouts(config: cuda.Config) -> None:
+def test_layouts(config: Config) -> None:
     """Either operand transposed, rows strided, addresses off a 16-byte boundary."""
     M, K, N = 264, 328, 520
     x, weight, bias = _inputs(M, K, N)
@@ -251,7 +268,7 @@ def test_layouts(config: cuda.Config) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 @pytest.mark.parametrize("sizes", [(300, 72, 521), (129, 264, 63), (1, 8, 1), (700, 1000, 450)])
-def test_odd_rows_of_the_result(config: cuda.Config, sizes: tuple[int, int, int]) -> None:
+def test_odd_rows_of_the_result(config: Config, sizes: tuple[int, int, int]) -> None:
     """Rows of y that begin anywhere, with either operand transposed, and nothing beside them."""
     M, K, N = sizes
     x, weight, bias = _inputs(M, K, N)
@@ -269,7 +286,7 @@ def test_odd_rows_of_the_result(config: cuda.Config, sizes: tuple[int, int, int]
 @on_hopper
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
-def test_repeated_runs_are_bit_equal_and_write_everything(config: cuda.Config) -> None:
+def test_repeated_runs_are_bit_equal_and_write_everything(config: Config) -> None:
     x, weight, bias = _inputs(4000, 1096, 1160)
     first, first_pre = cuda.gemm(x, weight, bias, "gelu", True, config)
     assert first_pre is not None
@@ -398,4 +415,4 @@ def test_refuses_with_the_reason() -> None:
     with pytest.raises(UnsupportedError, match="float32"):
         cuda.forward(x.float(), weight.float(), None, "relu", False)
     with pytest.raises(UnsupportedError, match="accumulators"):
-        cuda.gemm(x, weight[:16], None, config=cuda.Config(128, 256, 4))
+        cuda.gemm(x, weight[:16], None, config=Config(128, 256, 4))

@@ -10,7 +10,7 @@ import torch
 
 from fastlinear.ops.common import activations
 from fastlinear.ops.common.activations import NAMES
-from fastlinear.ops.linear_act import cuda
+from fastlinear.ops.linear_act import cuda, cuda_config
 
 _SPEC = importlib.util.spec_from_file_location(
     "nvrtc_offline", Path(__file__).parents[1] / "nvrtc_offline.py"
@@ -21,7 +21,7 @@ nvrtc = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(nvrtc)
 
 BF16, FP16 = torch.bfloat16, torch.float16
-CONFIGS = [config for config, *_ in cuda._CANDIDATES]
+CONFIGS = [config for config, *_ in cuda_config._CANDIDATES]
 
 
 def _frame(text: str) -> int:
@@ -33,7 +33,7 @@ def _frame(text: str) -> int:
 
 @pytest.mark.parametrize("save_pre", [False, True])
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_every_configuration_stays_in_registers(config: cuda.Config, save_pre: bool) -> None:
+def test_every_configuration_stays_in_registers(config: cuda_config.Config, save_pre: bool) -> None:
     assert _frame(cuda.source(config, BF16, "gelu_tanh", True, save_pre)) == 0
 
 

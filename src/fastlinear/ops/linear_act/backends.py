@@ -53,7 +53,7 @@ _TRITON_SOURCES = (
     "../common/activations_triton.py",
     "../common/triton_launch.py",
 )
-_CUDA_SOURCES = ("gemm.cu", "../common/cuda_driver.py")
+_CUDA_SOURCES = ("gemm.cu", "cuda_config.py", "../common/cuda_driver.py")
 _FEW_ROWS_SOURCES = (
     *("few_rows.cu", "few_rows_single.cu", "few_rows_half.cu", "few_rows_config.py"),
     "../common/cuda_driver.py",

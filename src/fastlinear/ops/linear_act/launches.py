@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common.door_launch import DoorLaunch, Y
+from fastlinear.ops.linear_act.cuda_config import config_for
 
 PRE = -2
 """Stands for the pre-activation among the tensors of a call, as ``Y`` for the result."""
@@ -70,7 +71,7 @@ def _saving(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> 
     (M, K), N = x.shape, weight.shape[0]
     out = x.new_empty((M, N))
     with driver.loading_allowed():
-        config = cuda.config_for(M, K, N, True, activation)
+        config = config_for(M, K, N, True, activation)
         plan = cuda._Plan(config, x, weight, out, bias, activation, True)
     tensors: list[Any] = [(plan.a_map, 0), (plan.b_map, 1), (plan.y, Y), (plan.pre, PRE)]
     if bias is not None:
