@@ -319,3 +319,15 @@ def test_to_sequential_refuses_parametrized_layers() -> None:
     torch.nn.utils.parametrizations.weight_norm(net.get_submodule("0"))
     with pytest.raises(InputError, match="layer 0 with a weight that is no parameter"):
         net.to_sequential()
+
+
+def test_a_layer_of_ours_without_an_activation_is_a_linear_layer() -> None:
+    net = fl.nn.MLP([3, 8, 2])
+    x = torch.randn(4, 3)
+    plain, relu = fl.nn.Linear(3, 8), fl.nn.Linear(3, 8, activation="relu")
+    net._modules["0"] = plain
+    expected = torch.nn.functional.linear(torch.relu(plain(x)), *net._modules["2"].parameters())
+    torch.testing.assert_close(net(x), expected)
+    net._modules["0"] = relu
+    with pytest.raises(fl.InputError, match="forward of its own"):
+        net(x)

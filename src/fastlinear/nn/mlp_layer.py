@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from fastlinear.core.errors import InputError
+from fastlinear.nn.linear import Linear
 from fastlinear.nn.plain_linear import why_not_linear
 
 _OWN = ("weight", "bias")
@@ -63,7 +64,8 @@ class Layer(nn.Linear):
 def check_layers(net: nn.Module, depth: int) -> None:
     """Raise unless each child is a linear layer of the chain that does nothing else."""
     for i, (name, layer) in enumerate(net._modules.items()):
-        received = why_not_linear(layer)
+        plain = isinstance(layer, Linear) and (layer.activation, layer.backend) == ("none", None)
+        received = why_not_linear(layer, Linear.forward if plain else nn.Linear.forward)
         if received is None and i >= depth:
             received = "one more linear layer"
         if received is not None:

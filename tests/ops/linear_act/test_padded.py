@@ -13,7 +13,8 @@ from torch import Tensor
 from fastlinear.core.compare import judge
 from fastlinear.dispatch import tables
 from fastlinear.dispatch.backend import family
-from fastlinear.ops.linear_act import backends, padded, padded_problem, reference
+from fastlinear.dispatch.select import Choice
+from fastlinear.ops.linear_act import backends, padded, padded_problem, reference, selection
 from fastlinear.ops.linear_act.backends import problem
 
 SIZES = [(5, 7, 9), (33, 31, 48), (8, 64, 17), (1, 1, 1), (40, 100, 30), (3, 15, 16)]
@@ -163,3 +164,28 @@ def test_measurements_of_whole_multiples_say_nothing_of_other_lengths() -> None:
     assert tables._distance(posed(64, 4095, 4095), posed(64, 4001, 4001)) is not None
     assert tables._distance(row, posed(4095, 4096, 4096)) is not None  # rows of x, not features
     assert tables._distance(row, replace(asked, dims=(("M", 0), *asked.dims[1:]))) is None
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_what_was_measured_of_the_pieces_comes_before_the_default(
+    measured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole backward is padded by default; pieces known to be fastest are not overruled."""
+    p = posed(8192, 4095, 4095, needs_grad=True)
+    assert "backward" in {q.piece for q in selection.tuning_order(p)}
+    few = {q.piece for q in selection.tuning_order(posed(8192, 4096, 4096, needs_grad=True))}
+    assert "backward" not in few
+
+    def chosen(q: Any, forced: str | None = None) -> Any:
+        name, source = forced or "eager", "tuned" if measured else "default"
+        if q.piece == "backward":
+            name, source = "padded", "default"
+        (backend,) = [b for b in family("linear_act").candidates(q.piece) if b.name == name]
+        return Choice(q, backend, source, "", ())
+
+    monkeypatch.setattr(selection, "select", chosen)
+    found = [(c.problem.piece, c.backend.name) for c in selection.select_pieces(p)]
+    if measured:
+        assert ("grad_input", "eager") in found
+    else:
+        assert found == [("forward", "eager"), ("backward", "padded")]

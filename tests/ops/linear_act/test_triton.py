@@ -325,6 +325,38 @@ def test_copies_of_rows(sizes: tuple[int, int], offset: int, dtype: torch.dtype)
 
 
 @compares
+def test_memory_that_begins_anywhere_is_moved_by_what_it_allows() -> None:
+    whole = torch.arange(130, dtype=torch.int16).to(DEVICE)
+    for first in (0, 1, 2, 4):
+        t = torch.from_dlpack(whole[first : first + 120].view(5, 24)).view(torch.float16)
+        assert t.data_ptr() % backend._moved_at_once(t, 32).itemsize == 0
+        got = backend.copy_rows(t, 5, 32).view(torch.int16)
+        assert torch.equal(got[:, :24], t.view(torch.int16))
+        assert not got[:, 24:].any()
+
+
+@compares
+def test_programs_lie_on_one_axis(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other axes of a grid end at 65535, and copies may have more rows of blocks."""
+    grids = []
+
+    class Recorded:
+        def __init__(self, kernel: Any, grid: tuple[int, ...], *_: Any, **__: Any) -> None:
+            grids.append(grid)
+
+        def __call__(self, *_: Any) -> None:
+            pass
+
+    monkeypatch.setattr(backend, "Launch", Recorded)
+    rows = torch.empty(1, dtype=torch.float16, device=DEVICE).expand(1 << 19, 255)
+    flat = torch.empty(1 << 19, 1, dtype=torch.float16, device=DEVICE)
+    backend.copy_rows(flat[:, :1], 1 << 19, 16)
+    backend._GradPre(rows, None, "none", False, 256)
+    assert [len(g) for g in grids] == [1, 1]
+    assert grids[1] == (65536,)
+
+
+@compares
 @pytest.mark.parametrize("activation", ["none", "relu", "gelu_tanh"])
 @pytest.mark.parametrize("sizes", [(5, 7), (300, 33), (2100, 514)])
 def test_a_wider_grad_pre(sizes: tuple[int, int], activation: str) -> None:

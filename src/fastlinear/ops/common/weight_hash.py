@@ -14,6 +14,7 @@ from fastlinear.ops.common import cpp_build
 
 SOURCE = Path(__file__).with_name("weight_hash.cpp")
 Digest = tuple[int, int, int]
+_drawn: dict[str, bytes] = {}
 
 
 def reason_not() -> str | None:
@@ -68,9 +69,10 @@ def _lying(weight: Tensor) -> tuple[int, int, int, Tensor]:
     return 1, n * k * width, 0, weight.detach().contiguous()
 
 
-@lru_cache(maxsize=1)
 def _keys() -> bytes:
-    return os.urandom(_library().fastlinear_weight_hash_keys_size())
+    if not _drawn:  # of threads that come at once, one's keys are everybody's
+        _drawn.setdefault("keys", os.urandom(_library().fastlinear_weight_hash_keys_size()))
+    return _drawn["keys"]
 
 
 @lru_cache(maxsize=1)

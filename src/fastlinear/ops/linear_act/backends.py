@@ -62,7 +62,7 @@ _CPP_SOURCES = tuple(
     f"../common/{name}" for name in ("elementwise.cpp", "cpp_elementwise.py", "cpp_build.py")
 )
 _PACKED = tuple(f"../common/{name}" for name in ("packed.py", "weight_hash.py", "weight_hash.cpp"))
-_PADDED = ("padded_problem.py", "triton.py", *_TRITON_SOURCES, *_CUDA_SOURCES)
+_PADDED = ("padded_problem.py", "cuda.py", "triton.py", *_TRITON_SOURCES, *_CUDA_SOURCES)
 _PIECES_SOURCES = (
     *(f"../common/{name}" for name in ("door_node.h", "door_program.h")),
     *(
@@ -73,6 +73,8 @@ _PIECES_SOURCES = (
         "onednn.py",
         "cpp.py",
         "cublaslt.py",
+        "padded.py",
+        "padded_problem.py",
         "triton.py",
         "cuda.py",
     ),

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastlinear.core.precision import DTYPE_NAMES, matmul_precision
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.select import Choice, select
-from fastlinear.ops.linear_act import backends
+from fastlinear.ops.linear_act import backends, padded_problem
 from fastlinear.ops.linear_act.triton_config import MAX_BACKWARD_ROWS
 
 
@@ -58,14 +58,18 @@ def select_pieces(p: Problem) -> tuple[Choice, ...]:
     """The selection for each piece of a training call, the step as a whole left aside.
 
     The backward is one choice where one backend computes all of it fastest; its pieces are
-    PyTorch's own where PyTorch's sequence of them is.
+    PyTorch's own where PyTorch's sequence of them is. What was measured of the pieces comes before
+    an order that was not.
     """
     forward = select(p.with_piece("forward"))
     whole = select(p.with_piece(backends.WHOLE_BACKWARD))
-    if whole.backend.name not in ("pieces", "eager"):
+    one = whole.backend.name not in ("pieces", "eager")
+    if one and whole.source != "default":
         return (forward, whole)
     chosen = tuple(select(p.with_piece(piece)) for piece in backends.BACKWARD_PIECES)
-    if whole.backend.name == "pieces":
+    if one and all(c.source == "default" for c in chosen):
+        return (forward, whole)
+    if one or whole.backend.name == "pieces":
         return (forward, *chosen)
     reason = f"PyTorch's own ops were chosen for the whole backward ({whole.reason})"
     own = (replace(select(c.problem, "eager"), source=whole.source, reason=reason) for c in chosen)
@@ -76,8 +80,8 @@ def tuning_order(p: Problem) -> tuple[Problem, ...]:
     """All Problems that decide about a forward Problem, in the order in which to tune them."""
     if not p.needs_grad:
         return (p,)
-    one_launch = p.device == "cuda" and p.dim("M") <= MAX_BACKWARD_ROWS
-    whole = (backends.WHOLE_BACKWARD,) if one_launch else ()
+    few_or_odd = p.dim("M") <= MAX_BACKWARD_ROWS or padded_problem.reason_not(p) is None
+    whole = (backends.WHOLE_BACKWARD,) if p.device == "cuda" and few_or_odd else ()
     return tuple(p.with_piece(piece) for piece in (*backends.PIECES, *whole, backends.STEP))
 
 

@@ -207,7 +207,7 @@ def copy_rows(t: Tensor, rows: int, columns: int) -> Tensor:
     if plan is None:
         block_n = min(1024, 1 << (into.shape[1] - 1).bit_length())
         block_m = max(1, 2048 // block_n)
-        grid = -(-into.shape[1] // block_n), -(-rows // block_m)
+        grid = (-(-into.shape[1] // block_n) * -(-rows // block_m),)
         m, k = t.shape
         rest = (m, k, t.stride(0) - k, rows, into.shape[1] - k, block_m, block_n)
         plan = _remember(key, Launch(_copy_rows_kernel, grid, rest, t.device, warps=4))
@@ -220,7 +220,9 @@ def _moved_at_once(t: Tensor, columns: int) -> torch.dtype:
     sizes = t.shape[1], t.stride(0), columns, t.storage_offset()
     for dtype in (torch.int64, torch.int32):
         several, left = divmod(dtype.itemsize, t.itemsize)
-        if several and not left and all(size % several == 0 for size in sizes):
+        if left or t.data_ptr() % dtype.itemsize:  # memory of others' may begin anywhere
+            continue
+        if several and all(size % several == 0 for size in sizes):
             return dtype
     return torch.int16
 
@@ -494,7 +496,7 @@ class _GradPre:
         chunks = -(-M // chunk_rows)
         self._launch = Launch(
             _grad_pre_kernel,
-            (-(-wide // block_n), chunks),
+            (-(-wide // block_n) * chunks,),
             (
                 *(
                     M,

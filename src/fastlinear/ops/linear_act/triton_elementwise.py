@@ -35,9 +35,10 @@ def _grad_pre_kernel(
     when not None, is (chunks, N) and takes the chunk's column sums of dpre (before rounding): the
     first stage of db in float32, or, with one chunk, db itself in its own dtype.
     """
-    chunk = tl.program_id(1)
     dpre_columns = N + more_columns
-    col_offs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    across = tl.cdiv(dpre_columns, BLOCK_N)  # one axis of programs: the others end at 65535
+    chunk = tl.program_id(0) // across
+    col_offs = tl.program_id(0) % across * BLOCK_N + tl.arange(0, BLOCK_N)
     col_mask = col_offs < N
     row_begin = chunk * chunk_rows
     row_end = tl.minimum(row_begin + chunk_rows, M)
@@ -95,8 +96,9 @@ def _copy_rows_kernel(
     (ROWS, COLS), rows COLS + more_src apart, where it has such rows and columns, zeros elsewhere.
     Sums as in ``_grad_pre_kernel``."""
     src_row_stride, OUT_COLS = COLS + more_src, COLS + more_columns
-    col_offs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row_offs = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    across = tl.cdiv(OUT_COLS, BLOCK_N)
+    col_offs = tl.program_id(0) % across * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_offs = (tl.program_id(0) // across * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     known = (row_offs < ROWS)[:, None] & (col_offs < COLS)[None, :]
     src_ptrs = src_ptr + row_offs[:, None] * src_row_stride + col_offs[None, :]
     values = tl.load(src_ptrs, mask=known, other=0)
