@@ -326,7 +326,9 @@ def test_a_layer_of_ours_without_an_activation_is_a_linear_layer() -> None:
     x = torch.randn(4, 3)
     plain, relu = fl.nn.Linear(3, 8), fl.nn.Linear(3, 8, activation="relu")
     net._modules["0"] = plain
-    expected = torch.nn.functional.linear(torch.relu(plain(x)), *net._modules["2"].parameters())
+    expected = torch.nn.functional.linear(
+        torch.relu(plain(x)), *net.get_submodule("2").parameters()
+    )
     torch.testing.assert_close(net(x), expected)
     net._modules["0"] = relu
     with pytest.raises(fl.InputError, match="forward of its own"):

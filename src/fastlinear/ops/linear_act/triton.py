@@ -43,6 +43,7 @@ Tensor = torch.Tensor
 _INTERPRETED_UNITS = 3  # persistent programs under the CPU interpreter: each walks several tiles
 _SPLIT_BYTES_LIMIT = 1 << 28  # largest float32 workspace of a split product
 _MAX_PLANS = 4096
+_MAX_CHUNKS = 65535  # programs on a grid's second axis
 _ONE_CHUNK_ROWS = 256  # of grad_pre: up to here one program adds whole columns of db
 _TF32X3_MIN_DEPTH = 128
 
@@ -493,10 +494,11 @@ class _GradPre:
         wide = columns or N
         blocks = _grad_pre_blocks(M, N, need_bias_grad, activation, dy.itemsize)
         block_m, block_n, chunk_rows, warps, stages = blocks
+        chunk_rows *= max(1, -(-M // (chunk_rows * _MAX_CHUNKS)))
         chunks = -(-M // chunk_rows)
         self._launch = Launch(
             _grad_pre_kernel,
-            (-(-wide // block_n) * chunks,),
+            (-(-wide // block_n), chunks),
             (
                 *(
                     M,

@@ -36,9 +36,8 @@ def _grad_pre_kernel(
     first stage of db in float32, or, with one chunk, db itself in its own dtype.
     """
     dpre_columns = N + more_columns
-    across = tl.cdiv(dpre_columns, BLOCK_N)  # one axis of programs: the others end at 65535
-    chunk = tl.program_id(0) // across
-    col_offs = tl.program_id(0) % across * BLOCK_N + tl.arange(0, BLOCK_N)
+    chunk = tl.program_id(1)
+    col_offs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     col_mask = col_offs < N
     row_begin = chunk * chunk_rows
     row_end = tl.minimum(row_begin + chunk_rows, M)
@@ -96,7 +95,7 @@ def _copy_rows_kernel(
     (ROWS, COLS), rows COLS + more_src apart, where it has such rows and columns, zeros elsewhere.
     Sums as in ``_grad_pre_kernel``."""
     src_row_stride, OUT_COLS = COLS + more_src, COLS + more_columns
-    across = tl.cdiv(OUT_COLS, BLOCK_N)
+    across = tl.cdiv(OUT_COLS, BLOCK_N)  # one axis of programs: the others end at 65535
     col_offs = tl.program_id(0) % across * BLOCK_N + tl.arange(0, BLOCK_N)
     row_offs = (tl.program_id(0) // across * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     known = (row_offs < ROWS)[:, None] & (col_offs < COLS)[None, :]
