@@ -24,7 +24,7 @@ from fastlinear.cli.call import (
     Widths,
 )
 from fastlinear.cli.console import print_json
-from fastlinear.nn.forced_backend import check_backend
+from fastlinear.dispatch.backend import check_backend
 
 if TYPE_CHECKING:
     from fastlinear.bench.pseudo_model import Expectation

@@ -136,6 +136,21 @@ def _load(target: str) -> Callable[..., Any]:
     return function
 
 
+def check_backend(backend: str | None, family_name: str, function: str) -> None:
+    """For a name given before any call: raise InputError unless a forward's backend of the family
+    has it, or it is None."""
+    if backend is None:
+        return
+    names = sorted({b.name for b in family(family_name).candidates("forward")})
+    if backend not in names:
+        raise InputError(
+            function,
+            expected=f"a backend of {family_name} in {', '.join(names)}",
+            received=repr(backend),
+            remedy="Leave it out to let fastlinear choose.",
+        )
+
+
 @lru_cache(maxsize=8)
 def is_installed(package: str) -> bool:
     """Whether a package is there to be imported, without importing it."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fastlinear.core.errors import InputError
-from fastlinear.nn.forced_backend import check_backend
+from fastlinear.dispatch.backend import check_backend
 from fastlinear.nn.plain_linear import why_not_linear, why_not_shared
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act.op import call

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fastlinear.core.errors import InputError
 from fastlinear.core.precision import DTYPE_NAMES
-from fastlinear.nn.forced_backend import check_backend
+from fastlinear.dispatch.backend import check_backend
 from fastlinear.nn.mlp_layer import Layer, check_layers
 from fastlinear.nn.mlp_sequential import free_name, module_of, read, shared
 from fastlinear.nn.plain_linear import why_not_shared

@@ -10,7 +10,7 @@ from fastlinear.core.errors import InputError
 from fastlinear.core.problem import Problem
 from fastlinear.core.progress import Progress, silent
 from fastlinear.core.settings import Config
-from fastlinear.dispatch.backend import families
+from fastlinear.dispatch.backend import check_backend, families
 from fastlinear.profile.capture import capture
 from fastlinear.profile.state import preserved
 from fastlinear.profile.step import check_model, device_of, normalize_inputs
@@ -202,11 +202,4 @@ def check_backends(function: str, config: Config) -> None:
                 remedy="`fastlinear doctor` lists families and backends.",
             )
     for name, backend in config.backends.items():
-        names = sorted({b.name for b in known[name].candidates("forward")})
-        if backend not in names:
-            raise InputError(
-                function,
-                expected=f"a backend of {name} in {', '.join(names)}",
-                received=repr(backend),
-                remedy="Leave it out to let fastlinear choose.",
-            )
+        check_backend(backend, name, function)
