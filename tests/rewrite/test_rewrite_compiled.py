@@ -32,6 +32,7 @@ from fastlinear.rewrite.exchange.swap import SwapSet
 from fastlinear.rewrite.trial import compiled, measure
 
 optimizing = sys.modules["fastlinear.rewrite.optimize"]
+finishing = sys.modules["fastlinear.rewrite.finish"]
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
 COMPILE = Config(compile=True, draws=2, optimizer_steps=2)
@@ -127,6 +128,50 @@ def test_training_through_the_compiled_model(clock: Clock) -> None:
             optimizer.step()
     for a, b in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("tags", [False, True])
+def test_what_is_kept_is_compiled_and_its_guards_are_fresh(
+    tags: bool, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dict tags: trials write to modules, after which Dynamo would check every guard for ever."""
+    clock({"after": 50.0})
+    counters, graphs = torch._dynamo.utils.counters["stats"], []
+    finish = finishing._compile
+
+    def counted(*args: Any) -> None:
+        graphs.append(counters["unique_graphs"])
+        finish(*args)
+        graphs.append(counters["unique_graphs"])
+
+    monkeypatch.setattr(finishing, "_compile", counted)
+    model = Functional().eval()
+    with torch._dynamo.config.patch(use_recursive_dict_tags_for_guards=tags):
+        assert region(optimize_(model, X, config=replace(COMPILE, families=()))).status == "kept"
+        before, after = graphs
+        assert after - before == tags
+        run(model, X)
+        assert counters["unique_graphs"] == after
+        model.__dict__["forward"].release()
+        run(model, X)
+        assert counters["unique_graphs"] == after + tags
+
+
+def test_a_model_that_cannot_be_compiled_at_last_is_left_alone(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock({"after": 50.0})
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(finishing, "copy_of_call", interrupted)
+    model = Functional().eval()
+    before = snapshot(model)
+    with pytest.raises(KeyboardInterrupt):
+        optimize_(model, X, config=replace(COMPILE, families=()))
+    assert snapshot(model) == before
+    assert "forward" not in model.__dict__
 
 
 def test_without_being_asked_nothing_is_compiled(clock: Clock) -> None:
@@ -401,6 +446,7 @@ def test_a_default_device_is_no_watcher(
         assert region(result).status == "kept", region(result)
         assert "in one graph" in region(result).reason
         monkeypatch.setattr(torch, "compile", lambda f, **_: _compile(f, backend=backend))
+        model.__dict__["forward"].release()
         for _ in range(2):
             with torch.device("cpu"):
                 torch.testing.assert_close(run(model, X), 3 * run(plain, X))

@@ -8,6 +8,7 @@ from typing import Any
 from fastlinear.core.compare import Verdict
 from fastlinear.core.environment import environment
 from fastlinear.core.timing import Ratio
+from fastlinear.profile.state import preserved
 from fastlinear.rewrite.exchange.swap import SwapSet
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.eligible import linear_modules
@@ -15,7 +16,8 @@ from fastlinear.rewrite.plan import Plan, Rewrite, model_facts
 from fastlinear.rewrite.result import Result
 from fastlinear.rewrite.trial import measure
 from fastlinear.rewrite.trial.swaps import swaps_of
-from fastlinear.rewrite.trial.try_graph import KeptGraph
+from fastlinear.rewrite.trial.try_compiled import RULE
+from fastlinear.rewrite.trial.try_graph import KeptGraph, copy_of_call
 from fastlinear.rewrite.verify.inputs import input_specs
 from fastlinear.rewrite.work import Work
 
@@ -71,8 +73,22 @@ def finish(
         notes=tuple(dict.fromkeys(work.notes)),
         _swaps=swaps,
     )
+    if graph is not None and graph.rule == RULE:
+        _compile(work, swaps)
     swaps.on()
     return result
+
+
+def _compile(work: Work, swaps: SwapSet) -> None:
+    """Run a step of the model as it will stay: the caller's first call finds it compiled."""
+    swaps.release()
+    swaps.on()
+    try:
+        with preserved(work.model, work.config.mode):
+            work.runner.step(work.model, copy_of_call(work))
+    except BaseException:
+        swaps.off()
+        raise
 
 
 def _note_packed(work: Work, kept: list[Candidate]) -> None:

@@ -56,8 +56,15 @@ class CompiledForward:
         return pytree.tree_map_only(Tensor, torch.clone, self._compiled(*args, **kwargs))
 
     def release(self) -> None:
-        """Let go of what was compiled; the next call compiles anew."""
+        """Let go of what was compiled, unless it is as good as what the next call would compile.
+
+        Dynamo keeps what it compiled with a function's code. Where its guards are slower than
+        fresh ones, what is bound from here on is a copy of the function with code of its own;
+        copies of the module keep theirs.
+        """
         self._compiled = None
+        if _writes_slow_guards():
+            self.__func__ = _again(self.__func__)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledForward:
         return CompiledForward(self.__func__, copy.deepcopy(self.__self__, memo), self._mode)
@@ -91,6 +98,24 @@ def _calling(inner: Any) -> Forward:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return inner(self, *args, **kwargs)
 
-    assert isinstance(forward, FunctionType)
-    forward.__code__ = forward.__code__.replace(co_name=f"forward_{next(_numbers)}")
-    return mark(forward)
+    return _again(forward)
+
+
+def _again(function: Forward) -> Forward:
+    """A copy of the function that Dynamo has compiled nothing of."""
+    assert isinstance(function, FunctionType)
+    code = function.__code__.replace(co_name=f"forward_{next(_numbers)}")
+    made = FunctionType(code, function.__globals__, closure=function.__closure__)
+    return mark(made)
+
+
+def _writes_slow_guards() -> bool:
+    """Whether a module that was written to since it was compiled takes longer to call.
+
+    With recursive dict tags Dynamo passes over the guards of a module whose attributes are as they
+    were, until the first write to one; from then on it checks them all, until it compiles anew.
+    Trials exchange forwards to and fro.
+    """
+    from torch._dynamo import config  # Dynamo takes a second to import
+
+    return bool(getattr(config, "use_recursive_dict_tags_for_guards", False))
