@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from fastlinear.dispatch import cache
 from fastlinear.dispatch.backend import family
 from fastlinear.ops.common import cpp_build
 from fastlinear.ops.common.activations import NAMES
-from fastlinear.ops.mlp import reference
+from fastlinear.ops.mlp import backends, reference
 from fastlinear.ops.mlp.problem import STEP, problem
 from fastlinear.ops.mlp.selection import choices_of
 
@@ -87,6 +89,18 @@ def test_fast_products_measured_themselves_hold() -> None:
     assert choices_of(fast)[0].backend.name == "strassen"
     assert choices_of(plain)[0].backend.name == "eager"
     assert choices_of(fast, "whole_cpp")[0].source == "forced"
+
+
+@pytest.mark.parametrize(
+    ("layer", "first"), [("triton", "layerwise"), ("padded", "layerwise"), ("eager", "strassen")]
+)
+def test_fast_products_on_cuda(layer: str, first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three TF32 products a layer are faster than Strassen's scheme, exact float32 is slower."""
+    monkeypatch.setattr(
+        backends, "select", lambda _: SimpleNamespace(backend=SimpleNamespace(name=layer))
+    )
+    p = replace(chain(4097, 4095, layers=4, fast=True), device="cuda")
+    assert backends._prefer_cuda(p)[0] == first
 
 
 @needs_compiler

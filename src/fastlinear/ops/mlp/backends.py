@@ -94,7 +94,7 @@ def _prefer_cuda(p: Problem) -> tuple[str, ...]:
     m, widths = p.dim("M"), widths_of(p)
     if p.option("fast") == "yes" and strassen.pays(p):
         # three TF32 products a layer take 0.6 of exact float32's time, Strassen's scheme 0.8
-        quick = p.dtype == "float32" and _in_triton(p)
+        quick = p.dtype == "float32" and _in_our_kernels(p)
         return ("layerwise", "strassen", "eager") if quick else ("strassen", "layerwise", "eager")
     if p.needs_grad:
         few = max(widths) > 128 or p.dim("L") < 4
@@ -115,10 +115,10 @@ def _prefer_cuda(p: Problem) -> tuple[str, ...]:
     return ("whole_cuda", *layered) if m <= (128 if shared else 64) and not lone else layered
 
 
-def _in_triton(p: Problem) -> bool:
-    """Whether the layers one by one would run in Triton's kernels."""
+def _in_our_kernels(p: Problem) -> bool:
+    """Whether the layers one by one would run in Triton's kernels, padded where sizes are odd."""
     layers = layerwise.layer_problems(replace(p, needs_grad=False))
-    return all(select(layer).backend.name == "triton" for layer in layers)
+    return all(select(layer).backend.name in ("triton", "padded") for layer in layers)
 
 
 def _launch_bound(p: Problem) -> bool:
