@@ -41,7 +41,10 @@ if INTERPRETED:
 
 if INTERPRETED or ON_GPU:
     from fastlinear.ops.linear_act import triton as backend
-    from fastlinear.ops.linear_act.triton_config import GemmConfig
+    from fastlinear.ops.linear_act import triton_product as products
+    from fastlinear.ops.linear_act.triton_gemm_config import GemmConfig
+
+    SPLIT = GemmConfig("pointer", 32, 32, 32, 4, 2, splits=3)
 
 compares = pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="runs in the interpreter test")
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")]
@@ -240,6 +243,71 @@ def test_splits_of_pointer_products() -> None:
     check(150, 40, 33, torch.float32, "tanh", grad_config=config)
 
 
+SLICES: Any = {"config": SPLIT, "grad_config": SPLIT} if INTERPRETED or ON_GPU else {}
+
+
+@compares
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu", "silu", "leaky_relu"])
+def test_slices_of_a_forward(activation: str, dtype: torch.dtype) -> None:
+    """Bias, activation and what the backward reads come with the sum of the slices."""
+    check(33, 130, 40, dtype, activation, **SLICES)
+    check(33, 130, 40, dtype, activation, bias=False, **SLICES)
+
+
+@compares
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda n, cols, *r: (n - 1, cols, *r),
+        lambda n, cols, *r: (n, cols - 1, *r),
+        lambda n, cols, s, slices, *r: (n, cols, s, slices - 1, *r),
+        lambda *r: tuple("gelu_tanh" if v == "gelu" else v for v in r),
+    ],
+    ids=["size", "columns of the bias", "slices", "activation"],
+)
+def test_a_fault_in_the_sum_of_slices_is_seen(
+    change: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tampered(monkeypatch, "_sum_slices_kernel", change)
+    failed = verdicts(33, 130, 40, torch.float32, "gelu", config=SPLIT)
+    assert "output" in {v.name for v in failed if not v.passed}
+
+
+@compares
+@pytest.mark.parametrize("sizes", [(64, 64, 64), (36, 68, 132), (132, 4, 72)])
+def test_turned_operands(sizes: tuple[int, int, int]) -> None:
+    """Gradients of operands that were copied to where their depth is contiguous."""
+    m, k, n = sizes
+    generator = torch.Generator().manual_seed(m)
+    dpre, x, w = (torch.randn(s, generator=generator).to(DEVICE) for s in ((m, n), (m, k), (n, k)))
+    for a, b in ((dpre, w), (dpre.t(), x), (dpre.t(), x.t().contiguous().t())):
+        out = torch.full((a.shape[0], b.shape[1]), float("nan"), device=DEVICE)
+        products.Turned(a, b, GemmConfig("pointer", 32, 32, 32, 4, 2, splits=2)).run(
+            a, b, None, out, None
+        )
+        verdict = judge("product", out, a @ b, a.double() @ b.double())
+        assert verdict.passed, verdict
+
+
+@compares
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rows, *r: (rows - 1, *r),
+        lambda rows, cols, *r: (rows, cols - 1, *r),
+        lambda rows, cols, stride, *r: (rows, cols, stride + 1, *r),
+    ],
+    ids=["rows", "columns", "stride"],
+)
+def test_a_fault_in_turning_is_seen(
+    change: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tampered(monkeypatch, "_turn_kernel", change)
+    with pytest.raises(AssertionError):
+        test_turned_operands((36, 68, 132))
+
+
 @compares
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ["silu", "quick_gelu", "gelu", "gelu_tanh", "sigmoid"])
@@ -304,7 +372,8 @@ def tampered(monkeypatch: pytest.MonkeyPatch, kernel: str, change: Callable[...,
         name = getattr(target, "fn", target).__name__
         return launch(target, grid, change(*rest) if name == kernel else rest, *args, **options)
 
-    monkeypatch.setattr(backend, "Launch", faulty)
+    for module in (backend, products):
+        monkeypatch.setattr(module, "Launch", faulty)
 
 
 @compares
@@ -428,12 +497,12 @@ def test_a_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @compares
 @pytest.mark.parametrize("fault", [lambda b: None, lambda b: b.roll(1), lambda b: b * 1.03])
 def test_a_wrong_bias_is_seen(fault: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    run = backend._Product.run
+    run = products.Product.run
 
     def faulty(self: Any, a: Tensor, b: Tensor, bias: Tensor | None, *rest: Any) -> None:
         run(self, a, b, None if bias is None else fault(bias), *rest)
 
-    monkeypatch.setattr(backend._Product, "run", faulty)
+    monkeypatch.setattr(products.Product, "run", faulty)
     failed = {v.name for v in verdicts(33, 40, 24, torch.bfloat16, "silu") if not v.passed}
     assert "output" in failed
 

@@ -225,7 +225,7 @@ FAULTS: dict[str, tuple[str, dict[str, Any], Any, set[str]]] = {
     "few rows: a row": ("_few_rows_backward_kernel", {"config": FMA}, gives(_10=less), {"dW"}),
     "rows": ("_backward_kernel", {"config": DOT}, gives(_0=less), {"dx", "dW", "db"}),
     "N": ("_backward_kernel", {"config": DOT}, gives(_1=less), {"dx", "dW", "db"}),
-    "slices": ("_sum_slices_kernel", {"config": replace(DOT, slices=2)}, gives(_2=less), {"dx"}),
+    "slices": ("_sum_slices_kernel", {"config": replace(DOT, slices=2)}, gives(_3=less), {"dx"}),
     "derivative": (
         "_backward_kernel",
         {"config": DOT},

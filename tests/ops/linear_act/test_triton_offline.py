@@ -26,7 +26,12 @@ from triton.compiler import ASTSource
 
 from fastlinear.ops.linear_act import triton as backend
 from fastlinear.ops.linear_act import triton_backward as whole
-from fastlinear.ops.linear_act import triton_config
+from fastlinear.ops.linear_act import (
+    triton_config,
+    triton_gemm_config,
+    triton_product,
+    triton_single_config,
+)
 
 if triton.knobs.runtime.interpret:
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
@@ -90,9 +95,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
     class Facts:
         units = 132
 
-    monkeypatch.setattr(backend, "Launch", Recorder)
-    monkeypatch.setattr(whole, "Launch", Recorder)
-    monkeypatch.setattr(backend, "device_facts", lambda device: Facts)
+    for module in (backend, triton_product, whole):
+        monkeypatch.setattr(module, "Launch", Recorder)
+    monkeypatch.setattr(triton_product, "device_facts", lambda device: Facts)
     backend._plans.clear()
     whole._plans.clear()
     return made
@@ -109,7 +114,7 @@ def assert_fits(compiled: Any, arch: int, tmp_path: Path) -> None:
     assert match, usage
     assert int(match[2]) == 0, usage
     assert int(match[1]) <= 255, usage
-    assert compiled.metadata.shared <= triton_config._SHARED_BYTES[arch]
+    assert compiled.metadata.shared <= triton_gemm_config._SHARED_BYTES[arch]
     assert "local.u32" not in compiled.asm["ptx"]
 
 
@@ -124,7 +129,15 @@ FORWARDS: dict[str, tuple[torch.dtype, str, bool, tuple[int, int, int]]] = {
     "bfloat16 odd": (torch.bfloat16, "relu", False, (1000, 333, 777)),
     "float16": (torch.float16, "gelu", True, (8192, 768, 3072)),
     "float32": (torch.float32, "gelu", True, (8192, 768, 3072)),
+    "float32 in slices": (torch.float32, "gelu_tanh", True, (512, 2048, 2048)),
+    "float32 few rows": (torch.float32, "silu", False, (32, 4096, 4096)),
+    "float32, 64 rows": (torch.float32, "relu", True, (64, 2048, 2048)),
+    "float32, 16 rows": (torch.float32, "none", False, (16, 4096, 1024)),
+    "float32 odd": (torch.float32, "relu", False, (1000, 333, 777)),
 }
+
+
+SLICED = {f"float32{what}" for what in (" in slices", " few rows", ", 64 rows", ", 16 rows")}
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -137,12 +150,13 @@ def test_forward(
     tmp_path: Path,
 ) -> None:
     dtype, activation, save_pre, (M, K, N) = FORWARDS[case]
-    monkeypatch.setattr(backend, "_capability", lambda device: ARCHS[arch])
+    monkeypatch.setattr(triton_product, "capability_of", lambda device: ARCHS[arch])
     x, weight, bias = (meta(*s, dtype=dtype) for s in ((M, K), (N, K), (N,)))
     backend.forward(x, weight, bias, activation, save_pre)
-    (launch,) = launches
-    compiled = launch.compile(arch)
-    assert_fits(compiled, arch, tmp_path)
+    assert len(launches) == (2 if case in SLICED else 1)
+    for launch in launches:
+        compiled = launch.compile(arch)
+        assert_fits(compiled, arch, tmp_path)
     if arch == 90 and dtype is not torch.float32 and M == 8192:
         assert "wgmma.mma_async" in compiled.asm["ptx"]
         assert "cp.async.bulk.tensor" in compiled.asm["ptx"]
@@ -175,12 +189,18 @@ def test_grad_products(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(backend, "_capability", lambda device: ARCHS[arch])
+    monkeypatch.setattr(triton_product, "capability_of", lambda device: ARCHS[arch])
     other = (
         meta(3072, 768, dtype=dtype) if product == "grad_input" else meta(8192, 768, dtype=dtype)
     )
     run: Callable[..., Any] = getattr(backend, product)
     run(meta(8192, 3072, dtype=dtype), other)
+    names = [launch.kernel.fn.__name__ for launch in launches]
+    turned = 1 if product == "grad_input" else 2
+    if dtype is torch.bfloat16 or arch < 90:
+        turned = 0
+    assert names.count("_turn_kernel") == turned
+    run(meta(96, 3072, dtype=dtype), other[:96] if product == "grad_weight" else other)
     for launch in launches:
         assert_fits(launch.compile(arch), arch, tmp_path)
 
@@ -234,7 +254,7 @@ def test_part_of_the_backward(
 
 def test_a_spill_is_seen(launches: list[Recorded], tmp_path: Path) -> None:
     """The check above fails on a configuration that needs more registers than there are."""
-    config = triton_config.GemmConfig("pointer", 256, 256, 32, 4, 2)
+    config = triton_gemm_config.GemmConfig("pointer", 256, 256, 32, 4, 2)
     assert config.problem(torch.bfloat16, (9, 0)) is not None
     x, weight = meta(4096, 512, dtype=torch.bfloat16), meta(4096, 512, dtype=torch.bfloat16)
     backend.forward(x, weight, None, "gelu", False, config=config)
@@ -265,11 +285,16 @@ def test_every_chosen_configuration_is_valid(
     for M in (1, 17, 64, 300, 1024, 8192, 100_000):
         for K, N in ((1, 1), (64, 64), (768, 3072), (1024, 4096), (4096, 4096), (12288, 49152)):
             for aligned in (True, False):
-                chosen = [
-                    triton_config.config_for(M, K, N, dtype, capability, aligned),
-                    triton_config.grad_config_for(M, K, N, dtype, capability, aligned),
-                    triton_config.grad_config_for(N, K, M, dtype, capability, aligned),
-                ]
+                if dtype is torch.float32:
+                    single = triton_single_config.config_for
+                    chosen = [single(M, K, N, capability, aligned, yes) for yes in (True, False)]
+                    chosen += [single(N, M, K, capability, aligned, yes) for yes in (True, False)]
+                else:
+                    chosen = [
+                        triton_config.config_for(M, K, N, dtype, capability, aligned),
+                        triton_config.grad_config_for(M, K, N, dtype, capability, aligned),
+                        triton_config.grad_config_for(N, K, M, dtype, capability, aligned),
+                    ]
                 for config in chosen:
                     assert config.problem(dtype, capability) is None, config
 

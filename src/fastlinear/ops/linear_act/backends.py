@@ -45,6 +45,9 @@ _GPU_BYTES_PER_S = 3.5e12
 _STEP_HOST_S = 1.2e-4  # host time of forward and backward of one layer through autograd, about
 _TRITON_SOURCES = (
     "triton_config.py",
+    "triton_gemm_config.py",
+    "triton_single_config.py",
+    "triton_product.py",
     "triton_gemm.py",
     "triton_elementwise.py",
     "triton_few_rows.py",

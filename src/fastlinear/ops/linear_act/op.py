@@ -248,7 +248,8 @@ def _admit(
     dense = bias is None or bias.is_contiguous()
     plan = found.in_door if dense else found.plan
     if x.is_cuda and dense and found.kernel is not None:
-        plan = launches.in_door(found.kernel, x, weight, bias, activation, plan) or plan
+        given = found.kernel, x, weight, bias, activation, plan
+        plan = launches.in_door(*given) or programs.inference(*given) or plan
     elif dense and found.training is not None:
         plan = programs.node(found.training, x, weight, bias) or plan
     table.admit(x, weight, bias, activation, backend, plan)

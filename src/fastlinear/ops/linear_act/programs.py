@@ -78,6 +78,27 @@ def node(training: Training, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
     )
 
 
+def inference(
+    backend: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    plan: Callable[..., Tensor],
+) -> Any:
+    """The door's plan for calls without gradients that are several launches, or None.
+
+    They must have run before; bias is contiguous. ``plan`` serves what the program cannot.
+    """
+    if not door_node.begun() or not viewable(x) or (x.is_cuda and not door_node.serves_cuda()):
+        return None
+    p = Program(3)
+    given = matrix(p, 0, x), Operand(weight, 1, 1), None if bias is None else Operand(bias, 2, 2)
+    shape = (*x.shape[:-1], weight.shape[0])
+    made = forward_steps(p, backend, *given, activation, False, shape)
+    return None if made is None else door_node.program(p.spec(made[0]), (x, weight, bias), plan)
+
+
 def _forward(training: Training, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
     """The forward's program: x, weight, bias → y, and the pre-activation where it is kept."""
     formula = training.formula
@@ -156,7 +177,9 @@ def forward_steps(
         tensors = x.tensor, weight.tensor, None if bias is None else bias.tensor
         launch = launches.forward(backend, *tensors, activation, save)
         if launch is None:
-            return None
+            numbers = x.memory, weight.memory, b
+            made = backend == "triton" and _in_steps(p, tensors, numbers, activation, y, pre)
+            return (y, pre) if made else None
         given = {0: x.memory, 1: weight.memory, 2: b, Y: y, launches.PRE: pre}
         p.launch(_numbered(launch, given))
         return y, pre
@@ -175,6 +198,22 @@ def forward_steps(
     else:
         y = pre if activation == "none" else p.activate(activation, pre, not save)
     return (y if len(shape) == 2 else p.view(y, shape)), pre
+
+
+def _in_steps(
+    p: Program,
+    tensors: tuple[Tensor, Tensor, Tensor | None],
+    numbers: tuple[int, int, int | None],
+    activation: str,
+    y: int,
+    pre: int | None,
+) -> bool:
+    from fastlinear.ops.linear_act import triton
+
+    bias = tensors[2]
+    if bias is not None and bias.stride(0) != 1:
+        return False
+    return triton.forward_steps(p, tensors, numbers, activation, y, pre)
 
 
 class Layer:

@@ -6,46 +6,31 @@ Importing this file imports Triton, so it is imported lazily.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from fastlinear.core.device import device_facts
 from fastlinear.ops.common.door_launch import DoorLaunch, Y
 from fastlinear.ops.common.door_program import Program
 from fastlinear.ops.common.triton_launch import Launch
 from fastlinear.ops.linear_act import columns
-from fastlinear.ops.linear_act.triton_config import (
-    FewRowsConfig,
-    GemmConfig,
-    config_for,
-    few_rows_config_for,
-    grad_config_for,
-    reason_not,
-)
+from fastlinear.ops.linear_act.triton_config import FewRowsConfig, few_rows_config_for, reason_not
 from fastlinear.ops.linear_act.triton_elementwise import (
     _copy_rows_kernel,
     _grad_pre_kernel,
     _sum_rows_kernel,
 )
 from fastlinear.ops.linear_act.triton_few_rows import _few_rows_forward_kernel
-from fastlinear.ops.linear_act.triton_gemm import (
-    _gemm_pointer_kernel,
-    _gemm_tma_kernel,
-    _sum_slices_kernel,
-)
+from fastlinear.ops.linear_act.triton_gemm_config import GemmConfig
+from fastlinear.ops.linear_act.triton_product import Product, Turned, gradient_product, math_of
 
 __all__ = ["forward", "grad_input", "grad_pre", "grad_weight", "reason_not"]
 
 Tensor = torch.Tensor
 
-_INTERPRETED_UNITS = 3  # persistent programs under the CPU interpreter: each walks several tiles
-_SPLIT_BYTES_LIMIT = 1 << 28  # largest float32 workspace of a split product
 _MAX_PLANS = 4096
 _MAX_CHUNKS = 65535  # programs on a grid's second axis
 _ONE_CHUNK_ROWS = 256  # of grad_pre: up to here one program adds whole columns of db
-_TF32X3_MIN_DEPTH = 128
 
 _plans: dict[Any, Any] = {}
 
@@ -98,6 +83,21 @@ def door_launch(
     return launch
 
 
+def forward_steps(
+    program: Program,
+    tensors: tuple[Tensor, Tensor, Tensor | None],
+    numbers: tuple[int, int, int | None],
+    activation: str,
+    y: int,
+    pre: int | None,
+) -> bool:
+    """``forward`` of x, weight and bias laid out like ``tensors``, which have these numbers, as
+    steps of a program; whether launches are all there is. It must have run on such tensors."""
+    plan = _forward_plan(*tensors, activation, pre is not None, None)
+    x, weight, bias = numbers
+    return isinstance(plan, Product) and plan.steps(program, x, weight, bias, y, pre)
+
+
 def _forward_plan(
     x: Tensor,
     weight: Tensor,
@@ -127,7 +127,7 @@ def _forward_plan(
         if isinstance(config, FewRowsConfig):
             plan = _FewRows(x, weight, activation, config)
         else:
-            plan = _Product(x, weight.t(), bias, activation, save_pre, config)
+            plan = Product(x, weight.t(), activation, config)
         _remember(key, plan)
     return plan
 
@@ -297,8 +297,7 @@ def _grad_product(a: Tensor, b: Tensor, config: GemmConfig | None) -> Tensor:
     out = _empty((a.shape[0], b.shape[1]), a)
     if out.numel() == 0:
         return out
-    plan = _grad_product_plan(a, b, config)
-    plan.run(a, b, None, out, None)
+    _product_plan(a, b, config).run(a, b, None, out, None)
     return _rounded(out, a)
 
 
@@ -310,12 +309,12 @@ def product_steps(
     a and b are laid out as the operands are, which have the memory of the program's tensors of
     these numbers. None where it is more than launches. It must have run on such tensors.
     """
-    plan = _grad_product_plan(a, b, None)
+    plan = _product_plan(a, b, None)
     out = program.empty((a.shape[0], b.shape[1]), a.dtype, a_number)
-    return out if plan.steps(program, a_number, b_number, out) else None
+    return out if plan.steps(program, a_number, b_number, None, out, None) else None
 
 
-def _grad_product_plan(a: Tensor, b: Tensor, config: GemmConfig | None) -> _Product:
+def _product_plan(a: Tensor, b: Tensor, config: GemmConfig | None) -> Product | Turned:
     key = (
         a.shape,
         a.stride(),
@@ -327,124 +326,11 @@ def _grad_product_plan(a: Tensor, b: Tensor, config: GemmConfig | None) -> _Prod
         b.data_ptr() & 15,
         config,
     )
-    plan = _plans.get(key)
+    plan: Product | Turned | None = _plans.get(key)
     if plan is None:
-        if config is None:
-            rows, cols, depth = a.shape[0], b.shape[1], a.shape[1]
-            config = grad_config_for(
-                rows, cols, depth, a.dtype, _capability(a.device), _aligned_operands(a, b)
-            )
-            if config.splits * rows * cols * 4 > _SPLIT_BYTES_LIMIT:
-                config = replace(config, splits=1)
-        plan = _remember(key, _Product(a, b, None, "none", False, config))
-    assert isinstance(plan, _Product)
+        plan = _remember(key, gradient_product(a, b, config))
+        assert plan is not None
     return plan
-
-
-class _Product:
-    """Launches of out = act(a @ b + bias) for operands of one kind.
-
-    a is (rows, depth), b (depth, cols).
-    """
-
-    __slots__ = ("_launch", "_sum", "_transpose", "_workspace")
-
-    def __init__(
-        self,
-        a: Tensor,
-        b: Tensor,
-        bias: Tensor | None,
-        activation: str,
-        save_pre: bool,
-        config: GemmConfig | None,
-    ) -> None:
-        rows, cols, depth = a.shape[0], b.shape[1], a.shape[1]
-        if config is None:
-            aligned = _aligned_operands(a, b)
-            config = config_for(rows, depth, cols, a.dtype, _capability(a.device), aligned)
-        r, c, d = config.block_r, config.block_c, config.block_d
-        steps = -(-depth // d)  # of the whole depth, then of one slice
-        slice_steps = -(-steps // min(config.splits, max(steps, 1)))
-        splits = -(-steps // slice_steps) if steps else 1
-        split_depth = slice_steps * d
-        tiles = -(-rows // r) * -(-cols // c)
-        interpreted = a.device.type == "cpu"
-        choices = (activation, _math(a.dtype), _dot_precision(depth), r, c, d)
-        self._transpose = (False, False)
-        split_rows = rows
-        if config.kind == "tma":
-            split_rows = rows if splits == 1 else -(-rows // r) * r
-            units = _INTERPRETED_UNITS if interpreted else device_facts(a.device).units
-            programs = min(tiles * splits, units * config.programs_per_unit)
-            a_depth_major, b_depth_major = a.stride(1) != 1, b.stride(0) != 1
-            self._transpose = (a_depth_major, not b_depth_major)
-            out_block = [r, c // config.subtile]
-            self._launch = Launch(
-                _gemm_tma_kernel,
-                (programs,),
-                (
-                    *(rows, cols, depth, split_depth, split_rows, splits, programs),
-                    *choices,
-                    *(config.group_r, a_depth_major, b_depth_major, config.subtile, interpreted),
-                ),
-                a.device,
-                warps=config.warps,
-                stages=config.stages,
-                block_shapes={
-                    0: [d, r] if a_depth_major else [r, d],
-                    1: [d, c] if b_depth_major else [c, d],
-                    3: out_block,
-                    4: out_block,
-                },
-            )
-        else:
-            even = depth % d == 0
-            self._launch = Launch(
-                _gemm_pointer_kernel,
-                (tiles, splits),
-                (
-                    *(rows, cols, depth, *a.stride(), *b.stride(), cols, split_depth),
-                    *(*choices, config.group_r, even, interpreted),
-                ),
-                a.device,
-                warps=config.warps,
-                stages=config.stages,
-            )
-        self._workspace = None
-        if splits > 1:
-            self._workspace = (splits * split_rows, cols)
-            self._sum = Launch(
-                _sum_slices_kernel,
-                (-(-rows * cols // 1024),),
-                (rows * cols, split_rows * cols, splits, 1024),
-                a.device,
-                warps=4,
-            )
-
-    def run(
-        self, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, pre: Tensor | None
-    ) -> None:
-        """Launch; out (rows, cols), not empty, and pre, if any, are contiguous."""
-        a_view = a.t() if self._transpose[0] else a
-        b_view = b.t() if self._transpose[1] else b
-        if self._workspace is None:
-            self._launch(a_view, b_view, bias, out, pre)
-        else:
-            parts = torch.empty(self._workspace, dtype=torch.float32, device=a.device)
-            self._launch(a_view, b_view, bias, parts, pre)
-            self._sum(parts, out)
-
-    def steps(self, program: Program, a: int, b: int, out: int) -> bool:
-        """``run`` of tensors of these numbers, without bias; whether launches are all there is."""
-        if self._workspace is None:
-            return program.launch(self._launch.in_door((a, b, None, out, None)))
-        parts = program.empty(self._workspace, torch.float32, a)
-        first = program.launch(self._launch.in_door((a, b, None, parts, None)))
-        return first and program.launch(self._sum.in_door((parts, out)))
-
-    def door_launch(self, tensors: tuple[int | None, ...]) -> DoorLaunch | None:
-        """The launch for the compiled door; ``tensors`` as ``Launch.in_door`` takes them."""
-        return None if self._workspace is not None else self._launch.in_door(tensors)
 
 
 class _FewRows:
@@ -459,7 +345,7 @@ class _FewRows:
             _few_rows_forward_kernel,
             (-(-N // config.block_n),),
             (
-                *(N, K, *x.stride(), weight.stride(0), M, activation, _math(x.dtype)),
+                *(N, K, *x.stride(), weight.stride(0), M, activation, math_of(x.dtype)),
                 *(config.block_n, config.block_k, K % config.block_k == 0),
             ),
             x.device,
@@ -508,7 +394,7 @@ class _GradPre:
                     wide - N,
                     chunk_rows,
                 ),
-                *(activation, _math(dy.dtype), block_m, block_n, stages),
+                *(activation, math_of(dy.dtype), block_m, block_n, stages),
             ),
             dy.device,
             warps=warps,
@@ -569,42 +455,6 @@ def _remember(key: Any, plan: Any) -> Any:
         _plans.clear()
     _plans[key] = plan
     return plan
-
-
-def _aligned_operands(a: Tensor, b: Tensor) -> bool:
-    """Whether both operands and rows of the result are aligned to 16 bytes, as TMA needs."""
-    return _aligned(a) and _aligned(b) and b.shape[1] * a.element_size() % 16 == 0
-
-
-def _aligned(t: Tensor) -> bool:
-    """One unit stride, the other a multiple of 16 bytes without overlap, base aligned likewise."""
-    (outer, inner), extent = t.stride(), t.shape[1]
-    if inner != 1:
-        outer, inner, extent = inner, outer, t.shape[0]
-    size = t.element_size()
-    return inner == 1 and outer >= extent and outer * size % 16 == 0 and t.data_ptr() % 16 == 0
-
-
-def _capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability; the CPU interpreter counts as 8.0 (pointer kernels by default)."""
-    return (8, 0) if device.type == "cpu" else device_facts(device).capability
-
-
-def _math(dtype: torch.dtype) -> str:
-    """How activations are evaluated for results of this dtype."""
-    return "exact" if dtype is torch.float32 else "fast"
-
-
-def _dot_precision(depth: int) -> str:
-    """Scheme of a float32 product (16-bit ones ignore it), whatever precision the user allows.
-
-    Three TF32 products: on an H200 their error stays near 1.0e-7, while that of torch's own float32
-    product grows with the depth: 5.9e-8 at 16, 1.1e-7 at 64, 1.5e-7 at 128, 2.0e-7 at 256. Short
-    products take plain float32 arithmetic. A single TF32 product is not offered: Triton truncates
-    the operands, which costs more than twice the error of cuBLAS's rounded ones (5.8e-4 against
-    2.2e-4).
-    """
-    return "tf32x3" if depth >= _TF32X3_MIN_DEPTH else "ieee"
 
 
 def _empty(shape: tuple[int, ...], like: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from fastlinear.ops.linear_act import triton as products
 from fastlinear.ops.linear_act.triton_config import BackwardConfig, backward_config_for
 from fastlinear.ops.linear_act.triton_few_rows import _backward_kernel, _few_rows_backward_kernel
 from fastlinear.ops.linear_act.triton_gemm import _sum_slices_kernel
+from fastlinear.ops.linear_act.triton_product import dot_precision, math_of
 
 __all__ = ["backward"]
 
@@ -187,7 +188,7 @@ class _Backward:
             *((0, 0) if x is None else x.stride()),
             *((0, 0) if weight is None else weight.stride()),
         )
-        how = (activation, products._math(dy.dtype))
+        how = (activation, math_of(dy.dtype))
         if config.kind == "fma":
             kernel, grid = _few_rows_backward_kernel, (strips, slices)
             rest = (*common, slice_n, M, *how, config.dx_k, config.dx_n, config.stages)
@@ -197,7 +198,7 @@ class _Backward:
             kernel, grid = _backward_kernel, (dx_programs + (tiles if any(needs[1:]) else 0), 1)
             rest = (
                 *(M, *common, dx_programs, slice_n, *how),
-                *(products._dot_precision(N), "tf32x3" if M >= _TF32X3_MIN_ROWS else "ieee"),
+                *(dot_precision(N), "tf32x3" if M >= _TF32X3_MIN_ROWS else "ieee"),
                 *(config.block_m(M), config.dx_k, config.dx_n),
                 *(config.dw_k, config.dw_n),
                 dy.device.type == "cpu",
@@ -211,7 +212,7 @@ class _Backward:
             self._sum = Launch(
                 _sum_slices_kernel,
                 (-(-M * K // 256),),
-                (M * K, M * K, slices, 256),
+                (M * K, K, M * K, slices, "none", math_of(dy.dtype), 256),
                 dy.device,
                 warps=4,
             )
@@ -232,7 +233,7 @@ class _Backward:
             return
         parts = torch.empty(self._parts, dtype=torch.float32, device=dy.device)
         self._launch(dy, saved, x, weight, parts, dw, db)
-        self._sum(parts, dx)
+        self._sum(parts, None, dx, None)
 
     def steps(
         self,
@@ -249,4 +250,4 @@ class _Backward:
         assert like is not None
         parts = program.empty(self._parts, torch.float32, like)
         first = program.launch(self._launch.in_door((*given, parts, dw, db)))
-        return first and program.launch(self._sum.in_door((parts, dx)))
+        return first and program.launch(self._sum.in_door((parts, None, dx, None)))

@@ -9,13 +9,10 @@ from functools import lru_cache
 import torch
 
 from fastlinear.ops.common.activations import NAMES
+from fastlinear.ops.linear_act.triton_gemm_config import UNITS, GemmConfig
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# Largest shared memory of one block in bytes, and multiprocessors of the common part.
-_SHARED_BYTES = {80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 90: 232_448}
-_SHARED_BYTES |= {100: 232_448, 103: 232_448, 110: 232_448, 120: 101_376, 121: 101_376}
-_UNITS = {80: 108, 86: 84, 87: 16, 89: 128, 90: 132, 100: 148, 103: 148, 120: 170}
 _TMA_MIN_WORK = 1 << 28  # M*N*K from which persistent TMA pays for its dearer launch
 _MAX_INT = 2**31 - 1
 
@@ -23,60 +20,6 @@ _MAX_INT = 2**31 - 1
 _FLOPS_PER_SECOND = 6e14
 _BYTES_PER_SECOND = 3.5e12
 _LAUNCH_SECONDS = 3e-6
-
-
-@dataclass(frozen=True)
-class GemmConfig:
-    """One way to launch a matrix multiplication (ROWS, DEPTH) x (DEPTH, COLS).
-
-    Attributes:
-        kind: ``"tma"`` (persistent, tensor descriptors, sm_90 and later) or ``"pointer"``.
-        block_r, block_c, block_d: tile sizes over ROWS, COLS, DEPTH.
-        warps, stages: warps of a program, depth of the load pipeline.
-        group_r: tile rows walked together for L2 reuse.
-        subtile: column parts of the epilogue (tma only), 1 or 2.
-        programs_per_unit: persistent programs on each multiprocessor (tma only).
-        splits: slices of DEPTH summed by a second kernel in a fixed order.
-    """
-
-    kind: str
-    block_r: int
-    block_c: int
-    block_d: int
-    warps: int
-    stages: int
-    group_r: int = 8
-    subtile: int = 1
-    programs_per_unit: int = 1
-    splits: int = 1
-
-    def shared_bytes(self, itemsize: int) -> int:
-        """Estimated shared memory of one program."""
-        ring = self.stages * (self.block_r + self.block_c) * self.block_d * itemsize
-        if self.kind == "pointer":
-            return ring
-        return ring + self.block_r * self.block_c // self.subtile * itemsize + 256
-
-    def problem(self, dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
-        """Why this configuration cannot run there, or None. The one validity predicate."""
-        arch = capability[0] * 10 + capability[1]
-        sizes = (self.block_r, self.block_c, self.block_d, self.warps)
-        if self.kind not in ("tma", "pointer"):
-            return f"kind must be tma or pointer, not {self.kind!r}"
-        if any(s < 1 or s & (s - 1) for s in sizes) or min(sizes[:3]) < 16:
-            return "blocks must be powers of two of at least 16, warps a power of two"
-        if self.block_r * self.block_c > self.warps * 32 * 128:
-            return "more than 128 accumulators a thread: it would spill"
-        if dtype.itemsize == 4 and arch < 90 and self.block_r * self.block_c > 64 * 128:
-            return "three TF32 products of such a tile spill without warpgroup products"
-        if self.kind == "tma" and arch < 90:
-            return "tensor descriptors need compute capability 9.0"
-        if self.subtile not in (1, 2) or self.splits < 1 or self.stages < 1:
-            return "subtile must be 1 or 2, splits and stages at least 1"
-        limit = _SHARED_BYTES.get(arch, 101_376)
-        if self.shared_bytes(dtype.itemsize) * self.programs_per_unit > limit:
-            return f"needs more than {limit} bytes of shared memory"
-        return None
 
 
 # Candidates from the largest tile down, measured on an H200 (M 16 to 8192, 1024 to 4096 features).
@@ -91,14 +34,6 @@ _POINTER_16 = (
     GemmConfig("pointer", 64, 32, 128, 4, 4),
     GemmConfig("pointer", 32, 32, 128, 4, 4),
     GemmConfig("pointer", 16, 32, 256, 4, 3),
-)
-_POINTER_32 = (
-    GemmConfig("pointer", 128, 128, 32, 8, 3),
-    GemmConfig("pointer", 64, 128, 32, 8, 3),
-    GemmConfig("pointer", 64, 64, 32, 4, 4),
-    GemmConfig("pointer", 64, 32, 64, 4, 4),
-    GemmConfig("pointer", 32, 32, 64, 4, 4),
-    GemmConfig("pointer", 16, 32, 128, 4, 3),
 )
 # Two programs a multiprocessor: one multiplies while the other is in its epilogue.
 _PERSISTENT = GemmConfig("tma", 128, 128, 64, 4, 3, subtile=2, programs_per_unit=2)
@@ -201,17 +136,15 @@ def backward_config_for(
 def config_for(
     M: int, K: int, N: int, dtype: torch.dtype, capability: tuple[int, int], aligned: bool = True
 ) -> GemmConfig:
-    """The configuration of the forward (M, K) x (K, N).
+    """The configuration of the forward (M, K) x (K, N) in 16 bits.
 
     The largest tile that still gives most multiprocessors one. ``aligned``: whether both operands
     and the result have one unit stride and the other a multiple of 16 bytes; element-wise access to
     others takes so many registers that larger tiles would spill.
     """
     arch = capability[0] * 10 + capability[1]
-    units = _UNITS.get(arch, 108)
-    candidates = _POINTER_32
-    if dtype.itemsize == 2:
-        candidates = (*(_TMA_16 if M * N * K >= _TMA_MIN_WORK else ()), *_POINTER_16)
+    units = UNITS.get(arch, 108)
+    candidates = (*(_TMA_16 if M * N * K >= _TMA_MIN_WORK else ()), *_POINTER_16)
     runnable = [c for c in candidates if c.problem(dtype, capability) is None]
     if not aligned:
         runnable = [c for c in runnable if c.kind == "pointer" and c.block_c <= 64]
@@ -228,13 +161,13 @@ def config_for(
 def grad_config_for(
     rows: int, cols: int, depth: int, dtype: torch.dtype, capability: tuple[int, int], aligned: bool
 ) -> GemmConfig:
-    """Configuration of a backward product (rows, depth) x (depth, cols).
+    """Configuration of a backward product (rows, depth) x (depth, cols) in 16 bits.
 
     DEPTH is split when the gain in balance pays for the float32 workspace of the slices.
     """
     whole = config_for(rows, depth, cols, dtype, capability, aligned)
     split = whole if whole.kind == "pointer" else GemmConfig("tma", 128, 256, 64, 8, 3, subtile=2)
-    units = _UNITS.get(capability[0] * 10 + capability[1], 108)
+    units = UNITS.get(capability[0] * 10 + capability[1], 108)
     product = 2.0 * rows * cols * depth / _FLOPS_PER_SECOND
     slice_time = 8.0 * rows * cols / _BYTES_PER_SECOND  # a float32 slice is written, then read
 

@@ -103,3 +103,15 @@ def _copy_rows_kernel(
     values = tl.load(src_ptrs, mask=known, other=0)
     mask = (row_offs < OUT_ROWS)[:, None] & (col_offs < OUT_COLS)[None, :]
     tl.store(out_ptr + row_offs[:, None] * OUT_COLS + col_offs[None, :], values, mask=mask)
+
+
+@triton.jit
+def _turn_kernel(from_ptr, to_ptr, ROWS, COLS, row_stride, BLOCK: tl.constexpr):
+    """One program moves a tile of BLOCK x BLOCK of (ROWS, COLS) to its place in (COLS, ROWS)."""
+    across = tl.cdiv(COLS, BLOCK)
+    rows = (tl.program_id(0) // across * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    cols = (tl.program_id(0) % across * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    mask = (rows < ROWS)[:, None] & (cols < COLS)[None, :]
+    tile = tl.load(from_ptr + rows[:, None] * row_stride + cols[None, :], mask=mask)
+    to = to_ptr + cols[:, None] * ROWS + rows[None, :]
+    tl.store(to, tl.trans(tile), mask=tl.trans(mask))

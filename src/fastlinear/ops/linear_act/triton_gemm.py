@@ -212,12 +212,30 @@ def _gemm_tma_kernel(
 
 @triton.jit
 def _sum_slices_kernel(
-    part_ptr, out_ptr, SIZE, slice_stride, SLICES: tl.constexpr, BLOCK: tl.constexpr
+    part_ptr,
+    bias_ptr,
+    out_ptr,
+    pre_ptr,
+    SIZE,
+    COLS,
+    slice_stride,
+    SLICES: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    MATH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """One program adds BLOCK elements of SLICES float32 slices (slice_stride apart), in order."""
+    """One program adds BLOCK elements of SLICES float32 slices (slice_stride apart), in order.
+
+    The bias (COLS,) and the activation follow, as in the products' own epilogues.
+    """
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < SIZE
     acc = tl.zeros((BLOCK,), dtype=tl.float32)
     for s in range(SLICES):
         acc += tl.load(part_ptr + s * slice_stride + offs, mask=mask, other=0.0)
-    tl.store(out_ptr + offs, acc.to(out_ptr.dtype.element_ty), mask=mask)
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + offs % COLS, mask=mask, other=0.0).to(tl.float32)
+    if pre_ptr is not None:
+        tl.store(pre_ptr + offs, acc.to(pre_ptr.dtype.element_ty), mask=mask)
+    out = activation(acc, ACTIVATION, MATH)
+    tl.store(out_ptr + offs, out.to(out_ptr.dtype.element_ty), mask=mask)

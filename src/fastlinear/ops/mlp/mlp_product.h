@@ -17,6 +17,7 @@ constexpr int kRowsOf[kMaxVectors + 1] = {0, 8, 6};
 #endif
 constexpr int kBlock = kLanes * kMaxVectors;  // columns of a panel
 constexpr int64_t kDepth = 64;      // products summed before they join the total
+constexpr int64_t kDeep = 1024;     // of B's rows, a panel this deep stays in the second cache
 constexpr int64_t kPackAhead = 24;  // rows between reading one and asking for it
 
 thread_local Scratch panels_of;
@@ -33,6 +34,8 @@ struct Product {
   float* pre;         // C before the activation, or null
   int which;
   const float* bias_of_columns = nullptr;  // one number a column of C
+  bool more = false;  // C holds the sums of the depth before this part of it
+  bool open = false;  // and is to hold sums: further parts follow
 };
 
 // acc = A[rows, from..to) B[from..to, columns)
@@ -65,6 +68,9 @@ inline void tile(const Product& g, int64_t i) {
   const float* b = g.b;
   V acc[R][N];
   accumulate<N, R>(g, a, b, 0, g.depth < kDepth ? g.depth : kDepth, acc);
+  if (g.more)
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < N; ++v) acc[r][v] += load(g.c + (i + r) * g.c_row + v * kLanes);
   for (int64_t p = kDepth; p < g.depth; p += kDepth) {
     V more[R][N];
     accumulate<N, R>(g, a, b, p, g.depth < p + kDepth ? g.depth : p + kDepth, more);
@@ -77,13 +83,17 @@ inline void tile(const Product& g, int64_t i) {
 #pragma GCC unroll 4
     for (int v = 0; v < N; ++v) {
       V z = acc[r][v];
+      if (g.open) {
+        store(c + v * kLanes, z);
+        continue;
+      }
       if (g.bias) z += all(g.bias[i + r]);
       if (g.bias_of_columns) z += load(g.bias_of_columns + v * kLanes);
       if (g.pre) store(g.pre + (i + r) * g.c_row + v * kLanes, z);
       store(c + v * kLanes, g.which == kRelu ? relu_(z) : z);
     }
   }
-  if (g.which > kRelu)
+  if (g.which > kRelu && !g.open)
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < N; ++v) {
         float* c = g.c + (i + r) * g.c_row + v * kLanes;
@@ -91,10 +101,10 @@ inline void tile(const Product& g, int64_t i) {
       }
 }
 
-// N vectors of columns of C, from column j on. Where B's rows lie far apart, caches would hold few
+// N vectors of columns of C, from column j on, of a depth whose part of B stays near. Where B's rows lie far apart, caches would hold few
 // of them: their numbers in this panel are laid together first.
 template <int N>
-void panel(Product g, int64_t rows, int64_t j) {
+void near_panel(Product g, int64_t rows, int64_t j) {
   constexpr int R = kRowsOf[N];
   g.b += j;
   g.c += j;
@@ -116,6 +126,21 @@ void panel(Product g, int64_t rows, int64_t j) {
   for (; i + R <= rows; i += R) tile<N, R>(g, i);
   for (; i + 4 <= rows; i += 4) tile<N, 4>(g, i);
   for (; i < rows; ++i) tile<N, 1>(g, i);
+}
+
+// N vectors of columns of C, from column j on. The total of a number goes by way of C from one part
+// of the depth to the next: the same additions in the same order.
+template <int N>
+void panel(Product g, int64_t rows, int64_t j) {
+  const int64_t depth = g.depth;
+  for (int64_t from = 0; from < depth || from == 0; from += kDeep) {
+    g.more = from > 0;
+    g.open = depth - from > kDeep;
+    g.depth = g.open ? kDeep : depth - from;
+    near_panel<N>(g, rows, j);
+    g.a += kDeep * g.a_col;
+    g.b += kDeep * g.b_row;
+  }
 }
 
 // All columns of C; `columns` is a multiple of kLanes, as are b_row and c_row from there on.
