@@ -17,9 +17,9 @@ from fastlinear.core.compare import judge
 from fastlinear.core.errors import InputError
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.backend import family
-from fastlinear.ops.common import door
+from fastlinear.ops.common import door, door_node
 from fastlinear.ops.common.activations import NAMES
-from fastlinear.ops.linear_act import launches, op, reference
+from fastlinear.ops.linear_act import launches, op, programs, reference
 from fastlinear.ops.linear_act.backends import problem
 
 needs_door = pytest.mark.skipif(door.reason_not() is not None, reason="no compiled door here")
@@ -249,7 +249,7 @@ CASES = [
     ("triton", torch.bfloat16, 1, 1024, 1024),
     ("triton", torch.bfloat16, 64, 1024, 1024),
     ("triton", torch.float32, 2, 1000, 96),
-    ("triton", torch.float32, 64, 1024, 1024),
+    ("triton", torch.float32, 2048, 1024, 1024),
     ("triton", torch.float16, 7, 33, 65),
 ]
 
@@ -275,6 +275,26 @@ def test_launches_from_cpp(case: Any, table: door.Table) -> None:
             theirs = reference.linear_act(fresh, w, call[2], activation)
             assert judge("y", y, theirs, exact).passed
         assert torch.equal(table.call(*call), before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ["none", "gelu"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_slices_and_their_sum_from_cpp(bias: bool, activation: str, table: door.Table) -> None:
+    """Two launches, which a program makes."""
+    if not door_node.wait(120):
+        pytest.skip("no library of nodes")
+    x, w, b = given(64, 1024, 1024, device="cuda", dtype=torch.float32)
+    call = (x, w, b if bias else None, activation, "triton")
+    before = fl.linear_act(*call[:3], activation=activation, backend="triton")
+    assert launches.in_door("triton", *call[:4], boom) is None
+    plan = programs.inference("triton", *call[:4], boom)
+    assert plan is not None
+    assert table.admit(*call, plan)
+    assert torch.equal(table.call(*call), before)
+    fresh = torch.randn_like(x)
+    expected = fl.linear_act(fresh, *call[1:3], activation=activation, backend="triton")
+    assert torch.equal(table.call(fresh, *call[1:]), expected)
 
 
 @pytest.mark.gpu

@@ -56,8 +56,9 @@ def test_the_order_without_measurements(fast: bool) -> None:
     expected = {
         (2, 4096): "whole_cpp",
         (16, 4096): "whole_cpp",
-        (20, 4096): "layerwise",
-        (128, 4096): "layerwise",
+        (20, 4096): "whole_cpp",
+        (128, 4096): "whole_cpp",
+        (20, 10000): "layerwise",
         (128, 2048): "whole_cpp",
         (200, 512): "whole_cpp",
         (200, 1024): "layerwise",

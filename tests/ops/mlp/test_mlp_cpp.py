@@ -69,6 +69,24 @@ def test_rows_longer_than_one_sum(m: int) -> None:
         assert verdict(*net(m, 18, k, 53)).passed, k
 
 
+@pytest.mark.parametrize("m", [17, 33, 48, 64, 130])
+def test_products_in_parts_of_the_depth(m: int) -> None:
+    """Their numbers go by way of the result; bias and activation come with the last part."""
+    for k in (1023, 1024, 1025, 2048, 3101):
+        assert verdict(*net(m, k, 21), save=True).passed, k
+        assert verdict(*net(m, 18, k, 53)).passed, k
+        x, ws, bs = net(m, k, 17)
+        wide = [tuple(t.double() for t in part) for part in (ws, bs)]
+        for name in ("relu", "gelu"):
+            y, (pre,) = whole_cpp.forward(x, ws, bs, "none", name, True)
+            oracle = reference.mlp(x.double(), *wide, "none", name)
+            assert judge("y", y, reference.mlp(x, ws, bs, "none", name), oracle).passed
+            if name == "gelu":
+                plain = torch.nn.functional.linear(x.double(), *(t[0] for t in wide))
+                single = torch.nn.functional.linear(x, ws[0], bs[0])
+                assert judge("pre", pre, single, plain).passed
+
+
 @pytest.mark.parametrize("m", [512, 577, 700])
 @pytest.mark.parametrize("widths", [(64, 64), (128, 16, 80), (48, 112, 128, 16)])
 @pytest.mark.parametrize("activation", ["relu", "silu"])

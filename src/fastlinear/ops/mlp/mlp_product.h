@@ -11,9 +11,11 @@ namespace {
 #if defined(__AVX512F__)
 constexpr int kMaxVectors = 4;
 constexpr int kRowsOf[kMaxVectors + 1] = {0, 14, 12, 8, 6};  // accumulator rows for 1..4 vectors
+constexpr int kApartRows = 6;  // where rows of A lie so far apart that they share a cache set
 #else
 constexpr int kMaxVectors = 2;
 constexpr int kRowsOf[kMaxVectors + 1] = {0, 8, 6};
+constexpr int kApartRows = 6;
 #endif
 constexpr int kBlock = kLanes * kMaxVectors;  // columns of a panel
 constexpr int64_t kDepth = 64;      // products summed before they join the total
@@ -123,6 +125,8 @@ void near_panel(Product g, int64_t rows, int64_t j) {
     g.b_row = N * kLanes;
   }
   int64_t i = 0;
+  if (R > kApartRows && g.a_row % 1024 == 0 && g.a_col == 1)
+    for (; i + kApartRows <= rows; i += kApartRows) tile<N, kApartRows>(g, i);
   for (; i + R <= rows; i += R) tile<N, R>(g, i);
   for (; i + 4 <= rows; i += 4) tile<N, 4>(g, i);
   for (; i < rows; ++i) tile<N, 1>(g, i);

@@ -27,7 +27,7 @@ from fastlinear.ops.mlp.reference import Biases, Needs, Weights, first_needed
 _SOURCE = Path(__file__).parent / "mlp.cpp"
 _CODES = {name: code for code, name in enumerate(NAMES)}  # the enum of mlp_activations.h
 _FEW_ROWS = 16  # mlp_forward.h's kDotRows: any width
-_MAX_WIDTH = 2048
+_MAX_WIDTH = 8192
 _MAX_BACKWARD_ROWS = 512
 _MAX_BACKWARD_WIDTH = 2048
 _TORCH_THREADS = "_ZN2at15get_num_threadsEv"  # at::get_num_threads()
