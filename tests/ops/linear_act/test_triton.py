@@ -283,10 +283,32 @@ def test_turned_operands(sizes: tuple[int, int, int]) -> None:
     dpre, x, w = (torch.randn(s, generator=generator).to(DEVICE) for s in ((m, n), (m, k), (n, k)))
     for a, b in ((dpre, w), (dpre.t(), x), (dpre.t(), x.t().contiguous().t())):
         out = torch.full((a.shape[0], b.shape[1]), float("nan"), device=DEVICE)
-        products.Turned(a, b, GemmConfig("pointer", 32, 32, 32, 4, 2, splits=2)).run(
-            a, b, None, out, None
-        )
+        config = GemmConfig("pointer", 32, 32, 32, 4, 2, splits=2)
+        products.Turned(a, b, "none", config).run(a, b, None, out, None)
         verdict = judge("product", out, a @ b, a.double() @ b.double())
+        assert verdict.passed, verdict
+
+
+@compares
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("layout", ["transposed weight", "transposed x"])
+def test_turned_operands_of_a_forward(
+    layout: str, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turned, run = [], products.Turned.run
+    monkeypatch.setattr(products, "_turning_pays", lambda a, b: True)
+    monkeypatch.setattr(
+        products.Turned, "run", lambda self, *args: turned.append(self) or run(self, *args)
+    )
+    x, weight, b, _ = draw(36, 68, 132, torch.float32, layout, bias)
+    y, pre = backend.forward(x, weight, b, "silu", True)
+    assert len(turned) == 1
+    plain = F.linear(x, weight, b)
+    exact = F.linear(x.double(), weight.double(), None if b is None else b.double())
+    for verdict in (
+        judge("pre", pre, plain, exact),
+        judge("y", y, F.silu(plain), F.silu(exact)),
+    ):
         assert verdict.passed, verdict
 
 
@@ -304,6 +326,7 @@ def test_a_fault_in_turning_is_seen(
     change: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tampered(monkeypatch, "_turn_kernel", change)
+    monkeypatch.setattr(Tensor, "new_empty", lambda t, *shape: t.new_zeros(*shape))
     with pytest.raises(AssertionError):
         test_turned_operands((36, 68, 132))
 

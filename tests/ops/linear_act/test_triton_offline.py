@@ -162,6 +162,25 @@ def test_forward(
         assert "cp.async.bulk.tensor" in compiled.asm["ptx"]
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("M", [64, 512, 8192])
+def test_forward_of_a_weight_stored_the_other_way(
+    M: int,
+    arch: int,
+    launches: list[Recorded],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Conv1D's weight is (K, N): turned where that pays, else read as it lies."""
+    monkeypatch.setattr(triton_product, "capability_of", lambda device: ARCHS[arch])
+    x, weight, bias = (meta(*s, dtype=torch.float32) for s in ((M, 768), (768, 3072), (3072,)))
+    backend.forward(x, weight.t(), bias, "gelu_tanh", False)
+    names = [launch.kernel.fn.__name__ for launch in launches]
+    assert names.count("_turn_kernel") == (arch >= 90 and M >= 512)
+    for launch in launches:
+        assert_fits(launch.compile(arch), arch, tmp_path)
+
+
 @pytest.mark.parametrize("dtype", NAMES, ids=str)
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "none"])
 def test_grad_pre(

@@ -22,7 +22,13 @@ from fastlinear.ops.linear_act.triton_elementwise import (
 )
 from fastlinear.ops.linear_act.triton_few_rows import _few_rows_forward_kernel
 from fastlinear.ops.linear_act.triton_gemm_config import GemmConfig
-from fastlinear.ops.linear_act.triton_product import Product, Turned, gradient_product, math_of
+from fastlinear.ops.linear_act.triton_product import (
+    Product,
+    Turned,
+    gradient_product,
+    math_of,
+    product,
+)
 
 __all__ = ["forward", "grad_input", "grad_pre", "grad_weight", "reason_not"]
 
@@ -95,7 +101,7 @@ def forward_steps(
     steps of a program; whether launches are all there is. It must have run on such tensors."""
     plan = _forward_plan(*tensors, activation, pre is not None, None)
     x, weight, bias = numbers
-    return isinstance(plan, Product) and plan.steps(program, x, weight, bias, y, pre)
+    return isinstance(plan, Product | Turned) and plan.steps(program, x, weight, bias, y, pre)
 
 
 def _forward_plan(
@@ -127,7 +133,8 @@ def _forward_plan(
         if isinstance(config, FewRowsConfig):
             plan = _FewRows(x, weight, activation, config)
         else:
-            plan = Product(x, weight.t(), activation, config)
+            w = weight.t()
+            plan = Product(x, w, activation, config) if config else product(x, w, activation)
         _remember(key, plan)
     return plan
 
@@ -328,7 +335,8 @@ def _product_plan(a: Tensor, b: Tensor, config: GemmConfig | None) -> Product | 
     )
     plan: Product | Turned | None = _plans.get(key)
     if plan is None:
-        plan = _remember(key, gradient_product(a, b, config))
+        made = Product(a, b, "none", config) if config else gradient_product(a, b)
+        plan = _remember(key, made)
         assert plan is not None
     return plan
 

@@ -45,11 +45,9 @@ class Product:
         a: Tensor,
         b: Tensor,
         activation: str,
-        config: GemmConfig | None,
+        config: GemmConfig,
     ) -> None:
         rows, cols, depth = a.shape[0], b.shape[1], a.shape[1]
-        if config is None:
-            config = _forward_config(a, b)
         r, c, d = config.block_r, config.block_c, config.block_d
         steps = -(-depth // d)  # of the whole depth, then of one slice
         slice_steps = -(-steps // min(config.splits, max(steps, 1)))
@@ -144,12 +142,13 @@ class Turned:
     Args:
         a: (rows, depth); turned where its depth is not contiguous, rows being so.
         b: (depth, cols), likewise.
+        activation: of the product.
         config: of the product of the copies.
     """
 
     __slots__ = ("_a", "_b", "_product")
 
-    def __init__(self, a: Tensor, b: Tensor, config: GemmConfig) -> None:
+    def __init__(self, a: Tensor, b: Tensor, activation: str, config: GemmConfig) -> None:
         turn_a, turn_b = _across(a, b)
         self._a = _Turn(a.t()) if turn_a else None
         self._b = _Turn(b) if turn_b else None
@@ -158,7 +157,7 @@ class Turned:
             a = a.as_strided((rows, depth), (depth, 1))
         if turn_b:
             b = b.as_strided((depth, cols), (1, depth))
-        self._product = Product(a, b, "none", config)
+        self._product = Product(a, b, activation, config)
 
     def run(
         self, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, pre: Tensor | None
@@ -179,6 +178,10 @@ class Turned:
         if into_a is None or into_b is None:
             return False
         return self._product.steps(program, into_a, into_b, bias, out, pre)
+
+    def door_launch(self, tensors: tuple[int | None, ...]) -> DoorLaunch | None:
+        """None: these are several launches."""
+        return None
 
 
 class _Turn:
@@ -203,27 +206,29 @@ class _Turn:
         return out if program.launch(self._launch.in_door((t, out))) else None
 
 
-def gradient_product(a: Tensor, b: Tensor, config: GemmConfig | None) -> Product | Turned:
-    """Launches of a @ b, (rows, depth) and (depth, cols) of any strides, whatever is fastest."""
-    if config is not None:
-        return Product(a, b, "none", config)
+def product(a: Tensor, b: Tensor, activation: str = "none") -> Product | Turned:
+    """Launches of act(a @ b + bias) for (rows, depth) and (depth, cols) of any strides: as the
+    forward of a layer, or as one of its gradients, whatever should be fastest."""
     rows, cols, depth = a.shape[0], b.shape[1], a.shape[1]
     capability, aligned = capability_of(a.device), aligned_operands(a, b)
     if a.dtype is torch.float32:
-        along = not any(_across(a, b))
-        if aligned and not along and _turning_pays(a, b):
-            return Turned(a, b, _within(_single_config(a, b, True), rows, cols))
-        return Product(a, b, "none", _within(_single_config(a, b, along), rows, cols))
+        across = _across(a, b)
+        turn = aligned and any(across) and _turning_pays(a, b)
+        config = _single_config(a, b, turn or not any(across))
+        config = _within(config, rows, cols)
+        return Turned(a, b, activation, config) if turn else Product(a, b, activation, config)
+    config = config_for(rows, depth, cols, a.dtype, capability, aligned)
+    return Product(a, b, activation, config)
+
+
+def gradient_product(a: Tensor, b: Tensor) -> Product | Turned:
+    """As ``product`` without an activation, 16-bit operands in slices of the depth as well."""
+    if a.dtype is torch.float32:
+        return product(a, b)
+    rows, cols, depth = a.shape[0], b.shape[1], a.shape[1]
+    capability, aligned = capability_of(a.device), aligned_operands(a, b)
     config = grad_config_for(rows, cols, depth, a.dtype, capability, aligned)
     return Product(a, b, "none", _within(config, rows, cols))
-
-
-def _forward_config(a: Tensor, b: Tensor) -> GemmConfig:
-    rows, cols, depth = a.shape[0], b.shape[1], a.shape[1]
-    if a.dtype is torch.float32:
-        return _within(_single_config(a, b, not any(_across(a, b))), rows, cols)
-    capability = capability_of(a.device)
-    return config_for(rows, depth, cols, a.dtype, capability, aligned_operands(a, b))
 
 
 def _single_config(a: Tensor, b: Tensor, along: bool) -> GemmConfig:
