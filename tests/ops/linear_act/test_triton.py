@@ -326,7 +326,7 @@ def test_a_fault_in_turning_is_seen(
     change: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tampered(monkeypatch, "_turn_kernel", change)
-    monkeypatch.setattr(Tensor, "new_empty", lambda t, *shape: t.new_zeros(*shape))
+    monkeypatch.setattr(Tensor, "new_empty", lambda t, *shape, **kind: t.new_zeros(*shape, **kind))
     with pytest.raises(AssertionError):
         test_turned_operands((36, 68, 132))
 
