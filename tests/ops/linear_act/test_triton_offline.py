@@ -181,6 +181,17 @@ def test_forward_of_a_weight_stored_the_other_way(
         assert_fits(launch.compile(arch), arch, tmp_path)
 
 
+def test_no_large_copies(launches: list[Recorded], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_product, "capability_of", lambda device: (9, 0))
+    for rows, turned in ((1 << 16, 2), (1 << 17, 0)):
+        launches.clear()
+        backend.grad_weight(
+            meta(rows, 2048, dtype=torch.float32), meta(rows, 1024, dtype=torch.float32)
+        )
+        names = [launch.kernel.fn.__name__ for launch in launches]
+        assert names.count("_turn_kernel") == turned
+
+
 @pytest.mark.parametrize("dtype", NAMES, ids=str)
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "none"])
 def test_grad_pre(

@@ -28,6 +28,7 @@ Tensor = torch.Tensor
 
 _INTERPRETED_UNITS = 3  # persistent programs under the CPU interpreter: each walks several tiles
 _SPLIT_BYTES_LIMIT = 1 << 28  # largest float32 workspace of a split product
+_TURNED_BYTES_LIMIT = 1 << 30  # of copies that lie where tensor cores can take them
 _TF32X3_MIN_DEPTH = 128
 _TURN_BLOCK = 64
 
@@ -240,8 +241,12 @@ def _single_config(a: Tensor, b: Tensor, along: bool) -> GemmConfig:
 
 
 def _turning_pays(a: Tensor, b: Tensor) -> bool:
+    across = _across(a, b)
+    copied = sum(4 * t.numel() for t, turn in zip((a, b), across, strict=True) if turn)
+    if copied > _TURNED_BYTES_LIMIT:
+        return False
     sizes = a.shape[0], a.shape[1], b.shape[1]
-    return triton_single_config.turning_pays(*sizes, capability_of(a.device), _across(a, b))
+    return triton_single_config.turning_pays(*sizes, capability_of(a.device), across)
 
 
 def _within(config: GemmConfig, rows: int, cols: int) -> GemmConfig:
