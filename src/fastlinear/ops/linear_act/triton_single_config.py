@@ -2,8 +2,8 @@
 
 Few tiles leave most of the chip idle, and float32 takes long enough that slices of the depth pay
 early. What a tile of each configuration takes was measured on an H200 (rows and columns of 16 to
-8192, depths of 128 to 4096, 1 to 16 slices): the model's choice is 3% behind the best on average, 17%
-at worst.
+8192, depths of 128 to 4096, 1 to 16 slices): the model's choice is 3% behind the best on average,
+17% at worst.
 """
 
 from __future__ import annotations
