@@ -106,8 +106,10 @@ def _build(
             failures.append({"problem": p.to_json(), "reason": reason})
             continue
         times = {name: round(s.median_us, 3) for name, s in found.samples.items()}
+        done.update(twins[_computation(p)])
+        if len(times) < 2:  # nothing to choose between
+            continue
         for twin in twins[_computation(p)]:
-            done.add(twin)
             rows.append({"problem": twin.to_json(), "best": found.best, "times_us": times})
             rows_of[twin] = times
             _remember(twin, found.best, times)
