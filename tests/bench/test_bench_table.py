@@ -166,6 +166,14 @@ def test_long_calls_are_measured_once_for_both_regimes() -> None:
         assert not module._device_bound(outside, times)
 
 
+def test_where_only_pytorch_can_serve_there_is_no_row() -> None:
+    alone = replace(_problem("forward", "relu", grad=False), dtype="float64", precision="")
+    data = build_table([alone, _problem("forward", "relu", grad=False)], "cpu", rounds=5)
+    assert (data["failures"], data["left"]) == ([], 0)
+    (row,) = data["rows"]
+    assert Problem.from_json(row["problem"]).dtype == "float32"
+
+
 def test_a_problem_that_breaks_is_recorded() -> None:
     bad = _problem("forward", "no_such", grad=False)
     data = build_table([bad, _problem("forward", "relu", grad=False)], "cpu", rounds=5)

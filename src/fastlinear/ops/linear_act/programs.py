@@ -177,8 +177,12 @@ def forward_steps(
         tensors = x.tensor, weight.tensor, None if bias is None else bias.tensor
         launch = launches.forward(backend, *tensors, activation, save)
         if launch is None:
+            if backend != "triton":
+                return None
+            from fastlinear.ops.linear_act import triton
+
             numbers = x.memory, weight.memory, b
-            made = backend == "triton" and _in_steps(p, tensors, numbers, activation, y, pre)
+            made = triton.forward_steps(p, tensors, numbers, activation, y, pre)
             return (y, pre) if made else None
         given = {0: x.memory, 1: weight.memory, 2: b, Y: y, launches.PRE: pre}
         p.launch(_numbered(launch, given))
@@ -198,22 +202,6 @@ def forward_steps(
     else:
         y = pre if activation == "none" else p.activate(activation, pre, not save)
     return (y if len(shape) == 2 else p.view(y, shape)), pre
-
-
-def _in_steps(
-    p: Program,
-    tensors: tuple[Tensor, Tensor, Tensor | None],
-    numbers: tuple[int, int, int | None],
-    activation: str,
-    y: int,
-    pre: int | None,
-) -> bool:
-    from fastlinear.ops.linear_act import triton
-
-    bias = tensors[2]
-    if bias is not None and bias.stride(0) != 1:
-        return False
-    return triton.forward_steps(p, tensors, numbers, activation, y, pre)
 
 
 class Layer:

@@ -99,6 +99,8 @@ def forward_steps(
 ) -> bool:
     """``forward`` of x, weight and bias laid out like ``tensors``, which have these numbers, as
     steps of a program; whether launches are all there is. It must have run on such tensors."""
+    if tensors[2] is not None and tensors[2].stride(0) != 1:
+        return False
     plan = _forward_plan(*tensors, activation, pre is not None, None)
     x, weight, bias = numbers
     return isinstance(plan, Product | Turned) and plan.steps(program, x, weight, bias, y, pre)

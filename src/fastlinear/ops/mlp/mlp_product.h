@@ -11,12 +11,11 @@ namespace {
 #if defined(__AVX512F__)
 constexpr int kMaxVectors = 4;
 constexpr int kRowsOf[kMaxVectors + 1] = {0, 14, 12, 8, 6};  // accumulator rows for 1..4 vectors
-constexpr int kApartRows = 6;  // where rows of A lie so far apart that they share a cache set
 #else
 constexpr int kMaxVectors = 2;
 constexpr int kRowsOf[kMaxVectors + 1] = {0, 8, 6};
-constexpr int kApartRows = 6;
 #endif
+constexpr int kApartRows = 6;  // at most, where rows of A lie so far apart that they share a cache set
 constexpr int kBlock = kLanes * kMaxVectors;  // columns of a panel
 constexpr int64_t kDepth = 64;      // products summed before they join the total
 constexpr int64_t kDeep = 1024;     // of B's rows, a panel this deep stays in the second cache
@@ -103,8 +102,8 @@ inline void tile(const Product& g, int64_t i) {
       }
 }
 
-// N vectors of columns of C, from column j on, of a depth whose part of B stays near. Where B's rows lie far apart, caches would hold few
-// of them: their numbers in this panel are laid together first.
+// N vectors of columns of C, from column j on, of a depth whose part of B stays near. Where B's rows
+// lie far apart, caches would hold few of them: their numbers in this panel are laid together first.
 template <int N>
 void near_panel(Product g, int64_t rows, int64_t j) {
   constexpr int R = kRowsOf[N];
