@@ -18,6 +18,7 @@ from fastlinear.core.errors import FastlinearError
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _TENSOR_MAP_TYPE = {"float16": 6, "float32": 7, "bfloat16": 9}
+_SWIZZLE_64B = 2
 _SWIZZLE_128B = 3
 _L2_PROMOTION_256B = 3
 _CAPTURE_MODE_RELAXED = 2
@@ -215,9 +216,12 @@ class TensorMap:
         dtype: ``"float16"`` or ``"bfloat16"``.
         rows, cols: extent; reads beyond it give zeros, writes beyond it are dropped.
         row_stride: elements between rows, a multiple of 8.
-        box_rows, box_cols: the tile one instruction moves; box_cols is at most 64.
+        box_rows, box_cols: the tile one instruction moves; box_cols is at most 64, or 32 where
+            ``narrow``.
         address: first element, 16-byte aligned.
         device: ordinal of the device the matrix is on.
+        narrow: rows of the tile are 64 bytes apart in shared memory and swizzled accordingly,
+            instead of 128.
     """
 
     def __init__(
@@ -230,6 +234,7 @@ class TensorMap:
         box_cols: int,
         address: int,
         device: int,
+        narrow: bool = False,
     ) -> None:
         make_current(device)
         self._device = device
@@ -253,7 +258,7 @@ class TensorMap:
             box,
             steps,
             0,
-            _SWIZZLE_128B,
+            _SWIZZLE_64B if narrow else _SWIZZLE_128B,
             _L2_PROMOTION_256B,
             0,
         )

@@ -17,7 +17,8 @@ from fastlinear.core.cost import Cost
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, Family, is_installed, register_family
-from fastlinear.ops.gated_mlp import cpp, onednn, reference, triton_config
+from fastlinear.ops.common import hopper
+from fastlinear.ops.gated_mlp import cpp, cuda, onednn, reference, triton_config
 from fastlinear.ops.gated_mlp.problem import NAME, PIECES, STEP, has_down, problem
 from fastlinear.ops.gated_mlp.stacking import Biases, Weights, split_pre
 
@@ -33,6 +34,10 @@ _TRITON_SOURCES = (
     *("triton_gate_kernels.py", "triton_dual_kernels.py", "triton_config.py", "products.py"),
     *("../linear_act/triton_gemm.py", "../common/activations_triton.py"),
     "../common/triton_launch.py",
+)
+_CUDA_SOURCES = (
+    *("forward.cu", "backward.cu", "cuda_config.py", "products.py", "../common/cuda_driver.py"),
+    *(f"../common/{name}" for name in hopper.FILES),
 )
 _LEAST = 1 << 15  # numbers of a pre-activation from which fewer passes pay on a CPU
 
@@ -202,7 +207,9 @@ FAMILY = register_family(
                     "onednn.py",
                     "cpp.py",
                     "triton.py",
+                    "cuda.py",
                     *_CPU_SOURCES,
+                    *_CUDA_SOURCES,
                 )
                 + _TRITON_SOURCES,
             ),
@@ -225,6 +232,10 @@ FAMILY = register_family(
                     _reason_not_triton(fused=True),
                     _TRITON_SOURCES,
                 )
+                for p in PIECES
+            ),
+            *(
+                Backend(NAME, p, "cuda", f"{_HERE}.cuda:{p}", cuda.reason_not, _CUDA_SOURCES)
                 for p in PIECES
             ),
             *(

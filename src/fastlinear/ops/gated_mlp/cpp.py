@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastlinear.core.problem import Problem
 from fastlinear.ops.gated_mlp import cpp_gate, reference
-from fastlinear.ops.gated_mlp.products import Gate, Products, backward_by
+from fastlinear.ops.gated_mlp.products import PYTORCH, Gate, backward_by
 from fastlinear.ops.gated_mlp.stacking import Biases, Gradients, Needs, Pre, Weights
 
 
@@ -43,12 +43,4 @@ def backward(
 ) -> Gradients:
     """dy (M, N) or (M, H), dense → the seven gradients; pre None is formed again from x."""
     gate = Gate(cpp_gate.forward, cpp_gate.backward)
-    return backward_by(_TORCH, gate, dy, pre, x, weights, biases, activation, order, needs)
-
-
-_TORCH = Products(
-    pre_activations=reference.pre_activations,
-    grad_input=lambda dpre, weight: dpre @ weight,
-    grad_weight=lambda dpre, x: dpre.t() @ x,
-    accumulated=lambda dpre, weight, dx: dx.addmm_(dpre, weight),
-)
+    return backward_by(PYTORCH, gate, dy, pre, x, weights, biases, activation, order, needs)

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fastlinear.ops.gated_mlp.stacking import Biases, Gradients, Needs, Pre, Weights
+from fastlinear.ops.gated_mlp import reference
+from fastlinear.ops.gated_mlp.stacking import Biases, Gradients, Needs, Pre, Weights, halves
 
 
 @dataclass(frozen=True)
@@ -85,3 +86,61 @@ def backward_by(
         if second is not None and weights.up is not None:
             dx = products.accumulated(second, weights.up, dx)
     return dx, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias
+
+
+def backward_through_down(
+    products: Products,
+    through_down: Callable[..., tuple[Pre, Tensor | None, tuple[Tensor | None, Tensor | None]]],
+    dy: Tensor,
+    pre: Pre,
+    x: Tensor,
+    weights: Weights,
+    activation: str,
+    order: str,
+    needs: Needs,
+) -> Gradients:
+    """The same where one kernel goes from dy (M, N) through the down projection and the gate.
+
+    ``through_down``: (dy, down weight, pre, activation, order, needs of the two bias gradients,
+    whether h is wanted) → (dpre, h or None, bias gradients).
+    """
+    assert weights.down is not None
+    down_bias = dy.sum(0) if needs[6] else None
+    (first, second), h, (gate_bias, up_bias) = through_down(
+        dy, weights.down, pre, activation, order, (needs[4], needs[5]), needs[3]
+    )
+    down_weight = None if h is None else products.grad_weight(dy, h)
+    del h
+    gate_weight = products.grad_weight(first, x) if needs[1] else None
+    up_weight = products.grad_weight(second, x) if needs[2] and second is not None else None
+    dx: Any = None
+    if needs[0]:
+        dx = products.grad_input(first, weights.gate)
+        if second is not None and weights.up is not None:
+            dx = products.accumulated(second, weights.up, dx)
+    return dx, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias
+
+
+def bias_gradients(
+    part: Tensor | None, order: str, needs: tuple[bool, bool], like: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """The sums of (2, chunks, H), in the dtype and order of the biases."""
+    if part is None:
+        return None, None
+    sums = part.sum(1).to(like.dtype)
+    if order == "apart":
+        gate, up = sums
+        return gate.clone() if needs[0] else None, up.clone() if needs[1] else None
+    both = like.new_empty(2 * sums.shape[1])
+    for half, values in zip(halves(both, None, order, 0), sums, strict=True):
+        half.copy_(values)
+    return both, None
+
+
+PYTORCH = Products(
+    pre_activations=reference.pre_activations,
+    grad_input=lambda dpre, weight: dpre @ weight,
+    grad_weight=lambda dpre, x: dpre.t() @ x,
+    accumulated=lambda dpre, weight, dx: dx.addmm_(dpre, weight),
+)
+"""PyTorch's: cuBLAS's on a GPU."""

@@ -87,3 +87,10 @@ def empty_like(pre: Pre) -> Pre:
     """Uninitialised memory laid out as pre-activations are, dense."""
     first = torch.empty(pre[0].shape, dtype=pre[0].dtype, device=pre[0].device)
     return first, None if pre[1] is None else torch.empty_like(first)
+
+
+def empty_pre(x: Tensor, size: int, order: str) -> Pre:
+    """Uninitialised memory for the pre-activations of x (M, K), H = ``size``."""
+    if order == "apart":
+        return x.new_empty(len(x), size), x.new_empty(len(x), size)
+    return x.new_empty(len(x), 2 * size), None

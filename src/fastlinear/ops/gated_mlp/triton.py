@@ -18,7 +18,13 @@ from fastlinear.core.device import device_facts
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.triton_launch import Launch
 from fastlinear.ops.gated_mlp import reference
-from fastlinear.ops.gated_mlp.products import Gate, Products, backward_by
+from fastlinear.ops.gated_mlp.products import (
+    PYTORCH,
+    Gate,
+    backward_by,
+    backward_through_down,
+    bias_gradients,
+)
 from fastlinear.ops.gated_mlp.stacking import (
     Biases,
     Gradients,
@@ -26,7 +32,7 @@ from fastlinear.ops.gated_mlp.stacking import (
     Pre,
     Weights,
     empty_like,
-    halves,
+    empty_pre,
     hidden,
     split_biases,
     split_pre,
@@ -63,7 +69,7 @@ def elementwise_backward(
 ) -> Gradients:
     """dy (M, N) or (M, H), dense → the seven gradients; pre None is formed again from x."""
     gate = Gate(gate_forward, gate_backward)
-    return backward_by(_CUBLAS, gate, dy, pre, x, weights, biases, activation, order, needs)
+    return backward_by(PYTORCH, gate, dy, pre, x, weights, biases, activation, order, needs)
 
 
 def forward(
@@ -77,12 +83,8 @@ def forward(
     given = [None if b is None else b.contiguous() for b in (gate_b, up_b)]
     (m, k), size = x.shape, hidden(weights)
     h = x.new_empty(m, size)
-    pre: Pre | None = None
-    gate = up = None
-    if save_pre:
-        apart = order == "apart"
-        pre = x.new_empty(m, size if apart else 2 * size), x.new_empty(m, size) if apart else None
-        gate, up = split_pre(pre, order)
+    pre = empty_pre(x, size, order) if save_pre else None
+    gate, up = (None, None) if pre is None else split_pre(pre, order)
     tensors = (x, gate_w, up_w, *given, h, gate, up)
     key = ("dual", _facts(tensors), activation, order)
     launch = _plans.get(key)
@@ -114,26 +116,13 @@ def backward(
 ) -> Gradients:
     """dy (M, N) or (M, H), dense, bfloat16 or float16 → the seven gradients; pre None is formed
     again from x."""
-    inner = any(needs[i] for i in (0, 1, 2, 4, 5))
-    down = weights.down
-    if down is None or not inner:
+    if weights.down is None or not any(needs[i] for i in (0, 1, 2, 4, 5)):
         return elementwise_backward(dy, pre, x, weights, biases, activation, order, needs)
-    down_bias = dy.sum(0) if needs[6] else None
     if pre is None:
         pre = reference.pre_activations(x, weights, biases)
-    dpre, h, (gate_bias, up_bias) = _through_down(
-        dy, down, pre, activation, order, (needs[4], needs[5]), needs[3]
+    return backward_through_down(
+        PYTORCH, _through_down, dy, pre, x, weights, activation, order, needs
     )
-    down_weight = None if h is None else _CUBLAS.grad_weight(dy, h)
-    first, second = dpre
-    dx: Any = None
-    if needs[0]:
-        dx = _CUBLAS.grad_input(first, weights.gate)
-        if second is not None and weights.up is not None:
-            dx = _CUBLAS.accumulated(second, weights.up, dx)
-    gate_weight = _CUBLAS.grad_weight(first, x) if needs[1] else None
-    up_weight = _CUBLAS.grad_weight(second, x) if needs[2] and second is not None else None
-    return dx, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias
 
 
 def gate_forward(pre: Pre, activation: str, order: str) -> Tensor:
@@ -186,7 +175,7 @@ def gate_backward(
         grid = (-(-size // c.block_n), chunks)
         launch = _keep(key, Launch(_gate_bwd_kernel, grid, rest, dh.device, warps=c.warps))
     launch(*tensors)
-    return dpre, h, _bias_gradients(part, order, needs, dh)
+    return dpre, h, bias_gradients(part, order, needs, dh)
 
 
 def _through_down(
@@ -218,31 +207,7 @@ def _through_down(
             key, Launch(_down_bwd_kernel, grid, rest, dy.device, warps=c.warps, stages=c.stages)
         )
     launch(*tensors)
-    return dpre, h, _bias_gradients(part, order, needs, dy)
-
-
-def _bias_gradients(
-    part: Tensor | None, order: str, needs: tuple[bool, bool], like: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    """The sums of (2, chunks, H), in the dtype and order of the biases."""
-    if part is None:
-        return None, None
-    sums = part.sum(1).to(like.dtype)
-    if order == "apart":
-        gate, up = sums
-        return gate.clone() if needs[0] else None, up.clone() if needs[1] else None
-    both = like.new_empty(2 * sums.shape[1])
-    for half, values in zip(halves(both, None, order, 0), sums, strict=True):
-        half.copy_(values)
-    return both, None
-
-
-_CUBLAS = Products(
-    pre_activations=reference.pre_activations,
-    grad_input=lambda dpre, weight: dpre @ weight,
-    grad_weight=lambda dpre, x: dpre.t() @ x,
-    accumulated=lambda dpre, weight, dx: dx.addmm_(dpre, weight),
-)
+    return dpre, h, bias_gradients(part, order, needs, dy)
 
 
 def _keep(key: Any, launch: Launch) -> Launch:

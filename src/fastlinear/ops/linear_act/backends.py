@@ -16,7 +16,7 @@ from fastlinear.core.cost import Cost
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, Family, deferred, is_installed, register_family
-from fastlinear.ops.common import door_node
+from fastlinear.ops.common import door_node, hopper
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import (
     cpp,
@@ -56,10 +56,13 @@ _TRITON_SOURCES = (
     "../common/activations_triton.py",
     "../common/triton_launch.py",
 )
-_CUDA_SOURCES = ("gemm.cu", "cuda_config.py", "../common/cuda_driver.py")
+_CUDA_SOURCES = (
+    *("gemm.cu", "cuda_config.py", "../common/cuda_driver.py"),
+    *(f"../common/{name}" for name in hopper.FILES),
+)
 _FEW_ROWS_SOURCES = (
     *("few_rows.cu", "few_rows_single.cu", "few_rows_half.cu", "few_rows_config.py"),
-    "../common/cuda_driver.py",
+    *("../common/cuda_driver.py", "../common/hopper.py"),
 )
 _CPP_SOURCES = tuple(
     f"../common/{name}" for name in ("elementwise.cpp", "cpp_elementwise.py", "cpp_build.py")

@@ -10,26 +10,28 @@ from __future__ import annotations
 import ctypes
 import threading
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.ops.common import cuda_driver as driver
-from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.common.door_launch import DoorLaunch, Y
-from fastlinear.ops.linear_act.cuda_config import BK, Config, config_for, writes_directly
+from fastlinear.ops.common.hopper import (
+    ARCH,
+    BK,
+    DTYPE_NAMES,
+    THREADS,
+    EarlyLaunch,
+    device_source,
+    operand_layout,
+)
+from fastlinear.ops.linear_act.cuda_config import Config, config_for, writes_directly
 
-ARCH = "sm_90a"
 _SOURCE = Path(__file__).with_name("gemm.cu")
 _KERNEL = "linear_act_gemm"
-_THREADS = 384
 _MAX_PLANS = 2048
-_PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_SIZE = 1 << 30  # tile coordinates are 32-bit
-
-_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 def reason_not(
@@ -53,32 +55,18 @@ def reason_not(
         return "needs a CUDA device"
     if tuple(capability) != (9, 0):
         return f"needs compute capability 9.0 (Hopper), not {capability[0]}.{capability[1]}"
-    if dtype not in _DTYPES:
+    if dtype not in DTYPE_NAMES:
         return f"needs bfloat16 or float16, not {dtype}"
     if min(M, K, N) < 1:
         return "an empty dimension"
     if max(M, K, N) > _MAX_SIZE:
         return f"sizes must stay below 2^30, got M={M}, K={K}, N={N}"
     for name, shape, strides in (("x", (M, K), x_strides), ("weight", (N, K), w_strides)):
-        if _layout(shape, strides) is None:
+        if operand_layout(shape, strides) is None:
             return (
                 f"{name} of shape {shape} has strides {tuple(strides)}: one must be 1 and the "
                 "other a multiple of 8 at which nothing overlaps"
             )
-    return None
-
-
-def _layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[bool, int] | None:
-    """(rows are the contiguous dimension, leading stride) as TMA can read it, or None."""
-    (rows, cols), (row_stride, col_stride) = shape, strides
-    if (col_stride == 1 or cols == 1) and (
-        rows == 1 or (row_stride % 8 == 0 and row_stride >= cols)
-    ):
-        return False, row_stride if rows > 1 else -(-cols // 8) * 8
-    if (row_stride == 1 or rows == 1) and (
-        cols == 1 or (col_stride % 8 == 0 and col_stride >= rows)
-    ):
-        return True, col_stride if cols > 1 else -(-rows // 8) * 8
     return None
 
 
@@ -95,60 +83,16 @@ def source(
     """The complete CUDA C++ source of one specialisation; ``direct``: y has odd rows."""
     macros = {
         "BM": config.bm,
-        "BN": config.bn,
         "STAGES": config.stages,
         "OUT_BUFS": config.out_bufs,
         "CLUSTER": config.cluster,
         "PINGPONG": int(config.pingpong),
         "GROUP_M": config.group_m,
-        "A_MN": int(a_mn),
-        "B_MN": int(b_mn),
-        "IS_BF16": int(dtype == torch.bfloat16),
         "HAS_BIAS": int(has_bias),
         "SAVE": int(save_pre),
         "DIRECT": int(direct),
-        **{f"ACT_{name.upper()}": number for number, name in enumerate(NAMES)},
-        "ACT": f"ACT_{activation.upper()}",
     }
-    defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
-    return defines + _wgmma_source(config.bn, dtype, a_mn, b_mn) + _SOURCE.read_text()
-
-
-def _wgmma_source(n: int, dtype: torch.dtype, a_mn: bool, b_mn: bool) -> str:
-    """wgmma(acc, desc_a, desc_b): acc (64, n) += A (64, 16) B (n, 16)ᵀ; wgmma_first: acc = A Bᵀ."""
-    count = n // 2
-    kind = "bf16" if dtype == torch.bfloat16 else "f16"
-    registers = ", ".join(f"%{i}" for i in range(count))
-
-    def function(name: str, constraint: str, accumulate: int) -> str:
-        outputs = ", ".join(f'"{constraint}f"(d[{i}])' for i in range(count))
-        return (
-            f"__device__ __forceinline__ void {name}(float (&d)[{count}], unsigned long long a,\n"
-            "    unsigned long long b) {\n"
-            f'  asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, {accumulate}, 0;\\n"\n'
-            f'    "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} {{{registers}}}, "\n'
-            f'    "%{count}, %{count + 1}, p, 1, 1, {int(a_mn)}, {int(b_mn)};\\n}}"\n'
-            f'    : {outputs} : "l"(a), "l"(b));\n}}\n'
-        )
-
-    return function("wgmma", "+", 1) + function("wgmma_first", "=", 0)
-
-
-class _EarlyLaunch(driver.Launch):
-    """A launch that may set up while the kernel before it on the stream is ending.
-
-    The kernel waits for that one to be done before it touches memory (griddepcontrol.wait).
-    """
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._attributes = (driver._LaunchAttribute * 2)(self._attribute)
-        self._attributes[1].id = _PROGRAMMATIC_SERIALIZATION
-        self._attributes[1].value[0] = 1
-        self._config.attributes = ctypes.cast(
-            self._attributes, ctypes.POINTER(driver._LaunchAttribute)
-        )
-        self._config.attribute_count = 2
+    return device_source(_SOURCE, macros, config.bn, dtype, activation, a_mn, b_mn)
 
 
 class _Plan:
@@ -165,10 +109,10 @@ class _Plan:
         save_pre: bool,
     ) -> None:
         (M, K), N = a.shape, b.shape[0]
-        dtype, device = _DTYPES[a.dtype], a.device.index
+        dtype, device = DTYPE_NAMES[a.dtype], a.device.index
         direct = writes_directly(N)
-        a_mn, a_stride = _layout(a.shape, a.stride())  # type: ignore[misc]
-        b_mn, b_stride = _layout(b.shape, b.stride())  # type: ignore[misc]
+        a_mn, a_stride = operand_layout(a.shape, a.stride())  # type: ignore[misc]
+        b_mn, b_stride = operand_layout(b.shape, b.stride())  # type: ignore[misc]
         kernel = _kernel(
             config, a.dtype, activation, bias is not None, save_pre, a_mn, b_mn, direct, device
         )
@@ -188,9 +132,9 @@ class _Plan:
             (self.y, self.pre), addresses = maps, []
         self.bias = ctypes.c_void_p(0)
         tiles_m, tiles_n = -(-M // (config.bm * config.cluster)), -(-N // config.bn)
-        self.launch = _EarlyLaunch(
+        self.launch = EarlyLaunch(
             kernel,
-            _THREADS,
+            THREADS,
             config.cluster,
             [
                 self.a_map,

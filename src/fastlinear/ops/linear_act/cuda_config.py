@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-BK = 64
-"""Steps along K that one stage of the pipeline holds."""
-_SHARED_LIMIT = 232_448  # bytes a Hopper block may have
+from fastlinear.ops.common.hopper import BK, SHARED_LIMIT
 
 
 def writes_directly(n: int) -> bool:
@@ -57,7 +55,7 @@ class Config:
             return f"{self.rows_per_consumer}x{self.bn} accumulators do not fit the registers"
         if self.out_bufs < 1 or self.bn // 64 % self.out_bufs:
             return f"{self.out_bufs} staging buffers are not used evenly by {self.bn} columns"
-        if self.stages < 2 or self.shared_bytes > _SHARED_LIMIT:
+        if self.stages < 2 or self.shared_bytes > SHARED_LIMIT:
             return f"{self.shared_bytes} bytes of shared memory with {self.stages} stages"
         return None
 

@@ -20,8 +20,8 @@ from fastlinear.core.errors import UnsupportedError
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.common.door_launch import DoorLaunch, Y
+from fastlinear.ops.common.hopper import EarlyLaunch
 from fastlinear.ops.linear_act import reference
-from fastlinear.ops.linear_act.cuda import _EarlyLaunch
 from fastlinear.ops.linear_act.few_rows_config import (
     Config,
     HalfConfig,
@@ -84,7 +84,7 @@ class _Plan:
             numbers.append(config.spans(K))
         arguments: list[Any] = [self.x, self.weight, self.bias, self.y]
         arguments += [ctypes.c_int(number) for number in numbers]
-        self.launch = _EarlyLaunch(kernel, config.threads, config.cluster, arguments)
+        self.launch = EarlyLaunch(kernel, config.threads, config.cluster, arguments)
         self.launch._config.shared_bytes = shared_bytes  # the kernel's own is its longest K's
         self.launch.set_grid(-(-N // config.block_n) * config.cluster)
 

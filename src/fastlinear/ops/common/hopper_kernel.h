@@ -1,0 +1,108 @@
+// The body of such a kernel around what is its own: how a k-tile is loaded, and the epilogue. Behind
+// hopper_gemm.h.
+
+// A block's part of the tiles; all counts are in tiles of BM * CLUSTER rows, BN columns, BK steps.
+struct Work {
+  int tiles_m, tiles_n, k_tiles;
+  int first, step, tiles;  // of this block: first, first + step, ... below tiles
+
+  __device__ __forceinline__ Work(int tiles_m, int tiles_n, int k_tiles)
+      : tiles_m(tiles_m), tiles_n(tiles_n), k_tiles(k_tiles), first(blockIdx.x / CLUSTER),
+        step(gridDim.x / CLUSTER), tiles(tiles_m * tiles_n) {}
+
+  __device__ __forceinline__ Tile at(int t) const { return tile_at(t, tiles_m, tiles_n); }
+};
+
+// Barriers of the pipeline, `full` first, STAGES each. Ends once all blocks of the cluster know.
+__device__ __forceinline__ void init_pipeline(u32 full) {
+  constexpr int kConsumerWarps = PINGPONG ? 4 : 8;
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < STAGES; ++s) {
+      mbar_init(full + s * 8, 1);
+      mbar_init(full + (STAGES + s) * 8, kConsumerWarps * CLUSTER);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  if constexpr (CLUSTER > 1) cluster_sync(); else __syncthreads();
+  // A kernel behind this one that was launched to may set up under its end. This one touches no
+  // memory before the kernel ahead of it is done.
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// One thread fills the pipeline. load(stage's memory, barrier, first row, first column, k-tile) asks
+// for STAGE_BYTES in all, of which other blocks of the cluster may send a part.
+template <class Load>
+__device__ __forceinline__ void produce(const Work& work, u32 base, u32 full, u32 rank,
+                                        const Load& load) {
+  int stage = 0;
+  u32 phase = 1;  // a fresh barrier counts as "previous phase done"
+  for (int t = work.first; t < work.tiles; t += work.step) {
+    const Tile tile = work.at(t);
+    const int row = (tile.m * CLUSTER + rank) * BM;
+    for (int kt = 0; kt < work.k_tiles; ++kt) {
+      mbar_wait(full + (STAGES + stage) * 8, phase);
+      mbar_expect(full + stage * 8, STAGE_BYTES);
+      load(base + stage * STAGE_BYTES, full + stage * 8, row, tile.n, kt);
+      if (++stage == STAGES) { stage = 0; phase ^= 1; }
+    }
+  }
+}
+
+// A consumer warpgroup's way through its tiles. The epilogue has
+//   kShared: whether a block's last tile, whose epilogue has no products to hide under, is finished
+//            by both consumers (in pingpong, of two times 64 rows),
+//   begin<kRows>(row, tile's n): under the products; what finish will need of kRows * 64 rows,
+//   finish<kRows>(acc, row, tile's n): the tile's end, from this warp's first row on,
+//   end(): behind the last tile.
+template <class Epilogue>
+__device__ __forceinline__ void consume(const Work& work, u32 base, u32 full, u32 rank,
+                                        int consumer, int thread, Epilogue& epilogue) {
+  constexpr bool kShared = Epilogue::kShared && PINGPONG && MMA_M == 2;
+  const int warp = thread / 32;
+  if (PINGPONG && consumer == 1) bar_arrive(1, 256);  // consumer 0 starts
+
+  // The block's tiles are numbered `index`; in pingpong each consumer takes every second one.
+  const int count = (work.tiles - work.first + work.step - 1) / work.step;
+  int index = PINGPONG ? consumer : 0;
+  for (; index < count; index += PINGPONG ? 2 : 1) {
+    const Tile tile = work.at(work.first + index * work.step);
+    const int row =
+        (tile.m * CLUSTER + rank) * BM + (PINGPONG ? 0 : consumer * WG_M) + warp * 16;
+    const bool is_shared = kShared && index == count - 1;
+    if (is_shared) epilogue.template begin<1>(row, tile.n);
+    else epilogue.template begin<MMA_M>(row, tile.n);
+    float acc[MMA_M][BN / 2];
+    const u32 it = index * work.k_tiles;  // k-tiles that went through the pipeline before this tile
+    const u32 a_src = base + (PINGPONG ? 0 : consumer * (A_BYTES / 2));
+    Pipe pipe{a_src,     base + A_BYTES, full, full + STAGES * 8,
+              lane_id(), static_cast<int>(it % STAGES), 0, (it / STAGES) & 1};
+
+    // Wait for the other consumer to have issued its tile. This also keeps both within one phase of
+    // the pipeline's barriers, which a parity bit cannot tell apart beyond that.
+    if constexpr (PINGPONG) bar_sync(1 + consumer, 256);
+    pipe.run(acc, work.k_tiles);
+    if constexpr (PINGPONG) bar_arrive(1 + (consumer ^ 1), 256);
+    wgmma_wait<0>();
+    pipe.release(pipe.previous);
+    if (kShared && index == count - 2) bar_arrive(4, 256);
+    if (is_shared) {
+      if (index > 0) bar_sync(4, 256);  // both have read all of the pipeline: its memory is free
+      give(base + thread * 16, acc[MMA_M - 1]);
+      bar_arrive(3, 256);
+      epilogue.template finish<1>(acc, row, tile.n);
+    } else {
+      epilogue.template finish<MMA_M>(acc, row, tile.n);
+    }
+  }
+  if (kShared && index == count) {  // the last tile is the other consumer's
+    const Tile tile = work.at(work.first + (count - 1) * work.step);
+    const int row = (tile.m * CLUSTER + rank) * BM + WG_M - 64 + warp * 16;
+    epilogue.template begin<1>(row, tile.n);
+    float half[1][BN / 2];  // not acc: written by loads, it would make ptxas serialise all wgmma
+    bar_sync(3, 256);
+    take(base + thread * 16, half[0]);
+    epilogue.template finish<1>(half, row, tile.n);
+  }
+  epilogue.end();
+}

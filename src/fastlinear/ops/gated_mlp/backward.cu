@@ -1,0 +1,240 @@
+// The way back through the down projection and the gate for Hopper, as one product with the
+// derivatives in its epilogue.
+//
+//   dH = A Wd (never written),  dG = dH ∘ U ∘ act'(G),  dU = dH ∘ act(G),  H = act(G) ∘ U
+//
+// Behind hopper_gemm.h, hopper_kernel.h and hopper_activations.h. A is dy (M, N), B the down weight
+// (N, H) as it lies. Each warp of a consumer reads G and U in blocks of 16 x 64 by TMA, one ahead,
+// writes dG and dU over them and H beside them, and sends all three off by TMA.
+//
+// Macros from the host, besides those of the headers:
+//   NEED_H 1: H is written, for the gradient of the down weight.
+//   SUMS 1: column sums of dG and dU, of MMA_M * 16 rows each, are written for the bias gradients.
+
+constexpr int SETS = 2;
+constexpr int BLOCK_BYTES = 16 * 64 * 2;
+constexpr int SET_BYTES = 3 * BLOCK_BYTES;  // G and dG, U and dU, H
+constexpr int CHUNKS = BN / 64;             // blocks of a tile's row, for each 64 rows
+constexpr int OUT_OFFSET = STAGES * STAGE_BYTES;
+constexpr int BAR_OFFSET = OUT_OFFSET + 8 * SETS * SET_BYTES;
+constexpr int LOADED_OFFSET = BAR_OFFSET + 2 * STAGES * 8;  // a barrier for each set of each warp
+constexpr int B_PART = (B_MN ? BK : BN) / CLUSTER;
+
+static_assert(BN % 64 == 0 && B_PART % 8 == 0, "BN");
+static_assert(MMA_M * CHUNKS % SETS == 0, "a tile's blocks use the sets evenly");
+static_assert(!A_MN, "dy is dense");
+
+__device__ __forceinline__ void ldmatrix(u32 addr, u32 (&r)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(addr)
+               : "memory");
+}
+
+__device__ __forceinline__ void store_block(const TensorMap* map, u32 src, int x, int y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
+      "r"(src), "r"(x), "r"(y)
+      : "memory");
+}
+
+// Adds up what the eight lanes of the same columns hold: v[0..3] of one array, v[4..7] of another.
+// Lane l is left with the sum of number (l >> 2 & 1) + 2 * (l >> 3 & 1) + 4 * (l >> 4).
+__device__ __forceinline__ float sum_lanes(const float (&v)[8]) {
+  const u32 lane = lane_id();
+  float a[4], b[2];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const bool high = lane & 16;
+    const float sent = high ? v[i] : v[i + 4], kept = high ? v[i + 4] : v[i];
+    a[i] = kept + __shfl_xor_sync(0xffffffffu, sent, 16);
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const bool high = lane & 8;
+    const float sent = high ? a[i] : a[i + 2], kept = high ? a[i + 2] : a[i];
+    b[i] = kept + __shfl_xor_sync(0xffffffffu, sent, 8);
+  }
+  const bool high = lane & 4;
+  return (high ? b[1] : b[0]) + __shfl_xor_sync(0xffffffffu, high ? b[0] : b[1], 4);
+}
+
+struct Epilogue {
+  static constexpr bool kShared = false;
+  u32 at;      // where this lane's row of a block lies in the first set
+  u32 loaded;  // barrier of the first set
+  bool leader;
+  const TensorMap *gate_map, *up_map, *dgate_map, *dup_map, *h_map;
+  float* sums;  // (2, sum_rows, columns): of dG, then of dU
+  long long sums_apart;
+  int columns;
+  u32 phase;
+
+  // Asks for the i-th block; its set's stores must have been sent.
+  __device__ __forceinline__ void ask(int set, int row, int col) const {
+    const u32 to = at + set * SET_BYTES, bar = loaded + set * 8;  // the leader's row is the first
+    mbar_expect(bar, 2 * BLOCK_BYTES);
+    tma_load<1>(to, gate_map, bar, col, row);
+    tma_load<1>(to + BLOCK_BYTES, up_map, bar, col, row);
+  }
+
+  // A tile's blocks: of 64 columns, its rows; `i` is a constant once unrolled.
+  template <int kRows>
+  static __device__ __forceinline__ int row_of(int i) { return i % kRows * 64; }
+  template <int kRows>
+  static __device__ __forceinline__ int col_of(int i) { return i / kRows * 64; }
+
+  template <int kRows>
+  __device__ __forceinline__ void begin(int row, int n) const {
+    if (leader) {
+      tma_store_wait_read<0>();
+#pragma unroll
+      for (int i = 0; i < SETS; ++i) ask(i, row + row_of<kRows>(i), n * BN + col_of<kRows>(i));
+    }
+    __syncwarp();
+  }
+
+  template <int kRows, int kAccs>
+  __device__ __forceinline__ void finish(float (&acc)[kAccs][BN / 2], int row, int n) {
+    constexpr int kBlocks = kRows * CHUNKS;
+    const int col = n * BN;
+    float held[4];  // this lane's column sums of the 64 columns' rows so far
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) {
+      const int set = i % SETS, mi = i % kRows;
+      const int here = row + row_of<kRows>(i), at_col = col + col_of<kRows>(i);
+      float* dh = acc[mi] + i / kRows * 32;
+      const u32 block = at + set * SET_BYTES;
+      mbar_wait(loaded + set * 8, phase);
+      if (set == SETS - 1) phase ^= 1;
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        u32 where;  // volatile: worked out here, not kept in a register throughout
+        asm volatile("xor.b32 %0, %1, %2;" : "=r"(where) : "r"(block), "r"(q * 32));
+        u32 g[4], u[4], h[4];
+        float totals[8] = {};
+        ldmatrix(where, g);
+        ldmatrix(where + BLOCK_BYTES, u);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const float d0 = dh[8 * q + 2 * k], d1 = dh[8 * q + 2 * k + 1];
+          float g0, g1, u0, u1, s0, s1;
+          unpack(g[k], g0, g1);
+          unpack(u[k], u0, u1);
+          const float a0 = act_and_slope(g0, s0), a1 = act_and_slope(g1, s1);
+          const float dg0 = d0 * u0 * s0, dg1 = d1 * u1 * s1, du0 = d0 * a0, du1 = d1 * a1;
+          g[k] = pack(dg0, dg1);
+          u[k] = pack(du0, du1);
+          h[k] = pack(a0 * u0, a1 * u1);
+          if (SUMS) {  // rows 0-7 and 8-15 of columns 16q + 8 (k / 2) + 2 (lane % 4) + 0 and 1
+            totals[k / 2 * 2] += dg0;
+            totals[k / 2 * 2 + 1] += dg1;
+            totals[4 + k / 2 * 2] += du0;
+            totals[4 + k / 2 * 2 + 1] += du1;
+          }
+        }
+        stmatrix(where, g[0], g[1], g[2], g[3]);
+        stmatrix(where + BLOCK_BYTES, u[0], u[1], u[2], u[3]);
+        if (NEED_H) stmatrix(where + 2 * BLOCK_BYTES, h[0], h[1], h[2], h[3]);
+        if (SUMS) {
+          const float sum = sum_lanes(totals);
+          held[q] = mi == 0 ? sum : held[q] + sum;
+        }
+        // Half a block later the store before is read out: its set can take the next block but one.
+        if (q == 1 && i > 0 && i + SETS - 1 < kBlocks && leader) {
+          constexpr int kNone = 0;
+          tma_store_wait_read<kNone>();
+          const int next = i + SETS - 1;
+          ask(next % SETS, row + row_of<kRows>(next), col + col_of<kRows>(next));
+        }
+      }
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      __syncwarp();
+      if (leader) {
+        store_block(dgate_map, block, at_col, here);
+        store_block(dup_map, block + BLOCK_BYTES, at_col, here);
+        if (NEED_H) store_block(h_map, block + 2 * BLOCK_BYTES, at_col, here);
+        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+      }
+      if (SUMS && mi == kRows - 1) {
+        const u32 lane = lane_id();
+        const int number = (lane >> 2 & 1) + 2 * (lane >> 3 & 1);
+        // number 2j + e is column 8j + 2 (lane % 4) + e of 16
+        const int own = at_col + number / 2 * 8 + (lane & 3) * 2 + number % 2;
+        const int sum_row = row / (64 * MMA_M) * 4 + row % 64 / 16;
+        float* to = sums + (lane >> 4) * sums_apart + static_cast<long long>(sum_row) * columns;
+#pragma unroll
+        for (int q = 0; q < 4; ++q)
+          if (own + 16 * q < columns) to[own + 16 * q] = held[q];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void end() const {
+    if (leader) tma_store_wait_all();
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+gated_backward(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
+               const __grid_constant__ TensorMap gate_map,
+               const __grid_constant__ TensorMap up_map,
+               const __grid_constant__ TensorMap dgate_map,
+               const __grid_constant__ TensorMap dup_map, const __grid_constant__ TensorMap h_map,
+               float* __restrict__ sums, int sum_rows, int columns, int tiles_m, int tiles_n,
+               int k_tiles) {
+  extern __shared__ __align__(1024) char smem[];
+  const u32 base = smem_addr(smem), full = base + BAR_OFFSET;
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+  const int thread = threadIdx.x % 128;
+  const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
+  if (threadIdx.x == 0) {
+    prefetch_map(&a_map);
+    prefetch_map(&b_map);
+    prefetch_map(&gate_map);
+    prefetch_map(&up_map);
+    for (int i = 0; i < 8 * SETS; ++i) mbar_init(base + LOADED_OFFSET + i * 8, 1);
+  }
+  init_pipeline(full);
+  const Work work(tiles_m, tiles_n, k_tiles);
+
+  // As in the forward: 40 + 2 * 232 registers for what 3 * 168 were.
+  if (warpgroup == 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if (thread == 0) {
+      produce(work, base, full, rank, [&](u32 a_dst, u32 bar, int row, int n, int kt) {
+        const u32 b_dst = a_dst + A_BYTES + rank * (B_PART * 128);
+        tma_load<1>(a_dst, &a_map, bar, kt * BK, row);
+        if constexpr (B_MN) {
+#pragma unroll
+          for (int i = 0; i < BN / 64; ++i)
+            tma_load<CLUSTER>(b_dst + i * (BK * 128), &b_map, bar, n * BN + i * 64,
+                              kt * BK + rank * B_PART);
+        } else {
+          tma_load<CLUSTER>(b_dst, &b_map, bar, kt * BK, n * BN + rank * B_PART);
+        }
+      });
+    }
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    const int consumer = warpgroup - 1, warp = consumer * 4 + thread / 32;
+    const u32 lane = thread & 31;
+    // Rows of 128 bytes, their 16-byte pieces permuted as the 128-byte swizzle of TMA has it
+    const u32 piece = (lane >> 4) ^ (lane & 7);
+    Epilogue epilogue{base + OUT_OFFSET + warp * (SETS * SET_BYTES) + (lane & 15) * 128 + piece * 16,
+                      base + LOADED_OFFSET + warp * SETS * 8,
+                      lane == 0,
+                      &gate_map,
+                      &up_map,
+                      &dgate_map,
+                      &dup_map,
+                      &h_map,
+                      sums,
+                      static_cast<long long>(sum_rows) * columns,
+                      columns,
+                      0};
+    consume(work, base, full, rank, consumer, thread, epilogue);
+  }
+  __syncwarp();
+  if constexpr (CLUSTER > 1) cluster_sync();  // no block leaves while a peer may still write to it
+}

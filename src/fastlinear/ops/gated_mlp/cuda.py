@@ -1,0 +1,334 @@
+"""Backend ``cuda`` of gated_mlp for Hopper: the gate in the epilogue of products by TMA and wgmma.
+
+``forward.cu`` is gate and up projection as one product, ``backward.cu`` the gradient of what the
+gate lets through, which is never written. Both hide the epilogue under the next tile's product.
+The other products are cuBLAS's. Every element is written by one block in a fixed order: results
+are deterministic.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastlinear.core.problem import Problem
+from fastlinear.ops.common import cuda_driver as driver
+from fastlinear.ops.common.hopper import (
+    ARCH,
+    BK,
+    DTYPE_NAMES,
+    THREADS,
+    EarlyLaunch,
+    device_source,
+    operand_layout,
+)
+from fastlinear.ops.gated_mlp import reference
+from fastlinear.ops.gated_mlp.cuda_config import Config, config_for
+from fastlinear.ops.gated_mlp.problem import has_down
+from fastlinear.ops.gated_mlp.products import (
+    PYTORCH,
+    backward_through_down,
+    bias_gradients,
+)
+from fastlinear.ops.gated_mlp.stacking import (
+    Biases,
+    Gradients,
+    Needs,
+    Pre,
+    Weights,
+    empty_like,
+    empty_pre,
+    hidden,
+    split_biases,
+    split_pre,
+    split_weights,
+)
+
+_HERE = Path(__file__).parent
+_MAX_PLANS = 1024
+_MAX_SIZE = 1 << 30  # tile coordinates are 32-bit
+
+Slot = driver.TensorMap | ctypes.c_void_p
+
+
+def reason_not(p: Problem) -> str | None:
+    """Why this backend cannot serve a Problem, or None."""
+    if p.device != "cuda":
+        return "its kernels run on CUDA devices only"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    capability = torch.cuda.get_device_capability()
+    if capability != (9, 0):
+        return f"needs compute capability 9.0 (Hopper), not {capability[0]}.{capability[1]}"
+    return reason_not_sizes(p)
+
+
+def reason_not_sizes(p: Problem) -> str | None:
+    """The same, whatever the device is."""
+    if p.dtype not in DTYPE_NAMES.values():
+        return f"needs bfloat16 or float16, not {p.dtype}"
+    if p.piece == "backward" and not has_down(p):
+        return "without a down projection there is no product to hold the gate's derivatives"
+    if p.option("w") != "dense":
+        return "weights must be dense"
+    if p.option("order") == "interleaved" and (p.needs_grad or p.piece != "forward"):
+        return "interleaved pre-activations have no rows that TMA could move"
+    sizes = [p.dim(name) for name in ("K", "H", *(("N",) if p.piece == "backward" else ()))]
+    if any(size % 8 for size in sizes):
+        return f"rows must be multiples of 16 bytes, got features {sizes}"
+    if min(p.dim("M"), *sizes) < 1 or max(p.dim("M"), *sizes) > _MAX_SIZE:
+        return f"sizes must be from 1 to 2^30, got M={p.dim('M')} and features {sizes}"
+    return None
+
+
+def forward(
+    x: Tensor, weights: Weights, biases: Biases, activation: str, order: str, save_pre: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """x (M, K), bfloat16 or float16 → (y (M, N) or (M, H), then the pre-activations or None
+    twice)."""
+    pre = empty_pre(x, hidden(weights), order) if save_pre else None
+    h = gate(x, split_weights(weights, order), split_biases(biases, order), activation, pre, order)
+    y = h if weights.down is None else F.linear(h, weights.down, biases.down)
+    return (y, *pre) if pre is not None else (y, None, None)
+
+
+def backward(
+    dy: Tensor,
+    pre: Pre | None,
+    x: Tensor,
+    weights: Weights,
+    biases: Biases,
+    activation: str,
+    order: str,
+    needs: Needs,
+) -> Gradients:
+    """dy (M, N), dense, bfloat16 or float16 → the seven gradients; pre None is formed again from
+    x."""
+    if not any(needs[i] for i in (0, 1, 2, 4, 5)):
+        return reference.backward(dy, pre, x, weights, biases, activation, order, needs)
+    if pre is None:
+        pre = reference.pre_activations(x, weights, biases)
+    return backward_through_down(
+        PYTORCH, through_down, dy, pre, x, weights, activation, order, needs
+    )
+
+
+def gate(
+    x: Tensor,
+    weights: tuple[Tensor, Tensor],
+    biases: tuple[Tensor | None, Tensor | None],
+    activation: str,
+    pre: Pre | None,
+    order: str,
+    config: Config | None = None,
+) -> Tensor:
+    """h (M, H) = act(x Wgᵀ + bg) ∘ (x Wuᵀ + bu), dense.
+
+    Args:
+        x: (M, K); copied unless its rows are dense and begin at multiples of 16 bytes.
+        weights: gate and up, (H, K) each with K contiguous.
+        biases: theirs, (H,) or None.
+        activation: its name.
+        pre: memory for the pre-activations, or None.
+        order: how they lie in it.
+        config: tile configuration; chosen where None.
+    """
+    x = _readable(x)
+    given = [_readable(w) for w in weights]
+    bias = [None if b is None else b.contiguous() for b in biases]
+    bias = [b.clone() if b is not None and b.data_ptr() % 4 else b for b in bias]
+    (m, k), size = x.shape, weights[0].shape[0]
+    h = x.new_empty(m, size)
+    kept = [] if pre is None else list(split_pre(pre, order))
+    tensors = [x, *given, h, *(kept or (h, h)), *bias]
+    key = _key("forward", tensors, activation, pre is None, config)
+
+    def make() -> _Plan:
+        made = config or config_for("forward", m, size)
+        half = made.bn // 2
+        slots: list[Slot] = [
+            _operand(x, made.bm),
+            *(_operand(w, half) for w in given),
+            *(_output(t, 32) for t in (h, *(kept or (h, h)))),
+            *(ctypes.c_void_p(0) for _ in bias),
+        ]
+        macros = {
+            "GATE_BIAS": int(bias[0] is not None),
+            "UP_BIAS": int(bias[1] is not None),
+            "SAVE": int(pre is not None),
+        }
+        kernel = _kernel("forward", made, x, activation, macros, False)
+        counts = (size, *_tiles(made, m, half, size, k))
+        return _Plan(kernel, made, slots, counts)
+
+    _run(key, make, x, tensors)
+    return h
+
+
+def through_down(
+    dy: Tensor,
+    down: Tensor,
+    pre: Pre,
+    activation: str,
+    order: str,
+    needs: tuple[bool, bool],
+    needs_h: bool,
+    config: Config | None = None,
+) -> tuple[Pre, Tensor | None, tuple[Tensor | None, Tensor | None]]:
+    """(dpre laid out as pre, h (M, H) or None, bias gradients) from dy (M, N) and down (N, H).
+
+    Args:
+        needs: which bias gradients are wanted: the gate's (or the stack's) and the up projection's.
+        needs_h: whether what the gate lets through is wanted.
+        config: tile configuration; chosen where None.
+    """
+    dy, down = _readable(dy), _readable(down)
+    (m, n), size = dy.shape, down.shape[1]
+    dpre = empty_like(pre)
+    h = dy.new_empty(m, size) if needs_h else None
+    made = config or config_for("backward", m, size)
+    tiles = _tiles(made, m, made.bn, size, n)
+    rows = tiles[0] * made.cluster * made.bm // made.rows_per_consumer * 4
+    sums = None
+    if any(needs):
+        sums = torch.empty((2, rows, size), dtype=torch.float32, device=dy.device)
+    halves = *split_pre(pre, order), *split_pre(dpre, order)
+    tensors = [dy, down, *halves, halves[0] if h is None else h, sums]
+    key = _key("backward", tensors, activation, needs_h, config)
+
+    def make() -> _Plan:
+        slots: list[Slot] = [
+            _operand(dy, made.bm),
+            driver.TensorMap(
+                *(DTYPE_NAMES[dy.dtype], n, size, down.stride(0), BK // made.cluster, 64),
+                *(down.data_ptr(), dy.device.index),
+            ),
+            *(_output(t, 64) for t in tensors[2:7] if t is not None),
+            ctypes.c_void_p(0),
+        ]
+        macros = {"NEED_H": int(needs_h), "SUMS": int(sums is not None)}
+        kernel = _kernel("backward", made, dy, activation, macros, True)
+        return _Plan(kernel, made, slots, (rows, size, *tiles))
+
+    _run(key, make, dy, tensors)
+    return dpre, h, bias_gradients(sums, order, needs, dy)
+
+
+class _Plan:
+    """One prepared launch: fixed shapes and layouts, any addresses."""
+
+    def __init__(
+        self, kernel: driver.Kernel, config: Config, slots: Sequence[Slot], counts: Sequence[int]
+    ) -> None:
+        self.slots = slots
+        arguments = [*slots, *(ctypes.c_int(count) for count in counts)]
+        self.launch = EarlyLaunch(kernel, THREADS, config.cluster, arguments)
+        tiles = counts[-3] * counts[-2]
+        self.launch.set_grid(min(tiles, self.launch.max_clusters()) * config.cluster)
+
+    def run(self, tensors: Sequence[Tensor | None], stream: int) -> None:
+        """Launch on tensors of the same kind, in the order of the slots."""
+        for slot, tensor in zip(self.slots, tensors, strict=True):
+            address = 0 if tensor is None else tensor.data_ptr()
+            if isinstance(slot, driver.TensorMap):
+                slot.point_at(address)
+            else:
+                slot.value = address
+        self.launch.run(stream)
+
+
+_lock = threading.Lock()
+_kernels: dict[Any, driver.Kernel] = {}
+_plans: dict[Any, _Plan] = {}
+
+
+def source(
+    piece: str,
+    config: Config,
+    dtype: torch.dtype,
+    activation: str,
+    macros: dict[str, int],
+    b_mn: bool,
+) -> str:
+    """The complete CUDA C++ source of one specialisation of a piece's kernel."""
+    own = {
+        "BM": config.bm,
+        "STAGES": config.stages,
+        "CLUSTER": config.cluster,
+        "PINGPONG": int(config.pingpong),
+        "GROUP_M": config.group_m,
+        **macros,
+    }
+    file = _HERE / f"{piece}.cu"
+    return device_source(file, own, config.bn, dtype, activation, False, b_mn)
+
+
+def _kernel(
+    piece: str, config: Config, like: Tensor, activation: str, macros: dict[str, int], b_mn: bool
+) -> driver.Kernel:
+    key = (piece, config, like.dtype, activation, tuple(macros.items()), like.device.index)
+    kernel = _kernels.get(key)
+    if kernel is None:
+        text = source(piece, config, like.dtype, activation, macros, b_mn)
+        cubin = driver.compile_cubin(text, f"gated_{piece}.cu", ARCH)
+        size = config.shared_bytes(piece)
+        kernel = driver.Kernel(cubin, f"gated_{piece}", size, like.device.index)
+        _kernels[key] = kernel
+    return kernel
+
+
+def _run(key: Any, make: Any, like: Tensor, tensors: Sequence[Tensor | None]) -> None:
+    with torch.cuda.device(like.device), _lock:
+        plan = _plans.get(key)
+        if plan is None:
+            if len(_plans) >= _MAX_PLANS:
+                _plans.clear()
+            driver.make_current(like.device.index)
+            with driver.loading_allowed():
+                plan = _plans[key] = make()
+        plan.run(tensors, torch._C._cuda_getCurrentRawStream(like.device.index))
+
+
+def _key(piece: str, tensors: Sequence[Tensor | None], *rest: Any) -> Any:
+    first = tensors[0]
+    assert first is not None
+    layouts = [None if t is None else (t.shape, t.stride()) for t in tensors]
+    return (piece, first.dtype, first.device, *layouts, *rest)
+
+
+def _readable(t: Tensor) -> Tensor:
+    """A matrix whose rows TMA can read: itself or a dense copy."""
+    layout = operand_layout(tuple(t.shape), t.stride())
+    dense = layout is not None and not layout[0] and (t.stride(1) == 1 or t.shape[1] == 1)
+    if not dense:
+        t = t.contiguous()
+    return t if t.data_ptr() % 16 == 0 else t.clone()
+
+
+def _operand(t: Tensor, box: int) -> driver.TensorMap:
+    """Blocks of ``box`` rows and 64 columns of a matrix with dense rows."""
+    layout = operand_layout(tuple(t.shape), t.stride())
+    assert layout is not None
+    name, (rows, cols) = DTYPE_NAMES[t.dtype], t.shape
+    return driver.TensorMap(name, rows, cols, layout[1], box, 64, t.data_ptr(), t.device.index)
+
+
+def _output(t: Tensor, columns: int) -> driver.TensorMap:
+    """Blocks of 16 rows and so many columns, as a warp moves them."""
+    rows, cols = t.shape
+    stride = t.stride(0) if rows > 1 else cols
+    where = t.data_ptr(), t.device.index
+    name, narrow = DTYPE_NAMES[t.dtype], columns == 32
+    return driver.TensorMap(name, rows, cols, stride, 16, columns, *where, narrow=narrow)
+
+
+def _tiles(config: Config, m: int, width: int, columns: int, depth: int) -> tuple[int, int, int]:
+    """Tiles along the rows, along the columns, and steps along the depth."""
+    return -(-m // (config.bm * config.cluster)), -(-columns // width), -(-depth // BK)

@@ -1,0 +1,94 @@
+"""Tile configurations of the gated products on Hopper, and which one a size takes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from fastlinear.ops.common.hopper import BK, SHARED_LIMIT
+
+UNITS = 132  # multiprocessors of the devices that the rates were measured on
+_SETS_BYTES = 8 * 2 * 3 * 16 * 64 * 2  # of the backward: what each warp reads and writes at a time
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile shape and schedule of one kernel.
+
+    Attributes:
+        bm: rows of a tile, of one consumer (pingpong) or of both together.
+        bn: columns of a tile's product: in the forward two for each hidden feature.
+        stages: depth of the shared-memory pipeline, in steps of 64 along the depth.
+        cluster: blocks along the rows that share a tile of weights, 1 or 2.
+        pingpong: consumers own alternate tiles, so that one's epilogue hides under the other's
+            product.
+        group_m: row tiles (of bm * cluster) visited before the next column.
+    """
+
+    bm: int
+    bn: int
+    stages: int
+    cluster: int = 2
+    pingpong: bool = True
+    group_m: int = 8
+
+    @property
+    def rows_per_consumer(self) -> int:
+        """Rows of one consumer warpgroup's accumulator."""
+        return self.bm if self.pingpong else self.bm // 2
+
+    def shared_bytes(self, piece: str) -> int:
+        """Dynamic shared memory of the kernel of a piece."""
+        pipeline = self.stages * ((self.bm + self.bn) * BK * 2 + 16)
+        if piece == "backward":
+            return pipeline + _SETS_BYTES + 8 * 2 * 8
+        return pipeline + 8 * (self.bn // 64) * 16 * 32 * 2
+
+    def invalid(self, piece: str) -> str | None:
+        """Why this configuration cannot be built, or None."""
+        if self.rows_per_consumer % 64 or self.bm > 256:
+            return f"bm {self.bm}: each consumer needs a multiple of 64 rows, at most 256 in all"
+        if self.bn % 64 or self.bn > 256 or self.cluster not in (1, 2):
+            return f"bn {self.bn}, cluster {self.cluster}: multiples of 64 columns, 1 or 2 blocks"
+        if self.rows_per_consumer * self.bn > 128 * 192:
+            return f"{self.rows_per_consumer}x{self.bn} accumulators do not fit the registers"
+        if piece == "backward" and self.rows_per_consumer // 64 * (self.bn // 64) % 2:
+            return "an odd number of blocks does not use two sets evenly"
+        if self.stages < 2 or self.shared_bytes(piece) > SHARED_LIMIT:
+            return f"{self.shared_bytes(piece)} bytes of shared memory with {self.stages} stages"
+        return None
+
+
+# Candidates with their relative rates.
+CANDIDATES: dict[str, tuple[tuple[Config, float], ...]] = {
+    "forward": (
+        (Config(128, 192, 5, group_m=4), 1.0),
+        (Config(128, 192, 5, cluster=1, group_m=16), 0.995),
+        (Config(128, 128, 6, cluster=1, group_m=16), 0.95),
+        (Config(64, 128, 8, cluster=1), 0.7),
+    ),
+    "backward": (
+        (Config(128, 192, 3, group_m=4), 1.0),
+        (Config(128, 128, 4, group_m=8), 0.95),
+        (Config(128, 128, 4, cluster=1, group_m=16), 0.94),
+        (Config(64, 128, 5, cluster=1), 0.65),
+    ),
+}
+_UNHIDDEN = 0.5  # of a tile's time: its first operands and its last epilogue
+
+
+@lru_cache(maxsize=1024)
+def config_for(piece: str, m: int, h: int) -> Config:
+    """The tile configuration for M tokens and H hidden features: least time in waves."""
+    columns = 2 * h if piece == "forward" else h
+
+    def time(candidate: tuple[Config, float]) -> float:
+        config, rate = candidate
+        if config.bm * (config.cluster - 1) >= m:
+            return math.inf  # blocks of a cluster without any row
+        tiles = -(-m // (config.bm * config.cluster)) * -(-columns // config.bn)
+        waves = -(-tiles // (UNITS // config.cluster))
+        return (waves + _UNHIDDEN) * config.bm * config.bn / rate
+
+    return min(CANDIDATES[piece], key=time)[0]
