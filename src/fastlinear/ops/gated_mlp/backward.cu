@@ -4,24 +4,26 @@
 //   dH = A Wd (never written),  dG = dH ∘ U ∘ act'(G),  dU = dH ∘ act(G),  H = act(G) ∘ U
 //
 // Behind hopper_gemm.h, hopper_kernel.h and hopper_activations.h. A is dy (M, N), B the down weight
-// (N, H) as it lies. Each warp of a consumer reads G and U in blocks of 16 x 64 by TMA, one ahead,
-// writes dG and dU over them and H beside them, and sends all three off by TMA.
+// (N, H) as it lies. Each warp of a consumer reads G and U in blocks of 16 x 64 by TMA, as many as it
+// has sets of buffers for under the products before, writes dG and dU over them and H beside them, and
+// sends all three off by TMA.
 //
 // Macros from the host, besides those of the headers:
 //   NEED_H 1: H is written, for the gradient of the down weight.
 //   SUMS 1: column sums of dG and dU, of MMA_M * 16 rows each, are written for the bias gradients.
 
-constexpr int SETS = 2;
+constexpr int SETS = 3, H_BUFS = 2;
 constexpr int BLOCK_BYTES = 16 * 64 * 2;
-constexpr int SET_BYTES = 3 * BLOCK_BYTES;  // G and dG, U and dU, H
-constexpr int CHUNKS = BN / 64;             // blocks of a tile's row, for each 64 rows
+constexpr int SET_BYTES = 2 * BLOCK_BYTES;  // G and then dG, U and then dU
+constexpr int WARP_BYTES = SETS * SET_BYTES + H_BUFS * BLOCK_BYTES;
+constexpr int BLOCKS = MMA_M * (BN / 64);   // of a warp's part of a tile
 constexpr int OUT_OFFSET = STAGES * STAGE_BYTES;
-constexpr int BAR_OFFSET = OUT_OFFSET + 8 * SETS * SET_BYTES;
+constexpr int BAR_OFFSET = OUT_OFFSET + 8 * WARP_BYTES;
 constexpr int LOADED_OFFSET = BAR_OFFSET + 2 * STAGES * 8;  // a barrier for each set of each warp
 constexpr int B_PART = (B_MN ? BK : BN) / CLUSTER;
 
 static_assert(BN % 64 == 0 && B_PART % 8 == 0, "BN");
-static_assert(MMA_M * CHUNKS % SETS == 0, "a tile's blocks use the sets evenly");
+static_assert(SETS == 3 && H_BUFS == 2, "what the waits below count on");
 static_assert(!A_MN, "dy is dense");
 
 __device__ __forceinline__ void ldmatrix(u32 addr, u32 (&r)[4]) {
@@ -68,14 +70,22 @@ struct Epilogue {
   float* sums;  // (2, sum_rows, columns): of dG, then of dU
   long long sums_apart;
   int columns;
-  u32 phase;
+  u32 odd;  // whether an odd number of tiles went before
 
-  // Asks for the i-th block; its set's stores must have been sent.
-  __device__ __forceinline__ void ask(int set, int row, int col) const {
+  // Asks for the i-th block, at (row, col). Its set must have been read out.
+  __device__ __forceinline__ void ask(int i, int row, int col) const {
+    const int set = i % SETS;
     const u32 to = at + set * SET_BYTES, bar = loaded + set * 8;  // the leader's row is the first
     mbar_expect(bar, 2 * BLOCK_BYTES);
     tma_load<1>(to, gate_map, bar, col, row);
     tma_load<1>(to + BLOCK_BYTES, up_map, bar, col, row);
+  }
+
+  // Waits for the i-th block: its set has had (blocks of a tile in it) times (tiles before), and of
+  // this tile's every SETS-th.
+  __device__ __forceinline__ void wait(int i) const {
+    const int set = i % SETS, of_tile = (BLOCKS - set + SETS - 1) / SETS;
+    mbar_wait(loaded + set * 8, ((odd & of_tile) ^ (i / SETS)) & 1);
   }
 
   // A tile's blocks: of 64 columns, its rows; `i` is a constant once unrolled.
@@ -89,28 +99,33 @@ struct Epilogue {
     if (leader) {
       tma_store_wait_read<0>();
 #pragma unroll
-      for (int i = 0; i < SETS; ++i) ask(i, row + row_of<kRows>(i), n * BN + col_of<kRows>(i));
+      for (int i = 0; i < min(SETS, BLOCKS); ++i)
+        ask(i, row + row_of<kRows>(i), n * BN + col_of<kRows>(i));
     }
     __syncwarp();
   }
 
   template <int kRows, int kAccs>
   __device__ __forceinline__ void finish(float (&acc)[kAccs][BN / 2], int row, int n) {
-    constexpr int kBlocks = kRows * CHUNKS;
     const int col = n * BN;
     float held[4];  // this lane's column sums of the 64 columns' rows so far
 #pragma unroll
-    for (int i = 0; i < kBlocks; ++i) {
-      const int set = i % SETS, mi = i % kRows;
+    for (int i = 0; i < BLOCKS; ++i) {
+      const int mi = i % kRows;
       const int here = row + row_of<kRows>(i), at_col = col + col_of<kRows>(i);
       float* dh = acc[mi] + i / kRows * 32;
-      const u32 block = at + set * SET_BYTES;
-      mbar_wait(loaded + set * 8, phase);
-      if (set == SETS - 1) phase ^= 1;
+      const u32 block = at + i % SETS * SET_BYTES;
+      const u32 h_block = at + SETS * SET_BYTES + i % H_BUFS * BLOCK_BYTES;
+      wait(i);
+      if (NEED_H && i >= H_BUFS) {  // the store before the last is read out
+        if (leader) tma_store_wait_read<1>();
+        __syncwarp();
+      }
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
-        u32 where;  // volatile: worked out here, not kept in a register throughout
+        u32 where, to;  // volatile: worked out here, not kept in a register throughout
         asm volatile("xor.b32 %0, %1, %2;" : "=r"(where) : "r"(block), "r"(q * 32));
+        asm volatile("xor.b32 %0, %1, %2;" : "=r"(to) : "r"(h_block), "r"(q * 32));
         u32 g[4], u[4], h[4];
         float totals[8] = {};
         ldmatrix(where, g);
@@ -135,17 +150,16 @@ struct Epilogue {
         }
         stmatrix(where, g[0], g[1], g[2], g[3]);
         stmatrix(where + BLOCK_BYTES, u[0], u[1], u[2], u[3]);
-        if (NEED_H) stmatrix(where + 2 * BLOCK_BYTES, h[0], h[1], h[2], h[3]);
+        if (NEED_H) stmatrix(to, h[0], h[1], h[2], h[3]);
         if (SUMS) {
           const float sum = sum_lanes(totals);
           held[q] = mi == 0 ? sum : held[q] + sum;
         }
-        // Half a block later the store before is read out: its set can take the next block but one.
-        if (q == 1 && i > 0 && i + SETS - 1 < kBlocks && leader) {
-          constexpr int kNone = 0;
-          tma_store_wait_read<kNone>();
+        // Most of a block later the store before is read out: its set takes the next block but one.
+        if (q == 2 && i > 0 && i + SETS - 1 < BLOCKS && leader) {
+          tma_store_wait_read<0>();
           const int next = i + SETS - 1;
-          ask(next % SETS, row + row_of<kRows>(next), col + col_of<kRows>(next));
+          ask(next, row + row_of<kRows>(next), col + col_of<kRows>(next));
         }
       }
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -153,7 +167,7 @@ struct Epilogue {
       if (leader) {
         store_block(dgate_map, block, at_col, here);
         store_block(dup_map, block + BLOCK_BYTES, at_col, here);
-        if (NEED_H) store_block(h_map, block + 2 * BLOCK_BYTES, at_col, here);
+        if (NEED_H) store_block(h_map, h_block, at_col, here);
         asm volatile("cp.async.bulk.commit_group;" ::: "memory");
       }
       if (SUMS && mi == kRows - 1) {
@@ -168,6 +182,7 @@ struct Epilogue {
           if (own + 16 * q < columns) to[own + 16 * q] = held[q];
       }
     }
+    odd ^= 1;
   }
 
   __device__ __forceinline__ void end() const {
@@ -221,7 +236,7 @@ gated_backward(const __grid_constant__ TensorMap a_map, const __grid_constant__ 
     const u32 lane = thread & 31;
     // Rows of 128 bytes, their 16-byte pieces permuted as the 128-byte swizzle of TMA has it
     const u32 piece = (lane >> 4) ^ (lane & 7);
-    Epilogue epilogue{base + OUT_OFFSET + warp * (SETS * SET_BYTES) + (lane & 15) * 128 + piece * 16,
+    Epilogue epilogue{base + OUT_OFFSET + warp * WARP_BYTES + (lane & 15) * 128 + piece * 16,
                       base + LOADED_OFFSET + warp * SETS * 8,
                       lane == 0,
                       &gate_map,
@@ -237,4 +252,25 @@ gated_backward(const __grid_constant__ TensorMap a_map, const __grid_constant__ 
   }
   __syncwarp();
   if constexpr (CLUSTER > 1) cluster_sync();  // no block leaves while a peer may still write to it
+}
+
+// The bias gradients (columns,) out of `sums` (2, rows, columns): of the gate by even blocks, of the
+// up projection by odd ones, 32 columns each. One that is not wanted is null.
+extern "C" __global__ void __launch_bounds__(512)
+gated_bias_sums(const float* __restrict__ sums, unsigned short* __restrict__ gate,
+                unsigned short* __restrict__ up, int rows, int columns) {
+  __shared__ float part[16][33];
+  const int half = blockIdx.x % 2, lane = threadIdx.x % 32, slice = threadIdx.x / 32;
+  const int col = blockIdx.x / 2 * 32 + lane;
+  unsigned short* const out = half ? up : gate;
+  const float* const from = sums + static_cast<long long>(half) * rows * columns;
+  float sum = 0.0f;
+  if (out && col < columns)
+    for (int r = slice; r < rows; r += 16) sum += from[static_cast<long long>(r) * columns + col];
+  part[slice][lane] = sum;
+  __syncthreads();
+  if (slice == 0 && out && col < columns) {
+    for (int s = 1; s < 16; ++s) sum += part[s][lane];
+    out[col] = pack(sum, 0.0f) & 0xffff;
+  }
 }

@@ -11,15 +11,19 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from fastlinear.core.precision import matmul_precision
 from fastlinear.core.problem import Problem
+from fastlinear.dispatch import cache
+from fastlinear.dispatch.select import select
 from fastlinear.ops.common import cuda_driver as driver
+from fastlinear.ops.common.calls import is_captured
 from fastlinear.ops.common.hopper import (
     ARCH,
     BK,
@@ -35,7 +39,6 @@ from fastlinear.ops.gated_mlp.problem import has_down
 from fastlinear.ops.gated_mlp.products import (
     PYTORCH,
     backward_through_down,
-    bias_gradients,
 )
 from fastlinear.ops.gated_mlp.stacking import (
     Biases,
@@ -45,14 +48,17 @@ from fastlinear.ops.gated_mlp.stacking import (
     Weights,
     empty_like,
     empty_pre,
+    halves,
     hidden,
     split_biases,
     split_pre,
     split_weights,
 )
+from fastlinear.ops.linear_act import backends as linear_act
 
 _HERE = Path(__file__).parent
 _MAX_PLANS = 1024
+_SUMS = "gated_bias_sums"
 _MAX_SIZE = 1 << 30  # tile coordinates are 32-bit
 
 Slot = driver.TensorMap | ctypes.c_void_p
@@ -95,7 +101,7 @@ def forward(
     twice)."""
     pre = empty_pre(x, hidden(weights), order) if save_pre else None
     h = gate(x, split_weights(weights, order), split_biases(biases, order), activation, pre, order)
-    y = h if weights.down is None else F.linear(h, weights.down, biases.down)
+    y = h if weights.down is None else down_projection(h, weights.down, biases.down)
     return (y, *pre) if pre is not None else (y, None, None)
 
 
@@ -166,10 +172,30 @@ def gate(
         }
         kernel = _kernel("forward", made, x, activation, macros, False)
         counts = (size, *_tiles(made, m, half, size, k))
-        return _Plan(kernel, made, slots, counts)
+        return _product(kernel, made, slots, counts)
 
     _run(key, make, x, tensors)
     return h
+
+
+def down_projection(h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """h Wdᵀ + bd, h (M, H) and weight (N, H), by what linear_act takes for such a layer."""
+    key = h.shape, weight.shape, weight.stride(), h.dtype, h.device, bias is None, is_captured(h)
+    run = _downs.get(key)
+    if run is None:
+        m, size = h.shape
+        p = linear_act.problem(
+            *("forward", m, size, weight.shape[0]),
+            dtype=DTYPE_NAMES[h.dtype],
+            device="cuda",
+            bias=bias is not None,
+            precision=matmul_precision(h.dtype),
+            captured=is_captured(h),
+        )
+        with torch.cuda.device(h.device):
+            run = _downs[key] = select(p).backend.load()
+    y: Tensor = run(h, weight, bias, "none", False)[0]
+    return y
 
 
 def through_down(
@@ -199,8 +225,8 @@ def through_down(
     sums = None
     if any(needs):
         sums = torch.empty((2, rows, size), dtype=torch.float32, device=dy.device)
-    halves = *split_pre(pre, order), *split_pre(dpre, order)
-    tensors = [dy, down, *halves, halves[0] if h is None else h, sums]
+    given = *split_pre(pre, order), *split_pre(dpre, order)
+    tensors = [dy, down, *given, given[0] if h is None else h, sums]
     key = _key("backward", tensors, activation, needs_h, config)
 
     def make() -> _Plan:
@@ -215,23 +241,46 @@ def through_down(
         ]
         macros = {"NEED_H": int(needs_h), "SUMS": int(sums is not None)}
         kernel = _kernel("backward", made, dy, activation, macros, True)
-        return _Plan(kernel, made, slots, (rows, size, *tiles))
+        return _product(kernel, made, slots, (rows, size, *tiles))
 
     _run(key, make, dy, tensors)
-    return dpre, h, bias_gradients(sums, order, needs, dy)
+    return dpre, h, (None, None) if sums is None else _bias_gradients(sums, order, needs, dy, made)
 
 
+def _bias_gradients(
+    sums: Tensor, order: str, needs: tuple[bool, bool], like: Tensor, config: Config
+) -> tuple[Tensor | None, Tensor | None]:
+    """The bias gradients, as the biases lie, out of their sums (2, rows, H)."""
+    size = sums.shape[2]
+    found: tuple[Tensor | None, Tensor | None]
+    parts: tuple[Tensor | None, Tensor | None]
+    if order == "apart":
+        first, second = (like.new_empty(size) if need else None for need in needs)
+        found = parts = first, second
+    else:
+        both = like.new_empty(2 * size)
+        found, parts = (both, None), halves(both, None, order, 0)
+    tensors = [like, sums, *parts]
+
+    def make() -> _Plan:
+        kernel = _kernel("backward", config, like, "none", {"NEED_H": 1, "SUMS": 1}, True, _SUMS)
+        slots = [ctypes.c_void_p(0) for _ in range(3)]
+        launch = driver.Launch(
+            kernel, 512, 1, [*slots, ctypes.c_int(sums.shape[1]), ctypes.c_int(size)]
+        )
+        launch.set_grid(2 * -(-size // 32))
+        return _Plan(launch, slots)
+
+    _run(_key("sums", tensors, config), make, like, tensors[1:])
+    return found
+
+
+@dataclass(frozen=True)
 class _Plan:
     """One prepared launch: fixed shapes and layouts, any addresses."""
 
-    def __init__(
-        self, kernel: driver.Kernel, config: Config, slots: Sequence[Slot], counts: Sequence[int]
-    ) -> None:
-        self.slots = slots
-        arguments = [*slots, *(ctypes.c_int(count) for count in counts)]
-        self.launch = EarlyLaunch(kernel, THREADS, config.cluster, arguments)
-        tiles = counts[-3] * counts[-2]
-        self.launch.set_grid(min(tiles, self.launch.max_clusters()) * config.cluster)
+    launch: driver.Launch
+    slots: Sequence[Slot]
 
     def run(self, tensors: Sequence[Tensor | None], stream: int) -> None:
         """Launch on tensors of the same kind, in the order of the slots."""
@@ -244,9 +293,22 @@ class _Plan:
         self.launch.run(stream)
 
 
+def _product(
+    kernel: driver.Kernel, config: Config, slots: Sequence[Slot], counts: Sequence[int]
+) -> _Plan:
+    """The launch of a product; the counts end with its tiles."""
+    arguments = [*slots, *(ctypes.c_int(count) for count in counts)]
+    launch = EarlyLaunch(kernel, THREADS, config.cluster, arguments)
+    tiles = counts[-3] * counts[-2]
+    launch.set_grid(min(tiles, launch.max_clusters()) * config.cluster)
+    return _Plan(launch, slots)
+
+
 _lock = threading.Lock()
 _kernels: dict[Any, driver.Kernel] = {}
 _plans: dict[Any, _Plan] = {}
+_downs: dict[Any, Any] = {}
+cache.on_change(_downs.clear)
 
 
 def source(
@@ -271,15 +333,22 @@ def source(
 
 
 def _kernel(
-    piece: str, config: Config, like: Tensor, activation: str, macros: dict[str, int], b_mn: bool
+    piece: str,
+    config: Config,
+    like: Tensor,
+    activation: str,
+    macros: dict[str, int],
+    b_mn: bool,
+    name: str = "",
 ) -> driver.Kernel:
-    key = (piece, config, like.dtype, activation, tuple(macros.items()), like.device.index)
+    """The kernel of a piece's file, or another one of that file by its name."""
+    key = (piece, name, config, like.dtype, activation, tuple(macros.items()), like.device.index)
     kernel = _kernels.get(key)
     if kernel is None:
         text = source(piece, config, like.dtype, activation, macros, b_mn)
         cubin = driver.compile_cubin(text, f"gated_{piece}.cu", ARCH)
-        size = config.shared_bytes(piece)
-        kernel = driver.Kernel(cubin, f"gated_{piece}", size, like.device.index)
+        shared = 0 if name else config.shared_bytes(piece)
+        kernel = driver.Kernel(cubin, name or f"gated_{piece}", shared, like.device.index)
         _kernels[key] = kernel
     return kernel
 

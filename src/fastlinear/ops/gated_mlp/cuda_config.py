@@ -9,7 +9,7 @@ from functools import lru_cache
 from fastlinear.ops.common.hopper import BK, SHARED_LIMIT
 
 UNITS = 132  # multiprocessors of the devices that the rates were measured on
-_SETS_BYTES = 8 * 2 * 3 * 16 * 64 * 2  # of the backward: what each warp reads and writes at a time
+_BLOCKS_BYTES = 8 * (3 * 2 + 2) * 16 * 64 * 2  # of the backward: what its warps read and write
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Config:
         """Dynamic shared memory of the kernel of a piece."""
         pipeline = self.stages * ((self.bm + self.bn) * BK * 2 + 16)
         if piece == "backward":
-            return pipeline + _SETS_BYTES + 8 * 2 * 8
+            return pipeline + _BLOCKS_BYTES + 8 * 3 * 8
         return pipeline + 8 * (self.bn // 64) * 16 * 32 * 2
 
     def invalid(self, piece: str) -> str | None:
@@ -53,8 +53,6 @@ class Config:
             return f"bn {self.bn}, cluster {self.cluster}: multiples of 64 columns, 1 or 2 blocks"
         if self.rows_per_consumer * self.bn > 128 * 192:
             return f"{self.rows_per_consumer}x{self.bn} accumulators do not fit the registers"
-        if piece == "backward" and self.rows_per_consumer // 64 * (self.bn // 64) % 2:
-            return "an odd number of blocks does not use two sets evenly"
         if self.stages < 2 or self.shared_bytes(piece) > SHARED_LIMIT:
             return f"{self.shared_bytes(piece)} bytes of shared memory with {self.stages} stages"
         return None
@@ -64,15 +62,15 @@ class Config:
 CANDIDATES: dict[str, tuple[tuple[Config, float], ...]] = {
     "forward": (
         (Config(128, 192, 5, group_m=4), 1.0),
-        (Config(128, 192, 5, cluster=1, group_m=16), 0.995),
-        (Config(128, 128, 6, cluster=1, group_m=16), 0.95),
-        (Config(64, 128, 8, cluster=1), 0.7),
+        (Config(128, 192, 5, cluster=1, group_m=16), 1.0),
+        (Config(128, 128, 6, cluster=1, group_m=16), 0.97),
+        (Config(64, 192, 6, cluster=1), 0.75),
+        (Config(64, 128, 8, cluster=1), 0.72),
     ),
     "backward": (
-        (Config(128, 192, 3, group_m=4), 1.0),
-        (Config(128, 128, 4, group_m=8), 0.95),
-        (Config(128, 128, 4, cluster=1, group_m=16), 0.94),
-        (Config(64, 128, 5, cluster=1), 0.65),
+        (Config(128, 128, 3, cluster=1, group_m=16), 1.0),
+        (Config(128, 128, 3, group_m=8), 0.99),
+        (Config(64, 128, 4, cluster=1), 0.65),
     ),
 }
 _UNHIDDEN = 0.5  # of a tile's time: its first operands and its last epilogue

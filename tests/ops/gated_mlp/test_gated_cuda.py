@@ -1,0 +1,237 @@
+"""The Hopper kernels of gated_mlp: choices and offline compilation anywhere, the rest on Hopper."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastlinear.core.compare import judge
+from fastlinear.ops.common.activations import NAMES
+from fastlinear.ops.gated_mlp import cuda, reference
+from fastlinear.ops.gated_mlp.cuda_config import CANDIDATES, Config, config_for
+from fastlinear.ops.gated_mlp.problem import problem
+from fastlinear.ops.gated_mlp.stacking import Biases, Weights
+
+_SPEC = importlib.util.spec_from_file_location(
+    "nvrtc_offline", Path(__file__).parents[1] / "nvrtc_offline.py"
+)
+assert _SPEC is not None
+assert _SPEC.loader is not None
+nvrtc = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(nvrtc)
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+on_hopper = (pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU"))
+PIECES = ("forward", "backward")
+EVERY = [(piece, config) for piece in PIECES for config, _ in CANDIDATES[piece]]
+
+
+# ---------------------------------------------------------------- anywhere
+
+
+@pytest.mark.parametrize("m", [1, 7, 64, 200, 4096, 100_000])
+@pytest.mark.parametrize("h", [8, 96, 4096, 11008, 28672])
+@pytest.mark.parametrize("piece", PIECES)
+def test_config_for_is_always_buildable(piece: str, m: int, h: int) -> None:
+    assert config_for(piece, m, h).invalid(piece) is None
+
+
+@pytest.mark.parametrize(
+    ("piece", "config"),
+    [
+        ("forward", Config(96, 128, 4)),
+        ("forward", Config(128, 200, 4)),
+        ("forward", Config(128, 256, 4)),
+        ("forward", Config(128, 192, 6)),
+        ("forward", Config(128, 192, 4, cluster=4)),
+        ("backward", Config(128, 192, 4)),
+        ("backward", Config(64, 192, 3)),
+    ],
+)
+def test_impossible_configs_are_named(piece: str, config: Config) -> None:
+    assert config.invalid(piece)
+
+
+def test_what_it_does_not_serve() -> None:
+    def reason(
+        piece: str = "forward", sizes: tuple[int, ...] = (32, 64, 48, 24), **how: Any
+    ) -> Any:
+        given: Any = {"dtype": "bfloat16", "device": "cuda", **how}
+        return cuda.reason_not_sizes(problem(piece, *sizes, **given))
+
+    assert reason() is None
+    assert reason("backward") is None
+    assert reason(dtype="float16", order="up_gate") is None
+    assert "float32" in reason(dtype="float32")
+    assert "dense" in reason(w="strided")
+    assert "multiples" in reason(sizes=(32, 65, 48, 24))
+    assert "multiples" in reason(sizes=(32, 64, 44, 24))
+    assert reason(sizes=(32, 64, 48, 20)) is None, "y is cuBLAS's"
+    assert "multiples" in reason("backward", sizes=(32, 64, 48, 20))
+    assert "down" in reason("backward", sizes=(32, 64, 48))
+    assert reason(order="interleaved") is None
+    assert "interleaved" in reason(order="interleaved", needs_grad=True)
+    assert "interleaved" in reason("backward", order="interleaved")
+
+
+def _macros(piece: str, more: bool) -> dict[str, int]:
+    if piece == "forward":
+        return {"GATE_BIAS": int(more), "UP_BIAS": int(more), "SAVE": int(more)}
+    return {"NEED_H": 1, "SUMS": int(more)}
+
+
+def _frame(piece: str, config: Config, activation: str, more: bool) -> int:
+    """Bytes of local memory."""
+    text = cuda.source(
+        piece, config, torch.bfloat16, activation, _macros(piece, more), piece != "forward"
+    )
+    found = nvrtc.usage(text, f"{piece}.cu", "sm_90a")[f"gated_{piece}"]
+    assert found.registers <= 168, "384 threads share 65536 registers"
+    return int(found.frame)
+
+
+@pytest.mark.parametrize("more", [False, True])
+@pytest.mark.parametrize(("piece", "config"), EVERY, ids=str)
+def test_keeps_all_in_registers(piece: str, config: Config, more: bool) -> None:
+    assert _frame(piece, config, "silu", more) == 0
+
+
+@pytest.mark.parametrize("activation", NAMES)
+@pytest.mark.parametrize("piece", PIECES)
+def test_every_activation_does(piece: str, activation: str) -> None:
+    config = CANDIDATES[piece][0][0]
+    assert _frame(piece, config, activation, False) == 0
+    # column sums beside the largest tile leave a register or two too few; not in any loop
+    assert _frame(piece, config, activation, True) <= 24
+
+
+# ---------------------------------------------------------------- on the device
+
+
+def _draw(
+    sizes: tuple[int, int, int, int], dtype: torch.dtype, order: str, bias: str
+) -> tuple[Tensor, Weights, Biases, Tensor]:
+    m, k, h, n = sizes
+    generator = torch.Generator(device="cuda").manual_seed(3)
+
+    def draw(*shape: int, scale: float = 1.0) -> Tensor:
+        values = torch.randn(shape, generator=generator, device="cuda") * scale
+        return values.to(dtype)
+
+    apart = order == "apart"
+    rows = h if apart else 2 * h
+    weights = Weights(
+        draw(rows, k, scale=k**-0.5),
+        draw(h, k, scale=k**-0.5) if apart else None,
+        draw(n, h, scale=h**-0.5),
+    )
+    gate = draw(rows) if bias in ("yes", "gate") else None
+    up = draw(h) if apart and bias == "yes" else None
+    biases = Biases(gate, up, draw(n) if bias == "yes" else None)
+    return draw(m, k), weights, biases, draw(m, n)
+
+
+def _compare(
+    sizes: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    order: str,
+    bias: str,
+    activation: str = "silu",
+) -> None:
+    x, weights, biases, dy = _draw(sizes, dtype, order, bias)
+
+    # the backwards start from one set of pre-activations: rounding must not choose at a kink
+    pre = reference.pre_activations(x, weights, biases)
+    names = activation, order
+
+    def run(module: Any, to: torch.dtype) -> dict[str, Tensor]:
+        def as_(t: Tensor | None) -> Any:
+            return None if t is None else t.to(to)
+
+        w, b = Weights(*map(as_, weights)), Biases(*map(as_, biases))
+        y, gate, up = module.forward(x.to(to), w, b, *names, True)
+        plain = module.forward(x.to(to), w, b, *names, False)[0]
+        needs: Any = (True, *(t is not None for t in (*weights, *biases)))
+        kept = as_(pre[0]), as_(pre[1])
+        grads = module.backward(dy.to(to), kept, x.to(to), w, b, *names, needs)
+        named = {
+            "y": y,
+            "plain": plain,
+            "gate": gate,
+            "up": up,
+            **dict(zip("xgudabc", grads, strict=True)),
+        }
+        return {name: t for name, t in named.items() if t is not None}
+
+    expected, own, theirs = run(reference, torch.float64), run(cuda, dtype), run(reference, dtype)
+    assert own.keys() == expected.keys()
+    for name, oracle in expected.items():
+        verdict = judge(name, own[name], theirs[name], oracle)
+        assert verdict.passed, (sizes, order, bias, activation, verdict)
+
+
+SIZES = [
+    (1, 8, 8, 8),
+    (5, 64, 96, 64),
+    (64, 72, 104, 40),
+    (130, 136, 200, 72),
+    (257, 200, 520, 136),
+    (1000, 1024, 1032, 512),
+    (4096, 256, 2048, 256),
+]
+
+
+class TestOnHopper:
+    pytestmark = on_hopper
+
+    @pytest.mark.parametrize("order", ["apart", "gate_up", "up_gate"])
+    @pytest.mark.parametrize("sizes", SIZES, ids=str)
+    def test_as_the_oracle(self, sizes: tuple[int, int, int, int], order: str) -> None:
+        _compare(sizes, torch.bfloat16, order, "no")
+        _compare(sizes, torch.float16, order, "yes")
+
+    @pytest.mark.parametrize("activation", NAMES)
+    def test_every_activation(self, activation: str) -> None:
+        _compare((200, 136, 264, 72), torch.bfloat16, "apart", "yes", activation)
+        _compare((200, 136, 264, 72), torch.float16, "gate_up", "gate", activation)
+
+    @pytest.mark.parametrize(("piece", "config"), EVERY, ids=str)
+    def test_every_configuration(
+        self, piece: str, config: Config, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        chosen = config_for
+
+        def forced(of: str, m: int, h: int) -> Config:
+            return config if of == piece else chosen(of, m, h)
+
+        monkeypatch.setattr(cuda, "config_for", forced)
+        cuda._plans.clear()
+        for sizes in ((600, 136, 520, 200), (4000, 512, 2056, 520)):
+            _compare(sizes, torch.bfloat16, "apart", "yes")
+        cuda._plans.clear()
+
+    def test_addresses_that_are_not_aligned(self) -> None:
+        x, weights, biases, _ = _draw((40, 64, 48, 24), torch.bfloat16, "apart", "yes")
+        moved = torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view(x.shape)
+        moved.copy_(x)
+        y = cuda.forward(x, weights, biases, "silu", "apart", False)[0]
+        assert torch.equal(cuda.forward(moved, weights, biases, "silu", "apart", False)[0], y)
+
+    def test_the_same_bit_for_bit(self) -> None:
+        x, weights, biases, dy = _draw((1500, 512, 1032, 256), torch.bfloat16, "apart", "yes")
+        needs: Any = (True,) * 7
+
+        def run() -> list[Tensor]:
+            y, *pre = cuda.forward(x, weights, biases, "gelu", "apart", True)
+            grads = cuda.backward(dy, tuple(pre), x, weights, biases, "gelu", "apart", needs)
+            return [y, *pre, *grads]
+
+        first = run()
+        for _ in range(300):
+            for a, b in zip(first, run(), strict=True):
+                assert torch.equal(a, b)
