@@ -201,6 +201,10 @@ class Contract:
                     precision=matmul_precision(FLOAT_DTYPES[dtype]),
                 )
 
+    def in_float64(self, arguments: Any) -> Any:
+        """The same arguments with every tensor in float64."""
+        return in_float64(arguments)
+
     def inaccuracies(self, backend: Backend, problem: Problem, seed: int = 0) -> list[str]:
         """Where the backend's error exceeds twice torch's.
 

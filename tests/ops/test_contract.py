@@ -20,6 +20,13 @@ from fastlinear.ops.mlp.problem import problem as mlp_problem
 SPREADS_NAN = ("strassen",)
 
 
+def tiles_spread_nan(device: str, dtype: str) -> bool:
+    """Whether PyTorch's own products here carry a NaN to neighbours: oneDNN's of bfloat16 on a CPU
+    with AMX do where the depth is odd (docs/facts.md)."""
+    asked = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return device == "cpu" and dtype == "bfloat16" and asked is not None and asked()
+
+
 def discovered() -> list[Any]:
     """One parameter per backend, piece and device; those for CUDA are skipped without one."""
     found = []
@@ -65,11 +72,13 @@ def test_nan_and_infinity_propagate_as_torchs(
         for bad in (float("nan"), float("inf")):
             inputs = fam.make_inputs(problem, torch.device(device), 0)
             inputs[0][0, 0] = bad
-            expected, actual = fam.reference(problem, inputs), backend.load()(*inputs)
+            spread = tiles_spread_nan(device, dtype)
+            oracle = contract.in_float64(inputs) if spread and bad != bad else inputs
+            expected, actual = fam.reference(problem, oracle), backend.load()(*inputs)
             for e, a in zip(flat(expected), flat(actual), strict=True):
                 if e is None:
                     continue
-                if bad != bad and backend.name in SPREADS_NAN:
+                if bad != bad and (spread or backend.name in SPREADS_NAN):
                     assert torch.isnan(a)[torch.isnan(e)].all(), problem.describe()
                 elif bad != bad:
                     assert torch.equal(torch.isnan(a), torch.isnan(e)), problem.describe()

@@ -39,7 +39,8 @@ _CUDA_SOURCES = (
     *("forward.cu", "backward.cu", "cuda_config.py", "products.py", "../common/cuda_driver.py"),
     *(f"../common/{name}" for name in hopper.FILES),
 )
-_LEAST = 1 << 15  # numbers of a pre-activation from which fewer passes pay on a CPU
+_LEAST = 1 << 15  # numbers of a pre-activation from which fewer passes pay
+_LEAST_ROWS = 128
 
 
 def _always(_: Problem) -> str | None:
@@ -71,12 +72,14 @@ def _reason_not_pieces(p: Problem) -> str | None:
 
 def _prefer(p: Problem) -> tuple[str, ...]:
     """Analytic order, used only where no measurement covers the Problem."""
-    if p.device != "cpu":  # the kernels await their first run on a GPU
-        return ("pieces", "eager") if p.piece == STEP else ("eager",)
     if p.dim("M") * p.dim("H") < _LEAST:  # PyTorch's own calls cost the host least
         return ("eager", "pieces") if p.piece == STEP else ("eager",)
     if p.piece == STEP:
         return ("pieces", "eager")
+    if p.device != "cpu":
+        # of few rows a tile of the backward leaves most of its multiplications unused
+        own = p.piece == "forward" or p.dim("M") >= _LEAST_ROWS
+        return (*(("cuda",) if own else ()), "elementwise", "eager")
     # oneDNN's products are the faster ones as long as no operand is transposed; PyTorch's own of
     # bfloat16 are oneDNN's where the processor has such products
     fused = p.piece == "forward" and p.dtype == "float32"
