@@ -29,6 +29,11 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9,
 on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
 PIECES = ("forward", "backward")
 EVERY = [(piece, config) for piece in PIECES for config, _ in CANDIDATES[piece]]
+EVERY += [
+    ("backward", Config(128, 192, 3, cluster=1, group_m=16, sets=2)),
+    ("backward", Config(128, 128, 4, sets=2)),
+    ("forward", Config(256, 128, 4, pingpong=False)),
+]
 
 
 # ---------------------------------------------------------------- anywhere

@@ -9,10 +9,11 @@
 // sends all three off by TMA.
 //
 // Macros from the host, besides those of the headers:
+//   SETS: buffers of a warp for G and U, so many blocks ahead.
 //   NEED_H 1: H is written, for the gradient of the down weight.
 //   SUMS 1: column sums of dG and dU, of MMA_M * 16 rows each, are written for the bias gradients.
 
-constexpr int SETS = 3, H_BUFS = 2;
+constexpr int H_BUFS = 2;
 constexpr int BLOCK_BYTES = 16 * 64 * 2;
 constexpr int SET_BYTES = 2 * BLOCK_BYTES;  // G and then dG, U and then dU
 constexpr int WARP_BYTES = SETS * SET_BYTES + H_BUFS * BLOCK_BYTES;
@@ -23,7 +24,7 @@ constexpr int LOADED_OFFSET = BAR_OFFSET + 2 * STAGES * 8;  // a barrier for eac
 constexpr int B_PART = (B_MN ? BK : BN) / CLUSTER;
 
 static_assert(BN % 64 == 0 && B_PART % 8 == 0, "BN");
-static_assert(SETS == 3 && H_BUFS == 2, "what the waits below count on");
+static_assert(H_BUFS == 2, "what the waits below count on");
 static_assert(!A_MN, "dy is dense");
 
 __device__ __forceinline__ void ldmatrix(u32 addr, u32 (&r)[4]) {
@@ -155,8 +156,8 @@ struct Epilogue {
           const float sum = sum_lanes(totals);
           held[q] = mi == 0 ? sum : held[q] + sum;
         }
-        // Most of a block later the store before is read out: its set takes the next block but one.
-        if (q == 2 && i > 0 && i + SETS - 1 < BLOCKS && leader) {
+        // Well into the block the store before is read out: its set takes the next block to come.
+        if (q == SETS - 1 && i > 0 && i + SETS - 1 < BLOCKS && leader) {
           tma_store_wait_read<0>();
           const int next = i + SETS - 1;
           ask(next, row + row_of<kRows>(next), col + col_of<kRows>(next));

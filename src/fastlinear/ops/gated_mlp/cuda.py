@@ -326,6 +326,7 @@ def source(
         "CLUSTER": config.cluster,
         "PINGPONG": int(config.pingpong),
         "GROUP_M": config.group_m,
+        "SETS": config.sets,
         **macros,
     }
     file = _HERE / f"{piece}.cu"

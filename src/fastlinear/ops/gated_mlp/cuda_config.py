@@ -9,7 +9,7 @@ from functools import lru_cache
 from fastlinear.ops.common.hopper import BK, SHARED_LIMIT
 
 UNITS = 132  # multiprocessors of the devices that the rates were measured on
-_BLOCKS_BYTES = 8 * (3 * 2 + 2) * 16 * 64 * 2  # of the backward: what its warps read and write
+_BLOCK_BYTES = 16 * 64 * 2  # of what a warp of the backward reads or writes at a time
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Config:
         pingpong: consumers own alternate tiles, so that one's epilogue hides under the other's
             product.
         group_m: row tiles (of bm * cluster) visited before the next column.
+        sets: of the backward: blocks of the pre-activations that a warp has room for, 2 or 3.
     """
 
     bm: int
@@ -32,6 +33,7 @@ class Config:
     cluster: int = 2
     pingpong: bool = True
     group_m: int = 8
+    sets: int = 3
 
     @property
     def rows_per_consumer(self) -> int:
@@ -42,7 +44,7 @@ class Config:
         """Dynamic shared memory of the kernel of a piece."""
         pipeline = self.stages * ((self.bm + self.bn) * BK * 2 + 16)
         if piece == "backward":
-            return pipeline + _BLOCKS_BYTES + 8 * 3 * 8
+            return pipeline + 8 * (2 * self.sets + 2) * _BLOCK_BYTES + 8 * self.sets * 8
         return pipeline + 8 * (self.bn // 64) * 16 * 32 * 2
 
     def invalid(self, piece: str) -> str | None:
@@ -53,6 +55,8 @@ class Config:
             return f"bn {self.bn}, cluster {self.cluster}: multiples of 64 columns, 1 or 2 blocks"
         if self.rows_per_consumer * self.bn > 128 * 192:
             return f"{self.rows_per_consumer}x{self.bn} accumulators do not fit the registers"
+        if self.sets not in (2, 3):
+            return f"{self.sets} sets: 2 or 3"
         if self.stages < 2 or self.shared_bytes(piece) > SHARED_LIMIT:
             return f"{self.shared_bytes(piece)} bytes of shared memory with {self.stages} stages"
         return None
