@@ -287,20 +287,14 @@ def _mul_add_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return torch.relu(x * weight + bias)
 
 
-_SCRIPTS = {"none": "x * weight + bias", "relu": "torch.relu(x * weight + bias)"}
-
-
 def _function(case: Case) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     return {"none": _mul_add, "relu": _mul_add_relu}[case.option("activation")]
 
 
 def _scripted(work: DiagonalWork) -> Forward:
-    # A unit of its own: a scripted function is shared by all cases, and from the third size on its
-    # fused kernel is one for any size, which reads memory that is not there (torch 2.11, H200).
-    source = f"def run(x, weight, bias):\n    return {_SCRIPTS[work.case.option('activation')]}\n"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        run = torch.jit.CompilationUnit(source).run
+        run = torch.jit.script(_function(work.case))
     return lambda s: run(s.x, s.weight, s.bias)
 
 

@@ -103,7 +103,9 @@ def _frame(piece: str, config: Config, activation: str, more: bool) -> int:
 @pytest.mark.parametrize("more", [False, True])
 @pytest.mark.parametrize(("piece", "config"), EVERY, ids=str)
 def test_keeps_all_in_registers(piece: str, config: Config, more: bool) -> None:
-    assert _frame(piece, config, "silu", more) == 0
+    # column sums beside 192 columns of accumulators leave a register or two too few; in no loop
+    allowed = 24 if more and piece == "backward" and config.bn > 128 else 0
+    assert _frame(piece, config, "silu", more) <= allowed
 
 
 @pytest.mark.parametrize("activation", NAMES)
@@ -111,8 +113,7 @@ def test_keeps_all_in_registers(piece: str, config: Config, more: bool) -> None:
 def test_every_activation_does(piece: str, activation: str) -> None:
     config = CANDIDATES[piece][0][0]
     assert _frame(piece, config, activation, False) == 0
-    # column sums beside the largest tile leave a register or two too few; not in any loop
-    assert _frame(piece, config, activation, True) <= 24
+    assert _frame(piece, config, activation, True) == 0
 
 
 # ---------------------------------------------------------------- on the device
