@@ -94,3 +94,16 @@ def test_costs_are_each_tensor_once() -> None:
         cost = work.cost()
         assert cost.bytes == passes * 4 * (6 * 15 + 6 * 12 + 3 * 4 * 5 + 3 * 4)
         assert cost.flops == products * 2 * 6 * 3 * 4 * 5
+
+
+def test_roundings_of_wide_rows_decide_about_no_contender() -> None:
+    """Every token has a feature near relu's kink, and a bias added later rounds once more."""
+    sizes = (("M", 64), ("G", 20), ("K", 50), ("N", 64))
+    case = dataclasses.replace(tiny("forward+backward", "bfloat16"), dims=sizes)
+    wanted = [
+        p for p in experiment.peers(case) if p.name in ("eager", "bmm", "einsum", "fastlinear")
+    ]
+    rows = [r for r in run_case(case, SETTINGS, wanted) if r["metric"] == "wall"]
+    assert {r["contender"]: r["valid"] for r in rows} == dict.fromkeys(
+        ("eager", "bmm", "einsum", "fastlinear"), True
+    )

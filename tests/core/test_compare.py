@@ -17,6 +17,7 @@ from fastlinear.core.compare import (
     judge,
     other_side,
     relative_error,
+    silent_at_kinks,
     unit_rounding,
 )
 
@@ -196,6 +197,25 @@ def test_clear_of_kinks_leaves_no_sign_to_rounding() -> None:
     assert chain.difference(x) < 1e-6
     assert chain.failures(x) == 0
     assert chain.failures(x, scale=1.00001) == 3
+
+
+def test_silent_at_kinks_takes_the_side_out_of_wide_rows() -> None:
+    """Two roundings of a pre-activation disagree about its sign; the gradients no longer do."""
+    torch.manual_seed(0)
+    x, w, b = (torch.randn(*s).bfloat16() for s in ((64, 100), (4096, 100), (4096,)))
+    w, dy = w / 10, torch.randn(64, 4096).bfloat16()
+    exact = F.linear(x.double(), w.double(), b.double())
+    once, twice = F.linear(x, w, b), x @ w.t() + b
+
+    def grad(pre: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+        return (dy.double() * (pre > 0)) @ w.double()
+
+    assert relative_error(grad(twice, dy), grad(exact, dy)) > 0.01
+    silent = silent_at_kinks(dy, exact, once)
+    assert 0 < int((silent == 0).sum()) < 0.1 * dy.numel()
+    assert torch.equal(silent[silent != 0], dy[silent != 0])
+    for pre in (once, twice):
+        assert relative_error(grad(pre, silent), grad(exact, silent)) < 1e-12
 
 
 def test_clear_of_kinks_gives_up_where_kinks_are_everywhere() -> None:

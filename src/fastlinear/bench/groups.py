@@ -19,7 +19,7 @@ from torch import Tensor
 from fastlinear.bench.case import Case
 from fastlinear.bench.peer import OURS, Peer, compiler_missing, too_slow
 from fastlinear.bench.work import Unit
-from fastlinear.core.compare import KINKED, clear_of_kinks
+from fastlinear.core.compare import KINKED, silent_at_kinks
 from fastlinear.core.cost import Cost
 from fastlinear.core.device import device_facts
 from fastlinear.core.precision import FLOAT_DTYPES, matmul_precision
@@ -157,15 +157,11 @@ def _draw(case: Case, device: torch.device, index: int) -> Groups:
         return (torch.randn(shape, device=device, generator=generator) * scale).to(dtype)
 
     weight, bias = draw(groups, n, k, scale=k**-0.5), draw(groups, n)
-    x = draw(m, groups * k)
-    if index == 0 and case.needs_grad and case.option("activation") in KINKED:
-
-        def pre_activations(rows: Tensor) -> tuple[Tensor]:
-            w, b = weight.to(rows.dtype), bias.to(rows.dtype)
-            return (_loop(rows.view(len(rows), groups, k), w, b).flatten(1),)
-
-        x, _ = clear_of_kinks(x, pre_activations, lambda rows: draw(rows, groups * k))
-    return Groups(x.view(m, groups, k), weight, bias, draw(m, groups, n))
+    x, dy = draw(m, groups, k), draw(m, groups, n)
+    if index == 0 and case.needs_grad and case.option("activation") in KINKED:  # what is judged
+        exact = _loop(x.double(), weight.double(), bias.double())
+        dy = silent_at_kinks(dy, exact, _loop(x, weight, bias))
+    return Groups(x, weight, bias, dy)
 
 
 # --------------------------------------------------------------------------------------------

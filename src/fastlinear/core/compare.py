@@ -160,6 +160,29 @@ def other_side(
     return (pre.detach().abs() <= reach) & ((exact.detach() > 0) != (own_output.detach() > 0))
 
 
+def silent_at_kinks(
+    dy: torch.Tensor,
+    exact: torch.Tensor,
+    own: torch.Tensor,
+    *,
+    factor: float = DEFAULT_FACTOR,
+) -> torch.Tensor:
+    """The gradient of an activated layer's output with zeros where rounding decides the side of a
+    kink, so that gradients do not depend on the side an implementation takes there.
+
+    For layers so wide that ``clear_of_kinks`` finds no inputs. An element is near a kink when its
+    pre-activation is at most ``factor`` times the largest error that PyTorch's own show.
+
+    Args:
+        dy: gradients, of any shape; left as they are.
+        exact: pre-activations of that shape in float64.
+        own: PyTorch's own in dy's dtype.
+        factor: ``c`` of the rule.
+    """
+    near = exact.abs() <= factor * _largest_error(exact, own)
+    return dy.masked_fill(near, 0.0)
+
+
 def clear_of_kinks(
     x: torch.Tensor,
     pre_activations: Callable[[torch.Tensor], Iterable[torch.Tensor]],
