@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,42 @@ class Formula:
     run: Callable[..., Any]
     backward: Callable[..., Any]
 
+    def forward(
+        self, x: Tensor, weights: Sequence[Tensor | None], biases: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, ...]:
+        """y, then the two pre-activations, or their stack and None; None twice where they are not
+        kept. x is (..., K)."""
+        held: Any = weights
+        names = self.activation, self.order
+        y, *pre = self.run(as_rows(x), Weights(*held), Biases(*biases), *names, self.save_pre)
+        return (y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1]), *pre)
+
+    def gradients(
+        self,
+        dy: Tensor,
+        _: None,
+        shape: tuple[int, ...],
+        tensors: tuple[Tensor | None, ...],
+        kept: tuple[Tensor | None, ...],
+        needs: tuple[bool, ...],
+    ) -> Gradients:
+        """Seven, differentiable where a graph is asked for.
+
+        Args:
+            dy: gradient of y, of its shape.
+            tensors: x, three weights, three biases.
+            kept: as ``forward`` gives it after y.
+            needs: which gradients are wanted.
+        """
+        given: Any = tensors
+        wanted: Any = tuple(needs)
+        x, weights, biases = given[0], Weights(*given[1:4]), Biases(*given[4:7])
+        names = self.activation, self.order
+        if torch.is_grad_enabled():  # create_graph: the gradients must be differentiable
+            return differentiable_backward(dy, x, weights, biases, *names, wanted)
+        pre: Any = None if kept[0] is None else kept
+        return run_backward(dy, pre, x, weights, biases, *names, wanted, self.backward)
+
 
 class GatedMLP(torch.autograd.Function):
     """The one autograd formula of the family; backends sit below it.
@@ -59,29 +95,21 @@ class GatedMLP(torch.autograd.Function):
         formula: Formula,
     ) -> Tensor:
         """(act(x Wgᵀ + bg) ∘ (x Wuᵀ + bu)) Wdᵀ + bd, x (..., K)."""
-        weights = Weights(gate_weight, up_weight, down_weight)
-        biases = Biases(gate_bias, up_bias, down_bias)
-        reads_pre = any(ctx.needs_input_grad[:6])  # the down bias alone does not
-        save = formula.save_pre and reads_pre
-        rows = as_rows(x)
-        y, *pre = formula.run(rows, weights, biases, formula.activation, formula.order, save)
+        weights = gate_weight, up_weight, down_weight
+        biases = gate_bias, up_bias, down_bias
+        if not any(ctx.needs_input_grad[:6]):  # the gradient of the down bias reads nothing
+            formula = replace(formula, save_pre=False)
+        y, *pre = formula.forward(x, weights, biases)
         ctx.save_for_backward(x, *weights, *biases, *pre)
         ctx.formula = formula
-        return y.view(*x.shape[:-1], y.shape[-1])  # type: ignore[no-any-return]
+        return y  # type: ignore[return-value]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         """Seven gradients and None; differentiable by torch's own ops where a graph is asked."""
-        formula = ctx.formula
-        x, *rest = ctx.saved_tensors
-        weights, biases, pre = Weights(*rest[:3]), Biases(*rest[3:6]), tuple(rest[6:])
-        needs: Needs = tuple(ctx.needs_input_grad[:7])  # type: ignore[assignment]
-        names = formula.activation, formula.order
-        if torch.is_grad_enabled():  # create_graph: the gradients must be differentiable
-            return (*differentiable_backward(dy, x, weights, biases, *names, needs), None)
-        kept = None if pre[0] is None else pre
-        grads = run_backward(dy, kept, x, weights, biases, *names, needs, formula.backward)
-        return (*grads, None)
+        saved = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:7]
+        return (*ctx.formula.gradients(dy, None, dy.shape, saved[:7], saved[7:], needs), None)
 
 
 def as_rows(x: Tensor) -> Tensor:

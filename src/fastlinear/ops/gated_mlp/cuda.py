@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,7 +154,8 @@ def gate(
     h = x.new_empty(m, size)
     kept = [] if pre is None else list(split_pre(pre, order))
     tensors = [x, *given, h, *(kept or (h, h)), *bias]
-    key = _key("forward", tensors, activation, pre is None, config)
+    held = bias[0] is None, bias[1] is None
+    key = _key("forward", (x, *given), activation, *held, order, pre is None, config)
 
     def make() -> _Plan:
         made = config or config_for("forward", m, size)
@@ -227,7 +228,7 @@ def through_down(
         sums = torch.empty((2, rows, size), dtype=torch.float32, device=dy.device)
     given = *split_pre(pre, order), *split_pre(dpre, order)
     tensors = [dy, down, *given, given[0] if h is None else h, sums]
-    key = _key("backward", tensors, activation, needs_h, config)
+    key = _key("backward", (dy, down, given[0]), activation, order, sums is None, needs_h, config)
 
     def make() -> _Plan:
         slots: list[Slot] = [
@@ -260,7 +261,7 @@ def _bias_gradients(
     else:
         both = like.new_empty(2 * size)
         found, parts = (both, None), halves(both, None, order, 0)
-    tensors = [like, sums, *parts]
+    tensors = [sums, *parts]
 
     def make() -> _Plan:
         kernel = _kernel("backward", config, like, "none", {"NEED_H": 1, "SUMS": 1}, True, _SUMS)
@@ -271,7 +272,7 @@ def _bias_gradients(
         launch.set_grid(2 * -(-size // 32))
         return _Plan(launch, slots)
 
-    _run(_key("sums", tensors, config), make, like, tensors[1:])
+    _run(_key("sums", (like, sums), config), make, like, tensors)
     return found
 
 
@@ -354,31 +355,37 @@ def _kernel(
     return kernel
 
 
-def _run(key: Any, make: Any, like: Tensor, tensors: Sequence[Tensor | None]) -> None:
-    with torch.cuda.device(like.device), _lock:
+def _run(
+    key: Any, make: Callable[[], _Plan], like: Tensor, tensors: Sequence[Tensor | None]
+) -> None:
+    index = like.device.index
+    if index != torch._C._cuda_getDevice():
+        with torch.cuda.device(index):
+            _run(key, make, like, tensors)
+        return
+    with _lock:
         plan = _plans.get(key)
         if plan is None:
             if len(_plans) >= _MAX_PLANS:
                 _plans.clear()
-            driver.make_current(like.device.index)
+            driver.make_current(index)
             with driver.loading_allowed():
                 plan = _plans[key] = make()
-        plan.run(tensors, torch._C._cuda_getCurrentRawStream(like.device.index))
+        plan.run(tensors, torch._C._cuda_getCurrentRawStream(index))
 
 
-def _key(piece: str, tensors: Sequence[Tensor | None], *rest: Any) -> Any:
+def _key(piece: str, tensors: Sequence[Tensor], *rest: Any) -> Any:
+    """What a launch is made for; the tensors that are not named follow from these."""
     first = tensors[0]
-    assert first is not None
-    layouts = [None if t is None else (t.shape, t.stride()) for t in tensors]
-    return (piece, first.dtype, first.device, *layouts, *rest)
+    return (piece, first.dtype, first.device, *[(t.shape, t.stride()) for t in tensors], *rest)
 
 
 def _readable(t: Tensor) -> Tensor:
     """A matrix whose rows TMA can read: itself or a dense copy."""
-    layout = operand_layout(tuple(t.shape), t.stride())
-    dense = layout is not None and not layout[0] and (t.stride(1) == 1 or t.shape[1] == 1)
-    if not dense:
-        t = t.contiguous()
+    if not t.is_contiguous() or t.shape[1] % 8:
+        layout = operand_layout(tuple(t.shape), t.stride())
+        if layout is None or layout[0] or (t.stride(1) != 1 and t.shape[1] != 1):
+            t = t.contiguous()
     return t if t.data_ptr() % 16 == 0 else t.clone()
 
 

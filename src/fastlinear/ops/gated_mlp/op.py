@@ -17,18 +17,17 @@ from fastlinear.core.errors import InputError
 from fastlinear.core.precision import matmul_precision
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.explain import Explanation
-from fastlinear.ops.common import calls
+from fastlinear.ops.common import calls, door, door_node
 from fastlinear.ops.gated_mlp import reference
-from fastlinear.ops.gated_mlp.autograd import as_rows
-from fastlinear.ops.gated_mlp.plans import Plan, as_autocast, prepared, resolved
+from fastlinear.ops.gated_mlp.autograd import Formula, as_rows
+from fastlinear.ops.gated_mlp.plans import Plan, as_autocast, node, prepared, resolved
 from fastlinear.ops.gated_mlp.selection import choices
 from fastlinear.ops.gated_mlp.stacking import Biases, Weights
 from fastlinear.ops.gated_mlp.validation import validate
 
 _MAX_PLANS = 4096
 _is_compiling = torch.compiler.is_compiling
-_plans: dict[Any, Plan] = {}
-cache.on_change(_plans.clear)
+_LEVELS = ("keep", "form again")  # names of recompute's, for the door
 
 
 def gated_linear(
@@ -141,6 +140,28 @@ def call(
     function: str = "gated_mlp",
 ) -> Tensor:
     """Both functions with positional arguments: the entry of ``nn.GatedMLP``."""
+    if not _is_compiling() and (
+        recompute is None or (type(recompute) is int and 0 <= recompute < 2)
+    ):
+        level = None if recompute is None else _LEVELS[recompute]
+        y: Tensor | None = _door(
+            x, weights[:], biases[:], function, activation, order, level, backend
+        )
+        if y is not None:
+            return y
+    return _looked_up(x, weights, biases, activation, order, recompute, backend, function)
+
+
+def _looked_up(
+    x: Tensor,
+    weights: Weights,
+    biases: Biases,
+    activation: str,
+    order: str,
+    recompute: int | None,
+    backend: str | None,
+    function: str,
+) -> Tensor:
     rest = (activation, order, recompute, backend)
     given = tuple(t for t in (x, *weights, *biases) if t is not None)
     if not all(isinstance(t, Tensor) for t in given) and not has_torch_function(given):
@@ -166,19 +187,17 @@ def call(
         calls.is_captured(x),
     )
     try:
-        plan = _plans.get(key)
+        found = _plans.get(key)
     except TypeError:  # an argument that cannot be hashed: validation names it
-        plan = None
-    if plan is None:
-        x2, weights2, biases2 = as_autocast(x, weights, biases)
-        validate(function, x2, weights2, biases2, *rest)
-        plan = resolved(x2, weights2, biases2, *rest, grad)
-        if autocast is not None or negative:
-            plan = prepared(plan)
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
-        _plans[key] = plan
-    return plan(x, weights, biases)
+        found = None
+    if found is None:
+        found = _resolved(key, function, x, weights, biases, rest, grad, autocast, negative)
+    formula, plan = found
+    y = plan(x, weights, biases)
+    if autocast is None and not negative:
+        level = None if recompute is None else _LEVELS[recompute]
+        _admit(formula, plan, x, weights, biases, function, activation, order, level, backend)
+    return y
 
 
 def explain(
@@ -216,6 +235,82 @@ def explain(
     rows = as_rows(x.detach())
     found = choices(rows, weights, biases, activation, order, recompute, backend, needs_grad)
     return Explanation(found)
+
+
+# --------------------------------------------------------------------------------------------
+# Plans: what to call for calls of one kind
+
+_plans: dict[Any, tuple[Formula | None, Plan]] = {}
+
+
+def _no_door(*_: Any) -> None:
+    return None
+
+
+_door: Callable[..., Any] = _no_door
+
+
+def _forget() -> None:
+    _plans.clear()
+    _forget_in_door()
+
+
+def _forget_in_door() -> None:
+    """Have the door ask again: formulas that run in Python are recorded in C++ from here on."""
+    table = door.table("gated_mlp") if _door is not _no_door else None
+    if table is not None:
+        table.clear()
+
+
+cache.on_change(_forget)
+door_node.on_ready(_forget_in_door)
+
+
+def _resolved(
+    key: Any,
+    function: str,
+    x: Tensor,
+    weights: Weights,
+    biases: Biases,
+    rest: tuple[str, str, int | None, str | None],
+    grad: bool,
+    autocast: torch.dtype | None,
+    negative: bool,
+) -> tuple[Formula | None, Plan]:
+    """What serves a kind of call seen for the first time."""
+    global _door
+    x, weights, biases = as_autocast(x, weights, biases)
+    validate(function, x, weights, biases, *rest)
+    formula, plan = resolved(x, weights, biases, *rest, grad)
+    if autocast is not None or negative:
+        plan = prepared(plan)
+    if len(_plans) >= _MAX_PLANS:
+        _forget()
+    _plans[key] = formula, plan
+    table = door.table("gated_mlp")
+    if table is not None:
+        _door = table.call
+    return formula, plan
+
+
+def _admit(
+    formula: Formula | None, plan: Plan, x: Tensor, weights: Weights, biases: Biases, *names: Any
+) -> None:
+    """Make the plan of a call that has run known to the compiled door, if that wants it.
+
+    The door's facts tell more calls apart than a key of ours does.
+    """
+    if _door is _no_door or (x.is_cuda and not door.serves_cuda()):
+        return
+    table, given = door.table("gated_mlp"), (x, weights[:], biases[:], *names)
+    if table is None or not table.wants(*given):
+        return
+    made = None if formula is None else node(formula, x, weights, biases)
+
+    def run(x: Tensor, weights: Any, biases: Any) -> Tensor:
+        return plan(x, Weights(*weights), Biases(*biases))
+
+    table.admit(*given, made or run)
 
 
 # --------------------------------------------------------------------------------------------

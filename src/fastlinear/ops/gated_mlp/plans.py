@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
 from fastlinear.dispatch.select import Choice
+from fastlinear.ops.common import door_node
 from fastlinear.ops.common.autocast import cast
-from fastlinear.ops.common.calls import autocast_dtype
+from fastlinear.ops.common.calls import autocast_dtype, is_captured
 from fastlinear.ops.gated_mlp import reference
 from fastlinear.ops.gated_mlp.autograd import Formula, GatedMLP, as_rows
 from fastlinear.ops.gated_mlp.problem import STEP
@@ -27,19 +29,20 @@ def resolved(
     recompute: int | None,
     backend: str | None,
     grad: bool,
-) -> Plan:
-    """What to call for such tensors, which are valid."""
+) -> tuple[Formula | None, Plan]:
+    """(what a node in C++ can record or None, what to call) for such tensors, which are valid."""
     empty = not x.numel() or any(w is not None and not w.numel() for w in weights)
     if x.device.type not in ("cpu", "cuda") or empty:
-        return _own(activation, order)
+        return None, _own(activation, order)
     rows = as_rows(x.detach())
     chosen = choices(rows, weights, biases, activation, order, recompute, backend, grad)
     if not grad:
-        return inference_plan(chosen[0], activation, order)
+        return None, inference_plan(chosen[0], activation, order)
     names = {c.backend.name for c in chosen if c.problem.piece != STEP}
     if names == {"eager"} and recompute is None:
-        return _own(activation, order)
-    return training_plan(chosen, activation, order, recompute != 1)
+        return None, _own(activation, order)
+    formula = formula_of(chosen, activation, order, recompute != 1)
+    return None if is_captured(x) else formula, training_plan(formula)
 
 
 def _own(activation: str, order: str) -> Plan:
@@ -58,12 +61,36 @@ def inference_plan(choice: Choice, activation: str, order: str) -> Plan:
     return plan
 
 
-def training_plan(
+def formula_of(
     chosen: tuple[Choice, ...], activation: str, order: str, save_pre: bool = True
-) -> Plan:
-    """``GatedMLP`` over the backends chosen for forward and backward."""
+) -> Formula:
+    """The formula over the backends chosen for forward and backward."""
     run, backward = chosen[0].backend.load(), chosen[1].backend.load()
-    formula = Formula(activation, order, save_pre, run, backward)
+    return Formula(activation, order, save_pre, run, backward)
+
+
+def node(formula: Formula, x: Tensor, weights: Weights, biases: Biases) -> Any:
+    """The formula as the compiled door records it, for such tensors; None while there is no library
+    of nodes. They must have run before."""
+    tensors = x, *weights, *biases
+    if not door_node.begun():
+        return None
+    kept = door_node.INTERNAL if formula.save_pre else door_node.NOTHING
+    both = kept if weights.up is not None else door_node.NOTHING
+    return door_node.node(
+        "GatedMLPBackward",
+        tensors,
+        formula.forward,
+        formula.gradients,
+        None,
+        None,
+        (kept, both),
+        (-1,) * len(tensors),  # all are kept: second derivatives start from them
+    )
+
+
+def training_plan(formula: Formula) -> Plan:
+    """``GatedMLP`` over a formula's backends."""
     apply = GatedMLP.apply
 
     def plan(x: Tensor, weights: Weights, biases: Biases) -> Tensor:

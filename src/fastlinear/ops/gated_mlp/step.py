@@ -16,7 +16,7 @@ from fastlinear.core.precision import matmul_precision
 from fastlinear.dispatch import cache
 from fastlinear.ops.common.calls import is_captured
 from fastlinear.ops.gated_mlp import reference
-from fastlinear.ops.gated_mlp.plans import Plan, training_plan
+from fastlinear.ops.gated_mlp.plans import Plan, formula_of, training_plan
 from fastlinear.ops.gated_mlp.selection import problem_of, select_pieces
 from fastlinear.ops.gated_mlp.stacking import Biases, Weights
 
@@ -49,7 +49,7 @@ def pieces(
     plan = _plans.get(key)
     if plan is None:
         p = problem_of(x, weights, biases, activation, order, None, True)
-        plan = _plans[key] = training_plan(select_pieces(p), activation, order)
+        plan = _plans[key] = training_plan(formula_of(select_pieces(p), activation, order))
     return _step(plan, x, weights, biases, dy)
 
 
