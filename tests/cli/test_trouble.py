@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -187,3 +188,20 @@ def test_a_forked_process_ends_by_the_signal_itself() -> None:
             os._exit(0)
         _, status = os.waitpid(child, 0)
     assert os.WTERMSIG(status) == signal.SIGTERM
+
+
+def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
+    """``fastlinear doctor | head``: the pipe closes under what is printed."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fastlinear", "doctor"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"FASTLINEAR_CACHE_DIR": str(tmp_path)},
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    said = process.stderr.read().decode()
+    process.wait(60)
+    assert "SystemExit" not in said
+    assert "Traceback" not in said

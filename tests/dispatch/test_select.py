@@ -155,7 +155,7 @@ def test_forced_backend_that_cannot_serve(toy: Family) -> None:
 
 
 def test_forced_backend_that_does_not_exist(toy: Family) -> None:
-    with pytest.raises(UnsupportedError, match=r"\['fast', 'picky', 'slow'\].*'quick'"):
+    with pytest.raises(InputError, match=r"\['fast', 'picky', 'slow'\].*'quick'"):
         select(call(), "quick")
 
 

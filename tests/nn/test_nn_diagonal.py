@@ -107,3 +107,14 @@ def test_from_linear_takes_exact_diagonals_only() -> None:
         linear.weight[0, 2] = float("nan")
     with pytest.raises(InputError, match="1 other"):
         fl.nn.DiagonalLinear.from_linear(linear)
+
+
+def test_layers_that_do_more_are_refused() -> None:
+    linear = nn.Linear(3, 3)
+    with torch.no_grad():
+        linear.weight.copy_(torch.eye(3))
+    linear.register_forward_hook(lambda *_: None)
+    with pytest.raises(InputError, match="hooks"):
+        fl.nn.DiagonalLinear.from_linear(linear)
+    with pytest.raises(InputError, match="'fastest'"):
+        fl.nn.DiagonalLinear(3, backend="fastest")

@@ -247,3 +247,8 @@ def test_the_mlps_of_transformers(path: str, config: str, sizes: dict[str, Any])
         rtol=2e-5,
         atol=2e-5,
     )
+
+
+def test_a_backend_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(InputError, match="'fastest'"):
+        fl.nn.GatedMLP(4, 8, backend="fastest")

@@ -145,3 +145,19 @@ def test_half_precision_and_meta() -> None:
     assert layer(torch.randn(5, 6, dtype=torch.bfloat16)).dtype is torch.bfloat16
     empty = fl.nn.GroupedLinear(2, 3, 4, device="meta")
     assert empty(torch.empty(5, 6, device="meta")).shape == (5, 8)
+
+
+def test_layers_that_do_more_are_refused() -> None:
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    layers[1].register_forward_hook(lambda *_: None)
+    with pytest.raises(InputError, match="hooks"):
+        fl.nn.GroupedLinear.from_linears(layers)
+    activated = [fl.nn.Linear(4, 4, activation="relu") for _ in range(2)]
+    with pytest.raises(InputError, match="forward of its own"):
+        fl.nn.GroupedLinear.from_linears(activated)
+    conv = nn.Conv1d(4, 4, 1)
+    conv.register_forward_pre_hook(lambda *_: None)
+    with pytest.raises(InputError, match="hooks"):
+        fl.nn.GroupedLinear.from_conv1d(conv)
+    with pytest.raises(InputError, match="'fastest'"):
+        fl.nn.GroupedLinear(2, 4, 4, backend="fastest")

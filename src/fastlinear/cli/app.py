@@ -63,7 +63,8 @@ class ErrorGroup(TyperGroup):
             show_error("interrupted;", hint="what was tuned so far is remembered.")
             raise typer.Exit(INTERRUPTED) from None
         except SystemExit as error:  # the commands themselves never exit so
-            if ctx.meta.get("debug"):
+            # rich exits so where what it prints to is closed, as by `| head`
+            if ctx.meta.get("debug") or isinstance(error.__context__, BrokenPipeError):
                 raise
             left = ModelLoadError(
                 "fastlinear",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastlinear.core.errors import UnsupportedError
+from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, family
 from fastlinear.dispatch.cache import tuned
@@ -39,7 +39,8 @@ def select(problem: Problem, forced: str | None = None) -> Choice:
     Args:
         problem: the concrete call. On a GPU, measurements made inside a CUDA graph stand in for
             missing ones made outside, and the other way round.
-        forced: a backend's name. Raises UnsupportedError with the reason if it cannot serve.
+        forced: a backend's name. Raises InputError where there is none of that name, and
+            UnsupportedError with the reason if it cannot serve.
     """
     fam = family(problem.family)
     candidates = fam.candidates(problem.piece)
@@ -81,7 +82,7 @@ def _forced(
     forced: str,
 ) -> Choice:
     if forced not in reasons:
-        raise UnsupportedError(
+        raise InputError(
             problem.family,
             expected=f"backend in {sorted(reasons)} for {problem.piece}",
             received=f"backend={forced!r}",

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from fastlinear.core.errors import InputError
+from fastlinear.dispatch.backend import check_backend
+from fastlinear.nn.plain_linear import hooked, why_not_linear, why_not_shared
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.diagonal_linear.op import call
 
@@ -50,6 +52,7 @@ class DiagonalLinear(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         activation_of(activation, _NAME)
+        check_backend(backend, "diagonal_linear", _NAME)
         super().__init__()
         self.features = features
         self.activation = activation
@@ -78,6 +81,8 @@ class DiagonalLinear(nn.Module):
             InputError: it holds anything else, or computes anything else on a sample.
         """
         weight = _only_parameter(scale)
+        if hooked(scale):
+            _fail("a module without hooks", f"{type(scale).__name__} with some")
         sample = torch.linspace(-2, 3, 2 * weight.numel()).view(2, -1).to(weight.detach())
         with torch.no_grad():
             found = scale(sample.clone())
@@ -98,10 +103,12 @@ class DiagonalLinear(nn.Module):
         The bias is shared, the weight is a copy of the diagonal.
 
         Raises:
-            InputError: no ``nn.Linear``, not square, or a number off the diagonal is not 0.
+            InputError: no ``nn.Linear`` or one that does more (hooks, a forward of its own), not
+                square, or a number off the diagonal is not 0.
         """
-        if not isinstance(linear, nn.Linear):
-            _fail("an nn.Linear", type(linear).__name__)
+        reason = why_not_linear(linear) or why_not_shared(linear)
+        if reason is not None:
+            _fail("an nn.Linear that computes x Wᵀ + b from its parameters", reason)
         full = linear.weight.detach()
         if full.shape[0] != full.shape[1]:
             _fail("a square weight", f"shape {tuple(full.shape)}")

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastlinear.core.errors import InputError
+from fastlinear.dispatch.backend import check_backend
 from fastlinear.nn.gated_match import Gated, recognise, weights_of
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.gated_mlp.op import call
@@ -67,6 +68,7 @@ class GatedMLP(nn.Module):
     ) -> None:
         super().__init__()
         activation_of(activation, _NAME)
+        check_backend(backend, "gated_mlp", _NAME)
         if stacked is not None and stacked not in STACKED:
             _fail(
                 "",
@@ -139,6 +141,7 @@ class GatedMLP(nn.Module):
         """
         if not isinstance(module, nn.Module):
             _fail(".from_module", "a module", type(module).__name__, "Pass the MLP itself.")
+        check_backend(backend, "gated_mlp", f"{_NAME}.from_module")
         found = recognise(module)
         if found is None:
             _fail(

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fastlinear.core.errors import InputError
+from fastlinear.dispatch.backend import check_backend
+from fastlinear.nn.plain_linear import why_not_linear, why_not_plain
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.grouped_linear.layout import NAMES
 from fastlinear.ops.grouped_linear.op import call
@@ -64,6 +66,7 @@ class GroupedLinear(nn.Module):
     ) -> None:
         super().__init__()
         activation_of(activation, "fastlinear.nn.GroupedLinear")
+        check_backend(backend, "grouped_linear", "fastlinear.nn.GroupedLinear")
         if layout not in NAMES:
             _fail(
                 "", f"layout in {', '.join(map(repr, NAMES))}", repr(layout), "It names x's shape."
@@ -100,17 +103,18 @@ class GroupedLinear(nn.Module):
     ) -> GroupedLinear:
         """A layer holding copies of the parameters of equal ``nn.Linear`` layers, one a group.
 
-        Raises InputError where one is no ``nn.Linear``, or where sizes, biases, dtypes or devices
-        differ.
+        Raises InputError where one is no ``nn.Linear`` or does more than that, or where sizes,
+        biases, dtypes or devices differ.
         """
         layers: list[nn.Linear] = []
         for i, linear in enumerate(linears):
-            if not isinstance(linear, nn.Linear):
+            reason = why_not_linear(linear)
+            if reason is not None or not isinstance(linear, nn.Linear):
                 _fail(
                     ".from_linears",
-                    f"layer {i} to be an nn.Linear",
-                    type(linear).__name__,
-                    "Leave other modules out.",
+                    f"layer {i} to be an nn.Linear that computes x Wᵀ + b and nothing else",
+                    str(reason),
+                    "Leave other modules out, or remove what was added.",
                 )
             if layers and _facts(linear) != _facts(layers[0]):
                 _fail(
@@ -156,8 +160,13 @@ class GroupedLinear(nn.Module):
         """A layer for x (B, G·K, L) holding copies of the parameters of a convolution over one
         position: kernel size and stride 1, no padding, any number of groups.
 
-        Raises InputError for any other module.
+        Raises InputError for any other module, or where it does more (hooks, another forward).
         """
+        reason = why_not_plain(conv, nn.Conv1d, nn.Conv1d.forward)
+        if reason is not None and isinstance(conv, nn.Conv1d):
+            _fail(
+                ".from_conv1d", "a convolution and nothing else", reason, "Remove what was added."
+            )
         if not isinstance(conv, nn.Conv1d) or (conv.kernel_size, conv.stride) != ((1,), (1,)):
             _fail(".from_conv1d", "an nn.Conv1d of kernel size and stride 1", repr(conv), _NO_CONV)
         if conv.padding not in ((0,), "valid", "same"):

@@ -26,8 +26,13 @@ def why_not_linear(module: Any, forward: Any = nn.Linear.forward) -> str | None:
 
     A parametrized weight is allowed: reading it computes it.
     """
+    return why_not_plain(module, nn.Linear, forward)
+
+
+def why_not_plain(module: Any, expected: type[nn.Module], forward: Any) -> str | None:
+    """The same for a module of that class or a subclass."""
     kind = type(module)
-    if not isinstance(module, nn.Linear):
+    if not isinstance(module, expected):
         return f"a {kind.__name__}"
     if isinstance(module, nn.modules.lazy.LazyModuleMixin):
         return f"a {kind.__name__} whose sizes are not known yet"
@@ -40,7 +45,7 @@ def why_not_linear(module: Any, forward: Any = nn.Linear.forward) -> str | None:
     return None
 
 
-def why_not_shared(module: nn.Linear) -> str | None:
+def why_not_shared(module: nn.Module) -> str | None:
     """Why the weight and bias of this layer cannot be given to another layer, or None."""
     parameters: Mapping[str, Any] = module._parameters
     for name in ("weight", "bias"):

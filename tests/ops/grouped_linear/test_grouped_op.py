@@ -274,7 +274,7 @@ def test_forced_backends_say_why_not() -> None:
         fl.grouped_linear(x, w, b, backend="triton")
     with pytest.raises(UnsupportedError, match="channels first only"):
         fl.grouped_linear(x, w, b, backend="conv")
-    with pytest.raises(UnsupportedError, match="backend in"):
+    with pytest.raises(InputError, match="backend in"):
         fl.grouped_linear(x, w, b, backend="fastest")
     many = torch.randn(600, 1, 1)
     with pytest.raises(UnsupportedError, match="512 groups"):

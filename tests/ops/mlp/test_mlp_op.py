@@ -262,9 +262,11 @@ def test_forced_backends_and_explain() -> None:
     for name in ("eager", "layerwise", "whole_cpp"):
         assert torch.allclose(fl.mlp(x, ws, bs, backend=name), expected, atol=1e-5)
         assert fl.explain(x, ws, bs, backend=name).choices[0].backend.name == name
-    for name, why in (("whole_cuda", "CUDA"), ("strassen", "allow_fast_matmul"), ("no", "no")):
+    for name, why in (("whole_cuda", "CUDA"), ("strassen", "allow_fast_matmul")):
         with pytest.raises(UnsupportedError, match=why):
             fl.mlp(x, ws, bs, backend=name)
+    with pytest.raises(InputError, match="backend in"):
+        fl.mlp(x, ws, bs, backend="no")
     story = fl.explain(x, ws, bs, needs_grad=True)
     assert [c.problem.piece for c in story.choices] == ["forward", "backward"]
     assert "not strassen" in str(story)
