@@ -201,7 +201,8 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
     assert process.stdout is not None
     assert process.stderr is not None
     process.stdout.close()
-    said = process.stderr.read().decode()
+    with process.stderr as errors:
+        said = errors.read().decode()
     process.wait(60)
     assert "SystemExit" not in said
     assert "Traceback" not in said

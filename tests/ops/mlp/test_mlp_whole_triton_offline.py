@@ -24,8 +24,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fastlinear.ops.mlp import whole_triton as backend
-from fastlinear.ops.mlp import whole_triton_kernels
 from fastlinear.ops.mlp import whole_triton_plans as plans
+from fastlinear.ops.mlp.whole_triton_plans import kernel_named
 
 if triton.knobs.runtime.interpret:
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
@@ -52,7 +52,7 @@ class Recorded:
 
     def compile(self, arch: int) -> Any:
         """The kernel specialised as Triton's launcher would."""
-        kernel = getattr(whole_triton_kernels, self.kernel)
+        kernel = kernel_named(self.kernel)
         signature: dict[str, Any] = {}
         constants: dict[Where, Any] = {}
         attributes: dict[Where, list[Any]] = {}

@@ -41,7 +41,7 @@ _CPP_SOURCES = (
     *("../common/door.cpp", "../common/door_plans.h", "../common/cpp_build.py"),
 )
 _TRITON_SOURCES = (
-    "whole_triton_kernels.py",
+    *("whole_triton_kernels.py", "whole_triton_backward_kernels.py", "whole_triton_tiles.py"),
     "../common/activations_triton.py",
     "../common/triton_launch.py",
 )

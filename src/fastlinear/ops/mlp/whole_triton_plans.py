@@ -303,12 +303,19 @@ def _launch(
     device: torch.device,
     config: WholeConfig,
 ) -> Any:
-    """A prepared launch of the named kernel. Triton is imported here, not before."""
+    """A prepared launch of the named kernel."""
     from fastlinear.ops.common.triton_launch import Launch
-    from fastlinear.ops.mlp import whole_triton_kernels
 
-    function = getattr(whole_triton_kernels, kernel)
+    function = kernel_named(kernel)
     return Launch(function, grid, rest, device, warps=config.warps, stages=config.stages)
+
+
+def kernel_named(name: str) -> Any:
+    """The kernel of that name. Triton is imported here, not before."""
+    from fastlinear.ops.mlp import whole_triton_backward_kernels, whole_triton_kernels
+
+    forward = hasattr(whole_triton_kernels, name)
+    return getattr(whole_triton_kernels if forward else whole_triton_backward_kernels, name)
 
 
 def _units(device: torch.device) -> int:
