@@ -233,3 +233,8 @@ def test_clear_of_kinks_gives_up_where_kinks_are_everywhere() -> None:
     x, left = clear_of_kinks(x, lambda r: [r], lambda m: torch.zeros(m, 256, dtype=x.dtype))
     assert left == 3
     assert clear_of_kinks(x[:0], lambda r: [r], chain.redraw)[1] == 0
+
+
+def test_silent_at_kinks_hides_no_overflow() -> None:
+    dy, exact = torch.ones(2, 2).half(), torch.full((2, 2), 1e6, dtype=torch.float64)
+    assert torch.equal(silent_at_kinks(dy, exact, exact.half()), dy)

@@ -9,7 +9,8 @@ of numbers, and a pre-activation that is 0 but for rounding lies on one side in 
 implementation and on the other in the next: gradients then differ by a whole row. Nothing is
 tolerated for it. Either a run is judged against the oracle that takes the run's own side at those
 elements and only there (``other_side``), or, where a run does not show its sides, the inputs are
-chosen so that there are no such elements (``clear_of_kinks``).
+chosen so that there are no such elements (``clear_of_kinks``), or nothing comes back through them
+(``silent_at_kinks``).
 """
 
 from __future__ import annotations
@@ -179,8 +180,10 @@ def silent_at_kinks(
         own: PyTorch's own in dy's dtype.
         factor: ``c`` of the rule.
     """
-    near = exact.abs() <= factor * _largest_error(exact, own)
-    return dy.masked_fill(near, 0.0)
+    reach = factor * _largest_error(exact, own)
+    if not reach < float("inf"):
+        return dy  # what overflows is to be seen
+    return dy.masked_fill(exact.abs() <= reach, 0.0)
 
 
 def clear_of_kinks(

@@ -216,10 +216,8 @@ class TestOnHopper:
             return config if of == piece else chosen(of, m, h)
 
         monkeypatch.setattr(cuda, "config_for", forced)
-        cuda._plans.clear()
         for sizes in ((600, 136, 520, 200), (4000, 512, 2056, 520)):
             _compare(sizes, torch.bfloat16, "apart", "yes")
-        cuda._plans.clear()
 
     def test_addresses_that_are_not_aligned(self) -> None:
         x, weights, biases, _ = _draw((40, 64, 48, 24), torch.bfloat16, "apart", "yes")

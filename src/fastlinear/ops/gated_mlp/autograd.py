@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -97,8 +97,7 @@ class GatedMLP(torch.autograd.Function):
         """(act(x Wgᵀ + bg) ∘ (x Wuᵀ + bu)) Wdᵀ + bd, x (..., K)."""
         weights = gate_weight, up_weight, down_weight
         biases = gate_bias, up_bias, down_bias
-        if not any(ctx.needs_input_grad[:6]):  # the gradient of the down bias reads nothing
-            formula = replace(formula, save_pre=False)
+        # The same is kept whatever is wanted, as by the node in C++: a checkpoint counts on it.
         y, *pre = formula.forward(x, weights, biases)
         ctx.save_for_backward(x, *weights, *biases, *pre)
         ctx.formula = formula

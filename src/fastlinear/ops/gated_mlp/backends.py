@@ -206,6 +206,7 @@ FAMILY = register_family(
                 (
                     "autograd.py",
                     "plans.py",
+                    "../common/door_node.h",
                     "reference.py",
                     "onednn.py",
                     "cpp.py",

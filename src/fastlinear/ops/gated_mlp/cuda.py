@@ -2,8 +2,8 @@
 
 ``forward.cu`` is gate and up projection as one product, ``backward.cu`` the gradient of what the
 gate lets through, which is never written. Both hide the epilogue under the next tile's product.
-The other products are cuBLAS's. Every element is written by one block in a fixed order: results
-are deterministic.
+The down projection is what linear_act takes for such a layer, the other products are cuBLAS's.
+Every element is written by one block in a fixed order: results are deterministic.
 """
 
 from __future__ import annotations
@@ -155,10 +155,10 @@ def gate(
     kept = [] if pre is None else list(split_pre(pre, order))
     tensors = [x, *given, h, *(kept or (h, h)), *bias]
     held = bias[0] is None, bias[1] is None
-    key = _key("forward", (x, *given), activation, *held, order, pre is None, config)
+    made = config or config_for("forward", m, size)
+    key = _key("forward", (x, *given), activation, *held, order, pre is None, made)
 
     def make() -> _Plan:
-        made = config or config_for("forward", m, size)
         half = made.bn // 2
         slots: list[Slot] = [
             _operand(x, made.bm),
@@ -193,6 +193,8 @@ def down_projection(h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             precision=matmul_precision(h.dtype),
             captured=is_captured(h),
         )
+        if len(_downs) >= _MAX_PLANS:
+            _downs.clear()
         with torch.cuda.device(h.device):
             run = _downs[key] = select(p).backend.load()
     y: Tensor = run(h, weight, bias, "none", False)[0]
@@ -219,6 +221,7 @@ def through_down(
     dy, down = _readable(dy), _readable(down)
     (m, n), size = dy.shape, down.shape[1]
     dpre = empty_like(pre)
+    read = [_readable(t) for t in split_pre(pre, order)]
     h = dy.new_empty(m, size) if needs_h else None
     made = config or config_for("backward", m, size)
     tiles = _tiles(made, m, made.bn, size, n)
@@ -226,9 +229,9 @@ def through_down(
     sums = None
     if any(needs):
         sums = torch.empty((2, rows, size), dtype=torch.float32, device=dy.device)
-    given = *split_pre(pre, order), *split_pre(dpre, order)
+    given = *read, *split_pre(dpre, order)
     tensors = [dy, down, *given, given[0] if h is None else h, sums]
-    key = _key("backward", (dy, down, given[0]), activation, order, sums is None, needs_h, config)
+    key = _key("backward", (dy, down, *read), activation, order, sums is None, needs_h, made)
 
     def make() -> _Plan:
         slots: list[Slot] = [

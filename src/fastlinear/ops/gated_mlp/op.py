@@ -164,8 +164,9 @@ def _looked_up(
 ) -> Tensor:
     rest = (activation, order, recompute, backend)
     given = tuple(t for t in (x, *weights, *biases) if t is not None)
-    if not all(isinstance(t, Tensor) for t in given) and not has_torch_function(given):
-        validate(function, x, weights, biases, *rest)  # raises: one of them is no tensor
+    plain = recompute is None or type(recompute) is int  # True and 1.0 are equal to 1
+    if not (plain and all(isinstance(t, Tensor) for t in given)) and not has_torch_function(given):
+        validate(function, x, weights, biases, *rest)  # raises: one of them is not what it must be
     if _unlike_plain(given) or calls.forward_mode():
         return _unusual(function, x, weights, biases, *rest)
     if _is_compiling():

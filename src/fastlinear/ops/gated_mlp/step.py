@@ -7,6 +7,7 @@ chosen for forward and backward. What the host does for each is part of their ti
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache as cache_once
 from typing import Any
 
 import torch
@@ -14,14 +15,16 @@ from torch import Tensor
 
 from fastlinear.core.precision import matmul_precision
 from fastlinear.dispatch import cache
+from fastlinear.ops.common import door, door_node
 from fastlinear.ops.common.calls import is_captured
 from fastlinear.ops.gated_mlp import reference
-from fastlinear.ops.gated_mlp.plans import Plan, formula_of, training_plan
+from fastlinear.ops.gated_mlp.autograd import Formula
+from fastlinear.ops.gated_mlp.plans import Plan, formula_of, node, training_plan
 from fastlinear.ops.gated_mlp.selection import problem_of, select_pieces
 from fastlinear.ops.gated_mlp.stacking import Biases, Weights
 
-_plans: dict[Any, Plan] = {}
-cache.on_change(_plans.clear)
+_TABLE = "gated_mlp.step"
+_plans: dict[Any, tuple[Formula, Plan]] = {}
 
 Results = tuple[Tensor | None, ...]
 
@@ -40,17 +43,57 @@ def eager(
 def pieces(
     x: Tensor, weights: Weights, biases: Biases, activation: str, order: str, dy: Tensor
 ) -> Results:
-    """The same by ``GatedMLP`` over the chosen pieces."""
+    """The same by the formula over the chosen pieces, recorded as callers' calls are."""
+
+    def run(x: Tensor, weights: Weights, biases: Biases) -> Tensor:
+        return _by_pieces(x, weights, biases, activation, order)
+
+    return _step(run, x, weights, biases, dy)
+
+
+def _by_pieces(x: Tensor, weights: Weights, biases: Biases, activation: str, order: str) -> Tensor:
+    table = _table(x.is_cuda)
+    call = x, weights[:], biases[:], activation, order
+    found = None if table is None else table.call(*call)
+    if found is not None:
+        return found  # type: ignore[no-any-return]
     key = (
         *((t.shape, t.stride()) for t in (x, *weights) if t is not None),
         *(b is None for b in biases),
         *(x.dtype, x.device, activation, order, is_captured(x), matmul_precision(x.dtype)),
     )
-    plan = _plans.get(key)
-    if plan is None:
+    known = _plans.get(key)
+    if known is None:
         p = problem_of(x, weights, biases, activation, order, None, True)
-        plan = _plans[key] = training_plan(formula_of(select_pieces(p), activation, order))
-    return _step(plan, x, weights, biases, dy)
+        formula = formula_of(select_pieces(p), activation, order)
+        known = _plans[key] = formula, training_plan(formula)
+    formula, plan = known
+    y = plan(x, weights, biases)
+    if table is not None and table.wants(*call):
+        made = node(formula, x, weights, biases)
+        if made is not None:
+            table.admit(*call, made)
+    return y
+
+
+@cache_once
+def _table(on_cuda: bool) -> door.Table | None:
+    """The door's table of this piece, waiting for it: callers take the door once it is there."""
+    if not (door.wait(door.PATIENCE_S) and door_node.wait(door.PATIENCE_S)):
+        return None
+    if on_cuda and not (door.serves_cuda() and door_node.serves_cuda()):
+        return None
+    return door.table(_TABLE)
+
+
+def _forget() -> None:
+    _plans.clear()
+    table = door.table(_TABLE) if door.ready() else None
+    if table is not None:
+        table.clear()
+
+
+cache.on_change(_forget)
 
 
 def _step(

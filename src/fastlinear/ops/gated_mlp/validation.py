@@ -39,7 +39,7 @@ def validate(
             repr(order),
             "It says how gate and up lie in gate_weight; leave it out where they are two tensors.",
         )
-    if recompute not in (None, 0, 1) or isinstance(recompute, bool):
+    if recompute is not None and (type(recompute) is not int or recompute not in (0, 1)):
         check.fail(
             "recompute to be 0, 1 or None",
             repr(recompute),
