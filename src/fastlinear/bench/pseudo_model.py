@@ -13,16 +13,14 @@ on.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastlinear.bench.pseudo_machine import LINEAR, OURS, Machine, measured
+from fastlinear.bench.pseudo_work import DiagonalWork
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.ops.diagonal_linear.backends import problem
 from fastlinear.ops.diagonal_linear.problem import STEP
 from fastlinear.ops.diagonal_linear.selection import choices_of
-
-if TYPE_CHECKING:
-    from fastlinear.bench.pseudo_linear import DiagonalWork
 
 _MANY_SETS = 64
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
@@ -32,6 +34,7 @@ def into(out: Tensor, y: Tensor) -> Tensor:
 
 
 def unusual(
+    public: Callable[..., Tensor],
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -39,13 +42,14 @@ def unusual(
     residual: Tensor | None,
     backend: str | None,
 ) -> Tensor:
-    """Tensor subclasses, FX proxies and functorch transforms: plain torch ops carry them."""
+    """Tensor subclasses, FX proxies and functorch transforms: plain torch ops carry them.
+
+    ``public`` is the function that was called, which such objects are told of.
+    """
     given = tuple(t for t in (x, weight, bias, residual) if t is not None)
     if not all(isinstance(t, Tensor) for t in given) and has_torch_function(given):
-        from fastlinear.ops.diagonal_linear.op import diagonal_linear  # it stands on this module
-
         y: Tensor = handle_torch_function(
-            diagonal_linear,
+            public,
             given,
             x,
             weight,
@@ -85,6 +89,7 @@ def _autocasted(
 
 
 def compiled(
+    unusual: Callable[..., Tensor],
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -93,7 +98,7 @@ def compiled(
     out: Tensor | None,
     backend: str | None,
 ) -> Tensor:
-    """The call as torch.compile sees it: one registered op."""
+    """The call as torch.compile sees it: one registered op; ``unusual`` takes what it cannot."""
     given = [x, weight, *(t for t in (bias, residual) if t is not None)]
     if unlike_plain(given):
         y = unusual(x, weight, bias, activation, residual, backend)

@@ -81,7 +81,7 @@ def call(
 ) -> Tensor:
     """``diagonal_linear`` with positional arguments: the entry of ``fastlinear.nn``."""
     if _is_compiling():
-        return apart.compiled(x, weight, bias, activation, residual, out, backend)
+        return apart.compiled(_unusual, x, weight, bias, activation, residual, out, backend)
     if out is None:
         y: Tensor | None = _door(x, weight, (bias, residual), activation, backend)
         if y is not None:
@@ -123,6 +123,10 @@ def explain(
 _plans: dict[Any, plans.Resolved] = {}
 
 
+def _unusual(*call: Any) -> Tensor:
+    return apart.unusual(diagonal_linear, *call)
+
+
 def _no_door(*_: Any) -> None:
     return None
 
@@ -151,7 +155,7 @@ def _looked_up(
 ) -> Tensor:
     given = [x, weight, *(t for t in (bias, residual) if t is not None)]
     if apart.unlike_plain(given):
-        y = apart.unusual(x, weight, bias, activation, residual, backend)
+        y = _unusual(x, weight, bias, activation, residual, backend)
         return y if out is None else apart.into(out, y)
     autocast = calls.autocast_dtype(x)
     if autocast is not None and residual is not None and residual.dtype != autocast:
@@ -198,9 +202,7 @@ def _resolved(
     if autocast is not None:
         x, weight, (bias, residual) = plans.prepared(x, weight, (bias, residual), autocast)
     validate(x, weight, bias, activation, residual, backend)
-    found = plans.resolved(
-        x, weight, bias, activation, residual, backend, grad, autocast, apart.unusual
-    )
+    found = plans.resolved(x, weight, bias, activation, residual, backend, grad, autocast, _unusual)
     if len(_plans) >= _MAX_PLANS:
         _forget()
     _plans[key] = found
