@@ -20,7 +20,6 @@ from fastlinear.core.errors import InputError
 from fastlinear.dispatch import backend as registry
 from fastlinear.dispatch.backend import Backend, family
 from fastlinear.dispatch.tune import tune
-from fastlinear.ops.common import door, door_node
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.gated_mlp import explain, op, reference
@@ -544,33 +543,6 @@ def test_a_wrong_gradient_fails_the_contract(
     problems = contract.problems("gated_mlp", "backward", "float32", "cpu")
     assert any(contract.failures(broken, p) for p in problems)
     registry._load.cache_clear()
-
-
-def test_a_door_that_comes_later_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls of a kind that was seen before the door was there go through it afterwards."""
-    if not door.wait(120):
-        pytest.skip(str(door.reason_not()))
-    x, p = torch.randn(7, K), parameters()
-    monkeypatch.setattr(op, "_door", op._no_door)
-    op._plans.clear()
-    monkeypatch.setattr(door, "table", lambda _: None)
-    first = called(x, p, "silu")
-    monkeypatch.undo()
-    monkeypatch.setattr(op, "_door", op._no_door)
-    called(x, p, "silu")
-    assert op._door is op._no_door, "the plan is known, nothing is looked up anew"
-    door._tell()
-    assert torch.equal(called(x, p, "silu"), first)
-    assert op._door is not op._no_door
-
-
-def test_training_calls_are_recorded_in_cpp() -> None:
-    if not (door.wait(120) and door_node.wait(120)):
-        pytest.skip("no compiler here")
-    x, p = torch.randn(300, K), parameters()
-    for _ in range(3):
-        y = called(x, p, "silu", backend="cpp")
-    assert type(y.grad_fn).__name__ == "CppFunction"
 
 
 def test_what_equals_a_level_is_none() -> None:

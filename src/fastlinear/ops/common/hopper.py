@@ -23,7 +23,7 @@ THREADS = 384
 """Of a block: a producer warpgroup and two consumers."""
 SHARED_LIMIT = 232_448
 """Bytes of shared memory that a block may have."""
-DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+HALF_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _HEADERS = ("hopper_gemm.h", "hopper_kernel.h", "hopper_activations.h")
 FILES = ("hopper.py", *_HEADERS)

@@ -27,7 +27,7 @@ from fastlinear.ops.common.calls import is_captured
 from fastlinear.ops.common.hopper import (
     ARCH,
     BK,
-    DTYPE_NAMES,
+    HALF_DTYPES,
     THREADS,
     EarlyLaunch,
     device_source,
@@ -78,7 +78,7 @@ def reason_not(p: Problem) -> str | None:
 
 def reason_not_sizes(p: Problem) -> str | None:
     """The same, whatever the device is."""
-    if p.dtype not in DTYPE_NAMES.values():
+    if p.dtype not in HALF_DTYPES.values():
         return f"needs bfloat16 or float16, not {p.dtype}"
     if p.piece == "backward" and not has_down(p):
         return "without a down projection there is no product to hold the gate's derivatives"
@@ -187,7 +187,7 @@ def down_projection(h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         m, size = h.shape
         p = linear_act.problem(
             *("forward", m, size, weight.shape[0]),
-            dtype=DTYPE_NAMES[h.dtype],
+            dtype=HALF_DTYPES[h.dtype],
             device="cuda",
             bias=bias is not None,
             precision=matmul_precision(h.dtype),
@@ -237,7 +237,7 @@ def through_down(
         slots: list[Slot] = [
             _operand(dy, made.bm),
             driver.TensorMap(
-                *(DTYPE_NAMES[dy.dtype], n, size, down.stride(0), BK // made.cluster, 64),
+                *(HALF_DTYPES[dy.dtype], n, size, down.stride(0), BK // made.cluster, 64),
                 *(down.data_ptr(), dy.device.index),
             ),
             *(_output(t, 64) for t in tensors[2:7] if t is not None),
@@ -396,7 +396,7 @@ def _operand(t: Tensor, box: int) -> driver.TensorMap:
     """Blocks of ``box`` rows and 64 columns of a matrix with dense rows."""
     layout = operand_layout(tuple(t.shape), t.stride())
     assert layout is not None
-    name, (rows, cols) = DTYPE_NAMES[t.dtype], t.shape
+    name, (rows, cols) = HALF_DTYPES[t.dtype], t.shape
     return driver.TensorMap(name, rows, cols, layout[1], box, 64, t.data_ptr(), t.device.index)
 
 
@@ -405,7 +405,7 @@ def _output(t: Tensor, columns: int) -> driver.TensorMap:
     rows, cols = t.shape
     stride = t.stride(0) if rows > 1 else cols
     where = t.data_ptr(), t.device.index
-    name, narrow = DTYPE_NAMES[t.dtype], columns == 32
+    name, narrow = HALF_DTYPES[t.dtype], columns == 32
     return driver.TensorMap(name, rows, cols, stride, 16, columns, *where, narrow=narrow)
 
 

@@ -62,7 +62,8 @@ class Config:
         return None
 
 
-# Candidates with their relative rates.
+# Candidates with their relative rates: of one development run on an H200 at 4096 to 16384 tokens,
+# those of 64 rows at 64 tokens.
 CANDIDATES: dict[str, tuple[tuple[Config, float], ...]] = {
     "forward": (
         (Config(128, 192, 5, group_m=4), 1.0),

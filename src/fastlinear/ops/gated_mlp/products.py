@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -72,20 +71,14 @@ def backward_by(
     dh, owned = dy, weights.down is not None
     if weights.down is not None:
         dh = products.grad_input(dy, weights.down)
-    (first, second), h, (gate_bias, up_bias) = gate.backward(
+    dpre, h, (gate_bias, up_bias) = gate.backward(
         dh, pre, activation, order, (needs[4], needs[5]), owned
     )
     del dh, pre
     down_weight = products.grad_weight(dy, h) if needs[3] else None
     del h
-    gate_weight = products.grad_weight(first, x) if needs[1] else None
-    up_weight = products.grad_weight(second, x) if needs[2] and second is not None else None
-    dx: Any = None
-    if needs[0]:
-        dx = products.grad_input(first, weights.gate)
-        if second is not None and weights.up is not None:
-            dx = products.accumulated(second, weights.up, dx)
-    return dx, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias
+    first = _through_first(products, dpre, x, weights, needs)
+    return *first, down_weight, gate_bias, up_bias, down_bias
 
 
 def backward_through_down(
@@ -106,19 +99,28 @@ def backward_through_down(
     """
     assert weights.down is not None
     down_bias = dy.sum(0) if needs[6] else None
-    (first, second), h, (gate_bias, up_bias) = through_down(
+    dpre, h, (gate_bias, up_bias) = through_down(
         dy, weights.down, pre, activation, order, (needs[4], needs[5]), needs[3]
     )
     down_weight = None if h is None else products.grad_weight(dy, h)
     del h
+    first = _through_first(products, dpre, x, weights, needs)
+    return *first, down_weight, gate_bias, up_bias, down_bias
+
+
+def _through_first(
+    products: Products, dpre: Pre, x: Tensor, weights: Weights, needs: Needs
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dx, the gate's dW, the up projection's dW)."""
+    first, second = dpre
     gate_weight = products.grad_weight(first, x) if needs[1] else None
     up_weight = products.grad_weight(second, x) if needs[2] and second is not None else None
-    dx: Any = None
+    dx: Tensor | None = None
     if needs[0]:
         dx = products.grad_input(first, weights.gate)
         if second is not None and weights.up is not None:
             dx = products.accumulated(second, weights.up, dx)
-    return dx, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias
+    return dx, gate_weight, up_weight
 
 
 def bias_gradients(

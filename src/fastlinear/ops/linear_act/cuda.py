@@ -20,7 +20,7 @@ from fastlinear.ops.common.door_launch import DoorLaunch, Y
 from fastlinear.ops.common.hopper import (
     ARCH,
     BK,
-    DTYPE_NAMES,
+    HALF_DTYPES,
     THREADS,
     EarlyLaunch,
     device_source,
@@ -55,7 +55,7 @@ def reason_not(
         return "needs a CUDA device"
     if tuple(capability) != (9, 0):
         return f"needs compute capability 9.0 (Hopper), not {capability[0]}.{capability[1]}"
-    if dtype not in DTYPE_NAMES:
+    if dtype not in HALF_DTYPES:
         return f"needs bfloat16 or float16, not {dtype}"
     if min(M, K, N) < 1:
         return "an empty dimension"
@@ -109,7 +109,7 @@ class _Plan:
         save_pre: bool,
     ) -> None:
         (M, K), N = a.shape, b.shape[0]
-        dtype, device = DTYPE_NAMES[a.dtype], a.device.index
+        dtype, device = HALF_DTYPES[a.dtype], a.device.index
         direct = writes_directly(N)
         a_mn, a_stride = operand_layout(a.shape, a.stride())  # type: ignore[misc]
         b_mn, b_stride = operand_layout(b.shape, b.stride())  # type: ignore[misc]

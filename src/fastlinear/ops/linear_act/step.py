@@ -10,7 +10,6 @@ decides for small layers on a GPU and tiny ones on a CPU.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache as cache_once
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.select import select
-from fastlinear.ops.common import door, door_node
+from fastlinear.ops.common import door_step
 from fastlinear.ops.common.calls import is_captured
 from fastlinear.ops.linear_act import programs, reference
 from fastlinear.ops.linear_act.autograd import Backward, applied, backward_from
@@ -64,7 +63,7 @@ def backward(
 
 
 def _by_pieces(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    table = _table(x.is_cuda)
+    table = door_step.table(_TABLE, x.is_cuda)
     found = None if table is None else table.call(x, weight, bias, activation)
     if found is not None:
         return found  # type: ignore[no-any-return]
@@ -95,22 +94,10 @@ def _by_pieces(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) 
     return y
 
 
-@cache_once
-def _table(on_cuda: bool) -> door.Table | None:
-    """The door's table of this piece, waiting for it: callers take the door once it is there."""
-    if not (door.wait(door.PATIENCE_S) and door_node.wait(door.PATIENCE_S)):
-        return None
-    if on_cuda and not (door.serves_cuda() and door_node.serves_cuda()):
-        return None
-    return door.table(_TABLE)
-
-
 def _forget() -> None:
     _plans.clear()
     _backwards.clear()
-    table = door.table(_TABLE) if door.ready() else None
-    if table is not None:
-        table.clear()
+    door_step.clear(_TABLE)
 
 
 cache.on_change(_forget)

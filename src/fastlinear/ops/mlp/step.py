@@ -7,7 +7,6 @@ chosen for forward and backward. What the host does for each is part of their ti
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache as cache_once
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from fastlinear.core.precision import matmul_precision
 from fastlinear.dispatch import cache
-from fastlinear.ops.common import door, door_node
+from fastlinear.ops.common import door_step
 from fastlinear.ops.common.calls import is_captured
 from fastlinear.ops.mlp import programs, reference
 from fastlinear.ops.mlp.plans import Plan, training_of, training_plan
@@ -44,7 +43,7 @@ def pieces(
 def _by_pieces(
     x: Tensor, weights: Weights, biases: Biases, activation: str, final_activation: str
 ) -> Tensor:
-    table = _table(x.is_cuda)
+    table = door_step.table(_TABLE, x.is_cuda)
     call = x, weights, biases, activation, final_activation
     found = None if table is None else table.call(*call)
     if found is not None:
@@ -75,21 +74,9 @@ def _by_pieces(
     return y
 
 
-@cache_once
-def _table(on_cuda: bool) -> door.Table | None:
-    """The door's table of this piece, waiting for it: callers take the door once it is there."""
-    if not (door.wait(door.PATIENCE_S) and door_node.wait(door.PATIENCE_S)):
-        return None
-    if on_cuda and not (door.serves_cuda() and door_node.serves_cuda()):
-        return None
-    return door.table(_TABLE)
-
-
 def _forget() -> None:
     _plans.clear()
-    table = door.table(_TABLE) if door.ready() else None
-    if table is not None:
-        table.clear()
+    door_step.clear(_TABLE)
 
 
 cache.on_change(_forget)

@@ -1,0 +1,44 @@
+"""Calls of gated_mlp through the compiled lookup, and training calls by its nodes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastlinear as fl
+from fastlinear.ops.common import door, door_node
+from fastlinear.ops.gated_mlp import op
+
+
+def draw(rows: int) -> list[Tensor]:
+    """x, then the gate's, the up and the down weight."""
+    sizes = ((24, 16), (24, 16), (16, 24))
+    return [torch.randn(rows, 16), *(torch.randn(s, requires_grad=True) for s in sizes)]
+
+
+def test_a_door_that_comes_later_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of a kind that was seen before the door was there go through it afterwards."""
+    if not door.wait(120):
+        pytest.skip(str(door.reason_not()))
+    tensors = draw(7)
+    monkeypatch.setattr(op, "_door", op._no_door)
+    op._plans.clear()
+    monkeypatch.setattr(door, "table", lambda _: None)
+    first = fl.gated_mlp(*tensors)
+    monkeypatch.undo()
+    monkeypatch.setattr(op, "_door", op._no_door)
+    fl.gated_mlp(*tensors)
+    assert op._door is op._no_door, "the plan is known, nothing is looked up anew"
+    door._tell()
+    assert torch.equal(fl.gated_mlp(*tensors), first)
+    assert op._door is not op._no_door
+
+
+def test_training_calls_are_recorded_in_cpp() -> None:
+    if not (door.wait(120) and door_node.wait(120)):
+        pytest.skip("no compiler here")
+    tensors = draw(300)
+    for _ in range(3):
+        y = fl.gated_mlp(*tensors, backend="cpp")
+    assert type(y.grad_fn).__name__ == "CppFunction"
