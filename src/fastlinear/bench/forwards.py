@@ -21,7 +21,10 @@ from fastlinear.ops.linear_act.op import linear_act
 
 
 def graphed(work: Work, unit: Unit) -> Unit:
-    """Replay a CUDA graph of the unit, one graph a set; results lie in the graph's own memory."""
+    """Replay a CUDA graph of the unit, one graph a set; results lie in the graph's own memory.
+
+    The unit is kept: a graph knows addresses only, and the unit may own tensors it reads.
+    """
     graphs, results = [], []
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -40,7 +43,7 @@ def graphed(work: Work, unit: Unit) -> Unit:
             graphs.append(graph)
     torch.cuda.current_stream().wait_stream(stream)
 
-    def run(i: int) -> tuple[Tensor, ...]:
+    def run(i: int, kept: Unit = unit) -> tuple[Tensor, ...]:
         graphs[i].replay()
         return results[i]
 

@@ -30,8 +30,8 @@ on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hop
 PIECES = ("forward", "backward")
 EVERY = [(piece, config) for piece in PIECES for config, _ in CANDIDATES[piece]]
 EVERY += [
-    ("backward", Config(128, 192, 3, cluster=1, group_m=16, sets=2)),
-    ("backward", Config(128, 128, 4, sets=2)),
+    ("backward", Config(128, 192, 3, cluster=1, group_m=16)),
+    ("backward", Config(128, 128, 3, cluster=1, sets=3)),
     ("forward", Config(256, 128, 4, pingpong=False)),
 ]
 
@@ -55,7 +55,7 @@ def test_config_for_is_always_buildable(piece: str, m: int, h: int) -> None:
         ("forward", Config(128, 192, 6)),
         ("forward", Config(128, 192, 4, cluster=4)),
         ("backward", Config(128, 192, 4)),
-        ("backward", Config(128, 192, 3)),
+        ("backward", Config(128, 192, 3, sets=3)),
     ],
 )
 def test_impossible_configs_are_named(piece: str, config: Config) -> None:

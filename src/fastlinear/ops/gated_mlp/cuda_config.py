@@ -33,7 +33,7 @@ class Config:
     cluster: int = 2
     pingpong: bool = True
     group_m: int = 8
-    sets: int = 3
+    sets: int = 2
 
     @property
     def rows_per_consumer(self) -> int:
@@ -73,9 +73,9 @@ CANDIDATES: dict[str, tuple[tuple[Config, float], ...]] = {
         (Config(64, 128, 8, cluster=1), 0.72),
     ),
     "backward": (
-        (Config(128, 128, 3, cluster=1, group_m=16), 1.0),
-        (Config(128, 128, 3, group_m=8), 0.99),
-        (Config(64, 128, 4, cluster=1), 0.65),
+        (Config(128, 128, 4, cluster=1, group_m=16), 1.0),
+        (Config(128, 128, 4), 0.98),
+        (Config(64, 128, 5, cluster=1), 0.75),
     ),
 }
 _UNHIDDEN = 0.5  # of a tile's time: its first operands and its last epilogue
