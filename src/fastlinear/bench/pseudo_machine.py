@@ -46,10 +46,11 @@ class Machine:
         sum_us: PyTorch's sum over rows, as for the full layer's db.
         bytes_per_s: of a pass of PyTorch's as large as the case, read plus written, to memory that
             is there.
+        weight_bytes_per_s: the same for the full layer's weight, which caches may hold.
         new_us: contender → what a new tensor of x's size costs when it is first written.
         new_weight_us: the same for a matrix of the full layer's gradients.
         kernel_us: the start of a kernel of PyTorch's on the device, 0 on a CPU.
-        call_us: fastlinear's kernels on 1 x 16 numbers, on the device, 0 on a CPU.
+        call_us: fastlinear's kernels on 16 features of at most 64 rows, on the device, 0 on a CPU.
         host_us: contender → what the host takes for a call, whatever its size.
     """
 
@@ -57,6 +58,7 @@ class Machine:
     products_us: tuple[float, float, float]
     sum_us: float
     bytes_per_s: float
+    weight_bytes_per_s: float
     new_us: Mapping[str, float]
     new_weight_us: float
     kernel_us: float
@@ -85,25 +87,26 @@ def measured(
     size = m * k * FLOAT_DTYPES[dtype].itemsize
     held = 2 * size if grad else size  # a step touches twice the tensors of a forward
     state = f"{matmul_precision(FLOAT_DTYPES[dtype])} {torch.get_num_threads()}"
-    state += when if device.startswith("cpu") else ""
+    cuda = device.startswith("cuda")
+    state += "" if cuda else when
+    first = "forward with bias" if cuda else "forward"  # a CPU adds the bias in a pass of its own
     rate = _pass_rate(device, _rounded(held), k, sets, state)
     fresh = _first_touch_us(device, size, state)
     own = fresh if size < cpp._FRESH_BYTES or backend != "cpp" else _large_touch_us(size, state)
     return Machine(
         _product_rate(device, dtype, state),
         (
-            _product_us(device, dtype, m, k, "forward", state),
+            _product_us(device, dtype, m, k, first, state),
             _product_us(device, dtype, m, k, "dx", state) if grad else 0.0,
             _product_us(device, dtype, m, k, "dw", state) if grad else 0.0,
         ),
         _sum_us(device, dtype, m, k, state) if grad else 0.0,
         rate,
+        _pass_rate(device, _rounded(size * k // m), k, 1, state) if cuda else rate,
         {LINEAR: fresh, OURS: own},
         _first_touch_us(device, size * k // m, state) if grad else 0.0,
         _kernel_us(device),
-        _call_us(device, dtype, activation, grad, backend, state)
-        if device.startswith("cuda")
-        else 0.0,
+        _call_us(device, dtype, activation, grad, backend, min(m, 64)) if cuda else 0.0,
         _host_us(device, dtype, activation, grad, backend, state),
     )
 
@@ -139,9 +142,11 @@ def _product_us(device: str, dtype: str, m: int, k: int, piece: str, state: str)
     kind = FLOAT_DTYPES[dtype]
     x, dy = (torch.randn(rows, width, device=where).to(kind) for _ in range(2))
     w = torch.randn(width, width, device=where).to(kind)
+    bias = torch.randn(width, device=where).to(kind)
     out = torch.empty_like(w if piece == "dw" else x)
     run: Callable[[], Tensor] = {
         "forward": lambda: torch.mm(x, w.t(), out=out),
+        "forward with bias": lambda: torch.addmm(bias, x, w.t(), out=out),
         "dx": lambda: torch.mm(dy, w, out=out),
         "dw": lambda: torch.mm(dy.t(), x, out=out),
     }[piece]
@@ -258,21 +263,21 @@ def _host_us(
 
 @lru_cache(maxsize=64)
 def _call_us(
-    device: str, dtype: str, activation: str, grad: bool, backend: str, state: str
+    device: str, dtype: str, activation: str, grad: bool, backend: str, rows: int
 ) -> float:
-    """A call of fastlinear's on 1 x 16 numbers, on the device."""
-    arm = _small_calls(device, dtype, activation, grad, backend)[OURS]
+    """A call of fastlinear's on 16 features of so many rows, on the device."""
+    arm = _small_calls(device, dtype, activation, grad, backend, rows)[OURS]
     with torch.set_grad_enabled(grad):
         samples = interleave({OURS: arm}, device=device, metric="device", rounds=_ROUNDS)
     return samples[OURS].median_us
 
 
 def _small_calls(
-    device: str, dtype: str, activation: str, grad: bool, backend: str
+    device: str, dtype: str, activation: str, grad: bool, backend: str, rows: int = 1
 ) -> dict[str, Callable[[], Any]]:
-    """Each contender on 1 x 16 numbers, with what is made at first calls behind it."""
+    """Each contender on rows of 16 numbers, with what is made at first calls behind it."""
     where, kind = torch.device(device), FLOAT_DTYPES[dtype]
-    x, dy = (torch.randn(1, 16, device=where).to(kind) for _ in range(2))
+    x, dy = (torch.randn(rows, 16, device=where).to(kind) for _ in range(2))
     full, diagonal, bias = (torch.randn(s, device=where).to(kind) for s in ((16, 16), 16, 16))
     leaves = [t.requires_grad_(grad) for t in (x, full, diagonal, bias)]
     value = activation_of(activation).value

@@ -118,7 +118,7 @@ def expected(
         rest += _ACT if acts else Passes(0, 0, 0)
         rest += _ACT_GRAD if acts and grad else Passes(0, 0, 0)
         compute = sum(machine.products_us[: 3 if grad else 1])
-        memory = pass_us * passes + size * matrices * k * k / machine.bytes_per_s * 1e6
+        memory = pass_us * passes + size * matrices * k * k / machine.weight_bytes_per_s * 1e6
         start = rest.kernels * machine.kernel_us
         after = pass_us * rest.passes + (machine.new_weight_us if grad else 0.0)
     else:

@@ -4,20 +4,22 @@
 //   dH = A Wd (never written),  dG = dH ∘ U ∘ act'(G),  dU = dH ∘ act(G),  H = act(G) ∘ U
 //
 // Behind hopper_gemm.h, hopper_kernel.h and hopper_activations.h. A is dy (M, N), B the down weight
-// (N, H) as it lies. Each warp of a consumer reads G and U in blocks of 16 x 64 by TMA, as many as it
+// (N, H) as it lies. Each warp of a consumer reads G and U in blocks of 16 rows by TMA, as many as it
 // has sets of buffers for under the products before, writes dG and dU over them and H beside them, and
 // sends all three off by TMA.
 //
 // Macros from the host, besides those of the headers:
 //   SETS: buffers of a warp for G and U, so many blocks ahead.
+//   BLOCK_COLS: columns of a block, 32 or 64.
 //   NEED_H 1: H is written, for the gradient of the down weight.
 //   SUMS 1: column sums of dG and dU, of MMA_M * 16 rows each, are written for the bias gradients.
 
 constexpr int H_BUFS = 2;
-constexpr int BLOCK_BYTES = 16 * 64 * 2;
+constexpr int BLOCK_BYTES = 16 * BLOCK_COLS * 2;
+constexpr int QUARTERS = BLOCK_COLS / 16;  // of a block: 16 columns each
 constexpr int SET_BYTES = 2 * BLOCK_BYTES;  // G and then dG, U and then dU
 constexpr int WARP_BYTES = SETS * SET_BYTES + H_BUFS * BLOCK_BYTES;
-constexpr int BLOCKS = MMA_M * (BN / 64);   // of a warp's part of a tile
+constexpr int BLOCKS = MMA_M * (BN / BLOCK_COLS);  // of a warp's part of a tile
 constexpr int OUT_OFFSET = STAGES * STAGE_BYTES;
 constexpr int BAR_OFFSET = OUT_OFFSET + 8 * WARP_BYTES;
 constexpr int LOADED_OFFSET = BAR_OFFSET + 2 * STAGES * 8;  // a barrier for each set of each warp
@@ -89,11 +91,11 @@ struct Epilogue {
     mbar_wait(loaded + set * 8, ((odd & of_tile) ^ (i / SETS)) & 1);
   }
 
-  // A tile's blocks: of 64 columns, its rows; `i` is a constant once unrolled.
+  // A tile's blocks: of the first columns, its rows; `i` is a constant once unrolled.
   template <int kRows>
   static __device__ __forceinline__ int row_of(int i) { return i % kRows * 64; }
   template <int kRows>
-  static __device__ __forceinline__ int col_of(int i) { return i / kRows * 64; }
+  static __device__ __forceinline__ int col_of(int i) { return i / kRows * BLOCK_COLS; }
 
   template <int kRows>
   __device__ __forceinline__ void begin(int row, int n) const {
@@ -109,12 +111,12 @@ struct Epilogue {
   template <int kRows, int kAccs>
   __device__ __forceinline__ void finish(float (&acc)[kAccs][BN / 2], int row, int n) {
     const int col = n * BN;
-    float held[4];  // this lane's column sums of the 64 columns' rows so far
+    float held[QUARTERS];  // this lane's column sums of a block's columns, its rows so far
 #pragma unroll
     for (int i = 0; i < BLOCKS; ++i) {
       const int mi = i % kRows;
       const int here = row + row_of<kRows>(i), at_col = col + col_of<kRows>(i);
-      float* dh = acc[mi] + i / kRows * 32;
+      float* dh = acc[mi] + i / kRows * (BLOCK_COLS / 2);
       const u32 block = at + i % SETS * SET_BYTES;
       const u32 h_block = at + SETS * SET_BYTES + i % H_BUFS * BLOCK_BYTES;
       wait(i);
@@ -123,7 +125,7 @@ struct Epilogue {
         __syncwarp();
       }
 #pragma unroll
-      for (int q = 0; q < 4; ++q) {
+      for (int q = 0; q < QUARTERS; ++q) {
         u32 where, to;  // volatile: worked out here, not kept in a register throughout
         asm volatile("xor.b32 %0, %1, %2;" : "=r"(where) : "r"(block), "r"(q * 32));
         asm volatile("xor.b32 %0, %1, %2;" : "=r"(to) : "r"(h_block), "r"(q * 32));
@@ -157,7 +159,7 @@ struct Epilogue {
           held[q] = mi == 0 ? sum : held[q] + sum;
         }
         // Well into the block the store before is read out: its set takes the next block to come.
-        if (q == SETS - 1 && i > 0 && i + SETS - 1 < BLOCKS && leader) {
+        if (q == min(SETS, QUARTERS) - 1 && i > 0 && i + SETS - 1 < BLOCKS && leader) {
           tma_store_wait_read<0>();
           const int next = i + SETS - 1;
           ask(next, row + row_of<kRows>(next), col + col_of<kRows>(next));
@@ -179,7 +181,7 @@ struct Epilogue {
         const int sum_row = row / (64 * MMA_M) * 4 + row % 64 / 16;
         float* to = sums + (lane >> 4) * sums_apart + static_cast<long long>(sum_row) * columns;
 #pragma unroll
-        for (int q = 0; q < 4; ++q)
+        for (int q = 0; q < QUARTERS; ++q)
           if (own + 16 * q < columns) to[own + 16 * q] = held[q];
       }
     }
@@ -235,9 +237,10 @@ gated_backward(const __grid_constant__ TensorMap a_map, const __grid_constant__ 
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     const int consumer = warpgroup - 1, warp = consumer * 4 + thread / 32;
     const u32 lane = thread & 31;
-    // Rows of 128 bytes, their 16-byte pieces permuted as the 128-byte swizzle of TMA has it
-    const u32 piece = (lane >> 4) ^ (lane & 7);
-    Epilogue epilogue{base + OUT_OFFSET + warp * WARP_BYTES + (lane & 15) * 128 + piece * 16,
+    // Rows of a block, their 16-byte pieces permuted as TMA's swizzle of 128 or 64 bytes has it
+    const u32 row = lane & 15;
+    const u32 piece = (lane >> 4) ^ (BLOCK_COLS == 64 ? row & 7 : (row >> 1) & 3);
+    Epilogue epilogue{base + OUT_OFFSET + warp * WARP_BYTES + row * (BLOCK_COLS * 2) + piece * 16,
                       base + LOADED_OFFSET + warp * SETS * 8,
                       lane == 0,
                       &gate_map,

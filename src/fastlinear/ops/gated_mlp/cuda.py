@@ -240,7 +240,7 @@ def through_down(
                 *(HALF_DTYPES[dy.dtype], n, size, down.stride(0), BK // made.cluster, 64),
                 *(down.data_ptr(), dy.device.index),
             ),
-            *(_output(t, 64) for t in tensors[2:7] if t is not None),
+            *(_output(t, made.block) for t in tensors[2:7] if t is not None),
             ctypes.c_void_p(0),
         ]
         macros = {"NEED_H": int(needs_h), "SUMS": int(sums is not None)}
@@ -331,6 +331,7 @@ def source(
         "PINGPONG": int(config.pingpong),
         "GROUP_M": config.group_m,
         "SETS": config.sets,
+        "BLOCK_COLS": config.block,
         **macros,
     }
     file = _HERE / f"{piece}.cu"

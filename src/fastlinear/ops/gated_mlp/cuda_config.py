@@ -9,7 +9,6 @@ from functools import lru_cache
 from fastlinear.ops.common.hopper import BK, SHARED_LIMIT
 
 UNITS = 132  # multiprocessors of the devices that the rates were measured on
-_BLOCK_BYTES = 16 * 64 * 2  # of what a warp of the backward reads or writes at a time
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,8 @@ class Config:
         pingpong: consumers own alternate tiles, so that one's epilogue hides under the other's
             product.
         group_m: row tiles (of bm * cluster) visited before the next column.
-        sets: of the backward: blocks of the pre-activations that a warp has room for, 2 or 3.
+        sets: of the backward: blocks of the pre-activations that a warp has room for, 2 to 4.
+        block: columns of such a block, 32 or 64.
     """
 
     bm: int
@@ -34,6 +34,7 @@ class Config:
     pingpong: bool = True
     group_m: int = 8
     sets: int = 2
+    block: int = 64
 
     @property
     def rows_per_consumer(self) -> int:
@@ -44,7 +45,8 @@ class Config:
         """Dynamic shared memory of the kernel of a piece."""
         pipeline = self.stages * ((self.bm + self.bn) * BK * 2 + 16)
         if piece == "backward":
-            return pipeline + 8 * (2 * self.sets + 2) * _BLOCK_BYTES + 8 * self.sets * 8
+            block = 16 * self.block * 2
+            return pipeline + 8 * (2 * self.sets + 2) * block + 8 * self.sets * 8
         return pipeline + 8 * (self.bn // 64) * 16 * 32 * 2
 
     def invalid(self, piece: str) -> str | None:
@@ -55,8 +57,8 @@ class Config:
             return f"bn {self.bn}, cluster {self.cluster}: multiples of 64 columns, 1 or 2 blocks"
         if self.rows_per_consumer * self.bn > 128 * 192:
             return f"{self.rows_per_consumer}x{self.bn} accumulators do not fit the registers"
-        if self.sets not in (2, 3):
-            return f"{self.sets} sets: 2 or 3"
+        if self.sets not in (2, 3, 4) or self.block not in (32, 64):
+            return f"{self.sets} sets of {self.block} columns: 2 to 4, of 32 or 64"
         if self.stages < 2 or self.shared_bytes(piece) > SHARED_LIMIT:
             return f"{self.shared_bytes(piece)} bytes of shared memory with {self.stages} stages"
         return None
@@ -75,6 +77,7 @@ CANDIDATES: dict[str, tuple[tuple[Config, float], ...]] = {
     "backward": (
         (Config(128, 128, 4, cluster=1, group_m=16), 1.0),
         (Config(128, 128, 4), 0.98),
+        (Config(128, 192, 4, cluster=1, group_m=16, block=32), 1.07),
         (Config(64, 128, 5, cluster=1), 0.75),
     ),
 }
