@@ -50,7 +50,7 @@ class Machine:
         new_us: contender → what a new tensor of x's size costs when it is first written.
         new_weight_us: the same for a matrix of the full layer's gradients.
         kernel_us: the start of a kernel of PyTorch's on the device, 0 on a CPU.
-        call_us: fastlinear's kernels on 16 features of at most 64 rows, on the device, 0 on a CPU.
+        call_us: fastlinear's kernels on at most 64 rows of 256, on the device, 0 on a CPU.
         host_us: contender → what the host takes for a call, whatever its size.
     """
 
@@ -106,7 +106,9 @@ def measured(
         {LINEAR: fresh, OURS: own},
         _first_touch_us(device, size * k // m, state) if grad else 0.0,
         _kernel_us(device),
-        _call_us(device, dtype, activation, grad, backend, min(m, 64)) if cuda else 0.0,
+        _call_us(device, dtype, activation, grad, backend, (min(m, 64), min(k, 256)))
+        if cuda
+        else 0.0,
         _host_us(device, dtype, activation, grad, backend, state),
     )
 
@@ -263,22 +265,28 @@ def _host_us(
 
 @lru_cache(maxsize=64)
 def _call_us(
-    device: str, dtype: str, activation: str, grad: bool, backend: str, rows: int
+    device: str, dtype: str, activation: str, grad: bool, backend: str, size: tuple[int, int]
 ) -> float:
-    """A call of fastlinear's on 16 features of so many rows, on the device."""
-    arm = _small_calls(device, dtype, activation, grad, backend, rows)[OURS]
+    """A call of fastlinear's on so many rows and features, on the device."""
+    arm = _small_calls(device, dtype, activation, grad, backend, size)[OURS]
     with torch.set_grad_enabled(grad):
         samples = interleave({OURS: arm}, device=device, metric="device", rounds=_ROUNDS)
     return samples[OURS].median_us
 
 
 def _small_calls(
-    device: str, dtype: str, activation: str, grad: bool, backend: str, rows: int = 1
+    device: str,
+    dtype: str,
+    activation: str,
+    grad: bool,
+    backend: str,
+    size: tuple[int, int] = (1, 16),
 ) -> dict[str, Callable[[], Any]]:
-    """Each contender on rows of 16 numbers, with what is made at first calls behind it."""
+    """Each contender on rows and features, with what is made at first calls behind it."""
     where, kind = torch.device(device), FLOAT_DTYPES[dtype]
-    x, dy = (torch.randn(rows, 16, device=where).to(kind) for _ in range(2))
-    full, diagonal, bias = (torch.randn(s, device=where).to(kind) for s in ((16, 16), 16, 16))
+    k = size[1]
+    x, dy = (torch.randn(size, device=where).to(kind) for _ in range(2))
+    full, diagonal, bias = (torch.randn(s, device=where).to(kind) for s in ((k, k), k, k))
     leaves = [t.requires_grad_(grad) for t in (x, full, diagonal, bias)]
     value = activation_of(activation).value
     calls: dict[str, Callable[[], Tensor]] = {

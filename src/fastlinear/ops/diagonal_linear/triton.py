@@ -177,7 +177,7 @@ class _Backward:
         m, k = dy.shape
         own = config or config_for("backward", m, k, dy.itemsize)
         row_stride = k if x is None or m == 1 else x.stride(0)
-        made = one_launch(m, k, dy.itemsize, own) if config is None else None
+        made = one_launch(m, k, own) if config is None else None
         whole = made is not None
         if made is None:
             made = cut(m, k, row_stride == k, _units(dy), own)

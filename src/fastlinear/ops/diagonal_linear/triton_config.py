@@ -18,7 +18,6 @@ _MOST_ROWS, _MOST_FEATURES = 1 << 30, 1 << 20  # joined rows and their numbers c
 _ONE_LAUNCH_TILES = 8
 _LARGE = 1 << 22  # numbers that keep a GPU busy with few large tiles
 _HUGE = 1 << 25  # numbers beside which launches are nothing
-_BROAD = 4096  # features that give each multiprocessor a program of 64
 _WIDE = 1024  # features from which a program's share of a row is long whatever the others take
 
 
@@ -84,9 +83,10 @@ def config_for(piece: str, m: int, k: int, itemsize: int) -> DiagonalConfig:
         block_k, held = (512, 1024) if itemsize == 4 else (128, 2048)
         return DiagonalConfig(block_k, held, 4, 1, 4, "last")
     if k < 512 or numbers == _LARGE:
-        if itemsize == 4 or 128 < k < 512:
-            return DiagonalConfig(64, 2048, 4, 3, 2, "last")
-        return DiagonalConfig(64, 4096, 4, 3, 1, "last")
+        wide = itemsize == 4
+        return (
+            DiagonalConfig(64, 2048, 4, 3, 2, "last") if wide else DiagonalConfig(64, 4096, 8, 3, 1)
+        )
     return DiagonalConfig(128, 4096, 8, 3 if itemsize == 4 else 4, 1)
 
 
@@ -128,13 +128,10 @@ def cut(m: int, k: int, dense: bool, units: int, config: DiagonalConfig) -> Cut:
     return Cut(rows, width, fold, last, block_m, block_k, strips, blocks, even)
 
 
-def one_launch(m: int, k: int, itemsize: int, config: DiagonalConfig) -> Cut | None:
+def one_launch(m: int, k: int, config: DiagonalConfig) -> Cut | None:
     """A cut in which each program sees all rows, so that its sums are whole, or None where that
     would leave the chip idle for longer than a second launch takes."""
-    most = (
-        64 if itemsize == 2 and k >= _BROAD else 32
-    )  # 128 bytes of a row, where programs are many
-    fold, block_k = 1, min(config.block_k, most, 1 << (k - 1).bit_length())
+    fold, block_k = 1, min(config.block_k, 32, 1 << (k - 1).bit_length())
     block_m = min(max(1, config.numbers // block_k), 1 << (m - 1).bit_length())
     if m > _ONE_LAUNCH_TILES * block_m:
         return None
