@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from markupsafe import Markup, escape
 
@@ -51,6 +52,49 @@ def strips(rows: Sequence[tuple[str, str, Sequence[float]]]) -> Markup:
             )
         )
     return _svg(parts, height, "Samples of one step before and after")
+
+
+def timeline(rows: Sequence[tuple[str, str, float, Sequence[Sequence[Any]]]]) -> Markup:
+    """What a call runs, one lane a row on a shared axis of time; names are in the bars where there
+    is room, and all of them under the pointer.
+
+    Args:
+        rows: (label, CSS class, microseconds of the call, (name, start, length) of what it runs).
+    """
+    rows = [row for row in rows if row[2] > 0]
+    if not rows:
+        return Markup("")
+    left, step = 72, 40
+    inner = _WIDTH - left - 84
+    top = _axis_top(max(us for _, _, us, _ in rows))
+    height = step * len(rows) + 26
+    parts = [_grid(top, left, inner, height - 20)]
+    for i, (label, kind, us, spans) in enumerate(rows):
+        y = step * i + step / 2
+        parts.append(Markup('<text x="0" y="{}" class="label">{}</text>').format(y + 4, label))
+        for name, start, length in spans:
+            x, width = left + inner * start / top, max(0.8, inner * length / top)
+            parts.append(
+                Markup(
+                    '<rect x="{:.1f}" y="{}" width="{:.1f}" height="22" rx="2" class="bar {}">'
+                    "<title>{}: {}</title></rect>"
+                ).format(x, y - 11, width - 0.5, kind, name, duration(length))
+            )
+            room = int((width - 6) / 5.6)
+            if room >= 4:
+                short = name if len(name) <= room else f"{name[: room - 1]}…"
+                parts.append(
+                    Markup('<text x="{:.1f}" y="{}" class="inside">{}</text>').format(
+                        x + 3, y + 4, short
+                    )
+                )
+        end = left + inner * us / top
+        parts.append(
+            Markup('<text x="{:.1f}" y="{}" class="value">{}</text>').format(
+                end + 8, y + 4, duration(us)
+            )
+        )
+    return _svg(parts, height, "What one call runs before and after")
 
 
 def ratio_bar(ratio: float, low: float, high: float, top: float) -> Markup:

@@ -60,4 +60,5 @@ def _environment() -> jinja2.Environment:
     made.globals["ratio_bar"] = charts.ratio_bar
     made.globals["share_bar"] = charts.share_bar
     made.globals["strips"] = charts.strips
+    made.globals["timeline"] = charts.timeline
     return made

@@ -181,11 +181,22 @@ def _merge_findings(findings: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "title": f.get("title", ""),
                 "places": [],
                 "gain": 0.0,
+                "timeline": _timeline(f.get("details") or {}),
             },
         )
         entry["places"].append(_place(f))
         entry["gain"] += f.get("predicted_gain_us") or 0.0
     return sorted(merged.values(), key=lambda e: -e["gain"])
+
+
+def _timeline(details: dict[str, Any]) -> list[tuple[str, str, float, list[Any]]]:
+    """Lanes of what a call ran before and would run after, where that was recorded."""
+    found = details.get("timeline") or {}
+    return [
+        (name, name, float(found[name]["us"]), found[name]["spans"])
+        for name in ("before", "after")
+        if name in found
+    ]
 
 
 def _place(finding: dict[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from fastlinear.rewrite.exchange.compiled_forward import COMPILE_MODES
 KIND = "plan"
 FORMAT = 1
 ROUTES = ("plain", "instance", "parent", "chain", "graph", "compile")
-RULES = ("linear_act", "mlp", "graphed", "compiled")
+RULES = ("linear_act", "mlp", "gated_mlp", "graphed", "compiled")
 _WHOLE = {"graphed": "graph", "compiled": "compile"}  # rule → its only route, and no other's
 
 
@@ -40,10 +40,11 @@ class Rewrite:
         activation: what is fused; ``"none"`` changes the backend only.
         route: ``"plain"`` (the linear alone), ``"instance"`` (the linear computes the activation
             and the activation module passes its input on), ``"parent"`` (the parent's forward
-            makes one fused call) or ``"chain"`` (the forward of the Sequential or parent named by
-            ``parent_fqn`` makes one call for a run of linears); ``"graph"`` (rule ``"graphed"``)
-            is a module replayed as CUDA graphs: the model as a whole or a part of it; ``"compile"``
-            (rule ``"compiled"``) the model or a block of it through ``torch.compile``.
+            makes one fused call) or ``"chain"`` (the forward of the module named by ``parent_fqn``
+            makes one call for a run of linears, or for those of a gated MLP); ``"graph"`` (rule
+            ``"graphed"``) is a module replayed as CUDA graphs: the model as a whole or a part of
+            it; ``"compile"`` (rule ``"compiled"``) the model or a block of it through
+            ``torch.compile``.
         activation_fqn: the activation module, where there is one.
         parent_fqn: the module whose forward is exchanged on the routes ``"parent"`` and
             ``"chain"``.

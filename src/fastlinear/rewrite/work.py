@@ -16,6 +16,7 @@ from fastlinear.core.settings import Config
 from fastlinear.core.timing import Ratio
 from fastlinear.dispatch.tune import BASELINE, Tuned
 from fastlinear.profile import ProfileReport
+from fastlinear.profile.graph import Observed
 from fastlinear.profile.observe import Observation
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.chain import Chain
@@ -50,6 +51,7 @@ class Work:
             where those were asked for.
         compiled: what becomes of the model (``""``) and of its blocks compiled, where that was
             asked for.
+        arguments: module → what its first call was given, tensors left out.
     """
 
     model: nn.Module
@@ -67,6 +69,7 @@ class Work:
     every: list[Candidate] = field(default_factory=list)
     graphs: dict[str, SiteOutcome] = field(default_factory=dict)
     compiled: dict[str, SiteOutcome] = field(default_factory=dict)
+    arguments: dict[nn.Module, Observed] = field(default_factory=dict)
 
     def settle(self, fqn: str, status: str, code: str, reason: str, **facts: Any) -> None:
         """Record (or change) what becomes of a site."""
@@ -110,7 +113,7 @@ class Work:
         found = rule.match(
             self.model, self.profile.sites, seen, backend=backend, filter_fn=filter_fn
         )
-        self.every = found[0]
+        self.every, self.arguments = found[0], seen.arguments
         return found
 
 

@@ -122,7 +122,7 @@ def call_fused_chain(
         for name in path:
             linear = linear._modules[name]
         linears.append(linear)
-        fusable = fusable and is_plain(linear) and not _hooked(linear.__dict__)
+        fusable = fusable and is_plain(linear) and not is_hooked(linear.__dict__)
         if fusable:
             weight, bias = weight_and_bias(linear)
             weights.append(weight)
@@ -200,10 +200,10 @@ def call_mlp(
 
 
 def _untouched(module: nn.Module) -> bool:
-    return not hooked_globally() and not _hooked(module.__dict__)
+    return not hooked_globally() and not is_hooked(module.__dict__)
 
 
-def _hooked(own: dict[str, Any]) -> bool:
+def is_hooked(own: dict[str, Any]) -> bool:
     """Whether a module's attributes hold a hook or a forward of its own."""
     return bool(
         "forward" in own

@@ -1,4 +1,4 @@
-"""A run of linears that may become one call of ``mlp``, wherever a model holds it."""
+"""A run of linears that may become one call, wherever a model holds it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fastlinear.core.problem import Problem
 from fastlinear.ops.mlp import reference
+from fastlinear.ops.mlp.problem import NAME
 from fastlinear.ops.mlp.selection import problem_of
 from fastlinear.rewrite.exchange.forwards import call_mlp, weight_and_bias
 from fastlinear.rewrite.match.candidate import Candidate, SiteCalls
@@ -42,6 +43,16 @@ class Chain(ABC):
     def key(self) -> str:
         """What tells it from every other chain of the model: its first linear."""
         return self.names[0]
+
+    @property
+    def rule(self) -> str:
+        """The family that computes it."""
+        return NAME
+
+    @property
+    def what(self) -> str:
+        """What it is, in a sentence."""
+        return f"its chain of {len(self.members)} linears"
 
     @property
     def title(self) -> str:
@@ -107,3 +118,15 @@ class Chain(ABC):
         ]
         biases = [parameters.get(f"{i}.db") for i in range(len(self.members))]
         return reference.mlp(x, turned, biases, self.activation, self.final_activation)
+
+
+def all_different(members: tuple[Candidate, ...]) -> bool:
+    """Whether no layer, and no weight or bias, is there twice."""
+    tensors = [t for c in members for t in c.parameters().values()]
+    return len({id(t) for t in tensors}) == len(tensors)
+
+
+def one_pass(members: tuple[Candidate, ...]) -> bool:
+    """Whether all linears ran as often, on as many rows: nobody else calls one of them."""
+    kinds = [[(k.count, k.x.shape[:-1]) for k in c.calls.kinds] for c in members]
+    return all(k == kinds[0] for k in kinds)

@@ -6,7 +6,7 @@ on a small copy of it in float64, not by its name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -14,9 +14,14 @@ from torch import Tensor, nn
 from fastlinear.nn.gated_match import Gated, recognise, weights_of
 from fastlinear.ops.gated_mlp.op import call
 from fastlinear.ops.gated_mlp.stacking import hidden, out_features
+from fastlinear.profile.graph import TENSOR, Observed
+from fastlinear.profile.records import LinearSite
+from fastlinear.rewrite.exchange.traceable import why_not
+from fastlinear.rewrite.match.candidate import Candidate
+from fastlinear.rewrite.match.chain import all_different, one_pass
+from fastlinear.rewrite.match.chain_gated import GatedChain
 from fastlinear.rewrite.match.eligible import refuse_linear, refuse_module
 
-RULE = "gated_mlp"
 # Numbers of hidden size that pass over memory between the products: the activation (2) and the gate
 # (3); backward the gate's two gradients (6) and the activation's (3); against one pass each way.
 _PASSES = {"inference": (5, 3), "train": (14, 9)}
@@ -74,6 +79,53 @@ class GatedSite:
     def advice(self) -> str:
         """The line that puts one in the module's place."""
         return "fl.nn.GatedMLP.from_module(module)"
+
+
+def chains(
+    model: nn.Module,
+    candidates: Mapping[str, Candidate],
+    sites: Mapping[str, LinearSite],
+    arguments: Mapping[nn.Module, Observed],
+    *,
+    backend: str | None,
+) -> list[GatedChain]:
+    """The gated MLPs of a model that may become one call.
+
+    Args:
+        model: the model, unchanged.
+        candidates: what the rule of linear_act found; a gated MLP takes none but these.
+        sites: what the profile says about each linear.
+        arguments: what modules were called with.
+        backend: a forced backend of gated_mlp, or None.
+    """
+    found = []
+    for site in match(model):
+        observed = arguments.get(site.module)
+        prefix = f"{site.fqn}." if site.fqn else ""
+        names = [prefix + name for name in site.gated.names]
+        if (
+            observed is None
+            or observed.arguments() != ((TENSOR,), {})
+            or why_not(site.module) is not None
+            or (site.gated.dropout and site.module.training)
+            or not all(n in candidates and sites[n].parent_fqn == site.fqn for n in names)
+        ):
+            continue
+        members = tuple(candidates[n] for n in names)
+        if one_pass(members) and all_different(members):
+            found.append(
+                GatedChain(
+                    fqn=site.fqn,
+                    module=site.module,
+                    members=members,
+                    activation=site.gated.activation,
+                    final_activation="none",
+                    backend=backend,
+                    gated=site.gated,
+                    observed=observed,
+                )
+            )
+    return found
 
 
 def match(model: nn.Module) -> list[GatedSite]:

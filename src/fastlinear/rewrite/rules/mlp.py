@@ -14,7 +14,7 @@ from fastlinear.profile.effects import class_forward
 from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.exchange.forwards import PLAIN_LINEARS
 from fastlinear.rewrite.match.candidate import Candidate
-from fastlinear.rewrite.match.chain import Chain
+from fastlinear.rewrite.match.chain import Chain, all_different, one_pass
 from fastlinear.rewrite.match.chain_parent import ParentChain
 from fastlinear.rewrite.match.chain_sequential import Layout, SequentialChain
 from fastlinear.rewrite.match.eligible import refuse_module
@@ -44,7 +44,7 @@ def match(
         *_in_sequentials(model, candidates, sites, backend),
         *_in_parents(candidates, sites, backend),
     ]
-    return [c for c in found if _one_pass(c.members) and _all_different(c.members)]
+    return [c for c in found if one_pass(c.members) and all_different(c.members)]
 
 
 def _in_sequentials(
@@ -100,18 +100,6 @@ def _in_parents(
                 run=run,
                 fusable=fusable,
             )
-
-
-def _all_different(members: tuple[Candidate, ...]) -> bool:
-    """Whether no layer, and no weight or bias, is there twice."""
-    tensors = [t for c in members for t in c.parameters().values()]
-    return len({id(t) for t in tensors}) == len(tensors)
-
-
-def _one_pass(members: tuple[Candidate, ...]) -> bool:
-    """Whether all linears ran as often, on as many rows: nobody else calls one of them."""
-    kinds = [[(k.count, k.x.shape[:-1]) for k in c.calls.kinds] for c in members]
-    return all(k == kinds[0] for k in kinds)
 
 
 def _longest(

@@ -11,11 +11,14 @@ from torch import Tensor
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.core.timing import Ratio, Samples, paired_ratio
 from fastlinear.dispatch.tune import BASELINE
+from fastlinear.ops.gated_mlp.problem import NAME as GATED
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.chain import Chain
-from fastlinear.rewrite.rules import mlp as rule
+from fastlinear.rewrite.rules import gated, mlp
 from fastlinear.rewrite.trial import measure, site
 from fastlinear.rewrite.work import GROUP_DROPPED, Work, in_words
+
+_FAMILIES = (mlp.RULE, GATED)
 
 
 def choose_chains(
@@ -26,13 +29,13 @@ def choose_chains(
 
     Raises UnsupportedError when a forced backend can serve none of them.
     """
-    if not work.allows(rule.RULE):
-        return chosen
     chains = match(work, candidates)
-    forced = work.config.backends.get(rule.RULE)
-    unable = [why for chain in chains if (why := _cannot_serve(chain)) is not None]
-    if forced is not None and chains and len(unable) == len(chains):
-        fail_forced(rule.RULE, forced, unable[0])
+    for family in _FAMILIES:
+        own = [chain for chain in chains if chain.rule == family]
+        forced = work.config.backends.get(family)
+        unable = [why for chain in own if (why := _cannot_serve(chain)) is not None]
+        if forced is not None and own and len(unable) == len(own):
+            fail_forced(family, forced, unable[0])
     single = {c.fqn: c for c in chosen}
     measured: dict[Any, tuple[dict[str, Samples], int] | None] = {}
     for i, chain in enumerate(chains):
@@ -61,13 +64,18 @@ def fail_forced(family: str, backend: str, why: str) -> NoReturn:
 
 
 def match(work: Work, candidates: list[Candidate]) -> list[Chain]:
-    """The chains among the model's candidates."""
-    return rule.match(
-        work.model,
-        {c.fqn: c for c in candidates},
-        {s.fqn: s for s in work.profile.sites},
-        backend=work.config.backends.get(rule.RULE),
-    )
+    """The chains among the model's candidates, of the families that may take part."""
+    known = {c.fqn: c for c in candidates}
+    sites = {s.fqn: s for s in work.profile.sites}
+    forced = work.config.backends.get
+    found: list[Chain] = []
+    if work.allows(mlp.RULE):
+        found += mlp.match(work.model, known, sites, backend=forced(mlp.RULE))
+    if work.allows(GATED):
+        taken = {name for chain in found for name in chain.names}
+        own = gated.chains(work.model, known, sites, work.arguments, backend=forced(GATED))
+        found += [chain for chain in own if not taken & set(chain.names)]
+    return found
 
 
 def members(chain: Chain) -> list[Candidate]:
@@ -81,7 +89,7 @@ def members(chain: Chain) -> list[Candidate]:
 def facts(chain: Chain) -> dict[str, Any]:
     """What the outcome of each of its linears says of a chain."""
     return {
-        "rule": rule.RULE,
+        "rule": chain.rule,
         "route": "chain",
         "problem": chain.problems[0].to_json(),
         "backends": measure.backends_of(chain.problems[0], chain.backend),

@@ -97,7 +97,7 @@ def _kept_reason(work: Work, c: Candidate, step: Ratio, proven: Ratio) -> str:
     name = known.backends.get("forward", "")
     what = f"with {c.activation} in one call" if c.activation != "none" else "alone"
     if c.chain is not None:
-        what = f"its chain of {len(c.chain.members)} linears in one call"
+        what = f"{c.chain.what} in one call"
     assert known.speedup is not None
     assert known.ci95 is not None
     text = f"{name}, {what}, {in_words(Ratio(known.speedup, *known.ci95))}"

@@ -15,6 +15,9 @@ from fastlinear.core.progress import Progress
 from fastlinear.core.timing import Ratio, Samples, interleave, paired_ratio
 from fastlinear.dispatch import tune as tuning
 from fastlinear.ops.common import door
+from fastlinear.ops.gated_mlp import problem as gated
+from fastlinear.ops.gated_mlp.selection import choices_of as gated_choices
+from fastlinear.ops.gated_mlp.selection import tuning_order as gated_order
 from fastlinear.ops.linear_act.selection import choices_of, tuning_order
 from fastlinear.ops.mlp import problem as mlp
 from fastlinear.ops.mlp.selection import choices_of as chain_choices
@@ -74,17 +77,18 @@ class Pair:
 
 def deciding(problem: Problem) -> tuple[Problem, ...]:
     """The Problems that decide about a forward Problem, in the order in which to tune them."""
-    return chain_order(problem) if problem.family == mlp.NAME else tuning_order(problem)
+    order = {mlp.NAME: chain_order, gated.NAME: gated_order}.get(problem.family, tuning_order)
+    return order(problem)
 
 
 def backends_of(problem: Problem, forced: str | None) -> dict[str, str]:
-    """Piece → backend that ``linear_act`` or ``mlp`` takes for a Problem.
+    """Piece → backend that the Problem's family takes for it.
 
     Raises UnsupportedError when the forced backend cannot serve it.
     """
-    if problem.family == mlp.NAME:
-        return {c.problem.piece: c.backend.name for c in chain_choices(problem, forced)}
-    return {c.problem.piece: c.backend.name for c in choices_of(problem, forced)}
+    known = {mlp.NAME: chain_choices, gated.NAME: gated_choices}
+    made = known.get(problem.family, choices_of)(problem, forced)
+    return {c.problem.piece: c.backend.name for c in made}
 
 
 def tune_all(

@@ -1,0 +1,104 @@
+"""The linears of a module that computes a gated MLP, as one call of ``gated_mlp``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fastlinear.core.problem import Problem
+from fastlinear.nn.gated_match import Gated, weights_of
+from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.gated_mlp import reference
+from fastlinear.ops.gated_mlp.problem import NAME
+from fastlinear.ops.gated_mlp.selection import problem_of
+from fastlinear.ops.gated_mlp.stacking import Biases, Weights, split_pre
+from fastlinear.profile.graph import Observed
+from fastlinear.rewrite.exchange.gated_forward import call_gated, gated_forward
+from fastlinear.rewrite.exchange.swap import Swap
+from fastlinear.rewrite.match.candidate import Candidate
+from fastlinear.rewrite.match.chain import Chain
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class GatedChain(Chain):
+    """Gate, up and down projection, as ``gated`` names them, of the module whose forward is
+    exchanged.
+
+    Attributes:
+        gated: how the module computes a gated MLP.
+        observed: its arguments in one call: one tensor.
+    """
+
+    gated: Gated
+    observed: Observed
+
+    @property
+    def rule(self) -> str:
+        """gated_mlp."""
+        return NAME
+
+    @property
+    def what(self) -> str:
+        """What it is, in a sentence."""
+        return f"its gated MLP of {len(self.members)} linears"
+
+    @property
+    def title(self) -> str:
+        """The module's name."""
+        return repr(self.fqn)
+
+    def _problem(self, x: Tensor) -> Problem:
+        dtype = self.calls.autocast
+
+        def cast(t: Tensor | None) -> Any:
+            return None if t is None else t.detach() if dtype is None else t.detach().to(dtype)
+
+        weights, biases = weights_of(self.module, self.gated)
+        rows = cast(x).reshape(-1, x.shape[-1])
+        held = Weights(*map(cast, weights)), Biases(*map(cast, biases))
+        names = self.gated.activation, self.gated.order
+        return problem_of(rows, *held, *names, None, self.calls.grad)
+
+    def swap(self) -> Swap:
+        """The forward to exchange."""
+        made = gated_forward(self.module, self.gated, self.observed, self.backend)
+        return Swap(self.fqn, self.module, made)
+
+    def before(self, x: Tensor) -> Tensor:
+        """What the model did with the module's input."""
+        y: Tensor = type(self.module).forward(self.module, x)
+        return y
+
+    def layers(self, x: Tensor, rewritten: Mapping[str, Candidate]) -> Tensor:
+        """The layers one by one, those in ``rewritten`` (by name) as it has them."""
+
+        def one(member: Candidate, x: Tensor) -> tuple[Tensor, str]:
+            found = rewritten.get(member.fqn)
+            if found is None:
+                return type(member.module).forward(member.module, x), "none"
+            return found.after(x), found.activation
+
+        first, done = one(self.members[0], x)
+        second = None if self.gated.up is None else one(self.members[1], x)[0]
+        gate, up = split_pre((first, second), self.gated.order)
+        hidden = (gate if done != "none" else activation_of(self.activation).value(gate)) * up
+        return hidden if self.gated.down is None else one(self.members[-1], hidden)[0]
+
+    def after(self, x: Tensor) -> Tensor:
+        """One call of ``gated_mlp``."""
+        return call_gated(x, *weights_of(self.module, self.gated), self.gated, self.backend)
+
+    def exact(self, x: Tensor, parameters: dict[str, Tensor]) -> Tensor:
+        """The same by differentiable torch ops on other values, for the oracle in float64."""
+        names = self.gated.names
+
+        def held(name: str | None, title: str) -> Any:
+            return None if name is None else parameters.get(f"{names.index(name)}.{title}")
+
+        layers = self.gated.gate, self.gated.up, self.gated.down
+        weights = Weights(*(held(name, "dW") for name in layers))
+        biases = Biases(*(held(name, "db") for name in layers))
+        return reference.gated_mlp(x, weights, biases, self.activation, self.gated.order)
