@@ -18,9 +18,8 @@ from fastlinear.core.errors import FastlinearError
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _TENSOR_MAP_TYPE = {"float16": 6, "float32": 7, "bfloat16": 9}
-_SWIZZLE_64B = 2
-_SWIZZLE_128B = 3
-_L2_PROMOTION_256B = 3
+_SWIZZLE_NONE, _SWIZZLE_64B, _SWIZZLE_128B = 0, 2, 3
+_L2_PROMOTION_NONE, _L2_PROMOTION_256B = 0, 3
 _CAPTURE_MODE_RELAXED = 2
 _INVALID_CONTEXT = 201
 _REMEDY = "Force backend='triton' or 'eager', and report this with `fastlinear doctor`'s output."
@@ -212,16 +211,20 @@ class _LaunchConfig(ctypes.Structure):
 class TensorMap:
     """A TMA descriptor of a 2-D 16-bit matrix whose rows are contiguous, 128-byte swizzled.
 
+    Plain, rows of the tile lie one behind the other in shared memory, and no more than they hold is
+    fetched.
+
     Args:
         dtype: ``"float16"`` or ``"bfloat16"``.
         rows, cols: extent; reads beyond it give zeros, writes beyond it are dropped.
         row_stride: elements between rows, a multiple of 8.
         box_rows, box_cols: the tile one instruction moves; box_cols is at most 64, or 32 where
-            ``narrow``.
+            ``narrow``, or 256 where ``plain``.
         address: first element, 16-byte aligned.
         device: ordinal of the device the matrix is on.
         narrow: rows of the tile are 64 bytes apart in shared memory and swizzled accordingly,
             instead of 128.
+        plain: rows of the tile are box_cols apart, not swizzled.
     """
 
     def __init__(
@@ -235,8 +238,10 @@ class TensorMap:
         address: int,
         device: int,
         narrow: bool = False,
+        plain: bool = False,
     ) -> None:
         make_current(device)
+        swizzle = _SWIZZLE_NONE if plain else _SWIZZLE_64B if narrow else _SWIZZLE_128B
         self._device = device
         self._storage = ctypes.create_string_buffer(128 + 64)
         start = ctypes.addressof(self._storage)
@@ -258,8 +263,8 @@ class TensorMap:
             box,
             steps,
             0,
-            _SWIZZLE_64B if narrow else _SWIZZLE_128B,
-            _L2_PROMOTION_256B,
+            swizzle,
+            _L2_PROMOTION_NONE if plain else _L2_PROMOTION_256B,
             0,
         )
         _check(status, f"cuTensorMapEncodeTiled({rows=}, {cols=}, {row_stride=}, box={list(box)})")

@@ -17,7 +17,14 @@ from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, Family, is_installed, register_family
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.grouped_linear import cpp, reference, strips, triton_config, ways
+from fastlinear.ops.grouped_linear import (
+    cpp,
+    reference,
+    strips,
+    strips_backward,
+    triton_config,
+    ways,
+)
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear.problem import NAME, PIECES, STEP, problem, tokens_of
 
@@ -31,10 +38,14 @@ _TRITON_SOURCES = (
 )
 _CPP_SOURCES = ("cpp.py", "grouped.cpp", "layout.py", "reference.py")
 _STRIPS_SOURCES = ("strips.py", "strips.cu", "layout.py")
+_STRIPS_BACKWARD_SOURCES = (
+    *("strips_backward.py", "strips_backward.cu", "layout.py"),
+    "../common/hopper_activations.h",
+)
 _WIDE_SOURCES = ("triton_wide.py", "triton_wide_kernels.py", *_TRITON_SOURCES)
 _PIECES_SOURCES = (
     *("autograd.py", "plans.py", "reference.py", "ways.py", "triton_backward.py"),
-    *("triton_wide.py", "triton_wide_kernels.py", *_STRIPS_SOURCES),
+    *("triton_wide.py", "triton_wide_kernels.py", *_STRIPS_SOURCES, *_STRIPS_BACKWARD_SOURCES),
     *("cpp.py", "grouped.cpp"),
     *_TRITON_SOURCES,
 )
@@ -82,12 +93,14 @@ def _prefer(p: Problem) -> tuple[str, ...]:
     if p.device != "cuda":
         return ("eager",)
     # measured on an H200, over the sizes in README.md
+    many = p.dim("M") * p.dim("G") >= 1 << 15
     if p.piece == "backward":
         hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
         one_pass = max(p.dim("K"), p.dim("N")) <= (128 if hopper else 32)
-        return ("triton", "eager") if one_pass and p.dtype != "float32" else ("eager",)
+        if not one_pass or p.dtype == "float32":
+            return ("eager",)
+        return ("strips", "triton", "eager") if many else ("triton", "eager")
     odd = p.dim("K") % 8 or p.dim("N") % 8  # rows of a group do not begin at 16 bytes
-    many = p.dim("M") * p.dim("G") >= 1 << 15
     first = ("strips",) if odd and many else ("wide",) if p.dim("K") > 128 else ()
     return (*first, "triton", "eager")
 
@@ -222,6 +235,10 @@ FAMILY = register_family(
             Backend(
                 *(NAME, "forward", "strips", f"{_HERE}.strips:forward", strips.reason_not),
                 _STRIPS_SOURCES,
+            ),
+            Backend(
+                *(NAME, "backward", "strips", f"{_HERE}.strips_backward:backward"),
+                *(strips_backward.reason_not, _STRIPS_BACKWARD_SOURCES),
             ),
             Backend(
                 *(NAME, "forward", "wide", f"{_HERE}.triton_wide:forward", _reason_not_wide),

@@ -1,0 +1,240 @@
+"""The backward of strips of narrow groups: against float64 on a GPU, its compilation anywhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastlinear.core.compare import judge
+from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
+from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.grouped_linear import reference
+from fastlinear.ops.grouped_linear import strips_backward as strips
+from fastlinear.ops.grouped_linear.problem import problem
+from fastlinear.ops.grouped_linear.reference import Needs
+from fastlinear.ops.grouped_linear.strips_backward import Split, StripsBackwardConfig
+
+_spec = importlib.util.spec_from_file_location(
+    "nvrtc_offline", Path(__file__).parents[1] / "nvrtc_offline.py"
+)
+assert _spec is not None
+assert _spec.loader is not None
+offline: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(offline)
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+on_hopper = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU"),
+]
+ALL: Needs = (True, True, True)
+NEEDS: list[Needs] = [n for n in itertools.product((True, False), repeat=3) if any(n)]
+# (groups, K, N)
+SIZES = (
+    *((8, 100, 100), (8, 64, 64), (16, 32, 32), (4, 128, 128), (8, 100, 64), (8, 64, 100)),
+    *((8, 20, 36), (8, 50, 26), (8, 24, 40), (3, 48, 8)),
+)
+CONFIGS = (
+    ((8, 100, 100), StripsBackwardConfig(2, 4, 2, 3, 3)),
+    ((8, 64, 64), StripsBackwardConfig(4, 4, 2, 3, 1)),
+    ((8, 64, 64), StripsBackwardConfig(2, 2, 1, 3, 2, 2)),
+    ((16, 32, 32), StripsBackwardConfig(8, 2, 1, 2, 2)),
+    ((16, 32, 32), StripsBackwardConfig(4, 1, 1, 3, 2, 2)),
+)
+
+
+def drawn(
+    m: int, groups: int, k: int, n: int, activation: str, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """dy, saved, x and weight."""
+    x = torch.randn(1, m, groups, k, device="cuda").to(dtype)
+    dy = torch.randn(1, m, groups, n, device="cuda").to(dtype)
+    weight = (torch.randn(groups, n, k, device="cuda") / k**0.5).to(dtype)
+    pre = torch.randn(1, m, groups, n, device="cuda").to(dtype)
+    act = activation_of(activation)
+    saved = {"none": None, "pre": pre, "output": act.value(pre)}[act.saved]
+    return dy, saved, x, weight
+
+
+def check(
+    given: tuple[Tensor, Tensor | None, Tensor, Tensor],
+    activation: str,
+    needs: Needs = ALL,
+    config: StripsBackwardConfig | None = None,
+) -> None:
+    torch.full((1 << 22,), float("nan"), device="cuda")  # what new memory holds
+    assert strips.serves(*given, "tokens")
+    rest = (activation, needs, "tokens")
+    found = strips.backward(*given, *rest, config=config)
+    theirs = reference.backward(*given, *rest)
+    wide: list[Any] = [None if t is None else t.double() for t in given]
+    oracle = reference.backward(*wide, *rest)
+    for name, need, a, t, o in zip(("dx", "dW", "db"), needs, found, theirs, oracle, strict=True):
+        assert (a is not None) == need
+        if a is not None and t is not None and o is not None:
+            verdict = judge(name, a, t, o)
+            assert verdict.passed, f"{activation} {needs} {verdict}"
+
+
+class TestOnHopper:
+    pytestmark = on_hopper
+
+    @pytest.mark.parametrize("activation", ACTIVATIONS)
+    def test_activations(self, activation: str) -> None:
+        for dtype in (torch.bfloat16, torch.float16):
+            check(drawn(65, 8, 100, 100, activation, dtype), activation)
+
+    @pytest.mark.parametrize("sizes", SIZES, ids=str)
+    def test_sizes(self, sizes: tuple[int, int, int]) -> None:
+        for m in (1, 31, 33, 1000, 4096):
+            activation = "silu" if m == 33 else "relu"
+            check(drawn(m, *sizes, activation), activation)
+
+    @pytest.mark.parametrize("needs", NEEDS, ids=str)
+    def test_what_is_wanted(self, needs: Needs) -> None:
+        for sizes, activation in (((8, 100, 100), "gelu"), ((8, 64, 64), "none")):
+            check(drawn(300, *sizes, activation), activation, needs)
+
+    @pytest.mark.parametrize(("sizes", "config"), CONFIGS, ids=str)
+    def test_configurations(
+        self, sizes: tuple[int, int, int], config: StripsBackwardConfig
+    ) -> None:
+        check(drawn(700, *sizes, "relu"), "relu", ALL, config)
+
+    def test_many_groups_share_blocks(self) -> None:
+        check(drawn(160, 400, 100, 100, "relu"), "relu")
+
+    def test_rows_further_apart_than_they_are_long(self) -> None:
+        dy, saved, x, weight = drawn(300, 8, 100, 100, "relu")
+        assert saved is not None
+        apart = []
+        for t in (dy, saved, x):
+            memory = torch.full((300, 832), float("nan"), device="cuda", dtype=torch.bfloat16)
+            memory[:, :800] = t.view(300, 800)
+            apart.append(memory[:, :800].unflatten(1, (8, 100))[None])
+        check((*apart, weight), "relu")
+
+    @pytest.mark.parametrize("features", [100, 64, 32])
+    def test_bad_numbers_stay_in_their_group(self, features: int) -> None:
+        for activation in ("none", "silu"):
+            dy, saved, x, weight = drawn(70, 8, features, features, activation)
+            x[:, :, 1] = float("nan")
+            weight[2] = float("inf")
+            dy[:, :, 4] = float("nan")
+            if saved is not None:
+                saved[:, :, 6] = float("nan")
+            dx, dw, db = strips.backward(dy, saved, x, weight, activation, ALL, "tokens")
+            assert dx is not None
+            assert dw is not None
+            assert db is not None
+            good = [0, 3, 5, 7]
+            assert dw[1].isnan().all()
+            assert dx[:, :, 4].isnan().all()
+            assert dx[:, :, [1, *good]].isfinite().all()
+            assert dw[[2, *good]].isfinite().all()
+            assert db[[1, 2, *good]].isfinite().all()
+
+    def test_tokens_beyond_the_last_do_not_count(self) -> None:
+        dy, saved, x, weight = drawn(64, 8, 100, 100, "none")
+        dy[:, 33:] = float("nan")
+        x[:, 33:] = float("nan")
+        cut = (dy[:, :33], saved, x[:, :33], weight)
+        check(cut, "none")
+
+    def test_repeated_runs_are_equal(self) -> None:
+        for sizes in SIZES[:3]:
+            given = drawn(1500, *sizes, "gelu")
+            first = strips.backward(*given, "gelu", ALL, "tokens")
+            for _ in range(200):
+                again = strips.backward(*given, "gelu", ALL, "tokens")
+                assert all(
+                    torch.equal(a, b)
+                    for a, b in zip(first, again, strict=True)
+                    if a is not None and b is not None
+                )
+
+    def test_what_it_does_not_take_goes_to_triton(self) -> None:
+        dy, saved, x, weight = drawn(40, 8, 100, 100, "relu")
+        turned = weight.transpose(1, 2).contiguous().transpose(1, 2)
+        assert not strips.serves(dy, saved, x, turned, "tokens")
+        found = strips.backward(dy, saved, x, turned, "relu", ALL, "tokens")
+        expected = strips.backward(dy, saved, x, weight, "relu", ALL, "tokens")
+        torch.testing.assert_close(found, expected)
+
+
+def test_configurations_fit_the_chip() -> None:
+    for groups, k, n in SIZES:
+        for saved, needs in itertools.product((False, True), NEEDS):
+            config = strips.strips_backward_config(groups, k, n, saved, needs)
+            assert config is not None
+            assert strips.reason_against(config, groups, k, n) is None
+            assert strips.fits(config, k, n, saved, needs)
+            assert config.stages >= 2
+    assert strips.strips_backward_config(3, 10, 10) is None
+    assert strips.strips_backward_config(4, 7, 8) is None
+    assert strips.strips_backward_config(4, 136, 64) is None
+
+
+def test_tiles_are_shared_out_evenly() -> None:
+    for strips_, tiles, at_once in ((50, 128, 132), (16, 512, 132), (3, 1, 132), (400, 5, 132)):
+        split = Split(strips_, tiles, at_once)
+        taken = [split.block_of(t) for t in range(strips_ * tiles)]
+        assert sorted(set(taken)) == list(range(split.blocks))
+        counts = [taken.count(b) for b in range(split.blocks)]
+        assert max(counts) - min(counts) <= 1
+        most = max(len(set(taken[s * tiles : (s + 1) * tiles])) for s in range(strips_))
+        assert split.slots == most
+
+
+def test_what_it_serves() -> None:
+    x = torch.zeros(1, 6, 8, 100, dtype=torch.bfloat16)
+    weight = torch.zeros(8, 100, 100, dtype=torch.bfloat16)
+    assert strips.serves(x, x, x, weight, "tokens")
+    assert strips.serves(x, None, x, weight, "tokens")
+    assert not strips.serves(x, None, x, weight, "groups")
+    assert not strips.serves(x, None, x, weight.transpose(1, 2), "tokens")
+    assert not strips.serves(x.float(), None, x, weight, "tokens")
+    apart = torch.zeros(6, 804, dtype=torch.bfloat16)[:, :800].unflatten(1, (8, 100))[None]
+    assert not strips.serves(x, None, apart, weight, "tokens")
+    both = torch.zeros(2, 6, 8, 100, dtype=torch.bfloat16)
+    assert not strips.serves(both, None, both, weight, "tokens")
+
+
+def test_reasons_are_given() -> None:
+    p = problem("backward", 64, 8, 100, 100, dtype="bfloat16", device="cpu")
+    assert strips.reason_not(p) == "its kernel runs on CUDA devices only"
+
+
+@pytest.mark.parametrize("sizes", SIZES[:5], ids=str)
+def test_compiles_without_spilling(sizes: tuple[int, int, int]) -> None:
+    for activation in ("relu", "none", "gelu", "silu"):
+        groups, k, n = sizes
+        config = strips.strips_backward_config(groups, k, n, activation != "none")
+        assert config is not None
+        text = strips.source(torch.bfloat16, k, n, activation, ALL, config)
+        used = offline.usage(text, "strips_backward.cu")
+        kernel = used[strips.KERNEL]
+        assert kernel.frame == 0, (sizes, activation, kernel)
+        if strips.service_warps(config) > 1:  # else the warps that compute would wait for ever
+            assert kernel.registers == strips.limit(config)[1]
+
+
+def test_compiles_for_other_needs_and_numbers() -> None:
+    for needs in NEEDS[1:]:
+        config = strips.strips_backward_config(8, 100, 100, True, needs)
+        assert config is not None
+        text = strips.source(torch.float16, 100, 100, "tanh", needs, config)
+        assert offline.usage(text, "strips_backward.cu")[strips.KERNEL].frame == 0
+    for (_, k, n), config in CONFIGS:
+        text = strips.source(torch.bfloat16, k, n, "relu", ALL, config)
+        kernel = offline.usage(text, "strips_backward.cu")[strips.KERNEL]
+        if strips.service_warps(config) > 1:
+            assert kernel.registers == strips.limit(config)[1]
+        assert strips.fits(replace(config, stages=2), k, n, True, ALL)
