@@ -50,7 +50,8 @@ class Machine:
         new_us: contender → what a new tensor of x's size costs when it is first written.
         new_weight_us: the same for a matrix of the full layer's gradients.
         kernel_us: the start of a kernel of PyTorch's on the device, 0 on a CPU.
-        call_us: fastlinear's kernels on at most 64 rows of 256, on the device, 0 on a CPU.
+        call_us: fastlinear's kernels on at most 64 rows of 16 features, in training of 128, on the
+            device, 0 on a CPU.
         host_us: contender → what the host takes for a call, whatever its size.
     """
 
@@ -91,6 +92,7 @@ def measured(
     state += "" if cuda else when
     first = "forward with bias" if cuda else "forward"  # a CPU adds the bias in a pass of its own
     rate = _pass_rate(device, _rounded(held), k, sets, state)
+    small = (min(m, 64), min(k, 128) if grad else 16)  # sums take more of a program than a pass
     fresh = _first_touch_us(device, size, state)
     own = fresh if size < cpp._FRESH_BYTES or backend != "cpp" else _large_touch_us(size, state)
     return Machine(
@@ -106,9 +108,7 @@ def measured(
         {LINEAR: fresh, OURS: own},
         _first_touch_us(device, size * k // m, state) if grad else 0.0,
         _kernel_us(device),
-        _call_us(device, dtype, activation, grad, backend, (min(m, 64), min(k, 256)))
-        if cuda
-        else 0.0,
+        _call_us(device, dtype, activation, grad, backend, small) if cuda else 0.0,
         _host_us(device, dtype, activation, grad, backend, state),
     )
 

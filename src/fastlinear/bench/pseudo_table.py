@@ -192,4 +192,4 @@ def _panel(ax: Any, curve: Curve) -> None:
     ax.yaxis.set_major_formatter("{x:g}x")
     ax.grid(linewidth=0.3)
     ax.set_xlabel("width")
-    ax.set_title(f"speed-up over nn.Linear: {curve.title}", loc="left")
+    ax.set_title(f"speed-up over nn.Linear: {curve.title}", loc="left", fontsize=10)
