@@ -17,9 +17,10 @@ from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.grouped_linear import reference
 from fastlinear.ops.grouped_linear import strips_backward as strips
+from fastlinear.ops.grouped_linear import strips_backward_config as configs
 from fastlinear.ops.grouped_linear.problem import problem
 from fastlinear.ops.grouped_linear.reference import Needs
-from fastlinear.ops.grouped_linear.strips_backward import Split, StripsBackwardConfig
+from fastlinear.ops.grouped_linear.strips_backward_config import Split, StripsBackwardConfig
 
 _spec = importlib.util.spec_from_file_location(
     "nvrtc_offline", Path(__file__).parents[1] / "nvrtc_offline.py"
@@ -172,14 +173,14 @@ class TestOnHopper:
 def test_configurations_fit_the_chip() -> None:
     for groups, k, n in SIZES:
         for saved, needs in itertools.product((False, True), NEEDS):
-            config = strips.strips_backward_config(groups, k, n, saved, needs)
+            config = configs.strips_backward_config(groups, k, n, saved, needs)
             assert config is not None
-            assert strips.reason_against(config, groups, k, n) is None
-            assert strips.fits(config, k, n, saved, needs)
+            assert configs.reason_against(config, groups, k, n) is None
+            assert configs.fits(config, k, n, saved, needs)
             assert config.stages >= 2
-    assert strips.strips_backward_config(3, 10, 10) is None
-    assert strips.strips_backward_config(4, 7, 8) is None
-    assert strips.strips_backward_config(4, 136, 64) is None
+    assert configs.strips_backward_config(3, 10, 10) is None
+    assert configs.strips_backward_config(4, 7, 8) is None
+    assert configs.strips_backward_config(4, 136, 64) is None
 
 
 def test_tiles_are_shared_out_evenly() -> None:
@@ -216,25 +217,25 @@ def test_reasons_are_given() -> None:
 def test_compiles_without_spilling(sizes: tuple[int, int, int]) -> None:
     for activation in ("relu", "none", "gelu", "silu"):
         groups, k, n = sizes
-        config = strips.strips_backward_config(groups, k, n, activation != "none")
+        config = configs.strips_backward_config(groups, k, n, activation != "none")
         assert config is not None
         text = strips.source(torch.bfloat16, k, n, activation, ALL, config)
         used = offline.usage(text, "strips_backward.cu")
         kernel = used[strips.KERNEL]
         assert kernel.frame == 0, (sizes, activation, kernel)
-        if strips.service_warps(config) > 1:  # else the warps that compute would wait for ever
-            assert kernel.registers == strips.limit(config)[1]
+        if configs.service_warps(config) > 1:  # else the warps that compute would wait for ever
+            assert kernel.registers == configs.limit(config)[1]
 
 
 def test_compiles_for_other_needs_and_numbers() -> None:
     for needs in NEEDS[1:]:
-        config = strips.strips_backward_config(8, 100, 100, True, needs)
+        config = configs.strips_backward_config(8, 100, 100, True, needs)
         assert config is not None
         text = strips.source(torch.float16, 100, 100, "tanh", needs, config)
         assert offline.usage(text, "strips_backward.cu")[strips.KERNEL].frame == 0
     for (_, k, n), config in CONFIGS:
         text = strips.source(torch.bfloat16, k, n, "relu", ALL, config)
         kernel = offline.usage(text, "strips_backward.cu")[strips.KERNEL]
-        if strips.service_warps(config) > 1:
-            assert kernel.registers == strips.limit(config)[1]
-        assert strips.fits(replace(config, stages=2), k, n, True, ALL)
+        if configs.service_warps(config) > 1:
+            assert kernel.registers == configs.limit(config)[1]
+        assert configs.fits(replace(config, stages=2), k, n, True, ALL)

@@ -39,8 +39,8 @@ _TRITON_SOURCES = (
 _CPP_SOURCES = ("cpp.py", "grouped.cpp", "layout.py", "reference.py")
 _STRIPS_SOURCES = ("strips.py", "strips.cu", "layout.py")
 _STRIPS_BACKWARD_SOURCES = (
-    *("strips_backward.py", "strips_backward.cu", "layout.py"),
-    "../common/hopper_activations.h",
+    *("strips_backward.py", "strips_backward_config.py", "strips_backward.cu"),
+    *("strips_instructions.h", "../common/hopper_activations.h", "layout.py"),
 )
 _WIDE_SOURCES = ("triton_wide.py", "triton_wide_kernels.py", *_TRITON_SOURCES)
 _PIECES_SOURCES = (

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,152 +22,29 @@ from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear.reference import Gradients, Needs
+from fastlinear.ops.grouped_linear.strips_backward_config import (
+    ROWS,
+    SERVICE_REGISTERS,
+    SIZE,
+    SWIZZLED,
+    Split,
+    StripsBackwardConfig,
+    limit,
+    service_warps,
+    shared_bytes,
+    strips_backward_config,
+)
 
 ARCH = "sm_90a"
 KERNEL, SUMS_KERNEL = "grouped_linear_strips_backward", "grouped_linear_strips_sums"
-_SOURCE = Path(__file__).with_name("strips_backward.cu")
-_HEADER = Path(__file__).parent.parent / "common" / "hopper_activations.h"
-_ROWS = 32  # tokens of a tile
-_SIZE = 2  # bytes of a number
-_STEP = 1024
-_SWIZZLED = 128  # bytes of a row of the copy engine's widest swizzle
-_BOX = 256  # columns that one copy moves
-_SHARED, _BLOCK_SHARED = 228 * 1024, 227 * 1024  # of a multiprocessor, of a block
-_RESERVED = 1024  # bytes of a block that the system takes
-_OVERHEAD = 2 * 1024  # the barriers, and what aligns them
-_BEYOND = 4096  # bytes behind x that a window may reach
-_REGISTERS, _MOST_REGISTERS = 65536, 255
-_SERVICE_REGISTERS = 40
-_OTHER_REGISTERS = 44  # of a thread: fragments, addresses, counters
-_GOOD_WARPS, _MOST_WARPS = 8, 16
-_PARTS = ((1, 1), (2, 1), (4, 1), (4, 2), (8, 2))  # of a group: warps, those across
-_MOST_STRIP = 512  # bytes
-_MOST_STAGES = 6
-_LEAST_TILES = 4  # of a block, else its share costs more than its products
+_SOURCES = (
+    Path(__file__).with_name("strips_instructions.h"),
+    Path(__file__).parent.parent / "common" / "hopper_activations.h",
+    Path(__file__).with_name("strips_backward.cu"),
+)
 _SUMS_THREADS = 256
 _MOST = 2**23
 _MAX_PLANS = 1024
-
-
-@dataclass(frozen=True)
-class StripsBackwardConfig:
-    """One way to launch the kernel.
-
-    Attributes:
-        groups: groups of a strip.
-        parts: warps of a group.
-        across: how many of them lie along the columns of dW; the others along its rows.
-        stages: tiles of dy, saved and x in shared memory.
-        outs: tiles of dx in shared memory.
-        blocks: blocks of a multiprocessor.
-    """
-
-    groups: int
-    parts: int
-    across: int = 1
-    stages: int = 4
-    outs: int = 2
-    blocks: int = 1
-
-
-def _window(groups: int, features: int) -> int:
-    """Words of a group, and of what lies before it from 16 bytes on."""
-    early = 0 if groups == 1 or features % 8 == 0 else 3 if features % 4 else 2
-    return features // 2 + early
-
-
-def _tile_bytes(config: StripsBackwardConfig, features: int) -> int:
-    """Room for a tile; swizzled ones begin at multiples of this step."""
-    return -(-_ROWS * config.groups * features * _SIZE // _STEP) * _STEP
-
-
-def shared_bytes(config: StripsBackwardConfig, k: int, n: int, saved: bool, needs: Needs) -> int:
-    """Dynamic shared memory of a block."""
-    dy, x = (_tile_bytes(config, width) for width in (n, k))
-    stage = dy * (2 if saved else 1) + (x if needs[1] else 0)
-    outs = config.outs * x if needs[0] else 0
-    return _OVERHEAD + config.stages * stage + max(outs, _BEYOND)
-
-
-def registers(config: StripsBackwardConfig, k: int, n: int) -> int:
-    """About how many registers a thread takes."""
-    rows, columns = -(-_window(config.groups, n) // 8), -(-_window(config.groups, k) // 4)
-    dw = -(-rows // (config.parts // config.across)) * -(-columns // config.across)
-    words = _window(config.groups, n)
-    of_tile = 2 * (words // 8) + (0 if words % 8 == 0 else 1 if words % 8 <= 4 else 2)
-    tiles = -(-k // 8)
-    return 4 * dw + -(-tiles // config.parts) * (of_tile + 4) + _OTHER_REGISTERS
-
-
-def service_warps(config: StripsBackwardConfig) -> int:
-    """Warps that move tiles: one, or four of which three let the others have their registers."""
-    warps = config.groups * config.parts
-    return 4 if warps % 4 == 0 and warps > 4 and config.blocks == 1 else 1
-
-
-def limit(config: StripsBackwardConfig) -> tuple[int, int]:
-    """Registers of a thread that computes, and at launch."""
-    warps, service = config.groups * config.parts, service_warps(config)
-    quarter = -(-(warps + service) * config.blocks // 4)  # warps of a part of a multiprocessor
-    launch = min(_MOST_REGISTERS, _REGISTERS // (quarter * 128) // 8 * 8)
-    if service == 1:
-        return launch, launch
-    return (launch * quarter - _SERVICE_REGISTERS) // (warps // 4) // 8 * 8, launch
-
-
-def reason_against(config: StripsBackwardConfig, groups: int, k: int, n: int) -> str | None:
-    """Why such groups cannot be cut in that way, or None."""
-    p, parts = config.groups, config.parts
-    if k % 2 or n % 2 or groups % p or p * k % 8 or p * n % 8:
-        return "strips must be of whole 16 bytes"
-    for features in (k, n):
-        if p * features * _SIZE % _SWIZZLED and p * features > _BOX:
-            return f"rows of {p * features} numbers take several copies"
-    rows = -(-_window(p, n) // 8)
-    if parts % config.across or parts // config.across > rows or parts > -(-k // 8):
-        return "more warps than tiles"
-    if -(-_window(p, k) // 4) < config.across or p * parts > _MOST_WARPS:
-        return "more warps than tiles"
-    return None
-
-
-@lru_cache(maxsize=1024)
-def strips_backward_config(
-    groups: int, k: int, n: int, saved: bool = True, needs: Needs = (True, True, True)
-) -> StripsBackwardConfig | None:
-    """The configuration for such groups of 16-bit numbers; None where none serves."""
-    if max(k, n) > 128:
-        return None
-    widths = [p for p in (8, 4, 2, 1) if p * max(k, n) * _SIZE <= _MOST_STRIP]
-    for least in (_GOOD_WARPS, 1):
-        for p in widths:
-            for parts, across in _PARTS:
-                config = StripsBackwardConfig(p, parts, across)
-                if (
-                    p * parts >= least
-                    and reason_against(config, groups, k, n) is None
-                    and registers(config, k, n) <= limit(config)[0]
-                ):
-                    return _with_stages(config, k, n, saved, needs)
-    return None
-
-
-def _with_stages(
-    config: StripsBackwardConfig, k: int, n: int, saved: bool, needs: Needs
-) -> StripsBackwardConfig | None:
-    """As many stages as shared memory holds."""
-    for stages in range(_MOST_STAGES, 1, -1):
-        sizes = config.groups, config.parts, config.across, stages, config.outs, config.blocks
-        made = StripsBackwardConfig(*sizes)
-        if fits(made, k, n, saved, needs):
-            return made
-    return None
-
-
-def fits(config: StripsBackwardConfig, k: int, n: int, saved: bool, needs: Needs) -> bool:
-    """Whether a multiprocessor's shared memory holds its blocks."""
-    shared = shared_bytes(config, k, n, saved, needs)
-    return shared <= _BLOCK_SHARED and (shared + _RESERVED) * config.blocks <= _SHARED
 
 
 def source(
@@ -194,11 +70,11 @@ def source(
         "BLOCKS": config.blocks,
         "SERVICE_WARPS": service_warps(config),
         "REGISTERS": limit(config)[0] if service_warps(config) > 1 else 0,
-        "SERVICE_REGISTERS": _SERVICE_REGISTERS,
+        "SERVICE_REGISTERS": SERVICE_REGISTERS,
         **{f"NEED_{name}": int(need) for name, need in zip(("DX", "DW", "DB"), needs, strict=True)},
     }
     text = "".join(f"#define {name} {value}\n" for name, value in macros.items())
-    return text + _HEADER.read_text() + _SOURCE.read_text()
+    return text + "".join(path.read_text() for path in _SOURCES)
 
 
 @cache
@@ -313,32 +189,6 @@ def backward(
     return dx, dw, db
 
 
-class Split:
-    """How strips * tiles tiles are shared out: block b takes ``each`` of them, or one more.
-
-    Attributes:
-        blocks: of the launch.
-        each, more: tiles of a block; how many blocks take one more.
-        slots: the most blocks that share a strip.
-    """
-
-    def __init__(self, strips: int, tiles: int, at_once: int) -> None:
-        total = strips * tiles
-        self.blocks = min(total, at_once, max(strips, total // _LEAST_TILES))
-        self.each, self.more = divmod(total, self.blocks)
-        ends = (
-            (self.block_of(s * tiles), self.block_of((s + 1) * tiles - 1)) for s in range(strips)
-        )
-        self.slots = max(last - first + 1 for first, last in ends)
-
-    def block_of(self, tile: int) -> int:
-        """The block that takes a tile."""
-        full = self.more * (self.each + 1)
-        if tile < full:
-            return tile // (self.each + 1)
-        return self.more + (tile - full) // self.each
-
-
 class StripsBackward:
     """Prepared launches, for tensors of one kind at any address."""
 
@@ -359,7 +209,7 @@ class StripsBackward:
         driver.make_current(self._device)
         with driver.loading_allowed():
             kernel, sums = _kernels(x.dtype, k, n, activation, needs, config, self._device)
-        tiles = -(-m // _ROWS)
+        tiles = -(-m // ROWS)
         units = device_facts(x.device).units
         split = Split(groups // config.groups, tiles, units * config.blocks)
         shares = split.slots if split.slots > 1 and any(needs[1:]) else 0
@@ -397,11 +247,11 @@ class StripsBackward:
         """
         _, m, groups, features = t.shape
         dense = dense or m == 1
-        plain = strip * features * _SIZE % _SWIZZLED != 0
+        plain = strip * features * SIZE % SWIZZLED != 0
         return driver.TensorMap(
             *(DTYPE_NAMES[t.dtype], m, groups * features),
-            *(groups * features if dense else t.stride(1), _ROWS),
-            *(strip * features if plain else _SWIZZLED // _SIZE, t.data_ptr(), self._device),
+            *(groups * features if dense else t.stride(1), ROWS),
+            *(strip * features if plain else SWIZZLED // SIZE, t.data_ptr(), self._device),
             plain=plain,
         )
 

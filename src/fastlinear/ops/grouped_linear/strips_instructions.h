@@ -1,0 +1,143 @@
+// Instructions of Hopper that strips_backward.cu uses. Macro: IS_BF16.
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned long long u64;
+
+struct alignas(64) TensorMap { char bytes[128]; };
+
+__device__ __forceinline__ void bar_init(u32 bar, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void bar_expect(u32 bar, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void bar_arrive(u32 bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+
+__device__ __forceinline__ void bar_wait(u32 bar, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred p;\nWAIT:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+      "@p bra DONE;\nbra WAIT;\nDONE:\n}" ::"r"(bar), "r"(parity)
+      : "memory");
+}
+
+// The tile of tokens from `row` and a strip's columns, into or out of shared memory. T says in how
+// many boxes of how many columns and bytes.
+template <class T>
+__device__ __forceinline__ void load_tile(u32 to, const TensorMap* map, u32 bar, int strip, int row) {
+#pragma unroll
+  for (int b = 0; b < T::BOXES; ++b)
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%3, %4}], [%2];" ::"r"(to + b * T::BOX_BYTES),
+        "l"(map), "r"(bar), "r"((strip * T::BOXES + b) * T::BOX_COLUMNS), "r"(row)
+        : "memory");
+}
+
+template <class T>
+__device__ __forceinline__ void store_tile(const TensorMap* map, u32 from, int strip, int row) {
+#pragma unroll
+  for (int b = 0; b < T::BOXES; ++b)
+    asm volatile(
+        "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
+        "r"(from + b * T::BOX_BYTES), "r"((strip * T::BOXES + b) * T::BOX_COLUMNS), "r"(row)
+        : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Matrices of 8 rows of 16 bytes; lanes 8i to 8i + 7 have the addresses of matrix i's rows.
+template <bool TURNED>
+__device__ __forceinline__ void load_four(u32 (&r)[4], u32 at) {
+  if (TURNED)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(at)
+                 : "memory");
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(at)
+                 : "memory");
+}
+
+template <bool TURNED>
+__device__ __forceinline__ void load_two(u32& first, u32& second, u32 at) {
+  if (TURNED)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];"
+                 : "=r"(first), "=r"(second)
+                 : "r"(at)
+                 : "memory");
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];"
+                 : "=r"(first), "=r"(second)
+                 : "r"(at)
+                 : "memory");
+}
+
+template <int V>
+__device__ __forceinline__ void load_words(u32 (&v)[V], u32 at) {
+  if constexpr (V == 4)
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                 : "r"(at)
+                 : "memory");
+  else if constexpr (V == 2)
+    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "r"(at) : "memory");
+  else
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v[0]) : "r"(at) : "memory");
+}
+
+template <int V>
+__device__ __forceinline__ void store_words(u32 at, const u32 (&v)[V]) {
+  if constexpr (V == 4)
+    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v[0]), "r"(v[1]), "r"(v[2]),
+                 "r"(v[3])
+                 : "memory");
+  else if constexpr (V == 2)
+    asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(at), "r"(v[0]), "r"(v[1]) : "memory");
+  else
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v[0]) : "memory");
+}
+
+// c += a b, a of 16 rows and 8 words (4 where SHORT), b of 8 columns.
+template <bool SHORT>
+__device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+#define FOUR "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+#define LONG_PRODUCT(type)                                                                 \
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                               \
+      ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                         \
+      : FOUR                                                                               \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+#define SHORT_PRODUCT(type)                                                                \
+  asm("mma.sync.aligned.m16n8k8.row.col.f32." type "." type                                \
+      ".f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"                                  \
+      : FOUR                                                                               \
+      : "r"(a[0]), "r"(a[1]), "r"(b0))
+#if IS_BF16
+  if (SHORT) SHORT_PRODUCT("bf16"); else LONG_PRODUCT("bf16");
+#else
+  if (SHORT) SHORT_PRODUCT("f16"); else LONG_PRODUCT("f16");
+#endif
+}
+
+__device__ __forceinline__ u32 pack(float lo, float hi) {
+  u32 out;
+  if (IS_BF16)
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(hi), "f"(lo));
+  else
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(hi), "f"(lo));
+  return out;
+}
+
+__device__ __forceinline__ float half_of(u32 word, int which) {
+  if (IS_BF16) return __uint_as_float(which ? word & 0xffff0000u : word << 16);
+  float out;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(static_cast<u16>(which ? word >> 16 : word)));
+  return out;
+}
