@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -104,7 +106,7 @@ def test_forced_through_the_public_function_with_gradients() -> None:
 
 def test_reasons_are_given() -> None:
     p = problem("forward", 64, 4, 8, 8, dtype="bfloat16", device="cpu")
-    assert cpp.reason_not(p) == "float32 only, not bfloat16"
+    assert cpp.reason_not(replace(p, dtype="float16")) == "float32 and bfloat16 only, not float16"
     x = torch.ones(2, 6, dtype=torch.float64)
-    with pytest.raises(UnsupportedError, match="float32 only"):
+    with pytest.raises(UnsupportedError, match="float32 and bfloat16 only"):
         fl.grouped_linear(x, torch.ones(2, 3, 3, dtype=torch.float64), backend="cpp")

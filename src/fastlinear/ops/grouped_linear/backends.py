@@ -29,13 +29,18 @@ _TRITON_SOURCES = (
     *("triton_tensors.py", "triton_backward_kernels.py", "layout.py"),
     *("../common/activations_triton.py", "../common/triton_launch.py"),
 )
-_CPP_SOURCES = ("cpp.py", "grouped.cpp", "layout.py", "reference.py")
+_CPP_SOURCES = (
+    *("cpp.py", "grouped.cpp", "grouped_call.h", "grouped_rows.h", "grouped_product.h"),
+    *("grouped_single.h", "grouped_half.h", "layout.py", "reference.py"),
+    *("../common/activations.h", "../common/vectors.h", "../common/threads.h"),
+    *("../common/large_pages.h", "../common/cpp_build.py"),
+)
 _STRIPS_SOURCES = ("strips.py", "strips.cu", "layout.py")
 _WIDE_SOURCES = ("triton_wide.py", "triton_wide_kernels.py", *_TRITON_SOURCES)
 _PIECES_SOURCES = (
     *("autograd.py", "plans.py", "reference.py", "ways.py", "triton_backward.py"),
     *("triton_wide.py", "triton_wide_kernels.py", *_STRIPS_SOURCES),
-    *("cpp.py", "grouped.cpp"),
+    *_CPP_SOURCES,
     *_TRITON_SOURCES,
 )
 

@@ -1,0 +1,363 @@
+// Blocks of one group in bfloat16, for processors with AMX: products accumulate in float32 tiles.
+#pragma once
+
+#include "grouped_single.h"
+
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512BF16__)
+#define FASTLINEAR_TILES
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace {
+
+// What a thread needs while it computes, and the weight of its group.
+template <class T>
+struct Tiles {};
+template <class T>
+struct RightHalf;
+template <class T>
+struct RightOfType { using type = Right; };
+template <>
+struct RightOfType<Bf16> { using type = RightHalf<Bf16>; };
+template <class T>
+using RightOf = typename RightOfType<T>::type;
+
+#if defined(FASTLINEAR_TILES)
+
+constexpr int64_t kSide = 16;   // rows of a tile, and its float32 numbers a row
+constexpr int64_t kPairs = 32;  // bfloat16 numbers of a tile's row
+constexpr int64_t kTile = kSide * kPairs;
+constexpr int64_t kStrip = 2 * kSide;  // tokens whose results are in the first cache at a time
+
+inline int64_t tiles_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
+
+// Linux grants a process the use of tiles when it asks.
+bool has_tiles() {
+  constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
+  static const bool granted = syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+  return granted;
+}
+
+template <>
+struct Tiles<Bf16> {
+  Tiles() {
+    struct {
+      uint8_t palette = 1, start = 0, zeros[14] = {};
+      uint16_t bytes[16] = {};
+      uint8_t rows[16] = {};
+    } config;
+    for (int i = 0; i < 8; ++i) config.bytes[i] = 64, config.rows[i] = kSide;
+    _tile_loadconfig(&config);
+  }
+  ~Tiles() { _tile_release(); }
+};
+
+inline __m512i pairs(const Bf16* p, int64_t n) {  // n numbers, then zeros
+  const __mmask32 lanes = n >= kPairs ? ~__mmask32{0} : (__mmask32{1} << n) - 1;
+  return _mm512_maskz_loadu_epi16(lanes, p);
+}
+
+inline __m512i couples(const Bf16* a, const Bf16* b, int64_t n) {  // a_i, b_i side by side
+  const __mmask16 lanes = static_cast<__mmask16>((1u << n) - 1);
+  const __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, a));
+  if (!b) return low;
+  const __m512i high = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, b));
+  return _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+}
+
+inline void turn_square(V* t) {
+  turn_pairs<1>(t);
+  turn_pairs<2>(t);
+  turn_pairs<4>(t);
+  turn_pairs<8>(t);
+}
+
+// B (depth x columns) by strides → tiles of pairs of rows, those of one column tile side by side.
+void pack_right(const Bf16* b, int64_t row, int64_t col, int64_t depth, int64_t columns, Bf16* to) {
+  for (int64_t j = 0; j < columns; j += kSide) {
+    const int64_t width = std::min(kSide, columns - j);
+    for (int64_t p = 0; p < depth; p += kPairs, to += kTile) {
+      const int64_t deep = std::min(kPairs, depth - p);
+      const Bf16* from = b + p * row + j * col;
+      if (row == 1) {
+        V t[kSide];
+#pragma GCC unroll 16
+        for (int64_t n = 0; n < kSide; ++n)
+          t[n] = n < width ? reinterpret_cast<V>(pairs(from + n * col, deep)) : V{};
+        turn_square(t);
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < kSide; ++i) store(reinterpret_cast<float*>(to) + i * kSide, t[i]);
+        continue;
+      }
+      for (int64_t i = 0; i < kSide; ++i) {
+        const int64_t left = deep - 2 * i;
+        __m512i line = _mm512_setzero_si512();
+        const Bf16* at = from + 2 * i * row;
+        if (left > 0 && col == 1) {
+          line = couples(at, left > 1 ? at + row : nullptr, width);
+        } else if (left > 0) {
+          alignas(64) Bf16 numbers[kPairs] = {};
+          for (int64_t n = 0; n < width; ++n) {
+            numbers[2 * n] = at[n * col];
+            if (left > 1) numbers[2 * n + 1] = at[row + n * col];
+          }
+          line = _mm512_load_si512(numbers);
+        }
+        _mm512_storeu_si512(to + i * kPairs, line);
+      }
+    }
+  }
+}
+
+// Rows of bfloat16 (rows x columns, `pitch` apart, zeros up to whole tiles) → tiles of its transpose.
+void pack_turned(const Bf16* a, int64_t pitch, int64_t rows, int64_t columns, Bf16* to) {
+  for (int64_t j = 0; j < columns; j += kSide)
+    for (int64_t p = 0; p < rows; p += kPairs, to += kTile) {
+      V t[kSide];
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < kSide; ++i) {
+        const Bf16* at = a + (p + 2 * i) * pitch + j;
+        t[i] = reinterpret_cast<V>(couples(at, at + pitch, kSide));
+      }
+      turn_square(t);
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < kSide; ++i) store(reinterpret_cast<float*>(to) + i * kSide, t[i]);
+    }
+}
+
+// A row of `count` numbers and zeros up to `pitch`.
+inline void copy_row(const Bf16* from, int64_t count, Bf16* to, int64_t pitch) {
+  for (int64_t c = 0; c < pitch; c += kPairs)
+    _mm512_storeu_si512(to + c, c < count ? pairs(from + c, count - c) : _mm512_setzero_si512());
+}
+
+// Tiles of A: how far apart those below and beside each other begin, and a tile's rows (in bytes).
+struct Left {
+  const Bf16* at;
+  int64_t below, beside, bytes;
+};
+
+template <bool Two, bool Wide>
+inline void four_tiles(const Left& a, const Bf16* b, int64_t depth, float* c, int64_t pitch, bool add) {
+  const int64_t bytes = 4 * pitch;
+  float* low = c + kSide * pitch;
+  if (add) {
+    _tile_loadd(0, c, bytes);
+    if (Wide) _tile_loadd(1, c + kSide, bytes);
+    if (Two) _tile_loadd(2, low, bytes);
+    if (Two && Wide) _tile_loadd(3, low + kSide, bytes);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int64_t p = 0; p < depth; ++p) {
+    _tile_loadd(4, a.at + p * a.beside, a.bytes);
+    _tile_loadd(6, b + p * kTile, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    if (Wide) {
+      _tile_loadd(7, b + (depth + p) * kTile, 64);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    if (Two) {
+      _tile_loadd(5, a.at + a.below + p * a.beside, a.bytes);
+      _tile_dpbf16ps(2, 5, 6);
+      if (Wide) _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, c, bytes);
+  if (Wide) _tile_stored(1, c + kSide, bytes);
+  if (Two) _tile_stored(2, low, bytes);
+  if (Two && Wide) _tile_stored(3, low + kSide, bytes);
+}
+
+// C = A B or C + A B, in whole tiles: so many rows, columns and steps of depth of them.
+void tile_product(Left a, const Bf16* b, int64_t rows, int64_t columns, int64_t depth, float* c,
+                  int64_t pitch, bool add) {
+  for (int64_t i = 0; i < rows; i += 2, a.at += 2 * a.below, c += 2 * kSide * pitch)
+    for (int64_t j = 0; j < columns; j += 2) {
+      const Bf16* right = b + j * depth * kTile;
+      float* to = c + j * kSide;
+      const bool two = i + 1 < rows, wide = j + 1 < columns;
+      if (two && wide) four_tiles<true, true>(a, right, depth, to, pitch, add);
+      else if (two) four_tiles<true, false>(a, right, depth, to, pitch, add);
+      else if (wide) four_tiles<false, true>(a, right, depth, to, pitch, add);
+      else four_tiles<false, false>(a, right, depth, to, pitch, add);
+    }
+}
+
+// --------------------------------------------------------------------------------------------
+
+template <class T>
+struct RightHalf {
+  int64_t group = -1;
+  const T* at = nullptr;
+
+  void find(const T* w, int64_t row, int64_t col, int64_t depth, int64_t columns, int64_t g) {
+    if (group == g) return;
+    group = g;
+    const int64_t size = tiles_of(depth, kPairs) * tiles_of(columns, kSide) * kTile;
+    T* to = reinterpret_cast<T*>(weights_of.at_least(size / 2));
+    pack_right(w, row, col, depth, columns, to);
+    at = to;
+  }
+};
+
+// x (rows x k) times few rows of W (n x k), both dense along k: sums of lanes.
+void dots(const Bf16* x, int64_t row, int64_t rows, const Bf16* w, int64_t w_row, int64_t k,
+          int64_t n, float* to, int64_t pitch) {
+  for (int64_t j = 0; j < n; j += kLanes) {
+    const int64_t count = std::min<int64_t>(kLanes, n - j);
+    for (int64_t i = 0; i < rows; ++i) {
+      __m512 sum[kLanes];
+#pragma GCC unroll 16
+      for (int v = 0; v < kLanes; ++v) sum[v] = _mm512_setzero_ps();
+      for (int64_t p = 0; p < k; p += kPairs) {
+        const auto left = reinterpret_cast<__m512bh>(pairs(x + i * row + p, k - p));
+#pragma GCC unroll 16
+        for (int v = 0; v < kLanes; ++v) {
+          const Bf16* at = w + (j + (v < count ? v : 0)) * w_row + p;
+          sum[v] = _mm512_dpbf16_ps(sum[v], left, reinterpret_cast<__m512bh>(pairs(at, k - p)));
+        }
+      }
+      V lanes[kLanes];
+#pragma GCC unroll 16
+      for (int v = 0; v < kLanes; ++v) lanes[v] = reinterpret_cast<V>(sum[v]);
+      put(to + i * pitch + j, sums(lanes), count);
+    }
+  }
+}
+
+// Pre-activations without bias (rows x n, float32) → pre and y where they lie.
+void finish(const Call& c, float* p, int64_t pitch, const float* bias, int64_t rows, Bf16* y, Bf16* pre) {
+  const bool simple = c.act <= kRelu;
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t j = 0; j < c.n; j += kLanes) {
+      const int64_t n = std::min<int64_t>(kLanes, c.n - j);
+      float* at = p + r * pitch + j;
+      V z = load(at) + load(bias + j);
+      if (c.act == kRelu) z = pick(z < V{}, V{}, z);
+      if (simple && c.y.feature == 1) rounded(y + r * c.y.token + j, z, n);
+      else store(at, z);
+    }
+  if (simple && c.y.feature == 1) return;
+  if (pre) scatter(p, pitch, rows, c.n, pre, c.y.token, c.y.feature);
+  if (!simple) activate(c.act, p, pitch, rows, c.n);
+  scatter(p, pitch, rows, c.n, y, c.y.token, c.y.feature);
+}
+
+void forward_block(const Call& c, const Bf16* x, const Bf16* w, const Bf16* bias, Bf16* y, Bf16* pre,
+                   int64_t g, int64_t b, int64_t from, int64_t rows, RightHalf<Bf16>& right) {
+  const Strides &in = c.x, &out = c.y;
+  const int64_t depth = tiles_of(c.k, kPairs), columns = tiles_of(c.n, kSide);
+  const int64_t kp = depth * kPairs, np = columns * kSide;
+  float* room = blocks_of.at_least(np + kStrip * (np + kp / 2 + padded(c.k)));
+  float *added = room, *made = added + np, *wide = made + kStrip * np;
+  Bf16* laid = reinterpret_cast<Bf16*>(wide + kStrip * padded(c.k));
+  for (int64_t j = 0; j < np; j += kLanes)
+    store(added + j, bias && j < c.n
+                         ? widened(bias + g * c.n + j, std::min<int64_t>(kLanes, c.n - j)) : V{});
+  const Bf16* own = w + g * c.w_group;
+  const bool few = c.length <= kFewRows && c.w_col == 1;
+  if (!few) right.find(own, c.w_col, c.w_row, c.k, c.n, g);
+  for (int64_t r = 0; r < rows; r += kStrip) {
+    const int64_t count = std::min(kStrip, rows - r), low = tiles_of(count, kSide);
+    const auto place = [&](const Strides& s) {
+      return g * s.group + b * s.batch + (from + r) * s.token;
+    };
+    const Bf16* at = x + place(in);
+    Left a{at, kSide * in.token, kPairs, 2 * in.token};
+    if (few && in.feature == 1) {
+      dots(at, in.token, count, own, c.w_row, c.k, c.n, made, np);
+    } else {
+      if (in.feature != 1 || c.k % kPairs || count % kSide) {
+        if (in.feature == 1) {
+          for (int64_t i = 0; i < count; ++i) copy_row(at + i * in.token, c.k, laid + i * kp, kp);
+        } else {
+          gather(at, in.token, in.feature, count, c.k, wide, padded(c.k));
+          for (int64_t i = 0; i < count; ++i) {
+            for (int64_t k = 0; k < kp; k += kLanes)
+              rounded(laid + i * kp + k,
+                      k < c.k ? get(wide + i * padded(c.k) + k, std::min<int64_t>(kLanes, c.k - k)) : V{},
+                      kLanes);
+          }
+        }
+        a = {laid, kSide * kp, kPairs, 2 * kp};
+      }
+      if (few) right.find(own, c.w_col, c.w_row, c.k, c.n, g);
+      tile_product(a, right.at, low, columns, depth, made, np, false);
+    }
+    finish(c, made, np, added, count, y + place(out), pre ? pre + place(out) : nullptr);
+  }
+}
+
+void backward_block(const Call& c, const Bf16* dy, const Bf16* saved, const Bf16* x, const Bf16* w,
+                    Bf16* dx, Bf16* dw, Bf16* db, int64_t g, const Part& part,
+                    RightHalf<Bf16>& right) {
+  const int64_t width = part.n1 - part.n0, np = padded(width);
+  const int64_t deep = tiles_of(width, kPairs), nd = deep * kPairs;  // dx's depth
+  const int64_t high = tiles_of(width, kSide), columns = tiles_of(c.k, kSide), kp = columns * kSide;
+  const int64_t steps = kChunk / kPairs;
+  float* room = blocks_of.at_least(2 * np + 2 * kChunk * np + kChunk * nd / 2 + high * steps * kTile / 2 +
+                                   columns * steps * kTile / 2 + kStrip * kp + high * kSide * kp);
+  double* total = reinterpret_cast<double*>(room);
+  float *grad = room + 2 * np, *kept = grad + kChunk * np, *strip = kept + kChunk * np;
+  float* sums = strip + kStrip * kp;  // of dW
+  Bf16* laid = reinterpret_cast<Bf16*>(sums + high * kSide * kp);
+  Bf16 *turned = laid + kChunk * nd, *tokens = turned + high * steps * kTile;
+  if (db) std::fill(total, total + np, 0.0);
+  if (dx) right.find(w + g * c.w_group, c.w_row, c.w_col, c.n, c.k, g);
+  bool first = true;
+  for (int64_t b = part.b0; b < part.b1; ++b)
+    for (int64_t from = part.from; from < part.to; from += kChunk) {
+      const int64_t rows = std::min(kChunk, part.to - from), whole = tiles_of(rows, kPairs) * kPairs;
+      const auto place = [&](const Strides& s, int64_t token, int64_t j) {
+        return g * s.group + b * s.batch + (from + token) * s.token + j * s.feature;
+      };
+      gather(dy + place(c.y, 0, part.n0), c.y.token, c.y.feature, rows, width, grad, np);
+      if (saved) {
+        const Bf16* at = saved + place(c.saved, 0, part.n0);
+        gather(at, c.saved.token, c.saved.feature, rows, width, kept, np);
+        derive(c.act, grad, np, kept, np, rows, width);
+      }
+      if (db) add_columns(grad, np, rows, width, total);
+      for (int64_t r = 0; r < whole; ++r)
+        for (int64_t j = 0; j < nd; j += kLanes) {
+          const int64_t n = std::min<int64_t>(kLanes, width - j);
+          rounded(laid + r * nd + j, r < rows && n > 0 ? get(grad + r * np + j, n) : V{}, kLanes);
+        }
+      for (int64_t r = 0; dx && r < rows; r += kStrip) {
+        const int64_t count = std::min(kStrip, rows - r);
+        const Left a{laid + r * nd, kSide * nd, kPairs, 2 * nd};
+        tile_product(a, right.at, tiles_of(count, kSide), columns, deep, strip, kp, false);
+        scatter(strip, kp, count, c.k, dx + place(c.dx, r, 0), c.dx.token, c.dx.feature);
+      }
+      if (dw) {
+        const int64_t depth = whole / kPairs;
+        pack_turned(laid, nd, whole, width, turned);
+        pack_right(x + place(c.x, 0, 0), c.x.token, c.x.feature, rows, c.k, tokens);
+        const Left a{turned, depth * kTile, kTile, 2 * kPairs};
+        tile_product(a, tokens, high, columns, depth, sums, kp, !first);
+      }
+      first = false;
+    }
+  if (dw) scatter(sums, kp, width, c.k, dw + (g * c.n + part.n0) * c.k, c.k, int64_t{1});
+  for (int64_t j = 0; db && j < width; ++j)
+    rounded(db + g * c.n + part.n0 + j, all(static_cast<float>(total[j])), 1);
+}
+
+#else
+
+bool has_tiles() { return false; }
+template <class T>
+struct RightHalf {};
+void forward_block(const Call&, const Bf16*, const Bf16*, const Bf16*, Bf16*, Bf16*, int64_t,
+                   int64_t, int64_t, int64_t, RightHalf<Bf16>&) {}
+void backward_block(const Call&, const Bf16*, const Bf16*, const Bf16*, const Bf16*, Bf16*, Bf16*,
+                    Bf16*, int64_t, const Part&, RightHalf<Bf16>&) {}
+
+#endif
+
+}  // namespace

@@ -1,0 +1,151 @@
+// Rows of tokens between the layouts of users and the dense blocks that products read and write,
+// and the activations on the way.
+#pragma once
+
+#include "../common/activations.h"
+#include "../common/vectors.h"
+
+#include <algorithm>
+
+namespace {
+
+using Bf16 = uint16_t;
+
+struct Strides {
+  int64_t batch, token, group, feature;
+};
+
+// Rows of one group: how far apart tokens and features lie.
+template <class T>
+struct Rows {
+  T* at;
+  int64_t row, col;
+};
+
+// The numbers are read as float32 and written rounded to the nearest.
+inline V widened(const float* p, int64_t n) { return get(p, n); }
+inline void rounded(float* p, V v, int64_t n) { put(p, v, n); }
+#if defined(__AVX512F__)
+inline V widened(const Bf16* p, int64_t n) {
+  const __mmask16 lanes = static_cast<__mmask16>((1u << n) - 1);
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, p));
+  return reinterpret_cast<V>(_mm512_slli_epi32(wide, 16));
+}
+inline void rounded(Bf16* p, V v, int64_t n) {  // ties to even; NaN stays NaN
+  const __m512i bits = reinterpret_cast<__m512i>(v), one = _mm512_set1_epi32(1);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), one);
+  const __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __m512 f = reinterpret_cast<__m512>(v);
+  const __mmask16 nan = _mm512_cmp_ps_mask(f, f, _CMP_UNORD_Q);
+  const __m512i all = _mm512_mask_mov_epi32(up, nan, _mm512_set1_epi32(0x7fc00000));
+  const __m256i half = _mm512_cvtepi32_epi16(_mm512_srli_epi32(all, 16));
+  _mm256_mask_storeu_epi16(p, static_cast<__mmask16>((1u << n) - 1), half);
+}
+#endif
+
+// Rows by strides → dense ones, `pitch` apart, as float32.
+template <class T>
+void gather(const T* from, int64_t row, int64_t col, int64_t rows, int64_t cols, float* to,
+            int64_t pitch) {
+  if (col == 1) {
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t c = 0; c < cols; c += kLanes) {
+        const int64_t n = std::min<int64_t>(kLanes, cols - c);
+        put(to + r * pitch + c, widened(from + r * row + c, n), n);
+      }
+    return;
+  }
+  if (row != 1) {
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t c = 0; c < cols; ++c) rounded(to + r * pitch + c, widened(from + r * row + c * col, 1), 1);
+    return;
+  }
+  for (int64_t r = 0; r < rows; r += kLanes)
+    for (int64_t c = 0; c < cols; c += kLanes) {
+      const int64_t height = std::min<int64_t>(kLanes, rows - r);
+      const int64_t width = std::min<int64_t>(kLanes, cols - c);
+      float block[kLanes * kLanes];
+      for (int64_t i = 0; i < width; ++i)
+        put(block + i * kLanes, widened(from + r + (c + i) * col, height), height);
+      turn<false>(block, kLanes, to + r * pitch + c, pitch, width, height);
+    }
+}
+
+// The way back.
+template <class T>
+void scatter(const float* from, int64_t pitch, int64_t rows, int64_t cols, T* to, int64_t row,
+             int64_t col) {
+  if (col == 1) {
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t c = 0; c < cols; c += kLanes) {
+        const int64_t n = std::min<int64_t>(kLanes, cols - c);
+        rounded(to + r * row + c, get(from + r * pitch + c, n), n);
+      }
+    return;
+  }
+  if (row != 1) {
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t c = 0; c < cols; ++c) rounded(to + r * row + c * col, get(from + r * pitch + c, 1), 1);
+    return;
+  }
+  for (int64_t r = 0; r < rows; r += kLanes)
+    for (int64_t c = 0; c < cols; c += kLanes) {
+      const int64_t height = std::min<int64_t>(kLanes, rows - r);
+      const int64_t width = std::min<int64_t>(kLanes, cols - c);
+      float block[kLanes * kLanes];
+      turn<false>(from + r * pitch + c, pitch, block, kLanes, height, width);
+      for (int64_t i = 0; i < width; ++i)
+        rounded(to + r + (c + i) * col, get(block + i * kLanes, height), height);
+    }
+}
+
+// --------------------------------------------------------------------------------------------
+
+// Derivatives that read the output.
+struct OfSigmoid {
+  static float d(float dy, float y) { return dy * (y * (1.0f - y)); }
+};
+struct OfTanh {
+  static float d(float dy, float y) { return dy * (1.0f - y * y); }
+};
+
+template <class A>
+void activate_rows(float* p, int64_t pitch, int64_t rows, int64_t cols) {
+  for (int64_t r = 0; r < rows; ++r) {
+    float* row = p + r * pitch;
+    for (int64_t c = 0; c < cols; ++c) row[c] = A::f(row[c]);
+  }
+}
+
+template <class A>
+void derive_rows(float* p, int64_t pitch, const float* saved, int64_t saved_pitch, int64_t rows,
+                 int64_t cols) {
+  for (int64_t r = 0; r < rows; ++r) {
+    float* __restrict dy = p + r * pitch;
+    const float* __restrict from = saved + r * saved_pitch;
+    for (int64_t c = 0; c < cols; ++c) dy[c] = A::d(dy[c], from[c]);
+  }
+}
+
+// p = act(p). Numbered as the names in activations.py.
+void activate(int64_t which, float* p, int64_t pitch, int64_t rows, int64_t cols) {
+  switch (which) {
+#define CASE(NUMBER, A) case NUMBER: return activate_rows<A>(p, pitch, rows, cols);
+    CASE(1, Relu) CASE(2, Relu2) CASE(3, Silu) CASE(4, Gelu) CASE(5, GeluTanh)
+    CASE(6, Sigmoid) CASE(7, Tanh) CASE(8, QuickGelu) CASE(9, LeakyRelu)
+#undef CASE
+  }
+}
+
+// p = p act', from the output or the pre-activation, whichever the activation saves.
+void derive(int64_t which, float* p, int64_t pitch, const float* saved, int64_t saved_pitch,
+            int64_t rows, int64_t cols) {
+  switch (which) {
+#define CASE(NUMBER, A) case NUMBER: return derive_rows<A>(p, pitch, saved, saved_pitch, rows, cols);
+    CASE(1, Relu) CASE(2, Relu2) CASE(3, Silu) CASE(4, Gelu) CASE(5, GeluTanh)
+    CASE(6, OfSigmoid) CASE(7, OfTanh) CASE(8, QuickGelu) CASE(9, LeakyRelu)
+#undef CASE
+  }
+}
+
+}  // namespace
