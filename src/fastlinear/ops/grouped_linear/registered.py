@@ -108,8 +108,6 @@ def _backward(
         return choices(rows, weight, bias, activation, order, None, True)[1].backend.load()
 
     run = _resolve(("backward", *_key(x, weight, activation, layout, has_bias, backend)), make)
-    if saved is not None and activation_of(activation).saved == "pre":
-        saved = layouts.blocks(saved, layout, groups, n).reshape(*rows.shape[:3], n)
     needs = (needs_x, needs_weight, needs_bias)
     grads = run_backward(dy, saved, x, weight, activation, layout, needs, run)
     dx, dw, db = (x.new_empty(0) if g is None else g.contiguous() for g in grads)
