@@ -15,9 +15,16 @@ struct Call {
   int64_t w_group, w_row, w_col;
 };
 
-// A part of a group's backward: tokens of batches [b0, b1), and outputs.
+// A part of a group's backward: tokens of a batch, and outputs. First and last: of its sums.
 struct Part {
-  int64_t b0, b1, from, to, n0, n1;
+  int64_t batch, from, rows, n0, n1;
+  bool first, last;
 };
+
+constexpr int64_t kFewRows = 4;  // for which weights are not laid out anew
+
+inline bool by_dots(const Call& c) {
+  return c.length <= kFewRows && c.w_col == 1 && c.x.feature == 1;
+}
 
 }  // namespace

@@ -3,6 +3,8 @@
 
 #include "grouped_single.h"
 
+#include <type_traits>
+
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512BF16__)
 #define FASTLINEAR_TILES
 #include <sys/syscall.h>
@@ -17,11 +19,17 @@ struct Tiles {};
 template <class T>
 struct RightHalf;
 template <class T>
-struct RightOfType { using type = Right; };
-template <>
-struct RightOfType<Bf16> { using type = RightHalf<Bf16>; };
+struct SumsHalf;
 template <class T>
-using RightOf = typename RightOfType<T>::type;
+struct Own {
+  using Weight = Right;
+  using Total = Sums;
+};
+template <>
+struct Own<Bf16> {
+  using Weight = RightHalf<Bf16>;
+  using Total = SumsHalf<Bf16>;
+};
 
 #if defined(FASTLINEAR_TILES)
 
@@ -42,6 +50,7 @@ bool has_tiles() {
 template <>
 struct Tiles<Bf16> {
   Tiles() {
+    has_tiles();
     struct {
       uint8_t palette = 1, start = 0, zeros[14] = {};
       uint16_t bytes[16] = {};
@@ -192,16 +201,26 @@ void tile_product(Left a, const Bf16* b, int64_t rows, int64_t columns, int64_t 
 
 template <class T>
 struct RightHalf {
-  int64_t group = -1;
-  const T* at = nullptr;
+  static int64_t room(int64_t depth, int64_t columns) {
+    return tiles_of(depth, kPairs) * tiles_of(columns, kSide) * kTile / 2;
+  }
+  RightHalf(const T* w, int64_t row, int64_t col, int64_t depth, int64_t columns, float* to)
+      : at(reinterpret_cast<T*>(to)) {
+    pack_right(w, row, col, depth, columns, reinterpret_cast<T*>(to));
+  }
+  const T* at;
+};
 
-  void find(const T* w, int64_t row, int64_t col, int64_t depth, int64_t columns, int64_t g) {
-    if (group == g) return;
-    group = g;
-    const int64_t size = tiles_of(depth, kPairs) * tiles_of(columns, kSide) * kTile;
-    T* to = reinterpret_cast<T*>(weights_of.at_least(size / 2));
-    pack_right(w, row, col, depth, columns, to);
-    at = to;
+template <class T>
+struct SumsHalf {
+  double* columns;
+  float* dw;  // whole tiles
+  static int64_t room(const Call& c, int64_t width) {
+    return 2 * padded(width) + tiles_of(width, kSide) * tiles_of(c.k, kSide) * kSide * kSide;
+  }
+  SumsHalf(const Call&, int64_t width, float* memory)
+      : columns(reinterpret_cast<double*>(memory)), dw(memory + 2 * padded(width)) {
+    std::fill(columns, columns + padded(width), 0.0);
   }
 };
 
@@ -248,8 +267,18 @@ void finish(const Call& c, float* p, int64_t pitch, const float* bias, int64_t r
   scatter(p, pitch, rows, c.n, y, c.y.token, c.y.feature);
 }
 
+// Asks for rows that lie apart, which the processor does not see coming.
+template <class T>
+inline void ask_for(T* at, const Strides& s, int64_t rows, int64_t columns) {
+  constexpr int64_t kLine = 64 / sizeof(T);
+  if (s.feature != 1) return;
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t j = 0; j < columns; j += kLine)
+      __builtin_prefetch(at + r * s.token + j, !std::is_const_v<T>);
+}
+
 void forward_block(const Call& c, const Bf16* x, const Bf16* w, const Bf16* bias, Bf16* y, Bf16* pre,
-                   int64_t g, int64_t b, int64_t from, int64_t rows, RightHalf<Bf16>& right) {
+                   int64_t g, int64_t b, int64_t from, int64_t rows, const RightHalf<Bf16>& right) {
   const Strides &in = c.x, &out = c.y;
   const int64_t depth = tiles_of(c.k, kPairs), columns = tiles_of(c.n, kSide);
   const int64_t kp = depth * kPairs, np = columns * kSide;
@@ -260,16 +289,16 @@ void forward_block(const Call& c, const Bf16* x, const Bf16* w, const Bf16* bias
     store(added + j, bias && j < c.n
                          ? widened(bias + g * c.n + j, std::min<int64_t>(kLanes, c.n - j)) : V{});
   const Bf16* own = w + g * c.w_group;
-  const bool few = c.length <= kFewRows && c.w_col == 1;
-  if (!few) right.find(own, c.w_col, c.w_row, c.k, c.n, g);
   for (int64_t r = 0; r < rows; r += kStrip) {
     const int64_t count = std::min(kStrip, rows - r), low = tiles_of(count, kSide);
     const auto place = [&](const Strides& s) {
       return g * s.group + b * s.batch + (from + r) * s.token;
     };
     const Bf16* at = x + place(in);
+    ask_for(y + place(out), out, count, c.n);
+    if (r + kStrip < rows) ask_for(at + kStrip * in.token, in, kStrip, c.k);
     Left a{at, kSide * in.token, kPairs, 2 * in.token};
-    if (few && in.feature == 1) {
+    if (by_dots(c)) {
       dots(at, in.token, count, own, c.w_row, c.k, c.n, made, np);
     } else {
       if (in.feature != 1 || c.k % kPairs || count % kSide) {
@@ -286,77 +315,83 @@ void forward_block(const Call& c, const Bf16* x, const Bf16* w, const Bf16* bias
         }
         a = {laid, kSide * kp, kPairs, 2 * kp};
       }
-      if (few) right.find(own, c.w_col, c.w_row, c.k, c.n, g);
       tile_product(a, right.at, low, columns, depth, made, np, false);
     }
     finish(c, made, np, added, count, y + place(out), pre ? pre + place(out) : nullptr);
   }
 }
 
-void backward_block(const Call& c, const Bf16* dy, const Bf16* saved, const Bf16* x, const Bf16* w,
-                    Bf16* dx, Bf16* dw, Bf16* db, int64_t g, const Part& part,
-                    RightHalf<Bf16>& right) {
+void backward_block(const Call& c, const Bf16* dy, const Bf16* saved, const Bf16* x, Bf16* dx,
+                    Bf16* dw, Bf16* db, int64_t g, const Part& part, const RightHalf<Bf16>* right,
+                    SumsHalf<Bf16>& sums) {
   const int64_t width = part.n1 - part.n0, np = padded(width);
   const int64_t deep = tiles_of(width, kPairs), nd = deep * kPairs;  // dx's depth
   const int64_t high = tiles_of(width, kSide), columns = tiles_of(c.k, kSide), kp = columns * kSide;
   const int64_t steps = kChunk / kPairs;
-  float* room = blocks_of.at_least(2 * np + 2 * kChunk * np + kChunk * nd / 2 + high * steps * kTile / 2 +
-                                   columns * steps * kTile / 2 + kStrip * kp + high * kSide * kp);
-  double* total = reinterpret_cast<double*>(room);
-  float *grad = room + 2 * np, *kept = grad + kChunk * np, *strip = kept + kChunk * np;
-  float* sums = strip + kStrip * kp;  // of dW
-  Bf16* laid = reinterpret_cast<Bf16*>(sums + high * kSide * kp);
+  const int64_t rows = part.rows, depth = tiles_of(rows, kPairs), whole = depth * kPairs;
+  float* grad = blocks_of.at_least(2 * kChunk * np + kStrip * kp + kChunk * nd / 2 +
+                                   (high + columns) * steps * kTile / 2);
+  float *kept = grad + kChunk * np, *strip = kept + kChunk * np;
+  Bf16* laid = reinterpret_cast<Bf16*>(strip + kStrip * kp);  // dpre, zeros up to whole tiles
   Bf16 *turned = laid + kChunk * nd, *tokens = turned + high * steps * kTile;
-  if (db) std::fill(total, total + np, 0.0);
-  if (dx) right.find(w + g * c.w_group, c.w_row, c.w_col, c.n, c.k, g);
-  bool first = true;
-  for (int64_t b = part.b0; b < part.b1; ++b)
-    for (int64_t from = part.from; from < part.to; from += kChunk) {
-      const int64_t rows = std::min(kChunk, part.to - from), whole = tiles_of(rows, kPairs) * kPairs;
-      const auto place = [&](const Strides& s, int64_t token, int64_t j) {
-        return g * s.group + b * s.batch + (from + token) * s.token + j * s.feature;
-      };
-      gather(dy + place(c.y, 0, part.n0), c.y.token, c.y.feature, rows, width, grad, np);
-      if (saved) {
-        const Bf16* at = saved + place(c.saved, 0, part.n0);
-        gather(at, c.saved.token, c.saved.feature, rows, width, kept, np);
-        derive(c.act, grad, np, kept, np, rows, width);
-      }
-      if (db) add_columns(grad, np, rows, width, total);
-      for (int64_t r = 0; r < whole; ++r)
-        for (int64_t j = 0; j < nd; j += kLanes) {
-          const int64_t n = std::min<int64_t>(kLanes, width - j);
-          rounded(laid + r * nd + j, r < rows && n > 0 ? get(grad + r * np + j, n) : V{}, kLanes);
-        }
-      for (int64_t r = 0; dx && r < rows; r += kStrip) {
-        const int64_t count = std::min(kStrip, rows - r);
-        const Left a{laid + r * nd, kSide * nd, kPairs, 2 * nd};
-        tile_product(a, right.at, tiles_of(count, kSide), columns, deep, strip, kp, false);
-        scatter(strip, kp, count, c.k, dx + place(c.dx, r, 0), c.dx.token, c.dx.feature);
-      }
-      if (dw) {
-        const int64_t depth = whole / kPairs;
-        pack_turned(laid, nd, whole, width, turned);
-        pack_right(x + place(c.x, 0, 0), c.x.token, c.x.feature, rows, c.k, tokens);
-        const Left a{turned, depth * kTile, kTile, 2 * kPairs};
-        tile_product(a, tokens, high, columns, depth, sums, kp, !first);
-      }
-      first = false;
+  const auto place = [&](const Strides& s, int64_t token, int64_t j) {
+    return g * s.group + part.batch * s.batch + (part.from + token) * s.token + j * s.feature;
+  };
+  const Bf16* from = dy + place(c.y, 0, part.n0);
+  const Bf16* held = saved ? saved + place(c.saved, 0, part.n0) : nullptr;
+  for (int64_t r = 0; r < whole; ++r)
+    std::fill(laid + r * nd + (r < rows ? width : 0), laid + (r + 1) * nd, Bf16{0});
+  if (c.act <= kRelu && c.y.feature == 1 && (!saved || c.saved.feature == 1)) {
+    double* total = db ? sums.columns : nullptr;
+    pass_through(from, c.y.token, held, c.saved.token, rows, width, laid, nd, total);
+  } else {
+    gather(from, c.y.token, c.y.feature, rows, width, grad, np);
+    if (saved) {
+      gather(held, c.saved.token, c.saved.feature, rows, width, kept, np);
+      derive(c.act, grad, np, kept, np, rows, width);
     }
-  if (dw) scatter(sums, kp, width, c.k, dw + (g * c.n + part.n0) * c.k, c.k, int64_t{1});
-  for (int64_t j = 0; db && j < width; ++j)
-    rounded(db + g * c.n + part.n0 + j, all(static_cast<float>(total[j])), 1);
+    if (db) add_columns(grad, np, rows, width, sums.columns);
+    scatter(grad, np, rows, width, laid, nd, int64_t{1});
+  }
+  for (int64_t r = 0; dx && r < rows; r += kStrip) {
+    const int64_t count = std::min(kStrip, rows - r);
+    const Left a{laid + r * nd, kSide * nd, kPairs, 2 * nd};
+    Bf16* to = dx + place(c.dx, r, 0);
+    ask_for(to, c.dx, count, c.k);
+    tile_product(a, right->at, tiles_of(count, kSide), columns, deep, strip, kp, false);
+    scatter(strip, kp, count, c.k, to, c.dx.token, c.dx.feature);
+  }
+  if (dw) {
+    const Bf16* at = x + place(c.x, 0, 0);
+    ask_for(at, c.x, rows, c.k);
+    pack_turned(laid, nd, whole, width, turned);
+    pack_right(at, c.x.token, c.x.feature, rows, c.k, tokens);
+    const Left a{turned, depth * kTile, kTile, 2 * kPairs};
+    tile_product(a, tokens, high, columns, depth, sums.dw, kp, !part.first);
+    Bf16* to = dw + (g * c.n + part.n0) * c.k;
+    if (part.last) scatter(sums.dw, kp, width, c.k, to, c.k, int64_t{1});
+  }
+  for (int64_t j = 0; db && part.last && j < width; ++j)
+    rounded(db + g * c.n + part.n0 + j, all(static_cast<float>(sums.columns[j])), 1);
 }
 
 #else
 
 bool has_tiles() { return false; }
 template <class T>
-struct RightHalf {};
+struct RightHalf {
+  static int64_t room(int64_t, int64_t) { return 0; }
+  RightHalf(const T*, int64_t, int64_t, int64_t, int64_t, float*) {}
+};
+template <class T>
+struct SumsHalf {
+  static int64_t room(const Call&, int64_t) { return 0; }
+  SumsHalf(const Call&, int64_t, float*) {}
+};
 void forward_block(const Call&, const Bf16*, const Bf16*, const Bf16*, Bf16*, Bf16*, int64_t,
-                   int64_t, int64_t, int64_t, RightHalf<Bf16>&) {}
-void backward_block(const Call&, const Bf16*, const Bf16*, const Bf16*, const Bf16*, Bf16*, Bf16*,
-                    Bf16*, int64_t, const Part&, RightHalf<Bf16>&) {}
+                   int64_t, int64_t, int64_t, const RightHalf<Bf16>&) {}
+void backward_block(const Call&, const Bf16*, const Bf16*, const Bf16*, Bf16*, Bf16*, Bf16*, int64_t,
+                    const Part&, const RightHalf<Bf16>*, SumsHalf<Bf16>&) {}
 
 #endif
 

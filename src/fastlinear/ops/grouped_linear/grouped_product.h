@@ -14,8 +14,7 @@ constexpr int kRowsOf[kMaxVectors + 1] = {0, 12, 12, 8, 6};  // of C in register
 constexpr int kMaxVectors = 2;
 constexpr int kRowsOf[kMaxVectors + 1] = {0, 8, 6};
 #endif
-constexpr int64_t kDepth = 256;  // products summed before they join the total
-constexpr int64_t kFewRows = 4;  // for which B is not laid out anew
+constexpr int64_t kDepth = 128;  // products summed before they join the total
 
 struct Product {
   const float* a;
@@ -37,11 +36,18 @@ template <int R, int N, bool Cut>
 inline void tile(const Product& g, const float* a, const float* b, float* c, const float* start,
                  int64_t depth, bool add, bool relu, int64_t tail) {
   V sum[R][N];
+  // the next rows of A, and C, which lie apart: on their way while this tile is computed
+  if (g.a_col == 1)
+    for (int r = 0; r < R; ++r)
+      for (int64_t p = 0; p < depth; p += kLanes)
+        __builtin_prefetch(a + (R + r) * g.a_row + p);
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-    for (int v = 0; v < N; ++v)
+    for (int v = 0; v < N; ++v) {
+      __builtin_prefetch(c + r * g.c_row + v * kLanes, 1);
       sum[r][v] = start ? loaded(start + v * kLanes, Cut && v == N - 1, tail) : V{};
+    }
   for (int64_t p = 0; p < depth; ++p) {
     V right[N];
 #pragma GCC unroll 4

@@ -10,6 +10,7 @@
 namespace {
 
 using Bf16 = uint16_t;
+constexpr int64_t kAhead = 8;  // rows between reading one and asking for it
 
 struct Strides {
   int64_t batch, token, group, feature;
@@ -51,6 +52,7 @@ void gather(const T* from, int64_t row, int64_t col, int64_t rows, int64_t cols,
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t c = 0; c < cols; c += kLanes) {
         const int64_t n = std::min<int64_t>(kLanes, cols - c);
+        __builtin_prefetch(from + (r + kAhead) * row + c);
         put(to + r * pitch + c, widened(from + r * row + c, n), n);
       }
     return;
@@ -145,6 +147,54 @@ void derive(int64_t which, float* p, int64_t pitch, const float* saved, int64_t 
     CASE(1, Relu) CASE(2, Relu2) CASE(3, Silu) CASE(4, Gelu) CASE(5, GeluTanh)
     CASE(6, OfSigmoid) CASE(7, OfTanh) CASE(8, QuickGelu) CASE(9, LeakyRelu)
 #undef CASE
+  }
+}
+
+
+// Sums of a few rows join those of all in float64.
+inline void join(double* total, V sum) {
+  float lanes[kLanes];
+  store(lanes, sum);
+  for (int i = 0; i < kLanes; ++i) total[i] += lanes[i];
+}
+
+constexpr int64_t kSumRows = 16;  // of a column sum in float32 before it goes to float64
+
+// Sums of columns; total has room for whole vectors.
+inline void add_columns(const float* p, int64_t pitch, int64_t rows, int64_t columns, double* total) {
+  for (int64_t r = 0; r < rows; r += kSumRows) {
+    const int64_t stop = std::min(rows, r + kSumRows);
+    for (int64_t j = 0; j < columns; j += kLanes) {
+      const int64_t n = std::min<int64_t>(kLanes, columns - j);
+      V sum{};
+      for (int64_t i = r; i < stop; ++i) sum += get(p + i * pitch + j, n);
+      join(total + j, sum);
+    }
+  }
+}
+
+// to = dy where `saved` is not 0 or less, else 0, and its column sums, in one pass: the derivative of
+// relu, or of nothing where saved is null. Rows of dy and saved are dense.
+template <class T>
+void pass_through(const T* dy, int64_t row, const T* saved, int64_t saved_row, int64_t rows,
+                  int64_t columns, T* to, int64_t pitch, double* total) {
+  for (int64_t r = 0; r < rows; r += kSumRows) {
+    const int64_t stop = std::min(rows, r + kSumRows);
+    for (int64_t j = 0; j < columns; j += kLanes) {
+      const int64_t n = std::min<int64_t>(kLanes, columns - j);
+      V sum{};
+      for (int64_t i = r; i < stop; ++i) {
+        __builtin_prefetch(dy + (i + kSumRows) * row + j);
+        V d = widened(dy + i * row + j, n);
+        if (saved) {
+          __builtin_prefetch(saved + (i + kSumRows) * saved_row + j);
+          d = pick(widened(saved + i * saved_row + j, n) <= V{}, V{}, d);
+        }
+        rounded(to + i * pitch + j, d, n);
+        sum += d;
+      }
+      if (total) join(total + j, sum);
+    }
   }
 }
 
