@@ -68,11 +68,9 @@ inline __m512i pairs(const Bf16* p, int64_t n) {  // n numbers, then zeros
 }
 
 inline __m512i couples(const Bf16* a, const Bf16* b, int64_t n) {  // a_i, b_i side by side
-  const __mmask16 lanes = static_cast<__mmask16>((1u << n) - 1);
-  const __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, a));
+  const __m512i low = _mm512_cvtepu16_epi32(halves(a, n));
   if (!b) return low;
-  const __m512i high = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, b));
-  return _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+  return _mm512_or_si512(low, _mm512_slli_epi32(_mm512_cvtepu16_epi32(halves(b, n)), 16));
 }
 
 inline void turn_square(V* t) {
@@ -82,8 +80,22 @@ inline void turn_square(V* t) {
   turn_pairs<8>(t);
 }
 
+// Rows of pairs of B's rows, dense along columns: every row is read once, as it lies in memory.
+void pack_rows(const Bf16* b, int64_t row, int64_t depth, int64_t columns, Bf16* to) {
+  const int64_t whole = tiles_of(depth, kPairs) * kPairs, below = whole * kSide;
+  for (int64_t p = 0; p < whole; p += 2, to += kPairs) {
+    const Bf16 *low = b + p * row, *high = p + 1 < depth ? low + row : nullptr;
+    Bf16* at = to;
+    for (int64_t j = 0; j < columns; j += kSide, at += below)
+      _mm512_storeu_si512(at, p < depth ? couples(low + j, high ? high + j : nullptr,
+                                                  std::min(kSide, columns - j))
+                                        : _mm512_setzero_si512());
+  }
+}
+
 // B (depth x columns) by strides → tiles of pairs of rows, those of one column tile side by side.
 void pack_right(const Bf16* b, int64_t row, int64_t col, int64_t depth, int64_t columns, Bf16* to) {
+  if (col == 1 && row != 1) return pack_rows(b, row, depth, columns, to);
   for (int64_t j = 0; j < columns; j += kSide) {
     const int64_t width = std::min(kSide, columns - j);
     for (int64_t p = 0; p < depth; p += kPairs, to += kTile) {
@@ -100,20 +112,11 @@ void pack_right(const Bf16* b, int64_t row, int64_t col, int64_t depth, int64_t 
         continue;
       }
       for (int64_t i = 0; i < kSide; ++i) {
-        const int64_t left = deep - 2 * i;
-        __m512i line = _mm512_setzero_si512();
-        const Bf16* at = from + 2 * i * row;
-        if (left > 0 && col == 1) {
-          line = couples(at, left > 1 ? at + row : nullptr, width);
-        } else if (left > 0) {
-          alignas(64) Bf16 numbers[kPairs] = {};
-          for (int64_t n = 0; n < width; ++n) {
-            numbers[2 * n] = at[n * col];
-            if (left > 1) numbers[2 * n + 1] = at[row + n * col];
-          }
-          line = _mm512_load_si512(numbers);
-        }
-        _mm512_storeu_si512(to + i * kPairs, line);
+        alignas(64) Bf16 numbers[kPairs] = {};
+        for (int64_t n = 0; n < width; ++n)
+          for (int64_t half = 0; half < 2 && 2 * i + half < deep; ++half)
+            numbers[2 * n + half] = from[(2 * i + half) * row + n * col];
+        _mm512_storeu_si512(to + i * kPairs, _mm512_load_si512(numbers));
       }
     }
   }

@@ -27,20 +27,30 @@ struct Rows {
 inline V widened(const float* p, int64_t n) { return get(p, n); }
 inline void rounded(float* p, V v, int64_t n) { put(p, v, n); }
 #if defined(__AVX512F__)
-inline V widened(const Bf16* p, int64_t n) {
-  const __mmask16 lanes = static_cast<__mmask16>((1u << n) - 1);
-  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, p));
-  return reinterpret_cast<V>(_mm512_slli_epi32(wide, 16));
+inline __mmask16 first_lanes(int64_t n) { return static_cast<__mmask16>((1u << n) - 1); }
+inline __m256i halves(const Bf16* p, int64_t n) {  // n numbers, then zeros
+  if (n == kLanes) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return _mm256_maskz_loadu_epi16(first_lanes(n), p);
 }
-inline void rounded(Bf16* p, V v, int64_t n) {  // ties to even; NaN stays NaN
+inline V widened(const Bf16* p, int64_t n) {
+  return reinterpret_cast<V>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves(p, n)), 16));
+}
+inline __m256i narrowed(V v) {  // ties to even; NaN stays NaN
+#if defined(__AVX512BF16__)
+  return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(reinterpret_cast<__m512>(v)));
+#else
   const __m512i bits = reinterpret_cast<__m512i>(v), one = _mm512_set1_epi32(1);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), one);
   const __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
   const __m512 f = reinterpret_cast<__m512>(v);
   const __mmask16 nan = _mm512_cmp_ps_mask(f, f, _CMP_UNORD_Q);
   const __m512i all = _mm512_mask_mov_epi32(up, nan, _mm512_set1_epi32(0x7fc00000));
-  const __m256i half = _mm512_cvtepi32_epi16(_mm512_srli_epi32(all, 16));
-  _mm256_mask_storeu_epi16(p, static_cast<__mmask16>((1u << n) - 1), half);
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(all, 16));
+#endif
+}
+inline void rounded(Bf16* p, V v, int64_t n) {
+  if (n == kLanes) _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrowed(v));
+  else _mm256_mask_storeu_epi16(p, first_lanes(n), narrowed(v));
 }
 #endif
 
