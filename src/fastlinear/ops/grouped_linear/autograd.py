@@ -67,13 +67,15 @@ class Formula:
             kept: y or the pre-activation in the layout, whichever the activation keeps, if any.
             needs: which gradients are wanted.
         """
-        given: Any = tensors
+        x, weight, bias = tensors
         wanted: Any = tuple(needs)
+        assert x is not None
+        assert weight is not None
         names = self.activation, self.layout
         if torch.is_grad_enabled():  # create_graph: the gradients must be differentiable
-            return differentiable_backward(dy, *given, *names, wanted)
+            return differentiable_backward(dy, x, weight, bias, *names, wanted)
         saved = kept[0] if kept else None
-        return run_backward(dy, saved, *given[:2], *names, wanted, self.backward)
+        return run_backward(dy, saved, x, weight, *names, wanted, self.backward)
 
 
 class GroupedLinear(torch.autograd.Function):

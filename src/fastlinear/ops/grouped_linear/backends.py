@@ -85,7 +85,7 @@ def _prefer(p: Problem) -> tuple[str, ...]:
     if p.piece == STEP:
         return ("pieces", "eager")
     if p.device != "cuda":
-        return ("eager",)
+        return ("cpp", "eager") if cpp.pays(p) else ("eager",)
     # measured on an H200, over the sizes in README.md
     if p.piece == "backward":
         hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9

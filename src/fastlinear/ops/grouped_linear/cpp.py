@@ -27,6 +27,9 @@ SOURCE = Path(__file__).with_name("grouped.cpp")
 _CODES = {name: code for code, name in enumerate(NAMES)}  # the switches of grouped_rows.h
 _TORCH_THREADS = "_ZN2at15get_num_threadsEv"  # at::get_num_threads()
 _NOWHERE = (0, 0, 0, 0)
+# K·N up to which it wins over MKL's and oneDNN's products, and rows whose weights are read once:
+# two cores with AMX, 2 to 16384 rows
+_MOST_SINGLE, _MOST_HALF, _FEW = 1 << 16, 1 << 18, 4
 
 
 def reason_not(problem: Problem) -> str | None:
@@ -40,6 +43,20 @@ def reason_not(problem: Problem) -> str | None:
     if problem.dtype == "bfloat16" and not _has_tiles():
         return "bfloat16 takes a processor with AMX"
     return cpp_build.reason_not() or cpp_build.failed(SOURCE)
+
+
+def pays(problem: Problem) -> bool:
+    """Whether it is taken by default: groups for which one library call each, and passes over
+    memory for bias and activation, cost more than the product."""
+    k, n = problem.dim("K"), problem.dim("N")
+    if problem.dtype == "float32":
+        return k * n <= _MOST_SINGLE or (problem.piece == "forward" and problem.dim("M") <= _FEW)
+    return k * n <= _MOST_HALF
+
+
+def why_not_loaded() -> str | None:
+    """Why the library cannot be had, or None; compiles it if this was not tried before."""
+    return cpp_build.reason_not() or cpp_build.why_not_loaded(SOURCE)
 
 
 def forward(
@@ -83,9 +100,7 @@ def backward(
     if activation_of(activation).saved == "none":
         saved = None
     call = described(x, weight, activation, dy, saved, dx)
-    _library().fastlinear_grouped_backward(
-        call, *map(_memory, (dy, saved, x, weight, dx, dw, db))
-    )
+    _library().fastlinear_grouped_backward(call, *map(_memory, (dy, saved, x, weight, dx, dw, db)))
     return dx, dw, db
 
 

@@ -41,8 +41,10 @@ def node(formula: Formula, x: Tensor, weight: Tensor, bias: Tensor | None) -> An
         tensors: tuple[Tensor | None, ...],
         kept: tuple[Tensor | None, ...],
     ) -> Any:
-        given: Any = tensors
-        return _backward(formula, needs, dy, *given[:2], kept[0] if kept else None)
+        x, weight, _ = tensors
+        assert x is not None
+        assert weight is not None
+        return _backward(formula, needs, dy, x, weight, kept[0] if kept else None)
 
     return door_node.node(
         "GroupedLinearBackward",
@@ -124,9 +126,7 @@ def _in_place(t: Tensor, layout: str, features: int, weight: Tensor) -> Tensor |
     return rows if rows.untyped_storage().data_ptr() == t.untyped_storage().data_ptr() else None
 
 
-def _like(
-    shape: tuple[int, ...], x: Tensor, layout: str, rows: Tensor, weight: Tensor
-) -> Tensor:
+def _like(shape: tuple[int, ...], x: Tensor, layout: str, rows: Tensor, weight: Tensor) -> Tensor:
     """A tensor of no memory, dense in that shape, as (B, L, G, N)."""
     y = torch.empty(shape, dtype=x.dtype, device="meta")
     wide = layouts.blocks(y, layout, *weight.shape[:2])
