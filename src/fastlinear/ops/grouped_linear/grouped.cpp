@@ -35,6 +35,9 @@ int threads_for(const Call& c, double products) {
   return threads_worth((flops / (c.half ? 8 : 1) + 4 * bytes) / kFlopsAThread);
 }
 
+// Tasks that a thread takes at a time, so that one that is held up leaves work to the others.
+int64_t grain_of(int64_t tasks, int threads) { return std::max<int64_t>(1, tasks / (8 * threads)); }
+
 template <class T>
 void whole_pages(const Call& c, T* p, int64_t columns) {
   const size_t bytes = sizeof(T) * c.batch * c.length * c.groups * columns;
@@ -66,13 +69,13 @@ void forward(const Call& c, const T* x, const T* w, const T* bias, T* y, T* pre)
   while (size > kLeastBlock && bundles.count * c.batch * ((c.length + size - 1) / size) < 4 * threads)
     size /= 2;
   const int64_t blocks = (c.length + size - 1) / size, tasks = bundles.count * c.batch * blocks;
-  const int64_t room = by_dots(c) ? 0 : Weight::room(c.k, c.n);
+  const int64_t room = by_dots(c) ? 0 : Weight::room(c.k, c.n), grain = grain_of(tasks, threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     [[maybe_unused]] const Tiles<T> tiles;
     std::vector<Weight> weights;
     int64_t held = -1;
-#pragma omp for schedule(static)
+#pragma omp for schedule(dynamic, grain)
     for (int64_t task = 0; task < tasks; ++task) {
       const int64_t bundle = task / (c.batch * blocks), b = task / blocks % c.batch;
       const int64_t from = task % blocks * size, g0 = bundles.begin(bundle);
@@ -138,10 +141,11 @@ void backward(const Call& c, const T* dy, const T* saved, const T* x, const T* w
   const int64_t by_rows = whole || !to.dx ? 0 : c.groups * chunks;
   const int64_t strips = whole ? 1 : (c.n + kOutputs - 1) / kOutputs;
   const int64_t rest = whole ? bundles.count : to.dw || to.db ? c.groups * strips : 0;
+  const int64_t grain = grain_of(by_rows + rest, threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     [[maybe_unused]] const Tiles<T> tiles;
-#pragma omp for schedule(static)
+#pragma omp for schedule(dynamic, grain)
     for (int64_t task = 0; task < by_rows + rest; ++task) {
       if (task < by_rows) {
         const int64_t g = task / chunks, at = task % chunks;
