@@ -123,14 +123,31 @@ def test_only_what_is_wanted(dtype: str, wanted: tuple[int, ...]) -> None:
 
 
 @runs
-def test_bad_numbers_stay_in_their_group_and_token() -> None:
-    x = drawn((1, 20, 3, 20), "tokens", 1)
-    x[0, 7, 1, 3] = float("nan")
-    y, _ = cpp.forward(x, torch.randn(3, 24, 20), None, "none", False, "tokens")
-    expected = torch.zeros(1, 20, 3, dtype=torch.bool)
-    expected[0, 7, 1] = True
-    assert torch.equal(y.isnan().all(-1), expected)
-    assert torch.equal(y.isnan().any(-1), expected)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [2, 20])
+def test_bad_numbers_stay_where_they_belong(rows: int, dtype: str) -> None:
+    """A NaN of x in its token and group, one of the weight in its output, one of dy likewise."""
+    skipped(dtype)
+    nan = float("nan")
+    x, dy = drawn((1, rows, 3, 20), "tokens", 1, dtype), drawn((1, rows, 3, 24), "tokens", 2, dtype)
+    weight = torch.randn(3, 24, 20).to(x.dtype)
+    bad_x, bad_w, bad_dy = x.clone(), weight.clone(), dy.clone()
+    bad_x[0, 1, 1, 3] = bad_w[1, 5, 0] = bad_dy[0, 1, 1, 3] = nan
+    found = [
+        cpp.forward(given, w, None, "none", False, "tokens")[0][0].isnan()
+        for given, w in ((bad_x, weight), (x, bad_w))
+    ]
+    expected = torch.zeros(2, rows, 3, 24, dtype=torch.bool)
+    expected[0, 1, 1], expected[1, :, 1, 5] = True, True
+    assert torch.equal(torch.stack(found), expected)
+    rest = ("none", (True, True, True), "tokens")
+    dx, dw, db = (t.isnan() for t in cpp.backward(bad_dy, None, x, weight, *rest) if t is not None)
+    assert dx.nonzero()[:, 1:3].unique(dim=0).tolist() == [[1, 1]]
+    assert dw.nonzero()[:, :2].unique(dim=0).tolist() == [[1, 3]]
+    assert db.nonzero().tolist() == [[1, 3]]
+    through = cpp.backward(dy, None, x, bad_w, *rest)[0]
+    assert through is not None
+    assert through.isnan().nonzero()[:, 2:].unique(dim=0).tolist() == [[1, 0]]
 
 
 @runs
