@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +11,8 @@ from torch import Tensor
 import fastlinear as fl
 from fastlinear.core.compare import judge
 from fastlinear.core.errors import UnsupportedError
-from fastlinear.ops.grouped_linear import cpp, reference
+from fastlinear.ops.common import cpp_build
+from fastlinear.ops.grouped_linear import cpp, op, reference
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear.problem import problem
 
@@ -23,39 +26,53 @@ SIZES = (
     (1, 520, 2, 31, 64),
     (1, 20, 2, 270, 100),
     (3, 1, 2, 16, 16),
+    (1, 3, 4, 70, 24),  # few rows: sums of lanes
+    (1, 300, 9, 40, 50),  # groups of one thread together
+    (1, 140, 1, 64, 96),  # one group for all threads
 )
+DTYPES = ("float32", "bfloat16")
 
 
-def drawn(shape: tuple[int, ...], order: str, seed: int) -> Tensor:
+def skipped(dtype: str) -> None:
+    why = cpp.reason_not(replace(_P, dtype=dtype))
+    if why is not None:
+        pytest.skip(why)
+
+
+def drawn(shape: tuple[int, ...], order: str, seed: int, dtype: str = "float32") -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    made = layouts.empty(shape, order, torch.empty(0), torch.float32)
+    made = layouts.empty(shape, order, torch.empty(0), getattr(torch, dtype))
     return made.copy_(torch.randn(shape, generator=generator))
 
 
 @runs
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("order", layouts.ORDERS)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_against_the_oracle(
-    sizes: tuple[int, ...], order: str, monkeypatch: pytest.MonkeyPatch
+    sizes: tuple[int, ...], order: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    skipped(dtype)
     _, length, groups, k, n = sizes
-    x, dy = drawn((*sizes[:3], k), order, 1), drawn((*sizes[:3], n), order, 2)
-    weight = torch.randn(groups, n, k) / k**0.5
+    x = drawn((*sizes[:3], k), order, 1, dtype)
+    dy = drawn((*sizes[:3], n), order, 2, dtype)
+    weight = (torch.randn(groups, n, k) / k**0.5).to(x.dtype)
     if length % 2:
         weight = weight.transpose(1, 2).contiguous().transpose(1, 2)
-    bias = torch.randn(groups, n)
+    bias = torch.randn(groups, n).to(x.dtype)
     made = layouts.empty
     monkeypatch.setattr(layouts, "empty", lambda *a: made(*a).fill_(float("nan")))
-    for act in ("none", "gelu"):
+    for act in ("none", "gelu", "tanh"):
         rest = (act, act == "gelu", order)
         y, pre = cpp.forward(x, weight, bias, *rest)
         assert layouts.is_dense(y, order)
         ty, tpre = reference.forward(x, weight, bias, *rest)
         oy, opre = reference.forward(x.double(), weight.double(), bias.double(), *rest)
         last = (act, (True, True, True), order)
-        grads = cpp.backward(dy, pre, x, weight, *last)
-        theirs = reference.backward(dy, tpre, x, weight, *last)
-        oracle = reference.backward(dy.double(), opre, x.double(), weight.double(), *last)
+        kept = (y, ty, oy) if act == "tanh" else (pre, tpre, opre)
+        grads = cpp.backward(dy, kept[0], x, weight, *last)
+        theirs = reference.backward(dy, kept[1], x, weight, *last)
+        oracle = reference.backward(dy.double(), kept[2], x.double(), weight.double(), *last)
         found = zip(("y", "dx", "dW", "db"), (y, *grads), (ty, *theirs), (oy, *oracle), strict=True)
         for name, a, t, o in found:
             verdict = judge(name, a, t, o)
@@ -65,28 +82,72 @@ def test_against_the_oracle(
 
 
 @runs
-def test_the_number_of_threads_changes_no_bit() -> None:
-    x, weight = drawn((1, 600, 4, 48), "tokens", 1), torch.randn(4, 40, 48)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("groups", [1, 3, 9])
+def test_the_number_of_threads_changes_no_bit(groups: int, dtype: str) -> None:
+    skipped(dtype)
+    x, dy = (
+        drawn((1, 600, groups, 48), "tokens", 1, dtype),
+        drawn((1, 600, groups, 40), "tokens", 2),
+    )
+    weight = torch.randn(groups, 40, 48).to(x.dtype)
     before = torch.get_num_threads()
     found = []
     try:
-        for threads in (1, 2, 3):
+        for threads in (1, 2, 3, 5):
             torch.set_num_threads(threads)
-            found.append(cpp.forward(x, weight, None, "none", False, "tokens")[0])
+            y, _ = cpp.forward(x, weight, None, "relu", False, "tokens")
+            needs = (True, True, True)
+            grads = cpp.backward(dy.to(x.dtype), y, x, weight, "relu", needs, "tokens")
+            found.append((y, *grads))
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(y, found[0]) for y in found)
+    for results in found:
+        assert all(torch.equal(a, b) for a, b in zip(results, found[0], strict=True))
 
 
 @runs
-def test_bad_numbers_stay_in_their_group_and_token() -> None:
-    x = drawn((1, 20, 3, 20), "tokens", 1)
-    x[0, 7, 1, 3] = float("nan")
-    y, _ = cpp.forward(x, torch.randn(3, 24, 20), None, "none", False, "tokens")
-    expected = torch.zeros(1, 20, 3, dtype=torch.bool)
-    expected[0, 7, 1] = True
-    assert torch.equal(y.isnan().all(-1), expected)
-    assert torch.equal(y.isnan().any(-1), expected)
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_only_what_is_wanted(dtype: str, wanted: tuple[int, ...]) -> None:
+    skipped(dtype)
+    x, dy = drawn((2, 90, 4, 33), "channels", 1, dtype), drawn((2, 90, 4, 20), "channels", 2, dtype)
+    weight = torch.randn(4, 20, 33).to(x.dtype)
+    rest = ("none", (True, True, True), "channels")
+    whole = cpp.backward(dy, None, x, weight, *rest)
+    needs = tuple(i in wanted for i in range(3))
+    part = cpp.backward(dy, None, x, weight, "none", needs, "channels")  # type: ignore[arg-type]
+    for need, a, b in zip(needs, part, whole, strict=True):
+        assert (a is not None) == need
+        assert a is None or torch.equal(a, b)
+
+
+@runs
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [2, 20])
+def test_bad_numbers_stay_where_they_belong(rows: int, dtype: str) -> None:
+    """A NaN of x in its token and group, one of the weight in its output, one of dy likewise."""
+    skipped(dtype)
+    nan = float("nan")
+    x, dy = drawn((1, rows, 3, 20), "tokens", 1, dtype), drawn((1, rows, 3, 24), "tokens", 2, dtype)
+    weight = torch.randn(3, 24, 20).to(x.dtype)
+    bad_x, bad_w, bad_dy = x.clone(), weight.clone(), dy.clone()
+    bad_x[0, 1, 1, 3] = bad_w[1, 5, 0] = bad_dy[0, 1, 1, 3] = nan
+    found = [
+        cpp.forward(given, w, None, "none", False, "tokens")[0][0].isnan()
+        for given, w in ((bad_x, weight), (x, bad_w))
+    ]
+    expected = torch.zeros(2, rows, 3, 24, dtype=torch.bool)
+    expected[0, 1, 1], expected[1, :, 1, 5] = True, True
+    assert torch.equal(torch.stack(found), expected)
+    rest = ("none", (True, True, True), "tokens")
+    dx, dw, db = (t.isnan() for t in cpp.backward(bad_dy, None, x, weight, *rest) if t is not None)
+    assert dx.nonzero()[:, 1:3].unique(dim=0).tolist() == [[1, 1]]
+    assert dw.nonzero()[:, :2].unique(dim=0).tolist() == [[1, 3]]
+    assert db.nonzero().tolist() == [[1, 3]]
+    through = cpp.backward(dy, None, x, bad_w, *rest)[0]
+    assert through is not None
+    assert through.isnan().nonzero()[:, 2:].unique(dim=0).tolist() == [[1, 0]]
 
 
 @runs
@@ -102,9 +163,23 @@ def test_forced_through_the_public_function_with_gradients() -> None:
         torch.testing.assert_close(a, e)
 
 
+def test_a_library_that_cannot_be_compiled_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = torch.randn(11, 12), torch.randn(3, 5, 4)
+    expected = fl.grouped_linear(x, w, backend="eager")
+    monkeypatch.setattr(cpp, "why_not_loaded", lambda: "broken")
+    monkeypatch.setattr(cpp_build, "failed", lambda _: "broken")
+    op._forget()
+    torch.testing.assert_close(fl.grouped_linear(x, w), expected)
+    assert fl.explain(x, w).choices[0].backend.name == "eager"
+    with pytest.raises(UnsupportedError, match="broken"):
+        fl.grouped_linear(x, w, backend="cpp")
+    monkeypatch.undo()
+    op._forget()
+
+
 def test_reasons_are_given() -> None:
     p = problem("forward", 64, 4, 8, 8, dtype="bfloat16", device="cpu")
-    assert cpp.reason_not(p) == "float32 only, not bfloat16"
+    assert cpp.reason_not(replace(p, dtype="float16")) == "float32 and bfloat16 only, not float16"
     x = torch.ones(2, 6, dtype=torch.float64)
-    with pytest.raises(UnsupportedError, match="float32 only"):
+    with pytest.raises(UnsupportedError, match="float32 and bfloat16 only"):
         fl.grouped_linear(x, torch.ones(2, 3, 3, dtype=torch.float64), backend="cpp")

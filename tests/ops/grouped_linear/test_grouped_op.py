@@ -284,7 +284,7 @@ def test_forced_backends_say_why_not() -> None:
 def test_explain_names_every_backend() -> None:
     x, (w, b) = torch.randn(7, G * K), parameters(True)
     told = fl.explain(x, w, b, activation="relu")
-    assert [c.problem.piece for c in told.choices] == ["forward", "backward"]
+    assert [c.problem.piece for c in told.choices][:2] == ["forward", "backward"]
     names = {b.name for b in family("grouped_linear").candidates("forward")}
     for choice in fl.explain(x, w, b, needs_grad=False).choices:
         assert {choice.backend.name, *dict(choice.passed_over)} == names

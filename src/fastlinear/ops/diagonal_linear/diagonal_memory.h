@@ -1,7 +1,7 @@
 // Memory of results: large pages under new ones, and stores that go around the caches.
 #pragma once
 
-#include <sys/mman.h>
+#include "../common/large_pages.h"
 
 #include <cstddef>
 #include <cstdint>
@@ -13,19 +13,7 @@
 
 namespace {
 
-constexpr size_t kPage = size_t(1) << 21;
 constexpr size_t kLine = 64;
-
-// Asks for large pages under new memory.
-inline void large_pages(void* p, size_t bytes) {
-  const auto from = (reinterpret_cast<uintptr_t>(p) + kPage - 1) / kPage * kPage;
-  const auto to = (reinterpret_cast<uintptr_t>(p) + bytes) / kPage * kPage;
-#if defined(MADV_HUGEPAGE)
-  if (to > from) madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);
-#else
-  (void)from, (void)to;
-#endif
-}
 
 // Copies bytes that are in the caches to memory that is not, without reading it first: whole lines
 // around the caches. `written_through()` must follow before another thread reads them.

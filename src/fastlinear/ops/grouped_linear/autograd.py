@@ -22,14 +22,60 @@ class Formula:
     Attributes:
         activation: its name.
         layout: x's, a name in ``layout.LAYOUTS``.
+        forward_name, backward_name: the backends of the two pieces.
         run: the forward's backend.
         backward: the backward's backend.
     """
 
     activation: str
     layout: str
+    forward_name: str
+    backward_name: str
     run: Callable[..., Any]
     backward: Callable[..., Any]
+
+    @property
+    def saved(self) -> str:
+        """What is kept for the backward: ``"none"``, ``"output"`` or ``"pre"``."""
+        return activation_of(self.activation).saved
+
+    def forward(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(y, the pre-activation where that is kept), both in the layout."""
+        groups, _, k = weight.shape
+        order = layouts.order_of(self.layout, x.shape)
+        rows = layouts.blocks(x, self.layout, groups, k)
+        y, pre = self.run(rows, weight, bias, self.activation, self.saved == "pre", order)
+        y = layouts.unblocked(y, self.layout, x.shape)
+        return y, None if pre is None else layouts.unblocked(pre, self.layout, x.shape)
+
+    def gradients(
+        self,
+        dy: Tensor,
+        _: None,
+        shape: tuple[int, ...],
+        tensors: tuple[Tensor | None, ...],
+        kept: tuple[Tensor | None, ...],
+        needs: tuple[bool, ...],
+    ) -> Gradients:
+        """(dx, dW, db), differentiable where a graph is asked for.
+
+        Args:
+            dy: gradient of y, of its shape.
+            tensors: x, weight, bias.
+            kept: y or the pre-activation in the layout, whichever the activation keeps, if any.
+            needs: which gradients are wanted.
+        """
+        x, weight, bias = tensors
+        wanted: Any = tuple(needs)
+        assert x is not None
+        assert weight is not None
+        names = self.activation, self.layout
+        if torch.is_grad_enabled():  # create_graph: the gradients must be differentiable
+            return differentiable_backward(dy, x, weight, bias, *names, wanted)
+        saved = kept[0] if kept else None
+        return run_backward(dy, saved, x, weight, *names, wanted, self.backward)
 
 
 class GroupedLinear(torch.autograd.Function):
@@ -40,13 +86,9 @@ class GroupedLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, formula: Formula
     ) -> Tensor:
         """act(x_g W_gᵀ + b_g), x and y in the formula's layout."""
-        groups, _, k = weight.shape
-        order = layouts.order_of(formula.layout, x.shape)
-        rows = layouts.blocks(x, formula.layout, groups, k)
-        kind = activation_of(formula.activation).saved
-        y, pre = formula.run(rows, weight, bias, formula.activation, kind == "pre", order)
-        y = layouts.unblocked(y, formula.layout, x.shape)
-        saved = pre if kind == "pre" else y if kind == "output" else None
+        y, pre = formula.forward(x, weight, bias)
+        saved = {"none": None, "output": y, "pre": pre}[formula.saved]
+        # The same is kept whatever is wanted, as by the node in C++: a checkpoint counts on it.
         ctx.save_for_backward(x, weight, bias, saved)
         ctx.formula = formula
         return y
@@ -54,13 +96,8 @@ class GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         """(dx, dW, db, None); differentiable by torch's own ops where a graph is asked for."""
-        formula = ctx.formula
-        x, weight, bias, saved = ctx.saved_tensors
-        needs = tuple(ctx.needs_input_grad[:3])
-        names = formula.activation, formula.layout
-        if torch.is_grad_enabled():  # create_graph: the gradients must be differentiable
-            return (*differentiable_backward(dy, x, weight, bias, *names, needs), None)
-        return (*run_backward(dy, saved, x, weight, *names, needs, formula.backward), None)
+        saved, needs = ctx.saved_tensors, ctx.needs_input_grad[:3]
+        return (*ctx.formula.gradients(dy, None, dy.shape, saved[:3], saved[3:], needs), None)
 
 
 def run_backward(
@@ -73,15 +110,12 @@ def run_backward(
     needs: Needs,
     run: Callable[..., Any],
 ) -> Gradients:
-    """Call a backward backend for tensors in the layout; dx has x's shape.
-
-    saved is y in the layout, or the pre-activation as the forward's backend gave it.
-    """
+    """Call a backward backend for tensors in the layout; dx has x's shape."""
     groups, n, k = weight.shape
     order = layouts.order_of(layout, x.shape)
     rows = layouts.blocks(x, layout, groups, k)
     tokens = rows.shape[:3]
-    if activation_of(activation).saved == "output" and saved is not None:
+    if saved is not None:
         saved = layouts.blocks(saved, layout, groups, n).reshape(*tokens, n)
     grad = layouts.blocks(dy.resolve_neg(), layout, groups, n).reshape(*tokens, n)
     dx, dw, db = run(grad, saved, rows, weight, activation, needs, order)

@@ -36,7 +36,12 @@ _TRITON_SOURCES = (
     *("triton_tensors.py", "triton_backward_kernels.py", "layout.py"),
     *("../common/activations_triton.py", "../common/triton_launch.py"),
 )
-_CPP_SOURCES = ("cpp.py", "grouped.cpp", "layout.py", "reference.py")
+_CPP_SOURCES = (
+    *("cpp.py", "grouped.cpp", "grouped_call.h", "grouped_rows.h", "grouped_product.h"),
+    *("grouped_single.h", "grouped_half.h", "layout.py", "reference.py"),
+    *("../common/activations.h", "../common/vectors.h", "../common/threads.h"),
+    *("../common/large_pages.h", "../common/cpp_build.py"),
+)
 _STRIPS_SOURCES = ("strips.py", "strips.cu", "layout.py")
 _STRIPS_BACKWARD_SOURCES = (
     *("strips_backward.py", "strips_backward_config.py", "strips_backward.cu"),
@@ -46,7 +51,7 @@ _WIDE_SOURCES = ("triton_wide.py", "triton_wide_kernels.py", *_TRITON_SOURCES)
 _PIECES_SOURCES = (
     *("autograd.py", "plans.py", "reference.py", "ways.py", "triton_backward.py"),
     *("triton_wide.py", "triton_wide_kernels.py", *_STRIPS_SOURCES, *_STRIPS_BACKWARD_SOURCES),
-    *("cpp.py", "grouped.cpp"),
+    *_CPP_SOURCES,
     *_TRITON_SOURCES,
 )
 
@@ -91,7 +96,7 @@ def _prefer(p: Problem) -> tuple[str, ...]:
     if p.piece == STEP:
         return ("pieces", "eager")
     if p.device != "cuda":
-        return ("eager",)
+        return ("cpp", "eager") if cpp.pays(p) else ("eager",)
     # measured on an H200, over the sizes in README.md
     many = p.dim("M") * p.dim("G") >= 1 << 15
     if p.piece == "backward":

@@ -1,7 +1,8 @@
-"""Backend ``cpp`` of grouped_linear: products compiled for this processor, float32.
+"""Backend ``cpp`` of grouped_linear: one C++ call forward and one backward, compiled for this
+processor.
 
-Written for 512-bit vectors. No layout costs a copy: operands are packed in the caches, a part at a
-time.
+float32 with 512-bit vectors, bfloat16 with AMX tiles. Tensors are read and written where they lie;
+bias and activation cost no pass of their own.
 """
 
 from __future__ import annotations
@@ -16,38 +17,66 @@ from torch import Tensor
 
 from fastlinear.core.problem import Problem
 from fastlinear.ops.common import cpp_build
+from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import reference
-from fastlinear.ops.grouped_linear.reference import Gradients, Needs, activated
+from fastlinear.ops.grouped_linear.reference import Gradients, Needs
 
 SOURCE = Path(__file__).with_name("grouped.cpp")
+_CODES = {name: code for code, name in enumerate(NAMES)}  # the switches of grouped_rows.h
+_TORCH_THREADS = "_ZN2at15get_num_threadsEv"  # at::get_num_threads()
+_NOWHERE = (0, 0, 0, 0)
+# K·N up to which it wins over MKL's and oneDNN's products, and rows whose weights are read once:
+# two cores with AMX, 2 to 16384 rows
+_MOST_SINGLE, _MOST_HALF, _FEW = 1 << 16, 1 << 18, 4
 
 
 def reason_not(problem: Problem) -> str | None:
     """Why the C++ products cannot serve a Problem, or None. Compiles nothing."""
     if problem.device != "cpu":
         return "compiled for the CPU only"
-    if problem.dtype != "float32":
-        return f"float32 only, not {problem.dtype}"
+    if problem.dtype not in ("float32", "bfloat16"):
+        return f"float32 and bfloat16 only, not {problem.dtype}"
     if "AVX512" not in torch.backends.cpu.get_cpu_capability():
         return "written for processors with AVX-512"
+    if problem.dtype == "bfloat16" and not _has_tiles():
+        return "bfloat16 takes a processor with AMX"
     return cpp_build.reason_not() or cpp_build.failed(SOURCE)
+
+
+def pays(problem: Problem) -> bool:
+    """Whether it is taken by default: groups for which one library call each, and passes over
+    memory for bias and activation, cost more than the product."""
+    k, n = problem.dim("K"), problem.dim("N")
+    if problem.dtype == "float32":
+        return k * n <= _MOST_SINGLE or (problem.piece == "forward" and problem.dim("M") <= _FEW)
+    return k * n <= _MOST_HALF
+
+
+@lru_cache(maxsize=1)
+def why_not_loaded() -> str | None:
+    """Why the library cannot be had, or None; compiles it if this was not tried before."""
+    return cpp_build.reason_not() or cpp_build.why_not_loaded(SOURCE)
 
 
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save_pre: bool, order: str
 ) -> tuple[Tensor, Tensor | None]:
     """(y, pre): x (B, L, G, K), weight (G, N, K), bias (G, N), any strides → y (B, L, G, N) in
-    ``order``, pre if asked. float32, deterministic.
+    ``order``, pre if asked. Deterministic.
 
     Raises:
         UnsupportedError: the library cannot be compiled or loaded.
     """
-    pre = _product(x, weight.transpose(1, 2), order, bias)
-    if pre is None:
+    if not serves(x.dtype):
         return reference.forward(x, weight, bias, activation, save_pre, order)
-    return activated(pre, activation, save_pre)
+    y = layouts.empty((*x.shape[:3], weight.shape[1]), order, x, x.dtype)
+    pre = layouts.empty(y.shape, order, x, x.dtype) if save_pre else None
+    bias = None if bias is None else bias.contiguous()
+    call = described(x, weight, activation, y)
+    _library().fastlinear_grouped_forward(call, *map(_memory, (x, weight, bias, y, pre)))
+    return y, pre
 
 
 def backward(
@@ -64,68 +93,85 @@ def backward(
     Raises:
         UnsupportedError: the library cannot be compiled or loaded.
     """
-    dpre = dy if saved is None else activation_of(activation).backward(dy, saved)
-    rows, inputs = _by_group(dpre), _by_group(x)
-    if rows is None or inputs is None:
-        return reference.backward(dpre, None, x, weight, "none", needs, order)
-    dx = _product(dpre, weight, order, None) if needs[0] else None
-    if needs[0] and dx is None:
-        dx = reference.product(dpre, weight, order)
-    dw = None
-    if needs[1]:
-        dw = torch.empty(weight.shape)
-        _run(rows.transpose(1, 2), inputs, None, dw)
-    return dx, dw, dpre.sum((0, 1)) if needs[2] else None
+    if not serves(x.dtype):
+        return reference.backward(dy, saved, x, weight, activation, needs, order)
+    dx = layouts.empty(x.shape, order, x, x.dtype) if needs[0] else None
+    dw = weight.new_empty(weight.shape) if needs[1] else None
+    db = weight.new_empty(weight.shape[:2]) if needs[2] else None
+    if activation_of(activation).saved == "none":
+        saved = None
+    call = described(x, weight, activation, dy, saved, dx)
+    _library().fastlinear_grouped_backward(call, *map(_memory, (dy, saved, x, weight, dx, dw, db)))
+    return dx, dw, db
 
 
-def _product(t: Tensor, w: Tensor, order: str, bias: Tensor | None) -> Tensor | None:
-    """t (B, L, G, D) times w (G, D, E) plus bias (G, E), dense in ``order``; None where the tokens
-    of t or of the result have no one stride, or the result's features do not lie side by side."""
-    batch, length, groups, _ = t.shape
-    rows = _by_group(t)
-    if rows is None or (order == "channels" and length > 1):
-        return None
-    out = layouts.empty((batch, length, groups, w.shape[2]), order, t, t.dtype)
-    place = _by_group(out)
-    if place is None:
-        return None
-    _run(rows, w, None if bias is None else bias.contiguous(), place)
-    return out
+def described(
+    x: Tensor,
+    weight: Tensor,
+    activation: str,
+    y: Tensor,
+    saved: Tensor | None = None,
+    dx: Tensor | None = None,
+) -> Any:
+    """The numbers of a call as ``grouped_call.h`` reads them; y is dy for a backward.
 
-
-def _by_group(t: Tensor) -> Tensor | None:
-    """t (B, L, G, features) as a view (G, B·L, features), None where there is none."""
-    batch, length, groups, features = t.shape
-    if batch > 1 and length > 1 and t.stride(0) != length * t.stride(1):
-        return None
-    step = t.stride(1) if length > 1 else t.stride(0)
-    return t.as_strided(
-        (groups, batch * length, features), (t.stride(2), step, t.stride(3)), t.storage_offset()
+    All tensors of tokens are (B, L, G, features).
+    """
+    places = (t.stride() if t is not None else _NOWHERE for t in (x, y, saved, dx))
+    numbers = (
+        *(*x.shape, weight.shape[1], _CODES[activation], x.dtype is torch.bfloat16),
+        *(stride for place in places for stride in place),
+        *weight.stride(),
     )
+    return (ctypes.c_int64 * len(numbers))(*numbers)
 
 
-def _run(a: Tensor, b: Tensor, bias: Tensor | None, c: Tensor) -> None:
-    """c (G, I, J) = a (G, I, L) b (G, L, J) + bias (G, J); columns of c lie side by side."""
-    groups, i, depth = a.shape
-    code = _library().fastlinear_grouped_product(
-        *(a.data_ptr(), *a.stride(), b.data_ptr(), *b.stride()),
-        *(0 if bias is None else bias.data_ptr(), c.data_ptr(), c.stride(0), c.stride(1)),
-        *(groups, i, depth, b.shape[2], torch.get_num_threads()),
-    )
-    if code:
-        raise MemoryError("grouped_linear: no memory to pack an operand")
+def serves(dtype: torch.dtype) -> bool:
+    """Whether what the compiler made of the source has products of that dtype.
+
+    Raises:
+        UnsupportedError: the library cannot be compiled or loaded.
+    """
+    return dtype is torch.float32 or bool(_library().fastlinear_grouped_half())
+
+
+def forward_address() -> int:
+    """Address of ``fastlinear_grouped_forward``, for the door's programs."""
+    return _address(_library().fastlinear_grouped_forward)
+
+
+def backward_address() -> int:
+    """Address of ``fastlinear_grouped_backward``, for the door's programs."""
+    return _address(_library().fastlinear_grouped_backward)
+
+
+def _address(function: Any) -> int:
+    value = ctypes.cast(function, ctypes.c_void_p).value
+    assert value is not None
+    return value
+
+
+def _memory(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()
+
+
+@lru_cache(maxsize=1)
+def _has_tiles() -> bool:
+    info = Path("/proc/cpuinfo")
+    flags = set(info.read_text().split()) if info.exists() else set()
+    return {"amx_tile", "amx_bf16", "avx512_bf16"} <= flags
 
 
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL:
     library = cpp_build.load(SOURCE)
-    pointer, size = ctypes.c_void_p, ctypes.c_int64
-    operand: list[Any] = [pointer, size, size, size]
-    library.fastlinear_grouped_product.argtypes = [
-        *operand,
-        *operand,
-        *(pointer, pointer, size, size),
-        *([size] * 4),
-        ctypes.c_int,
-    ]
+    pointer = ctypes.c_void_p
+    library.fastlinear_grouped_forward.argtypes = [pointer] * 6
+    library.fastlinear_grouped_forward.restype = None
+    library.fastlinear_grouped_backward.argtypes = [pointer] * 8
+    library.fastlinear_grouped_backward.restype = None
+    torch_library = ctypes.CDLL(torch._C.__file__)
+    if hasattr(torch_library, _TORCH_THREADS):
+        library.fastlinear_grouped_threads.argtypes = [pointer]
+        library.fastlinear_grouped_threads(ctypes.cast(torch_library[_TORCH_THREADS], pointer))
     return library

@@ -1,183 +1,200 @@
-// Products of many small groups on the CPU, float32, for processors with 512-bit vectors.
+// Linear layers of many small groups on the CPU, one call forward and one backward.
 //
-//   fastlinear_grouped_product   c_g = a_g b_g + bias_g for every group g
+//   fastlinear_grouped_forward    y_g = act(x_g W_g^T + b_g), and the pre-activation where asked for
+//   fastlinear_grouped_backward   dx, dW and db
 //
-// a_g is I x L, b_g is L x J, c_g is I x J, each by strides; columns of c lie side by side. Every
-// operand whose rows or columns do not is packed first, a part of L at a time. Sums are float32, each
-// part of L in order, so that results do not depend on the number of threads.
+// Tensors are read and written where they lie, by strides. Weights are laid out anew at every call,
+// a group at a time; nothing of them is kept. Sums run in float32 in an order that depends on the
+// sizes alone, so that results do not depend on the number of threads.
+//
+//   grouped_product.h  products of float32        grouped_single.h  a block forward and backward
+//   grouped_rows.h     layouts and activations    grouped_half.h    the same in bfloat16, by AMX
 
-#include <pthread.h>
+#include "../common/large_pages.h"
+#include "grouped_half.h"
+#include "grouped_single.h"
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
 #include <vector>
 
 namespace {
 
-constexpr int64_t kVector = 16;  // numbers of a vector
-constexpr int64_t kPart = 256;   // of L at a time
-constexpr int64_t kBlock = 256;  // rows of c that one thread takes at a time
-constexpr int kRows = 6;         // rows of c in registers
-constexpr int kVectors = 4;      // vectors of each
+thread_local Scratch weights_of;
 
-typedef float Vector __attribute__((vector_size(64), aligned(4), may_alias));
 
-// In a forked process OpenMP still counts on the threads of the parent, and the thread that forked
-// would wait for them for ever. It computes alone.
-uint64_t forking_thread = 0;
-bool forked() { return forking_thread && forking_thread == uint64_t(pthread_self()); }
-[[maybe_unused]] const int fork_noticed =
-    pthread_atfork(nullptr, nullptr, [] { forking_thread = uint64_t(pthread_self()); });
+constexpr int64_t kBlock = 256;       // tokens of one task
+constexpr int64_t kLeastBlock = 32;
+constexpr int64_t kTogether = 8;        // groups of one task at most
+constexpr int64_t kNumbers = 1 << 17;   // of their weights together
+constexpr int64_t kLeastTogether = 64;  // tokens from which that pays
+constexpr int64_t kOutputs = 32;      // of a task for dW where groups are few
+constexpr size_t kLarge = 4 << 20;    // bytes of a result from which large pages pay
 
-struct Matrix {
-  const float* at;
-  int64_t group, row, col;  // strides
+int threads_for(const Call& c, double products) {
+  const double flops = 2.0 * products * c.batch * c.length * c.groups * c.k * c.n;
+  const double bytes = 4.0 * c.groups * (c.k * c.n + double(c.batch) * c.length * (c.k + c.n));
+  return threads_worth((flops / (c.half ? 8 : 1) + 4 * bytes) / kFlopsAThread);
+}
+
+// Tasks that a thread takes at a time, so that one that is held up leaves work to the others.
+int64_t grain_of(int64_t tasks, int threads) { return std::max<int64_t>(1, tasks / (8 * threads)); }
+
+template <class T>
+void whole_pages(const Call& c, T* p, int64_t columns) {
+  const size_t bytes = sizeof(T) * c.batch * c.length * c.groups * columns;
+  if (p && bytes >= kLarge) large_pages(p, bytes);
+}
+
+// Groups that a thread takes together. Where their tokens lie side by side they share pages and
+// lines, so that a block of tokens of one is followed by the same tokens of the next.
+struct Bundles {
+  int64_t groups, count;
+
+  Bundles(const Call& c, int threads) : groups(c.groups), count(c.groups) {
+    const int64_t most = std::clamp<int64_t>(kNumbers / (c.k * c.n), 1, kTogether);
+    if (c.x.token <= c.x.group || c.length < kLeastTogether || c.groups < 2 * threads) return;
+    count = (c.groups + most * threads - 1) / (most * threads) * threads;
+    count = std::min(count, c.groups);
+  }
+  int64_t begin(int64_t bundle) const { return groups * bundle / count; }
 };
 
-inline Vector loaded(const float* from) { return *reinterpret_cast<const Vector*>(from); }
-
-inline Vector loaded(const float* from, int64_t count) {
-  float part[kVector] = {};
-  std::memcpy(part, from, count * sizeof(float));
-  return loaded(part);
-}
-
-// c (R x V vectors, the last of `tail` numbers) = start + a b, or c + a b; a by strides, b packed.
-template <int R, int V>
-void tile(const float* a, int64_t a_row, int64_t a_col, const float* b, int64_t b_row, int64_t depth,
-          const float* start, bool add, float* c, int64_t c_row, int64_t tail) {
-  Vector sum[R][V];
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) {
-      const float* from = c + r * c_row + v * kVector;
-      const bool cut = v == V - 1 && tail < kVector;
-      sum[r][v] = !add ? loaded(start + v * kVector) : cut ? loaded(from, tail) : loaded(from);
-    }
-  }
-  for (int64_t l = 0; l < depth; ++l) {
-    Vector right[V];
-#pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) right[v] = loaded(b + l * b_row + v * kVector);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      const float left = a[r * a_row + l * a_col];
-#pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) sum[r][v] += left * right[v];
-    }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) {
-      float* to = c + r * c_row + v * kVector;
-      const Vector done = sum[r][v];
-      if (v == V - 1 && tail < kVector) {
-        float part[kVector];
-        *reinterpret_cast<Vector*>(part) = done;
-        std::memcpy(to, part, tail * sizeof(float));
-      } else {
-        *reinterpret_cast<Vector*>(to) = done;
+template <class T>
+void forward(const Call& c, const T* x, const T* w, const T* bias, T* y, T* pre) {
+  using Weight = typename Own<T>::Weight;
+  const int threads = threads_for(c, 1);
+  whole_pages(c, y, c.n);
+  whole_pages(c, pre, c.n);
+  const Bundles bundles(c, threads);
+  int64_t size = kBlock;
+  while (size > kLeastBlock && bundles.count * c.batch * ((c.length + size - 1) / size) < 4 * threads)
+    size /= 2;
+  const int64_t blocks = (c.length + size - 1) / size, tasks = bundles.count * c.batch * blocks;
+  const int64_t room = by_dots(c) ? 0 : Weight::room(c.k, c.n), grain = grain_of(tasks, threads);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    [[maybe_unused]] const Tiles<T> tiles;
+    std::vector<Weight> weights;
+    int64_t held = -1;
+#pragma omp for schedule(dynamic, grain)
+    for (int64_t task = 0; task < tasks; ++task) {
+      const int64_t bundle = task / (c.batch * blocks), b = task / blocks % c.batch;
+      const int64_t from = task % blocks * size, g0 = bundles.begin(bundle);
+      const int64_t g1 = bundles.begin(bundle + 1);
+      if (bundle != held) {
+        held = bundle;
+        weights.clear();
+        float* memory = weights_of.at_least(room * (g1 - g0));
+        for (int64_t g = g0; g < g1; ++g)
+          if (by_dots(c))
+            weights.emplace_back(w, 1, 1, 0, 0, memory);
+          else
+            weights.emplace_back(w + g * c.w_group, c.w_col, c.w_row, c.k, c.n,
+                                 memory + (g - g0) * room);
       }
+      for (int64_t g = g0; g < g1; ++g)
+        forward_block(c, x, w, bias, y, pre, g, b, from, std::min(size, c.length - from),
+                      weights[g - g0]);
     }
   }
 }
 
-template <int V>
-void rows(int64_t count, const float* a, int64_t a_row, int64_t a_col, const float* b, int64_t b_row,
-          int64_t depth, const float* start, bool add, float* c, int64_t c_row, int64_t tail) {
-  int64_t i = 0;
-  for (; i + kRows <= count; i += kRows)
-    tile<kRows, V>(a + i * a_row, a_row, a_col, b, b_row, depth, start, add, c + i * c_row, c_row,
-                   tail);
-  for (; i < count; ++i)
-    tile<1, V>(a + i * a_row, a_row, a_col, b, b_row, depth, start, add, c + i * c_row, c_row, tail);
-}
+template <class T>
+struct Gradients {
+  T *dx, *dw, *db;
+};
 
-void columns(int vectors, int64_t count, const float* a, int64_t a_row, int64_t a_col,
-             const float* b, int64_t b_row, int64_t depth, const float* start, bool add, float* c,
-             int64_t c_row, int64_t tail) {
-  switch (vectors) {
-    case 1: return rows<1>(count, a, a_row, a_col, b, b_row, depth, start, add, c, c_row, tail);
-    case 2: return rows<2>(count, a, a_row, a_col, b, b_row, depth, start, add, c, c_row, tail);
-    case 3: return rows<3>(count, a, a_row, a_col, b, b_row, depth, start, add, c, c_row, tail);
-    default: return rows<4>(count, a, a_row, a_col, b, b_row, depth, start, add, c, c_row, tail);
+// Groups [g0, g1), chunks [from, to) of all batches' tokens, outputs [n0, n1).
+template <class T>
+void backward_part(const Call& c, const T* dy, const T* saved, const T* x, const T* w,
+                   const Gradients<T>& to, int64_t g0, int64_t g1, int64_t first, int64_t last,
+                   int64_t n0, int64_t n1) {
+  using Weight = typename Own<T>::Weight;
+  using Total = typename Own<T>::Total;
+  const int64_t room = to.dx ? Weight::room(c.n, c.k) : 0, more = Total::room(c, n1 - n0);
+  const int64_t chunks = (c.length + kChunk - 1) / kChunk;
+  float* memory = weights_of.at_least((room + more) * (g1 - g0));
+  std::vector<Weight> weights;
+  std::vector<Total> totals;
+  for (int64_t g = g0; g < g1; ++g, memory += room + more) {
+    if (to.dx)
+      weights.emplace_back(w + g * c.w_group, c.w_row, c.w_col, c.n, c.k, memory + more);
+    totals.emplace_back(c, n1 - n0, memory);
+  }
+  for (int64_t chunk = first; chunk < last; ++chunk) {
+    const int64_t from = chunk % chunks * kChunk, rows = std::min(kChunk, c.length - from);
+    const Part part{chunk / chunks, from, rows, n0, n1, chunk == first, chunk + 1 == last};
+    for (int64_t g = g0; g < g1; ++g)
+      backward_block(c, dy, saved, x, to.dx, to.dw, to.db, g, part,
+                     to.dx ? &weights[g - g0] : nullptr, totals[g - g0]);
   }
 }
 
-// from (lines x width) by strides → to, width numbers side by side, lines `pitch` apart.
-void pack(const float* from, int64_t line, int64_t col, int64_t lines, int64_t width, float* to,
-          int64_t pitch) {
-  if (col == 1) {
-    for (int64_t l = 0; l < lines; ++l)
-      std::memcpy(to + l * pitch, from + l * line, width * sizeof(float));
-    return;
-  }
-  for (int64_t w0 = 0; w0 < width; w0 += kVector) {
-    const int64_t most = std::min(width, w0 + kVector);
-    for (int64_t l = 0; l < lines; ++l)
-      for (int64_t w = w0; w < most; ++w) to[l * pitch + w] = from[l * line + w * col];
-  }
-}
-
-void block(const Matrix& a, const Matrix& b, const float* bias, float* c, int64_t c_row, int64_t g,
-           int64_t i0, int64_t count, int64_t L, int64_t J, std::vector<float>& memory) {
-  const int64_t pitch = (J + kVector - 1) / kVector * kVector;
-  const bool packs_a = a.col != 1;
-  memory.resize(pitch + kPart * (pitch + (packs_a ? count : 0)));
-  float *start = memory.data(), *right = start + pitch, *left = right + kPart * pitch;
-  std::fill(start, start + pitch, 0.0f);
-  if (bias) std::memcpy(start, bias + g * J, J * sizeof(float));
-  for (int64_t l0 = 0; l0 == 0 || l0 < L; l0 += kPart) {
-    const int64_t depth = std::min(kPart, L - l0);
-    if (pitch > J)
-      for (int64_t l = 0; l < depth; ++l)
-        std::fill(right + l * pitch + J, right + (l + 1) * pitch, 0.0f);
-    pack(b.at + g * b.group + l0 * b.row, b.row, b.col, depth, J, right, pitch);
-    const float* from = a.at + g * a.group + i0 * a.row + l0 * a.col;
-    int64_t a_row = a.row, a_col = a.col;
-    if (packs_a) {
-      pack(from, a.col, a.row, depth, count, left, count);
-      from = left, a_row = 1, a_col = count;
-    }
-    for (int64_t j = 0; j < J; j += kVectors * kVector) {
-      const int64_t width = std::min(J - j, kVectors * kVector);
-      const int vectors = int((width + kVector - 1) / kVector);
-      const int64_t tail = width - (vectors - 1) * kVector;
-      columns(vectors, count, from, a_row, a_col, right + j, pitch, depth, start + j, l0 > 0, c + j,
-              c_row, tail);
+template <class T>
+void backward(const Call& c, const T* dy, const T* saved, const T* x, const T* w,
+              const Gradients<T>& to) {
+  const int threads = threads_for(c, (to.dx != nullptr) + (to.dw != nullptr));
+  whole_pages(c, to.dx, c.k);
+  // all of a group at once; or dx by tokens, then dW and db by outputs, where groups are few
+  const bool whole = c.groups % threads == 0 || c.groups >= 4 * threads;
+  const Bundles bundles(c, threads);
+  const int64_t chunks = c.batch * ((c.length + kChunk - 1) / kChunk);
+  const int64_t by_rows = whole || !to.dx ? 0 : c.groups * chunks;
+  const int64_t strips = whole ? 1 : (c.n + kOutputs - 1) / kOutputs;
+  const int64_t rest = whole ? bundles.count : to.dw || to.db ? c.groups * strips : 0;
+  const int64_t grain = grain_of(by_rows + rest, threads);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    [[maybe_unused]] const Tiles<T> tiles;
+#pragma omp for schedule(dynamic, grain)
+    for (int64_t task = 0; task < by_rows + rest; ++task) {
+      if (task < by_rows) {
+        const int64_t g = task / chunks, at = task % chunks;
+        backward_part<T>(c, dy, saved, x, w, {to.dx, nullptr, nullptr}, g, g + 1, at, at + 1, 0, c.n);
+        continue;
+      }
+      const int64_t i = task - by_rows;
+      if (whole) {
+        const int64_t g0 = bundles.begin(i), g1 = bundles.begin(i + 1);
+        backward_part(c, dy, saved, x, w, to, g0, g1, 0, chunks, 0, c.n);
+        continue;
+      }
+      const int64_t g = i / strips, n0 = i % strips * kOutputs, n1 = std::min(c.n, n0 + kOutputs);
+      backward_part<T>(c, dy, saved, x, w, {nullptr, to.dw, to.db}, g, g + 1, 0, chunks, n0, n1);
     }
   }
 }
 
 }  // namespace
 
+// For a library loaded after the fork: the thread that the process began with.
 extern "C" void fastlinear_forked(uint64_t thread) { forking_thread = thread; }
 
-extern "C" int fastlinear_grouped_product(const float* a, int64_t a_group, int64_t a_row,
-                                          int64_t a_col, const float* b, int64_t b_group,
-                                          int64_t b_row, int64_t b_col, const float* bias, float* c,
-                                          int64_t c_group, int64_t c_row, int64_t G, int64_t I,
-                                          int64_t L, int64_t J, int threads) {
-  const Matrix left{a, a_group, a_row, a_col}, right{b, b_group, b_row, b_col};
-  const int64_t blocks = (I + kBlock - 1) / kBlock, tasks = G * blocks;
-  const bool alone = tasks < 2 || G * I * L * J < 200000 || forked();
-  bool failed = false;
-#pragma omp parallel num_threads(threads) if (!alone)
-  {
-    std::vector<float> memory;
-#pragma omp for schedule(static)
-    for (int64_t task = 0; task < tasks; ++task) {
-      const int64_t g = task / blocks, i0 = task % blocks * kBlock;
-      const int64_t count = std::min(kBlock, I - i0);
-      try {
-        block(left, right, bias, c + g * c_group + i0 * c_row, c_row, g, i0, count, L, J, memory);
-      } catch (...) {
-        failed = true;
-      }
-    }
-  }
-  return failed;
+// count: how many threads torch would take in the thread that calls it.
+extern "C" void fastlinear_grouped_threads(int (*count)()) { threads_of_torch = count; }
+
+// Whether bfloat16 is served.
+extern "C" int fastlinear_grouped_half() { return has_tiles(); }
+
+// bias and pre may be null.
+extern "C" void fastlinear_grouped_forward(const int64_t* call, const void* x, const void* w,
+                                           const void* bias, void* y, void* pre) {
+  const Call& c = *reinterpret_cast<const Call*>(call);
+#define RUN(T)                                                                             \
+  forward(c, static_cast<const T*>(x), static_cast<const T*>(w), static_cast<const T*>(bias), \
+          static_cast<T*>(y), static_cast<T*>(pre))
+  c.half ? RUN(Bf16) : RUN(float);
+#undef RUN
+}
+
+// saved, dx, dw and db may be null; dw (G, N, K) and db (G, N) are dense.
+extern "C" void fastlinear_grouped_backward(const int64_t* call, const void* dy, const void* saved,
+                                            const void* x, const void* w, void* dx, void* dw,
+                                            void* db) {
+  const Call& c = *reinterpret_cast<const Call*>(call);
+#define RUN(T)                                                                                   \
+  backward(c, static_cast<const T*>(dy), static_cast<const T*>(saved), static_cast<const T*>(x), \
+           static_cast<const T*>(w),                                                             \
+           Gradients<T>{static_cast<T*>(dx), static_cast<T*>(dw), static_cast<T*>(db)})
+  c.half ? RUN(Bf16) : RUN(float);
+#undef RUN
 }

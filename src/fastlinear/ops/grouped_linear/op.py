@@ -1,11 +1,13 @@
 """The public function grouped_linear: validation, selection, and one autograd formula.
 
-Validation and selection run only when a kind of call is seen for the first time; a table of ready
-plans, looked up by every fact of the tensors, serves the others.
+Hot path: one call of the compiled door looks a ready plan up by every fact of the tensors, and runs
+it. Where the door cannot be built, or knows no such call, the lookup below does the same.
+Validation and selection run only when such a call is seen for the first time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,17 +19,16 @@ from fastlinear.core.precision import matmul_precision
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.explain import Explanation
 from fastlinear.ops import linear_act as single
-from fastlinear.ops.common import calls
+from fastlinear.ops.common import calls, door, door_node
 from fastlinear.ops.grouped_linear import layout as layouts
-from fastlinear.ops.grouped_linear import reference
-from fastlinear.ops.grouped_linear.plans import Plan, as_autocast, prepared, resolved
+from fastlinear.ops.grouped_linear import programs, reference
+from fastlinear.ops.grouped_linear.plans import Resolved, as_autocast, resolved
+from fastlinear.ops.grouped_linear.problem import NAME
 from fastlinear.ops.grouped_linear.selection import choices
 from fastlinear.ops.grouped_linear.validation import validate
 
 _MAX_PLANS = 4096
 _is_compiling = torch.compiler.is_compiling
-_plans: dict[Any, Plan] = {}
-cache.on_change(_plans.clear)
 
 
 def grouped_linear(
@@ -84,6 +85,21 @@ def call(
     backend: str | None,
 ) -> Tensor:
     """``grouped_linear`` with positional arguments: the entry of ``nn.GroupedLinear``."""
+    if not _is_compiling():
+        y: Tensor | None = _door(x, weight, bias, activation, layout, backend)
+        if y is not None:
+            return y
+    return _looked_up(x, weight, bias, activation, layout, backend)
+
+
+def _looked_up(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    layout: str,
+    backend: str | None,
+) -> Tensor:
     if layout == layouts.SHARED:
         return _shared(x, weight, bias, activation, backend)
     given = (x, weight) if bias is None else (x, weight, bias)
@@ -105,19 +121,20 @@ def call(
         calls.is_captured(x),
     )
     try:
-        plan = _plans.get(key)
+        found = _plans.get(key)
     except TypeError:  # an activation, layout or backend that cannot be hashed: validation names it
-        plan = None
-    if plan is None:
+        found = None
+    if found is None:
         cast = as_autocast(x, weight, bias)
         validate(*cast, activation, layout, backend)
-        plan = resolved(*cast, activation, layout, backend, grad)
+        found = resolved(*cast, activation, layout, backend, grad)
         if autocast is not None or negative:
-            plan = prepared(plan)
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
-        _plans[key] = plan
-    return plan(x, weight, bias)
+            found = found.prepared()
+        _keep(key, found)
+    y = found.plan(x, weight, bias)
+    if autocast is None and not negative:
+        _admit(found, x, weight, bias, activation, layout, backend)
+    return y
 
 
 def explain(
@@ -158,6 +175,72 @@ def explain(
     rows = layouts.blocks(x.detach(), layout, groups, k)
     order = layouts.order_of(layout, x.shape)
     return Explanation(choices(rows, weight, bias, activation, order, backend, needs_grad))
+
+
+# --------------------------------------------------------------------------------------------
+# Plans: what to call for calls of one kind
+
+_plans: dict[Any, Resolved] = {}
+
+
+def _no_door(*_: Any) -> None:
+    return None
+
+
+_door: Callable[..., Any] = _no_door
+
+
+def _forget() -> None:
+    _plans.clear()
+    _forget_in_door()
+
+
+def _forget_in_door() -> None:
+    """Have the door ask again: formulas that run in Python are recorded in C++ from here on."""
+    table = door.table(NAME) if _door is not _no_door else None
+    if table is not None:
+        table.clear()
+
+
+cache.on_change(_forget)
+door_node.on_ready(_forget_in_door)
+
+
+def _keep(key: Any, found: Resolved) -> None:
+    if len(_plans) >= _MAX_PLANS:
+        _forget()
+    _plans[key] = found
+
+
+def _admit(
+    found: Resolved,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    layout: str,
+    backend: str | None,
+) -> None:
+    """Make the plan of a call that has run known to the compiled door, if that wants it.
+
+    The door's facts tell more calls apart than a key of ours does.
+    """
+    global _door
+    table = door.table(NAME)
+    if table is None:
+        return
+    _door = table.call
+    if x.is_cuda and not door.serves_cuda():
+        return
+    given = x, weight, bias, activation, layout, backend
+    if not table.wants(*given):
+        return
+    made = None
+    if found.formula is not None:
+        made = programs.node(found.formula, x, weight, bias)
+    elif found.backend is not None:
+        made = programs.inference(found.backend, *given[:5], found.plan)
+    table.admit(*given, made or found.plan)
 
 
 # --------------------------------------------------------------------------------------------

@@ -3,19 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from fastlinear.dispatch.select import Choice
-from fastlinear.ops.common.calls import autocast_dtype
+from fastlinear.ops.common.calls import autocast_dtype, is_captured
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import reference
 from fastlinear.ops.grouped_linear.autograd import Formula, GroupedLinear
 from fastlinear.ops.grouped_linear.problem import STEP
-from fastlinear.ops.grouped_linear.selection import choices
+from fastlinear.ops.grouped_linear.selection import ready_choices
 
 Plan = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What serves calls of one kind.
+
+    Attributes:
+        plan: what to call.
+        backend: of the forward where no gradients are wanted, for a program of the compiled door.
+        formula: what a node in C++ can record, where gradients are.
+    """
+
+    plan: Plan
+    backend: str | None = None
+    formula: Formula | None = None
+
+    def prepared(self) -> Resolved:
+        """The same for tensors that autocast casts, or whose sign is lazy."""
+        return replace(self, plan=prepared(self.plan))
 
 
 def resolved(
@@ -26,18 +46,20 @@ def resolved(
     layout: str,
     backend: str | None,
     grad: bool,
-) -> Plan:
-    """What to call for such tensors, which are valid."""
+) -> Resolved:
+    """What serves such tensors, which are valid."""
     if x.device.type not in ("cpu", "cuda") or not x.numel() * weight.numel():
-        return _own(activation, layout)
+        return Resolved(_own(activation, layout))
     order = layouts.order_of(layout, x.shape)
     rows = layouts.blocks(x.detach(), layout, weight.shape[0], weight.shape[2])
-    chosen = choices(rows, weight, bias, activation, order, backend, grad)
+    chosen = ready_choices(rows, weight, bias, activation, order, backend, grad)
     if not grad:
-        return inference_plan(chosen[0], activation, layout)
+        plan = inference_plan(chosen[0], activation, layout)
+        return Resolved(plan, backend=chosen[0].backend.name)
     if {c.backend.name for c in chosen if c.problem.piece != STEP} == {"eager"}:
-        return _own(activation, layout)
-    return training_plan(chosen, activation, layout)
+        return Resolved(_own(activation, layout))
+    formula = formula_of(chosen, activation, layout)
+    return Resolved(training_plan(formula), formula=None if is_captured(x) else formula)
 
 
 def _own(activation: str, layout: str) -> Plan:
@@ -59,9 +81,15 @@ def inference_plan(choice: Choice, activation: str, layout: str) -> Plan:
     return plan
 
 
-def training_plan(chosen: tuple[Choice, ...], activation: str, layout: str) -> Plan:
-    """``GroupedLinear`` over the backends chosen for forward and backward."""
-    formula = Formula(activation, layout, chosen[0].backend.load(), chosen[1].backend.load())
+def formula_of(chosen: tuple[Choice, ...], activation: str, layout: str) -> Formula:
+    """The formula over the backends chosen for forward and backward."""
+    run, backward = (c.backend for c in chosen[:2])
+    names = activation, layout, run.name, backward.name
+    return Formula(*names, run.load(), backward.load())
+
+
+def training_plan(formula: Formula) -> Plan:
+    """``GroupedLinear`` over a formula's backends."""
     apply = GroupedLinear.apply
 
     def plan(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

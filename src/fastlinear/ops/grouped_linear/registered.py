@@ -16,7 +16,7 @@ from fastlinear.ops.common.calls import is_captured
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import reference
 from fastlinear.ops.grouped_linear.autograd import run_backward
-from fastlinear.ops.grouped_linear.selection import backward_choice, choices, problem_of
+from fastlinear.ops.grouped_linear.selection import backward_choice, problem_of, ready_choices
 
 _MAX_RESOLVED = 4096
 _resolved: dict[Any, Callable[..., Any]] = {}
@@ -58,7 +58,7 @@ def _forward(
     def make() -> Callable[..., Any]:
         if not x.numel() * weight.numel():
             return reference.forward
-        chosen = choices(rows, weight, bias, activation, order, backend or None, needs_grad)
+        chosen = ready_choices(rows, weight, bias, activation, order, backend or None, needs_grad)
         return chosen[0].backend.load()
 
     run = _resolve(_key(x, weight, bias is None, activation, layout, needs_grad, backend), make)
@@ -105,11 +105,9 @@ def _backward(
         if backend:
             p = problem_of(rows, weight, bias, activation, order, True)
             return backward_choice(p.with_piece("backward"), backend).backend.load()
-        return choices(rows, weight, bias, activation, order, None, True)[1].backend.load()
+        return ready_choices(rows, weight, bias, activation, order, None, True)[1].backend.load()
 
     run = _resolve(("backward", *_key(x, weight, activation, layout, has_bias, backend)), make)
-    if saved is not None and activation_of(activation).saved == "pre":
-        saved = layouts.blocks(saved, layout, groups, n).reshape(*rows.shape[:3], n)
     needs = (needs_x, needs_weight, needs_bias)
     grads = run_backward(dy, saved, x, weight, activation, layout, needs, run)
     dx, dw, db = (x.new_empty(0) if g is None else g.contiguous() for g in grads)

@@ -14,18 +14,28 @@ from torch import Tensor
 
 from fastlinear.core.precision import matmul_precision
 from fastlinear.dispatch import cache
+from fastlinear.ops.common import door_step
 from fastlinear.ops.common.calls import is_captured
 from fastlinear.ops.grouped_linear import layout as layouts
-from fastlinear.ops.grouped_linear import reference
-from fastlinear.ops.grouped_linear.plans import Plan, training_plan
+from fastlinear.ops.grouped_linear import programs, reference
+from fastlinear.ops.grouped_linear.autograd import Formula
+from fastlinear.ops.grouped_linear.plans import Plan, formula_of, training_plan
 from fastlinear.ops.grouped_linear.selection import problem_of, select_pieces
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor | None]
 LAYOUT_OF = {"tokens": "... g k", "groups": "g ... k", "channels": "b g k ..."}
 """Order of memory → a layout of users in which tensors lie so."""
 
-_plans: dict[Any, Plan] = {}
-cache.on_change(_plans.clear)
+_TABLE = "grouped_linear.step"
+_plans: dict[Any, tuple[Formula, Plan]] = {}
+
+
+def _forget() -> None:
+    _plans.clear()
+    door_step.clear(_TABLE)
+
+
+cache.on_change(_forget)
 
 
 def eager(
@@ -38,24 +48,36 @@ def eager(
 def pieces(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, dy: Tensor, order: str
 ) -> Results:
-    """(y, dx, dW, db) by ``GroupedLinear`` over the chosen pieces."""
+    """(y, dx, dW, db) by the formula over the chosen pieces, recorded as callers' calls are."""
     return _step(_by_pieces, x, weight, bias, activation, dy, order)
 
 
 def _by_pieces(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, layout: str
 ) -> Tensor:
+    table = door_step.table(_TABLE, x.is_cuda)
+    call = x, weight, bias, activation, layout
+    found: Tensor | None = None if table is None else table.call(*call)
+    if found is not None:
+        return found
     key = (
         *(x.shape, x.stride(), weight.shape, weight.stride(), x.dtype, x.device),
         *(activation, layout, is_captured(x), bias is None, matmul_precision(x.dtype)),
     )
-    plan = _plans.get(key)
-    if plan is None:
+    known = _plans.get(key)
+    if known is None:
         order = layouts.order_of(layout, x.shape)
         rows = layouts.blocks(x.detach(), layout, weight.shape[0], weight.shape[2])
         p = problem_of(rows, weight, bias, activation, order, True)
-        plan = _plans[key] = training_plan(select_pieces(p), activation, layout)
-    return plan(x, weight, bias)
+        formula = formula_of(select_pieces(p), activation, layout)
+        known = _plans[key] = formula, training_plan(formula)
+    formula, plan = known
+    y = plan(x, weight, bias)
+    if table is not None and table.wants(*call):
+        made = programs.node(formula, x, weight, bias)
+        if made is not None:
+            table.admit(*call, made)
+    return y
 
 
 def _step(

@@ -37,7 +37,7 @@ __all__ = ["FAMILY", "NAME", "PIECES", "cost", "problem"]
 _HERE = "fastlinear.ops.mlp"
 _CPP_SOURCES = (
     *("mlp.cpp", "mlp_forward.h", "mlp_backward.h", "mlp_product.h", "mlp_dots.h"),
-    *("mlp_activations.h", "mlp_vectors.h", "mlp_threads.h"),
+    *("mlp_activations.h", "../common/vectors.h", "../common/threads.h"),
     *("../common/door.cpp", "../common/door_plans.h", "../common/cpp_build.py"),
 )
 _TRITON_SOURCES = (

@@ -6,9 +6,9 @@
 // Weights are read where they lie at every call; nothing of them is kept between calls. Scratch
 // belongs to the thread. Vectors are those of the processor compiled for (kLanes floats).
 //
-//   mlp_vectors.h      loads, lanes turned and added       mlp_dots.h      products for a few rows
+//   common/vectors.h   loads, lanes turned and added       mlp_dots.h      products for a few rows
 //   mlp_activations.h  the activations, their derivatives  mlp_product.h   products for many rows
-//   mlp_threads.h      scratch, number of threads          mlp_forward.h, mlp_backward.h
+//   common/threads.h   scratch, number of threads          mlp_forward.h, mlp_backward.h
 
 #include "mlp_backward.h"
 #include "mlp_forward.h"

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "mlp_vectors.h"
+#include "../common/vectors.h"
 
 namespace {
 

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "mlp_activations.h"
-#include "mlp_threads.h"
-#include "mlp_vectors.h"
+#include "../common/threads.h"
+#include "../common/vectors.h"
 
 namespace {
 

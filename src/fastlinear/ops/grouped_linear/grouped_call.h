@@ -1,0 +1,30 @@
+// What one call is made of, as cpp.py writes it.
+#pragma once
+
+#include "../common/threads.h"
+#include "grouped_rows.h"
+
+namespace {
+
+constexpr int64_t kRelu = 1;  // of the activations' numbers
+
+struct Call {
+  int64_t batch, length, groups, k, n;
+  int64_t act, half;          // which activation; whether the numbers are bfloat16
+  Strides x, y, saved, dx;    // y: also of the pre-activation forward, of dy backward
+  int64_t w_group, w_row, w_col;
+};
+
+// A part of a group's backward: tokens of a batch, and outputs. First and last: of its sums.
+struct Part {
+  int64_t batch, from, rows, n0, n1;
+  bool first, last;
+};
+
+constexpr int64_t kFewRows = 4;  // for which weights are not laid out anew
+
+inline bool by_dots(const Call& c) {
+  return c.length <= kFewRows && c.w_col == 1 && c.x.feature == 1;
+}
+
+}  // namespace
