@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.ops.common import cpp_build, cpp_elementwise
+from fastlinear.ops.common.activations import activation
 from fastlinear.ops.linear_act import cpp
 from fastlinear.ops.linear_act.backends import problem
 
@@ -48,13 +50,14 @@ def all_passes() -> None:
     cpp_elementwise.activate("silu", y, torch.empty_like(y))
     cpp_elementwise.differentiate("silu", y, y, True)
     cpp_elementwise.proves_no_nan(y, x, None)
+    cpp_elementwise.activate_with_bias("relu", y, y[0], torch.empty_like(y), None)
 
 
 def test_threads_follow_torch(recorded: Recorder) -> None:
     for count in (2, 1, 2):
         torch.set_num_threads(count)
         all_passes()
-    assert recorded.threads == [2] * 3 + [1] * 3 + [2] * 3
+    assert recorded.threads == [2] * 4 + [1] * 4 + [2] * 4
 
 
 def test_threads_follow_torch_in_a_new_thread(recorded: Recorder) -> None:
@@ -63,7 +66,7 @@ def test_threads_follow_torch_in_a_new_thread(recorded: Recorder) -> None:
     thread = threading.Thread(target=all_passes)
     thread.start()
     thread.join()
-    assert recorded.threads == [1] * 3
+    assert recorded.threads == [1] * 4
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (7, 33), (600, 129), (3, 20000)])
@@ -77,10 +80,48 @@ def test_any_thread_count_gives_the_same_bits(shape: tuple[int, int]) -> None:
             y = torch.full_like(saved, torch.nan)
             cpp_elementwise.activate("gelu_tanh", saved, y)
             results.append((y, *cpp_elementwise.differentiate("gelu_tanh", dy, saved, True)))
+            with_bias = torch.full_like(saved, torch.nan)
+            cpp_elementwise.activate_with_bias("gelu", saved, dy[0], with_bias, None)
+            results[-1] += (with_bias,)
     finally:
         torch.set_num_threads(before)
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["none", "relu", "gelu", "silu", "leaky_relu"])
+@pytest.mark.parametrize("kept", ["no", "yes", "over the product"])
+@pytest.mark.parametrize("shape", [(0, 5), (1, 1), (7, 33), (40, 1500), (3, 4099)])
+def test_the_bias_is_added_in_the_same_pass(shape: tuple[int, int], kept: str, name: str) -> None:
+    product, bias = torch.randn(shape), torch.randn(shape[1])
+    expected = activation(name).value((product + bias).double())
+    sums = product + bias
+    pre = {"no": None, "yes": torch.empty_like(product)}.get(kept, product)
+    out = product if kept == "no" else torch.empty_like(product)
+    cpp_elementwise.activate_with_bias(name, product, bias, out, pre)
+    torch.testing.assert_close(out.double(), expected, rtol=2e-6, atol=2e-6)
+    if pre is not None:
+        assert torch.equal(pre, sums)
+
+
+def test_gelu_is_as_exact_as_torchs() -> None:
+    x = torch.cat([torch.randn(200_000), torch.linspace(-40, 40, 50_001)])
+    y, dy = torch.empty_like(x), torch.randn(1, x.numel())
+    cpp_elementwise.activate("gelu", x, y)
+    dx, _ = cpp_elementwise.differentiate("gelu", dy, x[None], False)
+    exact, wide = F.gelu(x.double()), dy.double()
+    slope = torch.ops.aten.gelu_backward(wide, x[None].double())
+    theirs = torch.ops.aten.gelu_backward(dy, x[None])
+    assert (y - exact).norm() <= 1.2 * (F.gelu(x) - exact).norm()
+    assert (y - exact).abs().max() <= (F.gelu(x) - exact).abs().max()
+    assert (dx - slope).norm() <= 1.2 * (theirs - slope).norm()
+
+
+def test_gelu_of_what_is_not_a_number_or_infinite() -> None:
+    x = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e30, -1e30, 0.0, -0.0, -13.0, 100.0])
+    y = torch.empty_like(x)
+    cpp_elementwise.activate("gelu", x, y)
+    torch.testing.assert_close(y, F.gelu(x.double()).float(), equal_nan=True)
 
 
 def test_a_failed_compile_is_told_and_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,29 @@ def activate(name: str, pre: Tensor, out: Tensor) -> None:
     assert code == 0
 
 
+def activate_with_bias(
+    name: str, product: Tensor, bias: Tensor, out: Tensor, pre: Tensor | None
+) -> None:
+    """pre = product + bias and out = act(pre): (M, N) but for the bias, (N,). ``pre`` is written
+    unless None; it and ``out`` may each be the product's memory, but not one memory together.
+
+    Raises:
+        UnsupportedError: the library cannot be compiled or loaded.
+    """
+    m, n = product.shape
+    code = _library().fastlinear_act_bias(
+        _CODES[name],
+        product.data_ptr(),
+        bias.data_ptr(),
+        out.data_ptr(),
+        0 if pre is None else pre.data_ptr(),
+        m,
+        n,
+        torch.get_num_threads(),
+    )
+    assert code == 0
+
+
 def differentiate(
     name: str, dy: Tensor, saved: Tensor, need_sums: bool
 ) -> tuple[Tensor, Tensor | None]:
@@ -106,6 +129,7 @@ def _library() -> ctypes.CDLL:
     library = cpp_build.load(SOURCE)
     pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     library.fastlinear_act.argtypes = [number, pointer, pointer, size, number]
+    library.fastlinear_act_bias.argtypes = [number, *[pointer] * 4, size, size, number]
     library.fastlinear_dact.argtypes = [number, *[pointer] * 5, size, size, size, number]
     library.fastlinear_proof.argtypes = [pointer, size, size, pointer, size, size, pointer, number]
     return library

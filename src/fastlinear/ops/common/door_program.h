@@ -118,8 +118,8 @@ inline at::Tensor onednn_product(const at::Tensor& x, const at::Tensor& w, const
 //   act     out, in, activation, over in's memory   dact    out, dy, saved, activation
 //   mm      out, a, a transposed, b, b transposed   sum     out, a: over its rows
 //   onednn  out, x, transposed, weight, transposed, bias or -1
-//   cact    out, in, code, function's address       cdact   dpre, db or -1, dy, saved, code,
-//                                                           chunks, function's address
+//   cact    out, in, code, function's address, bias or -1: then in + bias is kept in in
+//   cdact   dpre, db or -1, dy, saved, code, chunks, function's address
 //   call    function's address, (arguments...): a number, a (tensor's number,) or -1 for its
 //           memory, or an array of such
 struct Step {
@@ -395,11 +395,19 @@ class Program {
         return true;
       case Step::kCAct: {
         using Function = int (*)(int, const void*, void*, int64_t, int);
+        using WithBias = int (*)(int, const void*, const void*, void*, void*, int64_t, int64_t, int);
         const auto& in = r[n[1]];
         if (!r[n[0]].defined()) r[n[0]] = empty(in.sizes(), in.scalar_type(), in.device());
-        reinterpret_cast<Function>(s.function)(static_cast<int>(n[2]), in.const_data_ptr(),
-                                               r[n[0]].mutable_data_ptr(), in.numel(),
-                                               at::get_num_threads());
+        const int code = static_cast<int>(n[2]), threads = at::get_num_threads();
+        void* out = r[n[0]].mutable_data_ptr();
+        if (n[4] < 0) {
+          reinterpret_cast<Function>(s.function)(code, in.const_data_ptr(), out, in.numel(), threads);
+        } else {
+          void* from = in.mutable_data_ptr();
+          reinterpret_cast<WithBias>(s.function)(code, from, r[n[4]].const_data_ptr(), out,
+                                                 n[0] == n[1] ? nullptr : from, in.size(0),
+                                                 in.size(1), threads);
+        }
         return true;
       }
       case Step::kCDact:

@@ -84,11 +84,18 @@ class Program:
         last = -1 if bias is None else bias
         return self._make("onednn", x, turned[0], weight, turned[1], last)
 
-    def activate_in_cpp(self, name: str, pre: int, function: int, *, over: bool) -> int:
-        """act(pre) by ``elementwise.cpp``'s function of that address; pre is contiguous."""
+    def activate_in_cpp(
+        self, name: str, pre: int, function: int, *, over: bool, bias: int | None = None
+    ) -> int:
+        """act(pre) by ``elementwise.cpp``'s function of that address; pre is contiguous.
+
+        With a bias, contiguous as well, it is act(pre + bias) by the function that takes one, and
+        pre holds that sum afterwards unless the result is written ``over`` it.
+        """
+        last = -1 if bias is None else bias
         if not over:
-            return self._make("cact", pre, _CODES[name], function)
-        self._steps.append(("cact", pre, pre, _CODES[name], function))
+            return self._make("cact", pre, _CODES[name], function, last)
+        self._steps.append(("cact", pre, pre, _CODES[name], function, last))
         return pre
 
     def differentiate_in_cpp(

@@ -1,8 +1,9 @@
-"""C++ compiled for this processor: the elementwise passes of training on the CPU, float32.
+"""C++ compiled for this processor: the elementwise passes beside PyTorch's products, float32.
 
-``forward`` runs the GEMM through torch and the activation through our own kernel, which reads the
-pre-activation once (torch composes or vectorises some activations poorly). ``grad_pre`` makes
-dpre and the bias gradient in a single pass over dy and the saved tensor.
+``forward`` runs the GEMM through torch, and adds the bias and applies the activation in one pass of
+our own: torch copies the bias over the output before the product, and composes or vectorises some
+activations poorly. ``grad_pre`` makes dpre and the bias gradient in a single pass over dy and the
+saved tensor.
 """
 
 from __future__ import annotations
@@ -14,20 +15,21 @@ from torch import Tensor
 from fastlinear.core.problem import Problem
 from fastlinear.ops.common import cpp_elementwise
 
-_FORWARD = ("silu", "gelu_tanh", "quick_gelu", "sigmoid", "relu2")
+_FORWARD = ("silu", "gelu", "gelu_tanh", "quick_gelu", "sigmoid", "relu2")
 
 
 def reason_not_forward(problem: Problem) -> str | None:
     """Why the C++ activation cannot serve a forward Problem, or None."""
-    if problem.option("activation") not in _FORWARD:
-        return f"torch's own pass is kept for {problem.option('activation')}"
+    name = problem.option("activation")
+    if name not in _FORWARD and problem.option("bias") == "no":
+        return f"torch's own pass is kept for {name} without a bias"
     return _reason_not(problem)
 
 
 def reason_not_grad_pre(problem: Problem) -> str | None:
     """Why the C++ derivative cannot serve a grad_pre Problem, or None."""
-    if problem.option("activation") in ("none", "gelu"):
-        return f"no kernel for the derivative of {problem.option('activation')}"
+    if problem.option("activation") == "none":
+        return "no derivative to compute"
     return _reason_not(problem)
 
 
@@ -43,10 +45,15 @@ def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save_pre: bool
 ) -> tuple[Tensor, Tensor | None]:
     """act(x Wᵀ + b): x (M, K), weight (N, K), bias (N,) → (y (M, N), pre (M, N) or None)."""
-    pre = F.linear(x, weight, bias)
+    pre = F.linear(x, weight)
     y = torch.empty_like(pre) if save_pre else pre
-    cpp_elementwise.activate(activation, pre, y)
-    return y, pre if save_pre else None
+    if bias is None:
+        cpp_elementwise.activate(activation, pre, y)
+        return y, pre if save_pre else None
+    first = "none" if activation == "tanh" else activation
+    kept = pre if save_pre else None
+    cpp_elementwise.activate_with_bias(first, pre, bias.contiguous(), y, kept)
+    return torch.tanh_(y) if activation == "tanh" else y, kept
 
 
 def grad_pre(

@@ -192,13 +192,23 @@ def forward_steps(
         if fused or onednn.plain(weight.tensor) is not weight.tensor:
             return None
         pre = p.onednn(x.number, weight.number, b)
-    elif backend in ("eager", "cpp"):
+    elif backend == "cpp":
+        pre = p.linear(x.number, weight.number, None)
+    elif backend == "eager":
         pre = p.linear(x.number, weight.number, b)
     else:
         return None
-    if backend == "cpp":
+    if backend == "cpp" and bias is None:
         function = _address(cpp_elementwise._library().fastlinear_act)
         y = p.activate_in_cpp(activation, pre, function, over=not save)
+    elif backend == "cpp":
+        assert bias is not None
+        if not bias.tensor.is_contiguous():
+            return None
+        function = _address(cpp_elementwise._library().fastlinear_act_bias)
+        first = "none" if activation == "tanh" else activation
+        y = p.activate_in_cpp(first, pre, function, over=not save, bias=b)
+        y = p.activate(activation, y, True) if activation == "tanh" else y
     else:
         y = pre if activation == "none" else p.activate(activation, pre, not save)
     return (y if len(shape) == 2 else p.view(y, shape)), pre
