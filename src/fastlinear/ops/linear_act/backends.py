@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastlinear.core.compare import KINKED, clear_of_kinks
 from fastlinear.core.cost import Cost
+from fastlinear.core.device import cpu_name
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, Family, deferred, is_installed, register_family
@@ -257,7 +258,8 @@ def _prefer(p: Problem) -> tuple[str, ...]:
             plain = p.option("activation") == "none"
             # PyTorch copies a bias over the output before the product
             pays = heavy and p.option("bias") != "no" and (not plain or p.dim("K") >= 512)
-            if pays and p.dtype == "float32" and cpp_elementwise.why_not_loaded() is None:
+            fast_mkl = p.dtype == "float32" and "intel" in cpu_name().lower()
+            if pays and fast_mkl and cpp_elementwise.why_not_loaded() is None:
                 return ("cpp", "eager") if plain else ("cpp", "onednn", "eager")
             return ("onednn", "eager") if heavy and not plain else ("eager",)
         return ("eager",)
