@@ -28,6 +28,7 @@ _PARTS = ((1, 1), (2, 1), (4, 1), (4, 2), (8, 2))  # of a group: warps, those ac
 _MOST_FEATURES = 128
 _MOST_STRIP = 512  # bytes
 _MOST_STAGES = 6
+_WORTH = 0.75  # 100 of 132 blocks, each of one strip, took 117 us where 132 took 125
 _LEAST_TILES = 4  # of a block, else its share costs more than its products
 
 
@@ -137,11 +138,16 @@ def strips_backward_config(
 def _with_stages(
     config: StripsBackwardConfig, k: int, n: int, saved: bool, needs: Needs
 ) -> StripsBackwardConfig | None:
-    """As many stages as shared memory holds."""
-    for stages in range(_MOST_STAGES, 1, -1):
-        made = replace(config, stages=stages)
-        if fits(made, k, n, saved, needs):
-            return made
+    """As many stages as shared memory holds.
+
+    The groups of a strip drift apart: 4 and more get 4 tiles of dx where 3 stages remain.
+    """
+    outs = 4 if config.groups >= 4 and needs[0] else config.outs
+    for made_outs, least in ((outs, 3), (config.outs, 2)):
+        for stages in range(_MOST_STAGES, least - 1, -1):
+            made = replace(config, stages=stages, outs=made_outs)
+            if fits(made, k, n, saved, needs):
+                return made
     return None
 
 
@@ -154,15 +160,28 @@ def fits(config: StripsBackwardConfig, k: int, n: int, saved: bool, needs: Needs
 class Split:
     """How strips * tiles tiles are shared out: block b takes ``each`` of them, or one more.
 
+    Whole chunks of strips, so that each block has tiles of one strip, where these are ``worth`` a
+    part of the blocks that run at once.
+
     Attributes:
         blocks: of the launch.
         each, more: tiles of a block; how many blocks take one more.
         slots: the most blocks that share a strip.
     """
 
-    def __init__(self, strips: int, tiles: int, at_once: int) -> None:
+    def __init__(
+        self,
+        strips: int,
+        tiles: int,
+        at_once: int,
+        worth: float = _WORTH,
+        least: int = _LEAST_TILES,
+    ) -> None:
         total = strips * tiles
-        self.blocks = min(total, at_once, max(strips, total // _LEAST_TILES))
+        whole = at_once // strips * strips
+        if whole >= worth * at_once:
+            at_once = whole
+        self.blocks = min(total, at_once, max(strips, total // least))
         self.each, self.more = divmod(total, self.blocks)
         ends = (
             (self.block_of(s * tiles), self.block_of((s + 1) * tiles - 1)) for s in range(strips)
