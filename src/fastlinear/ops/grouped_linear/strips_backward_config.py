@@ -6,16 +6,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from fastlinear.ops.grouped_linear.reference import Needs
+from fastlinear.ops.grouped_linear.strips_tiles import SIZE, SWIZZLED, tile_bytes
 
-ROWS = 32
-"""Tokens of a tile."""
-SIZE = 2
-"""Bytes of a number."""
-SWIZZLED = 128
-"""Bytes of a row of the copy engine's widest swizzle."""
 SERVICE_REGISTERS = 40
 """Of a thread that computes nothing."""
-_STEP = 1024  # bytes; swizzled tiles begin at multiples of it
 _BOX = 256  # columns that one copy moves
 _SHARED, _BLOCK_SHARED = 228 * 1024, 227 * 1024  # of a multiprocessor, of a block
 _RESERVED = 1024  # bytes of a block that the system takes
@@ -59,14 +53,9 @@ def _window(groups: int, features: int) -> int:
     return features // 2 + early
 
 
-def _tile_bytes(config: StripsBackwardConfig, features: int) -> int:
-    """Room for a tile."""
-    return -(-ROWS * config.groups * features * SIZE // _STEP) * _STEP
-
-
 def shared_bytes(config: StripsBackwardConfig, k: int, n: int, saved: bool, needs: Needs) -> int:
     """Dynamic shared memory of a block."""
-    dy, x = (_tile_bytes(config, width) for width in (n, k))
+    dy, x = (tile_bytes(config.groups * width) for width in (n, k))
     stage = dy * (2 if saved else 1) + (x if needs[1] else 0)
     outs = config.outs * x if needs[0] else 0
     return _OVERHEAD + config.stages * stage + max(outs, _BEYOND)
