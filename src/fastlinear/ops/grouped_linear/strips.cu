@@ -69,6 +69,11 @@ __device__ __forceinline__ void compute(float (&acc)[NT][4], const Weights& w, u
   multiply_windows<X, COUNT>(acc, w.word, x, block, p, lane);
 }
 
+__device__ __forceinline__ u32 activated(float a, float b) {
+  if constexpr (ACT == ACT_RELU) return relu_of(pack(a, b));
+  return pack(act(a), act(b));
+}
+
 template <int COUNT>
 __device__ __forceinline__ void store_out(u32 out, const float (&acc)[NT][4], int block, int p,
                                           int part, int lane) {
@@ -80,7 +85,7 @@ __device__ __forceinline__ void store_out(u32 out, const float (&acc)[NT][4], in
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float a = acc[j][2 * h], b = acc[j][2 * h + 1];
-        const u32 y[1] = {pack(act(a), act(b))};
+        const u32 y[1] = {activated(a, b)};
         store_words<1>(at + h * 8 * Y::PITCH, y);
         if (SAVE_PRE) {
           const u32 pre[1] = {pack(a, b)};
@@ -121,25 +126,25 @@ grouped_linear_strips(const __grid_constant__ TensorMap x_map, const __grid_cons
 #if REGISTERS
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(SERVICE_REGISTERS));
 #endif
+    Walk walk = {work, block, lane};
+    walk.enter(begin / tiles);
     if (warp == WARPS) {  // brings x in
       for (int i = 0; i < count; ++i) {
-        const int stage = i % STAGES, strip = (begin + i) / tiles;
-        const int row = ROWS * work.tokens(block, i, strip, lane);
+        const int stage = i % STAGES, row = ROWS * walk.tokens(i);
         if (i >= STAGES) bar_wait(empty + 8 * stage, (i / STAGES - 1) & 1);
         if (lane == 0) {
           bar_expect(full + 8 * stage, X::BYTES);
-          load_tile<X>(stages + stage * X::ROOM, &x_map, full + 8 * stage, strip, row);
+          load_tile<X>(stages + stage * X::ROOM, &x_map, full + 8 * stage, walk.strip, row);
         }
         __syncwarp();
       }
     } else if (warp == WARPS + 1) {  // takes y out
       for (int i = 0; i < count; ++i) {
-        const int out = i % OUTS, strip = (begin + i) / tiles;
-        const int row = ROWS * work.tokens(block, i, strip, lane);
+        const int out = i % OUTS, row = ROWS * walk.tokens(i);
         bar_wait(done + 8 * out, (i / OUTS) & 1);
         if (lane == 0) {
-          store_tile<Y>(&y_map, outs + out * OUT, strip, row);
-          if (SAVE_PRE) store_tile<Y>(&pre_map, outs + out * OUT + Y::ROOM, strip, row);
+          store_tile<Y>(&y_map, outs + out * OUT, walk.strip, row);
+          if (SAVE_PRE) store_tile<Y>(&pre_map, outs + out * OUT + Y::ROOM, walk.strip, row);
           wait_stores<(OUTS - 1) * OUTPUTS>();
           if (i >= OUTS - 1) bar_arrive(taken + 8 * ((i + 1) % OUTS));
         }

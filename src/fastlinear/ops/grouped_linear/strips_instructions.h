@@ -147,3 +147,13 @@ __device__ __forceinline__ float half_of(u32 word, int which) {
   asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(static_cast<u16>(which ? word >> 16 : word)));
   return out;
 }
+
+// Of two numbers, NaN kept.
+__device__ __forceinline__ u32 relu_of(u32 word) {
+  u32 out;
+  if (IS_BF16)
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(word), "r"(0u));
+  else
+    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(out) : "r"(word), "r"(0u));
+  return out;
+}

@@ -65,6 +65,29 @@ struct Work {
   }
 };
 
+// Work's strip and tokens of one step after another, with the divisions made once a strip. All lanes.
+struct Walk {
+  Work work;
+  int block, lane, strip, next;  // next: the step at which another strip begins
+  int start, most;               // of the lane's block: when it begins with the strip, its tiles
+  bool few;                      // blocks of the strip, a lane each
+
+  __device__ __forceinline__ void enter(int s) {
+    const int begin = s * work.tiles, end = begin + work.tiles, last = work.last(s);
+    const int first = work.first(s), b = first + lane, from = work.begin(b);
+    strip = s;
+    next = end - work.begin(block);
+    start = max(begin - from, 0) - (b < block ? 1 : 0);
+    most = b <= last ? min(end, work.begin(b + 1)) - max(begin, from) : 0;
+    few = last - first < 32;
+  }
+  __device__ __forceinline__ int tokens(int step) {
+    if (step == next) enter(strip + 1);
+    if (!few) return work.tokens(block, step, strip, lane);
+    return __reduce_add_sync(0xffffffffu, min(max(step - start, 0), most));
+  }
+};
+
 // TILES of 8 columns for 16 tokens, added to acc: a group's window of a Tile T times its weights.
 template <class T, int TILES, int NT>
 __device__ __forceinline__ void multiply_windows(float (&acc)[NT][4], const u32 (&w)[NT][T::STEPS][2],
