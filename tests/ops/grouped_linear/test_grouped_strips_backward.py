@@ -178,6 +178,9 @@ def test_configurations_fit_the_chip() -> None:
             assert configs.reason_against(config, groups, k, n) is None
             assert configs.fits(config, k, n, saved, needs)
             assert config.stages >= 2
+    made = configs.strips_backward_config(64, 64, 64)
+    assert made == StripsBackwardConfig(4, 2, 1, 3, 4)
+    assert configs.strips_backward_config(100, 100, 100) == StripsBackwardConfig(2, 4, 1, 5, 2)
     assert configs.strips_backward_config(3, 10, 10) is None
     assert configs.strips_backward_config(4, 7, 8) is None
     assert configs.strips_backward_config(4, 136, 64) is None
@@ -192,6 +195,14 @@ def test_tiles_are_shared_out_evenly() -> None:
         assert max(counts) - min(counts) <= 1
         most = max(len(set(taken[s * tiles : (s + 1) * tiles])) for s in range(strips_))
         assert split.slots == most
+
+
+def test_blocks_keep_to_one_strip_where_most_of_them_can() -> None:
+    assert Split(50, 128, 132).blocks == 100
+    assert Split(50, 128, 132).slots == 2
+    assert Split(16, 512, 132).blocks == 128
+    assert Split(80, 128, 132).blocks == 132  # 80 would leave a third of the chip idle
+    assert Split(50, 128, 264, worth=0.9).blocks == 250
 
 
 def test_what_it_serves() -> None:

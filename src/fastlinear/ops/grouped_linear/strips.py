@@ -1,7 +1,7 @@
 """Forward of many narrow groups on Hopper, in CUDA C++: ``strips.cu``.
 
 A few groups' columns that lie side by side, a strip, begin and end at 16 bytes where those of one
-group need not: 4 groups of 100 16-bit numbers are 800 bytes. Rows of strips go through the copy
+group need not: 2 groups of 100 16-bit numbers are 400 bytes. Tiles of strips go through the copy
 engine, and the weights stay in registers.
 """
 
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,59 +19,30 @@ from torch import Tensor
 from fastlinear.core.device import device_facts
 from fastlinear.core.problem import Problem
 from fastlinear.ops.common import cuda_driver as driver
+from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.grouped_linear import layout as layouts
+from fastlinear.ops.grouped_linear.strips_backward_config import Split
+from fastlinear.ops.grouped_linear.strips_config import (
+    SERVICE_REGISTERS,
+    WORTH,
+    StripsConfig,
+    limit,
+    service_warps,
+    shared_bytes,
+    strips_config,
+)
+from fastlinear.ops.grouped_linear.strips_tiles import ROWS, tensor_map
 
 ARCH = "sm_90a"
-_SOURCE = Path(__file__).with_name("strips.cu")
-_KERNEL = "grouped_linear_strips"
-_ACTIVATIONS = (
-    *("none", "relu", "relu2", "silu", "gelu", "gelu_tanh", "sigmoid", "tanh"),
-    *("quick_gelu", "leaky_relu"),
+KERNEL = "grouped_linear_strips"
+_SOURCES = (
+    Path(__file__).with_name("strips_instructions.h"),
+    Path(__file__).with_name("strips_tiles.h"),
+    Path(__file__).parent.parent / "common" / "hopper_activations.h",
+    Path(__file__).with_name("strips.cu"),
 )
-_ROWS = 32
-_SIZE = 2  # bytes of a number
-_SHARED = 228 * 1024  # of a multiprocessor
-_RESERVED = 1280  # bytes of a block: the system's, and the barriers
 _MOST = 2**23
-_SERVICE_WARPS = 2
 _MAX_PLANS = 1024
-_WEIGHT_REGISTERS = 112
-_MAX_WARPS = 14
-_HALF_WARPS = 6
-
-
-@dataclass(frozen=True)
-class StripsConfig:
-    """One way to launch the kernel.
-
-    Attributes:
-        groups: groups of a strip.
-        parts: warps that share the outputs of a group.
-        stages, y_stages: tiles of x and of y in shared memory.
-        blocks: blocks of a multiprocessor.
-        waves: how often the launch fills the chip.
-    """
-
-    groups: int
-    parts: int
-    stages: int = 4
-    blocks: int = 1
-    waves: int = 1
-    y_stages: int = 2
-
-
-def _pitch(row_bytes: int) -> int:
-    """Bytes between rows in shared memory such that 8 rows of 16 bytes share no bank."""
-    pitch = row_bytes
-    while pitch % 32 != 16:
-        pitch += 16
-    return pitch
-
-
-def shared_bytes(config: StripsConfig, k: int, n: int, save_pre: bool) -> int:
-    """Dynamic shared memory of a block."""
-    x, y = (_ROWS * _pitch(config.groups * width * _SIZE) for width in (k, n))
-    return config.stages * x + config.y_stages * y * (2 if save_pre else 1)
 
 
 def source(
@@ -86,22 +56,24 @@ def source(
 ) -> str:
     """The complete CUDA C++ source of one specialisation."""
     macros = {
+        **{f"ACT_{name.upper()}": number for number, name in enumerate(NAMES)},
+        "ACT": f"ACT_{activation.upper()}",
         "IS_BF16": int(dtype is torch.bfloat16),
         "K": k,
         "N": n,
         "P": config.groups,
         "PARTS": config.parts,
-        "NT": -(-n // (8 * config.parts)),
         "STAGES": config.stages,
-        "Y_STAGES": config.y_stages,
+        "OUTS": config.outs,
         "BLOCKS": config.blocks,
-        "X_PITCH": _pitch(config.groups * k * _SIZE),
-        "Y_PITCH": _pitch(config.groups * n * _SIZE),
-        "ACT": _ACTIVATIONS.index(activation),
+        "SERVICE_WARPS": service_warps(config),
+        "REGISTERS": limit(config)[0] if service_warps(config) > 2 else 0,
+        "SERVICE_REGISTERS": SERVICE_REGISTERS,
         "HAS_BIAS": int(has_bias),
         "SAVE_PRE": int(save_pre),
     }
-    return "".join(f"#define {name} {v}\n" for name, v in macros.items()) + _SOURCE.read_text()
+    text = "".join(f"#define {name} {value}\n" for name, value in macros.items())
+    return text + "".join(path.read_text() for path in _SOURCES)
 
 
 @cache
@@ -118,35 +90,7 @@ def _kernel(
     text = source(dtype, k, n, activation, has_bias, save_pre, config)
     cubin = driver.compile_cubin(text, "strips.cu", ARCH)
     shared = shared_bytes(config, k, n, save_pre)
-    return driver.Kernel(cubin, _KERNEL, shared, device)
-
-
-@lru_cache(maxsize=1024)
-def strips_config(groups: int, k: int, n: int, save_pre: bool) -> StripsConfig | None:
-    """The configuration for such groups of 16-bit numbers; None where no strip of them fits.
-
-    On an H200 two blocks of 2 groups of 100 to 100 features are as fast as one of 4; more stages
-    of y than of x are a little faster than the reverse.
-    """
-    most = _WEIGHT_REGISTERS // (2 * -(-k // 16))  # each step takes two of a tile of 8 outputs
-    if k % 2 or n % 2 or most < 1:
-        return None
-    sizes = (p for p in (1, 2, 4, 8) if groups % p == 0 and p * k % 8 == 0 and p * n % 8 == 0)
-    strip = next(sizes, None)
-    tiles = -(-n // 8)
-    if strip is None:
-        return None
-    fewest = -(-tiles // most)
-    parts = min(fewest, fewest + 1, key=lambda p: p * -(-tiles // p))
-    warps = strip * parts
-    if warps > _MAX_WARPS:
-        return None
-    for stages, y_stages in ((3, 5), (3, 4), (3, 3), (3, 2), (2, 2)):
-        blocks = 2 if warps <= _HALF_WARPS else 1
-        config = StripsConfig(strip, parts, stages, blocks, 1, y_stages)
-        if (shared_bytes(config, k, n, save_pre) + _RESERVED) * blocks <= _SHARED:
-            return config
-    return None
+    return driver.Kernel(cubin, KERNEL, shared, device)
 
 
 def reason_not(p: Problem) -> str | None:
@@ -257,28 +201,41 @@ class Strips:
             kernel = _kernel(
                 x.dtype, k, n, activation, bias is not None, save_pre, config, self._device
             )
-        strips = groups // config.groups
-        slots = device_facts(x.device).units * config.blocks * config.waves
-        chunks = max(1, min(slots // strips, -(-m // _ROWS)))
+        tiles = -(-m // ROWS)
+        units = device_facts(x.device).units
+        split = Split(groups // config.groups, tiles, units * config.blocks, WORTH, least=1)
         self._lock = threading.Lock()
-        self._pointers = tuple(ctypes.c_void_p(0) for _ in range(5))
-        numbers = (
-            ctypes.c_int(m),
-            ctypes.c_uint64(x.stride(1) * x.element_size()),
-            ctypes.c_int(strips),
-            ctypes.c_int(chunks),
+        address, strip = x.data_ptr(), config.groups
+        out = (x.dtype, m, groups * n, groups * n, strip * n, address, self._device)
+        columns = groups * k
+        self._maps = (
+            tensor_map(x.dtype, m, columns, x.stride(1), strip * k, address, self._device),
+            tensor_map(*out),
+            tensor_map(*out),
         )
-        threads = 32 * (config.groups * config.parts + _SERVICE_WARPS)
-        self._launch = driver.Launch(kernel, threads, 1, [*self._pointers, *numbers])
-        self._launch.set_grid(strips * chunks)
+        self._pointers = (ctypes.c_void_p(0), ctypes.c_void_p(0))
+        whose = [ctypes.c_int(v) for v in (tiles, split.each, split.more)]
+        threads = 32 * (config.groups * config.parts + service_warps(config))
+        self._launch = driver.Launch(kernel, threads, 1, [*self._maps, *self._pointers, *whose])
+        self._launch.set_grid(split.blocks)
 
-    def __call__(self, *tensors: Tensor | None) -> None:
-        """Launch on (x, weight, bias, y, pre); bias and pre may be None."""
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        y: Tensor,
+        pre: Tensor | None,
+    ) -> None:
+        """Launch on the current stream; y and pre are dense."""
         if self._device != torch._C._cuda_getDevice():
             with torch.cuda.device(self._device):
-                self(*tensors)
+                self(x, weight, bias, y, pre)
             return
         with self._lock:
-            for pointer, tensor in zip(self._pointers, tensors, strict=True):
+            for map_, tensor in zip(self._maps, (x, y, pre), strict=True):
+                if tensor is not None:
+                    map_.point_at(tensor.data_ptr())
+            for pointer, tensor in zip(self._pointers, (weight, bias), strict=True):
                 pointer.value = 0 if tensor is None else tensor.data_ptr()
             self._launch.run(torch._C._cuda_getCurrentRawStream(self._device))

@@ -1,5 +1,6 @@
 // dx, dW and db of y = act(x W^T + b) of many narrow groups in one pass, for Hopper: strips of groups
-// side by side. The text of strips_instructions.h and hopper_activations.h stands before this one.
+// side by side. The texts of strips_instructions.h, strips_tiles.h and hopper_activations.h stand before
+// this one.
 //
 // A strip is P groups whose columns lie together in memory, so that its part of a row begins and ends
 // at 16 bytes though that of one group may not. One thread has tiles of ROWS tokens of dy, of what the
@@ -18,33 +19,11 @@
 // computes and of others, 0 where all have the same. PARTS warps of a group are ACROSS along the
 // columns of dW.
 
-constexpr int ROWS = 32;
 constexpr int WARPS = P * PARTS, THREADS = 32 * (WARPS + SERVICE_WARPS);
 constexpr int NW = N / 2;  // words of a group of dy
 constexpr bool HAS_SAVED = ACT != ACT_NONE;
 constexpr bool NEED_SUMS = NEED_DW || NEED_DB;
 constexpr int BARRIERS = 1024;  // bytes in front of the tiles
-
-// A tile of a tensor of so many features a group, as it lies in shared memory: rows one behind the
-// other, or blocks of 128 bytes a row, swizzled, where a strip's row is a multiple of that.
-template <int FEATURES>
-struct Tile {
-  static constexpr int ROW = P * FEATURES * 2;
-  static constexpr int BYTES = ROWS * ROW, ROOM = (BYTES + 1023) / 1024 * 1024;
-  static constexpr bool SWIZZLED = ROW % 128 == 0;
-  static constexpr int BOXES = SWIZZLED ? ROW / 128 : 1;
-  static constexpr int BOX_COLUMNS = SWIZZLED ? 64 : P * FEATURES, BOX_BYTES = BYTES / BOXES;
-  // Words by which a group's window begins early, at most; words of a window.
-  static constexpr int SHIFT = P == 1 || FEATURES % 8 == 0 ? 0 : FEATURES % 4 ? 3 : 2;
-  static constexpr int WINDOW = FEATURES / 2 + SHIFT;
-
-  static __device__ __forceinline__ u32 at(int row, int byte) {
-    if (!SWIZZLED) return row * ROW + byte;
-    return (byte >> 7) * BOX_BYTES + row * 128 + ((byte & 127) ^ ((row & 7) << 4));
-  }
-  static __device__ __forceinline__ int shift(int p) { return p * (FEATURES / 2) & 3; }
-  static __device__ __forceinline__ int window(int p) { return p * (FEATURES * 2) & ~15; }
-};
 
 using Dy = Tile<N>;
 using X = Tile<K>;
@@ -52,8 +31,7 @@ using X = Tile<K>;
 constexpr int SAVED_AT = Dy::ROOM, X_AT = SAVED_AT + (HAS_SAVED ? Dy::ROOM : 0);
 constexpr int STAGE = X_AT + (NEED_DW ? X::ROOM : 0);
 constexpr int COPIED = Dy::BYTES * (HAS_SAVED ? 2 : 1) + (NEED_DW ? X::BYTES : 0);
-constexpr int STEPS = (Dy::WINDOW + 7) / 8;                               // of dx: 8 words each,
-constexpr bool HALF = Dy::WINDOW % 8 && Dy::WINDOW % 8 <= 4;              // the last maybe 4
+constexpr int STEPS = Dy::STEPS;                                          // of dx
 constexpr int DX_TILES = (K + 7) / 8, NT = (DX_TILES + PARTS - 1) / PARTS;  // 8 columns each
 constexpr int DOWN = PARTS / ACROSS;                                      // warps along rows of dW
 constexpr int M_TILES = (Dy::WINDOW + 7) / 8, MT = (M_TILES + DOWN - 1) / DOWN;    // 16 rows each
@@ -64,34 +42,6 @@ static_assert(Dy::ROW % 16 == 0 && X::ROW % 16 == 0, "strips of whole 16 bytes")
 static_assert(Dy::BOX_COLUMNS <= 256 && X::BOX_COLUMNS <= 256, "one box");
 static_assert(DOWN * ACROSS == PARTS && DOWN <= M_TILES && PARTS <= DX_TILES, "every warp has work");
 static_assert(P <= 15, "named barriers");
-
-// ---------------------------------------------------------------- who computes what
-
-// Block b takes tiles begin(b) to begin(b + 1) of strips * tiles in all, those of a strip together.
-struct Work {
-  int tiles, each, more;  // of a strip; of a block; blocks that take one more
-
-  __device__ __forceinline__ int begin(int block) const { return block * each + min(block, more); }
-  __device__ __forceinline__ int block_of(int tile) const {
-    const int full = more * (each + 1);
-    return tile < full ? tile / (each + 1) : more + (tile - full) / each;
-  }
-  __device__ __forceinline__ int first(int strip) const { return block_of(strip * tiles); }
-  __device__ __forceinline__ int last(int strip) const { return block_of((strip + 1) * tiles - 1); }
-
-  // Which tokens the block's step-th tile is: those of a strip's blocks in turn, so that all blocks
-  // are at about the same tokens at a time, and lines that two strips share are read once. All lanes.
-  __device__ __forceinline__ int tokens(int block, int step, int strip, int lane) const {
-    int before = 0;
-    const int end = last(strip);
-    for (int b = first(strip) + lane; b <= end; b += 32) {
-      const int from = begin(b), start = max(strip * tiles - from, 0);
-      const int stop = min((strip + 1) * tiles, begin(b + 1)) - from;
-      before += min(max(step + (b < block ? 1 : 0) - start, 0), stop - start);
-    }
-    return __reduce_add_sync(0xffffffffu, before);
-  }
-};
 
 // ---------------------------------------------------------------- dpre
 
@@ -176,35 +126,6 @@ __device__ __forceinline__ void load_weights(Weights& w, const u16* group, int p
           word = from[n * K + k] | static_cast<u32>(from[(n + 1) * K + k]) << 16;
         w.word[j][s][half] = word;
       }
-    }
-  }
-}
-
-// TILES of 8 columns of dx for 16 tokens, added to acc.
-template <int TILES>
-__device__ __forceinline__ void multiply_weights(float (&acc)[NT][4], const Weights& w, u32 dpre,
-                                                 int block, int p, int lane) {
-  const int row = 16 * block + lane % 16, shift = Dy::shift(p);
-  const int byte = Dy::window(p) + lane / 16 * 16;
-#pragma unroll
-  for (int s = 0; s < STEPS; ++s) {
-    constexpr int LAST = STEPS - 1;
-    u32 a[4] = {0u, 0u, 0u, 0u};
-    if (HALF && s == LAST)
-      load_two<false>(a[0], a[1], dpre + Dy::at(row, Dy::window(p) + 32 * s));
-    else
-      load_four<false>(a, dpre + Dy::at(row, byte + 32 * s));
-    if (8 * s < Dy::SHIFT || 8 * s + 8 > NW) {  // a neighbour's numbers may be among them
-      const u32 word = 8 * s + lane % 4 - shift;
-      if (word >= NW) a[0] = a[1] = 0u;
-      if (word + 4 >= NW) a[2] = a[3] = 0u;
-    }
-#pragma unroll
-    for (int j = 0; j < TILES; ++j) {
-      if (HALF && s == LAST)
-        multiply<true>(acc[j], a, w.word[j][s][0], 0u);
-      else
-        multiply<false>(acc[j], a, w.word[j][s][0], w.word[j][s][1]);
     }
   }
 }
@@ -414,9 +335,9 @@ grouped_linear_strips_backward(const __grid_constant__ TensorMap dy_map,
           for (int b = 0; b < ROWS / 16; ++b) {
             float acc[NT][4] = {};
             if (all)
-              multiply_weights<NT>(acc, w, dpre, b, p, lane);
+              multiply_windows<Dy, NT>(acc, w.word, dpre, b, p, lane);
             else
-              multiply_weights<NT - 1>(acc, w, dpre, b, p, lane);
+              multiply_windows<Dy, NT - 1>(acc, w.word, dpre, b, p, lane);
             if (b == 0 && i >= OUTS) bar_wait(taken + 8 * (i % OUTS), (i / OUTS - 1) & 1);
             store_dx<NT>(out, acc, b, p, part, lane);
           }

@@ -16,17 +16,13 @@ import torch
 from torch import Tensor
 
 from fastlinear.core.device import device_facts
-from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.core.problem import Problem
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear.reference import Gradients, Needs
 from fastlinear.ops.grouped_linear.strips_backward_config import (
-    ROWS,
     SERVICE_REGISTERS,
-    SIZE,
-    SWIZZLED,
     Split,
     StripsBackwardConfig,
     limit,
@@ -34,11 +30,13 @@ from fastlinear.ops.grouped_linear.strips_backward_config import (
     shared_bytes,
     strips_backward_config,
 )
+from fastlinear.ops.grouped_linear.strips_tiles import ROWS, tensor_map
 
 ARCH = "sm_90a"
 KERNEL, SUMS_KERNEL = "grouped_linear_strips_backward", "grouped_linear_strips_sums"
 _SOURCES = (
     Path(__file__).with_name("strips_instructions.h"),
+    Path(__file__).with_name("strips_tiles.h"),
     Path(__file__).parent.parent / "common" / "hopper_activations.h",
     Path(__file__).with_name("strips_backward.cu"),
 )
@@ -241,18 +239,11 @@ class StripsBackward:
             self._sums.set_grid(dw_blocks + db_blocks)
 
     def _map(self, t: Tensor, strip: int, dense: bool = False) -> driver.TensorMap:
-        """Tiles of a strip's columns, or of 128 bytes where rows of a strip are multiples of that.
-
-        With ``dense``, of a dense tensor of t's shape.
-        """
+        """Tiles of strips of t, or with ``dense`` of a dense tensor of t's shape."""
         _, m, groups, features = t.shape
-        dense = dense or m == 1
-        plain = strip * features * SIZE % SWIZZLED != 0
-        return driver.TensorMap(
-            *(DTYPE_NAMES[t.dtype], m, groups * features),
-            *(groups * features if dense else t.stride(1), ROWS),
-            *(strip * features if plain else SWIZZLED // SIZE, t.data_ptr(), self._device),
-            plain=plain,
+        stride = groups * features if dense or m == 1 else t.stride(1)
+        return tensor_map(
+            *(t.dtype, m, groups * features, stride, strip * features, t.data_ptr(), self._device)
         )
 
     def __call__(

@@ -6,16 +6,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from fastlinear.ops.grouped_linear.reference import Needs
+from fastlinear.ops.grouped_linear.strips_tiles import SIZE, SWIZZLED, tile_bytes
 
-ROWS = 32
-"""Tokens of a tile."""
-SIZE = 2
-"""Bytes of a number."""
-SWIZZLED = 128
-"""Bytes of a row of the copy engine's widest swizzle."""
 SERVICE_REGISTERS = 40
 """Of a thread that computes nothing."""
-_STEP = 1024  # bytes; swizzled tiles begin at multiples of it
 _BOX = 256  # columns that one copy moves
 _SHARED, _BLOCK_SHARED = 228 * 1024, 227 * 1024  # of a multiprocessor, of a block
 _RESERVED = 1024  # bytes of a block that the system takes
@@ -28,6 +22,7 @@ _PARTS = ((1, 1), (2, 1), (4, 1), (4, 2), (8, 2))  # of a group: warps, those ac
 _MOST_FEATURES = 128
 _MOST_STRIP = 512  # bytes
 _MOST_STAGES = 6
+_WORTH = 0.75  # 100 of 132 blocks, each of one strip, took 117 us where 132 took 125
 _LEAST_TILES = 4  # of a block, else its share costs more than its products
 
 
@@ -58,14 +53,9 @@ def _window(groups: int, features: int) -> int:
     return features // 2 + early
 
 
-def _tile_bytes(config: StripsBackwardConfig, features: int) -> int:
-    """Room for a tile."""
-    return -(-ROWS * config.groups * features * SIZE // _STEP) * _STEP
-
-
 def shared_bytes(config: StripsBackwardConfig, k: int, n: int, saved: bool, needs: Needs) -> int:
     """Dynamic shared memory of a block."""
-    dy, x = (_tile_bytes(config, width) for width in (n, k))
+    dy, x = (tile_bytes(config.groups * width) for width in (n, k))
     stage = dy * (2 if saved else 1) + (x if needs[1] else 0)
     outs = config.outs * x if needs[0] else 0
     return _OVERHEAD + config.stages * stage + max(outs, _BEYOND)
@@ -137,11 +127,16 @@ def strips_backward_config(
 def _with_stages(
     config: StripsBackwardConfig, k: int, n: int, saved: bool, needs: Needs
 ) -> StripsBackwardConfig | None:
-    """As many stages as shared memory holds."""
-    for stages in range(_MOST_STAGES, 1, -1):
-        made = replace(config, stages=stages)
-        if fits(made, k, n, saved, needs):
-            return made
+    """As many stages as shared memory holds.
+
+    The groups of a strip drift apart: 4 and more get 4 tiles of dx where 3 stages remain.
+    """
+    outs = 4 if config.groups >= 4 and needs[0] else config.outs
+    for made_outs, least in ((outs, 3), (config.outs, 2)):
+        for stages in range(_MOST_STAGES, least - 1, -1):
+            made = replace(config, stages=stages, outs=made_outs)
+            if fits(made, k, n, saved, needs):
+                return made
     return None
 
 
@@ -154,15 +149,28 @@ def fits(config: StripsBackwardConfig, k: int, n: int, saved: bool, needs: Needs
 class Split:
     """How strips * tiles tiles are shared out: block b takes ``each`` of them, or one more.
 
+    Whole chunks of strips, so that each block has tiles of one strip, where these are ``worth`` a
+    part of the blocks that run at once.
+
     Attributes:
         blocks: of the launch.
         each, more: tiles of a block; how many blocks take one more.
         slots: the most blocks that share a strip.
     """
 
-    def __init__(self, strips: int, tiles: int, at_once: int) -> None:
+    def __init__(
+        self,
+        strips: int,
+        tiles: int,
+        at_once: int,
+        worth: float = _WORTH,
+        least: int = _LEAST_TILES,
+    ) -> None:
         total = strips * tiles
-        self.blocks = min(total, at_once, max(strips, total // _LEAST_TILES))
+        whole = at_once // strips * strips
+        if whole >= worth * at_once:
+            at_once = whole
+        self.blocks = min(total, at_once, max(strips, total // least))
         self.each, self.more = divmod(total, self.blocks)
         ends = (
             (self.block_of(s * tiles), self.block_of((s + 1) * tiles - 1)) for s in range(strips)

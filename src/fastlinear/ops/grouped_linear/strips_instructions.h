@@ -1,4 +1,4 @@
-// Instructions of Hopper that strips_backward.cu uses. Macro: IS_BF16.
+// Instructions of Hopper that strips.cu and strips_backward.cu use. Macro: IS_BF16.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -49,6 +49,12 @@ __device__ __forceinline__ void store_tile(const TensorMap* map, u32 from, int s
         "r"(from + b * T::BOX_BYTES), "r"((strip * T::BOXES + b) * T::BOX_COLUMNS), "r"(row)
         : "memory");
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Until all but the last KEPT groups of stores have been read from shared memory.
+template <int KEPT>
+__device__ __forceinline__ void wait_stores() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(KEPT) : "memory");
 }
 
 // Matrices of 8 rows of 16 bytes; lanes 8i to 8i + 7 have the addresses of matrix i's rows.
@@ -139,5 +145,15 @@ __device__ __forceinline__ float half_of(u32 word, int which) {
   if (IS_BF16) return __uint_as_float(which ? word & 0xffff0000u : word << 16);
   float out;
   asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(static_cast<u16>(which ? word >> 16 : word)));
+  return out;
+}
+
+// Of two numbers, NaN kept.
+__device__ __forceinline__ u32 relu_of(u32 word) {
+  u32 out;
+  if (IS_BF16)
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(word), "r"(0u));
+  else
+    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(out) : "r"(word), "r"(0u));
   return out;
 }

@@ -1,0 +1,111 @@
+"""How strips.cu is launched: strips, warps, stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from fastlinear.ops.grouped_linear.strips_tiles import tile_bytes
+
+SERVICE_REGISTERS = 40
+"""Of a thread that computes nothing, where the others take some of its registers."""
+WORTH = 0.9
+"""Whole chunks of strips where they are that part of the blocks that run at once."""
+_SHARED, _BLOCK_SHARED = 228 * 1024, 227 * 1024  # of a multiprocessor, of a block
+_RESERVED = 1024  # bytes of a block that the system takes
+_OVERHEAD = 2 * 1024  # the barriers, and what aligns them
+_REGISTERS, _MOST_REGISTERS = 65536, 255
+_OTHER_REGISTERS = 35  # of a thread: fragments, addresses, counters
+_WEIGHT_REGISTERS = 112
+_GOOD_WARPS, _MOST_WARPS = 8, 14
+_MOST_STRIP = 512  # bytes
+_STAGES = ((4, 4), (3, 5), (3, 4), (3, 3), (3, 2), (2, 2), (2, 1))
+
+
+@dataclass(frozen=True)
+class StripsConfig:
+    """One way to launch the kernel.
+
+    Attributes:
+        groups: groups of a strip.
+        parts: warps that share the outputs of a group.
+        stages, outs: tiles of x and of y in shared memory.
+        blocks: blocks of a multiprocessor.
+    """
+
+    groups: int
+    parts: int
+    stages: int = 3
+    outs: int = 4
+    blocks: int = 1
+
+
+def shared_bytes(config: StripsConfig, k: int, n: int, save_pre: bool) -> int:
+    """Dynamic shared memory of a block."""
+    x, y = (tile_bytes(config.groups * width) for width in (k, n))
+    return _OVERHEAD + config.stages * x + config.outs * y * (2 if save_pre else 1)
+
+
+def fits(config: StripsConfig, k: int, n: int, save_pre: bool) -> bool:
+    """Whether a multiprocessor's shared memory holds its blocks."""
+    shared = shared_bytes(config, k, n, save_pre)
+    return shared <= _BLOCK_SHARED and (shared + _RESERVED) * config.blocks <= _SHARED
+
+
+def registers(config: StripsConfig, k: int, n: int) -> int:
+    """About how many registers a thread takes."""
+    early = 0 if config.groups == 1 or k % 8 == 0 else 3 if k % 4 else 2
+    steps = -(-(k // 2 + early) // 8)
+    return -(-n // (8 * config.parts)) * (2 * steps + 5) + _OTHER_REGISTERS
+
+
+def service_warps(config: StripsConfig) -> int:
+    """Warps that move tiles: two, or four that let the others have some of their registers."""
+    warps = config.groups * config.parts
+    return 4 if warps % 4 == 0 and warps * config.blocks >= 16 else 2
+
+
+def limit(config: StripsConfig) -> tuple[int, int]:
+    """Registers of a thread that computes, and at launch."""
+    warps, service = config.groups * config.parts, service_warps(config)
+    quarter = -(-(warps + service) * config.blocks // 4)  # warps of a part of a multiprocessor
+    launch = min(_MOST_REGISTERS, _REGISTERS // (quarter * 128) // 8 * 8)
+    if service == 2:
+        return launch, launch
+    quarter = (warps + service) // 4  # of one block
+    return (launch * quarter - SERVICE_REGISTERS) // (warps // 4) // 8 * 8, launch
+
+
+@lru_cache(maxsize=1024)
+def strips_config(groups: int, k: int, n: int, save_pre: bool) -> StripsConfig | None:
+    """The configuration for such groups of 16-bit numbers; None where no strip of them fits."""
+    sizes = [p for p in (1, 2, 4, 8) if groups % p == 0 and p * k % 8 == 0 and p * n % 8 == 0]
+    most = _WEIGHT_REGISTERS // (2 * -(-k // 16))  # each step takes two of a tile of 8 outputs
+    if k % 2 or n % 2 or most < 1 or not sizes:
+        return None
+    tiles = -(-n // 8)
+    wide = [p for p in reversed(sizes) if p * max(k, n) * 2 <= _MOST_STRIP]
+    for p in wide or sizes[:1]:
+        for blocks in (2, 1):
+            for parts in range(1, min(tiles, _MOST_WARPS // p) + 1):
+                config = StripsConfig(p, parts, blocks=blocks)
+                if (
+                    p * parts * blocks >= _GOOD_WARPS
+                    and registers(config, k, n) <= limit(config)[0]
+                    and (made := _with_stages(config, k, n, save_pre)) is not None
+                ):
+                    return made
+    fewest = -(-tiles // most)
+    parts = min(fewest, min(fewest + 1, tiles), key=lambda p: p * -(-tiles // p))
+    if sizes[0] * parts > _MOST_WARPS:
+        return None
+    return _with_stages(StripsConfig(sizes[0], parts), k, n, save_pre)
+
+
+def _with_stages(config: StripsConfig, k: int, n: int, save_pre: bool) -> StripsConfig | None:
+    """As many stages as shared memory holds."""
+    for stages, outs in _STAGES:
+        made = replace(config, stages=stages, outs=outs)
+        if fits(made, k, n, save_pre):
+            return made
+    return None
