@@ -23,6 +23,8 @@ from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear.reference import Gradients, Needs
 from fastlinear.ops.grouped_linear.strips_backward_config import (
     SERVICE_REGISTERS,
+    WORTH,
+    WORTH_PLAIN,
     Split,
     StripsBackwardConfig,
     limit,
@@ -209,7 +211,8 @@ class StripsBackward:
             kernel, sums = _kernels(x.dtype, k, n, activation, needs, config, self._device)
         tiles = -(-m // ROWS)
         units = device_facts(x.device).units
-        split = Split(groups // config.groups, tiles, units * config.blocks)
+        worth = WORTH_PLAIN if saved is None else WORTH
+        split = Split(groups // config.groups, tiles, units * config.blocks, worth)
         shares = split.slots if split.slots > 1 and any(needs[1:]) else 0
         self._shares = (
             (shares, groups, n, k) if shares and needs[1] else None,

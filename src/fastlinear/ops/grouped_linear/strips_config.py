@@ -9,7 +9,7 @@ from fastlinear.ops.grouped_linear.strips_tiles import tile_bytes
 
 SERVICE_REGISTERS = 40
 """Of a thread that computes nothing, where the others take some of its registers."""
-WORTH = 0.9
+WORTH = 0.75
 """Whole chunks of strips where they are that part of the blocks that run at once."""
 _SHARED, _BLOCK_SHARED = 228 * 1024, 227 * 1024  # of a multiprocessor, of a block
 _RESERVED = 1024  # bytes of a block that the system takes
