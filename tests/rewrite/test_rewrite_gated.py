@@ -172,6 +172,11 @@ def test_modules_become_one_call_each(
     assert set(kept) == members, result.table()
     assert all(s.status == "kept" and "gated MLP" in s.reason for s in kept.values())
     assert list(model.state_dict()) == keys
+    found = {f.fqn: f for f in result.findings if f.code == "gated_mlp"}
+    assert set(found) == {"layers.0", "layers.1"}
+    for f in found.values():
+        assert "100.0 us a call, 50.0 us by gated_mlp. optimize_ has put it in place" in f.message
+        assert set(f.details["timeline"]) == {"before", "after"}
     seen = calls_of_gated(monkeypatch)
     given = [x.clone().requires_grad_() for _ in range(2)]
     ours, theirs = model(given[0]), plain(given[1])

@@ -20,7 +20,8 @@ from fastlinear.ops.grouped_linear import strips_backward as strips
 from fastlinear.ops.grouped_linear import strips_backward_config as configs
 from fastlinear.ops.grouped_linear.problem import problem
 from fastlinear.ops.grouped_linear.reference import Needs
-from fastlinear.ops.grouped_linear.strips_backward_config import Split, StripsBackwardConfig
+from fastlinear.ops.grouped_linear.strips_backward_config import StripsBackwardConfig
+from fastlinear.ops.grouped_linear.strips_tiles import Split
 
 _spec = importlib.util.spec_from_file_location(
     "nvrtc_offline", Path(__file__).parents[1] / "nvrtc_offline.py"

@@ -43,11 +43,14 @@ _CPP_SOURCES = (
     *("../common/large_pages.h", "../common/cpp_build.py"),
 )
 _STRIPS_SHARED = (
-    *("strips_tiles.py", "strips_tiles.h", "strips_instructions.h", "strips_backward_config.py"),
+    *("strips_tiles.py", "strips_tiles.h", "strips_instructions.h"),
     *("../common/hopper_activations.h", "layout.py"),
 )
 _STRIPS_SOURCES = ("strips.py", "strips_config.py", "strips.cu", *_STRIPS_SHARED)
-_STRIPS_BACKWARD_SOURCES = ("strips_backward.py", "strips_backward.cu", *_STRIPS_SHARED)
+_STRIPS_BACKWARD_SOURCES = (
+    *("strips_backward.py", "strips_backward_config.py", "strips_backward.cu"),
+    *_STRIPS_SHARED,
+)
 _WIDE_SOURCES = ("triton_wide.py", "triton_wide_kernels.py", *_TRITON_SOURCES)
 _PIECES_SOURCES = (
     *("autograd.py", "plans.py", "reference.py", "ways.py", "triton_backward.py"),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import threading
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,32 +17,29 @@ from torch import Tensor
 from fastlinear.core.device import device_facts
 from fastlinear.core.problem import Problem
 from fastlinear.ops.common import cuda_driver as driver
-from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.grouped_linear import layout as layouts
+from fastlinear.ops.grouped_linear import strips_tiles
 from fastlinear.ops.grouped_linear.reference import Gradients, Needs
 from fastlinear.ops.grouped_linear.strips_backward_config import (
-    SERVICE_REGISTERS,
-    WORTH,
     WORTH_PLAIN,
-    Split,
     StripsBackwardConfig,
     limit,
     service_warps,
     shared_bytes,
     strips_backward_config,
 )
-from fastlinear.ops.grouped_linear.strips_tiles import ROWS, tensor_map
+from fastlinear.ops.grouped_linear.strips_tiles import (
+    ROWS,
+    SERVICE_REGISTERS,
+    WORTH,
+    Split,
+    source_of,
+    tensor_map,
+)
 
 ARCH = "sm_90a"
 KERNEL, SUMS_KERNEL = "grouped_linear_strips_backward", "grouped_linear_strips_sums"
-_SOURCES = (
-    Path(__file__).with_name("strips_instructions.h"),
-    Path(__file__).with_name("strips_tiles.h"),
-    Path(__file__).parent.parent / "common" / "hopper_activations.h",
-    Path(__file__).with_name("strips_backward.cu"),
-)
 _SUMS_THREADS = 256
-_MOST = 2**23
 _MAX_PLANS = 1024
 
 
@@ -57,8 +53,6 @@ def source(
 ) -> str:
     """The complete CUDA C++ source of one specialisation."""
     macros = {
-        **{f"ACT_{name.upper()}": number for number, name in enumerate(NAMES)},
-        "ACT": f"ACT_{activation.upper()}",
         "IS_BF16": int(dtype is torch.bfloat16),
         "K": k,
         "N": n,
@@ -73,8 +67,7 @@ def source(
         "SERVICE_REGISTERS": SERVICE_REGISTERS,
         **{f"NEED_{name}": int(need) for name, need in zip(("DX", "DW", "DB"), needs, strict=True)},
     }
-    text = "".join(f"#define {name} {value}\n" for name, value in macros.items())
-    return text + "".join(path.read_text() for path in _SOURCES)
+    return source_of("strips_backward.cu", activation, macros)
 
 
 @cache
@@ -97,21 +90,12 @@ def _kernels(
 
 def reason_not(p: Problem) -> str | None:
     """Why the kernel cannot serve a backward Problem, or None."""
-    if p.device != "cuda":
-        return "its kernel runs on CUDA devices only"
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA device"
-    if torch.cuda.get_device_capability() != (9, 0):
-        return "its kernel is written for compute capability 9.0"
-    if p.dtype not in ("bfloat16", "float16"):
-        return f"serves bfloat16 and float16, not {p.dtype}"
-    if (p.option("order"), p.option("x"), p.option("w")) != ("tokens", "dense", "dense"):
-        return "serves dense tensors, tokens first"
+    reason = strips_tiles.reason_not(p)
+    if reason is not None:
+        return reason
     groups, k, n = p.dim("G"), p.dim("K"), p.dim("N")
     if strips_backward_config(groups, k, n) is None:
         return f"no strip of {groups} groups of {k} to {n} features fits: 16 bytes, registers"
-    if max(p.dim("M"), groups * k, groups * n) > _MOST:
-        return f"sizes must stay below {_MOST}"
     return None
 
 

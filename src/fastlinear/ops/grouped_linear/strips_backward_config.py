@@ -1,4 +1,4 @@
-"""How strips_backward.cu is launched: strips, warps, stages, and which tiles a block takes."""
+"""How strips_backward.cu is launched: strips, warps, stages."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from fastlinear.ops.grouped_linear.reference import Needs
-from fastlinear.ops.grouped_linear.strips_tiles import SIZE, SWIZZLED, tile_bytes
+from fastlinear.ops.grouped_linear.strips_tiles import (
+    BOX,
+    OVERHEAD,
+    SERVICE_REGISTERS,
+    SIZE,
+    SWIZZLED,
+    holds,
+    launch_registers,
+    tile_bytes,
+    window,
+)
 
-SERVICE_REGISTERS = 40
-"""Of a thread that computes nothing."""
-_BOX = 256  # columns that one copy moves
-_SHARED, _BLOCK_SHARED = 228 * 1024, 227 * 1024  # of a multiprocessor, of a block
-_RESERVED = 1024  # bytes of a block that the system takes
-_OVERHEAD = 2 * 1024  # the barriers, and what aligns them
 _BEYOND = 4096  # bytes behind x that a window may reach
-_REGISTERS, _MOST_REGISTERS = 65536, 255
 _OTHER_REGISTERS = 44  # of a thread: fragments, addresses, counters
 _GOOD_WARPS, _MOST_WARPS = 8, 16
 _PARTS = ((1, 1), (2, 1), (4, 1), (4, 2), (8, 2))  # of a group: warps, those across
 _MOST_FEATURES = 128
 _MOST_STRIP = 512  # bytes
 _MOST_STAGES = 6
-WORTH = 0.75  # 100 of 132 blocks, each of one strip, took 118 us where 132 took 125;
-WORTH_PLAIN = 0.9  # without a derivative, which is more of a strip's own work, 111 us and 98
-_LEAST_TILES = 4  # of a block, else its share costs more than its products
+WORTH_PLAIN = 0.9  # without a derivative 100 of 132 blocks, each of one strip, took 111 us, 132 98
 
 
 @dataclass(frozen=True)
@@ -48,25 +49,19 @@ class StripsBackwardConfig:
     blocks: int = 1
 
 
-def _window(groups: int, features: int) -> int:
-    """Words of a group, and of what lies before it from 16 bytes on."""
-    early = 0 if groups == 1 or features % 8 == 0 else 3 if features % 4 else 2
-    return features // 2 + early
-
-
 def shared_bytes(config: StripsBackwardConfig, k: int, n: int, saved: bool, needs: Needs) -> int:
     """Dynamic shared memory of a block."""
     dy, x = (tile_bytes(config.groups * width) for width in (n, k))
     stage = dy * (2 if saved else 1) + (x if needs[1] else 0)
     outs = config.outs * x if needs[0] else 0
-    return _OVERHEAD + config.stages * stage + max(outs, _BEYOND)
+    return OVERHEAD + config.stages * stage + max(outs, _BEYOND)
 
 
 def registers(config: StripsBackwardConfig, k: int, n: int) -> int:
     """About how many registers a thread takes."""
-    rows, columns = -(-_window(config.groups, n) // 8), -(-_window(config.groups, k) // 4)
+    rows, columns = -(-window(config.groups, n) // 8), -(-window(config.groups, k) // 4)
     dw = -(-rows // (config.parts // config.across)) * -(-columns // config.across)
-    words = _window(config.groups, n)
+    words = window(config.groups, n)
     of_tile = 2 * (words // 8) + (0 if words % 8 == 0 else 1 if words % 8 <= 4 else 2)
     tiles = -(-k // 8)
     return 4 * dw + -(-tiles // config.parts) * (of_tile + 4) + _OTHER_REGISTERS
@@ -82,7 +77,7 @@ def limit(config: StripsBackwardConfig) -> tuple[int, int]:
     """Registers of a thread that computes, and at launch."""
     warps, service = config.groups * config.parts, service_warps(config)
     quarter = -(-(warps + service) * config.blocks // 4)  # warps of a part of a multiprocessor
-    launch = min(_MOST_REGISTERS, _REGISTERS // (quarter * 128) // 8 * 8)
+    launch = launch_registers(quarter)
     if service == 1:
         return launch, launch
     return (launch * quarter - SERVICE_REGISTERS) // (warps // 4) // 8 * 8, launch
@@ -94,12 +89,12 @@ def reason_against(config: StripsBackwardConfig, groups: int, k: int, n: int) ->
     if k % 2 or n % 2 or groups % p or p * k % 8 or p * n % 8:
         return "strips must be of whole 16 bytes"
     for features in (k, n):
-        if p * features * SIZE % SWIZZLED and p * features > _BOX:
+        if p * features * SIZE % SWIZZLED and p * features > BOX:
             return f"rows of {p * features} numbers take several copies"
-    rows = -(-_window(p, n) // 8)
+    rows = -(-window(p, n) // 8)
     if parts % config.across or parts // config.across > rows or parts > -(-k // 8):
         return "more warps than tiles"
-    if -(-_window(p, k) // 4) < config.across or p * parts > _MOST_WARPS:
+    if -(-window(p, k) // 4) < config.across or p * parts > _MOST_WARPS:
         return "more warps than tiles"
     return None
 
@@ -143,44 +138,4 @@ def _with_stages(
 
 def fits(config: StripsBackwardConfig, k: int, n: int, saved: bool, needs: Needs) -> bool:
     """Whether a multiprocessor's shared memory holds its blocks."""
-    shared = shared_bytes(config, k, n, saved, needs)
-    return shared <= _BLOCK_SHARED and (shared + _RESERVED) * config.blocks <= _SHARED
-
-
-class Split:
-    """How strips * tiles tiles are shared out: block b takes ``each`` of them, or one more.
-
-    Whole chunks of strips, so that each block has tiles of one strip, where these are ``worth`` a
-    part of the blocks that run at once.
-
-    Attributes:
-        blocks: of the launch.
-        each, more: tiles of a block; how many blocks take one more.
-        slots: the most blocks that share a strip.
-    """
-
-    def __init__(
-        self,
-        strips: int,
-        tiles: int,
-        at_once: int,
-        worth: float = WORTH,
-        least: int = _LEAST_TILES,
-    ) -> None:
-        total = strips * tiles
-        whole = at_once // strips * strips
-        if whole >= worth * at_once:
-            at_once = whole
-        self.blocks = min(total, at_once, max(strips, total // least))
-        self.each, self.more = divmod(total, self.blocks)
-        ends = (
-            (self.block_of(s * tiles), self.block_of((s + 1) * tiles - 1)) for s in range(strips)
-        )
-        self.slots = max(last - first + 1 for first, last in ends)
-
-    def block_of(self, tile: int) -> int:
-        """The block that takes a tile."""
-        full = self.more * (self.each + 1)
-        if tile < full:
-            return tile // (self.each + 1)
-        return self.more + (tile - full) // self.each
+    return holds(shared_bytes(config, k, n, saved, needs), config.blocks)

@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from fastlinear.ops.grouped_linear.strips_tiles import tile_bytes
+from fastlinear.ops.grouped_linear.strips_tiles import (
+    OVERHEAD,
+    SERVICE_REGISTERS,
+    holds,
+    launch_registers,
+    tile_bytes,
+    window,
+)
 
-SERVICE_REGISTERS = 40
-"""Of a thread that computes nothing, where the others take some of its registers."""
-WORTH = 0.75
-"""Whole chunks of strips where they are that part of the blocks that run at once."""
-_SHARED, _BLOCK_SHARED = 228 * 1024, 227 * 1024  # of a multiprocessor, of a block
-_RESERVED = 1024  # bytes of a block that the system takes
-_OVERHEAD = 2 * 1024  # the barriers, and what aligns them
-_REGISTERS, _MOST_REGISTERS = 65536, 255
 _OTHER_REGISTERS = 35  # of a thread: fragments, addresses, counters
 _WEIGHT_REGISTERS = 112
 _GOOD_WARPS, _MOST_WARPS = 8, 14
@@ -43,19 +42,17 @@ class StripsConfig:
 def shared_bytes(config: StripsConfig, k: int, n: int, save_pre: bool) -> int:
     """Dynamic shared memory of a block."""
     x, y = (tile_bytes(config.groups * width) for width in (k, n))
-    return _OVERHEAD + config.stages * x + config.outs * y * (2 if save_pre else 1)
+    return OVERHEAD + config.stages * x + config.outs * y * (2 if save_pre else 1)
 
 
 def fits(config: StripsConfig, k: int, n: int, save_pre: bool) -> bool:
     """Whether a multiprocessor's shared memory holds its blocks."""
-    shared = shared_bytes(config, k, n, save_pre)
-    return shared <= _BLOCK_SHARED and (shared + _RESERVED) * config.blocks <= _SHARED
+    return holds(shared_bytes(config, k, n, save_pre), config.blocks)
 
 
 def registers(config: StripsConfig, k: int, n: int) -> int:
     """About how many registers a thread takes."""
-    early = 0 if config.groups == 1 or k % 8 == 0 else 3 if k % 4 else 2
-    steps = -(-(k // 2 + early) // 8)
+    steps = -(-window(config.groups, k) // 8)
     return -(-n // (8 * config.parts)) * (2 * steps + 5) + _OTHER_REGISTERS
 
 
@@ -69,7 +66,7 @@ def limit(config: StripsConfig) -> tuple[int, int]:
     """Registers of a thread that computes, and at launch."""
     warps, service = config.groups * config.parts, service_warps(config)
     quarter = -(-(warps + service) * config.blocks // 4)  # warps of a part of a multiprocessor
-    launch = min(_MOST_REGISTERS, _REGISTERS // (quarter * 128) // 8 * 8)
+    launch = launch_registers(quarter)
     if service == 2:
         return launch, launch
     quarter = (warps + service) // 4  # of one block

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from fastlinear.core.compare import KINKED, clear_of_kinks
 from fastlinear.core.cost import Cost
-from fastlinear.core.device import cpu_name
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, Family, deferred, is_installed, register_family
-from fastlinear.ops.common import cpp_elementwise, door_node, hopper
+from fastlinear.ops.common import door_node, hopper
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import (
     cpp,
@@ -251,18 +250,10 @@ def _prefer(p: Problem) -> tuple[str, ...]:
         first = ("triton",) if one_launch else ("padded",) if padded_problem.pays(p) else ()
         return (*first, "pieces", "eager")
     if p.device == "cpu":
-        # oneDNN's call costs more than MKL's: it pays once there is arithmetic to save
-        if p.piece == "forward":
-            least = 1 << (23 if p.needs_grad else 21)  # a C++ node calls MKL without Python
-            heavy = p.dim("M") * p.dim("K") * p.dim("N") >= least and p.dim("M") >= 8
-            plain = p.option("activation") == "none"
-            # PyTorch copies a bias over the output before the product
-            pays = heavy and p.option("bias") != "no" and (not plain or p.dim("K") >= 512)
-            fast_mkl = p.dtype == "float32" and "intel" in cpu_name().lower()
-            if pays and fast_mkl and cpp_elementwise.why_not_loaded() is None:
-                return ("cpp", "eager") if plain else ("cpp", "onednn", "eager")
-            return ("onednn", "eager") if heavy and not plain else ("eager",)
-        return ("eager",)
+        if p.piece != "forward" or not onednn.is_heavy(p):
+            return ("eager",)
+        first = ("cpp",) if cpp.pays(p) else ()
+        return (*first, *(("onednn",) if p.option("activation") != "none" else ()), "eager")
     first = ("triton",) if _triton_pays(p) else ()
     if p.piece == "forward" and few_rows_config.pays(p.dim("M"), p.dim("K"), FLOAT_DTYPES[p.dtype]):
         first = ("few_rows", *first)

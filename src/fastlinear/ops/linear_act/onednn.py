@@ -36,6 +36,14 @@ _PROOF_ELEMENTS = 1 << 19
 _PROOF_COLUMNS = 128
 
 
+def is_heavy(problem: Problem) -> bool:
+    """Whether a forward has arithmetic to save: oneDNN's call costs more than MKL's, which a node
+    in C++ makes without Python."""
+    least = 1 << (23 if problem.needs_grad else 21)
+    m, k, n = problem.dim("M"), problem.dim("K"), problem.dim("N")
+    return m >= 8 and m * k * n >= least
+
+
 def reason_not(problem: Problem) -> str | None:
     """Why oneDNN cannot serve a Problem of any piece, or None."""
     if problem.device != "cpu":

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from fastlinear.nn.gated_match import Gated, recognise, weights_of
-from fastlinear.ops.gated_mlp.op import call
 from fastlinear.ops.gated_mlp.stacking import hidden, out_features
 from fastlinear.profile.graph import TENSOR, Observed
 from fastlinear.profile.records import LinearSite
+from fastlinear.rewrite.exchange.gated_forward import call_gated
 from fastlinear.rewrite.exchange.traceable import why_not
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.chain import all_different, one_pass
@@ -46,20 +46,13 @@ class GatedSite:
         weights, _ = weights_of(self.module, self.gated)
         return weights.gate.shape[1], hidden(weights), out_features(weights)
 
-    def instead(self, recompute: int | None = None) -> Callable[[Tensor], Tensor] | None:
+    def instead(self) -> Callable[[Tensor], Tensor] | None:
         """The same by ``gated_mlp``, on the module's own parameters as they are at each call; None
         where the module drops what the gate lets through."""
         gated = self.gated
         if gated.dropout and self.module.training:
             return None
-        function = "gated_linear" if gated.down is None else "gated_mlp"
-        activation, order = gated.activation, gated.order
-
-        def run(x: Tensor) -> Tensor:
-            weights, biases = weights_of(self.module, gated)
-            return call(x, weights, biases, activation, order, recompute, None, function)
-
-        return run
+        return lambda x: call_gated(x, *weights_of(self.module, gated), gated, None)
 
     def passes(self, mode: str) -> tuple[int, int]:
         """Numbers of hidden size, for each token, that PyTorch's own operations between the
