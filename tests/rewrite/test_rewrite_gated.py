@@ -300,6 +300,15 @@ def test_calls_of_another_kind_are_left_alone(make: Any, clock: Any) -> None:
     assert "forward" not in vars(model.inner)
 
 
+def test_a_rewritten_model_compiles_whole(clock: Any) -> None:
+    clock(FAST)
+    model, x = Model().eval(), torch.randn(40, 64)
+    expected = model(x)
+    assert optimized(model, x, families=("gated_mlp",)).kept == 5
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), expected, rtol=2e-5, atol=2e-5)
+
+
 def test_a_slower_call_is_not_kept(clock: Any) -> None:
     clock({**FAST, "after": 150.0})
     result = optimized(Model().eval(), torch.randn(40, 64), families=("gated_mlp",))
