@@ -16,7 +16,7 @@ from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.ops.common import door, door_node
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.diagonal_linear import op
+from fastlinear.ops.diagonal_linear import cpp, op
 from fastlinear.ops.diagonal_linear.backends import clear_of_kink
 
 BACKENDS = (None, "eager", "addcmul", "cpp")
@@ -372,17 +372,54 @@ def test_explain_says_why() -> None:
     assert fl.explain(x, w, backend="eager").choices[0].source == "forced"
 
 
-def test_training_calls_become_one_node() -> None:
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("shape", [(64, 48), (2, 5, 7), (1, 16), (3000, 100)])
+def test_cpp_calls_run_without_python(
+    shape: tuple[int, ...], grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once a call is known, neither direction comes back to the backend's Python function."""
+    if not (door.wait(120) and door_node.wait(180)):
+        pytest.skip(f"no nodes here: {door.reason_not() or door_node.reason_not()}")
+    x, r, dy = (draw(*shape) for _ in range(3))
+    if len(shape) == 2:  # rows apart
+        x = torch.cat([x, x], dim=1)[:, : shape[1]]
+    leaves = [x, draw(shape[-1]), draw(shape[-1]), r]
+    for t in leaves:
+        t.requires_grad_(grad)
+
+    def run() -> list[Tensor]:
+        x, w, b, r = leaves
+        y = fl.diagonal_linear(x, w, b, activation="silu", residual=r, backend="cpp")
+        return [y.detach(), *(torch.autograd.grad(y, leaves, dy) if grad else ())]
+
+    op._forget()
+    expected = run()
+    for _ in range(3):  # the kind is seen, wanted, known
+        run()
+
+    def fail(*_: Any) -> None:
+        raise AssertionError("in Python")
+
+    monkeypatch.setattr(cpp, "_library", fail)  # both functions load it at every call
+    for a, e in zip(run(), expected, strict=True):
+        assert torch.equal(a, e)
+
+
+@pytest.mark.parametrize(
+    ("device", "backend"), [("cpu", "cpp"), pytest.param("cuda", "triton", marks=pytest.mark.gpu)]
+)
+def test_training_calls_become_one_node(device: str, backend: str) -> None:
     """In C++ where it can be built: the same gradients, the same error for a changed input."""
     if not (door.wait(120) and door_node.wait(180)):
         pytest.skip(f"no nodes here: {door.reason_not() or door_node.reason_not()}")
     shape = (300, 200)
-    x, r, dy = draw(*shape).requires_grad_(), draw(*shape).requires_grad_(), draw(*shape)
-    w, b = draw(200).requires_grad_(), draw(200).requires_grad_()
+    x, r, dy, w, b = (draw(*s).to(device) for s in (shape, shape, shape, (200,), (200,)))
+    for t in (x, r, w, b):
+        t.requires_grad_()
     op._forget()
 
     def run(name: str) -> Tensor:
-        return fl.diagonal_linear(x, w, b, activation=name, residual=r, backend="cpp")
+        return fl.diagonal_linear(x, w, b, activation=name, residual=r, backend=backend)
 
     for name in ("none", "silu"):
         for wanted in ((x, w, b, r), (w,), (x, r), (r,)):

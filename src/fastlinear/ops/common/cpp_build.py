@@ -18,6 +18,7 @@ import tempfile
 import threading
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock
@@ -38,6 +39,7 @@ _FLAGS = (
     "-ffp-contract=fast",
 )
 _COMPILE_TIMEOUT_S = 120
+_TORCH_THREADS = "_ZN2at15get_num_threadsEv"  # at::get_num_threads()
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 
 
@@ -107,6 +109,24 @@ def failed(source: Path) -> str | None:
     """What ``load`` said when it failed for ``source`` earlier in this process, else None."""
     outcome = _outcomes.get(_key(source))
     return outcome.received if isinstance(outcome, UnsupportedError) else None
+
+
+def address(function: Any) -> int:
+    """Where a library's function lies, for the door's programs."""
+    found = ctypes.cast(function, ctypes.c_void_p).value
+    assert found is not None
+    return found
+
+
+def ask_torch_for_threads(set_count: Any) -> None:
+    """Give ``threads.h`` of a library torch's own count of threads, by the library's function.
+
+    OpenMP does not know what ``torch.set_num_threads`` said in a thread that torch has not used.
+    """
+    torch_library = ctypes.CDLL(torch._C.__file__)
+    if hasattr(torch_library, _TORCH_THREADS):
+        set_count.argtypes = [ctypes.c_void_p]
+        set_count(ctypes.cast(torch_library[_TORCH_THREADS], ctypes.c_void_p))
 
 
 def forget() -> None:

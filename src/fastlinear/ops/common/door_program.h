@@ -177,7 +177,7 @@ class Program {
   // the only stream it may run on or None),
   // and these tensors.
   Program(PyObject* spec, const Tensors& given)
-      : spec_(spec), results_(integers(PyTuple_GetItem(spec, 1))) {
+      : spec_(spec), results_(integers(PyTuple_GetItem(spec, 1))), size_(given.size()) {
     PyObject* steps = PyTuple_GetItem(spec, 0);
     for (Py_ssize_t i = 0; i < PyTuple_Size(steps); ++i) add(PyTuple_GetItem(steps, i));
     find_last_uses(static_cast<int64_t>(given.size()));

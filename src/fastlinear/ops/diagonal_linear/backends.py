@@ -56,16 +56,20 @@ def _prefer(p: Problem) -> tuple[str, ...]:
             alone = host_bound and door_node.reason_not() is not None
             return ("eager", "pieces") if alone else ("pieces", "eager")
         return ("triton", "addcmul", "eager") if p.piece == "forward" else ("triton", "eager")
+    without_python = door_node.reason_not() is None
     quick = p.option("activation") in addcmul.QUICK
     if p.piece == STEP:
         least = cpp.LEAST_STEP_QUICK if quick else cpp.LEAST_STEP
-        return ("pieces", "eager") if numbers >= least else ("eager",)
+        return ("pieces", "eager") if without_python or numbers >= least else ("eager",)
     if p.piece == "backward":
-        return ("cpp", "eager") if numbers >= cpp.LEAST else ("eager",)
+        return ("cpp", "eager") if without_python or numbers >= cpp.LEAST else ("eager",)
     # without an activation or a residual PyTorch takes one pass as well
     one_pass = p.option("activation") == "none" and p.option("residual") == "no"
-    least = cpp.LEAST_NEW if one_pass else cpp.LEAST_QUICK if quick else cpp.LEAST
-    return (*(("cpp",) if numbers >= least else ()), "addcmul", "eager")
+    if one_pass and not p.needs_grad:
+        ours = numbers >= cpp.LEAST_NEW or (without_python and numbers <= cpp.MOST_ALONE)
+    else:
+        ours = without_python or numbers >= (cpp.LEAST_QUICK if quick else cpp.LEAST)
+    return (*(("cpp",) if ours else ()), "addcmul", "eager")
 
 
 def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,12 +19,14 @@ from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.diagonal_linear.reference import Gradients, Needs
 
 SOURCE = Path(__file__).with_name("diagonal.cpp")
-# Numbers of x from which a pass of our own pays, on two cores:
+# Numbers of x from which a pass of our own pays, on two cores, where a call goes through Python:
 LEAST = 1 << 15
 LEAST_QUICK = 1 << 19  # over PyTorch's passes with an activation that costs next to nothing
 LEAST_STEP = 1 << 15  # over PyTorch's own autograd
 LEAST_STEP_QUICK = 1 << 18  # the same with an activation that costs next to nothing
-LEAST_NEW = 1 << 23  # over one pass of PyTorch's, for the large pages of the result
+# The same where it does not, over one pass of PyTorch's: for the large pages of the result, and up
+# to which one thread computes
+LEAST_NEW, MOST_ALONE = 1 << 23, 1 << 15
 _CODES = {name: code for code, name in enumerate(NAMES)}  # diagonal.cpp's switch
 _CHUNKS = 16  # of rows, each with sums of its own, whatever the number of threads
 _FRESH_BYTES = 1 << 25  # new results from this size on get large pages; malloc keeps less at hand
@@ -61,21 +64,12 @@ def forward(
     Raises:
         UnsupportedError: the library cannot be compiled or loaded.
     """
-    x, residual = _unit(x), None if residual is None else _unit(residual)
+    x, residual = unit(x), None if residual is None else unit(residual)
     y = _empty(tuple(x.shape), x) if out is None else out
     if x.numel() == 0:
         return y
-    code = _library().fastlinear_diagonal_forward(
-        _CODES[activation],
-        x.dtype is torch.bfloat16,
-        *map(_address, (x, weight, bias, residual, y)),
-        *x.shape,
-        x.stride(0),
-        0 if residual is None else residual.stride(0),
-        torch.get_num_threads(),
-        out is None and y.nbytes >= _FRESH_BYTES,
-    )
-    assert code == 0
+    call = described(x, activation, residual, new=out is None)
+    _library().fastlinear_diagonal_forward(call, *map(_address, (x, weight, bias, residual, y)))
     return y
 
 
@@ -105,21 +99,42 @@ def backward(
         dw, db = (dy.new_zeros(k) if need else None for need in needs[1:])
         return dx, dw, db
     dw, db = (_empty((k,), dy) if need else None for need in needs[1:])
-    x = dy if x is None else _unit(x)  # without an activation and dw its values do not matter
+    x = dy if x is None else unit(x)  # without an activation and dw its values do not matter
     weight = dy[0] if weight is None else weight  # nor do these without dx
-    code = _library().fastlinear_diagonal_backward(
-        _CODES[activation],
-        dy.dtype is torch.bfloat16,
-        *map(_address, (dy, x, weight, bias, dx, dw, db)),
-        *dy.shape,
-        x.stride(0),
-        _CHUNKS,
-        torch.get_num_threads(),
-        dy.nbytes >= _FRESH_BYTES,
-        dy.nbytes >= _PAST_BYTES,
-    )
-    assert code == 0
+    call = described(x, activation, None, new=True)
+    _library().fastlinear_diagonal_backward(call, *map(_address, (dy, x, weight, bias, dx, dw, db)))
     return dx, dw, db
+
+
+def described(x: Tensor, activation: str, residual: Tensor | None, *, new: bool) -> Any:
+    """The numbers of a call as ``diagonal.cpp`` reads them; x and the residual (M, K) with unit
+    stride along K.
+
+    Args:
+        new: whether y, or dx, is a new tensor.
+    """
+    numbers = (
+        *(_CODES[activation], x.dtype is torch.bfloat16, *x.shape, x.stride(0)),
+        0 if residual is None else residual.stride(0),
+        _CHUNKS,
+        new and _bytes(x) >= _FRESH_BYTES,
+        _bytes(x) >= _PAST_BYTES,
+    )
+    return (ctypes.c_int64 * len(numbers))(*numbers)
+
+
+def forward_address() -> int:
+    """Address of ``fastlinear_diagonal_forward``, for the door's programs."""
+    return cpp_build.address(_library().fastlinear_diagonal_forward)
+
+
+def backward_address() -> int:
+    """Address of ``fastlinear_diagonal_backward``, for the door's programs."""
+    return cpp_build.address(_library().fastlinear_diagonal_backward)
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
 
 
 def _empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
@@ -130,7 +145,7 @@ def _address(t: Tensor | None) -> int:
     return 0 if t is None else t.data_ptr()
 
 
-def _unit(x: Tensor) -> Tensor:
+def unit(x: Tensor) -> Tensor:
     """x with unit stride along K; one column or row may state any stride for the other."""
     m, k = x.shape
     if k > 1 and x.stride(1) != 1:
@@ -141,8 +156,10 @@ def _unit(x: Tensor) -> Tensor:
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL:
     library = cpp_build.load(SOURCE)
-    pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    sizes = [size] * 4 + [number] * 2
-    library.fastlinear_diagonal_forward.argtypes = [number, number, *[pointer] * 5, *sizes]
-    library.fastlinear_diagonal_backward.argtypes = [number, number, *[pointer] * 7, *sizes, number]
+    pointer = ctypes.c_void_p
+    library.fastlinear_diagonal_forward.argtypes = [pointer] * 6
+    library.fastlinear_diagonal_forward.restype = None
+    library.fastlinear_diagonal_backward.argtypes = [pointer] * 8
+    library.fastlinear_diagonal_backward.restype = None
+    cpp_build.ask_torch_for_threads(library.fastlinear_diagonal_threads)
     return library

@@ -11,10 +11,10 @@
 // for the caches (`past`) is written around them, which leaves them to dy and x.
 
 #include "../common/activations.h"
+#include "../common/threads.h"
 #include "diagonal_memory.h"
 
-#include <pthread.h>
-
+#include <type_traits>
 #include <vector>
 
 namespace {
@@ -25,14 +25,16 @@ constexpr int64_t kSegment = 4096;  // numbers of a row that one thread takes at
 constexpr int64_t kAhead = 2048;    // bytes from what is read to what is asked for
 constexpr int64_t kRows = 8;        // rows summed in float32 before going to float64
 constexpr int64_t kLeast = 64;      // rows of a chunk with sums of its own
-constexpr int64_t kAlone = 32768;   // numbers below which one thread is faster than waking more
+constexpr int64_t kAlone = 32768;   // numbers a thread, below which waking it does not pay
 
-// In a forked process OpenMP still counts on the threads of the parent, and the thread that forked
-// would wait for them for ever. It computes alone.
-uint64_t forking_thread = 0;
-bool forked() { return forking_thread && forking_thread == uint64_t(pthread_self()); }
-[[maybe_unused]] const int fork_noticed =
-    pthread_atfork(nullptr, nullptr, [] { forking_thread = uint64_t(pthread_self()); });
+// What one call is made of, as cpp.py writes it.
+struct Call {
+  int64_t act, half;         // which activation; whether the numbers are bfloat16, else float32
+  int64_t m, k;
+  int64_t x_stride, r_stride;  // numbers between rows of x and of the residual; the rest is dense
+  int64_t chunks;            // of rows, with sums of their own, at most
+  int64_t fresh, past;       // whether the large result is new memory; is written around the caches
+};
 
 using Bf16 = uint16_t;
 
@@ -69,16 +71,24 @@ struct Walk {
   int64_t numbers(int64_t row) const { return row == rows - 1 ? last : width; }
 };
 
-// A parameter (k) as float32, repeated for each row of a fold.
-template <class T>
-std::vector<float> repeated(const T* parameter, int64_t k, int64_t fold) {
-  std::vector<float> found;
-  if (!parameter) return found;
-  found.resize(k * fold);
-  for (int64_t i = 0; i < k; ++i) found[i] = wide(parameter[i]);
-  for (int64_t i = k; i < k * fold; ++i) found[i] = found[i - k];
-  return found;
-}
+// A parameter (k) as float32, repeated for each row of a fold; itself where it is that already.
+struct Repeated {
+  std::vector<float> made;
+  const float* data = nullptr;
+
+  template <class T>
+  Repeated(const T* parameter, int64_t k, int64_t fold) {
+    if (!parameter) return;
+    if constexpr (std::is_same_v<T, float>) {
+      data = parameter;
+      if (fold == 1) return;
+    }
+    made.resize(k * fold);
+    for (int64_t i = 0; i < k; ++i) made[i] = wide(parameter[i]);
+    for (int64_t i = k; i < k * fold; ++i) made[i] = made[i - k];
+    data = made.data();
+  }
+};
 
 template <class A, class T, bool kBias, bool kResidual>
 inline void forward_row(const T* __restrict x, const float* __restrict w, const float* __restrict b,
@@ -103,18 +113,20 @@ inline void forward_row(const T* __restrict x, const float* __restrict w, const 
 }
 
 template <class A, class T, bool kBias, bool kResidual>
-void forward_all(const T* x, const T* w, const T* b, const T* r, T* y, int64_t m, int64_t k,
-                 int64_t x_stride, int64_t r_stride, int threads) {
+void forward_all(const Call& c, const T* x, const T* w, const T* b, const T* r, T* y) {
+  const int64_t m = c.m, k = c.k;
+  int64_t x_stride = c.x_stride, r_stride = c.r_stride;
   const Walk walk(m, k, x_stride == k && (!kResidual || r_stride == k));
-  const std::vector<float> ws = repeated(w, k, walk.fold), bs = repeated(b, k, walk.fold);
+  const Repeated ws(w, k, walk.fold), bs(b, k, walk.fold);
   if (walk.fold > 1) x_stride = r_stride = walk.width;
   const int64_t segments = (walk.width + kSegment - 1) / kSegment;
-#pragma omp parallel for schedule(static) num_threads(threads) if (m * k > kAlone && !forked())
+  const int threads = threads_worth(double(m) * k / kAlone);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (int64_t t = 0; t < walk.rows * segments; ++t) {
     const int64_t row = t / segments, j = t % segments * kSegment, left = walk.numbers(row) - j;
     const int64_t n = left < kSegment ? left : kSegment;
-    forward_row<A, T, kBias, kResidual>(x + row * x_stride + j, ws.data() + j,
-                                        kBias ? bs.data() + j : nullptr,
+    forward_row<A, T, kBias, kResidual>(x + row * x_stride + j, ws.data + j,
+                                        kBias ? bs.data + j : nullptr,
                                         kResidual ? r + row * r_stride + j : nullptr,
                                         y + row * walk.width + j, n);
   }
@@ -143,13 +155,16 @@ inline void backward_row(const T* __restrict dy, const T* __restrict x, const fl
 }
 
 template <class A, class T>
-void backward_all(const T* dy, const T* x, const T* w, const T* b, T* dx, T* dw, T* db,
-                  int64_t m, int64_t k, int64_t x_stride, int64_t most_chunks, bool past,
-                  int threads) {
+void backward_all(const Call& c, const T* dy, const T* x, const T* w, const T* b, T* dx, T* dw,
+                  T* db) {
+  const int64_t m = c.m, k = c.k, most_chunks = c.chunks;
+  const bool past = c.past;
+  int64_t x_stride = c.x_stride;
   const Walk walk(m, k, x_stride == k);
-  const std::vector<float> ws = repeated(w, k, walk.fold);
-  std::vector<float> bs = repeated(b, k, walk.fold);
-  if (!b) bs.assign(walk.width, 0.0f);
+  const Repeated ws(w, k, walk.fold);
+  const std::vector<float> zeros(b ? 0 : walk.width);
+  const Repeated bs(b, k, walk.fold);
+  const float* biases = b ? bs.data : zeros.data();
   if (walk.fold > 1) x_stride = walk.width;
   int64_t chunks = 1 + m * k / kAlone;
   if (chunks > most_chunks) chunks = most_chunks;
@@ -159,7 +174,8 @@ void backward_all(const T* dy, const T* x, const T* w, const T* b, T* dx, T* dw,
   const int64_t part = chunks < most_chunks ? kBlock : walk.width;
   const int64_t parts = (walk.width + part - 1) / part, all = walk.width;
   std::vector<double> sums(2 * chunks * all);
-#pragma omp parallel for schedule(static) num_threads(threads) if (m * k > kAlone && !forked())
+  const int threads = threads_worth(double(m) * k / kAlone);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (int64_t t = 0; t < chunks * parts; ++t) {
     const int64_t chunk = t / parts, begin = t % parts * part;
     const int64_t end = begin + part < all ? begin + part : all;
@@ -175,8 +191,8 @@ void backward_all(const T* dy, const T* x, const T* w, const T* b, T* dx, T* dw,
         for (int64_t i = 0; i < n; ++i) in_w[i] = in_b[i] = 0.0f;
         for (int64_t row = r; row < stop; ++row) {
           const int64_t left = walk.numbers(row) - j, here = left < n ? left : n;
-          backward_row<A, T>(dy + row * all + j, x + row * x_stride + j, ws.data() + j,
-                             bs.data() + j, dx && !past ? dx + row * all + j : on_its_way, in_w,
+          backward_row<A, T>(dy + row * all + j, x + row * x_stride + j, ws.data + j,
+                             biases + j, dx && !past ? dx + row * all + j : on_its_way, in_w,
                              in_b, here);
           if (dx && past) write_through(dx + row * all + j, on_its_way, here * sizeof(T));
         }
@@ -198,40 +214,37 @@ void backward_all(const T* dy, const T* x, const T* w, const T* b, T* dx, T* dw,
 }
 
 // Numbered as the names in activations.py.
-#define FASTLINEAR_SWITCH(CALL)        \
-  switch (which) {                     \
-    case 0: CALL(None); return 0;      \
-    case 1: CALL(Relu); return 0;      \
-    case 2: CALL(Relu2); return 0;     \
-    case 3: CALL(Silu); return 0;      \
-    case 4: CALL(Gelu); return 0;      \
-    case 5: CALL(GeluTanh); return 0;  \
-    case 6: CALL(Sigmoid); return 0;   \
-    case 7: CALL(Tanh); return 0;      \
-    case 8: CALL(QuickGelu); return 0; \
-    case 9: CALL(LeakyRelu); return 0; \
-    default: return 1;                 \
+#define FASTLINEAR_SWITCH(CALL)       \
+  switch (c.act) {                    \
+    case 0: CALL(None); break;        \
+    case 1: CALL(Relu); break;        \
+    case 2: CALL(Relu2); break;       \
+    case 3: CALL(Silu); break;        \
+    case 4: CALL(Gelu); break;        \
+    case 5: CALL(GeluTanh); break;    \
+    case 6: CALL(Sigmoid); break;     \
+    case 7: CALL(Tanh); break;        \
+    case 8: CALL(QuickGelu); break;   \
+    case 9: CALL(LeakyRelu); break;   \
+    default: std::abort();            \
   }
 
 template <class T>
-int forward(int which, const T* x, const T* w, const T* b, const T* r, T* y, int64_t m, int64_t k,
-            int64_t x_stride, int64_t r_stride, int threads) {
-#define REST x, w, b, r, y, m, k, x_stride, r_stride, threads
-#define CALL(A)                                     \
-  b ? (r ? forward_all<A, T, true, true>(REST)      \
-         : forward_all<A, T, true, false>(REST))    \
-    : (r ? forward_all<A, T, false, true>(REST)     \
-         : forward_all<A, T, false, false>(REST))
+void forward(const Call& c, const T* x, const T* w, const T* b, const T* r, T* y) {
+  if (c.fresh) large_pages(y, size_t(c.m) * c.k * sizeof(T));
+#define CALL(A)                                           \
+  b ? (r ? forward_all<A, T, true, true>(c, x, w, b, r, y)    \
+         : forward_all<A, T, true, false>(c, x, w, b, r, y))  \
+    : (r ? forward_all<A, T, false, true>(c, x, w, b, r, y)   \
+         : forward_all<A, T, false, false>(c, x, w, b, r, y))
   FASTLINEAR_SWITCH(CALL)
 #undef CALL
-#undef REST
 }
 
 template <class T>
-int backward(int which, const T* dy, const T* x, const T* w, const T* b, T* dx, T* dw, T* db,
-             int64_t m, int64_t k, int64_t x_stride, int64_t chunks, bool past, int threads) {
-#define CALL(A) \
-  backward_all<A, T>(dy, x, w, b, dx, dw, db, m, k, x_stride, chunks, past, threads)
+void backward(const Call& c, const T* dy, const T* x, const T* w, const T* b, T* dx, T* dw, T* db) {
+  if (c.fresh && dx) large_pages(dx, size_t(c.m) * c.k * sizeof(T));
+#define CALL(A) backward_all<A, T>(c, dy, x, w, b, dx, dw, db)
   FASTLINEAR_SWITCH(CALL)
 #undef CALL
 }
@@ -241,31 +254,29 @@ int backward(int which, const T* dy, const T* x, const T* w, const T* b, T* dx, 
 // For a library loaded after the fork: the thread that the process began with.
 extern "C" void fastlinear_forked(uint64_t thread) { forking_thread = thread; }
 
-// x and r: m rows of k numbers, x_stride and r_stride apart; y dense; b and r may be null. `half`:
-// the numbers are bfloat16, else float32.
-extern "C" int fastlinear_diagonal_forward(int which, int half, const void* x, const void* w,
-                                           const void* b, const void* r, void* y, int64_t m,
-                                           int64_t k, int64_t x_stride, int64_t r_stride,
-                                           int threads, int fresh) {
-  if (fresh) large_pages(y, size_t(m) * k * (half ? 2 : 4));
-#define CALL(T)                                                                            \
-  forward<T>(which, static_cast<const T*>(x), static_cast<const T*>(w),                    \
-             static_cast<const T*>(b), static_cast<const T*>(r), static_cast<T*>(y), m, k, \
-             x_stride, r_stride, threads)
-  return half ? CALL(Bf16) : CALL(float);
-#undef CALL
+// count: how many threads torch would take in the thread that calls it.
+extern "C" void fastlinear_diagonal_threads(int (*count)()) { threads_of_torch = count; }
+
+// b and r may be null.
+extern "C" void fastlinear_diagonal_forward(const int64_t* call, const void* x, const void* w,
+                                            const void* b, const void* r, void* y) {
+  const Call& c = *reinterpret_cast<const Call*>(call);
+#define RUN(T)                                                                              \
+  forward(c, static_cast<const T*>(x), static_cast<const T*>(w), static_cast<const T*>(b), \
+          static_cast<const T*>(r), static_cast<T*>(y))
+  c.half ? RUN(Bf16) : RUN(float);
+#undef RUN
 }
 
-// dy and dx dense; b, dx, dw and db may be null.
-extern "C" int fastlinear_diagonal_backward(int which, int half, const void* dy, const void* x,
-                                            const void* w, const void* b, void* dx, void* dw,
-                                            void* db, int64_t m, int64_t k, int64_t x_stride,
-                                            int64_t chunks, int threads, int fresh, int past) {
-  if (fresh && dx) large_pages(dx, size_t(m) * k * (half ? 2 : 4));
-#define CALL(T)                                                                               \
-  backward<T>(which, static_cast<const T*>(dy), static_cast<const T*>(x),                     \
-              static_cast<const T*>(w), static_cast<const T*>(b), static_cast<T*>(dx),        \
-              static_cast<T*>(dw), static_cast<T*>(db), m, k, x_stride, chunks, past, threads)
-  return half ? CALL(Bf16) : CALL(float);
-#undef CALL
+// b, dx, dw and db may be null.
+extern "C" void fastlinear_diagonal_backward(const int64_t* call, const void* dy, const void* x,
+                                             const void* w, const void* b, void* dx, void* dw,
+                                             void* db) {
+  const Call& c = *reinterpret_cast<const Call*>(call);
+#define RUN(T)                                                                                \
+  backward(c, static_cast<const T*>(dy), static_cast<const T*>(x), static_cast<const T*>(w), \
+           static_cast<const T*>(b), static_cast<T*>(dx), static_cast<T*>(dw),               \
+           static_cast<T*>(db))
+  c.half ? RUN(Bf16) : RUN(float);
+#undef RUN
 }

@@ -263,4 +263,7 @@ def _admit(
         plan = launches.in_door(x, weight, bias, activation, residual, plan) or plan
     elif dense and found.training is not None:
         plan = programs.node(found.training, x, weight, bias, residual) or plan
+    elif dense and found.inference is not None:
+        given = x, weight, bias, activation, residual
+        plan = programs.inference(found.inference, *given, plan) or plan
     table.admit(x, weight, rest, activation, backend, plan)

@@ -34,6 +34,7 @@ class Resolved:
         launched: whether the door may be given the backend's one launch instead.
         run: the forward's backend, for calls with ``out``; None is PyTorch's own.
         training: what such calls are recorded by, where the door may record them itself.
+        inference: the forward's backend by name, where the door may run it itself.
     """
 
     plan: Plan
@@ -41,6 +42,7 @@ class Resolved:
     launched: bool
     run: Callable[..., Tensor] | None
     training: Training | None = None
+    inference: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,9 @@ def resolved(
     if autocast is not None:
         return Resolved(plan, None, False, run)
     launched = names == {"triton"} and not grad and not captured
-    return Resolved(plan, inner, launched, run, None if captured else training)
+    own_way = None if captured else training
+    name = None if captured or grad else chosen[0].backend.name
+    return Resolved(plan, inner, launched, run, own_way, name)
 
 
 def training_plan(chosen: tuple[Choice, ...], activation: str) -> Plan:

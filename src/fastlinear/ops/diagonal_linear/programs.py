@@ -1,12 +1,14 @@
-"""Training calls of diagonal_linear as the compiled door records them: one node, a launch forward
-and one or two backward.
+"""Calls of diagonal_linear as the compiled door runs and records them: one node, a launch forward
+and one or two backward; on a CPU one C++ call each way.
 
-What a program does is what the Triton backend does; other backends run in Python inside the node.
+What a program does is what the backends ``triton`` and ``cpp`` do; others run in Python inside the
+node.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +16,8 @@ from torch import Tensor
 
 from fastlinear.ops.common import door_node
 from fastlinear.ops.common.door_launch import DoorLaunch
-from fastlinear.ops.common.door_program import Program
+from fastlinear.ops.common.door_program import Program, memory
+from fastlinear.ops.diagonal_linear import cpp
 from fastlinear.ops.diagonal_linear.plans import Training
 
 NAME = "DiagonalLinearBackward"
@@ -63,6 +66,8 @@ def _forward(
     assert x is not None
     assert weight is not None
     given = [t for t in (x, residual) if t is not None]
+    if training.forward == "cpp":
+        return _forward_in_cpp(x, bias, residual, training.formula.activation)
     if training.forward != "triton" or not all(map(_viewable, given)):
         return None
     if not door_node.serves_cuda():
@@ -88,6 +93,8 @@ def _backward(
     dy is contiguous, and all this ran on such tensors.
     """
     x, weight, bias = tensors[:3]
+    if training.backward == "cpp":
+        return _backward_in_cpp(training, needs, dy, x, weight, bias)
     if training.backward != "triton" or not door_node.serves_cuda():
         return None
     if x is not None and not _viewable(x):
@@ -125,6 +132,83 @@ def _backward(
     if not all(p.launch(launch) for launch in launches):
         return None
     return p.spec(dx, dw, db, dr)
+
+
+def inference(
+    backend: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    plan: Callable[..., Tensor],
+) -> Any:
+    """The door's plan for such calls without gradients, or None where it is ``plan`` itself.
+
+    They must have run before; weight and bias are contiguous. ``plan`` serves what the program
+    cannot.
+    """
+    if backend != "cpp" or not door_node.begun():
+        return None
+    spec = _forward_in_cpp(x, bias, residual, activation)
+    return None if spec is None else door_node.program(spec, (x, weight, bias, residual), plan)
+
+
+def _forward_in_cpp(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str
+) -> Any:
+    """The forward's program by backend ``cpp``; None where a tensor would have to be copied."""
+    rows = _rows(x)
+    others = None if residual is None else _rows(residual)
+    if rows is None or (others is None) != (residual is None):
+        return None
+    p = Program(_GIVEN)
+    y = p.empty(x.shape, x.dtype, _X)
+    call = cpp.described(rows, activation, others, new=True)
+    tensors = (_X, _WEIGHT, _number(bias, _BIAS), _number(residual, _RESIDUAL), y)
+    p.call(cpp.forward_address(), ctypes.addressof(call), *map(memory, tensors), keeps=call)
+    return p.spec(y, None)
+
+
+def _backward_in_cpp(
+    training: Training,
+    needs: Sequence[bool],
+    dy: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+) -> Any:
+    """The backward's program by backend ``cpp``: what is not read stands for dy."""
+    rows = _rows(dy if x is None else x)
+    if rows is None:
+        return None
+    p = Program(_BACKWARD_GIVEN)
+    dr = _FROM_DY if needs[3] else None
+    if not any(needs[:3]):
+        return p.spec(None, None, None, dr)
+    shapes = (dy.shape, dy.shape[-1:], dy.shape[-1:])
+    found = [
+        p.empty(shape, dy.dtype, _FROM_DY) if need else None
+        for shape, need in zip(shapes, needs, strict=False)
+    ]
+    call = cpp.described(rows, training.formula.activation, None, new=True)
+    read = (
+        _FROM_DY,
+        _FROM_DY if x is None else _FROM_X,
+        _FROM_DY if weight is None else _FROM_WEIGHT,
+        _number(bias, _FROM_BIAS),
+    )
+    tensors = (*read, *found)
+    p.call(cpp.backward_address(), ctypes.addressof(call), *map(memory, tensors), keeps=call)
+    return p.spec(*found, dr)
+
+
+def _rows(x: Tensor) -> Tensor | None:
+    """x as (M, K) with unit stride along K in its own memory; None where it does not lie so."""
+    if x.numel() == 0 or not _viewable(x):
+        return None
+    rows = x.detach().view(-1, x.shape[-1])
+    return rows if rows.shape[1] == 1 or rows.stride(1) == 1 else None
 
 
 def _number(t: Tensor | None, number: int) -> int | None:

@@ -25,7 +25,6 @@ from fastlinear.ops.grouped_linear.reference import Gradients, Needs
 
 SOURCE = Path(__file__).with_name("grouped.cpp")
 _CODES = {name: code for code, name in enumerate(NAMES)}  # the switches of grouped_rows.h
-_TORCH_THREADS = "_ZN2at15get_num_threadsEv"  # at::get_num_threads()
 _NOWHERE = (0, 0, 0, 0)
 # K·N up to which it wins over MKL's and oneDNN's products, and rows whose weights are read once:
 # two cores with AMX, 2 to 16384 rows
@@ -137,18 +136,12 @@ def serves(dtype: torch.dtype) -> bool:
 
 def forward_address() -> int:
     """Address of ``fastlinear_grouped_forward``, for the door's programs."""
-    return _address(_library().fastlinear_grouped_forward)
+    return cpp_build.address(_library().fastlinear_grouped_forward)
 
 
 def backward_address() -> int:
     """Address of ``fastlinear_grouped_backward``, for the door's programs."""
-    return _address(_library().fastlinear_grouped_backward)
-
-
-def _address(function: Any) -> int:
-    value = ctypes.cast(function, ctypes.c_void_p).value
-    assert value is not None
-    return value
+    return cpp_build.address(_library().fastlinear_grouped_backward)
 
 
 def _memory(t: Tensor | None) -> int:
@@ -170,8 +163,5 @@ def _library() -> ctypes.CDLL:
     library.fastlinear_grouped_forward.restype = None
     library.fastlinear_grouped_backward.argtypes = [pointer] * 8
     library.fastlinear_grouped_backward.restype = None
-    torch_library = ctypes.CDLL(torch._C.__file__)
-    if hasattr(torch_library, _TORCH_THREADS):
-        library.fastlinear_grouped_threads.argtypes = [pointer]
-        library.fastlinear_grouped_threads(ctypes.cast(torch_library[_TORCH_THREADS], pointer))
+    cpp_build.ask_torch_for_threads(library.fastlinear_grouped_threads)
     return library

@@ -6,14 +6,13 @@ ops of PyTorch; a backend that has no such form leaves its direction to Python.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
-from fastlinear.ops.common import cpp_elementwise, door_node
+from fastlinear.ops.common import cpp_build, cpp_elementwise, door_node
 from fastlinear.ops.common.door_launch import DoorLaunch, Y
 from fastlinear.ops.common.door_program import Program
 from fastlinear.ops.linear_act import launches, onednn
@@ -199,13 +198,13 @@ def forward_steps(
     else:
         return None
     if backend == "cpp" and bias is None:
-        function = _address(cpp_elementwise._library().fastlinear_act)
+        function = cpp_build.address(cpp_elementwise._library().fastlinear_act)
         y = p.activate_in_cpp(activation, pre, function, over=not save)
     elif backend == "cpp":
         assert bias is not None
         if not bias.tensor.is_contiguous():
             return None
-        function = _address(cpp_elementwise._library().fastlinear_act_bias)
+        function = cpp_build.address(cpp_elementwise._library().fastlinear_act_bias)
         first = "none" if activation == "tanh" else activation
         y = p.activate_in_cpp(first, pre, function, over=not save, bias=b)
         y = p.activate(activation, y, True) if activation == "tanh" else y
@@ -291,7 +290,7 @@ class Layer:
             return None
         if backend == "cpp":
             assert self._saved is not None
-            function = _address(cpp_elementwise._library().fastlinear_dact)
+            function = cpp_build.address(cpp_elementwise._library().fastlinear_dact)
             given = dy.number, self._saved.number, function, cpp_elementwise._CHUNKS
             dpre, db = p.differentiate_in_cpp(self._activation, *given, sums=need_db)
             return Operand(dy.tensor, dpre, dpre), db
@@ -345,9 +344,3 @@ def _numbered(launch: DoorLaunch, numbers: dict[int, int | None]) -> DoorLaunch:
         assert number is not None
         found.append((argument, number))
     return replace(launch, tensors=tuple(found))
-
-
-def _address(function: Callable[..., Any]) -> int:
-    address = ctypes.cast(function, ctypes.c_void_p).value  # type: ignore[arg-type]
-    assert address is not None
-    return address

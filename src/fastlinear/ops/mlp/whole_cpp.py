@@ -30,7 +30,6 @@ _FEW_ROWS = 16  # mlp_forward.h's kDotRows: any width
 _MAX_WIDTH = 8192
 _MAX_BACKWARD_ROWS = 512
 _MAX_BACKWARD_WIDTH = 2048
-_TORCH_THREADS = "_ZN2at15get_num_threadsEv"  # at::get_num_threads()
 
 
 def reason_not(p: Problem) -> str | None:
@@ -140,17 +139,13 @@ def codes(layers: int, activation: str, final_activation: str) -> tuple[int, ...
 @lru_cache(maxsize=1)
 def address() -> int:
     """Address of ``fastlinear_mlp_forward``, for the compiled door."""
-    value = ctypes.cast(_library().fastlinear_mlp_forward, ctypes.c_void_p).value
-    assert value is not None
-    return value
+    return cpp_build.address(_library().fastlinear_mlp_forward)
 
 
 @lru_cache(maxsize=1)
 def backward_address() -> int:
     """Address of ``fastlinear_mlp_backward``, for the door's nodes."""
-    value = ctypes.cast(_library().fastlinear_mlp_backward, ctypes.c_void_p).value
-    assert value is not None
-    return value
+    return cpp_build.address(_library().fastlinear_mlp_backward)
 
 
 def _widths(weights: Weights) -> Any:
@@ -171,8 +166,5 @@ def _library() -> ctypes.CDLL:
     library.fastlinear_mlp_forward.restype = None
     library.fastlinear_mlp_backward.argtypes = [size, *[pointer] * 9, size, size]
     library.fastlinear_mlp_backward.restype = None
-    torch_library = ctypes.CDLL(torch._C.__file__)
-    if hasattr(torch_library, _TORCH_THREADS):
-        library.fastlinear_mlp_threads.argtypes = [pointer]
-        library.fastlinear_mlp_threads(ctypes.cast(torch_library[_TORCH_THREADS], pointer))
+    cpp_build.ask_torch_for_threads(library.fastlinear_mlp_threads)
     return library
