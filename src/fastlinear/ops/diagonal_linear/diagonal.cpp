@@ -24,7 +24,8 @@ constexpr int64_t kBlock = 1024;     // columns whose sums, and results on their
 constexpr int64_t kSegment = 4096;  // numbers of a row that one thread takes at a time
 constexpr int64_t kAhead = 2048;    // bytes from what is read to what is asked for
 constexpr int64_t kRows = 8;        // rows summed in float32 before going to float64
-constexpr int64_t kLeast = 64;      // rows of a chunk with sums of its own
+constexpr int64_t kLeast = 64;      // rows of a chunk with sums of its own,
+constexpr int64_t kNarrow = 2048;   // half as many of at most so many numbers
 constexpr int64_t kAlone = 32768;   // numbers a thread, below which waking it does not pay
 
 // What one call is made of, as cpp.py writes it.
@@ -169,7 +170,7 @@ void backward_all(const Call& c, const T* dy, const T* x, const T* w, const T* b
   int64_t chunks = 1 + m * k / kAlone;
   if (chunks > most_chunks) chunks = most_chunks;
   // a chunk costs a pass over its sums: few rows share the columns out instead
-  const int64_t enough = walk.rows / kLeast;
+  const int64_t enough = walk.rows / (walk.width <= kNarrow ? kLeast / 2 : kLeast);
   if (chunks > enough) chunks = enough ? enough : 1;
   const int64_t part = chunks < most_chunks ? kBlock : walk.width;
   const int64_t parts = (walk.width + part - 1) / part, all = walk.width;
