@@ -28,12 +28,14 @@ from fastlinear.ops.grouped_linear.strips_config import (
     strips_config,
 )
 from fastlinear.ops.grouped_linear.strips_tiles import (
-    ROWS,
     SERVICE_REGISTERS,
+    SIZE,
     WORTH,
+    Cut,
     Split,
+    has_dense_rows,
+    side_by_side,
     source_of,
-    tensor_map,
 )
 
 ARCH = "sm_90a"
@@ -49,10 +51,13 @@ def source(
     has_bias: bool,
     save_pre: bool,
     config: StripsConfig,
+    shared: bool = False,
 ) -> str:
     """The complete CUDA C++ source of one specialisation."""
     macros = {
         "IS_BF16": int(dtype is torch.bfloat16),
+        "SIZE": SIZE,
+        "SHARED": int(shared),
         "K": k,
         "N": n,
         "P": config.groups,
@@ -78,9 +83,10 @@ def _kernel(
     has_bias: bool,
     save_pre: bool,
     config: StripsConfig,
+    shared: bool,
     device: int,
 ) -> driver.Kernel:
-    text = source(dtype, k, n, activation, has_bias, save_pre, config)
+    text = source(dtype, k, n, activation, has_bias, save_pre, config, shared)
     cubin = driver.compile_cubin(text, "strips.cu", ARCH)
     shared = shared_bytes(config, k, n, save_pre)
     return driver.Kernel(cubin, KERNEL, shared, device)
@@ -91,23 +97,20 @@ def reason_not(p: Problem) -> str | None:
     reason = strips_tiles.reason_not(p)
     if reason is not None:
         return reason
-    groups, k, n = p.dim("G"), p.dim("K"), p.dim("N")
-    if strips_config(groups, k, n, True) is None:
-        return f"no strip of {groups} groups of {k} to {n} features fits: 16 bytes, registers"
+    if p.dtype not in ("bfloat16", "float16"):
+        return f"serves bfloat16 and float16, not {p.dtype}"
+    m, groups, k, n = p.dim("M"), p.dim("G"), p.dim("K"), p.dim("N")
+    if strips_config(side_by_side(p.option("order"), m, groups), k, n, True) is None:
+        return strips_tiles.no_strip(p)
     return None
 
 
 def serves(x: Tensor, weight: Tensor, bias: Tensor | None, order: str) -> bool:
-    """Whether the kernel takes such tensors: tokens first, dense groups, rows at 16 bytes."""
-    batch, _, groups, k = x.shape
+    """Whether the kernel takes such tensors: tokens or groups first, rows at 16 bytes."""
     return (
-        batch == 1
-        and x.element_size() == 2
-        and order == "tokens"
-        and (x.stride(3), x.stride(2)) == (1, k)
-        and x.stride(1) * x.element_size() % 16 == 0
-        and x.stride(1) >= groups * k
-        and x.data_ptr() % 16 == 0
+        x.shape[0] == 1
+        and x.element_size() == SIZE
+        and has_dense_rows(x, order)
         and weight.is_contiguous()
         and weight.data_ptr() % 4 == 0
         and (bias is None or (bias.is_contiguous() and bias.data_ptr() % 4 == 0))
@@ -144,20 +147,20 @@ def forward(
     """
     groups, n, k = weight.shape
     if config is None:
-        config = strips_config(groups, k, n, save_pre)
+        config = strips_config(side_by_side(order, x.shape[1], groups), k, n, save_pre)
     if config is None or not x.numel() * weight.numel() or not serves(x, weight, bias, order):
         from fastlinear.ops.grouped_linear import triton
 
         return triton.forward(x, weight, bias, activation, save_pre, order)
     key = (
         *(x.shape, x.stride(), n, x.dtype, x.device, bias is None),
-        *(activation, save_pre, config),
+        *(activation, save_pre, order, config),
     )
     plan = _plans.get(key)
     if plan is None:
         if len(_plans) >= _MAX_PLANS:
             _plans.clear()
-        plan = _plans[key] = Strips(x, weight, bias, activation, save_pre, config)
+        plan = _plans[key] = Strips(x, weight, bias, activation, save_pre, order, config)
     y = layouts.empty((*x.shape[:3], n), order, x, x.dtype)
     pre = torch.empty_like(y) if save_pre else None
     plan(x, weight, bias, y, pre)
@@ -174,6 +177,7 @@ class Strips:
         bias: Tensor | None,
         activation: str,
         save_pre: bool,
+        order: str,
         config: StripsConfig,
     ) -> None:
         _, m, groups, k = x.shape
@@ -181,24 +185,21 @@ class Strips:
         assert x.device.index is not None
         self._device: int = x.device.index
         driver.make_current(self._device)
+        cut = Cut.of(order, m, groups, config.groups)
+        how = (activation, bias is not None, save_pre, config, cut.shared)
         with driver.loading_allowed():
-            kernel = _kernel(
-                x.dtype, k, n, activation, bias is not None, save_pre, config, self._device
-            )
-        tiles = -(-m // ROWS)
+            kernel = _kernel(x.dtype, k, n, *how, self._device)
         units = device_facts(x.device).units
-        split = Split(groups // config.groups, tiles, units * config.blocks, WORTH, least=1)
+        split = Split(cut.strips, cut.tiles, units * config.blocks, WORTH, least=1)
         self._lock = threading.Lock()
-        address, strip = x.data_ptr(), config.groups
-        out = (x.dtype, m, groups * n, groups * n, strip * n, address, self._device)
-        columns = groups * k
+        place = (x.data_ptr(), self._device)
+        row = groups * k if m == 1 else x.stride(1)
         self._maps = (
-            tensor_map(x.dtype, m, columns, x.stride(1), strip * k, address, self._device),
-            tensor_map(*out),
-            tensor_map(*out),
+            cut.map(x.dtype, k, row, *place),
+            *(cut.map(x.dtype, n, groups * n, *place) for _ in range(2)),
         )
-        self._pointers = (ctypes.c_void_p(0), ctypes.c_void_p(0))
-        whose = [ctypes.c_int(v) for v in (tiles, split.each, split.more)]
+        self._pointers = [ctypes.c_void_p(0) for _ in range(5)]
+        whose = [ctypes.c_int(v) for v in (cut.rows, cut.tiles, split.each, split.more)]
         threads = 32 * (config.groups * config.parts + service_warps(config))
         self._launch = driver.Launch(kernel, threads, 1, [*self._maps, *self._pointers, *whose])
         self._launch.set_grid(split.blocks)
@@ -220,6 +221,6 @@ class Strips:
             for map_, tensor in zip(self._maps, (x, y, pre), strict=True):
                 if tensor is not None:
                     map_.point_at(tensor.data_ptr())
-            for pointer, tensor in zip(self._pointers, (weight, bias), strict=True):
+            for pointer, tensor in zip(self._pointers, (weight, bias, x, y, pre), strict=True):
                 pointer.value = 0 if tensor is None else tensor.data_ptr()
             self._launch.run(torch._C._cuda_getCurrentRawStream(self._device))
