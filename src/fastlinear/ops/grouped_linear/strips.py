@@ -1,8 +1,8 @@
-"""Forward of many narrow groups on Hopper, in CUDA C++: ``strips.cu``.
+"""Forward of many narrow groups on Hopper, in CUDA C++: ``strips.cu``, ``strips_float32.cu``.
 
 A few groups' columns that lie side by side, a strip, begin and end at 16 bytes where those of one
 group need not: 2 groups of 100 16-bit numbers are 400 bytes. Tiles of strips go through the copy
-engine, and the weights stay in registers.
+engine, and the weights stay in registers, those of float32 in shared memory.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from fastlinear.core.device import device_facts
+from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.grouped_linear import layout as layouts
+from fastlinear.ops.grouped_linear import strips_float32 as float32
 from fastlinear.ops.grouped_linear import strips_tiles
 from fastlinear.ops.grouped_linear.strips_config import (
     StripsConfig,
@@ -27,6 +29,7 @@ from fastlinear.ops.grouped_linear.strips_config import (
     shared_bytes,
     strips_config,
 )
+from fastlinear.ops.grouped_linear.strips_float32 import Float32Config
 from fastlinear.ops.grouped_linear.strips_tiles import (
     SERVICE_REGISTERS,
     SIZE,
@@ -82,14 +85,26 @@ def _kernel(
     activation: str,
     has_bias: bool,
     save_pre: bool,
-    config: StripsConfig,
+    config: StripsConfig | Float32Config,
     shared: bool,
     device: int,
 ) -> driver.Kernel:
-    text = source(dtype, k, n, activation, has_bias, save_pre, config, shared)
-    cubin = driver.compile_cubin(text, "strips.cu", ARCH)
-    shared = shared_bytes(config, k, n, save_pre)
-    return driver.Kernel(cubin, KERNEL, shared, device)
+    how = (k, n, activation, has_bias, save_pre)
+    if isinstance(config, Float32Config):
+        text, name = float32.source(*how, config, shared), float32.KERNEL
+        room = float32.shared_bytes(config, k, n, save_pre)
+    else:
+        text, name = source(dtype, *how, config, shared), KERNEL
+        room = shared_bytes(config, k, n, save_pre)
+    return driver.Kernel(driver.compile_cubin(text, f"{name}.cu", ARCH), name, room, device)
+
+
+def _config(
+    dtype: torch.dtype, order: str, m: int, groups: int, k: int, n: int, save_pre: bool
+) -> StripsConfig | Float32Config | None:
+    if dtype is torch.float32:
+        return float32.float32_config(k, n, save_pre)
+    return strips_config(side_by_side(order, m, groups), k, n, save_pre)
 
 
 def reason_not(p: Problem) -> str | None:
@@ -97,10 +112,10 @@ def reason_not(p: Problem) -> str | None:
     reason = strips_tiles.reason_not(p)
     if reason is not None:
         return reason
-    if p.dtype not in ("bfloat16", "float16"):
-        return f"serves bfloat16 and float16, not {p.dtype}"
-    m, groups, k, n = p.dim("M"), p.dim("G"), p.dim("K"), p.dim("N")
-    if strips_config(side_by_side(p.option("order"), m, groups), k, n, True) is None:
+    if p.dtype not in ("float32", "bfloat16", "float16"):
+        return f"serves float32, bfloat16 and float16, not {p.dtype}"
+    sizes = p.dim("M"), p.dim("G"), p.dim("K"), p.dim("N")
+    if _config(FLOAT_DTYPES[p.dtype], p.option("order"), *sizes, True) is None:
         return strips_tiles.no_strip(p)
     return None
 
@@ -109,7 +124,7 @@ def serves(x: Tensor, weight: Tensor, bias: Tensor | None, order: str) -> bool:
     """Whether the kernel takes such tensors: tokens or groups first, rows at 16 bytes."""
     return (
         x.shape[0] == 1
-        and x.element_size() == SIZE
+        and x.element_size() in (SIZE, float32.SIZE)
         and has_dense_rows(x, order)
         and weight.is_contiguous()
         and weight.data_ptr() % 4 == 0
@@ -128,26 +143,26 @@ def forward(
     save_pre: bool,
     order: str,
     *,
-    config: StripsConfig | None = None,
+    config: StripsConfig | Float32Config | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """y = act(x_g W_gᵀ + b_g) in one kernel, float32 accumulation, deterministic.
 
     Args:
-        x: (B, L, G, K); bfloat16 or float16. What ``serves`` refuses goes to the Triton
+        x: (B, L, G, K); float32, bfloat16 or float16. What ``serves`` refuses goes to the Triton
             backend.
         weight: (G, N, K), dtype of x.
         bias: (G, N), or None.
         activation: name of the activation.
         save_pre: also return the pre-activation.
         order: how the results lie in memory, a name in ``layout.ORDERS``.
-        config: launch configuration; None picks ``strips_config``.
+        config: launch configuration; None picks ``strips_config`` or ``float32_config``.
 
     Returns:
         y (B, L, G, N) in x's dtype; the pre-activation likewise, or None.
     """
     groups, n, k = weight.shape
     if config is None:
-        config = strips_config(side_by_side(order, x.shape[1], groups), k, n, save_pre)
+        config = _config(x.dtype, order, x.shape[1], groups, k, n, save_pre)
     if config is None or not x.numel() * weight.numel() or not serves(x, weight, bias, order):
         from fastlinear.ops.grouped_linear import triton
 
@@ -178,7 +193,7 @@ class Strips:
         activation: str,
         save_pre: bool,
         order: str,
-        config: StripsConfig,
+        config: StripsConfig | Float32Config,
     ) -> None:
         _, m, groups, k = x.shape
         n = weight.shape[1]
@@ -200,8 +215,8 @@ class Strips:
         )
         self._pointers = [ctypes.c_void_p(0) for _ in range(5)]
         whose = [ctypes.c_int(v) for v in (cut.rows, cut.tiles, split.each, split.more)]
-        threads = 32 * (config.groups * config.parts + service_warps(config))
-        self._launch = driver.Launch(kernel, threads, 1, [*self._maps, *self._pointers, *whose])
+        arguments: list[driver.Argument] = [*self._maps, *self._pointers, *whose]
+        self._launch = driver.Launch(kernel, config.threads, 1, arguments)
         self._launch.set_grid(split.blocks)
 
     def __call__(

@@ -88,10 +88,9 @@ def _kernels(
 ) -> tuple[driver.Kernel, driver.Kernel]:
     text = source(dtype, k, n, activation, needs, config, shared)
     cubin = driver.compile_cubin(text, "strips_backward.cu", ARCH)
-    shared = shared_bytes(config, k, n, activation != "none", needs)
-    return driver.Kernel(cubin, KERNEL, shared, device), driver.Kernel(
-        cubin, SUMS_KERNEL, 0, device
-    )
+    room = shared_bytes(config, k, n, activation != "none", needs)
+    sums = driver.Kernel(cubin, SUMS_KERNEL, 0, device)
+    return driver.Kernel(cubin, KERNEL, room, device), sums
 
 
 def reason_not(p: Problem) -> str | None:

@@ -38,6 +38,11 @@ class StripsConfig:
     outs: int = 4
     blocks: int = 1
 
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * (self.groups * self.parts + service_warps(self))
+
 
 def shared_bytes(config: StripsConfig, k: int, n: int, save_pre: bool) -> int:
     """Dynamic shared memory of a block."""
