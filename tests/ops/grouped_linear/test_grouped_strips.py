@@ -177,7 +177,8 @@ def test_what_it_serves_of_groups_first() -> None:
     assert not strips.serves(x, weight, None, "channels")
     assert not strips.serves(x[:, :4], weight, None, "groups")  # groups further apart than long
     assert not strips.serves(x.contiguous(), weight, None, "groups")
-    assert not strips.serves(x.float(), weight, None, "groups")
+    assert strips.serves(x.float(), weight.float(), None, "groups")
+    assert not strips.serves(x.double(), weight.double(), None, "groups")
 
 
 def test_groups_first_is_cut_into_tokens_side_by_side() -> None:
