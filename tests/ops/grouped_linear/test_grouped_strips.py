@@ -13,11 +13,12 @@ from torch import Tensor
 from fastlinear.core.compare import judge
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import reference, strips
 from fastlinear.ops.grouped_linear import strips_config as configs
 from fastlinear.ops.grouped_linear.problem import problem
 from fastlinear.ops.grouped_linear.strips_config import StripsConfig
-from fastlinear.ops.grouped_linear.strips_tiles import box_columns
+from fastlinear.ops.grouped_linear.strips_tiles import Cut, box_columns, side_by_side
 
 _spec = importlib.util.spec_from_file_location(
     "nvrtc_offline", Path(__file__).parents[1] / "nvrtc_offline.py"
@@ -46,8 +47,10 @@ CONFIGS = (
 )
 
 
-def drawn(m: int, groups: int, k: int, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    x = torch.randn(1, m, groups, k, device="cuda").to(dtype)
+def drawn(
+    m: int, groups: int, k: int, n: int, dtype: torch.dtype, order: str = "tokens"
+) -> tuple[Tensor, Tensor, Tensor]:
+    x = layouts.dense(torch.randn(1, m, groups, k, device="cuda").to(dtype), order)
     weight = (torch.randn(groups, n, k, device="cuda") / k**0.5).to(dtype)
     return x, weight, torch.randn(groups, n, device="cuda").to(dtype)
 
@@ -59,12 +62,13 @@ def check(
     activation: str,
     config: StripsConfig | None = None,
     save: bool | None = None,
+    order: str = "tokens",
 ) -> None:
     if save is None:
         save = activation_of(activation).saved == "pre"
     torch.full((1 << 20,), float("nan"), device="cuda", dtype=x.dtype)  # what new memory holds
-    assert strips.serves(x, weight, bias, "tokens")
-    rest = (activation, save, "tokens")
+    assert strips.serves(x, weight, bias, order)
+    rest = (activation, save, order)
     found = strips.forward(x, weight, bias, *rest, config=config)
     theirs = reference.forward(x, weight, bias, *rest)
     wide = None if bias is None else bias.double()
@@ -100,6 +104,21 @@ class TestOnHopper:
 
     def test_many_groups_share_blocks(self) -> None:
         check(*drawn(160, 800, 100, 100, torch.bfloat16), "relu")
+        given = drawn(160, 400, 100, 100, torch.bfloat16, "groups")
+        check(*given, "relu", order="groups")
+
+    @pytest.mark.parametrize("sizes", SIZES, ids=str)
+    def test_groups_first(self, sizes: tuple[int, int, int]) -> None:
+        for m in (8, 32, 40, 104, 1000, 4096):
+            given = drawn(m, *sizes, torch.bfloat16, "groups")
+            check(*given, "silu" if m == 40 else "relu", order="groups")
+
+    def test_tokens_of_a_group_stay_in_it(self) -> None:
+        x, weight, _ = drawn(72, 8, 100, 100, torch.bfloat16, "groups")
+        x[:, :, 1] = float("nan")
+        y, _ = strips.forward(x, weight, None, "none", False, "groups")
+        assert y[:, :, 1].isnan().all()
+        assert y[:, :, [0, *range(2, 8)]].isfinite().all()
 
     def test_rows_further_apart_than_they_are_long(self) -> None:
         memory = torch.full((300, 832), float("nan"), device="cuda", dtype=torch.bfloat16)
@@ -150,6 +169,48 @@ def test_configurations_fit_the_chip() -> None:
     assert configs.strips_config(100, 100, 100, False) == StripsConfig(2, 2, 4, 4, 2)
 
 
+def test_what_it_serves_of_groups_first() -> None:
+    x = torch.zeros(8, 6, 100, dtype=torch.bfloat16).permute(1, 0, 2)[None]
+    weight = torch.zeros(8, 100, 100, dtype=torch.bfloat16)
+    assert strips.serves(x, weight, None, "groups")
+    assert not strips.serves(x, weight, None, "tokens")
+    assert not strips.serves(x, weight, None, "channels")
+    assert not strips.serves(x[:, :4], weight, None, "groups")  # groups further apart than long
+    assert not strips.serves(x.contiguous(), weight, None, "groups")
+    assert strips.serves(x.float(), weight.float(), None, "groups")
+    assert not strips.serves(x.double(), weight.double(), None, "groups")
+
+
+def test_groups_first_is_cut_into_tokens_side_by_side() -> None:
+    assert Cut.of("groups", 4096, 100, 2) == Cut(True, 100, 100, 2048, 2)
+    assert Cut.of("groups", 4096, 100, 2).tiles == 64
+    assert Cut.of("tokens", 4096, 100, 2) == Cut(False, 100, 50, 4096, 2)
+    assert [side_by_side("groups", m, 100) for m in (1, 6, 4096)] == [1, 2, 16]
+    assert side_by_side("tokens", 4096, 100) == 100
+
+
+def on_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+
+
+def test_what_groups_first_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_hopper(monkeypatch)
+
+    def reason(m: int, k: int, order: str, dtype: str = "bfloat16") -> str | None:
+        sizes = (m, 8, k, k)
+        given = {"order": order, "dtype": dtype, "device": "cuda", "length": m}
+        return strips.reason_not(problem("forward", *sizes, **given))  # type: ignore[arg-type]
+
+    for k in (32, 64, 100):
+        assert reason(4096, k, "groups") is None
+    assert reason(4095, 64, "groups") is None
+    odd = "no strip of 4095 tokens of a group, 100 to 100 features, fits: 16 bytes, registers"
+    assert reason(4095, 100, "groups") == odd
+    assert reason(4095, 100, "tokens") is None
+    assert reason(64, 100, "channels") == "serves dense tensors, tokens or groups first"
+
+
 def test_boxes_cut_strips_evenly() -> None:
     assert [box_columns(c) for c in (200, 256, 400, 296, 424)] == [200, 64, 200, 8, 8]
     for columns in range(8, 2000, 8):
@@ -189,6 +250,19 @@ def test_compiles_for_other_configurations() -> None:
         assert kernel.frame == 0, (k, n, config, kernel)
         check_registers(config, kernel.registers)
         assert configs.fits(config, k, n, False)
+
+
+def test_compiles_for_groups_first() -> None:
+    for sizes in SIZES:
+        _, k, n = sizes
+        for m in (4096, 4098):
+            config = configs.strips_config(side_by_side("groups", m, 8), k, n, False)
+            if config is None:
+                continue
+            text = strips.source(torch.bfloat16, k, n, "relu", True, False, config, True)
+            kernel = offline.usage(text, "strips.cu")[strips.KERNEL]
+            assert kernel.frame == 0, (sizes, m, kernel)
+            check_registers(config, kernel.registers)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -15,13 +15,14 @@ from torch import Tensor
 from fastlinear.core.compare import judge
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import reference
 from fastlinear.ops.grouped_linear import strips_backward as strips
 from fastlinear.ops.grouped_linear import strips_backward_config as configs
 from fastlinear.ops.grouped_linear.problem import problem
 from fastlinear.ops.grouped_linear.reference import Needs
 from fastlinear.ops.grouped_linear.strips_backward_config import StripsBackwardConfig
-from fastlinear.ops.grouped_linear.strips_tiles import Split
+from fastlinear.ops.grouped_linear.strips_tiles import Split, side_by_side
 
 _spec = importlib.util.spec_from_file_location(
     "nvrtc_offline", Path(__file__).parents[1] / "nvrtc_offline.py"
@@ -53,15 +54,24 @@ CONFIGS = (
 
 
 def drawn(
-    m: int, groups: int, k: int, n: int, activation: str, dtype: torch.dtype = torch.bfloat16
+    m: int,
+    groups: int,
+    k: int,
+    n: int,
+    activation: str,
+    dtype: torch.dtype = torch.bfloat16,
+    order: str = "tokens",
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """dy, saved, x and weight."""
-    x = torch.randn(1, m, groups, k, device="cuda").to(dtype)
-    dy = torch.randn(1, m, groups, n, device="cuda").to(dtype)
+
+    def tokens(features: int) -> Tensor:
+        made = torch.randn(1, m, groups, features, device="cuda").to(dtype)
+        return layouts.dense(made, order)
+
+    x, dy, pre = tokens(k), tokens(n), tokens(n)
     weight = (torch.randn(groups, n, k, device="cuda") / k**0.5).to(dtype)
-    pre = torch.randn(1, m, groups, n, device="cuda").to(dtype)
     act = activation_of(activation)
-    saved = {"none": None, "pre": pre, "output": act.value(pre)}[act.saved]
+    saved = {"none": None, "pre": pre, "output": layouts.dense(act.value(pre), order)}[act.saved]
     return dy, saved, x, weight
 
 
@@ -70,10 +80,11 @@ def check(
     activation: str,
     needs: Needs = ALL,
     config: StripsBackwardConfig | None = None,
+    order: str = "tokens",
 ) -> None:
     torch.full((1 << 22,), float("nan"), device="cuda")  # what new memory holds
-    assert strips.serves(*given, "tokens")
-    rest = (activation, needs, "tokens")
+    assert strips.serves(*given, order)
+    rest = (activation, needs, order)
     found = strips.backward(*given, *rest, config=config)
     theirs = reference.backward(*given, *rest)
     wide: list[Any] = [None if t is None else t.double() for t in given]
@@ -109,6 +120,19 @@ class TestOnHopper:
         self, sizes: tuple[int, int, int], config: StripsBackwardConfig
     ) -> None:
         check(drawn(700, *sizes, "relu"), "relu", ALL, config)
+
+    @pytest.mark.parametrize("sizes", SIZES, ids=str)
+    def test_groups_first(self, sizes: tuple[int, int, int]) -> None:
+        for m in (8, 32, 40, 104, 1000, 4096):
+            activation = "silu" if m == 40 else "none" if m == 104 else "relu"
+            given = drawn(m, *sizes, activation, order="groups")
+            check(given, activation, order="groups")
+
+    @pytest.mark.parametrize("needs", NEEDS, ids=str)
+    def test_what_is_wanted_of_groups_first(self, needs: Needs) -> None:
+        for sizes, activation in (((8, 100, 100), "gelu"), ((8, 64, 64), "none")):
+            given = drawn(300, *sizes, activation, order="groups")
+            check(given, activation, needs, order="groups")
 
     def test_many_groups_share_blocks(self) -> None:
         check(drawn(160, 400, 100, 100, "relu"), "relu")
@@ -206,6 +230,16 @@ def test_blocks_keep_to_one_strip_where_most_of_them_can() -> None:
     assert Split(50, 128, 264, worth=0.9).blocks == 250
 
 
+def test_what_it_serves_of_groups_first() -> None:
+    x = torch.zeros(8, 6, 100, dtype=torch.bfloat16).permute(1, 0, 2)[None]
+    weight = torch.zeros(8, 100, 100, dtype=torch.bfloat16)
+    assert strips.serves(x, x, x, weight, "groups")
+    assert strips.serves(x, None, x, weight, "groups")
+    assert not strips.serves(x, None, x, weight, "tokens")
+    assert not strips.serves(x.contiguous(), None, x, weight, "groups")
+    assert not strips.serves(x[:1, :1].expand_as(x), None, x, weight, "groups")
+
+
 def test_what_it_serves() -> None:
     x = torch.zeros(1, 6, 8, 100, dtype=torch.bfloat16)
     weight = torch.zeros(8, 100, 100, dtype=torch.bfloat16)
@@ -236,6 +270,20 @@ def test_compiles_without_spilling(sizes: tuple[int, int, int]) -> None:
         kernel = used[strips.KERNEL]
         assert kernel.frame == 0, (sizes, activation, kernel)
         if configs.service_warps(config) > 1:  # else the warps that compute would wait for ever
+            assert kernel.registers == configs.limit(config)[1]
+
+
+@pytest.mark.parametrize("sizes", SIZES[:4], ids=str)
+def test_compiles_for_groups_first(sizes: tuple[int, int, int]) -> None:
+    _, k, n = sizes
+    for activation in ("relu", "none"):
+        side = side_by_side("groups", 4096, 8)
+        config = configs.strips_backward_config(side, k, n, activation != "none")
+        assert config is not None
+        text = strips.source(torch.bfloat16, k, n, activation, ALL, config, True)
+        kernel = offline.usage(text, "strips_backward.cu")[strips.KERNEL]
+        assert kernel.frame == 0, (sizes, activation, kernel)
+        if configs.service_warps(config) > 1:
             assert kernel.registers == configs.limit(config)[1]
 
 

@@ -18,6 +18,7 @@ from fastlinear.core.errors import FastlinearError
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _TENSOR_MAP_TYPE = {"float16": 6, "float32": 7, "bfloat16": 9}
+_ITEM_BYTES = {"float16": 2, "float32": 4, "bfloat16": 2}
 _SWIZZLE_NONE, _SWIZZLE_64B, _SWIZZLE_128B = 0, 2, 3
 _L2_PROMOTION_NONE, _L2_PROMOTION_256B = 0, 3
 _CAPTURE_MODE_RELAXED = 2
@@ -209,22 +210,23 @@ class _LaunchConfig(ctypes.Structure):
 
 
 class TensorMap:
-    """A TMA descriptor of a 2-D 16-bit matrix whose rows are contiguous, 128-byte swizzled.
+    """A TMA descriptor of a matrix of contiguous rows, or of a stack of them, 128-byte swizzled.
 
     Plain, rows of the tile lie one behind the other in shared memory, and no more than they hold is
     fetched.
 
     Args:
-        dtype: ``"float16"`` or ``"bfloat16"``.
+        dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"``.
         rows, cols: extent; reads beyond it give zeros, writes beyond it are dropped.
-        row_stride: elements between rows, a multiple of 8.
-        box_rows, box_cols: the tile one instruction moves; box_cols is at most 64, or 32 where
-            ``narrow``, or 256 where ``plain``.
+        row_stride: elements between rows, of a multiple of 16 bytes.
+        box_rows, box_cols: the tile one instruction moves; a row of it is at most 128 bytes, or 64
+            where ``narrow``, or 256 numbers where ``plain``.
         address: first element, 16-byte aligned.
         device: ordinal of the device the matrix is on.
         narrow: rows of the tile are 64 bytes apart in shared memory and swizzled accordingly,
             instead of 128.
         plain: rows of the tile are box_cols apart, not swizzled.
+        planes: matrices of a stack, one behind the other; 0 is a matrix without that dimension.
     """
 
     def __init__(
@@ -239,6 +241,7 @@ class TensorMap:
         device: int,
         narrow: bool = False,
         plain: bool = False,
+        planes: int = 0,
     ) -> None:
         make_current(device)
         swizzle = _SWIZZLE_NONE if plain else _SWIZZLE_64B if narrow else _SWIZZLE_128B
@@ -249,14 +252,16 @@ class TensorMap:
         self._address = address
         self._replace = _driver().cuTensorMapReplaceAddress
         self._replace.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-        dims = (ctypes.c_uint64 * 2)(cols, rows)
-        strides = (ctypes.c_uint64 * 1)(row_stride * 2)
-        box = (ctypes.c_uint32 * 2)(box_cols, box_rows)
-        steps = (ctypes.c_uint32 * 2)(1, 1)
+        rank = 3 if planes else 2
+        pitch = row_stride * _ITEM_BYTES[dtype]
+        dims = (ctypes.c_uint64 * 3)(cols, rows, planes)
+        strides = (ctypes.c_uint64 * 2)(pitch, pitch * rows)
+        box = (ctypes.c_uint32 * 3)(box_cols, box_rows, 1)
+        steps = (ctypes.c_uint32 * 3)(1, 1, 1)
         status = _driver().cuTensorMapEncodeTiled(
             ctypes.c_void_p(self.pointer),
             _TENSOR_MAP_TYPE[dtype],
-            2,
+            rank,
             ctypes.c_void_p(address),
             dims,
             strides,

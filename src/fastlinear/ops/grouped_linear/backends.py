@@ -46,7 +46,10 @@ _STRIPS_SHARED = (
     *("strips_tiles.py", "strips_tiles.h", "strips_instructions.h"),
     *("../common/hopper_activations.h", "layout.py"),
 )
-_STRIPS_SOURCES = ("strips.py", "strips_config.py", "strips.cu", *_STRIPS_SHARED)
+_STRIPS_SOURCES = (
+    *("strips.py", "strips_config.py", "strips.cu", "strips_float32.py", "strips_float32.cu"),
+    *_STRIPS_SHARED,
+)
 _STRIPS_BACKWARD_SOURCES = (
     *("strips_backward.py", "strips_backward_config.py", "strips_backward.cu"),
     *_STRIPS_SHARED,
@@ -110,7 +113,8 @@ def _prefer(p: Problem) -> tuple[str, ...]:
             return ("eager",)
         return ("strips", "triton", "eager") if many else ("triton", "eager")
     odd = p.dim("K") % 8 or p.dim("N") % 8  # rows of a group do not begin at 16 bytes
-    first = ("strips",) if odd and many else ("wide",) if p.dim("K") > 128 else ()
+    strips_first = p.dim("K") >= 64 if p.dtype == "float32" else odd
+    first = ("strips",) if strips_first and many else ("wide",) if p.dim("K") > 128 else ()
     return (*first, "triton", "eager")
 
 

@@ -6,11 +6,12 @@
 // brought in by the copy engine, another has y taken out; tokens beyond the last are zeros and stay
 // inside. Warps p * PARTS ... of the others compute group p, with its weights in registers. Every
 // block takes the same number of tiles, of one strip and then the next. Sums are float32, in a fixed
-// order.
+// order. SHARED, groups first: a strip is one group, and of its rows P are one, so that p is no group
+// but a place among P tokens.
 //
-// Macros from the host: IS_BF16 K N P PARTS STAGES OUTS BLOCKS ACT, ACT_<NAME> for every activation,
-// HAS_BIAS SAVE_PRE; SERVICE_WARPS REGISTERS SERVICE_REGISTERS, of a thread that computes and of
-// others, 0 where all have the same.
+// Macros from the host: IS_BF16 SIZE SHARED K N P PARTS STAGES OUTS BLOCKS ACT, ACT_<NAME> for every
+// activation, HAS_BIAS SAVE_PRE; SERVICE_WARPS REGISTERS SERVICE_REGISTERS, of a thread that computes
+// and of others, 0 where all have the same.
 
 constexpr int WARPS = P * PARTS, THREADS = 32 * (WARPS + SERVICE_WARPS);
 constexpr int KW = K / 2;          // words of a group's row of x
@@ -96,11 +97,13 @@ __device__ __forceinline__ void store_out(u32 out, const float (&acc)[NT][4], in
   }
 }
 
-// x (M, G, K), y and pre (M, G, N) by their maps, whose boxes are a Tile's; W (G, N, K), bias (G, N).
+// x (M, G, K), y and pre (M, G, N) by their maps, whose boxes are a Tile's, or SHARED (G, rows, P * K)
+// and (G, rows, P * N), also by address; W (G, N, K), bias (G, N).
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 grouped_linear_strips(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap y_map,
                       const __grid_constant__ TensorMap pre_map, const u32* __restrict__ weight,
-                      const u32* __restrict__ bias, int tiles, int each, int more) {
+                      const u32* __restrict__ bias, char* x_begin, char* y_begin, char* pre_begin,
+                      int rows, int tiles, int each, int more) {
   extern __shared__ __align__(1024) char memory[];
   const u32 bars = (static_cast<u32>(__cvta_generic_to_shared(memory)) + 1023u) & ~1023u;
   const u32 full = bars, empty = full + 8 * STAGES;
@@ -129,22 +132,24 @@ grouped_linear_strips(const __grid_constant__ TensorMap x_map, const __grid_cons
     Walk walk = {work, block, lane};
     walk.enter(begin / tiles);
     if (warp == WARPS) {  // brings x in
+      const Moved<X> x = {&x_map, x_begin, rows};
       for (int i = 0; i < count; ++i) {
         const int stage = i % STAGES, row = ROWS * walk.tokens(i);
         if (i >= STAGES) bar_wait(empty + 8 * stage, (i / STAGES - 1) & 1);
         if (lane == 0) {
           bar_expect(full + 8 * stage, X::BYTES);
-          load_tile<X>(stages + stage * X::ROOM, &x_map, full + 8 * stage, walk.strip, row);
+          x.load(stages + stage * X::ROOM, full + 8 * stage, walk.strip, row);
         }
         __syncwarp();
       }
     } else if (warp == WARPS + 1) {  // takes y out
+      const Moved<Y> y = {&y_map, y_begin, rows}, pre = {&pre_map, pre_begin, rows};
       for (int i = 0; i < count; ++i) {
         const int out = i % OUTS, row = ROWS * walk.tokens(i);
         bar_wait(done + 8 * out, (i / OUTS) & 1);
         if (lane == 0) {
-          store_tile<Y>(&y_map, outs + out * OUT, walk.strip, row);
-          if (SAVE_PRE) store_tile<Y>(&pre_map, outs + out * OUT + Y::ROOM, walk.strip, row);
+          y.store(outs + out * OUT, walk.strip, row);
+          if (SAVE_PRE) pre.store(outs + out * OUT + Y::ROOM, walk.strip, row);
           wait_stores<(OUTS - 1) * OUTPUTS>();
           if (i >= OUTS - 1) bar_arrive(taken + 8 * ((i + 1) % OUTS));
         }
@@ -164,7 +169,7 @@ grouped_linear_strips(const __grid_constant__ TensorMap x_map, const __grid_cons
       Weights w;
       int here = lane;
       asm volatile("" : "+r"(here));  // what is needed once a strip is not kept meanwhile
-      load_weights(w, weight, bias, static_cast<u64>(strip) * P + p, p, part, here);
+      load_weights(w, weight, bias, SHARED ? strip : static_cast<u64>(strip) * P + p, p, part, here);
       for (; i < stop; ++i) {
         const int stage = i % STAGES, slot = i % OUTS;
         const u32 x = stages + stage * X::ROOM, out = outs + slot * OUT;

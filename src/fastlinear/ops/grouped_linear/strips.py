@@ -1,8 +1,8 @@
-"""Forward of many narrow groups on Hopper, in CUDA C++: ``strips.cu``.
+"""Forward of many narrow groups on Hopper, in CUDA C++: ``strips.cu``, ``strips_float32.cu``.
 
 A few groups' columns that lie side by side, a strip, begin and end at 16 bytes where those of one
 group need not: 2 groups of 100 16-bit numbers are 400 bytes. Tiles of strips go through the copy
-engine, and the weights stay in registers.
+engine, and the weights stay in registers, those of float32 in shared memory.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from fastlinear.core.device import device_facts
+from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.grouped_linear import layout as layouts
+from fastlinear.ops.grouped_linear import strips_float32 as float32
 from fastlinear.ops.grouped_linear import strips_tiles
 from fastlinear.ops.grouped_linear.strips_config import (
     StripsConfig,
@@ -27,17 +29,22 @@ from fastlinear.ops.grouped_linear.strips_config import (
     shared_bytes,
     strips_config,
 )
+from fastlinear.ops.grouped_linear.strips_float32 import Float32Config
 from fastlinear.ops.grouped_linear.strips_tiles import (
-    ROWS,
     SERVICE_REGISTERS,
+    SIZE,
     WORTH,
+    Cut,
     Split,
+    has_dense_rows,
+    side_by_side,
     source_of,
-    tensor_map,
 )
 
 ARCH = "sm_90a"
 KERNEL = "grouped_linear_strips"
+WORTH_SHARED = 0.9
+"""As ``WORTH``, where groups come first: 100 groups would leave 64 of 264 blocks out."""
 _MAX_PLANS = 1024
 
 
@@ -49,10 +56,13 @@ def source(
     has_bias: bool,
     save_pre: bool,
     config: StripsConfig,
+    shared: bool = False,
 ) -> str:
     """The complete CUDA C++ source of one specialisation."""
     macros = {
         "IS_BF16": int(dtype is torch.bfloat16),
+        "SIZE": SIZE,
+        "SHARED": int(shared),
         "K": k,
         "N": n,
         "P": config.groups,
@@ -77,13 +87,26 @@ def _kernel(
     activation: str,
     has_bias: bool,
     save_pre: bool,
-    config: StripsConfig,
+    config: StripsConfig | Float32Config,
+    shared: bool,
     device: int,
 ) -> driver.Kernel:
-    text = source(dtype, k, n, activation, has_bias, save_pre, config)
-    cubin = driver.compile_cubin(text, "strips.cu", ARCH)
-    shared = shared_bytes(config, k, n, save_pre)
-    return driver.Kernel(cubin, KERNEL, shared, device)
+    how = (k, n, activation, has_bias, save_pre)
+    if isinstance(config, Float32Config):
+        text, name = float32.source(*how, config, shared), float32.KERNEL
+        room = float32.shared_bytes(config, k, n, save_pre)
+    else:
+        text, name = source(dtype, *how, config, shared), KERNEL
+        room = shared_bytes(config, k, n, save_pre)
+    return driver.Kernel(driver.compile_cubin(text, f"{name}.cu", ARCH), name, room, device)
+
+
+def _config(
+    dtype: torch.dtype, order: str, m: int, groups: int, k: int, n: int, save_pre: bool
+) -> StripsConfig | Float32Config | None:
+    if dtype is torch.float32:
+        return float32.float32_config(k, n, save_pre)
+    return strips_config(side_by_side(order, m, groups), k, n, save_pre)
 
 
 def reason_not(p: Problem) -> str | None:
@@ -91,27 +114,29 @@ def reason_not(p: Problem) -> str | None:
     reason = strips_tiles.reason_not(p)
     if reason is not None:
         return reason
-    groups, k, n = p.dim("G"), p.dim("K"), p.dim("N")
-    if strips_config(groups, k, n, True) is None:
-        return f"no strip of {groups} groups of {k} to {n} features fits: 16 bytes, registers"
+    if p.dtype not in ("float32", "bfloat16", "float16"):
+        return f"serves float32, bfloat16 and float16, not {p.dtype}"
+    sizes = p.dim("M"), p.dim("G"), p.dim("K"), p.dim("N")
+    if _config(FLOAT_DTYPES[p.dtype], p.option("order"), *sizes, True) is None:
+        return strips_tiles.no_strip(p)
     return None
 
 
 def serves(x: Tensor, weight: Tensor, bias: Tensor | None, order: str) -> bool:
-    """Whether the kernel takes such tensors: tokens first, dense groups, rows at 16 bytes."""
-    batch, _, groups, k = x.shape
+    """Whether the kernel takes such tensors: tokens or groups first, rows at 16 bytes."""
     return (
-        batch == 1
-        and x.element_size() == 2
-        and order == "tokens"
-        and (x.stride(3), x.stride(2)) == (1, k)
-        and x.stride(1) * x.element_size() % 16 == 0
-        and x.stride(1) >= groups * k
-        and x.data_ptr() % 16 == 0
+        x.shape[0] == 1
+        and x.element_size() in (SIZE, float32.SIZE)
+        and has_dense_rows(x, order)
         and weight.is_contiguous()
         and weight.data_ptr() % 4 == 0
         and (bias is None or (bias.is_contiguous() and bias.data_ptr() % 4 == 0))
     )
+
+
+def _worth(cut: Cut, dtype: torch.dtype) -> float:
+    """Of whole chunks of strips: in float32 arithmetic wants all multiprocessors."""
+    return 1.0 if dtype is torch.float32 else WORTH_SHARED if cut.shared else WORTH
 
 
 _plans: dict[Any, Strips] = {}
@@ -125,39 +150,39 @@ def forward(
     save_pre: bool,
     order: str,
     *,
-    config: StripsConfig | None = None,
+    config: StripsConfig | Float32Config | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """y = act(x_g W_gᵀ + b_g) in one kernel, float32 accumulation, deterministic.
 
     Args:
-        x: (B, L, G, K); bfloat16 or float16. What ``serves`` refuses goes to the Triton
+        x: (B, L, G, K); float32, bfloat16 or float16. What ``serves`` refuses goes to the Triton
             backend.
         weight: (G, N, K), dtype of x.
         bias: (G, N), or None.
         activation: name of the activation.
         save_pre: also return the pre-activation.
         order: how the results lie in memory, a name in ``layout.ORDERS``.
-        config: launch configuration; None picks ``strips_config``.
+        config: launch configuration; None picks ``strips_config`` or ``float32_config``.
 
     Returns:
         y (B, L, G, N) in x's dtype; the pre-activation likewise, or None.
     """
     groups, n, k = weight.shape
     if config is None:
-        config = strips_config(groups, k, n, save_pre)
+        config = _config(x.dtype, order, x.shape[1], groups, k, n, save_pre)
     if config is None or not x.numel() * weight.numel() or not serves(x, weight, bias, order):
         from fastlinear.ops.grouped_linear import triton
 
         return triton.forward(x, weight, bias, activation, save_pre, order)
     key = (
         *(x.shape, x.stride(), n, x.dtype, x.device, bias is None),
-        *(activation, save_pre, config),
+        *(activation, save_pre, order, config),
     )
     plan = _plans.get(key)
     if plan is None:
         if len(_plans) >= _MAX_PLANS:
             _plans.clear()
-        plan = _plans[key] = Strips(x, weight, bias, activation, save_pre, config)
+        plan = _plans[key] = Strips(x, weight, bias, activation, save_pre, order, config)
     y = layouts.empty((*x.shape[:3], n), order, x, x.dtype)
     pre = torch.empty_like(y) if save_pre else None
     plan(x, weight, bias, y, pre)
@@ -174,33 +199,31 @@ class Strips:
         bias: Tensor | None,
         activation: str,
         save_pre: bool,
-        config: StripsConfig,
+        order: str,
+        config: StripsConfig | Float32Config,
     ) -> None:
         _, m, groups, k = x.shape
         n = weight.shape[1]
         assert x.device.index is not None
         self._device: int = x.device.index
         driver.make_current(self._device)
+        cut = Cut.of(order, m, groups, config.groups)
+        how = (activation, bias is not None, save_pre, config, cut.shared)
         with driver.loading_allowed():
-            kernel = _kernel(
-                x.dtype, k, n, activation, bias is not None, save_pre, config, self._device
-            )
-        tiles = -(-m // ROWS)
+            kernel = _kernel(x.dtype, k, n, *how, self._device)
         units = device_facts(x.device).units
-        split = Split(groups // config.groups, tiles, units * config.blocks, WORTH, least=1)
+        split = Split(cut.strips, cut.tiles, units * config.blocks, _worth(cut, x.dtype), least=1)
         self._lock = threading.Lock()
-        address, strip = x.data_ptr(), config.groups
-        out = (x.dtype, m, groups * n, groups * n, strip * n, address, self._device)
-        columns = groups * k
+        place = (x.data_ptr(), self._device)
+        row = groups * k if m == 1 else x.stride(1)
         self._maps = (
-            tensor_map(x.dtype, m, columns, x.stride(1), strip * k, address, self._device),
-            tensor_map(*out),
-            tensor_map(*out),
+            cut.map(x.dtype, k, row, *place),
+            *(cut.map(x.dtype, n, groups * n, *place) for _ in range(2)),
         )
-        self._pointers = (ctypes.c_void_p(0), ctypes.c_void_p(0))
-        whose = [ctypes.c_int(v) for v in (tiles, split.each, split.more)]
-        threads = 32 * (config.groups * config.parts + service_warps(config))
-        self._launch = driver.Launch(kernel, threads, 1, [*self._maps, *self._pointers, *whose])
+        self._pointers = [ctypes.c_void_p(0) for _ in range(5)]
+        whose = [ctypes.c_int(v) for v in (cut.rows, cut.tiles, split.each, split.more)]
+        arguments: list[driver.Argument] = [*self._maps, *self._pointers, *whose]
+        self._launch = driver.Launch(kernel, config.threads, 1, arguments)
         self._launch.set_grid(split.blocks)
 
     def __call__(
@@ -220,6 +243,6 @@ class Strips:
             for map_, tensor in zip(self._maps, (x, y, pre), strict=True):
                 if tensor is not None:
                     map_.point_at(tensor.data_ptr())
-            for pointer, tensor in zip(self._pointers, (weight, bias), strict=True):
+            for pointer, tensor in zip(self._pointers, (weight, bias, x, y, pre), strict=True):
                 pointer.value = 0 if tensor is None else tensor.data_ptr()
             self._launch.run(torch._C._cuda_getCurrentRawStream(self._device))

@@ -8,15 +8,17 @@
 // zeros. Warps p * PARTS ... of the others compute group p: dpre over dy in shared memory, then dx
 // with W in registers, then their part of dW and db, which stay in registers over the block's tiles of
 // a strip. Every block takes the same number of tiles, of one strip and then the next; where several
-// share a strip each leaves its float32 share, and the second kernel adds them up in order.
+// share a strip each leaves its float32 share, and the second kernel adds them up in order. SHARED,
+// groups first: a strip is one group, and of its rows P are one, so that p is no group but a place
+// among P tokens, each with its share of dW and db.
 //
 // Rows of a group need not begin at 16 bytes in shared memory. Matrices are read from a window that
 // begins up to SHIFT words early: of dW what belongs to others is not stored, in dx it is masked.
 // A word is 4 bytes: two 16-bit numbers.
 //
-// Macros from the host: IS_BF16 K N P PARTS ACROSS STAGES OUTS BLOCKS ACT, ACT_<NAME> for every
-// activation, NEED_DX NEED_DW NEED_DB; SERVICE_WARPS REGISTERS SERVICE_REGISTERS, of a thread that
-// computes and of others, 0 where all have the same. PARTS warps of a group are ACROSS along the
+// Macros from the host: IS_BF16 SIZE SHARED K N P PARTS ACROSS STAGES OUTS BLOCKS ACT, ACT_<NAME> for
+// every activation, NEED_DX NEED_DW NEED_DB; SERVICE_WARPS REGISTERS SERVICE_REGISTERS, of a thread
+// that computes and of others, 0 where all have the same. PARTS warps of a group are ACROSS along the
 // columns of dW.
 
 constexpr int WARPS = P * PARTS, THREADS = 32 * (WARPS + SERVICE_WARPS);
@@ -242,15 +244,17 @@ __device__ __forceinline__ void store_sums(Sums& sums, char* dw, char* db, u64 g
 
 // ---------------------------------------------------------------- kernels
 
-// dy, saved (M, G, N) and x, dx (M, G, K) by their maps, whose boxes are a Tile's; W (G, N, K). dw
-// (slots, G, N, K) and db (slots, G, N) are float32 shares, or 16-bit results where slots is 1.
+// dy, saved (M, G, N) and x, dx (M, G, K) by their maps, whose boxes are a Tile's, or SHARED (G, rows,
+// P * N) and (G, rows, P * K), also by address; W (G, N, K). dw (slots, G, N, K) and db (slots, G, N)
+// are float32 shares, or 16-bit results where slots is 1.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 grouped_linear_strips_backward(const __grid_constant__ TensorMap dy_map,
                                const __grid_constant__ TensorMap saved_map,
                                const __grid_constant__ TensorMap x_map,
                                const __grid_constant__ TensorMap dx_map,
                                const u16* __restrict__ weight, char* __restrict__ dw,
-                               char* __restrict__ db, int groups, int slots, int tiles, int each,
+                               char* __restrict__ db, char* dy_begin, char* saved_begin, char* x_begin,
+                               char* dx_begin, int rows, int groups, int slots, int tiles, int each,
                                int more) {
   extern __shared__ __align__(1024) char memory[];
   const u32 bars = (static_cast<u32>(__cvta_generic_to_shared(memory)) + 1023u) & ~1023u;
@@ -274,12 +278,14 @@ grouped_linear_strips_backward(const __grid_constant__ TensorMap dy_map,
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(SERVICE_REGISTERS));
 #endif
     if (warp == WARPS) {
+      const Moved<Dy> dy = {&dy_map, dy_begin, rows}, saved = {&saved_map, saved_begin, rows};
+      const Moved<X> x = {&x_map, x_begin, rows}, dx = {&dx_map, dx_begin, rows};
       auto load = [&](int i, int strip, int row) {
         const u32 bar = full + 8 * (i % STAGES), to = stages + i % STAGES * STAGE;
         bar_expect(bar, COPIED);
-        load_tile<Dy>(to, &dy_map, bar, strip, row);
-        if (HAS_SAVED) load_tile<Dy>(to + SAVED_AT, &saved_map, bar, strip, row);
-        if (NEED_DW) load_tile<X>(to + X_AT, &x_map, bar, strip, row);
+        dy.load(to, bar, strip, row);
+        if (HAS_SAVED) saved.load(to + SAVED_AT, bar, strip, row);
+        if (NEED_DW) x.load(to + X_AT, bar, strip, row);
       };
       for (int i = 0; i < min(STAGES, count); ++i) {
         const int strip = (begin + i) / tiles, row = ROWS * work.tokens(block, i, strip, lane);
@@ -292,7 +298,7 @@ grouped_linear_strips_backward(const __grid_constant__ TensorMap dy_map,
         const int next_row = ROWS * work.tokens(block, ahead, next, lane);
         bar_wait(done + 8 * (i % STAGES), (i / STAGES) & 1);
         if (lane == 0) {
-          if (NEED_DX) store_tile<X>(&dx_map, outs + i % OUTS * X::ROOM, strip, row);
+          if (NEED_DX) dx.store(outs + i % OUTS * X::ROOM, strip, row);
           if (i + STAGES < count) load(i + STAGES, next, next_row);
           if (NEED_DX) {
             asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
@@ -311,7 +317,7 @@ grouped_linear_strips_backward(const __grid_constant__ TensorMap dy_map,
     int i = 0;
     while (i < count) {
       const int strip = (begin + i) / tiles, stop = min(count, (strip + 1) * tiles - begin);
-      const u64 group = static_cast<u64>(strip) * P + p;
+      const u64 group = SHARED ? strip : static_cast<u64>(strip) * P + p;
       Weights w;
       int here = lane;
       asm volatile("" : "+r"(here));  // what is needed once a strip is not kept meanwhile
@@ -354,7 +360,8 @@ grouped_linear_strips_backward(const __grid_constant__ TensorMap dy_map,
       }
       if (NEED_SUMS) {
         asm volatile("" : "+r"(here));
-        const u64 share = static_cast<u64>(block - work.first(strip)) * groups + group;
+        const u64 turn = block - work.first(strip);
+        const u64 share = (SHARED ? turn * P + p : turn) * groups + group;
         if (slots == 1)
           store_sums<true>(sums, dw, db, share, p, down, across, here);
         else
@@ -374,7 +381,8 @@ grouped_linear_strips_sums(const float* __restrict__ dw_shares, const float* __r
   const u32 size = of_dw ? N * K : N;  // numbers of a group
   const u32 at = ((of_dw ? blockIdx.x : blockIdx.x - dw_blocks) * 256 + threadIdx.x) * 2;
   if (at >= groups * size) return;
-  const int strip = at / (P * size), shares = work.last(strip) - work.first(strip) + 1;
+  const int strip = at / (SHARED ? size : P * size);
+  const int shares = (work.last(strip) - work.first(strip) + 1) * (SHARED ? P : 1);
   const float2* from = reinterpret_cast<const float2*>(of_dw ? dw_shares : db_shares) + at / 2;
   float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll 4

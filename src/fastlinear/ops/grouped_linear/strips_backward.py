@@ -29,12 +29,14 @@ from fastlinear.ops.grouped_linear.strips_backward_config import (
     strips_backward_config,
 )
 from fastlinear.ops.grouped_linear.strips_tiles import (
-    ROWS,
     SERVICE_REGISTERS,
+    SIZE,
     WORTH,
+    Cut,
     Split,
+    has_dense_rows,
+    side_by_side,
     source_of,
-    tensor_map,
 )
 
 ARCH = "sm_90a"
@@ -50,10 +52,13 @@ def source(
     activation: str,
     needs: Needs,
     config: StripsBackwardConfig,
+    shared: bool = False,
 ) -> str:
     """The complete CUDA C++ source of one specialisation."""
     macros = {
         "IS_BF16": int(dtype is torch.bfloat16),
+        "SIZE": SIZE,
+        "SHARED": int(shared),
         "K": k,
         "N": n,
         "P": config.groups,
@@ -78,14 +83,14 @@ def _kernels(
     activation: str,
     needs: Needs,
     config: StripsBackwardConfig,
+    shared: bool,
     device: int,
 ) -> tuple[driver.Kernel, driver.Kernel]:
-    text = source(dtype, k, n, activation, needs, config)
+    text = source(dtype, k, n, activation, needs, config, shared)
     cubin = driver.compile_cubin(text, "strips_backward.cu", ARCH)
-    shared = shared_bytes(config, k, n, activation != "none", needs)
-    return driver.Kernel(cubin, KERNEL, shared, device), driver.Kernel(
-        cubin, SUMS_KERNEL, 0, device
-    )
+    room = shared_bytes(config, k, n, activation != "none", needs)
+    sums = driver.Kernel(cubin, SUMS_KERNEL, 0, device)
+    return driver.Kernel(cubin, KERNEL, room, device), sums
 
 
 def reason_not(p: Problem) -> str | None:
@@ -93,29 +98,25 @@ def reason_not(p: Problem) -> str | None:
     reason = strips_tiles.reason_not(p)
     if reason is not None:
         return reason
-    groups, k, n = p.dim("G"), p.dim("K"), p.dim("N")
-    if strips_backward_config(groups, k, n) is None:
-        return f"no strip of {groups} groups of {k} to {n} features fits: 16 bytes, registers"
+    if p.dtype not in ("bfloat16", "float16"):
+        return f"serves bfloat16 and float16, not {p.dtype}"
+    m, groups, k, n = p.dim("M"), p.dim("G"), p.dim("K"), p.dim("N")
+    if strips_backward_config(side_by_side(p.option("order"), m, groups), k, n) is None:
+        return strips_tiles.no_strip(p)
     return None
 
 
 def serves(dy: Tensor, saved: Tensor | None, x: Tensor, weight: Tensor, order: str) -> bool:
-    """Whether the kernel takes such tensors: tokens first, dense groups, rows at 16 bytes."""
+    """Whether the kernel takes such tensors: tokens or groups first, rows at 16 bytes."""
     return (
         x.shape[0] == 1
-        and x.element_size() == 2
-        and order == "tokens"
-        and all(t is None or (t.dtype is x.dtype and _has_dense_rows(t)) for t in (dy, saved, x))
+        and x.element_size() == SIZE
+        and all(
+            t is None or (t.dtype is x.dtype and has_dense_rows(t, order)) for t in (dy, saved, x)
+        )
         and weight.dtype is x.dtype
         and weight.is_contiguous()
     )
-
-
-def _has_dense_rows(t: Tensor) -> bool:
-    _, m, groups, features = t.shape
-    if (t.stride(3), t.stride(2)) != (1, features) or t.data_ptr() % 16:
-        return False
-    return m == 1 or (t.stride(1) % 8 == 0 and t.stride(1) >= groups * features)
 
 
 _plans: dict[Any, StripsBackward] = {}
@@ -153,19 +154,21 @@ def backward(
     if activation == "none":
         saved = None
     if config is None:
-        config = strips_backward_config(groups, k, n, saved is not None, needs)
+        side = side_by_side(order, x.shape[1], groups)
+        config = strips_backward_config(side, k, n, saved is not None, needs)
     empty = not x.numel() * dy.numel() or not any(needs)
     if config is None or empty or not serves(dy, saved, x, weight, order):
         from fastlinear.ops.grouped_linear import triton_backward
 
         return triton_backward.backward(dy, saved, x, weight, activation, needs, order)
     rows = [None if t is None else t.stride(1) for t in (dy, saved, x)]
-    key = (x.shape, *rows, n, x.dtype, x.device, activation, needs, config)
+    key = (x.shape, *rows, n, x.dtype, x.device, activation, needs, order, config)
     plan = _plans.get(key)
     if plan is None:
         if len(_plans) >= _MAX_PLANS:
             _plans.clear()
-        plan = _plans[key] = StripsBackward(dy, saved, x, weight, activation, needs, config)
+        given = (dy, saved, x, weight, activation, needs, order, config)
+        plan = _plans[key] = StripsBackward(*given)
     dx = layouts.empty(x.shape, order, x, x.dtype) if needs[0] else None
     dw = torch.empty((groups, n, k), dtype=x.dtype, device=x.device) if needs[1] else None
     db = torch.empty((groups, n), dtype=x.dtype, device=x.device) if needs[2] else None
@@ -184,6 +187,7 @@ class StripsBackward:
         weight: Tensor,
         activation: str,
         needs: Needs,
+        order: str,
         config: StripsBackwardConfig,
     ) -> None:
         _, m, groups, k = x.shape
@@ -191,23 +195,25 @@ class StripsBackward:
         assert x.device.index is not None
         self._device: int = x.device.index
         driver.make_current(self._device)
+        cut = self._cut = Cut.of(order, m, groups, config.groups)
+        how = (activation, needs, config, cut.shared)
         with driver.loading_allowed():
-            kernel, sums = _kernels(x.dtype, k, n, activation, needs, config, self._device)
-        tiles = -(-m // ROWS)
+            kernel, sums = _kernels(x.dtype, k, n, *how, self._device)
         units = device_facts(x.device).units
         worth = WORTH_PLAIN if saved is None else WORTH
-        split = Split(groups // config.groups, tiles, units * config.blocks, worth)
-        shares = split.slots if split.slots > 1 and any(needs[1:]) else 0
+        split = Split(cut.strips, cut.tiles, units * config.blocks, worth)
+        slots = split.slots * (cut.p if cut.shared else 1)
+        shares = slots if slots > 1 and any(needs[1:]) else 0
         self._shares = (
             (shares, groups, n, k) if shares and needs[1] else None,
             (shares, groups, n) if shares and needs[2] else None,
         )
         self._lock = threading.Lock()
-        read = [self._map(x if t is None else t, config.groups) for t in (dy, saved, x)]
-        self._maps = [*read, self._map(x, config.groups, dense=True)]
-        self._pointers = [ctypes.c_void_p(0) for _ in range(3)]
-        whose = [ctypes.c_int(v) for v in (tiles, split.each, split.more)]
-        numbers = [ctypes.c_int(groups), ctypes.c_int(split.slots), *whose]
+        read = [self._map(x if t is None else t) for t in (dy, saved, x)]
+        self._maps = [*read, self._map(x, dense=True)]
+        self._pointers = [ctypes.c_void_p(0) for _ in range(7)]
+        whose = [ctypes.c_int(v) for v in (cut.tiles, split.each, split.more)]
+        numbers = [*(ctypes.c_int(v) for v in (cut.rows, groups, slots)), *whose]
         arguments: list[driver.Argument] = [*self._maps, *self._pointers, *numbers]
         threads = 32 * (config.groups * config.parts + service_warps(config))
         self._launch = driver.Launch(kernel, threads, 1, arguments)
@@ -225,13 +231,11 @@ class StripsBackward:
             )
             self._sums.set_grid(dw_blocks + db_blocks)
 
-    def _map(self, t: Tensor, strip: int, dense: bool = False) -> driver.TensorMap:
+    def _map(self, t: Tensor, dense: bool = False) -> driver.TensorMap:
         """Tiles of strips of t, or with ``dense`` of a dense tensor of t's shape."""
         _, m, groups, features = t.shape
         stride = groups * features if dense or m == 1 else t.stride(1)
-        return tensor_map(
-            *(t.dtype, m, groups * features, stride, strip * features, t.data_ptr(), self._device)
-        )
+        return self._cut.map(t.dtype, features, stride, t.data_ptr(), self._device)
 
     def __call__(
         self,
@@ -257,7 +261,7 @@ class StripsBackward:
             for map_, tensor in zip(self._maps, (dy, saved, x, dx), strict=True):
                 if tensor is not None:
                     map_.point_at(tensor.data_ptr())
-            _point(self._pointers, (weight, *parts))
+            _point(self._pointers, (weight, *parts, dy, saved, x, dx))
             self._launch.run(stream)
             if self._sums is not None:
                 _point(self._sums_pointers, (*parts, dw, db))

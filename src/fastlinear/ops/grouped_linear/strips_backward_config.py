@@ -33,7 +33,7 @@ class StripsBackwardConfig:
     """One way to launch the kernel.
 
     Attributes:
-        groups: groups of a strip.
+        groups: groups of a strip, or tokens of a group where groups come first.
         parts: warps of a group.
         across: how many of them lie along the columns of dW; the others along its rows.
         stages: tiles of dy, saved and x in shared memory.
@@ -83,10 +83,10 @@ def limit(config: StripsBackwardConfig) -> tuple[int, int]:
     return (launch * quarter - SERVICE_REGISTERS) // (warps // 4) // 8 * 8, launch
 
 
-def reason_against(config: StripsBackwardConfig, groups: int, k: int, n: int) -> str | None:
+def reason_against(config: StripsBackwardConfig, side: int, k: int, n: int) -> str | None:
     """Why such groups cannot be cut in that way, or None."""
     p, parts = config.groups, config.parts
-    if k % 2 or n % 2 or groups % p or p * k % 8 or p * n % 8:
+    if k % 2 or n % 2 or side % p or p * k % 8 or p * n % 8:
         return "strips must be of whole 16 bytes"
     for features in (k, n):
         if p * features * SIZE % SWIZZLED and p * features > BOX:
@@ -101,9 +101,10 @@ def reason_against(config: StripsBackwardConfig, groups: int, k: int, n: int) ->
 
 @lru_cache(maxsize=1024)
 def strips_backward_config(
-    groups: int, k: int, n: int, saved: bool = True, needs: Needs = (True, True, True)
+    side: int, k: int, n: int, saved: bool = True, needs: Needs = (True, True, True)
 ) -> StripsBackwardConfig | None:
-    """The configuration for such groups of 16-bit numbers; None where none serves."""
+    """The configuration for such groups of 16-bit numbers, ``side_by_side`` so many; None where
+    none serves."""
     if max(k, n) > _MOST_FEATURES:
         return None
     widths = [p for p in (8, 4, 2, 1) if p * max(k, n) * SIZE <= _MOST_STRIP]
@@ -113,7 +114,7 @@ def strips_backward_config(
                 config = StripsBackwardConfig(p, parts, across)
                 if (
                     p * parts >= least
-                    and reason_against(config, groups, k, n) is None
+                    and reason_against(config, side, k, n) is None
                     and registers(config, k, n) <= limit(config)[0]
                 ):
                     return _with_stages(config, k, n, saved, needs)

@@ -26,7 +26,7 @@ class StripsConfig:
     """One way to launch the kernel.
 
     Attributes:
-        groups: groups of a strip.
+        groups: groups of a strip, or tokens of a group where groups come first.
         parts: warps that share the outputs of a group.
         stages, outs: tiles of x and of y in shared memory.
         blocks: blocks of a multiprocessor.
@@ -37,6 +37,11 @@ class StripsConfig:
     stages: int = 3
     outs: int = 4
     blocks: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * (self.groups * self.parts + service_warps(self))
 
 
 def shared_bytes(config: StripsConfig, k: int, n: int, save_pre: bool) -> int:
@@ -74,9 +79,10 @@ def limit(config: StripsConfig) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=1024)
-def strips_config(groups: int, k: int, n: int, save_pre: bool) -> StripsConfig | None:
-    """The configuration for such groups of 16-bit numbers; None where no strip of them fits."""
-    sizes = [p for p in (1, 2, 4, 8) if groups % p == 0 and p * k % 8 == 0 and p * n % 8 == 0]
+def strips_config(side: int, k: int, n: int, save_pre: bool) -> StripsConfig | None:
+    """The configuration for such groups of 16-bit numbers, ``side_by_side`` so many; None where no
+    strip of them fits."""
+    sizes = [p for p in (1, 2, 4, 8) if side % p == 0 and p * k % 8 == 0 and p * n % 8 == 0]
     most = _WEIGHT_REGISTERS // (2 * -(-k // 16))  # each step takes two of a tile of 8 outputs
     if k % 2 or n % 2 or most < 1 or not sizes:
         return None

@@ -1,4 +1,5 @@
-// Instructions of Hopper that strips.cu and strips_backward.cu use. Macro: IS_BF16.
+// Instructions of Hopper that the kernels of strips use. Macros: IS_BF16; SHARED, whether maps have a
+// dimension of strips besides rows and columns.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -33,21 +34,50 @@ template <class T>
 __device__ __forceinline__ void load_tile(u32 to, const TensorMap* map, u32 bar, int strip, int row) {
 #pragma unroll
   for (int b = 0; b < T::BOXES; ++b)
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-        " [%0], [%1, {%3, %4}], [%2];" ::"r"(to + b * T::BOX_BYTES),
-        "l"(map), "r"(bar), "r"((strip * T::BOXES + b) * T::BOX_COLUMNS), "r"(row)
-        : "memory");
+    if (SHARED)
+      asm volatile(
+          "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+          " [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to + b * T::BOX_BYTES),
+          "l"(map), "r"(bar), "r"(b * T::BOX_COLUMNS), "r"(row), "r"(strip)
+          : "memory");
+    else
+      asm volatile(
+          "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+          " [%0], [%1, {%3, %4}], [%2];" ::"r"(to + b * T::BOX_BYTES),
+          "l"(map), "r"(bar), "r"((strip * T::BOXES + b) * T::BOX_COLUMNS), "r"(row)
+          : "memory");
 }
 
 template <class T>
 __device__ __forceinline__ void store_tile(const TensorMap* map, u32 from, int strip, int row) {
 #pragma unroll
   for (int b = 0; b < T::BOXES; ++b)
-    asm volatile(
-        "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
-        "r"(from + b * T::BOX_BYTES), "r"((strip * T::BOXES + b) * T::BOX_COLUMNS), "r"(row)
-        : "memory");
+    if (SHARED)
+      asm volatile(
+          "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+          "r"(from + b * T::BOX_BYTES), "r"(b * T::BOX_COLUMNS), "r"(row), "r"(strip)
+          : "memory");
+    else
+      asm volatile(
+          "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
+          "r"(from + b * T::BOX_BYTES), "r"((strip * T::BOXES + b) * T::BOX_COLUMNS), "r"(row)
+          : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// So many bytes that lie one behind the other.
+__device__ __forceinline__ void load_bytes(u32 to, const char* from, u32 bar, u32 bytes) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          to),
+      "l"(from), "r"(bytes), "r"(bar)
+      : "memory");
+}
+
+__device__ __forceinline__ void store_bytes(char* to, u32 from, u32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from),
+               "r"(bytes)
+               : "memory");
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
@@ -130,6 +160,21 @@ __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b
 #else
   if (SHORT) SHORT_PRODUCT("f16"); else LONG_PRODUCT("f16");
 #endif
+}
+
+// The same of float32 numbers, of which the multiplier takes the first 19 bits: a of 16 rows and 8
+// words (4 where SHORT).
+template <bool SHORT>
+__device__ __forceinline__ void multiply_tf32(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  if (SHORT)
+    asm("mma.sync.aligned.m16n8k4.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+        : FOUR
+        : "r"(a[0]), "r"(a[1]), "r"(b0));
+  else
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
+        : FOUR
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 __device__ __forceinline__ u32 pack(float lo, float hi) {

@@ -1,14 +1,16 @@
 // Tiles of strips in shared memory, which block takes which, and products with weights in registers.
 //
 // Rows of a group need not begin at 16 bytes in shared memory. Matrices are read from a window that
-// begins up to SHIFT words early. A word is 4 bytes: two 16-bit numbers. Macro: P, groups of a strip.
+// begins up to SHIFT words early. A word is 4 bytes: two 16-bit numbers. Macros: SIZE, bytes of a
+// number; P, groups of a strip; SHARED, whether these are not groups but tokens of one group, P one
+// behind the other, to which rows then belong.
 
 constexpr int ROWS = 32;
 
 // The fewest boxes of at most 256 columns into which so many columns are cut, at 16 bytes each.
 __device__ constexpr int boxes_of(int columns) {
   int boxes = 1;
-  while (columns / boxes > 256 || columns % (8 * boxes)) ++boxes;
+  while (columns / boxes > 256 || columns % (16 / SIZE * boxes)) ++boxes;
   return boxes;
 }
 
@@ -16,16 +18,17 @@ __device__ constexpr int boxes_of(int columns) {
 // other, or boxes of 128 bytes a row, swizzled, where a strip's row is a multiple of that.
 template <int FEATURES>
 struct Tile {
-  static constexpr int ROW = P * FEATURES * 2;
+  static constexpr int ROW = P * FEATURES * SIZE, WORDS = FEATURES * SIZE / 4;
   static constexpr int BYTES = ROWS * ROW, ROOM = (BYTES + 1023) / 1024 * 1024;
   static constexpr bool SWIZZLED = ROW % 128 == 0;
   static constexpr int BOXES = SWIZZLED ? ROW / 128 : boxes_of(P * FEATURES);
   static constexpr int BOX_COLUMNS = P * FEATURES / BOXES, BOX_BYTES = BYTES / BOXES;
-  static constexpr int PITCH = 2 * BOX_COLUMNS;  // bytes between rows
+  static constexpr int PITCH = SIZE * BOX_COLUMNS;  // bytes between rows
+  static constexpr bool TOGETHER = SHARED && !SWIZZLED && BOXES == 1;  // in memory, too
   // Words by which a group's window begins early, at most; words of a window; steps of 8 words to
   // multiply by, the last maybe of 4.
-  static constexpr int SHIFT = P == 1 || FEATURES % 8 == 0 ? 0 : FEATURES % 4 ? 3 : 2;
-  static constexpr int WINDOW = FEATURES / 2 + SHIFT;
+  static constexpr int SHIFT = P == 1 || WORDS % 4 == 0 ? 0 : WORDS % 2 ? 3 : 2;
+  static constexpr int WINDOW = WORDS + SHIFT;
   static constexpr int STEPS = (WINDOW + 7) / 8;
   static constexpr bool HALF = WINDOW % 8 && WINDOW % 8 <= 4;
 
@@ -35,8 +38,34 @@ struct Tile {
     const int box = min(byte / PITCH, BOXES - 1);  // a window may end behind the last
     return box * BOX_BYTES + row * PITCH + byte - box * PITCH;
   }
-  static __device__ __forceinline__ int shift(int p) { return p * (FEATURES / 2) & 3; }
-  static __device__ __forceinline__ int window(int p) { return p * (FEATURES * 2) & ~15; }
+  static __device__ __forceinline__ int shift(int p) { return p * WORDS & 3; }
+  static __device__ __forceinline__ int window(int p) { return p * (FEATURES * SIZE) & ~15; }
+};
+
+// One of a kernel's tensors: its map and, where its tiles lie together, its address. A strip has so
+// many rows.
+template <class T>
+struct Moved {
+  const TensorMap* map;
+  char* begin;
+  int rows;
+
+  __device__ __forceinline__ bool whole(int row) const { return T::TOGETHER && row + ROWS <= rows; }
+  __device__ __forceinline__ char* at(int strip, int row) const {
+    return begin + (static_cast<long long>(strip) * rows + row) * T::ROW;
+  }
+  __device__ __forceinline__ void load(u32 to, u32 bar, int strip, int row) const {
+    if (whole(row))
+      load_bytes(to, at(strip, row), bar, T::BYTES);
+    else
+      load_tile<T>(to, map, bar, strip, row);
+  }
+  __device__ __forceinline__ void store(u32 from, int strip, int row) const {
+    if (whole(row))
+      store_bytes(at(strip, row), from, T::BYTES);
+    else
+      store_tile<T>(map, from, strip, row);
+  }
 };
 
 // Block b takes tiles begin(b) to begin(b + 1) of strips * tiles in all, those of a strip together.
@@ -92,7 +121,6 @@ struct Walk {
 template <class T, int TILES, int NT>
 __device__ __forceinline__ void multiply_windows(float (&acc)[NT][4], const u32 (&w)[NT][T::STEPS][2],
                                                  u32 tile, int block, int p, int lane) {
-  constexpr int WORDS = T::WINDOW - T::SHIFT;
   const int row = 16 * block + lane % 16, shift = T::shift(p);
   const int byte = T::window(p) + lane / 16 * 16;
 #pragma unroll
@@ -103,10 +131,10 @@ __device__ __forceinline__ void multiply_windows(float (&acc)[NT][4], const u32 
       load_two<false>(a[0], a[1], tile + T::at(row, T::window(p) + 32 * s));
     else
       load_four<false>(a, tile + T::at(row, byte + 32 * s));
-    if (8 * s < T::SHIFT || 8 * s + 8 > WORDS) {  // a neighbour's numbers may be among them
+    if (8 * s < T::SHIFT || 8 * s + 8 > T::WORDS) {  // a neighbour's numbers may be among them
       const u32 word = 8 * s + lane % 4 - shift;
-      if (word >= WORDS) a[0] = a[1] = 0u;
-      if (word + 4 >= WORDS) a[2] = a[3] = 0u;
+      if (word >= T::WORDS) a[0] = a[1] = 0u;
+      if (word + 4 >= T::WORDS) a[2] = a[3] = 0u;
     }
 #pragma unroll
     for (int j = 0; j < TILES; ++j) {

@@ -3,10 +3,13 @@ of a multiprocessor, and which tiles a block takes (``strips_tiles.h``)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.core.problem import Problem
@@ -14,9 +17,11 @@ from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common.activations import NAMES
 
 ROWS = 32
-"""Tokens of a tile."""
+"""Rows of a tile."""
 SIZE = 2
-"""Bytes of a number."""
+"""Bytes of a number, where nothing else is said."""
+ORDERS = ("tokens", "groups")
+"""Of memory, that are served."""
 SWIZZLED = 128
 """Bytes of a row of the copy engine's widest swizzle."""
 BOX = 256
@@ -38,26 +43,82 @@ _MOST = 2**23
 _HERE = Path(__file__).parent
 
 
-def box_columns(columns: int) -> int:
+def box_columns(columns: int, size: int = SIZE) -> int:
     """Columns of the boxes that a strip is cut into: as few as can be, of whole 16 bytes."""
-    if columns * SIZE % SWIZZLED == 0:
-        return SWIZZLED // SIZE
-    return next(c for c in range(BOX, 0, -8) if columns % c == 0)
+    if columns * size % SWIZZLED == 0:
+        return SWIZZLED // size
+    return next(c for c in range(BOX, 0, -16 // size) if columns % c == 0)
 
 
-def tile_bytes(columns: int) -> int:
+def tile_bytes(columns: int, size: int = SIZE) -> int:
     """Room for a tile."""
-    return -(-ROWS * columns * SIZE // _STEP) * _STEP
+    return -(-ROWS * columns * size // _STEP) * _STEP
 
 
-def tensor_map(
-    dtype: torch.dtype, m: int, columns: int, stride: int, strip: int, address: int, device: int
-) -> driver.TensorMap:
-    """Tiles of (m, columns) numbers, rows ``stride`` apart, whose strips have so many columns."""
-    return driver.TensorMap(
-        *(DTYPE_NAMES[dtype], m, columns, stride, ROWS, box_columns(strip), address, device),
-        plain=strip * SIZE % SWIZZLED != 0,
-    )
+class Cut(NamedTuple):
+    """How (1, M, G, features) is cut into strips.
+
+    Tokens first, a strip is P groups that lie side by side, and a row a token. Groups first
+    (``shared``) it is one group, and a row P tokens, one behind the other: so one group of P * K
+    numbers stands for P groups of K numbers that share a weight.
+
+    Attributes:
+        shared: whether groups come first.
+        groups, strips, rows: G, strips in all, rows of a strip.
+        p: groups, or tokens, side by side.
+    """
+
+    shared: bool
+    groups: int
+    strips: int
+    rows: int
+    p: int
+
+    @classmethod
+    def of(cls, order: str, m: int, groups: int, p: int) -> Cut:
+        """The strips of tensors of that order of memory."""
+        if order == "groups":
+            return cls(True, groups, groups, m // p, p)
+        return cls(False, groups, groups // p, m, p)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of a strip."""
+        return -(-self.rows // ROWS)
+
+    def map(
+        self, dtype: torch.dtype, features: int, stride: int, address: int, device: int
+    ) -> driver.TensorMap:
+        """Tiles of a tensor of so many features a group, whose tokens are ``stride`` apart where
+        they come first."""
+        columns, size = self.p * features, dtype.itemsize
+        wide, planes = (columns, self.groups) if self.shared else (self.groups * features, 0)
+        return driver.TensorMap(
+            *(DTYPE_NAMES[dtype], self.rows, wide, wide if self.shared else stride),
+            *(ROWS, box_columns(columns, size), address, device),
+            plain=columns * size % SWIZZLED != 0,
+            planes=planes,
+        )
+
+
+def side_by_side(order: str, m: int, groups: int) -> int:
+    """What strips are cut from: groups, or tokens of a group; as far as it matters which numbers
+    divide it."""
+    return math.gcd(m, 16) if order == "groups" else groups
+
+
+def has_dense_rows(t: Tensor, order: str) -> bool:
+    """Whether strips can be cut from t (1, M, G, features): dense groups of a token, or all dense
+    groups first, and 16 bytes everywhere."""
+    _, m, groups, features = t.shape
+    if t.stride(3) != 1 or t.data_ptr() % 16:
+        return False
+    if order == "groups":
+        return t.stride(1) == features and (t.stride(2) == m * features or groups == 1)
+    if order != "tokens" or t.stride(2) != features:
+        return False
+    apart = t.stride(1) * t.element_size() % 16 == 0 and t.stride(1) >= groups * features
+    return apart or m == 1
 
 
 def holds(shared: int, blocks: int) -> bool:
@@ -86,20 +147,25 @@ def source_of(file: str, activation: str, macros: Mapping[str, int]) -> str:
 
 
 def reason_not(p: Problem) -> str | None:
-    """Why neither kernel can serve such a Problem, whatever its groups' sizes, or None."""
+    """Why no kernel can serve such a Problem, whatever its groups' sizes, or None."""
     if p.device != "cuda":
         return "its kernel runs on CUDA devices only"
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
     if torch.cuda.get_device_capability() != (9, 0):
         return "its kernel is written for compute capability 9.0"
-    if p.dtype not in ("bfloat16", "float16"):
-        return f"serves bfloat16 and float16, not {p.dtype}"
-    if (p.option("order"), p.option("x"), p.option("w")) != ("tokens", "dense", "dense"):
-        return "serves dense tensors, tokens first"
+    if (p.option("x"), p.option("w")) != ("dense", "dense") or p.option("order") not in ORDERS:
+        return "serves dense tensors, tokens or groups first"
     if max(p.dim("M"), p.dim("G") * max(p.dim("K"), p.dim("N"))) > _MOST:
         return f"sizes must stay below {_MOST}"
     return None
+
+
+def no_strip(p: Problem) -> str:
+    """The sentence for a Problem whose groups no configuration takes."""
+    m, groups, k, n = p.dim("M"), p.dim("G"), p.dim("K"), p.dim("N")
+    side = f"{m} tokens of a group" if p.option("order") == "groups" else f"{groups} groups"
+    return f"no strip of {side}, {k} to {n} features, fits: 16 bytes, registers"
 
 
 class Split:
