@@ -17,6 +17,7 @@ from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, Family, is_installed, register_family
 from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.common.hopper import FILES as HOPPER_FILES
 from fastlinear.ops.grouped_linear import (
     cpp,
     reference,
@@ -24,6 +25,7 @@ from fastlinear.ops.grouped_linear import (
     strips_backward,
     triton_config,
     ways,
+    wide_backward,
 )
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear.problem import NAME, PIECES, STEP, problem, tokens_of
@@ -52,9 +54,15 @@ _STRIPS_BACKWARD_SOURCES = (
     *_STRIPS_SHARED,
 )
 _WIDE_SOURCES = ("triton_wide.py", "triton_wide_kernels.py", *_TRITON_SOURCES)
+_WIDE_BACKWARD_SOURCES = (
+    *("wide_backward.py", "wide_backward_config.py", "wide_backward.cu", "wide_instructions.h"),
+    *("group_map.py", "strips_backward.py", "strips_tiles.py", "layout.py"),
+    *(f"../common/{name}" for name in ("cuda_driver.py", *HOPPER_FILES)),
+)
 _PIECES_SOURCES = (
     *("autograd.py", "plans.py", "reference.py", "ways.py", "triton_backward.py"),
     *("triton_wide.py", "triton_wide_kernels.py", *_STRIPS_SOURCES, *_STRIPS_BACKWARD_SOURCES),
+    *_WIDE_BACKWARD_SOURCES,
     *_CPP_SOURCES,
     *_TRITON_SOURCES,
 )
@@ -252,6 +260,10 @@ FAMILY = register_family(
             Backend(
                 *(NAME, "forward", "wide", f"{_HERE}.triton_wide:forward", _reason_not_wide),
                 _WIDE_SOURCES,
+            ),
+            Backend(
+                *(NAME, "backward", "wide", f"{_HERE}.wide_backward:backward"),
+                *(wide_backward.reason_not, _WIDE_BACKWARD_SOURCES),
             ),
             *(
                 Backend(NAME, piece, "cpp", f"{_HERE}.cpp:{piece}", cpp.reason_not, _CPP_SOURCES)
