@@ -26,6 +26,7 @@ from fastlinear.ops.grouped_linear import (
     triton_config,
     ways,
     wide_backward,
+    wide_backward_config,
 )
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear.problem import NAME, PIECES, STEP, problem, tokens_of
@@ -114,12 +115,21 @@ def _prefer(p: Problem) -> tuple[str, ...]:
     if p.piece == "backward":
         hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
         one_pass = max(p.dim("K"), p.dim("N")) <= (128 if hopper else 32)
-        if not one_pass or p.dtype == "float32":
+        if p.dtype == "float32":
             return ("eager",)
+        if not one_pass:
+            return ("wide", "eager") if many and _worth_one_pass(p) else ("eager",)
         return ("strips", "triton", "eager") if many else ("triton", "eager")
     odd = p.dim("K") % 8 or p.dim("N") % 8  # rows of a group do not begin at 16 bytes
     first = ("strips",) if odd and many else ("wide",) if p.dim("K") > 128 else ()
     return (*first, "triton", "eager")
+
+
+def _worth_one_pass(p: Problem) -> bool:
+    """Whether nearly all that ``wide`` multiplies are numbers of the group."""
+    k, n = p.dim("K"), p.dim("N")
+    whole_k, whole_n = wide_backward_config.padded(k, 128), wide_backward_config.padded(n)
+    return 4 * k * n >= 3 * whole_k * whole_n
 
 
 def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]:
