@@ -17,6 +17,7 @@ from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, Family, is_installed, register_family
 from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.common.hopper import FILES as HOPPER_FILES
 from fastlinear.ops.grouped_linear import (
     cpp,
     reference,
@@ -24,6 +25,8 @@ from fastlinear.ops.grouped_linear import (
     strips_backward,
     triton_config,
     ways,
+    wide_backward,
+    wide_backward_config,
 )
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear.problem import NAME, PIECES, STEP, problem, tokens_of
@@ -55,9 +58,15 @@ _STRIPS_BACKWARD_SOURCES = (
     *_STRIPS_SHARED,
 )
 _WIDE_SOURCES = ("triton_wide.py", "triton_wide_kernels.py", *_TRITON_SOURCES)
+_WIDE_BACKWARD_SOURCES = (
+    *("wide_backward.py", "wide_backward_config.py", "wide_backward.cu", "wide_instructions.h"),
+    *("group_map.py", "strips_backward.py", "strips_tiles.py", "layout.py"),
+    *(f"../common/{name}" for name in ("cuda_driver.py", *HOPPER_FILES)),
+)
 _PIECES_SOURCES = (
     *("autograd.py", "plans.py", "reference.py", "ways.py", "triton_backward.py"),
     *("triton_wide.py", "triton_wide_kernels.py", *_STRIPS_SOURCES, *_STRIPS_BACKWARD_SOURCES),
+    *_WIDE_BACKWARD_SOURCES,
     *_CPP_SOURCES,
     *_TRITON_SOURCES,
 )
@@ -109,13 +118,22 @@ def _prefer(p: Problem) -> tuple[str, ...]:
     if p.piece == "backward":
         hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
         one_pass = max(p.dim("K"), p.dim("N")) <= (128 if hopper else 32)
-        if not one_pass or p.dtype == "float32":
+        if p.dtype == "float32":
             return ("eager",)
+        if not one_pass:
+            return ("wide", "eager") if many and _worth_one_pass(p) else ("eager",)
         return ("strips", "triton", "eager") if many else ("triton", "eager")
     odd = p.dim("K") % 8 or p.dim("N") % 8  # rows of a group do not begin at 16 bytes
     strips_first = p.dim("K") >= 64 if p.dtype == "float32" else odd
     first = ("strips",) if strips_first and many else ("wide",) if p.dim("K") > 128 else ()
     return (*first, "triton", "eager")
+
+
+def _worth_one_pass(p: Problem) -> bool:
+    """Whether nearly all that ``wide`` multiplies are numbers of the group."""
+    k, n = p.dim("K"), p.dim("N")
+    whole_k, whole_n = wide_backward_config.padded(k, 128), wide_backward_config.padded(n)
+    return 4 * k * n >= 3 * whole_k * whole_n
 
 
 def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]:
@@ -256,6 +274,10 @@ FAMILY = register_family(
             Backend(
                 *(NAME, "forward", "wide", f"{_HERE}.triton_wide:forward", _reason_not_wide),
                 _WIDE_SOURCES,
+            ),
+            Backend(
+                *(NAME, "backward", "wide", f"{_HERE}.wide_backward:backward"),
+                *(wide_backward.reason_not, _WIDE_BACKWARD_SOURCES),
             ),
             *(
                 Backend(NAME, piece, "cpp", f"{_HERE}.cpp:{piece}", cpp.reason_not, _CPP_SOURCES)

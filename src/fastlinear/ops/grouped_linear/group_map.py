@@ -1,0 +1,52 @@
+"""The copy engine's view of tokens first: boxes that end where a group's features end."""
+
+from __future__ import annotations
+
+import ctypes
+
+from fastlinear.ops.common import cuda_driver as driver
+
+
+class GroupMap(driver.TensorMap):
+    """A TMA descriptor of a 16-bit (M, G, features) tensor whose groups lie side by side.
+
+    Boxes are 128-byte swizzled, a row of features behind the other. Reads beyond the group's
+    features or the last token give zeros, writes there are dropped.
+
+    Args:
+        dtype: ``"float16"`` or ``"bfloat16"``.
+        shape: (M, G, features), features a multiple of 8.
+        row_stride: elements between tokens, a multiple of 8.
+        box: tokens, groups and features of a box; 64 features at most.
+        address: first element, 16-byte aligned.
+        device: ordinal of the device the tensor is on.
+    """
+
+    def __init__(
+        self,
+        dtype: str,
+        shape: tuple[int, int, int],
+        row_stride: int,
+        box: tuple[int, int, int],
+        address: int,
+        device: int,
+    ) -> None:
+        m, groups, features = shape
+        # the base class's own descriptor, of two dimensions, is written over
+        super().__init__(dtype, m, groups * features, row_stride, box[0], box[2], address, device)
+        encode = driver._driver().cuTensorMapEncodeTiled
+        status = encode(
+            ctypes.c_void_p(self.pointer),
+            driver._TENSOR_MAP_TYPE[dtype],
+            3,
+            ctypes.c_void_p(address),
+            (ctypes.c_uint64 * 3)(features, groups, m),
+            (ctypes.c_uint64 * 2)(features * 2, row_stride * 2),
+            (ctypes.c_uint32 * 3)(*reversed(box)),
+            (ctypes.c_uint32 * 3)(1, 1, 1),
+            0,
+            driver._SWIZZLE_128B,
+            driver._L2_PROMOTION_256B,
+            0,
+        )
+        driver._check(status, f"cuTensorMapEncodeTiled({shape=}, {row_stride=}, {box=})")

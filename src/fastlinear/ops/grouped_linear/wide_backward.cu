@@ -1,0 +1,427 @@
+// dx, dW and db of y = act(x W^T + b) of groups of up to 256 features in one pass, for Hopper. The texts
+// of hopper_gemm.h, hopper_activations.h and wide_instructions.h stand before this one.
+//
+// A block takes one group, every chunks-th tile of TOKENS tokens, and 128 of the K features: of these dx
+// and dW; with more than 128 features there are two such blocks, which may be a cluster that shares
+// what both read. dW and W, both turned, stay with two warpgroups, 64 features each:
+//   dx^T (64, TOKENS) = W^T (64, N) dpre^T
+//   dW^T (64, N) += x^T (64, TOKENS) dpre
+// dW is in registers, and so is W for as many of the N as there are registers; the rest of it is in
+// shared memory. The first warp brings in tiles of dy, of what the forward saved and of x, as boxes of 64
+// features; three more write dpre over dy and sum db. dx leaves through the copy engine. Where several
+// blocks share a group each leaves a float32 share of dW and db, and the second kernel adds them up in
+// order.
+//
+// Macros from the host, besides those of the headers: K N, of a group; NEED_DX NEED_DW NEED_DB; TILES
+// of dy and x, PARTS (half tiles) of what was saved, OUTS of dx in shared memory; HELD, of the boxes of
+// W those in registers.
+
+constexpr int TOKENS = BK, HALF = 128;
+constexpr int HALVES = (K + HALF - 1) / HALF;
+constexpr int BOX = TOKENS * 128, N_BOXES = BN / 64, K_BOXES = (K + 63) / 64;
+constexpr bool HAS_SAVED = ACT != ACT_NONE;
+constexpr bool HAS_GRADERS = HAS_SAVED || NEED_DB;
+
+constexpr int DY_BYTES = N_BOXES * BOX, X_BYTES = NEED_DW ? 2 * BOX : 0;
+constexpr int TILE = DY_BYTES + X_BYTES;
+constexpr int SAVED_AT = TILES * TILE;
+constexpr int OUT_AT = SAVED_AT + (HAS_SAVED ? PARTS * (DY_BYTES / 2) : 0);
+constexpr int W_AT = OUT_AT + (NEED_DX ? OUTS * 2 * BOX : 0), W_BOXES = NEED_DX ? N_BOXES - HELD : 0;
+constexpr int DB_AT = W_AT + W_BOXES * 2 * BOX;
+
+// Threads that write dpre: each has 8 columns of every STEP-th row.
+constexpr int GRADERS = 96, UNITS = BN / 8, STEP = GRADERS / UNITS, AT_ONCE = 2;
+constexpr int DB_BYTES = NEED_DB ? (GRADERS - UNITS) * 32 : 0;
+
+constexpr int FULL_AT = DB_AT + DB_BYTES;  // barriers: dy, saved and x are there
+constexpr int GRADED_AT = FULL_AT + 8 * TILES;
+constexpr int FREE_AT = GRADED_AT + 8 * TILES;
+constexpr int PART_FREE_AT = FREE_AT + 8 * TILES;
+constexpr int W_FULL_AT = PART_FREE_AT + 8 * PARTS;
+
+static_assert(K % 8 == 0 && N % 8 == 0 && K <= 256 && N <= BN && BN <= 256, "sizes");
+static_assert(CLUSTER == 1 || CLUSTER == HALVES, "a cluster is the blocks of the same tiles");
+static_assert(MMA_M == 1 && A_MN && B_MN, "as products() is used here");
+
+// Tells the blocks that fill a place that this warp is done with it.
+__device__ __forceinline__ void release(u32 bar, u32 lane) {
+  if (CLUSTER > 1) {
+    if (lane < CLUSTER) mbar_arrive_cta(bar, lane);
+  } else if (lane == 0) {
+    mbar_arrive(bar);
+  }
+}
+
+// ---------------------------------------------------------------- dpre, db
+
+// dy * act'(pre) from what was saved: y for relu, leaky_relu, sigmoid and tanh, else pre.
+__device__ __forceinline__ float graded(float dy, float saved) {
+  if constexpr (ACT == ACT_LEAKY_RELU) return saved > 0.0f ? dy : 0.01f * dy;
+  if constexpr (ACT == ACT_SIGMOID) return dy * (saved * (1.0f - saved));
+  if constexpr (ACT == ACT_TANH) return dy * fmaf(-saved, saved, 1.0f);
+  float slope;
+  act_and_slope(saved, slope);
+  return dy * slope;
+}
+
+__device__ __forceinline__ u32 graded_words(u32 dy, u32 saved) {
+  if constexpr (ACT == ACT_RELU) return where_positive(dy, saved);
+  float lo, hi, saved_lo, saved_hi;
+  unpack(dy, lo, hi);
+  unpack(saved, saved_lo, saved_hi);
+  return pack(graded(lo, saved_lo), graded(hi, saved_hi));
+}
+
+// dpre over dy in half a tile, and its columns added to `sums`.
+__device__ __forceinline__ void grade(u32 dy, u32 saved, int unit, int first, bool sum,
+                                      float (&sums)[8]) {
+  dy += unit / 8 * BOX;
+  saved += unit / 8 * (BOX / 2);
+#pragma unroll 1
+  for (int turn = first; turn < TOKENS / 2; turn += AT_ONCE * STEP) {
+    u32 words[AT_ONCE][4], kept[AT_ONCE][4], at[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const int row = turn + i * STEP;
+      at[i] = row * 128 + ((unit ^ row) & 7) * 16;
+      if (i == 0 || row < TOKENS / 2) {
+        load_words(words[i], dy + at[i]);
+        if (HAS_SAVED) load_words(kept[i], saved + at[i]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      if (i == 0 || turn + i * STEP < TOKENS / 2) {
+        if (HAS_SAVED) {
+#pragma unroll
+          for (int v = 0; v < 4; ++v) words[i][v] = graded_words(words[i][v], kept[i][v]);
+          store_words(dy + at[i], words[i]);
+        }
+        if (NEED_DB && sum) {
+#pragma unroll
+          for (int v = 0; v < 4; ++v) {
+            float lo, hi;
+            unpack(words[i][v], lo, hi);
+            sums[2 * v] += lo;
+            sums[2 * v + 1] += hi;
+          }
+        }
+      }
+    }
+  }
+}
+
+// Adds up the columns' sums of all threads that write dpre, in order, into db or its share.
+__device__ __forceinline__ void store_db(u32 room, char* db, bool rounded, int unit, int first,
+                                         const float (&sums)[8]) {
+  if (first > 0) {
+    const u32 to = room + ((first - 1) * UNITS + unit) * 32;
+    u32 words[2][4];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) words[i / 4][i % 4] = __float_as_uint(sums[i]);
+    store_words(to, words[0]);
+    store_words(to + 16, words[1]);
+  }
+  bar_sync(3, GRADERS);
+  if (first > 0 || 8 * unit >= N) return;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float sum[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum[i] = sums[4 * half + i];
+    for (int other = 1; other < STEP; ++other) {
+      u32 words[4];
+      load_words(words, room + ((other - 1) * UNITS + unit) * 32 + half * 16);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[i] += __uint_as_float(words[i]);
+    }
+    const int column = 8 * unit + 4 * half;
+    if (rounded) {
+      const uint2 out = {pack(sum[0], sum[1]), pack(sum[2], sum[3])};
+      *reinterpret_cast<uint2*>(db + 2 * column) = out;
+    } else {
+      *reinterpret_cast<float4*>(db + 4 * column) = make_float4(sum[0], sum[1], sum[2], sum[3]);
+    }
+  }
+}
+
+// ---------------------------------------------------------------- dx^T = W^T dpre^T
+
+// W^T of one warp's 16 of the features and the first HELD boxes of N, as the multiplier takes it.
+struct Weights {
+  u32 word[4 * HELD][4];
+};
+
+__device__ __forceinline__ void load_weights(Weights& w, const unsigned short* group, int k0,
+                                             int lane) {
+  const int n0 = lane % 4 * 2;
+  k0 += lane / 4;
+  const unsigned short* from = group + n0 * K + k0;
+#pragma unroll
+  for (int s = 0; s < 4 * HELD; ++s) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int n = 16 * s + i / 2 * 8, k = i % 2 * 8;
+      u32 word = 0u;
+      if (n < N && k + k0 < K)
+        word = from[n * K + k] | static_cast<u32>(from[(n + 1) * K + k]) << 16;
+      w.word[s][i] = word;
+    }
+  }
+}
+
+// `rest`: the other boxes of W, of this warpgroup's features.
+__device__ __forceinline__ void dx_products(float (&dx)[32], const Weights& w, u32 rest, u32 dpre) {
+  const u64 b_desc = make_desc<false>(dpre), a_desc = make_desc<true>(rest);
+  wgmma_fence();
+#pragma unroll
+  for (int s = 0; s < BN / 16; ++s) {
+    const u64 b = b_desc + (s / 4 * BOX + s % 4 * 32 >> 4);
+    if (s >= 4 * HELD) {
+      const u64 a = a_desc + ((s / 4 - HELD) * 2 * BOX + s % 4 * (16 * 128) >> 4);
+      if (s == 0) wgmma_turned<true>(dx, a, b); else wgmma_turned<false>(dx, a, b);
+    } else {
+      if (s == 0) wgmma_held<true>(dx, w.word[s], b); else wgmma_held<false>(dx, w.word[s], b);
+    }
+  }
+  wgmma_commit();
+}
+
+// One warp's 16 features of TOKENS tokens into the box of its warpgroup; `at` is this lane's.
+__device__ __forceinline__ void stage_dx(u32 at, const float (&dx)[32]) {
+#pragma unroll
+  for (int j = 0; j < TOKENS / 8; j += 2) {
+    const float* of = dx + 4 * j;
+    store_turned(at + j * 1024, pack(of[0], of[1]), pack(of[2], of[3]), pack(of[4], of[5]),
+                 pack(of[6], of[7]));
+  }
+}
+
+// ---------------------------------------------------------------- dW
+
+// dW^T of one warp's 16 features into dW (N, K) or its float32 share.
+template <bool kRounded>
+__device__ __forceinline__ void store_dw(const float (&dw)[BN / 2], char* group, int k0, int lane) {
+  constexpr int NUMBER = kRounded ? 2 : 4;
+  char* from = group + NUMBER * (lane % 4 * (2 * K) + k0 + lane / 4);
+#pragma unroll
+  for (int j = 0; j < N / 8; ++j) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int n = 8 * j + i % 2, k = i / 2 * 8;
+      if (k0 + k < K) {
+        char* to = from + NUMBER * (n * K + k);
+        if constexpr (kRounded)
+          *reinterpret_cast<unsigned short*>(to) =
+              static_cast<unsigned short>(pack(dw[4 * j + i], 0.0f));
+        else
+          *reinterpret_cast<float*>(to) = dw[4 * j + i];
+      }
+    }
+  }
+}
+
+// ---------------------------------------------------------------- kernels
+
+// What one block does: tiles chunk, chunk + chunks, ... of a group.
+struct Part {
+  int half, group, chunk, boxes;  // which half of the K features, in how many boxes
+
+  __device__ __forceinline__ Part(int groups) {
+    const int block = block_id(), pair = block / HALVES;
+    half = block % HALVES;
+    boxes = HALVES == 1 || half == 0 ? min(2, K_BOXES) : K_BOXES - 2;
+    group = pair % groups;
+    chunk = pair / groups;
+  }
+};
+
+// dy, saved (M, G, N) and x, dx (M, G, K) by their maps, in boxes of (TOKENS, 1, 64), saved of half as
+// many tokens; W (G, N, K) also by its, in boxes of (1, 64, 64). dw (chunks, G, N, K) and db (chunks, G, N)
+// are float32 shares, or 16-bit results where chunks is 1. A launch has chunks * groups * HALVES blocks.
+extern "C" __global__ void __launch_bounds__(384, 1)
+grouped_linear_wide_backward(const __grid_constant__ TensorMap dy_map,
+                             const __grid_constant__ TensorMap saved_map,
+                             const __grid_constant__ TensorMap x_map,
+                             const __grid_constant__ TensorMap dx_map,
+                             const __grid_constant__ TensorMap weight_map,
+                             const unsigned short* __restrict__ weight, char* __restrict__ dw,
+                             char* __restrict__ db, int groups, int chunks, int tiles) {
+  extern __shared__ __align__(1024) char smem[];
+  const u32 base = smem_addr(smem);
+  const u32 full = base + FULL_AT, ready = base + GRADED_AT, free = base + FREE_AT;
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0) % 4;
+  if (threadIdx.x == 0) {
+    constexpr int SUMMING = HAS_SAVED || !NEED_DB ? 0 : 3;  // warps that read dy beside the products
+    const int users = 4 * (CLUSTER > 1 ? K_BOXES : Part(groups).boxes) + SUMMING * CLUSTER;
+    for (int s = 0; s < TILES; ++s) {
+      mbar_init(full + 8 * s, 1);
+      mbar_init(ready + 8 * s, 3);
+      mbar_init(free + 8 * s, users);
+    }
+    for (int s = 0; s < PARTS; ++s) mbar_init(base + PART_FREE_AT + 8 * s, 3 * CLUSTER);
+    mbar_init(base + W_FULL_AT, 1);
+    publish_barriers();
+  }
+  if constexpr (CLUSTER > 1) cluster_sync(); else __syncthreads();
+
+  if (warpgroup == 0) {
+    leave_registers<56>();
+    const int lane = threadIdx.x % 32;
+    const Part p(groups);
+    if (warp == 0) {
+      if (lane == 0) {
+        const int bytes = DY_BYTES * (HAS_SAVED ? 2 : 1) + (NEED_DW ? p.boxes * BOX : 0);
+        const int rank = CLUSTER > 1 ? p.half : 0;
+        int i = 0;
+        for (int tile = p.chunk; tile < tiles; tile += chunks, ++i) {
+          const int slot = i % TILES, token = tile * TOKENS;
+          const u32 bar = full + 8 * slot, to = base + slot * TILE;
+          mbar_wait(free + 8 * slot, (i / TILES & 1) ^ 1);
+          mbar_expect(bar, bytes);
+#pragma unroll
+          for (int b = rank; b < N_BOXES; b += CLUSTER)
+            load_box<CLUSTER>(to + b * BOX, &dy_map, bar, 64 * b, p.group, token);
+          if (HAS_SAVED) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+              const int part = (2 * i + h) % PARTS, before = (2 * i + h) / PARTS;
+              const u32 saved = base + SAVED_AT + part * (DY_BYTES / 2);
+              mbar_wait(base + PART_FREE_AT + 8 * part, (before & 1) ^ 1);
+#pragma unroll
+              for (int b = rank; b < N_BOXES; b += CLUSTER)
+                load_box<CLUSTER>(saved + b * (BOX / 2), &saved_map, bar, 64 * b, p.group,
+                                  token + h * (TOKENS / 2));
+            }
+          }
+          if (NEED_DW) {
+            for (int b = 0; b < p.boxes; ++b)
+              load_box<1>(to + DY_BYTES + b * BOX, &x_map, bar, HALF * p.half + 64 * b, p.group, token);
+          }
+          if (W_BOXES > 0 && i == 0) {
+            mbar_expect(base + W_FULL_AT, W_BOXES * p.boxes * BOX);
+            for (int w = 0; w < W_BOXES; ++w)
+              for (int b = 0; b < p.boxes; ++b)
+                load_box<1>(base + W_AT + (2 * w + b) * BOX, &weight_map, base + W_FULL_AT,
+                            HALF * p.half + 64 * b, 64 * (HELD + w), p.group);
+          }
+        }
+      }
+    } else if (HAS_GRADERS) {
+      const int thread = threadIdx.x - 32, unit = thread % UNITS, first = thread / UNITS;
+      const bool sum = p.half == 0;  // one block of a tile sums db
+      float sums[8] = {};
+      int i = 0;
+      for (int tile = p.chunk; tile < tiles; tile += chunks, ++i) {
+        const int slot = i % TILES;
+        mbar_wait(full + 8 * slot, i / TILES & 1);
+#pragma unroll 1
+        for (int h = 0; h < 2; ++h) {
+          const int part = (2 * i + h) % PARTS;
+          grade(base + slot * TILE + h * (BOX / 2), base + SAVED_AT + part * (DY_BYTES / 2), unit,
+                first, sum, sums);
+          publish();
+          __syncwarp();
+          if (HAS_SAVED) release(base + PART_FREE_AT + 8 * part, lane);
+        }
+        if (HAS_SAVED) {
+          if (lane == 0) mbar_arrive(ready + 8 * slot);
+        } else {
+          release(free + 8 * slot, lane);
+        }
+      }
+      if (NEED_DB && sum) {
+        const bool rounded = chunks == 1;
+        const u64 share = static_cast<u64>(p.chunk) * groups + p.group;
+        store_db(base + DB_AT, db + share * (N * (rounded ? 2 : 4)), rounded, unit, first, sums);
+      }
+    }
+  } else {
+    take_registers<224>();
+    const Part p(groups);
+    const int part = warpgroup - 1, k0 = HALF * p.half + 64 * part;
+    if (part < p.boxes) {
+      // Where this lane's 8 features lie for tokens 8 (lane / 16) + lane % 8 in the box, swizzled
+      const int lane = threadIdx.x % 32, piece = (2 * warp + lane / 8 % 2) ^ (lane % 8);
+      const u32 box = base + OUT_AT + part * BOX;
+      const u32 at = box + (lane / 16 * 8 + lane % 8) * 128 + piece * 16;
+      Weights w;
+      if (NEED_DX)
+        load_weights(w, weight + static_cast<u64>(p.group) * (N * K), k0 + 16 * warp, lane);
+      float sums[1][BN / 2] = {};
+      float dx[32];
+      if (W_BOXES > 0) mbar_wait(base + W_FULL_AT, 0);
+      int slot = 0;
+      u32 phase = 0, out = 0;
+#pragma unroll 1
+      for (int tile = p.chunk; tile < tiles; tile += chunks) {
+        const u32 dpre = base + slot * TILE;
+        const u32 before = free + 8 * (slot == 0 ? TILES - 1 : slot - 1);
+        mbar_wait(full + 8 * slot, phase);
+        if (HAS_SAVED) mbar_wait(ready + 8 * slot, phase);
+        if (NEED_DX) dx_products(dx, w, base + W_AT + part * BOX, dpre);
+        if constexpr (NEED_DW) {
+          if (NEED_DX) {
+            wgmma_wait<1>();  // dW of the tile before
+            if (tile != p.chunk) release(before, lane_id());
+          }
+          products<false>(sums, dpre + DY_BYTES + part * BOX, dpre);
+          wgmma_wait<1>();  // dx, or without it dW of the tile before
+          if (!NEED_DX && tile != p.chunk) release(before, lane_id());
+        } else {
+          wgmma_wait<0>();
+          release(free + 8 * slot, lane_id());
+        }
+        if (NEED_DX) {
+          settle(dx);
+          const bool leader = threadIdx.x % 128 == 0;
+          if (leader) tma_store_wait_read<OUTS - 1>();  // of what was there before
+          bar_sync(1 + part, 128);
+          stage_dx(at + out, dx);
+          publish();
+          bar_sync(1 + part, 128);
+          if (leader) store_box(&dx_map, box + out, k0, p.group, tile * TOKENS);
+          if (OUTS > 1) out ^= 2 * BOX;
+        }
+        if (++slot == TILES) { slot = 0; phase ^= 1; }
+      }
+      let_next_start();
+      if constexpr (NEED_DW) {
+        wgmma_wait<0>();
+        settle(sums[0]);
+        const u64 share = (static_cast<u64>(p.chunk) * groups + p.group) * (N * K);
+        if (chunks == 1)
+          store_dw<true>(sums[0], dw + 2 * share, k0 + 16 * warp, lane_id());
+        else
+          store_dw<false>(sums[0], dw + 4 * share, k0 + 16 * warp, lane_id());
+      }
+      if (NEED_DX && threadIdx.x % 128 == 0) tma_store_wait_all();
+    }
+  }
+  __syncwarp();
+  if constexpr (CLUSTER > 1) cluster_sync();  // no block leaves while the other may send to it
+}
+
+// Adds up the chunks' shares, in order; the first dw_blocks blocks those of dW, the others of db.
+extern "C" __global__ void __launch_bounds__(256)
+grouped_linear_wide_sums(const float4* __restrict__ dw_shares, const float4* __restrict__ db_shares,
+                         uint2* __restrict__ dw, uint2* __restrict__ db, int groups, int chunks,
+                         int dw_blocks) {
+  wait_for_previous();
+  const bool of_dw = blockIdx.x < dw_blocks;
+  const int size = groups * (of_dw ? N * K : N) / 4;
+  const int at = (of_dw ? blockIdx.x : blockIdx.x - dw_blocks) * 256 + threadIdx.x;
+  if (at >= size) return;
+  const float4* from = (of_dw ? dw_shares : db_shares) + at;
+  float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 4
+  for (int c = 0; c < chunks; ++c, from += size) {
+    const float4 share = *from;
+    sum.x += share.x;
+    sum.y += share.y;
+    sum.z += share.z;
+    sum.w += share.w;
+  }
+  (of_dw ? dw : db)[at] = {pack(sum.x, sum.y), pack(sum.z, sum.w)};
+}

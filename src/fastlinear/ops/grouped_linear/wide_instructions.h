@@ -1,0 +1,139 @@
+// Instructions that wide_backward.cu adds to those of hopper_gemm.h, which stands before.
+
+// Boxes of 64 features of one group for BK tokens, at (first feature, group, first token): what lies
+// beyond the group's features or the last token comes as zeros and does not go out.
+template <int kPeers>
+__device__ __forceinline__ void load_box(u32 to, const TensorMap* map, u32 bar, int feature,
+                                         int group, int token) {
+  if constexpr (kPeers == 1) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to), "l"(map), "r"(bar), "r"(feature), "r"(group),
+        "r"(token)
+        : "memory");
+  } else {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to), "l"(map), "r"(bar),
+        "r"(feature), "r"(group), "r"(token), "h"(static_cast<unsigned short>((1 << kPeers) - 1))
+        : "memory");
+  }
+}
+
+__device__ __forceinline__ void store_box(const TensorMap* map, u32 from, int feature, int group,
+                                          int token) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];\n"
+      "cp.async.bulk.commit_group;" ::"l"(map),
+      "r"(from), "r"(feature), "r"(group), "r"(token)
+      : "memory");
+}
+
+// Four matrices of 8 x 8, turned: lanes 8i to 8i + 7 have the addresses of the i-th's columns.
+__device__ __forceinline__ void store_turned(u32 at, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),
+               "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+
+__device__ __forceinline__ void load_words(u32 (&v)[4], u32 at) {
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"(at)
+               : "memory");
+}
+
+__device__ __forceinline__ void store_words(u32 at, const u32 (&v)[4]) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v[0]), "r"(v[1]), "r"(v[2]),
+               "r"(v[3])
+               : "memory");
+}
+
+// What threads wrote to shared memory is seen by the copy engine and by wgmma.
+__device__ __forceinline__ void publish() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ __forceinline__ void publish_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void leave_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// The kernel launched behind this one may set up; it waits for this one's end before it reads.
+__device__ __forceinline__ void let_next_start() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+__device__ __forceinline__ void wait_for_previous() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// Volatile: worked out where it is needed, not kept in a register throughout.
+__device__ __forceinline__ u32 block_id() {
+  u32 block;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+  return block;
+}
+
+// Accumulators are not read ahead of the wait that stands before.
+template <int kCount>
+__device__ __forceinline__ void settle(float (&acc)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(acc[i])::"memory");
+}
+
+// Two numbers of dy, or 0 where the saved is at most 0.
+__device__ __forceinline__ u32 where_positive(u32 dy, u32 saved) {
+  u32 mask;
+#if IS_BF16
+  asm("set.gtu.u32.bf16x2 %0, %1, %2;" : "=r"(mask) : "r"(saved), "r"(0u));
+#else
+  asm("set.gtu.u32.f16x2 %0, %1, %2;" : "=r"(mask) : "r"(saved), "r"(0u));
+#endif
+  return dy & mask;
+}
+
+// acc (64, 64) += A (64, 16) B (64, 16)^T; kFirst: acc = A B^T. A is in registers as mma.sync has it.
+#define OLD(i) "+f"(acc[i]), "+f"(acc[i + 1]), "+f"(acc[i + 2]), "+f"(acc[i + 3])
+#define NEW(i) "=f"(acc[i]), "=f"(acc[i + 1]), "=f"(acc[i + 2]), "=f"(acc[i + 3])
+#define WGMMA_64(type, add, OUT, operands, ...)                                                    \
+  asm volatile(                                                                                    \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, " add ", 0;\n"                                             \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {%0, %1, %2, %3, %4, %5, %6, " \
+      "%7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, "    \
+      "%25, %26, %27, %28, %29, %30, %31}, " operands ";\n}"                                       \
+      : OUT(0), OUT(4), OUT(8), OUT(12), OUT(16), OUT(20), OUT(24), OUT(28)                        \
+      : __VA_ARGS__)
+#if IS_BF16
+#define WGMMA_TYPE "bf16"
+#else
+#define WGMMA_TYPE "f16"
+#endif
+#define HELD_A "{%32, %33, %34, %35}, %36, p, 1, 1, 0"
+#define TURNED_A "%32, %33, p, 1, 1, 1, 0"
+
+template <bool kFirst>
+__device__ __forceinline__ void wgmma_held(float (&acc)[32], const u32 (&a)[4], u64 b) {
+  if constexpr (kFirst)
+    WGMMA_64(WGMMA_TYPE, "0", NEW, HELD_A, "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  else
+    WGMMA_64(WGMMA_TYPE, "1", OLD, HELD_A, "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+// The same with A in shared memory, its 64 rows the contiguous dimension.
+template <bool kFirst>
+__device__ __forceinline__ void wgmma_turned(float (&acc)[32], u64 a, u64 b) {
+  if constexpr (kFirst)
+    WGMMA_64(WGMMA_TYPE, "0", NEW, TURNED_A, "l"(a), "l"(b));
+  else
+    WGMMA_64(WGMMA_TYPE, "1", OLD, TURNED_A, "l"(a), "l"(b));
+}

@@ -1,0 +1,234 @@
+"""The backward of wide groups: against float64 on a GPU, its compilation anywhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastlinear.core.compare import judge
+from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
+from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.common.hopper import SHARED_LIMIT
+from fastlinear.ops.grouped_linear import reference
+from fastlinear.ops.grouped_linear import wide_backward as wide
+from fastlinear.ops.grouped_linear import wide_backward_config as configs
+from fastlinear.ops.grouped_linear.problem import problem
+from fastlinear.ops.grouped_linear.reference import Needs
+from fastlinear.ops.grouped_linear.wide_backward_config import WideBackwardConfig
+
+_spec = importlib.util.spec_from_file_location(
+    "nvrtc_offline", Path(__file__).parents[1] / "nvrtc_offline.py"
+)
+assert _spec is not None
+assert _spec.loader is not None
+offline: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(offline)
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+on_hopper = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU"),
+]
+LAUNCH_REGISTERS = 168
+"""Of a thread of 384; more, and the warps that compute would wait for theirs for ever."""
+ALL: Needs = (True, True, True)
+NEEDS: list[Needs] = [
+    n for n in itertools.product((True, False), (True, False), (True, False)) if any(n[:2])
+]
+# (groups, K, N)
+SIZES = (
+    *((2, 256, 256), (3, 256, 192), (3, 136, 24), (3, 24, 136), (2, 200, 200), (4, 128, 256)),
+    *((2, 64, 256), (2, 192, 136), (40, 160, 208)),
+)
+CONFIGS = (
+    WideBackwardConfig(3, 2, 1, 2, False),
+    WideBackwardConfig(2, 4, 2, 2, True),
+    WideBackwardConfig(2, 3, 1, 2, False),
+    WideBackwardConfig(2, 2, 1, 1, True),
+)
+
+
+def drawn(
+    m: int, groups: int, k: int, n: int, activation: str, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """dy, saved, x and weight."""
+    x = torch.randn(1, m, groups, k, device="cuda").to(dtype)
+    dy = torch.randn(1, m, groups, n, device="cuda").to(dtype)
+    weight = (torch.randn(groups, n, k, device="cuda") / k**0.5).to(dtype)
+    pre = torch.randn(1, m, groups, n, device="cuda").to(dtype)
+    act = activation_of(activation)
+    saved = {"none": None, "pre": pre, "output": act.value(pre)}[act.saved]
+    return dy, saved, x, weight
+
+
+def check(
+    given: tuple[Tensor, Tensor | None, Tensor, Tensor],
+    activation: str,
+    needs: Needs = ALL,
+    config: WideBackwardConfig | None = None,
+    chunks: int | None = None,
+) -> None:
+    torch.full((1 << 22,), float("nan"), device="cuda")  # what new memory holds
+    assert wide.serves(*given, "tokens")
+    rest: Any = (activation, needs, "tokens")
+    found = wide.backward(*given, *rest, config=config, chunks=chunks)
+    theirs = reference.backward(*given, *rest)
+    wider: list[Any] = [None if t is None else t.double() for t in given]
+    oracle = reference.backward(*wider, *rest)
+    for name, need, a, t, o in zip(("dx", "dW", "db"), needs, found, theirs, oracle, strict=True):
+        assert (a is not None) == need
+        if a is not None and t is not None and o is not None:
+            verdict = judge(name, a, t, o)
+            assert verdict.passed, f"{activation} {needs} {verdict}"
+
+
+class TestOnHopper:
+    pytestmark = on_hopper
+
+    @pytest.mark.parametrize("activation", ACTIVATIONS)
+    def test_activations(self, activation: str) -> None:
+        for dtype in (torch.bfloat16, torch.float16):
+            check(drawn(300, 2, 256, 256, activation, dtype), activation)
+
+    @pytest.mark.parametrize("sizes", SIZES, ids=str)
+    def test_sizes(self, sizes: tuple[int, int, int]) -> None:
+        for m in (1, 63, 65, 1000, 4096):
+            activation = "silu" if m == 65 else "none" if m == 63 else "relu"
+            check(drawn(m, *sizes, activation), activation)
+
+    @pytest.mark.parametrize("needs", NEEDS, ids=str)
+    def test_what_is_wanted(self, needs: Needs) -> None:
+        for activation in ("gelu", "none"):
+            check(drawn(700, 3, 256, 256, activation), activation, needs)
+
+    @pytest.mark.parametrize("config", CONFIGS, ids=str)
+    def test_configurations(self, config: WideBackwardConfig) -> None:
+        for chunks in (1, 3):
+            check(drawn(1500, 3, 256, 256, "relu"), "relu", ALL, config, chunks)
+
+    def test_rows_further_apart_than_they_are_long(self) -> None:
+        dy, saved, x, weight = drawn(300, 2, 200, 200, "relu")
+        assert saved is not None
+        apart = []
+        for t in (dy, saved, x):
+            memory = torch.full((300, 424), float("nan"), device="cuda", dtype=torch.bfloat16)
+            memory[:, :400] = t.view(300, 400)
+            apart.append(memory[:, :400].unflatten(1, (2, 200))[None])
+        check((*apart, weight), "relu")
+
+    @pytest.mark.parametrize("features", [256, 200, 136])
+    def test_bad_numbers_stay_in_their_group(self, features: int) -> None:
+        for activation in ("none", "silu"):
+            dy, saved, x, weight = drawn(70, 8, features, features, activation)
+            x[:, :, 1] = float("nan")
+            weight[2] = float("inf")
+            dy[:, :, 4] = float("nan")
+            if saved is not None:
+                saved[:, :, 6] = float("nan")
+            dx, dw, db = wide.backward(dy, saved, x, weight, activation, ALL, "tokens")
+            assert dx is not None
+            assert dw is not None
+            assert db is not None
+            good = [0, 3, 5, 7]
+            assert dw[1].isnan().all()
+            assert dx[:, :, 4].isnan().all()
+            assert dx[:, :, [1, *good]].isfinite().all()
+            assert dw[[2, *good]].isfinite().all()
+            assert db[[1, 2, *good]].isfinite().all()
+
+    def test_repeated_runs_are_equal(self) -> None:
+        for sizes in SIZES[:3]:
+            given = drawn(3000, *sizes, "gelu")
+            first = wide.backward(*given, "gelu", ALL, "tokens")
+            for _ in range(200):
+                again = wide.backward(*given, "gelu", ALL, "tokens")
+                assert all(
+                    torch.equal(a, b)
+                    for a, b in zip(first, again, strict=True)
+                    if a is not None and b is not None
+                )
+
+    def test_what_it_does_not_take_goes_to_triton(self) -> None:
+        dy, saved, x, weight = drawn(40, 2, 256, 256, "relu")
+        turned = weight.transpose(1, 2).contiguous().transpose(1, 2)
+        assert not wide.serves(dy, saved, x, turned, "tokens")
+        found = wide.backward(dy, saved, x, turned, "relu", ALL, "tokens")
+        expected = wide.backward(dy, saved, x, weight, "relu", ALL, "tokens")
+        torch.testing.assert_close(found, expected)
+        _, _, db = wide.backward(dy, saved, x, weight, "relu", (False, False, True), "tokens")
+        torch.testing.assert_close(db, expected[2])
+
+
+def test_configurations_fit_the_chip() -> None:
+    for _, k, n in SIZES:
+        for saved, needs in itertools.product((False, True), NEEDS):
+            config = configs.wide_backward_config(k, n, saved, needs)
+            assert config is not None
+            assert configs.fits(config, n, saved, needs)
+            assert config.tiles >= 2
+            assert config.saved >= 2 or not saved  # a tile's two halves are asked for at once
+    assert configs.wide_backward_config(256, 256) == WideBackwardConfig(3, 2, 1, 2, True)
+    assert configs.shared_bytes(WideBackwardConfig(3, 2, 1, 2), 256, True, ALL) <= SHARED_LIMIT
+    assert configs.wide_backward_config(128, 128) is None
+    assert configs.wide_backward_config(260, 64) is None
+    assert configs.wide_backward_config(264, 64) is None
+
+
+def test_tokens_are_cut_so_that_most_of_the_chip_is_busy() -> None:
+    assert configs.chunks_of(16384, 16, 256, 256, 132, True) == 4  # 128 of 132 multiprocessors
+    assert configs.chunks_of(64, 16, 256, 256, 132, True) == 1
+    for groups in (1, 3, 16, 40, 100, 400):
+        for m in (1, 500, 4096, 65536):
+            tiles = -(-m // configs.TOKENS)
+            assert 1 <= configs.chunks_of(m, groups, 256, 256, 132, True) <= tiles
+
+
+def test_what_it_serves() -> None:
+    x = torch.zeros(1, 6, 2, 200, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 200, 200, dtype=torch.bfloat16)
+    assert wide.serves(x, x, x, weight, "tokens")
+    assert wide.serves(x, None, x, weight, "tokens")
+    assert not wide.serves(x, None, x, weight, "groups")
+    assert not wide.serves(x, None, x, weight.transpose(1, 2), "tokens")
+    assert not wide.serves(x.float(), None, x, weight, "tokens")
+    narrow = torch.zeros(1, 6, 2, 128, dtype=torch.bfloat16)
+    assert not wide.serves(narrow, None, narrow, weight[:, :128, :128].contiguous(), "tokens")
+    both = torch.zeros(2, 6, 2, 200, dtype=torch.bfloat16)
+    assert not wide.serves(both, None, both, weight, "tokens")
+
+
+def test_reasons_are_given() -> None:
+    p = problem("backward", 64, 8, 256, 256, dtype="bfloat16", device="cpu")
+    assert wide.reason_not(p) == "its kernel runs on CUDA devices only"
+
+
+@pytest.mark.parametrize("sizes", SIZES[:7], ids=str)
+def test_compiles_without_spilling(sizes: tuple[int, int, int]) -> None:
+    _, k, n = sizes
+    for activation in ("relu", "none", "gelu"):
+        config = configs.wide_backward_config(k, n, activation != "none")
+        assert config is not None
+        text = wide.source(torch.bfloat16, k, n, activation, ALL, config)
+        used = offline.usage(text, "wide_backward.cu")
+        assert used[wide.KERNEL].frame == 0, (sizes, activation, used)
+        assert used[wide.KERNEL].registers == LAUNCH_REGISTERS
+
+
+def test_compiles_for_other_needs_and_numbers() -> None:
+    for needs in NEEDS[1:]:
+        config = configs.wide_backward_config(256, 256, True, needs)
+        assert config is not None
+        text = wide.source(torch.float16, 256, 256, "tanh", needs, config)
+        assert offline.usage(text, "wide_backward.cu")[wide.KERNEL].frame == 0
+    for config in CONFIGS:
+        assert configs.fits(replace(config, tiles=2), 256, True, ALL)
+        text = wide.source(torch.bfloat16, 256, 256, "relu", ALL, config)
+        kernel = offline.usage(text, "wide_backward.cu")[wide.KERNEL]
+        assert (kernel.frame, kernel.registers) == (0, LAUNCH_REGISTERS)
