@@ -85,9 +85,9 @@ def config_for(piece: str, m: int, k: int, itemsize: int) -> DiagonalConfig:
     if k < 512 or numbers == _LARGE:
         wide = itemsize == 4
         return (
-            DiagonalConfig(64, 2048, 4, 3, 2, "last") if wide else DiagonalConfig(64, 4096, 8, 3, 1)
+            DiagonalConfig(64, 2048, 4, 3, 2, "last") if wide else DiagonalConfig(64, 2048, 4, 4, 2)
         )
-    return DiagonalConfig(128, 4096, 8, 3 if itemsize == 4 else 4, 1)
+    return DiagonalConfig(32, 4096, 8, 3, 1) if itemsize == 4 else DiagonalConfig(64, 4096, 8, 4, 1)
 
 
 def _forward_config(numbers: int, itemsize: int) -> DiagonalConfig:

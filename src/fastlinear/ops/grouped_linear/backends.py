@@ -123,8 +123,10 @@ def _prefer(p: Problem) -> tuple[str, ...]:
         if not one_pass:
             return ("wide", "eager") if many and _worth_one_pass(p) else ("eager",)
         return ("strips", "triton", "eager") if many else ("triton", "eager")
-    odd = p.dim("K") % 8 or p.dim("N") % 8  # rows of a group do not begin at 16 bytes
-    strips_first = p.dim("K") >= 64 if p.dtype == "float32" else odd
+    # rows that do not begin at 16 bytes, and in float32 those that leave Triton's tiles to be padded
+    step = 16 if p.dtype == "float32" else 8
+    odd = p.dim("K") % step or p.dim("N") % step
+    strips_first = odd and (p.dtype != "float32" or p.dim("K") >= 64)
     first = ("strips",) if strips_first and many else ("wide",) if p.dim("K") > 128 else ()
     return (*first, "triton", "eager")
 
