@@ -23,6 +23,7 @@ from fastlinear.core.timing import interleave
 from fastlinear.ops.common import door
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.diagonal_linear import cpp
+from fastlinear.ops.diagonal_linear.backends import FAMILY
 from fastlinear.ops.diagonal_linear.op import diagonal_linear
 
 LINEAR, OURS = "linear", "fastlinear"
@@ -52,6 +53,8 @@ class Machine:
         kernel_us: the start of a kernel of PyTorch's on the device, 0 on a CPU.
         call_us: fastlinear's kernels on at most 64 rows of 16 features, in training of 128, on the
             device, 0 on a CPU.
+        passes_us: fastlinear's passes, of this size, between tensors that are there; None where
+            they take what a pass of PyTorch's takes.
         host_us: contender → what the host takes for a call, whatever its size.
     """
 
@@ -64,6 +67,7 @@ class Machine:
     new_weight_us: float
     kernel_us: float
     call_us: float
+    passes_us: float | None
     host_us: Mapping[str, float]
 
 
@@ -74,14 +78,15 @@ def measured(
     k: int,
     activation: str,
     grad: bool,
-    backend: str,
+    backends: tuple[str, str],
     sets: int,
     when: str,
 ) -> Machine:
     """The machine for one case.
 
     Args:
-        backend: the backend that fastlinear takes, whose call the host is timed with.
+        backends: those that fastlinear takes for forward and backward; the host is timed with calls
+            of the latter in training.
         sets: input sets that take turns, which decide what caches hold.
         when: anything; a CPU is measured again where this differs, as others may share it.
     """
@@ -93,7 +98,8 @@ def measured(
     first = "forward with bias" if cuda else "forward"  # a CPU adds the bias in a pass of its own
     rate = _pass_rate(device, _rounded(held), k, sets, state)
     small = (min(m, 64), min(k, 128) if grad else 16)  # sums take more of a program than a pass
-    fresh = _first_touch_us(device, size, state)
+    backend = backends[1] if grad else backends[0]
+    fresh = _first_touch_us(device, size, 2 if grad else 1, state)
     own = fresh if size < cpp._FRESH_BYTES or backend != "cpp" else _large_touch_us(size, state)
     return Machine(
         _product_rate(device, dtype, state),
@@ -106,9 +112,10 @@ def measured(
         rate,
         _pass_rate(device, _rounded(size * k // m), k, 1, state) if cuda else rate,
         {LINEAR: fresh, OURS: own},
-        _first_touch_us(device, size * k // m, state) if grad else 0.0,
+        _first_touch_us(device, size * k // m, 1, state) if grad else 0.0,
         _kernel_us(device),
         _call_us(device, dtype, activation, grad, backend, small) if cuda else 0.0,
+        None if cuda else _passes_us(dtype, m, k, activation, grad, backends, state),
         _host_us(device, dtype, activation, grad, backend, state),
     )
 
@@ -202,20 +209,23 @@ def _pass_rate(device: str, size: int, width: int, sets: int, state: str) -> flo
 
 
 @lru_cache(maxsize=64)
-def _first_touch_us(device: str, size: int, state: str) -> float:
-    """What writing a new tensor of ``size`` bytes costs beyond writing one that is there."""
+def _first_touch_us(device: str, size: int, alive: int, state: str) -> float:
+    """What writing a new tensor of ``size`` bytes costs beyond writing one that is there, where so
+    many are alive at a time: the memory of more than one goes back to the system sooner."""
     where = torch.device(device)
     if where.type == "cuda":  # PyTorch's allocator keeps memory at hand
         return 0.0
     count = max(1, min(size, _MOST_COPY) // 4)
     x = torch.ones(count)
-    y = torch.empty_like(x)
+    there = [torch.empty_like(x) for _ in range(alive)]
+    arms: dict[str, Callable[[], Any]] = {
+        "new": lambda: [x.clone() for _ in range(alive)],
+        "there": lambda: [y.copy_(x) for y in there],
+    }
     with torch.no_grad():
-        samples = interleave(
-            {"new": lambda: x.clone(), "there": lambda: y.copy_(x)}, rounds=_ROUNDS
-        )
+        samples = interleave(arms, rounds=_ROUNDS)
     more = samples["new"].median_us - samples["there"].median_us
-    return max(0.0, more) * size / (4 * count)
+    return max(0.0, more) / alive * size / (4 * count)
 
 
 @lru_cache(maxsize=16)
@@ -232,6 +242,45 @@ def _large_touch_us(size: int, state: str) -> float:
         samples = interleave(arms, rounds=_ROUNDS)
     more = samples["new"].median_us - samples["there"].median_us
     return max(0.0, more) * size / x.nbytes
+
+
+@lru_cache(maxsize=64)
+def _passes_us(
+    dtype: str,
+    m: int,
+    k: int,
+    activation: str,
+    grad: bool,
+    backends: tuple[str, str],
+    state: str,
+) -> float | None:
+    """fastlinear's passes of this size on the CPU, one after the other as a step runs them."""
+    if grad and backends != ("cpp", "cpp"):
+        return None
+    rows = m
+    while rows * k > _MOST_COPY // 4 and rows > 1:
+        rows //= 2
+    it, few = (_passes(size, dtype, activation, grad, backends[0]) for size in ((rows, k), (1, 16)))
+    with torch.no_grad():
+        samples = interleave({"it": it, "few": few}, rounds=_ROUNDS)
+    return max(samples["it"].median_us - samples["few"].median_us, 1e-3) * m / rows
+
+
+def _passes(
+    size: tuple[int, int], dtype: str, activation: str, grad: bool, backend: str
+) -> Callable[[], Any]:
+    kind = FLOAT_DTYPES[dtype]
+    x, y, dy, dx = (torch.randn(size).to(kind) for _ in range(4))
+    weight, bias, dw, db = (torch.randn(size[1]).to(kind) for _ in range(4))
+    run = next(b for b in FAMILY.candidates("forward") if b.name == backend).load()
+    if not grad:
+        return lambda: run(x, weight, bias, activation, None, y)
+
+    def both() -> None:
+        run(x, weight, bias, activation, None, y)
+        cpp.backward_into((dx, dw, db), dy, x, weight, bias, activation)
+
+    return both
 
 
 @lru_cache(maxsize=8)

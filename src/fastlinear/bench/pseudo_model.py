@@ -3,7 +3,8 @@
 A full layer takes what its products take at the rates PyTorch reaches at their size, or its memory
 traffic where that is longer, and then what follows them: an activation, sums for db, and the first
 touch of new results. A diagonal layer takes its passes over memory, as many as the backend needs
-that computes it. Rates of memory are those of one pass as large; on a GPU kernels add their starts.
+that computes it. Rates of memory are those of one pass as large; on a GPU kernels add their starts,
+on a CPU, where caches and threads decide what a pass takes, its passes are timed as the products are.
 What the host does for a call is measured on the same call at 1 x 16 numbers: on a GPU it runs
 beside the device, so that the longer counts, on a CPU before it. Hence a full layer costs as much
 as a diagonal one while both wait for the host or for memory, and ever more times as much from there
@@ -129,6 +130,8 @@ def expected(
             rest += _BACKWARDS.get(backends[1], _SWEEP)
             rest += _ACT_GRAD if acts and backends[1] in _BACKWARDS else Passes(0, 0, 0)
         compute, memory, after = 0.0, pass_us * rest.passes, 0.0
+        if machine.passes_us is not None:
+            memory = machine.passes_us
         start = machine.call_us
     return Expected(
         compute=compute,
@@ -167,8 +170,7 @@ def _both(
     p = problem("forward", m, k, dtype=dtype, device=kind, activation=activation, needs_grad=grad)
     names = [c.backend.name for c in choices_of(p) if c.problem.piece != STEP]
     backends = names[0], names[-1]
-    host = backends[1] if grad else backends[0]
-    machine = measured(device, dtype, m, k, activation, grad, host, sets, when)
+    machine = measured(device, dtype, m, k, activation, grad, backends, sets, when)
     linear, ours = (
         expected(name, m, k, dtype, grad, machine, activation, backends) for name in (LINEAR, OURS)
     )
