@@ -232,3 +232,19 @@ def test_compiles_for_other_needs_and_numbers() -> None:
         text = wide.source(torch.bfloat16, 256, 256, "relu", ALL, config)
         kernel = offline.usage(text, "wide_backward.cu")[wide.KERNEL]
         assert (kernel.frame, kernel.registers) == (0, LAUNCH_REGISTERS)
+
+
+def test_other_dtypes_and_orders_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wide.strips_tiles, "reason_not", lambda _: None)
+
+    def asked(dtype: str, order: str = "tokens") -> str | None:
+        sizes = 4096, 4, 256, 256
+        return wide.reason_not(problem("backward", *sizes, dtype=dtype, device="cuda", order=order))
+
+    assert asked("bfloat16") is None
+    for dtype in ("float32", "float64"):
+        assert asked(dtype) == f"serves bfloat16 and float16, not {dtype}"
+    assert asked("bfloat16", "groups") == "serves tensors that lie tokens first"
+    x = torch.empty(4, 64, 256, dtype=torch.bfloat16).transpose(0, 1)[None]
+    weight = torch.empty(4, 256, 256, dtype=torch.bfloat16)
+    assert not wide.serves(x, None, x, weight, "groups")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -76,7 +76,9 @@ def config_for(piece: str, m: int, k: int, itemsize: int) -> DiagonalConfig:
     """
     numbers = m * k
     if piece == "forward":
-        return _forward_config(numbers, itemsize)
+        found = _forward_config(numbers, itemsize)
+        # programs of a sweep that wait for a forward of several waves take its programs' place
+        return found if numbers < _LARGE else replace(found, early="last")
     if numbers < _LARGE:
         return DiagonalConfig(64, 2048, 4, 3, 1, "last")  # few programs, whose sums take long
     if k >= _WIDE and numbers > _LARGE:

@@ -118,12 +118,12 @@ def _prefer(p: Problem) -> tuple[str, ...]:
     if p.piece == "backward":
         hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
         one_pass = max(p.dim("K"), p.dim("N")) <= (128 if hopper else 32)
-        if p.dtype == "float32":
-            return ("eager",)
+        if p.dtype == "float32":  # PyTorch's batched product adds up a group's tokens one by one
+            return ("triton", "eager") if one_pass and p.dim("M") >= 1024 else ("eager",)
         if not one_pass:
             return ("wide", "eager") if many and _worth_one_pass(p) else ("eager",)
         return ("strips", "triton", "eager") if many else ("triton", "eager")
-    # rows that do not begin at 16 bytes, and in float32 those that leave Triton's tiles to be padded
+    # rows that do not begin at 16 bytes, and in float32 those that do not fill Triton's tiles
     step = 16 if p.dtype == "float32" else 8
     odd = p.dim("K") % step or p.dim("N") % step
     strips_first = odd and (p.dtype != "float32" or p.dim("K") >= 64)

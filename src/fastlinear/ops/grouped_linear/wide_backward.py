@@ -92,6 +92,10 @@ def reason_not(p: Problem) -> str | None:
     reason = strips_tiles.reason_not(p)
     if reason is not None:
         return reason
+    if p.dtype not in ("bfloat16", "float16"):
+        return f"serves bfloat16 and float16, not {p.dtype}"
+    if p.option("order") != "tokens":
+        return "serves tensors that lie tokens first"
     k, n = p.dim("K"), p.dim("N")
     if not configs.serves(k, n):
         return f"serves groups of 136 to 256 features in multiples of 8, not {k} to {n}"
@@ -101,7 +105,8 @@ def reason_not(p: Problem) -> str | None:
 def serves(dy: Tensor, saved: Tensor | None, x: Tensor, weight: Tensor, order: str) -> bool:
     """Whether the kernel takes such tensors: tokens first, dense groups, rows at 16 bytes."""
     return (
-        configs.serves(weight.shape[2], weight.shape[1])
+        order == "tokens"
+        and configs.serves(weight.shape[2], weight.shape[1])
         and weight.data_ptr() % 16 == 0
         and strips_backward.serves(dy, saved, x, weight, order)
     )
