@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fastlinear.core.global_names import global_names
+from fastlinear.core.global_names import global_names, names_of
 from fastlinear.profile.effects import functions_of
 from fastlinear.profile.graph import TENSOR, Observed
 from fastlinear.rewrite.exchange.forwards import Forward
@@ -132,7 +132,7 @@ class _Watched:
 
 def _watched(parent: nn.Module, forward: FunctionType) -> _Watched:
     functions = functions_of(parent, forward)
-    named = {n for f in functions for n in f.__code__.co_names}
+    named = {n for f in functions for n in names_of(f.__code__)}
     read = named | {"training"}
     own = vars(parent)
     attributes = tuple((n, v) for n, v in own.items() if n in read and watchable(v))
@@ -165,7 +165,7 @@ def _watched(parent: nn.Module, forward: FunctionType) -> _Watched:
                 outside.append((scope, name, value))
             elif isinstance(value, ModuleType | type):
                 inside = vars(value)
-                names = (n for n in function.__code__.co_names if n in inside)
+                names = (n for n in names_of(function.__code__) if n in inside)
                 outside += [(inside, n, inside[n]) for n in names if watchable(inside[n])]
     return _Watched(attributes, of_class, members, of_children, tuple(outside))
 
