@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -48,6 +49,21 @@ class Chain(ABC):
     def rule(self) -> str:
         """The family that computes it."""
         return NAME
+
+    @property
+    def route(self) -> str:
+        """How it is rewritten, see ``plan.Rewrite``."""
+        return "chain"
+
+    @property
+    def eager_may_gain(self) -> bool:
+        """Whether one call may gain though PyTorch's own path computes it."""
+        return False
+
+    @property
+    def alike(self) -> tuple[Any, ...]:
+        """What, beside its Problems, chains that are measured once must share."""
+        return ()
 
     @property
     def what(self) -> str:

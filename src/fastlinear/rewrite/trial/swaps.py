@@ -9,6 +9,7 @@ from fastlinear.rewrite.exchange.swap import Swap
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.chain import Chain
 from fastlinear.rewrite.match.chain_gated import GatedChain
+from fastlinear.rewrite.match.chain_grouped import GroupedChain
 from fastlinear.rewrite.match.chain_parent import ParentChain
 from fastlinear.rewrite.match.chain_sequential import SequentialChain
 from fastlinear.rewrite.rules.linear_act import inside
@@ -33,7 +34,7 @@ def swaps_of(candidates: Iterable[Candidate]) -> list[Swap]:
                 assert c.activation_module is not None
                 passing.add(c.activation_fqn)
                 found.append(Swap(c.activation_fqn, c.activation_module, forwards.identity()))
-    alone = (SequentialChain, GatedChain)
+    alone = (SequentialChain, GatedChain, GroupedChain)
     found += [c.swap() for c in chains.values() if isinstance(c, alone)]
     traced = [c for c in chains.values() if isinstance(c, ParentChain)]
     for fqn in dict.fromkeys((*parents, *(c.fqn for c in traced))):
