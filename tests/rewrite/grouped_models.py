@@ -88,6 +88,39 @@ class ByVmap(nn.Module):
         return torch.vmap(F.linear)(x, self.w, self.b)
 
 
+class Attention(nn.Module):
+    """Queries, keys and values of one input; keys and values are narrower."""
+
+    def __init__(self, k: int = 16, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.to_q, self.to_out = nn.Linear(k, k), nn.Linear(k, k)
+        self.to_k, self.to_v = nn.Linear(k, k // 2), nn.Linear(k, k // 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q = self.to_q(x).view(b, t, 2 * self.heads, -1).transpose(1, 2)
+        k = self.to_k(x).view(b, t, self.heads, -1).transpose(1, 2)
+        v = self.to_v(x).view(b, t, self.heads, -1).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1))
+        return self.to_out(y.transpose(1, 2).flatten(2))
+
+
+class Heads(nn.Module):
+    """Heads of one input, every second one with an activation; an in-place one among them."""
+
+    def __init__(self, heads: int = 4, k: int = 8, n: int = 3) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(k, n, bias=False) for _ in range(heads))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = []
+        for i, head in enumerate(self.heads):
+            y = head(x)
+            found.append(F.relu(y, inplace=True) if i % 2 else y)
+        return torch.cat(found, -1)
+
+
 def optimized(model: nn.Module, x: Any, mode: str = "inference", **how: Any) -> Any:
     """``optimize_`` with settings that take little time."""
     config = fl.Config(mode=mode, draws=1, optimizer_steps=1, time_budget_s=60.0, **how)

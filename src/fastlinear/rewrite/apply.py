@@ -117,7 +117,8 @@ def _planned(
 ) -> list[Candidate]:
     """The candidates the plan names. Raises PlanError when a site is no longer what it was."""
     asked = {r.fqn: r.rule for r in plan.linears if r.route in ("chain", "own")}
-    chains = match_chains(work, candidates, set(asked.values())) if asked else []
+    known = [c for c in candidates if c.fqn in asked]
+    chains = match_chains(work, known, set(asked.values())) if asked else []
     chains = [c for c in chains if all(asked.get(name) == c.rule for name in c.names)]
     chained = {c.fqn: c for chain in chains for c in members(chain)}
     own = [c for c in chained.values() if c.kind == OWN]
@@ -128,7 +129,7 @@ def _planned(
     for fqn, rewrite in wanted.items():
         found = by_fqn.get(fqn)
         if found is None:
-            reason = work.left_alone.get(rewrite.parent_fqn or "", "It is not a linear.")
+            reason = work.left_alone.get(fqn, "It is not a linear.")
             _refuse(rewrite, left[fqn].reason if fqn in left else reason)
         elif (found.activation, found.route, found.activation_fqn, found.parent_fqn) != (
             rewrite.activation,

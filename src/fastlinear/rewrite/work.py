@@ -54,7 +54,7 @@ class Work:
         arguments: module → what its first call was given, tensors left out.
         filter_fn: the caller's say on every module; False leaves it alone.
         groups: what a run shows of layers that could be one, once it was watched for that.
-        left_alone: why such layers are not rewritten, by the module that runs them.
+        left_alone: why such layers are not rewritten, by the first of them.
     """
 
     model: nn.Module

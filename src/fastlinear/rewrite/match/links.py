@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,9 @@ from fastlinear.rewrite.exchange.forwards import (
     call_fused_conv1d,
     call_fused_linear,
 )
+from fastlinear.rewrite.exchange.row_forward import call_row
 from fastlinear.rewrite.match.eligible import linear_kind, refuse_module
+from fastlinear.rewrite.match.rows import rows_of
 
 _DROPOUTS = {F.dropout: "training", torch.dropout: "train"}
 
@@ -95,6 +98,15 @@ class Links:
             found += self._cut(row)
         return found
 
+    def rows(self, allowed: Container[str]) -> list[tuple[str, ...]]:
+        """The ``allowed`` linears that read one value, in the order of calls."""
+        plain = {
+            name: node
+            for name, node in self._linears.items()
+            if linear_kind(self.parent.get_submodule(name)) == "linear"
+        }
+        return rows_of(self.parent, self.graph.nodes, plain, allowed)
+
     def _cut(self, row: list[str]) -> list[Run]:
         """Runs of equal hidden activations in a row of linears."""
         best: tuple[int, int] = (0, 0)
@@ -118,25 +130,35 @@ class Links:
         backend: str | None,
         runs: Sequence[Run],
         chain_backend: str | None,
+        rows: Sequence[tuple[str, ...]] = (),
     ) -> tuple[torch.fx.Graph, tuple[str, ...]]:
-        """The graph with these pairs and runs as fused calls, its first argument the parent, and
-        the activations and dropouts that it no longer calls."""
+        """The graph with these pairs, runs and rows as fused calls, its first argument the parent,
+        and the activations and dropouts that it no longer calls."""
         graph = torch.fx.Graph()
         root = graph.placeholder("parent")
         copies: dict[Node, Node] = {}
         done: dict[Node, str] = {self.pairs[name][0]: name for name in pairs}
         starts = {run.linears[0]: run for run in runs}
+        firsts = {row[0]: row for row in rows}
         for run in runs:
             done |= dict.fromkeys(self._nodes(run), run.linears[0])
         passed_over = []
         for node in self.graph.nodes:
             name = str(node.target)
+            if node in copies:
+                continue  # a linear that the first of its row has computed
             if node.op == "output":
                 graph.output(torch.fx.node.map_arg(node.args[0], lambda n: copies[n]))
             elif node in done:  # it happens inside the fused call
                 copies[node] = copies[self._linears[done[node]]]
                 if node.op == "call_module" and name not in self._linears:
                     passed_over.append(name)
+            elif node.op == "call_module" and name in firsts:
+                row = firsts[name]
+                made = graph.call_function(call_row, (root, row, copies[node.args[0]]))
+                for i, linear in enumerate(row):
+                    part = graph.call_function(operator.getitem, (made, i))
+                    copies[self._linears[linear]] = part
             elif node.op == "call_module" and name in starts:
                 run = starts[name]
                 paths = tuple(tuple(n.split(".")) for n in run.linears)

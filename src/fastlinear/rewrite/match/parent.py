@@ -30,12 +30,14 @@ class Fusable:
     Attributes:
         pairs: the linear's name inside the parent → activation name.
         runs: names of linears that may take part → the chains among them.
-        build: pairs to fuse and a forced backend or None, then chains to fuse and theirs → the
-            new forward of the parent.
+        rows: the same → those among them that read one value.
+        build: pairs to fuse and a forced backend or None, then chains to fuse and theirs, then
+            rows to fuse → the new forward of the parent.
     """
 
     pairs: dict[str, str]
     runs: Callable[[Container[str]], list[Run]]
+    rows: Callable[[Container[str]], list[tuple[str, ...]]]
     build: Callable[..., Forward]
 
 
@@ -64,11 +66,13 @@ def fusable(parent: nn.Module, observed: Observed, modules: dict[str, str]) -> F
         backend: str | None,
         runs: Sequence[Run] = (),
         chain_backend: str | None = None,
+        rows: Sequence[tuple[str, ...]] = (),
     ) -> Forward:
-        fused, passed_over = links.fused(pairs, backend, runs, chain_backend)
+        fused, passed_over = links.fused(pairs, backend, runs, chain_backend, rows)
         return guarded(parent, _function_of(fused), observed, passed_over)
 
-    return Fusable({name: act for name, (_, act) in links.pairs.items()}, links.runs, build)
+    pairs = {name: act for name, (_, act) in links.pairs.items()}
+    return Fusable(pairs, links.runs, links.rows, build)
 
 
 def _function_of(graph: torch.fx.Graph) -> Callable[..., Any]:

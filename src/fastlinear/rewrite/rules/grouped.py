@@ -7,8 +7,9 @@ that are a grouped layer by themselves are in ``grouped_modules.py``.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -66,27 +67,29 @@ class Row:
 
 
 def rows(calls: Sequence[Seen], linears: Mapping[str, nn.Module]) -> list[Row]:
-    """The rows among the calls of one run, in order; a linear called twice is in none.
+    """The rows among the calls of one run, in order; a linear called outside of them is in none.
 
     Inputs that are parts of one tensor, unwritten since, were all there before the first call: so
     none of the layers waits for another.
     """
-    counts: dict[str, int] = {}
-    for call in calls:
-        counts[call.fqn] = counts.get(call.fqn, 0) + 1
-    found: list[Row] = []
+    found: dict[tuple[str, ...], Row] = {}
     run: list[Seen] = []
-    for call in calls:
-        if run and not _belongs(run, call, linears):
-            found += _row(run, linears)
+    for call in (*calls, None):
+        if call is None or (run and not _belongs(run, call, linears)):
+            for row in _row(run, linears):
+                known = found.get(row.members)
+                found[row.members] = row if known is None else replace(known, calls=known.calls + 1)
             run = []
-        if counts[call.fqn] == 1 and call.parent is not None:
+        if call is not None and call.parent is not None:
             run.append(call)
-    return found + _row(run, linears)
+    counts = Counter(call.fqn for call in calls)
+    return [row for row in found.values() if all(counts[fqn] == row.calls for fqn in row.members)]
 
 
 def _belongs(run: list[Seen], call: Seen, linears: Mapping[str, nn.Module]) -> bool:
     first = run[0]
+    if any(call.fqn == other.fqn for other in run):
+        return False
     return (
         (call.parent, call.storage, call.shape, call.stride, call.dtype)
         == (first.parent, first.storage, first.shape, first.stride, first.dtype)

@@ -17,7 +17,12 @@ from fastlinear.rewrite.exchange.traceable import is_straight, why_not
 from fastlinear.rewrite.match.candidate import Candidate, SiteCalls
 from fastlinear.rewrite.match.chain import all_different, one_pass
 from fastlinear.rewrite.match.chain_grouped import GroupedChain
+from fastlinear.rewrite.match.chain_row import RowChain
+from fastlinear.rewrite.match.eligible import Refusal
+from fastlinear.rewrite.match.parent import Fusable
+from fastlinear.rewrite.rules.grouped import Row
 from fastlinear.rewrite.rules.grouped_modules import Whole
+from fastlinear.rewrite.rules.linear_act import inside
 
 OWN = "grouped"
 """The kind of a candidate that is no linear."""
@@ -63,6 +68,49 @@ def chain_of(
         return made
     own = replace(members[0], problems=made.problems)
     return replace(made, members=(own,))
+
+
+def row_of(
+    row: Row,
+    candidates: Mapping[str, Candidate],
+    sites: Mapping[str, LinearSite],
+    parent: nn.Module,
+    traced: Fusable | Refusal,
+) -> list[RowChain] | str:
+    """Linears on one input as one, or why they are left alone.
+
+    Args:
+        row: what a run showed.
+        candidates: what the rule of linear_act found; a row takes none but these.
+        sites: what the profile says about each linear.
+        parent: the module whose forward calls them.
+        traced: the trace of that forward, or why there is none.
+    """
+    if isinstance(traced, Refusal):
+        return traced.reason.rstrip(".")
+    allowed = {
+        name: candidates[fqn]
+        for fqn in row.members
+        if fqn in candidates
+        and sites[fqn].parent_fqn == row.fqn
+        and (name := inside(row.fqn, fqn)) is not None
+    }
+    found = []
+    for names in traced.rows(allowed):
+        members = tuple(allowed[name] for name in names)
+        if one_pass(members) and all_different(members):
+            found.append(
+                RowChain(
+                    fqn=row.fqn,
+                    module=parent,
+                    members=members,
+                    activation="none",
+                    final_activation="none",
+                    row=names,
+                    fusable=traced,
+                )
+            )
+    return found or "its code reads their input in more than one way, or writes to it between them"
 
 
 def _why_not(whole: Whole, calls: SiteCalls, observed: Observed | None) -> str | None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Container
 from dataclasses import replace
 from typing import Any, NoReturn
-
-from torch import Tensor
 
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.core.timing import Ratio, Samples, paired_ratio
@@ -34,8 +32,8 @@ def choose_chains(
     """
     chains = match(work, candidates)
     for family in _FAMILIES:
-        own = [chain for chain in chains if chain.rule == family]
         forced = work.config.backends.get(family)
+        own = [chain for chain in chains if (chain.rule, chain.backend) == (family, forced)]
         unable = [why for chain in own if (why := _cannot_serve(chain)) is not None]
         if forced is not None and own and len(unable) == len(own):
             fail_forced(family, forced, unable[0])
@@ -128,7 +126,7 @@ def _measure(
     work: Work, chain: Chain, single: dict[str, Candidate], left: int
 ) -> tuple[dict[str, Samples], int] | None:
     """Tune the chain's Problems and time it; None where PyTorch's own way is the choice."""
-    runs: dict[str, Callable[[Tensor], Tensor]] = {"before": chain.before, "after": chain.after}
+    runs: dict[str, site.Run] = {"before": chain.before, "after": chain.after}
     if any(c.fqn in single for c in chain.members):
         runs["layers"] = lambda x: chain.layers(x, single)
     try:
@@ -161,7 +159,7 @@ def _measure(
 def _leave(work: Work, chain: Chain, code: str, why: str, **told: Any) -> None:
     """Note that a chain is left alone; a module of its own has an outcome beside that."""
     work.notes.append(f"chain {chain.title} left alone: {why}")
-    work.left_alone[chain.fqn] = why
+    work.left_alone[chain.key] = why
     for c in chain.members:
         if c.kind == OWN:
             known = {"rule": chain.rule, "route": chain.route, "calls": chain.calls.calls, **told}

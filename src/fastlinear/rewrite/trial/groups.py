@@ -112,10 +112,11 @@ def _remedy(work: Work, unit: Unit) -> str:
     if _kept(work, unit) is not None:
         return "optimize_ has put it in place."
     outcome = work.outcomes.get(unit.sites[0])
-    why = work.left_alone.get(unit.fqn)
+    why = next((work.left_alone[n] for n in unit.sites if n in work.left_alone), None)
     if outcome is not None and (outcome.rule, outcome.status) == (NAME, "rejected"):
         why = outcome.reason.rstrip(".")
-    left = "" if why is None else f" optimize_ leaves it alone: {why}."
+    stacking = ", which has to lay the weights together at each call," * (len(unit.sites) > 1)
+    left = "" if why is None else f" optimize_{stacking} leaves it alone: {why}."
     return f"Replace by {unit.advice}.{left}"
 
 

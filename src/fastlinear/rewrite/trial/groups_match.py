@@ -7,11 +7,16 @@ from collections.abc import Iterable, Mapping
 from fastlinear.ops.grouped_linear.problem import NAME
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.chain import Chain
-from fastlinear.rewrite.rules.grouped_chains import chain_of
+from fastlinear.rewrite.match.chain_row import RowChain
+from fastlinear.rewrite.match.eligible import Refusal
+from fastlinear.rewrite.match.parent import Fusable, fusable
+from fastlinear.rewrite.rules.grouped import SHARED
+from fastlinear.rewrite.rules.grouped_chains import chain_of, row_of
 from fastlinear.rewrite.trial.groups_watch import watched
 from fastlinear.rewrite.work import Work
 
 _TAKEN = "another rewrite has one of its linears"
+_NO_CANDIDATES = "its linears are left alone themselves"
 
 
 def group_chains(
@@ -35,7 +40,37 @@ def group_chains(
         if not isinstance(made, str) and gone & set(made.names):
             made = _TAKEN
         if isinstance(made, str):
-            work.left_alone[whole.fqn] = made
+            work.left_alone[(whole.members or (whole.fqn,))[0]] = made
         else:
             found.append(made)
+    gone.update(name for chain in found for name in chain.names)
+    return found + _rows(work, candidates, gone)
+
+
+def _rows(work: Work, every: Mapping[str, Candidate], gone: set[str]) -> list[Chain]:
+    """Linears on one input, those of other chains (``gone``) left out."""
+    candidates = {name: c for name, c in every.items() if name not in gone}
+    sites = {s.fqn: s for s in work.profile.sites}
+    traced: dict[str, Fusable | Refusal] = {
+        c.parent_fqn: c.pairs
+        for c in every.values()
+        if c.pairs is not None and c.parent_fqn is not None
+    }
+    found: list[Chain] = []
+    for row in watched(work).rows:
+        if row.kind != SHARED:
+            work.left_alone[row.members[0]] = "they are a part of what its forward does"
+            continue
+        parent = work.model.get_submodule(row.fqn)
+        left = [fqn for fqn in row.members if fqn in candidates]
+        if len(left) < 2:
+            made: list[RowChain] | str = _TAKEN if gone & set(row.members) else _NO_CANDIDATES
+        else:
+            if row.fqn not in traced:
+                traced[row.fqn] = fusable(parent, work.arguments[parent], {})
+            made = row_of(row, candidates, sites, parent, traced[row.fqn])
+        if isinstance(made, str):
+            work.left_alone[row.members[0]] = made
+        else:
+            found += made
     return found
