@@ -39,7 +39,7 @@ def choose_chains(
             fail_forced(family, forced, unable[0])
     single = {c.fqn: c for c in chosen}
     modules = [c for chain in chains for c in members(chain) if c.kind == OWN]
-    work.every += modules
+    work.every = [*work.every, *modules]
     measured: dict[Any, tuple[dict[str, Samples], int] | None] = {}
     for i, chain in enumerate(chains):
         work.progress("chains", i, len(chains))
