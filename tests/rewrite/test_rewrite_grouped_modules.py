@@ -389,6 +389,25 @@ def test_a_wrong_call_is_not_kept(name: str, clock: Any, monkeypatch: pytest.Mon
     assert any("less accurate" in note for note in result.notes)
 
 
+class Kinked(Multichannel):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(torch.bmm(x, self.kernel.transpose(1, 2)) + self.shift)
+
+
+def test_sides_of_a_kink_are_seen_in_one_call(clock: Any) -> None:
+    """Rounding may put a pre-activation near 0 on either side; both are right."""
+    from fastlinear.rewrite.verify.kinks import Sides
+
+    clock(FAST)
+    model, x = nn.Sequential(Kinked()).train(), torch.randn(6, 50, 5)
+    plain = copy.deepcopy(model)
+    assert optimized(model, x, "train").kept == 1
+    with Sides() as sides:
+        model(x)
+    (seen,) = sides.outputs
+    torch.testing.assert_close(seen, plain(x), rtol=1e-5, atol=1e-5)
+
+
 def test_a_forced_backend_is_asked(clock: Any) -> None:
     clock(FAST)
     x = torch.randn(7, 12, 5)
