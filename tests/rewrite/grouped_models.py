@@ -106,6 +106,35 @@ class Attention(nn.Module):
         return self.to_out(y.transpose(1, 2).flatten(2))
 
 
+class Inside(nn.Module):
+    """A loop over chunks amid other work, with layers of its own before and after."""
+
+    def __init__(self, groups: int = 4, k: int = 8, n: int = 5) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(6, groups * k), nn.Linear(groups * n, 3)
+        self.projs = nn.ModuleList(nn.Linear(k, n) for _ in range(groups))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.into(x).chunk(len(self.projs), -1)
+        found = [proj(part) for proj, part in zip(self.projs, parts, strict=False)]
+        return self.out(F.gelu(torch.cat(found, -1)))
+
+
+class ByIndex(Inside):
+    """The same by ``split`` and indices, the last part first, and without biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projs = nn.ModuleList(nn.Linear(8, 5, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = torch.split(self.into(x), 8, dim=-1)
+        y = self.projs[3](parts[3])
+        for i in (2, 1, 0):
+            y = torch.cat([y, F.relu_(self.projs[i](parts[i]))], -1)
+        return self.out(y)
+
+
 class Heads(nn.Module):
     """Heads of one input, every second one with an activation; an in-place one among them."""
 

@@ -389,6 +389,20 @@ def test_a_wrong_call_is_not_kept(name: str, clock: Any, monkeypatch: pytest.Mon
     assert any("less accurate" in note for note in result.notes)
 
 
+@pytest.mark.parametrize("name", ["conv", "loop", "bmm"])
+def test_results_may_be_written_to(name: str, clock: Any) -> None:
+    clock(FAST)
+    layer, x = {
+        "conv": (nn.Conv2d(12, 24, 1, groups=4), torch.randn(2, 12, 5, 4)),
+        "loop": (Loop(4, 8), torch.randn(9, 32)),
+        "bmm": (Multichannel(), torch.randn(6, 9, 5)),
+    }[name]
+    model = nn.Sequential(layer, nn.ReLU(inplace=True)).train()
+    plain = copy.deepcopy(model)
+    assert optimized(model, x, "train", families=("grouped_linear",)).kept
+    same_results(model, plain, x)
+
+
 class Kinked(Multichannel):
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(torch.bmm(x, self.kernel.transpose(1, 2)) + self.shift)

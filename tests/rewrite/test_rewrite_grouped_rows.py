@@ -1,4 +1,4 @@
-"""Linears on one input: rewritten as one."""
+"""Linears on one input, or on its parts in a larger forward: rewritten as one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from grouped_models import FAST, Attention, Heads, optimized, same_results
+from grouped_models import FAST, Attention, ByIndex, Heads, Inside, optimized, same_results
 from torch import Tensor, nn
 
 import fastlinear as fl
@@ -16,24 +16,29 @@ import fastlinear as fl
 CASES = {
     "attention": (Attention, (2, 5, 16), ("to_q", "to_k", "to_v")),
     "heads": (Heads, (9, 8), tuple(f"heads.{i}" for i in range(4))),
+    "inside": (Inside, (9, 6), tuple(f"projs.{i}" for i in range(4))),
+    "by index": (ByIndex, (2, 9, 6), tuple(f"projs.{i}" for i in range(4))),
 }
 FAMILY = ("grouped_linear",)
 
 
 def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many layers every rewritten call computes together from here on."""
-    from fastlinear.rewrite.exchange import row_forward
+    from fastlinear.rewrite.exchange import parts, row_forward
 
     seen: list[int] = []
-    real = row_forward.together
 
-    def together(x: Tensor, weights: Any, biases: Any) -> Any:
-        found = real(x, weights, biases)
-        if found is not None:
-            seen.append(len(found))
-        return found
+    def counted(real: Any) -> Any:
+        def together(*given: Any) -> Any:
+            found = real(*given)
+            if found is not None:
+                seen.append(len(found))
+            return found
 
-    monkeypatch.setattr(row_forward, "together", together)
+        return together
+
+    for home, name in ((row_forward, "together"), (parts, "side_by_side")):
+        monkeypatch.setattr(home, name, counted(getattr(home, name)))
     return seen
 
 
@@ -49,7 +54,8 @@ def test_layers_on_one_input_become_one(
     result = optimized(model, x, mode, families=FAMILY)
     kept = {s.fqn: s for s in result.sites if (s.rule, s.status) == ("grouped_linear", "kept")}
     assert set(kept) == names, result.table()
-    assert all("linears on one input in one call" in s.reason for s in kept.values())
+    what = "on one input" if name in ("attention", "heads") else "on parts of one tensor"
+    assert all(f"linears {what} in one call" in s.reason for s in kept.values())
     (finding,) = [f for f in result.findings if f.code == "grouped_linear"]
     assert "optimize_ has put it in place" in finding.message
     seen = rows(monkeypatch)
@@ -196,6 +202,60 @@ def test_layers_that_are_not_sure_to_read_one_value_are_left_alone(make: Any, cl
     assert "forward" not in vars(model)
 
 
+def test_parts_of_another_number_are_left_to_the_class(
+    clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock(FAST)
+    model, x = nn.Sequential(Inside()).eval(), torch.randn(9, 6)
+    plain = copy.deepcopy(model)
+    assert optimized(model, x, families=FAMILY).kept == 4
+    seen = rows(monkeypatch)
+    assert torch.allclose(model(x), plain(x), atol=1e-5)
+    hooks = [m[0].projs[1].register_forward_hook(lambda _, __, y: 2 * y) for m in (model, plain)]
+    assert torch.allclose(model(x), plain(x), atol=1e-5)
+    for hook in hooks:
+        hook.remove()
+    for m in (model, plain):  # chunk now gives two parts, which the loop takes as they are
+        m[0].into, m[0].out = nn.Linear(6, 2), nn.Linear(10, 3)
+        for i in range(2):
+            m[0].projs[i] = nn.Linear(1, 5)
+        torch.manual_seed(0)
+        for p in m.parameters():
+            nn.init.normal_(p)
+    assert torch.equal(model(x), plain(x))
+    assert len(seen) == 1
+    for m in (model, plain):  # as many parts, of sizes that differ
+        m[0].into, m[0].out = nn.Linear(6, 7), nn.Linear(20, 3)
+        for i, k in enumerate((2, 2, 2, 1)):
+            m[0].projs[i] = nn.Linear(k, 5)
+        torch.manual_seed(0)
+        for p in m.parameters():
+            nn.init.normal_(p)
+    assert torch.equal(model(x), plain(x))
+    assert len(seen) == 1
+
+
+class Rows(Inside):
+    """Chunks of the first dimension are no parts of the features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projs = nn.ModuleList(nn.Linear(32, 5) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.into(x).chunk(4, 0)
+        found = [proj(part) for proj, part in zip(self.projs, parts, strict=True)]
+        return self.out(torch.cat(found, -1))
+
+
+def test_chunks_of_rows_are_left_alone(clock: Any) -> None:
+    clock(FAST)
+    model, x = Rows().train(), torch.randn(8, 6)
+    plain = copy.deepcopy(model)
+    optimized(model, x, "train", families=FAMILY)
+    same_results(model, plain, x)
+
+
 def test_what_is_written_between_layers_is_looked_at() -> None:
     from fastlinear.profile.graph import Observed, trace
     from fastlinear.rewrite.match.rows import rows_of
@@ -256,19 +316,23 @@ def test_rows_and_activations_of_one_parent_are_one_forward(clock: Any) -> None:
     same_results(model, plain, x)
 
 
-def test_a_rewritten_model_compiles_whole(clock: Any) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_a_rewritten_model_compiles_whole(name: str, clock: Any) -> None:
     clock(FAST)
-    model, x = Attention().eval(), torch.randn(2, 5, 16)
+    make, shape, inside = CASES[name]
+    model, x = make().eval(), torch.randn(shape)
     expected = model(x)
-    assert optimized(model, x, families=FAMILY).kept == 3
+    assert optimized(model, x, families=FAMILY).kept == len(inside)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(x), expected, rtol=2e-5, atol=2e-5)
     torch.compiler.reset()  # containers share one forward, whose compilations are counted
 
 
-def test_autocast_and_functional_calls_are_right(clock: Any) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_autocast_and_functional_calls_are_right(name: str, clock: Any) -> None:
     clock(FAST)
-    model, x = Attention().eval(), torch.randn(2, 5, 16)
+    make, shape, _ = CASES[name]
+    model, x = make().eval(), torch.randn(shape)
     plain = copy.deepcopy(model)
     optimized(model, x, families=FAMILY)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):

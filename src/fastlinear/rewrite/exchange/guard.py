@@ -26,11 +26,16 @@ from fastlinear.rewrite.exchange.traceable import MISSING, is_function, same, wa
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
+class Unlike(Exception):
+    """What a trace holds for is found not to be so; nothing outside of it was written."""
+
+
 def guarded(
     parent: nn.Module,
     traced: Callable[..., Any],
     observed: Observed,
     passed_over: tuple[str, ...],
+    counts: bool = False,
 ) -> Forward:
     """A forward that runs ``traced`` while all it depends on is as observed, else the class's own.
 
@@ -40,6 +45,7 @@ def guarded(
         observed: the arguments the trace holds for.
         passed_over: activations and sleeping dropouts inside the parent that ``traced`` does not
             call. It is used only while they are of the same class, without hooks and set as now.
+        counts: whether ``traced`` may raise ``Unlike``.
     """
     args, kwargs = observed.arguments()
     kinds = (*args, *kwargs.values())
@@ -80,7 +86,12 @@ def guarded(
         if len(args) == count and tuple(kwargs) == names:
             values = (*args, *kwargs.values()) if kwargs else args
             if fits(self, values):
-                return traced(self, *[values[i] for i in tensors])
+                if not counts:
+                    return traced(self, *[values[i] for i in tensors])
+                try:
+                    return traced(self, *[values[i] for i in tensors])
+                except Unlike:
+                    pass
         return original(self, *args, **kwargs)
 
     return mark(forward)

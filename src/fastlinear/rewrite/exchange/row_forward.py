@@ -46,11 +46,17 @@ def together(x: Tensor, weights: Sequence[Any], biases: Sequence[Any]) -> tuple[
     else:
         y = linear_act(x, weight, bias)
     split: Any = torch.split_with_sizes_copy  # its annotation knows the call with out= alone
-    ys = split(y, [len(w) for w in weights], -1)
-    if not y.requires_grad or x.requires_grad:
+    return recorded(split(y, [len(w) for w in weights], -1), x, weights, biases)
+
+
+def recorded(
+    ys: Sequence[Tensor], x: Tensor, weights: Sequence[Any], biases: Sequence[Any]
+) -> tuple[Tensor, ...]:
+    """The results; of frozen layers there is nothing to record."""
+    if not ys[0].requires_grad or x.requires_grad:
         return tuple(ys)
-    pairs = zip(ys, weights, biases, strict=True)  # of frozen layers there is nothing to record
-    return tuple(part if _trained(w, b) else part.detach() for part, w, b in pairs)
+    pairs = zip(ys, weights, biases, strict=True)
+    return tuple(y if _trained(w, b) else y.detach() for y, w, b in pairs)
 
 
 def _trained(weight: Tensor, bias: Tensor | None) -> bool:

@@ -20,9 +20,10 @@ from fastlinear.rewrite.exchange.forwards import (
     call_fused_conv1d,
     call_fused_linear,
 )
+from fastlinear.rewrite.exchange.parts import call_parts
 from fastlinear.rewrite.exchange.row_forward import call_row
 from fastlinear.rewrite.match.eligible import linear_kind, refuse_module
-from fastlinear.rewrite.match.rows import rows_of
+from fastlinear.rewrite.match.rows import Loop, loops_of, rows_of
 
 _DROPOUTS = {F.dropout: "training", torch.dropout: "train"}
 
@@ -80,6 +81,7 @@ class Links:
             found = None if user is None else self._activation(user, node)
             if user is not None and found is not None:
                 self.pairs[name] = user, found
+        self._loops: dict[tuple[str, ...], Loop] = {}
         self._links = {name: self._link(node) for name, node in self._linears.items()}
 
     def runs(self, allowed: Container[str]) -> list[Run]:
@@ -106,6 +108,12 @@ class Links:
             if linear_kind(self.parent.get_submodule(name)) == "linear"
         }
         return rows_of(self.parent, self.graph.nodes, plain, allowed)
+
+    def loops(self, allowed: Container[str]) -> list[tuple[str, ...]]:
+        """The ``allowed`` linears that read the parts of one value, by part."""
+        found = loops_of(self.parent, self.graph.nodes, self._linears, allowed)
+        self._loops |= {loop.names: loop for loop in found}
+        return [loop.names for loop in found]
 
     def _cut(self, row: list[str]) -> list[Run]:
         """Runs of equal hidden activations in a row of linears."""
@@ -139,7 +147,7 @@ class Links:
         copies: dict[Node, Node] = {}
         done: dict[Node, str] = {self.pairs[name][0]: name for name in pairs}
         starts = {run.linears[0]: run for run in runs}
-        firsts = {row[0]: row for row in rows}
+        firsts = {min(row, key=list(self._linears).index): row for row in rows}
         for run in runs:
             done |= dict.fromkeys(self._nodes(run), run.linears[0])
         passed_over = []
@@ -155,7 +163,11 @@ class Links:
                     passed_over.append(name)
             elif node.op == "call_module" and name in firsts:
                 row = firsts[name]
-                made = graph.call_function(call_row, (root, row, copies[node.args[0]]))
+                if row in self._loops:
+                    given = [copies[n] for n in self._loops[row].given]
+                    made = graph.call_function(call_parts, (root, row, *given))
+                else:
+                    made = graph.call_function(call_row, (root, row, copies[node.args[0]]))
                 for i, linear in enumerate(row):
                     part = graph.call_function(operator.getitem, (made, i))
                     copies[self._linears[linear]] = part

@@ -1,4 +1,4 @@
-"""Linears of a traced forward that read one value, and may be computed at once.
+"""Linears of a traced forward that read one value, or its parts, and may be computed at once.
 
 The first of them then computes all. So nothing between the first and the last may write to what
 they read.
@@ -9,10 +9,14 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.fx.node import Node
+
+from fastlinear.rewrite.exchange.parts import exactly
 
 _WRITING = frozenset(
     {operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv}
@@ -43,6 +47,54 @@ def rows_of(
         for names in found.values()
         if len(names) > 1 and not _written(parent, order, linears, names)
     ]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Linears on the parts of one value.
+
+    Attributes:
+        names: of the linears, by part.
+        given: the parts, and the value.
+    """
+
+    names: tuple[str, ...]
+    given: tuple[Node, Node]
+
+
+def loops_of(
+    parent: nn.Module, nodes: Iterable[Node], linears: Mapping[str, Node], allowed: Container[str]
+) -> list[Loop]:
+    """The ``allowed`` linears that read the parts of one value; arguments as for ``rows_of``."""
+    found: dict[Node, dict[int, str]] = {}
+    for name, node in linears.items():
+        part = node.args[0]
+        if name not in allowed or not isinstance(part, Node) or part.target is not operator.getitem:
+            continue
+        source, index = part.args
+        if isinstance(source, Node) and isinstance(index, int) and _parted(source) is not None:
+            found.setdefault(source, {})[index] = name
+    order, loops = list(nodes), []
+    for source, by_index in found.items():
+        count = len(by_index)
+        if count < 2 or sorted(by_index) != list(range(count)):
+            continue
+        names = sorted(by_index.values(), key=list(linears).index)
+        if not _written(parent, order, linears, names):
+            whole = _parted(source)
+            assert whole is not None
+            loops.append(Loop(tuple(by_index[i] for i in range(count)), (source, whole)))
+    return loops
+
+
+def _parted(source: Node) -> Node | None:
+    """The value whose chunks ``source`` holds, or None for anything else."""
+    while source.target is exactly and isinstance(source.args[0], Node):
+        source = source.args[0]
+    known = source.target in (torch.chunk, torch.split) if source.op == "call_function" else False
+    known |= source.op == "call_method" and source.target in ("chunk", "split")
+    whole = source.args[0] if source.args else None
+    return whole if known and isinstance(whole, Node) else None
 
 
 def _written(

@@ -17,7 +17,7 @@ from fastlinear.rewrite.exchange.traceable import is_straight, why_not
 from fastlinear.rewrite.match.candidate import Candidate, SiteCalls
 from fastlinear.rewrite.match.chain import all_different, one_pass
 from fastlinear.rewrite.match.chain_grouped import GroupedChain
-from fastlinear.rewrite.match.chain_row import RowChain
+from fastlinear.rewrite.match.chain_row import LoopChain, RowChain
 from fastlinear.rewrite.match.eligible import Refusal
 from fastlinear.rewrite.match.parent import Fusable
 from fastlinear.rewrite.rules.grouped import Row
@@ -77,7 +77,7 @@ def row_of(
     parent: nn.Module,
     traced: Fusable | Refusal,
 ) -> list[RowChain] | str:
-    """Linears on one input as one, or why they are left alone.
+    """Linears on one input, or on its parts, as one, or why they are left alone.
 
     Args:
         row: what a run showed.
@@ -96,11 +96,15 @@ def row_of(
         and (name := inside(row.fqn, fqn)) is not None
     }
     found = []
-    for names in traced.rows(allowed):
+    loop = row.kind == LINEARS
+    for names in traced.loops(allowed) if loop else traced.rows(allowed):
         members = tuple(allowed[name] for name in names)
+        if loop and (len(names) < len(row.members) or members[0].calls.autocast is not None):
+            return "one of its linears is left alone, or autocast casts each of them"
         if one_pass(members) and all_different(members):
+            kind = LoopChain if loop else RowChain
             found.append(
-                RowChain(
+                kind(
                     fqn=row.fqn,
                     module=parent,
                     members=members,

@@ -10,7 +10,7 @@ from fastlinear.rewrite.match.chain import Chain
 from fastlinear.rewrite.match.chain_row import RowChain
 from fastlinear.rewrite.match.eligible import Refusal
 from fastlinear.rewrite.match.parent import Fusable, fusable
-from fastlinear.rewrite.rules.grouped import SHARED
+from fastlinear.rewrite.rules.grouped import LINEARS
 from fastlinear.rewrite.rules.grouped_chains import chain_of, row_of
 from fastlinear.rewrite.trial.groups_watch import watched
 from fastlinear.rewrite.work import Work
@@ -48,7 +48,7 @@ def group_chains(
 
 
 def _rows(work: Work, every: Mapping[str, Candidate], gone: set[str]) -> list[Chain]:
-    """Linears on one input, those of other chains (``gone``) left out."""
+    """Linears on one input or on its parts, those of other chains (``gone``) left out."""
     candidates = {name: c for name, c in every.items() if name not in gone}
     sites = {s.fqn: s for s in work.profile.sites}
     traced: dict[str, Fusable | Refusal] = {
@@ -57,17 +57,17 @@ def _rows(work: Work, every: Mapping[str, Candidate], gone: set[str]) -> list[Ch
         if c.pairs is not None and c.parent_fqn is not None
     }
     found: list[Chain] = []
+    loops = [row for row in watched(work).rows if row.kind == LINEARS]
+    parts_in = {row.fqn: len(row.members) for row in loops}
     for row in watched(work).rows:
-        if row.kind != SHARED:
-            work.left_alone[row.members[0]] = "they are a part of what its forward does"
-            continue
         parent = work.model.get_submodule(row.fqn)
         left = [fqn for fqn in row.members if fqn in candidates]
         if len(left) < 2:
             made: list[RowChain] | str = _TAKEN if gone & set(row.members) else _NO_CANDIDATES
         else:
             if row.fqn not in traced:
-                traced[row.fqn] = fusable(parent, work.arguments[parent], {})
+                parts = parts_in.get(row.fqn)
+                traced[row.fqn] = fusable(parent, work.arguments[parent], {}, parts)
             made = row_of(row, candidates, sites, parent, traced[row.fqn])
         if isinstance(made, str):
             work.left_alone[row.members[0]] = made
