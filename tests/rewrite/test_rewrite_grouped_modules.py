@@ -291,13 +291,25 @@ class Again(Named):
         return self.inner(self.inner(x))
 
 
-@pytest.mark.parametrize("make", [Named, Aside])
-def test_calls_of_another_kind_are_left_alone(make: Any, clock: Any) -> None:
+def test_a_linear_that_others_call_as_well_is_left_alone(clock: Any) -> None:
     clock(FAST)
-    model = make().eval()
+    model = Aside().eval()
     result = optimized(model, torch.randn(9, 32), families=("grouped_linear",))
     assert result.kept == 0
     assert "forward" not in vars(model.inner)
+
+
+def test_a_loop_called_by_keyword_is_right(clock: Any) -> None:
+    """Its forward's trace takes the call as it is."""
+    clock(FAST)
+    model, x = Named().train(), torch.randn(9, 32)
+    plain = copy.deepcopy(model)
+    assert optimized(model, x, "train", families=("grouped_linear",)).kept == 4
+    same_results(model, plain, x)
+    torch.testing.assert_close(model.inner(x), plain.inner(x), rtol=1e-5, atol=1e-5)
+    convolution = nn.Conv1d(12, 18, 1, groups=3).eval()
+    result = optimized(convolution, {"input": torch.randn(7, 12, 5)})
+    assert result.sites == ()
 
 
 def test_a_module_called_twice_is_one_call_each_time(
