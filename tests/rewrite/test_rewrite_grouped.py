@@ -53,6 +53,18 @@ class Attention(nn.Module):
         return torch.softmax(torch.einsum("bgk,gnk->bgn", x, self.w), -1)
 
 
+class Clamped(Attention):
+    """Bounds that numbers of common size do not reach."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bgk,gnk->bgn", x, self.w).clamp(-65504, 65504)
+
+
+class Cleaned(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bgk,gnk->bgn", x, self.w).nan_to_num()
+
+
 def watched(model: nn.Module, x: Tensor) -> list[rule.Row]:
     """The rows that optimize_'s run of the model shows."""
     from fastlinear.core.progress import silent
@@ -108,6 +120,8 @@ def test_shared_weights_and_hooks_are_left_out() -> None:
         (ByEinsum(), (9, 3, 5), ("... g k", "none", False)),
         (ByVmap(), (3, 9, 5), ("g ... k", "none", False)),
         (Attention(), (9, 3, 5), None),
+        (Clamped(), (9, 3, 5), None),
+        (Cleaned(), (9, 3, 5), None),
         (Loop(4, 8), (2, 3, 32), ("... (g k)", "none", False)),
         (Stack(), (9, 3, 8), ("... g k", "silu", False)),
         (nn.Conv1d(12, 18, 1, groups=3), (2, 12, 5), ("b (g k) ...", "none", False)),

@@ -32,6 +32,7 @@ from fastlinear.rewrite.match.eligible import refuse_module
 _MOST_PROBED = 1 << 22  # numbers of a probe's input or weight
 _TOLERANCE = 1e-9
 _SMALL = ((2, 3, 2, 2), (3, 2, 4, 3))  # sizes of a probe's token dimensions, twice
+_SCALES = (1e9, -1e9, float("nan"))  # of one number of a probe's input: clamps would show
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _REFUSALS = (  # what a forward of another kind may raise on float64 numbers
     RuntimeError,
@@ -191,7 +192,9 @@ def _recognised(module: nn.Module, form: Grouped, shape: tuple[int, ...]) -> Gro
                 known = _activation(probe, at, tried, names, number)
                 if known is None:
                     break
-            if known is not None:
+            if known is not None and all(
+                _activation(probe, at, shapes[0], (known,), 0, scale) for scale in _SCALES
+            ):
                 return replace(at, activation=known, shapes=only)
     return None
 
@@ -230,18 +233,26 @@ def _copied(module: nn.Module) -> nn.Module | None:
 
 
 def _activation(
-    probe: nn.Module, form: Grouped, shape: tuple[int, ...], names: tuple[str, ...], seed: int
+    probe: nn.Module,
+    form: Grouped,
+    shape: tuple[int, ...],
+    names: tuple[str, ...],
+    seed: int,
+    scale: float = 1.0,
 ) -> str | None:
     """The activation with which the probe computes the form on inputs of that shape, or None."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).double()
+    x.view(-1)[0] *= scale
     read = x.clone()
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         try:
             y = probe(read)
         except _REFUSALS:
             return None
-        if not isinstance(y, Tensor) or y.dtype != x.dtype or not torch.equal(read, x):
+        if not isinstance(y, Tensor) or y.dtype != x.dtype:
             return None
+        if not torch.equal(read.nan_to_num(), x.nan_to_num()):
+            return None  # it writes to its input
         found = form.parameters(probe)
         if found is None:
             return None
@@ -249,6 +260,7 @@ def _activation(
             expected = reference.grouped_linear(x, *found, name, form.layout)
             if expected.shape != y.shape:
                 return None
-            if bool((y - expected).abs().max() <= _TOLERANCE * (1 + expected.abs().max())):
+            bound = _TOLERANCE * (1 + expected.nan_to_num().abs().max())
+            if torch.allclose(y, expected, rtol=0.0, atol=float(bound), equal_nan=True):
                 return name
     return None
