@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.profile.graph import TENSOR, Observed, Untraceable, trace
 from fastlinear.profile.records import LinearSite
-from fastlinear.rewrite.exchange.grouped_forward import CONVOLUTION, LINEARS, Grouped
+from fastlinear.rewrite.exchange.grouped_forward import CONVOLUTION, LINEARS
 from fastlinear.rewrite.exchange.swap import is_rewritten
 from fastlinear.rewrite.exchange.traceable import is_straight, why_not
 from fastlinear.rewrite.match.candidate import Candidate, SiteCalls
@@ -126,7 +126,7 @@ def _why_not(whole: Whole, calls: SiteCalls, observed: Observed | None) -> str |
     reason = _why_not_tensors(whole, calls)
     if reason is not None or grouped.kind == CONVOLUTION:
         return reason
-    reason = why_not(module) or _why_not_traced(module, grouped, observed)
+    reason = why_not(module) or why_not_traced(module, observed, grouped.groups)
     return None if reason is None else f"its forward {reason}"
 
 
@@ -147,13 +147,13 @@ def _why_not_tensors(whole: Whole, calls: SiteCalls) -> str | None:
     return None
 
 
-def _why_not_traced(module: nn.Module, grouped: Grouped, observed: Observed) -> str | None:
+def why_not_traced(module: nn.Module, observed: Observed, parts: int | None = None) -> str | None:
     """Why what it does may depend on more than it was recognised by: a branch on a shape or on
-    values, say."""
+    values, say. ``parts`` as for ``trace``."""
     if is_straight(module):
         return None
     try:
-        trace(module, observed, runnable=True, parts=grouped.groups)
+        trace(module, observed, runnable=True, parts=parts)
     except Untraceable as error:
         return f"cannot be traced by torch.fx: {error}"
     return None
