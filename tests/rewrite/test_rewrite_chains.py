@@ -143,7 +143,7 @@ def test_the_rewritten_sequential_computes_the_same(mode: str, always_faster: li
     other = copy.deepcopy(model)
     work = optimizing.prepare("t", model, x, fl.Config(mode=mode), None, lambda *_: None)
     candidates, _ = optimizing.watch(work, x, None)
-    (chain,) = chains.match(work, candidates)
+    (chain,) = chains.match(work, candidates, ("mlp",))
     assert site.failure(chain) is None
     model.__dict__["forward"] = chain.swap().forward.__get__(model)
     for m in (model, other):

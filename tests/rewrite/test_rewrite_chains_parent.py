@@ -154,7 +154,7 @@ def matched(model: nn.Module, x: Any = X, mode: str = "inference", **more: Any) 
     work = optimizing.prepare("test", model, x, config, None, lambda *_: None)
     candidates, _ = optimizing.watch(work, x, None)
     with optimizing.preserved(model, mode):
-        return chains.match(work, candidates)
+        return chains.match(work, candidates, ("mlp",))
 
 
 def rewritten(model: nn.Module, found: list[Any]) -> SwapSet:

@@ -300,6 +300,29 @@ def test_calls_of_another_kind_are_left_alone(make: Any, clock: Any) -> None:
     assert "forward" not in vars(model.inner)
 
 
+class Bounded(Block):
+    """Bounds that numbers of common size do not reach."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.p((F.silu(self.r(x)) * self.q(x)).clamp(-65504, 65504))
+
+
+class Longer(Block):
+    """Another path for many rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return -y if x.shape[0] > 100 else y
+
+
+@pytest.mark.parametrize("make", [Bounded, Longer])
+def test_what_one_run_does_not_show_is_left_alone(make: Any, clock: Any) -> None:
+    clock(FAST)
+    model = nn.Sequential(make()).eval()
+    assert optimized(model, torch.randn(40, 64), families=("gated_mlp",)).kept == 0
+    assert "forward" not in vars(model[0])
+
+
 def test_a_rewritten_model_compiles_whole(clock: Any) -> None:
     clock(FAST)
     model, x = Model().eval(), torch.randn(40, 64)

@@ -6,23 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from grouped_models import ByEinsum, ByVmap, Loop, Multichannel, Stack
 from torch import Tensor, nn
 
 import fastlinear as fl
 from fastlinear.rewrite.rules import grouped as rule
-
-
-class Loop(nn.Module):
-    """The document's: a loop over chunks."""
-
-    def __init__(self, groups: int, k: int) -> None:
-        super().__init__()
-        self.projs = nn.ModuleList(nn.Linear(k, k) for _ in range(groups))
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = torch.chunk(x, len(self.projs), dim=-1)
-        return torch.cat([proj(part) for proj, part in zip(self.projs, parts, strict=True)], -1)
+from fastlinear.rewrite.rules import grouped_modules as modules
 
 
 class Heads(nn.Module):
@@ -55,28 +44,6 @@ class InPlace(Heads):
         return torch.cat([y, self.k(x.mul_(2))], -1)
 
 
-class Multichannel(nn.Module):
-    def __init__(self, turned: bool) -> None:
-        super().__init__()
-        shape = (6, 5, 7) if turned else (6, 7, 5)  # G, N, K
-        self.kernel = nn.Parameter(torch.randn(shape))
-        self.shift = nn.Parameter(torch.randn(6, 1, 7))
-        self.turned = turned
-
-    def forward(self, x: Tensor) -> Tensor:  # (G, M, K)
-        w = self.kernel if self.turned else self.kernel.transpose(1, 2)
-        return F.gelu(torch.bmm(x, w) + self.shift)
-
-
-class ByEinsum(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(3, 4, 5))
-
-    def forward(self, x: Tensor) -> Tensor:  # (B, G, K)
-        return torch.einsum("bgk,gnk->bgn", x, self.w)
-
-
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -86,11 +53,23 @@ class Attention(nn.Module):
         return torch.softmax(torch.einsum("bgk,gnk->bgn", x, self.w), -1)
 
 
+class Clamped(Attention):
+    """Bounds that numbers of common size do not reach."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bgk,gnk->bgn", x, self.w).clamp(-65504, 65504)
+
+
+class Cleaned(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bgk,gnk->bgn", x, self.w).nan_to_num()
+
+
 def watched(model: nn.Module, x: Tensor) -> list[rule.Row]:
     """The rows that optimize_'s run of the model shows."""
     from fastlinear.core.progress import silent
     from fastlinear.profile.capture import capture
-    from fastlinear.rewrite.trial import groups
+    from fastlinear.rewrite.trial import groups_watch
 
     class Stub:
         pass
@@ -104,7 +83,7 @@ def watched(model: nn.Module, x: Tensor) -> list[rule.Row]:
     work.runner = Stub()
     work.runner.step = lambda model, call: model(*call.args)
     linears = rule.plain_linears(model)
-    return rule.rows(groups._watch(work, linears, {}).calls, linears)
+    return rule.rows(groups_watch._run(work, linears, {})[0], linears)
 
 
 def test_layers_on_parts_of_one_tensor_and_on_one_tensor() -> None:
@@ -139,7 +118,12 @@ def test_shared_weights_and_hooks_are_left_out() -> None:
         (Multichannel(False), (6, 9, 5), ("g ... k", "gelu", False)),
         (Multichannel(True), (6, 9, 5), ("g ... k", "gelu", True)),
         (ByEinsum(), (9, 3, 5), ("... g k", "none", False)),
+        (ByVmap(), (3, 9, 5), ("g ... k", "none", False)),
         (Attention(), (9, 3, 5), None),
+        (Clamped(), (9, 3, 5), None),
+        (Cleaned(), (9, 3, 5), None),
+        (Loop(4, 8), (2, 3, 32), ("... (g k)", "none", False)),
+        (Stack(), (9, 3, 8), ("... g k", "silu", False)),
         (nn.Conv1d(12, 18, 1, groups=3), (2, 12, 5), ("b (g k) ...", "none", False)),
         (nn.Conv2d(12, 18, 1, groups=3, bias=False), (2, 12, 5, 4), ("b (g k) ...", "none", False)),
     ],
@@ -148,34 +132,39 @@ def test_shared_weights_and_hooks_are_left_out() -> None:
 def test_modules_are_known_by_what_they_compute(module: Any, shape: Any, expected: Any) -> None:
     before = {name: p.clone() for name, p in module.state_dict().items()}
     x = torch.randn(shape)
-    assert list(rule.suspects(nn.Sequential(module))) == ["0"]
-    found = rule.whole("0", module, x)
+    assert list(modules.suspects(nn.Sequential(module))) == ["0"]
+    found = modules.whole("0", module, x)
     assert all(torch.equal(p, before[name]) for name, p in module.state_dict().items())
     if expected is None:
         assert found is None
         return
     assert found is not None
-    assert (found.layout, found.activation, found.turned) == expected
-    w, b = found.parameters()
-    y = fl.grouped_linear(x, w, b, activation=found.activation, layout=found.layout)
+    how = found.grouped
+    assert (how.layout, how.activation, how.turned) == expected
+    assert how.shapes is None
+    y = fl.grouped_linear(x, *found.parameters(), activation=how.activation, layout=how.layout)
     torch.testing.assert_close(y, module(x), rtol=1e-4, atol=1e-4)
 
 
 def test_convolutions_that_mix_positions_are_no_suspects() -> None:
     others = [nn.Conv1d(4, 4, 3, groups=2), nn.Conv1d(4, 4, 1), nn.Conv2d(4, 4, 1, 2, groups=2)]
-    assert not rule.suspects(nn.Sequential(*others, nn.Conv1d(4, 4, 1, padding=1, groups=2)))
+    assert not modules.suspects(nn.Sequential(*others, nn.Conv1d(4, 4, 1, padding=1, groups=2)))
 
 
 @pytest.mark.parametrize("mode", ["inference", "train"])
 def test_optimize_reports_what_it_would_save(mode: str) -> None:
-    """A loop of many tiny layers is the slowest way there is; nothing is rewritten for it."""
+    """A loop of many tiny layers is the slowest way there is, and is told even where no layer may
+    be rewritten."""
     model = nn.Sequential(Loop(64, 4))
     before = {k: v.clone() for k, v in model.state_dict().items()}
     config = fl.Config(mode=mode, tune=False, time_budget_s=5.0)
-    result = fl.optimize_(model, torch.randn(16, 256), config=config)
+    left = lambda *_: False  # noqa: E731
+    result = fl.optimize_(model, torch.randn(16, 256), config=config, filter_fn=left)
+    assert result.kept == 0
     (finding,) = [f for f in result.findings if f.code == "grouped_linear"]
     assert finding.fqn == "0"
-    assert "fl.nn.GroupedLinear.from_linears(model.0.projs)" in finding.message
+    assert "fl.nn.GroupedLinear.from_linears(model.0.projs" in finding.message
+    assert "filter_fn leaves it out" in finding.message
     assert finding.measured_us > finding.predicted_gain_us > 0
     assert finding.floor_us > 0
     assert list(model.state_dict()) == list(before)

@@ -25,6 +25,7 @@ _PLAIN = (nn.Linear, NonDynamicallyQuantizableLinear)
 _ROWS = 16
 _IN, _HIDDEN, _OUT = 10, 6, 7  # features of a probe; out is in where the module's are equal
 _TOLERANCE = 1e-9
+_SCALES = (1e9, -1e9)  # of one number of a probe's input
 _REFUSALS = (  # what a forward of another kind may raise on a matrix of float64
     RuntimeError,
     TypeError,
@@ -80,7 +81,7 @@ def recognise(module: nn.Module) -> Gated | None:
         rates = {d.p for d in probe.modules() if isinstance(d, nn.Dropout) and d.p}
         for found in _candidates(roles):
             expected = _formula(probe, found, x)
-            if not _close(y, expected):
+            if not _close(y, expected) or not _unbounded(probe, found, x):
                 continue
             if len(rates) > 1:
                 return None
@@ -188,6 +189,17 @@ def _run(probe: nn.Module, x: Tensor) -> Tensor | None:
     if not isinstance(y, Tensor) or y.dtype != x.dtype or not torch.equal(read, x):
         return None
     return y
+
+
+def _unbounded(probe: nn.Module, found: Gated, x: Tensor) -> bool:
+    """Whether the probe computes the formula for large numbers as well: a clamp would show."""
+    for scale in _SCALES:
+        large = x.clone()
+        large[0, 0] *= scale
+        y = _run(probe, large)
+        if y is None or not _close(y, _formula(probe, found, large)):
+            return False
+    return True
 
 
 def _formula(probe: nn.Module, found: Gated, x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastlinear.core.global_names import global_names
+from fastlinear.core.global_names import global_names, names_of
 
 # Packages whose instances, as globals of a forward's code, hold nothing that tracing would lose.
 _STATELESS_HOMES = frozenset({"builtins", "types", "typing", "functools", "logging", "torch"})
@@ -54,7 +54,7 @@ def functions_of(parent: nn.Module, forward: FunctionType) -> list[FunctionType]
         if function in found:
             continue
         found.append(function)
-        for name in function.__code__.co_names:
+        for name in names_of(function.__code__):
             value = inspect.getattr_static(type(parent), name, None)
             if isinstance(value, property):
                 value = value.fget
@@ -127,7 +127,7 @@ def _reads_state(module: nn.Module, function: FunctionType) -> str | None:
     for name, value in _named_outside(function):
         if has_state(value):
             return f"uses {name} ({type(value).__name__}), which cannot be watched"
-    for name in function.__code__.co_names:
+    for name in names_of(function.__code__):
         if name in vars(module) or hasattr(nn.Module, name):
             continue
         value = inspect.getattr_static(type(module), name, None)
@@ -139,7 +139,7 @@ def _reads_state(module: nn.Module, function: FunctionType) -> str | None:
 def _named_outside(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """What a function names among its globals, in modules and classes among them, and what it
     takes from enclosing functions."""
-    scope, names = function.__globals__, function.__code__.co_names
+    scope, names = function.__globals__, names_of(function.__code__)
     for name in global_names(function.__code__):
         value = scope.get(name)
         if value is None:

@@ -78,7 +78,14 @@ TENSOR = _Tensor()
 """Stands for a tensor among observed arguments."""
 
 
-def trace(parent: nn.Module, observed: Observed, *, runnable: bool = False) -> fx.Graph:
+def trace(
+    parent: nn.Module,
+    observed: Observed,
+    *,
+    runnable: bool = False,
+    parts: int | None = None,
+    exactly: Callable[[Any, int], Any] | None = None,
+) -> fx.Graph:
     """The graph of ``parent.forward`` for arguments like the observed ones, children as leaves.
 
     Tensors become placeholders ``x0, x1, …`` in order; other arguments keep their values, and
@@ -88,6 +95,10 @@ def trace(parent: nn.Module, observed: Observed, *, runnable: bool = False) -> f
 
     The forward's own code runs once on symbols, on a copy of the parent that shares its tensors and
     on copies of the other arguments: neither sees what it writes to attributes, lists or counters.
+
+    ``parts``: what a loop over a tensor, or over the parts of one, finds; by default such a loop
+    cannot be followed. The graph holds only where that is so; ``exactly(value, parts)`` is put into
+    it before the loop, to see to that.
 
     Raises:
         Untraceable: the forward branches on tensor values, is patched on the instance, uses what
@@ -103,7 +114,7 @@ def trace(parent: nn.Module, observed: Observed, *, runnable: bool = False) -> f
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            graph = _ParentTracer(observed, runnable).trace(stand_in)
+            graph = _ParentTracer(observed, runnable, parts, exactly).trace(stand_in)
     except _FAILURES as error:
         first = str(error).strip().splitlines()[:1]
         raise Untraceable(f"{type(error).__name__}: {first[0] if first else ''}") from error
@@ -174,10 +185,27 @@ class _ParentTracer(fx.Tracer):
 
     proxy_buffer_attributes = True  # a branch on a buffer's value must not be followed silently
 
-    def __init__(self, observed: Observed, runnable: bool) -> None:
+    def __init__(
+        self,
+        observed: Observed,
+        runnable: bool,
+        parts: int | None = None,
+        exactly: Callable[[Any, int], Any] | None = None,
+    ) -> None:
         super().__init__()
         self.observed = observed
         self.runnable = runnable
+        self.parts = parts
+        self.exactly = exactly
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        """The parts of a value that is looped over."""
+        if self.parts is None:
+            return super().iter(obj)  # type: ignore[no-any-return]
+        part: Any = obj
+        if self.exactly is not None:
+            part = self.create_proxy("call_function", self.exactly, (obj, self.parts), {})
+        return iter([part[i] for i in range(self.parts)])
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True

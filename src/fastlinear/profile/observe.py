@@ -200,7 +200,7 @@ class _Watch(TorchFunctionMode):
             return None
         key = (tuple(x.shape), x.layout is torch.strided and x.stride(), x.dtype)
         if key not in self.samples:
-            self.samples[key] = _copy(x)
+            self.samples[key] = own_copy(x)
         return self.samples[key]
 
     def call_of(self, value: Tensor) -> Call | None:
@@ -209,7 +209,7 @@ class _Watch(TorchFunctionMode):
         return call if ref is not None and ref() is value else None
 
 
-def _copy(x: Tensor) -> Tensor:
+def own_copy(x: Tensor) -> Tensor:
     """A detached copy in x's own strides; of expanded and non-strided tensors a plain clone."""
     if x.layout is not torch.strided or 0 in x.stride():
         return x.detach().clone()

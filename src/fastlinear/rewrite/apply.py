@@ -21,6 +21,7 @@ from fastlinear.rewrite.optimize import prepare, settle_left, watch
 from fastlinear.rewrite.plan import Plan, Rewrite
 from fastlinear.rewrite.remember import decisions_of, on_trial
 from fastlinear.rewrite.result import Result
+from fastlinear.rewrite.rules.grouped_chains import OWN
 from fastlinear.rewrite.trial import measure
 from fastlinear.rewrite.trial.chains import facts, members
 from fastlinear.rewrite.trial.chains import match as match_chains
@@ -115,18 +116,21 @@ def _planned(
     work: Work, plan: Plan, candidates: list[Candidate], left: dict[str, Refusal]
 ) -> list[Candidate]:
     """The candidates the plan names. Raises PlanError when a site is no longer what it was."""
-    asked = {r.fqn for r in plan.linears if r.route == "chain"}
-    chains = [c for c in match_chains(work, candidates) if asked >= set(c.names)] if asked else []
+    asked = {r.fqn: r.rule for r in plan.linears if r.route in ("chain", "own")}
+    known = [c for c in candidates if c.fqn in asked]
+    chains = match_chains(work, known, set(asked.values())) if asked else []
+    chains = [c for c in chains if all(asked.get(name) == c.rule for name in c.names)]
     chained = {c.fqn: c for chain in chains for c in members(chain)}
-    candidates = [chained.get(c.fqn, c) for c in candidates]
-    work.every = [chained.get(c.fqn, c) for c in work.every]
+    own = [c for c in chained.values() if c.kind == OWN]
+    candidates = [*(chained.get(c.fqn, c) for c in candidates), *own]
+    work.every = [*(chained.get(c.fqn, c) for c in work.every), *own]
     by_fqn = {c.fqn: c for c in candidates}
     wanted = {r.fqn: r for r in plan.linears}
     for fqn, rewrite in wanted.items():
         found = by_fqn.get(fqn)
         if found is None:
-            refusal = left.get(fqn, Refusal("no_linear", "It is not a linear."))
-            _refuse(rewrite, refusal.reason)
+            reason = work.left_alone.get(fqn, "It is not a linear.")
+            _refuse(rewrite, left[fqn].reason if fqn in left else reason)
         elif (found.activation, found.route, found.activation_fqn, found.parent_fqn) != (
             rewrite.activation,
             rewrite.route,

@@ -41,7 +41,9 @@ def finish(
             for name in graph.names
         )
         verdicts, pair, swaps = graph.verdicts, graph.pair, SwapSet(graph.swaps)
-    sites = [work.outcomes[fqn] for fqn in linear_modules(work.model) if fqn in work.outcomes]
+    known = linear_modules(work.model)
+    sites = [work.outcomes[fqn] for fqn in known if fqn in work.outcomes]
+    sites += [outcome for fqn, outcome in work.outcomes.items() if fqn not in known]
     sites += work.graphs.values()
     sites += work.compiled.values()
     plan = Plan(

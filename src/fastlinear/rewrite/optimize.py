@@ -44,22 +44,25 @@ def optimize_(
 ) -> Result:
     """Make a model's linear layers as fast as this machine allows, in place and reversibly.
 
-    Profiles the model, finds linears (with the activation that follows) that another backend
-    computes faster, exchanges ``forward`` on those instances, verifies outputs (in train mode
-    also every gradient and a few optimizer steps) against a float64 oracle, measures the whole
-    model before and after, and keeps only what is faster beyond noise. Parameters, buffers,
-    ``state_dict`` keys, classes and hooks stay as they are.
+    Profiles the model, finds linears (with the activation that follows), chains, gated MLPs and
+    groups of them that another backend or one call computes faster, exchanges ``forward`` on those
+    instances, verifies outputs (in train mode also every gradient and a few optimizer steps)
+    against a float64 oracle, measures the whole model before and after, and keeps only what is
+    faster beyond noise. Parameters, buffers, ``state_dict`` keys, classes and hooks stay as they
+    are.
 
     Args:
         model: any eager module on one device, with real values.
         inputs: a tensor, a tuple of positional arguments, or a dict of keyword arguments.
         config: what may be done; see ``fl.Config``.
-        filter_fn: ``filter_fn(module, fqn)`` for every linear; False leaves it alone.
+        filter_fn: ``filter_fn(module, fqn)`` for every linear, grouped convolution or module with
+            a weight per group, and loop over linears; False leaves it alone.
         loss_fn: output → scalar loss for train mode; by default ``output.loss`` or a mean square.
         progress: called as ``progress(stage, done, total)``.
 
     Returns:
-        A ``Result`` with an outcome for every linear of the model.
+        A ``Result`` with an outcome for every linear of the model, and for grouped convolutions
+        and modules with a weight per group that could be one call.
 
     Raises:
         InputError: the inputs do not fit the model (its exception is the cause), or an argument

@@ -24,8 +24,8 @@ from fastlinear.rewrite.exchange.compiled_forward import COMPILE_MODES
 
 KIND = "plan"
 FORMAT = 1
-ROUTES = ("plain", "instance", "parent", "chain", "graph", "compile")
-RULES = ("linear_act", "mlp", "gated_mlp", "graphed", "compiled")
+ROUTES = ("plain", "instance", "parent", "chain", "own", "graph", "compile")
+RULES = ("linear_act", "mlp", "gated_mlp", "grouped_linear", "graphed", "compiled")
 _WHOLE = {"graphed": "graph", "compiled": "compile"}  # rule → its only route, and no other's
 
 
@@ -34,17 +34,18 @@ class Rewrite:
     """One site's rewrite.
 
     Attributes:
-        fqn: the linear's fully qualified name; of rule ``"graphed"`` the module's, ``""`` for the
-            model as a whole.
+        fqn: the linear's fully qualified name; of route ``"own"`` and of rule ``"graphed"`` the
+            module's, ``""`` for the model as a whole.
         rule: the family's name, ``"graphed"`` or ``"compiled"``.
         activation: what is fused; ``"none"`` changes the backend only.
         route: ``"plain"`` (the linear alone), ``"instance"`` (the linear computes the activation
             and the activation module passes its input on), ``"parent"`` (the parent's forward
             makes one fused call) or ``"chain"`` (the forward of the module named by ``parent_fqn``
-            makes one call for a run of linears, or for those of a gated MLP); ``"graph"`` (rule
-            ``"graphed"``) is a module replayed as CUDA graphs: the model as a whole or a part of
-            it; ``"compile"`` (rule ``"compiled"``) the model or a block of it through
-            ``torch.compile``.
+            makes one call for a run of linears, or for those of a gated MLP or of a group);
+            ``"own"`` is a grouped convolution, or a module with weights of its own, as one call;
+            ``"graph"`` (rule ``"graphed"``) is a module replayed as CUDA graphs: the model as a
+            whole or a part of it; ``"compile"`` (rule ``"compiled"``) the model or a block of it
+            through ``torch.compile``.
         activation_fqn: the activation module, where there is one.
         parent_fqn: the module whose forward is exchanged on the routes ``"parent"`` and
             ``"chain"``.

@@ -21,8 +21,8 @@ STATUSES = ("kept", "rejected", "refused", "nothing_to_do")
 
 @dataclass(frozen=True)
 class SiteOutcome:
-    """What became of one linear, of the model or a part of it as CUDA graphs, or of the model
-    compiled.
+    """What became of one linear, of a grouped layer, of the model or a part of it as CUDA graphs,
+    or of the model compiled.
 
     Attributes:
         fqn: its fully qualified name; ``""`` for the model as a whole.
@@ -72,7 +72,8 @@ class Result:
 
     Attributes:
         model_class, mode, device: what was optimized, and how.
-        sites: one outcome for every linear of the model, in ``named_modules`` order; where CUDA
+        sites: one outcome for every linear of the model, in ``named_modules`` order, and for every
+            module tried as a grouped layer by itself (route ``"own"``); where CUDA
             graphs were asked for, more of them (rule ``"graphed"``) for the model as a whole and,
             where that is not kept, for its launch-bound parts; where compiling was asked for, more
             of them (rule ``"compiled"``) for the model compiled and for its blocks.

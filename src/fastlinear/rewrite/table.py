@@ -77,9 +77,11 @@ def _counts(result: Result) -> str:
     graphs = [s for s in result.sites if s.rule == "graphed"]
     compiled = [s for s in result.sites if s.rule == "compiled"]
     blocks = sum(s.fqn != "" for s in compiled)
-    linears = len(result.sites) - len(graphs) - len(compiled)
+    groups = sum(s.route == "own" for s in result.sites)
+    linears = len(result.sites) - len(graphs) - len(compiled) - groups
     parts = sum(s.fqn != "" for s in graphs)
     text = f"{linears} linear site" if linears == 1 else f"{linears} linear sites"
+    text += f" and {groups} grouped layers" if groups > 1 else " and a grouped layer" * groups
     text += " and the whole model" if parts < len(graphs) else ""
     text += f" and {parts} of its parts" if parts else ""
     text += " and the model compiled" if compiled else ""

@@ -52,6 +52,9 @@ class Work:
         compiled: what becomes of the model (``""``) and of its blocks compiled, where that was
             asked for.
         arguments: module → what its first call was given, tensors left out.
+        filter_fn: the caller's say on every module; False leaves it alone.
+        groups: what a run shows of layers that could be one, once it was watched for that.
+        left_alone: why such layers are not rewritten, by the first of them.
     """
 
     model: nn.Module
@@ -70,6 +73,9 @@ class Work:
     graphs: dict[str, SiteOutcome] = field(default_factory=dict)
     compiled: dict[str, SiteOutcome] = field(default_factory=dict)
     arguments: dict[nn.Module, Observed] = field(default_factory=dict)
+    filter_fn: FilterFn | None = None
+    groups: Any = None
+    left_alone: dict[str, str] = field(default_factory=dict)
 
     def settle(self, fqn: str, status: str, code: str, reason: str, **facts: Any) -> None:
         """Record (or change) what becomes of a site."""
@@ -113,7 +119,7 @@ class Work:
         found = rule.match(
             self.model, self.profile.sites, seen, backend=backend, filter_fn=filter_fn
         )
-        self.every, self.arguments = found[0], seen.arguments
+        self.every, self.arguments, self.filter_fn = found[0], seen.arguments, filter_fn
         return found
 
 

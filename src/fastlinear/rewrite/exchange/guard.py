@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fastlinear.core.global_names import global_names
+from fastlinear.core.global_names import global_names, names_of
 from fastlinear.profile.effects import functions_of
 from fastlinear.profile.graph import TENSOR, Observed
 from fastlinear.rewrite.exchange.forwards import Forward
@@ -26,11 +26,16 @@ from fastlinear.rewrite.exchange.traceable import MISSING, is_function, same, wa
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
+class Unlike(Exception):
+    """What a trace holds for is found not to be so; nothing outside of it was written."""
+
+
 def guarded(
     parent: nn.Module,
     traced: Callable[..., Any],
     observed: Observed,
     passed_over: tuple[str, ...],
+    counts: bool = False,
 ) -> Forward:
     """A forward that runs ``traced`` while all it depends on is as observed, else the class's own.
 
@@ -40,6 +45,7 @@ def guarded(
         observed: the arguments the trace holds for.
         passed_over: activations and sleeping dropouts inside the parent that ``traced`` does not
             call. It is used only while they are of the same class, without hooks and set as now.
+        counts: whether ``traced`` may raise ``Unlike``.
     """
     args, kwargs = observed.arguments()
     kinds = (*args, *kwargs.values())
@@ -80,7 +86,12 @@ def guarded(
         if len(args) == count and tuple(kwargs) == names:
             values = (*args, *kwargs.values()) if kwargs else args
             if fits(self, values):
-                return traced(self, *[values[i] for i in tensors])
+                if not counts:
+                    return traced(self, *[values[i] for i in tensors])
+                try:
+                    return traced(self, *[values[i] for i in tensors])
+                except Unlike:
+                    pass
         return original(self, *args, **kwargs)
 
     return mark(forward)
@@ -132,7 +143,7 @@ class _Watched:
 
 def _watched(parent: nn.Module, forward: FunctionType) -> _Watched:
     functions = functions_of(parent, forward)
-    named = {n for f in functions for n in f.__code__.co_names}
+    named = {n for f in functions for n in names_of(f.__code__)}
     read = named | {"training"}
     own = vars(parent)
     attributes = tuple((n, v) for n, v in own.items() if n in read and watchable(v))
@@ -165,7 +176,7 @@ def _watched(parent: nn.Module, forward: FunctionType) -> _Watched:
                 outside.append((scope, name, value))
             elif isinstance(value, ModuleType | type):
                 inside = vars(value)
-                names = (n for n in function.__code__.co_names if n in inside)
+                names = (n for n in names_of(function.__code__) if n in inside)
                 outside += [(inside, n, inside[n]) for n in names if watchable(inside[n])]
     return _Watched(attributes, of_class, members, of_children, tuple(outside))
 

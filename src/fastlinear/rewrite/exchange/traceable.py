@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from fastlinear.core.global_names import global_names
+from fastlinear.core.global_names import global_names, names_of, own_codes
 from fastlinear.profile.effects import class_forward, functions_of, has_state
 from fastlinear.profile.graph import TENSOR, Observed
 
@@ -50,10 +50,28 @@ def why_not(parent: nn.Module) -> str | None:
     for function in functions_of(parent, forward):
         if set(function.__code__.co_freevars) - {"__class__"}:
             return "reads variables of an enclosing function"
-        reason = _why_not_code(function.__code__) or _why_not_state(parent, function)
+        codes = own_codes(function.__code__)
+        reasons = (*map(_why_not_code, codes), _why_not_state(parent, function))
+        reason = next((r for r in reasons if r is not None), None)
         if reason is not None:
             return reason
     return None
+
+
+def is_straight(parent: nn.Module) -> bool:
+    """Whether its forward, its methods and helpers have no branch, so that they do the same
+    whatever the values and sizes of what they are given."""
+    functions = functions_of(parent, class_forward(parent))
+    held = [v for v in vars(parent).values() if isinstance(v, FunctionType)]
+    if any(not str(v.__module__).startswith("torch.") for v in held):
+        return False
+    steps = (
+        step.opname
+        for function in functions
+        for code in own_codes(function.__code__)
+        for step in dis.get_instructions(code)
+    )
+    return not any("JUMP" in name and "_IF_" in name for name in steps)
 
 
 def why_not_arguments(observed: Observed) -> str | None:
@@ -72,14 +90,14 @@ def _why_not_code(code: CodeType) -> str | None:
     frozen = sorted(set(code.co_names) & _UNTRACEABLE)
     if frozen:
         return f"depends on {frozen[0]}, which tracing would freeze or lose"
-    if code.co_exceptiontable:
-        return "has a with or try block"
+    if any(step.opname == "PUSH_EXC_INFO" for step in dis.get_instructions(code)):
+        return "has a with or try block"  # a comprehension's own handler pushes nothing
     nested = [c for c in code.co_consts if isinstance(c, CodeType)]
-    return "defines inner functions" if nested else None
+    return "defines inner functions" if set(nested) - set(own_codes(code)) else None
 
 
 def _why_not_state(parent: nn.Module, function: FunctionType) -> str | None:
-    for name in function.__code__.co_names:
+    for name in names_of(function.__code__):
         if name in ("_modules", "_parameters", "_buffers"):
             return f"reads self.{name}"
         value = vars(parent).get(name, MISSING)

@@ -81,9 +81,10 @@ class Candidate:
 
     Attributes:
         fqn, module: the linear.
-        kind: ``"linear"`` or ``"conv1d"``.
+        kind: ``"linear"`` or ``"conv1d"``; ``"grouped"`` for a grouped layer that is no linear.
         activation: fused activation; ``"none"`` changes the backend only.
-        route: ``"plain"``, ``"instance"``, ``"parent"`` or ``"chain"``; see ``plan.Rewrite``.
+        route: ``"plain"``, ``"instance"``, ``"parent"``, ``"chain"`` or ``"own"``; see
+            ``plan.Rewrite``.
         activation_fqn, activation_module: the activation's module, where it is one.
         parent_fqn, parent, pairs: the parent and what its trace offers, on the parent route.
         calls: what was observed.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -14,6 +15,8 @@ from fastlinear.ops.mlp.problem import NAME
 from fastlinear.ops.mlp.selection import problem_of
 from fastlinear.rewrite.exchange.forwards import call_mlp, weight_and_bias
 from fastlinear.rewrite.match.candidate import Candidate, SiteCalls
+
+Results = Tensor | tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -48,6 +51,21 @@ class Chain(ABC):
     def rule(self) -> str:
         """The family that computes it."""
         return NAME
+
+    @property
+    def route(self) -> str:
+        """How it is rewritten, see ``plan.Rewrite``."""
+        return "chain"
+
+    @property
+    def eager_may_gain(self) -> bool:
+        """Whether one call may gain though PyTorch's own path computes it."""
+        return False
+
+    @property
+    def alike(self) -> tuple[Any, ...]:
+        """What, beside its Problems, chains that are measured once must share."""
+        return ()
 
     @property
     def what(self) -> str:
@@ -98,19 +116,19 @@ class Chain(ABC):
         }
 
     @abstractmethod
-    def before(self, x: Tensor) -> Tensor:
+    def before(self, x: Tensor) -> Results:
         """What the model did with the input of the first linear."""
 
     @abstractmethod
-    def layers(self, x: Tensor, rewritten: Mapping[str, Candidate]) -> Tensor:
+    def layers(self, x: Tensor, rewritten: Mapping[str, Candidate]) -> Results:
         """The layers one by one, those in ``rewritten`` (by name) as it has them."""
 
-    def after(self, x: Tensor) -> Tensor:
+    def after(self, x: Tensor) -> Results:
         """One call of ``mlp``."""
         names = self.activation, self.final_activation
         return call_mlp(x, *self._tensors(), *names, self.backend)
 
-    def exact(self, x: Tensor, parameters: dict[str, Tensor]) -> Tensor:
+    def exact(self, x: Tensor, parameters: dict[str, Tensor]) -> Results:
         """The same by differentiable torch ops on other values, for the oracle in float64."""
         weights = [parameters[f"{i}.dW"] for i in range(len(self.members))]
         turned = [

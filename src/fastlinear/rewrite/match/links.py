@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,10 @@ from fastlinear.rewrite.exchange.forwards import (
     call_fused_conv1d,
     call_fused_linear,
 )
+from fastlinear.rewrite.exchange.parts import call_parts
+from fastlinear.rewrite.exchange.row_forward import call_row
 from fastlinear.rewrite.match.eligible import linear_kind, refuse_module
+from fastlinear.rewrite.match.rows import Loop, loops_of, rows_of
 
 _DROPOUTS = {F.dropout: "training", torch.dropout: "train"}
 
@@ -77,6 +81,7 @@ class Links:
             found = None if user is None else self._activation(user, node)
             if user is not None and found is not None:
                 self.pairs[name] = user, found
+        self._loops: dict[tuple[str, ...], Loop] = {}
         self._links = {name: self._link(node) for name, node in self._linears.items()}
 
     def runs(self, allowed: Container[str]) -> list[Run]:
@@ -94,6 +99,21 @@ class Links:
                 here = self._links[here].next
             found += self._cut(row)
         return found
+
+    def rows(self, allowed: Container[str]) -> list[tuple[str, ...]]:
+        """The ``allowed`` linears that read one value, in the order of calls."""
+        plain = {
+            name: node
+            for name, node in self._linears.items()
+            if linear_kind(self.parent.get_submodule(name)) == "linear"
+        }
+        return rows_of(self.parent, self.graph.nodes, plain, allowed)
+
+    def loops(self, allowed: Container[str]) -> list[tuple[str, ...]]:
+        """The ``allowed`` linears that read the parts of one value, by part."""
+        found = loops_of(self.parent, self.graph.nodes, self._linears, allowed)
+        self._loops |= {loop.names: loop for loop in found}
+        return [loop.names for loop in found]
 
     def _cut(self, row: list[str]) -> list[Run]:
         """Runs of equal hidden activations in a row of linears."""
@@ -118,25 +138,39 @@ class Links:
         backend: str | None,
         runs: Sequence[Run],
         chain_backend: str | None,
+        rows: Sequence[tuple[str, ...]] = (),
     ) -> tuple[torch.fx.Graph, tuple[str, ...]]:
-        """The graph with these pairs and runs as fused calls, its first argument the parent, and
-        the activations and dropouts that it no longer calls."""
+        """The graph with these pairs, runs and rows as fused calls, its first argument the parent,
+        and the activations and dropouts that it no longer calls."""
         graph = torch.fx.Graph()
         root = graph.placeholder("parent")
         copies: dict[Node, Node] = {}
         done: dict[Node, str] = {self.pairs[name][0]: name for name in pairs}
         starts = {run.linears[0]: run for run in runs}
+        firsts = {min(row, key=list(self._linears).index): row for row in rows}
         for run in runs:
             done |= dict.fromkeys(self._nodes(run), run.linears[0])
         passed_over = []
         for node in self.graph.nodes:
             name = str(node.target)
+            if node in copies:
+                continue  # a linear that the first of its row has computed
             if node.op == "output":
                 graph.output(torch.fx.node.map_arg(node.args[0], lambda n: copies[n]))
             elif node in done:  # it happens inside the fused call
                 copies[node] = copies[self._linears[done[node]]]
                 if node.op == "call_module" and name not in self._linears:
                     passed_over.append(name)
+            elif node.op == "call_module" and name in firsts:
+                row = firsts[name]
+                if row in self._loops:
+                    given = [copies[n] for n in self._loops[row].given]
+                    made = graph.call_function(call_parts, (root, row, *given))
+                else:
+                    made = graph.call_function(call_row, (root, row, copies[node.args[0]]))
+                for i, linear in enumerate(row):
+                    part = graph.call_function(operator.getitem, (made, i))
+                    copies[self._linears[linear]] = part
             elif node.op == "call_module" and name in starts:
                 run = starts[name]
                 paths = tuple(tuple(n.split(".")) for n in run.linears)

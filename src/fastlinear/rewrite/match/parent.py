@@ -18,6 +18,7 @@ from torch import nn
 from fastlinear.profile.graph import Observed, Untraceable, trace
 from fastlinear.rewrite.exchange.forwards import Forward
 from fastlinear.rewrite.exchange.guard import guarded
+from fastlinear.rewrite.exchange.parts import exactly
 from fastlinear.rewrite.exchange.traceable import why_not, why_not_arguments
 from fastlinear.rewrite.match.eligible import Refusal, refuse_module
 from fastlinear.rewrite.match.links import Links, Run
@@ -30,22 +31,29 @@ class Fusable:
     Attributes:
         pairs: the linear's name inside the parent → activation name.
         runs: names of linears that may take part → the chains among them.
-        build: pairs to fuse and a forced backend or None, then chains to fuse and theirs → the
-            new forward of the parent.
+        rows: the same → those among them that read one value.
+        loops: the same → those that read the parts of one value, by part.
+        build: pairs to fuse and a forced backend or None, then chains to fuse and theirs, then
+            rows and loops to fuse → the new forward of the parent.
     """
 
     pairs: dict[str, str]
     runs: Callable[[Container[str]], list[Run]]
+    rows: Callable[[Container[str]], list[tuple[str, ...]]]
+    loops: Callable[[Container[str]], list[tuple[str, ...]]]
     build: Callable[..., Forward]
 
 
-def fusable(parent: nn.Module, observed: Observed, modules: dict[str, str]) -> Fusable | Refusal:
+def fusable(
+    parent: nn.Module, observed: Observed, modules: dict[str, str], parts: int | None = None
+) -> Fusable | Refusal:
     """The linear → activation pairs in the forward of ``parent``, or why it cannot be rewritten.
 
     Args:
         parent: the module whose forward calls linear and activation.
         observed: its arguments in one call.
         modules: names inside the parent of activation modules → activation name.
+        parts: what a loop over the parts of a tensor finds; by default there is none.
     """
     refusal = refuse_module(parent)
     if refusal is not None:
@@ -54,7 +62,7 @@ def fusable(parent: nn.Module, observed: Observed, modules: dict[str, str]) -> F
     if reason is not None:
         return Refusal("untraceable", f"{type(parent).__qualname__}.forward {reason}.")
     try:
-        graph = trace(parent, observed, runnable=True)
+        graph = trace(parent, observed, runnable=True, parts=parts, exactly=exactly)
     except Untraceable as error:
         return Refusal("untraceable", f"torch.fx cannot trace its parent's forward: {error}")
     links = Links(parent, graph, modules)
@@ -64,11 +72,14 @@ def fusable(parent: nn.Module, observed: Observed, modules: dict[str, str]) -> F
         backend: str | None,
         runs: Sequence[Run] = (),
         chain_backend: str | None = None,
+        rows: Sequence[tuple[str, ...]] = (),
     ) -> Forward:
-        fused, passed_over = links.fused(pairs, backend, runs, chain_backend)
-        return guarded(parent, _function_of(fused), observed, passed_over)
+        fused, passed_over = links.fused(pairs, backend, runs, chain_backend, rows)
+        counts = any(node.target is exactly for node in fused.nodes)
+        return guarded(parent, _function_of(fused), observed, passed_over, counts)
 
-    return Fusable({name: act for name, (_, act) in links.pairs.items()}, links.runs, build)
+    pairs = {name: act for name, (_, act) in links.pairs.items()}
+    return Fusable(pairs, links.runs, links.rows, links.loops, build)
 
 
 def _function_of(graph: torch.fx.Graph) -> Callable[..., Any]:

@@ -21,6 +21,7 @@ from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.chain import all_different, one_pass
 from fastlinear.rewrite.match.chain_gated import GatedChain
 from fastlinear.rewrite.match.eligible import refuse_linear, refuse_module
+from fastlinear.rewrite.rules.grouped_chains import why_not_traced
 
 # Numbers of hidden size that pass over memory between the products: the activation (2) and the gate
 # (3); backward the gate's two gradients (6) and the activation's (3); against one pass each way.
@@ -100,6 +101,7 @@ def chains(
             observed is None
             or observed.arguments() != ((TENSOR,), {})
             or why_not(site.module) is not None
+            or why_not_traced(site.module, observed) is not None
             or (site.gated.dropout and site.module.training)
             or not all(n in candidates and sites[n].parent_fqn == site.fqn for n in names)
         ):

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Container
 from dataclasses import replace
 from typing import Any, NoReturn
-
-from torch import Tensor
 
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.core.timing import Ratio, Samples, paired_ratio
 from fastlinear.dispatch.tune import BASELINE
 from fastlinear.ops.gated_mlp.problem import NAME as GATED
+from fastlinear.ops.grouped_linear.problem import NAME as GROUPED
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.chain import Chain
 from fastlinear.rewrite.rules import gated, mlp
+from fastlinear.rewrite.rules.grouped_chains import OWN
 from fastlinear.rewrite.trial import measure, site
+from fastlinear.rewrite.trial.groups_match import group_chains
 from fastlinear.rewrite.work import GROUP_DROPPED, Work, in_words
 
-_FAMILIES = (mlp.RULE, GATED)
+_FAMILIES = (mlp.RULE, GATED, GROUPED)
 
 
 def choose_chains(
@@ -31,12 +32,14 @@ def choose_chains(
     """
     chains = match(work, candidates)
     for family in _FAMILIES:
-        own = [chain for chain in chains if chain.rule == family]
         forced = work.config.backends.get(family)
+        own = [chain for chain in chains if (chain.rule, chain.backend) == (family, forced)]
         unable = [why for chain in own if (why := _cannot_serve(chain)) is not None]
         if forced is not None and own and len(unable) == len(own):
             fail_forced(family, forced, unable[0])
     single = {c.fqn: c for c in chosen}
+    modules = [c for chain in chains for c in members(chain) if c.kind == OWN]
+    work.every = [*work.every, *modules]
     measured: dict[Any, tuple[dict[str, Samples], int] | None] = {}
     for i, chain in enumerate(chains):
         work.progress("chains", i, len(chains))
@@ -50,7 +53,7 @@ def choose_chains(
             single |= {c.fqn: c for c in members(chain)}
     work.progress("chains", len(chains), len(chains))
     work.every = [single.get(c.fqn, c) for c in work.every]
-    return [single[c.fqn] for c in candidates if c.fqn in single]
+    return [single[c.fqn] for c in (*candidates, *modules) if c.fqn in single]
 
 
 def fail_forced(family: str, backend: str, why: str) -> NoReturn:
@@ -63,25 +66,31 @@ def fail_forced(family: str, backend: str, why: str) -> NoReturn:
     )
 
 
-def match(work: Work, candidates: list[Candidate]) -> list[Chain]:
-    """The chains among the model's candidates, of the families that may take part."""
+def match(
+    work: Work, candidates: list[Candidate], families: Container[str] = _FAMILIES
+) -> list[Chain]:
+    """The chains among the model's candidates, and its other grouped layers, of the families that
+    may take part."""
     known = {c.fqn: c for c in candidates}
     sites = {s.fqn: s for s in work.profile.sites}
     forced = work.config.backends.get
     found: list[Chain] = []
-    if work.allows(mlp.RULE):
+    allowed = [name for name in _FAMILIES if name in families and work.allows(name)]
+    if mlp.RULE in allowed:
         found += mlp.match(work.model, known, sites, backend=forced(mlp.RULE))
-    if work.allows(GATED):
+    if GATED in allowed:
         taken = {name for chain in found for name in chain.names}
         own = gated.chains(work.model, known, sites, work.arguments, backend=forced(GATED))
         found += [chain for chain in own if not taken & set(chain.names)]
+    if GROUPED in allowed:
+        found += group_chains(work, known, [name for chain in found for name in chain.names])
     return found
 
 
 def members(chain: Chain) -> list[Candidate]:
     """The chain's linears as candidates of its route."""
     return [
-        replace(c, route="chain", chain=chain, parent_fqn=chain.fqn, parent=chain.module)
+        replace(c, route=chain.route, chain=chain, parent_fqn=chain.fqn, parent=chain.module)
         for c in chain.members
     ]
 
@@ -90,7 +99,7 @@ def facts(chain: Chain) -> dict[str, Any]:
     """What the outcome of each of its linears says of a chain."""
     return {
         "rule": chain.rule,
-        "route": "chain",
+        "route": chain.route,
         "problem": chain.problems[0].to_json(),
         "backends": measure.backends_of(chain.problems[0], chain.backend),
         "calls": chain.calls.calls,
@@ -110,14 +119,14 @@ def _kind(chain: Chain, single: dict[str, Candidate]) -> Any:
     """Chains of one kind do the same work and are measured once."""
     kinds = tuple((k.count, k.input_grad) for k in chain.calls.kinds)
     rewritten = tuple(c.fqn in single for c in chain.members)
-    return (chain.problems, kinds, chain.calls.autocast, rewritten)
+    return (chain.problems, kinds, chain.calls.autocast, rewritten, chain.alike)
 
 
 def _measure(
     work: Work, chain: Chain, single: dict[str, Candidate], left: int
 ) -> tuple[dict[str, Samples], int] | None:
     """Tune the chain's Problems and time it; None where PyTorch's own way is the choice."""
-    runs: dict[str, Callable[[Tensor], Tensor]] = {"before": chain.before, "after": chain.after}
+    runs: dict[str, site.Run] = {"before": chain.before, "after": chain.after}
     if any(c.fqn in single for c in chain.members):
         runs["layers"] = lambda x: chain.layers(x, single)
     try:
@@ -132,25 +141,36 @@ def _measure(
                     known=work.tuned,
                 )
         chosen = [measure.backends_of(p, chain.backend) for p in chain.problems]
-        if all(set(b.values()) == {BASELINE} for b in chosen):
-            why = "PyTorch's own path is the choice for it"
-            work.notes.append(f"chain {chain.title} left alone: {why}")
+        own_path = all(set(b.values()) == {BASELINE} for b in chosen)
+        if own_path and not chain.eager_may_gain:
+            _leave(work, chain, "not_faster", "PyTorch's own path is the choice for it")
             return None
         with work.budget:
             share = work.budget.share(4 * left, 2.0)
             return site.times(chain, runs, work.runner.device, share)
     except UnsupportedError as error:
-        why = str(error)
+        code, why = "cannot_serve", str(error)
     except Exception as error:  # noqa: BLE001  a backend's own error is an outcome too
-        why = f"as one call it raises {type(error).__name__}: {error}"
-    work.notes.append(f"chain {chain.title} left alone: {why}")
+        code, why = "raises", f"as one call it raises {type(error).__name__}: {error}"
+    _leave(work, chain, code, why)
     return None
+
+
+def _leave(work: Work, chain: Chain, code: str, why: str, **told: Any) -> None:
+    """Note that a chain is left alone; a module of its own has an outcome beside that."""
+    work.notes.append(f"chain {chain.title} left alone: {why}")
+    work.left_alone[chain.key] = why
+    for c in chain.members:
+        if c.kind == OWN:
+            known = {"rule": chain.rule, "route": chain.route, "calls": chain.calls.calls, **told}
+            known["problem"] = chain.problems[0].to_json()
+            work.settle(c.fqn, "rejected", code, why, activation=c.activation, **known)
 
 
 def _accurate(work: Work, chain: Chain) -> bool:
     failed = site.failure(chain)
     if failed is not None:
-        work.notes.append(f"chain {chain.title} left alone: less accurate as one call: {failed}")
+        _leave(work, chain, "less_accurate", f"less accurate as one call: {failed}")
     return failed is None
 
 
@@ -160,12 +180,18 @@ def _gains(work: Work, chain: Chain, times: dict[str, Samples], passes: int) -> 
     rivals: dict[str, Ratio] = {"its layers as they are": ratio}
     if "layers" in times:
         rivals["its layers rewritten one by one"] = paired_ratio(times["layers"], times["after"])
+    share = passes / len(chain.members)
+    timed: dict[str, Any] = {
+        "before_us": times["before"].median_us * share,
+        "after_us": times["after"].median_us * share,
+        "speedup": ratio.median,
+        "ci95": (ratio.low, ratio.high),
+    }
     for rival, found in rivals.items():
         if not found.median > 1.0:
             text = f"one call is {in_words(found)} of the speed of {rival}"
-            work.notes.append(f"chain {chain.title} left alone: {text}")
+            _leave(work, chain, "slower" if found.high < 1.0 else "not_faster", text, **timed)
             return False
-    share = passes / len(chain.members)
     told = facts(chain)
     gain = work.tuned_gain(chain, [measure.backends_of(p, chain.backend) for p in chain.problems])
     for c in chain.members:
@@ -178,9 +204,6 @@ def _gains(work: Work, chain: Chain, times: dict[str, Samples], passes: int) -> 
             **told,
             activation=c.activation,
             predicted_gain_us=predicted,
-            before_us=times["before"].median_us * share,
-            after_us=times["after"].median_us * share,
-            speedup=ratio.median,
-            ci95=(ratio.low, ratio.high),
+            **timed,
         )
     return True

@@ -18,6 +18,9 @@ from fastlinear.ops.common import door
 from fastlinear.ops.gated_mlp import problem as gated
 from fastlinear.ops.gated_mlp.selection import choices_of as gated_choices
 from fastlinear.ops.gated_mlp.selection import tuning_order as gated_order
+from fastlinear.ops.grouped_linear import problem as grouped
+from fastlinear.ops.grouped_linear.selection import choices_of as grouped_choices
+from fastlinear.ops.grouped_linear.selection import tuning_order as grouped_order
 from fastlinear.ops.linear_act.selection import choices_of, tuning_order
 from fastlinear.ops.mlp import problem as mlp
 from fastlinear.ops.mlp.selection import choices_of as chain_choices
@@ -77,8 +80,8 @@ class Pair:
 
 def deciding(problem: Problem) -> tuple[Problem, ...]:
     """The Problems that decide about a forward Problem, in the order in which to tune them."""
-    order = {mlp.NAME: chain_order, gated.NAME: gated_order}.get(problem.family, tuning_order)
-    return order(problem)
+    known = {mlp.NAME: chain_order, gated.NAME: gated_order, grouped.NAME: grouped_order}
+    return known.get(problem.family, tuning_order)(problem)
 
 
 def backends_of(problem: Problem, forced: str | None) -> dict[str, str]:
@@ -86,7 +89,7 @@ def backends_of(problem: Problem, forced: str | None) -> dict[str, str]:
 
     Raises UnsupportedError when the forced backend cannot serve it.
     """
-    known = {mlp.NAME: chain_choices, gated.NAME: gated_choices}
+    known = {mlp.NAME: chain_choices, gated.NAME: gated_choices, grouped.NAME: grouped_choices}
     made = known.get(problem.family, choices_of)(problem, forced)
     return {c.problem.piece: c.backend.name for c in made}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -14,7 +14,7 @@ from fastlinear.core.compare import Verdict
 from fastlinear.core.timing import Samples, interleave
 from fastlinear.ops.common import door
 from fastlinear.rewrite.match.candidate import Candidate, Kind
-from fastlinear.rewrite.match.chain import Chain
+from fastlinear.rewrite.match.chain import Chain, Results
 from fastlinear.rewrite.trial.measure import Pair
 from fastlinear.rewrite.verify.kinks import Sides, following
 from fastlinear.rewrite.verify.verdicts import compare
@@ -22,7 +22,7 @@ from fastlinear.rewrite.verify.verdicts import compare
 _ROUNDS = 31
 _MAX_S = 2.0
 
-Run = Callable[[Tensor], Tensor]
+Run = Callable[[Tensor], Results]
 Arm = Callable[[], dict[str, Tensor]]
 
 
@@ -119,15 +119,35 @@ def _arm(candidate: Candidate | Chain, kind: Kind, run: Run) -> Arm:
 
     def call() -> dict[str, Tensor]:
         with torch.set_grad_enabled(bool(wanted)), _autocast(x, dtype):
-            y = run(x)
+            ys = run(x)
         if not wanted:
-            return {"output": y}
+            return _named(ys)
         if not state:
-            state.append(_dy(y))
-        grads = torch.autograd.grad(y, list(wanted.values()), state[0])
-        return {"output": y.detach(), **dict(zip(wanted, grads, strict=True))}
+            state.extend(_dy(y) for y in _several(ys))
+        grads = _gradients(ys, wanted, state)
+        return {**_named(ys), **dict(zip(wanted, grads, strict=True))}
 
     return call
+
+
+def _gradients(
+    ys: Results, wanted: Mapping[str, Tensor], dys: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Of what is wanted; a result of frozen layers has none."""
+    pairs = zip(_several(ys), dys, strict=True)
+    outputs, given = zip(*((y, dy) for y, dy in pairs if y.requires_grad), strict=True)
+    return torch.autograd.grad(outputs, list(wanted.values()), given)
+
+
+def _several(ys: Results) -> tuple[Tensor, ...]:
+    return ys if isinstance(ys, tuple) else (ys,)
+
+
+def _named(ys: Results) -> dict[str, Tensor]:
+    """Results by name."""
+    if not isinstance(ys, tuple):
+        return {"output": ys.detach()}
+    return {f"output {i}": y.detach() for i, y in enumerate(ys)}
 
 
 def _dy(y: Tensor) -> Tensor:
@@ -145,13 +165,14 @@ def _oracle(candidate: Candidate | Chain, kind: Kind) -> dict[str, Tensor]:
             wanted["dx"] = x.requires_grad_(True)
         wanted |= {t: double[t].requires_grad_(True) for t, p in named.items() if p.requires_grad}
     with torch.set_grad_enabled(bool(wanted)):
-        y = candidate.exact(x, double)
+        ys = candidate.exact(x, double)
     if not wanted:
-        return {"output": y}
+        return _named(ys)
     # the same dy as the arms draw, rounded to the dtype they have
     narrow = candidate.calls.autocast or kind.x.dtype
-    grads = torch.autograd.grad(y, list(wanted.values()), _dy(y.to(narrow)).double())
-    return {"output": y.detach(), **dict(zip(wanted, grads, strict=True))}
+    dys = [_dy(y.to(narrow)).double() for y in _several(ys)]
+    grads = _gradients(ys, wanted, dys)
+    return {**_named(ys), **dict(zip(wanted, grads, strict=True))}
 
 
 def _autocast(x: Tensor, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[object]:

@@ -9,7 +9,9 @@ from fastlinear.rewrite.exchange.swap import Swap
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.chain import Chain
 from fastlinear.rewrite.match.chain_gated import GatedChain
+from fastlinear.rewrite.match.chain_grouped import GroupedChain
 from fastlinear.rewrite.match.chain_parent import ParentChain
+from fastlinear.rewrite.match.chain_row import RowChain
 from fastlinear.rewrite.match.chain_sequential import SequentialChain
 from fastlinear.rewrite.rules.linear_act import inside
 
@@ -33,15 +35,15 @@ def swaps_of(candidates: Iterable[Candidate]) -> list[Swap]:
                 assert c.activation_module is not None
                 passing.add(c.activation_fqn)
                 found.append(Swap(c.activation_fqn, c.activation_module, forwards.identity()))
-    alone = (SequentialChain, GatedChain)
+    alone = (SequentialChain, GatedChain, GroupedChain)
     found += [c.swap() for c in chains.values() if isinstance(c, alone)]
-    traced = [c for c in chains.values() if isinstance(c, ParentChain)]
+    traced = [c for c in chains.values() if isinstance(c, ParentChain | RowChain)]
     for fqn in dict.fromkeys((*parents, *(c.fqn for c in traced))):
         found.append(_parent_swap(fqn, parents.get(fqn, []), [c for c in traced if c.fqn == fqn]))
     return found
 
 
-def _parent_swap(fqn: str, pairs: list[Candidate], chains: list[ParentChain]) -> Swap:
+def _parent_swap(fqn: str, pairs: list[Candidate], chains: list[ParentChain | RowChain]) -> Swap:
     """One forward for all that is fused in it."""
     fusable = chains[0].fusable if chains else pairs[0].pairs
     parent = chains[0].module if chains else pairs[0].parent
@@ -49,6 +51,8 @@ def _parent_swap(fqn: str, pairs: list[Candidate], chains: list[ParentChain]) ->
     assert parent is not None
     chosen = {inside(fqn, c.fqn) or "": c.activation for c in pairs}
     backend = pairs[0].backend if pairs else None
-    chain_backend = chains[0].backend if chains else None
-    runs = [c.run for c in chains]
-    return Swap(fqn, parent, fusable.build(chosen, backend, runs, chain_backend))
+    runs = [c for c in chains if isinstance(c, ParentChain)]
+    chain_backend = runs[0].backend if runs else None
+    rows = [c.row for c in chains if isinstance(c, RowChain)]
+    made = fusable.build(chosen, backend, [c.run for c in runs], chain_backend, rows)
+    return Swap(fqn, parent, made)

@@ -7,10 +7,10 @@ oracle takes them at the elements at which ``core.compare.other_side`` allows it
 to judge PyTorch's error, and those of the rewritten model where it fails by PyTorch's. Forward
 values are the oracle's own throughout.
 
-Only activations that go through torch's functions, or through ``linear_act`` and ``mlp`` as
-``rewrite.forwards`` calls them, are seen; if a run and the oracle do not call the same ones in the
-same order, the oracle keeps its own sides. What checkpointing runs again during the backward is not
-seen either, and there the oracle's gradients are on its own sides.
+Only activations that go through torch's functions, or through ``linear_act``, ``grouped_linear``
+and ``mlp`` as a rewritten forward calls them, are seen; if a run and the oracle do not call the
+same ones in the same order, the oracle keeps its own sides. What checkpointing runs again during
+the backward is not seen either, and there the oracle's gradients are on its own sides.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fastlinear.core.compare import KINKED, other_side
+from fastlinear.ops.grouped_linear.op import grouped_linear
 from fastlinear.ops.linear_act import linear_act
 from fastlinear.ops.mlp import mlp
 from fastlinear.ops.mlp import reference as chain
@@ -175,7 +176,7 @@ def _on_sides(
 
 
 def _is_kinked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if func is linear_act or func is mlp:
+    if func is linear_act or func is mlp or func is grouped_linear:
         return bool(_FUSED & {kwargs["activation"], kwargs.get("final_activation")})
     if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
         return False

@@ -1,0 +1,177 @@
+"""Which grouped layers may become one call of ``grouped_linear``, and why the others may not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from fastlinear.core.precision import DTYPE_NAMES
+from fastlinear.profile.graph import TENSOR, Observed, Untraceable, trace
+from fastlinear.profile.records import LinearSite
+from fastlinear.rewrite.exchange.grouped_forward import CONVOLUTION, LINEARS
+from fastlinear.rewrite.exchange.swap import is_rewritten
+from fastlinear.rewrite.exchange.traceable import is_straight, why_not
+from fastlinear.rewrite.match.candidate import Candidate, SiteCalls
+from fastlinear.rewrite.match.chain import all_different, one_pass
+from fastlinear.rewrite.match.chain_grouped import GroupedChain
+from fastlinear.rewrite.match.chain_row import LoopChain, RowChain
+from fastlinear.rewrite.match.eligible import Refusal
+from fastlinear.rewrite.match.parent import Fusable
+from fastlinear.rewrite.rules.grouped import Row
+from fastlinear.rewrite.rules.grouped_modules import Whole
+from fastlinear.rewrite.rules.linear_act import inside
+
+OWN = "grouped"
+"""The kind of a candidate that is no linear."""
+
+
+def chain_of(
+    whole: Whole,
+    calls: SiteCalls,
+    candidates: Mapping[str, Candidate],
+    sites: Mapping[str, LinearSite],
+    observed: Observed | None,
+    backend: str | None,
+) -> GroupedChain | str:
+    """A module as one call, or why it is left alone.
+
+    Args:
+        whole: the module and how it computes a grouped layer.
+        calls: how it was called.
+        candidates: what the rule of linear_act found; a loop takes none but these.
+        sites: what the profile says about each linear.
+        observed: what its first call was given.
+        backend: a forced backend of grouped_linear, or None.
+    """
+    reason = _why_not(whole, calls, observed)
+    if reason is not None:
+        return reason
+    assert observed is not None
+    members = _members(whole, calls, candidates, sites)
+    if isinstance(members, str):
+        return members
+    made = GroupedChain(
+        fqn=whole.fqn,
+        module=whole.module,
+        members=members,
+        activation=whole.grouped.activation,
+        final_activation="none",
+        backend=backend,
+        grouped=whole.grouped,
+        observed=observed,
+        seen=calls,
+    )
+    if whole.grouped.kind == LINEARS:
+        return made
+    own = replace(members[0], problems=made.problems)
+    return replace(made, members=(own,))
+
+
+def row_of(
+    row: Row,
+    candidates: Mapping[str, Candidate],
+    sites: Mapping[str, LinearSite],
+    parent: nn.Module,
+    traced: Fusable | Refusal,
+) -> list[RowChain] | str:
+    """Linears on one input, or on its parts, as one, or why they are left alone.
+
+    Args:
+        row: what a run showed.
+        candidates: what the rule of linear_act found; a row takes none but these.
+        sites: what the profile says about each linear.
+        parent: the module whose forward calls them.
+        traced: the trace of that forward, or why there is none.
+    """
+    if isinstance(traced, Refusal):
+        return traced.reason.rstrip(".")
+    allowed = {
+        name: candidates[fqn]
+        for fqn in row.members
+        if fqn in candidates
+        and sites[fqn].parent_fqn == row.fqn
+        and (name := inside(row.fqn, fqn)) is not None
+    }
+    found = []
+    loop = row.kind == LINEARS
+    for names in traced.loops(allowed) if loop else traced.rows(allowed):
+        members = tuple(allowed[name] for name in names)
+        if loop and (len(names) < len(row.members) or members[0].calls.autocast is not None):
+            return "one of its linears is left alone, or autocast casts each of them"
+        if one_pass(members) and all_different(members):
+            kind = LoopChain if loop else RowChain
+            found.append(
+                kind(
+                    fqn=row.fqn,
+                    module=parent,
+                    members=members,
+                    activation="none",
+                    final_activation="none",
+                    row=names,
+                    fusable=traced,
+                )
+            )
+    return found or "its code reads their input in more than one way, or writes to it between them"
+
+
+def _why_not(whole: Whole, calls: SiteCalls, observed: Observed | None) -> str | None:
+    module, grouped = whole.module, whole.grouped
+    if is_rewritten(module):
+        return "optimize_ has rewritten it already"
+    if observed is None or observed.arguments() != ((TENSOR,), {}):
+        return "it is called with its input as a keyword argument, or with more than that"
+    reason = _why_not_tensors(whole, calls)
+    if reason is not None or grouped.kind == CONVOLUTION:
+        return reason
+    reason = why_not(module) or why_not_traced(module, observed, grouped.groups)
+    return None if reason is None else f"its forward {reason}"
+
+
+def _why_not_tensors(whole: Whole, calls: SiteCalls) -> str | None:
+    held = [p for p in whole.module.parameters() if p is not None]
+    for t in held:
+        if type(t) is not nn.Parameter or type(t.data) is not Tensor:
+            return f"it holds a {type(t).__qualname__}"
+        if t.is_meta or t.layout is not torch.strided or t.device.type not in ("cpu", "cuda"):
+            return "a weight of it is no strided tensor with values"
+    for kind in calls.kinds:
+        if kind.x.dtype not in DTYPE_NAMES:
+            return f"its input has dtype {kind.x.dtype}"
+        if not whole.grouped.takes(kind.x, whole.parameters()[0]) and calls.autocast is None:
+            return "its inputs differ in dtype from its weights, or in shape from each other"
+    if calls.autocast is not None and whole.grouped.kind not in (CONVOLUTION, LINEARS):
+        return "under autocast what is cast depends on the operations it is written in"
+    return None
+
+
+def why_not_traced(module: nn.Module, observed: Observed, parts: int | None = None) -> str | None:
+    """Why what it does may depend on more than it was recognised by: a branch on a shape or on
+    values, say. ``parts`` as for ``trace``."""
+    if is_straight(module):
+        return None
+    try:
+        trace(module, observed, runnable=True, parts=parts)
+    except Untraceable as error:
+        return f"cannot be traced by torch.fx: {error}"
+    return None
+
+
+def _members(
+    whole: Whole,
+    calls: SiteCalls,
+    candidates: Mapping[str, Candidate],
+    sites: Mapping[str, LinearSite],
+) -> tuple[Candidate, ...] | str:
+    if whole.grouped.kind != LINEARS:
+        return (Candidate(whole.fqn, whole.module, OWN, whole.grouped.activation, "own", calls),)
+    names = whole.members
+    if not all(n in candidates and sites[n].parent_fqn == whole.fqn for n in names):
+        return "one of its linears is left alone, or is called by another module"
+    members = tuple(candidates[n] for n in names)
+    count = sum(kind.count for kind in calls.kinds)
+    if not (one_pass(members) and all_different(members) and members[0].calls.calls == count):
+        return "one of its linears is there twice, or is called by others as well"
+    return members

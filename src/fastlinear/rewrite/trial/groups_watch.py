@@ -1,0 +1,134 @@
+"""One more run of the model: where the inputs of its linears lie, and what modules that may be a
+grouped layer are given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastlinear.profile.observe import own_copy
+from fastlinear.profile.step import private_copy
+from fastlinear.rewrite.match.candidate import Kind, SiteCalls
+from fastlinear.rewrite.rules import grouped as rule
+from fastlinear.rewrite.rules import grouped_modules as modules
+from fastlinear.rewrite.rules.grouped import Row, Seen
+from fastlinear.rewrite.rules.grouped_modules import Whole
+from fastlinear.rewrite.verify.inputs import Call
+from fastlinear.rewrite.work import Work
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What one run shows.
+
+    Attributes:
+        rows: linears on parts of one tensor, or on one tensor.
+        wholes: modules that are a grouped layer, each with its calls.
+        linears: the model's plain linears.
+    """
+
+    rows: tuple[Row, ...] = ()
+    wholes: tuple[tuple[Whole, SiteCalls], ...] = ()
+    linears: dict[str, nn.Module] = field(default_factory=dict)
+
+
+@dataclass
+class _Given:
+    """What one suspect was called with."""
+
+    kinds: dict[Any, Kind] = field(default_factory=dict)
+    autocast: torch.dtype | None = None
+    grad: bool = False
+    plain: bool = True  # whether every call was one tensor by position
+
+    def add(self, module: nn.Module, x: Tensor) -> None:
+        device = x.device.type
+        if torch.is_autocast_enabled(device):
+            self.autocast = torch.get_autocast_dtype(device)
+        wanted = x.requires_grad or any(p.requires_grad for p in module.parameters())
+        self.grad |= torch.is_grad_enabled() and wanted
+        key = tuple(x.shape), x.stride(), x.dtype
+        known = self.kinds.get(key)
+        grad = x.requires_grad or (known is not None and known.input_grad)
+        if known is None:
+            self.kinds[key] = Kind(own_copy(x), 1, grad)
+        else:
+            self.kinds[key] = Kind(known.x, known.count + 1, grad)
+
+    @property
+    def calls(self) -> SiteCalls:
+        kinds = sorted(self.kinds.values(), key=lambda k: -k.count)
+        return SiteCalls(tuple(kinds), self.autocast, self.grad)
+
+
+def watched(work: Work) -> Watched:
+    """What a run of the model shows; the first time it is asked for the model runs once more, and
+    is to be preserved by the caller."""
+    if work.groups is None:
+        linears, suspects = rule.plain_linears(work.model), modules.suspects(work.model)
+        if len(linears) < 2 and not suspects:
+            work.groups = Watched()
+        else:
+            work.groups = _watch(work, linears, suspects)
+    found: Watched = work.groups
+    return found
+
+
+def _watch(work: Work, linears: dict[str, nn.Module], suspects: dict[str, nn.Module]) -> Watched:
+    """One run with hooks on the linears and the suspects."""
+    calls, given = _run(work, linears, suspects)
+    wholes = []
+    for fqn, seen in given.items():
+        if not (seen.plain and seen.kinds):
+            continue
+        known = seen.calls
+        match = modules.whole(fqn, suspects[fqn], known.kinds[0].x)
+        if match is not None:
+            wholes.append((match, known))
+    inside = {name for match, _ in wholes for name in match.members}
+    rows = [row for row in rule.rows(calls, linears) if not inside >= set(row.members)]
+    return Watched(tuple(rows), tuple(wholes), linears)
+
+
+def _run(
+    work: Work, linears: dict[str, nn.Module], suspects: dict[str, nn.Module]
+) -> tuple[list[Seen], dict[str, _Given]]:
+    calls: list[Seen] = []
+    given = {fqn: _Given() for fqn in suspects}
+    open_: list[Tensor] = []  # keeps the last input's memory from new use
+    parents = {site.fqn: site.parent_fqn for site in work.profile.sites}
+
+    def linear(fqn: str, module: Any, args: tuple[Any, ...]) -> None:
+        if len(args) != 1 or type(args[0]) is not Tensor or args[0].dtype != module.weight.dtype:
+            return
+        x = args[0]
+        storage = x.untyped_storage().data_ptr()
+        if not open_ or open_[0].untyped_storage().data_ptr() != storage:
+            open_[:] = [x]
+        here = (storage, 0 if x.is_inference() else x._version)
+        place = tuple(x.shape), tuple(x.stride()), int(x.storage_offset())
+        calls.append(Seen(fqn, parents.get(fqn), here, *place, x.dtype))
+
+    def suspect(fqn: str, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
+        if kwargs or len(args) != 1 or type(args[0]) is not Tensor:
+            given[fqn].plain = False
+        elif args[0].is_floating_point() and args[0].layout is torch.strided:
+            given[fqn].add(module, args[0])
+        else:
+            given[fqn].plain = False
+
+    handles = [m.register_forward_pre_hook(partial(linear, fqn)) for fqn, m in linears.items()]
+    handles += [
+        m.register_forward_pre_hook(partial(suspect, fqn), with_kwargs=True)
+        for fqn, m in suspects.items()
+    ]
+    try:
+        work.runner.step(work.model, Call(*private_copy((work.call.args, work.call.kwargs))))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls, given
