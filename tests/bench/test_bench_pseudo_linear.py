@@ -22,8 +22,8 @@ def machine(m: int, k: int, new_us: float = 0.0) -> Machine:
     """One whose products all run at one rate."""
     product = 2.0 * m * k * k / RATE * 1e6
     both = {"linear": 10.0, "fastlinear": 5.0}
-    new = dict.fromkeys(both, new_us)
-    return Machine(RATE, (product,) * 3, 50.0, BANDWIDTH, BANDWIDTH, new, 0.0, 2.0, 3.0, None, both)
+    products = (product,) * 3
+    return Machine(RATE, products, 50.0, BANDWIDTH, BANDWIDTH, new_us, 0.0, 2.0, 3.0, None, both)
 
 
 def case(direction: str = "forward", activation: str = "none") -> Case:

@@ -48,13 +48,13 @@ class Machine:
         bytes_per_s: of a pass of PyTorch's as large as the case, read plus written, to memory that
             is there.
         weight_bytes_per_s: the same for the full layer's weight, which caches may hold.
-        new_us: contender → what a new tensor of x's size costs when it is first written.
+        new_us: what a new tensor of x's size costs when it is first written.
         new_weight_us: the same for a matrix of the full layer's gradients.
         kernel_us: the start of a kernel of PyTorch's on the device, 0 on a CPU.
         call_us: fastlinear's kernels on at most 64 rows of 16 features, in training of 128, on the
             device, 0 on a CPU.
-        passes_us: fastlinear's passes, of this size, between tensors that are there; None where
-            they take what a pass of PyTorch's takes.
+        passes_us: fastlinear's passes, of this size, into new tensors; None where they take what
+            a pass of PyTorch's takes, and new tensors what they take.
         host_us: contender → what the host takes for a call, whatever its size.
     """
 
@@ -63,7 +63,7 @@ class Machine:
     sum_us: float
     bytes_per_s: float
     weight_bytes_per_s: float
-    new_us: Mapping[str, float]
+    new_us: float
     new_weight_us: float
     kernel_us: float
     call_us: float
@@ -100,7 +100,6 @@ def measured(
     small = (min(m, 64), min(k, 128) if grad else 16)  # sums take more of a program than a pass
     backend = backends[1] if grad else backends[0]
     fresh = _first_touch_us(device, size, 2 if grad else 1, state)
-    own = fresh if size < cpp._FRESH_BYTES or backend != "cpp" else _large_touch_us(size, state)
     return Machine(
         _product_rate(device, dtype, state),
         (
@@ -111,7 +110,7 @@ def measured(
         _sum_us(device, dtype, m, k, state) if grad else 0.0,
         rate,
         _pass_rate(device, _rounded(size * k // m), k, 1, state) if cuda else rate,
-        {LINEAR: fresh, OURS: own},
+        fresh,
         _first_touch_us(device, size * k // m, 1, state) if grad else 0.0,
         _kernel_us(device),
         _call_us(device, dtype, activation, grad, backend, small) if cuda else 0.0,
@@ -228,22 +227,6 @@ def _first_touch_us(device: str, size: int, alive: int, state: str) -> float:
     return max(0.0, more) / alive * size / (4 * count)
 
 
-@lru_cache(maxsize=16)
-def _large_touch_us(size: int, state: str) -> float:
-    """The same for the memory that backend ``cpp`` asks for, by that backend."""
-    count = min(size, _MOST_COPY) // 4 // _LEAST_WIDTH
-    x, weight = torch.ones(count, _LEAST_WIDTH), torch.ones(_LEAST_WIDTH)
-    out = torch.empty_like(x)
-    arms = {
-        "new": lambda: cpp.forward(x, weight, None, "none", None, None),
-        "there": lambda: cpp.forward(x, weight, None, "none", None, out),
-    }
-    with torch.no_grad():
-        samples = interleave(arms, rounds=_ROUNDS)
-    more = samples["new"].median_us - samples["there"].median_us
-    return max(0.0, more) * size / x.nbytes
-
-
 @lru_cache(maxsize=64)
 def _passes_us(
     dtype: str,
@@ -254,7 +237,11 @@ def _passes_us(
     backends: tuple[str, str],
     state: str,
 ) -> float | None:
-    """fastlinear's passes of this size on the CPU, one after the other as a step runs them."""
+    """fastlinear's passes of this size on the CPU, one after the other as a step runs them.
+
+    Into new tensors: whether the system takes the memory of old ones back between two calls depends
+    on all that the process has had before, and decides what the next ones cost.
+    """
     if grad and backends != ("cpp", "cpp"):
         return None
     rows = m
@@ -270,15 +257,15 @@ def _passes(
     size: tuple[int, int], dtype: str, activation: str, grad: bool, backend: str
 ) -> Callable[[], Any]:
     kind = FLOAT_DTYPES[dtype]
-    x, y, dy, dx = (torch.randn(size).to(kind) for _ in range(4))
-    weight, bias, dw, db = (torch.randn(size[1]).to(kind) for _ in range(4))
+    x, dy = (torch.randn(size).to(kind) for _ in range(2))
+    weight, bias = (torch.randn(size[1]).to(kind) for _ in range(2))
     run = next(b for b in FAMILY.candidates("forward") if b.name == backend).load()
     if not grad:
-        return lambda: run(x, weight, bias, activation, None, y)
+        return lambda: run(x, weight, bias, activation, None, None)
 
-    def both() -> None:
-        run(x, weight, bias, activation, None, y)
-        cpp.backward_into((dx, dw, db), dy, x, weight, bias, activation)
+    def both() -> object:
+        y = run(x, weight, bias, activation, None, None)
+        return y, cpp.backward(dy, x, weight, bias, activation, (True, True, True))
 
     return both
 

@@ -131,12 +131,12 @@ def expected(
             rest += _ACT_GRAD if acts and backends[1] in _BACKWARDS else Passes(0, 0, 0)
         compute, memory, after = 0.0, pass_us * rest.passes, 0.0
         if machine.passes_us is not None:
-            memory = machine.passes_us
+            memory, rest = machine.passes_us, Passes(0, 0, 0)
         start = machine.call_us
     return Expected(
         compute=compute,
         memory=memory,
-        after=after + machine.new_us[contender] * rest.new + machine.sum_us * rest.sums,
+        after=after + machine.new_us * rest.new + machine.sum_us * rest.sums,
         start=start,
         host=machine.host_us[contender],
     )

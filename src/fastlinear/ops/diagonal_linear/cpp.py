@@ -106,20 +106,6 @@ def backward(
     return dx, dw, db
 
 
-def backward_into(
-    grads: tuple[Tensor, Tensor, Tensor],
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str,
-) -> None:
-    """The backward into tensors that are there: dx (M, K), dw and db (K,), contiguous."""
-    call = described(x, activation, None, new=False)
-    tensors = (dy, x, weight, bias, *grads)
-    _library().fastlinear_diagonal_backward(call, *map(_address, tensors))
-
-
 def described(x: Tensor, activation: str, residual: Tensor | None, *, new: bool) -> Any:
     """The numbers of a call as ``diagonal.cpp`` reads them; x and the residual (M, K) with unit
     stride along K.
