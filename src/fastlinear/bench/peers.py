@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from fastlinear.bench import bare, quack
 from fastlinear.bench import forwards as by
-from fastlinear.bench import quack
 from fastlinear.bench.case import Case
 from fastlinear.bench.peer import (
     OURS,
@@ -62,6 +62,7 @@ def peers(case: Case) -> tuple[Peer, ...]:
             ("wall",),
         ),
         *(_forced(name) for name in forced),
+        Peer(f"{OURS}_bare_products", bare.step, bare.reason_not, reference=bare.reference),
     )
 
 
