@@ -121,8 +121,8 @@ def _prefer(p: Problem) -> tuple[str, ...]:
         if p.dtype == "float32":
             return ("eager",)
         if not one_pass:
-            # relu and none measured; the other activations' derivatives by estimate: the longest, gelu's,
-            # is what the warps that derive dpre do in about the time that a tile's traffic takes
+            # For longer derivatives than relu's an estimate, to be measured: even gelu's takes the
+            # warps that derive dpre no longer than about a quarter more than a tile's traffic.
             return ("wide", "eager") if many and _worth_one_pass(p) else ("eager",)
         return ("strips", "triton", "eager") if many else ("triton", "eager")
     odd = p.dim("K") % 8 or p.dim("N") % 8  # rows of a group do not begin at 16 bytes

@@ -7,10 +7,10 @@
 //   dx^T (64, TOKENS) = W^T (64, N) dpre^T
 //   dW^T (64, N) += x^T (64, TOKENS) dpre
 // dW is in registers, and so is W for as many of the N as there are registers; the rest of it is in
-// shared memory. The first warpgroup, the graders, writes dpre over dy and sums db; between tiles
-// each of its warps has the copy engine bring in a box of 64 features of dy, of what the forward saved, and
-// of x. dx leaves through the copy engine. Where several blocks share a group each leaves a float32 share of dW and
-// db, and the second kernel adds them up in order.
+// shared memory. The first warpgroup, the graders, writes dpre over dy and sums db; between tiles each
+// of its warps has the copy engine bring in a box of 64 features of dy, of what the forward saved, and of x.
+// dx leaves through the copy engine. Where several blocks share a group each leaves a float32 share of dW
+// and db, and the second kernel adds them up in order.
 //
 // What two blocks of a cluster share of dy and of what was saved, as SPLIT says:
 //   1: each brings in and grades half of the tile's tokens, and sends its dpre to the other;
@@ -296,8 +296,9 @@ struct Tiles {
 };
 
 // dy, saved (M, G, N) and x, dx (M, G, K) by their maps, in boxes of (TOKENS, 1, 64), saved, and with
-// SPLIT dy, of half as many tokens; W (G, N, K) also by its, in boxes of (1, 64, 64). dw (chunks, G, N, K) and db (chunks, G, N)
-// are float32 shares, or 16-bit results where chunks is 1. A launch has chunks * groups * HALVES blocks.
+// SPLIT dy, of half as many tokens; W (G, N, K) also by its, in boxes of (1, 64, 64). dw (chunks, G, N, K)
+// and db (chunks, G, N) are float32 shares, or 16-bit results where chunks is 1. A launch has
+// chunks * groups * HALVES blocks.
 extern "C" __global__ void __launch_bounds__(384, 1)
 grouped_linear_wide_backward(const __grid_constant__ TensorMap dy_map,
                              const __grid_constant__ TensorMap saved_map,
@@ -346,6 +347,7 @@ grouped_linear_wide_backward(const __grid_constant__ TensorMap dy_map,
           for (;;) {
             if (from.bring(p, tiles, chunks)) continue;
             if (from.turn > i && (!HAS_GRADERS || mbar_test(full + 8 * slot, i / TILES & 1))) break;
+            pause<20>();  // each test takes a turn at shared memory
           }
         }
         if (!HAS_GRADERS) continue;
