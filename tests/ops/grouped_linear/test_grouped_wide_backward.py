@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +44,13 @@ NEEDS: list[Needs] = [
 # (groups, K, N)
 SIZES = (
     *((2, 256, 256), (3, 256, 192), (3, 136, 24), (3, 24, 136), (2, 200, 200), (4, 128, 256)),
-    *((2, 64, 256), (2, 192, 136), (40, 160, 208)),
+    *((2, 64, 256), (2, 192, 136), (40, 160, 208), (2, 256, 64), (2, 256, 128)),
 )
 CONFIGS = (
     WideBackwardConfig(3, 2, 1, 2, False),
     WideBackwardConfig(2, 4, 2, 2, True),
+    WideBackwardConfig(2, 4, 2, 2, True, split=True),
+    WideBackwardConfig(3, 1, 2, 2, True, split=True),
     WideBackwardConfig(2, 3, 1, 2, False),
     WideBackwardConfig(2, 2, 1, 1, True),
 )
@@ -107,6 +108,11 @@ class TestOnHopper:
     def test_what_is_wanted(self, needs: Needs) -> None:
         for activation in ("gelu", "none"):
             check(drawn(700, 3, 256, 256, activation), activation, needs)
+
+    def test_activations_of_unlike_halves(self) -> None:
+        for sizes in ((2, 128, 256), (2, 192, 192), (2, 256, 128), (2, 256, 64)):
+            for m in (31, 33, 97, 500):
+                check(drawn(m, *sizes, "gelu"), "gelu", ALL, None, 1 if m < 97 else 2)
 
     @pytest.mark.parametrize("config", CONFIGS, ids=str)
     def test_configurations(self, config: WideBackwardConfig) -> None:
@@ -174,7 +180,10 @@ def test_configurations_fit_the_chip() -> None:
             assert configs.fits(config, n, saved, needs)
             assert config.tiles >= 2
             assert config.saved >= 2 or not saved  # a tile's two halves are asked for at once
-    assert configs.wide_backward_config(256, 256) == WideBackwardConfig(3, 2, 1, 2, True)
+    split = WideBackwardConfig(3, 2, 1, 2, True, split=True)
+    assert configs.wide_backward_config(256, 256) == split
+    assert configs.wide_backward_config(256, 256, False) == WideBackwardConfig(3, 1, 2, 2, True)
+    assert configs.wide_backward_config(128, 256) == WideBackwardConfig(3, 2, 1, 2, False)
     assert configs.shared_bytes(WideBackwardConfig(3, 2, 1, 2), 256, True, ALL) <= SHARED_LIMIT
     assert configs.wide_backward_config(128, 128) is None
     assert configs.wide_backward_config(260, 64) is None
@@ -228,7 +237,7 @@ def test_compiles_for_other_needs_and_numbers() -> None:
         text = wide.source(torch.float16, 256, 256, "tanh", needs, config)
         assert offline.usage(text, "wide_backward.cu")[wide.KERNEL].frame == 0
     for config in CONFIGS:
-        assert configs.fits(replace(config, tiles=2), 256, True, ALL)
+        assert configs.fits(config, 256, True, ALL)
         text = wide.source(torch.bfloat16, 256, 256, "relu", ALL, config)
         kernel = offline.usage(text, "wide_backward.cu")[wide.KERNEL]
         assert (kernel.frame, kernel.registers) == (0, LAUNCH_REGISTERS)

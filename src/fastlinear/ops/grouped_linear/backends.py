@@ -121,6 +121,8 @@ def _prefer(p: Problem) -> tuple[str, ...]:
         if p.dtype == "float32":  # PyTorch's batched product adds up a group's tokens one by one
             return ("triton", "eager") if one_pass and p.dim("M") >= 1024 else ("eager",)
         if not one_pass:
+            # For longer derivatives than relu's an estimate, to be measured: even gelu's takes the
+            # warps that derive dpre no longer than about a quarter more than a tile's traffic.
             return ("wide", "eager") if many and _worth_one_pass(p) else ("eager",)
         return ("strips", "triton", "eager") if many else ("triton", "eager")
     # rows that do not begin at 16 bytes, and in float32 those that do not fill Triton's tiles

@@ -7,14 +7,18 @@
 //   dx^T (64, TOKENS) = W^T (64, N) dpre^T
 //   dW^T (64, N) += x^T (64, TOKENS) dpre
 // dW is in registers, and so is W for as many of the N as there are registers; the rest of it is in
-// shared memory. The first warp brings in tiles of dy, of what the forward saved and of x, as boxes of 64
-// features; three more write dpre over dy and sum db. dx leaves through the copy engine. Where several
-// blocks share a group each leaves a float32 share of dW and db, and the second kernel adds them up in
-// order.
+// shared memory. The first warpgroup, the graders, writes dpre over dy and sums db; between tiles each
+// of its warps has the copy engine bring in a box of 64 features of dy, of what the forward saved, and of x.
+// dx leaves through the copy engine. Where several blocks share a group each leaves a float32 share of dW
+// and db, and the second kernel adds them up in order.
+//
+// What two blocks of a cluster share of dy and of what was saved, as SPLIT says:
+//   1: each brings in and grades half of the tile's tokens, and sends its dpre to the other;
+//   0: each brings in half of the boxes for both, and both grade all.
 //
 // Macros from the host, besides those of the headers: K N, of a group; NEED_DX NEED_DW NEED_DB; TILES
 // of dy and x, PARTS (half tiles) of what was saved, OUTS of dx in shared memory; HELD, of the boxes of
-// W those in registers.
+// W those in registers; SPLIT.
 
 constexpr int TOKENS = BK, HALF = 128;
 constexpr int HALVES = (K + HALF - 1) / HALF;
@@ -29,9 +33,11 @@ constexpr int OUT_AT = SAVED_AT + (HAS_SAVED ? PARTS * (DY_BYTES / 2) : 0);
 constexpr int W_AT = OUT_AT + (NEED_DX ? OUTS * 2 * BOX : 0), W_BOXES = NEED_DX ? N_BOXES - HELD : 0;
 constexpr int DB_AT = W_AT + W_BOXES * 2 * BOX;
 
-// Threads that write dpre: each has 8 columns of every STEP-th row.
-constexpr int GRADERS = 96, UNITS = BN / 8, STEP = GRADERS / UNITS, AT_ONCE = 2;
-constexpr int DB_BYTES = NEED_DB ? (GRADERS - UNITS) * 32 : 0;
+// Each grader has a box of half a tile, or ROWS of its rows.
+constexpr int SHARERS = 4 / N_BOXES, GRADERS = SHARERS * N_BOXES, ROWS = TOKENS / 2 / SHARERS;
+constexpr int AT_ONCE = ROWS > 8 && (ACT == ACT_NONE || ACT == ACT_RELU) ? 4 : 2;  // four rows each
+constexpr int OWN_HALVES = SPLIT ? 1 : 2;  // of a tile, those that this block grades
+constexpr int DB_BYTES = NEED_DB ? CLUSTER * GRADERS * 64 * 4 : 0;
 
 constexpr int FULL_AT = DB_AT + DB_BYTES;  // barriers: dy, saved and x are there
 constexpr int GRADED_AT = FULL_AT + 8 * TILES;
@@ -41,6 +47,7 @@ constexpr int W_FULL_AT = PART_FREE_AT + 8 * PARTS;
 
 static_assert(K % 8 == 0 && N % 8 == 0 && K <= 256 && N <= BN && BN <= 256, "sizes");
 static_assert(CLUSTER == 1 || CLUSTER == HALVES, "a cluster is the blocks of the same tiles");
+static_assert(!SPLIT || CLUSTER == 2 && HAS_SAVED, "a tile is split between the blocks of a cluster");
 static_assert(MMA_M == 1 && A_MN && B_MN, "as products() is used here");
 
 // Tells the blocks that fill a place that this warp is done with it.
@@ -72,77 +79,74 @@ __device__ __forceinline__ u32 graded_words(u32 dy, u32 saved) {
   return pack(graded(lo, saved_lo), graded(hi, saved_hi));
 }
 
-// dpre over dy in half a tile, and its columns added to `sums`.
-__device__ __forceinline__ void grade(u32 dy, u32 saved, int unit, int first, bool sum,
-                                      float (&sums)[8]) {
-  dy += unit / 8 * BOX;
-  saved += unit / 8 * (BOX / 2);
+// dpre over dy in ROWS rows of a box, and its columns added to `sums`. dy, saved: where this lane's
+// 8 columns of the first row of four lie; further down, every other time in the other half of a row.
+__device__ __forceinline__ void grade(u32 dy, u32 saved, bool sum, float (&sums)[8]) {
 #pragma unroll 1
-  for (int turn = first; turn < TOKENS / 2; turn += AT_ONCE * STEP) {
-    u32 words[AT_ONCE][4], kept[AT_ONCE][4], at[AT_ONCE];
+  for (int turn = 0; turn < ROWS / 4; turn += AT_ONCE, dy += AT_ONCE * 512, saved += AT_ONCE * 512) {
+    u32 words[AT_ONCE][4], kept[AT_ONCE][4];
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
-      const int row = turn + i * STEP;
-      at[i] = row * 128 + ((unit ^ row) & 7) * 16;
-      if (i == 0 || row < TOKENS / 2) {
-        load_words(words[i], dy + at[i]);
-        if (HAS_SAVED) load_words(kept[i], saved + at[i]);
-      }
+      load_words(words[i], (dy ^ i % 2 * 64) + i * 512);
+      if (HAS_SAVED) load_words(kept[i], (saved ^ i % 2 * 64) + i * 512);
     }
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
-      if (i == 0 || turn + i * STEP < TOKENS / 2) {
-        if (HAS_SAVED) {
+      if (HAS_SAVED) {
 #pragma unroll
-          for (int v = 0; v < 4; ++v) words[i][v] = graded_words(words[i][v], kept[i][v]);
-          store_words(dy + at[i], words[i]);
-        }
-        if (NEED_DB && sum) {
+        for (int v = 0; v < 4; ++v) words[i][v] = graded_words(words[i][v], kept[i][v]);
+        store_words((dy ^ i % 2 * 64) + i * 512, words[i]);
+      }
+    }
+    if (NEED_DB && sum) {
 #pragma unroll
-          for (int v = 0; v < 4; ++v) {
-            float lo, hi;
-            unpack(words[i][v], lo, hi);
-            sums[2 * v] += lo;
-            sums[2 * v + 1] += hi;
-          }
+      for (int i = 0; i < AT_ONCE; ++i) {
+#pragma unroll
+        for (int v = 0; v < 4; ++v) {
+          float lo, hi;
+          unpack(words[i][v], lo, hi);
+          sums[2 * v] += lo;
+          sums[2 * v + 1] += hi;
         }
       }
     }
   }
 }
 
-// Adds up the columns' sums of all threads that write dpre, in order, into db or its share.
-__device__ __forceinline__ void store_db(u32 room, char* db, bool rounded, int unit, int first,
-                                         const float (&sums)[8]) {
-  if (first > 0) {
-    const u32 to = room + ((first - 1) * UNITS + unit) * 32;
-    u32 words[2][4];
+// A grader's sums of 64 columns into the first block's room for them.
+__device__ __forceinline__ void give_sums(u32 room, int rank, int grader, int lane,
+                                          float (&sums)[8]) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) words[i / 4][i % 4] = __float_as_uint(sums[i]);
-    store_words(to, words[0]);
-    store_words(to + 16, words[1]);
+  for (int i = 0; i < 8; ++i) {
+    sums[i] += shuffled(sums[i], 8);
+    sums[i] += shuffled(sums[i], 16);
   }
-  bar_sync(3, GRADERS);
-  if (first > 0 || 8 * unit >= N) return;
+  if (lane >= 8) return;
+  const u32 to = room + ((rank * GRADERS + grader) * 64 + 8 * lane) * 4;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float sum[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sum[i] = sums[4 * half + i];
-    for (int other = 1; other < STEP; ++other) {
-      u32 words[4];
-      load_words(words, room + ((other - 1) * UNITS + unit) * 32 + half * 16);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sum[i] += __uint_as_float(words[i]);
-    }
-    const int column = 8 * unit + 4 * half;
-    if (rounded) {
-      const uint2 out = {pack(sum[0], sum[1]), pack(sum[2], sum[3])};
-      *reinterpret_cast<uint2*>(db + 2 * column) = out;
-    } else {
-      *reinterpret_cast<float4*>(db + 4 * column) = make_float4(sum[0], sum[1], sum[2], sum[3]);
-    }
+  for (int i = 0; i < 8; i += 4) {
+    const u32 words[4] = {__float_as_uint(sums[i]), __float_as_uint(sums[i + 1]),
+                          __float_as_uint(sums[i + 2]), __float_as_uint(sums[i + 3])};
+    if (CLUSTER > 1) store_words_cta(to + 4 * i, 0, words); else store_words(to + 4 * i, words);
   }
+}
+
+// The graders' sums of two columns, added up in order, into db or its share.
+__device__ __forceinline__ void store_db(u32 room, char* db, bool rounded, int column) {
+  if (column >= N) return;
+  float lo = 0.0f, hi = 0.0f;
+#pragma unroll
+  for (int i = 0; i < CLUSTER * SHARERS; ++i) {
+    const int grader = i / SHARERS * GRADERS + column / 64 * SHARERS + i % SHARERS;
+    float of[2];
+    load_pair(of, room + (grader * 64 + column % 64) * 4);
+    lo += of[0];
+    hi += of[1];
+  }
+  if (rounded)
+    *reinterpret_cast<u32*>(db + 2 * column) = pack(lo, hi);
+  else
+    *reinterpret_cast<float2*>(db + 4 * column) = make_float2(lo, hi);
 }
 
 // ---------------------------------------------------------------- dx^T = W^T dpre^T
@@ -223,6 +227,12 @@ __device__ __forceinline__ void store_dw(const float (&dw)[BN / 2], char* group,
 
 // ---------------------------------------------------------------- kernels
 
+// No block leaves while the other may send to it, nor before the other's sums have come.
+__device__ __forceinline__ void finish() {
+  __syncwarp();
+  if constexpr (CLUSTER > 1) cluster_sync();
+}
+
 // What one block does: tiles chunk, chunk + chunks, ... of a group.
 struct Part {
   int half, group, chunk, boxes;  // which half of the K features, in how many boxes
@@ -236,9 +246,59 @@ struct Part {
   }
 };
 
-// dy, saved (M, G, N) and x, dx (M, G, K) by their maps, in boxes of (TOKENS, 1, 64), saved of half as
-// many tokens; W (G, N, K) also by its, in boxes of (1, 64, 64). dw (chunks, G, N, K) and db (chunks, G, N)
-// are float32 shares, or 16-bit results where chunks is 1. A launch has chunks * groups * HALVES blocks.
+// What one grader brings in: of each tile its box of dy and saved, and of x, once there is room.
+struct Tiles {
+  const TensorMap *dy, *saved, *x, *weight;
+  u32 base;
+  int grader, tile, turn;  // the next tile
+
+  // False if there is no next tile, or not all its room is free.
+  __device__ __forceinline__ bool bring(const Part& p, int tiles, int chunks) {
+    constexpr int SENDERS = SPLIT ? 1 : CLUSTER;  // blocks that bring in each other's boxes
+    constexpr int READ = BOX * (HAS_SAVED ? 2 : 1) / (SPLIT ? 2 : 1);
+    const int slot = turn % TILES, token = tile * TOKENS;
+    const u32 bar = base + FULL_AT + 8 * slot, to = base + slot * TILE;
+    if (tile >= tiles || !mbar_test(base + FREE_AT + 8 * slot, (turn / TILES & 1) ^ 1)) return false;
+    if (HAS_SAVED) {
+#pragma unroll
+      for (int h = 0; h < OWN_HALVES; ++h) {
+        const int half = OWN_HALVES * turn + h;
+        if (!mbar_test(base + PART_FREE_AT + 8 * (half % PARTS), (half / PARTS & 1) ^ 1)) return false;
+      }
+    }
+    const int box = grader / SHARERS, own = SPLIT ? p.half : 0;
+    const bool of_box = grader % SHARERS == 0, of_x = NEED_DW && grader < p.boxes;
+    mbar_expect(bar, (of_box ? READ : 0) + (of_x ? BOX : 0));
+    if (of_box && (SENDERS == 1 || box % SENDERS == p.half)) {
+      load_box<SENDERS>(to + box * BOX + own * (BOX / 2), dy, bar, 64 * box, p.group,
+                        token + own * (TOKENS / 2));
+      if (HAS_SAVED) {
+#pragma unroll
+        for (int h = 0; h < OWN_HALVES; ++h)
+          load_box<SENDERS>(base + SAVED_AT + (OWN_HALVES * turn + h) % PARTS * (DY_BYTES / 2) +
+                                box * (BOX / 2),
+                            saved, bar, 64 * box, p.group, token + (own + h) * (TOKENS / 2));
+      }
+    }
+    if (of_x)
+      load_box<1>(to + DY_BYTES + grader * BOX, x, bar, HALF * p.half + 64 * grader, p.group, token);
+    if (W_BOXES > 0 && turn == 0 && grader == 0) {
+      mbar_expect(base + W_FULL_AT, W_BOXES * p.boxes * BOX);
+      for (int w = 0; w < W_BOXES; ++w)
+        for (int b = 0; b < p.boxes; ++b)
+          load_box<1>(base + W_AT + (2 * w + b) * BOX, weight, base + W_FULL_AT,
+                      HALF * p.half + 64 * b, 64 * (HELD + w), p.group);
+    }
+    tile += chunks;
+    ++turn;
+    return true;
+  }
+};
+
+// dy, saved (M, G, N) and x, dx (M, G, K) by their maps, in boxes of (TOKENS, 1, 64), saved, and with
+// SPLIT dy, of half as many tokens; W (G, N, K) also by its, in boxes of (1, 64, 64). dw (chunks, G, N, K)
+// and db (chunks, G, N) are float32 shares, or 16-bit results where chunks is 1. A launch has
+// chunks * groups * HALVES blocks.
 extern "C" __global__ void __launch_bounds__(384, 1)
 grouped_linear_wide_backward(const __grid_constant__ TensorMap dy_map,
                              const __grid_constant__ TensorMap saved_map,
@@ -253,14 +313,16 @@ grouped_linear_wide_backward(const __grid_constant__ TensorMap dy_map,
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0) % 4;
   if (threadIdx.x == 0) {
-    constexpr int SUMMING = HAS_SAVED || !NEED_DB ? 0 : 3;  // warps that read dy beside the products
+    // graders that read dy beside the products
+    constexpr int SUMMING = HAS_SAVED || !NEED_DB ? 0 : GRADERS;
     const int users = 4 * (CLUSTER > 1 ? K_BOXES : Part(groups).boxes) + SUMMING * CLUSTER;
     for (int s = 0; s < TILES; ++s) {
-      mbar_init(full + 8 * s, 1);
-      mbar_init(ready + 8 * s, 3);
+      mbar_init(full + 8 * s, GRADERS);
+      mbar_init(ready + 8 * s, GRADERS);
       mbar_init(free + 8 * s, users);
     }
-    for (int s = 0; s < PARTS; ++s) mbar_init(base + PART_FREE_AT + 8 * s, 3 * CLUSTER);
+    for (int s = 0; s < PARTS; ++s)
+      mbar_init(base + PART_FREE_AT + 8 * s, GRADERS * (SPLIT ? 1 : CLUSTER));
     mbar_init(base + W_FULL_AT, 1);
     publish_barriers();
   }
@@ -268,74 +330,69 @@ grouped_linear_wide_backward(const __grid_constant__ TensorMap dy_map,
 
   if (warpgroup == 0) {
     leave_registers<56>();
-    const int lane = threadIdx.x % 32;
-    const Part p(groups);
-    if (warp == 0) {
-      if (lane == 0) {
-        const int bytes = DY_BYTES * (HAS_SAVED ? 2 : 1) + (NEED_DW ? p.boxes * BOX : 0);
-        const int rank = CLUSTER > 1 ? p.half : 0;
-        int i = 0;
-        for (int tile = p.chunk; tile < tiles; tile += chunks, ++i) {
-          const int slot = i % TILES, token = tile * TOKENS;
-          const u32 bar = full + 8 * slot, to = base + slot * TILE;
-          mbar_wait(free + 8 * slot, (i / TILES & 1) ^ 1);
-          mbar_expect(bar, bytes);
-#pragma unroll
-          for (int b = rank; b < N_BOXES; b += CLUSTER)
-            load_box<CLUSTER>(to + b * BOX, &dy_map, bar, 64 * b, p.group, token);
-          if (HAS_SAVED) {
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-              const int part = (2 * i + h) % PARTS, before = (2 * i + h) / PARTS;
-              const u32 saved = base + SAVED_AT + part * (DY_BYTES / 2);
-              mbar_wait(base + PART_FREE_AT + 8 * part, (before & 1) ^ 1);
-#pragma unroll
-              for (int b = rank; b < N_BOXES; b += CLUSTER)
-                load_box<CLUSTER>(saved + b * (BOX / 2), &saved_map, bar, 64 * b, p.group,
-                                  token + h * (TOKENS / 2));
-            }
-          }
-          if (NEED_DW) {
-            for (int b = 0; b < p.boxes; ++b)
-              load_box<1>(to + DY_BYTES + b * BOX, &x_map, bar, HALF * p.half + 64 * b, p.group, token);
-          }
-          if (W_BOXES > 0 && i == 0) {
-            mbar_expect(base + W_FULL_AT, W_BOXES * p.boxes * BOX);
-            for (int w = 0; w < W_BOXES; ++w)
-              for (int b = 0; b < p.boxes; ++b)
-                load_box<1>(base + W_AT + (2 * w + b) * BOX, &weight_map, base + W_FULL_AT,
-                            HALF * p.half + 64 * b, 64 * (HELD + w), p.group);
-          }
-        }
-      }
-    } else if (HAS_GRADERS) {
-      const int thread = threadIdx.x - 32, unit = thread % UNITS, first = thread / UNITS;
-      const bool sum = p.half == 0;  // one block of a tile sums db
+    if (warp < GRADERS) {
+      const Part p(groups);
+      Tiles from = {&dy_map, &saved_map, &x_map, &weight_map, base, warp, p.chunk, 0};
+      const int lane = threadIdx.x % 32, rank = CLUSTER > 1 ? p.half : 0;
+      // What is left to do for one half of a tile only: sums of db, and with SPLIT all
+      const int first = CLUSTER > 1 && (SPLIT || !HAS_SAVED) ? rank : 0;
+      const int last = CLUSTER > 1 && (SPLIT || !HAS_SAVED) ? rank : 1;
+      const int box = warp / SHARERS;
+      const u32 at = (warp % SHARERS * ROWS + lane / 8) * 128 + (lane % 8 ^ lane / 8) * 16;
       float sums[8] = {};
       int i = 0;
       for (int tile = p.chunk; tile < tiles; tile += chunks, ++i) {
         const int slot = i % TILES;
+        if (lane == 0) {
+          for (;;) {
+            if (from.bring(p, tiles, chunks)) continue;
+            if (from.turn > i && (!HAS_GRADERS || mbar_test(full + 8 * slot, i / TILES & 1))) break;
+            pause<20>();  // each test takes a turn at shared memory
+          }
+        }
+        if (!HAS_GRADERS) continue;
+        __syncwarp();
         mbar_wait(full + 8 * slot, i / TILES & 1);
 #pragma unroll 1
-        for (int h = 0; h < 2; ++h) {
-          const int part = (2 * i + h) % PARTS;
-          grade(base + slot * TILE + h * (BOX / 2), base + SAVED_AT + part * (DY_BYTES / 2), unit,
-                first, sum, sums);
-          publish();
-          __syncwarp();
-          if (HAS_SAVED) release(base + PART_FREE_AT + 8 * part, lane);
+        for (int h = first; h <= last; ++h) {
+          const int part = (OWN_HALVES * i + (SPLIT ? 0 : h)) % PARTS;
+          const u32 half = base + slot * TILE + box * BOX + h * (BOX / 2);
+          const u32 saved = base + SAVED_AT + part * (DY_BYTES / 2) + box * (BOX / 2);
+          grade(half + at, saved + at, CLUSTER > 1 ? h == rank : p.half == 0, sums);
+          if (HAS_SAVED) {
+            publish();
+            __syncwarp();
+            if (SPLIT) {
+              constexpr int SENT = ROWS * 128;
+              const u32 bar = ready + 8 * slot;
+              if (lane == 0) {
+                const u32 from = half + warp % SHARERS * SENT;
+                mbar_expect(bar, SENT);  // as much comes from the other block
+                send_to_cta(from, SENT, bar, rank ^ 1);
+                mbar_arrive(base + PART_FREE_AT + 8 * part);
+              }
+            } else {
+              release(base + PART_FREE_AT + 8 * part, lane);
+            }
+          } else {
+            __syncwarp();
+          }
         }
-        if (HAS_SAVED) {
-          if (lane == 0) mbar_arrive(ready + 8 * slot);
-        } else {
+        if (!HAS_SAVED)
           release(free + 8 * slot, lane);
-        }
+        else if (!SPLIT && lane == 0)
+          mbar_arrive(ready + 8 * slot);
       }
-      if (NEED_DB && sum) {
-        const bool rounded = chunks == 1;
-        const u64 share = static_cast<u64>(p.chunk) * groups + p.group;
-        store_db(base + DB_AT, db + share * (N * (rounded ? 2 : 4)), rounded, unit, first, sums);
-      }
+      if (NEED_DB) give_sums(base + DB_AT, rank, warp, lane, sums);
+    }
+    finish();
+    if (NEED_DB && block_id() % HALVES == 0) {
+      if (CLUSTER == 1) bar_sync(3, 128);
+      const Part p(groups);
+      const bool rounded = chunks == 1;
+      const u64 share = static_cast<u64>(p.chunk) * groups + p.group;
+      store_db(base + DB_AT, db + share * (N * (rounded ? 2 : 4)), rounded,
+               2 * (threadIdx.x % 128));
     }
   } else {
     take_registers<224>();
@@ -399,8 +456,7 @@ grouped_linear_wide_backward(const __grid_constant__ TensorMap dy_map,
       if (NEED_DX && threadIdx.x % 128 == 0) tma_store_wait_all();
     }
   }
-  __syncwarp();
-  if constexpr (CLUSTER > 1) cluster_sync();  // no block leaves while the other may send to it
+  if (warpgroup > 0) finish();
 }
 
 // Adds up the chunks' shares, in order; the first dw_blocks blocks those of dW, the others of db.

@@ -61,6 +61,7 @@ def source(
         "PARTS": config.saved,
         "HELD": config.held,
         "OUTS": config.outs,
+        "SPLIT": int(config.split),
         **{f"NEED_{name}": int(need) for name, need in zip(("DX", "DW", "DB"), needs, strict=True)},
     }
     macros = {**shape, "CLUSTER": 2 if config.cluster else 1, **own}
@@ -203,7 +204,7 @@ class WideBackward:
         )
         self._lock = threading.Lock()
         self._maps = [
-            self._map(dy),
+            self._map(dy, TOKENS // 2 if config.split else TOKENS),
             self._map(dy if saved is None else saved, TOKENS // 2),
             self._map(x),
             self._map(x, dense=True),

@@ -15,7 +15,6 @@ COLUMNS = 64
 _HALF = 128  # of the K features, those of one block
 _BOX = TOKENS * COLUMNS * 2  # bytes
 _LEAST, _MOST = 128, 256  # features
-_GRADERS = 96
 _BARRIERS = 256  # bytes, room for all
 _MOST_TILES, _MOST_OUTS = 4, 2
 _HELD, _HELD_BESIDE_ALL = 3, 2  # boxes of W in registers; beside dW of 4 boxes
@@ -32,10 +31,11 @@ class WideBackwardConfig:
 
     Attributes:
         tiles: of dy and x in shared memory.
-        saved: half tiles of what the forward saved there.
+        saved: half tiles of what the forward saved there; with ``split`` a tile is one of them.
         outs: tiles of dx there.
         held: boxes of W in registers; the others are in shared memory.
         cluster: whether the two blocks of more than 128 features share what both read.
+        split: whether each of these grades half of a tile, rather than all of it.
     """
 
     tiles: int
@@ -43,6 +43,7 @@ class WideBackwardConfig:
     outs: int = 1
     held: int = 2
     cluster: bool = True
+    split: bool = False
 
 
 def halves(k: int) -> int:
@@ -65,10 +66,16 @@ def shared_bytes(config: WideBackwardConfig, n: int, saved: bool, needs: Needs) 
     dy = padded(n) // COLUMNS * _BOX
     x = 2 * _BOX if needs[1] else 0
     out = 2 * _BOX * config.outs if needs[0] else 0
-    sums = (_GRADERS - padded(n) // 8) * 32 if needs[2] else 0
+    sums = (2 if config.cluster else 1) * graders(n) * COLUMNS * 4 if needs[2] else 0
     weights = 2 * _BOX * (padded(n) // COLUMNS - config.held) if needs[0] else 0
     kept = config.saved * dy // 2 if saved else 0
     return config.tiles * (dy + x) + kept + out + weights + sums + _BARRIERS
+
+
+def graders(n: int) -> int:
+    """Warps that grade: a box each, or an equal part of one."""
+    boxes = padded(n) // COLUMNS
+    return 4 // boxes * boxes
 
 
 def fits(config: WideBackwardConfig, n: int, saved: bool, needs: Needs) -> bool:
@@ -89,7 +96,7 @@ def wide_backward_config(
     for tiles in range(_MOST_TILES, 1, -1):
         for kept in (4, 3, 2) if saved else (1,):
             for outs in (_MOST_OUTS, 1):
-                config = WideBackwardConfig(tiles, kept, outs, held, cluster)
+                config = WideBackwardConfig(tiles, kept, outs, held, cluster, cluster and saved)
                 if fits(config, n, saved, needs):
                     return config
     return None

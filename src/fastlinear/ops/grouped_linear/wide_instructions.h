@@ -49,6 +49,51 @@ __device__ __forceinline__ void store_words(u32 at, const u32 (&v)[4]) {
                : "memory");
 }
 
+// Whether a phase of a barrier is over.
+__device__ __forceinline__ bool mbar_test(u32 bar, u32 parity) {
+  u32 over;
+  asm volatile(
+      "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n}"
+      : "=r"(over)
+      : "r"(bar), "r"(parity)
+      : "memory");
+  return over;
+}
+
+template <int kNanoseconds>
+__device__ __forceinline__ void pause() {
+  asm volatile("nanosleep.u32 %0;" ::"n"(kNanoseconds));
+}
+
+__device__ __forceinline__ void load_pair(float (&v)[2], u32 at) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v[0]), "=f"(v[1]) : "r"(at) : "memory");
+}
+
+// The same place in the shared memory of a block of the cluster.
+__device__ __forceinline__ void store_words_cta(u32 at, u32 cta, const u32 (&v)[4]) {
+  asm volatile(
+      "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+      "st.shared::cluster.v4.u32 [there], {%2, %3, %4, %5};\n}" ::"r"(at),
+      "r"(cta), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+      : "memory");
+}
+
+// Copies what lies at an address to the same of another block, and tells the barrier there.
+__device__ __forceinline__ void send_to_cta(u32 at, u32 bytes, u32 bar, u32 cta) {
+  asm volatile(
+      "{\n.reg .b32 there, told;\nmapa.shared::cluster.u32 there, %0, %3;\n"
+      "mapa.shared::cluster.u32 told, %2, %3;\n"
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
+      " [there], [%0], %1, [told];\n}" ::"r"(at),
+      "r"(bytes), "r"(bar), "r"(cta)
+      : "memory");
+}
+
+__device__ __forceinline__ float shuffled(float v, int across) {
+  return __shfl_xor_sync(0xffffffffu, v, across);
+}
+
 // What threads wrote to shared memory is seen by the copy engine and by wgmma.
 __device__ __forceinline__ void publish() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
