@@ -8,6 +8,7 @@ from rewrite_models import Functional, mlp, run
 from torch import nn
 
 from fastlinear.core.settings import Config
+from fastlinear.report import page
 from fastlinear.rewrite import apply_, optimize_
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -144,3 +145,37 @@ def test_compiled_and_replayed(graphs: bool) -> None:
     assert torch.equal(run(model, x), expected)
     apply_(model, plan, x).revert()
     assert snapshot_cuda(model) == before
+
+
+class Gated(nn.Module):
+    """A gated MLP of a transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(1024, 4096, bias=False) for _ in range(2))
+        self.down = nn.Linear(4096, 1024, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+@pytest.mark.parametrize("mode", ["inference", "train"])
+def test_a_gated_mlp_is_shown_kernel_by_kernel(mode: str) -> None:
+    model = nn.Sequential(Gated()).to("cuda", torch.bfloat16).train(mode == "train")
+    x = torch.randn(4096, 1024, device="cuda", dtype=torch.bfloat16)
+    before, expected = snapshot_cuda(model), run(model, x)
+    config = Config(mode=mode, time_budget_s=10, draws=2, optimizer_steps=1)
+    result = optimize_(model, x, config=config)
+    print(result.table())
+    assert all(v.passed for v in result.verdicts)
+    (found,) = [f for f in result.profile.findings if f.code == "gated_mlp"]
+    lanes = found.details["timeline"]
+    names = {when: [name for name, *_ in lane["spans"]] for when, lane in lanes.items()}
+    print(names)
+    assert any("fastlinear" in name or "gated" in name for name in names["after"])
+    assert len(names["after"]) < len(names["before"])
+    assert all(start >= 0 < length for lane in lanes.values() for _, start, length in lane["spans"])
+    assert "What one call runs before and after" in page(result.to_json())
+    result.revert()
+    assert snapshot_cuda(model) == before
+    assert torch.equal(run(model, x), expected)
