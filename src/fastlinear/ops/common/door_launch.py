@@ -26,6 +26,7 @@ class DoorLaunch:
         masks: for each of the call's tensors the address bits that the kernel was made for.
         memory: whatever config and slots lie in.
         hooks: lists of what must be called around a launch; the door launches while all are empty.
+        offsets: for each of ``tensors`` how many bytes behind its first element; () for none.
     """
 
     function: int
@@ -35,6 +36,7 @@ class DoorLaunch:
     masks: tuple[int, ...]
     memory: Any
     hooks: tuple[list[Any], ...] = ()
+    offsets: tuple[int, ...] = ()
 
     def plan(self, fallback: Callable[..., Any], columns: int) -> tuple[Any, ...]:
         """The door's tuple; y has the shape of x but for its last size, ``columns``."""
@@ -42,11 +44,12 @@ class DoorLaunch:
 
     def kernel(self) -> tuple[Any, ...]:
         """The kernel's tuple, as ``door_plans.h`` describes it."""
+        offsets = self.offsets or (0,) * len(self.tensors)
         places = tuple(
-            (_TENSOR_MAP, argument.pointer, tensor)
+            (_TENSOR_MAP, argument.pointer, tensor, offset)
             if isinstance(argument, driver.TensorMap)
-            else (_POINTER, ctypes.addressof(argument), tensor)
-            for argument, tensor in self.tensors
+            else (_POINTER, ctypes.addressof(argument), tensor, offset)
+            for (argument, tensor), offset in zip(self.tensors, offsets, strict=True)
         )
         memory = (self.memory, self.tensors)
         return (self.function, self.config, self.slots, places, self.hooks, memory)

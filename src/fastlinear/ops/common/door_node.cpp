@@ -62,12 +62,11 @@ extern "C" void fastlinear_node_begin(PyObject* tensor, PyObject* parameter, int
   door::impl_offset = impl_offset;
 }
 
-// How kernels are launched: addresses of the driver's functions. Whether they can be.
+// How kernels are launched: addresses of the driver's functions. Whether they can be, on a device.
 extern "C" int fastlinear_node_cuda(void* launch, void* replace) {
-  if (at::detail::empty_cuda == nullptr || fastlinear_raw_stream == nullptr) return 0;
   door::cuda.launch = reinterpret_cast<door::Cuda::Launch>(launch);
   door::cuda.replace = reinterpret_cast<door::Cuda::Replace>(replace);
-  return 1;
+  return at::detail::empty_cuda != nullptr && fastlinear_raw_stream != nullptr;
 }
 
 // A plan for the door, of a "node" tuple and the tensors of a call of its kind.

@@ -189,13 +189,14 @@ inline uintptr_t base_of(const c10::TensorImpl* t) {
 
 // One kernel's launch of fixed shapes, whose memory Python has prepared:
 // (function, address of a CUlaunchConfig, address of the argument pointers,
-//  ((kind, address, tensor), ...), lists that must be empty, whatever holds the memory)
-// kind 0 stores a tensor's address there, 1 points the tensor map there at it.
+//  ((kind, address, tensor, bytes), ...), lists that must be empty, whatever holds the memory)
+// kind 0 stores a tensor's address there, 1 points the tensor map there at it: so many bytes behind
+// the tensor's first element.
 struct Kernel {
   struct Place {
     int64_t kind;
     void* where;
-    int64_t tensor;
+    int64_t tensor, bytes;
   };
   static constexpr ptrdiff_t kStream = 32;  // of hStream in CUlaunchConfig
   void* function;
@@ -213,7 +214,7 @@ struct Kernel {
     PyObject* given = PyTuple_GetItem(spec, 3);
     for (Py_ssize_t i = 0; i < PyTuple_Size(given); ++i) {
       PyObject* p = PyTuple_GetItem(given, i);
-      places.push_back({integer(p, 0), address(p, 1), integer(p, 2)});
+      places.push_back({integer(p, 0), address(p, 1), integer(p, 2), integer(p, 3)});
     }
     if (PyErr_Occurred() || !PyTuple_Check(hooks.o) || cuda.launch == nullptr) throw PythonError();
   }
@@ -231,7 +232,7 @@ struct Kernel {
   template <class AddressOf>
   bool launch(void* stream, AddressOf address_of) const {
     for (const auto& p : places) {
-      auto* base = reinterpret_cast<void*>(address_of(p.tensor));
+      auto* base = reinterpret_cast<void*>(address_of(p.tensor) + p.bytes);
       if (p.kind == 0) {
         *static_cast<void**>(p.where) = base;
       } else if (cuda.replace(p.where, base) != 0) {

@@ -117,6 +117,7 @@ inline at::Tensor onednn_product(const at::Tensor& x, const at::Tensor& w, const
 //   kernel  a kernel's tuple                        linear  out, x, weight, bias or -1
 //   act     out, in, activation, over in's memory   dact    out, dy, saved, activation
 //   mm      out, a, a transposed, b, b transposed   sum     out, a: over its rows
+//   addmm   in and out, a, b: in += a b
 //   onednn  out, x, transposed, weight, transposed, bias or -1
 //   cact    out, in, code, function's address, bias or -1: then in + bias is kept in in
 //   cdact   dpre, db or -1, dy, saved, code, chunks, function's address
@@ -124,7 +125,7 @@ inline at::Tensor onednn_product(const at::Tensor& x, const at::Tensor& w, const
 //           memory, or an array of such
 struct Step {
   enum Kind {
-    kEmpty, kView, kKernel, kLinear, kAct, kDact, kMm, kSum, kOneDnn, kCAct, kCDact, kCall
+    kEmpty, kView, kKernel, kLinear, kAct, kDact, kMm, kAddMm, kSum, kOneDnn, kCAct, kCDact, kCall
   };
   struct Argument {
     enum What { kNumber, kMemory, kMemories } what;
@@ -155,7 +156,8 @@ struct Step {
       }
       case kEmpty: return {n[0], n[2]};
       case kLinear: return {n[0], n[1], n[2], n[3]};
-      case kDact: return {n[0], n[1], n[2]};
+      case kDact:
+      case kAddMm: return {n[0], n[1], n[2]};
       case kMm: return {n[0], n[1], n[3]};
       case kOneDnn: return {n[0], n[1], n[3], n[5]};
       case kCDact: return {n[0], n[1], n[2], n[3]};
@@ -253,8 +255,9 @@ class Program {
   mutable std::mutex launching_;  // a kernel's memory is filled in for one launch at a time
 
   void add(PyObject* spec) {
-    static constexpr const char* kNames[] = {"empty", "view", "kernel", "linear", "act", "dact",
-                                             "mm",    "sum",  "onednn", "cact",   "cdact", "call"};
+    static constexpr const char* kNames[] = {"empty", "view", "kernel", "linear", "act",
+                                             "dact",  "mm",   "addmm",  "sum",    "onednn",
+                                             "cact",  "cdact", "call"};
     constexpr int kKinds = sizeof(kNames) / sizeof(kNames[0]);
     PyObject* name = PyTuple_GetItem(spec, 0);
     int kind = 0;
@@ -386,6 +389,9 @@ class Program {
         return true;
       case Step::kMm:
         r[n[0]] = at::mm(turned(r[n[1]], n[2]), turned(r[n[3]], n[4]));
+        return true;
+      case Step::kAddMm:
+        r[n[0]].addmm_(r[n[1]], r[n[2]]);
         return true;
       case Step::kSum:
         r[n[0]] = r[n[1]].sum(0);

@@ -66,6 +66,10 @@ class Program:
         """a b by PyTorch, either read transposed."""
         return self._make("mm", a, int(a_turned), b, int(b_turned))
 
+    def accumulate(self, total: int, a: int, b: int) -> None:
+        """total + a b by PyTorch, over the memory of total, which a step made."""
+        self._steps.append(("addmm", total, a, b))
+
     def row_sum(self, a: int) -> int:
         """a (M, N) summed over M by PyTorch."""
         return self._make("sum", a)
