@@ -30,6 +30,7 @@ class Formula:
         save_pre: whether the forward keeps its pre-activations; else the backward forms them again.
         run: the forward's backend.
         backward: the backward's backend.
+        forward_name, backward_name: theirs.
     """
 
     activation: str
@@ -37,6 +38,8 @@ class Formula:
     save_pre: bool
     run: Callable[..., Any]
     backward: Callable[..., Any]
+    forward_name: str
+    backward_name: str
 
     def forward(
         self, x: Tensor, weights: Sequence[Tensor | None], biases: Sequence[Tensor | None]

@@ -206,7 +206,9 @@ FAMILY = register_family(
                 (
                     "autograd.py",
                     "plans.py",
-                    "../common/door_node.h",
+                    "programs.py",
+                    "launches.py",
+                    *(f"../common/door_{name}.h" for name in ("node", "program")),
                     "reference.py",
                     "onednn.py",
                     "cpp.py",

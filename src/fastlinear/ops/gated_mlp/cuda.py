@@ -146,44 +146,54 @@ def gate(
         order: how they lie in it.
         config: tile configuration; chosen where None.
     """
-    x = _readable(x)
-    given = [_readable(w) for w in weights]
+    x = readable(x)
+    given = [readable(w) for w in weights]
     bias = [None if b is None else b.contiguous() for b in biases]
     bias = [b.clone() if b is not None and b.data_ptr() % 4 else b for b in bias]
-    (m, k), size = x.shape, weights[0].shape[0]
+    m, size = x.shape[0], weights[0].shape[0]
     h = x.new_empty(m, size)
     kept = [] if pre is None else list(split_pre(pre, order))
     tensors = [x, *given, h, *(kept or (h, h)), *bias]
     held = bias[0] is None, bias[1] is None
     made = config or config_for("forward", m, size)
     key = _key("forward", (x, *given), activation, *held, order, pre is None, made)
-
-    def make() -> _Plan:
-        half = made.bn // 2
-        slots: list[Slot] = [
-            _operand(x, made.bm),
-            *(_operand(w, half) for w in given),
-            *(_output(t, 32) for t in (h, *(kept or (h, h)))),
-            *(ctypes.c_void_p(0) for _ in bias),
-        ]
-        macros = {
-            "GATE_BIAS": int(bias[0] is not None),
-            "UP_BIAS": int(bias[1] is not None),
-            "SAVE": int(pre is not None),
-        }
-        kernel = _kernel("forward", made, x, activation, macros, False)
-        counts = (size, *_tiles(made, m, half, size, k))
-        return _product(kernel, made, slots, counts)
-
-    _run(key, make, x, tensors)
+    _run(key, lambda: gate_plan(tensors, activation, pre is not None, made), x, tensors)
     return h
+
+
+def gate_plan(tensors: Sequence[Any], activation: str, save: bool, config: Config) -> Plan:
+    """The launch of ``gate`` for tensors laid out as these are: x, two weights, h, two
+    pre-activations (h where ``save`` is not asked for), two biases or None."""
+    x, h, biases = tensors[0], tensors[3], tensors[6:]
+    (m, k), size, half = x.shape, h.shape[1], config.bn // 2
+    slots: list[Slot] = [
+        _operand(x, config.bm),
+        *(_operand(w, half) for w in tensors[1:3]),
+        *(_output(t, 32) for t in tensors[3:6]),
+        *(ctypes.c_void_p(0) for _ in biases),
+    ]
+    macros = {
+        "GATE_BIAS": int(biases[0] is not None),
+        "UP_BIAS": int(biases[1] is not None),
+        "SAVE": int(save),
+    }
+    kernel = _kernel("forward", config, x, activation, macros, False)
+    return _product(kernel, config, slots, (size, *_tiles(config, m, half, size, k)))
 
 
 def down_projection(h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """h Wdᵀ + bd, h (M, H) and weight (N, H), by what linear_act takes for such a layer."""
+    y: Tensor = down_choice(h, weight, bias)[1](h, weight, bias, "none", False)[0]
+    return y
+
+
+def down_choice(
+    h: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[str, Callable[..., tuple[Tensor, Any]]]:
+    """The backend of linear_act that ``down_projection`` takes: its name and its function."""
     key = h.shape, weight.shape, weight.stride(), h.dtype, h.device, bias is None, is_captured(h)
-    run = _downs.get(key)
-    if run is None:
+    found = _downs.get(key)
+    if found is None:
         m, size = h.shape
         p = linear_act.problem(
             *("forward", m, size, weight.shape[0]),
@@ -196,9 +206,9 @@ def down_projection(h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if len(_downs) >= _MAX_PLANS:
             _downs.clear()
         with torch.cuda.device(h.device):
-            run = _downs[key] = select(p).backend.load()
-    y: Tensor = run(h, weight, bias, "none", False)[0]
-    return y
+            backend = select(p).backend
+        found = _downs[key] = backend.name, backend.load()
+    return found
 
 
 def through_down(
@@ -218,37 +228,48 @@ def through_down(
         needs_h: whether what the gate lets through is wanted.
         config: tile configuration; chosen where None.
     """
-    dy, down = _readable(dy), _readable(down)
+    dy, down = readable(dy), readable(down)
     (m, n), size = dy.shape, down.shape[1]
     dpre = empty_like(pre)
-    read = [_readable(t) for t in split_pre(pre, order)]
+    read = [readable(t) for t in split_pre(pre, order)]
     h = dy.new_empty(m, size) if needs_h else None
     made = config or config_for("backward", m, size)
-    tiles = _tiles(made, m, made.bn, size, n)
-    rows = tiles[0] * made.cluster * made.bm // made.rows_per_consumer * 4
     sums = None
     if any(needs):
-        sums = torch.empty((2, rows, size), dtype=torch.float32, device=dy.device)
+        shape = (2, sums_rows(made, m, n, size), size)
+        sums = torch.empty(shape, dtype=torch.float32, device=dy.device)
     given = *read, *split_pre(dpre, order)
     tensors = [dy, down, *given, given[0] if h is None else h, sums]
     key = _key("backward", (dy, down, *read), activation, order, sums is None, needs_h, made)
-
-    def make() -> _Plan:
-        slots: list[Slot] = [
-            _operand(dy, made.bm),
-            driver.TensorMap(
-                *(HALF_DTYPES[dy.dtype], n, size, down.stride(0), BK // made.cluster, 64),
-                *(down.data_ptr(), dy.device.index),
-            ),
-            *(_output(t, made.block) for t in tensors[2:7] if t is not None),
-            ctypes.c_void_p(0),
-        ]
-        macros = {"NEED_H": int(needs_h), "SUMS": int(sums is not None)}
-        kernel = _kernel("backward", made, dy, activation, macros, True)
-        return _product(kernel, made, slots, (rows, size, *tiles))
-
-    _run(key, make, dy, tensors)
+    _run(key, lambda: through_plan(tensors, activation, needs_h, made), dy, tensors)
     return dpre, h, (None, None) if sums is None else _bias_gradients(sums, order, needs, dy, made)
+
+
+def sums_rows(config: Config, m: int, n: int, size: int) -> int:
+    """Rows of the sums that a backward of dy (M, N) leaves for each bias gradient (H,)."""
+    tiles = _tiles(config, m, config.bn, size, n)[0]
+    return tiles * config.cluster * config.bm // config.rows_per_consumer * 4
+
+
+def through_plan(tensors: Sequence[Any], activation: str, needs_h: bool, config: Config) -> Plan:
+    """The launch of ``through_down`` for tensors laid out as these are: dy, the down weight, two
+    pre-activations, their two gradients, h (any other where ``needs_h`` is not asked for), the sums
+    or None."""
+    dy, down, sums = tensors[0], tensors[1], tensors[7]
+    (m, n), size = dy.shape, down.shape[1]
+    slots: list[Slot] = [
+        _operand(dy, config.bm),
+        driver.TensorMap(
+            *(HALF_DTYPES[dy.dtype], n, size, down.stride(0), BK // config.cluster, 64),
+            *(down.data_ptr(), dy.device.index),
+        ),
+        *(_output(t, config.block) for t in tensors[2:7]),
+        ctypes.c_void_p(0),
+    ]
+    macros = {"NEED_H": int(needs_h), "SUMS": int(sums is not None)}
+    kernel = _kernel("backward", config, dy, activation, macros, True)
+    counts = sums_rows(config, m, n, size), size, *_tiles(config, m, config.bn, size, n)
+    return _product(kernel, config, slots, counts)
 
 
 def _bias_gradients(
@@ -264,23 +285,23 @@ def _bias_gradients(
     else:
         both = like.new_empty(2 * size)
         found, parts = (both, None), halves(both, None, order, 0)
-    tensors = [sums, *parts]
-
-    def make() -> _Plan:
-        kernel = _kernel("backward", config, like, "none", {"NEED_H": 1, "SUMS": 1}, True, _SUMS)
-        slots = [ctypes.c_void_p(0) for _ in range(3)]
-        launch = driver.Launch(
-            kernel, 512, 1, [*slots, ctypes.c_int(sums.shape[1]), ctypes.c_int(size)]
-        )
-        launch.set_grid(2 * -(-size // 32))
-        return _Plan(launch, slots)
-
-    _run(_key("sums", (like, sums), config), make, like, tensors)
+    key = _key("sums", (like, sums), config)
+    _run(key, lambda: sums_plan(sums.shape[1], size, like, config), like, [sums, *parts])
     return found
 
 
+def sums_plan(rows: int, size: int, like: Tensor, config: Config) -> Plan:
+    """The launch that adds up the sums (2, rows, H), for two bias gradients or None, in the dtype
+    and on the device of ``like``."""
+    kernel = _kernel("backward", config, like, "none", {"NEED_H": 1, "SUMS": 1}, True, _SUMS)
+    slots = [ctypes.c_void_p(0) for _ in range(3)]
+    launch = driver.Launch(kernel, 512, 1, [*slots, ctypes.c_int(rows), ctypes.c_int(size)])
+    launch.set_grid(2 * -(-size // 32))
+    return Plan(launch, slots)
+
+
 @dataclass(frozen=True)
-class _Plan:
+class Plan:
     """One prepared launch: fixed shapes and layouts, any addresses."""
 
     launch: driver.Launch
@@ -299,19 +320,19 @@ class _Plan:
 
 def _product(
     kernel: driver.Kernel, config: Config, slots: Sequence[Slot], counts: Sequence[int]
-) -> _Plan:
+) -> Plan:
     """The launch of a product; the counts end with its tiles."""
     arguments = [*slots, *(ctypes.c_int(count) for count in counts)]
     launch = EarlyLaunch(kernel, THREADS, config.cluster, arguments)
     tiles = counts[-3] * counts[-2]
     launch.set_grid(min(tiles, launch.max_clusters()) * config.cluster)
-    return _Plan(launch, slots)
+    return Plan(launch, slots)
 
 
 _lock = threading.Lock()
 _kernels: dict[Any, driver.Kernel] = {}
-_plans: dict[Any, _Plan] = {}
-_downs: dict[Any, Any] = {}
+_plans: dict[Any, Plan] = {}
+_downs: dict[Any, tuple[str, Callable[..., Any]]] = {}
 cache.on_change(_downs.clear)
 
 
@@ -360,7 +381,7 @@ def _kernel(
 
 
 def _run(
-    key: Any, make: Callable[[], _Plan], like: Tensor, tensors: Sequence[Tensor | None]
+    key: Any, make: Callable[[], Plan], like: Tensor, tensors: Sequence[Tensor | None]
 ) -> None:
     index = like.device.index
     if index != torch._C._cuda_getDevice():
@@ -384,7 +405,7 @@ def _key(piece: str, tensors: Sequence[Tensor], *rest: Any) -> Any:
     return (piece, first.dtype, first.device, *[(t.shape, t.stride()) for t in tensors], *rest)
 
 
-def _readable(t: Tensor) -> Tensor:
+def readable(t: Tensor) -> Tensor:
     """A matrix whose rows TMA can read: itself or a dense copy."""
     if not t.is_contiguous() or t.shape[1] % 8:
         layout = operand_layout(tuple(t.shape), t.stride())

@@ -18,9 +18,9 @@ from fastlinear.core.precision import matmul_precision
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.explain import Explanation
 from fastlinear.ops.common import calls, door, door_node
-from fastlinear.ops.gated_mlp import reference
+from fastlinear.ops.gated_mlp import programs, reference
 from fastlinear.ops.gated_mlp.autograd import Formula, as_rows
-from fastlinear.ops.gated_mlp.plans import Plan, as_autocast, node, prepared, resolved
+from fastlinear.ops.gated_mlp.plans import Plan, as_autocast, prepared, resolved
 from fastlinear.ops.gated_mlp.selection import choices
 from fastlinear.ops.gated_mlp.stacking import Biases, Weights
 from fastlinear.ops.gated_mlp.validation import validate
@@ -193,11 +193,11 @@ def _looked_up(
         found = None
     if found is None:
         found = _resolved(key, function, x, weights, biases, rest, grad, autocast, negative)
-    formula, plan = found
+    kind, plan = found
     y = plan(x, weights, biases)
     if autocast is None and not negative:
         level = None if recompute is None else _LEVELS[recompute]
-        _admit(formula, plan, x, weights, biases, function, activation, order, level, backend)
+        _admit(kind, plan, x, weights, biases, function, activation, order, level, backend)
     return y
 
 
@@ -241,7 +241,8 @@ def explain(
 # --------------------------------------------------------------------------------------------
 # Plans: what to call for calls of one kind
 
-_plans: dict[Any, tuple[Formula | None, Plan]] = {}
+Kind = Formula | programs.Inference | None
+_plans: dict[Any, tuple[Kind, Plan]] = {}
 
 
 def _no_door(*_: Any) -> None:
@@ -277,25 +278,25 @@ def _resolved(
     grad: bool,
     autocast: torch.dtype | None,
     negative: bool,
-) -> tuple[Formula | None, Plan]:
+) -> tuple[Kind, Plan]:
     """What serves a kind of call seen for the first time."""
     global _door
     x, weights, biases = as_autocast(x, weights, biases)
     validate(function, x, weights, biases, *rest)
-    formula, plan = resolved(x, weights, biases, *rest, grad)
+    kind, plan = resolved(x, weights, biases, *rest, grad)
     if autocast is not None or negative:
         plan = prepared(plan)
     if len(_plans) >= _MAX_PLANS:
         _forget()
-    _plans[key] = formula, plan
+    _plans[key] = kind, plan
     table = door.table("gated_mlp")
     if table is not None:
         _door = table.call
-    return formula, plan
+    return kind, plan
 
 
 def _admit(
-    formula: Formula | None, plan: Plan, x: Tensor, weights: Weights, biases: Biases, *names: Any
+    kind: Kind, plan: Plan, x: Tensor, weights: Weights, biases: Biases, *names: Any
 ) -> None:
     """Make the plan of a call that has run known to the compiled door, if that wants it.
 
@@ -306,11 +307,11 @@ def _admit(
     table, given = door.table("gated_mlp"), (x, weights[:], biases[:], *names)
     if table is None or not table.wants(*given):
         return
-    made = None if formula is None else node(formula, x, weights, biases)
 
     def run(x: Tensor, weights: Any, biases: Any) -> Tensor:
         return plan(x, Weights(*weights), Biases(*biases))
 
+    made = None if kind is None else programs.made(kind, x, weights, biases, run)
     table.admit(*given, made or run)
 
 

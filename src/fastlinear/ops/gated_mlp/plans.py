@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 
 from fastlinear.dispatch.select import Choice
-from fastlinear.ops.common import door_node
 from fastlinear.ops.common.autocast import cast
 from fastlinear.ops.common.calls import autocast_dtype, is_captured
 from fastlinear.ops.gated_mlp import reference
 from fastlinear.ops.gated_mlp.autograd import Formula, GatedMLP, as_rows
 from fastlinear.ops.gated_mlp.problem import STEP
+from fastlinear.ops.gated_mlp.programs import Inference
 from fastlinear.ops.gated_mlp.selection import choices
 from fastlinear.ops.gated_mlp.stacking import Biases, Weights
 
@@ -29,15 +28,18 @@ def resolved(
     recompute: int | None,
     backend: str | None,
     grad: bool,
-) -> tuple[Formula | None, Plan]:
-    """(what a node in C++ can record or None, what to call) for such tensors, which are valid."""
+) -> tuple[Formula | Inference | None, Plan]:
+    """(what the door can describe or None, what to call) for such tensors, which are valid."""
     empty = not x.numel() or any(w is not None and not w.numel() for w in weights)
     if x.device.type not in ("cpu", "cuda") or empty:
         return None, _own(activation, order)
     rows = as_rows(x.detach())
     chosen = choices(rows, weights, biases, activation, order, recompute, backend, grad)
     if not grad:
-        return None, inference_plan(chosen[0], activation, order)
+        name = chosen[0].backend.name
+        described = name in Inference.BACKENDS and x.is_cuda and not is_captured(x)
+        kind = Inference(name, activation, order) if described else None
+        return kind, inference_plan(chosen[0], activation, order)
     names = {c.backend.name for c in chosen if c.problem.piece != STEP}
     if names == {"eager"} and recompute is None:
         return None, _own(activation, order)
@@ -65,28 +67,9 @@ def formula_of(
     chosen: tuple[Choice, ...], activation: str, order: str, save_pre: bool = True
 ) -> Formula:
     """The formula over the backends chosen for forward and backward."""
-    run, backward = chosen[0].backend.load(), chosen[1].backend.load()
-    return Formula(activation, order, save_pre, run, backward)
-
-
-def node(formula: Formula, x: Tensor, weights: Weights, biases: Biases) -> Any:
-    """The formula as the compiled door records it, for such tensors; None while there is no library
-    of nodes. They must have run before."""
-    tensors = x, *weights, *biases
-    if not door_node.begun():
-        return None
-    kept = door_node.INTERNAL if formula.save_pre else door_node.NOTHING
-    both = kept if weights.up is not None else door_node.NOTHING
-    return door_node.node(
-        "GatedMLPBackward",
-        tensors,
-        formula.forward,
-        formula.gradients,
-        None,
-        None,
-        (kept, both),
-        (-1,) * len(tensors),  # all are kept: second derivatives start from them
-    )
+    run, backward = chosen[0].backend, chosen[1].backend
+    names = run.name, backward.name
+    return Formula(activation, order, save_pre, run.load(), backward.load(), *names)
 
 
 def training_plan(formula: Formula) -> Plan:

@@ -18,7 +18,8 @@ from fastlinear.ops.common import door_step
 from fastlinear.ops.common.calls import is_captured
 from fastlinear.ops.gated_mlp import reference
 from fastlinear.ops.gated_mlp.autograd import Formula
-from fastlinear.ops.gated_mlp.plans import Plan, formula_of, node, training_plan
+from fastlinear.ops.gated_mlp.plans import Plan, formula_of, training_plan
+from fastlinear.ops.gated_mlp.programs import node
 from fastlinear.ops.gated_mlp.selection import problem_of, select_pieces
 from fastlinear.ops.gated_mlp.stacking import Biases, Weights
 

@@ -128,9 +128,16 @@ def backward(
 def gate_forward(pre: Pre, activation: str, order: str) -> Tensor:
     """h (M, H) = act(gate) ∘ up, dense; each tensor of pre dense."""
     gate, up = split_pre(pre, order)
-    m, size = gate.shape
-    h = gate.new_empty(m, size)
+    h = gate.new_empty(gate.shape)
     tensors = (gate, up, h)
+    gate_launch(tensors, activation, order)(*tensors)
+    return h
+
+
+def gate_launch(tensors: tuple[Tensor, Tensor, Tensor], activation: str, order: str) -> Launch:
+    """That pass over tensors laid out as these are: gate, up, h."""
+    gate = tensors[0]
+    m, size = gate.shape
     key = ("gate", _facts(tensors), activation, order)
     launch = _plans.get(key)
     if launch is None:
@@ -142,8 +149,7 @@ def gate_forward(pre: Pre, activation: str, order: str) -> Tensor:
         )
         grid = (-(-m // c.block_m) * columns,)
         launch = _keep(key, Launch(_gate_fwd_kernel, grid, rest, gate.device, warps=c.warps))
-    launch(*tensors)
-    return h
+    return launch
 
 
 def gate_backward(
@@ -164,18 +170,28 @@ def gate_backward(
     chunks = -(-m // rows)
     part = _workspace((2, chunks, size), dh) if any(needs) else None
     tensors = (dh, *split_pre(pre, order), *split_pre(dpre, order), h, part)
+    gate_backward_launch(tensors, activation, order)(*tensors)
+    return dpre, h, bias_gradients(part, order, needs, dh)
+
+
+def gate_backward_launch(tensors: tuple[Any, ...], activation: str, order: str) -> Launch:
+    """That pass over tensors laid out as these are: dh, two pre-activations, their two gradients,
+    h, what sums the biases' gradients or None."""
+    dh = tensors[0]
+    m, size = dh.shape
     key = ("gate backward", _facts(tensors), activation, order)
     launch = _plans.get(key)
     if launch is None:
         c = gate_config(size)
+        rows = chunk_rows(m, size, _units(dh))
+        chunks = -(-m // rows)
         rest = (
             *(m, size, tensors[1].stride(0), rows, chunks * size),
             *(activation, _math(dh), _from_out(activation), _step(order), c.block_m, c.block_n),
         )
         grid = (-(-size // c.block_n), chunks)
         launch = _keep(key, Launch(_gate_bwd_kernel, grid, rest, dh.device, warps=c.warps))
-    launch(*tensors)
-    return dpre, h, bias_gradients(part, order, needs, dh)
+    return launch
 
 
 def _through_down(

@@ -170,7 +170,7 @@ def forward_steps(
     rows, columns = x.tensor.shape[0], weight.tensor.shape[0]
     b = None if bias is None else bias.number
     pre: int | None
-    if backend in ("triton", "cuda"):
+    if backend in ("triton", "cuda", "few_rows"):
         y = p.empty(shape, x.tensor.dtype, x.memory)
         pre = p.empty((rows, columns), x.tensor.dtype, x.memory) if save else None
         tensors = x.tensor, weight.tensor, None if bias is None else bias.tensor

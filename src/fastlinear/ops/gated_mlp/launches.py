@@ -1,0 +1,103 @@
+"""Launches of gated_mlp's kernels as steps of the compiled door's programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastlinear.ops.common import cuda_driver as driver
+from fastlinear.ops.common.door_launch import DoorLaunch
+from fastlinear.ops.gated_mlp import cuda
+from fastlinear.ops.gated_mlp.cuda_config import config_for
+
+Place = tuple[int, int]
+"""Memory that a kernel gets: a program's tensor, and bytes behind its first element."""
+Laid = tuple[Tensor, Place] | None
+"""An argument of a kernel: a tensor laid out as it is, and where it lies. None for null."""
+
+
+def gate(arguments: Sequence[Laid], activation: str, save: bool) -> DoorLaunch | None:
+    """``cuda.gate_plan`` with its tensors in these places; None where ``cuda.gate`` copies one."""
+    tensors, read = _tensors(arguments), [a[0] for a in arguments[:3] if a is not None]
+    biases = [t for t in tensors[6:] if t is not None]
+    copied = any(not b.is_contiguous() or b.data_ptr() % 4 for b in biases)
+    if copied or not _read_in_place(read):
+        return None
+    config = config_for("forward", read[0].shape[0], read[1].shape[0])
+    return _made(
+        lambda: cuda.gate_plan(tensors, activation, save, config), read[0].device, arguments
+    )
+
+
+def through_down(
+    arguments: Sequence[Laid], activation: str, needs_h: bool, config: cuda.Config
+) -> DoorLaunch | None:
+    """``cuda.through_plan``, likewise."""
+    tensors, read = _tensors(arguments), [a[0] for a in arguments[:4] if a is not None]
+    if not _read_in_place(read):
+        return None
+    return _made(
+        lambda: cuda.through_plan(tensors, activation, needs_h, config), read[0].device, arguments
+    )
+
+
+def bias_sums(
+    arguments: Sequence[Laid], rows: int, size: int, like: Tensor, config: cuda.Config
+) -> DoorLaunch | None:
+    """``cuda.sums_plan``: the sums, then two gradients."""
+    return _made(lambda: cuda.sums_plan(rows, size, like, config), like.device, arguments)
+
+
+def elementwise(
+    arguments: Sequence[Laid], activation: str, order: str, *, backward: bool
+) -> DoorLaunch | None:
+    """The Triton pass of a direction; None unless it has run on tensors laid out so."""
+    from fastlinear.ops.gated_mlp import triton
+
+    made: Any = triton.gate_backward_launch if backward else triton.gate_launch
+    launch = made(tuple(_tensors(arguments)), activation, order)
+    numbers = tuple(None if a is None else i for i, a in enumerate(arguments))
+    found: DoorLaunch | None = launch.in_door(numbers)
+    if found is None:
+        return None
+    slots = [(slot, arguments[i]) for slot, i in found.tensors]
+    return _placed(found, slots)
+
+
+def _tensors(arguments: Sequence[Laid]) -> list[Tensor | None]:
+    return [None if a is None else a[0] for a in arguments]
+
+
+def _read_in_place(tensors: Sequence[Tensor]) -> bool:
+    """Whether TMA reads these matrices where they lie, on the current device."""
+    if any(cuda.readable(t) is not t for t in tensors):
+        return False
+    return tensors[0].device.index == torch._C._cuda_getDevice()
+
+
+def _made(
+    make: Callable[[], cuda.Plan], device: torch.device, arguments: Sequence[Laid]
+) -> DoorLaunch:
+    """A launch of its own memory: the door fills that in without Python's lock."""
+    driver.make_current(device.index)
+    with cuda._lock, driver.loading_allowed():
+        plan = make()
+    launch = plan.launch
+    assert launch._handle is not None
+    where = launch._handle, launch._config_ref, launch._slots_ref
+    slots = list(zip(plan.slots, arguments, strict=True))
+    return _placed(DoorLaunch(*where, (), (), plan), slots)
+
+
+def _placed(launch: DoorLaunch, slots: Sequence[tuple[Any, Laid]]) -> DoorLaunch:
+    """The launch with these memories' places; slots of null stay null."""
+    held = [(slot, a[1]) for slot, a in slots if a is not None]
+    return replace(
+        launch,
+        tensors=tuple((slot, number) for slot, (number, _) in held),
+        offsets=tuple(offset for _, (_, offset) in held),
+    )

@@ -1,0 +1,399 @@
+"""Calls of gated_mlp as the compiled door runs and records them: one node, programs of its pieces.
+
+What a program does is what the backends ``cuda`` and ``elementwise`` do, with the very same kernels
+and ops of PyTorch; others, and what would be copied first, run in Python inside the node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastlinear.ops.common import door_node
+from fastlinear.ops.common.door_program import Program
+from fastlinear.ops.gated_mlp import cuda, launches
+from fastlinear.ops.gated_mlp.autograd import Formula
+from fastlinear.ops.gated_mlp.cuda_config import config_for
+from fastlinear.ops.gated_mlp.launches import Laid
+from fastlinear.ops.gated_mlp.stacking import (
+    Biases,
+    Needs,
+    Pre,
+    Weights,
+    empty_like,
+    empty_pre,
+    halves,
+    hidden,
+    split_biases,
+    split_pre,
+    split_weights,
+)
+from fastlinear.ops.linear_act.programs import Operand, forward_steps, matrix, viewable
+
+NAME = "GatedMLPBackward"
+_BACKENDS = frozenset({"cuda", "elementwise"})
+_GIVEN = 7  # x, three weights, three biases
+_KEPT = 2  # the two pre-activations, or their stack and nothing
+_DY, _X, _WEIGHTS, _BIASES, _PRE = 0, 1, 2, 5, 8  # a backward's; a forward's begin with x
+_INNER = (0, 1, 2, 4, 5)  # gradients that go through the gate
+Numbers = tuple[int, int | None]
+"""Pre-activations, or their gradients, among a program's tensors: as they lie."""
+Through = tuple[Numbers, int | None, tuple[int | None, int | None]]
+"""dpre, h or None, and the gradients of the gate's (or the stack's) and of the up bias."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inference:
+    """Calls without gradients by a backend that is launches and PyTorch's ops."""
+
+    backend: str
+    activation: str
+    order: str
+
+    BACKENDS = _BACKENDS
+
+
+def made(
+    kind: Formula | Inference,
+    x: Tensor,
+    weights: Weights,
+    biases: Biases,
+    plan: Callable[..., Tensor],
+) -> Any:
+    """The door's plan for calls of a kind, which must have run before; None where only ``plan``
+    serves them."""
+    if isinstance(kind, Formula):
+        return node(kind, x, weights, biases)
+    if not door_node.begun():
+        return None
+    names = kind.backend, kind.activation, kind.order
+    found = _forward(*names, False, x, weights, biases)
+    if found is None:
+        return None
+    program, y, _ = found
+    return door_node.program(program.spec(y), (x, *weights, *biases), plan)
+
+
+def node(formula: Formula, x: Tensor, weights: Weights, biases: Biases) -> Any:
+    """The formula as the compiled door records it, for such tensors; None while there is no library
+    of nodes. They must have run before."""
+    tensors = x, *weights, *biases
+    if not door_node.begun():
+        return None
+
+    def programmer(
+        needs: Needs,
+        dy: Tensor,
+        tensors: tuple[Tensor | None, ...],
+        kept: tuple[Tensor | None, ...],
+    ) -> Any:
+        return _backward(formula, needs, dy, tensors, kept)
+
+    names = formula.forward_name, formula.activation, formula.order
+    given: Any = [None if t is None else t.detach() for t in tensors]
+    found = _forward(*names, formula.save_pre, given[0], Weights(*given[1:4]), Biases(*given[4:]))
+    kept = door_node.INTERNAL if formula.save_pre else door_node.NOTHING
+    return door_node.node(
+        NAME,
+        tensors,
+        formula.forward,
+        formula.gradients,
+        programmer,
+        None if found is None else found[0].spec(found[1], *found[2]),
+        (kept, kept if weights.up is not None else door_node.NOTHING),
+        (-1,) * len(tensors),  # all are kept: second derivatives start from them
+    )
+
+
+# --------------------------------------------------------------------------------------------
+# Forward
+
+
+def _forward(
+    backend: str,
+    activation: str,
+    order: str,
+    save: bool,
+    x: Tensor,
+    weights: Weights,
+    biases: Biases,
+) -> tuple[Program, int, tuple[int | None, int | None]] | None:
+    """The forward's program: x, weights, biases → the numbers of y, and of the pre-activations
+    where they are kept. None where a piece has no such form."""
+    if backend not in _BACKENDS or not _served(x):
+        return None
+    p = Program(_GIVEN)
+    rows = matrix(p, 0, x)
+    steps = _by_cuda if backend == "cuda" else _elementwise
+    made = steps(p, rows, weights, biases, activation, order, save)
+    if made is None:
+        return None
+    h, pre = made
+    down, bias = weights.down, biases.down
+    m, size = rows.tensor.shape[0], hidden(weights)
+    y: int | None = h
+    if down is None:
+        y = h if x.dim() == 2 else p.view(h, (*x.shape[:-1], size))
+    else:
+        hs = Operand(rows.tensor.new_empty(m, size), h, h)
+        name = cuda.down_choice(hs.tensor, down, bias)[0] if backend == "cuda" else "eager"
+        w, b = Operand(down, 3, 3), None if bias is None else Operand(bias, 6, 6)
+        shape = *x.shape[:-1], down.shape[0]
+        product = forward_steps(p, name, hs, w, b, "none", False, shape)
+        y = None if product is None else product[0]
+    return None if y is None else (p, y, pre if save else (None, None))
+
+
+def _by_cuda(
+    p: Program,
+    x: Operand,
+    weights: Weights,
+    biases: Biases,
+    activation: str,
+    order: str,
+    save: bool,
+) -> tuple[int, tuple[int | None, int | None]] | None:
+    """``cuda.gate``: the numbers of h and of the pre-activations, None where they are not kept."""
+    m, size = x.tensor.shape[0], hidden(weights)
+    numbers: tuple[int | None, int | None] = None, None
+    kept: list[Laid] = []
+    if save:
+        pre = empty_pre(x.tensor, size, order)
+        numbers = found = _empties(p, pre, x.memory)
+        kept = _halves(pre, found, order)
+    h = p.empty((m, size), x.tensor.dtype, x.memory)
+    out: Laid = x.tensor.new_empty(m, size), (h, 0)
+    arguments: list[Laid] = [
+        (x.tensor, (x.memory, 0)),
+        *_parts(split_weights(weights, order), (1, 2), weights.gate, order),
+        out,
+        *(kept or (out, out)),
+        *_parts(split_biases(biases, order), (4, 5), biases.gate, order),
+    ]
+    return (h, numbers) if p.launch(launches.gate(arguments, activation, save)) else None
+
+
+def _elementwise(
+    p: Program,
+    x: Operand,
+    weights: Weights,
+    biases: Biases,
+    activation: str,
+    order: str,
+    save: bool,
+) -> tuple[int, tuple[int | None, int | None]] | None:
+    """The products of gate and up, and the Triton pass over them; as above."""
+    numbers = _pre_activations(p, x.number, 1, 4, weights, biases)
+    h = _gated(p, empty_pre(x.tensor, hidden(weights), order), numbers, activation, order)
+    return None if h is None else (h, numbers)
+
+
+def _pre_activations(
+    p: Program, x: int, weight: int, bias: int, weights: Weights, biases: Biases
+) -> Numbers:
+    """``reference.pre_activations`` of rows; ``weight`` and ``bias`` are the gate's numbers."""
+    first = p.linear(x, weight, None if biases.gate is None else bias)
+    if weights.up is None:
+        return first, None
+    return first, p.linear(x, weight + 1, None if biases.up is None else bias + 1)
+
+
+def _gated(p: Program, pre: Pre, numbers: Numbers, activation: str, order: str) -> int | None:
+    """The Triton pass: the number of h out of pre-activations laid out as ``pre``."""
+    gate, up = _halves(pre, numbers, order)
+    assert gate is not None
+    out = gate[0].new_empty(gate[0].shape)
+    h = p.empty(out.shape, out.dtype, numbers[0])
+    arguments: list[Laid] = [gate, up, (out, (h, 0))]
+    launch = launches.elementwise(arguments, activation, order, backward=False)
+    return h if p.launch(launch) else None
+
+
+# --------------------------------------------------------------------------------------------
+# Backward
+
+
+def _backward(
+    formula: Formula,
+    needs: Needs,
+    dy: Tensor,
+    tensors: tuple[Tensor | None, ...],
+    kept: tuple[Tensor | None, ...],
+) -> Any:
+    """The backward's program: dy, x, weights, biases, what was kept → seven gradients.
+
+    dy is contiguous, and all this ran on such tensors.
+    """
+    given: Any = tensors
+    x, weights, biases = given[0], Weights(*given[1:4]), Biases(*given[4:])
+    if formula.backward_name not in _BACKENDS or not _served(x):
+        return None
+    if any(k is not None and not k.is_contiguous() for k in kept):
+        return None
+    p = Program(1 + _GIVEN + _KEPT)
+    gradient = matrix(p, _DY, dy)
+    down_bias = p.row_sum(gradient.number) if needs[6] else None
+    inner = any(needs[i] for i in _INNER)
+    if not inner and not needs[3]:
+        return p.spec(*(None,) * 6, down_bias)
+    again = kept[0] is None
+    rows = matrix(p, _X, x) if again or needs[1] or needs[2] else None
+    pre: Any = kept
+    numbers: Numbers = _PRE, None if weights.up is None else _PRE + 1
+    if again:
+        assert rows is not None
+        pre = empty_pre(rows.tensor, hidden(weights), formula.order)
+        numbers = _pre_activations(p, rows.number, _WEIGHTS, _BIASES, weights, biases)
+    if inner:
+        steps = _through_down if formula.backward_name == "cuda" else _through_gate
+        through = steps(p, formula, needs, gradient, weights, pre, numbers)
+    elif formula.backward_name == "elementwise":
+        h = _gated(p, pre, numbers, formula.activation, formula.order)
+        through = None if h is None else (numbers, h, (None, None))
+    else:
+        through = None  # PyTorch's ops in Python
+    if through is None:
+        return None
+    (first, second), h, (gate_bias, up_bias) = through
+    down_weight = gate_weight = up_weight = dx = None
+    if needs[3]:
+        assert h is not None
+        down_weight = p.product(gradient.number, h, a_turned=True)
+    if needs[1]:
+        assert rows is not None
+        gate_weight = p.product(first, rows.number, a_turned=True)
+    if needs[2] and second is not None:
+        assert rows is not None
+        up_weight = p.product(second, rows.number, a_turned=True)
+    if needs[0]:
+        dx = p.product(first, _WEIGHTS)
+        if second is not None:
+            p.accumulate(dx, second, _WEIGHTS + 1)
+        dx = dx if x.dim() == 2 else p.view(dx, x.shape)
+    return p.spec(dx, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
+
+
+def _through_down(
+    p: Program,
+    formula: Formula,
+    needs: Needs,
+    dy: Operand,
+    weights: Weights,
+    pre: Pre,
+    numbers: Numbers,
+) -> Through | None:
+    """``cuda.through_down``."""
+    down = weights.down
+    if down is None:
+        return None
+    order, dtype = formula.order, dy.tensor.dtype
+    (m, n), size = dy.tensor.shape, down.shape[1]
+    found = empty_like(pre)
+    dpre = _empties(p, found, dy.memory)
+    read = _halves(pre, numbers, order)
+    h = p.empty((m, size), dtype, dy.memory) if needs[3] else None
+    out = read[0] if h is None else (dy.tensor.new_empty(m, size), (h, 0))
+    config = config_for("backward", m, size)
+    sums: Laid = None
+    rows = cuda.sums_rows(config, m, n, size)
+    if needs[4] or needs[5]:
+        shape = 2, rows, size
+        number = p.empty(shape, torch.float32, dy.memory)
+        sums = dy.tensor.new_empty(shape, dtype=torch.float32), (number, 0)
+    arguments: list[Laid] = [
+        (dy.tensor, (dy.memory, 0)),
+        (down, (_WEIGHTS + 2, 0)),
+        *read,
+        *_halves(found, dpre, order),
+        out,
+        sums,
+    ]
+    launch = launches.through_down(arguments, formula.activation, needs[3], config)
+    if not p.launch(launch):
+        return None
+    if sums is None:
+        return dpre, h, (None, None)
+    gradients: list[int | None]
+    if order == "apart":
+        gradients = [p.empty((size,), dtype, dy.memory) if need else None for need in needs[4:6]]
+        parts: list[Laid] = [None if g is None else (dy.tensor, (g, 0)) for g in gradients]
+    else:
+        both = dy.tensor.new_empty(2 * size)
+        gradients = [p.empty((2 * size,), dtype, dy.memory), None]
+        parts = _parts(halves(both, None, order, 0), (gradients[0], None), both, order)
+    p.launch(launches.bias_sums([sums, *parts], rows, size, dy.tensor, config))
+    return dpre, h, (gradients[0], gradients[1])
+
+
+def _through_gate(
+    p: Program,
+    formula: Formula,
+    needs: Needs,
+    dy: Operand,
+    weights: Weights,
+    pre: Pre,
+    numbers: Numbers,
+) -> Through | None:
+    """The product through the down projection, if there is one, and ``triton.gate_backward``."""
+    if needs[4] or needs[5]:
+        return None  # their sums are finished in Python
+    order, dh = formula.order, dy.tensor
+    number = dy.memory
+    if weights.down is not None:
+        dh = dh.new_empty(dh.shape[0], hidden(weights))
+        number = p.product(dy.number, _WEIGHTS + 2)
+    found = empty_like(pre)
+    dpre = _empties(p, found, number)
+    # h takes the memory of dh, unless that is the caller's
+    h = number if weights.down is not None else p.empty(dh.shape, dh.dtype, number)
+    arguments: list[Laid] = [
+        (dh, (number, 0)),
+        *_halves(pre, numbers, order),
+        *_halves(found, dpre, order),
+        (dh if h == number else torch.empty_like(dh), (h, 0)),
+        None,
+    ]
+    launch = launches.elementwise(arguments, formula.activation, order, backward=True)
+    return (dpre, h, (None, None)) if p.launch(launch) else None
+
+
+# --------------------------------------------------------------------------------------------
+
+
+def _served(x: Tensor) -> bool:
+    return viewable(x) and (not x.is_cuda or door_node.serves_cuda())
+
+
+def _empties(p: Program, pre: Pre, like: int) -> Numbers:
+    """New tensors laid out as these."""
+    first = p.empty(pre[0].shape, pre[0].dtype, like)
+    return first, None if pre[1] is None else p.empty(pre[1].shape, pre[1].dtype, like)
+
+
+def _halves(pre: Pre, numbers: Numbers, order: str) -> list[Laid]:
+    return _parts(split_pre(pre, order), numbers, pre[0], order)
+
+
+def _parts(
+    parts: Sequence[Tensor | None],
+    numbers: Sequence[int | None],
+    whole: Tensor | None,
+    order: str,
+) -> list[Laid]:
+    """Where gate and up lie: in two tensors of these numbers, or in the whole of the first."""
+    found: list[Laid] = []
+    for part, number in zip(parts, numbers, strict=True):
+        if part is None:
+            found.append(None)
+        elif order == "apart":
+            assert number is not None
+            found.append((part, (number, 0)))
+        else:
+            assert whole is not None
+            assert numbers[0] is not None
+            found.append((part, (numbers[0], part.data_ptr() - whole.data_ptr())))
+    return found
