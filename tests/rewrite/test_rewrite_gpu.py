@@ -168,7 +168,11 @@ def test_a_gated_mlp_is_shown_kernel_by_kernel(mode: str) -> None:
     result = optimize_(model, x, config=config)
     print(result.table())
     assert all(v.passed for v in result.verdicts)
-    (found,) = [f for f in result.profile.findings if f.code == "gated_mlp"]
+    findings = [f for f in result.profile.findings if f.code == "gated_mlp"]
+    if mode == "train" and not findings:  # the host decides which way is faster there, and says so
+        assert any("left alone" in note for note in result.notes)
+        return
+    (found,) = findings
     lanes = found.details["timeline"]
     names = {when: [name for name, *_ in lane["spans"]] for when, lane in lanes.items()}
     print(names)

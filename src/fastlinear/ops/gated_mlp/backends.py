@@ -32,6 +32,7 @@ _CPU_SOURCES = (
 )
 _TRITON_SOURCES = (
     *("triton_gate_kernels.py", "triton_dual_kernels.py", "triton_config.py", "products.py"),
+    "layers.py",
     *("../linear_act/triton_gemm.py", "../common/activations_triton.py"),
     "../common/triton_launch.py",
 )

@@ -136,6 +136,7 @@ def _accumulated(dpre: Tensor, weight: Tensor, dx: Tensor) -> Tensor:
 
 _ONEDNN = Products(
     pre_activations=_pre_activations,
+    forward=lambda x, weight, bias: products.forward(x, weight, bias, "none", False)[0],
     grad_input=products.grad_input,
     grad_weight=products.grad_weight,
     accumulated=_accumulated,

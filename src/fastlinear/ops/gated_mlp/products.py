@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastlinear.ops.gated_mlp import reference
@@ -31,12 +32,14 @@ class Products:
 
     Attributes:
         pre_activations: (x, weights, biases) → gate and up, or their stack.
+        forward: (x, weight (N, K), bias or None) → x Wᵀ + b.
         grad_input: (dpre (M, N), weight (N, K)) → dpre W.
         grad_weight: (dpre (M, N), x (M, K)) → dpreᵀ x.
         accumulated: (dpre, weight, dx) → dx + dpre W; may take the memory of dx.
     """
 
     pre_activations: Callable[[Tensor, Weights, Biases], Pre]
+    forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     grad_input: Callable[[Tensor, Tensor], Tensor]
     grad_weight: Callable[[Tensor, Tensor], Tensor]
     accumulated: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -141,6 +144,7 @@ def bias_gradients(
 
 PYTORCH = Products(
     pre_activations=reference.pre_activations,
+    forward=F.linear,
     grad_input=lambda dpre, weight: dpre @ weight,
     grad_weight=lambda dpre, x: dpre.t() @ x,
     accumulated=lambda dpre, weight, dx: dx.addmm_(dpre, weight),

@@ -1,6 +1,7 @@
 """Backends ``elementwise`` and ``triton`` of gated_mlp on CUDA from sm_80 on.
 
-``elementwise``: cuBLAS's products, and one fused pass each way for all that lies between them.
+``elementwise``: cuBLAS's products (of float32 linear_act's), and one fused pass each way for all
+that lies between them.
 ``triton``: the pass in the epilogue of a product: gate and up projection as one kernel, and the
 gradient of what the gate lets through, which is never written. The other products are cuBLAS's.
 
@@ -18,6 +19,7 @@ from fastlinear.core.device import device_facts
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.triton_launch import Launch
 from fastlinear.ops.gated_mlp import reference
+from fastlinear.ops.gated_mlp.layers import products_for
 from fastlinear.ops.gated_mlp.products import (
     PYTORCH,
     Gate,
@@ -51,9 +53,10 @@ def elementwise_forward(
     x: Tensor, weights: Weights, biases: Biases, activation: str, order: str, save_pre: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """x (M, K) → (y (M, N) or (M, H), then the pre-activations or None twice)."""
-    pre = reference.pre_activations(x, weights, biases)
+    products = products_for(x)
+    pre = products.pre_activations(x, weights, biases)
     h = gate_forward(pre, activation, order)
-    y = h if weights.down is None else F.linear(h, weights.down, biases.down)
+    y = h if weights.down is None else products.forward(h, weights.down, biases.down)
     return (y, *pre) if save_pre else (y, None, None)
 
 
@@ -69,7 +72,8 @@ def elementwise_backward(
 ) -> Gradients:
     """dy (M, N) or (M, H), dense → the seven gradients; pre None is formed again from x."""
     gate = Gate(gate_forward, gate_backward)
-    return backward_by(PYTORCH, gate, dy, pre, x, weights, biases, activation, order, needs)
+    products = products_for(x)
+    return backward_by(products, gate, dy, pre, x, weights, biases, activation, order, needs)
 
 
 def forward(

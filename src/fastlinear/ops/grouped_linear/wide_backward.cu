@@ -347,7 +347,6 @@ grouped_linear_wide_backward(const __grid_constant__ TensorMap dy_map,
           for (;;) {
             if (from.bring(p, tiles, chunks)) continue;
             if (from.turn > i && (!HAS_GRADERS || mbar_test(full + 8 * slot, i / TILES & 1))) break;
-            pause<20>();  // each test takes a turn at shared memory
           }
         }
         if (!HAS_GRADERS) continue;

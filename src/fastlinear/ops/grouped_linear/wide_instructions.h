@@ -61,11 +61,6 @@ __device__ __forceinline__ bool mbar_test(u32 bar, u32 parity) {
   return over;
 }
 
-template <int kNanoseconds>
-__device__ __forceinline__ void pause() {
-  asm volatile("nanosleep.u32 %0;" ::"n"(kNanoseconds));
-}
-
 __device__ __forceinline__ void load_pair(float (&v)[2], u32 at) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v[0]), "=f"(v[1]) : "r"(at) : "memory");
 }
