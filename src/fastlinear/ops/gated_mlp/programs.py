@@ -19,6 +19,8 @@ from fastlinear.ops.gated_mlp import cuda, launches
 from fastlinear.ops.gated_mlp.autograd import Formula
 from fastlinear.ops.gated_mlp.cuda_config import config_for
 from fastlinear.ops.gated_mlp.launches import Laid
+from fastlinear.ops.gated_mlp.layers import products_for
+from fastlinear.ops.gated_mlp.products import PYTORCH
 from fastlinear.ops.gated_mlp.stacking import (
     Biases,
     Needs,
@@ -124,7 +126,7 @@ def _forward(
 ) -> tuple[Program, int, tuple[int | None, int | None]] | None:
     """The forward's program: x, weights, biases → the numbers of y, and of the pre-activations
     where they are kept. None where a piece has no such form."""
-    if backend not in _BACKENDS or not _served(x):
+    if not _served(backend, x):
         return None
     p = Program(_GIVEN)
     rows = matrix(p, 0, x)
@@ -230,7 +232,7 @@ def _backward(
     """
     given: Any = tensors
     x, weights, biases = given[0], Weights(*given[1:4]), Biases(*given[4:])
-    if formula.backward_name not in _BACKENDS or not _served(x):
+    if not _served(formula.backward_name, x):
         return None
     if any(k is not None and not k.is_contiguous() for k in kept):
         return None
@@ -364,7 +366,9 @@ def _through_gate(
 # --------------------------------------------------------------------------------------------
 
 
-def _served(x: Tensor) -> bool:
+def _served(backend: str, x: Tensor) -> bool:
+    if backend not in _BACKENDS or (backend == "elementwise" and products_for(x) is not PYTORCH):
+        return False
     return viewable(x) and (not x.is_cuda or door_node.serves_cuda())
 
 
