@@ -152,13 +152,14 @@ def test_convolutions_that_mix_positions_are_no_suspects() -> None:
 
 
 @pytest.mark.parametrize("mode", ["inference", "train"])
-def test_optimize_reports_what_it_would_save(mode: str) -> None:
+def test_optimize_reports_what_it_would_save(mode: str, clock: Any) -> None:
     """A loop of many tiny layers is the slowest way there is, and is told even where no layer may
     be rewritten."""
     model = nn.Sequential(Loop(64, 4))
     before = {k: v.clone() for k, v in model.state_dict().items()}
     config = fl.Config(mode=mode, tune=False, time_budget_s=5.0)
     left = lambda *_: False  # noqa: E731
+    clock({"after": 40.0, "grouped": 40.0})
     result = fl.optimize_(model, torch.randn(16, 256), config=config, filter_fn=left)
     assert result.kept == 0
     (finding,) = [f for f in result.findings if f.code == "grouped_linear"]

@@ -1,7 +1,8 @@
 """Experiment ``pseudo-linear``: a linear layer against one whose weight is a diagonal.
 
 The pseudo-Linear document's widths, forward and training, with its ReLU and without, at its large
-batch and at a small one. Data are made beforehand, and every contender computes x ∘ w + b alone.
+batch and at a small one, and a single row, from the narrowest there is.
+Data are made beforehand, and every contender computes x ∘ w + b alone.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from fastlinear.bench.case import Case
 
 _WIDTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 24576)
 _LARGE, _SMALL = 32768, 64
+_ROW = (16, 1024, 16384)  # widths of a single row
 _MOST_NUMBERS_ON_CPU = 1 << 25
 _MOST_CPU_FLOPS = 8e10  # of the full layer's forward: about half a second on a few cores
 _QUICK = ((64, 128), (64, 512), (2048, 256))
@@ -18,7 +20,8 @@ _QUICK = ((64, 128), (64, 512), (2048, 256))
 def cases(device: str, quick: bool = False) -> list[Case]:
     """The cases for a device type: the document's first, then the small batch, then with ReLU."""
     cuda = device == "cuda"
-    sizes = _QUICK if quick else tuple((m, k) for m in (_LARGE, _SMALL) for k in _WIDTHS)
+    whole = [(m, k) for m in (_LARGE, _SMALL) for k in _WIDTHS] + [(1, k) for k in _ROW]
+    sizes = _QUICK if quick else tuple(whole)
     return [
         Case(
             experiment="pseudo-linear",

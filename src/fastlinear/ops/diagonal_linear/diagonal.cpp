@@ -174,7 +174,8 @@ void backward_all(const Call& c, const T* dy, const T* x, const T* w, const T* b
   if (chunks > enough) chunks = enough ? enough : 1;
   const int64_t part = chunks < most_chunks ? kBlock : walk.width;
   const int64_t parts = (walk.width + part - 1) / part, all = walk.width;
-  std::vector<double> sums(2 * chunks * all);
+  const bool whole = walk.rows <= kRows && walk.fold == 1;  // float32 sums are the results
+  std::vector<double> sums(whole ? 0 : 2 * chunks * all);
   const int threads = threads_worth(double(m) * k / kAlone);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (int64_t t = 0; t < chunks * parts; ++t) {
@@ -197,12 +198,17 @@ void backward_all(const Call& c, const T* dy, const T* x, const T* w, const T* b
                              in_b, here);
           if (dx && past) write_through(dx + row * all + j, on_its_way, here * sizeof(T));
         }
-        for (int64_t i = 0; i < n; ++i) sum_w[j + i] += in_w[i], sum_b[j + i] += in_b[i];
+        if (whole) {
+          for (int64_t i = 0; dw && i < n; ++i) dw[j + i] = narrow<T>(in_w[i]);
+          for (int64_t i = 0; db && i < n; ++i) db[j + i] = narrow<T>(in_b[i]);
+        } else {
+          for (int64_t i = 0; i < n; ++i) sum_w[j + i] += in_w[i], sum_b[j + i] += in_b[i];
+        }
       }
     }
     if (past) written_through();
   }
-  for (int64_t j = 0; j < k; ++j) {
+  for (int64_t j = 0; !whole && j < k; ++j) {
     double total_w = 0.0, total_b = 0.0;
     for (int64_t c = 0; c < chunks; ++c)
       for (int64_t f = j; f < all; f += k) {

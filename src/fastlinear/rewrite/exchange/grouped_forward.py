@@ -115,7 +115,8 @@ class Grouped:
         if features_of(x.shape, self.layout) not in (merged, (self.groups, self.k)):
             return False
         if torch.is_autocast_enabled(x.device.type):
-            return self.kind != WEIGHTS  # there what is cast depends on the ops it is written in
+            # what is cast depends on the ops it is written in; of activations a power is
+            return self.kind != WEIGHTS and self.activation != "relu2"
         return x.dtype is weight.dtype and x.device == weight.device
 
 

@@ -42,7 +42,7 @@ def call_parts(
     """
     layers = None if hooked_globally() else layers_of(parent, names)
     ys = None
-    if layers is not None and len(parts) == len(names) and _are_parts(parts[0], whole, len(names)):
+    if layers is not None and len(parts) == len(names) and _are_parts(parts, whole):
         ys = side_by_side(whole, *parameters_of(layers))
     if ys is not None:
         return ys
@@ -67,10 +67,12 @@ def side_by_side(
     rows = whole.unflatten(-1, (len(weights), first.shape[1])).movedim(-2, 0)
     y = call_plain(rows, *found, "none", "g ... k", None)
     apart: Any = torch.unbind_copy  # its annotation knows the call with out= alone
-    ys = apart(y) if y.requires_grad else y.unbind()  # each writable by itself
-    return recorded(ys, whole, weights, biases)
+    return recorded(apart(y), whole, weights, biases)  # each writable by itself
 
 
-def _are_parts(part: Tensor, whole: Tensor, count: int) -> bool:
-    """Whether chunks of that shape are those of the last dimension."""
-    return part.dim() == whole.dim() and part.shape[-1] * count == whole.shape[-1]
+def _are_parts(parts: Sequence[Tensor], whole: Tensor) -> bool:
+    """Whether these are equal chunks of the last dimension."""
+    first = parts[0].shape
+    if len(first) != whole.dim() or any(p.shape != first for p in parts):
+        return False
+    return first[-1] * len(parts) == whole.shape[-1]

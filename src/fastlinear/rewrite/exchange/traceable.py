@@ -74,6 +74,49 @@ def is_straight(parent: nn.Module) -> bool:
     return not any("JUMP" in name and "_IF_" in name for name in steps)
 
 
+# What inputs and weights that are tried do not show: where gradients stop, what happens to numbers
+# beyond a bound, to rows beyond a number, or to another dtype.
+_UNSEEN = {
+    word
+    for line in (
+        "bfloat16 clamp clamp_ clamp_max clamp_min clip clip_ data detach detach_ double",
+        "enable_grad float fmax fmin half hardtanh hardtanh_ inference_mode isfinite isinf",
+        "isnan item masked_fill masked_fill_ masked_select max maximum min minimum nan_to_num",
+        "nan_to_num_ narrow no_grad register_hook relu6 requires_grad_ set_grad_enabled",
+        "threshold threshold_ to tolist type type_as where",
+    )
+    for word in line.split()
+}
+
+
+def unseen_by_trying(parent: nn.Module) -> str | None:
+    """What in its forward, methods and helpers cannot be told from its results, or None."""
+    for function in functions_of(parent, class_forward(parent)):
+        for code in own_codes(function.__code__):
+            names = sorted(set(code.co_names) & _UNSEEN)
+            if names:
+                return f"uses {names[0]}, of which trying it shows too little"
+            if _slices_by_numbers(code):
+                return "takes a slice whose bounds trying it does not show"
+    return None
+
+
+def _slices_by_numbers(code: CodeType) -> bool:
+    """Whether a slice has a bound that is not computed where it stands; ``x[:]`` has none."""
+    steps = [s for s in dis.get_instructions(code) if s.opname not in ("CACHE", "EXTENDED_ARG")]
+    for i, step in enumerate(steps):
+        if step.opname == "LOAD_CONST" and isinstance(step.argval, slice):
+            if step.argval != slice(None):
+                return True
+        elif step.opname in ("BUILD_SLICE", "BINARY_SLICE"):
+            count = step.arg if step.opname == "BUILD_SLICE" else 2
+            bounds = steps[max(0, i - (count or 2)) : i]
+            whole = all(b.opname == "LOAD_CONST" and b.argval is None for b in bounds)
+            if not whole and bounds[-1].opname != "BINARY_OP":
+                return True
+    return False
+
+
 def why_not_arguments(observed: Observed) -> str | None:
     """Why a trace for these arguments could not be guarded, or None."""
     args, kwargs = observed.arguments()

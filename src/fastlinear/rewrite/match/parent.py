@@ -22,6 +22,7 @@ from fastlinear.rewrite.exchange.parts import exactly
 from fastlinear.rewrite.exchange.traceable import why_not, why_not_arguments
 from fastlinear.rewrite.match.eligible import Refusal, refuse_module
 from fastlinear.rewrite.match.links import Links, Run
+from fastlinear.rewrite.match.rows import may_run_twice
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,11 @@ def fusable(
         graph = trace(parent, observed, runnable=True, parts=parts, exactly=exactly)
     except Untraceable as error:
         return Refusal("untraceable", f"torch.fx cannot trace its parent's forward: {error}")
+    nodes = list(graph.nodes)
+    for i, node in enumerate(nodes):
+        if node.target is exactly and not may_run_twice(parent, nodes[:i]):
+            why = "a loop over the parts of a tensor follows what must not run twice"
+            return Refusal("untraceable", f"{type(parent).__qualname__}.forward: {why}.")
     links = Links(parent, graph, modules)
 
     def build(

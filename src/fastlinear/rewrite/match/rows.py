@@ -87,6 +87,30 @@ def loops_of(
     return loops
 
 
+def may_run_twice(parent: nn.Module, before: list[Node]) -> bool:
+    """Whether what runs before a loop may, as it does where the parts turn out to be of another
+    number and the class's own forward begins anew: nothing there writes, draws or is hooked."""
+    for node in before:
+        if _may_write(parent, node) or _draws(node):
+            return False
+        if node.op == "call_module":
+            module = parent.get_submodule(str(node.target))
+            own = type(module).__module__.rpartition(".")[2]
+            hooked = module._forward_hooks or module._forward_pre_hooks
+            stateless = own in ("linear", "activation", "normalization", "flatten")
+            if not stateless or hooked or isinstance(module, nn.RReLU):
+                return False
+    return True
+
+
+def _draws(node: Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    drawn = ("dropout", "rand", "bernoulli", "multinomial", "normal", "rrelu", "gumbel", "uniform")
+    if node.op not in ("call_function", "call_method"):
+        return False
+    return any(word in name for word in drawn)
+
+
 def _parted(source: Node) -> Node | None:
     """The value whose chunks ``source`` holds, or None for anything else."""
     while source.target is exactly and isinstance(source.args[0], Node):

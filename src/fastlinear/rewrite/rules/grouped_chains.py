@@ -13,7 +13,7 @@ from fastlinear.profile.graph import TENSOR, Observed, Untraceable, trace
 from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.exchange.grouped_forward import CONVOLUTION, LINEARS
 from fastlinear.rewrite.exchange.swap import is_rewritten
-from fastlinear.rewrite.exchange.traceable import is_straight, why_not
+from fastlinear.rewrite.exchange.traceable import is_straight, unseen_by_trying, why_not
 from fastlinear.rewrite.match.candidate import Candidate, SiteCalls
 from fastlinear.rewrite.match.chain import all_different, one_pass
 from fastlinear.rewrite.match.chain_grouped import GroupedChain
@@ -150,6 +150,9 @@ def _why_not_tensors(whole: Whole, calls: SiteCalls) -> str | None:
 def why_not_traced(module: nn.Module, observed: Observed, parts: int | None = None) -> str | None:
     """Why what it does may depend on more than it was recognised by: a branch on a shape or on
     values, say. ``parts`` as for ``trace``."""
+    unseen = unseen_by_trying(module)
+    if unseen is not None:
+        return unseen
     if is_straight(module):
         return None
     try:
