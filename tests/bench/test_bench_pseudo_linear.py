@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ def machine(m: int, k: int, new_us: float = 0.0) -> Machine:
     product = 2.0 * m * k * k / RATE * 1e6
     both = {"linear": 10.0, "fastlinear": 5.0}
     products = (product,) * 3
-    return Machine(RATE, products, 50.0, BANDWIDTH, BANDWIDTH, new_us, 0.0, 2.0, 3.0, None, both)
+    return Machine(RATE, products, None, 50.0, BANDWIDTH, BANDWIDTH, new_us, 2.0, 3.0, None, both)
 
 
 def case(direction: str = "forward", activation: str = "none") -> Case:
@@ -144,6 +145,21 @@ def test_the_model_knows_its_three_regimes() -> None:
     assert of("linear", 64, 64).bound == "the host"
     assert of("linear", 1 << 20, 64).bound == "memory"
     assert of("linear", 1 << 20, 8192, True).bound == "arithmetic"
+
+
+def test_a_layer_measured_whole_is_what_a_layer_takes() -> None:
+    """On a CPU: no starts, sums and new results on top, and the longer of its reasons named."""
+    m, k = 64, 1024
+
+    def whole(us: float, m: int) -> Expected:
+        rates = replace(machine(m, k, 9.0), layer_us=us, kernel_us=0.0)
+        return expected("linear", m, k, "float32", True, rates)
+
+    found = whole(700.0, m)
+    assert (found.device_us, found.wall_us) == (700.0, 710.0)
+    assert found.bound == "memory"
+    found = whole(1e5, 1 << 20)
+    assert (found.device_us, found.bound) == (1e5, "arithmetic")
 
 
 def test_the_model_counts_what_each_backend_does() -> None:

@@ -42,14 +42,15 @@ class Machine:
 
     Attributes:
         flops_per_s: of a large matrix product by PyTorch.
-        products_us: the full layer's three products, of this size, into memory that is there:
-            forward, dx, dw.
-        sum_us: PyTorch's sum over rows, as for the full layer's db.
+        products_us: on a GPU the full layer's three products, of this size, into memory that is
+            there: forward, dx, dw.
+        layer_us: on a CPU the same and the sum for db, as a step runs them, into new tensors; None
+            on a GPU.
+        sum_us: PyTorch's sum over rows, as for the full layer's db on a GPU, and eager's.
         bytes_per_s: of a pass of PyTorch's as large as the case, read plus written, to memory that
             is there.
         weight_bytes_per_s: the same for the full layer's weight, which caches may hold.
         new_us: what a new tensor of x's size costs when it is first written.
-        new_weight_us: the same for a matrix of the full layer's gradients.
         kernel_us: the start of a kernel of PyTorch's on the device, 0 on a CPU.
         call_us: fastlinear's kernels on at most 64 rows of 16 features, in training of 128, on the
             device, 0 on a CPU.
@@ -60,11 +61,11 @@ class Machine:
 
     flops_per_s: float
     products_us: tuple[float, float, float]
+    layer_us: float | None
     sum_us: float
     bytes_per_s: float
     weight_bytes_per_s: float
     new_us: float
-    new_weight_us: float
     kernel_us: float
     call_us: float
     passes_us: float | None
@@ -88,14 +89,13 @@ def measured(
         backends: those that fastlinear takes for forward and backward; the host is timed with calls
             of the latter in training.
         sets: input sets that take turns, which decide what caches hold.
-        when: anything; a CPU is measured again where this differs, as others may share it.
+        when: anything; a host is measured again where this differs, as others may share it.
     """
     size = m * k * FLOAT_DTYPES[dtype].itemsize
     held = 2 * size if grad else size  # a step touches twice the tensors of a forward
     state = f"{matmul_precision(FLOAT_DTYPES[dtype])} {torch.get_num_threads()}"
     cuda = device.startswith("cuda")
     state += "" if cuda else when
-    first = "forward with bias" if cuda else "forward"  # a CPU adds the bias in a pass of its own
     rate = _pass_rate(device, _rounded(held), k, sets, state)
     small = (min(m, 64), min(k, 128) if grad else 16)  # sums take more of a program than a pass
     backend = backends[1] if grad else backends[0]
@@ -103,19 +103,19 @@ def measured(
     return Machine(
         _product_rate(device, dtype, state),
         (
-            _product_us(device, dtype, m, k, first, state),
-            _product_us(device, dtype, m, k, "dx", state) if grad else 0.0,
-            _product_us(device, dtype, m, k, "dw", state) if grad else 0.0,
+            _product_us(device, dtype, m, k, "forward with bias", state) if cuda else 0.0,
+            _product_us(device, dtype, m, k, "dx", state) if cuda and grad else 0.0,
+            _product_us(device, dtype, m, k, "dw", state) if cuda and grad else 0.0,
         ),
+        None if cuda else _layer_us(dtype, m, k, grad, state),
         _sum_us(device, dtype, m, k, state) if grad else 0.0,
         rate,
         _pass_rate(device, _rounded(size * k // m), k, 1, state) if cuda else rate,
         fresh,
-        _first_touch_us(device, size * k // m, 1, state) if grad else 0.0,
         _kernel_us(device),
         _call_us(device, dtype, activation, grad, backend, small) if cuda else 0.0,
         None if cuda else _passes_us(dtype, m, k, activation, grad, backends, state),
-        _host_us(device, dtype, activation, grad, backend, state),
+        _host_us(device, dtype, activation, grad, backend, f"{state} {when}"),
     )
 
 
@@ -139,14 +139,8 @@ def _product_rate(device: str, dtype: str, state: str) -> float:
 @lru_cache(maxsize=512)
 def _product_us(device: str, dtype: str, m: int, k: int, piece: str, state: str) -> float:
     """One product of a full layer of K features over M rows, in microseconds."""
-    where, rows, width = torch.device(device), m, k
-    while 2.0 * rows * width**2 > _MOST_FLOPS[where.type]:
-        if width > _LEAST_WIDTH and width * 4 >= rows:
-            width //= 2
-        elif rows > _LEAST_ROWS:
-            rows //= 2
-        else:
-            break
+    where = torch.device(device)
+    rows, width = _shrunk(where.type, m, k)
     kind = FLOAT_DTYPES[dtype]
     x, dy = (torch.randn(rows, width, device=where).to(kind) for _ in range(2))
     w = torch.randn(width, width, device=where).to(kind)
@@ -160,6 +154,40 @@ def _product_us(device: str, dtype: str, m: int, k: int, piece: str, state: str)
     }[piece]
     us = max(_timed_us(run, where) - _kernel_us(device), 1e-3)
     return us * (m * k**2) / (rows * width**2)
+
+
+def _shrunk(kind: str, m: int, k: int) -> tuple[int, int]:
+    """Rows and features of a product to measure for one of M rows of K."""
+    rows, width = m, k
+    while 2.0 * rows * width**2 > _MOST_FLOPS[kind]:
+        if width > _LEAST_WIDTH and width * 4 >= rows:
+            width //= 2
+        elif rows > _LEAST_ROWS:
+            rows //= 2
+        else:
+            break
+    return rows, width
+
+
+@lru_cache(maxsize=64)
+def _layer_us(dtype: str, m: int, k: int, grad: bool, state: str) -> float:
+    """A full layer's products on the CPU and, in training, its sum, into new tensors: beyond what
+    they cost on 1 x 16 numbers, which is the host's."""
+    rows, width = _shrunk("cpu", m, k)
+    arms = {"it": _layer(rows, width, dtype, grad), "few": _layer(1, 16, dtype, grad)}
+    with torch.no_grad():
+        samples = interleave(arms, rounds=_ROUNDS)
+    us = max(_quiet_us(samples["it"]) - _quiet_us(samples["few"]), 1e-3)
+    return us * (m * k**2) / (rows * width**2)
+
+
+def _layer(rows: int, width: int, dtype: str, grad: bool) -> Callable[[], Any]:
+    kind = FLOAT_DTYPES[dtype]
+    x, dy = (torch.randn(rows, width).to(kind) for _ in range(2))
+    w, bias = torch.randn(width, width).to(kind), torch.randn(width).to(kind)
+    if not grad:
+        return lambda: F.linear(x, w, bias)
+    return lambda: (F.linear(x, w, bias), dy.mm(w), dy.t().mm(x), dy.sum(0))
 
 
 @lru_cache(maxsize=128)
@@ -296,6 +324,8 @@ def _host_us(
     arms = _small_calls(device, dtype, activation, grad, backend)
     with torch.set_grad_enabled(grad):
         samples = interleave(arms, device=device, metric="wall", rounds=_ROUNDS)
+    if device.startswith("cuda"):  # rows of such calls are as disturbed as this
+        return {name: s.median_us for name, s in samples.items()}
     return {name: _quiet_us(s) for name, s in samples.items()}
 
 

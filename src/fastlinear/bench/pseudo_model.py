@@ -1,11 +1,11 @@
 """What experiment ``pseudo-linear`` should show: a model of the machine, measured, not fitted.
 
 A full layer takes what its products take at the rates PyTorch reaches at their size, or its memory
-traffic where that is longer, and then what follows them: an activation, sums for db, and the first
-touch of new results. A diagonal layer takes its passes over memory, as many as the backend needs
-that computes it. Rates of memory are those of one pass as large; on a GPU kernels add their starts,
-on a CPU, where caches and threads decide what a pass takes, the backend's own passes are timed as
-the products are. What the host does for a call is measured on the same call at 1 x 16 numbers: on a
+traffic where that is longer, and then what follows them: an activation, sums for db. A diagonal
+layer takes its passes over memory, as many as the backend needs that computes it. Rates of memory
+are those of one pass as large; on a GPU kernels add their starts, on a CPU, where caches, threads
+and the first touch of new results decide what a pass takes, the layer's products and the backend's
+own passes are timed one after the other, into new tensors. What the host does for a call is measured on the same call at 1 x 16 numbers: on a
 GPU it runs beside the device, so that the longer counts, on a CPU before it. Hence a full layer
 costs as much as a diagonal one while both wait for the host or for memory, and ever more times as
 much from there on.
@@ -115,13 +115,19 @@ def expected(
     if contender == LINEAR:
         # forward; dx = dy W, dW = dyᵀ x and db, each reading its operands
         passes, matrices, kernels, new = (6, 3, 4, 2) if grad else (2, 1, 1, 1)
-        rest = Passes(0, kernels, new, int(grad))
+        rest = Passes(0, kernels, new, int(grad)) if machine.layer_us is None else Passes(0, 0, 0)
         rest += _ACT if acts else Passes(0, 0, 0)
         rest += _ACT_GRAD if acts and grad else Passes(0, 0, 0)
         compute = sum(machine.products_us[: 3 if grad else 1])
         memory = pass_us * passes + size * matrices * k * k / machine.weight_bytes_per_s * 1e6
+        if machine.layer_us is not None:  # both at once, of which the longer is named
+            compute = 2.0 * m * k * k * (3 if grad else 1) / machine.flops_per_s * 1e6
+            if memory > compute:
+                compute, memory = min(compute, machine.layer_us), machine.layer_us
+            else:
+                compute, memory = machine.layer_us, min(memory, machine.layer_us)
         start = rest.kernels * machine.kernel_us
-        after = pass_us * rest.passes + (machine.new_weight_us if grad else 0.0)
+        after = pass_us * rest.passes
     else:
         rest = _FORWARDS.get(backends[0], _ONE_PASS)
         if acts and backends[0] in _FORWARDS:
