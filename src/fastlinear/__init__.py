@@ -12,6 +12,7 @@ from fastlinear.core.errors import (
 )
 from fastlinear.core.settings import Config
 from fastlinear.nn.graphed import graphed
+from fastlinear.ops.common.kept_memory import release_memory
 from fastlinear.ops.diagonal_linear import diagonal_linear
 from fastlinear.ops.explain import explain
 from fastlinear.ops.gated_mlp import gated_linear, gated_mlp
@@ -46,5 +47,6 @@ __all__ = [
     "optimize_",
     "profile",
     "ragged_linear",
+    "release_memory",
     "unequal_linear",
 ]

@@ -121,3 +121,26 @@ def cache_dir() -> Path:
     """Folder of the tuned cache: ``$FASTLINEAR_CACHE_DIR`` or the user's cache folder."""
     override = os.environ.get("FASTLINEAR_CACHE_DIR")
     return Path(override) if override else Path(platformdirs.user_cache_dir("fastlinear"))
+
+
+def kept_bytes() -> int:
+    """Most bytes of free large CPU results to keep: ``$FASTLINEAR_KEEP_MIB``, by default a
+    sixteenth of the machine's memory.
+
+    Raises:
+        InputError: the variable is no whole number of at least 0.
+    """
+    said = os.environ.get("FASTLINEAR_KEEP_MIB")
+    if said:
+        if not said.isdecimal():
+            raise InputError(
+                "FASTLINEAR_KEEP_MIB",
+                expected="a whole number of MiB, at least 0",
+                received=repr(said),
+                remedy="0 keeps none; leave it out for a sixteenth of the machine's memory.",
+            )
+        return int(said) << 20
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 16
+    except (AttributeError, OSError, ValueError):  # a system that does not tell
+        return 0

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-from fastlinear.core.errors import UnsupportedError
+from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.ops.common import door_library
 
 _STOP_TIMEOUT_S = 5
@@ -56,6 +56,8 @@ class Build:
             self._begin()
         except UnsupportedError as error:
             self._finish(failure=error.received)
+        except InputError as error:  # in a setting that the library reads
+            self._finish(failure=str(error))
         except (OSError, RuntimeError) as error:  # no file can be read, no thread started any more
             self._finish(failure=str(error))
 
@@ -92,6 +94,8 @@ class Build:
             )
         except UnsupportedError as error:
             self._finish(failure=error.received)
+        except InputError as error:
+            self._finish(failure=str(error))
         except Exception as error:  # noqa: BLE001 - nobody to raise to here; reason_not tells
             self._finish(failure=f"{type(error).__name__}: {error}")
         else:

@@ -53,7 +53,13 @@ DOOR = Library(
 )
 NODE = Library(
     _HERE / "door_node.cpp",
-    (*DOOR.headers, _HERE / "door_program.h", _HERE / "door_node.h"),
+    (
+        *DOOR.headers,
+        _HERE / "door_program.h",
+        _HERE / "door_node.h",
+        _HERE / "kept_memory.h",
+        _HERE / "large_pages.h",
+    ),
     "torch/csrc/autograd/saved_variable.h",
 )
 

@@ -69,6 +69,25 @@ extern "C" int fastlinear_node_cuda(void* launch, void* replace) {
   return at::detail::empty_cuda != nullptr && fastlinear_raw_stream != nullptr;
 }
 
+// A new dense tensor on the CPU, of sizes and a dtype's number.
+extern "C" PyObject* fastlinear_node_empty(PyObject* sizes, int64_t dtype) {
+  try {
+    c10::SmallVector<int64_t, 6> found;
+    for (Py_ssize_t i = 0; i < PyTuple_Size(sizes); ++i)
+      found.push_back(PyLong_AsLongLong(PyTuple_GetItem(sizes, i)));
+    if (PyErr_Occurred()) return nullptr;
+    return THPVariable_Wrap(door::new_on_cpu(found, static_cast<c10::ScalarType>(dtype)));
+  } catch (const std::exception&) {
+    torch::translate_exception_to_python(std::current_exception());
+  }
+  return nullptr;
+}
+
+// Keeps at most so many bytes of large results that are gone; how many it gives back.
+extern "C" int64_t fastlinear_node_keep(int64_t bytes) {
+  return static_cast<int64_t>(door::KeptMemory::instance().keep_at_most(static_cast<size_t>(bytes)));
+}
+
 // A plan for the door, of a "node" tuple and the tensors of a call of its kind.
 extern "C" PyObject* fastlinear_node_plan(PyObject* spec, PyObject* tensors) {
   try {

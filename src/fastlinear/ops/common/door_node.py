@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastlinear.core.settings import kept_bytes
 from fastlinear.ops.common import door
 from fastlinear.ops.common import door_library as library
 from fastlinear.ops.common.door_build import Build, after_fork
@@ -100,6 +101,23 @@ def serves_cuda() -> bool:
     return build.cuda
 
 
+def empty(shape: tuple[int, ...], scalar_type: int) -> Tensor:
+    """A new tensor on the CPU as programs make them; only once :func:`begun` says so."""
+    assert _build.loaded is not None
+    made: Tensor = _build.loaded.fastlinear_node_empty(shape, scalar_type)
+    return made
+
+
+def release_kept() -> int:
+    """Give back memory that is kept for large results on the CPU; how many bytes."""
+    loaded = _build.loaded
+    if loaded is None:
+        return 0
+    released = int(loaded.fastlinear_node_keep(0))
+    loaded.fastlinear_node_keep(_build.kept)
+    return released
+
+
 def on_ready(listener: Callable[[], None]) -> None:
     """Call ``listener``, maybe from another thread, once nodes can be made, or cannot be."""
     _listeners.append(listener)
@@ -109,8 +127,15 @@ class _Build(Build):
     """How far this process is with its library of nodes."""
 
     def __init__(self) -> None:
-        super().__init__(library.NODE, _made, _tell)
+        super().__init__(library.NODE, self._limited, _tell)
         self.cuda: bool | None = None
+        self.kept = 0  # bytes of large results at most
+
+    def _limited(self, loaded: ctypes.PyDLL) -> ctypes.PyDLL:
+        made = _made(loaded)
+        self.kept = kept_bytes()
+        made.fastlinear_node_keep(self.kept)
+        return made
 
 
 def _tell() -> None:
@@ -128,6 +153,10 @@ def _made(loaded: ctypes.PyDLL) -> ctypes.PyDLL:
     loaded.fastlinear_node_plan.restype = thing
     loaded.fastlinear_node_program.argtypes = [thing, thing, thing]
     loaded.fastlinear_node_program.restype = thing
+    loaded.fastlinear_node_empty.argtypes = [thing, ctypes.c_int64]
+    loaded.fastlinear_node_empty.restype = thing
+    loaded.fastlinear_node_keep.argtypes = [ctypes.c_int64]
+    loaded.fastlinear_node_keep.restype = ctypes.c_int64
     loaded.fastlinear_node_begin(torch.Tensor, torch.nn.Parameter, door.impl_offset())
     return loaded
 

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "door_plans.h"
+#include "kept_memory.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/List.h>
@@ -357,7 +358,7 @@ class Program {
 
   static at::Tensor empty(c10::IntArrayRef sizes, c10::ScalarType dtype, c10::Device device) {
     if (device.is_cuda()) return at::Tensor(at::detail::empty_cuda(sizes, dtype, device, {}));
-    return at::Tensor(at::detail::empty_cpu(sizes, dtype));
+    return new_on_cpu(sizes, dtype);
   }
 
   bool run(const Step& s, Tensors& r, void* stream) const {

@@ -14,8 +14,8 @@ Memory = tuple[int]
 Memories = list[int]
 
 _CODES = {name: code for code, name in enumerate(NAMES)}
-# c10::ScalarType
-_DTYPES = {torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.bfloat16: 15}
+SCALAR_TYPES = {torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.bfloat16: 15}
+"""Numbers of c10::ScalarType."""
 
 
 class Program:
@@ -34,7 +34,7 @@ class Program:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, like: int) -> int:
         """A new tensor, contiguous and uninitialised, on the device of ``like``."""
-        return self._make("empty", _DTYPES[dtype], like, tuple(shape))
+        return self._make("empty", SCALAR_TYPES[dtype], like, tuple(shape))
 
     def view(self, tensor: int, shape: Sequence[int]) -> int:
         """The tensor in another shape."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastlinear.core.problem import Problem
-from fastlinear.ops.common import cpp_build
+from fastlinear.ops.common import cpp_build, kept_memory
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.diagonal_linear.reference import Gradients, Needs
 
@@ -29,7 +29,7 @@ LEAST_STEP_QUICK = 1 << 18  # the same with an activation that costs next to not
 LEAST_NEW, MOST_ALONE = 1 << 23, 1 << 15
 _CODES = {name: code for code, name in enumerate(NAMES)}  # diagonal.cpp's switch
 _CHUNKS = 16  # of rows, each with sums of its own, whatever the number of threads
-_FRESH_BYTES = 1 << 25  # new results from this size on get large pages; malloc keeps less at hand
+_FRESH_BYTES = kept_memory.LEAST  # new results from this size on get large pages
 _PAST_BYTES = 1 << 22  # a dx from this size on is written around the caches
 
 
@@ -138,7 +138,7 @@ def _bytes(x: Tensor) -> int:
 
 
 def _empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    return torch.empty(shape, dtype=like.dtype)
+    return kept_memory.empty(shape, like.dtype)
 
 
 def _address(t: Tensor | None) -> int:

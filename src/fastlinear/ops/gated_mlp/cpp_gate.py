@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fastlinear.ops.common import cpp_build
+from fastlinear.ops.common import cpp_build, kept_memory
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.gated_mlp.stacking import Pre, empty_like, halves, split_pre
 
@@ -37,7 +37,7 @@ def forward(pre: Pre, activation: str, order: str) -> Tensor:
         UnsupportedError: the library cannot be compiled or loaded.
     """
     gate, up = split_pre(pre, order)
-    h = torch.empty(gate.shape, dtype=gate.dtype)
+    h = kept_memory.empty(gate.shape, gate.dtype)
     if not gate.numel():
         return h
     code = _library().fastlinear_gate_forward(
@@ -70,7 +70,7 @@ def backward(
     """
     gate, up = split_pre(pre, order)
     dpre = empty_like(pre)
-    h = dh if in_place else torch.empty_like(dh)
+    h = dh if in_place else kept_memory.empty(dh.shape, dh.dtype)
     sums = tuple(
         torch.empty(t.shape[1], dtype=t.dtype) if need and t is not None else None
         for t, need in zip(pre, needs, strict=True)

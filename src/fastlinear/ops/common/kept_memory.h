@@ -1,0 +1,136 @@
+// Memory of large results on a CPU, kept at hand for the next ones.
+//
+// malloc maps such blocks anew for every result and gives them back with it, so that each pays for
+// its pages again: the system's zeroes, and in a virtual machine often the host's.
+#pragma once
+
+#include "large_pages.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <mutex>
+#include <new>
+
+namespace door {
+
+class KeptMemory final : public c10::Allocator {
+ public:
+  static constexpr size_t kLeast = size_t(1) << 25;  // bytes; malloc keeps smaller blocks itself
+
+  static KeptMemory& instance() {
+    static auto* it = new KeptMemory;  // outlives every tensor
+    return *it;
+  }
+
+  c10::DataPtr allocate(size_t bytes) override {
+    if (bytes < kLeast) return c10::GetCPUAllocator()->allocate(bytes);
+    const size_t whole = (bytes + kPage - 1) / kPage * kPage;
+    Block block = taken(whole);
+    if (block.p == nullptr) block = mapped(whole);
+    if (block.p == nullptr) return c10::GetCPUAllocator()->allocate(bytes);  // it says what failed
+    c10::profiledCPUMemoryReporter().New(block.p, block.bytes);
+    return {block.p, new Block(block), drop, c10::Device(c10::DeviceType::CPU)};
+  }
+
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    std::memcpy(to, from, bytes);
+  }
+
+  // Keeps at most so many idle bytes from now on; how many it gives back to the system.
+  size_t keep_at_most(size_t bytes) {
+    const std::unique_lock<std::mutex> one(mutex_, std::try_to_lock);
+    if (!one.owns_lock()) return 0;
+    most_idle_ = bytes;
+    const size_t before = idle_bytes_;
+    while (idle_bytes_ > most_idle_) give_back_oldest();
+    return before - idle_bytes_;
+  }
+
+ private:
+  static constexpr size_t kPage = size_t(1) << 21;
+
+  struct Block {
+    void* p;
+    size_t bytes;
+  };
+
+  static void drop(void* context) {
+    const Block block = *static_cast<Block*>(context);
+    delete static_cast<Block*>(context);
+    c10::profiledCPUMemoryReporter().Delete(block.p);
+    instance().keep(block);
+  }
+
+  // An idle block that is not much larger, or none. Another thread's turn is not waited for: a
+  // forked process would wait for ever.
+  Block taken(size_t bytes) {
+    const std::unique_lock<std::mutex> one(mutex_, std::try_to_lock);
+    if (!one.owns_lock()) return {nullptr, 0};
+    auto best = idle_.end();
+    for (auto i = idle_.begin(); i != idle_.end(); ++i)
+      if (i->bytes >= bytes && i->bytes - bytes <= bytes / 8 &&
+          (best == idle_.end() || i->bytes <= best->bytes))
+        best = i;
+    if (best == idle_.end()) return {nullptr, 0};
+    const Block found = *best;
+    idle_.erase(best);
+    idle_bytes_ -= found.bytes;
+    return found;
+  }
+
+  void keep(Block block) {
+    {
+      const std::unique_lock<std::mutex> one(mutex_, std::try_to_lock);
+      if (one.owns_lock() && block.bytes <= most_idle_) {
+#if defined(MADV_FREE)
+        madvise(block.p, block.bytes, MADV_FREE);  // under pressure the system may take its pages
+#endif
+        idle_.push_back(block);
+        idle_bytes_ += block.bytes;
+        while (idle_bytes_ > most_idle_) give_back_oldest();
+        return;
+      }
+    }
+    munmap(block.p, block.bytes);
+  }
+
+  void give_back_oldest() {
+    munmap(idle_.front().p, idle_.front().bytes);
+    idle_bytes_ -= idle_.front().bytes;
+    idle_.pop_front();
+  }
+
+  // Whole large pages, which begin where such pages do.
+  static Block mapped(size_t bytes) {
+    void* p = mmap(nullptr, bytes + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED) return {nullptr, 0};
+    const auto from = reinterpret_cast<uintptr_t>(p);
+    const auto first = (from + kPage - 1) / kPage * kPage;
+    if (first > from) munmap(p, first - from);
+    const auto rest = from + kPage - first;
+    if (rest > 0) munmap(reinterpret_cast<void*>(first + bytes), rest);
+    large_pages(reinterpret_cast<void*>(first), bytes);
+    return {reinterpret_cast<void*>(first), bytes};
+  }
+
+  std::mutex mutex_;
+  std::deque<Block> idle_;
+  size_t idle_bytes_ = 0, most_idle_ = 0;
+};
+
+// A new dense tensor on the CPU.
+inline at::Tensor new_on_cpu(c10::IntArrayRef sizes, c10::ScalarType dtype) {
+  const auto bytes = size_t(c10::multiply_integers(sizes)) * c10::elementSize(dtype);
+  if (bytes < KeptMemory::kLeast) return at::Tensor(at::detail::empty_cpu(sizes, dtype));
+  const c10::DispatchKeySet cpu(c10::DispatchKey::CPU);
+  return at::Tensor(
+      at::detail::empty_generic(sizes, &KeptMemory::instance(), cpu, dtype, std::nullopt));
+}
+
+}  // namespace door

@@ -1,0 +1,39 @@
+"""Memory of large results on a CPU, kept at hand for the next ones (``kept_memory.h``).
+
+Pages of a result of 32 MiB and more cost more than most passes over it. Blocks that are free again
+are kept, as far as ``FASTLINEAR_KEEP_MIB`` allows; the system may take their pages where memory
+runs short.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fastlinear.ops.common import door_node
+from fastlinear.ops.common.door_program import SCALAR_TYPES
+
+LEAST = 1 << 25
+"""Bytes of the results that this is for; malloc keeps smaller ones at hand itself."""
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A new contiguous tensor on the CPU, uninitialised, as programs make theirs."""
+    large = math.prod(shape) * dtype.itemsize >= LEAST
+    if not large or dtype not in SCALAR_TYPES or not door_node.begun():
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    return door_node.empty(tuple(shape), SCALAR_TYPES[dtype])
+
+
+def release_memory() -> int:
+    """Give memory of large results that is kept for the next ones back to the system.
+
+    On the CPU only; a GPU's is PyTorch's own. Memory of tensors that exist is not touched.
+
+    Returns:
+        How many bytes it was.
+    """
+    return door_node.release_kept()

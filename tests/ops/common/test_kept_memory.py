@@ -1,0 +1,189 @@
+"""Memory of large results on a CPU that is kept for the next ones."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastlinear as fl
+from fastlinear.core.errors import InputError
+from fastlinear.core.settings import kept_bytes
+from fastlinear.ops.common import door, door_node, kept_memory
+
+pytestmark = pytest.mark.skipif(door_node.reason_not() is not None, reason="no C++ library here")
+ROWS, FEATURES = kept_memory.LEAST // 4096, 1024  # LEAST bytes in float32
+
+
+@pytest.fixture(autouse=True)
+def _library() -> Iterator[None]:
+    assert door_node.wait(), door_node.reason_not()
+    fl.release_memory()
+    yield
+    fl.release_memory()
+
+
+def large(value: float, more: int = 0) -> Tensor:
+    return kept_memory.empty((ROWS + more, FEATURES), torch.float32).fill_(value)
+
+
+def test_memory_is_used_again_and_never_twice_at_a_time() -> None:
+    first, second = large(1.0), large(2.0)
+    assert first.data_ptr() != second.data_ptr()
+    place = first.data_ptr()
+    assert place % (1 << 21) == 0
+    del first
+    third, fourth = large(3.0), large(4.0)
+    assert third.data_ptr() == place
+    found = [t.unique().tolist() for t in (second, third, fourth)]
+    assert found == [[2.0], [3.0], [4.0]]
+
+
+def test_results_that_are_kept_get_no_new_pages() -> None:
+    x, weight, bias = torch.randn(ROWS, FEATURES), torch.randn(FEATURES), torch.randn(FEATURES)
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    dy = torch.ones(ROWS, FEATURES)
+
+    def step() -> tuple[Tensor, ...]:
+        y = fl.diagonal_linear(*leaves, activation="silu", backend="cpp")
+        return torch.autograd.grad(y, leaves, dy)
+
+    for _ in range(3):
+        step()
+        door.settle()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(4):
+        found = step()
+    pages = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    assert pages < 4 * 2 * ROWS * FEATURES * 4 / (1 << 21)  # that many if each result were new
+    reference = [t.detach().double().requires_grad_() for t in leaves]
+    y = torch.nn.functional.silu(reference[0] * reference[1] + reference[2])
+    for a, b in zip(found, torch.autograd.grad(y, reference, dy.double()), strict=True):
+        torch.testing.assert_close(a, b.float(), rtol=1e-4, atol=1e-3)
+
+
+def test_what_is_free_is_given_back() -> None:
+    assert fl.release_memory() == 0
+    a, b = large(1.0), large(1.0, more=512)
+    size = b.numel() * 4
+    del a, b
+    assert fl.release_memory() == kept_memory.LEAST + size
+    assert fl.release_memory() == 0
+    kept = large(1.0)
+    assert fl.release_memory() == 0  # it is in use
+    assert kept.sum() == kept.numel()
+
+
+def test_a_much_larger_block_is_left_for_larger_results() -> None:
+    a = large(1.0, more=ROWS)
+    place = a.data_ptr()
+    del a
+    small = large(1.0)
+    assert small.data_ptr() != place
+    assert large(1.0, more=ROWS - 512).data_ptr() == place  # less than an eighth larger
+
+
+def test_no_more_is_kept_than_allowed() -> None:
+    script = """
+import torch, fastlinear as fl
+from fastlinear.ops.common import door_node, kept_memory
+assert door_node.wait()
+tensors = [kept_memory.empty((4096, 4096), torch.float32) for _ in range(3)]
+del tensors
+print(fl.release_memory() >> 20)
+"""
+
+    def kept(mib: str) -> int:
+        said = subprocess.run(
+            [sys.executable, "-c", script],
+            env=os.environ | {"FASTLINEAR_KEEP_MIB": mib},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return int(said.stdout)
+
+    assert kept("0") == 0
+    assert kept("130") == 128  # two of 64 MiB
+    assert kept("1000") == 192
+
+
+def test_a_limit_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTLINEAR_KEEP_MIB", "12")
+    assert kept_bytes() == 12 << 20
+    monkeypatch.setenv("FASTLINEAR_KEEP_MIB", "plenty")
+    with pytest.raises(InputError, match=r"FASTLINEAR_KEEP_MIB.*whole number of MiB"):
+        kept_bytes()
+    script = "from fastlinear.ops.common import door_node as d; print(d.wait(), d.reason_not())"
+    said = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert said.stdout.startswith("False FASTLINEAR_KEEP_MIB: expected a whole number")
+
+
+def test_a_result_is_a_tensor_like_others() -> None:
+    t = large(5.0)
+    copy = t.clone()
+    t.resize_(4, 4)  # smaller: the memory stays
+    assert t.unique().tolist() == [5.0]
+    t.resize_(2 * ROWS, FEATURES)
+    assert t.flatten()[: copy.numel()].unique().tolist() == [5.0]
+    assert copy.share_memory_().is_shared()
+    assert t.numpy()[0, 0] == 5.0
+    assert t.share_memory_().is_shared()
+    assert large(6.0).unique().tolist() == [6.0]
+    small = kept_memory.empty((3, 5), torch.bfloat16)
+    assert (small.shape, small.dtype) == ((3, 5), torch.bfloat16)
+    assert kept_memory.empty((ROWS, FEATURES), torch.int64).dtype is torch.int64
+
+
+def test_the_profiler_sees_it() -> None:
+    with torch.profiler.profile(profile_memory=True) as seen:
+        for _ in range(2):  # a new block, then the same again
+            t = large(1.0)
+            del t
+    told = [e.cpu_memory_usage for e in seen.events() if e.name == "[memory]"]
+    assert [u for u in told if abs(u) == kept_memory.LEAST] == 2 * [
+        kept_memory.LEAST,
+        -kept_memory.LEAST,
+    ]
+
+
+def test_threads_and_forked_processes() -> None:
+    wrong: list[float] = []
+
+    def work(value: float) -> None:
+        for _ in range(20):
+            t = large(value)
+            if t[0, 0] != value or t[-1, -1] != value or t.sum() != value * t.numel():
+                wrong.append(value)
+            del t
+
+    threads = [threading.Thread(target=work, args=(float(v),)) for v in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+    mine = large(7.0)
+    idle = large(8.0)
+    del idle
+    child = os.fork()
+    if child == 0:
+        good = False
+        try:
+            torch.set_num_threads(1)
+            here = kept_memory.empty((ROWS, FEATURES), torch.float32)
+            here[0, 0] = 9.0
+            good = bool(mine[0, 0] == 7.0) and bool(here[0, 0] == 9.0)
+        finally:
+            os._exit(0 if good else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert mine.unique().tolist() == [7.0]
