@@ -179,5 +179,6 @@ def test_every_number_has_its_program(m: int, k: int) -> None:
 def test_multiples_of_128_rows_leave_nothing_over() -> None:
     """Whatever the number of features."""
     for k in (24, 33, 100, 160, 161, 640, 1000, 1040):
-        config = triton_config.config_for("backward", 32768, k, 2)
-        assert triton_config.cut(32768, k, True, 132, config).even, k
+        for activation in ("none", "relu", "gelu"):
+            config = triton_config.config_for("backward", 32768, k, 2, activation)
+            assert triton_config.cut(32768, k, True, 132, config).even, (k, activation)

@@ -175,7 +175,7 @@ class _Backward:
         config: DiagonalConfig | None,
     ) -> None:
         m, k = dy.shape
-        own = config or config_for("backward", m, k, dy.itemsize)
+        own = config or config_for("backward", m, k, dy.itemsize, activation)
         row_stride = k if x is None or m == 1 else x.stride(0)
         made = one_launch(m, k, own) if config is None else None
         whole = made is not None

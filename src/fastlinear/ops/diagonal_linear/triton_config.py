@@ -18,6 +18,7 @@ _MOST_ROWS, _MOST_FEATURES = 1 << 30, 1 << 20  # joined rows and their numbers c
 _ONE_LAUNCH_TILES = 8
 _LARGE = 1 << 22  # numbers that keep a GPU busy with few large tiles
 _HUGE = 1 << 25  # numbers beside which launches are nothing
+_QUICK = ("none", "relu", "leaky_relu")  # activations whose derivatives take no time
 _WIDE = 1024  # features from which a program's share of a row is long whatever the others take
 
 
@@ -69,7 +70,9 @@ class Cut:
     even: bool
 
 
-def config_for(piece: str, m: int, k: int, itemsize: int) -> DiagonalConfig:
+def config_for(
+    piece: str, m: int, k: int, itemsize: int, activation: str = "none"
+) -> DiagonalConfig:
     """The launch configuration of a piece for M rows of K features of ``itemsize`` bytes.
 
     Measured on an H200 at 64 to 32768 rows of 128 to 8192 features.
@@ -81,15 +84,18 @@ def config_for(piece: str, m: int, k: int, itemsize: int) -> DiagonalConfig:
         return found if numbers < _LARGE else replace(found, early="last")
     if numbers < _LARGE:
         return DiagonalConfig(64, 2048, 4, 3, 1, "last")  # few programs, whose sums take long
-    if k >= _WIDE and numbers > _LARGE:
-        block_k, held = (512, 1024) if itemsize == 4 else (128, 2048)
-        return DiagonalConfig(block_k, held, 4, 1, 4, "last")
-    if k < 512 or numbers == _LARGE:
-        wide = itemsize == 4
+    wide = itemsize == 4
+    if k < 512 or numbers == _LARGE or activation not in _QUICK:
         return (
             DiagonalConfig(64, 2048, 4, 3, 2, "last") if wide else DiagonalConfig(64, 2048, 4, 4, 2)
         )
-    return DiagonalConfig(32, 4096, 8, 3, 1) if itemsize == 4 else DiagonalConfig(64, 4096, 8, 4, 1)
+    if not wide:
+        return DiagonalConfig(64, 4096, 8, 4, 1)
+    if k < _WIDE:
+        return DiagonalConfig(32, 4096, 8, 3, 1)
+    if activation == "none":
+        return DiagonalConfig(512, 1024, 4, 1, 4, "last")
+    return DiagonalConfig(128, 1024, 2, 1, 8, "last")
 
 
 def _forward_config(numbers: int, itemsize: int) -> DiagonalConfig:
