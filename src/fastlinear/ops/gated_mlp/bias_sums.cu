@@ -20,8 +20,8 @@ constexpr int AHEAD = 8;  // rows of dy that a thread has under way
 struct Four { u32 v[4]; };
 
 __device__ __forceinline__ Four load(const void* from) {
-  Four r;  // volatile, and not as constant memory: not read before the kernel that writes is done
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+  Four r;  // volatile, not as constant memory and past L1: never from before it was written
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(r.v[0]), "=r"(r.v[1]), "=r"(r.v[2]), "=r"(r.v[3])
                : "l"(from)
                : "memory");
