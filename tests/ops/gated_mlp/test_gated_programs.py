@@ -153,6 +153,7 @@ class Stand:
 
 
 STANDS: dict[int, Stand] = {}
+EARLY: list[bool] = []  # of the launches of sums that were made, whether they begin early
 
 
 def stand(like: Sequence[Any], function: Callable[..., None]) -> cuda.Plan:
@@ -208,14 +209,16 @@ def through_plan(tensors: Sequence[Any], activation: str, needs_h: bool, _: Any)
     return stand(tensors, run)
 
 
-def sums_plan(rows: int, size: int, like: Tensor, _: Any) -> cuda.Plan:
-    def run(sums: Any, *parts: Any) -> None:
-        for part, values in zip(parts, sums.sum(1), strict=True):
+def sums_plan(tensors: Sequence[Any], like: Tensor, early: bool) -> cuda.Plan:
+    def run(sums: Any, gate: Any, up: Any, dy: Any, down: Any) -> None:
+        for part, values in zip((gate, up), () if sums is None else sums.sum(1), strict=False):
             if part is not None:
                 part.copy_(values)
+        if down is not None:
+            down.copy_(dy.sum(0))
 
-    one = like.new_empty(size)
-    return stand([like.new_empty((2, rows, size), dtype=torch.float32), one, one], run)
+    EARLY.append(early)
+    return stand(tensors, run)
 
 
 def passes(arguments: Sequence[Any], activation: str, order: str, *, backward: bool) -> Any:
@@ -269,6 +272,7 @@ def _stood_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         table.clear()
     library.fastlinear_node_cuda(None, None)
     STANDS.clear()
+    EARLY.clear()
 
 
 def reference_linear(h: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -> tuple[Tensor]:
@@ -379,6 +383,16 @@ def test_what_no_program_describes_stays_in_python() -> None:
     assert given[0] is not None
     wide[0] = given[0].detach()[:, 1:].requires_grad_()  # rows of 17 numbers
     ran(formula_of("cuda", "apart"), wide)
+
+
+@pytest.mark.usefixtures("_stood_in")
+def test_sums_begin_early_only_behind_the_kernel_that_lets_them() -> None:
+    for frozen, early in ((3, True), (6, False)):
+        needs = [i == frozen or (early and i > 3) for i in range(7)]
+        given = draw((9, 16), "apart", "yes", needs)
+        EARLY.clear()
+        Way(formula_of("cuda", "apart"), given).compare(given)
+        assert set(EARLY) == {early}
 
 
 @pytest.mark.usefixtures("_stood_in")

@@ -37,7 +37,8 @@ _TRITON_SOURCES = (
     "../common/triton_launch.py",
 )
 _CUDA_SOURCES = (
-    *("forward.cu", "backward.cu", "cuda_config.py", "products.py", "../common/cuda_driver.py"),
+    *("forward.cu", "backward.cu", "bias_sums.cu", "cuda_config.py", "products.py"),
+    "../common/cuda_driver.py",
     *(f"../common/{name}" for name in hopper.FILES),
 )
 _LEAST = 1 << 15  # numbers of a pre-activation from which fewer passes pay

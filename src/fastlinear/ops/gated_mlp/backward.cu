@@ -12,7 +12,8 @@
 //   SETS: buffers of a warp for G and U, so many blocks ahead.
 //   BLOCK_COLS: columns of a block, 32 or 64.
 //   NEED_H 1: H is written, for the gradient of the down weight.
-//   SUMS 1: column sums of dG and dU, of MMA_M * 16 rows each, are written for the bias gradients.
+//   SUMS 1: column sums of dG and dU as they are stored, of MMA_M * 16 rows each, are written for the
+//     bias gradients: products with ones, a quarter of a block behind.
 
 constexpr int H_BUFS = 2;
 constexpr int BLOCK_BYTES = 16 * BLOCK_COLS * 2;
@@ -43,25 +44,29 @@ __device__ __forceinline__ void store_block(const TensorMap* map, u32 src, int x
       : "memory");
 }
 
-// Adds up what the eight lanes of the same columns hold: v[0..3] of one array, v[4..7] of another.
-// Lane l is left with the sum of number (l >> 2 & 1) + 2 * (l >> 3 & 1) + 4 * (l >> 4).
-__device__ __forceinline__ float sum_lanes(const float (&v)[8]) {
-  const u32 lane = lane_id();
-  float a[4], b[2];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const bool high = lane & 16;
-    const float sent = high ? v[i] : v[i + 4], kept = high ? v[i + 4] : v[i];
-    a[i] = kept + __shfl_xor_sync(0xffffffffu, sent, 16);
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const bool high = lane & 8;
-    const float sent = high ? a[i] : a[i + 2], kept = high ? a[i + 2] : a[i];
-    b[i] = kept + __shfl_xor_sync(0xffffffffu, sent, 8);
-  }
-  const bool high = lane & 4;
-  return (high ? b[1] : b[0]) + __shfl_xor_sync(0xffffffffu, high ? b[0] : b[1], 4);
+// The transposes of four 8 by 8 matrices: with addresses as for ldmatrix, what mma's A is for columns
+// by rows.
+__device__ __forceinline__ void ldmatrix_turned(u32 addr, u32 (&r)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[2]), "=r"(r[1]), "=r"(r[3])
+               : "r"(addr)
+               : "memory");
+}
+
+// Column sums of 16 rows by 16 columns, read turned: total[0] is column lane / 4 and total[2] the
+// eighth behind it, in float32 and on top of what was there unless these are the first rows.
+__device__ __forceinline__ void add_rows(float (&total)[4], const u32 (&r)[4], bool first) {
+  constexpr u32 kOnes = IS_BF16 ? 0x3f803f80u : 0x3c003c00u;
+  if (first) total[0] = total[1] = total[2] = total[3] = 0.0f;
+#if IS_BF16
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %8}, {%0, %1, %2, %3};"
+#else
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %8}, {%0, %1, %2, %3};"
+#endif
+      : "+f"(total[0]), "+f"(total[1]), "+f"(total[2]), "+f"(total[3])
+      : "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]), "r"(kOnes));
 }
 
 struct Epilogue {
@@ -91,6 +96,30 @@ struct Epilogue {
     mbar_wait(loaded + set * 8, ((odd & of_tile) ^ (i / SETS)) & 1);
   }
 
+  // What this warp has put into quarter `q` of a block: dG and dU turned.
+  static __device__ __forceinline__ void turn(u32 block, int q, u32 (&turned)[2][4]) {
+    u32 where;  // volatile: see finish
+    asm volatile("xor.b32 %0, %1, %2;" : "=r"(where) : "r"(block), "r"(q * 32));
+    ldmatrix_turned(where, turned[0]);
+    ldmatrix_turned(where + BLOCK_BYTES, turned[1]);
+  }
+
+  // Of lanes that hold the same sums each stores one number of a quarter.
+  __device__ __forceinline__ void put_sums(const float (&dg)[QUARTERS][4],
+                                           const float (&du)[QUARTERS][4], int row,
+                                           int col) const {
+    const u32 lane = lane_id();
+    const bool is_up = lane & 2, high = lane & 1;
+    const int own = col + (lane >> 2) + 8 * high;
+    const int sum_row = row / (64 * MMA_M) * 4 + row % 64 / 16;
+    float* to = sums + is_up * sums_apart + static_cast<long long>(sum_row) * columns + own;
+#pragma unroll
+    for (int q = 0; q < QUARTERS; ++q) {
+      const float first = is_up ? du[q][0] : dg[q][0], second = is_up ? du[q][2] : dg[q][2];
+      if (own + 16 * q < columns) to[16 * q] = high ? second : first;
+    }
+  }
+
   // A tile's blocks: of the first columns, its rows; `i` is a constant once unrolled.
   template <int kRows>
   static __device__ __forceinline__ int row_of(int i) { return i % kRows * 64; }
@@ -111,7 +140,7 @@ struct Epilogue {
   template <int kRows, int kAccs>
   __device__ __forceinline__ void finish(float (&acc)[kAccs][BN / 2], int row, int n) {
     const int col = n * BN;
-    float held[QUARTERS];  // this lane's column sums of a block's columns, its rows so far
+    float dg_sums[QUARTERS][4], du_sums[QUARTERS][4];  // of a block's columns, its rows so far
 #pragma unroll
     for (int i = 0; i < BLOCKS; ++i) {
       const int mi = i % kRows;
@@ -129,10 +158,10 @@ struct Epilogue {
         u32 where, to;  // volatile: worked out here, not kept in a register throughout
         asm volatile("xor.b32 %0, %1, %2;" : "=r"(where) : "r"(block), "r"(q * 32));
         asm volatile("xor.b32 %0, %1, %2;" : "=r"(to) : "r"(h_block), "r"(q * 32));
-        u32 g[4], u[4], h[4];
-        float totals[8] = {};
+        u32 g[4], u[4], h[4], turned[2][4];
         ldmatrix(where, g);
         ldmatrix(where + BLOCK_BYTES, u);
+        if (SUMS && q > 0) turn(block, q - 1, turned);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
           const float d0 = dh[8 * q + 2 * k], d1 = dh[8 * q + 2 * k + 1];
@@ -144,19 +173,16 @@ struct Epilogue {
           g[k] = pack(dg0, dg1);
           u[k] = pack(du0, du1);
           h[k] = pack(a0 * u0, a1 * u1);
-          if (SUMS) {  // rows 0-7 and 8-15 of columns 16q + 8 (k / 2) + 2 (lane % 4) + 0 and 1
-            totals[k / 2 * 2] += dg0;
-            totals[k / 2 * 2 + 1] += dg1;
-            totals[4 + k / 2 * 2] += du0;
-            totals[4 + k / 2 * 2 + 1] += du1;
-          }
         }
         stmatrix(where, g[0], g[1], g[2], g[3]);
         stmatrix(where + BLOCK_BYTES, u[0], u[1], u[2], u[3]);
         if (NEED_H) stmatrix(to, h[0], h[1], h[2], h[3]);
         if (SUMS) {
-          const float sum = sum_lanes(totals);
-          held[q] = mi == 0 ? sum : held[q] + sum;
+          __syncwarp();  // what is turned next is there
+          if (q > 0) {
+            add_rows(dg_sums[q - 1], turned[0], mi == 0);
+            add_rows(du_sums[q - 1], turned[1], mi == 0);
+          }
         }
         // Well into the block the store before is read out: its set takes the next block to come.
         if (q == min(SETS, QUARTERS) - 1 && i > 0 && i + SETS - 1 < BLOCKS && leader) {
@@ -173,16 +199,12 @@ struct Epilogue {
         if (NEED_H) store_block(h_map, h_block, at_col, here);
         asm volatile("cp.async.bulk.commit_group;" ::: "memory");
       }
-      if (SUMS && mi == kRows - 1) {
-        const u32 lane = lane_id();
-        const int number = (lane >> 2 & 1) + 2 * (lane >> 3 & 1);
-        // number 2j + e is column 8j + 2 (lane % 4) + e of 16
-        const int own = at_col + number / 2 * 8 + (lane & 3) * 2 + number % 2;
-        const int sum_row = row / (64 * MMA_M) * 4 + row % 64 / 16;
-        float* to = sums + (lane >> 4) * sums_apart + static_cast<long long>(sum_row) * columns;
-#pragma unroll
-        for (int q = 0; q < QUARTERS; ++q)
-          if (own + 16 * q < columns) to[own + 16 * q] = held[q];
+      if (SUMS) {
+        u32 turned[2][4];
+        turn(block, QUARTERS - 1, turned);
+        add_rows(dg_sums[QUARTERS - 1], turned[0], mi == 0);
+        add_rows(du_sums[QUARTERS - 1], turned[1], mi == 0);
+        if (mi == kRows - 1) put_sums(dg_sums, du_sums, row, at_col);
       }
     }
     odd ^= 1;
@@ -213,6 +235,8 @@ gated_backward(const __grid_constant__ TensorMap a_map, const __grid_constant__ 
     prefetch_map(&up_map);
     for (int i = 0; i < 8 * SETS; ++i) mbar_init(base + LOADED_OFFSET + i * 8, 1);
   }
+  // The kernel behind this one reads dy as soon as it runs. init_pipeline allows it to.
+  asm volatile("griddepcontrol.wait;" ::: "memory");
   init_pipeline(full);
   const Work work(tiles_m, tiles_n, k_tiles);
 
@@ -256,25 +280,4 @@ gated_backward(const __grid_constant__ TensorMap a_map, const __grid_constant__ 
   }
   __syncwarp();
   if constexpr (CLUSTER > 1) cluster_sync();  // no block leaves while a peer may still write to it
-}
-
-// The bias gradients (columns,) out of `sums` (2, rows, columns): of the gate by even blocks, of the
-// up projection by odd ones, 32 columns each. One that is not wanted is null.
-extern "C" __global__ void __launch_bounds__(512)
-gated_bias_sums(const float* __restrict__ sums, unsigned short* __restrict__ gate,
-                unsigned short* __restrict__ up, int rows, int columns) {
-  __shared__ float part[16][33];
-  const int half = blockIdx.x % 2, lane = threadIdx.x % 32, slice = threadIdx.x / 32;
-  const int col = blockIdx.x / 2 * 32 + lane;
-  unsigned short* const out = half ? up : gate;
-  const float* const from = sums + static_cast<long long>(half) * rows * columns;
-  float sum = 0.0f;
-  if (out && col < columns)
-    for (int r = slice; r < rows; r += 16) sum += from[static_cast<long long>(r) * columns + col];
-  part[slice][lane] = sum;
-  __syncthreads();
-  if (slice == 0 && out && col < columns) {
-    for (int s = 1; s < 16; ++s) sum += part[s][lane];
-    out[col] = pack(sum, 0.0f) & 0xffff;
-  }
 }

@@ -2,6 +2,7 @@
 
 ``forward.cu`` is gate and up projection as one product, ``backward.cu`` the gradient of what the
 gate lets through, which is never written. Both hide the epilogue under the next tile's product.
+``bias_sums.cu`` finishes all bias gradients in one launch, begun under ``backward.cu``'s end.
 The down projection is what linear_act takes for such a layer, the other products are cuBLAS's.
 Every element is written by one block in a fixed order: results are deterministic.
 """
@@ -36,10 +37,7 @@ from fastlinear.ops.common.hopper import (
 from fastlinear.ops.gated_mlp import reference
 from fastlinear.ops.gated_mlp.cuda_config import Config, config_for
 from fastlinear.ops.gated_mlp.problem import has_down
-from fastlinear.ops.gated_mlp.products import (
-    PYTORCH,
-    backward_through_down,
-)
+from fastlinear.ops.gated_mlp.products import PYTORCH, Sums, backward_through_down
 from fastlinear.ops.gated_mlp.stacking import (
     Biases,
     Gradients,
@@ -58,7 +56,8 @@ from fastlinear.ops.linear_act import backends as linear_act
 
 _HERE = Path(__file__).parent
 _MAX_PLANS = 1024
-_SUMS = "gated_bias_sums"
+_SUMS_THREADS, _SUMS_COLUMNS = 512, 64  # of a block of bias_sums.cu
+_SHARE = 512  # rows of dy that it reads at once; more are shared by a cluster
 _MAX_SIZE = 1 << 30  # tile coordinates are 32-bit
 
 Slot = driver.TensorMap | ctypes.c_void_p
@@ -118,7 +117,10 @@ def backward(
     """dy (M, N), dense, bfloat16 or float16 → the seven gradients; pre None is formed again from
     x."""
     if not any(needs[i] for i in (0, 1, 2, 4, 5)):
-        return reference.backward(dy, pre, x, weights, biases, activation, order, needs)
+        rest = reference.backward(
+            dy, pre, x, weights, biases, activation, order, (*needs[:6], False)
+        )
+        return *rest[:6], column_sums(dy) if needs[6] else None
     if pre is None:
         pre = reference.pre_activations(x, weights, biases)
     return backward_through_down(
@@ -217,14 +219,15 @@ def through_down(
     pre: Pre,
     activation: str,
     order: str,
-    needs: tuple[bool, bool],
+    needs: tuple[bool, bool, bool],
     needs_h: bool,
     config: Config | None = None,
-) -> tuple[Pre, Tensor | None, tuple[Tensor | None, Tensor | None]]:
+) -> tuple[Pre, Tensor | None, Sums]:
     """(dpre laid out as pre, h (M, H) or None, bias gradients) from dy (M, N) and down (N, H).
 
     Args:
-        needs: which bias gradients are wanted: the gate's (or the stack's) and the up projection's.
+        needs: which bias gradients are wanted: of the gate (or the stack), the up and the down
+            projection.
         needs_h: whether what the gate lets through is wanted.
         config: tile configuration; chosen where None.
     """
@@ -235,14 +238,14 @@ def through_down(
     h = dy.new_empty(m, size) if needs_h else None
     made = config or config_for("backward", m, size)
     sums = None
-    if any(needs):
+    if any(needs[:2]):
         shape = (2, sums_rows(made, m, n, size), size)
         sums = torch.empty(shape, dtype=torch.float32, device=dy.device)
     given = *read, *split_pre(dpre, order)
     tensors = [dy, down, *given, given[0] if h is None else h, sums]
     key = _key("backward", (dy, down, *read), activation, order, sums is None, needs_h, made)
     _run(key, lambda: through_plan(tensors, activation, needs_h, made), dy, tensors)
-    return dpre, h, (None, None) if sums is None else _bias_gradients(sums, order, needs, dy, made)
+    return dpre, h, _bias_gradients(sums, order, needs, dy)
 
 
 def sums_rows(config: Config, m: int, n: int, size: int) -> int:
@@ -273,30 +276,58 @@ def through_plan(tensors: Sequence[Any], activation: str, needs_h: bool, config:
 
 
 def _bias_gradients(
-    sums: Tensor, order: str, needs: tuple[bool, bool], like: Tensor, config: Config
-) -> tuple[Tensor | None, Tensor | None]:
-    """The bias gradients, as the biases lie, out of their sums (2, rows, H)."""
-    size = sums.shape[2]
-    found: tuple[Tensor | None, Tensor | None]
-    parts: tuple[Tensor | None, Tensor | None]
-    if order == "apart":
-        first, second = (like.new_empty(size) if need else None for need in needs)
-        found = parts = first, second
-    else:
-        both = like.new_empty(2 * size)
-        found, parts = (both, None), halves(both, None, order, 0)
-    key = _key("sums", (like, sums), config)
-    _run(key, lambda: sums_plan(sums.shape[1], size, like, config), like, [sums, *parts])
+    sums: Tensor | None, order: str, needs: tuple[bool, bool, bool], dy: Tensor
+) -> Sums:
+    """The bias gradients, as the biases lie: of gate and up out of their sums (2, rows, H), of the
+    down projection out of dy (M, N), which the launch before has not written."""
+    first = second = third = None
+    parts: tuple[Tensor | None, Tensor | None] = None, None
+    if sums is not None and order == "apart":
+        first, second = (dy.new_empty(sums.shape[2]) if need else None for need in needs[:2])
+        parts = first, second
+    elif sums is not None:
+        first = dy.new_empty(2 * sums.shape[2])
+        parts = halves(first, None, order, 0)
+    if needs[2]:
+        third = dy.new_empty(dy.shape[1])
+    if any(needs):
+        _add_up([sums, *parts, dy if needs[2] else None, third], dy, early=True)
+    return first, second, third
+
+
+def column_sums(dy: Tensor) -> Tensor:
+    """The down bias's gradient (N,) by itself out of dy (M, N), with the same bits."""
+    dy = readable(dy)
+    found = dy.new_empty(dy.shape[1])
+    _add_up([None, None, None, dy, found], dy, early=False)
     return found
 
 
-def sums_plan(rows: int, size: int, like: Tensor, config: Config) -> Plan:
-    """The launch that adds up the sums (2, rows, H), for two bias gradients or None, in the dtype
-    and on the device of ``like``."""
-    kernel = _kernel("backward", config, like, "none", {"NEED_H": 1, "SUMS": 1}, True, _SUMS)
-    slots = [ctypes.c_void_p(0) for _ in range(3)]
-    launch = driver.Launch(kernel, 512, 1, [*slots, ctypes.c_int(rows), ctypes.c_int(size)])
-    launch.set_grid(2 * -(-size // 32))
+def _add_up(tensors: Sequence[Tensor | None], like: Tensor, *, early: bool) -> None:
+    which = (None if t is None else (t.shape, t.stride()) for t in tensors)
+    key = "sums", like.dtype, like.device, early, *which
+    _run(key, lambda: sums_plan(tensors, like, early), like, tensors)
+
+
+def sums_plan(tensors: Sequence[Any], like: Tensor, early: bool) -> Plan:
+    """The launch that finishes bias gradients for tensors laid out as these are: sums (2, rows, H),
+    gradients of the gate's and the up projection's bias, dy (M, N) and the gradient of the down
+    projection's, each of them or None; all in the dtype and on the device of ``like``.
+
+    Args:
+        early: whether it runs right behind ``through_plan``'s, under whose end it may read dy.
+    """
+    sums, dy = tensors[0], tensors[3]
+    rows, size = (0, 0) if sums is None else sums.shape[1:]
+    (m, n), stride = (0, 0) if dy is None else dy.shape, 0 if dy is None else dy.stride(0)
+    cluster = next(c for c in (1, 2, 4, 8) if c == 8 or m <= c * _SHARE)
+    down_blocks = -(-n // _SUMS_COLUMNS) * cluster
+    blocks = down_blocks + 2 * -(-size // _SUMS_COLUMNS)
+    slots = [ctypes.c_void_p(0) for _ in tensors]
+    counts = (ctypes.c_int(count) for count in (rows, size, m, n, stride, down_blocks))
+    made = EarlyLaunch if early else driver.Launch
+    launch = made(_sums_kernel(like), _SUMS_THREADS, cluster, [*slots, *counts])
+    launch.set_grid(-(-blocks // cluster) * cluster)
     return Plan(launch, slots)
 
 
@@ -359,24 +390,35 @@ def source(
     return device_source(file, own, config.bn, dtype, activation, False, b_mn)
 
 
+def sums_source(dtype: torch.dtype) -> str:
+    """The complete CUDA C++ source of the bias gradients' sums."""
+    bf16 = int(dtype == torch.bfloat16)
+    return f"#define IS_BF16 {bf16}\n" + (_HERE / "bias_sums.cu").read_text()
+
+
+def _sums_kernel(like: Tensor) -> driver.Kernel:
+    key = "sums", like.dtype, like.device.index
+    return _compiled(key, "gated_bias_sums", 0, lambda: sums_source(like.dtype))
+
+
 def _kernel(
-    piece: str,
-    config: Config,
-    like: Tensor,
-    activation: str,
-    macros: dict[str, int],
-    b_mn: bool,
-    name: str = "",
+    piece: str, config: Config, like: Tensor, activation: str, macros: dict[str, int], b_mn: bool
 ) -> driver.Kernel:
-    """The kernel of a piece's file, or another one of that file by its name."""
-    key = (piece, name, config, like.dtype, activation, tuple(macros.items()), like.device.index)
+    key = (piece, config, like.dtype, activation, tuple(macros.items()), like.device.index)
+    shared = config.shared_bytes(piece)
+
+    def text() -> str:
+        return source(piece, config, like.dtype, activation, macros, b_mn)
+
+    return _compiled(key, f"gated_{piece}", shared, text)
+
+
+def _compiled(key: Any, name: str, shared: int, text: Callable[[], str]) -> driver.Kernel:
+    """The kernel of a source, for the device that the key ends with."""
     kernel = _kernels.get(key)
     if kernel is None:
-        text = source(piece, config, like.dtype, activation, macros, b_mn)
-        cubin = driver.compile_cubin(text, f"gated_{piece}.cu", ARCH)
-        shared = 0 if name else config.shared_bytes(piece)
-        kernel = driver.Kernel(cubin, name or f"gated_{piece}", shared, like.device.index)
-        _kernels[key] = kernel
+        cubin = driver.compile_cubin(text(), f"{name}.cu", ARCH)
+        kernel = _kernels[key] = driver.Kernel(cubin, name, shared, key[-1])
     return kernel
 
 

@@ -45,11 +45,12 @@ def through_down(
     )
 
 
-def bias_sums(
-    arguments: Sequence[Laid], rows: int, size: int, like: Tensor, config: cuda.Config
-) -> DoorLaunch | None:
-    """``cuda.sums_plan``: the sums, then two gradients."""
-    return _made(lambda: cuda.sums_plan(rows, size, like, config), like.device, arguments)
+def bias_sums(arguments: Sequence[Laid], like: Tensor, *, early: bool) -> DoorLaunch | None:
+    """``cuda.sums_plan``, likewise."""
+    tensors = _tensors(arguments)
+    if tensors[3] is not None and not _read_in_place([tensors[3]]):
+        return None
+    return _made(lambda: cuda.sums_plan(tensors, like, early), like.device, arguments)
 
 
 def elementwise(

@@ -11,6 +11,9 @@ from torch import Tensor
 from fastlinear.ops.gated_mlp import reference
 from fastlinear.ops.gated_mlp.stacking import Biases, Gradients, Needs, Pre, Weights, halves
 
+Sums = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""The bias gradients: of the gate (or the stack), the up and the down projection."""
+
 
 @dataclass(frozen=True)
 class Gate:
@@ -86,7 +89,7 @@ def backward_by(
 
 def backward_through_down(
     products: Products,
-    through_down: Callable[..., tuple[Pre, Tensor | None, tuple[Tensor | None, Tensor | None]]],
+    through_down: Callable[..., tuple[Pre, Tensor | None, Sums]],
     dy: Tensor,
     pre: Pre,
     x: Tensor,
@@ -97,18 +100,15 @@ def backward_through_down(
 ) -> Gradients:
     """The same where one kernel goes from dy (M, N) through the down projection and the gate.
 
-    ``through_down``: (dy, down weight, pre, activation, order, needs of the two bias gradients,
+    ``through_down``: (dy, down weight, pre, activation, order, needs of the three bias gradients,
     whether h is wanted) → (dpre, h or None, bias gradients).
     """
     assert weights.down is not None
-    down_bias = dy.sum(0) if needs[6] else None
-    dpre, h, (gate_bias, up_bias) = through_down(
-        dy, weights.down, pre, activation, order, (needs[4], needs[5]), needs[3]
-    )
+    dpre, h, biases = through_down(dy, weights.down, pre, activation, order, needs[4:], needs[3])
     down_weight = None if h is None else products.grad_weight(dy, h)
     del h
     first = _through_first(products, dpre, x, weights, needs)
-    return *first, down_weight, gate_bias, up_bias, down_bias
+    return *first, down_weight, *biases
 
 
 def _through_first(

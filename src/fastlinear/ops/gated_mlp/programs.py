@@ -44,8 +44,8 @@ _DY, _X, _WEIGHTS, _BIASES, _PRE = 0, 1, 2, 5, 8  # a backward's; a forward's be
 _INNER = (0, 1, 2, 4, 5)  # gradients that go through the gate
 Numbers = tuple[int, int | None]
 """Pre-activations, or their gradients, among a program's tensors: as they lie."""
-Through = tuple[Numbers, int | None, tuple[int | None, int | None]]
-"""dpre, h or None, and the gradients of the gate's (or the stack's) and of the up bias."""
+Through = tuple[Numbers, int | None, tuple[int | None, int | None, int | None]]
+"""dpre, h or None, and the gradients of the gate's (or the stack's), the up and the down bias."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,10 +238,10 @@ def _backward(
         return None
     p = Program(1 + _GIVEN + _KEPT)
     gradient = matrix(p, _DY, dy)
-    down_bias = p.row_sum(gradient.number) if needs[6] else None
     inner = any(needs[i] for i in _INNER)
     if not inner and not needs[3]:
-        return p.spec(*(None,) * 6, down_bias)
+        down_bias = _column_sums(p, formula, gradient) if needs[6] else None
+        return None if needs[6] and down_bias is None else p.spec(*(None,) * 6, down_bias)
     again = kept[0] is None
     rows = matrix(p, _X, x) if again or needs[1] or needs[2] else None
     pre: Any = kept
@@ -255,12 +255,13 @@ def _backward(
         through = steps(p, formula, needs, gradient, weights, pre, numbers)
     elif formula.backward_name == "elementwise":
         h = _gated(p, pre, numbers, formula.activation, formula.order)
-        through = None if h is None else (numbers, h, (None, None))
+        down_bias = p.row_sum(gradient.number) if needs[6] else None
+        through = None if h is None else (numbers, h, (None, None, down_bias))
     else:
         through = None  # PyTorch's ops in Python
     if through is None:
         return None
-    (first, second), h, (gate_bias, up_bias) = through
+    (first, second), h, summed = through
     down_weight = gate_weight = up_weight = dx = None
     if needs[3]:
         assert h is not None
@@ -276,7 +277,18 @@ def _backward(
         if second is not None:
             p.accumulate(dx, second, _WEIGHTS + 1)
         dx = dx if x.dim() == 2 else p.view(dx, x.shape)
-    return p.spec(dx, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
+    return p.spec(dx, gate_weight, up_weight, down_weight, *summed)
+
+
+def _column_sums(p: Program, formula: Formula, dy: Operand) -> int | None:
+    """The down bias's gradient alone: ``cuda.column_sums``, or PyTorch's."""
+    if formula.backward_name != "cuda":
+        return p.row_sum(dy.number)
+    n, dtype = dy.tensor.shape[1], dy.tensor.dtype
+    found = p.empty((n,), dtype, dy.memory)
+    out: Laid = dy.tensor.new_empty(n), (found, 0)
+    arguments: list[Laid] = [None, None, None, (dy.tensor, (dy.memory, 0)), out]
+    return found if p.launch(launches.bias_sums(arguments, dy.tensor, early=False)) else None
 
 
 def _through_down(
@@ -317,18 +329,24 @@ def _through_down(
     launch = launches.through_down(arguments, formula.activation, needs[3], config)
     if not p.launch(launch):
         return None
-    if sums is None:
-        return dpre, h, (None, None)
-    gradients: list[int | None]
-    if order == "apart":
-        gradients = [p.empty((size,), dtype, dy.memory) if need else None for need in needs[4:6]]
-        parts: list[Laid] = [None if g is None else (dy.tensor, (g, 0)) for g in gradients]
-    else:
+    if not (needs[4] or needs[5] or needs[6]):
+        return dpre, h, (None, None, None)
+    gradients: list[int | None] = [None, None, None]
+    parts: list[Laid] = [None, None]
+    if sums is not None and order == "apart":
+        gradients[:2] = [p.empty((size,), dtype, dy.memory) if g else None for g in needs[4:6]]
+        half = dy.tensor.new_empty(size)
+        parts = [None if g is None else (half, (g, 0)) for g in gradients[:2]]
+    elif sums is not None:
         both = dy.tensor.new_empty(2 * size)
-        gradients = [p.empty((2 * size,), dtype, dy.memory), None]
+        gradients[0] = p.empty((2 * size,), dtype, dy.memory)
         parts = _parts(halves(both, None, order, 0), (gradients[0], None), both, order)
-    p.launch(launches.bias_sums([sums, *parts], rows, size, dy.tensor, config))
-    return dpre, h, (gradients[0], gradients[1])
+    summed: list[Laid] = [None, None]
+    if needs[6]:
+        number = gradients[2] = p.empty((n,), dtype, dy.memory)
+        summed = [(dy.tensor, (dy.memory, 0)), (dy.tensor.new_empty(n), (number, 0))]
+    p.launch(launches.bias_sums([sums, *parts, *summed], dy.tensor, early=True))
+    return dpre, h, (gradients[0], gradients[1], gradients[2])
 
 
 def _through_gate(
@@ -360,7 +378,9 @@ def _through_gate(
         None,
     ]
     launch = launches.elementwise(arguments, formula.activation, order, backward=True)
-    return (dpre, h, (None, None)) if p.launch(launch) else None
+    if not p.launch(launch):
+        return None
+    return dpre, h, (None, None, p.row_sum(dy.number) if needs[6] else None)
 
 
 # --------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from fastlinear.ops.gated_mlp.layers import products_for
 from fastlinear.ops.gated_mlp.products import (
     PYTORCH,
     Gate,
+    Sums,
     backward_by,
     backward_through_down,
     bias_gradients,
@@ -204,15 +205,15 @@ def _through_down(
     pre: Pre,
     activation: str,
     order: str,
-    needs: tuple[bool, bool],
+    needs: tuple[bool, bool, bool],
     needs_h: bool,
-) -> tuple[Pre, Tensor | None, tuple[Tensor | None, Tensor | None]]:
+) -> tuple[Pre, Tensor | None, Sums]:
     """(dpre, h or None, bias gradients) from dy (M, N) and the down weight (N, H) in one kernel."""
     (m, n), size = dy.shape, down.shape[1]
     dpre, h = empty_like(pre), dy.new_empty(m, size) if needs_h else None
     c = product_config("backward", m, size, _units(dy), _capability(dy))
     tiles = -(-m // c.block_m)
-    part = _workspace((2, tiles, size), dy) if any(needs) else None
+    part = _workspace((2, tiles, size), dy) if any(needs[:2]) else None
     tensors = (dy, down, *split_pre(pre, order), *split_pre(dpre, order), h, part)
     key = ("down backward", _facts(tensors), activation, order)
     launch = _plans.get(key)
@@ -227,7 +228,8 @@ def _through_down(
             key, Launch(_down_bwd_kernel, grid, rest, dy.device, warps=c.warps, stages=c.stages)
         )
     launch(*tensors)
-    return dpre, h, bias_gradients(part, order, needs, dy)
+    down_bias = dy.sum(0) if needs[2] else None
+    return dpre, h, (*bias_gradients(part, order, needs[:2], dy), down_bias)
 
 
 def _keep(key: Any, launch: Launch) -> Launch:
