@@ -21,7 +21,7 @@ namespace door {
 
 class KeptMemory final : public c10::Allocator {
  public:
-  static constexpr size_t kLeast = size_t(1) << 25;  // bytes; malloc keeps smaller blocks itself
+  static constexpr size_t kLeast = size_t(1) << 22;  // bytes
 
   static KeptMemory& instance() {
     static auto* it = new KeptMemory;  // outlives every tensor
@@ -55,9 +55,13 @@ class KeptMemory final : public c10::Allocator {
  private:
   static constexpr size_t kPage = size_t(1) << 21;
 
+  static constexpr size_t kLong = 64;  // results that have come and gone
+
   struct Block {
-    void* p;
-    size_t bytes;
+    void* p = nullptr;
+    size_t bytes = 0;
+    size_t since = 0;  // how many had gone when it did
+    bool lent = false;  // to the system, should it run short
   };
 
   static void drop(void* context) {
@@ -71,13 +75,16 @@ class KeptMemory final : public c10::Allocator {
   // forked process would wait for ever.
   Block taken(size_t bytes) {
     const std::unique_lock<std::mutex> one(mutex_, std::try_to_lock);
-    if (!one.owns_lock()) return {nullptr, 0};
+    if (!one.owns_lock()) return {};
+    const auto better = [](const Block& a, const Block& b) {
+      return a.bytes != b.bytes ? a.bytes < b.bytes : a.p < b.p;  // each result its own, call by call
+    };
     auto best = idle_.end();
     for (auto i = idle_.begin(); i != idle_.end(); ++i)
       if (i->bytes >= bytes && i->bytes - bytes <= bytes / 8 &&
-          (best == idle_.end() || i->bytes <= best->bytes))
+          (best == idle_.end() || better(*i, *best)))
         best = i;
-    if (best == idle_.end()) return {nullptr, 0};
+    if (best == idle_.end()) return {};
     const Block found = *best;
     idle_.erase(best);
     idle_bytes_ -= found.bytes;
@@ -89,9 +96,13 @@ class KeptMemory final : public c10::Allocator {
       const std::unique_lock<std::mutex> one(mutex_, std::try_to_lock);
       if (one.owns_lock() && block.bytes <= most_idle_) {
 #if defined(MADV_FREE)
-        madvise(block.p, block.bytes, MADV_FREE);  // under pressure the system may take its pages
+        for (auto& b : idle_)  // at every turn it would cost a tenth of a pass
+          if (!b.lent && gone_ - b.since > kLong) {
+            madvise(b.p, b.bytes, MADV_FREE);
+            b.lent = true;
+          }
 #endif
-        idle_.push_back(block);
+        idle_.push_back({block.p, block.bytes, gone_++});
         idle_bytes_ += block.bytes;
         while (idle_bytes_ > most_idle_) give_back_oldest();
         return;
@@ -109,7 +120,7 @@ class KeptMemory final : public c10::Allocator {
   // Whole large pages, which begin where such pages do.
   static Block mapped(size_t bytes) {
     void* p = mmap(nullptr, bytes + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (p == MAP_FAILED) return {nullptr, 0};
+    if (p == MAP_FAILED) return {};
     const auto from = reinterpret_cast<uintptr_t>(p);
     const auto first = (from + kPage - 1) / kPage * kPage;
     if (first > from) munmap(p, first - from);
@@ -121,7 +132,7 @@ class KeptMemory final : public c10::Allocator {
 
   std::mutex mutex_;
   std::deque<Block> idle_;
-  size_t idle_bytes_ = 0, most_idle_ = 0;
+  size_t idle_bytes_ = 0, most_idle_ = 0, gone_ = 0;
 };
 
 // A new dense tensor on the CPU.

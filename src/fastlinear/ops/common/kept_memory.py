@@ -1,8 +1,8 @@
 """Memory of large results on a CPU, kept at hand for the next ones (``kept_memory.h``).
 
-Pages of a result of 32 MiB and more cost more than most passes over it. Blocks that are free again
-are kept, as far as ``FASTLINEAR_KEEP_MIB`` allows; the system may take their pages where memory
-runs short.
+Pages of a new result cost more than most passes over it. Blocks of 4 MiB and more that are free
+again are kept, as far as ``FASTLINEAR_KEEP_MIB`` allows; pages of those that are not used again for
+a while the system may take where memory runs short.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from fastlinear.ops.common import door_node
 from fastlinear.ops.common.door_program import SCALAR_TYPES
 
-LEAST = 1 << 25
+LEAST = 1 << 22
 """Bytes of the results that this is for; malloc keeps smaller ones at hand itself."""
 
 

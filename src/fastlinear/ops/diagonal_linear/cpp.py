@@ -29,7 +29,7 @@ LEAST_STEP_QUICK = 1 << 18  # the same with an activation that costs next to not
 LEAST_NEW, MOST_ALONE = 1 << 23, 1 << 15
 _CODES = {name: code for code, name in enumerate(NAMES)}  # diagonal.cpp's switch
 _CHUNKS = 16  # of rows, each with sums of its own, whatever the number of threads
-_FRESH_BYTES = kept_memory.LEAST  # new results from this size on get large pages
+_FRESH_BYTES = 1 << 25  # new results from this size on get large pages
 _PAST_BYTES = 1 << 22  # a dx from this size on is written around the caches
 
 

@@ -158,10 +158,9 @@ struct Epilogue {
         u32 where, to;  // volatile: worked out here, not kept in a register throughout
         asm volatile("xor.b32 %0, %1, %2;" : "=r"(where) : "r"(block), "r"(q * 32));
         asm volatile("xor.b32 %0, %1, %2;" : "=r"(to) : "r"(h_block), "r"(q * 32));
-        u32 g[4], u[4], h[4], turned[2][4];
+        u32 g[4], u[4], h[4];
         ldmatrix(where, g);
         ldmatrix(where + BLOCK_BYTES, u);
-        if (SUMS && q > 0) turn(block, q - 1, turned);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
           const float d0 = dh[8 * q + 2 * k], d1 = dh[8 * q + 2 * k + 1];
@@ -177,13 +176,6 @@ struct Epilogue {
         stmatrix(where, g[0], g[1], g[2], g[3]);
         stmatrix(where + BLOCK_BYTES, u[0], u[1], u[2], u[3]);
         if (NEED_H) stmatrix(to, h[0], h[1], h[2], h[3]);
-        if (SUMS) {
-          __syncwarp();  // what is turned next is there
-          if (q > 0) {
-            add_rows(dg_sums[q - 1], turned[0], mi == 0);
-            add_rows(du_sums[q - 1], turned[1], mi == 0);
-          }
-        }
         // Well into the block the store before is read out: its set takes the next block to come.
         if (q == min(SETS, QUARTERS) - 1 && i > 0 && i + SETS - 1 < BLOCKS && leader) {
           tma_store_wait_read<0>();
@@ -200,10 +192,13 @@ struct Epilogue {
         asm volatile("cp.async.bulk.commit_group;" ::: "memory");
       }
       if (SUMS) {
-        u32 turned[2][4];
-        turn(block, QUARTERS - 1, turned);
-        add_rows(dg_sums[QUARTERS - 1], turned[0], mi == 0);
-        add_rows(du_sums[QUARTERS - 1], turned[1], mi == 0);
+#pragma unroll
+        for (int q = 0; q < QUARTERS; ++q) {
+          u32 turned[2][4];
+          turn(block, q, turned);
+          add_rows(dg_sums[q], turned[0], mi == 0);
+          add_rows(du_sums[q], turned[1], mi == 0);
+        }
         if (mi == kRows - 1) put_sums(dg_sums, du_sums, row, at_col);
       }
     }
