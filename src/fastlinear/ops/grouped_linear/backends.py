@@ -65,7 +65,9 @@ _WIDE_BACKWARD_SOURCES = (
     *(f"../common/{name}" for name in ("cuda_driver.py", *HOPPER_FILES)),
 )
 _PIECES_SOURCES = (
-    *("autograd.py", "plans.py", "reference.py", "ways.py", "triton_backward.py"),
+    *("autograd.py", "plans.py", "programs.py", "operands.py", "eager.py"),
+    *("reference.py", "ways.py", "triton_backward.py"),
+    *(f"../common/{name}" for name in ("door_node.h", "door_program.h", "door_launch.py")),
     *("triton_wide.py", "triton_wide_kernels.py", *_STRIPS_SOURCES, *_STRIPS_BACKWARD_SOURCES),
     *_WIDE_BACKWARD_SOURCES,
     *_CPP_SOURCES,
