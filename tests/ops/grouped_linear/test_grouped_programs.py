@@ -27,6 +27,7 @@ from fastlinear.ops.common.door_launch import DoorLaunch
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import op, programs, reference
 from fastlinear.ops.grouped_linear.autograd import GroupedLinear
+from fastlinear.ops.grouped_linear.problem import problem
 
 _spec = importlib.util.spec_from_file_location(
     "program_ways", Path(__file__).with_name("program_ways.py")
@@ -225,6 +226,18 @@ def test_what_stays_in_python() -> None:
     triton._plans.clear()
     spec = programs._forward("triton", *given, "none", "... g k", False)  # type: ignore[arg-type]
     assert spec is None
+
+
+@not_interpreted
+def test_small_steps_are_ours_where_nodes_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    first: list[str] = []
+    for why in (None, "no compiler"):
+        monkeypatch.setattr(door_node, "reason_not", lambda why=why: why)
+        for m, captured in ((64, False), (64, True), (1 << 16, False)):
+            kind: Any = {"dtype": "bfloat16", "device": "cuda", "needs_grad": True}
+            p = problem("step", m, 8, 100, 100, captured=captured, **kind)
+            first.append(family("grouped_linear").prefer(p)[0])
+    assert first == ["pieces"] * 3 + ["eager", "pieces", "pieces"]
 
 
 # ---------------------------------------------------------------- on the device
