@@ -271,14 +271,14 @@ class TestOnHopper:
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_the_bits_of_the_python_path(self, layout: str, kind: Any) -> None:
         forward, backward, sizes, tokens, dtype = kind
-        for activation, bias in itertools.product(("none", "relu", "silu"), (True, False)):
+        for activation, bias in (("relu", True), ("silu", False)):
             if (forward, bias) == ("eager", True) and layout.startswith("b"):
                 continue  # the bias is added in Python
             given = draw(layout, sizes, tokens, dtype=dtype, bias=bias)
             Way(formula_of(forward, backward, activation, layout), given).compare(given)
             compare_inference(forward, activation, layout, given)
 
-    @pytest.mark.parametrize("kind", KINDS, ids=str)
+    @pytest.mark.parametrize("kind", [KINDS[i] for i in (0, 3, 6, 8)], ids=str)
     def test_any_gradients(self, kind: Any) -> None:
         forward, backward, sizes, tokens, dtype = kind
         for needs in itertools.product((False, True), repeat=3):
