@@ -33,3 +33,39 @@ def test_a_product_is_added_to_what_is_there() -> None:
             y = table.call(*given)
             assert y is not None
             assert torch.equal(y, expected)
+
+
+def test_batched_products_and_their_layouts() -> None:
+    """Views of any strides, products into them, copies, sums over some dimensions."""
+    assert door.wait(), door.reason_not()
+    assert door_node.wait(), door_node.reason_not()
+    table = door.table("common.test_program")
+    assert table is not None
+    table.clear()
+    a, b, c = given = tuple(torch.randn(s) for s in ((4, 3, 5), (3, 5, 6), (3, 6)))
+    p = Program(3)
+    by_group = p.strided(0, (3, 4, 5), (5, 15, 1))
+    total = p.empty((4, 3, 6), a.dtype, 0)
+    p.copy(total, 2)
+    p.accumulate_batched(p.strided(total, (3, 4, 6), (6, 18, 1)), by_group, 1)
+    other = p.empty((4, 3, 6), a.dtype, 0)
+    p.batched(p.dense(by_group), 1, into=p.strided(other, (3, 4, 6), (6, 18, 1)))
+    rows = p.row_sum(total, (0, 1))
+    y = p.batched(p.strided(rows, (3, 2, 3), (0, 3, 1)), p.strided(other, (3, 3, 2), (5, 1, 1)))
+
+    def fails(*_: Tensor) -> Tensor:
+        raise AssertionError("in Python")
+
+    plan = door_node.program(p.spec(y), given, fails)
+    assert table.admit(*given, plan)
+    with torch.no_grad():
+        sums = c.expand(4, 3, 6).clone()
+        sums.transpose(0, 1).baddbmm_(a.transpose(0, 1), b)
+        products = torch.empty(4, 3, 6)
+        torch.bmm(a.transpose(0, 1).contiguous(), b, out=products.transpose(0, 1))
+        left = sums.sum((0, 1)).as_strided((3, 2, 3), (0, 3, 1))
+        expected = torch.bmm(left, products.as_strided((3, 3, 2), (5, 1, 1)))
+        for _ in range(2):
+            found = table.call(*given)
+            assert found is not None
+            assert torch.equal(found, expected)

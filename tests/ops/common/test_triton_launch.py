@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from fastlinear.ops.common import triton_launch
+from fastlinear.ops.common import cuda_driver, triton_launch
 from fastlinear.ops.common.triton_launch import Launch
 
 
@@ -76,3 +76,46 @@ def test_arguments_inside_of_tuples_come_in_their_order(monkeypatch: pytest.Monk
     places = {ctypes.addressof(argument) for argument, _ in found.tensors}
     assert places == set(slots[:5])
     assert _launch(PLAIN | {"M": ("fp32",)}, ((7,), 64)).in_door((0, 1)) is None
+
+
+def test_descriptors_are_the_maps_that_triton_encodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A map of the tensor's sizes, then these and its strides, as the kernel takes them."""
+    monkeypatch.setattr(triton_launch, "_DIRECT", True)
+    encoded: list[Any] = []
+
+    def encode(pointer: Any, *rest: Any) -> int:
+        encoded.append([list(r) if isinstance(r, ctypes.Array) else r for r in rest])
+        return 0
+
+    library = SimpleNamespace(
+        cuTensorMapEncodeTiled=encode, cuTensorMapReplaceAddress=SimpleNamespace()
+    )
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: library)
+    monkeypatch.setattr(cuda_driver, "make_current", lambda _: None)
+    facts = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "fp4_padded": False}
+    meta = [{**facts, "block_size": [128, 64]}, {**facts, "block_size": [16, 32]}]
+    signature = {
+        "x": "tensordesc<bf16[128, 64]>",
+        "b": "*bf16",
+        "y": "tensordesc<bf16[16, 32]>",
+        "pre": "constexpr",
+        "M": "i32",
+    }
+    x = torch.empty(300, 256, dtype=torch.bfloat16)[:, :192]
+    y = torch.empty(300, 96, dtype=torch.bfloat16, device="meta")
+    launch = _launch(signature, (300,), tensordesc_meta=meta)
+    found = launch.in_door((4, 5, 6, None), {0: x, 2: y, 3: y})
+    assert found is not None
+    assert [number for _, number in found.tensors] == [4, 5, 6]
+    _, slots, arguments, _ = found.memory
+    values = [getattr(a, "value", "map") for a in arguments]
+    shapes = [300, 192, 256, 1], [300, 96, 96, 1]
+    assert values == ["map", *shapes[0], None, "map", *shapes[1], 300, None, None]
+    assert slots[0] == arguments[0].pointer
+    assert [kind for kind, *_ in found.kernel()[3]] == [1, 0, 1]
+    kinds = [(e[0], e[1], e[2].value) for e in encoded]
+    assert kinds == [(9, 2, x.data_ptr())] * 2
+    assert encoded[0][3:] == [[192, 300], [512], [64, 128], [1, 1], 0, 3, 2, 0]
+    assert encoded[1][3:] == [[96, 300], [192], [32, 16], [1, 1], 0, 3, 2, 0]
+    assert _launch(signature, (300,), tensordesc_meta=meta).in_door((4, 5, 6, None)) is None
+    assert _launch(signature, (300,)).in_door((4, 5, 6, None), {0: x, 2: y}) is None

@@ -243,8 +243,42 @@ class TensorMap:
         plain: bool = False,
         planes: int = 0,
     ) -> None:
-        make_current(device)
         swizzle = _SWIZZLE_NONE if plain else _SWIZZLE_64B if narrow else _SWIZZLE_128B
+        self._reserve(address, device)
+        pitch = row_stride * _ITEM_BYTES[dtype]
+        dims = (cols, rows, planes) if planes else (cols, rows)
+        box = (box_cols, box_rows, 1)[: len(dims)]
+        promotion = _L2_PROMOTION_NONE if plain else _L2_PROMOTION_256B
+        strides = (pitch, pitch * rows)[: len(dims) - 1]
+        self._encode(_TENSOR_MAP_TYPE[dtype], dims, strides, box, swizzle, promotion)
+
+    @classmethod
+    def encoded(
+        cls,
+        kind: int,
+        dims: Sequence[int],
+        strides: Sequence[int],
+        box: Sequence[int],
+        swizzle: int,
+        promotion: int,
+        address: int,
+        device: int,
+    ) -> TensorMap:
+        """A descriptor of any tensor, as the driver takes it.
+
+        Args:
+            kind, swizzle, promotion: the driver's numbers for them.
+            dims, box: sizes of the tensor and of a tile, the contiguous dimension first.
+            strides: bytes, of all dimensions but that one.
+            address, device: as above.
+        """
+        found = cls.__new__(cls)
+        found._reserve(address, device)
+        found._encode(kind, dims, strides, box, swizzle, promotion)
+        return found
+
+    def _reserve(self, address: int, device: int) -> None:
+        make_current(device)
         self._device = device
         self._storage = ctypes.create_string_buffer(128 + 64)
         start = ctypes.addressof(self._storage)
@@ -252,27 +286,33 @@ class TensorMap:
         self._address = address
         self._replace = _driver().cuTensorMapReplaceAddress
         self._replace.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-        rank = 3 if planes else 2
-        pitch = row_stride * _ITEM_BYTES[dtype]
-        dims = (ctypes.c_uint64 * 3)(cols, rows, planes)
-        strides = (ctypes.c_uint64 * 2)(pitch, pitch * rows)
-        box = (ctypes.c_uint32 * 3)(box_cols, box_rows, 1)
-        steps = (ctypes.c_uint32 * 3)(1, 1, 1)
+
+    def _encode(
+        self,
+        kind: int,
+        dims: Sequence[int],
+        strides: Sequence[int],
+        box: Sequence[int],
+        swizzle: int,
+        promotion: int,
+    ) -> None:
+        rank = len(dims)
         status = _driver().cuTensorMapEncodeTiled(
             ctypes.c_void_p(self.pointer),
-            _TENSOR_MAP_TYPE[dtype],
+            kind,
             rank,
-            ctypes.c_void_p(address),
-            dims,
-            strides,
-            box,
-            steps,
+            ctypes.c_void_p(self._address),
+            (ctypes.c_uint64 * rank)(*dims),
+            (ctypes.c_uint64 * (rank - 1))(*strides),
+            (ctypes.c_uint32 * rank)(*box),
+            (ctypes.c_uint32 * rank)(*[1] * rank),
             0,
             swizzle,
-            _L2_PROMOTION_NONE if plain else _L2_PROMOTION_256B,
+            promotion,
             0,
         )
-        _check(status, f"cuTensorMapEncodeTiled({rows=}, {cols=}, {row_stride=}, box={list(box)})")
+        given = f"dims={list(dims)}, strides={list(strides)}, box={list(box)}"
+        _check(status, f"cuTensorMapEncodeTiled({given})")
 
     def point_at(self, address: int) -> None:
         """Move the descriptor to another base address of the same layout."""
@@ -289,6 +329,11 @@ class TensorMap:
 Argument = TensorMap | ctypes._SimpleCData  # type: ignore[type-arg]
 
 
+def slot_of(argument: Argument) -> int:
+    """Where a launch reads an argument."""
+    return argument.pointer if isinstance(argument, TensorMap) else ctypes.addressof(argument)
+
+
 class Launch:
     """A prepared launch: kernel, grid, cluster and argument slots, re-used call after call.
 
@@ -301,9 +346,7 @@ class Launch:
     ) -> None:
         self._kernel = kernel
         self._arguments = arguments
-        self._slots = (ctypes.c_void_p * len(arguments))(
-            *[a.pointer if isinstance(a, TensorMap) else ctypes.addressof(a) for a in arguments]
-        )
+        self._slots = (ctypes.c_void_p * len(arguments))(*map(slot_of, arguments))
         self._attribute = _LaunchAttribute(_CLUSTER_DIMENSION)
         self._attribute.value[0:3] = [cluster, 1, 1]
         self._config = _LaunchConfig()

@@ -60,8 +60,8 @@ def launch_of(
     grid: tuple[int, int, int],
     threads: int,
     shared_bytes: int,
-    arguments: Sequence[ctypes._SimpleCData],  # type: ignore[type-arg]
-    tensors: Sequence[tuple[ctypes.c_void_p, int]],
+    arguments: Sequence[driver.Argument],
+    tensors: Sequence[tuple[driver.TensorMap | ctypes.c_void_p, int]],
     masks: tuple[int, ...],
     hooks: tuple[list[Any], ...],
     owner: Any,
@@ -70,7 +70,7 @@ def launch_of(
 
     ``owner`` keeps the function loaded.
     """
-    slots = (ctypes.c_void_p * len(arguments))(*[ctypes.addressof(a) for a in arguments])
+    slots = (ctypes.c_void_p * len(arguments))(*map(driver.slot_of, arguments))
     config = driver._LaunchConfig()
     config.grid[:] = grid
     config.block[:] = [threads, 1, 1]
@@ -84,3 +84,15 @@ def launch_of(
         (config, slots, tuple(arguments), owner),
         hooks,
     )
+
+
+def prepared(
+    launch: driver.Launch,
+    tensors: Sequence[tuple[driver.TensorMap | ctypes.c_void_p, int | None]],
+    owner: Any,
+) -> DoorLaunch:
+    """A launch of memory that nothing else launches from; places of None stay as they are."""
+    assert launch._handle is not None
+    places = tuple((argument, number) for argument, number in tensors if number is not None)
+    where = launch._handle, launch._config_ref, launch._slots_ref
+    return DoorLaunch(*where, places, (), (launch, owner))

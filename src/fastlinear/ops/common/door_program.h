@@ -11,6 +11,7 @@
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/bmm.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/gelu_backward.h>
 #include <ATen/ops/leaky_relu.h>
@@ -115,10 +116,13 @@ inline at::Tensor onednn_product(const at::Tensor& x, const at::Tensor& w, const
 
 // What a step may be: (its name, the number of its result, numbers of tensors and of else...).
 //   empty   out, (sizes), a tensor of its dtype     view    out, in, (sizes)
+//   strided out, in, (sizes, then strides)          dense   out, in: a copy unless in is
 //   kernel  a kernel's tuple                        linear  out, x, weight, bias or -1
 //   act     out, in, activation, over in's memory   dact    out, dy, saved, activation
-//   mm      out, a, a transposed, b, b transposed   sum     out, a: over its rows
-//   addmm   in and out, a, b: in += a b
+//   mm      out, a, a transposed, b, b transposed   sum     out, a, (dimensions)
+//   addmm   in and out, a, b: in += a b             copy    in and out, a: broadcast
+//   bmm     out, a, b                               bmminto in and out, a, b: in = a b
+//   baddbmm in and out, a, b: in += a b
 //   onednn  out, x, transposed, weight, transposed, bias or -1
 //   cact    out, in, code, function's address, bias or -1: then in + bias is kept in in
 //   cdact   dpre, db or -1, dy, saved, code, chunks, function's address
@@ -126,7 +130,8 @@ inline at::Tensor onednn_product(const at::Tensor& x, const at::Tensor& w, const
 //           memory, or an array of such
 struct Step {
   enum Kind {
-    kEmpty, kView, kKernel, kLinear, kAct, kDact, kMm, kAddMm, kSum, kOneDnn, kCAct, kCDact, kCall
+    kEmpty, kView, kKernel, kLinear, kAct, kDact, kMm, kAddMm, kSum, kOneDnn, kCAct, kCDact, kCall,
+    kStrided, kDense, kCopy, kBmm, kBmmInto, kBaddBmm
   };
   struct Argument {
     enum What { kNumber, kMemory, kMemories } what;
@@ -158,7 +163,10 @@ struct Step {
       case kEmpty: return {n[0], n[2]};
       case kLinear: return {n[0], n[1], n[2], n[3]};
       case kDact:
-      case kAddMm: return {n[0], n[1], n[2]};
+      case kAddMm:
+      case kBmm:
+      case kBmmInto:
+      case kBaddBmm: return {n[0], n[1], n[2]};
       case kMm: return {n[0], n[1], n[3]};
       case kOneDnn: return {n[0], n[1], n[3], n[5]};
       case kCDact: return {n[0], n[1], n[2], n[3]};
@@ -256,9 +264,10 @@ class Program {
   mutable std::mutex launching_;  // a kernel's memory is filled in for one launch at a time
 
   void add(PyObject* spec) {
-    static constexpr const char* kNames[] = {"empty", "view", "kernel", "linear", "act",
-                                             "dact",  "mm",   "addmm",  "sum",    "onednn",
-                                             "cact",  "cdact", "call"};
+    static constexpr const char* kNames[] = {"empty", "view",  "kernel", "linear",  "act",
+                                             "dact",  "mm",    "addmm",  "sum",     "onednn",
+                                             "cact",  "cdact", "call",   "strided", "dense",
+                                             "copy",  "bmm",   "bmminto", "baddbmm"};
     constexpr int kKinds = sizeof(kNames) / sizeof(kNames[0]);
     PyObject* name = PyTuple_GetItem(spec, 0);
     int kind = 0;
@@ -395,7 +404,28 @@ class Program {
         r[n[0]].addmm_(r[n[1]], r[n[2]]);
         return true;
       case Step::kSum:
-        r[n[0]] = r[n[1]].sum(0);
+        r[n[0]] = r[n[1]].sum(c10::IntArrayRef(s.sizes));
+        return true;
+      case Step::kStrided: {
+        const c10::IntArrayRef both(s.sizes);
+        const size_t dims = both.size() / 2;
+        r[n[0]] = r[n[1]].as_strided(both.slice(0, dims), both.slice(dims));
+        return true;
+      }
+      case Step::kDense:
+        r[n[0]] = r[n[1]].contiguous();
+        return true;
+      case Step::kCopy:
+        r[n[0]].copy_(r[n[1]]);
+        return true;
+      case Step::kBmm:
+        r[n[0]] = at::bmm(r[n[1]], r[n[2]]);
+        return true;
+      case Step::kBmmInto:
+        at::bmm_out(r[n[0]], r[n[1]], r[n[2]]);
+        return true;
+      case Step::kBaddBmm:
+        r[n[0]].baddbmm_(r[n[1]], r[n[2]]);
         return true;
       case Step::kOneDnn:
         r[n[0]] = onednn_product(turned(r[n[1]], n[2]), turned(r[n[3]], n[4]), bias(n[5]));

@@ -40,6 +40,18 @@ class Program:
         """The tensor in another shape."""
         return self._make("view", tensor, tuple(shape))
 
+    def strided(self, tensor: int, shape: Sequence[int], strides: Sequence[int]) -> int:
+        """The tensor's memory, from its first element on, in that shape and those strides."""
+        return self._make("strided", tensor, (*shape, *strides))
+
+    def dense(self, tensor: int) -> int:
+        """The tensor, copied unless it is contiguous."""
+        return self._make("dense", tensor)
+
+    def copy(self, into: int, tensor: int) -> None:
+        """The tensor, broadcast, in the memory of ``into``, which a step made."""
+        self._steps.append(("copy", into, tensor))
+
     def launch(self, kernel: DoorLaunch | None) -> bool:
         """A kernel's launch, whose tensors are numbers of this program's; False for None."""
         if kernel is None:
@@ -70,9 +82,20 @@ class Program:
         """total + a b by PyTorch, over the memory of total, which a step made."""
         self._steps.append(("addmm", total, a, b))
 
-    def row_sum(self, a: int) -> int:
-        """a (M, N) summed over M by PyTorch."""
-        return self._make("sum", a)
+    def batched(self, a: int, b: int, *, into: int | None = None) -> int:
+        """a b of matrices in batches by PyTorch; in the memory of ``into``, which a step made."""
+        if into is None:
+            return self._make("bmm", a, b)
+        self._steps.append(("bmminto", into, a, b))
+        return into
+
+    def accumulate_batched(self, total: int, a: int, b: int) -> None:
+        """total + a b of matrices in batches, over the memory of total, which a step made."""
+        self._steps.append(("baddbmm", total, a, b))
+
+    def row_sum(self, a: int, dims: Sequence[int] = (0,)) -> int:
+        """a summed over its rows, or over these dimensions, by PyTorch."""
+        return self._make("sum", a, tuple(dims))
 
     def onednn(
         self,

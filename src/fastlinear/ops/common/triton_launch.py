@@ -8,7 +8,7 @@ nothing has changed, so the compiled kernel can be launched directly.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,12 +19,13 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastlinear.ops.common import door
-from fastlinear.ops.common.cuda_driver import loading_allowed
+from fastlinear.ops.common.cuda_driver import TensorMap, loading_allowed
 from fastlinear.ops.common.door_launch import DoorLaunch, launch_of
 
 # The compiled kernel's own launcher has no stable interface: others go the official way.
 _DIRECT = triton.__version__.startswith("3.6.")
 Place = int | None | tuple[int | None, ...]  # of an argument among a call's tensors
+_L2_PROMOTION_128B = 2  # as Triton's launcher asks for
 _INTEGERS: dict[str, Any] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64}
 _current_device = torch.cuda.current_device
 
@@ -124,30 +125,45 @@ class Launch:
             *self._args,
         )
 
-    def in_door(self, tensors: tuple[Place, ...]) -> DoorLaunch | None:
+    def in_door(
+        self, tensors: tuple[Place, ...], described: Mapping[int, torch.Tensor] | None = None
+    ) -> DoorLaunch | None:
         """This launch for the compiled door, once it has been made at least once.
 
         Args:
             tensors: which of the call's tensors each leading argument is; None for None. A tuple
                 of them for an argument that is a tuple.
+            described: tensors laid out as those that are passed as descriptors, by position.
 
         Returns:
-            None where it takes more: descriptors, scratch memory, clusters, another Triton.
+            None where it takes more: scratch memory, clusters, another Triton, descriptors of
+            which nothing is known.
         """
-        compiled = self._compiled
-        if compiled is None or not _DIRECT or self._blocks or self._device is None:
+        compiled, described = self._compiled, described or {}
+        if compiled is None or not _DIRECT or self._device is None:
             return None
         meta = compiled.metadata
+        maps = iter(getattr(meta, "tensordesc_meta", None) or ())
         more = (meta.launch_cooperative_grid, meta.launch_pdl, meta.num_ctas != 1)
         if any(more) or meta.global_scratch_size or meta.profile_scratch_size:
             return None
         kinds = tuple(compiled.src.signature.values())
+        address = max((t.data_ptr() for t in described.values()), default=0)  # of any of them
         arguments: list[Any] = []
         addresses = []
-        for kind, value in _leaves(kinds, (*tensors, *self._args)):
+        for at, (kind, value) in enumerate(_leaves(kinds, (*tensors, *self._args))):
             if kind == "constexpr":
                 continue
-            if kind.startswith("*"):
+            if kind.startswith("tensordesc"):
+                facts = next(maps, None)  # of the map; none where the kernel reads no maps
+                if facts is None or at not in described:
+                    return None
+                t = described[at]
+                arguments.append(_descriptor_map(t, facts, address, self._device))
+                addresses.append((arguments[-1], value))
+                arguments += [ctypes.c_int32(size) for size in t.shape]
+                arguments += [ctypes.c_int64(stride) for stride in t.stride()]
+            elif kind.startswith("*"):
                 arguments.append(ctypes.c_void_p(0))
                 addresses.append((arguments[-1], value))
             elif kind in _INTEGERS:
@@ -178,6 +194,25 @@ def _leaves(kinds: tuple[Any, ...], values: tuple[Any, ...]) -> Iterator[tuple[s
             yield kind, value
         else:
             yield from _leaves(tuple(kind), tuple(value))
+
+
+def _descriptor_map(
+    t: torch.Tensor, facts: Mapping[str, Any], address: int, device: int
+) -> TensorMap:
+    """The map that Triton's launcher encodes of a descriptor, for a tensor laid out as t."""
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    assert not facts["fp4_padded"]
+    return TensorMap.encoded(
+        TMA_DTYPE_DEVICE_TO_HOST[facts["elem_type"]],
+        t.shape[::-1],
+        [stride * facts["elem_size"] for stride in t.stride()[-2::-1]],
+        facts["block_size"][::-1],
+        facts["swizzle"],
+        _L2_PROMOTION_128B,
+        address,
+        device,
+    )
 
 
 class _Descriptor:

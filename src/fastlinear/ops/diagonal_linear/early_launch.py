@@ -7,6 +7,7 @@ what runs beside it is its own start only.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -32,9 +33,11 @@ class EarlyLaunch(Launch):
 
     __slots__ = ()
 
-    def in_door(self, tensors: tuple[Place, ...]) -> DoorLaunch | None:
+    def in_door(
+        self, tensors: tuple[Place, ...], described: Mapping[int, torch.Tensor] | None = None
+    ) -> DoorLaunch | None:
         """As ``Launch.in_door``, with the attribute."""
-        found = super().in_door(tensors)
+        found = super().in_door(tensors, described)
         if found is None or self._device is None:
             return None
         if not begins_early(torch.device("cuda", self._device)):

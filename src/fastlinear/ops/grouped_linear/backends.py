@@ -16,6 +16,7 @@ from fastlinear.core.cost import Cost
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, Family, is_installed, register_family
+from fastlinear.ops.common import door_node
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.hopper import FILES as HOPPER_FILES
 from fastlinear.ops.grouped_linear import (
@@ -57,7 +58,7 @@ _STRIPS_BACKWARD_SOURCES = (
     *("strips_backward.py", "strips_backward_config.py", "strips_backward.cu"),
     *_STRIPS_SHARED,
 )
-_HOST_BOUND = 1 << 25  # numbers of x and y below which a GPU waits for the host of a training call
+_HOST_BOUND = 1 << 25  # numbers of x and y below which a GPU waits for a training call's Python
 _WIDE_SOURCES = ("triton_wide.py", "triton_wide_kernels.py", *_TRITON_SOURCES)
 _WIDE_BACKWARD_SOURCES = (
     *("wide_backward.py", "wide_backward_config.py", "wide_backward.cu", "wide_instructions.h"),
@@ -65,7 +66,9 @@ _WIDE_BACKWARD_SOURCES = (
     *(f"../common/{name}" for name in ("cuda_driver.py", *HOPPER_FILES)),
 )
 _PIECES_SOURCES = (
-    *("autograd.py", "plans.py", "reference.py", "ways.py", "triton_backward.py"),
+    *("autograd.py", "plans.py", "programs.py", "operands.py", "eager.py"),
+    *("reference.py", "ways.py", "triton_backward.py"),
+    *(f"../common/{name}" for name in ("door_node.h", "door_program.h", "door_launch.py")),
     *("triton_wide.py", "triton_wide_kernels.py", *_STRIPS_SOURCES, *_STRIPS_BACKWARD_SOURCES),
     *_WIDE_BACKWARD_SOURCES,
     *_CPP_SOURCES,
@@ -111,10 +114,12 @@ def _reason_not_pieces(p: Problem) -> str | None:
 def _prefer(p: Problem) -> tuple[str, ...]:
     """Analytic order, used only where no measurement covers the Problem."""
     if p.piece == STEP:
-        # a node's Python costs the host 430 to 620 us a call there, PyTorch's own 270 to 440
+        # without nodes in C++ the formula is Python's, which asks more of the host: 430 to 620 us
+        # a call, PyTorch's own 270 to 440
         numbers = p.dim("M") * p.dim("G") * (p.dim("K") + p.dim("N"))
-        host_bound = p.device == "cuda" and not p.captured and numbers < _HOST_BOUND
-        return ("eager", "pieces") if host_bound else ("pieces", "eager")
+        slow_host = p.device == "cuda" and not p.captured and door_node.reason_not() is not None
+        own_autograd = slow_host and numbers < _HOST_BOUND
+        return ("eager", "pieces") if own_autograd else ("pieces", "eager")
     if p.device != "cuda":
         return ("cpp", "eager") if cpp.pays(p) else ("eager",)
     # measured on an H200, over the sizes in README.md

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
 from fastlinear.ops.common import cuda_driver as driver
 
 
@@ -32,21 +30,12 @@ class GroupMap(driver.TensorMap):
         device: int,
     ) -> None:
         m, groups, features = shape
-        # the base class's own descriptor, of two dimensions, is written over
-        super().__init__(dtype, m, groups * features, row_stride, box[0], box[2], address, device)
-        encode = driver._driver().cuTensorMapEncodeTiled
-        status = encode(
-            ctypes.c_void_p(self.pointer),
+        self._reserve(address, device)
+        self._encode(
             driver._TENSOR_MAP_TYPE[dtype],
-            3,
-            ctypes.c_void_p(address),
-            (ctypes.c_uint64 * 3)(features, groups, m),
-            (ctypes.c_uint64 * 2)(features * 2, row_stride * 2),
-            (ctypes.c_uint32 * 3)(*reversed(box)),
-            (ctypes.c_uint32 * 3)(1, 1, 1),
-            0,
+            (features, groups, m),
+            (features * 2, row_stride * 2),
+            box[::-1],
             driver._SWIZZLE_128B,
             driver._L2_PROMOTION_256B,
-            0,
         )
-        driver._check(status, f"cuTensorMapEncodeTiled({shape=}, {row_stride=}, {box=})")

@@ -1,6 +1,8 @@
-"""Calls of grouped_linear as the compiled door runs and records them, without Python.
+"""Calls of grouped_linear as the compiled door runs and records them: one node, programs of its
+two directions.
 
-Backend ``cpp`` is one step of a program each way; other backends leave their direction to Python.
+What a program does is what the backends do, with the very same kernels and ops of PyTorch; other
+backends, and what would be copied first, run in Python inside the node.
 """
 
 from __future__ import annotations
@@ -9,18 +11,23 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fastlinear.ops.common import door_node
 from fastlinear.ops.common.door_program import Program, memory
-from fastlinear.ops.grouped_linear import cpp
+from fastlinear.ops.grouped_linear import cpp, eager, strips, strips_backward, wide_backward
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear.autograd import Formula
+from fastlinear.ops.grouped_linear.operands import Backward, Forward, Numbers, Operand
 from fastlinear.ops.grouped_linear.reference import Needs
 
+NAME = "GroupedLinearBackward"
 _KEPT = {"none": (), "output": (door_node.OUTPUT,), "pre": (door_node.INTERNAL,)}
 _READERS = (-1, -1, -1)  # all are kept: second derivatives start from them
+_X, _WEIGHT, _BIAS, _GIVEN = range(4)  # among a forward's tensors
+_DY, _FROM_X, _FROM_WEIGHT, _SAVED = 0, 1, 2, 4  # among a backward's, which begin with dy
+Results = tuple[int, int | None]
+"""y and the pre-activation among a program's tensors."""
 
 
 def node(formula: Formula, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
@@ -30,10 +37,12 @@ def node(formula: Formula, x: Tensor, weight: Tensor, bias: Tensor | None) -> An
     """
     if not door_node.begun():
         return None
-    forward = None
-    if formula.forward_name == "cpp":
-        names = formula.activation, formula.layout, formula.saved
-        forward = _forward(x, weight, bias, *names)
+    forward, saved = formula.forward_name, formula.saved
+    found = _forward(forward, x, weight, bias, formula.activation, formula.layout, saved == "pre")
+    program = None
+    if found is not None:
+        p, y, pre = found
+        program = p.spec(y, *((pre,) if saved != "none" else ()))
 
     def programmer(
         needs: Needs,
@@ -47,13 +56,13 @@ def node(formula: Formula, x: Tensor, weight: Tensor, bias: Tensor | None) -> An
         return _backward(formula, needs, dy, x, weight, kept[0] if kept else None)
 
     return door_node.node(
-        "GroupedLinearBackward",
+        NAME,
         (x, weight, bias),
         formula.forward,
         formula.gradients,
-        programmer if formula.backward_name == "cpp" else None,
-        forward,
-        _KEPT[formula.saved],
+        programmer if formula.backward_name in _BACKWARD_STEPS else None,
+        program,
+        _KEPT[saved],
         _READERS,
     )
 
@@ -71,53 +80,80 @@ def inference(
 
     They must have run before; ``plan`` serves what the program cannot.
     """
-    if backend != "cpp" or not door_node.begun():
+    if not door_node.begun():
         return None
-    spec = _forward(x, weight, bias, activation, layout, "none")
-    return None if spec is None else door_node.program(spec, (x, weight, bias), plan)
+    found = _forward(backend, x, weight, bias, activation, layout, False)
+    if found is None:
+        return None
+    p, y, _ = found
+    return door_node.program(p.spec(y), (x, weight, bias), plan)
 
 
 def _forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, layout: str, saved: str
-) -> Any:
-    """The forward's program: x, weight, bias → y, and what is kept; None where a tensor would have
-    to be copied first."""
-    x, weight = x.detach(), weight.detach()
+    backend: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    layout: str,
+    save_pre: bool,
+) -> tuple[Program, int, int | None] | None:
+    """The forward's program: x, weight, bias → the numbers of y and the pre-activation; None where
+    the backend has none, or a tensor would have to be copied first."""
+    steps = _FORWARD_STEPS.get(backend)
+    x, weight, bias = x.detach(), weight.detach(), None if bias is None else bias.detach()
     rows = _in_place(x, layout, weight.shape[2], weight)
-    if rows is None or not cpp.serves(x.dtype) or not (bias is None or bias.is_contiguous()):
+    if steps is None or rows is None or not _launches(x):
         return None
-    p = Program(3)
-    shape = layouts.output_shape(layout, x.shape, *weight.shape[:2])
-    y = p.empty(shape, x.dtype, 0)
-    pre = p.empty(shape, x.dtype, 0) if saved == "pre" else None
-    call = cpp.described(rows, weight, activation, _like(shape, x, layout, rows, weight))
-    tensors = (0, 1, None if bias is None else 2, y, pre)
-    p.call(cpp.forward_address(), ctypes.addressof(call), *map(memory, tensors), keeps=call)
-    return p.spec(y, *((pre,) if saved != "none" else ()))
+    p = Program(_GIVEN)
+    found = steps(
+        Forward(
+            p,
+            Operand(rows, _X),
+            Operand(weight, _WEIGHT),
+            None if bias is None else Operand(bias, _BIAS),
+            activation,
+            save_pre,
+            layouts.order_of(layout, x.shape),
+            layouts.output_shape(layout, x.shape, *weight.shape[:2]),
+        )
+    )
+    return None if found is None else (p, *found)
 
 
 def _backward(
     formula: Formula, needs: Needs, dy: Tensor, x: Tensor, weight: Tensor, saved: Tensor | None
 ) -> Any:
-    """The backward's program: dy, the call's tensors, what was kept → dx, dW, db."""
-    layout = formula.layout
-    rows = _in_place(x, layout, weight.shape[2], weight)
-    if rows is None or not dy.is_contiguous() or not cpp.serves(x.dtype):
+    """The backward's program: dy, the call's tensors, what was kept → dx, dW, db.
+
+    All this ran on such tensors.
+    """
+    layout, (groups, n, k) = formula.layout, weight.shape
+    rows = _in_place(x, layout, k, weight)
+    if rows is None or not dy.is_contiguous() or not _launches(x):
         return None
     if saved is not None and not saved.is_contiguous():
         return None
-    p = Program(4 + len(_KEPT[formula.saved]))
-    shapes = (x.shape, weight.shape, weight.shape[:2])
-    found = [
-        p.empty(shape, x.dtype, 0) if need else None
-        for shape, need in zip(shapes, needs, strict=True)
-    ]
-    of_y = _like(dy.shape, x, layout, rows, weight)
-    of_x = layouts.empty(rows.shape, layouts.order_of(layout, x.shape), x.to("meta"), x.dtype)
-    call = cpp.described(rows, weight, formula.activation, of_y, of_y, of_x)
-    tensors = (0, None if saved is None else 4, 1, 2, *found)
-    p.call(cpp.backward_address(), ctypes.addressof(call), *map(memory, tensors), keeps=call)
-    return p.spec(*found)
+    tokens = rows.shape[:3]
+
+    def wide(t: Tensor) -> Tensor:  # as ``autograd.run_backward`` has it
+        return layouts.blocks(t, layout, groups, n).reshape(*tokens, n)
+
+    p = Program(_SAVED + len(_KEPT[formula.saved]))
+    found = _BACKWARD_STEPS[formula.backward_name](
+        Backward(
+            p,
+            Operand(wide(dy), _DY),
+            None if saved is None else Operand(wide(saved), _SAVED),
+            Operand(rows, _FROM_X),
+            Operand(weight, _FROM_WEIGHT),
+            formula.activation,
+            needs,
+            layouts.order_of(layout, x.shape),
+            x.shape,
+        )
+    )
+    return None if found is None else p.spec(*found)
 
 
 def _in_place(t: Tensor, layout: str, features: int, weight: Tensor) -> Tensor | None:
@@ -126,8 +162,66 @@ def _in_place(t: Tensor, layout: str, features: int, weight: Tensor) -> Tensor |
     return rows if rows.untyped_storage().data_ptr() == t.untyped_storage().data_ptr() else None
 
 
-def _like(shape: tuple[int, ...], x: Tensor, layout: str, rows: Tensor, weight: Tensor) -> Tensor:
-    """A tensor of no memory, dense in that shape, as (B, L, G, N)."""
-    y = torch.empty(shape, dtype=x.dtype, device="meta")
-    wide = layouts.blocks(y, layout, *weight.shape[:2])
-    return wide.view(*rows.shape[:3], weight.shape[1])
+def _launches(x: Tensor) -> bool:
+    """Whether programs can launch kernels, where x asks for that."""
+    return not x.is_cuda or door_node.serves_cuda()
+
+
+# --------------------------------------------------------------------------------------------
+# Backends
+
+
+def _cpp_forward(call: Forward) -> Results | None:
+    x, weight, bias = call.tensors
+    if not cpp.serves(x.dtype) or not (bias is None or bias.is_contiguous()):
+        return None
+    y, pre = call.results()
+    described = cpp.described(x, weight, call.activation, call.like_y())
+    given = map(memory, (*call.numbers, y, pre))
+    call.program.call(cpp.forward_address(), ctypes.addressof(described), *given, keeps=described)
+    return y, pre
+
+
+def _cpp_backward(call: Backward) -> Numbers | None:
+    dy, saved, x, weight = call.tensors
+    if not cpp.serves(x.dtype):
+        return None
+    found = call.results()
+    described = cpp.described(x, weight, call.activation, dy, saved, call.like_dx())
+    given = map(memory, (*call.numbers, *found))
+    call.program.call(cpp.backward_address(), ctypes.addressof(described), *given, keeps=described)
+    return found
+
+
+def _triton_forward(call: Forward) -> Results | None:
+    from fastlinear.ops.grouped_linear import triton
+
+    return triton.forward_steps(call)
+
+
+def _wide_forward(call: Forward) -> Results | None:
+    from fastlinear.ops.grouped_linear import triton_wide
+
+    return triton_wide.forward_steps(call)
+
+
+def _triton_backward(call: Backward) -> Numbers | None:
+    from fastlinear.ops.grouped_linear import triton_backward
+
+    return triton_backward.backward_steps(call)
+
+
+_FORWARD_STEPS: dict[str, Callable[[Forward], Results | None]] = {
+    "cpp": _cpp_forward,
+    "eager": eager.forward_steps,
+    "strips": strips.forward_steps,
+    "triton": _triton_forward,
+    "wide": _wide_forward,
+}
+_BACKWARD_STEPS: dict[str, Callable[[Backward], Numbers | None]] = {
+    "cpp": _cpp_backward,
+    "eager": eager.backward_steps,
+    "strips": strips_backward.backward_steps,
+    "triton": _triton_backward,
+    "wide": wide_backward.backward_steps,
+}

@@ -96,9 +96,7 @@ def product(t: Tensor, w: Tensor, order: str, bias: Tensor | None = None) -> Ten
     out = layouts.empty((batch, length, groups, features), order, t, t.dtype)
     rows = out.permute(2, 0, 1, 3)
     flat = (groups, batch * length, features)
-    strided = batch > 1 and order == "channels"  # the tokens of a group have no one stride
-    # on a CPU a product whose batches interleave is one call of the library a group
-    if strided or (order != "groups" and not t.is_cuda):
+    if copied(t, order):
         once = bias is not None and t.element_size() < 4
         made = _plus(bias, by_group(t), w) if once else torch.bmm(by_group(t), w)
         if bias is None or once:
@@ -111,6 +109,12 @@ def product(t: Tensor, w: Tensor, order: str, bias: Tensor | None = None) -> Ten
         out.copy_(bias)
         rows.view(flat).baddbmm_(by_group(t), w)
     return out
+
+
+def copied(t: Tensor, order: str) -> bool:
+    """Whether ``product`` of t is copied into its order: the tokens of a group have no one stride,
+    or on a CPU, where a product whose batches interleave is one call of the library a group."""
+    return (t.shape[0] > 1 and order == "channels") or (order != "groups" and not t.is_cuda)
 
 
 def _plus(bias: Tensor | None, t: Tensor, w: Tensor) -> Tensor:

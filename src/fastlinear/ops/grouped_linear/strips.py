@@ -19,9 +19,11 @@ from fastlinear.core.device import device_facts
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.ops.common import cuda_driver as driver
+from fastlinear.ops.common.door_launch import DoorLaunch, prepared
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import strips_float32 as float32
 from fastlinear.ops.grouped_linear import strips_tiles
+from fastlinear.ops.grouped_linear.operands import Forward
 from fastlinear.ops.grouped_linear.strips_config import (
     StripsConfig,
     limit,
@@ -37,6 +39,7 @@ from fastlinear.ops.grouped_linear.strips_tiles import (
     Cut,
     Split,
     has_dense_rows,
+    ordinal,
     side_by_side,
     source_of,
 )
@@ -189,6 +192,24 @@ def forward(
     return y, pre
 
 
+def forward_steps(call: Forward) -> tuple[int, int | None] | None:
+    """``forward`` as steps of a program: the numbers of y and the pre-activation.
+
+    None where it is more than its launch.
+    """
+    x, weight, bias = call.tensors
+    groups, n, k = weight.shape
+    config = _config(x.dtype, call.order, x.shape[1], groups, k, n, call.save_pre)
+    if config is None or not serves(x, weight, bias, call.order):
+        from fastlinear.ops.grouped_linear import triton
+
+        return triton.forward_steps(call)
+    y, pre = call.results()
+    plan = Strips(x, weight, bias, call.activation, call.save_pre, call.order, config)
+    call.program.launch(plan.in_door(*call.numbers, y, pre))
+    return y, pre
+
+
 class Strips:
     """One prepared launch, for x, weight and bias of one kind at any address."""
 
@@ -204,8 +225,7 @@ class Strips:
     ) -> None:
         _, m, groups, k = x.shape
         n = weight.shape[1]
-        assert x.device.index is not None
-        self._device: int = x.device.index
+        self._device = ordinal(x)
         driver.make_current(self._device)
         cut = Cut.of(order, m, groups, config.groups)
         how = (activation, bias is not None, save_pre, config, cut.shared)
@@ -246,3 +266,12 @@ class Strips:
             for pointer, tensor in zip(self._pointers, (weight, bias, x, y, pre), strict=True):
                 pointer.value = 0 if tensor is None else tensor.data_ptr()
             self._launch.run(torch._C._cuda_getCurrentRawStream(self._device))
+
+    def in_door(
+        self, x: int | None, weight: int | None, bias: int | None, y: int, pre: int | None
+    ) -> DoorLaunch:
+        """The launch for the compiled door, of tensors of these numbers; it is that one's alone
+        from then on."""
+        maps = zip(self._maps, (x, y, pre), strict=True)
+        pointers = zip(self._pointers, (weight, bias, x, y, pre), strict=True)
+        return prepared(self._launch, [*maps, *pointers], self)

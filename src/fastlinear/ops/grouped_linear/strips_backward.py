@@ -17,8 +17,11 @@ from torch import Tensor
 from fastlinear.core.device import device_facts
 from fastlinear.core.problem import Problem
 from fastlinear.ops.common import cuda_driver as driver
+from fastlinear.ops.common.door_launch import prepared
+from fastlinear.ops.common.door_program import Program
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import strips_tiles
+from fastlinear.ops.grouped_linear.operands import Backward, Numbers
 from fastlinear.ops.grouped_linear.reference import Gradients, Needs
 from fastlinear.ops.grouped_linear.strips_backward_config import (
     WORTH_PLAIN,
@@ -35,6 +38,7 @@ from fastlinear.ops.grouped_linear.strips_tiles import (
     Cut,
     Split,
     has_dense_rows,
+    ordinal,
     side_by_side,
     source_of,
 )
@@ -176,6 +180,22 @@ def backward(
     return dx, dw, db
 
 
+def backward_steps(call: Backward) -> Numbers | None:
+    """``backward`` as steps of a program; None where it is more than its launches."""
+    dy, saved, x, weight = call.tensors
+    groups, n, k = weight.shape
+    side = side_by_side(call.order, x.shape[1], groups)
+    config = strips_backward_config(side, k, n, saved is not None, call.needs)
+    if config is None or not any(call.needs) or not serves(dy, saved, x, weight, call.order):
+        from fastlinear.ops.grouped_linear import triton_backward
+
+        return triton_backward.backward_steps(call)
+    plan = StripsBackward(*(dy, saved, x, weight, call.activation, call.needs, call.order, config))
+    found = call.results()
+    plan.steps(call.program, *call.numbers, *found)
+    return found
+
+
 class StripsBackward:
     """Prepared launches, for tensors of one kind at any address."""
 
@@ -192,8 +212,7 @@ class StripsBackward:
     ) -> None:
         _, m, groups, k = x.shape
         n = weight.shape[1]
-        assert x.device.index is not None
-        self._device: int = x.device.index
+        self._device = ordinal(x)
         driver.make_current(self._device)
         cut = self._cut = Cut.of(order, m, groups, config.groups)
         how = (activation, needs, config, cut.shared)
@@ -266,6 +285,29 @@ class StripsBackward:
             if self._sums is not None:
                 _point(self._sums_pointers, (*parts, dw, db))
                 self._sums.run(stream)
+
+    def steps(
+        self,
+        program: Program,
+        dy: int,
+        saved: int | None,
+        x: int,
+        weight: int,
+        dx: int | None,
+        dw: int | None,
+        db: int | None,
+    ) -> None:
+        """A call of tensors of these numbers; the launches are that program's from then on."""
+        parts = [
+            result if shape is None else program.empty(shape, torch.float32, x)
+            for shape, result in zip(self._shares, (dw, db), strict=True)
+        ]
+        maps = zip(self._maps, (dy, saved, x, dx), strict=True)
+        pointers = zip(self._pointers, (weight, *parts, dy, saved, x, dx), strict=True)
+        program.launch(prepared(self._launch, [*maps, *pointers], self))
+        if self._sums is not None:
+            sums = zip(self._sums_pointers, (*parts, dw, db), strict=True)
+            program.launch(prepared(self._sums, list(sums), self))
 
 
 def _point(pointers: list[ctypes.c_void_p], tensors: tuple[Tensor | None, ...]) -> None:

@@ -101,6 +101,12 @@ class Cut(NamedTuple):
         )
 
 
+def ordinal(t: Tensor) -> int:
+    """Of the device that t is on."""
+    assert t.device.index is not None
+    return t.device.index
+
+
 def side_by_side(order: str, m: int, groups: int) -> int:
     """What strips are cut from: groups, or tokens of a group; as far as it matters which numbers
     divide it."""

@@ -14,6 +14,7 @@ import torch
 from fastlinear.ops.common.triton_launch import Launch
 from fastlinear.ops.grouped_linear import reference
 from fastlinear.ops.grouped_linear import triton_tensors as tensors
+from fastlinear.ops.grouped_linear.operands import Forward
 from fastlinear.ops.grouped_linear.triton_config import (
     ProductConfig,
     dot_precision,
@@ -22,7 +23,7 @@ from fastlinear.ops.grouped_linear.triton_config import (
 )
 from fastlinear.ops.grouped_linear.triton_kernels import _resident_kernel, _streaming_kernel
 
-__all__ = ["Product", "forward"]
+__all__ = ["Product", "forward", "forward_steps"]
 
 Tensor = torch.Tensor
 
@@ -67,6 +68,24 @@ def forward(
         plan = _plans[key] = Product(x, weight, y, activation, config)
     plan.launch(x, weight, bias, y, pre)
     return tensors.rounded(y, x), None if pre is None else tensors.rounded(pre, x)
+
+
+def forward_steps(call: Forward) -> tuple[int, int | None] | None:
+    """``forward`` as steps of a program: the numbers of y and the pre-activation.
+
+    None where it is more than its launch.
+    """
+    x, weight, bias = call.tensors
+    like = call.like_y()
+    if tensors.far_apart(x, weight, like) or not (bias is None or bias.is_contiguous()):
+        return None
+    key = (tensors.facts_of(x, weight, bias, like), call.activation, call.save_pre, None)
+    plan = _plans.get(key)
+    if plan is None:
+        return None
+    y, pre = call.results()
+    made = call.program.launch(plan.launch.in_door((*call.numbers, y, pre)))
+    return (y, pre) if made else None
 
 
 class Product:

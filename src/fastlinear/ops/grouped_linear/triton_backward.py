@@ -6,14 +6,17 @@ imported lazily.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from fastlinear.ops.common.door_program import Program
 from fastlinear.ops.common.triton_launch import Launch
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import reference
 from fastlinear.ops.grouped_linear import triton_tensors as tensors
+from fastlinear.ops.grouped_linear.operands import Backward, Numbers, Operand, number_of
 from fastlinear.ops.grouped_linear.reference import Gradients, Needs
 from fastlinear.ops.grouped_linear.triton import Product
 from fastlinear.ops.grouped_linear.triton_backward_kernels import (
@@ -31,7 +34,7 @@ from fastlinear.ops.grouped_linear.triton_config import (
     weight_config,
 )
 
-__all__ = ["backward"]
+__all__ = ["backward", "backward_steps"]
 
 Tensor = torch.Tensor
 _SUM_BLOCK = 1024
@@ -73,13 +76,13 @@ def backward(
         saved = None
     if not dy.numel() * x.numel() or tensors.far_apart(dy, saved, x, weight):
         return reference.backward(dy, saved, x, weight, activation, needs, order)
-    batch, length, groups, k = x.shape
-    n = weight.shape[1]
+    groups, n, k = weight.shape
     if config is None:
-        facts = x.element_size(), tensors.units_of(x.device), tensors.capability_of(x.device)
-        config = backward_config(batch * length, groups, k, n, *facts, activation)
+        config = _config(x, weight, activation)
     if saved is not None and (config is None or config.dpre_first):
         dpre, db = _grad_pre(dy, saved, activation, needs[2])
+        if not any(needs[:2]):
+            return None, None, db
         rest = (*needs[:2], False)
         dx, dw, _ = backward(dpre, None, x, weight, "none", rest, order, config=config)
         return dx, dw, db
@@ -100,6 +103,76 @@ def backward(
     make = lambda: _SinglePass(dy, saved, x, weight, dx, activation, needs, config)  # noqa: E731
     _plan(key, make).run(dy, saved, x, weight, dx, dw, db)
     return _all_rounded(dx, dw, db, x)
+
+
+def backward_steps(call: Backward) -> Numbers | None:
+    """``backward`` as steps of a program; None where it is more than its launches."""
+    dy, saved, x, weight = call.tensors
+    if tensors.far_apart(dy, saved, x, weight):
+        return None
+    config = _config(x, weight, call.activation)
+    if saved is None or not (config is None or config.dpre_first):
+        return _gradients_steps(call, config)
+    made = _grad_pre_steps(call)
+    if made is None:
+        return None
+    dpre, db = made
+    if not any(call.needs[:2]):
+        return None, None, db
+    if config is None:
+        config = _config(x, weight, "none")
+    found = _gradients_steps(call.of_dpre(dpre), config)
+    return None if found is None else (*found[:2], db)
+
+
+def _gradients_steps(call: Backward, config: BackwardConfig | None) -> Numbers | None:
+    """The gradients of what is not derived in a launch of its own, likewise."""
+    p, needs = call.program, call.needs
+    dy, saved, x, weight = call.tensors
+    if config is not None:
+        found = call.results()
+        key = ("all", *tensors.facts_of(dy, saved, x, weight, call.like_dx()))
+        plan = _plans.get((*key, call.activation, needs, config))
+        return found if plan is not None and plan.steps(p, *call.numbers, *found) else None
+    made = _grad_pre_steps(call) if needs[2] else (call.dy, None)
+    if made is None:
+        return None
+    dx, dw, _ = replace(call, needs=(*needs[:2], False)).results()
+    if dx is not None:
+        plan = _plans.get(("dx", *tensors.facts_of(dy, weight, call.like_dx())))
+        read = call.dy.number, call.weight.number, None
+        if plan is None or not p.launch(plan.launch.in_door((*read, dx, None))):
+            return None
+    if dw is not None:
+        plan = _plans.get(("dw", *tensors.facts_of(dy, x)))
+        if plan is None or not plan.steps(p, call.dy.number, call.x.number, dw):
+            return None
+    return dx, dw, made[1]
+
+
+def _grad_pre_steps(call: Backward) -> tuple[Operand, int | None] | None:
+    """``_grad_pre`` as steps of a program."""
+    p, (dy, saved, *_) = call.program, call.tensors
+    groups, n = dy.shape[2:]
+    key = ("dpre", *tensors.facts_of(dy, saved), call.activation, call.needs[2])
+    plan = _plans.get(key)
+    if plan is None:
+        return None
+    dpre, number = call.dy, None
+    if saved is not None:
+        # lies as saved does; the steps that follow are found by its facts
+        number = p.empty(dy.shape, dy.dtype, call.dy.number)
+        dpre = Operand(tensors.empty(dy.shape, _order_of(saved), dy), number)
+    db = p.empty((groups, n), dy.dtype, call.dy.number) if call.needs[2] else None
+    made = plan.steps(p, call.dy.number, number_of(call.saved), number, db)
+    return (dpre, db) if made else None
+
+
+def _config(x: Tensor, weight: Tensor, activation: str) -> BackwardConfig | None:
+    """Of the single pass; None where there is none."""
+    batch, length, groups, k = x.shape
+    facts = x.element_size(), tensors.units_of(x.device), tensors.capability_of(x.device)
+    return backward_config(batch * length, groups, k, weight.shape[1], *facts, activation)
 
 
 def _grad_pre(
@@ -175,6 +248,23 @@ class _SinglePass:
         self._launch(dy, saved, x, weight, dx, dw_part, db_part)
         self._sums.run(dw_part, db_part, dw, db)
 
+    def steps(
+        self,
+        program: Program,
+        dy: int,
+        saved: int | None,
+        x: int,
+        weight: int,
+        dx: int | None,
+        dw: int | None,
+        db: int | None,
+    ) -> bool:
+        """``run`` of tensors of these numbers; whether launches are all there is."""
+        dw_part, db_part = self._sums.numbers(program, dw, db, dy)
+        read = dy, saved, x, weight
+        first = program.launch(self._launch.in_door((*read, dx, dw_part, db_part)))
+        return first and self._sums.steps(program, dw_part, db_part, dw, db)
+
 
 class _GradPre:
     """dpre = dy act'(pre) and its sums over tokens."""
@@ -214,6 +304,14 @@ class _GradPre:
         self._launch(dy, saved, dpre, part)
         self._sums.run(None, part, None, db)
 
+    def steps(
+        self, program: Program, dy: int, saved: int | None, dpre: int | None, db: int | None
+    ) -> bool:
+        """``run`` of tensors of these numbers; whether launches are all there is."""
+        _, part = self._sums.numbers(program, None, db, dy)
+        first = program.launch(self._launch.in_door((dy, saved, dpre, part)))
+        return first and self._sums.steps(program, None, part, None, db)
+
 
 class _GradWeight:
     """dW_g = dpre_gᵀ x_g, in tiles of dW and chunks of tokens."""
@@ -249,6 +347,12 @@ class _GradWeight:
         self._launch(dpre, x, part)
         self._sums.run(part, None, dw, None)
 
+    def steps(self, program: Program, dpre: int, x: int, dw: int) -> bool:
+        """``run`` of tensors of these numbers; whether launches are all there is."""
+        part, _ = self._sums.numbers(program, dw, None, dpre)
+        first = program.launch(self._launch.in_door((dpre, x, part)))
+        return first and self._sums.steps(program, part, None, dw, None)
+
 
 class _Sums:
     """Where chunks of tokens leave their shares of dW and db, and the launch that adds them up."""
@@ -280,6 +384,22 @@ class _Sums:
         """Add up (dw's shares, db's shares, dw, db), in a fixed order."""
         if self._launch is not None:
             self._launch(*shares_and_results)
+
+    def numbers(
+        self, program: Program, dw: int | None, db: int | None, like: int
+    ) -> tuple[int | None, int | None]:
+        """``parts`` of results of these numbers."""
+        if self._launch is None:
+            return dw, db
+        made = [
+            None if result is None else program.empty(shape, torch.float32, like)
+            for result, shape in zip((dw, db), self._shapes, strict=True)
+        ]
+        return made[0], made[1]
+
+    def steps(self, program: Program, *shares_and_results: int | None) -> bool:
+        """``run`` of tensors of these numbers; whether a launch is all there is."""
+        return self._launch is None or program.launch(self._launch.in_door(shares_and_results))
 
 
 def _plan(key: Any, make: Any) -> Any:

@@ -20,10 +20,13 @@ from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.core.problem import Problem
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common import hopper
+from fastlinear.ops.common.door_launch import prepared
+from fastlinear.ops.common.door_program import Program
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import strips_backward, strips_tiles
 from fastlinear.ops.grouped_linear import wide_backward_config as configs
 from fastlinear.ops.grouped_linear.group_map import GroupMap
+from fastlinear.ops.grouped_linear.operands import Backward, Numbers
 from fastlinear.ops.grouped_linear.reference import Gradients, Needs
 from fastlinear.ops.grouped_linear.wide_backward_config import (
     COLUMNS,
@@ -173,6 +176,22 @@ def backward(
     return dx, dw, db
 
 
+def backward_steps(call: Backward) -> Numbers | None:
+    """``backward`` as steps of a program; None where it is more than its launches."""
+    dy, saved, x, weight = call.tensors
+    if not any(call.needs[:2]) or not serves(dy, saved, x, weight, call.order):
+        from fastlinear.ops.grouped_linear import triton_backward
+
+        return triton_backward.backward_steps(call)
+    _, n, k = weight.shape
+    config = wide_backward_config(k, n, saved is not None, call.needs)
+    assert config is not None
+    plan = WideBackward(dy, saved, x, weight, call.activation, call.needs, config, None)
+    found = call.results()
+    plan.steps(call.program, *call.numbers, *found)
+    return found
+
+
 class WideBackward:
     """Prepared launches, for tensors of one kind at any address."""
 
@@ -189,8 +208,7 @@ class WideBackward:
     ) -> None:
         _, m, groups, k = x.shape
         n = weight.shape[1]
-        assert x.device.index is not None
-        self._device: int = x.device.index
+        self._device = strips_tiles.ordinal(x)
         driver.make_current(self._device)
         with driver.loading_allowed():
             kernel, sums = _kernels(x.dtype, k, n, activation, needs, config, self._device)
@@ -265,6 +283,29 @@ class WideBackward:
             if self._sums is not None:
                 _point(self._sums_pointers, (*parts, dw, db))
                 self._sums.run(stream)
+
+    def steps(
+        self,
+        program: Program,
+        dy: int,
+        saved: int | None,
+        x: int,
+        weight: int,
+        dx: int | None,
+        dw: int | None,
+        db: int | None,
+    ) -> None:
+        """A call of tensors of these numbers; the launches are that program's from then on."""
+        parts = [
+            result if shape is None else program.empty(shape, torch.float32, x)
+            for shape, result in zip(self._shares, (dw, db), strict=True)
+        ]
+        maps = zip(self._maps, (dy, saved, x, dx, weight), strict=True)
+        pointers = zip(self._pointers, (weight, *parts), strict=True)
+        program.launch(prepared(self._launch, [*maps, *pointers], self))
+        if self._sums is not None:
+            sums = zip(self._sums_pointers, (*parts, dw, db), strict=True)
+            program.launch(prepared(self._sums, list(sums), self))
 
 
 def _point(pointers: list[ctypes.c_void_p], tensors: tuple[Tensor | None, ...]) -> None:

@@ -1,0 +1,220 @@
+"""Programs of grouped_linear's CUDA C++ backends without a GPU: PyTorch's ops stand in for the
+kernels, on the memory that a launch is given. What is tested is all around them."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastlinear.ops.common import cuda_driver as driver
+from fastlinear.ops.common import door_node, hopper
+from fastlinear.ops.grouped_linear import layout as layouts
+from fastlinear.ops.grouped_linear import (
+    reference,
+    strips,
+    strips_backward,
+    strips_tiles,
+    wide_backward,
+)
+
+_spec = importlib.util.spec_from_file_location(
+    "program_ways", Path(__file__).with_name("program_ways.py")
+)
+assert _spec is not None
+assert _spec.loader is not None
+ways: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(ways)
+Way, draw, formula_of = ways.Way, ways.draw, ways.formula_of
+compare_inference, at, stood = ways.compare_inference, ways.at, ways.stood
+
+pytestmark = pytest.mark.skipif(door_node.reason_not() is not None, reason="no C++ programs here")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built() -> None:
+    ways.ready()
+
+
+@pytest.fixture
+def _driver() -> Iterator[None]:
+    with ways.python_driver():
+        yield
+
+
+class Map:
+    """A tensor map that is an address."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.address = ctypes.c_uint64(0)
+        self.pointer = ctypes.addressof(self.address)
+
+    def point_at(self, address: int) -> None:
+        self.address.value = address
+
+
+MADE: list[Any] = []  # of the plan that is being made: what each of its launches computes
+
+
+class Launch:
+    """``driver.Launch`` of what stands first in MADE."""
+
+    def __init__(self, _kernel: Any, _block: int, _cluster: int, arguments: Sequence[Any]) -> None:
+        self.arguments = arguments
+        function = MADE.pop(0)
+        slots = (ctypes.c_void_p * len(arguments))()
+
+        def run() -> None:
+            function(*((a.address if isinstance(a, Map) else a).value or 0 for a in arguments))
+
+        self._function = run
+        self._handle, self._config_ref, self._slots_ref = stood(self._function, slots)
+
+    def set_grid(self, _: int) -> None:
+        pass
+
+    def run(self, _stream: int) -> None:
+        with torch.no_grad():
+            self._function()
+
+
+def forward_kernel(x: Any, weight: Any, bias: Any, activation: str, save: bool, order: str) -> Any:
+    y_like = layouts.empty((*x.shape[:3], weight.shape[1]), order, x, x.dtype)
+
+    def run(*a: Any) -> None:
+        of_x, of_y, of_pre, w, b, *again = a[:8]
+        assert (of_x, of_y) == tuple(again[:2])
+        assert not save or of_pre == again[2]
+        found = reference.forward(at(of_x, x), at(w, weight), at(b, bias), activation, save, order)  # type: ignore[arg-type]
+        for address, values in zip((of_y, of_pre), found, strict=True):
+            if values is not None:
+                into = at(address, y_like)
+                assert into is not None
+                into.copy_(values)
+
+    return run
+
+
+def backward_kernels(self: Any, given: Sequence[Any], wide: bool) -> list[Any]:
+    """The pass and its sums; ``given`` as ``reference.backward`` takes it."""
+    dy, saved, x, weight, activation, needs, order = given
+    dx_like = layouts.empty(x.shape, order, x, x.dtype)
+
+    def put(address: int, values: Tensor | None, part: Any) -> None:
+        if values is None:
+            return
+        like = torch.empty_like(values) if part is None else torch.empty(part)
+        into = at(address, like)
+        assert into is not None
+        if part is None:
+            into.copy_(values)
+        else:
+            into.zero_()[-1] = values
+
+    def whole(*a: Any) -> None:
+        maps, pointers = (a[:5], a[5:8]) if wide else (a[:4], a[4:11])
+        assert maps[4] == pointers[0] if wide else (maps[0], maps[2]) == (pointers[3], pointers[5])
+        if not wide and saved is not None:
+            assert maps[1] == pointers[4]
+        read = [at(maps[i], t) for i, t in enumerate((dy, saved, x))]
+        dx, dw, db = reference.backward(*read, at(pointers[0], weight), activation, needs, order)  # type: ignore[arg-type]
+        if dx is not None:
+            into = at(maps[3], dx_like)
+            assert into is not None
+            into.copy_(dx)
+        put(pointers[1], dw, self._shares[0])
+        put(pointers[2], db, self._shares[1])
+
+    def sums(*a: Any) -> None:
+        shapes = weight.shape, weight.shape[:2]
+        for part, shape, source, into in zip(self._shares, shapes, a[:2], a[2:4], strict=True):
+            if part is not None:
+                share, result = at(source, torch.empty(part)), at(into, x.new_empty(shape))
+                assert share is not None
+                assert result is not None
+                result.copy_(share.sum(0))
+
+    return [whole, sums]
+
+
+@pytest.fixture
+def _stood_in(_driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of CUDA C++ are PyTorch's ops on a CPU; products are written as on a GPU."""
+    monkeypatch.setattr(reference, "copied", ways.copied_on_a_gpu)
+
+    def stand(module: Any, name: str, made: Callable[..., list[Any]]) -> None:
+        class Stood(getattr(module, name)):  # type: ignore[misc]
+            def __init__(self, *given: Any) -> None:
+                MADE[:] = made(self, given)
+                super().__init__(*given)
+
+        monkeypatch.setattr(module, name, Stood)
+
+    def passes(self: Any, given: Any) -> list[Any]:
+        return backward_kernels(self, given[:7], False)
+
+    def wide_passes(self: Any, given: Any) -> list[Any]:
+        return backward_kernels(self, (*given[:6], "tokens"), True)
+
+    stand(strips, "Strips", lambda _, given: [forward_kernel(*given[:6])])
+    stand(strips_backward, "StripsBackward", passes)
+    stand(wide_backward, "WideBackward", wide_passes)
+    for module in (strips, strips_backward, wide_backward):
+        monkeypatch.setattr(module, "_plans", {})
+        monkeypatch.setattr(module, "device_facts", lambda _: SimpleNamespace(units=5))
+        loader = "_kernel" if module is strips else "_kernels"
+        monkeypatch.setattr(module, loader, lambda *_: (0, 0))
+    for module in (strips, strips_backward, strips_tiles):
+        monkeypatch.setattr(module, "ordinal", lambda _: 0)
+    monkeypatch.setattr(wide_backward, "GroupMap", Map)
+    monkeypatch.setattr(driver, "TensorMap", Map)
+    monkeypatch.setattr(driver, "Launch", Launch)
+    monkeypatch.setattr(hopper, "EarlyLaunch", Launch)
+    monkeypatch.setattr(driver, "make_current", lambda _: None)
+    monkeypatch.setattr(driver, "loading_allowed", nullcontext)
+    for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):
+        monkeypatch.setattr(torch._C, name, lambda *_: 0, raising=False)
+
+
+BF16: dict[str, Any] = {"dtype": torch.bfloat16}
+
+
+@pytest.mark.usefixtures("_stood_in")
+@pytest.mark.parametrize("activation", ["none", "relu", "silu"])
+@pytest.mark.parametrize("layout", ["... (g k)", "... g k", "g ... k"])
+def test_strips(layout: str, activation: str) -> None:
+    for bias, tokens in itertools.product((True, False), ((2, 16), (5, 160))):
+        given = draw(layout, (4, 100, 52), tokens, bias=bias, **BF16)
+        Way(formula_of("strips", "strips", activation, layout), given).compare(given)
+        compare_inference("strips", activation, layout, given)
+    single = draw(layout, (3, 36, 64), bias=False)
+    Way(formula_of("strips", "eager", activation, layout), single).compare(single)
+    compare_inference("strips", activation, layout, single)
+
+
+@pytest.mark.usefixtures("_stood_in")
+@pytest.mark.parametrize("activation", ["none", "relu", "silu"])
+def test_the_wide_pass(activation: str) -> None:
+    for bias, tokens in itertools.product((True, False), ((2, 16), (5, 160))):
+        given = draw("... (g k)", (2, 144, 200), tokens, bias=bias, **BF16)
+        Way(formula_of("eager", "wide", activation, "... (g k)"), given).compare(given)
+
+
+@pytest.mark.usefixtures("_stood_in")
+@pytest.mark.parametrize("backend", ["strips", "wide"])
+def test_any_gradients_of_cuda(backend: str) -> None:
+    sizes, first = ((4, 100, 52), "strips") if backend == "strips" else ((2, 144, 200), "eager")
+    for needs, m in itertools.product(itertools.product((False, True), repeat=3), (32, 800)):
+        if not any(needs) or (backend == "wide" and not any(needs[:2])):
+            continue
+        given = draw("... (g k)", sizes, (1, m), needs, **BF16)
+        Way(formula_of(first, backend, "silu", "... (g k)"), given).compare(given)
