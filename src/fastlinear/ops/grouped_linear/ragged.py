@@ -224,6 +224,12 @@ def _reason_not_triton(x: Tensor, weight: Tensor, given: list[Tensor]) -> str | 
     return triton_config.reason_not(x.shape[0], 1, k, n, x.dtype, capability)
 
 
+def served_by(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str:
+    """The backend that serves valid tensors by default."""
+    given = [t for t in (x, weight, bias) if t is not None]
+    return "loop" if _reason_not_triton(x, weight, given) else "triton"
+
+
 def _validate(x: Tensor, weight: Tensor, group_sizes: Tensor, bias: Tensor | None) -> None:
     if weight.dim() != 3 or weight.shape[0] == 0:
         _fail(

@@ -73,7 +73,7 @@ def unequal_linear(
         xs, weights = [x for x, _, _ in cast], [w for _, w, _ in cast]
         given = [b for _, _, b in cast]
     _validate(xs, weights, given)
-    why = _reason_not_together(xs, weights, given)
+    why = _reason_not_together(xs, weights, given) if backend != "loop" else ""
     if backend == "together" and why is not None:
         raise UnsupportedError(
             "unequal_linear",
@@ -217,6 +217,13 @@ def _pays(xs: Sequence[Tensor], weights: Sequence[Tensor]) -> bool:
         return False
     products = sum(2 * x.numel() * w.shape[0] for x, w in zip(xs, weights, strict=True))
     return len(xs) >= 4 and products <= _MOST_FLOPS * len(xs)
+
+
+def served_by(xs: Sequence[Tensor], weights: Sequence[Tensor], biases: _Maybe | None = None) -> str:
+    """The backend that serves valid tensors by default."""
+    given = [None] * len(xs) if biases is None else biases
+    able = _reason_not_together(xs, weights, given) is None
+    return "together" if able and _pays(xs, weights) else "loop"
 
 
 def _reason_not_together(
