@@ -138,7 +138,7 @@ class ListsWork:
     def shapes(self) -> dict[str, Any]:
         """Shapes of the tensors of one set: of each group's where there is no whole."""
         given = self.stacks[0]
-        kinds = given.whole or (given.xs, given.weights, given.dys)
+        kinds: tuple[Any, ...] = given.whole or (given.xs, given.weights, given.dys)
         return {
             name: list(kind.shape) if isinstance(kind, Tensor) else [list(t.shape) for t in kind]
             for name, kind in zip(("x", "weight", "dy"), kinds, strict=False)
