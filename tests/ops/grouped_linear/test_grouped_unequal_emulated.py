@@ -158,6 +158,13 @@ def test_views_that_begin_anywhere(emulated: None) -> None:
         torch.testing.assert_close(y, xs[0] @ weights[0].t())
         (dw,), _ = unequal_cuda.grad_weights(dys, None, xs, "none", [False])
         torch.testing.assert_close(dw, dys[0].t() @ xs[0])
+        weights, pre = [torch.randn(64, 48).bfloat16()], [torch.randn(20, 64).bfloat16()]
+        (dx,) = unequal_cuda.grad_inputs(xs, pre, weights, "gelu")  # xs as dys
+        (slope,) = torch.autograd.grad(
+            torch.nn.functional.gelu(pre[0].requires_grad_()), pre, torch.ones_like(pre[0])
+        )
+        expected = (xs[0].float() * slope.float()) @ weights[0].float()
+        torch.testing.assert_close(dx.float(), expected, rtol=0.02, atol=0.2)
 
 
 def test_tiles_are_large_where_they_fill_the_chip_only() -> None:
