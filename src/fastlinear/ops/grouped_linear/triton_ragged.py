@@ -49,8 +49,10 @@ def product_config(rows: int, groups: int, k: int, n: int, itemsize: int) -> Con
     Numbers of rows that do not begin at 16 bytes are addressed one by one: tiles are smaller then.
     """
     mean = padded(max(1, rows // groups))
-    if itemsize == 4 or k % 8 or n % 8:
-        return Config(min(64, mean), min(64, padded(n)), 32, 4, 3)
+    odd = k % 8 > 0 or n % 8 > 0
+    if itemsize == 4 or odd:
+        widest = 32 if itemsize == 4 and odd else 64
+        return Config(min(64, mean), min(widest, padded(n)), 32, 4, 3)
     block_m, block_n = min(128, mean), min(128, padded(n))
     return Config(block_m, block_n, 64, 8 if block_m * block_n > 8192 else 4, 3)
 
