@@ -59,7 +59,7 @@ class Case:
     def problem(self) -> str:
         """The readable name of what is computed, without direction and metric."""
         sizes = " ".join(f"{k}{v}" for k, v in self.dims if (k, v) != ("L", 1))
-        facts = " ".join(v for k, v in self.options if k in ("activation", "model", "x"))
+        facts = " ".join(v for k, v in self.options if k in ("activation", "model", "x", "sizes"))
         bare = " no bias" if self.option("bias") == "no" else ""
         return f"{facts} {sizes} {self.dtype}{bare}".strip()
 

@@ -8,7 +8,17 @@ from typing import Any
 
 import torch
 
-from fastlinear.bench import bias, chains, gated, graphed, groups, models, pseudo_linear
+from fastlinear.bench import (
+    bias,
+    chains,
+    gated,
+    graphed,
+    groups,
+    models,
+    pseudo_linear,
+    ragged,
+    unequal,
+)
 from fastlinear.bench import peers as linear_act
 from fastlinear.bench.case import Case
 from fastlinear.bench.peer import Peer
@@ -81,6 +91,8 @@ KINDS: Mapping[str, Kind] = {
         pseudo_linear.make_work, pseudo_linear.peers, pseudo_linear.chosen, pseudo_linear.tune
     ),
     "grouped_linear": Kind(groups.make_work, groups.peers, groups.chosen, groups.tune),
+    "ragged_linear": Kind(ragged.make_work, ragged.peers, ragged.chosen, _nothing),
+    "unequal_linear": Kind(unequal.make_work, unequal.peers, unequal.chosen, _nothing),
     "gated_mlp": Kind(gated.make_work, gated.peers, gated.chosen, gated.tune),
     "graphed": Kind(graphed.make_work, graphed.peers, lambda *_: {}, _nothing),
     "model": Kind(models.make_work, models.peers, lambda case, work, _: work.chosen(), _nothing),

@@ -136,7 +136,7 @@ def _prepare(
         verdicts = [
             judge(name, ours, torchs, exact, factor=DEFAULT_FACTOR * error_growth(levels))
             for name, ours, torchs, exact in zip(
-                work.names, results.pop(), theirs, oracle, strict=True
+                work.names, peer.gathered(work, results.pop()), theirs, oracle, strict=True
             )
         ]
         for i in range(len(work.stacks)):

@@ -32,7 +32,7 @@ def bench(
         str,
         typer.Argument(
             help="linear, linear-bias, pseudo-linear, overhead, strassen, graphed, groups, "
-            "gated-mlp, models."
+            "ragged, unequal, gated-mlp, models."
         ),
     ] = "linear",
     device: opt.Place = "cpu",

@@ -143,6 +143,59 @@ def test_kernels(rows: int, sizes: list[int], kernels: None) -> None:
 
 
 @compares
+@pytest.mark.parametrize("tma", [False, True], ids=["loads", "descriptors"])
+@pytest.mark.parametrize("activation", ["none", "gelu"])
+def test_whole_tiles_in_any_number(
+    activation: str, tma: bool, kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several tiles of rows and columns, by loads without masks and by descriptors."""
+    from fastlinear.ops.grouped_linear import triton_ragged
+
+    size = 64 if ON_GPU else 16
+    for high, dtype in ((1, torch.float16), (2, torch.bfloat16), (8, torch.float16)):
+        config = triton_ragged.Config(size, size, size, 4, 3, high, tma)
+        for name in ("product_config", "weight_config"):
+            monkeypatch.setattr(triton_ragged, name, lambda *_, c=config: c)
+        triton_ragged._plans.clear()
+        check(
+            5 * size + 3,
+            [2 * size + 1, 0, size, 2, size + 5],
+            2 * size,
+            3 * size,
+            dtype,
+            activation,
+        )
+        described = [launch.described for launch in triton_ragged._plans.values()]
+        assert described == [tma] * 3
+        check(3 * size, [size + 4, 3], 2 * size + 8, size - 8, dtype, activation)
+
+
+@compares
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy: that is the point
+@pytest.mark.parametrize("tma", [False, True], ids=["loads", "descriptors"])
+def test_what_is_not_finite_stays_in_its_group(
+    tma: bool, kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles reach into the rows of the next group."""
+    from fastlinear.ops.grouped_linear import triton_ragged
+
+    config = triton_ragged.Config(16, 16, 16, 4, 3, 8, tma)
+    for name in ("product_config", "weight_config"):
+        monkeypatch.setattr(triton_ragged, name, lambda *_: config)
+    triton_ragged._plans.clear()
+    for broken in range(2):  # x, dy
+        x, w, sizes, b = drawn(45, [21, 24], 32, 32, torch.float16)
+        dy = torch.ones(45, 32, device=DEVICE, dtype=torch.float16)
+        with torch.no_grad():
+            (x, dy)[broken][21:] = float("inf")
+        y = fl.ragged_linear(x, w, sizes, b)
+        dx, dw, db = torch.autograd.grad(y, [x, w, b], dy)  # type: ignore[list-item]
+        for t in (y[:21], dx[:21], dw[0], db[0]):
+            assert t.isfinite().all()
+        assert not dw[1].isfinite().any()
+
+
+@compares
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_kernels_know_all_activations(activation: str, kernels: None) -> None:
     check(30, [7, 0, 12], 24, 10, torch.float32, activation)

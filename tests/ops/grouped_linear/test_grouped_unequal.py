@@ -18,12 +18,14 @@ from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.ops.common import cuda_driver
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 from fastlinear.ops.grouped_linear import unequal, unequal_cuda
+from fastlinear.ops.grouped_linear.unequal_config import OFFERED
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 on_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
 # (tokens, K, N)
 SIZES = ((5, 3, 4), (1, 7, 65), (70, 100, 33), (64, 64, 64), (130, 31, 1), (0, 8, 9), (2, 130, 70))
+SHARED_BYTES = {"sm_80": 163 << 10, "sm_90a": 227 << 10, "sm_100a": 227 << 10}
 Lists = tuple[list[Tensor], list[Tensor], list[Tensor | None]]
 
 
@@ -200,12 +202,20 @@ def test_kernels_compile_without_spilling(arch: str, tmp_path: Path) -> None:
     if spec is None or spec.origin is None:
         pytest.skip("cuobjdump comes with triton")
     tool = Path(spec.origin).parent / "backends/nvidia/bin/cuobjdump"
-    for dtype in unequal_cuda.KINDS:
-        for mode in range(3):
-            text = unequal_cuda.source(dtype, mode, "gelu", mode == 0)
-            cubin = tmp_path / "kernel.cubin"
-            cubin.write_bytes(cuda_driver.compile_cubin(text, "unequal.cu", arch))
-            told = subprocess.run(
-                [tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True
-            ).stdout
-            assert re.search(r"STACK:0 ", told), told
+    specialised = [
+        (dtype, mode, activation, tiles)
+        for dtype in (torch.bfloat16, torch.float32)
+        for tiles in (OFFERED if dtype is torch.bfloat16 else OFFERED[:1])
+        for mode in range(3)
+        for activation in ("none", "gelu")
+    ]
+    for dtype, mode, activation, tiles in specialised:
+        save_pre = mode == 0 and activation == "gelu"
+        text = unequal_cuda.source(dtype, mode, activation, save_pre, tiles)
+        cubin = tmp_path / "kernel.cubin"
+        cubin.write_bytes(cuda_driver.compile_cubin(text, "unequal.cu", arch))
+        told = subprocess.run(
+            [tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True
+        ).stdout
+        assert re.search(r"STACK:0 ", told), (mode, activation, tiles, told)
+        assert tiles.shared_bytes(mode > 0 and activation != "none") <= SHARED_BYTES[arch]

@@ -14,7 +14,9 @@ from fastlinear.bench.cases import (
     models,
     overhead,
     pseudo_linear,
+    ragged,
     strassen,
+    unequal,
 )
 
 EXPERIMENTS: dict[str, Callable[[str, bool], list[Case]]] = {
@@ -26,6 +28,8 @@ EXPERIMENTS: dict[str, Callable[[str, bool], list[Case]]] = {
     "models": models.cases,
     "overhead": overhead.cases,
     "pseudo-linear": pseudo_linear.cases,
+    "ragged": ragged.cases,
     "strassen": strassen.cases,
+    "unequal": unequal.cases,
 }
 """Experiment → (device type, quick) → its cases, most telling first."""

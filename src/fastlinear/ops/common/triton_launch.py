@@ -72,6 +72,11 @@ class Launch:
         self._door: Any = None  # the launch by the compiled door, where that is there
         self._untried = True
 
+    @property
+    def described(self) -> bool:
+        """Whether it takes descriptors."""
+        return bool(self._blocks)
+
     def __call__(self, *tensors: torch.Tensor | None) -> None:
         """Launch on the current stream of the tensors' device."""
         if self._door is not None and self._door(*tensors):

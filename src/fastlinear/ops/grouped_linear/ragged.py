@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import cache
 from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastlinear.core.device import device_facts
 from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.ops.common import calls
@@ -85,6 +87,8 @@ def ragged_linear(
             remedy="Leave backend out.",
         )
     if why is None and backend != "loop":
+        if not (torch.is_grad_enabled() and any(t.requires_grad for t in given)):
+            return by_kernels(x, weight, group_sizes, bias, activation, False)[0]
         y: Tensor = _Ragged.apply(x, weight, bias, group_sizes, activation)
         return y
     return loop(x, weight, group_sizes, bias, activation)
@@ -218,10 +222,21 @@ def _reason_not_triton(x: Tensor, weight: Tensor, given: list[Tensor]) -> str | 
         return "an empty call needs no kernel"
     if groups > _MAX_GROUPS:
         return f"serves at most {_MAX_GROUPS} groups, the call has {groups}"
-    if importlib.util.find_spec("triton") is None:
+    if not _has_triton():
         return "the package triton is not installed"
-    capability = torch.cuda.get_device_capability(x.device)
+    capability = device_facts(x.device).capability
     return triton_config.reason_not(x.shape[0], 1, k, n, x.dtype, capability)
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def served_by(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str:
+    """The backend that serves valid tensors by default."""
+    given = [t for t in (x, weight, bias) if t is not None]
+    return "loop" if _reason_not_triton(x, weight, given) else "triton"
 
 
 def _validate(x: Tensor, weight: Tensor, group_sizes: Tensor, bias: Tensor | None) -> None:

@@ -16,29 +16,69 @@ from fastlinear.ops.grouped_linear.triton_ragged_kernels import (
     _ragged_weight_kernel,
 )
 
-__all__ = ["MAX_GROUPS", "grad_input", "grad_weight", "product"]
+__all__ = ["MAX_GROUPS", "Config", "grad_input", "grad_weight", "product"]
 
 MAX_GROUPS = 2047
 _plans: dict[Any, Launch] = {}
 
 
 @dataclass(frozen=True)
-class _Config:
+class Config:
+    """One way to launch a kernel.
+
+    Attributes:
+        block_m, block_n, block_k: of a tile: rows, then outputs and inputs of the product.
+        warps, stages: warps of a program, depth of the load pipeline.
+        high: tiles of rows that take turns with a weight's columns.
+        tma: whether tiles come through descriptors, where the tensors allow it.
+    """
+
     block_m: int
     block_n: int
     block_k: int
     warps: int
     stages: int
+    high: int = 8
+    tma: bool = False
 
 
 @lru_cache(maxsize=256)
-def _config(rows: int, groups: int, n: int, itemsize: int) -> _Config:
-    """Tiles of a product; how rows divide among the groups is not known, so their mean counts."""
+def product_config(rows: int, groups: int, k: int, n: int, itemsize: int) -> Config:
+    """Tiles of a product; how rows divide among the groups is not known, so their mean counts.
+
+    Numbers of rows that do not begin at 16 bytes are addressed one by one: tiles are smaller then.
+    """
     mean = padded(max(1, rows // groups))
-    if itemsize == 4:
-        return _Config(min(64, mean), min(64, padded(n)), 32, 4, 3)
+    odd = k % 8 > 0 or n % 8 > 0
+    if itemsize == 4 or odd:
+        widest = 32 if itemsize == 4 and odd else 64
+        return Config(min(64, mean), min(widest, padded(n)), 32, 4, 3)
     block_m, block_n = min(128, mean), min(128, padded(n))
-    return _Config(block_m, block_n, 64, 8 if block_m * block_n > 8192 else 4, 3)
+    return Config(block_m, block_n, 64, 8 if block_m * block_n > 8192 else 4, 3)
+
+
+@lru_cache(maxsize=256)
+def weight_config(rows: int, groups: int, k: int, n: int, itemsize: int) -> Config:
+    """Tiles of dW: block_m rows at a time, block_n by block_k of its numbers."""
+    mean = padded(max(1, rows // groups))
+    narrow = itemsize == 4 or k % 8 or n % 8
+    widest = 64 if narrow else 128
+    block_n, block_k = min(widest, padded(n)), min(widest, padded(k))
+    warps = 8 if block_n * block_k > 8192 else 4
+    return Config(min(32 if narrow else 64, mean), block_n, block_k, warps, 3)
+
+
+def _described(*matrices: Tensor | None) -> bool:
+    """Whether descriptors serve them on their device: 16-bit, rows at 16 bytes."""
+    given = [t for t in matrices if t is not None]
+    return all(
+        t.element_size() == 2
+        and t.stride(-1) == 1
+        and t.stride(-2) % 8 == 0
+        and t.data_ptr() % 16 == 0
+        and tensors.capability_of(t.device) >= (9, 0)
+        for t in given
+    )
 
 
 def product(
@@ -49,6 +89,8 @@ def product(
     sizes: Tensor,
     activation: str,
     save_pre: bool,
+    *,
+    config: Config | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(y, pre): act(x_g W_gᵀ + b_g) for the rows of every group, 0 for rows of none; or, where
     ``saved`` is given, (x · act'(pre)) W_gᵀ.
@@ -70,31 +112,59 @@ def product(
     y = tensors.vector((rows, n), x)
     pre = tensors.vector((rows, n), x) if save_pre else None
     key = ("product", *tensors.facts_of(x, weight, bias, saved, sizes, y), activation, save_pre)
-
-    def make() -> Launch:
-        config = _config(rows, groups, n, x.element_size())
-        columns = -(-n // config.block_n)
-        rest = (
-            *(rows, groups, columns, x.stride(0), *weight.stride(), k, n, padded(groups + 1)),
-            *(config.block_m, config.block_n, config.block_k, activation),
-            *(tensors.math_of(x.dtype), dot_precision(k), x.device.type == "cpu"),
-        )
-        most = -(-rows // config.block_m) + groups + 1
-        return Launch(
-            *(_ragged_kernel, (most * columns,), rest, x.device),
-            warps=config.warps,
-            stages=config.stages,
-        )
-
-    _plan(key, make)(x, weight, bias, saved, sizes, y, pre)
+    key = (*key, config)
+    launch = _plans.get(key)
+    if launch is None:
+        found = config or product_config(rows, groups, k, n, x.element_size())
+        launch = _kept(key, _product_launch(x, weight, saved, sizes, activation, found))
+    if launch.described:
+        w = weight if weight.stride(2) == 1 else weight.transpose(1, 2)
+        launch(x, w.reshape(-1, w.shape[2]), bias, saved, sizes, y, pre)
+    else:
+        launch(x, weight, bias, saved, sizes, y, pre)
     return tensors.rounded(y, x), None if pre is None else tensors.rounded(pre, x)
 
 
+def _product_launch(
+    x: Tensor, weight: Tensor, saved: Tensor | None, sizes: Tensor, activation: str, c: Config
+) -> Launch:
+    rows, k = x.shape
+    groups, n, _ = weight.shape
+    turned = weight.stride(2) != 1
+    dense = (weight.transpose(1, 2) if turned else weight).is_contiguous()
+    tma = c.tma and dense and k % c.block_k == 0 and _described(x, weight.mT if turned else weight)
+    columns = -(-n // c.block_n)
+    rest = (
+        *(rows, groups, columns, x.stride(0), *weight.stride(), k, n, padded(groups + 1)),
+        *(c.block_m, c.block_n, c.block_k, c.high, tma, turned, activation),
+        *(tensors.math_of(x.dtype), dot_precision(k), x.device.type == "cpu"),
+    )
+    most = -(-rows // c.block_m) + groups + 1
+    blocks = None
+    if tma:
+        tile = [c.block_m, c.block_k]
+        w_tile = [c.block_k, c.block_n] if turned else [c.block_n, c.block_k]
+        blocks = {0: tile, 1: w_tile, **({} if saved is None else {3: tile})}
+    return Launch(
+        *(_ragged_kernel, (most * columns,), rest, x.device),
+        warps=c.warps,
+        stages=c.stages,
+        block_shapes=blocks,
+    )
+
+
 def grad_input(
-    dy: Tensor, saved: Tensor | None, weight: Tensor, sizes: Tensor, activation: str
+    dy: Tensor,
+    saved: Tensor | None,
+    weight: Tensor,
+    sizes: Tensor,
+    activation: str,
+    *,
+    config: Config | None = None,
 ) -> Tensor:
     """dx = (dy · act'(pre)) W_g, (T, K), 0 for rows of no group; arguments as of ``product``."""
-    return product(dy, weight.transpose(1, 2), None, saved, sizes, activation, False)[0]
+    turned = weight.transpose(1, 2)
+    return product(dy, turned, None, saved, sizes, activation, False, config=config)[0]
 
 
 def grad_weight(
@@ -105,6 +175,8 @@ def grad_weight(
     activation: str,
     need_weight: bool,
     need_bias: bool,
+    *,
+    config: Config | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """(dW (G, N, K), db (G, N)) in dy's dtype, None where not needed; exact zeros for groups
     without rows. dy (T, N) and x (T, K) have contiguous rows; ``saved`` is contiguous."""
@@ -112,33 +184,36 @@ def grad_weight(
     n, groups = dy.shape[1], sizes.shape[0]
     dw = tensors.vector((groups, n, k), x) if need_weight else None
     db = tensors.vector((groups, n), x) if need_bias else None
-    key = ("weight", *tensors.facts_of(dy, saved, x, sizes, dw, db), activation)
-
-    def make() -> Launch:
-        wide = x.element_size() == 4
-        widest = 64 if wide else 128
-        block_n, block_k = min(widest, padded(n)), min(widest, padded(k))
-        columns = -(-k // block_k) if need_weight else 1
+    key = ("weight", *tensors.facts_of(dy, saved, x, sizes, dw, db), activation, config)
+    launch = _plans.get(key)
+    if launch is None:
+        c = config or weight_config(rows, groups, k, n, x.element_size())
+        columns = -(-k // c.block_k) if need_weight else 0
+        tma = c.tma and _described(dy, saved, x)
         rest = (
             *(rows, groups, columns, dy.stride(0), x.stride(0), k, n, padded(groups + 1)),
-            *(32 if wide else 64, block_n, block_k, activation, tensors.math_of(x.dtype)),
+            *(c.block_m, c.block_n, c.block_k, tma, activation, tensors.math_of(x.dtype)),
             *(dot_precision(rows), x.device.type == "cpu"),
         )
-        grid = (-(-n // block_n) * columns, groups)
-        warps = 8 if block_n * block_k > 8192 else 4
-        return Launch(_ragged_weight_kernel, grid, rest, x.device, warps=warps, stages=3)
-
-    _plan(key, make)(dy, saved, x, sizes, dw, db)
+        grid = (-(-n // c.block_n) * (columns + need_bias), groups)
+        tile = [c.block_m, c.block_n]
+        blocks = {0: tile, 2: [c.block_m, c.block_k], **({} if saved is None else {1: tile})}
+        launch = Launch(
+            *(_ragged_weight_kernel, grid, rest, x.device),
+            warps=c.warps,
+            stages=c.stages,
+            block_shapes=blocks if tma else None,
+        )
+        _kept(key, launch)
+    launch(dy, saved, x, sizes, dw, db)
     return (
         None if dw is None else tensors.rounded(dw, x),
         None if db is None else tensors.rounded(db, x),
     )
 
 
-def _plan(key: Any, make: Any) -> Launch:
-    plan = _plans.get(key)
-    if plan is None:
-        if len(_plans) >= tensors.MAX_PLANS:
-            _plans.clear()
-        plan = _plans[key] = make()
-    return plan
+def _kept(key: Any, launch: Launch) -> Launch:
+    if len(_plans) >= tensors.MAX_PLANS:
+        _plans.clear()
+    _plans[key] = launch
+    return launch

@@ -3,6 +3,10 @@
 Sizes are read as they are: below 0 counts as 0, and what passes the last row T is cut off. Rows
 that no group owns belong to a group G without weights, whose results are 0. All products accumulate
 in float32, deterministically.
+
+Where TMA, matrices are descriptors: tiles come through the copy engine, rows of other groups in
+them are computed and left out, and what is beyond a matrix is 0. Else rows beyond a group's are
+read as its last one, and left out as well: no load needs a mask where sizes are whole tiles.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from fastlinear.ops.grouped_linear.triton_tiles import _dot
 
 @triton.jit
 def _bounds(sizes_ptr, T, G, BLOCK_G: tl.constexpr):
-    """(begins, ends) of the rows of groups 0 to G, then of empty groups: int64, within [0, T]."""
+    """(begins, ends) of the rows of groups 0 to G, then of empty groups: int32, within [0, T]."""
     g = tl.arange(0, BLOCK_G)
     sizes = tl.load(sizes_ptr + g, mask=g < G, other=0).to(tl.int64)
     rows = tl.zeros((BLOCK_G,), dtype=tl.int64) + T
@@ -25,7 +29,15 @@ def _bounds(sizes_ptr, T, G, BLOCK_G: tl.constexpr):
     sizes = tl.where(g == G, rows, sizes)
     ends = tl.cumsum(sizes, 0)
     begins = ends - sizes
-    return tl.where(begins > rows, rows, begins), tl.where(ends > rows, rows, ends)
+    begins = tl.where(begins > rows, rows, begins)
+    ends = tl.where(ends > rows, rows, ends)
+    return begins.to(tl.int32), ends.to(tl.int32)
+
+
+@triton.jit
+def _derived(d, saved, ACTIVATION: tl.constexpr, MATH: tl.constexpr):
+    """dy act'(pre), in dy's dtype."""
+    return activation_grad(d.to(tl.float32), saved.to(tl.float32), ACTIVATION, MATH).to(d.dtype)
 
 
 @triton.jit
@@ -50,6 +62,9 @@ def _ragged_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    HIGH: tl.constexpr,
+    TMA: tl.constexpr,
+    TURNED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     MATH: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -59,54 +74,99 @@ def _ragged_kernel(
 
     x (T, K) has contiguous rows x_row apart; W is (G, N, K) by its strides; y and ``pre_ptr``
     (T, N) are dense. ``saved_ptr`` (T, K), dense, is given for dx, where x is dy: the activation is
-    then its derivative. ``bias_ptr`` (G, N), ``saved_ptr`` and ``pre_ptr`` may be None. Tiles are
-    numbered through groups 0 to G; programs past the last return.
+    then its derivative. ``bias_ptr`` (G, N), ``saved_ptr`` and ``pre_ptr`` may be None. Where TMA,
+    W is a dense (G·N, K), or (G·K, N) where TURNED, and K a multiple of BLOCK_K.
+
+    Tiles are numbered through groups 0 to G, in each through HIGH of its rows' tiles, then its
+    columns', so that a weight is read once for HIGH tiles; programs past the last return.
     """
-    tile = tl.program_id(0) // col_tiles
-    n = (tl.program_id(0) % col_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
-    n_mask = n < N
+    tile = tl.program_id(0)
     begins, ends = _bounds(sizes_ptr, T, G, BLOCK_G)
-    tiles = (ends - begins + (BLOCK_M - 1)) // BLOCK_M
-    last = tl.cumsum(tiles, 0)
-    index = tl.arange(0, BLOCK_G)
+    row_tiles = (ends - begins + (BLOCK_M - 1)) // BLOCK_M
+    last = tl.cumsum(row_tiles, 0) * col_tiles
     g = tl.sum((last <= tile).to(tl.int32), 0)
     if g <= G:
-        here = index == g
-        before = tl.sum(tl.where(here, last - tiles, 0), 0)
+        here = tl.arange(0, BLOCK_G) == g
         begin = tl.sum(tl.where(here, begins, 0), 0)
         end = tl.sum(tl.where(here, ends, 0), 0)
-        rows = begin + (tile - before) * BLOCK_M + tl.arange(0, BLOCK_M)
+        height = tl.sum(tl.where(here, row_tiles, 0), 0)
+        tile -= tl.sum(tl.where(here, last - row_tiles * col_tiles, 0), 0)
+        first = tile // (HIGH * col_tiles) * HIGH
+        high = tl.minimum(height - first, HIGH)
+        tile = tile % (HIGH * col_tiles)
+        row0 = begin + (first + tile % high) * BLOCK_M
+        n0 = tile // high * BLOCK_N
+        rows = row0 + tl.arange(0, BLOCK_M)
+        n = n0 + tl.arange(0, BLOCK_N)
         mask = rows < end
+        n_mask = n < N
         owned = g < G
-        k = tl.arange(0, BLOCK_K)
-        x_ptrs = x_ptr + rows[:, None] * x_row + k[None, :]
-        if saved_ptr is not None:
-            s_ptrs = saved_ptr + rows[:, None] * K + k[None, :]
-        w_base = w_ptr + g.to(tl.int64) * w_group
-        w_ptrs = w_base + k[:, None].to(tl.int64) * w_col + n[None, :].to(tl.int64) * w_row
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for begin_k in range(0, tl.where(owned, K, 0), BLOCK_K):
-            k_mask = k < K - begin_k
-            x = tl.load(x_ptrs, mask=mask[:, None] & k_mask[None, :], other=0.0)
+        if TMA:
+            for k in range(0, tl.where(owned, K, 0), BLOCK_K):
+                x = x_ptr.load([row0, k])
+                if saved_ptr is not None:
+                    saved = saved_ptr.load([row0, k])
+                    x = _derived(x, saved, ACTIVATION, MATH)
+                if TURNED:
+                    w = w_ptr.load([g * K + k, n0])
+                else:
+                    w = w_ptr.load([g * N + n0, k]).T
+                acc = _dot(x, w, acc, PRECISION, UPCAST)
+        else:
+            k = tl.arange(0, BLOCK_K)
+            near = tl.minimum(rows, end - 1).to(tl.int64)
+            x_ptrs = x_ptr + near[:, None] * x_row + k[None, :]
             if saved_ptr is not None:
-                saved = tl.load(s_ptrs, mask=mask[:, None] & k_mask[None, :], other=0.0)
-                grad = activation_grad(x.to(tl.float32), saved.to(tl.float32), ACTIVATION, MATH)
-                x = grad.to(x_ptr.dtype.element_ty)
-                s_ptrs += BLOCK_K
-            w = tl.load(w_ptrs, mask=k_mask[:, None] & n_mask[None, :], other=0.0)
-            acc = _dot(x, w, acc, PRECISION, UPCAST)
-            x_ptrs += BLOCK_K
-            w_ptrs += BLOCK_K * w_col
+                s_ptrs = saved_ptr + near[:, None] * K + k[None, :]
+            w_base = w_ptr + g.to(tl.int64) * w_group
+            w_ptrs = w_base + k[:, None].to(tl.int64) * w_col + n[None, :].to(tl.int64) * w_row
+            for begin_k in range(0, tl.where(owned, K, 0), BLOCK_K):
+                k_mask = k < K - begin_k
+                if K % BLOCK_K == 0:
+                    x = tl.load(x_ptrs)
+                else:
+                    x = tl.load(x_ptrs, mask=k_mask[None, :], other=0.0)
+                if saved_ptr is not None:
+                    if K % BLOCK_K == 0:
+                        saved = tl.load(s_ptrs)
+                    else:
+                        saved = tl.load(s_ptrs, mask=k_mask[None, :], other=0.0)
+                    x = _derived(x, saved, ACTIVATION, MATH)
+                    s_ptrs += BLOCK_K
+                if K % BLOCK_K == 0 and N % BLOCK_N == 0:
+                    w = tl.load(w_ptrs)
+                else:
+                    w = tl.load(w_ptrs, mask=k_mask[:, None] & n_mask[None, :], other=0.0)
+                acc = _dot(x, w, acc, PRECISION, UPCAST)
+                x_ptrs += BLOCK_K
+                w_ptrs += BLOCK_K * w_col
         if bias_ptr is not None:
             bias_ptrs = bias_ptr + g.to(tl.int64) * N + n
             acc += tl.load(bias_ptrs, mask=n_mask & owned, other=0.0).to(tl.float32)[None, :]
-        offs = rows[:, None] * N + n[None, :]
+        offs = rows[:, None].to(tl.int64) * N + n[None, :]
         out_mask = mask[:, None] & n_mask[None, :]
         if pre_ptr is not None:
             tl.store(pre_ptr + offs, acc.to(pre_ptr.dtype.element_ty), mask=out_mask)
         if saved_ptr is None:
             acc = tl.where(owned, activation(acc, ACTIVATION, MATH), 0.0)
         tl.store(y_ptr + offs, acc.to(y_ptr.dtype.element_ty), mask=out_mask)
+
+
+@triton.jit
+def _rows_of(
+    ptr, row, first, stride, col0, col, COLS: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr
+):
+    """A tile of rows that all belong to the group; 0 in columns from COLS on, of which there are
+    none where EVEN."""
+    if TMA:
+        return ptr.load([first, col0])
+    else:  # noqa: RET505 - Triton goes on compiling after a taken compile-time branch
+        ptrs = ptr + row[:, None].to(tl.int64) * stride + col[None, :]
+        if EVEN:
+            return tl.load(ptrs)
+        else:  # noqa: RET505
+            return tl.load(ptrs, mask=(col < COLS)[None, :], other=0.0)
 
 
 @triton.jit
@@ -128,47 +188,67 @@ def _ragged_weight_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    TMA: tl.constexpr,
     ACTIVATION: tl.constexpr,
     MATH: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """One tile (BLOCK_N, BLOCK_K) of dW_g = dpreᵀ x over a group's rows, and BLOCK_N of db_g.
+    """One tile (BLOCK_N, BLOCK_K) of dW_g = dpreᵀ x over a group's rows, or BLOCK_N of db_g.
 
     dy (T, N) and x (T, K) have contiguous rows dy_row and x_row apart; ``saved_ptr`` (T, N), dw
     (G, N, K) and db (G, N) are dense. ``saved_ptr`` is None for "none"; ``dw_ptr`` and ``db_ptr``
-    where not wanted. Groups without rows get exact zeros.
+    where not wanted: ``col_tiles`` programs for each BLOCK_N make dW, one more makes db. Whole
+    tiles of rows are taken as they are, the last is masked. Groups without rows get exact zeros.
     """
-    n = (tl.program_id(0) // col_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = (tl.program_id(0) % col_tiles) * BLOCK_K + tl.arange(0, BLOCK_K)
+    EVEN_N: tl.constexpr = N % BLOCK_N == 0
+    EVEN_K: tl.constexpr = K % BLOCK_K == 0
+    programs = col_tiles
+    if db_ptr is not None:
+        programs += 1
+    n0 = (tl.program_id(0) // programs) * BLOCK_N
+    c = tl.program_id(0) % programs
+    k0 = c * BLOCK_K
+    n = n0 + tl.arange(0, BLOCK_N)
+    k = k0 + tl.arange(0, BLOCK_K)
     g = tl.program_id(1)
-    n_mask = n < N
-    k_mask = k < K
     begins, ends = _bounds(sizes_ptr, T, G, BLOCK_G)
     here = tl.arange(0, BLOCK_G) == g
     begin = tl.sum(tl.where(here, begins, 0), 0)
     end = tl.sum(tl.where(here, ends, 0), 0)
-    dw = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
-    db = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    for first in range(begin, end, BLOCK_M):
-        rows = first + tl.arange(0, BLOCK_M)
-        mask = rows < end
-        d_mask = mask[:, None] & n_mask[None, :]
-        d = tl.load(dy_ptr + rows[:, None] * dy_row + n[None, :], mask=d_mask, other=0.0)
-        if saved_ptr is not None:
-            saved = tl.load(saved_ptr + rows[:, None] * N + n[None, :], mask=d_mask, other=0.0)
-            grad = activation_grad(d.to(tl.float32), saved.to(tl.float32), ACTIVATION, MATH)
-            d = tl.where(d_mask, grad, 0.0).to(dy_ptr.dtype.element_ty)
-        if db_ptr is not None:
-            db += tl.sum(d.to(tl.float32), 0)
-        if dw_ptr is not None:
-            x_ptrs = x_ptr + rows[:, None] * x_row + k[None, :]
-            x = tl.load(x_ptrs, mask=mask[:, None] & k_mask[None, :], other=0.0)
-            dw = _dot(tl.trans(d), x, dw, PRECISION, UPCAST)
+    whole = begin + (end - begin) // BLOCK_M * BLOCK_M
     part = g.to(tl.int64) * N
-    if dw_ptr is not None:
+    m = tl.arange(0, BLOCK_M)
+    if c < col_tiles:
+        dw = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+        for first in range(begin, whole, BLOCK_M):
+            d = _rows_of(dy_ptr, first + m, first, dy_row, n0, n, N, EVEN_N, TMA)
+            if saved_ptr is not None:
+                saved = _rows_of(saved_ptr, first + m, first, N, n0, n, N, EVEN_N, TMA)
+                d = _derived(d, saved, ACTIVATION, MATH)
+            x = _rows_of(x_ptr, first + m, first, x_row, k0, k, K, EVEN_K, TMA)
+            dw = _dot(tl.trans(d), x, dw, PRECISION, UPCAST)
+        if whole < end:
+            rows = tl.minimum(whole + m, end - 1)
+            mask = (whole + m < end)[:, None]
+            d = _rows_of(dy_ptr, rows, whole, dy_row, n0, n, N, EVEN_N, TMA)
+            if saved_ptr is not None:
+                saved = _rows_of(saved_ptr, rows, whole, N, n0, n, N, EVEN_N, TMA)
+                d = _derived(d, saved, ACTIVATION, MATH)
+            x = _rows_of(x_ptr, rows, whole, x_row, k0, k, K, EVEN_K, TMA)
+            d, x = tl.where(mask, d, 0.0).to(d.dtype), tl.where(mask, x, 0.0).to(x.dtype)
+            dw = _dot(tl.trans(d), x, dw, PRECISION, UPCAST)
         ptrs = dw_ptr + (part + n[:, None]) * K + k[None, :]
-        tl.store(ptrs, dw.to(dw_ptr.dtype.element_ty), mask=n_mask[:, None] & k_mask[None, :])
-    if db_ptr is not None:  # noqa: SIM102 - known when compiling, the next is not
-        if tl.program_id(0) % col_tiles == 0:
-            tl.store(db_ptr + part + n, db.to(db_ptr.dtype.element_ty), mask=n_mask)
+        out_mask = (n < N)[:, None] & (k < K)[None, :]
+        tl.store(ptrs, dw.to(dw_ptr.dtype.element_ty), mask=out_mask)
+    else:
+        if db_ptr is not None:
+            db = tl.zeros((BLOCK_N,), dtype=tl.float32)
+            for first in range(begin, end, BLOCK_M):
+                rows = tl.minimum(first + m, end - 1)
+                d = _rows_of(dy_ptr, rows, first, dy_row, n0, n, N, EVEN_N, TMA)
+                if saved_ptr is not None:
+                    saved = _rows_of(saved_ptr, rows, first, N, n0, n, N, EVEN_N, TMA)
+                    d = _derived(d, saved, ACTIVATION, MATH)
+                db += tl.sum(tl.where((first + m < end)[:, None], d.to(tl.float32), 0.0), 0)
+            tl.store(db_ptr + part + n, db.to(db_ptr.dtype.element_ty), mask=n < N)

@@ -73,7 +73,7 @@ def unequal_linear(
         xs, weights = [x for x, _, _ in cast], [w for _, w, _ in cast]
         given = [b for _, _, b in cast]
     _validate(xs, weights, given)
-    why = _reason_not_together(xs, weights, given)
+    why = _reason_not_together(xs, weights, given) if backend != "loop" else ""
     if backend == "together" and why is not None:
         raise UnsupportedError(
             "unequal_linear",
@@ -219,6 +219,13 @@ def _pays(xs: Sequence[Tensor], weights: Sequence[Tensor]) -> bool:
     return len(xs) >= 4 and products <= _MOST_FLOPS * len(xs)
 
 
+def served_by(xs: Sequence[Tensor], weights: Sequence[Tensor], biases: _Maybe | None = None) -> str:
+    """The backend that serves valid tensors by default."""
+    given = [None] * len(xs) if biases is None else biases
+    able = _reason_not_together(xs, weights, given) is None
+    return "together" if able and _pays(xs, weights) else "loop"
+
+
 def _reason_not_together(
     xs: Sequence[Tensor], weights: Sequence[Tensor], biases: _Maybe
 ) -> str | None:
@@ -248,27 +255,38 @@ def _validate(xs: Sequence[Tensor], weights: Sequence[Tensor], biases: _Maybe) -
         )
     dtype, device = first.dtype, first.device
     for g, (x, w, b) in enumerate(zip(xs, weights, biases, strict=True)):
-        if w.dim() != 2:
-            _fail(f"weight {g} of shape (N, K)", f"shape {tuple(w.shape)}", "Reshape it.")
-        if x.dim() < 1 or x.shape[-1] != w.shape[1]:
-            _fail(
-                f"input {g} with {w.shape[1]} features in its last dimension, as weight {g} has",
-                f"shape {tuple(x.shape)}",
-                "Check the order of the lists.",
-            )
-        if b is not None and b.shape != (w.shape[0],):
-            _fail(
-                f"bias {g} of shape ({w.shape[0]},)",
-                f"shape {tuple(b.shape)}",
-                "Give one number per output feature, or None.",
-            )
-        for name, t in (("input", x), ("weight", w), ("bias", b)):
-            if t is not None and (t.dtype is not dtype or t.device != device):
-                _fail(
-                    f"{name} {g} of dtype {dtype} on {device}, as input 0 is",
-                    f"{t.dtype} on {t.device}",
-                    "Convert or move it, or use torch.autocast.",
-                )
+        fits = w.dim() == 2 and x.shape[-1:] == w.shape[1:]
+        if fits and (b is None or b.shape == w.shape[:1]):
+            given = (x, w) if b is None else (x, w, b)
+            if all(t.dtype is dtype and t.device == device for t in given):
+                continue
+        _refuse(g, x, w, b, first)
+
+
+def _refuse(g: int, x: Tensor, w: Tensor, b: Tensor | None, first: Tensor) -> NoReturn:
+    """Say what is wrong with a group."""
+    if w.dim() != 2:
+        _fail(f"weight {g} of shape (N, K)", f"shape {tuple(w.shape)}", "Reshape it.")
+    if x.dim() < 1 or x.shape[-1] != w.shape[1]:
+        _fail(
+            f"input {g} with {w.shape[1]} features in its last dimension, as weight {g} has",
+            f"shape {tuple(x.shape)}",
+            "Check the order of the lists.",
+        )
+    if b is not None and b.shape != (w.shape[0],):
+        _fail(
+            f"bias {g} of shape ({w.shape[0]},)",
+            f"shape {tuple(b.shape)}",
+            "Give one number per output feature, or None.",
+        )
+    named = {"input": x, "weight": w, **({} if b is None else {"bias": b})}
+    like = first.dtype, first.device
+    name, t = next((n, t) for n, t in named.items() if (t.dtype, t.device) != like)
+    _fail(
+        f"{name} {g} of dtype {first.dtype} on {first.device}, as input 0 is",
+        f"{t.dtype} on {t.device}",
+        "Convert or move it, or use torch.autocast.",
+    )
 
 
 def _fail(expected: str, received: str, remedy: str) -> NoReturn:

@@ -1,0 +1,262 @@
+// Products of many groups of unequal sizes in one launch, 16-bit, for sm_80 and later. Behind
+// unequal_instructions.h and unequal_groups.h.
+//
+// A block computes a tile (TILE_M, TILE_N) of one group out of steps of 64 along the depth, of which
+// STAGES are in shared memory or on their way there. Tiles lie there as in global memory: lines along
+// the depth, or across it where TURNED, in chunks of 16 bytes, of which the eight that lie side by
+// side change places with the line's number, so that matrices are read without conflicts. Lines come
+// in copies of 16 bytes, of 4 where they begin at no more than 4, or number by number.
+
+constexpr int STEP = 64;                        // numbers along the depth
+constexpr int WARPS = WARPS_M * WARPS_N, THREADS = 32 * WARPS;
+constexpr int PART_M = TILE_M / WARPS_M, PART_N = TILE_N / WARPS_N;  // of a warp
+constexpr int FRAGMENTS_M = PART_M / 16, PAIRS_N = PART_N / 16;      // two fragments of b at once
+constexpr int A_BYTES = TILE_M * STEP * 2, B_BYTES = TILE_N * STEP * 2;
+constexpr int SAVED_AT = A_BYTES, B_AT = A_BYTES * (DERIVED ? 2 : 1), STAGE_BYTES = B_AT + B_BYTES;
+constexpr int PITCH = TILE_N + 8;  // of sums in shared memory: rows of a fragment share no bank
+
+struct Matrix {
+  const Number* from;
+  int rows, depth;
+  int unit;  // bytes of a copy
+};
+
+__device__ __forceinline__ int unit_of(u64 address, int pitch) {
+  const u64 both = address | static_cast<u64>(pitch) * 2;
+  return both % 16 == 0 ? 16 : both % 4 == 0 ? 4 : 2;
+}
+
+template <bool TURNED>
+__device__ __forceinline__ Matrix matrix(u64 address, int rows, int depth) {
+  return {at(address), rows, depth, unit_of(address, TURNED ? rows : depth)};
+}
+
+// Where the i-th piece of BYTES lies: its line, its first byte there, and its place in a tile.
+template <bool TURNED, int TILE, int BYTES>
+struct Piece {
+  static constexpr int LINE = (TURNED ? TILE : STEP) * 2, COUNT = TILE * STEP * 2 / BYTES;
+  int line, byte, place;
+  __device__ __forceinline__ explicit Piece(int i)
+      : line(i / (LINE / BYTES)),
+        byte(i % (LINE / BYTES) * BYTES),
+        place(line * LINE + (byte / 16 ^ line % 8) * 16 + byte % 16) {}
+};
+
+template <bool TURNED, int TILE, int BYTES>
+__device__ __forceinline__ void copy_tile(u32 tile, const Matrix& m, int row0, int k0) {
+  typedef Piece<TURNED, TILE, BYTES> Here;
+  const int lines = TURNED ? m.depth : m.rows, pitch = TURNED ? m.rows : m.depth;
+  const int line0 = TURNED ? k0 : row0, first = TURNED ? row0 : k0;
+#pragma unroll BYTES == 16 ? 4 : BYTES == 4 ? 1 : 2
+  for (int i = threadIdx.x; i < Here::COUNT; i += THREADS) {
+    const Here piece(i);
+    const int line = line0 + piece.line, col = first + piece.byte / 2;
+    const bool there = line < lines && col < pitch;
+    const Number* from = there ? m.from + static_cast<u64>(line) * pitch + col : m.from;
+    if constexpr (BYTES == 2)
+      store_shared(tile + piece.place, there ? *from : static_cast<u16>(0));
+    else
+      copy_async<BYTES>(tile + piece.place, from, there ? BYTES : 0);
+  }
+}
+
+// act' applied to two numbers of dy.
+__device__ __forceinline__ u32 derived_pair(u32 dy, u32 saved) {
+  return pack(derived(wide(static_cast<u16>(dy)), wide(static_cast<u16>(saved))),
+              derived(wide(static_cast<u16>(dy >> 16)), wide(static_cast<u16>(saved >> 16))));
+}
+
+// act' applied to those numbers of dy's tile that this thread has brought, which it sees first.
+template <bool TURNED, int TILE, int BYTES>
+__device__ __forceinline__ void derive_tile(unsigned char* tile) {
+  typedef Piece<TURNED, TILE, BYTES> Here;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < Here::COUNT; i += THREADS) {
+    unsigned char* place = tile + Here(i).place;
+    if constexpr (BYTES == 2) {
+      u16* dy = reinterpret_cast<u16*>(place);
+      *dy = static_cast<u16>(derived_pair(*dy, *reinterpret_cast<u16*>(place + SAVED_AT)));
+    } else {
+#pragma unroll
+      for (int word = 0; word < BYTES / 4; ++word) {
+        u32* dy = reinterpret_cast<u32*>(place) + word;
+        *dy = derived_pair(*dy, reinterpret_cast<u32*>(place + SAVED_AT)[word]);
+      }
+    }
+  }
+}
+
+template <bool TURNED, int TILE>
+__device__ __forceinline__ void fetch(u32 tile, const Matrix& m, int row0, int k0) {
+  if (m.unit == 16)
+    copy_tile<TURNED, TILE, 16>(tile, m, row0, k0);
+  else if (m.unit == 4)
+    copy_tile<TURNED, TILE, 4>(tile, m, row0, k0);
+  else
+    copy_tile<TURNED, TILE, 2>(tile, m, row0, k0);
+}
+
+template <bool TURNED, int TILE>
+__device__ __forceinline__ void derive(unsigned char* tile, int unit) {
+  if (unit == 16)
+    derive_tile<TURNED, TILE, 16>(tile);
+  else if (unit == 4)
+    derive_tile<TURNED, TILE, 4>(tile);
+  else
+    derive_tile<TURNED, TILE, 2>(tile);
+}
+
+// 16 rows from `row` and 16 numbers of the depth from `k` as four matrices: those of k to k + 8 first
+// where ROWS_FIRST is false, else those of row to row + 8.
+template <bool TURNED, int TILE, bool ROWS_FIRST>
+__device__ __forceinline__ void fragment(u32 (&v)[4], u32 tile, int row, int k) {
+  const int lane = threadIdx.x % 32, inner = lane % 8;
+  const int one = lane / 8 % 2 * 8, two = lane / 16 * 8;  // of the second and of the third matrix
+  row += ROWS_FIRST ? one : two;
+  k += ROWS_FIRST ? two : one;
+  const int line = (TURNED ? k : row) + inner, chunk = (TURNED ? row : k) / 8;
+  load_matrices<TURNED>(v, tile + line * (TURNED ? TILE : STEP) * 2 + (chunk ^ line % 8) * 16);
+}
+
+__device__ __forceinline__ float both(u32 v) {
+  return wide(static_cast<u16>(v)) + wide(static_cast<u16>(v >> 16));
+}
+
+// The sums in shared memory as results of rows (rows, cols) of `pitch` numbers, COUNT at once.
+template <int COUNT>
+__device__ __forceinline__ void finish(const float* sums, const Number* bias, Number* c, Number* pre,
+                                       int rows, int cols, int pitch) {
+  constexpr int PIECES = TILE_N / COUNT, WORDS = (COUNT + 1) / 2;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < TILE_M * PIECES; i += THREADS) {
+    const int row = i / PIECES, col = i % PIECES * COUNT;
+    if (row >= rows || col >= cols) continue;
+    float v[2 * WORDS] = {};
+#pragma unroll
+    for (int n = 0; n < COUNT; ++n)
+      v[n] = sums[row * PITCH + col + n] + (MODE == 0 && bias ? wide(bias[col + n]) : 0.0f);
+    const u64 place = static_cast<u64>(row) * pitch + col;
+    const auto put = [&](Number* to) {
+      u32 words[WORDS];
+#pragma unroll
+      for (int w = 0; w < WORDS; ++w) words[w] = pack(v[2 * w], v[2 * w + 1]);
+      if constexpr (COUNT == 8)
+        *reinterpret_cast<uint4*>(to + place) = {words[0], words[1], words[2], words[3]};
+      else if constexpr (COUNT == 2)
+        *reinterpret_cast<u32*>(to + place) = words[0];
+      else
+        to[place] = static_cast<u16>(words[0]);
+    };
+    if (MODE == 0 && SAVE_PRE) put(pre);
+    if (MODE == 0) {
+#pragma unroll
+      for (int n = 0; n < COUNT; ++n) v[n] = activated(v[n]);
+    }
+    put(c);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+grouped_linear_unequal(const __grid_constant__ Groups groups, int count) {
+  SHARED_MEMORY;
+  const int g = group_of(groups, count, blockIdx.x);
+  const int rows = groups.rows[g], cols = groups.cols[g], depth = groups.depth[g];
+  const int across = (cols + TILE_N - 1) / TILE_N, tile = blockIdx.x - groups.first[g];
+  const int row0 = tile / across * TILE_M, col0 = tile % across * TILE_N;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int row_w = warp / WARPS_N * PART_M, col_w = warp % WARPS_N * PART_N;
+
+  const u32 start = shared_address(memory);
+  Matrix a = matrix<A_TURNED>(groups.a[g], rows, depth), saved = a;
+  if (DERIVED) {  // both in the same pieces, by the same threads
+    saved = matrix<A_TURNED>(groups.saved[g], rows, depth);
+    a.unit = saved.unit = a.unit < saved.unit ? a.unit : saved.unit;
+  }
+  const Matrix b = matrix<B_TURNED>(groups.b[g], cols, depth);
+  const int steps = (depth + STEP - 1) / STEP;
+  const auto bring = [&](int step) {
+    if (step < steps) {
+      const u32 stage = start + step % STAGES * STAGE_BYTES;
+      fetch<A_TURNED, TILE_M>(stage, a, row0, step * STEP);
+      if (DERIVED) fetch<A_TURNED, TILE_M>(stage + SAVED_AT, saved, row0, step * STEP);
+      fetch<B_TURNED, TILE_N>(stage + B_AT, b, col0, step * STEP);
+    }
+    commit();
+  };
+
+  float acc[FRAGMENTS_M][2 * PAIRS_N][4] = {};
+  const bool summing = MODE == 2 && col0 == 0 && col_w == 0 && groups.more[g];
+  double sums[FRAGMENTS_M][2] = {};  // many numbers, of which little may be left
+#pragma unroll
+  for (int step = 0; step < STAGES - 1; ++step) bring(step);
+  for (int step = 0; step < steps; ++step) {
+    wait<STAGES - 2>();
+    if (DERIVED)
+      derive<A_TURNED, TILE_M>(memory + step % STAGES * STAGE_BYTES, a.unit);
+    __syncthreads();
+    bring(step + STAGES - 1);
+    const u32 stage = start + step % STAGES * STAGE_BYTES;
+#pragma unroll
+    for (int k = 0; k < STEP; k += 16) {
+      u32 left[FRAGMENTS_M][4], right[PAIRS_N][4];
+#pragma unroll
+      for (int i = 0; i < FRAGMENTS_M; ++i) {
+        fragment<A_TURNED, TILE_M, true>(left[i], stage, row_w + 16 * i, k);
+        if (summing) {  // over what the products see
+          sums[i][0] += both(left[i][0]) + both(left[i][2]);
+          sums[i][1] += both(left[i][1]) + both(left[i][3]);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < PAIRS_N; ++j)
+        fragment<B_TURNED, TILE_N, false>(right[j], stage + B_AT, col_w + 16 * j, k);
+#pragma unroll
+      for (int i = 0; i < FRAGMENTS_M; ++i) {
+#pragma unroll
+        for (int j = 0; j < PAIRS_N; ++j) {
+          multiply(acc[i][2 * j], left[i], right[j][0], right[j][1]);
+          multiply(acc[i][2 * j + 1], left[i], right[j][2], right[j][3]);
+        }
+      }
+    }
+  }
+  wait<0>();
+
+  __syncthreads();
+  float* found = reinterpret_cast<float*>(memory);
+#pragma unroll
+  for (int i = 0; i < FRAGMENTS_M; ++i) {
+#pragma unroll
+    for (int j = 0; j < 2 * PAIRS_N; ++j) {
+      float* at = found + (row_w + 16 * i + lane / 4) * PITCH + col_w + 8 * j + lane % 4 * 2;
+      *reinterpret_cast<float2*>(at) = {acc[i][j][0], acc[i][j][1]};
+      *reinterpret_cast<float2*>(at + 8 * PITCH) = {acc[i][j][2], acc[i][j][3]};
+    }
+  }
+  __syncthreads();
+  const u64 first = static_cast<u64>(row0) * cols + col0;
+  const Number* bias = MODE == 0 && groups.bias[g] ? at(groups.bias[g]) + col0 : nullptr;
+  Number *c = to(groups.c[g]) + first, *pre = to(groups.more[g]) + first;
+  const int unit = unit_of(groups.c[g] | (SAVE_PRE ? groups.more[g] : 0), cols);
+  if (unit == 16)
+    finish<8>(found, bias, c, pre, rows - row0, cols - col0, cols);
+  else if (unit == 4)
+    finish<2>(found, bias, c, pre, rows - row0, cols - col0, cols);
+  else
+    finish<1>(found, bias, c, pre, rows - row0, cols - col0, cols);
+
+  if (summing) {  // four lanes hold the sums of a row
+#pragma unroll
+    for (int i = 0; i < FRAGMENTS_M; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        double sum = sums[i][half];
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        const int row = row0 + row_w + 16 * i + 8 * half + lane / 4;
+        if (lane % 4 == 0 && row < rows)
+          to(groups.more[g])[row] = static_cast<u16>(pack(static_cast<float>(sum), 0.0f));
+      }
+    }
+  }
+}
