@@ -33,6 +33,7 @@ NAMES = [
     "optimize_",
     "profile",
     "ragged_linear",
+    "release_memory",
     "unequal_linear",
 ]
 HEAVY = ("triton", "transformers", "matplotlib", "rich", "typer", "jinja2", "sklearn")

@@ -19,6 +19,8 @@ from fastlinear.ops.grouped_linear.triton_ragged_kernels import (
 __all__ = ["MAX_GROUPS", "Config", "grad_input", "grad_weight", "product"]
 
 MAX_GROUPS = 2047
+_MANY = 1 << 32  # multiply-adds
+_WIDE = 8192  # outputs
 _plans: dict[Any, Launch] = {}
 
 
@@ -43,10 +45,15 @@ class Config:
 
 
 @lru_cache(maxsize=256)
-def product_config(rows: int, groups: int, k: int, n: int, itemsize: int) -> Config:
+def product_config(
+    rows: int, groups: int, k: int, n: int, itemsize: int, described: bool = False
+) -> Config:
     """Tiles of a product; how rows divide among the groups is not known, so their mean counts.
 
     Numbers of rows that do not begin at 16 bytes are addressed one by one: tiles are smaller then.
+
+    Args:
+        described: whether descriptors serve the tensors, of which there are two.
     """
     mean = padded(max(1, rows // groups))
     odd = k % 8 > 0 or n % 8 > 0
@@ -54,18 +61,34 @@ def product_config(rows: int, groups: int, k: int, n: int, itemsize: int) -> Con
         widest = 32 if itemsize == 4 and odd else 64
         return Config(min(64, mean), min(widest, padded(n)), 32, 4, 3)
     block_m, block_n = min(128, mean), min(128, padded(n))
-    return Config(block_m, block_n, 64, 8 if block_m * block_n > 8192 else 4, 3)
+    large = _are_many(rows, groups, k, n)
+    if large and described and n >= _WIDE:
+        return Config(128, 256, 64, 8, 3, tma=True)
+    return Config(block_m, block_n, 64, 8 if block_m * block_n > 8192 else 4, 3, tma=large)
 
 
 @lru_cache(maxsize=256)
-def weight_config(rows: int, groups: int, k: int, n: int, itemsize: int) -> Config:
-    """Tiles of dW: block_m rows at a time, block_n by block_k of its numbers."""
+def weight_config(
+    rows: int, groups: int, k: int, n: int, itemsize: int, described: bool = False
+) -> Config:
+    """Tiles of dW: block_m rows at a time, block_n by block_k of its numbers.
+
+    Args:
+        described: whether descriptors serve the tensors, of which there are two.
+    """
     mean = padded(max(1, rows // groups))
     narrow = itemsize == 4 or k % 8 or n % 8
     widest = 64 if narrow else 128
     block_n, block_k = min(widest, padded(n)), min(widest, padded(k))
     warps = 8 if block_n * block_k > 8192 else 4
+    if described and not narrow and _are_many(rows, groups, k, n):
+        return Config(32, block_n, block_k, 4, 4, tma=True)
     return Config(min(32 if narrow else 64, mean), block_n, block_k, warps, 3)
+
+
+def _are_many(rows: int, groups: int, k: int, n: int) -> bool:
+    """Whether a product is long enough for descriptors, whose launches take the host longer."""
+    return rows >= 128 * groups and rows * k * n >= _MANY
 
 
 def _described(*matrices: Tensor | None) -> bool:
@@ -115,7 +138,9 @@ def product(
     key = (*key, config)
     launch = _plans.get(key)
     if launch is None:
-        found = config or product_config(rows, groups, k, n, x.element_size())
+        w = weight if weight.stride(2) == 1 else weight.transpose(1, 2)
+        described = saved is None and _described(x, w)
+        found = config or product_config(rows, groups, k, n, x.element_size(), described)
         launch = _kept(key, _product_launch(x, weight, saved, sizes, activation, found))
     if launch.described:
         w = weight if weight.stride(2) == 1 else weight.transpose(1, 2)
@@ -187,7 +212,8 @@ def grad_weight(
     key = ("weight", *tensors.facts_of(dy, saved, x, sizes, dw, db), activation, config)
     launch = _plans.get(key)
     if launch is None:
-        c = config or weight_config(rows, groups, k, n, x.element_size())
+        described = saved is None and _described(dy, x)
+        c = config or weight_config(rows, groups, k, n, x.element_size(), described)
         columns = -(-k // c.block_k) if need_weight else 0
         tma = c.tma and _described(dy, saved, x)
         rest = (

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+FORWARD, GRAD_INPUT, GRAD_WEIGHT = range(3)
+"""The products, as the kernels number them."""
 Sizes = tuple[tuple[int, int, int], ...]
 """(rows, cols, depth) of each group's product."""
 
@@ -46,13 +48,17 @@ class Tiles:
 SMALL = Tiles(64, 64, (2, 2), 4, 3, 0.6)
 MIDDLE = Tiles(128, 64, (2, 2), 3, 2, 0.8)
 LARGE = Tiles(128, 128, (2, 4), 3, 1, 1.0)
-OFFERED = (SMALL, MIDDLE, LARGE)
+OFFERED = {  # two blocks forward: some bytes are spilt, and a third is gained
+    FORWARD: (SMALL, MIDDLE, replace(LARGE, blocks=2)),
+    GRAD_INPUT: (SMALL, MIDDLE, LARGE),
+    GRAD_WEIGHT: (SMALL, MIDDLE, replace(LARGE, warps=(4, 2))),
+}
 
 
-def tiles_of(sizes: Sizes, units: int) -> Tiles:
+def tiles_of(sizes: Sizes, units: int, mode: int) -> Tiles:
     """The tiles that are expected to take least on so many multiprocessors: large ones read less,
     small ones fill the chip and waste less at the edges."""
-    return min(OFFERED, key=lambda tiles: _time(tiles, sizes, units))
+    return min(OFFERED[mode], key=lambda tiles: _time(tiles, sizes, units))
 
 
 def _time(tiles: Tiles, sizes: Sizes, units: int) -> float:

@@ -21,6 +21,9 @@ from torch import Tensor
 from fastlinear.core.device import device_facts
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.grouped_linear.unequal_config import (
+    FORWARD,
+    GRAD_INPUT,
+    GRAD_WEIGHT,
     SMALL,
     Sizes,
     Tiles,
@@ -31,7 +34,6 @@ from fastlinear.ops.grouped_linear.unequal_config import (
 MAX_GROUPS = 240
 """Groups of one launch; more take several."""
 KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
-FORWARD, GRAD_INPUT, GRAD_WEIGHT = 0, 1, 2
 _ACTIVATIONS = (
     *("none", "relu", "relu2", "silu", "gelu", "gelu_tanh", "sigmoid", "tanh"),
     *("quick_gelu", "leaky_relu"),
@@ -244,7 +246,7 @@ def _parts(
     if dtype is torch.float32:
         tiles = _SINGLE
     elif tiles is None:
-        tiles = tiles_of(sizes, device_facts(torch.device("cuda", device)).units)
+        tiles = tiles_of(sizes, device_facts(torch.device("cuda", device)).units, mode)
     order = largest_first(sizes)
     found = []
     for begin in range(0, len(order), MAX_GROUPS):
