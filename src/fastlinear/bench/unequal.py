@@ -185,4 +185,5 @@ def _no_compiler(case: Case) -> str | None:
 def chosen(case: Case, work: ListsWork, captured: bool) -> dict[str, str]:
     """Which backend serves our call."""
     given = work.stacks[0]
-    return {"forward": served_by(given.xs, given.weights, given.biases or None)}
+    found = served_by(given.xs, given.weights, given.biases or None, grad=case.needs_grad)
+    return {"forward": found}

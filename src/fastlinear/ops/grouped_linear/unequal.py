@@ -17,8 +17,10 @@ from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.grouped_linear.plans import as_autocast
 
 BACKENDS = ("loop", "together")
-_MOST_FLOPS = 400_000_000  # of a group, on average
-_MOST_FLOPS_ODD = 20_000_000  # of one whose rows do not begin at 16 bytes
+# Most operations of a group, on average: without gradients, and with them
+_MOST_FLOPS = 3_000_000_000, 400_000_000
+_MOST_FLOPS_ODD = 400_000_000, 20_000_000  # where rows do not begin at 16 bytes
+_MOST_FLOPS_SINGLE = 400_000_000, 400_000_000  # in float32
 _Maybe = Sequence[Tensor | None]
 
 
@@ -82,9 +84,10 @@ def unequal_linear(
             received=f"one that it cannot: {why}",
             remedy="Leave backend out.",
         )
-    if why is None and (backend == "together" or (backend is None and _pays(xs, weights))):
-        tensors = (*xs, *weights, *given)
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+    tensors = (*xs, *weights, *given)
+    grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if why is None and (backend == "together" or (backend is None and _pays(xs, weights, grad))):
+        if grad:
             return list(_Together.apply(activation, len(xs), *tensors))
         return _forward(xs, weights, given, activation, False)[0]
     return loop(xs, weights, given, activation)
@@ -209,23 +212,33 @@ def _dense(t: Tensor | None) -> Tensor:
     return t if t.is_contiguous() and not t.is_neg() else t.resolve_neg().contiguous()
 
 
-def _pays(xs: Sequence[Tensor], weights: Sequence[Tensor]) -> bool:
+def _pays(xs: Sequence[Tensor], weights: Sequence[Tensor], grad: bool) -> bool:
     """Whether one launch is faster than a product a group, which waits for launches where products
-    are small: on an H200 26 groups of 300 million operations each pay, of 2.3 billion do not, and
-    of 300 million where rows do not begin at 16 bytes do forward only. float32 is left to the loop:
-    since its sums were made more exact the kernels have not been timed."""
-    if xs[0].dtype is torch.float32 or len(xs) < 4:
+    are small: on an H200 26 groups of 300 million operations each pay, in 16-bit dtypes whose rows
+    do not begin at 16 bytes forward only; of 2.3 billion each they do where rows begin so, forward
+    only."""
+    if len(xs) < 4:
         return False
     products = sum(2 * x.numel() * w.shape[0] for x, w in zip(xs, weights, strict=True))
-    even = all(size % 8 == 0 for w in weights for size in w.shape)
-    return products <= (_MOST_FLOPS if even else _MOST_FLOPS_ODD) * len(xs)
+    if xs[0].dtype is torch.float32:
+        most = _MOST_FLOPS_SINGLE
+    else:
+        even = all(size % 8 == 0 for w in weights for size in w.shape)
+        most = _MOST_FLOPS if even else _MOST_FLOPS_ODD
+    return products <= most[grad] * len(xs)
 
 
-def served_by(xs: Sequence[Tensor], weights: Sequence[Tensor], biases: _Maybe | None = None) -> str:
-    """The backend that serves valid tensors by default."""
+def served_by(
+    xs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    biases: _Maybe | None = None,
+    *,
+    grad: bool = False,
+) -> str:
+    """The backend that serves valid tensors by default, with gradients or without."""
     given = [None] * len(xs) if biases is None else biases
     able = _reason_not_together(xs, weights, given) is None
-    return "together" if able and _pays(xs, weights) else "loop"
+    return "together" if able and _pays(xs, weights, grad) else "loop"
 
 
 def _reason_not_together(
