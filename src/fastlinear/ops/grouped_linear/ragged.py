@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any, NoReturn
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fastlinear.core.device import device_facts
@@ -15,7 +14,7 @@ from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.ops.common import calls
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.grouped_linear import triton_config
+from fastlinear.ops.grouped_linear import ragged_products, triton_config
 from fastlinear.ops.grouped_linear.plans import as_autocast
 
 BACKENDS = ("loop", "triton")
@@ -106,19 +105,14 @@ def loop(
             f"least {min(sizes)}, sum {total}",
             "Count the rows of each group, for example with torch.bincount.",
         )
-    value = activation_of(activation).value
-    parts = x.split([*sizes, x.shape[0] - total])
-    rows = [
-        value(F.linear(part, weight[g], None if bias is None else bias[g]))
-        for g, part in enumerate(parts[:-1])
-        if sizes[g]
-    ]
-    rest = parts[-1].new_zeros(parts[-1].shape[0], weight.shape[1])
-    y = torch.cat([*rows, rest])
-    if rows:
+    given = [t for t in (x, weight, bias) if t is not None]
+    watched = calls.transforms_active() or calls.forward_mode() or calls.recorded()
+    if watched or torch.compiler.is_compiling() or any(type(t) not in calls.PLAIN for t in given):
+        return ragged_products.composed(x, weight, sizes, bias, activation)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+        y: Tensor = ragged_products.Products.apply(x, weight, bias, sizes, activation)
         return y
-    # no row has a group: still a function of all, whose gradients are zeros
-    return y + 0 * (x[:0].sum() + weight[:, :0].sum() + (0 if bias is None else bias[:, :0].sum()))
+    return ragged_products.forward(x, weight, sizes, bias, activation, False)[0]
 
 
 class _Ragged(torch.autograd.Function):
