@@ -21,7 +21,7 @@ namespace door {
 
 class KeptMemory final : public c10::Allocator {
  public:
-  static constexpr size_t kLeast = size_t(1) << 22;  // bytes
+  static constexpr size_t kLeast = size_t(1) << 25;  // bytes; malloc keeps smaller blocks at hand itself
 
   static KeptMemory& instance() {
     static auto* it = new KeptMemory;  // outlives every tensor

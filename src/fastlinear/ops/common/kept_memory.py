@@ -1,6 +1,6 @@
 """Memory of large results on a CPU, kept at hand for the next ones (``kept_memory.h``).
 
-Pages of a new result cost more than most passes over it. Blocks of 4 MiB and more that are free
+Pages of a new result cost more than most passes over it. Blocks of 32 MiB and more that are free
 again are kept, as far as ``FASTLINEAR_KEEP_MIB`` allows; pages of those that are not used again for
 a while the system may take where memory runs short.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from fastlinear.ops.common import door_node
 from fastlinear.ops.common.door_program import SCALAR_TYPES
 
-LEAST = 1 << 22
+LEAST = 1 << 25
 """Bytes of the results that this is for; malloc keeps smaller ones at hand itself."""
 
 
