@@ -32,6 +32,7 @@ _FULL_SIZE = {"cuda": 4096, "cpu": 1024}  # of the square product whose rate is 
 _MOST_FLOPS = {"cuda": 5e11, "cpu": 4e9}  # of a product that is measured as it is
 _LEAST_ROWS, _LEAST_WIDTH = 512, 1024  # no product is measured smaller for its flops
 _LEAST_COPY, _MOST_COPY = 1 << 12, 1 << 28  # bytes
+_OTHERS = 1 << 28  # bytes that other contenders leave in a CPU's caches
 _MAX_SETS = 64
 PRODUCTS = ("forward", "dx", "dw")
 
@@ -276,10 +277,12 @@ def _passes_us(
     while rows * k > _MOST_COPY // 4 and rows > 1:
         rows //= 2
     found = []
+    others = torch.ones(_OTHERS // 4)
     for _ in range(2):  # pages that new memory gets come in good and bad spells
-        both = (_passes(n, dtype, activation, grad, backends[0]) for n in ((rows, k), (1, 16)))
+        it, few = (_passes(n, dtype, activation, grad, backends[0]) for n in ((rows, k), (1, 16)))
+        arms = {"other": lambda: others.mul_(1.0), "it": it, "few": few}  # caches hold other things
         with torch.no_grad():
-            samples = interleave(dict(zip(("it", "few"), both, strict=True)), rounds=_ROUNDS)
+            samples = interleave(arms, rounds=_ROUNDS)
         found.append(_quiet_us(samples["it"]) - _quiet_us(samples["few"]))
     return max(min(found), 1e-3) * m / rows
 
