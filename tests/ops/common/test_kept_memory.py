@@ -104,6 +104,29 @@ def test_what_is_free_is_given_back() -> None:
     assert kept.sum() == kept.numel()
 
 
+def test_what_is_kept_stands_in_no_ones_way() -> None:
+    """Where memory may not grow any more, what is idle makes room."""
+    script = """
+import resource, torch, fastlinear as fl
+from fastlinear.ops.common import door_node, kept_memory
+assert door_node.wait()
+tensors = [kept_memory.empty((10 << 20,), torch.float32) for _ in range(8)]
+del tensors
+with open("/proc/self/statm") as f:
+    size = int(f.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + (64 << 20),) * 2)
+print(kept_memory.empty((40 << 20,), torch.float32).numel(), fl.release_memory())
+"""
+    said = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"FASTLINEAR_KEEP_MIB": "1000"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert said.stdout.split()[0] == str(40 << 20)
+
+
 def test_a_much_larger_block_is_left_for_larger_results() -> None:
     a = large(1.0, more=ROWS)
     place = a.data_ptr()

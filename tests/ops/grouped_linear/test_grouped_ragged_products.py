@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import fastlinear as fl
 from fastlinear.core.compare import judge
@@ -121,3 +122,25 @@ def test_autocast_and_bfloat16() -> None:
         assert torch.allclose(
             y.float(), fl.ragged_linear(x, w, counts, b, activation="relu"), 0.05, 0.05
         )
+
+
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu"])
+def test_batched_and_dual_gradients(activation: str) -> None:
+    x, w, b, _ = drawn(torch.float32, True)
+    assert b is not None
+    counts = torch.tensor([5, 0, 6])
+    many = torch.randn(3, 12, 5)
+
+    def gradients(dy: Tensor, batched: bool) -> tuple[Tensor, ...]:
+        y = fl.ragged_linear(x, w, counts, b, activation=activation)
+        return torch.autograd.grad(y, (x, w, b), dy, is_grads_batched=batched)
+
+    one_by_one = [gradients(dy, False) for dy in many]
+    for found, singles in zip(gradients(many, True), zip(*one_by_one, strict=True), strict=True):
+        torch.testing.assert_close(found, torch.stack(singles))
+    y = fl.ragged_linear(x, w, counts, b, activation=activation)
+    with forward_ad.dual_level():
+        (dx,) = torch.autograd.grad(y, x, forward_ad.make_dual(many[0], many[1]))
+        tangent = forward_ad.unpack_dual(dx).tangent
+    assert tangent is not None
+    torch.testing.assert_close(tangent, one_by_one[1][0])

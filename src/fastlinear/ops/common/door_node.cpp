@@ -83,9 +83,14 @@ extern "C" PyObject* fastlinear_node_empty(PyObject* sizes, int64_t dtype) {
   return nullptr;
 }
 
-// Keeps at most so many bytes of large results that are gone; how many it gives back.
-extern "C" int64_t fastlinear_node_keep(int64_t bytes) {
-  return static_cast<int64_t>(door::KeptMemory::instance().keep_at_most(static_cast<size_t>(bytes)));
+// Keeps at most so many bytes of large results that are gone.
+extern "C" void fastlinear_node_keep(int64_t bytes) {
+  door::KeptMemory::instance().keep_at_most(static_cast<size_t>(bytes));
+}
+
+// Gives back what is kept of them; how many bytes.
+extern "C" int64_t fastlinear_node_release() {
+  return static_cast<int64_t>(door::KeptMemory::instance().release());
 }
 
 // A plan for the door, of a "node" tuple and the tensors of a call of its kind.

@@ -113,9 +113,7 @@ def release_kept() -> int:
     loaded = _build.loaded
     if loaded is None:
         return 0
-    released = int(loaded.fastlinear_node_keep(0))
-    loaded.fastlinear_node_keep(_build.kept)
-    return released
+    return int(loaded.fastlinear_node_release())
 
 
 def on_ready(listener: Callable[[], None]) -> None:
@@ -129,12 +127,10 @@ class _Build(Build):
     def __init__(self) -> None:
         super().__init__(library.NODE, self._limited, _tell)
         self.cuda: bool | None = None
-        self.kept = 0  # bytes of large results at most
 
     def _limited(self, loaded: ctypes.PyDLL) -> ctypes.PyDLL:
         made = _made(loaded)
-        self.kept = kept_bytes()
-        made.fastlinear_node_keep(self.kept)
+        made.fastlinear_node_keep(kept_bytes())
         return made
 
 
@@ -156,7 +152,9 @@ def _made(loaded: ctypes.PyDLL) -> ctypes.PyDLL:
     loaded.fastlinear_node_empty.argtypes = [thing, ctypes.c_int64]
     loaded.fastlinear_node_empty.restype = thing
     loaded.fastlinear_node_keep.argtypes = [ctypes.c_int64]
-    loaded.fastlinear_node_keep.restype = ctypes.c_int64
+    loaded.fastlinear_node_keep.restype = None
+    loaded.fastlinear_node_release.argtypes = []
+    loaded.fastlinear_node_release.restype = ctypes.c_int64
     loaded.fastlinear_node_begin(torch.Tensor, torch.nn.Parameter, door.impl_offset())
     return loaded
 

@@ -12,6 +12,7 @@
 #include <c10/core/CPUAllocator.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <deque>
 #include <mutex>
@@ -33,6 +34,7 @@ class KeptMemory final : public c10::Allocator {
     const size_t whole = (bytes + kPage - 1) / kPage * kPage;
     Block block = taken(whole);
     if (block.p == nullptr) block = mapped(whole);
+    if (block.p == nullptr && release() > 0) block = mapped(whole);
     if (block.p == nullptr) return c10::GetCPUAllocator()->allocate(bytes);  // it says what failed
     c10::profiledCPUMemoryReporter().New(block.p, block.bytes);
     return {block.p, new Block(block), drop, c10::Device(c10::DeviceType::CPU)};
@@ -42,14 +44,20 @@ class KeptMemory final : public c10::Allocator {
     std::memcpy(to, from, bytes);
   }
 
-  // Keeps at most so many idle bytes from now on; how many it gives back to the system.
-  size_t keep_at_most(size_t bytes) {
-    const std::unique_lock<std::mutex> one(mutex_, std::try_to_lock);
-    if (!one.owns_lock()) return 0;
+  // Keeps at most so many idle bytes from now on.
+  void keep_at_most(size_t bytes) {
+    const std::lock_guard<std::timed_mutex> one(mutex_);
     most_idle_ = bytes;
+  }
+
+  // Gives all that is idle back to the system; how many bytes.
+  size_t release() {
+    // no longer: in a forked process a thread that is not there may hold it
+    const std::unique_lock<std::timed_mutex> one(mutex_, std::chrono::seconds(1));
+    if (!one.owns_lock()) return 0;
     const size_t before = idle_bytes_;
-    while (idle_bytes_ > most_idle_) give_back_oldest();
-    return before - idle_bytes_;
+    while (!idle_.empty()) give_back_oldest();
+    return before;
   }
 
  private:
@@ -74,7 +82,7 @@ class KeptMemory final : public c10::Allocator {
   // An idle block that is not much larger, or none. Another thread's turn is not waited for: a
   // forked process would wait for ever.
   Block taken(size_t bytes) {
-    const std::unique_lock<std::mutex> one(mutex_, std::try_to_lock);
+    const std::unique_lock<std::timed_mutex> one(mutex_, std::try_to_lock);
     if (!one.owns_lock()) return {};
     const auto better = [](const Block& a, const Block& b) {
       return a.bytes != b.bytes ? a.bytes < b.bytes : a.p < b.p;  // each result its own, call by call
@@ -93,7 +101,7 @@ class KeptMemory final : public c10::Allocator {
 
   void keep(Block block) {
     {
-      const std::unique_lock<std::mutex> one(mutex_, std::try_to_lock);
+      const std::unique_lock<std::timed_mutex> one(mutex_, std::try_to_lock);
       if (one.owns_lock() && block.bytes <= most_idle_) {
 #if defined(MADV_FREE)
         for (auto& b : idle_)  // at every turn it would cost a tenth of a pass
@@ -130,7 +138,7 @@ class KeptMemory final : public c10::Allocator {
     return {reinterpret_cast<void*>(first), bytes};
   }
 
-  std::mutex mutex_;
+  std::timed_mutex mutex_;
   std::deque<Block> idle_;
   size_t idle_bytes_ = 0, most_idle_ = 0, gone_ = 0;
 };

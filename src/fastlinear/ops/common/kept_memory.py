@@ -1,8 +1,8 @@
 """Memory of large results on a CPU, kept at hand for the next ones (``kept_memory.h``).
 
 Pages of a new result cost more than most passes over it. Blocks of 32 MiB and more that are free
-again are kept, as far as ``FASTLINEAR_KEEP_MIB`` allows; pages of those that are not used again for
-a while the system may take where memory runs short.
+again are kept, as far as ``FASTLINEAR_KEEP_MIB`` allows; pages of those that are not used again
+while others come and go the system may take where memory runs short.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastlinear.ops.common import calls
 from fastlinear.ops.common.activations import activation as activation_of
 
 
@@ -123,11 +124,14 @@ class Products(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        """(dx, dW, db, None, None); by differentiable ops where a graph is asked for."""
+        """(dx, dW, db, None, None); by differentiable ops where a graph or a transform asks."""
         x, weight, bias, saved = ctx.saved_tensors
         sizes, activation = ctx.call
         needs = ctx.needs_input_grad[:3]
-        if not torch.is_grad_enabled():
+        # batched and dual gradients have no rules for products into given memory
+        watched = calls.transforms_active() or calls.forward_mode()
+        watched = watched or torch._C._functorch.is_legacy_batchedtensor(dy)
+        if not torch.is_grad_enabled() and not watched:
             return (*gradients(dy, saved, x, weight, sizes, activation, needs), None, None)
         with torch.enable_grad():
             own: list[Any] = [None if t is None else t.view_as(t) for t in (x, weight, bias)]
