@@ -13,7 +13,9 @@ _WIDTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 24576)
 _LARGE, _SMALL = 32768, 64
 _ROW = (16, 1024, 16384)  # widths of a single row
 _MOST_NUMBERS_ON_CPU = 1 << 25
-_MOST_CPU_FLOPS = 5e10  # of the full layer's forward: a quarter of a second on a few cores
+# Of the full layer's forward: a quarter of a second on a few cores. The next width's weight and
+# gradients take 24 GB with the float64 oracle's.
+_MOST_CPU_FLOPS = 5e10
 _QUICK = ((64, 128), (64, 512), (2048, 256))
 
 

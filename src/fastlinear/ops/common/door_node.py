@@ -125,13 +125,8 @@ class _Build(Build):
     """How far this process is with its library of nodes."""
 
     def __init__(self) -> None:
-        super().__init__(library.NODE, self._limited, _tell)
+        super().__init__(library.NODE, _made, _tell)
         self.cuda: bool | None = None
-
-    def _limited(self, loaded: ctypes.PyDLL) -> ctypes.PyDLL:
-        made = _made(loaded)
-        made.fastlinear_node_keep(kept_bytes())
-        return made
 
 
 def _tell() -> None:
@@ -155,6 +150,7 @@ def _made(loaded: ctypes.PyDLL) -> ctypes.PyDLL:
     loaded.fastlinear_node_keep.restype = None
     loaded.fastlinear_node_release.argtypes = []
     loaded.fastlinear_node_release.restype = ctypes.c_int64
+    loaded.fastlinear_node_keep(kept_bytes())
     loaded.fastlinear_node_begin(torch.Tensor, torch.nn.Parameter, door.impl_offset())
     return loaded
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastlinear.ops.common import cuda_driver as driver
-from fastlinear.ops.common.door_launch import DoorLaunch
+from fastlinear.ops.common.door_launch import DoorLaunch, prepared
 from fastlinear.ops.gated_mlp import cuda
 from fastlinear.ops.gated_mlp.cuda_config import config_for
 
@@ -87,11 +87,8 @@ def _made(
     driver.make_current(device.index)
     with cuda._lock, driver.loading_allowed():
         plan = make()
-    launch = plan.launch
-    assert launch._handle is not None
-    where = launch._handle, launch._config_ref, launch._slots_ref
     slots = list(zip(plan.slots, arguments, strict=True))
-    return _placed(DoorLaunch(*where, (), (), plan), slots)
+    return _placed(prepared(plan.launch, (), plan), slots)
 
 
 def _placed(launch: DoorLaunch, slots: Sequence[tuple[Any, Laid]]) -> DoorLaunch:
