@@ -16,9 +16,11 @@ from fastlinear.ops.common.kept_memory import release_memory
 from fastlinear.ops.diagonal_linear import diagonal_linear
 from fastlinear.ops.explain import explain
 from fastlinear.ops.gated_mlp import gated_linear, gated_mlp
-from fastlinear.ops.grouped_linear import grouped_linear, ragged_linear, unequal_linear
+from fastlinear.ops.grouped_linear import grouped_linear
 from fastlinear.ops.linear_act import linear_act
 from fastlinear.ops.mlp import mlp
+from fastlinear.ops.ragged_linear import ragged_linear
+from fastlinear.ops.unequal_linear import unequal_linear
 from fastlinear.profile import profile
 from fastlinear.rewrite import apply_, optimize_
 

@@ -20,7 +20,7 @@ from fastlinear.bench.lists import Form, Forward, Lists, ListsWork, Tensors, con
 from fastlinear.bench.peer import OURS, Peer, compiler_missing, cuda_only, too_slow
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.grouped_linear.ragged import ragged_linear, served_by
+from fastlinear.ops.ragged_linear.op import ragged_linear, served_by
 
 _SPARSE = 4  # one group in so many owns rows
 

@@ -27,7 +27,7 @@ from fastlinear.bench.lists import (
 from fastlinear.bench.peer import OURS, Peer, compiler_missing, cuda_only, too_slow
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.grouped_linear.unequal import served_by, unequal_linear
+from fastlinear.ops.unequal_linear.op import served_by, unequal_linear
 
 
 def sizes_of(case: Case) -> list[tuple[int, int]]:

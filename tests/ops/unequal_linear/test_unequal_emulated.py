@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from fastlinear.core.compare import judge
-from fastlinear.ops.grouped_linear import unequal, unequal_cuda
-from fastlinear.ops.grouped_linear.unequal_config import MIDDLE, OFFERED, SMALL, Tiles, tiles_of
+from fastlinear.ops.unequal_linear import cuda, op
+from fastlinear.ops.unequal_linear.config import MIDDLE, OFFERED, SMALL, Tiles, tiles_of
 
 if not shutil.which("g++"):
     pytest.skip("needs a C++ compiler", allow_module_level=True)
@@ -31,7 +31,7 @@ _MAIN = """
 const Groups* given;
 int group_count;
 void body() {
-  grouped_linear_unequal(*given, group_count);
+  unequal_linear(*given, group_count);
   fibers[current].done = true;
 }
 extern "C" void launch(const void* groups, int count, int blocks) {
@@ -62,7 +62,7 @@ class Emulated:
 def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Launches run on the CPU; new memory is NaN."""
     kernels: dict[Any, Any] = {}
-    made = unequal_cuda._buffers
+    made = cuda._buffers
     here = str(Path(__file__).with_name("emulated.h"))
 
     def buffers(*call: Any) -> list[Tensor]:
@@ -72,10 +72,10 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         key = call, dtype, tiles, places
         if key not in kernels:
             mode, activation, save_pre = call
-            headers = (here, "unequal_groups.h")
+            headers = (here, "groups.h")
             rest = (mode, activation, save_pre, tiles, places)
             path = tmp_path / f"{len(kernels)}.cpp"
-            path.write_text(unequal_cuda.source(dtype, *rest, headers=headers) + _MAIN)
+            path.write_text(cuda.source(dtype, *rest, headers=headers) + _MAIN)
             built = path.with_suffix(".so")
             command = ["g++", "-O1", "-std=c++17", "-w", "-shared", "-fPIC"]
             subprocess.run([*command, "-o", built, path], check=True)
@@ -83,14 +83,14 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         return kernels[key]
 
     def run(call: Call, like: Tensor, sizes: Any, pointers: Any, tiles: Tiles | None) -> None:
-        tiles = unequal_cuda._SINGLE if like.dtype is torch.float32 else tiles or SMALL
-        order = unequal_cuda.largest_first(sizes)
+        tiles = cuda._SINGLE if like.dtype is torch.float32 else tiles or SMALL
+        order = cuda.largest_first(sizes)
         part = kernel(call, like.dtype, tiles, 32), order, sizes, tiles, 32
-        unequal_cuda._Part(*part).run(pointers, 0)
+        cuda._Part(*part).run(pointers, 0)
 
-    monkeypatch.setattr(unequal_cuda.driver, "Launch", Emulated)
-    monkeypatch.setattr(unequal_cuda, "_buffers", buffers)
-    monkeypatch.setattr(unequal_cuda, "_run", run)
+    monkeypatch.setattr(cuda.driver, "Launch", Emulated)
+    monkeypatch.setattr(cuda, "_buffers", buffers)
+    monkeypatch.setattr(cuda, "_run", run)
 
 
 def drawn(dtype: torch.dtype, sizes: Any) -> tuple[list[Tensor], list[Tensor], list[Any]]:
@@ -108,7 +108,7 @@ def by_loop(dtype: torch.dtype, lists: Any, activation: str, dys: list[Tensor]) 
     own = [
         [None if t is None else t.detach().to(dtype).requires_grad_() for t in ts] for ts in lists
     ]
-    ys = unequal.loop(*own, activation)  # type: ignore[arg-type]
+    ys = op.loop(*own, activation)  # type: ignore[arg-type]
     given = [t for ts in own for t in ts if t is not None]
     found = list(torch.autograd.grad(ys, given, [dy.to(dtype) for dy in dys]))
     count = len(ys)
@@ -119,12 +119,12 @@ def check(dtype: torch.dtype, activation: str, tiles: Tiles, sizes: Any = SIZES)
     lists = drawn(dtype, sizes)
     xs, weights, biases = ([None if t is None else t.detach() for t in ts] for ts in lists)
     dys = [torch.randn(m, n).to(dtype) for m, _, n in sizes]
-    kind = unequal.activation_of(activation).saved
-    ys, pres = unequal_cuda.forward(xs, weights, biases, activation, kind == "pre", tiles=tiles)
+    kind = op.activation_of(activation).saved
+    ys, pres = cuda.forward(xs, weights, biases, activation, kind == "pre", tiles=tiles)
     saved = {"none": None, "output": ys, "pre": pres}[kind]
-    dxs = unequal_cuda.grad_inputs(dys, saved, weights, activation, tiles=tiles)
+    dxs = cuda.grad_inputs(dys, saved, weights, activation, tiles=tiles)
     with_bias = [b is not None for b in biases]
-    dws, dbs = unequal_cuda.grad_weights(dys, saved, xs, activation, with_bias, tiles=tiles)
+    dws, dbs = cuda.grad_weights(dys, saved, xs, activation, with_bias, tiles=tiles)
     found = [ys, dxs, dws, [db for db in dbs if db is not None]]
     theirs = by_loop(dtype, lists, activation, dys)
     oracle = by_loop(torch.float64, lists, activation, dys)
@@ -154,12 +154,12 @@ def test_views_that_begin_anywhere(emulated: None) -> None:
     for skipped in (1, 2):
         xs = [torch.randn(skipped + 20 * 64).bfloat16()[skipped:].view(20, 64)]
         weights, dys = [torch.randn(32, 64).bfloat16()], [torch.randn(20, 32).bfloat16()]
-        (y,), _ = unequal_cuda.forward(xs, weights, [None], "none", False)
+        (y,), _ = cuda.forward(xs, weights, [None], "none", False)
         torch.testing.assert_close(y, xs[0] @ weights[0].t())
-        (dw,), _ = unequal_cuda.grad_weights(dys, None, xs, "none", [False])
+        (dw,), _ = cuda.grad_weights(dys, None, xs, "none", [False])
         torch.testing.assert_close(dw, dys[0].t() @ xs[0])
         weights, pre = [torch.randn(64, 48).bfloat16()], [torch.randn(20, 64).bfloat16()]
-        (dx,) = unequal_cuda.grad_inputs(xs, pre, weights, "gelu")  # xs as dys
+        (dx,) = cuda.grad_inputs(xs, pre, weights, "gelu")  # xs as dys
         (slope,) = torch.autograd.grad(
             torch.nn.functional.gelu(pre[0].requires_grad_()), pre, torch.ones_like(pre[0])
         )
@@ -172,4 +172,4 @@ def test_tiles_are_large_where_they_fill_the_chip_only() -> None:
         assert tiles_of(((64, 64, 64),) * 26, 132, mode) is SMALL
         assert tiles_of(((2048, 256, 256),) * 26, 132, mode) is offered[2]
         assert tiles_of(((8192, 40, 256),) * 26, 132, mode) in (SMALL, MIDDLE)
-    assert unequal_cuda.largest_first(((1, 2, 3), (0, 2, 9), (1, 1, 5))) == [2, 0]
+    assert cuda.largest_first(((1, 2, 3), (0, 2, 9), (1, 1, 5))) == [2, 0]

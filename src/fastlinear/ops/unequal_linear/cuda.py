@@ -1,5 +1,5 @@
-"""Products of groups of unequal sizes in one launch of CUDA C++: ``unequal_half.cu`` for 16-bit
-dtypes, ``unequal_single.cu`` for float32.
+"""Products of groups of unequal sizes in one launch of CUDA C++: ``half.cu`` for 16-bit
+dtypes, ``single.cu`` for float32.
 
 The groups' pointers and sizes travel among the launch's arguments: nothing is copied to the device
 for a call, nothing waits, and weights may move. For sm_80 and later.
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fastlinear.core.device import device_facts
 from fastlinear.ops.common import cuda_driver as driver
-from fastlinear.ops.grouped_linear.unequal_config import (
+from fastlinear.ops.unequal_linear.config import (
     FORWARD,
     GRAD_INPUT,
     GRAD_WEIGHT,
@@ -38,9 +38,9 @@ _ACTIVATIONS = (
     *("none", "relu", "relu2", "silu", "gelu", "gelu_tanh", "sigmoid", "tanh"),
     *("quick_gelu", "leaky_relu"),
 )
-_HEADERS = ("unequal_instructions.h", "unequal_groups.h")
-_KERNEL = "grouped_linear_unequal"
-_SINGLE = Tiles(64, 64, (2, 2), 1, 2, 1.0)  # what unequal_single.cu is written for
+_HEADERS = ("instructions.h", "groups.h")
+_KERNEL = "unequal_linear"
+_SINGLE = Tiles(64, 64, (2, 2), 1, 2, 1.0)  # what single.cu is written for
 _PLACES = (32, MAX_GROUPS)  # of the groups of a launch: arguments take time to hand over
 _POINTERS, _NUMBERS = 6, 4  # of a group
 _ALIGN = 16  # bytes at which each result begins
@@ -76,7 +76,7 @@ def source(
         "STAGES": tiles.stages,
         "BLOCKS": tiles.blocks,
     }
-    files = (*headers, "unequal_single.cu" if wide else "unequal_half.cu")
+    files = (*headers, "single.cu" if wide else "half.cu")
     here = Path(__file__).parent
     text = "".join((here / name).read_text() for name in files)
     return "".join(f"#define {name} {v}\n" for name, v in macros.items()) + text
@@ -95,7 +95,7 @@ def _kernel(
     major, minor = torch.cuda.get_device_capability(device)
     arch = f"sm_{major}{minor}" + ("a" if major >= 9 else "")
     text = source(dtype, mode, activation, save_pre, tiles, places)
-    cubin = driver.compile_cubin(text, "unequal.cu", arch)
+    cubin = driver.compile_cubin(text, "unequal_linear.cu", arch)
     shared = 0 if tiles is _SINGLE else tiles.shared_bytes(mode != FORWARD and activation != "none")
     return driver.Kernel(cubin, _KERNEL, shared, device)
 
@@ -192,7 +192,7 @@ def grad_weights(
 
 class _Part:
     """The launch of some of a call's groups, of known sizes, again and again: memory of a
-    ``Groups`` of unequal_groups.h, into which each call writes its addresses.
+    ``Groups`` of groups.h, into which each call writes its addresses.
 
     Args:
         kernel: what is launched.

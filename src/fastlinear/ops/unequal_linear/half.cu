@@ -1,5 +1,5 @@
 // Products of many groups of unequal sizes in one launch, 16-bit, for sm_80 and later. Behind
-// unequal_instructions.h and unequal_groups.h.
+// instructions.h and groups.h.
 //
 // A block computes a tile (TILE_M, TILE_N) of one group out of steps of 64 along the depth, of which
 // STAGES are in shared memory or on their way there. Tiles lie there as in global memory: lines along
@@ -157,7 +157,7 @@ __device__ __forceinline__ void finish(const float* sums, const Number* bias, Nu
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-grouped_linear_unequal(const __grid_constant__ Groups groups, int count) {
+unequal_linear(const __grid_constant__ Groups groups, int count) {
   SHARED_MEMORY;
   const int g = group_of(groups, count, blockIdx.x);
   const int rows = groups.rows[g], cols = groups.cols[g], depth = groups.depth[g];

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastlinear.ops._register import register_op
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.grouped_linear import ragged
+from fastlinear.ops.ragged_linear import op
 
 
 def _saves_pre(activation: str, needs_grad: bool) -> bool:
@@ -18,7 +18,7 @@ def _saves_pre(activation: str, needs_grad: bool) -> bool:
 
 def _by_kernels(x: Tensor, weight: Tensor, *more: Tensor | None) -> bool:
     given = [t for t in (x, weight, *more) if t is not None]
-    return ragged._reason_not_triton(x, weight, given) is None
+    return op._reason_not_triton(x, weight, given) is None
 
 
 def _forward(
@@ -31,11 +31,11 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     save_pre = _saves_pre(activation, needs_grad)
     if _by_kernels(x, weight, group_sizes, bias):
-        y, pre = ragged.by_kernels(x, weight, group_sizes, bias, activation, save_pre)
+        y, pre = op.by_kernels(x, weight, group_sizes, bias, activation, save_pre)
     else:
-        y, pre = ragged.loop(x, weight, group_sizes, bias, activation), None
+        y, pre = op.loop(x, weight, group_sizes, bias, activation), None
         if save_pre:
-            pre = ragged.loop(x, weight, group_sizes, bias, "none")
+            pre = op.loop(x, weight, group_sizes, bias, "none")
     return y, x.new_empty(0) if pre is None else pre
 
 
@@ -64,12 +64,12 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if _by_kernels(x, weight, group_sizes, bias):
         rest = (group_sizes, activation, (needs[0], needs[1], needs[2]))
-        grads = ragged.gradients(dy, saved, x, weight, *rest)
+        grads = op.gradients(dy, saved, x, weight, *rest)
     else:
         own = [None if t is None else t.detach().requires_grad_() for t in (x, weight, bias)]
         wanted = [t for t, need in zip(own, needs, strict=True) if need and t is not None]
         with torch.enable_grad():
-            y = ragged.loop(own[0], own[1], group_sizes, own[2], activation)  # type: ignore[arg-type]
+            y = op.loop(own[0], own[1], group_sizes, own[2], activation)  # type: ignore[arg-type]
             found = iter(torch.autograd.grad(y, wanted, dy))
         made = zip(own, needs, strict=True)
         grads = tuple(next(found) if need and t is not None else None for t, need in made)  # type: ignore[assignment]

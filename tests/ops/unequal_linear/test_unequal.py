@@ -17,8 +17,8 @@ from fastlinear.core.compare import judge
 from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.ops.common import cuda_driver
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
-from fastlinear.ops.grouped_linear import unequal, unequal_cuda
-from fastlinear.ops.grouped_linear.unequal_config import OFFERED
+from fastlinear.ops.unequal_linear import cuda, op
+from fastlinear.ops.unequal_linear.config import OFFERED
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -68,8 +68,8 @@ def test_kernels(activation: str, dtype: torch.dtype) -> None:
     lists = drawn(dtype)
     torch.full((1 << 20,), float("nan"), device=DEVICE)  # what new memory holds
     found = results(together, lists, activation)
-    theirs = results(unequal.loop, lists, activation)
-    oracle = results(unequal.loop, widened(lists), activation)
+    theirs = results(op.loop, lists, activation)
+    oracle = results(op.loop, widened(lists), activation)
     count = len(SIZES)  # a lone number may be right to the last bit in PyTorch: all of a kind count
     for i, name in enumerate(("y", "dx", "dW", "db")):
         kind = slice(i * count, (i + 1) * count)
@@ -121,10 +121,10 @@ def test_one_launch_forward_and_two_backward_in_a_graph() -> None:
 @on_gpu
 @pytest.mark.gpu
 def test_more_groups_than_a_launch_takes_and_weights_that_move() -> None:
-    sizes = tuple((1 + g % 5, 3 + g % 7, 2 + g % 4) for g in range(2 * unequal_cuda.MAX_GROUPS + 3))
+    sizes = tuple((1 + g % 5, 3 + g % 7, 2 + g % 4) for g in range(2 * cuda.MAX_GROUPS + 3))
     for _ in range(2):
         lists = drawn(torch.float32, sizes)
-        found, expected = together(*lists, "relu"), unequal.loop(*lists, "relu")
+        found, expected = together(*lists, "relu"), op.loop(*lists, "relu")
         for a, e in zip(found, expected, strict=True):
             torch.testing.assert_close(a, e)
 
@@ -141,7 +141,7 @@ def test_strides_dimensions_and_second_derivatives() -> None:
         (dx,) = torch.autograd.grad([y.square().sum() for y in ys], given[:1], create_graph=True)
         return [*ys, *torch.autograd.grad(dx.square().sum(), [given[0], given[2]])]
 
-    for a, e in zip(second(together), second(unequal.loop), strict=True):
+    for a, e in zip(second(together), second(op.loop), strict=True):
         torch.testing.assert_close(a, e)
 
 
@@ -211,9 +211,9 @@ def test_kernels_compile_without_spilling(arch: str, tmp_path: Path) -> None:
     ]
     for dtype, mode, activation, tiles in specialised:
         save_pre = mode == 0 and activation == "gelu"
-        text = unequal_cuda.source(dtype, mode, activation, save_pre, tiles)
+        text = cuda.source(dtype, mode, activation, save_pre, tiles)
         cubin = tmp_path / "kernel.cubin"
-        cubin.write_bytes(cuda_driver.compile_cubin(text, "unequal.cu", arch))
+        cubin.write_bytes(cuda_driver.compile_cubin(text, "half.cu", arch))
         told = subprocess.run(
             [tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True
         ).stdout

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 import fastlinear as fl
 from fastlinear.core.compare import judge
-from fastlinear.ops.grouped_linear import ragged_products
+from fastlinear.ops.ragged_linear import products
 
 SIZES = ([4, 4, 4], [5, 0, 7], [0, 0, 0], [12, 0, 0], [1, 2, 3], [2, 2, 2])  # of 12 rows
 
@@ -38,7 +38,7 @@ def test_all_gradients(sizes: list[int], activation: str, bias: bool) -> None:
         own = [None if t is None else t.detach().to(dtype).requires_grad_() for t in (x, w, b)]
         assert own[0] is not None
         assert own[1] is not None
-        z = ragged_products.composed(own[0], own[1], sizes, own[2], activation)
+        z = products.composed(own[0], own[1], sizes, own[2], activation)
         leaves = [t for t in own if t is not None]
         return [z, *torch.autograd.grad(z, leaves, dy.to(dtype))]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastlinear.ops.common.triton_launch import Launch
 from fastlinear.ops.grouped_linear import triton_tensors as tensors
 from fastlinear.ops.grouped_linear.triton_config import dot_precision, padded
-from fastlinear.ops.grouped_linear.triton_ragged_kernels import (
+from fastlinear.ops.ragged_linear.triton_kernels import (
     _ragged_kernel,
     _ragged_weight_kernel,
 )

@@ -108,11 +108,11 @@ def _forward(
     save_pre: bool,
 ) -> tuple[list[Tensor], list[Tensor] | None]:
     """(the y_g in their inputs' dimensions, the pre-activations as matrices) in one launch."""
-    from fastlinear.ops.grouped_linear import unequal_cuda
+    from fastlinear.ops.unequal_linear import cuda
 
     rows, dense = [_matrix(x) for x in xs], [_dense(w) for w in weights]
     flat = [None if b is None else _dense(b) for b in biases]
-    ys, pres = unequal_cuda.forward(rows, dense, flat, activation, save_pre)
+    ys, pres = cuda.forward(rows, dense, flat, activation, save_pre)
     for g, x in enumerate(xs):
         if x.dim() != 2:
             ys[g] = ys[g].view(*x.shape[:-1], ys[g].shape[1])
@@ -120,7 +120,7 @@ def _forward(
 
 
 class _Together(torch.autograd.Function):
-    """All groups by the kernels of unequal_cuda."""
+    """All groups by the kernels of cuda."""
 
     @staticmethod
     def forward(ctx: Any, activation: str, count: int, *given: Tensor | None) -> tuple[Tensor, ...]:
@@ -153,7 +153,7 @@ def _gradients(
     needs: Sequence[bool],
     activation: str,
 ) -> list[Tensor | None]:
-    from fastlinear.ops.grouped_linear import unequal_cuda
+    from fastlinear.ops.unequal_linear import cuda
 
     count = len(dys)
     xs, weights, biases = (given[i * count : (i + 1) * count] for i in range(3))
@@ -168,15 +168,13 @@ def _gradients(
     wanted = [g for g in range(count) if need_x[g]]
     if wanted:
         dense = [_dense(weights[g]) for g in wanted]
-        for g, dx in zip(
-            wanted, unequal_cuda.grad_inputs(*of(wanted), dense, activation), strict=True
-        ):
+        for g, dx in zip(wanted, cuda.grad_inputs(*of(wanted), dense, activation), strict=True):
             grads[g] = dx.view(xs[g].shape)  # type: ignore[union-attr]
     wanted = [g for g in range(count) if need_w[g] or need_b[g]]
     if wanted:
         inputs = [_matrix(xs[g]) for g in wanted]
         with_bias = [biases[g] is not None and need_b[g] for g in wanted]
-        dws, dbs = unequal_cuda.grad_weights(*of(wanted), inputs, activation, with_bias)
+        dws, dbs = cuda.grad_weights(*of(wanted), inputs, activation, with_bias)
         for g, dw, db in zip(wanted, dws, dbs, strict=True):
             grads[count + g] = dw if need_w[g] else None
             grads[2 * count + g] = db
@@ -255,9 +253,9 @@ def _reason_not_together(
     for t in (*xs, *weights, *(b for b in biases if b is not None)):
         if type(t) not in calls.PLAIN or t.layout is not torch.strided:
             return f"takes plain strided tensors, got {type(t).__name__}"
-    from fastlinear.ops.grouped_linear import unequal_cuda
+    from fastlinear.ops.unequal_linear import cuda
 
-    return unequal_cuda.reason_not(xs, weights)
+    return cuda.reason_not(xs, weights)
 
 
 def _validate(xs: Sequence[Tensor], weights: Sequence[Tensor], biases: _Maybe) -> None:

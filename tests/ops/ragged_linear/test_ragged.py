@@ -20,7 +20,7 @@ import fastlinear as fl
 from fastlinear.core.compare import judge
 from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
-from fastlinear.ops.grouped_linear import ragged
+from fastlinear.ops.ragged_linear import op
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -57,12 +57,13 @@ def test_under_the_interpreter() -> None:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls take the Triton backend on any device; its results start as NaN."""
-    from fastlinear.ops.grouped_linear import triton_ragged, triton_tensors
+    from fastlinear.ops.grouped_linear import triton_tensors
+    from fastlinear.ops.ragged_linear import triton
 
     made = triton_tensors.vector
     monkeypatch.setattr(triton_tensors, "vector", lambda *a: made(*a).fill_(float("nan")))
-    monkeypatch.setattr(ragged, "_reason_not_triton", lambda *_: None)
-    triton_ragged._plans.clear()
+    monkeypatch.setattr(op, "_reason_not_triton", lambda *_: None)
+    triton._plans.clear()
 
 
 def drawn(
@@ -91,7 +92,7 @@ def by_rows(x: Tensor, w: Tensor, sizes: Tensor, b: Tensor | None, act: str) -> 
     for size in sizes.tolist():
         kept.append(max(0, min(size, left)))
         left -= kept[-1]
-    return ragged.loop(x, w, torch.tensor(kept), b, act)
+    return op.loop(x, w, torch.tensor(kept), b, act)
 
 
 def check(rows: int, sizes: list[int], k: int, n: int, dtype: torch.dtype, act: str) -> None:
@@ -149,14 +150,14 @@ def test_whole_tiles_in_any_number(
     activation: str, tma: bool, kernels: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several tiles of rows and columns, by loads without masks and by descriptors."""
-    from fastlinear.ops.grouped_linear import triton_ragged
+    from fastlinear.ops.ragged_linear import triton
 
     size = 64 if ON_GPU else 16
     for high, dtype in ((1, torch.float16), (2, torch.bfloat16), (8, torch.float16)):
-        config = triton_ragged.Config(size, size, size, 4, 3, high, tma)
+        config = triton.Config(size, size, size, 4, 3, high, tma)
         for name in ("product_config", "weight_config"):
-            monkeypatch.setattr(triton_ragged, name, lambda *_, c=config: c)
-        triton_ragged._plans.clear()
+            monkeypatch.setattr(triton, name, lambda *_, c=config: c)
+        triton._plans.clear()
         check(
             5 * size + 3,
             [2 * size + 1, 0, size, 2, size + 5],
@@ -165,7 +166,7 @@ def test_whole_tiles_in_any_number(
             dtype,
             activation,
         )
-        described = [launch.described for launch in triton_ragged._plans.values()]
+        described = [launch.described for launch in triton._plans.values()]
         assert described == [tma] * 3
         check(3 * size, [size + 4, 3], 2 * size + 8, size - 8, dtype, activation)
 
@@ -177,12 +178,12 @@ def test_what_is_not_finite_stays_in_its_group(
     tma: bool, kernels: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tiles reach into the rows of the next group."""
-    from fastlinear.ops.grouped_linear import triton_ragged
+    from fastlinear.ops.ragged_linear import triton
 
-    config = triton_ragged.Config(16, 16, 16, 4, 3, 8, tma)
+    config = triton.Config(16, 16, 16, 4, 3, 8, tma)
     for name in ("product_config", "weight_config"):
-        monkeypatch.setattr(triton_ragged, name, lambda *_: config)
-    triton_ragged._plans.clear()
+        monkeypatch.setattr(triton, name, lambda *_: config)
+    triton._plans.clear()
     for broken in range(2):  # x, dy
         x, w, sizes, b = drawn(45, [21, 24], 32, 32, torch.float16)
         dy = torch.ones(45, 32, device=DEVICE, dtype=torch.float16)
@@ -207,7 +208,7 @@ def test_kernels_take_any_strides(kernels: None) -> None:
     w = torch.randn(2, 20, 8, device=DEVICE).transpose(1, 2)
     sizes = torch.tensor([0, 5, 9, 7], dtype=torch.int32, device=DEVICE)[1::2]
     found = fl.ragged_linear(x, w, sizes, activation="relu")
-    expected = ragged.loop(x, w, sizes, None, "relu")
+    expected = op.loop(x, w, sizes, None, "relu")
     torch.testing.assert_close(found, expected)
 
 
@@ -221,7 +222,7 @@ def test_kernels_with_a_graph_of_the_gradients(kernels: None) -> None:
         return torch.autograd.grad(dx.square().sum(), [x, w, b])
 
     ours = second(lambda x, w, s, b, a: fl.ragged_linear(x, w, s, b, activation=a))
-    for a, e in zip(ours, second(ragged.loop), strict=True):
+    for a, e in zip(ours, second(op.loop), strict=True):
         torch.testing.assert_close(a, e)
 
 

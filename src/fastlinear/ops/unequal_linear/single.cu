@@ -1,5 +1,5 @@
 // Products of many groups of unequal sizes in one launch, float32, for sm_80 and later: plain
-// arithmetic. Behind unequal_instructions.h and unequal_groups.h; tiles of 64 x 64.
+// arithmetic. Behind instructions.h and groups.h; tiles of 64 x 64.
 
 constexpr int TILE = 64, WORDS = 16, PITCH = WORDS + 4;  // pitch: 8 rows share no bank
 constexpr int THREADS = 128, EACH = TILE * WORDS / THREADS;
@@ -51,7 +51,7 @@ __device__ __forceinline__ void store_tile(float (&to)[TILE][PITCH], const Tile&
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-grouped_linear_unequal(const __grid_constant__ Groups groups, int count) {
+unequal_linear(const __grid_constant__ Groups groups, int count) {
   __shared__ __align__(16) float a_tile[TILE][PITCH];
   __shared__ __align__(16) float b_tile[TILE][PITCH];
   const int g = group_of(groups, count, blockIdx.x);

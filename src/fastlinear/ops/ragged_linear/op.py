@@ -14,8 +14,9 @@ from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.ops.common import calls
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.grouped_linear import ragged_products, triton_config
+from fastlinear.ops.grouped_linear import triton_config
 from fastlinear.ops.grouped_linear.plans import as_autocast
+from fastlinear.ops.ragged_linear import products
 
 BACKENDS = ("loop", "triton")
 _INTEGERS = (torch.int32, torch.int64)
@@ -108,11 +109,11 @@ def loop(
     given = [t for t in (x, weight, bias) if t is not None]
     watched = calls.transforms_active() or calls.forward_mode() or calls.recorded()
     if watched or torch.compiler.is_compiling() or any(type(t) not in calls.PLAIN for t in given):
-        return ragged_products.composed(x, weight, sizes, bias, activation)
+        return products.composed(x, weight, sizes, bias, activation)
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
-        y: Tensor = ragged_products.Products.apply(x, weight, bias, sizes, activation)
+        y: Tensor = products.Products.apply(x, weight, bias, sizes, activation)
         return y
-    return ragged_products.forward(x, weight, sizes, bias, activation, False)[0]
+    return products.forward(x, weight, sizes, bias, activation, False)[0]
 
 
 class _Ragged(torch.autograd.Function):
@@ -164,13 +165,11 @@ def by_kernels(
     save_pre: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """(y, pre if asked), (T, N) each, in one launch of the Triton backend."""
-    from fastlinear.ops.grouped_linear import triton_ragged
+    from fastlinear.ops.ragged_linear import triton
 
     flat = None if bias is None else bias.resolve_neg().contiguous()
     sizes = group_sizes.contiguous()
-    return triton_ragged.product(
-        _rows(x), weight.resolve_neg(), flat, None, sizes, activation, save_pre
-    )
+    return triton.product(_rows(x), weight.resolve_neg(), flat, None, sizes, activation, save_pre)
 
 
 def gradients(
@@ -183,15 +182,15 @@ def gradients(
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(dx, dW, db), each None where not needed, in at most two launches of the Triton backend."""
-    from fastlinear.ops.grouped_linear import triton_ragged
+    from fastlinear.ops.ragged_linear import triton
 
     sizes, grad = group_sizes.contiguous(), _rows(dy)
     dx = dw = db = None
     if needs[0]:
-        dx = triton_ragged.grad_input(grad, saved, weight.resolve_neg(), sizes, activation)
+        dx = triton.grad_input(grad, saved, weight.resolve_neg(), sizes, activation)
     if needs[1] or needs[2]:
         rest = (sizes, activation, needs[1], needs[2])
-        dw, db = triton_ragged.grad_weight(grad, saved, _rows(x), *rest)
+        dw, db = triton.grad_weight(grad, saved, _rows(x), *rest)
     return dx, dw, db
 
 

@@ -23,8 +23,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fastlinear.ops.grouped_linear import triton_config
-from fastlinear.ops.grouped_linear import triton_ragged as backend
-from fastlinear.ops.grouped_linear.triton_ragged import Config
+from fastlinear.ops.ragged_linear import triton as backend
+from fastlinear.ops.ragged_linear.triton import Config
 
 if triton.knobs.runtime.interpret:
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)

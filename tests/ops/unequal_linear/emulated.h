@@ -1,6 +1,6 @@
 // What the kernels of layers of unequal sizes need of CUDA, for a CPU: the threads of a block are
 // fibers that take turns, copies arrive when they are waited for, and shared memory begins as NaN.
-// In place of unequal_instructions.h.
+// In place of instructions.h.
 
 #include <math.h>
 #include <string.h>
