@@ -82,6 +82,8 @@ def config_for(
         found = _forward_config(numbers, itemsize)
         # programs of a sweep that wait for a forward of several waves take its programs' place
         return found if numbers < _LARGE else replace(found, early="last")
+    if m <= 64 and numbers < _LARGE:
+        return DiagonalConfig(32, 2048, 2, 1, 1, "last")  # a tile a program
     if numbers < _LARGE:
         return DiagonalConfig(64, 2048, 4, 3, 1, "last")  # few programs, whose sums take long
     wide = itemsize == 4
@@ -139,12 +141,13 @@ def cut(m: int, k: int, dense: bool, units: int, config: DiagonalConfig) -> Cut:
 def one_launch(m: int, k: int, config: DiagonalConfig) -> Cut | None:
     """A cut in which each program sees all rows, so that its sums are whole, or None where that
     would leave the chip idle for longer than a second launch takes."""
-    fold, block_k = 1, min(config.block_k, 32, 1 << (k - 1).bit_length())
+    most = max(32, min(256, 512 >> (m - 1).bit_length()))  # few rows: long stretches of them
+    block_k = min(most, 1 << (k - 1).bit_length())
     block_m = min(max(1, config.numbers // block_k), 1 << (m - 1).bit_length())
     if m > _ONE_LAUNCH_TILES * block_m:
         return None
     even = k % block_k == 0 and m % block_m == 0
-    return Cut(m, k, fold, k, block_m, block_k, 1, -(-k // block_k), even)
+    return Cut(m, k, 1, k, block_m, block_k, 1, -(-k // block_k), even)
 
 
 def _fold(m: int, k: int, dense: bool, most: int) -> tuple[int, int]:
