@@ -166,18 +166,21 @@ def test_the_model_counts_what_each_backend_does() -> None:
     """Passes over memory, kernels, new results, and an activation where it is one of its own."""
     m, k = 1 << 20, 64
     one = m * k * 4 / BANDWIDTH * 1e6  # a pass
+    row = one / m  # of a parameter
 
     def us(name: str, act: str, grad: bool, backends: tuple[str, str], new: float = 0.0) -> float:
         rates = machine(m, k, new)
         return expected(name, m, k, "float32", grad, rates, act, backends).device_us
 
     triton, eager = ("triton", "triton"), ("eager", "eager")
-    assert us("fastlinear", "relu", False, triton) == pytest.approx(2 * one + 3)
-    assert us("fastlinear", "relu", True, triton) == pytest.approx(5 * one + 3)
-    assert us("fastlinear", "none", False, eager) == pytest.approx(4 * one + 3)
-    assert us("fastlinear", "relu", True, eager) == pytest.approx((6 + 9) * one + 2 * 50 + 3)
-    assert us("fastlinear", "relu", False, ("addcmul", "")) == pytest.approx(4 * one + 3)
-    assert us("fastlinear", "none", False, triton, 9.0) == pytest.approx(2 * one + 3 + 9)
+    assert us("fastlinear", "relu", False, triton) == pytest.approx(2 * one + 2 * row + 3)
+    assert us("fastlinear", "relu", True, triton) == pytest.approx(5 * one + 6 * row + 3)
+    assert us("fastlinear", "none", False, eager) == pytest.approx(4 * one + 2 * row + 3)
+    assert us("fastlinear", "relu", True, eager) == pytest.approx(15 * one + 6 * row + 2 * 50 + 3)
+    assert us("fastlinear", "relu", False, ("addcmul", "")) == pytest.approx(4 * one + 2 * row + 3)
+    assert us("fastlinear", "none", False, triton, 9.0) == pytest.approx(2 * one + 2 * row + 3 + 9)
+    single = expected("fastlinear", 1, k, "float32", False, machine(1, k)).device_us
+    assert single == pytest.approx(4 * row + 3)  # of one row the parameters are half of all
     plain, acts = us("linear", "none", False, ("", "")), us("linear", "relu", False, ("", ""))
     assert acts == pytest.approx(plain + 2 * one + 2)
 

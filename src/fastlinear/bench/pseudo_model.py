@@ -2,13 +2,14 @@
 
 A full layer takes what its products take at the rates PyTorch reaches at their size, or its memory
 traffic where that is longer, and then what follows them: an activation, sums for db. A diagonal
-layer takes its passes over memory, as many as the backend needs that computes it. Rates of memory
-are those of one pass as large; on a GPU kernels add their starts, on a CPU, where caches, threads
-and the first touch of new results decide what a pass takes, the layer's products and the backend's
-own passes are timed one after the other, into new tensors. What the host does for a call is
-measured on the same call at 1 x 16 numbers: on a GPU it runs beside the device, so that the longer
-counts, on a CPU before it. Hence a full layer costs as much as a diagonal one while both wait for
-the host or for memory, and ever more times as much from there on.
+layer takes its passes over memory, as many as the backend needs that computes it, and those over
+its parameters, which a single row does not outweigh. Rates of memory are those of one pass as
+large; on a GPU kernels add their starts, on a CPU, where caches, threads and the first touch of new
+results decide what a pass takes, the layer's products and the backend's own passes are timed one
+after the other, into new tensors. What the host does for a call is measured on the same call at
+1 x 16 numbers: on a GPU it runs beside the device, so that the longer counts, on a CPU before it.
+Hence a full layer costs as much as a diagonal one while both wait for the host or for memory, and
+ever more times as much from there on.
 """
 
 from __future__ import annotations
@@ -135,7 +136,8 @@ def expected(
         if grad:
             rest += _BACKWARDS.get(backends[1], _SWEEP)
             rest += _ACT_GRAD if acts and backends[1] in _BACKWARDS else Passes(0, 0, 0)
-        compute, memory, after = 0.0, pass_us * rest.passes, 0.0
+        parameters = 2 + ((3 + acts) if grad else 0)  # w and b; again, and dw and db
+        compute, memory, after = 0.0, pass_us * (rest.passes + parameters / m), 0.0
         if machine.passes_us is not None:
             memory, rest = machine.passes_us, Passes(0, 0, 0)
         start = machine.call_us
