@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from fastlinear import bench
-from fastlinear.bench import pseudo_linear, pseudo_model, pseudo_table
+from fastlinear.bench import pseudo_linear, pseudo_machine, pseudo_model, pseudo_table
 from fastlinear.bench.case import Case
 from fastlinear.bench.cases import pseudo_linear as cases
 from fastlinear.bench.pseudo_machine import Machine
 from fastlinear.bench.pseudo_model import Expected, expectation, expected
+from fastlinear.core.timing import Samples
 
 RATE, BANDWIDTH = 1e14, 1e12
 
@@ -192,3 +195,28 @@ def test_expectation_measures_this_machine() -> None:
     assert f"{found.speedup:.2f}x" in found.in_words()
     assert found.to_json()["diagonal_us"] == found.ours.wall_us
     assert pseudo_model.expectation(256, 512, "float32", "cpu", True).ours.host > 0
+
+
+def test_starts_are_measured_on_sets_that_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a case's calls are, which find the caches filled by others."""
+    calls: list[int] = []
+
+    def small_call(*_: object) -> Callable[[], None]:
+        number = len(made)
+        made.append(number)
+        return lambda: calls.append(number)
+
+    def interleave(arms: dict[str, Callable[[], object]], **_: object) -> dict[str, Samples]:
+        for _ in range(4):
+            for run in arms.values():
+                run()
+        return {name: Samples(name, (2.0, 1.0), "device", 1, "graph") for name in arms}
+
+    made: list[int] = []
+    monkeypatch.setattr(pseudo_machine, "_small_call", small_call)
+    monkeypatch.setattr(pseudo_machine, "interleave", interleave)
+    monkeypatch.setattr(pseudo_machine, "device_facts", lambda _: SimpleNamespace(l2_bytes=64))
+    found = pseudo_machine._call_us.__wrapped__("cpu", "float32", "none", False, "cpp", (1, 16), 3)
+    assert found == 2.0
+    assert made == [0, 1, 2]
+    assert sorted(calls) == [0, 1, 1, 2]

@@ -54,7 +54,7 @@ class Machine:
         new_us: what a new tensor of x's size costs when it is first written.
         kernel_us: the start of a kernel of PyTorch's on the device, 0 on a CPU.
         call_us: fastlinear's kernels on at most 64 rows of 16 features, in training of 128, on the
-            device, 0 on a CPU.
+            device, with tensors that its caches do not hold; 0 on a CPU.
         passes_us: fastlinear's passes, of this size, into new tensors; None where they take what
             a pass of PyTorch's takes, and new tensors what they take.
         host_us: contender → what the host takes for a call, whatever its size.
@@ -114,7 +114,7 @@ def measured(
         _pass_rate(device, _rounded(size * k // m), k, 1, state) if cuda else rate,
         fresh,
         _kernel_us(device),
-        _call_us(device, dtype, activation, grad, backend, small) if cuda else 0.0,
+        _call_us(device, dtype, activation, grad, backend, small, sets) if cuda else 0.0,
         None if cuda else _passes_us(dtype, m, k, activation, grad, backends, state),
         _host_us(device, dtype, activation, grad, backend, f"{state} {when}"),
     )
@@ -327,7 +327,8 @@ def _host_us(
     device: str, dtype: str, activation: str, grad: bool, backend: str, state: str
 ) -> Mapping[str, float]:
     """A call of each contender on 1 x 16 numbers, on the wall clock."""
-    arms = _small_calls(device, dtype, activation, grad, backend)
+    given = device, dtype, activation, grad, backend
+    arms = {name: _small_call(name, *given) for name in (LINEAR, OURS)}
     with torch.set_grad_enabled(grad):
         samples = interleave(arms, device=device, metric="wall", rounds=_ROUNDS)
     if device.startswith("cuda"):  # rows of such calls are as disturbed as this
@@ -337,47 +338,65 @@ def _host_us(
 
 @lru_cache(maxsize=64)
 def _call_us(
-    device: str, dtype: str, activation: str, grad: bool, backend: str, size: tuple[int, int]
+    device: str,
+    dtype: str,
+    activation: str,
+    grad: bool,
+    backend: str,
+    size: tuple[int, int],
+    sets: int,
 ) -> float:
-    """A call of fastlinear's on so many rows and features, on the device."""
-    arm = _small_calls(device, dtype, activation, grad, backend, size)[OURS]
+    """A call of fastlinear's on so many rows and features, on the device: so many sets of them take
+    turns, by turns with what else fills its caches."""
+    where = torch.device(device)
+    others = torch.ones(device_facts(where).l2_bytes // 2, device=where)  # twice as many bytes
+    given = device, dtype, activation, grad, backend, size
+    calls = [_small_call(OURS, *given) for _ in range(sets)]
+    turn = [0]
+
+    def rotating() -> Any:
+        turn[0] = (turn[0] + 1) % sets
+        return calls[turn[0]]()
+
+    arms: dict[str, Callable[[], Any]] = {OURS: rotating, "other": lambda: others.mul_(1.0)}
     with torch.set_grad_enabled(grad):
-        samples = interleave({OURS: arm}, device=device, metric="device", rounds=_ROUNDS)
+        samples = interleave(arms, device=device, metric="device", rounds=_ROUNDS)
     return _quiet_us(samples[OURS])
 
 
-def _small_calls(
+def _small_call(
+    name: str,
     device: str,
     dtype: str,
     activation: str,
     grad: bool,
     backend: str,
     size: tuple[int, int] = (1, 16),
-) -> dict[str, Callable[[], Any]]:
-    """Each contender on rows and features, with what is made at first calls behind it."""
+) -> Callable[[], Any]:
+    """A contender on rows and features, with what is made at first calls behind it."""
     where, kind = torch.device(device), FLOAT_DTYPES[dtype]
     k = size[1]
-    x, dy = (torch.randn(size, device=where).to(kind) for _ in range(2))
-    full, diagonal, bias = (torch.randn(s, device=where).to(kind) for s in ((k, k), k, k))
-    leaves = [t.requires_grad_(grad) for t in (x, full, diagonal, bias)]
+    weights = {LINEAR: (k, k), OURS: (k,)}
+    x, dy, weight, bias = (
+        torch.randn(s, device=where).to(kind) for s in (size, size, weights[name], (k,))
+    )
+    leaves = [t.requires_grad_(grad) for t in (x, weight, bias)]
     value = activation_of(activation).value
-    calls: dict[str, Callable[[], Tensor]] = {
-        LINEAR: lambda: value(F.linear(x, full, bias)),
-        OURS: lambda: diagonal_linear(x, diagonal, bias, activation=activation, backend=backend),
-    }
-    weights = {LINEAR: leaves[1], OURS: leaves[2]}
 
-    def arm(name: str) -> Callable[[], Any]:
-        run, wanted = calls[name], (x, weights[name], bias)
-        return (lambda: torch.autograd.grad(run(), wanted, dy)) if grad else run
+    def forward() -> Tensor:
+        if name == LINEAR:
+            return value(F.linear(x, weight, bias))
+        return diagonal_linear(x, weight, bias, activation=activation, backend=backend)
 
-    arms = {name: arm(name) for name in calls}
+    def step() -> Any:
+        return torch.autograd.grad(forward(), leaves, dy)
+
+    run = step if grad else forward
     with torch.set_grad_enabled(grad):
-        for run in arms.values():
-            for _ in range(3):
-                run()
+        for _ in range(3):
+            run()
         door.settle()
-    return arms
+    return run
 
 
 def _timed_us(run: Callable[[], Any], where: torch.device) -> float:
