@@ -8,6 +8,7 @@ matrix products alone, by PyTorch, with nothing elementwise between them.
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -69,6 +70,9 @@ def _liger(case: Case) -> Forward:
 
 
 def _quack(case: Case, tuned: bool) -> Forward:
+    # It tells epilogues apart by all that their functions refer to; of the logger that those of
+    # CuTe-DSL refer to it knows no key, and asks for this method.
+    logging.Logger.__quack_semantic_key__ = lambda self: self.name  # type: ignore[attr-defined]
     from quack.mlp import mlp_func
 
     name = _QUACK[case.option("activation")]

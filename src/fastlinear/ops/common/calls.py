@@ -10,6 +10,9 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Types whose memory a kernel may read; subclasses may mean something else by it."""
 
 transforms_active = torch._C._are_functorch_transforms_active
+batched = torch._C._functorch.is_legacy_batchedtensor
+"""Whether a gradient is a batch of them, as ``torch.autograd.grad(is_grads_batched=True)`` makes:
+it has no memory that a kernel could read."""
 _any_autocast = torch._C._is_any_autocast_enabled
 _tracing = torch._C._get_tracing_state
 _dispatch_modes = torch._C._len_torch_dispatch_stack

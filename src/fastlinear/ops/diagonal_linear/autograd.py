@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastlinear.ops.common import calls
 from fastlinear.ops.diagonal_linear import reference
 from fastlinear.ops.diagonal_linear.reference import Gradients, Needs
 
@@ -58,7 +59,8 @@ class Formula:
             needs: which of the results are wanted.
         """
         x, weight, bias = tensors[:3]
-        run = differentiable if torch.is_grad_enabled() else run_backward
+        own_ops = torch.is_grad_enabled() or calls.batched(dy)
+        run = differentiable if own_ops else run_backward
         wanted = needs[0], needs[1], needs[2]
         grads = run(dy, x, weight, bias, self.activation, wanted, self.backward)
         return (*grads, dy if needs[3] else None)
@@ -159,10 +161,11 @@ def differentiable(
         assert x is not None
         assert weight is not None
         # a node of its own, at which this gradient stops
-        pre = x * weight if bias is None else x * weight + bias
-        pre = pre.view_as(pre) if pre.requires_grad else pre.requires_grad_()
-        y = reference.activated(pre, activation)
-        (dpre,) = torch.autograd.grad(y, pre, dy, create_graph=True)
+        with torch.enable_grad():
+            pre = x * weight if bias is None else x * weight + bias
+            pre = pre.view_as(pre) if pre.requires_grad else pre.requires_grad_()
+            y = reference.activated(pre, activation)
+            (dpre,) = torch.autograd.grad(y, pre, dy, create_graph=True)
     dx = dpre * weight if needs[0] and weight is not None else None
     dw = _summed(dpre * x, dims) if needs[1] and x is not None else None
     return dx, dw, _summed(dpre, dims) if needs[2] else None

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastlinear.ops.common import calls
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import reference
@@ -72,7 +73,8 @@ class Formula:
         assert x is not None
         assert weight is not None
         names = self.activation, self.layout
-        if torch.is_grad_enabled():  # create_graph: the gradients must be differentiable
+        # create_graph wants differentiable gradients; batches of them are for PyTorch's own ops
+        if torch.is_grad_enabled() or calls.batched(dy):
             return differentiable_backward(dy, x, weight, bias, *names, wanted)
         saved = kept[0] if kept else None
         return run_backward(dy, saved, x, weight, *names, wanted, self.backward)
