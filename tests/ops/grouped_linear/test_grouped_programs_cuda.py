@@ -8,6 +8,7 @@ import importlib.util
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common import door_node, hopper
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import (
+    one_pass,
     reference,
     strips,
     strips_backward,
@@ -105,8 +107,8 @@ def forward_kernel(x: Any, weight: Any, bias: Any, activation: str, save: bool, 
 
 
 def backward_kernels(self: Any, given: Sequence[Any], wide: bool) -> list[Any]:
-    """The pass and its sums; ``given`` as ``reference.backward`` takes it."""
-    dy, saved, x, weight, activation, needs, order = given
+    """The pass and its sums; ``given`` begins as ``reference.backward`` takes it."""
+    dy, saved, x, weight, activation, needs, order = given[:7]
     dx_like = layouts.empty(x.shape, order, x, x.dtype)
 
     def put(address: int, values: Tensor | None, part: Any) -> None:
@@ -159,17 +161,12 @@ def _stood_in(_driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(module, name, Stood)
 
-    def passes(self: Any, given: Any) -> list[Any]:
-        return backward_kernels(self, given[:7], False)
-
-    def wide_passes(self: Any, given: Any) -> list[Any]:
-        return backward_kernels(self, (*given[:6], "tokens"), True)
-
     stand(strips, "Strips", lambda _, given: [forward_kernel(*given[:6])])
-    stand(strips_backward, "StripsBackward", passes)
-    stand(wide_backward, "WideBackward", wide_passes)
-    for module in (strips, strips_backward, wide_backward):
+    stand(strips_backward, "StripsBackward", partial(backward_kernels, wide=False))
+    stand(wide_backward, "WideBackward", partial(backward_kernels, wide=True))
+    for module in (strips, one_pass):
         monkeypatch.setattr(module, "_plans", {})
+    for module in (strips, strips_backward, wide_backward):
         monkeypatch.setattr(module, "device_facts", lambda _: SimpleNamespace(units=5))
         loader = "_kernel" if module is strips else "_kernels"
         monkeypatch.setattr(module, loader, lambda *_: (0, 0))

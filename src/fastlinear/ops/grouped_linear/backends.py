@@ -55,14 +55,14 @@ _STRIPS_SOURCES = (
     *_STRIPS_SHARED,
 )
 _STRIPS_BACKWARD_SOURCES = (
-    *("strips_backward.py", "strips_backward_config.py", "strips_backward.cu"),
+    *("strips_backward.py", "strips_backward_config.py", "strips_backward.cu", "one_pass.py"),
     *_STRIPS_SHARED,
 )
 _HOST_BOUND = 1 << 25  # numbers of x and y below which a GPU waits for a training call's Python
 _WIDE_SOURCES = ("triton_wide.py", "triton_wide_kernels.py", *_TRITON_SOURCES)
 _WIDE_BACKWARD_SOURCES = (
     *("wide_backward.py", "wide_backward_config.py", "wide_backward.cu", "wide_instructions.h"),
-    *("group_map.py", "strips_backward.py", "strips_tiles.py", "layout.py"),
+    *("group_map.py", "one_pass.py", "strips_backward.py", "strips_tiles.py", "layout.py"),
     *(f"../common/{name}" for name in ("cuda_driver.py", *HOPPER_FILES)),
 )
 _PIECES_SOURCES = (
