@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hopper_only import on_hopper
 from torch import Tensor
 
 import fastlinear as fl
@@ -424,12 +425,11 @@ def test_calls_without_gradients(order: str) -> None:
 
 # ---------------------------------------------------------------- on the device
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 ON_DEVICE: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "sizes": (264, 72)}
 
 
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # autograd's own thread, at first
-@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@on_hopper
 @pytest.mark.gpu
 class TestOnHopper:
     @pytest.fixture(autouse=True)

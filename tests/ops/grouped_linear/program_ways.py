@@ -1,7 +1,4 @@
-"""Calls of grouped_linear in Python and as programs, side by side, and a driver for a CPU.
-
-Test files load this one by its path: the folders of the tests are no packages.
-"""
+"""Calls of grouped_linear in Python and as programs, side by side, and a driver for a CPU."""
 
 from __future__ import annotations
 

@@ -4,17 +4,17 @@ kernels, on the memory that a launch is given. What is tested is all around them
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import program_ways as ways
 import pytest
 import torch
+from program_ways import Way, at, compare_inference, draw, formula_of, stood
 from torch import Tensor
 
 from fastlinear.ops.common import cuda_driver as driver
@@ -28,16 +28,6 @@ from fastlinear.ops.grouped_linear import (
     strips_tiles,
     wide_backward,
 )
-
-_spec = importlib.util.spec_from_file_location(
-    "program_ways", Path(__file__).with_name("program_ways.py")
-)
-assert _spec is not None
-assert _spec.loader is not None
-ways: Any = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(ways)
-Way, draw, formula_of = ways.Way, ways.draw, ways.formula_of
-compare_inference, at, stood = ways.compare_inference, ways.at, ways.stood
 
 pytestmark = pytest.mark.skipif(door_node.reason_not() is not None, reason="no C++ programs here")
 

@@ -6,38 +6,17 @@ interpreted ones run in a process of their own, started by ``test_under_the_inte
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from interpreted import DEVICE, INTERPRETED, ON_GPU, compares, gpu, run_interpreted, starts_it
 from torch import Tensor
 
 from fastlinear.core.compare import Verdict, judge
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-ON_GPU = HAS_TRITON and not INTERPRETED and torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
-
-if INTERPRETED:
-    from triton.runtime import interpreter
-
-    _patch_tensor = interpreter._patch_lang_tensor
-
-    def _patch_lang_tensor(tensor: Any, scope: Any) -> None:
-        # Triton 3.6 calls int() on arrays of one element, which NumPy 2.4 refuses.
-        _patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = _patch_lang_tensor
 
 if INTERPRETED or ON_GPU:
     from fastlinear.ops.linear_act import triton as backend
@@ -46,8 +25,6 @@ if INTERPRETED or ON_GPU:
 
     SPLIT = GemmConfig("pointer", 32, 32, 32, 4, 2, splits=3)
 
-compares = pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="runs in the interpreter test")
-gpu = [pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")]
 
 ACTIVATIONS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "none": ("none", lambda x: x),
@@ -64,16 +41,9 @@ ACTIVATIONS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="starts the interpreted tests")
+@starts_it
 def test_under_the_interpreter() -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "pytest", __file__, "-q", "-W", "ignore"]
-    command += ["-p", "no:cacheprovider", "-p", "no:xdist"]
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
-    env["CUDA_VISIBLE_DEVICES"] = ""
-    root = Path(__file__).parents[3]
-    done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout, done.stdout
+    run_interpreted(__file__)
 
 
 @pytest.fixture(autouse=True)

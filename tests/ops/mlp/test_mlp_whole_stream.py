@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import subprocess
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import nvrtc_offline as offline
 import pytest
 import torch
+from hopper_only import on_hopper
 from torch import Tensor
 
 from fastlinear.core.compare import judge
@@ -22,8 +23,6 @@ from fastlinear.ops.mlp.problem import problem
 from fastlinear.ops.mlp.whole_cuda_config import make_stream, stream_for
 from fastlinear.ops.mlp.whole_stream import KERNEL, Stream
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 CXX = shutil.which("c++")
 BF16, F16 = torch.bfloat16, torch.float16
 
@@ -47,14 +46,6 @@ UNEVEN = [
     (2048, 6144, 2048),
 ]
 """Inputs that are no whole tiles, layers of which clusters have no columns, odd last widths."""
-
-_spec = importlib.util.spec_from_file_location(
-    "nvrtc_offline", Path(__file__).parents[1] / "nvrtc_offline.py"
-)
-assert _spec is not None
-assert _spec.loader is not None
-offline = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(offline)
 
 
 # ---------------------------------------------------------------- anywhere
