@@ -23,12 +23,6 @@ LAYOUTS = ("... (g k)", "... g k", "g ... k", "b (g k) ...", "b g k ...")
 ALL = (True, True, True)
 
 
-def ready() -> None:
-    """Wait for the door and its nodes."""
-    assert door.wait(), door.reason_not()
-    assert door_node.wait(), door_node.reason_not()
-
-
 def shape_of(layout: str, groups: int, k: int, tokens: tuple[int, int]) -> tuple[int, ...]:
     a, b = tokens
     return {

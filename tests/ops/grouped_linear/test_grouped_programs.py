@@ -14,6 +14,7 @@ from typing import Any
 import program_ways as ways
 import pytest
 import torch
+from compiled_nodes import needs_nodes
 from hopper_only import on_hopper
 from interpreted import DEVICE, INTERPRETED, run_interpreted, starts_it
 from program_ways import LAYOUTS, Way, at, compare_inference, draw, formula_of, same, stood
@@ -28,14 +29,9 @@ from fastlinear.ops.grouped_linear import op, programs, reference
 from fastlinear.ops.grouped_linear.autograd import GroupedLinear
 from fastlinear.ops.grouped_linear.problem import problem
 
-pytestmark = pytest.mark.skipif(door_node.reason_not() is not None, reason="no C++ programs here")
+pytestmark = needs_nodes
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter test")
 not_interpreted = pytest.mark.skipif(INTERPRETED, reason="has run already")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _built() -> None:
-    ways.ready()
 
 
 @pytest.fixture

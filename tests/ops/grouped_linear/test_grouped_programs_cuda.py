@@ -14,11 +14,12 @@ from typing import Any
 import program_ways as ways
 import pytest
 import torch
+from compiled_nodes import needs_nodes
 from program_ways import Way, at, compare_inference, draw, formula_of, stood
 from torch import Tensor
 
 from fastlinear.ops.common import cuda_driver as driver
-from fastlinear.ops.common import door_node, hopper
+from fastlinear.ops.common import hopper
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import (
     one_pass,
@@ -29,12 +30,7 @@ from fastlinear.ops.grouped_linear import (
     wide_backward,
 )
 
-pytestmark = pytest.mark.skipif(door_node.reason_not() is not None, reason="no C++ programs here")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _built() -> None:
-    ways.ready()
+pytestmark = needs_nodes
 
 
 @pytest.fixture

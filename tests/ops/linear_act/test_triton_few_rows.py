@@ -6,7 +6,7 @@ Against a float64 oracle, under Triton's CPU interpreter (in a process of its ow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +30,7 @@ if INTERPRETED or ON_GPU:
     from fastlinear.ops.linear_act import triton as products
     from fastlinear.ops.linear_act import triton_backward as backend
 
+pytestmark = pytest.mark.usefixtures("poisoned_triton")
 ALL = (True, True, True)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROWS = FewRowsConfig(4, 32, 4)
@@ -40,20 +41,6 @@ DOT = BackwardConfig("dot", 32, 32, 32, 32)
 @starts_it
 def test_under_the_interpreter() -> None:
     run_interpreted(__file__)
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Results start as NaN, so an element that is never written is seen; no plans are kept."""
-    if INTERPRETED or ON_GPU:
-        empty = products._empty
-        monkeypatch.setattr(products, "_empty", lambda *a: empty(*a).fill_(float("nan")))
-        products._plans.clear()
-        backend._plans.clear()
-    yield
-    if INTERPRETED or ON_GPU:
-        products._plans.clear()
-        backend._plans.clear()
 
 
 def draw(M: int, K: int, N: int, dtype: torch.dtype, layout: str) -> list[Tensor]:
