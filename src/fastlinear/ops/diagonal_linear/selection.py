@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastlinear.dispatch.select import Choice
 from fastlinear.dispatch.steps import choices_of, select_pieces, tuning_order
+from fastlinear.ops.diagonal_linear import backends  # noqa: F401  the family is known from here on
 from fastlinear.ops.diagonal_linear.problem import problem_of
 
 __all__ = ["choices", "choices_of", "select_pieces", "tuning_order"]
