@@ -13,6 +13,7 @@ from fastlinear.core.compare import judge
 from fastlinear.core.precision import FLOAT_DTYPES, matmul_precision
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, family
+from fastlinear.ops.common import door, door_node
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 from fastlinear.ops.diagonal_linear.problem import problem as diagonal_problem
 from fastlinear.ops.gated_mlp.problem import problem as gated_problem
@@ -315,3 +316,10 @@ def in_float64(arguments: Any) -> Any:
 def contract() -> Contract:
     """The contract of all backends."""
     return Contract()
+
+
+@pytest.fixture(scope="session")
+def nodes_built() -> None:
+    """The compiled door and its nodes are loaded."""
+    assert door.wait(), door.reason_not()
+    assert door_node.wait(), door_node.reason_not()

@@ -1,7 +1,4 @@
-"""Compile CUDA C++ sources without a GPU, and read what the compiler used from the cubin.
-
-Test files load this one by its path: the folders of the tests are no packages.
-"""
+"""Compile CUDA C++ sources without a GPU, and read what the compiler used from the cubin."""
 
 from __future__ import annotations
 

@@ -6,6 +6,8 @@ import importlib
 from typing import Any
 
 import pytest
+import torch
+from compiled_regions import torch_compile
 from rewrite_models import Clock, on_cuda
 
 from fastlinear.core.cost import Ceilings
@@ -65,3 +67,14 @@ def tape(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
             module, "untouchable", lambda work, name: untouchable(on_cuda(work), name)
         )
+
+
+@pytest.fixture
+def graphs_run_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``torch.compile`` traces as ever, and takes no C++ compiler."""
+    torch._dynamo.reset()
+
+    def instead(target: Any, *, dynamic: bool, **_: Any) -> Any:
+        return torch_compile(target, dynamic=dynamic, backend="eager")
+
+    monkeypatch.setattr(torch, "compile", instead)

@@ -136,3 +136,7 @@ def on_cuda(work: Any) -> Any:
     twin = copy.copy(work)
     twin.runner = replace(work.runner, device=torch.device("cuda"))
     return twin
+
+
+def statuses(result: Any) -> dict[str, str]:
+    return {s.fqn: s.status for s in result.sites}

@@ -7,8 +7,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 DIRECTIONS = ("forward", "backward", "forward+backward", "step")
+BOTH_MODES = ("forward", "forward+backward")
+"""Directions without and with gradients."""
 TIMED = ("wall", "device")
 METRICS = (*TIMED, "first_call", "peak_memory", "kernels")
+
+
+def timed_on(device: str) -> tuple[str, ...]:
+    """The metrics of time that a device type has, the first decides."""
+    return ("device", "wall") if device == "cuda" else ("wall",)
 
 
 @dataclass(frozen=True)

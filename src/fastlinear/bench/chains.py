@@ -16,15 +16,14 @@ from torch import Tensor, nn
 
 from fastlinear.bench import forwards as by
 from fastlinear.bench.case import Case
+from fastlinear.bench.dispatched import tune_pieces
 from fastlinear.bench.peer import (
     OURS,
     RECORDED,
     Peer,
-    compiler_missing,
     cuda_only,
-    no_max_autotune,
+    no_compiler,
     no_reduce_overhead,
-    too_slow,
 )
 from fastlinear.bench.peers import no_cublaslt, no_onednn
 from fastlinear.bench.work import Forward, Stack, Work
@@ -32,7 +31,6 @@ from fastlinear.core.precision import FLOAT_DTYPES, matmul_precision
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, family
 from fastlinear.dispatch.select import select
-from fastlinear.dispatch.tune import tune as tune_problem
 from fastlinear.ops.mlp import backends, strassen
 from fastlinear.ops.mlp.op import mlp
 from fastlinear.ops.mlp.problem import widths_of
@@ -49,7 +47,7 @@ def peers(case: Case) -> tuple[Peer, ...]:
     return (
         Peer("eager", lambda w: w.unit(_eager(w))),
         Peer("hand_loop", lambda w: w.unit(_hand_loop(w))),
-        Peer("compile", lambda w: w.unit(by.compiled(w)), _no_compile, ahead=True),
+        Peer("compile", lambda w: w.unit(by.compiled(w)), no_compiler, ahead=True),
         Peer(
             "compile_reduce_overhead",
             lambda w: w.unit(by.reduce_overhead(w)),
@@ -60,7 +58,7 @@ def peers(case: Case) -> tuple[Peer, ...]:
         Peer(
             "compile_max_autotune",
             lambda w: w.unit(by.max_autotune(w)),
-            no_max_autotune,
+            no_compiler,
             ahead=True,
             tunes=True,
         ),
@@ -112,10 +110,7 @@ def chosen(case: Case, work: Work, captured: bool) -> dict[str, str]:
 
 def tune(case: Case, device: torch.device) -> None:
     """Tune the forward and the layers it may be made of, on a GPU inside CUDA graphs as well."""
-    problem = problem_of(case)
-    for p in (problem, problem.other_regime()):
-        for piece in () if p is None else tuning_order(p):
-            tune_problem(piece, device=device)
+    tune_pieces(tuning_order, problem_of(case), device)
 
 
 def _forced(backend: Backend, ahead: bool) -> Peer:
@@ -202,10 +197,6 @@ def _control(stack: Stack) -> Tensor:
 
 # --------------------------------------------------------------------------------------------
 # Why not
-
-
-def _no_compile(case: Case) -> str | None:
-    return too_slow(case) or compiler_missing(case)
 
 
 def _no_control(case: Case) -> str | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastlinear.bench.case import Case
+from fastlinear.bench.dispatched import chosen_pieces, tune_pieces
 from fastlinear.bench.gated_work import Forward, GatedWork, eager, make_work
-from fastlinear.bench.peer import OURS, Peer, compiler_missing, no_max_autotune, too_slow
+from fastlinear.bench.peer import OURS, Peer, compiler_missing, no_compiler, too_slow
 from fastlinear.bench.work import Unit
 from fastlinear.core.precision import FLOAT_DTYPES, matmul_precision
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import family
-from fastlinear.dispatch.tune import tune as tune_problem
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.gated_mlp.op import call
 from fastlinear.ops.gated_mlp.problem import NAME, problem
@@ -155,7 +154,7 @@ def _compiled(
         run = torch.compile(of(work.case), dynamic=False, fullgraph=True, mode=mode)
         return work.unit(run, order)
 
-    why_not = compiler_missing if mode is None else no_max_autotune
+    why_not = compiler_missing if mode is None else no_compiler
     return Peer(name, build, why_not, ahead=True, tunes=mode is not None)
 
 
@@ -242,13 +241,9 @@ def problem_of(case: Case) -> Problem:
 
 def chosen(case: Case, work: GatedWork, captured: bool) -> dict[str, str]:
     """Piece → backend and source: what dispatch takes, in a CUDA graph or not."""
-    p = replace(problem_of(case), captured=captured and case.device == "cuda")
-    return {c.problem.piece: f"{c.backend.name} ({c.source})" for c in choices_of(p)}
+    return chosen_pieces(choices_of, problem_of(case), captured)
 
 
 def tune(case: Case, device: torch.device) -> None:
     """Tune all pieces, on a GPU inside CUDA graphs as well."""
-    forward = problem_of(case)
-    for p in (forward, forward.other_regime()):
-        for piece in () if p is None else tuning_order(p):
-            tune_problem(piece, device=device)
+    tune_pieces(tuning_order, problem_of(case), device)

@@ -16,7 +16,7 @@ from fastlinear import nn as fl_nn
 from fastlinear.bench import forwards as by
 from fastlinear.bench import work as linears
 from fastlinear.bench.case import Case
-from fastlinear.bench.peer import OURS, Peer, compiler_missing, cuda_only, too_slow
+from fastlinear.bench.peer import OURS, Peer, cuda_only, no_compiler
 from fastlinear.bench.work import LEARNING_RATE, Unit
 from fastlinear.core.cost import Cost
 from fastlinear.core.precision import FLOAT_DTYPES
@@ -192,7 +192,7 @@ def _compiled(work: Any) -> Unit:
 
 
 def _no_compile(case: Case) -> str | None:
-    return cuda_only(case) or too_slow(case) or compiler_missing(case)
+    return cuda_only(case) or no_compiler(case)
 
 
 def _no_mlp(case: Case) -> str | None:

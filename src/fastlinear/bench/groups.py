@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastlinear.bench.case import Case
-from fastlinear.bench.peer import OURS, Peer, compiler_missing, too_slow
+from fastlinear.bench.dispatched import chosen_pieces, tune_pieces
+from fastlinear.bench.peer import OURS, Peer, no_compiler, too_slow
 from fastlinear.bench.work import Unit
 from fastlinear.core.compare import KINKED, silent_at_kinks
 from fastlinear.core.cost import Cost
@@ -25,7 +26,6 @@ from fastlinear.core.device import device_facts
 from fastlinear.core.precision import FLOAT_DTYPES, matmul_precision
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import family
-from fastlinear.dispatch.tune import tune as tune_problem
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.grouped_linear.op import grouped_linear
 from fastlinear.ops.grouped_linear.problem import NAME, problem
@@ -272,10 +272,7 @@ def _compiled(name: str, forward: Forward, layout: str) -> Peer:
 
         return work.unit(torch.compile(whole, dynamic=False, fullgraph=True), layout)
 
-    def reason_not(case: Case) -> str | None:
-        return too_slow(case) or compiler_missing(case)
-
-    return Peer(name, build, reason_not, reference=_reference(layout), ahead=True)
+    return Peer(name, build, no_compiler, reference=_reference(layout), ahead=True)
 
 
 def _own(
@@ -334,13 +331,9 @@ def problem_of(case: Case) -> Problem:
 
 def chosen(case: Case, work: GroupsWork, captured: bool) -> dict[str, str]:
     """Piece → backend and source: what dispatch takes, in a CUDA graph or not."""
-    p = replace(problem_of(case), captured=captured and case.device == "cuda")
-    return {c.problem.piece: f"{c.backend.name} ({c.source})" for c in choices_of(p)}
+    return chosen_pieces(choices_of, problem_of(case), captured)
 
 
 def tune(case: Case, device: torch.device) -> None:
     """Tune all pieces, on a GPU inside CUDA graphs as well."""
-    forward = problem_of(case)
-    for p in (forward, forward.other_regime()):
-        for piece in () if p is None else tuning_order(p):
-            tune_problem(piece, device=device)
+    tune_pieces(tuning_order, problem_of(case), device)

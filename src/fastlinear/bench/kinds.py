@@ -21,9 +21,9 @@ from fastlinear.bench import (
 )
 from fastlinear.bench import peers as linear_act
 from fastlinear.bench.case import Case
+from fastlinear.bench.dispatched import tune_pieces
 from fastlinear.bench.peer import Peer
 from fastlinear.bench.work import Work, make_work
-from fastlinear.dispatch.tune import tune as tune_problem
 from fastlinear.ops.common import door
 from fastlinear.ops.linear_act.selection import choices, tuning_order
 from fastlinear.ops.mlp import selection as mlp
@@ -48,16 +48,10 @@ class Kind:
 
 def _tune(case: Case, device: torch.device) -> None:
     """Both regimes on a GPU: wall time outside CUDA graphs, device time inside."""
-    forward = linear_act.problem_of(case)
-    for p in (forward, forward.other_regime()):
-        for piece in () if p is None else tuning_order(p):
-            tune_problem(piece, device=device)
+    tune_pieces(tuning_order, linear_act.problem_of(case), device)
     if case.dim("L") > 1:
         door.wait(door.PATIENCE_S)
-        chain = linear_act.chain_of(case)
-        for p in (chain, chain.other_regime()):
-            for piece in () if p is None else mlp.tuning_order(p):
-                tune_problem(piece, device=device)
+        tune_pieces(mlp.tuning_order, linear_act.chain_of(case), device)
 
 
 def _chosen(case: Case, work: Work, captured: bool) -> dict[str, str]:

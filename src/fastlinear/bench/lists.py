@@ -23,6 +23,7 @@ from fastlinear.bench.work import Unit
 from fastlinear.core.compare import KINKED, silent_at_kinks
 from fastlinear.core.cost import Cost
 from fastlinear.core.device import device_facts
+from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.ops.common.activations import activation as activation_of
 
 _MAX_SETS = 64
@@ -163,6 +164,41 @@ def make_work(case: Case, device: torch.device, draw: Callable[[int], Lists]) ->
         wanted = math.ceil(2 * device_facts(device).l2_bytes / first.bytes)
         sets, cold = max(1, min(_MAX_SETS, wanted)), wanted <= _MAX_SETS
     return ListsWork(case, (first, *(draw(i) for i in range(1, sets))), cold)
+
+
+def drawing(case: Case, device: torch.device, index: int) -> Callable[..., Tensor]:
+    """What draws the tensors of the set of that number: of a shape, times ``scale``."""
+    generator = torch.Generator(device=device).manual_seed(case.seed * 1000 + index)
+    dtype = FLOAT_DTYPES[case.dtype]
+
+    def draw(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, device=device, generator=generator) * scale).to(dtype)
+
+    return draw
+
+
+def by_layer(case: Case, count: int) -> Forward:
+    """``count`` layers one by one, of all x, all weights and, if there are any, all biases."""
+    value = activation_of(case.option("activation")).value
+
+    def run(*given: Tensor) -> Tensors:
+        groups = zip(*(given[i : i + count] for i in range(0, len(given), count)), strict=True)
+        return tuple(value(F.linear(*own)) for own in groups)
+
+    return run
+
+
+def by_bmm(case: Case) -> Forward:
+    """Padded groups, (G, M, K) and (G, N, K), as one batch of products."""
+    value = activation_of(case.option("activation")).value
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensors:
+        turned = weight.transpose(1, 2)
+        if bias is None:
+            return (value(torch.bmm(x, turned)),)
+        return (value(torch.baddbmm(bias[:, None], x, turned)),)
+
+    return run
 
 
 def group(given: Lists, g: int) -> list[Tensor]:

@@ -16,10 +16,9 @@ from fastlinear.bench.case import Case
 from fastlinear.bench.peer import (
     OURS,
     Peer,
-    compiler_missing,
     cuda_only,
+    no_compiler,
     no_reduce_overhead,
-    too_slow,
 )
 from fastlinear.bench.work import Unit
 from fastlinear.core.cost import Cost
@@ -131,12 +130,9 @@ def peers(case: Case) -> tuple[Peer, ...]:
     frozen = {"max_autotune": True, "freezing": True} if case.device == "cpu" else None
     tuned: dict[str, Any] = {"options": frozen} if frozen else {"mode": "max-autotune"}
 
-    def slow(case: Case) -> str | None:
-        return too_slow(case) or compiler_missing(case)
-
     return (
         Peer("eager", lambda w: w.unit(w.model)),
-        Peer("compile", lambda w: w.unit(_compiled(w.model)), slow, ahead=True),
+        Peer("compile", lambda w: w.unit(_compiled(w.model)), no_compiler, ahead=True),
         Peer(
             "compile_reduce_overhead",
             lambda w: w.unit(_reduced(w.model)),
@@ -144,14 +140,14 @@ def peers(case: Case) -> tuple[Peer, ...]:
             ("wall",),
             ahead=True,
         ),
-        Peer("compile_max_autotune", lambda w: w.unit(_compiled(w.model, **tuned)), slow),
+        Peer("compile_max_autotune", lambda w: w.unit(_compiled(w.model, **tuned)), no_compiler),
         Peer(OURS, lambda w: w.unit(_optimized(w))),
         Peer(f"{OURS}_graphs", lambda w: w.unit(_optimized(w, graphs=True)), cuda_only, ("wall",)),
-        Peer(f"{OURS}_compile", lambda w: w.unit(_compiled(_optimized(w))), slow),
+        Peer(f"{OURS}_compile", lambda w: w.unit(_compiled(_optimized(w))), no_compiler),
         Peer(
             f"{OURS}_asked",
             lambda w: w.unit(_optimized(w, graphs=True, compile=True)),
-            lambda c: too_slow(c) or compiler_missing(c),
+            no_compiler,
             ("wall",),
         ),
         Peer(

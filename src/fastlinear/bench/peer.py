@@ -104,11 +104,11 @@ def compiler_missing(case: Case) -> str | None:
     return "torch.compile needs a C++ compiler, none was found"
 
 
-def no_max_autotune(case: Case) -> str | None:
-    """Why torch.compile's max-autotune takes no part, or None."""
+def no_compiler(case: Case) -> str | None:
+    """Why torch.compile takes no part where it takes long, or None."""
     return too_slow(case) or compiler_missing(case)
 
 
 def no_reduce_overhead(case: Case) -> str | None:
     """Why torch.compile's reduce-overhead takes no part, or None."""
-    return cuda_only(case) or forward_only(case) or too_slow(case) or compiler_missing(case)
+    return cuda_only(case) or forward_only(case) or no_compiler(case)

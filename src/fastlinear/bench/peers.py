@@ -14,7 +14,7 @@ from fastlinear.bench.peer import (
     compiler_missing,
     cuda_only,
     forward_only,
-    no_max_autotune,
+    no_compiler,
     no_reduce_overhead,
 )
 from fastlinear.bench.work import Forward, Work
@@ -37,7 +37,7 @@ def peers(case: Case) -> tuple[Peer, ...]:
         Peer(
             "compile_max_autotune",
             lambda w: w.unit(by.max_autotune(w)),
-            no_max_autotune,
+            no_compiler,
             ahead=True,
             tunes=True,
         ),

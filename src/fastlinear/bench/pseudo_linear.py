@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from fastlinear.bench import forwards as by
 from fastlinear.bench import pseudo_model as model
 from fastlinear.bench.case import Case
+from fastlinear.bench.dispatched import chosen_pieces, tune_pieces
 from fastlinear.bench.peer import OURS, Peer, Told, compiler_missing, cuda_only, no_reduce_overhead
 from fastlinear.bench.pseudo_machine import LINEAR
 from fastlinear.bench.pseudo_work import (
@@ -31,7 +31,6 @@ from fastlinear.bench.pseudo_work import (
 )
 from fastlinear.bench.work import Unit
 from fastlinear.dispatch.backend import Backend, family
-from fastlinear.dispatch.tune import tune as tune_problem
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.diagonal_linear import backends
 from fastlinear.ops.diagonal_linear.op import diagonal_linear
@@ -42,16 +41,12 @@ __all__ = ["chosen", "make_work", "peers", "problem_of", "tune"]
 
 def chosen(case: Case, work: DiagonalWork, captured: bool) -> dict[str, str]:
     """Piece → backend and source: what dispatch takes, in a CUDA graph or not."""
-    made = choices_of(replace(problem_of(case), captured=captured and case.device == "cuda"))
-    return {c.problem.piece: f"{c.backend.name} ({c.source})" for c in made}
+    return chosen_pieces(choices_of, problem_of(case), captured)
 
 
 def tune(case: Case, device: torch.device) -> None:
     """Tune fastlinear for a case, on a GPU inside CUDA graphs as well."""
-    problem = problem_of(case)
-    for p in (problem, problem.other_regime()):
-        for piece in () if p is None else tuning_order(p):
-            tune_problem(piece, device=device)
+    tune_pieces(tuning_order, problem_of(case), device)
 
 
 # --------------------------------------------------------------------------------------------

@@ -17,8 +17,7 @@ from torch import Tensor
 from fastlinear.bench import lists
 from fastlinear.bench.case import Case
 from fastlinear.bench.lists import Form, Forward, Lists, ListsWork, Tensors, contender, flat
-from fastlinear.bench.peer import OURS, Peer, compiler_missing, cuda_only, too_slow
-from fastlinear.core.precision import FLOAT_DTYPES
+from fastlinear.bench.peer import OURS, Peer, cuda_only, no_compiler
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.ragged_linear.op import ragged_linear, served_by
 
@@ -51,12 +50,7 @@ def make_work(case: Case, device: torch.device) -> ListsWork:
 
 def _draw(case: Case, device: torch.device, index: int) -> Lists:
     m, groups, k, n = (case.dim(name) for name in ("M", "G", "K", "N"))
-    generator = torch.Generator(device=device).manual_seed(case.seed * 1000 + index)
-    dtype = FLOAT_DTYPES[case.dtype]
-
-    def draw(*shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(shape, device=device, generator=generator) * scale).to(dtype)
-
+    draw = lists.drawing(case, device, index)
     x, weight, dy = draw(m, k), draw(groups, n, k, scale=k**-0.5), draw(m, n)
     bias = (draw(groups, n),) if case.option("bias") != "no" else ()
     sizes = sizes_of(case)
@@ -125,22 +119,11 @@ def _loop(work: ListsWork) -> Forward:
 
 
 def _by_parts(work: ListsWork) -> Forward:
-    count = sum(size > 0 for size in sizes_of(work.case))
-    value = activation_of(work.case.option("activation")).value
-
-    def run(*given: Tensor) -> Tensors:
-        groups = zip(*(given[i : i + count] for i in range(0, len(given), count)), strict=True)
-        return tuple(value(F.linear(*own)) for own in groups)
-
-    return run
+    return lists.by_layer(work.case, sum(size > 0 for size in sizes_of(work.case)))
 
 
 def _bmm(work: ListsWork) -> Forward:
-    def run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        turned = weight.transpose(1, 2)
-        return torch.bmm(x, turned) if bias is None else torch.baddbmm(bias[:, None], x, turned)
-
-    return _of(work.case, run)
+    return lists.by_bmm(work.case)
 
 
 def _grouped_mm(work: ListsWork) -> Forward:
@@ -209,7 +192,7 @@ def peers(case: Case) -> tuple[Peer, ...]:
         contender("eager_parts", _parts, _by_parts, _of_owners),
         contender("padded_bmm", _padded, _bmm, _unpadded),
         contender("grouped_mm", _whole, _grouped_mm, flat, _no_grouped_mm),
-        contender("compile", _experts, _loop, _one_output, _no_compiler, compiled=True),
+        contender("compile", _experts, _loop, _one_output, no_compiler, compiled=True),
         contender("compile_grouped_mm", _whole, _grouped_mm, flat, _no_compiled, compiled=True),
         contender(OURS, _whole, _ours(None), flat, ahead=True),
         contender(f"{OURS}[loop]", _whole, _ours("loop"), flat),
@@ -217,14 +200,10 @@ def peers(case: Case) -> tuple[Peer, ...]:
     )
 
 
-def _no_compiler(case: Case) -> str | None:
-    return too_slow(case) or compiler_missing(case)
-
-
 def _no_compiled(case: Case) -> str | None:
     if case.dtype != "bfloat16":
         return "torch.compile knows grouped_mm in bfloat16 only"
-    return _no_compiler(case) or _no_grouped_mm(case)
+    return no_compiler(case) or _no_grouped_mm(case)
 
 
 def _no_grouped_mm(case: Case) -> str | None:

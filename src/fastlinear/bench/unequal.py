@@ -24,8 +24,7 @@ from fastlinear.bench.lists import (
     contender,
     one_behind_the_other,
 )
-from fastlinear.bench.peer import OURS, Peer, compiler_missing, cuda_only, too_slow
-from fastlinear.core.precision import FLOAT_DTYPES
+from fastlinear.bench.peer import OURS, Peer, cuda_only, no_compiler
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.unequal_linear.op import served_by, unequal_linear
 
@@ -46,12 +45,8 @@ def make_work(case: Case, device: torch.device) -> ListsWork:
 
 
 def _draw(case: Case, device: torch.device, index: int) -> Lists:
-    generator = torch.Generator(device=device).manual_seed(case.seed * 1000 + index)
-    dtype, m, sizes = FLOAT_DTYPES[case.dtype], case.dim("M"), sizes_of(case)
-
-    def draw(*shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(shape, device=device, generator=generator) * scale).to(dtype)
-
+    draw = lists.drawing(case, device, index)
+    m, sizes = case.dim("M"), sizes_of(case)
     given = Lists(
         tuple(draw(m, k) for k, _ in sizes),
         tuple(draw(n, k, scale=k**-0.5) for k, n in sizes),
@@ -93,14 +88,7 @@ def _padded(given: Lists) -> Form:
 
 
 def _loop(work: ListsWork) -> Forward:
-    count = work.case.dim("G")
-    value = activation_of(work.case.option("activation")).value
-
-    def run(*given: Tensor) -> Tensors:
-        groups = zip(*(given[i : i + count] for i in range(0, len(given), count)), strict=True)
-        return tuple(value(F.linear(*own)) for own in groups)
-
-    return run
+    return lists.by_layer(work.case, work.case.dim("G"))
 
 
 def _dense(work: ListsWork) -> Forward:
@@ -109,15 +97,7 @@ def _dense(work: ListsWork) -> Forward:
 
 
 def _bmm(work: ListsWork) -> Forward:
-    value = activation_of(work.case.option("activation")).value
-
-    def run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensors:
-        turned = weight.transpose(1, 2)
-        if bias is None:
-            return (value(torch.bmm(x, turned)),)
-        return (value(torch.baddbmm(bias[:, None], x, turned)),)
-
-    return run
+    return lists.by_bmm(work.case)
 
 
 def _ours(backend: str | None) -> Callable[[ListsWork], Forward]:
@@ -171,15 +151,11 @@ def peers(case: Case) -> tuple[Peer, ...]:
         contender("eager", _listed, _loop, _by_group),
         contender("block_diagonal", _blocks, _dense, _of_blocks),
         contender("padded_bmm", _padded, _bmm, _unpadded),
-        contender("compile", _listed, _loop, _by_group, _no_compiler, compiled=True),
+        contender("compile", _listed, _loop, _by_group, no_compiler, compiled=True),
         contender(OURS, _listed, _ours(None), _by_group),
         contender(f"{OURS}[loop]", _listed, _ours("loop"), _by_group),
         contender(f"{OURS}[together]", _listed, _ours("together"), _by_group, cuda_only),
     )
-
-
-def _no_compiler(case: Case) -> str | None:
-    return too_slow(case) or compiler_missing(case)
 
 
 def chosen(case: Case, work: ListsWork, captured: bool) -> dict[str, str]:

@@ -5,88 +5,28 @@ Launches are built from meta tensors, so what is compiled is what would be launc
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, ClassVar
 
 import pytest
 import torch
-
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("needs triton", allow_module_level=True)
-
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton_offline import Recorded, dumped, recorder, usage
 
 from fastlinear.ops.diagonal_linear import triton as backend
 from fastlinear.ops.diagonal_linear import triton_config
 
-if triton.knobs.runtime.interpret:
-    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
-
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-class Recorder:
-    """Stands for a Launch: compiles the kernel for an architecture instead of launching it."""
-
-    made: ClassVar[list[Recorder]] = []
-
-    def __init__(self, kernel: Any, grid: Any, rest: Any, device: Any, **options: Any) -> None:
-        self.kernel, self.rest, self.warps = kernel, rest, options["warps"]
-        self.tensors: tuple[Any, ...] = ()
-
-    def __call__(self, *tensors: Any) -> None:
-        self.tensors = tensors
-        Recorder.made.append(self)
-
-    def compile(self, arch: int) -> Any:
-        signature: dict[str, str] = {}
-        constants: dict[str, Any] = {}
-        attributes: dict[tuple[int], list[Any]] = {}
-        for i, value in enumerate((*self.tensors, *self.rest)):
-            param = self.kernel.params[i]
-            if isinstance(value, torch.Tensor):
-                signature[param.name] = f"*{NAMES[value.dtype]}"
-                attributes[(i,)] = [["tt.divisibility", 16]]
-            elif param.is_constexpr or value is None or value == 1:
-                signature[param.name] = "constexpr"
-                constants[param.name] = value
-            else:
-                signature[param.name] = "i32"
-                if value % 16 == 0:
-                    attributes[(i,)] = [["tt.divisibility", 16]]
-        source = ASTSource(self.kernel, signature, constants, attributes)
-        options = {"num_warps": self.warps, "num_stages": 3}
-        return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Recorder]]:
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Recorded]]:
     """Launches made while the test runs; none is carried out."""
-    monkeypatch.setattr(backend, "EarlyLaunch", Recorder)
+    made: list[Recorded] = []
+    monkeypatch.setattr(backend, "EarlyLaunch", recorder(made))
     monkeypatch.setattr(backend, "_units", lambda like: 132)
     backend._plans.clear()
-    Recorder.made = []
-    yield Recorder.made
+    yield made
     backend._plans.clear()
-
-
-def usage_of(compiled: Any, folder: Path) -> tuple[int, int]:
-    """Registers and bytes of stack, where spills live."""
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    command = [CUOBJDUMP, "--dump-resource-usage", cubin]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    match = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    assert match, text
-    return int(match[1]), int(match[2])
 
 
 def run(m: int, k: int, dtype: torch.dtype, activation: str) -> None:
@@ -99,12 +39,11 @@ def run(m: int, k: int, dtype: torch.dtype, activation: str) -> None:
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels_fit(
     arch: int,
     dtype: str,
-    launches: list[Recorder],
-    tmp_path: Path,
+    launches: list[Recorded],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Wide, narrow, odd and few rows; the plainest activation and the dearest."""
@@ -115,35 +54,32 @@ def test_kernels_fit(
     for m, k in sizes:
         for activation in ("none", "gelu"):
             launches.clear()
-            run(m, k, FLOATS[dtype], activation)
+            run(m, k, DTYPES[dtype], activation)
             assert len(launches) == (2 if m == 16 else 3)
             for launch in launches:
-                registers, stack = usage_of(launch.compile(arch), tmp_path)
-                where = launch.kernel.__name__, m, k, activation, registers
+                registers, stack = usage(launch.compile(arch))
+                where = launch.name, m, k, activation, registers
                 assert (stack, registers <= 255) == (0, True), where
 
 
 def test_nothing_is_touched_before_the_kernel_before_has_ended(
-    launches: list[Recorder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launches: list[Recorded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The wait stands before the first access to memory, in every kernel."""
     monkeypatch.setattr(backend, "begins_early", lambda device: True)
     run(4096, 160, torch.float32, "silu")
     assert len(launches) == 3
     for launch in launches:
-        cubin = tmp_path / "kernel.cubin"
-        cubin.write_bytes(launch.compile(90).asm["cubin"])
-        command = [CUOBJDUMP, "--dump-sass", cubin]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        text = dumped(launch.compile(90), "--dump-sass")
         wait = text.index("ACQBULK")
         touched = [text.find(f" {word}") for word in ("LDG", "STG", "LDGSTS", "ATOM", "RED.")]
-        assert wait < min(place for place in touched if place >= 0), launch.kernel.__name__
+        assert wait < min(place for place in touched if place >= 0), launch.name
 
 
 @pytest.mark.parametrize("k", [2048, 160, 100, 161])
-def test_memory_is_read_sixteen_bytes_at_a_time(k: int, launches: list[Recorder]) -> None:
+def test_memory_is_read_sixteen_bytes_at_a_time(k: int, launches: list[Recorded]) -> None:
     """Whatever the number of features: rows of odd lengths are read side by side."""
-    for dtype in FLOATS.values():
+    for dtype in DTYPES.values():
         launches.clear()
         run(32768, k, dtype, "none")
         for launch in launches[:2]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-from pathlib import Path
 from typing import Any
 
+import nvrtc_offline as nvrtc
 import pytest
 import torch
+from hopper_only import hopper_tests
 from torch import Tensor
 
 from fastlinear.core.compare import judge
@@ -18,16 +18,6 @@ from fastlinear.ops.gated_mlp.cuda_config import CANDIDATES, Config, config_for
 from fastlinear.ops.gated_mlp.problem import problem
 from fastlinear.ops.gated_mlp.stacking import Biases, Weights
 
-_SPEC = importlib.util.spec_from_file_location(
-    "nvrtc_offline", Path(__file__).parents[1] / "nvrtc_offline.py"
-)
-assert _SPEC is not None
-assert _SPEC.loader is not None
-nvrtc = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(nvrtc)
-
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
 PIECES = ("forward", "backward")
 EVERY = [(piece, config) for piece in PIECES for config, _ in CANDIDATES[piece]]
 EVERY += [
@@ -210,7 +200,7 @@ SIZES = [
 
 
 class TestOnHopper:
-    pytestmark = on_hopper
+    pytestmark = hopper_tests
 
     @pytest.mark.parametrize("order", ["apart", "gate_up", "up_gate"])
     @pytest.mark.parametrize("sizes", SIZES, ids=str)

@@ -5,107 +5,36 @@ Launches are built from meta tensors, so what is compiled is what would be launc
 
 from __future__ import annotations
 
-import importlib.util
-import re
-import subprocess
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("needs triton", allow_module_level=True)
-
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton_offline import FLOATS, Recorded, assert_fits, recorder
 
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 from fastlinear.ops.gated_mlp import triton as backend
 from fastlinear.ops.gated_mlp import triton_config
 from fastlinear.ops.gated_mlp.stacking import ORDERS, Biases, Pre, Weights
 
-if triton.knobs.runtime.interpret:
-    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
-
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 ARCHS = (80, 90, 100)
 UNITS = 132
-
-
-@dataclass
-class Recorded:
-    """What a Launch was given, and the tensors it was called with."""
-
-    kernel: Any
-    rest: tuple[Any, ...]
-    options: dict[str, Any]
-    tensors: tuple[Any, ...] = ()
-
-    @property
-    def name(self) -> str:
-        return str(self.kernel.__name__)
-
-    def compile(self, arch: int) -> Any:
-        """The kernel specialised as Triton's launcher would: ones and multiples of 16 are known."""
-        signature: dict[str, str] = {}
-        constants: dict[str, Any] = {}
-        attributes: dict[tuple[int], list[Any]] = {}
-        for i, value in enumerate((*self.tensors, *self.rest)):
-            param = self.kernel.params[i]
-            if isinstance(value, Tensor):
-                signature[param.name] = f"*{NAMES[value.dtype]}"
-                attributes[(i,)] = [["tt.divisibility", 16]]
-            elif param.is_constexpr or value is None or value == 1:
-                signature[param.name] = "constexpr"
-                constants[param.name] = value
-            else:
-                signature[param.name] = "i32"
-                if value % 16 == 0:
-                    attributes[(i,)] = [["tt.divisibility", 16]]
-        options = {"num_warps": self.options["warps"], "num_stages": self.options.get("stages", 3)}
-        source = ASTSource(self.kernel, signature, constants, attributes)
-        return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
     """Launches made while the test runs; none is carried out."""
     made: list[Recorded] = []
-
-    class Recorder:
-        def __init__(self, kernel: Any, grid: Any, rest: Any, device: Any, **options: Any) -> None:
-            assert all(0 < size < 2**31 for size in grid)
-            assert all(size < 2**16 for size in grid[1:])
-            self.record = Recorded(kernel, rest, options)
-
-        def __call__(self, *tensors: Any) -> None:
-            self.record.tensors = tensors
-            made.append(self.record)
-
-    monkeypatch.setattr(backend, "Launch", Recorder)
+    monkeypatch.setattr(backend, "Launch", recorder(made))
     monkeypatch.setattr(backend, "_units", lambda t: UNITS)
     monkeypatch.setattr(backend, "_facts", lambda tensors: object())  # nothing is remembered
     return made
 
 
-def assert_fits(launch: Recorded, arch: int, tmp_path: Path) -> Any:
-    """No stack frame (spills live there), and shared memory within the architecture's limit."""
+def fitting(launch: Recorded, arch: int) -> Any:
+    """Compiled, and it fits."""
     compiled = launch.compile(arch)
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    told = subprocess.run(
-        [CUOBJDUMP, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True
-    ).stdout
-    match = re.search(r"REG:(\d+) STACK:(\d+)", told)
-    assert match, told
-    registers, stack = int(match[1]), int(match[2])
-    assert stack == 0, f"{launch.name} for sm_{arch}: {registers} registers, {stack} bytes of stack"
-    assert compiled.metadata.shared <= triton_config.SHARED_BYTES[arch]
+    assert_fits(compiled, triton_config.SHARED_BYTES[arch])
     return compiled
 
 
@@ -126,10 +55,10 @@ def weights_of(k: int, h: int, n: int, order: str) -> Weights:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("dtype", NAMES, ids=NAMES.values())
+@pytest.mark.parametrize("dtype", FLOATS, ids=FLOATS.values())
 @pytest.mark.parametrize("order", ["apart", "interleaved"])
 def test_elementwise_passes(
-    order: str, dtype: torch.dtype, arch: int, launches: list[Recorded], tmp_path: Path
+    order: str, dtype: torch.dtype, arch: int, launches: list[Recorded]
 ) -> None:
     m, h = 4096, 4096
     pre = pre_of(m, h, order, dtype)
@@ -138,7 +67,7 @@ def test_elementwise_passes(
     backend.gate_backward(meta(m, h, dtype=dtype), pre, "gelu", order, needs, True)
     assert [r.name for r in launches] == ["_gate_fwd_kernel", "_gate_bwd_kernel"]
     for launch in launches:
-        compiled = assert_fits(launch, arch, tmp_path)
+        compiled = fitting(launch, arch)
         assert ".v4.b32" in compiled.asm["ptx"] or ".v4.f32" in compiled.asm["ptx"]
 
 
@@ -152,7 +81,6 @@ def test_products_with_the_gate(
     m: int,
     arch: int,
     launches: list[Recorded],
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Training, with biases: the forward keeps its pre-activations, the backward sums."""
@@ -167,13 +95,13 @@ def test_products_with_the_gate(
         backend.backward(dy, pre, x, w, b, "gelu_tanh", order, needs)
     assert {r.name for r in launches} == {"_dual_fwd_kernel", "_down_bwd_kernel"}
     for launch in launches:
-        assert_fits(launch, arch, tmp_path)
+        fitting(launch, arch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_activation_fits(
-    activation: str, launches: list[Recorded], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    activation: str, launches: list[Recorded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The largest tiles on Hopper."""
     monkeypatch.setattr(backend, "_capability", lambda t: (9, 0))
@@ -182,7 +110,7 @@ def test_every_activation_fits(
     backend.forward(x, w, b, activation, "apart", True)
     backend.backward(dy, pre, x, w, b, activation, "apart", (*[True] * 6, False))
     for launch in launches:
-        assert_fits(launch, 90, tmp_path)
+        fitting(launch, 90)
 
 
 def test_configurations_fit_their_architecture() -> None:

@@ -16,120 +16,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from compiled_nodes import needs_nodes
+from gated_ways import BIASES, ORDERS, Way, derive, draw, formula_of, reference_linear, same
 from torch import Tensor
 
-import fastlinear as fl
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common import door, door_node
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.door_launch import DoorLaunch
-from fastlinear.ops.gated_mlp import cuda, launches, op, programs, reference
+from fastlinear.ops.gated_mlp import cuda, launches, programs
 from fastlinear.ops.gated_mlp.autograd import Formula, GatedMLP
-from fastlinear.ops.gated_mlp.products import PYTORCH, Gate, backward_by
-from fastlinear.ops.gated_mlp.stacking import Biases, Weights, empty_like, split_pre
+from fastlinear.ops.gated_mlp.stacking import Biases, Weights
 
-pytestmark = pytest.mark.skipif(door_node.reason_not() is not None, reason="no C++ programs here")
-BIASES = ("no", "yes", "some")
-ORDERS = ("apart", "gate_up", "up_gate")
-ALL = (True,) * 7
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _built() -> None:
-    assert door.wait(), door.reason_not()
-    assert door_node.wait(), door_node.reason_not()
-
-
-def draw(
-    shape: tuple[int, ...],
-    order: str,
-    bias: str,
-    needs: Sequence[bool] = ALL,
-    sizes: tuple[int, int] = (24, 40),
-    down: bool = True,
-    **kind: Any,
-) -> list[Tensor | None]:
-    """x of that shape, three weights, three biases; ``sizes``: H and N."""
-    k, (h, n) = shape[-1], sizes
-    apart = order == "apart"
-    rows = h if apart else 2 * h
-
-    def one(*of: int, scale: float = 1.0) -> Tensor:
-        return torch.randn(of, **kind) * scale
-
-    found = [
-        one(*shape),
-        one(rows, k, scale=k**-0.5),
-        one(h, k, scale=k**-0.5) if apart else None,
-        one(n, h, scale=h**-0.5) if down else None,
-        one(rows) if bias != "no" and not (apart and bias == "some") else None,
-        one(h) if bias != "no" and apart else None,
-        one(n) if bias == "yes" and down else None,
-    ]
-    return [
-        None if t is None else t.detach().requires_grad_(need)
-        for t, need in zip(found, needs, strict=True)
-    ]
-
-
-def same(a: Any, b: Any) -> None:
-    for s, t in zip(a, b, strict=True):
-        assert (s is None) == (t is None)
-        if s is not None:
-            assert s.shape == t.shape
-            assert torch.equal(s, t), (s - t).abs().max()
-
-
-class Way:
-    """Calls of one formula through the door; ``python`` says whether it may run in Python."""
-
-    def __init__(self, formula: Formula, given: Sequence[Tensor | None]) -> None:
-        self.python = True
-        self.plain = formula
-
-        def watched(function: Callable[..., Any]) -> Callable[..., Any]:
-            def run(*arguments: Any) -> Any:
-                assert self.python, "in Python"
-                return function(*arguments)
-
-            return run
-
-        names = formula.forward_name, formula.backward_name
-        rest = formula.activation, formula.order, formula.save_pre
-        self.formula = Formula(*rest, watched(formula.run), watched(formula.backward), *names)
-        table = door.table("gated_mlp.test")
-        assert table is not None
-        self.table = table
-        table.clear()
-        x, weights, biases = self._split(given)
-        GatedMLP.apply(*given, self.formula)
-        plan = programs.node(self.formula, x, weights, biases)
-        assert plan is not None
-        assert table.admit(x, weights[:], biases[:], "a", plan)
-
-    @staticmethod
-    def _split(given: Any) -> tuple[Tensor, Weights, Biases]:
-        return given[0], Weights(*given[1:4]), Biases(*given[4:])
-
-    def __call__(self, given: Sequence[Tensor | None]) -> Tensor:
-        x, weights, biases = self._split(given)
-        y = self.table.call(x, weights[:], biases[:], "a")
-        assert y is not None
-        assert y.grad_fn.name() == programs.NAME
-        return y  # type: ignore[no-any-return]
-
-    def compare(self, given: Sequence[Tensor | None]) -> None:
-        """Once in Python, then by programs alone."""
-        wanted = [t for t in given if t is not None and t.requires_grad]
-        expected = GatedMLP.apply(*given, self.plain)
-        for self.python in (True, False):
-            dy = torch.randn_like(expected)
-            before = torch.autograd.grad(expected, wanted, dy, retain_graph=True)
-            y = self(given)
-            same([y, *torch.autograd.grad(y, wanted, dy)], [expected, *before])
-
-
-# ---------------------------------------------------------------- anywhere
+pytestmark = needs_nodes
 
 
 @dataclass
@@ -185,14 +84,6 @@ def gate_plan(tensors: Sequence[Any], activation: str, save: bool, _: Any) -> cu
         h.copy_(activation_of(activation).value(gate) * up)
 
     return stand(tensors, run)
-
-
-def derive(dh: Any, gate: Any, up: Any, activation: str) -> tuple[Tensor, Tensor, Tensor]:
-    """(dgate, dup, h)"""
-    act = activation_of(activation)
-    value = act.value(gate)
-    saved = value if act.saved == "output" else gate
-    return act.backward(dh * up, saved), dh * value, value * up
 
 
 def through_plan(tensors: Sequence[Any], activation: str, needs_h: bool, _: Any) -> cuda.Plan:
@@ -273,49 +164,6 @@ def _stood_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     library.fastlinear_node_cuda(None, None)
     STANDS.clear()
     EARLY.clear()
-
-
-def reference_linear(h: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -> tuple[Tensor]:
-    return (F.linear(h, weight, bias),)
-
-
-def elementwise_forward(
-    x: Tensor, weights: Weights, biases: Biases, activation: str, order: str, save: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    pre = reference.pre_activations(x, weights, biases)
-    gate, up = split_pre(pre, order)
-    h = activation_of(activation).value(gate) * up
-    y = h if weights.down is None else F.linear(h, weights.down, biases.down)
-    return (y, *pre) if save else (y, None, None)
-
-
-def elementwise_backward(*arguments: Any) -> Any:
-    def forward(pre: Any, activation: str, order: str) -> Tensor:
-        gate, up = split_pre(pre, order)
-        return activation_of(activation).value(gate) * up
-
-    def backward(
-        dh: Tensor, pre: Any, activation: str, order: str, needs: Any, in_place: bool
-    ) -> Any:
-        dpre = empty_like(pre)
-        *found, h = derive(dh, *split_pre(pre, order), activation)
-        for into, values in zip(split_pre(dpre, order), found, strict=True):
-            into.copy_(values)
-        sums = [None if t is None or not n else t.sum(0) for t, n in zip(dpre, needs, strict=True)]
-        return dpre, h, tuple(sums)
-
-    return backward_by(PYTORCH, Gate(forward, backward), *arguments)
-
-
-def formula_of(backend: str, order: str, save: bool = True, activation: str = "silu") -> Formula:
-    functions: Any = cuda.forward, cuda.backward
-    if backend == "elementwise" and torch.cuda.is_available():
-        from fastlinear.ops.gated_mlp import triton
-
-        functions = triton.elementwise_forward, triton.elementwise_backward
-    elif backend == "elementwise":
-        functions = elementwise_forward, elementwise_backward
-    return Formula(activation, order, save, *functions, backend, backend)
 
 
 @pytest.mark.usefixtures("_stood_in")
@@ -420,93 +268,3 @@ def test_calls_without_gradients(order: str) -> None:
             y = table.call(x, weights[:], biases[:], "a")
             assert y.shape[:-1] == x.shape[:-1]
             assert torch.equal(y.view(expected.shape), expected)
-
-
-# ---------------------------------------------------------------- on the device
-
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-ON_DEVICE: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "sizes": (264, 72)}
-
-
-@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # autograd's own thread, at first
-@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
-@pytest.mark.gpu
-class TestOnHopper:
-    @pytest.fixture(autouse=True)
-    def _ready(self) -> None:
-        assert door.serves_cuda()
-        assert door_node.serves_cuda()
-
-    @pytest.mark.parametrize("save", [True, False])
-    @pytest.mark.parametrize("bias", BIASES)
-    @pytest.mark.parametrize("order", ORDERS)
-    def test_the_bits_of_the_python_path(self, order: str, bias: str, save: bool) -> None:
-        for shape in ((300, 128), (2, 65, 128), (5, 128)):
-            given = draw(shape, order, bias, **ON_DEVICE)
-            Way(formula_of("cuda", order, save), given).compare(given)
-
-    @pytest.mark.parametrize("order", ["apart", "up_gate"])
-    def test_any_gradients(self, order: str) -> None:
-        for frozen in range(7):
-            needs = [i != frozen for i in range(7)]
-            given = draw((70, 128), order, "yes", needs, **ON_DEVICE)
-            Way(formula_of("cuda", order), given).compare(given)
-            if frozen == 3:
-                continue  # the down weight's alone: PyTorch's ops in Python
-            given = draw((70, 128), order, "yes", [i == frozen for i in range(7)], **ON_DEVICE)
-            if any(t is not None and t.requires_grad for t in given):
-                Way(formula_of("cuda", order), given).compare(given)
-
-    @pytest.mark.parametrize("order", [*ORDERS, "interleaved"])
-    def test_the_elementwise_pass(self, order: str) -> None:
-        for down, shape in itertools.product((True, False), ((300, 128), (2, 5, 128))):
-            given = draw(shape, order, "no", down=down, **ON_DEVICE)
-            Way(formula_of("elementwise", order), given).compare(given)
-
-    @pytest.mark.parametrize("grad", [True, False])
-    @pytest.mark.parametrize("order", ORDERS)
-    def test_calls_run_without_python(
-        self, order: str, grad: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Once a call is known, neither direction comes back to Python, on any stream."""
-        stacked = None if order == "apart" else order
-        for bias, m in itertools.product(("no", "yes"), (70, 2000)):
-            given: Any = draw((m, 128), order, bias, (grad,) * 7, **ON_DEVICE)
-            wanted = [t for t in given if t is not None]
-            dy = torch.randn((m, 72), device="cuda", dtype=torch.bfloat16)
-
-            def run(given: Any = given, wanted: Any = wanted, dy: Any = dy) -> list[Tensor]:
-                y = fl.gated_mlp(*given, stacked=stacked, backend="cuda")
-                return [y.detach(), *(torch.autograd.grad(y, wanted, dy) if grad else ())]
-
-            op._forget()
-            expected = run()
-            for _ in range(3):  # the kind is seen, wanted, known
-                run()
-
-            def fail(*_: Any) -> None:
-                raise AssertionError("in Python")
-
-            with monkeypatch.context() as watched:
-                watched.setattr(cuda, "gate", fail)
-                watched.setattr(cuda, "through_down", fail)
-                same(run(), expected)
-                side = torch.cuda.Stream()
-                side.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(side):
-                    found = run()
-                torch.cuda.current_stream().wait_stream(side)
-                same(found, expected)
-
-    def test_other_addresses_go_back_to_python(self) -> None:
-        given = draw((70, 128), "apart", "yes", **ON_DEVICE)
-        way = Way(formula_of("cuda", "apart"), given)
-        way.compare(given)
-        x = given[0]
-        assert x is not None
-        moved = torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view(x.shape)
-        with torch.no_grad():
-            moved.copy_(x)
-        way.python = True
-        other = [moved.requires_grad_(), *given[1:]]
-        same([way(other)], [way(given)])

@@ -1,7 +1,4 @@
-"""Calls of grouped_linear in Python and as programs, side by side, and a driver for a CPU.
-
-Test files load this one by its path: the folders of the tests are no packages.
-"""
+"""Calls of grouped_linear in Python and as programs, side by side, and a driver for a CPU."""
 
 from __future__ import annotations
 
@@ -24,12 +21,6 @@ from fastlinear.ops.grouped_linear.autograd import Formula, GroupedLinear
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYOUTS = ("... (g k)", "... g k", "g ... k", "b (g k) ...", "b g k ...")
 ALL = (True, True, True)
-
-
-def ready() -> None:
-    """Wait for the door and its nodes."""
-    assert door.wait(), door.reason_not()
-    assert door_node.wait(), door_node.reason_not()
 
 
 def shape_of(layout: str, groups: int, k: int, tokens: tuple[int, int]) -> tuple[int, ...]:

@@ -5,89 +5,28 @@ Launches are built from meta tensors, so what is compiled is what would be launc
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import subprocess
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("needs triton", allow_module_level=True)
-
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton_offline import FLOATS, Recorded, assert_fits, recorder
 
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import triton as products
 from fastlinear.ops.grouped_linear import triton_backward as whole
 from fastlinear.ops.grouped_linear import triton_config, triton_tensors
 
-if triton.knobs.runtime.interpret:
-    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
-
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-DTYPES = {name: dtype for dtype, name in NAMES.items()}
-
-
-@dataclass
-class Recorded:
-    """What a Launch was given, and the tensors it was called with."""
-
-    kernel: Any
-    rest: tuple[Any, ...]
-    options: dict[str, Any]
-    tensors: tuple[Any, ...] = ()
-
-    @property
-    def name(self) -> str:
-        return str(self.kernel.__name__)
-
-    def compile(self, arch: int) -> Any:
-        """The kernel specialised as Triton's launcher would: ones and multiples of 16 are known."""
-        signature: dict[str, str] = {}
-        constants: dict[str, Any] = {}
-        attributes: dict[tuple[int], list[Any]] = {}
-        for i, value in enumerate((*self.tensors, *self.rest)):
-            param = self.kernel.params[i]
-            if isinstance(value, Tensor):
-                signature[param.name] = f"*{NAMES[value.dtype]}"
-                attributes[(i,)] = [["tt.divisibility", 16]]
-            elif param.is_constexpr or value is None or value == 1:
-                signature[param.name] = "constexpr"
-                constants[param.name] = value
-            else:
-                signature[param.name] = "i32"
-                if value % 16 == 0:
-                    attributes[(i,)] = [["tt.divisibility", 16]]
-        options = {"num_warps": self.options["warps"], "num_stages": self.options.get("stages", 3)}
-        source = ASTSource(self.kernel, signature, constants, attributes)
-        return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+DTYPES = {name: dtype for dtype, name in FLOATS.items()}
 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
     """Launches made while the test runs; none is carried out."""
     made: list[Recorded] = []
-
-    class Recorder:
-        def __init__(self, kernel: Any, grid: Any, rest: Any, device: Any, **options: Any) -> None:
-            assert all(0 < size < 2**31 for size in grid)
-            assert all(size < 2**16 for size in grid[1:])
-            self.record = Recorded(kernel, rest, options)
-
-        def __call__(self, *tensors: Any) -> None:
-            self.record.tensors = tensors
-            made.append(self.record)
-
-    monkeypatch.setattr(products, "Launch", Recorder)
-    monkeypatch.setattr(whole, "Launch", Recorder)
+    monkeypatch.setattr(products, "Launch", recorder(made))
+    monkeypatch.setattr(whole, "Launch", recorder(made))
     monkeypatch.setattr(triton_tensors, "units_of", lambda device: 132)
     products._plans.clear()
     whole._plans.clear()
@@ -98,24 +37,10 @@ def on(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_tensors, "capability_of", lambda device: divmod(arch, 10))
 
 
-def usage(compiled: Any, tmp_path: Path) -> tuple[int, int]:
-    """(registers, stack bytes) of a compiled kernel."""
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    told = subprocess.run(
-        [CUOBJDUMP, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True
-    ).stdout
-    match = re.search(r"REG:(\d+) STACK:(\d+)", told)
-    assert match, told
-    return int(match[1]), int(match[2])
-
-
-def assert_fits(launch: Recorded, arch: int, tmp_path: Path) -> Any:
-    """No stack frame (spills live there), and shared memory within the architecture's limit."""
+def fitting(launch: Recorded, arch: int) -> Any:
+    """Compiled, and it fits."""
     compiled = launch.compile(arch)
-    registers, stack = usage(compiled, tmp_path)
-    assert stack == 0, f"{launch.name} for sm_{arch}: {registers} registers, {stack} bytes of stack"
-    assert compiled.metadata.shared <= triton_config.SHARED_BYTES[arch]
+    assert_fits(compiled, triton_config.SHARED_BYTES[arch])
     return compiled
 
 
@@ -145,7 +70,6 @@ def test_forward(
     arch: int,
     launches: list[Recorded],
     monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
 ) -> None:
     on(arch, monkeypatch)
     groups, k, n, m = FORWARDS[case]
@@ -154,7 +78,7 @@ def test_forward(
     bias = torch.empty(groups, n, dtype=DTYPES[dtype], device="meta")
     products.forward(x, weight, bias, "gelu", True, "tokens")
     (launch,) = launches
-    compiled = assert_fits(launch, arch, tmp_path)
+    compiled = fitting(launch, arch)
     if arch == 90 and dtype == "bf16":
         assert "wgmma.mma_async" in compiled.asm["ptx"]
         # 8 bytes at once where rows are aligned to no more, else 16
@@ -167,13 +91,13 @@ def test_forward(
 
 @pytest.mark.parametrize("order", ["groups", "channels"])
 def test_forward_in_other_orders(
-    order: str, launches: list[Recorded], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    order: str, launches: list[Recorded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on(90, monkeypatch)
     x = tokens(4096, 100, 100, torch.bfloat16, order)
     weight = torch.empty(100, 100, 100, dtype=torch.bfloat16, device="meta")
     products.forward(x, weight, None, "relu", False, order)
-    assert_fits(launches[0], 90, tmp_path)
+    fitting(launches[0], 90)
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
@@ -188,7 +112,6 @@ def test_backward(
     arch: int,
     launches: list[Recorded],
     monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
 ) -> None:
     on(arch, monkeypatch)
     x = tokens(4096, 100, size, DTYPES[dtype], "tokens")
@@ -197,7 +120,7 @@ def test_backward(
     whole.backward(x, saved, x, weight, activation, (True, True, True), "tokens")
     assert launches
     for launch in launches:
-        assert_fits(launch, arch, tmp_path)
+        fitting(launch, arch)
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
@@ -207,7 +130,6 @@ def test_backward_of_large_groups(
     arch: int,
     launches: list[Recorded],
     monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
 ) -> None:
     on(arch, monkeypatch)
     x, dy = (tokens(4096, 16, size, DTYPES[dtype], "tokens") for size in (256, 200))
@@ -216,17 +138,17 @@ def test_backward_of_large_groups(
     names = [launch.name for launch in launches]
     assert names.count("_grad_weight_kernel") == 1
     for launch in launches:
-        assert_fits(launch, arch, tmp_path)
+        fitting(launch, arch)
 
 
-def test_too_many_accumulators_are_told(launches: list[Recorded], tmp_path: Path) -> None:
+def test_too_many_accumulators_are_told(launches: list[Recorded]) -> None:
     """The check above does see a spill."""
     x = tokens(4096, 8, 256, torch.bfloat16, "tokens")
     weight = torch.empty(8, 256, 256, dtype=torch.bfloat16, device="meta")
     config = triton_config.ProductConfig(128, 256, 64, 4, 2)
     products.forward(x, weight, None, "gelu", False, "tokens", config=config)
-    with pytest.raises(AssertionError, match="bytes of stack"):
-        assert_fits(launches[0], 90, tmp_path)
+    with pytest.raises(AssertionError, match="stack="):
+        fitting(launches[0], 90)
 
 
 def test_strides_beyond_32_bits_are_left_to_pytorch() -> None:

@@ -7,17 +7,17 @@ that a launch is given: what is tested is all around them. With one, the kernels
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import itertools
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+import program_ways as ways
 import pytest
 import torch
+from compiled_nodes import needs_nodes
+from hopper_only import on_hopper
+from interpreted import DEVICE, INTERPRETED, run_interpreted, starts_it
+from program_ways import LAYOUTS, Way, at, compare_inference, draw, formula_of, same, stood
 from torch import Tensor
 
 import fastlinear as fl
@@ -29,42 +29,9 @@ from fastlinear.ops.grouped_linear import op, programs, reference
 from fastlinear.ops.grouped_linear.autograd import GroupedLinear
 from fastlinear.ops.grouped_linear.problem import problem
 
-_spec = importlib.util.spec_from_file_location(
-    "program_ways", Path(__file__).with_name("program_ways.py")
-)
-assert _spec is not None
-assert _spec.loader is not None
-ways: Any = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(ways)
-Way, draw, formula_of, same = ways.Way, ways.draw, ways.formula_of, ways.same
-compare_inference, at, stood = ways.compare_inference, ways.at, ways.stood
-
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ON_GPU = not INTERPRETED and torch.cuda.is_available()
-HOPPER = ON_GPU and torch.cuda.get_device_capability() == (9, 0)
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-DEVICE, LAYOUTS = ways.DEVICE, ways.LAYOUTS
-pytestmark = pytest.mark.skipif(door_node.reason_not() is not None, reason="no C++ programs here")
+pytestmark = needs_nodes
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter test")
 not_interpreted = pytest.mark.skipif(INTERPRETED, reason="has run already")
-
-if INTERPRETED:
-    from triton.runtime import interpreter
-
-    _patch_tensor = interpreter._patch_lang_tensor
-
-    def _patch_lang_tensor(tensor: Any, scope: Any) -> None:
-        # Triton 3.6 calls int() on arrays of one element, which NumPy 2.4 refuses.
-        _patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = _patch_lang_tensor
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _built() -> None:
-    ways.ready()
 
 
 @pytest.fixture
@@ -73,16 +40,9 @@ def _driver() -> Iterator[None]:
         yield
 
 
-@pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="starts the interpreted tests")
+@starts_it
 def test_under_the_interpreter() -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "pytest", __file__, "-q", "-W", "ignore"]
-    command += ["-p", "no:cacheprovider", "-p", "no:xdist"]
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
-    env["CUDA_VISIBLE_DEVICES"] = ""
-    root = Path(__file__).parents[3]
-    done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout, done.stdout
+    run_interpreted(__file__)
 
 
 @pytest.fixture(params=["as here", "into the layout"])
@@ -259,7 +219,7 @@ KINDS = (
 
 
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # autograd's own thread, at first
-@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@on_hopper
 @pytest.mark.gpu
 class TestOnHopper:
     @pytest.fixture(autouse=True)

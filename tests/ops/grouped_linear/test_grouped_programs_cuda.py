@@ -4,22 +4,25 @@ kernels, on the memory that a launch is given. What is tested is all around them
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import program_ways as ways
 import pytest
 import torch
+from compiled_nodes import needs_nodes
+from program_ways import Way, at, compare_inference, draw, formula_of, stood
 from torch import Tensor
 
 from fastlinear.ops.common import cuda_driver as driver
-from fastlinear.ops.common import door_node, hopper
+from fastlinear.ops.common import hopper
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import (
+    one_pass,
     reference,
     strips,
     strips_backward,
@@ -27,22 +30,7 @@ from fastlinear.ops.grouped_linear import (
     wide_backward,
 )
 
-_spec = importlib.util.spec_from_file_location(
-    "program_ways", Path(__file__).with_name("program_ways.py")
-)
-assert _spec is not None
-assert _spec.loader is not None
-ways: Any = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(ways)
-Way, draw, formula_of = ways.Way, ways.draw, ways.formula_of
-compare_inference, at, stood = ways.compare_inference, ways.at, ways.stood
-
-pytestmark = pytest.mark.skipif(door_node.reason_not() is not None, reason="no C++ programs here")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _built() -> None:
-    ways.ready()
+pytestmark = needs_nodes
 
 
 @pytest.fixture
@@ -105,8 +93,8 @@ def forward_kernel(x: Any, weight: Any, bias: Any, activation: str, save: bool, 
 
 
 def backward_kernels(self: Any, given: Sequence[Any], wide: bool) -> list[Any]:
-    """The pass and its sums; ``given`` as ``reference.backward`` takes it."""
-    dy, saved, x, weight, activation, needs, order = given
+    """The pass and its sums; ``given`` begins as ``reference.backward`` takes it."""
+    dy, saved, x, weight, activation, needs, order = given[:7]
     dx_like = layouts.empty(x.shape, order, x, x.dtype)
 
     def put(address: int, values: Tensor | None, part: Any) -> None:
@@ -159,17 +147,12 @@ def _stood_in(_driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(module, name, Stood)
 
-    def passes(self: Any, given: Any) -> list[Any]:
-        return backward_kernels(self, given[:7], False)
-
-    def wide_passes(self: Any, given: Any) -> list[Any]:
-        return backward_kernels(self, (*given[:6], "tokens"), True)
-
     stand(strips, "Strips", lambda _, given: [forward_kernel(*given[:6])])
-    stand(strips_backward, "StripsBackward", passes)
-    stand(wide_backward, "WideBackward", wide_passes)
-    for module in (strips, strips_backward, wide_backward):
+    stand(strips_backward, "StripsBackward", partial(backward_kernels, wide=False))
+    stand(wide_backward, "WideBackward", partial(backward_kernels, wide=True))
+    for module in (strips, one_pass):
         monkeypatch.setattr(module, "_plans", {})
+    for module in (strips, strips_backward, wide_backward):
         monkeypatch.setattr(module, "device_facts", lambda _: SimpleNamespace(units=5))
         loader = "_kernel" if module is strips else "_kernels"
         monkeypatch.setattr(module, loader, lambda *_: (0, 0))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+import nvrtc_offline as offline
 import pytest
 import torch
+from hopper_only import hopper_tests
 from torch import Tensor
 
 from fastlinear.core.compare import judge
@@ -24,19 +24,6 @@ from fastlinear.ops.grouped_linear.reference import Needs
 from fastlinear.ops.grouped_linear.strips_backward_config import StripsBackwardConfig
 from fastlinear.ops.grouped_linear.strips_tiles import Split, side_by_side
 
-_spec = importlib.util.spec_from_file_location(
-    "nvrtc_offline", Path(__file__).parents[1] / "nvrtc_offline.py"
-)
-assert _spec is not None
-assert _spec.loader is not None
-offline: Any = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(offline)
-
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-on_hopper = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU"),
-]
 ALL: Needs = (True, True, True)
 NEEDS: list[Needs] = [n for n in itertools.product((True, False), repeat=3) if any(n)]
 # (groups, K, N)
@@ -97,7 +84,7 @@ def check(
 
 
 class TestOnHopper:
-    pytestmark = on_hopper
+    pytestmark = hopper_tests
 
     @pytest.mark.parametrize("activation", ACTIVATIONS)
     def test_activations(self, activation: str) -> None:

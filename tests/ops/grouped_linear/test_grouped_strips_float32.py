@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-from typing import Any
-
+import nvrtc_offline as offline
 import pytest
 import torch
+from hopper_only import hopper_tests
 from torch import Tensor
 
 from fastlinear.core.compare import judge
@@ -20,19 +18,6 @@ from fastlinear.ops.grouped_linear.problem import problem
 from fastlinear.ops.grouped_linear.strips_float32 import Float32Config
 from fastlinear.ops.grouped_linear.strips_tiles import box_columns, tile_bytes
 
-_spec = importlib.util.spec_from_file_location(
-    "nvrtc_offline", Path(__file__).parents[1] / "nvrtc_offline.py"
-)
-assert _spec is not None
-assert _spec.loader is not None
-offline: Any = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(offline)
-
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-on_hopper = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU"),
-]
 # (groups, K, N)
 SIZES = (
     *((8, 100, 100), (8, 64, 64), (16, 32, 32), (4, 128, 128), (3, 36, 8), (5, 44, 12)),
@@ -77,7 +62,7 @@ def check(
 
 
 class TestOnHopper:
-    pytestmark = on_hopper
+    pytestmark = hopper_tests
 
     @pytest.mark.parametrize("activation", ACTIVATIONS)
     def test_activations(self, activation: str) -> None:

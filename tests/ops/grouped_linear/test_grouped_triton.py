@@ -6,17 +6,13 @@ interpreted ones run in a process of their own, started by ``test_under_the_inte
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from interpreted import DEVICE, INTERPRETED, ON_GPU, compares, run_interpreted, starts_it
 from torch import Tensor
 
 from fastlinear.core.compare import judge
@@ -26,29 +22,11 @@ from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import reference
 from fastlinear.ops.grouped_linear.triton_config import BackwardConfig, ProductConfig
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-ON_GPU = HAS_TRITON and not INTERPRETED and torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
-
-if INTERPRETED:
-    from triton.runtime import interpreter
-
-    _patch_tensor = interpreter._patch_lang_tensor
-
-    def _patch_lang_tensor(tensor: Any, scope: Any) -> None:
-        # Triton 3.6 calls int() on arrays of one element, which NumPy 2.4 refuses.
-        _patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = _patch_lang_tensor
-
 if INTERPRETED or ON_GPU:
     from fastlinear.ops.grouped_linear import triton as backend
     from fastlinear.ops.grouped_linear import triton_backward as whole
     from fastlinear.ops.grouped_linear import triton_tensors
 
-compares = pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="runs in the interpreter test")
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # (B, L, G, K, N): ones, tails on either side of a tile, parts of K, several outputs' tiles
@@ -64,16 +42,9 @@ SIZES = (
 FORMS = ("dense", "sliced", "every other", "expanded", "odd address")
 
 
-@pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="starts the interpreted tests")
+@starts_it
 def test_under_the_interpreter() -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "pytest", __file__, "-q", "-W", "ignore"]
-    command += ["-p", "no:cacheprovider", "-p", "no:xdist"]
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
-    env["CUDA_VISIBLE_DEVICES"] = ""
-    root = Path(__file__).parents[3]
-    done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout, done.stdout
+    run_interpreted(__file__)
 
 
 @pytest.fixture(autouse=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-from pathlib import Path
 from typing import Any
 
+import nvrtc_offline as offline
 import pytest
 import torch
+from hopper_only import hopper_tests
 from torch import Tensor
 
 from fastlinear.core.compare import judge
@@ -22,19 +22,6 @@ from fastlinear.ops.grouped_linear.problem import problem
 from fastlinear.ops.grouped_linear.reference import Needs
 from fastlinear.ops.grouped_linear.wide_backward_config import WideBackwardConfig
 
-_spec = importlib.util.spec_from_file_location(
-    "nvrtc_offline", Path(__file__).parents[1] / "nvrtc_offline.py"
-)
-assert _spec is not None
-assert _spec.loader is not None
-offline: Any = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(offline)
-
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-on_hopper = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU"),
-]
 LAUNCH_REGISTERS = 168
 """Of a thread of 384; more, and the warps that compute would wait for theirs for ever."""
 ALL: Needs = (True, True, True)
@@ -91,7 +78,7 @@ def check(
 
 
 class TestOnHopper:
-    pytestmark = on_hopper
+    pytestmark = hopper_tests
 
     @pytest.mark.parametrize("activation", ACTIVATIONS)
     def test_activations(self, activation: str) -> None:

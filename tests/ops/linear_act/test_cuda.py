@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hopper_only import on_hopper
 from torch import Tensor
 
 from fastlinear.core.compare import judge
@@ -18,8 +19,6 @@ from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.linear_act import cuda, reference
 from fastlinear.ops.linear_act.cuda_config import Config, config_for
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 NVCC = shutil.which("nvcc")
 
 WIDE = Config(128, 192, 4, out_bufs=3)

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
+import nvrtc_offline as nvrtc
 import pytest
 import torch
+from hopper_only import on_hopper
 from torch import Tensor
 
 from fastlinear.core.compare import judge
 from fastlinear.ops.linear_act import columns
 
-_SPEC = importlib.util.spec_from_file_location(
-    "nvrtc_offline", Path(__file__).parents[1] / "nvrtc_offline.py"
-)
-assert _SPEC is not None
-assert _SPEC.loader is not None
-nvrtc = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(nvrtc)
-
 BF16, FP16 = torch.bfloat16, torch.float16
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])

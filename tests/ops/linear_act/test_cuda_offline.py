@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
+import nvrtc_offline as nvrtc
 import pytest
 import torch
 
 from fastlinear.ops.common import activations
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.linear_act import cuda, cuda_config
-
-_SPEC = importlib.util.spec_from_file_location(
-    "nvrtc_offline", Path(__file__).parents[1] / "nvrtc_offline.py"
-)
-assert _SPEC is not None
-assert _SPEC.loader is not None
-nvrtc = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(nvrtc)
 
 BF16, FP16 = torch.bfloat16, torch.float16
 CONFIGS = [config for config, *_ in cuda_config._CANDIDATES]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hopper_only import on_hopper
 from torch import Tensor
 
 from fastlinear.core.compare import judge
@@ -17,8 +18,6 @@ from fastlinear.ops.linear_act.few_rows_config import (
     padded_rows,
 )
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 F32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 SINGLE = [

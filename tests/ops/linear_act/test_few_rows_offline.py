@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
+import nvrtc_offline as nvrtc
 import pytest
 import torch
 
@@ -17,14 +15,6 @@ from fastlinear.ops.linear_act.few_rows_config import (
     config_for,
     padded_rows,
 )
-
-_SPEC = importlib.util.spec_from_file_location(
-    "nvrtc_offline", Path(__file__).parents[1] / "nvrtc_offline.py"
-)
-assert _SPEC is not None
-assert _SPEC.loader is not None
-nvrtc = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(nvrtc)
 
 F32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 HALF_SIZES = [

@@ -6,38 +6,17 @@ interpreted ones run in a process of their own, started by ``test_under_the_inte
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from interpreted import DEVICE, INTERPRETED, ON_GPU, compares, gpu, run_interpreted, starts_it
 from torch import Tensor
 
 from fastlinear.core.compare import Verdict, judge
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-ON_GPU = HAS_TRITON and not INTERPRETED and torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
-
-if INTERPRETED:
-    from triton.runtime import interpreter
-
-    _patch_tensor = interpreter._patch_lang_tensor
-
-    def _patch_lang_tensor(tensor: Any, scope: Any) -> None:
-        # Triton 3.6 calls int() on arrays of one element, which NumPy 2.4 refuses.
-        _patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = _patch_lang_tensor
 
 if INTERPRETED or ON_GPU:
     from fastlinear.ops.linear_act import triton as backend
@@ -46,9 +25,8 @@ if INTERPRETED or ON_GPU:
 
     SPLIT = GemmConfig("pointer", 32, 32, 32, 4, 2, splits=3)
 
-compares = pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="runs in the interpreter test")
-gpu = [pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")]
 
+pytestmark = pytest.mark.usefixtures("poisoned_triton")
 ACTIVATIONS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "none": ("none", lambda x: x),
     "relu": ("output", F.relu),
@@ -64,28 +42,9 @@ ACTIVATIONS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="starts the interpreted tests")
+@starts_it
 def test_under_the_interpreter() -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "pytest", __file__, "-q", "-W", "ignore"]
-    command += ["-p", "no:cacheprovider", "-p", "no:xdist"]
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
-    env["CUDA_VISIBLE_DEVICES"] = ""
-    root = Path(__file__).parents[3]
-    done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout, done.stdout
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Results start as NaN, so an element that is never written is seen; no plans are kept."""
-    if INTERPRETED or ON_GPU:
-        empty = backend._empty
-        monkeypatch.setattr(backend, "_empty", lambda *a: empty(*a).fill_(float("nan")))
-        backend._plans.clear()
-    yield
-    if INTERPRETED or ON_GPU:
-        backend._plans.clear()
+    run_interpreted(__file__)
 
 
 def draw(
@@ -397,80 +356,6 @@ def tampered(monkeypatch: pytest.MonkeyPatch, kernel: str, change: Callable[...,
 
     for module in (backend, products):
         monkeypatch.setattr(module, "Launch", faulty)
-
-
-@compares
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("offset", [0, 1, 2])
-@pytest.mark.parametrize("sizes", [(5, 7), (3, 1030), (33, 64), (1, 1), (17, 100)])
-def test_copies_of_rows(sizes: tuple[int, int], offset: int, dtype: torch.dtype) -> None:
-    m, k = sizes
-    wide = torch.randn(m, k + 6, dtype=torch.float32).to(dtype).to(DEVICE)
-    wide[:, -1] = float("nan")
-    t = wide[:, offset : offset + k]
-    for rows, columns in ((m, k), (m, k + 5), (m + 9, -(-k // 16) * 16), (max(1, m - 2), k)):
-        got = backend.copy_rows(t[:rows], rows, columns)
-        expected = torch.zeros(rows, columns, dtype=dtype, device=DEVICE)
-        expected[:m, :k] = t[:rows]
-        assert torch.equal(got, expected)
-        assert got.is_contiguous()
-
-
-@compares
-def test_memory_that_begins_anywhere_is_moved_by_what_it_allows() -> None:
-    whole = torch.arange(130, dtype=torch.int16).to(DEVICE)
-    for first in (0, 1, 2, 4):
-        t = torch.from_dlpack(whole[first : first + 120].view(5, 24)).view(torch.float16)
-        assert t.data_ptr() % backend._moved_at_once(t, 32).itemsize == 0
-        got = backend.copy_rows(t, 5, 32).view(torch.int16)
-        assert torch.equal(got[:, :24], t.view(torch.int16))
-        assert not got[:, 24:].any()
-
-
-@compares
-def test_a_grid_ends_at_65535_on_its_second_axis(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies, and gradients without a sum, may have more rows of blocks."""
-    grids = []
-
-    class Recorded:
-        def __init__(self, kernel: Any, grid: tuple[int, ...], *_: Any, **__: Any) -> None:
-            grids.append(grid)
-
-        def __call__(self, *_: Any) -> None:
-            pass
-
-    monkeypatch.setattr(backend, "Launch", Recorded)
-    rows = torch.empty(1, dtype=torch.float16, device=DEVICE).expand(1 << 19, 255)
-    flat = torch.empty(1 << 19, 1, dtype=torch.float16, device=DEVICE)
-    backend.copy_rows(flat[:, :1], 1 << 19, 16)
-    backend._GradPre(rows, None, "none", False, 256)
-    backend._GradPre(flat.expand(1 << 19, 1 << 10), None, "none", True)
-    assert len(grids) == 4
-    assert all(g[1] <= 65535 for g in grids if len(g) > 1)
-    assert grids[1][1] * 16 >= 1 << 19
-
-
-@compares
-@pytest.mark.parametrize("activation", ["none", "relu", "gelu_tanh"])
-@pytest.mark.parametrize("sizes", [(5, 7), (300, 33), (2100, 514)])
-def test_a_wider_grad_pre(sizes: tuple[int, int], activation: str) -> None:
-    """The same numbers as grad_pre's, zeros beside them, dy itself left alone."""
-    m, n = sizes
-    dy, saved = (torch.randn(m, n, generator=torch.Generator().manual_seed(i)) for i in (1, 2))
-    dy, saved = dy.to(DEVICE), saved.to(DEVICE)
-    columns = -(-n // 16) * 16
-    for need in (True, False):
-        dpre, db = backend.wide_grad_pre(dy, saved, activation, need, columns)
-        plain, plain_db = backend.grad_pre(dy, saved, activation, need)
-        assert dpre is not None
-        assert dpre.data_ptr() != dy.data_ptr()
-        assert torch.equal(dpre[:, :n], plain)
-        assert not dpre[:, n:].any()
-        assert (db is None) is not need
-        if db is not None:
-            assert plain_db is not None
-            torch.testing.assert_close(db, plain_db)
-    assert backend.wide_grad_pre(dy, saved, activation, True, columns, False)[0] is None
 
 
 FAULTS: dict[str, tuple[str, str, Callable[..., Any], set[str]]] = {

@@ -6,17 +6,13 @@ Against a float64 oracle, under Triton's CPU interpreter (in a process of its ow
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from interpreted import DEVICE, INTERPRETED, ON_GPU, compares, gpu, run_interpreted, starts_it
 from torch import Tensor
 
 from fastlinear.core.compare import Verdict, judge
@@ -30,29 +26,11 @@ from fastlinear.ops.linear_act.triton_config import (
     few_rows_config_for,
 )
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-ON_GPU = HAS_TRITON and not INTERPRETED and torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
-
-if INTERPRETED:
-    from triton.runtime import interpreter
-
-    _patch_tensor = interpreter._patch_lang_tensor
-
-    def _patch_lang_tensor(tensor: Any, scope: Any) -> None:
-        # Triton 3.6 calls int() on arrays of one element, which NumPy 2.4 refuses.
-        _patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = _patch_lang_tensor
-
 if INTERPRETED or ON_GPU:
     from fastlinear.ops.linear_act import triton as products
     from fastlinear.ops.linear_act import triton_backward as backend
 
-compares = pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="runs in the interpreter test")
-gpu = [pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")]
+pytestmark = pytest.mark.usefixtures("poisoned_triton")
 ALL = (True, True, True)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROWS = FewRowsConfig(4, 32, 4)
@@ -60,30 +38,9 @@ FMA = BackwardConfig("fma", 16, 16, stages=1)
 DOT = BackwardConfig("dot", 32, 32, 32, 32)
 
 
-@pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="starts the interpreted tests")
+@starts_it
 def test_under_the_interpreter() -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "pytest", __file__, "-q", "-W", "ignore"]
-    command += ["-p", "no:cacheprovider", "-p", "no:xdist"]
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
-    env["CUDA_VISIBLE_DEVICES"] = ""
-    root = Path(__file__).parents[3]
-    done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout, done.stdout
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Results start as NaN, so an element that is never written is seen; no plans are kept."""
-    if INTERPRETED or ON_GPU:
-        empty = products._empty
-        monkeypatch.setattr(products, "_empty", lambda *a: empty(*a).fill_(float("nan")))
-        products._plans.clear()
-        backend._plans.clear()
-    yield
-    if INTERPRETED or ON_GPU:
-        products._plans.clear()
-        backend._plans.clear()
+    run_interpreted(__file__)
 
 
 def draw(M: int, K: int, N: int, dtype: torch.dtype, layout: str) -> list[Tensor]:

@@ -6,23 +6,13 @@ compiled kernels on disk, so a second run is quick.
 
 from __future__ import annotations
 
-import importlib.util
-import re
-import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("needs triton", allow_module_level=True)
-
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+import triton_offline
+from triton_offline import FLOATS, Recorded, recorder
 
 from fastlinear.ops.linear_act import triton as backend
 from fastlinear.ops.linear_act import triton_backward as whole
@@ -33,50 +23,7 @@ from fastlinear.ops.linear_act import (
     triton_single_config,
 )
 
-if triton.knobs.runtime.interpret:
-    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
-
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 ARCHS = {80: (8, 0), 90: (9, 0), 100: (10, 0)}
-
-
-@dataclass
-class Recorded:
-    """What a Launch was given, and the dtypes of the tensors it was called with."""
-
-    kernel: Any
-    rest: tuple[Any, ...]
-    options: dict[str, Any]
-    tensors: tuple[Any, ...] = ()
-
-    def source(self) -> ASTSource:
-        """The kernel specialised as Triton's launcher would: ones and multiples of 16 are known."""
-        kernel, blocks = self.kernel, self.options.get("block_shapes") or {}
-        signature: dict[str, str] = {}
-        constants: dict[str, Any] = {}
-        attributes: dict[tuple[int], list[Any]] = {}
-        for i, value in enumerate((*self.tensors, *self.rest)):
-            param = kernel.params[i]
-            if isinstance(value, torch.Tensor):
-                name = NAMES[value.dtype]
-                shape = ",".join(str(b) for b in blocks.get(i, ()))
-                signature[param.name] = f"tensordesc<{name}[{shape}]>" if shape else f"*{name}"
-                if not shape:
-                    attributes[(i,)] = [["tt.divisibility", 16]]
-            elif param.is_constexpr or value is None or value == 1:
-                signature[param.name] = "constexpr"
-                constants[param.name] = value
-            else:
-                signature[param.name] = "i32"
-                if value % 16 == 0:
-                    attributes[(i,)] = [["tt.divisibility", 16]]
-        return ASTSource(kernel, signature, constants, attributes)
-
-    def compile(self, arch: int) -> Any:
-        options = {"num_warps": self.options["warps"]}
-        options["num_stages"] = self.options.get("stages", 3)
-        return triton.compile(self.source(), target=GPUTarget("cuda", arch, 32), options=options)
 
 
 @pytest.fixture
@@ -84,37 +31,21 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
     """Launches made while the test runs; none is carried out."""
     made: list[Recorded] = []
 
-    class Recorder:
-        def __init__(self, kernel: Any, grid: Any, rest: Any, device: Any, **options: Any) -> None:
-            self.record = Recorded(kernel, rest, options)
-
-        def __call__(self, *tensors: Any) -> None:
-            self.record.tensors = tensors
-            made.append(self.record)
-
     class Facts:
         units = 132
 
     for module in (backend, triton_product, whole):
-        monkeypatch.setattr(module, "Launch", Recorder)
+        monkeypatch.setattr(module, "Launch", recorder(made))
     monkeypatch.setattr(triton_product, "device_facts", lambda device: Facts)
     backend._plans.clear()
     whole._plans.clear()
     return made
 
 
-def assert_fits(compiled: Any, arch: int, tmp_path: Path) -> None:
-    """No stack frame (spills live there), and shared memory within the architecture's limit."""
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    usage = subprocess.run(
-        [CUOBJDUMP, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True
-    ).stdout
-    match = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert match, usage
-    assert int(match[2]) == 0, usage
-    assert int(match[1]) <= 255, usage
-    assert compiled.metadata.shared <= triton_gemm_config._SHARED_BYTES[arch]
+def assert_fits(compiled: Any, arch: int) -> None:
+    """No stack frame, no local memory, and shared memory within the architecture's limit."""
+    used = triton_offline.assert_fits(compiled, triton_gemm_config._SHARED_BYTES[arch])
+    assert used.registers <= 255
     assert "local.u32" not in compiled.asm["ptx"]
 
 
@@ -147,7 +78,6 @@ def test_forward(
     arch: int,
     launches: list[Recorded],
     monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
 ) -> None:
     dtype, activation, save_pre, (M, K, N) = FORWARDS[case]
     monkeypatch.setattr(triton_product, "capability_of", lambda device: ARCHS[arch])
@@ -156,7 +86,7 @@ def test_forward(
     assert len(launches) == (2 if case in SLICED else 1)
     for launch in launches:
         compiled = launch.compile(arch)
-        assert_fits(compiled, arch, tmp_path)
+        assert_fits(compiled, arch)
     if arch == 90 and dtype is not torch.float32 and M == 8192:
         assert "wgmma.mma_async" in compiled.asm["ptx"]
         assert "cp.async.bulk.tensor" in compiled.asm["ptx"]
@@ -169,16 +99,15 @@ def test_forward_of_a_weight_stored_the_other_way(
     arch: int,
     launches: list[Recorded],
     monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
 ) -> None:
     """Conv1D's weight is (K, N): turned where that pays, else read as it lies."""
     monkeypatch.setattr(triton_product, "capability_of", lambda device: ARCHS[arch])
     x, weight, bias = (meta(*s, dtype=torch.float32) for s in ((M, 768), (768, 3072), (3072,)))
     backend.forward(x, weight.t(), bias, "gelu_tanh", False)
-    names = [launch.kernel.fn.__name__ for launch in launches]
+    names = [launch.name for launch in launches]
     assert names.count("_turn_kernel") == (arch >= 90 and M >= 512)
     for launch in launches:
-        assert_fits(launch.compile(arch), arch, tmp_path)
+        assert_fits(launch.compile(arch), arch)
 
 
 def test_no_large_copies(launches: list[Recorded], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,15 +117,13 @@ def test_no_large_copies(launches: list[Recorded], monkeypatch: pytest.MonkeyPat
         backend.grad_weight(
             meta(rows, 2048, dtype=torch.float32), meta(rows, 1024, dtype=torch.float32)
         )
-        names = [launch.kernel.fn.__name__ for launch in launches]
+        names = [launch.name for launch in launches]
         assert names.count("_turn_kernel") == turned
 
 
-@pytest.mark.parametrize("dtype", NAMES, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "none"])
-def test_grad_pre(
-    activation: str, dtype: torch.dtype, launches: list[Recorded], tmp_path: Path
-) -> None:
+def test_grad_pre(activation: str, dtype: torch.dtype, launches: list[Recorded]) -> None:
     dy, saved = (meta(8192, 3072, dtype=dtype) for _ in range(2))
     backend.grad_pre(dy, saved, activation, True)
     assert len(launches) == 2
@@ -204,8 +131,8 @@ def test_grad_pre(
     backend.grad_pre(dy, saved, activation, True)
     assert len(launches) == 3  # few rows: db comes from the same launch
     for launch in launches:
-        assert_fits(launch.compile(80), 80, tmp_path)
-        assert_fits(launch.compile(90), 90, tmp_path)
+        assert_fits(launch.compile(80), 80)
+        assert_fits(launch.compile(90), 90)
 
 
 @pytest.mark.parametrize("arch", [80, 90])
@@ -217,7 +144,6 @@ def test_grad_products(
     arch: int,
     launches: list[Recorded],
     monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(triton_product, "capability_of", lambda device: ARCHS[arch])
     other = (
@@ -225,44 +151,42 @@ def test_grad_products(
     )
     run: Callable[..., Any] = getattr(backend, product)
     run(meta(8192, 3072, dtype=dtype), other)
-    names = [launch.kernel.fn.__name__ for launch in launches]
+    names = [launch.name for launch in launches]
     turned = 1 if product == "grad_input" else 2
     if dtype is torch.bfloat16 or arch < 90:
         turned = 0
     assert names.count("_turn_kernel") == turned
     run(meta(96, 3072, dtype=dtype), other[:96] if product == "grad_weight" else other)
     for launch in launches:
-        assert_fits(launch.compile(arch), arch, tmp_path)
+        assert_fits(launch.compile(arch), arch)
 
 
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("M", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_forward_of_few_rows(
-    dtype: torch.dtype, M: int, arch: int, launches: list[Recorded], tmp_path: Path
+    dtype: torch.dtype, M: int, arch: int, launches: list[Recorded]
 ) -> None:
     config = triton_config.FewRowsConfig(2, 64 * 16 // dtype.itemsize, 2)
     x, weight, bias = (meta(*s, dtype=dtype) for s in ((M, 4096), (4096, 4096), (4096,)))
     backend.forward(x, weight, bias, "gelu", True, config=config)
     (launch,) = launches
     compiled = launch.compile(arch)
-    assert_fits(compiled, arch, tmp_path)
+    assert_fits(compiled, arch)
     assert ".v4.b32" in compiled.asm["ptx"]  # 16 bytes of W a thread
 
 
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("M", [1, 4, 32, 64, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_whole_backward(
-    dtype: torch.dtype, M: int, arch: int, launches: list[Recorded], tmp_path: Path
-) -> None:
+def test_whole_backward(dtype: torch.dtype, M: int, arch: int, launches: list[Recorded]) -> None:
     dy, saved = meta(M, 1024, dtype=dtype), meta(M, 1024, dtype=dtype)
     x, weight = meta(M, 512, dtype=dtype), meta(1024, 512, dtype=dtype)
     if triton_config.max_backward_rows(ARCHS[arch]) < M:
         pytest.skip("more rows than this architecture serves")
     whole.backward(dy, saved, x, weight, "gelu", (True, True, True))
     for launch in launches:
-        assert_fits(launch.compile(arch), arch, tmp_path)
+        assert_fits(launch.compile(arch), arch)
 
 
 @pytest.mark.parametrize("M", [4, 64])
@@ -270,7 +194,7 @@ def test_whole_backward(
     "needs", [(True, False, False), (False, True, False), (False, True, True), (True, False, True)]
 )
 def test_part_of_the_backward(
-    needs: tuple[bool, bool, bool], M: int, launches: list[Recorded], tmp_path: Path
+    needs: tuple[bool, bool, bool], M: int, launches: list[Recorded]
 ) -> None:
     """What is not needed is None: a compiler sees that where an interpreter does not."""
     dy = meta(M, 512, dtype=torch.float16)
@@ -279,17 +203,17 @@ def test_part_of_the_backward(
     whole.backward(dy, None, x, weight, "none", needs)
     assert launches
     for launch in launches:
-        assert_fits(launch.compile(90), 90, tmp_path)
+        assert_fits(launch.compile(90), 90)
 
 
-def test_a_spill_is_seen(launches: list[Recorded], tmp_path: Path) -> None:
+def test_a_spill_is_seen(launches: list[Recorded]) -> None:
     """The check above fails on a configuration that needs more registers than there are."""
     config = triton_gemm_config.GemmConfig("pointer", 256, 256, 32, 4, 2)
     assert config.problem(torch.bfloat16, (9, 0)) is not None
     x, weight = meta(4096, 512, dtype=torch.bfloat16), meta(4096, 512, dtype=torch.bfloat16)
     backend.forward(x, weight, None, "gelu", False, config=config)
-    with pytest.raises(AssertionError, match="STACK"):
-        assert_fits(launches[0].compile(90), 90, tmp_path)
+    with pytest.raises(AssertionError, match="stack="):
+        assert_fits(launches[0].compile(90), 90)
 
 
 @pytest.mark.parametrize("product", ["forward", "grad_input"])
@@ -308,7 +232,7 @@ def test_each_operand_has_its_own_alignment(product: str, launches: list[Recorde
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (13, 0)])
-@pytest.mark.parametrize("dtype", NAMES, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_every_chosen_configuration_is_valid(
     capability: tuple[int, int], dtype: torch.dtype
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_nodes import needs_nodes
 from torch import Tensor
 
 import fastlinear as fl
@@ -25,15 +26,9 @@ from fastlinear.ops.mlp.autograd import Formula, Mlp
 from fastlinear.ops.mlp.backends import FAMILY
 from fastlinear.ops.mlp.programs import Training
 
-pytestmark = pytest.mark.skipif(door_node.reason_not() is not None, reason="no C++ nodes here")
+pytestmark = needs_nodes
 
 ONEDNN = onednn.reason_not(problem("forward", 1, 1, 1, dtype="float32", device="cpu")) is None
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _built() -> None:
-    assert door.wait(), door.reason_not()
-    assert door_node.wait(), door_node.reason_not()
 
 
 def loaded(piece: str, name: str) -> Callable[..., Any]:

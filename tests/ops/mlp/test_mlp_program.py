@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_nodes import needs_nodes
 from torch import Tensor
 
 import fastlinear as fl
 from fastlinear.core.compare import judge
-from fastlinear.ops.common import door, door_node
+from fastlinear.ops.common import door
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.mlp import (
     layerwise,
@@ -28,14 +29,8 @@ from fastlinear.ops.mlp.whole_clusters import ClustersPlan
 from fastlinear.ops.mlp.whole_grid import GridPlan
 from fastlinear.ops.mlp.whole_stream import StreamPlan
 
-pytestmark = pytest.mark.skipif(door_node.reason_not() is not None, reason="no C++ programs here")
+pytestmark = needs_nodes
 WIDTHS = ((7,), (5, 9, 4), (16, 16, 16, 16))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _built() -> None:
-    assert door.wait(), door.reason_not()
-    assert door_node.wait(), door_node.reason_not()
 
 
 class Way:

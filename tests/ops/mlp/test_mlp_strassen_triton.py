@@ -7,45 +7,22 @@ of their own, started by ``test_under_the_interpreter``.
 from __future__ import annotations
 
 import gc
-import importlib.util
 import itertools
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from interpreted import DEVICE, INTERPRETED, ON_GPU, compares, gpu, run_interpreted, starts_it
 from torch import Tensor, nn
 
 from fastlinear.core.compare import relative_error, unit_rounding
 from fastlinear.ops.mlp import reference, strassen
 from fastlinear.ops.mlp.strassen_scheme import Scheme, error_growth
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-ON_GPU = HAS_TRITON and not INTERPRETED and torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
-
-if INTERPRETED:
-    from triton.runtime import interpreter
-
-    _patch_tensor = interpreter._patch_lang_tensor
-
-    def _patch_lang_tensor(tensor: Any, scope: Any) -> None:
-        # Triton 3.6 calls int() on arrays of one element, which NumPy 2.4 refuses.
-        _patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = _patch_lang_tensor
-
 if INTERPRETED or ON_GPU:
     from fastlinear.ops.mlp import strassen_triton as backend
 
-compares = pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="runs in the interpreter test")
-on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")]
 # the interpreter truncates to bfloat16 and takes long
 DTYPES = (torch.float32, torch.bfloat16, torch.float16) if ON_GPU else (torch.float32,)
 CHAINS = [
@@ -59,16 +36,9 @@ if ON_GPU:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="starts the interpreted tests")
+@starts_it
 def test_under_the_interpreter() -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "pytest", __file__, "-q", "-W", "ignore"]
-    command += ["-p", "no:cacheprovider", "-p", "no:xdist"]
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
-    env["CUDA_VISIBLE_DEVICES"] = ""
-    root = Path(__file__).parents[3]
-    done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout, done.stdout
+    run_interpreted(__file__)
 
 
 @pytest.fixture(autouse=True)
@@ -238,7 +208,7 @@ def test_planes_go_with_the_weight() -> None:
 
 
 class TestOnAGpu:
-    pytestmark = on_gpu
+    pytestmark = gpu
 
     def test_graph_replays_see_new_weights(self) -> None:
         x, weights, biases = draw(64, (64, 96, 64), torch.float32)

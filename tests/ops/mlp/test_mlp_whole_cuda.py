@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import subprocess
 import threading
@@ -10,8 +9,10 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import nvrtc_offline as offline
 import pytest
 import torch
+from hopper_only import on_hopper
 from torch import Tensor
 
 from fastlinear.core.compare import judge
@@ -21,8 +22,6 @@ from fastlinear.ops.mlp import reference, whole_clusters, whole_cuda
 from fastlinear.ops.mlp.problem import problem
 from fastlinear.ops.mlp.whole_cuda import Config
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 CXX = shutil.which("c++")
 SHARED_LIMIT = 232_448
 
@@ -47,14 +46,6 @@ LAYOUTS = {
 }
 NARROW = (100, 16, 7, 30, 200, 8, 4, 16, 90)
 """Hidden layers of so few columns that most blocks and warps have none, several in a row."""
-
-_spec = importlib.util.spec_from_file_location(
-    "nvrtc_offline", Path(__file__).parents[1] / "nvrtc_offline.py"
-)
-assert _spec is not None
-assert _spec.loader is not None
-offline = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(offline)
 
 
 # ---------------------------------------------------------------- anywhere

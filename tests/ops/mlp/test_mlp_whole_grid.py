@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hopper_only import on_hopper
 from torch import Tensor
 
 from fastlinear.core.compare import judge
@@ -19,8 +20,6 @@ from fastlinear.ops.mlp.problem import problem
 from fastlinear.ops.mlp.whole_cuda_config import grid_for, make_grid
 from fastlinear.ops.mlp.whole_grid import Grid
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 CXX = shutil.which("c++")
 BF16, F32 = torch.bfloat16, torch.float32
 GRIDS = {

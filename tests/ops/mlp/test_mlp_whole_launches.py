@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import subprocess
 from itertools import pairwise
 from pathlib import Path
 
+import nvrtc_offline as offline
 import pytest
 import torch
+from hopper_only import on_hopper
 from torch import Tensor
 
 from fastlinear.core.compare import judge
@@ -20,8 +21,6 @@ from fastlinear.ops.mlp.problem import problem
 from fastlinear.ops.mlp.whole_cuda_config import launches_for
 from fastlinear.ops.mlp.whole_launches import KERNEL, Launches
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 CXX = shutil.which("c++")
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 WAYS = {
@@ -35,14 +34,6 @@ WAYS = {
 
 BY_ITSELF = {BF16: WAYS["one warp a column tile"][0], F32: None}
 """What to ask for: float32 calls take launches by themselves."""
-
-_spec = importlib.util.spec_from_file_location(
-    "nvrtc_offline", Path(__file__).parents[1] / "nvrtc_offline.py"
-)
-assert _spec is not None
-assert _spec.loader is not None
-offline = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(offline)
 
 
 # ---------------------------------------------------------------- anywhere

@@ -6,32 +6,17 @@ compiled kernels on disk, so a second run is quick.
 
 from __future__ import annotations
 
-import importlib.util
-import re
-import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("needs triton", allow_module_level=True)
-
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton_offline import FLOATS, assert_fits, compile_for
 
 from fastlinear.ops.mlp import whole_triton as backend
 from fastlinear.ops.mlp import whole_triton_plans as plans
 from fastlinear.ops.mlp.whole_triton_plans import kernel_named
 
-if triton.knobs.runtime.interpret:
-    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
-
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 SHARED_BYTES = {80: 166_912, 90: 232_448, 100: 232_448}
 LAYERS = 4
 Where = tuple[int, ...]
@@ -63,9 +48,8 @@ class Recorded:
                 constants[(i,)] = value
             else:
                 signature[param.name] = _describe(value, (i,), constants, attributes)
-        options = {"num_warps": self.config.warps, "num_stages": self.config.stages}
-        source = ASTSource(kernel, signature, constants, attributes)
-        return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+        how = arch, self.config.warps, self.config.stages
+        return compile_for(*how, kernel, signature, constants, attributes)
 
 
 made: list[Recorded] = []
@@ -82,7 +66,7 @@ def _describe(
         return "constexpr"
     if isinstance(value, torch.Tensor):
         attributes[path] = [["tt.divisibility", 16]]
-        return f"*{NAMES[value.dtype]}"
+        return f"*{FLOATS[value.dtype]}"
     if value % 16 == 0:
         attributes[path] = [["tt.divisibility", 16]]
     return "i32"
@@ -107,19 +91,6 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Any:
     made.clear()
 
 
-def assert_fits(compiled: Any, arch: int, tmp_path: Path) -> None:
-    """No stack frame (spills live there), and shared memory within the architecture's limit."""
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    usage = subprocess.run(
-        [CUOBJDUMP, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True
-    ).stdout
-    match = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert match, usage
-    assert int(match[2]) == 0, usage
-    assert compiled.metadata.shared <= SHARED_BYTES[arch]
-
-
 def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
@@ -141,14 +112,12 @@ MAIN = [
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize(("H", "M", "dtype"), MAIN, ids=str)
-def test_forward(
-    H: int, M: int, dtype: torch.dtype, arch: int, recorded: Any, tmp_path: Path
-) -> None:
+def test_forward(H: int, M: int, dtype: torch.dtype, arch: int, recorded: Any) -> None:
     recorded(arch)
     backend.forward(*chain(H, M, dtype), "relu", "none", False)
     (launch,) = made
     compiled = launch.compile(arch)
-    assert_fits(compiled, arch, tmp_path)
+    assert_fits(compiled, SHARED_BYTES[arch])
     if dtype is torch.float32:
         assert ".f64" in compiled.asm["ptx"]
     elif arch == 90 and M == 65536:
@@ -156,7 +125,7 @@ def test_forward(
 
 
 @pytest.mark.parametrize("H", [64, 128])
-def test_training(H: int, recorded: Any, tmp_path: Path) -> None:
+def test_training(H: int, recorded: Any) -> None:
     recorded(90)
     x, weights, biases = chain(H, 65536, torch.bfloat16)
     y, saved = backend.forward(x, weights, biases, "gelu_tanh", "none", True)
@@ -170,11 +139,11 @@ def test_training(H: int, recorded: Any, tmp_path: Path) -> None:
         "_mlp_sum_parts_kernel",
     ]
     for launch in made[2:] if H == 128 else made:  # the others may spill a little at 128
-        assert_fits(launch.compile(90), 90, tmp_path)
+        assert_fits(launch.compile(90), SHARED_BYTES[90])
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-def test_tf32(arch: int, recorded: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_tf32(arch: int, recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded(arch)
     monkeypatch.setattr(plans, "matmul_precision", lambda dtype: "high")
     x, weights, biases = chain(64, 1024, torch.float32)
@@ -183,7 +152,7 @@ def test_tf32(arch: int, recorded: Any, monkeypatch: pytest.MonkeyPatch, tmp_pat
     backend.backward(y, x, weights, saved, "relu", "none", needs)
     for launch in made:
         compiled = launch.compile(arch)
-        assert_fits(compiled, arch, tmp_path)
+        assert_fits(compiled, SHARED_BYTES[arch])
         assert ".f64" not in compiled.asm["ptx"]
 
 

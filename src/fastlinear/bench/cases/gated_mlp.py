@@ -5,7 +5,7 @@ The first cases are those that decide; then every model's sizes over numbers of 
 
 from __future__ import annotations
 
-from fastlinear.bench.case import Case
+from fastlinear.bench.case import BOTH_MODES, Case
 
 # model → (K = N, H, activation)
 MODELS: dict[str, tuple[int, int, str]] = {
@@ -18,7 +18,6 @@ MODELS: dict[str, tuple[int, int, str]] = {
 }
 _DECISIVE = (("small", 4096), ("wide", 16384), ("llama-7b", 8192), ("llama-7b", 64))
 _TOKENS = (16, 256, 4096, 16384)
-_DIRECTIONS = ("forward", "forward+backward")
 # M, K, H
 _CPU = ((256, 512, 2048), (64, 512, 2048), (1024, 512, 2048), (16, 1024, 4096), (1, 1024, 4096))
 _QUICK = ((64, 128, 256), (8, 256, 512))
@@ -27,14 +26,14 @@ _QUICK = ((64, 128, 256), (8, 256, 512))
 def cases(device: str, quick: bool = False) -> list[Case]:
     """The cases for a device type, most telling first."""
     if quick:
-        return [_case(m, k, h, "float32", device, d) for m, k, h in _QUICK for d in _DIRECTIONS]
+        return [_case(m, k, h, "float32", device, d) for m, k, h in _QUICK for d in BOTH_MODES]
     if device == "cuda":
         return _cuda()
     return [
         _case(m, k, h, dtype, device, direction, light=dtype == "bfloat16")
         for dtype in ("float32", "bfloat16")
         for m, k, h in _CPU
-        for direction in _DIRECTIONS
+        for direction in BOTH_MODES
     ]
 
 
@@ -43,17 +42,17 @@ def _cuda() -> list[Case]:
         _case(m, *MODELS[name][:2], "bfloat16", "cuda", d, MODELS[name][2], bias=bias)
         for bias in ("no", "yes")
         for name, m in _DECISIVE
-        for d in _DIRECTIONS
+        for d in BOTH_MODES
     ]
     seen = {c.name for c in decisive}
     every = [
         _case(m, k, h, "bfloat16", "cuda", d, activation, light=True)
         for k, h, activation in MODELS.values()
         for m in _TOKENS
-        for d in _DIRECTIONS
+        for d in BOTH_MODES
     ]
     k, h, activation = MODELS["small"]
-    single = [_case(4096, k, h, "float32", "cuda", d, activation, light=True) for d in _DIRECTIONS]
+    single = [_case(4096, k, h, "float32", "cuda", d, activation, light=True) for d in BOTH_MODES]
     return [*decisive, *(c for c in every if c.name not in seen), *single]
 
 

@@ -6,7 +6,7 @@ batches, of which few rows are hard to win.
 
 from __future__ import annotations
 
-from fastlinear.bench.case import Case
+from fastlinear.bench.case import BOTH_MODES, Case, timed_on
 
 # M, G, K, N
 _HEADLINE = (
@@ -28,14 +28,13 @@ _CPU = (
     (1, 100, 100, 100),
     (256, 8, 256, 256),
 )
-_DIRECTIONS = ("forward", "forward+backward")
 _QUICK = ((64, 8, 20, 20), (256, 16, 64, 64))
 
 
 def cases(device: str, quick: bool = False) -> list[Case]:
     """The cases for a device type, most telling first."""
     if quick:
-        return [_case(*s, "float32", device, d) for s in _QUICK for d in _DIRECTIONS]
+        return [_case(*s, "float32", device, d) for s in _QUICK for d in BOTH_MODES]
     return _cuda() if device == "cuda" else _cpu()
 
 
@@ -45,8 +44,8 @@ def _cuda() -> list[Case]:
     sized = [(2048, max(1, 8192 // size), size, size) for size in _SIZES]
     wide = [(sizes, dtype) for dtype in ("bfloat16", "float32") for sizes in sized]
     wide += [((m, 100, 100, 100), "bfloat16") for m in _BATCHES]
-    found = [_case(*s, t, "cuda", d, act) for s, t, act in decisive for d in _DIRECTIONS]
-    found += [_case(*s, t, "cuda", d, light=True) for s, t in wide for d in _DIRECTIONS]
+    found = [_case(*s, t, "cuda", d, act) for s, t, act in decisive for d in BOTH_MODES]
+    found += [_case(*s, t, "cuda", d, light=True) for s, t in wide for d in BOTH_MODES]
     return found
 
 
@@ -55,7 +54,7 @@ def _cpu() -> list[Case]:
         _case(*sizes, dtype, "cpu", direction, light=dtype == "bfloat16")
         for dtype in ("float32", "bfloat16")
         for sizes in _CPU
-        for direction in _DIRECTIONS
+        for direction in BOTH_MODES
     ]
 
 
@@ -78,7 +77,7 @@ def _case(
         dtype=dtype,
         device=device,
         direction=direction,
-        metrics=("device", "wall") if device == "cuda" else ("wall",),
+        metrics=timed_on(device),
         options=(("activation", activation), ("bias", "yes")),
         light=light,
     )

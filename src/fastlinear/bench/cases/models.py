@@ -5,7 +5,7 @@ Built from their published configurations with random weights; nothing is downlo
 
 from __future__ import annotations
 
-from fastlinear.bench.case import Case
+from fastlinear.bench.case import Case, timed_on
 
 _SHAPES = (
     ("gpt2", 4, 128),
@@ -29,7 +29,7 @@ def cases(device: str, quick: bool = False) -> list[Case]:
             dtype=dtype,
             device=device,
             direction="forward",
-            metrics=("device", "wall") if device == "cuda" else ("wall",),
+            metrics=timed_on(device),
             options=(("model", name),),
             light=quick,
         )

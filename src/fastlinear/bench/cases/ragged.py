@@ -5,7 +5,7 @@ Each size comes with balanced groups, with groups as unequal as 1/rank, and with
 
 from __future__ import annotations
 
-from fastlinear.bench.case import Case
+from fastlinear.bench.case import BOTH_MODES, Case, timed_on
 
 # M rows of all groups, G, K, N
 _CUDA = (
@@ -19,7 +19,6 @@ _CUDA = (
 _CPU = ((64, 8, 256, 256), (1024, 8, 256, 256), (512, 32, 128, 256))
 _QUICK = ((64, 4, 32, 48),)
 _SIZES = ("balanced", "skewed", "sparse")
-_DIRECTIONS = ("forward", "forward+backward")
 _ACTIVATED = (8192, 8, 512, 512)
 
 
@@ -31,13 +30,13 @@ def cases(device: str, quick: bool = False) -> list[Case]:
         _case(*dims, how, dtype, device, d, light=how != "skewed")
         for how in _SIZES
         for dims in sizes
-        for d in _DIRECTIONS
+        for d in BOTH_MODES
     ]
     if device == "cuda" and not quick:
         act = ("skewed", dtype, device)
-        found += [_case(*_ACTIVATED, *act, d, "gelu_tanh", "yes") for d in _DIRECTIONS]
+        found += [_case(*_ACTIVATED, *act, d, "gelu_tanh", "yes") for d in BOTH_MODES]
         single = ("balanced", "float32", device)
-        found += [_case(*_ACTIVATED, *single, d, light=True) for d in _DIRECTIONS]
+        found += [_case(*_ACTIVATED, *single, d, light=True) for d in BOTH_MODES]
     return found
 
 
@@ -62,7 +61,7 @@ def _case(
         dtype=dtype,
         device=device,
         direction=direction,
-        metrics=("device", "wall") if device == "cuda" else ("wall",),
+        metrics=timed_on(device),
         options=(("sizes", sizes), ("activation", activation), ("bias", bias)),
         light=light,
     )

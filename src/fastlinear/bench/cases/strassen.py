@@ -6,7 +6,7 @@ and its control with the classical products in the same tiling and passes.
 
 from __future__ import annotations
 
-from fastlinear.bench.case import Case
+from fastlinear.bench.case import Case, timed_on
 
 _LAYERS = 4
 _CUDA = (
@@ -36,7 +36,7 @@ def cases(device: str, quick: bool = False) -> list[Case]:
             dtype="float32",
             device=device,
             direction="forward",
-            metrics=("device", "wall") if cuda else ("wall",),
+            metrics=timed_on(device),
             options=(("activation", "relu"), ("bias", "yes"), ("caches", "warm")),
             light=quick,
         )

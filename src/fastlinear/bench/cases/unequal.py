@@ -5,7 +5,7 @@ Sizes are multiples of 8 between two numbers, or any numbers between them.
 
 from __future__ import annotations
 
-from fastlinear.bench.case import Case
+from fastlinear.bench.case import BOTH_MODES, Case, timed_on
 
 # M rows of a group, G, features
 _CUDA = (
@@ -18,18 +18,17 @@ _CUDA = (
 )
 _CPU = ((64, 26, "16-512"), (512, 26, "16-512"), (64, 100, "8-64"))
 _QUICK = ((16, 6, "8-64"), (16, 6, "any 8-64"))
-_DIRECTIONS = ("forward", "forward+backward")
 
 
 def cases(device: str, quick: bool = False) -> list[Case]:
     """The cases for a device type, most telling first."""
     sizes = _QUICK if quick else _CUDA if device == "cuda" else _CPU
     dtype = "bfloat16" if device == "cuda" and not quick else "float32"
-    found = [_case(*dims, dtype, device, d) for dims in sizes for d in _DIRECTIONS]
+    found = [_case(*dims, dtype, device, d) for dims in sizes for d in BOTH_MODES]
     if device == "cuda" and not quick:
         single = [dims for dims in sizes if dims[0] != 16384]
         found += [
-            _case(*dims, "float32", device, d, light=True) for dims in single for d in _DIRECTIONS
+            _case(*dims, "float32", device, d, light=True) for dims in single for d in BOTH_MODES
         ]
     return found
 
@@ -51,7 +50,7 @@ def _case(
         dtype=dtype,
         device=device,
         direction=direction,
-        metrics=("device", "wall") if device == "cuda" else ("wall",),
+        metrics=timed_on(device),
         options=(("sizes", sizes), ("activation", "relu"), ("bias", "yes")),
         light=light,
     )

@@ -1,6 +1,6 @@
 """GEMM kernels for Hopper: what their hosts share.
 
-Device code that they share lies in ``hopper_gemm.h``, ``hopper_kernel.h`` and
+Device code that they share lies in ``hopper_words.h``, ``hopper_gemm.h``, ``hopper_kernel.h`` and
 ``hopper_activations.h``.
 """
 
@@ -25,7 +25,9 @@ SHARED_LIMIT = 232_448
 """Bytes of shared memory that a block may have."""
 HALF_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-_HEADERS = ("hopper_gemm.h", "hopper_kernel.h", "hopper_activations.h")
+WORDS = Path(__file__).with_name("hopper_words.h")
+"""What sources of kernels begin with, behind their macros."""
+_HEADERS = (WORDS.name, "hopper_gemm.h", "hopper_kernel.h", "hopper_activations.h")
 FILES = ("hopper.py", *_HEADERS)
 """All that kernels on top of this file depend on, beside it."""
 

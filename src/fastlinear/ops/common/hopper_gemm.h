@@ -8,9 +8,6 @@
 //   PINGPONG 1: each consumer owns whole BM x BN tiles, alternately; 0: both share one, BM/2 rows each.
 //   A_MN / B_MN 1: the operand's M (N) dimension is the contiguous one in memory.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
 constexpr int BK = 64;                             // one 128-byte swizzle row of 16-bit elements
 constexpr int WG_M = PINGPONG ? BM : BM / 2;       // rows of one consumer's accumulator
 constexpr int MMA_M = WG_M / 64;                   // wgmma instructions along M
@@ -23,10 +20,6 @@ static_assert(BM % (PINGPONG ? 64 : 128) == 0, "BM");
 struct alignas(64) TensorMap { char bytes[128]; };
 
 // ---------------------------------------------------------------- PTX wrappers
-
-__device__ __forceinline__ u32 smem_addr(const void* p) {
-  return static_cast<u32>(__cvta_generic_to_shared(p));
-}
 
 __device__ __forceinline__ void mbar_init(u32 bar, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
@@ -117,11 +110,6 @@ __device__ __forceinline__ void bar_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
-                   : "memory");
-}
-
 __device__ __forceinline__ u32 cluster_rank() {
   u32 rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -152,27 +140,6 @@ __device__ __forceinline__ void stmatrix(u32 addr, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(addr),
                "r"(a), "r"(b), "r"(c), "r"(d)
                : "memory");
-}
-
-__device__ __forceinline__ u32 pack(float lo, float hi) {
-  u32 out;
-#if IS_BF16
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(hi), "f"(lo));
-#else
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(hi), "f"(lo));
-#endif
-  return out;
-}
-
-__device__ __forceinline__ void unpack(u32 in, float& lo, float& hi) {
-#if IS_BF16
-  lo = __uint_as_float(in << 16);
-  hi = __uint_as_float(in & 0xffff0000u);
-#else
-  asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}"
-      : "=f"(lo), "=f"(hi)
-      : "r"(in));
-#endif
 }
 
 // Descriptor of a 128-byte-swizzled operand tile, 1024-byte aligned, 8-row groups 1024 bytes apart.

@@ -9,9 +9,6 @@
 // n and columns are multiples of 8, rows of dy begin at multiples of 16 bytes. Macro from the host:
 // IS_BF16.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
 constexpr int THREADS = 512;
 constexpr int COLS = 64;  // of a block
 constexpr int WAYS = THREADS / COLS;
@@ -28,34 +25,8 @@ __device__ __forceinline__ Four load(const void* from) {
   return r;
 }
 
-__device__ __forceinline__ void unpack(u32 in, float& lo, float& hi) {
-#if IS_BF16
-  lo = __uint_as_float(in << 16);
-  hi = __uint_as_float(in & 0xffff0000u);
-#else
-  asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}"
-      : "=f"(lo), "=f"(hi)
-      : "r"(in));
-#endif
-}
-
-__device__ __forceinline__ unsigned short rounded(float v) {
-  u32 out;
-#if IS_BF16
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(0.0f), "f"(v));
-#else
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(0.0f), "f"(v));
-#endif
-  return static_cast<unsigned short>(out);
-}
-
 __device__ __forceinline__ void wait_for_the_kernel_before() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
-                   : "memory");
 }
 
 __device__ __forceinline__ void put(float* to, float a, float b, float c, float d) {
@@ -123,7 +94,7 @@ __device__ __forceinline__ void add_dy(float (&part)[COLS][COLS], const unsigned
   const int share = COLS / blocks, own = rank * share + threadIdx.x;
   wait_for_the_kernel_before();  // whose memory `down` may have been
   if (threadIdx.x < share && first + own < n) {
-    const u32 at = static_cast<u32>(__cvta_generic_to_shared(total + own));
+    const u32 at = smem_addr(total + own);
     float all = 0.0f;
     for (u32 block = 0; block < blocks; ++block) {
       float v;
@@ -134,7 +105,7 @@ __device__ __forceinline__ void add_dy(float (&part)[COLS][COLS], const unsigned
           : "memory");
       all += v;
     }
-    down[first + own] = rounded(all);
+    down[first + own] = static_cast<unsigned short>(pack(all, 0.0f));
   }
   cluster_sync();  // no block leaves while another reads its total
 }
@@ -176,5 +147,5 @@ gated_bias_sums(const float* parts, unsigned short* gate, unsigned short* up,
   put(&part[slice][x], sum[0], sum[1], sum[2], sum[3]);
   const float mine = slices_of<kSlices>(part);
   if (threadIdx.x < COLS && first + static_cast<int>(threadIdx.x) < columns)
-    out[first + threadIdx.x] = rounded(mine);
+    out[first + threadIdx.x] = static_cast<unsigned short>(pack(mine, 0.0f));
 }

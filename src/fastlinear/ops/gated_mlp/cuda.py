@@ -30,6 +30,7 @@ from fastlinear.ops.common.hopper import (
     BK,
     HALF_DTYPES,
     THREADS,
+    WORDS,
     EarlyLaunch,
     device_source,
     operand_layout,
@@ -392,8 +393,8 @@ def source(
 
 def sums_source(dtype: torch.dtype) -> str:
     """The complete CUDA C++ source of the bias gradients' sums."""
-    bf16 = int(dtype == torch.bfloat16)
-    return f"#define IS_BF16 {bf16}\n" + (_HERE / "bias_sums.cu").read_text()
+    define = f"#define IS_BF16 {int(dtype == torch.bfloat16)}\n"
+    return define + WORDS.read_text() + (_HERE / "bias_sums.cu").read_text()
 
 
 def _sums_kernel(like: Tensor) -> driver.Kernel:

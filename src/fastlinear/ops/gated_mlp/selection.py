@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from fastlinear.core.precision import DTYPE_NAMES, matmul_precision
 from fastlinear.core.problem import Problem
-from fastlinear.dispatch.backend import family
-from fastlinear.dispatch.select import Choice, select
+from fastlinear.dispatch.select import Choice
+from fastlinear.dispatch.steps import backward_choice, choices_of, select_pieces, tuning_order
 from fastlinear.ops.common.calls import is_captured
-from fastlinear.ops.gated_mlp.problem import PIECES, STEP, problem
+from fastlinear.ops.gated_mlp.problem import problem
 from fastlinear.ops.gated_mlp.stacking import Biases, Weights, hidden
+
+__all__ = [
+    "backward_choice",
+    "choices",
+    "choices_of",
+    "problem_of",
+    "select_pieces",
+    "tuning_order",
+]
 
 
 def choices(
@@ -35,49 +43,6 @@ def choices(
     with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
         p = problem_of(x, weights, biases, activation, order, recompute, needs_grad)
         return choices_of(p, backend, own_autograd=recompute is None)
-
-
-def choices_of(
-    p: Problem, backend: str | None = None, *, own_autograd: bool = True
-) -> tuple[Choice, ...]:
-    """The same for a forward Problem instead of tensors.
-
-    A training call without a forced backend asks first whether the whole step is fastest by
-    PyTorch's own autograd; then both pieces are. That choice comes last, unless the pieces are
-    PyTorch's own anyhow. ``own_autograd``: whether that may be: it keeps more memory than a level
-    of recomputation promises.
-    """
-    if not p.needs_grad:
-        return (select(p, backend),)
-    if backend is not None:
-        return select(p, backend), backward_choice(p.with_piece("backward"), backend)
-    pieces = select_pieces(p)
-    if not own_autograd or all(c.backend.name == "eager" for c in pieces):
-        return pieces
-    step = select(p.with_piece(STEP))
-    if step.backend.name == "pieces":
-        return (*pieces, step)
-    reason = f"PyTorch's own autograd was chosen for the whole step ({step.reason})"
-    own = (replace(select(c.problem, "eager"), source=step.source, reason=reason) for c in pieces)
-    return (*own, step)
-
-
-def select_pieces(p: Problem) -> tuple[Choice, ...]:
-    """The selection for forward and backward of a training call, the step left aside."""
-    return tuple(select(p.with_piece(piece)) for piece in PIECES)
-
-
-def backward_choice(p: Problem, backend: str | None = None) -> Choice:
-    """The backend of a backward Problem; ``backend`` where it can serve."""
-    candidates = family(p.family).candidates("backward")
-    able = [b.name for b in candidates if b.name == backend and b.reason_not(p) is None]
-    return select(p, able[0] if able else None)
-
-
-def tuning_order(p: Problem) -> tuple[Problem, ...]:
-    """All Problems that decide about a forward Problem, in the order in which to tune them."""
-    own = (*PIECES, STEP) if p.needs_grad else ("forward",)
-    return tuple(p.with_piece(piece) for piece in own)
 
 
 def problem_of(

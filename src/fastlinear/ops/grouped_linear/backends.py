@@ -48,21 +48,21 @@ _CPP_SOURCES = (
 )
 _STRIPS_SHARED = (
     *("strips_tiles.py", "strips_tiles.h", "strips_instructions.h"),
-    *("../common/hopper_activations.h", "layout.py"),
+    *("../common/hopper_words.h", "../common/hopper_activations.h", "layout.py"),
 )
 _STRIPS_SOURCES = (
     *("strips.py", "strips_config.py", "strips.cu", "strips_float32.py", "strips_float32.cu"),
     *_STRIPS_SHARED,
 )
 _STRIPS_BACKWARD_SOURCES = (
-    *("strips_backward.py", "strips_backward_config.py", "strips_backward.cu"),
+    *("strips_backward.py", "strips_backward_config.py", "strips_backward.cu", "one_pass.py"),
     *_STRIPS_SHARED,
 )
 _HOST_BOUND = 1 << 25  # numbers of x and y below which a GPU waits for a training call's Python
 _WIDE_SOURCES = ("triton_wide.py", "triton_wide_kernels.py", *_TRITON_SOURCES)
 _WIDE_BACKWARD_SOURCES = (
     *("wide_backward.py", "wide_backward_config.py", "wide_backward.cu", "wide_instructions.h"),
-    *("group_map.py", "strips_backward.py", "strips_tiles.py", "layout.py"),
+    *("group_map.py", "one_pass.py", "strips_backward.py", "strips_tiles.py", "layout.py"),
     *(f"../common/{name}" for name in ("cuda_driver.py", *HOPPER_FILES)),
 )
 _PIECES_SOURCES = (

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from fastlinear.core.precision import DTYPE_NAMES, matmul_precision
 from fastlinear.core.problem import Problem
-from fastlinear.dispatch.backend import family
-from fastlinear.dispatch.select import Choice, select
+from fastlinear.dispatch.select import Choice
+from fastlinear.dispatch.steps import backward_choice, choices_of, select_pieces, tuning_order
 from fastlinear.ops.common.calls import is_captured
 from fastlinear.ops.grouped_linear import cpp
 from fastlinear.ops.grouped_linear import layout as layouts
-from fastlinear.ops.grouped_linear.problem import PIECES, STEP, problem
+from fastlinear.ops.grouped_linear.problem import problem
+
+__all__ = [
+    "backward_choice",
+    "choices",
+    "choices_of",
+    "problem_of",
+    "ready_choices",
+    "select_pieces",
+    "tuning_order",
+]
 
 
 def choices(
@@ -53,46 +62,6 @@ def ready_choices(
     if backend is None and in_cpp and cpp.why_not_loaded() is not None:
         return choices(*given)
     return found
-
-
-def choices_of(p: Problem, backend: str | None = None) -> tuple[Choice, ...]:
-    """The same for a forward Problem instead of tensors.
-
-    A training call without a forced backend asks first whether the whole step is fastest by
-    PyTorch's own autograd; then both pieces are. That choice comes last, unless the pieces are
-    PyTorch's own anyhow.
-    """
-    if not p.needs_grad:
-        return (select(p, backend),)
-    if backend is not None:
-        return select(p, backend), backward_choice(p.with_piece("backward"), backend)
-    pieces = select_pieces(p)
-    if all(c.backend.name == "eager" for c in pieces):
-        return pieces
-    step = select(p.with_piece(STEP))
-    if step.backend.name == "pieces":
-        return (*pieces, step)
-    reason = f"PyTorch's own autograd was chosen for the whole step ({step.reason})"
-    own = (replace(select(c.problem, "eager"), source=step.source, reason=reason) for c in pieces)
-    return (*own, step)
-
-
-def select_pieces(p: Problem) -> tuple[Choice, ...]:
-    """The selection for forward and backward of a training call, the step left aside."""
-    return tuple(select(p.with_piece(piece)) for piece in PIECES)
-
-
-def backward_choice(p: Problem, backend: str | None = None) -> Choice:
-    """The backend of a backward Problem; ``backend`` where it can serve."""
-    candidates = family(p.family).candidates("backward")
-    able = [b.name for b in candidates if b.name == backend and b.reason_not(p) is None]
-    return select(p, able[0] if able else None)
-
-
-def tuning_order(p: Problem) -> tuple[Problem, ...]:
-    """All Problems that decide about a forward Problem, in the order in which to tune them."""
-    own = (*PIECES, STEP) if p.needs_grad else ("forward",)
-    return tuple(p.with_piece(piece) for piece in own)
 
 
 def problem_of(

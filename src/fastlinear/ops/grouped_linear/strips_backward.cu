@@ -257,7 +257,7 @@ grouped_linear_strips_backward(const __grid_constant__ TensorMap dy_map,
                                char* dx_begin, int rows, int groups, int slots, int tiles, int each,
                                int more) {
   extern __shared__ __align__(1024) char memory[];
-  const u32 bars = (static_cast<u32>(__cvta_generic_to_shared(memory)) + 1023u) & ~1023u;
+  const u32 bars = (smem_addr(memory) + 1023u) & ~1023u;
   const u32 full = bars, done = full + 8 * STAGES, taken = done + 8 * STAGES;
   const u32 stages = bars + BARRIERS, outs = stages + STAGES * STAGE;
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;

@@ -6,10 +6,7 @@ a block's tiles of tokens and leave as float32 shares, which a second launch add
 
 from __future__ import annotations
 
-import ctypes
-import threading
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +14,8 @@ from torch import Tensor
 from fastlinear.core.device import device_facts
 from fastlinear.core.problem import Problem
 from fastlinear.ops.common import cuda_driver as driver
-from fastlinear.ops.common.door_launch import prepared
-from fastlinear.ops.common.door_program import Program
-from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import strips_tiles
+from fastlinear.ops.grouped_linear.one_pass import OnePass, gradients, row_stride
 from fastlinear.ops.grouped_linear.operands import Backward, Numbers
 from fastlinear.ops.grouped_linear.reference import Gradients, Needs
 from fastlinear.ops.grouped_linear.strips_backward_config import (
@@ -45,8 +40,6 @@ from fastlinear.ops.grouped_linear.strips_tiles import (
 
 ARCH = "sm_90a"
 KERNEL, SUMS_KERNEL = "grouped_linear_strips_backward", "grouped_linear_strips_sums"
-_SUMS_THREADS = 256
-_MAX_PLANS = 1024
 
 
 def source(
@@ -123,9 +116,6 @@ def serves(dy: Tensor, saved: Tensor | None, x: Tensor, weight: Tensor, order: s
     )
 
 
-_plans: dict[Any, StripsBackward] = {}
-
-
 def backward(
     dy: Tensor,
     saved: Tensor | None,
@@ -165,19 +155,8 @@ def backward(
         from fastlinear.ops.grouped_linear import triton_backward
 
         return triton_backward.backward(dy, saved, x, weight, activation, needs, order)
-    rows = [None if t is None else t.stride(1) for t in (dy, saved, x)]
-    key = (x.shape, *rows, n, x.dtype, x.device, activation, needs, order, config)
-    plan = _plans.get(key)
-    if plan is None:
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
-        given = (dy, saved, x, weight, activation, needs, order, config)
-        plan = _plans[key] = StripsBackward(*given)
-    dx = layouts.empty(x.shape, order, x, x.dtype) if needs[0] else None
-    dw = torch.empty((groups, n, k), dtype=x.dtype, device=x.device) if needs[1] else None
-    db = torch.empty((groups, n), dtype=x.dtype, device=x.device) if needs[2] else None
-    plan(dy, saved, x, weight, dx, dw, db)
-    return dx, dw, db
+    given = dy, saved, x, weight
+    return gradients(StripsBackward, *given, activation, needs, order, config)
 
 
 def backward_steps(call: Backward) -> Numbers | None:
@@ -190,14 +169,15 @@ def backward_steps(call: Backward) -> Numbers | None:
         from fastlinear.ops.grouped_linear import triton_backward
 
         return triton_backward.backward_steps(call)
-    plan = StripsBackward(*(dy, saved, x, weight, call.activation, call.needs, call.order, config))
-    found = call.results()
-    plan.steps(call.program, *call.numbers, *found)
-    return found
+    plan = StripsBackward(*call.tensors, call.activation, call.needs, call.order, config)
+    return plan.steps(call)
 
 
-class StripsBackward:
-    """Prepared launches, for tensors of one kind at any address."""
+class StripsBackward(OnePass):
+    """The launches of ``strips_backward.cu``."""
+
+    MAPS = ("dy", "saved", "x", "dx")
+    POINTERS = ("weight", "dw", "db", "dy", "saved", "x", "dx")
 
     def __init__(
         self,
@@ -210,11 +190,10 @@ class StripsBackward:
         order: str,
         config: StripsBackwardConfig,
     ) -> None:
+        super().__init__(ordinal(x))
         _, m, groups, k = x.shape
         n = weight.shape[1]
-        self._device = ordinal(x)
-        driver.make_current(self._device)
-        cut = self._cut = Cut.of(order, m, groups, config.groups)
+        cut = Cut.of(order, m, groups, config.groups)
         how = (activation, needs, config, cut.shared)
         with driver.loading_allowed():
             kernel, sums = _kernels(x.dtype, k, n, *how, self._device)
@@ -222,94 +201,14 @@ class StripsBackward:
         worth = WORTH_PLAIN if saved is None else WORTH
         split = Split(cut.strips, cut.tiles, units * config.blocks, worth)
         slots = split.slots * (cut.p if cut.shared else 1)
-        shares = slots if slots > 1 and any(needs[1:]) else 0
-        self._shares = (
-            (shares, groups, n, k) if shares and needs[1] else None,
-            (shares, groups, n) if shares and needs[2] else None,
-        )
-        self._lock = threading.Lock()
-        read = [self._map(x if t is None else t) for t in (dy, saved, x)]
-        self._maps = [*read, self._map(x, dense=True)]
-        self._pointers = [ctypes.c_void_p(0) for _ in range(7)]
-        whose = [ctypes.c_int(v) for v in (cut.tiles, split.each, split.more)]
-        numbers = [*(ctypes.c_int(v) for v in (cut.rows, groups, slots)), *whose]
-        arguments: list[driver.Argument] = [*self._maps, *self._pointers, *numbers]
+
+        def tiles(t: Tensor, dense: bool = False) -> driver.TensorMap:
+            place = row_stride(t, dense), t.data_ptr(), self._device
+            return cut.map(t.dtype, t.shape[3], *place)
+
+        maps = [tiles(dy), tiles(x if saved is None else saved), tiles(x), tiles(x, dense=True)]
+        whose = (cut.tiles, split.each, split.more)
         threads = 32 * (config.groups * config.parts + service_warps(config))
-        self._launch = driver.Launch(kernel, threads, 1, arguments)
-        self._launch.set_grid(split.blocks)
-        self._sums: driver.Launch | None = None
-        self._sums_pointers = [ctypes.c_void_p(0) for _ in range(4)]
-        if shares:
-            pairs = (groups * n * k // 2 if needs[1] else 0, groups * n // 2 if needs[2] else 0)
-            dw_blocks, db_blocks = (-(-count // _SUMS_THREADS) for count in pairs)
-            self._sums = driver.Launch(
-                sums,
-                _SUMS_THREADS,
-                1,
-                [*self._sums_pointers, ctypes.c_int(groups), *whose, ctypes.c_int(dw_blocks)],
-            )
-            self._sums.set_grid(dw_blocks + db_blocks)
-
-    def _map(self, t: Tensor, dense: bool = False) -> driver.TensorMap:
-        """Tiles of strips of t, or with ``dense`` of a dense tensor of t's shape."""
-        _, m, groups, features = t.shape
-        stride = groups * features if dense or m == 1 else t.stride(1)
-        return self._cut.map(t.dtype, features, stride, t.data_ptr(), self._device)
-
-    def __call__(
-        self,
-        dy: Tensor,
-        saved: Tensor | None,
-        x: Tensor,
-        weight: Tensor,
-        dx: Tensor | None,
-        dw: Tensor | None,
-        db: Tensor | None,
-    ) -> None:
-        """Launch on the current stream; dx, dw and db are dense, None where not wanted."""
-        if self._device != torch._C._cuda_getDevice():
-            with torch.cuda.device(self._device):
-                self(dy, saved, x, weight, dx, dw, db)
-            return
-        parts = [
-            result if shape is None else torch.empty(shape, dtype=torch.float32, device=x.device)
-            for shape, result in zip(self._shares, (dw, db), strict=True)
-        ]
-        with self._lock:
-            stream = torch._C._cuda_getCurrentRawStream(self._device)
-            for map_, tensor in zip(self._maps, (dy, saved, x, dx), strict=True):
-                if tensor is not None:
-                    map_.point_at(tensor.data_ptr())
-            _point(self._pointers, (weight, *parts, dy, saved, x, dx))
-            self._launch.run(stream)
-            if self._sums is not None:
-                _point(self._sums_pointers, (*parts, dw, db))
-                self._sums.run(stream)
-
-    def steps(
-        self,
-        program: Program,
-        dy: int,
-        saved: int | None,
-        x: int,
-        weight: int,
-        dx: int | None,
-        dw: int | None,
-        db: int | None,
-    ) -> None:
-        """A call of tensors of these numbers; the launches are that program's from then on."""
-        parts = [
-            result if shape is None else program.empty(shape, torch.float32, x)
-            for shape, result in zip(self._shares, (dw, db), strict=True)
-        ]
-        maps = zip(self._maps, (dy, saved, x, dx), strict=True)
-        pointers = zip(self._pointers, (weight, *parts, dy, saved, x, dx), strict=True)
-        program.launch(prepared(self._launch, [*maps, *pointers], self))
-        if self._sums is not None:
-            sums = zip(self._sums_pointers, (*parts, dw, db), strict=True)
-            program.launch(prepared(self._sums, list(sums), self))
-
-
-def _point(pointers: list[ctypes.c_void_p], tensors: tuple[Tensor | None, ...]) -> None:
-    for pointer, tensor in zip(pointers, tensors, strict=True):
-        pointer.value = 0 if tensor is None else tensor.data_ptr()
+        numbers = (cut.rows, groups, slots, *whose)
+        self._prepare_pass(kernel, threads, 1, split.blocks, maps, numbers)
+        self._prepare_sums(driver.Launch, sums, weight, needs, slots, 2, (groups, *whose))

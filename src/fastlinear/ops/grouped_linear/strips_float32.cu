@@ -167,7 +167,7 @@ grouped_linear_strips_float32(const __grid_constant__ TensorMap x_map,
                               char* x_begin, char* y_begin, char* pre_begin, int rows, int tiles,
                               int each, int more) {
   extern __shared__ __align__(1024) char memory[];
-  const u32 bars = (static_cast<u32>(__cvta_generic_to_shared(memory)) + 1023u) & ~1023u;
+  const u32 bars = (smem_addr(memory) + 1023u) & ~1023u;
   const u32 full = bars, empty = full + 8 * STAGES;
   const u32 done = empty + 8 * STAGES, taken = done + 8 * OUTS;
   const u32 weights = bars + BARRIERS, stages = weights + HELD, outs = stages + STAGES * X::ROOM;

@@ -1,9 +1,7 @@
 // Instructions of Hopper that the kernels of strips use. Macros: IS_BF16; SHARED, whether maps have a
 // dimension of strips besides rows and columns.
 
-typedef unsigned int u32;
 typedef unsigned short u16;
-typedef unsigned long long u64;
 
 struct alignas(64) TensorMap { char bytes[128]; };
 
@@ -175,15 +173,6 @@ __device__ __forceinline__ void multiply_tf32(float (&c)[4], const u32 (&a)[4], 
         "{%0,%1,%2,%3};"
         : FOUR
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ u32 pack(float lo, float hi) {
-  u32 out;
-  if (IS_BF16)
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(hi), "f"(lo));
-  else
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(hi), "f"(lo));
-  return out;
 }
 
 __device__ __forceinline__ float half_of(u32 word, int which) {

@@ -15,6 +15,7 @@ from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.core.problem import Problem
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common.activations import NAMES
+from fastlinear.ops.common.hopper import WORDS
 
 ROWS = 32
 """Rows of a tile."""
@@ -149,7 +150,7 @@ def source_of(file: str, activation: str, macros: Mapping[str, int]) -> str:
     named = {**acts, "ACT": f"ACT_{activation.upper()}", **macros}
     text = "".join(f"#define {name} {value}\n" for name, value in named.items())
     parts = "strips_instructions.h", "strips_tiles.h", "../common/hopper_activations.h", file
-    return text + "".join((_HERE / part).read_text() for part in parts)
+    return text + WORDS.read_text() + "".join((_HERE / part).read_text() for part in parts)
 
 
 def reason_not(p: Problem) -> str | None:

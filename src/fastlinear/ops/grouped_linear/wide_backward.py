@@ -6,11 +6,8 @@ a block's tiles of tokens and leave as float32 shares, which a second launch add
 
 from __future__ import annotations
 
-import ctypes
-import threading
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,12 +17,10 @@ from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.core.problem import Problem
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common import hopper
-from fastlinear.ops.common.door_launch import prepared
-from fastlinear.ops.common.door_program import Program
-from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import strips_backward, strips_tiles
 from fastlinear.ops.grouped_linear import wide_backward_config as configs
 from fastlinear.ops.grouped_linear.group_map import GroupMap
+from fastlinear.ops.grouped_linear.one_pass import OnePass, gradients, row_stride
 from fastlinear.ops.grouped_linear.operands import Backward, Numbers
 from fastlinear.ops.grouped_linear.reference import Gradients, Needs
 from fastlinear.ops.grouped_linear.wide_backward_config import (
@@ -41,8 +36,6 @@ from fastlinear.ops.grouped_linear.wide_backward_config import (
 
 ARCH = hopper.ARCH
 KERNEL, SUMS_KERNEL = "grouped_linear_wide_backward", "grouped_linear_wide_sums"
-_SUMS_THREADS = 256
-_MAX_PLANS = 1024
 _HERE = Path(__file__).parent
 
 
@@ -116,9 +109,6 @@ def serves(dy: Tensor, saved: Tensor | None, x: Tensor, weight: Tensor, order: s
     )
 
 
-_plans: dict[Any, WideBackward] = {}
-
-
 def backward(
     dy: Tensor,
     saved: Tensor | None,
@@ -150,7 +140,7 @@ def backward(
         dx (B, L, G, K), dW (G, N, K) and db (G, N) in dy's dtype. Products and sums accumulate
         in float32 over dpre rounded to dy's dtype, in a fixed order.
     """
-    groups, n, k = weight.shape
+    _, n, k = weight.shape
     if activation == "none":
         saved = None
     empty = not x.numel() * dy.numel() or not any(needs[:2])
@@ -161,19 +151,8 @@ def backward(
     if config is None:
         config = wide_backward_config(k, n, saved is not None, needs)
         assert config is not None
-    rows = [None if t is None else t.stride(1) for t in (dy, saved, x)]
-    key = (x.shape, *rows, n, x.dtype, x.device, activation, needs, config, chunks)
-    plan = _plans.get(key)
-    if plan is None:
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
-        made = WideBackward(dy, saved, x, weight, activation, needs, config, chunks)
-        plan = _plans[key] = made
-    dx = layouts.empty(x.shape, order, x, x.dtype) if needs[0] else None
-    dw = torch.empty((groups, n, k), dtype=x.dtype, device=x.device) if needs[1] else None
-    db = torch.empty((groups, n), dtype=x.dtype, device=x.device) if needs[2] else None
-    plan(dy, saved, x, weight, dx, dw, db)
-    return dx, dw, db
+    given = dy, saved, x, weight
+    return gradients(WideBackward, *given, activation, needs, order, config, chunks)
 
 
 def backward_steps(call: Backward) -> Numbers | None:
@@ -186,14 +165,15 @@ def backward_steps(call: Backward) -> Numbers | None:
     _, n, k = weight.shape
     config = wide_backward_config(k, n, saved is not None, call.needs)
     assert config is not None
-    plan = WideBackward(dy, saved, x, weight, call.activation, call.needs, config, None)
-    found = call.results()
-    plan.steps(call.program, *call.numbers, *found)
-    return found
+    plan = WideBackward(*call.tensors, call.activation, call.needs, call.order, config)
+    return plan.steps(call)
 
 
-class WideBackward:
-    """Prepared launches, for tensors of one kind at any address."""
+class WideBackward(OnePass):
+    """The launches of ``wide_backward.cu``."""
+
+    MAPS = ("dy", "saved", "x", "dx", "weight")
+    POINTERS = ("weight", "dw", "db")
 
     def __init__(
         self,
@@ -203,111 +183,38 @@ class WideBackward:
         weight: Tensor,
         activation: str,
         needs: Needs,
+        order: str,
         config: WideBackwardConfig,
-        chunks: int | None,
+        chunks: int | None = None,
     ) -> None:
+        assert order == "tokens"
+        super().__init__(strips_tiles.ordinal(x))
         _, m, groups, k = x.shape
         n = weight.shape[1]
-        self._device = strips_tiles.ordinal(x)
-        driver.make_current(self._device)
         with driver.loading_allowed():
             kernel, sums = _kernels(x.dtype, k, n, activation, needs, config, self._device)
         if chunks is None:
             units = device_facts(x.device).units
             chunks = chunks_of(m, groups, k, n, units, any(needs[1:]))
-        shares = chunks if chunks > 1 and any(needs[1:]) else 0
-        self._shares = (
-            (shares, groups, n, k) if shares and needs[1] else None,
-            (shares, groups, n) if shares and needs[2] else None,
-        )
-        self._lock = threading.Lock()
-        self._maps = [
-            self._map(dy, TOKENS // 2 if config.split else TOKENS),
-            self._map(dy if saved is None else saved, TOKENS // 2),
-            self._map(x),
-            self._map(x, dense=True),
-            self._map_of((groups, n, k), n * k, (1, COLUMNS, COLUMNS), weight),
+
+        def boxes(t: Tensor, tokens: int = TOKENS, dense: bool = False) -> GroupMap:
+            shape = m, groups, t.shape[3]
+            return self._map(shape, row_stride(t, dense), (tokens, 1, COLUMNS), t)
+
+        maps = [
+            boxes(dy, TOKENS // 2 if config.split else TOKENS),
+            boxes(dy if saved is None else saved, TOKENS // 2),
+            boxes(x),
+            boxes(x, dense=True),
+            self._map((groups, n, k), n * k, (1, COLUMNS, COLUMNS), weight),
         ]
-        self._pointers = [ctypes.c_void_p(0) for _ in range(3)]
-        numbers = [ctypes.c_int(v) for v in (groups, chunks, -(-m // TOKENS))]
-        arguments: list[driver.Argument] = [*self._maps, *self._pointers, *numbers]
-        cluster = 2 if config.cluster else 1
-        self._launch = driver.Launch(kernel, hopper.THREADS, cluster, arguments)
-        self._launch.set_grid(groups * chunks * halves(k))
-        self._sums: driver.Launch | None = None
-        self._sums_pointers = [ctypes.c_void_p(0) for _ in range(4)]
-        if shares:
-            fours = (groups * n * k // 4 if needs[1] else 0, groups * n // 4 if needs[2] else 0)
-            dw_blocks, db_blocks = (-(-count // _SUMS_THREADS) for count in fours)
-            counts = [ctypes.c_int(v) for v in (groups, chunks, dw_blocks)]
-            self._sums = hopper.EarlyLaunch(sums, _SUMS_THREADS, 1, [*self._sums_pointers, *counts])
-            self._sums.set_grid(dw_blocks + db_blocks)
+        cluster, blocks = 2 if config.cluster else 1, groups * chunks * halves(k)
+        numbers = groups, chunks, -(-m // TOKENS)
+        self._prepare_pass(kernel, hopper.THREADS, cluster, blocks, maps, numbers)
+        launch = hopper.EarlyLaunch
+        self._prepare_sums(launch, sums, weight, needs, chunks, 4, (groups, chunks))
 
-    def _map(self, t: Tensor, tokens: int = TOKENS, dense: bool = False) -> GroupMap:
-        """Boxes of t, or with ``dense`` of a dense tensor of t's shape."""
-        _, m, groups, features = t.shape
-        stride = groups * features if dense or m == 1 else t.stride(1)
-        return self._map_of((m, groups, features), stride, (tokens, 1, COLUMNS), t)
-
-    def _map_of(
+    def _map(
         self, shape: tuple[int, int, int], stride: int, box: tuple[int, int, int], t: Tensor
     ) -> GroupMap:
         return GroupMap(DTYPE_NAMES[t.dtype], shape, stride, box, t.data_ptr(), self._device)
-
-    def __call__(
-        self,
-        dy: Tensor,
-        saved: Tensor | None,
-        x: Tensor,
-        weight: Tensor,
-        dx: Tensor | None,
-        dw: Tensor | None,
-        db: Tensor | None,
-    ) -> None:
-        """Launch on the current stream; dx, dw and db are dense, None where not wanted."""
-        if self._device != torch._C._cuda_getDevice():
-            with torch.cuda.device(self._device):
-                self(dy, saved, x, weight, dx, dw, db)
-            return
-        parts = [
-            result if shape is None else torch.empty(shape, dtype=torch.float32, device=x.device)
-            for shape, result in zip(self._shares, (dw, db), strict=True)
-        ]
-        with self._lock:
-            stream = torch._C._cuda_getCurrentRawStream(self._device)
-            for map_, tensor in zip(self._maps, (dy, saved, x, dx, weight), strict=True):
-                if tensor is not None:
-                    map_.point_at(tensor.data_ptr())
-            _point(self._pointers, (weight, *parts))
-            self._launch.run(stream)
-            if self._sums is not None:
-                _point(self._sums_pointers, (*parts, dw, db))
-                self._sums.run(stream)
-
-    def steps(
-        self,
-        program: Program,
-        dy: int,
-        saved: int | None,
-        x: int,
-        weight: int,
-        dx: int | None,
-        dw: int | None,
-        db: int | None,
-    ) -> None:
-        """A call of tensors of these numbers; the launches are that program's from then on."""
-        parts = [
-            result if shape is None else program.empty(shape, torch.float32, x)
-            for shape, result in zip(self._shares, (dw, db), strict=True)
-        ]
-        maps = zip(self._maps, (dy, saved, x, dx, weight), strict=True)
-        pointers = zip(self._pointers, (weight, *parts), strict=True)
-        program.launch(prepared(self._launch, [*maps, *pointers], self))
-        if self._sums is not None:
-            sums = zip(self._sums_pointers, (*parts, dw, db), strict=True)
-            program.launch(prepared(self._sums, list(sums), self))
-
-
-def _point(pointers: list[ctypes.c_void_p], tensors: tuple[Tensor | None, ...]) -> None:
-    for pointer, tensor in zip(pointers, tensors, strict=True):
-        pointer.value = 0 if tensor is None else tensor.data_ptr()

@@ -53,6 +53,7 @@ _TRITON_SOURCES = (
     "triton_few_rows.py",
     "columns.cu",
     "columns.py",
+    "../common/hopper_words.h",
     "../common/activations_triton.py",
     "../common/triton_launch.py",
 )
@@ -62,7 +63,7 @@ _CUDA_SOURCES = (
 )
 _FEW_ROWS_SOURCES = (
     *("few_rows.cu", "few_rows_single.cu", "few_rows_half.cu", "few_rows_config.py"),
-    *("../common/cuda_driver.py", "../common/hopper.py"),
+    *("../common/cuda_driver.py", "../common/hopper.py", "../common/hopper_words.h"),
 )
 _CPP_SOURCES = tuple(
     f"../common/{name}" for name in ("elementwise.cpp", "cpp_elementwise.py", "cpp_build.py")

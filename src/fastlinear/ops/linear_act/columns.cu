@@ -6,9 +6,6 @@
 //
 // Macros from the host: COLS CL THREADS UNROLL IS_BF16.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
 constexpr int LANES = COLS / 8;        // threads side by side on a row
 constexpr int ROWS = THREADS / LANES;  // rows a block reads at once
 
@@ -22,32 +19,6 @@ __device__ __forceinline__ Eight load(const unsigned short* from) {
                : "=r"(v.pair[0]), "=r"(v.pair[1]), "=r"(v.pair[2]), "=r"(v.pair[3])
                : "l"(from));
   return v;
-}
-
-__device__ __forceinline__ void unpack(u32 in, float& lo, float& hi) {
-#if IS_BF16
-  lo = __uint_as_float(in << 16);
-  hi = __uint_as_float(in & 0xffff0000u);
-#else
-  asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}"
-      : "=f"(lo), "=f"(hi)
-      : "r"(in));
-#endif
-}
-
-__device__ __forceinline__ u32 pack(float lo, float hi) {
-  u32 out;
-#if IS_BF16
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(hi), "f"(lo));
-#else
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(hi), "f"(lo));
-#endif
-  return out;
-}
-
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
-                   : "memory");
 }
 
 // N is a multiple of 8, rows of dy are 16-byte aligned and `stride` elements apart.
@@ -100,7 +71,7 @@ linear_act_columns(const unsigned short* __restrict__ dy, unsigned short* __rest
   cluster_sync();
   const int c = rank * (COLS / CL) + threadIdx.x;  // this block finishes its share of the columns
   if (threadIdx.x < COLS / CL && first + c < N) {
-    const u32 mine = static_cast<u32>(__cvta_generic_to_shared(total + c));
+    const u32 mine = smem_addr(total + c);
     float t = 0.0f;
 #pragma unroll
     for (int block = 0; block < CL; ++block) {

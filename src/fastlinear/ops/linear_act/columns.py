@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fastlinear.ops.common import cuda_driver as driver
+from fastlinear.ops.common.hopper import WORDS
 
 ARCH = "sm_90a"
 MIN_ROWS = 2048
@@ -53,7 +54,8 @@ def source(dtype: torch.dtype, shape: Shape) -> str:
         "UNROLL": unroll,
         "IS_BF16": int(dtype == torch.bfloat16),
     }
-    return "".join(f"#define {k} {v}\n" for k, v in macros.items()) + _SOURCE.read_text()
+    defines = "".join(f"#define {k} {v}\n" for k, v in macros.items())
+    return defines + WORDS.read_text() + _SOURCE.read_text()
 
 
 @cache

@@ -3,14 +3,7 @@
 // Macros from the host: CL (blocks of a cluster, which share a strip of outputs and split K),
 // HAS_BIAS, ACT, and a number ACT_<NAME> for every activation.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
 // ---------------------------------------------------------------- PTX wrappers
-
-__device__ __forceinline__ u32 smem_addr(const void* p) {
-  return static_cast<u32>(__cvta_generic_to_shared(p));
-}
 
 // The next launch may set up from here on; nothing is read or written before the last one is done.
 __device__ __forceinline__ void wait_for_last_launch() {
@@ -32,10 +25,10 @@ __device__ __forceinline__ void cluster_wait() {
   if constexpr (CL > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-__device__ __forceinline__ void cluster_sync() {
+// Of warps that may have diverged.
+__device__ __forceinline__ void cluster_meet() {
   __syncwarp();
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
-                   : "memory");
+  cluster_sync();
 }
 
 // The same place in the shared memory of another block of the cluster.

@@ -20,7 +20,7 @@ from fastlinear.core.errors import UnsupportedError
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.common.door_launch import DoorLaunch, Y
-from fastlinear.ops.common.hopper import EarlyLaunch
+from fastlinear.ops.common.hopper import WORDS, EarlyLaunch
 from fastlinear.ops.linear_act import reference
 from fastlinear.ops.linear_act.few_rows_config import (
     Config,
@@ -58,7 +58,8 @@ def source(
         file = "few_rows_single.cu"
         macros |= {"COLS": config.cols, "WARPS": config.warps, "MANY": int(config.many(K))}
     defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
-    return defines + (_FOLDER / "few_rows.cu").read_text() + (_FOLDER / file).read_text()
+    files = WORDS, _FOLDER / "few_rows.cu", _FOLDER / file
+    return defines + "".join(path.read_text() for path in files)
 
 
 _lock = threading.Lock()

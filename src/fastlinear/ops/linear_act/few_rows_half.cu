@@ -20,27 +20,6 @@ constexpr int SHARE = QUADS / CL;        // which a block of the cluster finishe
 
 static_assert(QUADS % CL == 0 && THREADS % (BN / 4) == 0, "BN");
 
-__device__ __forceinline__ u32 pack(float lo, float hi) {
-  u32 out;
-#if IS_BF16
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(hi), "f"(lo));
-#else
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(hi), "f"(lo));
-#endif
-  return out;
-}
-
-__device__ __forceinline__ void unpack(u32 in, float& lo, float& hi) {
-#if IS_BF16
-  lo = __uint_as_float(in << 16);
-  hi = __uint_as_float(in & 0xffff0000u);
-#else
-  asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}"
-      : "=f"(lo), "=f"(hi)
-      : "r"(in));
-#endif
-}
-
 // d (16 outputs, 8 rows of x) += W piece (16, 16) * x piece (8, 16)^T
 __device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 #if IS_BF16
@@ -203,7 +182,7 @@ linear_act_few_rows(const unsigned short* x, const unsigned short* w, const unsi
     }
   }
   if constexpr (CL > 1) {
-    cluster_sync();
+    cluster_meet();
     for (int i = threadIdx.x; i < SHARE; i += THREADS) {
       const int quad = rank * SHARE + i;
       if (quad / (BN / 4) >= M) break;

@@ -180,7 +180,7 @@ linear_act_few_rows(const float* x, const float* w, const float* bias, float* y,
     }
   }
   if constexpr (CL > 1) {
-    cluster_sync();
+    cluster_meet();
 #pragma unroll
     for (int turn = 0; turn < (SHARE + THREADS - 1) / THREADS; ++turn) {
       const int t = turn * THREADS + threadIdx.x;

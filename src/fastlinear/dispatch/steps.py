@@ -1,0 +1,55 @@
+"""The choices of families whose training calls are a forward and a backward, or one step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fastlinear.core.problem import Problem
+from fastlinear.dispatch.backend import family
+from fastlinear.dispatch.select import Choice, select
+
+PIECES = ("forward", "backward")
+STEP = "step"
+
+
+def choices_of(
+    p: Problem, backend: str | None = None, *, own_autograd: bool = True
+) -> tuple[Choice, ...]:
+    """The selection for a forward Problem and, where it needs gradients, for the backward.
+
+    A forced backend holds for the backward as well where it has one that can serve. A training
+    call without one asks first whether the whole step is fastest by PyTorch's own autograd; then
+    both pieces are. That choice comes last, unless the pieces are PyTorch's own anyhow.
+    ``own_autograd``: whether that may be; it may keep more memory than a call promises.
+    """
+    if not p.needs_grad:
+        return (select(p, backend),)
+    if backend is not None:
+        return select(p, backend), backward_choice(p.with_piece("backward"), backend)
+    pieces = select_pieces(p)
+    if not own_autograd or all(c.backend.name == "eager" for c in pieces):
+        return pieces
+    step = select(p.with_piece(STEP))
+    if step.backend.name == "pieces":
+        return (*pieces, step)
+    reason = f"PyTorch's own autograd was chosen for the whole step ({step.reason})"
+    own = (replace(select(c.problem, "eager"), source=step.source, reason=reason) for c in pieces)
+    return (*own, step)
+
+
+def select_pieces(p: Problem) -> tuple[Choice, ...]:
+    """The selection for forward and backward of a training call, the step left aside."""
+    return tuple(select(p.with_piece(piece)) for piece in PIECES)
+
+
+def backward_choice(p: Problem, backend: str | None = None) -> Choice:
+    """The backend of a backward Problem; ``backend`` where it can serve."""
+    candidates = family(p.family).candidates("backward")
+    able = [b.name for b in candidates if b.name == backend and b.reason_not(p) is None]
+    return select(p, able[0] if able else None)
+
+
+def tuning_order(p: Problem) -> tuple[Problem, ...]:
+    """All Problems that decide about a forward Problem, in the order in which to tune them."""
+    own = (*PIECES, STEP) if p.needs_grad else ("forward",)
+    return tuple(p.with_piece(piece) for piece in own)

@@ -1,0 +1,36 @@
+// Small instructions that kernels for Hopper share; the host puts this text before theirs. Macro from
+// the host: IS_BF16, else words hold float16.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+__device__ __forceinline__ u32 smem_addr(const void* p) {
+  return static_cast<u32>(__cvta_generic_to_shared(p));
+}
+
+// Two numbers rounded to 16 bits in a word, the first in its low half.
+__device__ __forceinline__ u32 pack(float lo, float hi) {
+  u32 out;
+#if IS_BF16
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(hi), "f"(lo));
+#else
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(hi), "f"(lo));
+#endif
+  return out;
+}
+
+__device__ __forceinline__ void unpack(u32 in, float& lo, float& hi) {
+#if IS_BF16
+  lo = __uint_as_float(in << 16);
+  hi = __uint_as_float(in & 0xffff0000u);
+#else
+  asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}"
+      : "=f"(lo), "=f"(hi)
+      : "r"(in));
+#endif
+}
+
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                   : "memory");
+}

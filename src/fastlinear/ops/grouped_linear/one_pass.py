@@ -1,0 +1,188 @@
+"""What the one-pass backwards share: launches prepared once, for tensors of one kind.
+
+The pass reads dy, what the forward saved, and x. Its dx leaves at once, dW and db leave as float32
+shares, which a second launch adds up in order, or as they are where there is one share.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fastlinear.ops.common import cuda_driver as driver
+from fastlinear.ops.common.door_launch import prepared
+from fastlinear.ops.grouped_linear import layout as layouts
+from fastlinear.ops.grouped_linear.operands import Backward, Numbers
+from fastlinear.ops.grouped_linear.reference import Gradients, Needs
+
+TENSORS = ("dy", "saved", "x", "dx", "weight", "dw", "db")
+"""Of a pass; dw and db are those of the shares where there are several."""
+_SUMS_THREADS = 256
+_MAX_PLANS = 1024
+
+
+class OnePass:
+    """Prepared launches, for tensors of one kind at any address; a subclass prepares them.
+
+    Attributes:
+        MAPS: which of ``TENSORS`` the pass takes as tensor maps, its first arguments.
+        POINTERS: which of them it takes as addresses, its next ones.
+    """
+
+    MAPS: ClassVar[tuple[str, ...]]
+    POINTERS: ClassVar[tuple[str, ...]]
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        driver.make_current(device)
+        self._lock = threading.Lock()
+        self._shares: tuple[tuple[int, ...] | None, tuple[int, ...] | None] = (None, None)
+        self._sums: driver.Launch | None = None
+        self._results = [ctypes.c_void_p(0) for _ in range(4)]
+
+    def _prepare_pass(
+        self,
+        kernel: driver.Kernel,
+        threads: int,
+        cluster: int,
+        blocks: int,
+        maps: Sequence[driver.TensorMap],
+        numbers: Sequence[int],
+    ) -> None:
+        """The pass takes ``maps``, addresses and ``numbers``."""
+        pointers = [ctypes.c_void_p(0) for _ in self.POINTERS]
+        self._maps = list(zip(maps, map(TENSORS.index, self.MAPS), strict=True))
+        self._pointers = list(zip(pointers, map(TENSORS.index, self.POINTERS), strict=True))
+        values = [ctypes.c_int(number) for number in numbers]
+        arguments: list[driver.Argument] = [*maps, *pointers, *values]
+        self._launch = driver.Launch(kernel, threads, cluster, arguments)
+        self._launch.set_grid(blocks)
+
+    def _prepare_sums(
+        self,
+        launch: type[driver.Launch],
+        kernel: driver.Kernel,
+        weight: Tensor,
+        needs: Needs,
+        slots: int,
+        at_once: int,
+        numbers: Sequence[int],
+    ) -> None:
+        """Sums of ``slots`` shares, where there are several; a thread makes ``at_once`` of them.
+
+        The kernel takes the addresses of the shares of dW and db, and of dW and db, then
+        ``numbers`` and how many blocks make dW.
+        """
+        if slots <= 1 or not any(needs[1:]):
+            return
+        groups, n, k = weight.shape
+        self._shares = (
+            (slots, groups, n, k) if needs[1] else None,
+            (slots, groups, n) if needs[2] else None,
+        )
+        threads = (
+            groups * n * k // at_once if needs[1] else 0,
+            groups * n // at_once if needs[2] else 0,
+        )
+        dw_blocks, db_blocks = (-(-count // _SUMS_THREADS) for count in threads)
+        values = [ctypes.c_int(number) for number in (*numbers, dw_blocks)]
+        self._sums = launch(kernel, _SUMS_THREADS, 1, [*self._results, *values])
+        self._sums.set_grid(dw_blocks + db_blocks)
+
+    def __call__(
+        self,
+        dy: Tensor,
+        saved: Tensor | None,
+        x: Tensor,
+        weight: Tensor,
+        dx: Tensor | None,
+        dw: Tensor | None,
+        db: Tensor | None,
+    ) -> None:
+        """Launch on the current stream; dx, dw and db are dense, None where not wanted."""
+        if self._device != torch._C._cuda_getDevice():
+            with torch.cuda.device(self._device):
+                self(dy, saved, x, weight, dx, dw, db)
+            return
+        parts = [
+            result if shape is None else torch.empty(shape, dtype=torch.float32, device=x.device)
+            for shape, result in zip(self._shares, (dw, db), strict=True)
+        ]
+        tensors = (dy, saved, x, dx, weight, *parts)
+        with self._lock:
+            stream = torch._C._cuda_getCurrentRawStream(self._device)
+            for map_, which in self._maps:
+                tensor = tensors[which]
+                if tensor is not None:
+                    map_.point_at(tensor.data_ptr())
+            for pointer, which in self._pointers:
+                pointer.value = _address(tensors[which])
+            self._launch.run(stream)
+            if self._sums is not None:
+                for pointer, tensor in zip(self._results, (*parts, dw, db), strict=True):
+                    pointer.value = _address(tensor)
+                self._sums.run(stream)
+
+    def steps(self, call: Backward) -> Numbers:
+        """Add a call to its program; the launches are that program's from then on."""
+        (dy, saved, x, weight), (dx, dw, db) = call.numbers, call.results()
+        parts = [
+            result if shape is None else call.program.empty(shape, torch.float32, x)
+            for shape, result in zip(self._shares, (dw, db), strict=True)
+        ]
+        tensors = (dy, saved, x, dx, weight, *parts)
+        maps = [(map_, tensors[which]) for map_, which in self._maps]
+        pointers = [(pointer, tensors[which]) for pointer, which in self._pointers]
+        call.program.launch(prepared(self._launch, [*maps, *pointers], self))
+        if self._sums is not None:
+            sums = zip(self._results, (*parts, dw, db), strict=True)
+            call.program.launch(prepared(self._sums, list(sums), self))
+        return dx, dw, db
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+_plans: dict[Any, OnePass] = {}
+
+
+def gradients(
+    make: Callable[..., OnePass],
+    dy: Tensor,
+    saved: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    activation: str,
+    needs: Needs,
+    order: str,
+    *how: Any,
+) -> Gradients:
+    """(dx, dW, db), each None where not needed, by launches kept for tensors of this kind.
+
+    ``make`` makes them of everything else that is given.
+    """
+    groups, n, k = weight.shape
+    rows = [None if t is None else t.stride(1) for t in (dy, saved, x)]
+    key = (make, x.shape, *rows, n, x.dtype, x.device, activation, needs, order, *how)
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= _MAX_PLANS:
+            _plans.clear()
+        plan = _plans[key] = make(dy, saved, x, weight, activation, needs, order, *how)
+    dx = layouts.empty(x.shape, order, x, x.dtype) if needs[0] else None
+    dw = torch.empty((groups, n, k), dtype=x.dtype, device=x.device) if needs[1] else None
+    db = torch.empty((groups, n), dtype=x.dtype, device=x.device) if needs[2] else None
+    plan(dy, saved, x, weight, dx, dw, db)
+    return dx, dw, db
+
+
+def row_stride(t: Tensor, dense: bool) -> int:
+    """Elements between tokens of t (1, M, G, features), or with ``dense`` of such a dense one."""
+    _, m, groups, features = t.shape
+    return groups * features if dense or m == 1 else t.stride(1)

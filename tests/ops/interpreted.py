@@ -1,0 +1,50 @@
+"""Tests of Triton kernels on whatever is there: a GPU, or Triton's interpreter on the CPU.
+
+Triton reads TRITON_INTERPRET when a kernel is defined, so a file's interpreted tests run in a
+process of their own, which its ``test_under_the_interpreter`` starts.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+ON_GPU = HAS_TRITON and not INTERPRETED and torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+
+compares = pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="runs in the interpreter test")
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")]
+starts_it = pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="starts the interpreted tests")
+
+if INTERPRETED:
+    from triton.runtime import interpreter
+
+    _patch_tensor = interpreter._patch_lang_tensor
+
+    def _patch_lang_tensor(tensor: Any, scope: Any) -> None:
+        # Triton 3.6 calls int() on arrays of one element, which NumPy 2.4 refuses.
+        _patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = _patch_lang_tensor
+
+
+def run_interpreted(file: str) -> None:
+    """Run a file's tests under the interpreter; fails where they fail, or none runs."""
+    command = [sys.executable, "-W", "ignore", "-m", "pytest", file, "-q", "-W", "ignore"]
+    command += ["-p", "no:cacheprovider", "-p", "no:xdist"]
+    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
+    env["CUDA_VISIBLE_DEVICES"] = ""
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout, done.stdout
