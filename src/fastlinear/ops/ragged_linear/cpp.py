@@ -189,8 +189,9 @@ def _memory(t: Tensor | None) -> int:
     return 0 if t is None else t.data_ptr()
 
 
+@lru_cache(maxsize=1)
 def _why_not_loaded() -> str | None:
-    """Why the library cannot be had, or None."""
+    """Why the library cannot be had, or None; compiles it at first."""
     found = cpp_build.reason_not() or cpp_build.why_not_loaded(SOURCE)
     if found is None and _gemm() is None:
         return "PyTorch exports no BLAS"
