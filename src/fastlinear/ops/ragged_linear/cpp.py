@@ -26,7 +26,7 @@ from fastlinear.ops.ragged_linear.validation import counted
 
 SOURCE = Path(__file__).with_name("ragged.cpp")
 _CODES = {name: code for code, name in enumerate(NAMES)}  # the switches of grouped_rows.h
-_MOST_HALF = 1 << 17  # K·N up to which our tiles win over oneDNN's products
+_MOST_HALF = 1 << 18  # K·N up to which our tiles win over a loop of oneDNN's products
 _MOST = (1 << 31) - 1  # the BLAS counts in 32 bits
 _GEMM = "sgemm_"
 
