@@ -1,4 +1,4 @@
-"""ragged_linear by PyTorch's products: every way of dividing rows, and every gradient."""
+"""ragged_linear on a CPU: every way of dividing rows, and every gradient."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 import fastlinear as fl
 from fastlinear.core.compare import judge
-from fastlinear.ops.ragged_linear import products
+from fastlinear.ops.ragged_linear import cpp, products
 
 SIZES = ([4, 4, 4], [5, 0, 7], [0, 0, 0], [12, 0, 0], [1, 2, 3], [2, 2, 2])  # of 12 rows
 
@@ -26,11 +26,15 @@ def drawn(dtype: torch.dtype, bias: bool) -> tuple[Tensor, Tensor, Tensor | None
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("activation", ["none", "relu", "sigmoid", "gelu"])
 @pytest.mark.parametrize("bias", [False, True])
-def test_all_gradients(sizes: list[int], activation: str, bias: bool) -> None:
+@pytest.mark.parametrize("backend", ["cpp", "loop"])
+def test_all_gradients(backend: str, sizes: list[int], activation: str, bias: bool) -> None:
     x, w, b, dy = drawn(torch.float32, bias)
+    if backend == "cpp" and cpp.reason_not(x, w):
+        pytest.skip(str(cpp.reason_not(x, w)))
     counts = torch.tensor(sizes)
-    y = fl.ragged_linear(x, w, counts, b, activation=activation)
-    assert isinstance(y.grad_fn, torch.autograd.function.BackwardCFunction)  # not PyTorch's ops
+    y = fl.ragged_linear(x, w, counts, b, activation=activation, backend=backend)
+    # not PyTorch's ops
+    assert type(y.grad_fn).__name__ in ("RaggedBackward", "ProductsBackward", "CppFunction")
     leaves = [t for t in (x, w, b) if t is not None]
     found = [y, *torch.autograd.grad(y, leaves, dy)]
 

@@ -128,10 +128,11 @@ inline at::Tensor onednn_product(const at::Tensor& x, const at::Tensor& w, const
 //   cdact   dpre, db or -1, dy, saved, code, chunks, function's address
 //   call    function's address, (arguments...): a number, a (tensor's number,) or -1 for its
 //           memory, or an array of such
+//   attempt as call, of a function whose result is 0 where Python has to take the call
 struct Step {
   enum Kind {
     kEmpty, kView, kKernel, kLinear, kAct, kDact, kMm, kAddMm, kSum, kOneDnn, kCAct, kCDact, kCall,
-    kStrided, kDense, kCopy, kBmm, kBmmInto, kBaddBmm
+    kStrided, kDense, kCopy, kBmm, kBmmInto, kBaddBmm, kAttempt
   };
   struct Argument {
     enum What { kNumber, kMemory, kMemories } what;
@@ -155,7 +156,8 @@ struct Step {
         for (const auto& p : kernel->places) found.push_back(p.tensor);
         return found;
       }
-      case kCall: {
+      case kCall:
+      case kAttempt: {
         std::vector<int64_t> found;
         for (const auto& a : arguments) found.insert(found.end(), a.tensors.begin(), a.tensors.end());
         return found;
@@ -267,7 +269,7 @@ class Program {
     static constexpr const char* kNames[] = {"empty", "view",  "kernel", "linear",  "act",
                                              "dact",  "mm",    "addmm",  "sum",     "onednn",
                                              "cact",  "cdact", "call",   "strided", "dense",
-                                             "copy",  "bmm",   "bmminto", "baddbmm"};
+                                             "copy",  "bmm",   "bmminto", "baddbmm", "attempt"};
     constexpr int kKinds = sizeof(kNames) / sizeof(kNames[0]);
     PyObject* name = PyTuple_GetItem(spec, 0);
     int kind = 0;
@@ -279,7 +281,7 @@ class Program {
     if (kind == Step::kKernel) {
       step.kernel = std::make_unique<Kernel>(PyTuple_GetItem(spec, 1));
       for (const auto& p : step.kernel->places) reach(p.tensor);
-    } else if (kind == Step::kCall) {
+    } else if (kind == Step::kCall || kind == Step::kAttempt) {
       step.function = address(spec, 1);
       PyObject* given = PyTuple_GetItem(spec, 2);
       if (PyTuple_Size(given) > static_cast<Py_ssize_t>(Step::kMaxArguments)) throw PythonError();
@@ -320,9 +322,10 @@ class Program {
   }
 
   // A C function of numbers and pointers, which are passed alike.
-  static void call(const Step& s, const Tensors& r) {
+  template <class Result>
+  static Result call(const Step& s, const Tensors& r) {
     using N = int64_t;
-    using Function = void (*)(N, N, N, N, N, N, N, N, N, N, N, N);
+    using Function = Result (*)(N, N, N, N, N, N, N, N, N, N, N, N);
     N a[Step::kMaxArguments] = {};
     c10::SmallVector<c10::SmallVector<N, 16>, 4> arrays;
     arrays.reserve(s.arguments.size());
@@ -341,8 +344,8 @@ class Program {
         a[i] = reinterpret_cast<N>(array.data());
       }
     }
-    reinterpret_cast<Function>(s.function)(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8],
-                                           a[9], a[10], a[11]);
+    return reinterpret_cast<Function>(s.function)(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7],
+                                                  a[8], a[9], a[10], a[11]);
   }
 
   // Tensors that steps made are given back after their last use, as autograd's own nodes would.
@@ -450,8 +453,10 @@ class Program {
       case Step::kCDact:
         return column_sums(s, r);
       case Step::kCall:
-        call(s, r);
+        call<void>(s, r);
         return true;
+      case Step::kAttempt:
+        return call<int64_t>(s, r) != 0;
     }
     return false;
   }

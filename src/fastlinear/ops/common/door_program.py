@@ -14,7 +14,13 @@ Memory = tuple[int]
 Memories = list[int]
 
 _CODES = {name: code for code, name in enumerate(NAMES)}
-SCALAR_TYPES = {torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.bfloat16: 15}
+SCALAR_TYPES = {
+    torch.int64: 4,
+    torch.float16: 5,
+    torch.float32: 6,
+    torch.float64: 7,
+    torch.bfloat16: 15,
+}
 """Numbers of c10::ScalarType."""
 
 
@@ -143,6 +149,13 @@ class Program:
         """
         self._kept.append(keeps)
         self._steps.append(("call", function, arguments))
+
+    def attempt(
+        self, function: int, *arguments: int | Memory | Memories, keeps: Any = None
+    ) -> None:
+        """``call`` of a function whose int64 result is 0 where Python has to take the call."""
+        self._kept.append(keeps)
+        self._steps.append(("attempt", function, arguments))
 
     def only_at(self, tensor: int) -> None:
         """A given tensor's address is part of what the program was made for."""

@@ -1,26 +1,32 @@
-"""The public function ragged_linear: groups of one size whose numbers of rows differ."""
+"""The public function ragged_linear: groups of one size whose numbers of rows differ.
+
+Hot path: one call of the compiled door looks a ready plan up by every fact of the tensors, and runs
+it, on the sizes that the call has. Where the door knows no such call, validation and the choice of
+a backend below come first.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastlinear.core.device import device_facts
-from fastlinear.core.errors import InputError, UnsupportedError
-from fastlinear.core.precision import DTYPE_NAMES
-from fastlinear.ops.common import calls
-from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.core.errors import UnsupportedError
+from fastlinear.ops.common import calls, door, door_node
 from fastlinear.ops.grouped_linear import triton_config
 from fastlinear.ops.grouped_linear.plans import as_autocast
-from fastlinear.ops.ragged_linear import products
+from fastlinear.ops.ragged_linear import cpp, products, programs
+from fastlinear.ops.ragged_linear.formula import Formula, Ragged
+from fastlinear.ops.ragged_linear.validation import validate, validate_kinds
 
-BACKENDS = ("loop", "triton")
-_INTEGERS = (torch.int32, torch.int64)
+NAME = "ragged_linear"
 _MAX_GROUPS = 2047
+_is_compiling = torch.compiler.is_compiling
 
 
 def ragged_linear(
@@ -43,17 +49,18 @@ def ragged_linear(
         group_sizes: shape (G,), int32 or int64, on x's device.
         bias: shape (G, N), or None.
         activation: a name ``grouped_linear`` knows.
-        backend: ``"triton"``, one launch forward and at most two backward, on CUDA devices; or
-            ``"loop"``, a product of PyTorch a group, which reads the sizes on the host and so waits
-            for the device. None takes "triton" wherever it can serve.
+        backend: ``"triton"``, one launch forward and at most two backward, on CUDA devices;
+            ``"cpp"``, one C++ call each, on CPUs, in float32 and bfloat16; or ``"loop"``, a
+            product of PyTorch a group, which reads the sizes on the host and so waits for the
+            device. None takes the first that can serve.
 
     Returns:
         y (T, N), in x's dtype.
 
     Raises:
-        InputError: shapes, dtypes or devices do not fit, or a name is unknown; with "loop" also a
-            negative size, or sizes that pass T together. "triton" does not wait to look at them: a
-            negative size counts as 0, and what passes T is cut off.
+        InputError: shapes, dtypes or devices do not fit, or a name is unknown; with "cpp" and
+            "loop" also a negative size, or sizes that pass T together. "triton" does not wait to
+            look at them: a negative size counts as 0, and what passes T is cut off.
         UnsupportedError: a forced backend cannot serve the call; the message says why.
 
     float32, bfloat16, float16 and float64; 16-bit dtypes accumulate in float32. Deterministic for
@@ -64,155 +71,99 @@ def ragged_linear(
     >>> fl.ragged_linear(x, w, torch.tensor([3, 1]))[:, 0]
     tensor([3., 3., 3., 3., 0.])
     """
-    activation_of(activation, "ragged_linear")
-    if backend is not None and backend not in BACKENDS:
-        _fail(f"backend in {', '.join(BACKENDS)} or None", repr(backend), "Leave it out.")
-    given = [x, weight, group_sizes] if bias is None else [x, weight, group_sizes, bias]
-    for t in given:
-        if not isinstance(t, Tensor):
-            _fail("tensors", type(t).__name__, "Convert it with torch.as_tensor.")
-    x, weight, bias = as_autocast(x, weight, bias)
-    _validate(x, weight, group_sizes, bias)
-    if torch.compiler.is_compiling() and backend is None:
-        grad = torch.is_grad_enabled() and any(t.requires_grad for t in given)
-        op = torch.ops.fastlinear.ragged_linear
-        found: Tensor = op(x, weight, group_sizes, bias, activation, grad)[0]
-        return found
-    why = _reason_not_triton(x, weight, given)
-    if backend == "triton" and why is not None:
-        raise UnsupportedError(
-            "ragged_linear",
-            expected="a call that backend 'triton' can serve",
-            received=f"one that it cannot: {why}",
-            remedy="Leave backend out.",
-        )
-    if why is None and backend != "loop":
-        if not (torch.is_grad_enabled() and any(t.requires_grad for t in given)):
-            return by_kernels(x, weight, group_sizes, bias, activation, False)[0]
-        y: Tensor = _Ragged.apply(x, weight, bias, group_sizes, activation)
-        return y
-    return loop(x, weight, group_sizes, bias, activation)
+    if not _is_compiling():
+        y: Tensor | None = _door(x, weight, (group_sizes, bias), activation, backend)
+        if y is not None:
+            return y
+    return _looked_up(x, weight, group_sizes, bias, activation, backend)
 
 
-def loop(
-    x: Tensor, weight: Tensor, group_sizes: Tensor, bias: Tensor | None, activation: str
-) -> Tensor:
-    """The same by one product of PyTorch a group; the sizes are read on the host."""
-    sizes = group_sizes.tolist()
-    total = sum(sizes)
-    if min(sizes) < 0 or total > x.shape[0]:
-        _fail(
-            f"group_sizes of at least 0 that sum to at most the {x.shape[0]} rows of x",
-            f"least {min(sizes)}, sum {total}",
-            "Count the rows of each group, for example with torch.bincount.",
-        )
-    given = [t for t in (x, weight, bias) if t is not None]
-    watched = calls.transforms_active() or calls.forward_mode() or calls.recorded()
-    if watched or torch.compiler.is_compiling() or any(type(t) not in calls.PLAIN for t in given):
-        return products.composed(x, weight, sizes, bias, activation)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
-        y: Tensor = products.Products.apply(x, weight, bias, sizes, activation)
-        return y
-    return products.forward(x, weight, sizes, bias, activation, False)[0]
-
-
-class _Ragged(torch.autograd.Function):
-    """The autograd formula over the Triton backend."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        group_sizes: Tensor,
-        activation: str,
-    ) -> Tensor:
-        """y (T, N)."""
-        kind = activation_of(activation).saved
-        save_pre = any(ctx.needs_input_grad) and kind == "pre"
-        y, pre = by_kernels(x, weight, group_sizes, bias, activation, save_pre)
-        ctx.save_for_backward(x, weight, bias, group_sizes, y if kind == "output" else pre)
-        ctx.activation = activation
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        """(dx, dW, db, None, None); by PyTorch's own ops where a graph is asked for."""
-        x, weight, bias, group_sizes, saved = ctx.saved_tensors
-        activation = ctx.activation
-        need_x, need_w, need_b = ctx.needs_input_grad[:3]
-        if torch.is_grad_enabled():
-            with torch.enable_grad():
-                own: list[Any] = [None if t is None else t.view_as(t) for t in (x, weight, bias)]
-                y = loop(own[0], own[1], group_sizes, own[2], activation)
-                needs = zip(own, (need_x, need_w, need_b), strict=True)
-                wanted = [t if need else None for t, need in needs]
-                inputs = [t for t in wanted if t is not None]
-                found = iter(torch.autograd.grad(y, inputs, dy, create_graph=True))
-            return (*(None if t is None else next(found) for t in wanted), None, None)
-        needed = (need_x, need_w, need_b)
-        rest = (group_sizes, activation, needed)
-        return (*gradients(dy, saved, x, weight, *rest), None, None)
-
-
-def by_kernels(
+def _looked_up(
     x: Tensor,
     weight: Tensor,
     group_sizes: Tensor,
     bias: Tensor | None,
     activation: str,
-    save_pre: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """(y, pre if asked), (T, N) each, in one launch of the Triton backend."""
-    from fastlinear.ops.ragged_linear import triton
-
-    flat = None if bias is None else bias.resolve_neg().contiguous()
-    sizes = group_sizes.contiguous()
-    return triton.product(_rows(x), weight.resolve_neg(), flat, None, sizes, activation, save_pre)
-
-
-def gradients(
-    dy: Tensor,
-    saved: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    group_sizes: Tensor,
-    activation: str,
-    needs: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(dx, dW, db), each None where not needed, in at most two launches of the Triton backend."""
-    from fastlinear.ops.ragged_linear import triton
-
-    sizes, grad = group_sizes.contiguous(), _rows(dy)
-    dx = dw = db = None
-    if needs[0]:
-        dx = triton.grad_input(grad, saved, weight.resolve_neg(), sizes, activation)
-    if needs[1] or needs[2]:
-        rest = (sizes, activation, needs[1], needs[2])
-        dw, db = triton.grad_weight(grad, saved, _rows(x), *rest)
-    return dx, dw, db
+    backend: str | None,
+) -> Tensor:
+    validate_kinds(x, weight, group_sizes, bias, activation, backend)
+    given = x, weight, (group_sizes, bias), activation, backend
+    x, weight, bias = as_autocast(x, weight, bias)
+    validate(x, weight, group_sizes, bias)
+    tensors = [t for t in (x, weight, group_sizes, bias) if t is not None]
+    grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    if _is_compiling() and backend is None:
+        op = torch.ops.fastlinear.ragged_linear
+        found: Tensor = op(x, weight, group_sizes, bias, activation, grad)[0]
+        return found
+    chosen = _chosen(x, weight, tensors, backend)
+    if chosen == "loop":
+        return products.loop(x, weight, group_sizes, bias, activation)
+    formula = Formula(activation, chosen)
+    if grad:
+        found = Ragged.apply(x, weight, group_sizes, bias, formula)
+    else:
+        found = formula.inference(x, weight, (group_sizes, bias))
+    if calls.autocast_dtype(x) is None and not any(t.is_neg() for t in tensors):
+        _admit(formula, grad, *given)
+    return found
 
 
-def _rows(t: Tensor) -> Tensor:
-    """t with contiguous rows that do not overlap."""
-    t = t.resolve_neg()
-    return t if t.stride(1) == 1 and t.stride(0) >= t.shape[1] else t.contiguous()
+def _chosen(x: Tensor, weight: Tensor, given: list[Tensor], backend: str | None) -> str:
+    """The backend of a valid call.
+
+    Raises:
+        UnsupportedError: the forced one cannot serve it.
+    """
+    if backend in (None, "loop"):
+        return "loop" if backend else _first(x, weight, given)
+    reason = _reason_not_cpp if backend == "cpp" else _reason_not_triton
+    why = reason(x, weight, given)
+    if why is not None:
+        raise UnsupportedError(
+            "ragged_linear",
+            expected=f"a call that backend {backend!r} can serve",
+            received=f"one that it cannot: {why}",
+            remedy="Leave backend out.",
+        )
+    assert backend is not None
+    return backend
+
+
+def _first(x: Tensor, weight: Tensor, given: list[Tensor]) -> str:
+    if _reason_not_triton(x, weight, given) is None:
+        return "triton"
+    if x.device.type == "cpu" and cpp.pays(x, weight) and not _reason_not_cpp(x, weight, given):
+        return "cpp"
+    return "loop"
+
+
+def _reason_not_any(x: Tensor, weight: Tensor, given: list[Tensor]) -> str | None:
+    """Why nothing of our own can serve, whatever the device, or None."""
+    if _is_compiling() or calls.recorded():
+        return "a compiler or a recorder is active"
+    if calls.transforms_active() or calls.forward_mode():
+        return "a transform is active"
+    if any(type(t) not in calls.PLAIN or t.layout is not torch.strided for t in given):
+        return "takes plain strided tensors"
+    if not x.numel() * weight.numel():
+        return "an empty call needs no kernel"
+    return None
+
+
+def _reason_not_cpp(x: Tensor, weight: Tensor, given: list[Tensor]) -> str | None:
+    """Why the C++ backend cannot serve, or None."""
+    return _reason_not_any(x, weight, given) or cpp.reason_not(x, weight)
 
 
 def _reason_not_triton(x: Tensor, weight: Tensor, given: list[Tensor]) -> str | None:
     """Why the Triton backend cannot serve, or None."""
     if x.device.type != "cuda":
         return "its kernels run on CUDA devices only"
-    if torch.compiler.is_compiling() or calls.recorded():
-        return "a compiler or a recorder is active"
-    if calls.transforms_active() or calls.forward_mode():
-        return "a transform is active"
-    if any(type(t) not in calls.PLAIN or t.layout is not torch.strided for t in given):
-        return "takes plain strided tensors"
+    why = _reason_not_any(x, weight, given)
+    if why is not None:
+        return why
     groups, n, k = weight.shape
-    if not x.numel() * weight.numel():
-        return "an empty call needs no kernel"
     if groups > _MAX_GROUPS:
         return f"serves at most {_MAX_GROUPS} groups, the call has {groups}"
     if not _has_triton():
@@ -228,50 +179,47 @@ def _has_triton() -> bool:
 
 def served_by(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str:
     """The backend that serves valid tensors by default."""
-    given = [t for t in (x, weight, bias) if t is not None]
-    return "loop" if _reason_not_triton(x, weight, given) else "triton"
+    return _first(x, weight, [t for t in (x, weight, bias) if t is not None])
 
 
-def _validate(x: Tensor, weight: Tensor, group_sizes: Tensor, bias: Tensor | None) -> None:
-    if weight.dim() != 3 or weight.shape[0] == 0:
-        _fail(
-            "weight of shape (G, N, K) with at least one group",
-            f"shape {tuple(weight.shape)}",
-            "Stack the groups' weights (N, K): torch.stack(weights).",
-        )
-    groups, n, k = weight.shape
-    if x.dim() != 2 or x.shape[1] != k:
-        _fail(
-            f"x of shape (T, {k}) for weight of shape {tuple(weight.shape)}",
-            f"shape {tuple(x.shape)}",
-            "Flatten its tokens: x.flatten(0, -2).",
-        )
-    if group_sizes.shape != (groups,) or group_sizes.dtype not in _INTEGERS:
-        _fail(
-            f"group_sizes of shape ({groups},), int32 or int64",
-            f"shape {tuple(group_sizes.shape)}, {group_sizes.dtype}",
-            "Give the number of rows of each group.",
-        )
-    if bias is not None and bias.shape != (groups, n):
-        _fail(
-            f"bias of shape ({groups}, {n})",
-            f"shape {tuple(bias.shape)}",
-            "Give one number per group and output feature, or None.",
-        )
-    if x.dtype not in DTYPE_NAMES:
-        _fail(f"a dtype in {', '.join(DTYPE_NAMES.values())}", str(x.dtype), "Convert the input.")
-    for name, t in (("weight", weight), ("bias", bias), ("group_sizes", group_sizes)):
-        if t is None:
-            continue
-        if t.device != x.device:
-            _fail(f"{name} on {x.device}", str(t.device), f"Move it: {name}.to(x.device).")
-        if t is not group_sizes and t.dtype is not x.dtype:
-            _fail(
-                f"{name} of x's dtype {x.dtype}",
-                str(t.dtype),
-                "Convert one of them, or use torch.autocast.",
-            )
+# --------------------------------------------------------------------------------------------
+# The compiled door
 
 
-def _fail(expected: str, received: str, remedy: str) -> NoReturn:
-    raise InputError("ragged_linear", expected=expected, received=received, remedy=remedy)
+def _no_door(*_: Any) -> None:
+    return None
+
+
+_door: Callable[..., Any] = _no_door
+
+
+def _forget_in_door() -> None:
+    """Have the door ask again: formulas that run in Python are recorded in C++ from here on."""
+    table = door.table(NAME) if _door is not _no_door else None
+    if table is not None:
+        table.clear()
+
+
+door_node.on_ready(_forget_in_door)
+
+
+def _admit(formula: Formula, grad: bool, *given: Any) -> None:
+    """Make the plan of a call that has run known to the compiled door, if that wants it."""
+    global _door
+    table = door.table(NAME)
+    if table is None:
+        return
+    _door = table.call
+    if given[0].is_cuda and not door.serves_cuda():
+        return
+    if not table.wants(*given):
+        return
+
+    def in_python(x: Tensor, weight: Tensor, more: Any) -> Tensor:
+        y: Tensor = Ragged.apply(x, weight, *more, formula)
+        return y
+
+    if grad:
+        table.admit(*given, programs.node(formula, *given[:3]) or in_python)
+    else:
+        table.admit(*given, programs.inference(formula, *given[:3]) or formula.inference)

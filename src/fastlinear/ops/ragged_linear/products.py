@@ -10,6 +10,33 @@ from torch import Tensor
 
 from fastlinear.ops.common import calls
 from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.ragged_linear.validation import counted
+
+
+def loop(
+    x: Tensor, weight: Tensor, group_sizes: Tensor, bias: Tensor | None, activation: str
+) -> Tensor:
+    """act(x_g W_gᵀ + b_g) by one product of PyTorch a group; the sizes are read on the host.
+
+    Raises:
+        InputError: a size is negative, or their sum passes the number of rows.
+    """
+    sizes = counted(group_sizes, x.shape[0])
+    given = [t for t in (x, weight, bias) if t is not None]
+    watched = calls.transforms_active() or calls.forward_mode() or calls.recorded()
+    if watched or torch.compiler.is_compiling() or any(type(t) not in calls.PLAIN for t in given):
+        return composed(x, weight, sizes, bias, activation)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+        y: Tensor = Products.apply(x, weight, bias, sizes, activation)
+        return y
+    return forward(x, weight, sizes, bias, activation, False)[0]
+
+
+def by_ops(
+    x: Tensor, weight: Tensor, group_sizes: Tensor, bias: Tensor | None, activation: str
+) -> Tensor:
+    """The same by PyTorch's differentiable ops alone."""
+    return composed(x, weight, counted(group_sizes, x.shape[0]), bias, activation)
 
 
 def forward(

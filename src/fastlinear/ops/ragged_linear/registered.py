@@ -9,16 +9,21 @@ from torch import Tensor
 
 from fastlinear.ops._register import register_op
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.ragged_linear import op
+from fastlinear.ops.ragged_linear import op, products
+from fastlinear.ops.ragged_linear.formula import Formula
 
 
 def _saves_pre(activation: str, needs_grad: bool) -> bool:
     return needs_grad and activation_of(activation).saved == "pre"
 
 
-def _by_kernels(x: Tensor, weight: Tensor, *more: Tensor | None) -> bool:
-    given = [t for t in (x, weight, *more) if t is not None]
-    return op._reason_not_triton(x, weight, given) is None
+def _formula(
+    activation: str, x: Tensor, weight: Tensor, group_sizes: Tensor, bias: Tensor | None
+) -> Formula | None:
+    """The formula of what serves such a call; None for the loop."""
+    given = [t for t in (x, weight, group_sizes, bias) if t is not None]
+    chosen = op._first(x, weight, given)
+    return None if chosen == "loop" else Formula(activation, chosen)
 
 
 def _forward(
@@ -30,12 +35,14 @@ def _forward(
     needs_grad: bool,
 ) -> tuple[Tensor, Tensor]:
     save_pre = _saves_pre(activation, needs_grad)
-    if _by_kernels(x, weight, group_sizes, bias):
-        y, pre = op.by_kernels(x, weight, group_sizes, bias, activation, save_pre)
+    formula = _formula(activation, x, weight, group_sizes, bias)
+    if formula is not None:
+        run = formula.functions()[0]
+        y, pre, _ = run(x, weight, group_sizes, bias, activation, save_pre)
     else:
-        y, pre = op.loop(x, weight, group_sizes, bias, activation), None
+        y, pre = products.loop(x, weight, group_sizes, bias, activation), None
         if save_pre:
-            pre = op.loop(x, weight, group_sizes, bias, "none")
+            pre = products.loop(x, weight, group_sizes, bias, "none")
     return y, x.new_empty(0) if pre is None else pre
 
 
@@ -62,14 +69,15 @@ def _backward(
     activation: str,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if _by_kernels(x, weight, group_sizes, bias):
-        rest = (group_sizes, activation, (needs[0], needs[1], needs[2]))
-        grads = op.gradients(dy, saved, x, weight, *rest)
+    formula = _formula(activation, x, weight, group_sizes, bias)
+    if formula is not None:
+        run = formula.functions()[1]
+        grads = run(dy, saved, x, weight, group_sizes, activation, tuple(needs))
     else:
         own = [None if t is None else t.detach().requires_grad_() for t in (x, weight, bias)]
         wanted = [t for t, need in zip(own, needs, strict=True) if need and t is not None]
         with torch.enable_grad():
-            y = op.loop(own[0], own[1], group_sizes, own[2], activation)  # type: ignore[arg-type]
+            y = products.loop(own[0], own[1], group_sizes, own[2], activation)  # type: ignore[arg-type]
             found = iter(torch.autograd.grad(y, wanted, dy))
         made = zip(own, needs, strict=True)
         grads = tuple(next(found) if need and t is not None else None for t, need in made)  # type: ignore[assignment]

@@ -11,12 +11,13 @@ from torch import Tensor
 from fastlinear.ops.common.triton_launch import Launch
 from fastlinear.ops.grouped_linear import triton_tensors as tensors
 from fastlinear.ops.grouped_linear.triton_config import dot_precision, padded
+from fastlinear.ops.ragged_linear.layout import with_rows
 from fastlinear.ops.ragged_linear.triton_kernels import (
     _ragged_kernel,
     _ragged_weight_kernel,
 )
 
-__all__ = ["MAX_GROUPS", "Config", "grad_input", "grad_weight", "product"]
+__all__ = ["MAX_GROUPS", "Config", "backward", "forward", "grad_input", "grad_weight", "product"]
 
 MAX_GROUPS = 2047
 _MANY = 1 << 32  # multiply-adds
@@ -104,6 +105,39 @@ def _described(*matrices: Tensor | None) -> bool:
     )
 
 
+def forward(
+    x: Tensor,
+    weight: Tensor,
+    sizes: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    save_pre: bool,
+) -> tuple[Tensor, Tensor | None, None]:
+    """(y, pre if asked, None), (T, N) each, in one launch; tensors of any strides."""
+    flat = None if bias is None else bias.resolve_neg().contiguous()
+    given = (with_rows(x), weight.resolve_neg(), flat, None, sizes.contiguous())
+    return *product(*given, activation, save_pre), None
+
+
+def backward(
+    dy: Tensor,
+    saved: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    sizes: Tensor,
+    activation: str,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dx, dW, db), each None where not needed, in at most two launches."""
+    sizes, grad = sizes.contiguous(), with_rows(dy)
+    dx = dw = db = None
+    if needs[0]:
+        dx = grad_input(grad, saved, weight.resolve_neg(), sizes, activation)
+    if needs[1] or needs[2]:
+        dw, db = grad_weight(grad, saved, with_rows(x), sizes, activation, needs[1], needs[2])
+    return dx, dw, db
+
+
 def product(
     x: Tensor,
     weight: Tensor,
@@ -134,20 +168,30 @@ def product(
     groups, n, _ = weight.shape
     y = tensors.vector((rows, n), x)
     pre = tensors.vector((rows, n), x) if save_pre else None
-    key = ("product", *tensors.facts_of(x, weight, bias, saved, sizes, y), activation, save_pre)
-    key = (*key, config)
+    key = _product_key(x, weight, bias, saved, sizes, y, activation, save_pre, config)
     launch = _plans.get(key)
     if launch is None:
-        w = weight if weight.stride(2) == 1 else weight.transpose(1, 2)
-        described = saved is None and _described(x, w)
+        described = saved is None and _described(x, _by_rows(weight))
         found = config or product_config(rows, groups, k, n, x.element_size(), described)
         launch = _kept(key, _product_launch(x, weight, saved, sizes, activation, found))
-    if launch.described:
-        w = weight if weight.stride(2) == 1 else weight.transpose(1, 2)
-        launch(x, w.reshape(-1, w.shape[2]), bias, saved, sizes, y, pre)
-    else:
-        launch(x, weight, bias, saved, sizes, y, pre)
+    launch(x, _flat(weight) if launch.described else weight, bias, saved, sizes, y, pre)
     return tensors.rounded(y, x), None if pre is None else tensors.rounded(pre, x)
+
+
+def _product_key(*call: Any) -> Any:
+    """What a launch of a product is made for: its tensors' facts, and all else."""
+    return ("product", *tensors.facts_of(*call[:6]), *call[6:])
+
+
+def _by_rows(weight: Tensor) -> Tensor:
+    """The weight, or its transpose where that has contiguous rows."""
+    return weight if weight.stride(2) == 1 else weight.transpose(1, 2)
+
+
+def _flat(weight: Tensor) -> Tensor:
+    """A dense weight, or one that is transposed, as the matrix that a descriptor describes."""
+    w = _by_rows(weight)
+    return w.reshape(-1, w.shape[2])
 
 
 def _product_launch(
@@ -209,7 +253,7 @@ def grad_weight(
     n, groups = dy.shape[1], sizes.shape[0]
     dw = tensors.vector((groups, n, k), x) if need_weight else None
     db = tensors.vector((groups, n), x) if need_bias else None
-    key = ("weight", *tensors.facts_of(dy, saved, x, sizes, dw, db), activation, config)
+    key = _weight_key(dy, saved, x, sizes, dw, db, activation, config)
     launch = _plans.get(key)
     if launch is None:
         described = saved is None and _described(dy, x)
@@ -236,6 +280,11 @@ def grad_weight(
         None if dw is None else tensors.rounded(dw, x),
         None if db is None else tensors.rounded(db, x),
     )
+
+
+def _weight_key(*call: Any) -> Any:
+    """As ``_product_key``, of a launch for dW and db."""
+    return ("weight", *tensors.facts_of(*call[:6]), *call[6:])
 
 
 def _kept(key: Any, launch: Launch) -> Launch:

@@ -1,0 +1,227 @@
+"""Backend ``cpp`` of ragged_linear: one C++ call forward and one backward on a CPU.
+
+The C++ reads the sizes and gives each thread groups of its own: in float32 products of the BLAS
+that PyTorch brings, in bfloat16 AMX tiles. Bias, activation and its derivative are computed on rows
+that are in the caches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastlinear.core.precision import matmul_precision
+from fastlinear.ops.common import cpp_build
+from fastlinear.ops.common.activations import NAMES
+from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.common.door_program import Program, memory
+from fastlinear.ops.grouped_linear.operands import Numbers, Operand, number_of
+from fastlinear.ops.ragged_linear.layout import dense, dense_rows, has_rows, with_rows
+from fastlinear.ops.ragged_linear.validation import counted
+
+SOURCE = Path(__file__).with_name("ragged.cpp")
+_CODES = {name: code for code, name in enumerate(NAMES)}  # the switches of grouped_rows.h
+_MOST_HALF = 1 << 18  # K·N up to which our tiles win over a loop of oneDNN's products
+_MOST = (1 << 31) - 1  # the BLAS counts in 32 bits
+_GEMM = "sgemm_"
+
+
+def reason_not(x: Tensor, weight: Tensor) -> str | None:
+    """Why it cannot serve valid tensors that are not empty, or None; compiles it at first."""
+    if x.device.type != "cpu":
+        return "compiled for the CPU only"
+    if x.dtype not in (torch.float32, torch.bfloat16):
+        return f"float32 and bfloat16 only, not {x.dtype}"
+    if x.dtype is torch.float32 and matmul_precision(x.dtype) != "highest":
+        return "its float32 products know no lower precision"
+    if max(*x.shape, *x.stride(), *weight.shape, *weight.stride()) > _MOST:
+        return "the BLAS counts in 32 bits"
+    return _why_not_loaded() or _why_not_served(x.dtype)
+
+
+def pays(x: Tensor, weight: Tensor) -> bool:
+    """Whether it is taken by default."""
+    return x.dtype is torch.float32 or weight.shape[1] * weight.shape[2] <= _MOST_HALF
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor,
+    sizes: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    save_pre: bool,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(y, pre if asked, the sizes as they were read), for tensors of any strides. Deterministic.
+
+    Raises:
+        InputError: a size is negative, or their sum passes the number of rows.
+    """
+    x, weight = with_rows(x), _matrices(weight.resolve_neg())
+    flat = None if bias is None else bias.resolve_neg().contiguous()
+    y = x.new_empty(x.shape[0], weight.shape[1])
+    pre = torch.empty_like(y) if save_pre else None
+    kept = torch.empty(sizes.shape, dtype=torch.int64)
+    call = _described(x, weight, sizes, activation, y)
+    pointers = map(_memory, (sizes, x, weight, flat, y, pre, kept))
+    if not _library().fastlinear_ragged_forward(call, *pointers):
+        counted(sizes, x.shape[0])
+    return y, pre, kept
+
+
+def backward(
+    dy: Tensor,
+    saved: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    sizes: Tensor,
+    activation: str,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dx, dW, db), each contiguous, or None where not needed; saved is contiguous.
+
+    Raises:
+        InputError: as ``forward``.
+    """
+    dy, x, weight = with_rows(dy), with_rows(x), _matrices(weight.resolve_neg())
+    saved = None if activation_of(activation).saved == "none" else saved
+    shapes = x.shape, weight.shape, weight.shape[:2]
+    found = [
+        x.new_empty(shape) if need else None for shape, need in zip(shapes, needs, strict=True)
+    ]
+    room = x.new_empty(dy.shape) if _wants_room(x.dtype, saved) else None
+    call = _described(x, weight, sizes, activation, dy)
+    pointers = map(_memory, (sizes, dy, saved, x, weight, *found, room))
+    if not _library().fastlinear_ragged_backward(call, *pointers):
+        counted(sizes, x.shape[0])
+    dx, dw, db = found
+    return dx, dw, db
+
+
+def forward_steps(
+    p: Program,
+    x: Operand,
+    weight: Operand,
+    sizes: Operand,
+    bias: Operand | None,
+    activation: str,
+    save_pre: bool,
+) -> tuple[int, int | None, int]:
+    """``forward`` as steps of a program, which bad sizes stop: the numbers of its results."""
+    x, weight = dense_rows(p, x), _dense_matrices(p, weight)
+    bias = None if bias is None else dense(p, bias)
+    rows, n = x.tensor.shape[0], weight.tensor.shape[1]
+    y = p.empty((rows, n), x.tensor.dtype, x.number)
+    pre = p.empty((rows, n), x.tensor.dtype, x.number) if save_pre else None
+    kept = p.empty(sizes.tensor.shape, torch.int64, x.number)
+    like = torch.empty((rows, n), device="meta")
+    call = _described(x.tensor, weight.tensor, sizes.tensor, activation, like)
+    numbers = (sizes.number, x.number, weight.number, number_of(bias), y, pre, kept)
+    function = cpp_build.address(_library().fastlinear_ragged_forward)
+    p.attempt(function, ctypes.addressof(call), *map(memory, numbers), keeps=call)
+    return y, pre, kept
+
+
+def backward_steps(
+    p: Program,
+    dy: Operand,
+    saved: Operand | None,
+    x: Operand,
+    weight: Operand,
+    sizes: Operand,
+    activation: str,
+    needs: tuple[bool, bool, bool],
+) -> Numbers:
+    """``backward`` of a contiguous dy as steps of a program: the numbers of dx, dW and db."""
+    x, weight = dense_rows(p, x), _dense_matrices(p, weight)
+    shape, dtype = weight.tensor.shape, x.tensor.dtype
+    shapes = x.tensor.shape, shape, shape[:2]
+    dx, dw, db = (
+        p.empty(s, dtype, x.number) if need else None for s, need in zip(shapes, needs, strict=True)
+    )
+    wants_room = _wants_room(dtype, None if saved is None else saved.tensor)
+    room = p.empty(dy.tensor.shape, dtype, x.number) if wants_room else None
+    like = torch.empty(dy.tensor.shape, device="meta")
+    call = _described(x.tensor, weight.tensor, sizes.tensor, activation, like)
+    first = (sizes.number, dy.number, number_of(saved), x.number, weight.number)
+    function = cpp_build.address(_library().fastlinear_ragged_backward)
+    numbers = (*first, dx, dw, db, room)
+    p.attempt(function, ctypes.addressof(call), *map(memory, numbers), keeps=call)
+    return dx, dw, db
+
+
+def _described(x: Tensor, weight: Tensor, sizes: Tensor, activation: str, y: Tensor) -> Any:
+    """The numbers of a call as ``ragged_call.h`` reads them; y is dy for a backward."""
+    numbers = (
+        *(*x.shape[:1], *weight.shape[:1], x.shape[1], weight.shape[1]),
+        *(_CODES[activation], x.dtype is torch.bfloat16),
+        *(sizes.dtype is torch.int64, sizes.stride(0), x.stride(0), y.stride(0)),
+        *weight.stride(),
+    )
+    return (ctypes.c_int64 * len(numbers))(*numbers)
+
+
+def _matrices(weight: Tensor) -> Tensor:
+    """The weight, or a copy whose matrices have contiguous rows or columns."""
+    return weight if _are_matrices(weight) else weight.contiguous()
+
+
+def _dense_matrices(p: Program, weight: Operand) -> Operand:
+    """``_matrices`` as a step."""
+    return weight if _are_matrices(weight.tensor) else dense(p, weight)
+
+
+def _are_matrices(weight: Tensor) -> bool:
+    return has_rows(weight[0]) or has_rows(weight[0].t())
+
+
+def _wants_room(dtype: torch.dtype, saved: Tensor | None) -> bool:
+    """Whether the gradient of the pre-activation takes memory."""
+    return saved is not None and dtype is torch.float32
+
+
+def _memory(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()
+
+
+@lru_cache(maxsize=1)
+def _why_not_loaded() -> str | None:
+    """Why the library cannot be had, or None; compiles it at first."""
+    found = cpp_build.reason_not() or cpp_build.why_not_loaded(SOURCE)
+    if found is None and _gemm() is None:
+        return "PyTorch exports no BLAS"
+    return found
+
+
+def _why_not_served(dtype: torch.dtype) -> str | None:
+    if dtype is torch.bfloat16 and not _library().fastlinear_ragged_half():
+        return "bfloat16 takes a processor with AMX"
+    return None
+
+
+@lru_cache(maxsize=1)
+def _gemm() -> Any:
+    """The single-precision product of the BLAS in this process, or None."""
+    return getattr(ctypes.CDLL(torch._C.__file__), _GEMM, None)
+
+
+@lru_cache(maxsize=1)
+def _library() -> ctypes.CDLL:
+    library = cpp_build.load(SOURCE)
+    pointer = ctypes.c_void_p
+    for function, count in (
+        (library.fastlinear_ragged_forward, 8),
+        (library.fastlinear_ragged_backward, 10),
+    ):
+        function.argtypes = [pointer] * count
+        function.restype = ctypes.c_int64
+    library.fastlinear_ragged_blas.argtypes = [pointer]
+    library.fastlinear_ragged_blas.restype = None
+    library.fastlinear_ragged_blas(ctypes.cast(_gemm(), pointer))
+    cpp_build.ask_torch_for_threads(library.fastlinear_ragged_threads)
+    return library

@@ -1,0 +1,99 @@
+"""What ragged_linear accepts, said in one place."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from fastlinear.core.errors import InputError
+from fastlinear.core.precision import DTYPE_NAMES
+from fastlinear.ops.common.activations import activation as activation_of
+
+BACKENDS = ("cpp", "loop", "triton")
+_INTEGERS = (torch.int32, torch.int64)
+
+
+def validate_kinds(
+    x: Any, weight: Any, group_sizes: Any, bias: Any, activation: Any, backend: Any
+) -> None:
+    """Names are known and tensors are tensors.
+
+    Raises:
+        InputError: where they are not.
+    """
+    activation_of(activation, "ragged_linear")
+    if backend is not None and backend not in BACKENDS:
+        fail(f"backend in {', '.join(BACKENDS)} or None", repr(backend), "Leave it out.")
+    for t in (x, weight, group_sizes) if bias is None else (x, weight, group_sizes, bias):
+        if not isinstance(t, Tensor):
+            fail("tensors", type(t).__name__, "Convert it with torch.as_tensor.")
+
+
+def validate(x: Tensor, weight: Tensor, group_sizes: Tensor, bias: Tensor | None) -> None:
+    """Shapes, dtypes and devices fit.
+
+    Raises:
+        InputError: where they do not.
+    """
+    if weight.dim() != 3 or weight.shape[0] == 0:
+        fail(
+            "weight of shape (G, N, K) with at least one group",
+            f"shape {tuple(weight.shape)}",
+            "Stack the groups' weights (N, K): torch.stack(weights).",
+        )
+    groups, n, k = weight.shape
+    if x.dim() != 2 or x.shape[1] != k:
+        fail(
+            f"x of shape (T, {k}) for weight of shape {tuple(weight.shape)}",
+            f"shape {tuple(x.shape)}",
+            "Flatten its tokens: x.flatten(0, -2).",
+        )
+    if group_sizes.shape != (groups,) or group_sizes.dtype not in _INTEGERS:
+        fail(
+            f"group_sizes of shape ({groups},), int32 or int64",
+            f"shape {tuple(group_sizes.shape)}, {group_sizes.dtype}",
+            "Give the number of rows of each group.",
+        )
+    if bias is not None and bias.shape != (groups, n):
+        fail(
+            f"bias of shape ({groups}, {n})",
+            f"shape {tuple(bias.shape)}",
+            "Give one number per group and output feature, or None.",
+        )
+    if x.dtype not in DTYPE_NAMES:
+        fail(f"a dtype in {', '.join(DTYPE_NAMES.values())}", str(x.dtype), "Convert the input.")
+    for name, t in (("weight", weight), ("bias", bias), ("group_sizes", group_sizes)):
+        if t is None:
+            continue
+        if t.device != x.device:
+            fail(f"{name} on {x.device}", str(t.device), f"Move it: {name}.to(x.device).")
+        if t is not group_sizes and t.dtype is not x.dtype:
+            fail(
+                f"{name} of x's dtype {x.dtype}",
+                str(t.dtype),
+                "Convert one of them, or use torch.autocast.",
+            )
+
+
+def counted(group_sizes: Tensor, rows: int) -> list[int]:
+    """The sizes as the host reads them.
+
+    Raises:
+        InputError: one is negative, or their sum passes the number of rows.
+    """
+    sizes: list[int] = group_sizes.tolist()
+    total = sum(sizes)
+    if min(sizes) < 0 or total > rows:
+        fail(
+            f"group_sizes of at least 0 that sum to at most the {rows} rows of x",
+            f"least {min(sizes)}, sum {total}",
+            "Count the rows of each group, for example with torch.bincount.",
+        )
+    return sizes
+
+
+def fail(expected: str, received: str, remedy: str) -> NoReturn:
+    """Raise what a call that does not fit gets."""
+    raise InputError("ragged_linear", expected=expected, received=received, remedy=remedy)

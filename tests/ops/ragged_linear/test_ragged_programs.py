@@ -1,0 +1,289 @@
+"""The Triton backend of ragged_linear as programs: the very bits of the Python path, and no Python.
+
+Without a GPU Triton's kernels run under its interpreter, in a process of their own, on the memory
+that a launch is given: what is tested is all around them. With one, the kernels themselves.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastlinear as fl
+from fastlinear.ops.common import door, door_node
+from fastlinear.ops.common.door_launch import DoorLaunch
+from fastlinear.ops.ragged_linear import formula, op, programs
+from fastlinear.ops.ragged_linear.formula import Formula, Ragged
+
+_spec = importlib.util.spec_from_file_location(
+    "program_ways", Path(__file__).parents[1] / "grouped_linear" / "program_ways.py"
+)
+assert _spec is not None
+assert _spec.loader is not None
+ways: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(ways)
+same, at, stood, fails = ways.same, ways.at, ways.stood, ways.fails
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+ON_GPU = HAS_TRITON and not INTERPRETED and torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+pytestmark = pytest.mark.skipif(door_node.reason_not() is not None, reason="no C++ programs here")
+compares = pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="runs interpreted or on a GPU")
+TABLE = "ragged_linear.test"
+Given = list[Tensor | None]
+
+if INTERPRETED:
+    from triton.runtime import interpreter
+
+    _patch_tensor = interpreter._patch_lang_tensor
+
+    def _patch_lang_tensor(tensor: Any, scope: Any) -> None:
+        # Triton 3.6 calls int() on arrays of one element, which NumPy 2.4 refuses.
+        _patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = _patch_lang_tensor
+
+
+@pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="starts the interpreted tests")
+def test_under_the_interpreter() -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "pytest", __file__, "-q", "-W", "ignore"]
+    command += ["-p", "no:cacheprovider", "-p", "no:xdist"]
+    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
+    env["CUDA_VISIBLE_DEVICES"] = ""
+    root = Path(__file__).parents[3]
+    done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout, done.stdout
+
+
+@pytest.fixture
+def _launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Launches of Triton run by the door; without a GPU, under the interpreter."""
+    ways.ready()
+    if ON_GPU:
+        assert door.serves_cuda()
+        assert door_node.serves_cuda()
+        yield
+        return
+    from fastlinear.ops.common.triton_launch import Launch
+    from fastlinear.ops.ragged_linear import triton
+
+    python, known = Launch.__call__, dict[int, Any]()
+
+    def call(self: Launch, *tensors: Tensor | None) -> None:
+        known[id(self)] = self, tensors
+        python(self, *tensors)
+
+    def in_door(self: Launch, numbers: Any, described: Any = None) -> DoorLaunch | None:
+        like = known[id(self)][1]
+        for i in self._blocks:
+            if numbers[i] is not None:
+                assert described[i].shape == like[i].shape
+                assert described[i].stride() == like[i].stride()
+        assert [t is None for t in like] == [n is None for n in numbers]
+        arguments = [ctypes.c_void_p(0) for _ in numbers]
+
+        def run() -> None:
+            python(self, *(at(a.value or 0, t) for a, t in zip(arguments, like, strict=True)))
+
+        slots = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        pairs = zip(arguments, numbers, strict=True)
+        places = tuple((a, n) for a, n in pairs if n is not None)
+        return DoorLaunch(*stood(run, slots), places, (), arguments)
+
+    monkeypatch.setattr(Launch, "__call__", call)
+    monkeypatch.setattr(Launch, "in_door", in_door)
+    triton._plans.clear()
+    with ways.python_driver():
+        yield
+        _table().clear()
+
+
+def _table() -> Any:
+    table = door.table(TABLE)
+    assert table is not None
+    return table
+
+
+def drawn(
+    rows: int,
+    k: int,
+    n: int,
+    needs: Sequence[bool] = (True,) * 3,
+    dtype: torch.dtype = torch.float32,
+    bias: bool = True,
+) -> Given:
+    """x, weight of three groups, bias."""
+
+    def one(need: bool, *shape: int) -> Tensor:
+        return torch.randn(shape, device=DEVICE).to(dtype).requires_grad_(need)
+
+    return [
+        one(needs[0], rows, k),
+        one(needs[1], 3, n, k),
+        one(needs[2], 3, n) if bias else None,
+    ]
+
+
+class Way:
+    """Calls of one formula through the door; ``python`` says whether they may run in Python."""
+
+    def __init__(self, activation: str, given: Given, sizes: Tensor) -> None:
+        self.python, self.formula = True, Formula(activation, "triton")
+        x, w, b = given
+        Ragged.apply(x, w, sizes, b, self.formula)
+        _table().clear()
+        plan = programs.node(self.formula, x, w, (sizes, b))  # type: ignore[arg-type]
+        assert plan is not None
+        assert _table().admit(x, w, (sizes, b), activation, None, plan)
+
+    def compare(
+        self, given: Given, sizes: Tensor, others: Sequence[Sequence[int]], patch: Any
+    ) -> None:
+        """Once in Python, then by programs alone, which read the sizes of each call."""
+        x, w, b = given
+        wanted = [t for t in given if t is not None and t.requires_grad]
+        for python, values in [(True, sizes.tolist()), *((False, other) for other in others)]:
+            sizes.copy_(torch.tensor(values, device=sizes.device))
+            expected = Ragged.apply(x, w, sizes, b, self.formula)
+            dy = torch.randn_like(expected)
+            before = torch.autograd.grad(expected, wanted, dy)
+            with patch.context() as watched:
+                if not python:
+                    watched.setattr(formula.Formula, "forward", fails)
+                    watched.setattr(formula.Formula, "gradients", fails)
+                y = _table().call(x, w, (sizes, b), self.formula.activation, None)
+                assert y.grad_fn.name() == programs.NAME
+                same([y, *torch.autograd.grad(y, wanted, dy)], [expected, *before])
+
+
+def compare_inference(activation: str, given: Given, sizes: Tensor, patch: Any) -> None:
+    own = Formula(activation, "triton")
+    x, w, b = (None if t is None else t.detach() for t in given)
+    assert x is not None
+    assert w is not None
+    expected = own.inference(x, w, (sizes, b))
+    plan = programs.inference(own, x, w, (sizes, b))
+    _table().clear()
+    assert _table().admit(x, w, (sizes, b), activation, None, plan)
+    with patch.context() as watched:
+        watched.setattr(formula.Formula, "inference", fails)
+        same([_table().call(x, w, (sizes, b), activation, None)], [expected])
+
+
+OTHERS = ([0, 4, 0], [20, 20, 0], [-3, 50, 2])
+
+
+@compares
+@pytest.mark.usefixtures("_launched")
+@pytest.mark.parametrize("activation", ["none", "relu", "silu"])
+def test_programs(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes of either dtype, dense or not; tensors read in place and ones that are copied."""
+    for bias, dtype in itertools.product((True, False), (torch.int32, torch.int64)):
+        given = drawn(40, 20, 36, bias=bias)
+        sizes = torch.tensor([9, 0, 7, 0, 11, 0], dtype=dtype, device=DEVICE)[::2]
+        Way(activation, given, sizes).compare(given, sizes, OTHERS, monkeypatch)
+        compare_inference(activation, given, sizes, monkeypatch)
+    x = torch.randn(40, 50, device=DEVICE)[:, 2:22].requires_grad_()
+    columns = torch.randn(20, 40, device=DEVICE).t().requires_grad_()
+    turned = torch.randn(3, 20, 36, device=DEVICE).transpose(1, 2).requires_grad_()
+    b = torch.randn(36, 3, device=DEVICE).t().requires_grad_()
+    sizes = torch.tensor([9, 7, 11], device=DEVICE)
+    for given in ([x, turned, b], [columns, turned, None]):
+        Way(activation, given, sizes).compare(given, sizes, OTHERS, monkeypatch)
+        compare_inference(activation, given, sizes, monkeypatch)
+
+
+@compares
+@pytest.mark.usefixtures("_launched")
+def test_any_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    for needs in itertools.product((False, True), repeat=3):
+        if any(needs):
+            given, sizes = drawn(40, 20, 36, needs), torch.tensor([9, 7, 11], device=DEVICE)
+            Way("silu", given, sizes).compare(given, sizes, OTHERS, monkeypatch)
+
+
+@compares
+@pytest.mark.usefixtures("_launched")
+@pytest.mark.parametrize("activation", ["none", "gelu"])
+def test_through_descriptors(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastlinear.ops.ragged_linear import triton
+
+    size = 64 if ON_GPU else 16
+    config = triton.Config(size, size, size, 4, 3, tma=True)
+    for name in ("product_config", "weight_config"):
+        monkeypatch.setattr(triton, name, lambda *_: config)
+    triton._plans.clear()
+    given = drawn(3 * size, 2 * size, 3 * size, dtype=torch.float16)
+    sizes = torch.tensor([size, 5, 9], device=DEVICE)
+    Way(activation, given, sizes).compare(given, sizes, OTHERS, monkeypatch)
+    assert [launch.described for launch in triton._plans.values()] == [True] * 3
+    compare_inference(activation, given, sizes, monkeypatch)
+    triton._plans.clear()
+
+
+@pytest.mark.gpu
+class TestOnTheDevice:
+    @pytest.mark.parametrize("grad", [True, False])
+    def test_calls_run_without_python(self, grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Once a call is known, neither direction comes back to Python, on any stream."""
+        ways.ready()
+        x, w, b = drawn(300, 64, 48, (grad,) * 3, torch.bfloat16)
+        sizes = torch.tensor([100, 0, 150], device="cuda")
+
+        def run() -> list[Tensor]:
+            y = fl.ragged_linear(x, w, sizes, b, activation="silu")  # type: ignore[arg-type]
+            dy = torch.ones_like(y)
+            return [y.detach(), *(torch.autograd.grad(y, [x, w, b], dy) if grad else ())]  # type: ignore[list-item]
+
+        op._forget_in_door()
+        expected = run()
+        for _ in range(3):  # the kind is seen, wanted, known
+            run()
+        with monkeypatch.context() as watched:
+            watched.setattr(op, "_looked_up", fails)
+            watched.setattr(formula.Formula, "gradients", fails)
+            same(run(), expected)
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                found = run()
+            torch.cuda.current_stream().wait_stream(side)
+            same(found, expected)
+
+    def test_graphs_follow_the_sizes(self) -> None:
+        """A captured step, of a kind that the door knows, reads the sizes of each replay."""
+        x, w, b = drawn(300, 64, 48, dtype=torch.bfloat16)
+        sizes = torch.tensor([100, 0, 150], device="cuda")
+        dy = torch.randn(300, 48, device="cuda", dtype=torch.bfloat16)
+
+        def run() -> list[Tensor]:
+            y = fl.ragged_linear(x, w, sizes, b, activation="silu")  # type: ignore[arg-type]
+            return [y, *torch.autograd.grad(y, [x, w, b], dy)]  # type: ignore[list-item]
+
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            for _ in range(4):
+                run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            found = run()
+        for values in ([100, 0, 150], [7, 290, 3]):
+            sizes.copy_(torch.tensor(values))
+            graph.replay()
+            torch.cuda.synchronize()
+            same([t.detach() for t in found], [t.detach() for t in run()])
