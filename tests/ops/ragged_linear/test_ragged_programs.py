@@ -16,8 +16,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import program_ways as ways
 import pytest
 import torch
+from program_ways import at, fails, same, stood
 from torch import Tensor
 
 import fastlinear as fl
@@ -25,15 +27,6 @@ from fastlinear.ops.common import door, door_node
 from fastlinear.ops.common.door_launch import DoorLaunch
 from fastlinear.ops.ragged_linear import formula, op, programs
 from fastlinear.ops.ragged_linear.formula import Formula, Ragged
-
-_spec = importlib.util.spec_from_file_location(
-    "program_ways", Path(__file__).parents[1] / "grouped_linear" / "program_ways.py"
-)
-assert _spec is not None
-assert _spec.loader is not None
-ways: Any = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(ways)
-same, at, stood, fails = ways.same, ways.at, ways.stood, ways.fails
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
