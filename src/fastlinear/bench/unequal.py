@@ -25,7 +25,9 @@ from fastlinear.bench.lists import (
     one_behind_the_other,
 )
 from fastlinear.bench.peer import OURS, Peer, cuda_only, no_compiler
+from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.unequal_linear import cpu
 from fastlinear.ops.unequal_linear.op import served_by, unequal_linear
 
 
@@ -154,8 +156,14 @@ def peers(case: Case) -> tuple[Peer, ...]:
         contender("compile", _listed, _loop, _by_group, no_compiler, compiled=True),
         contender(OURS, _listed, _ours(None), _by_group),
         contender(f"{OURS}[loop]", _listed, _ours("loop"), _by_group),
-        contender(f"{OURS}[together]", _listed, _ours("together"), _by_group, cuda_only),
+        contender(f"{OURS}[together]", _listed, _ours("together"), _by_group, _not_together),
     )
+
+
+def _not_together(case: Case) -> str | None:
+    if case.device == "cuda":
+        return cuda_only(case)
+    return cpu.unserved(FLOAT_DTYPES[case.dtype])
 
 
 def chosen(case: Case, work: ListsWork, captured: bool) -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ import torch
 from torch import Tensor
 
 from fastlinear.core.compare import judge
-from fastlinear.ops.unequal_linear import cuda, op
+from fastlinear.ops.common import cuda_driver as driver
+from fastlinear.ops.common import door, door_node
+from fastlinear.ops.unequal_linear import autograd, cuda, op, programs
 from fastlinear.ops.unequal_linear.config import MIDDLE, OFFERED, SMALL, Tiles, tiles_of
 
 if not shutil.which("g++"):
@@ -44,11 +47,15 @@ Call = tuple[int, str, bool]
 
 
 class Emulated:
-    """``cuda_driver.Launch`` for a kernel compiled for the CPU."""
+    """``cuda_driver.Launch`` of a kernel compiled for the CPU; ``DRIVER`` runs it by its handle."""
 
     def __init__(self, kernel: Any, threads: int, cluster: int, arguments: Any) -> None:
         self._kernel, self._arguments = kernel, arguments
         self._blocks = 0
+        self._config = driver._LaunchConfig()
+        self._config_ref = self._slots_ref = ctypes.addressof(self._config)
+        LAUNCHES.append(self)
+        self._handle = len(LAUNCHES)
 
     def set_grid(self, blocks: int) -> None:
         self._blocks = blocks
@@ -58,15 +65,22 @@ class Emulated:
         self._kernel.launch(ctypes.byref(memory), count.value, self._blocks)
 
 
+LAUNCHES: list[Emulated] = []
+TILES: list[Tiles] = []
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
+def DRIVER(_config: int, handle: int, _slots: int, _: int) -> int:
+    LAUNCHES[handle - 1].run(0)
+    return 0
+
+
 @pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Launches run on the CPU; new memory is NaN."""
     kernels: dict[Any, Any] = {}
-    made = cuda._buffers
+    empty = torch.empty
     here = str(Path(__file__).with_name("emulated.h"))
-
-    def buffers(*call: Any) -> list[Tensor]:
-        return [t.fill_(float("nan")) for t in made(*call)]
 
     def kernel(call: Call, dtype: torch.dtype, tiles: Tiles, places: int) -> Any:
         key = call, dtype, tiles, places
@@ -82,15 +96,26 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             kernels[key] = ctypes.CDLL(str(built))
         return kernels[key]
 
-    def run(call: Call, like: Tensor, sizes: Any, pointers: Any, tiles: Tiles | None) -> None:
-        tiles = cuda._SINGLE if like.dtype is torch.float32 else tiles or SMALL
-        order = cuda.largest_first(sizes)
-        part = kernel(call, like.dtype, tiles, 32), order, sizes, tiles, 32
-        cuda._Part(*part).run(pointers, 0)
+    def parts(call: Call, dtype: torch.dtype, sizes: Any, *_: Any) -> tuple[Any, ...]:
+        tiles = cuda._SINGLE if dtype is torch.float32 else TILES[-1]
+        part = kernel(call, dtype, tiles, 32), cuda.largest_first(sizes), sizes, tiles, 32
+        return (cuda._Part(*part),)
 
-    monkeypatch.setattr(cuda.driver, "Launch", Emulated)
-    monkeypatch.setattr(cuda, "_buffers", buffers)
-    monkeypatch.setattr(cuda, "_run", run)
+    def unknown(*given: Any, **named: Any) -> Tensor:
+        return empty(*given, **named).fill_(float("nan"))
+
+    TILES[:] = [SMALL]
+    cuda._kept_parts.cache_clear()
+    for name in ("Launch", "make_current"):
+        monkeypatch.setattr(cuda.driver, name, Emulated if name == "Launch" else lambda _: None)
+    for module in (autograd, programs):
+        monkeypatch.setattr(module, "kernels", lambda _: cuda)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+    monkeypatch.setattr(torch, "empty", unknown)
+    monkeypatch.setattr(cuda, "_parts", parts)
+    yield
+    cuda._kept_parts.cache_clear()
+    LAUNCHES.clear()
 
 
 def drawn(dtype: torch.dtype, sizes: Any) -> tuple[list[Tensor], list[Tensor], list[Any]]:
@@ -115,17 +140,14 @@ def by_loop(dtype: torch.dtype, lists: Any, activation: str, dys: list[Tensor]) 
     return [ys, found[:count], found[count : 2 * count], found[2 * count :]]
 
 
-def check(dtype: torch.dtype, activation: str, tiles: Tiles, sizes: Any = SIZES) -> None:
+def check(dtype: torch.dtype, activation: str, sizes: Any = SIZES) -> None:
     lists = drawn(dtype, sizes)
-    xs, weights, biases = ([None if t is None else t.detach() for t in ts] for ts in lists)
     dys = [torch.randn(m, n).to(dtype) for m, _, n in sizes]
-    kind = op.activation_of(activation).saved
-    ys, pres = cuda.forward(xs, weights, biases, activation, kind == "pre", tiles=tiles)
-    saved = {"none": None, "output": ys, "pre": pres}[kind]
-    dxs = cuda.grad_inputs(dys, saved, weights, activation, tiles=tiles)
-    with_bias = [b is not None for b in biases]
-    dws, dbs = cuda.grad_weights(dys, saved, xs, activation, with_bias, tiles=tiles)
-    found = [ys, dxs, dws, [db for db in dbs if db is not None]]
+    ys = autograd.recorded(autograd.Formula(activation), *lists)
+    given = [t for ts in lists for t in ts if t is not None]
+    grads = torch.autograd.grad(ys, given, dys)
+    count = len(sizes)
+    found = [ys, grads[:count], grads[count : 2 * count], grads[2 * count :]]
     theirs = by_loop(dtype, lists, activation, dys)
     oracle = by_loop(torch.float64, lists, activation, dys)
     for name, *kinds in zip(("y", "dx", "dW", "db"), found, theirs, oracle, strict=True):
@@ -133,38 +155,95 @@ def check(dtype: torch.dtype, activation: str, tiles: Tiles, sizes: Any = SIZES)
         verdict = judge(name, a, t, o)
         assert verdict.passed, str(verdict)
     empty = [g for g, (m, _, _) in enumerate(sizes) if not m]
-    assert not any(dws[g].any() for g in empty)
+    assert not any(found[2][g].any() for g in empty)
 
 
 @pytest.mark.parametrize("activation", ["none", "gelu"])
 @pytest.mark.parametrize("tiles", OFFERED[0] + OFFERED[2][2:], ids=lambda t: f"{t.rows}x{t.cols}")
 def test_tiles(tiles: Tiles, activation: str, emulated: None) -> None:
-    check(torch.bfloat16, activation, tiles)
+    TILES[:] = [tiles]
+    check(torch.bfloat16, activation)
 
 
 @pytest.mark.parametrize(
     ("dtype", "activation"), [(torch.float16, "relu"), (torch.float32, "silu")], ids=str
 )
 def test_dtypes(dtype: torch.dtype, activation: str, emulated: None) -> None:
-    check(dtype, activation, SMALL)
+    check(dtype, activation)
 
 
 def test_views_that_begin_anywhere(emulated: None) -> None:
     """Rows of 64 numbers in memory that begins at 2 and at 4 bytes."""
     for skipped in (1, 2):
-        xs = [torch.randn(skipped + 20 * 64).bfloat16()[skipped:].view(20, 64)]
-        weights, dys = [torch.randn(32, 64).bfloat16()], [torch.randn(20, 32).bfloat16()]
-        (y,), _ = cuda.forward(xs, weights, [None], "none", False)
-        torch.testing.assert_close(y, xs[0] @ weights[0].t())
-        (dw,), _ = cuda.grad_weights(dys, None, xs, "none", [False])
-        torch.testing.assert_close(dw, dys[0].t() @ xs[0])
-        weights, pre = [torch.randn(64, 48).bfloat16()], [torch.randn(20, 64).bfloat16()]
-        (dx,) = cuda.grad_inputs(xs, pre, weights, "gelu")  # xs as dys
+        x = torch.randn(skipped + 20 * 64).bfloat16()[skipped:].view(20, 64)
+        weight, dy = torch.randn(32, 64).bfloat16(), torch.randn(20, 32).bfloat16()
+        plain = autograd.Formula("none")
+        (y,), _ = plain.forward([x], [weight], None)
+        torch.testing.assert_close(y, x @ weight.t())
+        with torch.no_grad():
+            _, dw, _ = plain.gradients([dy], [x, weight, None], [], [False, True, False])
+        torch.testing.assert_close(dw, dy.t() @ x)
+        weight, pre = torch.randn(64, 48).bfloat16(), torch.randn(20, 64).bfloat16()
+        call = [torch.empty(20, 48).bfloat16(), weight, None]
+        needs = [True, False, False]
+        with torch.no_grad():  # x as dy
+            dx, _, _ = autograd.Formula("gelu").gradients([x], call, [pre.flatten()], needs)
         (slope,) = torch.autograd.grad(
-            torch.nn.functional.gelu(pre[0].requires_grad_()), pre, torch.ones_like(pre[0])
+            torch.nn.functional.gelu(pre.requires_grad_()), pre, torch.ones_like(pre)
         )
-        expected = (xs[0].float() * slope.float()) @ weights[0].float()
+        expected = (x.float() * slope.float()) @ weight.float()
         torch.testing.assert_close(dx.float(), expected, rtol=0.02, atol=0.2)
+
+
+@pytest.fixture
+def _driver() -> Iterator[None]:
+    """The door's nodes launch emulated kernels."""
+    if torch.cuda.is_available() or door_node.reason_not() is not None:
+        pytest.skip("needs the door's library, without the driver itself")
+    assert door.wait()
+    assert door_node.wait()
+    library = door_node._build.loaded
+    assert library is not None
+    pointer = ctypes.cast(DRIVER, ctypes.c_void_p)
+    library.fastlinear_node_cuda(pointer, pointer)
+    yield
+    library.fastlinear_node_cuda(None, None)
+
+
+@pytest.mark.usefixtures("_driver", "emulated")
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu"])
+def test_programs(activation: str) -> None:
+    """Through the door the same kernels compute on the same memory: bit for bit."""
+    table = door.table("unequal_linear.test")
+    assert table is not None
+    sizes = tuple((min(m, 5), min(k, 40), min(n, 40)) for m, k, n in SIZES)
+    for dtype in (torch.bfloat16, torch.float32):
+        xs, weights, biases = drawn(dtype, sizes)
+        xs[0] = xs[0].detach().t().contiguous().t().requires_grad_()
+        xs[1] = xs[1].detach().view(3, 1, -1).requires_grad_()
+        xs[2].requires_grad_(False)
+        for given in ((xs, weights, biases), (xs, weights, None)):
+            table.clear()
+            formula = autograd.Formula(activation)
+            wanted = [t for ts in given for t in ts or () if t is not None and t.requires_grad]
+            expected = autograd.recorded(formula, *given)
+            dys = [torch.randn_like(y) for y in expected]
+            grads = torch.autograd.grad(expected, wanted, dys)
+            assert table.admit(*given, "a", programs.plan(formula, *given, True))
+            launched = len(LAUNCHES)
+            ys = table.call(*given, "a")
+            assert ys[0].grad_fn.name() == programs.NAME
+            for _ in range(3):
+                found = torch.autograd.grad(ys, wanted, dys, retain_graph=True)
+                for a, e in zip((*ys, *found), (*expected, *grads), strict=True):
+                    assert a.shape == e.shape
+                    assert torch.equal(a, e)
+            assert len(LAUNCHES) == launched + 2  # prepared for the backward's program, once
+            with torch.no_grad():
+                assert table.admit(*given, "a", programs.plan(formula, *given, False))
+                for a, e in zip(table.call(*given, "a"), expected, strict=True):
+                    assert torch.equal(a, e)
+    table.clear()
 
 
 def test_tiles_are_large_where_they_fill_the_chip_only() -> None:

@@ -19,11 +19,12 @@ at::ScalarType get_autocast_dtype(at::DeviceType device);
 
 namespace door {
 
-constexpr int kMaxTensors = 160;
+constexpr int kMaxTensors = 768;
 constexpr int kMaxDims = 6;
 constexpr int kMaxNames = 8;
 constexpr int kTensorFacts = 4 + 2 * kMaxDims;
-constexpr int kMaxFacts = kMaxTensors * kTensorFacts + 64;
+constexpr int kOtherFacts = 64;
+constexpr int kMaxFacts = 6144;  // of tensors of two dimensions more than can be
 
 inline PyTypeObject* tensor_type = nullptr;
 inline PyTypeObject* parameter_type = nullptr;
@@ -96,6 +97,7 @@ struct Call {
 
   bool tensor_or_none(PyObject* o) {
     if (tensor_count == kMaxTensors) return false;
+    if (fact_count + kTensorFacts + kOtherFacts > kMaxFacts) return false;
     if (o == Py_None) {
       tensors[tensor_count++] = nullptr;
       add(kNone);

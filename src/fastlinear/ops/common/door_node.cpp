@@ -4,6 +4,7 @@
 // It stands beside door.cpp, whose table finds its plans; PyTorch's headers of autograd take ten
 // times as long to compile.
 
+#include "door_lists.h"
 #include "door_node.h"
 
 namespace door {
@@ -49,6 +50,21 @@ PyObject* run_program(void* self, const Call& call, PyObject* const* args, void*
   }
   return PyObject_Vectorcall(calls.fallback.o, args, kTensorArguments, nullptr);
 }
+
+struct ListCalls {
+  std::shared_ptr<const ListPlan> plan;
+};
+
+PyObject* run_lists(void* self, const Call& call, PyObject* const* args, void* stream) {
+  try {
+    return called(static_cast<ListCalls*>(self)->plan, call, args, stream);
+  } catch (const std::exception&) {
+    torch::translate_exception_to_python(std::current_exception());
+  }
+  return nullptr;
+}
+
+void drop_lists(void* self) { delete static_cast<ListCalls*>(self); }
 
 void drop_program(void* self) { delete static_cast<ProgramCalls*>(self); }
 
@@ -101,6 +117,23 @@ extern "C" PyObject* fastlinear_node_plan(PyObject* spec, PyObject* tensors) {
       given.push_back(door::tensor_of(PyTuple_GetItem(tensors, i)));
     std::shared_ptr<door::NodePlan> plan(new door::NodePlan(spec, given), door::NodePlan::drop);
     return door::Outside::capsule({door::run, door::drop, new door::NodeCalls{std::move(plan)}});
+  } catch (const door::PythonError&) {
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "fastlinear: not a plan");
+  } catch (const std::exception&) {
+    torch::translate_exception_to_python(std::current_exception());
+  }
+  return nullptr;
+}
+
+// A plan for the door, of a "lists" tuple and the tensors of a call of its kind.
+extern "C" PyObject* fastlinear_node_lists(PyObject* spec, PyObject* tensors) {
+  try {
+    door::Tensors given;
+    for (Py_ssize_t i = 0; i < PyTuple_Size(tensors); ++i)
+      given.push_back(door::tensor_of(PyTuple_GetItem(tensors, i)));
+    std::shared_ptr<door::ListPlan> plan(new door::ListPlan(spec, given), door::ListPlan::drop);
+    return door::Outside::capsule(
+        {door::run_lists, door::drop_lists, new door::ListCalls{std::move(plan)}});
   } catch (const door::PythonError&) {
     if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "fastlinear: not a plan");
   } catch (const std::exception&) {

@@ -151,6 +151,41 @@ struct NodePlan {
 
 // --------------------------------------------------------------------------------------------
 
+// A node's backward as compiled autograd records it: a call of `later`, (gradients, saved tensors,
+// needs) → gradients.
+template <class Later>
+autograd::variable_list recorded(autograd::Node& node, const autograd::variable_list& grads,
+                                 autograd::SwapSavedVariables& swap,
+                                 const std::vector<autograd::SavedVariable>& saved, Later later) {
+  namespace dynamo = torch::dynamo::autograd;
+  std::vector<bool> needs;
+  for (size_t i = 0; i < node.num_outputs(); ++i)
+    needs.push_back(node.task_should_compute_output(i));
+  autograd::variable_list tensors;
+  for (const auto& s : saved) tensors.push_back(s.unpack(node.getptr()));
+  dynamo::PackedArgs packed;
+  packed.pack(tensors);
+  packed.pack(needs);
+  const auto args = std::move(packed).vec();
+  std::vector<at::TypePtr> schema;
+  for (const auto& a : args)
+    schema.emplace_back(a.isTensor() ? at::TypePtr(at::TensorType::get()) : a.type());
+  const auto unpacked = [later](const autograd::variable_list& grads,
+                                const std::vector<c10::IValue>& args) {
+    dynamo::PackedArgs packed(args);
+    const auto tensors = packed.unpack<autograd::variable_list>();
+    const auto needs = packed.unpack<std::vector<bool>>();
+    return later(grads, tensors, needs);
+  };
+  const auto& compiler = dynamo::getPyCompilerInterface();
+  const auto function =
+      compiler->bind_function(swap.get_py_compiler(), node.name(), unpacked, schema, true, false);
+  const auto metadata = dynamo::IValuePacker<std::vector<std::optional<autograd::InputMetadata>>>::pack(
+      dynamo::get_input_metadata(node.next_edges()));
+  return compiler->call_function(swap.get_py_compiler(), "apply_functional", function, grads, args,
+                                 metadata);
+}
+
 struct Node : autograd::Node {
   std::shared_ptr<const NodePlan> plan;
   std::vector<autograd::SavedVariable> saved;  // those of the call, then the kept ones
@@ -203,30 +238,13 @@ struct Node : autograd::Node {
 
   autograd::variable_list apply_with_saved(const autograd::variable_list& grads,
                                            autograd::SwapSavedVariables& swap) override {
-    namespace dynamo = torch::dynamo::autograd;
     swap.before(saved);
-    std::vector<bool> needs;
-    for (size_t i = 0; i < num_outputs(); ++i) needs.push_back(task_should_compute_output(i));
-    autograd::variable_list tensors;
-    for (const auto& s : saved) tensors.push_back(s.unpack(getptr()));
-    dynamo::PackedArgs packed;
-    packed.pack(tensors);
-    packed.pack(needs);
-    const auto args = std::move(packed).vec();
-    std::vector<at::TypePtr> schema;
-    for (const auto& a : args)
-      schema.emplace_back(a.isTensor() ? at::TypePtr(at::TensorType::get()) : a.type());
     const auto later = [plan = plan, shape = shape](const autograd::variable_list& grads,
-                                                    const std::vector<c10::IValue>& args) {
-      return by_formula(*plan, shape, grads, args);
+                                                    const autograd::variable_list& tensors,
+                                                    const std::vector<bool>& needs) {
+      return by_formula(*plan, shape, grads, tensors, needs);
     };
-    const auto& compiler = dynamo::getPyCompilerInterface();
-    const auto function =
-        compiler->bind_function(swap.get_py_compiler(), name(), later, schema, true, false);
-    const auto metadata = dynamo::IValuePacker<std::vector<std::optional<autograd::InputMetadata>>>::pack(
-        dynamo::get_input_metadata(next_edges()));
-    auto found = compiler->call_function(swap.get_py_compiler(), "apply_functional", function, grads,
-                                         args, metadata);
+    auto found = recorded(*this, grads, swap, saved, later);
     swap.after(saved);
     return found;
   }
@@ -236,10 +254,8 @@ struct Node : autograd::Node {
 
   static autograd::variable_list by_formula(const NodePlan& plan, const std::vector<int64_t>& shape,
                                             const autograd::variable_list& grads,
-                                            const std::vector<c10::IValue>& args) {
-    torch::dynamo::autograd::PackedArgs packed(args);
-    const auto tensors = packed.unpack<autograd::variable_list>();
-    const auto wanted = packed.unpack<std::vector<bool>>();
+                                            const autograd::variable_list& tensors,
+                                            const std::vector<bool>& wanted) {
     autograd::variable_list found(wanted.size());
     const at::Tensor hidden = grads.size() > 1 ? grads[1] : at::Tensor();
     if (!grads[0].defined() && !hidden.defined()) return found;

@@ -69,6 +69,41 @@ def program(spec: Any, tensors: Sequence[Tensor | None], fallback: Callable[...,
     return _build.loaded.fastlinear_node_program(spec, tuple(tensors), fallback)
 
 
+def lists(
+    name: str,
+    results: int,
+    tensors: Sequence[Tensor | None],
+    forward: Callable[..., tuple[list[Tensor], Tensor | None]],
+    backward: Callable[..., tuple[Tensor | None, ...]] | None,
+    programmer: Callable[..., Any] | None,
+    program: Any,
+    keeps: int,
+) -> Any:
+    """A plan for the door for calls of lists, which return one; only once :func:`begun` says so.
+
+    A program here is a pair: of a program's tuple, and of pieces of its tensors, (number, shape,
+    numbers before it) or None each. Its tensors are dense.
+
+    Args:
+        name: of the node, ending in ``Backward``.
+        results: how many.
+        tensors: those of a call of the kind, as the door sees them, None included.
+        forward: (three leading arguments) → (results, a tensor it keeps or None), without
+            gradients.
+        backward: (gradient or None of each result, tensors, kept, needs) → a gradient or None for
+            each of ``tensors``; differentiable where gradients are enabled. None for calls without
+            gradients.
+        programmer: (needs, gradients, tensors, kept) → a program for that backward, or None; asked
+            after ``backward`` ran on these. Its tensors: in that order, gradients first; its pieces
+            are the gradients of ``tensors``.
+        program: the forward's or None; its pieces are the results and what it keeps.
+        keeps: ``NOTHING``, ``OUTPUT`` for all results, or ``INTERNAL`` for a tensor of its own.
+    """
+    assert _build.loaded is not None
+    spec = ("lists", name, results, forward, backward, programmer, program, keeps)
+    return _build.loaded.fastlinear_node_lists(spec, tuple(tensors))
+
+
 def begun() -> bool:
     """Whether nodes can be made by now; the first call has the library loaded or built."""
     build = _build
@@ -142,6 +177,8 @@ def _made(loaded: ctypes.PyDLL) -> ctypes.PyDLL:
     loaded.fastlinear_node_cuda.restype = ctypes.c_int
     loaded.fastlinear_node_plan.argtypes = [thing, thing]
     loaded.fastlinear_node_plan.restype = thing
+    loaded.fastlinear_node_lists.argtypes = [thing, thing]
+    loaded.fastlinear_node_lists.restype = thing
     loaded.fastlinear_node_program.argtypes = [thing, thing, thing]
     loaded.fastlinear_node_program.restype = thing
     loaded.fastlinear_node_empty.argtypes = [thing, ctypes.c_int64]

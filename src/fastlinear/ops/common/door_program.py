@@ -58,13 +58,17 @@ class Program:
         """The tensor, broadcast, in the memory of ``into``, which a step made."""
         self._steps.append(("copy", into, tensor))
 
-    def launch(self, kernel: DoorLaunch | None) -> bool:
-        """A kernel's launch, whose tensors are numbers of this program's; False for None."""
+    def launch(self, kernel: DoorLaunch | None, *, anywhere: bool = False) -> bool:
+        """A kernel's launch, whose tensors are numbers of this program's; False for None.
+
+        Given tensors must stay as aligned as they are, but for a kernel that reads them from
+        ``anywhere``.
+        """
         if kernel is None:
             return False
         self._steps.append(("kernel", kernel.kernel()))
         for _, tensor in kernel.tensors:
-            if tensor < len(self._masks):
+            if tensor < len(self._masks) and not anywhere:
                 self._masks[tensor] = 15
         return True
 

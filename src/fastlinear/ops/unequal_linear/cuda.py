@@ -8,18 +8,21 @@ for a call, nothing waits, and weights may move. For sm_80 and later.
 from __future__ import annotations
 
 import ctypes
-import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
 from struct import Struct
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastlinear.core.device import device_facts
 from fastlinear.ops.common import cuda_driver as driver
+from fastlinear.ops.common.door_launch import DoorLaunch, prepared
+from fastlinear.ops.common.door_program import Program
 from fastlinear.ops.unequal_linear.config import (
     FORWARD,
     GRAD_INPUT,
@@ -30,6 +33,7 @@ from fastlinear.ops.unequal_linear.config import (
     largest_first,
     tiles_of,
 )
+from fastlinear.ops.unequal_linear.layout import Backward, Forward
 
 MAX_GROUPS = 240
 """Groups of one launch; more take several."""
@@ -43,11 +47,15 @@ _KERNEL = "unequal_linear"
 _SINGLE = Tiles(64, 64, (2, 2), 1, 2, 1.0)  # what single.cu is written for
 _PLACES = (32, MAX_GROUPS)  # of the groups of a launch: arguments take time to hand over
 _POINTERS, _NUMBERS = 6, 4  # of a group
-_ALIGN = 16  # bytes at which each result begins
 _MOST = 2**31 - 1
 _MAX_PLANS = 1024
 
 Tensors = Sequence[Tensor]
+Call = tuple[int, str, bool]
+"""Which product, the activation, whether the pre-activation is kept."""
+Pointers = tuple[Sequence[tuple[Any, int] | None] | None, ...]
+"""a, saved, b, bias, c and more of every group: an operand and how many bytes behind its first;
+None for what is not there."""
 
 
 def source(
@@ -115,75 +123,79 @@ def reason_not(xs: Tensors, weights: Tensors) -> str | None:
     return None
 
 
-def forward(
-    xs: Tensors,
-    weights: Tensors,
-    biases: Sequence[Tensor | None],
-    activation: str,
-    save_pre: bool,
-    *,
-    tiles: Tiles | None = None,
-) -> tuple[list[Tensor], list[Tensor] | None]:
-    """y_g = act(x_g W_gᵀ + b_g) for all groups: one launch for every ``MAX_GROUPS`` of them.
+def forward(call: Forward, device: torch.device, tiles: Tiles | None = None) -> None:
+    """Compute y and, where it is kept, the pre-activation: one launch for every ``MAX_GROUPS``
+    groups. Operands are tensors. float32 accumulation, deterministic.
 
     Args:
-        xs: (M_g, K_g) each, contiguous; float32, bfloat16 or float16, all of one dtype and device.
-        weights: (N_g, K_g) each, contiguous.
-        biases: (N_g,) contiguous, or None.
-        activation: name of the activation.
-        save_pre: also return the pre-activations.
+        call: of float32, bfloat16 or float16.
+        device: which one.
         tiles: of 16-bit products; None picks ``tiles_of``.
-
-    Returns:
-        The y_g (M_g, N_g), which share one buffer, and the pre-activations likewise, or None.
-        float32 accumulation, deterministic.
     """
-    sizes = tuple((x.shape[0], w.shape[0], x.shape[1]) for x, w in zip(xs, weights, strict=True))
-    shapes = tuple((m, n) for m, n, _ in sizes)
-    ys = _buffers(shapes, xs[0])
-    pres = _buffers(shapes, xs[0]) if save_pre else None
-    pointers = (xs, None, weights, biases, ys, pres)
-    _run((FORWARD, activation, save_pre), xs[0], sizes, pointers, tiles)
-    return ys, pres
+    _run(*_forward(call), call.dtype, device, tiles)
 
 
-def grad_inputs(
-    dys: Tensors,
-    saved: Tensors | None,
-    weights: Tensors,
-    activation: str,
-    *,
-    tiles: Tiles | None = None,
-) -> list[Tensor]:
-    """dx_g = (dy_g · act'(pre_g)) W_g in one launch; ``saved`` as the activation's derivative takes
-    it. All contiguous; returns (M_g, K_g) each, in one buffer."""
-    sizes = tuple((dy.shape[0], w.shape[1], w.shape[0]) for dy, w in zip(dys, weights, strict=True))
-    dxs = _buffers(tuple((m, k) for m, k, _ in sizes), dys[0])
-    pointers = (dys, saved, weights, None, dxs, None)
-    _run((GRAD_INPUT, activation, False), dys[0], sizes, pointers, tiles)
-    return dxs
+def backward(call: Backward, device: torch.device, tiles: Tiles | None = None) -> None:
+    """Compute the gradients: one launch for all dx, one for all dW and db. Operands are tensors.
+    Sums over tokens in float32, in a fixed order; exactly 0 for a group without tokens."""
+    for product in _backward(call):
+        _run(*product, call.dtype, device, tiles)
 
 
-def grad_weights(
-    dys: Tensors,
-    saved: Tensors | None,
-    xs: Tensors,
-    activation: str,
-    with_bias: Sequence[bool],
-    *,
-    tiles: Tiles | None = None,
-) -> tuple[list[Tensor], list[Tensor | None]]:
-    """(dW_g, db_g) in one launch: (N_g, K_g) and, where ``with_bias``, (N_g,). Sums over tokens in
-    float32, in a fixed order; exactly 0 for a group without tokens."""
-    sizes = tuple((dy.shape[1], x.shape[1], dy.shape[0]) for dy, x in zip(dys, xs, strict=True))
-    dws = _buffers(tuple((n, k) for n, k, _ in sizes), dys[0])
-    dbs: list[Tensor | None] = [None] * len(sizes)
-    if any(with_bias):
-        sums = _buffers(tuple((n,) for n, _, _ in sizes), dys[0])
-        dbs = [db if wanted else None for db, wanted in zip(sums, with_bias, strict=True)]
-    pointers = (dys, saved, xs, None, dws, dbs)
-    _run((GRAD_WEIGHT, activation, False), dys[0], sizes, pointers, tiles)
-    return dws, dbs
+def forward_steps(p: Program, call: Forward, device: torch.device) -> None:
+    """The same as steps of a program; operands are its numbers."""
+    _launch_in(p, *_forward(call), call.dtype, device)
+
+
+def backward_steps(p: Program, call: Backward, device: torch.device) -> None:
+    """The same as steps of a program; operands are its numbers."""
+    for product in _backward(call):
+        _launch_in(p, *product, call.dtype, device)
+
+
+Product = tuple[Call, Sizes, Pointers]
+"""(which, (rows, cols, depth) of each group, pointers)."""
+
+
+def _forward(call: Forward) -> Product:
+    size = call.dtype.itemsize
+    ys = [(call.y, size * at) for at in call.offsets]
+    pres = None if call.pre is None else [(call.pre, size * at) for at in call.offsets]
+    pointers = _begin(call.xs), None, _begin(call.weights), _begin(call.biases), ys, pres
+    sizes = tuple([(m, n, k) for m, n, k in call.sizes])
+    return (FORWARD, call.activation, pres is not None), sizes, pointers
+
+
+def _backward(call: Backward) -> Iterator[Product]:
+    size, which = call.dtype.itemsize, range(len(call.sizes))
+
+    def of(places: Sequence[Any] | None, groups: list[int]) -> Any:
+        return None if places is None else [places[g] for g in groups]
+
+    def results(buffer: Any, at: Sequence[int | None]) -> Any:
+        return [None if i is None else (buffer, size * i) for i in at]
+
+    dys = _begin(call.dys)
+    saved = None if call.saved is None else _begin(call.saved)
+    if call.pre is not None:
+        saved = results(call.pre, call.offsets)
+    wanted = [g for g in which if call.dx_at[g] is not None]
+    if wanted:
+        sizes = tuple([(m, k, n) for m, n, k in of(call.sizes, wanted)])
+        lists = dys, saved, _begin(call.weights), None, results(call.dx, call.dx_at), None
+        pointers = tuple(of(places, wanted) for places in lists)
+        yield (GRAD_INPUT, call.activation, False), sizes, pointers
+    wanted = [g for g in which if call.dw_at[g] is not None]
+    if wanted:
+        sizes = tuple([(n, k, m) for m, n, k in of(call.sizes, wanted)])
+        dbs = None if call.db is None else results(call.db, call.db_at)
+        lists = dys, saved, _begin(call.xs), None, results(call.dw, call.dw_at), dbs
+        pointers = tuple(of(places, wanted) for places in lists)
+        yield (GRAD_WEIGHT, call.activation, False), sizes, pointers
+
+
+def _begin(operands: Sequence[Any]) -> list[tuple[Any, int] | None]:
+    return [None if t is None else (t, 0) for t in operands]
 
 
 # --------------------------------------------------------------------------------------------
@@ -221,27 +233,33 @@ class _Part:
         self._launch.set_grid(total)
         self._lock = threading.Lock()
 
-    def run(self, pointers: Sequence[Sequence[Tensor | None] | None], stream: int) -> None:
-        """Launch on a, saved, b, bias, c and more of every group of the call."""
+    def run(self, pointers: Pointers, stream: int) -> None:
+        """Launch on tensors of every group of the call."""
         with self._lock:  # the driver copies the arguments before it returns
-            for offset, tensors in zip(self._offsets, pointers, strict=True):
-                if tensors is not None:
-                    found = [_address(tensors[g]) for g in self._which]
+            for offset, places in zip(self._offsets, pointers, strict=True):
+                if places is not None:
+                    found = [_address(places[g]) for g in self._which]
                     self._pointers.pack_into(self._memory, offset, *found)
             self._launch.run(stream)
 
+    def in_door(self, pointers: Pointers) -> DoorLaunch:
+        """The launch for the door, whose memory is this part's: it must not run elsewhere."""
+        places = [
+            (ctypes.c_void_p.from_buffer(self._memory, offset + 8 * i), *place)
+            for offset, groups in zip(self._offsets, pointers, strict=True)
+            if groups is not None
+            for i, place in enumerate(groups[g] for g in self._which)
+            if place is not None
+        ]
+        tensors = [(argument, number) for argument, number, _ in places]
+        launch = prepared(self._launch, tensors, self)
+        return replace(launch, offsets=tuple([skipped for _, _, skipped in places]))
 
-@lru_cache(maxsize=_MAX_PLANS)
+
 def _parts(
-    call: tuple[int, str, bool],
-    dtype: torch.dtype,
-    sizes: Sizes,
-    device: int,
-    given: tuple[bool, ...],
-    tiles: Tiles | None,
+    call: Call, dtype: torch.dtype, sizes: Sizes, device: int, tiles: Tiles | None
 ) -> tuple[_Part, ...]:
-    """The launches of such calls; ``given`` says which of the pointers they have: the others stay
-    0."""
+    """New launches of such calls."""
     mode, activation, save_pre = call
     if dtype is torch.float32:
         tiles = _SINGLE
@@ -258,43 +276,47 @@ def _parts(
     return tuple(found)
 
 
-def _run(
-    call: tuple[int, str, bool],
-    like: Tensor,
+@lru_cache(maxsize=_MAX_PLANS)
+def _kept_parts(
+    call: Call,
+    dtype: torch.dtype,
     sizes: Sizes,
-    pointers: tuple[Sequence[Tensor | None] | None, ...],
+    device: int,
+    given: tuple[bool, ...],
+    tiles: Tiles | None,
+) -> tuple[_Part, ...]:
+    """The launches of such calls; ``given`` says which of the pointers they have: the others stay
+    0."""
+    return _parts(call, dtype, sizes, device, tiles)
+
+
+def _run(
+    call: Call,
+    sizes: Sizes,
+    pointers: Pointers,
+    dtype: torch.dtype,
+    device: torch.device,
     tiles: Tiles | None,
 ) -> None:
-    """Launch on (a, saved, b, bias, c, more) of every group, sizes (rows, cols, depth)."""
-    index = like.device.index
-    assert index is not None
+    index = device.index
     driver.make_current(index)
-    given = tuple(tensors is not None for tensors in pointers)
+    given = tuple(places is not None for places in pointers)
     stream = torch._C._cuda_getCurrentRawStream(index)
-    for part in _parts(call, like.dtype, sizes, index, given, tiles):
+    for part in _kept_parts(call, dtype, sizes, index, given, tiles):
         part.run(pointers, stream)
 
 
-def _address(t: Tensor | None) -> int:
-    return 0 if t is None else t.data_ptr()
+def _launch_in(
+    p: Program,
+    call: Call,
+    sizes: Sizes,
+    pointers: Pointers,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    for part in _parts(call, dtype, sizes, device.index, None):
+        p.launch(part.in_door(pointers), anywhere=True)  # the kernel sees how rows are aligned
 
 
-def _buffers(shapes: tuple[tuple[int, ...], ...], like: Tensor) -> list[Tensor]:
-    """Uninitialised tensors of those shapes in one allocation, each at 16 bytes."""
-    total, places = _places(shapes, like.element_size())
-    flat = torch.empty(total, dtype=like.dtype, device=like.device)
-    return [flat.as_strided(*place) for place in places]
-
-
-@lru_cache(maxsize=_MAX_PLANS)
-def _places(
-    shapes: tuple[tuple[int, ...], ...], itemsize: int
-) -> tuple[int, list[tuple[tuple[int, ...], tuple[int, ...], int]]]:
-    """(numbers of all, shape, strides and beginning of each)."""
-    unit = _ALIGN // itemsize
-    total = 0
-    found: list[tuple[tuple[int, ...], tuple[int, ...], int]] = []
-    for shape in shapes:
-        found.append((shape, (shape[1], 1) if len(shape) == 2 else (1,), total))
-        total += -(-math.prod(shape) // unit) * unit
-    return total, found
+def _address(place: tuple[Tensor, int] | None) -> int:
+    return 0 if place is None else place[0].data_ptr() + place[1]

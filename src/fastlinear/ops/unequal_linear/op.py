@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.core.precision import DTYPE_NAMES
-from fastlinear.ops.common import calls
+from fastlinear.ops.common import calls, door, door_node
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.grouped_linear.plans import as_autocast
+from fastlinear.ops.unequal_linear import programs
+from fastlinear.ops.unequal_linear.autograd import Formula, Maybe, kernels, loop, recorded
+
+NAME = "unequal_linear"
 
 BACKENDS = ("loop", "together")
 # Most operations of a group, on average: without gradients, and with them
 _MOST_FLOPS = 3_000_000_000, 400_000_000
 _MOST_FLOPS_ODD = 400_000_000, 20_000_000  # where rows do not begin at 16 bytes
 _MOST_FLOPS_SINGLE = 400_000_000, 400_000_000  # in float32
-_Maybe = Sequence[Tensor | None]
+# K·N of a group on the CPU, on average, up to which it wins over MKL's and oneDNN's products
+_MOST_WEIGHTS = {torch.float32: 1 << 17, torch.bfloat16: 1 << 18}
+_MAX_SEEN, _MAX_PLANS = 1024, 256
+_is_compiling = torch.compiler.is_compiling
 
 
 def unequal_linear(
     xs: Sequence[Tensor],
     weights: Sequence[Tensor],
-    biases: _Maybe | None = None,
+    biases: Maybe | None = None,
     *,
     activation: str = "none",
     backend: str | None = None,
@@ -40,7 +45,8 @@ def unequal_linear(
         biases: one bias a group, shape (N_g,), or None for a group without; None for none at all.
         activation: a name ``grouped_linear`` knows.
         backend: ``"loop"``, a product of PyTorch a group; ``"together"``, one launch forward and
-            at most two backward, on CUDA devices. None lets fastlinear choose.
+            at most two backward on CUDA devices, one C++ call each way on CPUs. None lets
+            fastlinear choose.
 
     Returns:
         The y_g (..., N_g), in order. With "together" they share one allocation.
@@ -58,163 +64,157 @@ def unequal_linear(
     >>> [tuple(y.shape) for y in ys]
     [(5, 4), (2, 6)]
     """
-    activation_of(activation, "unequal_linear")
+    if not _is_compiling():
+        xs, weights = _sequence(xs), _sequence(weights)
+        biases = None if biases is None else _sequence(biases)
+        ys: list[Tensor] | None = _door(xs, weights, biases, activation, backend)
+        if ys is not None:
+            return ys
+    return _looked_up(xs, weights, biases, activation, backend)
+
+
+def _sequence(given: Any) -> Any:
+    """The tensors as the door reads them: a list or a tuple."""
+    return given if type(given) is list or type(given) is tuple else list(given)
+
+
+def _looked_up(
+    given_xs: Sequence[Tensor],
+    given_weights: Sequence[Tensor],
+    given_biases: Maybe | None,
+    activation: str,
+    backend: str | None,
+) -> list[Tensor]:
+    activation_of(activation, NAME)
     if backend is not None and backend not in BACKENDS:
         _fail(f"backend in {', '.join(BACKENDS)} or None", repr(backend), "Leave it out.")
-    xs, weights = list(xs), list(weights)
-    given = [None] * len(xs) if biases is None else list(biases)
-    if not len(xs) == len(weights) == len(given):
-        received = f"{len(xs)} inputs, {len(weights)} weights, {len(given)} biases"
+    xs, weights = list(given_xs), list(given_weights)
+    biases = [None] * len(xs) if given_biases is None else list(given_biases)
+    if not len(xs) == len(weights) == len(biases):
+        received = f"{len(xs)} inputs, {len(weights)} weights, {len(biases)} biases"
         _fail("as many inputs as weights and biases", received, "Pass one of each a group.")
     if not xs:
         return []
-    for t in (*xs, *weights, *(b for b in given if b is not None)):
+    for t in (*xs, *weights, *(b for b in biases if b is not None)):
         if not isinstance(t, Tensor):
             _fail("tensors in all lists", type(t).__name__, "Convert it with torch.as_tensor.")
-    if calls.autocast_dtype(xs[0]) is not None:
-        cast = [as_autocast(*group) for group in zip(xs, weights, given, strict=True)]
+    autocast = calls.autocast_dtype(xs[0]) is not None
+    if autocast:
+        cast = [as_autocast(*group) for group in zip(xs, weights, biases, strict=True)]
         xs, weights = [x for x, _, _ in cast], [w for _, w, _ in cast]
-        given = [b for _, _, b in cast]
-    _validate(xs, weights, given)
-    why = _reason_not_together(xs, weights, given) if backend != "loop" else ""
+        biases = [b for _, _, b in cast]
+    _validate(xs, weights, biases)
+    why = _reason_not_together(xs, weights, biases) if backend != "loop" else ""
     if backend == "together" and why is not None:
         raise UnsupportedError(
-            "unequal_linear",
+            NAME,
             expected="a call that backend 'together' can serve",
             received=f"one that it cannot: {why}",
             remedy="Leave backend out.",
         )
-    tensors = (*xs, *weights, *given)
+    tensors = (*xs, *weights, *biases)
     grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    formula = None
     if why is None and (backend == "together" or (backend is None and _pays(xs, weights, grad))):
-        if grad:
-            return list(_Together.apply(activation, len(xs), *tensors))
-        return _forward(xs, weights, given, activation, False)[0]
-    return loop(xs, weights, given, activation)
+        formula = Formula(activation)
+    if formula is None:
+        ys = loop(xs, weights, biases, activation)
+    elif grad:
+        ys = recorded(formula, xs, weights, biases)
+    else:
+        ys = formula.inference(xs, weights, biases)[0]
+    if not autocast and not _is_compiling():
+        given = given_xs, given_weights, given_biases
+        _admit(formula, xs[0], tensors, grad, *given, activation, backend)
+    return ys
 
 
-def loop(xs: Sequence[Tensor], weights: Sequence[Tensor], biases: _Maybe, activation: str) -> Any:
-    """The same by one product of PyTorch a group."""
-    value = activation_of(activation).value
-    groups = zip(xs, weights, biases, strict=True)
-    return [value(F.linear(x, w, b)) for x, w, b in groups]
+# --------------------------------------------------------------------------------------------
+# The compiled door: calls of the same sizes again
 
 
-def _forward(
+def _no_door(*_: Any) -> None:
+    return None
+
+
+_door: Callable[..., Any] = _no_door
+_seen: set[int] = set()  # hashes of calls that have run once
+_admitted = 0
+
+
+def _forget() -> None:
+    """Have the door ask again: calls that run in Python go through C++ from here on."""
+    global _admitted
+    _admitted = 0
+    table = door.table(NAME) if _door is not _no_door else None
+    if table is not None:
+        table.clear()
+
+
+door_node.on_ready(_forget)
+
+
+def _admit(
+    formula: Formula | None,
+    x: Tensor,
+    tensors: Sequence[Tensor | None],
+    grad: bool,
     xs: Sequence[Tensor],
     weights: Sequence[Tensor],
-    biases: _Maybe,
+    biases: Maybe | None,
     activation: str,
-    save_pre: bool,
-) -> tuple[list[Tensor], list[Tensor] | None]:
-    """(the y_g in their inputs' dimensions, the pre-activations as matrices) in one launch."""
-    from fastlinear.ops.unequal_linear import cuda
-
-    rows, dense = [_matrix(x) for x in xs], [_dense(w) for w in weights]
-    flat = [None if b is None else _dense(b) for b in biases]
-    ys, pres = cuda.forward(rows, dense, flat, activation, save_pre)
-    for g, x in enumerate(xs):
-        if x.dim() != 2:
-            ys[g] = ys[g].view(*x.shape[:-1], ys[g].shape[1])
-    return ys, pres
-
-
-class _Together(torch.autograd.Function):
-    """All groups by the kernels of cuda."""
-
-    @staticmethod
-    def forward(ctx: Any, activation: str, count: int, *given: Tensor | None) -> tuple[Tensor, ...]:
-        """given: count inputs, weights and biases; the last may be None."""
-        xs, weights, biases = (list(given[i * count : (i + 1) * count]) for i in range(3))
-        kind = activation_of(activation).saved
-        ys, pres = _forward(xs, weights, biases, activation, kind == "pre")  # type: ignore[arg-type]
-        saved = {"none": None, "output": ys, "pre": pres}[kind] or []
-        ctx.save_for_backward(*given, *saved)
-        ctx.call = activation, count
-        return tuple(ys)
-
-    @staticmethod
-    def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
-        """Gradients of the inputs, weights and biases; by PyTorch's own ops where a graph is asked
-        for."""
-        activation, count = ctx.call
-        given = ctx.saved_tensors
-        saved = given[3 * count :]
-        needs = ctx.needs_input_grad[2:]
-        if torch.is_grad_enabled():
-            return (None, None, *_differentiable(dys, given[: 3 * count], needs, activation))
-        return (None, None, *_gradients(dys, saved, given[: 3 * count], needs, activation))
+    backend: str | None,
+) -> None:
+    """Make the plan of a call that has run known to the compiled door, if that wants it: at the
+    second call of a kind, since sizes that change at every call would be prepared in vain."""
+    global _admitted, _door
+    table = door.table(NAME)
+    if table is None:
+        return
+    _door = table.call
+    if calls.transforms_active() or calls.recorded() or (x.is_cuda and not door.serves_cuda()):
+        return
+    shapes = tuple([None if t is None else t.shape for t in tensors])
+    kind = hash((activation, backend, grad, x.dtype, x.device, shapes))
+    if kind not in _seen:
+        if len(_seen) >= _MAX_SEEN:
+            _seen.clear()
+        _seen.add(kind)
+        return
+    given = xs, weights, biases, activation, backend
+    if not table.wants(*given):
+        return
+    if _admitted >= _MAX_PLANS:
+        _forget()
+    _admitted += 1
+    made = None if formula is None else programs.plan(formula, xs, weights, biases, grad)
+    table.admit(*given, made or _plan(formula, activation, grad))
 
 
-def _gradients(
-    dys: Sequence[Tensor],
-    saved: Sequence[Tensor],
-    given: Sequence[Tensor | None],
-    needs: Sequence[bool],
-    activation: str,
-) -> list[Tensor | None]:
-    from fastlinear.ops.unequal_linear import cuda
+def _plan(formula: Formula | None, activation: str, grad: bool) -> Callable[..., list[Tensor]]:
+    """What serves such calls in Python."""
 
-    count = len(dys)
-    xs, weights, biases = (given[i * count : (i + 1) * count] for i in range(3))
-    need_x, need_w, need_b = (needs[i * count : (i + 1) * count] for i in range(3))
-    rows = [_matrix(dy) for dy in dys]
-    kept = [_matrix(s) for s in saved] or None
-    grads: list[Tensor | None] = [None] * (3 * count)
+    def plan(xs: Any, weights: Any, biases: Any) -> list[Tensor]:
+        if formula is None:
+            return loop(xs, weights, biases, activation)
+        if grad:
+            return recorded(formula, xs, weights, biases)
+        return formula.inference(xs, weights, biases)[0]
 
-    def of(which: Sequence[int]) -> tuple[list[Tensor], list[Tensor] | None]:
-        return [rows[g] for g in which], None if kept is None else [kept[g] for g in which]
-
-    wanted = [g for g in range(count) if need_x[g]]
-    if wanted:
-        dense = [_dense(weights[g]) for g in wanted]
-        for g, dx in zip(wanted, cuda.grad_inputs(*of(wanted), dense, activation), strict=True):
-            grads[g] = dx.view(xs[g].shape)  # type: ignore[union-attr]
-    wanted = [g for g in range(count) if need_w[g] or need_b[g]]
-    if wanted:
-        inputs = [_matrix(xs[g]) for g in wanted]
-        with_bias = [biases[g] is not None and need_b[g] for g in wanted]
-        dws, dbs = cuda.grad_weights(*of(wanted), inputs, activation, with_bias)
-        for g, dw, db in zip(wanted, dws, dbs, strict=True):
-            grads[count + g] = dw if need_w[g] else None
-            grads[2 * count + g] = db
-    return grads
+    return plan
 
 
-def _differentiable(
-    dys: Sequence[Tensor], given: Sequence[Tensor | None], needs: Sequence[bool], activation: str
-) -> list[Tensor | None]:
-    count = len(dys)
-    # views make each argument a node of its own: gradients must stop at the arguments
-    with torch.enable_grad():
-        own = [None if t is None else t.view_as(t) for t in given]
-        xs, weights, biases = (own[i * count : (i + 1) * count] for i in range(3))
-        ys = loop(xs, weights, biases, activation)  # type: ignore[arg-type]
-        wanted = [t for t, need in zip(own, needs, strict=True) if need and t is not None]
-        found = iter(torch.autograd.grad(ys, wanted, dys, create_graph=True))
-    return [
-        next(found) if need and t is not None else None for t, need in zip(own, needs, strict=True)
-    ]
-
-
-def _matrix(t: Tensor | None) -> Tensor:
-    """t (..., features) as a contiguous (tokens, features)."""
-    assert t is not None
-    if t.dim() != 2:
-        t = t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
-    return _dense(t)
-
-
-def _dense(t: Tensor | None) -> Tensor:
-    assert t is not None
-    return t if t.is_contiguous() and not t.is_neg() else t.resolve_neg().contiguous()
+# --------------------------------------------------------------------------------------------
 
 
 def _pays(xs: Sequence[Tensor], weights: Sequence[Tensor], grad: bool) -> bool:
-    """Whether one launch is faster than a product a group, which waits for launches where products
-    are small: on an H200 26 groups of 300 million operations each pay, in 16-bit dtypes whose rows
-    do not begin at 16 bytes forward only; of 2.3 billion each they do where rows begin so, forward
-    only."""
+    """Whether all together are faster than a product a group, which waits for launches where
+    products are small: on an H200 26 groups of 300 million operations each pay, in 16-bit dtypes
+    whose rows do not begin at 16 bytes forward only; of 2.3 billion each they do where rows begin
+    so, forward only."""
+    if not xs[0].is_cuda:
+        numbers = sum(w.shape[0] * w.shape[1] for w in weights)
+        return len(xs) > 1 and numbers <= _MOST_WEIGHTS[xs[0].dtype] * len(xs)
     if len(xs) < 4:
         return False
     products = sum(2 * x.numel() * w.shape[0] for x, w in zip(xs, weights, strict=True))
@@ -229,7 +229,7 @@ def _pays(xs: Sequence[Tensor], weights: Sequence[Tensor], grad: bool) -> bool:
 def served_by(
     xs: Sequence[Tensor],
     weights: Sequence[Tensor],
-    biases: _Maybe | None = None,
+    biases: Maybe | None = None,
     *,
     grad: bool = False,
 ) -> str:
@@ -240,12 +240,12 @@ def served_by(
 
 
 def _reason_not_together(
-    xs: Sequence[Tensor], weights: Sequence[Tensor], biases: _Maybe
+    xs: Sequence[Tensor], weights: Sequence[Tensor], biases: Maybe
 ) -> str | None:
     """Why one launch cannot serve, or None."""
     x = xs[0]
-    if x.device.type != "cuda":
-        return "its kernels run on CUDA devices only"
+    if x.device.type not in ("cuda", "cpu"):
+        return "its kernels run on CUDA devices and CPUs only"
     if torch.compiler.is_compiling():
         return "torch.compile makes its own kernels"
     if calls.transforms_active() or calls.forward_mode() or calls.recorded():
@@ -253,12 +253,11 @@ def _reason_not_together(
     for t in (*xs, *weights, *(b for b in biases if b is not None)):
         if type(t) not in calls.PLAIN or t.layout is not torch.strided:
             return f"takes plain strided tensors, got {type(t).__name__}"
-    from fastlinear.ops.unequal_linear import cuda
+    why: str | None = kernels(x).reason_not(xs, weights)
+    return why
 
-    return cuda.reason_not(xs, weights)
 
-
-def _validate(xs: Sequence[Tensor], weights: Sequence[Tensor], biases: _Maybe) -> None:
+def _validate(xs: Sequence[Tensor], weights: Sequence[Tensor], biases: Maybe) -> None:
     first = xs[0]
     if first.dtype not in DTYPE_NAMES:
         _fail(
@@ -303,4 +302,4 @@ def _refuse(g: int, x: Tensor, w: Tensor, b: Tensor | None, first: Tensor) -> No
 
 
 def _fail(expected: str, received: str, remedy: str) -> NoReturn:
-    raise InputError("unequal_linear", expected=expected, received=received, remedy=remedy)
+    raise InputError(NAME, expected=expected, received=received, remedy=remedy)

@@ -1,0 +1,330 @@
+// Calls of lists of tensors: a list of results, which autograd records as one node of many outputs.
+//
+// As in door_node.h, programs or Python run the forward and the backward, and what is not plain goes
+// to the formula in Python. A program's results lie in few allocations, of which each result is a
+// piece, with a version counter of its own: pieces do not overlap.
+#pragma once
+
+#include "door_node.h"
+
+namespace door {
+
+// Some of a program's tensor as a dense tensor: (its number, (sizes...), numbers before it), or None
+// for no result.
+struct Piece {
+  int64_t tensor = -1, offset = 0;
+  std::vector<int64_t> sizes, strides;
+
+  explicit Piece(PyObject* spec) {
+    if (spec == Py_None) return;
+    tensor = integer(spec, 0);
+    sizes = integers(PyTuple_GetItem(spec, 1));
+    offset = integer(spec, 2);
+    strides.assign(sizes.size(), 1);
+    for (size_t i = sizes.size(); i-- > 1;)
+      strides[i - 1] = strides[i] * std::max<int64_t>(1, sizes[i]);
+  }
+
+  at::Tensor of(const Tensors& r) const {
+    if (tensor < 0) return {};
+    const auto& whole = r[tensor];
+    auto t = at::detail::make_tensor<c10::TensorImpl>(
+        c10::TensorImpl::VIEW, c10::Storage(whole.storage()), whole.key_set(), whole.dtype());
+    t.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
+    return t;
+  }
+};
+
+// (a program's tuple, (pieces...)), and tensors of a call
+struct ListProgram {
+  Program program;
+  std::vector<Piece> pieces;
+
+  ListProgram(PyObject* spec, const Tensors& given) : program(PyTuple_GetItem(spec, 0), given) {
+    PyObject* all = PyTuple_GetItem(spec, 1);
+    for (Py_ssize_t i = 0; i < PyTuple_Size(all); ++i) pieces.emplace_back(PyTuple_GetItem(all, i));
+    if (PyErr_Occurred()) throw PythonError();
+  }
+
+  bool run(Tensors& r, void* stream) const {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return program.run(r, stream);
+  }
+};
+
+// A kind of call. Numbers of a backward program's tensors: the gradients of the results, then the
+// call's tensors, then what the forward kept.
+//
+//   ("lists", name, results, forward, backward or None, programmer, forward's program or None, keeps)
+//
+// forward     (three leading arguments) → (results, kept tensor or None), without gradients
+// backward    (gradients or None, tensors, kept, needs) → a gradient or None for each tensor; None for
+//             calls without gradients
+// programmer  (needs, gradients, tensors, kept) → a backward's program, or None
+// keeps       0 nothing, 1 the results, 3 a tensor of the forward's own, its program's last piece
+struct ListPlan {
+  using Needs = std::vector<bool>;
+  using Known = std::shared_ptr<const ListProgram>;
+  std::string name;
+  size_t results, count;
+  Ref forward, backward, programmer;
+  Known program;  // of the forward; null where that is Python's
+  int64_t keeps;
+  Dispatch dispatch = Dispatch::now();
+
+  ListPlan(PyObject* spec, const Tensors& given)
+      : results(static_cast<size_t>(integer(spec, 2))),
+        count(given.size()),
+        forward(PyTuple_GetItem(spec, 3)),
+        backward(PyTuple_GetItem(spec, 4)),
+        programmer(PyTuple_GetItem(spec, 5)),
+        keeps(integer(spec, 7)) {
+    const char* text = PyUnicode_AsUTF8(PyTuple_GetItem(spec, 1));
+    if (text == nullptr) throw PythonError();
+    name = text;
+    PyObject* steps = PyTuple_GetItem(spec, 6);
+    if (steps != Py_None) program = std::make_shared<ListProgram>(steps, given);
+    const size_t pieces = results + (keeps == NodePlan::kInternal);
+    if (program != nullptr && program->pieces.size() != pieces) throw PythonError();
+  }
+
+  // The program of a backward that gives these gradients; whether it was ever asked for.
+  std::pair<Known, bool> find(const Needs& needs) const {
+    const std::lock_guard<std::mutex> one(mutex_);
+    const auto found = programs_.find(needs);
+    if (found == programs_.end()) return {nullptr, false};
+    return {found->second, true};
+  }
+
+  void learn(const Needs& needs, Known known) const {
+    const std::lock_guard<std::mutex> one(mutex_);
+    if (programs_.size() >= kMaxPrograms) programs_.clear();
+    programs_.emplace(needs, std::move(known));
+  }
+
+  static void drop(ListPlan* plan) {
+    if (!Py_IsInitialized()) return;
+    const pybind11::gil_scoped_acquire lock;
+    delete plan;
+  }
+
+ private:
+  static constexpr size_t kMaxPrograms = 64;
+  mutable std::mutex mutex_;
+  mutable std::map<Needs, Known> programs_;
+};
+
+struct ListNode : autograd::Node {
+  std::shared_ptr<const ListPlan> plan;
+  std::vector<autograd::SavedVariable> saved;  // those of the call, then the kept ones
+  c10::DispatchKeySet keys;                    // of the results, and of plain gradients
+
+  using autograd::Node::Node;
+
+  std::string name() const override { return plan->name; }
+
+  void release_variables() override {
+    const std::lock_guard<std::mutex> one(mutex_);
+    for (auto& s : saved) s.reset_data();
+    released_ = true;
+  }
+
+  autograd::variable_list apply(autograd::variable_list&& grads) override {
+    autograd::variable_list found(num_outputs());
+    if (std::none_of(grads.begin(), grads.end(), [](const auto& g) { return g.defined(); }))
+      return found;
+    ListPlan::Needs needs;
+    for (size_t i = 0; i < found.size(); ++i) needs.push_back(task_should_compute_output(i));
+    bool plain = !c10::GradMode::is_enabled() && Dispatch::now() == plan->dispatch;
+    Tensors r;
+    r.reserve(grads.size() + saved.size());
+    for (size_t i = 0; i < grads.size(); ++i) {
+      r.push_back(grads[i].defined() ? grads[i] : input_metadata(i).zeros_like());
+      plain = plain && r[i].unsafeGetTensorImpl()->key_set() == keys && !r[i]._fw_grad(0).defined();
+    }
+    {
+      const std::lock_guard<std::mutex> one(mutex_);
+      TORCH_CHECK(!released_, autograd::ERR_BACKWARD_TWICE);
+      for (const auto& s : saved) r.push_back(s.unpack(getptr()));
+    }
+    if (!plain) {
+      by_python(*plan, r, needs, found);
+      return found;
+    }
+    for (size_t i = 0; i < grads.size(); ++i)
+      if (!r[i].is_contiguous()) r[i] = r[i].contiguous();  // expanded gradients, as sum() makes
+    const auto [program, asked] = plan->find(needs);
+    const size_t given = r.size();
+    if (program != nullptr && by_program(*program, r, found)) return found;
+    r.resize(given);
+    by_python(*plan, r, needs, found);
+    if (!asked) ask_for_program(r, needs);
+    return found;
+  }
+
+  // Compiled autograd records the backward as a call of the formula in Python.
+  void compiled_args(autograd::CompiledNodeArgs& args) const override {
+    args.collect(reinterpret_cast<uint64_t>(plan.get()));
+    args.collect(saved, true);
+  }
+
+  autograd::variable_list apply_with_saved(const autograd::variable_list& grads,
+                                           autograd::SwapSavedVariables& swap) override {
+    swap.before(saved);
+    const auto later = [plan = plan](const autograd::variable_list& grads,
+                                     const autograd::variable_list& tensors,
+                                     const std::vector<bool>& needs) {
+      autograd::variable_list found(needs.size());
+      Tensors r(grads.begin(), grads.end());
+      r.append(tensors.begin(), tensors.end());
+      by_python(*plan, r, needs, found);
+      return found;
+    };
+    auto found = recorded(*this, grads, swap, saved, later);
+    swap.after(saved);
+    return found;
+  }
+
+ private:
+  bool released_ = false;
+
+  static bool by_program(const ListProgram& known, Tensors& r, autograd::variable_list& found) {
+    if (!known.program.fits(r)) return false;
+    void* stream = nullptr;
+    if (r[0].is_cuda() && !stream_of(r[0].device(), &stream)) return false;
+    if (!known.run(r, stream)) return false;
+    for (size_t i = 0; i < found.size(); ++i) found[i] = known.pieces[i].of(r);
+    return true;
+  }
+
+  static PyObject* bools(const ListPlan::Needs& needs) {
+    PyObject* tuple = PyTuple_New(static_cast<Py_ssize_t>(needs.size()));
+    for (size_t i = 0; i < needs.size(); ++i)
+      PyTuple_SET_ITEM(tuple, static_cast<Py_ssize_t>(i), PyBool_FromLong(needs[i]));
+    return tuple;
+  }
+
+  static void by_python(const ListPlan& plan, const Tensors& r, const ListPlan::Needs& needs,
+                        autograd::variable_list& found) {
+    const pybind11::gil_scoped_acquire lock;
+    const size_t kept = plan.results + plan.count;
+    PyObject* given[] = {tuple_of(r, 0, plan.results), tuple_of(r, plan.results, kept),
+                         tuple_of(r, kept, r.size()), bools(needs)};
+    PyObject* result = PyObject_Vectorcall(plan.backward.o, given, 4, nullptr);
+    for (auto* o : given) Py_DECREF(o);
+    const auto held = pybind11::reinterpret_steal<pybind11::object>(result);
+    if (result == nullptr) throw_python();
+    if (!PyTuple_Check(result) || PyTuple_GET_SIZE(result) != static_cast<Py_ssize_t>(found.size())) {
+      PyErr_SetString(PyExc_TypeError, "fastlinear: a backward returned another number of gradients");
+      throw_python();
+    }
+    for (size_t i = 0; i < found.size(); ++i)
+      found[i] = tensor_of(PyTuple_GET_ITEM(result, static_cast<Py_ssize_t>(i)));
+  }
+
+  void ask_for_program(const Tensors& r, const ListPlan::Needs& needs) const {
+    const pybind11::gil_scoped_acquire lock;
+    if (plan->programmer.o == Py_None) return;
+    const size_t kept = plan->results + plan->count;
+    PyObject* given[] = {bools(needs), tuple_of(r, 0, plan->results),
+                         tuple_of(r, plan->results, kept), tuple_of(r, kept, r.size())};
+    PyObject* spec = PyObject_Vectorcall(plan->programmer.o, given, 4, nullptr);
+    for (auto* o : given) Py_DECREF(o);
+    const auto held = pybind11::reinterpret_steal<pybind11::object>(spec);
+    if (spec == nullptr) throw_python();
+    std::shared_ptr<const ListProgram> known;
+    if (spec != Py_None) {
+      try {
+        known = std::make_shared<ListProgram>(spec, r);
+        if (known->pieces.size() != num_outputs()) throw PythonError();
+      } catch (const PythonError&) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "fastlinear: not a program");
+        throw_python();
+      }
+    }
+    plan->learn(needs, std::move(known));
+  }
+};
+
+// --------------------------------------------------------------------------------------------
+
+// Results of a forward, and what it kept, by its program; false where Python has to run it.
+inline bool forward_by_program(const ListPlan& plan, const Tensors& given, void* stream,
+                               Tensors& ys, at::Tensor& kept) {
+  if (plan.program == nullptr || !plan.program->program.aligned(given)) return false;
+  Tensors r = given;
+  {  // on a CPU other Python threads may run meanwhile; the tensors are held here
+    std::optional<pybind11::gil_scoped_release> unlocked;
+    if (!given[0].is_cuda()) unlocked.emplace();
+    if (!plan.program->run(r, stream)) return false;
+  }
+  for (size_t i = 0; i < plan.results; ++i) ys.push_back(plan.program->pieces[i].of(r));
+  if (plan.keeps == NodePlan::kInternal) kept = plan.program->pieces[plan.results].of(r);
+  return true;
+}
+
+inline void forward_by_python(const ListPlan& plan, PyObject* const* args, Tensors& ys,
+                              at::Tensor& kept) {
+  const at::NoGradGuard without;
+  PyObject* result = PyObject_Vectorcall(plan.forward.o, args, kTensorArguments, nullptr);
+  const auto held = pybind11::reinterpret_steal<pybind11::object>(result);
+  if (result == nullptr) throw_python();
+  PyObject* list = PyTuple_Check(result) ? PyTuple_GetItem(result, 0) : nullptr;
+  if (list == nullptr || PyTuple_GET_SIZE(result) != 2 || !PyList_Check(list) ||
+      PyList_GET_SIZE(list) != static_cast<Py_ssize_t>(plan.results)) {
+    PyErr_SetString(PyExc_TypeError, "fastlinear: a forward returned something else than its results");
+    throw_python();
+  }
+  const at::AutoDispatchBelowADInplaceOrView below;
+  for (size_t i = 0; i < plan.results; ++i) {
+    at::Tensor y = tensor_of(PyList_GET_ITEM(list, static_cast<Py_ssize_t>(i)));
+    ys.push_back(y.is_view() ? y.view(y.sizes()) : y);  // of no base, so that it may be changed
+  }
+  kept = tensor_of(PyTuple_GET_ITEM(result, 1));
+}
+
+// One call: the list of results, with a node behind them where gradients are wanted.
+inline PyObject* called(const std::shared_ptr<const ListPlan>& plan, const Call& call,
+                        PyObject* const* args, void* stream) {
+  RECORD_FUNCTION(plan->name.substr(0, plan->name.rfind("Backward")),
+                  c10::ArrayRef<const c10::IValue>(),
+                  static_cast<int64_t>(at::sequence_number::peek()));
+  using Impl = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+  Tensors given, ys;
+  given.reserve(plan->count);
+  for (size_t i = 0; i < plan->count; ++i) {
+    auto* impl = const_cast<c10::TensorImpl*>(call.tensors[i]);
+    given.push_back(impl == nullptr ? at::Tensor() : at::Tensor(Impl::reclaim_copy(impl)));
+  }
+  at::Tensor kept;
+  if (!forward_by_program(*plan, given, stream, ys, kept)) forward_by_python(*plan, args, ys, kept);
+  if (plan->backward.o != Py_None) {
+    autograd::edge_list edges(plan->count);
+    for (size_t i = 0; i < plan->count; ++i)
+      if (given[i].defined() && given[i].requires_grad())
+        edges[i] = autograd::impl::gradient_edge(given[i]);
+    auto owner = new_node<ListNode>(std::move(edges));
+    auto& node = static_cast<ListNode&>(*owner);
+    node.plan = plan;
+    node.keys = ys[0].key_set();
+    for (auto& y : ys) autograd::impl::set_gradient_edge(y, {owner, node.add_input_metadata(y)});
+    // all are kept: second derivatives start from them
+    node.saved.reserve(plan->count + plan->results);
+    for (const auto& t : given) {
+      if (t.defined())
+        node.saved.emplace_back(t, false);
+      else
+        node.saved.emplace_back();
+    }
+    if (plan->keeps == NodePlan::kOutput)
+      for (const auto& y : ys) node.saved.emplace_back(y, true);
+    if (plan->keeps == NodePlan::kInternal) node.saved.emplace_back(kept, false);
+  }
+  PyObject* list = PyList_New(static_cast<Py_ssize_t>(ys.size()));
+  if (list == nullptr) throw_python();
+  for (size_t i = 0; i < ys.size(); ++i)
+    PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i), THPVariable_Wrap(ys[i]));
+  return list;
+}
+
+}  // namespace door

@@ -1,0 +1,133 @@
+"""The groups on the CPU, one C++ call forward and one backward, compiled for this processor.
+
+float32 with 512-bit vectors, bfloat16 with AMX tiles, by the blocks of grouped_linear; bias and
+activation cost no pass of their own. Threads share the groups, and the parts of large ones.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastlinear.ops.common import cpp_build
+from fastlinear.ops.common.activations import NAMES
+from fastlinear.ops.common.door_program import Program, memories, memory
+from fastlinear.ops.unequal_linear.layout import Backward, Forward, Sizes
+
+SOURCE = Path(__file__).with_name("unequal.cpp")
+_CODES = {name: code for code, name in enumerate(NAMES)}  # the switches of grouped_rows.h
+_NOWHERE = -1
+_MAX_TABLES = 1024
+_Places = tuple[int | None, ...]
+
+
+def reason_not(xs: Sequence[Tensor], weights: Sequence[Tensor]) -> str | None:
+    """Why the C++ products cannot serve inputs and weights, or None; compiles them at first."""
+    return unserved(xs[0].dtype)
+
+
+def forward(call: Forward, device: torch.device) -> None:
+    """Compute y and, where it is kept, the pre-activation; operands are tensors."""
+    table, order = _described(call)
+    xs, weights, biases = (_addresses(ts, order) for ts in (call.xs, call.weights, call.biases))
+    buffers = _address(call.y), _address(call.pre)
+    _library().fastlinear_unequal_forward(table, xs, weights, biases, *buffers)
+
+
+def backward(call: Backward, device: torch.device) -> None:
+    """Compute the gradients; operands are tensors."""
+    table, order = _described(call)
+    dys, saved, xs, weights = (
+        None if ts is None else _addresses(ts, order)
+        for ts in (call.dys, call.saved, call.xs, call.weights)
+    )
+    buffers = [_address(t) for t in (call.dx, call.dw, call.db)]
+    pre = _address(call.pre)
+    _library().fastlinear_unequal_backward(table, dys, saved, pre, xs, weights, *buffers)
+
+
+def forward_steps(p: Program, call: Forward, device: torch.device) -> None:
+    """The same as a step of a program; operands are its numbers."""
+    table, order = _described(call)
+    lists = (memories([ts[g] for g in order]) for ts in (call.xs, call.weights, call.biases))
+    address = cpp_build.address(_library().fastlinear_unequal_forward)
+    results = memory(call.y), memory(call.pre)
+    p.call(address, ctypes.addressof(table), *lists, *results, keeps=table)
+
+
+def backward_steps(p: Program, call: Backward, device: torch.device) -> None:
+    """The same as a step of a program; operands are its numbers."""
+    table, order = _described(call)
+    dys, saved, xs, weights = (
+        memory(None) if ts is None else memories([ts[g] for g in order])
+        for ts in (call.dys, call.saved, call.xs, call.weights)
+    )
+    address = cpp_build.address(_library().fastlinear_unequal_backward)
+    results = map(memory, (call.dx, call.dw, call.db))
+    given = dys, saved, memory(call.pre), xs, weights
+    p.call(address, ctypes.addressof(table), *given, *results, keeps=table)
+
+
+def _described(call: Forward | Backward) -> tuple[Any, tuple[int, ...]]:
+    places: tuple[_Places, ...] = (call.offsets,)
+    if isinstance(call, Backward):
+        places = call.offsets, call.dx_at, call.dw_at, call.db_at
+    return _table(call.sizes, places, _CODES[call.activation], call.dtype is torch.bfloat16)
+
+
+@lru_cache(maxsize=_MAX_TABLES)
+def _table(
+    sizes: Sizes, places: tuple[_Places, ...], activation: int, half: bool
+) -> tuple[Any, tuple[int, ...]]:
+    """The numbers of a call as ``unequal.cpp`` reads them, and its groups in their order there:
+    what takes long begins early."""
+    order = sorted(range(len(sizes)), key=lambda g: -sizes[g][0] * sizes[g][1] * sizes[g][2])
+    numbers = [len(sizes), activation, int(half)]
+    for g in order:
+        found = [_NOWHERE if at[g] is None else at[g] for at in places]
+        numbers += [*sizes[g], *found, *[_NOWHERE] * (4 - len(found))]  # type: ignore[list-item]
+    return (ctypes.c_int64 * len(numbers))(*numbers), tuple(order)
+
+
+def _addresses(tensors: Sequence[Tensor | None], order: tuple[int, ...]) -> Any:
+    found = [0 if (t := tensors[g]) is None else t.data_ptr() for g in order]
+    return (ctypes.c_void_p * len(found))(*found)
+
+
+def _address(t: Tensor | None) -> int | None:
+    return None if t is None else t.data_ptr()
+
+
+def unserved(dtype: torch.dtype) -> str | None:
+    """Why such numbers are not served here, or None; compiles the library."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"serves float32 and bfloat16 on CPUs, not {str(dtype).removeprefix('torch.')}"
+    if "AVX512" not in torch.backends.cpu.get_cpu_capability():
+        return "its C++ is written for processors with AVX-512"
+    why = _why_not_loaded()
+    if why is None and dtype is torch.bfloat16 and not _library().fastlinear_unequal_half():
+        return "bfloat16 takes a processor with AMX"
+    return why
+
+
+@lru_cache(maxsize=1)
+def _why_not_loaded() -> str | None:
+    return cpp_build.reason_not() or cpp_build.why_not_loaded(SOURCE)
+
+
+@lru_cache(maxsize=1)
+def _library() -> ctypes.CDLL:
+    library = cpp_build.load(SOURCE)
+    pointer = ctypes.c_void_p
+    library.fastlinear_unequal_forward.argtypes = [pointer] * 6
+    library.fastlinear_unequal_forward.restype = None
+    library.fastlinear_unequal_backward.argtypes = [pointer] * 9
+    library.fastlinear_unequal_backward.restype = None
+    cpp_build.ask_torch_for_threads(library.fastlinear_unequal_threads)
+    return library

@@ -1,0 +1,120 @@
+"""Calls of unequal_linear as the compiled door runs and records them: one node for all groups, a
+program for each direction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from fastlinear.ops.common import door_node
+from fastlinear.ops.common.door_program import Program
+from fastlinear.ops.unequal_linear import layout
+from fastlinear.ops.unequal_linear.autograd import Formula, Maybe, kernels
+
+NAME = "UnequalLinearBackward"
+_KEEPS = {"none": door_node.NOTHING, "output": door_node.OUTPUT, "pre": door_node.INTERNAL}
+
+
+def plan(
+    formula: Formula,
+    xs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    biases: Maybe | None,
+    grad: bool,
+) -> Any:
+    """The door's plan for such calls, or None while there is no library of nodes.
+
+    They must have run before.
+    """
+    if not door_node.begun() or (xs[0].is_cuda and not door_node.serves_cuda()):
+        return None
+    tensors = (*xs, *weights, *((None,) if biases is None else biases))
+    if any(t is not None and t.is_neg() for t in tensors):
+        return None
+    return door_node.lists(
+        NAME,
+        len(xs),
+        tensors,
+        formula.forward if grad else formula.inference,
+        formula.gradients if grad else None,
+        partial(_backward, formula) if grad else None,
+        _forward(formula, tensors, len(xs), grad),
+        _KEEPS[formula.keeps] if grad else door_node.NOTHING,
+    )
+
+
+def _forward(formula: Formula, tensors: Maybe, groups: int, grad: bool) -> Any:
+    """inputs, weights, biases → the y_g, and the pre-activations where those are kept."""
+    p = Program(len(tensors))
+    xs: Any = tensors[:groups]
+    weights: Any = tensors[groups : 2 * groups]
+    dense = [_dense(p, number, t) for number, t in enumerate(tensors)]
+    biases = dense[2 * groups :] if len(dense) == 3 * groups else [None] * groups
+    call = layout.forward_call(
+        layout.sizes_of(xs, weights),
+        formula.activation,
+        xs[0].dtype,
+        (dense[:groups], dense[groups : 2 * groups], biases),
+        grad and formula.keeps == "pre",
+        lambda count: p.empty((count,), xs[0].dtype, 0),
+    )
+    kernels(xs[0]).forward_steps(p, call, xs[0].device)
+    pieces: list[layout.Piece] = [
+        (call.y, (*x.shape[:-1], w.shape[0]), at)
+        for x, w, at in zip(xs, weights, call.offsets, strict=True)
+    ]
+    if call.pre is None:
+        return p.spec(call.y), tuple(pieces)
+    total = layout.y_offsets(call.sizes, call.dtype.itemsize)[0]
+    return p.spec(call.y, call.pre), (*pieces, (call.pre, (total,), 0))
+
+
+def _backward(
+    formula: Formula, needs: Sequence[bool], dys: Maybe, tensors: Maybe, kept: Maybe
+) -> Any:
+    """The gradients of the results, then the call's tensors, then what was kept → a gradient of
+    each tensor. All this ran on such tensors."""
+    groups = len(dys)
+    xs: Any = tensors[:groups]
+    weights: Any = tensors[groups : 2 * groups]
+    given = (*dys, *tensors, *kept)
+    p = Program(len(given))
+    needs = [need and t is not None for need, t in zip(needs, tensors, strict=True)]
+    need_b = needs[2 * groups :] if len(needs) == 3 * groups else [False] * groups
+    need_w = [w or b for w, b in zip(needs[groups : 2 * groups], need_b, strict=True)]
+
+    def read(first: int, wanted: Sequence[bool]) -> list[int | None]:
+        return [
+            _dense(p, number, given[number] if used else None)
+            for number, used in enumerate(wanted, first)
+        ]
+
+    held = read(groups + len(tensors), [True] * len(kept))
+    call, pieces = layout.backward_call(
+        layout.sizes_of(xs, weights),
+        formula.activation,
+        xs[0].dtype,
+        (
+            read(0, [True] * groups),
+            held if formula.keeps == "output" else None,
+            held[0] if formula.keeps == "pre" else None,
+            read(groups, need_w),
+            read(2 * groups, needs[:groups]),
+        ),
+        [x.shape for x in xs],
+        needs,
+        lambda count: p.empty((count,), xs[0].dtype, 0),
+    )
+    kernels(xs[0]).backward_steps(p, call, xs[0].device)
+    results = [b for b in (call.dx, call.dw, call.db) if b is not None]
+    return p.spec(*results), tuple(pieces)
+
+
+def _dense(p: Program, number: int, t: Tensor | None) -> int | None:
+    """The number of a given tensor, or of its copy where it is not contiguous."""
+    if t is None:
+        return None
+    return number if t.is_contiguous() else p.dense(number)
