@@ -146,6 +146,19 @@ def test_default_configurations(
             assert "wgmma.mma_async" in found.asm["ptx"]
 
 
+@pytest.mark.parametrize("wanted", [(True, False), (False, True)], ids=["dW", "db"])
+@pytest.mark.parametrize("activation", ["none", "silu"])
+def test_one_gradient_alone(
+    activation: str, wanted: tuple[bool, bool], calls: list[Call], tmp_path: Path
+) -> None:
+    """Of a frozen weight, or of none: the kernel compiles without what is not there."""
+    dy, x = (torch.empty(300, size, dtype=torch.bfloat16, device="meta") for size in (36, 100))
+    sizes = torch.empty(5, dtype=torch.int64, device="meta")
+    saved = None if activation == "none" else dy
+    backend.grad_weight(dy, saved, x, sizes, activation, *wanted)
+    assert_fits(calls[-1], 90, tmp_path)
+
+
 @pytest.mark.parametrize("activation", ["none", "gelu"])
 def test_descriptors(activation: str, calls: list[Call], tmp_path: Path) -> None:
     product = Config(128, 128, 64, 8, 4, tma=True)

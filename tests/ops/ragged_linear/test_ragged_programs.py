@@ -63,9 +63,8 @@ def test_under_the_interpreter() -> None:
 
 
 @pytest.fixture
-def _launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _launched(monkeypatch: pytest.MonkeyPatch, nodes_built: None) -> Iterator[None]:
     """Launches of Triton run by the door; without a GPU, under the interpreter."""
-    ways.ready()
     if ON_GPU:
         assert door.serves_cuda()
         assert door_node.serves_cuda()
@@ -231,9 +230,10 @@ def test_through_descriptors(activation: str, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.gpu
 class TestOnTheDevice:
     @pytest.mark.parametrize("grad", [True, False])
-    def test_calls_run_without_python(self, grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_calls_run_without_python(
+        self, grad: bool, monkeypatch: pytest.MonkeyPatch, nodes_built: None
+    ) -> None:
         """Once a call is known, neither direction comes back to Python, on any stream."""
-        ways.ready()
         x, w, b = drawn(300, 64, 48, (grad,) * 3, torch.bfloat16)
         sizes = torch.tensor([100, 0, 150], device="cuda")
 

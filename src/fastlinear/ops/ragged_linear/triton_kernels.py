@@ -170,6 +170,86 @@ def _rows_of(
 
 
 @triton.jit
+def _weight_tile(
+    dy_ptr,
+    saved_ptr,
+    x_ptr,
+    begin,
+    end,
+    dy_row,
+    x_row,
+    n0,
+    k0,
+    n,
+    k,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TMA: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    MATH: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """dpreᵀ x of rows ``begin`` to ``end``, (BLOCK_N, BLOCK_K) float32."""
+    EVEN_N: tl.constexpr = N % BLOCK_N == 0
+    EVEN_K: tl.constexpr = K % BLOCK_K == 0
+    whole = begin + (end - begin) // BLOCK_M * BLOCK_M
+    m = tl.arange(0, BLOCK_M)
+    dw = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    for first in range(begin, whole, BLOCK_M):
+        d = _rows_of(dy_ptr, first + m, first, dy_row, n0, n, N, EVEN_N, TMA)
+        if saved_ptr is not None:
+            saved = _rows_of(saved_ptr, first + m, first, N, n0, n, N, EVEN_N, TMA)
+            d = _derived(d, saved, ACTIVATION, MATH)
+        x = _rows_of(x_ptr, first + m, first, x_row, k0, k, K, EVEN_K, TMA)
+        dw = _dot(tl.trans(d), x, dw, PRECISION, UPCAST)
+    if whole < end:
+        rows = tl.minimum(whole + m, end - 1)
+        mask = (whole + m < end)[:, None]
+        d = _rows_of(dy_ptr, rows, whole, dy_row, n0, n, N, EVEN_N, TMA)
+        if saved_ptr is not None:
+            saved = _rows_of(saved_ptr, rows, whole, N, n0, n, N, EVEN_N, TMA)
+            d = _derived(d, saved, ACTIVATION, MATH)
+        x = _rows_of(x_ptr, rows, whole, x_row, k0, k, K, EVEN_K, TMA)
+        d, x = tl.where(mask, d, 0.0).to(d.dtype), tl.where(mask, x, 0.0).to(x.dtype)
+        dw = _dot(tl.trans(d), x, dw, PRECISION, UPCAST)
+    return dw
+
+
+@triton.jit
+def _bias_sums(
+    dy_ptr,
+    saved_ptr,
+    begin,
+    end,
+    dy_row,
+    n0,
+    n,
+    N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TMA: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    MATH: tl.constexpr,
+):
+    """Sums of dpre over rows ``begin`` to ``end``, (BLOCK_N,) float32."""
+    EVEN_N: tl.constexpr = N % BLOCK_N == 0
+    m = tl.arange(0, BLOCK_M)
+    db = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    for first in range(begin, end, BLOCK_M):
+        rows = tl.minimum(first + m, end - 1)
+        d = _rows_of(dy_ptr, rows, first, dy_row, n0, n, N, EVEN_N, TMA)
+        if saved_ptr is not None:
+            saved = _rows_of(saved_ptr, rows, first, N, n0, n, N, EVEN_N, TMA)
+            d = _derived(d, saved, ACTIVATION, MATH)
+        db += tl.sum(tl.where((first + m < end)[:, None], d.to(tl.float32), 0.0), 0)
+    return db
+
+
+@triton.jit
 def _ragged_weight_kernel(
     dy_ptr,
     saved_ptr,
@@ -201,8 +281,6 @@ def _ragged_weight_kernel(
     where not wanted: ``col_tiles`` programs for each BLOCK_N make dW, one more makes db. Whole
     tiles of rows are taken as they are, the last is masked. Groups without rows get exact zeros.
     """
-    EVEN_N: tl.constexpr = N % BLOCK_N == 0
-    EVEN_K: tl.constexpr = K % BLOCK_K == 0
     programs = col_tiles
     if db_ptr is not None:
         programs += 1
@@ -216,39 +294,24 @@ def _ragged_weight_kernel(
     here = tl.arange(0, BLOCK_G) == g
     begin = tl.sum(tl.where(here, begins, 0), 0)
     end = tl.sum(tl.where(here, ends, 0), 0)
-    whole = begin + (end - begin) // BLOCK_M * BLOCK_M
-    part = g.to(tl.int64) * N
-    m = tl.arange(0, BLOCK_M)
-    if c < col_tiles:
-        dw = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
-        for first in range(begin, whole, BLOCK_M):
-            d = _rows_of(dy_ptr, first + m, first, dy_row, n0, n, N, EVEN_N, TMA)
-            if saved_ptr is not None:
-                saved = _rows_of(saved_ptr, first + m, first, N, n0, n, N, EVEN_N, TMA)
-                d = _derived(d, saved, ACTIVATION, MATH)
-            x = _rows_of(x_ptr, first + m, first, x_row, k0, k, K, EVEN_K, TMA)
-            dw = _dot(tl.trans(d), x, dw, PRECISION, UPCAST)
-        if whole < end:
-            rows = tl.minimum(whole + m, end - 1)
-            mask = (whole + m < end)[:, None]
-            d = _rows_of(dy_ptr, rows, whole, dy_row, n0, n, N, EVEN_N, TMA)
-            if saved_ptr is not None:
-                saved = _rows_of(saved_ptr, rows, whole, N, n0, n, N, EVEN_N, TMA)
-                d = _derived(d, saved, ACTIVATION, MATH)
-            x = _rows_of(x_ptr, rows, whole, x_row, k0, k, K, EVEN_K, TMA)
-            d, x = tl.where(mask, d, 0.0).to(d.dtype), tl.where(mask, x, 0.0).to(x.dtype)
-            dw = _dot(tl.trans(d), x, dw, PRECISION, UPCAST)
-        ptrs = dw_ptr + (part + n[:, None]) * K + k[None, :]
-        out_mask = (n < N)[:, None] & (k < K)[None, :]
-        tl.store(ptrs, dw.to(dw_ptr.dtype.element_ty), mask=out_mask)
-    else:
-        if db_ptr is not None:
-            db = tl.zeros((BLOCK_N,), dtype=tl.float32)
-            for first in range(begin, end, BLOCK_M):
-                rows = tl.minimum(first + m, end - 1)
-                d = _rows_of(dy_ptr, rows, first, dy_row, n0, n, N, EVEN_N, TMA)
-                if saved_ptr is not None:
-                    saved = _rows_of(saved_ptr, rows, first, N, n0, n, N, EVEN_N, TMA)
-                    d = _derived(d, saved, ACTIVATION, MATH)
-                db += tl.sum(tl.where((first + m < end)[:, None], d.to(tl.float32), 0.0), 0)
-            tl.store(db_ptr + part + n, db.to(db_ptr.dtype.element_ty), mask=n < N)
+    part = g.to(tl.int64) * N + n
+    if dw_ptr is not None:  # noqa: SIM102 - the first condition is known when compiling
+        if c < col_tiles:
+            # fmt: off
+            dw = _weight_tile(
+                dy_ptr, saved_ptr, x_ptr, begin, end, dy_row, x_row, n0, k0, n, k, K, N,
+                BLOCK_M, BLOCK_N, BLOCK_K, TMA, ACTIVATION, MATH, PRECISION, UPCAST,
+            )
+            # fmt: on
+            out_mask = (n < N)[:, None] & (k < K)[None, :]
+            ptrs = dw_ptr + part[:, None] * K + k[None, :]
+            tl.store(ptrs, dw.to(dw_ptr.dtype.element_ty), mask=out_mask)
+    if db_ptr is not None:  # noqa: SIM102
+        if c == col_tiles:
+            # fmt: off
+            db = _bias_sums(
+                dy_ptr, saved_ptr, begin, end, dy_row, n0, n, N,
+                BLOCK_M, BLOCK_N, TMA, ACTIVATION, MATH,
+            )
+            # fmt: on
+            tl.store(db_ptr + part, db.to(db_ptr.dtype.element_ty), mask=n < N)
