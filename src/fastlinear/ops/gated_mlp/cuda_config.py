@@ -71,7 +71,7 @@ CANDIDATES: dict[str, tuple[tuple[Config, float], ...]] = {
         (Config(128, 192, 5, group_m=4), 1.0),
         (Config(128, 192, 5, cluster=1, group_m=16), 1.0),
         (Config(128, 128, 6, cluster=1, group_m=16), 0.97),
-        (Config(128, 128, 6), 0.95),
+        (Config(128, 128, 6), 0.93),
         (Config(64, 192, 6, cluster=1), 0.75),
         (Config(64, 128, 8, cluster=1), 0.72),
     ),
