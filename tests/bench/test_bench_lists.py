@@ -19,6 +19,7 @@ from fastlinear.bench.kinds import KINDS
 from fastlinear.bench.measure import run_case
 from fastlinear.bench.settings import Settings
 from fastlinear.core.cost import Ceilings
+from fastlinear.ops.ragged_linear import op as ragged_op
 from fastlinear.ops.unequal_linear import cpu
 
 SETTINGS = Settings(torch.device("cpu"), rounds=5, budget_s=0.1)
@@ -65,8 +66,12 @@ def check(case: Case, expected: set[str]) -> None:
             assert row["median_us"] > 0
     assert {r["contender"] for r in rows} - set(skipped) >= expected
     ours = next(r for r in rows if r["contender"] == "fastlinear")
-    together = case.family == "unequal_linear" and cpu.unserved(torch.float32) is None
-    assert ours["chosen"] == {"forward": "together" if together else "loop"}
+    if case.family == "unequal_linear":
+        served = "loop" if cpu.unserved(torch.float32) else "together"
+    else:
+        weight = torch.empty(case.dim("G"), case.dim("N"), case.dim("K"))
+        served = ragged_op.served_by(torch.empty(case.dim("M"), case.dim("K")), weight)
+    assert ours["chosen"] == {"forward": served}
     assert not ours["best_peer"].startswith("fastlinear")
 
 

@@ -46,6 +46,15 @@ struct ListProgram {
     if (PyErr_Occurred()) throw PythonError();
   }
 
+  // What it holds is Python's; its last owner may be a thread without the GIL.
+  static std::shared_ptr<const ListProgram> shared(PyObject* spec, const Tensors& given) {
+    return {new ListProgram(spec, given), [](const ListProgram* program) {
+              if (!Py_IsInitialized()) return;
+              const pybind11::gil_scoped_acquire lock;
+              delete program;
+            }};
+  }
+
   bool run(Tensors& r, void* stream) const {
     const at::AutoDispatchBelowADInplaceOrView below;
     return program.run(r, stream);
@@ -83,7 +92,7 @@ struct ListPlan {
     if (text == nullptr) throw PythonError();
     name = text;
     PyObject* steps = PyTuple_GetItem(spec, 6);
-    if (steps != Py_None) program = std::make_shared<ListProgram>(steps, given);
+    if (steps != Py_None) program = ListProgram::shared(steps, given);
     const size_t pieces = results + (keeps == NodePlan::kInternal);
     if (program != nullptr && program->pieces.size() != pieces) throw PythonError();
   }
@@ -97,8 +106,9 @@ struct ListPlan {
   }
 
   void learn(const Needs& needs, Known known) const {
+    std::map<Needs, Known> old;  // dropped behind the lock: what it holds may run Python
     const std::lock_guard<std::mutex> one(mutex_);
-    if (programs_.size() >= kMaxPrograms) programs_.clear();
+    if (programs_.size() >= kMaxPrograms) programs_.swap(old);
     programs_.emplace(needs, std::move(known));
   }
 
@@ -235,7 +245,7 @@ struct ListNode : autograd::Node {
     std::shared_ptr<const ListProgram> known;
     if (spec != Py_None) {
       try {
-        known = std::make_shared<ListProgram>(spec, r);
+        known = ListProgram::shared(spec, r);
         if (known->pieces.size() != num_outputs()) throw PythonError();
       } catch (const PythonError&) {
         if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "fastlinear: not a program");

@@ -66,7 +66,7 @@ def forward(
     flat = None if bias is None else bias.resolve_neg().contiguous()
     y = x.new_empty(x.shape[0], weight.shape[1])
     pre = torch.empty_like(y) if save_pre else None
-    kept = torch.empty(sizes.shape, dtype=torch.int64)
+    kept = torch.empty(sizes.shape, dtype=torch.int64, device=x.device)
     call = _described(x, weight, sizes, activation, y)
     pointers = map(_memory, (sizes, x, weight, flat, y, pre, kept))
     if not _library().fastlinear_ragged_forward(call, *pointers):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastlinear.core.errors import InputError
 from fastlinear.ops.common import calls
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.ragged_linear import products
@@ -78,6 +79,14 @@ class Formula:
         if self.keeps_sizes:
             sizes, kept = kept[0], kept[1:]
         assert sizes is not None
+        fits = dy.shape == (x.shape[0], weight.shape[1]) and x.shape[1] == weight.shape[2]
+        if not fits or sizes.shape[0] != weight.shape[0]:  # as ``.data`` may make it
+            raise InputError(
+                "ragged_linear",
+                expected="x, weight and group_sizes of the shapes they had in the forward",
+                received=f"{tuple(x.shape)}, {tuple(weight.shape)}, {tuple(sizes.shape)}",
+                remedy="Give tensors other data before the forward or behind the backward.",
+            )
         wanted = needs[0], needs[1], needs[3]
         # batched and dual gradients mean other numbers than those in their memory
         watched = calls.transforms_active() or calls.forward_mode()

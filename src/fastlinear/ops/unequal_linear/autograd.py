@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastlinear.core.errors import InputError
 from fastlinear.ops.common import calls
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.unequal_linear import layout
@@ -70,7 +71,7 @@ class Formula:
         kernels(first).forward(call, first.device)
         shapes = [(*x.shape[:-1], w.shape[0]) for x, w in zip(xs, weights, strict=True)]
         pieces = zip(shapes, call.offsets, strict=True)
-        ys: Any = [layout.taken((call.y, *piece)) for piece in pieces]
+        ys = [layout.result(call.y, *piece) for piece in pieces]
         return ys, call.pre
 
     def inference(
@@ -97,6 +98,7 @@ class Formula:
             x.new_zeros((*x.shape[:-1], w.shape[0])) if dy is None else dy
             for dy, x, w in zip(dys, xs, weights, strict=True)
         ]
+        _check(grads, xs, weights)
         if torch.is_grad_enabled() or _watched(grads):
             return _differentiable(grads, tensors, needs, self.activation)
         needs = [need and t is not None for need, t in zip(needs, tensors, strict=True)]
@@ -162,6 +164,18 @@ def _maybe_dense(t: Tensor | None) -> Tensor | None:
     return None if t is None else dense(t)
 
 
+def _check(dys: Sequence[Tensor], xs: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+    """Kernels trust sizes, which ``.data`` of a saved tensor may have changed."""
+    for g, (dy, x, w) in enumerate(zip(dys, xs, weights, strict=True)):
+        if dy.shape != (*x.shape[:-1], w.shape[0]) or x.shape[-1] != w.shape[1]:
+            raise InputError(
+                "unequal_linear",
+                expected=f"input and weight {g} of the shapes they had in the forward",
+                received=f"{tuple(x.shape)} and {tuple(w.shape)} for dy {tuple(dy.shape)}",
+                remedy="Give tensors other data before the forward or behind the backward.",
+            )
+
+
 def _watched(grads: Sequence[Tensor]) -> bool:
     """Whether gradients are batched or dual: kernels have no rules for those."""
     if calls.transforms_active() or calls.forward_mode():
@@ -180,9 +194,10 @@ def _differentiable(
         xs: Any = own[:groups]
         weights: Any = own[groups : 2 * groups]
         biases = own[2 * groups :] if len(own) == 3 * groups else None
-        ys = loop(xs, weights, biases, activation)
+        pairs = zip(loop(xs, weights, biases, activation), dys, strict=True)
+        ys, grads = zip(*((y, dy) for y, dy in pairs if y.requires_grad), strict=True)
         wanted = [t for t, need in zip(own, needs, strict=True) if need and t is not None]
-        found = iter(torch.autograd.grad(ys, wanted, dys, create_graph=True))
+        found = iter(torch.autograd.grad(ys, wanted, grads, create_graph=True))
     return tuple(
         [
             next(found) if need and t is not None else None

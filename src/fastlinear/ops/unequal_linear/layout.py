@@ -188,12 +188,22 @@ def backward_call(
 
 
 def taken(piece: Piece) -> Tensor | None:
-    """The dense result that a piece of a tensor is."""
+    """The dense result that a piece of a tensor is, as a view of it."""
     if piece is None:
         return None
     buffer, shape, at = piece
+    found: Tensor = buffer.as_strided(shape, _dense_strides(shape), at)
+    return found
+
+
+def result(buffer: Tensor, shape: Shape, at: int) -> Tensor:
+    """The same as a tensor of its own, which may be changed in place."""
+    memory = buffer.untyped_storage()
+    return buffer.new_empty(0).set_(memory, at, shape, _dense_strides(shape))  # type: ignore[call-overload,no-any-return]
+
+
+def _dense_strides(shape: Shape) -> list[int]:
     strides = [1] * len(shape)
     for i in range(len(shape) - 1, 0, -1):
         strides[i - 1] = strides[i] * max(1, shape[i])
-    found: Tensor = buffer.as_strided(shape, strides, at)
-    return found
+    return strides
