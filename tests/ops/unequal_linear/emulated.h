@@ -6,9 +6,11 @@
 #include <string.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <deque>
 #include <vector>
 
+using std::max;
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned long long u64;

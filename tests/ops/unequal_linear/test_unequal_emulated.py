@@ -20,15 +20,23 @@ from fastlinear.core.compare import judge
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common import door, door_node
 from fastlinear.ops.unequal_linear import autograd, cuda, op, programs
-from fastlinear.ops.unequal_linear.config import MIDDLE, OFFERED, SMALL, Tiles, tiles_of
+from fastlinear.ops.unequal_linear.config import (
+    FORWARD,
+    GRAD_WEIGHT,
+    MIDDLE,
+    OFFERED,
+    SMALL,
+    Tiles,
+    tiles_of,
+)
 
 if not shutil.which("g++"):
     pytest.skip("needs a C++ compiler", allow_module_level=True)
 
-# (tokens, K, N): rows at 16 bytes, at 4, at 2; less than a tile, and more; no tokens
+# (tokens, K, N): rows at 16 bytes, at 4, at 2; less than a tile, and more; no tokens; no features
 SIZES = (
     *((70, 72, 80), (3, 10, 66), (65, 33, 7), (130, 130, 8), (5, 200, 16), (0, 8, 9)),
-    *((1, 1, 1), (64, 64, 64), (67, 8, 136)),
+    *((1, 1, 1), (64, 64, 64), (67, 8, 136), (6, 0, 0), (3, 0, 70)),
 )
 _MAIN = """
 const Groups* given;
@@ -98,7 +106,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
     def parts(call: Call, dtype: torch.dtype, sizes: Any, *_: Any) -> tuple[Any, ...]:
         tiles = cuda._SINGLE if dtype is torch.float32 else TILES[-1]
-        part = kernel(call, dtype, tiles, 32), cuda.largest_first(sizes), sizes, tiles, 32
+        part = kernel(call, dtype, tiles, 32), cuda.largest_first(sizes, call[0]), sizes, tiles, 32
         return (cuda._Part(*part),)
 
     def unknown(*given: Any, **named: Any) -> Tensor:
@@ -251,4 +259,6 @@ def test_tiles_are_large_where_they_fill_the_chip_only() -> None:
         assert tiles_of(((64, 64, 64),) * 26, 132, mode) is SMALL
         assert tiles_of(((2048, 256, 256),) * 26, 132, mode) is offered[2]
         assert tiles_of(((8192, 40, 256),) * 26, 132, mode) in (SMALL, MIDDLE)
-    assert cuda.largest_first(((1, 2, 3), (0, 2, 9), (1, 1, 5))) == [2, 0]
+    sizes = ((1, 2, 3), (0, 2, 9), (1, 1, 5), (1, 0, 7))
+    assert cuda.largest_first(sizes, FORWARD) == [2, 0]
+    assert cuda.largest_first(sizes, GRAD_WEIGHT) == [3, 2, 0]  # for db

@@ -41,8 +41,8 @@ class Tiles:
         return max(self.stages * (rows + self.cols) * 128, self.rows * (self.cols + 8) * 4)
 
     def count(self, sizes: Sizes) -> int:
-        """Tiles of all groups."""
-        return sum(-(-m // self.rows) * -(-n // self.cols) for m, n, _ in sizes)
+        """Tiles of all groups; one across where there are no columns, for the sums of db."""
+        return sum(-(-m // self.rows) * max(1, -(-n // self.cols)) for m, n, _ in sizes)
 
 
 SMALL = Tiles(64, 64, (2, 2), 4, 3, 0.6)
@@ -68,8 +68,8 @@ def _time(tiles: Tiles, sizes: Sizes, units: int) -> float:
     return work / (tiles.rate * full) if full else 0.0
 
 
-def largest_first(sizes: Sequence[tuple[int, int, int]]) -> list[int]:
+def largest_first(sizes: Sequence[tuple[int, int, int]], mode: int) -> list[int]:
     """Groups in the order of their tiles' depth: what takes long begins early. Those without
-    results are left out."""
-    given = [g for g, (m, n, _) in enumerate(sizes) if m and n]
+    results are left out; without columns there is still db."""
+    given = [g for g, (m, n, _) in enumerate(sizes) if m and (n or mode == GRAD_WEIGHT)]
     return sorted(given, key=lambda g: -sizes[g][2])

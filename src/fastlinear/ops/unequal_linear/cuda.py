@@ -265,7 +265,7 @@ def _parts(
         tiles = _SINGLE
     elif tiles is None:
         tiles = tiles_of(sizes, device_facts(torch.device("cuda", device)).units, mode)
-    order = largest_first(sizes)
+    order = largest_first(sizes, mode)
     found = []
     for begin in range(0, len(order), MAX_GROUPS):
         which = order[begin : begin + MAX_GROUPS]

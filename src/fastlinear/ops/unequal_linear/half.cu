@@ -161,7 +161,7 @@ unequal_linear(const __grid_constant__ Groups groups, int count) {
   SHARED_MEMORY;
   const int g = group_of(groups, count, blockIdx.x);
   const int rows = groups.rows[g], cols = groups.cols[g], depth = groups.depth[g];
-  const int across = (cols + TILE_N - 1) / TILE_N, tile = blockIdx.x - groups.first[g];
+  const int across = max(1, (cols + TILE_N - 1) / TILE_N), tile = blockIdx.x - groups.first[g];
   const int row0 = tile / across * TILE_M, col0 = tile % across * TILE_N;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int row_w = warp / WARPS_N * PART_M, col_w = warp % WARPS_N * PART_N;

@@ -139,7 +139,6 @@ def _no_door(*_: Any) -> None:
 
 _door: Callable[..., Any] = _no_door
 _seen: set[int] = set()  # hashes of calls that have run once
-_RECORDED = ("cpu",)  # on GPUs plans of lists have not been verified yet: "cuda" belongs here then
 _admitted = 0
 
 
@@ -173,7 +172,7 @@ def _admit(
     if table is None:
         return
     _door = table.call
-    if calls.transforms_active() or calls.recorded() or x.device.type not in _RECORDED:
+    if calls.transforms_active() or calls.recorded() or (x.is_cuda and not door.serves_cuda()):
         return
     shapes = tuple([None if t is None else t.shape for t in tensors])
     kind = hash((activation, backend, grad, x.dtype, x.device, shapes))

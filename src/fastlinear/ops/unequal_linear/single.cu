@@ -56,7 +56,7 @@ unequal_linear(const __grid_constant__ Groups groups, int count) {
   __shared__ __align__(16) float b_tile[TILE][PITCH];
   const int g = group_of(groups, count, blockIdx.x);
   const int rows = groups.rows[g], cols = groups.cols[g], depth = groups.depth[g];
-  const int across = (cols + TILE - 1) / TILE, tile = blockIdx.x - groups.first[g];
+  const int across = max(1, (cols + TILE - 1) / TILE), tile = blockIdx.x - groups.first[g];
   const int row0 = tile / across * TILE, col0 = tile % across * TILE;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int row_w = warp / 2 * 32, col_w = warp % 2 * 32;
