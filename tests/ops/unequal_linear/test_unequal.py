@@ -17,14 +17,18 @@ from fastlinear.core.compare import judge
 from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.ops.common import cuda_driver
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
-from fastlinear.ops.unequal_linear import cuda, op
+from fastlinear.ops.unequal_linear import cuda, op, programs
+from fastlinear.ops.unequal_linear.autograd import Formula, recorded
 from fastlinear.ops.unequal_linear.config import OFFERED
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 on_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
 # (tokens, K, N)
-SIZES = ((5, 3, 4), (1, 7, 65), (70, 100, 33), (64, 64, 64), (130, 31, 1), (0, 8, 9), (2, 130, 70))
+SIZES = (
+    *((5, 3, 4), (1, 7, 65), (70, 100, 33), (64, 64, 64), (130, 31, 1), (0, 8, 9), (2, 130, 70)),
+    (4, 0, 5),
+)
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_90a": 227 << 10, "sm_100a": 227 << 10}
 Lists = tuple[list[Tensor], list[Tensor], list[Tensor | None]]
 
@@ -33,7 +37,7 @@ def drawn(dtype: torch.dtype, sizes: tuple[tuple[int, int, int], ...] = SIZES) -
     generator = torch.Generator().manual_seed(len(sizes))
 
     def values(*shape: int) -> Tensor:
-        made = torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+        made = torch.randn(shape, generator=generator) / max(1, shape[-1]) ** 0.5
         return made.to(dtype).to(DEVICE).requires_grad_()
 
     xs = [values(m, k) for m, k, _ in sizes]
@@ -116,6 +120,51 @@ def test_one_launch_forward_and_two_backward_in_a_graph() -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert all(torch.equal(a, e) for a, e in zip(recorded, expected, strict=True))
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.usefixtures("nodes_built")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu"])
+@pytest.mark.parametrize("times", [1, 5])
+def test_calls_that_come_again_need_no_python(
+    activation: str, dtype: torch.dtype, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit what Python launches, also in a graph."""
+    xs, weights, biases = lists = drawn(dtype, SIZES * times)
+    expected = results(lambda *given: recorded(Formula(activation), *given[:3]), lists, activation)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            results(together, lists, activation)
+            with torch.no_grad():
+                together(*lists, activation)
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise AssertionError("in Python")
+
+    monkeypatch.setattr(op, "_looked_up", fails)
+    for name in ("forward", "inference", "gradients"):
+        monkeypatch.setattr(Formula, name, fails)
+    torch.cuda.synchronize()
+    torch.full((1 << 20,), float("nan"), device=DEVICE)  # what new memory holds
+    ys = together(*lists, activation)
+    assert ys[0].grad_fn is not None
+    assert ys[0].grad_fn.name() == programs.NAME
+    del ys
+    with torch.no_grad():
+        quiet = together(xs, weights, biases, activation)
+    graph = torch.cuda.CUDAGraph()
+    found = results(together, lists, activation)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=side):
+        kept = results(together, lists, activation)
+    graph.replay()
+    torch.cuda.synchronize()
+    for calls in (found, kept, quiet):
+        for a, e in zip(calls, expected[: len(calls)], strict=True):
+            assert torch.equal(a, e)
 
 
 @on_gpu
