@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hopper_only import on_hopper
@@ -245,6 +247,10 @@ MUTATIONS = [
 ]
 
 
+# Blocks that do not go in step show what waits for nothing.
+SLOW = "{ cluster_wait(); if (cluster_rank()) __nanosleep(100000); }"
+
+
 def _mutated(text: str, good: str, bad: str) -> str:
     assert good in text
     return text.replace(good, bad)
@@ -260,7 +266,10 @@ def _mutated_config(dtype: torch.dtype) -> Config:
 def test_a_broken_kernel_is_seen(
     dtype: torch.dtype, good: str, bad: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = few_rows.source
+    given_source = few_rows.source
+
+    def whole(*given: Any) -> str:
+        return _mutated(given_source(*given), "cluster_wait();", SLOW)
 
     def check() -> None:
         config = _mutated_config(dtype)
@@ -268,6 +277,8 @@ def test_a_broken_kernel_is_seen(
         x, weight, _ = _inputs(8, 512, 512, dtype)
         _check_chain(x, weight, config)
 
+    monkeypatch.setattr(few_rows, "source", whole)
+    monkeypatch.setattr(few_rows, "_plans", {})
     check()
     monkeypatch.setattr(few_rows, "source", lambda *given: _mutated(whole(*given), good, bad))
     monkeypatch.setattr(few_rows, "_plans", {})

@@ -18,6 +18,7 @@ from fastlinear.ops.linear_act.few_rows_config import (
     padded_rows,
     pays,
     reason_not,
+    spread_bytes,
 )
 
 F32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -55,15 +56,17 @@ def test_served(M: int, K: int, N: int, dtype: torch.dtype) -> None:
 
 
 def test_what_was_not_measured_is_not_said_to_pay() -> None:
-    assert pays(16, 4096, BF16)
-    assert pays(16, 11008, BF16)
-    assert config_for(16, 11008, 4096, BF16) == config_for(16, 4096, 4096, BF16)
-    assert config_for(16, 14336, 4096, BF16) != config_for(16, 4096, 4096, BF16)
-    assert not pays(16, 14336, BF16), "in a larger cluster than was measured"
-    assert pays(8, 14336, BF16)
-    assert pays(16, 14336, F32)
-    assert not pays(17, 4096, BF16)
-    assert not pays(8, 512, FP16)
+    assert pays(16, 4096, 4096, BF16)
+    assert pays(16, 8192, 2048, BF16)
+    assert pays(8, 11008, 4096, BF16)
+    assert not pays(16, 4096, 11008, BF16), "PyTorch's product is faster"
+    assert not pays(8, 28672, 8192, BF16)
+    assert config_for(16, 15360, 2048, BF16) != config_for(16, 8192, 2048, BF16)
+    assert not pays(16, 15360, 2048, BF16), "in a larger cluster than was measured"
+    assert pays(16, 14336, 4096, F32)
+    assert not pays(17, 4096, 4096, BF16)
+    assert not pays(17, 4096, 4096, F32)
+    assert not pays(8, 512, 512, FP16)
 
 
 class _FakeKernel:
@@ -81,16 +84,39 @@ def test_a_launch_asks_for_its_own_shared_memory(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(few_rows.driver, "compile_cubin", compile_cubin)
     monkeypatch.setattr(few_rows.driver, "Kernel", _FakeKernel)
-    launcher = SimpleNamespace(cuLaunchKernelEx=SimpleNamespace())
+
+    def at_once(count: Any, kernel: Any, config: Any) -> int:
+        count._obj.value = room[0]
+        return 0
+
+    launcher = SimpleNamespace(
+        cuLaunchKernelEx=SimpleNamespace(), cuOccupancyMaxActiveClusters=at_once
+    )
     monkeypatch.setattr(few_rows.driver, "_driver", lambda: launcher)
     monkeypatch.setattr(few_rows, "_kernels", {})
     monkeypatch.setattr(few_rows, "_cubins", {})
+    monkeypatch.setattr(few_rows, "device_facts", lambda _: SimpleNamespace(units=132))
     config = HalfConfig(2, 2, 8, 2, cluster=2)
+    room = [1]
     for K in (2048, 8192, 4096, 2048):
         x, weight = torch.empty(8, K, dtype=BF16), torch.empty(64, K, dtype=BF16)
         plan = few_rows._Plan(config, x, weight, None, "relu")
-        assert plan.launch._config.shared_bytes == config.shared_bytes(8, K)
+        asked = plan.launch._config.shared_bytes
+        assert 2 * (asked + 1024) > 233_472 > asked + 1024, "one block a multiprocessor"
+        assert asked > config.shared_bytes(8, K)
+        room[0] = 0
+        plan = few_rows._Plan(config, x, weight, None, "relu")
+        assert plan.launch._config.shared_bytes == config.shared_bytes(8, K), "no room so"
+        room[0] = 1
     assert len(compiled) == 1
+
+
+@pytest.mark.parametrize("blocks", [1, 132, 133, 264, 265, 1000])
+def test_no_multiprocessor_takes_more_than_its_share(blocks: int) -> None:
+    share = -(-blocks // 132)
+    asked = spread_bytes(blocks, 0, 132)
+    assert (share + 1) * (asked + 1024) > 233_472 >= share * (asked + 1024)
+    assert spread_bytes(blocks, 200_000, 132) == 200_000
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])

@@ -9,6 +9,7 @@ import torch
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.linear_act import few_rows
 from fastlinear.ops.linear_act.few_rows_config import (
+    _HALF,
     _SINGLE,
     Config,
     SingleConfig,
@@ -17,10 +18,7 @@ from fastlinear.ops.linear_act.few_rows_config import (
 )
 
 F32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-HALF_SIZES = [
-    *((M, H, H) for M in (8, 16, 32, 64) for H in (1024, 4096)),
-    *((16, 14336, 4096), (32, 8192, 8192), (64, 4096, 1024), (64, 8192, 8192)),
-]
+HALF_SIZES = [(rows, *size) for rows, sizes in _HALF.items() for size in sizes]
 
 
 def _frame(config: Config, dtype: torch.dtype, rows: int, K: int, activation: str) -> int:

@@ -24,10 +24,13 @@ __device__ __forceinline__ void init_pipeline(u32 full) {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   if constexpr (CLUSTER > 1) cluster_sync(); else __syncthreads();
-  // A kernel behind this one that was launched to may set up under its end. This one touches no
-  // memory before the kernel ahead of it is done.
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  // No memory is touched before the kernel ahead is done.
   asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// A kernel behind this one that was launched to may set up from here on.
+__device__ __forceinline__ void let_next_begin() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
 // One thread fills the pipeline. load(stage's memory, barrier, first row, first column, k-tile) asks

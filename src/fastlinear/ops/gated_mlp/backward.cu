@@ -230,9 +230,8 @@ gated_backward(const __grid_constant__ TensorMap a_map, const __grid_constant__ 
     prefetch_map(&up_map);
     for (int i = 0; i < 8 * SETS; ++i) mbar_init(base + LOADED_OFFSET + i * 8, 1);
   }
-  // The kernel behind this one reads dy as soon as it runs. init_pipeline allows it to.
-  asm volatile("griddepcontrol.wait;" ::: "memory");
   init_pipeline(full);
+  let_next_begin();  // it reads dy as soon as it runs
   const Work work(tiles_m, tiles_n, k_tiles);
 
   // As in the forward: 40 + 2 * 232 registers for what 3 * 168 were.

@@ -54,11 +54,13 @@ from fastlinear.ops.gated_mlp.stacking import (
     split_weights,
 )
 from fastlinear.ops.linear_act import backends as linear_act
+from fastlinear.ops.linear_act import reference as layers
 
 _HERE = Path(__file__).parent
 _MAX_PLANS = 1024
 _SUMS_THREADS, _SUMS_COLUMNS = 512, 64  # of a block of bias_sums.cu
 _SHARE = 512  # rows of dy that it reads at once; more are shared by a cluster
+_MOST_FEW_ROWS = 16 << 20  # bytes of a weight
 _MAX_SIZE = 1 << 30  # tile coordinates are 32-bit
 
 Slot = driver.TensorMap | ctypes.c_void_p
@@ -193,7 +195,11 @@ def down_projection(h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def down_choice(
     h: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[str, Callable[..., tuple[Tensor, Any]]]:
-    """The backend of linear_act that ``down_projection`` takes: its name and its function."""
+    """The backend of linear_act that ``down_projection`` takes: its name and its function.
+
+    Not the kernels of few rows for large weights: behind ``gate``, whose end they begin under,
+    those take longer than behind each other, as which they were measured.
+    """
     key = h.shape, weight.shape, weight.stride(), h.dtype, h.device, bias is None, is_captured(h)
     found = _downs.get(key)
     if found is None:
@@ -210,7 +216,10 @@ def down_choice(
             _downs.clear()
         with torch.cuda.device(h.device):
             backend = select(p).backend
-        found = _downs[key] = backend.name, backend.load()
+        found = backend.name, backend.load()
+        if found[0] == "few_rows" and weight.nbytes > _MOST_FEW_ROWS:
+            found = "eager", layers.forward
+        _downs[key] = found
     return found
 
 

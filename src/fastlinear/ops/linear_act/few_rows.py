@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastlinear.core.device import device_facts
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common.activations import NAMES
@@ -28,6 +29,7 @@ from fastlinear.ops.linear_act.few_rows_config import (
     config_for,
     padded_rows,
     reason_not,
+    spread_bytes,
 )
 
 __all__ = ["ARCH", "door_launch", "forward", "reason_not", "source"]
@@ -36,6 +38,7 @@ ARCH = "sm_90a"
 KERNEL = "linear_act_few_rows"
 _FOLDER = Path(__file__).parent
 _MAX_PLANS = 2048
+_AHEAD = 64 << 10  # bytes of W of a block
 
 
 def source(
@@ -53,7 +56,7 @@ def source(
     if isinstance(config, HalfConfig):
         file = "few_rows_half.cu"
         macros |= {"MT": config.tiles, "WN": config.wn, "WK": config.wk}
-        macros["IS_BF16"] = int(dtype == torch.bfloat16)
+        macros |= {"IS_BF16": int(dtype == torch.bfloat16), "AHEAD": _AHEAD}
     else:
         file = "few_rows_single.cu"
         macros |= {"COLS": config.cols, "WARPS": config.warps, "MANY": int(config.many(K))}
@@ -77,7 +80,9 @@ class _Plan:
         (M, K), N = x.shape, weight.shape[0]
         rows, device = padded_rows(M, x.dtype), x.device.index
         text = source(config, x.dtype, rows, K, activation, bias is not None)
-        shared_bytes = config.shared_bytes(rows, K)
+        strips = -(-N // config.block_n)
+        needed = config.shared_bytes(rows, K)
+        shared_bytes = spread_bytes(strips * config.cluster, needed, device_facts(x.device).units)
         kernel = _kernel(text, shared_bytes, device)
         self.x, self.weight, self.bias, self.y = (ctypes.c_void_p(0) for _ in range(4))
         numbers = [M, K, N, x.stride(0), weight.stride(0)]
@@ -87,7 +92,9 @@ class _Plan:
         arguments += [ctypes.c_int(number) for number in numbers]
         self.launch = EarlyLaunch(kernel, config.threads, config.cluster, arguments)
         self.launch._config.shared_bytes = shared_bytes  # the kernel's own is its longest K's
-        self.launch.set_grid(-(-N // config.block_n) * config.cluster)
+        if self.launch.max_clusters() < strips:
+            self.launch._config.shared_bytes = needed
+        self.launch.set_grid(strips * config.cluster)
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> None:
         self.x.value, self.weight.value = x.data_ptr(), weight.data_ptr()

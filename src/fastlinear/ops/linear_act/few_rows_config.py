@@ -11,6 +11,7 @@ import torch
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_ROWS = {4: 16, 2: 64}  # itemsize → rows
 _SHARED_LIMIT = 232_448  # bytes a Hopper block may have
+_SHARED_OF_A_UNIT, _SHARED_OF_A_BLOCK = 233_472, 1_024  # what one has, and takes besides
 _MAX_SIZE = 1 << 30
 _MAX_STRIDE = (1 << 31) - 1
 _REGISTERS, _OTHER_REGISTERS = 65_536, 24
@@ -156,37 +157,99 @@ _SINGLE = {
 }
 # Padded rows and shape → what is taken where K is more than a span: the same span without stack.
 _LONG = {(2, SingleConfig(2, 16, 2)): SingleConfig(2, 8, 4)}
-_HALF = {
+# The same with weights out of memory: padded rows → (K, N) → configuration.
+_HALF: dict[int, dict[tuple[int, int], HalfConfig]] = {
     8: {
-        512: HalfConfig(2, 2, 8, 2),
-        1024: HalfConfig(2, 2, 8, 2, 2),
-        2048: HalfConfig(2, 2, 8, 2, 2),
-        4096: HalfConfig(2, 2, 8, 2, 2),
+        (512, 512): HalfConfig(2, 2, 8, 2),
+        (1024, 1024): HalfConfig(1, 1, 8, 4),
+        (1024, 4096): HalfConfig(1, 1, 8, 2),
+        (1024, 11008): HalfConfig(1, 2, 8, 4),
+        (2048, 1024): HalfConfig(1, 1, 16, 4),
+        (2048, 2048): HalfConfig(1, 1, 16, 2),
+        (2048, 8192): HalfConfig(1, 2, 8, 4),
+        (4096, 1024): HalfConfig(1, 1, 16, 2, 2),
+        (4096, 2048): HalfConfig(1, 1, 16, 4),
+        (4096, 4096): HalfConfig(1, 1, 16, 4),
+        (4096, 11008): HalfConfig(2, 2, 8, 4),
+        (5120, 2048): HalfConfig(1, 1, 16, 4),
+        (8192, 2048): HalfConfig(1, 1, 16, 4),
+        (8192, 8192): HalfConfig(2, 1, 16, 4),
+        (11008, 4096): HalfConfig(2, 2, 4, 4, 2),
+        (14336, 4096): HalfConfig(2, 2, 8, 2, 2),
+        (24576, 3072): HalfConfig(2, 2, 8, 4, 4),
+        (28672, 8192): HalfConfig(2, 2, 8, 2, 4),
     },
     16: {
-        512: HalfConfig(2, 2, 8, 2),
-        1024: HalfConfig(1, 4, 4, 2, 4),
-        2048: HalfConfig(2, 2, 8, 2, 2),
-        4096: HalfConfig(2, 2, 8, 2, 2),
+        (512, 512): HalfConfig(2, 2, 8, 2),
+        (1024, 1024): HalfConfig(1, 1, 8, 2),
+        (1024, 4096): HalfConfig(1, 2, 8, 2),
+        (1024, 11008): HalfConfig(2, 2, 4, 2, 2),
+        (2048, 1024): HalfConfig(1, 1, 8, 2, 2),
+        (2048, 2048): HalfConfig(1, 2, 8, 2, 2),
+        (2048, 8192): HalfConfig(2, 2, 4, 4),
+        (4096, 1024): HalfConfig(1, 4, 4, 4, 4),
+        (4096, 2048): HalfConfig(2, 1, 8, 4, 2),
+        (4096, 4096): HalfConfig(2, 2, 4, 4, 2),
+        (4096, 11008): HalfConfig(2, 2, 4, 4, 4),
+        (5120, 2048): HalfConfig(1, 2, 8, 2, 2),
+        (8192, 2048): HalfConfig(1, 2, 8, 4, 2),
+        (8192, 8192): HalfConfig(1, 4, 4, 4, 2),
+        (11008, 4096): HalfConfig(1, 4, 4, 4, 2),
+        (14336, 4096): HalfConfig(2, 1, 8, 4, 8),
+        (24576, 3072): HalfConfig(1, 4, 4, 4, 8),
+        (28672, 8192): HalfConfig(1, 4, 4, 4, 8),
     },
     32: {
-        512: HalfConfig(2, 1, 8, 4),
-        1024: HalfConfig(2, 1, 8, 4),
-        2048: HalfConfig(2, 1, 8, 4, 2),
-        4096: HalfConfig(2, 2, 8, 2, 2),
+        (512, 512): HalfConfig(2, 1, 8, 4),
+        (1024, 1024): HalfConfig(1, 1, 8, 2),
+        (1024, 4096): HalfConfig(2, 1, 8, 2),
+        (1024, 11008): HalfConfig(2, 2, 4, 2),
+        (2048, 1024): HalfConfig(1, 1, 8, 2, 2),
+        (2048, 2048): HalfConfig(2, 1, 8, 2, 2),
+        (2048, 8192): HalfConfig(1, 4, 4, 4),
+        (4096, 1024): HalfConfig(2, 2, 4, 2, 8),
+        (4096, 2048): HalfConfig(1, 2, 8, 4, 2),
+        (4096, 4096): HalfConfig(1, 4, 4, 4, 2),
+        (4096, 11008): HalfConfig(2, 2, 4, 2, 4),
+        (5120, 2048): HalfConfig(2, 1, 8, 2, 2),
+        (8192, 2048): HalfConfig(2, 2, 4, 2, 8),
+        (8192, 8192): HalfConfig(2, 2, 4, 2, 8),
+        (11008, 4096): HalfConfig(2, 2, 4, 4, 8),
+        (14336, 4096): HalfConfig(1, 4, 4, 4, 8),
+        (24576, 3072): HalfConfig(1, 4, 4, 4, 8),
     },
     64: {
-        512: HalfConfig(2, 1, 8, 4),
-        1024: HalfConfig(1, 2, 8, 2, 2),
-        2048: HalfConfig(1, 2, 8, 2, 2),
-        4096: HalfConfig(2, 2, 4, 4, 4),
+        (512, 512): HalfConfig(2, 1, 8, 4),
+        (1024, 1024): HalfConfig(1, 1, 8, 2),
+        (1024, 4096): HalfConfig(1, 2, 8, 2),
+        (2048, 2048): HalfConfig(1, 2, 4, 4, 2),
+        (2048, 8192): HalfConfig(2, 2, 4, 4, 2),
+        (4096, 1024): HalfConfig(2, 2, 4, 4, 4),
+        (4096, 4096): HalfConfig(2, 2, 4, 4, 4),
+        (4096, 11008): HalfConfig(2, 2, 4, 4, 4),
+        (5120, 2048): HalfConfig(2, 2, 4, 2, 8),
+        (8192, 2048): HalfConfig(2, 2, 4, 4, 8),
+        (8192, 8192): HalfConfig(2, 2, 4, 4, 8),
+        (11008, 4096): HalfConfig(1, 2, 4, 4, 8),
     },
 }
+# Padded rows → most features and most numbers of W for which it is the fastest, from K = 1024 on.
+_HALF_PAYS = {8: (8192, 48 << 20), 16: (4096, 32 << 20)}
 
 
 def _no_room(size: int) -> str | None:
     fits = size <= _SHARED_LIMIT - 16_384  # some of the shared memory is static
     return None if fits else f"{size} bytes of shared memory"
+
+
+def spread_bytes(blocks: int, needed: int, units: int) -> int:
+    """Dynamic shared memory with which no multiprocessor takes more than its share of the blocks.
+
+    Those of an early launch come to lie where the launch before leaves room first, however much
+    room there will be elsewhere a moment later.
+    """
+    share = -(-blocks // units)
+    return max(needed, _SHARED_OF_A_UNIT // (share + 1) - _SHARED_OF_A_BLOCK + 128 & -128)
 
 
 def padded_rows(M: int, dtype: torch.dtype) -> int:
@@ -242,32 +305,42 @@ def reason_not(
     return (config or config_for(M, K, N, dtype)).invalid(padded_rows(M, dtype), K)
 
 
-def pays(M: int, K: int, dtype: torch.dtype) -> bool:
+def pays(M: int, K: int, N: int, dtype: torch.dtype) -> bool:
     """Whether these kernels are faster than any other, where nothing was measured.
 
-    Not where K is so long that the shape of large weights needs a larger cluster than was measured.
+    Not where K is so long that the configuration needs a larger cluster than was measured.
     """
-    least = {4: 1, 2: 1024}.get(dtype.itemsize, K + 1)
-    if not (least <= K and M in range(1, _MOST_ROWS[4] + 1)):
+    if M < 1 or dtype not in DTYPES:
         return False
-    rows, measured = padded_rows(M, dtype), _measured(M, dtype)
-    return measured[max(measured)].invalid(rows, K) is None
+    rows = padded_rows(M, dtype)
+    if dtype.itemsize == 4:
+        largest = _SINGLE[rows][max(_SINGLE[rows])] if rows in _SINGLE else None
+        return largest is not None and largest.invalid(rows, K) is None
+    most = _HALF_PAYS.get(rows)
+    if most is None or not (K >= 1024 and most[0] >= N and most[1] >= K * N):
+        return False
+    return _measured(rows, K, N, dtype).invalid(rows, K) is None
 
 
-def _measured(M: int, dtype: torch.dtype) -> dict[int, Config]:
-    """Features → configuration, for so many rows."""
-    tables: dict[int, dict[int, Config]] = _SINGLE if dtype.itemsize == 4 else _HALF  # type: ignore
-    return tables[padded_rows(M, dtype)]
+def _measured(rows: int, K: int, N: int, dtype: torch.dtype) -> Config:
+    """What was measured nearest: by the size of the weight, in 16-bit dtypes by K and, as blocks
+    follow from it, by N twice as much."""
+    if dtype.itemsize == 4:
+        known, size = _SINGLE[rows], math.log2(K * N) / 2
+        return known[min(known, key=lambda features: abs(math.log2(features) - size))]
+    shapes = _HALF[rows]
+    return shapes[
+        min(shapes, key=lambda s: abs(math.log2(K / s[0])) + 2 * abs(math.log2(N / s[1])))
+    ]
 
 
 @lru_cache(maxsize=1024)
 def config_for(M: int, K: int, N: int, dtype: torch.dtype) -> Config:
-    """The configuration for y (M, N) = x (M, K) @ weight (N, K)ᵀ: the measured one nearest by the
-    size of the weight, with as many blocks more as x needs for its shared memory (which was not
-    measured: see :func:`pays`), and without blocks that K has no work for."""
-    rows, measured = padded_rows(M, dtype), _measured(M, dtype)
-    size = math.log2(K * N) / 2
-    config = measured[min(measured, key=lambda features: abs(math.log2(features) - size))]
+    """The configuration for y (M, N) = x (M, K) @ weight (N, K)ᵀ: the measured one that is nearest,
+    with as many blocks more as x needs for its shared memory (which was not measured: see
+    :func:`pays`), and without blocks that K has no work for."""
+    rows = padded_rows(M, dtype)
+    config = _measured(rows, K, N, dtype)
     if isinstance(config, SingleConfig) and config.many(K):
         config = _LONG.get((rows, config), config)
     while config.cluster < _MOST_BLOCKS and _no_room(config.shared_bytes(rows, K)):

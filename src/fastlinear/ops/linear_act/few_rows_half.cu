@@ -8,7 +8,8 @@
 // pieces of each row are under way in a thread. Sums over warps and blocks are in a fixed order.
 //
 // Macros from the host, besides those of few_rows.cu: ROWS, a multiple of 8 that M does not exceed;
-// MT tiles of 16 outputs a warp; WN, WK, STEPS; IS_BF16.
+// MT tiles of 16 outputs a warp; WN, WK, STEPS; IS_BF16; AHEAD, bytes of W that a block has L2 fetch
+// while the launch before is ending.
 
 constexpr int THREADS = WN * WK * 32;
 constexpr int T = ROWS / 8;              // tiles of 8 rows of x
@@ -19,6 +20,11 @@ constexpr int QUADS = ROWS * BN / 4;     // four outputs of a row each
 constexpr int SHARE = QUADS / CL;        // which a block of the cluster finishes
 
 static_assert(QUADS % CL == 0 && THREADS % (BN / 4) == 0, "BN");
+
+// Has L2 fetch the 128 bytes around p, which may be changed by then: nothing is read yet.
+__device__ __forceinline__ void fetch_ahead(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
 
 // d (16 outputs, 8 rows of x) += W piece (16, 16) * x piece (8, 16)^T
 __device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -89,6 +95,16 @@ linear_act_few_rows(const unsigned short* x, const unsigned short* w, const unsi
 #pragma unroll
   for (int i = 0; i < MT * 2; ++i) settle(rows[i / 2][i % 2]);
   settle(bias_at);
+  const int ahead = min(spans, AHEAD / (BN * SPAN * 2));
+  for (int span = q; span < ahead; span += 4) {
+#pragma unroll
+    for (int s = 0; s < STEPS; s += 2) {  // of a line of 64 numbers
+      const int k = begin + span * SPAN + (wk * STEPS + s) * 32;
+#pragma unroll
+      for (int i = 0; i < MT * 2; ++i)
+        if (k < K) fetch_ahead(rows[i / 2][i % 2] + k);
+    }
+  }
   wait_for_last_launch();
   uint2 packed = make_uint2(0, 0);
   if constexpr (HAS_BIAS) {
