@@ -256,8 +256,8 @@ def _prefer(p: Problem) -> tuple[str, ...]:
         first = ("cpp",) if cpp.pays(p) else ()
         return (*first, *(("onednn",) if p.option("activation") != "none" else ()), "eager")
     first = ("triton",) if _triton_pays(p) else ()
-    sizes = (p.dim(name) for name in ("M", "K", "N"))
-    if p.piece == "forward" and few_rows_config.pays(*sizes, FLOAT_DTYPES[p.dtype]):
+    m, k, n = (p.dim(name) for name in ("M", "K", "N"))
+    if p.piece == "forward" and few_rows_config.pays(m, k, n, FLOAT_DTYPES[p.dtype]):
         first = ("few_rows", *first)
     if p.piece != "grad_pre" and not padded_problem.aligned(p):
         first = ("padded",) if padded_problem.pays(p) else ("triton",) if _few_odd_rows(p) else ()
