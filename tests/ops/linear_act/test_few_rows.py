@@ -232,7 +232,7 @@ def test_the_same_bits_in_many_launches() -> None:
 
 
 # The barrier after the sums are read, not before: no block leaves while others write to it.
-LATE = "struct Late { __device__ ~Late() { cluster_sync(); } } late;"
+LATE = "struct Late { __device__ ~Late() { cluster_meet(); } } late;"
 MUTATIONS = [
     (F32, "act(v + b)", "act(v)"),
     (F32, "value % COLS * 4 + ln", "value % COLS * 4 + (3 - ln)"),
@@ -243,7 +243,7 @@ MUTATIONS = [
     (BF16, "e / 2 * 8 + g", "(1 - e / 2) * 8 + g"),
     (BF16, "begin = rank * part", "begin = 0 * part"),
     *((dtype, r"\ngriddepcontrol.wait;", "") for dtype in (F32, BF16)),
-    *((dtype, "cluster_sync();", LATE) for dtype in (F32, BF16)),
+    *((dtype, "cluster_meet();", LATE) for dtype in (F32, BF16)),
 ]
 
 

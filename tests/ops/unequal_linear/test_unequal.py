@@ -55,7 +55,7 @@ def widened(lists: Lists) -> Lists:
 
 def results(run: Any, lists: Lists, activation: str) -> list[Tensor]:
     ys = run(*lists, activation)
-    dys = [torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view(y.shape).to(y) for y in ys]
+    dys = [torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape).to(y) for y in ys]
     given = [t for ts in lists for t in ts if t is not None]
     return [*ys, *torch.autograd.grad(ys, given, dys)]
 
@@ -144,20 +144,21 @@ def test_calls_that_come_again_need_no_python(
     def fails(*_: Any, **__: Any) -> None:
         raise AssertionError("in Python")
 
-    monkeypatch.setattr(op, "_looked_up", fails)
-    for name in ("forward", "inference", "gradients"):
-        monkeypatch.setattr(Formula, name, fails)
     torch.cuda.synchronize()
-    torch.full((1 << 20,), float("nan"), device=DEVICE)  # what new memory holds
-    ys = together(*lists, activation)
-    assert ys[0].grad_fn is not None
-    assert ys[0].grad_fn.name() == programs.NAME
-    del ys
-    with torch.no_grad():
-        quiet = together(xs, weights, biases, activation)
+    with monkeypatch.context() as patch:
+        patch.setattr(op, "_looked_up", fails)
+        for name in ("forward", "inference", "gradients"):
+            patch.setattr(Formula, name, fails)
+        torch.full((1 << 20,), float("nan"), device=DEVICE)  # what new memory holds
+        ys = together(*lists, activation)
+        assert ys[0].grad_fn is not None
+        assert ys[0].grad_fn.name() == programs.NAME
+        del ys
+        with torch.no_grad():
+            quiet = together(xs, weights, biases, activation)
+        found = results(together, lists, activation)
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    found = results(together, lists, activation)
-    torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=side):
         kept = results(together, lists, activation)
     graph.replay()

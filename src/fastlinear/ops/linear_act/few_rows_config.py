@@ -157,9 +157,9 @@ _SINGLE = {
 }
 # Padded rows and shape → what is taken where K is more than a span: the same span without stack.
 _LONG = {(2, SingleConfig(2, 16, 2)): SingleConfig(2, 8, 4)}
-# The same with weights out of memory: padded rows → (K, N) → configuration.
+# The same with weights out of memory: most rows → (K, N) → configuration.
 _HALF: dict[int, dict[tuple[int, int], HalfConfig]] = {
-    8: {
+    2: {
         (512, 512): HalfConfig(2, 2, 8, 2),
         (1024, 1024): HalfConfig(1, 1, 8, 4),
         (1024, 4096): HalfConfig(1, 1, 8, 2),
@@ -178,6 +178,26 @@ _HALF: dict[int, dict[tuple[int, int], HalfConfig]] = {
         (14336, 4096): HalfConfig(2, 2, 8, 2, 2),
         (24576, 3072): HalfConfig(2, 2, 8, 4, 4),
         (28672, 8192): HalfConfig(2, 2, 8, 2, 4),
+    },
+    8: {
+        (512, 512): HalfConfig(2, 2, 8, 2),
+        (1024, 1024): HalfConfig(1, 1, 16, 2),
+        (1024, 4096): HalfConfig(1, 2, 8, 2),
+        (1024, 11008): HalfConfig(1, 4, 4, 4),
+        (2048, 1024): HalfConfig(1, 1, 16, 2),
+        (2048, 2048): HalfConfig(1, 1, 16, 2),
+        (2048, 8192): HalfConfig(1, 4, 4, 2, 2),
+        (4096, 1024): HalfConfig(1, 1, 16, 2, 2),
+        (4096, 2048): HalfConfig(1, 2, 8, 4, 2),
+        (4096, 4096): HalfConfig(1, 4, 4, 4, 2),
+        (4096, 11008): HalfConfig(1, 4, 4, 2, 4),
+        (5120, 2048): HalfConfig(1, 2, 8, 4, 2),
+        (8192, 2048): HalfConfig(2, 1, 16, 2, 2),
+        (8192, 8192): HalfConfig(2, 2, 4, 4, 8),
+        (11008, 4096): HalfConfig(2, 2, 8, 2, 2),
+        (14336, 4096): HalfConfig(2, 1, 16, 2, 2),
+        (24576, 3072): HalfConfig(2, 1, 8, 4, 8),
+        (28672, 8192): HalfConfig(2, 2, 4, 4, 8),
     },
     16: {
         (512, 512): HalfConfig(2, 2, 8, 2),
@@ -319,16 +339,17 @@ def pays(M: int, K: int, N: int, dtype: torch.dtype) -> bool:
     most = _HALF_PAYS.get(rows)
     if most is None or not (K >= 1024 and most[0] >= N and most[1] >= K * N):
         return False
-    return _measured(rows, K, N, dtype).invalid(rows, K) is None
+    return _measured(M, K, N, dtype).invalid(rows, K) is None
 
 
-def _measured(rows: int, K: int, N: int, dtype: torch.dtype) -> Config:
+def _measured(M: int, K: int, N: int, dtype: torch.dtype) -> Config:
     """What was measured nearest: by the size of the weight, in 16-bit dtypes by K and, as blocks
     follow from it, by N twice as much."""
+    rows = padded_rows(M, dtype)
     if dtype.itemsize == 4:
         known, size = _SINGLE[rows], math.log2(K * N) / 2
         return known[min(known, key=lambda features: abs(math.log2(features) - size))]
-    shapes = _HALF[rows]
+    shapes = _HALF[2 if M <= 2 else rows]
     return shapes[
         min(shapes, key=lambda s: abs(math.log2(K / s[0])) + 2 * abs(math.log2(N / s[1])))
     ]
@@ -340,7 +361,7 @@ def config_for(M: int, K: int, N: int, dtype: torch.dtype) -> Config:
     with as many blocks more as x needs for its shared memory (which was not measured: see
     :func:`pays`), and without blocks that K has no work for."""
     rows = padded_rows(M, dtype)
-    config = _measured(rows, K, N, dtype)
+    config = _measured(M, K, N, dtype)
     if isinstance(config, SingleConfig) and config.many(K):
         config = _LONG.get((rows, config), config)
     while config.cluster < _MOST_BLOCKS and _no_room(config.shared_bytes(rows, K)):
