@@ -99,6 +99,8 @@ def measured(
     state += "" if cuda else when
     rate = _pass_rate(device, _rounded(held), k, sets, state)
     small = (min(m, 64), min(k, 128) if grad else 16)  # sums take more of a program than a pass
+    if m == 1:  # what such a program takes is the way to memory, with all that it asks for
+        small = (1, min(k, 2048))
     backend = backends[1] if grad else backends[0]
     fresh = _first_touch_us(device, size, 2 if grad else 1, state)
     return Machine(

@@ -125,7 +125,8 @@ def cache_dir() -> Path:
 
 def kept_bytes() -> int:
     """Most bytes of free large CPU results to keep: ``$FASTLINEAR_KEEP_MIB``, by default a
-    sixteenth of the machine's memory.
+    sixteenth of the machine's memory. From 64 MiB on malloc keeps as much of smaller ones,
+    up to 1 GiB.
 
     Raises:
         InputError: the variable is no whole number of at least 0.

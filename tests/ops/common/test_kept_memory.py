@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import resource
 import subprocess
 import sys
@@ -159,6 +160,47 @@ print(fl.release_memory() >> 20)
     assert kept("0") == 0
     assert kept("130") == 128  # two of 64 MiB
     assert kept("1000") == 192
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc's malloc")
+def test_malloc_keeps_smaller_results() -> None:
+    """Steps of three results of 23 MiB have no new pages, unless somebody has decided on malloc."""
+    script = """
+import resource, torch, fastlinear as fl
+from fastlinear.ops.common import door, door_node
+assert door.wait() and door_node.wait()  # a compiler's start has pages copied
+x = torch.ones(1500, 4096)
+def faults(steps):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(steps):
+        a = x * 2.0
+        b = a + 1.0
+        c = b.relu()
+        del a, b, c
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults(5)
+kept = min(faults(20) for _ in range(3))
+fl.release_memory()
+print(kept, faults(1))
+"""
+
+    def faults(**more: str) -> list[int]:
+        decided = ("MALLOC_", "GLIBC_TUNABLES")
+        env = {k: v for k, v in os.environ.items() if not k.startswith(decided)}
+        said = subprocess.run(
+            [sys.executable, "-c", script],
+            env=env | {"FASTLINEAR_KEEP_MIB": "1000"} | more,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return [int(word) for word in said.stdout.split()]
+
+    kept, behind_release = faults()
+    assert kept < 300
+    assert behind_release > 1000, "it was given back"
+    each = {f"MALLOC_{name}_THRESHOLD_": str(1 << 20) for name in ("MMAP", "TRIM")}
+    assert faults(**each)[0] > 20 * 30, "large pages at least"
 
 
 def test_a_limit_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,11 +102,15 @@ extern "C" PyObject* fastlinear_node_empty(PyObject* sizes, int64_t dtype) {
 // Keeps at most so many bytes of large results that are gone.
 extern "C" void fastlinear_node_keep(int64_t bytes) {
   door::KeptMemory::instance().keep_at_most(static_cast<size_t>(bytes));
+  const auto most = static_cast<size_t>(bytes);
+  if (most >= 2 * door::KeptMemory::kLeast) door::let_malloc_keep(most);  // less it keeps by itself
 }
 
 // Gives back what is kept of them; how many bytes.
 extern "C" int64_t fastlinear_node_release() {
-  return static_cast<int64_t>(door::KeptMemory::instance().release());
+  const auto bytes = static_cast<int64_t>(door::KeptMemory::instance().release());
+  door::have_malloc_give_back();
+  return bytes;
 }
 
 // A plan for the door, of a "node" tuple and the tensors of a call of its kind.

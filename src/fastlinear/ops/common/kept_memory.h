@@ -13,16 +13,21 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <mutex>
 #include <new>
 
+#if defined(__GLIBC__)
+#include <malloc.h>
+#endif
+
 namespace door {
 
 class KeptMemory final : public c10::Allocator {
  public:
-  static constexpr size_t kLeast = size_t(1) << 25;  // bytes; malloc keeps smaller blocks at hand itself
+  static constexpr size_t kLeast = size_t(1) << 25;  // bytes; malloc keeps smaller blocks, once asked
 
   static KeptMemory& instance() {
     static auto* it = new KeptMemory;  // outlives every tensor
@@ -142,6 +147,27 @@ class KeptMemory final : public c10::Allocator {
   std::deque<Block> idle_;
   size_t idle_bytes_ = 0, most_idle_ = 0, gone_ = 0;
 };
+
+// Has malloc keep so many bytes of smaller blocks at hand. By itself glibc maps what is larger than any
+// mapped block that has gone before, and gives the end of its heap back beyond twice that: where three
+// results of 1 MiB go together, and none was larger, all their pages are new at every step.
+inline void let_malloc_keep(size_t bytes) {
+#if defined(__GLIBC__)
+  for (const char* name : {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"})
+    if (std::getenv(name) != nullptr) return;  // somebody has decided
+  mallopt(M_MMAP_THRESHOLD, static_cast<int>(KeptMemory::kLeast));  // the most that it takes
+  mallopt(M_TRIM_THRESHOLD, static_cast<int>(std::min(bytes, size_t(1) << 30)));
+#else
+  (void)bytes;
+#endif
+}
+
+// Gives back what malloc keeps.
+inline void have_malloc_give_back() {
+#if defined(__GLIBC__)
+  malloc_trim(0);
+#endif
+}
 
 // A new dense tensor on the CPU.
 inline at::Tensor new_on_cpu(c10::IntArrayRef sizes, c10::ScalarType dtype) {

@@ -2,7 +2,8 @@
 
 Pages of a new result cost more than most passes over it. Blocks of 32 MiB and more that are free
 again are kept, as far as ``FASTLINEAR_KEEP_MIB`` allows; pages of those that are not used again
-while others come and go the system may take where memory runs short.
+while others come and go the system may take where memory runs short. Smaller ones are malloc's,
+which is had to keep as many bytes of them, 1 GiB at most, where the variable allows 64 MiB or more.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from fastlinear.ops.common import door_node
 from fastlinear.ops.common.door_program import SCALAR_TYPES
 
 LEAST = 1 << 25
-"""Bytes of the results that this is for; malloc keeps smaller ones at hand itself."""
+"""Bytes of the results that this is for; malloc keeps smaller ones."""
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -29,11 +30,11 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def release_memory() -> int:
-    """Give memory of large results that is kept for the next ones back to the system.
+    """Give memory of results that is kept for the next ones back to the system.
 
     On the CPU only; a GPU's is PyTorch's own. Memory of tensors that exist is not touched.
 
     Returns:
-        How many bytes it was.
+        How many bytes it was, those that malloc had kept not counted.
     """
     return door_node.release_kept()
