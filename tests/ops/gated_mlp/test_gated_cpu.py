@@ -187,7 +187,9 @@ def test_defaults_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
     if HAS_ONEDNN is None and cpp_gate.reason_not() is None:
         assert names(256, False) == ["onednn"]
         assert names(256, True) == ["onednn", "cpp", "pieces"]
-        assert names(256, False, "bfloat16") == ["cpp"]
+        assert names(256, False, "bfloat16") == ["onednn"]
+        assert names(1024, False, "bfloat16") == ["cpp"]
+        assert names(256, True, "bfloat16") == ["cpp", "cpp", "pieces"]
     assert names(256, False, "float64") == ["eager"]
     monkeypatch.setattr(cpp_build, "compiler", lambda: None)
     assert names(256, True)[:2] == ["eager", "eager"]

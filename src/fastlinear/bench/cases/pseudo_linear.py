@@ -15,7 +15,7 @@ _ROW = (16, 1024, 16384)  # widths of a single row
 _MOST_NUMBERS_ON_CPU = 1 << 25
 # Of the full layer's forward: a quarter of a second on a few cores. The next width's weight and
 # gradients take 24 GB with the float64 oracle's.
-_MOST_CPU_FLOPS = 5e10
+_MOST_CPU_FLOPS = 7e10
 _QUICK = ((64, 128), (64, 512), (2048, 256))
 
 

@@ -83,8 +83,10 @@ def _prefer(p: Problem) -> tuple[str, ...]:
         own = p.piece == "forward" or p.dim("M") >= _LEAST_ROWS
         return (*(("cuda",) if own else ()), "elementwise", "eager")
     # oneDNN's products are the faster ones as long as no operand is transposed; PyTorch's own of
-    # bfloat16 are oneDNN's where the processor has such products
-    fused = p.piece == "forward" and p.dtype == "float32"
+    # bfloat16 are oneDNN's where the processor has such products, and of few tokens the activation
+    # behind one of them is what counts
+    few = not p.needs_grad and p.dim("M") <= (512 if p.option("order") == "apart" else 256)
+    fused = p.piece == "forward" and (p.dtype == "float32" or (p.dtype == "bfloat16" and few))
     return (*(("onednn",) if fused else ()), "cpp", "eager")
 
 
