@@ -102,8 +102,12 @@ extern "C" PyObject* fastlinear_node_empty(PyObject* sizes, int64_t dtype) {
 // Keeps at most so many bytes of large results that are gone.
 extern "C" void fastlinear_node_keep(int64_t bytes) {
   door::KeptMemory::instance().keep_at_most(static_cast<size_t>(bytes));
+}
+
+// Has malloc keep so many bytes of smaller results; less than 64 MiB it keeps by itself.
+extern "C" void fastlinear_node_malloc(int64_t bytes) {
   const auto most = static_cast<size_t>(bytes);
-  if (most >= 2 * door::KeptMemory::kLeast) door::let_malloc_keep(most);  // less it keeps by itself
+  if (most >= 2 * door::KeptMemory::kLeast) door::let_malloc_keep(most);
 }
 
 // Gives back what is kept of them; how many bytes.

@@ -52,9 +52,8 @@ def node(
         kept: ``OUTPUT``, ``HIDDEN`` (once at most), ``INTERNAL`` or ``NOTHING`` for each.
         readers: for each tensor the gradients, as bits, whose backward reads it.
     """
-    assert _build.loaded is not None
     spec = ("node", name, forward, backward, programmer, program, tuple(kept), tuple(readers))
-    return _build.loaded.fastlinear_node_plan(spec, tuple(tensors))
+    return _library(tensors).fastlinear_node_plan(spec, tuple(tensors))
 
 
 def program(spec: Any, tensors: Sequence[Tensor | None], fallback: Callable[..., Tensor]) -> Any:
@@ -65,8 +64,7 @@ def program(spec: Any, tensors: Sequence[Tensor | None], fallback: Callable[...,
         tensors: those of a call of the kind, as the door sees them, None included.
         fallback: (three leading arguments) → y, for otherwise aligned tensors.
     """
-    assert _build.loaded is not None
-    return _build.loaded.fastlinear_node_program(spec, tuple(tensors), fallback)
+    return _library(tensors).fastlinear_node_program(spec, tuple(tensors), fallback)
 
 
 def lists(
@@ -99,9 +97,8 @@ def lists(
         program: the forward's or None; its pieces are the results and what it keeps.
         keeps: ``NOTHING``, ``OUTPUT`` for all results, or ``INTERNAL`` for a tensor of its own.
     """
-    assert _build.loaded is not None
     spec = ("lists", name, results, forward, backward, programmer, program, keeps)
-    return _build.loaded.fastlinear_node_lists(spec, tuple(tensors))
+    return _library(tensors).fastlinear_node_lists(spec, tuple(tensors))
 
 
 def begun() -> bool:
@@ -162,6 +159,18 @@ class _Build(Build):
     def __init__(self) -> None:
         super().__init__(library.NODE, _made, _tell)
         self.cuda: bool | None = None
+        self.malloc_keeps = False
+
+
+def _library(tensors: Sequence[Tensor | None]) -> ctypes.PyDLL:
+    """The library, for a plan of such calls. From the first one of the CPU on malloc keeps what
+    results free."""
+    build = _build
+    assert build.loaded is not None
+    if not build.malloc_keeps and any(t is not None and t.device.type == "cpu" for t in tensors):
+        build.malloc_keeps = True
+        build.loaded.fastlinear_node_malloc(kept_bytes())
+    return build.loaded
 
 
 def _tell() -> None:
@@ -185,6 +194,8 @@ def _made(loaded: ctypes.PyDLL) -> ctypes.PyDLL:
     loaded.fastlinear_node_empty.restype = thing
     loaded.fastlinear_node_keep.argtypes = [ctypes.c_int64]
     loaded.fastlinear_node_keep.restype = None
+    loaded.fastlinear_node_malloc.argtypes = [ctypes.c_int64]
+    loaded.fastlinear_node_malloc.restype = None
     loaded.fastlinear_node_release.argtypes = []
     loaded.fastlinear_node_release.restype = ctypes.c_int64
     loaded.fastlinear_node_keep(kept_bytes())
