@@ -53,7 +53,7 @@ def node(
         readers: for each tensor the gradients, as bits, whose backward reads it.
     """
     spec = ("node", name, forward, backward, programmer, program, tuple(kept), tuple(readers))
-    return _library(tensors).fastlinear_node_plan(spec, tuple(tensors))
+    return _loaded_for(tensors).fastlinear_node_plan(spec, tuple(tensors))
 
 
 def program(spec: Any, tensors: Sequence[Tensor | None], fallback: Callable[..., Tensor]) -> Any:
@@ -64,7 +64,7 @@ def program(spec: Any, tensors: Sequence[Tensor | None], fallback: Callable[...,
         tensors: those of a call of the kind, as the door sees them, None included.
         fallback: (three leading arguments) → y, for otherwise aligned tensors.
     """
-    return _library(tensors).fastlinear_node_program(spec, tuple(tensors), fallback)
+    return _loaded_for(tensors).fastlinear_node_program(spec, tuple(tensors), fallback)
 
 
 def lists(
@@ -98,7 +98,7 @@ def lists(
         keeps: ``NOTHING``, ``OUTPUT`` for all results, or ``INTERNAL`` for a tensor of its own.
     """
     spec = ("lists", name, results, forward, backward, programmer, program, keeps)
-    return _library(tensors).fastlinear_node_lists(spec, tuple(tensors))
+    return _loaded_for(tensors).fastlinear_node_lists(spec, tuple(tensors))
 
 
 def begun() -> bool:
@@ -162,7 +162,7 @@ class _Build(Build):
         self.malloc_keeps = False
 
 
-def _library(tensors: Sequence[Tensor | None]) -> ctypes.PyDLL:
+def _loaded_for(tensors: Sequence[Tensor | None]) -> ctypes.PyDLL:
     """The library, for a plan of such calls. From the first one of the CPU on malloc keeps what
     results free."""
     build = _build
