@@ -33,6 +33,7 @@ _MOST_FLOPS = {"cuda": 5e11, "cpu": 4e9}  # of a product that is measured as it 
 _LEAST_ROWS, _LEAST_WIDTH = 512, 1024  # no product is measured smaller for its flops
 _LEAST_COPY, _MOST_COPY = 1 << 12, 1 << 28  # bytes
 _OTHERS = 1 << 28  # bytes that other contenders leave in a CPU's caches
+_LEAST_TOUCHED, _MOST_TOUCHED = 1 << 20, 1 << 23  # bytes that push the host's own out of them
 _MAX_SETS = 64
 PRODUCTS = ("forward", "dx", "dw")
 
@@ -57,7 +58,8 @@ class Machine:
             device, with tensors that its caches do not hold; 0 on a CPU.
         passes_us: fastlinear's passes, of this size, into new tensors; None where they take what
             a pass of PyTorch's takes, and new tensors what they take.
-        host_us: contender → what the host takes for a call, whatever its size.
+        host_us: contender → what the host takes for a call; on a CPU beside as much memory as the
+            call touches, which pushes the host's own code and data out of its caches.
     """
 
     flops_per_s: float
@@ -118,8 +120,17 @@ def measured(
         _kernel_us(device),
         _call_us(device, dtype, activation, grad, backend, small, sets) if cuda else 0.0,
         None if cuda else _passes_us(dtype, m, k, activation, grad, backends, state),
-        _host_us(device, dtype, activation, grad, backend, f"{state} {when}"),
+        _host_us(
+            *(device, dtype, activation, grad, backend),
+            () if cuda else (_touched(2 * held + 2 * (size * k // m)), _touched(2 * held)),
+            f"{state} {when}",
+        ),
     )
+
+
+def _touched(size: int) -> int:
+    """Bytes to write between two calls of the host's, 0 for so few that it would not notice."""
+    return 0 if size < _LEAST_TOUCHED else min(_rounded(size), _MOST_TOUCHED)
 
 
 def _rounded(size: int) -> int:
@@ -326,16 +337,40 @@ def _kernel_us(device: str) -> float:
 
 @lru_cache(maxsize=64)
 def _host_us(
-    device: str, dtype: str, activation: str, grad: bool, backend: str, state: str
+    device: str,
+    dtype: str,
+    activation: str,
+    grad: bool,
+    backend: str,
+    touched: tuple[int, ...],
+    state: str,
 ) -> Mapping[str, float]:
-    """A call of each contender on 1 x 16 numbers, on the wall clock."""
+    """A call of each contender on 1 x 16 numbers, on the wall clock; on a CPU after a pass over as
+    many bytes as it has ``touched``, without that pass."""
     given = device, dtype, activation, grad, backend
     arms = {name: _small_call(name, *given) for name in (LINEAR, OURS)}
+    for name, size in zip((LINEAR, OURS), touched, strict=False):
+        if size:
+            arms[f"pass {name}"], arms[name] = _after_pass(arms[name], size)
     with torch.set_grad_enabled(grad):
         samples = interleave(arms, device=device, metric="wall", rounds=_ROUNDS)
     if device.startswith("cuda"):  # rows of such calls are as disturbed as this
         return {name: s.median_us for name, s in samples.items()}
-    return {name: _quiet_us(s) for name, s in samples.items()}
+    us = {name: _quiet_us(s) for name, s in samples.items()}
+    return {name: us[name] - us.get(f"pass {name}", 0.0) for name in (LINEAR, OURS)}
+
+
+def _after_pass(
+    call: Callable[[], Any], size: int
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """A pass over so many bytes, and the call behind it."""
+    others = torch.ones(size // 4)
+
+    def both() -> Any:
+        others.mul_(1.0)
+        return call()
+
+    return lambda: others.mul_(1.0), both
 
 
 @lru_cache(maxsize=64)
