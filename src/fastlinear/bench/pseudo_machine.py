@@ -360,9 +360,7 @@ def _host_us(
     return {name: us[name] - us.get(f"pass {name}", 0.0) for name in (LINEAR, OURS)}
 
 
-def _after_pass(
-    call: Callable[[], Any], size: int
-) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def _after_pass(call: Callable[[], Any], size: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """A pass over so many bytes, and the call behind it."""
     others = torch.ones(size // 4)
 
