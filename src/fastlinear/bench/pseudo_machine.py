@@ -58,8 +58,8 @@ class Machine:
             device, with tensors that its caches do not hold; 0 on a CPU.
         passes_us: fastlinear's passes, of this size, into new tensors; None where they take what
             a pass of PyTorch's takes, and new tensors what they take.
-        host_us: contender → what the host takes for a call; on a CPU beside as much memory as the
-            call touches, which pushes the host's own code and data out of its caches.
+        host_us: contender → what the host takes for a call; in training on a CPU beside as much
+            memory as the step touches, which pushes the host's own code and data out of caches.
     """
 
     flops_per_s: float
@@ -105,6 +105,7 @@ def measured(
         small = (1, min(k, 2048))
     backend = backends[1] if grad else backends[0]
     fresh = _first_touch_us(device, size, 2 if grad else 1, state)
+    beside = grad and not cuda  # a forward's call is part of what is timed at its size
     return Machine(
         _product_rate(device, dtype, state),
         (
@@ -122,7 +123,7 @@ def measured(
         None if cuda else _passes_us(dtype, m, k, activation, grad, backends, state),
         _host_us(
             *(device, dtype, activation, grad, backend),
-            () if cuda else (_touched(2 * held + 2 * (size * k // m)), _touched(2 * held)),
+            (_touched(2 * held + 2 * (size * k // m)), _touched(2 * held)) if beside else (),
             f"{state} {when}",
         ),
     )

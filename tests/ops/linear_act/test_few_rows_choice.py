@@ -18,7 +18,7 @@ from fastlinear.ops.linear_act.few_rows_config import (
     padded_rows,
     pays,
     reason_not,
-    spread_bytes,
+    spread,
 )
 
 F32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -70,7 +70,10 @@ def test_what_was_not_measured_is_not_said_to_pay() -> None:
 
 
 class _FakeKernel:
-    def __init__(self, cubin: bytes, name: str, shared_bytes: int, device: int) -> None:
+    def __init__(
+        self, cubin: bytes, name: str, shared_bytes: int, device: int, carveout: int | None
+    ) -> None:
+        assert carveout == 50, "these fit into the half that leaves L1 its room"
         self.shared_bytes, self.handle = shared_bytes, SimpleNamespace(value=1)
 
 
@@ -97,26 +100,38 @@ def test_a_launch_asks_for_its_own_shared_memory(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(few_rows, "_cubins", {})
     monkeypatch.setattr(few_rows, "device_facts", lambda _: SimpleNamespace(units=132))
     config = HalfConfig(2, 2, 8, 2, cluster=2)
-    room = [1]
+    room = [64]
     for K in (2048, 8192, 4096, 2048):
-        x, weight = torch.empty(8, K, dtype=BF16), torch.empty(64, K, dtype=BF16)
+        x, weight = torch.empty(8, K, dtype=BF16), torch.empty(4096, K, dtype=BF16)
         plan = few_rows._Plan(config, x, weight, None, "relu")
         asked = plan.launch._config.shared_bytes
-        assert 2 * (asked + 1024) > 233_472 > asked + 1024, "one block a multiprocessor"
-        assert asked > config.shared_bytes(8, K)
+        assert 2 * (asked + 1024) > 135_168 > asked + 1024, "one block a multiprocessor"
+        assert asked >= config.shared_bytes(8, K)
         room[0] = 0
         plan = few_rows._Plan(config, x, weight, None, "relu")
         assert plan.launch._config.shared_bytes == config.shared_bytes(8, K), "no room so"
-        room[0] = 1
+        room[0] = 64
     assert len(compiled) == 1
 
 
+@pytest.mark.parametrize("static", [0, 4352])
 @pytest.mark.parametrize("blocks", [1, 132, 133, 264, 265, 1000])
-def test_no_multiprocessor_takes_more_than_its_share(blocks: int) -> None:
+def test_no_multiprocessor_takes_more_than_its_share(blocks: int, static: int) -> None:
     share = -(-blocks // 132)
-    asked = spread_bytes(blocks, 0, 132)
-    assert (share + 1) * (asked + 1024) > 233_472 >= share * (asked + 1024)
-    assert spread_bytes(blocks, 200_000, 132) == 200_000
+    asked, pooled = spread(blocks, 0, static, 132)
+    assert pooled
+    of_one = asked + static + 1024
+    assert (share + 1) * of_one > 135_168 >= share * of_one, "of what leaves L1 its room"
+    most = 135_168 // share - 1024 - static
+    assert spread(blocks, most, static, 132) == (most, True)
+    more, pooled = spread(blocks, most + 1, static, 132)
+    assert more > most
+    assert not pooled
+    assert spread(blocks, 200_000, static, 132) == (200_000, False)
+    asked, pooled = spread(blocks, 0, static, 132, fetched=True)
+    assert not pooled
+    of_one = asked + static + 1024
+    assert (share + 1) * of_one > 233_472 >= share * of_one, "of all of it"
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])

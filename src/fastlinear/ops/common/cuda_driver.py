@@ -16,6 +16,7 @@ from pathlib import Path
 from fastlinear.core.errors import FastlinearError
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _TENSOR_MAP_TYPE = {"float16": 6, "float32": 7, "bfloat16": 9}
 _ITEM_BYTES = {"float16": 2, "float32": 4, "bfloat16": 2}
@@ -164,9 +165,18 @@ class Kernel:
         name: the kernel's extern "C" name.
         shared_bytes: its dynamic shared memory.
         device: ordinal of the device on which that limit is raised.
+        carveout: percent of a multiprocessor's memory that it wants as shared memory, the rest
+            being its L1; None for the driver's choice.
     """
 
-    def __init__(self, cubin: bytes, name: str, shared_bytes: int, device: int) -> None:
+    def __init__(
+        self,
+        cubin: bytes,
+        name: str,
+        shared_bytes: int,
+        device: int,
+        carveout: int | None = None,
+    ) -> None:
         driver = _driver()
         library = ctypes.c_void_p()
         self._image = cubin
@@ -188,6 +198,11 @@ class Kernel:
             driver.cuKernelSetAttribute(_MAX_DYNAMIC_SHARED, shared_bytes, self.handle, device),
             "cuKernelSetAttribute",
         )
+        if carveout is not None:
+            _check(
+                driver.cuKernelSetAttribute(_CARVEOUT, carveout, self.handle, device),
+                "cuKernelSetAttribute",
+            )
 
 
 class _LaunchAttribute(ctypes.Structure):

@@ -60,7 +60,7 @@ _HERE = Path(__file__).parent
 _MAX_PLANS = 1024
 _SUMS_THREADS, _SUMS_COLUMNS = 512, 64  # of a block of bias_sums.cu
 _SHARE = 512  # rows of dy that it reads at once; more are shared by a cluster
-_MOST_FEW_ROWS = 16 << 20  # bytes of a weight
+_MOST_FEW_ROWS = 32 << 20  # bytes of a weight
 _MAX_SIZE = 1 << 30  # tile coordinates are 32-bit
 
 Slot = driver.TensorMap | ctypes.c_void_p

@@ -24,12 +24,13 @@ from fastlinear.ops.common.door_launch import DoorLaunch, Y
 from fastlinear.ops.common.hopper import WORDS, EarlyLaunch
 from fastlinear.ops.linear_act import reference
 from fastlinear.ops.linear_act.few_rows_config import (
+    POOL_PERCENT,
     Config,
     HalfConfig,
     config_for,
     padded_rows,
     reason_not,
-    spread_bytes,
+    spread,
 )
 
 __all__ = ["ARCH", "door_launch", "forward", "reason_not", "source"]
@@ -67,7 +68,7 @@ def source(
 
 _lock = threading.Lock()
 _cubins: dict[str, bytes] = {}
-_kernels: dict[tuple[str, int], driver.Kernel] = {}
+_kernels: dict[tuple[str, int, int | None], driver.Kernel] = {}
 _plans: dict[tuple[object, ...], _Plan] = {}
 
 
@@ -82,8 +83,11 @@ class _Plan:
         text = source(config, x.dtype, rows, K, activation, bias is not None)
         strips = -(-N // config.block_n)
         needed = config.shared_bytes(rows, K)
-        shared_bytes = spread_bytes(strips * config.cluster, needed, device_facts(x.device).units)
-        kernel = _kernel(text, shared_bytes, device)
+        units = device_facts(x.device).units
+        blocks = strips * config.cluster
+        fetched = x.dtype.itemsize == 2 and N * K * 2 <= units * _AHEAD
+        shared_bytes, pooled = spread(blocks, needed, config.static_bytes(rows), units, fetched)
+        kernel = _kernel(text, shared_bytes, device, POOL_PERCENT if pooled else None)
         self.x, self.weight, self.bias, self.y = (ctypes.c_void_p(0) for _ in range(4))
         numbers = [M, K, N, x.stride(0), weight.stride(0)]
         if isinstance(config, HalfConfig):
@@ -94,7 +98,7 @@ class _Plan:
         self.launch._config.shared_bytes = shared_bytes  # the kernel's own is its longest K's
         if self.launch.max_clusters() < strips:
             self.launch._config.shared_bytes = needed
-        self.launch.set_grid(strips * config.cluster)
+        self.launch.set_grid(blocks)
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> None:
         self.x.value, self.weight.value = x.data_ptr(), weight.data_ptr()
@@ -104,14 +108,15 @@ class _Plan:
         self.launch.run(torch._C._cuda_getCurrentRawStream(x.device.index))
 
 
-def _kernel(text: str, shared_bytes: int, device: int) -> driver.Kernel:
+def _kernel(text: str, shared_bytes: int, device: int, carveout: int | None) -> driver.Kernel:
     """The kernel of a source, compiled once; the limit of its shared memory only grows."""
-    kernel = _kernels.get((text, device))
+    key = text, device, carveout
+    kernel = _kernels.get(key)
     if kernel is None or kernel.shared_bytes < shared_bytes:
         if text not in _cubins:
             _cubins[text] = driver.compile_cubin(text, "few_rows.cu", ARCH)
-        kernel = driver.Kernel(_cubins[text], KERNEL, shared_bytes, device)
-        _kernels[text, device] = kernel
+        kernel = driver.Kernel(_cubins[text], KERNEL, shared_bytes, device, carveout)
+        _kernels[key] = kernel
     return kernel
 
 
