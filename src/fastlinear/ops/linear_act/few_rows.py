@@ -85,7 +85,7 @@ class _Plan:
         needed = config.shared_bytes(rows, K)
         units = device_facts(x.device).units
         blocks = strips * config.cluster
-        fetched = x.dtype.itemsize == 2 and N * K * 2 <= units * _AHEAD
+        fetched = x.dtype.itemsize == 2 and units * _AHEAD >= N * K * 2
         shared_bytes, pooled = spread(blocks, needed, config.static_bytes(rows), units, fetched)
         kernel = _kernel(text, shared_bytes, device, POOL_PERCENT if pooled else None)
         self.x, self.weight, self.bias, self.y = (ctypes.c_void_p(0) for _ in range(4))
