@@ -85,8 +85,9 @@ def test_a_run_that_was_killed_goes_on_where_it_was(tmp_path: Path, measured: li
     (heat,) = heats(rows)
     assert heat.widths == WIDTHS
     assert set(heat.speeds["fastlinear"]) == {(2, 4, h) for h in WIDTHS}
-    slow = {"ratio_to_best": 2.0, "ratio_ci95": [1.9, 2.1]}
-    late = behind([r | slow if width(r) in (16, 48) else r for r in rows])
+    slow = {"best_peer": "another", "median_us": 1e6, "ci95_us": [9e5, 2e6]}
+    ours = [r["contender"] == "fastlinear" and width(r) in (16, 48) for r in rows]
+    late = behind([r | slow if own else r for r, own in zip(rows, ours, strict=True)])
     assert {width(r) for r in late} >= {16, 48}
     measured.clear()
     assert go(resume=path) == rows

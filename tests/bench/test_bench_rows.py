@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from fastlinear.bench import behind, read_rows, rows, write_rows
+from fastlinear.bench import behind, read_rows, rows, terms, write_rows
 from fastlinear.bench.case import Case
 from fastlinear.core.compare import Verdict
 from fastlinear.core.cost import Ceilings, Cost
@@ -80,32 +81,85 @@ def test_ratio_is_to_the_fastest_valid_peer_and_ours_is_no_peer() -> None:
     assert low <= 0.5 <= high
 
 
+def test_ours_is_held_against_peers_on_its_terms() -> None:
+    names = ("eager", "cublaslt", "onednn_prepacked", "cuda_graph", "fastlinear")
+    samples = {n: _samples(n, us, us) for n, us in zip(names, (9, 2, 1, 3, 4), strict=True)}
+    samples["fastlinear_cuda_graph"] = _samples("fastlinear_cuda_graph", 3.5, 3.5)
+    made = {r["contender"]: r for r in rows.compared(list(map(_row, samples)), samples)}
+    assert made["fastlinear"]["best_peer"] == "eager"
+    assert made["fastlinear_cuda_graph"]["best_peer"] == "cuda_graph"
+    assert made["cublaslt"]["best_peer"] == "onednn_prepacked"
+    assert made["fastlinear"]["terms"] == []
+    assert made["cublaslt"]["terms"] == [terms.NAN_LOST]
+    few = {n: samples[n] for n in ("cublaslt", "fastlinear")}
+    made = {r["contender"]: r for r in rows.compared(list(map(_row, few)), few)}
+    assert made["fastlinear"]["best_peer"] == "cublaslt", "there is no other"
+
+
+def _timed(name: str, us: float, best: str = "", low: float | None = None, **more: Any) -> rows.Row:
+    ratio = {} if low is None else {"ratio_to_best": low, "ratio_ci95": [low, low + 0.02]}
+    times = {"median_us": us, "ci95_us": [0.9 * us, 1.1 * us], "best_peer": best}
+    return _row(name) | times | ratio | more
+
+
 def test_behind_finds_losses_beyond_noise_only() -> None:
-    def ours(low: float, name: str = "fastlinear", metric: str = "wall") -> rows.Row:
-        row = _row(name) | {"ratio_to_best": low + 0.01, "ratio_ci95": [low, low + 0.02]}
-        return row | {"metric": metric}
+    cells = []
+    for i, low in enumerate((1.01, 1.10, 0.5)):
+        cell = [_timed("fastlinear", 5.0, "eager", low), _timed("eager", 4.0)]
+        cells += [r | {"problem": str(i)} for r in cell]
+    assert behind(cells) == [cells[2]]
+    assert behind([_timed("eager", 5.0, "other", 2.0), _timed("other", 1.0)]) == []
+    memory = [r | {"metric": "peak_memory"} for r in cells]
+    assert behind(memory) == []
 
-    cells = [ours(1.01), ours(1.10), ours(1.5, "eager"), ours(0.5)]
-    cells = [r | {"problem": str(i)} for i, r in enumerate(cells)]
-    assert behind(cells) == [cells[1]]
+
+def test_where_the_paired_ratio_was_formed_with_a_peer_on_other_terms() -> None:
+    own = _timed("fastlinear", 5.0, "cublaslt", 2.0)
+    assert behind([own, _timed("cublaslt", 2.5), _timed("eager", 4.5)]) == []
+    (late,) = behind([own, _timed("cublaslt", 2.5), _timed("eager", 4.0)])
+    assert (late["best_peer"], late["ratio_to_best"]) == ("eager", 1.25)
+    assert behind([own, _timed("cublaslt", 2.5)]) == [], "nobody on its terms"
+    assert behind([own, _timed("eager", 4.0, valid=False)]) == []
 
 
-def test_a_recording_answers_for_its_own_case_and_to_replays_only() -> None:
-    def row(name: str, us: float, low: float | None = None, metric: str = "wall") -> rows.Row:
-        ratio = {} if low is None else {"ratio_to_best": low, "ratio_ci95": [low, low + 0.02]}
-        return _row(name) | {"median_us": us, "metric": metric} | ratio
-
-    late, recorded = row("fastlinear", 5.0, 1.6), row("fastlinear_cuda_graph", 3.0, 0.9)
-    graph, eager = row("cublaslt_cuda_graph", 3.1), row("eager", 20.0)
+def test_a_form_answers_for_peers_on_its_terms() -> None:
+    late, recorded = _timed("fastlinear", 5.0, "x", 1.6), _timed("fastlinear_cuda_graph", 3.0)
+    graph, eager = _timed("cuda_graph", 3.1), _timed("eager", 20.0)
     assert behind([graph, eager, late, recorded]) == []
-    assert behind([graph, eager, late, recorded], called=True) == [late]
-    assert behind([graph, row("eager", 4.0), late, recorded]) == [late]  # a plain call is faster
-    assert behind([graph, eager, late, row("fastlinear_cuda_graph", 4.0, 1.3)]) == [late]
-    assert behind([graph, eager, late]) == [late]
-    device = row("fastlinear", 5.0, 1.6, "device")
-    assert behind([device, recorded]) == [device]
-    other = late | {"problem": "another"}
-    assert behind([other, recorded]) == [other]
+    (found,) = behind([graph, _timed("eager", 4.0), late, recorded])  # a plain call is faster
+    assert (found["contender"], found["best_peer"]) == ("fastlinear", "eager")
+    (found,) = behind([graph, eager, late, _timed("fastlinear_cuda_graph", 4.0)])
+    assert (found["contender"], found["best_peer"]) == ("fastlinear_cuda_graph", "cuda_graph")
+    (found,) = behind([graph, eager, late])  # no form to answer
+    assert (found["contender"], found["best_peer"]) == ("fastlinear", "cuda_graph")
+    assert behind([late | {"problem": "another"}, graph, eager, recorded]) == []
+
+
+@pytest.mark.parametrize(
+    ("contender", "case", "found"),
+    [
+        ("eager", {}, set()),
+        ("cublaslt", {"options": {"activation": "gelu_tanh"}}, set()),
+        ("cublaslt_cuda_graph", {"options": {"activation": "relu"}}, {"NAN_LOST", "REPLAYED"}),
+        ("onednn", {"options": {"activation": "relu"}}, {"NAN_LOST"}),
+        ("onednn_prepacked", {"options": {"activation": "gelu"}}, {"PACKED"}),
+        ("compile_reduce_overhead", {"experiment": "overhead"}, set()),
+        ("compile_reduce_overhead", {"experiment": "models"}, {"COMPILED", "REPLAYED"}),
+        ("fastlinear_reduce_overhead", {"experiment": "models"}, {"COMPILED", "REPLAYED"}),
+        ("compile", {"experiment": "linear"}, set()),
+        ("fastlinear_compile", {"experiment": "models"}, {"COMPILED"}),
+        ("compile_stacked", {"experiment": "gated-mlp"}, {"STACKED"}),
+        ("liger", {"experiment": "gated-mlp"}, set()),
+        ("eager", {"experiment": "ragged", "device": "cuda"}, {"LAID_OUT"}),
+        ("eager", {"experiment": "ragged", "device": "cpu"}, set()),
+        ("grouped_mm", {"experiment": "ragged", "device": "cuda"}, set()),
+        ("padded_bmm", {"experiment": "unequal", "device": "cpu"}, {"LAID_OUT"}),
+        ("make_graphed_callables", {"experiment": "graphed"}, {"REPLAYED", "UNCHECKED"}),
+        ("fastlinear_reusing", {"experiment": "graphed"}, {"REPLAYED"}),
+    ],
+)
+def test_terms(contender: str, case: dict[str, Any], found: set[str]) -> None:
+    assert terms.terms(contender, case) == {getattr(terms, name) for name in found}
 
 
 def test_files_keep_rows_and_bad_lines_are_named(tmp_path: Path) -> None:

@@ -285,6 +285,9 @@ def test_bench(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "direction": "forward",
             "metric": "wall",
             "contender": "fastlinear",
+            "ours": True,
+            "terms": [],
+            "case": {},
             "median_us": 12.0,
             "ci95_us": [11.0, 13.0],
             "ratio_to_best": 1.5,
@@ -297,7 +300,8 @@ def test_bench(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "error": 0.0,
             "env": {},
         }
-        return [row, {**row, "contender": "eager", "median_us": 8.0, "ratio_to_best": 1.0}]
+        peer = {"contender": "eager", "ours": False, "median_us": 8.0, "ratio_to_best": 1.0}
+        return [row, {**row, **peer}]
 
     monkeypatch.setattr(fastlinear.bench, "run", fake)
     result = run(
@@ -309,7 +313,7 @@ def test_bench(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (str(seen["out"]), seen["only"]) == ("rows.jsonl", "relu")
     assert len(data_of(result)["rows"]) == 2
     assert "0.67×" in (folder / "bench.html").read_text()
-    assert "more than 2% behind the best peer in 1" in run("bench", "linear").stdout
+    assert "more than 2% behind the best peer on its terms in 1" in run("bench", "linear").stdout
 
 
 def test_explain_diagonal_says_what_to_expect(run: Run) -> None:

@@ -157,6 +157,11 @@ def peers(case: Case) -> tuple[Peer, ...]:
         Peer("compile_reduce_overhead", _compiled, _no_compile, ahead=True),
         Peer("make_graphed_callables", _pytorchs, cuda_only),
         Peer(OURS, lambda w: _unit(w, graphed(module_of(w))), cuda_only),
+        Peer(
+            f"{OURS}_reusing",
+            lambda w: _unit(w, graphed(module_of(w), reuse_outputs=True)),
+            cuda_only,
+        ),
         Peer(f"{OURS}[mlp]", lambda w: _unit(w, graphed(_mlp(w))), _no_mlp),
     )
 

@@ -17,7 +17,6 @@ from fastlinear.bench.work import Unit
 
 OURS = "fastlinear"
 RECORDED = f"{OURS}_cuda_graph"  # its call recorded as the peers' graphs are: same memory each time
-_REPLAYS = ("cuda_graph", "graphed_callable")
 TOO_SLOW = "left out of this case: it takes too long to prepare"
 
 
@@ -66,11 +65,6 @@ class Peer:
     def why_not(self, case: Case) -> str | None:
         """Why it cannot take part in a case or is left out of it, or None."""
         return TOO_SLOW if self.name in case.without else self.reason_not(case)
-
-
-def replays(contender: str) -> bool:
-    """Whether a peer replays a CUDA graph that returns the same memory at every call."""
-    return contender in _REPLAYS or contender.endswith("_cuda_graph")
 
 
 # --------------------------------------------------------------------------------------------

@@ -11,13 +11,20 @@ from pathlib import Path
 from typing import Any, Literal, TextIO, cast
 
 from fastlinear.bench.case import TIMED, Case
-from fastlinear.bench.peer import OURS, RECORDED, replays
+from fastlinear.bench.peer import OURS, RECORDED
+from fastlinear.bench.terms import FORMS, answers, terms
 from fastlinear.core.compare import Verdict
 from fastlinear.core.cost import Ceilings, Cost, roofline
 from fastlinear.core.errors import InputError
 from fastlinear.core.timing import Samples, paired_ratio
 
 Row = dict[str, Any]
+
+_FORMS = (
+    OURS,
+    RECORDED,
+    *(f"{OURS}_{form}" for form in ("stacked", "compile", "reduce_overhead", "reusing")),
+)
 
 
 def blank(case: Case, contender: str, metric: str, facts: Mapping[str, Any]) -> Row:
@@ -29,6 +36,7 @@ def blank(case: Case, contender: str, metric: str, facts: Mapping[str, Any]) -> 
         "case": case.to_json(),
         "contender": contender,
         "ours": contender.startswith(OURS),
+        "terms": sorted(terms(contender, case.to_json())),
         "direction": case.direction,
         "metric": metric,
         "median_us": None,
@@ -96,16 +104,18 @@ def timed(row: Row, samples: Samples, cost: Cost, ceilings: Ceilings, highest: f
 
 
 def compared(rows: list[Row], samples: Mapping[str, Samples]) -> list[Row]:
-    """Add each row's paired ratio to the fastest valid peer; peers exclude ours."""
+    """Add each row's paired ratio to the fastest valid peer: for ours to the fastest that computes
+    on its terms, where there is one. Peers exclude ours."""
     peers = [r["contender"] for r in rows if r["valid"] and not r["ours"]]
     able = [p for p in peers if p in samples]
-    if not able:
-        return rows
-    best = min(able, key=lambda p: samples[p].median_us)
     found = []
     for row in rows:
         own = samples.get(row["contender"])
-        if own is not None and row["valid"]:
+        if own is not None and row["valid"] and able:
+            held = able
+            if row["ours"]:
+                held = [p for p in able if answers(row["contender"], p, row["case"])] or able
+            best = min(held, key=lambda p: samples[p].median_us)
             ratio = paired_ratio(own, samples[best])
             row = row | {
                 "ratio_to_best": ratio.median,
@@ -116,39 +126,48 @@ def compared(rows: list[Row], samples: Mapping[str, Samples]) -> list[Row]:
     return found
 
 
-def behind(rows: Iterable[Row], by: float = 0.02, *, called: bool = False) -> list[Row]:
-    """Rows in which fastlinear's own choice is slower than the best peer by more than ``by``,
-    beyond noise (the low end of the paired interval).
+def behind(rows: Iterable[Row], by: float = 0.02) -> list[Row]:
+    """Rows in which fastlinear's own choice, in any of its forms, is slower by more than ``by``
+    than the fastest peer on the same terms, beyond noise (the low end of the paired interval, or
+    of its own where that was formed with another peer).
 
-    A peer that replays a CUDA graph returns the same memory at every call. Where the best peer is
-    one, ours recorded in the same way keeps up with it, and no other peer is ahead of our call, the
-    call that returns memory of its own is not behind; with ``called`` it is.
+    A peer on terms on which a form of fastlinear was measured beside it is for that form; one on
+    terms that no form takes (see ``fastlinear.bench.terms``) is for none. Ratio and peer of a row
+    that is returned are those that count.
     """
     cells: dict[tuple[str, str, str], dict[str, Row]] = {}
     for r in rows:
-        cell = cells.setdefault((r["problem"], r["direction"], r["metric"]), {})
-        cell[r["contender"]] = r
-    late = []
-    for cell in cells.values():
-        own = cell.get(OURS)
-        if own is None or own["metric"] not in TIMED or not _slower(own, by):
+        if r["metric"] in TIMED and r["valid"] and r["median_us"] is not None:
+            cell = cells.setdefault((r["problem"], r["direction"], r["metric"]), {})
+            cell[r["contender"]] = r
+    return [late for cell in cells.values() for late in _late(cell, by)]
+
+
+def _late(cell: Mapping[str, Row], by: float) -> list[Row]:
+    forms = [cell[name] for name in _FORMS if name in cell]
+    peers = [r for r in cell.values() if not r["ours"]]
+    covered = frozenset().union(*(_terms(own) for own in forms))
+    found = []
+    for own in forms:
+        asked = _terms(own) | (FORMS - covered if own["contender"] == OURS else frozenset())
+        held = [p for p in peers if _terms(p) <= asked]
+        if not held:
             continue
-        if called or not _excused(own, cell, by):
-            late.append(own)
-    return late
+        best = min(held, key=lambda r: float(r["median_us"]))
+        if best["contender"] != own["best_peer"]:
+            us, low = best["median_us"], (own["ci95_us"] or [own["median_us"]])[0]
+            own = own | {
+                "best_peer": best["contender"],
+                "ratio_to_best": own["median_us"] / us,
+                "ratio_ci95": [low / us, None],
+            }
+        if own["ratio_ci95"] and own["ratio_ci95"][0] > 1.0 + by:
+            found.append(own)
+    return found
 
 
-def _slower(row: Row, by: float) -> bool:
-    return row["ratio_ci95"] is not None and row["ratio_ci95"][0] > 1.0 + by
-
-
-def _excused(own: Row, cell: Mapping[str, Row], by: float) -> bool:
-    recorded = cell.get(RECORDED)
-    if recorded is None or recorded["ratio_ci95"] is None or _slower(recorded, by):
-        return False
-    peers = (r for r in cell.values() if not r["ours"] and r["valid"])
-    times = [r["median_us"] for r in peers if not replays(r["contender"])]
-    return all(us is None or own["median_us"] <= (1.0 + by) * us for us in times)
+def _terms(row: Row) -> frozenset[str]:
+    return terms(row["contender"], row["case"])
 
 
 def to_line(row: Row) -> str:

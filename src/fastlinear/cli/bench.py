@@ -150,18 +150,18 @@ def bench(
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
-    from fastlinear.bench import behind, print_heat, pseudo_table
+    from fastlinear.bench import print_heat, pseudo_table
 
     if rows[0]["experiment"] == pseudo_table.EXPERIMENT:
         typer.echo(pseudo_table.table(rows, width()), nl=False)
-        _show_late(behind(rows))
+        _show_late(rows)
         return
     based = any(r["contender"] == "eager" and r["median_us"] is not None for r in rows)
     if rows[0]["experiment"] == "overhead" and based:
         print_heat(rows)
         reasons = dict.fromkeys((r["contender"], r["skipped"]) for r in rows if r["skipped"])
         table("not measured", ("contender", "why"), list(reasons))
-        _show_late(behind(rows))
+        _show_late(rows)
         return
     grid = []
     for row in rows:
@@ -179,13 +179,22 @@ def _show(rows: list[dict[str, Any]]) -> None:
         )
     columns = ("problem", "what", "contender", ">measured", ">of the best peer", ">of the roofline")
     table("", columns, grid)
-    _show_late(behind(rows))
+    _show_late(rows)
 
 
-def _show_late(late: list[dict[str, Any]]) -> None:
-    typer.echo(f"fastlinear more than 2% behind the best peer in {len(late)} measurements")
+def _show_late(rows: list[dict[str, Any]]) -> None:
+    from fastlinear.bench import behind
+
+    asked = {(r["contender"], "; ".join(r["terms"])) for r in rows if r.get("terms")}
+    table("on terms of their own", ("contender", "terms"), sorted(asked))
+    late = behind(rows)
+    typer.echo(
+        f"fastlinear more than 2% behind the best peer on its terms in {len(late)} measurements"
+    )
     for row in late:
-        typer.echo(f"  {row['problem']} {row['direction']}: {row['ratio_to_best']:.3f}")
+        own = "" if row["contender"] == "fastlinear" else f" {row['contender']}"
+        of = f"{row['ratio_to_best']:.3f} of {row['best_peer']}"
+        typer.echo(f"  {row['problem']} {row['direction']} {row['metric']}{own}: {of}")
 
 
 def _measured(row: dict[str, Any]) -> str:

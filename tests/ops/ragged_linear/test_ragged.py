@@ -220,6 +220,49 @@ def test_a_step_waits_for_nothing_and_is_three_launches() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.skipif(INTERPRETED, reason="is PyTorch's")
+@pytest.mark.parametrize("sizes", [[10, -5, 9, 40], [0, 0, 0], [7, 0, 3, 11], [37]])
+def test_pytorchs_grouped_product_for_weights(sizes: list[int]) -> None:
+    """Negative sizes count as 0, what passes the rows is cut off, other weights are zeros."""
+    triton = pytest.importorskip("fastlinear.ops.ragged_linear.triton")
+    dy, x = (torch.randn(37, n, device=DEVICE).bfloat16() for n in (24, 16))
+    found = triton._by_pytorch(dy, x, torch.tensor(sizes, device=DEVICE))
+    at = 0
+    for dw, size in zip(found, sizes, strict=True):
+        end = min(37, at + max(0, size))
+        expected = (dy[at:end].double().t() @ x[at:end].double()).to(dw)
+        torch.testing.assert_close(dw, expected, atol=0.05, rtol=0.01)
+        assert end > at or not dw.any()
+        at = end
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("bias", [True, False])
+def test_large_weights(bias: bool) -> None:
+    """Their gradient is PyTorch's grouped product; all else is as ever, also when calls recur."""
+    from fastlinear.ops.ragged_linear import triton
+
+    x, w, sizes, b = drawn(512, [300, 0, 180], 4096, 4096, torch.bfloat16, bias)
+    pays = triton.pytorch_pays(torch.empty_like(x), None, x)
+    assert pays == (torch.cuda.get_device_capability()[0] == 9)
+    torch.full((1 << 26,), float("nan"), device=DEVICE)  # what new memory holds
+
+    def run(*given: Any) -> Any:
+        return fl.ragged_linear(*given[:4], activation=given[4])
+
+    found = results(run, x, w, sizes, b, "none")
+    for _ in range(4):
+        again = results(run, x, w, sizes, b, "none")
+    assert all(torch.equal(a, e) for a, e in zip(again, found, strict=True))
+    assert not found[2][1].any()
+    wide = [None if t is None else t.detach().double().requires_grad_() for t in (x, w, b)]
+    theirs = results(products.loop, x, w, sizes, b, "none")
+    oracle = results(products.loop, wide[0], wide[1], sizes, wide[2], "none")  # type: ignore[arg-type]
+    for name, a, t, o in zip(NAMES, found, theirs, oracle, strict=False):
+        verdict = judge(name, a, t, o)
+        assert verdict.passed, str(verdict)
+
+
 @pytest.mark.skipif(INTERPRETED, reason="compiles")
 @pytest.mark.parametrize("activation", ["none", "relu", "silu"])
 def test_compiles_whole(activation: str) -> None:

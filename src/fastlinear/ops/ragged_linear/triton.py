@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fastlinear.ops.common.triton_launch import Launch
@@ -22,6 +23,7 @@ __all__ = ["MAX_GROUPS", "Config", "backward", "forward", "grad_input", "grad_we
 MAX_GROUPS = 2047
 _MANY = 1 << 32  # multiply-adds
 _WIDE = 8192  # outputs
+_LARGE, _MANY_ROWS = 1 << 24, 256  # numbers of a group's weight, rows of all groups
 _plans: dict[Any, Launch] = {}
 
 
@@ -251,6 +253,10 @@ def grad_weight(
     without rows. dy (T, N) and x (T, K) have contiguous rows; ``saved`` is contiguous."""
     rows, k = x.shape
     n, groups = dy.shape[1], sizes.shape[0]
+    if need_weight and config is None and pytorch_pays(dy, saved, x):
+        found, only_bias = _by_pytorch(dy, x, sizes), (False, True)
+        given = dy, saved, x, sizes, activation
+        return found, grad_weight(*given, *only_bias)[1] if need_bias else None
     dw = tensors.vector((groups, n, k), x) if need_weight else None
     db = tensors.vector((groups, n), x) if need_bias else None
     key = _weight_key(dy, saved, x, sizes, dw, db, activation, config)
@@ -280,6 +286,28 @@ def grad_weight(
         None if dw is None else tensors.rounded(dw, x),
         None if db is None else tensors.rounded(db, x),
     )
+
+
+def pytorch_pays(dy: Tensor, saved: Tensor | None, x: Tensor) -> bool:
+    """Whether dW is PyTorch's grouped product: of large weights on Hopper, without an activation.
+
+    On Blackwell that leaves weights of groups without rows unwritten (PyTorch issue 172439).
+    """
+    size = dy.shape[1] * x.shape[1]
+    return (
+        saved is None
+        and x.dtype == torch.bfloat16
+        and (size >= 2 * _LARGE or (size >= _LARGE and x.shape[0] >= _MANY_ROWS))
+        and _described(dy, x)
+        and tensors.capability_of(x.device)[0] == 9
+        and hasattr(torch, "_grouped_mm")
+    )
+
+
+def _by_pytorch(dy: Tensor, x: Tensor, sizes: Tensor) -> Tensor:
+    ends = sizes.clamp(min=0).cumsum(0).clamp(max=x.shape[0])
+    dw: Tensor = torch._grouped_mm(dy.t(), x, offs=ends.to(torch.int32))
+    return dw
 
 
 def _weight_key(*call: Any) -> Any:

@@ -40,7 +40,7 @@ def backward_steps(
     needs: tuple[bool, bool, bool],
 ) -> Numbers | None:
     """``triton.backward`` of a contiguous dy: the numbers of dx, dW and db; None where it has not
-    run."""
+    run, or not as launches of ours."""
     sizes = dense(p, sizes)
     dx = dw = db = None
     if needs[0]:
@@ -52,6 +52,9 @@ def backward_steps(
     if needs[1] or needs[2]:
         x = dense_rows(p, x)
         (groups, n, k), dtype = weight.tensor.shape, x.tensor.dtype
+        whole = None if saved is None else saved.tensor
+        if needs[1] and triton.pytorch_pays(dy.tensor, whole, x.tensor):
+            return None
         shapes = ((groups, n, k), (groups, n))
         likes = [_like(s, x) if need else None for s, need in zip(shapes, needs[1:], strict=True)]
         given = (dy, saved, x, sizes)

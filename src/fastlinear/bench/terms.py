@@ -1,0 +1,59 @@
+"""Terms on which contenders compute: what they ask for, or give up, beyond a call of fastlinear.
+
+A peer is the one to beat where it computes on the same terms. Some terms fastlinear can be had on
+as well, in a form of its own which answers for it: weights stacked in one, a model compiled around
+it, a call recorded as a CUDA graph. Others it never takes: tensors laid out before the clock
+starts, a packed weight that nobody looks at again, NaN turned into 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastlinear.bench.peer import OURS
+
+REPLAYED = "the same memory at every call"
+STACKED = "gate and up stacked in one weight"
+COMPILED = "the whole model compiled"
+FORMS = frozenset({REPLAYED, STACKED, COMPILED})
+"""Terms on which there are forms of fastlinear; on all others there are none."""
+NAN_LOST = "relu turns NaN into 0"
+PACKED = "weights are taken to be as they were packed"
+UNCHECKED = "sizes and parameters are taken to be as they were recorded"
+LAID_OUT = "tensors are laid out, by sizes known to the host, before the clock starts"
+
+_PREPARED: dict[str, tuple[str, ...]] = {
+    "ragged": ("padded_bmm", "eager_parts"),
+    "unequal": ("padded_bmm", "block_diagonal"),
+}
+_PREPARED_ON_GPUS = {"ragged": ("eager", "compile")}  # there the sizes are on the device
+_REPLAYS = ("cuda_graph", "graphed_callable", "make_graphed_callables", f"{OURS}_reusing")
+_COMPILED = ("compile", "reduce_overhead", "_asked")
+
+
+def terms(contender: str, case: Mapping[str, Any]) -> frozenset[str]:
+    """The terms of a contender in a case (``Case.to_json``, of which any part may be missing)."""
+    experiment = case.get("experiment", "")
+    relu = case.get("options", {}).get("activation") == "relu"
+    prepared = _PREPARED.get(experiment, ())
+    if case.get("device") == "cuda":
+        prepared += _PREPARED_ON_GPUS.get(experiment, ())
+    model = experiment == "models"
+    met = {
+        REPLAYED: contender in _REPLAYS
+        or contender.endswith("_cuda_graph")
+        or (model and contender.endswith(("reduce_overhead", "max_autotune"))),
+        STACKED: experiment == "gated-mlp" and ("_stacked" in contender or "quack" in contender),
+        COMPILED: model and any(part in contender for part in _COMPILED),
+        NAN_LOST: relu and contender.startswith(("cublaslt", "onednn")),
+        PACKED: contender == "onednn_prepacked",
+        UNCHECKED: contender in ("graphed_callable", "make_graphed_callables"),
+        LAID_OUT: contender in prepared,
+    }
+    return frozenset(term for term, holds in met.items() if holds)
+
+
+def answers(own: str, peer: str, case: Mapping[str, Any]) -> bool:
+    """Whether a contender is held against a peer: one that asks for no more than it does."""
+    return terms(peer, case) <= terms(own, case)
