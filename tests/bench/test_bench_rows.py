@@ -146,6 +146,7 @@ def test_a_form_answers_for_peers_on_its_terms() -> None:
         ("compile_reduce_overhead", {"experiment": "overhead"}, set()),
         ("compile_reduce_overhead", {"experiment": "models"}, {"COMPILED", "REPLAYED"}),
         ("fastlinear_reduce_overhead", {"experiment": "models"}, {"COMPILED", "REPLAYED"}),
+        ("compile_max_autotune", {"experiment": "models", "device": "cpu"}, {"COMPILED"}),
         ("compile", {"experiment": "linear"}, set()),
         ("fastlinear_compile", {"experiment": "models"}, {"COMPILED"}),
         ("compile_stacked", {"experiment": "gated-mlp"}, {"STACKED"}),

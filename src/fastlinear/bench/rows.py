@@ -12,7 +12,7 @@ from typing import Any, Literal, TextIO, cast
 
 from fastlinear.bench.case import TIMED, Case
 from fastlinear.bench.peer import OURS, RECORDED
-from fastlinear.bench.terms import FORMS, answers, terms
+from fastlinear.bench.terms import FORMS, answers, held, terms
 from fastlinear.core.compare import Verdict
 from fastlinear.core.cost import Ceilings, Cost, roofline
 from fastlinear.core.errors import InputError
@@ -112,10 +112,10 @@ def compared(rows: list[Row], samples: Mapping[str, Samples]) -> list[Row]:
     for row in rows:
         own = samples.get(row["contender"])
         if own is not None and row["valid"] and able:
-            held = able
+            equals = able
             if row["ours"]:
-                held = [p for p in able if answers(row["contender"], p, row["case"])] or able
-            best = min(held, key=lambda p: samples[p].median_us)
+                equals = [p for p in able if answers(row["contender"], p, row["case"])] or able
+            best = min(equals, key=lambda p: samples[p].median_us)
             ratio = paired_ratio(own, samples[best])
             row = row | {
                 "ratio_to_best": ratio.median,
@@ -146,14 +146,15 @@ def behind(rows: Iterable[Row], by: float = 0.02) -> list[Row]:
 def _late(cell: Mapping[str, Row], by: float) -> list[Row]:
     forms = [cell[name] for name in _FORMS if name in cell]
     peers = [r for r in cell.values() if not r["ours"]]
-    covered = frozenset().union(*(_terms(own) for own in forms))
+    uncovered = FORMS.difference(*(_terms(own) for own in forms))
     found = []
     for own in forms:
-        asked = _terms(own) | (FORMS - covered if own["contender"] == OURS else frozenset())
-        held = [p for p in peers if _terms(p) <= asked]
-        if not held:
+        equals = [p for p in peers if held(_terms(own), _terms(p))]
+        if own["contender"] == OURS:  # answers as well where no form of it does
+            equals += [p for p in peers if uncovered & _terms(p) and _terms(p) <= FORMS]
+        if not equals:
             continue
-        best = min(held, key=lambda r: float(r["median_us"]))
+        best = min(equals, key=lambda r: float(r["median_us"]))
         if best["contender"] != own["best_peer"]:
             us, low = best["median_us"], (own["ci95_us"] or [own["median_us"]])[0]
             own = own | {

@@ -40,10 +40,11 @@ def terms(contender: str, case: Mapping[str, Any]) -> frozenset[str]:
     if case.get("device") == "cuda":
         prepared += _PREPARED_ON_GPUS.get(experiment, ())
     model = experiment == "models"
+    modes = ("reduce_overhead", *(("max_autotune",) if case.get("device") == "cuda" else ()))
     met = {
         REPLAYED: contender in _REPLAYS
         or contender.endswith("_cuda_graph")
-        or (model and contender.endswith(("reduce_overhead", "max_autotune"))),
+        or (model and contender.endswith(modes)),
         STACKED: experiment == "gated-mlp" and ("_stacked" in contender or "quack" in contender),
         COMPILED: model and any(part in contender for part in _COMPILED),
         NAN_LOST: relu and contender.startswith(("cublaslt", "onednn")),
@@ -54,6 +55,12 @@ def terms(contender: str, case: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(term for term, holds in met.items() if holds)
 
 
+def held(own: frozenset[str], peer: frozenset[str]) -> bool:
+    """Whether a contender on terms ``own`` is held against one on terms ``peer``: where that asks
+    for no more, and reads the same weights, as others are not in the same caches."""
+    return peer <= own and (STACKED in peer) == (STACKED in own)
+
+
 def answers(own: str, peer: str, case: Mapping[str, Any]) -> bool:
-    """Whether a contender is held against a peer: one that asks for no more than it does."""
-    return terms(peer, case) <= terms(own, case)
+    """``held`` of two contenders in a case."""
+    return held(terms(own, case), terms(peer, case))
