@@ -38,10 +38,10 @@ def test_every_contender_is_judged(case: Any, tape: None) -> None:
     rows = {r["contender"]: r for r in run_case(case, SETTINGS)}
     assert set(rows) == {
         *("eager", "compile_reduce_overhead", "make_graphed_callables"),
-        *("fastlinear", "fastlinear[mlp]"),
+        *("fastlinear", "fastlinear_reusing", "fastlinear[mlp]"),
     }
     block = case.option("model") == "block"
-    ours = ["fastlinear"] if block else ["fastlinear", "fastlinear[mlp]"]
+    ours = ["fastlinear", "fastlinear_reusing", *([] if block else ["fastlinear[mlp]"])]
     for name in ("eager", *ours):
         assert rows[name]["valid"], rows[name]["verdicts"]
         assert rows[name]["median_us"] > 0

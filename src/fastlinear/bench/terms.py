@@ -1,8 +1,8 @@
 """Terms on which contenders compute: what they ask for, or give up, beyond a call of fastlinear.
 
 A peer is the one to beat where it computes on the same terms. Some terms fastlinear can be had on
-as well, in a form of its own which answers for it: weights stacked in one, a model compiled around
-it, a call recorded as a CUDA graph. Others it never takes: tensors laid out before the clock
+as well, in a form of its own which answers for it: tensors laid out in other ways, a model compiled
+around it, a call recorded as a CUDA graph. Others it never takes: tensors laid out before the clock
 starts, a packed weight that nobody looks at again, NaN turned into 0.
 """
 
@@ -15,8 +15,11 @@ from fastlinear.bench.peer import OURS
 
 REPLAYED = "the same memory at every call"
 STACKED = "gate and up stacked in one weight"
+GROUPS_FIRST = "x and y hold a group's rows together"
+CHANNELS_FIRST = "x and y hold a channel's positions together"
 COMPILED = "the whole model compiled"
-FORMS = frozenset({REPLAYED, STACKED, COMPILED})
+LAYOUTS = frozenset({STACKED, GROUPS_FIRST, CHANNELS_FIRST})
+FORMS = LAYOUTS | {REPLAYED, COMPILED}
 """Terms on which there are forms of fastlinear; on all others there are none."""
 NAN_LOST = "relu turns NaN into 0"
 PACKED = "weights are taken to be as they were packed"
@@ -29,6 +32,10 @@ _PREPARED: dict[str, tuple[str, ...]] = {
 }
 _PREPARED_ON_GPUS = {"ragged": ("eager", "compile")}  # there the sizes are on the device
 _REPLAYS = ("cuda_graph", "graphed_callable", "make_graphed_callables", f"{OURS}_reusing")
+_BY_LAYOUT: dict[str, tuple[str, ...]] = {
+    GROUPS_FIRST: ("bmm", "baddbmm", "multichannel", "grouped_mm", "compile_bmm", f"{OURS}_groups"),
+    CHANNELS_FIRST: ("conv1d", f"{OURS}_channels"),
+}
 _COMPILED = ("compile", "reduce_overhead", "_asked")
 
 
@@ -46,6 +53,8 @@ def terms(contender: str, case: Mapping[str, Any]) -> frozenset[str]:
         or contender.endswith("_cuda_graph")
         or (model and contender.endswith(modes)),
         STACKED: experiment == "gated-mlp" and ("_stacked" in contender or "quack" in contender),
+        GROUPS_FIRST: experiment == "groups" and contender in _BY_LAYOUT[GROUPS_FIRST],
+        CHANNELS_FIRST: experiment == "groups" and contender in _BY_LAYOUT[CHANNELS_FIRST],
         COMPILED: model and any(part in contender for part in _COMPILED),
         NAN_LOST: relu and contender.startswith(("cublaslt", "onednn")),
         PACKED: contender == "onednn_prepacked",
@@ -57,8 +66,8 @@ def terms(contender: str, case: Mapping[str, Any]) -> frozenset[str]:
 
 def held(own: frozenset[str], peer: frozenset[str]) -> bool:
     """Whether a contender on terms ``own`` is held against one on terms ``peer``: where that asks
-    for no more, and reads the same weights, as others are not in the same caches."""
-    return peer <= own and (STACKED in peer) == (STACKED in own)
+    for no more, and has its tensors laid out alike."""
+    return peer <= own and peer & LAYOUTS == own & LAYOUTS
 
 
 def answers(own: str, peer: str, case: Mapping[str, Any]) -> bool:
