@@ -183,6 +183,87 @@ def test_hooks_parametrizations_and_shared_layers_are_refused() -> None:
         fl.nn.GatedMLP.from_module(3)  # type: ignore[arg-type]
 
 
+class Adapted(nn.Module):
+    """A low-rank adapter around a layer, in its place."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer
+        self.low = nn.Linear(layer.in_features, 2, False)
+        self.high = nn.Linear(2, layer.out_features, False)
+        self.weight, self.bias = layer.weight, layer.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.high(self.low(x))
+
+
+@pytest.mark.parametrize("stacked", [None, "gate_up", "up_gate", "interleaved"])
+@pytest.mark.parametrize("which", ["first", "down_proj"])
+def test_what_is_put_in_a_layers_place_is_called(which: str, stacked: str | None) -> None:
+    layer = fl.nn.GatedMLP(4, 6, 5, True, "gelu", stacked=stacked, dropout=0.3)
+    name = which if which != "first" else "gate_proj" if stacked is None else "gate_up_proj"
+    x, plain = torch.randn(3, 4), copy.deepcopy(layer)
+    adapter = Adapted(getattr(layer, name))
+    setattr(layer, name, adapter)
+    torch.manual_seed(1)
+    y = layer(x)
+    y.sum().backward()
+    assert adapter.high.weight.grad is not None
+    assert adapter.high.weight.grad.abs().sum() > 0
+    merged = getattr(plain, name)
+    with torch.no_grad():
+        merged.weight += adapter.high.weight @ adapter.low.weight
+    torch.manual_seed(1)
+    torch.testing.assert_close(y, plain(x))
+
+
+def test_hooks_on_layers_run_from_then_on() -> None:
+    layer, x = fl.nn.GatedMLP(4, 6), torch.randn(3, 4)
+    y, seen = layer(x), []
+    handle = layer.up_proj.register_forward_hook(lambda _, __, out: seen.append(out) or 2 * out)
+    torch.testing.assert_close(layer(x), 2 * y)
+    assert len(seen) == 1
+    handle.remove()
+    assert torch.equal(layer(x), y)
+    torch.nn.utils.parametrizations.weight_norm(layer.down_proj)
+    torch.testing.assert_close(layer(x), y)
+    assert len(seen) == 1
+
+
+def test_hooks_of_the_module_are_not_lost() -> None:
+    for register in (
+        lambda m: m.register_forward_hook(lambda *_: None),
+        lambda m: m.register_forward_pre_hook(lambda *_: None),
+        lambda m: m.register_full_backward_hook(lambda *_: None),
+        lambda m: m.register_full_backward_pre_hook(lambda *_: None),
+        lambda m: m._register_state_dict_hook(lambda *_: None),
+        lambda m: m.register_state_dict_pre_hook(lambda *_: None),
+        lambda m: m.register_load_state_dict_post_hook(lambda *_: None),
+    ):
+        module = MLP()
+        register(module)
+        with pytest.raises(InputError, match="without hooks of its own"):
+            fl.nn.GatedMLP.from_module(module)
+
+
+class Branching(MLP):
+    """Another formula for some inputs."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        other = x.dim() == 3 if self.kind == "dimensions" else x.shape[0] == 1
+        return y + 1 if other else y
+
+
+@pytest.mark.parametrize("kind", ["dimensions", "rows"])
+def test_a_module_that_branches_is_refused(kind: str) -> None:
+    assert recognise(Branching(kind)) is None
+
+
 def test_recognising_leaves_everything_as_it_was() -> None:
     module = MLP(dropout=0.5)
     before = {n: p.clone() for n, p in module.state_dict().items()}
@@ -200,7 +281,12 @@ def test_recognising_leaves_everything_as_it_was() -> None:
         ({"activation": "swish"}, "swish"),
         ({"stacked": "both"}, "stacked in"),
         ({"dropout": 1.0}, "dropout rate"),
+        ({"activation": "swish"}, "multiply by the gate yourself"),
+        ({"dropout": "half"}, "dropout rate"),
+        ({"recompute": 7}, "recompute to be 0, 1 or None"),
         ({"names": ("a", "b")}, "three different names"),
+        ({"names": ("a", "b", 3)}, "three different names"),
+        ({"names": ("a", "b.c", "d")}, "three different names"),
         ({"names": ("a", "b", "b")}, "three different names"),
     ],
 )

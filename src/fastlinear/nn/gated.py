@@ -10,10 +10,18 @@ from torch import Tensor, nn
 
 from fastlinear.core.errors import InputError
 from fastlinear.dispatch.backend import check_backend
-from fastlinear.nn.gated_match import Gated, recognise, weights_of
+from fastlinear.nn.gated_match import (
+    PLAIN,
+    Gated,
+    are_plain,
+    is_hooked,
+    recognise,
+    weights_of,
+)
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.gated_mlp.op import call
-from fastlinear.ops.gated_mlp.stacking import STACKED, Biases, Weights
+from fastlinear.ops.gated_mlp.stacking import STACKED, Biases, Weights, split_pre
+from fastlinear.ops.gated_mlp.validation import OTHER_GATE
 
 _NAME = "fastlinear.nn.GatedMLP"
 
@@ -36,8 +44,9 @@ class GatedMLP(nn.Module):
         backend: force a backend; None lets fastlinear choose.
         device, dtype: as for ``nn.Linear``.
 
-    Shapes: input (..., K) → output (..., N). The layer reads the parameters of its linear layers;
-    their own ``forward``, and hooks on it, do not run.
+    Shapes: input (..., K) → output (..., N). The layer reads the parameters of its linear layers,
+    and does not call them; where one of them is no longer a plain ``nn.Linear`` (an adapter was put
+    in its place), or has hooks or parametrizations, it calls all of them instead, and fuses nothing.
 
     Raises:
         InputError: an unknown activation or order, a wrong number of names, a rate outside [0, 1).
@@ -67,8 +76,9 @@ class GatedMLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        activation_of(activation, _NAME)
+        activation_of(activation, _NAME, OTHER_GATE)
         check_backend(backend, "gated_mlp", _NAME)
+        _check_recompute("", recompute)
         if stacked is not None and stacked not in STACKED:
             _fail(
                 "",
@@ -76,15 +86,17 @@ class GatedMLP(nn.Module):
                 repr(stacked),
                 "It says how gate and up lie in one layer.",
             )
-        if not 0.0 <= dropout < 1.0:
+        if not isinstance(dropout, int | float) or not 0.0 <= dropout < 1.0:
             _fail("", "a dropout rate in [0, 1)", repr(dropout), "0.0 drops nothing.")
         if names is None:
             names = ("gate_proj", "up_proj") if stacked is None else ("gate_up_proj",)
             names = (*names, "down_proj")
-        if len(set(names)) != (3 if stacked is None else 2) or len(names) != len(set(names)):
+        wanted = 3 if stacked is None else 2
+        fit = isinstance(names, tuple | list) and len(names) == wanted == len(set(names))
+        if not fit or not all(isinstance(n, str) and n and "." not in n for n in names):
             _fail(
                 "",
-                "three different names, or two with stacked",
+                "three different names, or two with stacked, of modules in a module",
                 repr(names),
                 "They are of the gate, the up and the down projection, or of gate and up together "
                 "and of the down projection.",
@@ -101,8 +113,10 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., K) → (..., N)."""
-        weights, biases = weights_of(self, self.gated)
         gated = self.gated
+        if not are_plain(self, gated):
+            return self._by_layers(x)
+        weights, biases = weights_of(self, gated)
         options = gated.activation, gated.order, self.recompute, self.backend
         down = weights.down
         dropping = self.training and gated.dropout > 0.0
@@ -115,6 +129,19 @@ class GatedMLP(nn.Module):
         if dropping:
             h = F.dropout(h, gated.dropout, True)
         return F.linear(h.to(down.dtype), down, biases.down)
+
+    def _by_layers(self, x: Tensor) -> Tensor:
+        """The same by calls of the layers, which do more than nn.Linear does."""
+        gated, layers = self.gated, self._modules
+        up = None if gated.up is None else layers[gated.up](x)  # type: ignore[misc]
+        gate, up = split_pre((layers[gated.gate](x), up), gated.order)  # type: ignore[misc]
+        h: Tensor = activation_of(gated.activation).value(gate) * up
+        if gated.down is None:
+            return h
+        h = F.dropout(h, gated.dropout, self.training)
+        down = layers[gated.down]
+        y: Tensor = down(h if type(down) not in PLAIN else h.to(down.weight.dtype))  # type: ignore[misc, union-attr, arg-type]
+        return y
 
     @classmethod
     def from_module(
@@ -142,6 +169,14 @@ class GatedMLP(nn.Module):
         if not isinstance(module, nn.Module):
             _fail(".from_module", "a module", type(module).__name__, "Pass the MLP itself.")
         check_backend(backend, "gated_mlp", f"{_NAME}.from_module")
+        _check_recompute(".from_module", recompute)
+        if is_hooked(module):
+            _fail(
+                ".from_module",
+                "a module without hooks of its own, which the new one would not have",
+                f"a {type(module).__name__} with hooks",
+                "Remove them, convert, and register them on the result.",
+            )
         found = recognise(module)
         if found is None:
             _fail(
@@ -165,6 +200,16 @@ class GatedMLP(nn.Module):
         order = "" if gated.order == "apart" else f", stacked={gated.order!r}"
         rate = f", dropout={gated.dropout}" if gated.dropout else ""
         return f"activation={gated.activation!r}{order}{rate}"
+
+
+def _check_recompute(where: str, recompute: object) -> None:
+    if recompute is not None and (type(recompute) is not int or recompute not in (0, 1)):
+        _fail(
+            where,
+            "recompute to be 0, 1 or None",
+            repr(recompute),
+            "0 keeps the pre-activations for the backward, 1 keeps x alone.",
+        )
 
 
 def _fail(where: str, expected: str, received: str, remedy: str) -> NoReturn:

@@ -21,7 +21,7 @@ from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.gated_mlp import reference
 from fastlinear.ops.gated_mlp.stacking import STACKED, Biases, Weights
 
-_PLAIN = (nn.Linear, NonDynamicallyQuantizableLinear)
+PLAIN = (nn.Linear, NonDynamicallyQuantizableLinear)
 _ROWS = 16
 _IN, _HIDDEN, _OUT = 10, 6, 7  # features of a probe; out is in where the module's are equal
 _TOLERANCE = 1e-9
@@ -83,6 +83,8 @@ def recognise(module: nn.Module) -> Gated | None:
             expected = _formula(probe, found, x)
             if not _close(y, expected) or not _unbounded(probe, found, x):
                 continue
+            if not _anyhow_shaped(probe, found, x):
+                return None
             if len(rates) > 1:
                 return None
             found = replace(found, dropout=rates.pop() if rates else 0.0)
@@ -100,13 +102,32 @@ def weights_of(module: nn.Module, gated: Gated) -> tuple[Weights, Biases]:
     )
 
 
+def are_plain(module: nn.Module, gated: Gated) -> bool:
+    """Whether the layers of a recognised module do what plain linear layers do, and nothing else:
+    an adapter may have been put in the place of one, or hooks on it."""
+    held = module._modules
+    for name in (gated.gate, gated.up, gated.down):
+        if name is not None:
+            layer = held[name]
+            if type(layer) not in PLAIN or _hooked(layer):  # type: ignore[arg-type]
+                return False
+    return True
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether calls of the module, or of its state_dict, run hooks of its own."""
+    of_state = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
+    more = (*of_state, "_load_state_dict_post_hooks")
+    return _hooked(module) or any(module.__dict__.get(name) for name in more)
+
+
 def _linears(module: nn.Module) -> dict[str, nn.Linear] | None:
     """The one to three linear children of a module that holds no other state."""
     linears: dict[str, nn.Linear] = {}
     for name, child in module._modules.items():
         if child is None:
             continue
-        if type(child) in _PLAIN:
+        if type(child) in PLAIN:
             if _hooked(child) or set(child._parameters) != {"weight", "bias"}:
                 return None
             linears[name] = child  # type: ignore[assignment]
@@ -198,6 +219,15 @@ def _unbounded(probe: nn.Module, found: Gated, x: Tensor) -> bool:
         large[0, 0] *= scale
         y = _run(probe, large)
         if y is None or not _close(y, _formula(probe, found, large)):
+            return False
+    return True
+
+
+def _anyhow_shaped(probe: nn.Module, found: Gated, x: Tensor) -> bool:
+    """Whether the probe computes the formula for other numbers of rows and dimensions as well."""
+    for given in (x[:1], x.view(2, -1, _IN)):
+        y = _run(probe, given)
+        if y is None or not _close(y, _formula(probe, found, given)):
             return False
     return True
 

@@ -79,7 +79,10 @@ ACTIVATIONS: dict[str, Activation] = {
 NAMES: tuple[str, ...] = tuple(ACTIVATIONS)
 
 
-def activation(name: str, function: str = "activation") -> Activation:
+_APPLY_IT = "For any other, take none and apply it to the result."
+
+
+def activation(name: str, function: str = "activation", remedy: str = _APPLY_IT) -> Activation:
     """The activation of that name. Raises InputError naming the known ones."""
     try:
         return ACTIVATIONS[name]
@@ -88,5 +91,5 @@ def activation(name: str, function: str = "activation") -> Activation:
             function,
             expected=f"activation in {', '.join(NAMES)}",
             received=repr(name),
-            remedy="For any other, take none and apply it to the result.",
+            remedy=remedy,
         ) from None

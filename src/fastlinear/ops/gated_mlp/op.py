@@ -79,7 +79,15 @@ def gated_linear(
     """
     weights, biases = Weights(gate_weight, up_weight, None), Biases(gate_bias, up_bias, None)
     return call(
-        *(x, weights, biases, activation, stacked or "apart", recompute, backend),
+        *(
+            x,
+            weights,
+            biases,
+            activation,
+            "apart" if stacked is None else stacked,
+            recompute,
+            backend,
+        ),
         function="gated_linear",
     )
 
@@ -87,8 +95,8 @@ def gated_linear(
 def gated_mlp(
     x: Tensor,
     gate_weight: Tensor,
-    up_weight: Tensor | None,
-    down_weight: Tensor,
+    up_weight: Tensor | None = None,
+    down_weight: Tensor | None = None,
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
@@ -126,7 +134,9 @@ def gated_mlp(
     """
     weights = Weights(gate_weight, up_weight, down_weight)
     biases = Biases(gate_bias, up_bias, down_bias)
-    return call(x, weights, biases, activation, stacked or "apart", recompute, backend)
+    return call(
+        x, weights, biases, activation, "apart" if stacked is None else stacked, recompute, backend
+    )
 
 
 def call(
@@ -225,7 +235,7 @@ def explain(
     weights = Weights(gate_weight, up_weight, down_weight)
     biases = Biases(gate_bias, up_bias, down_bias)
     function = "gated_linear" if down_weight is None else "gated_mlp"
-    order = stacked or "apart"
+    order = "apart" if stacked is None else stacked
     if needs_grad is None:
         needs_grad = torch.is_grad_enabled() and any(
             isinstance(t, Tensor) and t.requires_grad for t in (x, *weights, *biases)

@@ -12,6 +12,10 @@ from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.gated_mlp.stacking import ORDERS, STACKED
 
 _KINDS = ("gate", "up", "down")
+OTHER_GATE = (
+    "For any other, multiply by the gate yourself: act(F.linear(x, gate_weight, gate_bias)) * "
+    "fastlinear.linear_act(x, up_weight, up_bias)."
+)
 
 
 def validate(
@@ -32,7 +36,7 @@ def validate(
         order: ``"apart"`` where ``stacked`` was None.
     """
     check = _Check(function)
-    activation_of(activation, function)
+    activation_of(activation, function, OTHER_GATE)
     if not isinstance(order, str) or order not in ORDERS:
         check.fail(
             f"stacked in {', '.join(map(repr, STACKED))} or None",
