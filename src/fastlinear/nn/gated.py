@@ -46,7 +46,7 @@ class GatedMLP(nn.Module):
 
     Shapes: input (..., K) → output (..., N). The layer reads the parameters of its linear layers,
     and does not call them; where one of them is no longer a plain ``nn.Linear`` (an adapter was put
-    in its place), or has hooks or parametrizations, it calls all of them instead, and fuses nothing.
+    in its place), or has hooks or parametrizations, it calls all of them and fuses nothing.
 
     Raises:
         InputError: an unknown activation or order, a wrong number of names, a rate outside [0, 1).

@@ -231,6 +231,59 @@ def test_out_that_does_not_fit_is_refused() -> None:
         fl.diagonal_linear(x, w.requires_grad_(), out=torch.empty(4, 3))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_out_held_is_known_to_be_gone(backend: str | None) -> None:
+    """A backward that has kept what lay in ``out`` must not read the new values."""
+    x, w, b, p, out = draw(4, 3), draw(3), draw(3), draw(4, 3).requires_grad_(), draw(4, 3)
+    z = (p * out).sum()
+    with torch.no_grad():
+        fl.diagonal_linear(x, w, b, activation="relu", out=out, backend=backend)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.backward()
+    with torch.inference_mode():
+        fl.diagonal_linear(x, w, b, out=torch.empty(4, 3), backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_out_that_is_a_negative_view(backend: str | None) -> None:
+    x, w, b = draw(4, 3), draw(3), draw(3)
+    out = torch._neg_view(torch.empty(4, 3))
+    fl.diagonal_linear(x, w, b, activation="silu", out=out, backend=backend)
+    torch.testing.assert_close(out.clone(), exact(x, w, b, "silu", None))
+
+
+@pytest.mark.parametrize("way", ["autocast", "vmap", "compile"])
+def test_out_is_checked_on_every_way(way: str) -> None:
+    x, w, r = draw(4, 8), draw(8), draw(4, 8)
+    wanted = torch.float32
+    good = torch.empty(4, 8, dtype=wanted)
+
+    def run(out: Any, residual: Any = r) -> Any:
+        if way == "autocast":
+            with torch.autocast("cpu", torch.bfloat16):
+                return fl.diagonal_linear(x, w, residual=residual, out=out)
+        if way == "vmap":
+            return torch.vmap(lambda t: fl.diagonal_linear(t, w, out=out))(x[None])
+        torch.compiler.reset()
+        call = torch.compile(fl.diagonal_linear, backend="eager")
+        return call(x, w, residual=residual, out=out)
+
+    if way != "vmap":
+        torch.testing.assert_close(run(good), good)
+    errors = InputError if way == "autocast" else (InputError, RuntimeError)  # torch's at times
+    for bad in (torch.empty(2, 4, 8), torch.empty(4, 8, dtype=torch.int32), x, r):
+        before = bad.clone()
+        with pytest.raises(errors):
+            run(bad)
+        assert torch.equal(bad.nan_to_num(), before.nan_to_num())
+
+
+def test_activation_and_residual_have_positions() -> None:
+    x, w, b, r = draw(4, 3), draw(3), draw(3), draw(4, 3)
+    y = fl.diagonal_linear(x, w, b, "relu", r)
+    assert torch.equal(y, fl.diagonal_linear(x, w, b, activation="relu", residual=r))
+
+
 def test_no_rows_and_no_features() -> None:
     for shape in ((0, 5), (3, 0), (2, 0, 5)):
         x, w = draw(*shape).requires_grad_(), draw(shape[-1]).requires_grad_()

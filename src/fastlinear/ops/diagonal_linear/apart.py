@@ -11,7 +11,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from fastlinear.core.errors import InputError
 from fastlinear.ops.common import calls
 from fastlinear.ops.diagonal_linear import reference
-from fastlinear.ops.diagonal_linear.validation import validate
+from fastlinear.ops.diagonal_linear.validation import validate, validate_out
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
@@ -28,8 +28,14 @@ def unlike_plain(given: list[Tensor]) -> bool:
     )
 
 
-def into(out: Tensor, y: Tensor) -> Tensor:
-    """The result in the caller's memory."""
+def into(out: Tensor, y: Tensor, inputs: list[Tensor]) -> Tensor:
+    """The result in the caller's memory.
+
+    Raises InputError where that cannot take it; what has no address here is told apart by being
+    another tensor.
+    """
+    addressed = not torch.compiler.is_compiling() and not calls.transforms_active()
+    validate_out(out, y, y.dtype, tuple(inputs), addressed=addressed)
     return out.copy_(y)
 
 
@@ -102,7 +108,7 @@ def compiled(
     given = [x, weight, *(t for t in (bias, residual) if t is not None)]
     if unlike_plain(given):
         y = unusual(x, weight, bias, activation, residual, backend)
-        return y if out is None else into(out, y)
+        return y if out is None else into(out, y, given)
     x, weight, bias = _autocasted(x, weight, bias)
     outside = None
     if residual is not None and calls.autocast_dtype(x) not in (None, residual.dtype):
@@ -116,4 +122,4 @@ def compiled(
         y = outside + y
     if out is None:
         return y
-    return into(out, y)
+    return into(out, y, given)

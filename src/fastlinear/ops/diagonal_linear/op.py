@@ -29,9 +29,9 @@ def diagonal_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    *,
     activation: str = "none",
     residual: Tensor | None = None,
+    *,
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
@@ -156,12 +156,12 @@ def _looked_up(
     given = [x, weight, *(t for t in (bias, residual) if t is not None)]
     if apart.unlike_plain(given):
         y = _unusual(x, weight, bias, activation, residual, backend)
-        return y if out is None else apart.into(out, y)
+        return y if out is None else apart.into(out, y, given)
     autocast = calls.autocast_dtype(x)
     if autocast is not None and residual is not None and residual.dtype != autocast:
         y = call(x, weight, bias, activation, None, None, backend)
         y = residual + y  # as torch promotes; a residual kept in float32 stays there
-        return y if out is None else apart.into(out, y)
+        return y if out is None else apart.into(out, y, given)
     grad = torch.is_grad_enabled() and any(t.requires_grad for t in given)
     key: Any = (
         tuple([(t.shape, t.stride(), t.dtype, t.device) for t in given]),
@@ -226,13 +226,15 @@ def _given_out(
     inputs = (x, weight, bias, residual)
     kept = autocast is None or x.dtype is torch.float64
     validate_out(out, x, x.dtype if kept else autocast, inputs)
-    plain = plans.as_memory_lies(*inputs) and not calls.recorded() and not calls.forward_mode()
-    if found.run is None or not plain:
-        return apart.into(out, found.plan(x, weight, rest))
+    plain = plans.as_memory_lies(*inputs, out)
+    if found.run is None or not plain or calls.recorded() or calls.forward_mode():
+        return out.copy_(found.plan(x, weight, rest))
     x, weight, (bias, residual) = plans.prepared(x, weight, rest, autocast)
     k = x.shape[-1]
     rows = None if residual is None else residual.reshape(-1, k)
     found.run(x.reshape(-1, k), weight, bias, activation, rows, out.view(-1, k))
+    if not out.is_inference():  # a backward that has kept what was there is to know
+        torch.autograd.graph.increment_version(out)
     return out
 
 

@@ -60,7 +60,12 @@ def validate(
 
 
 def validate_out(
-    out: Tensor, x: Tensor, dtype: torch.dtype | None, inputs: tuple[Tensor | None, ...]
+    out: Tensor,
+    x: Tensor,
+    dtype: torch.dtype | None,
+    inputs: tuple[Tensor | None, ...],
+    *,
+    addressed: bool = True,
 ) -> None:
     """Raise InputError unless the result for x fits into ``out`` without touching an input.
 
@@ -69,6 +74,7 @@ def validate_out(
         x: the input.
         dtype: dtype of the result.
         inputs: every tensor that is read, x included.
+        addressed: whether tensors have addresses here.
     """
     if not isinstance(out, torch.Tensor):
         _fail("out to be a tensor", type(out).__name__, "Leave it out for a new one.")
@@ -82,7 +88,7 @@ def validate_out(
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (out, *inputs)):
         remedy = "Call it under torch.no_grad(), or leave out= away."
         _fail("no gradients with out=", "a tensor that requires grad", remedy)
-    if _meets(out, inputs):
+    if _meets(out, inputs) if addressed else any(out is t for t in inputs):
         remedy = "Give out memory of its own."
         _fail("out apart from every input", "memory that an input lies in", remedy)
 
