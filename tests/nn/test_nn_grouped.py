@@ -161,3 +161,25 @@ def test_layers_that_do_more_are_refused() -> None:
         fl.nn.GroupedLinear.from_conv1d(conv)
     with pytest.raises(InputError, match="'fastest'"):
         fl.nn.GroupedLinear(2, 4, 4, backend="fastest")
+
+
+def test_a_backend_is_one_of_what_serves_the_layout() -> None:
+    x = torch.randn(3, 4)
+    layer = fl.nn.GroupedLinear(2, 4, 5, layout="... k", backend="eager")
+    assert layer(x).shape == (3, 2, 5)
+    fl.nn.GroupedLinear(2, 4, 5, layout="... k", backend="onednn")
+    with pytest.raises(InputError, match="'loop'"):
+        fl.nn.GroupedLinear(2, 4, 5, layout="... k", backend="loop")
+    with pytest.raises(InputError, match="'onednn'"):
+        fl.nn.GroupedLinear(2, 4, 5, backend="onednn")
+
+
+def test_groups_of_shared_features_are_no_convolution() -> None:
+    with pytest.raises(InputError, match="groups with features of their own"):
+        fl.nn.GroupedLinear(2, 4, 5, layout="... k").to_conv1d()
+
+
+@pytest.mark.parametrize("sizes", [(2.0, 4, 5), ("2", 4, 5), (2, 4, None), (True, 4, 5)])
+def test_sizes_are_whole_numbers(sizes: Any) -> None:
+    with pytest.raises(InputError, match="no negative size"):
+        fl.nn.GroupedLinear(*sizes)

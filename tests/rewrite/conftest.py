@@ -16,7 +16,7 @@ from fastlinear.core.timing import Samples
 from fastlinear.dispatch import tune
 from fastlinear.profile import clock as profile_clock
 from fastlinear.rewrite.trial import graphs as choose_graph
-from fastlinear.rewrite.trial import measure, site, try_graph
+from fastlinear.rewrite.trial import groups, measure, site, try_graph
 from fastlinear.rewrite.trial import regions as choose_regions
 
 _graphed = importlib.import_module("fastlinear.nn.graphed")
@@ -43,7 +43,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
                 n: Samples(n, (times.get(n, 100.0),) * 5, "wall", 1, "clock") for n in contenders
             }
 
-        for module in (tune, measure, site, profile_clock):
+        for module in (tune, measure, site, groups, profile_clock):
             monkeypatch.setattr(module, "interleave", interleave)
 
     return set_times

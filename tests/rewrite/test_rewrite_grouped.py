@@ -176,6 +176,46 @@ def test_optimize_reports_what_it_would_save(mode: str, clock: Any) -> None:
     result.revert()
 
 
+class Detached(nn.Module):
+    """Groups of which one operand has no gradients."""
+
+    def __init__(self, weight: bool, x: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.randn(4, 8, 5))
+        self.without = weight, x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        weight, x = (
+            t.detach() if d else t for t, d in zip((self.weight, x), self.without, strict=True)
+        )
+        return torch.bmm(x, weight)
+
+
+class DetachedLoop(Loop):
+    """A loop over layers of which each sees a detached part."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = x.chunk(len(self.projs), -1)
+        return torch.cat([p(c.detach()) for p, c in zip(self.projs, parts, strict=True)], -1)
+
+
+@pytest.mark.parametrize("mode", ["inference", "train"])
+@pytest.mark.parametrize("kind", ["weight", "x", "loop"])
+def test_operands_without_gradients(kind: str, mode: str, clock: Any) -> None:
+    clock({"after": 40.0, "grouped": 40.0})
+    config = fl.Config(mode=mode, tune=False, time_budget_s=5.0)
+    if kind == "loop":
+        model, x = nn.Sequential(nn.Linear(64, 64), DetachedLoop(16, 4)), torch.randn(16, 64)
+    else:
+        model = Detached(kind == "weight", kind == "x")
+        x = torch.randn(4, 6, 8)
+    y = model(x).detach()
+    fl.optimize_(model, x, config=config)
+    torch.testing.assert_close(model(x).detach(), y, rtol=1e-4, atol=1e-4)
+
+
 def test_families_that_are_off_are_not_looked_for() -> None:
     config = fl.Config(families=("linear_act",), tune=False)
     result = fl.optimize_(nn.Sequential(Loop(16, 4)), torch.randn(16, 64), config=config)

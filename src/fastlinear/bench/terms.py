@@ -33,8 +33,8 @@ _PREPARED: dict[str, tuple[str, ...]] = {
 _PREPARED_ON_GPUS = {"ragged": ("eager", "compile")}  # there the sizes are on the device
 _REPLAYS = ("cuda_graph", "graphed_callable", "make_graphed_callables", f"{OURS}_reusing")
 _BY_LAYOUT: dict[str, tuple[str, ...]] = {
-    GROUPS_FIRST: ("bmm", "baddbmm", "multichannel", "grouped_mm", "compile_bmm", f"{OURS}_groups"),
-    CHANNELS_FIRST: ("conv1d", f"{OURS}_channels"),
+    GROUPS_FIRST: ("bmm", "baddbmm", "grouped_mm", "compile_bmm", f"{OURS}_groups"),
+    CHANNELS_FIRST: ("conv1d", "multichannel", f"{OURS}_channels"),
 }
 _COMPILED = ("compile", "reduce_overhead", "_asked")
 

@@ -13,7 +13,7 @@ from fastlinear.core.errors import InputError
 from fastlinear.dispatch.backend import check_backend
 from fastlinear.nn.plain_linear import why_not_linear, why_not_plain
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.grouped_linear.layout import NAMES
+from fastlinear.ops.grouped_linear.layout import NAMES, SHARED
 from fastlinear.ops.grouped_linear.op import call
 
 _DEFAULT = "... (g k)"
@@ -66,14 +66,16 @@ class GroupedLinear(nn.Module):
     ) -> None:
         super().__init__()
         activation_of(activation, "fastlinear.nn.GroupedLinear")
-        check_backend(backend, "grouped_linear", "fastlinear.nn.GroupedLinear")
         if layout not in NAMES:
             _fail(
                 "", f"layout in {', '.join(map(repr, NAMES))}", repr(layout), "It names x's shape."
             )
-        if groups < 1 or in_features < 0 or out_features < 0:
+        served_by = "linear_act" if layout == SHARED else "grouped_linear"
+        check_backend(backend, served_by, "fastlinear.nn.GroupedLinear")
+        given = (groups, in_features, out_features)
+        if not all(type(n) is int for n in given) or groups < 1 or min(given) < 0:
             sizes = f"groups={groups}, in_features={in_features}, out_features={out_features}"
-            _fail("", "at least one group and no negative size", sizes, "Check the arguments.")
+            _fail("", "at least one group and no negative size", sizes, "Give whole numbers.")
         self.groups, self.in_features, self.out_features = groups, in_features, out_features
         self.activation, self.layout, self.backend = activation, layout, backend
         made: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -186,7 +188,17 @@ class GroupedLinear(nn.Module):
 
     def to_conv1d(self) -> nn.Conv1d:
         """An ``nn.Conv1d`` over one position with copies of the parameters, for x (B, G·K, L); the
-        activation is left out."""
+        activation is left out.
+
+        Raises InputError where all groups read the same features, as no grouped convolution does.
+        """
+        if self.layout == SHARED:
+            _fail(
+                ".to_conv1d",
+                "groups with features of their own",
+                f"layout={self.layout!r}, in which all read the same",
+                "Take to_linears(), or a convolution of one group.",
+            )
         groups, n, k = self.weight.shape
         conv = nn.Conv1d(
             groups * k, groups * n, 1, groups=groups, bias=self.bias is not None, device="meta"

@@ -35,9 +35,9 @@ def grouped_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    *,
     activation: str = "none",
     layout: str = "... (g k)",
+    *,
     backend: str | None = None,
 ) -> Tensor:
     """Many linear layers of one size as one operation: ``y_g = act(x_g W_gᵀ + b_g)`` for every g.

@@ -127,7 +127,8 @@ def _timed(run: Run, leaves: list[Tensor], train: bool) -> Callable[[], Any]:
     wanted = [t for t in leaves if t.requires_grad]
 
     def step() -> None:
-        ys = run()
-        torch.autograd.grad(ys, wanted, [torch.ones_like(y) for y in ys])
+        ys = [y for y in run() if y.requires_grad]
+        if ys:  # not where x and weights are detached; one of them may be
+            torch.autograd.grad(ys, wanted, [torch.ones_like(y) for y in ys], allow_unused=True)
 
     return step
