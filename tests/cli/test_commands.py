@@ -133,6 +133,13 @@ def test_optimize_says_what_becomes_of_the_model_compiled(
     assert all(s["rule"] != "compiled" for s in plain["sites"])
 
 
+def test_a_pattern_that_no_module_matches_is_refused(run: Run) -> None:
+    result = run("optimize", "userpackage:mlp", "--only", "*.attn.*", *QUICK)
+    assert result.exit_code == 2
+    assert "'*.attn.*'" in result.stderr
+    assert "Names look like: 0" in result.stderr
+
+
 def test_optimize_only_and_skip(run: Run) -> None:
     result = run("optimize", "userpackage:mlp", "--only", "2", "--json", *QUICK)
     sites = {site["fqn"]: site for site in data_of(result)["sites"]}

@@ -104,6 +104,9 @@ def test_roundtrip_through_the_disk() -> None:
     assert entry is not None
     assert (entry.best, entry.times_us) == ("onednn", {"eager": 2.0, "onednn": 1.0})
     assert "onednn 1.0 us, eager 2.0 us" in entry.story()
+    assert entry.story().startswith("fastest")
+    noise = cache.Entry("eager", {"onednn": 1.9, "eager": 2.0})
+    assert noise.story().startswith("no other was faster beyond noise")
     assert read(k=33) is None
     assert list(cache.entries("cpu")) == [example().key()]
     assert cache.clear("cpu") == 1

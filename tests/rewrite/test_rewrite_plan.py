@@ -144,6 +144,8 @@ def _set(*keys: Any, value: Any) -> Callable[[dict[str, Any]], None]:
         (_set("environment", "torch", value="1.0"), "torch 1.0"),
         (_set("environment", "device", "kind", value="cuda"), "device cuda"),
         (_set("environment", "device", "slug", value="abacus"), "device abacus"),
+        (_set("environment", "threads", value=64), "threads 64"),
+        (_set("environment", "flags", "float32_matmul_precision", value="low"), "precision low"),
         (_set("fastlinear", value="0.0.0"), "fastlinear 0.0.0"),
         (_set("tuned", 0, "times_us", value=3), "complete measurements"),
         (_set("tuned", 0, "problem", value={}), "complete measurements"),

@@ -113,6 +113,7 @@ def optimize(
     train = mode is opt.Mode.train
     load.check_loss(loss, train)
     net = load.load_model(model, device=device, dtype=kind, train=train, seed=seed)
+    _check_only(only or [], net)
     values = load.load_inputs(inputs, model=model, device=device, dtype=kind, seed=seed)
     with progress_bar(quiet=quiet) as progress:
         result = optimize_(
@@ -200,6 +201,19 @@ def _backends(pairs: list[str]) -> dict[str, str]:
             )
         chosen[family] = name
     return chosen
+
+
+def _check_only(only: list[str], model: Any) -> None:
+    """Raise InputError for a pattern that no module's name matches."""
+    names = [name for name, _ in model.named_modules() if name]
+    for pattern in only:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in ("", *names)):
+            raise InputError(
+                "--only",
+                expected="a pattern that the name of a module matches",
+                received=repr(pattern),
+                remedy=f"Names look like: {', '.join(names[:5])}.",
+            )
 
 
 def _filter(only: list[str], skip: list[str]) -> Callable[[Any, str], bool] | None:

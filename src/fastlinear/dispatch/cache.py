@@ -53,6 +53,8 @@ class Entry:
         listing = ", ".join(
             f"{name} {us:.1f} us" for name, us in sorted(self.times_us.items(), key=lambda i: i[1])
         )
+        if min(self.times_us.values(), default=0.0) < self.times_us.get(self.best, 0.0):
+            return f"no other was faster beyond noise when this machine was tuned ({listing})"
         return f"fastest when this machine was tuned ({listing})"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -139,8 +140,10 @@ class Plan:
 
 
 def write_json(path: str | Path, data: dict[str, Any]) -> Path:
-    """Write JSON through a temporary file beside the target, so that a kill leaves no half."""
+    """Write JSON through a temporary file beside the target, so that a kill leaves no half; folders
+    are made."""
     path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         with temporary.open("x", encoding="utf-8") as file:
@@ -267,9 +270,23 @@ def check_fits(plan: Plan, model: nn.Module, device: torch.device) -> None:
         ("device", plan.environment["device"]["slug"], here["device"]["slug"]),
         ("torch", plan.environment["torch"], here["torch"]),
         ("fastlinear", plan.fastlinear, here["fastlinear"]),
+        ("float32 matmul precision", *(_precision(e) for e in (plan.environment, here))),
+        ("threads", *(_threads(e) for e in (plan.environment, here))),
     ):
-        if then != now:
+        if then is not None and then != now:
             _refuse(f"{what} {then}", f"{what} {now}", remedy)
+
+
+def _precision(environment: Mapping[str, Any]) -> str | None:
+    """What float32 products may round to, None where a plan does not say."""
+    found: str | None = environment.get("flags", {}).get("float32_matmul_precision")
+    return found
+
+
+def _threads(environment: Mapping[str, Any]) -> int | None:
+    """Of a CPU, None elsewhere."""
+    on_cpu = environment["device"]["kind"] == "cpu"
+    return environment.get("threads") if on_cpu else None
 
 
 def _refuse(expected: str, received: str, remedy: str) -> None:

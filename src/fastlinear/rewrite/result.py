@@ -175,10 +175,11 @@ class Result:
         }
 
     def html(self, path: str | Path) -> Path:
-        """Write the report as one self-contained page; returns the path."""
+        """Write the report as one self-contained page; returns the path. Folders are made."""
         from fastlinear.report import page
 
         path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page(self.to_json()), encoding="utf-8")
         return path
 
