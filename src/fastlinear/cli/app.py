@@ -80,7 +80,8 @@ class ErrorGroup(TyperGroup):
             if isinstance(error, FastlinearError):
                 show_error(str(error))
                 raise typer.Exit(error.exit_code) from None
-            show_error(f"{type(error).__name__}: {error}", hint="--debug shows the traceback.")
+            said = f"{type(error).__name__}: {error}".rstrip(". ")
+            show_error(f"{said}.", hint="--debug shows the traceback.")
             raise typer.Exit(1) from None
 
 

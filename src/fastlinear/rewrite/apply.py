@@ -184,5 +184,6 @@ def _refuse(rewrite: Rewrite, received: str) -> None:
         expected=f"{rewrite.fqn!r} to be rewritten with {rewrite.activation} "
         f"by route {rewrite.route!r}",
         received=received,
-        remedy="The model's code or inputs differ from the plan's: make a new plan.",
+        remedy="The model's code or inputs differ from the plan's, or it is rewritten already: "
+        "revert that, or make a new plan.",
     )
