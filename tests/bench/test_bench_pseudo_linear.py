@@ -65,7 +65,7 @@ def test_contenders_compute_the_same(direction: str, activation: str) -> None:
         unit = getattr(built, "unit", built)
         with work.mode():
             found = unit(0)
-        if peer.name == "linear":
+        if peer.name in ("linear", "fastlinear_bare_copy"):
             assert peer.reference is not None
             again = peer.reference(work, torch.float64)
             assert all(torch.equal(a.double(), b) for a, b in zip(found, again, strict=True))
@@ -89,6 +89,7 @@ def rows() -> list[dict[str, Any]]:
 def test_rows_carry_what_was_expected(rows: list[dict[str, Any]]) -> None:
     by_name = {r["contender"]: r for r in rows if r["median_us"] is not None}
     assert {"linear", "eager", "torchscript", "fastlinear", "fastlinear_out"} <= set(by_name)
+    assert by_name["fastlinear_bare_copy"]["best_peer"] == by_name["fastlinear"]["best_peer"]
     assert all(r["valid"] for r in by_name.values())
     for name in ("linear", "fastlinear"):
         assert float(by_name[name]["chosen"]["expected wall us"]) > 0

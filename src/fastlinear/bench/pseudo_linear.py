@@ -80,6 +80,7 @@ def peers(case: Case) -> tuple[Peer, ...]:
         Peer("cuda_graph", lambda w: by.graphed(w, w.unit(eager(case))), cuda_only, wall),
         Peer(OURS, _ours_told),
         Peer(f"{OURS}_out", lambda w: w.unit(_into_out(w)), _forward_only),
+        Peer(f"{OURS}_bare_copy", _copy, _forward_only, reference=_as_x),
         Peer(
             f"{OURS}_cuda_graph",
             lambda w: by.graphed(w, w.unit(_ours(case, None))),
@@ -88,6 +89,16 @@ def peers(case: Case) -> tuple[Peer, ...]:
         ),
         *(_forced(b) for b in forced),
     )
+
+
+def _copy(work: DiagonalWork) -> Unit:
+    """PyTorch's copy of x into memory that is there, the measure of a forward into ``out``."""
+    outs = [torch.empty_like(s.x) for s in work.stacks]
+    return lambda i: (outs[i].copy_(work.stacks[i].x),)
+
+
+def _as_x(work: DiagonalWork, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    return (work.stacks[0].x.detach().to(dtype),)
 
 
 def _forward_only(case: Case) -> str | None:
