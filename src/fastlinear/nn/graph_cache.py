@@ -190,6 +190,7 @@ class Graphs:
             )
         finally:
             _inside.recording = False
+            self.watch.settle()
         self.counts.recorded += 1
         self._graphs.put(entry.key, entry)
         self._twins.setdefault(base, []).append(entry)
