@@ -1,8 +1,9 @@
 """What a graphed callable reads besides its arguments, and whether it is still what was recorded.
 
 A graph holds addresses. Values edited in place are seen by the next replay; a parameter that was
-replaced, a layer swapped or frozen, a switch to ``eval()``, a new hook, or a number or function that
-the code reads (``graph_facts``) is noticed here, at each call, by a few passes in C over flat lists.
+replaced, a layer swapped or frozen, a switch to ``eval()``, a new hook, or a number or function
+that the code reads (``graph_facts``) is noticed here, at each call, by a few passes in C over flat
+lists.
 """
 
 from __future__ import annotations

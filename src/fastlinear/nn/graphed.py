@@ -58,7 +58,7 @@ def graphed(
 
     Raises:
         InputError: an option is of the wrong kind or out of range; at a call, ``by_address`` names
-            no argument of it.
+            no argument of it, or none has dimension ``batch_dim``.
         UnsupportedError: at a call that no CUDA graph can hold; the message names the line.
 
     Outputs and gradients are those of ``target``, bit for bit where its kernels are. Without rows
