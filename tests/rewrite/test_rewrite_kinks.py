@@ -246,7 +246,7 @@ def test_one_site_alone_is_judged_on_its_own_side(
     def noted(candidate: Any) -> Any:
         seen.append(failure(candidate))
         with monkeypatch.context() as m:
-            m.setattr(site, "following", lambda t, o, f: following(t, t, f) if o is t else None)
+            m.setattr(site, "following", lambda t, o, f, *_: following(t, t, f) if o is t else None)
             seen.append(failure(candidate))
         return seen[0]
 

@@ -73,6 +73,14 @@ def optimize(
             "them, and keep it where that is faster; compiling takes a while.",
         ),
     ] = False,
+    allow_fast_matmul: Annotated[
+        bool,
+        typer.Option(
+            "--allow-fast-matmul",
+            help="Let Strassen's algorithm compete for chains of linears: its error is bounded for "
+            "the whole matrix only.",
+        ),
+    ] = False,
     plan: Annotated[
         Path | None,
         typer.Option("--plan", "--save", metavar="FILE", help="Write what was kept as JSON."),
@@ -104,6 +112,7 @@ def optimize(
         tune=tune,
         graphs=graphs,
         compile=compile,
+        allow_fast_matmul=allow_fast_matmul,
         time_budget_s=budget,
         seed=seed,
     )

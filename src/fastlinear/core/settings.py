@@ -30,7 +30,8 @@ class Config:
             that is faster; they take memory.
         compile: try the model through ``torch.compile`` as well, with the rewrites inside and
             without them, and keep it where that is faster; compiling takes a while.
-        allow_fast_matmul: let Strassen-class algorithms compete (norm-wise stable only).
+        allow_fast_matmul: let Strassen's algorithm compete for chains of linears (``fl.mlp``). It
+            is norm-wise stable only, and such chains are held to its own limit of error.
         time_budget_s: an upper bound on the time spent measuring, in seconds.
         seed: seed of every random draw.
     """

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastlinear.core.errors import UnsupportedError
+from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.core.graphs import Pool, Recorder, Table, bucket_of
 from fastlinear.core.precision import float32_precision
 from fastlinear.nn.graph_arguments import positions, rebuild
@@ -123,9 +123,17 @@ class Graphs:
     ) -> Plan | None:
         """Find or record the graph of a call that has no plan yet."""
         self._check(tensors)
+        dim, rows, bucket = self._options.batch_dim, None, None
+        if dim is not None and all(t.dim() <= dim for t in tensors):
+            raise InputError(
+                "graphed",
+                expected=f"an argument that has dimension batch_dim={dim}, counted from 0",
+                received=f"tensors of shapes {', '.join(str(tuple(t.shape)) for t in tensors)}",
+                remedy="Give the dimension that holds the rows, usually batch_dim=0, or leave "
+                "batch_dim out for a graph of each exact size.",
+            )
         if any(t.numel() == 0 for t in tensors):
             return None
-        dim, rows, bucket = self._options.batch_dim, None, None
         padded = [False] * len(tensors)
         if dim is not None:
             rows = next((t.shape[dim] for t in tensors if t.dim() > dim), None)
@@ -190,6 +198,7 @@ class Graphs:
             )
         finally:
             _inside.recording = False
+            self.watch.settle()
         self.counts.recorded += 1
         self._graphs.put(entry.key, entry)
         self._twins.setdefault(base, []).append(entry)

@@ -12,10 +12,12 @@ from fastlinear.core.errors import UnsupportedError
 from fastlinear.core.graph_inspect import Inspection
 from fastlinear.nn.graph_arguments import tensors_of
 from fastlinear.nn.graph_entry import Entry
+from fastlinear.nn.graph_watch import Watch
+from fastlinear.nn.graph_wide import wide_outputs
 
 Run = Callable[[Sequence[Tensor]], Any]
-# a result that depends on the number of rows changes with it, here fourfold or more
-_SIZE_DEPENDENCE = 0.05
+_NEAR = 0.05  # relative, of results in the callable's own dtypes, by kernels for other sizes
+_NEAR_WIDE = 1e-9  # in float64, where rounding is seven orders below that
 
 
 class CannotPad(Exception):
@@ -23,12 +25,13 @@ class CannotPad(Exception):
 
 
 def padded_outputs(
-    entry: Entry, run: Run, tensors: Sequence[Tensor], inspection: Inspection
+    entry: Entry, run: Run, tensors: Sequence[Tensor], inspection: Inspection, watch: Watch
 ) -> list[bool]:
     """Which outputs hold rows. Raises UnsupportedError where padding changes a real row.
 
-    Sharp: at one size, only the padding's values changed, real rows must keep every bit. Coarse:
-    a quarter of the bucket or less, with and without padding, must agree.
+    At one size, only the padding's values changed, real rows must keep every bit. And a quarter of
+    the bucket or less, with and without padding, must agree: in float64 to rounding, so that even a
+    slight dependence on the number of rows shows; where the callable does not run so, coarsely.
     """
     dim, bucket = entry.batch_dim, entry.bucket
     assert bucket is not None
@@ -39,7 +42,7 @@ def padded_outputs(
         for t, p in zip(tensors, entry.padded_in, strict=True)
     ]
 
-    def outputs(fill: Callable[[Tensor], Tensor] | None) -> list[Tensor]:
+    def arguments(fill: Callable[[Tensor], Tensor] | None) -> list[Tensor]:
         given = [t.clone() for t in short]
         if fill is not None:
             for i, t in enumerate(short):
@@ -48,6 +51,10 @@ def padded_outputs(
                     shape[dim] = bucket - few
                     rest = fill(t.narrow(dim, 0, 1)).expand(shape)
                     given[i] = torch.cat([t, rest], dim)
+        return given
+
+    def outputs(fill: Callable[[Tensor], Tensor] | None) -> list[Tensor]:
+        given = arguments(fill)
         try:
             with torch.no_grad():
                 return tensors_of(run(given))
@@ -72,8 +79,26 @@ def padded_outputs(
             raise CannotPad
         if not _identical(a, c):
             raise _not_rowwise(f"output {i}, whose rows change with what is in other rows")
-        if not _near(a, p):
+        if not _near(a, p, _NEAR):
             raise _not_rowwise(f"output {i}, whose rows change with the number of rows")
+    try:
+        calls = arguments(None), arguments(torch.clone)
+        wide = wide_outputs(lambda given: tensors_of(run(given)), calls, watch)
+    finally:
+        inspection.restore()
+    if wide is None:
+        return padded
+    pairs = [
+        (p, w.narrow(dim, 0, few) if is_rows else w)
+        for p, w, is_rows in zip(*wide, padded, strict=True)
+    ]
+    # Code that goes around torch's ops may compute something else in float64: that says nothing.
+    if all(
+        w.shape == p.shape and _near(p, q, _NEAR) for (p, w), q in zip(pairs, plain, strict=True)
+    ):
+        for i, (p, w) in enumerate(pairs):
+            if not _near(w, p, _NEAR_WIDE):
+                raise _not_rowwise(f"output {i}, whose rows change with the number of rows")
     return padded
 
 
@@ -88,11 +113,11 @@ def _identical(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
-def _near(a: Tensor, b: Tensor) -> bool:
+def _near(a: Tensor, b: Tensor, most: float) -> bool:
     if not a.is_floating_point():
         return _identical(a, b)
     a, b = a.double().nan_to_num(), b.double().nan_to_num()
-    return bool((a - b).norm() <= _SIZE_DEPENDENCE * b.norm())
+    return bool((a - b).norm() <= most * b.norm())
 
 
 def _not_rowwise(received: str) -> UnsupportedError:

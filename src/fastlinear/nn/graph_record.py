@@ -71,7 +71,7 @@ def record(
             if entry.bucket is not None:
                 if inspection.random:
                     raise CannotPad
-                entry.padded_out = padded_outputs(entry, run, tensors, inspection)
+                entry.padded_out = padded_outputs(entry, run, tensors, inspection, watch)
             generators = [g for g, _ in inspection.generators]
             size = inspection.made_bytes
             size += sum(t.nbytes for t in watch.trainable) if grad else 0

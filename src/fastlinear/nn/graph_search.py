@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastlinear.core.global_names import global_names
+from fastlinear.nn.graph_code import Reads
 
 _DEPTH = 4
 END = object()
@@ -29,6 +30,9 @@ class Search:
         self.modules: list[nn.Module] = []
         self.tensors: list[Tensor] = []
         self.places: list[tuple[Any, Any]] = []  # (what holds a tensor, under which name)
+        self.reads = Reads()
+        self.namespaces: list[dict[str, Any]] = []  # attributes of what was found
+        self._watched: set[int] = set()
         self._seen: dict[int, bool] = {}
         self._alive: list[Any] = []  # an id is good only while its object lives
 
@@ -51,10 +55,15 @@ class Search:
         elif isinstance(value, nn.Module):
             self._module(value, depth)
         elif isinstance(value, functools.partial):
+            self.namespaces.append(value.keywords)
+            self.reads.names.update(value.keywords)
             return self._all((value.func, value.args, value.keywords), depth)
         elif isinstance(value, MethodType):
+            self._object(value.__self__)
+            self.reads.function(value)
             return self._all((value.__self__, value.__func__), depth)
         elif isinstance(value, FunctionType):
+            self.reads.function(value)
             return self._function(value, depth)
         elif isinstance(value, list | tuple):
             if isinstance(value, list):
@@ -64,11 +73,15 @@ class Search:
             self.places += [(value, k) for k in value]
             return self._container(value.values(), list(value.values()), depth)
         elif callable(value) and hasattr(value, "__dict__") and not isinstance(value, type):
+            self._object(value)
+            self.reads.module(type(value))
             return self._slots(vars(value), list(vars(value)), depth)
         return False
 
     def _module(self, module: nn.Module, depth: int) -> None:
         self.modules.append(module)
+        self._object(module)
+        self.reads.module(type(module))
         for held in (module._parameters, module._buffers, module._modules):
             if held:
                 if all(map(_comparable, held.values())):
@@ -80,6 +93,13 @@ class Search:
                     self.visit(value, _DEPTH if held is module._modules else 0)
         attributes = vars(module)
         self._slots(attributes, [k for k in attributes if k not in _OWN], depth)
+
+    def _object(self, value: Any) -> None:
+        """Have its attributes watched."""
+        space = None if isinstance(value, type) else getattr(value, "__dict__", None)
+        if isinstance(space, dict) and id(space) not in self._watched:
+            self._watched.add(id(space))
+            self.namespaces.append(space)
 
     def _function(self, function: FunctionType, depth: int) -> bool:
         package = function.__globals__.get("__name__", "").partition(".")[0]

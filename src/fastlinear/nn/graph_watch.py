@@ -1,8 +1,9 @@
 """What a graphed callable reads besides its arguments, and whether it is still what was recorded.
 
 A graph holds addresses. Values edited in place are seen by the next replay; a parameter that was
-replaced, a layer swapped or frozen, a switch to ``eval()`` or a new hook is noticed here, at each
-call, by a few passes in C over flat lists.
+replaced, a layer swapped or frozen, a switch to ``eval()``, a new hook, or a number or function
+that the code reads (``graph_facts``) is noticed here, at each call, by a few passes in C over flat
+lists.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from operator import attrgetter, eq, is_, itemgetter
+from operator import attrgetter, eq, is_
 from types import CellType
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
 from torch._C._dynamo.guards import TensorGuards
 
+from fastlinear.nn.graph_facts import Facts, Own
 from fastlinear.nn.graph_results import all_at
 from fastlinear.nn.graph_search import Search
 
@@ -36,7 +38,7 @@ _MAX_STATES = 64
 _NO_ONE_TRUTH = (RuntimeError, TypeError, ValueError)  # raised by == with another tensor
 _address, _shape, _stride = Tensor.data_ptr, Tensor.size, Tensor.stride
 _inference_mode, _any_autocast = torch.is_inference_mode_enabled, torch._C._is_any_autocast_enabled
-_training, _requires_grad = itemgetter("training"), attrgetter("requires_grad")
+_requires_grad = attrgetter("requires_grad")
 
 
 class Watch:
@@ -57,6 +59,7 @@ class Watch:
         self._roots = (target, list(extra))
         self._tokens: dict[Hashable, int] = {}
         self._others: list[Any] = []
+        self._own: Own = {}
         self._next = 0
         self.renew()
 
@@ -77,7 +80,7 @@ class Watch:
             same
             and all(map(is_, chain.from_iterable(self._views), self._kept))
             and all_at(self.tensors, self._addresses, self._every)
-            and list(map(_training, self._attributes)) == self._modes
+            and self._facts.unchanged()
             and not self._hooked
             and not any(self._hooks)
         )
@@ -121,11 +124,17 @@ class Watch:
         self._shapes = list(map(_shape, self.tensors))
         self._strides = list(map(_stride, self.tensors))
         self._grads = list(map(_requires_grad, self.tensors))
-        self._attributes = [vars(m) for m in self._modules if "training" in vars(m)]
-        self._modes = list(map(_training, self._attributes))
+        self._read = found.reads, found.namespaces
+        self._facts = Facts(*self._read, self._own)
         self._guards: dict[tuple[bool, bool], Callable[..., bool]] = {}
         self.trainable = [t for t in self.tensors if t.requires_grad]
         self._number()
+
+    def settle(self) -> None:
+        """The callable has been run to be recorded: numbers it has set itself are not watched."""
+        if self._facts.settle():
+            self._facts = Facts(*self._read, self._own)
+            self._number(self.token)
 
     @contextmanager
     def swapped(self, others: dict[int, Tensor]) -> Iterator[None]:
@@ -162,7 +171,8 @@ class Watch:
                 return f"a {tuple(t.shape)} tensor on {t.device}"
         return None
 
-    def _number(self) -> None:
+    def _number(self, token: int | None = None) -> None:
+        """Set ``token``, to the number given where the state has one already."""
         others = [v for v in self._kept if not isinstance(v, Tensor | nn.Module)]
         same = len(others) == len(self._others) and all(map(is_, others, self._others))
         if not same or len(self._tokens) >= _MAX_STATES:
@@ -172,8 +182,10 @@ class Watch:
         dtypes = tuple(t.dtype for t in self.tensors)
         layout = zip(self._addresses, self._shapes, self._strides, self._grads, strict=True)
         self._hooked = any(self._hooks)
-        key = (self._hooked, tuple(self._modules), tuple(self._modes), dtypes, tuple(layout))
-        if key not in self._tokens:
+        key = (self._hooked, tuple(self._modules), self._facts.key, dtypes, tuple(layout))
+        if token is not None:
+            self._tokens[key] = token
+        elif key not in self._tokens:
             self._next += 1
             self._tokens[key] = self._next
         self.token = self._tokens[key]

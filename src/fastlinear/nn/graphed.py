@@ -58,13 +58,15 @@ def graphed(
 
     Raises:
         InputError: an option is of the wrong kind or out of range; at a call, ``by_address`` names
-            no argument of it.
+            no argument of it, or none has dimension ``batch_dim``.
         UnsupportedError: at a call that no CUDA graph can hold; the message names the line.
 
     Outputs and gradients are those of ``target``, bit for bit where its kernels are. Without rows
     in the batch, while another graph is being recorded and inside ``torch.compile`` or
-    ``torch.func`` the call is ``target``'s own. Numbers stored on modules and Python state are
-    recorded as they are at the first call.
+    ``torch.func`` the call is ``target``'s own. Numbers and functions
+    that the code reads by name, as attributes, globals or closure variables, are followed; other
+    Python state (what lists and objects hold, what the callable sets itself) stays as it was
+    recorded.
 
     >>> import torch, fastlinear as fl
     >>> layer = torch.nn.Linear(3, 4)

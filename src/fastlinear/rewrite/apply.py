@@ -90,6 +90,7 @@ def apply_(
         tune=False,
         graphs=bool(loaded.graphed),
         compile=bool(loaded.compiled),
+        allow_fast_matmul=any(r.allow_fast_matmul for r in loaded.linears),
     )
     work = prepare("apply_", model, inputs, config, loss_fn, progress)
     brought = decisions_of(loaded)

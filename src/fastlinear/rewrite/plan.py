@@ -53,6 +53,7 @@ class Rewrite:
         backend: a forced forward backend, or None; of route ``"compile"`` torch.compile's mode.
         problem: the site's Problem as JSON.
         backends: piece → backend chosen when the plan was made.
+        allow_fast_matmul: of a chain, whether ``mlp`` may multiply by Strassen's algorithm.
     """
 
     fqn: str
@@ -64,6 +65,7 @@ class Rewrite:
     backend: str | None = None
     problem: dict[str, Any] = field(default_factory=dict)
     backends: dict[str, str] = field(default_factory=dict)
+    allow_fast_matmul: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict."""
@@ -221,6 +223,7 @@ def _parse(data: dict[str, Any]) -> Plan:
             known &= (rewrite.rule == rule) == (rewrite.route == route)
         known &= rewrite.route != "compile" or rewrite.backend in COMPILE_MODES
         known &= isinstance(rewrite.fqn, str)
+        known &= isinstance(rewrite.allow_fast_matmul, bool)
         for name in (rewrite.activation_fqn, rewrite.parent_fqn):
             known &= name is None or isinstance(name, str)
         if not known:

@@ -362,3 +362,13 @@ def test_inside_a_cuda_graph() -> None:
         ws[0].mul_(1.1)
         graph.replay()
         assert torch.allclose(y, reference.mlp(x, ws, bs, "relu", "none"), rtol=1e-3, atol=1e-3)
+
+
+def test_the_activations_may_be_positional() -> None:
+    x, ws, bs = net(5, (8, 8, 3))
+    y = fl.mlp(x, ws, bs, "gelu", "silu")
+    assert torch.equal(y, fl.mlp(x, ws, bs, activation="gelu", final_activation="silu"))
+    assert torch.equal(op.by_formula(x, ws, bs, "gelu", "silu"), y)
+    assert op.explain(x, ws, bs, "gelu", "silu") is not None
+    with pytest.raises(TypeError, match="positional"):
+        fl.mlp(x, ws, bs, "gelu", "silu", "eager")  # type: ignore[misc]

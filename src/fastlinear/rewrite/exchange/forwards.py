@@ -109,9 +109,11 @@ def call_fused_chain(
     activation: str,
     final_activation: str,
     backend: str | None,
+    fast: bool = False,
 ) -> Tensor:
     """The linears of a rewritten parent that follow each other, as one call of ``mlp``:
-    (..., n_0) → (..., n_L). ``paths`` lead from the parent to each.
+    (..., n_0) → (..., n_L). ``paths`` lead from the parent to each; ``fast`` is ``mlp``'s
+    ``allow_fast_matmul``.
 
     Only while every one is a plain linear without hooks; otherwise each is called by itself.
     """
@@ -128,7 +130,7 @@ def call_fused_chain(
             weights.append(weight)
             biases.append(bias)
     if fusable:
-        return call_mlp(x, weights, biases, activation, final_activation, backend)
+        return call_mlp(x, weights, biases, activation, final_activation, backend, fast)
     for i, linear in enumerate(linears, 1):
         name = final_activation if i == len(linears) else activation
         x = activation_of(name).value(linear(x))
@@ -175,6 +177,7 @@ def call_mlp(
     activation: str,
     final_activation: str,
     backend: str | None,
+    fast: bool = False,
 ) -> Tensor:
     """``mlp`` as one of torch's functions: a function mode sees the call whole."""
     if has_torch_function_unary(x):
@@ -187,6 +190,7 @@ def call_mlp(
             activation=activation,
             final_activation=final_activation,
             backend=backend,
+            allow_fast_matmul=fast,
         )
         return y
     return mlp(
@@ -196,6 +200,7 @@ def call_mlp(
         activation=activation,
         final_activation=final_activation,
         backend=backend,
+        allow_fast_matmul=fast,
     )
 
 

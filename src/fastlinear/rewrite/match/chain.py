@@ -28,6 +28,7 @@ class Chain(ABC):
         members: the linears as the rule of linear_act sees them, first to last.
         activation, final_activation: between the layers, and after the last.
         backend: forced backend of mlp, or None.
+        fast: whether fast matrix multiplication is allowed, as in ``mlp``.
     """
 
     fqn: str
@@ -36,6 +37,7 @@ class Chain(ABC):
     activation: str
     final_activation: str
     backend: str | None = None
+    fast: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -101,7 +103,7 @@ class Chain(ABC):
             x, weights = x.to(dtype), [w.to(dtype) for w in weights]
             biases = [None if b is None else b.to(dtype) for b in biases]
         names = self.activation, self.final_activation
-        return problem_of(x, weights, biases, *names, False, self.calls.grad)
+        return problem_of(x, weights, biases, *names, self.fast, self.calls.grad)
 
     def _tensors(self) -> tuple[list[Tensor], list[Tensor | None]]:
         found = [weight_and_bias(c.module) for c in self.members]
@@ -126,7 +128,7 @@ class Chain(ABC):
     def after(self, x: Tensor) -> Results:
         """One call of ``mlp``."""
         names = self.activation, self.final_activation
-        return call_mlp(x, *self._tensors(), *names, self.backend)
+        return call_mlp(x, *self._tensors(), *names, self.backend, self.fast)
 
     def exact(self, x: Tensor, parameters: dict[str, Tensor]) -> Results:
         """The same by differentiable torch ops on other values, for the oracle in float64."""

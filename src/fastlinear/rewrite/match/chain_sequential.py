@@ -72,7 +72,7 @@ class Layout:
         return True
 
 
-def chained(layout: Layout, backend: str | None) -> Forward:
+def chained(layout: Layout, backend: str | None, fast: bool = False) -> Forward:
     """Forward of a Sequential in which a run of linears is one call of ``mlp``."""
     start, stop, linears = layout.start, layout.stop, layout.linears
     activation, final = layout.activation, layout.final_activation
@@ -86,7 +86,7 @@ def chained(layout: Layout, backend: str | None) -> Forward:
             input = child(input)  # type: ignore[misc]
         found = [weight_and_bias(children[i]) for i in linears]  # type: ignore[arg-type]
         weights, biases = [w for w, _ in found], [b for _, b in found]
-        input = call_mlp(input, weights, biases, activation, final, backend)
+        input = call_mlp(input, weights, biases, activation, final, backend, fast)
         for child in children[stop:]:
             input = child(input)  # type: ignore[misc]
         return input
@@ -111,7 +111,7 @@ class SequentialChain(Chain):
 
     def swap(self) -> Swap:
         """The forward to exchange."""
-        return Swap(self.fqn, self.module, chained(self.layout, self.backend))
+        return Swap(self.fqn, self.module, chained(self.layout, self.backend, self.fast))
 
     def before(self, x: Tensor) -> Tensor:
         """What the model did with the input of the first linear."""

@@ -139,6 +139,7 @@ class Links:
         runs: Sequence[Run],
         chain_backend: str | None,
         rows: Sequence[tuple[str, ...]] = (),
+        fast: bool = False,
     ) -> tuple[torch.fx.Graph, tuple[str, ...]]:
         """The graph with these pairs, runs and rows as fused calls, its first argument the parent,
         and the activations and dropouts that it no longer calls."""
@@ -175,7 +176,8 @@ class Links:
                 run = starts[name]
                 paths = tuple(tuple(n.split(".")) for n in run.linears)
                 names = run.activation, run.final_activation
-                wanted: tuple[Any, ...] = (root, paths, copies[node.args[0]], *names, chain_backend)
+                how = (*names, chain_backend, fast)
+                wanted: tuple[Any, ...] = (root, paths, copies[node.args[0]], *how)
                 copies[node] = graph.call_function(call_fused_chain, wanted)
             elif node.op == "call_module" and name in pairs:
                 conv1d = linear_kind(self.parent.get_submodule(name)) == "conv1d"

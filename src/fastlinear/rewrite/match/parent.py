@@ -35,7 +35,8 @@ class Fusable:
         rows: the same → those among them that read one value.
         loops: the same → those that read the parts of one value, by part.
         build: pairs to fuse and a forced backend or None, then chains to fuse and theirs, then
-            rows and loops to fuse → the new forward of the parent.
+            rows and loops to fuse, and whether chains may multiply fast → the new forward of the
+            parent.
     """
 
     pairs: dict[str, str]
@@ -79,8 +80,9 @@ def fusable(
         runs: Sequence[Run] = (),
         chain_backend: str | None = None,
         rows: Sequence[tuple[str, ...]] = (),
+        fast: bool = False,
     ) -> Forward:
-        fused, passed_over = links.fused(pairs, backend, runs, chain_backend, rows)
+        fused, passed_over = links.fused(pairs, backend, runs, chain_backend, rows, fast)
         counts = any(node.target is exactly for node in fused.nodes)
         return guarded(parent, _function_of(fused), observed, passed_over, counts)
 

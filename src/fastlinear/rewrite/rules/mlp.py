@@ -30,6 +30,7 @@ def match(
     sites: Mapping[str, LinearSite],
     *,
     backend: str | None,
+    fast: bool = False,
 ) -> list[Chain]:
     """The chains of a model: in every Sequential the longest run of two or more linears, and the
     runs in the forwards of modules that hold linears themselves.
@@ -39,10 +40,11 @@ def match(
         candidates: what the rule of linear_act found; a chain takes none but these.
         sites: what the profile says about each linear.
         backend: a forced backend of mlp, or None.
+        fast: whether fast matrix multiplication is allowed.
     """
     found: list[Chain] = [
-        *_in_sequentials(model, candidates, sites, backend),
-        *_in_parents(candidates, sites, backend),
+        *_in_sequentials(model, candidates, sites, backend, fast),
+        *_in_parents(candidates, sites, backend, fast),
     ]
     return [c for c in found if one_pass(c.members) and all_different(c.members)]
 
@@ -52,6 +54,7 @@ def _in_sequentials(
     candidates: Mapping[str, Candidate],
     sites: Mapping[str, LinearSite],
     backend: str | None,
+    fast: bool,
 ) -> Iterator[Chain]:
     names = {id(module): fqn for fqn, module in model.named_modules()}
     for fqn, module in model.named_modules():
@@ -70,12 +73,16 @@ def _in_sequentials(
                 activation=layout.activation,
                 final_activation=layout.final_activation,
                 backend=backend,
+                fast=fast,
                 layout=layout,
             )
 
 
 def _in_parents(
-    candidates: Mapping[str, Candidate], sites: Mapping[str, LinearSite], backend: str | None
+    candidates: Mapping[str, Candidate],
+    sites: Mapping[str, LinearSite],
+    backend: str | None,
+    fast: bool,
 ) -> Iterator[Chain]:
     """Runs in the forwards that the rule of linear_act has traced."""
     traced = {c.parent_fqn: c for c in candidates.values() if c.pairs is not None}
@@ -97,6 +104,7 @@ def _in_parents(
                 activation=run.activation,
                 final_activation=run.final_activation,
                 backend=backend,
+                fast=fast,
                 run=run,
                 fusable=fusable,
             )

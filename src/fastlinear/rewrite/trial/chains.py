@@ -77,7 +77,8 @@ def match(
     found: list[Chain] = []
     allowed = [name for name in _FAMILIES if name in families and work.allows(name)]
     if mlp.RULE in allowed:
-        found += mlp.match(work.model, known, sites, backend=forced(mlp.RULE))
+        fast = work.config.allow_fast_matmul
+        found += mlp.match(work.model, known, sites, backend=forced(mlp.RULE), fast=fast)
     if GATED in allowed:
         taken = {name for chain in found for name in chain.names}
         own = gated.chains(work.model, known, sites, work.arguments, backend=forced(GATED))

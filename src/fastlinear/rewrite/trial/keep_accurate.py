@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from fastlinear.core.compare import Verdict
+from fastlinear.core.compare import DEFAULT_FACTOR, Verdict
 from fastlinear.rewrite.exchange.swap import SwapSet
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.trial import measure
@@ -17,7 +18,28 @@ from fastlinear.rewrite.work import Work
 def keep_accurate(
     work: Work, candidates: list[Candidate]
 ) -> tuple[list[Candidate], tuple[Verdict, ...]]:
-    """Verify the whole model; on a failure search for the sites that pass together."""
+    """Verify the whole model; on a failure search for the sites that pass together.
+
+    Where Strassen's algorithm is part of it, the others must have passed the common limit first:
+    its own, wider one is for its chains only.
+    """
+    strict = [c for c in candidates if factor_of([c]) == DEFAULT_FACTOR]
+    if len(strict) == len(candidates):
+        return _passing(work, candidates)
+    passed = {c.fqn for c in _passing(work, strict)[0]}
+    dropped = {c.fqn for c in strict} - passed
+    candidates = [c for c in candidates if c.fqn not in dropped]
+    times = factor_of(candidates) / DEFAULT_FACTOR
+    work.notes.append(
+        f"chains by Strassen's algorithm, which is accurate norm-wise only: {times:g} times the "
+        "usual limit of error"
+    )
+    return _passing(work, candidates)
+
+
+def _passing(
+    work: Work, candidates: list[Candidate]
+) -> tuple[list[Candidate], tuple[Verdict, ...]]:
     if not candidates:
         return [], ()
     work.progress("verify", 0, 1)
@@ -65,15 +87,22 @@ def judge_of(work: Work) -> verify.Judge:
 
 
 def _verdicts(work: Work, candidates: list[Candidate]) -> list[Verdict]:
-    return verdicts_of(work, SwapSet(swaps_of(candidates)))
+    return verdicts_of(work, SwapSet(swaps_of(candidates)), factor_of(candidates))
 
 
-def verdicts_of(work: Work, swaps: SwapSet, like: SwapSet | None = None) -> list[Verdict]:
-    """Every comparison of the model with these swaps; ``like`` as in ``Judge.verdicts``."""
+def factor_of(candidates: Iterable[Candidate]) -> float:
+    """How many times PyTorch's error the model may show with these."""
+    return measure.error_factor({c.chain.key: c.chain for c in candidates if c.chain}.values())
+
+
+def verdicts_of(
+    work: Work, swaps: SwapSet, factor: float, like: SwapSet | None = None
+) -> list[Verdict]:
+    """Every comparison of the model with these swaps; the rest as in ``Judge.verdicts``."""
     judge = judge_of(work)
-    found = judge.verdicts(swaps, like)
+    found = judge.verdicts(swaps, like, factor=factor)
     if work.runner.mode == "train" and all(v.passed for v in found):
-        found += judge.trajectory(swaps, work.config.optimizer_steps, like)
+        found += judge.trajectory(swaps, work.config.optimizer_steps, like, factor=factor)
     return found
 
 

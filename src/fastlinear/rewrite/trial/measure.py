@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from fastlinear.core.compare import DEFAULT_FACTOR
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.core.progress import Progress
 from fastlinear.core.timing import Ratio, Samples, interleave, paired_ratio
 from fastlinear.dispatch import tune as tuning
+from fastlinear.dispatch.select import Choice
 from fastlinear.ops.common import door
 from fastlinear.ops.gated_mlp import problem as gated
 from fastlinear.ops.gated_mlp.selection import choices_of as gated_choices
@@ -26,6 +28,7 @@ from fastlinear.ops.mlp import problem as mlp
 from fastlinear.ops.mlp.selection import choices_of as chain_choices
 from fastlinear.ops.mlp.selection import tuning_order as chain_order
 from fastlinear.rewrite.exchange.swap import SwapSet
+from fastlinear.rewrite.match.chain import Chain
 from fastlinear.rewrite.verify.inputs import Call
 from fastlinear.rewrite.verify.running import Runner
 
@@ -89,9 +92,25 @@ def backends_of(problem: Problem, forced: str | None) -> dict[str, str]:
 
     Raises UnsupportedError when the forced backend cannot serve it.
     """
+    return {c.problem.piece: c.backend.name for c in _choices(problem, forced)}
+
+
+def error_factor(chains: Iterable[Chain]) -> float:
+    """How many times PyTorch's own error results of these chains may show: the common factor,
+    unless fast products are allowed and one of the backends taken states another."""
+    made = (
+        c
+        for chain in chains
+        if chain.fast
+        for p in chain.problems
+        for c in _choices(p, chain.backend)
+    )
+    return max((c.backend.error_factor(c.problem) for c in made), default=DEFAULT_FACTOR)
+
+
+def _choices(problem: Problem, forced: str | None) -> Sequence[Choice]:
     known = {mlp.NAME: chain_choices, gated.NAME: gated_choices, grouped.NAME: grouped_choices}
-    made = known.get(problem.family, choices_of)(problem, forced)
-    return {c.problem.piece: c.backend.name for c in made}
+    return known.get(problem.family, choices_of)(problem, forced)
 
 
 def tune_all(

@@ -53,6 +53,7 @@ def _parent_swap(fqn: str, pairs: list[Candidate], chains: list[ParentChain | Ro
     backend = pairs[0].backend if pairs else None
     runs = [c for c in chains if isinstance(c, ParentChain)]
     chain_backend = runs[0].backend if runs else None
+    fast = any(c.fast for c in runs)  # all alike: the settings say it
     rows = [c.row for c in chains if isinstance(c, RowChain)]
-    made = fusable.build(chosen, backend, [c.run for c in runs], chain_backend, rows)
+    made = fusable.build(chosen, backend, [c.run for c in runs], chain_backend, rows, fast)
     return Swap(fqn, parent, made)

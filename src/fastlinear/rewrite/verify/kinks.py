@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fastlinear.core.compare import KINKED, other_side
+from fastlinear.core.compare import DEFAULT_FACTOR, KINKED, other_side
 from fastlinear.ops.grouped_linear.op import grouped_linear
 from fastlinear.ops.linear_act import linear_act
 from fastlinear.ops.mlp import mlp
@@ -78,12 +78,19 @@ class Following(TorchFunctionMode):
     Args:
         torch_outputs: what ``Sides`` kept of PyTorch's own run in the dtype under test.
         own_outputs: what it kept of the run to be judged.
+        factor: how many times PyTorch's error that run may show.
 
     Raises UnlikeRuns on leaving, or at the first activation that is not one of theirs.
     """
 
-    def __init__(self, torch_outputs: Sequence[Tensor], own_outputs: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        torch_outputs: Sequence[Tensor],
+        own_outputs: Sequence[Tensor],
+        factor: float = DEFAULT_FACTOR,
+    ) -> None:
         super().__init__()
+        self.factor = factor
         self.pairs = list(zip(torch_outputs, own_outputs, strict=False))
         self.same = len(torch_outputs) == len(own_outputs)
         self.done = 0
@@ -101,7 +108,7 @@ class Following(TorchFunctionMode):
         self.done += 1
         if not x.shape == torchs.shape == own.shape:
             raise UnlikeRuns(f"an activation of shape {tuple(x.shape)}, not {tuple(own.shape)}")
-        return _on_sides(func, x, args[1:], kwargs, torchs, own)
+        return _on_sides(func, x, args[1:], kwargs, torchs, own, self.factor)
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
         super().__exit__(exc_type, exc_value, traceback)
@@ -138,15 +145,17 @@ def following(
     torch_outputs: Sequence[Tensor],
     own_outputs: Sequence[Tensor],
     oracle: Callable[[], dict[str, Tensor]],
+    factor: float = DEFAULT_FACTOR,
 ) -> dict[str, Tensor] | None:
     """The oracle's results on a run's own sides; None where it cannot follow.
 
     Args:
         torch_outputs, own_outputs: see ``Following``.
         oracle: computes the oracle's results.
+        factor: how many times PyTorch's error the run may show.
     """
     try:
-        with Following(torch_outputs, own_outputs):
+        with Following(torch_outputs, own_outputs, factor):
             return oracle()
     except UnlikeRuns:
         return None
@@ -159,11 +168,12 @@ def _on_sides(
     kwargs: dict[str, Any],
     torchs: Tensor,
     own: Tensor,
+    factor: float,
 ) -> Tensor:
     """``func`` at x, with the derivative of the other side of 0 where the run took that side."""
     with torch.no_grad():
         exact = func(x.detach().clone(), *rest, **kwargs)
-        turned = other_side(x, exact, torchs.to(x.device), own.to(x.device))
+        turned = other_side(x, exact, torchs.to(x.device), own.to(x.device), factor=factor)
         mirrored = torch.where(x > 0, -x, (-x).clamp_min(torch.finfo(x.dtype).tiny))
         shift = torch.where(turned, mirrored - x, torch.zeros_like(x))
     if not bool(turned.any()):

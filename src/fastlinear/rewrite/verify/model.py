@@ -1,8 +1,9 @@
 """Is the rewritten model as accurate as the original? Both are judged against an oracle.
 
 A result passes when ``err(rewritten) <= 2 * err(original) + tiny``, errors taken as the root mean
-square over all input draws. The oracle takes the original's side of every kink, and where the
-rewritten model fails by that, the rewritten model's (see ``rewrite.kinks``).
+square over all input draws; a caller may allow another factor than 2. The oracle takes the
+original's side of every kink, and where the rewritten model fails by that, the rewritten model's
+(see ``rewrite.kinks``).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from fastlinear.core.compare import Verdict
+from fastlinear.core.compare import DEFAULT_FACTOR, Verdict
 from fastlinear.rewrite.exchange.swap import SwapSet
 from fastlinear.rewrite.verify.inputs import Call, draw
 from fastlinear.rewrite.verify.kinks import Sides
@@ -60,23 +61,28 @@ class Judge:
             self._keep(0, _Known(ran, exact))
         self._steps: tuple[Run, _Known | None] | None = None
 
-    def verdicts(self, swaps: SwapSet, like: SwapSet | None = None) -> list[Verdict]:
+    def verdicts(
+        self, swaps: SwapSet, like: SwapSet | None = None, *, factor: float = DEFAULT_FACTOR
+    ) -> list[Verdict]:
         """One verdict for each result, pooled over the draws; failures get a second look on
         more draws before they count. ``like``: swaps that compute the same and can be watched
-        (see ``kinks.Sides``), where these, replayed as a graph, cannot."""
+        (see ``kinks.Sides``), where these, replayed as a graph, cannot. ``factor``: how many times
+        the original's error is allowed."""
         found: Draws = {}
         end = time.monotonic() + self.seconds
         for i in range(self.draws):
             if i > 0 and time.monotonic() > end:
                 self.skipped.append(f"draws {i} to {self.draws - 1} (out of time)")
                 break
-            self._collect(i, swaps, found, like)
+            self._collect(i, swaps, found, like, factor)
         if _may_be_chance(found):
             for i in range(self.draws, self.draws + _MORE_DRAWS):
-                self._collect(i, swaps, found, like)
+                self._collect(i, swaps, found, like, factor)
         return _pooled(found)
 
-    def _collect(self, index: int, swaps: SwapSet, found: Draws, like: SwapSet | None) -> None:
+    def _collect(
+        self, index: int, swaps: SwapSet, found: Draws, like: SwapSet | None, factor: float
+    ) -> None:
         known = self._originals(index)
         if known is None:
             return
@@ -91,7 +97,7 @@ class Judge:
         states = zip(ran.state, theirs.state, strict=True)
         same = all(torch.equal(a, b) for a, b in states)
         found[index] = {_DRAWN: Verdict(_DRAWN, 0.0 if same else math.inf, 0.0, 0.0)}
-        found[index] |= self._compared(ran, known, call, self.runner.results)
+        found[index] |= self._compared(ran, known, call, self.runner.results, factor)
 
     def _ran(self, call: Call, swaps: SwapSet, like: SwapSet | None) -> Ran:
         if like is None:
@@ -103,13 +109,15 @@ class Judge:
             results = self.runner.results(self.model, call)
         return Ran(results, random_state(self.runner.device), sides)
 
-    def _compared(self, ours: Ran, known: _Known, call: Call, run: Run) -> dict[str, Verdict]:
+    def _compared(
+        self, ours: Ran, known: _Known, call: Call, run: Run, factor: float
+    ) -> dict[str, Verdict]:
         """``ours`` against the oracle on the original's side of every kink, else on its own."""
         theirs = known.theirs
-        found = compare_all(ours.results, theirs.results, known.oracle)
+        found = compare_all(ours.results, theirs.results, known.oracle, factor=factor)
         if theirs.sides and not all(v.passed for v in found.values()):
-            exact = self.oracle.run_like(theirs, self.model, call, run, own=ours)
-            found = compare_all(ours.results, theirs.results, exact, known.oracle)
+            exact = self.oracle.run_like(theirs, self.model, call, run, ours, factor)
+            found = compare_all(ours.results, theirs.results, exact, known.oracle, factor=factor)
         return found
 
     def _originals(self, index: int) -> _Known | None:
@@ -135,10 +143,17 @@ class Judge:
         if sum(t.nbytes for t in held) < KEEP_BYTES:
             self._known[index] = known
 
-    def trajectory(self, swaps: SwapSet, steps: int, like: SwapSet | None = None) -> list[Verdict]:
+    def trajectory(
+        self,
+        swaps: SwapSet,
+        steps: int,
+        like: SwapSet | None = None,
+        *,
+        factor: float = DEFAULT_FACTOR,
+    ) -> list[Verdict]:
         """A few SGD steps on copies: losses and parameters of original, rewritten and oracle.
-        Empty where no parameter is trained, or where the model does not allow it. ``like`` as in
-        ``verdicts``."""
+        Empty where no parameter is trained, or where the model does not allow it. ``like``
+        and ``factor`` as in ``verdicts``."""
         run, known = first = self._steps or self._first_steps(steps)
         if known is None or known.theirs.light().whole:
             self._steps = first
@@ -152,7 +167,7 @@ class Judge:
                     ours = replace(ours, results=run(self.model, self.call))
         except Exception as error:  # noqa: BLE001  whatever it is, the model alone does not raise it
             return [_raised(error)]
-        return list(self._compared(ours, known, self.call, run).values())
+        return list(self._compared(ours, known, self.call, run, factor).values())
 
     def _first_steps(self, steps: int) -> tuple[Run, _Known | None]:
         """How to take the steps, and the original's and the oracle's, if there are any."""

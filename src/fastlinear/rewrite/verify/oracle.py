@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from fastlinear.core.compare import DEFAULT_FACTOR
 from fastlinear.profile.step import eager_modules
 from fastlinear.rewrite.exchange.forwards import float64_linear
 from fastlinear.rewrite.exchange.swap import Swap, SwapSet
@@ -50,13 +51,20 @@ class Oracle:
             self.swaps.off()
 
     def run_like(
-        self, torchs: Ran, model: nn.Module, call: Call, run: Run, own: Ran | None = None
+        self,
+        torchs: Ran,
+        model: nn.Module,
+        call: Call,
+        run: Run,
+        own: Ran | None = None,
+        factor: float = DEFAULT_FACTOR,
     ) -> dict[str, Tensor]:
         """``run`` on the side of every kink that ``own`` took (by default ``torchs``, PyTorch's
-        run in the model's dtype), where rounding decides it."""
+        run in the model's dtype), where rounding decides it; ``factor``: how many times PyTorch's
+        error that run may show."""
         sides = torchs.sides if own is None else own.sides
         if torchs.sides:
-            found = following(torchs.sides, sides, lambda: self.run(model, call, run))
+            found = following(torchs.sides, sides, lambda: self.run(model, call, run), factor)
             if found is not None:
                 return found
         return self.run(model, call, run)

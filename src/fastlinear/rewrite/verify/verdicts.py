@@ -19,6 +19,8 @@ def compare_all(
     theirs: dict[str, Tensor],
     exact: dict[str, Tensor],
     exact_theirs: dict[str, Tensor] | None = None,
+    *,
+    factor: float = DEFAULT_FACTOR,
 ) -> dict[str, Verdict]:
     """One verdict for each of PyTorch's results, by name.
 
@@ -27,13 +29,14 @@ def compare_all(
         theirs: results of the model as it was, in the same dtypes.
         exact: the oracle's results.
         exact_theirs: the oracle for ``theirs``, where it is another one.
+        factor: how many times PyTorch's error is allowed.
     """
     grads = [o for n, o in exact.items() if n.startswith("grad.")]
     scale = math.hypot(*(float(torch.linalg.vector_norm(g.double())) for g in grads))
     if exact_theirs is None:
         exact_theirs = exact
     return {
-        n: compare(n, ours.get(n), t, exact.get(n), scale, exact_theirs.get(n))
+        n: compare(n, ours.get(n), t, exact.get(n), scale, exact_theirs.get(n), factor=factor)
         for n, t in theirs.items()
     }
 
@@ -45,6 +48,8 @@ def compare(
     exact: Tensor | None,
     scale: float,
     exact_theirs: Tensor | None = None,
+    *,
+    factor: float = DEFAULT_FACTOR,
 ) -> Verdict:
     """One result against the oracle; a missing one, or one of another shape or dtype, fails.
 
@@ -56,12 +61,12 @@ def compare(
     if theirs.is_complex():
         parts = [None if t is None else torch.view_as_real(t) for t in (exact, exact_theirs)]
         ours, theirs = torch.view_as_real(ours), torch.view_as_real(theirs)
-        return compare(name, ours, theirs, parts[0], scale, parts[1])
+        return compare(name, ours, theirs, parts[0], scale, parts[1], factor=factor)
     if not theirs.is_floating_point():
         if theirs.numel() == 0:
             return Verdict(name, 0.0 if torch.equal(ours, theirs) else math.inf, 0.0, 0.0)
         wrong, usual = ((t != exact).double().mean().item() for t in (ours, theirs))
-        return Verdict(name, wrong, usual, DEFAULT_FACTOR * usual)
+        return Verdict(name, wrong, usual, factor * usual)
     wide = exact.double()
     wide_theirs = wide if exact_theirs is None else exact_theirs.double()
     norm = float(torch.linalg.vector_norm(wide))
@@ -74,10 +79,10 @@ def compare(
             float(torch.linalg.vector_norm(t.double() - w)) / scale if scale else 0.0
             for t, w in ((ours, wide), (theirs, wide_theirs))
         ]
-        return Verdict(name, errors[0], errors[1], DEFAULT_FACTOR * errors[1] + 2 * rounding)
+        return Verdict(name, errors[0], errors[1], factor * errors[1] + 2 * rounding)
     if math.isinf(usual):
-        return judge(name, ours, theirs, wide)
-    return Verdict(name, error, usual, DEFAULT_FACTOR * usual + 2 * rounding)
+        return judge(name, ours, theirs, wide, factor=factor)
+    return Verdict(name, error, usual, factor * usual + 2 * rounding)
 
 
 def pool(name: str, each: Sequence[Verdict]) -> Verdict:
