@@ -45,7 +45,7 @@ class Place:
     @property
     def features(self) -> int:
         """K."""
-        return int(self.weight.shape[0])
+        return int(self.weight.shape[-1])
 
 
 def of_module(site: Diagonal, x: Tensor | None, calls: int) -> Place:
