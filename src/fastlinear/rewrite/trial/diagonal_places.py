@@ -77,7 +77,7 @@ def of_sequence(model: nn.Module, s: Sequence) -> Place:
     x = s.x if s.x.dtype == weight.dtype else None
 
     def before(x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return reference.diagonal_linear(x, weight, bias, s.activation, residual)
+        return reference.by_torch(x, weight, bias, s.activation, residual)
 
     def after(x: Tensor, residual: Tensor | None = None) -> Tensor:
         return diagonal_linear(x, weight, bias, activation=s.activation, residual=residual)
