@@ -16,7 +16,7 @@ from fastlinear.bench import pseudo_linear, pseudo_machine, pseudo_model, pseudo
 from fastlinear.bench.case import Case
 from fastlinear.bench.cases import pseudo_linear as cases
 from fastlinear.bench.pseudo_machine import Machine
-from fastlinear.bench.pseudo_model import Expected, expectation, expected
+from fastlinear.bench.pseudo_model import Expectation, Expected, expectation, expected
 from fastlinear.core.timing import Samples
 
 RATE, BANDWIDTH = 1e14, 1e12
@@ -192,10 +192,49 @@ def test_the_model_counts_what_each_backend_does() -> None:
 def test_expectation_measures_this_machine() -> None:
     found = expectation(256, 512, "float32", "cpu", False)
     assert found.machine.flops_per_s > 1e8
-    assert found.machine.bytes_per_s > 1e7
+    assert found.machine.bytes_per_s is None or found.machine.bytes_per_s > 1e7
     assert f"{found.speedup:.2f}x" in found.in_words()
     assert found.to_json()["diagonal_us"] == found.ours.wall_us
     assert pseudo_model.expectation(256, 512, "float32", "cpu", True).ours.host > 0
+
+
+def test_rates_that_no_clock_tells_are_not_told() -> None:
+    """A pass that takes what a bare call takes has none: nor has the width derived from it."""
+    assert pseudo_machine._rate(1e3, 1.05, 1.0) is None
+    assert pseudo_machine._rate(1e3, 0.9, 1.0) is None
+    assert pseudo_machine._rate(1e3, 2.0, 1.0) == pytest.approx(1e9)
+    rates = replace(machine(1, 16), bytes_per_s=None, weight_bytes_per_s=None, layer_us=0.01)
+    rates = replace(rates, passes_us=0.02, kernel_us=0.0, call_us=0.0)
+    linear, ours = (
+        expected(name, 1, 16, "float32", False, rates) for name in ("linear", "fastlinear")
+    )
+    found = Expectation(1, 16, "float32", "cpu", False, linear, ours, rates)
+    words = found.in_words()
+    assert found.breakeven is None
+    assert "GB/s" not in words
+    assert "hide behind" not in words
+    assert "a pass over so few numbers takes no longer than a bare call" in words
+    assert "the call itself is most of the diagonal layer's time" in words
+    assert "products and new results, timed under 0.05; the call 10" in words
+
+
+def test_parts_that_are_timed_together_are_told_as_one() -> None:
+    m, k = 1 << 20, 1024
+    rates = replace(machine(m, k), layer_us=1e5, passes_us=1e3, kernel_us=0.0, call_us=0.0)
+    linear, ours = (
+        expected(name, m, k, "float32", False, rates, "silu") for name in ("linear", "fastlinear")
+    )
+    found = Expectation(m, k, "float32", "cpu", False, linear, ours, rates, "silu")
+    words = found.in_words()
+    assert "products and new results, timed 1e+05; after that" in words
+    assert "passes and new results, timed 1e+03" in words
+    assert "arithmetic 1" not in words
+    assert "forward with silu" in words
+    on_gpu = machine(m, k)
+    both = (expected(n, m, k, "float32", False, on_gpu) for n in ("linear", "fastlinear"))
+    words = Expectation(m, k, "float32", "cuda", False, *both, on_gpu).in_words()
+    assert "(arithmetic 2.2e+04; memory" in words
+    assert "GB/s in passes of this size" in words
 
 
 def test_starts_are_measured_on_sets_that_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:

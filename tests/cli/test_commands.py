@@ -8,11 +8,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from typer.testing import Result
 
+from fastlinear.bench import pseudo_model
+from fastlinear.cli.load import default_device
 from fastlinear.dispatch.backend import families
 
 Run = Callable[..., Result]
@@ -333,3 +336,37 @@ def test_explain_diagonal_says_what_to_expect(run: Run) -> None:
     assert told["expected"]["speedup"] > 1
     assert told["expected"]["linear_us"] > told["expected"]["diagonal_us"]
     assert [c["problem"]["piece"] for c in told["choices"]][:2] == ["forward", "backward"]
+
+
+def test_explain_diagonal_expects_of_the_call_that_is_named(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its activation, and the backend that is forced; nothing of a layer without a bias."""
+    seen: list[Any] = []
+    real = pseudo_model.expectation
+
+    def expectation(*given: Any) -> Any:
+        seen.append(given)
+        return real(*given)
+
+    monkeypatch.setattr(pseudo_model, "expectation", expectation)
+    call = ("explain", "diagonal-linear", "--width", "16", "--batch", "8", "--device", "cpu")
+    result = run(*call, "--activation", "silu", "--backend", "eager")
+    assert result.exit_code == 0, result.stderr
+    assert seen == [(8, 16, "float32", "cpu", False, "silu", "eager")]
+    assert "forward with silu" in result.stdout
+    result = run(*call, "--no-bias")
+    assert "modelled for layers with a bias only" in result.stdout
+    told = data_of(run(*call, "--no-bias", "--json"))
+    assert told["expected"] is None
+    assert len(seen) == 1
+
+
+def test_explain_takes_the_gpu_that_is_there(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert default_device() == "cuda"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert default_device() == "cpu"
+    monkeypatch.setattr("fastlinear.cli.explain.default_device", lambda: "cuda:77")
+    assert "'cuda:77'" in run("explain", "diagonal-linear").stderr
+    assert run("explain", "linear_act", "--device", "cpu").exit_code == 0

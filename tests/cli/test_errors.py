@@ -130,6 +130,7 @@ def test_unknown_names(run: Run, command: str) -> None:
         (("linear_act", "--allow-fast-matmul"), "received --allow-fast-matmul"),
         (("linear_act", "--final-activation", "relu", "--width", "3"), "--width, --final-act"),
         (("diagonal-linear", "--k", "8"), "received --k. It has one size besides the rows"),
+        (("diagonal-linear", "--weight-layout", "kn"), "received --weight-layout. Its weight is"),
         (("conv2d",), "op in linear_act, mlp, diagonal_linear; received 'conv2d'"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -69,6 +70,86 @@ def test_from_layer_scale_refuses_what_scales_nothing() -> None:
             fl.nn.DiagonalLinear.from_layer_scale(module)
     with pytest.raises(InputError, match=r"nn\.Module"):
         fl.nn.DiagonalLinear.from_layer_scale("gamma")  # type: ignore[arg-type]
+
+
+class Computes(nn.Module):
+    """Any function of the module, x and its parameter."""
+
+    def __init__(self, function: Callable[..., Tensor], gamma: Tensor) -> None:
+        super().__init__()
+        self.function = function
+        self.gamma = nn.Parameter(gamma)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x, self.gamma)
+
+
+@pytest.mark.parametrize("fresh", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda _, x, g: x * g * 3,
+        lambda _, x, g: x * (g.exp() - 1),
+        lambda _, x, g: x * g**2,
+        lambda _, x, g: x / g,
+        lambda _, x, g: (x * g).clamp(-5, 5),
+        lambda _, x, g: (x * g).clamp(-1e6, 1e6),
+        lambda _, x, g: x * g.clamp(-100, 100),
+        lambda _, x, g: x * g.detach(),
+        lambda _, x, g: torch.relu(x * g),
+        lambda m, x, g: x * g if m.training else x,
+        lambda m, x, g: x if m.training else x * g,
+    ],
+)
+def test_from_layer_scale_knows_a_scale_by_other_numbers(
+    function: Callable[..., Tensor], fresh: float
+) -> None:
+    """Those of a fresh parameter do not tell these apart from x * gamma."""
+    for training in (True, False):
+        module = Computes(function, torch.full((6,), fresh)).train(training)
+        with pytest.raises(InputError, match="multiplies by its parameter"):
+            fl.nn.DiagonalLinear.from_layer_scale(module)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, 1e-30])
+def test_from_layer_scale_takes_any_numbers(value: float) -> None:
+    """The module is left as it is, and the caller's modes of grad are of no matter."""
+    module = Computes(lambda _, x, g: g * x, torch.full((6,), value)).half()
+    before, version = module.gamma.detach().clone(), module.gamma._version
+    for mode in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
+        with mode:
+            layer = fl.nn.DiagonalLinear.from_layer_scale(module)
+        assert layer.weight is module.gamma
+    assert module.gamma._version == version
+    assert torch.equal(module.gamma.detach().isnan(), before.isnan())
+    assert module.gamma.grad is None
+
+
+def test_from_layer_scale_takes_scales_of_three_dimensions() -> None:
+    def tokens(_: nn.Module, x: Tensor, gamma: Tensor) -> Tensor:
+        batch, length, features = x.shape
+        return x.view(batch * length, features).mul(gamma).view(batch, length, features)
+
+    module = Computes(tokens, torch.zeros(6))
+    assert fl.nn.DiagonalLinear.from_layer_scale(module).weight is module.gamma
+
+
+def test_from_layer_scale_refuses_what_would_be_lost() -> None:
+    hooks: list[Callable[[nn.Module], object]] = [
+        lambda m: m.register_forward_hook(lambda *_: None),
+        lambda m: m.register_forward_pre_hook(lambda *_: None),
+        lambda m: m.register_full_backward_hook(lambda *_: None),
+        lambda m: m.register_state_dict_post_hook(lambda *_: None),
+        lambda m: m.register_load_state_dict_post_hook(lambda *_: None),
+        lambda m: setattr(m, "forward", lambda x: x),
+    ]
+    for register in hooks:
+        module = LayerScale(4)
+        register(module)
+        with pytest.raises(InputError, match=r"hooks.*register them on the result"):
+            fl.nn.DiagonalLinear.from_layer_scale(module)
+    with pytest.raises(InputError, match=r"meta device.*to_empty"):
+        fl.nn.DiagonalLinear.from_layer_scale(LayerScale(4).to("meta"))
 
 
 def test_from_transformers_layer_scale() -> None:

@@ -36,6 +36,7 @@ _LEAST_COPY, _MOST_COPY = 1 << 12, 1 << 28  # bytes
 _OTHERS = 1 << 28  # bytes that other contenders leave in a CPU's caches
 _LEAST_TOUCHED, _MOST_TOUCHED = 1 << 20, 1 << 23  # bytes that push the host's own out of them
 _MAX_SETS = 64
+_REPEATS = 0.1  # of a call's time, within which timings of it lie
 PRODUCTS = ("forward", "dx", "dw")
 
 
@@ -51,7 +52,7 @@ class Machine:
             on a GPU.
         sum_us: PyTorch's sum over rows, as for the full layer's db on a GPU, and eager's.
         bytes_per_s: of a pass of PyTorch's as large as the case, read plus written, to memory that
-            is there.
+            is there; None where the pass takes too little of its call to be told from it.
         weight_bytes_per_s: the same for the full layer's weight, which caches may hold.
         new_us: what a new tensor of x's size costs when it is first written.
         kernel_us: the start of a kernel of PyTorch's on the device, 0 on a CPU.
@@ -67,8 +68,8 @@ class Machine:
     products_us: tuple[float, float, float]
     layer_us: float | None
     sum_us: float
-    bytes_per_s: float
-    weight_bytes_per_s: float
+    bytes_per_s: float | None
+    weight_bytes_per_s: float | None
     new_us: float
     kernel_us: float
     call_us: float
@@ -217,7 +218,7 @@ def _sum_us(device: str, dtype: str, m: int, k: int, state: str) -> float:
 
 
 @lru_cache(maxsize=64)
-def _pass_rate(device: str, size: int, width: int, sets: int, state: str) -> float:
+def _pass_rate(device: str, size: int, width: int, sets: int, state: str) -> float | None:
     """Of one op of PyTorch's, from ``size`` bytes to memory that is there, as a case meets it.
 
     On a GPU a product with a number, from as many sources as the case has sets; on a CPU a product
@@ -235,8 +236,7 @@ def _pass_rate(device: str, size: int, width: int, sets: int, state: str) -> flo
             source, target = pairs[turn[0]]
             return torch.mul(source, 0.5, out=target)
 
-        us = _timed_us(rotating, where) - _kernel_us(device)
-        return 2.0 * size / max(us, 1e-2) * 1e6
+        return _rate(2.0 * size, _timed_us(rotating, where), _kernel_us(device))
     rows = max(1, size // (4 * width))
     a, b, c, d = (torch.ones(rows, width) for _ in range(4))
     few, weight = [torch.ones(1, 16) for _ in range(2)], torch.ones(width)
@@ -247,8 +247,14 @@ def _pass_rate(device: str, size: int, width: int, sets: int, state: str) -> flo
     }
     with torch.no_grad():
         samples = interleave(arms, rounds=_ROUNDS)
-    us = _quiet_us(samples["it"]) - _quiet_us(samples["few"])
-    return 8.0 * rows * width / max(us, 1e-2) * 1e6
+    return _rate(8.0 * rows * width, _quiet_us(samples["it"]), _quiet_us(samples["few"]))
+
+
+def _rate(moved: float, us: float, call_us: float) -> float | None:
+    """Bytes a second of a call that moved so many, beyond one that moves next to none; None where
+    the two take the same, as far as timings repeat."""
+    beyond = us - call_us
+    return moved / beyond * 1e6 if beyond > _REPEATS * call_us else None
 
 
 @lru_cache(maxsize=64)

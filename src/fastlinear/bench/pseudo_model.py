@@ -25,6 +25,7 @@ from fastlinear.ops.diagonal_linear.problem import STEP
 from fastlinear.ops.diagonal_linear.selection import choices_of
 
 _MANY_SETS = 64
+_LEAST_US = 0.05  # that is told
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def expected(
     """
     size = FLOAT_DTYPES[dtype].itemsize
     acts = activation != "none"
-    pass_us = size * m * k / machine.bytes_per_s * 1e6
+    pass_us = _passing_us(size * m * k, machine.bytes_per_s)
     if contender == LINEAR:
         # forward; dx = dy W, dW = dyᵀ x and db, each reading its operands
         passes, matrices, kernels, new = (6, 3, 4, 2) if grad else (2, 1, 1, 1)
@@ -120,7 +121,8 @@ def expected(
         rest += _ACT if acts else Passes(0, 0, 0)
         rest += _ACT_GRAD if acts and grad else Passes(0, 0, 0)
         compute = sum(machine.products_us[: 3 if grad else 1])
-        memory = pass_us * passes + size * matrices * k * k / machine.weight_bytes_per_s * 1e6
+        weight_us = _passing_us(size * k * k, machine.weight_bytes_per_s)
+        memory = pass_us * passes + weight_us * matrices
         if machine.layer_us is not None:  # both at once, of which the longer is named
             compute = 2.0 * m * k * k * (3 if grad else 1) / machine.flops_per_s * 1e6
             if memory > compute:
@@ -150,6 +152,10 @@ def expected(
     )
 
 
+def _passing_us(size: int, rate: float | None) -> float:
+    return 0.0 if rate is None else size / rate * 1e6
+
+
 def told(work: DiagonalWork, contender: str) -> dict[str, str]:
     """The expected times of a case, as its rows publish them."""
     case = work.case
@@ -172,11 +178,19 @@ def told(work: DiagonalWork, contender: str) -> dict[str, str]:
 
 
 def _both(
-    m: int, k: int, dtype: str, device: str, grad: bool, activation: str, sets: int, when: str = ""
+    m: int,
+    k: int,
+    dtype: str,
+    device: str,
+    grad: bool,
+    activation: str,
+    sets: int,
+    when: str = "",
+    backend: str | None = None,
 ) -> tuple[Expected, Expected, Machine]:
     kind = device.split(":")[0]
     p = problem("forward", m, k, dtype=dtype, device=kind, activation=activation, needs_grad=grad)
-    names = [c.backend.name for c in choices_of(p) if c.problem.piece != STEP]
+    names = [c.backend.name for c in choices_of(p, backend) if c.problem.piece != STEP]
     backends = names[0], names[-1]
     machine = measured(device, dtype, m, k, activation, grad, backends, sets, when)
     linear, ours = (
@@ -193,6 +207,7 @@ class Expectation:
         m, k, dtype, device, grad: the call; ``grad`` for forward and backward.
         linear, ours: the expected times of each.
         machine: the rates they follow from.
+        activation: of both.
     """
 
     m: int
@@ -203,6 +218,7 @@ class Expectation:
     linear: Expected
     ours: Expected
     machine: Machine
+    activation: str = "none"
 
     @property
     def speedup(self) -> float:
@@ -210,8 +226,11 @@ class Expectation:
         return self.linear.wall_us / self.ours.wall_us
 
     @property
-    def breakeven(self) -> float:
-        """The width from which a full layer waits for its arithmetic rather than for memory."""
+    def breakeven(self) -> float | None:
+        """The width from which a full layer waits for its arithmetic rather than for memory; None
+        where the passes of this size take too little to be timed."""
+        if self.machine.bytes_per_s is None:
+            return None
         products, passes = (3, 6) if self.grad else (1, 2)
         size = FLOAT_DTYPES[self.dtype].itemsize
         ridge = self.machine.flops_per_s / self.machine.bytes_per_s
@@ -220,18 +239,26 @@ class Expectation:
     def in_words(self) -> str:
         """The same as a few sentences."""
         what = "forward and backward" if self.grad else "forward"
-        rates = self.machine
+        what += "" if self.activation == "none" else f" with {self.activation}"
+        rates, breakeven = self.machine, self.breakeven
         fewer = f"A diagonal of {self.k} needs {self.k} times fewer multiplications than a matrix"
         lines = [
             f"{fewer}; expect {self.speedup:.2f}x ({what}, {self.m} rows, {self.dtype}).",
             f"  nn.Linear: {self._times(self.linear)}",
             f"  diagonal:  {self._times(self.ours)}",
-            f"  measured here: {rates.flops_per_s / 1e12:.3g} TFLOP/s in large products, "
-            f"{rates.bytes_per_s / 1e9:.3g} GB/s in passes of this size.",
-            f"  Both layers read and write all of x and y. Up to about {self.breakeven:.0f} "
-            "features nn.Linear's multiplications hide behind that; from there on its time grows "
-            "with the width, and so does the speed-up, without end.",
         ]
+        measured = f"  measured here: {rates.flops_per_s / 1e12:.3g} TFLOP/s in large products"
+        if rates.bytes_per_s is None or breakeven is None:
+            lines.append(
+                f"{measured}; a pass over so few numbers takes no longer than a bare call."
+            )
+        else:
+            lines += [
+                f"{measured}, {rates.bytes_per_s / 1e9:.3g} GB/s in passes of this size.",
+                "  Both layers read and write all of x and y. Up to about "
+                f"{breakeven:.0f} features nn.Linear's multiplications hide behind that; beyond it "
+                "its time grows with the width, and so does the speed-up, without end.",
+            ]
         if self.ours.bound == "the host":
             lines.append(
                 "  Here the diagonal layer waits for the host: a CUDA graph, or more rows at once, "
@@ -242,12 +269,24 @@ class Expectation:
             )
         return "\n".join(lines)
 
-    @staticmethod
-    def _times(e: Expected) -> str:
-        parts = f"arithmetic {e.compute:.3g}, memory {e.memory:.3g}, host {e.host:.3g}"
-        parts += f", after that {e.after:.3g}" if e.after else ""
-        starts = f", kernel starts {e.start:.3g}" if e.start else ""
-        return f"{e.wall_us:.3g} us ({parts}{starts}): waits for {e.bound}"
+    def _times(self, e: Expected) -> str:
+        """An expected time and its parts: on a CPU those that are timed together as one."""
+        rates = self.machine
+        if e is self.linear and rates.layer_us is not None:
+            parts = [("products and new results, timed", max(e.compute, e.memory))]
+        elif e is self.ours and rates.passes_us is not None:
+            parts = [("passes and new results, timed", e.memory)]
+        else:
+            products = [] if e is self.ours else [("arithmetic", e.compute)]
+            parts = [*products, ("memory", e.memory)]
+        parts += [("after that", e.after)] if e.after else []
+        parts += [("kernel starts", e.start)] if e.start else []
+        parts.append(("the call" if rates.layer_us is not None else "host", e.host))
+        told = "; ".join(f"{name} {_us(us)}" for name, us in parts)
+        waits = e.bound
+        if waits == "the host" and rates.layer_us is not None:
+            waits = "the call itself"
+        return f"{_us(e.wall_us)} us ({told}): waits for {waits}"
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict."""
@@ -260,9 +299,23 @@ class Expectation:
         }
 
 
+def _us(us: float) -> str:
+    return f"{us:.3g}" if us >= _LEAST_US else f"under {_LEAST_US}"
+
+
 def expectation(
-    m: int, k: int, dtype: str, device: str, grad: bool, activation: str = "none"
+    m: int,
+    k: int,
+    dtype: str,
+    device: str,
+    grad: bool,
+    activation: str = "none",
+    backend: str | None = None,
 ) -> Expectation:
-    """Measure this machine (a second or two, once a process) and expect."""
-    linear, ours, rates = _both(m, k, dtype, device, grad, activation, _MANY_SETS)
-    return Expectation(m, k, dtype, device, grad, linear, ours, rates)
+    """Measure this machine (a second or two, once a process) and expect, of layers with a bias.
+
+    Args:
+        backend: of the diagonal layer's forward; None where fastlinear chooses.
+    """
+    linear, ours, rates = _both(m, k, dtype, device, grad, activation, _MANY_SETS, backend=backend)
+    return Expectation(m, k, dtype, device, grad, linear, ours, rates, activation)

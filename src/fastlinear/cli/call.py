@@ -178,6 +178,13 @@ class Call:
                     _DIAGONAL: "It has one size besides the rows: --width.",
                 }[self.family],
             )
+        if self.family == _DIAGONAL and self.layout != "nk":
+            _fail(
+                f"fastlinear: {self.family}",
+                "its own options (--width)",
+                "--weight-layout",
+                "Its weight is a vector, which has no layout: leave the option out.",
+            )
         if self.layout not in ("nk", "kn"):
             _fail(
                 "--weight-layout",

@@ -24,10 +24,17 @@ from fastlinear.cli.call import (
     Widths,
 )
 from fastlinear.cli.console import print_json
+from fastlinear.cli.load import default_device
 from fastlinear.dispatch.backend import check_backend
 
 if TYPE_CHECKING:
     from fastlinear.bench.pseudo_model import Expectation
+
+
+_NOT_WITHOUT_BIAS = (
+    "What to expect against a full layer is modelled for layers with a bias only: leave --no-bias "
+    "out to read it."
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -55,12 +62,18 @@ def explain(
     backend: Annotated[
         str | None, typer.Option(help="Force the forward's backend.", show_default=False)
     ] = None,
-    device: opt.Place = "cpu",
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="cpu, cuda or cuda:INDEX; if left out the GPU that torch sees, else the CPU.",
+            show_default=False,
+        ),
+    ] = None,
     json: opt.Json = False,
     debug: opt.Debug = False,
 ) -> None:
     """Say which backend a call takes, why, and why not each other. Measures nothing but, for
-    diagonal_linear, the rates of this machine: what to expect against a full layer, and why.
+    diagonal_linear with a bias, the rates of this machine: what to expect against a full layer.
 
     Examples:
 
@@ -74,7 +87,7 @@ def explain(
         family,
         m=m,
         dtype=dtype.value,
-        device=device,
+        device=device or default_device(),
         activation=activation,
         bias=bias,
         layout=layout,
@@ -88,24 +101,26 @@ def explain(
     )
     check_backend(backend, call.family, "--backend")
     story = call.explain(backend, train)
-    expectation = _expectation(call, train)
-    if expectation is None:
-        told: Any = story.to_json()
-        words = str(story)
-    else:
-        told = {"choices": story.to_json(), "expected": expectation.to_json()}
-        words = f"{story}\n{expectation.in_words()}"
+    told: Any = story.to_json()
+    words = str(story)
+    if call.family == "diagonal_linear":
+        expectation = _expectation(call, train, backend)
+        expected = None if expectation is None else expectation.to_json()
+        told = {"choices": told, "expected": expected}
+        words += f"\n{_NOT_WITHOUT_BIAS if expectation is None else expectation.in_words()}"
     if json:
         print_json(told)
     else:
         typer.echo(words)
 
 
-def _expectation(call: Call, train: bool) -> Expectation | None:
-    """What this machine makes of a diagonal layer against a full one; None for the other ops."""
-    if call.family != "diagonal_linear":
+def _expectation(call: Call, train: bool, backend: str | None) -> Expectation | None:
+    """What this machine makes of a diagonal layer against a full one; None without a bias."""
+    if not call.bias:
         return None
     from fastlinear.bench.pseudo_model import expectation
 
     problem = call.forward(train)
-    return expectation(problem.dim("M"), problem.dim("K"), call.dtype, call.device, train)
+    sizes = problem.dim("M"), problem.dim("K")
+    activation = problem.option("activation")
+    return expectation(*sizes, call.dtype, call.device, train, activation, backend)

@@ -158,6 +158,11 @@ def load_loss(name: str | None) -> Callable[[Any], torch.Tensor] | None:
     return function
 
 
+def default_device() -> str:
+    """The GPU that torch sees, or the CPU."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def usable_device(device: str) -> torch.device:
     """The torch device of that name, if this machine has it."""
     try:

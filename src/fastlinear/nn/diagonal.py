@@ -9,11 +9,14 @@ from torch import Tensor, nn
 
 from fastlinear.core.errors import InputError
 from fastlinear.dispatch.backend import check_backend
-from fastlinear.nn.plain_linear import hooked, why_not_linear, why_not_shared
+from fastlinear.nn.diagonal_match import recognise
+from fastlinear.nn.gated_match import is_hooked
+from fastlinear.nn.plain_linear import why_not_linear, why_not_shared
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.diagonal_linear.op import call
 
 _NAME = "fastlinear.nn.DiagonalLinear"
+_BUILD_IT = "Build it directly: fastlinear.nn.DiagonalLinear(features)."
 
 
 class DiagonalLinear(nn.Module):
@@ -70,7 +73,12 @@ class DiagonalLinear(nn.Module):
     def from_layer_scale(cls, scale: nn.Module, *, backend: str | None = None) -> DiagonalLinear:
         """A layer sharing the one parameter of a LayerScale, as timm and transformers have them.
 
-        ``layer(branch, residual=stream)`` then also adds the branch to its stream.
+        ``layer(branch, residual=stream)`` then also adds the branch to its stream. In its
+        ``state_dict`` the parameter is ``weight``, whatever the module calls it: rename the key,
+        ``gamma`` or ``lambda1``, of what was saved before.
+
+        What the module computes is found on a copy of it with other numbers, in training and not;
+        those it holds do not matter, nor whether it writes the result over its input.
 
         Args:
             scale: a module with one parameter of shape (K,) and nothing else, whose forward
@@ -78,17 +86,26 @@ class DiagonalLinear(nn.Module):
             backend: as for the class.
 
         Raises:
-            InputError: it holds anything else, or computes anything else on a sample.
+            InputError: it holds anything else, computes anything else, has hooks, which the layer
+                would not have, or is on the meta device.
         """
         weight = _only_parameter(scale)
-        if hooked(scale):
-            _fail("a module without hooks", f"{type(scale).__name__} with some")
-        sample = torch.linspace(-2, 3, 2 * weight.numel()).view(2, -1).to(weight.detach())
-        with torch.no_grad():
-            found = scale(sample.clone())
-            same = isinstance(found, Tensor) and torch.equal(found, sample * weight)
-        if not same:
-            _fail("a module that multiplies by its parameter", type(scale).__name__)
+        kind = type(scale).__name__
+        if is_hooked(scale):
+            _fail(
+                "a module without hooks of its own, which the layer would not have",
+                f"a {kind} with hooks",
+                "Remove them, convert, and register them on the result.",
+            )
+        if weight.is_meta:
+            _fail(
+                "a parameter with values",
+                f"a {kind} on the meta device",
+                "Convert it after module.to_empty(device=...) or after loading its state_dict.",
+            )
+        found = recognise(scale)
+        if found is None or found.activation != "none":
+            _fail("a module that multiplies by its parameter, trained or not", kind)
         layer = cls(weight.numel(), bias=False, backend=backend, device="meta")
         layer.weight = weight
         layer.train(scale.training)
@@ -156,10 +173,5 @@ def _only_parameter(scale: nn.Module) -> nn.Parameter:
     return parameters[0]
 
 
-def _fail(expected: str, received: str) -> NoReturn:
-    raise InputError(
-        _NAME,
-        expected=expected,
-        received=received,
-        remedy="Build it directly: fastlinear.nn.DiagonalLinear(features).",
-    )
+def _fail(expected: str, received: str, remedy: str = _BUILD_IT) -> NoReturn:
+    raise InputError(_NAME, expected=expected, received=received, remedy=remedy)

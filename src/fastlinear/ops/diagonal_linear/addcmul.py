@@ -15,6 +15,7 @@ from torch import Tensor
 from fastlinear.core.problem import Problem
 from fastlinear.ops.common.activations import LEAKY_RELU_SLOPE
 from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.diagonal_linear import reference
 
 _IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda y: y,
@@ -43,9 +44,13 @@ def forward(
 ) -> Tensor:
     """act(x ∘ w + b) + r: x, residual and out (M, K), weight and bias (K,) → (M, K).
 
-    16-bit dtypes round between the steps, as PyTorch does.
+    bfloat16 rounds between the steps, as PyTorch does; so does float16 on a GPU. On a CPU it
+    computes in float32 and rounds once.
     """
     assert bias is not None
+    more = activation != "none" or residual is not None  # one pass rounds once anyhow
+    if more and reference.widens(x):
+        return reference.forward(x, weight, bias, activation, residual, out)
     y = torch.addcmul(bias, x, weight, out=out)
     in_place = _IN_PLACE.get(activation)
     if in_place is not None:

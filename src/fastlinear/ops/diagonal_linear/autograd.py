@@ -155,6 +155,10 @@ def differentiable(
     _: Callable[..., Any],
 ) -> Gradients:
     """The gradients by torch's own differentiable ops, on what ``DiagonalLinear`` keeps."""
+    if reference.widens(dy):
+        x, weight, bias = (None if t is None else t.float() for t in (x, weight, bias))
+        grads = differentiable(dy.float(), x, weight, bias, activation, needs, _)
+        return reference.rounded(grads, dy.dtype)
     dims = tuple(range(dy.dim() - 1))
     dpre = dy
     if activation != "none":

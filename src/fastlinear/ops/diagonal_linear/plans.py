@@ -83,7 +83,7 @@ def resolved(
     ``unusual`` takes the calls that a plan of ours cannot.
     """
     given = [t for t in (x, weight, bias, residual) if t is not None]
-    own = _native(activation, bias is not None, residual is not None)
+    own = _native(activation, bias is not None, residual is not None or reference.widens(x))
     if x.device.type not in ("cpu", "cuda") or any(t.layout is not torch.strided for t in given):
         return Resolved(own, None, False, None)
     captured = calls.is_captured(x)
@@ -109,9 +109,12 @@ def training_plan(chosen: tuple[Choice, ...], activation: str) -> Plan:
     return applied(training_of(chosen, activation).formula)
 
 
-def _native(activation: str, bias: bool, residual: bool) -> Plan:
-    """PyTorch's own ops, with as little around them as can be."""
-    if residual:
+def _native(activation: str, bias: bool, more: bool) -> Plan:
+    """PyTorch's own ops, with as little around them as can be.
+
+    ``more``: a residual, or float16 that computes in float32.
+    """
+    if more:
         return lambda x, weight, rest: reference.diagonal_linear(
             x, weight, rest[0], activation, rest[1]
         )

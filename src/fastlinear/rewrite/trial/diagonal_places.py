@@ -45,7 +45,7 @@ class Place:
     @property
     def features(self) -> int:
         """K."""
-        return int(self.weight.shape[0])
+        return int(self.weight.shape[-1])
 
 
 def of_module(site: Diagonal, x: Tensor | None, calls: int) -> Place:
@@ -77,7 +77,7 @@ def of_sequence(model: nn.Module, s: Sequence) -> Place:
     x = s.x if s.x.dtype == weight.dtype else None
 
     def before(x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return reference.diagonal_linear(x, weight, bias, s.activation, residual)
+        return reference.by_torch(x, weight, bias, s.activation, residual)
 
     def after(x: Tensor, residual: Tensor | None = None) -> Tensor:
         return diagonal_linear(x, weight, bias, activation=s.activation, residual=residual)
