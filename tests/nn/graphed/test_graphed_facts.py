@@ -38,6 +38,12 @@ class Scaled(nn.Module):
         return x * self.scale
 
 
+class Decorated(Scaled):
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) * self.scale
+
+
 class Counting(Scaled):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -62,6 +68,8 @@ def set_(path: str, value: Any) -> Callable[[nn.Module], None]:
 
 CHANGES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None]]] = {
     "scale": (Scaled, set_("scale", 5)),
+    "scale in a decorated forward": (Decorated, set_("scale", 5)),
+    "scale of a class that inherits": (Counting, set_("scale", 5)),
     "loop": (Scaled, set_("n", 3)),
     "forward": (Scaled, lambda m: setattr(m, "forward", types.MethodType(other, m))),
     "forward, a function": (Scaled, lambda m: setattr(m, "forward", lambda x: m.fc(x) - 4)),
