@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from fastlinear.nn import graph_facts
 from fastlinear.nn.graph_watch import Watch
 from fastlinear.nn.graphed import graphed
 
@@ -215,3 +216,14 @@ def test_zero_and_its_negative_and_types_differ() -> None:
         watch.renew()
         model.scale = type(value)(value)
         assert watch.unchanged(True)
+
+
+def test_where_dicts_have_no_versions_values_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_facts, "_version", lambda _: object())
+    model = Scaled()
+    watch = Watch(model)
+    assert watch.unchanged(True)
+    model.scale = 3.0
+    assert not watch.unchanged(True)
+    watch.renew()
+    assert watch.unchanged(True)
