@@ -82,6 +82,7 @@ class Reads:
                     elif isinstance(member, staticmethod | classmethod):
                         member = member.__func__
                     self.function(member, owner, depth - 1)
+        self.function(getattr(function, "__wrapped__", None), owner, depth - 1)
         space = function.__globals__
         package = str(space.get("__name__", "")).partition(".")[0]
         if package in _OURS or package in sys.stdlib_module_names - {"__main__"}:

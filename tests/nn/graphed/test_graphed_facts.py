@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from fastlinear.nn import graph_facts
 from fastlinear.nn.graph_watch import Watch
 from fastlinear.nn.graphed import graphed
 
@@ -38,6 +39,12 @@ class Scaled(nn.Module):
         return x * self.scale
 
 
+class Decorated(Scaled):
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) * self.scale
+
+
 class Counting(Scaled):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -62,6 +69,8 @@ def set_(path: str, value: Any) -> Callable[[nn.Module], None]:
 
 CHANGES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None]]] = {
     "scale": (Scaled, set_("scale", 5)),
+    "scale in a decorated forward": (Decorated, set_("scale", 5)),
+    "scale of a class that inherits": (Counting, set_("scale", 5)),
     "loop": (Scaled, set_("n", 3)),
     "forward": (Scaled, lambda m: setattr(m, "forward", types.MethodType(other, m))),
     "forward, a function": (Scaled, lambda m: setattr(m, "forward", lambda x: m.fc(x) - 4)),
@@ -207,3 +216,14 @@ def test_zero_and_its_negative_and_types_differ() -> None:
         watch.renew()
         model.scale = type(value)(value)
         assert watch.unchanged(True)
+
+
+def test_where_dicts_have_no_versions_values_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_facts, "_version", lambda _: object())
+    model = Scaled()
+    watch = Watch(model)
+    assert watch.unchanged(True)
+    model.scale = 3.0
+    assert not watch.unchanged(True)
+    watch.renew()
+    assert watch.unchanged(True)
