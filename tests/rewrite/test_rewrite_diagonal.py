@@ -9,6 +9,8 @@ from torch import Tensor, nn
 import fastlinear as fl
 from fastlinear.rewrite.rules import diagonal as rule
 from fastlinear.rewrite.rules.diagonal_sequences import Watch
+from fastlinear.rewrite.trial import diagonals
+from fastlinear.rewrite.trial.diagonal_places import Place, of_sequence
 
 
 class LayerScale(nn.Module):
@@ -72,7 +74,9 @@ class Model(nn.Module):
 
 def test_modules_are_known_by_what_they_compute() -> None:
     found = {d.fqn: d for d in rule.match(Model())}
-    assert sorted(found) == ["diagonal", "fake", "ls1"]
+    assert sorted(found) == ["diagonal", "fake", "ls1", "others.0"]
+    assert found["others.0"].in_place
+    assert found["others.0"].kind == "layer_scale"
     scale, fake, linear = found["ls1"], found["fake"], found["diagonal"]
     assert (scale.kind, scale.activation, scale.weight, scale.bias) == (
         *("layer_scale", "none", "gamma"),
@@ -93,14 +97,14 @@ def test_what_is_put_instead_computes_the_same() -> None:
             parameter.normal_()
     x = torch.randn(5, 64)
     for d in rule.match(model):
-        torch.testing.assert_close(d.instead()(x), d.module(x))
+        torch.testing.assert_close(d.instead()(x), d.module(x.clone()))
 
 
 def test_matching_changes_nothing() -> None:
     model = Model().bfloat16()
     before = {k: v.clone() for k, v in model.state_dict().items()}
     versions = [p._version for p in model.parameters()]
-    assert len(rule.match(model)) == 3
+    assert len(rule.match(model)) == 4
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert [p._version for p in model.parameters()] == versions
 
@@ -110,7 +114,7 @@ def test_hooked_modules_and_nearly_diagonal_linears_are_left_out() -> None:
     model.ls1.register_forward_hook(lambda *_: None)
     with torch.no_grad():
         model.diagonal.weight[0, 1] = 1e-30
-    assert [d.fqn for d in rule.match(model)] == ["fake"]
+    assert [d.fqn for d in rule.match(model)] == ["fake", "others.0"]
 
 
 @pytest.mark.parametrize("mode", ["inference", "train"])
@@ -178,6 +182,129 @@ def test_sequences_are_seen_where_they_run(grad: bool) -> None:
         )
     assert not found
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+class Shaped(nn.Module):
+    """Parameters of shape (1, 1, K), the bias subtracted."""
+
+    def __init__(self, features: int = 64) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.randn(1, 1, features))
+        self.beta = nn.Parameter(torch.randn(1, 1, features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x * self.gamma - self.beta)
+
+
+class Squared(PseudoLinear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square()
+
+
+class Quick(PseudoLinear):
+    def forward(self, x: Tensor) -> Tensor:
+        pre = x * self.scale + self.shift
+        return pre * torch.sigmoid(1.702 * pre)
+
+
+def test_modules_of_other_shapes_and_signs() -> None:
+    module = Shaped()
+    (found,) = rule.match(module)
+    assert (found.activation, found.bias, found.minus, found.features) == (
+        *("relu", "beta"),
+        True,
+        64,
+    )
+    assert found.advice == (
+        "fl.diagonal_linear(x, module.gamma.flatten(), -module.beta.flatten(), activation='relu')"
+    )
+    x = torch.randn(2, 5, 64)
+    torch.testing.assert_close(found.instead()(x), module(x))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_sequences_in_place_of_other_shapes_and_signs(grad: bool) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.branch = nn.Linear(64, 64)
+            self.scale = InPlace(64)
+            self.shaped = Shaped()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.scale(self.branch(x))
+            return x + self.shaped(x)
+
+    model = Block()
+    nn.init.normal_(model.scale.gamma)
+    x = torch.randn(2, 5, 64)
+    with torch.set_grad_enabled(grad), Watch(model) as watch:
+        model(x)
+    found = {s.fqn: s for s in watch.sequences()}
+    assert set(found) == {"scale", "shaped"}
+    scale, shaped = found["scale"], found["shaped"]
+    assert (scale.in_place, scale.residual, scale.ops, scale.span) == (True, True, 2, "")
+    assert (shaped.minus, shaped.activation, shaped.residual, shaped.ops) == (True, "relu", True, 4)
+    place = of_sequence(model, shaped)
+    r = torch.randn_like(x)
+    torch.testing.assert_close(place.after(x, r), place.before(x, r))
+    torch.testing.assert_close(place.before(x, r), r + model.shaped(x))
+    place = of_sequence(model, scale)
+    with torch.set_grad_enabled(grad):
+        for _ in range(2):  # x is as it was
+            torch.testing.assert_close(place.before(x, r), r + x * model.scale.gamma)
+
+
+def test_what_is_added_to_itself_is_no_residual() -> None:
+    class Doubled(LayerScale):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * self.gamma
+            return y + y
+
+    class Over(LayerScale):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + x.mul_(self.gamma)
+
+    for module in (Doubled(64), Over(64)):
+        with torch.no_grad(), Watch(module) as watch:
+            module(torch.randn(5, 64))
+        assert not watch.sequences()
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_what_is_read_detached_is_read(grad: bool) -> None:
+    class Block(LayerScale):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * self.gamma
+            z = torch.relu(y)
+            return z * y.detach().mean()
+
+    module = Block(64)
+    with torch.set_grad_enabled(grad), Watch(module) as watch:
+        module(torch.randn(5, 64))
+    assert not watch.sequences()
+
+
+def test_whole_modules_come_before_sequences_in_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """quick_gelu and relu2 begin as sequences that end before them."""
+    model = nn.Sequential(Squared(64), Quick(64), InPlace(64), Shaped())
+    asked: list[Place] = []
+
+    def of(_: object, place: Place) -> None:
+        asked.append(place)
+
+    monkeypatch.setattr(diagonals._Times, "of", of)
+    config = fl.Config(mode="inference", tune=False, families=("diagonal_linear",))
+    fl.optimize_(model, torch.randn(2, 5, 64), config=config).revert()
+    assert {(p.fqn, p.kind, p.activation) for p in asked} == {
+        ("0", "affine", "relu2"),
+        ("1", "affine", "quick_gelu"),
+        ("2", "layer_scale", "none"),
+        ("3", "affine", "relu"),
+    }
+    x = torch.randn(2, 5, 64)
+    for place in asked:
+        torch.testing.assert_close(place.after(x), place.before(x))
 
 
 def test_sequences_of_real_models_become_findings() -> None:

@@ -32,6 +32,7 @@ class Diagonal:
         weight, bias: names of the parameters; for a linear, weight is the matrix. Those of other
             modules may have shape (1, …, 1, K).
         minus: whether the bias is subtracted.
+        in_place: whether the result is written over x.
     """
 
     fqn: str
@@ -41,6 +42,7 @@ class Diagonal:
     weight: str
     bias: str | None
     minus: bool = False
+    in_place: bool = False
 
     @property
     def features(self) -> int:
@@ -104,12 +106,13 @@ def _found(model: nn.Module) -> Iterator[Diagonal]:
                 yield Diagonal(fqn, module, LINEAR, "none", "weight", bias)
             continue
         found = recognise(module)
-        if found is not None and not found.in_place:
+        if found is not None:
             plain = found.bias is None and found.activation == "none"
             kind = LAYER_SCALE if plain else AFFINE
             yield Diagonal(
                 *(fqn, module, kind, found.activation, found.weight, found.bias),
                 minus=found.minus,
+                in_place=found.in_place,
             )
 
 

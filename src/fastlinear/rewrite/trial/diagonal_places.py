@@ -54,6 +54,11 @@ def of_module(site: Diagonal, x: Tensor | None, calls: int) -> Place:
         x = None
     if x is not None and x.dtype != getattr(site.module, site.weight).dtype:
         x = None  # autocast or promotion decides there what is computed
+    weight: Tensor = getattr(site.module, site.weight)
+    bias: Tensor | None = None if site.bias is None else getattr(site.module, site.bias)
+    before: Callable[..., Tensor] = partial(type(site.module).forward, site.module)
+    if site.in_place:  # over and over on the same x it would leave nothing of it
+        before = _ops(weight, bias, site.minus, site.activation, True)
     return Place(
         site.fqn,
         site.kind,
@@ -62,10 +67,10 @@ def of_module(site: Diagonal, x: Tensor | None, calls: int) -> Place:
         calls,
         x,
         False,
-        getattr(site.module, site.weight),
-        None if site.bias is None else getattr(site.module, site.bias),
+        weight,
+        bias,
         site.activation,
-        partial(type(site.module).forward, site.module),
+        before,
         site.instead(),
     )
 
@@ -76,34 +81,56 @@ def of_sequence(model: nn.Module, s: Sequence) -> Place:
     bias = None if s.bias is None else model.get_parameter(s.bias)
     x = s.x if s.x.dtype == weight.dtype else None
 
-    def before(x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return reference.by_torch(x, weight, bias, s.activation, residual)
-
     def after(x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return diagonal_linear(x, weight, bias, activation=s.activation, residual=residual)
+        w, b = rule.vector(weight), None if bias is None else rule.vector(bias, s.minus)
+        return diagonal_linear(x, w, b, activation=s.activation, residual=residual)
 
     steps = ["scales" if bias is None else "scales and shifts"]
     steps += [] if s.activation == "none" else [f"takes {s.activation} of"]
-    what = f"{' and '.join(steps)} {weight.shape[0]} features"
+    what = f"{' and '.join(steps)} {weight.shape[-1]} features"
     what += ", and adds a residual," if s.residual else ""
     where = s.span or "the model"
     act = "" if s.activation == "none" else f", activation={s.activation!r}"
-    shift = "" if s.bias is None else f", {s.bias}"
+    scale, shift = rule.written(s.weight, weight), ""
+    if s.bias is not None and bias is not None:
+        shift = f", {rule.written(s.bias, bias, s.minus)}"
     rest = ", residual=residual" if s.residual else ""
     return Place(
         s.fqn,
         "sequence",
         f"{where} {what} in {s.ops} ops",
-        f"fl.diagonal_linear(x, {s.weight}{shift}{act}{rest}) in {where}",
+        f"fl.diagonal_linear(x, {scale}{shift}{act}{rest}) in {where}",
         s.calls,
         x,
         s.residual,
         weight,
         bias,
         s.activation,
-        before,
+        _ops(weight, bias, s.minus, s.activation, s.in_place),
         after,
     )
+
+
+def _ops(
+    weight: Tensor, bias: Tensor | None, minus: bool, activation: str, in_place: bool
+) -> Callable[..., Tensor]:
+    """PyTorch's ops as a model runs them; a product over x goes to memory that is there as well,
+    and leaves x as it is. In training autograd keeps a copy of such an x: it is no cheaper then."""
+    kept: list[Tensor] = []
+
+    def run(x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if in_place and not torch.is_grad_enabled():
+            if not kept:
+                kept.append(torch.empty_like(x))
+            y = torch.mul(x, weight, out=kept[0])
+        else:
+            y = x * weight
+        if bias is not None:
+            y = y - bias if minus else y + bias
+        y = reference.activated(y, activation)
+        return y if residual is None else residual + y
+
+    return run
 
 
 def problem_of_place(place: Place, train: bool) -> Problem:

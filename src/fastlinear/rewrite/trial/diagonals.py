@@ -54,8 +54,11 @@ def find(work: Work) -> None:
         return
     sites = rule.match(work.model)
     seen, sequences = _observed(work, sites)
+    # a sequence that lies in a module is part of what that computes; a module whose result a
+    # sequence goes on with is part of that
+    modules = {d.fqn for d in sites}
+    sequences = [s for s in sequences if s.span != s.fqn or s.fqn not in modules]
     inside = {s.fqn for s in sequences}
-    # a module whose result a sequence goes on with is part of that
     places: list[Place] = [
         *(of_sequence(work.model, s) for s in sequences),
         *(of_module(d, seen[d.fqn].x, seen[d.fqn].calls) for d in sites if d.fqn not in inside),
