@@ -91,7 +91,7 @@ def may_run_twice(parent: nn.Module, before: list[Node]) -> bool:
     """Whether what runs before a loop may, as it does where the parts turn out to be of another
     number and the class's own forward begins anew: nothing there writes, draws or is hooked."""
     for node in before:
-        if _may_write(parent, node) or _draws(node):
+        if may_write(parent, node) or _draws(node):
             return False
         if node.op == "call_module":
             module = parent.get_submodule(str(node.target))
@@ -132,12 +132,13 @@ def _written(
             continue
         if node.all_input_nodes and fresh.issuperset(node.all_input_nodes):
             fresh.add(node)
-        elif _may_write(parent, node):
+        elif may_write(parent, node):
             return True
     return False
 
 
-def _may_write(parent: nn.Module, node: Node) -> bool:
+def may_write(parent: nn.Module, node: Node) -> bool:
+    """Whether a step of a traced forward may write to what it reads."""
     target: Any = node.target
     if node.op == "call_method":
         return str(target).endswith("_")
