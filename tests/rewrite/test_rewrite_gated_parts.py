@@ -373,6 +373,9 @@ def test_what_cannot_be_one_call_is_left_alone(make: Any, clock: Any) -> None:
     assert result.kept == 0
     assert all("forward" not in vars(m) for m in model.modules())
     assert torch.equal(model(x.clone()), plain(x.clone()))
+    (found,) = [f for f in result.findings if f.code == "gated_mlp"]
+    assert LEFT[make] in found.message, found.message
+    assert found.fqn == "0"
 
 
 class Both(Inline):

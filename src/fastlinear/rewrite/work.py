@@ -56,6 +56,7 @@ class Work:
         groups: what a run shows of layers that could be one, once it was watched for that.
         traces: module → what the trace of its forward offers, or why there is none.
         gates: the gated MLPs in forwards that do more, once they were looked for.
+        gates_left: why gated MLPs may not become one call, by the first of their linears.
         left_alone: why such layers are not rewritten, by the first of them.
     """
 
@@ -79,6 +80,7 @@ class Work:
     groups: Any = None
     traces: dict[str, Any] = field(default_factory=dict)
     gates: Any = None
+    gates_left: dict[str, str] = field(default_factory=dict)
     left_alone: dict[str, str] = field(default_factory=dict)
 
     def settle(self, fqn: str, status: str, code: str, reason: str, **facts: Any) -> None:

@@ -17,6 +17,7 @@ from fastlinear.rewrite.match.eligible import Refusal
 from fastlinear.rewrite.match.gates import Gate
 from fastlinear.rewrite.match.parent import Fusable, gates_seen
 from fastlinear.rewrite.rules import gated as rule
+from fastlinear.rewrite.rules.gated import GatedSite
 from fastlinear.rewrite.trial.parents import traced
 from fastlinear.rewrite.work import Work
 
@@ -41,10 +42,33 @@ class Part:
         return tuple(f"{self.fqn}.{n}" if self.fqn else n for n in gate.gated.names)
 
 
+def sites_of(work: Work) -> list[GatedSite]:
+    """Every gated MLP of the model that is seen, whether it may be rewritten or not: modules, and
+    parts of forwards."""
+    found = rule.match(work.model)
+    known = {site.names[0] for site in found}
+    for part in parts(work):
+        if part.names(part.gate)[0] in known:
+            continue
+        known.add(part.names(part.gate)[0])
+        half = part.gate.half
+        whole = half is None or not _kept(work, part.names(half)[0])
+        gate = part.gate if whole or _kept(work, part.names(part.gate)[-1]) else half
+        assert gate is not None
+        glu = len((half or part.gate).end.all_input_nodes) == 1
+        found.append(GatedSite(part.fqn, part.parent, gate.gated, part=True, glu=glu))
+    return found
+
+
+def _kept(work: Work, name: str) -> bool:
+    outcome = work.outcomes.get(name)
+    return outcome is not None and (outcome.rule, outcome.status) == (NAME, "kept")
+
+
 def gated_chains(
     work: Work, candidates: Mapping[str, Candidate], taken: Iterable[str]
 ) -> list[Chain]:
-    """What may become one call of ``gated_mlp``; ``work.left_alone`` says why of the others.
+    """What may become one call of ``gated_mlp``; ``work.gates_left`` says why of the others.
 
     Args:
         work: the optimization under way.
@@ -54,7 +78,9 @@ def gated_chains(
     sites = {s.fqn: s for s in work.profile.sites}
     backend, gone = work.config.backends.get(NAME), set(taken)
     found: list[Chain] = []
-    for chain in rule.chains(work.model, candidates, sites, work.arguments, backend=backend):
+    left = work.gates_left
+    known = work.model, candidates, sites, work.arguments
+    for chain in rule.chains(*known, backend=backend, left_alone=left):
         if not gone & set(chain.names):
             found.append(chain)
             gone.update(chain.names)
@@ -68,10 +94,11 @@ def gated_chains(
             if not isinstance(made, str):
                 break
         if isinstance(made, str):
-            work.left_alone[part.names(part.gate)[0]] = made
+            left[part.names(part.gate)[0]] = made
         else:
             found.append(made)
             gone.update(made.names)
+            left.pop(made.names[0], None)
     return found
 
 
