@@ -126,7 +126,8 @@ def _written(
 ) -> bool:
     """Whether something between the first and the last may write to what they read."""
     start, stop = order.index(linears[names[0]]), order.index(linears[names[-1]])
-    fresh = set(linears.values())  # linears' outputs, and what is made of nothing but those
+    # linears' outputs but those they read, and what is made of nothing but those
+    fresh = set(linears.values()) - _behind(linears[name] for name in names)
     for node in order[start + 1 : stop]:
         if node in fresh:
             continue
@@ -135,6 +136,18 @@ def _written(
         elif may_write(parent, node):
             return True
     return False
+
+
+def _behind(nodes: Iterable[Node]) -> set[Node]:
+    """What these nodes' inputs are made of, the inputs included."""
+    found: set[Node] = set()
+    left = [value for node in nodes for value in node.all_input_nodes]
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left += node.all_input_nodes
+    return found
 
 
 def may_write(parent: nn.Module, node: Node) -> bool:
