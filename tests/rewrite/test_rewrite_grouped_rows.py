@@ -268,6 +268,22 @@ def test_what_is_written_between_layers_is_looked_at() -> None:
     assert found(Heads()) == [tuple(f"heads.{i}" for i in range(4))]
     assert found(Written()) == []
 
+    class Own(nn.Module):
+        """Writes to the value that two linears read, the output of a third."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.p, self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.p(x)
+            q = self.q(h)
+            h.add_(1.0)
+            y: Tensor = q + self.k(h)
+            return y
+
+    assert found(Own()) == []
+
 
 class Twice(nn.Module):
     """Calls its attention twice, once by keyword, and drops between."""
@@ -302,7 +318,7 @@ def test_rows_and_activations_of_one_parent_are_one_forward(clock: Any) -> None:
             self.q, self.k, self.up = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
 
         def forward(self, x: Tensor) -> Tensor:
-            return F.gelu(self.up(self.q(x) * self.k(x)))
+            return F.gelu(self.up(self.q(x) + self.k(x)))
 
     clock(FAST)
     model, x = Both().train(), torch.randn(9, 8)

@@ -54,6 +54,9 @@ class Work:
         arguments: module → what its first call was given, tensors left out.
         filter_fn: the caller's say on every module; False leaves it alone.
         groups: what a run shows of layers that could be one, once it was watched for that.
+        traces: module → what the trace of its forward offers, or why there is none.
+        gates: the gated MLPs in forwards that do more, once they were looked for.
+        gates_left: why gated MLPs may not become one call, by the first of their linears.
         left_alone: why such layers are not rewritten, by the first of them.
     """
 
@@ -75,6 +78,9 @@ class Work:
     arguments: dict[nn.Module, Observed] = field(default_factory=dict)
     filter_fn: FilterFn | None = None
     groups: Any = None
+    traces: dict[str, Any] = field(default_factory=dict)
+    gates: Any = None
+    gates_left: dict[str, str] = field(default_factory=dict)
     left_alone: dict[str, str] = field(default_factory=dict)
 
     def settle(self, fqn: str, status: str, code: str, reason: str, **facts: Any) -> None:

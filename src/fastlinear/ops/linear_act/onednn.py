@@ -117,6 +117,11 @@ def forget_packed() -> None:
     _packs.clear()
 
 
+def is_post_op(activation: str) -> bool:
+    """Whether oneDNN's product computes the activation in its epilogue, in inference."""
+    return activation in _POST_OPS  # without relu: see product
+
+
 def product(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save_pre: bool
 ) -> tuple[Tensor, Tensor | None]:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from fastlinear.nn.gated_match import Gated, weights_of
+from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.gated_mlp.op import call, gated_linear, gated_mlp
-from fastlinear.ops.gated_mlp.stacking import Biases, Weights
+from fastlinear.ops.gated_mlp.stacking import Biases, Weights, split_pre
 from fastlinear.profile.graph import Observed
 from fastlinear.rewrite.exchange.forwards import (
     PLAIN_LINEARS,
     Forward,
     hooked_globally,
     is_hooked,
+    weight_and_bias,
 )
 from fastlinear.rewrite.exchange.guard import guarded
 
@@ -41,17 +43,59 @@ def call_gated(
     x: Tensor, weights: Weights, biases: Biases, gated: Gated, backend: str | None
 ) -> Tensor:
     """``gated_mlp`` or ``gated_linear`` as one of torch's functions: (..., K) → (..., N)."""
-    name = "gated_linear" if gated.down is None else "gated_mlp"
+    return _call(x, weights, biases, gated.activation, gated.order, backend)
+
+
+def call_gate(
+    parent: nn.Module,
+    paths: Sequence[Sequence[str] | None],
+    x: Tensor,
+    activation: str,
+    order: str,
+    backend: str | None,
+) -> Tensor:
+    """The gated MLP in the forward of a rewritten parent: (..., K) → (..., N). ``paths`` lead from
+    the parent to gate, up and down projection, None for one that is not there.
+
+    Only while every one is a plain linear without hooks; otherwise each is called by itself.
+    """
+    layers = [None if path is None else _at(parent, path) for path in paths]
+    plain = not hooked_globally() and all(
+        layer is None or (type(layer) in PLAIN_LINEARS and not is_hooked(layer.__dict__))
+        for layer in layers
+    )
+    if plain:
+        held = [(None, None) if layer is None else weight_and_bias(layer) for layer in layers]
+        weights, biases = zip(*held, strict=True)
+        return _call(x, Weights(*weights), Biases(*biases), activation, order, backend)
+    gate, up, down = layers
+    assert gate is not None
+    opened, factor = split_pre((gate(x), None if up is None else up(x)), order)
+    h: Tensor = activation_of(activation).value(opened) * factor
+    return h if down is None else down(h)  # type: ignore[no-any-return]
+
+
+def _at(parent: nn.Module, path: Sequence[str]) -> nn.Module:
+    found: Any = parent
+    for name in path:
+        found = found._modules[name]
+    return found  # type: ignore[no-any-return]
+
+
+def _call(
+    x: Tensor, weights: Weights, biases: Biases, activation: str, order: str, backend: str | None
+) -> Tensor:
+    name = "gated_linear" if weights.down is None else "gated_mlp"
     if not has_torch_function_unary(x):
-        return call(x, weights, biases, gated.activation, gated.order, None, backend, name)
+        return call(x, weights, biases, activation, order, None, backend, name)
     how: dict[str, Any] = {
-        "activation": gated.activation,
-        "stacked": None if gated.order == "apart" else gated.order,
+        "activation": activation,
+        "stacked": None if order == "apart" else order,
         "backend": backend,
     }
     function: Callable[..., Tensor] = gated_linear
     given: tuple[Any, ...] = (x, weights.gate, weights.up, biases.gate, biases.up)
-    if gated.down is not None:
+    if weights.down is not None:
         function, given = gated_mlp, (x, *weights, *biases)
     y: Tensor = handle_torch_function(function, (x,), *given, **how)
     return y

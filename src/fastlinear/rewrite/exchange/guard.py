@@ -43,8 +43,9 @@ def guarded(
         parent: the traced module; the result holds no reference to it.
         traced: (parent, tensors in order) → what the forward returns.
         observed: the arguments the trace holds for.
-        passed_over: activations and sleeping dropouts inside the parent that ``traced`` does not
-            call. It is used only while they are of the same class, without hooks and set as now.
+        passed_over: activations, sleeping dropouts and Sequentials inside the parent that
+            ``traced`` does not call. It is used only while they are of the same class, without
+            hooks, set as now and with children of the same names.
         counts: whether ``traced`` may raise ``Unlike``.
     """
     args, kwargs = observed.arguments()
@@ -104,6 +105,7 @@ class _PassedOver:
     path: tuple[str, ...]
     kind: type
     settings: tuple[tuple[str, Any], ...]
+    children: tuple[str, ...]
 
     @staticmethod
     def of(parent: nn.Module, path: str) -> _PassedOver:
@@ -113,7 +115,8 @@ class _PassedOver:
         settings = tuple(
             (n, v) for n, v in simple if n[0] != "_" and (n != "training" or mode_counts)
         )
-        return _PassedOver(tuple(path.split(".")), type(module), settings)
+        children = tuple(module._modules)
+        return _PassedOver(tuple(path.split(".")), type(module), settings, children)
 
     def unchanged(self, parent: nn.Module) -> bool:
         module: Any = parent
@@ -123,6 +126,8 @@ class _PassedOver:
                 return False
         own = module.__dict__
         if type(module) is not self.kind or "forward" in own or any(own[h] for h in _HOOKS):
+            return False
+        if tuple(own["_modules"]) != self.children:
             return False
         return all(same(own.get(n, MISSING), v) for n, v in self.settings)
 

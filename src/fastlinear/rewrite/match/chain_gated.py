@@ -1,7 +1,9 @@
-"""The linears of a module that computes a gated MLP, as one call of ``gated_mlp``."""
+"""Linears that compute a gated MLP, as one call of ``gated_mlp``: those of a module, or of a part
+of a parent's forward."""
 
 from __future__ import annotations
 
+from abc import ABC
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from fastlinear.core.problem import Problem
-from fastlinear.nn.gated_match import Gated, weights_of
+from fastlinear.nn.gated_match import Gated
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.gated_mlp import reference
 from fastlinear.ops.gated_mlp.problem import NAME
@@ -20,20 +22,15 @@ from fastlinear.rewrite.exchange.gated_forward import call_gated, gated_forward
 from fastlinear.rewrite.exchange.swap import Swap
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.chain import Chain
+from fastlinear.rewrite.match.gates import Gate
+from fastlinear.rewrite.match.parent import Fusable
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class GatedChain(Chain):
-    """Gate, up and down projection, as ``gated`` names them, of the module whose forward is
-    exchanged.
-
-    Attributes:
-        gated: how the module computes a gated MLP.
-        observed: its arguments in one call: one tensor.
-    """
+class _Gates(Chain, ABC):
+    """Gate, up and down projection, as ``gated`` names them: its members, in that order."""
 
     gated: Gated
-    observed: Observed
 
     @property
     def rule(self) -> str:
@@ -45,10 +42,12 @@ class GatedChain(Chain):
         """What it is, in a sentence."""
         return f"its gated MLP of {len(self.members)} linears"
 
-    @property
-    def title(self) -> str:
-        """The module's name."""
-        return repr(self.fqn)
+    def _held(self) -> tuple[Weights, Biases]:
+        tensors = iter(zip(*self._tensors(), strict=True))
+        layers = self.gated.gate, self.gated.up, self.gated.down
+        held = [(None, None) if name is None else next(tensors) for name in layers]
+        weights, biases = zip(*held, strict=True)
+        return Weights(*weights), Biases(*biases)
 
     def _problem(self, x: Tensor) -> Problem:
         dtype = self.calls.autocast
@@ -56,21 +55,11 @@ class GatedChain(Chain):
         def cast(t: Tensor | None) -> Any:
             return None if t is None else t.detach() if dtype is None else t.detach().to(dtype)
 
-        weights, biases = weights_of(self.module, self.gated)
+        weights, biases = self._held()
         rows = cast(x).reshape(-1, x.shape[-1])
         held = Weights(*map(cast, weights)), Biases(*map(cast, biases))
         names = self.gated.activation, self.gated.order
         return problem_of(rows, *held, *names, None, self.calls.grad)
-
-    def swap(self) -> Swap:
-        """The forward to exchange."""
-        made = gated_forward(self.module, self.gated, self.observed, self.backend)
-        return Swap(self.fqn, self.module, made)
-
-    def before(self, x: Tensor) -> Tensor:
-        """What the model did with the module's input."""
-        y: Tensor = type(self.module).forward(self.module, x)
-        return y
 
     def layers(self, x: Tensor, rewritten: Mapping[str, Candidate]) -> Tensor:
         """The layers one by one, those in ``rewritten`` (by name) as it has them."""
@@ -89,7 +78,7 @@ class GatedChain(Chain):
 
     def after(self, x: Tensor) -> Tensor:
         """One call of ``gated_mlp``."""
-        return call_gated(x, *weights_of(self.module, self.gated), self.gated, self.backend)
+        return call_gated(x, *self._held(), self.gated, self.backend)
 
     def exact(self, x: Tensor, parameters: dict[str, Tensor]) -> Tensor:
         """The same by differentiable torch ops on other values, for the oracle in float64."""
@@ -102,3 +91,47 @@ class GatedChain(Chain):
         weights = Weights(*(held(name, "dW") for name in layers))
         biases = Biases(*(held(name, "db") for name in layers))
         return reference.gated_mlp(x, weights, biases, self.activation, self.gated.order)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class GatedChain(_Gates):
+    """The linears of a module that is a gated MLP, and whose forward is exchanged.
+
+    Attributes:
+        gated: how the module computes it.
+        observed: its arguments in one call: one tensor.
+    """
+
+    observed: Observed
+
+    @property
+    def title(self) -> str:
+        """The module's name."""
+        return repr(self.fqn)
+
+    def swap(self) -> Swap:
+        """The forward to exchange."""
+        made = gated_forward(self.module, self.gated, self.observed, self.backend)
+        return Swap(self.fqn, self.module, made)
+
+    def before(self, x: Tensor) -> Tensor:
+        """What the model did with the module's input."""
+        y: Tensor = type(self.module).forward(self.module, x)
+        return y
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class GatedPart(_Gates):
+    """A gated MLP in the traced forward of a parent, the module whose forward is exchanged.
+
+    Attributes:
+        gate: where it is in that forward.
+        fusable: the parent's trace; it builds one forward for all that is fused in it.
+    """
+
+    gate: Gate
+    fusable: Fusable
+
+    def before(self, x: Tensor) -> Tensor:
+        """What the model did with the value that both halves read."""
+        return self.layers(x, {})

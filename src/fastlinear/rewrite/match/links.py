@@ -20,9 +20,11 @@ from fastlinear.rewrite.exchange.forwards import (
     call_fused_conv1d,
     call_fused_linear,
 )
+from fastlinear.rewrite.exchange.gated_forward import call_gate
 from fastlinear.rewrite.exchange.parts import call_parts
 from fastlinear.rewrite.exchange.row_forward import call_row
 from fastlinear.rewrite.match.eligible import linear_kind, refuse_module
+from fastlinear.rewrite.match.gates import Gate, Gates, nodes_of
 from fastlinear.rewrite.match.rows import Loop, loops_of, rows_of
 
 _DROPOUTS = {F.dropout: "training", torch.dropout: "train"}
@@ -82,6 +84,7 @@ class Links:
             if user is not None and found is not None:
                 self.pairs[name] = user, found
         self._loops: dict[tuple[str, ...], Loop] = {}
+        self._gates: Gates | None = None
         self._links = {name: self._link(node) for name, node in self._linears.items()}
 
     def runs(self, allowed: Container[str]) -> list[Run]:
@@ -115,6 +118,12 @@ class Links:
         self._loops |= {loop.names: loop for loop in found}
         return [loop.names for loop in found]
 
+    def gates(self) -> Gates:
+        """The gated MLPs there are."""
+        if self._gates is None:
+            self._gates = Gates(self.parent, self.graph, self._activation, self._passes)
+        return self._gates
+
     def _cut(self, row: list[str]) -> list[Run]:
         """Runs of equal hidden activations in a row of linears."""
         best: tuple[int, int] = (0, 0)
@@ -140,9 +149,11 @@ class Links:
         chain_backend: str | None,
         rows: Sequence[tuple[str, ...]] = (),
         fast: bool = False,
+        gates: Sequence[Gate] = (),
+        gate_backend: str | None = None,
     ) -> tuple[torch.fx.Graph, tuple[str, ...]]:
-        """The graph with these pairs, runs and rows as fused calls, its first argument the parent,
-        and the activations and dropouts that it no longer calls."""
+        """The graph with these pairs, runs, rows and gates as fused calls, its first argument the
+        parent, and the activations and dropouts that it no longer calls."""
         graph = torch.fx.Graph()
         root = graph.placeholder("parent")
         copies: dict[Node, Node] = {}
@@ -152,9 +163,19 @@ class Links:
         for run in runs:
             done |= dict.fromkeys(self._nodes(run), run.linears[0])
         passed_over = []
+        gated = nodes_of(gates)
+        wanted: tuple[Any, ...]
         for node in self.graph.nodes:
             name = str(node.target)
-            if node in copies:
+            if node in gated:
+                gate = gated[node]
+                if node is gate.first:
+                    wanted = _given_to_gate(gate, root, copies[gate.given], gate_backend)
+                    copies[node] = graph.call_function(call_gate, wanted)
+                copies[node] = copies[gate.first]
+                if node.op == "call_module" and name not in gate.gated.names:
+                    passed_over += self._not_called(name)
+            elif node in copies:
                 continue  # a linear that the first of its row has computed
             if node.op == "output":
                 graph.output(torch.fx.node.map_arg(node.args[0], lambda n: copies[n]))
@@ -177,7 +198,7 @@ class Links:
                 paths = tuple(tuple(n.split(".")) for n in run.linears)
                 names = run.activation, run.final_activation
                 how = (*names, chain_backend, fast)
-                wanted: tuple[Any, ...] = (root, paths, copies[node.args[0]], *how)
+                wanted = (root, paths, copies[node.args[0]], *how)
                 copies[node] = graph.call_function(call_fused_chain, wanted)
             elif node.op == "call_module" and name in pairs:
                 conv1d = linear_kind(self.parent.get_submodule(name)) == "conv1d"
@@ -189,6 +210,12 @@ class Links:
             else:
                 copies[node] = graph.node_copy(node, lambda n: copies[n])
         return graph, tuple(dict.fromkeys(passed_over))
+
+    def _not_called(self, name: str) -> list[str]:
+        """What a gated MLP does not call of a child: the child, and the activations in it."""
+        children = self.parent.get_submodule(name)._modules.items()
+        inner = [n for n, m in children if m is not None and linear_kind(m) is None]
+        return [name, *(f"{name}.{n}" for n in inner)]
 
     def _nodes(self, run: Run) -> list[Node]:
         """The nodes that one call replaces, the first linear's left out."""
@@ -256,6 +283,12 @@ class Links:
         else:
             return None
         return None if found is None else found.name
+
+
+def _given_to_gate(gate: Gate, root: Node, x: Node, backend: str | None) -> tuple[Any, ...]:
+    held = gate.gated.gate, gate.gated.up, gate.gated.down
+    paths = tuple(None if name is None else tuple(name.split(".")) for name in held)
+    return root, paths, x, gate.gated.activation, gate.gated.order, backend
 
 
 def _only_user(node: Node) -> Node | None:

@@ -21,6 +21,7 @@ from fastlinear.rewrite.exchange.guard import guarded
 from fastlinear.rewrite.exchange.parts import exactly
 from fastlinear.rewrite.exchange.traceable import why_not, why_not_arguments
 from fastlinear.rewrite.match.eligible import Refusal, refuse_module
+from fastlinear.rewrite.match.gates import Gate, Gates
 from fastlinear.rewrite.match.links import Links, Run
 from fastlinear.rewrite.match.rows import may_run_twice
 
@@ -34,15 +35,17 @@ class Fusable:
         runs: names of linears that may take part → the chains among them.
         rows: the same → those among them that read one value.
         loops: the same → those that read the parts of one value, by part.
+        gates: the gated MLPs there are.
         build: pairs to fuse and a forced backend or None, then chains to fuse and theirs, then
-            rows and loops to fuse, and whether chains may multiply fast → the new forward of the
-            parent.
+            rows and loops to fuse, whether chains may multiply fast, gated MLPs and theirs → the
+            new forward of the parent.
     """
 
     pairs: dict[str, str]
     runs: Callable[[Container[str]], list[Run]]
     rows: Callable[[Container[str]], list[tuple[str, ...]]]
     loops: Callable[[Container[str]], list[tuple[str, ...]]]
+    gates: Callable[[], Gates]
     build: Callable[..., Forward]
 
 
@@ -81,13 +84,16 @@ def fusable(
         chain_backend: str | None = None,
         rows: Sequence[tuple[str, ...]] = (),
         fast: bool = False,
+        gates: Sequence[Gate] = (),
+        gate_backend: str | None = None,
     ) -> Forward:
-        fused, passed_over = links.fused(pairs, backend, runs, chain_backend, rows, fast)
+        more = rows, fast, gates, gate_backend
+        fused, passed_over = links.fused(pairs, backend, runs, chain_backend, *more)
         counts = any(node.target is exactly for node in fused.nodes)
         return guarded(parent, _function_of(fused), observed, passed_over, counts)
 
     pairs = {name: act for name, (_, act) in links.pairs.items()}
-    return Fusable(pairs, links.runs, links.rows, links.loops, build)
+    return Fusable(pairs, links.runs, links.rows, links.loops, links.gates, build)
 
 
 def _function_of(graph: torch.fx.Graph) -> Callable[..., Any]:
@@ -97,3 +103,12 @@ def _function_of(graph: torch.fx.Graph) -> Callable[..., Any]:
     exec(compile(code.src, "<fastlinear rewrite>", "exec"), scope)
     function: Callable[..., Any] = scope["forward"]
     return lambda parent, *tensors: function(parent, parent, *tensors)
+
+
+def gates_seen(parent: nn.Module, observed: Observed) -> list[Gate]:
+    """The gated MLPs in a forward that must not be rewritten; none where it cannot be traced."""
+    try:
+        graph = trace(parent, observed, runnable=True)
+    except Untraceable:
+        return []
+    return Links(parent, graph, {}).gates().found

@@ -91,7 +91,7 @@ def may_run_twice(parent: nn.Module, before: list[Node]) -> bool:
     """Whether what runs before a loop may, as it does where the parts turn out to be of another
     number and the class's own forward begins anew: nothing there writes, draws or is hooked."""
     for node in before:
-        if _may_write(parent, node) or _draws(node):
+        if may_write(parent, node) or _draws(node):
             return False
         if node.op == "call_module":
             module = parent.get_submodule(str(node.target))
@@ -126,18 +126,32 @@ def _written(
 ) -> bool:
     """Whether something between the first and the last may write to what they read."""
     start, stop = order.index(linears[names[0]]), order.index(linears[names[-1]])
-    fresh = set(linears.values())  # linears' outputs, and what is made of nothing but those
+    # linears' outputs but those they read, and what is made of nothing but those
+    fresh = set(linears.values()) - _behind(linears[name] for name in names)
     for node in order[start + 1 : stop]:
         if node in fresh:
             continue
         if node.all_input_nodes and fresh.issuperset(node.all_input_nodes):
             fresh.add(node)
-        elif _may_write(parent, node):
+        elif may_write(parent, node):
             return True
     return False
 
 
-def _may_write(parent: nn.Module, node: Node) -> bool:
+def _behind(nodes: Iterable[Node]) -> set[Node]:
+    """What these nodes' inputs are made of, the inputs included."""
+    found: set[Node] = set()
+    left = [value for node in nodes for value in node.all_input_nodes]
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left += node.all_input_nodes
+    return found
+
+
+def may_write(parent: nn.Module, node: Node) -> bool:
+    """Whether a step of a traced forward may write to what it reads."""
     target: Any = node.target
     if node.op == "call_method":
         return str(target).endswith("_")

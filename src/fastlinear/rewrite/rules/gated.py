@@ -1,4 +1,5 @@
-"""The rule of gated_mlp: modules that compute a gated MLP on linear layers of their own.
+"""The rule of gated_mlp: modules that compute a gated MLP on linear layers of their own, and
+nothing else. Those in forwards that do more are found in their traces (see ``match.gates``).
 
 It only matches; nothing here changes a model or measures anything. What a module computes is found
 on a small copy of it in float64, not by its name.
@@ -8,11 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastlinear.nn.gated_match import Gated, recognise, weights_of
-from fastlinear.ops.gated_mlp.stacking import hidden, out_features
+from fastlinear.nn.gated_match import Gated, recognise
+from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.gated_mlp.stacking import Biases, Weights, hidden, out_features, split_pre
+from fastlinear.profile.effects import class_forward
 from fastlinear.profile.graph import TENSOR, Observed
 from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.exchange.gated_forward import call_gated
@@ -23,9 +28,7 @@ from fastlinear.rewrite.match.chain_gated import GatedChain
 from fastlinear.rewrite.match.eligible import refuse_linear, refuse_module
 from fastlinear.rewrite.rules.grouped_chains import why_not_traced
 
-# Numbers of hidden size that pass over memory between the products: the activation (2) and the gate
-# (3); backward the gate's two gradients (6) and the activation's (3); against one pass each way.
-_PASSES = {"inference": (5, 3), "train": (14, 9)}
+DROPS = "in training it drops what the gate lets through"
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,19 +36,63 @@ class GatedSite:
     """A module that computes a gated MLP, or a gated linear layer.
 
     Attributes:
-        fqn, module: the module.
-        gated: how it computes it.
+        fqn, module: the module, or that whose forward computes it beside other things.
+        gated: how it is computed.
+        part: whether the module does more.
+        glu: whether PyTorch's own ``glu`` computes it.
     """
 
     fqn: str
     module: nn.Module
     gated: Gated
+    part: bool = False
+    glu: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its linears by their names in the model."""
+        return tuple(f"{self.fqn}.{n}" if self.fqn else n for n in self.gated.names)
+
+    @property
+    def layers(self) -> tuple[nn.Module, ...]:
+        """Its linears."""
+        return tuple(self.module.get_submodule(name) for name in self.gated.names)
+
+    @property
+    def held(self) -> tuple[Weights, Biases]:
+        """Its parameters, as they are now."""
+        names = self.gated.gate, self.gated.up, self.gated.down
+        layers: list[Any] = [None if n is None else self.module.get_submodule(n) for n in names]
+        return (
+            Weights(*(None if a is None else a.weight for a in layers)),  # type: ignore[arg-type]
+            Biases(*(None if a is None else a.bias for a in layers)),
+        )
 
     @property
     def sizes(self) -> tuple[int, int, int]:
         """K, H and N (H without a down projection)."""
-        weights, _ = weights_of(self.module, self.gated)
+        weights, _ = self.held
         return weights.gate.shape[1], hidden(weights), out_features(weights)
+
+    def before(self, x: Tensor) -> Tensor:
+        """What the module does with the value that both halves read; hooks of layers are not
+        run."""
+        if not self.part:
+            y: Tensor = self.module.forward(x)
+            return y
+        gated, layers = self.gated, list(self.layers)
+
+        def call(layer: nn.Module, x: Tensor) -> Tensor:
+            return type(layer).forward(layer, x)  # type: ignore[no-any-return]
+
+        first = call(layers.pop(0), x)
+        second = None if gated.up is None else call(layers.pop(0), x)
+        if self.glu:
+            h = F.glu(first, -1)
+        else:
+            gate, up = split_pre((first, second), gated.order)
+            h = activation_of(gated.activation).value(gate) * up
+        return call(layers.pop(0), h) if gated.down is not None else h
 
     def instead(self) -> Callable[[Tensor], Tensor] | None:
         """The same by ``gated_mlp``, on the module's own parameters as they are at each call; None
@@ -53,12 +100,7 @@ class GatedSite:
         gated = self.gated
         if gated.dropout and self.module.training:
             return None
-        return lambda x: call_gated(x, *weights_of(self.module, gated), gated, None)
-
-    def passes(self, mode: str) -> tuple[int, int]:
-        """Numbers of hidden size, for each token, that PyTorch's own operations between the
-        products read and write, and that one fused pass each way does."""
-        return _PASSES[mode]
+        return lambda x: call_gated(x, *self.held, gated, None)
 
     @property
     def products(self) -> str:
@@ -71,8 +113,11 @@ class GatedSite:
 
     @property
     def advice(self) -> str:
-        """The line that puts one in the module's place."""
-        return "fl.nn.GatedMLP.from_module(module)"
+        """What puts one in the module's place."""
+        if not self.part:
+            return "fl.nn.GatedMLP.from_module(module)"
+        name = "gated_linear" if self.gated.down is None else "gated_mlp"
+        return f"fl.{name} on the parameters of {', '.join(self.gated.names)}"
 
 
 def chains(
@@ -82,6 +127,7 @@ def chains(
     arguments: Mapping[nn.Module, Observed],
     *,
     backend: str | None,
+    left_alone: dict[str, str],
 ) -> list[GatedChain]:
     """The gated MLPs of a model that may become one call.
 
@@ -91,36 +137,55 @@ def chains(
         sites: what the profile says about each linear.
         arguments: what modules were called with.
         backend: a forced backend of gated_mlp, or None.
+        left_alone: filled with why the others may not, by the first of their linears.
     """
     found = []
     for site in match(model):
         observed = arguments.get(site.module)
-        prefix = f"{site.fqn}." if site.fqn else ""
-        names = [prefix + name for name in site.gated.names]
-        if (
-            observed is None
-            or observed.arguments() != ((TENSOR,), {})
-            or why_not(site.module) is not None
-            or why_not_traced(site.module, observed) is not None
-            or (site.gated.dropout and site.module.training)
-            or not all(n in candidates and sites[n].parent_fqn == site.fqn for n in names)
-        ):
+        reason = _why_not(site, candidates, sites, observed)
+        if reason is not None:
+            left_alone[site.names[0]] = reason
             continue
-        members = tuple(candidates[n] for n in names)
-        if one_pass(members) and all_different(members):
-            found.append(
-                GatedChain(
-                    fqn=site.fqn,
-                    module=site.module,
-                    members=members,
-                    activation=site.gated.activation,
-                    final_activation="none",
-                    backend=backend,
-                    gated=site.gated,
-                    observed=observed,
-                )
+        assert observed is not None
+        found.append(
+            GatedChain(
+                fqn=site.fqn,
+                module=site.module,
+                members=tuple(candidates[n] for n in site.names),
+                activation=site.gated.activation,
+                final_activation="none",
+                backend=backend,
+                gated=site.gated,
+                observed=observed,
             )
+        )
     return found
+
+
+def _why_not(
+    site: GatedSite,
+    candidates: Mapping[str, Candidate],
+    sites: Mapping[str, LinearSite],
+    observed: Observed | None,
+) -> str | None:
+    if observed is None:
+        return "these inputs never call it"
+    if observed.arguments() != ((TENSOR,), {}):
+        return "it is called with its input as a keyword argument, or with more than that"
+    reason = why_not(site.module) or why_not_traced(site.module, observed)
+    if reason is not None:
+        return f"its forward {reason}"
+    if site.gated.dropout and site.module.training:
+        return DROPS
+    for name in site.names:
+        if name not in candidates:
+            return f"its linear {name!r} is left alone itself"
+        if sites[name].parent_fqn != site.fqn:
+            return f"its linear {name!r} is called by another module as well"
+    members = tuple(candidates[n] for n in site.names)
+    if not (one_pass(members) and all_different(members)):
+        return "one of its linears is there twice, or is called by others as well"
+    return None
 
 
 def match(model: nn.Module) -> list[GatedSite]:
@@ -142,4 +207,10 @@ def _found(model: nn.Module) -> Iterator[GatedSite]:
             for name, layer in zip(names, layers, strict=True)
         ):
             continue
-        yield GatedSite(fqn, module, gated)
+        glu = any(type(m) is nn.GLU for m in module.children()) or _names_glu(module)
+        yield GatedSite(fqn, module, gated, glu=glu)
+
+
+def _names_glu(module: nn.Module) -> bool:
+    code = getattr(class_forward(module), "__code__", None)
+    return code is not None and "glu" in code.co_names

@@ -13,9 +13,10 @@ from fastlinear.ops.gated_mlp.problem import NAME as GATED
 from fastlinear.ops.grouped_linear.problem import NAME as GROUPED
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.chain import Chain
-from fastlinear.rewrite.rules import gated, mlp
+from fastlinear.rewrite.rules import mlp
 from fastlinear.rewrite.rules.grouped_chains import OWN
 from fastlinear.rewrite.trial import measure, site
+from fastlinear.rewrite.trial.gates_match import gated_chains
 from fastlinear.rewrite.trial.groups_match import group_chains
 from fastlinear.rewrite.work import GROUP_DROPPED, Work, in_words
 
@@ -80,9 +81,7 @@ def match(
         fast = work.config.allow_fast_matmul
         found += mlp.match(work.model, known, sites, backend=forced(mlp.RULE), fast=fast)
     if GATED in allowed:
-        taken = {name for chain in found for name in chain.names}
-        own = gated.chains(work.model, known, sites, work.arguments, backend=forced(GATED))
-        found += [chain for chain in own if not taken & set(chain.names)]
+        found += gated_chains(work, known, [name for chain in found for name in chain.names])
     if GROUPED in allowed:
         found += group_chains(work, known, [name for chain in found for name in chain.names])
     return found

@@ -1,4 +1,5 @@
-"""Gated MLPs as findings: what ``gated_mlp`` would save on the inputs of the model."""
+"""Gated MLPs as findings: what runs, what is fused, and what ``gated_mlp`` saves on a model's
+inputs."""
 
 from __future__ import annotations
 
@@ -11,24 +12,28 @@ import torch
 from torch import Tensor, nn
 
 from fastlinear.core.cost import floor_us, measure_ceilings, roofline
+from fastlinear.core.errors import UnsupportedError
 from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.core.problem import Problem
-from fastlinear.core.timing import Samples, interleave
+from fastlinear.core.timing import Ratio, Samples, interleave, paired_ratio
 from fastlinear.dispatch.backend import family
-from fastlinear.nn.gated_match import weights_of
 from fastlinear.ops.gated_mlp.problem import NAME, STEP
 from fastlinear.ops.gated_mlp.selection import problem_of
 from fastlinear.profile.records import Finding
 from fastlinear.profile.step import private_copy
 from fastlinear.profile.timeline import Timeline, timeline
 from fastlinear.rewrite.result import SiteOutcome
-from fastlinear.rewrite.rules import gated as rule
+from fastlinear.rewrite.rules import gated_passes as passes
 from fastlinear.rewrite.rules.gated import GatedSite
+from fastlinear.rewrite.trial.gates_match import sites_of
+from fastlinear.rewrite.trial.measure import backends_of
 from fastlinear.rewrite.verify.inputs import Call
-from fastlinear.rewrite.work import Work
+from fastlinear.rewrite.work import Work, in_words
 
 CODE = NAME
 _MOST_S = 1.0  # of measuring a module
+_AS_FAST = 1.02  # a smaller gain is none
+_SHOWN_US = 1e5  # a longer call is shown only where it can be shorter
 
 
 @dataclass
@@ -41,65 +46,73 @@ class _Seen:
 
 @dataclass(frozen=True)
 class _Found:
-    """What one kind of call takes as it is and by ``gated_mlp``, in microseconds, whether that is
-    faster beyond noise, and what runs in each."""
+    """What one kind of call takes as it is and by ``gated_mlp``, in microseconds, how much faster
+    that is and whether beyond noise, and what runs in each."""
 
     before_us: float
     after_us: float
-    faster: bool
+    speedup: Ratio
     timelines: dict[str, Timeline]
+
+    @property
+    def faster(self) -> bool:
+        return self.speedup.low > 1.0
 
 
 def find(work: Work) -> None:
-    """Add a finding for every gated MLP that ``gated_mlp`` computes faster, rewritten or not.
+    """Add a finding for every gated MLP of the model, rewritten or not, faster or not.
 
     Nothing is rewritten here. The model runs once more, and is to be preserved by the caller.
     """
-    sites = rule.match(work.model) if work.allows(NAME) else []
+    sites = sites_of(work) if work.allows(NAME) else []
     if not sites:
         return
     seen = _observed(work, sites)
-    known: dict[Problem, _Found] = {}
+    known: dict[tuple[Problem, bool, bool], _Found] = {}
     found = []
     for i, site in enumerate(sites):
-        x, after = seen[site.fqn].x, site.instead()
-        if x is None or after is None or not _plain(site, x):
+        x, after, calls = seen[site].x, site.instead(), seen[site].calls
+        if not calls:
             continue
-        problem = _problem(work, site, x)
-        kept = _kept(work, site)
-        if problem not in known:
-            if work.budget.left_s == 0 and kept is None:
-                break
+        if x is None or not _plain(site, x):
+            why = "its input is no tensor of its parameters' dtype that fastlinear has kernels for"
+            found.append(_unmeasured(work, site, calls, why))
+            continue
+        problem, kept = _problem(work, site, x), _kept(work, site)
+        key = problem, site.part, site.glu
+        if after is not None and key not in known and (work.budget.left_s > 0 or kept is not None):
             share = work.budget.share(4 * (len(sites) - i), _MOST_S)
             with work.budget:
-                known[problem] = _measured(work, site, x, after, kept, share)
-        if known[problem].faster:
-            found.append(_finding(work, site, problem, seen[site.fqn].calls, known[problem]))
-    if found:
-        ranked = sorted((*work.profile.findings, *found), key=lambda f: -f.predicted_gain_us)
-        work.profile = replace(work.profile, findings=tuple(ranked))
+                known[key] = _measured(work, site, x, after, kept, share)
+        found.append(_finding(work, site, problem, calls, known.get(key)))
+    ranked = sorted((*work.profile.findings, *found), key=lambda f: -f.predicted_gain_us)
+    work.profile = replace(work.profile, findings=tuple(ranked))
 
 
 def _kept(work: Work, site: GatedSite) -> SiteOutcome | None:
     """The outcome of its first linear, where the module is rewritten as one call."""
-    name = site.gated.gate
-    outcome = work.outcomes.get(f"{site.fqn}.{name}" if site.fqn else name)
+    outcome = work.outcomes.get(site.names[0])
     if outcome is None or (outcome.rule, outcome.status) != (NAME, "kept"):
         return None
     return outcome
 
 
-def _observed(work: Work, sites: list[GatedSite]) -> dict[str, _Seen]:
-    """One run with hooks on the sites."""
-    seen = {site.fqn: _Seen() for site in sites}
+def _observed(work: Work, sites: list[GatedSite]) -> dict[GatedSite, _Seen]:
+    """One run with hooks on the sites: of a part of a forward, on its first linear."""
+    seen = {site: _Seen() for site in sites}
 
-    def look(fqn: str, _: nn.Module, args: tuple[Any, ...]) -> None:
-        record = seen[fqn]
+    def look(site: GatedSite, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        record, given = seen[site], (*args, *kwargs.values())
         record.calls += 1
-        if record.x is None and len(args) == 1 and type(args[0]) is Tensor:
-            record.x = args[0].detach().clone()
+        if record.x is None and len(given) == 1 and type(given[0]) is Tensor:
+            record.x = given[0].detach().clone()
 
-    handles = [s.module.register_forward_pre_hook(partial(look, s.fqn)) for s in sites]
+    handles = [
+        (s.layers[0] if s.part else s.module).register_forward_pre_hook(
+            partial(look, s), with_kwargs=True
+        )
+        for s in sites
+    ]
     try:
         work.runner.step(work.model, Call(*private_copy((work.call.args, work.call.kwargs))))
     finally:
@@ -110,17 +123,20 @@ def _observed(work: Work, sites: list[GatedSite]) -> dict[str, _Seen]:
 
 def _plain(site: GatedSite, x: Tensor) -> bool:
     """Whether ``gated_mlp`` takes the module's parameters with this input."""
-    dtypes = {p.dtype for p in site.module.parameters()}
+    dtypes = {p.dtype for p in _parameters(site)}
     return bool(x.numel()) and x.dtype in DTYPE_NAMES and dtypes == {x.dtype}
 
 
+def _parameters(site: GatedSite) -> list[Tensor]:
+    return [t for held in site.held for t in held if t is not None]
+
+
 def _problem(work: Work, site: GatedSite, x: Tensor) -> Problem:
-    weights, biases = weights_of(site.module, site.gated)
+    weights, biases = site.held
     rows = x.reshape(-1, x.shape[-1])
-    train = work.runner.mode == "train"
     gated = site.gated
-    p = problem_of(rows, weights, biases, gated.activation, gated.order, None, train)
-    return p.with_piece(STEP) if train else p
+    train = work.runner.mode == "train"
+    return problem_of(rows, weights, biases, gated.activation, gated.order, None, train)
 
 
 def _measured(
@@ -137,20 +153,23 @@ def _measured(
     given = x.requires_grad_(train)
     units = {
         name: _unit(f, given, site, train)
-        for name, f in {"before": site.module.forward, "after": after}.items()
+        for name, f in {"before": site.before, "after": after}.items()
     }
     with torch.set_grad_enabled(train):
         for unit in units.values():
             unit()
         if kept is not None and kept.before_us is not None and kept.after_us is not None:
-            calls = kept.calls / len(site.gated.names)
-            before_us, after_us, faster = kept.before_us / calls, kept.after_us / calls, True
+            calls = kept.calls / len(site.names)
+            before_us, after_us = kept.before_us / calls, kept.after_us / calls
+            low, high = kept.ci95 or (before_us / after_us,) * 2
+            ratio = Ratio(kept.speedup or before_us / after_us, low, high)
         else:
             before, ours = _times(units, device, budget_s)
             before_us, after_us = before.median_us, ours.median_us
-            faster = ours.ci95_us[1] < before.ci95_us[0]
-        timelines = {n: timeline(unit, device) for n, unit in units.items() if faster}
-    return _Found(before_us, after_us, faster, timelines)
+            ratio = paired_ratio(before, ours)
+        shown = ratio.low > 1.0 or before_us < _SHOWN_US
+        timelines = {n: timeline(unit, device) for n, unit in units.items() if shown}
+    return _Found(before_us, after_us, ratio, timelines)
 
 
 def _times(
@@ -165,28 +184,31 @@ def _unit(
 ) -> Callable[[], Any]:
     if not train:
         return lambda: f(x)
-    wanted = [x, *(p for p in site.module.parameters() if p.requires_grad)]
+    wanted = [x, *(p for p in _parameters(site) if p.requires_grad)]
     dy = torch.randn_like(f(x))
     return lambda: torch.autograd.grad(f(x), wanted, dy)
 
 
 def _finding(
-    work: Work, site: GatedSite, problem: Problem, calls: int, measured: _Found
+    work: Work, site: GatedSite, problem: Problem, calls: int, measured: _Found | None
 ) -> Finding:
-    cost = family(NAME).cost(problem)
+    asked = problem.with_piece(STEP) if problem.needs_grad else problem
+    cost = family(NAME).cost(asked)
     limits = measure_ceilings(str(work.runner.device), problem.dtype, problem.precision)
-    _, h, _ = site.sizes
-    numbers = problem.dim("M") * h * getattr(torch, problem.dtype).itemsize
-    theirs, ours = (count * numbers for count in site.passes(work.runner.mode))
-    gated = site.gated
-    before_us, after_us = measured.before_us, measured.after_us
-    advice = site.advice if _kept(work, site) is None else "optimize_ has put it in place"
+    gated, (_, h, _) = site.gated, site.sizes
+    backends = _backends(work, problem)
+    per_number = problem.dim("M") * h * getattr(torch, problem.dtype).itemsize
+    told, *numbers = _passes(site, backends)
+    theirs, ours = (count * per_number for count in numbers)
+    avoidable = max(0, theirs - ours)
+    saved = f"{_size(avoidable)} or {avoidable / limits.bytes_per_s * 1e6:.1f} us are avoidable"
     message = (
-        f"products {site.products}; between them PyTorch's operations move {_size(theirs)} a call, "
-        f"one fused pass {_size(ours)}: {_size(theirs - ours)} or "
-        f"{(theirs - ours) / limits.bytes_per_s * 1e6:.1f} us are avoidable. "
-        f"{before_us:.1f} us a call, {after_us:.1f} us by gated_mlp. {advice}"
+        f"products {site.products}; {told.format(_size(theirs), _size(ours))}: "
+        f"{saved if avoidable else 'no pass is avoidable'}. "
+        f"{_in_words(measured)}. {_remedy(work, site, measured)}"
     )
+    before_us = 0.0 if measured is None else measured.before_us
+    gain_us = 0.0 if measured is None or not measured.faster else before_us - measured.after_us
     return Finding(
         code=CODE,
         fqn=site.fqn,
@@ -194,20 +216,118 @@ def _finding(
         message=message,
         measured_us=before_us * calls,
         floor_us=floor_us(cost, limits) * calls,
-        predicted_gain_us=(before_us - after_us) * calls,
+        predicted_gain_us=max(0.0, gain_us) * calls,
         flops=cost.flops * calls,
         bytes=cost.bytes * calls,
-        bound=roofline(cost, limits, before_us).bound,
+        bound=roofline(cost, limits, before_us or 1.0).bound,
         details={
-            "activation": gated.activation,
-            "order": gated.order,
-            "linears": list(gated.names),
-            "calls": calls,
-            "avoidable_bytes": (theirs - ours) * calls,
-            "advice": advice,
-            "timeline": {name: t.to_json() for name, t in measured.timelines.items()},
+            **_facts(work, site, calls),
+            "backends": backends,
+            "avoidable_bytes": avoidable * calls,
+            "speedup": None if measured is None else measured.speedup.median,
+            "timeline": {}
+            if measured is None
+            else {name: t.to_json() for name, t in measured.timelines.items()},
         },
     )
+
+
+def _backends(work: Work, problem: Problem) -> dict[str, str]:
+    """Piece → backend that is chosen; a forced one only where it can serve."""
+    try:
+        return backends_of(problem, work.config.backends.get(NAME))
+    except UnsupportedError:
+        return backends_of(problem, None)
+
+
+def _unmeasured(work: Work, site: GatedSite, calls: int, why: str) -> Finding:
+    """A finding without numbers."""
+    _, h, _ = site.sizes
+    return Finding(
+        code=CODE,
+        fqn=site.fqn,
+        title=f"gated MLP of {h} hidden features, {site.gated.activation}",
+        message=f"products {site.products}; not measured: {why}. {_remedy(work, site)}",
+        measured_us=0.0,
+        floor_us=0.0,
+        predicted_gain_us=0.0,
+        flops=0.0,
+        bytes=0.0,
+        bound="memory",
+        details={**_facts(work, site, calls), "avoidable_bytes": 0},
+    )
+
+
+def _facts(work: Work, site: GatedSite, calls: int) -> dict[str, Any]:
+    return {
+        "activation": site.gated.activation,
+        "order": site.gated.order,
+        "linears": list(site.gated.names),
+        "calls": calls,
+        "advice": "optimize_ has put it in place" if _kept(work, site) else site.advice,
+    }
+
+
+def _passes(site: GatedSite, backends: dict[str, str]) -> tuple[Any, ...]:
+    """What is fused as it is and by ``gated_mlp``, with room for two sizes; then both in numbers
+    of hidden size a token. Where PyTorch's own path is chosen, the second is one fused pass's."""
+    activation, train = site.gated.activation, "backward" in backends
+    known: dict[str, Any] = {"train": train}
+    own = dict.fromkeys(backends, passes.EAGER)
+    down = site.gated.down is not None
+    theirs = passes.moved(activation, own, **known, down=down, glu=site.glu)
+    first = f"as PyTorch runs them {passes.words(activation, own, **known, glu=site.glu)}; "
+    first += "{} a call are written or read between them"
+    chosen = backends
+    if set(backends.values()) == {passes.EAGER}:
+        chosen = dict.fromkeys(backends, "elementwise")
+        second = "gated_mlp takes PyTorch's own path for it, one fused pass would leave {}"
+    else:
+        names = ", ".join(f"{piece} {name}" for piece, name in backends.items() if piece != STEP)
+        fused = passes.words(activation, backends, **known)
+        second = f"by gated_mlp ({names}) {fused}; {{}} are left"
+    ours = passes.moved(activation, chosen, **known, down=down)
+    return f"{first}; {second}", theirs, ours
+
+
+def _in_words(measured: _Found | None) -> str:
+    """What was measured of a call."""
+    if measured is None:
+        return "Not measured here"
+    ratio = measured.speedup
+    text = (
+        f"{measured.before_us:.1f} us a call, {measured.after_us:.1f} us by gated_mlp "
+        f"({in_words(ratio)})"
+    )
+    if measured.faster:
+        return text
+    if ratio.high < 1.0:
+        return f"{text}: PyTorch's own path is faster"
+    if ratio.median > _AS_FAST:
+        return f"{text}: not beyond noise"
+    return f"{text}: PyTorch's own path is as fast"
+
+
+def _remedy(work: Work, site: GatedSite, measured: _Found | None = None) -> str:
+    """What to do about it where it is measured faster, and why ``optimize_`` has not done it."""
+    if _kept(work, site) is not None:
+        return "optimize_ has put it in place"
+    outcomes = {name: work.outcomes.get(name) for name in site.names}
+    first = outcomes[site.names[0]]
+    why = work.gates_left.get(site.names[0]) or work.left_alone.get(site.names[0])
+    if first is not None and (first.rule, first.status) == (NAME, "rejected"):
+        why = first.reason.rstrip(".")
+    for name, outcome in outcomes.items():
+        if (
+            outcome is not None
+            and why is not None
+            and why.endswith(f"{name!r} is left alone itself")
+        ):
+            why = f"{why}: {outcome.reason.rstrip('.')}"
+    left = "" if why is None else f"optimize_ leaves it alone: {why}"
+    if measured is not None and not measured.faster:
+        return left or "optimize_ leaves it as it is"
+    return f"{site.advice}; {left}" if left else site.advice
 
 
 def _size(count: float) -> str:

@@ -8,11 +8,9 @@ from fastlinear.ops.grouped_linear.problem import NAME
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.chain import Chain
 from fastlinear.rewrite.match.chain_row import RowChain
-from fastlinear.rewrite.match.eligible import Refusal
-from fastlinear.rewrite.match.parent import Fusable, fusable
-from fastlinear.rewrite.rules.grouped import LINEARS
 from fastlinear.rewrite.rules.grouped_chains import chain_of, row_of
 from fastlinear.rewrite.trial.groups_watch import watched
+from fastlinear.rewrite.trial.parents import traced
 from fastlinear.rewrite.work import Work
 
 _TAKEN = "another rewrite has one of its linears"
@@ -51,24 +49,14 @@ def _rows(work: Work, every: Mapping[str, Candidate], gone: set[str]) -> list[Ch
     """Linears on one input or on its parts, those of other chains (``gone``) left out."""
     candidates = {name: c for name, c in every.items() if name not in gone}
     sites = {s.fqn: s for s in work.profile.sites}
-    traced: dict[str, Fusable | Refusal] = {
-        c.parent_fqn: c.pairs
-        for c in every.values()
-        if c.pairs is not None and c.parent_fqn is not None
-    }
     found: list[Chain] = []
-    loops = [row for row in watched(work).rows if row.kind == LINEARS]
-    parts_in = {row.fqn: len(row.members) for row in loops}
     for row in watched(work).rows:
         parent = work.model.get_submodule(row.fqn)
         left = [fqn for fqn in row.members if fqn in candidates]
         if len(left) < 2:
             made: list[RowChain] | str = _TAKEN if gone & set(row.members) else _NO_CANDIDATES
         else:
-            if row.fqn not in traced:
-                parts = parts_in.get(row.fqn)
-                traced[row.fqn] = fusable(parent, work.arguments[parent], {}, parts)
-            made = row_of(row, candidates, sites, parent, traced[row.fqn])
+            made = row_of(row, candidates, sites, parent, traced(work, row.fqn))
         if isinstance(made, str):
             work.left_alone[row.members[0]] = made
         else:

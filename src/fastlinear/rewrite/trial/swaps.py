@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from fastlinear.rewrite.exchange import forwards
 from fastlinear.rewrite.exchange.swap import Swap
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.chain import Chain
-from fastlinear.rewrite.match.chain_gated import GatedChain
+from fastlinear.rewrite.match.chain_gated import GatedChain, GatedPart
 from fastlinear.rewrite.match.chain_grouped import GroupedChain
 from fastlinear.rewrite.match.chain_parent import ParentChain
 from fastlinear.rewrite.match.chain_row import RowChain
@@ -37,13 +37,15 @@ def swaps_of(candidates: Iterable[Candidate]) -> list[Swap]:
                 found.append(Swap(c.activation_fqn, c.activation_module, forwards.identity()))
     alone = (SequentialChain, GatedChain, GroupedChain)
     found += [c.swap() for c in chains.values() if isinstance(c, alone)]
-    traced = [c for c in chains.values() if isinstance(c, ParentChain | RowChain)]
+    traced = [c for c in chains.values() if isinstance(c, ParentChain | RowChain | GatedPart)]
     for fqn in dict.fromkeys((*parents, *(c.fqn for c in traced))):
         found.append(_parent_swap(fqn, parents.get(fqn, []), [c for c in traced if c.fqn == fqn]))
     return found
 
 
-def _parent_swap(fqn: str, pairs: list[Candidate], chains: list[ParentChain | RowChain]) -> Swap:
+def _parent_swap(
+    fqn: str, pairs: list[Candidate], chains: Sequence[ParentChain | RowChain | GatedPart]
+) -> Swap:
     """One forward for all that is fused in it."""
     fusable = chains[0].fusable if chains else pairs[0].pairs
     parent = chains[0].module if chains else pairs[0].parent
@@ -55,5 +57,8 @@ def _parent_swap(fqn: str, pairs: list[Candidate], chains: list[ParentChain | Ro
     chain_backend = runs[0].backend if runs else None
     fast = any(c.fast for c in runs)  # all alike: the settings say it
     rows = [c.row for c in chains if isinstance(c, RowChain)]
-    made = fusable.build(chosen, backend, [c.run for c in runs], chain_backend, rows, fast)
+    gated = [c for c in chains if isinstance(c, GatedPart)]
+    gates, gate_backend = [c.gate for c in gated], gated[0].backend if gated else None
+    more = rows, fast, gates, gate_backend
+    made = fusable.build(chosen, backend, [c.run for c in runs], chain_backend, *more)
     return Swap(fqn, parent, made)

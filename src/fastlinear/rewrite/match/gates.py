@@ -1,0 +1,340 @@
+"""Gated MLPs in a traced forward: two linears of one value, or one that holds both halves, an
+activation on one of them, and their product.
+
+They are found by dataflow. What stands in the way of one call is told beside what is found, so that
+a gated MLP that is left alone is left alone for a stated reason.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.fx
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import Node
+
+from fastlinear.nn.gated_match import Gated
+from fastlinear.ops.gated_mlp.stacking import STACKED, halves
+from fastlinear.profile.effects import class_forward
+from fastlinear.profile.recognise import recognise_module
+from fastlinear.rewrite.exchange.forwards import PLAIN_LINEARS
+from fastlinear.rewrite.match.eligible import refuse_module
+from fastlinear.rewrite.match.rows import may_write
+
+_PRODUCTS = {operator.mul, operator.imul, torch.mul, torch.multiply}
+_PRODUCT_METHODS = {"mul", "mul_", "multiply", "multiply_"}
+_PARTS = {operator.getitem, torch.chunk, torch.split, torch.tensor_split, torch.unbind}
+_PART_METHODS = {"chunk", "split", "tensor_split", "unflatten", "unbind", "narrow", "select"}
+_GLU = {F.glu}
+_RANKS = (1, 2, 3, 4)  # of values whose halves are looked at
+_FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError)
+
+
+@dataclass(frozen=True, eq=False)
+class Gate:
+    """A gated MLP, or a gated linear layer, in a traced forward.
+
+    Attributes:
+        gated: its linears by their names inside the parent.
+        given: the value both halves read.
+        first: the linear called first, where one call may take the place of all.
+        nodes: what one call computes.
+        end: the last of them, whose value the call gives.
+        why: what stands in the way of one call, or None.
+        half: the same without the down projection, where there is one.
+    """
+
+    gated: Gated
+    given: Node
+    first: Node
+    nodes: frozenset[Node]
+    end: Node
+    why: str | None
+    half: Gate | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Linear:
+    """A call of a linear: alone, or in a Sequential with its activation behind it."""
+
+    name: str
+    node: Node
+    module: Any
+    activation: str
+
+
+@dataclass(frozen=True, eq=False)
+class _Half:
+    """One factor of a product: its linear, its activation, the steps from the linear's output to
+    it, and those that take a part of that output."""
+
+    linear: _Linear
+    activation: str
+    nodes: tuple[Node, ...]
+    parts: tuple[Node, ...]
+
+
+class Gates:
+    """The gated MLPs of a traced forward.
+
+    Args:
+        parent: the module traced.
+        graph: its forward, children as leaves.
+        activation: (user, value) → the activation that a function applies to the value alone.
+        passes: (user, value) → whether it hands the value on as it is.
+    """
+
+    def __init__(
+        self,
+        parent: nn.Module,
+        graph: torch.fx.Graph,
+        activation: Callable[[Node, Node], str | None],
+        passes: Callable[[Node, Node], bool],
+    ) -> None:
+        self.parent, self.order = parent, list(graph.nodes)
+        self._function, self._passes = activation, passes
+        self._modules: dict[str, str | None] = {}
+        self._linears = {n: found for n in self.order if (found := self._linear(n)) is not None}
+        self.found = [gate for n in self.order if (gate := self._gate(n)) is not None]
+
+    def _gate(self, end: Node) -> Gate | None:
+        """What the product ``end`` belongs to, or None where it is no gated MLP's."""
+        found = self._glu(end) or self._product(end)
+        if found is None:
+            return None
+        gated, linears, nodes, why = found
+        calls = [linear.node for linear in linears]
+        first, last = (f(calls, key=self.order.index) for f in (min, max))
+        (given,) = {node.args[0] for node in calls}
+        assert isinstance(given, Node)
+        made = Gate(gated, given, first, frozenset(nodes), end, why)
+        why = why or self._why_not(made, linears, last)
+        made = replace(made, why=why)
+        size = linears[0].module.out_features // (1 if gated.up is not None else 2)
+        behind = self._down(end, size, {linear.name for linear in linears})
+        if behind is None:
+            return made
+        down, inner = behind
+        whole = frozenset((*nodes, *inner, down.node))
+        return replace(
+            made, gated=replace(gated, down=down.name), nodes=whole, end=down.node, half=made
+        )
+
+    def _why_not(self, gate: Gate, linears: list[_Linear], last: Node) -> str | None:
+        for linear in linears:
+            if not self._once(linear):
+                return f"its linear {linear.name!r} is called more than once there"
+        for node in gate.nodes:
+            if node is not gate.end and not gate.nodes.issuperset(node.users):
+                return f"{node.name!r}, a value between its products, is read elsewhere as well"
+        start, stop = (self.order.index(n) for n in (gate.first, last))
+        for node in self.order[start + 1 : stop]:
+            if node not in gate.nodes and may_write(self.parent, node):
+                return f"{node.name!r} may write to its input between its products"
+        return None
+
+    def _once(self, linear: _Linear) -> bool:
+        calls = (n for n in self.order if n.op == "call_module")
+        modules = (self.parent.get_submodule(str(n.target)) for n in calls)
+        return sum(any(m is linear.module for m in module.modules()) for module in modules) == 1
+
+    # -------------------------------------------------------------------------------- factors
+
+    def _product(self, node: Node) -> tuple[Gated, list[_Linear], list[Node], str | None] | None:
+        plain = (node.op == "call_function" and node.target in _PRODUCTS) or (
+            node.op == "call_method" and node.target in _PRODUCT_METHODS
+        )
+        if not plain or node.kwargs or len(node.args) != 2 or len(node.all_input_nodes) != 2:
+            return None
+        one, other = (self._half(factor) for factor in node.all_input_nodes)
+        if one is None or other is None or (one.activation != "none" != other.activation):
+            return None
+        gate, up = (other, one) if other.activation != "none" else (one, other)
+        nodes = [*gate.nodes, *up.nodes, node]
+        if gate.linear.node is up.linear.node:
+            return self._stacked(gate, up, nodes)
+        k, h = gate.linear.module.in_features, gate.linear.module.out_features
+        same = (up.linear.module.in_features, up.linear.module.out_features) == (k, h)
+        if gate.parts or up.parts or not same:
+            return None
+        if gate.linear.module is up.linear.module or not self._one_input(gate, up):
+            return None
+        gated = Gated(gate.linear.name, up.linear.name, None, "apart", gate.activation)
+        return gated, [gate.linear, up.linear], nodes, None
+
+    def _stacked(
+        self, gate: _Half, up: _Half, nodes: list[Node]
+    ) -> tuple[Gated, list[_Linear], list[Node], str | None] | None:
+        if not (gate.parts and up.parts) or gate.linear.activation != "none":
+            return None
+        orders = [_order(gate, up, rank) for rank in _RANKS]
+        known = {order for order in orders if order is not None}
+        if len(known) != 1:
+            return None
+        why = None
+        if None in orders:
+            why = "its halves are not taken along the last dimension whatever the rank of the input"
+        gated = Gated(gate.linear.name, None, None, known.pop(), gate.activation)
+        return gated, [gate.linear], nodes, why
+
+    def _glu(self, node: Node) -> tuple[Gated, list[_Linear], list[Node], str | None] | None:
+        """``F.glu`` or ``nn.GLU`` behind a linear."""
+        if len(node.all_input_nodes) != 1:
+            return None
+        (value,) = node.all_input_nodes
+        linear = self._linears.get(value)
+        if linear is None or linear.activation != "none" or linear.module.out_features % 2:
+            return None
+        dim: Any
+        if node.op == "call_module":
+            module: Any = self.parent.get_submodule(str(node.target))
+            if type(module) is not nn.GLU or refuse_module(module) is not None:
+                return None
+            dim = module.dim
+        elif node.op == "call_function" and node.target in _GLU and node.args[:1] == (value,):
+            dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", -1)
+        else:
+            return None
+        why = None if dim == -1 else "its halves are not taken along the last dimension, -1"
+        gated = Gated(linear.name, None, None, "up_gate", "sigmoid")
+        return gated, [linear], [linear.node, node], why
+
+    def _half(self, node: Node) -> _Half | None:
+        """What a factor is made of, from its linear on; None where it is anything else."""
+        activation = "none"
+        nodes: list[Node] = []
+        parts: list[Node] = []
+        while (linear := self._linears.get(node)) is None:
+            if len(node.all_input_nodes) != 1:
+                return None
+            (value,) = node.all_input_nodes
+            if _takes_part(node):
+                parts.append(node)
+            elif parts:
+                return None
+            elif not self._passes(node, value):
+                found = self._activation(node, value) if activation == "none" else None
+                if found is None:
+                    return None
+                activation = found
+            nodes.append(node)
+            node = value
+        if linear.activation != "none" != activation:
+            return None
+        if activation == "none":
+            activation = linear.activation
+        return _Half(linear, activation, (linear.node, *reversed(nodes)), tuple(reversed(parts)))
+
+    def _one_input(self, gate: _Half, up: _Half) -> bool:
+        return gate.linear.node.args[0] is up.linear.node.args[0]
+
+    def _down(
+        self, end: Node, size: int, taken: set[str]
+    ) -> tuple[_Linear, tuple[Node, ...]] | None:
+        """The linear that alone reads the product, and what it passes on the way."""
+        here = end
+        inner: list[Node] = []
+        while len(here.users) == 1:
+            (user,) = here.users
+            linear = self._linears.get(user)
+            if linear is not None:
+                fits = linear.module.in_features == size and linear.activation == "none"
+                alone = self._once(linear) and linear.name not in taken
+                return (linear, tuple(inner)) if fits and alone else None
+            if not self._passes(user, here):
+                return None
+            inner.append(user)
+            here = user
+        return None
+
+    # -------------------------------------------------------------------------------- modules
+
+    def _linear(self, node: Node) -> _Linear | None:
+        if node.op != "call_module" or node.kwargs or len(node.args) != 1:
+            return None
+        if not isinstance(node.args[0], Node):
+            return None
+        name = str(node.target)
+        module = self.parent.get_submodule(name)
+        if type(module) in PLAIN_LINEARS:
+            return _Linear(name, node, module, "none")
+        if type(module) is not nn.Sequential or refuse_module(module) is not None:
+            return None
+        children = list(module._modules.items())
+        if len(children) != 2 or type(children[0][1]) not in PLAIN_LINEARS:
+            return None
+        found = self._of_module(f"{name}.{children[1][0]}")
+        return (
+            None
+            if found is None
+            else _Linear(f"{name}.{children[0][0]}", node, children[0][1], found)
+        )
+
+    def _activation(self, node: Node, value: Node) -> str | None:
+        if node.op == "call_module":
+            alone = node.args == (value,) and not node.kwargs
+            return self._of_module(str(node.target)) if alone else None
+        return self._function(node, value)
+
+    def _of_module(self, name: str) -> str | None:
+        """The activation that a child computes, of a class of torch or transformers."""
+        if name not in self._modules:
+            module = self.parent.get_submodule(name)
+            home = class_forward(module).__module__
+            known = home.startswith(("torch.nn.", "transformers.activations"))
+            found = None
+            if known and refuse_module(module) is None:
+                found = recognise_module(module)
+            self._modules[name] = None if found is None else found.name
+        return self._modules[name]
+
+
+def nodes_of(gates: Iterable[Gate]) -> Mapping[Node, Gate]:
+    """What the calls of these compute: node → whose it is."""
+    return {node: gate for gate in gates for node in gate.nodes}
+
+
+def _takes_part(node: Node) -> bool:
+    if node.op == "call_method":
+        return node.target in _PART_METHODS
+    return node.op == "call_function" and node.target in _PARTS
+
+
+def _order(gate: _Half, up: _Half, rank: int) -> str | None:
+    """Which halves of the linear's output these are for an input of this rank, or None."""
+    size = gate.linear.module.out_features
+    if size % 2:
+        return None
+    shape = (*(2, 3, 5)[: rank - 1], size)
+    probe = torch.arange(size, device="cpu").expand(shape)
+    taken = [_taken(probe, half) for half in (gate, up)]
+    for order in STACKED:
+        expected = halves(probe, None, order, rank - 1)
+        if all(
+            isinstance(a, Tensor) and a.shape == b.shape and torch.equal(a, b)
+            for a, b in zip(taken, expected, strict=True)
+        ):
+            return order
+    return None
+
+
+def _taken(probe: Tensor, half: _Half) -> Any:
+    """The part of ``probe`` that the steps of a half take."""
+    value: Any = probe
+    try:
+        with torch.no_grad():
+            for node in half.parts:
+                args = [value if isinstance(a, Node) else a for a in node.args]
+                target: Any = node.target
+                if node.op == "call_method":
+                    value = getattr(value, target)(*args[1:], **node.kwargs)
+                else:
+                    value = target(*args, **node.kwargs)
+    except _FAILURES:
+        return None
+    return value

@@ -1,0 +1,185 @@
+"""The gated MLPs of a model that may become one call, and why the others may not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from fastlinear.ops.gated_mlp.problem import NAME
+from fastlinear.profile.effects import class_forward
+from fastlinear.profile.records import LinearSite
+from fastlinear.rewrite.match.candidate import Candidate
+from fastlinear.rewrite.match.chain import Chain, all_different, one_pass
+from fastlinear.rewrite.match.chain_gated import GatedPart
+from fastlinear.rewrite.match.eligible import Refusal
+from fastlinear.rewrite.match.gates import Gate
+from fastlinear.rewrite.match.parent import Fusable, gates_seen
+from fastlinear.rewrite.rules import gated as rule
+from fastlinear.rewrite.rules.gated import GatedSite
+from fastlinear.rewrite.trial.parents import traced
+from fastlinear.rewrite.work import Work
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A gated MLP in the forward of a module that does more.
+
+    Attributes:
+        fqn, parent: the module whose forward computes it.
+        gate: where it is in that forward.
+        fusable: the parent's trace, or why its forward is not rewritten.
+    """
+
+    fqn: str
+    parent: nn.Module
+    gate: Gate
+    fusable: Fusable | Refusal
+
+    def names(self, gate: Gate) -> tuple[str, ...]:
+        """Its linears, or those of its first half, by their names in the model."""
+        return tuple(f"{self.fqn}.{n}" if self.fqn else n for n in gate.gated.names)
+
+
+def sites_of(work: Work) -> list[GatedSite]:
+    """Every gated MLP of the model that is seen, whether it may be rewritten or not: modules, and
+    parts of forwards."""
+    found = rule.match(work.model)
+    known = {site.names[0] for site in found}
+    for part in parts(work):
+        if part.names(part.gate)[0] in known:
+            continue
+        known.add(part.names(part.gate)[0])
+        half = part.gate.half
+        whole = half is None or not _kept(work, part.names(half)[0])
+        gate = part.gate if whole or _kept(work, part.names(part.gate)[-1]) else half
+        assert gate is not None
+        glu = len((half or part.gate).end.all_input_nodes) == 1
+        found.append(GatedSite(part.fqn, part.parent, gate.gated, part=True, glu=glu))
+    return found
+
+
+def _kept(work: Work, name: str) -> bool:
+    outcome = work.outcomes.get(name)
+    return outcome is not None and (outcome.rule, outcome.status) == (NAME, "kept")
+
+
+def gated_chains(
+    work: Work, candidates: Mapping[str, Candidate], taken: Iterable[str]
+) -> list[Chain]:
+    """What may become one call of ``gated_mlp``; ``work.gates_left`` says why of the others.
+
+    Args:
+        work: the optimization under way.
+        candidates: what the rule of linear_act found, by name.
+        taken: the linears of other chains.
+    """
+    sites = {s.fqn: s for s in work.profile.sites}
+    backend, gone = work.config.backends.get(NAME), set(taken)
+    found: list[Chain] = []
+    left = work.gates_left
+    known = work.model, candidates, sites, work.arguments
+    for chain in rule.chains(*known, backend=backend, left_alone=left):
+        if not gone & set(chain.names):
+            found.append(chain)
+            gone.update(chain.names)
+    for part in parts(work):
+        if part.names(part.gate)[0] in gone:
+            continue
+        made: GatedPart | str = "its linears are left alone themselves"
+        for gate in (part.gate, part.gate.half):
+            if gate is not None:
+                made = _chain(part, gate, candidates, sites, gone, backend)
+            if not isinstance(made, str):
+                break
+        if isinstance(made, str):
+            left[part.names(part.gate)[0]] = made
+        else:
+            found.append(made)
+            gone.update(made.names)
+            left.pop(made.names[0], None)
+    return found
+
+
+def parts(work: Work) -> list[Part]:
+    """The gated MLPs that forwards compute beside other things; looked for once."""
+    if work.gates is None:
+        work.gates = _parts(work)
+    found: list[Part] = work.gates
+    return found
+
+
+def _parts(work: Work) -> list[Part]:
+    callers: dict[str, None] = {}
+    for site in work.profile.sites:
+        if site.parent_fqn is None:
+            continue
+        fqn = site.parent_fqn
+        while _is_sequential(work, fqn) and fqn:
+            fqn = fqn.rpartition(".")[0]
+        callers[fqn] = None
+    found = []
+    for fqn in callers:
+        parent = work.model.get_submodule(fqn)
+        if parent not in work.arguments or _is_sequential(work, fqn):
+            continue
+        offers = traced(work, fqn)
+        if isinstance(offers, Refusal):
+            seen = gates_seen(parent, work.arguments[parent])
+        else:
+            seen = offers.gates().found
+        found += [Part(fqn, parent, gate, offers) for gate in seen]
+    return found
+
+
+def _is_sequential(work: Work, fqn: str) -> bool:
+    return class_forward(work.model.get_submodule(fqn)) is nn.Sequential.forward
+
+
+def _chain(
+    part: Part,
+    gate: Gate,
+    candidates: Mapping[str, Candidate],
+    sites: Mapping[str, LinearSite],
+    gone: set[str],
+    backend: str | None,
+) -> GatedPart | str:
+    """One call for it, or why it is left alone."""
+    if isinstance(part.fusable, Refusal):
+        return part.fusable.reason.rstrip(".")
+    if gate.why is not None:
+        return gate.why
+    names = part.names(gate)
+    for name in names:
+        if name in gone:
+            return f"another rewrite has its linear {name!r}"
+        if name not in candidates:
+            return f"its linear {name!r} is left alone itself"
+        if not _calls(part.fqn, sites[name].parent_fqn, name):
+            return f"its linear {name!r} is called by another module as well"
+    members = tuple(candidates[name] for name in names)
+    if gate.half is not None and members[-1].activation != "none":
+        return f"an activation follows its linear {names[-1]!r}"  # that pair is one call already
+    if not (one_pass(members) and all_different(members)):
+        return "one of its linears is there twice, or is called by others as well"
+    shared = {c.activation_fqn for c in members if c.route == "instance"}
+    others = (c for fqn, c in candidates.items() if fqn not in names)
+    if any(c.activation_fqn in shared and c.route == "instance" for c in others):
+        return "its activation is a module that others have as well"
+    return GatedPart(
+        fqn=part.fqn,
+        module=part.parent,
+        members=members,
+        activation=gate.gated.activation,
+        final_activation="none",
+        backend=backend,
+        gated=gate.gated,
+        gate=gate,
+        fusable=part.fusable,
+    )
+
+
+def _calls(parent: str, caller: str | None, name: str) -> bool:
+    """Whether a linear is called by the parent, or by a Sequential in it that holds the linear."""
+    return caller in (parent, name.rpartition(".")[0])
