@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import fastlinear as fl
 from fastlinear.rewrite.exchange import gated_forward
@@ -165,6 +166,18 @@ def calls_seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
+class Linears(TorchFunctionMode):
+    """Counts the linears that are called one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += f is F.linear
+        return f(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("mode", ["inference", "train"])
 @pytest.mark.parametrize("make", [*WHOLE, Half])
 def test_parts_of_a_forward_become_one_call(
@@ -184,6 +197,11 @@ def test_parts_of_a_forward_become_one_call(
     given = [x.clone().requires_grad_() for _ in range(2)]
     ours, theirs = model(given[0]), plain(given[1])
     assert seen == ["gated_linear" if make is Half else "gated_mlp"]
+    with Linears() as one, torch.no_grad():
+        model(x)
+    with Linears() as other, torch.no_grad():
+        plain(x)
+    assert one.count == other.count - len(kept), "each of them ran once"
     torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
     ours.square().sum().backward()
     theirs.square().sum().backward()

@@ -175,7 +175,8 @@ class Links:
                 copies[node] = copies[gate.first]
                 if node.op == "call_module" and name not in gate.gated.names:
                     passed_over += self._not_called(name)
-            elif node in copies:
+                continue
+            if node in copies:
                 continue  # a linear that the first of its row has computed
             if node.op == "output":
                 graph.output(torch.fx.node.map_arg(node.args[0], lambda n: copies[n]))
