@@ -351,6 +351,7 @@ def test_what_the_forward_reads_is_watched(clock: Any) -> None:
 
 def test_dropout_is_passed_over_only_while_it_sleeps(clock: Any) -> None:
     clock(FAST)
+    torch.manual_seed(0)  # the loss of one step is judged to its last digit
     x = torch.randn(40, 64)
     model = nn.Sequential(Asleep()).eval()
     assert optimized(model, x, families=("gated_mlp",)).kept == 3
@@ -359,7 +360,8 @@ def test_dropout_is_passed_over_only_while_it_sleeps(clock: Any) -> None:
     assert not torch.equal(model(x), model(x)), "it drops"
     awake = nn.Sequential(Asleep()).train()
     result = optimized(awake, x, "train", families=("gated_mlp",))
-    assert {s.fqn for s in result.sites if s.status == "kept"} == {"0.r", "0.q"}, "up to the drop"
+    kept = {s.fqn for s in result.sites if s.status == "kept"}
+    assert kept == {"0.r", "0.q"}, "up to the drop"
 
 
 class Named(nn.Module):

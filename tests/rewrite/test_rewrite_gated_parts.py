@@ -307,6 +307,7 @@ def test_dropout_is_passed_over_only_while_it_sleeps(
     functional: bool, clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock(FAST)
+    torch.manual_seed(0)
     x = torch.randn(40, K)
     asleep = nn.Sequential(Dropping(functional)).eval()
     assert optimized(asleep, x).kept == 3
