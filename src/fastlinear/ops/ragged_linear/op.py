@@ -49,7 +49,8 @@ def ragged_linear(
         group_sizes: shape (G,), int32 or int64, on x's device.
         bias: shape (G, N), or None.
         activation: a name ``grouped_linear`` knows.
-        backend: ``"triton"``, one launch forward and at most two backward, on CUDA devices;
+        backend: ``"triton"``, one launch forward and at most two backward, on CUDA devices (on
+            Hopper dW of large weights in bfloat16 is PyTorch's grouped product, a few more);
             ``"cpp"``, one C++ call each, on CPUs, in float32 and bfloat16; or ``"loop"``, a
             product of PyTorch a group, which reads the sizes on the host and so waits for the
             device. None takes the first that can serve.
