@@ -192,9 +192,9 @@ def test_a_smaller_set_of_rewrites_is_verified_again(
         pair = model_pair(*args, **kwargs)
         return type(pair)(pair.before, pair.before) if kwargs["against"].swaps else pair
 
-    def noted(self: Any, swaps: Any, like: Any = None) -> Any:
+    def noted(self: Any, swaps: Any, like: Any = None, **named: Any) -> Any:
         sets.append([s.fqn for s in swaps.swaps])
-        return verdicts(self, swaps, like)
+        return verdicts(self, swaps, like, **named)
 
     monkeypatch.setattr(measure, "model_pair", no_gain)
     monkeypatch.setattr(verify.Judge, "verdicts", noted)

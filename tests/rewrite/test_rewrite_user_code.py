@@ -321,7 +321,7 @@ def test_verification_that_wavers_gives_up_instead_of_failing(
     monkeypatch.setattr(
         verify.Judge,
         "verdicts",
-        lambda *_: [Verdict("output[0]", 0.0 if next(answers, False) else 1.0, 0.0, 0.5)],
+        lambda *_, **__: [Verdict("output[0]", 0.0 if next(answers, False) else 1.0, 0.0, 0.5)],
     )
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU()).eval()
     before = snapshot(model)
