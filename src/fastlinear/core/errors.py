@@ -52,3 +52,15 @@ class UnsupportedError(FastlinearError, RuntimeError):
 
 class CacheWarning(UserWarning):
     """The tuned cache could not be read or written; selection goes on without it."""
+
+
+FOREIGN_ERRORS = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    ArithmeticError,
+)
+"""What code of others may raise on a probe's input, which it was not written for."""

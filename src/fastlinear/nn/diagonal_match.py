@@ -14,21 +14,13 @@ from itertools import permutations
 import torch
 from torch import Tensor, nn
 
+from fastlinear.core.errors import FOREIGN_ERRORS
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.diagonal_linear import reference
 
 _SHAPES = ((32,), (1,), (2, 3), (2, 2, 2))  # of a probe's x, besides its features
 _SCALES = ((3.0, 1.0), (1e9, 1.0), (1e-3, 1.0), (1.0, 1e4), (1.0, 1e-4))  # of x, of parameters
 _TOLERANCE = 1e-9
-_REFUSALS = (  # what a forward of another kind may raise on a tensor of float64
-    RuntimeError,
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    AssertionError,
-    ArithmeticError,
-)
 
 
 @dataclass(frozen=True)
@@ -70,7 +62,7 @@ def recognise(module: nn.Module) -> Scaling | None:
     ):
         try:
             probe = copy.deepcopy(module).to("cpu", torch.float64).requires_grad_(True)
-        except _REFUSALS:
+        except FOREIGN_ERRORS:
             return None
         return _recognised(probe, tuple(own))
 
@@ -100,7 +92,7 @@ def _recognised(probe: nn.Module, names: tuple[str, ...]) -> Scaling | None:
                 dy = _randn(x.shape, generator)
                 try:
                     found = _run(probe, given, x, dy)
-                except _REFUSALS:
+                except FOREIGN_ERRORS:
                     found = None
                     if not i:
                         break  # not for inputs of so many dimensions

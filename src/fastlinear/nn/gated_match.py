@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from fastlinear.core.errors import FOREIGN_ERRORS
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.gated_mlp import reference
 from fastlinear.ops.gated_mlp.stacking import STACKED, Biases, Weights
@@ -26,15 +27,6 @@ _ROWS = 16
 _IN, _HIDDEN, _OUT = 10, 6, 7  # features of a probe; out is in where the module's are equal
 _TOLERANCE = 1e-9
 _SCALES = (1e9, -1e9)  # of one number of a probe's input
-_REFUSALS = (  # what a forward of another kind may raise on a matrix of float64
-    RuntimeError,
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    AssertionError,
-    ArithmeticError,
-)
 
 
 @dataclass(frozen=True)
@@ -195,7 +187,7 @@ def _probe(
         memo[id(linears[name])] = small
     try:
         return copy.deepcopy(module, memo).eval()
-    except _REFUSALS:
+    except FOREIGN_ERRORS:
         return None
 
 
@@ -205,7 +197,7 @@ def _run(probe: nn.Module, x: Tensor) -> Tensor | None:
     try:
         with torch.no_grad():
             y = probe(read)
-    except _REFUSALS:
+    except FOREIGN_ERRORS:
         return None
     if not isinstance(y, Tensor) or y.dtype != x.dtype or not torch.equal(read, x):
         return None

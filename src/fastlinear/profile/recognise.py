@@ -9,18 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastlinear.core.errors import FOREIGN_ERRORS
 from fastlinear.ops.common.activations import ACTIVATIONS
 
 _TOLERANCE = 1e-8  # well below float32's rounding; gelu and gelu_tanh differ by 1e-4
-_REFUSALS = (  # what a callable that is no activation may raise on a vector of float64
-    RuntimeError,
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    AssertionError,
-    ArithmeticError,
-)
 
 
 @dataclass(frozen=True)
@@ -49,7 +41,7 @@ def recognise(call: Callable[[Tensor], Any]) -> Recognised | None:
             return None
         again, _ = _values(call, grid)
         folded, _ = _values(call, grid.flip(0).reshape(2, -1))
-    except _REFUSALS:
+    except FOREIGN_ERRORS:
         return None
     if again is None or not torch.equal(first, again):
         return None
@@ -61,7 +53,7 @@ def recognise(call: Callable[[Tensor], Any]) -> Recognised | None:
         smooth = grid[grid != 0]  # conventions differ for the derivative at a kink
         try:
             slope = _slope(call, smooth)
-        except _REFUSALS:
+        except FOREIGN_ERRORS:
             return None
         expected = _slope(known.value, smooth)
         if slope is not None and expected is not None and _near(slope, expected):
