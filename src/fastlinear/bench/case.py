@@ -68,7 +68,8 @@ class Case:
         sizes = " ".join(f"{k}{v}" for k, v in self.dims if (k, v) != ("L", 1))
         facts = " ".join(v for k, v in self.options if k in ("activation", "model", "x", "sizes"))
         bare = " no bias" if self.option("bias") == "no" else ""
-        return f"{facts} {sizes} {self.dtype}{bare}".strip()
+        more = " residual" if self.option("residual") == "yes" else ""
+        return f"{facts} {sizes} {self.dtype}{bare}{more}".strip()
 
     @property
     def name(self) -> str:

@@ -58,15 +58,17 @@ def peers(case: Case) -> tuple[Peer, ...]:
     forced = [b for b in family(backends.NAME).candidates("forward") if b.name != "eager"]
     wall = ("wall",)
     return (
-        Peer(LINEAR, _linear, reference=_as_it_is),
+        Peer(LINEAR, _linear, _layer_only, reference=_as_it_is),
         Peer(
             f"{LINEAR}_cuda_graph",
             lambda w: by.graphed(w, _full(w)),
-            cuda_only,
+            lambda c: _layer_only(c) or cuda_only(c),
             wall,
             reference=_as_it_is,
         ),
         Peer("eager", lambda w: w.unit(eager(case))),
+        Peer("addcmul", lambda w: w.unit(_multiply_add), _branch_only),
+        Peer("addcmul_out", lambda w: w.unit(_multiply_add_into(w)), _plain_forward_only),
         Peer("torchscript", lambda w: w.unit(_scripted(w))),
         Peer("compile", lambda w: w.unit(_compiled(w)), compiler_missing, ahead=True),
         Peer(
@@ -76,7 +78,12 @@ def peers(case: Case) -> tuple[Peer, ...]:
             wall,
             ahead=True,
         ),
-        Peer("graphed_callable", lambda w: w.unit(_graphed_callable(w)), cuda_only, wall),
+        Peer(
+            "graphed_callable",
+            lambda w: w.unit(_graphed_callable(w)),
+            lambda c: _layer_only(c) or cuda_only(c),
+            wall,
+        ),
         Peer("cuda_graph", lambda w: by.graphed(w, w.unit(eager(case))), cuda_only, wall),
         Peer(OURS, _ours_told),
         Peer(f"{OURS}_out", lambda w: w.unit(_into_out(w)), _forward_only),
@@ -89,6 +96,36 @@ def peers(case: Case) -> tuple[Peer, ...]:
         ),
         *(_forced(b) for b in forced),
     )
+
+
+def _layer_only(case: Case) -> str | None:
+    return "the yardstick is a layer, no branch" if case.option("residual") == "yes" else None
+
+
+def _branch_only(case: Case) -> str | None:
+    branch = case.option("residual") == "yes" and case.option("activation") == "none"
+    return None if branch else "one op of PyTorch's for a scaled branch"
+
+
+def _plain_forward_only(case: Case) -> str | None:
+    if case.option("activation") != "none" or case.option("bias") != "yes":
+        return "one op of PyTorch's for a product and a sum"
+    return _forward_only(case)
+
+
+def _multiply_add(s: Diagonal) -> Tensor:
+    assert s.residual is not None
+    return torch.addcmul(s.residual, s.x, s.weight)
+
+
+def _multiply_add_into(work: DiagonalWork) -> Forward:
+    outs = [torch.empty_like(s.x) for s in work.stacks]
+
+    def forward(s: Diagonal) -> Tensor:
+        assert s.bias is not None
+        return torch.addcmul(s.bias, s.x, s.weight, out=outs[s.index])
+
+    return forward
 
 
 def _copy(work: DiagonalWork) -> Unit:
@@ -116,19 +153,29 @@ def _forced(backend: Backend) -> Peer:
 
 def _ours(case: Case, backend: str | None) -> Forward:
     name = case.option("activation")
-    return lambda s: diagonal_linear(s.x, s.weight, s.bias, activation=name, backend=backend)
+
+    def forward(s: Diagonal) -> Tensor:
+        return diagonal_linear(s.x, s.weight, s.bias, name, s.residual, backend=backend)
+
+    return forward
 
 
 def _ours_told(work: DiagonalWork) -> Told:
     """With the backends taken, and the time the model expects."""
-    told = {**chosen(work.case, work, False), **model.told(work, OURS)}
+    told = chosen(work.case, work, False)
+    if _layer_only(work.case) is None:
+        told |= model.told(work, OURS)
     return Told(work.unit(_ours(work.case, None)), told)
 
 
 def _into_out(work: DiagonalWork) -> Forward:
     name = work.case.option("activation")
     outs = [torch.empty_like(s.x) for s in work.stacks]
-    return lambda s: diagonal_linear(s.x, s.weight, s.bias, activation=name, out=outs[s.index])
+
+    def forward(s: Diagonal) -> Tensor:
+        return diagonal_linear(s.x, s.weight, s.bias, name, s.residual, out=outs[s.index])
+
+    return forward
 
 
 def _linear(work: DiagonalWork) -> Told:
@@ -149,6 +196,7 @@ def _full(work: DiagonalWork) -> Unit:
         y = value(F.linear(s.x, weight, s.bias))
         if not case.needs_grad:
             return (y,)
+        assert s.bias is not None
         return (y, *torch.autograd.grad(y, (s.x, weight, s.bias), s.dy))
 
     return run
@@ -168,15 +216,43 @@ def _mul_add_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return torch.relu(x * weight + bias)
 
 
+def _mul_add_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.gelu(x * weight + bias)
+
+
+def _mul_add_silu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.silu(x * weight + bias)
+
+
+def _scaled_branch(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+    return residual + x * weight
+
+
+_FUNCTIONS = {
+    ("none", ""): _mul_add,
+    ("relu", ""): _mul_add_relu,
+    ("gelu", ""): _mul_add_gelu,
+    ("silu", ""): _mul_add_silu,
+    ("none", "yes"): _scaled_branch,
+}
+
+
 def _function(case: Case) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    return {"none": _mul_add, "relu": _mul_add_relu}[case.option("activation")]
+    """The layer as a model writes it, or a branch that is scaled and added."""
+    return _FUNCTIONS[case.option("activation"), case.option("residual")]
+
+
+def _arguments(s: Diagonal) -> tuple[Tensor, Tensor, Tensor]:
+    last = s.bias if s.residual is None else s.residual
+    assert last is not None
+    return s.x, s.weight, last
 
 
 def _scripted(work: DiagonalWork) -> Forward:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         run = torch.jit.script(_function(work.case))
-    return lambda s: run(s.x, s.weight, s.bias)
+    return lambda s: run(*_arguments(s))
 
 
 def _compiled(work: DiagonalWork, **how: Any) -> Forward:
@@ -186,7 +262,7 @@ def _compiled(work: DiagonalWork, **how: Any) -> Forward:
     def forward(s: Diagonal) -> Tensor:
         if marks:
             torch.compiler.cudagraph_mark_step_begin()
-        return run(s.x, s.weight, s.bias)
+        return run(*_arguments(s))
 
     return forward
 

@@ -25,13 +25,20 @@ _MAX_SETS = 64
 
 @dataclass(frozen=True)
 class Diagonal:
-    """The tensors of one input set: x and dy (M, K), weight and bias (K,)."""
+    """The tensors of one input set: x, dy and residual (M, K), weight and bias (K,)."""
 
     index: int
     x: Tensor
     weight: Tensor
-    bias: Tensor
+    bias: Tensor | None
     dy: Tensor
+    residual: Tensor | None = None
+
+    @property
+    def differentiated(self) -> dict[str, Tensor]:
+        """The tensors whose gradients are taken, by name."""
+        named = {"x": self.x, "weight": self.weight, "bias": self.bias, "residual": self.residual}
+        return {name: t for name, t in named.items() if t is not None}
 
     def to(self, dtype: torch.dtype) -> Diagonal:
         """Copies of their own in ``dtype``, with the same wish for gradients."""
@@ -39,7 +46,10 @@ class Diagonal:
         def copy(t: Tensor) -> Tensor:
             return t.detach().to(dtype, copy=True).requires_grad_(t.requires_grad)
 
-        return Diagonal(self.index, *map(copy, (self.x, self.weight, self.bias, self.dy)))
+        bias = None if self.bias is None else copy(self.bias)
+        residual = None if self.residual is None else copy(self.residual)
+        x, weight, dy = map(copy, (self.x, self.weight, self.dy))
+        return Diagonal(self.index, x, weight, bias, dy, residual)
 
 
 Forward = Callable[[Diagonal], Tensor]
@@ -56,8 +66,8 @@ class DiagonalWork:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the tensors a unit returns, in order."""
-        grads = ("grad.x", "grad.weight", "grad.bias") if self.case.needs_grad else ()
-        return ("output", *grads)
+        grads = self.stacks[0].differentiated if self.case.needs_grad else ()
+        return ("output", *(f"grad.{name}" for name in grads))
 
     def mode(self) -> AbstractContextManager[Any]:
         """The gradient mode every call of a unit runs under."""
@@ -71,7 +81,7 @@ class DiagonalWork:
             y = forward(stack)
             if not self.case.needs_grad:
                 return (y,)
-            return (y, *torch.autograd.grad(y, (stack.x, stack.weight, stack.bias), stack.dy))
+            return (y, *torch.autograd.grad(y, tuple(stack.differentiated.values()), stack.dy))
 
         return run
 
@@ -100,7 +110,7 @@ class DiagonalWork:
 
     def _outer(self) -> dict[str, Tensor]:
         stack = self.stacks[0]
-        return {"x": stack.x, "weight": stack.weight, "bias": stack.bias, "dy": stack.dy}
+        return {**stack.differentiated, "dy": stack.dy}
 
 
 def make_work(case: Case, device: torch.device) -> DiagonalWork:
@@ -126,9 +136,12 @@ def _draw(case: Case, device: torch.device, index: int) -> Diagonal:
     if index == 0 and case.needs_grad and case.option("activation") in KINKED:  # what is judged
         x = backends.clear_of_kink(x, weight, bias, lambda: draw(m, k))
     grad = case.needs_grad
-    dy = draw(m, k) if grad else x
+    dy = (draw(m, k) if grad else x).detach()
     weight, bias = nn.Parameter(weight, requires_grad=grad), nn.Parameter(bias, requires_grad=grad)
-    return Diagonal(index, x.detach().requires_grad_(grad), weight, bias, dy.detach())
+    x = x.detach().requires_grad_(grad)
+    if case.option("residual") != "yes":
+        return Diagonal(index, x, weight, bias, dy)
+    return Diagonal(index, x, weight, None, dy, draw(m, k).requires_grad_(grad))
 
 
 def problem_of(case: Case) -> Problem:
@@ -140,11 +153,13 @@ def problem_of(case: Case) -> Problem:
         dtype=case.dtype,
         device=case.device,
         activation=case.option("activation"),
+        bias=case.option("bias") == "yes",
+        residual=case.option("residual") == "yes",
         needs_grad=case.needs_grad,
     )
 
 
 def eager(case: Case) -> Forward:
-    """What plain PyTorch computes: a product, a sum, the activation."""
+    """What plain PyTorch computes: a product, a sum, the activation, the residual."""
     name = case.option("activation")
-    return lambda s: reference.by_torch(s.x, s.weight, s.bias, name, None)
+    return lambda s: reference.by_torch(s.x, s.weight, s.bias, name, s.residual)

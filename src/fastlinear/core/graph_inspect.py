@@ -115,10 +115,12 @@ class Inspection(TorchDispatchMode):
                 if isinstance(g, torch.Generator) and all(g is not h for h, _ in self.generators):
                     self.generators.append((g, g.get_state()))
         out = func(*args, **kwargs)
-        theirs = set(map(_storage, given))
-        for t in _tensors(out):
-            if t.device.type != self._device.type and any(g.device != t.device for g in given):
-                self._refuse("no copy between devices", f"a copy to {t.device}")
+        theirs, made = set(map(_storage, given)), list(_tensors(out))
+        # beside results on the device, attention returns the seeds of no dropout on the host
+        first = made[0].device if made else self._device
+        if first.type != self._device.type and any(g.device != first for g in given):
+            self._refuse("no copy between devices", f"a copy to {first}")
+        for t in made:
             self._made.add(_storage(t))
             self.made_bytes += 0 if _storage(t) in theirs else t.nbytes
         return out

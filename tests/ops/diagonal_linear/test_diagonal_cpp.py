@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from fastlinear.ops.common import cpp_build
 from fastlinear.ops.diagonal_linear import cpp
@@ -13,7 +16,7 @@ from fastlinear.ops.diagonal_linear import cpp
 pytestmark = pytest.mark.skipif(cpp_build.reason_not() is not None, reason="no C++ here")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [(1, 1), (3, 5), (70, 33), (40, 1030), (9, 5000)])
 def test_a_dx_written_around_the_caches_is_the_same(
     size: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -64,3 +67,54 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
             assert one is not None
             assert two is not None
             assert torch.equal(one, two)
+
+
+CONVERSIONS = """
+{by_hand}
+#include "{header}"
+extern "C" void widened(const {T}* from, float* to, int64_t n) {{
+  for (int64_t i = 0; i < n; ++i) to[i] = wide(from[i]);
+}}
+extern "C" void narrowed(const float* from, {T}* to, int64_t n) {{
+  for (int64_t i = 0; i < n; ++i) to[i] = narrow<{T}>(from[i]);
+}}
+"""
+
+
+@pytest.mark.parametrize("kind", ["Half", "Half by hand", "Bf16"])
+def test_numbers_of_16_bits_are_converted_as_torch_converts_them(kind: str, tmp_path: Path) -> None:
+    """All of them to float32, and back all, those half way between two, and their neighbours."""
+    source, name = tmp_path / "conversions.cpp", kind.split()[0]
+    by_hand = "#define FASTLINEAR_HALF_BY_HAND" if kind.endswith("hand") else ""
+    header = cpp.SOURCE.with_name("diagonal_numbers.h")
+    source.write_text(CONVERSIONS.format(by_hand=by_hand, header=header, T=name))
+    library = cpp_build.load(source)
+    dtype = torch.bfloat16 if name == "Bf16" else torch.float16
+
+    def run(function: str, given: Tensor, into: torch.dtype) -> Tensor:
+        found = torch.empty(given.shape, dtype=into)
+        where = [ctypes.c_void_p(t.data_ptr()) for t in (given, found)]
+        getattr(library, function)(*where, ctypes.c_int64(given.numel()))
+        return found
+
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(dtype)
+    wide = run("widened", every, torch.float32)
+    torch.testing.assert_close(wide, every.float(), rtol=0, atol=0, equal_nan=True)
+    upward = torch.nextafter(wide, torch.tensor(float("inf")))
+    finite = every[every.isfinite()].float().sort().values
+    between = (finite[1:].double() + finite[:-1]).div(2).float()
+    edges = torch.tensor([65519.996, 65520.0, 1e-8, 2.0**-25, 3e38, -3e38])
+    back = torch.cat(
+        [
+            wide,
+            upward,
+            -upward,
+            between,
+            *(torch.nextafter(between, torch.full((), side)) for side in (1e38, -1e38)),
+            edges,
+        ]
+    )
+    found = run("narrowed", back, dtype)
+    torch.testing.assert_close(found, back.to(dtype), rtol=0, atol=0, equal_nan=True)
+    number = ~back.isnan()
+    assert torch.equal(found.signbit()[number], back.to(dtype).signbit()[number])

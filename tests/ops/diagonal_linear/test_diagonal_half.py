@@ -13,7 +13,7 @@ import fastlinear as fl
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.diagonal_linear import reference
 
-BACKENDS = (None, "eager", "addcmul")
+BACKENDS = (None, "eager", "addcmul", "cpp")
 Values = tuple[float, float, float | None]
 BEYOND: dict[str, Values] = {  # x, w, b with x * w beyond 65504
     "back in range": (300.0, 300.0, -60000.0),
@@ -67,7 +67,7 @@ def test_results_are_rounded_once(backend: str | None) -> None:
         for f, e in zip(found, wide, strict=True):
             assert f.dtype is torch.float16
             same = f == e.half()
-            assert same.float().mean() > 0.99, (name, shape)
+            assert (~same).sum() <= max(1, f.numel() // 100), (name, shape)
             torch.testing.assert_close(f, e.half(), rtol=1e-3, atol=1e-6)
 
 

@@ -47,8 +47,8 @@ def gradients(run: Any, tensors: list[Tensor | None], dy: Tensor) -> list[Tensor
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_values_and_gradients_keep_the_rule(backend: str | None, dtype: torch.dtype) -> None:
     """Every activation, with bias and residual and without, in one dimension to three."""
-    if backend == "cpp" and dtype not in (torch.float32, torch.bfloat16):
-        pytest.skip("serves float32 and bfloat16")
+    if backend == "cpp" and dtype is torch.float64:
+        pytest.skip("serves no float64")
     shapes = itertools.cycle(((300, 160), (2, 5, 33), (7,)))
     turns = itertools.cycle(itertools.product((True, False), (True, False)))
     for name in NAMES:
@@ -198,84 +198,6 @@ def test_errors_name_what_is_wrong() -> None:
         fl.diagonal_linear(x, w, backend="addcmul")
     with pytest.raises(UnsupportedError, match="CUDA"):
         fl.diagonal_linear(x, w, backend="triton")
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_out_takes_the_result(backend: str | None) -> None:
-    for name in ("none", "silu", "gelu"):
-        x, w, b, r = draw(40, 30), draw(30), draw(30), draw(40, 30)
-        out = torch.full((40, 30), float("nan"))
-        y = fl.diagonal_linear(x, w, b, activation=name, residual=r, out=out, backend=backend)
-        assert y is out
-        torch.testing.assert_close(out, exact(x, w, b, name, r))
-
-
-def test_out_that_does_not_fit_is_refused() -> None:
-    x, w, b = draw(4, 3), draw(3), draw(3)
-    memory = torch.empty(40)
-    cases = [
-        (x, "apart from every input"),
-        (x[:2], "out of shape"),
-        (torch.empty(4, 3).double(), "out of shape"),
-        (torch.empty(3, 4).t(), "contiguous out"),
-        (torch.empty(1, 3).expand(4, 3), "contiguous out"),
-        ("y", "out to be a tensor"),
-    ]
-    for out, words in cases:
-        with pytest.raises(InputError, match=words):
-            fl.diagonal_linear(x, w, b, out=out)
-    inside = memory[3:15].view(4, 3)
-    with pytest.raises(InputError, match="apart from every input"):
-        fl.diagonal_linear(inside, w, out=memory[:12].view(4, 3))
-    with pytest.raises(InputError, match="no gradients"):
-        fl.diagonal_linear(x, w.requires_grad_(), out=torch.empty(4, 3))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_what_out_held_is_known_to_be_gone(backend: str | None) -> None:
-    """A backward that has kept what lay in ``out`` must not read the new values."""
-    x, w, b, p, out = draw(4, 3), draw(3), draw(3), draw(4, 3).requires_grad_(), draw(4, 3)
-    z = (p * out).sum()
-    with torch.no_grad():
-        fl.diagonal_linear(x, w, b, activation="relu", out=out, backend=backend)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        z.backward()
-    with torch.inference_mode():
-        fl.diagonal_linear(x, w, b, out=torch.empty(4, 3), backend=backend)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_out_that_is_a_negative_view(backend: str | None) -> None:
-    x, w, b = draw(4, 3), draw(3), draw(3)
-    out = torch._neg_view(torch.empty(4, 3))
-    fl.diagonal_linear(x, w, b, activation="silu", out=out, backend=backend)
-    torch.testing.assert_close(out.clone(), exact(x, w, b, "silu", None))
-
-
-@pytest.mark.parametrize("way", ["autocast", "vmap", "compile"])
-def test_out_is_checked_on_every_way(way: str) -> None:
-    x, w, r = draw(4, 8), draw(8), draw(4, 8)
-    wanted = torch.float32
-    good = torch.empty(4, 8, dtype=wanted)
-
-    def run(out: Any, residual: Any = r) -> Any:
-        if way == "autocast":
-            with torch.autocast("cpu", torch.bfloat16):
-                return fl.diagonal_linear(x, w, residual=residual, out=out)
-        if way == "vmap":
-            return torch.vmap(lambda t: fl.diagonal_linear(t, w, out=out))(x[None])
-        torch.compiler.reset()
-        call = torch.compile(fl.diagonal_linear, backend="eager")
-        return call(x, w, residual=residual, out=out)
-
-    if way != "vmap":
-        torch.testing.assert_close(run(good), good)
-    errors = InputError if way == "autocast" else (InputError, RuntimeError)  # torch's at times
-    for bad in (torch.empty(2, 4, 8), torch.empty(4, 8, dtype=torch.int32), x, r):
-        before = bad.clone()
-        with pytest.raises(errors):
-            run(bad)
-        assert torch.equal(bad.nan_to_num(), before.nan_to_num())
 
 
 def test_activation_and_residual_have_positions() -> None:

@@ -4,6 +4,7 @@
 // library, over tensors known by their number: those given first, then those that steps make.
 #pragma once
 
+#include "door_activations.h"
 #include "door_plans.h"
 #include "kept_memory.h"
 
@@ -11,23 +12,11 @@
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/addcmul.h>
 #include <ATen/ops/bmm.h>
-#include <ATen/ops/gelu.h>
-#include <ATen/ops/gelu_backward.h>
-#include <ATen/ops/leaky_relu.h>
-#include <ATen/ops/leaky_relu_backward.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
-#include <ATen/ops/relu.h>
-#include <ATen/ops/rsub.h>
-#include <ATen/ops/sigmoid.h>
-#include <ATen/ops/sigmoid_backward.h>
-#include <ATen/ops/silu.h>
-#include <ATen/ops/silu_backward.h>
 #include <ATen/ops/sum.h>
-#include <ATen/ops/tanh.h>
-#include <ATen/ops/tanh_backward.h>
-#include <ATen/ops/threshold_backward.h>
 
 #include <mutex>
 #include <string>
@@ -40,62 +29,6 @@ int get_num_threads();
 namespace door {
 
 using Tensors = c10::SmallVector<at::Tensor, 12>;
-
-// Activations as ops/common/activations.py names and numbers them, by PyTorch's own ops.
-enum class Act : int64_t { kNone, kRelu, kRelu2, kSilu, kGelu, kGeluTanh, kSigmoid, kTanh,
-                           kQuickGelu, kLeakyRelu };
-constexpr double kSlope = 0.01;
-constexpr double kQuickScale = 1.702;
-
-inline at::Tensor value_of(Act act, const at::Tensor& pre) {
-  switch (act) {
-    case Act::kNone: return pre;
-    case Act::kRelu: return at::relu(pre);
-    case Act::kRelu2: {
-      const auto r = at::relu(pre);
-      return r.pow(2);
-    }
-    case Act::kSilu: return at::silu(pre);
-    case Act::kGelu: return at::gelu(pre, "none");
-    case Act::kGeluTanh: return at::gelu(pre, "tanh");
-    case Act::kSigmoid: return at::sigmoid(pre);
-    case Act::kTanh: return at::tanh(pre);
-    case Act::kQuickGelu: return pre.mul(at::sigmoid(pre.mul(kQuickScale)));
-    case Act::kLeakyRelu: return at::leaky_relu(pre, kSlope);
-  }
-  throw std::logic_error("no such activation");
-}
-
-// The same over the memory of pre, where that is not read again.
-inline at::Tensor value_over(Act act, at::Tensor pre) {
-  switch (act) {
-    case Act::kRelu: return at::relu_(pre);
-    case Act::kSigmoid: return at::sigmoid_(pre);
-    case Act::kTanh: return at::tanh_(pre);
-    case Act::kLeakyRelu: return at::leaky_relu_(pre, kSlope);
-    default: return value_of(act, pre);
-  }
-}
-
-// dy * act'(pre), from the output or the pre-activation, whichever the activation saves
-inline at::Tensor derived(Act act, const at::Tensor& dy, const at::Tensor& saved) {
-  switch (act) {
-    case Act::kNone: return dy;
-    case Act::kRelu: return at::threshold_backward(dy, saved, 0);
-    case Act::kRelu2: return dy.mul(at::relu(saved).mul(2));
-    case Act::kSilu: return at::silu_backward(dy, saved);
-    case Act::kGelu: return at::gelu_backward(dy, saved, "none");
-    case Act::kGeluTanh: return at::gelu_backward(dy, saved, "tanh");
-    case Act::kSigmoid: return at::sigmoid_backward(dy, saved);
-    case Act::kTanh: return at::tanh_backward(dy, saved);
-    case Act::kQuickGelu: {
-      const auto s = at::sigmoid(saved.mul(kQuickScale));
-      return dy.mul(s.mul(saved.mul(kQuickScale).mul(at::rsub(s, 1)).add(1)));
-    }
-    case Act::kLeakyRelu: return at::leaky_relu_backward(dy, saved, kSlope, true);
-  }
-  throw std::logic_error("no such activation");
-}
 
 inline at::Tensor onednn_product(const at::Tensor& x, const at::Tensor& w, const at::Tensor& bias) {
   static const auto op =
@@ -123,6 +56,9 @@ inline at::Tensor onednn_product(const at::Tensor& x, const at::Tensor& w, const
 //   addmm   in and out, a, b: in += a b             copy    in and out, a: broadcast
 //   bmm     out, a, b                               bmminto in and out, a, b: in = a b
 //   baddbmm in and out, a, b: in += a b
+//   claim   a given tensor, which a later step writes to: Python takes calls with another given
+//           tensor in its memory
+//   addcmul in and out, a, b, c: in = a + b * c
 //   onednn  out, x, transposed, weight, transposed, bias or -1
 //   cact    out, in, code, function's address, bias or -1: then in + bias is kept in in
 //   cdact   dpre, db or -1, dy, saved, code, chunks, function's address
@@ -132,7 +68,7 @@ inline at::Tensor onednn_product(const at::Tensor& x, const at::Tensor& w, const
 struct Step {
   enum Kind {
     kEmpty, kView, kKernel, kLinear, kAct, kDact, kMm, kAddMm, kSum, kOneDnn, kCAct, kCDact, kCall,
-    kStrided, kDense, kCopy, kBmm, kBmmInto, kBaddBmm, kAttempt
+    kStrided, kDense, kCopy, kBmm, kBmmInto, kBaddBmm, kAttempt, kClaim, kAddcmul
   };
   struct Argument {
     enum What { kNumber, kMemory, kMemories } what;
@@ -163,7 +99,8 @@ struct Step {
         return found;
       }
       case kEmpty: return {n[0], n[2]};
-      case kLinear: return {n[0], n[1], n[2], n[3]};
+      case kLinear:
+      case kAddcmul: return {n[0], n[1], n[2], n[3]};
       case kDact:
       case kAddMm:
       case kBmm:
@@ -269,7 +206,8 @@ class Program {
     static constexpr const char* kNames[] = {"empty", "view",  "kernel", "linear",  "act",
                                              "dact",  "mm",    "addmm",  "sum",     "onednn",
                                              "cact",  "cdact", "call",   "strided", "dense",
-                                             "copy",  "bmm",   "bmminto", "baddbmm", "attempt"};
+                                             "copy",  "bmm",   "bmminto", "baddbmm", "attempt",
+                                             "claim", "addcmul"};
     constexpr int kKinds = sizeof(kNames) / sizeof(kNames[0]);
     PyObject* name = PyTuple_GetItem(spec, 0);
     int kind = 0;
@@ -457,8 +395,33 @@ class Program {
         return true;
       case Step::kAttempt:
         return call<int64_t>(s, r) != 0;
+      case Step::kClaim:
+        return claim(static_cast<size_t>(n[0]), r);
+      case Step::kAddcmul:
+        at::addcmul_out(r[n[0]], r[n[1]], r[n[2]], r[n[3]]);
+        return true;
     }
     return false;
+  }
+
+  // Backwards that have kept what such a tensor held are to know that it does no longer.
+  bool claim(size_t out, const Tensors& r) const {
+    const auto range = [](const at::Tensor& t) {
+      const auto start = base_of(t.unsafeGetTensorImpl());
+      if (t.numel() == 0) return std::pair{start, start};
+      int64_t last = 0;
+      for (int64_t i = 0; i < t.dim(); ++i) last += (t.size(i) - 1) * t.stride(i);
+      return std::pair{start, start + static_cast<uintptr_t>(last + 1) * t.element_size()};
+    };
+    const auto [low, high] = range(r[out]);
+    for (size_t i = 0; i < given_.size(); ++i) {
+      if (i == out || !r[i].defined()) continue;
+      const auto [start, end] = range(r[i]);
+      if (start < high && low < end) return false;
+    }
+    auto* impl = r[out].unsafeGetTensorImpl();
+    if (!impl->is_inference()) impl->bump_version();
+    return true;
   }
 
   // dpre and, in float64 partial sums, db: as ops/common/cpp_elementwise.py calls it

@@ -58,6 +58,18 @@ class Program:
         """The tensor, broadcast, in the memory of ``into``, which a step made."""
         self._steps.append(("copy", into, tensor))
 
+    def claim(self, given: int) -> int:
+        """A given tensor as one that later steps write to, and the result.
+
+        Python takes calls in which another given tensor lies in its memory.
+        """
+        self._steps.append(("claim", given))
+        return given
+
+    def multiply_add(self, into: int, a: int, b: int, c: int) -> None:
+        """a + b * c by PyTorch, in the memory of ``into``."""
+        self._steps.append(("addcmul", into, a, b, c))
+
     def launch(self, kernel: DoorLaunch | None, *, anywhere: bool = False) -> bool:
         """A kernel's launch, whose tensors are numbers of this program's; False for None.
 

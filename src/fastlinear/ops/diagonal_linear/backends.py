@@ -35,6 +35,7 @@ _CPP_SOURCES = (
     "diagonal.cpp",
     "../common/activations.h",
     "diagonal_memory.h",
+    "diagonal_numbers.h",
     "../common/large_pages.h",
     "../common/cpp_build.py",
 )

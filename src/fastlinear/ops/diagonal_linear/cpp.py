@@ -1,4 +1,4 @@
-"""Backend ``cpp`` of diagonal_linear: C++ compiled for this processor, float32 and bfloat16.
+"""Backend ``cpp`` of diagonal_linear: C++ compiled for this processor.
 
 One pass over memory forward and one backward, on torch's own threads.
 """
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.ops.common import cpp_build, kept_memory
 from fastlinear.ops.common.activations import NAMES
@@ -28,6 +29,7 @@ LEAST_STEP_QUICK = 1 << 18  # the same with an activation that costs next to not
 # to which one thread computes
 LEAST_NEW, MOST_ALONE = 1 << 23, 1 << 15
 _CODES = {name: code for code, name in enumerate(NAMES)}  # diagonal.cpp's switch
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # diagonal.cpp's numbers
 _CHUNKS = 16  # of rows, each with sums of its own, whatever the number of threads
 _FRESH_BYTES = 1 << 25  # new results from this size on get large pages
 _PAST_BYTES = 1 << 22  # a dx from this size on is written around the caches
@@ -37,8 +39,8 @@ def reason_not(problem: Problem) -> str | None:
     """Why the C++ passes cannot serve a Problem, or None. Compiles nothing."""
     if problem.device != "cpu":
         return "compiled for the CPU only"
-    if problem.dtype not in ("float32", "bfloat16"):
-        return f"float32 and bfloat16 only, not {problem.dtype}"
+    if FLOAT_DTYPES[problem.dtype] not in _DTYPES:
+        return f"float32, bfloat16 and float16 only, not {problem.dtype}"
     if problem.option("x") == "strided":
         return "features do not lie side by side; PyTorch's own ops keep such a layout"
     return cpp_build.reason_not() or cpp_build.failed(SOURCE)
@@ -55,7 +57,7 @@ def forward(
     """act(x ∘ w + b) + r, float32 arithmetic.
 
     Args:
-        x: (M, K) of float32 or bfloat16 with unit stride along K (others are copied).
+        x: (M, K) of float32, bfloat16 or float16 with unit stride along K (others are copied).
         weight, bias: (K,), contiguous; bias may be None.
         activation: its name.
         residual: (M, K) laid out as x may be, or None.
@@ -114,7 +116,7 @@ def described(x: Tensor, activation: str, residual: Tensor | None, *, new: bool)
         new: whether y, or dx, is a new tensor.
     """
     numbers = (
-        *(_CODES[activation], x.dtype is torch.bfloat16, *x.shape, x.stride(0)),
+        *(_CODES[activation], _DTYPES[x.dtype], *x.shape, x.stride(0)),
         0 if residual is None else residual.stride(0),
         _CHUNKS,
         new and _bytes(x) >= _FRESH_BYTES,

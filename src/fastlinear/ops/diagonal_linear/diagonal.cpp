@@ -1,4 +1,5 @@
-// A linear layer whose weight is a diagonal, on the CPU, float32 and bfloat16, one pass over memory.
+// A linear layer whose weight is a diagonal, on the CPU, one pass over memory, in float32,
+// bfloat16 or float16.
 //
 //   fastlinear_diagonal_forward    y = act(x w + b) + r
 //   fastlinear_diagonal_backward   dx = dpre w, dw = sum dpre x, db = sum dpre, dpre = dy act'(x w + b)
@@ -13,6 +14,7 @@
 #include "../common/activations.h"
 #include "../common/threads.h"
 #include "diagonal_memory.h"
+#include "diagonal_numbers.h"
 
 #include <type_traits>
 #include <vector>
@@ -30,33 +32,12 @@ constexpr int64_t kAlone = 32768;   // numbers a thread, below which waking it d
 
 // What one call is made of, as cpp.py writes it.
 struct Call {
-  int64_t act, half;         // which activation; whether the numbers are bfloat16, else float32
+  int64_t act, dtype;        // which activation; 0 for float32, 1 bfloat16, 2 float16
   int64_t m, k;
   int64_t x_stride, r_stride;  // numbers between rows of x and of the residual; the rest is dense
   int64_t chunks;            // of rows, with sums of their own, at most
   int64_t fresh, past;       // whether the large result is new memory; is written around the caches
 };
-
-using Bf16 = uint16_t;
-
-inline float wide(float x) { return x; }
-inline float wide(Bf16 x) {
-  const uint32_t bits = uint32_t(x) << 16;
-  float f;
-  std::memcpy(&f, &bits, 4);
-  return f;
-}
-template <class T>
-inline T narrow(float x);
-template <>
-inline float narrow<float>(float x) { return x; }
-template <>
-inline Bf16 narrow<Bf16>(float x) {  // to the nearest, ties to even; NaN stays NaN
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  return Bf16(x != x ? 0x7fc0u : rounded);
-}
 
 // The rows as they are walked: `fold` rows of k features as one, the last one of `last` numbers.
 struct Walk {
@@ -271,7 +252,7 @@ extern "C" void fastlinear_diagonal_forward(const int64_t* call, const void* x, 
 #define RUN(T)                                                                              \
   forward(c, static_cast<const T*>(x), static_cast<const T*>(w), static_cast<const T*>(b), \
           static_cast<const T*>(r), static_cast<T*>(y))
-  c.half ? RUN(Bf16) : RUN(float);
+  c.dtype == 0 ? RUN(float) : c.dtype == 1 ? RUN(Bf16) : RUN(Half);
 #undef RUN
 }
 
@@ -284,6 +265,6 @@ extern "C" void fastlinear_diagonal_backward(const int64_t* call, const void* dy
   backward(c, static_cast<const T*>(dy), static_cast<const T*>(x), static_cast<const T*>(w), \
            static_cast<const T*>(b), static_cast<T*>(dx), static_cast<T*>(dw),               \
            static_cast<T*>(db))
-  c.half ? RUN(Bf16) : RUN(float);
+  c.dtype == 0 ? RUN(float) : c.dtype == 1 ? RUN(Bf16) : RUN(Half);
 #undef RUN
 }

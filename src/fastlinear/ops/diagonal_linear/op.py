@@ -16,6 +16,7 @@ from fastlinear.dispatch import cache
 from fastlinear.dispatch.explain import Explanation
 from fastlinear.ops.common import calls, door
 from fastlinear.ops.diagonal_linear import apart, launches, plans, programs
+from fastlinear.ops.diagonal_linear.problem import NAME
 from fastlinear.ops.diagonal_linear.selection import choices
 from fastlinear.ops.diagonal_linear.validation import validate, validate_out
 
@@ -82,10 +83,13 @@ def call(
     """``diagonal_linear`` with positional arguments: the entry of ``fastlinear.nn``."""
     if _is_compiling():
         return apart.compiled(_unusual, x, weight, bias, activation, residual, out, backend)
+    y: Tensor | None
     if out is None:
-        y: Tensor | None = _door(x, weight, (bias, residual), activation, backend)
-        if y is not None:
-            return y
+        y = _door(x, weight, (bias, residual), activation, backend)
+    else:
+        y = _door_into(x, weight, (bias, residual, out), activation, backend)
+    if y is not None:
+        return y
     return _looked_up(x, weight, bias, activation, residual, out, backend)
 
 
@@ -132,13 +136,16 @@ def _no_door(*_: Any) -> None:
 
 
 _door: Callable[..., Any] = _no_door
+_door_into: Callable[..., Any] = _no_door
+_TABLE, _TABLE_INTO = NAME, f"{NAME}, into memory of the caller's"
 
 
 def _forget() -> None:
     _plans.clear()
-    table = door.table("diagonal_linear") if _door is not _no_door else None
-    if table is not None:
-        table.clear()
+    for name in (_TABLE, _TABLE_INTO) if _door is not _no_door else ():
+        table = door.table(name)
+        if table is not None:
+            table.clear()
 
 
 cache.on_change(_forget)
@@ -179,7 +186,10 @@ def _looked_up(
     if found is None:
         found = _resolved(key, x, weight, bias, activation, residual, backend, grad, autocast)
     if out is not None:
-        return _given_out(found, x, weight, (bias, residual), activation, out, autocast)
+        y = _given_out(found, x, weight, (bias, residual), activation, out, autocast)
+        if found.in_door is not None:
+            _admit_into(found, x, weight, bias, activation, residual, out, backend)
+        return y
     y = found.plan(x, weight, (bias, residual))
     if found.in_door is not None:
         _admit(found, x, weight, bias, activation, residual, backend)
@@ -198,7 +208,7 @@ def _resolved(
     autocast: torch.dtype | None,
 ) -> plans.Resolved:
     """The plan of a kind of call seen for the first time: validate, select, remember."""
-    global _door
+    global _door, _door_into
     if autocast is not None:
         x, weight, (bias, residual) = plans.prepared(x, weight, (bias, residual), autocast)
     validate(x, weight, bias, activation, residual, backend)
@@ -206,9 +216,9 @@ def _resolved(
     if len(_plans) >= _MAX_PLANS:
         _forget()
     _plans[key] = found
-    table = door.table("diagonal_linear")
-    if table is not None:
-        _door = table.call
+    table, into = door.table(_TABLE), door.table(_TABLE_INTO)
+    if table is not None and into is not None:
+        _door, _door_into = table.call, into.call
     return found
 
 
@@ -253,12 +263,11 @@ def _admit(
     """
     if _door is _no_door or (x.is_cuda and not door.serves_cuda()):
         return
-    table = door.table("diagonal_linear")
+    table = door.table(_TABLE)
     rest = (bias, residual)
-    if table is None or not table.wants(x, weight, rest, activation, backend):
+    if not _wanted(table, x, weight, rest, activation, backend):
         return
-    if calls.recorded() or not plans.as_memory_lies(x, weight, *rest):
-        return
+    assert table is not None
     dense = weight.is_contiguous() and (bias is None or bias.is_contiguous())
     plan: Any = found.in_door if dense else found.plan
     if x.is_cuda and dense and found.launched:
@@ -269,3 +278,40 @@ def _admit(
         given = x, weight, bias, activation, residual
         plan = programs.inference(found.inference, *given, plan) or plan
     table.admit(x, weight, rest, activation, backend, plan)
+
+
+def _admit_into(
+    found: plans.Resolved,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    out: Tensor,
+    backend: str | None,
+) -> None:
+    """The same of a call with ``out``, outside autocast."""
+    if _door is _no_door or (x.is_cuda and not door.serves_cuda()):
+        return
+    table = door.table(_TABLE_INTO)
+    rest = (bias, residual, out)
+    if not _wanted(table, x, weight, rest, activation, backend):
+        return
+    assert table is not None
+
+    def plan(x: Tensor, weight: Tensor, rest: tuple[Tensor | None, Tensor | None, Tensor]) -> Any:
+        return _given_out(found, x, weight, rest[:2], activation, rest[2], None)
+
+    made = None
+    dense = weight.is_contiguous() and (bias is None or bias.is_contiguous())
+    if dense and found.inference is not None:
+        given = x, weight, bias, activation, residual
+        made = programs.into(found.inference, *given, out, plan)
+    table.admit(x, weight, rest, activation, backend, made or plan)
+
+
+def _wanted(table: door.Table | None, x: Tensor, weight: Tensor, rest: Any, *names: Any) -> bool:
+    """Whether the door wants a plan of such a call, and may have one."""
+    if table is None or not table.wants(x, weight, rest, *names) or calls.recorded():
+        return False
+    return plans.as_memory_lies(x, weight, *rest)

@@ -22,6 +22,7 @@ from fastlinear.ops.diagonal_linear.plans import Training
 
 NAME = "DiagonalLinearBackward"
 _X, _WEIGHT, _BIAS, _RESIDUAL, _GIVEN = range(5)  # among a forward's tensors
+_OUT = _GIVEN  # and the caller's memory
 _FROM_DY, _FROM_X, _FROM_WEIGHT, _FROM_BIAS = range(4)  # among a backward's, which begin with dy
 _BACKWARD_GIVEN = 6  # dy, the call's four, and nothing kept
 
@@ -65,24 +66,11 @@ def _forward(
     """The forward's program: x, weight, bias, residual → y; None where it is not one launch."""
     assert x is not None
     assert weight is not None
-    given = [t for t in (x, residual) if t is not None]
     if training.forward == "cpp":
-        return _forward_in_cpp(x, bias, residual, training.formula.activation)
-    if training.forward != "triton" or not all(map(_viewable, given)):
+        return _forward_in_cpp(x, bias, residual, training.formula.activation, None)
+    if training.forward != "triton":
         return None
-    if not door_node.serves_cuda():
-        return None
-    from fastlinear.ops.diagonal_linear import triton
-
-    k = x.shape[-1]
-    rows = None if residual is None else residual.view(-1, k)
-    launch = triton.launch_of(x.view(-1, k), weight, bias, training.formula.activation, rows)
-    p = Program(_GIVEN)
-    y = p.empty(x.shape, x.dtype, _X)
-    places = (_X, _WEIGHT, _number(bias, _BIAS), _number(residual, _RESIDUAL), y)
-    if launch is None or not p.launch(launch.in_door(places)):
-        return None
-    return p.spec(y, None)
+    return _forward_in_triton(x, weight, bias, residual, training.formula.activation, None)
 
 
 def _backward(
@@ -150,24 +138,84 @@ def inference(
     """
     if backend != "cpp" or not door_node.begun():
         return None
-    spec = _forward_in_cpp(x, bias, residual, activation)
+    spec = _forward_in_cpp(x, bias, residual, activation, None)
     return None if spec is None else door_node.program(spec, (x, weight, bias, residual), plan)
 
 
+def into(
+    backend: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    out: Tensor,
+    plan: Callable[..., Tensor],
+) -> Any:
+    """The same for calls with memory of the caller's for their result, which ``plan`` is given
+    behind the residual."""
+    if not door_node.begun():
+        return None
+    spec = None
+    if backend == "cpp":
+        spec = _forward_in_cpp(x, bias, residual, activation, out)
+    elif backend == "triton":
+        spec = _forward_in_triton(x, weight, bias, residual, activation, out)
+    elif backend == "addcmul" and activation == "none" and residual is None:
+        assert bias is not None
+        p = Program(_GIVEN + 1)
+        p.multiply_add(p.claim(_OUT), _BIAS, _X, _WEIGHT)
+        spec = p.spec(_OUT)
+    return None if spec is None else door_node.program(spec, (x, weight, bias, residual, out), plan)
+
+
 def _forward_in_cpp(
-    x: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, out: Tensor | None
 ) -> Any:
     """The forward's program by backend ``cpp``; None where a tensor would have to be copied."""
     rows = _rows(x)
     others = None if residual is None else _rows(residual)
     if rows is None or (others is None) != (residual is None):
         return None
-    p = Program(_GIVEN)
-    y = p.empty(x.shape, x.dtype, _X)
-    call = cpp.described(rows, activation, others, new=True)
+    p, y = _begun(x, out)
+    call = cpp.described(rows, activation, others, new=out is None)
     tensors = (_X, _WEIGHT, _number(bias, _BIAS), _number(residual, _RESIDUAL), y)
     p.call(cpp.forward_address(), ctypes.addressof(call), *map(memory, tensors), keeps=call)
     return p.spec(y, None)
+
+
+def _forward_in_triton(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: str,
+    out: Tensor | None,
+) -> Any:
+    """The forward's program by backend ``triton``; None where it is not one launch."""
+    given = [t for t in (x, residual) if t is not None]
+    if not all(map(_viewable, given)) or not door_node.serves_cuda():
+        return None
+    from fastlinear.ops.diagonal_linear import triton
+
+    k = x.shape[-1]
+    rows = None if residual is None else residual.view(-1, k)
+    kept = None if out is None else out.view(-1, k)
+    launch = triton.launch_of(x.view(-1, k), weight, bias, activation, rows, kept)
+    p, y = _begun(x, out)
+    places = (_X, _WEIGHT, _number(bias, _BIAS), _number(residual, _RESIDUAL), y)
+    if launch is None or not p.launch(launch.in_door(places)):
+        return None
+    return p.spec(y, None)
+
+
+def _begun(x: Tensor, out: Tensor | None) -> tuple[Program, int]:
+    """A forward's program, and the number of its result."""
+    if out is not None:
+        p = Program(_GIVEN + 1)
+        return p, p.claim(_OUT)
+    p = Program(_GIVEN)
+    return p, p.empty(x.shape, x.dtype, _X)
 
 
 def _backward_in_cpp(

@@ -72,10 +72,17 @@ def door_launch(
 
 
 def launch_of(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    out: Tensor | None = None,
 ) -> EarlyLaunch | None:
-    """The launch of such a forward, which has run on new memory; None where it was forgotten."""
-    key = _forward_key(x, weight, bias, activation, residual, None, 0)
+    """The launch of such a forward, which has run, on new memory unless ``out`` is given; None
+    where it was forgotten."""
+    bits = 0 if out is None else out.data_ptr() & 15
+    key = _forward_key(x, weight, bias, activation, residual, None, bits)
     launch: EarlyLaunch | None = _plans.get(key)
     return launch
 
