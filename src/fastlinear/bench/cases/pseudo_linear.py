@@ -29,6 +29,7 @@ def cases(device: str, quick: bool = False) -> list[Case]:
     own = ("float32", "bfloat16") if cuda else ("float32",)
     others = ("float16",) if cuda else ("bfloat16", "float16")
     sizes = _QUICK if quick else whole
+    kinds: list[tuple[str, str, tuple[str, ...], tuple[tuple[int, int], ...]]]
     kinds = [("none", "", own, sizes), ("relu", "", own, sizes)]
     if not quick:
         kinds += [("none", "", others, _FEW), ("none", "yes", own + others, _FEW)]
