@@ -169,3 +169,31 @@ if ON_GPU:
         oracle = second(reference.diagonal_linear, [t.double() for t in given])
         for i, (f, t, o) in enumerate(zip(found, theirs, oracle, strict=True)):
             assert judge(str(i), f, t, o).passed, i
+
+
+# dtype → largest relative error down to the given x, and of the derivative's absolute error
+GELU = {torch.float32: (4e-6, -6.5, 4e-7), torch.bfloat16: (0.0079, -6.0, 0.0079)}
+
+
+@compares
+@pytest.mark.parametrize("dtype", GELU)
+def test_gelu_far_below_zero(dtype: torch.dtype) -> None:
+    """Small negative values are right to their last digits, where 1 + erf would cancel; the ends as
+    PyTorch has them."""
+    relative, least, absolute = GELU[dtype]
+    x = torch.linspace(least, 12.0, 2048, device=DEVICE).to(dtype)[None]
+    one, none = torch.ones(2048, device=DEVICE, dtype=dtype), torch.zeros_like(x[0])
+    y = backend.forward(x, one, none, "gelu", None, None)
+    oracle = 0.5 * x.double() * torch.erfc(-x.double() * 0.5**0.5)
+    assert ((y - oracle) / oracle).abs().max() < relative
+    dy = torch.ones_like(x)
+    dx, _, _ = backend.backward(dy, x, one, none, "gelu", (True, False, False))
+    exact = reference.backward(*(t.double() for t in (dy, x, one, none)), "gelu", (True,) * 3)
+    assert dx is not None
+    assert exact[0] is not None
+    assert (dx - exact[0]).abs().max() < absolute
+    ends = torch.tensor([[-1e30, -70.0, 70.0, 1e30, float("inf"), float("nan"), -0.0, 0.0]])
+    ends = ends.to(DEVICE, dtype)
+    y = backend.forward(ends, one[:8], none[:8], "gelu", None, None)
+    expected = torch.nn.functional.gelu(ends)
+    torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)

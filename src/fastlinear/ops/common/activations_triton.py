@@ -4,7 +4,7 @@ All of them take and return float32 tensors of any shape. ``MATH`` picks how tra
 functions are evaluated:
 
 - ``"exact"``: float32-accurate; for float32 results.
-- ``"fast"``: one ``exp2`` and one division per element; for 16-bit results.
+- ``"fast"``: one or two ``exp2`` and at most one division per element; for 16-bit results.
 
 The ``tanh.approx`` instruction is not used: x (1 + tanh u) / 2 cancels where u is far below 0, and
 its error of 2^-11 is then larger than the result.
@@ -18,11 +18,11 @@ import triton
 import triton.language as tl
 
 _LOG2E = tl.constexpr(1.4426950408889634)
-_SQRT_HALF = tl.constexpr(0.7071067811865476)
 _INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
 _SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 _GELU_CUBIC = tl.constexpr(0.044715)
 _QUICK_GELU = tl.constexpr(1.702)
+_FAR = tl.constexpr(64.0)  # beyond which no float32 mass is left
 _LEAKY_SLOPE = tl.constexpr(0.01)
 
 
@@ -75,22 +75,32 @@ def _sigmoid(half_x, MATH: tl.constexpr):
 
 
 @triton.jit
-def _normal_cdf(x, gauss, MATH: tl.constexpr):
-    """Standard normal distribution function of x, given gauss = exp(-x²/2).
+def _normal_tail(a, MATH: tl.constexpr):
+    """The mass of the standard normal distribution beyond a >= 0, as 2 to a polynomial in a.
 
-    Fast: Abramowitz & Stegun 7.1.26 (absolute error 1.5e-7), which shares the exponential.
+    Its logarithm is smooth, so that one exponential does. Fitted for the least largest error:
+    relative 2e-8 up to 6.5 (exact), 4e-6 up to 6 (fast); it falls on to 0 from there.
     """
     if MATH == "exact":
-        return 0.5 + 0.5 * tl.erf(x * _SQRT_HALF)
+        p = -1.9120668e-10 * a + 8.90491476e-09
+        p = p * a - 1.86933133e-07
+        p = p * a + 2.33099693e-06
+        p = p * a - 1.90285861e-05
+        p = p * a + 0.000103522231
+        p = p * a - 0.000335358761
+        p = p * a + 6.75572968e-05
+        p = p * a + 0.00690312235
+        p = p * a - 0.0524297883
+        p = p * a - 0.459220435
+        p = p * a - 1.15110455
     else:
-        t = 1.0 / (1.0 + (0.3275911 * _SQRT_HALF) * tl.abs(x))
-        p = 0.5 * 1.061405429
-        p = p * t - 0.5 * 1.453152027
-        p = p * t + 0.5 * 1.421413741
-        p = p * t - 0.5 * 0.284496736
-        p = p * t + 0.5 * 0.254829592
-        tail = p * t * gauss
-        return tl.where(x < 0, tail, 1.0 - tail)
+        p = -1.79381584e-06 * a + 6.07268634e-05
+        p = p * a - 0.000923191132
+        p = p * a + 0.0084768674
+        p = p * a - 0.0538909755
+        p = p * a - 0.458541554
+        p = p * a - 1.15121438
+    return tl.exp2(p * a - 1.0)
 
 
 @triton.jit
@@ -119,7 +129,9 @@ def activation(x, ACTIVATION: tl.constexpr, MATH: tl.constexpr):
         return _times_sigmoid(x, u, MATH)
     else:
         tl.static_assert(ACTIVATION == "gelu", "unknown activation")
-        return x * _normal_cdf(x, _exp(-0.5 * x * x, MATH), MATH)
+        a = tl.minimum(tl.abs(x), _FAR)
+        tail = _normal_tail(a, MATH)
+        return tl.where(x < 0, x * tail, x - a * tail)
 
 
 @triton.jit
@@ -166,6 +178,6 @@ def activation_grad(dy, saved, ACTIVATION: tl.constexpr, MATH: tl.constexpr):
             return dy * (s * (1.0 + (2.0 * saved * du) * (1.0 - s)))
     else:
         tl.static_assert(ACTIVATION == "gelu", "unknown activation")
-        gauss = _exp(-0.5 * saved * saved, MATH)
-        cdf = _normal_cdf(saved, gauss, MATH)
-        return dy * (cdf + saved * (_INV_SQRT_2PI * gauss))
+        tail = _normal_tail(tl.minimum(tl.abs(saved), _FAR), MATH)
+        cdf = tl.where(saved < 0, tail, 1.0 - tail)
+        return dy * (cdf + saved * (_INV_SQRT_2PI * _exp(-0.5 * saved * saved, MATH)))

@@ -233,7 +233,7 @@ def _forward_launch(
     x: Tensor, activation: str, residual: Tensor | None, config: DiagonalConfig | None
 ) -> EarlyLaunch:
     m, k = x.shape
-    own = config or config_for("forward", m, k, x.itemsize)
+    own = config or config_for("forward", m, k, x.itemsize, activation)
     strides = [k if t is None or m == 1 else t.stride(0) for t in (x, residual)]
     made = cut(m, k, all(s == k for s in strides), _units(x), own)
     return EarlyLaunch(

@@ -16,6 +16,7 @@ _MOST_FOLD = 1024
 _LEAST_BLOCK = 64
 _MOST_ROWS, _MOST_FEATURES = 1 << 30, 1 << 20  # joined rows and their numbers count in 32 bits
 _ONE_LAUNCH_TILES = 8
+_FEW = 1 << 18  # numbers of a launch whose own start takes longest
 _LARGE = 1 << 22  # numbers that keep a GPU busy with few large tiles
 _HUGE = 1 << 25  # numbers beside which launches are nothing
 _QUICK = ("none", "relu", "leaky_relu")  # activations whose derivatives take no time
@@ -79,14 +80,14 @@ def config_for(
     """
     numbers = m * k
     if piece == "forward":
-        found = _forward_config(numbers, itemsize)
+        found = _forward_config(numbers, itemsize, activation in _QUICK)
         # programs of a sweep that wait for a forward of several waves take its programs' place
         return found if numbers < _LARGE else replace(found, early="last")
-    if m <= 64 and numbers < _LARGE:
-        return DiagonalConfig(32, 2048, 2, 1, 1, "last")  # a tile a program
+    wide = itemsize == 4
+    if m <= 64 and numbers < _LARGE:  # a tile a program
+        return DiagonalConfig(32, 2048, 4 if wide and activation not in _QUICK else 2, 1, 1, "last")
     if numbers < _LARGE:
         return DiagonalConfig(64, 2048, 4, 3, 1, "last")  # few programs, whose sums take long
-    wide = itemsize == 4
     if k < 512 or numbers == _LARGE or activation not in _QUICK:
         return (
             DiagonalConfig(64, 2048, 4, 3, 2, "last") if wide else DiagonalConfig(64, 2048, 4, 4, 2)
@@ -100,7 +101,12 @@ def config_for(
     return DiagonalConfig(128, 1024, 2, 1, 8, "last")
 
 
-def _forward_config(numbers: int, itemsize: int) -> DiagonalConfig:
+def _forward_config(numbers: int, itemsize: int, quick: bool) -> DiagonalConfig:
+    if not quick and numbers <= _FEW:
+        return DiagonalConfig(1024, 1024, 8, 1, 0)
+    if not quick and numbers >= _LARGE:
+        # an activation leaves time for less: parameters are read once for several rows
+        return DiagonalConfig(*((512, 1024) if itemsize == 4 else (1024, 4096)), 4, 1, 0)
     if itemsize == 4:
         return DiagonalConfig(1024, 1024, 4 if numbers < _HUGE else 8, 1, 0)
     if numbers < _LARGE:
