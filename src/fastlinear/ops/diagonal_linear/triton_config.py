@@ -16,7 +16,7 @@ _MOST_FOLD = 1024
 _LEAST_BLOCK = 64
 _MOST_ROWS, _MOST_FEATURES = 1 << 30, 1 << 20  # joined rows and their numbers count in 32 bits
 _ONE_LAUNCH_TILES = 8
-_FEW = 1 << 18  # numbers of a launch whose own start takes longest
+_FEWEST, _FEW = 1 << 16, 1 << 18  # numbers of a launch whose own start takes longest
 _LARGE = 1 << 22  # numbers that keep a GPU busy with few large tiles
 _HUGE = 1 << 25  # numbers beside which launches are nothing
 _QUICK = ("none", "relu", "leaky_relu")  # activations whose derivatives take no time
@@ -102,7 +102,7 @@ def config_for(
 
 
 def _forward_config(numbers: int, itemsize: int, quick: bool) -> DiagonalConfig:
-    if not quick and numbers <= _FEW:
+    if numbers <= (_FEWEST if quick else _FEW):
         return DiagonalConfig(1024, 1024, 8, 1, 0)
     if not quick and numbers >= _LARGE:
         # an activation leaves time for less: parameters are read once for several rows
