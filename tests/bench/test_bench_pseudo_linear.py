@@ -47,15 +47,21 @@ def test_the_documents_widths_are_there() -> None:
     assert {c.dim("M") for c in found} == {32768, 64, 1}
     assert (1, 16) in {(c.dim("M"), c.dim("K")) for c in found}
     assert {c.direction for c in found} == {"forward", "forward+backward"}
-    assert {c.option("activation") for c in found} == {"none", "relu"}
+    assert {c.option("activation") for c in found} == {"none", "relu", "gelu", "silu"}
+    branches = [c for c in found if c.option("residual") == "yes"]
+    assert {c.dtype for c in branches} == {"float32", "bfloat16", "float16"}
+    assert all(c.option("bias") == "no" for c in branches)
     assert all(2 * c.dim("M") * c.dim("K") ** 2 <= 7e10 for c in cases.cases("cpu"))
 
 
-@pytest.mark.parametrize("activation", ["none", "relu"])
+@pytest.mark.parametrize("activation", ["none", "relu", "residual"])
 @pytest.mark.parametrize("direction", ["forward", "forward+backward"])
 def test_contenders_compute_the_same(direction: str, activation: str) -> None:
     """All but the full layer, which is the yardstick; it is itself again at every build."""
-    one = case(direction, activation)
+    one = case(direction, "none" if activation == "residual" else activation)
+    if activation == "residual":
+        options = (("activation", "none"), ("bias", "no"), ("residual", "yes"))
+        one = replace(one, options=options)
     work = pseudo_linear.make_work(one, torch.device("cpu"))
     theirs = work.reference(torch.float32)
     for peer in pseudo_linear.peers(one):

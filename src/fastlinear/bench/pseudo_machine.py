@@ -34,6 +34,7 @@ _MOST_FLOPS = {"cuda": 5e11, "cpu": 1e10}  # of a product that is measured as it
 _LEAST_ROWS, _LEAST_WIDTH = 512, 1024  # no product is measured smaller for its flops
 _LEAST_COPY, _MOST_COPY = 1 << 12, 1 << 28  # bytes
 _OTHERS = 1 << 28  # bytes that other contenders leave in a CPU's caches
+_HOST_SIZE = (64, 64)  # at most: PyTorch calls a product of few rows otherwise
 _LEAST_TOUCHED, _MOST_TOUCHED = 1 << 20, 1 << 23  # bytes that push the host's own out of them
 _MAX_SETS = 64
 _REPEATS = 0.1  # of a call's time, within which timings of it lie
@@ -126,6 +127,7 @@ def measured(
         _host_us(
             *(device, dtype, activation, grad, backend),
             (_touched(2 * held + 2 * (size * k // m)), _touched(2 * held)) if beside else (),
+            (min(m, _HOST_SIZE[0]), min(k, _HOST_SIZE[1])) if cuda else (1, 16),
             f"{state} {when}",
         ),
     )
@@ -351,15 +353,16 @@ def _host_us(
     grad: bool,
     backend: str,
     touched: tuple[int, ...],
+    size: tuple[int, int],
     state: str,
 ) -> Mapping[str, float]:
-    """A call of each contender on 1 x 16 numbers, on the wall clock; on a CPU after a pass over as
-    many bytes as it has ``touched``, without that pass."""
-    given = device, dtype, activation, grad, backend
+    """A call of each contender on so few rows and features, on the wall clock; on a CPU after a
+    pass over as many bytes as it has ``touched``, without that pass."""
+    given = device, dtype, activation, grad, backend, size
     arms = {name: _small_call(name, *given) for name in (LINEAR, OURS)}
-    for name, size in zip((LINEAR, OURS), touched, strict=False):
-        if size:
-            arms[f"pass {name}"], arms[name] = _after_pass(arms[name], size)
+    for name, count in zip((LINEAR, OURS), touched, strict=False):
+        if count:
+            arms[f"pass {name}"], arms[name] = _after_pass(arms[name], count)
     with torch.set_grad_enabled(grad):
         samples = interleave(arms, device=device, metric="wall", rounds=_ROUNDS)
     if device.startswith("cuda"):  # rows of such calls are as disturbed as this

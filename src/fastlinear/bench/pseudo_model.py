@@ -6,8 +6,9 @@ layer takes its passes over memory, as many as the backend needs that computes i
 its parameters, which a single row does not outweigh. Rates of memory are those of one pass as
 large; on a GPU kernels add their starts, on a CPU, where caches, threads and the first touch of new
 results decide what a pass takes, the layer's products and the backend's own passes are timed one
-after the other, into new tensors. What the host does for a call is measured on the same call at
-1 x 16 numbers: on a GPU it runs beside the device, so that the longer counts, on a CPU before it.
+after the other, into new tensors. What the host does for a call is measured on the same call of
+few numbers, on a GPU up to 64 rows of 64: there it runs beside the device, so that the longer
+counts, on a CPU, where it is 1 row of 16, before it.
 Hence a full layer costs as much as a diagonal one while both wait for the host or for memory, and
 ever more times as much from there on.
 """
