@@ -16,6 +16,7 @@ from fastlinear.core.text_table import PIPE_WIDTH
 
 EXPERIMENT, _LINEAR = "pseudo-linear", "linear"
 _TOLERANCE = 0.25
+_LONG = 4  # widths of a curve
 _COLORS = ("#8c8c8c", "#4c72b0", "#55a868", "#8172b3", "#ccb974", "#64b5cd", "#937860")
 
 
@@ -121,11 +122,14 @@ def agreement(rows: Iterable[Row]) -> tuple[int, int, list[str]]:
 def plot(rows: Iterable[Row], path: str | Path) -> Path:
     """Draw speed-up over Linear by width: measured lines, the model's dashed.
 
+    Of a few widths the table tells as much: they are drawn where there is nothing longer.
+
     Raises:
         InputError: there is no timing of Linear.
         UnsupportedError: matplotlib is missing; it comes with the extra ``[plots]``.
     """
     found = [c for c in curves(rows) if c.speedups]
+    found = [c for c in found if len(c.speedups) >= _LONG] or found
     if not found:
         raise InputError(
             "bench.plot",
@@ -162,7 +166,7 @@ def plot(rows: Iterable[Row], path: str | Path) -> Path:
         figure.legend(marks.values(), marks.keys(), loc="outside upper center", ncols=6)
         path.parent.mkdir(parents=True, exist_ok=True)
         metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
-        figure.savefig(path, dpi=150, metadata=metadata)
+        figure.savefig(path, dpi=100, metadata=metadata)
     return path
 
 
