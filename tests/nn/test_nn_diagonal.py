@@ -64,6 +64,24 @@ def test_from_layer_scale_shares_its_parameter(inplace: bool) -> None:
     torch.testing.assert_close(layer(x, residual=stream), stream + scale(x.clone()))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_from_layer_scale_is_not_cast_by_autocast(dtype: torch.dtype) -> None:
+    """As what it stands for: a float32 scale gives float32, and nothing is rounded to 16 bits."""
+    scale = LayerScale(7, value=1.0)
+    layer = copy.deepcopy(fl.nn.DiagonalLinear.from_layer_scale(scale))
+    x, stream = torch.randn(2, 3, 7).to(dtype), torch.randn(2, 3, 7)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype is scale(x).dtype is torch.float32
+        torch.testing.assert_close(layer(x), scale(x))
+        torch.testing.assert_close(layer(x, residual=stream), stream + scale(x))
+        compiled = torch.compile(layer, fullgraph=True, backend="eager")
+        torch.testing.assert_close(compiled(x, residual=stream), stream + scale(x))
+        assert fl.nn.DiagonalLinear(7)(x).dtype is torch.bfloat16  # as a linear layer's
+        layer(x).sum().backward()
+        scale(x).sum().backward()
+    torch.testing.assert_close(layer.weight.grad, scale.gamma.grad)
+
+
 def test_from_layer_scale_refuses_what_scales_nothing() -> None:
     for module in (Shift(4), nn.Linear(4, 4), nn.LayerNorm(4), nn.BatchNorm1d(4), nn.PReLU(4)):
         with pytest.raises(InputError, match="DiagonalLinear"):

@@ -33,6 +33,9 @@ class DiagonalLinear(nn.Module):
 
     Shapes: input (..., K) → output (..., K); a residual has the input's shape.
 
+    Under autocast it computes as a linear layer does, in 16 bits; one from a LayerScale as that
+    does: what PyTorch multiplies is not cast there, and a float32 scale gives float32.
+
     Raises:
         InputError: the activation is unknown.
 
@@ -60,6 +63,7 @@ class DiagonalLinear(nn.Module):
         self.features = features
         self.activation = activation
         self.backend = backend
+        self._scales = False  # in a LayerScale's place
         self.weight = nn.Parameter(torch.ones(features, device=device, dtype=dtype))
         zeros = torch.zeros(features, device=device, dtype=dtype) if bias else None
         self.bias: nn.Parameter | None
@@ -67,7 +71,18 @@ class DiagonalLinear(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """act(x ∘ w + b) + residual; x and residual (..., K) → (..., K)."""
+        if self._scales and isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type):
+            return self._scaled(x, residual)
         return call(x, self.weight, self.bias, self.activation, residual, None, self.backend)
+
+    def _scaled(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """The same under autocast, which casts no such operation; dtypes as PyTorch promotes."""
+        with torch.autocast(x.device.type, enabled=False):
+            given = (x, self.weight) if residual is None else (x, self.weight, residual)
+            if len({t.dtype for t in given}) == 1:
+                return call(x, self.weight, None, "none", residual, None, self.backend)
+            y = x * self.weight
+            return y if residual is None else residual + y
 
     @classmethod
     def from_layer_scale(cls, scale: nn.Module, *, backend: str | None = None) -> DiagonalLinear:
@@ -108,6 +123,7 @@ class DiagonalLinear(nn.Module):
             _fail("a module that multiplies by its parameter, trained or not", kind)
         layer = cls(weight.numel(), bias=False, backend=backend, device="meta")
         layer.weight = weight
+        layer._scales = True
         layer.train(scale.training)
         return layer
 
