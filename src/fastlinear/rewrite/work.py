@@ -55,6 +55,8 @@ class Work:
         filter_fn: the caller's say on every module; False leaves it alone.
         groups: what a run shows of layers that could be one, once it was watched for that.
         traces: module → what the trace of its forward offers, or why there is none.
+        sequentials: the same of Sequentials, whose children are called one after the other.
+        stopped: where chains through several modules stop, and why, by module.
         gates: the gated MLPs in forwards that do more, once they were looked for.
         gates_left: why gated MLPs may not become one call, by the first of their linears.
         left_alone: why such layers are not rewritten, by the first of them.
@@ -79,6 +81,8 @@ class Work:
     filter_fn: FilterFn | None = None
     groups: Any = None
     traces: dict[str, Any] = field(default_factory=dict)
+    sequentials: dict[str, Any] = field(default_factory=dict)
+    stopped: Any = ()
     gates: Any = None
     gates_left: dict[str, str] = field(default_factory=dict)
     left_alone: dict[str, str] = field(default_factory=dict)
