@@ -19,11 +19,9 @@ from torch import Tensor, nn
 from fastlinear.core.global_names import global_names, names_of
 from fastlinear.profile.effects import functions_of
 from fastlinear.profile.graph import TENSOR, Observed
-from fastlinear.rewrite.exchange.forwards import Forward, hooked_globally
+from fastlinear.rewrite.exchange.forwards import Forward, hooked_globally, is_hooked
 from fastlinear.rewrite.exchange.swap import mark
 from fastlinear.rewrite.exchange.traceable import MISSING, is_function, same, watchable
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Unlike(Exception):
@@ -144,15 +142,14 @@ class _Block:
 
 def _found(parent: nn.Module, path: tuple[str, ...], kind: type) -> nn.Module | None:
     """The module at ``path`` if it is of this class, without hooks and with its class's forward."""
-    module: Any = parent
+    module: nn.Module | None = parent
     for name in path:
-        module = module._modules.get(name)
+        module = module.__dict__["_modules"].get(name)
         if module is None:
             return None
-    own, found = module.__dict__, type(module)
-    if found is not kind or "forward" in own or any(own[h] for h in _HOOKS):
-        return None
-    return module  # type: ignore[no-any-return]
+    if type(module) is kind and not is_hooked(module.__dict__):
+        return module
+    return None
 
 
 @dataclass(frozen=True)
