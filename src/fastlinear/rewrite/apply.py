@@ -108,6 +108,7 @@ def apply_(
             names, mode = loaded.compiled, loaded.compile_mode
             graph = choose_compiled(work, kept, graph, planned=names, mode=mode) or graph
     if kept or graph:
+        work.rows = loaded.rows
         for decision in brought:
             decision.store()
     return finish(work, kept, verdicts if kept else (), pair, graph)

@@ -47,6 +47,7 @@ class Work:
         notes: what a reader should know of how it was done.
         tuned: what tuning measured.
         every: all candidates, those given up included.
+        rows: the buckets of rows that the plan put onto the model was tuned for.
         graphs: what becomes of the model as a whole (``""``), or of its parts, as CUDA graphs,
             where those were asked for.
         compiled: what becomes of the model (``""``) and of its blocks compiled, where that was
@@ -75,6 +76,7 @@ class Work:
     notes: list[str] = field(default_factory=list)
     tuned: dict[Any, Tuned] = field(default_factory=dict)
     every: list[Candidate] = field(default_factory=list)
+    rows: tuple[int, ...] = ()
     graphs: dict[str, SiteOutcome] = field(default_factory=dict)
     compiled: dict[str, SiteOutcome] = field(default_factory=dict)
     arguments: dict[nn.Module, Observed] = field(default_factory=dict)
