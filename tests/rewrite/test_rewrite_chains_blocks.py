@@ -394,6 +394,13 @@ def test_a_whole_chain_is_no_finding(name: str) -> None:
     assert not work.stopped
 
 
+def test_a_block_with_a_norm_is_no_part_of_a_chain_that_stops() -> None:
+    model = nn.Sequential(relu(), nn.Sequential(nn.LayerNorm(6), *relu()), relu()).eval()
+    model[1].register_forward_hook(lambda *_: None)
+    work, _ = prepared(model)
+    assert not work.stopped
+
+
 @pytest.fixture
 def longest_win(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
     """A chain gains over everything, and all end to end; the arms that took part by length."""

@@ -19,7 +19,7 @@ from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.chain import Chain, all_different, one_pass
 from fastlinear.rewrite.match.chain_parent import BlockChain, ParentChain
 from fastlinear.rewrite.match.composed import returned
-from fastlinear.rewrite.match.eligible import Refusal, refuse_module
+from fastlinear.rewrite.match.eligible import Refusal, linear_kind, refuse_module
 from fastlinear.rewrite.match.gates import activation_of_module
 from fastlinear.rewrite.match.links import Run
 from fastlinear.rewrite.match.parent import Fusable, is_sequential
@@ -126,7 +126,8 @@ class Blocks:
         refused: dict[str, str],
     ) -> None:
         """The modules called in ``graph``, the forward of the one at ``path``, that hold
-        candidates; those that may be part of the forward of ``fqn``, and why not the others."""
+        candidates; those that may be part of the forward of ``fqn``, and why not the others that
+        look like a part of a chain."""
         called = [str(n.target) for n in graph.nodes if n.op == "call_module"]
         for node in graph.nodes:
             name = _join(path, str(node.target))
@@ -138,7 +139,8 @@ class Blocks:
             if called.count(str(node.target)) == 1:
                 made = self._block(whole, module)
             if isinstance(made, str):
-                refused[name] = made
+                if _only_linears(module):
+                    refused[name] = made
             else:
                 blocks[name] = made
                 self._collect(fqn, name, made.graph, blocks, refused)
@@ -235,6 +237,14 @@ def replaced(shorter: list[Chain], chains: list[Chain]) -> list[Chain]:
     all that is fused in it."""
     traced = {c.fqn for c in chains}
     return [c for c in shorter if not (c.fqn in traced and is_sequential(c.module))]
+
+
+def _only_linears(module: nn.Module) -> bool:
+    """Whether nothing in it has parameters or buffers but linears."""
+    own = (m for m in module.modules() if linear_kind(m) is None)
+    return not any(
+        t is not None for m in own for t in (*m._parameters.values(), *m._buffers.values())
+    )
 
 
 def _join(path: str, name: str) -> str:
