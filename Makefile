@@ -1,6 +1,7 @@
 # make demo   optimize four models, end with a table, plans and reports (no GPU needed)
 # make test   run the tests
 # make check  format, lint, types, import layers, documentation examples, tests
+# make sanitize  compute-sanitizer over small calls of every kernel, where both are there
 # make gpu    device tests, benchmark and table on a CUDA machine
 #
 # Everything runs in .venv, made on first use. Set FASTLINEAR_PYTHON to use an environment of your
@@ -28,7 +29,7 @@ TEST_READY := $(VENV)/.ready-test
 CHECK_READY := $(VENV)/.ready-check
 endif
 
-.PHONY: help demo test check lint gpu clean
+.PHONY: help demo test check lint gpu sanitize clean
 
 help:
 	@grep '^# make' Makefile | sed 's/^# //'
@@ -54,6 +55,10 @@ gpu: $(TEST_READY)
 	HF_HUB_OFFLINE=1 $(RUN) -m pytest -q -m gpu --ignore=tests/ops
 	$(RUN) -m fastlinear bench linear --device cuda --quick --out demo-output/linear.jsonl \
 		--html demo-output/linear.html
+
+# memcheck and racecheck; says so where compute-sanitizer or a GPU is missing.
+sanitize: $(TEST_READY)
+	$(RUN) tests/ops/sanitize_families.py
 
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer with venv is needed; set PYTHON=..." >&2; exit 1; }

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from fastlinear.bench import heatmap, plot, print_heat, run
+from fastlinear.bench import heatmap, plot, print_heat, read_rows, run
 from fastlinear.bench import measure as measure_module
+from fastlinear.bench.__main__ import main
 from fastlinear.bench.case import Case
 from fastlinear.bench.cases import EXPERIMENTS, overhead
 from fastlinear.bench.chains import peers, problem_of
+from fastlinear.bench.headroom import headroom, markdown
 from fastlinear.bench.heat import heats
 from fastlinear.bench.measure import Settings, run_case
 from fastlinear.bench.peer import Peer
@@ -23,6 +25,7 @@ from fastlinear.core.cost import Ceilings
 from fastlinear.core.errors import InputError
 from fastlinear.ops.mlp.problem import widths_of
 
+run_module = sys.modules["fastlinear.bench.run"]
 SETTINGS = Settings(torch.device("cpu"), rounds=5, budget_s=0.2)
 
 
@@ -54,7 +57,31 @@ def test_the_grid_is_the_documents_and_more() -> None:
         assert (8, 8192, 128) in cells
     assert {c.dtype for c in overhead.cases("cuda")} == {"float32", "bfloat16"}
     assert {"wall", "device"} == set(overhead.cases("cuda")[0].metrics)
-    assert len(overhead.cases("cuda")) == 560
+    forward = [c for c in overhead.cases("cuda") if not c.needs_grad]
+    assert len(forward) == 560
+    assert overhead.cases("cuda")[:560] == forward
+
+
+def test_cells_with_gradients_are_of_every_depth_and_width() -> None:
+    for device in ("cuda", "cpu"):
+        trained = [c for c in overhead.cases(device) if c.direction == "forward+backward"]
+        assert {(c.dim("L"), c.dim("H")) for c in trained} == {
+            (n, h) for n in overhead.LAYERS for h in overhead.WIDTHS
+        }
+        assert {c.dim("M") for c in trained} == set(overhead.TRAINED)
+    assert any(c.needs_grad for c in overhead.cases("cpu", quick=True))
+
+
+def test_cells_too_large_for_a_cpu_are_there_and_say_so() -> None:
+    cells = overhead.cases("cpu")
+    left = {(c.dim("L"), c.dim("M"), c.dim("H")) for c in cells if c.left_out and not c.needs_grad}
+    assert len([c for c in cells if not c.needs_grad]) == 280
+    assert len(left) == 18
+    assert (8, 8192, 4096) in left
+    assert not any(c.left_out for c in overhead.cases("cuda"))
+    (case,) = [c for c in cells if c.left_out and c.name.startswith("relu M8192 L8 H4096")][:1]
+    assert "floating-point operations" in case.left_out
+    assert all(p.why_not(case) == case.left_out for p in peers(case))
 
 
 def test_each_mode_of_the_compiler_takes_part_where_it_is_said_to() -> None:
@@ -75,9 +102,10 @@ def test_each_mode_of_the_compiler_takes_part_where_it_is_said_to() -> None:
     assert not batches("cpu", "compile", quick=True)
 
 
+@pytest.mark.parametrize("direction", ["forward", "forward+backward"])
 @pytest.mark.parametrize("layers", [1, 3])
-def test_every_contender_is_measured_or_says_why_not(layers: int) -> None:
-    case = tiny(layers)
+def test_every_contender_is_measured_or_says_why_not(layers: int, direction: str) -> None:
+    case = dataclasses.replace(tiny(layers), direction=direction)
     rows = run_case(case, SETTINGS)
     found = {r["contender"]: r for r in rows}
     assert set(found) == {p.name for p in peers(case)}
@@ -88,7 +116,12 @@ def test_every_contender_is_measured_or_says_why_not(layers: int) -> None:
     for row in rows:
         assert not (row["skipped"] or "").startswith("failed"), (row["contender"], row["skipped"])
         assert row["skipped"] or row["valid"], (row["contender"], row["verdicts"])
-    assert found["fastlinear"]["chosen"]["forward"]
+    pieces = {"forward"} if direction == "forward" else {"forward", "backward"}
+    assert pieces <= set(found["fastlinear"]["chosen"])
+    if direction != "forward":
+        assert "grad.x" in {v["name"] for v in found["hand_loop"]["verdicts"]}
+        for name in ("onednn", "strassen_control"):
+            assert found[name]["skipped"]
     assert found["eager"]["input_sets"] == 1
 
 
@@ -97,6 +130,8 @@ def test_the_problem_is_the_chain_the_contenders_get() -> None:
     work = make_work(case, torch.device("cpu"))
     p = problem_of(case)
     assert widths_of(p) == (16,) * 4
+    assert not p.needs_grad
+    assert problem_of(dataclasses.replace(case, direction="forward+backward")).needs_grad
     assert [tuple(w.shape) for w in work.stacks[0].weights] == [(16, 16)] * 3
     assert tuple(work.stacks[0].x.shape) == (4, 16)
 
@@ -169,3 +204,100 @@ def test_cells_and_contenders_are_selectable(monkeypatch: pytest.MonkeyPatch) ->
     ):
         with pytest.raises(InputError, match=message):
             run("overhead", **wrong)  # type: ignore[arg-type]
+
+
+def test_tables_of_each_direction_and_cells_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    eager = next(p for p in peers(tiny()) if p.name == "eager")
+    (row,) = run_case(tiny(), SETTINGS, [eager])
+    (left,) = run_module._run_case(dataclasses.replace(tiny(4), left_out="too large"), SETTINGS)
+    assert (left["contender"], left["skipped"], left["median_us"]) == ("all", "too large", None)
+    both = [_copy(row, "eager", 10.0), _copy(row, "fastlinear", 4.0)]
+    trained = [r | {"direction": "forward+backward", "median_us": 6.0} for r in both]
+    forward, backward = heats([*both, *trained, left])
+    assert forward.left_out == {(4, 4, 16): "too large"}
+    assert forward.rows == ((4, 4), (2, 4))
+    assert backward.title.endswith(", forward+backward")
+    assert not backward.left_out
+    assert backward.speeds["fastlinear"] == {(2, 4, 16): 1.0}
+    print_heat([*both, left])
+    text = capsys.readouterr().out
+    assert "skip: too large" in text
+    assert text.count("skip") == 2
+    pytest.importorskip("matplotlib")
+    wide = left | {"case": left["case"] | {"dims": {"L": 2, "M": 4, "H": 32}}}
+    assert "skip" in heatmap([*both, wide], tmp_path / "a.svg").read_text()
+    assert "skip" not in heatmap(both, tmp_path / "b.svg").read_text()
+
+
+def test_a_case_left_out_is_one_row_of_a_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cases = [tiny(1), dataclasses.replace(tiny(2), left_out="too large")]
+    monkeypatch.setitem(EXPERIMENTS, "overhead", lambda device, quick: cases)
+    out = tmp_path / "rows.jsonl"
+    for rows in (
+        run("overhead", peers=["eager"], rounds=5, out=out),
+        run("overhead", peers=["eager"], rounds=5, resume=out),
+    ):
+        assert [r["skipped"] for r in rows if r["case"]["dims"]["L"] == 2] == ["too large"]
+        timed = [r["contender"] for r in rows if r["median_us"] is not None]
+        assert timed == ["eager"]
+
+
+RESULTS = Path(__file__).parents[2]
+
+
+def test_the_tables_of_what_there_is_to_gain_are_what_the_rows_say() -> None:
+    text = (RESULTS / "src/fastlinear/ops/mlp/README.md").read_text()
+    _, _, rest = text.partition("<!-- headroom:begin -->\n")
+    written, _, _ = rest.partition("\n<!-- headroom:end -->")
+    rows = read_rows(RESULTS / "results/intel-xeon-processor/overhead.jsonl.gz")
+    assert written == markdown(rows)
+    cells = headroom(rows)
+    assert all(c.batch >= 64 and c.width >= 256 for c in cells)
+    (heat,) = heats(rows)
+    assert heat.speeds["floor"] == {(c.layers, c.batch, c.width): c.most for c in cells}
+    assert next(iter(heat.speeds)) == "floor"
+    one = next(c for c in cells if (c.layers, c.batch, c.width) == (8, 64, 1024))
+    eager = next(
+        r
+        for r in rows
+        if r["contender"] == "eager" and r["case"]["dims"] == {"M": 64, "L": 8, "H": 1024}
+    )
+    assert one.most == pytest.approx(1 / eager["roofline"]["fraction"])
+    assert one.reached is not None
+    assert one.reached < one.most
+
+
+def test_there_is_no_such_floor_on_a_gpu_of_small_cells_or_by_memory() -> None:
+    place = {"bound": "compute", "floor_us": 5.0}
+    row = {
+        "experiment": "overhead", "metric": "wall", "direction": "forward", "contender": "eager",
+        "case": {"device": "cpu", "dims": {"L": 2, "M": 64, "H": 256}},
+        "roofline": place, "median_us": 10.0,
+    }  # fmt: skip
+    (cell,) = headroom([row])
+    assert (cell.most, cell.reached) == (2.0, None)
+    (cell,) = headroom([row, row | {"contender": "fastlinear", "median_us": 8.0}])
+    assert cell.reached == 1.25
+    assert "2.00 (1.25)" in markdown([row, row | {"contender": "fastlinear", "median_us": 8.0}])
+    case = row["case"]
+    for other in (
+        row | {"case": case | {"device": "cuda"}},
+        row | {"case": case | {"dims": {"L": 2, "M": 32, "H": 256}}},
+        row | {"case": case | {"dims": {"L": 2, "M": 64, "H": 128}}},
+        row | {"roofline": place | {"bound": "memory"}},
+        row | {"median_us": None},
+    ):
+        with pytest.raises(InputError, match="rows of eager on a CPU"):
+            headroom([other])
+
+
+def test_the_command_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["headroom"]) == 2
+    assert "a file of rows as --rows" in capsys.readouterr().err
+    rows = RESULTS / "results/intel-xeon-processor/overhead.jsonl.gz"
+    assert main(["headroom", "--rows", str(rows)]) == 0
+    assert "| 8, 64 |" in capsys.readouterr().out

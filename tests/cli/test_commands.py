@@ -244,6 +244,10 @@ def test_tune_the_sites_of_a_model(run: Run) -> None:
     dims = [tuned["problem"]["dims"] for tuned in data_of(result)]
     assert dims == [{"M": 6, "K": 8, "N": 16}, {"M": 6, "K": 16, "N": 4}]
     assert not any(tuned["stored"] for tuned in data_of(result))
+    more = run(
+        "tune", "--model", "userpackage:mlp", "--rows", "7, 30", *speed, "--no-save", "--json"
+    )
+    assert [t["problem"]["dims"]["M"] for t in data_of(more)] == [6, 6, 32, 32]  # 6, 7: 8 rows
     assert "best" in run("tune", "--m", "4", "--k", "8", "--n", "8", *speed, "--no-save").stdout
 
 

@@ -31,6 +31,10 @@ INF, NAN = float("inf"), float("nan")
         {"min_speedup": "fast"},
         {"min_speedup": INF},
         {"tune": "no"},
+        {"rows": 64},
+        {"rows": (0,)},
+        {"rows": (1, 2.0)},
+        {"rows": "64"},
         {"graphs": 1},
         {"compile": None},
         {"allow_fast_matmul": "yes"},
@@ -51,3 +55,9 @@ def test_options_of_the_wrong_kind(given: dict[str, Any]) -> None:
 def test_options_of_the_right_kind() -> None:
     config = Config(time_budget_s=INF, families=("mlp",), backends={"mlp": "eager"}, min_speedup=2)
     assert config.families == ("mlp",)
+
+
+def test_rows_are_tuned_for_or_not() -> None:
+    assert Config(rows=(1, 64)).rows == (1, 64)
+    with pytest.raises(InputError, match="tune=True where rows are to be tuned for"):
+        Config(rows=(1,), tune=False)

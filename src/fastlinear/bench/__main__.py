@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from fastlinear.bench.cases import EXPERIMENTS
+from fastlinear.bench.headroom import markdown
 from fastlinear.bench.plot import plot
 from fastlinear.bench.rows import Row, behind, read_rows
 from fastlinear.bench.run import run
@@ -20,7 +21,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = _parser()
     given = parser.parse_args(arguments)
     try:
-        return _table(given) if given.experiment == "table" else _experiment(given)
+        other = {"table": _table, "headroom": _headroom}.get(given.experiment, _experiment)
+        return other(given)
     except FastlinearError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -28,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m fastlinear.bench", description=__doc__)
-    parser.add_argument("experiment", choices=[*EXPERIMENTS, "table"])
+    parser.add_argument("experiment", choices=[*EXPERIMENTS, "table", "headroom"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, help="rows as JSONL, or the table's JSON")
     parser.add_argument("--budget", type=float, help="start nothing new after these seconds")
@@ -50,12 +52,13 @@ def _parser() -> argparse.ArgumentParser:
     experiment.add_argument("--jobs", type=int, default=1, help="processes that compile ahead")
     experiment.add_argument("--resume", type=Path, help="rows of a run that was cut, to go on with")
     experiment.add_argument("--plot", type=Path, help="PNG or SVG")
-    table = parser.add_argument_group("table")
+    table = parser.add_argument_group("table, headroom")
     table.add_argument("--fresh", action="store_true", help="measure known rows again")
     table.add_argument(
         "--rows",
         type=Path,
-        help="measure nothing: take what rows of overhead say into the table named by --out",
+        help="measure nothing: take what rows of overhead say into the table named by --out; or "
+        "print what there is to gain on a CPU by them",
     )
     return parser
 
@@ -103,6 +106,18 @@ def _table(given: argparse.Namespace) -> int:
         f"{len(data['rows'])} rows, {len(data['failures'])} failures, "
         f"{data['left']} Problems not reached: {path}"
     )
+    return 0
+
+
+def _headroom(given: argparse.Namespace) -> int:
+    if given.rows is None:
+        raise InputError(
+            "bench headroom",
+            expected="a file of rows as --rows",
+            received="none",
+            remedy="For example --rows results/intel-xeon-processor/overhead.jsonl.gz.",
+        )
+    print(markdown(read_rows(given.rows)))
     return 0
 
 

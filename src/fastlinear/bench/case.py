@@ -36,6 +36,7 @@ class Case:
         seed: seed of every random draw.
         light: leave out the contenders that take minutes to prepare.
         without: further contenders that take too long to prepare here, by name.
+        left_out: why nobody is measured in it, or the empty string; it is then one skipped row.
     """
 
     experiment: str
@@ -49,6 +50,7 @@ class Case:
     seed: int = 0
     light: bool = False
     without: tuple[str, ...] = ()
+    left_out: str = ""
 
     def __post_init__(self) -> None:
         assert self.direction in DIRECTIONS, self.direction

@@ -1,7 +1,8 @@
 """The contenders of experiment ``overhead``: a chain of Linear + ReLU, from the caller's side in.
 
 ``eager`` is the chain as models hold it. ``hand_loop`` removes what surrounds its kernels: no
-modules, buffers allocated ahead, bias inside the product, ReLU in place. ``fastlinear[layerwise]``
+modules, buffers allocated ahead, bias inside the product, ReLU in place; with gradients no autograd
+either. ``fastlinear[layerwise]``
 fuses the activation as well, ``fastlinear[graph]`` replays that from a CUDA graph, and
 ``strassen_control`` is the fused Strassen chain with the classical 8 products in place of 7.
 """
@@ -9,24 +10,24 @@ fuses the activation as well, ``fastlinear[graph]`` replays that from a CUDA gra
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from fastlinear.bench import forwards as by
 from fastlinear.bench.case import Case
-from fastlinear.bench.dispatched import tune_pieces
+from fastlinear.bench.dispatched import chosen_pieces, tune_pieces
 from fastlinear.bench.peer import (
     OURS,
     RECORDED,
     Peer,
     cuda_only,
+    forward_only,
     no_compiler,
     no_reduce_overhead,
 )
 from fastlinear.bench.peers import no_cublaslt, no_onednn
-from fastlinear.bench.work import Forward, Stack, Work
+from fastlinear.bench.work import Forward, Stack, Unit, Work
 from fastlinear.core.precision import FLOAT_DTYPES, matmul_precision
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, family
@@ -34,7 +35,7 @@ from fastlinear.dispatch.select import select
 from fastlinear.ops.mlp import backends, strassen
 from fastlinear.ops.mlp.op import mlp
 from fastlinear.ops.mlp.problem import widths_of
-from fastlinear.ops.mlp.selection import tuning_order
+from fastlinear.ops.mlp.selection import choices_of, tuning_order
 
 FAST = "strassen"  # measured where fast products are allowed, other contenders where not
 _TRITON = (FAST, "whole_triton")  # Triton keeps kernels on disk; ours in CUDA C++ are not kept
@@ -46,7 +47,7 @@ def peers(case: Case) -> tuple[Peer, ...]:
     wall, cuda = ("wall",), case.device == "cuda"
     return (
         Peer("eager", lambda w: w.unit(_eager(w))),
-        Peer("hand_loop", lambda w: w.unit(_hand_loop(w))),
+        Peer("hand_loop", lambda w: _hand_step(w) if case.needs_grad else w.unit(_hand_loop(w))),
         Peer("compile", lambda w: w.unit(by.compiled(w)), no_compiler, ahead=True),
         Peer(
             "compile_reduce_overhead",
@@ -96,6 +97,7 @@ def problem_of(case: Case, *, fast: bool = False) -> Problem:
         activation=case.option("activation"),
         final_activation=case.option("activation"),
         bias="no" if case.option("bias") == "no" else "yes",
+        needs_grad=case.needs_grad,
         fast=fast,
         precision=matmul_precision(FLOAT_DTYPES[case.dtype]),
     )
@@ -103,13 +105,11 @@ def problem_of(case: Case, *, fast: bool = False) -> Problem:
 
 def chosen(case: Case, work: Work, captured: bool) -> dict[str, str]:
     """What dispatch takes for a case, in a CUDA graph or not."""
-    problem = replace(problem_of(case), captured=captured and case.device == "cuda")
-    choice = select(problem)
-    return {"forward": f"{choice.backend.name} ({choice.source})"}
+    return chosen_pieces(choices_of, problem_of(case), captured)
 
 
 def tune(case: Case, device: torch.device) -> None:
-    """Tune the forward and the layers it may be made of, on a GPU inside CUDA graphs as well."""
+    """Tune every piece and the layers it may be made of, on a GPU inside CUDA graphs as well."""
     tune_pieces(tuning_order, problem_of(case), device)
 
 
@@ -189,6 +189,47 @@ def _hand_loop(work: Work) -> Forward:
     return forward
 
 
+def _hand_step(work: Work) -> Unit:
+    """The same with the backward: every product and mask into a buffer allocated ahead."""
+    steps = [_HandStep(stack) for stack in work.stacks]
+    return lambda i: steps[i]()
+
+
+class _HandStep:
+    """Forward and backward of one stack without autograd; results lie in buffers of its own."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.x, self.dy = stack.x.detach(), stack.dy
+        self.weights = [w.detach() for w in stack.weights]
+        self.biases = [None if b is None else b.detach() for b in stack.biases]
+        rows = len(self.x)
+        self.outputs = [self.x.new_empty(rows, len(w)) for w in self.weights]
+        self.d_pre = [torch.empty_like(h) for h in self.outputs]
+        self.d_in = [self.x.new_empty(rows, w.shape[1]) for w in self.weights]
+        self.d_weights = [torch.empty_like(w) for w in self.weights]
+        self.d_biases = [None if b is None else torch.empty_like(b) for b in self.biases]
+
+    @torch.no_grad()
+    def __call__(self) -> tuple[Tensor, ...]:
+        h = self.x
+        for weight, bias, out in zip(self.weights, self.biases, self.outputs, strict=True):
+            if bias is None:
+                torch.mm(h, weight.t(), out=out)
+            else:
+                torch.addmm(bias, h, weight.t(), out=out)
+            h = torch.relu_(out)
+        d_out = self.dy
+        for i in reversed(range(len(self.weights))):
+            d_pre, d_bias, before = self.d_pre[i], self.d_biases[i], self.outputs[i - 1]
+            torch.ops.aten.threshold_backward(d_out, self.outputs[i], 0, grad_input=d_pre)
+            torch.mm(d_pre.t(), before if i else self.x, out=self.d_weights[i])
+            if d_bias is not None:
+                torch.sum(d_pre, 0, out=d_bias)
+            d_out = torch.mm(d_pre, self.weights[i], out=self.d_in[i])
+        biases = (b for b in self.d_biases if b is not None)
+        return (self.outputs[-1], d_out, *self.d_weights, *biases)
+
+
 def _control(stack: Stack) -> Tensor:
     names = stack.activation, stack.activation
     y, _ = strassen.forward_classical(stack.x, stack.weights, stack.biases, *names, False)
@@ -202,4 +243,4 @@ def _control(stack: Stack) -> Tensor:
 def _no_control(case: Case) -> str | None:
     if case.device == "cuda" and importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
-    return strassen.reason_not(problem_of(case, fast=True))
+    return forward_only(case) or strassen.reason_not(problem_of(case, fast=True))

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from fastlinear.bench.case import TIMED
+from fastlinear.bench.headroom import floor_us
 from fastlinear.bench.rows import Row
 from fastlinear.core.errors import InputError, UnsupportedError
 
 BASELINE = "eager"
+FLOOR = "floor"
 COLUMNS = {
+    FLOOR: "products alone, at the measured rate",
     "hand_loop": "overhead removed",
     "fastlinear[layerwise]": "+ pointwise fusion",
     "fastlinear[graph]": "+ pointwise fusion, CUDA graph",
@@ -33,19 +36,22 @@ Cell = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Heat:
-    """Speeds of all contenders for one dtype and metric.
+    """Speeds of all contenders for one dtype, direction and metric.
 
     Attributes:
-        title: device, dtype and metric.
+        title: device, dtype, metric and direction.
         rows: (layers, batch), most layers and largest batch first.
         widths: hidden widths, ascending.
-        speeds: contender → (layers, batch, width) → time of eager over its time.
+        speeds: contender → (layers, batch, width) → time of eager over its time; on a CPU
+            ``FLOOR`` stands for the floor of ``bench.headroom``, the most there is to gain.
+        left_out: the cells that nobody was measured in → why.
     """
 
     title: str
     rows: tuple[tuple[int, int], ...]
     widths: tuple[int, ...]
     speeds: dict[str, dict[Cell, float]]
+    left_out: dict[Cell, str]
 
 
 def heats(rows: Iterable[Row]) -> list[Heat]:
@@ -54,27 +60,35 @@ def heats(rows: Iterable[Row]) -> list[Heat]:
     Raises:
         InputError: no timed row of experiment ``overhead``.
     """
-    times: dict[tuple[str, str, str], dict[str, dict[Cell, float]]] = {}
+    times: dict[tuple[str, str, str, str], dict[str, dict[Cell, float]]] = {}
+    left: dict[tuple[str, str, str, str], dict[Cell, str]] = {}
     for row in rows:
-        timed = row["metric"] in TIMED and row["median_us"] is not None
-        if row["experiment"] != "overhead" or not timed:
+        if row["experiment"] != "overhead":
             continue
-        dims = row["case"]["dims"]
-        key = (row["env"]["device"]["name"], row["case"]["dtype"], row["metric"])
-        cells = times.setdefault(key, {}).setdefault(row["contender"], {})
-        cells[dims["L"], dims["M"], dims["H"]] = row["median_us"]
+        case = row["case"]
+        key = (row["env"]["device"]["name"], case["dtype"], row["metric"], row["direction"])
+        cell = (case["dims"]["L"], case["dims"]["M"], case["dims"]["H"])
+        if case.get("left_out") and row["skipped"]:
+            left.setdefault(key, {})[cell] = row["skipped"]
+        if row["metric"] in TIMED and row["median_us"] is not None:
+            times.setdefault(key, {}).setdefault(row["contender"], {})[cell] = row["median_us"]
+            if (us := floor_us(row)) is not None:
+                times[key].setdefault(FLOOR, {})[cell] = us
     found = []
-    for (device, dtype, metric), contenders in times.items():
+    for key, contenders in times.items():
+        device, dtype, metric, direction = key
         base = contenders.pop(BASELINE, {})
         if base:
-            rows_of = sorted({cell[:2] for cell in base}, reverse=True)
+            left_out = left.get(key, {})
+            rows_of = sorted({cell[:2] for cell in (*base, *left_out)}, reverse=True)
             speeds = {
                 name: {cell: base[cell] / us for cell, us in cells.items() if cell in base}
                 for name, cells in contenders.items()
             }
-            widths = tuple(sorted({cell[2] for cell in base}))
+            widths = tuple(sorted({cell[2] for cell in (*base, *left_out)}))
             title = f"{device}, {dtype}, {metric} time"
-            found.append(Heat(title, tuple(rows_of), widths, _ordered(speeds)))
+            title += "" if direction == "forward" else f", {direction}"
+            found.append(Heat(title, tuple(rows_of), widths, _ordered(speeds), left_out))
     if not found:
         raise InputError(
             "bench.heatmap",
@@ -133,7 +147,8 @@ def heatmap(rows: Iterable[Row], path: str | Path) -> Path:
 
 
 def _panel(ax: Any, heat: Heat, name: str, speeds: dict[Cell, float]) -> None:
-    """One contender's table: the rows (layers, batch) it took part in, columns widths."""
+    """One contender's table: the rows (layers, batch) it took part in, columns widths; ``skip``
+    where nobody was measured."""
     wide, high = _CELL
     rows = [row for row in heat.rows if any((*row, w) in speeds for w in heat.widths)]
     values = [[speeds.get((*row, w), math.nan) for w in heat.widths] for row in rows]
@@ -146,6 +161,10 @@ def _panel(ax: Any, heat: Heat, name: str, speeds: dict[Cell, float]) -> None:
             if not math.isnan(value):
                 colour = "white" if abs(math.log2(value)) > 0.75 * _CLIP else "black"
                 ax.text(x, y, _short(value), ha="center", va="center", fontsize=5, color=colour)
+    for n, m, width in heat.left_out:
+        if (n, m) in rows:
+            place = heat.widths.index(width), rows.index((n, m))
+            ax.text(*place, "skip", ha="center", va="center", fontsize=4, color="#666666")
     ax.set_xticks(range(len(heat.widths)), [str(w) for w in heat.widths], rotation=90)
     ax.set_yticks(range(len(rows)), [f"{n} x {m}" for n, m in rows])
     label = COLUMNS.get(name)
@@ -172,10 +191,17 @@ def print_heat(rows: Iterable[Row]) -> None:
             for w in heat.widths:
                 table.add_column(str(w), justify="right")
             for n, m in heat.rows:
-                cells = [speeds.get((n, m, w)) for w in heat.widths]
-                table.add_row(str(n), str(m), *(_coloured(value) for value in cells))
+                cells = [
+                    Text("skip", style="dim")
+                    if (n, m, w) in heat.left_out
+                    else _coloured(speeds.get((n, m, w)))
+                    for w in heat.widths
+                ]
+                table.add_row(str(n), str(m), *cells)
             tables.append(table)
         console.print(Columns(tables, padding=(0, 4)))
+        for why in dict.fromkeys(heat.left_out.values()):
+            console.print(Text(f"skip: {why}", style="dim"))
 
 
 def _coloured(value: float | None) -> Any:

@@ -64,6 +64,8 @@ class Peer:
 
     def why_not(self, case: Case) -> str | None:
         """Why it cannot take part in a case or is left out of it, or None."""
+        if case.left_out:
+            return case.left_out
         return TOO_SLOW if self.name in case.without else self.reason_not(case)
 
 

@@ -23,7 +23,7 @@ SAME = (
     *("device", "threads", "flags", "variables"),
 )
 """Keys of a row's ``env`` that must be those of this process for the row to be kept."""
-_PARTS = ("light", "without")  # of a case: who takes part, not what is computed
+_PARTS = ("light", "without", "left_out")  # of a case: who takes part, not what is computed
 
 
 @dataclass(frozen=True)

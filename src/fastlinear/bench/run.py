@@ -144,7 +144,10 @@ def run(
 
 
 def _run_case(case: Case, settings: Settings) -> list[Row]:
-    """The case's rows; a case that breaks outside its contenders is one row with the reason."""
+    """The case's rows; a case that is left out, or breaks outside its contenders, is one row with
+    the reason."""
+    if case.left_out:
+        return [skipped(case, "all", case.left_out, settings.facts())]
     try:
         return run_case(case, settings)
     except Exception as error:  # noqa: BLE001 - hours of rows must not be lost to one case

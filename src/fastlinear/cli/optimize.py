@@ -57,6 +57,7 @@ def optimize(
     tune: Annotated[
         bool, typer.Option(help="Time the backends on each site's own shapes first.")
     ] = True,
+    rows: opt.Rows = None,
     graphs: Annotated[
         bool,
         typer.Option(
@@ -110,6 +111,7 @@ def optimize(
         min_speedup=min_speedup,
         draws=draws,
         tune=tune,
+        rows=opt.numbers("--rows", rows),
         graphs=graphs,
         compile=compile,
         allow_fast_matmul=allow_fast_matmul,

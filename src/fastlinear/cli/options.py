@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from fastlinear.core.errors import InputError
+
 
 class Mode(StrEnum):
     """What is measured: the forward alone, or forward and backward."""
@@ -91,3 +93,26 @@ Debug = Annotated[
         "--debug", help="Show the traceback of an error.", callback=_remember_debug, is_eager=True
     ),
 ]
+Rows = Annotated[
+    str | None,
+    typer.Option(
+        "--rows",
+        metavar="M,M,...",
+        help="Further numbers of rows of a linear's input to tune for, beside the inputs' own.",
+        show_default=False,
+    ),
+]
+
+
+def numbers(option: str, text: str | None) -> tuple[int, ...]:
+    """Whole numbers of at least 1 with commas between them; none of None. Raises InputError."""
+    parts = [] if text is None else [part.strip() for part in text.split(",")]
+    found = tuple(int(part) for part in parts if part.isascii() and part.isdecimal())
+    if len(found) != len(parts) or 0 in found:
+        raise InputError(
+            option,
+            expected="whole numbers from 1 on, with commas between them",
+            received=repr(text),
+            remedy="For example 1,64,1024.",
+        )
+    return found

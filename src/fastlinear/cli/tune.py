@@ -71,6 +71,7 @@ def tune(
         ),
     ] = None,
     inputs: opt.Inputs = None,
+    rows: opt.Rows = None,
     device: opt.Place = "cpu",
     captured: Annotated[
         bool, typer.Option("--captured", help="Tune for use inside a CUDA graph (device time).")
@@ -97,12 +98,14 @@ def tune(
 
     if model is not None:
         _refuse_options_of_a_call(ctx)
-    elif inputs is not None:
+    elif inputs is not None or rows is not None:
+        option = "--inputs" if inputs is not None else "--rows"
         raise InputError(
-            "--inputs",
+            option,
             expected="a model to put them into",
-            received=f"{inputs} without --model",
-            remedy="Add --model, or leave --inputs out.",
+            received=f"{inputs or rows} without --model",
+            remedy=f"Add --model, or leave {option} out"
+            + ("." if inputs is not None else "; --m is the number of rows of one call."),
         )
     call = Call(
         family,
@@ -130,7 +133,9 @@ def tune(
             remedy="Describe the chain, for example --m 32 --widths 784,256,10.",
         )
     else:
-        problems = _problems_of_model(model, inputs, device, train, captured, seed)
+        problems = _problems_of_model(
+            model, inputs, opt.numbers("--rows", rows), device, train, captured, seed
+        )
     results: list[Tuned] = []
     try:
         with progress_bar(quiet=quiet) as progress:
@@ -169,10 +174,18 @@ def _refuse_options_of_a_call(ctx: typer.Context) -> None:
 
 
 def _problems_of_model(
-    model: str, inputs: str | None, device: str, train: bool, captured: bool, seed: int
+    model: str,
+    inputs: str | None,
+    rows: tuple[int, ...],
+    device: str,
+    train: bool,
+    captured: bool,
+    seed: int,
 ) -> list[Problem]:
-    """The distinct linear_act Problems of a model's linear sites, the heaviest first."""
+    """The distinct linear_act Problems of a model's linear sites, the heaviest first; then the same
+    for other numbers of rows."""
     from fastlinear.cli import load
+    from fastlinear.core.problem import bucket_size
     from fastlinear.core.settings import Config
     from fastlinear.ops.linear_act.selection import tuning_order
     from fastlinear.rewrite.optimize import problems
@@ -181,7 +194,8 @@ def _problems_of_model(
     values = load.load_inputs(inputs, model=model, device=device, dtype=None, seed=seed)
     config = Config(mode="train" if train else "inference", seed=seed)
     found: dict[str, Problem] = {}
-    for forward in problems(net, values, config=config):
+    own = problems(net, values, config=config)
+    for forward in (*own, *(p.with_rows(bucket_size(m)) for m in rows for p in own)):
         for problem in tuning_order(replace(forward, captured=captured)):
             found.setdefault(problem.key(), problem)
     return list(found.values())

@@ -48,6 +48,15 @@ class Problem:
         """The same call, another piece of it."""
         return replace(self, piece=piece)
 
+    def with_rows(self, rows: int) -> Problem:
+        """The same call with another number of rows."""
+        return replace(self, dims=tuple((k, rows if k in _BATCH_DIMS else v) for k, v in self.dims))
+
+    @property
+    def rows(self) -> int:
+        """The bucket of its number of rows, 0 where it has none."""
+        return next((v for k, v in self.bucketed().dims if k in _BATCH_DIMS), 0)
+
     def bucketed(self) -> Problem:
         """The representative of this Problem's bucket: batch dims become powers of two."""
         dims = tuple((k, bucket_size(v) if k in _BATCH_DIMS else v) for k, v in self.dims)

@@ -26,6 +26,9 @@ class Config:
         draws: how many input draws verification uses (the first is the given input).
         optimizer_steps: how many optimizer steps are compared in train mode.
         tune: time the backends on each site's own Problem before choosing.
+        rows: further numbers of rows (of the tensor a linear is given, all leading dimensions
+            multiplied) to tune what was kept for, each for the power of two nearest to it; what is
+            tuned otherwise is the inputs' own.
         graphs: replay a launch-bound model, or else its launch-bound parts, as CUDA graphs where
             that is faster; they take memory.
         compile: try the model through ``torch.compile`` as well, with the rewrites inside and
@@ -43,6 +46,7 @@ class Config:
     draws: int = 3
     optimizer_steps: int = 3
     tune: bool = True
+    rows: tuple[int, ...] = ()
     graphs: bool = False
     compile: bool = False
     allow_fast_matmul: bool = False
@@ -83,6 +87,19 @@ class Config:
             value = getattr(self, name)
             said = f"{name}={value!r}"
             _check(isinstance(value, bool), f"{name} to be True or False", said, "Write it so.")
+        rows: object = self.rows
+        _check(
+            isinstance(rows, tuple | list) and all(_is_whole(n) and n >= 1 for n in rows),
+            "rows to be a tuple of whole numbers of at least 1",
+            f"rows={rows!r}",
+            f"Write rows=({rows!r},)." if _is_whole(rows) else "For example rows=(1, 64, 1024).",
+        )
+        _check(
+            self.tune or not rows,
+            "tune=True where rows are to be tuned for",
+            f"tune=False, rows={rows!r}",
+            "Leave one of them out.",
+        )
         families: object = self.families
         _check(
             families is None or (isinstance(families, tuple | list) and _are_names(families)),

@@ -108,6 +108,7 @@ def apply_(
             names, mode = loaded.compiled, loaded.compile_mode
             graph = choose_compiled(work, kept, graph, planned=names, mode=mode) or graph
     if kept or graph:
+        work.rows = loaded.rows
         for decision in brought:
             decision.store()
     return finish(work, kept, verdicts if kept else (), pair, graph)
@@ -117,10 +118,10 @@ def _planned(
     work: Work, plan: Plan, candidates: list[Candidate], left: dict[str, Refusal]
 ) -> list[Candidate]:
     """The candidates the plan names. Raises PlanError when a site is no longer what it was."""
-    asked = {r.fqn: r.rule for r in plan.linears if r.route in ("chain", "own")}
+    asked = {r.fqn: (r.rule, r.parent_fqn) for r in plan.linears if r.route in ("chain", "own")}
     known = [c for c in candidates if c.fqn in asked]
-    chains = match_chains(work, known, set(asked.values())) if asked else []
-    chains = [c for c in chains if all(asked.get(name) == c.rule for name in c.names)]
+    chains = match_chains(work, known, {rule for rule, _ in asked.values()}) if asked else []
+    chains = [c for c in chains if all(asked.get(name) == (c.rule, c.fqn) for name in c.names)]
     chained = {c.fqn: c for chain in chains for c in members(chain)}
     own = [c for c in chained.values() if c.kind == OWN]
     candidates = [*(chained.get(c.fqn, c) for c in candidates), *own]

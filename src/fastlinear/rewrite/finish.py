@@ -15,6 +15,7 @@ from fastlinear.rewrite.match.eligible import linear_modules
 from fastlinear.rewrite.plan import Plan, Rewrite, model_facts
 from fastlinear.rewrite.result import Result
 from fastlinear.rewrite.trial import measure
+from fastlinear.rewrite.trial.rows import asked, note_rows
 from fastlinear.rewrite.trial.swaps import swaps_of
 from fastlinear.rewrite.trial.try_compiled import RULE
 from fastlinear.rewrite.trial.try_graph import KeptGraph, copy_of_call
@@ -56,6 +57,7 @@ def finish(
         tuned=tuple(_tuned_choices(work, kept)),
     )
     _note_packed(work, kept)
+    note_rows(work, plan.rows or work.rows)
     step = work.profile.step_us
     result = Result(
         model_class=type(work.model).__qualname__,
@@ -119,8 +121,7 @@ def _rewrite(work: Work, c: Candidate) -> Rewrite:
 
 
 def _tuned_choices(work: Work, kept: list[Candidate]) -> list[dict[str, Any]]:
-    asked = [q for c in kept for q in (c.problems if c.chain is None else c.chain.problems)]
-    wanted = {p for q in asked for p in measure.deciding(q)}
+    wanted = {p for q in asked(work, kept) for p in measure.deciding(q)}
     return [
         {
             "problem": p.to_json(),

@@ -19,11 +19,12 @@ from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.eligible import Refusal
 from fastlinear.rewrite.result import Result
 from fastlinear.rewrite.rules.linear_act import FilterFn
-from fastlinear.rewrite.trial import diagonals, gates, groups, measure
+from fastlinear.rewrite.trial import blocks, diagonals, gates, groups, measure
 from fastlinear.rewrite.trial.compiled import choose_compiled
 from fastlinear.rewrite.trial.graphs import choose_graph
 from fastlinear.rewrite.trial.keep_accurate import keep_accurate
 from fastlinear.rewrite.trial.keep_fast import keep_fast
+from fastlinear.rewrite.trial.rows import tune_rows
 from fastlinear.rewrite.trial.sites import choose, heaviest_first
 from fastlinear.rewrite.verify.inputs import Call
 from fastlinear.rewrite.verify.running import LossFn, Runner, check_runs
@@ -103,9 +104,11 @@ def optimize_(
                 kept, pair = keep_fast(work, verified)
         graph = choose_graph(work, kept)
         graph = choose_compiled(work, kept, graph) or graph
+        tune_rows(work, kept if graph is None else graph.kept)
         diagonals.find(work)
         groups.find(work)
         gates.find(work)
+        blocks.find(work)
     return finish(work, kept, verdicts if kept else (), pair if kept else None, graph)
 
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from fastlinear.core.environment import environment
 from fastlinear.core.errors import PlanError
+from fastlinear.core.problem import Problem
 from fastlinear.core.settings import MODES
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.rewrite.exchange.compiled_forward import COMPILE_MODES
@@ -103,6 +104,11 @@ class Plan:
     tuned: tuple[dict[str, Any], ...] = ()
 
     @property
+    def rows(self) -> tuple[int, ...]:
+        """The buckets of rows, powers of two, for which anything was tuned, ascending."""
+        return tuple(sorted({Problem.from_json(t["problem"]).rows for t in self.tuned}))
+
+    @property
     def linears(self) -> tuple[Rewrite, ...]:
         """The rewrites of linears."""
         return tuple(r for r in self.rewrites if r.rule not in _WHOLE)
@@ -134,6 +140,7 @@ class Plan:
             "inputs": self.inputs,
             "rewrites": [r.to_json() for r in self.rewrites],
             "tuned": list(self.tuned),
+            "rows": list(self.rows),
         }
 
     def save(self, path: str | Path) -> Path:

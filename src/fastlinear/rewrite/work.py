@@ -47,6 +47,7 @@ class Work:
         notes: what a reader should know of how it was done.
         tuned: what tuning measured.
         every: all candidates, those given up included.
+        rows: the buckets of rows that the plan put onto the model was tuned for.
         graphs: what becomes of the model as a whole (``""``), or of its parts, as CUDA graphs,
             where those were asked for.
         compiled: what becomes of the model (``""``) and of its blocks compiled, where that was
@@ -55,6 +56,8 @@ class Work:
         filter_fn: the caller's say on every module; False leaves it alone.
         groups: what a run shows of layers that could be one, once it was watched for that.
         traces: module → what the trace of its forward offers, or why there is none.
+        sequentials: the same of Sequentials, whose children are called one after the other.
+        stopped: where chains through several modules stop, and why, by module.
         gates: the gated MLPs in forwards that do more, once they were looked for.
         gates_left: why gated MLPs may not become one call, by the first of their linears.
         left_alone: why such layers are not rewritten, by the first of them.
@@ -73,12 +76,15 @@ class Work:
     notes: list[str] = field(default_factory=list)
     tuned: dict[Any, Tuned] = field(default_factory=dict)
     every: list[Candidate] = field(default_factory=list)
+    rows: tuple[int, ...] = ()
     graphs: dict[str, SiteOutcome] = field(default_factory=dict)
     compiled: dict[str, SiteOutcome] = field(default_factory=dict)
     arguments: dict[nn.Module, Observed] = field(default_factory=dict)
     filter_fn: FilterFn | None = None
     groups: Any = None
     traces: dict[str, Any] = field(default_factory=dict)
+    sequentials: dict[str, Any] = field(default_factory=dict)
+    stopped: Any = ()
     gates: Any = None
     gates_left: dict[str, str] = field(default_factory=dict)
     left_alone: dict[str, str] = field(default_factory=dict)

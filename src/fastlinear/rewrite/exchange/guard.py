@@ -19,11 +19,9 @@ from torch import Tensor, nn
 from fastlinear.core.global_names import global_names, names_of
 from fastlinear.profile.effects import functions_of
 from fastlinear.profile.graph import TENSOR, Observed
-from fastlinear.rewrite.exchange.forwards import Forward
+from fastlinear.rewrite.exchange.forwards import Forward, hooked_globally, is_hooked
 from fastlinear.rewrite.exchange.swap import mark
 from fastlinear.rewrite.exchange.traceable import MISSING, is_function, same, watchable
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Unlike(Exception):
@@ -36,6 +34,7 @@ def guarded(
     observed: Observed,
     passed_over: tuple[str, ...],
     counts: bool = False,
+    blocks: tuple[str, ...] = (),
 ) -> Forward:
     """A forward that runs ``traced`` while all it depends on is as observed, else the class's own.
 
@@ -47,6 +46,9 @@ def guarded(
             ``traced`` does not call. It is used only while they are of the same class, without
             hooks, set as now and with children of the same names.
         counts: whether ``traced`` may raise ``Unlike``.
+        blocks: modules inside the parent whose own code is part of ``traced``. It is used only
+            while all their code depends on is as it is now as well, and while no hook of every
+            module's call is registered: their calls would pass that by.
     """
     args, kwargs = observed.arguments()
     kinds = (*args, *kwargs.values())
@@ -55,7 +57,11 @@ def guarded(
     names, count = tuple(kwargs), len(args)
     original: Any = type(parent).forward
     watched = _watched(parent, original)
-    passed = tuple(_PassedOver.of(parent, path) for path in passed_over)
+    inside = tuple(_Block.of(parent, path) for path in blocks)
+    parts: list[_Block | _PassedOver] = [
+        *inside,
+        *(_PassedOver.of(parent, path) for path in passed_over),
+    ]
 
     def fits(self: nn.Module, values: tuple[Any, ...]) -> bool:
         for i in tensors:
@@ -64,24 +70,11 @@ def guarded(
         for i, kind in fixed:
             if not same(values[i], kind):
                 return False
-        attributes = self.__dict__
-        for name, value in watched.attributes:
-            if not same(attributes.get(name, MISSING), value):
-                return False
-        for name, value in watched.of_class:
-            if name in attributes or not same(getattr(self, name, MISSING), value):
-                return False
-        for name, table, value in watched.members:
-            if _member(attributes[table].get(name)) != value:
-                return False
-        for child, name, value in watched.of_children:
-            found = attributes["_modules"].get(child)
-            if found is None or not same(found.__dict__.get(name, MISSING), value):
-                return False
-        for module in passed:
-            if not module.unchanged(self):
-                return False
-        return all(same(scope.get(n, MISSING), value) for scope, n, value in watched.outside)
+        if inside and hooked_globally():
+            return False
+        if not watched.holds(self):
+            return False
+        return all(part.unchanged(self) for part in parts)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if len(args) == count and tuple(kwargs) == names:
@@ -119,24 +112,52 @@ class _PassedOver:
         return _PassedOver(tuple(path.split(".")), type(module), settings, children)
 
     def unchanged(self, parent: nn.Module) -> bool:
-        module: Any = parent
-        for name in self.path:
-            module = module._modules.get(name)
-            if module is None:
-                return False
-        own = module.__dict__
-        if type(module) is not self.kind or "forward" in own or any(own[h] for h in _HOOKS):
+        module = _found(parent, self.path, self.kind)
+        if module is None:
             return False
+        own = module.__dict__
         if tuple(own["_modules"]) != self.children:
             return False
         return all(same(own.get(n, MISSING), v) for n, v in self.settings)
 
 
 @dataclass(frozen=True)
+class _Block:
+    """A module whose code is part of a trace, as it was when that was made."""
+
+    path: tuple[str, ...]
+    kind: type
+    watched: _Watched
+
+    @staticmethod
+    def of(parent: nn.Module, path: str) -> _Block:
+        module = parent.get_submodule(path)
+        watched = _watched(module, type(module).forward)  # type: ignore[arg-type]
+        return _Block(tuple(path.split(".")), type(module), watched)
+
+    def unchanged(self, parent: nn.Module) -> bool:
+        module = _found(parent, self.path, self.kind)
+        return module is not None and self.watched.holds(module)
+
+
+def _found(parent: nn.Module, path: tuple[str, ...], kind: type) -> nn.Module | None:
+    """The module at ``path`` if it is of this class, without hooks and with its class's forward."""
+    module: nn.Module | None = parent
+    for name in path:
+        module = module.__dict__["_modules"].get(name)
+        if module is None:
+            return None
+    if type(module) is kind and not is_hooked(module.__dict__):
+        return module
+    return None
+
+
+@dataclass(frozen=True)
 class _Watched:
     """What a traced forward depends on besides its arguments, with the values seen then.
 
-    ``outside`` holds dictionaries of modules and classes the code reads, never of instances.
+    ``outside`` holds dictionaries of modules and classes the code reads, never of instances;
+    ``children`` the names of the modules that a Sequential calls, None of any other.
     """
 
     attributes: tuple[tuple[str, Any], ...]
@@ -144,6 +165,27 @@ class _Watched:
     members: tuple[tuple[str, str, int], ...]
     of_children: tuple[tuple[str, str, Any], ...]
     outside: tuple[tuple[Mapping[str, Any], str, Any], ...]
+    children: tuple[str, ...] | None
+
+    def holds(self, module: nn.Module) -> bool:
+        """Whether all of it is as it was."""
+        attributes = module.__dict__
+        if self.children is not None and tuple(attributes["_modules"]) != self.children:
+            return False
+        for name, value in self.attributes:
+            if not same(attributes.get(name, MISSING), value):
+                return False
+        for name, value in self.of_class:
+            if name in attributes or not same(getattr(module, name, MISSING), value):
+                return False
+        for name, table, value in self.members:
+            if _member(attributes[table].get(name)) != value:
+                return False
+        for child, name, value in self.of_children:
+            found = attributes["_modules"].get(child)
+            if found is None or not same(found.__dict__.get(name, MISSING), value):
+                return False
+        return all(same(scope.get(n, MISSING), value) for scope, n, value in self.outside)
 
 
 def _watched(parent: nn.Module, forward: FunctionType) -> _Watched:
@@ -183,7 +225,8 @@ def _watched(parent: nn.Module, forward: FunctionType) -> _Watched:
                 inside = vars(value)
                 names = (n for n in names_of(function.__code__) if n in inside)
                 outside += [(inside, n, inside[n]) for n in names if watchable(inside[n])]
-    return _Watched(attributes, of_class, members, of_children, tuple(outside))
+    children = tuple(own["_modules"]) if forward is nn.Sequential.forward else None
+    return _Watched(attributes, of_class, members, of_children, tuple(outside), children)
 
 
 def _member(value: Any) -> int:

@@ -31,10 +31,19 @@ class ParentChain(Chain):
         return self.layers(x, {})
 
     def layers(self, x: Tensor, rewritten: Mapping[str, Candidate]) -> Tensor:
-        """The layers one by one, those in ``rewritten`` (by name) as it has them."""
-        for member, name in zip(self.members, self.activations, strict=True):
+        """The layers one by one, those in ``rewritten`` (by name) as it has them: shorter chains of
+        them as one call."""
+        done, names, i = "none", self.names, 0
+        while i < len(names):
+            member, name = self.members[i], self.activations[i]
             found = rewritten.get(member.fqn)
-            if found is not None:
+            shorter = None if found is None else found.chain
+            if shorter is not None and names[i : i + len(shorter.names)] == shorter.names:
+                i += len(shorter.names) - 1
+                y = shorter.after(x)
+                assert isinstance(y, Tensor)
+                x, done, name = y, shorter.final_activation, self.activations[i]
+            elif found is not None:
                 x, done = found.after(x), found.activation
             elif member.activation == name:
                 x, done = member.before(x), name
@@ -42,4 +51,21 @@ class ParentChain(Chain):
                 x, done = type(member.module).forward(member.module, x), "none"
             if done != name:
                 x = activation_of(name).value(x)
+            i += 1
         return x
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BlockChain(ParentChain):
+    """A run of linears that goes through modules which the parent calls.
+
+    Attributes:
+        blocks: these modules' names in the model; their code becomes part of the parent's forward.
+    """
+
+    blocks: tuple[str, ...]
+
+    @property
+    def what(self) -> str:
+        """What it is, in a sentence."""
+        return f"its chain of {len(self.members)} linears in {len(self.blocks)} blocks"

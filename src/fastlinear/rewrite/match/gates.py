@@ -102,6 +102,11 @@ class Gates:
         self._linears = {n: found for n in self.order if (found := self._linear(n)) is not None}
         self.found = [gate for n in self.order if (gate := self._gate(n)) is not None]
 
+    def like(self, gate: Gate) -> Gate:
+        """The same gated MLP as one of another trace of this forward."""
+        known = (g for whole in self.found for g in (whole, whole.half) if g is not None)
+        return next(g for g in known if g.gated == gate.gated)
+
     def _gate(self, end: Node) -> Gate | None:
         """What the product ``end`` belongs to, or None where it is no gated MLP's."""
         found = self._glu(end) or self._product(end)
@@ -282,16 +287,18 @@ class Gates:
         return self._function(node, value)
 
     def _of_module(self, name: str) -> str | None:
-        """The activation that a child computes, of a class of torch or transformers."""
         if name not in self._modules:
-            module = self.parent.get_submodule(name)
-            home = class_forward(module).__module__
-            known = home.startswith(("torch.nn.", "transformers.activations"))
-            found = None
-            if known and refuse_module(module) is None:
-                found = recognise_module(module)
-            self._modules[name] = None if found is None else found.name
+            self._modules[name] = activation_of_module(self.parent.get_submodule(name))
         return self._modules[name]
+
+
+def activation_of_module(module: nn.Module) -> str | None:
+    """The activation that a module of a class of torch or transformers computes, or None."""
+    home = getattr(class_forward(module), "__module__", "")
+    if not home.startswith(("torch.nn.", "transformers.activations")):
+        return None
+    found = recognise_module(module) if refuse_module(module) is None else None
+    return None if found is None else found.name
 
 
 def nodes_of(gates: Iterable[Gate]) -> Mapping[Node, Gate]:

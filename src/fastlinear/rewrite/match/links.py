@@ -58,8 +58,8 @@ class _Link:
 class Links:
     """The linears of a traced forward that are called once.
 
-    ``pairs``: the linear's name → (activation node, activation name), for those read by one
-    activation alone.
+    ``linears``: name → call. ``pairs``: the linear's name → (activation node, activation name), for
+    those read by one activation alone.
 
     Args:
         parent: the module traced.
@@ -72,20 +72,20 @@ class Links:
     ) -> None:
         self.parent, self.graph, self.modules = parent, graph, modules
         called = [str(n.target) for n in graph.nodes if n.op == "call_module"]
-        self._linears = {
+        self.linears = {
             str(n.target): n
             for n in graph.nodes
             if self._is_linear(n) and called.count(str(n.target)) == 1
         }
         self.pairs: dict[str, tuple[Node, str]] = {}
-        for name, node in self._linears.items():
+        for name, node in self.linears.items():
             user = _only_user(node)
-            found = None if user is None else self._activation(user, node)
+            found = None if user is None else self.activation(user, node)
             if user is not None and found is not None:
                 self.pairs[name] = user, found
         self._loops: dict[tuple[str, ...], Loop] = {}
         self._gates: Gates | None = None
-        self._links = {name: self._link(node) for name, node in self._linears.items()}
+        self._links = {name: self._link(node) for name, node in self.linears.items()}
 
     def runs(self, allowed: Container[str]) -> list[Run]:
         """The chains among the ``allowed`` linears: the longest first taken out of every row of
@@ -107,21 +107,21 @@ class Links:
         """The ``allowed`` linears that read one value, in the order of calls."""
         plain = {
             name: node
-            for name, node in self._linears.items()
+            for name, node in self.linears.items()
             if linear_kind(self.parent.get_submodule(name)) == "linear"
         }
         return rows_of(self.parent, self.graph.nodes, plain, allowed)
 
     def loops(self, allowed: Container[str]) -> list[tuple[str, ...]]:
         """The ``allowed`` linears that read the parts of one value, by part."""
-        found = loops_of(self.parent, self.graph.nodes, self._linears, allowed)
+        found = loops_of(self.parent, self.graph.nodes, self.linears, allowed)
         self._loops |= {loop.names: loop for loop in found}
         return [loop.names for loop in found]
 
     def gates(self) -> Gates:
         """The gated MLPs there are."""
         if self._gates is None:
-            self._gates = Gates(self.parent, self.graph, self._activation, self._passes)
+            self._gates = Gates(self.parent, self.graph, self.activation, self.passes)
         return self._gates
 
     def _cut(self, row: list[str]) -> list[Run]:
@@ -159,7 +159,7 @@ class Links:
         copies: dict[Node, Node] = {}
         done: dict[Node, str] = {self.pairs[name][0]: name for name in pairs}
         starts = {run.linears[0]: run for run in runs}
-        firsts = {min(row, key=list(self._linears).index): row for row in rows}
+        firsts = {min(row, key=list(self.linears).index): row for row in rows}
         for run in runs:
             done |= dict.fromkeys(self._nodes(run), run.linears[0])
         passed_over = []
@@ -181,8 +181,8 @@ class Links:
             if node.op == "output":
                 graph.output(torch.fx.node.map_arg(node.args[0], lambda n: copies[n]))
             elif node in done:  # it happens inside the fused call
-                copies[node] = copies[self._linears[done[node]]]
-                if node.op == "call_module" and name not in self._linears:
+                copies[node] = copies[self.linears[done[node]]]
+                if node.op == "call_module" and name not in self.linears:
                     passed_over.append(name)
             elif node.op == "call_module" and name in firsts:
                 row = firsts[name]
@@ -193,7 +193,7 @@ class Links:
                     made = graph.call_function(call_row, (root, row, copies[node.args[0]]))
                 for i, linear in enumerate(row):
                     part = graph.call_function(operator.getitem, (made, i))
-                    copies[self._linears[linear]] = part
+                    copies[self.linears[linear]] = part
             elif node.op == "call_module" and name in starts:
                 run = starts[name]
                 paths = tuple(tuple(n.split(".")) for n in run.linears)
@@ -222,9 +222,9 @@ class Links:
         """The nodes that one call replaces, the first linear's left out."""
         *hidden, last = run.linears
         found = [node for name in hidden for node in self._links[name].inner]
-        found += [self._linears[name] for name in run.linears[1:]]
+        found += [self.linears[name] for name in run.linears[1:]]
         link = self._links[last]
-        if link.end is not self._linears[last]:
+        if link.end is not self.linears[last]:
             found += link.inner[: link.inner.index(link.end) + 1]
         return found
 
@@ -242,10 +242,10 @@ class Links:
         inner: list[Node] = []
         while (user := _only_user(here)) is not None:
             name = str(user.target)
-            if user.op == "call_module" and self._linears.get(name) is user:
+            if user.op == "call_module" and self.linears.get(name) is user:
                 return _Link(activation, end, tuple(inner), name)
-            if not self._passes(user, here):
-                found = self._activation(user, here) if activation == "none" else None
+            if not self.passes(user, here):
+                found = self.activation(user, here) if activation == "none" else None
                 if found is None:
                     break
                 activation, end = found, user
@@ -253,7 +253,7 @@ class Links:
             here = user
         return _Link(activation, end, tuple(inner), None)
 
-    def _passes(self, user: Node, value: Node) -> bool:
+    def passes(self, user: Node, value: Node) -> bool:
         """Whether ``user`` hands ``value`` on as it is: an identity, a dropout in evaluation."""
         if self.parent.training:
             return False
@@ -269,7 +269,7 @@ class Links:
         training = user.args[2] if len(user.args) > 2 else user.kwargs.get(name)
         return training is False and _reads_only(user, value)
 
-    def _activation(self, user: Node, value: Node) -> str | None:
+    def activation(self, user: Node, value: Node) -> str | None:
         """The activation ``user`` applies to ``value`` and to nothing else, or None."""
         if user.op == "call_module":
             alone = user.args == (value,) and not user.kwargs

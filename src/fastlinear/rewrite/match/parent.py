@@ -2,68 +2,158 @@
 
 The parent's forward is traced with torch.fx, children kept as leaves; each linear → activation
 pair, or each chain of linears, becomes one fused call, and the graph becomes a plain function of
-the parent. Tracing fixes everything that is not a tensor, so the new forward first checks that all
-of that is as it was when traced, and otherwise runs the class's own forward.
+the parent. A chain may go on through blocks that the parent calls: their traces are put into its.
+Tracing fixes everything that is not a tensor, so the new forward first checks that all of that is
+as it was when traced, and otherwise runs the class's own forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.fx
 from torch import nn
 
+from fastlinear.profile.effects import class_forward
 from fastlinear.profile.graph import Observed, Untraceable, trace
 from fastlinear.rewrite.exchange.forwards import Forward
 from fastlinear.rewrite.exchange.guard import guarded
 from fastlinear.rewrite.exchange.parts import exactly
 from fastlinear.rewrite.exchange.traceable import why_not, why_not_arguments
+from fastlinear.rewrite.match.composed import composed
 from fastlinear.rewrite.match.eligible import Refusal, refuse_module
 from fastlinear.rewrite.match.gates import Gate, Gates
 from fastlinear.rewrite.match.links import Links, Run
 from fastlinear.rewrite.match.rows import may_run_twice
 
 
-@dataclass(frozen=True)
 class Fusable:
-    """A parent whose forward holds linear → activation pairs.
+    """A parent's traced forward, and what one forward may fuse of it.
 
-    Attributes:
-        pairs: the linear's name inside the parent → activation name.
-        runs: names of linears that may take part → the chains among them.
-        rows: the same → those among them that read one value.
-        loops: the same → those that read the parts of one value, by part.
-        gates: the gated MLPs there are.
-        build: pairs to fuse and a forced backend or None, then chains to fuse and theirs, then
-            rows and loops to fuse, whether chains may multiply fast, gated MLPs and theirs → the
-            new forward of the parent.
+    Args:
+        parent: the module traced.
+        observed: the arguments the trace holds for.
+        graph: its forward, children as leaves.
+        modules: names inside the parent of activation modules → activation name.
+        blocks: names inside the parent of modules that it calls, or that these call → their own
+            forwards, which are seen as part of the parent's.
+
+    ``called`` holds the names of the modules that the forward itself calls.
     """
 
-    pairs: dict[str, str]
-    runs: Callable[[Container[str]], list[Run]]
-    rows: Callable[[Container[str]], list[tuple[str, ...]]]
-    loops: Callable[[Container[str]], list[tuple[str, ...]]]
-    gates: Callable[[], Gates]
-    build: Callable[..., Forward]
+    def __init__(
+        self,
+        parent: nn.Module,
+        observed: Observed,
+        graph: torch.fx.Graph,
+        modules: Mapping[str, str],
+        blocks: Mapping[str, Fusable] | None = None,
+    ) -> None:
+        self.parent, self.observed, self.graph, self.modules = parent, observed, graph, modules
+        self.called = frozenset(str(n.target) for n in graph.nodes if n.op == "call_module")
+        self.blocks = dict(blocks or {})
+        self.links = self._links(self.blocks)
+
+    @property
+    def pairs(self) -> dict[str, str]:
+        """The linear's name inside the parent → activation name."""
+        return {name: act for name, (_, act) in self.links.pairs.items()}
+
+    def flat(self, blocks: Mapping[str, Fusable], modules: Mapping[str, str]) -> Fusable:
+        """The same with ``blocks`` as part of it."""
+        return Fusable(self.parent, self.observed, self.graph, modules, blocks)
+
+    def runs(self, allowed: Container[str]) -> list[Run]:
+        """The chains among the ``allowed`` linears."""
+        return self.links.runs(allowed)
+
+    def rows(self, allowed: Container[str]) -> list[tuple[str, ...]]:
+        """Those of the ``allowed`` linears that read one value."""
+        return self.links.rows(allowed)
+
+    def loops(self, allowed: Container[str]) -> list[tuple[str, ...]]:
+        """Those of the ``allowed`` linears that read the parts of one value, by part."""
+        return self.links.loops(allowed)
+
+    def gates(self) -> Gates:
+        """The gated MLPs there are."""
+        return self.links.gates()
+
+    def around(self, names: Iterable[str]) -> tuple[str, ...]:
+        """The blocks that hold one of these modules."""
+        inside = [path for name in names for path in _above(name)]
+        return tuple(path for path in self.blocks if path in inside)
+
+    def build(
+        self,
+        pairs: Mapping[str, str],
+        backend: str | None,
+        runs: Sequence[Run] = (),
+        chain_backend: str | None = None,
+        rows: Sequence[tuple[str, ...]] = (),
+        fast: bool = False,
+        gates: Sequence[Gate] = (),
+        gate_backend: str | None = None,
+    ) -> Forward:
+        """The new forward of the parent.
+
+        Args:
+            pairs, backend: linears to fuse with their activations, and a forced backend or None.
+            runs, chain_backend, fast: chains to fuse, theirs, and whether they may multiply fast.
+            rows: rows and loops to fuse.
+            gates, gate_backend: gated MLPs to fuse, and theirs.
+
+        Of the blocks those are called that hold nothing of the chains.
+        """
+        inside = self.around(name for run in runs for name in run.linears)
+        links = self.links
+        if len(inside) < len(self.blocks):
+            links = self._links({path: self.blocks[path] for path in inside})
+        links.loops([str(n.target) for n in links.graph.nodes if n.op == "call_module"])
+        here = [links.gates().like(gate) for gate in gates]
+        more = rows, fast, here, gate_backend
+        fused, passed_over = links.fused(pairs, backend, runs, chain_backend, *more)
+        counts = any(node.target is exactly for node in fused.nodes)
+        function = _function_of(fused)
+        return guarded(self.parent, function, self.observed, passed_over, counts, inside)
+
+    def _links(self, blocks: Mapping[str, Fusable]) -> Links:
+        graph = self.graph
+        if blocks:
+            graph = composed(graph, {path: block.graph for path, block in blocks.items()})
+        return Links(self.parent, graph, self.modules)
+
+
+def _above(name: str) -> Iterator[str]:
+    """The names of the modules that hold one of this name."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def fusable(
-    parent: nn.Module, observed: Observed, modules: dict[str, str], parts: int | None = None
+    parent: nn.Module,
+    observed: Observed,
+    modules: Mapping[str, str],
+    parts: int | None = None,
+    *,
+    sequential: bool = False,
 ) -> Fusable | Refusal:
-    """The linear → activation pairs in the forward of ``parent``, or why it cannot be rewritten.
+    """What may be fused in the forward of ``parent``, or why it cannot be rewritten.
 
     Args:
         parent: the module whose forward calls linear and activation.
         observed: its arguments in one call.
         modules: names inside the parent of activation modules → activation name.
         parts: what a loop over the parts of a tensor finds; by default there is none.
+        sequential: whether it may be a Sequential, whose children are then watched.
     """
     refusal = refuse_module(parent)
     if refusal is not None:
         return refusal
-    reason = why_not(parent) or why_not_arguments(observed)
+    plain = sequential and is_sequential(parent)
+    reason = (None if plain else why_not(parent)) or why_not_arguments(observed)
     if reason is not None:
         return Refusal("untraceable", f"{type(parent).__qualname__}.forward {reason}.")
     try:
@@ -75,25 +165,14 @@ def fusable(
         if node.target is exactly and not may_run_twice(parent, nodes[:i]):
             why = "a loop over the parts of a tensor follows what must not run twice"
             return Refusal("untraceable", f"{type(parent).__qualname__}.forward: {why}.")
-    links = Links(parent, graph, modules)
+    return Fusable(parent, observed, graph, modules)
 
-    def build(
-        pairs: Mapping[str, str],
-        backend: str | None,
-        runs: Sequence[Run] = (),
-        chain_backend: str | None = None,
-        rows: Sequence[tuple[str, ...]] = (),
-        fast: bool = False,
-        gates: Sequence[Gate] = (),
-        gate_backend: str | None = None,
-    ) -> Forward:
-        more = rows, fast, gates, gate_backend
-        fused, passed_over = links.fused(pairs, backend, runs, chain_backend, *more)
-        counts = any(node.target is exactly for node in fused.nodes)
-        return guarded(parent, _function_of(fused), observed, passed_over, counts)
 
-    pairs = {name: act for name, (_, act) in links.pairs.items()}
-    return Fusable(pairs, links.runs, links.rows, links.loops, links.gates, build)
+def is_sequential(module: nn.Module) -> bool:
+    """Whether calling it calls its children one after the other, and does nothing else."""
+    kind = type(module)
+    own = nn.Sequential
+    return class_forward(module) is own.forward and kind.__iter__ is own.__iter__  # type: ignore[attr-defined]
 
 
 def _function_of(graph: torch.fx.Graph) -> Callable[..., Any]:

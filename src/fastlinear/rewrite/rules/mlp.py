@@ -11,6 +11,7 @@ from itertools import pairwise
 from torch import nn
 
 from fastlinear.profile.effects import class_forward
+from fastlinear.profile.graph import Observed
 from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.exchange.forwards import PLAIN_LINEARS
 from fastlinear.rewrite.match.candidate import Candidate
@@ -19,6 +20,7 @@ from fastlinear.rewrite.match.chain_parent import ParentChain
 from fastlinear.rewrite.match.chain_sequential import Layout, SequentialChain
 from fastlinear.rewrite.match.eligible import refuse_module
 from fastlinear.rewrite.rules.linear_act import inside
+from fastlinear.rewrite.rules.mlp_blocks import Blocks, Offers, Stopped, replaced
 
 RULE = "mlp"
 _PASSING = (nn.Identity, nn.Dropout)  # dropout only where it does nothing
@@ -28,17 +30,22 @@ def match(
     model: nn.Module,
     candidates: Mapping[str, Candidate],
     sites: Mapping[str, LinearSite],
+    arguments: Mapping[nn.Module, Observed],
+    offers: Offers,
     *,
     backend: str | None,
     fast: bool = False,
-) -> list[Chain]:
-    """The chains of a model: in every Sequential the longest run of two or more linears, and the
-    runs in the forwards of modules that hold linears themselves.
+) -> tuple[list[Chain], list[Stopped]]:
+    """The chains of a model: in every Sequential the longest run of two or more linears, the
+    runs in the forwards of modules that hold linears themselves, and those that go through several
+    modules, which may hold some of the others. Then where one of these stops, and why.
 
     Args:
         model: the model, unchanged.
         candidates: what the rule of linear_act found; a chain takes none but these.
         sites: what the profile says about each linear.
+        arguments: what modules were called with.
+        offers: name of a module → the trace of its forward, or why there is none.
         backend: a forced backend of mlp, or None.
         fast: whether fast matrix multiplication is allowed.
     """
@@ -46,7 +53,10 @@ def match(
         *_in_sequentials(model, candidates, sites, backend, fast),
         *_in_parents(candidates, sites, backend, fast),
     ]
-    return [c for c in found if one_pass(c.members) and all_different(c.members)]
+    found = [c for c in found if one_pass(c.members) and all_different(c.members)]
+    how = backend, fast
+    longer, stopped = Blocks(model, candidates, sites, arguments, offers, found, *how).match()
+    return [*replaced(found, longer), *longer], stopped
 
 
 def _in_sequentials(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 from fastlinear.core.errors import UnsupportedError
@@ -13,11 +14,13 @@ from fastlinear.ops.gated_mlp.problem import NAME as GATED
 from fastlinear.ops.grouped_linear.problem import NAME as GROUPED
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.chain import Chain
+from fastlinear.rewrite.match.chain_parent import BlockChain
 from fastlinear.rewrite.rules import mlp
 from fastlinear.rewrite.rules.grouped_chains import OWN
 from fastlinear.rewrite.trial import measure, site
 from fastlinear.rewrite.trial.gates_match import gated_chains
 from fastlinear.rewrite.trial.groups_match import group_chains
+from fastlinear.rewrite.trial.parents import offers
 from fastlinear.rewrite.work import GROUP_DROPPED, Work, in_words
 
 _FAMILIES = (mlp.RULE, GATED, GROUPED)
@@ -38,12 +41,16 @@ def choose_chains(
         unable = [why for chain in own if (why := _cannot_serve(chain)) is not None]
         if forced is not None and own and len(unable) == len(own):
             fail_forced(family, forced, unable[0])
-    single = {c.fqn: c for c in chosen}
+    alone = {c.fqn: c for c in chosen}
+    single = dict(alone)
     modules = [c for chain in chains for c in members(chain) if c.kind == OWN]
     work.every = [*work.every, *modules]
     measured: dict[Any, tuple[dict[str, Samples], int] | None] = {}
     for i, chain in enumerate(chains):
         work.progress("chains", i, len(chains))
+        if (why := _in_the_way(chain, single)) is not None:
+            _leave(work, chain, "in_the_way", why)
+            continue
         key = _kind(chain, single)
         if key not in measured:
             measured[key] = _measure(work, chain, single, len(chains) - i)
@@ -51,7 +58,7 @@ def choose_chains(
         if found is None or not _accurate(work, chain):
             continue
         if _gains(work, chain, *found):
-            single |= {c.fqn: c for c in members(chain)}
+            single = _with(chain, single, alone)
     work.progress("chains", len(chains), len(chains))
     work.every = [single.get(c.fqn, c) for c in work.every]
     return [single[c.fqn] for c in (*candidates, *modules) if c.fqn in single]
@@ -79,7 +86,9 @@ def match(
     allowed = [name for name in _FAMILIES if name in families and work.allows(name)]
     if mlp.RULE in allowed:
         fast = work.config.allow_fast_matmul
-        found += mlp.match(work.model, known, sites, backend=forced(mlp.RULE), fast=fast)
+        given = work.model, known, sites, work.arguments, partial(offers, work)
+        chains, work.stopped = mlp.match(*given, backend=forced(mlp.RULE), fast=fast)
+        found += chains
     if GATED in allowed:
         found += gated_chains(work, known, [name for chain in found for name in chain.names])
     if GROUPED in allowed:
@@ -90,7 +99,14 @@ def match(
 def members(chain: Chain) -> list[Candidate]:
     """The chain's linears as candidates of its route."""
     return [
-        replace(c, route=chain.route, chain=chain, parent_fqn=chain.fqn, parent=chain.module)
+        replace(
+            c,
+            route=chain.route,
+            chain=chain,
+            parent_fqn=chain.fqn,
+            parent=chain.module,
+            pairs=c.pairs if c.parent_fqn == chain.fqn else None,
+        )
         for c in chain.members
     ]
 
@@ -106,6 +122,36 @@ def facts(chain: Chain) -> dict[str, Any]:
     }
 
 
+def _with(
+    chain: Chain, single: dict[str, Candidate], alone: dict[str, Candidate]
+) -> dict[str, Candidate]:
+    """``single`` with this chain: what is left of a chain it takes linears of is as it is alone."""
+    names = set(chain.names)
+    found = {}
+    for fqn, c in single.items():
+        broken = c.chain is not None and not names.isdisjoint(c.chain.names)
+        if not broken:
+            found[fqn] = c
+        elif fqn in alone:
+            found[fqn] = alone[fqn]
+    return found | {c.fqn: c for c in members(chain)}
+
+
+def _in_the_way(chain: Chain, single: dict[str, Candidate]) -> str | None:
+    """What is rewritten already in code that the chain makes part of another forward, or has been
+    made part of one."""
+    names, own = set(chain.names), chain.blocks if isinstance(chain, BlockChain) else ()
+    for c in single.values():
+        if c.fqn in names or c.route not in ("parent", "chain"):
+            continue
+        if c.parent_fqn in own:
+            return f"{c.fqn!r} is rewritten in the forward of its block {c.parent_fqn!r}"
+        other = c.chain.blocks if isinstance(c.chain, BlockChain) else ()
+        if chain.fqn in other and names.isdisjoint(c.chain.names if c.chain else ()):
+            return f"the forward of {chain.fqn!r} is part of another chain's"
+    return None
+
+
 def _cannot_serve(chain: Chain) -> str | None:
     try:
         for problem in chain.problems:
@@ -118,7 +164,9 @@ def _cannot_serve(chain: Chain) -> str | None:
 def _kind(chain: Chain, single: dict[str, Candidate]) -> Any:
     """Chains of one kind do the same work and are measured once."""
     kinds = tuple((k.count, k.input_grad) for k in chain.calls.kinds)
-    rewritten = tuple(c.fqn in single for c in chain.members)
+    rewritten = tuple(
+        None if (known := single.get(c.fqn)) is None else known.route for c in chain.members
+    )
     return (chain.problems, kinds, chain.calls.autocast, rewritten, chain.alike)
 
 
@@ -179,7 +227,7 @@ def _gains(work: Work, chain: Chain, times: dict[str, Samples], passes: int) -> 
     ratio = paired_ratio(times["before"], times["after"])
     rivals: dict[str, Ratio] = {"its layers as they are": ratio}
     if "layers" in times:
-        rivals["its layers rewritten one by one"] = paired_ratio(times["layers"], times["after"])
+        rivals["its layers rewritten without it"] = paired_ratio(times["layers"], times["after"])
     share = passes / len(chain.members)
     timed: dict[str, Any] = {
         "before_us": times["before"].median_us * share,

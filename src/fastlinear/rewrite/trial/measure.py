@@ -121,10 +121,11 @@ def tune_all(
     seed: int,
     progress: Progress,
     known: Mapping[Problem, tuning.Tuned] | None = None,
+    last: bool = False,
 ) -> dict[Problem, tuning.Tuned]:
     """Tune what decides about every distinct Problem while the budget lasts; results are cached on
     disk. Problems the budget does not reach keep the choice dispatch makes without measuring;
-    those in ``known`` are not tuned again.
+    those in ``known`` are not tuned again. ``last``: nothing is measured after it.
 
     Each takes at most an equal share of what is left, heaviest first, so that what a small one
     leaves over goes to the next.
@@ -134,8 +135,8 @@ def tune_all(
     done: dict[Problem, tuning.Tuned] = {}
     for i, problem in enumerate(work):
         progress("tune", i, len(work))
-        left = budget.left_s - budget.seconds * _RESERVE
-        if budget.left_s < budget.seconds * _LAST_RESERVE:
+        left = budget.left_s - budget.seconds * (0.0 if last else _RESERVE)
+        if budget.left_s <= budget.seconds * (0.0 if last else _LAST_RESERVE):
             break
         if problem.dtype not in FLOAT_DTYPES:
             continue

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from fastlinear.ops.grouped_linear.problem import NAME as GROUPED
 from fastlinear.rewrite.match.eligible import Refusal
-from fastlinear.rewrite.match.parent import Fusable, fusable
+from fastlinear.rewrite.match.parent import Fusable, fusable, is_sequential
 from fastlinear.rewrite.rules.grouped import LINEARS
 from fastlinear.rewrite.trial.groups_watch import watched
 from fastlinear.rewrite.work import Work
+
+_NOT_CALLED = Refusal("not_called", "These inputs never call the module that holds it.")
 
 
 def traced(work: Work, fqn: str) -> Fusable | Refusal:
@@ -23,11 +25,26 @@ def traced(work: Work, fqn: str) -> Fusable | Refusal:
     return known[fqn]
 
 
+def offers(work: Work, fqn: str) -> Fusable | Refusal:
+    """The same, of a Sequential as well."""
+    module = work.model.get_submodule(fqn)
+    if not is_sequential(module):
+        return traced(work, fqn)
+    if fqn not in work.sequentials:
+        observed = work.arguments.get(module)
+        if observed is None:
+            work.sequentials[fqn] = _NOT_CALLED
+        else:
+            work.sequentials[fqn] = fusable(module, observed, {}, sequential=True)
+    found: Fusable | Refusal = work.sequentials[fqn]
+    return found
+
+
 def _trace(work: Work, fqn: str) -> Fusable | Refusal:
     module = work.model.get_submodule(fqn)
     observed = work.arguments.get(module)
     if observed is None:
-        return Refusal("not_called", "These inputs never call the module that holds it.")
+        return _NOT_CALLED
     parts = None
     if work.allows(GROUPED):
         loops = (row for row in watched(work).rows if row.kind == LINEARS and row.fqn == fqn)

@@ -10,7 +10,7 @@ from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.chain import Chain
 from fastlinear.rewrite.match.chain_gated import GatedChain, GatedPart
 from fastlinear.rewrite.match.chain_grouped import GroupedChain
-from fastlinear.rewrite.match.chain_parent import ParentChain
+from fastlinear.rewrite.match.chain_parent import BlockChain, ParentChain
 from fastlinear.rewrite.match.chain_row import RowChain
 from fastlinear.rewrite.match.chain_sequential import SequentialChain
 from fastlinear.rewrite.rules.linear_act import inside
@@ -46,8 +46,10 @@ def swaps_of(candidates: Iterable[Candidate]) -> list[Swap]:
 def _parent_swap(
     fqn: str, pairs: list[Candidate], chains: Sequence[ParentChain | RowChain | GatedPart]
 ) -> Swap:
-    """One forward for all that is fused in it."""
+    """One forward for all that is fused in it: of the trace that goes through blocks, where a
+    chain does."""
     fusable = chains[0].fusable if chains else pairs[0].pairs
+    fusable = next((c.fusable for c in chains if isinstance(c, BlockChain)), fusable)
     parent = chains[0].module if chains else pairs[0].parent
     assert fusable is not None
     assert parent is not None

@@ -1,0 +1,68 @@
+"""Chains of linears that stop between modules, as findings: where, and what stands in the way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fastlinear.core.cost import Cost, floor_us, measure_ceilings, roofline
+from fastlinear.core.precision import float32_precision
+from fastlinear.profile.records import Finding, LinearSite
+from fastlinear.profile.site_cost import ITEM_BYTES, linear_cost
+from fastlinear.rewrite.match.stops import Stop
+from fastlinear.rewrite.rules.mlp import RULE
+from fastlinear.rewrite.rules.mlp_blocks import Stopped
+from fastlinear.rewrite.work import Work
+
+CODE = "chain_stopped"
+
+
+def find(work: Work) -> None:
+    """Add a finding for every module in whose forward a chain of linears stops that would go
+    through several modules. Nothing is rewritten or measured here."""
+    if not work.allows(RULE) or not work.stopped:
+        return
+    found = [_finding(work, stopped) for stopped in work.stopped]
+    ranked = sorted((*work.profile.findings, *found), key=lambda f: -f.predicted_gain_us)
+    work.profile = replace(work.profile, findings=tuple(ranked))
+
+
+def _finding(work: Work, stopped: Stopped) -> Finding:
+    ends = dict.fromkeys(n for s in stopped.stops for n in (s.before, s.after))
+    sites = [s for s in work.profile.sites if any(_in(s.fqn, end) for end in ends)]
+    names = {s.fqn for s in sites}
+    cuda = work.runner.device.type == "cuda"
+    records = [r for r in work.profile.records if r.fqn in names]
+    measured = sum(r.device_us if cuda else r.cpu_us for r in records)
+    cost = _cost(sites, work.config.mode)
+    dtype = next((s.dtype for s in sites if s.dtype in ITEM_BYTES), "float32")
+    limits = measure_ceilings(str(work.runner.device), dtype, float32_precision())
+    return Finding(
+        code=CODE,
+        fqn=stopped.fqn,
+        title="chain of linears stops between modules",
+        message=f"{'; '.join(map(_words, stopped.stops))}. One call of mlp computes a chain of "
+        "linears that follow each other with one activation between them.",
+        measured_us=measured,
+        floor_us=floor_us(cost, limits),
+        predicted_gain_us=0.0,
+        flops=cost.flops,
+        bytes=cost.bytes,
+        bound=roofline(cost, limits, measured or 1.0).bound,
+        details={"stops": [[s.before, s.after, s.reason] for s in stopped.stops]},
+    )
+
+
+def _words(stop: Stop) -> str:
+    return f"{stop.before!r} to {stop.after!r} is no one chain: {stop.reason}"
+
+
+def _in(name: str, end: str) -> bool:
+    return name == end or name.startswith(f"{end}.")
+
+
+def _cost(sites: list[LinearSite], mode: str) -> Cost:
+    total = Cost(0.0, 0.0)
+    for site in sites:
+        if site.calls and site.rows and site.dtype in ITEM_BYTES:
+            total += linear_cost(site, mode)
+    return total

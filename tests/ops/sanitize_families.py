@@ -1,0 +1,107 @@
+"""compute-sanitizer over small calls of every family's CUDA and Triton kernels (``make sanitize``):
+
+    python tests/ops/sanitize_families.py                       every family, memcheck and racecheck
+    python tests/ops/sanitize_families.py --tool memcheck mlp   one of each
+
+Exits 1 when a tool reports an error or a result is wrong. Where it is written down that hazards of
+a family are none (see ``KNOWN``), what racecheck names is shown and does not count. Where
+compute-sanitizer or a GPU is missing it says so and exits with the code of what is not supported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from fastlinear.core.errors import UnsupportedError
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+TOOLS = ("memcheck", "racecheck")
+OWN = ("linear_act", "mlp")
+"""Families with a script of their own, ``<family>/sanitize.py``."""
+FAMILIES = (
+    *OWN,
+    "gated_mlp",
+    "grouped_linear",
+    "ragged_linear",
+    "unequal_linear",
+    "diagonal_linear",
+)
+REPORTED = 86
+"""Exit code of compute-sanitizer where it has something to report."""
+WORDS = {("mlp", "racecheck"): ("ordered",)}
+"""Words for a family's script: blocks that hand numbers on without barriers are left out."""
+KNOWN = {("mlp", "racecheck"): "src/fastlinear/ops/mlp/ORDERING.md"}
+"""What says of the hazards that racecheck names why they are none."""
+
+
+def sanitizer() -> str | None:
+    """The path of compute-sanitizer: on the PATH, or of the CUDA toolkit."""
+    homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
+    folders = (str(Path(home) / "bin") for home in homes if home)
+    paths = (shutil.which("compute-sanitizer", path=p) for p in (None, *folders))
+    return next((path for path in paths if path is not None), None)
+
+
+def command(program: str, family: str, tool: str) -> list[str]:
+    """What checks one family with one tool."""
+    if family in OWN:
+        script = [str(HERE / family / "sanitize.py"), *WORDS.get((family, tool), ())]
+    else:
+        script = [str(HERE / "sanitize_calls.py"), family]
+    checked = [program, "--tool", tool, "--error-exitcode", str(REPORTED)]
+    return [*checked, sys.executable, *script]
+
+
+def outcome(family: str, tool: str, code: int) -> tuple[bool, str]:
+    """Whether a run is in order, and what to say of it."""
+    if code == 0:
+        return True, "nothing reported"
+    if code == REPORTED and (family, tool) in KNOWN:
+        return True, f"hazards named; {KNOWN[family, tool]} says which are none"
+    if code == REPORTED:
+        return False, "errors reported"
+    return False, f"a wrong result, or it did not finish (exit code {code})"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what is asked for; 0 where all is in order."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("family", nargs="*", choices=[*FAMILIES, []], default=[])
+    parser.add_argument("--tool", action="append", choices=TOOLS)
+    given = parser.parse_args(arguments)
+    program = sanitizer()
+    missing = None if torch.cuda.is_available() else "torch.cuda.is_available() is False"
+    missing = "no compute-sanitizer on the PATH" if program is None else missing
+    if program is None or missing is not None:
+        error = UnsupportedError(
+            "sanitize",
+            expected="compute-sanitizer and a CUDA device",
+            received=missing or "",
+            remedy="The CUDA toolkit has it: set CUDA_HOME or PATH, on a machine with a GPU.",
+        )
+        print(error, file=sys.stderr)
+        return error.exit_code
+    found = []
+    paths = (str(ROOT / "src"), os.environ.get("PYTHONPATH"))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in paths if p)}
+    for tool in given.tool or TOOLS:
+        for family in given.family or FAMILIES:
+            print(f"== {family}, {tool}", flush=True)
+            done = subprocess.run(command(program, family, tool), cwd=ROOT, env=env, check=False)
+            found.append((family, tool, *outcome(family, tool, done.returncode)))
+    for family, tool, good, words in found:
+        print(f"{'ok   ' if good else 'ERROR'} {family}, {tool}: {words}")
+    return int(not all(good for _, _, good, _ in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
