@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from fastlinear.core.errors import InputError, PlanError
 from fastlinear.core.settings import Config
+from fastlinear.dispatch import backend as registry
 from fastlinear.dispatch import cache
 from fastlinear.rewrite import apply_, optimize_, remember
 from fastlinear.rewrite import plan as plans
@@ -97,6 +99,49 @@ def test_the_users_own_choices_count_while_a_plan_is_tried(
     assert {tuple(s.backends.items()) for s in apply_(model, plan).sites} == {
         (("forward", "eager"),)
     }
+
+
+def test_other_backends_than_planned_are_said_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    model = mlp().eval()
+    plan = make_plan(model)
+    result = apply_(model, plan)
+    assert {s.code for s in result.sites} == {"in_plan"}
+    assert not any("than planned" in note for note in result.notes)
+    result.revert()
+    monkeypatch.setenv("FASTLINEAR_CACHE_DIR", str(tmp_path))
+    cache.forget()
+    mine = edited(plan, lambda p: [t.update(best="eager") for t in p["tuned"]])
+    for decision in remember.decisions_of(plans.load(mine)):
+        decision.store()
+    result = apply_(model, plan)
+    assert {s.code for s in result.sites} == {"other_backend"}
+    assert "forward by eager, not onednn: no other was faster" in result.sites[0].reason
+    assert "2.00x [2.00, 2.00] end to end" in result.sites[0].reason
+    told = " ".join(result.table().split())
+    assert "note: other backends than planned for" in told
+    assert "of 3 rewrites (0" in told
+    result.revert()
+    clock({"after": 150.0})
+    assert "slower (forward by eager, not onednn" in apply_(model, plan).sites[0].reason
+
+
+def test_a_planned_backend_that_cannot_serve_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mlp().eval()
+    plan = make_plan(model)
+    layers = registry.family("linear_act")
+    unable = tuple(
+        replace(b, reason_not=lambda _: "It is switched off.") if b.name == "onednn" else b
+        for b in layers.backends
+    )
+    monkeypatch.setitem(registry._FAMILIES, "linear_act", replace(layers, backends=unable))
+    gone = edited(plan, _set("rewrites", 2, "backends", "forward", value="abacus"))
+    (first, second) = (n for n in apply_(model, gone).notes if "than planned" in n)
+    assert "for 2 of 3 rewrites (0, 2)" in first
+    assert ", not onednn: It is switched off." in first
+    assert "for 1 of 3 rewrites (4)" in second
+    assert ", not abacus: there is no such backend" in second
 
 
 def edited(plan: dict[str, Any], change: Callable[[dict[str, Any]], None]) -> dict[str, Any]:

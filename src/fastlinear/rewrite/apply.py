@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from fastlinear.core.progress import Progress, silent
 from fastlinear.core.settings import Config
 from fastlinear.profile.state import preserved
 from fastlinear.profile.step import check_model, device_of, private_copy
+from fastlinear.rewrite import as_planned
 from fastlinear.rewrite import plan as plans
 from fastlinear.rewrite.exchange.swap import SwapSet
 from fastlinear.rewrite.finish import finish
@@ -48,7 +50,9 @@ def apply_(
 
     The plan is checked against model and machine, the rewritten model is verified as by
     ``optimize_``, and its speed is measured once; a rewrite that is less accurate, or slower
-    beyond noise, is put back and reported as rejected.
+    beyond noise, is put back and reported as rejected. Where this machine takes another backend
+    than the plan names (its own measurements say so, or the planned one cannot serve), the outcome
+    and a note say which and why; what is measured is what is taken.
 
     Args:
         model: a model of the class and with the parameter shapes the plan names.
@@ -100,10 +104,12 @@ def apply_(
         candidates, left = watch(work, inputs, None)
         with preserved(model, config.mode):
             kept = _planned(work, loaded, candidates, left)
+            others = as_planned.others(kept, {r.fqn: r for r in loaded.linears})
+            work.notes += as_planned.notes(others, len(kept))
             kept, verdicts = keep_accurate(work, kept)
             pair = None
             if kept:
-                kept, pair = _unless_slower(work, kept)
+                kept, pair = _unless_slower(work, kept, others)
             graph = choose_graph(work, kept, planned=loaded.graphed)
             names, mode = loaded.compiled, loaded.compile_mode
             graph = choose_compiled(work, kept, graph, planned=names, mode=mode) or graph
@@ -158,7 +164,7 @@ def _planned(
 
 
 def _unless_slower(
-    work: Work, kept: list[Candidate]
+    work: Work, kept: list[Candidate], others: Mapping[str, str]
 ) -> tuple[list[Candidate], measure.Pair | None]:
     swaps = swaps_of(kept)
     pair = measure.model_pair(
@@ -172,10 +178,14 @@ def _unless_slower(
     text = f"{ratio.median:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}] end to end"
     slower = ratio.high < 1.0
     for c in kept:
+        other = others.get(c.fqn)
         if slower:
-            work.settle(c.fqn, "rejected", "slower_model", f"slower: {text}")
-        else:
+            told = "slower" if other is None else f"slower ({other})"
+            work.settle(c.fqn, "rejected", "slower_model", f"{told}: {text}")
+        elif other is None:
             work.settle(c.fqn, "kept", "in_plan", f"as planned; {text}")
+        else:
+            work.settle(c.fqn, "kept", "other_backend", f"planned, but {other}; {text}")
     return ([], None) if slower else (kept, pair)
 
 
