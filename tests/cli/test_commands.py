@@ -16,6 +16,7 @@ from typer.testing import Result
 
 from fastlinear.bench import pseudo_model
 from fastlinear.cli.load import default_device
+from fastlinear.dispatch import tune as tuning
 from fastlinear.dispatch.backend import families
 
 Run = Callable[..., Result]
@@ -235,6 +236,23 @@ def test_tune_remembers_and_cache_shows_and_forgets(run: Run) -> None:
     assert "tuned" in run("explain", *call).stdout
     assert "1 entry removed" in run("cache", "clear").stderr
     assert "nothing tuned yet" in run("cache", "show").stdout
+
+
+def test_tune_and_cache_show_what_is_in_doubt(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = ("tune", "--m", "8", "--k", "16", "--n", "16", "--rounds", "5", "--budget", "0.05")
+    monkeypatch.setattr(tuning, "doubt_of", lambda *_: "")
+    assert "in doubt" not in run(*call, "--no-save").stdout
+    monkeypatch.setattr(tuning, "doubt_of", lambda *_: "the machine was busy")
+    again = "Tune again when the machine is quiet."
+    assert f"in doubt: the machine was busy. {again}" in run(*call).stdout
+    assert "the machine was busy" in run("cache", "show").stdout
+    assert data_of(run(*call, "--json"))[0]["doubt"] == "the machine was busy"
+    assert "in doubt: the machine" in run("explain", "--m", "8", "--k", "16", "--n", "16").stdout
+    monkeypatch.setattr(tuning, "doubt_of", lambda *_: "")
+    assert run(*call).exit_code == 0
+    monkeypatch.setattr(tuning, "doubt_of", lambda *_: "the machine was busy")
+    assert f"busy; the earlier decision, not so, stays. {again}" in run(*call).stdout
+    assert "busy" not in run("cache", "show").stdout
 
 
 def test_tune_the_sites_of_a_model(run: Run) -> None:

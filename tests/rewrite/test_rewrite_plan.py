@@ -101,6 +101,24 @@ def test_the_users_own_choices_count_while_a_plan_is_tried(
     }
 
 
+def test_a_plan_that_is_sure_counts_more_than_an_own_choice_in_doubt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = mlp().eval()
+    plan = make_plan(model)
+    assert {t["doubt"] for t in plan["tuned"]} == {""}
+    monkeypatch.setenv("FASTLINEAR_CACHE_DIR", str(tmp_path))
+    cache.forget()
+    change = {"best": "eager", "doubt": "within noise onednn may be 9% faster"}
+    mine = edited(plan, lambda p: [t.update(change) for t in p["tuned"]])
+    for decision in remember.decisions_of(plans.load(mine)):
+        decision.store()
+    assert remember.decisions_of(plans.load(mine)) == []
+    result = apply_(model, plan)
+    assert result.sites[0].backends == {"forward": "onednn"}
+    assert {e["doubt"] for e in cache.entries("cpu").values()} == {""}
+
+
 def test_other_backends_than_planned_are_said_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:

@@ -126,6 +126,7 @@ def _tuned_choices(work: Work, kept: list[Candidate]) -> list[dict[str, Any]]:
             "problem": p.to_json(),
             "best": t.best,
             "times_us": {name: s.median_us for name, s in t.samples.items()},
+            "doubt": t.doubt,
         }
         for p, t in work.tuned.items()
         if p in wanted
