@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def isolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A fresh tuned cache, a machine that is quiet, seed 0, and global float32 and grad settings put back after."""
+    """A fresh tuned cache, a quiet machine, seed 0; global float32 and grad settings put back."""
     folder = tmp_path / "fastlinear-cache"
     monkeypatch.setenv("FASTLINEAR_CACHE_DIR", str(folder))
     cache.forget()

@@ -73,6 +73,7 @@ def profile(data: dict[str, Any]) -> dict[str, Any]:
         "clock": "device time" if on_device else "CPU time",
         "step_us": data.get("step_us"),
         "attributed": data.get("attributed"),
+        "notes": [str(note) for note in data.get("notes") or []],
         "unattributed": [tuple(u) for u in data.get("unattributed") or []][:5],
         "total_us": sum(m["forward"] + m["backward"] for m in ranked) or 1.0,
         "modules": ranked[:_TOP_MODULES],

@@ -72,7 +72,7 @@ def finish(
         },
         plan=plan,
         profile=work.profile,
-        notes=tuple(dict.fromkeys(work.notes)),
+        notes=tuple(dict.fromkeys((*(f"profile: {n}" for n in work.profile.notes), *work.notes))),
         _swaps=swaps,
     )
     if graph is not None and graph.rule == RULE:
