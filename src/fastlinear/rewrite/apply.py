@@ -12,7 +12,7 @@ from fastlinear.core.errors import PlanError
 from fastlinear.core.progress import Progress, silent
 from fastlinear.core.settings import Config
 from fastlinear.profile.state import preserved
-from fastlinear.profile.step import check_model, device_of, private_copy
+from fastlinear.profile.step import check_model, device_of
 from fastlinear.rewrite import as_planned
 from fastlinear.rewrite import plan as plans
 from fastlinear.rewrite.exchange.swap import SwapSet
@@ -31,7 +31,7 @@ from fastlinear.rewrite.trial.compiled import choose_compiled
 from fastlinear.rewrite.trial.graphs import choose_graph
 from fastlinear.rewrite.trial.keep_accurate import keep_accurate
 from fastlinear.rewrite.trial.swaps import swaps_of
-from fastlinear.rewrite.verify.inputs import Call, from_specs
+from fastlinear.rewrite.verify.inputs import from_specs
 from fastlinear.rewrite.verify.running import LossFn, check_runs
 from fastlinear.rewrite.work import Work
 
@@ -171,7 +171,7 @@ def _unless_slower(
         work.model,
         SwapSet(swaps),
         work.runner,
-        Call(*private_copy((work.call.args, work.call.kwargs))),  # some models write to them
+        work.own_call(),
         budget_s=work.budget.left_s / 4,
     )
     ratio = pair.speedup

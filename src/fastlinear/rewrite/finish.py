@@ -17,7 +17,7 @@ from fastlinear.rewrite.result import Result
 from fastlinear.rewrite.trial import measure
 from fastlinear.rewrite.trial.swaps import swaps_of
 from fastlinear.rewrite.trial.try_compiled import RULE
-from fastlinear.rewrite.trial.try_graph import KeptGraph, copy_of_call
+from fastlinear.rewrite.trial.try_graph import KeptGraph
 from fastlinear.rewrite.verify.inputs import input_specs
 from fastlinear.rewrite.work import Work
 
@@ -87,7 +87,7 @@ def _compile(work: Work, swaps: SwapSet) -> None:
     swaps.on()
     try:
         with preserved(work.model, work.config.mode):
-            work.runner.step(work.model, copy_of_call(work))
+            work.step("where it ran as it is kept, compiled")
     except BaseException:
         swaps.off()
         raise

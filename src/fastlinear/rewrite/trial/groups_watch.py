@@ -11,13 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from fastlinear.profile.observe import own_copy
-from fastlinear.profile.step import private_copy
 from fastlinear.rewrite.match.candidate import Kind, SiteCalls
 from fastlinear.rewrite.rules import grouped as rule
 from fastlinear.rewrite.rules import grouped_modules as modules
 from fastlinear.rewrite.rules.grouped import Row, Seen
 from fastlinear.rewrite.rules.grouped_modules import Whole
-from fastlinear.rewrite.verify.inputs import Call
 from fastlinear.rewrite.work import Work
 
 
@@ -127,7 +125,7 @@ def _run(
         for fqn, m in suspects.items()
     ]
     try:
-        work.runner.step(work.model, Call(*private_copy((work.call.args, work.call.kwargs))))
+        work.step("in the run that shows what its layers are given")
     finally:
         for handle in handles:
             handle.remove()

@@ -168,12 +168,12 @@ def model_pair(
     def before() -> None:
         swaps.off()
         base.on()
-        runner.step(model, call)
+        runner.told_step(model, call, "while it was timed" + (" rewritten" if base.swaps else ""))
 
     def after() -> None:
         base.off()
         swaps.on()
-        runner.step(model, call)
+        runner.told_step(model, call, "while it was timed rewritten")
 
     pair = None
     door.settle()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fastlinear.core.errors import FastlinearError, InputError
+from fastlinear.profile.raised import PASSED_ON, raised
 from fastlinear.profile.step import loss_of, private_copy
 from fastlinear.rewrite.verify.inputs import Call
 from fastlinear.rewrite.verify.kinks import Sides
@@ -30,12 +31,14 @@ class Runner:
         loss_fn: output → scalar loss; None takes the profile's default loss.
         device: where the model lives.
         seed: seed set before every run, so that dropout draws the same mask for all contenders.
+        function: who asks, in errors.
     """
 
     mode: str
     loss_fn: LossFn | None
     device: torch.device
     seed: int
+    function: str = "optimize_"
 
     def loss(self, output: Any) -> Tensor:
         """The scalar loss of one output."""
@@ -52,6 +55,15 @@ class Runner:
         for parameter in model.parameters():
             parameter.grad = None
         loss.backward()
+
+    def told_step(self, model: nn.Module, call: Call, doing: str) -> None:
+        """``step``, where what the model raises becomes an InputError that says ``doing``."""
+        try:
+            self.step(model, call)
+        except PASSED_ON:
+            raise
+        except Exception as error:
+            raise raised(self.function, model, doing, error) from error
 
     def results(self, model: nn.Module, call: Call) -> dict[str, Tensor]:
         """Everything one seeded run produces, by name: outputs, and in train mode the loss, every
