@@ -7,7 +7,7 @@ from typing import Any
 
 STATUSES = ("kept", "rejected", "refused", "nothing_to_do")
 _STATUS_MEANING = {
-    "kept": "Rewritten: verified, and faster beyond noise.",
+    "kept": "Rewritten and verified: faster beyond noise; of a plan, not slower beyond noise.",
     "rejected": "Tried and undone: not faster beyond noise, or less accurate than allowed.",
     "refused": "Not touched: rewriting could change what the model means.",
     "nothing_to_do": "Healthy: no rewrite would help.",
