@@ -93,7 +93,7 @@ class LinearSite:
         device: the weight's device.
         input_grad, weight_grad: whether the step computes dx, and dW or db.
         x_layouts: ``"rows"``, ``"rows_odd"`` or ``"strided"`` as in a linear_act Problem, one
-            entry per shape.
+            entry per shape; ``"other"`` of sparse and nested inputs, whose shape is ``()``.
         activation: name of the activation right after it, or None.
         activation_fqn: the activation module's name when ``how == "modules"``.
         how: ``"modules"``: the activation is a module called right after; ``"function"``: a

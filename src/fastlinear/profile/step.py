@@ -25,12 +25,22 @@ def normalize_inputs(
 
     Args:
         inputs: a tensor, a tuple of positional arguments, or a dict of keyword arguments
-            (any mapping with string keys, such as a tokenizer's output).
+            (any mapping with string keys, such as a tokenizer's output). Tensors may be sparse, or
+            nested with the layout torch.jagged.
         function: who asks, for the error.
 
     Raises:
-        InputError: anything else.
+        InputError: anything else, or a nested tensor that has no sizes.
     """
+    for v in pytree.tree_leaves(inputs):
+        if isinstance(v, Tensor) and v.is_nested and v.layout is torch.strided:
+            raise InputError(
+                function,
+                expected="inputs whose shapes can be asked for",
+                received="a nested tensor of layout torch.strided",
+                remedy="Make it with layout=torch.jagged, or pad it: "
+                "torch.nested.to_padded_tensor(x, 0.0).",
+            )
     if isinstance(inputs, Tensor):
         return (inputs,), {}
     if isinstance(inputs, tuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastlinear.core.device import device_facts
 from fastlinear.core.errors import UnsupportedError
-from fastlinear.ops.common import calls, door, door_node
+from fastlinear.ops.common import calls, door, door_node, layouts
 from fastlinear.ops.grouped_linear import triton_config
 from fastlinear.ops.grouped_linear.plans import as_autocast
 from fastlinear.ops.ragged_linear import cpp, products, programs
@@ -76,6 +76,10 @@ def ragged_linear(
         y: Tensor | None = _door(x, weight, (group_sizes, bias), activation, backend)
         if y is not None:
             return y
+        if any(layouts.is_odd(t) for t in (x, weight, group_sizes, bias)):
+            run = partial(_looked_up, x, weight, group_sizes, bias, activation, backend)
+            named = {"x": x, "weight": weight, "group_sizes": group_sizes, "bias": bias}
+            return layouts.carried(NAME, run, **named)
     return _looked_up(x, weight, group_sizes, bias, activation, backend)
 
 

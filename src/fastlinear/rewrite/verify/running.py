@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fastlinear.core.errors import FastlinearError, InputError
+from fastlinear.ops.common.layouts import densely, is_odd
 from fastlinear.profile.raised import PASSED_ON, raised
 from fastlinear.profile.step import loss_of, private_copy
 from fastlinear.rewrite.verify.inputs import Call
@@ -67,18 +68,18 @@ class Runner:
 
     def results(self, model: nn.Module, call: Call) -> dict[str, Tensor]:
         """Everything one seeded run produces, by name: outputs, and in train mode the loss, every
-        parameter's gradient and every floating input's gradient. Tensors are detached copies."""
+        parameter's gradient and every dense floating input's. Tensors are detached copies."""
         seed_all(self.seed, self.device)
         call = Call(*private_copy((call.args, call.kwargs)))  # some models write to their inputs
         if self.mode == "inference":
             with torch.no_grad():
                 output = model(*call.args, **call.kwargs)
-            return {f"output[{i}]": t.clone() for i, t in enumerate(tensors_of(output))}
+            return {f"output[{i}]": _plain(t) for i, t in enumerate(tensors_of(output))}
         with torch.enable_grad():
             leaves = call.map(_with_grad)
             fresh = leaves.map(_writable)
             output = model(*fresh.args, **fresh.kwargs)
-            found = {f"output[{i}]": t.detach().clone() for i, t in enumerate(tensors_of(output))}
+            found = {f"output[{i}]": _plain(t) for i, t in enumerate(tensors_of(output))}
             loss = self.loss(output)
         found["loss"] = loss.detach().clone()
         for parameter in model.parameters():
@@ -87,16 +88,22 @@ class Runner:
             loss.backward()
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
-                found[f"grad.{name}"] = parameter.grad
+                found[f"grad.{name}"] = densely(parameter.grad)
                 parameter.grad = None
         for i, leaf in enumerate(leaves.leaves()):
             if isinstance(leaf, Tensor) and leaf.grad is not None:
-                found[f"grad.input[{i}]"] = leaf.grad
+                found[f"grad.input[{i}]"] = densely(leaf.grad)
         return found
 
 
+def _plain(t: Tensor) -> Tensor:
+    """A detached copy with every number it holds at a place of its own."""
+    t = t.detach()
+    return densely(t) if is_odd(t) else t.clone()
+
+
 def _with_grad(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor) and leaf.is_floating_point():
+    if isinstance(leaf, Tensor) and leaf.is_floating_point() and not is_odd(leaf):
         return leaf.detach().clone().requires_grad_(True)
     return leaf
 
