@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import torch
 from typer.testing import Result
 
 from fastlinear.bench import pseudo_model
+from fastlinear.cli import doctor
 from fastlinear.cli.load import default_device
+from fastlinear.dispatch import backend as registry
 from fastlinear.dispatch import tune as tuning
 from fastlinear.dispatch.backend import families
 
@@ -274,6 +277,9 @@ def test_doctor_has_no_side_effects(run: Run, tmp_path: Path) -> None:
     assert data["versions"]["torch"] != "not installed"
     eager = [b for b in data["backends"] if b["backend"] == "eager" and b["device"] == "cpu"]
     assert [b["why_not"] for b in eager] == [None] * len(families())
+    assert {b["only_for"] for b in eager} == {""}
+    told = {(b["family"], b["backend"]) for b in data["backends"]}
+    assert {("ragged_linear", "cpp"), ("unequal_linear", "together")} <= told
     assert any(b["why_not"] for b in data["backends"])
     for family in families().values():
         told = {b["backend"]: b for b in data["backends"] if b["family"] == family.name}
@@ -285,6 +291,35 @@ def test_doctor_has_no_side_effects(run: Run, tmp_path: Path) -> None:
     assert mlp["whole_cuda"]["why_not"] == "its kernel runs on CUDA devices only"
     assert sorted(tmp_path.rglob("*")) == before
     assert "Backends" in run("doctor").stdout
+
+
+def test_doctor_names_what_a_backend_is_only_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found() -> dict[str, Any]:
+        backends = data_of(run("doctor", "--json"))["backends"]
+        return {b["backend"]: b for b in backends if (b["family"], b["device"]) == ("toy", "cpu")}
+
+    monkeypatch.setattr(doctor, "_without_records", lambda: {"toy": (("own",), lambda *_: None)})
+    assert (found()["own"]["why_not"], found()["own"]["pieces"]) == (None, ["forward", "backward"])
+
+    def odd_only(p: Any) -> str | None:
+        return "rows are whole multiples" if p.dim("K") % 16 == 0 else None
+
+    layers = registry.family("linear_act")
+    special = replace(layers.candidates("forward")[0], name="special", reason_not=odd_only)
+    never = replace(special, name="never", reason_not=lambda p: f"not with K={p.dim('K')}")
+    monkeypatch.setitem(
+        registry._FAMILIES, "linear_act", replace(layers, backends=(special, never))
+    )
+    backends = data_of(run("doctor", "--json"))["backends"]
+    told = {
+        b["backend"]: b for b in backends if (b["family"], b["device"]) == ("linear_act", "cpu")
+    }
+    assert (told["special"]["why_not"], told["special"]["only_for"]) == (
+        None,
+        "rows of odd lengths",
+    )
+    assert (told["never"]["why_not"], told["never"]["only_for"]) == ("not with K=1024", "")
+    assert "yes, for rows of odd lengths" in run("doctor").stdout
 
 
 def test_doctor_imports_no_kernel_compiler(folder: Path) -> None:

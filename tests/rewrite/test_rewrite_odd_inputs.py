@@ -90,7 +90,7 @@ def test_a_rewritten_linear_takes_sparse_inputs_as_before() -> None:
 @pytest.mark.parametrize("run", [fl.profile, optimize_])
 @pytest.mark.parametrize("inputs", [STRIDED, (STRIDED, X), {"odd": [STRIDED], "x": X}])
 def test_nested_inputs_without_sizes_are_refused(run: Any, inputs: Any) -> None:
-    with pytest.raises(InputError, match="nested tensor of layout torch.strided") as caught:
+    with pytest.raises(InputError, match=r"nested tensor of layout torch\.strided") as caught:
         run(TwoInputs(), inputs)
     assert "layout=torch.jagged" in caught.value.remedy
 

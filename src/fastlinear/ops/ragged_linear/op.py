@@ -182,6 +182,23 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def why_not(backend: str, device: str) -> str | None:
+    """Why a backend serves nothing on this machine's ``device`` (``"cpu"`` or ``"cuda"``), or None.
+    Compiles nothing."""
+    if backend == "loop":
+        return None
+    if backend == "cpp":
+        return "compiled for the CPU only" if device != "cpu" else cpp.reason_not_here()
+    if device != "cuda":
+        return "its kernels run on CUDA devices only"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    if not _has_triton():
+        return "the package triton is not installed"
+    capability = device_facts(device).capability
+    return triton_config.reason_not(1, 1, 1, 1, torch.bfloat16, capability)
+
+
 def served_by(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str:
     """The backend that serves valid tensors by default."""
     return _first(x, weight, [t for t in (x, weight, bias) if t is not None])

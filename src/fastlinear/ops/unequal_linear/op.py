@@ -230,6 +230,22 @@ def _pays(xs: Sequence[Tensor], weights: Sequence[Tensor], grad: bool) -> bool:
     return products <= most[grad] * len(xs)
 
 
+def why_not(backend: str, device: str) -> str | None:
+    """Why a backend serves nothing on this machine's ``device`` (``"cpu"`` or ``"cuda"``), or None.
+    Compiles nothing."""
+    if backend == "loop":
+        return None
+    if device == "cpu":
+        from fastlinear.ops.unequal_linear import cpu
+
+        return cpu.reason_not_here()
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    from fastlinear.ops.unequal_linear import cuda
+
+    return cuda.reason_not_on(torch.device(device))
+
+
 def served_by(
     xs: Sequence[Tensor],
     weights: Sequence[Tensor],
