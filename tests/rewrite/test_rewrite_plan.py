@@ -14,7 +14,7 @@ import torch
 from rewrite_models import Clock, Functional, mlp, run, snapshot
 from torch import Tensor, nn
 
-from fastlinear.core.errors import InputError, PlanError
+from fastlinear.core.errors import InputError, PlanError, UnsupportedError
 from fastlinear.core.settings import Config
 from fastlinear.dispatch import backend as registry
 from fastlinear.dispatch import cache
@@ -202,7 +202,24 @@ def _set(*keys: Any, value: Any) -> Callable[[dict[str, Any]], None]:
         (_set("inputs", "args", 0, "shape", value=None), "complete description of the inputs"),
         (_set("inputs", "args", 0, "std", value=None), "complete description of the inputs"),
         (_set("tuned", 0, "problem", "dims", "M", value=float("inf")), "complete measurements"),
-        (_set("model", "class", value="Net"), "expected a Net; received a Sequential"),
+        (_set("model", "class", value="Net"), "class Net, which the plan was made for; received o"),
+        (_set("model", value=None), "'model' is not an object"),
+        (_set("environment", value=[]), "'environment' is not an object"),
+        (_set("environment", "flags", value=None), "'flags' is not an object"),
+        (_set("environment", "device", value="cpu"), "'device' is not an object"),
+        (_set("environment", "torch", value=2), "'torch' is not a text"),
+        (_set("tuned", value=None), "'tuned' is not an array"),
+        (_set("rewrites", value=["0"]), "a rewrite is a text"),
+        (_set("rewrites", 0, "backends", value=["onednn"]), "bad or missing field"),
+        (_set("rewrites", 0, "backends", value={"forward": 1}), "bad or missing field"),
+        (_set("rewrites", 0, "problem", value=1), "bad or missing field"),
+        (_set("rewrites", 0, "backend", value=1), "bad or missing field"),
+        (
+            _set("rewrites", 0, "backend", value="warp"),
+            "a backend of linear_act in .*eager.*'warp'",
+        ),
+        (lambda plan: plan["rewrites"].append(plan["rewrites"][0]), "unknown rewrite of '0'"),
+        (lambda plan: plan.pop("mode"), "bad or missing field .no 'mode'."),
         (_set("model", "fingerprint", value="0" * 16), "fingerprint 0000"),
         (_set("environment", "torch", value="1.0"), "torch 1.0"),
         (_set("environment", "device", "kind", value="cuda"), "device cuda"),
@@ -225,14 +242,59 @@ def test_a_plan_that_does_not_fit_is_refused(
     assert snapshot(model) == before
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'"plan"'])
-def test_a_corrupt_file_is_refused(content: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "plan.json: an empty file. The file is corrupt"),
+        (b"{", "plan.json: Expecting property name"),
+        (b"\xff\xfe", "can't decode byte 0xff"),
+        (b"[" * 100_000, "maximum recursion depth"),
+        (b"[]", "received an array. Write one with result.save"),
+        (b'"plan"', "received a text. "),
+        (b"null", "received null. "),
+        (b"1.5", "received a number. "),
+        (b"{}", "received kind=None. "),
+    ],
+)
+def test_a_corrupt_file_is_refused(content: bytes, said: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_bytes(content)
-    with pytest.raises(PlanError):
+    with pytest.raises(PlanError) as caught:
         apply_(mlp(), path)
+    assert str(caught.value).startswith("apply_: expected ")
+    assert said in str(caught.value)
     with pytest.raises(PlanError, match="readable"):
         apply_(mlp(), tmp_path / "missing.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [
+        (_set("environment", "torch", value="1.0"), "or install that version."),
+        (_set("environment", "threads", value=64), "or call torch.set_num_threads(64) first."),
+        (
+            _set("environment", "flags", "float32_matmul_precision", value="low"),
+            "or call torch.set_float32_matmul_precision('low') first.",
+        ),
+        (_set("environment", "device", "slug", value="x"), "or move the model to such a device."),
+    ],
+)
+def test_another_environment_is_told_with_the_way_out(
+    change: Callable[[dict[str, Any]], None], remedy: str
+) -> None:
+    model = mlp().eval()
+    with pytest.raises(PlanError, match="as where the plan was made; received") as caught:
+        apply_(model, edited(make_plan(model), change))
+    assert caught.value.remedy.endswith(f"make a new plan with optimize_ here, {remedy}")
+
+
+def test_a_forced_backend_that_cannot_serve_here_is_told() -> None:
+    model = mlp().eval()
+    plan = edited(make_plan(model), _set("rewrites", 0, "backend", value="cublaslt"))
+    before = snapshot(model)
+    with pytest.raises(UnsupportedError, match="apply_: expected backend 'cublaslt', which the pl"):
+        apply_(model, plan)
+    assert snapshot(model) == before
 
 
 def test_another_model_is_refused() -> None:

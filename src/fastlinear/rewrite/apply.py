@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from fastlinear.core.errors import PlanError
+from fastlinear.core.errors import PlanError, UnsupportedError
 from fastlinear.core.progress import Progress, silent
 from fastlinear.core.settings import Config
 from fastlinear.profile.state import preserved
@@ -17,6 +17,7 @@ from fastlinear.rewrite import as_planned
 from fastlinear.rewrite import plan as plans
 from fastlinear.rewrite.exchange.swap import SwapSet
 from fastlinear.rewrite.finish import finish
+from fastlinear.rewrite.fits import check_fits
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.eligible import Refusal
 from fastlinear.rewrite.optimize import prepare, settle_left, watch
@@ -63,7 +64,9 @@ def apply_(
 
     Raises:
         PlanError: the plan is corrupt, of another format, or made for another model, device or
-            torch version. Whatever is raised, the model is left as it was.
+            torch version.
+        UnsupportedError: a backend that the plan forces cannot serve here. Whatever is raised, the
+            model is left as it was.
 
     >>> import torch, fastlinear as fl
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
@@ -76,7 +79,7 @@ def apply_(
     loaded = plans.load(plan)
     check_model(model, "apply_")
     device = device_of(model, (), "apply_")
-    plans.check_fits(loaded, model, device)
+    check_fits(loaded, model, device)
     if inputs is None:
         call = from_specs(loaded.inputs, device, _SEED)
         inputs = call.kwargs if call.kwargs and not call.args else call.args
@@ -150,14 +153,25 @@ def _planned(
         if c.fqn not in wanted:
             work.settle(c.fqn, "nothing_to_do", "not_in_plan", "The plan leaves it alone.")
             continue
-        told: dict[str, Any] = {
-            "problem": c.problem.to_json(),
-            "route": c.route,
-            "calls": c.calls.calls,
-            "backends": measure.backends_of(c.problem, c.backend),
-        }
-        if c.chain is not None:
-            told = facts(c.chain)
+        told: dict[str, Any]
+        try:
+            if c.chain is not None:
+                told = facts(c.chain)
+            else:
+                told = {
+                    "problem": c.problem.to_json(),
+                    "route": c.route,
+                    "calls": c.calls.calls,
+                    "backends": measure.backends_of(c.problem, c.backend),
+                }
+        except UnsupportedError as error:
+            raise UnsupportedError(
+                "apply_",
+                expected=f"backend {wanted[c.fqn].backend!r}, which the plan forces, to serve "
+                f"{c.fqn!r} here",
+                received=error.received,
+                remedy="Make a new plan with optimize_ on this machine and these inputs.",
+            ) from error
         why = "The rewrite it belongs to was given up."
         work.settle(c.fqn, "rejected", "group_dropped", why, activation=c.activation, **told)
     return [c for c in candidates if c.fqn in wanted]
