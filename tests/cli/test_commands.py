@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ import torch
 from typer.testing import Result
 
 from fastlinear.bench import pseudo_model
+from fastlinear.cli import doctor
 from fastlinear.cli.load import default_device
+from fastlinear.dispatch import backend as registry
+from fastlinear.dispatch import tune as tuning
 from fastlinear.dispatch.backend import families
 
 Run = Callable[..., Result]
@@ -237,6 +241,23 @@ def test_tune_remembers_and_cache_shows_and_forgets(run: Run) -> None:
     assert "nothing tuned yet" in run("cache", "show").stdout
 
 
+def test_tune_and_cache_show_what_is_in_doubt(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = ("tune", "--m", "8", "--k", "16", "--n", "16", "--rounds", "5", "--budget", "0.05")
+    monkeypatch.setattr(tuning, "doubt_of", lambda *_: "")
+    assert "in doubt" not in run(*call, "--no-save").stdout
+    monkeypatch.setattr(tuning, "doubt_of", lambda *_: "the machine was busy")
+    again = "Tune again when the machine is quiet."
+    assert f"in doubt: the machine was busy. {again}" in run(*call).stdout
+    assert "the machine was busy" in run("cache", "show").stdout
+    assert data_of(run(*call, "--json"))[0]["doubt"] == "the machine was busy"
+    assert "in doubt: the machine" in run("explain", "--m", "8", "--k", "16", "--n", "16").stdout
+    monkeypatch.setattr(tuning, "doubt_of", lambda *_: "")
+    assert run(*call).exit_code == 0
+    monkeypatch.setattr(tuning, "doubt_of", lambda *_: "the machine was busy")
+    assert f"busy; the earlier decision, not so, stays. {again}" in run(*call).stdout
+    assert "busy" not in run("cache", "show").stdout
+
+
 def test_tune_the_sites_of_a_model(run: Run) -> None:
     speed = ("--rounds", "5", "--budget", "0.05")
     result = run("tune", "--model", "userpackage:mlp", *speed, "--no-save", "--json")
@@ -260,6 +281,9 @@ def test_doctor_has_no_side_effects(run: Run, tmp_path: Path) -> None:
     assert data["versions"]["torch"] != "not installed"
     eager = [b for b in data["backends"] if b["backend"] == "eager" and b["device"] == "cpu"]
     assert [b["why_not"] for b in eager] == [None] * len(families())
+    assert {b["only_for"] for b in eager} == {""}
+    told = {(b["family"], b["backend"]) for b in data["backends"]}
+    assert {("ragged_linear", "cpp"), ("unequal_linear", "together")} <= told
     assert any(b["why_not"] for b in data["backends"])
     for family in families().values():
         told = {b["backend"]: b for b in data["backends"] if b["family"] == family.name}
@@ -271,6 +295,35 @@ def test_doctor_has_no_side_effects(run: Run, tmp_path: Path) -> None:
     assert mlp["whole_cuda"]["why_not"] == "its kernel runs on CUDA devices only"
     assert sorted(tmp_path.rglob("*")) == before
     assert "Backends" in run("doctor").stdout
+
+
+def test_doctor_names_what_a_backend_is_only_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found() -> dict[str, Any]:
+        backends = data_of(run("doctor", "--json"))["backends"]
+        return {b["backend"]: b for b in backends if (b["family"], b["device"]) == ("toy", "cpu")}
+
+    monkeypatch.setattr(doctor, "_without_records", lambda: {"toy": (("own",), lambda *_: None)})
+    assert (found()["own"]["why_not"], found()["own"]["pieces"]) == (None, ["forward", "backward"])
+
+    def odd_only(p: Any) -> str | None:
+        return "rows are whole multiples" if p.dim("K") % 16 == 0 else None
+
+    layers = registry.family("linear_act")
+    special = replace(layers.candidates("forward")[0], name="special", reason_not=odd_only)
+    never = replace(special, name="never", reason_not=lambda p: f"not with K={p.dim('K')}")
+    monkeypatch.setitem(
+        registry._FAMILIES, "linear_act", replace(layers, backends=(special, never))
+    )
+    backends = data_of(run("doctor", "--json"))["backends"]
+    told = {
+        b["backend"]: b for b in backends if (b["family"], b["device"]) == ("linear_act", "cpu")
+    }
+    assert (told["special"]["why_not"], told["special"]["only_for"]) == (
+        None,
+        "rows of odd lengths",
+    )
+    assert (told["never"]["why_not"], told["never"]["only_for"]) == ("not with K=1024", "")
+    assert "yes, for rows of odd lengths" in run("doctor").stdout
 
 
 def test_doctor_imports_no_kernel_compiler(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -156,6 +157,15 @@ def test_damaged_file_costs_one_warning(content: bytes) -> None:
     assert y.shape == (2, 4)
 
 
+def test_a_doubt_that_is_no_text_is_damage() -> None:
+    store()
+    data = json.loads(cache.cache_path("cpu").read_text())
+    next(iter(data["entries"].values()))["doubt"] = 3
+    damage(json.dumps(data).encode())
+    with pytest.warns(CacheWarning, match="doubt is no text"):
+        assert cache.tuned(example(), backends("eager", "onednn")) is None
+
+
 def test_tuning_replaces_a_damaged_file() -> None:
     path = damage(b"{ truncated")
     with pytest.warns(CacheWarning):
@@ -229,6 +239,47 @@ def test_stale_entries_do_not_serve(what: str, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(torch, "__version__", "0.0.1")
     able = backends("eager") if what == "backend gone" else backends("eager", "onednn")
     assert cache.tuned(example(), able) is None
+
+
+def decided(doubt: str = "") -> bool:
+    times = {"eager": 2.0, "onednn": 1.0}
+    best = "eager" if doubt else "onednn"
+    return cache.store(example(), backends("eager", "onednn"), best, times, doubt)
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_a_decision_in_doubt_replaces_none_that_is_not(on_disk: bool) -> None:
+    able = backends("eager", "onednn")
+    with contextlib.nullcontext() if on_disk else cache.in_memory():
+        assert decided("a close rival") is on_disk
+        assert decided("another rival") is on_disk  # one in doubt gives way to any other
+        held = cache.tuned(example(), able)
+        assert held is not None
+        assert (held.best, held.doubt) == ("eager", "another rival")
+        assert held.story().endswith("; in doubt: another rival; tune again when it is quiet")
+        assert decided() is on_disk
+        assert decided("a busy machine") is False
+        held = cache.tuned(example(), able)
+        assert held is not None
+        assert (held.best, held.doubt) == ("onednn", "")
+        assert "in doubt" not in held.story()
+    if on_disk:
+        assert read() == held
+
+
+def test_a_decision_in_doubt_replaces_a_stale_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert decided()
+    monkeypatch.setattr(Backend, "source_hash", lambda self: "0" * 12)
+    assert decided("a close rival")
+    entry = read()
+    assert entry is not None
+    assert entry.doubt == "a close rival"
+
+
+def test_explanations_say_what_is_in_doubt() -> None:
+    decided("a close rival")
+    x, w, b = torch.randn(8, 32), torch.randn(16, 32), torch.randn(16)
+    assert "in doubt: a close rival" in str(fl.explain(x, w, b, activation="relu"))
 
 
 def test_source_hash_covers_listed_sources() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import html
 import json
 import random
+import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ from torch import nn
 from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.profile import Finding, ProfileReport, profile
 from fastlinear.profile.capture import loss_of, normalize_inputs
+from fastlinear.report import page
 
 X = torch.randn(16, 32)
 
@@ -215,10 +219,11 @@ def test_the_model_is_as_before(mode, training, raises):
     x = X.clone().requires_grad_()
     before = picture(model)
     if raises:
-        with pytest.raises(ValueError, match="no more") as caught:
+        with pytest.raises(InputError, match="no more") as caught:
             profile(model, x, mode, steps=1)
+        assert type(caught.value.__cause__) is ValueError
         # Only the very first call tells bad inputs; later ones are the model's own affair.
-        assert isinstance(caught.value, InputError) == (raises == 1)
+        assert ("forward accepts" in str(caught.value)) == (raises == 1)
     else:
         profile(model, x, mode, steps=1)
     assert_same(before, picture(model))
@@ -328,6 +333,34 @@ def test_json_and_table():
     assert {"environment", "mode", "device", "step_us", "attributed", "unattributed"} <= set(data)
     assert "Linear, then relu" in report.table()
     assert "\x1b" not in report.table()
+
+
+def test_a_small_training_step_says_what_is_outside_of_modules():
+    def slow_loss(y):
+        end = time.perf_counter() + 0.002
+        while time.perf_counter() < end:
+            pass
+        return y.sum()
+
+    report = profile(mlp(), X, "train", loss_fn=slow_loss, steps=1)
+    assert report.attributed < 0.95
+    (note,) = report.notes
+    assert note.startswith(f"only {report.attributed:.1%} of the step falls inside modules; ")
+    assert f"largest rest is (loss), {report.unattributed[0][1]:.1f} µs (the loss function" in note
+    assert report.to_json()["notes"] == [note]
+    told = " ".join(report.table().split())
+    assert told.index(note) < told.index("Slowest modules")
+    assert f"<b>Note:</b> {note}." in html.unescape(page(report.to_json()))
+
+
+def test_a_rest_without_a_name_is_said_as_well():
+    few = ProfileReport("Net", "inference", "cuda:0", 1.0, 1.0, (), (), (), 0.9, ())
+    assert few.notes == (
+        "only 90.0% of the kernel time falls inside modules; nothing names the rest",
+    )
+    assert replace(few, attributed=0.95).notes == ()
+    one = replace(few, unattributed=(("aten::to", 3.0),))
+    assert one.notes[0].endswith("the largest rest is aten::to, 3.0 µs")
 
 
 def test_html(tmp_path):

@@ -149,7 +149,7 @@ def test_a_model_that_cannot_be_compiled_at_last_is_left_alone(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(finishing, "copy_of_call", interrupted)
+    monkeypatch.setattr(finishing, "preserved", interrupted)
     model = Functional().eval()
     before = snapshot(model)
     with pytest.raises(KeyboardInterrupt):

@@ -75,13 +75,11 @@ def watched(model: nn.Module, x: Tensor) -> list[rule.Row]:
         pass
 
     work: Any = Stub()
-    work.model, work.call = model, Stub()
-    work.call.args, work.call.kwargs = (x,), {}
+    work.model = model
     work.profile, _ = capture(
         *(model, x, "inference"), loss_fn=None, steps=1, progress=silent, samples=False
     )
-    work.runner = Stub()
-    work.runner.step = lambda model, call: model(*call.args)
+    work.step = lambda _: model(x.clone())
     linears = rule.plain_linears(model)
     return rule.rows(groups_watch._run(work, linears, {})[0], linears)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.core.settings import Config
+from fastlinear.core.timing import Ratio
 from fastlinear.rewrite import apply_, optimize_
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -257,6 +259,10 @@ def test_json_table_and_filter() -> None:
     assert "filter_fn leaves it out" in text
     assert "2 kept" in text
     assert "2 kept" in str(result)
+    assert str(result).endswith("; 2.000 [2.000, 2.000]x")
+    kept_in_noise = replace(result, speedup=Ratio(1.0, 0.9, 1.1))
+    assert str(kept_in_noise).endswith("x (within noise)")
+    assert str(replace(result, sites=())).endswith("; the model is as it was")
 
 
 @pytest.mark.usefixtures("fast")

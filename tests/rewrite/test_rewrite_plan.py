@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch
 from rewrite_models import Clock, Functional, mlp, run, snapshot
 from torch import Tensor, nn
 
-from fastlinear.core.errors import InputError, PlanError
+from fastlinear.core.errors import InputError, PlanError, UnsupportedError
 from fastlinear.core.settings import Config
+from fastlinear.dispatch import backend as registry
 from fastlinear.dispatch import cache
 from fastlinear.rewrite import apply_, optimize_, remember
 from fastlinear.rewrite import plan as plans
@@ -99,6 +101,67 @@ def test_the_users_own_choices_count_while_a_plan_is_tried(
     }
 
 
+def test_a_plan_that_is_sure_counts_more_than_an_own_choice_in_doubt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = mlp().eval()
+    plan = make_plan(model)
+    assert {t["doubt"] for t in plan["tuned"]} == {""}
+    monkeypatch.setenv("FASTLINEAR_CACHE_DIR", str(tmp_path))
+    cache.forget()
+    change = {"best": "eager", "doubt": "within noise onednn may be 9% faster"}
+    mine = edited(plan, lambda p: [t.update(change) for t in p["tuned"]])
+    for decision in remember.decisions_of(plans.load(mine)):
+        decision.store()
+    assert remember.decisions_of(plans.load(mine)) == []
+    result = apply_(model, plan)
+    assert result.sites[0].backends == {"forward": "onednn"}
+    assert {e["doubt"] for e in cache.entries("cpu").values()} == {""}
+
+
+def test_other_backends_than_planned_are_said_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    model = mlp().eval()
+    plan = make_plan(model)
+    result = apply_(model, plan)
+    assert {s.code for s in result.sites} == {"in_plan"}
+    assert not any("than planned" in note for note in result.notes)
+    result.revert()
+    monkeypatch.setenv("FASTLINEAR_CACHE_DIR", str(tmp_path))
+    cache.forget()
+    mine = edited(plan, lambda p: [t.update(best="eager") for t in p["tuned"]])
+    for decision in remember.decisions_of(plans.load(mine)):
+        decision.store()
+    result = apply_(model, plan)
+    assert {s.code for s in result.sites} == {"other_backend"}
+    assert "forward by eager, not onednn: no other was faster" in result.sites[0].reason
+    assert "2.00x [2.00, 2.00] end to end" in result.sites[0].reason
+    told = " ".join(result.table().split())
+    assert "note: other backends than planned for" in told
+    assert "of 3 rewrites (0" in told
+    result.revert()
+    clock({"after": 150.0})
+    assert "slower (forward by eager, not onednn" in apply_(model, plan).sites[0].reason
+
+
+def test_a_planned_backend_that_cannot_serve_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mlp().eval()
+    plan = make_plan(model)
+    layers = registry.family("linear_act")
+    unable = tuple(
+        replace(b, reason_not=lambda _: "It is switched off.") if b.name == "onednn" else b
+        for b in layers.backends
+    )
+    monkeypatch.setitem(registry._FAMILIES, "linear_act", replace(layers, backends=unable))
+    gone = edited(plan, _set("rewrites", 2, "backends", "forward", value="abacus"))
+    (first, second) = (n for n in apply_(model, gone).notes if "than planned" in n)
+    assert "for 2 of 3 rewrites (0, 2)" in first
+    assert ", not onednn: It is switched off." in first
+    assert "for 1 of 3 rewrites (4)" in second
+    assert ", not abacus: there is no such backend" in second
+
+
 def edited(plan: dict[str, Any], change: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     plan = copy.deepcopy(plan)
     change(plan)
@@ -139,7 +202,24 @@ def _set(*keys: Any, value: Any) -> Callable[[dict[str, Any]], None]:
         (_set("inputs", "args", 0, "shape", value=None), "complete description of the inputs"),
         (_set("inputs", "args", 0, "std", value=None), "complete description of the inputs"),
         (_set("tuned", 0, "problem", "dims", "M", value=float("inf")), "complete measurements"),
-        (_set("model", "class", value="Net"), "expected a Net; received a Sequential"),
+        (_set("model", "class", value="Net"), "class Net, which the plan was made for; received o"),
+        (_set("model", value=None), "'model' is not an object"),
+        (_set("environment", value=[]), "'environment' is not an object"),
+        (_set("environment", "flags", value=None), "'flags' is not an object"),
+        (_set("environment", "device", value="cpu"), "'device' is not an object"),
+        (_set("environment", "torch", value=2), "'torch' is not a text"),
+        (_set("tuned", value=None), "'tuned' is not an array"),
+        (_set("rewrites", value=["0"]), "a rewrite is a text"),
+        (_set("rewrites", 0, "backends", value=["onednn"]), "bad or missing field"),
+        (_set("rewrites", 0, "backends", value={"forward": 1}), "bad or missing field"),
+        (_set("rewrites", 0, "problem", value=1), "bad or missing field"),
+        (_set("rewrites", 0, "backend", value=1), "bad or missing field"),
+        (
+            _set("rewrites", 0, "backend", value="warp"),
+            "a backend of linear_act in .*eager.*'warp'",
+        ),
+        (lambda plan: plan["rewrites"].append(plan["rewrites"][0]), "unknown rewrite of '0'"),
+        (lambda plan: plan.pop("mode"), "bad or missing field .no 'mode'."),
         (_set("model", "fingerprint", value="0" * 16), "fingerprint 0000"),
         (_set("environment", "torch", value="1.0"), "torch 1.0"),
         (_set("environment", "device", "kind", value="cuda"), "device cuda"),
@@ -162,14 +242,59 @@ def test_a_plan_that_does_not_fit_is_refused(
     assert snapshot(model) == before
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'"plan"'])
-def test_a_corrupt_file_is_refused(content: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "plan.json: an empty file. The file is corrupt"),
+        (b"{", "plan.json: Expecting property name"),
+        (b"\xff\xfe", "can't decode byte 0xff"),
+        (b"[" * 100_000, "maximum recursion depth"),
+        (b"[]", "received an array. Write one with result.save"),
+        (b'"plan"', "received a text. "),
+        (b"null", "received null. "),
+        (b"1.5", "received a number. "),
+        (b"{}", "received kind=None. "),
+    ],
+)
+def test_a_corrupt_file_is_refused(content: bytes, said: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_bytes(content)
-    with pytest.raises(PlanError):
+    with pytest.raises(PlanError) as caught:
         apply_(mlp(), path)
+    assert str(caught.value).startswith("apply_: expected ")
+    assert said in str(caught.value)
     with pytest.raises(PlanError, match="readable"):
         apply_(mlp(), tmp_path / "missing.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [
+        (_set("environment", "torch", value="1.0"), "or install that version."),
+        (_set("environment", "threads", value=64), "or call torch.set_num_threads(64) first."),
+        (
+            _set("environment", "flags", "float32_matmul_precision", value="low"),
+            "or call torch.set_float32_matmul_precision('low') first.",
+        ),
+        (_set("environment", "device", "slug", value="x"), "or move the model to such a device."),
+    ],
+)
+def test_another_environment_is_told_with_the_way_out(
+    change: Callable[[dict[str, Any]], None], remedy: str
+) -> None:
+    model = mlp().eval()
+    with pytest.raises(PlanError, match="as where the plan was made; received") as caught:
+        apply_(model, edited(make_plan(model), change))
+    assert caught.value.remedy.endswith(f"make a new plan with optimize_ here, {remedy}")
+
+
+def test_a_forced_backend_that_cannot_serve_here_is_told() -> None:
+    model = mlp().eval()
+    plan = edited(make_plan(model), _set("rewrites", 0, "backend", value="cublaslt"))
+    before = snapshot(model)
+    with pytest.raises(UnsupportedError, match="apply_: expected backend 'cublaslt', which the pl"):
+        apply_(model, plan)
+    assert snapshot(model) == before
 
 
 def test_another_model_is_refused() -> None:

@@ -76,6 +76,41 @@ def test_nothing_kept_is_no_speed_up() -> None:
     assert "1 linear site: 0 kept" in text
 
 
+@pytest.mark.parametrize("width", [80, 160])
+def test_noise_is_called_noise(width: int) -> None:
+    site = replace(KEPT, before_us=20.0, after_us=21.0, speedup=1.02, ci95=(0.95, 1.1))
+    found = result(site)
+    found.speedup = Ratio(0.99, 0.9, 1.08)
+    text = " ".join(render(found, width).split())
+    assert "1.02x, within noise" in text
+    assert "0.99x [0.90, 1.08] in interleaved pairs: no difference beyond noise" in text
+    assert "alone gained" not in text
+    assert "1.50x, within noise" not in " ".join(render(result(KEPT), width).split())
+
+
+def test_sites_that_gain_and_a_step_that_does_not_are_told_together() -> None:
+    found = result(KEPT, replace(KEPT, fqn="other"), replace(KEPT, fqn="", rule="compiled"))
+    found.speedup = Ratio(1.01, 1.0, 1.03)
+    text = render(found, 160)
+    assert "no difference beyond noise, though the kept sites alone gained 20.0 µs" in text
+    found.speedup = Ratio(0.9, 0.8, 0.95)
+    assert "pairs: slower beyond noise, though the kept sites alone gained 20.0 µs" in render(
+        found, 160
+    )
+    found.speedup = Ratio(1.3, 1.2, 1.4)
+    assert "alone gained" not in render(found, 160)
+
+
+@pytest.mark.parametrize("where", ["site", "step", "nowhere"])
+def test_times_that_order_otherwise_than_the_pairs_are_explained(where: str) -> None:
+    found = result(replace(KEPT, before_us=19.0) if where == "site" else KEPT)
+    if where == "step":
+        found.before_us, found.after_us = 30.0, 31.0
+    text = render(found, 160)
+    assert ("the pairs count" in " ".join(text.split())) == (where != "nowhere")
+    assert ("1.50x, by pairs" in " ".join(text.split())) == (where == "site")
+
+
 def test_a_model_without_linears() -> None:
     text = render(result(), 160)
     assert text.startswith("Net, inference on cpu")

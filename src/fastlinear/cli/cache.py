@@ -53,9 +53,10 @@ def show(device: opt.Place = "cpu", json: opt.Json = False, debug: opt.Debug = F
                 "train" if problem["needs_grad"] else "",
                 item["best"],
                 ", ".join(f"{name} {us:.1f}" for name, us in times),
+                item.get("doubt", ""),
             )
         )
-    columns = ("op", "dims", "dtype", "activation", "for", "best", "us")
+    columns = ("op", "dims", "dtype", "activation", "for", "best", "us", "in doubt")
     table(str(cache_path(where)), columns, sorted(rows))
 
 

@@ -86,7 +86,8 @@ def tune(
 ) -> None:
     """Verify every backend on this machine, time them interleaved, remember the fastest.
 
-    A backend replaces PyTorch's own path only when it is faster beyond noise.
+    A backend replaces PyTorch's own path only when it is faster beyond noise. What is in doubt (a
+    close rival, scattered times, a busy machine) is marked so, and never replaces what is not.
 
     Examples:
 
@@ -154,7 +155,7 @@ def tune(
         if json:
             print_json([_as_json(t) for t in results])
         elif not quiet:
-            _show(results)
+            _show(results, save)
 
 
 def _refuse_options_of_a_call(ctx: typer.Context) -> None:
@@ -213,10 +214,13 @@ def _as_json(tuned: Tuned) -> dict[str, Any]:
         },
         "rejected": tuned.rejected,
         "stored": tuned.stored,
+        "doubt": tuned.doubt,
     }
 
 
-def _show(results: list[Tuned]) -> None:
+def _show(results: list[Tuned], save: bool) -> None:
+    from fastlinear.dispatch.cache import entries
+
     for t in results:
         rows = []
         for name, s in sorted(t.samples.items(), key=lambda item: item[1].median_us):
@@ -224,3 +228,7 @@ def _show(results: list[Tuned]) -> None:
             rows.append((name, f"{s.median_us:.1f}", speedup, "best" if name == t.best else ""))
         rows += [(name, "-", "-", why) for name, why in t.rejected.items()]
         table(t.problem.describe(), ("backend", ">us", ">speed-up over eager [95%]", ""), rows)
+        if t.doubt:
+            held = entries(t.problem.device).get(t.problem.key(), {})
+            stays = "" if held.get("doubt") or not save else "; the earlier decision, not so, stays"
+            typer.echo(f"in doubt: {t.doubt}{stays}. Tune again when the machine is quiet.")

@@ -61,7 +61,7 @@ def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
         "processor": cpu_name(),
         "cores": _usable_cores(),
         "threads": torch.get_num_threads(),
-        "load_1m": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "load_1m": load_average(),
         "flags": {
             "float32_matmul_precision": float32_precision(),
             "deterministic": torch.are_deterministic_algorithms_enabled(),
@@ -75,6 +75,11 @@ def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
         facts["cudnn"] = torch.backends.cudnn.version()
         facts |= _driver_and_clocks(where)
     return facts
+
+
+def load_average() -> float | None:
+    """How many tasks the machine had to run over the last minute; None where it does not say."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
 def _jsonable(facts: dict[str, Any]) -> dict[str, Any]:

@@ -64,6 +64,11 @@ class Ratio:
     low: float
     high: float
 
+    @property
+    def within_noise(self) -> bool:
+        """Whether the interval leaves open which of the two is faster."""
+        return self.low <= 1.0 <= self.high
+
     def __str__(self) -> str:
         return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
 

@@ -43,19 +43,24 @@ class Entry:
     Attributes:
         best: the winning backend.
         times_us: backend → median microseconds.
+        doubt: why the measurement leaves the decision open, in words; ``""`` where it does not.
     """
 
     best: str
     times_us: dict[str, float]
+    doubt: str = ""
 
     def story(self) -> str:
         """One sentence for explain."""
         listing = ", ".join(
             f"{name} {us:.1f} us" for name, us in sorted(self.times_us.items(), key=lambda i: i[1])
         )
+        open_ = f"; in doubt: {self.doubt}; tune again when it is quiet" if self.doubt else ""
         if min(self.times_us.values(), default=0.0) < self.times_us.get(self.best, 0.0):
-            return f"no other was faster beyond noise when this machine was tuned ({listing})"
-        return f"fastest when this machine was tuned ({listing})"
+            return (
+                f"no other was faster beyond noise when this machine was tuned ({listing}){open_}"
+            )
+        return f"fastest when this machine was tuned ({listing}){open_}"
 
 
 def cache_path(device: str) -> Path:
@@ -69,42 +74,71 @@ def tuned(problem: Problem, able: Sequence[Backend]) -> Entry | None:
     """The cached decision for this Problem, or None when there is none or it is stale."""
     data = _read(cache_path(problem.device))
     item = data.get(problem.key())
-    if item is None:
+    if item is None or not _valid(item, able):
         return None
-    hashes = {b.name: b.source_hash() for b in able if b.name in item["hashes"]}
-    if item["torch"] != torch.__version__ or hashes != item["hashes"]:
-        return None
-    return Entry(item["best"], dict(item["times_us"]))
+    return Entry(item["best"], dict(item["times_us"]), item.get("doubt", ""))
 
 
-def store(problem: Problem, able: Sequence[Backend], best: str, times_us: dict[str, float]) -> bool:
-    """Write one decision. Returns False (after one warning) where the folder cannot be written."""
+def store(
+    problem: Problem,
+    able: Sequence[Backend],
+    best: str,
+    times_us: dict[str, float],
+    doubt: str = "",
+) -> bool:
+    """Write one decision, and what leaves it in doubt.
+
+    One in doubt does not replace a valid one of the same backends that is not: any other does.
+    Returns False where it was not written for that reason, or (after one warning) where the folder
+    cannot be.
+    """
     path = cache_path(problem.device)
     item: dict[str, Any] = {
         "best": best,
         "times_us": times_us,
+        "doubt": doubt,
         "torch": torch.__version__,
         "hashes": {b.name: b.source_hash() for b in able if b.name in times_us},
         "problem": problem.bucketed().to_json(),
     }
+    key = problem.key()
     if not _on_disk:
-        _loaded.setdefault(path, {})[problem.key()] = item
-        _changed()
+        held = _loaded.setdefault(path, {})
+        if not _firmer(held.get(key), item):
+            held[key] = item
+            _changed()
         return False
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{path}.lock", timeout=_LOCK_TIMEOUT_S):
             entries = _parse(path)
-            entries[problem.key()] = item
-            _replace(path, entries)
+            stays = _firmer(entries.get(key), item)
+            if not stays:
+                entries[key] = item
+                _replace(path, entries)
             _loaded[path] = entries
     except (OSError, Timeout) as error:
         _warn(f"the tuned cache {path} cannot be written ({error}); choices last this process only")
-        _read(path)[problem.key()] = item
+        held = _read(path)
+        if not _firmer(held.get(key), item):
+            held[key] = item
         return False
     finally:
         _changed()
-    return True
+    return not stays
+
+
+def _valid(item: dict[str, Any], able: Sequence[Backend]) -> bool:
+    """Whether a stored decision is of this torch and of the sources as they are."""
+    hashes = {b.name: b.source_hash() for b in able if b.name in item["hashes"]}
+    return bool(item["torch"] == torch.__version__ and hashes == item["hashes"])
+
+
+def _firmer(known: dict[str, Any] | None, new: dict[str, Any]) -> bool:
+    """Whether a stored decision between the same backends is not in doubt and the new one is."""
+    if known is None or known.get("doubt") or not new["doubt"]:
+        return False
+    return bool(known["torch"] == new["torch"] and known["hashes"] == new["hashes"])
 
 
 @contextmanager
@@ -192,6 +226,8 @@ def _parse(path: Path) -> dict[str, Any]:
                 raise ValueError("an entry lacks its fields")
             if not all(isinstance(us, (int, float)) for us in item["times_us"].values()):
                 raise ValueError("an entry's times are not numbers")
+            if not isinstance(item.get("doubt", ""), str):
+                raise ValueError("an entry's doubt is no text")
             Problem.from_json(item["problem"])
     except _UNFIT as error:
         _warn(

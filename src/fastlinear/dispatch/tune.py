@@ -1,7 +1,7 @@
 """Tuning: verify every able backend against the oracle, then time the survivors interleaved.
 
-The winner is written to the user's cache. A backend beats ``eager`` only beyond the noise of the
-paired measurement.
+The winner is written to the user's cache, with what leaves it in doubt. A backend beats ``eager``
+only beyond the noise of the paired measurement.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from fastlinear.core.problem import Problem
 from fastlinear.core.timing import Ratio, Samples, interleave, paired_ratio
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.backend import Backend, family
+from fastlinear.dispatch.doubt import doubt_of
 
 BASELINE = "eager"
 _MAX_INPUT_SETS = 64
@@ -35,7 +36,9 @@ class Tuned:
         samples: backend → timings, for all that passed verification.
         speedups: backend → paired speed-up over eager.
         rejected: backend → why it was not timed.
-        stored: whether the decision reached the disk.
+        stored: whether the decision reached the disk. One in doubt leaves an earlier one there that
+            is not.
+        doubt: why the measurement leaves the decision open, in words; ``""`` where it does not.
     """
 
     problem: Problem
@@ -44,6 +47,7 @@ class Tuned:
     speedups: dict[str, Ratio]
     rejected: dict[str, str]
     stored: bool
+    doubt: str = ""
 
 
 def tune(
@@ -94,11 +98,12 @@ def tune(
         arms = {b.name: rotating(timed(b, problem), sets) for b in survivors}
         samples = interleave(arms, device=where, metric=metric, rounds=rounds, budget_s=budget_s)
     best, speedups = winner(samples)
+    doubt = doubt_of(best, samples)
     stored = False
     if save:
         times = {name: s.median_us for name, s in samples.items()}
-        stored = cache.store(problem, survivors, best, times)
-    return Tuned(problem, best, samples, speedups, rejected, stored)
+        stored = cache.store(problem, survivors, best, times, doubt)
+    return Tuned(problem, best, samples, speedups, rejected, stored, doubt)
 
 
 @dataclass(frozen=True)

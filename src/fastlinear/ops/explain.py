@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastlinear.dispatch.explain import Explanation
 from fastlinear.ops import diagonal_linear, gated_mlp, grouped_linear, linear_act, mlp
+from fastlinear.ops.common.layouts import refuse_odd
 
 
 def explain(
@@ -27,6 +28,10 @@ def explain(
         options: the keyword arguments of that function (``activation=``, ``backend=``…), and
             ``needs_grad=`` to explain the training choice or not; by default what the tensors say.
 
+    Raises:
+        InputError: the call does not fit, or a tensor is sparse or nested: PyTorch's own ops carry
+            such calls where they can.
+
     >>> import torch, fastlinear as fl
     >>> x, w = torch.ones(2, 3), torch.ones(3, 3)
     >>> [c.problem.family for c in fl.explain(x, w, activation="relu").choices]
@@ -36,6 +41,7 @@ def explain(
     >>> [c.problem.family for c in fl.explain(x, w, up_weight=w, down_weight=w).choices]
     ['gated_mlp']
     """
+    refuse_odd("explain", x=x, weight=weight, bias=bias, **options)
     if "up_weight" in options or "stacked" in options:
         return gated_mlp.explain(x, weight, gate_bias=bias, **options)  # type: ignore[arg-type]
     if isinstance(weight, Tensor) and weight.dim() == 1:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules import module as module_hooks
 
 from fastlinear.core.environment import environment
-from fastlinear.core.errors import FastlinearError, InputError, UnsupportedError
+from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.core.precision import float32_precision
 from fastlinear.core.progress import Progress, silent
 from fastlinear.core.settings import MODES
@@ -130,11 +130,14 @@ def capture(
         progress("first run", 0, _STAGES)
         calls = _first_run(step, names, mixed)
         progress("watch", 1, _STAGES)
+        step.doing = "in the run that shows which layers are called"
         seen = observe(model, step.forward, samples=samples)
         found = find_sites(model, seen, calls)
         progress("time", 2, _STAGES)
+        step.doing = "while a step was timed"
         step_us = clock.step_us(step, device)
         progress("attribute", 3, _STAGES)
+        step.doing = "under the profiler"
         slow = step_us > clock.SLOW_STEP_US
         ranges = partial(module_ranges, names, on_instances=mixed)
         attribution = profiled(step, device, 1 if slow else steps, ranges, warm=not slow)
@@ -191,19 +194,9 @@ def _first_run(step: Step, names: dict[nn.Module, str], mixed: bool) -> Counter[
         else:
             handles.append(module_hooks.register_module_forward_pre_hook(count))
         output = step.forward()
-    except (torch.OutOfMemoryError, FastlinearError):
-        raise
-    except Exception as error:
-        first = (str(error).strip().splitlines() or [""])[0]
-        raise InputError(
-            "fastlinear.profile",
-            expected=f"inputs that {type(step.model).__name__}.forward accepts",
-            received=f"inputs on which it raises {type(error).__name__}: {first}",
-            remedy="Call the model on them directly to see the whole traceback.",
-        ) from error
     finally:
         for handle in handles:
             handle.remove()
     if step.train:
-        step.loss(output).backward()
+        step.backward(step.loss(output))
     return calls

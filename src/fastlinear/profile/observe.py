@@ -16,10 +16,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
 from fastlinear.core.precision import DTYPE_NAMES
+from fastlinear.ops.common.layouts import is_odd
 from fastlinear.ops.linear_act.backends import x_layout_of
 from fastlinear.profile.graph import Observed, Use
 from fastlinear.profile.step import eager_modules
 
+OTHER = "other"
 _METADATA = frozenset(
     {
         *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset"),
@@ -49,13 +51,14 @@ class Call:
     """One call of a Linear-shaped module.
 
     Attributes:
-        shape, layout, dtype: of its input; ``layout`` as in a linear_act Problem.
+        shape, layout, dtype: of its input; ``layout`` as in a linear_act Problem, or ``OTHER`` of a
+            sparse or nested one, whose shape is left out.
         input_grad: whether its input needs a gradient.
         grad: whether the call is to be differentiated at all.
         autocast: the autocast dtype in force, or None.
         positional: whether the input was its first positional argument.
-        sample: a copy of the input in its own strides, when samples are wanted; one copy serves
-            all calls on inputs of the same shape, strides and dtype.
+        sample: a copy of the input in its own strides, when samples are wanted and it has such; one
+            copy serves all calls on inputs of the same shape, strides and dtype.
         caller: the module whose forward made the call; None if the model itself is the Linear.
         uses: who read the output directly inside the caller, in order.
     """
@@ -174,15 +177,16 @@ class _Watch(TorchFunctionMode):
     def new_call(
         self, module: nn.Module, x: Tensor, caller: nn.Module | None, positional: bool
     ) -> Call:
-        k = x.shape[-1] if x.dim() else 1
-        layout = "rows"
-        if x.numel() and x.layout is torch.strided:
+        odd = is_odd(x)
+        layout = OTHER if odd else "rows"
+        if not odd and x.numel():
+            k = x.shape[-1] if x.dim() else 1
             like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
             layout = x_layout_of(like.reshape(-1, k))
         device = x.device.type
         grad = x.requires_grad or any(p.requires_grad for p in module.parameters())
         return Call(
-            shape=tuple(x.shape),
+            shape=() if odd else tuple(x.shape),
             layout=layout,
             dtype=DTYPE_NAMES.get(x.dtype, str(x.dtype)),
             input_grad=x.requires_grad,
@@ -192,13 +196,13 @@ class _Watch(TorchFunctionMode):
             else None,
             caller=caller,
             positional=positional,
-            sample=self.sample_of(x),
+            sample=None if odd else self.sample_of(x),
         )
 
     def sample_of(self, x: Tensor) -> Tensor | None:
         if self.samples is None:
             return None
-        key = (tuple(x.shape), x.layout is torch.strided and x.stride(), x.dtype)
+        key = (tuple(x.shape), x.stride(), x.dtype)
         if key not in self.samples:
             self.samples[key] = own_copy(x)
         return self.samples[key]

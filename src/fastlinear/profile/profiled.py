@@ -67,7 +67,7 @@ def _marked_step(step: Step) -> None:
         with span(LOSS):
             loss = step.loss(output)
         with span(BACKWARD):
-            loss.backward()
+            step.backward(loss)
 
 
 def records_of(

@@ -9,6 +9,12 @@ from typing import Any
 from fastlinear.core.text_table import PIPE_WIDTH
 
 FORMAT = 1
+WELL_ATTRIBUTED = 0.95
+_PHASES = {
+    "(autograd engine)": "what autograd does before its first node runs",
+    "(loss)": "the loss function's own Python code",
+    "(step)": "what runs between forward, loss and backward",
+}
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,7 @@ class LinearSite:
         device: the weight's device.
         input_grad, weight_grad: whether the step computes dx, and dW or db.
         x_layouts: ``"rows"``, ``"rows_odd"`` or ``"strided"`` as in a linear_act Problem, one
-            entry per shape.
+            entry per shape; ``"other"`` of sparse and nested inputs, whose shape is ``()``.
         activation: name of the activation right after it, or None.
         activation_fqn: the activation module's name when ``how == "modules"``.
         how: ``"modules"``: the activation is a module called right after; ``"function"``: a
@@ -160,6 +166,26 @@ class ProfileReport:
     unattributed: tuple[tuple[str, float], ...]
     environment: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A warning where less than 95% of the time falls inside modules, with the largest rest."""
+        if self.attributed >= WELL_ATTRIBUTED:
+            return ()
+        clock = "kernel time" if self.device.startswith("cuda") else "step"
+        text = f"only {self.attributed:.1%} of the {clock} falls inside modules"
+        if not self.unattributed:
+            return (f"{text}; nothing names the rest",)
+        name, us = self.unattributed[0]
+        what = _PHASES.get(name)
+        text += f"; the largest rest is {name}, {us:.1f} µs"
+        text += "" if what is None else f" ({what})"
+        others = len(self.unattributed) - 1
+        if others:
+            text += f", {others} more take {sum(us for _, us in self.unattributed[1:]):.1f} µs"
+        if self.mode == "train":
+            text += ": the loss and autograd's own work lie outside of the model"
+        return (text,)
+
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict of kind ``"profile"``."""
         data = asdict(self)
@@ -170,6 +196,7 @@ class ProfileReport:
             site["x_layouts"] = list(site["x_layouts"])
             site["flags"] = list(site["flags"])
         data["unattributed"] = [[name, us] for name, us in self.unattributed]
+        data["notes"] = list(self.notes)
         return {"kind": "profile", "format": FORMAT, **data}
 
     def table(self, rows: int = 20, *, width: int = PIPE_WIDTH) -> str:

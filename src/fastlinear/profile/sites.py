@@ -116,6 +116,8 @@ def _site(
 
 
 def _rows(shape: tuple[int, ...]) -> int:
+    if not shape:
+        return 0  # of a sparse or nested input
     rows = 1
     for size in shape[:-1]:
         rows *= size

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fastlinear.core.errors import InputError, UnsupportedError
+from fastlinear.profile.raised import PASSED_ON, raised
 
 LossFn = Callable[[Any], Tensor]
 FUNCTION = "fastlinear.profile"
@@ -24,12 +25,22 @@ def normalize_inputs(
 
     Args:
         inputs: a tensor, a tuple of positional arguments, or a dict of keyword arguments
-            (any mapping with string keys, such as a tokenizer's output).
+            (any mapping with string keys, such as a tokenizer's output). Tensors may be sparse, or
+            nested with the layout torch.jagged.
         function: who asks, for the error.
 
     Raises:
-        InputError: anything else.
+        InputError: anything else, or a nested tensor that has no sizes.
     """
+    for v in pytree.tree_leaves(inputs):
+        if isinstance(v, Tensor) and v.is_nested and v.layout is torch.strided:
+            raise InputError(
+                function,
+                expected="inputs whose shapes can be asked for",
+                received="a nested tensor of layout torch.strided",
+                remedy="Make it with layout=torch.jagged, or pad it: "
+                "torch.nested.to_padded_tensor(x, 0.0).",
+            )
     if isinstance(inputs, Tensor):
         return (inputs,), {}
     if isinstance(inputs, tuple):
@@ -197,7 +208,9 @@ class Step:
     """One step: forward under ``no_grad`` (inference), or forward, loss and backward (train).
 
     ``forward`` alone and ``__call__`` (the whole step) take no arguments. In train mode the
-    gradients of the step before are dropped first, so that memory does not grow.
+    gradients of the step before are dropped first, so that memory does not grow. What the model,
+    ``loss_fn`` or the backward raises becomes an InputError that says what the run was for:
+    ``doing``, None for the first.
     """
 
     def __init__(self, model: nn.Module, inputs: Any, mode: str, loss_fn: LossFn | None) -> None:
@@ -205,6 +218,7 @@ class Step:
         self.args, self.kwargs = inputs
         self.train = mode == "train"
         self.loss_fn = loss_fn or loss_of
+        self.doing: str | None = None
         self.leaves: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
         self.leaves += [
             v for v in pytree.tree_leaves(inputs) if isinstance(v, Tensor) and v.requires_grad
@@ -212,8 +226,14 @@ class Step:
 
     def forward(self) -> Any:
         """The model's output, with or without gradients as the mode says."""
-        with torch.set_grad_enabled(self.train):
-            return self.model(*self.args, **self.kwargs)
+        try:
+            with torch.set_grad_enabled(self.train):
+                return self.model(*self.args, **self.kwargs)
+        except PASSED_ON:
+            raise
+        except Exception as error:
+            wanted = f"inputs that {_kind(self.model)}.forward accepts"
+            raise self._raised(error, wanted, "inputs on which it raises") from error
 
     def drop_grads(self) -> None:
         """Forget all gradients of the model and of the private inputs."""
@@ -222,8 +242,14 @@ class Step:
 
     def loss(self, output: Any) -> Tensor:
         """The scalar loss. Raises InputError when ``loss_fn`` returns anything else."""
-        with torch.enable_grad():
-            loss = self.loss_fn(output)
+        try:
+            with torch.enable_grad():
+                loss = self.loss_fn(output)
+        except PASSED_ON:
+            raise
+        except Exception as error:
+            wanted = f"a loss_fn that takes the output of {_kind(self.model)}"
+            raise self._raised(error, wanted, "one that raises") from error
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise InputError(
                 FUNCTION,
@@ -234,9 +260,30 @@ class Step:
             )
         return loss
 
+    def backward(self, loss: Tensor) -> None:
+        """The gradients of the loss."""
+        try:
+            loss.backward()
+        except PASSED_ON:
+            raise
+        except Exception as error:
+            wanted = f"a loss of {_kind(self.model)} that can be differentiated"
+            raise self._raised(error, wanted, "one whose backward raises") from error
+
     def __call__(self) -> None:
         if not self.train:
             self.forward()
             return
         self.drop_grads()
-        self.loss(self.forward()).backward()
+        self.backward(self.loss(self.forward()))
+
+    def _raised(self, error: Exception, wanted: str, received: str) -> InputError:
+        if self.doing is not None:
+            return raised(FUNCTION, self.model, self.doing, error)
+        first = (str(error).strip().splitlines() or [""])[0]
+        return InputError(
+            FUNCTION,
+            expected=wanted,
+            received=f"{received} {type(error).__name__}: {first}",
+            remedy="Call the model on them directly to see the whole traceback.",
+        )

@@ -19,6 +19,7 @@ def render(report: ProfileReport, rows: int, width: int) -> str:
     parts: list[Any] = [
         f"{report.model_class}, {report.mode}, {report.device}: {report.step_us:.0f} µs a step, "
         f"{report.attributed:.1%} attributed to modules",
+        *(f"note: {note}" for note in report.notes),
         "",
         f"Slowest modules (own {'kernel' if cuda else 'CPU'} time, µs per step)",
         _modules(report, rows, width, cuda),

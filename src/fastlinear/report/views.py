@@ -7,7 +7,7 @@ from typing import Any
 
 STATUSES = ("kept", "rejected", "refused", "nothing_to_do")
 _STATUS_MEANING = {
-    "kept": "Rewritten: verified, and faster beyond noise.",
+    "kept": "Rewritten and verified: faster beyond noise; of a plan, not slower beyond noise.",
     "rejected": "Tried and undone: not faster beyond noise, or less accurate than allowed.",
     "refused": "Not touched: rewriting could change what the model means.",
     "nothing_to_do": "Healthy: no rewrite would help.",
@@ -73,6 +73,7 @@ def profile(data: dict[str, Any]) -> dict[str, Any]:
         "clock": "device time" if on_device else "CPU time",
         "step_us": data.get("step_us"),
         "attributed": data.get("attributed"),
+        "notes": [str(note) for note in data.get("notes") or []],
         "unattributed": [tuple(u) for u in data.get("unattributed") or []][:5],
         "total_us": sum(m["forward"] + m["backward"] for m in ranked) or 1.0,
         "modules": ranked[:_TOP_MODULES],

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from fastlinear.core.errors import PlanError
+from fastlinear.core.errors import PlanError, UnsupportedError
 from fastlinear.core.progress import Progress, silent
 from fastlinear.core.settings import Config
 from fastlinear.profile.state import preserved
-from fastlinear.profile.step import check_model, device_of, private_copy
+from fastlinear.profile.step import check_model, device_of
+from fastlinear.rewrite import as_planned
 from fastlinear.rewrite import plan as plans
 from fastlinear.rewrite.exchange.swap import SwapSet
 from fastlinear.rewrite.finish import finish
+from fastlinear.rewrite.fits import check_fits
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.eligible import Refusal
 from fastlinear.rewrite.optimize import prepare, settle_left, watch
@@ -29,7 +32,7 @@ from fastlinear.rewrite.trial.compiled import choose_compiled
 from fastlinear.rewrite.trial.graphs import choose_graph
 from fastlinear.rewrite.trial.keep_accurate import keep_accurate
 from fastlinear.rewrite.trial.swaps import swaps_of
-from fastlinear.rewrite.verify.inputs import Call, from_specs
+from fastlinear.rewrite.verify.inputs import from_specs
 from fastlinear.rewrite.verify.running import LossFn, check_runs
 from fastlinear.rewrite.work import Work
 
@@ -48,7 +51,9 @@ def apply_(
 
     The plan is checked against model and machine, the rewritten model is verified as by
     ``optimize_``, and its speed is measured once; a rewrite that is less accurate, or slower
-    beyond noise, is put back and reported as rejected.
+    beyond noise, is put back and reported as rejected. Where this machine takes another backend
+    than the plan names (its own measurements say so, or the planned one cannot serve), the outcome
+    and a note say which and why; what is measured is what is taken.
 
     Args:
         model: a model of the class and with the parameter shapes the plan names.
@@ -59,7 +64,9 @@ def apply_(
 
     Raises:
         PlanError: the plan is corrupt, of another format, or made for another model, device or
-            torch version. Whatever is raised, the model is left as it was.
+            torch version.
+        UnsupportedError: a backend that the plan forces cannot serve here. Whatever is raised, the
+            model is left as it was.
 
     >>> import torch, fastlinear as fl
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
@@ -72,7 +79,7 @@ def apply_(
     loaded = plans.load(plan)
     check_model(model, "apply_")
     device = device_of(model, (), "apply_")
-    plans.check_fits(loaded, model, device)
+    check_fits(loaded, model, device)
     if inputs is None:
         call = from_specs(loaded.inputs, device, _SEED)
         inputs = call.kwargs if call.kwargs and not call.args else call.args
@@ -100,10 +107,12 @@ def apply_(
         candidates, left = watch(work, inputs, None)
         with preserved(model, config.mode):
             kept = _planned(work, loaded, candidates, left)
+            others = as_planned.others(kept, {r.fqn: r for r in loaded.linears})
+            work.notes += as_planned.notes(others, len(kept))
             kept, verdicts = keep_accurate(work, kept)
             pair = None
             if kept:
-                kept, pair = _unless_slower(work, kept)
+                kept, pair = _unless_slower(work, kept, others)
             graph = choose_graph(work, kept, planned=loaded.graphed)
             names, mode = loaded.compiled, loaded.compile_mode
             graph = choose_compiled(work, kept, graph, planned=names, mode=mode) or graph
@@ -145,38 +154,53 @@ def _planned(
         if c.fqn not in wanted:
             work.settle(c.fqn, "nothing_to_do", "not_in_plan", "The plan leaves it alone.")
             continue
-        told: dict[str, Any] = {
-            "problem": c.problem.to_json(),
-            "route": c.route,
-            "calls": c.calls.calls,
-            "backends": measure.backends_of(c.problem, c.backend),
-        }
-        if c.chain is not None:
-            told = facts(c.chain)
+        told: dict[str, Any]
+        try:
+            if c.chain is not None:
+                told = facts(c.chain)
+            else:
+                told = {
+                    "problem": c.problem.to_json(),
+                    "route": c.route,
+                    "calls": c.calls.calls,
+                    "backends": measure.backends_of(c.problem, c.backend),
+                }
+        except UnsupportedError as error:
+            raise UnsupportedError(
+                "apply_",
+                expected=f"backend {wanted[c.fqn].backend!r}, which the plan forces, to serve "
+                f"{c.fqn!r} here",
+                received=error.received,
+                remedy="Make a new plan with optimize_ on this machine and these inputs.",
+            ) from error
         why = "The rewrite it belongs to was given up."
         work.settle(c.fqn, "rejected", "group_dropped", why, activation=c.activation, **told)
     return [c for c in candidates if c.fqn in wanted]
 
 
 def _unless_slower(
-    work: Work, kept: list[Candidate]
+    work: Work, kept: list[Candidate], others: Mapping[str, str]
 ) -> tuple[list[Candidate], measure.Pair | None]:
     swaps = swaps_of(kept)
     pair = measure.model_pair(
         work.model,
         SwapSet(swaps),
         work.runner,
-        Call(*private_copy((work.call.args, work.call.kwargs))),  # some models write to them
+        work.own_call(),
         budget_s=work.budget.left_s / 4,
     )
     ratio = pair.speedup
     text = f"{ratio.median:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}] end to end"
     slower = ratio.high < 1.0
     for c in kept:
+        other = others.get(c.fqn)
         if slower:
-            work.settle(c.fqn, "rejected", "slower_model", f"slower: {text}")
-        else:
+            told = "slower" if other is None else f"slower ({other})"
+            work.settle(c.fqn, "rejected", "slower_model", f"{told}: {text}")
+        elif other is None:
             work.settle(c.fqn, "kept", "in_plan", f"as planned; {text}")
+        else:
+            work.settle(c.fqn, "kept", "other_backend", f"planned, but {other}; {text}")
     return ([], None) if slower else (kept, pair)
 
 

@@ -18,7 +18,7 @@ from fastlinear.rewrite.trial import measure
 from fastlinear.rewrite.trial.rows import asked, note_rows
 from fastlinear.rewrite.trial.swaps import swaps_of
 from fastlinear.rewrite.trial.try_compiled import RULE
-from fastlinear.rewrite.trial.try_graph import KeptGraph, copy_of_call
+from fastlinear.rewrite.trial.try_graph import KeptGraph
 from fastlinear.rewrite.verify.inputs import input_specs
 from fastlinear.rewrite.work import Work
 
@@ -74,7 +74,7 @@ def finish(
         },
         plan=plan,
         profile=work.profile,
-        notes=tuple(dict.fromkeys(work.notes)),
+        notes=tuple(dict.fromkeys((*(f"profile: {n}" for n in work.profile.notes), *work.notes))),
         _swaps=swaps,
     )
     if graph is not None and graph.rule == RULE:
@@ -89,7 +89,7 @@ def _compile(work: Work, swaps: SwapSet) -> None:
     swaps.on()
     try:
         with preserved(work.model, work.config.mode):
-            work.runner.step(work.model, copy_of_call(work))
+            work.step("where it ran as it is kept, compiled")
     except BaseException:
         swaps.off()
         raise
@@ -127,6 +127,7 @@ def _tuned_choices(work: Work, kept: list[Candidate]) -> list[dict[str, Any]]:
             "problem": p.to_json(),
             "best": t.best,
             "times_us": {name: s.median_us for name, s in t.samples.items()},
+            "doubt": t.doubt,
         }
         for p, t in work.tuned.items()
         if p in wanted

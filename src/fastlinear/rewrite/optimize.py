@@ -191,7 +191,7 @@ def prepare(
             received=f"parameters on {', '.join(sorted(homes))}",
             remedy="Move the model to one device first.",
         )
-    runner = Runner(config.mode, loss_fn, device, config.seed)
+    runner = Runner(config.mode, loss_fn, device, config.seed, function)
     return Work(model, call, runner, config, measure.Budget(config.time_budget_s), progress)
 
 

@@ -8,22 +8,20 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
-from fastlinear.core.environment import environment
 from fastlinear.core.errors import PlanError
 from fastlinear.core.problem import Problem
 from fastlinear.core.settings import MODES
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.rewrite.exchange.compiled_forward import COMPILE_MODES
 
+T = TypeVar("T")
 KIND = "plan"
 FORMAT = 1
 ROUTES = ("plain", "instance", "parent", "chain", "own", "graph", "compile")
@@ -172,16 +170,16 @@ def load(source: str | Path | dict[str, Any]) -> Plan:
             "apply_",
             expected="a plan: its path, or its parsed JSON",
             received=f"an object of type {type(source).__name__}",
-            remedy="Of a Result, give result.plan.to_json().",
+            remedy="Of a Result, give result.plan.to_json(); of a Plan, plan.to_json().",
         )
     data = source if isinstance(source, dict) else _read(Path(source))
     if not isinstance(data, dict) or data.get("kind") != KIND:
-        kind = data.get("kind") if isinstance(data, dict) else type(data).__name__
+        kind = f"kind={data.get('kind')!r}" if isinstance(data, dict) else _json_kind(data)
         raise PlanError(
             "apply_",
             expected='a fastlinear plan (JSON with "kind": "plan")',
-            received=f"kind={kind!r}",
-            remedy="Write one with result.save(path).",
+            received=kind,
+            remedy="Write one with result.save(path); the JSON of a Result or a profile is none.",
         )
     if data.get("format") != FORMAT:
         raise PlanError(
@@ -193,13 +191,21 @@ def load(source: str | Path | dict[str, Any]) -> Plan:
     try:
         plan = _parse(data)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
+        why = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise PlanError(
             "apply_",
             expected="a complete plan",
-            received=f"a plan with a bad or missing field ({type(error).__name__}: {error})",
+            received=f"a plan with a bad or missing field ({why})",
             remedy="Make the plan again with optimize_; do not edit it by hand.",
         ) from error
     return plan
+
+
+def _json_kind(data: Any) -> str:
+    """What JSON calls a value that is no object."""
+    return {list: "an array", str: "a text", bool: "a boolean"}.get(
+        type(data), "null" if data is None else "a number"
+    )
 
 
 def _read(path: Path) -> Any:
@@ -212,18 +218,21 @@ def _read(path: Path) -> Any:
             received=f"{path}: {error.strerror}",
             remedy="Write one with result.save(path), or with fastlinear optimize --plan.",
         ) from error
-    except ValueError as error:  # bad JSON, or bytes that are no text
+    except (ValueError, RecursionError) as error:  # bad JSON, or bytes that are no text
+        why = str(error) if path.stat().st_size else "an empty file"
         raise PlanError(
             "apply_",
             expected="a plan in JSON",
-            received=f"{path}: {error}",
+            received=f"{path}: {why}",
             remedy="The file is corrupt: make the plan again with result.save(path).",
         ) from error
 
 
 def _parse(data: dict[str, Any]) -> Plan:
-    rewrites = []
-    for item in data["rewrites"]:
+    rewrites: list[Rewrite] = []
+    for item in _of(list, data, "rewrites"):
+        if not isinstance(item, dict):
+            raise TypeError(f"a rewrite is {_json_kind(item)}")
         rewrite = Rewrite(**item)
         known = rewrite.rule in RULES and rewrite.route in ROUTES and rewrite.activation in NAMES
         for rule, route in _WHOLE.items():
@@ -231,73 +240,40 @@ def _parse(data: dict[str, Any]) -> Plan:
         known &= rewrite.route != "compile" or rewrite.backend in COMPILE_MODES
         known &= isinstance(rewrite.fqn, str)
         known &= isinstance(rewrite.allow_fast_matmul, bool)
-        for name in (rewrite.activation_fqn, rewrite.parent_fqn):
+        for name in (rewrite.activation_fqn, rewrite.parent_fqn, rewrite.backend):
             known &= name is None or isinstance(name, str)
+        known &= isinstance(rewrite.problem, dict) and isinstance(rewrite.backends, dict)
+        known = known and all(isinstance(name, str) for name in rewrite.backends.values())
+        known = known and (rewrite.fqn, rewrite.rule) not in {(r.fqn, r.rule) for r in rewrites}
         if not known:
             raise ValueError(f"unknown rewrite of {rewrite.fqn!r}: {rewrite.rule}, {rewrite.route}")
         rewrites.append(rewrite)
     if data["mode"] not in MODES:
         raise ValueError(f"mode {data['mode']!r}")
-    inputs = {"args": list(data["inputs"]["args"]), "kwargs": dict(data["inputs"]["kwargs"])}
-    facts = data["environment"]
-    str(facts["torch"]), str(facts["device"]["slug"]), str(facts["device"]["kind"])
+    given = _of(dict, data, "inputs")
+    inputs = {"args": list(given["args"]), "kwargs": dict(given["kwargs"])}
+    facts, model = _of(dict, data, "environment"), _of(dict, data, "model")
+    _of(str, facts, "torch")
+    _of(dict, {"flags": {}, **facts}, "flags")
+    for key in ("slug", "kind"):
+        _of(str, _of(dict, facts, "device"), key)
     return Plan(
-        model={k: data["model"][k] for k in ("class", "fingerprint", "parameters")},
+        model={k: model[k] for k in ("class", "fingerprint", "parameters")},
         mode=data["mode"],
         environment=dict(facts),
         inputs=inputs,
         rewrites=tuple(rewrites),
         fastlinear=str(data["fastlinear"]),
-        tuned=tuple(data.get("tuned", ())),
+        tuned=tuple(_of(list, {"tuned": [], **data}, "tuned")),
     )
 
 
-def check_fits(plan: Plan, model: nn.Module, device: torch.device) -> None:
-    """Raise PlanError unless the plan was made for such a model on such a machine."""
-    facts = model_facts(model)
-    if plan.model["class"] != facts["class"]:
-        _refuse(f"a {plan.model['class']}", f"a {facts['class']}", "Pass the model the plan names.")
-    modules = dict(model.named_modules())
-    for rewrite in plan.rewrites:
-        for name in (rewrite.fqn, rewrite.activation_fqn, rewrite.parent_fqn):
-            if name is not None and name not in modules:
-                _refuse(
-                    f"a model with a module named {name!r}",
-                    f"a {facts['class']} without it",
-                    "Make a new plan with optimize_.",
-                )
-    if plan.model["fingerprint"] != facts["fingerprint"]:
-        _refuse(
-            f"a model with fingerprint {plan.model['fingerprint']} "
-            f"({plan.model['parameters']} parameters)",
-            f"{facts['fingerprint']} ({facts['parameters']} parameters)",
-            "Names, shapes or dtypes of its parameters differ: make a new plan with optimize_.",
-        )
-    here = environment(device)
-    remedy = "Choices and timings do not carry over: make a new plan with optimize_ here."
-    for what, then, now in (
-        ("device", plan.environment["device"]["kind"], here["device"]["kind"]),
-        ("device", plan.environment["device"]["slug"], here["device"]["slug"]),
-        ("torch", plan.environment["torch"], here["torch"]),
-        ("fastlinear", plan.fastlinear, here["fastlinear"]),
-        ("float32 matmul precision", *(_precision(e) for e in (plan.environment, here))),
-        ("threads", *(_threads(e) for e in (plan.environment, here))),
-    ):
-        if then is not None and then != now:
-            _refuse(f"{what} {then}", f"{what} {now}", remedy)
+_JSON_NAMES: dict[Any, str] = {list: "an array", dict: "an object", str: "a text"}
 
 
-def _precision(environment: Mapping[str, Any]) -> str | None:
-    """What float32 products may round to, None where a plan does not say."""
-    found: str | None = environment.get("flags", {}).get("float32_matmul_precision")
-    return found
-
-
-def _threads(environment: Mapping[str, Any]) -> int | None:
-    """Of a CPU, None elsewhere."""
-    on_cpu = environment["device"]["kind"] == "cpu"
-    return environment.get("threads") if on_cpu else None
-
-
-def _refuse(expected: str, received: str, remedy: str) -> None:
-    raise PlanError("apply_", expected=expected, received=received, remedy=remedy)
+def _of(kind: type[T], data: dict[str, Any], key: str) -> T:
+    """The value of a field. Raises KeyError without it and TypeError for one of another kind."""
+    value = data[key]
+    if not isinstance(value, kind):
+        raise TypeError(f"{key!r} is not {_JSON_NAMES[kind]}")
+    return value

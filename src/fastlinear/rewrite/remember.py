@@ -22,6 +22,7 @@ class Decision:
     able: tuple[Backend, ...]
     best: str
     times_us: dict[str, float]
+    doubt: str
 
     @property
     def usable(self) -> bool:
@@ -31,11 +32,12 @@ class Decision:
 
     def store(self) -> None:
         """Give it to dispatch."""
-        cache.store(self.problem, self.able, self.best, self.times_us)
+        cache.store(self.problem, self.able, self.best, self.times_us, self.doubt)
 
 
 def decisions_of(plan: Plan) -> list[Decision]:
-    """The plan's measurements that count here: those this user has none of his own for.
+    """The plan's measurements that count here: those this user has none of his own for, or only
+    one in doubt where the plan's is not.
 
     Raises PlanError for incomplete ones.
     """
@@ -50,7 +52,10 @@ def decisions_of(plan: Plan) -> list[Decision]:
                 received=f"{type(error).__name__}: {error}",
                 remedy="Make the plan again with optimize_.",
             ) from error
-        if decision.usable and cache.tuned(decision.problem, decision.able) is None:
+        if not decision.usable:
+            continue
+        own = cache.tuned(decision.problem, decision.able)
+        if own is None or (own.doubt and not decision.doubt):
             found.append(decision)
     return found
 
@@ -97,4 +102,4 @@ def _decision(item: dict[str, Any]) -> Decision:
     candidates = family(problem.family).candidates(problem.piece)
     able = tuple(b for b in candidates if b.reason_not(problem) is None)
     times = {str(k): float(v) for k, v in item["times_us"].items()}
-    return Decision(problem, able, str(item["best"]), times)
+    return Decision(problem, able, str(item["best"]), times, str(item.get("doubt", "")))

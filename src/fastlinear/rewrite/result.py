@@ -194,4 +194,6 @@ class Result:
         counts = ", ".join(
             f"{n} {status.replace('_', ' ')}" for status, n in self.summary().items()
         )
-        return f"{self.model_class} ({self.mode}, {self.device}): {counts}; {self.speedup}x"
+        open_ = " (within noise)" if self.speedup.within_noise else ""
+        speed = f"{self.speedup}x{open_}" if self.kept else "the model is as it was"
+        return f"{self.model_class} ({self.mode}, {self.device}): {counts}; {speed}"

@@ -6,12 +6,14 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 from fastlinear.core.text_table import as_text, table
+from fastlinear.core.timing import Ratio
 
 if TYPE_CHECKING:
     from fastlinear.rewrite.result import Result, SiteOutcome
 
 _COLUMNS = ("module", "activation", ">calls", "backend")
 _TIMES = (">predicted gain µs", ">before µs", ">after µs", ">speed-up", "outcome")
+_OF_THE_STEP = ("graphed", "compiled")  # rules whose times are the whole step's
 _NARROW = 110  # columns below which the table's own are too many
 
 
@@ -23,7 +25,7 @@ def render(result: Result, width: int) -> str:
         parts = _paragraphs(result, width) if width < _NARROW else [_table(result, width)]
         parts.append("")
     parts += [_step(result), _counts(result)]
-    parts += [f"note: {note}" for note in result.notes]
+    parts += [f"note: {note}" for note in (*_note_of_pairs(result), *result.notes)]
     return as_text(parts, width)
 
 
@@ -37,7 +39,7 @@ def _table(result: Result, width: int) -> Any:
             _number(site.predicted_gain_us),
             _number(site.before_us),
             _number(site.after_us),
-            "-" if site.speedup is None else f"{site.speedup:.2f}x",
+            "-" if site.speedup is None else f"{site.speedup:.2f}x{_tempered(site)}",
             f"{site.status.replace('_', ' ')}: {site.reason}",
         )
         for names, site in _folded(result)
@@ -53,7 +55,8 @@ def _paragraphs(result: Result, width: int) -> list[str]:
             facts.append(f"Predicted gain {site.predicted_gain_us:.1f} µs.")
         if site.speedup is not None:
             facts.append(
-                f"{_number(site.before_us)} -> {_number(site.after_us)} µs, {site.speedup:.2f}x."
+                f"{_number(site.before_us)} -> {_number(site.after_us)} µs, "
+                f"{site.speedup:.2f}x{_tempered(site)}."
             )
         found = "" if site.activation in (None, "none") else f", {site.activation}"
         text = f"{names}{found}: {' '.join(facts)}"
@@ -66,10 +69,47 @@ def _step(result: Result) -> str:
     if not result.kept:
         return f"{where}{result.before_us:.0f} µs a step; nothing was kept, the model is as it was"
     ratio = result.speedup
-    return (
+    text = (
         f"{where}{result.before_us:.0f} µs -> {result.after_us:.0f} µs a step, "
         f"{ratio.median:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}] in interleaved pairs"
     )
+    if ratio.low > 1.0:
+        return text
+    text += ": no difference beyond noise" if ratio.within_noise else ": slower beyond noise"
+    alone = [s.before_us - s.after_us for s in _timed(result) if s.rule not in _OF_THE_STEP]
+    gained = sum(alone)
+    return f"{text}, though the kept sites alone gained {gained:.1f} µs" if gained > 0 else text
+
+
+def _timed(result: Result) -> list[Any]:
+    """The kept sites with times of their own."""
+    return [s for s in result.sites if s.status == "kept" and s.before_us and s.after_us]
+
+
+def _tempered(site: SiteOutcome) -> str:
+    """What is to be said beside a speed-up, after a comma."""
+    if site.ci95 is None or site.speedup is None:
+        return ""
+    if Ratio(site.speedup, *site.ci95).within_noise:
+        return ", within noise"
+    return ", by pairs" if _otherwise(site.before_us, site.after_us, site.speedup) else ""
+
+
+def _otherwise(before: float | None, after: float | None, speedup: float) -> bool:
+    """Whether the medians of all rounds order otherwise than the pairs do."""
+    return bool(before and after and (after < before) != (speedup > 1.0))
+
+
+def _note_of_pairs(result: Result) -> list[str]:
+    """Why times and speed-ups may seem to contradict each other, where they do."""
+    step = result.kept and not result.speedup.within_noise
+    noisy = step and _otherwise(result.before_us, result.after_us, result.speedup.median)
+    if not noisy and not any(_tempered(s).endswith("pairs") for s in result.sites):
+        return []
+    return [
+        "a speed-up is the median over interleaved pairs; where the medians before and after order "
+        "otherwise, the machine's speed changed meanwhile, and the pairs count"
+    ]
 
 
 def _counts(result: Result) -> str:

@@ -18,6 +18,7 @@ from fastlinear.dispatch.tune import BASELINE, Tuned
 from fastlinear.profile import ProfileReport
 from fastlinear.profile.graph import Observed
 from fastlinear.profile.observe import Observation
+from fastlinear.profile.step import private_copy
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.chain import Chain
 from fastlinear.rewrite.match.eligible import Refusal
@@ -88,6 +89,15 @@ class Work:
     gates: Any = None
     gates_left: dict[str, str] = field(default_factory=dict)
     left_alone: dict[str, str] = field(default_factory=dict)
+
+    def own_call(self) -> Call:
+        """The inputs copied: some models write to them."""
+        return Call(*private_copy((self.call.args, self.call.kwargs)))
+
+    def step(self, doing: str) -> None:
+        """One step of the model on such a copy. Raises InputError, which says ``doing``, where the
+        model raises."""
+        self.runner.told_step(self.model, self.own_call(), doing)
 
     def settle(self, fqn: str, status: str, code: str, reason: str, **facts: Any) -> None:
         """Record (or change) what becomes of a site."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -16,6 +19,16 @@ it has no memory that a kernel could read."""
 _any_autocast = torch._C._is_any_autocast_enabled
 _tracing = torch._C._get_tracing_state
 _dispatch_modes = torch._C._len_torch_dispatch_stack
+
+
+def unlike_plain(given: Sequence[Any]) -> bool:
+    """Whether a tensor is a subclass, a proxy, sparse, nested or on no memory, or a transform is
+    active."""
+    if transforms_active():
+        return True
+    if any(type(t) not in PLAIN or t.layout is not torch.strided for t in given):
+        return True
+    return not torch.compiler.is_compiling() and any(t.is_nested for t in given)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

@@ -104,7 +104,8 @@ struct Call {
       return true;
     }
     const auto* t = impl_of(o);
-    if (t == nullptr || t->layout() != c10::kStrided || t->dim() > kMaxDims) return false;
+    if (t == nullptr || t->layout() != c10::kStrided || t->is_nested()) return false;
+    if (t->dim() > kMaxDims) return false;
     tensors[tensor_count++] = t;
     add(kTensor | t->dim() << 8);
     add(static_cast<int64_t>(t->key_set().raw_repr()));

@@ -21,13 +21,6 @@ def needs_grad(*tensors: Tensor | None) -> bool:
     )
 
 
-def unlike_plain(given: list[Tensor]) -> bool:
-    """Whether a tensor is a subclass, a proxy, sparse or on no memory, or a transform is active."""
-    return calls.transforms_active() or any(
-        type(t) not in calls.PLAIN or t.layout is not torch.strided for t in given
-    )
-
-
 def into(out: Tensor, y: Tensor, inputs: list[Tensor]) -> Tensor:
     """The result in the caller's memory.
 
@@ -106,7 +99,7 @@ def compiled(
 ) -> Tensor:
     """The call as torch.compile sees it: one registered op; ``unusual`` takes what it cannot."""
     given = [x, weight, *(t for t in (bias, residual) if t is not None)]
-    if unlike_plain(given):
+    if calls.unlike_plain(given):
         y = unusual(x, weight, bias, activation, residual, backend)
         return y if out is None else into(out, y, given)
     x, weight, bias = _autocasted(x, weight, bias)

@@ -7,6 +7,7 @@ it. Where the door cannot be built, or knows no such call, the lookup below does
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.explain import Explanation
-from fastlinear.ops.common import calls, door
+from fastlinear.ops.common import calls, door, layouts
 from fastlinear.ops.diagonal_linear import apart, launches, plans, programs
 from fastlinear.ops.diagonal_linear.problem import NAME
 from fastlinear.ops.diagonal_linear.selection import choices
@@ -161,8 +162,10 @@ def _looked_up(
     backend: str | None,
 ) -> Tensor:
     given = [x, weight, *(t for t in (bias, residual) if t is not None)]
-    if apart.unlike_plain(given):
-        y = _unusual(x, weight, bias, activation, residual, backend)
+    if calls.unlike_plain(given):
+        run = partial(_unusual, x, weight, bias, activation, residual, backend)
+        named = {"x": x, "weight": weight, "bias": bias, "residual": residual}
+        y = layouts.carried("diagonal_linear", run, **named)
         return y if out is None else apart.into(out, y, given)
     autocast = calls.autocast_dtype(x)
     if autocast is not None and residual is not None and residual.dtype != autocast:

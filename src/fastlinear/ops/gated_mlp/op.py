@@ -7,6 +7,7 @@ plans, looked up by every fact of the tensors, serves the others.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,13 +18,13 @@ from fastlinear.core.errors import InputError
 from fastlinear.core.precision import matmul_precision
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.explain import Explanation
-from fastlinear.ops.common import calls, door, door_node
+from fastlinear.ops.common import calls, door, door_node, layouts
 from fastlinear.ops.gated_mlp import programs, reference
 from fastlinear.ops.gated_mlp.autograd import Formula, as_rows
 from fastlinear.ops.gated_mlp.plans import Plan, as_autocast, prepared, resolved
 from fastlinear.ops.gated_mlp.selection import choices
 from fastlinear.ops.gated_mlp.stacking import Biases, Weights
-from fastlinear.ops.gated_mlp.validation import validate
+from fastlinear.ops.gated_mlp.validation import KINDS, validate
 
 _MAX_PLANS = 4096
 _is_compiling = torch.compiler.is_compiling
@@ -177,8 +178,11 @@ def _looked_up(
     plain = recompute is None or type(recompute) is int  # True and 1.0 are equal to 1
     if not (plain and all(isinstance(t, Tensor) for t in given)) and not has_torch_function(given):
         validate(function, x, weights, biases, *rest)  # raises: one of them is not what it must be
-    if _unlike_plain(given) or calls.forward_mode():
-        return _unusual(function, x, weights, biases, *rest)
+    if calls.unlike_plain(given) or calls.forward_mode():
+        run = partial(_unusual, function, x, weights, biases, *rest)
+        named = {f"{kind}_weight": t for kind, t in zip(KINDS, weights, strict=True)}
+        named |= {f"{kind}_bias": t for kind, t in zip(KINDS, biases, strict=True)}
+        return layouts.carried(function, run, x=x, **named)
     if _is_compiling():
         return _compiled(function, x, weights, biases, *rest)
     if calls.recorded():
@@ -327,13 +331,6 @@ def _admit(
 
 # --------------------------------------------------------------------------------------------
 # Calls off the hot path
-
-
-def _unlike_plain(given: tuple[Any, ...]) -> bool:
-    """Whether a tensor is a subclass, a proxy, sparse or on no memory, or a transform is active."""
-    if calls.transforms_active():
-        return True
-    return any(type(t) not in calls.PLAIN or t.layout is not torch.strided for t in given)
 
 
 def _unusual(

@@ -11,7 +11,7 @@ from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.gated_mlp.stacking import ORDERS, STACKED
 
-_KINDS = ("gate", "up", "down")
+KINDS = ("gate", "up", "down")
 OTHER_GATE = (
     "For any other, multiply by the gate yourself: act(F.linear(x, gate_weight, gate_bias)) * "
     "fastlinear.linear_act(x, up_weight, up_bias)."
@@ -91,7 +91,7 @@ class _Check:
             wanted.append(("up_weight", weights[1]))
         if self.function == "gated_mlp":
             wanted.append(("down_weight", weights[2]))
-        for kind, value in zip(_KINDS, biases, strict=True):
+        for kind, value in zip(KINDS, biases, strict=True):
             if value is not None:
                 wanted.append((f"{kind}_bias", value))
         for name, value in wanted:
@@ -107,7 +107,7 @@ class _Check:
     ) -> None:
         """x (..., K), gate and up (H, K) or stacked (2H, K), down (N, H), biases to match."""
         gate, up, down = weights
-        for kind, value in zip(_KINDS, weights, strict=True):
+        for kind, value in zip(KINDS, weights, strict=True):
             if value is not None and value.dim() != 2:
                 self.fail(
                     f"{kind}_weight with two dimensions, as nn.Linear has it",
@@ -147,7 +147,7 @@ class _Check:
                 f"It takes what the gate lets through.{turned}",
             )
         sizes = (rows, hidden, 0 if down is None else down.shape[0])
-        for kind, value, size in zip(_KINDS, biases, sizes, strict=True):
+        for kind, value, size in zip(KINDS, biases, sizes, strict=True):
             if value is not None and tuple(value.shape) != (size,):
                 both = " (gate and up stacked)" if kind == "gate" and order != "apart" else ""
                 self.fail(
@@ -164,8 +164,8 @@ class _Check:
                 str(x.dtype),
                 "Convert the input, for example x.float().",
             )
-        named = [(f"{kind}_weight", t) for kind, t in zip(_KINDS, weights, strict=True)]
-        named += [(f"{kind}_bias", t) for kind, t in zip(_KINDS, biases, strict=True)]
+        named = [(f"{kind}_weight", t) for kind, t in zip(KINDS, weights, strict=True)]
+        named += [(f"{kind}_bias", t) for kind, t in zip(KINDS, biases, strict=True)]
         for name, value in named:
             if value is None:
                 continue

@@ -93,11 +93,11 @@ def _reason_not_triton(p: Problem) -> str | None:
 
 
 def _reason_not_wide(p: Problem) -> str | None:
-    if p.dtype not in ("bfloat16", "float16"):
-        return f"serves bfloat16 and float16, not {p.dtype}"
     reason = _reason_not_triton(p)
     if reason is not None:
         return reason
+    if p.dtype not in ("bfloat16", "float16"):
+        return f"serves bfloat16 and float16, not {p.dtype}"
     if torch.cuda.get_device_capability() < (9, 0):
         return "needs compute capability 9.0"
     if (p.option("order"), p.option("x"), p.option("w")) != ("tokens", "dense", "dense"):

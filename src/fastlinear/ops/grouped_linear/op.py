@@ -8,6 +8,7 @@ Validation and selection run only when such a call is seen for the first time.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from fastlinear.dispatch import cache
 from fastlinear.dispatch.explain import Explanation
 from fastlinear.ops import linear_act as single
 from fastlinear.ops.common import calls, door, door_node
+from fastlinear.ops.common.layouts import carried
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import programs, reference
 from fastlinear.ops.grouped_linear.plans import Resolved, as_autocast, resolved
@@ -101,10 +103,12 @@ def _looked_up(
     backend: str | None,
 ) -> Tensor:
     if layout == layouts.SHARED:
-        return _shared(x, weight, bias, activation, backend)
+        run = partial(_shared, x, weight, bias, activation, backend)
+        return carried(NAME, run, x=x, weight=weight, bias=bias)
     given = (x, weight) if bias is None else (x, weight, bias)
-    if _unlike_plain(given) or calls.forward_mode():
-        return _unusual(x, weight, bias, activation, layout, backend)
+    if calls.unlike_plain(given) or calls.forward_mode():
+        run = partial(_unusual, x, weight, bias, activation, layout, backend)
+        return carried(NAME, run, x=x, weight=weight, bias=bias)
     if _is_compiling():
         return _compiled(x, weight, bias, activation, layout, backend)
     if calls.recorded():
@@ -259,13 +263,6 @@ def _shared(
     flat = None if bias is None else bias.flatten()
     y = single.linear_act(x, weight.flatten(0, 1), flat, activation=activation, backend=backend)
     return y.unflatten(-1, (groups, n))
-
-
-def _unlike_plain(given: tuple[Any, ...]) -> bool:
-    """Whether a tensor is a subclass, a proxy, sparse or on no memory, or a transform is active."""
-    if calls.transforms_active():
-        return True
-    return any(type(t) not in calls.PLAIN or t.layout is not torch.strided for t in given)
 
 
 def _unusual(

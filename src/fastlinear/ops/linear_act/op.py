@@ -8,6 +8,7 @@ Validation and selection run only when such a call is seen for the first time.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from fastlinear.dispatch import cache
 from fastlinear.dispatch.explain import Explanation
 from fastlinear.ops.common import calls, door, door_node
 from fastlinear.ops.common.calls import is_captured, lies_turned
+from fastlinear.ops.common.layouts import carried, is_odd
 from fastlinear.ops.linear_act import launches, plans, programs, reference
 from fastlinear.ops.linear_act.selection import choices, problem_of
 from fastlinear.ops.linear_act.validation import validate
@@ -161,10 +163,13 @@ def _looked_up(
     if (
         type(x) not in _PLAIN
         or type(weight) not in _PLAIN
-        or (bias is not None and type(bias) not in _PLAIN)
+        or (bias is not None and (type(bias) not in _PLAIN or is_odd(bias)))
         or _transforms_active()
+        or is_odd(x)
+        or is_odd(weight)
     ):
-        return _unusual(x, weight, bias, activation, backend)
+        run = partial(_unusual, x, weight, bias, activation, backend)
+        return carried("linear_act", run, x=x, weight=weight, bias=bias)
     dtype = x.dtype
     autocast = calls.autocast_dtype(x) if _any_autocast() else None
     facts: tuple[Any, ...] = (
@@ -298,12 +303,7 @@ def _compiled(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, backend: str | None
 ) -> Tensor:
     """The call as torch.compile sees it: one registered op."""
-    if (
-        type(x) not in _PLAIN
-        or type(weight) not in _PLAIN
-        or (bias is not None and type(bias) not in _PLAIN)
-        or _transforms_active()
-    ):
+    if calls.unlike_plain((x, weight) if bias is None else (x, weight, bias)):
         return _unusual(x, weight, bias, activation, backend)
     autocast = calls.autocast_dtype(x)
     if autocast is not None:

@@ -7,6 +7,7 @@ it. Where the door cannot be built, or knows no such call, the lookup below does
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from fastlinear.core.errors import InputError
 from fastlinear.core.precision import matmul_precision
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.explain import Explanation
-from fastlinear.ops.common import calls, door, door_node
+from fastlinear.ops.common import calls, door, door_node, layouts
 from fastlinear.ops.mlp import programs, reference
 from fastlinear.ops.mlp.plans import Plan, as_autocast, prepared, resolved
 from fastlinear.ops.mlp.reference import Biases, Weights
@@ -25,7 +26,6 @@ from fastlinear.ops.mlp.selection import choices
 from fastlinear.ops.mlp.validation import sequences, validate
 
 _MAX_PLANS = 4096
-_PLAIN = calls.PLAIN
 _is_compiling = torch.compiler.is_compiling
 
 
@@ -200,8 +200,9 @@ def _looked_up(
     ws, bs = sequences(weights, biases)
     rest = (activation, final_activation, backend, fast)
     given = [x, *ws, *[b for b in bs if b is not None]]
-    if _unlike_plain(given) or calls.forward_mode():
-        return _unusual(x, ws, bs, *rest)
+    if calls.unlike_plain(given) or calls.forward_mode():
+        run = partial(_unusual, x, ws, bs, *rest)
+        return layouts.carried("mlp", run, x=x, weights=ws, biases=bs)
     if calls.recorded():
         x, ws, bs = as_autocast(x, ws, bs)
         validate(x, ws, bs, *rest)
@@ -282,13 +283,6 @@ def _admit(in_door: Any, plan: Plan, x: Tensor, *call: Any) -> None:
 # Calls off the hot path
 
 
-def _unlike_plain(given: Sequence[Any]) -> bool:
-    """Whether a tensor is a subclass, a proxy, sparse or on no memory, or a transform is active."""
-    if calls.transforms_active():
-        return True
-    return any(type(t) not in _PLAIN or t.layout is not torch.strided for t in given)
-
-
 def _unusual(
     x: Tensor,
     weights: Weights,
@@ -340,7 +334,7 @@ def _compiled(
     ws, bs = sequences(weights, biases)
     rest = (activation, final_activation, backend, fast)
     present = [b for b in bs if b is not None]
-    if _unlike_plain([x, *ws, *present]):
+    if calls.unlike_plain([x, *ws, *present]):
         return _unusual(x, ws, bs, *rest)
     x, ws, bs = as_autocast(x, ws, bs)
     validate(x, ws, bs, *rest)

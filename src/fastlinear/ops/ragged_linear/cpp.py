@@ -190,12 +190,16 @@ def _memory(t: Tensor | None) -> int:
 
 
 @lru_cache(maxsize=1)
+def reason_not_here() -> str | None:
+    """Why nothing is served on this machine, as far as can be told without compiling, or None."""
+    if _gemm() is None:
+        return "PyTorch exports no BLAS"
+    return cpp_build.reason_not() or cpp_build.failed(SOURCE)
+
+
 def _why_not_loaded() -> str | None:
     """Why the library cannot be had, or None; compiles it at first."""
-    found = cpp_build.reason_not() or cpp_build.why_not_loaded(SOURCE)
-    if found is None and _gemm() is None:
-        return "PyTorch exports no BLAS"
-    return found
+    return reason_not_here() or cpp_build.why_not_loaded(SOURCE)
 
 
 def _why_not_served(dtype: torch.dtype) -> str | None:

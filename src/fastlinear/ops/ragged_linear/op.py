@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastlinear.core.device import device_facts
 from fastlinear.core.errors import UnsupportedError
-from fastlinear.ops.common import calls, door, door_node
+from fastlinear.ops.common import calls, door, door_node, layouts
 from fastlinear.ops.grouped_linear import triton_config
 from fastlinear.ops.grouped_linear.plans import as_autocast
 from fastlinear.ops.ragged_linear import cpp, products, programs
@@ -76,6 +76,10 @@ def ragged_linear(
         y: Tensor | None = _door(x, weight, (group_sizes, bias), activation, backend)
         if y is not None:
             return y
+        if any(layouts.is_odd(t) for t in (x, weight, group_sizes, bias)):
+            run = partial(_looked_up, x, weight, group_sizes, bias, activation, backend)
+            named = {"x": x, "weight": weight, "group_sizes": group_sizes, "bias": bias}
+            return layouts.carried(NAME, run, **named)
     return _looked_up(x, weight, group_sizes, bias, activation, backend)
 
 
@@ -176,6 +180,23 @@ def _reason_not_triton(x: Tensor, weight: Tensor, given: list[Tensor]) -> str | 
 @cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+def why_not(backend: str, device: str) -> str | None:
+    """Why a backend serves nothing on this machine's ``device`` (``"cpu"`` or ``"cuda"``), or None.
+    Compiles nothing."""
+    if backend == "loop":
+        return None
+    if backend == "cpp":
+        return "compiled for the CPU only" if device != "cpu" else cpp.reason_not_here()
+    if device != "cuda":
+        return "its kernels run on CUDA devices only"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    if not _has_triton():
+        return "the package triton is not installed"
+    capability = device_facts(device).capability
+    return triton_config.reason_not(1, 1, 1, 1, torch.bfloat16, capability)
 
 
 def served_by(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str:

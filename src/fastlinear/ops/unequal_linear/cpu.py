@@ -104,13 +104,18 @@ def _address(t: Tensor | None) -> int | None:
     return None if t is None else t.data_ptr()
 
 
+def reason_not_here() -> str | None:
+    """Why nothing is served on this machine, as far as can be told without compiling, or None."""
+    if "AVX512" not in torch.backends.cpu.get_cpu_capability():
+        return "its C++ is written for processors with AVX-512"
+    return cpp_build.reason_not() or cpp_build.failed(SOURCE)
+
+
 def unserved(dtype: torch.dtype) -> str | None:
     """Why such numbers are not served here, or None; compiles the library."""
     if dtype not in (torch.float32, torch.bfloat16):
         return f"serves float32 and bfloat16 on CPUs, not {str(dtype).removeprefix('torch.')}"
-    if "AVX512" not in torch.backends.cpu.get_cpu_capability():
-        return "its C++ is written for processors with AVX-512"
-    why = _why_not_loaded()
+    why = reason_not_here() or _why_not_loaded()
     if why is None and dtype is torch.bfloat16 and not _library().fastlinear_unequal_half():
         return "bfloat16 takes a processor with AMX"
     return why

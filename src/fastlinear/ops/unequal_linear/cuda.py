@@ -108,6 +108,14 @@ def _kernel(
     return driver.Kernel(cubin, _KERNEL, shared, device)
 
 
+def reason_not_on(device: torch.device) -> str | None:
+    """Why the kernels cannot run on a CUDA device, or None."""
+    capability = device_facts(device).capability
+    if capability < (8, 0):
+        return f"needs compute capability 8.0, the device has {capability[0]}.{capability[1]}"
+    return None
+
+
 def reason_not(xs: Tensors, weights: Tensors) -> str | None:
     """Why the kernels cannot serve inputs (..., K) and weights (N, K), or None."""
     x = xs[0]
@@ -115,9 +123,9 @@ def reason_not(xs: Tensors, weights: Tensors) -> str | None:
         return "its kernels run on CUDA devices only"
     if x.dtype not in KINDS:
         return f"serves float32, bfloat16 and float16, not {str(x.dtype).removeprefix('torch.')}"
-    capability = device_facts(x.device).capability
-    if capability < (8, 0):
-        return f"needs compute capability 8.0, the device has {capability[0]}.{capability[1]}"
+    why = reason_not_on(x.device)
+    if why is not None:
+        return why
     if max(max(x.numel(), w.numel()) for x, w in zip(xs, weights, strict=True)) > _MOST:
         return "serves matrices of fewer than 2^31 numbers"
     return None

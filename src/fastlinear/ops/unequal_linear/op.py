@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.core.precision import DTYPE_NAMES
-from fastlinear.ops.common import calls, door, door_node
+from fastlinear.ops.common import calls, door, door_node, layouts
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.grouped_linear.plans import as_autocast
 from fastlinear.ops.unequal_linear import programs
@@ -70,6 +71,9 @@ def unequal_linear(
         ys: list[Tensor] | None = _door(xs, weights, biases, activation, backend)
         if ys is not None:
             return ys
+        if any(layouts.is_odd(t) for t in (*xs, *weights, *(biases or ()))):
+            run = partial(_looked_up, xs, weights, biases, activation, backend)
+            return layouts.carried(NAME, run, xs=xs, weights=weights, biases=biases)
     return _looked_up(xs, weights, biases, activation, backend)
 
 
@@ -224,6 +228,22 @@ def _pays(xs: Sequence[Tensor], weights: Sequence[Tensor], grad: bool) -> bool:
         even = all(size % 8 == 0 for w in weights for size in w.shape)
         most = _MOST_FLOPS if even else _MOST_FLOPS_ODD
     return products <= most[grad] * len(xs)
+
+
+def why_not(backend: str, device: str) -> str | None:
+    """Why a backend serves nothing on this machine's ``device`` (``"cpu"`` or ``"cuda"``), or None.
+    Compiles nothing."""
+    if backend == "loop":
+        return None
+    if device == "cpu":
+        from fastlinear.ops.unequal_linear import cpu
+
+        return cpu.reason_not_here()
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    from fastlinear.ops.unequal_linear import cuda
+
+    return cuda.reason_not_on(torch.device(device))
 
 
 def served_by(

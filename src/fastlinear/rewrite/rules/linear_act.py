@@ -14,7 +14,7 @@ from torch import nn
 from fastlinear import nn as fl_nn
 from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.profile.effects import class_forward
-from fastlinear.profile.observe import Call, Observation
+from fastlinear.profile.observe import OTHER, Call, Observation
 from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.exchange.swap import is_rewritten
 from fastlinear.rewrite.match.candidate import Candidate, calls_of, problems_of
@@ -105,6 +105,9 @@ def _left_alone(
         return Refusal("not_called", "These inputs never call it.")
     if not all(call.positional for call in calls):
         return Refusal("keyword_input", "It is called with its input as a keyword argument.")
+    if any(call.layout == OTHER for call in calls):
+        text = "Its input is a sparse or nested tensor, which only PyTorch's own path takes."
+        return Refusal("odd_input", text)
     for call in calls:
         assert call.sample is not None
         if call.sample.dtype not in DTYPE_NAMES:

@@ -18,7 +18,7 @@ from fastlinear.core.timing import Samples, interleave
 from fastlinear.dispatch.backend import family
 from fastlinear.ops.diagonal_linear.problem import NAME
 from fastlinear.profile.records import Finding
-from fastlinear.profile.step import is_compiled, private_copy
+from fastlinear.profile.step import is_compiled
 from fastlinear.rewrite.rules import diagonal as rule
 from fastlinear.rewrite.rules.diagonal import Diagonal
 from fastlinear.rewrite.rules.diagonal_sequences import Sequence, Watch
@@ -29,7 +29,6 @@ from fastlinear.rewrite.trial.diagonal_places import (
     problem_of_place,
     words,
 )
-from fastlinear.rewrite.verify.inputs import Call
 from fastlinear.rewrite.work import Work
 
 CODE = "diagonal_linear"
@@ -88,10 +87,9 @@ def _observed(work: Work, sites: list[Diagonal]) -> tuple[dict[str, _Seen], list
         is_compiled(m) or isinstance(m, torch.jit.ScriptModule) for m in work.model.modules()
     )
     watch = None if unwatched else Watch(work.model)
-    call = Call(*private_copy((work.call.args, work.call.kwargs)))
     try:
         with nullcontext() if watch is None else watch:
-            work.runner.step(work.model, call)
+            work.step("in the run that shows what its layers are given")
     finally:
         for handle in handles:
             handle.remove()

@@ -20,14 +20,12 @@ from fastlinear.dispatch.backend import family
 from fastlinear.ops.gated_mlp.problem import NAME, STEP
 from fastlinear.ops.gated_mlp.selection import problem_of
 from fastlinear.profile.records import Finding
-from fastlinear.profile.step import private_copy
 from fastlinear.profile.timeline import Timeline, timeline
 from fastlinear.rewrite.result import SiteOutcome
 from fastlinear.rewrite.rules import gated_passes as passes
 from fastlinear.rewrite.rules.gated import GatedSite
 from fastlinear.rewrite.trial.gates_match import sites_of
 from fastlinear.rewrite.trial.measure import backends_of
-from fastlinear.rewrite.verify.inputs import Call
 from fastlinear.rewrite.work import Work, in_words
 
 CODE = NAME
@@ -114,7 +112,7 @@ def _observed(work: Work, sites: list[GatedSite]) -> dict[GatedSite, _Seen]:
         for s in sites
     ]
     try:
-        work.runner.step(work.model, Call(*private_copy((work.call.args, work.call.kwargs))))
+        work.step("in the run that shows what its layers are given")
     finally:
         for handle in handles:
             handle.remove()

@@ -8,13 +8,12 @@ from fastlinear.profile.launch_bound import OFFER
 from fastlinear.profile.records import Finding
 from fastlinear.rewrite.exchange.swap import SwapSet
 from fastlinear.rewrite.match.candidate import Candidate
-from fastlinear.rewrite.trial.python_state import why_not_replayed
+from fastlinear.rewrite.trial.python_state import LOOKED_FOR, why_not_replayed
 from fastlinear.rewrite.trial.regions import choose_regions, note_regions, planned_regions
 from fastlinear.rewrite.trial.swaps import swaps_of
 from fastlinear.rewrite.trial.try_graph import (
     KeptGraph,
     Outcome,
-    copy_of_call,
     pair_of,
     refused_by_recording,
     settle,
@@ -149,5 +148,5 @@ def _why_not(work: Work, finding: Finding | None, planned: bool) -> Outcome | No
 
 
 def _writes_state(work: Work) -> Outcome | None:
-    reason = why_not_replayed(work.model, lambda: work.runner.step(work.model, copy_of_call(work)))
+    reason = why_not_replayed(work.model, lambda: work.step(LOOKED_FOR))
     return None if reason is None else Outcome("refused", "python_state", reason)

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastlinear.ops.common.layouts import is_odd
 from fastlinear.profile.observe import own_copy
-from fastlinear.profile.step import private_copy
 from fastlinear.rewrite.match.candidate import Kind, SiteCalls
 from fastlinear.rewrite.rules import grouped as rule
 from fastlinear.rewrite.rules import grouped_modules as modules
 from fastlinear.rewrite.rules.grouped import Row, Seen
 from fastlinear.rewrite.rules.grouped_modules import Whole
-from fastlinear.rewrite.verify.inputs import Call
 from fastlinear.rewrite.work import Work
 
 
@@ -106,6 +105,8 @@ def _run(
         if len(args) != 1 or type(args[0]) is not Tensor or args[0].dtype != module.weight.dtype:
             return
         x = args[0]
+        if is_odd(x):
+            return
         storage = x.untyped_storage().data_ptr()
         if not open_ or open_[0].untyped_storage().data_ptr() != storage:
             open_[:] = [x]
@@ -116,7 +117,7 @@ def _run(
     def suspect(fqn: str, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
         if kwargs or len(args) != 1 or type(args[0]) is not Tensor:
             given[fqn].plain = False
-        elif args[0].is_floating_point() and args[0].layout is torch.strided:
+        elif args[0].is_floating_point() and not is_odd(args[0]):
             given[fqn].add(module, args[0])
         else:
             given[fqn].plain = False
@@ -127,7 +128,7 @@ def _run(
         for fqn, m in suspects.items()
     ]
     try:
-        work.runner.step(work.model, Call(*private_copy((work.call.args, work.call.kwargs))))
+        work.step("in the run that shows what its layers are given")
     finally:
         for handle in handles:
             handle.remove()

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from fastlinear.core.timing import Ratio
-from fastlinear.profile.step import private_copy
 from fastlinear.rewrite.exchange.swap import SwapSet
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.rules import linear_act as rule
 from fastlinear.rewrite.trial import measure
 from fastlinear.rewrite.trial.swaps import swaps_of
-from fastlinear.rewrite.verify.inputs import Call
 from fastlinear.rewrite.work import GROUP_DROPPED, Work, in_words
 
 
@@ -47,13 +45,12 @@ def keep_fast(
 def _measure(
     work: Work, candidates: list[Candidate], against: list[Candidate] | None = None
 ) -> measure.Pair:
-    call = Call(*private_copy((work.call.args, work.call.kwargs)))  # some models write to them
     with work.budget:
         return measure.model_pair(
             work.model,
             SwapSet(swaps_of(candidates)),
             work.runner,
-            call,
+            work.own_call(),
             budget_s=max(1.0, work.budget.left_s / 2),
             min_speedup=work.config.min_speedup if against is None else 1.0,
             against=SwapSet(swaps_of(against or [])),

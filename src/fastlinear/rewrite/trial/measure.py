@@ -92,7 +92,7 @@ def backends_of(problem: Problem, forced: str | None) -> dict[str, str]:
 
     Raises UnsupportedError when the forced backend cannot serve it.
     """
-    return {c.problem.piece: c.backend.name for c in _choices(problem, forced)}
+    return {c.problem.piece: c.backend.name for c in choices(problem, forced)}
 
 
 def error_factor(chains: Iterable[Chain]) -> float:
@@ -103,12 +103,16 @@ def error_factor(chains: Iterable[Chain]) -> float:
         for chain in chains
         if chain.fast
         for p in chain.problems
-        for c in _choices(p, chain.backend)
+        for c in choices(p, chain.backend)
     )
     return max((c.backend.error_factor(c.problem) for c in made), default=DEFAULT_FACTOR)
 
 
-def _choices(problem: Problem, forced: str | None) -> Sequence[Choice]:
+def choices(problem: Problem, forced: str | None) -> Sequence[Choice]:
+    """What the Problem's family takes for it, a choice a piece.
+
+    Raises UnsupportedError when the forced backend cannot serve it.
+    """
     known = {mlp.NAME: chain_choices, gated.NAME: gated_choices, grouped.NAME: grouped_choices}
     return known.get(problem.family, choices_of)(problem, forced)
 
@@ -165,12 +169,12 @@ def model_pair(
     def before() -> None:
         swaps.off()
         base.on()
-        runner.step(model, call)
+        runner.told_step(model, call, "while it was timed" + (" rewritten" if base.swaps else ""))
 
     def after() -> None:
         base.off()
         swaps.on()
-        runner.step(model, call)
+        runner.told_step(model, call, "while it was timed rewritten")
 
     pair = None
     door.settle()

@@ -14,6 +14,7 @@ from torch import nn
 
 from fastlinear.profile.effects import class_forward, functions_of, writes
 
+LOOKED_FOR = "in the run that shows what a step writes"
 _REGISTRIES = frozenset(vars(nn.Module()))
 _WRITES = frozenset({"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL"})
 

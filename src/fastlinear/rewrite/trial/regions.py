@@ -17,12 +17,16 @@ from fastlinear.profile.site_cost import Step
 from fastlinear.rewrite.exchange.graph_forward import with_graph
 from fastlinear.rewrite.exchange.swap import Swap
 from fastlinear.rewrite.match.candidate import Candidate
-from fastlinear.rewrite.trial.python_state import Written, why_not_replayed_alone, written
+from fastlinear.rewrite.trial.python_state import (
+    LOOKED_FOR,
+    Written,
+    why_not_replayed_alone,
+    written,
+)
 from fastlinear.rewrite.trial.swaps import swaps_of
 from fastlinear.rewrite.trial.try_graph import (
     KeptGraph,
     Outcome,
-    copy_of_call,
     refused_by_recording,
     settle,
     tried,
@@ -101,7 +105,7 @@ def note_regions(work: Work) -> None:
 def _recording(work: Work, base: Sequence[Swap]) -> WhyNot:
     """Why a part cannot be replayed, by running the model and by recording the part."""
     with work.budget:
-        state = written(work.model, lambda: work.runner.step(work.model, copy_of_call(work)))
+        state = written(work.model, lambda: work.step(LOOKED_FOR))
 
     def why_not(name: str) -> Outcome | None:
         why = untouchable(work, name) or _stateful(work, name, state)

@@ -14,7 +14,7 @@ from fastlinear.rewrite.exchange.swap import SwapSet
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.eligible import refuse_module
 from fastlinear.rewrite.trial.swaps import swaps_of
-from fastlinear.rewrite.trial.try_graph import Outcome, Way, copy_of_call, verified
+from fastlinear.rewrite.trial.try_graph import Outcome, Way, verified
 from fastlinear.rewrite.verify.inputs import Call, draw
 from fastlinear.rewrite.work import Work
 
@@ -82,8 +82,8 @@ def _compiled(work: Work, swaps: SwapSet) -> str | Outcome:
     graphs, breaks = _graphs(), _breaks()
     swaps.on()
     try:
-        work.runner.step(work.model, copy_of_call(work))
-        work.runner.step(work.model, copy_of_call(work))
+        work.runner.step(work.model, work.own_call())
+        work.runner.step(work.model, work.own_call())
         made, broken, seen = _graphs() - graphs, _breaks() - breaks, _graphs()
         again = draw(work.call, 1, work.runner.seed)
         if _accepts(work, swaps, again):

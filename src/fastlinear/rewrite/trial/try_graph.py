@@ -10,7 +10,6 @@ import torch
 
 from fastlinear.core.compare import Verdict
 from fastlinear.core.errors import UnsupportedError
-from fastlinear.profile.step import private_copy
 from fastlinear.rewrite.exchange.graph_forward import GraphForward, with_graph
 from fastlinear.rewrite.exchange.swap import Swap, SwapSet
 from fastlinear.rewrite.match.candidate import Candidate
@@ -19,7 +18,6 @@ from fastlinear.rewrite.result import SiteOutcome
 from fastlinear.rewrite.trial import measure
 from fastlinear.rewrite.trial.keep_accurate import factor_of, verdicts_of
 from fastlinear.rewrite.trial.swaps import swaps_of
-from fastlinear.rewrite.verify.inputs import Call
 from fastlinear.rewrite.work import Work, in_words
 
 RULE = "graphed"
@@ -99,7 +97,7 @@ def refused_by_recording(work: Work, name: str, base: Sequence[Swap]) -> Outcome
     trial = SwapSet(with_graph(base, work.model, (name,), on_unsupported="error"))
     trial.on()
     try:
-        work.runner.step(work.model, copy_of_call(work))
+        work.runner.step(work.model, work.own_call())
     except UnsupportedError as error:
         return Outcome("refused", "no_graph", str(error))
     except Exception as error:  # noqa: BLE001  out of memory, say: an outcome too
@@ -207,18 +205,13 @@ def settle(work: Work, name: str, gain_us: float | None, outcome: Outcome, calls
     )
 
 
-def copy_of_call(work: Work) -> Call:
-    """The inputs copied: some models write to them."""
-    return Call(*private_copy((work.call.args, work.call.kwargs)))
-
-
 def pair_of(work: Work, swaps: SwapSet, against: SwapSet | None) -> measure.Pair:
     """Interleaved times of the model with ``against``, or as it was, and with ``swaps``."""
     return measure.model_pair(
         work.model,
         swaps,
         work.runner,
-        copy_of_call(work),
+        work.own_call(),
         budget_s=max(1.0, work.budget.left_s / 3),
         min_speedup=_least(work),
         against=against,

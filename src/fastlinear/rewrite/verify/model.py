@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fastlinear.core.compare import DEFAULT_FACTOR, Verdict
+from fastlinear.profile.raised import PASSED_ON, raised, told
 from fastlinear.rewrite.exchange.swap import SwapSet
 from fastlinear.rewrite.verify.inputs import Call, draw
 from fastlinear.rewrite.verify.kinks import Sides
@@ -116,7 +117,8 @@ class Judge:
         theirs = known.theirs
         found = compare_all(ours.results, theirs.results, known.oracle, factor=factor)
         if theirs.sides and not all(v.passed for v in found.values()):
-            exact = self.oracle.run_like(theirs, self.model, call, run, ours, factor)
+            with told(self.runner.function, self.model, f"where the {self.oracle.name} ran again"):
+                exact = self.oracle.run_like(theirs, self.model, call, run, ours, factor)
             found = compare_all(ours.results, theirs.results, exact, known.oracle, factor=factor)
         return found
 
@@ -130,7 +132,10 @@ class Judge:
             known = _Known(theirs, exact)
         except Exception as error:
             if index == 0:
-                raise
+                if isinstance(error, PASSED_ON):
+                    raise
+                doing = "where the model itself ran to be compared with"
+                raise raised(self.runner.function, self.model, doing, error) from error
             # a random input may be one that the model does not accept
             self.skipped.append(f"draw {index} ({type(error).__name__}: {error})")
             self._known[index] = None

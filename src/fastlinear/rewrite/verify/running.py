@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fastlinear.core.errors import FastlinearError, InputError
+from fastlinear.ops.common.layouts import densely, is_odd
+from fastlinear.profile.raised import PASSED_ON, raised
 from fastlinear.profile.step import loss_of, private_copy
 from fastlinear.rewrite.verify.inputs import Call
 from fastlinear.rewrite.verify.kinks import Sides
@@ -30,12 +32,14 @@ class Runner:
         loss_fn: output → scalar loss; None takes the profile's default loss.
         device: where the model lives.
         seed: seed set before every run, so that dropout draws the same mask for all contenders.
+        function: who asks, in errors.
     """
 
     mode: str
     loss_fn: LossFn | None
     device: torch.device
     seed: int
+    function: str = "optimize_"
 
     def loss(self, output: Any) -> Tensor:
         """The scalar loss of one output."""
@@ -53,20 +57,29 @@ class Runner:
             parameter.grad = None
         loss.backward()
 
+    def told_step(self, model: nn.Module, call: Call, doing: str) -> None:
+        """``step``, where what the model raises becomes an InputError that says ``doing``."""
+        try:
+            self.step(model, call)
+        except PASSED_ON:
+            raise
+        except Exception as error:
+            raise raised(self.function, model, doing, error) from error
+
     def results(self, model: nn.Module, call: Call) -> dict[str, Tensor]:
         """Everything one seeded run produces, by name: outputs, and in train mode the loss, every
-        parameter's gradient and every floating input's gradient. Tensors are detached copies."""
+        parameter's gradient and every dense floating input's. Tensors are detached copies."""
         seed_all(self.seed, self.device)
         call = Call(*private_copy((call.args, call.kwargs)))  # some models write to their inputs
         if self.mode == "inference":
             with torch.no_grad():
                 output = model(*call.args, **call.kwargs)
-            return {f"output[{i}]": t.clone() for i, t in enumerate(tensors_of(output))}
+            return {f"output[{i}]": _plain(t) for i, t in enumerate(tensors_of(output))}
         with torch.enable_grad():
             leaves = call.map(_with_grad)
             fresh = leaves.map(_writable)
             output = model(*fresh.args, **fresh.kwargs)
-            found = {f"output[{i}]": t.detach().clone() for i, t in enumerate(tensors_of(output))}
+            found = {f"output[{i}]": _plain(t) for i, t in enumerate(tensors_of(output))}
             loss = self.loss(output)
         found["loss"] = loss.detach().clone()
         for parameter in model.parameters():
@@ -75,16 +88,22 @@ class Runner:
             loss.backward()
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
-                found[f"grad.{name}"] = parameter.grad
+                found[f"grad.{name}"] = densely(parameter.grad)
                 parameter.grad = None
         for i, leaf in enumerate(leaves.leaves()):
             if isinstance(leaf, Tensor) and leaf.grad is not None:
-                found[f"grad.input[{i}]"] = leaf.grad
+                found[f"grad.input[{i}]"] = densely(leaf.grad)
         return found
 
 
+def _plain(t: Tensor) -> Tensor:
+    """A detached copy with every number it holds at a place of its own."""
+    t = t.detach()
+    return densely(t) if is_odd(t) else t.clone()
+
+
 def _with_grad(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor) and leaf.is_floating_point():
+    if isinstance(leaf, Tensor) and leaf.is_floating_point() and not is_odd(leaf):
         return leaf.detach().clone().requires_grad_(True)
     return leaf
 

@@ -1,0 +1,76 @@
+"""A tuning measurement that leaves its decision open says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fastlinear.core.timing import Samples
+from fastlinear.dispatch import cache, doubt
+from fastlinear.dispatch import tune as tuning
+from fastlinear.dispatch.doubt import doubt_of
+from fastlinear.ops.linear_act.backends import problem
+
+QUIET = (100.0, 100.5, 99.5, 100.2, 99.8)
+
+
+def of(**times: tuple[float, ...]) -> dict[str, Samples]:
+    return {name: Samples(name, us, "wall", 1, "clock") for name, us in times.items()}
+
+
+def scaled(factor: float) -> tuple[float, ...]:
+    return tuple(us * factor for us in QUIET)
+
+
+def test_a_clear_winner_is_in_no_doubt() -> None:
+    assert doubt_of("eager", of(eager=QUIET)) == ""
+    assert doubt_of("eager", of(eager=QUIET, onednn=scaled(1.2))) == ""
+    # as fast within 2%: whichever is taken, nothing is lost
+    assert doubt_of("eager", of(eager=QUIET, onednn=scaled(0.99))) == ""
+
+
+def test_a_rival_that_may_be_faster_is_named_with_how_much() -> None:
+    noisy = (110.0, 90.0, 108.0, 93.0, 104.0)
+    told = doubt_of("eager", of(eager=QUIET, slow=scaled(2.0), onednn=noisy))
+    assert told == "within noise onednn may be 12% faster"
+
+
+def test_times_that_scatter_are_a_doubt_without_any_rival() -> None:
+    told = doubt_of("eager", of(eager=(100.0, 150.0, 90.0, 160.0, 120.0), slow=scaled(9.0)))
+    assert told == "the median of eager lies between 90.0 and 160.0 us"
+
+
+@pytest.mark.parametrize(("load", "said"), [(2.9, ""), (None, ""), (3.0, "busy (load 3.0, 2 p")])
+def test_a_busy_machine_is_a_doubt(
+    load: float | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doubt, "load_average", lambda: load)
+    monkeypatch.setattr(doubt.os, "cpu_count", lambda: 2)
+    told = doubt_of("eager", of(eager=QUIET))
+    assert said in told
+    assert bool(told) == bool(said)
+
+
+def test_a_quiet_tuning_replaces_a_noisy_one_and_not_the_other_way_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    p = problem("forward", 8, 16, 16, dtype="float32", device="cpu", precision="highest")
+
+    def measured(onednn: tuple[float, ...]) -> tuning.Tuned:
+        def interleave(contenders: Any, **_: Any) -> dict[str, Samples]:
+            return of(**dict.fromkeys(contenders, scaled(3.0)) | {"eager": QUIET, "onednn": onednn})
+
+        monkeypatch.setattr(tuning, "interleave", interleave)
+        return tuning.tune(p)
+
+    noisy, quiet = (110.0, 50.0, 108.0, 60.0, 104.0), scaled(0.5)
+    first = measured(noisy)
+    assert (first.best, first.stored) == ("eager", True)
+    assert "onednn may be" in first.doubt
+    assert next(iter(cache.entries("cpu").values()))["doubt"] == first.doubt
+    second = measured(quiet)
+    assert (second.best, second.stored, second.doubt) == ("onednn", True, "")
+    third = measured(noisy)
+    assert (third.best, third.stored) == ("eager", False)
+    assert next(iter(cache.entries("cpu").values()))["best"] == "onednn"
