@@ -119,7 +119,7 @@ def _rewrite(work: Work, c: Candidate) -> Rewrite:
 
 
 def _tuned_choices(work: Work, kept: list[Candidate]) -> list[dict[str, Any]]:
-    asked = [q for c in kept for q in (c.problems if c.chain is None else c.chain.problems)]
+    asked = [q for c in kept for q in (c.problems if c.chain is None else c.chain.asked)]
     wanted = {p for q in asked for p in measure.deciding(q)}
     return [
         {

@@ -57,6 +57,7 @@ class Work:
         traces: module → what the trace of its forward offers, or why there is none.
         gates: the gated MLPs in forwards that do more, once they were looked for.
         gates_left: why gated MLPs may not become one call, by the first of their linears.
+        standing: the towers of modules, those that are left alone too.
         left_alone: why such layers are not rewritten, by the first of them.
     """
 
@@ -81,6 +82,7 @@ class Work:
     traces: dict[str, Any] = field(default_factory=dict)
     gates: Any = None
     gates_left: dict[str, str] = field(default_factory=dict)
+    standing: list[Any] = field(default_factory=list)
     left_alone: dict[str, str] = field(default_factory=dict)
 
     def settle(self, fqn: str, status: str, code: str, reason: str, **facts: Any) -> None:

@@ -19,11 +19,13 @@ from fastlinear.profile.graph import Observed, Untraceable, trace
 from fastlinear.rewrite.exchange.forwards import Forward
 from fastlinear.rewrite.exchange.guard import guarded
 from fastlinear.rewrite.exchange.parts import exactly
+from fastlinear.rewrite.exchange.tower_forward import Way
 from fastlinear.rewrite.exchange.traceable import why_not, why_not_arguments
 from fastlinear.rewrite.match.eligible import Refusal, refuse_module
 from fastlinear.rewrite.match.gates import Gate, Gates
 from fastlinear.rewrite.match.links import Links, Run
 from fastlinear.rewrite.match.rows import may_run_twice
+from fastlinear.rewrite.match.towers import Abreast, Towers
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,10 @@ class Fusable:
         rows: the same → those among them that read one value.
         loops: the same → those that read the parts of one value, by part.
         gates: the gated MLPs there are.
+        towers: the Sequentials that do not wait for each other.
         build: pairs to fuse and a forced backend or None, then chains to fuse and theirs, then
-            rows and loops to fuse, whether chains may multiply fast, gated MLPs and theirs → the
-            new forward of the parent.
+            rows and loops to fuse, whether chains may multiply fast, gated MLPs and theirs, towers,
+            each with its way → the new forward of the parent.
     """
 
     pairs: dict[str, str]
@@ -46,6 +49,7 @@ class Fusable:
     rows: Callable[[Container[str]], list[tuple[str, ...]]]
     loops: Callable[[Container[str]], list[tuple[str, ...]]]
     gates: Callable[[], Gates]
+    towers: Callable[[], Towers]
     build: Callable[..., Forward]
 
 
@@ -86,14 +90,15 @@ def fusable(
         fast: bool = False,
         gates: Sequence[Gate] = (),
         gate_backend: str | None = None,
+        towers: Sequence[tuple[Abreast, Way]] = (),
     ) -> Forward:
-        more = rows, fast, gates, gate_backend
+        more = rows, fast, gates, gate_backend, towers
         fused, passed_over = links.fused(pairs, backend, runs, chain_backend, *more)
         counts = any(node.target is exactly for node in fused.nodes)
         return guarded(parent, _function_of(fused), observed, passed_over, counts)
 
     pairs = {name: act for name, (_, act) in links.pairs.items()}
-    return Fusable(pairs, links.runs, links.rows, links.loops, links.gates, build)
+    return Fusable(pairs, links.runs, links.rows, links.loops, links.gates, links.towers, build)
 
 
 def _function_of(graph: torch.fx.Graph) -> Callable[..., Any]:

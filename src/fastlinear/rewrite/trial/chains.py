@@ -83,7 +83,7 @@ def match(
     if GATED in allowed:
         found += gated_chains(work, known, [name for chain in found for name in chain.names])
     if GROUPED in allowed:
-        found += group_chains(work, known, [name for chain in found for name in chain.names])
+        found += group_chains(work, known, found)
     return found
 
 
@@ -101,14 +101,24 @@ def facts(chain: Chain) -> dict[str, Any]:
         "rule": chain.rule,
         "route": chain.route,
         "problem": chain.problems[0].to_json(),
-        "backends": measure.backends_of(chain.problems[0], chain.backend),
+        "backends": backends_of(chain)[0],
         "calls": chain.calls.calls,
     }
 
 
+def backends_of(chain: Chain) -> list[dict[str, str]]:
+    """Piece → backend for each of the chain's Problems.
+
+    Raises UnsupportedError when the forced backend cannot serve one.
+    """
+    if chain.served is not None:
+        return [chain.served] * len(chain.problems)
+    return [measure.backends_of(p, chain.backend) for p in chain.problems]
+
+
 def _cannot_serve(chain: Chain) -> str | None:
     try:
-        for problem in chain.problems:
+        for problem in chain.asked:
             measure.backends_of(problem, chain.backend)
     except UnsupportedError as error:
         return error.received
@@ -133,14 +143,14 @@ def _measure(
         if work.config.tune:
             with work.budget:
                 work.tuned |= measure.tune_all(
-                    chain.problems,
+                    chain.asked,
                     work.runner.device,
                     budget=work.budget,
                     seed=work.config.seed,
                     progress=work.progress,
                     known=work.tuned,
                 )
-        chosen = [measure.backends_of(p, chain.backend) for p in chain.problems]
+        chosen = backends_of(chain)
         own_path = all(set(b.values()) == {BASELINE} for b in chosen)
         if own_path and not chain.eager_may_gain:
             _leave(work, chain, "not_faster", "PyTorch's own path is the choice for it")
@@ -193,7 +203,7 @@ def _gains(work: Work, chain: Chain, times: dict[str, Samples], passes: int) -> 
             _leave(work, chain, "slower" if found.high < 1.0 else "not_faster", text, **timed)
             return False
     told = facts(chain)
-    gain = work.tuned_gain(chain, [measure.backends_of(p, chain.backend) for p in chain.problems])
+    gain = work.tuned_gain(chain, backends_of(chain))
     for c in chain.members:
         predicted = work.found_gain(c.fqn) if gain is None else gain / len(chain.members)
         work.settle(

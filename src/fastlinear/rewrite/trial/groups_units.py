@@ -51,7 +51,7 @@ class Unit:
     sites: tuple[str, ...]
 
 
-def _strided(
+def strided(
     work: Work, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor:
     """Random numbers that lie as an input did."""
@@ -66,7 +66,7 @@ def of_row(work: Work, row: Row, linears: dict[str, nn.Module]) -> Unit | None:
     if not math.prod(row.shape) or any(s.out_features == 0 for s in layers):
         return None
     shape, stride = (*row.shape[:-1], count, k), (*row.stride[:-1], row.step, row.stride[-1])
-    x = _strided(work, shape, stride, row.dtype).detach()
+    x = strided(work, shape, stride, row.dtype).detach()
     tokens, size = math.prod(row.shape[:-1]), row.dtype.itemsize
     outputs = sum(layer.out_features for layer in layers)
     cost = _cost(tokens, tokens * k * (count if row.step else 1), k * outputs, outputs, size)

@@ -3,6 +3,7 @@ grouped layer are given."""
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from fastlinear.profile.step import private_copy
 from fastlinear.rewrite.match.candidate import Kind, SiteCalls
 from fastlinear.rewrite.rules import grouped as rule
 from fastlinear.rewrite.rules import grouped_modules as modules
+from fastlinear.rewrite.rules import grouped_towers as towers
 from fastlinear.rewrite.rules.grouped import Row, Seen
 from fastlinear.rewrite.rules.grouped_modules import Whole
 from fastlinear.rewrite.verify.inputs import Call
@@ -29,11 +31,14 @@ class Watched:
         rows: linears on parts of one tensor, or on one tensor.
         wholes: modules that are a grouped layer, each with its calls.
         linears: the model's plain linears.
+        firsts: the first linear of each tower → its calls; their inputs were all kept meanwhile,
+            so that no two lie in one place.
     """
 
     rows: tuple[Row, ...] = ()
     wholes: tuple[tuple[Whole, SiteCalls], ...] = ()
     linears: dict[str, nn.Module] = field(default_factory=dict)
+    firsts: dict[str, list[Seen]] = field(default_factory=dict)
 
 
 @dataclass
@@ -80,7 +85,10 @@ def watched(work: Work) -> Watched:
 
 def _watch(work: Work, linears: dict[str, nn.Module], suspects: dict[str, nn.Module]) -> Watched:
     """One run with hooks on the linears and the suspects."""
-    calls, given = _run(work, linears, suspects)
+    firsts: dict[str, list[Seen]] = {
+        name: [] for name in towers.firsts(work.model) if name in linears
+    }
+    calls, given = _run(work, linears, suspects, firsts)
     wholes = []
     for fqn, seen in given.items():
         if not (seen.plain and seen.kinds):
@@ -91,15 +99,22 @@ def _watch(work: Work, linears: dict[str, nn.Module], suspects: dict[str, nn.Mod
             wholes.append((match, known))
     inside = {name for match, _ in wholes for name in match.members}
     rows = [row for row in rule.rows(calls, linears) if not inside >= set(row.members)]
-    return Watched(tuple(rows), tuple(wholes), linears)
+    for call in calls:
+        if call.fqn in firsts:
+            firsts[call.fqn].append(call)
+    return Watched(tuple(rows), tuple(wholes), linears, firsts)
 
 
 def _run(
-    work: Work, linears: dict[str, nn.Module], suspects: dict[str, nn.Module]
+    work: Work,
+    linears: dict[str, nn.Module],
+    suspects: dict[str, nn.Module],
+    firsts: Container[str] = (),
 ) -> tuple[list[Seen], dict[str, _Given]]:
     calls: list[Seen] = []
     given = {fqn: _Given() for fqn in suspects}
     open_: list[Tensor] = []  # keeps the last input's memory from new use
+    kept: list[Tensor] = []  # and that of the towers' inputs
     parents = {site.fqn: site.parent_fqn for site in work.profile.sites}
 
     def linear(fqn: str, module: Any, args: tuple[Any, ...]) -> None:
@@ -109,6 +124,8 @@ def _run(
         storage = x.untyped_storage().data_ptr()
         if not open_ or open_[0].untyped_storage().data_ptr() != storage:
             open_[:] = [x]
+        if fqn in firsts:
+            kept.append(x)
         here = (storage, 0 if x.is_inference() else x._version)
         place = tuple(x.shape), tuple(x.stride()), int(x.storage_offset())
         calls.append(Seen(fqn, parents.get(fqn), here, *place, x.dtype))
