@@ -111,9 +111,9 @@ def _table_from_rows(given: argparse.Namespace) -> int:
     if known is None:
         raise InputError(
             "bench table --rows",
-            expected="an existing table as --out",
-            received=str(given.out),
-            remedy="Name the table that the rows are to extend.",
+            "an existing table as --out",
+            str(given.out),
+            "Name the table that the rows are to extend.",
         )
     data = with_rows(known, read_rows(given.rows))
     write_table(data, given.out)

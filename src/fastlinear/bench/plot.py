@@ -38,9 +38,9 @@ def plot(rows: Iterable[Row], path: str | Path) -> Path:
     if path.suffix.lower() not in _FORMATS:
         raise InputError(
             "bench.plot",
-            expected=f"a file ending in {' or '.join(_FORMATS)}",
-            received=path.name,
-            remedy="The ending chooses the format.",
+            f"a file ending in {' or '.join(_FORMATS)}",
+            path.name,
+            "The ending chooses the format.",
         )
     rows = list(rows)
     if any(row["experiment"] == "overhead" for row in rows):
@@ -51,9 +51,9 @@ def plot(rows: Iterable[Row], path: str | Path) -> Path:
     if not panels:
         raise InputError(
             "bench.plot",
-            expected="rows with timings of eager",
-            received="no such row",
-            remedy="Let eager take part: speeds are drawn against it.",
+            "rows with timings of eager",
+            "no such row",
+            "Let eager take part: speeds are drawn against it.",
         )
     try:
         import matplotlib as mpl
@@ -61,9 +61,9 @@ def plot(rows: Iterable[Row], path: str | Path) -> Path:
     except ImportError as error:
         raise UnsupportedError(
             "bench.plot",
-            expected="matplotlib",
-            received=str(error),
-            remedy="Install the extra: pip install 'fastlinear[plots]'.",
+            "matplotlib",
+            str(error),
+            "Install the extra: pip install 'fastlinear[plots]'.",
         ) from error
 
     lines = sum(len(problems) for problems in panels.values())

@@ -100,9 +100,9 @@ def tune(
     elif inputs is not None:
         raise InputError(
             "--inputs",
-            expected="a model to put them into",
-            received=f"{inputs} without --model",
-            remedy="Add --model, or leave --inputs out.",
+            "a model to put them into",
+            f"{inputs} without --model",
+            "Add --model, or leave --inputs out.",
         )
     call = Call(
         family,
@@ -125,9 +125,9 @@ def tune(
     elif family != "linear_act":
         raise InputError(
             "--model",
-            expected="linear_act, whose sites in the model are tuned",
-            received=family,
-            remedy="Describe the chain, for example --m 32 --widths 784,256,10.",
+            "linear_act, whose sites in the model are tuned",
+            family,
+            "Describe the chain, for example --m 32 --widths 784,256,10.",
         )
     else:
         problems = _problems_of_model(model, inputs, device, train, captured, seed)
@@ -162,9 +162,9 @@ def _refuse_options_of_a_call(ctx: typer.Context) -> None:
     if given:
         raise InputError(
             "--model",
-            expected="no options of a single call: the sites of the model are what is tuned",
-            received=", ".join(given),
-            remedy="Leave them out, or leave --model out.",
+            "no options of a single call: the sites of the model are what is tuned",
+            ", ".join(given),
+            "Leave them out, or leave --model out.",
         )
 
 

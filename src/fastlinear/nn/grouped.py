@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from typing import Any, NoReturn
 
 import torch
@@ -109,6 +109,15 @@ class GroupedLinear(nn.Module):
         biases, dtypes or devices differ.
         """
         layers: list[nn.Linear] = []
+        if isinstance(linears, (nn.ModuleDict, Mapping, Set, str, Tensor)) or not hasattr(
+            linears, "__iter__"
+        ):
+            _fail(
+                ".from_linears",
+                "an nn.ModuleList, or a list or tuple, of nn.Linear layers",
+                type(linears).__name__,
+                "Give them in the order of the groups; of a dictionary its values().",
+            )
         for i, linear in enumerate(linears):
             reason = why_not_linear(linear)
             if reason is not None or not isinstance(linear, nn.Linear):
@@ -241,6 +250,4 @@ def _parameter(
 
 
 def _fail(where: str, expected: str, received: str, remedy: str) -> NoReturn:
-    raise InputError(
-        f"fastlinear.nn.GroupedLinear{where}", expected=expected, received=received, remedy=remedy
-    )
+    raise InputError(f"fastlinear.nn.GroupedLinear{where}", expected, received, remedy)

@@ -163,34 +163,34 @@ def load(source: str | Path | dict[str, Any]) -> Plan:
     if not isinstance(source, str | PathLike | dict):
         raise PlanError(
             "apply_",
-            expected="a plan: its path, or its parsed JSON",
-            received=f"an object of type {type(source).__name__}",
-            remedy="Of a Result, give result.plan.to_json().",
+            "a plan: its path, or its parsed JSON",
+            f"an object of type {type(source).__name__}",
+            "Of a Result, give result.plan.to_json().",
         )
     data = source if isinstance(source, dict) else _read(Path(source))
     if not isinstance(data, dict) or data.get("kind") != KIND:
         kind = data.get("kind") if isinstance(data, dict) else type(data).__name__
         raise PlanError(
             "apply_",
-            expected='a fastlinear plan (JSON with "kind": "plan")',
-            received=f"kind={kind!r}",
-            remedy="Write one with result.save(path).",
+            'a fastlinear plan (JSON with "kind": "plan")',
+            f"kind={kind!r}",
+            "Write one with result.save(path).",
         )
     if data.get("format") != FORMAT:
         raise PlanError(
             "apply_",
-            expected=f"plan format {FORMAT}",
-            received=f"format {data.get('format')!r}",
-            remedy="Make the plan again with optimize_ of this version.",
+            f"plan format {FORMAT}",
+            f"format {data.get('format')!r}",
+            "Make the plan again with optimize_ of this version.",
         )
     try:
         plan = _parse(data)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise PlanError(
             "apply_",
-            expected="a complete plan",
-            received=f"a plan with a bad or missing field ({type(error).__name__}: {error})",
-            remedy="Make the plan again with optimize_; do not edit it by hand.",
+            "a complete plan",
+            f"a plan with a bad or missing field ({type(error).__name__}: {error})",
+            "Make the plan again with optimize_; do not edit it by hand.",
         ) from error
     return plan
 
@@ -201,16 +201,16 @@ def _read(path: Path) -> Any:
     except OSError as error:
         raise PlanError(
             "apply_",
-            expected="a readable plan file",
-            received=f"{path}: {error.strerror}",
-            remedy="Write one with result.save(path), or with fastlinear optimize --plan.",
+            "a readable plan file",
+            f"{path}: {error.strerror}",
+            "Write one with result.save(path), or with fastlinear optimize --plan.",
         ) from error
     except ValueError as error:  # bad JSON, or bytes that are no text
         raise PlanError(
             "apply_",
-            expected="a plan in JSON",
-            received=f"{path}: {error}",
-            remedy="The file is corrupt: make the plan again with result.save(path).",
+            "a plan in JSON",
+            f"{path}: {error}",
+            "The file is corrupt: make the plan again with result.save(path).",
         ) from error
 
 
@@ -293,4 +293,4 @@ def _threads(environment: Mapping[str, Any]) -> int | None:
 
 
 def _refuse(expected: str, received: str, remedy: str) -> None:
-    raise PlanError("apply_", expected=expected, received=received, remedy=remedy)
+    raise PlanError("apply_", expected, received, remedy)

@@ -46,9 +46,9 @@ def decisions_of(plan: Plan) -> list[Decision]:
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise PlanError(
                 "apply_",
-                expected="complete measurements in the plan",
-                received=f"{type(error).__name__}: {error}",
-                remedy="Make the plan again with optimize_.",
+                "complete measurements in the plan",
+                f"{type(error).__name__}: {error}",
+                "Make the plan again with optimize_.",
             ) from error
         if decision.usable and cache.tuned(decision.problem, decision.able) is None:
             found.append(decision)

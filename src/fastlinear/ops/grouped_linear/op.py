@@ -265,7 +265,9 @@ def _unlike_plain(given: tuple[Any, ...]) -> bool:
     """Whether a tensor is a subclass, a proxy, sparse or on no memory, or a transform is active."""
     if calls.transforms_active():
         return True
-    return any(type(t) not in calls.PLAIN or t.layout is not torch.strided for t in given)
+    return any(
+        type(t) not in calls.PLAIN or t.layout is not torch.strided or t.is_nested for t in given
+    )
 
 
 def _unusual(
@@ -296,10 +298,10 @@ def _unusual(
     if backend not in (None, "eager"):
         raise InputError(
             "grouped_linear",
-            expected="plain strided tensors outside torch.func transforms and forward-mode "
+            "plain strided tensors outside torch.func transforms and forward-mode "
             "differentiation with a forced backend",
-            received=f"x of type {type(x).__name__}, backend={backend!r}",
-            remedy="Leave backend out; such calls take PyTorch's own path.",
+            f"x of type {type(x).__name__}, backend={backend!r}",
+            "Leave backend out; such calls take PyTorch's own path.",
         )
     return reference.grouped_linear(x, weight, bias, activation, layout)
 

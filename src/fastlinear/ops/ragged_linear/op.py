@@ -123,9 +123,9 @@ def _chosen(x: Tensor, weight: Tensor, given: list[Tensor], backend: str | None)
     if why is not None:
         raise UnsupportedError(
             "ragged_linear",
-            expected=f"a call that backend {backend!r} can serve",
-            received=f"one that it cannot: {why}",
-            remedy="Leave backend out.",
+            f"a call that backend {backend!r} can serve",
+            f"one that it cannot: {why}",
+            "Leave backend out.",
         )
     assert backend is not None
     return backend

@@ -61,9 +61,9 @@ def fail_forced(family: str, backend: str, why: str) -> NoReturn:
     """Raise UnsupportedError: a forced backend that serves nothing of the model."""
     raise UnsupportedError(
         "optimize_",
-        expected=f"a model that backend {backend!r} of {family} can serve somewhere",
-        received=why,
-        remedy="Leave backends out to let fastlinear choose.",
+        f"a model that backend {backend!r} of {family} can serve somewhere",
+        why,
+        "Leave backends out to let fastlinear choose.",
     )
 
 
