@@ -160,6 +160,8 @@ def _advice(match: Whole) -> str:
     module, how = match.module, match.grouped
     if how.kind == CONVOLUTION and isinstance(module, nn.Conv1d):
         return "fl.nn.GroupedLinear.from_conv1d(module)"
+    if how.kind == CONVOLUTION and isinstance(module, nn.Conv2d):
+        return "fl.nn.GroupedLinear.from_conv2d(module)"
     act = "" if how.activation == "none" else f", activation={how.activation!r}"
     layout = f", layout={how.layout!r})"
     if how.kind == LINEARS:
