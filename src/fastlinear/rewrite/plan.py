@@ -42,7 +42,8 @@ class Rewrite:
         route: ``"plain"`` (the linear alone), ``"instance"`` (the linear computes the activation
             and the activation module passes its input on), ``"parent"`` (the parent's forward
             makes one fused call) or ``"chain"`` (the forward of the module named by ``parent_fqn``
-            makes one call for a run of linears, or for those of a gated MLP or of a group);
+            makes one call for a run of linears, for those of a gated MLP or of a group, or for a
+            layer of all its towers);
             ``"own"`` is a grouped convolution, or a module with weights of its own, as one call;
             ``"graph"`` (rule ``"graphed"``) is a module replayed as CUDA graphs: the model as a
             whole or a part of it; ``"compile"`` (rule ``"compiled"``) the model or a block of it

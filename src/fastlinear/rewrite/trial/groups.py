@@ -16,6 +16,7 @@ from fastlinear.ops.grouped_linear.problem import NAME
 from fastlinear.profile.records import Finding
 from fastlinear.rewrite.result import SiteOutcome
 from fastlinear.rewrite.rules.grouped_towers import Standing
+from fastlinear.rewrite.trial.groups_products import WHY, of_product
 from fastlinear.rewrite.trial.groups_towers import of_towers
 from fastlinear.rewrite.trial.groups_units import Run, Unit, of_row, of_whole
 from fastlinear.rewrite.trial.groups_watch import watched
@@ -38,6 +39,8 @@ def find(work: Work) -> None:
     units = [of_row(work, row, seen.linears) for row in seen.rows]
     units += [of_whole(match, calls) for match, calls in seen.wholes]
     units += [of_towers(work, one, seen.firsts) for one in work.standing]
+    units += [of_product(product) for product in seen.products]
+    work.left_alone |= {product.fqn: WHY for product in seen.products}
     wanted = [u for u in units if u is not None and u.dtype in DTYPE_NAMES]
     found = [_untold(one) for one in work.standing if not one.towers]
     for i, unit in enumerate(wanted):

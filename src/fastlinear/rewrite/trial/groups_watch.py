@@ -4,6 +4,7 @@ grouped layer are given."""
 from __future__ import annotations
 
 from collections.abc import Container
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from fastlinear.profile.observe import own_copy
-from fastlinear.profile.step import private_copy
+from fastlinear.profile.step import is_compiled, private_copy
 from fastlinear.rewrite.match.candidate import Kind, SiteCalls
 from fastlinear.rewrite.rules import grouped as rule
 from fastlinear.rewrite.rules import grouped_modules as modules
 from fastlinear.rewrite.rules import grouped_towers as towers
 from fastlinear.rewrite.rules.grouped import Row, Seen
 from fastlinear.rewrite.rules.grouped_modules import Whole
+from fastlinear.rewrite.trial.groups_products import Product, Products
 from fastlinear.rewrite.verify.inputs import Call
 from fastlinear.rewrite.work import Work
 
@@ -33,12 +35,14 @@ class Watched:
         linears: the model's plain linears.
         firsts: the first linear of each tower → its calls; their inputs were all kept meanwhile,
             so that no two lie in one place.
+        products: products with a weight per group in modules that are no grouped layer.
     """
 
     rows: tuple[Row, ...] = ()
     wholes: tuple[tuple[Whole, SiteCalls], ...] = ()
     linears: dict[str, nn.Module] = field(default_factory=dict)
     firsts: dict[str, list[Seen]] = field(default_factory=dict)
+    products: tuple[Product, ...] = ()
 
 
 @dataclass
@@ -75,7 +79,8 @@ def watched(work: Work) -> Watched:
     is to be preserved by the caller."""
     if work.groups is None:
         linears, suspects = rule.plain_linears(work.model), modules.suspects(work.model)
-        if len(linears) < 2 and not suspects:
+        cubes = any(p.dim() == 3 for p in work.model.parameters())
+        if len(linears) < 2 and not suspects and not cubes:
             work.groups = Watched()
         else:
             work.groups = _watch(work, linears, suspects)
@@ -88,7 +93,12 @@ def _watch(work: Work, linears: dict[str, nn.Module], suspects: dict[str, nn.Mod
     firsts: dict[str, list[Seen]] = {
         name: [] for name in towers.firsts(work.model) if name in linears
     }
-    calls, given = _run(work, linears, suspects, firsts)
+    opaque = any(
+        is_compiled(m) or isinstance(m, torch.jit.ScriptModule) for m in work.model.modules()
+    )
+    products = Products(work.model)
+    with nullcontext() if opaque else products:
+        calls, given = _run(work, linears, suspects, firsts)
     wholes = []
     for fqn, seen in given.items():
         if not (seen.plain and seen.kinds):
@@ -102,7 +112,9 @@ def _watch(work: Work, linears: dict[str, nn.Module], suspects: dict[str, nn.Mod
     for call in calls:
         if call.fqn in firsts:
             firsts[call.fqn].append(call)
-    return Watched(tuple(rows), tuple(wholes), linears, firsts)
+    whole = {match.fqn for match, _ in wholes}
+    others = [p for p in products.found.values() if p.fqn.rpartition(".")[0] not in whole]
+    return Watched(tuple(rows), tuple(wholes), linears, firsts, tuple(others))
 
 
 def _run(
