@@ -25,7 +25,7 @@ from fastlinear.ops.ragged_linear.formula import Formula, Ragged
 from fastlinear.ops.ragged_linear.validation import validate, validate_kinds
 
 NAME = "ragged_linear"
-_MAX_GROUPS = 2047
+_MAX_GROUPS = 65535  # of Triton's kernels
 _is_compiling = torch.compiler.is_compiling
 
 
