@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from fastlinear.bench import groups as experiment
+from fastlinear.bench import groups_plot
 from fastlinear.bench import measure as measure_module
 from fastlinear.bench.case import Case
 from fastlinear.bench.cases import groups as cases_of
 from fastlinear.bench.measure import run_case
+from fastlinear.bench.plot import plot
+from fastlinear.bench.rows import read_rows
 from fastlinear.bench.settings import Settings
 from fastlinear.core.cost import Ceilings
+from fastlinear.core.errors import InputError
 
 SETTINGS = Settings(torch.device("cpu"), rounds=5, budget_s=0.1)
 PEERS = {
@@ -107,3 +112,57 @@ def test_roundings_of_wide_rows_decide_about_no_contender() -> None:
     assert {r["contender"]: r["valid"] for r in rows} == dict.fromkeys(
         ("eager", "bmm", "einsum", "fastlinear"), True
     )
+
+
+RESULTS = Path(__file__).parents[2] / "results/nvidia-h200/groups.jsonl"
+
+
+def test_curves_are_times_over_one_size_with_their_floor() -> None:
+    rows = read_rows(RESULTS)
+    found = {(c.axis, c.title): c for c in groups_plot.curves(rows)}
+    title = "bfloat16 + relu, M=16384, forward, device time"
+    curve = found["features of a group (K = N)", title]
+    assert curve.groups == {32: 256, 64: 64, 256: 16}
+    for k, groups in curve.groups.items():
+        same = [
+            r
+            for r in rows
+            if r["case"]["dims"] == {"M": 16384, "G": groups, "K": k, "N": k}
+            and (r["direction"], r["metric"]) == ("forward", "device")
+            and r["median_us"]
+        ]
+        assert {r["roofline"]["floor_us"] for r in same} == {curve.floors[k]}
+        named = {r["contender"]: r["median_us"] for r in same if "[" not in r["contender"]}
+        assert curve.times[k] == named
+        assert min(named.values()) > curve.floors[k]
+    assert all(len(c.times) > 1 for c in found.values())
+
+
+def _moved(rows: list[Any], **sizes: int) -> list[Any]:
+    """The rows of one case as those of another."""
+    found = []
+    for row in rows:
+        case = row["case"] | {"dims": row["case"]["dims"] | sizes}
+        found.append(row | {"case": case})
+    return found
+
+
+def test_curves_over_the_number_of_groups_and_the_tokens() -> None:
+    one = [r for r in read_rows(RESULTS) if r["case"]["dims"]["M"] == 4096]
+    one = [r for r in one if r["case"]["dtype"] == "float32" and r["direction"] == "forward"]
+    assert not groups_plot.curves(one), "one point is no curve"
+    axes = {c.axis: c for c in groups_plot.curves([*one, *_moved(one, G=10), *_moved(one, M=64)])}
+    assert set(axes) == {"number of groups", "tokens"}
+    assert list(axes["number of groups"].times) == [10, 100]
+    assert list(axes["tokens"].times) == [64, 4096]
+    assert not axes["tokens"].groups
+
+
+def test_the_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    text = plot(read_rows(RESULTS), tmp_path / "groups.svg").read_text()
+    for word in ("floor: bytes", "features of a group", "G=256", "fastlinear", "bmm"):
+        assert word in text
+    assert plot(read_rows(RESULTS), tmp_path / "groups.png").stat().st_size > 10_000
+    with pytest.raises(InputError, match="differ in size"):
+        groups_plot.plot([], tmp_path / "none.svg")

@@ -16,7 +16,7 @@ from fastlinear.core.errors import NumericsError, UnsupportedError
 Run = Callable[..., Result]
 
 BAD_INPUT, NUMERICS, UNSUPPORTED = 2, 3, 5
-_SAID = {"function": "optimize_", "remedy": "Do otherwise."}
+_REMEDY = "Do otherwise."
 
 
 @pytest.mark.parametrize(
@@ -239,8 +239,8 @@ def test_device_that_is_not_there(run: Run) -> None:
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (NumericsError(**_SAID, expected="small errors", received="large ones"), NUMERICS),
-        (UnsupportedError(**_SAID, expected="a plain model", received="another"), UNSUPPORTED),
+        (NumericsError("optimize_", "small errors", "large ones", _REMEDY), NUMERICS),
+        (UnsupportedError("optimize_", "a plain model", "another", _REMEDY), UNSUPPORTED),
         (KeyError("surprise"), 1),
     ],
 )

@@ -218,7 +218,7 @@ def test_cache_dir_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_errors_state_function_expected_received_remedy() -> None:
-    error = InputError("f", expected="a", received="b", remedy="Do c.")
+    error = InputError("f", "a", "b", "Do c.")
     assert str(error) == "f: expected a; received b. Do c."
     kinds = [
         e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, FastlinearError)

@@ -17,7 +17,6 @@ from fastlinear.core.errors import InputError
 @pytest.mark.parametrize("bias", [True, False])
 def test_from_linears_and_back(bias: bool) -> None:
     linears = nn.ModuleList(nn.Linear(5, 4, bias) for _ in range(3)).eval()
-    linears[1].weight.requires_grad_(False)
     for linear in linears:
         linear.eval()
     layer = fl.nn.GroupedLinear.from_linears(linears, "relu")
@@ -183,3 +182,51 @@ def test_groups_of_shared_features_are_no_convolution() -> None:
 def test_sizes_are_whole_numbers(sizes: Any) -> None:
     with pytest.raises(InputError, match="no negative size"):
         fl.nn.GroupedLinear(*sizes)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_from_conv2d_and_back(groups: int, bias: bool) -> None:
+    conv = nn.Conv2d(5 * groups, 4 * groups, 1, groups=groups, bias=bias)
+    layer = fl.nn.GroupedLinear.from_conv2d(conv, "gelu")
+    for shape in ((2, 5 * groups, 6, 3), (2, 5 * groups, 1, 1)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(layer(x), F.gelu(conv(x)))
+    back = layer.to_conv2d()
+    torch.testing.assert_close(back(x), conv(x))
+    for other in (nn.Conv1d(6, 6, 1), nn.Conv2d(6, 6, 1, padding=1), nn.Conv2d(6, 6, (1, 3))):
+        with pytest.raises(InputError, match="from_conv2d"):
+            fl.nn.GroupedLinear.from_conv2d(other)
+
+
+@pytest.mark.parametrize("length", [1, 6, 15])
+def test_a_convolutions_input_without_a_batch(length: int) -> None:
+    """15 positions of 15 channels: only the number of dimensions tells what is what."""
+    one, two = nn.Conv1d(15, 12, 1, groups=3), nn.Conv2d(15, 12, 1, groups=3)
+    x, z = torch.randn(15, length), torch.randn(15, length, 2)
+    layer = fl.nn.GroupedLinear.from_conv1d(one)
+    torch.testing.assert_close(layer(x), one(x))
+    torch.testing.assert_close(copy.deepcopy(layer)(x), one(x))
+    torch.testing.assert_close(fl.nn.GroupedLinear.from_conv2d(two)(z), two(z))
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), one(x))
+
+
+def test_tied_and_partly_frozen_layers_are_refused() -> None:
+    """One stacked parameter could be neither."""
+    make = fl.nn.GroupedLinear.from_linears
+    linear = nn.Linear(2, 3)
+    with pytest.raises(InputError, match="layers 0 and 2, which share their weight"):
+        make([linear, nn.Linear(2, 3), linear])
+    tied = nn.Linear(2, 3)
+    tied.bias = linear.bias
+    with pytest.raises(InputError, match="share their bias"):
+        make([linear, tied])
+    layers = [nn.Linear(2, 3) for _ in range(3)]
+    layers[1].bias.requires_grad_(False)
+    with pytest.raises(InputError, match="a frozen bias of layer 1 among trained ones"):
+        make(layers)
+    for layer in layers:
+        layer.bias.requires_grad_(False)
+    made = make(layers)
+    assert (made.weight.requires_grad, made.bias.requires_grad) == (True, False)

@@ -84,9 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if program is None or missing is not None:
         error = UnsupportedError(
             "sanitize",
-            expected="compute-sanitizer and a CUDA device",
-            received=missing or "",
-            remedy="The CUDA toolkit has it: set CUDA_HOME or PATH, on a machine with a GPU.",
+            "compute-sanitizer and a CUDA device",
+            missing or "",
+            "The CUDA toolkit has it: set CUDA_HOME or PATH, on a machine with a GPU.",
         )
         print(error, file=sys.stderr)
         return error.exit_code

@@ -113,9 +113,9 @@ def _headroom(given: argparse.Namespace) -> int:
     if given.rows is None:
         raise InputError(
             "bench headroom",
-            expected="a file of rows as --rows",
-            received="none",
-            remedy="For example --rows results/intel-xeon-processor/overhead.jsonl.gz.",
+            "a file of rows as --rows",
+            "none",
+            "For example --rows results/intel-xeon-processor/overhead.jsonl.gz.",
         )
     print(markdown(read_rows(given.rows)))
     return 0
@@ -126,9 +126,9 @@ def _table_from_rows(given: argparse.Namespace) -> int:
     if known is None:
         raise InputError(
             "bench table --rows",
-            expected="an existing table as --out",
-            received=str(given.out),
-            remedy="Name the table that the rows are to extend.",
+            "an existing table as --out",
+            str(given.out),
+            "Name the table that the rows are to extend.",
         )
     data = with_rows(known, read_rows(given.rows))
     write_table(data, given.out)

@@ -85,9 +85,9 @@ class Ahead:
         if jobs < 1:
             raise InputError(
                 "bench.run",
-                expected="jobs of at least 1",
-                received=str(jobs),
-                remedy="1 compiles nothing ahead.",
+                "jobs of at least 1",
+                str(jobs),
+                "1 compiles nothing ahead.",
             )
         self._settings = settings
         self._jobs = jobs

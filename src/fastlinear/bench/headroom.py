@@ -71,9 +71,9 @@ def headroom(rows: Iterable[Row]) -> list[Headroom]:
     if not eager:
         raise InputError(
             "bench.headroom",
-            expected=f"rows of eager on a CPU, batch {LEAST_BATCH} and width {LEAST_WIDTH} or more",
-            received="none",
-            remedy="Run `fastlinear bench overhead --device cpu --out FILE`.",
+            f"rows of eager on a CPU, batch {LEAST_BATCH} and width {LEAST_WIDTH} or more",
+            "none",
+            "Run `fastlinear bench overhead --device cpu --out FILE`.",
         )
     found = []
     for key, (us, floor) in eager.items():

@@ -92,9 +92,9 @@ def heats(rows: Iterable[Row]) -> list[Heat]:
     if not found:
         raise InputError(
             "bench.heatmap",
-            expected="timed rows of experiment overhead",
-            received="none",
-            remedy="Run `fastlinear bench overhead` with eager among the contenders.",
+            "timed rows of experiment overhead",
+            "none",
+            "Run `fastlinear bench overhead` with eager among the contenders.",
         )
     return found
 
@@ -117,9 +117,9 @@ def heatmap(rows: Iterable[Row], path: str | Path) -> Path:
     except ImportError as error:
         raise UnsupportedError(
             "bench.heatmap",
-            expected="matplotlib",
-            received=str(error),
-            remedy="Install the extra: pip install 'fastlinear[plots]'.",
+            "matplotlib",
+            str(error),
+            "Install the extra: pip install 'fastlinear[plots]'.",
         ) from error
 
     path = Path(path)

@@ -26,17 +26,17 @@ def pick(
     if experiment not in EXPERIMENTS:
         raise InputError(
             "bench.run",
-            expected=f"an experiment in {sorted(EXPERIMENTS)}",
-            received=experiment,
-            remedy="docs/benchmarks.md says what each measures.",
+            f"an experiment in {sorted(EXPERIMENTS)}",
+            experiment,
+            "docs/benchmarks.md says what each measures.",
         )
     unknown = sorted(set(dtypes or ()) - set(FLOAT_DTYPES))
     if unknown:
         raise InputError(
             "bench.run",
-            expected=f"dtypes in {sorted(FLOAT_DTYPES)}",
-            received=", ".join(unknown),
-            remedy="Leave it out for all dtypes of the experiment.",
+            f"dtypes in {sorted(FLOAT_DTYPES)}",
+            ", ".join(unknown),
+            "Leave it out for all dtypes of the experiment.",
         )
     every = EXPERIMENTS[experiment](device, quick)
     wanted = [_wanted(text) for text in where]
@@ -50,9 +50,9 @@ def pick(
     if not picked:
         raise InputError(
             "bench.run",
-            expected="a filter that leaves at least one case",
-            received=f"dtypes={dtypes}, only={only!r}, where={list(where)}",
-            remedy="Names look like: " + "; ".join(c.name for c in every[:3]) + ".",
+            "a filter that leaves at least one case",
+            f"dtypes={dtypes}, only={only!r}, where={list(where)}",
+            "Names look like: " + "; ".join(c.name for c in every[:3]) + ".",
         )
     return picked
 
@@ -63,9 +63,9 @@ def _wanted(text: str) -> tuple[str, frozenset[str]]:
     if not equals or not name or not values:
         raise InputError(
             "bench.run",
-            expected="where as NAME=VALUE,VALUE",
-            received=text,
-            remedy="For example M=8192 or L=8,4.",
+            "where as NAME=VALUE,VALUE",
+            text,
+            "For example M=8192 or L=8,4.",
         )
     return name, frozenset(values.split(","))
 
@@ -83,9 +83,9 @@ def check_known(picked: Sequence[Case], peers: Sequence[str]) -> None:
     if unknown:
         raise InputError(
             "bench.run",
-            expected=f"peers in {sorted(names)}",
-            received=", ".join(unknown),
-            remedy="A contender is named as its rows name it.",
+            f"peers in {sorted(names)}",
+            ", ".join(unknown),
+            "A contender is named as its rows name it.",
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fastlinear.bench import pseudo_table
+from fastlinear.bench import groups_plot, pseudo_table
 from fastlinear.bench.case import TIMED
 from fastlinear.bench.heat import heatmap
 from fastlinear.bench.rows import Row
@@ -22,7 +22,8 @@ def plot(rows: Iterable[Row], path: str | Path) -> Path:
     """Draw the speed of every timed contender relative to eager (right of 1 is faster).
 
     Rows of experiment ``overhead`` become a heat map (``bench.heatmap``), those of
-    ``pseudo-linear`` curves over the width. Otherwise one panel for each (direction, metric), one
+    ``pseudo-linear`` curves over the width, those of ``groups`` that differ in one size curves of
+    time over it with the floor drawn in. Otherwise one panel for each (direction, metric), one
     line a problem, one mark a contender; ours are diamonds. A logarithmic axis, so that 2x faster
     and 2x slower are equally far from 1.
 
@@ -38,22 +39,24 @@ def plot(rows: Iterable[Row], path: str | Path) -> Path:
     if path.suffix.lower() not in _FORMATS:
         raise InputError(
             "bench.plot",
-            expected=f"a file ending in {' or '.join(_FORMATS)}",
-            received=path.name,
-            remedy="The ending chooses the format.",
+            f"a file ending in {' or '.join(_FORMATS)}",
+            path.name,
+            "The ending chooses the format.",
         )
     rows = list(rows)
     if any(row["experiment"] == "overhead" for row in rows):
         return heatmap(rows, path)
     if any(row["experiment"] == pseudo_table.EXPERIMENT for row in rows):
         return pseudo_table.plot(rows, path)
+    if groups_plot.curves(rows):
+        return groups_plot.plot(rows, path)
     panels = speeds(rows)
     if not panels:
         raise InputError(
             "bench.plot",
-            expected="rows with timings of eager",
-            received="no such row",
-            remedy="Let eager take part: speeds are drawn against it.",
+            "rows with timings of eager",
+            "no such row",
+            "Let eager take part: speeds are drawn against it.",
         )
     try:
         import matplotlib as mpl
@@ -61,9 +64,9 @@ def plot(rows: Iterable[Row], path: str | Path) -> Path:
     except ImportError as error:
         raise UnsupportedError(
             "bench.plot",
-            expected="matplotlib",
-            received=str(error),
-            remedy="Install the extra: pip install 'fastlinear[plots]'.",
+            "matplotlib",
+            str(error),
+            "Install the extra: pip install 'fastlinear[plots]'.",
         ) from error
 
     lines = sum(len(problems) for problems in panels.values())

@@ -133,9 +133,9 @@ def plot(rows: Iterable[Row], path: str | Path) -> Path:
     if not found:
         raise InputError(
             "bench.plot",
-            expected="rows with timings of linear",
-            received="no such row",
-            remedy="Let linear take part: speeds are drawn against it.",
+            "rows with timings of linear",
+            "no such row",
+            "Let linear take part: speeds are drawn against it.",
         )
     try:
         import matplotlib as mpl
@@ -143,9 +143,9 @@ def plot(rows: Iterable[Row], path: str | Path) -> Path:
     except ImportError as error:
         raise UnsupportedError(
             "bench.plot",
-            expected="matplotlib",
-            received=str(error),
-            remedy="Install the extra: pip install 'fastlinear[plots]'.",
+            "matplotlib",
+            str(error),
+            "Install the extra: pip install 'fastlinear[plots]'.",
         ) from error
 
     path = Path(path)

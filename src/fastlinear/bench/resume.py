@@ -118,9 +118,9 @@ def opened(
     if kept.foreign and resume is not None and path.resolve() == Path(resume).resolve():
         raise InputError(
             "bench.run",
-            expected="rows of one experiment, commit, device and set of versions to resume",
-            received=f"{kept.foreign} others in {resume}, which would be lost",
-            remedy="Write to another file: --out.",
+            "rows of one experiment, commit, device and set of versions to resume",
+            f"{kept.foreign} others in {resume}, which would be lost",
+            "Write to another file: --out.",
         )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -132,9 +132,9 @@ def opened(
     except OSError as error:
         raise InputError(
             "bench.run",
-            expected="a writable file for the rows",
-            received=f"{path}: {error}",
-            remedy="Choose another place for the rows.",
+            "a writable file for the rows",
+            f"{path}: {error}",
+            "Choose another place for the rows.",
         ) from error
     with file:
         yield kept, file

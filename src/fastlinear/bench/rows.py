@@ -211,16 +211,16 @@ def read_rows(path: str | Path, *, cut: bool = False) -> list[Row]:
         except json.JSONDecodeError as error:
             raise InputError(
                 "read_rows",
-                expected=f"JSON on line {number} of {path}",
-                received=str(error),
-                remedy="Remove the line: a run that was killed leaves its last one cut.",
+                f"JSON on line {number} of {path}",
+                str(error),
+                "Remove the line: a run that was killed leaves its last one cut.",
             ) from error
         if not isinstance(row, dict) or "contender" not in row or "metric" not in row:
             raise InputError(
                 "read_rows",
-                expected=f"a benchmark row on line {number} of {path}",
-                received=line[:60],
-                remedy="Give a file that `fastlinear bench --out` wrote.",
+                f"a benchmark row on line {number} of {path}",
+                line[:60],
+                "Give a file that `fastlinear bench --out` wrote.",
             )
         found.append(row)
     return found
@@ -235,9 +235,9 @@ def _lines(path: Path, cut: bool) -> list[str]:
         if not (cut and isinstance(error, EOFError)):
             raise InputError(
                 "read_rows",
-                expected=f"a whole JSONL file at {path}",
-                received=f"{type(error).__name__}: {error}",
-                remedy="Measure again; a run that was killed goes on with --resume.",
+                f"a whole JSONL file at {path}",
+                f"{type(error).__name__}: {error}",
+                "Measure again; a run that was killed goes on with --resume.",
             ) from error
     if cut and lines and not lines[-1].endswith("\n"):
         lines.pop()

@@ -164,9 +164,9 @@ def _device(device: torch.device | str) -> torch.device:
     if where.type == "cuda" and not torch.cuda.is_available():
         raise UnsupportedError(
             "bench.run",
-            expected="a CUDA device",
-            received="torch.cuda.is_available() is False",
-            remedy="Use device='cpu', or see `fastlinear doctor`.",
+            "a CUDA device",
+            "torch.cuda.is_available() is False",
+            "Use device='cpu', or see `fastlinear doctor`.",
         )
     return where
 

@@ -146,16 +146,16 @@ def with_rows(table: Mapping[str, Any], measured: Sequence[Row]) -> dict[str, An
         if (env["device"]["slug"], env["torch"]) != (table["device"], table["torch"]):
             raise InputError(
                 "bench table --rows",
-                expected=f"rows of {table['device']} with torch {table['torch']}",
-                received=f"{env['device']['slug']} with torch {env['torch']}",
-                remedy="Give rows measured where the table was.",
+                f"rows of {table['device']} with torch {table['torch']}",
+                f"{env['device']['slug']} with torch {env['torch']}",
+                "Give rows measured where the table was.",
             )
     if not found:
         raise InputError(
             "bench table --rows",
-            expected="timed rows of chains without gradients, eager and forced backends among them",
-            received=f"{len(measured)} rows without any",
-            remedy="Run `fastlinear bench overhead --out FILE` first.",
+            "timed rows of chains without gradients, eager and forced backends among them",
+            f"{len(measured)} rows without any",
+            "Run `fastlinear bench overhead --out FILE` first.",
         )
     rows, aged = _by_age(table)
     kept = [r for r in (*rows, *aged.values()) if Problem.from_json(r["problem"]) not in found]

@@ -68,9 +68,9 @@ class ErrorGroup(TyperGroup):
                 raise
             left = ModelLoadError(
                 "fastlinear",
-                expected="the code of the model to come to its end",
-                received=f"SystemExit({error.code!r}) from it",
-                remedy="--debug shows where it was raised.",
+                "the code of the model to come to its end",
+                f"SystemExit({error.code!r}) from it",
+                "--debug shows where it was raised.",
             )
             show_error(str(left))
             raise typer.Exit(left.exit_code) from None

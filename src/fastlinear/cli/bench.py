@@ -112,9 +112,9 @@ def bench(
     if plot is not None and plot.suffix.lower() not in _PLOTS:
         raise InputError(
             "--plot",
-            expected=f"a file ending in {' or '.join(_PLOTS)}",
-            received=str(plot),
-            remedy="The ending chooses the format.",
+            f"a file ending in {' or '.join(_PLOTS)}",
+            str(plot),
+            "The ending chooses the format.",
         )
     with progress_bar(quiet=quiet) as progress:
         rows = run(

@@ -317,9 +317,9 @@ def within_memory(what: str) -> Iterator[None]:
             raise
         raise InputError(
             "fastlinear",
-            expected=f"memory for {what}: its tensors, several times, and some in float64",
-            received="less than it takes",
-            remedy="Ask for fewer rows or features.",
+            f"memory for {what}: its tensors, several times, and some in float64",
+            "less than it takes",
+            "Ask for fewer rows or features.",
         ) from error
 
 
@@ -333,4 +333,4 @@ def memory_of(device: torch.device) -> int:
 
 
 def _fail(function: str, expected: str, received: str, remedy: str) -> NoReturn:
-    raise InputError(function, expected=expected, received=received, remedy=remedy)
+    raise InputError(function, expected, received, remedy)

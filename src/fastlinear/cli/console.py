@@ -144,9 +144,9 @@ def check_writable(option: str, path: Path | None, *, through_another: bool = Fa
     if why is not None:
         raise InputError(
             option,
-            expected="a file that can be written",
-            received=f"{path}: {why}",
-            remedy="Choose another place.",
+            "a file that can be written",
+            f"{path}: {why}",
+            "Choose another place.",
         )
 
 

@@ -25,9 +25,9 @@ def load_object(name: str, what: str) -> Any:
     if not colon or not module_name or not path:
         raise ModelLoadError(
             what,
-            expected="package.module:attribute",
-            received=repr(name),
-            remedy="For example mypackage.models:make_model.",
+            "package.module:attribute",
+            repr(name),
+            "For example mypackage.models:make_model.",
         )
     here = str(Path.cwd())
     if here not in sys.path:
@@ -37,17 +37,17 @@ def load_object(name: str, what: str) -> Any:
     except (Exception, SystemExit) as error:
         raise ModelLoadError(
             what,
-            expected=f"module {module_name!r} to be importable from {here}",
-            received=_said(error),
-            remedy="Run from the folder that holds the package, or install it.",
+            f"module {module_name!r} to be importable from {here}",
+            _said(error),
+            "Run from the folder that holds the package, or install it.",
         ) from error
     for part in path.split("."):
         if not hasattr(found, part):
             raise ModelLoadError(
                 what,
-                expected=f"{module_name!r} to have the attribute {path!r}",
-                received=f"no {part!r}{_near(found)}",
-                remedy="Check the spelling.",
+                f"{module_name!r} to have the attribute {path!r}",
+                f"no {part!r}{_near(found)}",
+                "Check the spelling.",
             )
         found = getattr(found, part)
     return found
@@ -63,24 +63,24 @@ def load_model(name: str, *, device: str, dtype: str | None, train: bool, seed: 
         if not callable(factory):
             raise ModelLoadError(
                 "model",
-                expected=f"{name} to be an nn.Module or a callable returning one",
-                received=f"an object of type {type(factory).__name__}",
-                remedy="Name a function without arguments that returns the model.",
+                f"{name} to be an nn.Module or a callable returning one",
+                f"an object of type {type(factory).__name__}",
+                "Name a function without arguments that returns the model.",
             )
         model = _call(factory, "model", name)
     if not isinstance(model, nn.Module):
         raise ModelLoadError(
             "model",
-            expected=f"{name}() to return an nn.Module",
-            received=f"an object of type {type(model).__name__}",
-            remedy="Return the model itself, without its inputs.",
+            f"{name}() to return an nn.Module",
+            f"an object of type {type(model).__name__}",
+            "Return the model itself, without its inputs.",
         )
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         raise ModelLoadError(
             "model",
-            expected=f"{name}() to return a model with values",
-            received="parameters or buffers on the meta device",
-            remedy="Give it storage first, for example model.to_empty(device='cpu').",
+            f"{name}() to return a model with values",
+            "parameters or buffers on the meta device",
+            "Give it storage first, for example model.to_empty(device='cpu').",
         )
     model = model.to(where) if dtype is None else model.to(where, FLOAT_DTYPES[dtype])
     return model.train(train)
@@ -96,9 +96,9 @@ def load_inputs(
         if value is None:
             raise ModelLoadError(
                 "inputs",
-                expected=f"--inputs, or {model} to carry an `example_inputs` attribute",
-                received="neither",
-                remedy="Pass --inputs package.module:factory, a callable returning a tensor, "
+                f"--inputs, or {model} to carry an `example_inputs` attribute",
+                "neither",
+                "Pass --inputs package.module:factory, a callable returning a tensor, "
                 "a tuple of positional or a dict of keyword arguments.",
             )
         label = f"{model}.example_inputs"
@@ -113,17 +113,17 @@ def load_inputs(
     if not isinstance(value, torch.Tensor | tuple | dict):
         raise ModelLoadError(
             "inputs",
-            expected=f"{label} to give a tensor, a tuple of positional arguments or a dict of "
+            f"{label} to give a tensor, a tuple of positional arguments or a dict of "
             "keyword arguments",
-            received=f"an object of type {type(value).__name__}",
-            remedy="Wrap a single argument that is no tensor in a tuple: (x,).",
+            f"an object of type {type(value).__name__}",
+            "Wrap a single argument that is no tensor in a tuple: (x,).",
         )
     if any(isinstance(t, torch.Tensor) and t.is_meta for t in tree_leaves(value)):
         raise ModelLoadError(
             "inputs",
-            expected=f"{label} to give tensors with values",
-            received="a tensor on the meta device",
-            remedy="Make it on the CPU; it is moved to --device.",
+            f"{label} to give tensors with values",
+            "a tensor on the meta device",
+            "Make it on the CPU; it is moved to --device.",
         )
     moved: torch.Tensor | tuple[Any, ...] | dict[str, Any] = _move(
         value, usable_device(device), None if dtype is None else FLOAT_DTYPES[dtype]
@@ -136,9 +136,9 @@ def check_loss(name: str | None, train: bool) -> None:
     if name is not None and not train:
         raise InputError(
             "--loss",
-            expected="train mode, the only one in which a loss is computed",
-            received=f"{name} in inference mode",
-            remedy="Add --mode train, or leave --loss out.",
+            "train mode, the only one in which a loss is computed",
+            f"{name} in inference mode",
+            "Add --mode train, or leave --loss out.",
         )
 
 
@@ -150,9 +150,9 @@ def load_loss(name: str | None) -> Callable[[Any], torch.Tensor] | None:
     if not callable(loss):
         raise ModelLoadError(
             "loss",
-            expected=f"{name} to be a function from the model's output to a scalar tensor",
-            received=f"an object of type {type(loss).__name__}",
-            remedy="Name the function itself; leave --loss out for the mean square of the outputs.",
+            f"{name} to be a function from the model's output to a scalar tensor",
+            f"an object of type {type(loss).__name__}",
+            "Name the function itself; leave --loss out for the mean square of the outputs.",
         )
     function: Callable[[Any], torch.Tensor] = loss
     return function
@@ -170,25 +170,25 @@ def usable_device(device: str) -> torch.device:
     except RuntimeError:
         raise ModelLoadError(
             "--device",
-            expected="cpu, cuda or cuda:INDEX",
-            received=repr(device),
-            remedy="`fastlinear doctor` says what this machine offers.",
+            "cpu, cuda or cuda:INDEX",
+            repr(device),
+            "`fastlinear doctor` says what this machine offers.",
         ) from None
     if where.type not in ("cpu", "cuda"):
         raise UnsupportedError(
             "--device",
-            expected="cpu or cuda",
-            received=repr(device),
-            remedy="Other devices are not served: choose cpu or cuda.",
+            "cpu or cuda",
+            repr(device),
+            "Other devices are not served: choose cpu or cuda.",
         )
     if where.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (where.index or 0) >= count:
             raise UnsupportedError(
                 "--device",
-                expected=f"a CUDA device torch can see ({count} here)",
-                received=repr(device),
-                remedy="`fastlinear doctor` says what this machine offers.",
+                f"a CUDA device torch can see ({count} here)",
+                repr(device),
+                "`fastlinear doctor` says what this machine offers.",
             )
     return where
 
@@ -199,9 +199,9 @@ def _call(factory: Callable[[], Any], what: str, name: str) -> Any:
     except (Exception, SystemExit) as error:
         raise ModelLoadError(
             what,
-            expected=f"{name}() to run without arguments and without an error",
-            received=_said(error),
-            remedy="--debug shows where it was raised.",
+            f"{name}() to run without arguments and without an error",
+            _said(error),
+            "--debug shows where it was raised.",
         ) from error
 
 

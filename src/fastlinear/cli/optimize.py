@@ -192,9 +192,9 @@ def _finish(result: Any, *, as_json: bool, html: Path | None, quiet: bool) -> No
     if failed:
         raise NumericsError(
             "fastlinear",
-            expected="a rewrite as accurate as PyTorch's own path",
-            received=f"{failed[0]['fqn'] or 'the model'}: {failed[0]['reason']}",
-            remedy="Nothing was kept, and the model is as it was.",
+            "a rewrite as accurate as PyTorch's own path",
+            f"{failed[0]['fqn'] or 'the model'}: {failed[0]['reason']}",
+            "Nothing was kept, and the model is as it was.",
         )
     raise typer.Exit(NOTHING_PROFITABLE)
 
@@ -206,9 +206,9 @@ def _backends(pairs: list[str]) -> dict[str, str]:
         if not equals or not family or not name:
             raise InputError(
                 "--backend",
-                expected="FAMILY=BACKEND, as linear_act=onednn",
-                received=repr(pair),
-                remedy="`fastlinear doctor` lists families and backends.",
+                "FAMILY=BACKEND, as linear_act=onednn",
+                repr(pair),
+                "`fastlinear doctor` lists families and backends.",
             )
         chosen[family] = name
     return chosen
@@ -221,9 +221,9 @@ def _check_only(only: list[str], model: Any) -> None:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in ("", *names)):
             raise InputError(
                 "--only",
-                expected="a pattern that the name of a module matches",
-                received=repr(pattern),
-                remedy=f"Names look like: {', '.join(names[:5])}.",
+                "a pattern that the name of a module matches",
+                repr(pattern),
+                f"Names look like: {', '.join(names[:5])}.",
             )
 
 

@@ -111,8 +111,8 @@ def numbers(option: str, text: str | None) -> tuple[int, ...]:
     if len(found) != len(parts) or 0 in found:
         raise InputError(
             option,
-            expected="whole numbers from 1 on, with commas between them",
-            received=repr(text),
-            remedy="For example 1,64,1024.",
+            "whole numbers from 1 on, with commas between them",
+            repr(text),
+            "For example 1,64,1024.",
         )
     return found

@@ -103,9 +103,9 @@ def tune(
         option = "--inputs" if inputs is not None else "--rows"
         raise InputError(
             option,
-            expected="a model to put them into",
-            received=f"{inputs or rows} without --model",
-            remedy=f"Add --model, or leave {option} out"
+            "a model to put them into",
+            f"{inputs or rows} without --model",
+            f"Add --model, or leave {option} out"
             + ("." if inputs is not None else "; --m is the number of rows of one call."),
         )
     call = Call(
@@ -129,9 +129,9 @@ def tune(
     elif family != "linear_act":
         raise InputError(
             "--model",
-            expected="linear_act, whose sites in the model are tuned",
-            received=family,
-            remedy="Describe the chain, for example --m 32 --widths 784,256,10.",
+            "linear_act, whose sites in the model are tuned",
+            family,
+            "Describe the chain, for example --m 32 --widths 784,256,10.",
         )
     else:
         problems = _problems_of_model(
@@ -168,9 +168,9 @@ def _refuse_options_of_a_call(ctx: typer.Context) -> None:
     if given:
         raise InputError(
             "--model",
-            expected="no options of a single call: the sites of the model are what is tuned",
-            received=", ".join(given),
-            remedy="Leave them out, or leave --model out.",
+            "no options of a single call: the sites of the model are what is tuned",
+            ", ".join(given),
+            "Leave them out, or leave --model out.",
         )
 
 

@@ -6,9 +6,15 @@ reader can act without opening the source.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 
 class FastlinearError(Exception):
     """Base class of all errors raised by fastlinear.
+
+    Made of four texts by position and without a constructor of its own, which torch.compile could
+    not follow: so the error it raises under ``fullgraph=True`` shows them, and in a call that may
+    leave the graph this error itself arrives.
 
     Attributes:
         exit_code: the exit status the command line returns for this error.
@@ -16,12 +22,32 @@ class FastlinearError(Exception):
 
     exit_code = 1
 
-    def __init__(self, function: str, *, expected: str, received: str, remedy: str) -> None:
-        self.function = function
-        self.expected = expected
-        self.received = received
-        self.remedy = remedy
-        super().__init__(f"{function}: expected {expected}; received {received}. {remedy}")
+    if TYPE_CHECKING:
+
+        def __init__(self, function: str, expected: str, received: str, remedy: str, /) -> None: ...
+
+    @property
+    def function(self) -> str:
+        """Which function refuses."""
+        return str(self.args[0])
+
+    @property
+    def expected(self) -> str:
+        """What it takes."""
+        return str(self.args[1])
+
+    @property
+    def received(self) -> str:
+        """What it was given."""
+        return str(self.args[2])
+
+    @property
+    def remedy(self) -> str:
+        """What to do about it."""
+        return str(self.args[3])
+
+    def __str__(self) -> str:
+        return f"{self.function}: expected {self.expected}; received {self.received}. {self.remedy}"
 
 
 class InputError(FastlinearError, ValueError):

@@ -9,12 +9,13 @@ from types import CodeType
 _GLOBAL_OPS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
 
 
-_COMPREHENSIONS = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>"})
+GENERATOR = "<genexpr>"
+_COMPREHENSIONS = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", GENERATOR})
 
 
 def own_codes(code: CodeType) -> tuple[CodeType, ...]:
-    """A function's code and that of the comprehensions in it, which run where they stand. Python
-    3.12 and later have them in the function's own code."""
+    """A function's code and that of the comprehensions and generator expressions in it. Python 3.12
+    and later have the former in the function's own code."""
     inner = (c for c in code.co_consts if isinstance(c, CodeType) and c.co_name in _COMPREHENSIONS)
     return (code, *(found for c in inner for found in own_codes(c)))
 

@@ -147,10 +147,10 @@ class Inspection(TorchDispatchMode):
             return
         raise UnsupportedError(
             self._function,
-            expected="every tensor it reads to be an argument, or a parameter, buffer or attribute "
+            "every tensor it reads to be an argument, or a parameter, buffer or attribute "
             "of the module, so that a new one in its place is noticed",
-            received=f"a {tuple(t.shape)} {t.dtype} tensor from elsewhere at {user_line()}",
-            remedy="Pass it as an argument, register it as a buffer, or name it in watch=[...].",
+            f"a {tuple(t.shape)} {t.dtype} tensor from elsewhere at {user_line()}",
+            "Pass it as an argument, register it as a buffer, or name it in watch=[...].",
         )
 
     def _check_writes(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -181,9 +181,9 @@ class Inspection(TorchDispatchMode):
     def _refuse(self, expected: str, received: str, remedy: str = _STATIC) -> None:
         raise UnsupportedError(
             self._function,
-            expected=f"{expected}, which a CUDA graph cannot record",
-            received=f"{received} at {user_line()}",
-            remedy=remedy,
+            f"{expected}, which a CUDA graph cannot record",
+            f"{received} at {user_line()}",
+            remedy,
         )
 
 

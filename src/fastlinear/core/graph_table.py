@@ -19,9 +19,9 @@ def checked_buckets(function: str, buckets: Sequence[int]) -> tuple[int, ...]:
     if not buckets or any(type(b) is not int or b < 1 for b in buckets):
         raise InputError(
             function,
-            expected="batch_buckets to be whole numbers above 0",
-            received=f"batch_buckets={buckets!r}",
-            remedy="Leave it out for 1, 2, 4 … 4096.",
+            "batch_buckets to be whole numbers above 0",
+            f"batch_buckets={buckets!r}",
+            "Leave it out for 1, 2, 4 … 4096.",
         )
     return tuple(sorted(set(buckets)))
 

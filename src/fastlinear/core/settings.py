@@ -120,7 +120,7 @@ class Config:
 
 def _check(holds: bool, expected: str, received: str, remedy: str) -> None:
     if not holds:
-        raise InputError("Config", expected=expected, received=received, remedy=remedy)
+        raise InputError("Config", expected, received, remedy)
 
 
 def _is_whole(value: object) -> bool:
@@ -154,9 +154,9 @@ def kept_bytes() -> int:
         if not said.isdecimal():
             raise InputError(
                 "FASTLINEAR_KEEP_MIB",
-                expected="a whole number of MiB, at least 0",
-                received=repr(said),
-                remedy="0 keeps none; leave it out for a sixteenth of the machine's memory.",
+                "a whole number of MiB, at least 0",
+                repr(said),
+                "0 keeps none; leave it out for a sixteenth of the machine's memory.",
             )
         return int(said) << 20
     try:

@@ -81,9 +81,9 @@ def paired_ratio(numerator: Samples, denominator: Samples) -> Ratio:
     if len(numerator.us) != len(denominator.us):
         raise InputError(
             "paired_ratio",
-            expected="samples of the same interleaved run",
-            received=f"{len(numerator.us)} and {len(denominator.us)} rounds",
-            remedy="Time both in one call of interleave.",
+            "samples of the same interleaved run",
+            f"{len(numerator.us)} and {len(denominator.us)} rounds",
+            "Time both in one call of interleave.",
         )
     ratios = np.asarray(numerator.us) / np.asarray(denominator.us)
     low, high = _bootstrap_median(ratios)
@@ -122,9 +122,9 @@ def interleave(
     if metric not in METRICS:
         raise InputError(
             "interleave",
-            expected=f"metric in {', '.join(METRICS)}",
-            received=repr(metric),
-            remedy="'wall' is what a caller waits, 'device' what the device works.",
+            f"metric in {', '.join(METRICS)}",
+            repr(metric),
+            "'wall' is what a caller waits, 'device' what the device works.",
         )
     device = torch.device(device)
     runners = {n: _prepare(fn, device, metric) for n, fn in contenders.items()}

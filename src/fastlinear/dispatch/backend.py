@@ -113,9 +113,9 @@ def family(name: str) -> Family:
     if name not in _FAMILIES:
         raise InputError(
             "fastlinear",
-            expected=f"a family in {', '.join(sorted(_FAMILIES))}",
-            received=repr(name),
-            remedy="A family is known once its module in fastlinear.ops is imported.",
+            f"a family in {', '.join(sorted(_FAMILIES))}",
+            repr(name),
+            "A family is known once its module in fastlinear.ops is imported.",
         )
     return _FAMILIES[name]
 
@@ -145,9 +145,9 @@ def check_backend(backend: str | None, family_name: str, function: str) -> None:
     if backend not in names:
         raise InputError(
             function,
-            expected=f"a backend of {family_name} in {', '.join(names)}",
-            received=repr(backend),
-            remedy="Leave it out to let fastlinear choose.",
+            f"a backend of {family_name} in {', '.join(names)}",
+            repr(backend),
+            "Leave it out to let fastlinear choose.",
         )
 
 

@@ -179,9 +179,9 @@ def clear(device: str) -> int:
         except (OSError, Timeout) as error:
             raise UnsupportedError(
                 "cache.clear",
-                expected="a tuned cache that can be removed",
-                received=str(error),
-                remedy="Remove it by hand, or set FASTLINEAR_CACHE_DIR to another folder.",
+                "a tuned cache that can be removed",
+                str(error),
+                "Remove it by hand, or set FASTLINEAR_CACHE_DIR to another folder.",
             ) from error
     _loaded.pop(path, None)
     _changed()

@@ -64,10 +64,9 @@ def select(problem: Problem, forced: str | None = None) -> Choice:
             return _choice(problem, by_name[name], "default", why, reasons, {})
     raise UnsupportedError(
         problem.family,
-        expected="at least one backend able to serve the call",
-        received=f"{problem.describe()}: "
-        + "; ".join(f"{name}: {why}" for name, why in reasons.items()),
-        remedy="Change what these reasons name, or call PyTorch's own functions.",
+        "at least one backend able to serve the call",
+        f"{problem.describe()}: " + "; ".join(f"{name}: {why}" for name, why in reasons.items()),
+        "Change what these reasons name, or call PyTorch's own functions.",
     )
 
 
@@ -84,17 +83,17 @@ def _forced(
     if forced not in reasons:
         raise InputError(
             problem.family,
-            expected=f"backend in {sorted(reasons)} for {problem.piece}",
-            received=f"backend={forced!r}",
-            remedy="Leave backend out to let fastlinear choose.",
+            f"backend in {sorted(reasons)} for {problem.piece}",
+            f"backend={forced!r}",
+            "Leave backend out to let fastlinear choose.",
         )
     why = reasons[forced]
     if why is not None:
         raise UnsupportedError(
             problem.family,
-            expected=f"a call that backend {forced!r} can serve",
-            received=f"{problem.describe()}: {why}",
-            remedy="Leave backend out, or ask fastlinear.explain(...) which can.",
+            f"a call that backend {forced!r} can serve",
+            f"{problem.describe()}: {why}",
+            "Leave backend out, or ask fastlinear.explain(...) which can.",
         )
     backend = next(b for b in candidates if b.name == forced)
     return _choice(problem, backend, "forced", "the caller named it", reasons, {})

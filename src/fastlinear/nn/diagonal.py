@@ -190,4 +190,4 @@ def _only_parameter(scale: nn.Module) -> nn.Parameter:
 
 
 def _fail(expected: str, received: str, remedy: str = _BUILD_IT) -> NoReturn:
-    raise InputError(_NAME, expected=expected, received=received, remedy=remedy)
+    raise InputError(_NAME, expected, received, remedy)

@@ -213,4 +213,4 @@ def _check_recompute(where: str, recompute: object) -> None:
 
 
 def _fail(where: str, expected: str, received: str, remedy: str) -> NoReturn:
-    raise InputError(f"{_NAME}{where}", expected=expected, received=received, remedy=remedy)
+    raise InputError(f"{_NAME}{where}", expected, received, remedy)

@@ -59,10 +59,10 @@ def flatten(value: Any, tensors: list[Tensor]) -> Hashable:
         return kind, tuple(flatten(v, tensors) for v in value)
     raise UnsupportedError(
         "graphed",
-        expected="arguments that are plain tensors, numbers, strings, None, or tuples, lists and "
+        "arguments that are plain tensors, numbers, strings, None, or tuples, lists and "
         "dicts of these",
-        received=f"an argument of type {kind.__module__}.{kind.__qualname__}",
-        remedy="Pass the tensors and numbers it holds, or keep the object inside the callable.",
+        f"an argument of type {kind.__module__}.{kind.__qualname__}",
+        "Pass the tensors and numbers it holds, or keep the object inside the callable.",
     )
 
 
@@ -152,10 +152,10 @@ def positions(args: tuple[Any, ...], kwargs: dict[str, Any], wanted: tuple[Named
         elif not one.optional:
             raise InputError(
                 "graphed",
-                expected="by_address to name arguments of the call",
-                received=f"{one.given!r} beside {len(args)} positional arguments and the keywords "
+                "by_address to name arguments of the call",
+                f"{one.given!r} beside {len(args)} positional arguments and the keywords "
                 f"{', '.join(kwargs) or '(none)'}",
-                remedy="Give the position, from 0, or the name that the argument is passed by.",
+                "Give the position, from 0, or the name that the argument is passed by.",
             )
     seen: list[Tensor] = []
     for name, value in [*enumerate(args), *kwargs.items()]:

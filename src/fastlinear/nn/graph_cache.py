@@ -127,9 +127,9 @@ class Graphs:
         if dim is not None and all(t.dim() <= dim for t in tensors):
             raise InputError(
                 "graphed",
-                expected=f"an argument that has dimension batch_dim={dim}, counted from 0",
-                received=f"tensors of shapes {', '.join(str(tuple(t.shape)) for t in tensors)}",
-                remedy="Give the dimension that holds the rows, usually batch_dim=0, or leave "
+                f"an argument that has dimension batch_dim={dim}, counted from 0",
+                f"tensors of shapes {', '.join(str(tuple(t.shape)) for t in tensors)}",
+                "Give the dimension that holds the rows, usually batch_dim=0, or leave "
                 "batch_dim out for a graph of each exact size.",
             )
         if any(t.numel() == 0 for t in tensors):
@@ -240,9 +240,9 @@ class Graphs:
         if why is not None:
             raise UnsupportedError(
                 "graphed",
-                expected=f"dense tensors on one {kind} device and a target without hooks",
-                received=why,
-                remedy="Move them there, or pass on_unsupported='eager'.",
+                f"dense tensors on one {kind} device and a target without hooks",
+                why,
+                "Move them there, or pass on_unsupported='eager'.",
             )
 
     def refuse(self, error: UnsupportedError) -> None:

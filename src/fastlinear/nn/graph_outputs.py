@@ -41,9 +41,9 @@ class ReusedOutput(Tensor):
         if self._made_at != self._generation.count:
             raise UnsupportedError(
                 "graphed",
-                expected="an output of reuse_outputs=True to be read before the next call",
-                received="an output whose memory a later call has overwritten",
-                remedy="Clone what must outlive the next call, or leave reuse_outputs out.",
+                "an output of reuse_outputs=True to be read before the next call",
+                "an output whose memory a later call has overwritten",
+                "Clone what must outlive the next call, or leave reuse_outputs out.",
             )
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)

@@ -123,8 +123,8 @@ def _near(a: Tensor, b: Tensor, most: float) -> bool:
 def _not_rowwise(received: str) -> UnsupportedError:
     return UnsupportedError(
         "graphed",
-        expected="a callable that treats every row of the batch alone, as batch_dim promises",
-        received=received,
-        remedy="Leave batch_dim out for a graph of each exact size (or call eval() where a layer "
+        "a callable that treats every row of the batch alone, as batch_dim promises",
+        received,
+        "Leave batch_dim out for a graph of each exact size (or call eval() where a layer "
         "takes statistics of the batch).",
     )

@@ -178,24 +178,23 @@ class _Step(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise UnsupportedError(
                 "graphed",
-                expected="first-order gradients",
-                received="a backward with create_graph=True",
-                remedy="Call the callable itself, not its graphed form, for double backward.",
+                "first-order gradients",
+                "a backward with create_graph=True",
+                "Call the callable itself, not its graphed form, for double backward.",
             )
         if ctx.lease.done:
             raise UnsupportedError(
                 "graphed",
-                expected="one backward for each forward",
-                received="a second backward through the same forward (retain_graph=True)",
-                remedy="Sum the losses and go backward once, or call the callable itself.",
+                "one backward for each forward",
+                "a second backward through the same forward (retain_graph=True)",
+                "Sum the losses and go backward once, or call the callable itself.",
             )
         if not ctx.lease.unchanged():
             raise UnsupportedError(
                 "graphed",
-                expected="parameters and outputs that the backward reads to be as the forward left "
-                "them",
-                received="one that was modified in place between forward and backward",
-                remedy="Go backward before the optimizer's step.",
+                "parameters and outputs that the backward reads to be as the forward left them",
+                "one that was modified in place between forward and backward",
+                "Go backward before the optimizer's step.",
             )
         plan: Plan = ctx.plan
         flags = plan.entry.differentiable

@@ -176,9 +176,9 @@ def _capture(
     except (RuntimeError, AssertionError) as error:
         raise UnsupportedError(
             "graphed",
-            expected="kernels only, as a CUDA graph records them",
-            received=f"{str(error).splitlines()[0]}{raised_line(error)}",
-            remedy="Leave that part outside the graphed callable.",
+            "kernels only, as a CUDA graph records them",
+            f"{str(error).splitlines()[0]}{raised_line(error)}",
+            "Leave that part outside the graphed callable.",
         ) from error
     entry.forward.outputs = None  # frees the autograd graph
     held = {t.untyped_storage().data_ptr() for t in [*live, *entry.dys, *watch.tensors]}

@@ -145,7 +145,7 @@ def _check_target(target: Any) -> None:
 
 def _check(holds: bool, expected: str, received: str, remedy: str) -> None:
     if not holds:
-        raise InputError("graphed", expected=expected, received=received, remedy=remedy)
+        raise InputError("graphed", expected, received, remedy)
 
 
 def _is_whole(value: object, least: int) -> bool:
@@ -238,9 +238,9 @@ class Graphed:
     def __reduce__(self) -> Any:
         raise InputError(
             "graphed",
-            expected="graphs to stay in the process that recorded them",
-            received="an attempt to copy or pickle a Graphed",
-            remedy="Copy its target and graph the copy.",
+            "graphs to stay in the process that recorded them",
+            "an attempt to copy or pickle a Graphed",
+            "Copy its target and graph the copy.",
         )
 
     def __repr__(self) -> str:

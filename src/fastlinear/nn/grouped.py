@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any, NoReturn
+from collections.abc import Iterable, Mapping, Set
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fastlinear.core.errors import InputError
 from fastlinear.dispatch.backend import check_backend
-from fastlinear.nn.plain_linear import why_not_linear, why_not_plain
+from fastlinear.nn.grouped_convert import check_convolution, check_own, fail, parameter
+from fastlinear.nn.plain_linear import why_not_linear
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.grouped_linear.layout import NAMES, SHARED
 from fastlinear.ops.grouped_linear.op import call
 
-_DEFAULT = "... (g k)"
+_DEFAULT, _CHANNELS = "... (g k)", "b (g k) ..."
 
 
 class GroupedLinear(nn.Module):
@@ -50,6 +50,7 @@ class GroupedLinear(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    positions: int | None = None  # dimensions of a convolution's positions
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class GroupedLinear(nn.Module):
         super().__init__()
         activation_of(activation, "fastlinear.nn.GroupedLinear")
         if layout not in NAMES:
-            _fail(
+            fail(
                 "", f"layout in {', '.join(map(repr, NAMES))}", repr(layout), "It names x's shape."
             )
         served_by = "linear_act" if layout == SHARED else "grouped_linear"
@@ -75,7 +76,7 @@ class GroupedLinear(nn.Module):
         given = (groups, in_features, out_features)
         if not all(type(n) is int for n in given) or groups < 1 or min(given) < 0:
             sizes = f"groups={groups}, in_features={in_features}, out_features={out_features}"
-            _fail("", "at least one group and no negative size", sizes, "Give whole numbers.")
+            fail("", "at least one group and no negative size", sizes, "Give whole numbers.")
         self.groups, self.in_features, self.out_features = groups, in_features, out_features
         self.activation, self.layout, self.backend = activation, layout, backend
         made: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -91,7 +92,10 @@ class GroupedLinear(nn.Module):
             nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
-        """act(x_g W_gᵀ + b_g); x in the layer's layout → y in the same."""
+        """act(x_g W_gᵀ + b_g); x in the layer's layout → y in the same. Made of a convolution, the
+        layer takes x without a batch too."""
+        if self.positions is not None and isinstance(x, Tensor) and x.dim() == self.positions + 1:
+            return self.forward(x.unsqueeze(0)).squeeze(0)
         return call(x, self.weight, self.bias, self.activation, self.layout, self.backend)
 
     @classmethod
@@ -105,21 +109,30 @@ class GroupedLinear(nn.Module):
     ) -> GroupedLinear:
         """A layer holding copies of the parameters of equal ``nn.Linear`` layers, one a group.
 
-        Raises InputError where one is no ``nn.Linear`` or does more than that, or where sizes,
-        biases, dtypes or devices differ.
+        Raises InputError where one is no ``nn.Linear`` or does more than that, where sizes, biases,
+        dtypes or devices differ, and where layers share a parameter or only some are frozen.
         """
         layers: list[nn.Linear] = []
+        if isinstance(linears, (nn.ModuleDict, Mapping, Set, str, Tensor)) or not hasattr(
+            linears, "__iter__"
+        ):
+            fail(
+                ".from_linears",
+                "an nn.ModuleList, or a list or tuple, of nn.Linear layers",
+                type(linears).__name__,
+                "Give them in the order of the groups; of a dictionary its values().",
+            )
         for i, linear in enumerate(linears):
             reason = why_not_linear(linear)
             if reason is not None or not isinstance(linear, nn.Linear):
-                _fail(
+                fail(
                     ".from_linears",
                     f"layer {i} to be an nn.Linear that computes x Wᵀ + b and nothing else",
                     str(reason),
                     "Leave other modules out, or remove what was added.",
                 )
             if layers and _facts(linear) != _facts(layers[0]):
-                _fail(
+                fail(
                     ".from_linears",
                     f"layers like the first: {_facts(layers[0])}",
                     f"layer {i}: {_facts(linear)}",
@@ -127,7 +140,8 @@ class GroupedLinear(nn.Module):
                 )
             layers.append(linear)
         if not layers:
-            _fail(".from_linears", "at least one layer", "none", "Pass the ModuleList itself.")
+            fail(".from_linears", "at least one layer", "none", "Pass the ModuleList itself.")
+        check_own(layers, ".from_linears")
         first = layers[0]
         made = cls(
             *(len(layers), first.in_features, first.out_features, first.bias is not None),
@@ -137,9 +151,9 @@ class GroupedLinear(nn.Module):
             device="meta",
             dtype=first.weight.dtype,
         )
-        made.weight = _parameter([a.weight for a in layers])
+        made.weight = parameter([a.weight for a in layers])
         if first.bias is not None:
-            made.bias = _parameter([a.bias for a in layers])
+            made.bias = parameter([a.bias for a in layers])
         return made.train(first.training)
 
     def to_linears(self) -> nn.ModuleList:
@@ -149,9 +163,9 @@ class GroupedLinear(nn.Module):
             linear = nn.Linear(
                 self.in_features, self.out_features, self.bias is not None, device="meta"
             )
-            linear.weight = _parameter(self.weight, g)
+            linear.weight = parameter(self.weight, g)
             if self.bias is not None:
-                linear.bias = _parameter(self.bias, g)
+                linear.bias = parameter(self.bias, g)
             layers.append(linear)
         return nn.ModuleList(layers).train(self.training)
 
@@ -159,31 +173,39 @@ class GroupedLinear(nn.Module):
     def from_conv1d(
         cls, conv: nn.Module, activation: str = "none", *, backend: str | None = None
     ) -> GroupedLinear:
-        """A layer for x (B, G·K, L) holding copies of the parameters of a convolution over one
-        position: kernel size and stride 1, no padding, any number of groups.
+        """A layer for x (B, G·K, L), or (G·K, L) without a batch, holding copies of the parameters
+        of a convolution over one position: kernel size and stride 1, no padding, any number of
+        groups.
 
         Raises InputError for any other module, or where it does more (hooks, another forward).
         """
-        reason = why_not_plain(conv, nn.Conv1d, nn.Conv1d.forward)
-        if reason is not None and isinstance(conv, nn.Conv1d):
-            _fail(
-                ".from_conv1d", "a convolution and nothing else", reason, "Remove what was added."
-            )
-        if not isinstance(conv, nn.Conv1d) or (conv.kernel_size, conv.stride) != ((1,), (1,)):
-            _fail(".from_conv1d", "an nn.Conv1d of kernel size and stride 1", repr(conv), _NO_CONV)
-        if conv.padding not in ((0,), "valid", "same"):
-            _fail(".from_conv1d", "a convolution without padding", repr(conv), _NO_CONV)
+        check_convolution(conv, nn.Conv1d, ".from_conv1d")
+        return cls._from_convolution(conv, 1, activation, backend)
+
+    @classmethod
+    def from_conv2d(
+        cls, conv: nn.Module, activation: str = "none", *, backend: str | None = None
+    ) -> GroupedLinear:
+        """``from_conv1d`` for an ``nn.Conv2d``: x is (B, G·K, H, W), or (G·K, H, W)."""
+        check_convolution(conv, nn.Conv2d, ".from_conv2d")
+        return cls._from_convolution(conv, 2, activation, backend)
+
+    @classmethod
+    def _from_convolution(
+        cls, conv: Any, positions: int, activation: str, backend: str | None
+    ) -> GroupedLinear:
         k, n = conv.in_channels // conv.groups, conv.out_channels // conv.groups
         made = cls(
             *(conv.groups, k, n, conv.bias is not None, activation),
-            layout="b (g k) ...",
+            layout=_CHANNELS,
             backend=backend,
             device="meta",
             dtype=conv.weight.dtype,
         )
-        made.weight = _parameter(conv.weight, shape=(conv.groups, n, k))
+        made.positions = positions
+        made.weight = parameter(conv.weight, shape=(conv.groups, n, k))
         if conv.bias is not None:
-            made.bias = _parameter(conv.bias, shape=(conv.groups, n))
+            made.bias = parameter(conv.bias, shape=(conv.groups, n))
         return made.train(conv.training)
 
     def to_conv1d(self) -> nn.Conv1d:
@@ -192,20 +214,27 @@ class GroupedLinear(nn.Module):
 
         Raises InputError where all groups read the same features, as no grouped convolution does.
         """
+        return self._to_convolution(nn.Conv1d, ".to_conv1d", 1)  # type: ignore[no-any-return]
+
+    def to_conv2d(self) -> nn.Conv2d:
+        """``to_conv1d`` as an ``nn.Conv2d``, for x (B, G·K, H, W)."""
+        return self._to_convolution(nn.Conv2d, ".to_conv2d", 2)  # type: ignore[no-any-return]
+
+    def _to_convolution(self, kind: Any, where: str, positions: int) -> Any:
         if self.layout == SHARED:
-            _fail(
-                ".to_conv1d",
+            fail(
+                where,
                 "groups with features of their own",
                 f"layout={self.layout!r}, in which all read the same",
                 "Take to_linears(), or a convolution of one group.",
             )
         groups, n, k = self.weight.shape
-        conv = nn.Conv1d(
+        conv = kind(
             groups * k, groups * n, 1, groups=groups, bias=self.bias is not None, device="meta"
         )
-        conv.weight = _parameter(self.weight, shape=(groups * n, k, 1))
+        conv.weight = parameter(self.weight, shape=(groups * n, k, *(1,) * positions))
         if self.bias is not None:
-            conv.bias = _parameter(self.bias, shape=(groups * n,))
+            conv.bias = parameter(self.bias, shape=(groups * n,))
         return conv.train(self.training)
 
     def extra_repr(self) -> str:
@@ -217,30 +246,7 @@ class GroupedLinear(nn.Module):
         )
 
 
-_NO_CONV = "Others mix positions, which no grouped linear layer does."
-
-
 def _facts(linear: nn.Linear) -> str:
     w = linear.weight
     bias = "bias" if linear.bias is not None else "no bias"
     return f"{linear.in_features} → {linear.out_features}, {bias}, {w.dtype}, {w.device}"
-
-
-def _parameter(
-    values: Any, index: int | None = None, *, shape: tuple[int, ...] | None = None
-) -> nn.Parameter:
-    """A copy of a tensor, of one row of it, of a stack of tensors or of another shape, as trainable
-    as what it is made of."""
-    stacked = isinstance(values, list)
-    grad = any(v.requires_grad for v in values) if stacked else values.requires_grad
-    data = torch.stack([v.detach() for v in values]) if stacked else values.detach()
-    if index is not None:
-        data = data[index]
-    data = data.clone(memory_format=torch.contiguous_format)
-    return nn.Parameter(data if shape is None else data.view(shape), requires_grad=grad)
-
-
-def _fail(where: str, expected: str, received: str, remedy: str) -> NoReturn:
-    raise InputError(
-        f"fastlinear.nn.GroupedLinear{where}", expected=expected, received=received, remedy=remedy
-    )

@@ -78,9 +78,9 @@ class Linear(nn.Linear):
         if not isinstance(linear, nn.Linear):
             raise InputError(
                 "fastlinear.nn.Linear.from_linear",
-                expected="an nn.Linear",
-                received=type(linear).__name__,
-                remedy="Build it directly: fastlinear.nn.Linear(in_features, out_features).",
+                "an nn.Linear",
+                type(linear).__name__,
+                "Build it directly: fastlinear.nn.Linear(in_features, out_features).",
             )
         ours = isinstance(linear, Linear)
         _check_shared(linear, "from_linear", Linear.forward if ours else nn.Linear.forward)
@@ -88,9 +88,9 @@ class Linear(nn.Linear):
         if activation not in (None, own) and own != "none":
             raise InputError(
                 "fastlinear.nn.Linear.from_linear",
-                expected=f"activation={own!r} as in the layer, or None for it",
-                received=f"activation={activation!r}",
-                remedy="Give .to_linear() of the layer, which is without its activation.",
+                f"activation={own!r} as in the layer, or None for it",
+                f"activation={activation!r}",
+                "Give .to_linear() of the layer, which is without its activation.",
             )
         if backend is None and isinstance(linear, Linear):
             backend = linear.backend
@@ -136,7 +136,7 @@ def _check_shared(linear: nn.Linear, method: str, forward: object) -> None:
     if reason is not None:
         raise InputError(
             f"fastlinear.nn.Linear.{method}",
-            expected="a layer that only computes x Wᵀ + b (and its activation) from its parameters",
-            received=reason,
-            remedy="Remove what was added to it, or keep the layer as it is.",
+            "a layer that only computes x Wᵀ + b (and its activation) from its parameters",
+            reason,
+            "Remove what was added to it, or keep the layer as it is.",
         )

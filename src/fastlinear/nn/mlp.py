@@ -67,16 +67,16 @@ class MLP(nn.Module):
         if not _are_sizes(sizes):
             raise InputError(
                 "fastlinear.nn.MLP",
-                expected="at least two whole sizes",
-                received=repr(sizes),
-                remedy="The first is the input's features, each other one a layer's.",
+                "at least two whole sizes",
+                repr(sizes),
+                "The first is the input's features, each other one a layer's.",
             )
         if dtype is not None and dtype not in DTYPE_NAMES:
             raise InputError(
                 "fastlinear.nn.MLP",
-                expected=f"dtype in {', '.join(map(str, DTYPE_NAMES))}",
-                received=repr(dtype),
-                remedy="Leave it out for torch's default.",
+                f"dtype in {', '.join(map(str, DTYPE_NAMES))}",
+                repr(dtype),
+                "Leave it out for torch's default.",
             )
         self.activation = activation
         self.final_activation = final_activation
@@ -162,9 +162,9 @@ class MLP(nn.Module):
             if reason is not None:
                 raise InputError(
                     "fastlinear.nn.MLP.to_sequential",
-                    expected="layers with parameters of their own",
-                    received=f"layer {name} with {reason}",
-                    remedy="torch.nn.utils.parametrize.remove_parametrizations makes them so.",
+                    "layers with parameters of their own",
+                    f"layer {name} with {reason}",
+                    "torch.nn.utils.parametrize.remove_parametrizations makes them so.",
                 )
         sequential = nn.Sequential()
         names = list(self._modules)

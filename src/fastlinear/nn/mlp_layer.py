@@ -19,9 +19,9 @@ class Layer(nn.Linear):
     def _refuse_hook(self, *_: Any, **__: Any) -> NoReturn:
         raise InputError(
             "fastlinear.nn.MLP",
-            expected="no hooks on single layers: all of them run as one operation",
-            received="a hook on a layer",
-            remedy="Hook the MLP itself, or work on .to_sequential().",
+            "no hooks on single layers: all of them run as one operation",
+            "a hook on a layer",
+            "Hook the MLP itself, or work on .to_sequential().",
         )
 
     register_forward_hook = _refuse_hook
@@ -34,9 +34,9 @@ class Layer(nn.Linear):
         if name == "forward":
             raise InputError(
                 "fastlinear.nn.MLP",
-                expected="layers with the forward of their class: all of them run as one operation",
-                received="another forward for a layer",
-                remedy="Replace that of the MLP itself, or work on .to_sequential().",
+                "layers with the forward of their class: all of them run as one operation",
+                "another forward for a layer",
+                "Replace that of the MLP itself, or work on .to_sequential().",
             )
         super().__setattr__(name, value)
 
@@ -55,9 +55,9 @@ class Layer(nn.Linear):
                 self._parameters[own] = self._parameters.pop(own)
         raise InputError(
             "fastlinear.nn.MLP",
-            expected="layers of a weight and a bias: all of them run as one operation",
-            received=f"a parameter {name!r} for a layer",
-            remedy="Use torch.nn.utils.parametrizations, or work on .to_sequential().",
+            "layers of a weight and a bias: all of them run as one operation",
+            f"a parameter {name!r} for a layer",
+            "Use torch.nn.utils.parametrizations, or work on .to_sequential().",
         )
 
 
@@ -71,8 +71,8 @@ def check_layers(net: nn.Module, depth: int) -> None:
         if received is not None:
             raise InputError(
                 "fastlinear.nn.MLP",
-                expected=f"{depth} linear layers and no other module as children, each of "
+                f"{depth} linear layers and no other module as children, each of "
                 "which only computes x Wᵀ + b: they run as one operation",
-                received=f"{received} as {name!r}",
-                remedy="Keep other modules beside the MLP, or work on .to_sequential().",
+                f"{received} as {name!r}",
+                "Keep other modules beside the MLP, or work on .to_sequential().",
             )

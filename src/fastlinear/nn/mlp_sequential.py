@@ -85,9 +85,7 @@ def read(sequential: nn.Sequential) -> tuple[list[str], list[nn.Linear], str, st
 
 
 def _refuse(expected: str, received: str, remedy: str) -> NoReturn:
-    raise InputError(
-        "fastlinear.nn.MLP.from_sequential", expected=expected, received=received, remedy=remedy
-    )
+    raise InputError("fastlinear.nn.MLP.from_sequential", expected, received, remedy)
 
 
 _MODULES: dict[str, type[nn.Module]] = {
@@ -118,9 +116,9 @@ def module_of(name: str) -> nn.Module:
     if name not in _MODULES:
         raise InputError(
             "fastlinear.nn.MLP.to_sequential",
-            expected="an activation that torch has a module for",
-            received=repr(name),
-            remedy=f"torch has {', '.join((*_MODULES, 'gelu', 'gelu_tanh', 'leaky_relu'))}.",
+            "an activation that torch has a module for",
+            repr(name),
+            f"torch has {', '.join((*_MODULES, 'gelu', 'gelu_tanh', 'leaky_relu'))}.",
         )
     return _MODULES[name]()
 

@@ -84,16 +84,16 @@ def profile(
     if mode not in MODES:
         raise InputError(
             "fastlinear.profile",
-            expected=f"mode in {', '.join(MODES)}",
-            received=repr(mode),
-            remedy="inference times the forward, train a step with its backward.",
+            f"mode in {', '.join(MODES)}",
+            repr(mode),
+            "inference times the forward, train a step with its backward.",
         )
     if steps < 1:
         raise InputError(
             "fastlinear.profile",
-            expected="steps of at least 1",
-            received=f"{steps}",
-            remedy="Leave it out for the default.",
+            "steps of at least 1",
+            f"{steps}",
+            "Leave it out for the default.",
         )
     return capture(
         model, inputs, mode, loss_fn=loss_fn, steps=steps, progress=progress, samples=False
@@ -115,9 +115,9 @@ def capture(
     if torch.autograd._profiler_enabled():
         raise UnsupportedError(
             "fastlinear.profile",
-            expected="no other profiler on this thread",
-            received="a running torch profiler",
-            remedy="Leave its context first.",
+            "no other profiler on this thread",
+            "a running torch profiler",
+            "Leave its context first.",
         )
     call = normalize_inputs(inputs)
     device = device_of(model, call)

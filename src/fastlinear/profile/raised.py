@@ -19,9 +19,9 @@ def raised(function: str, model: nn.Module, doing: str, error: Exception) -> Inp
     run was for. To be raised from ``error``."""
     return InputError(
         function,
-        expected=f"{type(model).__name__} to run on the same inputs as often as it is called",
-        received=f"{type(error).__name__}: {' '.join(str(error).split())}, {doing}",
-        remedy="An earlier run passed, and the model has been put back as it was: look for what it "
+        f"{type(model).__name__} to run on the same inputs as often as it is called",
+        f"{type(error).__name__}: {' '.join(str(error).split())}, {doing}",
+        "An earlier run passed, and the model has been put back as it was: look for what it "
         "keeps from run to run. The exception this one was raised from shows where.",
     )
 

@@ -36,9 +36,9 @@ def normalize_inputs(
         if isinstance(v, Tensor) and v.is_nested and v.layout is torch.strided:
             raise InputError(
                 function,
-                expected="inputs whose shapes can be asked for",
-                received="a nested tensor of layout torch.strided",
-                remedy="Make it with layout=torch.jagged, or pad it: "
+                "inputs whose shapes can be asked for",
+                "a nested tensor of layout torch.strided",
+                "Make it with layout=torch.jagged, or pad it: "
                 "torch.nested.to_padded_tensor(x, 0.0).",
             )
     if isinstance(inputs, Tensor):
@@ -49,10 +49,9 @@ def normalize_inputs(
         return (), dict(inputs)
     raise InputError(
         function,
-        expected="inputs to be a tensor, a tuple of positional arguments or a dict of keyword "
-        "arguments",
-        received=type(inputs).__name__,
-        remedy="Wrap a single argument that is no tensor in a tuple: (x,).",
+        "inputs to be a tensor, a tuple of positional arguments or a dict of keyword arguments",
+        type(inputs).__name__,
+        "Wrap a single argument that is no tensor in a tuple: (x,).",
     )
 
 
@@ -76,9 +75,9 @@ def loss_of(output: Any) -> Tensor:
     if not terms:
         raise InputError(
             FUNCTION,
-            expected="an output with at least one floating-point tensor that has a gradient",
-            received=f"{type(output).__name__} without one",
-            remedy="Pass loss_fn=, or use mode='inference'.",
+            "an output with at least one floating-point tensor that has a gradient",
+            f"{type(output).__name__} without one",
+            "Pass loss_fn=, or use mode='inference'.",
         )
     total = terms[0]
     for term in terms[1:]:
@@ -138,16 +137,16 @@ def device_of(model: nn.Module, inputs: Any, function: str = FUNCTION) -> torch.
     if any(d.type == "meta" for d in devices):
         raise InputError(
             function,
-            expected="a model and inputs with values",
-            received="a tensor of them on the meta device",
-            remedy="Give it storage first, for example model.to_empty(device='cpu').",
+            "a model and inputs with values",
+            "a tensor of them on the meta device",
+            "Give it storage first, for example model.to_empty(device='cpu').",
         )
     if device.type not in ("cpu", "cuda"):
         raise UnsupportedError(
             function,
-            expected="a CPU or CUDA model",
-            received=f"device {device}",
-            remedy="Move it first, for example model.to('cpu').",
+            "a CPU or CUDA model",
+            f"device {device}",
+            "Move it first, for example model.to('cpu').",
         )
     return device
 
@@ -157,32 +156,32 @@ def check_model(model: Any, function: str = FUNCTION) -> None:
     if not isinstance(model, nn.Module):
         raise InputError(
             function,
-            expected="model to be an nn.Module",
-            received=_kind(model),
-            remedy="Pass the module itself, not its name, class or weights.",
+            "model to be an nn.Module",
+            _kind(model),
+            "Pass the module itself, not its name, class or weights.",
         )
     if isinstance(model, torch.jit.ScriptModule):
         raise UnsupportedError(
             function,
-            expected="an eager nn.Module",
-            received=f"a scripted module ({_kind(model)})",
-            remedy="Profile the module it was scripted from.",
+            "an eager nn.Module",
+            f"a scripted module ({_kind(model)})",
+            "Profile the module it was scripted from.",
         )
     if is_compiled(model):
         raise UnsupportedError(
             function,
-            expected="an eager module, whose kernels can be told apart",
-            received="a model under torch.compile",
-            remedy="Profile the uncompiled module (model._orig_mod) and compile afterwards.",
+            "an eager module, whose kernels can be told apart",
+            "a model under torch.compile",
+            "Profile the uncompiled module (model._orig_mod) and compile afterwards.",
         )
     for name, module in model.named_modules():
         where = f"{name!r}" if name else "the model itself"
         if any(nn.parameter.is_lazy(p) for p in module._parameters.values()):
             raise InputError(
                 function,
-                expected="initialised parameters",
-                received=f"{where} is a lazy module that has not run yet",
-                remedy="Call the model once on real inputs first.",
+                "initialised parameters",
+                f"{where} is a lazy module that has not run yet",
+                "Call the model once on real inputs first.",
             )
 
 
@@ -253,10 +252,10 @@ class Step:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise InputError(
                 FUNCTION,
-                expected="loss_fn to return one differentiable number",
-                received=f"{_kind(loss)}"
+                "loss_fn to return one differentiable number",
+                f"{_kind(loss)}"
                 + (f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""),
-                remedy="Reduce it, for example with .mean(), and do not detach it.",
+                "Reduce it, for example with .mean(), and do not detach it.",
             )
         return loss
 
@@ -283,7 +282,7 @@ class Step:
         first = (str(error).strip().splitlines() or [""])[0]
         return InputError(
             FUNCTION,
-            expected=wanted,
-            received=f"{received} {type(error).__name__}: {first}",
-            remedy="Call the model on them directly to see the whole traceback.",
+            wanted,
+            f"{received} {type(error).__name__}: {first}",
+            "Call the model on them directly to see the whole traceback.",
         )

@@ -36,9 +36,9 @@ def page(data: dict[str, Any]) -> str:
     if kind not in _VIEWS:
         raise InputError(
             "page",
-            expected=f"data whose kind is one of {', '.join(_VIEWS)}",
-            received=f"kind={kind!r}",
-            remedy="Pass what to_json() of a profile or a result returns.",
+            f"data whose kind is one of {', '.join(_VIEWS)}",
+            f"kind={kind!r}",
+            "Pass what to_json() of a profile or a result returns.",
         )
     template = _environment().get_template(f"{kind}.html.j2")
     return template.render(view=_VIEWS[kind](data))

@@ -86,9 +86,9 @@ def apply_(
         if call.args and call.kwargs:
             raise PlanError(
                 "apply_",
-                expected="positional or keyword inputs in the plan",
-                received="both",
-                remedy="Pass inputs=... to apply_, or make the plan again with optimize_.",
+                "positional or keyword inputs in the plan",
+                "both",
+                "Pass inputs=... to apply_, or make the plan again with optimize_.",
             )
     forced = {r.rule: r.backend for r in loaded.linears if r.backend is not None}
     config = Config(
@@ -168,10 +168,10 @@ def _planned(
         except UnsupportedError as error:
             raise UnsupportedError(
                 "apply_",
-                expected=f"backend {wanted[c.fqn].backend!r}, which the plan forces, to serve "
+                f"backend {wanted[c.fqn].backend!r}, which the plan forces, to serve "
                 f"{c.fqn!r} here",
-                received=error.received,
-                remedy="Make a new plan with optimize_ on this machine and these inputs.",
+                error.received,
+                "Make a new plan with optimize_ on this machine and these inputs.",
             ) from error
         why = "The rewrite it belongs to was given up."
         work.settle(c.fqn, "rejected", "group_dropped", why, activation=c.activation, **told)
@@ -207,9 +207,8 @@ def _unless_slower(
 def _refuse(rewrite: Rewrite, received: str) -> None:
     raise PlanError(
         "apply_",
-        expected=f"{rewrite.fqn!r} to be rewritten with {rewrite.activation} "
-        f"by route {rewrite.route!r}",
-        received=received,
-        remedy="The model's code or inputs differ from the plan's, or it is rewritten already: "
+        f"{rewrite.fqn!r} to be rewritten with {rewrite.activation} by route {rewrite.route!r}",
+        received,
+        "The model's code or inputs differ from the plan's, or it is rewritten already: "
         "revert that, or make a new plan.",
     )

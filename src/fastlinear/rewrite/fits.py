@@ -96,4 +96,4 @@ def _threads(environment: Mapping[str, Any]) -> int | None:
 
 
 def _refuse(expected: str, received: str, remedy: str) -> NoReturn:
-    raise PlanError("apply_", expected=expected, received=received, remedy=remedy)
+    raise PlanError("apply_", expected, received, remedy)

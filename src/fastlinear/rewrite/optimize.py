@@ -85,9 +85,9 @@ def optimize_(
     if filter_fn is not None and not callable(filter_fn):
         raise InputError(
             "optimize_",
-            expected="filter_fn to be a function of a module and its name, or None",
-            received=f"filter_fn={filter_fn!r}",
-            remedy="For example filter_fn=lambda module, fqn: fqn.startswith('encoder.').",
+            "filter_fn to be a function of a module and its name, or None",
+            f"filter_fn={filter_fn!r}",
+            "For example filter_fn=lambda module, fqn: fqn.startswith('encoder.').",
         )
     work = prepare("optimize_", model, inputs, config, loss_fn, progress)
     with preserved(model, config.mode):
@@ -167,17 +167,17 @@ def prepare(
     if not isinstance(config, Config):
         raise InputError(
             function,
-            expected="config to be a fl.Config",
-            received=type(config).__name__,
-            remedy="For example config=fl.Config(mode='train').",
+            "config to be a fl.Config",
+            type(config).__name__,
+            "For example config=fl.Config(mode='train').",
         )
     for name, given in (("loss_fn", loss_fn), ("progress", progress)):
         if given is not None and not callable(given):
             raise InputError(
                 function,
-                expected=f"{name} to be a function",
-                received=f"{name}={given!r}",
-                remedy="Give the function itself, or leave it out.",
+                f"{name} to be a function",
+                f"{name}={given!r}",
+                "Give the function itself, or leave it out.",
             )
     check_model(model, function)
     check_backends(function, config)
@@ -187,9 +187,9 @@ def prepare(
     if len(homes) > 1:
         raise InputError(
             function,
-            expected="a model on one device",
-            received=f"parameters on {', '.join(sorted(homes))}",
-            remedy="Move the model to one device first.",
+            "a model on one device",
+            f"parameters on {', '.join(sorted(homes))}",
+            "Move the model to one device first.",
         )
     runner = Runner(config.mode, loss_fn, device, config.seed, function)
     return Work(model, call, runner, config, measure.Budget(config.time_budget_s), progress)
@@ -203,9 +203,9 @@ def check_backends(function: str, config: Config) -> None:
         if name not in known:
             raise InputError(
                 function,
-                expected=f"families in {', '.join(sorted(known))}",
-                received=repr(name),
-                remedy="`fastlinear doctor` lists families and backends.",
+                f"families in {', '.join(sorted(known))}",
+                repr(name),
+                "`fastlinear doctor` lists families and backends.",
             )
     for name, backend in config.backends.items():
         check_backend(backend, name, function)

@@ -41,7 +41,8 @@ class Rewrite:
         route: ``"plain"`` (the linear alone), ``"instance"`` (the linear computes the activation
             and the activation module passes its input on), ``"parent"`` (the parent's forward
             makes one fused call) or ``"chain"`` (the forward of the module named by ``parent_fqn``
-            makes one call for a run of linears, or for those of a gated MLP or of a group);
+            makes one call for a run of linears, for those of a gated MLP or of a group, or for a
+            layer of all its towers);
             ``"own"`` is a grouped convolution, or a module with weights of its own, as one call;
             ``"graph"`` (rule ``"graphed"``) is a module replayed as CUDA graphs: the model as a
             whole or a part of it; ``"compile"`` (rule ``"compiled"``) the model or a block of it
@@ -168,25 +169,25 @@ def load(source: str | Path | dict[str, Any]) -> Plan:
     if not isinstance(source, str | PathLike | dict):
         raise PlanError(
             "apply_",
-            expected="a plan: its path, or its parsed JSON",
-            received=f"an object of type {type(source).__name__}",
-            remedy="Of a Result, give result.plan.to_json(); of a Plan, plan.to_json().",
+            "a plan: its path, or its parsed JSON",
+            f"an object of type {type(source).__name__}",
+            "Of a Result, give result.plan.to_json(); of a Plan, plan.to_json().",
         )
     data = source if isinstance(source, dict) else _read(Path(source))
     if not isinstance(data, dict) or data.get("kind") != KIND:
         kind = f"kind={data.get('kind')!r}" if isinstance(data, dict) else _json_kind(data)
         raise PlanError(
             "apply_",
-            expected='a fastlinear plan (JSON with "kind": "plan")',
-            received=kind,
-            remedy="Write one with result.save(path); the JSON of a Result or a profile is none.",
+            'a fastlinear plan (JSON with "kind": "plan")',
+            kind,
+            "Write one with result.save(path); the JSON of a Result or a profile is none.",
         )
     if data.get("format") != FORMAT:
         raise PlanError(
             "apply_",
-            expected=f"plan format {FORMAT}",
-            received=f"format {data.get('format')!r}",
-            remedy="Make the plan again with optimize_ of this version.",
+            f"plan format {FORMAT}",
+            f"format {data.get('format')!r}",
+            "Make the plan again with optimize_ of this version.",
         )
     try:
         plan = _parse(data)
@@ -194,9 +195,9 @@ def load(source: str | Path | dict[str, Any]) -> Plan:
         why = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise PlanError(
             "apply_",
-            expected="a complete plan",
-            received=f"a plan with a bad or missing field ({why})",
-            remedy="Make the plan again with optimize_; do not edit it by hand.",
+            "a complete plan",
+            f"a plan with a bad or missing field ({why})",
+            "Make the plan again with optimize_; do not edit it by hand.",
         ) from error
     return plan
 
@@ -214,17 +215,17 @@ def _read(path: Path) -> Any:
     except OSError as error:
         raise PlanError(
             "apply_",
-            expected="a readable plan file",
-            received=f"{path}: {error.strerror}",
-            remedy="Write one with result.save(path), or with fastlinear optimize --plan.",
+            "a readable plan file",
+            f"{path}: {error.strerror}",
+            "Write one with result.save(path), or with fastlinear optimize --plan.",
         ) from error
     except (ValueError, RecursionError) as error:  # bad JSON, or bytes that are no text
         why = str(error) if path.stat().st_size else "an empty file"
         raise PlanError(
             "apply_",
-            expected="a plan in JSON",
-            received=f"{path}: {why}",
-            remedy="The file is corrupt: make the plan again with result.save(path).",
+            "a plan in JSON",
+            f"{path}: {why}",
+            "The file is corrupt: make the plan again with result.save(path).",
         ) from error
 
 

@@ -48,9 +48,9 @@ def decisions_of(plan: Plan) -> list[Decision]:
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise PlanError(
                 "apply_",
-                expected="complete measurements in the plan",
-                received=f"{type(error).__name__}: {error}",
-                remedy="Make the plan again with optimize_.",
+                "complete measurements in the plan",
+                f"{type(error).__name__}: {error}",
+                "Make the plan again with optimize_.",
             ) from error
         if not decision.usable:
             continue

@@ -61,6 +61,7 @@ class Work:
         stopped: where chains through several modules stop, and why, by module.
         gates: the gated MLPs in forwards that do more, once they were looked for.
         gates_left: why gated MLPs may not become one call, by the first of their linears.
+        standing: the towers of modules, those that are left alone too.
         left_alone: why such layers are not rewritten, by the first of them.
     """
 
@@ -88,6 +89,7 @@ class Work:
     stopped: Any = ()
     gates: Any = None
     gates_left: dict[str, str] = field(default_factory=dict)
+    standing: list[Any] = field(default_factory=list)
     left_alone: dict[str, str] = field(default_factory=dict)
 
     def own_call(self) -> Call:

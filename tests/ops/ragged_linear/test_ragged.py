@@ -118,6 +118,35 @@ def test_kernels(rows: int, sizes: list[int], kernels: None) -> None:
 
 
 @compares
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_sizes_are_looked_at_some_at_a_time(
+    at_once: int, kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fastlinear.ops.ragged_linear import triton
+
+    monkeypatch.setattr(triton, "_MOST_SIZES", at_once)
+    for rows, sizes in ((40, [3, 0, 20, 2, 0, 0, 7]), (20, [4, -7, 2**62, 3, 5])):
+        triton._plans.clear()
+        check(rows, sizes, 20, 33, torch.float32, "tanh")
+
+
+@compares
+def test_thousands_of_groups(kernels: None) -> None:
+    """More than a program looks at together, most of them without rows."""
+    from fastlinear.ops.ragged_linear import triton
+
+    groups = triton._MOST_SIZES + 60
+    sizes = [0] * groups
+    for g in (0, 3, 700, triton._MOST_SIZES - 1, triton._MOST_SIZES, groups - 1):
+        sizes[g] = 5
+    assert triton._blocks(groups) == (triton._MOST_SIZES, 2)
+    x, w, numbers, b = drawn(33, sizes, 8, 8, torch.float32)
+    with torch.no_grad():
+        y = fl.ragged_linear(x, w, numbers, b, activation="tanh")
+        torch.testing.assert_close(y, products.loop(x, w, numbers, b, "tanh"))
+
+
+@compares
 @pytest.mark.parametrize("tma", [False, True], ids=["loads", "descriptors"])
 @pytest.mark.parametrize("activation", ["none", "gelu"])
 def test_whole_tiles_in_any_number(
@@ -324,6 +353,13 @@ def test_bad_sizes_are_named_where_the_host_reads_them(sizes: list[int]) -> None
         fl.ragged_linear(torch.ones(5, 3), torch.ones(2, 4, 3), torch.tensor(sizes), backend="loop")
 
 
+def test_the_most_groups_are_one_number() -> None:
+    pytest.importorskip("triton")
+    from fastlinear.ops.ragged_linear import triton
+
+    assert op._MAX_GROUPS == triton.MAX_GROUPS
+
+
 def test_clear_errors() -> None:
     x, w, sizes = torch.ones(5, 3), torch.ones(2, 4, 3), torch.tensor([1, 2])
     bad: list[tuple[str, dict[str, Any]]] = [
@@ -335,7 +371,7 @@ def test_clear_errors() -> None:
         ("x's dtype", {"weight": w.double()}),
         ("activation in", {"activation": "swish"}),
         ("backend in", {"backend": "fast"}),
-        ("tensors", {"group_sizes": [1, 2]}),
+        ("group_sizes to be a tensor", {"group_sizes": [1, 2]}),
     ]
     for expected, change in bad:
         with pytest.raises(InputError, match=expected):

@@ -89,7 +89,7 @@ def activation(name: str, function: str = "activation", remedy: str = _APPLY_IT)
     except (KeyError, TypeError):
         raise InputError(
             function,
-            expected=f"activation in {', '.join(NAMES)}",
-            received=repr(name),
-            remedy=remedy,
+            f"activation in {', '.join(NAMES)}",
+            repr(name),
+            remedy,
         ) from None

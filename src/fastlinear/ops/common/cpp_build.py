@@ -92,9 +92,9 @@ def load(source: Path) -> ctypes.CDLL:
     if isinstance(outcome, UnsupportedError):
         raise UnsupportedError(
             outcome.function,
-            expected=outcome.expected,
-            received=outcome.received,
-            remedy=outcome.remedy,
+            outcome.expected,
+            outcome.received,
+            outcome.remedy,
         ) from outcome
     return outcome
 
@@ -167,9 +167,7 @@ def _outcome(source: Path) -> ctypes.CDLL | UnsupportedError:
 def _load(source: Path) -> ctypes.CDLL:
     why = reason_not()
     if why is not None:
-        raise UnsupportedError(
-            "cpp_build.load", expected="a C++ compiler", received=why, remedy="Install g++."
-        )
+        raise UnsupportedError("cpp_build.load", "a C++ compiler", why, "Install g++.")
     runtime = _openmp_runtime()
     assert runtime is not None
     ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
@@ -187,9 +185,9 @@ def _load(source: Path) -> ctypes.CDLL:
             failures.append(f"{folder}: {error}")
     raise UnsupportedError(
         "cpp_build.load",
-        expected="a folder to keep the compiled library in and to load it from",
-        received="; ".join(failures),
-        remedy="Set FASTLINEAR_CACHE_DIR to a writable folder.",
+        "a folder to keep the compiled library in and to load it from",
+        "; ".join(failures),
+        "Set FASTLINEAR_CACHE_DIR to a writable folder.",
     )
 
 
@@ -250,9 +248,9 @@ def _compile(command: list[str], source: Path, library: Path) -> None:
             if said is not None:
                 raise UnsupportedError(
                     "cpp_build.load",
-                    expected=f"{source.name} to compile",
-                    received=said,
-                    remedy="Name a working C++17 compiler in $CXX.",
+                    f"{source.name} to compile",
+                    said,
+                    "Name a working C++17 compiler in $CXX.",
                 )
         os.replace(target, library)
 

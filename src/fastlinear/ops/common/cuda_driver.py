@@ -56,9 +56,9 @@ def _nvrtc() -> ctypes.CDLL:
             continue
     raise DriverError(
         "nvrtc",
-        expected="NVRTC, which a CUDA build of torch brings",
-        received=f"none of {', '.join((*names, *folders))} can be loaded",
-        remedy="Install a CUDA build of torch, or leave the choice of backend to dispatch.",
+        "NVRTC, which a CUDA build of torch brings",
+        f"none of {', '.join((*names, *folders))} can be loaded",
+        "Install a CUDA build of torch, or leave the choice of backend to dispatch.",
     )
 
 
@@ -69,9 +69,9 @@ def _check(status: int, call: str) -> None:
     _driver().cuGetErrorString(status, ctypes.byref(text))
     raise DriverError(
         call,
-        expected="success",
-        received=f"error {status}, {(text.value or b'unknown').decode()}",
-        remedy=_REMEDY,
+        "success",
+        f"error {status}, {(text.value or b'unknown').decode()}",
+        _REMEDY,
     )
 
 
@@ -123,9 +123,7 @@ def compile_cubin(source: str, name: str, arch: str) -> bytes:
     def check(status: int, call: str) -> None:
         if status != 0:
             said = lib.nvrtcGetErrorString(status).decode()
-            raise DriverError(
-                call, expected="success", received=f"error {status}, {said}", remedy=_REMEDY
-            )
+            raise DriverError(call, "success", f"error {status}, {said}", _REMEDY)
 
     check(
         lib.nvrtcCreateProgram(
@@ -145,9 +143,9 @@ def compile_cubin(source: str, name: str, arch: str) -> bytes:
             check(lib.nvrtcGetProgramLog(program, log), "nvrtcGetProgramLog")
             raise DriverError(
                 "nvrtcCompileProgram",
-                expected=f"{name} to compile for {arch}",
-                received=f"the compiler's log:\n{log.value.decode()}",
-                remedy=_REMEDY,
+                f"{name} to compile for {arch}",
+                f"the compiler's log:\n{log.value.decode()}",
+                _REMEDY,
             )
         check(lib.nvrtcGetCUBINSize(program, ctypes.byref(size)), "nvrtcGetCUBINSize")
         cubin = ctypes.create_string_buffer(size.value)

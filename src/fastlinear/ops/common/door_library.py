@@ -228,7 +228,7 @@ def unsupported(expected: str, received: str) -> UnsupportedError:
     """The door cannot be: why."""
     return UnsupportedError(
         "fastlinear.ops.common.door",
-        expected=expected,
-        received=received,
-        remedy="Nothing is lost: calls take the way through Python instead.",
+        expected,
+        received,
+        "Nothing is lost: calls take the way through Python instead.",
     )

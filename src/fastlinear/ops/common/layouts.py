@@ -11,6 +11,7 @@ from torch import Tensor
 from fastlinear.core.errors import FOREIGN_ERRORS, FastlinearError, InputError
 
 T = TypeVar("T")
+REMEDY = "Make it dense, for example with t.to_dense(), or of a nested tensor with its values."
 
 
 def carried(function: str, run: Callable[[], T], **operands: Any) -> T:
@@ -47,6 +48,13 @@ def is_odd(t: object) -> bool:
     return isinstance(t, Tensor) and (t.layout is not torch.strided or t.is_nested)
 
 
+def unlike_strided(t: Tensor) -> str | None:
+    """What a tensor is that has no strides, in words; None for one that has."""
+    if t.layout is torch.strided:
+        return "a nested tensor" if t.is_nested else None
+    return f"a tensor of layout {t.layout}"
+
+
 def densely(t: Tensor) -> Tensor:
     """The numbers of a tensor as a strided one: of a nested tensor its members' in a row."""
     if not is_odd(t):
@@ -75,7 +83,7 @@ def _refusal(function: str, name: str, t: Tensor, said: str) -> InputError:
         remedy = f"Convert it: torch.nested.to_padded_tensor({name}, 0.0), or use its values alone."
     return InputError(
         function,
-        expected=f"{name} to be a strided tensor",
-        received=f"{kind}layout {t.layout}{said}",
-        remedy=remedy,
+        f"{name} to be a strided tensor",
+        f"{kind}layout {t.layout}{said}",
+        remedy,
     )

@@ -113,4 +113,4 @@ def _range(t: Tensor) -> tuple[int, int]:
 
 
 def _fail(expected: str, received: str, remedy: str) -> NoReturn:
-    raise InputError(_NAME, expected=expected, received=received, remedy=remedy)
+    raise InputError(_NAME, expected, received, remedy)

@@ -364,10 +364,10 @@ def _unusual(
     if backend not in (None, "eager"):
         raise InputError(
             function,
-            expected="plain strided tensors outside torch.func transforms and forward-mode "
+            "plain strided tensors outside torch.func transforms and forward-mode "
             "differentiation with a forced backend",
-            received=f"x of type {type(x).__name__}, backend={backend!r}",
-            remedy="Leave backend out; such calls take PyTorch's own path.",
+            f"x of type {type(x).__name__}, backend={backend!r}",
+            "Leave backend out; such calls take PyTorch's own path.",
         )
     return reference.gated_mlp(x, weights, biases, activation, order)
 

@@ -65,7 +65,7 @@ class _Check:
         self.function = function
 
     def fail(self, expected: str, received: str, remedy: str) -> NoReturn:
-        raise InputError(self.function, expected=expected, received=received, remedy=remedy)
+        raise InputError(self.function, expected, received, remedy)
 
     def tensors(
         self, x: Any, weights: tuple[Any, ...], biases: tuple[Any, ...], order: str

@@ -293,10 +293,10 @@ def _unusual(
     if backend not in (None, "eager"):
         raise InputError(
             "grouped_linear",
-            expected="plain strided tensors outside torch.func transforms and forward-mode "
+            "plain strided tensors outside torch.func transforms and forward-mode "
             "differentiation with a forced backend",
-            received=f"x of type {type(x).__name__}, backend={backend!r}",
-            remedy="Leave backend out; such calls take PyTorch's own path.",
+            f"x of type {type(x).__name__}, backend={backend!r}",
+            "Leave backend out; such calls take PyTorch's own path.",
         )
     return reference.grouped_linear(x, weight, bias, activation, layout)
 

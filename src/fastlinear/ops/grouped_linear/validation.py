@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+import torch
 from torch import Tensor
 
 from fastlinear.core.errors import InputError
 from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.common.layouts import REMEDY, unlike_strided
 from fastlinear.ops.grouped_linear.layout import LAYOUTS, NAMES, SHARED, features_of
 
 
@@ -38,6 +40,10 @@ def validate(
             if name == "weight" and isinstance(value, (list, tuple)):
                 remedy = "Stack weights of equal shape: torch.stack(weights)."
             _fail(f"{name} to be a tensor", type(value).__name__, remedy)
+        if isinstance(value, Tensor) and not (name == "x" and layout == SHARED):
+            _check_strided(name, value)
+    if layout == SHARED and x.is_nested and x.layout is torch.strided:
+        _check_strided("x", x)  # PyTorch's linear takes other kinds
     if weight.dim() != 3 or weight.shape[0] == 0:
         _fail(
             "weight of shape (G, N, K) with at least one group",
@@ -74,6 +80,12 @@ def validate(
                 str(value.device),
                 f"Move it: {name}.to({str(x.device)!r}).",
             )
+
+
+def _check_strided(name: str, value: Tensor) -> None:
+    unlike = unlike_strided(value)
+    if unlike is not None:
+        _fail(f"{name} to be a dense tensor", unlike, REMEDY)
 
 
 def _validate_x(x: Tensor, weight: Tensor, layout: str) -> None:
@@ -125,4 +137,4 @@ def _named(wanted: tuple[int, ...]) -> str:
 
 
 def _fail(expected: str, received: str, remedy: str) -> NoReturn:
-    raise InputError("grouped_linear", expected=expected, received=received, remedy=remedy)
+    raise InputError("grouped_linear", expected, received, remedy)

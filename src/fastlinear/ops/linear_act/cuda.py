@@ -269,9 +269,9 @@ def _new_plan(
     if reason is not None:
         raise UnsupportedError(
             "linear_act (cuda backend)",
-            expected="a problem this backend serves",
-            received=reason,
-            remedy="Choose another backend or leave the choice to dispatch.",
+            "a problem this backend serves",
+            reason,
+            "Choose another backend or leave the choice to dispatch.",
         )
     if len(_plans) >= _MAX_PLANS:
         _plans.clear()

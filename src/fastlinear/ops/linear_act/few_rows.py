@@ -206,9 +206,9 @@ def _require_served(x: Tensor, weight: Tensor, save_pre: bool, config: Config | 
     if reason is not None:
         raise UnsupportedError(
             "linear_act (few_rows backend)",
-            expected="a problem this backend serves",
-            received=reason,
-            remedy="Choose another backend or leave the choice to dispatch.",
+            "a problem this backend serves",
+            reason,
+            "Choose another backend or leave the choice to dispatch.",
         )
 
 

@@ -22,24 +22,24 @@ def validate(
     if backend is not None and not isinstance(backend, str):
         raise InputError(
             "linear_act",
-            expected="backend to be a name or None",
-            received=repr(backend),
-            remedy="Leave backend out to let fastlinear choose.",
+            "backend to be a name or None",
+            repr(backend),
+            "Leave backend out to let fastlinear choose.",
         )
     for name, value in (("x", x), ("weight", weight), ("bias", bias)):
         if not isinstance(value, torch.Tensor) and not (name == "bias" and value is None):
             raise InputError(
                 "linear_act",
-                expected=f"{name} to be a tensor",
-                received=type(value).__name__,
-                remedy="Convert it, for example with torch.as_tensor.",
+                f"{name} to be a tensor",
+                type(value).__name__,
+                "Convert it, for example with torch.as_tensor.",
             )
     if weight.dim() != 2:
         raise InputError(
             "linear_act",
-            expected="weight of shape (N, K)",
-            received=f"shape {tuple(weight.shape)}",
-            remedy="For one weight per group use grouped linears.",
+            "weight of shape (N, K)",
+            f"shape {tuple(weight.shape)}",
+            "For one weight per group use grouped linears.",
         )
     n, k = weight.shape
     if x.dim() == 0 or x.shape[-1] != k:
@@ -48,39 +48,39 @@ def validate(
         )
         raise InputError(
             "linear_act",
-            expected=f"x of shape (..., {k}) for weight (N={n}, K={k})",
-            received=f"shape {tuple(x.shape)}",
-            remedy=f"Make x's last dimension equal weight's second.{transposed}",
+            f"x of shape (..., {k}) for weight (N={n}, K={k})",
+            f"shape {tuple(x.shape)}",
+            f"Make x's last dimension equal weight's second.{transposed}",
         )
     others = [("weight", weight)]
     if bias is not None:
         if bias.shape != (n,):
             raise InputError(
                 "linear_act",
-                expected=f"bias of shape ({n},) for weight (N={n}, K={k})",
-                received=f"shape {tuple(bias.shape)}",
-                remedy="Give one number per output feature, or None.",
+                f"bias of shape ({n},) for weight (N={n}, K={k})",
+                f"shape {tuple(bias.shape)}",
+                "Give one number per output feature, or None.",
             )
         others.append(("bias", bias))
     if x.dtype not in DTYPE_NAMES:
         raise InputError(
             "linear_act",
-            expected=f"a dtype in {', '.join(DTYPE_NAMES.values())}",
-            received=str(x.dtype),
-            remedy="Convert the input, for example x.float().",
+            f"a dtype in {', '.join(DTYPE_NAMES.values())}",
+            str(x.dtype),
+            "Convert the input, for example x.float().",
         )
     for name, value in others:
         if value.dtype != x.dtype:
             raise InputError(
                 "linear_act",
-                expected=f"{name} of x's dtype {x.dtype}",
-                received=str(value.dtype),
-                remedy="Convert one of them, or use torch.autocast.",
+                f"{name} of x's dtype {x.dtype}",
+                str(value.dtype),
+                "Convert one of them, or use torch.autocast.",
             )
         if value.device != x.device:
             raise InputError(
                 "linear_act",
-                expected=f"{name} on x's device {x.device}",
-                received=str(value.device),
-                remedy=f"Move it: {name}.to({str(x.device)!r}).",
+                f"{name} on x's device {x.device}",
+                str(value.device),
+                f"Move it: {name}.to({str(x.device)!r}).",
             )

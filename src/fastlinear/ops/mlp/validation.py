@@ -114,4 +114,4 @@ def _same_kind(name: str, value: Tensor, x: Tensor) -> None:
 
 
 def _fail(expected: str, received: str, remedy: str) -> NoReturn:
-    raise InputError("mlp", expected=expected, received=received, remedy=remedy)
+    raise InputError("mlp", expected, received, remedy)

@@ -130,9 +130,9 @@ _roomless: set[tuple[object, ...]] = set()
 def _unsupported(reason: str) -> UnsupportedError:
     return UnsupportedError(
         "mlp (whole_cuda backend)",
-        expected="a problem this backend serves",
-        received=reason,
-        remedy="Choose another backend or leave the choice to dispatch.",
+        "a problem this backend serves",
+        reason,
+        "Choose another backend or leave the choice to dispatch.",
     )
 
 

@@ -83,9 +83,9 @@ class Formula:
         if not fits or sizes.shape[0] != weight.shape[0]:  # as ``.data`` may make it
             raise InputError(
                 "ragged_linear",
-                expected="x, weight and group_sizes of the shapes they had in the forward",
-                received=f"{tuple(x.shape)}, {tuple(weight.shape)}, {tuple(sizes.shape)}",
-                remedy="Give tensors other data before the forward or behind the backward.",
+                "x, weight and group_sizes of the shapes they had in the forward",
+                f"{tuple(x.shape)}, {tuple(weight.shape)}, {tuple(sizes.shape)}",
+                "Give tensors other data before the forward or behind the backward.",
             )
         wanted = needs[0], needs[1], needs[3]
         # batched and dual gradients mean other numbers than those in their memory

@@ -25,7 +25,7 @@ from fastlinear.ops.ragged_linear.formula import Formula, Ragged
 from fastlinear.ops.ragged_linear.validation import validate, validate_kinds
 
 NAME = "ragged_linear"
-_MAX_GROUPS = 2047
+_MAX_GROUPS = 65535  # of Triton's kernels
 _is_compiling = torch.compiler.is_compiling
 
 
@@ -127,9 +127,9 @@ def _chosen(x: Tensor, weight: Tensor, given: list[Tensor], backend: str | None)
     if why is not None:
         raise UnsupportedError(
             "ragged_linear",
-            expected=f"a call that backend {backend!r} can serve",
-            received=f"one that it cannot: {why}",
-            remedy="Leave backend out.",
+            f"a call that backend {backend!r} can serve",
+            f"one that it cannot: {why}",
+            "Leave backend out.",
         )
     assert backend is not None
     return backend

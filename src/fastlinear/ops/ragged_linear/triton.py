@@ -20,7 +20,8 @@ from fastlinear.ops.ragged_linear.triton_kernels import (
 
 __all__ = ["MAX_GROUPS", "Config", "backward", "forward", "grad_input", "grad_weight", "product"]
 
-MAX_GROUPS = 2047
+MAX_GROUPS = 65535  # of the second axis of a launch
+_MOST_SIZES = 1024  # that a program looks at together; more would spill registers
 _MANY = 1 << 32  # multiply-adds
 _WIDE = 8192  # outputs
 _LARGE, _MANY_ROWS = 1 << 24, 256  # numbers of a group's weight, rows of all groups
@@ -196,6 +197,13 @@ def _flat(weight: Tensor) -> Tensor:
     return w.reshape(-1, w.shape[2])
 
 
+def _blocks(groups: int) -> tuple[int, int]:
+    """How many sizes a program looks at together, and how often until it has seen all and the rows
+    that no group owns."""
+    at_once = min(padded(groups + 1), _MOST_SIZES)
+    return at_once, -(-(groups + 1) // at_once)
+
+
 def _product_launch(
     x: Tensor, weight: Tensor, saved: Tensor | None, sizes: Tensor, activation: str, c: Config
 ) -> Launch:
@@ -206,7 +214,7 @@ def _product_launch(
     tma = c.tma and dense and k % c.block_k == 0 and _described(x, weight.mT if turned else weight)
     columns = -(-n // c.block_n)
     rest = (
-        *(rows, groups, columns, x.stride(0), *weight.stride(), k, n, padded(groups + 1)),
+        *(rows, groups, columns, x.stride(0), *weight.stride(), k, n, *_blocks(groups)),
         *(c.block_m, c.block_n, c.block_k, c.high, tma, turned, activation),
         *(tensors.math_of(x.dtype), dot_precision(k), x.device.type == "cpu"),
     )
@@ -267,7 +275,7 @@ def grad_weight(
         columns = -(-k // c.block_k) if need_weight else 0
         tma = c.tma and _described(dy, saved, x)
         rest = (
-            *(rows, groups, columns, dy.stride(0), x.stride(0), k, n, padded(groups + 1)),
+            *(rows, groups, columns, dy.stride(0), x.stride(0), k, n, *_blocks(groups)),
             *(c.block_m, c.block_n, c.block_k, tma, activation, tensors.math_of(x.dtype)),
             *(dot_precision(rows), x.device.type == "cpu"),
         )

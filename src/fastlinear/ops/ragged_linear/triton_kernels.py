@@ -1,8 +1,9 @@
 """Triton kernels of ragged_linear: groups own consecutive rows, whose numbers are on the device.
 
 Sizes are read as they are: below 0 counts as 0, and what passes the last row T is cut off. Rows
-that no group owns belong to a group G without weights, whose results are 0. All products accumulate
-in float32, deterministically.
+that no group owns belong to a group G without weights, whose results are 0. Every program finds its
+own group among the sizes, BLOCK_G of BLOCKS at a time. All products accumulate in float32,
+deterministically.
 
 Where TMA, matrices are descriptors: tiles come through the copy engine, rows of other groups in
 them are computed and left out, and what is beyond a matrix is 0. Else rows beyond a group's are
@@ -19,19 +20,23 @@ from fastlinear.ops.grouped_linear.triton_tiles import _dot
 
 
 @triton.jit
-def _bounds(sizes_ptr, T, G, BLOCK_G: tl.constexpr):
-    """(begins, ends) of the rows of groups 0 to G, then of empty groups: int32, within [0, T]."""
-    g = tl.arange(0, BLOCK_G)
+def _bounds(sizes_ptr, first, before, T, G, BLOCK_G: tl.constexpr):
+    """(begins, ends, before) of BLOCK_G groups from ``first`` on; those past group G are empty.
+
+    Begins and ends of rows are int32, within [0, T]; ``before`` (1,) int64 is how many rows the
+    groups before ``first`` have, and then those before the next.
+    """
+    g = first + tl.arange(0, BLOCK_G)
     sizes = tl.load(sizes_ptr + g, mask=g < G, other=0).to(tl.int64)
     rows = tl.zeros((BLOCK_G,), dtype=tl.int64) + T
     sizes = tl.where(sizes < 0, 0, sizes)
     sizes = tl.where(sizes > rows, rows, sizes)
     sizes = tl.where(g == G, rows, sizes)
-    ends = tl.cumsum(sizes, 0)
+    ends = before + tl.cumsum(sizes, 0)
     begins = ends - sizes
     begins = tl.where(begins > rows, rows, begins)
     ends = tl.where(ends > rows, rows, ends)
-    return begins.to(tl.int32), ends.to(tl.int32)
+    return begins.to(tl.int32), ends.to(tl.int32), before + tl.sum(sizes, 0)
 
 
 @triton.jit
@@ -59,6 +64,7 @@ def _ragged_kernel(
     K: tl.constexpr,
     N: tl.constexpr,
     BLOCK_G: tl.constexpr,
+    BLOCKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -81,16 +87,22 @@ def _ragged_kernel(
     columns', so that a weight is read once for HIGH tiles; programs past the last return.
     """
     tile = tl.program_id(0)
-    begins, ends = _bounds(sizes_ptr, T, G, BLOCK_G)
-    row_tiles = (ends - begins + (BLOCK_M - 1)) // BLOCK_M
-    last = tl.cumsum(row_tiles, 0) * col_tiles
-    g = tl.sum((last <= tile).to(tl.int32), 0)
+    before = tl.zeros((1,), dtype=tl.int64)
+    g, begin, end, height, passed, done = 0, 0, 0, 0, 0, 0
+    for block in range(0, BLOCKS):
+        begins, ends, before = _bounds(sizes_ptr, block * BLOCK_G, before, T, G, BLOCK_G)
+        row_tiles = (ends - begins + (BLOCK_M - 1)) // BLOCK_M
+        last = done + tl.cumsum(row_tiles, 0) * col_tiles
+        own = last - row_tiles * col_tiles
+        here = (own <= tile) & (tile < last)
+        g += tl.sum((last <= tile).to(tl.int32), 0)
+        begin += tl.sum(tl.where(here, begins, 0), 0)
+        end += tl.sum(tl.where(here, ends, 0), 0)
+        height += tl.sum(tl.where(here, row_tiles, 0), 0)
+        passed += tl.sum(tl.where(here, own, 0), 0)
+        done += tl.sum(row_tiles, 0) * col_tiles
     if g <= G:
-        here = tl.arange(0, BLOCK_G) == g
-        begin = tl.sum(tl.where(here, begins, 0), 0)
-        end = tl.sum(tl.where(here, ends, 0), 0)
-        height = tl.sum(tl.where(here, row_tiles, 0), 0)
-        tile -= tl.sum(tl.where(here, last - row_tiles * col_tiles, 0), 0)
+        tile -= passed
         first = tile // (HIGH * col_tiles) * HIGH
         high = tl.minimum(height - first, HIGH)
         tile = tile % (HIGH * col_tiles)
@@ -265,6 +277,7 @@ def _ragged_weight_kernel(
     K: tl.constexpr,
     N: tl.constexpr,
     BLOCK_G: tl.constexpr,
+    BLOCKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -290,10 +303,13 @@ def _ragged_weight_kernel(
     n = n0 + tl.arange(0, BLOCK_N)
     k = k0 + tl.arange(0, BLOCK_K)
     g = tl.program_id(1)
-    begins, ends = _bounds(sizes_ptr, T, G, BLOCK_G)
-    here = tl.arange(0, BLOCK_G) == g
-    begin = tl.sum(tl.where(here, begins, 0), 0)
-    end = tl.sum(tl.where(here, ends, 0), 0)
+    before = tl.zeros((1,), dtype=tl.int64)
+    begin, end = 0, 0
+    for block in range(0, BLOCKS):
+        begins, ends, before = _bounds(sizes_ptr, block * BLOCK_G, before, T, G, BLOCK_G)
+        here = block * BLOCK_G + tl.arange(0, BLOCK_G) == g
+        begin += tl.sum(tl.where(here, begins, 0), 0)
+        end += tl.sum(tl.where(here, ends, 0), 0)
     part = g.to(tl.int64) * N + n
     if dw_ptr is not None:  # noqa: SIM102 - the first condition is known when compiling
         if c < col_tiles:

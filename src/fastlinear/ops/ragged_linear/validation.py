@@ -10,6 +10,7 @@ from torch import Tensor
 from fastlinear.core.errors import InputError
 from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.common.layouts import REMEDY, unlike_strided
 
 BACKENDS = ("cpp", "loop", "triton")
 _INTEGERS = (torch.int32, torch.int64)
@@ -26,9 +27,15 @@ def validate_kinds(
     activation_of(activation, "ragged_linear")
     if backend is not None and backend not in BACKENDS:
         fail(f"backend in {', '.join(BACKENDS)} or None", repr(backend), "Leave it out.")
-    for t in (x, weight, group_sizes) if bias is None else (x, weight, group_sizes, bias):
+    named = {"x": x, "weight": weight, "group_sizes": group_sizes, "bias": bias}
+    for name, t in named.items():
+        if t is None and name == "bias":
+            continue
         if not isinstance(t, Tensor):
-            fail("tensors", type(t).__name__, "Convert it with torch.as_tensor.")
+            fail(f"{name} to be a tensor", type(t).__name__, "Convert it with torch.as_tensor.")
+        unlike = unlike_strided(t)
+        if unlike is not None:
+            fail(f"{name} to be a dense tensor", unlike, REMEDY)
 
 
 def validate(x: Tensor, weight: Tensor, group_sizes: Tensor, bias: Tensor | None) -> None:
@@ -96,4 +103,4 @@ def counted(group_sizes: Tensor, rows: int) -> list[int]:
 
 def fail(expected: str, received: str, remedy: str) -> NoReturn:
     """Raise what a call that does not fit gets."""
-    raise InputError("ragged_linear", expected=expected, received=received, remedy=remedy)
+    raise InputError("ragged_linear", expected, received, remedy)

@@ -170,9 +170,9 @@ def _check(dys: Sequence[Tensor], xs: Sequence[Tensor], weights: Sequence[Tensor
         if dy.shape != (*x.shape[:-1], w.shape[0]) or x.shape[-1] != w.shape[1]:
             raise InputError(
                 "unequal_linear",
-                expected=f"input and weight {g} of the shapes they had in the forward",
-                received=f"{tuple(x.shape)} and {tuple(w.shape)} for dy {tuple(dy.shape)}",
-                remedy="Give tensors other data before the forward or behind the backward.",
+                f"input and weight {g} of the shapes they had in the forward",
+                f"{tuple(x.shape)} and {tuple(w.shape)} for dy {tuple(dy.shape)}",
+                "Give tensors other data before the forward or behind the backward.",
             )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, NoReturn
 
@@ -13,6 +13,7 @@ from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.ops.common import calls, door, door_node, layouts
 from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.common.layouts import REMEDY, unlike_strided
 from fastlinear.ops.grouped_linear.plans import as_autocast
 from fastlinear.ops.unequal_linear import programs
 from fastlinear.ops.unequal_linear.autograd import Formula, Maybe, kernels, loop, recorded
@@ -66,8 +67,8 @@ def unequal_linear(
     [(5, 4), (2, 6)]
     """
     if not _is_compiling():
-        xs, weights = _sequence(xs), _sequence(weights)
-        biases = None if biases is None else _sequence(biases)
+        xs, weights = _sequence("xs", xs), _sequence("weights", weights)
+        biases = None if biases is None else _sequence("biases", biases)
         ys: list[Tensor] | None = _door(xs, weights, biases, activation, backend)
         if ys is not None:
             return ys
@@ -77,9 +78,24 @@ def unequal_linear(
     return _looked_up(xs, weights, biases, activation, backend)
 
 
-def _sequence(given: Any) -> Any:
-    """The tensors as the door reads them: a list or a tuple."""
-    return given if type(given) is list or type(given) is tuple else list(given)
+def _sequence(name: str, given: Any) -> Any:
+    """The tensors as the door reads them: a list or a tuple.
+
+    Raises:
+        InputError: they come in nothing that keeps an order, or in no container at all.
+    """
+    if type(given) is list or type(given) is tuple:
+        return given
+    single = isinstance(given, Tensor) and (unlike_strided(given) is not None or not given.dim())
+    if single or isinstance(given, (str, Mapping, Set)) or not hasattr(given, "__iter__"):
+        received = type(given).__name__
+        if single:
+            received = unlike_strided(given) or "a tensor of no dimensions"
+        _fail(f"{name} to be a list or tuple of tensors, one a group", received, _LISTS)
+    return list(given)
+
+
+_LISTS = "Give them in the order of the groups: [first, second, ...]."
 
 
 def _looked_up(
@@ -92,16 +108,20 @@ def _looked_up(
     activation_of(activation, NAME)
     if backend is not None and backend not in BACKENDS:
         _fail(f"backend in {', '.join(BACKENDS)} or None", repr(backend), "Leave it out.")
-    xs, weights = list(given_xs), list(given_weights)
-    biases = [None] * len(xs) if given_biases is None else list(given_biases)
+    xs, weights = list(_sequence("xs", given_xs)), list(_sequence("weights", given_weights))
+    biases: list[Tensor | None] = [None] * len(xs)
+    if given_biases is not None:
+        biases = list(_sequence("biases", given_biases))
     if not len(xs) == len(weights) == len(biases):
         received = f"{len(xs)} inputs, {len(weights)} weights, {len(biases)} biases"
         _fail("as many inputs as weights and biases", received, "Pass one of each a group.")
     if not xs:
         return []
-    for t in (*xs, *weights, *(b for b in biases if b is not None)):
-        if not isinstance(t, Tensor):
-            _fail("tensors in all lists", type(t).__name__, "Convert it with torch.as_tensor.")
+    named: tuple[tuple[str, Maybe], ...] = ("input", xs), ("weight", weights), ("bias", biases)
+    for name, held in named:
+        for g, t in enumerate(held):
+            if t is not None or name != "bias":
+                _check_tensor(f"{name} {g}", t)
     autocast = calls.autocast_dtype(xs[0]) is not None
     if autocast:
         cast = [as_autocast(*group) for group in zip(xs, weights, biases, strict=True)]
@@ -112,9 +132,9 @@ def _looked_up(
     if backend == "together" and why is not None:
         raise UnsupportedError(
             NAME,
-            expected="a call that backend 'together' can serve",
-            received=f"one that it cannot: {why}",
-            remedy="Leave backend out.",
+            "a call that backend 'together' can serve",
+            f"one that it cannot: {why}",
+            "Leave backend out.",
         )
     tensors = (*xs, *weights, *biases)
     grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
@@ -295,6 +315,15 @@ def _validate(xs: Sequence[Tensor], weights: Sequence[Tensor], biases: Maybe) ->
         _refuse(g, x, w, b, first)
 
 
+def _check_tensor(name: str, t: Any) -> None:
+    if not isinstance(t, Tensor):
+        _fail(f"{name} to be a tensor", type(t).__name__, "Convert it with torch.as_tensor.")
+    # a loop of PyTorch's own linears takes sparse weights and jagged inputs
+    bias = name.startswith("bias") and unlike_strided(t) is not None
+    if bias or (t.is_nested and t.layout is torch.strided):
+        _fail(f"{name} to be a dense tensor", str(unlike_strided(t)), REMEDY)
+
+
 def _refuse(g: int, x: Tensor, w: Tensor, b: Tensor | None, first: Tensor) -> NoReturn:
     """Say what is wrong with a group."""
     if w.dim() != 2:
@@ -322,4 +351,4 @@ def _refuse(g: int, x: Tensor, w: Tensor, b: Tensor | None, first: Tensor) -> No
 
 
 def _fail(expected: str, received: str, remedy: str) -> NoReturn:
-    raise InputError(NAME, expected=expected, received=received, remedy=remedy)
+    raise InputError(NAME, expected, received, remedy)

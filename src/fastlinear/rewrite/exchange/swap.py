@@ -117,9 +117,9 @@ class SwapSet:
         if others:
             raise InputError(
                 "Result.revert",
-                expected="every rewritten module to hold the forward that optimize_ put there",
-                received=f"another forward on {', '.join(others[:3])}",
-                remedy="Undo the later change first, then call revert() again.",
+                "every rewritten module to hold the forward that optimize_ put there",
+                f"another forward on {', '.join(others[:3])}",
+                "Undo the later change first, then call revert() again.",
             )
         self.off()
         self.release()

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from fastlinear.core.global_names import global_names, names_of, own_codes
+from fastlinear.core.global_names import GENERATOR, global_names, names_of, own_codes
 from fastlinear.profile.effects import class_forward, functions_of, has_state
 from fastlinear.profile.graph import TENSOR, Observed
 
@@ -128,6 +128,8 @@ def why_not_arguments(observed: Observed) -> str | None:
 
 def _why_not_code(code: CodeType) -> str | None:
     for instruction in dis.get_instructions(code):
+        if instruction.opname == "YIELD_VALUE" and code.co_name == GENERATOR:
+            continue  # tracing consumes it as a call does
         if instruction.opname in _UNTRACEABLE_OPS:
             return f"has a side effect or a block that tracing would lose ({instruction.opname})"
     frozen = sorted(set(code.co_names) & _UNTRACEABLE)

@@ -94,6 +94,16 @@ class Chain(ABC):
         """The forward Problem of each kind of call, the most frequent first."""
         return tuple(self._problem(k.x) for k in self.calls.kinds)
 
+    @property
+    def asked(self) -> tuple[Problem, ...]:
+        """The forward Problems that dispatch decides about, as its call asks them."""
+        return self.problems
+
+    @property
+    def served(self) -> dict[str, str] | None:
+        """Piece → backend, where dispatch has no say in it; None where it decides."""
+        return None
+
     def _problem(self, x: Tensor) -> Problem:
         dtype = self.calls.autocast
         weights, biases = self._tensors()

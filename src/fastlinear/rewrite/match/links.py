@@ -23,9 +23,11 @@ from fastlinear.rewrite.exchange.forwards import (
 from fastlinear.rewrite.exchange.gated_forward import call_gate
 from fastlinear.rewrite.exchange.parts import call_parts
 from fastlinear.rewrite.exchange.row_forward import call_row
+from fastlinear.rewrite.exchange.tower_forward import Way, call_towers
 from fastlinear.rewrite.match.eligible import linear_kind, refuse_module
 from fastlinear.rewrite.match.gates import Gate, Gates, nodes_of
 from fastlinear.rewrite.match.rows import Loop, loops_of, rows_of
+from fastlinear.rewrite.match.towers import Abreast, Towers, ordered
 
 _DROPOUTS = {F.dropout: "training", torch.dropout: "train"}
 
@@ -85,6 +87,7 @@ class Links:
                 self.pairs[name] = user, found
         self._loops: dict[tuple[str, ...], Loop] = {}
         self._gates: Gates | None = None
+        self._towers: Towers | None = None
         self._links = {name: self._link(node) for name, node in self.linears.items()}
 
     def runs(self, allowed: Container[str]) -> list[Run]:
@@ -124,6 +127,12 @@ class Links:
             self._gates = Gates(self.parent, self.graph, self.activation, self.passes)
         return self._gates
 
+    def towers(self) -> Towers:
+        """The towers there are."""
+        if self._towers is None:
+            self._towers = Towers(self.parent, self.graph)
+        return self._towers
+
     def _cut(self, row: list[str]) -> list[Run]:
         """Runs of equal hidden activations in a row of linears."""
         best: tuple[int, int] = (0, 0)
@@ -151,9 +160,10 @@ class Links:
         fast: bool = False,
         gates: Sequence[Gate] = (),
         gate_backend: str | None = None,
+        towers: Sequence[tuple[Abreast, Way]] = (),
     ) -> tuple[torch.fx.Graph, tuple[str, ...]]:
-        """The graph with these pairs, runs, rows and gates as fused calls, its first argument the
-        parent, and the activations and dropouts that it no longer calls."""
+        """The graph with these pairs, runs, rows, gates and towers as fused calls, its first
+        argument the parent, and the modules without weights that it no longer calls."""
         graph = torch.fx.Graph()
         root = graph.placeholder("parent")
         copies: dict[Node, Node] = {}
@@ -165,7 +175,11 @@ class Links:
         passed_over = []
         gated = nodes_of(gates)
         wanted: tuple[Any, ...]
-        for node in self.graph.nodes:
+        standing = {node: pair for pair in towers for node in pair[0].nodes}
+        order = ordered(list(self.graph.nodes), [group for group, _ in towers])
+        assert order is not None  # towers are found in an order that there is
+        node: Any
+        for node in order:
             name = str(node.target)
             if node in gated:
                 gate = gated[node]
@@ -177,7 +191,19 @@ class Links:
                     passed_over += self._not_called(name)
                 continue
             if node in copies:
-                continue  # a linear that the first of its row has computed
+                continue  # a linear, or tower, that the first of its row has computed
+            if node in standing:
+                group, way = standing[node]
+                wanted = (
+                    root,
+                    *_given_to_towers(group, way),
+                    *(copies[n.all_input_nodes[0]] for n in group.nodes),
+                )
+                made = graph.call_function(call_towers, wanted)
+                for i, member in enumerate(group.nodes):
+                    copies[member] = graph.call_function(operator.getitem, (made, i))
+                passed_over += [other for tower in group.towers for other in tower.others]
+                continue
             if node.op == "output":
                 graph.output(torch.fx.node.map_arg(node.args[0], lambda n: copies[n]))
             elif node in done:  # it happens inside the fused call
@@ -290,6 +316,11 @@ def _given_to_gate(gate: Gate, root: Node, x: Node, backend: str | None) -> tupl
     held = gate.gated.gate, gate.gated.up, gate.gated.down
     paths = tuple(None if name is None else tuple(name.split(".")) for name in held)
     return root, paths, x, gate.gated.activation, gate.gated.order, backend
+
+
+def _given_to_towers(group: Abreast, way: Way) -> tuple[Any, ...]:
+    layers = tuple(zip(*(tower.linears for tower in group.towers), strict=True))
+    return tuple(t.name for t in group.towers), layers, way.activations, way.kind, way.backend
 
 
 def _only_user(node: Node) -> Node | None:

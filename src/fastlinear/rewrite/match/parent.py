@@ -20,12 +20,14 @@ from fastlinear.profile.graph import Observed, Untraceable, trace
 from fastlinear.rewrite.exchange.forwards import Forward
 from fastlinear.rewrite.exchange.guard import guarded
 from fastlinear.rewrite.exchange.parts import exactly
+from fastlinear.rewrite.exchange.tower_forward import Way
 from fastlinear.rewrite.exchange.traceable import why_not, why_not_arguments
 from fastlinear.rewrite.match.composed import composed
 from fastlinear.rewrite.match.eligible import Refusal, refuse_module
 from fastlinear.rewrite.match.gates import Gate, Gates
 from fastlinear.rewrite.match.links import Links, Run
 from fastlinear.rewrite.match.rows import may_run_twice
+from fastlinear.rewrite.match.towers import Abreast, Towers
 
 
 class Fusable:
@@ -80,6 +82,10 @@ class Fusable:
         """The gated MLPs there are."""
         return self.links.gates()
 
+    def towers(self) -> Towers:
+        """The Sequentials that do not wait for each other."""
+        return self.links.towers()
+
     def around(self, names: Iterable[str]) -> tuple[str, ...]:
         """The blocks that hold one of these modules."""
         inside = [path for name in names for path in _above(name)]
@@ -95,6 +101,7 @@ class Fusable:
         fast: bool = False,
         gates: Sequence[Gate] = (),
         gate_backend: str | None = None,
+        towers: Sequence[tuple[Abreast, Way]] = (),
     ) -> Forward:
         """The new forward of the parent.
 
@@ -103,6 +110,7 @@ class Fusable:
             runs, chain_backend, fast: chains to fuse, theirs, and whether they may multiply fast.
             rows: rows and loops to fuse.
             gates, gate_backend: gated MLPs to fuse, and theirs.
+            towers: towers to compute together, each with its way.
 
         Of the blocks those are called that hold nothing of the chains.
         """
@@ -112,7 +120,8 @@ class Fusable:
             links = self._links({path: self.blocks[path] for path in inside})
         links.loops([str(n.target) for n in links.graph.nodes if n.op == "call_module"])
         here = [links.gates().like(gate) for gate in gates]
-        more = rows, fast, here, gate_backend
+        abreast = [(links.towers().like(group), way) for group, way in towers]
+        more = rows, fast, here, gate_backend, abreast
         fused, passed_over = links.fused(pairs, backend, runs, chain_backend, *more)
         counts = any(node.target is exactly for node in fused.nodes)
         function = _function_of(fused)

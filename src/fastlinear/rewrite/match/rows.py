@@ -45,7 +45,7 @@ def rows_of(
     return [
         tuple(names)
         for names in found.values()
-        if len(names) > 1 and not _written(parent, order, linears, names)
+        if len(names) > 1 and not written(parent, order, linears, names)
     ]
 
 
@@ -80,7 +80,7 @@ def loops_of(
         if count < 2 or sorted(by_index) != list(range(count)):
             continue
         names = sorted(by_index.values(), key=list(linears).index)
-        if not _written(parent, order, linears, names):
+        if not written(parent, order, linears, names):
             whole = _parted(source)
             assert whole is not None
             loops.append(Loop(tuple(by_index[i] for i in range(count)), (source, whole)))
@@ -91,7 +91,7 @@ def may_run_twice(parent: nn.Module, before: list[Node]) -> bool:
     """Whether what runs before a loop may, as it does where the parts turn out to be of another
     number and the class's own forward begins anew: nothing there writes, draws or is hooked."""
     for node in before:
-        if may_write(parent, node) or _draws(node):
+        if may_write(parent, node) or draws(node):
             return False
         if node.op == "call_module":
             module = parent.get_submodule(str(node.target))
@@ -103,7 +103,8 @@ def may_run_twice(parent: nn.Module, before: list[Node]) -> bool:
     return True
 
 
-def _draws(node: Node) -> bool:
+def draws(node: Node) -> bool:
+    """Whether a step of a traced forward draws random numbers, by its name."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     drawn = ("dropout", "rand", "bernoulli", "multinomial", "normal", "rrelu", "gumbel", "uniform")
     if node.op not in ("call_function", "call_method"):
@@ -121,13 +122,13 @@ def _parted(source: Node) -> Node | None:
     return whole if known and isinstance(whole, Node) else None
 
 
-def _written(
+def written(
     parent: nn.Module, order: list[Node], linears: Mapping[str, Node], names: list[str]
 ) -> bool:
     """Whether something between the first and the last may write to what they read."""
     start, stop = order.index(linears[names[0]]), order.index(linears[names[-1]])
     # linears' outputs but those they read, and what is made of nothing but those
-    fresh = set(linears.values()) - _behind(linears[name] for name in names)
+    fresh = set(linears.values()) - behind(linears[name] for name in names)
     for node in order[start + 1 : stop]:
         if node in fresh:
             continue
@@ -138,7 +139,7 @@ def _written(
     return False
 
 
-def _behind(nodes: Iterable[Node]) -> set[Node]:
+def behind(nodes: Iterable[Node]) -> set[Node]:
     """What these nodes' inputs are made of, the inputs included."""
     found: set[Node] = set()
     left = [value for node in nodes for value in node.all_input_nodes]

@@ -68,9 +68,9 @@ def fail_forced(family: str, backend: str, why: str) -> NoReturn:
     """Raise UnsupportedError: a forced backend that serves nothing of the model."""
     raise UnsupportedError(
         "optimize_",
-        expected=f"a model that backend {backend!r} of {family} can serve somewhere",
-        received=why,
-        remedy="Leave backends out to let fastlinear choose.",
+        f"a model that backend {backend!r} of {family} can serve somewhere",
+        why,
+        "Leave backends out to let fastlinear choose.",
     )
 
 
@@ -92,7 +92,7 @@ def match(
     if GATED in allowed:
         found += gated_chains(work, known, [name for chain in found for name in chain.names])
     if GROUPED in allowed:
-        found += group_chains(work, known, [name for chain in found for name in chain.names])
+        found += group_chains(work, known, found)
     return found
 
 
@@ -117,7 +117,7 @@ def facts(chain: Chain) -> dict[str, Any]:
         "rule": chain.rule,
         "route": chain.route,
         "problem": chain.problems[0].to_json(),
-        "backends": measure.backends_of(chain.problems[0], chain.backend),
+        "backends": backends_of(chain)[0],
         "calls": chain.calls.calls,
     }
 
@@ -152,9 +152,19 @@ def _in_the_way(chain: Chain, single: dict[str, Candidate]) -> str | None:
     return None
 
 
+def backends_of(chain: Chain) -> list[dict[str, str]]:
+    """Piece → backend for each of the chain's Problems.
+
+    Raises UnsupportedError when the forced backend cannot serve one.
+    """
+    if chain.served is not None:
+        return [chain.served] * len(chain.problems)
+    return [measure.backends_of(p, chain.backend) for p in chain.problems]
+
+
 def _cannot_serve(chain: Chain) -> str | None:
     try:
-        for problem in chain.problems:
+        for problem in chain.asked:
             measure.backends_of(problem, chain.backend)
     except UnsupportedError as error:
         return error.received
@@ -181,14 +191,14 @@ def _measure(
         if work.config.tune:
             with work.budget:
                 work.tuned |= measure.tune_all(
-                    chain.problems,
+                    chain.asked,
                     work.runner.device,
                     budget=work.budget,
                     seed=work.config.seed,
                     progress=work.progress,
                     known=work.tuned,
                 )
-        chosen = [measure.backends_of(p, chain.backend) for p in chain.problems]
+        chosen = backends_of(chain)
         own_path = all(set(b.values()) == {BASELINE} for b in chosen)
         if own_path and not chain.eager_may_gain:
             _leave(work, chain, "not_faster", "PyTorch's own path is the choice for it")
@@ -241,7 +251,7 @@ def _gains(work: Work, chain: Chain, times: dict[str, Samples], passes: int) -> 
             _leave(work, chain, "slower" if found.high < 1.0 else "not_faster", text, **timed)
             return False
     told = facts(chain)
-    gain = work.tuned_gain(chain, [measure.backends_of(p, chain.backend) for p in chain.problems])
+    gain = work.tuned_gain(chain, backends_of(chain))
     for c in chain.members:
         predicted = work.found_gain(c.fqn) if gain is None else gain / len(chain.members)
         work.settle(

@@ -29,6 +29,7 @@ from fastlinear.rewrite.trial.diagonal_places import (
     problem_of_place,
     words,
 )
+from fastlinear.rewrite.trial.not_measured import budget_spent, not_measured
 from fastlinear.rewrite.work import Work
 
 CODE = "diagonal_linear"
@@ -66,7 +67,9 @@ def find(work: Work) -> None:
     found, times = [], _Times(work, len(places))
     for place in places:
         measured = times.of(place)
-        if measured is not None and measured[1].ci95_us[1] < measured[0].ci95_us[0]:
+        if measured is None:
+            found.append(_unmeasured(work, place))
+        elif measured[1].ci95_us[1] < measured[0].ci95_us[0]:
             found.append(_finding(work, place, *(t.median_us for t in measured)))
     ranked = sorted((*work.profile.findings, *found), key=lambda f: -f.predicted_gain_us)
     work.profile = replace(work.profile, findings=tuple(ranked))
@@ -132,6 +135,13 @@ class _Times:
             device = self._work.runner.device
             times = interleave(units, device=device, metric="wall", rounds=9, budget_s=budget_s)
         return times["before"], times["after"]
+
+
+def _unmeasured(work: Work, place: Place) -> Finding:
+    words = f"{place.kind.replace('_', ' ')} of {place.features} features"
+    details = {"kind": place.kind, "calls": place.calls, "advice": place.advice}
+    more = f"{words} (perhaps better as {place.advice})"
+    return not_measured(CODE, place.fqn, words, more, budget_spent(work), details)
 
 
 def _finding(work: Work, place: Place, before_us: float, after_us: float) -> Finding:

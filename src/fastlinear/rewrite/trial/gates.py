@@ -26,6 +26,7 @@ from fastlinear.rewrite.rules import gated_passes as passes
 from fastlinear.rewrite.rules.gated import GatedSite
 from fastlinear.rewrite.trial.gates_match import sites_of
 from fastlinear.rewrite.trial.measure import backends_of
+from fastlinear.rewrite.trial.not_measured import budget_spent
 from fastlinear.rewrite.work import Work, in_words
 
 CODE = NAME
@@ -203,7 +204,7 @@ def _finding(
     message = (
         f"products {site.products}; {told.format(_size(theirs), _size(ours))}: "
         f"{saved if avoidable else 'no pass is avoidable'}. "
-        f"{_in_words(measured)}. {_remedy(work, site, measured)}"
+        f"{_in_words(work, measured)}. {_remedy(work, site, measured)}"
     )
     before_us = 0.0 if measured is None else measured.before_us
     gain_us = 0.0 if measured is None or not measured.faster else before_us - measured.after_us
@@ -288,10 +289,11 @@ def _passes(site: GatedSite, backends: dict[str, str]) -> tuple[Any, ...]:
     return f"{first}; {second}", theirs, ours
 
 
-def _in_words(measured: _Found | None) -> str:
+def _in_words(work: Work, measured: _Found | None) -> str:
     """What was measured of a call."""
     if measured is None:
-        return "Not measured here"
+        spent = work.budget.left_s == 0
+        return f"Not measured: {budget_spent(work)}" if spent else "Not measured here"
     ratio = measured.speedup
     text = (
         f"{measured.before_us:.1f} us a call, {measured.after_us:.1f} us by gated_mlp "

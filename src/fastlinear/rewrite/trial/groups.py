@@ -15,8 +15,12 @@ from fastlinear.core.timing import interleave
 from fastlinear.ops.grouped_linear.problem import NAME
 from fastlinear.profile.records import Finding
 from fastlinear.rewrite.result import SiteOutcome
+from fastlinear.rewrite.rules.grouped_towers import Standing
+from fastlinear.rewrite.trial.groups_products import WHY, of_product
+from fastlinear.rewrite.trial.groups_towers import of_towers
 from fastlinear.rewrite.trial.groups_units import Run, Unit, of_row, of_whole
 from fastlinear.rewrite.trial.groups_watch import watched
+from fastlinear.rewrite.trial.not_measured import budget_spent, not_measured
 from fastlinear.rewrite.work import Work
 
 CODE = "grouped_linear"
@@ -24,7 +28,8 @@ _MOST_S = 0.5  # of measuring one
 
 
 def find(work: Work) -> None:
-    """Add a finding for layers that ``grouped_linear`` computes faster as one, rewritten or not.
+    """Add a finding for layers that ``grouped_linear`` computes faster as one, rewritten or not,
+    and for those there was no time to measure.
 
     Nothing is rewritten here. The model may run once more, and is to be preserved by the caller.
     """
@@ -33,11 +38,15 @@ def find(work: Work) -> None:
     seen = watched(work)
     units = [of_row(work, row, seen.linears) for row in seen.rows]
     units += [of_whole(match, calls) for match, calls in seen.wholes]
+    units += [of_towers(work, one, seen.firsts) for one in work.standing]
+    units += [of_product(product) for product in seen.products]
+    work.left_alone |= {product.fqn: WHY for product in seen.products}
     wanted = [u for u in units if u is not None and u.dtype in DTYPE_NAMES]
-    found = []
+    found = [_untold(one) for one in work.standing if not one.towers]
     for i, unit in enumerate(wanted):
         kept = _kept(work, unit)
         if work.budget.left_s == 0 and kept is None:
+            found.append(_unmeasured(work, unit))
             continue
         with work.budget:
             share = work.budget.share(4 * (len(wanted) - i), _MOST_S)
@@ -47,6 +56,20 @@ def find(work: Work) -> None:
     if found:
         ranked = sorted((*work.profile.findings, *found), key=lambda f: -f.predicted_gain_us)
         work.profile = replace(work.profile, findings=tuple(ranked))
+
+
+def _unmeasured(work: Work, unit: Unit) -> Finding:
+    words = f"{unit.words} (perhaps better as {unit.advice})"
+    details = {"kind": unit.kind, "calls": unit.calls, "advice": unit.advice}
+    return not_measured(CODE, unit.fqn, unit.title, words, budget_spent(work), details)
+
+
+def _untold(one: Standing) -> Finding:
+    """Sequentials side by side that are no towers of linears."""
+    words = f"{len(one.names)} Sequentials side by side run one after another"
+    first, *_, last = one.names
+    title = f"{first!r} to {last!r}"
+    return not_measured(CODE, one.fqn, title, words, str(one.made), {"kind": "towers"})
 
 
 def _kept(work: Work, unit: Unit) -> SiteOutcome | None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import replace
 
 from fastlinear.ops.grouped_linear.problem import NAME
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.chain import Chain
 from fastlinear.rewrite.match.chain_row import RowChain
+from fastlinear.rewrite.match.chain_sequential import SequentialChain
+from fastlinear.rewrite.match.chain_towers import TowerChain
 from fastlinear.rewrite.rules.grouped_chains import chain_of, row_of
+from fastlinear.rewrite.rules.grouped_towers import standing, suspects
 from fastlinear.rewrite.trial.groups_watch import watched
 from fastlinear.rewrite.trial.parents import traced
 from fastlinear.rewrite.work import Work
@@ -18,17 +22,19 @@ _NO_CANDIDATES = "its linears are left alone themselves"
 
 
 def group_chains(
-    work: Work, candidates: Mapping[str, Candidate], taken: Iterable[str]
+    work: Work, candidates: Mapping[str, Candidate], others: Iterable[Chain]
 ) -> list[Chain]:
     """What may become one call of ``grouped_linear``; ``work.left_alone`` says why of the others.
 
     Args:
         work: the optimization under way.
         candidates: what the rule of linear_act found, by name.
-        taken: the linears of other chains.
+        others: the other chains; one of a tower competes with what becomes of all towers.
     """
     sites = {s.fqn: s for s in work.profile.sites}
-    backend, gone = work.config.backends.get(NAME), set(taken)
+    others = tuple(others)
+    backend = work.config.backends.get(NAME)
+    gone = {name for chain in others for name in chain.names}
     found: list[Chain] = []
     for whole, calls in watched(work).wholes:
         made: Chain | str = "filter_fn leaves it out"
@@ -41,8 +47,33 @@ def group_chains(
             work.left_alone[(whole.members or (whole.fqn,))[0]] = made
         else:
             found.append(made)
+    elsewhere = {n for c in others if not isinstance(c, SequentialChain) for n in c.names}
+    found += _towers(work, candidates, elsewhere | {n for c in found for n in c.names})
     gone.update(name for chain in found for name in chain.names)
     return found + _rows(work, candidates, gone)
+
+
+def _towers(
+    work: Work, candidates: Mapping[str, Candidate], gone: Container[str]
+) -> list[TowerChain]:
+    """Sequentials side by side; ``work.standing`` has those that are left alone too."""
+    sites = {s.fqn: s for s in work.profile.sites}
+    backend = work.config.backends.get(NAME)
+    found: list[TowerChain] = []
+    work.standing = []
+    for fqn, names in suspects(work.model).items():
+        if work.model.get_submodule(fqn) not in work.arguments:
+            continue
+        offers = traced(work, fqn)
+        for one in standing(fqn, work.model, names, offers, candidates, sites, backend):
+            if not isinstance(one.made, str) and any(n in gone for n in one.made.names):
+                one = replace(one, made=_TAKEN)
+            work.standing.append(one)
+            if isinstance(one.made, str):
+                work.left_alone[one.linears[0]] = one.made
+            else:
+                found.append(one.made)
+    return found
 
 
 def _rows(work: Work, every: Mapping[str, Candidate], gone: set[str]) -> list[Chain]:

@@ -51,7 +51,7 @@ class Unit:
     sites: tuple[str, ...]
 
 
-def _strided(
+def strided(
     work: Work, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor:
     """Random numbers that lie as an input did."""
@@ -66,10 +66,10 @@ def of_row(work: Work, row: Row, linears: dict[str, nn.Module]) -> Unit | None:
     if not math.prod(row.shape) or any(s.out_features == 0 for s in layers):
         return None
     shape, stride = (*row.shape[:-1], count, k), (*row.stride[:-1], row.step, row.stride[-1])
-    x = _strided(work, shape, stride, row.dtype).detach()
+    x = strided(work, shape, stride, row.dtype).detach()
     tokens, size = math.prod(row.shape[:-1]), row.dtype.itemsize
     outputs = sum(layer.out_features for layer in layers)
-    cost = _cost(tokens, tokens * k * (count if row.step else 1), k * outputs, outputs, size)
+    cost = cost_of(tokens, tokens * k * (count if row.step else 1), k * outputs, outputs, size)
     own = [p for layer in layers for p in (layer.weight, layer.bias) if p is not None]
     weights, biases = [m.weight.detach() for m in layers], [m.bias for m in layers]
 
@@ -134,7 +134,7 @@ def of_whole(match: Whole, seen: SiteCalls) -> Unit | None:
         return None  # autocast decides there what is computed
     groups, n, k = weight.shape
     tokens = x.numel() // (groups * k)
-    cost = _cost(tokens, x.numel(), groups * n * k, groups * n, x.element_size())
+    cost = cost_of(tokens, x.numel(), groups * n * k, groups * n, x.element_size())
     own = [p for p in module.parameters() if p.requires_grad]
 
     def before() -> list[Tensor]:
@@ -160,6 +160,8 @@ def _advice(match: Whole) -> str:
     module, how = match.module, match.grouped
     if how.kind == CONVOLUTION and isinstance(module, nn.Conv1d):
         return "fl.nn.GroupedLinear.from_conv1d(module)"
+    if how.kind == CONVOLUTION and isinstance(module, nn.Conv2d):
+        return "fl.nn.GroupedLinear.from_conv2d(module)"
     act = "" if how.activation == "none" else f", activation={how.activation!r}"
     layout = f", layout={how.layout!r})"
     if how.kind == LINEARS:
@@ -172,7 +174,8 @@ def _advice(match: Whole) -> str:
     return f"fl.grouped_linear(x, {view}{held}{act}{layout}"
 
 
-def _cost(tokens: int, inputs: int, weights: int, outputs: int, size: int) -> Cost:
+def cost_of(tokens: int, inputs: int, weights: int, outputs: int, size: int) -> Cost:
+    """Of so many products a token, each tensor moved once."""
     return Cost(2.0 * tokens * weights, float(size * (inputs + weights + tokens * outputs)))
 
 

@@ -3,6 +3,8 @@ grouped layer are given."""
 
 from __future__ import annotations
 
+from collections.abc import Container
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,11 +14,14 @@ from torch import Tensor, nn
 
 from fastlinear.ops.common.layouts import is_odd
 from fastlinear.profile.observe import own_copy
+from fastlinear.profile.step import is_compiled
 from fastlinear.rewrite.match.candidate import Kind, SiteCalls
 from fastlinear.rewrite.rules import grouped as rule
 from fastlinear.rewrite.rules import grouped_modules as modules
+from fastlinear.rewrite.rules import grouped_towers as towers
 from fastlinear.rewrite.rules.grouped import Row, Seen
 from fastlinear.rewrite.rules.grouped_modules import Whole
+from fastlinear.rewrite.trial.groups_products import Product, Products
 from fastlinear.rewrite.work import Work
 
 
@@ -28,11 +33,16 @@ class Watched:
         rows: linears on parts of one tensor, or on one tensor.
         wholes: modules that are a grouped layer, each with its calls.
         linears: the model's plain linears.
+        firsts: the first linear of each tower → its calls; their inputs were all kept meanwhile,
+            so that no two lie in one place.
+        products: products with a weight per group in modules that are no grouped layer.
     """
 
     rows: tuple[Row, ...] = ()
     wholes: tuple[tuple[Whole, SiteCalls], ...] = ()
     linears: dict[str, nn.Module] = field(default_factory=dict)
+    firsts: dict[str, list[Seen]] = field(default_factory=dict)
+    products: tuple[Product, ...] = ()
 
 
 @dataclass
@@ -69,7 +79,8 @@ def watched(work: Work) -> Watched:
     is to be preserved by the caller."""
     if work.groups is None:
         linears, suspects = rule.plain_linears(work.model), modules.suspects(work.model)
-        if len(linears) < 2 and not suspects:
+        cubes = any(p.dim() == 3 for p in work.model.parameters())
+        if len(linears) < 2 and not suspects and not cubes:
             work.groups = Watched()
         else:
             work.groups = _watch(work, linears, suspects)
@@ -79,7 +90,15 @@ def watched(work: Work) -> Watched:
 
 def _watch(work: Work, linears: dict[str, nn.Module], suspects: dict[str, nn.Module]) -> Watched:
     """One run with hooks on the linears and the suspects."""
-    calls, given = _run(work, linears, suspects)
+    firsts: dict[str, list[Seen]] = {
+        name: [] for name in towers.firsts(work.model) if name in linears
+    }
+    opaque = any(
+        is_compiled(m) or isinstance(m, torch.jit.ScriptModule) for m in work.model.modules()
+    )
+    products = Products(work.model)
+    with nullcontext() if opaque else products:
+        calls, given = _run(work, linears, suspects, firsts)
     wholes = []
     for fqn, seen in given.items():
         if not (seen.plain and seen.kinds):
@@ -90,15 +109,24 @@ def _watch(work: Work, linears: dict[str, nn.Module], suspects: dict[str, nn.Mod
             wholes.append((match, known))
     inside = {name for match, _ in wholes for name in match.members}
     rows = [row for row in rule.rows(calls, linears) if not inside >= set(row.members)]
-    return Watched(tuple(rows), tuple(wholes), linears)
+    for call in calls:
+        if call.fqn in firsts:
+            firsts[call.fqn].append(call)
+    whole = {match.fqn for match, _ in wholes}
+    others = [p for p in products.found.values() if p.fqn.rpartition(".")[0] not in whole]
+    return Watched(tuple(rows), tuple(wholes), linears, firsts, tuple(others))
 
 
 def _run(
-    work: Work, linears: dict[str, nn.Module], suspects: dict[str, nn.Module]
+    work: Work,
+    linears: dict[str, nn.Module],
+    suspects: dict[str, nn.Module],
+    firsts: Container[str] = (),
 ) -> tuple[list[Seen], dict[str, _Given]]:
     calls: list[Seen] = []
     given = {fqn: _Given() for fqn in suspects}
     open_: list[Tensor] = []  # keeps the last input's memory from new use
+    kept: list[Tensor] = []  # and that of the towers' inputs
     parents = {site.fqn: site.parent_fqn for site in work.profile.sites}
 
     def linear(fqn: str, module: Any, args: tuple[Any, ...]) -> None:
@@ -110,6 +138,8 @@ def _run(
         storage = x.untyped_storage().data_ptr()
         if not open_ or open_[0].untyped_storage().data_ptr() != storage:
             open_[:] = [x]
+        if fqn in firsts:
+            kept.append(x)
         here = (storage, 0 if x.is_inference() else x._version)
         place = tuple(x.shape), tuple(x.stride()), int(x.storage_offset())
         calls.append(Seen(fqn, parents.get(fqn), here, *place, x.dtype))

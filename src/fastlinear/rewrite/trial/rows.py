@@ -13,7 +13,7 @@ from fastlinear.rewrite.work import Work
 def asked(work: Work, kept: Sequence[Candidate]) -> list[Problem]:
     """The forward Problems of what is kept: those of its inputs, then those of the further rows,
     one for each bucket."""
-    own = [q for c in kept for q in (c.problems if c.chain is None else c.chain.problems)]
+    own = [q for c in kept for q in (c.problems if c.chain is None else c.chain.asked)]
     found = {p.key(): p for p in own}
     for rows in work.config.rows:
         for p in own:

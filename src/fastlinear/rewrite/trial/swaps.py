@@ -13,6 +13,7 @@ from fastlinear.rewrite.match.chain_grouped import GroupedChain
 from fastlinear.rewrite.match.chain_parent import BlockChain, ParentChain
 from fastlinear.rewrite.match.chain_row import RowChain
 from fastlinear.rewrite.match.chain_sequential import SequentialChain
+from fastlinear.rewrite.match.chain_towers import TowerChain
 from fastlinear.rewrite.rules.linear_act import inside
 
 
@@ -37,14 +38,17 @@ def swaps_of(candidates: Iterable[Candidate]) -> list[Swap]:
                 found.append(Swap(c.activation_fqn, c.activation_module, forwards.identity()))
     alone = (SequentialChain, GatedChain, GroupedChain)
     found += [c.swap() for c in chains.values() if isinstance(c, alone)]
-    traced = [c for c in chains.values() if isinstance(c, ParentChain | RowChain | GatedPart)]
+    kinds = (ParentChain, RowChain, GatedPart, TowerChain)
+    traced = [c for c in chains.values() if isinstance(c, kinds)]
     for fqn in dict.fromkeys((*parents, *(c.fqn for c in traced))):
         found.append(_parent_swap(fqn, parents.get(fqn, []), [c for c in traced if c.fqn == fqn]))
     return found
 
 
 def _parent_swap(
-    fqn: str, pairs: list[Candidate], chains: Sequence[ParentChain | RowChain | GatedPart]
+    fqn: str,
+    pairs: list[Candidate],
+    chains: Sequence[ParentChain | RowChain | GatedPart | TowerChain],
 ) -> Swap:
     """One forward for all that is fused in it: of the trace that goes through blocks, where a
     chain does."""
@@ -61,6 +65,7 @@ def _parent_swap(
     rows = [c.row for c in chains if isinstance(c, RowChain)]
     gated = [c for c in chains if isinstance(c, GatedPart)]
     gates, gate_backend = [c.gate for c in gated], gated[0].backend if gated else None
-    more = rows, fast, gates, gate_backend
+    towers = [(c.group, c.way) for c in chains if isinstance(c, TowerChain)]
+    more = rows, fast, gates, gate_backend, towers
     made = fusable.build(chosen, backend, [c.run for c in runs], chain_backend, *more)
     return Swap(fqn, parent, made)

@@ -119,9 +119,9 @@ def from_specs(specs: dict[str, Any], device: torch.device, seed: int) -> Call:
         if "tensor" not in item:
             raise PlanError(
                 "apply_",
-                expected="a plan whose inputs are tensors, numbers, strings or containers of them",
-                received=f"an input of type {item.get('unknown')}",
-                remedy="Pass inputs=... to apply_.",
+                "a plan whose inputs are tensors, numbers, strings or containers of them",
+                f"an input of type {item.get('unknown')}",
+                "Pass inputs=... to apply_.",
             )
         dtype, shape = getattr(torch, item["tensor"]), tuple(item["shape"])
         if not isinstance(dtype, torch.dtype):
@@ -144,7 +144,7 @@ def from_specs(specs: dict[str, Any], device: torch.device, seed: int) -> Call:
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as e:
         raise PlanError(
             "apply_",
-            expected="a complete description of the inputs in the plan",
-            received=f"{type(e).__name__}: {e}",
-            remedy="Pass inputs=... to apply_, or make the plan again with optimize_.",
+            "a complete description of the inputs in the plan",
+            f"{type(e).__name__}: {e}",
+            "Pass inputs=... to apply_, or make the plan again with optimize_.",
         ) from e

@@ -201,24 +201,24 @@ def check_runs(function: str, model: nn.Module, call: Call, runner: Runner) -> R
         said = " ".join(str(error).split())
         raise InputError(
             function,
-            expected="inputs that the model runs on"
+            "inputs that the model runs on"
             + (", and a loss_fn that takes its output" if with_loss else ""),
-            received=f"{type(error).__name__}: {said}",
-            remedy=f"Call {'loss_fn(model(*inputs))' if with_loss else 'model(*inputs)'} yourself "
+            f"{type(error).__name__}: {said}",
+            f"Call {'loss_fn(model(*inputs))' if with_loss else 'model(*inputs)'} yourself "
             "first; the model has not been changed.",
         ) from error
     if not ran.results:
         raise InputError(
             function,
-            expected="an output with at least one tensor, to verify a rewrite by",
-            received="an output without any",
-            remedy="Optimize the part of the model that returns tensors.",
+            "an output with at least one tensor, to verify a rewrite by",
+            "an output without any",
+            "Optimize the part of the model that returns tensors.",
         )
     if runner.mode == "train" and not any(k.startswith("grad.") for k in ran.results):
         raise InputError(
             function,
-            expected="a loss that reaches at least one parameter in train mode",
-            received="no gradient at all",
-            remedy='Use mode="inference", or pass a loss_fn that depends on the parameters.',
+            "a loss that reaches at least one parameter in train mode",
+            "no gradient at all",
+            'Use mode="inference", or pass a loss_fn that depends on the parameters.',
         )
     return ran.light()

@@ -1,0 +1,285 @@
+"""Towers in a traced forward: Sequentials of linears and activations that do not wait for each
+other, so that layer i of all of them may be one call.
+
+All are computed where the first stands. What the others read is made before that, so nothing
+between them may write, draw numbers or be a layer itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.fx
+from torch import nn
+from torch.fx import Node
+
+from fastlinear.profile.effects import class_forward
+from fastlinear.profile.recognise import recognise_module
+from fastlinear.rewrite.exchange.forwards import PLAIN_LINEARS
+from fastlinear.rewrite.match.eligible import refuse_module
+from fastlinear.rewrite.match.rows import behind, draws, may_write, written
+
+_MOVED = ("activation", "normalization", "flatten")  # modules of torch.nn that hold no such state
+
+
+@dataclass(frozen=True)
+class Tower:
+    """A Sequential of linears with activations between them.
+
+    Attributes:
+        name: the Sequential; all names are those inside the parent.
+        linears: first to last.
+        activations: behind each.
+        sizes: (N, K) of each.
+        others: the Sequential, those in it and what else stands in them.
+    """
+
+    name: str
+    linears: tuple[str, ...]
+    activations: tuple[str, ...]
+    sizes: tuple[tuple[int, int], ...]
+    others: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Abreast:
+    """Towers of one parent that may be computed together.
+
+    Attributes:
+        towers: in the order of their calls.
+        shared: whether all read one value.
+        nodes: their calls.
+    """
+
+    towers: tuple[Tower, ...]
+    shared: bool
+    nodes: tuple[Node, ...]
+
+    @property
+    def activations(self) -> tuple[str, ...]:
+        """Behind each layer."""
+        return self.towers[0].activations
+
+    @property
+    def equal(self) -> bool:
+        """Whether all are of the same sizes."""
+        return len({tower.sizes for tower in self.towers}) == 1
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All linears, tower by tower."""
+        return tuple(name for tower in self.towers for name in tower.linears)
+
+
+def tower_of(name: str, module: nn.Module, known: dict[Any, str | None]) -> Tower | str:
+    """What a Sequential is as a tower, or why it is none. ``known`` keeps the activations of
+    modules that were looked at."""
+    linears: list[str] = []
+    activations: list[str] = []
+    sizes: list[tuple[int, int]] = []
+    others: list[str] = []
+
+    def add(path: str, child: nn.Module) -> str | None:
+        refusal = None if type(child) in PLAIN_LINEARS else refuse_module(child)
+        if refusal is not None:
+            return f"{path!r}: {refusal.reason.rstrip('.')}"
+        if type(child) in PLAIN_LINEARS:
+            linears.append(path)
+            activations.append("none")
+            sizes.append(tuple(child.weight.shape))  # type: ignore[arg-type,union-attr]
+            return None
+        others.append(path)
+        if _is_sequential(child):
+            steps = (add(f"{path}.{n}" if path else n, c) for n, c in child._modules.items() if c)
+            return next((why for why in steps if why is not None), None)
+        if type(child) is nn.Identity or (type(child) is nn.Dropout and not child.training):
+            return None
+        found = _activation(child, known)
+        if found is None or not activations or activations[-1] != "none":
+            return f"{path!r} ({type(child).__name__}) is no activation behind a linear"
+        activations[-1] = found
+        return None
+
+    why = add(name, module)
+    if why is not None:
+        return why
+    if not linears:
+        return "it holds no linear"
+    return Tower(name, tuple(linears), tuple(activations), tuple(sizes), tuple(others))
+
+
+def _activation(module: nn.Module, known: dict[Any, str | None]) -> str | None:
+    facts = tuple(
+        (k, v) for k, v in vars(module).items() if isinstance(v, bool | int | float | str)
+    )
+    key: Any = (type(module), facts)
+    if type(module).__module__ != nn.ReLU.__module__:
+        key = module
+    if key not in known:
+        found = recognise_module(module)
+        known[key] = None if found is None else found.name
+    return known[key]
+
+
+def is_tower(module: nn.Module) -> bool:
+    """Whether it is a Sequential with a linear in it that holds nothing but leaves and Sequentials
+    of such."""
+    if not _is_sequential(module):
+        return False
+    inside = list(module.modules())
+    plain = all(_is_sequential(m) or not m._modules for m in inside)
+    return plain and any(type(m) in PLAIN_LINEARS for m in inside)
+
+
+def _is_sequential(module: nn.Module) -> bool:
+    return class_forward(module) is nn.Sequential.forward
+
+
+class Towers:
+    """The towers of a traced forward that may be computed together.
+
+    Args:
+        parent: the module traced.
+        graph: its forward, children as leaves.
+
+    Attributes:
+        found: what may be one call a layer.
+        left: name of a tower → why it is not part of any of them, though others are like it.
+    """
+
+    def __init__(self, parent: nn.Module, graph: torch.fx.Graph) -> None:
+        self.parent, self.order = parent, list(graph.nodes)
+        self.left: dict[str, str] = {}
+        self.found: list[Abreast] = []
+        called = [str(n.target) for n in self.order if n.op == "call_module"]
+        nodes = [n for n in self.order if self._is_call(n)]
+        self._called = {str(n.target): n for n in nodes if called.count(str(n.target)) == 1}
+        known: dict[Any, str | None] = {}
+        made = {
+            n: tower_of(name, parent.get_submodule(name), known) for name, n in self._called.items()
+        }
+        others = {n: behind([n]) for n, why in made.items() if isinstance(why, str)}
+        for node, before in others.items():
+            if before.isdisjoint(others) and not any(node in b for b in others.values()):
+                self.left[str(node.target)] = str(made[node])
+        towers = {n: t for n, t in made.items() if isinstance(t, Tower)}
+        self._before = {n: behind([n]) for n in towers}
+        alone: dict[Node, Tower] = {}
+        for same in _sorted(towers, lambda t: (t.activations, t.sizes)):
+            alone |= self._level_by_level(same)
+        for same in _sorted(alone, lambda t: t.activations):
+            self._level_by_level(same)
+
+    def like(self, group: Abreast) -> Abreast:
+        """The same towers as those of another trace of this forward."""
+        calls = {str(n.target): n for n in self.order if n.op == "call_module"}
+        nodes = tuple(calls[tower.name] for tower in group.towers)
+        return Abreast(group.towers, group.shared, nodes)
+
+    def _is_call(self, node: Node) -> bool:
+        if node.op != "call_module" or node.kwargs or len(node.args) != 1:
+            return False
+        return isinstance(node.args[0], Node) and is_tower(
+            self.parent.get_submodule(str(node.target))
+        )
+
+    def _level_by_level(self, towers: Mapping[Node, Tower]) -> dict[Node, Tower]:
+        """Look at towers that do the same; those that stay alone come back."""
+        level: dict[Node, int] = {}
+        for node in towers:
+            waits = [level[n] for n in level if n in self._before[node]]
+            level[node] = max(waits, default=-1) + 1
+        alone: dict[Node, Tower] = {}
+        for depth in range(max(level.values(), default=-1) + 1):
+            nodes = [n for n in towers if level[n] == depth]
+            if len(nodes) < 2:
+                alone |= {n: towers[n] for n in nodes}
+                continue
+            why = self._why_not(nodes)
+            if why is not None:
+                self.left |= {str(n.target): why for n in nodes}
+                continue
+            shared = len({n.args[0] for n in nodes}) == 1
+            self.found.append(Abreast(tuple(towers[n] for n in nodes), shared, tuple(nodes)))
+        return alone
+
+    def _why_not(self, nodes: Sequence[Node]) -> str | None:
+        """Why these must not be computed where the first of them is, or None."""
+        order = ordered(self.order, self.found)
+        assert order is not None
+        if ordered(order, [*self.found, Abreast((), False, tuple(nodes))]) is None:
+            return "towers wait for each other through others that are one call already"
+        named = {str(n.target): n for n in nodes}
+        mine = {str(n.target): n for n in order if n.op == "call_module"}
+        own = [name for name in mine if name in named]
+        if written(self.parent, order, {**self._linears(), **self._called}, own):
+            return "something between their calls may write to what they read"
+        start, stop = order.index(mine[own[0]]), order.index(mine[own[-1]])
+        needed = behind(nodes)
+        for node in order[start + 1 : stop]:
+            if node in needed and node not in named.values():
+                why = self._why_not_moved(node)
+                if why is not None:
+                    return why
+        return None
+
+    def _linears(self) -> dict[str, Node]:
+        return {
+            str(n.target): n
+            for n in self.order
+            if n.op == "call_module"
+            and type(self.parent.get_submodule(str(n.target))) in PLAIN_LINEARS
+        }
+
+    def _why_not_moved(self, node: Node) -> str | None:
+        """Why what a tower reads must not be made earlier, or None."""
+        if may_write(self.parent, node) or draws(node):
+            return f"{node.name!r}, which one of them reads, writes or draws numbers"
+        if node.op == "call_module":
+            module = self.parent.get_submodule(str(node.target))
+            kind = type(module).__module__.rpartition(".")[2]
+            asleep = type(module) is nn.Identity or kind in _MOVED
+            if not asleep or isinstance(module, nn.RReLU) or refuse_module(module) is not None:
+                return (
+                    f"{str(node.target)!r}, a module that runs between them, makes what one reads"
+                )
+        return None
+
+
+def _sorted(towers: Mapping[Node, Tower], key: Any) -> list[dict[Node, Tower]]:
+    found: dict[Any, dict[Node, Tower]] = {}
+    for node, tower in towers.items():
+        found.setdefault(key(tower), {})[node] = tower
+    return list(found.values())
+
+
+def ordered(nodes: Sequence[Node], groups: Sequence[Abreast]) -> list[Node] | None:
+    """The nodes with the towers of each group one after another where the first is, all they read
+    before that; None where two groups wait for each other."""
+    group_of = {node: group.nodes for group in groups for node in group.nodes}
+    done: dict[Node, None] = {}
+    under_way: set[Node] = set()
+
+    def emit(node: Node) -> bool:
+        """Depth first, without recursion: forwards may be long."""
+        waiting = [(node, False)]
+        while waiting:
+            here, ready = waiting.pop()
+            members = group_of.get(here, (here,))
+            if here in done:
+                continue
+            if ready:
+                done.update(dict.fromkeys(members))
+                under_way.difference_update(members)
+                continue
+            if under_way.issuperset(members):
+                return False
+            under_way.update(members)
+            waiting.append((here, True))
+            given = dict.fromkeys(v for member in members for v in member.all_input_nodes)
+            waiting += [(v, False) for v in reversed(given) if v not in done]
+        return True
+
+    return list(done) if all(emit(node) for node in nodes) else None

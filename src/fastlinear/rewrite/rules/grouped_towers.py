@@ -1,0 +1,242 @@
+"""The rule of towers: Sequentials of linears side by side that may become one call a layer.
+
+It only matches; nothing here changes a model or measures anything.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fastlinear.ops.unequal_linear.op import served_by
+from fastlinear.profile.effects import class_forward
+from fastlinear.profile.records import LinearSite
+from fastlinear.rewrite.exchange.forwards import PLAIN_LINEARS
+from fastlinear.rewrite.exchange.tower_forward import LISTS, STACKED, Way
+from fastlinear.rewrite.match.candidate import Candidate
+from fastlinear.rewrite.match.chain import all_different, one_pass
+from fastlinear.rewrite.match.chain_towers import TowerChain
+from fastlinear.rewrite.match.eligible import Refusal
+from fastlinear.rewrite.match.parent import Fusable
+from fastlinear.rewrite.match.towers import Abreast, Tower, is_tower, tower_of
+from fastlinear.rewrite.rules.linear_act import inside
+
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+
+
+@dataclass(frozen=True, eq=False)
+class Standing:
+    """Towers that stand side by side in one module.
+
+    Attributes:
+        fqn: the module.
+        towers: by their names inside it; empty where they are no towers of linears.
+        names: of the Sequentials in the model.
+        made: the chain they may become, or why they may not.
+        unsure: whether nothing is known of what they read.
+    """
+
+    fqn: str
+    towers: tuple[Tower, ...]
+    names: tuple[str, ...]
+    made: TowerChain | str
+    unsure: bool = False
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """The towers' linears, or where they are none of linears the Sequentials."""
+        if not self.towers:
+            return self.names
+        return tuple(_full(self.fqn, n) for tower in self.towers for n in tower.linears)
+
+
+def suspects(model: nn.Module) -> dict[str, list[str]]:
+    """Module → the outermost Sequentials of linears in it, where it holds two or more."""
+    found: dict[str, list[str]] = {}
+    taken: set[str] = set()
+    for fqn, module in model.named_modules():
+        if not fqn or not is_tower(module) or any(fqn.startswith(f"{t}.") for t in taken):
+            continue
+        holder = fqn.rpartition(".")[0]
+        while holder and type(model.get_submodule(holder)) in _LISTS:
+            holder = holder.rpartition(".")[0]
+        taken.add(fqn)
+        if class_forward(model.get_submodule(holder)) is not nn.Sequential.forward:
+            found.setdefault(holder, []).append(fqn)
+    return {fqn: names for fqn, names in found.items() if len(names) > 1}
+
+
+def firsts(model: nn.Module) -> set[str]:
+    """The first linear of every Sequential that may be a tower."""
+    return {
+        f"{name}.{next(n for n, m in model.get_submodule(name).named_modules() if _plain(m))}"
+        for names in suspects(model).values()
+        for name in names
+    }
+
+
+def _plain(module: nn.Module) -> bool:
+    return type(module) in PLAIN_LINEARS
+
+
+def parts_of(model: nn.Module, fqn: str) -> int | None:
+    """How many towers of one size a module holds: what a loop over their inputs finds."""
+    alike = _alike(model, fqn, suspects(model).get(fqn, []))
+    return max((len(towers) for towers in alike), default=None)
+
+
+def _alike(model: nn.Module, fqn: str, names: Iterable[str]) -> list[list[Tower]]:
+    """Towers (names inside ``fqn``) with the same layers, two or more."""
+    found: dict[object, list[Tower]] = {}
+    for name in names:
+        tower = tower_of(inside(fqn, name) or "", model.get_submodule(name), {})
+        if isinstance(tower, Tower):
+            found.setdefault((tower.activations, tower.sizes), []).append(tower)
+    return [towers for towers in found.values() if len(towers) > 1]
+
+
+def standing(
+    fqn: str,
+    model: nn.Module,
+    names: Sequence[str],
+    traced: Fusable | Refusal,
+    candidates: Mapping[str, Candidate],
+    sites: Mapping[str, LinearSite],
+    backend: str | None,
+) -> list[Standing]:
+    """The towers of one module: what they may become, or why they are left alone.
+
+    Args:
+        fqn: the module that holds them.
+        model: the model.
+        names: of the Sequentials it holds.
+        traced: the trace of the module's forward, or why there is none.
+        candidates: what the rule of linear_act found; a chain takes none but these.
+        sites: what the profile says about each linear.
+        backend: a forced backend of grouped_linear, or None.
+    """
+    if isinstance(traced, Refusal):
+        why = traced.reason.rstrip(".")
+        alike = _alike(model, fqn, names)
+        return [Standing(fqn, tuple(t), _in(fqn, t), why, unsure=True) for t in alike]
+    towers = traced.towers()
+    found = []
+    for group in towers.found:
+        made = _chain(fqn, model.get_submodule(fqn), group, traced, candidates, sites, backend)
+        found.append(Standing(fqn, group.towers, _in(fqn, group.towers), made))
+    for why, same in _by_reason(towers.left).items():
+        known = [tower_of(name, model.get_submodule(fqn).get_submodule(name), {}) for name in same]
+        plain = [tower for tower in known if isinstance(tower, Tower)]
+        if len(plain) < len(same):
+            found.append(Standing(fqn, (), tuple(_full(fqn, name) for name in same), why))
+        else:
+            found.append(Standing(fqn, tuple(plain), _in(fqn, plain), why))
+    return found
+
+
+def _by_reason(left: Mapping[str, str]) -> dict[str, list[str]]:
+    """Towers with one reason, two or more; where modules are named, those whose names agree."""
+    found: dict[str, list[str]] = {}
+    for name, why in left.items():
+        found.setdefault(why.replace(f"'{name}.", "'"), []).append(name)
+    return {why: names for why, names in found.items() if len(names) > 1}
+
+
+def _full(fqn: str, name: str) -> str:
+    return f"{fqn}.{name}" if fqn else name
+
+
+def _in(fqn: str, towers: Iterable[Tower]) -> tuple[str, ...]:
+    return tuple(_full(fqn, tower.name) for tower in towers)
+
+
+def _chain(
+    fqn: str,
+    parent: nn.Module,
+    group: Abreast,
+    traced: Fusable,
+    candidates: Mapping[str, Candidate],
+    sites: Mapping[str, LinearSite],
+    backend: str | None,
+) -> TowerChain | str:
+    """One call a layer, or why they are left alone."""
+    full = [_full(fqn, name) for name in group.names]
+    for name in full:
+        if name not in candidates:
+            return f"its linear {name!r} is left alone itself"
+        if sites[name].parent_fqn != name.rpartition(".")[0]:
+            return f"its linear {name!r} is called by another module as well"
+    members = tuple(candidates[name] for name in full)
+    if not (one_pass(members) and all_different(members)):
+        return "its towers are called with inputs of different shapes, or share a linear"
+    shared = Counter(c.activation_fqn for c in candidates.values() if c.route == "instance")
+    own = Counter(c.activation_fqn for c in members if c.route == "instance")
+    if any(shared[name] > count for name, count in own.items()):
+        return "an activation in them is a module that others have as well"
+    way = _way(group, members, backend)
+    if isinstance(way, str):
+        return way
+    return TowerChain(
+        fqn=fqn,
+        module=parent,
+        members=members,
+        activation="none",
+        final_activation="none",
+        backend=backend,
+        group=group,
+        way=way,
+        fusable=traced,
+    )
+
+
+def _way(group: Abreast, members: Sequence[Candidate], backend: str | None) -> Way | str:
+    """How a layer of all of them is one call, or why it is none."""
+    first = members[0].calls
+    if first.autocast is not None and "relu2" in group.activations:
+        return "under autocast what relu2 is cast to depends on the operations it is written in"
+    modules = [c.module for c in members]
+    depth = len(group.activations)
+    firsts = [c.calls.kinds[0].x for c in members[::depth]]
+    if len({(x.dtype, x.device) for x in firsts} | {_kind(m) for m in modules}) > 1 and (
+        first.autocast is None
+    ):
+        return "its linears or their inputs differ in dtype or device"
+    if backend is None and _together(firsts, modules, depth, first.autocast, first.grad):
+        return Way(group.activations, LISTS)
+    if not group.equal or len({x.shape for x in firsts}) > 1:
+        return "linears of different sizes would be computed one by one here"
+    biases = [[m.bias is None for m in modules[i::depth]] for i in range(depth)]
+    if any(len(set(layer)) > 1 for layer in biases):
+        return "some of its linears have a bias, others none"
+    return Way(group.activations, STACKED, backend)
+
+
+def _kind(module: nn.Module) -> tuple[torch.dtype, torch.device]:
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return weight.dtype, weight.device
+
+
+def _together(
+    xs: Sequence[Tensor],
+    modules: Sequence[nn.Module],
+    depth: int,
+    autocast: torch.dtype | None,
+    grad: bool,
+) -> bool:
+    """Whether ``unequal_linear`` computes every layer together."""
+    dtype = autocast or xs[0].dtype
+    hidden = [x.detach().to(dtype) for x in xs]
+    for i in range(depth):
+        layers = modules[i::depth]
+        weights = [m.weight.detach().to(dtype) for m in layers]  # type: ignore[union-attr,operator]
+        if served_by(hidden, weights, grad=grad) != "together":
+            return False
+        hidden = [
+            h.new_empty((*h.shape[:-1], len(w))) for h, w in zip(hidden, weights, strict=True)
+        ]
+    return True

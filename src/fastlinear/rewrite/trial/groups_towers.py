@@ -1,0 +1,91 @@
+"""Towers side by side: what they run as they are, and layer by layer as one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from fastlinear.core.cost import Cost
+from fastlinear.rewrite.exchange.grouped_forward import parameters_of
+from fastlinear.rewrite.exchange.tower_forward import Way, abreast, fit
+from fastlinear.rewrite.match.towers import Tower
+from fastlinear.rewrite.rules.grouped import Seen
+from fastlinear.rewrite.rules.grouped_towers import Standing
+from fastlinear.rewrite.trial.groups_units import Unit, strided
+from fastlinear.rewrite.work import Work
+
+
+def of_towers(work: Work, one: Standing, firsts: Mapping[str, Sequence[Seen]]) -> Unit | None:
+    """What there is to measure of towers; None where nothing says that they do not wait for each
+    other, or what they are given."""
+    if not one.towers:
+        return None
+    calls = [firsts.get(linear, ()) for linear in one.linears[:: len(one.towers[0].linears)]]
+    if not all(calls) or any(0 in made[0].shape for made in calls):
+        return None
+    seen = [made[0] for made in calls]
+    places = [(s.storage, s.offset, s.shape, s.stride) for s in seen]
+    known = {
+        p: strided(work, s.shape, s.stride, s.dtype) for p, s in zip(places, seen, strict=True)
+    }
+    if one.unsure and len(known) > 1:
+        return None
+    inputs, xs = list(known.values()), [known[place] for place in places]
+    modules = [work.model.get_submodule(name) for name in one.names]
+    depth = len(one.towers[0].linears)
+    every = [work.model.get_submodule(name) for name in one.linears]
+    pairs = [parameters_of(every[i::depth]) for i in range(depth)]
+    weights, biases = [w for w, _ in pairs], [b for _, b in pairs]
+    way = Way(one.towers[0].activations)
+    if not isinstance(one.made, str):
+        way = one.made.way
+    if not fit(xs, weights, biases, way):
+        return None
+
+    def before() -> list[Tensor]:
+        return [type(m).forward(m, x) for m, x in zip(modules, xs, strict=True)]
+
+    def after() -> list[Tensor]:
+        return list(abreast(xs, weights, biases, way=way))
+
+    own = [p for module in modules for p in module.parameters() if p.requires_grad]
+    leaves = [inputs[0], *inputs[1:], *own]
+    read = "one input" if len(inputs) == 1 else "inputs of their own"
+    return Unit(
+        before=before,
+        after=after,
+        leaves_before=leaves,
+        leaves_after=leaves,
+        cost=_cost(one.towers, seen, len(inputs)),
+        calls=len(calls[0]),
+        fqn=one.fqn,
+        kind="towers",
+        title=f"{len(modules)} towers of {depth} linears on {read}",
+        words=f"{len(modules)} Sequentials of {depth} linears on {read} run one after another",
+        advice=_advice(one),
+        dtype=seen[0].dtype,
+        sites=one.linears,
+    )
+
+
+def _advice(one: Standing) -> str:
+    first, last = one.names[0], one.names[-1]
+    named = f"the linears of {first!r} to {last!r}"
+    if len({tower.sizes for tower in one.towers}) > 1:
+        return f"fl.unequal_linear, a call a layer, with {named}"
+    return f"fl.nn.GroupedLinear.from_linears, one a layer, of {named}"
+
+
+def _cost(towers: Sequence[Tower], seen: Sequence[Seen], inputs: int) -> Cost:
+    """Of the products, and of what no way can leave unread or unwritten: inputs, weights and what
+    the last layers give."""
+    size, flops, numbers = seen[0].dtype.itemsize, 0.0, 0
+    for i, (tower, s) in enumerate(zip(towers, seen, strict=True)):
+        tokens = math.prod(s.shape[:-1])
+        weights = sum(n * k for n, k in tower.sizes)
+        flops += 2.0 * tokens * weights
+        numbers += weights + tokens * tower.sizes[-1][0]
+        numbers += tokens * s.shape[-1] if i < inputs else 0
+    return Cost(flops, float(size * numbers))
