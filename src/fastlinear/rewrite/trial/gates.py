@@ -102,7 +102,10 @@ def _kept(work: Work, site: GatedSite) -> SiteOutcome | None:
 
 
 def _observed(work: Work, sites: list[GatedSite], watch: Watch) -> dict[GatedSite, _Seen]:
-    """One run, watched, with hooks on the sites: of a part of a forward, on its first linear."""
+    """One forward, watched, with hooks on the sites: of a part of a forward, on its first linear.
+
+    No backward, in which a checkpoint would run its part again, and otherwise.
+    """
     seen = {site: _Seen() for site in sites}
 
     def look(site: GatedSite, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -120,7 +123,9 @@ def _observed(work: Work, sites: list[GatedSite], watch: Watch) -> dict[GatedSit
     try:
         # parts that are compiled would have the watching compiled as well
         with torch.compiler.set_stance("force_eager"), watch:
-            work.runner.step(work.model, Call(*private_copy((work.call.args, work.call.kwargs))))
+            call = Call(*private_copy((work.call.args, work.call.kwargs)))
+            with torch.set_grad_enabled(work.runner.mode == "train"):
+                work.model(*call.args, **call.kwargs)
     finally:
         for handle in handles:
             handle.remove()
