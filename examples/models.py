@@ -40,6 +40,38 @@ def vit() -> nn.Module:
     return ViTModel(ViTConfig())
 
 
+def smollm() -> nn.Module:
+    """Llama's architecture as SmolLM-135M has it (30 layers of width 576, gated MLPs with silu)."""
+    from transformers import LlamaConfig, LlamaModel
+
+    config = LlamaConfig(
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        vocab_size=49152,
+        use_cache=False,
+    )
+    return LlamaModel(config)
+
+
+def t5() -> nn.Module:
+    """The encoder of T5 v1.1 base (12 layers of width 768, gated MLPs with gelu)."""
+    from transformers import T5Config, T5EncoderModel
+
+    config = T5Config(
+        d_model=768,
+        d_kv=64,
+        d_ff=2048,
+        num_heads=12,
+        num_layers=12,
+        feed_forward_proj="gated-gelu",
+        vocab_size=32128,
+    )
+    return T5EncoderModel(config)
+
+
 def tokens(vocabulary: int = 30000) -> dict[str, Any]:
     """One sequence of random token ids, shape (1, TOKENS)."""
     return {"input_ids": torch.randint(vocabulary, (1, TOKENS))}
@@ -53,3 +85,5 @@ def image() -> dict[str, Any]:
 gpt2.example_inputs = tokens  # type: ignore[attr-defined]
 bert.example_inputs = tokens  # type: ignore[attr-defined]
 vit.example_inputs = image  # type: ignore[attr-defined]
+smollm.example_inputs = tokens  # type: ignore[attr-defined]
+t5.example_inputs = tokens  # type: ignore[attr-defined]

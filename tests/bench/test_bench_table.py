@@ -9,9 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastlinear.bench import build_table, chains, read_rows, run, write_rows, write_table
+from fastlinear.bench import (
+    build_table,
+    chains,
+    gated_grid,
+    read_rows,
+    run,
+    write_rows,
+    write_table,
+)
 from fastlinear.bench import table as module
 from fastlinear.bench.__main__ import main
+from fastlinear.bench.cases import gated_mlp as gated_cases
 from fastlinear.bench.cases import overhead
 from fastlinear.bench.pseudo_grid import diagonal_problems
 from fastlinear.bench.table_grid import published_chains, table_problems
@@ -194,7 +203,7 @@ def test_the_grid_covers_the_family_most_important_first() -> None:
             assert max(layers, default=-1) < published.index(p)
     assert set(diagonal_problems("cuda")) <= set(grid)
     left_out = {*published, *diagonal_problems("cuda")}
-    grid = [p for p in grid if p not in left_out]
+    grid = [p for p in grid if p not in left_out and p.family != "gated_mlp"]
     first = grid[0]
     assert (first.dim("M"), first.dim("K"), first.dim("N")) == (8192, 768, 3072)
     assert (first.dtype, first.option("activation")) == ("bfloat16", "gelu_tanh")
@@ -216,6 +225,56 @@ def test_the_grid_covers_the_family_most_important_first() -> None:
     assert {p.option("activation") for p in grid} == {"gelu_tanh", "gelu", "relu", "silu", "none"}
     assert {1, 4, 16, 64, 256, 1024, 4096, 16384, 65536} <= {p.dim("M") for p in grid}
     assert {p.needs_grad for p in grid if p.piece == "forward"} == {True, False}
+
+
+def test_the_grid_has_the_gated_mlps_of_published_models() -> None:
+    grid = [p for p in table_problems("cuda") if p.family == "gated_mlp"]
+    kinds = ("dtype", "piece", "needs_grad", "captured")
+    seen = {tuple(getattr(p, k) for k in kinds) for p in grid}
+    pieces = (("forward", False), ("forward", True), ("backward", True), ("step", True))
+    dtypes, regimes = ("bfloat16", "float32", "float16"), (False, True)
+    assert seen == {(d, *piece, c) for d in dtypes for piece in pieces for c in regimes}
+    assert {p.option("order") for p in grid} == {"apart", "gate_up"}
+    assert {p.option("bias") for p in grid} == {"yes", "no"}
+    assert {1, 16, 64, 256, 4096, 16384} <= {p.dim("M") for p in grid}
+    sizes = {(p.dim("K"), p.dim("H"), p.option("activation")) for p in grid}
+    assert sizes == set(gated_cases.MODELS.values())
+    first = grid[0]
+    assert (first.dim("M"), first.dtype, first.option("order")) == (4096, "bfloat16", "apart")
+    for p in grid[:400]:
+        if p.piece == STEP:  # its pieces are measured before it
+            own = [grid.index(p.with_piece(piece)) for piece in ("forward", "backward")]
+            assert max(own) < grid.index(p)
+    asked = table_problems("cuda")
+    decisive = {asked.index(p) for p in grid[:40]}
+    assert max(decisive) < len(asked) / 2, "among the layers, not behind them"
+
+
+def test_gated_mlps_become_rows_that_dispatch_reads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    small = {"tiny": (16, 64, "silu")}
+    monkeypatch.setattr(gated_grid, "MODELS", small)
+    monkeypatch.setattr(gated_grid, "_TOKENS", {64: 0.0})
+    wanted = [p for _, _, p in gated_grid.gated_problems("cpu") if p.dtype == "float32"]
+    assert {p.piece for p in wanted} == {"forward", "backward", "step"}
+    data = build_table(wanted, "cpu", rounds=5)
+    assert (data["failures"], data["left"]) == ([], 0)
+    write_table(data, tmp_path / f"{device_facts('cpu').slug}.json")
+    monkeypatch.setattr(tables, "_FOLDER", tmp_path)
+    tables.table.cache_clear()
+    try:
+        for p in wanted:
+            row = tables.shipped(p, family(p.family).candidates(p.piece))
+            assert row is not None
+            assert set(row.times_us) >= {"eager"}
+        akin = replace(
+            wanted[0],
+            options=tuple((k, "relu" if k == "activation" else v) for k, v in wanted[0].options),
+        )
+        assert tables.shipped(akin, family(akin.family).candidates(akin.piece)) is not None
+    finally:
+        tables.table.cache_clear()
 
 
 def test_a_grid_of_chains_becomes_rows_of_the_table(

@@ -22,7 +22,14 @@ def examples(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters"), [("gpt2", 124_439_808), ("bert", 109_482_240), ("vit", 86_389_248)]
+    ("name", "parameters"),
+    [
+        ("gpt2", 124_439_808),
+        ("bert", 109_482_240),
+        ("vit", 86_389_248),
+        ("smollm", 134_515_008),
+        ("t5", 109_628_544),
+    ],
 )
 def test_models_have_their_published_sizes(
     examples: ModuleType, name: str, parameters: int

@@ -364,22 +364,12 @@ class Watched(Inline):
         self.register_forward_hook(lambda *_: None)
 
 
-class ByRank(Stacked):
-    """Its halves are those of a matrix alone."""
-
-    def mlp(self, h: Tensor) -> Tensor:
-        gate, up = self.gate(h).chunk(2, 1)
-        y: Tensor = self.down(F.silu(gate) * up)
-        return y
-
-
 LEFT = {
     Read: "is read elsewhere as well",
     Shared: "is called more than once there",
     Written: "may write to its input",
     Hooked: "is left alone itself",
     Watched: "carries a forward hook",
-    ByRank: "whatever the rank",
 }
 
 

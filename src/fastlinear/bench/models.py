@@ -97,6 +97,50 @@ class ModelWork:
         return {k: str(v) for r in self.result for k, v in r.summary().items()}
 
 
+def _gpt2(hf: Any, layers: int) -> Any:
+    return hf.GPT2Model(hf.GPT2Config(n_layer=layers, use_cache=False))
+
+
+def _bert(hf: Any, layers: int) -> Any:
+    return hf.BertModel(hf.BertConfig(num_hidden_layers=layers))
+
+
+def _vit(hf: Any, layers: int) -> Any:
+    return hf.ViTModel(hf.ViTConfig(num_hidden_layers=layers))
+
+
+def _smollm(hf: Any, layers: int) -> Any:
+    """Llama's architecture with the sizes of SmolLM-135M: a gated MLP with silu, gate and up
+    apart."""
+    config = hf.LlamaConfig(
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=layers,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        vocab_size=49152,
+        use_cache=False,
+    )
+    return hf.LlamaModel(config)
+
+
+def _t5(hf: Any, layers: int) -> Any:
+    """The encoder of T5 v1.1 base: a gated MLP with gelu_tanh."""
+    config = hf.T5Config(
+        d_model=768,
+        d_kv=64,
+        d_ff=2048,
+        num_heads=12,
+        num_layers=layers,
+        feed_forward_proj="gated-gelu",
+        vocab_size=32128,
+    )
+    return hf.T5EncoderModel(config)
+
+
+_MODELS = {"gpt2": _gpt2, "bert": _bert, "vit": _vit, "smollm": _smollm, "t5": _t5}
+
+
 def make_work(case: Case, device: torch.device) -> ModelWork:
     """Build the model of a case with random weights. Needs the extra ``[models]``."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -106,13 +150,7 @@ def make_work(case: Case, device: torch.device) -> ModelWork:
     batch, tokens = case.dim("B"), case.dim("T")
     generator = torch.Generator().manual_seed(case.seed)
     torch.manual_seed(case.seed)
-    model: nn.Module
-    if name == "gpt2":
-        model = hf.GPT2Model(hf.GPT2Config(n_layer=layers, use_cache=False))
-    elif name == "bert":
-        model = hf.BertModel(hf.BertConfig(num_hidden_layers=layers))
-    else:
-        model = hf.ViTModel(hf.ViTConfig(num_hidden_layers=layers))
+    model: nn.Module = _MODELS[name](hf, layers)
     dtype = FLOAT_DTYPES[case.dtype]
     model = model.eval().to(device=device, dtype=dtype)
     if name == "vit":

@@ -7,6 +7,7 @@ from itertools import product
 
 from fastlinear.bench import chains
 from fastlinear.bench.cases import overhead, strassen
+from fastlinear.bench.gated_grid import gated_problems
 from fastlinear.bench.pseudo_grid import diagonal_problems
 from fastlinear.core.precision import FLOAT_DTYPES, matmul_precision
 from fastlinear.core.problem import Problem
@@ -67,8 +68,8 @@ _PUBLISHED_CHAIN = -2.0  # the cells of the published grids come before all else
 
 
 def table_problems(device: str = "cuda") -> list[Problem]:
-    """The grid of layers and chains, most important first, all pieces of each call next to each
-    other."""
+    """The grid of layers, chains and gated MLPs, most important first, all pieces of each call next
+    to each other."""
     weighted: list[tuple[float, int, Problem]] = []
     for dtype, a in _DTYPES.items():
         for activation, b in _ACTIVATIONS.items():
@@ -83,6 +84,7 @@ def table_problems(device: str = "cuda") -> list[Problem]:
                             cost = base + 0.2 * i + d
                             weighted += _pieces(cost, (m, k, n), dtype, device, activation, layout)
     weighted += _chains(device)
+    weighted += _both_regimes(gated_problems(device))
     weighted.sort(key=lambda item: item[:2])
     return list(dict.fromkeys((*(p for _, _, p in weighted), *diagonal_problems(device))))
 

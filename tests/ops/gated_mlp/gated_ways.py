@@ -100,14 +100,17 @@ class Way:
         return y  # type: ignore[no-any-return]
 
     def compare(self, given: Sequence[Tensor | None]) -> None:
-        """Once in Python, then by programs alone."""
+        """Once in Python, then by programs alone; a graph's first backward, and its last, which may
+        write over what was kept."""
         wanted = [t for t in given if t is not None and t.requires_grad]
         expected = GatedMLP.apply(*given, self.plain)
         for self.python in (True, False):
-            dy = torch.randn_like(expected)
-            before = torch.autograd.grad(expected, wanted, dy, retain_graph=True)
             y = self(given)
-            same([y, *torch.autograd.grad(y, wanted, dy)], [expected, *before])
+            for again in (True, True, False):
+                dy = torch.randn_like(expected)
+                before = torch.autograd.grad(expected, wanted, dy, retain_graph=True)
+                found = torch.autograd.grad(y, wanted, dy, retain_graph=again)
+                same([y, *found], [expected, *before])
 
 
 def derive(dh: Any, gate: Any, up: Any, activation: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -133,14 +136,14 @@ def elementwise_forward(
 
 
 def elementwise_backward(*arguments: Any) -> Any:
-    def forward(pre: Any, activation: str, order: str) -> Tensor:
+    def forward(pre: Any, activation: str, order: str, over: bool = False) -> Tensor:
         gate, up = split_pre(pre, order)
         return activation_of(activation).value(gate) * up
 
     def backward(
-        dh: Tensor, pre: Any, activation: str, order: str, needs: Any, in_place: bool
+        dh: Tensor, pre: Any, activation: str, order: str, needs: Any, in_place: bool, over: bool
     ) -> Any:
-        dpre = empty_like(pre)
+        dpre = pre if over else empty_like(pre)
         *found, h = derive(dh, *split_pre(pre, order), activation)
         for into, values in zip(split_pre(dpre, order), found, strict=True):
             into.copy_(values)

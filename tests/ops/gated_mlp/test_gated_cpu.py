@@ -109,12 +109,16 @@ def test_passes_are_as_exact_as_torchs(activation: str, dtype: torch.dtype) -> N
             order,
         )
         ours: list[Tensor | None] = [cpp_gate.forward(pre, activation, order)]
-        for in_place in (False, True):
+        for in_place, over in ((False, False), (True, False), (True, True)):
             given = dh.clone()
+            read: Any = tuple(t if t is None else t.clone() for t in pre)
             needs = (True, order == "apart")
-            dpre, hidden, sums = cpp_gate.backward(given, pre, activation, order, needs, in_place)
+            rest = activation, order, needs, in_place, over
+            dpre, hidden, sums = cpp_gate.backward(given, read, *rest)
             assert (hidden.data_ptr() == given.data_ptr()) is in_place
+            assert (dpre[0].data_ptr() == read[0].data_ptr()) is over
             assert in_place or torch.equal(given, dh)
+            assert over or all(a is b or torch.equal(a, b) for a, b in zip(read, pre, strict=True))
             found = [*ours, hidden, *dpre, *sums]
             for name, a, t, o in zip(range(6), found, narrow, exact, strict=True):
                 assert (a is None) == (t is None)
@@ -122,6 +126,10 @@ def test_passes_are_as_exact_as_torchs(activation: str, dtype: torch.dtype) -> N
                     verdict = judge(f"{order} {m} {h} {name}", a, t, o)
                     assert verdict.passed, str(verdict)
         assert all(a is None or torch.equal(a, b) for a, b in zip(pre, kept, strict=True))  # type: ignore[arg-type]
+        h = cpp_gate.forward(pre, activation, order, over=True)
+        assert ours[0] is not None
+        assert torch.equal(h, ours[0])
+        assert (h.data_ptr() == pre[0].data_ptr()) is (order == "apart")
 
 
 def _passes(dh: Tensor, pre: Pre, activation: str, order: str) -> tuple[Tensor | None, ...]:

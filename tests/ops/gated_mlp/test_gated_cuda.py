@@ -270,6 +270,19 @@ class TestOnHopper:
         y = cuda.forward(x, weights, biases, "silu", "apart", False)[0]
         assert torch.equal(cuda.forward(moved, weights, biases, "silu", "apart", False)[0], y)
 
+    @pytest.mark.parametrize("order", ["apart", "gate_up", "up_gate"])
+    @pytest.mark.parametrize("sizes", SIZES, ids=str)
+    def test_over_what_was_kept(self, sizes: tuple[int, int, int, int], order: str) -> None:
+        x, weights, biases, dy = _draw(sizes, torch.bfloat16, order, "yes")
+        _, *pre = cuda.forward(x, weights, biases, "silu", order, True)
+        needs: Any = (True, *(t is not None for t in (*weights, *biases)))
+        given = x, weights, biases, "silu", order, needs
+        plain = cuda.backward(dy, tuple(pre), *given)
+        kept = pre[0].clone()
+        for a, b in zip(plain, cuda.backward(dy, tuple(pre), *given, True), strict=True):
+            assert a is b or torch.equal(a, b)  # type: ignore[arg-type]
+        assert not torch.equal(pre[0], kept)
+
     def test_the_same_bit_for_bit(self) -> None:
         x, weights, biases, dy = _draw((1500, 512, 1032, 256), torch.bfloat16, "apart", "yes")
         needs: Any = (True,) * 7

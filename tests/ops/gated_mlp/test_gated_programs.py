@@ -155,13 +155,13 @@ def _stood_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     library = door_node._build.loaded
     assert library is not None
-    library.fastlinear_node_cuda(ctypes.cast(launch, pointer), ctypes.cast(replace, pointer))
+    library.fastlinear_node_cuda(None, ctypes.cast(launch, pointer), ctypes.cast(replace, pointer))
     yield
     for name in ("gated_mlp.test", "gated_mlp"):
         table = door.table(name)
         assert table is not None
         table.clear()
-    library.fastlinear_node_cuda(None, None)
+    library.fastlinear_node_cuda(None, None, None)
     STANDS.clear()
     EARLY.clear()
 

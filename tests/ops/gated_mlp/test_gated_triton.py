@@ -6,6 +6,7 @@ interpreted ones run in a process of their own, started by ``test_under_the_inte
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -141,6 +142,31 @@ def test_backward(
         for needs in ((True, *held), (True, *[False] * 6), (False, False, False, *held[2:])):
             check(run, "backward", [(*s, needs) for s in sets])
             assert torch.equal(dy, kept)
+
+
+@compares
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", ["elementwise", "triton"])
+def test_over_what_was_kept(name: str, order: str) -> None:
+    """The same bits where results take the memory of what they are made of; which they do."""
+    forward = backend.forward if name == "triton" else backend.elementwise_forward
+    run = backend.backward if name == "triton" else backend.elementwise_backward
+    for sizes, down in itertools.product(SIZES[1:], (True, False)):
+        *given, dy = drawn(sizes, torch.float16, order, down, True)
+        names = "gelu_tanh", order
+        y, *pre = forward(*given, *names, True)
+        assert torch.equal(forward(*given, *names, False)[0], y)
+        needs = (True, *(t is not None for t in (*given[1], *given[2])))
+        plain = run(dy, pre, *given, *names, needs)
+        again = run(dy, None, *given, *names, needs)
+        kept = [t if t is None else t.clone() for t in pre]
+        over = run(dy, pre, *given, *names, needs, True)
+        for a, b, c in zip(plain, over, again, strict=True):
+            assert (a is None) == (b is None) == (c is None)
+            assert a is None or torch.equal(a, b)
+            if a is not None and name == "elementwise":  # which forms them by the same product
+                assert torch.equal(a, c)
+        assert not torch.equal(pre[0], kept[0])
 
 
 @compares

@@ -190,10 +190,10 @@ def python_driver() -> Iterator[None]:
 
     library = door_node._build.loaded
     assert library is not None
-    library.fastlinear_node_cuda(ctypes.cast(launch, pointer), ctypes.cast(replace, pointer))
+    library.fastlinear_node_cuda(None, ctypes.cast(launch, pointer), ctypes.cast(replace, pointer))
     yield
     table = door.table("grouped_linear.test")
     assert table is not None
     table.clear()
-    library.fastlinear_node_cuda(None, None)
+    library.fastlinear_node_cuda(None, None, None)
     STANDS.clear()

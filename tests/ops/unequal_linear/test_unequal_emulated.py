@@ -213,9 +213,9 @@ def _driver() -> Iterator[None]:
     library = door_node._build.loaded
     assert library is not None
     pointer = ctypes.cast(DRIVER, ctypes.c_void_p)
-    library.fastlinear_node_cuda(pointer, pointer)
+    library.fastlinear_node_cuda(None, pointer, pointer)
     yield
-    library.fastlinear_node_cuda(None, None)
+    library.fastlinear_node_cuda(None, None, None)
 
 
 @pytest.mark.usefixtures("_driver", "emulated")

@@ -14,18 +14,24 @@ _SHAPES = (
     ("bert", 1, 128),
     ("vit", 1, 197),
     ("vit", 4, 197),
+    ("smollm", 4, 128),
+    ("smollm", 1, 128),
+    ("t5", 4, 128),
+    ("t5", 1, 128),
 )
+_QUICK = (_SHAPES[1], _SHAPES[7])
+_LAYERS = {"smollm": 30}
 
 
 def cases(device: str, quick: bool = False) -> list[Case]:
-    """The cases for a device type; quick ones have two layers instead of twelve."""
+    """The cases for a device type; quick ones have two layers instead of all."""
     dtypes = ("bfloat16", "float32") if device == "cuda" else ("float32",)
-    shapes = _SHAPES[1:2] if quick else _SHAPES
+    shapes = _QUICK if quick else _SHAPES
     return [
         Case(
             experiment="models",
             family="model",
-            dims=(("B", batch), ("T", tokens), ("L", 2 if quick else 12)),
+            dims=(("B", batch), ("T", tokens), ("L", 2 if quick else _LAYERS.get(name, 12))),
             dtype=dtype,
             device=device,
             direction="forward",

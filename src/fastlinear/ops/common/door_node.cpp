@@ -79,7 +79,8 @@ extern "C" void fastlinear_node_begin(PyObject* tensor, PyObject* parameter, int
 }
 
 // How kernels are launched: addresses of the driver's functions. Whether they can be, on a device.
-extern "C" int fastlinear_node_cuda(void* launch, void* replace) {
+extern "C" int fastlinear_node_cuda(void* is_capturing, void* launch, void* replace) {
+  door::cuda.is_capturing = reinterpret_cast<door::Cuda::IsCapturing>(is_capturing);
   door::cuda.launch = reinterpret_cast<door::Cuda::Launch>(launch);
   door::cuda.replace = reinterpret_cast<door::Cuda::Replace>(replace);
   return at::detail::empty_cuda != nullptr && fastlinear_raw_stream != nullptr;

@@ -9,10 +9,12 @@
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
 
+#include <c10/core/impl/COW.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <map>
@@ -87,6 +89,15 @@ inline bool stream_of(c10::Device device, void** stream) {
   return true;
 }
 
+// Whether nobody but its holder can read a tensor: no other tensor or storage has its memory, nor has
+// anything besides PyTorch lent it.
+inline bool alone(const at::Tensor& t) {
+  if (!t.is_contiguous() || t.use_count() != 1) return false;
+  const auto& storage = t.storage();
+  return storage.use_count() == 1 && storage.allocator() != nullptr && storage.resizable() &&
+         !c10::impl::cow::is_cow_data_ptr(storage.data_ptr());
+}
+
 // --------------------------------------------------------------------------------------------
 
 // A kind of call. Numbers of a backward program's tensors: 0 dy, then the call's tensors, then what
@@ -99,15 +110,19 @@ inline bool stream_of(c10::Device device, void** stream) {
 // backward    (dy, gradient of the hidden, shape of y, tensors, kept, needs) → gradients
 // programmer  (needs, dy, tensors, kept) → a backward's program, or None
 // kept        each 0 nothing, 1 the output, 2 a hidden output of the node (one at most), 3 a tensor
-//             of the forward's own
+//             of the forward's own, 4 such a tensor whose memory the backward takes where this is the
+//             graph's last and nobody else can read it. Where there is one, backward and programmer
+//             get one argument more: whether these may be written over
 // for whom    for each tensor of the call the gradients, as bits, whose backward reads it
 struct NodePlan {
-  enum Kept : int64_t { kNothing, kOutput, kHidden, kInternal };
+  enum Kept : int64_t { kNothing, kOutput, kHidden, kInternal, kSpent };
+  static constexpr uint64_t kOver = uint64_t{1} << 63;  // beside needs, of 63 tensors at most
   std::string name;
   Ref forward, backward, programmer;
   std::shared_ptr<const Program> program;  // of the forward; null where that is Python's
   std::vector<int64_t> kept;
   std::vector<int64_t> readers;
+  bool spends;  // whether any is kSpent
   Dispatch dispatch = Dispatch::now();
 
   NodePlan(PyObject* spec, const Tensors& given)
@@ -115,7 +130,8 @@ struct NodePlan {
         backward(PyTuple_GetItem(spec, 3)),
         programmer(PyTuple_GetItem(spec, 4)),
         kept(integers(PyTuple_GetItem(spec, 6))),
-        readers(integers(PyTuple_GetItem(spec, 7))) {
+        readers(integers(PyTuple_GetItem(spec, 7))),
+        spends(std::find(kept.begin(), kept.end(), int64_t{kSpent}) != kept.end()) {
     const char* text = PyUnicode_AsUTF8(PyTuple_GetItem(spec, 1));
     if (text == nullptr || readers.size() != given.size()) throw PythonError();
     name = text;
@@ -124,7 +140,8 @@ struct NodePlan {
     if (program != nullptr && program->results().size() != 1 + kept.size()) throw PythonError();
   }
 
-  // The program of a backward that gives these gradients; whether it was ever asked for.
+  // The program of a backward that gives these gradients, and may write over what was kept where
+  // kOver is among them; whether it was ever asked for.
   std::pair<std::shared_ptr<const Program>, bool> find(uint64_t needs) const {
     const std::lock_guard<std::mutex> one(mutex_);
     const auto found = programs_.find(needs);
@@ -210,20 +227,33 @@ struct Node : autograd::Node {
     for (size_t i = 0; i < found.size(); ++i)
       if (task_should_compute_output(i)) needs |= uint64_t{1} << i;
     Tensors r{grads[0]};
+    const bool plain = !hidden && !c10::GradMode::is_enabled() && Dispatch::now() == plan->dispatch &&
+                       r[0].unsafeGetTensorImpl()->key_set() == keys;
+    const bool last = plain && plan->spends && !autograd::get_current_graph_task_keep_graph();
     {
       const std::lock_guard<std::mutex> one(mutex_);
       TORCH_CHECK(!released_, autograd::ERR_BACKWARD_TWICE);
       for (const auto& s : saved) r.push_back(s.unpack(getptr()));
+      for (size_t i = 0; plan->spends && i < plan->kept.size(); ++i) {
+        if (last) {  // given up as the engine would behind this backward, which may write over them
+          saved[plan->readers.size() + i].reset_data();
+          released_ = true;
+        } else if (auto& t = r[1 + plan->readers.size() + i]; t.defined()) {
+          t = t.variable_data();  // so that an object in Python holds another one than is saved
+        }
+      }
     }
-    const bool plain = !hidden && !c10::GradMode::is_enabled() && Dispatch::now() == plan->dispatch &&
-                       r[0].unsafeGetTensorImpl()->key_set() == keys;
+    if (last && may_write_over(r)) needs |= NodePlan::kOver;
     if (!plain) {
       by_python(*plan, shape, r, hidden ? grads[1] : at::Tensor(), needs, found);
       return found;
     }
     if (!r[0].is_contiguous()) r[0] = r[0].contiguous();  // an expanded gradient, as sum() makes
     const auto [program, asked] = plan->find(needs);
-    if (program != nullptr && by_program(*program, r, found)) return found;
+    bool begun = false;
+    if (program != nullptr && by_program(*program, r, found, begun)) return found;
+    TORCH_CHECK(!begun || (needs & NodePlan::kOver) == 0, "fastlinear: a kernel of ", name(),
+                " could not be launched");
     r.resize(1 + saved.size());
     by_python(*plan, shape, r, {}, needs, found);
     if (!asked) ask_for_program(r, needs);
@@ -252,6 +282,20 @@ struct Node : autograd::Node {
  private:
   bool released_ = false;
 
+  // Whether these, unpacked, hold all that may be spent alone, and no CUDA graph records the backward:
+  // it would read at each replay what the one before has written.
+  bool may_write_over(const Tensors& r) const {
+    const size_t first = 1 + plan->readers.size();
+    for (size_t i = 0; i < plan->kept.size(); ++i)
+      if (plan->kept[i] == NodePlan::kSpent && !(r[first + i].defined() && alone(r[first + i])))
+        return false;
+    if (!r[0].is_cuda()) return true;
+    void* stream = nullptr;
+    int captured = 0;
+    return cuda.is_capturing != nullptr && stream_of(r[0].device(), &stream) &&
+           cuda.is_capturing(stream, &captured) == 0 && captured == 0;
+  }
+
   static autograd::variable_list by_formula(const NodePlan& plan, const std::vector<int64_t>& shape,
                                             const autograd::variable_list& grads,
                                             const autograd::variable_list& tensors,
@@ -267,12 +311,14 @@ struct Node : autograd::Node {
     return found;
   }
 
-  bool by_program(const Program& program, Tensors& r, autograd::variable_list& found) const {
-    if (!program.fits(r)) return false;
+  // Whether it ran; `begun` says that it did in part.
+  bool by_program(const Program& program, Tensors& r, autograd::variable_list& found,
+                  bool& begun) const {
+    if (!program.fits(r) || program.hooked()) return false;
     void* stream = nullptr;
     if (r[0].is_cuda() && !stream_of(r[0].device(), &stream)) return false;
     const at::AutoDispatchBelowADInplaceOrView below;
-    if (!program.run(r, stream)) return false;
+    if (!program.run(r, stream, &begun)) return false;
     const auto& results = program.results();
     for (size_t i = 0; i < found.size(); ++i)
       if (results[i] >= 0) found[i] = r[results[i]];
@@ -298,8 +344,9 @@ struct Node : autograd::Node {
                          sizes,
                          tuple_of(r, 1, kept),
                          tuple_of(r, kept, r.size()),
-                         bools(needs, found.size())};
-    PyObject* result = PyObject_Vectorcall(plan.backward.o, given, 6, nullptr);
+                         bools(needs, found.size()),
+                         PyBool_FromLong((needs & NodePlan::kOver) != 0)};
+    PyObject* result = PyObject_Vectorcall(plan.backward.o, given, plan.spends ? 7 : 6, nullptr);
     for (auto* o : given) Py_DECREF(o);
     const pybind11::object held = pybind11::reinterpret_steal<pybind11::object>(result);
     if (result == nullptr) throw_python();
@@ -316,8 +363,9 @@ struct Node : autograd::Node {
     if (plan->programmer.o == Py_None) return;
     const size_t kept = 1 + plan->readers.size();
     PyObject* given[] = {bools(needs, num_outputs()), object_of(r[0]), tuple_of(r, 1, kept),
-                         tuple_of(r, kept, r.size())};
-    PyObject* spec = PyObject_Vectorcall(plan->programmer.o, given, 4, nullptr);
+                         tuple_of(r, kept, r.size()),
+                         PyBool_FromLong((needs & NodePlan::kOver) != 0)};
+    PyObject* spec = PyObject_Vectorcall(plan->programmer.o, given, plan->spends ? 5 : 4, nullptr);
     for (auto* o : given) Py_DECREF(o);
     const pybind11::object held = pybind11::reinterpret_steal<pybind11::object>(spec);
     if (spec == nullptr) throw_python();
@@ -393,8 +441,11 @@ inline at::Tensor called(const std::shared_ptr<const NodePlan>& plan, const Call
       throw_python();
     }
     y = tensor_of(PyTuple_GET_ITEM(result, 0));
-    for (size_t i = 0; i < kept.size(); ++i)
+    for (size_t i = 0; i < kept.size(); ++i) {
       kept[i] = tensor_of(PyTuple_GET_ITEM(result, static_cast<Py_ssize_t>(1 + i)));
+      // without the object in Python, which would hold it
+      if (plan->kept[i] == NodePlan::kSpent && kept[i].defined()) kept[i] = kept[i].variable_data();
+    }
     const at::AutoDispatchBelowADInplaceOrView below;
     if (y.is_view()) y = y.view(y.sizes());  // of no base, so that it may be changed in place
   }
@@ -418,7 +469,8 @@ inline at::Tensor called(const std::shared_ptr<const NodePlan>& plan, const Call
     switch (plan->kept[i]) {
       case NodePlan::kOutput: node.saved.emplace_back(y, true); break;
       case NodePlan::kHidden: node.saved.emplace_back(kept[i], true); break;
-      case NodePlan::kInternal: node.saved.emplace_back(kept[i], false); break;
+      case NodePlan::kInternal:
+      case NodePlan::kSpent: node.saved.emplace_back(kept[i], false); break;
       default: node.saved.emplace_back();
     }
   }

@@ -18,7 +18,7 @@ from fastlinear.ops.common import door
 from fastlinear.ops.common import door_library as library
 from fastlinear.ops.common.door_build import Build, after_fork
 
-NOTHING, OUTPUT, HIDDEN, INTERNAL = 0, 1, 2, 3
+NOTHING, OUTPUT, HIDDEN, INTERNAL, SPENT = 0, 1, 2, 3, 4
 """What a forward keeps for its backward besides the call's tensors; as door_node.h numbers it."""
 MAX_TENSORS = 63
 """Most tensors of a call, whose gradients are counted as bits."""
@@ -47,11 +47,17 @@ def node(
             gradient is not. Differentiable where gradients are enabled.
         programmer: (needs, dy, tensors, kept) → a program for that backward, or None; asked after
             ``backward`` ran on these. Its tensors: dy, then those of the call, then the kept ones.
+            Where any is ``SPENT``, both functions get one argument more: whether the memory of
+            those is theirs to write over.
         program: the forward's program or None; its tensors are those of the call, its results y and
             each tensor that it keeps, none for the output itself.
-        kept: ``OUTPUT``, ``HIDDEN`` (once at most), ``INTERNAL`` or ``NOTHING`` for each.
+        kept: ``OUTPUT``, ``HIDDEN`` (once at most), ``INTERNAL``, ``SPENT`` or ``NOTHING`` for
+            each. ``SPENT`` is an ``INTERNAL`` that a graph's last backward may write over, where
+            nobody else holds it.
         readers: for each tensor the gradients, as bits, whose backward reads it.
     """
+    if SPENT in kept and any(t is not None and t.is_cuda for t in tensors):
+        serves_cuda()  # to know where a CUDA graph records a backward
     spec = ("node", name, forward, backward, programmer, program, tuple(kept), tuple(readers))
     return _loaded_for(tensors).fastlinear_node_plan(spec, tuple(tensors))
 
@@ -128,7 +134,9 @@ def serves_cuda() -> bool:
     build = _build
     if build.cuda is None:
         assert build.loaded is not None
-        functions = door.driver_functions("cuLaunchKernelEx", "cuTensorMapReplaceAddress")
+        functions = door.driver_functions(
+            "cuStreamIsCapturing", "cuLaunchKernelEx", "cuTensorMapReplaceAddress"
+        )
         build.cuda = functions is not None and bool(build.loaded.fastlinear_node_cuda(*functions))
     return build.cuda
 
@@ -182,7 +190,7 @@ def _made(loaded: ctypes.PyDLL) -> ctypes.PyDLL:
     pointer, thing = ctypes.c_void_p, ctypes.py_object
     loaded.fastlinear_node_begin.argtypes = [thing, thing, ctypes.c_int64]
     loaded.fastlinear_node_begin.restype = None
-    loaded.fastlinear_node_cuda.argtypes = [pointer, pointer]
+    loaded.fastlinear_node_cuda.argtypes = [pointer, pointer, pointer]
     loaded.fastlinear_node_cuda.restype = ctypes.c_int
     loaded.fastlinear_node_plan.argtypes = [thing, thing]
     loaded.fastlinear_node_plan.restype = thing

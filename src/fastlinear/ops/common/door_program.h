@@ -155,9 +155,18 @@ class Program {
     return true;
   }
 
-  // Runs on tensors that fit; false where Python has to try, and say what is wrong.
-  bool run(Tensors& r, void* stream) const {
+  // Whether Python has to launch a kernel, since somebody listens.
+  bool hooked() const {
+    for (const auto& s : steps_)
+      if (s.kind == Step::kKernel && s.kernel->hooked()) return true;
+    return false;
+  }
+
+  // Runs on tensors that fit; false where Python has to try, and say what is wrong. `begun` is set
+  // once a step may have run.
+  bool run(Tensors& r, void* stream, bool* begun = nullptr) const {
     if (stream_.has_value() && *stream_ != stream) return false;
+    if (begun != nullptr) *begun = true;
     r.resize(size_);
     for (const auto& s : steps_) {
       if (!run(s, r, stream)) return false;

@@ -59,6 +59,7 @@ class Formula:
         tensors: tuple[Tensor | None, ...],
         kept: tuple[Tensor | None, ...],
         needs: tuple[bool, ...],
+        over: bool = False,
     ) -> Gradients:
         """Seven, differentiable where a graph is asked for.
 
@@ -67,6 +68,7 @@ class Formula:
             tensors: x, three weights, three biases.
             kept: as ``forward`` gives it after y.
             needs: which gradients are wanted.
+            over: whether the memory of ``kept`` may be written over.
         """
         given: Any = tensors
         wanted: Any = tuple(needs)
@@ -75,7 +77,7 @@ class Formula:
         if torch.is_grad_enabled():  # create_graph: the gradients must be differentiable
             return differentiable_backward(dy, x, weights, biases, *names, wanted)
         pre: Any = None if kept[0] is None else kept
-        return run_backward(dy, pre, x, weights, biases, *names, wanted, self.backward)
+        return run_backward(dy, pre, x, weights, biases, *names, wanted, self.backward, over)
 
 
 class GatedMLP(torch.autograd.Function):
@@ -129,12 +131,14 @@ def run_backward(
     order: str,
     needs: Needs,
     run: Callable[..., Any],
+    over: bool = False,
 ) -> Gradients:
-    """Call a backward backend for x (..., K) and dy of y's shape; dx has x's shape."""
+    """Call a backward backend for x (..., K) and dy of y's shape; dx has x's shape. ``over`` gives
+    the memory of pre away."""
     dy = dy.resolve_neg().reshape(x.shape[:-1].numel(), out_features(weights))
     if not dy.is_contiguous():  # an expanded gradient, as sum() makes
         dy = dy.contiguous()
-    dx, *others = run(dy, pre, as_rows(x), weights, biases, activation, order, needs)
+    dx, *others = run(dy, pre, as_rows(x), weights, biases, activation, order, needs, over)
     return (None if dx is None else dx.view(x.shape)), *others
 
 

@@ -6,7 +6,8 @@
 // Behind hopper_gemm.h, hopper_kernel.h and hopper_activations.h. A is dy (M, N), B the down weight
 // (N, H) as it lies. Each warp of a consumer reads G and U in blocks of 16 rows by TMA, as many as it
 // has sets of buffers for under the products before, writes dG and dU over them and H beside them, and
-// sends all three off by TMA.
+// sends all three off by TMA. No block is read by two warps, or after it was sent off: in global memory
+// dG and dU may lie over G and U, too.
 //
 // Macros from the host, besides those of the headers:
 //   SETS: buffers of a warp for G and U, so many blocks ahead.

@@ -26,9 +26,11 @@ def forward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """x (M, K) → (y (M, N) or (M, H), then the pre-activations or None twice)."""
     pre = reference.pre_activations(x, weights, biases)
-    h = cpp_gate.forward(pre, activation, order)
+    h = cpp_gate.forward(pre, activation, order, over=not save_pre)
+    kept = pre if save_pre else (None, None)
+    del pre
     y = h if weights.down is None else F.linear(h, weights.down, biases.down)
-    return (y, *pre) if save_pre else (y, None, None)
+    return y, *kept
 
 
 def backward(
@@ -40,7 +42,11 @@ def backward(
     activation: str,
     order: str,
     needs: Needs,
+    over: bool = False,
 ) -> Gradients:
-    """dy (M, N) or (M, H), dense → the seven gradients; pre None is formed again from x."""
+    """dy (M, N) or (M, H), dense → the seven gradients; pre None is formed again from x.
+
+    ``over`` allows to write over pre.
+    """
     gate = Gate(cpp_gate.forward, cpp_gate.backward)
-    return backward_by(PYTORCH, gate, dy, pre, x, weights, biases, activation, order, needs)
+    return backward_by(PYTORCH, gate, dy, pre, x, weights, biases, activation, order, needs, over)

@@ -26,18 +26,19 @@ def reason_not() -> str | None:
     return cpp_build.reason_not() or cpp_build.failed(SOURCE)
 
 
-def forward(pre: Pre, activation: str, order: str) -> Tensor:
+def forward(pre: Pre, activation: str, order: str, over: bool = False) -> Tensor:
     """h (M, H) = act(gate) ∘ up, dense.
 
     Args:
         pre: pre-activations, each tensor dense.
         activation, order: their names.
+        over: whether h may take the memory of pre.
 
     Raises:
         UnsupportedError: the library cannot be compiled or loaded.
     """
     gate, up = split_pre(pre, order)
-    h = kept_memory.empty(gate.shape, gate.dtype)
+    h = gate if over and order == "apart" else kept_memory.empty(gate.shape, gate.dtype)
     if not gate.numel():
         return h
     code = _library().fastlinear_gate_forward(
@@ -53,7 +54,13 @@ def forward(pre: Pre, activation: str, order: str) -> Tensor:
 
 
 def backward(
-    dh: Tensor, pre: Pre, activation: str, order: str, needs: tuple[bool, bool], in_place: bool
+    dh: Tensor,
+    pre: Pre,
+    activation: str,
+    order: str,
+    needs: tuple[bool, bool],
+    in_place: bool,
+    over: bool = False,
 ) -> tuple[Pre, Tensor, tuple[Tensor | None, Tensor | None]]:
     """(dpre laid out as pre, h (M, H), bias gradients); sums in float64, in a fixed order.
 
@@ -64,12 +71,13 @@ def backward(
         needs: which bias gradients are wanted: the gate's (or the stack's, (2H,)) and the up
             projection's.
         in_place: whether h may take the memory of dh.
+        over: whether dpre may take the memory of pre.
 
     Raises:
         UnsupportedError: the library cannot be compiled or loaded.
     """
     gate, up = split_pre(pre, order)
-    dpre = empty_like(pre)
+    dpre = pre if over else empty_like(pre)
     h = dh if in_place else kept_memory.empty(dh.shape, dh.dtype)
     sums = tuple(
         torch.empty(t.shape[1], dtype=t.dtype) if need and t is not None else None

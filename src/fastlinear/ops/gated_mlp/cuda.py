@@ -116,18 +116,19 @@ def backward(
     activation: str,
     order: str,
     needs: Needs,
+    over: bool = False,
 ) -> Gradients:
     """dy (M, N), dense, bfloat16 or float16 → the seven gradients; pre None is formed again from
-    x."""
+    x. ``over`` allows to write over pre."""
     if not any(needs[i] for i in (0, 1, 2, 4, 5)):
         rest = reference.backward(
             dy, pre, x, weights, biases, activation, order, (*needs[:6], False)
         )
         return *rest[:6], column_sums(dy) if needs[6] else None
     if pre is None:
-        pre = reference.pre_activations(x, weights, biases)
+        pre, over = reference.pre_activations(x, weights, biases), True
     return backward_through_down(
-        PYTORCH, through_down, dy, pre, x, weights, activation, order, needs
+        PYTORCH, through_down, dy, pre, x, weights, activation, order, needs, over
     )
 
 
@@ -231,6 +232,7 @@ def through_down(
     order: str,
     needs: tuple[bool, bool, bool],
     needs_h: bool,
+    over: bool = False,
     config: Config | None = None,
 ) -> tuple[Pre, Tensor | None, Sums]:
     """(dpre laid out as pre, h (M, H) or None, bias gradients) from dy (M, N) and down (N, H).
@@ -239,11 +241,12 @@ def through_down(
         needs: which bias gradients are wanted: of the gate (or the stack), the up and the down
             projection.
         needs_h: whether what the gate lets through is wanted.
+        over: whether dpre may take the memory of pre.
         config: tile configuration; chosen where None.
     """
     dy, down = readable(dy), readable(down)
     (m, n), size = dy.shape, down.shape[1]
-    dpre = empty_like(pre)
+    dpre = pre if over else empty_like(pre)
     read = [readable(t) for t in split_pre(pre, order)]
     h = dy.new_empty(m, size) if needs_h else None
     made = config or config_for("backward", m, size)

@@ -5,7 +5,8 @@
 //                              column sums of dgate and dup in the same pass
 //
 // gate, up, dgate and dup share a row stride and a column stride (1, or 2 where they are interleaved);
-// dh and h are dense, and may be one tensor. Sums: kRows rows in float32, then into float64, over chunks
+// dh and h are dense. Results may lie over what they are made of: h over gate in the forward; in the
+// backward h over dh, dgate and dup over gate and up. Sums: kRows rows in float32, then into float64, over chunks
 // of rows that depend on the sizes alone, so that results do not depend on the number of threads.
 
 #include "../common/activations.h"
@@ -56,18 +57,20 @@ void forward_all(const T* gate, const T* up, T* h, int64_t m, int64_t n, int64_t
   for (int64_t t = 0; t < m * blocks; ++t) {
     const int64_t i = t / blocks, j0 = t % blocks * kBlock;
     const int64_t w = n - j0 < kBlock ? n - j0 : kBlock;
-    const T* __restrict g = gate + i * row + j0 * kStep;
-    const T* __restrict u = up + i * row + j0 * kStep;
-    T* __restrict o = h + i * n + j0;
+    const T* g = gate + i * row + j0 * kStep;
+    const T* u = up + i * row + j0 * kStep;
+    T* o = h + i * n + j0;
+    // as in the backward: g may be o
+#pragma GCC ivdep
     for (int64_t j = 0; j < w; ++j) o[j] = narrow<T>(A::f(wide(g[j * kStep])) * wide(u[j * kStep]));
   }
 }
 
 template <class A, class T, int kStep>
-inline void backward_row(const T* dh, const T* __restrict gate, const T* __restrict up,
-                         T* __restrict dgate, T* __restrict dup, T* h, float* __restrict sum_g,
-                         float* __restrict sum_u, int64_t w) {
-  // dh may be h: each number is read before it is written, so the loop has no dependence
+inline void backward_row(const T* dh, const T* gate, const T* up, T* dgate, T* dup, T* h,
+                         float* __restrict sum_g, float* __restrict sum_u, int64_t w) {
+  // What is written may be what is read, at the same place: each number is read before it is
+  // written, so the loop has no dependence
 #pragma GCC ivdep
   for (int64_t j = 0; j < w; ++j) {
     const float d = wide(dh[j]), g = wide(gate[j * kStep]), u = wide(up[j * kStep]);

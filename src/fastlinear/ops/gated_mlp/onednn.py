@@ -81,10 +81,14 @@ def backward(
     activation: str,
     order: str,
     needs: Needs,
+    over: bool = False,
 ) -> Gradients:
-    """dy (M, N) or (M, H), dense → the seven gradients; pre None is formed again from x."""
+    """dy (M, N) or (M, H), dense → the seven gradients; pre None is formed again from x.
+
+    ``over`` allows to write over pre.
+    """
     gate = Gate(cpp_gate.forward, cpp_gate.backward)
-    return backward_by(_ONEDNN, gate, dy, pre, x, weights, biases, activation, order, needs)
+    return backward_by(_ONEDNN, gate, dy, pre, x, weights, biases, activation, order, needs, over)
 
 
 def forget_packed() -> None:
@@ -101,6 +105,7 @@ def _inference(
     bias = None if up_bias is None else up_bias.contiguous()
     multiply = torch.ops.mkldnn._linear_pointwise.binary
     h: Tensor = multiply(x, opened, _laid(up, rows, packed), bias, "mul")
+    del opened
     if weights.down is None:
         return h
     down = _laid(weights.down, rows, packed)

@@ -21,8 +21,9 @@ class Gate:
 
     Attributes:
         forward: (pre, activation, order) → h (M, H).
-        backward: (dh, pre, activation, order, needs of the two bias gradients, in_place) → (dpre,
-            h, bias gradients); ``in_place`` allows h to take the memory of dh.
+        backward: (dh, pre, activation, order, needs of the two bias gradients, in_place, over) →
+            (dpre, h, bias gradients); ``in_place`` allows h to take the memory of dh, ``over`` dpre
+            that of pre.
     """
 
     forward: Callable[[Pre, str, str], Tensor]
@@ -59,18 +60,19 @@ def backward_by(
     activation: str,
     order: str,
     needs: Needs,
+    over: bool,
 ) -> Gradients:
     """dy (M, N) or (M, H), dense → the seven gradients; pre None is formed again from x.
 
     What is not wanted costs neither product nor pass. Where y is the gate's product itself, dy is
-    the caller's memory and stays what it is.
+    the caller's memory and stays what it is; so does pre unless ``over`` gives its memory away.
     """
     inner = any(needs[i] for i in (0, 1, 2, 4, 5))
     down_bias = dy.sum(0) if needs[6] else None
     if not inner and not needs[3]:
         return None, None, None, None, None, None, down_bias
     if pre is None:
-        pre = products.pre_activations(x, weights, biases)
+        pre, over = products.pre_activations(x, weights, biases), True
     if not inner:
         through = gate.forward(pre, activation, order)
         return None, None, None, products.grad_weight(dy, through), None, None, down_bias
@@ -78,7 +80,7 @@ def backward_by(
     if weights.down is not None:
         dh = products.grad_input(dy, weights.down)
     dpre, h, (gate_bias, up_bias) = gate.backward(
-        dh, pre, activation, order, (needs[4], needs[5]), owned
+        dh, pre, activation, order, (needs[4], needs[5]), owned, over
     )
     del dh, pre
     down_weight = products.grad_weight(dy, h) if needs[3] else None
@@ -97,14 +99,16 @@ def backward_through_down(
     activation: str,
     order: str,
     needs: Needs,
+    over: bool,
 ) -> Gradients:
     """The same where one kernel goes from dy (M, N) through the down projection and the gate.
 
     ``through_down``: (dy, down weight, pre, activation, order, needs of the three bias gradients,
-    whether h is wanted) → (dpre, h or None, bias gradients).
+    whether h is wanted, over) → (dpre, h or None, bias gradients).
     """
     assert weights.down is not None
-    dpre, h, biases = through_down(dy, weights.down, pre, activation, order, needs[4:], needs[3])
+    wanted = needs[4:], needs[3]
+    dpre, h, biases = through_down(dy, weights.down, pre, activation, order, *wanted, over)
     down_weight = None if h is None else products.grad_weight(dy, h)
     del h
     first = _through_first(products, dpre, x, weights, needs)

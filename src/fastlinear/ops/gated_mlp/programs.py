@@ -92,13 +92,14 @@ def node(formula: Formula, x: Tensor, weights: Weights, biases: Biases) -> Any:
         dy: Tensor,
         tensors: tuple[Tensor | None, ...],
         kept: tuple[Tensor | None, ...],
+        over: bool = False,
     ) -> Any:
-        return _backward(formula, needs, dy, tensors, kept)
+        return _backward(formula, needs, dy, tensors, kept, over)
 
     names = formula.forward_name, formula.activation, formula.order
     given: Any = [None if t is None else t.detach() for t in tensors]
     found = _forward(*names, formula.save_pre, given[0], Weights(*given[1:4]), Biases(*given[4:]))
-    kept = door_node.INTERNAL if formula.save_pre else door_node.NOTHING
+    kept = door_node.SPENT if formula.save_pre else door_node.NOTHING
     return door_node.node(
         NAME,
         tensors,
@@ -190,7 +191,8 @@ def _elementwise(
 ) -> tuple[int, tuple[int | None, int | None]] | None:
     """The products of gate and up, and the Triton pass over them; as above."""
     numbers = _pre_activations(p, x.number, 1, 4, weights, biases)
-    h = _gated(p, empty_pre(x.tensor, hidden(weights), order), numbers, activation, order)
+    pre = empty_pre(x.tensor, hidden(weights), order)
+    h = _gated(p, pre, numbers, activation, order, over=not save)
     return None if h is None else (h, numbers)
 
 
@@ -204,12 +206,17 @@ def _pre_activations(
     return first, p.linear(x, weight + 1, None if biases.up is None else bias + 1)
 
 
-def _gated(p: Program, pre: Pre, numbers: Numbers, activation: str, order: str) -> int | None:
-    """The Triton pass: the number of h out of pre-activations laid out as ``pre``."""
+def _gated(
+    p: Program, pre: Pre, numbers: Numbers, activation: str, order: str, *, over: bool = False
+) -> int | None:
+    """The Triton pass: the number of h out of pre-activations laid out as ``pre``; ``over`` as for
+    ``triton.gate_forward``."""
     gate, up = _halves(pre, numbers, order)
     assert gate is not None
-    out = gate[0].new_empty(gate[0].shape)
-    h = p.empty(out.shape, out.dtype, numbers[0])
+    out, h = gate[0], numbers[0]
+    if not over or order != "apart":
+        out = out.new_empty(out.shape)
+        h = p.empty(out.shape, out.dtype, numbers[0])
     arguments: list[Laid] = [gate, up, (out, (h, 0))]
     launch = launches.elementwise(arguments, activation, order, backward=False)
     return h if p.launch(launch) else None
@@ -225,10 +232,11 @@ def _backward(
     dy: Tensor,
     tensors: tuple[Tensor | None, ...],
     kept: tuple[Tensor | None, ...],
+    over: bool,
 ) -> Any:
     """The backward's program: dy, x, weights, biases, what was kept → seven gradients.
 
-    dy is contiguous, and all this ran on such tensors.
+    dy is contiguous, and all this ran on such tensors. ``over``: what was kept may be written over.
     """
     given: Any = tensors
     x, weights, biases = given[0], Weights(*given[1:4]), Biases(*given[4:])
@@ -252,7 +260,7 @@ def _backward(
         numbers = _pre_activations(p, rows.number, _WEIGHTS, _BIASES, weights, biases)
     if inner:
         steps = _through_down if formula.backward_name == "cuda" else _through_gate
-        through = steps(p, formula, needs, gradient, weights, pre, numbers)
+        through = steps(p, formula, needs, gradient, weights, pre, numbers, over or again)
     elif formula.backward_name == "elementwise":
         h = _gated(p, pre, numbers, formula.activation, formula.order)
         down_bias = p.row_sum(gradient.number) if needs[6] else None
@@ -299,6 +307,7 @@ def _through_down(
     weights: Weights,
     pre: Pre,
     numbers: Numbers,
+    over: bool,
 ) -> Through | None:
     """``cuda.through_down``."""
     down = weights.down
@@ -306,8 +315,7 @@ def _through_down(
         return None
     order, dtype = formula.order, dy.tensor.dtype
     (m, n), size = dy.tensor.shape, down.shape[1]
-    found = empty_like(pre)
-    dpre = _empties(p, found, dy.memory)
+    found, dpre = (pre, numbers) if over else _new_like(p, pre, dy.memory)
     read = _halves(pre, numbers, order)
     h = p.empty((m, size), dtype, dy.memory) if needs[3] else None
     out = read[0] if h is None else (dy.tensor.new_empty(m, size), (h, 0))
@@ -357,6 +365,7 @@ def _through_gate(
     weights: Weights,
     pre: Pre,
     numbers: Numbers,
+    over: bool,
 ) -> Through | None:
     """The product through the down projection, if there is one, and ``triton.gate_backward``."""
     if needs[4] or needs[5]:
@@ -366,8 +375,7 @@ def _through_gate(
     if weights.down is not None:
         dh = dh.new_empty(dh.shape[0], hidden(weights))
         number = p.product(dy.number, _WEIGHTS + 2)
-    found = empty_like(pre)
-    dpre = _empties(p, found, number)
+    found, dpre = (pre, numbers) if over else _new_like(p, pre, number)
     # h takes the memory of dh, unless that is the caller's
     h = number if weights.down is not None else p.empty(dh.shape, dh.dtype, number)
     arguments: list[Laid] = [
@@ -390,6 +398,11 @@ def _served(backend: str, x: Tensor) -> bool:
     if backend not in _BACKENDS or (backend == "elementwise" and products_for(x) is not PYTORCH):
         return False
     return viewable(x) and (not x.is_cuda or door_node.serves_cuda())
+
+
+def _new_like(p: Program, pre: Pre, like: int) -> tuple[Pre, Numbers]:
+    found = empty_like(pre)
+    return found, _empties(p, found, like)
 
 
 def _empties(p: Program, pre: Pre, like: int) -> Numbers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -53,15 +54,16 @@ def backward(
     activation: str,
     order: str,
     needs: Needs,
+    over: bool = False,
 ) -> Gradients:
     """dy (M, N) or (M, H) → the seven gradients; the pre-activations are formed again where pre is
-    None."""
+    None, and written over where ``over`` allows it."""
     inner = any(needs[i] for i in (0, 1, 2, 4, 5))
     act = activation_of(activation)
     down_weight = down_bias = None
     dh = dy
     if pre is None and (inner or needs[3]):
-        pre = pre_activations(x, weights, biases)
+        pre, over = pre_activations(x, weights, biases), True
     if weights.down is not None:
         dh = dy @ weights.down if inner else dy
         down_bias = dy.sum(0) if needs[6] else None
@@ -73,10 +75,12 @@ def backward(
         down_weight = dy.t() @ (activated * up)
     if not inner:
         return None, None, None, down_weight, None, None, down_bias
-    dpre = empty_like(pre)
+    dpre = pre if over else empty_like(pre)
     dgate, dup = split_pre(dpre, order)
-    dgate.copy_(act.backward(dh * up, activated if act.saved == "output" else gate))
-    dup.copy_(dh * activated)
+    through = act.backward(dh * up, activated if act.saved == "output" else gate)
+    torch.mul(dh, activated, out=dup)
+    dgate.copy_(through)
+    del through, activated, dh
     return (
         *_through_products(dpre, x, weights, order, needs),
         down_weight,

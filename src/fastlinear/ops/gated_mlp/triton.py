@@ -56,9 +56,11 @@ def elementwise_forward(
     """x (M, K) → (y (M, N) or (M, H), then the pre-activations or None twice)."""
     products = products_for(x)
     pre = products.pre_activations(x, weights, biases)
-    h = gate_forward(pre, activation, order)
+    h = gate_forward(pre, activation, order, over=not save_pre)
+    kept = pre if save_pre else (None, None)
+    del pre
     y = h if weights.down is None else products.forward(h, weights.down, biases.down)
-    return (y, *pre) if save_pre else (y, None, None)
+    return y, *kept
 
 
 def elementwise_backward(
@@ -70,11 +72,15 @@ def elementwise_backward(
     activation: str,
     order: str,
     needs: Needs,
+    over: bool = False,
 ) -> Gradients:
-    """dy (M, N) or (M, H), dense → the seven gradients; pre None is formed again from x."""
+    """dy (M, N) or (M, H), dense → the seven gradients; pre None is formed again from x.
+
+    ``over`` allows to write over pre.
+    """
     gate = Gate(gate_forward, gate_backward)
     products = products_for(x)
-    return backward_by(products, gate, dy, pre, x, weights, biases, activation, order, needs)
+    return backward_by(products, gate, dy, pre, x, weights, biases, activation, order, needs, over)
 
 
 def forward(
@@ -118,22 +124,27 @@ def backward(
     activation: str,
     order: str,
     needs: Needs,
+    over: bool = False,
 ) -> Gradients:
     """dy (M, N) or (M, H), dense, bfloat16 or float16 → the seven gradients; pre None is formed
-    again from x."""
+    again from x.
+
+    ``over`` allows to write over pre.
+    """
     if weights.down is None or not any(needs[i] for i in (0, 1, 2, 4, 5)):
-        return elementwise_backward(dy, pre, x, weights, biases, activation, order, needs)
+        return elementwise_backward(dy, pre, x, weights, biases, activation, order, needs, over)
     if pre is None:
-        pre = reference.pre_activations(x, weights, biases)
+        pre, over = reference.pre_activations(x, weights, biases), True
     return backward_through_down(
-        PYTORCH, _through_down, dy, pre, x, weights, activation, order, needs
+        PYTORCH, _through_down, dy, pre, x, weights, activation, order, needs, over
     )
 
 
-def gate_forward(pre: Pre, activation: str, order: str) -> Tensor:
-    """h (M, H) = act(gate) ∘ up, dense; each tensor of pre dense."""
+def gate_forward(pre: Pre, activation: str, order: str, over: bool = False) -> Tensor:
+    """h (M, H) = act(gate) ∘ up, dense; each tensor of pre dense. ``over`` allows h to take the
+    memory of pre."""
     gate, up = split_pre(pre, order)
-    h = gate.new_empty(gate.shape)
+    h = gate if over and order == "apart" else gate.new_empty(gate.shape)
     tensors = (gate, up, h)
     gate_launch(tensors, activation, order)(*tensors)
     return h
@@ -158,7 +169,13 @@ def gate_launch(tensors: tuple[Tensor, Tensor, Tensor], activation: str, order: 
 
 
 def gate_backward(
-    dh: Tensor, pre: Pre, activation: str, order: str, needs: tuple[bool, bool], in_place: bool
+    dh: Tensor,
+    pre: Pre,
+    activation: str,
+    order: str,
+    needs: tuple[bool, bool],
+    in_place: bool,
+    over: bool = False,
 ) -> tuple[Pre, Tensor, tuple[Tensor | None, Tensor | None]]:
     """(dpre laid out as pre, h (M, H), bias gradients), one pass and a small sum.
 
@@ -168,8 +185,9 @@ def gate_backward(
         activation, order: their names.
         needs: which bias gradients are wanted: the gate's (or the stack's) and the up projection's.
         in_place: whether h may take the memory of dh.
+        over: whether dpre may take the memory of pre.
     """
-    (m, size), dpre = dh.shape, empty_like(pre)
+    (m, size), dpre = dh.shape, pre if over else empty_like(pre)
     h = dh if in_place else torch.empty_like(dh)
     rows = chunk_rows(m, size, _units(dh))
     chunks = -(-m // rows)
@@ -207,10 +225,12 @@ def _through_down(
     order: str,
     needs: tuple[bool, bool, bool],
     needs_h: bool,
+    over: bool,
 ) -> tuple[Pre, Tensor | None, Sums]:
-    """(dpre, h or None, bias gradients) from dy (M, N) and the down weight (N, H) in one kernel."""
+    """(dpre, h or None, bias gradients) from dy (M, N) and the down weight (N, H) in one kernel;
+    ``over``: dpre may take the memory of pre."""
     (m, n), size = dy.shape, down.shape[1]
-    dpre, h = empty_like(pre), dy.new_empty(m, size) if needs_h else None
+    dpre, h = pre if over else empty_like(pre), dy.new_empty(m, size) if needs_h else None
     c = product_config("backward", m, size, _units(dy), _capability(dy))
     tiles = -(-m // c.block_m)
     part = _workspace((2, tiles, size), dy) if any(needs[:2]) else None

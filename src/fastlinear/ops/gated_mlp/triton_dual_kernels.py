@@ -143,9 +143,9 @@ def _down_bwd_kernel(
     """One program computes a tile of dh = dy Wd, and from it dgate, dup and h; dh is never written.
 
     dy is (M, N), unit stride along N; Wd (N, H) of any strides; gate, up, dgate and dup have
-    pre_row_stride, and features STEP apart; h (M, H), dense, or None. ``part_ptr``, when not None,
-    is (2, row tiles, H) in float32 and takes the tile's column sums of dgate and dup; part_stride
-    is row tiles H.
+    pre_row_stride, and features STEP apart, and the last two may be gate and up, which a tile reads
+    first; h (M, H), dense, or None. ``part_ptr``, when not None, is (2, row tiles, H) in float32
+    and takes the tile's column sums of dgate and dup; part_stride is row tiles H.
     """
     row_tiles = tl.cdiv(M, BLOCK_M)
     col_tiles = tl.cdiv(H, BLOCK_N)

@@ -92,7 +92,7 @@ def _gate_fwd_kernel(
 ):
     """One program computes h = act(gate) up on BLOCK_M rows by BLOCK_N hidden features.
 
-    h is (M, H), dense; gate and up have row_stride, and features STEP apart.
+    h is (M, H), dense, and may be the gate; gate and up have row_stride, and features STEP apart.
     """
     tile = tl.program_id(0)
     rows = ((tile // col_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
@@ -129,8 +129,9 @@ def _gate_bwd_kernel(
     """One program computes dgate, dup and h on chunk_rows rows by BLOCK_N hidden features.
 
     dh and h (M, H) are dense, and h may be dh itself, or None; gate, up, dgate and dup have
-    row_stride, and features STEP apart. ``part_ptr``, when not None, is (2, chunks, H) in float32
-    and takes the chunk's column sums of dgate and dup before rounding; part_stride is chunks H.
+    row_stride, and features STEP apart; the last two may be the first. ``part_ptr``, when not
+    None, is (2, chunks, H) in float32 and takes the chunk's column sums of dgate and dup before
+    rounding; part_stride is chunks H.
     """
     chunk = tl.program_id(1)
     c0 = tl.program_id(0) * BLOCK_N

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -68,10 +68,41 @@ def call_gate(
         held = [(None, None) if layer is None else weight_and_bias(layer) for layer in layers]
         weights, biases = zip(*held, strict=True)
         return _call(x, Weights(*weights), Biases(*biases), activation, order, backend)
-    gate, up, down = layers
+    gate, up, _ = layers
     assert gate is not None
-    opened, factor = split_pre((gate(x), None if up is None else up(x)), order)
-    h: Tensor = activation_of(activation).value(opened) * factor
+    parts = split_pre((gate(x), None if up is None else up(x)), order)
+    return _let_through(parts, activation, layers[2])
+
+
+def call_gate_of(ranks: Collection[int], apart: Callable[..., Any]) -> Callable[..., Tensor]:
+    """``call_gate`` for a linear whose output's halves lie as the order says only where x has one
+    of these ranks; else they are taken as the forward takes them.
+
+    Args:
+        ranks: of x.
+        apart: (the linear's output, x) → gate and up.
+    """
+
+    def call_gate_of_rank(
+        parent: nn.Module,
+        paths: Sequence[Sequence[str] | None],
+        x: Tensor,
+        activation: str,
+        order: str,
+        backend: str | None,
+    ) -> Tensor:
+        if x.dim() in ranks:
+            return call_gate(parent, paths, x, activation, order, backend)
+        gate, _, down = (None if path is None else _at(parent, path) for path in paths)
+        assert gate is not None
+        return _let_through(apart(gate(x), x), activation, down)
+
+    return call_gate_of_rank
+
+
+def _let_through(parts: tuple[Tensor, Tensor], activation: str, down: nn.Module | None) -> Tensor:
+    gate, up = parts
+    h: Tensor = activation_of(activation).value(gate) * up
     return h if down is None else down(h)  # type: ignore[no-any-return]
 
 

@@ -15,24 +15,20 @@ from typing import Any
 import torch
 import torch.fx
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import Node
 
 from fastlinear.nn.gated_match import Gated
-from fastlinear.ops.gated_mlp.stacking import STACKED, halves
 from fastlinear.profile.effects import class_forward
 from fastlinear.profile.recognise import recognise_module
 from fastlinear.rewrite.exchange.forwards import PLAIN_LINEARS
+from fastlinear.rewrite.match import halves
 from fastlinear.rewrite.match.eligible import refuse_module
 from fastlinear.rewrite.match.rows import may_write
 
 _PRODUCTS = {operator.mul, operator.imul, torch.mul, torch.multiply}
 _PRODUCT_METHODS = {"mul", "mul_", "multiply", "multiply_"}
-_PARTS = {operator.getitem, torch.chunk, torch.split, torch.tensor_split, torch.unbind}
-_PART_METHODS = {"chunk", "split", "tensor_split", "unflatten", "unbind", "narrow", "select"}
 _GLU = {F.glu}
-_RANKS = (1, 2, 3, 4)  # of values whose halves are looked at
-_FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError)
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +43,9 @@ class Gate:
         end: the last of them, whose value the call gives.
         why: what stands in the way of one call, or None.
         half: the same without the down projection, where there is one.
+        ranks: of the value read, at which the halves lie as ``gated`` says; None: at any.
+        apart: (the linear's output, the value read) → the halves as the forward takes them; None
+            where ``ranks`` is.
     """
 
     gated: Gated
@@ -56,6 +55,12 @@ class Gate:
     end: Node
     why: str | None
     half: Gate | None = None
+    ranks: frozenset[int] | None = None
+    apart: Callable[..., Any] | None = None
+
+    def holds_for(self, rank: int) -> bool:
+        """Whether it is a gated MLP of values of this rank."""
+        return self.ranks is None or rank in self.ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,12 +76,24 @@ class _Linear:
 @dataclass(frozen=True, eq=False)
 class _Half:
     """One factor of a product: its linear, its activation, the steps from the linear's output to
-    it, and those that take a part of that output."""
+    it, and the part of that output it is made of, or None for all."""
 
     linear: _Linear
     activation: str
     nodes: tuple[Node, ...]
-    parts: tuple[Node, ...]
+    part: Node | None
+
+
+_Product = tuple[
+    Gated,
+    list[_Linear],
+    list[Node],
+    str | None,
+    frozenset[int] | None,
+    Callable[..., Any] | None,
+]
+"""A product of halves: how, its linears, what one call computes, what stands in the way of one;
+ranks and halves as of a ``Gate``."""
 
 
 class Gates:
@@ -112,12 +129,12 @@ class Gates:
         found = self._glu(end) or self._product(end)
         if found is None:
             return None
-        gated, linears, nodes, why = found
+        gated, linears, nodes, why, ranks, apart = found
         calls = [linear.node for linear in linears]
         first, last = (f(calls, key=self.order.index) for f in (min, max))
         (given,) = {node.args[0] for node in calls}
         assert isinstance(given, Node)
-        made = Gate(gated, given, first, frozenset(nodes), end, why)
+        made = Gate(gated, given, first, frozenset(nodes), end, why, None, ranks, apart)
         why = why or self._why_not(made, linears, last)
         made = replace(made, why=why)
         size = linears[0].module.out_features // (1 if gated.up is not None else 2)
@@ -150,7 +167,7 @@ class Gates:
 
     # -------------------------------------------------------------------------------- factors
 
-    def _product(self, node: Node) -> tuple[Gated, list[_Linear], list[Node], str | None] | None:
+    def _product(self, node: Node) -> _Product | None:
         plain = (node.op == "call_function" and node.target in _PRODUCTS) or (
             node.op == "call_method" and node.target in _PRODUCT_METHODS
         )
@@ -165,29 +182,32 @@ class Gates:
             return self._stacked(gate, up, nodes)
         k, h = gate.linear.module.in_features, gate.linear.module.out_features
         same = (up.linear.module.in_features, up.linear.module.out_features) == (k, h)
-        if gate.parts or up.parts or not same:
+        if gate.part is not None or up.part is not None or not same:
             return None
         if gate.linear.module is up.linear.module or not self._one_input(gate, up):
             return None
         gated = Gated(gate.linear.name, up.linear.name, None, "apart", gate.activation)
-        return gated, [gate.linear, up.linear], nodes, None
+        return gated, [gate.linear, up.linear], nodes, None, None, None
 
-    def _stacked(
-        self, gate: _Half, up: _Half, nodes: list[Node]
-    ) -> tuple[Gated, list[_Linear], list[Node], str | None] | None:
-        if not (gate.parts and up.parts) or gate.linear.activation != "none":
+    def _stacked(self, gate: _Half, up: _Half, nodes: list[Node]) -> _Product | None:
+        if gate.part is None or up.part is None or gate.linear.activation != "none":
             return None
-        orders = [_order(gate, up, rank) for rank in _RANKS]
-        known = {order for order in orders if order is not None}
-        if len(known) != 1:
+        linear = gate.linear
+        given, module = linear.node.args[0], linear.module
+        if module.out_features % 2 or not isinstance(given, Node):
             return None
-        why = None
-        if None in orders:
-            why = "its halves are not taken along the last dimension whatever the rank of the input"
-        gated = Gated(gate.linear.name, None, None, known.pop(), gate.activation)
-        return gated, [gate.linear], nodes, why
+        sizes = module.in_features, module.out_features
+        found = halves.orders(gate.part, up.part, linear.node, given, sizes)
+        if len(set(found.values())) != 1:
+            return None
+        ranks = apart = None
+        if len(found) < len(halves.RANKS):
+            ranks = frozenset(found)
+            apart = halves.halves_of(gate.part, up.part, linear.node, given)
+        gated = Gated(linear.name, None, None, next(iter(found.values())), gate.activation)
+        return gated, [linear], nodes, None, ranks, apart
 
-    def _glu(self, node: Node) -> tuple[Gated, list[_Linear], list[Node], str | None] | None:
+    def _glu(self, node: Node) -> _Product | None:
         """``F.glu`` or ``nn.GLU`` behind a linear."""
         if len(node.all_input_nodes) != 1:
             return None
@@ -207,33 +227,39 @@ class Gates:
             return None
         why = None if dim == -1 else "its halves are not taken along the last dimension, -1"
         gated = Gated(linear.name, None, None, "up_gate", "sigmoid")
-        return gated, [linear], [linear.node, node], why
+        return gated, [linear], [linear.node, node], why, None, None
 
     def _half(self, node: Node) -> _Half | None:
         """What a factor is made of, from its linear on; None where it is anything else."""
-        activation = "none"
+        activation, part = "none", None
         nodes: list[Node] = []
-        parts: list[Node] = []
+        sizes: set[Node] = set()
         while (linear := self._linears.get(node)) is None:
-            if len(node.all_input_nodes) != 1:
-                return None
-            (value,) = node.all_input_nodes
-            if _takes_part(node):
-                parts.append(node)
-            elif parts:
-                return None
-            elif not self._passes(node, value):
-                found = self._activation(node, value) if activation == "none" else None
-                if found is None:
+            if halves.takes_part(node) and (value := halves.source(node)) is not None:
+                more = halves.sizes_behind(node)
+                if more is None:
                     return None
-                activation = found
+                sizes |= more
+                part = part or node
+            elif part is not None or len(node.all_input_nodes) != 1:
+                return None
+            else:
+                (value,) = node.all_input_nodes
+                if not self._passes(node, value):
+                    found = self._activation(node, value) if activation == "none" else None
+                    if found is None:
+                        return None
+                    activation = found
             nodes.append(node)
             node = value
         if linear.activation != "none" != activation:
             return None
+        if not halves.asked(sizes) <= {linear.node, *linear.node.all_input_nodes, *nodes}:
+            return None
+        own = [n for n in sizes if linear.node in _behind(n)]
         if activation == "none":
             activation = linear.activation
-        return _Half(linear, activation, (linear.node, *reversed(nodes)), tuple(reversed(parts)))
+        return _Half(linear, activation, (linear.node, *reversed(nodes), *own), part)
 
     def _one_input(self, gate: _Half, up: _Half) -> bool:
         return gate.linear.node.args[0] is up.linear.node.args[0]
@@ -306,42 +332,12 @@ def nodes_of(gates: Iterable[Gate]) -> Mapping[Node, Gate]:
     return {node: gate for gate in gates for node in gate.nodes}
 
 
-def _takes_part(node: Node) -> bool:
-    if node.op == "call_method":
-        return node.target in _PART_METHODS
-    return node.op == "call_function" and node.target in _PARTS
-
-
-def _order(gate: _Half, up: _Half, rank: int) -> str | None:
-    """Which halves of the linear's output these are for an input of this rank, or None."""
-    size = gate.linear.module.out_features
-    if size % 2:
-        return None
-    shape = (*(2, 3, 5)[: rank - 1], size)
-    probe = torch.arange(size, device="cpu").expand(shape)
-    taken = [_taken(probe, half) for half in (gate, up)]
-    for order in STACKED:
-        expected = halves(probe, None, order, rank - 1)
-        if all(
-            isinstance(a, Tensor) and a.shape == b.shape and torch.equal(a, b)
-            for a, b in zip(taken, expected, strict=True)
-        ):
-            return order
-    return None
-
-
-def _taken(probe: Tensor, half: _Half) -> Any:
-    """The part of ``probe`` that the steps of a half take."""
-    value: Any = probe
-    try:
-        with torch.no_grad():
-            for node in half.parts:
-                args = [value if isinstance(a, Node) else a for a in node.args]
-                target: Any = node.target
-                if node.op == "call_method":
-                    value = getattr(value, target)(*args[1:], **node.kwargs)
-                else:
-                    value = target(*args, **node.kwargs)
-    except _FAILURES:
-        return None
-    return value
+def _behind(node: Node) -> set[Node]:
+    """What a computation of sizes reads, itself included."""
+    found, todo = set(), [node]
+    while todo:
+        here = todo.pop()
+        if here not in found:
+            found.add(here)
+            todo += here.all_input_nodes if here.op != "call_module" else ()
+    return found

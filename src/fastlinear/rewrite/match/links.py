@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from fastlinear.rewrite.exchange.forwards import (
     call_fused_conv1d,
     call_fused_linear,
 )
-from fastlinear.rewrite.exchange.gated_forward import call_gate
+from fastlinear.rewrite.exchange.gated_forward import call_gate, call_gate_of
 from fastlinear.rewrite.exchange.parts import call_parts
 from fastlinear.rewrite.exchange.row_forward import call_row
 from fastlinear.rewrite.exchange.tower_forward import Way, call_towers
@@ -185,7 +185,7 @@ class Links:
                 gate = gated[node]
                 if node is gate.first:
                     wanted = _given_to_gate(gate, root, copies[gate.given], gate_backend)
-                    copies[node] = graph.call_function(call_gate, wanted)
+                    copies[node] = graph.call_function(_call_of(gate), wanted)
                 copies[node] = copies[gate.first]
                 if node.op == "call_module" and name not in gate.gated.names:
                     passed_over += self._not_called(name)
@@ -321,6 +321,12 @@ def _given_to_gate(gate: Gate, root: Node, x: Node, backend: str | None) -> tupl
 def _given_to_towers(group: Abreast, way: Way) -> tuple[Any, ...]:
     layers = tuple(zip(*(tower.linears for tower in group.towers), strict=True))
     return tuple(t.name for t in group.towers), layers, way.activations, way.kind, way.backend
+
+
+def _call_of(gate: Gate) -> Callable[..., Any]:
+    if gate.ranks is None or gate.apart is None:
+        return call_gate
+    return call_gate_of(gate.ranks, gate.apart)
 
 
 def _only_user(node: Node) -> Node | None:

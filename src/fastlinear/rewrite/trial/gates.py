@@ -19,12 +19,15 @@ from fastlinear.core.timing import Ratio, Samples, interleave, paired_ratio
 from fastlinear.dispatch.backend import family
 from fastlinear.ops.gated_mlp.problem import NAME, STEP
 from fastlinear.ops.gated_mlp.selection import problem_of
+from fastlinear.profile.raised import told
 from fastlinear.profile.records import Finding
 from fastlinear.profile.timeline import Timeline, timeline
 from fastlinear.rewrite.result import SiteOutcome
 from fastlinear.rewrite.rules import gated_passes as passes
 from fastlinear.rewrite.rules.gated import GatedSite
+from fastlinear.rewrite.trial.gates_flow import Watch, could_hold
 from fastlinear.rewrite.trial.gates_match import sites_of
+from fastlinear.rewrite.trial.gates_unseen import findings
 from fastlinear.rewrite.trial.measure import backends_of
 from fastlinear.rewrite.trial.not_measured import budget_spent
 from fastlinear.rewrite.work import Work, in_words
@@ -59,14 +62,15 @@ class _Found:
 
 
 def find(work: Work) -> None:
-    """Add a finding for every gated MLP of the model, rewritten or not, faster or not.
+    """Add a finding for every gated MLP of the model, rewritten or not, faster or not; and for
+    those that only a run shows.
 
     Nothing is rewritten here. The model runs once more, and is to be preserved by the caller.
     """
-    sites = sites_of(work) if work.allows(NAME) else []
-    if not sites:
+    if not (work.allows(NAME) and could_hold(work.model)):
         return
-    seen = _observed(work, sites)
+    sites, watch = sites_of(work), Watch(work.model)
+    seen = _observed(work, sites, watch)
     known: dict[tuple[Problem, bool, bool], _Found] = {}
     found = []
     for i, site in enumerate(sites):
@@ -84,6 +88,7 @@ def find(work: Work) -> None:
             with work.budget:
                 known[key] = _measured(work, site, x, after, kept, share)
         found.append(_finding(work, site, problem, calls, known.get(key)))
+    found += findings(work, watch.found, {f"{n}.weight" for s in sites for n in s.names})
     ranked = sorted((*work.profile.findings, *found), key=lambda f: -f.predicted_gain_us)
     work.profile = replace(work.profile, findings=tuple(ranked))
 
@@ -96,8 +101,11 @@ def _kept(work: Work, site: GatedSite) -> SiteOutcome | None:
     return outcome
 
 
-def _observed(work: Work, sites: list[GatedSite]) -> dict[GatedSite, _Seen]:
-    """One run with hooks on the sites: of a part of a forward, on its first linear."""
+def _observed(work: Work, sites: list[GatedSite], watch: Watch) -> dict[GatedSite, _Seen]:
+    """One forward, watched, with hooks on the sites: of a part of a forward, on its first linear.
+
+    No backward, in which a checkpoint would run its part again, and otherwise.
+    """
     seen = {site: _Seen() for site in sites}
 
     def look(site: GatedSite, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -113,7 +121,16 @@ def _observed(work: Work, sites: list[GatedSite]) -> dict[GatedSite, _Seen]:
         for s in sites
     ]
     try:
-        work.step("in the run that shows what its layers are given")
+        call, train = work.own_call(), work.runner.mode == "train"
+        doing = "in the run that shows what its layers are given"
+        # parts that are compiled would have the watching compiled as well
+        with (
+            told(work.runner.function, work.model, doing),
+            torch.compiler.set_stance("force_eager"),
+            watch,
+            torch.set_grad_enabled(train),
+        ):
+            work.model(*call.args, **call.kwargs)
     finally:
         for handle in handles:
             handle.remove()

@@ -129,8 +129,15 @@ def _parts(work: Work) -> list[Part]:
             seen = gates_seen(parent, work.arguments[parent])
         else:
             seen = offers.gates().found
-        found += [Part(fqn, parent, gate, offers) for gate in seen]
+        found += [Part(fqn, parent, gate, offers) for gate in seen if _on(work, fqn, gate)]
     return found
+
+
+def _on(work: Work, fqn: str, gate: Gate) -> bool:
+    """Whether it is a gated MLP of what these inputs give it."""
+    first = f"{fqn}.{gate.gated.gate}" if fqn else gate.gated.gate
+    shapes = next((s.shapes for s in work.profile.sites if s.fqn == first), ())
+    return all(gate.holds_for(len(shape)) for shape in shapes)
 
 
 def _is_sequential(work: Work, fqn: str) -> bool:
