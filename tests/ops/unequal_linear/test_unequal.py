@@ -230,7 +230,7 @@ def test_clear_errors() -> None:
     x, w, b = torch.ones(5, 3), torch.ones(4, 3), torch.ones(4)
     bad: list[tuple[str, Any, Any, Any, dict[str, Any]]] = [
         ("as many inputs", [x], [w, w], None, {}),
-        ("tensors in all lists", [x], [[1.0]], None, {}),
+        ("weight 0 to be a tensor", [x], [[1.0]], None, {}),
         ("weight 0 of shape", [x], [w[0]], None, {}),
         ("input 1 with 3 features", [x, x.t()], [w, w], None, {}),
         ("bias 0 of shape", [x], [w], [b[:2]], {}),

@@ -378,7 +378,7 @@ def test_what_is_not_as_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
         together((xs[:2], weights, biases))
     with pytest.raises(InputError, match="dtype"):
         together((replaced(xs, 0, xs[0].double()), weights, biases))
-    with pytest.raises(InputError, match="tensors in all lists"):
+    with pytest.raises(InputError, match="input 0 to be a tensor"):
         together((replaced(xs, 0, 1.0), weights, biases))
 
 

@@ -180,4 +180,6 @@ def activation_grad(dy, saved, ACTIVATION: tl.constexpr, MATH: tl.constexpr):
         tl.static_assert(ACTIVATION == "gelu", "unknown activation")
         tail = _normal_tail(tl.minimum(tl.abs(saved), _FAR), MATH)
         cdf = tl.where(saved < 0, tail, 1.0 - tail)
-        return dy * (cdf + saved * (_INV_SQRT_2PI * _exp(-0.5 * saved * saved, MATH)))
+        # where x² rounds by much, nothing is left of the bell
+        bell = tl.exp2((-0.5 * _LOG2E) * (saved * saved))
+        return dy * (cdf + saved * (_INV_SQRT_2PI * bell))
