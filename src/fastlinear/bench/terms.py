@@ -18,8 +18,9 @@ STACKED = "gate and up stacked in one weight"
 GROUPS_FIRST = "x and y hold a group's rows together"
 CHANNELS_FIRST = "x and y hold a channel's positions together"
 COMPILED = "the whole model compiled"
+INTO = "results in memory of the caller's"
 LAYOUTS = frozenset({STACKED, GROUPS_FIRST, CHANNELS_FIRST})
-FORMS = LAYOUTS | {REPLAYED, COMPILED}
+FORMS = LAYOUTS | {REPLAYED, COMPILED, INTO}
 """Terms on which there are forms of fastlinear; on all others there are none."""
 NAN_LOST = "relu turns NaN into 0"
 PACKED = "weights are taken to be as they were packed"
@@ -55,6 +56,7 @@ def terms(contender: str, case: Mapping[str, Any]) -> frozenset[str]:
         STACKED: experiment == "gated-mlp" and ("_stacked" in contender or "quack" in contender),
         GROUPS_FIRST: experiment == "groups" and contender in _BY_LAYOUT[GROUPS_FIRST],
         CHANNELS_FIRST: experiment == "groups" and contender in _BY_LAYOUT[CHANNELS_FIRST],
+        INTO: contender in ("addcmul_out", f"{OURS}_out"),
         COMPILED: model and any(part in contender for part in _COMPILED),
         NAN_LOST: relu and contender.startswith(("cublaslt", "onednn")),
         PACKED: contender == "onednn_prepacked",

@@ -70,7 +70,6 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
 
 
 CONVERSIONS = """
-{by_hand}
 #include "{header}"
 extern "C" void widened(const {T}* from, float* to, int64_t n) {{
   for (int64_t i = 0; i < n; ++i) to[i] = wide(from[i]);
@@ -81,13 +80,12 @@ extern "C" void narrowed(const float* from, {T}* to, int64_t n) {{
 """
 
 
-@pytest.mark.parametrize("kind", ["Half", "Half by hand", "Bf16"])
-def test_numbers_of_16_bits_are_converted_as_torch_converts_them(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["Half", "Bf16"])
+def test_numbers_of_16_bits_are_converted_as_torch_converts_them(name: str, tmp_path: Path) -> None:
     """All of them to float32, and back all, those half way between two, and their neighbours."""
-    source, name = tmp_path / "conversions.cpp", kind.split()[0]
-    by_hand = "#define FASTLINEAR_HALF_BY_HAND" if kind.endswith("hand") else ""
+    source = tmp_path / "conversions.cpp"
     header = cpp.SOURCE.with_name("diagonal_numbers.h")
-    source.write_text(CONVERSIONS.format(by_hand=by_hand, header=header, T=name))
+    source.write_text(CONVERSIONS.format(header=header, T=name))
     library = cpp_build.load(source)
     dtype = torch.bfloat16 if name == "Bf16" else torch.float16
 

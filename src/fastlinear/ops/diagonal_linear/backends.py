@@ -64,9 +64,9 @@ def _prefer(p: Problem) -> tuple[str, ...]:
         return ("pieces", "eager") if without_python or numbers >= least else ("eager",)
     if p.piece == "backward":
         return ("cpp", "eager") if without_python or numbers >= cpp.LEAST else ("eager",)
-    # without an activation or a residual PyTorch takes one pass as well
+    # without an activation or a residual PyTorch takes one pass as well, slower of 16-bit numbers
     one_pass = p.option("activation") == "none" and p.option("residual") == "no"
-    if one_pass and not p.needs_grad:
+    if one_pass and not p.needs_grad and p.dtype == "float32":
         ours = numbers >= cpp.LEAST_NEW or (without_python and numbers <= cpp.MOST_ALONE)
     else:
         ours = without_python or numbers >= (cpp.LEAST_QUICK if quick else cpp.LEAST)

@@ -76,6 +76,21 @@ template <class A, class T, bool kBias, bool kResidual>
 inline void forward_row(const T* __restrict x, const float* __restrict w, const float* __restrict b,
                         const T* __restrict r, T* __restrict y, int64_t n) {
   const auto some = [&](int64_t begin, int64_t end) {
+    if constexpr (std::is_same_v<T, Half>) {
+      constexpr int64_t line = kLine / sizeof(T);
+      float xs[line], rs[line], ys[line];
+      widen(x + begin, xs, end - begin);
+      if constexpr (kResidual) widen(r + begin, rs, end - begin);
+      for (int64_t i = 0; i < end - begin; ++i) {
+        float v = xs[i] * w[begin + i];
+        if constexpr (kBias) v += b[begin + i];
+        v = A::f(v);
+        if constexpr (kResidual) v += rs[i];
+        ys[i] = v;
+      }
+      narrow_all(ys, y + begin, end - begin);
+      return;
+    }
     for (int64_t i = begin; i < end; ++i) {
       float v = wide(x[i]) * w[i];
       if constexpr (kBias) v += b[i];
@@ -119,6 +134,21 @@ inline void backward_row(const T* __restrict dy, const T* __restrict x, const fl
                          const float* __restrict b, T* __restrict dx, float* __restrict dw,
                          float* __restrict db, int64_t n) {
   const auto some = [&](int64_t begin, int64_t end) {
+    if constexpr (std::is_same_v<T, Half>) {
+      constexpr int64_t line = kLine / sizeof(T);
+      float xs[line], gs[line], out[line];
+      widen(x + begin, xs, end - begin);
+      widen(dy + begin, gs, end - begin);
+      for (int64_t i = 0; i < end - begin; ++i) {
+        const int64_t k = begin + i;
+        const float g = A::d(gs[i], xs[i] * w[k] + b[k]);
+        out[i] = g * w[k];
+        dw[k] += g * xs[i];
+        db[k] += g;
+      }
+      narrow_all(out, dx + begin, end - begin);
+      return;
+    }
     for (int64_t i = begin; i < end; ++i) {
       const float v = wide(x[i]), g = A::d(wide(dy[i]), v * w[i] + b[i]);
       dx[i] = narrow<T>(g * w[i]);
