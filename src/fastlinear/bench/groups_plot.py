@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from fastlinear.bench.case import TIMED
+from fastlinear.bench.figure import curves_in_panels
 from fastlinear.bench.peer import OURS
 from fastlinear.bench.rows import Row
-from fastlinear.core.errors import InputError, UnsupportedError
+from fastlinear.core.errors import InputError
 
 EXPERIMENT = "groups"
 _COLORS = ("#8c8c8c", "#4c72b0", "#55a868", "#8172b3", "#ccb974", "#64b5cd", "#937860")
@@ -120,37 +121,10 @@ def plot(rows: Iterable[Row], path: Path) -> Path:
             "no two such rows",
             "Measure more cases: fastlinear bench groups.",
         )
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UnsupportedError(
-            "bench.plot",
-            "matplotlib",
-            str(error),
-            "Install the extra: pip install 'fastlinear[plots]'.",
-        ) from error
-
     names = dict.fromkeys(n for c in found for times in c.times.values() for n in times)
     peers = [name for name in names if name not in _OURS]
     colors = {name: _COLORS[i % len(_COLORS)] for i, name in enumerate(peers)} | _OURS
-    with mpl.rc_context({"svg.hashsalt": "fastlinear", "font.size": 8}):
-        lines = -(-len(found) // 2)
-        figure = Figure(figsize=(11, 0.9 + 3.2 * lines), layout="constrained")
-        axes = figure.subplots(lines, 2, squeeze=False).flatten()
-        for ax, curve in zip(axes, found, strict=False):
-            _panel(ax, curve, colors)
-        for ax in axes[len(found) :]:
-            ax.set_axis_off()
-        marks = {
-            label: handle
-            for ax in axes
-            for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)
-        }
-        figure.legend(marks.values(), marks.keys(), loc="outside upper center", ncols=6)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
-        figure.savefig(path, dpi=150, metadata=metadata)
+    curves_in_panels(path, found, lambda ax, curve: _panel(ax, curve, colors))
     return path
 
 

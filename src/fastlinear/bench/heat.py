@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from fastlinear.bench.case import TIMED
+from fastlinear.bench.figure import written
 from fastlinear.bench.headroom import floor_us
 from fastlinear.bench.rows import Row
-from fastlinear.core.errors import InputError, UnsupportedError
+from fastlinear.core.errors import InputError
 
 BASELINE = "eager"
 FLOOR = "floor"
@@ -111,27 +112,14 @@ def heatmap(rows: Iterable[Row], path: str | Path) -> Path:
         UnsupportedError: matplotlib is missing; it comes with the extra ``[plots]``.
     """
     drawn = heats(rows)
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UnsupportedError(
-            "bench.heatmap",
-            "matplotlib",
-            str(error),
-            "Install the extra: pip install 'fastlinear[plots]'.",
-        ) from error
-
     path = Path(path)
     across = min(_ACROSS, max(len(h.speeds) for h in drawn))
     downs = [math.ceil(len(h.speeds) / across) for h in drawn]
     heights = [down * (len(h.rows) + 4) for h, down in zip(drawn, downs, strict=True)]
     wide, high = _CELL
     width = across * (0.7 + wide * max(len(h.widths) for h in drawn))
-    settings: dict[Any, Any] = {"svg.hashsalt": "fastlinear", "font.size": 6}
-    with mpl.rc_context(settings):
-        size = width, 0.4 * len(drawn) + high * sum(heights)
-        figure = Figure(figsize=size, layout="constrained")
+    size = width, 0.4 * len(drawn) + high * sum(heights)
+    with written(path, size, function="bench.heatmap", font=6) as figure:
         parts = figure.subfigures(len(drawn), 1, squeeze=False, height_ratios=heights)
         for part, heat, down in zip(parts[:, 0], drawn, downs, strict=True):
             part.suptitle(f"{heat.title}: speed relative to eager", x=0.01, ha="left")
@@ -140,9 +128,6 @@ def heatmap(rows: Iterable[Row], path: str | Path) -> Path:
                 ax.set_axis_off()
             for ax, (name, speeds) in zip(axes, heat.speeds.items(), strict=False):
                 _panel(ax, heat, name, speeds)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
-        figure.savefig(path, dpi=150, metadata=metadata)
     return path
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 from fastlinear.bench import groups_plot, pseudo_table
 from fastlinear.bench.case import TIMED
+from fastlinear.bench.figure import legend, written
 from fastlinear.bench.heat import heatmap
 from fastlinear.bench.rows import Row
-from fastlinear.core.errors import InputError, UnsupportedError
+from fastlinear.core.errors import InputError
 
 BASELINE = "eager"
 _FORMATS = (".png", ".svg")
@@ -58,36 +59,16 @@ def plot(rows: Iterable[Row], path: str | Path) -> Path:
             "no such row",
             "Let eager take part: speeds are drawn against it.",
         )
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UnsupportedError(
-            "bench.plot",
-            "matplotlib",
-            str(error),
-            "Install the extra: pip install 'fastlinear[plots]'.",
-        ) from error
-
     lines = sum(len(problems) for problems in panels.values())
-    settings: dict[Any, Any] = {"svg.hashsalt": "fastlinear", "font.size": 8}
-    with mpl.rc_context(settings):
-        figure = Figure(figsize=(10, 1.5 + 0.28 * lines + 0.7 * len(panels)), layout="constrained")
+    size = 10, 1.5 + 0.28 * lines + 0.7 * len(panels)
+    with written(path, size) as figure:
         heights = [len(problems) + 1 for problems in panels.values()]
         axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights, sharex=True)
         looks = _looks(panels)
         for ax, (title, problems) in zip(axes[:, 0], panels.items(), strict=True):
             _panel(ax, title, problems, looks)
         axes[-1, 0].set_xlabel("speed relative to eager (more is faster)")
-        marks = {
-            label: handle
-            for ax in axes[:, 0]
-            for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)
-        }
-        figure.legend(marks.values(), marks.keys(), loc="outside upper center", ncols=5)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
-        figure.savefig(path, dpi=150, metadata=metadata)
+        legend(figure, axes[:, 0], columns=5)
     return path
 
 

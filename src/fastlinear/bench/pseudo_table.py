@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from fastlinear.bench.case import TIMED
+from fastlinear.bench.figure import curves_in_panels
 from fastlinear.bench.peer import OURS
 from fastlinear.bench.rows import Row
 from fastlinear.core import text_table
-from fastlinear.core.errors import InputError, UnsupportedError
+from fastlinear.core.errors import InputError
 from fastlinear.core.text_table import PIPE_WIDTH
 
 EXPERIMENT, _LINEAR = "pseudo-linear", "linear"
@@ -137,36 +138,8 @@ def plot(rows: Iterable[Row], path: str | Path) -> Path:
             "no such row",
             "Let linear take part: speeds are drawn against it.",
         )
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UnsupportedError(
-            "bench.plot",
-            "matplotlib",
-            str(error),
-            "Install the extra: pip install 'fastlinear[plots]'.",
-        ) from error
-
     path = Path(path)
-    settings: dict[Any, Any] = {"svg.hashsalt": "fastlinear", "font.size": 8}
-    with mpl.rc_context(settings):
-        lines = -(-len(found) // 2)
-        figure = Figure(figsize=(11, 0.6 + 3.0 * lines), layout="constrained")
-        axes = figure.subplots(lines, 2, squeeze=False).flatten()
-        for ax, curve in zip(axes, found, strict=False):
-            _panel(ax, curve)
-        for ax in axes[len(found) :]:
-            ax.set_axis_off()
-        marks = {
-            label: handle
-            for ax in axes
-            for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)
-        }
-        figure.legend(marks.values(), marks.keys(), loc="outside upper center", ncols=6)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
-        figure.savefig(path, dpi=100, metadata=metadata)
+    curves_in_panels(path, found, _panel, dpi=100)
     return path
 
 

@@ -171,8 +171,12 @@ if ON_GPU:
             assert judge(str(i), f, t, o).passed, i
 
 
-# dtype → largest relative error down to the given x, and of the derivative's absolute error
-GELU = {torch.float32: (4e-6, -6.5, 4e-7), torch.bfloat16: (0.0079, -6.0, 0.0079)}
+# NumPy cuts bfloat16 off where a device rounds it
+_HALF = 2.0 ** (-7 if INTERPRETED else -8)
+# dtype → largest relative error down to the given x, and the derivative's absolute error. Near -6.5
+# the exponent of 2 is -34, whose rounding in float32, 1.9e-6, is most of the error there; the
+# derivative is a sum of three numbers below 1.13.
+GELU = {torch.float32: (4e-6, -6.5, 4e-7), torch.bfloat16: (_HALF * 1.01, -6.0, _HALF * 1.13)}
 
 
 @compares
