@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,7 +64,7 @@ def test_wrong_results_count(monkeypatch: pytest.MonkeyPatch) -> None:
         return [y * 1.5 for y in ys] if kwargs["backend"] == "together" else ys
 
     monkeypatch.setattr(sanitize_calls.fl, "unequal_linear", off)
-    assert sanitize_calls.main(["unequal_linear"], "cpu") == 2  # one a dtype
+    assert sanitize_calls.main(["unequal_linear"], "cpu") == 1
     with pytest.raises(SystemExit, match="no family 'mlp' here"):
         sanitize_calls.main(["mlp"], "cpu")
 
@@ -91,25 +89,53 @@ def test_the_sanitizer_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert sanitize.sanitizer() == str(program)
 
 
+_HAZARD = """========= Error: Race reported between Write access at {kernel}+0x10af0
+=========     and Read access at {kernel}+0x18760 [24576 hazards]
+"""
+
+
+@pytest.mark.parametrize(
+    ("family", "tool", "code", "kernel", "good"),
+    [
+        ("mlp", "racecheck", 0, None, True),
+        ("mlp", "racecheck", sanitize.REPORTED, "whole_mlp", True),
+        ("mlp", "racecheck", sanitize.REPORTED, "whole_mlp_grid", False),
+        ("mlp", "memcheck", sanitize.REPORTED, "whole_mlp", False),
+        ("linear_act", "racecheck", sanitize.REPORTED, "linear_act_gemm", True),
+        ("linear_act", "racecheck", sanitize.REPORTED, None, False),
+        ("gated_mlp", "racecheck", sanitize.REPORTED, "linear_act_gemm", False),
+        ("gated_mlp", "racecheck", 1, None, False),
+    ],
+)
 def test_reports_fail_but_for_hazards_that_are_known(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    family: str,
+    tool: str,
+    code: int,
+    kernel: str | None,
+    good: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    codes = {"mlp": sanitize.REPORTED, "linear_act": 0, "gated_mlp": 1}
-    asked: list[list[str]] = []
-
-    def instead(words: list[str], **_: Any) -> Any:
-        asked.append(words)
-        own = Path(words[6]).parent.name
-        return SimpleNamespace(returncode=codes[own if own in codes else words[7]])
-
-    monkeypatch.setattr(sanitize, "sanitizer", lambda: "/bin/sanitizer")
+    """A program that prints and exits as compute-sanitizer would, really run."""
+    told = _HAZARD.format(kernel=kernel) if kernel else ""
+    program = tmp_path / "compute-sanitizer"
+    asked = tmp_path / "asked"
+    program.write_text(f"#!/bin/sh\necho $@ > {asked}\ncat <<'E'\n{told}E\nexit {code}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sanitize, "sanitizer", lambda: str(program))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(subprocess, "run", instead)
-    assert sanitize.main(["--tool", "racecheck", "mlp", "linear_act"]) == 0
-    assert asked[0][-1] == "ordered"
-    assert "ORDERING.md" in capsys.readouterr().out
-    assert sanitize.main(["--tool", "memcheck", "mlp"]) == 1
-    assert "errors reported" in capsys.readouterr().out
-    assert sanitize.main(["--tool", "memcheck", "gated_mlp"]) == 1
-    assert "a wrong result" in capsys.readouterr().out
-    assert len(asked) == 4
+    assert sanitize.main(["--tool", tool, family]) == (0 if good else 1)
+    out = capsys.readouterr().out
+    assert told in out
+    assert out.splitlines()[-1].startswith(f"{'ok   ' if good else 'ERROR'} {family}, {tool}: ")
+    assert ("ORDERING.md" in out) == (good and code != 0)
+    assert asked.read_text().endswith("ordered\n") == (family == "mlp" and tool == "racecheck")
+
+
+def test_what_is_known_is_written_down() -> None:
+    for (family_name, _), kernels in sanitize.KNOWN.items():
+        folder = sanitize.ROOT / "src/fastlinear/ops" / family_name
+        assert (folder / "ORDERING.md").is_file()
+        sources = "".join(path.read_text() for path in folder.glob("*.cu"))
+        assert all(f"\n{kernel}(" in sources for kernel in kernels)
