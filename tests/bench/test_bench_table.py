@@ -23,7 +23,7 @@ from fastlinear.bench.__main__ import main
 from fastlinear.bench.cases import gated_mlp as gated_cases
 from fastlinear.bench.cases import overhead
 from fastlinear.bench.pseudo_grid import diagonal_problems
-from fastlinear.bench.table_grid import published_chains, table_problems
+from fastlinear.bench.table_grid import published_chains, published_training, table_problems
 from fastlinear.core.device import device_facts
 from fastlinear.core.errors import InputError
 from fastlinear.core.problem import Problem
@@ -201,8 +201,15 @@ def test_the_grid_covers_the_family_most_important_first() -> None:
         if p.family == "mlp" and not p.captured:  # its layers are measured before it
             layers = [published.index(q) for q in chain_order(p)[:-1]]
             assert max(layers, default=-1) < published.index(p)
+    trained = published_training("cuda")
+    assert grid[len(published) :][: len(trained)] == trained
+    assert all(p.needs_grad and p.family == "mlp" for p in trained)
+    assert {p.piece for p in trained} == {"forward", "backward", "step"}
+    assert {p.captured for p in trained} == {True, False}
+    assert {p.dim("M") for p in trained} == set(overhead.TRAINED)
+    assert {p.dim("L") for p in trained} == set(overhead.LAYERS)
     assert set(diagonal_problems("cuda")) <= set(grid)
-    left_out = {*published, *diagonal_problems("cuda")}
+    left_out = {*published, *trained, *diagonal_problems("cuda")}
     grid = [p for p in grid if p not in left_out and p.family != "gated_mlp"]
     first = grid[0]
     assert (first.dim("M"), first.dim("K"), first.dim("N")) == (8192, 768, 3072)

@@ -65,6 +65,7 @@ _CHAIN_LAYERS = {8: 0.0, 4: 0.5, 2: 1.0}
 _CHAIN_TOKENS = {64: 0.0, 1: 0.5, 1024: 0.5, 16: 1.0, 256: 1.0, 4096: 1.0, 16384: 1.5, 65536: 2.0}
 _CHAIN_TRAINING = 1.0
 _PUBLISHED_CHAIN = -2.0  # the cells of the published grids come before all else
+_PUBLISHED_TRAINING = -1.5
 
 
 def table_problems(device: str = "cuda") -> list[Problem]:
@@ -91,7 +92,10 @@ def table_problems(device: str = "cuda") -> list[Problem]:
 
 def _chains(device: str) -> list[tuple[float, int, Problem]]:
     """The grid of mlp: chains of equal widths with relu."""
-    found = [(_PUBLISHED_CHAIN, place, p) for place, p in enumerate(published_chains(device))]
+    published = enumerate(published_chains(device))
+    trained = enumerate(published_training(device))
+    found = [(_PUBLISHED_CHAIN, place, p) for place, p in published]
+    found += [(_PUBLISHED_TRAINING, place, p) for place, p in trained]
     sizes = list(product(_CHAIN_WIDTHS.items(), _CHAIN_LAYERS.items(), _CHAIN_TOKENS.items()))
     for dtype, base in _CHAIN_DTYPES.items():
         for (h, b), (layers, c), (m, d) in sizes:
@@ -124,6 +128,18 @@ def published_chains(device: str) -> list[Problem]:
             cell = chains.problem_of(case, fast=fast)
             for p in (cell, cell.other_regime()):
                 found += [] if p is None else chain_order(p)
+    return list(dict.fromkeys(found))
+
+
+def published_training(device: str) -> list[Problem]:
+    """The cells of experiment ``overhead`` with gradients, in its order: the chain's own pieces of
+    each, the layers being a grid of their own, outside a CUDA graph and inside."""
+    found: list[Problem] = []
+    for case in overhead.cases(device):
+        if case.needs_grad and not case.left_out:
+            pieces = [p for p in chain_order(chains.problem_of(case)) if p.family == case.family]
+            inside = (p.other_regime() for p in pieces)
+            found += [*pieces, *(p for p in inside if p is not None)]
     return list(dict.fromkeys(found))
 
 

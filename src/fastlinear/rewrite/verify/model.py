@@ -60,7 +60,7 @@ class Judge:
         self._known: dict[int, _Known | None] = {}
         if exact is not None:
             self._keep(0, _Known(ran, exact))
-        self._steps: tuple[Run, _Known | None] | None = None
+        self._steps: dict[int, tuple[Run, _Known] | None] = {}
 
     def verdicts(
         self, swaps: SwapSet, like: SwapSet | None = None, *, factor: float = DEFAULT_FACTOR
@@ -157,34 +157,57 @@ class Judge:
         factor: float = DEFAULT_FACTOR,
     ) -> list[Verdict]:
         """A few SGD steps on copies: losses and parameters of original, rewritten and oracle.
-        Empty where no parameter is trained, or where the model does not allow it. ``like``
-        and ``factor`` as in ``verdicts``."""
-        run, known = first = self._steps or self._first_steps(steps)
-        if known is None or known.theirs.light().whole:
-            self._steps = first
-        if known is None:
-            return []
+        Empty where no parameter is trained, or where the model does not allow it. Failures get a
+        second look on steps with other inputs, pooled as in ``verdicts``: all errors of one
+        trajectory go back to the same first roundings. ``like`` and ``factor`` as there."""
+        found: Draws = {}
+        self._follow(0, swaps, steps, found, like, factor)
+        if _may_be_chance(found):
+            for i in range(1, 1 + _MORE_DRAWS):
+                self._follow(i, swaps, steps, found, like, factor)
+        return _pooled(found)
+
+    def _follow(
+        self,
+        index: int,
+        swaps: SwapSet,
+        steps: int,
+        found: Draws,
+        like: SwapSet | None,
+        factor: float,
+    ) -> None:
+        first = self._steps[index] if index in self._steps else self._first_steps(index, steps)
+        if first is None or first[1].theirs.light().whole:
+            self._steps[index] = first
+        if first is None:
+            return
+        run, known = first
+        call = draw(self.call, index, self.runner.seed)
         try:
             with _on(like or swaps):
-                ours = _watched(run, self.model, self.call)
+                ours = _watched(run, self.model, call)
             if like is not None:
                 with _on(swaps):
-                    ours = replace(ours, results=run(self.model, self.call))
+                    ours = replace(ours, results=run(self.model, call))
         except Exception as error:  # noqa: BLE001  whatever it is, the model alone does not raise it
-            return [_raised(error)]
-        return list(self._compared(ours, known, self.call, run, factor).values())
+            verdict = _raised(error)
+            found[index] = {verdict.name: verdict}
+            return
+        found[index] = self._compared(ours, known, call, run, factor)
 
-    def _first_steps(self, steps: int) -> tuple[Run, _Known | None]:
+    def _first_steps(self, index: int, steps: int) -> tuple[Run, _Known] | None:
         """How to take the steps, and the original's and the oracle's, if there are any."""
         if not any(p.requires_grad for p in self.model.parameters()):
-            return self.runner.results, None
+            return None
         try:
-            run = self._stepping(steps, learning_rate(self.model, self.runner, self.call))
-            theirs = _watched(run, self.model, self.call)
-            exact = self.oracle.run_like(theirs, self.model, self.call, run)
+            call = draw(self.call, index, self.runner.seed)
+            run = self._stepping(steps, learning_rate(self.model, self.runner, call))
+            theirs = _watched(run, self.model, call)
+            exact = self.oracle.run_like(theirs, self.model, call, run)
         except Exception as error:  # noqa: BLE001  no copies, other weights…: the model's own affair
-            self.skipped.append(f"optimizer steps ({type(error).__name__}: {error})")
-            return self.runner.results, None
+            of = f" of draw {index}" if index else ""
+            self.skipped.append(f"optimizer steps{of} ({type(error).__name__}: {error})")
+            return None
         return run, _Known(theirs, exact)
 
     def _stepping(self, steps: int, rate: float) -> Run:
