@@ -92,6 +92,12 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def is_amd() -> bool:
+    """Whether the processor is AMD's. There MKL, which makes PyTorch's float32 products, falls
+    behind oneDNN where rows are few and operands large."""
+    return "amd" in cpu_name().lower()
+
+
 def slugify(name: str) -> str:
     """``"NVIDIA H200"`` → ``"nvidia-h200"``: lower case, words joined by single dashes."""
     text = re.sub(r"\((r|tm)\)", "", name.lower())

@@ -11,6 +11,7 @@ from gated_layers import BACKENDS, H, K, N, by_hand, called, close, parameters
 from torch import Tensor
 
 import fastlinear as fl
+from fastlinear.core import device as device_module
 from fastlinear.core.errors import InputError
 from fastlinear.dispatch import backend as registry
 from fastlinear.dispatch.backend import Backend
@@ -124,3 +125,24 @@ def test_what_equals_a_level_is_none() -> None:
     for level in (True, 1.0, 2, "1"):
         with pytest.raises(InputError, match="recompute"):
             called(x, p, "silu", recompute=level)
+
+
+@pytest.mark.parametrize(
+    ("piece", "m", "grad", "dtype", "amd", "other"),
+    [
+        ("forward", 1, False, "float32", "onednn", "eager"),
+        ("forward", 0, False, "float32", "eager", "eager"),
+        ("forward", 1, True, "float32", "eager", "eager"),
+        ("forward", 64, True, "float32", "onednn", "onednn"),
+        ("backward", 64, True, "float32", "onednn", "cpp"),
+        ("backward", 64, True, "bfloat16", "cpp", "cpp"),
+    ],
+)
+def test_amds_processors_have_an_order_of_their_own(
+    piece: str, m: int, grad: bool, dtype: str, amd: str, other: str, monkeypatch: Any
+) -> None:
+    how: dict[str, Any] = {"dtype": dtype, "device": "cpu", "precision": "highest"}
+    p = problem(piece, m, 1024, 4096, 1024, needs_grad=grad, **how)
+    for name, first in (("AMD EPYC", amd), ("Graviton", other)):
+        monkeypatch.setattr(device_module, "cpu_name", lambda name=name: name)
+        assert registry.family("gated_mlp").prefer(p)[0] == first, name

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fastlinear.core.compare import KINKED, clear_of_kinks
 from fastlinear.core.cost import Cost
+from fastlinear.core.device import is_amd
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, Family, is_installed, register_family
@@ -42,6 +43,7 @@ _CUDA_SOURCES = (
     *(f"../common/{name}" for name in hopper.FILES),
 )
 _LEAST = 1 << 15  # numbers of a pre-activation from which fewer passes pay
+_LARGE_WEIGHT = 1 << 20  # numbers, which MKL reads at half the rate where rows are few
 _LEAST_ROWS = 33  # tiles of 64 rows that are more than half filled; measured at 64
 
 
@@ -74,6 +76,12 @@ def _reason_not_pieces(p: Problem) -> str | None:
 
 def _prefer(p: Problem) -> tuple[str, ...]:
     """Analytic order, used only where no measurement covers the Problem."""
+    amd = (
+        p.device == "cpu" and p.dtype == "float32" and is_amd()
+    )  # MKL's products fall behind there
+    large = p.dim("K") * p.dim("H") >= _LARGE_WEIGHT and p.dim("M") > 0
+    if amd and large and p.piece == "forward" and not p.needs_grad:
+        return ("onednn", "cpp", "eager")
     if p.dim("M") * p.dim("H") < _LEAST:  # PyTorch's own calls cost the host least
         return ("eager", "pieces") if p.piece == STEP else ("eager",)
     if p.piece == STEP:
@@ -87,7 +95,7 @@ def _prefer(p: Problem) -> tuple[str, ...]:
     # behind one of them is what counts
     few = not p.needs_grad and p.dim("M") <= (512 if p.option("order") == "apart" else 256)
     fused = p.piece == "forward" and (p.dtype == "float32" or (p.dtype == "bfloat16" and few))
-    return (*(("onednn",) if fused else ()), "cpp", "eager")
+    return (*(("onednn",) if fused or amd else ()), "cpp", "eager")
 
 
 def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]:

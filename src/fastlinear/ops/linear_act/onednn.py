@@ -15,6 +15,7 @@ import math
 import torch
 from torch import Tensor
 
+from fastlinear.core.device import is_amd
 from fastlinear.core.problem import Problem
 from fastlinear.ops.common import cpp_elementwise, packed
 from fastlinear.ops.common.activations import LEAKY_RELU_SLOPE
@@ -34,14 +35,25 @@ _POST_OPS: dict[str, tuple[str, list[float], str]] = {
 # below these sizes of y a pass of its own costs as little as the proof that none is needed
 _PROOF_ELEMENTS = 1 << 19
 _PROOF_COLUMNS = 128
+# oneDNN is ahead of MKL on AMD's processors from so many numbers of a weight, multiplications on
+_LARGE_WEIGHT = 1 << 20
+_LARGE_PRODUCT = 1 << 25
 
 
 def is_heavy(problem: Problem) -> bool:
     """Whether a forward has arithmetic to save: oneDNN's call costs more than MKL's, which a node
-    in C++ makes without Python."""
+    in C++ makes without Python. On AMD's processors MKL reads large weights at half the rate where
+    rows are few."""
     least = 1 << (23 if problem.needs_grad else 21)
     m, k, n = problem.dim("M"), problem.dim("K"), problem.dim("N")
-    return m >= 8 and m * k * n >= least
+    few = is_amd() and problem.dtype == "float32" and not problem.needs_grad
+    return (m >= 8 and m * k * n >= least) or (few and m > 0 and k * n >= _LARGE_WEIGHT)
+
+
+def grad_input_pays(problem: Problem) -> bool:
+    """Whether dx is oneDNN's where nothing was measured: on AMD's processors, of some size."""
+    size = problem.dim("M") * problem.dim("K") * problem.dim("N")
+    return is_amd() and problem.dtype == "float32" and size >= _LARGE_PRODUCT
 
 
 def reason_not(problem: Problem) -> str | None:
