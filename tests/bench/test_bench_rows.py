@@ -160,6 +160,8 @@ def test_a_form_answers_for_peers_on_its_terms() -> None:
         ("padded_bmm", {"experiment": "unequal", "device": "cpu"}, {"LAID_OUT"}),
         ("make_graphed_callables", {"experiment": "graphed"}, {"REPLAYED", "UNCHECKED"}),
         ("fastlinear_reusing", {"experiment": "graphed"}, {"REPLAYED"}),
+        ("hand_loop", {"experiment": "overhead", "direction": "forward"}, {"REPLAYED"}),
+        ("hand_loop", {"direction": "forward+backward"}, {"REPLAYED", "BY_HAND"}),
     ],
 )
 def test_terms(contender: str, case: dict[str, Any], found: set[str]) -> None:

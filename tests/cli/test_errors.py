@@ -24,7 +24,10 @@ _REMEDY = "Do otherwise."
     [
         (("userpackage",), "expected package.module:attribute; received 'userpackage'"),
         (("nowhere.models:mlp",), "expected module 'nowhere.models' to be importable"),
+        (("nowhere.models:mlp",), "Run from the folder that holds the package"),
         (("broken:mlp",), "No module named 'does_not_exist_anywhere'"),
+        (("broken:mlp",), "Install does_not_exist_anywhere, which it imports."),
+        (("script:mlp",), "It was found but does not load: `python -c 'import script'`"),
         (("userpackage:mpl",), "no 'mpl'; it has"),
         (("userpackage:raises",), "RuntimeError: weights are missing"),
         (("userpackage:exits",), "received SystemExit: 0"),

@@ -26,13 +26,20 @@ NAN_LOST = "relu turns NaN into 0"
 PACKED = "weights are taken to be as they were packed"
 UNCHECKED = "sizes and parameters are taken to be as they were recorded"
 LAID_OUT = "tensors are laid out, by sizes known to the host, before the clock starts"
+BY_HAND = "gradients by hand, without autograd"
 
 _PREPARED: dict[str, tuple[str, ...]] = {
     "ragged": ("padded_bmm", "eager_parts"),
     "unequal": ("padded_bmm", "block_diagonal"),
 }
 _PREPARED_ON_GPUS = {"ragged": ("eager", "compile")}  # there the sizes are on the device
-_REPLAYS = ("cuda_graph", "graphed_callable", "make_graphed_callables", f"{OURS}_reusing")
+_REPLAYS = (
+    "hand_loop",
+    "cuda_graph",
+    "graphed_callable",
+    "make_graphed_callables",
+    f"{OURS}_reusing",
+)
 _BY_LAYOUT: dict[str, tuple[str, ...]] = {
     GROUPS_FIRST: ("bmm", "baddbmm", "grouped_mm", "compile_bmm", f"{OURS}_groups"),
     CHANNELS_FIRST: ("conv1d", "multichannel", f"{OURS}_channels"),
@@ -62,6 +69,7 @@ def terms(contender: str, case: Mapping[str, Any]) -> frozenset[str]:
         PACKED: contender == "onednn_prepacked",
         UNCHECKED: contender in ("graphed_callable", "make_graphed_callables"),
         LAID_OUT: contender in prepared,
+        BY_HAND: contender == "hand_loop" and case.get("direction", "forward") != "forward",
     }
     return frozenset(term for term, holds in met.items() if holds)
 

@@ -35,11 +35,17 @@ def load_object(name: str, what: str) -> Any:
     try:
         found: Any = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        absent = missing is not None and f"{module_name}.".startswith(f"{missing}.")
         raise ModelLoadError(
             what,
             f"module {module_name!r} to be importable from {here}",
             _said(error),
-            "Run from the folder that holds the package, or install it.",
+            "Run from the folder that holds the package, or install it."
+            if absent
+            else f"Install {missing}, which it imports."
+            if missing
+            else f"It was found but does not load: `python -c 'import {module_name}'` shows where.",
         ) from error
     for part in path.split("."):
         if not hasattr(found, part):

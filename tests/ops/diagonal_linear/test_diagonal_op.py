@@ -252,6 +252,29 @@ def test_nan_and_infinities_go_where_eager_sends_them() -> None:
             torch.testing.assert_close(y, exact(x, w, b, name, None), equal_nan=True)
 
 
+@pytest.mark.parametrize("backend", ["addcmul", "cpp"])
+@pytest.mark.parametrize("name", NAMES)
+def test_nan_and_infinities_in_values_and_gradients(name: str, backend: str) -> None:
+    """As eager, but where its formula loses a limit: gelu of infinity, gelu_tanh's slope."""
+    bad = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e38, -1e38, 3.0]
+    x = torch.tensor(bad).repeat(5, 40).requires_grad_()
+    w, b, dy = draw(320), draw(320), draw(5, 320)
+    pre = x * w + b
+    theirs = activation_of(name).value(pre)
+    ours = fl.diagonal_linear(x, w, b, activation=name, backend=backend)
+    (dx,), (by_eager,) = (torch.autograd.grad(y, x, dy) for y in (ours, theirs))
+    steep = pre.detach() > 0
+    limits = (torch.where(steep, pre.detach(), 0.0), torch.where(steep, dy * w, 0.0))
+    for found, eager, limit in zip((ours, dx), (theirs, by_eager), limits, strict=True):
+        lost = ~pre.isnan() & (eager.isnan() | (eager.isinf() & pre.isfinite()))
+        same = (found == eager) | (found.isnan() & eager.isnan())
+        other = lost & ~same
+        assert name in ("gelu", "gelu_tanh", "quick_gelu") or not other.any()
+        torch.testing.assert_close(found[~lost], eager[~lost], equal_nan=True)
+        torch.testing.assert_close(found[other], limit[other])
+    assert ours[pre.isnan()].isnan().all()
+
+
 # --------------------------------------------------------------------------------------------
 # States a call is made in
 
