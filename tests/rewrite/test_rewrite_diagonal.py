@@ -338,7 +338,7 @@ def test_optimize_reports_a_scaled_branch_with_its_residual() -> None:
             return x + self.scale(self.branch(x))
 
     model = nn.Sequential(Block(), Block())
-    config = fl.Config(mode="inference", tune=False, time_budget_s=5.0)
+    config = fl.Config(mode="inference", tune=False, time_budget_s=30.0)
     result = fl.optimize_(model, torch.randn(4096, 1024), config=config)
     found = {f.fqn: f for f in result.findings if f.code == "diagonal_linear"}
     assert set(found) == {"0.scale", "1.scale"}
