@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fastlinear.core.compare import KINKED, clear_of_kinks
 from fastlinear.core.cost import Cost
-from fastlinear.core.device import is_amd
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, Family, deferred, is_installed, register_family
@@ -252,13 +251,8 @@ def _prefer(p: Problem) -> tuple[str, ...]:
         first = ("triton",) if one_launch else ("padded",) if padded_problem.pays(p) else ()
         return (*first, "pieces", "eager")
     if p.device == "cpu":
-        if p.piece == "grad_input" and onednn.grad_input_pays(p):
-            return ("onednn", "eager")
-        if p.piece != "forward" or not onednn.is_heavy(p):
-            return ("eager",)
-        first = ("cpp",) if cpp.pays(p) else ()
-        fused = is_amd() or p.option("activation") != "none"
-        return (*first, *(("onednn",) if fused else ()), "eager")
+        own = p.piece == "forward" and onednn.is_heavy(p) and cpp.pays(p)
+        return (*(("cpp",) if own else ()), *(("onednn",) if onednn.pays(p) else ()), "eager")
     first = ("triton",) if _triton_pays(p) else ()
     m, k, n = (p.dim(name) for name in ("M", "K", "N"))
     if p.piece == "forward" and few_rows_config.pays(m, k, n, FLOAT_DTYPES[p.dtype]):

@@ -50,10 +50,15 @@ def is_heavy(problem: Problem) -> bool:
     return (m >= 8 and m * k * n >= least) or (few and m > 0 and k * n >= _LARGE_WEIGHT)
 
 
-def grad_input_pays(problem: Problem) -> bool:
-    """Whether dx is oneDNN's where nothing was measured: on AMD's processors, of some size."""
-    size = problem.dim("M") * problem.dim("K") * problem.dim("N")
-    return is_amd() and problem.dtype == "float32" and size >= _LARGE_PRODUCT
+def pays(problem: Problem) -> bool:
+    """Whether a piece is oneDNN's where nothing was measured: forwards with an activation to fuse;
+    on AMD's processors those without one and dx as well."""
+    amd = is_amd()
+    if problem.piece == "grad_input":
+        size = problem.dim("M") * problem.dim("K") * problem.dim("N")
+        return amd and problem.dtype == "float32" and size >= _LARGE_PRODUCT
+    fused = amd or problem.option("activation") != "none"
+    return problem.piece == "forward" and fused and is_heavy(problem)
 
 
 def reason_not(problem: Problem) -> str | None:
