@@ -52,11 +52,10 @@ def is_heavy(problem: Problem) -> bool:
 
 def pays(problem: Problem) -> bool:
     """Whether a piece is oneDNN's where nothing was measured: forwards with an activation to fuse;
-    on AMD's processors those without one and dx as well."""
-    amd = is_amd()
+    on AMD's processors those without one and dx as well, in float32."""
+    amd = is_amd() and problem.dtype == "float32"
     if problem.piece == "grad_input":
-        size = problem.dim("M") * problem.dim("K") * problem.dim("N")
-        return amd and problem.dtype == "float32" and size >= _LARGE_PRODUCT
+        return amd and math.prod(problem.dim(name) for name in "MKN") >= _LARGE_PRODUCT
     fused = amd or problem.option("activation") != "none"
     return problem.piece == "forward" and fused and is_heavy(problem)
 
