@@ -30,9 +30,16 @@ from fastlinear.core.problem import Problem
 from fastlinear.dispatch import cache, tables
 from fastlinear.dispatch.backend import family
 from fastlinear.ops.linear_act import padded_problem
-from fastlinear.ops.linear_act.backends import PIECES, STEP, WHOLE_BACKWARD, problem
+from fastlinear.ops.linear_act.backends import (
+    BACKWARD_PIECES,
+    PIECES,
+    STEP,
+    WHOLE_BACKWARD,
+    problem,
+)
 from fastlinear.ops.linear_act.selection import select_pieces
-from fastlinear.ops.linear_act.triton_config import MAX_BACKWARD_ROWS
+from fastlinear.ops.linear_act.triton_config import whole_backward_may_pay
+from fastlinear.ops.mlp import layerwise
 from fastlinear.ops.mlp.selection import tuning_order as chain_order
 
 SIZES = (8, 16, 16)
@@ -173,6 +180,21 @@ def test_long_calls_are_measured_once_for_both_regimes() -> None:
         times = {outside: {"eager": us, "pieces": us + 50.0}}
         assert module._device_bound(inside, times) is bound
         assert not module._device_bound(outside, times)
+    chain = next(p for p in published_training("cuda") if p.piece == STEP and p.dim("L") == 8)
+    inside = chain.other_regime()
+    for us, bound in ((3000.0, False), (3300.0, True)):  # every layer asks the host for its own
+        assert module._device_bound(inside, {chain: {"eager": us}}) is bound
+
+
+def test_chains_that_train_come_after_their_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layerwise, "reason_not", lambda p: None)  # as on a machine with a GPU
+    trained = published_training("cuda")
+    layers = [p for p in trained if p.family == "linear_act"]
+    assert {p.piece for p in layers} == {"forward", *BACKWARD_PIECES, WHOLE_BACKWARD}
+    for p in trained:
+        if p.family == "mlp":
+            needed = layerwise.layer_problems(p)
+            assert max(map(trained.index, needed)) < trained.index(p)
 
 
 def test_where_only_pytorch_can_serve_there_is_no_row() -> None:
@@ -203,11 +225,12 @@ def test_the_grid_covers_the_family_most_important_first() -> None:
             assert max(layers, default=-1) < published.index(p)
     trained = published_training("cuda")
     assert grid[len(published) :][: len(trained)] == trained
-    assert all(p.needs_grad and p.family == "mlp" for p in trained)
-    assert {p.piece for p in trained} == {"forward", "backward", "step"}
+    assert all(p.needs_grad for p in trained)
     assert {p.captured for p in trained} == {True, False}
     assert {p.dim("M") for p in trained} == set(overhead.TRAINED)
-    assert {p.dim("L") for p in trained} == set(overhead.LAYERS)
+    own = [p for p in trained if p.family == "mlp"]
+    assert {p.piece for p in own} == {"forward", "backward", "step"}
+    assert {p.dim("L") for p in own} == set(overhead.LAYERS)
     assert set(diagonal_problems("cuda")) <= set(grid)
     left_out = {*published, *trained, *diagonal_problems("cuda")}
     grid = [p for p in grid if p not in left_out and p.family != "gated_mlp"]
@@ -223,7 +246,8 @@ def test_the_grid_covers_the_family_most_important_first() -> None:
     grid = [p for p in grid if p.family == "linear_act"]
     assert {p.piece for p in grid} == {*PIECES, WHOLE_BACKWARD, STEP}
     whole = [p for p in grid if p.piece == WHOLE_BACKWARD]
-    assert max(p.dim("M") for p in whole if padded_problem.aligned(p)) <= MAX_BACKWARD_ROWS
+    aligned = [p for p in whole if padded_problem.aligned(p)]
+    assert all(whole_backward_may_pay(*(p.dim(n) for n in ("M", "K", "N"))) for p in aligned)
     assert {p.captured for p in grid} == {True, False}
     for p in grid[:2000]:
         if p.piece == STEP:  # its pieces are measured before it

@@ -230,7 +230,8 @@ def _device_bound(p: Problem, times: Mapping[Problem, Mapping[str, float]]) -> b
     outside = p.other_regime() if p.captured else None
     if outside is None or outside not in times:
         return False
-    enough = _HOST_COUNTS_US["step" if p.piece == STEP else "piece"]
+    layers = p.dim("L") if p.family == "mlp" else 1  # each may ask the host for launches
+    enough = _HOST_COUNTS_US["step" if p.piece == STEP else "piece"] * layers
     return min(times[outside].values()) > enough
 
 

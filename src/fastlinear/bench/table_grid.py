@@ -132,12 +132,12 @@ def published_chains(device: str) -> list[Problem]:
 
 
 def published_training(device: str) -> list[Problem]:
-    """The cells of experiment ``overhead`` with gradients, in its order: the chain's own pieces of
-    each, the layers being a grid of their own, outside a CUDA graph and inside."""
+    """The cells of experiment ``overhead`` with gradients, in its order: each after the layers it
+    may be made of, outside a CUDA graph and inside."""
     found: list[Problem] = []
     for case in overhead.cases(device):
         if case.needs_grad and not case.left_out:
-            pieces = [p for p in chain_order(chains.problem_of(case)) if p.family == case.family]
+            pieces = chain_order(chains.problem_of(case))
             inside = (p.other_regime() for p in pieces)
             found += [*pieces, *(p for p in inside if p is not None)]
     return list(dict.fromkeys(found))

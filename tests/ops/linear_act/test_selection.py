@@ -159,8 +159,8 @@ def test_the_whole_backward_is_tuned_where_one_launch_can_compute_it() -> None:
         p = backends.problem("forward", m, 32, 32, dtype="bfloat16", device=device, needs_grad=True)
         return [q.piece for q in tuning_order(p)]
 
-    assert order(128, "cuda") == [*backends.PIECES, "backward", "step"]
-    assert order(129, "cuda") == order(64, "cpu") == [*backends.PIECES, "step"]
+    assert order(4096, "cuda") == [*backends.PIECES, "backward", "step"]
+    assert order(4097, "cuda") == order(64, "cpu") == [*backends.PIECES, "step"]
 
 
 def test_tuning_the_step_measures_both_and_agrees_on_numbers() -> None:

@@ -20,8 +20,11 @@ from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import reference
 from fastlinear.ops.linear_act.triton_config import (
+    _TILES_16,
+    _TILES_32,
     BackwardConfig,
     FewRowsConfig,
+    TilesConfig,
     backward_config_for,
     few_rows_config_for,
 )
@@ -36,6 +39,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROWS = FewRowsConfig(4, 32, 4)
 FMA = BackwardConfig("fma", 16, 16, stages=1)
 DOT = BackwardConfig("dot", 32, 32, 32, 32)
+TILES = TilesConfig(16, 32, 16, 32, 16, 32)
 
 
 @starts_it
@@ -73,7 +77,7 @@ def verdicts(
     *,
     layout: str = "plain",
     rows: FewRowsConfig | None = None,
-    config: BackwardConfig | None = None,
+    config: BackwardConfig | TilesConfig | None = None,
     needs: tuple[bool, bool, bool] = ALL,
 ) -> list[Verdict]:
     """The forward where ``rows`` is given, and every gradient wanted, judged by the 2x rule."""
@@ -108,6 +112,7 @@ def check(*args: Any, **options: Any) -> None:
 def test_every_activation_and_dtype(activation: str, dtype: torch.dtype) -> None:
     check(3, 40, 24, dtype, activation, rows=ROWS, config=FMA)
     check(33, 40, 24, dtype, activation, config=DOT)
+    check(33, 40, 24, dtype, activation, config=TILES)
 
 
 @compares
@@ -117,6 +122,7 @@ def test_odd_sizes(M: int, K: int, N: int, dtype: torch.dtype) -> None:
     # relu: a handful of numbers says little about the error of a transcendental function
     check(M, K, N, dtype, "relu", rows=ROWS, config=FMA)
     check(M * 16 + 1, K, N, dtype, "relu", config=DOT)
+    check(M * 16 + 3, K, N, dtype, "relu", config=TILES)
 
 
 @compares
@@ -130,11 +136,21 @@ def test_layouts_and_slices(slices: int, layout: str, dtype: torch.dtype) -> Non
 
 
 @compares
-@pytest.mark.parametrize("config", [FMA, DOT, replace(DOT, slices=2)], ids=lambda c: c.kind)
+@pytest.mark.parametrize("layout", ["plain", "transposed weight", "every stride"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_layouts_of_tiles(layout: str, dtype: torch.dtype) -> None:
+    for first in (False, True):
+        check(70, 65, 48, dtype, "silu", layout=layout, config=replace(TILES, dpre_first=first))
+
+
+@compares
+@pytest.mark.parametrize("config", [FMA, DOT, replace(DOT, slices=2), TILES], ids=str)
 @pytest.mark.parametrize(
     "needs", [(True, False, False), (False, True, False), (False, False, True), (True, False, True)]
 )
-def test_only_what_is_needed(needs: tuple[bool, bool, bool], config: BackwardConfig) -> None:
+def test_only_what_is_needed(
+    needs: tuple[bool, bool, bool], config: BackwardConfig | TilesConfig
+) -> None:
     check(4, 40, 70, torch.float32, "relu", config=config, needs=needs)
     if not needs[1]:  # then x is not kept
         _, w, _, dy = draw(4, 40, 70, torch.float32, "plain")
@@ -151,6 +167,22 @@ def test_nothing_to_sum() -> None:
     torch.testing.assert_close(dx, torch.zeros(0, 4, device=DEVICE))
     torch.testing.assert_close(dw, torch.zeros_like(w))
     torch.testing.assert_close(db, torch.zeros(3, device=DEVICE))
+
+
+@compares
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_call_has_tiles(dtype: torch.dtype, activation: str) -> None:
+    for M, K, N in ((129, 64, 48), (1000, 7, 1000), (4096, 4096, 4096)):
+        for aligned in (True, False):
+            config = backward_config_for(M, K, N, dtype, activation, aligned)
+            assert isinstance(config, TilesConfig)
+            assert aligned or not config.only_aligned
+            assert config.dpre_first or activation != "gelu"
+    x, w, _, dy = draw(129, 64, 48, dtype, "plain")
+    given = (dy, dy, x, w, activation, ALL)
+    for one, other in zip(backend.backward(*given), reference.backward(*given), strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -183,6 +215,16 @@ FAULTS: dict[str, tuple[str, dict[str, Any], Any, set[str]]] = {
     "rows": ("_backward_kernel", {"config": DOT}, gives(_0=less), {"dx", "dW", "db"}),
     "N": ("_backward_kernel", {"config": DOT}, gives(_1=less), {"dx", "dW", "db"}),
     "slices": ("_sum_slices_kernel", {"config": replace(DOT, slices=2)}, gives(_3=less), {"dx"}),
+    "tiles: rows": (
+        "_tiles_backward_kernel",
+        {"config": TILES},
+        gives(_0=less),
+        {"dx", "dW", "db"},
+    ),
+    "tiles: N": ("_tiles_backward_kernel", {"config": TILES}, gives(_1=less), {"dx", "dW", "db"}),
+    "tiles: K": ("_tiles_backward_kernel", {"config": TILES}, gives(_2=less), {"dx", "dW"}),
+    "tiles: a tile of dx": ("_tiles_backward_kernel", {"config": TILES}, gives(_10=less), {"dx"}),
+    "tiles: a tile of dW": ("_tiles_backward_kernel", {"config": TILES}, gives(_11=less), {"dW"}),
     "derivative": (
         "_backward_kernel",
         {"config": DOT},
@@ -218,14 +260,30 @@ def test_a_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
 class TestOnDevice:
     pytestmark = gpu
 
-    @pytest.mark.parametrize("M", [1, 2, 3, 4, 8, 16, 31, 32, 64, 100, 128])
+    @pytest.mark.parametrize("M", [1, 2, 3, 4, 8, 16, 31, 32, 64, 100, 128, 129, 512, 1000])
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_chosen_configurations(self, dtype: torch.dtype, M: int) -> None:
         rows = few_rows_config_for(M, 1032, 1544, dtype)
         for activation in ("none", "gelu", "tanh"):
             check(M, 1032, 1544, dtype, activation, rows=rows)
 
-    @pytest.mark.parametrize("M", [1, 64])
+    @pytest.mark.parametrize(
+        ("M", "K", "N"), [(64, 256, 256), (512, 256, 256), (512, 512, 512), (520, 128, 2048)]
+    )
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_chosen_tiles(self, dtype: torch.dtype, M: int, K: int, N: int) -> None:
+        for activation in NAMES:
+            check(M, K, N, dtype, activation)
+        check(M, K, N, dtype, "relu", layout="transposed weight")
+        check(M, K, N, dtype, "relu", layout="every stride")
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_every_tile_configuration(self, dtype: torch.dtype) -> None:
+        for config in _TILES_32 if dtype is torch.float32 else _TILES_16:
+            check(520, 208, 272, dtype, "relu", config=config)
+            check(37, 208, 272, dtype, "none", config=config)
+
+    @pytest.mark.parametrize("M", [1, 64, 512])
     def test_graph_capture_and_determinism(self, M: int) -> None:
         x, w, _, dy = draw(M, 1024, 2048, torch.bfloat16, "plain")
         assert backward_config_for(64, 1024, 2048, torch.bfloat16, "silu").slices > 1

@@ -177,7 +177,7 @@ def test_forward_of_few_rows(
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("M", [1, 4, 32, 64, 128])
+@pytest.mark.parametrize("M", [1, 4, 32, 64, 128, 512])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_whole_backward(dtype: torch.dtype, M: int, arch: int, launches: list[Recorded]) -> None:
     dy, saved = meta(M, 1024, dtype=dtype), meta(M, 1024, dtype=dtype)
@@ -189,7 +189,26 @@ def test_whole_backward(dtype: torch.dtype, M: int, arch: int, launches: list[Re
         assert_fits(launch.compile(arch), arch)
 
 
-@pytest.mark.parametrize("M", [4, 64])
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_whole_backward_in_tiles(
+    dtype: torch.dtype, activation: str, launches: list[Recorded]
+) -> None:
+    """Every configuration that may be chosen, with the activations it may be chosen for."""
+    known = triton_config._TILES_32 if dtype is torch.float32 else triton_config._TILES_16
+    for config in known:
+        if config.dpre_first or activation in triton_config._CHEAP:
+            for size in (512, 520) if config.only_aligned else (512, 520, 503):
+                kn = 512 if size == 520 else size
+                dy, saved = meta(size, kn, dtype=dtype), meta(size, kn, dtype=dtype)
+                x, weight = meta(size, kn, dtype=dtype), meta(kn, kn, dtype=dtype)
+                whole.backward(dy, saved, x, weight, activation, (True, True, True), config=config)
+    assert {launch.name for launch in launches} >= {"_tiles_backward_kernel"}
+    for launch in launches:
+        assert_fits(launch.compile(90), 90)
+
+
+@pytest.mark.parametrize("M", [4, 64, 512])
 @pytest.mark.parametrize(
     "needs", [(True, False, False), (False, True, False), (False, True, True), (True, False, True)]
 )

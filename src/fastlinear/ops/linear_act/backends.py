@@ -51,6 +51,7 @@ _TRITON_SOURCES = (
     "triton_gemm.py",
     "triton_elementwise.py",
     "triton_few_rows.py",
+    "triton_tiles_backward.py",
     "columns.cu",
     "columns.py",
     "../common/hopper_words.h",
@@ -244,10 +245,9 @@ def _prefer(p: Problem) -> tuple[str, ...]:
         own_autograd = slow_host and _launch_bound(p)
         return ("eager", "pieces") if own_autograd else ("pieces", "eager")
     if p.piece == WHOLE_BACKWARD:
-        rows = p.dim("M")
-        one_launch = p.device == "cuda" and rows <= 64
-        if p.dtype == "float32" and 4 < rows < 32:  # too many to multiply-add, too few for TF32
-            one_launch = False
+        m, k, n = (p.dim(name) for name in ("M", "K", "N"))
+        pays = triton_config.whole_backward_pays(m, k, n, FLOAT_DTYPES[p.dtype])
+        one_launch = p.device == "cuda" and pays and (m <= 64 or padded_problem.aligned(p))
         first = ("triton",) if one_launch else ("padded",) if padded_problem.pays(p) else ()
         return (*first, "pieces", "eager")
     if p.device == "cpu":

@@ -12,7 +12,7 @@ from fastlinear.core.precision import DTYPE_NAMES, matmul_precision
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.select import Choice, select
 from fastlinear.ops.linear_act import backends, padded_problem
-from fastlinear.ops.linear_act.triton_config import MAX_BACKWARD_ROWS
+from fastlinear.ops.linear_act.triton_config import whole_backward_may_pay
 
 
 def choices(
@@ -80,8 +80,9 @@ def tuning_order(p: Problem) -> tuple[Problem, ...]:
     """All Problems that decide about a forward Problem, in the order in which to tune them."""
     if not p.needs_grad:
         return (p,)
-    few_or_odd = p.dim("M") <= MAX_BACKWARD_ROWS or padded_problem.reason_not(p) is None
-    whole = (backends.WHOLE_BACKWARD,) if p.device == "cuda" and few_or_odd else ()
+    m, k, n = (p.dim(name) for name in ("M", "K", "N"))
+    small_or_odd = whole_backward_may_pay(m, k, n) or padded_problem.reason_not(p) is None
+    whole = (backends.WHOLE_BACKWARD,) if p.device == "cuda" and small_or_odd else ()
     return tuple(p.with_piece(piece) for piece in (*backends.PIECES, *whole, backends.STEP))
 
 

@@ -1,6 +1,6 @@
-"""The whole backward of linear_act in one Triton launch, for few rows of x.
+"""The whole backward of linear_act in one Triton launch, or in two where dpre is formed first.
 
-dpre is never written: what needs it forms it. Up to ``MAX_ROWS`` rows, all of them in one tile.
+Else dpre is never written: what needs it forms it. Few rows of x lie in one tile, all of them.
 Importing this file imports Triton, so it is imported lazily.
 """
 
@@ -14,10 +14,15 @@ from fastlinear.ops.common.door_program import Program
 from fastlinear.ops.common.triton_launch import Launch
 from fastlinear.ops.linear_act import reference
 from fastlinear.ops.linear_act import triton as products
-from fastlinear.ops.linear_act.triton_config import BackwardConfig, backward_config_for
+from fastlinear.ops.linear_act.triton_config import (
+    BackwardConfig,
+    TilesConfig,
+    backward_config_for,
+)
 from fastlinear.ops.linear_act.triton_few_rows import _backward_kernel, _few_rows_backward_kernel
 from fastlinear.ops.linear_act.triton_gemm import _sum_slices_kernel
 from fastlinear.ops.linear_act.triton_product import dot_precision, math_of
+from fastlinear.ops.linear_act.triton_tiles_backward import _tiles_backward_kernel
 
 __all__ = ["backward"]
 
@@ -36,12 +41,12 @@ def backward(
     activation: str,
     needs: tuple[bool, bool, bool],
     *,
-    config: BackwardConfig | None = None,
+    config: BackwardConfig | TilesConfig | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(dx, dW, db) of y = act(x Wᵀ + b) in one launch, or two where N is cut into slices for dx.
 
     Args:
-        dy: (M, N) of any strides, M at most ``triton_config.MAX_BACKWARD_ROWS``.
+        dy: (M, N) of any strides, any M.
         saved: (M, N), columns contiguous: the output y for relu, leaky_relu, sigmoid and tanh, the
             pre-activation for the others, None for ``"none"``.
         x: (M, K) of any strides, dtype of dy; may be None where dW is not needed.
@@ -63,7 +68,7 @@ def backward(
     if not M * N * K:
         return reference.backward(dy, saved, x, weight, activation, needs)
     if config is None:
-        config = backward_config_for(M, K, N, dy.dtype, activation)
+        config = backward_config_for(M, K, N, dy.dtype, activation, _aligned(dy, x, weight))
     if config.dpre_first and saved is not None:
         dpre, db = products.grad_pre(dy, saved, activation, needs[2])
         dx, dw, _ = backward(dpre, None, x, weight, "none", (*needs[:2], False), config=config)
@@ -103,7 +108,7 @@ def steps(
     K = 0 if like is None else like.shape[1]
     if not M * N * K:
         return None
-    config = backward_config_for(M, K, N, dy.dtype, activation)
+    config = backward_config_for(M, K, N, dy.dtype, activation, _aligned(dy, x, weight))
     db: int | None = None
     source = grad = numbers[0]
     if config.dpre_first and saved is not None:
@@ -128,6 +133,11 @@ def steps(
     return (dx, dw, db) if whole else None
 
 
+def _aligned(*operands: Tensor | None) -> bool:
+    """Whether each has one unit stride, and rows of whole multiples of 16 elements."""
+    return all(min(t.stride()) == 1 and not max(t.stride()) % 16 for t in operands if t is not None)
+
+
 def _plan(
     dy: Tensor,
     saved: Tensor | None,
@@ -135,7 +145,7 @@ def _plan(
     weight: Tensor | None,
     activation: str,
     needs: tuple[bool, bool, bool],
-    config: BackwardConfig,
+    config: BackwardConfig | TilesConfig,
 ) -> _Backward:
     key = (
         dy.shape,
@@ -172,37 +182,50 @@ class _Backward:
         weight: Tensor | None,
         activation: str,
         needs: tuple[bool, bool, bool],
-        config: BackwardConfig,
+        config: BackwardConfig | TilesConfig,
     ) -> None:
         M, N = dy.shape
         like = x if weight is None else weight
         assert like is not None
         K = like.shape[1]
-        slices = config.slices if needs[0] else 1
-        blocks = -(-N // config.dx_n)
-        slice_n = -(-blocks // min(slices, blocks)) * config.dx_n
-        slices = -(-N // slice_n)
-        strips = -(-K // config.dx_k)
         common = (
             *(N, K, *dy.stride(), 0 if saved is None else saved.stride(0)),
             *((0, 0) if x is None else x.stride()),
             *((0, 0) if weight is None else weight.stride()),
         )
         how = (activation, math_of(dy.dtype))
-        if config.kind == "fma":
-            kernel, grid = _few_rows_backward_kernel, (strips, slices)
-            rest = (*common, slice_n, M, *how, config.dx_k, config.dx_n, config.stages)
-        else:
-            dx_programs = strips * slices if needs[0] else 0
-            tiles = -(-N // config.dw_n) * (-(-K // config.dw_k) if needs[1] else 1)
-            kernel, grid = _backward_kernel, (dx_programs + (tiles if any(needs[1:]) else 0), 1)
+        precisions = (dot_precision(N), "tf32x3" if M >= _TF32X3_MIN_ROWS else "ieee")
+        interpreted = dy.device.type == "cpu"
+        slices = 1
+        if isinstance(config, TilesConfig):
+            c = config
+            dx_programs = -(-M // c.dx_m) * -(-K // c.dx_k) if needs[0] else 0
+            dw_programs = -(-N // c.dw_n) * -(-K // c.dw_k) if needs[1] else 0
+            db_programs = -(-N // c.dw_n) if needs[2] else 0
+            kernel, grid = _tiles_backward_kernel, (dx_programs + dw_programs + db_programs, 1)
             rest = (
-                *(M, *common, dx_programs, slice_n, *how),
-                *(dot_precision(N), "tf32x3" if M >= _TF32X3_MIN_ROWS else "ieee"),
-                *(config.block_m(M), config.dx_k, config.dx_n),
-                *(config.dw_k, config.dw_n),
-                dy.device.type == "cpu",
+                *(M, *common, dx_programs, dw_programs, *how, *precisions),
+                *(c.dx_m, c.dx_k, c.dx_n, c.dw_n, c.dw_k, c.dw_m),
+                *(M % c.dw_m == 0, N % c.dx_n == 0, interpreted),
             )
+        else:
+            slices = config.slices if needs[0] else 1
+            blocks = -(-N // config.dx_n)
+            slice_n = -(-blocks // min(slices, blocks)) * config.dx_n
+            slices = -(-N // slice_n)
+            strips = -(-K // config.dx_k)
+            if config.kind == "fma":
+                kernel, grid = _few_rows_backward_kernel, (strips, slices)
+                rest = (*common, slice_n, M, *how, config.dx_k, config.dx_n, config.stages)
+            else:
+                dx_programs = strips * slices if needs[0] else 0
+                tiles = -(-N // config.dw_n) * (-(-K // config.dw_k) if needs[1] else 1)
+                kernel, grid = _backward_kernel, (dx_programs + (tiles if any(needs[1:]) else 0), 1)
+                rest = (
+                    *(M, *common, dx_programs, slice_n, *how, *precisions),
+                    *(config.block_m(M), config.dx_k, config.dx_n),
+                    *(config.dw_k, config.dw_n, interpreted),
+                )
         self._launch = Launch(
             kernel, grid, rest, dy.device, warps=config.warps, stages=config.stages
         )

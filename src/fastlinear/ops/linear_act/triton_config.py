@@ -79,7 +79,58 @@ class BackwardConfig:
         return max(16, 1 << (M - 1).bit_length())
 
 
-MAX_BACKWARD_ROWS = 128
+@dataclass(frozen=True)
+class TilesConfig:
+    """One way to launch the whole backward of any number of rows: programs for tiles of dx, for
+    tiles of dW and for strips of db.
+
+    Attributes:
+        dx_m, dx_k, dx_n: rows and columns of a tile of dx, and rows of W at a time.
+        dw_n, dw_k, dw_m: rows and columns of a tile of dW, and rows of x at a time.
+        warps, stages: warps of a program, depth of the load pipeline.
+        dpre_first: as in ``BackwardConfig``.
+        only_aligned: whether it would spill registers with operands of other strides.
+        rates: µs on an H200: of the launches, of a step along N of one tile of dx, of a step along
+            M of one tile of dW, and of all such steps of dx, then of dW, over the multiprocessors.
+    """
+
+    dx_m: int
+    dx_k: int
+    dx_n: int
+    dw_n: int
+    dw_k: int
+    dw_m: int
+    warps: int = 4
+    stages: int = 3
+    dpre_first: bool = False
+    only_aligned: bool = False
+    rates: tuple[float, float, float, float, float] = (0.0, 0.0, 0.0, 0.0, 0.0)
+
+    def microseconds(self, M: int, K: int, N: int) -> float:
+        """About what the backward takes on an H200: 3% from the best choice on average."""
+        along_n, along_m = -(-N // self.dx_n), -(-M // self.dw_m)
+        dx_steps = -(-M // self.dx_m) * -(-K // self.dx_k) * along_n
+        dw_steps = -(-N // self.dw_n) * -(-K // self.dw_k) * along_m
+        first, dx, dw, all_dx, all_dw = self.rates
+        share = (all_dx * dx_steps + all_dw * dw_steps) / UNITS[90]
+        return first + dx * along_n + dw * along_m + share
+
+
+_TILES_16 = (
+    TilesConfig(32, 32, 64, 32, 32, 64, 4, 4, False, False, (1.41, 0.217, 0.349, 0.353, 0.0)),
+    TilesConfig(64, 32, 128, 32, 64, 128, 4, 3, False, True, (1.67, 0.420, 0.626, 0.0, 0.977)),
+    TilesConfig(64, 64, 64, 64, 64, 64, 4, 4, True, False, (3.83, 0.160, 0.264, 0.299, 0.0)),
+    TilesConfig(128, 128, 64, 128, 128, 64, 8, 3, True, True, (4.78, 0.241, 0.361, 0.511, 0.0)),
+)
+_TILES_32 = (
+    TilesConfig(32, 32, 32, 32, 32, 32, 4, 3, False, False, (1.39, 0.303, 0.579, 0.842, 0.0)),
+    TilesConfig(32, 32, 32, 32, 32, 32, 4, 3, True, False, (3.4, 0.303, 0.579, 0.842, 0.0)),
+    TilesConfig(64, 32, 64, 32, 64, 64, 4, 3, True, True, (3.46, 0.577, 1.04, 1.46, 0.0)),
+)
+_CHEAP = ("none", "relu", "leaky_relu", "relu2", "sigmoid", "tanh")  # to form dpre of, often
+
+ONE_TILE_ROWS = 128
+"""Rows of x up to which one tile may hold them all in the whole backward."""
 FAST_TF32 = ((8, 0), (9, 0), (10, 0), (10, 3))
 """Capabilities whose TF32 rate is many times their float32 rate."""
 
@@ -98,16 +149,61 @@ def few_rows_config_for(M: int, K: int, N: int, dtype: torch.dtype) -> FewRowsCo
     return FewRowsConfig(block_n, 32 * vector * warps, warps)
 
 
+@lru_cache(maxsize=1024)
+def backward_config_for(
+    M: int, K: int, N: int, dtype: torch.dtype, activation: str, aligned: bool = True
+) -> BackwardConfig | TilesConfig:
+    """The configuration of the whole backward: all rows in one tile up to ONE_TILE_ROWS, where
+    that is as fast as tiles of rows. ``aligned``: as for ``tiles_config_for``."""
+    small = (1 << 16 if dtype.itemsize == 4 else 1 << 18) >= K * N
+    if M > ONE_TILE_ROWS or (M > 16 and small):
+        return tiles_config_for(M, K, N, dtype, activation, aligned)
+    return few_rows_backward_config_for(M, K, N, dtype, activation)
+
+
+def tiles_config_for(
+    M: int, K: int, N: int, dtype: torch.dtype, activation: str, aligned: bool = True
+) -> TilesConfig:
+    """The fastest tiles by their rates.
+
+    ``aligned``: whether K and N are multiples of 16 and every operand has one unit stride, the
+    other one a multiple of 16: element-wise access takes registers that larger tiles need.
+    """
+    able = [
+        c
+        for c in (_TILES_32 if dtype.itemsize == 4 else _TILES_16)
+        if (aligned or not c.only_aligned) and (c.dpre_first or activation in _CHEAP)
+    ]
+    return min(able, key=lambda c: c.microseconds(M, K, N))
+
+
 def max_backward_rows(capability: tuple[int, int]) -> int:
-    """Rows of x that the whole backward serves: without warpgroup products larger tiles spill."""
-    return MAX_BACKWARD_ROWS if capability >= (9, 0) else 32
+    """Rows of x that the whole backward serves: without warpgroup products its tiles spill."""
+    return _MAX_INT if capability >= (9, 0) else 32
+
+
+def whole_backward_may_pay(M: int, K: int, N: int) -> bool:
+    """Whether one launch for the whole backward is worth measuring."""
+    return M <= ONE_TILE_ROWS or (M <= 4096 and K * N <= 1 << 22 and M * K * N <= 1 << 31)
+
+
+def whole_backward_pays(M: int, K: int, N: int, dtype: torch.dtype) -> bool:
+    """Whether one launch for the whole backward is expected to beat products of their own.
+
+    Measured with relu on an H200 with 64 to 2048 rows of 128 to 2048 features.
+    """
+    if M <= 64:
+        return dtype.itemsize == 2 or not 4 < M < 32  # too many to multiply-add, few for TF32
+    if dtype.itemsize == 4:
+        return M <= 512 and M * K * N <= 1 << 28
+    return M <= 4096 and K * N <= 1 << 20 and M * K * N <= 1 << 30
 
 
 @lru_cache(maxsize=1024)
-def backward_config_for(
+def few_rows_backward_config_for(
     M: int, K: int, N: int, dtype: torch.dtype, activation: str
 ) -> BackwardConfig:
-    """The configuration of the whole backward of M <= MAX_BACKWARD_ROWS rows."""
+    """The configuration of the whole backward of M <= ONE_TILE_ROWS rows, all in one tile."""
 
     def slices(block_k: int, programs: int) -> int:
         """Slices of at least 128 rows of W, for about that many programs of dx."""

@@ -19,11 +19,14 @@ from torch import Tensor
 from fastlinear.core.precision import matmul_precision
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch import cache
-from fastlinear.dispatch.select import select
+from fastlinear.dispatch.select import Choice, select
 from fastlinear.ops.common.activations import LEAKY_RELU_SLOPE
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.calls import is_captured
 from fastlinear.ops.linear_act import backends as linear_act
+from fastlinear.ops.linear_act.autograd import backward_of
+from fastlinear.ops.linear_act.selection import select_pieces
+from fastlinear.ops.linear_act.triton_config import whole_backward_may_pay
 from fastlinear.ops.mlp.problem import activations_of, layer_activations, widths_of
 from fastlinear.ops.mlp.reference import Biases, Needs, Weights, first_needed, layer_input
 
@@ -124,21 +127,19 @@ def backward(
     shapes = tuple([(w.shape, w.stride()) for w in weights])
     regime = matmul_precision(x.dtype), is_captured(x)
     key = (x.shape, x.stride(), x.dtype, x.device, shapes, names, *regime)
-    pieces = _plans.get(key)
-    if pieces is None:
-        pieces = _remember(key, _frozen_backward(x, weights, names))
+    runs = _plans.get(key)
+    if runs is None:
+        runs = _remember(key, _frozen_backward(x, weights, names))
     dws: list[Tensor | None] = [None] * len(weights)
     dbs: list[Tensor | None] = [None] * len(weights)
     first = first_needed(needs)
     dh: Tensor | None = dy
     for i in reversed(range(first, len(weights))):
         assert dh is not None
-        grad_pre, grad_input, grad_weight = pieces[i]
         read = None if activation_of(names[i]).saved == "none" else saved[i]
-        dpre, dbs[i] = grad_pre(dh, read, names[i], need_bs[i])
-        if need_ws[i]:
-            dws[i] = grad_weight(dpre, layer_input(i, x, saved, names))
-        dh = grad_input(dpre, weights[i]) if i > first or need_x else None
+        entering = layer_input(i, x, saved, names) if need_ws[i] else None
+        wanted = i > first or need_x, need_ws[i], need_bs[i]
+        dh, dws[i], dbs[i] = runs[i](dh, read, entering, weights[i], names[i], wanted)
     return (dh if need_x else None), tuple(dws), tuple(dbs)
 
 
@@ -160,8 +161,7 @@ def _frozen(
     """(run, activation, its in-place form where eager is chosen) for each layer."""
     chosen = []
     for i, (weight, bias, name) in enumerate(zip(weights, biases, names, strict=True)):
-        p = _problem(i, x, weight, bias is not None, name, save, "forward")
-        backend = select(p).backend
+        backend = select(problem_of(i, x, weight, bias is not None, name, save)).backend
         plain = backend.name == "eager" and x.device.type == "cpu" and not save
         chosen.append((backend.load(), name, IN_PLACE.get(name) if plain else None))
     return tuple(chosen)
@@ -169,21 +169,24 @@ def _frozen(
 
 def _frozen_backward(x: Tensor, weights: Weights, names: tuple[str, ...]) -> tuple[Any, ...]:
     return tuple(
-        tuple(
-            select(_problem(i, x, weight, True, name, True, piece)).backend.load()
-            for piece in linear_act.BACKWARD_PIECES
-        )
+        backward_of(backward_choices(i, x, weight, name))
         for i, (weight, name) in enumerate(zip(weights, names, strict=True))
     )
 
 
-def _problem(
-    i: int, x: Tensor, weight: Tensor, bias: bool, activation: str, grad: bool, piece: str
+def backward_choices(i: int, x: Tensor, weight: Tensor, activation: str) -> tuple[Choice, ...]:
+    """The choices for the backward of layer ``i``, whole or in pieces, as linear_act makes them."""
+    return select_pieces(problem_of(i, x, weight, True, activation, True))[1:]
+
+
+def problem_of(
+    i: int, x: Tensor, weight: Tensor, bias: bool, activation: str, grad: bool
 ) -> Problem:
+    """The forward of layer ``i`` as a Problem of linear_act."""
     n, k = weight.shape
     transposed = "kn" if weight.t().is_contiguous() else "strided"
     return linear_act.problem(
-        piece,
+        "forward",
         x.shape[0],
         k,
         n,
@@ -208,6 +211,8 @@ def layer_problems(p: Problem) -> tuple[Problem, ...]:
         pieces = [("forward", biased[i % 2])]
         if p.needs_grad:
             pieces += [(piece, True) for piece in linear_act.BACKWARD_PIECES]
+            if p.device == "cuda" and whole_backward_may_pay(p.dim("M"), k, n):
+                pieces.append((linear_act.WHOLE_BACKWARD, True))
         for piece, bias in pieces:
             layer = linear_act.problem(
                 piece,

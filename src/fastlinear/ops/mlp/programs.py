@@ -19,7 +19,8 @@ from fastlinear.ops.common.door_program import Program
 from fastlinear.ops.linear_act.backends import BACKWARD_PIECES
 from fastlinear.ops.linear_act.programs import Layer, Operand, forward_steps, matrix, viewable
 from fastlinear.ops.mlp.autograd import Formula
-from fastlinear.ops.mlp.layerwise import _problem as layer_problem
+from fastlinear.ops.mlp.layerwise import backward_choices
+from fastlinear.ops.mlp.layerwise import problem_of as layer_problem
 from fastlinear.ops.mlp.problem import layer_activations
 from fastlinear.ops.mlp.reference import first_needed
 from fastlinear.ops.mlp.whole_cpp_programs import whole_backward, whole_forward
@@ -193,7 +194,7 @@ def _layers(
         last = i == layers - 1
         rows = (h.tensor.shape[0], weight.shape[0])
         shape = (*x.shape[:-1], weight.shape[0]) if last else rows
-        backend = _layer(chain, i, h.tensor, weight, bias is not None, name, "forward", saving)
+        backend = _layer(chain, i, h.tensor, weight, bias is not None, name, saving)
         saves = saving and activation_of(name).saved == "pre"
         made = forward_steps(p, backend, h, w, b, name, saves, shape)
         if made is None:
@@ -250,10 +251,10 @@ def _backward(
         weight = tensors[1 + i]
         assert weight is not None
         need_dw, need_dx = needs[1 + i], i > first or needs[0]
-        pieces = {
-            piece: _layer(training.backward, i, rows, weight, True, names[i], piece, True)
-            for piece in BACKWARD_PIECES
-        }
+        pieces = dict.fromkeys(BACKWARD_PIECES, "eager")
+        if training.backward != "eager":
+            chosen = backward_choices(i, rows, weight, names[i])
+            pieces = {c.problem.piece: c.backend.name for c in chosen}
         layer = Layer(
             p,
             pieces,
@@ -287,10 +288,9 @@ def _layer(
     weight: Tensor,
     bias: bool,
     activation: str,
-    piece: str,
     grad: bool,
 ) -> str:
-    """The backend of a layer's piece under a chain's backend, as ``layerwise`` chooses it."""
+    """The backend of a layer's forward under a chain's backend, as ``layerwise`` chooses it."""
     if chain == "eager":
         return "eager"
-    return select(layer_problem(i, x, weight, bias, activation, grad, piece)).backend.name
+    return select(layer_problem(i, x, weight, bias, activation, grad)).backend.name
