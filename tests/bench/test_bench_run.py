@@ -327,3 +327,25 @@ def test_on_cuda_all_metrics_and_rotating_sets(direction: str) -> None:
     assert measured["fastlinear", "first_call"]["median_us"] > 0
     assert measured["eager", "wall"]["input_sets"] > 1
     assert measured["eager", "wall"]["env"]["driver"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda_what_is_wrong_only_in_a_graph_gets_no_time() -> None:
+    case = dataclasses.replace(tiny("forward"), device="cuda", metrics=("wall", "device"))
+
+    def build(work: Work) -> Any:
+        def forward(stack: Any) -> torch.Tensor:
+            y = plain(stack)
+            return y * 1.1 if torch.cuda.is_current_stream_capturing() else y
+
+        return work.unit(forward)
+
+    settings = dataclasses.replace(SETTINGS, device=torch.device("cuda"))
+    rows = run_case(case, settings, [Peer("fastlinear", build), _fake("eager")])
+    assert {r["contender"] for r in rows if r["median_us"]} == {"eager"}
+    (wrong,) = (r for r in rows if r["contender"] == "fastlinear")
+    assert {v["name"]: v["passed"] for v in wrong["verdicts"]} == {
+        "output": True,
+        "output in a CUDA graph": False,
+    }

@@ -226,7 +226,7 @@ def _prepare(fn: Callable[[], object], device: torch.device, metric: str) -> _Ru
         return _Runner(warm, calls, inner, "clock", device)
     if metric == "wall":
         return _Runner(warm, calls_until_done, inner, "clock", device)
-    graph = _capture(calls, device)
+    graph = recorded(calls, device)
     if graph is None:
         return _Runner(warm, calls, inner, "events", device)
     return _Runner(warm, graph.replay, inner, "graph", device)
@@ -236,8 +236,9 @@ def _nothing() -> None:
     pass
 
 
-def _capture(calls: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph | None:
-    """A CUDA graph of the calls, or None where they cannot be captured (a sync inside, say)."""
+def recorded(calls: Callable[[], object], device: torch.device) -> torch.cuda.CUDAGraph | None:
+    """A CUDA graph of the calls, replayed once, or None where they cannot be captured (a sync
+    inside, say). They run once before, outside it."""
     recorder = CudaRecorder()
     recorder.warm(calls, device, 1)
     try:

@@ -205,8 +205,8 @@ class _Backward:
             kernel, grid = _tiles_backward_kernel, (dx_programs + dw_programs + db_programs, 1)
             rest = (
                 *(M, *common, dx_programs, dw_programs, *how, *precisions),
-                *(c.dx_m, c.dx_k, c.dx_n, c.dw_n, c.dw_k, c.dw_m),
-                *(M % c.dw_m == 0, N % c.dx_n == 0, interpreted),
+                *(c.dx_m, c.dx_k, c.dx_n, c.dw_n, c.dw_k, c.dw_m, c.chunks),
+                *(M % (c.dw_m * c.chunks) == 0, N % (c.dx_n * c.chunks) == 0, interpreted),
             )
         else:
             slices = config.slices if needs[0] else 1

@@ -62,6 +62,7 @@ def _dx_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    CHUNKS: tl.constexpr,
     EVEN: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
@@ -80,24 +81,25 @@ def _dx_tile(
         saved_ptrs = saved_ptr + rows * saved_row_stride + n64[None, :]
     w_ptrs = w_ptr + n64[:, None] * w_row_stride + cols * w_col_stride
     dx = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.float32)
-    for n in range(0, N, BLOCK_N):
-        mask = n_offs < N - n
-        grad = _dpre_block(
-            dy_ptrs, saved_ptrs, mask[None, :], saved_ptr is not None, EVEN, ACTIVATION, MATH
-        )
-        if EVEN:
-            w = tl.load(w_ptrs)
-        else:
-            w = tl.load(w_ptrs, mask=mask[:, None], other=0.0)
-        grad = grad.to(dy_ptr.dtype.element_ty)
-        if UPCAST:
-            grad = grad.to(tl.float32)
-            w = w.to(tl.float32)
-        dx = tl.dot(grad, w, dx, input_precision=PRECISION)
-        dy_ptrs += tl.full((), BLOCK_N, tl.int64) * dy_col_stride
-        w_ptrs += tl.full((), BLOCK_N, tl.int64) * w_row_stride
-        if saved_ptr is not None:
-            saved_ptrs += BLOCK_N
+    for start in range(0, N, BLOCK_N * CHUNKS):
+        for chunk in tl.static_range(CHUNKS):
+            mask = n_offs < N - start - chunk * BLOCK_N
+            grad = _dpre_block(
+                dy_ptrs, saved_ptrs, mask[None, :], saved_ptr is not None, EVEN, ACTIVATION, MATH
+            )
+            if EVEN:
+                w = tl.load(w_ptrs)
+            else:
+                w = tl.load(w_ptrs, mask=mask[:, None], other=0.0)
+            grad = grad.to(dy_ptr.dtype.element_ty)
+            if UPCAST:
+                grad = grad.to(tl.float32)
+                w = w.to(tl.float32)
+            dx = tl.dot(grad, w, dx, input_precision=PRECISION)
+            dy_ptrs += tl.full((), BLOCK_N, tl.int64) * dy_col_stride
+            w_ptrs += tl.full((), BLOCK_N, tl.int64) * w_row_stride
+            if saved_ptr is not None:
+                saved_ptrs += BLOCK_N
     offs = row_offs.to(tl.int64)[:, None] * K + col_offs[None, :]
     inside = (row_offs < M)[:, None] & (col_offs < K)[None, :]
     tl.store(dx_ptr + offs, dx.to(dx_ptr.dtype.element_ty), mask=inside)
@@ -124,6 +126,7 @@ def _dw_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    CHUNKS: tl.constexpr,
     EVEN: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
@@ -140,22 +143,25 @@ def _dw_tile(
         saved_ptrs = saved_ptr + m64 * saved_row_stride + ns
     x_ptrs = x_ptr + m64 * x_row_stride + (col_offs % K).to(tl.int64)[None, :] * x_col_stride
     dw = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
-    for m in range(0, M, BLOCK_M):
-        mask = (m_offs < M - m)[:, None]
-        grad = _dpre_block(dy_ptrs, saved_ptrs, mask, saved_ptr is not None, EVEN, ACTIVATION, MATH)
-        if EVEN:
-            x = tl.load(x_ptrs)
-        else:
-            x = tl.load(x_ptrs, mask=mask, other=0.0)
-        grad = grad.to(dy_ptr.dtype.element_ty)
-        if UPCAST:
-            grad = grad.to(tl.float32)
-            x = x.to(tl.float32)
-        dw = tl.dot(tl.trans(grad), x, dw, input_precision=PRECISION)
-        dy_ptrs += tl.full((), BLOCK_M, tl.int64) * dy_row_stride
-        x_ptrs += tl.full((), BLOCK_M, tl.int64) * x_row_stride
-        if saved_ptr is not None:
-            saved_ptrs += tl.full((), BLOCK_M, tl.int64) * saved_row_stride
+    for start in range(0, M, BLOCK_M * CHUNKS):
+        for chunk in tl.static_range(CHUNKS):
+            mask = (m_offs < M - start - chunk * BLOCK_M)[:, None]
+            grad = _dpre_block(
+                dy_ptrs, saved_ptrs, mask, saved_ptr is not None, EVEN, ACTIVATION, MATH
+            )
+            if EVEN:
+                x = tl.load(x_ptrs)
+            else:
+                x = tl.load(x_ptrs, mask=mask, other=0.0)
+            grad = grad.to(dy_ptr.dtype.element_ty)
+            if UPCAST:
+                grad = grad.to(tl.float32)
+                x = x.to(tl.float32)
+            dw = tl.dot(tl.trans(grad), x, dw, input_precision=PRECISION)
+            dy_ptrs += tl.full((), BLOCK_M, tl.int64) * dy_row_stride
+            x_ptrs += tl.full((), BLOCK_M, tl.int64) * x_row_stride
+            if saved_ptr is not None:
+                saved_ptrs += tl.full((), BLOCK_M, tl.int64) * saved_row_stride
     offs = row_offs.to(tl.int64)[:, None] * K + col_offs[None, :]
     inside = (row_offs < N)[:, None] & (col_offs < K)[None, :]
     tl.store(dw_ptr + offs, dw.to(dw_ptr.dtype.element_ty), mask=inside)
@@ -230,6 +236,7 @@ def _tiles_backward_kernel(
     DW_N: tl.constexpr,
     DW_K: tl.constexpr,
     DW_M: tl.constexpr,
+    CHUNKS: tl.constexpr,
     EVEN_M: tl.constexpr,
     EVEN_N: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -239,7 +246,8 @@ def _tiles_backward_kernel(
 
     dy and saved are (M, N), the latter with unit stride along N, or None; x (M, K) and w (N, K)
     have any strides; dx (M, K), dw (N, K) and db (N,) are contiguous, and None where not wanted.
-    EVEN_M: M is a multiple of DW_M; EVEN_N: N is a multiple of DX_N. UPCAST multiplies in float32
+    Tiles take CHUNKS steps of DX_N rows of W, or DW_M rows of x, at a time. EVEN_M: M is a
+    multiple of DW_M * CHUNKS; EVEN_N: N is one of DX_N * CHUNKS. UPCAST multiplies in float32
     (the CPU interpreter has no bfloat16). dpre is rounded to the dtype of dy before the products.
     """
     pid = tl.program_id(0)
@@ -265,6 +273,7 @@ def _tiles_backward_kernel(
                 DX_M,
                 DX_K,
                 DX_N,
+                CHUNKS,
                 EVEN_N,
                 UPCAST,
             )
@@ -290,6 +299,7 @@ def _tiles_backward_kernel(
                 DW_N,
                 DW_K,
                 DW_M,
+                CHUNKS,
                 EVEN_M,
                 UPCAST,
             )
