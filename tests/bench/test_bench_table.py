@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -170,6 +171,28 @@ def test_a_steps_pieces_are_those_measured_before_it(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module, "tune", watching)
     build_table([_problem(piece) for piece in (*PIECES, STEP)], "cpu", rounds=5)
     assert seen == [{"tuned"}]
+
+
+def test_what_noise_leaves_undecided_is_measured_for_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wanted = _problem("grad_input")
+    real, asked = module.tune, []
+
+    def noisy(p: Problem, *, rounds: int, **options: Any) -> Any:
+        asked.append(rounds)
+        found = real(p, rounds=rounds, **options)
+        slow = {n: replace(s, us=tuple(2.0 * u for u in s.us)) for n, s in found.samples.items()}
+        one = next(iter(found.samples))
+        fast = slow | {one: found.samples[one]}
+        other = next(n for n in found.samples if n != one)
+        return replace(found, samples=fast, best=other if len(asked) == 1 else one)
+
+    monkeypatch.setattr(module, "tune", noisy)
+    data = build_table([wanted], "cpu", rounds=5)
+    assert asked == [5, 15]
+    (row,) = data["rows"]
+    assert row["times_us"][row["best"]] == min(row["times_us"].values())
 
 
 def test_long_calls_are_measured_once_for_both_regimes() -> None:

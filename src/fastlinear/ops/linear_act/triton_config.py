@@ -138,16 +138,16 @@ _TILES_16 = (
 )
 _TILES_32 = (
     TilesConfig(
-        *(32, 32, 16, 32, 32, 16, 4, 3, False), chunks=2, rates=(1.39, 0.303, 0.579, 0.842, 0.0)
+        *(32, 32, 16, 32, 32, 16, 4, 3, False), chunks=2, rates=(1.37, 0.421, 0.504, 0.785, 0.0)
     ),
     TilesConfig(
-        *(32, 32, 16, 32, 32, 16, 4, 3, True), chunks=2, rates=(3.4, 0.303, 0.579, 0.842, 0.0)
+        *(32, 32, 16, 32, 32, 16, 4, 3, True), chunks=2, rates=(2.69, 0.361, 0.572, 0.681, 0.0)
     ),
     TilesConfig(
         *(64, 32, 16, 32, 64, 16, 4, 3, True),
         chunks=4,
         only_aligned=True,
-        rates=(3.46, 0.577, 1.04, 1.46, 0.0),
+        rates=(3.19, 1.40, 0.874, 1.15, 0.0),
     ),
 )
 _CHEAP = ("none", "relu", "leaky_relu", "relu2", "sigmoid", "tanh")  # to form dpre of, often
@@ -178,8 +178,9 @@ def backward_config_for(
 ) -> BackwardConfig | TilesConfig:
     """The configuration of the whole backward: all rows in one tile up to ONE_TILE_ROWS, where
     that is as fast as tiles of rows. ``aligned``: as for ``tiles_config_for``."""
-    small = (1 << 16 if dtype.itemsize == 4 else 1 << 18) >= K * N
-    if M > ONE_TILE_ROWS or (M > 16 and small):
+    single = dtype.itemsize == 4
+    fewest, largest = (64, 1 << 16) if single else (16, 1 << 18)
+    if M > ONE_TILE_ROWS or (fewest < M and largest >= K * N):
         return tiles_config_for(M, K, N, dtype, activation, aligned)
     return few_rows_backward_config_for(M, K, N, dtype, activation)
 
@@ -218,7 +219,7 @@ def whole_backward_pays(M: int, K: int, N: int, dtype: torch.dtype) -> bool:
     if M <= 64:
         return dtype.itemsize == 2 or not 4 < M < 32  # too many to multiply-add, few for TF32
     if dtype.itemsize == 4:
-        return M <= 512 and M * K * N <= 1 << 28
+        return M <= 512 and K * N <= 1 << 18
     return M <= 4096 and K * N <= 1 << 20 and M * K * N <= 1 << 30
 
 
