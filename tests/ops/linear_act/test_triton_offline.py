@@ -189,10 +189,11 @@ def test_whole_backward(dtype: torch.dtype, M: int, arch: int, launches: list[Re
         assert_fits(launch.compile(arch), arch)
 
 
+@pytest.mark.parametrize("arch", [90, 100])
 @pytest.mark.parametrize("activation", ["none", "relu", "gelu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_whole_backward_in_tiles(
-    dtype: torch.dtype, activation: str, launches: list[Recorded]
+    dtype: torch.dtype, activation: str, arch: int, launches: list[Recorded]
 ) -> None:
     """Every configuration that may be chosen, with the activations it may be chosen for."""
     known = triton_config._TILES_32 if dtype is torch.float32 else triton_config._TILES_16
@@ -203,9 +204,10 @@ def test_whole_backward_in_tiles(
                 dy, saved = meta(size, kn, dtype=dtype), meta(size, kn, dtype=dtype)
                 x, weight = meta(size, kn, dtype=dtype), meta(kn, kn, dtype=dtype)
                 whole.backward(dy, saved, x, weight, activation, (True, True, True), config=config)
-    assert {launch.name for launch in launches} >= {"_tiles_backward_kernel"}
-    for launch in launches:
-        assert_fits(launch.compile(90), 90)
+    tiles = [launch for launch in launches if launch.name == "_tiles_backward_kernel"]
+    assert len(tiles) >= len(known) - 1
+    for launch in tiles:
+        assert_fits(launch.compile(arch), arch)
 
 
 @pytest.mark.parametrize("M", [4, 64, 512])
