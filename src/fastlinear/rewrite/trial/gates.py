@@ -280,7 +280,7 @@ def _facts(work: Work, site: GatedSite, calls: int) -> dict[str, Any]:
         "order": site.gated.order,
         "linears": list(site.gated.names),
         "calls": calls,
-        "advice": "optimize_ has put it in place" if _kept(work, site) else site.advice,
+        "advice": "optimize_ has put it in place" if _kept(work, site) else site.advice(work.model),
     }
 
 
@@ -344,7 +344,8 @@ def _remedy(work: Work, site: GatedSite, measured: _Found | None = None) -> str:
     left = "" if why is None else f"optimize_ leaves it alone: {why}"
     if measured is not None and not measured.faster:
         return left or "optimize_ leaves it as it is"
-    return f"{site.advice}; {left}" if left else site.advice
+    advice = site.advice(work.model)
+    return f"{advice}; {left}" if left else advice
 
 
 def _size(count: float) -> str:

@@ -37,9 +37,9 @@ def find(work: Work) -> None:
         return
     seen = watched(work)
     units = [of_row(work, row, seen.linears) for row in seen.rows]
-    units += [of_whole(match, calls) for match, calls in seen.wholes]
+    units += [of_whole(work.model, match, calls) for match, calls in seen.wholes]
     units += [of_towers(work, one, seen.firsts) for one in work.standing]
-    units += [of_product(product) for product in seen.products]
+    units += [of_product(work.model, product) for product in seen.products]
     work.left_alone |= {product.fqn: WHY for product in seen.products}
     wanted = [u for u in units if u is not None and u.dtype in DTYPE_NAMES]
     found = [_untold(one) for one in work.standing if not one.towers]
