@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import html
+import json
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from rewrite_models import Clock
@@ -331,7 +336,7 @@ def test_sequences_of_real_models_become_findings() -> None:
         assert all(s.residual and s.ops == 2 and s.x.shape == (1, 5, 64) for s in found)
 
 
-def test_optimize_reports_a_scaled_branch_with_its_residual(clock: Clock) -> None:
+def test_optimize_reports_a_scaled_branch_with_its_residual(clock: Clock, tmp_path: Path) -> None:
     clock({"before": 1000.0, "after": 50.0})
 
     class Block(nn.Module):
@@ -354,12 +359,27 @@ def test_optimize_reports_a_scaled_branch_with_its_residual(clock: Clock) -> Non
     assert advice == "fl.diagonal_linear(x, model[0].scale.gamma, residual=residual)"
     assert "model[0] scales 1024 features" in finding.message
     assert finding.message.endswith(f"Replace it with {advice}.")
+    shown = " ".join(result.table(width=120).split())
+    assert "0.scale (+1 alike): sequence of 1024 features, about 1900.0 µs a step." in shown
+    assert advice in shown
+    stored = json.loads(result.save(tmp_path / "plan.json").read_text())["advice"]
+    assert {a["advice"] for a in stored} == {advice, advice.replace("[0]", "[1]")}
+    assert {a["fqn"]: a["predicted_gain_us"] for a in stored} == {
+        "0.scale": 950.0,
+        "1.scale": 950.0,
+    }
+    page = result.html(tmp_path / "report.html").read_text()
+    text = html.unescape(re.sub("<wbr>|\u200b", "", page))
+    assert all(a["advice"] in text for a in stored)
+    told = result.to_json()["profile"]["findings"]
+    assert advice in [f["details"].get("advice") for f in told]
     x, residual = torch.randn(2, 1024), torch.randn(2, 1024)
     given = {"fl": fl, "model": model, "x": x, "residual": residual}
     torch.testing.assert_close(eval(advice, given), residual + model[0].scale(x))
     assert "adds a residual, in 2 ops" in finding.message
     result.to_json()
     result.revert()
+    fl.apply_(model, tmp_path / "plan.json", inputs=torch.randn(16, 1024)).revert()
 
 
 def test_families_that_are_off_are_not_looked_for() -> None:
