@@ -77,7 +77,7 @@ struct Repeated {
   std::vector<float> made;
   const float* data = nullptr;
   int64_t size = 0;
-  alignas(kLine) float last[kLine / 2] = {};  // what does not fill a line, filled up
+  alignas(kLine) float last[kLine / 2];  // what does not fill a line, filled up
 
   template <class T>
   Repeated(const T* parameter, int64_t k, int64_t fold) : size(k * fold) {
@@ -91,6 +91,8 @@ struct Repeated {
       return;
     }
     const int64_t left = size % kCount<T>;
+    if (!left) return;
+    for (float& number : last) number = 0.0f;
     std::memcpy(last, data + size - left, left * sizeof(float));
   }
   // A line from number i on, of which as many lie there as are left.
