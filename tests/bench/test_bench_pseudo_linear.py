@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -105,8 +106,10 @@ def test_rows_carry_what_was_expected(rows: list[dict[str, Any]]) -> None:
 def test_table_and_curve(rows: list[dict[str, Any]], tmp_path: Path) -> None:
     (curve,) = pseudo_table.curves(rows)
     assert curve.title == "float32, batch 64, forward, wall time"
-    times = {r["contender"]: r["median_us"] for r in rows}
-    assert curve.speedups[128]["fastlinear"] == times["linear"] / times["fastlinear"]
+    times = {r["contender"]: r["samples_us"] for r in rows}
+    rounds = [a / b for a, b in zip(times["linear"], times["fastlinear"], strict=True)]
+    assert curve.rounds[128] == rounds
+    assert curve.speedups[128]["fastlinear"] == statistics.median(rounds)
     chosen = {r["contender"]: r["chosen"] for r in rows}
     first, second = (float(chosen[n]["expected wall us"]) for n in ("linear", "fastlinear"))
     assert curve.expected[128] == first / second
@@ -128,13 +131,38 @@ def test_misses_of_the_model_are_named(rows: list[dict[str, Any]]) -> None:
             if r["contender"] in ("linear", "fastlinear"):
                 ours = r["contender"] == "fastlinear"
                 chosen = {"expected wall us": str(1.0 if ours else us), "expected bound": "memory"}
-                found.append(r | {"median_us": measured * (1 if ours else 10), "chosen": chosen})
+                took = measured * (1 if ours else 10)
+                times = {"median_us": took, "samples_us": [0.8 * took, 1.2 * took, took, took]}
+                found.append(r | times | {"chosen": chosen})
         return found
 
     assert pseudo_table.agreement(told(12.0))[:2] == (1, 1)
     near, total, misses = pseudo_table.agreement(told(13.0))
     assert (near, total) == (0, 1)
-    assert "width 128: 10.00 measured, 13.00 expected" in misses[0]
+    assert "width 128: 10.00 measured (10.00 to 10.00), 13.00 expected" in misses[0]
+    assert "Linear expected to take" in misses[0]
+    assert pseudo_table.repeated(told(12.0)) == (1, 1)
+
+
+def test_a_machine_that_changes_meanwhile_is_told(rows: list[dict[str, Any]]) -> None:
+    """Rounds count in pairs; and where their halves differ, no model agrees with both."""
+
+    def told(ours: list[float]) -> list[dict[str, Any]]:
+        chosen = {"expected wall us": "10.0", "expected bound": "memory"}
+        times = {"linear": [10.0, 20.0, 10.0, 20.0, 10.0], "fastlinear": ours}
+        return [
+            r | {"samples_us": t, "median_us": statistics.median(t), "chosen": chosen}
+            for name, t in times.items()
+            for r in rows
+            if r["contender"] == name
+        ]
+
+    steady = told([1.0, 2.0, 1.0, 2.0, 1.0])
+    (curve,) = pseudo_table.curves(steady)
+    assert curve.speedups[128]["fastlinear"] == 10.0
+    assert pseudo_table.repeated(steady) == (1, 1)
+    assert pseudo_table.repeated(told([1.0, 2.0, 2.0, 4.0, 2.0])) == (0, 1)
+    assert "of the other: 0 of 1 (0%)" in pseudo_table.table(told([1.0, 2.0, 2.0, 4.0, 2.0]))
 
 
 def test_the_model_knows_its_three_regimes() -> None:
@@ -266,3 +294,57 @@ def test_starts_are_measured_on_sets_that_take_turns(monkeypatch: pytest.MonkeyP
     assert found == 2.0
     assert made == [0, 1, 2]
     assert sorted(calls) == [0, 1, 1, 2]
+
+
+def test_scaled_branches_do_not_stand_in_for_layers(rows: list[dict[str, Any]]) -> None:
+    """They have a layer's sizes, and nothing of Linear's beside them."""
+    branches = []
+    for r in rows:
+        if r["contender"] == "fastlinear":
+            options = {"activation": "none", "bias": "no", "residual": "yes"}
+            case = r["case"] | {"options": options}
+            branches.append(r | {"median_us": 1e-3, "case": case, "chosen": {}})
+    assert branches
+    assert pseudo_table.curves([*rows, *branches]) == pseudo_table.curves(rows)
+    assert pseudo_table.agreement([*rows, *branches]) == pseudo_table.agreement(rows)
+
+
+def test_panels_keep_to_their_places(rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    """No title reaches into another panel or past the edge, whatever kinds of call there are."""
+    pytest.importorskip("matplotlib")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    kept: list[Figure] = []
+    made = []
+    for direction in ("forward", "forward+backward"):
+        for activation in ("none", "leaky_relu"):
+            for m in (64, 32768):
+                for r in rows:
+                    dims = {**r["case"]["dims"], "M": m}
+                    options = {**r["case"]["options"], "activation": activation}
+                    case = r["case"] | {"dims": dims, "options": options}
+                    made.append(r | {"case": case, "direction": direction})
+    before = Figure.savefig
+
+    def savefig(figure: Figure, *given: Any, **how: Any) -> None:
+        kept.append(figure)
+        before(figure, *given, **how)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", savefig)
+        bench.plot(made, tmp_path / "curves.png")
+    (figure,) = kept
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    axes = [ax for ax in figure.axes if ax.axison]
+    assert len(axes) == 8
+    assert len(figure.legends) == 1
+    titles = [ax._left_title.get_window_extent(renderer) for ax in axes]
+    for i, title in enumerate(titles):
+        assert title.width > 0
+        assert title.x1 <= figure.bbox.x1
+        others = [ax.get_tightbbox(renderer) for ax in axes if ax is not axes[i]]
+        assert not any(title.overlaps(other) for other in others)
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert {"fastlinear", "eager", "expected of fastlinear", "within 25% of that"} <= set(labels)
+    assert len(labels) == len(set(labels))

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from fastlinear.bench import behind, read_rows, rows, terms, write_rows
+from fastlinear.bench import behind, ceilings, read_rows, rows, terms, write_rows
 from fastlinear.bench.case import Case
 from fastlinear.core.compare import Verdict
 from fastlinear.core.cost import Ceilings, Cost
@@ -195,3 +196,24 @@ def test_compressed_files_are_rows_as_well_and_damage_is_named(tmp_path: Path) -
         path.write_bytes(damaged)
         with pytest.raises(InputError, match="a whole JSONL file"):
             read_rows(path, cut=True)
+
+
+def test_an_error_of_the_roofline_says_why() -> None:
+    cost, limits = Cost(flops=0.0, bytes=1e6), Ceilings(flops_per_s=1e12, bytes_per_s=1e12)
+    env = {"env": {"cache_bytes": 1 << 25}, "cold_l2": False}
+    fast = rows.timed(_row("a") | env, _samples("a", 0.5, 0.5, 0.5), cost, limits)
+    assert fast["roofline_error"].startswith(
+        "200% of the measured ceiling (memory): its bytes come"
+    )
+    many = Cost(flops=0.0, bytes=1e9)
+    slow = rows.timed(_row("a") | env, _samples("a", 500.0, 500.0, 500.0), many, limits)
+    assert "the least cost is wrong" in slow["roofline_error"]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_ceilings_are_of_no_more_bytes_than_the_work(kind: str) -> None:
+    device, least = torch.device(kind), 1 << (22 if kind == "cuda" else 14)
+    for size in (1.0, 5e6, 2.0**24, 2.0**24 + 64, 1e12):
+        found = ceilings._size(device, size)
+        assert found <= max(size, least)
+        assert 2 * found > min(size, 1 << 26)

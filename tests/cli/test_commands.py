@@ -343,6 +343,7 @@ def test_bench(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import fastlinear.bench
 
     seen = {}
+    place: dict[str, Any] = {}
 
     def fake(experiment: str, **options: object) -> list[dict[str, object]]:
         seen.update(options, experiment=experiment)
@@ -360,7 +361,7 @@ def test_bench(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "ratio_to_best": 1.5,
             "ratio_ci95": [1.4, 1.6],
             "best_peer": "eager",
-            "roofline": None,
+            "roofline": dict(place) or None,
             "skipped": None,
             "valid": True,
             "peak_bytes": None,
@@ -380,7 +381,13 @@ def test_bench(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (str(seen["out"]), seen["only"]) == ("rows.jsonl", "relu")
     assert len(data_of(result)["rows"]) == 2
     assert "0.67×" in (folder / "bench.html").read_text()
-    assert "more than 2% behind the best peer on its terms in 1" in run("bench", "linear").stdout
+    shown = run("bench", "linear").stdout
+    assert "more than 2% behind the best peer on its terms in 1" in shown
+    assert "above 100%" not in shown
+    place.update(bound="compute", fraction=1.3)
+    shown = run("bench", "linear").stdout
+    assert "above 100% of the measured roofline: 2 of 2 measurements, up to 130%" in shown
+    assert "another product is faster" in shown
 
 
 def test_explain_diagonal_says_what_to_expect(run: Run) -> None:

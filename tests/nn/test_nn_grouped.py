@@ -180,7 +180,7 @@ def test_groups_of_shared_features_are_no_convolution() -> None:
 
 @pytest.mark.parametrize("sizes", [(2.0, 4, 5), ("2", 4, 5), (2, 4, None), (True, 4, 5)])
 def test_sizes_are_whole_numbers(sizes: Any) -> None:
-    with pytest.raises(InputError, match="no negative size"):
+    with pytest.raises(InputError, match="to be a whole number"):
         fl.nn.GroupedLinear(*sizes)
 
 

@@ -168,3 +168,65 @@ def test_errors_hold_their_parts_and_survive_pickling(kind: type[FastlinearError
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is kind
     assert (again.function, again.expected, again.received, again.remedy) == error.args
+
+
+GATE, DOWN, NUMBERS = torch.ones(5, 3), torch.ones(2, 5), torch.ones(3)
+EVERY: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
+    "linear_act": (fl.linear_act, (X, W, torch.ones(5))),
+    "mlp": (lambda x, w, b: fl.mlp(x, [w], [b]), (X, W, torch.ones(5))),
+    "grouped_linear": (fl.grouped_linear, (WIDE, STACK, torch.ones(2, 5))),
+    "gated_linear": (fl.gated_linear, (X, GATE, GATE)),
+    "gated_mlp": (fl.gated_mlp, (X, GATE, GATE, DOWN)),
+    "diagonal_linear": (fl.diagonal_linear, (X, NUMBERS, NUMBERS)),
+    "diagonal_linear with a residual": (
+        lambda x, w, r: fl.diagonal_linear(x, w, residual=r),
+        (X, NUMBERS, X),
+    ),
+    "diagonal_linear into memory": (
+        lambda x, w, o: fl.diagonal_linear(x, w, out=o),
+        (X, NUMBERS, torch.empty(4, 3)),
+    ),
+}
+ODD: dict[str, Callable[[Tensor], Any]] = {
+    **SPARSE,
+    "csc": lambda t: t.to_sparse_csc(),
+    "nested": lambda t: torch.nested.nested_tensor(list(t.unbind())),
+    "quantized": lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8),
+    "meta": lambda t: t.to("meta"),
+    "none": lambda _: None,
+    "numpy": lambda t: t.numpy(),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("name", EVERY)
+def test_every_operand_of_an_odd_kind_is_computed_or_named(name: str, kind: str) -> None:
+    """Whatever one of the operands is: the right numbers, or our own error."""
+    call, given = EVERY[name]
+    right = call(*given).clone()
+    odd, said = _quiet(ODD[kind]), list[str]()
+    for i, t in enumerate(given):
+        if kind in ("csr", "csc") and t.dim() == 1:
+            continue
+        mixed = (*given[:i], odd(t), *given[i + 1 :])
+        try:
+            y = _quiet(lambda given: call(*given))(mixed)
+        except fl.InputError as error:
+            said.append(str(error))
+            continue
+        if kind == "none":  # a bias, a residual or memory left out
+            assert y.shape == right.shape
+            continue
+        assert kind not in ("quantized", "meta", "numpy")
+        torch.testing.assert_close(y.to_dense() if y.layout is not torch.strided else y, right)
+    if kind == "quantized":
+        assert all("dequantize()" in s or "expected out of" in s for s in said)
+        assert len(said) == len(given)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_on_the_meta_device_shapes_come_back(name: str) -> None:
+    call, given = EVERY[name]
+    y = call(*(t.to("meta") for t in given))
+    right = call(*given)
+    assert (y.shape, y.dtype, y.device.type) == (right.shape, right.dtype, "meta")

@@ -15,8 +15,8 @@ from fastlinear.core.graph_tape import TapeRecorder
 from fastlinear.core.timing import Samples
 from fastlinear.dispatch import tune
 from fastlinear.profile import clock as profile_clock
+from fastlinear.rewrite.trial import diagonals, groups, measure, site, try_graph
 from fastlinear.rewrite.trial import graphs as choose_graph
-from fastlinear.rewrite.trial import groups, measure, site, try_graph
 from fastlinear.rewrite.trial import regions as choose_regions
 
 _graphed = importlib.import_module("fastlinear.nn.graphed")
@@ -25,7 +25,8 @@ _graphed = importlib.import_module("fastlinear.nn.graphed")
 @pytest.fixture(autouse=True)
 def _known_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measuring what the machine can do takes seconds and decides nothing here."""
-    monkeypatch.setattr(profile_clock, "ceilings", lambda *_: Ceilings(1e11, 1e10))
+    for module, name in ((profile_clock, "ceilings"), (diagonals, "measure_ceilings")):
+        monkeypatch.setattr(module, name, lambda *_: Ceilings(1e11, 1e10))
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
                 n: Samples(n, (times.get(n, 100.0),) * 5, "wall", 1, "clock") for n in contenders
             }
 
-        for module in (tune, measure, site, groups, profile_clock):
+        for module in (tune, measure, site, groups, diagonals, profile_clock):
             monkeypatch.setattr(module, "interleave", interleave)
 
     return set_times

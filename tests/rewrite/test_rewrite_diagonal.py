@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import html
+import json
+import re
+from pathlib import Path
+
 import pytest
 import torch
+from rewrite_models import Clock
 from torch import Tensor, nn
 
 import fastlinear as fl
@@ -118,17 +124,18 @@ def test_hooked_modules_and_nearly_diagonal_linears_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("mode", ["inference", "train"])
-def test_optimize_reports_what_it_would_save(mode: str) -> None:
+def test_optimize_reports_what_it_would_save(mode: str, clock: Clock) -> None:
     """A full product with a diagonal is the slowest way there is; nothing is rewritten for it."""
+    clock({"before": 1000.0, "after": 50.0})
     model = nn.Sequential(diagonal(512), nn.Tanh(), LayerScale(512))
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    config = fl.Config(mode=mode, tune=False, time_budget_s=30.0)
+    config = fl.Config(mode=mode, tune=False, time_budget_s=300.0)
     result = fl.optimize_(model, torch.randn(256, 512), config=config)
     found = {f.fqn: f for f in result.findings if f.code == "diagonal_linear"}
     assert "0" in found
     finding = found["0"]
-    assert finding.details["advice"] == "fl.nn.DiagonalLinear.from_linear(module)"
-    assert finding.predicted_gain_us > 0
+    assert finding.details["advice"] == "fl.nn.DiagonalLinear.from_linear(model[0])"
+    assert (finding.measured_us, finding.predicted_gain_us) == (1000.0, 950.0)
     assert finding.measured_us > finding.floor_us > 0
     assert "exactly diagonal: 512 numbers" in finding.message
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
@@ -136,6 +143,8 @@ def test_optimize_reports_what_it_would_save(mode: str) -> None:
     assert not any(m._forward_pre_hooks for m in model.modules())
     result.to_json()
     result.revert()
+    layer = eval(finding.details["advice"], {"fl": fl, "model": model})
+    torch.testing.assert_close(layer.weight, model[0].weight.diagonal())
 
 
 class Ops(nn.Module):
@@ -215,7 +224,7 @@ def test_modules_of_other_shapes_and_signs() -> None:
         True,
         64,
     )
-    assert found.advice == (
+    assert found.advice() == (
         "fl.diagonal_linear(x, module.gamma.flatten(), -module.beta.flatten(), activation='relu')"
     )
     x = torch.randn(2, 5, 64)
@@ -327,7 +336,9 @@ def test_sequences_of_real_models_become_findings() -> None:
         assert all(s.residual and s.ops == 2 and s.x.shape == (1, 5, 64) for s in found)
 
 
-def test_optimize_reports_a_scaled_branch_with_its_residual() -> None:
+def test_optimize_reports_a_scaled_branch_with_its_residual(clock: Clock, tmp_path: Path) -> None:
+    clock({"before": 1000.0, "after": 50.0})
+
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -338,18 +349,37 @@ def test_optimize_reports_a_scaled_branch_with_its_residual() -> None:
             return x + self.scale(self.branch(x))
 
     model = nn.Sequential(Block(), Block())
-    config = fl.Config(mode="inference", tune=False, time_budget_s=30.0)
-    result = fl.optimize_(model, torch.randn(4096, 1024), config=config)
+    config = fl.Config(mode="inference", tune=False)
+    result = fl.optimize_(model, torch.randn(16, 1024), config=config)
     found = {f.fqn: f for f in result.findings if f.code == "diagonal_linear"}
     assert set(found) == {"0.scale", "1.scale"}
     finding = found["0.scale"]
     assert finding.details["residual"]
-    assert (
-        finding.details["advice"] == "fl.diagonal_linear(x, 0.scale.gamma, residual=residual) in 0"
-    )
+    advice = finding.details["advice"]
+    assert advice == "fl.diagonal_linear(x, model[0].scale.gamma, residual=residual)"
+    assert "model[0] scales 1024 features" in finding.message
+    assert finding.message.endswith(f"Replace it with {advice}.")
+    shown = " ".join(result.table(width=120).split())
+    assert "0.scale (+1 alike): sequence of 1024 features, about 1900.0 µs a step." in shown
+    assert advice in shown
+    stored = json.loads(result.save(tmp_path / "plan.json").read_text())["advice"]
+    assert {a["advice"] for a in stored} == {advice, advice.replace("[0]", "[1]")}
+    assert {a["fqn"]: a["predicted_gain_us"] for a in stored} == {
+        "0.scale": 950.0,
+        "1.scale": 950.0,
+    }
+    page = result.html(tmp_path / "report.html").read_text()
+    text = html.unescape(re.sub("<wbr>|\u200b", "", page))
+    assert all(a["advice"] in text for a in stored)
+    told = result.to_json()["profile"]["findings"]
+    assert advice in [f["details"].get("advice") for f in told]
+    x, residual = torch.randn(2, 1024), torch.randn(2, 1024)
+    given = {"fl": fl, "model": model, "x": x, "residual": residual}
+    torch.testing.assert_close(eval(advice, given), residual + model[0].scale(x))
     assert "adds a residual, in 2 ops" in finding.message
     result.to_json()
     result.revert()
+    fl.apply_(model, tmp_path / "plan.json", inputs=torch.randn(16, 1024)).revert()
 
 
 def test_families_that_are_off_are_not_looked_for() -> None:

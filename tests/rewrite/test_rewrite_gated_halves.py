@@ -270,12 +270,24 @@ class Buried(Branching):
 
 
 UNSEEN = {
-    Raw: ("silu", "no linear layers' weights", "fl.gated_mlp on 0.w1, 0.w3, 0.w2"),
-    Multiplied: ("gelu", "no linear layers' weights", "fl.gated_mlp on 0.w1, 0.w3, 0.w2"),
-    Branching: ("relu", "control flow", "0.gate.weight, 0.up.weight, 0.down.weight"),
-    Starred: ("sigmoid", "torch.fx cannot trace", "0.both.weight, 0.down.weight"),
-    BySplitting: ("none", "does not show it", "0.both.weight, 0.down.weight"),
-    Buried: ("sigmoid", "control flow", "fl.gated_linear on 0.both.weight"),
+    Raw: (
+        "silu",
+        "no linear layers' weights",
+        "fl.gated_mlp on model[0].w1, model[0].w3, model[0].w2",
+    ),
+    Multiplied: (
+        "gelu",
+        "no linear layers' weights",
+        "fl.gated_mlp on model[0].w1, model[0].w3, model[0].w2",
+    ),
+    Branching: (
+        "relu",
+        "control flow",
+        "model[0].gate.weight, model[0].up.weight, model[0].down.weight",
+    ),
+    Starred: ("sigmoid", "torch.fx cannot trace", "model[0].both.weight, model[0].down.weight"),
+    BySplitting: ("none", "does not show it", "model[0].both.weight, model[0].down.weight"),
+    Buried: ("sigmoid", "control flow", "fl.gated_linear on model[0].both.weight"),
 }
 
 

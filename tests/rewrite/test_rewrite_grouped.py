@@ -162,7 +162,7 @@ def test_optimize_reports_what_it_would_save(mode: str, clock: Any) -> None:
     assert result.kept == 0
     (finding,) = [f for f in result.findings if f.code == "grouped_linear"]
     assert finding.fqn == "0"
-    assert "fl.nn.GroupedLinear.from_linears(model.0.projs" in finding.message
+    assert "fl.nn.GroupedLinear.from_linears(model[0].projs" in finding.message
     assert "filter_fn leaves it out" in finding.message
     assert finding.measured_us > finding.predicted_gain_us > 0
     assert finding.floor_us > 0

@@ -84,7 +84,7 @@ def test_what_is_measured_is_the_same_product(name: str) -> None:
         model(x)
     (product,) = seen.found.values()
     assert product.calls == 2
-    unit = groups_products.of_product(product)
+    unit = groups_products.of_product(model, product)
     torch.testing.assert_close(*unit.before(), *unit.after())
 
 

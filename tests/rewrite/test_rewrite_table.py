@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fastlinear.core.timing import Ratio
+from fastlinear.profile.records import IN_PLACE, Finding
 from fastlinear.rewrite.result import SiteOutcome
 from fastlinear.rewrite.table import render
 
@@ -45,7 +46,15 @@ def result(*sites: SiteOutcome) -> Any:
         after_us=30.0,
         speedup=Ratio(1.33, 1.3, 1.4),
         notes=("accuracy judged against: float64 model",),
+        findings=(),
     )
+
+
+def finding(fqn: str, advice: str | None, gain: float = 5.0, title: str = "layer scale") -> Finding:
+    details = {} if advice is None else {"advice": advice}
+    message = "scales 64 features" if advice is None else f"scales 64 features. Use {advice}."
+    numbers = (10.0, 5.0, gain, 0.0, 0.0, "memory")
+    return Finding("diagonal_linear", fqn, title, message, *numbers, details)
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 109, 110, 160])
@@ -67,6 +76,37 @@ def test_alike_sites_share_a_row() -> None:
     sites = [replace(KEPT, fqn=f"layer.{i}") for i in range(3)]
     assert "layer.0 (+2 alike)" in render(result(*sites), 160)
     assert "layer.0 (+2 alike), gelu: kept:" in render(result(*sites), 80)
+
+
+@pytest.mark.parametrize("width", [60, 80, 160])
+def test_advice_that_no_rewrite_follows_is_told(width: int) -> None:
+    """With the code to paste; what is in place, and findings without advice, are not."""
+    one = result(KEPT)
+    one.findings = (
+        finding("a.ls", "fl.scale(model.a)", 2.0),
+        finding("b.ls", "fl.scale(model.b)", 7.0),
+        finding("c.ls", "fl.other(model.c)", 0.0, "affine"),
+        finding("d.ls", IN_PLACE, title="done"),
+        finding("e.ls", None, title="no advice"),
+    )
+    text = render(one, width)
+    assert max(map(len, text.splitlines())) <= width
+    flat = " ".join(text.split())
+    assert "advice, which optimize_ leaves to you:" in flat
+    assert "b.ls (+1 alike): layer scale, about 9.0 µs a step. scales 64 features." in flat
+    assert "Use fl.scale(model.b)." in flat
+    assert "c.ls: affine. scales 64 features. Use fl.other(model.c)." in flat
+    assert not any(name in flat for name in ("d.ls", "e.ls", IN_PLACE))
+    assert "advice" not in render(result(KEPT), width)
+
+
+def test_of_much_advice_the_rest_is_counted() -> None:
+    one = result(KEPT)
+    one.findings = tuple(finding(f"m{i}", "x", float(i), f"t{i}") for i in range(11))
+    text = render(one, 160)
+    assert "m10: t10" in text
+    assert "m2: t2" not in text
+    assert "and 3 more in result.findings" in text
 
 
 def test_nothing_kept_is_no_speed_up() -> None:

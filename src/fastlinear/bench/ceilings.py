@@ -64,9 +64,10 @@ def _label(device: torch.device, dtype: str) -> str:
 
 
 def _size(device: torch.device, working_set: float) -> int:
+    """The largest power of two that is no larger: more might not fit where the work does."""
     size = _SMALLEST_CUDA if device.type == "cuda" else _SMALLEST_CPU
-    while size < min(working_set, _LARGEST):
-        size *= 4
+    while 2 * size <= min(working_set, _LARGEST):
+        size *= 2
     return size
 
 
@@ -84,7 +85,7 @@ def _measured(
     warm, size = 0.0, _size(device, working_set)
     while size <= _LARGEST:
         warm = max(warm, warm_at(size, str(device), threads))
-        size *= 4
+        size *= 2
     return Ceilings(limits.flops_per_s, max(limits.bytes_per_s, warm))
 
 

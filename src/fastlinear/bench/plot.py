@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fastlinear.bench import groups_plot, pseudo_table
+from fastlinear.bench import groups_plot, pseudo_plot, pseudo_table
 from fastlinear.bench.case import TIMED
 from fastlinear.bench.figure import legend, written
 from fastlinear.bench.heat import heatmap
@@ -48,7 +48,7 @@ def plot(rows: Iterable[Row], path: str | Path) -> Path:
     if any(row["experiment"] == "overhead" for row in rows):
         return heatmap(rows, path)
     if any(row["experiment"] == pseudo_table.EXPERIMENT for row in rows):
-        return pseudo_table.plot(rows, path)
+        return pseudo_plot.plot(rows, path)
     if groups_plot.curves(rows):
         return groups_plot.plot(rows, path)
     panels = speeds(rows)

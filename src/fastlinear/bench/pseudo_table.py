@@ -1,24 +1,20 @@
-"""The pseudo-Linear document's tables and curves from rows: speed-up over a full layer by width."""
+"""The pseudo-Linear document's tables from rows: speed-up over a full layer by width."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
+from statistics import median
 from typing import Any
 
 from fastlinear.bench.case import TIMED
-from fastlinear.bench.figure import curves_in_panels
 from fastlinear.bench.peer import OURS
 from fastlinear.bench.rows import Row
 from fastlinear.core import text_table
-from fastlinear.core.errors import InputError
 from fastlinear.core.text_table import PIPE_WIDTH
 
 EXPERIMENT, _LINEAR = "pseudo-linear", "linear"
-_TOLERANCE = 0.25
-_LONG = 4  # widths of a curve
-_COLORS = ("#8c8c8c", "#4c72b0", "#55a868", "#8172b3", "#ccb974", "#64b5cd", "#937860")
+TOLERANCE = 0.25
 
 
 @dataclass(frozen=True)
@@ -26,27 +22,44 @@ class Curve:
     """One table: the widths of one dtype, batch, activation, direction and metric.
 
     Attributes:
-        title: what it is of.
-        metric: ``"wall"`` or ``"device"``.
-        speedups: width → contender → time of Linear over its time.
+        dtype, m, activation, direction, metric: what it is of; metric is ``"wall"`` or
+            ``"device"``.
+        speedups: width → contender → time of Linear over its time, the median of the rounds in
+            which both took their turn.
+        rounds: width → that of fastlinear in each round.
         expected: width → what the model says of fastlinear.
+        shares: width → of what Linear, then fastlinear took, what the model says.
         bounds: width → what Linear, then the diagonal layer waits for in the model.
     """
 
-    title: str
+    dtype: str
+    m: int
+    activation: str
+    direction: str
     metric: str
     speedups: dict[int, dict[str, float]]
+    rounds: dict[int, list[float]]
     expected: dict[int, float]
+    shares: dict[int, tuple[float, float]]
     bounds: dict[int, tuple[str, str]]
+
+    @property
+    def title(self) -> str:
+        """The same in words."""
+        act = "" if self.activation == "none" else f" + {self.activation}"
+        return f"{self.dtype}, batch {self.m}, {self.direction}{act}, {self.metric} time"
 
 
 def curves(rows: Iterable[Row]) -> list[Curve]:
-    """The tables in the rows, in their order; widths without a timing of Linear are left out."""
+    """The tables of layers in the rows, in their order; widths without a timing of Linear are left
+    out, and scaled branches, which the same sizes may have."""
     found: dict[tuple[Any, ...], dict[int, dict[str, Row]]] = {}
     for row in rows:
         if row["experiment"] != EXPERIMENT or row["metric"] not in TIMED or not row["median_us"]:
             continue
         case = row["case"]
+        if case["options"].get("residual") == "yes":  # a branch, which no full layer is beside
+            continue
         kind = (case["dtype"], case["dims"]["M"], case["options"]["activation"])
         key = (*kind, row["direction"], row["metric"])
         found.setdefault(key, {}).setdefault(case["dims"]["K"], {})[row["contender"]] = row
@@ -55,21 +68,33 @@ def curves(rows: Iterable[Row]) -> list[Curve]:
 
 def _curve(key: tuple[Any, ...], by_width: dict[int, dict[str, Row]]) -> Curve:
     dtype, m, activation, direction, metric = key
-    speedups, expected, bounds = {}, {}, {}
+    found = Curve(dtype, m, activation, direction, metric, {}, {}, {}, {}, {})
     for width, times in sorted(by_width.items()):
         # a recorded full layer has its own column, as every contender has
         if _LINEAR not in times:
             continue
-        base = times[_LINEAR]["median_us"]
-        speedups[width] = {name: base / row["median_us"] for name, row in times.items()}
-        both = [(times.get(name) or {}).get("chosen") or {} for name in (_LINEAR, OURS)]
+        base = times[_LINEAR]
+        rounds = {name: _rounds(base, row) for name, row in times.items()}
+        found.speedups[width] = {name: median(ratios) for name, ratios in rounds.items()}
+        found.rounds[width] = rounds.get(OURS, [])
         word = f"expected {metric} us"
-        if all(word in chosen for chosen in both):
-            expected[width] = float(both[0][word]) / float(both[1][word])
-            bounds[width] = both[0]["expected bound"], both[1]["expected bound"]
-    act = "" if activation == "none" else f" + {activation}"
-    title = f"{dtype}, batch {m}, {direction}{act}, {metric} time"
-    return Curve(title, metric, speedups, expected, bounds)
+        both = [times[name] for name in (_LINEAR, OURS) if name in times]
+        told = [row["chosen"] for row in both if word in (row["chosen"] or {})]
+        if len(told) == 2:
+            first, second = (float(chosen[word]) for chosen in told)
+            found.expected[width] = first / second
+            found.shares[width] = first / both[0]["median_us"], second / both[1]["median_us"]
+            found.bounds[width] = told[0]["expected bound"], told[1]["expected bound"]
+    return found
+
+
+def _rounds(base: Row, row: Row) -> list[float]:
+    """How many times faster than ``base`` in each round; of rows that tell no rounds, or were not
+    timed together, by their medians."""
+    first, second = base["samples_us"], row["samples_us"]
+    if first and len(first) == len(second):
+        return [a / b for a, b in zip(first, second, strict=True)]
+    return [base["median_us"] / row["median_us"]]
 
 
 def table(rows: Iterable[Row], width: int = PIPE_WIDTH) -> str:
@@ -89,10 +114,14 @@ def table(rows: Iterable[Row], width: int = PIPE_WIDTH) -> str:
         parts += [title, text_table.table(columns, grid, width=width), ""]
     near, total, misses = agreement(rows)
     if total:
-        share = f"{near} of {total} ({100 * near / total:.0f}%)"
-        parts += [f"Expected within {100 * _TOLERANCE:.0f}% of measured: {share}"]
+        parts += [f"Expected within {100 * TOLERANCE:.0f}% of measured: {_share(near, total)}"]
         parts += [f"  {miss}" for miss in misses]
+        parts += [f"One half of the rounds within that of the other: {_share(*repeated(rows))}"]
     return text_table.as_text(parts, width)
+
+
+def _share(near: int, total: int) -> str:
+    return f"{near} of {total} ({100 * near / max(1, total):.0f}%)"
 
 
 def _names(curve: Curve) -> list[str]:
@@ -109,64 +138,29 @@ def agreement(rows: Iterable[Row]) -> tuple[int, int, list[str]]:
             if found is None:
                 continue
             total += 1
-            if abs(guess / found - 1.0) <= _TOLERANCE:
+            if abs(guess / found - 1.0) <= TOLERANCE:
                 near += 1
             else:
-                words = " / ".join(curve.bounds[width])
+                told, (first, second) = curve.rounds[width], curve.shares[width]
                 misses.append(
-                    f"{curve.title}, width {width}: {found:.2f} measured, {guess:.2f} expected "
-                    f"({words})"
+                    f"{curve.title}, width {width}: {found:.2f} measured "
+                    f"({min(told):.2f} to {max(told):.2f}), {guess:.2f} expected "
+                    f"({' / '.join(curve.bounds[width])}); Linear expected to take {first:.2f} of "
+                    f"what it did, ours {second:.2f}"
                 )
     return near, total, misses
 
 
-def plot(rows: Iterable[Row], path: str | Path) -> Path:
-    """Draw speed-up over Linear by width: measured lines, the model's dashed.
-
-    Of a few widths the table tells as much: they are drawn where there is nothing longer.
-
-    Raises:
-        InputError: there is no timing of Linear.
-        UnsupportedError: matplotlib is missing; it comes with the extra ``[plots]``.
-    """
-    found = [c for c in curves(rows) if c.speedups]
-    found = [c for c in found if len(c.speedups) >= _LONG] or found
-    if not found:
-        raise InputError(
-            "bench.plot",
-            "rows with timings of linear",
-            "no such row",
-            "Let linear take part: speeds are drawn against it.",
-        )
-    path = Path(path)
-    curves_in_panels(path, found, _panel, dpi=100)
-    return path
-
-
-def _panel(ax: Any, curve: Curve) -> None:
-    names = _names(curve)
-    shown = [n for n in names if n not in (_LINEAR, OURS) and not n.startswith(f"{OURS}[")]
-    for i, name in enumerate([*shown, *(n for n in names if n == OURS)]):
-        widths = [w for w, s in curve.speedups.items() if name in s]
-        ours = name == OURS
-        ax.plot(
-            widths,
-            [curve.speedups[w][name] for w in widths],
-            label=name,
-            color="#c44e52" if ours else _COLORS[i % len(_COLORS)],
-            linewidth=2.0 if ours else 1.0,
-            marker="D" if ours else "o",
-            markersize=4 if ours else 3,
-            zorder=4 if ours else 3,
-        )
-    if curve.expected:
-        style = {"color": "black", "linewidth": 1.2, "linestyle": "--", "zorder": 5}
-        ax.plot(*zip(*curve.expected.items(), strict=True), label="expected", **style)
-    ax.axhline(1.0, color="black", linewidth=0.6)
-    ax.set_xscale("log", base=2)
-    ax.set_yscale("log", base=2)
-    ax.xaxis.set_major_formatter("{x:g}")
-    ax.yaxis.set_major_formatter("{x:g}x")
-    ax.grid(linewidth=0.3)
-    ax.set_xlabel("width")
-    ax.set_title(f"speed-up over nn.Linear: {curve.title}", loc="left", fontsize=10)
+def repeated(rows: Iterable[Row]) -> tuple[int, int]:
+    """How many of the measured speed-ups that the model is held against agree with themselves: the
+    first half of the rounds within 25% of the second; and of how many. No model does better."""
+    near, total = 0, 0
+    for curve in curves(rows):
+        for width in curve.expected:
+            told = curve.rounds[width]
+            if len(told) < 4:
+                continue
+            half = len(told) // 2
+            total += 1
+            near += abs(median(told[:half]) / median(told[half:]) - 1.0) <= TOLERANCE
+    return near, total

@@ -17,6 +17,7 @@ from fastlinear.core.compare import Verdict
 from fastlinear.core.cost import Ceilings, Cost, roofline
 from fastlinear.core.errors import InputError
 from fastlinear.core.timing import Samples, paired_ratio
+from fastlinear.report.above import WRONG, why_above
 
 Row = dict[str, Any]
 
@@ -85,14 +86,14 @@ def judged(row: Row, verdicts: Iterable[Verdict]) -> Row:
 
 
 def timed(row: Row, samples: Samples, cost: Cost, ceilings: Ceilings, highest: float = 1.0) -> Row:
-    """Add timings and their place under the roofline; above ``highest`` of it is an error."""
+    """Add timings and their place under the roofline; above ``highest`` of it is an error, with
+    the reason as far as it is known."""
     place = roofline(cost, ceilings, samples.median_us)
     wrong = None
     if place.fraction > highest:
-        wrong = (
-            f"{100 * place.fraction:.0f}% of the measured ceiling ({place.bound}): the time, the "
-            "ceiling or the least cost is wrong"
-        )
+        known = row | {"median_us": samples.median_us, "roofline": place.to_json()}
+        share = f"{100 * place.fraction:.0f}% of the measured ceiling ({place.bound})"
+        wrong = f"{share}: {why_above(known) or WRONG}"
     return row | {
         "median_us": samples.median_us,
         "ci95_us": list(samples.ci95_us),

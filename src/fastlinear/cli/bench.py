@@ -184,6 +184,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
 
 def _show_late(rows: list[dict[str, Any]]) -> None:
     from fastlinear.bench import behind
+    from fastlinear.report.above import notes_above
 
     asked = {(r["contender"], "; ".join(r["terms"])) for r in rows if r.get("terms")}
     table("on terms of their own", ("contender", "terms"), sorted(asked))
@@ -195,6 +196,8 @@ def _show_late(rows: list[dict[str, Any]]) -> None:
         own = "" if row["contender"] == "fastlinear" else f" {row['contender']}"
         of = f"{row['ratio_to_best']:.3f} of {row['best_peer']}"
         typer.echo(f"  {row['problem']} {row['direction']} {row['metric']}{own}: {of}")
+    for line in notes_above(rows):
+        typer.echo(line)
 
 
 def _measured(row: dict[str, Any]) -> str:

@@ -92,6 +92,20 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+@lru_cache(maxsize=1)
+def cpu_cache_bytes(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
+    """Size of the processor's last level of cache as the system states it; 0 where it does not."""
+    found = [(0, 0)]
+    for index in folder.glob("index*"):
+        try:
+            level, size = (index / "level").read_text(), (index / "size").read_text().strip()
+            unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(size[-1:], 1)
+            found.append((int(level), int(size.rstrip("KMG")) * unit))
+        except (OSError, ValueError):
+            continue
+    return max(found)[1]
+
+
 def is_amd() -> bool:
     """Whether the processor is AMD's. There MKL, which makes PyTorch's float32 products, falls
     behind oneDNN where rows are few and operands large."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fastlinear.core.device import cpu_name, device_facts
+from fastlinear.core.device import cpu_cache_bytes, cpu_name, device_facts
 from fastlinear.core.precision import float32_precision
 
 # Environment variables that change speed or numbers; only those that are set are recorded.
@@ -44,7 +44,8 @@ def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
 
     Keys: ``python``, ``platform``, ``torch``, ``triton`` (None when not installed; never
     imported), ``fastlinear``, ``commit``, ``device`` (kind, name, slug, capability, units, isa,
-    memory_bytes, l2_bytes), ``processor``, ``cores``, ``threads``, ``load_1m``, ``flags``,
+    memory_bytes, l2_bytes), ``processor``, ``cache_bytes`` (its last
+    level), ``cores``, ``threads``, ``load_1m``, ``flags``,
     ``variables``; on CUDA also ``cuda``, ``cudnn``, ``driver`` and ``clocks``. ``commit``,
     ``driver`` and ``clocks`` are None where they cannot be read. Asking about a CPU never
     initialises CUDA. Host names and paths are left out on purpose.
@@ -59,6 +60,7 @@ def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
         "commit": os.environ.get(COMMIT_VARIABLE) or _commit(),
         "device": _jsonable(device_facts(where).to_json()),
         "processor": cpu_name(),
+        "cache_bytes": cpu_cache_bytes(),
         "cores": _usable_cores(),
         "threads": torch.get_num_threads(),
         "load_1m": load_average(),

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fastlinear.core.errors import InputError
 from fastlinear.dispatch.backend import check_backend
+from fastlinear.nn.arguments import check_made
 from fastlinear.nn.diagonal_match import recognise
 from fastlinear.nn.gated_match import is_hooked
 from fastlinear.nn.plain_linear import why_not_linear, why_not_shared
@@ -25,7 +26,7 @@ class DiagonalLinear(nn.Module):
     Starts as the identity: weight 1, bias 0.
 
     Args:
-        features: K.
+        features: K; 0 makes a layer of no numbers, as ``nn.Linear`` does.
         bias: whether to learn an additive bias of shape (K,).
         activation: a name ``fastlinear.diagonal_linear`` knows.
         backend: force a backend; None lets fastlinear choose.
@@ -37,7 +38,8 @@ class DiagonalLinear(nn.Module):
     does: what PyTorch multiplies is not cast there, and a float32 scale gives float32.
 
     Raises:
-        InputError: the activation is unknown.
+        InputError: features is no whole number or negative, the activation or the backend is
+            unknown, or the dtype is not served.
 
     >>> import torch, fastlinear as fl
     >>> layer = fl.nn.DiagonalLinear(3, activation="relu")
@@ -59,6 +61,7 @@ class DiagonalLinear(nn.Module):
     ) -> None:
         activation_of(activation, _NAME)
         check_backend(backend, "diagonal_linear", _NAME)
+        check_made(_NAME, dtype, features=features)
         super().__init__()
         self.features = features
         self.activation = activation

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fastlinear.core.errors import InputError
 from fastlinear.dispatch.backend import check_backend
+from fastlinear.nn.arguments import check_made
 from fastlinear.nn.gated_match import (
     PLAIN,
     Gated,
@@ -49,7 +50,8 @@ class GatedMLP(nn.Module):
     in its place), or has hooks or parametrizations, it calls all of them and fuses nothing.
 
     Raises:
-        InputError: an unknown activation or order, a wrong number of names, a rate outside [0, 1).
+        InputError: a size that is no whole number or negative, an unknown activation or order, a
+            wrong number of names, a rate outside [0, 1), a dtype that is not served.
 
     >>> import torch, fastlinear as fl
     >>> layer = fl.nn.GatedMLP(3, 8, activation="silu")
@@ -78,6 +80,9 @@ class GatedMLP(nn.Module):
         super().__init__()
         activation_of(activation, _NAME, OTHER_GATE)
         check_backend(backend, "gated_mlp", _NAME)
+        n = in_features if out_features is None else out_features
+        sizes = {"in_features": in_features, "hidden_features": hidden_features}
+        check_made(_NAME, dtype, **sizes, out_features=n)
         _check_recompute("", recompute)
         if stacked is not None and stacked not in STACKED:
             _fail(
@@ -102,7 +107,6 @@ class GatedMLP(nn.Module):
                 "and of the down projection.",
             )
         made: dict[str, Any] = {"device": device, "dtype": dtype}
-        n = in_features if out_features is None else out_features
         first = hidden_features if stacked is None else 2 * hidden_features
         for name in names[:-1]:
             self.add_module(name, nn.Linear(in_features, first, bias, **made))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastlinear.dispatch.backend import check_backend
+from fastlinear.nn.arguments import check_made
 from fastlinear.nn.grouped_convert import check_convolution, check_own, fail, parameter
 from fastlinear.nn.plain_linear import why_not_linear
 from fastlinear.ops.common.activations import activation as activation_of
@@ -38,7 +39,8 @@ class GroupedLinear(nn.Module):
     ``state["weight"].view(G, N, K)`` of a grouped convolution over one position.
 
     Raises:
-        InputError: a size below 1 group or 0 features, an unknown activation or layout.
+        InputError: a size below 1 group or 0 features or no whole number, an unknown activation,
+            layout or backend, a dtype that is not served.
 
     >>> import torch, fastlinear as fl
     >>> layer = fl.nn.GroupedLinear(2, 3, 4, activation="relu")
@@ -73,10 +75,10 @@ class GroupedLinear(nn.Module):
             )
         served_by = "linear_act" if layout == SHARED else "grouped_linear"
         check_backend(backend, served_by, "fastlinear.nn.GroupedLinear")
-        given = (groups, in_features, out_features)
-        if not all(type(n) is int for n in given) or groups < 1 or min(given) < 0:
-            sizes = f"groups={groups}, in_features={in_features}, out_features={out_features}"
-            fail("", "at least one group and no negative size", sizes, "Give whole numbers.")
+        sizes = {"groups": groups, "in_features": in_features, "out_features": out_features}
+        check_made("fastlinear.nn.GroupedLinear", dtype, **sizes)
+        if groups < 1:
+            fail("", "at least one group", f"groups={groups!r}", "One group is a linear layer.")
         self.groups, self.in_features, self.out_features = groups, in_features, out_features
         self.activation, self.layout, self.backend = activation, layout, backend
         made: dict[str, Any] = {"device": device, "dtype": dtype}

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from fastlinear.core.errors import InputError
 from fastlinear.dispatch.backend import check_backend
+from fastlinear.nn.arguments import check_made
 from fastlinear.nn.plain_linear import why_not_linear, why_not_shared
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act.op import call
@@ -26,7 +27,8 @@ class Linear(nn.Linear):
     Shapes: input (..., K) → output (..., N).
 
     Raises:
-        InputError: the activation or the backend is unknown.
+        InputError: a size is no whole number or negative, the activation or the backend is
+            unknown, or the dtype is not served.
 
     >>> import torch, fastlinear as fl
     >>> layer = fl.nn.Linear(3, 4, activation="gelu_tanh")
@@ -49,6 +51,8 @@ class Linear(nn.Linear):
     ) -> None:
         activation_of(activation, "fastlinear.nn.Linear")
         check_backend(backend, "linear_act", "fastlinear.nn.Linear")
+        sizes = {"in_features": in_features, "out_features": out_features}
+        check_made("fastlinear.nn.Linear", dtype, **sizes)
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         self.activation = activation
         self.backend = backend

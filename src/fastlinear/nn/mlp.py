@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fastlinear.core.errors import InputError
-from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.dispatch.backend import check_backend
+from fastlinear.nn.arguments import check_made
 from fastlinear.nn.mlp_layer import Layer, check_layers
 from fastlinear.nn.mlp_sequential import free_name, module_of, read, shared
 from fastlinear.nn.plain_linear import why_not_shared
@@ -67,17 +67,12 @@ class MLP(nn.Module):
         if not _are_sizes(sizes):
             raise InputError(
                 "fastlinear.nn.MLP",
-                "at least two whole sizes",
+                "a list of at least two sizes",
                 repr(sizes),
                 "The first is the input's features, each other one a layer's.",
             )
-        if dtype is not None and dtype not in DTYPE_NAMES:
-            raise InputError(
-                "fastlinear.nn.MLP",
-                f"dtype in {', '.join(map(str, DTYPE_NAMES))}",
-                repr(dtype),
-                "Leave it out for torch's default.",
-            )
+        named = {f"sizes[{i}]": size for i, size in enumerate(sizes)}
+        check_made("fastlinear.nn.MLP", dtype, **named)
         self.activation = activation
         self.final_activation = final_activation
         self.backend = backend
@@ -184,6 +179,4 @@ class MLP(nn.Module):
 
 
 def _are_sizes(sizes: Any) -> bool:
-    if not isinstance(sizes, Sequence) or isinstance(sizes, str) or len(sizes) < 2:
-        return False
-    return all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in sizes)
+    return isinstance(sizes, Sequence) and not isinstance(sizes, str) and len(sizes) >= 2

@@ -41,6 +41,9 @@ class Record:
     device_us: float
 
 
+IN_PLACE = "optimize_ has put it in place"  # in the place of advice
+
+
 @dataclass(frozen=True)
 class Finding:
     """One thing that wastes time, with the arithmetic behind it.
@@ -57,7 +60,7 @@ class Finding:
         predicted_gain_us: what removing it should save in one step; an estimate.
         flops, bytes: least arithmetic and memory traffic of the work in one step.
         bound: ``"compute"``, ``"memory"`` or ``"launch"``: what limits it.
-        details: further facts, all JSON-ready.
+        details: further facts, all JSON-ready; ``"advice"`` is what to put in its place.
     """
 
     code: str
@@ -71,6 +74,12 @@ class Finding:
     bytes: float
     bound: str
     details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def advice(self) -> str | None:
+        """What the reader is to put in its place; None where nothing is, or ``optimize_`` has."""
+        found = self.details.get("advice")
+        return None if found in (None, IN_PLACE) else str(found)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+from fastlinear.report.above import notes_above
 from fastlinear.report.text import problem as problem_text
 from fastlinear.report.views import device_name, environment
 
@@ -35,6 +36,7 @@ def bench(data: dict[str, Any]) -> dict[str, Any]:
         "losses": sum(1 for g in summary if g["speedup"] < 0.98),
         "ratio_top": max([2.0, *(g["high"] for g in summary)]) * 1.02,
         "rows": len(rows),
+        "above": notes_above(rows),
         "command": first.get("command", ""),
         "environment": environment(first.get("env")),
         "device": device_name({"environment": first.get("env")}),

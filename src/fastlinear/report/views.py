@@ -206,6 +206,7 @@ def _place(finding: dict[str, Any]) -> dict[str, Any]:
     return {
         "fqn": finding.get("fqn", ""),
         "message": finding.get("message", ""),
+        "advice": (finding.get("details") or {}).get("advice"),
         "flops": finding.get("flops"),
         "bytes": finding.get("bytes"),
         "bound": finding.get("bound", ""),

@@ -55,6 +55,16 @@ def finish(
         rewrites=rewrites,
         fastlinear=sys.modules["fastlinear"].__version__,
         tuned=tuple(_tuned_choices(work, kept)),
+        advice=tuple(
+            {
+                "code": f.code,
+                "fqn": f.fqn,
+                "advice": f.advice,
+                "predicted_gain_us": f.predicted_gain_us,
+            }
+            for f in work.profile.findings
+            if f.advice is not None
+        ),
     )
     _note_packed(work, kept)
     note_rows(work, plan.rows or work.rows)

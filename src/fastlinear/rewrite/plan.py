@@ -92,7 +92,15 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything needed to rewrite the same model again on the same kind of machine."""
+    """Everything needed to rewrite the same model again on the same kind of machine.
+
+    Attributes:
+        model, mode, environment, inputs, fastlinear: what it was made of, where and by what.
+        rewrites: what to rewrite.
+        tuned: the choices of backends that were measured for it.
+        advice: what the reader may do beyond that, which no rewrite does: ``code``, ``fqn``,
+            ``advice`` and ``predicted_gain_us`` of findings. Applying a plan passes over it.
+    """
 
     model: dict[str, Any]
     mode: str
@@ -101,6 +109,7 @@ class Plan:
     rewrites: tuple[Rewrite, ...]
     fastlinear: str
     tuned: tuple[dict[str, Any], ...] = ()
+    advice: tuple[dict[str, Any], ...] = ()
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -140,6 +149,7 @@ class Plan:
             "rewrites": [r.to_json() for r in self.rewrites],
             "tuned": list(self.tuned),
             "rows": list(self.rows),
+            "advice": list(self.advice),
         }
 
     def save(self, path: str | Path) -> Path:
@@ -266,6 +276,7 @@ def _parse(data: dict[str, Any]) -> Plan:
         rewrites=tuple(rewrites),
         fastlinear=str(data["fastlinear"]),
         tuned=tuple(_of(list, {"tuned": [], **data}, "tuned")),
+        advice=tuple(_of(list, {"advice": [], **data}, "advice")),
     )
 
 

@@ -184,8 +184,8 @@ class Result:
         return path
 
     def table(self, *, width: int = PIPE_WIDTH) -> str:
-        """Every site with its outcome, and the step before and after, as plain text of at most
-        ``width`` columns."""
+        """Every site with its outcome, the step before and after, and what findings advise that no
+        rewrite does, as plain text of at most ``width`` columns."""
         from fastlinear.rewrite.table import render
 
         return render(self, width)

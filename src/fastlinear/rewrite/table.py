@@ -9,11 +9,13 @@ from fastlinear.core.text_table import as_text, table
 from fastlinear.core.timing import Ratio
 
 if TYPE_CHECKING:
+    from fastlinear.profile.records import Finding
     from fastlinear.rewrite.result import Result, SiteOutcome
 
 _COLUMNS = ("module", "activation", ">calls", "backend")
 _TIMES = (">predicted gain µs", ">before µs", ">after µs", ">speed-up", "outcome")
 _OF_THE_STEP = ("graphed", "compiled")  # rules whose times are the whole step's
+_MOST_ADVICE = 8  # kinds of findings that are told
 _NARROW = 110  # columns below which the table's own are too many
 
 
@@ -25,6 +27,7 @@ def render(result: Result, width: int) -> str:
         parts = _paragraphs(result, width) if width < _NARROW else [_table(result, width)]
         parts.append("")
     parts += [_step(result), _counts(result)]
+    parts += _advice(result, width)
     parts += [f"note: {note}" for note in (*_note_of_pairs(result), *result.notes)]
     return as_text(parts, width)
 
@@ -127,6 +130,28 @@ def _counts(result: Result) -> str:
     text += " and the model compiled" if compiled else ""
     text += f" and {blocks} blocks of it" if blocks else ""
     return f"{text}: {counts}"
+
+
+def _advice(result: Result, width: int) -> list[str]:
+    """What findings say that ``optimize_`` leaves to the reader, those of one kind and title as
+    one, the largest gain first."""
+    told: dict[tuple[str, str], list[Finding]] = {}
+    for f in sorted(result.findings, key=lambda f: -f.predicted_gain_us):
+        if f.advice is not None:
+            told.setdefault((f.code, f.title), []).append(f)
+    if not told:
+        return []
+    lines = ["", "advice, which optimize_ leaves to you:"]
+    for alike in list(told.values())[:_MOST_ADVICE]:
+        first, *others = alike
+        gain = sum(f.predicted_gain_us for f in alike)
+        more = f" (+{len(others)} alike)" if others else ""
+        saves = f", about {gain:.1f} µs a step" if gain > 0 else ""
+        text = f"{first.fqn or '(model)'}{more}: {first.title}{saves}. {first.message}"
+        kept = {"initial_indent": "  ", "subsequent_indent": "    ", "break_on_hyphens": False}
+        lines.append(textwrap.fill(text, width, **kept))  # type: ignore[arg-type]
+    left = len(told) - _MOST_ADVICE
+    return [*lines, f"  and {left} more in result.findings"] if left > 0 else lines
 
 
 def _folded(result: Result) -> list[tuple[str, SiteOutcome]]:

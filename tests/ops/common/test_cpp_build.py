@@ -169,3 +169,20 @@ def test_many_processes_compile_one_file(source: Path) -> None:
     running = [subprocess.Popen([sys.executable, "-c", code, str(source)]) for _ in range(3)]
     assert [p.wait(timeout=120) for p in running] == [42, 42, 42]
     assert len(kept(cache_dir() / "cpp")) == 1
+
+
+def test_a_compiler_gets_the_longer_the_more_others_compute(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one that does not end is told apart from one that fails."""
+    monkeypatch.setattr(cpp_build.os, "cpu_count", lambda: 2)
+
+    def limit(load: float) -> float:
+        monkeypatch.setattr(cpp_build.os, "getloadavg", lambda: (load, 0.0, 0.0))
+        return cpp_build._limit_s()
+
+    assert limit(0.1) == limit(2.0) >= 300.0
+    assert limit(6.0) == 3 * limit(2.0)
+    assert limit(1e6) == 1800.0
+    monkeypatch.setattr(cpp_build, "_COMPILE_S", 0.0)
+    assert cpp_build._failure(["sleep", "60"]) == "sleep had not ended after 0 s"

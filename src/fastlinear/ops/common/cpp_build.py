@@ -38,7 +38,8 @@ _FLAGS = (
     "-fno-trapping-math",
     "-ffp-contract=fast",
 )
-_COMPILE_TIMEOUT_S = 120
+_COMPILE_S = 300.0  # of a processor to itself; the largest source takes 7
+_LONGEST_S = 1800.0
 _TORCH_THREADS = "_ZN2at15get_num_threadsEv"  # at::get_num_threads()
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 
@@ -257,12 +258,22 @@ def _compile(command: list[str], source: Path, library: Path) -> None:
 
 def _failure(command: list[str]) -> str | None:
     """What went wrong when the compiler ran, in its own words, or None."""
+    limit = _limit_s()
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+    except subprocess.TimeoutExpired:
+        return f"{command[0]} had not ended after {limit:.0f} s"
+    except OSError as error:
         return str(error)
     if done.returncode == 0:
         return None
     return done.stderr.strip()[-2000:] or f"exit status {done.returncode}"
+
+
+def _limit_s() -> float:
+    """Seconds until a compiler counts as stuck: more where others use the processors, too."""
+    try:
+        waiting = os.getloadavg()[0] / (os.cpu_count() or 1)
+    except OSError:
+        waiting = 1.0
+    return min(_LONGEST_S, _COMPILE_S * max(1.0, waiting))

@@ -48,6 +48,11 @@ def is_odd(t: object) -> bool:
     return isinstance(t, Tensor) and (t.layout is not torch.strided or t.is_nested)
 
 
+def conversion(name: str, t: Tensor, otherwise: str) -> str:
+    """What to do about a tensor of a wrong dtype."""
+    return f"Convert it: {name}.dequantize()." if t.is_quantized else otherwise
+
+
 def unlike_strided(t: Tensor) -> str | None:
     """What a tensor is that has no strides, in words; None for one that has."""
     if t.layout is torch.strided:

@@ -53,67 +53,127 @@ struct Walk {
   int64_t numbers(int64_t row) const { return row == rows - 1 ? last : width; }
 };
 
+// Where there is no bias every line reads this one: adding -0 changes no number, not even -0.
+struct NoBias {
+  alignas(kLine) float line[kLine / 2];
+  constexpr NoBias() : line() {
+    for (float& b : line) b = -0.0f;
+  }
+};
+constexpr NoBias kNoBias;
+
+// Into L2: on the way to L1 reads so far ahead would hold up what is written (a fifth of a forward
+// in memory, on an EPYC).
+template <class T>
+inline void ask_for(const T* x) { __builtin_prefetch(x + kAhead / sizeof(T), 0, 1); }
+
+// Numbers of T in a cache line. Rows are computed in whole lines, which become straight vector code,
+// the only code there is of an activation: what is left of a row is copied to a line and back.
+template <class T>
+constexpr int64_t kCount = kLine / sizeof(T);
+
 // A parameter (k) as float32, repeated for each row of a fold; itself where it is that already.
 struct Repeated {
   std::vector<float> made;
   const float* data = nullptr;
+  int64_t size = 0;
+  alignas(kLine) float last[kLine / 2];  // what does not fill a line, filled up
 
   template <class T>
-  Repeated(const T* parameter, int64_t k, int64_t fold) {
+  Repeated(const T* parameter, int64_t k, int64_t fold) : size(k * fold) {
     if (!parameter) return;
-    if constexpr (std::is_same_v<T, float>) {
-      data = parameter;
-      if (fold == 1) return;
+    if constexpr (std::is_same_v<T, float>) data = parameter;
+    if (!data || fold > 1) {
+      made.resize(size + kCount<T>);
+      for (int64_t i = 0; i < k; ++i) made[i] = wide(parameter[i]);
+      for (int64_t i = k; i < size; ++i) made[i] = made[i - k];
+      data = made.data();
+      return;
     }
-    made.resize(k * fold);
-    for (int64_t i = 0; i < k; ++i) made[i] = wide(parameter[i]);
-    for (int64_t i = k; i < k * fold; ++i) made[i] = made[i - k];
-    data = made.data();
+    const int64_t left = size % kCount<T>;
+    if (!left) return;
+    for (float& number : last) number = 0.0f;
+    std::memcpy(last, data + size - left, left * sizeof(float));
   }
+  // A line from number i on, of which as many lie there as are left.
+  const float* line(int64_t i) const { return made.empty() ? last : data + i; }
 };
 
-template <class A, class T, bool kBias, bool kResidual>
-inline void forward_row(const T* __restrict x, const float* __restrict w, const float* __restrict b,
-                        const T* __restrict r, T* __restrict y, int64_t n) {
-  const auto some = [&](int64_t begin, int64_t end) {
+// In a pass over memory that does next to nothing else a processor reads so far ahead that what it
+// writes waits for those reads: it is given something to do. 16 to 64 MiB took a sixth less time on an
+// EPYC; in the caches it would take more.
+inline void take_time() {
+#if defined(__x86_64__)
+  __asm__ volatile(".rept 32\n\tnop\n\t.endr");
+#endif
+}
+template <class A, class T>
+constexpr bool kHasty = std::is_same_v<T, float> &&
+                        (std::is_same_v<A, None> || std::is_same_v<A, Relu> ||
+                         std::is_same_v<A, Relu2> || std::is_same_v<A, LeakyRelu>);
+
+// n numbers of a row, whole lines; b_step: numbers of b from line to line, 0 where there is no bias.
+// kBias: whether there may be one. Only a product alone is told apart: a residual is added to it
+// with one rounding.
+template <class A, class T, bool kBias, bool kResidual, bool kFar = false>
+void forward_lines(const T* __restrict x, const float* __restrict w, const float* __restrict b,
+                   int64_t b_step, const T* __restrict r, T* __restrict y, int64_t n) {
+  constexpr int64_t line = kCount<T>;
+  for (int64_t j = 0; j < n; j += line, b += b_step) {
+    ask_for(x + j);
+    if constexpr (kResidual) ask_for(r + j);
+    if constexpr (kFar) take_time();
     if constexpr (std::is_same_v<T, Half>) {
-      constexpr int64_t line = kLine / sizeof(T);
       float xs[line], rs[line], ys[line];
-      widen(x + begin, xs, end - begin);
-      if constexpr (kResidual) widen(r + begin, rs, end - begin);
-      for (int64_t i = 0; i < end - begin; ++i) {
-        float v = xs[i] * w[begin + i];
-        if constexpr (kBias) v += b[begin + i];
+      widen(x + j, xs, line);
+      if constexpr (kResidual) widen(r + j, rs, line);
+#pragma omp simd
+      for (int64_t i = 0; i < line; ++i) {
+        float v = xs[i] * w[j + i];
+        if constexpr (kBias) v += b[i];
         v = A::f(v);
         if constexpr (kResidual) v += rs[i];
         ys[i] = v;
       }
-      narrow_all(ys, y + begin, end - begin);
-      return;
+      narrow_all(ys, y + j, line);
+    } else {
+#pragma omp simd
+      for (int64_t i = 0; i < line; ++i) {
+        float v = wide(x[j + i]) * w[j + i];
+        if constexpr (kBias) v += b[i];
+        v = A::f(v);
+        if constexpr (kResidual) v += wide(r[j + i]);
+        y[j + i] = narrow<T>(v);
+      }
     }
-    for (int64_t i = begin; i < end; ++i) {
-      float v = wide(x[i]) * w[i];
-      if constexpr (kBias) v += b[i];
-      v = A::f(v);
-      if constexpr (kResidual) v += wide(r[i]);
-      y[i] = narrow<T>(v);
-    }
-  };
-  constexpr int64_t line = kLine / sizeof(T);
-  int64_t i = 0;
-  for (; i + line <= n; i += line) {
-    __builtin_prefetch(x + i + kAhead / sizeof(T));
-    if constexpr (kResidual) __builtin_prefetch(r + i + kAhead / sizeof(T));
-    some(i, i + line);
   }
-  some(i, n);
 }
 
-template <class A, class T, bool kBias, bool kResidual>
-void forward_all(const Call& c, const T* x, const T* w, const T* b, const T* r, T* y) {
+template <class T>
+using Forward = void (*)(const T*, const float*, const float*, int64_t, const T*, T*, int64_t);
+
+// n numbers of a row from number j of it on.
+template <class T>
+void forward_row(Forward<T> lines, const T* x, const Repeated& w, const Repeated& b, int64_t j,
+                 const T* r, T* y, int64_t n) {
+  constexpr int64_t line = kCount<T>;
+  const int64_t left = n % line, i = n - left;
+  const bool biased = b.data != nullptr;
+  if (i) lines(x, w.data + j, biased ? b.data + j : kNoBias.line, biased ? line : 0, r, y, i);
+  if (!left) return;
+  alignas(kLine) T xs[line], rs[line], ys[line];
+  line_of(xs, x + i, left * sizeof(T));
+  if (r) line_of(rs, r + i, left * sizeof(T));
+  lines(xs, w.line(j + i), biased ? b.line(j + i) : kNoBias.line, 0, rs, ys, line);
+  part_of(y + i, ys, left * sizeof(T));
+}
+
+template <class T>
+void forward_all(Forward<T> lines, const Call& c, const T* x, const T* w, const T* b, const T* r,
+                 T* y) {
   const int64_t m = c.m, k = c.k;
   int64_t x_stride = c.x_stride, r_stride = c.r_stride;
-  const Walk walk(m, k, x_stride == k && (!kResidual || r_stride == k));
+  const Walk walk(m, k, x_stride == k && (!r || r_stride == k));
   const Repeated ws(w, k, walk.fold), bs(b, k, walk.fold);
   if (walk.fold > 1) x_stride = r_stride = walk.width;
   const int64_t segments = (walk.width + kSegment - 1) / kSegment;
@@ -122,61 +182,74 @@ void forward_all(const Call& c, const T* x, const T* w, const T* b, const T* r, 
   for (int64_t t = 0; t < walk.rows * segments; ++t) {
     const int64_t row = t / segments, j = t % segments * kSegment, left = walk.numbers(row) - j;
     const int64_t n = left < kSegment ? left : kSegment;
-    forward_row<A, T, kBias, kResidual>(x + row * x_stride + j, ws.data + j,
-                                        kBias ? bs.data + j : nullptr,
-                                        kResidual ? r + row * r_stride + j : nullptr,
-                                        y + row * walk.width + j, n);
+    forward_row<T>(lines, x + row * x_stride + j, ws, bs, j,
+                   r ? r + row * r_stride + j : nullptr, y + row * walk.width + j, n);
   }
 }
 
 template <class A, class T>
-inline void backward_row(const T* __restrict dy, const T* __restrict x, const float* __restrict w,
-                         const float* __restrict b, T* __restrict dx, float* __restrict dw,
-                         float* __restrict db, int64_t n) {
-  const auto some = [&](int64_t begin, int64_t end) {
+void backward_lines(const T* __restrict dy, const T* __restrict x, const float* __restrict w,
+                    const float* __restrict b, int64_t b_step, T* __restrict dx,
+                    float* __restrict dw, float* __restrict db, int64_t n) {
+  constexpr int64_t line = kCount<T>;
+  for (int64_t j = 0; j < n; j += line, b += b_step) {
+    ask_for(dy + j);
+    ask_for(x + j);
     if constexpr (std::is_same_v<T, Half>) {
-      constexpr int64_t line = kLine / sizeof(T);
       float xs[line], gs[line], out[line];
-      widen(x + begin, xs, end - begin);
-      widen(dy + begin, gs, end - begin);
-      for (int64_t i = 0; i < end - begin; ++i) {
-        const int64_t k = begin + i;
-        const float g = A::d(gs[i], xs[i] * w[k] + b[k]);
-        out[i] = g * w[k];
-        dw[k] += g * xs[i];
-        db[k] += g;
+      widen(x + j, xs, line);
+      widen(dy + j, gs, line);
+#pragma omp simd
+      for (int64_t i = 0; i < line; ++i) {
+        const float g = A::d(gs[i], xs[i] * w[j + i] + b[i]);
+        out[i] = g * w[j + i];
+        dw[j + i] += g * xs[i];
+        db[j + i] += g;
       }
-      narrow_all(out, dx + begin, end - begin);
-      return;
+      narrow_all(out, dx + j, line);
+    } else {
+#pragma omp simd
+      for (int64_t i = 0; i < line; ++i) {
+        const float v = wide(x[j + i]), g = A::d(wide(dy[j + i]), v * w[j + i] + b[i]);
+        dx[j + i] = narrow<T>(g * w[j + i]);
+        dw[j + i] += g * v;
+        db[j + i] += g;
+      }
     }
-    for (int64_t i = begin; i < end; ++i) {
-      const float v = wide(x[i]), g = A::d(wide(dy[i]), v * w[i] + b[i]);
-      dx[i] = narrow<T>(g * w[i]);
-      dw[i] += g * v;
-      db[i] += g;
-    }
-  };
-  constexpr int64_t line = kLine / sizeof(T);
-  int64_t i = 0;
-  for (; i + line <= n; i += line) {
-    __builtin_prefetch(dy + i + kAhead / sizeof(T));
-    __builtin_prefetch(x + i + kAhead / sizeof(T));
-    some(i, i + line);
   }
-  some(i, n);
 }
 
-template <class A, class T>
-void backward_all(const Call& c, const T* dy, const T* x, const T* w, const T* b, T* dx, T* dw,
-                  T* db) {
+template <class T>
+using Backward = void (*)(const T*, const T*, const float*, const float*, int64_t, T*, float*,
+                          float*, int64_t);
+
+// n numbers of a row from number j of it on; dw and db have room for whole lines.
+template <class T>
+void backward_row(Backward<T> lines, const T* dy, const T* x, const Repeated& w, const Repeated& b,
+                  int64_t j, T* dx, float* dw, float* db, int64_t n) {
+  constexpr int64_t line = kCount<T>;
+  const int64_t left = n % line, i = n - left;
+  const bool biased = b.data != nullptr;
+  const float* bs = biased ? b.data + j : kNoBias.line;
+  if (i) lines(dy, x, w.data + j, bs, biased ? line : 0, dx, dw, db, i);
+  if (!left) return;
+  alignas(kLine) T gs[line], xs[line], out[line];
+  line_of(gs, dy + i, left * sizeof(T));
+  line_of(xs, x + i, left * sizeof(T));
+  bs = biased ? b.line(j + i) : kNoBias.line;
+  lines(gs, xs, w.line(j + i), bs, 0, out, dw + i, db + i, line);
+  part_of(dx + i, out, left * sizeof(T));
+}
+
+template <class T>
+void backward_all(Backward<T> lines, const Call& c, const T* dy, const T* x, const T* w, const T* b,
+                  T* dx, T* dw, T* db) {
   const int64_t m = c.m, k = c.k, most_chunks = c.chunks;
   const bool past = c.past;
   int64_t x_stride = c.x_stride;
   const Walk walk(m, k, x_stride == k);
   const Repeated ws(w, k, walk.fold);
-  const std::vector<float> zeros(b ? 0 : walk.width);
   const Repeated bs(b, k, walk.fold);
-  const float* biases = b ? bs.data : zeros.data();
   if (walk.fold > 1) x_stride = walk.width;
   int64_t chunks = 1 + m * k / kAlone;
   if (chunks > most_chunks) chunks = most_chunks;
@@ -185,8 +258,8 @@ void backward_all(const Call& c, const T* dy, const T* x, const T* w, const T* b
   if (chunks > enough) chunks = enough ? enough : 1;
   const int64_t part = chunks < most_chunks ? kBlock : walk.width;
   const int64_t parts = (walk.width + part - 1) / part, all = walk.width;
-  const bool whole = walk.rows <= kRows && walk.fold == 1;  // float32 sums are the results
-  std::vector<double> sums(whole ? 0 : 2 * chunks * all);
+  const bool direct = walk.rows <= kRows && walk.fold == 1;  // float32 sums are the results
+  std::vector<double> sums(direct ? 0 : 2 * chunks * all);
   const int threads = threads_worth(double(m) * k / kAlone);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (int64_t t = 0; t < chunks * parts; ++t) {
@@ -195,21 +268,21 @@ void backward_all(const Call& c, const T* dy, const T* x, const T* w, const T* b
     const int64_t r0 = walk.rows * chunk / chunks, r1 = walk.rows * (chunk + 1) / chunks;
     double* sum_w = sums.data() + 2 * chunk * all;
     double* sum_b = sum_w + all;
-    float in_w[kBlock], in_b[kBlock];
-    T on_its_way[kBlock];
+    alignas(kLine) float in_w[kBlock], in_b[kBlock];
+    alignas(kLine) T on_its_way[kBlock];
     for (int64_t r = r0; r < r1; r += kRows) {
       const int64_t stop = r + kRows < r1 ? r + kRows : r1;
       for (int64_t j = begin; j < end; j += kBlock) {
         const int64_t n = end - j < kBlock ? end - j : kBlock;
-        for (int64_t i = 0; i < n; ++i) in_w[i] = in_b[i] = 0.0f;
+        const int64_t room = n + kCount<T> < kBlock ? n + kCount<T> : kBlock;
+        for (int64_t i = 0; i < room; ++i) in_w[i] = in_b[i] = 0.0f;
         for (int64_t row = r; row < stop; ++row) {
           const int64_t left = walk.numbers(row) - j, here = left < n ? left : n;
-          backward_row<A, T>(dy + row * all + j, x + row * x_stride + j, ws.data + j,
-                             biases + j, dx && !past ? dx + row * all + j : on_its_way, in_w,
-                             in_b, here);
+          backward_row<T>(lines, dy + row * all + j, x + row * x_stride + j, ws, bs, j,
+                          dx && !past ? dx + row * all + j : on_its_way, in_w, in_b, here);
           if (dx && past) write_through(dx + row * all + j, on_its_way, here * sizeof(T));
         }
-        if (whole) {
+        if (direct) {
           for (int64_t i = 0; dw && i < n; ++i) dw[j + i] = narrow<T>(in_w[i]);
           for (int64_t i = 0; db && i < n; ++i) db[j + i] = narrow<T>(in_b[i]);
         } else {
@@ -219,7 +292,7 @@ void backward_all(const Call& c, const T* dy, const T* x, const T* w, const T* b
     }
     if (past) written_through();
   }
-  for (int64_t j = 0; !whole && j < k; ++j) {
+  for (int64_t j = 0; !direct && j < k; ++j) {
     double total_w = 0.0, total_b = 0.0;
     for (int64_t c = 0; c < chunks; ++c)
       for (int64_t f = j; f < all; f += k) {
@@ -232,39 +305,35 @@ void backward_all(const Call& c, const T* dy, const T* x, const T* w, const T* b
 }
 
 // Numbered as the names in activations.py.
-#define FASTLINEAR_SWITCH(CALL)       \
-  switch (c.act) {                    \
-    case 0: CALL(None); break;        \
-    case 1: CALL(Relu); break;        \
-    case 2: CALL(Relu2); break;       \
-    case 3: CALL(Silu); break;        \
-    case 4: CALL(Gelu); break;        \
-    case 5: CALL(GeluTanh); break;    \
-    case 6: CALL(Sigmoid); break;     \
-    case 7: CALL(Tanh); break;        \
-    case 8: CALL(QuickGelu); break;   \
-    case 9: CALL(LeakyRelu); break;   \
-    default: std::abort();            \
-  }
+#define FASTLINEAR_EACH(LINES)                                                               \
+  LINES(None), LINES(Relu), LINES(Relu2), LINES(Silu), LINES(Gelu), LINES(GeluTanh),         \
+      LINES(Sigmoid), LINES(Tanh), LINES(QuickGelu), LINES(LeakyRelu)
+constexpr int64_t kActivations = 10;
 
 template <class T>
 void forward(const Call& c, const T* x, const T* w, const T* b, const T* r, T* y) {
+#define LINES(A)                                                            \
+  {forward_lines<A, T, true, false>, forward_lines<A, T, true, false, kHasty<A, T>>, \
+   forward_lines<A, T, true, true>}
+  static constexpr Forward<T> kLines[kActivations][3] = {FASTLINEAR_EACH(LINES)};
+#undef LINES
+  static constexpr Forward<T> kScaled[3] = {forward_lines<None, T, false, false>,
+                                            forward_lines<None, T, false, false, kHasty<None, T>>,
+                                            forward_lines<None, T, false, true>};
   if (c.fresh) large_pages(y, size_t(c.m) * c.k * sizeof(T));
-#define CALL(A)                                           \
-  b ? (r ? forward_all<A, T, true, true>(c, x, w, b, r, y)    \
-         : forward_all<A, T, true, false>(c, x, w, b, r, y))  \
-    : (r ? forward_all<A, T, false, true>(c, x, w, b, r, y)   \
-         : forward_all<A, T, false, false>(c, x, w, b, r, y))
-  FASTLINEAR_SWITCH(CALL)
-#undef CALL
+  if (c.act < 0 || c.act >= kActivations) std::abort();
+  const Forward<T>* lines = c.act || b ? kLines[c.act] : kScaled;
+  forward_all<T>(lines[r ? 2 : c.past ? 1 : 0], c, x, w, b, r, y);
 }
 
 template <class T>
 void backward(const Call& c, const T* dy, const T* x, const T* w, const T* b, T* dx, T* dw, T* db) {
+#define LINES(A) backward_lines<A, T>
+  static constexpr Backward<T> kLines[kActivations] = {FASTLINEAR_EACH(LINES)};
+#undef LINES
   if (c.fresh && dx) large_pages(dx, size_t(c.m) * c.k * sizeof(T));
-#define CALL(A) backward_all<A, T>(c, dy, x, w, b, dx, dw, db)
-  FASTLINEAR_SWITCH(CALL)
-#undef CALL
+  if (c.act < 0 || c.act >= kActivations) std::abort();
+  backward_all<T>(kLines[c.act], c, dy, x, w, b, dx, dw, db);
 }
 
 }  // namespace

@@ -15,6 +15,25 @@ namespace {
 
 constexpr size_t kLine = 64;
 
+// Reads fewer bytes than a line as a whole one, the rest zeros.
+inline void line_of(void* line, const void* from, size_t bytes) {
+#if defined(__AVX512BW__)
+  _mm512_storeu_si512(line, _mm512_maskz_loadu_epi8((uint64_t(1) << bytes) - 1, from));
+#else
+  std::memset(line, 0, kLine);
+  std::memcpy(line, from, bytes);
+#endif
+}
+
+// Writes fewer bytes than a line of it.
+inline void part_of(void* to, const void* line, size_t bytes) {
+#if defined(__AVX512BW__)
+  _mm512_mask_storeu_epi8(to, (uint64_t(1) << bytes) - 1, _mm512_loadu_si512(line));
+#else
+  std::memcpy(to, line, bytes);
+#endif
+}
+
 // Copies bytes that are in the caches to memory that is not, without reading it first: whole lines
 // around the caches. `written_through()` must follow before another thread reads them.
 inline void write_through(void* to, const void* from, size_t bytes) {

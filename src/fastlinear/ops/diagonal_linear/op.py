@@ -63,6 +63,10 @@ def diagonal_linear(
     float32, bfloat16, float16 and float64; 16-bit dtypes compute and sum in float32. Deterministic
     for a given backend and shape. Differentiable, to any order.
 
+    Sparse and nested tensors are computed by PyTorch's own ops where those carry them, and named in
+    an InputError otherwise; quantized ones are always. On the meta device the result has its shape
+    and dtype alone.
+
     >>> import torch, fastlinear as fl
     >>> x, w, b = torch.ones(2, 3), torch.full((3,), 2.0), torch.ones(3)
     >>> fl.diagonal_linear(x, w, b, activation="relu", residual=x)

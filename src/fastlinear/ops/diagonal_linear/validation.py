@@ -10,6 +10,7 @@ from torch import Tensor
 from fastlinear.core.errors import InputError
 from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.common.layouts import conversion, unlike_strided
 
 _NAME = "diagonal_linear"
 
@@ -48,11 +49,11 @@ def validate(
         remedy = "Expand it to x's shape first, or add it to the result."
         _fail(f"residual of x's shape {tuple(x.shape)}", f"shape {tuple(residual.shape)}", remedy)
     if x.dtype not in DTYPE_NAMES:
-        remedy = "Convert the input, for example x.float()."
+        remedy = conversion("x", x, "Convert the input, for example x.float().")
         _fail(f"a dtype in {', '.join(DTYPE_NAMES.values())}", str(x.dtype), remedy)
     for name, value in given:
         if value.dtype != x.dtype:
-            remedy = "Convert one of them, or use torch.autocast."
+            remedy = conversion(name, value, "Convert one of them, or use torch.autocast.")
             _fail(f"{name} of x's dtype {x.dtype}", str(value.dtype), remedy)
         if value.device != x.device:
             remedy = f"Move it: {name}.to({str(x.device)!r})."
@@ -78,6 +79,11 @@ def validate_out(
     """
     if not isinstance(out, torch.Tensor):
         _fail("out to be a tensor", type(out).__name__, "Leave it out for a new one.")
+    for t in (out, *inputs) if addressed else ():
+        odd = None if t is None else unlike_strided(t)
+        if odd is not None:
+            name = "out" if t is out else "every input of a call with out="
+            _fail(f"{name} to be a strided tensor", odd, "Leave out= away, or convert it first.")
     if (out.shape, out.dtype, out.device) != (x.shape, dtype, x.device):
         expected = f"out of shape {tuple(x.shape)}, {dtype} on {x.device}"
         received = f"shape {tuple(out.shape)}, {out.dtype} on {out.device}"
@@ -88,7 +94,7 @@ def validate_out(
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (out, *inputs)):
         remedy = "Call it under torch.no_grad(), or leave out= away."
         _fail("no gradients with out=", "a tensor that requires grad", remedy)
-    if _meets(out, inputs) if addressed else any(out is t for t in inputs):
+    if _meets(out, inputs) if addressed and not out.is_meta else any(out is t for t in inputs):
         remedy = "Give out memory of its own."
         _fail("out apart from every input", "memory that an input lies in", remedy)
 

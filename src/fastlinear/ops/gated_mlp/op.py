@@ -70,6 +70,10 @@ def gated_linear(
     float32, bfloat16, float16 and float64; 16-bit dtypes accumulate in float32. Deterministic for
     a given backend and shape. Differentiable, to any order. Source: Shazeer, arXiv 2002.05202.
 
+    Sparse and nested tensors are computed by PyTorch's own ops where those carry them, and named in
+    an InputError otherwise; quantized ones are always. On the meta device the result has its shape
+    and dtype alone.
+
     >>> import torch, fastlinear as fl
     >>> x, wg, wu = torch.ones(2, 3), torch.ones(4, 3), torch.ones(4, 3)
     >>> fl.gated_linear(x, wg, wu, activation="relu").shape
@@ -128,6 +132,10 @@ def gated_mlp(
     again in the backward, never kept, unless ``recompute`` is None and PyTorch's own autograd is
     fastest. Source: Shazeer, arXiv 2002.05202.
 
+    Sparse and nested tensors are computed by PyTorch's own ops where those carry them, and named in
+    an InputError otherwise; quantized ones are always. On the meta device the result has its shape
+    and dtype alone.
+
     >>> import torch, fastlinear as fl
     >>> x, wg, wu, wd = torch.ones(2, 3), torch.ones(4, 3), torch.ones(4, 3), torch.ones(3, 4)
     >>> fl.gated_mlp(x, wg, wu, wd, activation="gelu_tanh").shape
@@ -174,7 +182,7 @@ def _looked_up(
     function: str,
 ) -> Tensor:
     rest = (activation, order, recompute, backend)
-    given = tuple(t for t in (x, *weights, *biases) if t is not None)
+    given = (x, *(t for t in (*weights, *biases) if t is not None))
     plain = recompute is None or type(recompute) is int  # True and 1.0 are equal to 1
     if not (plain and all(isinstance(t, Tensor) for t in given)) and not has_torch_function(given):
         validate(function, x, weights, biases, *rest)  # raises: one of them is not what it must be

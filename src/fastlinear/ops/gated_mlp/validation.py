@@ -9,6 +9,7 @@ from torch import Tensor
 from fastlinear.core.errors import InputError
 from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.common.layouts import conversion
 from fastlinear.ops.gated_mlp.stacking import ORDERS, STACKED
 
 KINDS = ("gate", "up", "down")
@@ -162,7 +163,7 @@ class _Check:
             self.fail(
                 f"a dtype in {', '.join(DTYPE_NAMES.values())}",
                 str(x.dtype),
-                "Convert the input, for example x.float().",
+                conversion("x", x, "Convert the input, for example x.float()."),
             )
         named = [(f"{kind}_weight", t) for kind, t in zip(KINDS, weights, strict=True)]
         named += [(f"{kind}_bias", t) for kind, t in zip(KINDS, biases, strict=True)]
@@ -173,7 +174,7 @@ class _Check:
                 self.fail(
                     f"{name} of x's dtype {x.dtype}",
                     str(value.dtype),
-                    "Convert one of them, or use torch.autocast.",
+                    conversion(name, value, "Convert one of them, or use torch.autocast."),
                 )
             if value.device != x.device:
                 self.fail(

@@ -68,6 +68,9 @@ def grouped_linear(
     float32, bfloat16, float16 and float64; 16-bit dtypes accumulate in float32. Deterministic for
     a given backend and shape. Differentiable, to any order.
 
+    Sparse, nested and quantized tensors are named in an InputError. On the meta device the result
+    has its shape and dtype alone.
+
     >>> import torch, fastlinear as fl
     >>> x, w = torch.ones(5, 2 * 3), torch.ones(2, 4, 3)
     >>> fl.grouped_linear(x, w, activation="relu").shape

@@ -10,7 +10,7 @@ from torch import Tensor
 from fastlinear.core.errors import InputError
 from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.common.layouts import REMEDY, unlike_strided
+from fastlinear.ops.common.layouts import REMEDY, conversion, unlike_strided
 from fastlinear.ops.grouped_linear.layout import LAYOUTS, NAMES, SHARED, features_of
 
 
@@ -65,14 +65,14 @@ def validate(
         _fail(
             f"a dtype in {', '.join(DTYPE_NAMES.values())}",
             str(x.dtype),
-            "Convert the input, for example x.float().",
+            conversion("x", x, "Convert the input, for example x.float()."),
         )
     for name, value in others:
         if value.dtype != x.dtype:
             _fail(
                 f"{name} of x's dtype {x.dtype}",
                 str(value.dtype),
-                "Convert one of them, or use torch.autocast.",
+                conversion(name, value, "Convert one of them, or use torch.autocast."),
             )
         if value.device != x.device:
             _fail(

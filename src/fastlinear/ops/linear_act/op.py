@@ -66,6 +66,10 @@ def linear_act(
     float32, bfloat16, float16 and float64; 16-bit dtypes accumulate in float32. Deterministic for
     a given backend and shape. Differentiable, to any order.
 
+    Sparse and nested tensors are computed by PyTorch's own ops where those carry them, and named in
+    an InputError otherwise; quantized ones are always. On the meta device the result has its shape
+    and dtype alone.
+
     >>> import torch, fastlinear as fl
     >>> x, w, b = torch.ones(2, 3), torch.ones(4, 3), torch.zeros(4)
     >>> fl.linear_act(x, w, b, activation="relu").shape

@@ -8,6 +8,7 @@ from torch import Tensor
 from fastlinear.core.errors import InputError
 from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.common.layouts import conversion
 
 
 def validate(
@@ -67,7 +68,7 @@ def validate(
             "linear_act",
             f"a dtype in {', '.join(DTYPE_NAMES.values())}",
             str(x.dtype),
-            "Convert the input, for example x.float().",
+            conversion("x", x, "Convert the input, for example x.float()."),
         )
     for name, value in others:
         if value.dtype != x.dtype:
@@ -75,7 +76,7 @@ def validate(
                 "linear_act",
                 f"{name} of x's dtype {x.dtype}",
                 str(value.dtype),
-                "Convert one of them, or use torch.autocast.",
+                conversion(name, value, "Convert one of them, or use torch.autocast."),
             )
         if value.device != x.device:
             raise InputError(

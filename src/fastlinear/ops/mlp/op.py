@@ -64,6 +64,10 @@ def mlp(
     layers, as PyTorch does. Deterministic for a given backend and shape. Differentiable, to any
     order.
 
+    Sparse and nested tensors are computed by PyTorch's own ops where those carry them, and named in
+    an InputError otherwise; quantized ones are always. On the meta device the result has its shape
+    and dtype alone.
+
     >>> import torch, fastlinear as fl
     >>> weights = [torch.ones(4, 3), torch.ones(2, 4)]
     >>> fl.mlp(torch.ones(5, 3), weights, activation="relu").shape

@@ -11,6 +11,7 @@ from torch import Tensor
 from fastlinear.core.errors import InputError
 from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.common.layouts import conversion
 
 _LISTS = "Give a list of tensors (N, K), as nn.Linear holds them, and one of biases (N,) or None."
 
@@ -66,7 +67,7 @@ def validate(
         _fail(
             f"x of a dtype in {', '.join(DTYPE_NAMES.values())}",
             str(x.dtype),
-            "Convert the input, for example x.float().",
+            conversion("x", x, "Convert the input, for example x.float()."),
         )
     if x.dim() == 0:
         _fail("x of shape (..., n_0)", "a tensor without dimensions", "Give it one: x[None].")
@@ -103,7 +104,7 @@ def _same_kind(name: str, value: Tensor, x: Tensor) -> None:
         _fail(
             f"{name} of x's dtype {x.dtype}",
             str(value.dtype),
-            "Convert one of them, or use torch.autocast.",
+            conversion(name, value, "Convert one of them, or use torch.autocast."),
         )
     if value.device != x.device:
         _fail(

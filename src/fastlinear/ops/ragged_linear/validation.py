@@ -10,7 +10,7 @@ from torch import Tensor
 from fastlinear.core.errors import InputError
 from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.common.layouts import REMEDY, unlike_strided
+from fastlinear.ops.common.layouts import REMEDY, conversion, unlike_strided
 
 BACKENDS = ("cpp", "loop", "triton")
 _INTEGERS = (torch.int32, torch.int64)
@@ -80,7 +80,7 @@ def validate(x: Tensor, weight: Tensor, group_sizes: Tensor, bias: Tensor | None
             fail(
                 f"{name} of x's dtype {x.dtype}",
                 str(t.dtype),
-                "Convert one of them, or use torch.autocast.",
+                conversion(name, t, "Convert one of them, or use torch.autocast."),
             )
 
 

@@ -63,17 +63,16 @@ class Diagonal:
 
         return run
 
-    @property
-    def advice(self) -> str:
-        """The line that puts one in the module's place."""
+    def advice(self, module: str = "module") -> str:
+        """The line that puts one in the place of the module, which is called so."""
         if self.kind == LINEAR:
-            return "fl.nn.DiagonalLinear.from_linear(module)"
+            return f"fl.nn.DiagonalLinear.from_linear({module})"
         weight: Tensor = getattr(self.module, self.weight)
         if self.kind == LAYER_SCALE and weight.dim() == 1:
-            return "fl.nn.DiagonalLinear.from_layer_scale(module)"
-        w, bias = written(f"module.{self.weight}", weight), ""
+            return f"fl.nn.DiagonalLinear.from_layer_scale({module})"
+        w, bias = written(f"{module}.{self.weight}", weight), ""
         if self.bias is not None:
-            b = written(f"module.{self.bias}", getattr(self.module, self.bias), self.minus)
+            b = written(f"{module}.{self.bias}", getattr(self.module, self.bias), self.minus)
             bias = f", {b}"
         act = "" if self.activation == "none" else f", activation={self.activation!r}"
         return f"fl.diagonal_linear(x, {w}{bias}{act})"

@@ -22,6 +22,7 @@ from fastlinear.profile.graph import TENSOR, Observed
 from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.exchange.gated_forward import call_gated
 from fastlinear.rewrite.exchange.traceable import why_not
+from fastlinear.rewrite.in_code import in_code
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.chain import all_different, one_pass
 from fastlinear.rewrite.match.chain_gated import GatedChain
@@ -111,13 +112,13 @@ class GatedSite:
             first = f"{k} → {h} twice (gate, up)"
         return first if self.gated.down is None else f"{first}, {h} → {n} (down)"
 
-    @property
-    def advice(self) -> str:
-        """What puts one in the module's place."""
+    def advice(self, model: nn.Module) -> str:
+        """What puts one in the place of the module, a part of that model."""
         if not self.part:
-            return "fl.nn.GatedMLP.from_module(module)"
+            return f"fl.nn.GatedMLP.from_module({in_code(model, self.fqn)})"
         name = "gated_linear" if self.gated.down is None else "gated_mlp"
-        return f"fl.{name} on the parameters of {', '.join(self.gated.names)}"
+        layers = ", ".join(in_code(model, n) for n in self.names)
+        return f"fl.{name} on the parameters of {layers}"
 
 
 def chains(

@@ -13,6 +13,7 @@ from fastlinear.core.problem import Problem
 from fastlinear.ops.diagonal_linear import reference
 from fastlinear.ops.diagonal_linear.op import diagonal_linear
 from fastlinear.ops.diagonal_linear.problem import STEP, problem_of
+from fastlinear.rewrite.in_code import in_code
 from fastlinear.rewrite.rules import diagonal as rule
 from fastlinear.rewrite.rules.diagonal import Diagonal
 from fastlinear.rewrite.rules.diagonal_sequences import Sequence
@@ -48,7 +49,7 @@ class Place:
         return int(self.weight.shape[-1])
 
 
-def of_module(site: Diagonal, x: Tensor | None, calls: int) -> Place:
+def of_module(model: nn.Module, site: Diagonal, x: Tensor | None, calls: int) -> Place:
     """The place of a module, called so often, first with x."""
     if x is not None and x.shape[-1] != site.features:
         x = None
@@ -63,7 +64,7 @@ def of_module(site: Diagonal, x: Tensor | None, calls: int) -> Place:
         site.fqn,
         site.kind,
         _WHAT[site.kind].format(name=type(site.module).__name__, k=site.features),
-        site.advice,
+        site.advice(in_code(model, site.fqn)),
         calls,
         x,
         False,
@@ -89,17 +90,17 @@ def of_sequence(model: nn.Module, s: Sequence) -> Place:
     steps += [] if s.activation == "none" else [f"takes {s.activation} of"]
     what = f"{' and '.join(steps)} {weight.shape[-1]} features"
     what += ", and adds a residual," if s.residual else ""
-    where = s.span or "the model"
+    where = in_code(model, s.span) if s.span else "the model"
     act = "" if s.activation == "none" else f", activation={s.activation!r}"
-    scale, shift = rule.written(s.weight, weight), ""
+    scale, shift = rule.written(in_code(model, s.weight), weight), ""
     if s.bias is not None and bias is not None:
-        shift = f", {rule.written(s.bias, bias, s.minus)}"
+        shift = f", {rule.written(in_code(model, s.bias), bias, s.minus)}"
     rest = ", residual=residual" if s.residual else ""
     return Place(
         s.fqn,
         "sequence",
         f"{where} {what} in {s.ops} ops",
-        f"fl.diagonal_linear(x, {scale}{shift}{act}{rest}) in {where}",
+        f"fl.diagonal_linear(x, {scale}{shift}{act}{rest})",
         s.calls,
         x,
         s.residual,

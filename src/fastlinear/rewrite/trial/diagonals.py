@@ -61,7 +61,11 @@ def find(work: Work) -> None:
     inside = {s.fqn for s in sequences}
     places: list[Place] = [
         *(of_sequence(work.model, s) for s in sequences),
-        *(of_module(d, seen[d.fqn].x, seen[d.fqn].calls) for d in sites if d.fqn not in inside),
+        *(
+            of_module(work.model, d, seen[d.fqn].x, seen[d.fqn].calls)
+            for d in sites
+            if d.fqn not in inside
+        ),
     ]
     places = [p for p in places if p.x is not None and p.x.dtype in DTYPE_NAMES]
     found, times = [], _Times(work, len(places))
@@ -139,9 +143,8 @@ class _Times:
 
 def _unmeasured(work: Work, place: Place) -> Finding:
     words = f"{place.kind.replace('_', ' ')} of {place.features} features"
-    details = {"kind": place.kind, "calls": place.calls, "advice": place.advice}
     more = f"{words} (perhaps better as {place.advice})"
-    return not_measured(CODE, place.fqn, words, more, budget_spent(work), details)
+    return not_measured(CODE, place.fqn, words, more, budget_spent(work), _facts(place))
 
 
 def _finding(work: Work, place: Place, before_us: float, after_us: float) -> Finding:
@@ -160,15 +163,18 @@ def _finding(work: Work, place: Place, before_us: float, after_us: float) -> Fin
         flops=0.0,
         bytes=cost.bytes * place.calls,
         bound="memory",
-        details={
-            "kind": place.kind,
-            "activation": place.activation,
-            "residual": place.residual,
-            "calls": place.calls,
-            "problem": problem.to_json(),
-            "advice": place.advice,
-        },
+        details={**_facts(place), "problem": problem.to_json()},
     )
+
+
+def _facts(place: Place) -> dict[str, Any]:
+    return {
+        "kind": place.kind,
+        "activation": place.activation,
+        "residual": place.residual,
+        "calls": place.calls,
+        "advice": place.advice,
+    }
 
 
 def _unit(

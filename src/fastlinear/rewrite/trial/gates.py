@@ -20,7 +20,7 @@ from fastlinear.dispatch.backend import family
 from fastlinear.ops.gated_mlp.problem import NAME, STEP
 from fastlinear.ops.gated_mlp.selection import problem_of
 from fastlinear.profile.raised import told
-from fastlinear.profile.records import Finding
+from fastlinear.profile.records import IN_PLACE, Finding
 from fastlinear.profile.timeline import Timeline, timeline
 from fastlinear.rewrite.result import SiteOutcome
 from fastlinear.rewrite.rules import gated_passes as passes
@@ -280,7 +280,7 @@ def _facts(work: Work, site: GatedSite, calls: int) -> dict[str, Any]:
         "order": site.gated.order,
         "linears": list(site.gated.names),
         "calls": calls,
-        "advice": "optimize_ has put it in place" if _kept(work, site) else site.advice,
+        "advice": IN_PLACE if _kept(work, site) else site.advice(work.model),
     }
 
 
@@ -328,7 +328,7 @@ def _in_words(work: Work, measured: _Found | None) -> str:
 def _remedy(work: Work, site: GatedSite, measured: _Found | None = None) -> str:
     """What to do about it where it is measured faster, and why ``optimize_`` has not done it."""
     if _kept(work, site) is not None:
-        return "optimize_ has put it in place"
+        return IN_PLACE
     outcomes = {name: work.outcomes.get(name) for name in site.names}
     first = outcomes[site.names[0]]
     why = work.gates_left.get(site.names[0]) or work.left_alone.get(site.names[0])
@@ -344,7 +344,8 @@ def _remedy(work: Work, site: GatedSite, measured: _Found | None = None) -> str:
     left = "" if why is None else f"optimize_ leaves it alone: {why}"
     if measured is not None and not measured.faster:
         return left or "optimize_ leaves it as it is"
-    return f"{site.advice}; {left}" if left else site.advice
+    advice = site.advice(work.model)
+    return f"{advice}; {left}" if left else advice
 
 
 def _size(count: float) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 
 from fastlinear.ops.gated_mlp.problem import NAME
 from fastlinear.profile.records import Finding
+from fastlinear.rewrite.in_code import in_code
 from fastlinear.rewrite.match.eligible import Refusal
 from fastlinear.rewrite.trial.gates_flow import Flow
 from fastlinear.rewrite.trial.parents import traced
@@ -28,7 +29,7 @@ def findings(work: Work, flows: Iterable[Flow], told: Collection[str]) -> list[F
 def _finding(work: Work, flow: Flow, calls: int) -> Finding:
     fqn, why = _why(work, flow)
     name = "gated_linear" if flow.down is None else "gated_mlp"
-    advice = f"fl.{name} on {', '.join(flow.names)}"
+    advice = f"fl.{name} on {', '.join(in_code(work.model, n) for n in flow.names)}"
     weights = dict(work.model.named_parameters())
     k = weights[flow.gate].shape[1]
     first = f"{k} → {flow.hidden} twice (gate, up)"

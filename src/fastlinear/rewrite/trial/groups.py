@@ -13,7 +13,7 @@ from fastlinear.core.cost import Cost, floor_us, measure_ceilings
 from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.core.timing import interleave
 from fastlinear.ops.grouped_linear.problem import NAME
-from fastlinear.profile.records import Finding
+from fastlinear.profile.records import IN_PLACE, Finding
 from fastlinear.rewrite.result import SiteOutcome
 from fastlinear.rewrite.rules.grouped_towers import Standing
 from fastlinear.rewrite.trial.groups_products import WHY, of_product
@@ -37,9 +37,9 @@ def find(work: Work) -> None:
         return
     seen = watched(work)
     units = [of_row(work, row, seen.linears) for row in seen.rows]
-    units += [of_whole(match, calls) for match, calls in seen.wholes]
+    units += [of_whole(work.model, match, calls) for match, calls in seen.wholes]
     units += [of_towers(work, one, seen.firsts) for one in work.standing]
-    units += [of_product(product) for product in seen.products]
+    units += [of_product(work.model, product) for product in seen.products]
     work.left_alone |= {product.fqn: WHY for product in seen.products}
     wanted = [u for u in units if u is not None and u.dtype in DTYPE_NAMES]
     found = [_untold(one) for one in work.standing if not one.towers]
@@ -126,14 +126,18 @@ def _finding(work: Work, unit: Unit, before_us: float, after_us: float) -> Findi
         flops=cost.flops * unit.calls,
         bytes=cost.bytes * unit.calls,
         bound="compute" if compute else "memory",
-        details={"kind": unit.kind, "calls": unit.calls, "advice": unit.advice},
+        details={
+            "kind": unit.kind,
+            "calls": unit.calls,
+            "advice": unit.advice if _kept(work, unit) is None else IN_PLACE,
+        },
     )
 
 
 def _remedy(work: Work, unit: Unit) -> str:
     """What to do about it, and why ``optimize_`` has not done it."""
     if _kept(work, unit) is not None:
-        return "optimize_ has put it in place."
+        return f"{IN_PLACE}."
     outcome = work.outcomes.get(unit.sites[0])
     why = next((work.left_alone[n] for n in unit.sites if n in work.left_alone), None)
     if outcome is not None and (outcome.rule, outcome.status) == (NAME, "rejected"):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fastlinear.ops.grouped_linear.op import grouped_linear
+from fastlinear.rewrite.in_code import in_code
 from fastlinear.rewrite.trial.groups_units import Unit, cost_of
 
 WHY = "what its forward does with the result is not followed"
@@ -140,7 +141,7 @@ def _read(weight: Tensor, parameter: Tensor, equation: str | None) -> tuple[bool
     return None
 
 
-def of_product(product: Product) -> Unit:
+def of_product(model: nn.Module, product: Product) -> Unit:
     """What there is to measure of it."""
     p, x, turned = product.parameter, product.x, product.turned
 
@@ -155,8 +156,8 @@ def of_product(product: Product) -> Unit:
 
     groups, n, k = weight().shape
     tokens = x.numel() // (groups * k)
-    module, _, name = product.fqn.rpartition(".")
-    view = f"module.{name}{'.transpose(1, 2)' if turned else ''}"
+    module, _, _ = product.fqn.rpartition(".")
+    view = f"{in_code(model, product.fqn)}{'.transpose(1, 2)' if turned else ''}"
     held = "" if product.bias is None else f", bias of shape ({groups}, {n})"
     leaves = [x, *([p] if p.requires_grad else [])]
     return Unit(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastlinear.core.cost import Cost
 from fastlinear.rewrite.exchange.grouped_forward import parameters_of
 from fastlinear.rewrite.exchange.tower_forward import Way, abreast, fit
+from fastlinear.rewrite.in_code import in_code
 from fastlinear.rewrite.match.towers import Tower
 from fastlinear.rewrite.rules.grouped import Seen
 from fastlinear.rewrite.rules.grouped_towers import Standing
@@ -64,15 +65,15 @@ def of_towers(work: Work, one: Standing, firsts: Mapping[str, Sequence[Seen]]) -
         kind="towers",
         title=f"{len(modules)} towers of {depth} linears on {read}",
         words=f"{len(modules)} Sequentials of {depth} linears on {read} run one after another",
-        advice=_advice(one),
+        advice=_advice(work.model, one),
         dtype=seen[0].dtype,
         sites=one.linears,
     )
 
 
-def _advice(one: Standing) -> str:
-    first, last = one.names[0], one.names[-1]
-    named = f"the linears of {first!r} to {last!r}"
+def _advice(model: nn.Module, one: Standing) -> str:
+    first, last = (in_code(model, name) for name in (one.names[0], one.names[-1]))
+    named = f"the linears of {first} to {last}"
     if len({tower.sizes for tower in one.towers}) > 1:
         return f"fl.unequal_linear, a call a layer, with {named}"
     return f"fl.nn.GroupedLinear.from_linears, one a layer, of {named}"

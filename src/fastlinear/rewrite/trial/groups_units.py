@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fastlinear.core.cost import Cost
 from fastlinear.ops.grouped_linear.op import grouped_linear
 from fastlinear.rewrite.exchange.grouped_forward import CONVOLUTION, LINEARS, call_grouped
+from fastlinear.rewrite.in_code import in_code, in_code_together
 from fastlinear.rewrite.match.candidate import SiteCalls
 from fastlinear.rewrite.rules.grouped import Row
 from fastlinear.rewrite.rules.grouped_modules import Whole
@@ -76,6 +77,7 @@ def of_row(work: Work, row: Row, linears: dict[str, nn.Module]) -> Unit | None:
     def before() -> list[Tensor]:
         return [type(m).forward(m, part) for m, part in zip(layers, x.unbind(-2), strict=True)]
 
+    held = in_code_together(work.model, row.members)
     title = f"{count} linears of {k} features on "
     if row.step:
         weight = torch.stack(weights).requires_grad_()
@@ -87,7 +89,7 @@ def of_row(work: Work, row: Row, linears: dict[str, nn.Module]) -> Unit | None:
             return [grouped_linear(x, weight, bias, layout="... g k")]
 
         words = f"{count} linears on parts of one tensor run one after another"
-        advice = f"fl.nn.GroupedLinear.from_linears({_named(row.members)})"
+        advice = f"fl.nn.GroupedLinear.from_linears({held})"
         advice += ", whose weight[g] is the weight of layer g"
         title += "parts of one tensor"
     else:
@@ -101,10 +103,8 @@ def of_row(work: Work, row: Row, linears: dict[str, nn.Module]) -> Unit | None:
             return list(F.linear(x.select(-2, 0), weight, bias).split(widths, -1))
 
         words = f"{count} linears read one input, each by itself"
-        advice = (
-            f"one linear of {outputs} outputs: torch.cat of the weights of {_named(row.members)}, "
-            "its result split"
-        )
+        cat = f"torch.cat([m.weight for m in {held}])"
+        advice = f"one linear of {outputs} outputs, of weight {cat}, its result split"
         title += "one input"
     new = [t for t in (weight, bias) if t is not None]
     return Unit(
@@ -125,7 +125,7 @@ def of_row(work: Work, row: Row, linears: dict[str, nn.Module]) -> Unit | None:
     )
 
 
-def of_whole(match: Whole, seen: SiteCalls) -> Unit | None:
+def of_whole(model: nn.Module, match: Whole, seen: SiteCalls) -> Unit | None:
     """A module that is a grouped layer, on the input it was called with most often."""
     module, how = match.module, match.grouped
     x = seen.kinds[0].x.detach()
@@ -151,25 +151,26 @@ def of_whole(match: Whole, seen: SiteCalls) -> Unit | None:
     title = f"{groups} groups of {k} to {n} features"
     return Unit(
         *(before, after, [x, *own], [x, *own], cost, seen.calls, match.fqn, how.kind, title),
-        *(words, _advice(match), x.dtype, match.members or (match.fqn,)),
+        *(words, _advice(model, match), x.dtype, match.members or (match.fqn,)),
     )
 
 
-def _advice(match: Whole) -> str:
+def _advice(model: nn.Module, match: Whole) -> str:
     """The line that puts one in the module's place."""
-    module, how = match.module, match.grouped
+    module, how, called = match.module, match.grouped, in_code(model, match.fqn)
     if how.kind == CONVOLUTION and isinstance(module, nn.Conv1d):
-        return "fl.nn.GroupedLinear.from_conv1d(module)"
+        return f"fl.nn.GroupedLinear.from_conv1d({called})"
     if how.kind == CONVOLUTION and isinstance(module, nn.Conv2d):
-        return "fl.nn.GroupedLinear.from_conv2d(module)"
+        return f"fl.nn.GroupedLinear.from_conv2d({called})"
     act = "" if how.activation == "none" else f", activation={how.activation!r}"
     layout = f", layout={how.layout!r})"
     if how.kind == LINEARS:
-        made = f"fl.nn.GroupedLinear.from_linears({_named(match.members)}{act}{layout}"
+        layers = in_code_together(model, match.members)
+        made = f"fl.nn.GroupedLinear.from_linears({layers}{act}{layout}"
         return f"{made}, whose weight[g] is the weight of layer g"
-    view = f"module.{how.weight}{'.transpose(1, 2)' if how.turned else ''}"
+    view = f"{called}.{how.weight}{'.transpose(1, 2)' if how.turned else ''}"
     if how.kind == CONVOLUTION:
-        view = f"module.weight.view({how.groups}, {how.n}, {how.k})"
+        view = f"{called}.weight.view({how.groups}, {how.n}, {how.k})"
     held = "" if how.bias is None else f", bias of shape ({how.groups}, {how.n})"
     return f"fl.grouped_linear(x, {view}{held}{act}{layout}"
 
@@ -177,13 +178,3 @@ def _advice(match: Whole) -> str:
 def cost_of(tokens: int, inputs: int, weights: int, outputs: int, size: int) -> Cost:
     """Of so many products a token, each tensor moved once."""
     return Cost(2.0 * tokens * weights, float(size * (inputs + weights + tokens * outputs)))
-
-
-def _named(members: tuple[str, ...]) -> str:
-    """Layers as code: the list that holds them all, or each."""
-    homes = {fqn.rpartition(".")[0] for fqn in members}
-    names = [fqn.rpartition(".")[2] for fqn in members]
-    if len(homes) == 1 and all(name.isdigit() for name in names) and "" not in homes:
-        return f"model.{homes.pop()}"
-    listed = ", ".join(f"model.{fqn}" for fqn in members[:4])
-    return f"[{listed}{', ...' if len(members) > 4 else ''}]"
