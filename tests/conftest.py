@@ -15,6 +15,7 @@ os.environ["FASTLINEAR_CACHE_DIR"] = tempfile.mkdtemp(prefix="fastlinear-tests-"
 os.environ.setdefault("FASTLINEAR_TESTS_BUILDS", os.environ["FASTLINEAR_CACHE_DIR"])
 
 import atexit
+import gc
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +46,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """Tests and modules stay to the end: collecting garbage, as profiles do, passes them by."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
