@@ -1,4 +1,7 @@
-"""What every test gets: its own cache, a fixed seed, one thread; GPU tests only with a GPU."""
+"""What every test gets: its own cache, a fixed seed, one thread; GPU tests only with a GPU.
+
+A run compiles each C++ library once: its name covers the source, the compiler's call and torch.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,12 @@ import tempfile
 # Before torch is imported anywhere: one thread, and never the user's own cache.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["FASTLINEAR_CACHE_DIR"] = tempfile.mkdtemp(prefix="fastlinear-tests-")
+# The processes that a run starts, workers and others, inherit where its libraries lie.
+os.environ.setdefault("FASTLINEAR_TESTS_BUILDS", os.environ["FASTLINEAR_CACHE_DIR"])
 
+import atexit
+import gc
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +24,18 @@ import pytest
 import torch
 
 from fastlinear.dispatch import cache, doubt
+
+_OWN = Path(os.environ["FASTLINEAR_CACHE_DIR"])
+_BUILDS = Path(os.environ["FASTLINEAR_TESTS_BUILDS"]) / "cpp"
+_BUILDS.mkdir(mode=0o700, exist_ok=True)
+if _BUILDS.parent != _OWN:
+    (_OWN / "cpp").symlink_to(_BUILDS)
+
+
+@atexit.register
+def _remove(made_by: int = os.getpid()) -> None:
+    if os.getpid() == made_by:  # no forked process
+        shutil.rmtree(_OWN, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -28,10 +48,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+def pytest_collection_finish() -> None:
+    """Tests and modules stay to the end: collecting garbage, as profiles do, passes them by."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
-def isolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def isolated(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
     """A fresh tuned cache, a quiet machine, seed 0; global float32 and grad settings put back."""
     folder = tmp_path / "fastlinear-cache"
+    if "own_builds" not in request.keywords:
+        folder.mkdir()
+        (folder / "cpp").symlink_to(_BUILDS)
     monkeypatch.setenv("FASTLINEAR_CACHE_DIR", str(folder))
     cache.forget()
     monkeypatch.setattr(doubt, "load_average", lambda: 0.0)  # others' work decides no test

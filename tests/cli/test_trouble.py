@@ -146,6 +146,7 @@ def test_a_cache_that_cannot_be_removed(run: Run) -> None:
     assert run("cache", "clear").exit_code == 0
 
 
+@pytest.mark.own_builds
 def test_checking_a_place_leaves_it_as_it_was(folder: Path) -> None:
     there, link = folder / "there", folder / "link"
     there.write_text("kept")

@@ -323,6 +323,7 @@ def test_many_writers_lose_nothing() -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
+@pytest.mark.own_builds
 def test_killed_writers_leave_a_whole_file() -> None:
     """kill -9 at random moments: the file always parses, keeps its entries, and can be written."""
     rng = random.Random(0)

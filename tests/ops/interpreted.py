@@ -10,6 +10,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ gpu = [pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="needs a CUDA devi
 starts_it = pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="starts the interpreted tests")
 
 if INTERPRETED:
+    import triton.language as tl
     from triton.runtime import interpreter
 
     _patch_tensor = interpreter._patch_lang_tensor
@@ -35,7 +37,31 @@ if INTERPRETED:
         _patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
+    _patch = interpreter._patch_lang
+
+    def _patch_lang(fn: Any) -> Any:
+        # Triton patches its language for a launch, and then again for each function that a kernel
+        # calls, a millisecond at a time: what is patched already stays as it is.
+        given = [v for v in fn.__globals__.values() if v is tl or v is tl.core]
+        if given and not any(tl.core.is_builtin(language.load) for language in given):
+            return interpreter._LangPatchScope()
+        return _patch(fn)
+
     interpreter._patch_lang_tensor = _patch_lang_tensor
+    interpreter._patch_lang = _patch_lang
+    # each sum of integers is done again in 64 bits and compared, for an assertion that is left out
+    # unless debugging: half of what a kernel takes
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    builder.options = replace(builder.options, sanitize_overflow=False)
+    _numpy_type, _known = interpreter._get_np_dtype, dict[str, Any]()
+
+    def _get_np_dtype(kind: Any) -> Any:  # makes a table of all types at every look
+        if kind.name not in _known:
+            _known[kind.name] = _numpy_type(kind)
+        return _known[kind.name]
+
+    interpreter._get_np_dtype = _get_np_dtype
 
 
 def run_interpreted(file: str) -> None:

@@ -1,9 +1,18 @@
-"""Compile CUDA C++ sources without a GPU, and read what the compiler used from the cubin."""
+"""Compile CUDA C++ sources without a GPU, and read what the compiler used from the cubin.
+
+What was read is kept on disk under a name made of all that was compiled and of the compiler, as
+Triton keeps its kernels: a second run compiles what has changed.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
+import json
+import os
 import struct
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -14,6 +23,7 @@ _NV_INFO = b".nv.info"
 _WORDS = 4  # this attribute carries `size` bytes
 _FRAME_SIZE, _REGISTERS = 0x11, 0x2F
 _SYMBOL_TABLE = 2
+_KEPT = Path(__file__).parents[2] / ".pytest_cache" / "nvrtc"
 
 
 class Usage(NamedTuple):
@@ -38,7 +48,27 @@ def usage(source: str, name: str, arch: str = "sm_90a") -> dict[str, Usage]:
     reason = missing()
     if reason is not None:
         pytest.skip(f"{reason} (pip install nvidia-cuda-nvrtc)")
-    return parse(driver.compile_cubin(source, name, arch))
+    told = "\0".join((source, name, arch, _compiler(), Path(__file__).read_text()))
+    kept = _KEPT / f"{hashlib.sha256(told.encode()).hexdigest()}.json"
+    if kept.exists():
+        return {kernel: Usage(*numbers) for kernel, numbers in json.loads(kept.read_text()).items()}
+    found = parse(driver.compile_cubin(source, name, arch))
+    _KEPT.mkdir(parents=True, exist_ok=True)
+    part = kept.with_suffix(f".{os.getpid()}")
+    part.write_text(json.dumps(found))
+    part.replace(kept)
+    return found
+
+
+@cache
+def _compiler() -> str:
+    """NVRTC's version, and which options it is called with."""
+    numbers = ctypes.c_int(), ctypes.c_int()
+    assert driver._nvrtc().nvrtcVersion(*map(ctypes.byref, numbers)) == 0
+    library = Path(driver._nvrtc()._name)
+    size = library.stat().st_size if library.exists() else 0
+    caller = Path(driver.__file__).read_text()
+    return f"{numbers[0].value}.{numbers[1].value} {library} {size} {caller}"
 
 
 def parse(cubin: bytes) -> dict[str, Usage]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 from typing import Any
 
@@ -20,6 +21,13 @@ from fastlinear.rewrite.trial import graphs as choose_graph
 from fastlinear.rewrite.trial import regions as choose_regions
 
 _graphed = importlib.import_module("fastlinear.nn.graphed")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_stays() -> None:
+    """Each profile collects garbage: what the files before have loaded is passed by."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,10 @@ from fastlinear.core.errors import UnsupportedError
 from fastlinear.core.settings import cache_dir
 from fastlinear.ops.common import cpp_build
 
-pytestmark = pytest.mark.skipif(cpp_build.reason_not() is not None, reason="no C++ compiler")
+pytestmark = [
+    pytest.mark.own_builds,
+    pytest.mark.skipif(cpp_build.reason_not() is not None, reason="no C++ compiler"),
+]
 
 
 @pytest.fixture

@@ -19,7 +19,10 @@ from fastlinear.core.settings import cache_dir
 from fastlinear.ops.common import cpp_build, door, door_library
 from fastlinear.ops.mlp import op, reference
 
-pytestmark = pytest.mark.skipif(door_library.missing() is not None, reason="no compiled door here")
+pytestmark = [
+    pytest.mark.own_builds,
+    pytest.mark.skipif(door_library.missing() is not None, reason="no compiled door here"),
+]
 
 
 @pytest.fixture(autouse=True)

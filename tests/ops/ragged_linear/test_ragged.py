@@ -69,7 +69,10 @@ def by_rows(x: Tensor, w: Tensor, sizes: Tensor, b: Tensor | None, act: str) -> 
     return products.loop(x, w, torch.tensor(kept), b, act)
 
 
-def check(rows: int, sizes: list[int], k: int, n: int, dtype: torch.dtype, act: str) -> None:
+def check(
+    rows: int, sizes: list[int], k: int, n: int, dtype: torch.dtype, act: str, *, twice: bool = True
+) -> None:
+    """``twice``: a second call, which finds its launches made, must give the same bits."""
     given = drawn(rows, sizes, k, n, dtype, bias=act != "silu")
     wide = tuple(
         t.detach().double().requires_grad_() if t is not None and t.is_floating_point() else t
@@ -93,8 +96,9 @@ def check(rows: int, sizes: list[int], k: int, n: int, dtype: torch.dtype, act: 
     owned = min(rows, sum(max(0, s) for s in sizes))
     assert not found[0][owned:].any()
     assert not found[1][owned:].any()
-    again = results(ours, *given, act)
-    assert all(torch.equal(a, c) for a, c in zip(found, again, strict=True))
+    if twice:
+        again = results(ours, *given, act)
+        assert all(torch.equal(a, c) for a, c in zip(found, again, strict=True))
 
 
 @compares
@@ -131,13 +135,17 @@ def test_sizes_are_looked_at_some_at_a_time(
 
 
 @compares
-def test_thousands_of_groups(kernels: None) -> None:
-    """More than a program looks at together, most of them without rows."""
+def test_more_groups_than_a_program_looks_at_together(
+    kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most of them without rows."""
     from fastlinear.ops.ragged_linear import triton
 
+    if INTERPRETED:  # every group is a program more
+        monkeypatch.setattr(triton, "_MOST_SIZES", 64)
     groups = triton._MOST_SIZES + 60
     sizes = [0] * groups
-    for g in (0, 3, 700, triton._MOST_SIZES - 1, triton._MOST_SIZES, groups - 1):
+    for g in (0, 3, groups // 2 + 7, triton._MOST_SIZES - 1, triton._MOST_SIZES, groups - 1):
         sizes[g] = 5
     assert triton._blocks(groups) == (triton._MOST_SIZES, 2)
     x, w, numbers, b = drawn(33, sizes, 8, 8, torch.float32)
@@ -161,6 +169,7 @@ def test_whole_tiles_in_any_number(
         for name in ("product_config", "weight_config"):
             monkeypatch.setattr(triton, name, lambda *_, c=config: c)
         triton._plans.clear()
+        twice = ON_GPU or high == 1
         check(
             5 * size + 3,
             [2 * size + 1, 0, size, 2, size + 5],
@@ -168,10 +177,12 @@ def test_whole_tiles_in_any_number(
             3 * size,
             dtype,
             activation,
+            twice=twice,
         )
         described = [launch.described for launch in triton._plans.values()]
         assert described == [tma] * 3
-        check(3 * size, [size + 4, 3], 2 * size + 8, size - 8, dtype, activation)
+        kind = dtype, activation
+        check(3 * size, [size + 4, 3], 2 * size + 8, size - 8, *kind, twice=twice)
 
 
 @compares

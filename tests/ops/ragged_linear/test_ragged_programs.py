@@ -7,18 +7,14 @@ that a launch is given: what is tested is all around them. With one, the kernels
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import itertools
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import program_ways as ways
 import pytest
 import torch
+from interpreted import DEVICE, ON_GPU, compares, run_interpreted, starts_it
 from program_ways import at, fails, same, stood
 from torch import Tensor
 
@@ -28,38 +24,14 @@ from fastlinear.ops.common.door_launch import DoorLaunch
 from fastlinear.ops.ragged_linear import formula, op, programs
 from fastlinear.ops.ragged_linear.formula import Formula, Ragged
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-ON_GPU = HAS_TRITON and not INTERPRETED and torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
 pytestmark = pytest.mark.skipif(door_node.reason_not() is not None, reason="no C++ programs here")
-compares = pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="runs interpreted or on a GPU")
 TABLE = "ragged_linear.test"
 Given = list[Tensor | None]
 
-if INTERPRETED:
-    from triton.runtime import interpreter
 
-    _patch_tensor = interpreter._patch_lang_tensor
-
-    def _patch_lang_tensor(tensor: Any, scope: Any) -> None:
-        # Triton 3.6 calls int() on arrays of one element, which NumPy 2.4 refuses.
-        _patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = _patch_lang_tensor
-
-
-@pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="starts the interpreted tests")
+@starts_it
 def test_under_the_interpreter() -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "pytest", __file__, "-q", "-W", "ignore"]
-    command += ["-p", "no:cacheprovider", "-p", "no:xdist"]
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
-    env["CUDA_VISIBLE_DEVICES"] = ""
-    root = Path(__file__).parents[3]
-    done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout, done.stdout
+    run_interpreted(__file__)
 
 
 @pytest.fixture
@@ -176,7 +148,10 @@ def compare_inference(activation: str, given: Given, sizes: Tensor, patch: Any) 
         same([_table().call(x, w, (sizes, b), activation, None)], [expected])
 
 
-OTHERS = ([0, 4, 0], [20, 20, 0], [-3, 50, 2])
+# What is interpreted is the same kernel on either way: a launch is few of its programs then.
+ROWS, K, N = (40, 20, 36) if ON_GPU else (13, 7, 9)
+SIZES = [ROWS // 4, 0, ROWS // 3]
+OTHERS = ([0, 4, 0], [ROWS // 2, ROWS // 2, 0], [-3, 50, 2])
 
 
 @compares
@@ -185,15 +160,16 @@ OTHERS = ([0, 4, 0], [20, 20, 0], [-3, 50, 2])
 def test_programs(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes of either dtype, dense or not; tensors read in place and ones that are copied."""
     for bias, dtype in itertools.product((True, False), (torch.int32, torch.int64)):
-        given = drawn(40, 20, 36, bias=bias)
-        sizes = torch.tensor([9, 0, 7, 0, 11, 0], dtype=dtype, device=DEVICE)[::2]
+        given = drawn(ROWS, K, N, bias=bias)
+        apart = [n for size in SIZES for n in (size, 7)]
+        sizes = torch.tensor(apart, dtype=dtype, device=DEVICE)[::2]
         Way(activation, given, sizes).compare(given, sizes, OTHERS, monkeypatch)
         compare_inference(activation, given, sizes, monkeypatch)
-    x = torch.randn(40, 50, device=DEVICE)[:, 2:22].requires_grad_()
-    columns = torch.randn(20, 40, device=DEVICE).t().requires_grad_()
-    turned = torch.randn(3, 20, 36, device=DEVICE).transpose(1, 2).requires_grad_()
-    b = torch.randn(36, 3, device=DEVICE).t().requires_grad_()
-    sizes = torch.tensor([9, 7, 11], device=DEVICE)
+    x = torch.randn(ROWS, K + 30, device=DEVICE)[:, 2 : K + 2].requires_grad_()
+    columns = torch.randn(K, ROWS, device=DEVICE).t().requires_grad_()
+    turned = torch.randn(3, K, N, device=DEVICE).transpose(1, 2).requires_grad_()
+    b = torch.randn(N, 3, device=DEVICE).t().requires_grad_()
+    sizes = torch.tensor(SIZES, device=DEVICE)
     for given in ([x, turned, b], [columns, turned, None]):
         Way(activation, given, sizes).compare(given, sizes, OTHERS, monkeypatch)
         compare_inference(activation, given, sizes, monkeypatch)
@@ -204,7 +180,7 @@ def test_programs(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_any_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     for needs in itertools.product((False, True), repeat=3):
         if any(needs):
-            given, sizes = drawn(40, 20, 36, needs), torch.tensor([9, 7, 11], device=DEVICE)
+            given, sizes = drawn(ROWS, K, N, needs), torch.tensor(SIZES, device=DEVICE)
             Way("silu", given, sizes).compare(given, sizes, OTHERS, monkeypatch)
 
 
