@@ -152,3 +152,19 @@ def test_the_library_is_small_enough_to_compile_while_somebody_waits() -> None:
     compiler 17 seconds."""
     library = cpp_build.load(cpp.SOURCE)
     assert Path(library._name).stat().st_size < 300_000
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["sigmoid", "tanh", "relu2"])
+def test_what_lies_behind_the_last_row_adds_to_no_gradient(name: str, dtype: torch.dtype) -> None:
+    """Rows are walked several at once; where the last are fewer, columns go on behind them."""
+    for m in range(1, 12):
+        x, dy = -1.0 - torch.rand(m, 100), torch.randn(m, 100)
+        w, b = torch.ones(100), torch.zeros(100)
+        w[0] = float("inf")
+        given = [t.to(dtype) for t in (dy, x, w, b)]
+        _, dw, db = cpp.backward(*given, name, (True, True, True))
+        assert dw is not None
+        assert db is not None
+        assert bool(torch.isfinite(dw).all()), m
+        assert bool(torch.isfinite(db).all()), m

@@ -160,6 +160,21 @@ def test_only_what_is_needed(
 
 
 @compares
+def test_db_alone_where_dpre_comes_first() -> None:
+    x, w, _, dy = draw(33, 40, 24, torch.float32, "plain")
+    saved = x @ w.t()
+    config = replace(TILES, dpre_first=True)
+    needs = (False, False, True)
+    dx, dw, db = backend.backward(dy, saved, x, w, "gelu", needs, config=config)
+    assert dx is dw is None
+    theirs = reference.backward(dy, saved, x, w, "gelu", needs)[2]
+    torch.testing.assert_close(db, theirs)
+    backend._plans.clear()
+    backend.backward(dy, saved, x, w, "gelu", needs, config=config)
+    assert not backend._plans  # no launch of an empty grid
+
+
+@compares
 def test_nothing_to_sum() -> None:
     w = torch.ones(3, 4, device=DEVICE)
     x, dy = torch.ones(0, 4, device=DEVICE), torch.ones(0, 3, device=DEVICE)

@@ -231,7 +231,7 @@ template <class T>
 using Backward = void (*)(const T*, const T*, const float*, const float*, int64_t, T*, float*,
                           float*, int64_t);
 
-// n numbers of a row from number j of it on; dw and db have room for whole lines.
+// n numbers of a row from number j of it on.
 template <class T>
 void backward_row(Backward<T> lines, const T* dy, const T* x, const Repeated& w, const Repeated& b,
                   int64_t j, T* dx, float* dw, float* db, int64_t n) {
@@ -245,7 +245,11 @@ void backward_row(Backward<T> lines, const T* dy, const T* x, const Repeated& w,
   line_of(gs, dy + i, left * sizeof(T));
   line_of(xs, x + i, left * sizeof(T));
   bs = biased ? b.line(j + i) : kNoBias.line;
-  lines(gs, xs, w.line(j + i), bs, 0, out, dw + i, db + i, line);
+  // Sums of a line of its own: behind what is left w and b go on where rows are folded, and what
+  // they make of zeros may be NaN.
+  alignas(kLine) float ws[line] = {}, sums[line] = {};
+  lines(gs, xs, w.line(j + i), bs, 0, out, ws, sums, line);
+  for (int64_t l = 0; l < left; ++l) dw[i + l] += ws[l], db[i + l] += sums[l];
   part_of(dx + i, out, left * sizeof(T));
 }
 

@@ -71,7 +71,7 @@ _CPP_SOURCES = tuple(
 )
 _PACKED = tuple(f"../common/{name}" for name in ("packed.py", "weight_hash.py", "weight_hash.cpp"))
 _PADDED = ("padded_problem.py", "cuda.py", "triton.py", *_TRITON_SOURCES, *_CUDA_SOURCES)
-_PIECES_SOURCES = (
+PIECES_SOURCES = (
     *(f"../common/{name}" for name in ("door_node.h", "door_program.h")),
     *(
         "autograd.py",
@@ -400,7 +400,7 @@ FAMILY = register_family(
             ),
             _STEP_EAGER,
             Backend(
-                NAME, STEP, "pieces", f"{_HERE}.step:pieces", _reason_not_pieces, _PIECES_SOURCES
+                NAME, STEP, "pieces", f"{_HERE}.step:pieces", _reason_not_pieces, PIECES_SOURCES
             ),
             Backend(
                 NAME,
@@ -408,7 +408,7 @@ FAMILY = register_family(
                 "pieces",
                 f"{_HERE}.step:backward",
                 _reason_not_pieces,
-                _PIECES_SOURCES,
+                PIECES_SOURCES,
             ),
             Backend(
                 NAME,

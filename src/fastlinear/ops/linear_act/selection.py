@@ -55,35 +55,44 @@ def choices_of(p: Problem, backend: str | None = None) -> tuple[Choice, ...]:
 
 
 def select_pieces(p: Problem) -> tuple[Choice, ...]:
-    """The selection for each piece of a training call, the step as a whole left aside.
+    """The selection for each piece of a training call, the step as a whole left aside."""
+    return (select(p.with_piece("forward")), *select_backward(p))
 
-    The backward is one choice where one backend computes all of it fastest; its pieces are
-    PyTorch's own where PyTorch's sequence of them is. What was measured of the pieces comes before
-    an order that was not.
+
+def select_backward(p: Problem) -> tuple[Choice, ...]:
+    """The same for the backward alone.
+
+    It is one choice where one backend computes all of it fastest; its pieces are PyTorch's own
+    where PyTorch's sequence of them is. What was measured of the pieces comes before an order that
+    was not.
     """
-    forward = select(p.with_piece("forward"))
     whole = select(p.with_piece(backends.WHOLE_BACKWARD))
     one = whole.backend.name not in ("pieces", "eager")
     if one and whole.source != "default":
-        return (forward, whole)
+        return (whole,)
     chosen = tuple(select(p.with_piece(piece)) for piece in backends.BACKWARD_PIECES)
     if one and all(c.source == "default" for c in chosen):
-        return (forward, whole)
+        return (whole,)
     if one or whole.backend.name == "pieces":
-        return (forward, *chosen)
+        return chosen
     reason = f"PyTorch's own ops were chosen for the whole backward ({whole.reason})"
     own = (replace(select(c.problem, "eager"), source=whole.source, reason=reason) for c in chosen)
-    return (forward, *own)
+    return tuple(own)
 
 
 def tuning_order(p: Problem) -> tuple[Problem, ...]:
     """All Problems that decide about a forward Problem, in the order in which to tune them."""
     if not p.needs_grad:
         return (p,)
+    whole = (backends.WHOLE_BACKWARD,) if whole_is_measured(p) else ()
+    return tuple(p.with_piece(piece) for piece in (*backends.PIECES, *whole, backends.STEP))
+
+
+def whole_is_measured(p: Problem) -> bool:
+    """Whether tuning looks at the whole backward as one choice: small or odd layers on a GPU."""
     m, k, n = (p.dim(name) for name in ("M", "K", "N"))
     small_or_odd = whole_backward_may_pay(m, k, n) or padded_problem.reason_not(p) is None
-    whole = (backends.WHOLE_BACKWARD,) if p.device == "cuda" and small_or_odd else ()
-    return tuple(p.with_piece(piece) for piece in (*backends.PIECES, *whole, backends.STEP))
+    return p.device == "cuda" and small_or_odd
 
 
 def problem_of(

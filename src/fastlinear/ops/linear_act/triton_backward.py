@@ -71,6 +71,8 @@ def backward(
         config = backward_config_for(M, K, N, dy.dtype, activation, _aligned(dy, x, weight))
     if config.dpre_first and saved is not None:
         dpre, db = products.grad_pre(dy, saved, activation, needs[2])
+        if not any(needs[:2]):
+            return None, None, db
         dx, dw, _ = backward(dpre, None, x, weight, "none", (*needs[:2], False), config=config)
         return dx, dw, db
     make = products._empty
@@ -116,6 +118,8 @@ def steps(
         if made is None:
             return None
         grad, db = made
+        if not any(needs[:2]):
+            return None, None, db
         # dpre is a new tensor laid out as dy is
         dy, saved, activation, needs = torch.empty_like(dy), None, "none", (*needs[:2], False)
     dx = program.empty((M, K), dy.dtype, source) if needs[0] else None

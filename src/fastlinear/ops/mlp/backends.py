@@ -20,6 +20,7 @@ from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, Family, deferred, register_family
 from fastlinear.dispatch.select import select
 from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.linear_act import backends as linear_act
 from fastlinear.ops.mlp import (
     graph,
     layerwise,
@@ -53,7 +54,11 @@ _CUDA_SOURCES = (
     *("whole_tma.cu", "whole_stream.cu", "whole_stream.py"),
     *("../common/cuda_driver.py", "../common/cuda_launch.py"),
 )
-_GRAPH_SOURCES = ("layerwise.py", "../../core/graphs.py")
+_LAYER_SOURCES = (  # what layerwise chooses from and runs
+    *(n if n.startswith("../") else f"../linear_act/{n}" for n in linear_act.PIECES_SOURCES),
+    "../linear_act/selection.py",
+)
+_GRAPH_SOURCES = ("layerwise.py", "../../core/graphs.py", *_LAYER_SOURCES)
 _STRASSEN_SOURCES = (
     "strassen_scheme.py",
     "strassen_cpu.py",
@@ -255,7 +260,7 @@ _PIECES_SOURCES = (
     *("../common/door_node.h", "../common/door_program.h"),
     *("whole_triton_plans.py", "whole_triton_config.py"),
     *("whole_cuda.py", "strassen.py"),
-    *(*_CPP_SOURCES, *_TRITON_SOURCES, *_CUDA_SOURCES, *_STRASSEN_SOURCES),
+    *(*_CPP_SOURCES, *_TRITON_SOURCES, *_CUDA_SOURCES, *_STRASSEN_SOURCES, *_LAYER_SOURCES),
 )
 FAMILY = register_family(
     Family(
@@ -267,7 +272,10 @@ FAMILY = register_family(
                 NAME, STEP, "pieces", f"{_HERE}.step:pieces", _reason_not_pieces, _PIECES_SOURCES
             ),
             *(_backend(p, "eager", "reference", _always) for p in PIECES),
-            *(_backend(p, "layerwise", "layerwise", layerwise.reason_not) for p in PIECES),
+            *(
+                _backend(p, "layerwise", "layerwise", layerwise.reason_not, _LAYER_SOURCES)
+                for p in PIECES
+            ),
             *(
                 _backend(p, "whole_cpp", "whole_cpp", whole_cpp.reason_not, _CPP_SOURCES)
                 for p in PIECES

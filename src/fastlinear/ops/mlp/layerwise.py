@@ -25,8 +25,7 @@ from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.calls import is_captured
 from fastlinear.ops.linear_act import backends as linear_act
 from fastlinear.ops.linear_act.autograd import backward_of
-from fastlinear.ops.linear_act.selection import select_pieces
-from fastlinear.ops.linear_act.triton_config import whole_backward_may_pay
+from fastlinear.ops.linear_act.selection import select_backward, whole_is_measured
 from fastlinear.ops.mlp.problem import activations_of, layer_activations, widths_of
 from fastlinear.ops.mlp.reference import Biases, Needs, Weights, first_needed, layer_input
 
@@ -176,7 +175,7 @@ def _frozen_backward(x: Tensor, weights: Weights, names: tuple[str, ...]) -> tup
 
 def backward_choices(i: int, x: Tensor, weight: Tensor, activation: str) -> tuple[Choice, ...]:
     """The choices for the backward of layer ``i``, whole or in pieces, as linear_act makes them."""
-    return select_pieces(problem_of(i, x, weight, True, activation, True))[1:]
+    return select_backward(problem_of(i, x, weight, True, activation, True))
 
 
 def problem_of(
@@ -211,8 +210,7 @@ def layer_problems(p: Problem) -> tuple[Problem, ...]:
         pieces = [("forward", biased[i % 2])]
         if p.needs_grad:
             pieces += [(piece, True) for piece in linear_act.BACKWARD_PIECES]
-            if p.device == "cuda" and whole_backward_may_pay(p.dim("M"), k, n):
-                pieces.append((linear_act.WHOLE_BACKWARD, True))
+            pieces.append((linear_act.WHOLE_BACKWARD, True))
         for piece, bias in pieces:
             layer = linear_act.problem(
                 piece,
@@ -229,7 +227,8 @@ def layer_problems(p: Problem) -> tuple[Problem, ...]:
                 precision=p.precision,
                 captured=p.captured,
             )
-            found[layer] = None
+            if piece != linear_act.WHOLE_BACKWARD or whole_is_measured(layer):
+                found[layer] = None
     return tuple(found)
 
 
