@@ -72,14 +72,31 @@ def _few_rows_forward_kernel(
 
 @triton.jit
 def _dpre(
-    dy_ptrs, saved_ptrs, mask, HAS_SAVED: tl.constexpr, ACTIVATION: tl.constexpr, MATH: tl.constexpr
+    dy_ptrs,
+    saved_ptrs,
+    mask,
+    HAS_SAVED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    MATH: tl.constexpr,
+    EVEN: tl.constexpr = False,
 ):
-    """dy * act'(pre) in float32; 0 outside the mask."""
-    grad = tl.load(dy_ptrs, mask=mask, other=0.0).to(tl.float32)
+    """dy * act'(pre) in float32, or dy as it is where nothing was saved; 0 outside the mask.
+
+    EVEN: the mask covers everything, and is not looked at.
+    """
+    if EVEN:
+        grad = tl.load(dy_ptrs)
+    else:
+        grad = tl.load(dy_ptrs, mask=mask, other=0.0)
     if HAS_SAVED:
-        saved = tl.load(saved_ptrs, mask=mask, other=0.0).to(tl.float32)
+        grad = grad.to(tl.float32)
+        if EVEN:
+            saved = tl.load(saved_ptrs).to(tl.float32)
+        else:
+            saved = tl.load(saved_ptrs, mask=mask, other=0.0).to(tl.float32)
         grad = activation_grad(grad, saved, ACTIVATION, MATH)
-        grad = tl.where(mask, grad, 0.0)
+        if not EVEN:
+            grad = tl.where(mask, grad, 0.0)
     return grad
 
 
@@ -149,6 +166,7 @@ def _few_rows_backward_kernel(
             if saved_ptr is not None:
                 saved_ptrs = saved_ptr + row * saved_row_stride + rows64
             grad = _dpre(dy_ptrs, saved_ptrs, row_mask, saved_ptr is not None, ACTIVATION, MATH)
+            grad = grad.to(tl.float32)
             db += grad
             grad = grad.to(dy_ptr.dtype.element_ty).to(tl.float32)
             if dw_ptr is not None:
@@ -264,6 +282,7 @@ def _dw_tile(
         saved_ptrs = saved_ptr + rows * saved_row_stride + n64[None, :]
     mask = row_mask & n_mask[None, :]
     grad = _dpre(dy_ptrs, saved_ptrs, mask, saved_ptr is not None, ACTIVATION, MATH)
+    grad = grad.to(tl.float32)
     if db_ptr is not None:  # noqa: SIM102 - known when compiling, unlike the next condition
         if tile % col_tiles == 0:
             db = tl.sum(grad, axis=0)

@@ -9,36 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fastlinear.ops.common.activations_triton import activation_grad
-
-
-@triton.jit
-def _dpre_block(
-    dy_ptrs,
-    saved_ptrs,
-    mask,
-    HAS_SAVED: tl.constexpr,
-    EVEN: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    MATH: tl.constexpr,
-):
-    """dy * act'(pre): as loaded where act is the identity, else float32; 0 outside the mask.
-
-    EVEN: the mask covers everything, and is not looked at.
-    """
-    if EVEN:
-        grad = tl.load(dy_ptrs)
-    else:
-        grad = tl.load(dy_ptrs, mask=mask, other=0.0)
-    if HAS_SAVED:
-        if EVEN:
-            saved = tl.load(saved_ptrs).to(tl.float32)
-        else:
-            saved = tl.load(saved_ptrs, mask=mask, other=0.0).to(tl.float32)
-        grad = activation_grad(grad.to(tl.float32), saved, ACTIVATION, MATH)
-        if not EVEN:
-            grad = tl.where(mask, grad, 0.0)
-    return grad
+from fastlinear.ops.linear_act.triton_few_rows import _dpre
 
 
 @triton.jit
@@ -84,8 +55,8 @@ def _dx_tile(
     for start in range(0, N, BLOCK_N * CHUNKS):
         for chunk in tl.static_range(CHUNKS):
             mask = n_offs < N - start - chunk * BLOCK_N
-            grad = _dpre_block(
-                dy_ptrs, saved_ptrs, mask[None, :], saved_ptr is not None, EVEN, ACTIVATION, MATH
+            grad = _dpre(
+                dy_ptrs, saved_ptrs, mask[None, :], saved_ptr is not None, ACTIVATION, MATH, EVEN
             )
             if EVEN:
                 w = tl.load(w_ptrs)
@@ -146,9 +117,7 @@ def _dw_tile(
     for start in range(0, M, BLOCK_M * CHUNKS):
         for chunk in tl.static_range(CHUNKS):
             mask = (m_offs < M - start - chunk * BLOCK_M)[:, None]
-            grad = _dpre_block(
-                dy_ptrs, saved_ptrs, mask, saved_ptr is not None, EVEN, ACTIVATION, MATH
-            )
+            grad = _dpre(dy_ptrs, saved_ptrs, mask, saved_ptr is not None, ACTIVATION, MATH, EVEN)
             if EVEN:
                 x = tl.load(x_ptrs)
             else:
@@ -196,7 +165,7 @@ def _db_strip(
     sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for m in range(0, M, BLOCK_M):
         mask = (m_offs < M - m)[:, None]
-        grad = _dpre_block(dy_ptrs, saved_ptrs, mask, saved_ptr is not None, EVEN, ACTIVATION, MATH)
+        grad = _dpre(dy_ptrs, saved_ptrs, mask, saved_ptr is not None, ACTIVATION, MATH, EVEN)
         sums += grad.to(tl.float32)
         dy_ptrs += tl.full((), BLOCK_M, tl.int64) * dy_row_stride
         if saved_ptr is not None:
