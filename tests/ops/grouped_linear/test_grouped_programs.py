@@ -212,6 +212,8 @@ KINDS = (
     ("strips", "strips", (8, 100, 100), (4, 1024), torch.bfloat16),
     ("strips", "strips", (16, 32, 32), (4, 64), torch.float16),
     ("strips", "eager", (8, 100, 100), (4, 256), torch.float32),
+    ("resident", "wide", (4, 256, 200), (3, 333), torch.bfloat16),
+    ("resident", "eager", (4, 136, 328), (4, 16), torch.float16),
     ("wide", "wide", (4, 256, 256), (4, 1024), torch.bfloat16),
     ("wide", "eager", (4, 256, 384), (4, 16), torch.float16),
     ("eager", "eager", (8, 100, 100), (4, 16), torch.bfloat16),
@@ -238,7 +240,7 @@ class TestOnHopper:
             Way(formula_of(forward, backward, activation, layout), given).compare(given)
             compare_inference(forward, activation, layout, given)
 
-    @pytest.mark.parametrize("kind", [KINDS[i] for i in (0, 3, 6, 8)], ids=str)
+    @pytest.mark.parametrize("kind", [KINDS[i] for i in (0, 3, 6, 8, 10)], ids=str)
     def test_any_gradients(self, kind: Any) -> None:
         forward, backward, sizes, tokens, dtype = kind
         for needs in itertools.product((False, True), repeat=3):

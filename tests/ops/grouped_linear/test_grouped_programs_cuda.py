@@ -24,6 +24,7 @@ from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import (
     one_pass,
     reference,
+    resident,
     strips,
     strips_backward,
     strips_tiles,
@@ -92,6 +93,16 @@ def forward_kernel(x: Any, weight: Any, bias: Any, activation: str, save: bool, 
     return run
 
 
+def resident_kernel(x: Any, weight: Any, bias: Any, activation: str, save: bool, order: str) -> Any:
+    strip = forward_kernel(x, weight, bias, activation, save, order)
+
+    def run(*a: Any) -> None:
+        of_x, of_w, of_y, of_pre, b = a[:5]
+        strip(of_x, of_y, of_pre, of_w, b, of_x, of_y, of_pre)
+
+    return run
+
+
 def backward_kernels(self: Any, given: Sequence[Any], wide: bool) -> list[Any]:
     """The pass and its sums; ``given`` begins as ``reference.backward`` takes it."""
     dy, saved, x, weight, activation, needs, order = given[:7]
@@ -148,17 +159,19 @@ def _stood_in(_driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, Stood)
 
     stand(strips, "Strips", lambda _, given: [forward_kernel(*given[:6])])
+    stand(resident, "Resident", lambda _, given: [resident_kernel(*given[:6])])
     stand(strips_backward, "StripsBackward", partial(backward_kernels, wide=False))
     stand(wide_backward, "WideBackward", partial(backward_kernels, wide=True))
-    for module in (strips, one_pass):
+    for module in (strips, resident, one_pass):
         monkeypatch.setattr(module, "_plans", {})
-    for module in (strips, strips_backward, wide_backward):
+    for module in (strips, resident, strips_backward, wide_backward):
         monkeypatch.setattr(module, "device_facts", lambda _: SimpleNamespace(units=5))
-        loader = "_kernel" if module is strips else "_kernels"
+        loader = "_kernel" if module in (strips, resident) else "_kernels"
         monkeypatch.setattr(module, loader, lambda *_: (0, 0))
-    for module in (strips, strips_backward, strips_tiles):
+    for module in (strips, resident, strips_backward, strips_tiles):
         monkeypatch.setattr(module, "ordinal", lambda _: 0)
-    monkeypatch.setattr(wide_backward, "GroupMap", Map)
+    for module in (resident, wide_backward):
+        monkeypatch.setattr(module, "GroupMap", Map)
     monkeypatch.setattr(driver, "TensorMap", Map)
     monkeypatch.setattr(driver, "Launch", Launch)
     monkeypatch.setattr(hopper, "EarlyLaunch", Launch)
@@ -182,6 +195,16 @@ def test_strips(layout: str, activation: str) -> None:
     single = draw(layout, (3, 36, 64), bias=False)
     Way(formula_of("strips", "eager", activation, layout), single).compare(single)
     compare_inference("strips", activation, layout, single)
+
+
+@pytest.mark.usefixtures("_stood_in")
+@pytest.mark.parametrize("activation", ["none", "relu", "silu"])
+@pytest.mark.parametrize("layout", ["... (g k)", "... g k", "g ... k"])
+def test_resident_weights(layout: str, activation: str) -> None:
+    for bias, tokens in itertools.product((True, False), ((2, 16), (5, 33))):
+        given = draw(layout, (3, 136, 200), tokens, bias=bias, **BF16)
+        Way(formula_of("resident", "eager", activation, layout), given).compare(given)
+        compare_inference("resident", activation, layout, given)
 
 
 @pytest.mark.usefixtures("_stood_in")

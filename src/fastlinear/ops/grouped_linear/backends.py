@@ -22,6 +22,7 @@ from fastlinear.ops.common.hopper import FILES as HOPPER_FILES
 from fastlinear.ops.grouped_linear import (
     cpp,
     reference,
+    resident,
     strips,
     strips_backward,
     triton_config,
@@ -60,16 +61,21 @@ _STRIPS_BACKWARD_SOURCES = (
 )
 _HOST_BOUND = 1 << 25  # numbers of x and y below which a GPU waits for a training call's Python
 _WIDE_SOURCES = ("triton_wide.py", "triton_wide_kernels.py", *_TRITON_SOURCES)
+_BOXES_SHARED = (
+    *("wide_backward_config.py", "wide_instructions.h", "group_map.py", "strips_tiles.py"),
+    *("layout.py", *(f"../common/{name}" for name in ("cuda_driver.py", *HOPPER_FILES))),
+)
+_RESIDENT_SOURCES = ("resident.py", "resident_config.py", "resident.cu", *_BOXES_SHARED)
 _WIDE_BACKWARD_SOURCES = (
-    *("wide_backward.py", "wide_backward_config.py", "wide_backward.cu", "wide_instructions.h"),
-    *("group_map.py", "one_pass.py", "strips_backward.py", "strips_tiles.py", "layout.py"),
-    *(f"../common/{name}" for name in ("cuda_driver.py", *HOPPER_FILES)),
+    *("wide_backward.py", "wide_backward.cu", "one_pass.py", "strips_backward.py"),
+    *_BOXES_SHARED,
 )
 _PIECES_SOURCES = (
     *("autograd.py", "plans.py", "programs.py", "operands.py", "eager.py"),
     *("reference.py", "ways.py", "triton_backward.py"),
     *(f"../common/{name}" for name in ("door_node.h", "door_program.h", "door_launch.py")),
     *("triton_wide.py", "triton_wide_kernels.py", *_STRIPS_SOURCES, *_STRIPS_BACKWARD_SOURCES),
+    *_RESIDENT_SOURCES,
     *_WIDE_BACKWARD_SOURCES,
     *_CPP_SOURCES,
     *_TRITON_SOURCES,
@@ -287,6 +293,10 @@ FAMILY = register_family(
             Backend(
                 *(NAME, "forward", "wide", f"{_HERE}.triton_wide:forward", _reason_not_wide),
                 _WIDE_SOURCES,
+            ),
+            Backend(
+                *(NAME, "forward", "resident", f"{_HERE}.resident:forward", resident.reason_not),
+                _RESIDENT_SOURCES,
             ),
             Backend(
                 *(NAME, "backward", "wide", f"{_HERE}.wide_backward:backward"),

@@ -1,4 +1,4 @@
-"""The copy engine's view of tokens first: boxes that end where a group's features end."""
+"""The copy engine's view of groups: boxes that end where a group's features and tokens end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from fastlinear.ops.common import cuda_driver as driver
 
 
 class GroupMap(driver.TensorMap):
-    """A TMA descriptor of a 16-bit (M, G, features) tensor whose groups lie side by side.
+    """A TMA descriptor of a 16-bit (M, G, features) tensor.
 
     Boxes are 128-byte swizzled, a row of features behind the other. Reads beyond the group's
     features or the last token give zeros, writes there are dropped.
@@ -18,6 +18,7 @@ class GroupMap(driver.TensorMap):
         box: tokens, groups and features of a box; 64 features at most.
         address: first element, 16-byte aligned.
         device: ordinal of the device the tensor is on.
+        group_stride: elements between groups, a multiple of 8; None: they lie side by side.
     """
 
     def __init__(
@@ -28,13 +29,14 @@ class GroupMap(driver.TensorMap):
         box: tuple[int, int, int],
         address: int,
         device: int,
+        group_stride: int | None = None,
     ) -> None:
         m, groups, features = shape
         self._reserve(address, device)
         self._encode(
             driver._TENSOR_MAP_TYPE[dtype],
             (features, groups, m),
-            (features * 2, row_stride * 2),
+            ((features if group_stride is None else group_stride) * 2, row_stride * 2),
             box[::-1],
             driver._SWIZZLE_128B,
             driver._L2_PROMOTION_256B,

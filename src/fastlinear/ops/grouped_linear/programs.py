@@ -15,7 +15,14 @@ from torch import Tensor
 
 from fastlinear.ops.common import door_node
 from fastlinear.ops.common.door_program import Program, memory
-from fastlinear.ops.grouped_linear import cpp, eager, strips, strips_backward, wide_backward
+from fastlinear.ops.grouped_linear import (
+    cpp,
+    eager,
+    resident,
+    strips,
+    strips_backward,
+    wide_backward,
+)
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear.autograd import Formula
 from fastlinear.ops.grouped_linear.operands import Backward, Forward, Numbers, Operand
@@ -214,6 +221,7 @@ def _triton_backward(call: Backward) -> Numbers | None:
 _FORWARD_STEPS: dict[str, Callable[[Forward], Results | None]] = {
     "cpp": _cpp_forward,
     "eager": eager.forward_steps,
+    "resident": resident.forward_steps,
     "strips": strips.forward_steps,
     "triton": _triton_forward,
     "wide": _wide_forward,

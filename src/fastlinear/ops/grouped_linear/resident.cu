@@ -1,0 +1,248 @@
+// y = act(x W^T + b) of groups whose weight fits into shared memory, for Hopper. The texts of
+// hopper_gemm.h, hopper_activations.h and wide_instructions.h stand before this one.
+//
+// A part is up to BN outputs of a group; PARTS of them are a group. A block walks tiles of 64 tokens
+// of one part, then of the next. The part's weight stays in shared memory; boxes of 64 tokens x 64
+// features of x go through a ring. A producer warp fills both; two consumer warpgroups take whole
+// tiles in turn, so that one's products run under the other's epilogue.
+//
+// Macros from the host, besides those of the headers: K N, of a group; PARTS; WEIGHTS parts' weights
+// in shared memory; STAGES boxes of the ring; OUT_BUFS staging buffers of a warp; HAS_BIAS; SAVE 1:
+// the pre-activation is written beside y.
+
+constexpr int K_BOXES = (K + 63) / 64;
+constexpr int W_BYTES = K_BOXES * B_BYTES;
+constexpr int OUT_BYTES = 16 * 64 * 2;
+constexpr int RING_AT = WEIGHTS * W_BYTES;
+constexpr int OUT_AT = RING_AT + STAGES * A_BYTES;
+constexpr int FULL_AT = OUT_AT + 8 * OUT_BUFS * OUT_BYTES;
+constexpr int EMPTY_AT = FULL_AT + 8 * STAGES;
+constexpr int W_FULL_AT = EMPTY_AT + 8 * STAGES;
+constexpr int W_EMPTY_AT = W_FULL_AT + 8 * WEIGHTS;
+
+static_assert(K % 8 == 0 && N % 8 == 0 && N <= PARTS * BN && BN % 64 == 0 && BN <= 256, "sizes");
+static_assert(BM == 64 && PINGPONG && CLUSTER == 1 && !A_MN && !B_MN, "as products() is used here");
+
+// Where one of a block's tiles lies, and how many times the weight has changed before it.
+struct Place {
+  int part, token, change;
+};
+
+// A block's tiles. Where `lanes` blocks share a part, each takes every lanes-th tile of it, so that
+// all blocks together walk through memory; else (0) a block takes a stretch of all parts' tiles.
+struct Walk {
+  int tiles, lanes, first, end;
+
+  __device__ __forceinline__ Walk(int parts, int tiles, int lanes) : tiles(tiles), lanes(lanes) {
+    const int block = block_id();
+    if (lanes) {
+      first = 0;
+      end = (tiles - block % lanes + lanes - 1) / lanes;
+    } else {
+      const long long total = static_cast<long long>(parts) * tiles;
+      first = static_cast<int>(block * total / gridDim.x);
+      end = static_cast<int>((block + 1) * total / gridDim.x);
+    }
+  }
+
+  __device__ __forceinline__ Place at(int t) const {
+    const int block = block_id();
+    if (lanes) return {block / lanes, (block % lanes + t * lanes) * BM, 0};
+    const int part = t / tiles;
+    return {part, (t - part * tiles) * BM, part - first / tiles};
+  }
+};
+
+// The barriers of the weight after `change` changes, and the parity of the phase that is its.
+__device__ __forceinline__ u32 of_weight(u32 barriers, int change) {
+  return barriers + change % WEIGHTS * 8;
+}
+
+__device__ __forceinline__ u32 parity_of(int change) { return change / WEIGHTS & 1; }
+
+__device__ __forceinline__ void load_bias(u32 (&out)[BN / 64], const unsigned short* bias, int most,
+                                          u32 lane) {
+#pragma unroll
+  for (int c = 0; c < BN / 64; ++c) {
+    const int n = 64 * c + 2 * lane;
+    out[c] = n < most ? *reinterpret_cast<const u32*>(bias + n) : 0;
+  }
+}
+
+__device__ __forceinline__ void add_bias(float* acc, u32 packed) {
+  const u32 lane = lane_id();
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    u32 from;  // volatile: not kept in a register throughout
+    asm volatile("add.u32 %0, %1, %2;" : "=r"(from) : "r"(lane & 3), "r"(4 * j));
+    float lo, hi;
+    unpack(__shfl_sync(0xffffffffu, packed, from), lo, hi);
+    acc[4 * j] += lo;
+    acc[4 * j + 1] += hi;
+    acc[4 * j + 2] += lo;
+    acc[4 * j + 3] += hi;
+  }
+}
+
+template <bool kAct>
+__device__ __forceinline__ void convert(const float* acc, u32 (&r)[16]) {
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const float lo = acc[2 * i], hi = acc[2 * i + 1];
+    r[i] = kAct ? pack(act(lo), act(hi)) : pack(lo, hi);
+  }
+}
+
+// A warp's staging buffers, 16 rows of 64 columns each, taken in turn.
+struct Output {
+  u32 first;  // this lane's row and 16-byte piece in the first of them
+  u32 next;
+  bool leader;
+
+  __device__ __forceinline__ void send(const u32 (&r)[16], const TensorMap* map, int column, int group,
+                                       int token) {
+    if (leader) tma_store_wait_read<OUT_BUFS - 1>();
+    __syncwarp();
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      u32 to;  // volatile: worked out here, not kept in a register throughout
+      asm volatile("xor.b32 %0, %1, %2;" : "=r"(to) : "r"(next), "r"(q * 32));
+      stmatrix(to, r[4 * q], r[4 * q + 1], r[4 * q + 2], r[4 * q + 3]);
+    }
+    publish();
+    __syncwarp();
+    if (leader) store_box(map, next, column, group, token);
+    next = next == first + (OUT_BUFS - 1) * OUT_BYTES ? first : next + OUT_BYTES;
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+grouped_linear_resident(const __grid_constant__ TensorMap x_map,
+                        const __grid_constant__ TensorMap w_map,
+                        const __grid_constant__ TensorMap y_map,
+                        const __grid_constant__ TensorMap pre_map,
+                        const unsigned short* __restrict__ bias_ptr, int parts, int tiles, int lanes) {
+  extern __shared__ __align__(1024) char smem[];
+  const u32 base = smem_addr(smem);
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+  const int thread = threadIdx.x % 128;
+  const u32 ring = base + RING_AT, full = base + FULL_AT, empty = base + EMPTY_AT;
+  const u32 w_full = base + W_FULL_AT, w_empty = base + W_EMPTY_AT;
+
+  if (threadIdx.x == 0) {
+    prefetch_map(&x_map);
+    prefetch_map(&w_map);
+    prefetch_map(&y_map);
+    for (int s = 0; s < STAGES; ++s) {
+      mbar_init(full + s * 8, 1);
+      mbar_init(empty + s * 8, 4);
+    }
+    for (int s = 0; s < WEIGHTS; ++s) {
+      mbar_init(w_full + s * 8, 1);
+      mbar_init(w_empty + s * 8, 8);
+    }
+    publish_barriers();
+  }
+  __syncthreads();
+  let_next_start();
+  wait_for_previous();
+
+  const Walk walk(parts, tiles, lanes);
+  if (warpgroup == 0) {
+    leave_registers<40>();
+    if (thread == 0) {
+      int slot = 0, change = -1;
+      u32 phase = 1;  // a fresh barrier counts as "previous phase done"
+      for (int t = walk.first; t < walk.end; ++t) {
+        const Place at = walk.at(t);
+        if (at.change != change) {
+          change = at.change;
+          if (change >= WEIGHTS) mbar_wait(of_weight(w_empty, change), parity_of(change) ^ 1);
+          const u32 there = of_weight(w_full, change);
+          mbar_expect(there, W_BYTES);
+#pragma unroll
+          for (int b = 0; b < K_BOXES; ++b)
+            load_box<1>(base + change % WEIGHTS * W_BYTES + b * B_BYTES, &w_map, there, 64 * b,
+                        at.part % PARTS * BN, at.part / PARTS);
+        }
+#pragma unroll 1
+        for (int b = 0; b < K_BOXES; ++b) {
+          mbar_wait(empty + slot * 8, phase);
+          mbar_expect(full + slot * 8, A_BYTES);
+          load_box<1>(ring + slot * A_BYTES, &x_map, full + slot * 8, 64 * b, at.part / PARTS,
+                      at.token);
+          if (++slot == STAGES) { slot = 0; phase ^= 1; }
+        }
+      }
+    }
+  } else {
+    take_registers<232>();
+    const int consumer = warpgroup - 1;
+    const int warp = thread / 32;
+    const u32 lane = thread & 31;
+    // Rows of 128 bytes, their 16-byte pieces permuted as the 128-byte swizzle of TMA has it
+    const u32 piece = (lane >> 4) ^ (lane & 7);
+    const u32 buffers = base + OUT_AT + (consumer * 4 + warp) * OUT_BUFS * OUT_BYTES;
+    Output out{buffers + (lane & 15) * 128 + piece * 16, 0, lane == 0};
+    out.next = out.first;
+    if (consumer == 1) bar_arrive(1, 256);  // consumer 0 starts
+
+    int passed = 0;  // weights that this warp is done with
+    // A weight is passed once it is there, used or not: two arrivals must not fall into one phase.
+    const auto pass = [&](int change) {
+      for (; passed < change; ++passed) {
+        mbar_wait(of_weight(w_full, passed), parity_of(passed));
+        if (lane_id() == 0) mbar_arrive(of_weight(w_empty, passed));
+      }
+    };
+    for (int t = walk.first + consumer; t < walk.end; t += 2) {
+      const Place at = walk.at(t);
+      const int group = at.part / PARTS, column = at.part % PARTS * BN;
+      u32 bias[BN / 64];  // arrives under the products
+      if (HAS_BIAS) load_bias(bias, bias_ptr + group * N + column, N - column, lane_id());
+      pass(at.change);
+      mbar_wait(of_weight(w_full, at.change), parity_of(at.change));
+      const u32 weight = base + at.change % WEIGHTS * W_BYTES;
+      float acc[1][BN / 2];
+      const u32 before = (t - walk.first) * K_BOXES;  // boxes that went through the ring before this
+      int slot = before % STAGES, previous = 0;
+      u32 phase = (before / STAGES) & 1;
+      // Wait for the other consumer to have issued its tile. This also keeps both within one phase
+      // of the ring's barriers, which a parity bit cannot tell apart beyond that.
+      bar_sync(1 + consumer, 256);
+#pragma unroll
+      for (int b = 0; b < K_BOXES; ++b) {
+        mbar_wait(full + slot * 8, phase);
+        if (b == 0)
+          products<true>(acc, ring + slot * A_BYTES, weight);
+        else
+          products<false>(acc, ring + slot * A_BYTES, weight + b * B_BYTES);
+        if (b > 0) {
+          wgmma_wait<1>();  // all but the step just issued
+          if (lane_id() == 0) mbar_arrive(empty + previous * 8);
+        }
+        previous = slot;
+        if (++slot == STAGES) { slot = 0; phase ^= 1; }
+      }
+      bar_arrive(1 + (consumer ^ 1), 256);
+      wgmma_wait<0>();
+      if (lane_id() == 0) mbar_arrive(empty + previous * 8);
+
+      const int token = at.token + warp * 16;
+#pragma unroll
+      for (int c = 0; c < BN / 64; ++c) {
+        float* of = acc[0] + 32 * c;
+        if (HAS_BIAS) add_bias(of, bias[c]);
+        u32 r[16];
+#if SAVE
+        convert<false>(of, r);
+        out.send(r, &pre_map, column + 64 * c, group, token);
+#endif
+        convert<true>(of, r);
+        out.send(r, &y_map, column + 64 * c, group, token);
+      }
+    }
+    if (walk.end > walk.first) pass(walk.at(walk.end - 1).change);
+    if (out.leader) tma_store_wait_all();
+  }
+}

@@ -1,0 +1,256 @@
+"""Forward of wide groups on Hopper, in CUDA C++: ``resident.cu``.
+
+A block keeps a group's weight in shared memory while tiles of its tokens come and go through the
+copy engine, so that beside x and y nothing moves.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastlinear.core.device import device_facts
+from fastlinear.core.precision import DTYPE_NAMES
+from fastlinear.core.problem import Problem
+from fastlinear.ops.common import cuda_driver as driver
+from fastlinear.ops.common import hopper
+from fastlinear.ops.common.door_launch import DoorLaunch, prepared
+from fastlinear.ops.grouped_linear import layout as layouts
+from fastlinear.ops.grouped_linear import resident_config as configs
+from fastlinear.ops.grouped_linear import strips_tiles
+from fastlinear.ops.grouped_linear.group_map import GroupMap
+from fastlinear.ops.grouped_linear.operands import Forward
+from fastlinear.ops.grouped_linear.resident_config import (
+    ResidentConfig,
+    blocks_of,
+    resident_config,
+    shared_bytes,
+)
+from fastlinear.ops.grouped_linear.strips_tiles import has_dense_rows, ordinal
+from fastlinear.ops.grouped_linear.wide_backward_config import COLUMNS, TOKENS
+
+KERNEL = "grouped_linear_resident"
+_ROWS = 16  # tokens of a box of results
+_MAX_PLANS = 1024
+_HERE = Path(__file__).parent
+
+
+def source(
+    dtype: torch.dtype,
+    k: int,
+    n: int,
+    activation: str,
+    has_bias: bool,
+    save_pre: bool,
+    config: ResidentConfig,
+) -> str:
+    """The complete CUDA C++ source of one specialisation."""
+    # products() of the shared headers: 64 tokens of each of two warpgroups that take turns
+    shape = {"BM": TOKENS, "PINGPONG": 1, "GROUP_M": 1, "CLUSTER": 1}
+    own = {
+        "K": k,
+        "N": n,
+        "PARTS": -(-n // config.outputs),
+        "WEIGHTS": config.weights,
+        "STAGES": config.stages,
+        "OUT_BUFS": config.outs,
+        "HAS_BIAS": int(has_bias),
+        "SAVE": int(save_pre),
+    }
+    header, macros = _HERE / "wide_instructions.h", {**shape, **own}
+    text = hopper.device_source(header, macros, config.outputs, dtype, activation, False, False)
+    return text + (_HERE / "resident.cu").read_text()
+
+
+@cache
+def _kernel(
+    dtype: torch.dtype,
+    k: int,
+    n: int,
+    activation: str,
+    has_bias: bool,
+    save_pre: bool,
+    config: ResidentConfig,
+    device: int,
+) -> driver.Kernel:
+    text = source(dtype, k, n, activation, has_bias, save_pre, config)
+    cubin = driver.compile_cubin(text, "resident.cu", hopper.ARCH)
+    return driver.Kernel(cubin, KERNEL, shared_bytes(config, k), device)
+
+
+def reason_not(p: Problem) -> str | None:
+    """Why the kernel cannot serve a forward Problem, or None."""
+    reason = strips_tiles.reason_not(p)
+    if reason is not None:
+        return reason
+    if p.dtype not in ("bfloat16", "float16"):
+        return f"serves bfloat16 and float16, not {p.dtype}"
+    k, n = p.dim("K"), p.dim("N")
+    if not configs.serves(k, n):
+        return (
+            "serves groups of 64 features or more in multiples of 8 whose weight fits into shared "
+            f"memory by four parts, not {k} to {n}"
+        )
+    return None
+
+
+def serves(x: Tensor, weight: Tensor, bias: Tensor | None, order: str) -> bool:
+    """Whether the kernel takes such tensors: tokens or groups first, rows at 16 bytes."""
+    return (
+        x.shape[0] == 1
+        and x.element_size() == 2
+        and configs.serves(weight.shape[2], weight.shape[1])
+        and has_dense_rows(x, order)
+        and weight.is_contiguous()
+        and weight.data_ptr() % 16 == 0
+        and (bias is None or (bias.is_contiguous() and bias.data_ptr() % 4 == 0))
+    )
+
+
+_plans: dict[Any, Resident] = {}
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    save_pre: bool,
+    order: str,
+    *,
+    config: ResidentConfig | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """y = act(x_g W_gᵀ + b_g) in one kernel, float32 accumulation, deterministic.
+
+    Args:
+        x: (B, L, G, K); bfloat16 or float16. What ``serves`` refuses goes to the Triton backend.
+        weight: (G, N, K), dtype of x.
+        bias: (G, N), or None.
+        activation: name of the activation.
+        save_pre: also return the pre-activation.
+        order: how the results lie in memory, a name in ``layout.ORDERS``.
+        config: launch configuration; None picks ``resident_config``.
+
+    Returns:
+        y (B, L, G, N) in x's dtype; the pre-activation likewise, or None.
+    """
+    _, n, k = weight.shape
+    if not x.numel() * weight.numel() or not serves(x, weight, bias, order):
+        from fastlinear.ops.grouped_linear import triton
+
+        return triton.forward(x, weight, bias, activation, save_pre, order)
+    if config is None:
+        config = resident_config(k, n)
+        assert config is not None
+    key = (
+        *(x.shape, x.stride(), n, x.dtype, x.device, bias is None),
+        *(activation, save_pre, order, config),
+    )
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= _MAX_PLANS:
+            _plans.clear()
+        plan = _plans[key] = Resident(x, weight, bias, activation, save_pre, order, config)
+    y = layouts.empty((*x.shape[:3], n), order, x, x.dtype)
+    pre = torch.empty_like(y) if save_pre else None
+    plan(x, weight, bias, y, pre)
+    return y, pre
+
+
+def forward_steps(call: Forward) -> tuple[int, int | None] | None:
+    """``forward`` as steps of a program: the numbers of y and the pre-activation.
+
+    None where it is more than its launch.
+    """
+    x, weight, bias = call.tensors
+    if not serves(x, weight, bias, call.order):
+        from fastlinear.ops.grouped_linear import triton
+
+        return triton.forward_steps(call)
+    config = resident_config(weight.shape[2], weight.shape[1])
+    assert config is not None
+    y, pre = call.results()
+    plan = Resident(x, weight, bias, call.activation, call.save_pre, call.order, config)
+    call.program.launch(plan.in_door(*call.numbers, y, pre))
+    return y, pre
+
+
+class Resident:
+    """One prepared launch, for x, weight and bias of one kind at any address."""
+
+    def __init__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str,
+        save_pre: bool,
+        order: str,
+        config: ResidentConfig,
+    ) -> None:
+        _, m, groups, k = x.shape
+        n = weight.shape[1]
+        self._device = ordinal(x)
+        driver.make_current(self._device)
+        with driver.loading_allowed():
+            how = (activation, bias is not None, save_pre, config)
+            kernel = _kernel(x.dtype, k, n, *how, self._device)
+        self._lock = threading.Lock()
+        dtype, place = DTYPE_NAMES[x.dtype], (x.data_ptr(), self._device)
+
+        def boxes(features: int, tokens: int, row: int) -> GroupMap:
+            apart = m * features if order == "groups" else features
+            box = tokens, 1, COLUMNS
+            return GroupMap(dtype, (m, groups, features), row, box, *place, group_stride=apart)
+
+        def row_of(features: int) -> int:
+            return features if order == "groups" else groups * features
+
+        whole = config.outputs, COLUMNS
+        self._maps = (
+            boxes(k, TOKENS, row_of(k) if m == 1 else x.stride(1)),
+            GroupMap(dtype, (groups, n, k), n * k, (1, *whole), *place),
+            boxes(n, _ROWS, row_of(n)),
+            boxes(n, _ROWS, row_of(n)),
+        )
+        self._bias = ctypes.c_void_p(0)
+        parts, tiles = groups * -(-n // config.outputs), -(-m // TOKENS)
+        blocks, lanes = blocks_of(parts, tiles, device_facts(x.device).units)
+        whose = [ctypes.c_int(v) for v in (parts, tiles, lanes)]
+        arguments: list[driver.Argument] = [*self._maps, self._bias, *whose]
+        self._launch = hopper.EarlyLaunch(kernel, hopper.THREADS, 1, arguments)
+        self._launch.set_grid(blocks)
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        y: Tensor,
+        pre: Tensor | None,
+    ) -> None:
+        """Launch on the current stream; y and pre are dense."""
+        if self._device != torch._C._cuda_getDevice():
+            with torch.cuda.device(self._device):
+                self(x, weight, bias, y, pre)
+            return
+        with self._lock:
+            for map_, tensor in zip(self._maps, (x, weight, y, pre), strict=True):
+                if tensor is not None:
+                    map_.point_at(tensor.data_ptr())
+            self._bias.value = 0 if bias is None else bias.data_ptr()
+            self._launch.run(torch._C._cuda_getCurrentRawStream(self._device))
+
+    def in_door(
+        self, x: int | None, weight: int | None, bias: int | None, y: int, pre: int | None
+    ) -> DoorLaunch:
+        """The launch for the compiled door, of tensors of these numbers; it is that one's alone
+        from then on."""
+        maps = zip(self._maps, (x, weight, y, pre), strict=True)
+        return prepared(self._launch, [*maps, (self._bias, bias)], self)

@@ -1,0 +1,211 @@
+"""The forward that keeps weights in shared memory: against float64 on a GPU, its compilation
+anywhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import nvrtc_offline as offline
+import pytest
+import torch
+from hopper_only import hopper_tests
+from torch import Tensor
+
+from fastlinear.core.compare import judge
+from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
+from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.common.hopper import SHARED_LIMIT
+from fastlinear.ops.grouped_linear import layout as layouts
+from fastlinear.ops.grouped_linear import reference, resident
+from fastlinear.ops.grouped_linear import resident_config as configs
+from fastlinear.ops.grouped_linear.problem import problem
+from fastlinear.ops.grouped_linear.resident_config import (
+    ResidentConfig,
+    blocks_of,
+    resident_config,
+)
+
+LAUNCH_REGISTERS = 168
+"""Of a thread of 384; more, and the warps that compute would wait for theirs for ever."""
+# (groups, K, N): one part and several, one weight in shared memory and two, one box and several
+SIZES = (
+    *((2, 256, 256), (3, 200, 136), (3, 136, 256), (5, 64, 64), (4, 128, 128), (7, 104, 72)),
+    *((2, 256, 512), (3, 128, 648), (2, 512, 128), (2, 328, 200), (300, 160, 208), (160, 96, 96)),
+)
+
+
+def drawn(
+    m: int,
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype = torch.bfloat16,
+    order: str = "tokens",
+) -> tuple[Tensor, Tensor, Tensor]:
+    groups, k, n = sizes
+    x = layouts.dense(torch.randn(1, m, groups, k, device="cuda").to(dtype), order)
+    weight = (torch.randn(groups, n, k, device="cuda") / k**0.5).to(dtype)
+    return x, weight, torch.randn(groups, n, device="cuda").to(dtype)
+
+
+def check(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    config: ResidentConfig | None = None,
+    save: bool | None = None,
+    order: str = "tokens",
+) -> None:
+    if save is None:
+        save = activation_of(activation).saved == "pre"
+    torch.full((1 << 22,), float("nan"), device="cuda", dtype=x.dtype)  # what new memory holds
+    assert resident.serves(x, weight, bias, order)
+    rest = (activation, save, order)
+    found = resident.forward(x, weight, bias, *rest, config=config)
+    theirs = reference.forward(x, weight, bias, *rest)
+    wide = None if bias is None else bias.double()
+    oracle = reference.forward(x.double(), weight.double(), wide, *rest)
+    for name, a, t, o in zip(("y", "pre"), found, theirs, oracle, strict=True):
+        assert (a is None) == (t is None)
+        if a is not None and t is not None and o is not None:
+            verdict = judge(name, a, t, o)
+            assert verdict.passed, str(verdict)
+
+
+class TestOnHopper:
+    pytestmark = hopper_tests
+
+    @pytest.mark.parametrize("activation", ACTIVATIONS)
+    def test_activations(self, activation: str) -> None:
+        for dtype in (torch.bfloat16, torch.float16):
+            x, weight, bias = drawn(130, (3, 256, 256), dtype)
+            check(x, weight, None if activation == "tanh" else bias, activation)
+
+    @pytest.mark.parametrize("order", ["tokens", "groups"])
+    @pytest.mark.parametrize("sizes", SIZES, ids=str)
+    def test_sizes(self, sizes: tuple[int, int, int], order: str) -> None:
+        for m in (1, 63, 65, 129, 1000) if sizes[0] > 100 else (1, 63, 65, 1000, 4097):
+            given = drawn(m, sizes, order=order)
+            check(*given, "silu" if m == 65 else "relu", order=order)
+
+    @pytest.mark.parametrize("sizes", [SIZES[0], SIZES[5], SIZES[11]], ids=str)
+    def test_configurations(self, sizes: tuple[int, int, int]) -> None:
+        given = drawn(700, sizes)
+        config = resident_config(*sizes[1:])
+        assert config is not None
+        for stages, outs, weights in ((4, 1, 1), (5, 2, 1), (4, 3, 1), (7, 1, 2)):
+            other = replace(config, stages=stages, outs=outs, weights=weights)
+            if configs.shared_bytes(other, sizes[1]) <= SHARED_LIMIT:
+                for save in (False, True):
+                    check(*given, "relu", other, save)
+
+    def test_rows_further_apart_than_they_are_long(self) -> None:
+        memory = torch.full((300, 424), float("nan"), device="cuda", dtype=torch.bfloat16)
+        x, weight, bias = drawn(300, (2, 200, 136))
+        memory[:, :400] = x.view(300, 400)
+        check(memory[:, :400].unflatten(1, (2, 200))[None], weight, bias, "relu")
+
+    @pytest.mark.parametrize("order", ["tokens", "groups"])
+    @pytest.mark.parametrize("features", [256, 200, 136])
+    def test_bad_numbers_stay_in_their_group(self, features: int, order: str) -> None:
+        x, weight, _ = drawn(70, (8, features, features), order=order)
+        x[:, :, 1] = float("nan")
+        weight[2] = float("inf")
+        y, _ = resident.forward(x, weight, None, "none", False, order)
+        assert y[:, :, 1].isnan().all()
+        assert y[:, :, [0, *range(3, 8)]].isfinite().all()
+
+    def test_tokens_beyond_the_last_stay(self) -> None:
+        x, weight, bias = drawn(64, (4, 200, 200))
+        x[:, 33:] = float("nan")
+        check(x[:, :33], weight, bias, "relu")
+
+    @pytest.mark.parametrize("sizes", SIZES[-5:], ids=str)
+    def test_repeated_runs_are_equal(self, sizes: tuple[int, int, int]) -> None:
+        given = (*drawn(500, sizes), "relu", False, "tokens")
+        first = resident.forward(*given)[0]
+        assert all(torch.equal(first, resident.forward(*given)[0]) for _ in range(200))
+
+    def test_what_it_does_not_take_goes_to_triton(self) -> None:
+        x, weight, bias = drawn(40, (3, 200, 200))
+        turned = weight.transpose(1, 2).contiguous().transpose(1, 2)
+        assert not resident.serves(x, turned, bias, "tokens")
+        found, _ = resident.forward(x, turned, bias, "relu", False, "tokens")
+        expected, _ = resident.forward(x, weight, bias, "relu", False, "tokens")
+        torch.testing.assert_close(found, expected)
+
+
+def test_configurations_fit_the_chip_and_cover_all_outputs() -> None:
+    for k in range(64, 1100, 8):
+        for n in range(64, 1100, 8):
+            config = resident_config(k, n)
+            if config is None:
+                continue
+            parts = -(-n // config.outputs)
+            assert configs.shared_bytes(config, k) <= SHARED_LIMIT
+            assert parts <= 4
+            assert (parts - 1) * config.outputs < n <= parts * config.outputs
+            assert config.stages >= 4
+    assert resident_config(256, 256) == ResidentConfig(256, 6, 3, 1)
+    assert resident_config(128, 128) == ResidentConfig(128, 12, 4, 2)
+    assert resident_config(1024, 64) == ResidentConfig(64, 6, 3, 1)
+    for k, n in ((32, 256), (256, 56), (100, 100), (256, 1032), (1088, 64)):
+        assert resident_config(k, n) is None
+
+
+def test_blocks_walk_together_where_that_keeps_the_chip_busy() -> None:
+    assert blocks_of(16, 256, 132) == (128, 8)
+    assert blocks_of(8, 2, 132) == (16, 2)
+    assert blocks_of(100, 64, 132) == (132, 0)
+    assert blocks_of(300, 3, 132) == (132, 0)
+    assert blocks_of(300, 1, 500) == (300, 1)
+
+
+def test_what_it_serves() -> None:
+    x = torch.zeros(1, 6, 2, 200, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 136, 200, dtype=torch.bfloat16)
+    bias = torch.zeros(2, 136, dtype=torch.bfloat16)
+    assert resident.serves(x, weight, bias, "tokens")
+    assert not resident.serves(x, weight, None, "groups")
+    groups_first = layouts.dense(x, "groups")
+    assert resident.serves(groups_first, weight, None, "groups")
+    assert not resident.serves(groups_first[:, :4], weight, None, "groups")
+    assert not resident.serves(x, weight, bias.T.contiguous().T, "tokens")  # outputs apart
+    assert not resident.serves(x.float(), weight, None, "tokens")
+    assert not resident.serves(x[..., :96], weight[..., :96], None, "tokens")
+    assert not resident.serves(torch.zeros(2, 6, 2, 200, dtype=x.dtype), weight, None, "tokens")
+
+
+def test_reasons_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = problem("forward", 64, 8, 256, 256, dtype="bfloat16", device="cpu")
+    assert resident.reason_not(p) == "its kernel runs on CUDA devices only"
+    monkeypatch.setattr(resident.strips_tiles, "reason_not", lambda _: None)
+
+    def asked(dtype: str, k: int = 256) -> str | None:
+        return resident.reason_not(problem("forward", 4096, 4, k, k, dtype=dtype, device="cuda"))
+
+    assert asked("bfloat16") is None
+    assert asked("float32") == "serves bfloat16 and float16, not float32"
+    refused = asked("float16", 100)
+    assert refused is not None
+    assert refused.endswith("by four parts, not 100 to 100")
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_compiles_without_spilling(sizes: tuple[int, int, int]) -> None:
+    _, k, n = sizes
+    config = resident_config(k, n)
+    assert config is not None
+    for activation, dtype in (("relu", torch.bfloat16), ("gelu", torch.float16)):
+        save = activation_of(activation).saved == "pre"
+        text = resident.source(dtype, k, n, activation, True, save, config)
+        kernel = offline.usage(text, "resident.cu")[resident.KERNEL]
+        assert (kernel.frame, kernel.registers) == (0, LAUNCH_REGISTERS), (activation, kernel)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_compiles_for_every_activation(activation: str) -> None:
+    config = resident_config(256, 256)
+    assert config is not None
+    save = activation_of(activation).saved == "pre"
+    text = resident.source(torch.bfloat16, 256, 256, activation, False, save, config)
+    assert offline.usage(text, "resident.cu")[resident.KERNEL].frame == 0
