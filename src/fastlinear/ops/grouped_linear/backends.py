@@ -23,6 +23,7 @@ from fastlinear.ops.grouped_linear import (
     cpp,
     reference,
     resident,
+    resident_config,
     strips,
     strips_backward,
     triton_config,
@@ -59,6 +60,7 @@ _STRIPS_BACKWARD_SOURCES = (
     *("strips_backward.py", "strips_backward_config.py", "strips_backward.cu", "one_pass.py"),
     *_STRIPS_SHARED,
 )
+_FEW_TOKENS = 1 << 13  # of all groups: too few for kernels that keep weights
 _HOST_BOUND = 1 << 25  # numbers of x and y below which a GPU waits for a training call's Python
 _WIDE_SOURCES = ("triton_wide.py", "triton_wide_kernels.py", *_TRITON_SOURCES)
 _BOXES_SHARED = (
@@ -143,9 +145,22 @@ def _prefer(p: Problem) -> tuple[str, ...]:
     # rows that do not begin at 16 bytes, and in float32 those that do not fill Triton's tiles
     step = 16 if p.dtype == "float32" else 8
     odd = p.dim("K") % step or p.dim("N") % step
-    strips_first = odd and (p.dtype != "float32" or p.dim("K") >= 64)
-    first = ("strips",) if strips_first and many else ("wide",) if p.dim("K") > 128 else ()
-    return (*first, "triton", "eager")
+    if odd and many and (p.dtype != "float32" or p.dim("K") >= 64):
+        return ("strips", "triton", "eager")
+    if max(p.dim("K"), p.dim("N")) <= 128 or p.dim("M") * p.dim("G") < _FEW_TOKENS:
+        return ("triton", "eager")
+    first = ("resident",) if _worth_keeping(p) else ()
+    return (*first, *(("wide",) if p.dim("K") > 128 else ()), "triton", "eager")
+
+
+def _worth_keeping(p: Problem) -> bool:
+    """Whether most of what ``resident`` multiplies are numbers of the group, read once or twice."""
+    k, n = p.dim("K"), p.dim("N")
+    config = resident_config.resident_config(k, n)
+    if config is None or n > 2 * config.outputs:
+        return False
+    parts = -(-n // config.outputs)
+    return 2 * k * n > wide_backward_config.padded(k) * config.outputs * parts
 
 
 def _worth_one_pass(p: Problem) -> bool:
