@@ -20,8 +20,8 @@ from torch import Tensor
 
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common import hopper
-from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import (
+    group_map,
     one_pass,
     reference,
     resident,
@@ -30,6 +30,7 @@ from fastlinear.ops.grouped_linear import (
     strips_tiles,
     wide_backward,
 )
+from fastlinear.ops.grouped_linear import layout as layouts
 
 pytestmark = needs_nodes
 
@@ -170,8 +171,8 @@ def _stood_in(_driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, loader, lambda *_: (0, 0))
     for module in (strips, resident, strips_backward, strips_tiles):
         monkeypatch.setattr(module, "ordinal", lambda _: 0)
-    for module in (resident, wide_backward):
-        monkeypatch.setattr(module, "GroupMap", Map)
+    monkeypatch.setattr(group_map, "GroupMap", Map)
+    monkeypatch.setattr(group_map, "ordinal", lambda _: 0)
     monkeypatch.setattr(driver, "TensorMap", Map)
     monkeypatch.setattr(driver, "Launch", Launch)
     monkeypatch.setattr(hopper, "EarlyLaunch", Launch)
@@ -209,10 +210,11 @@ def test_resident_weights(layout: str, activation: str) -> None:
 
 @pytest.mark.usefixtures("_stood_in")
 @pytest.mark.parametrize("activation", ["none", "relu", "silu"])
-def test_the_wide_pass(activation: str) -> None:
+@pytest.mark.parametrize("layout", ["... (g k)", "g ... k"])
+def test_the_wide_pass(layout: str, activation: str) -> None:
     for bias, tokens in itertools.product((True, False), ((2, 16), (5, 160))):
-        given = draw("... (g k)", (2, 144, 200), tokens, bias=bias, **BF16)
-        Way(formula_of("eager", "wide", activation, "... (g k)"), given).compare(given)
+        given = draw(layout, (2, 144, 200), tokens, bias=bias, **BF16)
+        Way(formula_of("eager", "wide", activation, layout), given).compare(given)
 
 
 @pytest.mark.usefixtures("_stood_in")

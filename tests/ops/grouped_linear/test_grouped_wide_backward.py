@@ -15,6 +15,7 @@ from fastlinear.core.compare import judge
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.hopper import SHARED_LIMIT
+from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import reference
 from fastlinear.ops.grouped_linear import wide_backward as wide
 from fastlinear.ops.grouped_linear import wide_backward_config as configs
@@ -44,13 +45,21 @@ CONFIGS = (
 
 
 def drawn(
-    m: int, groups: int, k: int, n: int, activation: str, dtype: torch.dtype = torch.bfloat16
+    m: int,
+    groups: int,
+    k: int,
+    n: int,
+    activation: str,
+    dtype: torch.dtype = torch.bfloat16,
+    order: str = "tokens",
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """dy, saved, x and weight."""
-    x = torch.randn(1, m, groups, k, device="cuda").to(dtype)
-    dy = torch.randn(1, m, groups, n, device="cuda").to(dtype)
+
+    def tokens(features: int) -> Tensor:
+        return layouts.dense(torch.randn(1, m, groups, features, device="cuda").to(dtype), order)
+
+    x, dy, pre = tokens(k), tokens(n), tokens(n)
     weight = (torch.randn(groups, n, k, device="cuda") / k**0.5).to(dtype)
-    pre = torch.randn(1, m, groups, n, device="cuda").to(dtype)
     act = activation_of(activation)
     saved = {"none": None, "pre": pre, "output": act.value(pre)}[act.saved]
     return dy, saved, x, weight
@@ -62,10 +71,11 @@ def check(
     needs: Needs = ALL,
     config: WideBackwardConfig | None = None,
     chunks: int | None = None,
+    order: str = "tokens",
 ) -> None:
     torch.full((1 << 22,), float("nan"), device="cuda")  # what new memory holds
-    assert wide.serves(*given, "tokens")
-    rest: Any = (activation, needs, "tokens")
+    assert wide.serves(*given, order)
+    rest: Any = (activation, needs, order)
     found = wide.backward(*given, *rest, config=config, chunks=chunks)
     theirs = reference.backward(*given, *rest)
     wider: list[Any] = [None if t is None else t.double() for t in given]
@@ -85,11 +95,13 @@ class TestOnHopper:
         for dtype in (torch.bfloat16, torch.float16):
             check(drawn(300, 2, 256, 256, activation, dtype), activation)
 
+    @pytest.mark.parametrize("order", ["tokens", "groups"])
     @pytest.mark.parametrize("sizes", SIZES, ids=str)
-    def test_sizes(self, sizes: tuple[int, int, int]) -> None:
-        for m in (1, 63, 65, 1000, 4096):
+    def test_sizes(self, sizes: tuple[int, int, int], order: str) -> None:
+        few = 1 if order == "tokens" else 2  # where a group of one token lies is not dense
+        for m in (few, 63, 65, 1000, 4096):
             activation = "silu" if m == 65 else "none" if m == 63 else "relu"
-            check(drawn(m, *sizes, activation), activation)
+            check(drawn(m, *sizes, activation, order=order), activation, order=order)
 
     @pytest.mark.parametrize("needs", NEEDS, ids=str)
     def test_what_is_wanted(self, needs: Needs) -> None:
@@ -192,6 +204,9 @@ def test_what_it_serves() -> None:
     assert wide.serves(x, x, x, weight, "tokens")
     assert wide.serves(x, None, x, weight, "tokens")
     assert not wide.serves(x, None, x, weight, "groups")
+    first = layouts.dense(x, "groups")
+    assert wide.serves(first, first, first, weight, "groups")
+    assert not wide.serves(first, x, first, weight, "groups")
     assert not wide.serves(x, None, x, weight.transpose(1, 2), "tokens")
     assert not wide.serves(x.float(), None, x, weight, "tokens")
     narrow = torch.zeros(1, 6, 2, 128, dtype=torch.bfloat16)
@@ -230,7 +245,7 @@ def test_compiles_for_other_needs_and_numbers() -> None:
         assert (kernel.frame, kernel.registers) == (0, LAUNCH_REGISTERS)
 
 
-def test_other_dtypes_and_orders_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_dtypes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wide.strips_tiles, "reason_not", lambda _: None)
 
     def asked(dtype: str, order: str = "tokens") -> str | None:
@@ -240,7 +255,4 @@ def test_other_dtypes_and_orders_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert asked("bfloat16") is None
     for dtype in ("float32", "float64"):
         assert asked(dtype) == f"serves bfloat16 and float16, not {dtype}"
-    assert asked("bfloat16", "groups") == "serves tensors that lie tokens first"
-    x = torch.empty(4, 64, 256, dtype=torch.bfloat16).transpose(0, 1)[None]
-    weight = torch.empty(4, 256, 256, dtype=torch.bfloat16)
-    assert not wide.serves(x, None, x, weight, "groups")
+    assert asked("bfloat16", "groups") is None

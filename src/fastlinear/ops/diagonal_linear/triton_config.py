@@ -20,6 +20,7 @@ _FEWEST, _FEW = 1 << 16, 1 << 18  # numbers of a launch whose own start takes lo
 _LARGE = 1 << 22  # numbers that keep a GPU busy with few large tiles
 _HUGE = 1 << 25  # numbers beside which launches are nothing
 _QUICK = ("none", "relu", "leaky_relu")  # activations whose derivatives take no time
+_SLOW = ("gelu", "gelu_tanh")  # those whose derivatives take as long as memory
 _WIDE = 1024  # features from which a program's share of a row is long whatever the others take
 _WIDEST = 16 * _WIDE  # features up to which 16-bit rows go through a pipeline
 
@@ -90,8 +91,9 @@ def config_for(
     if numbers < _LARGE:
         return DiagonalConfig(64, 2048, 4, 3, 1, "last")  # few programs, whose sums take long
     quick = activation in _QUICK
-    if not quick and not wide and numbers >= _HUGE and 2 * _WIDE <= k <= _WIDEST:
-        return DiagonalConfig(64 if k <= 8 * _WIDE else 128, 4096, 4, 5, 1)
+    slow = activation in _SLOW
+    if not quick and not wide and numbers >= _HUGE and (2 if slow else 5) * _WIDE <= k <= _WIDEST:
+        return DiagonalConfig(64 if slow and k <= 8 * _WIDE else 128, 4096, 4, 5, 1)
     if k < 512 or numbers == _LARGE or not quick:
         return (
             DiagonalConfig(64, 2048, 4, 3, 2, "last") if wide else DiagonalConfig(64, 2048, 4, 4, 2)

@@ -154,10 +154,10 @@ def _prefer(p: Problem) -> tuple[str, ...]:
 
 
 def _worth_keeping(p: Problem) -> bool:
-    """Whether most of what ``resident`` multiplies are numbers of the group, read once or twice."""
+    """Whether most of what ``resident`` multiplies are numbers of the group."""
     k, n = p.dim("K"), p.dim("N")
     config = resident_config.resident_config(k, n)
-    if config is None or n > 2 * config.outputs:
+    if config is None or p.dim("M") < wide_backward_config.TOKENS:
         return False
     parts = -(-n // config.outputs)
     return 2 * k * n > wide_backward_config.padded(k) * config.outputs * parts

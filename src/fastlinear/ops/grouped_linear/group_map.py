@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
+from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.ops.common import cuda_driver as driver
+from fastlinear.ops.grouped_linear.strips_tiles import ordinal
+
+COLUMNS = 64
+"""Of a box: 128 bytes, as the multiplier's swizzle has it."""
 
 
 class GroupMap(driver.TensorMap):
@@ -41,3 +48,22 @@ class GroupMap(driver.TensorMap):
             driver._SWIZZLE_128B,
             driver._L2_PROMOTION_256B,
         )
+
+
+def boxes_of(t: Tensor, features: int, order: str, tokens: int, dense: bool = False) -> GroupMap:
+    """Boxes of ``tokens`` x ``COLUMNS`` of a tensor like t (1, M, G, features), tokens or groups
+    first, which has so many features a group; with ``dense`` of a dense one."""
+    _, m, groups, _ = t.shape
+    if order == "groups":
+        row, apart = features, m * features
+    else:
+        row, apart = groups * features if dense or m == 1 else t.stride(1), features
+    shape, box = (m, groups, features), (tokens, 1, COLUMNS)
+    return GroupMap(DTYPE_NAMES[t.dtype], shape, row, box, t.data_ptr(), ordinal(t), apart)
+
+
+def weight_boxes(weight: Tensor, rows: int) -> GroupMap:
+    """Boxes of so many outputs x ``COLUMNS`` of a weight (G, N, K), dense."""
+    groups, n, k = weight.shape
+    box, place = (1, rows, COLUMNS), (weight.data_ptr(), ordinal(weight))
+    return GroupMap(DTYPE_NAMES[weight.dtype], (groups, n, k), n * k, box, *place)

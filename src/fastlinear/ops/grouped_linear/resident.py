@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from fastlinear.core.device import device_facts
-from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.core.problem import Problem
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common import hopper
@@ -24,7 +23,7 @@ from fastlinear.ops.common.door_launch import DoorLaunch, prepared
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import resident_config as configs
 from fastlinear.ops.grouped_linear import strips_tiles
-from fastlinear.ops.grouped_linear.group_map import GroupMap
+from fastlinear.ops.grouped_linear.group_map import boxes_of, weight_boxes
 from fastlinear.ops.grouped_linear.operands import Forward
 from fastlinear.ops.grouped_linear.resident_config import (
     ResidentConfig,
@@ -33,7 +32,7 @@ from fastlinear.ops.grouped_linear.resident_config import (
     shared_bytes,
 )
 from fastlinear.ops.grouped_linear.strips_tiles import has_dense_rows, ordinal
-from fastlinear.ops.grouped_linear.wide_backward_config import COLUMNS, TOKENS
+from fastlinear.ops.grouped_linear.wide_backward_config import TOKENS
 
 KERNEL = "grouped_linear_resident"
 _ROWS = 16  # tokens of a box of results
@@ -202,22 +201,11 @@ class Resident:
             how = (activation, bias is not None, save_pre, config)
             kernel = _kernel(x.dtype, k, n, *how, self._device)
         self._lock = threading.Lock()
-        dtype, place = DTYPE_NAMES[x.dtype], (x.data_ptr(), self._device)
-
-        def boxes(features: int, tokens: int, row: int) -> GroupMap:
-            apart = m * features if order == "groups" else features
-            box = tokens, 1, COLUMNS
-            return GroupMap(dtype, (m, groups, features), row, box, *place, group_stride=apart)
-
-        def row_of(features: int) -> int:
-            return features if order == "groups" else groups * features
-
-        whole = config.outputs, COLUMNS
         self._maps = (
-            boxes(k, TOKENS, row_of(k) if m == 1 else x.stride(1)),
-            GroupMap(dtype, (groups, n, k), n * k, (1, *whole), *place),
-            boxes(n, _ROWS, row_of(n)),
-            boxes(n, _ROWS, row_of(n)),
+            boxes_of(x, k, order, TOKENS),
+            weight_boxes(weight, config.outputs),
+            boxes_of(x, n, order, _ROWS, dense=True),
+            boxes_of(x, n, order, _ROWS, dense=True),
         )
         self._bias = ctypes.c_void_p(0)
         parts, tiles = groups * -(-n // config.outputs), -(-m // TOKENS)

@@ -13,18 +13,16 @@ import torch
 from torch import Tensor
 
 from fastlinear.core.device import device_facts
-from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.core.problem import Problem
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common import hopper
 from fastlinear.ops.grouped_linear import strips_backward, strips_tiles
 from fastlinear.ops.grouped_linear import wide_backward_config as configs
-from fastlinear.ops.grouped_linear.group_map import GroupMap
-from fastlinear.ops.grouped_linear.one_pass import OnePass, gradients, row_stride
+from fastlinear.ops.grouped_linear.group_map import COLUMNS, boxes_of, weight_boxes
+from fastlinear.ops.grouped_linear.one_pass import OnePass, gradients
 from fastlinear.ops.grouped_linear.operands import Backward, Numbers
 from fastlinear.ops.grouped_linear.reference import Gradients, Needs
 from fastlinear.ops.grouped_linear.wide_backward_config import (
-    COLUMNS,
     TOKENS,
     WideBackwardConfig,
     chunks_of,
@@ -91,8 +89,6 @@ def reason_not(p: Problem) -> str | None:
         return reason
     if p.dtype not in ("bfloat16", "float16"):
         return f"serves bfloat16 and float16, not {p.dtype}"
-    if p.option("order") != "tokens":
-        return "serves tensors that lie tokens first"
     k, n = p.dim("K"), p.dim("N")
     if not configs.serves(k, n):
         return f"serves groups of 136 to 256 features in multiples of 8, not {k} to {n}"
@@ -100,10 +96,9 @@ def reason_not(p: Problem) -> str | None:
 
 
 def serves(dy: Tensor, saved: Tensor | None, x: Tensor, weight: Tensor, order: str) -> bool:
-    """Whether the kernel takes such tensors: tokens first, dense groups, rows at 16 bytes."""
+    """Whether the kernel takes such tensors: tokens or groups first, rows at 16 bytes."""
     return (
-        order == "tokens"
-        and configs.serves(weight.shape[2], weight.shape[1])
+        configs.serves(weight.shape[2], weight.shape[1])
         and weight.data_ptr() % 16 == 0
         and strips_backward.serves(dy, saved, x, weight, order)
     )
@@ -187,7 +182,6 @@ class WideBackward(OnePass):
         config: WideBackwardConfig,
         chunks: int | None = None,
     ) -> None:
-        assert order == "tokens"
         super().__init__(strips_tiles.ordinal(x))
         _, m, groups, k = x.shape
         n = weight.shape[1]
@@ -197,24 +191,16 @@ class WideBackward(OnePass):
             units = device_facts(x.device).units
             chunks = chunks_of(m, groups, k, n, units, any(needs[1:]))
 
-        def boxes(t: Tensor, tokens: int = TOKENS, dense: bool = False) -> GroupMap:
-            shape = m, groups, t.shape[3]
-            return self._map(shape, row_stride(t, dense), (tokens, 1, COLUMNS), t)
-
+        half = TOKENS // 2
         maps = [
-            boxes(dy, TOKENS // 2 if config.split else TOKENS),
-            boxes(dy if saved is None else saved, TOKENS // 2),
-            boxes(x),
-            boxes(x, dense=True),
-            self._map((groups, n, k), n * k, (1, COLUMNS, COLUMNS), weight),
+            boxes_of(dy, n, order, half if config.split else TOKENS),
+            boxes_of(dy if saved is None else saved, n, order, half),
+            boxes_of(x, k, order, TOKENS),
+            boxes_of(x, k, order, TOKENS, dense=True),
+            weight_boxes(weight, COLUMNS),
         ]
         cluster, blocks = 2 if config.cluster else 1, groups * chunks * halves(k)
         numbers = groups, chunks, -(-m // TOKENS)
         self._prepare_pass(kernel, hopper.THREADS, cluster, blocks, maps, numbers)
         launch = hopper.EarlyLaunch
         self._prepare_sums(launch, sums, weight, needs, chunks, 4, (groups, chunks))
-
-    def _map(
-        self, shape: tuple[int, int, int], stride: int, box: tuple[int, int, int], t: Tensor
-    ) -> GroupMap:
-        return GroupMap(DTYPE_NAMES[t.dtype], shape, stride, box, t.data_ptr(), self._device)

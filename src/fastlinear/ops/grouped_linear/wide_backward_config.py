@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from fastlinear.ops.common.hopper import SHARED_LIMIT
+from fastlinear.ops.grouped_linear.group_map import COLUMNS
 from fastlinear.ops.grouped_linear.reference import Needs
 
 TOKENS = 64
 """Of a tile."""
-COLUMNS = 64
-"""Of a box of the copy engine: 128 bytes, as the multiplier's swizzle has it."""
 _HALF = 128  # of the K features, those of one block
 _BOX = TOKENS * COLUMNS * 2  # bytes
 _LEAST, _MOST = 128, 256  # features
