@@ -25,7 +25,8 @@ DTYPES = {name: dtype for dtype, name in FLOATS.items()}
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
     """Launches made while the test runs; none is carried out."""
     made: list[Recorded] = []
-    monkeypatch.setattr(products, "Launch", recorder(made))
+    for name in ("Launch", "EarlyLaunch"):
+        monkeypatch.setattr(products, name, recorder(made))
     monkeypatch.setattr(whole, "Launch", recorder(made))
     monkeypatch.setattr(triton_tensors, "units_of", lambda device: 132)
     products._plans.clear()
@@ -35,6 +36,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
 
 def on(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_tensors, "capability_of", lambda device: divmod(arch, 10))
+    monkeypatch.setattr(products, "begins_early", lambda device: arch >= 90)
 
 
 def fitting(launch: Recorded, arch: int) -> Any:
@@ -79,6 +81,9 @@ def test_forward(
     products.forward(x, weight, bias, "gelu", True, "tokens")
     (launch,) = launches
     compiled = fitting(launch, arch)
+    assert ("griddepcontrol.wait" in compiled.asm["ptx"]) == (
+        arch >= 90 and launch.name == "_resident_kernel"
+    )
     if arch == 90 and dtype == "bf16":
         assert "wgmma.mma_async" in compiled.asm["ptx"]
         # 8 bytes at once where rows are aligned to no more, else 16

@@ -27,7 +27,7 @@ _HERE = "fastlinear.ops.diagonal_linear"
 _TRITON_SOURCES = (
     "triton_config.py",
     "triton_kernels.py",
-    "early_launch.py",
+    "../common/early_launch.py",
     "../common/activations_triton.py",
     "../common/triton_launch.py",
 )

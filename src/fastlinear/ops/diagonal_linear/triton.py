@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastlinear.core.device import device_facts
 from fastlinear.ops.common.door_launch import DoorLaunch, Y
-from fastlinear.ops.diagonal_linear.early_launch import EarlyLaunch, begins_early
+from fastlinear.ops.common.early_launch import EarlyLaunch, begins_early
 from fastlinear.ops.diagonal_linear.reference import Gradients, Needs
 from fastlinear.ops.diagonal_linear.triton_config import (
     Cut,

@@ -40,7 +40,7 @@ _HERE = "fastlinear.ops.grouped_linear"
 _TRITON_SOURCES = (
     *("triton.py", "triton_kernels.py", "triton_tiles.py", "triton_config.py"),
     *("triton_tensors.py", "triton_backward_kernels.py", "layout.py"),
-    *("../common/activations_triton.py", "../common/triton_launch.py"),
+    *("../common/activations_triton.py", "../common/triton_launch.py", "../common/early_launch.py"),
 )
 _CPP_SOURCES = (
     *("cpp.py", "grouped.cpp", "grouped_call.h", "grouped_rows.h", "grouped_product.h"),

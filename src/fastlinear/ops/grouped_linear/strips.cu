@@ -124,6 +124,8 @@ grouped_linear_strips(const __grid_constant__ TensorMap x_map, const __grid_cons
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
+  let_next_start();
+  wait_for_previous();
 
   if (warp >= WARPS) {
 #if REGISTERS

@@ -19,6 +19,7 @@ from fastlinear.core.device import device_facts
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.ops.common import cuda_driver as driver
+from fastlinear.ops.common import hopper
 from fastlinear.ops.common.door_launch import DoorLaunch, prepared
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import strips_float32 as float32
@@ -243,7 +244,7 @@ class Strips:
         self._pointers = [ctypes.c_void_p(0) for _ in range(5)]
         whose = [ctypes.c_int(v) for v in (cut.rows, cut.tiles, split.each, split.more)]
         arguments: list[driver.Argument] = [*self._maps, *self._pointers, *whose]
-        self._launch = driver.Launch(kernel, config.threads, 1, arguments)
+        self._launch = hopper.EarlyLaunch(kernel, config.threads, 1, arguments)
         self._launch.set_grid(split.blocks)
 
     def __call__(

@@ -186,6 +186,8 @@ grouped_linear_strips_float32(const __grid_constant__ TensorMap x_map,
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
+  let_next_start();
+  wait_for_previous();
 
   if (warp >= WARPS) {
 #if REGISTERS

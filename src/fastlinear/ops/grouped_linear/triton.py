@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fastlinear.ops.common.early_launch import EarlyLaunch, begins_early
 from fastlinear.ops.common.triton_launch import Launch
 from fastlinear.ops.grouped_linear import reference
 from fastlinear.ops.grouped_linear import triton_tensors as tensors
@@ -125,6 +126,7 @@ class Product:
             rest = (
                 *(*place.shape, place.tiles, config.tiles, columns, *strides),
                 *(k, n, *parts(k), config.block_m, config.block_n),
-                *(*how, config.stages, interpreted),
+                *(*how, config.stages, interpreted, begins_early(x.device)),
             )
-        self.launch = Launch(kernel, grid, rest, x.device, warps=config.warps, stages=config.stages)
+        launch = Launch if config.block_k else EarlyLaunch
+        self.launch = launch(kernel, grid, rest, x.device, warps=config.warps, stages=config.stages)

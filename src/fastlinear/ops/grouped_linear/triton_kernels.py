@@ -65,13 +65,17 @@ def _resident_kernel(
     ACROSS: tl.constexpr,
     STAGES: tl.constexpr,
     UPCAST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """y = act(x Wᵀ + b) on program_tiles tiles of one group and BLOCK_N outputs.
 
     W stays on the chip while x streams by. K is cut into up to three parts K0, K1, K2 (0: none),
     powers of two that reach or pass K together, so that 100 inputs cost 112 and not 128. W is
     (G, N, K) with any strides. ``bias_ptr`` (G, N), contiguous, and ``pre_ptr`` (as y) may be None.
+    EARLY: the kernel before may still run.
     """
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     g = (tl.program_id(0) // col_tiles).to(tl.int64)
     n0 = (tl.program_id(0) % col_tiles) * BLOCK_N
     n = n0 + tl.arange(0, BLOCK_N)
@@ -118,6 +122,8 @@ def _resident_kernel(
             tl.store(pre_ptr + y_base + first + y_offs, pre, mask=y_mask)
         acc = activation(acc, ACTIVATION, MATH)
         tl.store(y_ptr + y_base + first + y_offs, acc.to(y_ptr.dtype.element_ty), mask=y_mask)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit

@@ -108,15 +108,6 @@ __device__ __forceinline__ void leave_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// The kernel launched behind this one may set up; it waits for this one's end before it reads.
-__device__ __forceinline__ void let_next_start() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
-__device__ __forceinline__ void wait_for_previous() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-
 // Volatile: worked out where it is needed, not kept in a register throughout.
 __device__ __forceinline__ u32 block_id() {
   u32 block;

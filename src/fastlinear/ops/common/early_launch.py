@@ -38,9 +38,8 @@ class EarlyLaunch(Launch):
     ) -> DoorLaunch | None:
         """As ``Launch.in_door``, with the attribute."""
         found = super().in_door(tensors, described)
-        if found is None or self._device is None:
-            return None
-        if not begins_early(torch.device("cuda", self._device)):
+        device = self._device
+        if found is None or device is None or not begins_early(torch.device("cuda", device)):
             return found
         config = cuda_driver._LaunchConfig.from_address(found.config)
         attributes = (cuda_driver._LaunchAttribute * 1)()
