@@ -123,6 +123,10 @@ grouped_linear_strips(const __grid_constant__ TensorMap x_map, const __grid_cons
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
+  if (threadIdx.x == 0) {  // no read: these may still be written
+    const u64 first = begin / tiles, groups = SHARED ? 1 : P;
+    fetch_to_l2(weight + first * groups * N * KW, static_cast<u32>(groups) * N * K * 2);
+  }
   __syncthreads();
   let_next_start();
   wait_for_previous();

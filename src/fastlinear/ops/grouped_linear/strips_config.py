@@ -90,7 +90,10 @@ def strips_config(side: int, k: int, n: int, save_pre: bool) -> StripsConfig | N
     wide = [p for p in reversed(sizes) if p * max(k, n) * 2 <= _MOST_STRIP]
     for p in wide or sizes[:1]:
         for blocks in (2, 1):
-            for parts in range(1, min(tiles, _MOST_WARPS // p) + 1):
+            several = list(range(1, min(tiles, _MOST_WARPS // p) + 1))
+            if blocks == 1:  # of one block as many warps as have fewer tiles for it
+                several.sort(key=lambda parts: -(-tiles // parts))
+            for parts in several:
                 config = StripsConfig(p, parts, blocks=blocks)
                 if (
                     p * parts * blocks >= _GOOD_WARPS

@@ -26,6 +26,13 @@ __device__ __forceinline__ void bar_wait(u32 bar, u32 parity) {
       : "memory");
 }
 
+// Has L2 fetch what lies there, in whole 16 bytes.
+__device__ __forceinline__ void fetch_to_l2(const void* from, u32 bytes) {
+  const u64 begin = reinterpret_cast<u64>(from) & ~15ull;
+  const u32 size = static_cast<u32>((reinterpret_cast<u64>(from) + bytes + 15 & ~15ull) - begin);
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(begin), "r"(size) : "memory");
+}
+
 // The tile of tokens from `row` and a strip's columns, into or out of shared memory. T says in how
 // many boxes of how many columns and bytes.
 template <class T>
