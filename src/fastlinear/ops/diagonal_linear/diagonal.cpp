@@ -116,21 +116,29 @@ inline void take_time() {
 #endif
 }
 template <class A, class T>
-constexpr bool kHasty = kAmd && std::is_same_v<T, float> &&
+constexpr bool kQuick = kAmd && std::is_same_v<T, float> &&
                         (std::is_same_v<A, None> || std::is_same_v<A, Relu> ||
                          std::is_same_v<A, Relu2> || std::is_same_v<A, LeakyRelu>);
+
+// Where x lies: beside the caches, in them, or nothing is known. In the caches AMD's processors want
+// nothing asked for and four lines at a time: 64 rows of 1024 took 4.9 us in place of 6.5.
+enum Place { kFar, kNear, kAnywhere };
+template <class A, class T>
+constexpr Place kPast = kQuick<A, T> ? kFar : kAnywhere;
+template <class A, class T>
+constexpr Place kInside = kQuick<A, T> ? kNear : kAnywhere;
 
 // n numbers of a row, whole lines; b_step: numbers of b from line to line, 0 where there is no bias.
 // kBias: whether there may be one. Only a product alone is told apart: a residual is added to it
 // with one rounding.
-template <class A, class T, bool kBias, bool kResidual, bool kFar = false>
+template <class A, class T, bool kBias, bool kResidual, Place kPlace>
 void forward_lines(const T* __restrict x, const float* __restrict w, const float* __restrict b,
                    int64_t b_step, const T* __restrict r, T* __restrict y, int64_t n) {
   constexpr int64_t line = kCount<T>;
-  for (int64_t j = 0; j < n; j += line, b += b_step) {
-    ask_for(x + j);
+  const auto compute = [&](int64_t j) {
+    if constexpr (kPlace != kNear) ask_for(x + j);
     if constexpr (kResidual) ask_for(r + j);
-    if constexpr (kFar) take_time();
+    if constexpr (kPlace == kFar) take_time();
     if constexpr (std::is_same_v<T, Half>) {
       float xs[line], rs[line], ys[line];
       widen(x + j, xs, line);
@@ -154,6 +162,13 @@ void forward_lines(const T* __restrict x, const float* __restrict w, const float
         y[j + i] = narrow<T>(v);
       }
     }
+    b += b_step;
+  };
+  if constexpr (kPlace == kNear) {
+#pragma GCC unroll 4
+    for (int64_t j = 0; j < n; j += line) compute(j);
+  } else {
+    for (int64_t j = 0; j < n; j += line) compute(j);
   }
 }
 
@@ -325,13 +340,13 @@ constexpr int64_t kActivations = 10;
 template <class T>
 void forward(const Call& c, const T* x, const T* w, const T* b, const T* r, T* y) {
 #define LINES(A)                                                            \
-  {forward_lines<A, T, true, false>, forward_lines<A, T, true, false, kHasty<A, T>>, \
-   forward_lines<A, T, true, true>}
+  {forward_lines<A, T, true, false, kInside<A, T>>, forward_lines<A, T, true, false, kPast<A, T>>, \
+   forward_lines<A, T, true, true, kAnywhere>}
   static constexpr Forward<T> kLines[kActivations][3] = {FASTLINEAR_EACH(LINES)};
 #undef LINES
-  static constexpr Forward<T> kScaled[3] = {forward_lines<None, T, false, false>,
-                                            forward_lines<None, T, false, false, kHasty<None, T>>,
-                                            forward_lines<None, T, false, true>};
+  static constexpr Forward<T> kScaled[3] = {forward_lines<None, T, false, false, kInside<None, T>>,
+                                            forward_lines<None, T, false, false, kPast<None, T>>,
+                                            forward_lines<None, T, false, true, kAnywhere>};
   if (c.fresh) large_pages(y, size_t(c.m) * c.k * sizeof(T));
   if (c.act < 0 || c.act >= kActivations) std::abort();
   const Forward<T>* lines = c.act || b ? kLines[c.act] : kScaled;
