@@ -56,4 +56,17 @@ int threads_worth(double wanted) {
 #endif
 }
 
+// work(i) for all i below count, by so many threads in equal stretches. One alone stays out of
+// OpenMP, whose regions take it 0.35 us (AMD EPYC, GCC 12), as long as small work. For work that is
+// a call: a loop written here is compiled apart from what it captures.
+template <class Work>
+void for_each(int64_t count, int threads, const Work& work) {
+  if (threads <= 1) {
+    for (int64_t i = 0; i < count; ++i) work(i);
+    return;
+  }
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (int64_t i = 0; i < count; ++i) work(i);
+}
+
 }  // namespace

@@ -16,6 +16,7 @@
 #include "diagonal_memory.h"
 #include "diagonal_numbers.h"
 
+#include <memory>
 #include <type_traits>
 #include <vector>
 
@@ -79,10 +80,11 @@ inline void ask_for(const T* x) { __builtin_prefetch(x + kAhead / sizeof(T), 0, 
 // the only code there is of an activation: what is left of a row is copied to a line and back.
 template <class T>
 constexpr int64_t kCount = kLine / sizeof(T);
+constexpr int64_t kFloats = kCount<float>;
 
 // A parameter (k) as float32, repeated for each row of a fold; itself where it is that already.
 struct Repeated {
-  std::vector<float> made;
+  std::unique_ptr<float[]> made;
   const float* data = nullptr;
   int64_t size = 0;
   alignas(kLine) float last[kLine / 2];  // what does not fill a line, filled up
@@ -92,10 +94,13 @@ struct Repeated {
     if (!parameter) return;
     if constexpr (std::is_same_v<T, float>) data = parameter;
     if (!data || fold > 1) {
-      made.resize(size + kCount<T>);
-      for (int64_t i = 0; i < k; ++i) made[i] = wide(parameter[i]);
-      for (int64_t i = k; i < size; ++i) made[i] = made[i - k];
-      data = made.data();
+      made.reset(new float[size + kCount<T> + kFloats]);  // its last line ends behind `size`
+      const auto from = reinterpret_cast<uintptr_t>(made.get());
+      float* to = made.get() + (-from & (kLine - 1)) / sizeof(float);  // lines of the caches
+      for (int64_t i = 0; i < k; ++i) to[i] = wide(parameter[i]);
+      for (int64_t i = k; i < size; i += k) std::memcpy(to + i, to, k * sizeof(float));
+      std::memset(to + size, 0, kCount<T> * sizeof(float));
+      data = to;
       return;
     }
     const int64_t left = size % kCount<T>;
@@ -104,7 +109,7 @@ struct Repeated {
     std::memcpy(last, data + size - left, left * sizeof(float));
   }
   // A line from number i on, of which as many lie there as are left.
-  const float* line(int64_t i) const { return made.empty() ? last : data + i; }
+  const float* line(int64_t i) const { return made ? data + i : last; }
 };
 
 // In a pass over memory that does next to nothing else AMD's processors read so far ahead that what
@@ -201,13 +206,12 @@ void forward_all(Forward<T> lines, const Call& c, const T* x, const T* w, const 
   if (walk.fold > 1) x_stride = r_stride = walk.width;
   const int64_t segments = (walk.width + kSegment - 1) / kSegment;
   const int threads = threads_worth(double(m) * k / kAlone);
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (int64_t t = 0; t < walk.rows * segments; ++t) {
+  for_each(walk.rows * segments, threads, [&](int64_t t) {
     const int64_t row = t / segments, j = t % segments * kSegment, left = walk.numbers(row) - j;
     const int64_t n = left < kSegment ? left : kSegment;
     forward_row<T>(lines, x + row * x_stride + j, ws, bs, j,
                    r ? r + row * r_stride + j : nullptr, y + row * walk.width + j, n);
-  }
+  });
 }
 
 template <class A, class T>
@@ -288,8 +292,7 @@ void backward_all(Backward<T> lines, const Call& c, const T* dy, const T* x, con
   const bool direct = walk.rows <= kRows && walk.fold == 1;  // float32 sums are the results
   std::vector<double> sums(direct ? 0 : 2 * chunks * all);
   const int threads = threads_worth(double(m) * k / kAlone);
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (int64_t t = 0; t < chunks * parts; ++t) {
+  for_each(chunks * parts, threads, [&](int64_t t) {
     const int64_t chunk = t / parts, begin = t % parts * part;
     const int64_t end = begin + part < all ? begin + part : all;
     const int64_t r0 = walk.rows * chunk / chunks, r1 = walk.rows * (chunk + 1) / chunks;
@@ -318,7 +321,7 @@ void backward_all(Backward<T> lines, const Call& c, const T* dy, const T* x, con
       }
     }
     if (past) written_through();
-  }
+  });
   for (int64_t j = 0; !direct && j < k; ++j) {
     double total_w = 0.0, total_b = 0.0;
     for (int64_t c = 0; c < chunks; ++c)
