@@ -22,6 +22,7 @@ from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common import hopper
 from fastlinear.ops.grouped_linear import (
     group_map,
+    one_launch,
     one_pass,
     reference,
     resident,
@@ -163,7 +164,7 @@ def _stood_in(_driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
     stand(resident, "Resident", lambda _, given: [resident_kernel(*given[:6])])
     stand(strips_backward, "StripsBackward", partial(backward_kernels, wide=False))
     stand(wide_backward, "WideBackward", partial(backward_kernels, wide=True))
-    for module in (strips, resident, one_pass):
+    for module in (one_launch, one_pass):
         monkeypatch.setattr(module, "_plans", {})
     for module in (strips, resident, strips_backward, wide_backward):
         monkeypatch.setattr(module, "device_facts", lambda _: SimpleNamespace(units=5))

@@ -54,6 +54,7 @@ _STRIPS_SHARED = (
 )
 _STRIPS_SOURCES = (
     *("strips.py", "strips_config.py", "strips.cu", "strips_float32.py", "strips_float32.cu"),
+    "one_launch.py",
     *_STRIPS_SHARED,
 )
 _STRIPS_BACKWARD_SOURCES = (
@@ -67,7 +68,9 @@ _BOXES_SHARED = (
     *("wide_backward_config.py", "wide_instructions.h", "group_map.py", "strips_tiles.py"),
     *("layout.py", *(f"../common/{name}" for name in ("cuda_driver.py", *HOPPER_FILES))),
 )
-_RESIDENT_SOURCES = ("resident.py", "resident_config.py", "resident.cu", *_BOXES_SHARED)
+_RESIDENT_SOURCES = (
+    *("resident.py", "resident_config.py", "resident.cu", "one_launch.py", *_BOXES_SHARED),
+)
 _WIDE_BACKWARD_SOURCES = (
     *("wide_backward.py", "wide_backward.cu", "one_pass.py", "strips_backward.py"),
     *_BOXES_SHARED,

@@ -6,11 +6,8 @@ copy engine, so that beside x and y nothing moves.
 
 from __future__ import annotations
 
-import ctypes
-import threading
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,11 +16,10 @@ from fastlinear.core.device import device_facts
 from fastlinear.core.problem import Problem
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common import hopper
-from fastlinear.ops.common.door_launch import DoorLaunch, prepared
-from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import resident_config as configs
 from fastlinear.ops.grouped_linear import strips_tiles
 from fastlinear.ops.grouped_linear.group_map import boxes_of, weight_boxes
+from fastlinear.ops.grouped_linear.one_launch import OneLaunch, results
 from fastlinear.ops.grouped_linear.operands import Forward
 from fastlinear.ops.grouped_linear.resident_config import (
     ResidentConfig,
@@ -36,7 +32,6 @@ from fastlinear.ops.grouped_linear.wide_backward_config import TOKENS
 
 KERNEL = "grouped_linear_resident"
 _ROWS = 16  # tokens of a box of results
-_MAX_PLANS = 1024
 _HERE = Path(__file__).parent
 
 
@@ -112,9 +107,6 @@ def serves(x: Tensor, weight: Tensor, bias: Tensor | None, order: str) -> bool:
     )
 
 
-_plans: dict[Any, Resident] = {}
-
-
 def forward(
     x: Tensor,
     weight: Tensor,
@@ -147,19 +139,7 @@ def forward(
     if config is None:
         config = resident_config(k, n)
         assert config is not None
-    key = (
-        *(x.shape, x.stride(), n, x.dtype, x.device, bias is None),
-        *(activation, save_pre, order, config),
-    )
-    plan = _plans.get(key)
-    if plan is None:
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
-        plan = _plans[key] = Resident(x, weight, bias, activation, save_pre, order, config)
-    y = layouts.empty((*x.shape[:3], n), order, x, x.dtype)
-    pre = torch.empty_like(y) if save_pre else None
-    plan(x, weight, bias, y, pre)
-    return y, pre
+    return results(Resident, x, weight, bias, activation, save_pre, order, config)
 
 
 def forward_steps(call: Forward) -> tuple[int, int | None] | None:
@@ -174,14 +154,15 @@ def forward_steps(call: Forward) -> tuple[int, int | None] | None:
         return triton.forward_steps(call)
     config = resident_config(weight.shape[2], weight.shape[1])
     assert config is not None
-    y, pre = call.results()
-    plan = Resident(x, weight, bias, call.activation, call.save_pre, call.order, config)
-    call.program.launch(plan.in_door(*call.numbers, y, pre))
-    return y, pre
+    how = call.activation, call.save_pre, call.order, config
+    return Resident(x, weight, bias, *how).steps(call)
 
 
-class Resident:
-    """One prepared launch, for x, weight and bias of one kind at any address."""
+class Resident(OneLaunch):
+    """The launch of ``resident.cu``."""
+
+    MAPS = ("x", "weight", "y", "pre")
+    POINTERS = ("bias",)
 
     def __init__(
         self,
@@ -193,52 +174,18 @@ class Resident:
         order: str,
         config: ResidentConfig,
     ) -> None:
+        super().__init__(ordinal(x))
         _, m, groups, k = x.shape
         n = weight.shape[1]
-        self._device = ordinal(x)
-        driver.make_current(self._device)
+        how = activation, bias is not None, save_pre, config
         with driver.loading_allowed():
-            how = (activation, bias is not None, save_pre, config)
             kernel = _kernel(x.dtype, k, n, *how, self._device)
-        self._lock = threading.Lock()
-        self._maps = (
+        maps = (
             boxes_of(x, k, order, TOKENS),
             weight_boxes(weight, config.outputs),
             boxes_of(x, n, order, _ROWS, dense=True),
             boxes_of(x, n, order, _ROWS, dense=True),
         )
-        self._bias = ctypes.c_void_p(0)
         parts, tiles = groups * -(-n // config.outputs), -(-m // TOKENS)
         blocks, lanes = blocks_of(parts, tiles, device_facts(x.device).units)
-        whose = [ctypes.c_int(v) for v in (parts, tiles, lanes)]
-        arguments: list[driver.Argument] = [*self._maps, self._bias, *whose]
-        self._launch = hopper.EarlyLaunch(kernel, hopper.THREADS, 1, arguments)
-        self._launch.set_grid(blocks)
-
-    def __call__(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        y: Tensor,
-        pre: Tensor | None,
-    ) -> None:
-        """Launch on the current stream; y and pre are dense."""
-        if self._device != torch._C._cuda_getDevice():
-            with torch.cuda.device(self._device):
-                self(x, weight, bias, y, pre)
-            return
-        with self._lock:
-            for map_, tensor in zip(self._maps, (x, weight, y, pre), strict=True):
-                if tensor is not None:
-                    map_.point_at(tensor.data_ptr())
-            self._bias.value = 0 if bias is None else bias.data_ptr()
-            self._launch.run(torch._C._cuda_getCurrentRawStream(self._device))
-
-    def in_door(
-        self, x: int | None, weight: int | None, bias: int | None, y: int, pre: int | None
-    ) -> DoorLaunch:
-        """The launch for the compiled door, of tensors of these numbers; it is that one's alone
-        from then on."""
-        maps = zip(self._maps, (x, weight, y, pre), strict=True)
-        return prepared(self._launch, [*maps, (self._bias, bias)], self)
+        self._prepare(kernel, hopper.THREADS, blocks, maps, (parts, tiles, lanes))

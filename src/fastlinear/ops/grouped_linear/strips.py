@@ -7,10 +7,7 @@ engine, and the weights stay in registers, those of float32 in shared memory.
 
 from __future__ import annotations
 
-import ctypes
-import threading
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,11 +16,9 @@ from fastlinear.core.device import device_facts
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.ops.common import cuda_driver as driver
-from fastlinear.ops.common import hopper
-from fastlinear.ops.common.door_launch import DoorLaunch, prepared
-from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import strips_float32 as float32
 from fastlinear.ops.grouped_linear import strips_tiles
+from fastlinear.ops.grouped_linear.one_launch import OneLaunch, results
 from fastlinear.ops.grouped_linear.operands import Forward
 from fastlinear.ops.grouped_linear.strips_config import (
     StripsConfig,
@@ -49,7 +44,6 @@ ARCH = "sm_90a"
 KERNEL = "grouped_linear_strips"
 WORTH_SHARED = 0.9
 """As ``WORTH``, where groups come first: 100 groups would leave 64 of 264 blocks out."""
-_MAX_PLANS = 1024
 
 
 def source(
@@ -143,9 +137,6 @@ def _worth(cut: Cut, dtype: torch.dtype) -> float:
     return 1.0 if dtype is torch.float32 else WORTH_SHARED if cut.shared else WORTH
 
 
-_plans: dict[Any, Strips] = {}
-
-
 def forward(
     x: Tensor,
     weight: Tensor,
@@ -178,19 +169,7 @@ def forward(
         from fastlinear.ops.grouped_linear import triton
 
         return triton.forward(x, weight, bias, activation, save_pre, order)
-    key = (
-        *(x.shape, x.stride(), n, x.dtype, x.device, bias is None),
-        *(activation, save_pre, order, config),
-    )
-    plan = _plans.get(key)
-    if plan is None:
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
-        plan = _plans[key] = Strips(x, weight, bias, activation, save_pre, order, config)
-    y = layouts.empty((*x.shape[:3], n), order, x, x.dtype)
-    pre = torch.empty_like(y) if save_pre else None
-    plan(x, weight, bias, y, pre)
-    return y, pre
+    return results(Strips, x, weight, bias, activation, save_pre, order, config)
 
 
 def forward_steps(call: Forward) -> tuple[int, int | None] | None:
@@ -205,14 +184,15 @@ def forward_steps(call: Forward) -> tuple[int, int | None] | None:
         from fastlinear.ops.grouped_linear import triton
 
         return triton.forward_steps(call)
-    y, pre = call.results()
-    plan = Strips(x, weight, bias, call.activation, call.save_pre, call.order, config)
-    call.program.launch(plan.in_door(*call.numbers, y, pre))
-    return y, pre
+    how = call.activation, call.save_pre, call.order, config
+    return Strips(x, weight, bias, *how).steps(call)
 
 
-class Strips:
-    """One prepared launch, for x, weight and bias of one kind at any address."""
+class Strips(OneLaunch):
+    """The launch of ``strips.cu`` or ``strips_float32.cu``."""
+
+    MAPS = ("x", "y", "pre")
+    POINTERS = ("weight", "bias", "x", "y", "pre")
 
     def __init__(
         self,
@@ -224,55 +204,20 @@ class Strips:
         order: str,
         config: StripsConfig | Float32Config,
     ) -> None:
+        super().__init__(ordinal(x))
         _, m, groups, k = x.shape
         n = weight.shape[1]
-        self._device = ordinal(x)
-        driver.make_current(self._device)
         cut = Cut.of(order, m, groups, config.groups)
         how = (activation, bias is not None, save_pre, config, cut.shared)
         with driver.loading_allowed():
             kernel = _kernel(x.dtype, k, n, *how, self._device)
         units = device_facts(x.device).units
         split = Split(cut.strips, cut.tiles, units * config.blocks, _worth(cut, x.dtype), least=1)
-        self._lock = threading.Lock()
         place = (x.data_ptr(), self._device)
         row = groups * k if m == 1 else x.stride(1)
-        self._maps = (
+        maps = (
             cut.map(x.dtype, k, row, *place),
             *(cut.map(x.dtype, n, groups * n, *place) for _ in range(2)),
         )
-        self._pointers = [ctypes.c_void_p(0) for _ in range(5)]
-        whose = [ctypes.c_int(v) for v in (cut.rows, cut.tiles, split.each, split.more)]
-        arguments: list[driver.Argument] = [*self._maps, *self._pointers, *whose]
-        self._launch = hopper.EarlyLaunch(kernel, config.threads, 1, arguments)
-        self._launch.set_grid(split.blocks)
-
-    def __call__(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        y: Tensor,
-        pre: Tensor | None,
-    ) -> None:
-        """Launch on the current stream; y and pre are dense."""
-        if self._device != torch._C._cuda_getDevice():
-            with torch.cuda.device(self._device):
-                self(x, weight, bias, y, pre)
-            return
-        with self._lock:
-            for map_, tensor in zip(self._maps, (x, y, pre), strict=True):
-                if tensor is not None:
-                    map_.point_at(tensor.data_ptr())
-            for pointer, tensor in zip(self._pointers, (weight, bias, x, y, pre), strict=True):
-                pointer.value = 0 if tensor is None else tensor.data_ptr()
-            self._launch.run(torch._C._cuda_getCurrentRawStream(self._device))
-
-    def in_door(
-        self, x: int | None, weight: int | None, bias: int | None, y: int, pre: int | None
-    ) -> DoorLaunch:
-        """The launch for the compiled door, of tensors of these numbers; it is that one's alone
-        from then on."""
-        maps = zip(self._maps, (x, y, pre), strict=True)
-        pointers = zip(self._pointers, (weight, bias, x, y, pre), strict=True)
-        return prepared(self._launch, [*maps, *pointers], self)
+        numbers = cut.rows, cut.tiles, split.each, split.more
+        self._prepare(kernel, config.threads, split.blocks, maps, numbers)
