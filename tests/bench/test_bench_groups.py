@@ -62,7 +62,7 @@ def test_every_contender_is_right(direction: str, activation: str) -> None:
     rows = run_case(case, SETTINGS, wanted)
     assert {r["contender"] for r in rows} >= {n for n in PEERS if not n.startswith("compile")}
     skipped = {r["contender"] for r in rows if r["skipped"]}
-    ours = {f"fastlinear[{name}]" for name in ("triton", "strips", "wide", "cpp")}
+    ours = {f"fastlinear[{name}]" for name in ("triton", "strips", "resident", "wide", "cpp")}
     assert skipped - ours == {"grouped_mm"}
     assert not torch.cuda.is_available() or "fastlinear[triton]" not in skipped
     for row in rows:
