@@ -54,6 +54,7 @@ _STRIPS_SHARED = (
 )
 _STRIPS_SOURCES = (
     *("strips.py", "strips_config.py", "strips.cu", "strips_float32.py", "strips_float32.cu"),
+    "../common/hopper.py",
     *_STRIPS_SHARED,
 )
 _STRIPS_BACKWARD_SOURCES = (
