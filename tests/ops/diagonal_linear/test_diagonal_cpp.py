@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastlinear.dispatch.backend import family
 from fastlinear.ops.common import cpp_build
 from fastlinear.ops.diagonal_linear import cpp
 
@@ -50,6 +51,16 @@ def test_a_dx_written_around_the_caches_is_the_same(
         for held in memory:
             assert bool((held[:start] == 7.0).all())
             assert bool((held[-40:] == 7.0).all())
+
+
+def test_every_header_ages_measurements() -> None:
+    """Tuned rows hold as long as all files do that the passes are compiled from."""
+    main = Path(cpp.__file__).with_name("diagonal.cpp")
+    used = {p.resolve() for p in cpp_build.sources(main)}
+    assert len(used) > 5
+    for b in family("diagonal_linear").backends:
+        if b.name in ("cpp", "pieces"):
+            assert used <= {(main.parent / name).resolve() for name in b.sources}
 
 
 def test_results_do_not_depend_on_the_number_of_threads() -> None:

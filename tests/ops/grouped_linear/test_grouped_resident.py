@@ -12,6 +12,7 @@ from hopper_only import hopper_tests
 from torch import Tensor
 
 from fastlinear.core.compare import judge
+from fastlinear.dispatch.backend import family
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.hopper import SHARED_LIMIT
@@ -210,3 +211,17 @@ def test_compiles_for_every_activation(activation: str) -> None:
     save = activation_of(activation).saved == "pre"
     text = resident.source(torch.bfloat16, 256, 256, activation, False, save, config)
     assert offline.usage(text, "resident.cu")[resident.KERNEL].frame == 0
+
+
+def test_when_it_comes_first() -> None:
+    def first(m: int, groups: int, k: int, n: int, dtype: str = "bfloat16") -> str:
+        p = problem("forward", m, groups, k, n, dtype=dtype, device="cuda")
+        return family("grouped_linear").prefer(p)[0]
+
+    assert first(16384, 16, 256, 256) == "resident"
+    assert first(256, 16, 256, 256) == "triton"  # few tokens
+    assert first(16, 512, 256, 256) == "wide"  # enough of them, but few of each group
+    assert first(2048, 40, 136, 24) == "wide"  # outputs that its tiles do not take
+    assert first(2048, 40, 136, 128) == "resident"
+    assert first(512, 8, 1024, 1024) == "wide"  # a weight that it cannot hold
+    assert first(4096, 64, 128, 128) == "triton"

@@ -36,6 +36,7 @@ _CPP_SOURCES = (
     "../common/activations.h",
     "diagonal_memory.h",
     "diagonal_numbers.h",
+    "../common/threads.h",
     "../common/large_pages.h",
     "../common/cpp_build.py",
 )

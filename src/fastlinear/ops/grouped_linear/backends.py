@@ -54,7 +54,7 @@ _STRIPS_SHARED = (
 )
 _STRIPS_SOURCES = (
     *("strips.py", "strips_config.py", "strips.cu", "strips_float32.py", "strips_float32.cu"),
-    "one_launch.py",
+    *("one_launch.py", "../common/hopper.py"),
     *_STRIPS_SHARED,
 )
 _STRIPS_BACKWARD_SOURCES = (
@@ -150,20 +150,21 @@ def _prefer(p: Problem) -> tuple[str, ...]:
     odd = p.dim("K") % step or p.dim("N") % step
     if odd and many and (p.dtype != "float32" or p.dim("K") >= 64):
         return ("strips", "triton", "eager")
-    if max(p.dim("K"), p.dim("N")) <= 128 or p.dim("M") * p.dim("G") < _FEW_TOKENS:
+    if max(p.dim("K"), p.dim("N")) <= 128:
         return ("triton", "eager")
-    first = ("resident",) if _worth_keeping(p) else ()
+    config = resident_config.resident_config(p.dim("K"), p.dim("N"))
+    if config is not None and p.dim("M") * p.dim("G") < _FEW_TOKENS:
+        return ("triton", "eager")
+    first = ("resident",) if config is not None and _worth_keeping(p, config) else ()
     return (*first, *(("wide",) if p.dim("K") > 128 else ()), "triton", "eager")
 
 
-def _worth_keeping(p: Problem) -> bool:
+def _worth_keeping(p: Problem, config: resident_config.ResidentConfig) -> bool:
     """Whether most of what ``resident`` multiplies are numbers of the group."""
     k, n = p.dim("K"), p.dim("N")
-    config = resident_config.resident_config(k, n)
-    if config is None or p.dim("M") < wide_backward_config.TOKENS:
-        return False
     parts = -(-n // config.outputs)
-    return 2 * k * n > wide_backward_config.padded(k) * config.outputs * parts
+    filled = 2 * k * n > wide_backward_config.padded(k) * config.outputs * parts
+    return filled and p.dim("M") >= wide_backward_config.TOKENS
 
 
 def _worth_one_pass(p: Problem) -> bool:
