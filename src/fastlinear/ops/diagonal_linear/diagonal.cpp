@@ -142,7 +142,7 @@ void forward_lines(const T* __restrict x, const float* __restrict w, const float
   constexpr int64_t line = kCount<T>;
   const auto compute = [&](int64_t j) {
     if constexpr (kPlace != kNear) ask_for(x + j);
-    if constexpr (kResidual) ask_for(r + j);
+    if constexpr (kResidual && kPlace != kNear) ask_for(r + j);
     if constexpr (kPlace == kFar) take_time();
     if constexpr (std::is_same_v<T, Half>) {
       float xs[line], rs[line], ys[line];
@@ -344,16 +344,17 @@ template <class T>
 void forward(const Call& c, const T* x, const T* w, const T* b, const T* r, T* y) {
 #define LINES(A)                                                            \
   {forward_lines<A, T, true, false, kInside<A, T>>, forward_lines<A, T, true, false, kPast<A, T>>, \
-   forward_lines<A, T, true, true, kAnywhere>}
-  static constexpr Forward<T> kLines[kActivations][3] = {FASTLINEAR_EACH(LINES)};
+   forward_lines<A, T, true, true, kInside<A, T>>, forward_lines<A, T, true, true, kAnywhere>}
+  static constexpr Forward<T> kLines[kActivations][4] = {FASTLINEAR_EACH(LINES)};
 #undef LINES
-  static constexpr Forward<T> kScaled[3] = {forward_lines<None, T, false, false, kInside<None, T>>,
+  static constexpr Forward<T> kScaled[4] = {forward_lines<None, T, false, false, kInside<None, T>>,
                                             forward_lines<None, T, false, false, kPast<None, T>>,
+                                            forward_lines<None, T, false, true, kInside<None, T>>,
                                             forward_lines<None, T, false, true, kAnywhere>};
   if (c.fresh) large_pages(y, size_t(c.m) * c.k * sizeof(T));
   if (c.act < 0 || c.act >= kActivations) std::abort();
   const Forward<T>* lines = c.act || b ? kLines[c.act] : kScaled;
-  forward_all<T>(lines[r ? 2 : c.past ? 1 : 0], c, x, w, b, r, y);
+  forward_all<T>(lines[(r ? 2 : 0) + (c.past ? 1 : 0)], c, x, w, b, r, y);
 }
 
 template <class T>
