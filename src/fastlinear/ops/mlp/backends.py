@@ -39,7 +39,12 @@ _HERE = "fastlinear.ops.mlp"
 _CPP_SOURCES = (
     *("mlp.cpp", "mlp_forward.h", "mlp_backward.h", "mlp_product.h", "mlp_dots.h"),
     *("mlp_activations.h", "../common/vectors.h", "../common/threads.h"),
-    *("../common/door.cpp", "../common/door_plans.h", "../common/cpp_build.py"),
+    *(
+        "../common/door.cpp",
+        "../common/door_call.h",
+        "../common/door_plans.h",
+        "../common/cpp_build.py",
+    ),
 )
 _TRITON_SOURCES = (
     *("whole_triton_kernels.py", "whole_triton_backward_kernels.py", "whole_triton_tiles.py"),
