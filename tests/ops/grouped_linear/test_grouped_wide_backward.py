@@ -15,8 +15,8 @@ from fastlinear.core.compare import judge
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.hopper import SHARED_LIMIT
+from fastlinear.ops.grouped_linear import group_map, reference
 from fastlinear.ops.grouped_linear import layout as layouts
-from fastlinear.ops.grouped_linear import reference
 from fastlinear.ops.grouped_linear import wide_backward as wide
 from fastlinear.ops.grouped_linear import wide_backward_config as configs
 from fastlinear.ops.grouped_linear.problem import problem
@@ -194,7 +194,7 @@ def test_tokens_are_cut_so_that_most_of_the_chip_is_busy() -> None:
     assert configs.chunks_of(64, 16, 256, 256, 132, True) == 1
     for groups in (1, 3, 16, 40, 100, 400):
         for m in (1, 500, 4096, 65536):
-            tiles = -(-m // configs.TOKENS)
+            tiles = -(-m // group_map.TOKENS)
             assert 1 <= configs.chunks_of(m, groups, 256, 256, 132, True) <= tiles
 
 

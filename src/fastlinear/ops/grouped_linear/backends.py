@@ -21,6 +21,7 @@ from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.hopper import FILES as HOPPER_FILES
 from fastlinear.ops.grouped_linear import (
     cpp,
+    group_map,
     reference,
     resident,
     resident_config,
@@ -29,7 +30,6 @@ from fastlinear.ops.grouped_linear import (
     triton_config,
     ways,
     wide_backward,
-    wide_backward_config,
 )
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear.problem import NAME, PIECES, STEP, problem, tokens_of
@@ -65,14 +65,15 @@ _FEW_TOKENS = 1 << 13  # of all groups: too few for kernels that keep weights
 _HOST_BOUND = 1 << 25  # numbers of x and y below which a GPU waits for a training call's Python
 _WIDE_SOURCES = ("triton_wide.py", "triton_wide_kernels.py", *_TRITON_SOURCES)
 _BOXES_SHARED = (
-    *("wide_backward_config.py", "wide_instructions.h", "group_map.py", "strips_tiles.py"),
+    *("wide_instructions.h", "group_map.py", "strips_tiles.py"),
     *("layout.py", *(f"../common/{name}" for name in ("cuda_driver.py", *HOPPER_FILES))),
 )
 _RESIDENT_SOURCES = (
     *("resident.py", "resident_config.py", "resident.cu", "one_launch.py", *_BOXES_SHARED),
 )
 _WIDE_BACKWARD_SOURCES = (
-    *("wide_backward.py", "wide_backward.cu", "one_pass.py", "strips_backward.py"),
+    *("wide_backward.py", "wide_backward_config.py", "wide_backward.cu"),
+    *("one_pass.py", "strips_backward.py"),
     *_BOXES_SHARED,
 )
 _PIECES_SOURCES = (
@@ -163,14 +164,14 @@ def _worth_keeping(p: Problem, config: resident_config.ResidentConfig) -> bool:
     """Whether most of what ``resident`` multiplies are numbers of the group."""
     k, n = p.dim("K"), p.dim("N")
     parts = -(-n // config.outputs)
-    filled = 2 * k * n > wide_backward_config.padded(k) * config.outputs * parts
-    return filled and p.dim("M") >= wide_backward_config.TOKENS
+    filled = 2 * k * n > group_map.padded(k) * config.outputs * parts
+    return filled and p.dim("M") >= group_map.TOKENS
 
 
 def _worth_one_pass(p: Problem) -> bool:
     """Whether nearly all that ``wide`` multiplies are numbers of the group."""
     k, n = p.dim("K"), p.dim("N")
-    whole_k, whole_n = wide_backward_config.padded(k, 128), wide_backward_config.padded(n)
+    whole_k, whole_n = group_map.padded(k, 128), group_map.padded(n)
     return 4 * k * n >= 3 * whole_k * whole_n
 
 

@@ -10,6 +10,8 @@ from fastlinear.ops.grouped_linear.strips_tiles import ordinal
 
 COLUMNS = 64
 """Of a box: 128 bytes, as the multiplier's swizzle has it."""
+TOKENS = 64
+"""Of a tile."""
 
 
 class GroupMap(driver.TensorMap):
@@ -48,6 +50,11 @@ class GroupMap(driver.TensorMap):
             driver._SWIZZLE_128B,
             driver._L2_PROMOTION_256B,
         )
+
+
+def padded(features: int, step: int = COLUMNS) -> int:
+    """Features in whole boxes."""
+    return -(-features // step) * step
 
 
 def boxes_of(t: Tensor, features: int, order: str, tokens: int, dense: bool = False) -> GroupMap:

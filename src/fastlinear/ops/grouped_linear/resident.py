@@ -18,7 +18,7 @@ from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common import hopper
 from fastlinear.ops.grouped_linear import resident_config as configs
 from fastlinear.ops.grouped_linear import strips_tiles
-from fastlinear.ops.grouped_linear.group_map import boxes_of, weight_boxes
+from fastlinear.ops.grouped_linear.group_map import TOKENS, boxes_of, weight_boxes
 from fastlinear.ops.grouped_linear.one_launch import OneLaunch, results
 from fastlinear.ops.grouped_linear.operands import Forward
 from fastlinear.ops.grouped_linear.resident_config import (
@@ -28,7 +28,6 @@ from fastlinear.ops.grouped_linear.resident_config import (
     shared_bytes,
 )
 from fastlinear.ops.grouped_linear.strips_tiles import has_dense_rows, ordinal
-from fastlinear.ops.grouped_linear.wide_backward_config import TOKENS
 
 KERNEL = "grouped_linear_resident"
 _ROWS = 16  # tokens of a box of results

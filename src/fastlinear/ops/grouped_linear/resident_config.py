@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from fastlinear.ops.common.hopper import SHARED_LIMIT
-from fastlinear.ops.grouped_linear.group_map import COLUMNS
-from fastlinear.ops.grouped_linear.wide_backward_config import TOKENS, padded
+from fastlinear.ops.grouped_linear.group_map import COLUMNS, TOKENS, padded
 
 _BOX = TOKENS * COLUMNS * 2  # bytes
 _ROW = COLUMNS * 2  # bytes of a box's row

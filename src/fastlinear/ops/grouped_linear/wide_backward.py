@@ -18,16 +18,20 @@ from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common import hopper
 from fastlinear.ops.grouped_linear import strips_backward, strips_tiles
 from fastlinear.ops.grouped_linear import wide_backward_config as configs
-from fastlinear.ops.grouped_linear.group_map import COLUMNS, boxes_of, weight_boxes
+from fastlinear.ops.grouped_linear.group_map import (
+    COLUMNS,
+    TOKENS,
+    boxes_of,
+    padded,
+    weight_boxes,
+)
 from fastlinear.ops.grouped_linear.one_pass import OnePass, gradients
 from fastlinear.ops.grouped_linear.operands import Backward, Numbers
 from fastlinear.ops.grouped_linear.reference import Gradients, Needs
 from fastlinear.ops.grouped_linear.wide_backward_config import (
-    TOKENS,
     WideBackwardConfig,
     chunks_of,
     halves,
-    padded,
     shared_bytes,
     wide_backward_config,
 )

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from fastlinear.ops.common.hopper import SHARED_LIMIT
-from fastlinear.ops.grouped_linear.group_map import COLUMNS
+from fastlinear.ops.grouped_linear.group_map import COLUMNS, TOKENS, padded
 from fastlinear.ops.grouped_linear.reference import Needs
 
-TOKENS = 64
-"""Of a tile."""
 _HALF = 128  # of the K features, those of one block
 _BOX = TOKENS * COLUMNS * 2  # bytes
 _LEAST, _MOST = 128, 256  # features
@@ -48,11 +46,6 @@ class WideBackwardConfig:
 def halves(k: int) -> int:
     """Blocks that share a tile of K features."""
     return -(-k // _HALF)
-
-
-def padded(features: int, step: int = COLUMNS) -> int:
-    """Features in whole boxes."""
-    return -(-features // step) * step
 
 
 def serves(k: int, n: int) -> bool:
