@@ -61,7 +61,8 @@ _STRIPS_BACKWARD_SOURCES = (
     *("strips_backward.py", "strips_backward_config.py", "strips_backward.cu", "one_pass.py"),
     *_STRIPS_SHARED,
 )
-_FEW_TOKENS = 1 << 13  # of all groups: too few for kernels that keep weights
+_FEW_TOKENS = 1 << 12  # of all groups: no more than that is too few for kernels that keep weights
+_ONE_PASS_TOKENS = 1 << 13  # of all groups, from which on the one-pass backward of wide ones pays
 _HOST_BOUND = 1 << 25  # numbers of x and y below which a GPU waits for a training call's Python
 _WIDE_SOURCES = ("triton_wide.py", "triton_wide_kernels.py", *_TRITON_SOURCES)
 _BOXES_SHARED = (
@@ -142,9 +143,8 @@ def _prefer(p: Problem) -> tuple[str, ...]:
         if p.dtype == "float32":  # PyTorch's batched product adds up a group's tokens one by one
             return ("triton", "eager") if one_pass and p.dim("M") >= 1024 else ("eager",)
         if not one_pass:
-            # For longer derivatives than relu's an estimate, to be measured: even gelu's takes the
-            # warps that derive dpre no longer than about a quarter more than a tile's traffic.
-            return ("wide", "eager") if many and _worth_one_pass(p) else ("eager",)
+            enough = p.dim("M") * p.dim("G") >= _ONE_PASS_TOKENS and p.dim("M") >= group_map.TOKENS
+            return ("wide", "eager") if enough else ("eager",)
         return ("strips", "triton", "eager") if many else ("triton", "eager")
     # rows that do not begin at 16 bytes, and in float32 those that do not fill Triton's tiles
     step = 16 if p.dtype == "float32" else 8
@@ -154,25 +154,21 @@ def _prefer(p: Problem) -> tuple[str, ...]:
     if max(p.dim("K"), p.dim("N")) <= 128:
         return ("triton", "eager")
     config = resident_config.resident_config(p.dim("K"), p.dim("N"))
-    if config is not None and p.dim("M") * p.dim("G") < _FEW_TOKENS:
+    if config is not None and p.dim("M") * p.dim("G") <= _FEW_TOKENS:
         return ("triton", "eager")
     first = ("resident",) if config is not None and _worth_keeping(p, config) else ()
     return (*first, *(("wide",) if p.dim("K") > 128 else ()), "triton", "eager")
 
 
 def _worth_keeping(p: Problem, config: resident_config.ResidentConfig) -> bool:
-    """Whether most of what ``resident`` multiplies are numbers of the group."""
+    """Whether most of what ``resident`` multiplies are numbers of the group, and x is read for
+    more than a few outputs at a time."""
     k, n = p.dim("K"), p.dim("N")
     parts = -(-n // config.outputs)
+    if parts > 1 and config.outputs <= group_map.COLUMNS:
+        return False
     filled = 2 * k * n > group_map.padded(k) * config.outputs * parts
     return filled and p.dim("M") >= group_map.TOKENS
-
-
-def _worth_one_pass(p: Problem) -> bool:
-    """Whether nearly all that ``wide`` multiplies are numbers of the group."""
-    k, n = p.dim("K"), p.dim("N")
-    whole_k, whole_n = group_map.padded(k, 128), group_map.padded(n)
-    return 4 * k * n >= 3 * whole_k * whole_n
 
 
 def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]:
