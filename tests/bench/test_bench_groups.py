@@ -24,8 +24,9 @@ from fastlinear.core.errors import InputError
 
 SETTINGS = Settings(torch.device("cpu"), rounds=5, budget_s=0.1)
 PEERS = {
-    *("eager", "loop_scripted", "conv1d", "conv1d_positions", "bmm", "baddbmm", "multichannel"),
-    *("einsum", "vmap", "grouped_mm", "compile_bmm", "compile_einsum"),
+    *("eager", "loop_scripted", "conv1d", "conv1d_sequences", "conv1d_positions", "bmm"),
+    *("baddbmm", "multichannel", "einsum", "vmap", "grouped_mm", "compile_bmm"),
+    "compile_einsum",
 }
 
 

@@ -37,9 +37,18 @@ _LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "tokens": lambda t: t,  # (M, G, F), which is (M, G·F)
     "groups": lambda t: t.transpose(0, 1),  # (G, M, F)
     "channels": lambda t: t.permute(1, 2, 0).flatten(0, 1)[None],  # (1, G·F, M)
+    "sequences": lambda t: _sequences(t).flatten(1, 2),  # (B, G·F, M / B)
     "positions": lambda t: t.flatten(1)[..., None],  # (M, G·F, 1)
     "pages": lambda t: t.permute(1, 2, 0)[None],  # (1, G, F, M)
 }
+
+_SEQUENCES = 8  # B, where they divide the tokens
+
+
+def _sequences(t: Tensor) -> Tensor:
+    """Tokens (M, G, F) as sequences (B, G, F, M / B)."""
+    return t.unflatten(0, (math.gcd(_SEQUENCES, t.shape[0]), -1)).permute(0, 2, 3, 1)
+
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(x in its layout, weight (G, N, K), bias (G, N)) → the pre-activation in that layout."""
@@ -215,7 +224,8 @@ def _grouped_mm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def _ours(backend: str | None, layout: str) -> Callable[[Case], Forward]:
-    name = {"tokens": "... g k", "groups": "g ... k", "channels": "b (g k) ..."}[layout]
+    names = {"tokens": "... g k", "groups": "g ... k"}
+    name = names.get(layout, "b (g k) ...")
 
     def of(case: Case) -> Forward:
         activation = case.option("activation")
@@ -233,6 +243,7 @@ def peers(case: Case) -> tuple[Peer, ...]:
         _peer("eager", _loop, "tokens"),
         _peer("loop_scripted", _chunked, "tokens", too_slow, torch.jit.script),
         _peer("conv1d", _conv, "channels"),
+        _peer("conv1d_sequences", _conv, "sequences"),
         _peer("conv1d_positions", _conv, "positions"),
         _peer("bmm", _bmm, "groups"),
         _peer("baddbmm", _baddbmm, "groups"),
@@ -245,6 +256,7 @@ def peers(case: Case) -> tuple[Peer, ...]:
         _own(OURS, None, "tokens"),
         _own(f"{OURS}_groups", None, "groups"),
         _own(f"{OURS}_channels", None, "channels"),
+        _own(f"{OURS}_sequences", None, "sequences"),
         *(_forced(b.name) for b in forced),
     )
 

@@ -16,7 +16,12 @@ from fastlinear.core.errors import InputError
 
 EXPERIMENT = "groups"
 _COLORS = ("#8c8c8c", "#4c72b0", "#55a868", "#8172b3", "#ccb974", "#64b5cd", "#937860")
-_OURS = {OURS: "#c44e52", f"{OURS}_groups": "#dd8452", f"{OURS}_channels": "#e377c2"}
+_OURS = {
+    OURS: "#c44e52",
+    f"{OURS}_groups": "#dd8452",
+    f"{OURS}_channels": "#e377c2",
+    f"{OURS}_sequences": "#b07aa1",
+}
 
 Dims = dict[str, int]
 

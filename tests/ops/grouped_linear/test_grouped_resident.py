@@ -220,6 +220,9 @@ def test_when_it_comes_first() -> None:
 
     assert first(16384, 16, 256, 256) == "resident"
     assert first(256, 16, 256, 256) == "triton"  # few tokens
+    assert first(128, 40, 200, 200) == "resident"
+    assert first(2048, 16, 1024, 256) == "wide"  # x would be read for 64 outputs at a time
+    assert first(1024, 4, 1024, 256) == "triton"
     assert first(16, 512, 256, 256) == "wide"  # enough of them, but few of each group
     assert first(2048, 40, 136, 24) == "wide"  # outputs that its tiles do not take
     assert first(2048, 40, 136, 128) == "resident"

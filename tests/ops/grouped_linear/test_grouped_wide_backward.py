@@ -12,6 +12,7 @@ from hopper_only import hopper_tests
 from torch import Tensor
 
 from fastlinear.core.compare import judge
+from fastlinear.dispatch.backend import family
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.hopper import SHARED_LIMIT
@@ -256,3 +257,29 @@ def test_other_dtypes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for dtype in ("float32", "float64"):
         assert asked(dtype) == f"serves bfloat16 and float16, not {dtype}"
     assert asked("bfloat16", "groups") is None
+
+
+@pytest.mark.parametrize(
+    ("expected", "dims", "given"),
+    [
+        ("wide", (2048, 56, 144, 144), {}),
+        ("wide", (2048, 40, 200, 200), {"order": "groups"}),
+        ("wide", (64, 64, 256, 256), {}),
+        ("eager", (64, 256, 160, 160), {}),  # weights, and padding
+        ("eager", (256, 8, 256, 256), {}),  # few tokens
+        ("eager", (2048, 16, 512, 512), {}),
+        ("triton", (512, 100, 100, 200), {}),  # rows that do not begin at 16 bytes
+        ("triton", (2048, 16, 512, 512), {"order": "channels", "length": 256}),
+        ("eager", (2048, 16, 512, 512), {"order": "channels", "length": 2048}),
+        ("triton", (2048, 16, 512, 512), {"order": "channels", "length": 256, "dtype": "float32"}),
+        ("eager", (64, 100, 100, 100), {"order": "channels", "length": 8, "dtype": "float32"}),
+        ("eager", (2048, 16, 512, 512), {"dtype": "float32"}),
+    ],
+)
+def test_when_it_comes_first(
+    expected: str, dims: tuple[int, ...], given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    p = problem("backward", *dims, **{"dtype": "bfloat16", "device": "cuda", **given})
+    assert family("grouped_linear").prefer(p)[0] == expected

@@ -30,6 +30,7 @@ from fastlinear.ops.grouped_linear import (
     triton_config,
     ways,
     wide_backward,
+    wide_backward_config,
 )
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear.problem import NAME, PIECES, STEP, problem, tokens_of
@@ -62,7 +63,6 @@ _STRIPS_BACKWARD_SOURCES = (
     *_STRIPS_SHARED,
 )
 _FEW_TOKENS = 1 << 12  # of all groups: no more than that is too few for kernels that keep weights
-_ONE_PASS_TOKENS = 1 << 13  # of all groups, from which on the one-pass backward of wide ones pays
 _HOST_BOUND = 1 << 25  # numbers of x and y below which a GPU waits for a training call's Python
 _WIDE_SOURCES = ("triton_wide.py", "triton_wide_kernels.py", *_TRITON_SOURCES)
 _BOXES_SHARED = (
@@ -138,14 +138,7 @@ def _prefer(p: Problem) -> tuple[str, ...]:
     # measured on an H200, over the sizes in README.md
     many = p.dim("M") * p.dim("G") >= 1 << 15
     if p.piece == "backward":
-        hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-        one_pass = max(p.dim("K"), p.dim("N")) <= (128 if hopper else 32)
-        if p.dtype == "float32":  # PyTorch's batched product adds up a group's tokens one by one
-            return ("triton", "eager") if one_pass and p.dim("M") >= 1024 else ("eager",)
-        if not one_pass:
-            enough = p.dim("M") * p.dim("G") >= _ONE_PASS_TOKENS and p.dim("M") >= group_map.TOKENS
-            return ("wide", "eager") if enough else ("eager",)
-        return ("strips", "triton", "eager") if many else ("triton", "eager")
+        return _prefer_backward(p, many)
     # rows that do not begin at 16 bytes, and in float32 those that do not fill Triton's tiles
     step = 16 if p.dtype == "float32" else 8
     odd = p.dim("K") % step or p.dim("N") % step
@@ -158,6 +151,27 @@ def _prefer(p: Problem) -> tuple[str, ...]:
         return ("triton", "eager")
     first = ("resident",) if config is not None and _worth_keeping(p, config) else ()
     return (*first, *(("wide",) if p.dim("K") > 128 else ()), "triton", "eager")
+
+
+def _prefer_backward(p: Problem, many: bool) -> tuple[str, ...]:
+    """``_prefer`` for a backward on a GPU."""
+    k, n, m = p.dim("K"), p.dim("N"), p.dim("M")
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    one_pass = max(k, n) <= (128 if hopper else 32)
+    copies = tokens_of(p)[0] > 1  # PyTorch's batched products take no sequences of channels
+    if p.dtype == "float32":  # PyTorch's batched product adds up a group's tokens one by one
+        ours = m >= 512 if copies else one_pass and m >= 1024
+        return ("triton", "eager") if ours else ("eager",)
+    if one_pass:
+        return ("strips", "triton", "eager") if many else ("triton", "eager")
+    if copies or k % 8 or n % 8:
+        return ("triton", "eager")
+    if not wide_backward_config.serves(k, n):
+        return ("eager",)
+    # of few tokens a group what is read and written is weights, and padding what is multiplied
+    filled = 4 * k * n >= 3 * group_map.padded(k, 128) * group_map.padded(n)
+    enough = m * p.dim("G") >= _FEW_TOKENS and m >= (group_map.TOKENS if filled else 128)
+    return ("wide", "eager") if enough else ("eager",)
 
 
 def _worth_keeping(p: Problem, config: resident_config.ResidentConfig) -> bool:
