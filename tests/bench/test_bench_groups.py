@@ -115,7 +115,7 @@ def test_roundings_of_wide_rows_decide_about_no_contender() -> None:
     )
 
 
-RESULTS = Path(__file__).parents[2] / "results/nvidia-h200/groups.jsonl"
+RESULTS = Path(__file__).parents[2] / "results/nvidia-h200/groups.jsonl.gz"
 
 
 def test_curves_are_times_over_one_size_with_their_floor() -> None:

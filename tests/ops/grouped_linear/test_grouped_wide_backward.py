@@ -274,6 +274,8 @@ def test_other_dtypes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ("triton", (2048, 16, 512, 512), {"order": "channels", "length": 256, "dtype": "float32"}),
         ("eager", (64, 100, 100, 100), {"order": "channels", "length": 8, "dtype": "float32"}),
         ("eager", (2048, 16, 512, 512), {"dtype": "float32"}),
+        ("strips", (2048, 336, 24, 24), {}),
+        ("triton", (2048, 341, 24, 24), {}),  # a strip of one group, 48 bytes
     ],
 )
 def test_when_it_comes_first(

@@ -27,6 +27,8 @@ from fastlinear.ops.grouped_linear import (
     resident_config,
     strips,
     strips_backward,
+    strips_config,
+    strips_tiles,
     triton_config,
     ways,
     wide_backward,
@@ -139,10 +141,7 @@ def _prefer(p: Problem) -> tuple[str, ...]:
     many = p.dim("M") * p.dim("G") >= 1 << 15
     if p.piece == "backward":
         return _prefer_backward(p, many)
-    # rows that do not begin at 16 bytes, and in float32 those that do not fill Triton's tiles
-    step = 16 if p.dtype == "float32" else 8
-    odd = p.dim("K") % step or p.dim("N") % step
-    if odd and many and (p.dtype != "float32" or p.dim("K") >= 64):
+    if many and _worth_strips(p):
         return ("strips", "triton", "eager")
     if max(p.dim("K"), p.dim("N")) <= 128:
         return ("triton", "eager")
@@ -150,7 +149,7 @@ def _prefer(p: Problem) -> tuple[str, ...]:
     if config is not None and p.dim("M") * p.dim("G") <= _FEW_TOKENS:
         return ("triton", "eager")
     first = ("resident",) if config is not None and _worth_keeping(p, config) else ()
-    return (*first, *(("wide",) if p.dim("K") > 128 else ()), "triton", "eager")
+    return (*first, *(("wide",) if _fills_wide(p) else ()), "triton", "eager")
 
 
 def _prefer_backward(p: Problem, many: bool) -> tuple[str, ...]:
@@ -163,7 +162,9 @@ def _prefer_backward(p: Problem, many: bool) -> tuple[str, ...]:
         ours = m >= 512 if copies else one_pass and m >= 1024
         return ("triton", "eager") if ours else ("eager",)
     if one_pass:
-        return ("strips", "triton", "eager") if many else ("triton", "eager")
+        return (
+            ("strips", "triton", "eager") if many and _fills_strips(p, 224) else ("triton", "eager")
+        )
     if copies or k % 8 or n % 8:
         return ("triton", "eager")
     if not wide_backward_config.serves(k, n):
@@ -172,6 +173,38 @@ def _prefer_backward(p: Problem, many: bool) -> tuple[str, ...]:
     filled = 4 * k * n >= 3 * group_map.padded(k, 128) * group_map.padded(n)
     enough = m * p.dim("G") >= _FEW_TOKENS and m >= (group_map.TOKENS if filled else 128)
     return ("wide", "eager") if enough else ("eager",)
+
+
+def _worth_strips(p: Problem) -> bool:
+    """Whether ``strips`` is the faster forward of many groups: Triton's tiles are powers of two,
+    and its loads wait for each other where rows do not begin at 16 bytes."""
+    k, n = p.dim("K"), p.dim("N")
+    step = 16 if p.dtype == "float32" else 8
+    odd = bool(k % step or n % step)
+    if p.dtype == "float32":
+        filled = 5 * k * n >= 3 * triton_config.padded(k) * triton_config.padded(n)
+        return k >= 48 and (odd or not filled)
+    if odd or max(k, n) > 128:
+        return odd
+    padded = triton_config.padded(k) * triton_config.padded(n) > k * n
+    return (padded or max(k, n) < 32) and _fills_strips(p, 256)
+
+
+def _fills_strips(p: Problem, least: int) -> bool:
+    """Whether groups of 16-bit numbers lie side by side so that a strip of them is as many bytes
+    wide, or of as many groups as the kernels take."""
+    side = strips_tiles.side_by_side(p.option("order"), p.dim("M"), p.dim("G"))
+    config = strips_config.strips_config(side, p.dim("K"), p.dim("N"), True)
+    if config is None:
+        return False
+    widest = 2 * config.groups * max(p.dim("K"), p.dim("N"))
+    return widest >= least or config.groups == 8
+
+
+def _fills_wide(p: Problem) -> bool:
+    """Whether the forward of ``wide`` has tiles of 128 tokens and outputs for most of a GPU."""
+    tiles = p.dim("G") * -(-p.dim("M") // 128) * -(-p.dim("N") // 128)
+    return p.dim("K") > 128 and tiles >= 128
 
 
 def _worth_keeping(p: Problem, config: resident_config.ResidentConfig) -> bool:

@@ -17,8 +17,8 @@ from fastlinear.ops.grouped_linear import reference
 from fastlinear.ops.grouped_linear import triton_tensors as tensors
 from fastlinear.ops.grouped_linear.operands import Forward
 from fastlinear.ops.grouped_linear.triton_config import (
+    FORWARD_PRECISION,
     ProductConfig,
-    dot_precision,
     parts,
     product_config,
 )
@@ -110,7 +110,7 @@ class Product:
         place = tensors.Tiles(x, config.block_m)
         columns = -(-n // config.block_n)
         strides = tensors.arguments(x, weight, y)
-        how = (activation, tensors.math_of(x.dtype), dot_precision(k), place.across)
+        how = (activation, tensors.math_of(x.dtype), FORWARD_PRECISION, place.across)
         interpreted = x.device.type == "cpu"
         if config.block_k:
             kernel: Any = _streaming_kernel
