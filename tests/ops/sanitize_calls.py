@@ -116,7 +116,7 @@ def run(name: str, device: str) -> Iterator[tuple[str, bool]]:
     if name in LISTED:
         calls, on_gpu, on_cpu = LISTED[name]
         backend = on_gpu if device == "cuda" else on_cpu
-        # 16 bits take processors with AMX
+        # 16 bits take processors with products of them
         for dtype in DTYPES if device == "cuda" else DTYPES[:1]:
             made = calls(FLOAT_DTYPES[dtype], device)
             ours, theirs = made(backend), made("loop")

@@ -47,7 +47,7 @@ _TRITON_SOURCES = (
 )
 _CPP_SOURCES = (
     *("cpp.py", "grouped.cpp", "grouped_call.h", "grouped_rows.h", "grouped_product.h"),
-    *("grouped_single.h", "grouped_half.h", "layout.py", "reference.py"),
+    *("grouped_single.h", "grouped_half.h", "grouped_tiles.h", "layout.py", "reference.py"),
     *("../common/activations.h", "../common/vectors.h", "../common/threads.h"),
     *("../common/large_pages.h", "../common/cpp_build.py"),
 )

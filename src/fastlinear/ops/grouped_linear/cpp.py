@@ -1,8 +1,8 @@
 """Backend ``cpp`` of grouped_linear: one C++ call forward and one backward, compiled for this
 processor.
 
-float32 with 512-bit vectors, bfloat16 with AMX tiles. Tensors are read and written where they lie;
-bias and activation cost no pass of their own.
+float32 with 512-bit vectors, bfloat16 with AMX tiles or pairs in vectors. Tensors are read and
+written where they lie; bias and activation cost no pass of their own.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from fastlinear.ops.grouped_linear import reference
 from fastlinear.ops.grouped_linear.reference import Gradients, Needs
 
 SOURCE = Path(__file__).with_name("grouped.cpp")
+NO_HALF = "bfloat16 takes a processor with products of it, AMX or AVX512_BF16"
 _CODES = {name: code for code, name in enumerate(NAMES)}  # the switches of grouped_rows.h
 _NOWHERE = (0, 0, 0, 0)
 # K·N up to which it wins over MKL's and oneDNN's products, and rows whose weights are read once:
@@ -39,8 +40,8 @@ def reason_not(problem: Problem) -> str | None:
         return f"float32 and bfloat16 only, not {problem.dtype}"
     if "AVX512" not in torch.backends.cpu.get_cpu_capability():
         return "written for processors with AVX-512"
-    if problem.dtype == "bfloat16" and not _has_tiles():
-        return "bfloat16 takes a processor with AMX"
+    if problem.dtype == "bfloat16" and half_products() is None:
+        return NO_HALF
     return cpp_build.reason_not() or cpp_build.failed(SOURCE)
 
 
@@ -149,10 +150,14 @@ def _memory(t: Tensor | None) -> int:
 
 
 @lru_cache(maxsize=1)
-def _has_tiles() -> bool:
+def half_products() -> str | None:
+    """How this processor multiplies bfloat16 numbers: ``"tiles"`` (AMX), ``"pairs"`` in 512-bit
+    vectors, or None."""
     info = Path("/proc/cpuinfo")
     flags = set(info.read_text().split()) if info.exists() else set()
-    return {"amx_tile", "amx_bf16", "avx512_bf16"} <= flags
+    if "avx512_bf16" not in flags:
+        return None
+    return "tiles" if {"amx_tile", "amx_bf16"} <= flags else "pairs"
 
 
 @lru_cache(maxsize=1)

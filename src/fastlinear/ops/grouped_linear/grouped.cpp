@@ -8,7 +8,8 @@
 // sizes alone, so that results do not depend on the number of threads.
 //
 //   grouped_product.h  products of float32        grouped_single.h  a block forward and backward
-//   grouped_rows.h     layouts and activations    grouped_half.h    the same in bfloat16, by AMX
+//   grouped_rows.h     layouts and activations    grouped_half.h    the same in bfloat16
+//   grouped_tiles.h    products of bfloat16, by AMX or in vectors
 
 #include "../common/large_pages.h"
 #include "grouped_half.h"
@@ -32,7 +33,7 @@ constexpr size_t kLarge = 4 << 20;    // bytes of a result from which large page
 int threads_for(const Call& c, double products) {
   const double flops = 2.0 * products * c.batch * c.length * c.groups * c.k * c.n;
   const double bytes = 4.0 * c.groups * (c.k * c.n + double(c.batch) * c.length * (c.k + c.n));
-  return threads_worth((flops / (c.half ? 8 : 1) + 4 * bytes) / kFlopsAThread);
+  return threads_worth((flops / (c.half ? kHalfRate : 1) + 4 * bytes) / kFlopsAThread);
 }
 
 // Tasks that a thread takes at a time, so that one that is held up leaves work to the others.
@@ -173,7 +174,7 @@ extern "C" void fastlinear_forked(uint64_t thread) { forking_thread = thread; }
 extern "C" void fastlinear_grouped_threads(int (*count)()) { threads_of_torch = count; }
 
 // Whether bfloat16 is served.
-extern "C" int fastlinear_grouped_half() { return has_tiles(); }
+extern "C" int fastlinear_grouped_half() { return serves_half(); }
 
 // bias and pre may be null.
 extern "C" void fastlinear_grouped_forward(const int64_t* call, const void* x, const void* w,

@@ -1,21 +1,14 @@
-// Blocks of one group in bfloat16, for processors with AMX: products accumulate in float32 tiles.
+// Blocks of one group in bfloat16, for processors with products of it: they accumulate in float32.
 #pragma once
 
 #include "grouped_single.h"
+#include "grouped_tiles.h"
 
 #include <type_traits>
 
-#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512BF16__)
-#define FASTLINEAR_TILES
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-
 namespace {
 
-// What a thread needs while it computes, and the weight of its group.
-template <class T>
-struct Tiles {};
+// The weight of a group, and the sums of its gradients.
 template <class T>
 struct RightHalf;
 template <class T>
@@ -31,36 +24,7 @@ struct Own<Bf16> {
   using Total = SumsHalf<Bf16>;
 };
 
-#if defined(FASTLINEAR_TILES)
-
-constexpr int64_t kSide = 16;   // rows of a tile, and its float32 numbers a row
-constexpr int64_t kPairs = 32;  // bfloat16 numbers of a tile's row
-constexpr int64_t kTile = kSide * kPairs;
-constexpr int64_t kStrip = 2 * kSide;  // tokens whose results are in the first cache at a time
-
-inline int64_t tiles_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
-
-// Linux grants a process the use of tiles when it asks.
-bool has_tiles() {
-  constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
-  static const bool granted = syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
-  return granted;
-}
-
-template <>
-struct Tiles<Bf16> {
-  Tiles() {
-    has_tiles();
-    struct {
-      uint8_t palette = 1, start = 0, zeros[14] = {};
-      uint16_t bytes[16] = {};
-      uint8_t rows[16] = {};
-    } config;
-    for (int i = 0; i < 8; ++i) config.bytes[i] = 64, config.rows[i] = kSide;
-    _tile_loadconfig(&config);
-  }
-  ~Tiles() { _tile_release(); }
-};
+#if defined(FASTLINEAR_HALF)
 
 inline __m512i pairs(const Bf16* p, int64_t n) {  // n numbers, then zeros
   const __mmask32 lanes = n >= kPairs ? ~__mmask32{0} : (__mmask32{1} << n) - 1;
@@ -142,62 +106,6 @@ void pack_turned(const Bf16* a, int64_t pitch, int64_t rows, int64_t columns, Bf
 inline void copy_row(const Bf16* from, int64_t count, Bf16* to, int64_t pitch) {
   for (int64_t c = 0; c < pitch; c += kPairs)
     _mm512_storeu_si512(to + c, c < count ? pairs(from + c, count - c) : _mm512_setzero_si512());
-}
-
-// Tiles of A: how far apart those below and beside each other begin, and a tile's rows (in bytes).
-struct Left {
-  const Bf16* at;
-  int64_t below, beside, bytes;
-};
-
-template <bool Two, bool Wide>
-inline void four_tiles(const Left& a, const Bf16* b, int64_t depth, float* c, int64_t pitch, bool add) {
-  const int64_t bytes = 4 * pitch;
-  float* low = c + kSide * pitch;
-  if (add) {
-    _tile_loadd(0, c, bytes);
-    if (Wide) _tile_loadd(1, c + kSide, bytes);
-    if (Two) _tile_loadd(2, low, bytes);
-    if (Two && Wide) _tile_loadd(3, low + kSide, bytes);
-  } else {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  }
-  for (int64_t p = 0; p < depth; ++p) {
-    _tile_loadd(4, a.at + p * a.beside, a.bytes);
-    _tile_loadd(6, b + p * kTile, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    if (Wide) {
-      _tile_loadd(7, b + (depth + p) * kTile, 64);
-      _tile_dpbf16ps(1, 4, 7);
-    }
-    if (Two) {
-      _tile_loadd(5, a.at + a.below + p * a.beside, a.bytes);
-      _tile_dpbf16ps(2, 5, 6);
-      if (Wide) _tile_dpbf16ps(3, 5, 7);
-    }
-  }
-  _tile_stored(0, c, bytes);
-  if (Wide) _tile_stored(1, c + kSide, bytes);
-  if (Two) _tile_stored(2, low, bytes);
-  if (Two && Wide) _tile_stored(3, low + kSide, bytes);
-}
-
-// C = A B or C + A B, in whole tiles: so many rows, columns and steps of depth of them.
-void tile_product(Left a, const Bf16* b, int64_t rows, int64_t columns, int64_t depth, float* c,
-                  int64_t pitch, bool add) {
-  for (int64_t i = 0; i < rows; i += 2, a.at += 2 * a.below, c += 2 * kSide * pitch)
-    for (int64_t j = 0; j < columns; j += 2) {
-      const Bf16* right = b + j * depth * kTile;
-      float* to = c + j * kSide;
-      const bool two = i + 1 < rows, wide = j + 1 < columns;
-      if (two && wide) four_tiles<true, true>(a, right, depth, to, pitch, add);
-      else if (two) four_tiles<true, false>(a, right, depth, to, pitch, add);
-      else if (wide) four_tiles<false, true>(a, right, depth, to, pitch, add);
-      else four_tiles<false, false>(a, right, depth, to, pitch, add);
-    }
 }
 
 // --------------------------------------------------------------------------------------------
@@ -304,7 +212,7 @@ void forward_block(const Call& c, const Bf16* x, const Bf16* w, const Bf16* bias
     if (by_dots(c)) {
       dots(at, in.token, count, own, c.w_row, c.k, c.n, made, np);
     } else {
-      if (in.feature != 1 || c.k % kPairs || count % kSide) {
+      if (in.feature != 1 || c.k % kHalfDepth || count % kSide) {
         if (in.feature == 1) {
           for (int64_t i = 0; i < count; ++i) copy_row(at + i * in.token, c.k, laid + i * kp, kp);
         } else {
@@ -318,7 +226,7 @@ void forward_block(const Call& c, const Bf16* x, const Bf16* w, const Bf16* bias
         }
         a = {laid, kSide * kp, kPairs, 2 * kp};
       }
-      tile_product(a, right.at, low, columns, depth, made, np, false);
+      tile_product(a, right.at, low, columns, c.k, made, np, false);
     }
     finish(c, made, np, added, count, y + place(out), pre ? pre + place(out) : nullptr);
   }
@@ -361,7 +269,7 @@ void backward_block(const Call& c, const Bf16* dy, const Bf16* saved, const Bf16
     const Left a{laid + r * nd, kSide * nd, kPairs, 2 * nd};
     Bf16* to = dx + place(c.dx, r, 0);
     ask_for(to, c.dx, count, c.k);
-    tile_product(a, right->at, tiles_of(count, kSide), columns, deep, strip, kp, false);
+    tile_product(a, right->at, tiles_of(count, kSide), columns, width, strip, kp, false);
     scatter(strip, kp, count, c.k, to, c.dx.token, c.dx.feature);
   }
   if (dw) {
@@ -370,7 +278,7 @@ void backward_block(const Call& c, const Bf16* dy, const Bf16* saved, const Bf16
     pack_turned(laid, nd, whole, width, turned);
     pack_right(at, c.x.token, c.x.feature, rows, c.k, tokens);
     const Left a{turned, depth * kTile, kTile, 2 * kPairs};
-    tile_product(a, tokens, high, columns, depth, sums.dw, kp, !part.first);
+    tile_product(a, tokens, high, columns, rows, sums.dw, kp, !part.first);
     Bf16* to = dw + (g * c.n + part.n0) * c.k;
     if (part.last) scatter(sums.dw, kp, width, c.k, to, c.k, int64_t{1});
   }
@@ -380,7 +288,6 @@ void backward_block(const Call& c, const Bf16* dy, const Bf16* saved, const Bf16
 
 #else
 
-bool has_tiles() { return false; }
 template <class T>
 struct RightHalf {
   static int64_t room(int64_t, int64_t) { return 0; }

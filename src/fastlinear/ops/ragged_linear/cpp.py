@@ -1,8 +1,8 @@
 """Backend ``cpp`` of ragged_linear: one C++ call forward and one backward on a CPU.
 
 The C++ reads the sizes and gives each thread groups of its own: in float32 products of the BLAS
-that PyTorch brings, in bfloat16 AMX tiles. Bias, activation and its derivative are computed on rows
-that are in the caches.
+that PyTorch brings, in bfloat16 AMX tiles or pairs in vectors. Bias, activation and its derivative
+are computed on rows that are in the caches.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from fastlinear.ops.common import cpp_build
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.door_program import Program, memory
+from fastlinear.ops.grouped_linear.cpp import NO_HALF
 from fastlinear.ops.grouped_linear.operands import Numbers, Operand, number_of
 from fastlinear.ops.ragged_linear.layout import dense, dense_rows, has_rows, with_rows
 from fastlinear.ops.ragged_linear.validation import counted
@@ -204,7 +205,7 @@ def _why_not_loaded() -> str | None:
 
 def _why_not_served(dtype: torch.dtype) -> str | None:
     if dtype is torch.bfloat16 and not _library().fastlinear_ragged_half():
-        return "bfloat16 takes a processor with AMX"
+        return NO_HALF
     return None
 
 

@@ -115,7 +115,7 @@ extern "C" void fastlinear_ragged_threads(int (*count)()) { threads_of_torch = c
 extern "C" void fastlinear_ragged_blas(Sgemm given) { sgemm = given; }
 
 // Whether bfloat16 is served.
-extern "C" int fastlinear_ragged_half() { return has_tiles(); }
+extern "C" int fastlinear_ragged_half() { return serves_half(); }
 
 // bias and pre may be null; kept, which may be null too, gets the sizes as int64.
 extern "C" int64_t fastlinear_ragged_forward(const int64_t* call, const void* sizes, const void* x,

@@ -3,6 +3,7 @@
 
 #include "../common/threads.h"
 #include "../common/vectors.h"
+#include "../grouped_linear/grouped_tiles.h"
 
 #include <algorithm>
 #include <atomic>
@@ -150,7 +151,7 @@ int threads_for(const Ragged& c, const Bounds& bounds, double products) {
   for (int64_t g = 0; g < c.groups; ++g) owners += bounds.size(g) > 0;
   const double flops = 2.0 * products * rows * c.k * c.n;
   const double bytes = 4.0 * (double(owners) * c.k * c.n + rows * (c.k + c.n));
-  return threads_worth((flops / (c.half ? 8 : 1) + 4 * bytes) / kFlopsAThread);
+  return threads_worth((flops / (c.half ? kHalfRate : 1) + 4 * bytes) / kFlopsAThread);
 }
 
 }  // namespace

@@ -1,7 +1,8 @@
 """The groups on the CPU, one C++ call forward and one backward, compiled for this processor.
 
-float32 with 512-bit vectors, bfloat16 with AMX tiles, by the blocks of grouped_linear; bias and
-activation cost no pass of their own. Threads share the groups, and the parts of large ones.
+float32 with 512-bit vectors, bfloat16 with AMX tiles or pairs in vectors, by the blocks of
+grouped_linear; bias and activation cost no pass of their own. Threads share the groups, and the
+parts of large ones.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from fastlinear.ops.common import cpp_build
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.common.door_program import Program, memories, memory
+from fastlinear.ops.grouped_linear.cpp import NO_HALF
 from fastlinear.ops.unequal_linear.layout import Backward, Forward, Sizes
 
 SOURCE = Path(__file__).with_name("unequal.cpp")
@@ -117,7 +119,7 @@ def unserved(dtype: torch.dtype) -> str | None:
         return f"serves float32 and bfloat16 on CPUs, not {str(dtype).removeprefix('torch.')}"
     why = reason_not_here() or _why_not_loaded()
     if why is None and dtype is torch.bfloat16 and not _library().fastlinear_unequal_half():
-        return "bfloat16 takes a processor with AMX"
+        return NO_HALF
     return why
 
 

@@ -50,7 +50,7 @@ int threads_for(const Groups& all, double products) {
     flops += 2 * products * work_of(g);
     bytes += 4.0 * (double(g.k) * g.n + double(g.m) * (g.k + g.n));
   }
-  return threads_worth((flops / (all.half ? 8 : 1) + 4 * bytes) / kFlopsAThread);
+  return threads_worth((flops / (all.half ? kHalfRate : 1) + 4 * bytes) / kFlopsAThread);
 }
 
 // Products of a task at most.
@@ -203,7 +203,7 @@ extern "C" void fastlinear_forked(uint64_t thread) { forking_thread = thread; }
 extern "C" void fastlinear_unequal_threads(int (*count)()) { threads_of_torch = count; }
 
 // Whether bfloat16 is served.
-extern "C" int fastlinear_unequal_half() { return has_tiles(); }
+extern "C" int fastlinear_unequal_half() { return serves_half(); }
 
 // xs, ws and biases: an address a group, of biases null for none. y and pre: buffers; pre may be null.
 extern "C" void fastlinear_unequal_forward(const int64_t* groups, const void* const* xs,
