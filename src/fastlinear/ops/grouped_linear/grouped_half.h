@@ -102,6 +102,24 @@ void pack_turned(const Bf16* a, int64_t pitch, int64_t rows, int64_t columns, Bf
     }
 }
 
+// Features (depth x tokens, `pitch` apart) → rows of tokens, `whole` apart, zeros up to whole tiles.
+void lay_turned(const Bf16* a, int64_t pitch, int64_t depth, int64_t tokens, Bf16* to, int64_t whole) {
+  for (int64_t j = 0; j < tokens; j += kSide, to += kSide * whole)
+    for (int64_t p = 0; p < whole; p += kPairs) {
+      const int64_t n = std::min(kSide, tokens - j);
+      V t[kSide];
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < kSide; ++i) {
+        const int64_t f = p + 2 * i;
+        const Bf16* at = a + f * pitch + j;
+        t[i] = f < depth ? reinterpret_cast<V>(couples(at, f + 1 < depth ? at + pitch : nullptr, n)) : V{};
+      }
+      turn_square(t);
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < kSide; ++i) store(reinterpret_cast<float*>(to + i * whole + p), t[i]);
+    }
+}
+
 // A row of `count` numbers and zeros up to `pitch`.
 inline void copy_row(const Bf16* from, int64_t count, Bf16* to, int64_t pitch) {
   for (int64_t c = 0; c < pitch; c += kPairs)
@@ -215,6 +233,8 @@ void forward_block(const Call& c, const Bf16* x, const Bf16* w, const Bf16* bias
       if (in.feature != 1 || c.k % kHalfDepth || count % kSide) {
         if (in.feature == 1) {
           for (int64_t i = 0; i < count; ++i) copy_row(at + i * in.token, c.k, laid + i * kp, kp);
+        } else if (in.token == 1) {
+          lay_turned(at, in.feature, c.k, count, laid, kp);
         } else {
           gather(at, in.token, in.feature, count, c.k, wide, padded(c.k));
           for (int64_t i = 0; i < count; ++i) {
