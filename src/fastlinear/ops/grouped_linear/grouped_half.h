@@ -104,8 +104,8 @@ void pack_turned(const Bf16* a, int64_t pitch, int64_t rows, int64_t columns, Bf
 
 // Features (depth x tokens, `pitch` apart) → rows of tokens, `whole` apart, zeros up to whole tiles.
 void lay_turned(const Bf16* a, int64_t pitch, int64_t depth, int64_t tokens, Bf16* to, int64_t whole) {
-  for (int64_t j = 0; j < tokens; j += kSide, to += kSide * whole)
-    for (int64_t p = 0; p < whole; p += kPairs) {
+  for (int64_t p = 0; p < whole; p += kPairs)
+    for (int64_t j = 0; j < tokens; j += kSide) {
       const int64_t n = std::min(kSide, tokens - j);
       V t[kSide];
 #pragma GCC unroll 16
@@ -116,7 +116,7 @@ void lay_turned(const Bf16* a, int64_t pitch, int64_t depth, int64_t tokens, Bf1
       }
       turn_square(t);
 #pragma GCC unroll 16
-      for (int64_t i = 0; i < kSide; ++i) store(reinterpret_cast<float*>(to + i * whole + p), t[i]);
+      for (int64_t i = 0; i < kSide; ++i) store(reinterpret_cast<float*>(to + (j + i) * whole + p), t[i]);
     }
 }
 

@@ -100,8 +100,9 @@ void scatter(const float* from, int64_t pitch, int64_t rows, int64_t cols, T* to
       for (int64_t c = 0; c < cols; ++c) rounded(to + r * row + c * col, get(from + r * pitch + c, 1), 1);
     return;
   }
-  for (int64_t r = 0; r < rows; r += kLanes)
-    for (int64_t c = 0; c < cols; c += kLanes) {
+  // halves of a line one after the other: lines that lie apart by powers of two share few places
+  for (int64_t c = 0; c < cols; c += kLanes)
+    for (int64_t r = 0; r < rows; r += kLanes) {
       const int64_t height = std::min<int64_t>(kLanes, rows - r);
       const int64_t width = std::min<int64_t>(kLanes, cols - c);
       float block[kLanes * kLanes];
