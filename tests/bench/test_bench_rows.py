@@ -154,6 +154,8 @@ def test_a_form_answers_for_peers_on_its_terms() -> None:
         ("liger", {"experiment": "gated-mlp"}, set()),
         ("baddbmm", {"experiment": "groups"}, {"GROUPS_FIRST"}),
         ("fastlinear_channels", {"experiment": "groups"}, {"CHANNELS_FIRST"}),
+        ("fastlinear_sequences", {"experiment": "groups"}, {"SEQUENCES"}),
+        ("conv1d_sequences", {"experiment": "groups"}, {"SEQUENCES"}),
         ("einsum", {"experiment": "groups"}, set()),
         ("eager", {"experiment": "ragged", "device": "cuda"}, {"LAID_OUT"}),
         ("eager", {"experiment": "ragged", "device": "cpu"}, set()),

@@ -24,7 +24,7 @@ Row = dict[str, Any]
 _FORMS = (
     OURS,
     RECORDED,
-    *(f"{OURS}_{form}" for form in ("stacked", "groups", "channels", "out")),
+    *(f"{OURS}_{form}" for form in ("stacked", "groups", "channels", "sequences", "out")),
     *(f"{OURS}_{form}" for form in ("compile", "reduce_overhead", "reusing")),
 )
 

@@ -17,9 +17,10 @@ REPLAYED = "the same memory at every call"
 STACKED = "gate and up stacked in one weight"
 GROUPS_FIRST = "x and y hold a group's rows together"
 CHANNELS_FIRST = "x and y hold a channel's positions together"
+SEQUENCES = "x and y are several sequences of channels"
 COMPILED = "the whole model compiled"
 INTO = "results in memory of the caller's"
-LAYOUTS = frozenset({STACKED, GROUPS_FIRST, CHANNELS_FIRST})
+LAYOUTS = frozenset({STACKED, GROUPS_FIRST, CHANNELS_FIRST, SEQUENCES})
 FORMS = LAYOUTS | {REPLAYED, COMPILED, INTO}
 """Terms on which there are forms of fastlinear; on all others there are none."""
 NAN_LOST = "relu turns NaN into 0"
@@ -43,6 +44,7 @@ _REPLAYS = (
 _BY_LAYOUT: dict[str, tuple[str, ...]] = {
     GROUPS_FIRST: ("bmm", "baddbmm", "grouped_mm", "compile_bmm", f"{OURS}_groups"),
     CHANNELS_FIRST: ("conv1d", "multichannel", f"{OURS}_channels"),
+    SEQUENCES: ("conv1d_sequences", f"{OURS}_sequences"),
 }
 _COMPILED = ("compile", "reduce_overhead", "_asked")
 
@@ -63,6 +65,7 @@ def terms(contender: str, case: Mapping[str, Any]) -> frozenset[str]:
         STACKED: experiment == "gated-mlp" and ("_stacked" in contender or "quack" in contender),
         GROUPS_FIRST: experiment == "groups" and contender in _BY_LAYOUT[GROUPS_FIRST],
         CHANNELS_FIRST: experiment == "groups" and contender in _BY_LAYOUT[CHANNELS_FIRST],
+        SEQUENCES: experiment == "groups" and contender in _BY_LAYOUT[SEQUENCES],
         INTO: contender in ("addcmul_out", f"{OURS}_out"),
         COMPILED: model and any(part in contender for part in _COMPILED),
         NAN_LOST: relu and contender.startswith(("cublaslt", "onednn")),
