@@ -224,8 +224,9 @@ def _grouped_mm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def _ours(backend: str | None, layout: str) -> Callable[[Case], Forward]:
-    names = {"tokens": "... g k", "groups": "g ... k"}
-    name = names.get(layout, "b (g k) ...")
+    channels = "b (g k) ..."
+    names = {"tokens": "... g k", "groups": "g ... k", "channels": channels, "sequences": channels}
+    name = names[layout]
 
     def of(case: Case) -> Forward:
         activation = case.option("activation")

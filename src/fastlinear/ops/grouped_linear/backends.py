@@ -161,10 +161,10 @@ def _prefer_backward(p: Problem, many: bool) -> tuple[str, ...]:
     if p.dtype == "float32":  # PyTorch's batched product adds up a group's tokens one by one
         ours = m >= 512 if copies else one_pass and m >= 1024
         return ("triton", "eager") if ours else ("eager",)
+    if one_pass and many and _fills_strips(p, 224):
+        return ("strips", "triton", "eager")
     if one_pass:
-        return (
-            ("strips", "triton", "eager") if many and _fills_strips(p, 224) else ("triton", "eager")
-        )
+        return ("triton", "eager")
     if copies or k % 8 or n % 8:
         return ("triton", "eager")
     if not wide_backward_config.serves(k, n):

@@ -28,7 +28,7 @@ NO_HALF = "bfloat16 takes a processor with products of it, AMX or AVX512_BF16"
 _CODES = {name: code for code, name in enumerate(NAMES)}  # the switches of grouped_rows.h
 _NOWHERE = (0, 0, 0, 0)
 # K·N up to which it wins over MKL's and oneDNN's products, and rows whose weights are read once:
-# two cores with AMX, 2 to 16384 rows
+# two cores with AMX, 2 to 16384 rows; by pairs up to 256² in rows, 512² while developing
 _MOST_SINGLE, _MOST_HALF, _FEW = 1 << 16, 1 << 18, 4
 
 
