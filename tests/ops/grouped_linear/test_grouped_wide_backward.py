@@ -274,6 +274,9 @@ def test_other_dtypes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ("triton", (2048, 16, 512, 512), {"order": "channels", "length": 256, "dtype": "float32"}),
         ("eager", (64, 100, 100, 100), {"order": "channels", "length": 8, "dtype": "float32"}),
         ("eager", (2048, 16, 512, 512), {"dtype": "float32"}),
+        ("strips", (4096, 100, 100, 100), {"dtype": "float32"}),
+        ("triton", (4096, 100, 102, 100), {"dtype": "float32"}),
+        ("eager", (8, 100, 100, 100), {"dtype": "float32"}),
         ("strips", (2048, 336, 24, 24), {}),
         ("triton", (2048, 341, 24, 24), {}),  # a strip of one group, 48 bytes
     ],

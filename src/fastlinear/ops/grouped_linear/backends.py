@@ -57,11 +57,13 @@ _STRIPS_SHARED = (
 )
 _STRIPS_SOURCES = (
     *("strips.py", "strips_config.py", "strips.cu", "strips_float32.py", "strips_float32.cu"),
-    *("one_launch.py", "../common/hopper.py"),
+    *("strips_float32.h", "one_launch.py", "../common/hopper.py"),
     *_STRIPS_SHARED,
 )
 _STRIPS_BACKWARD_SOURCES = (
     *("strips_backward.py", "strips_backward_config.py", "strips_backward.cu", "one_pass.py"),
+    *("strips_backward_float32.py", "strips_backward_float32.cu"),
+    *("strips_float32.py", "strips_float32.h"),
     *_STRIPS_SHARED,
 )
 _FEW_TOKENS = 1 << 12  # of all groups: no more than that is too few for kernels that keep weights
@@ -160,7 +162,8 @@ def _prefer_backward(p: Problem, many: bool) -> tuple[str, ...]:
     copies = tokens_of(p)[0] > 1  # PyTorch's batched products take no sequences of channels
     if p.dtype == "float32":  # PyTorch's batched product adds up a group's tokens one by one
         ours = m >= 512 if copies else one_pass and m >= 1024
-        return ("triton", "eager") if ours else ("eager",)
+        first = ("strips",) if hopper and strips_backward.reason_not(p) is None else ()
+        return (*first, *(("triton", "eager") if ours else ("eager",)))
     if one_pass and many and _fills_strips(p, 224):
         return ("strips", "triton", "eager")
     if one_pass:

@@ -1,4 +1,5 @@
-"""Backward of many narrow groups on Hopper, in CUDA C++: ``strips_backward.cu``.
+"""Backward of many narrow groups on Hopper, in CUDA C++: ``strips_backward.cu``,
+``strips_backward_float32.cu``.
 
 One pass over dy, what the forward saved, and x: dx leaves at once, dW and db stay in registers over
 a block's tiles of tokens and leave as float32 shares, which a second launch adds up in order.
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor
 
 from fastlinear.core.device import device_facts
+from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.ops.common import cuda_driver as driver
+from fastlinear.ops.grouped_linear import strips_backward_float32 as float32
 from fastlinear.ops.grouped_linear import strips_tiles
 from fastlinear.ops.grouped_linear.one_pass import OnePass, gradients, row_stride
 from fastlinear.ops.grouped_linear.operands import Backward, Numbers
@@ -26,6 +29,7 @@ from fastlinear.ops.grouped_linear.strips_backward_config import (
     shared_bytes,
     strips_backward_config,
 )
+from fastlinear.ops.grouped_linear.strips_backward_float32 import Float32BackwardConfig
 from fastlinear.ops.grouped_linear.strips_tiles import (
     SERVICE_REGISTERS,
     SIZE,
@@ -40,6 +44,7 @@ from fastlinear.ops.grouped_linear.strips_tiles import (
 
 ARCH = "sm_90a"
 KERNEL, SUMS_KERNEL = "grouped_linear_strips_backward", "grouped_linear_strips_sums"
+Config = StripsBackwardConfig | Float32BackwardConfig
 
 
 def source(
@@ -79,15 +84,30 @@ def _kernels(
     n: int,
     activation: str,
     needs: Needs,
-    config: StripsBackwardConfig,
+    config: Config,
     shared: bool,
     device: int,
 ) -> tuple[driver.Kernel, driver.Kernel]:
-    text = source(dtype, k, n, activation, needs, config, shared)
-    cubin = driver.compile_cubin(text, "strips_backward.cu", ARCH)
-    room = shared_bytes(config, k, n, activation != "none", needs)
-    sums = driver.Kernel(cubin, SUMS_KERNEL, 0, device)
-    return driver.Kernel(cubin, KERNEL, room, device), sums
+    saved = activation != "none"
+    if isinstance(config, Float32BackwardConfig):
+        names = float32.KERNEL, float32.SUMS_KERNEL
+        text = float32.source(k, n, activation, needs, config, shared)
+        room = float32.shared_bytes(config, k, n, saved, needs)
+    else:
+        names = KERNEL, SUMS_KERNEL
+        text = source(dtype, k, n, activation, needs, config, shared)
+        room = shared_bytes(config, k, n, saved, needs)
+    cubin = driver.compile_cubin(text, f"{names[0]}.cu", ARCH)
+    sums = driver.Kernel(cubin, names[1], 0, device)
+    return driver.Kernel(cubin, names[0], room, device), sums
+
+
+def _config(
+    dtype: torch.dtype, side: int, k: int, n: int, saved: bool, needs: Needs
+) -> Config | None:
+    if dtype is torch.float32:
+        return float32.float32_backward_config(k, n, saved, needs)
+    return strips_backward_config(side, k, n, saved, needs)
 
 
 def reason_not(p: Problem) -> str | None:
@@ -95,10 +115,13 @@ def reason_not(p: Problem) -> str | None:
     reason = strips_tiles.reason_not(p)
     if reason is not None:
         return reason
-    if p.dtype not in ("bfloat16", "float16"):
-        return f"serves bfloat16 and float16, not {p.dtype}"
+    if p.dtype not in ("float32", "bfloat16", "float16"):
+        return f"serves float32, bfloat16 and float16, not {p.dtype}"
     m, groups, k, n = p.dim("M"), p.dim("G"), p.dim("K"), p.dim("N")
-    if strips_backward_config(side_by_side(p.option("order"), m, groups), k, n) is None:
+    if p.dtype == "float32" and m < float32.LEAST_TOKENS:
+        return f"serves {float32.LEAST_TOKENS} tokens and more of float32, not {m}"
+    side = side_by_side(p.option("order"), m, groups)
+    if _config(FLOAT_DTYPES[p.dtype], side, k, n, True, (True, True, True)) is None:
         return strips_tiles.no_strip(p)
     return None
 
@@ -107,12 +130,14 @@ def serves(dy: Tensor, saved: Tensor | None, x: Tensor, weight: Tensor, order: s
     """Whether the kernel takes such tensors: tokens or groups first, rows at 16 bytes."""
     return (
         x.shape[0] == 1
-        and x.element_size() == SIZE
+        and (x.element_size() == SIZE or x.shape[1] >= float32.LEAST_TOKENS)
+        and x.element_size() in (SIZE, float32.SIZE)
         and all(
             t is None or (t.dtype is x.dtype and has_dense_rows(t, order)) for t in (dy, saved, x)
         )
         and weight.dtype is x.dtype
         and weight.is_contiguous()
+        and weight.data_ptr() % 4 == 0
     )
 
 
@@ -125,12 +150,13 @@ def backward(
     needs: Needs,
     order: str,
     *,
-    config: StripsBackwardConfig | None = None,
+    config: Config | None = None,
 ) -> Gradients:
     """(dx, dW, db), each None where not needed, in one pass and the sums of its shares.
 
     Args:
-        dy: (B, L, G, N); bfloat16 or float16. What ``serves`` refuses goes to the Triton backend.
+        dy: (B, L, G, N); float32, bfloat16 or float16. What ``serves`` refuses goes to the Triton
+            backend.
         saved: (B, L, G, N), dtype of dy: the output y for relu, leaky_relu, sigmoid and tanh, the
             pre-activation for the others, None for ``"none"``.
         x: (B, L, G, K), dtype of dy.
@@ -138,7 +164,8 @@ def backward(
         activation: name of the activation.
         needs: which of dx, dW and db are wanted.
         order: how dx lies in memory.
-        config: launch configuration; None picks ``strips_backward_config``.
+        config: launch configuration; None picks ``strips_backward_config`` or
+            ``float32_backward_config``.
 
     Returns:
         dx (B, L, G, K), dW (G, N, K) and db (G, N) in dy's dtype. Products and sums accumulate
@@ -149,7 +176,7 @@ def backward(
         saved = None
     if config is None:
         side = side_by_side(order, x.shape[1], groups)
-        config = strips_backward_config(side, k, n, saved is not None, needs)
+        config = _config(x.dtype, side, k, n, saved is not None, needs)
     empty = not x.numel() * dy.numel() or not any(needs)
     if config is None or empty or not serves(dy, saved, x, weight, order):
         from fastlinear.ops.grouped_linear import triton_backward
@@ -164,7 +191,7 @@ def backward_steps(call: Backward) -> Numbers | None:
     dy, saved, x, weight = call.tensors
     groups, n, k = weight.shape
     side = side_by_side(call.order, x.shape[1], groups)
-    config = strips_backward_config(side, k, n, saved is not None, call.needs)
+    config = _config(x.dtype, side, k, n, saved is not None, call.needs)
     if config is None or not any(call.needs) or not serves(dy, saved, x, weight, call.order):
         from fastlinear.ops.grouped_linear import triton_backward
 
@@ -174,7 +201,7 @@ def backward_steps(call: Backward) -> Numbers | None:
 
 
 class StripsBackward(OnePass):
-    """The launches of ``strips_backward.cu``."""
+    """The launches of ``strips_backward.cu`` or ``strips_backward_float32.cu``."""
 
     MAPS = ("dy", "saved", "x", "dx")
     POINTERS = ("weight", "dw", "db", "dy", "saved", "x", "dx")
@@ -188,7 +215,7 @@ class StripsBackward(OnePass):
         activation: str,
         needs: Needs,
         order: str,
-        config: StripsBackwardConfig,
+        config: Config,
     ) -> None:
         super().__init__(ordinal(x))
         _, m, groups, k = x.shape
@@ -199,8 +226,11 @@ class StripsBackward(OnePass):
             kernel, sums = _kernels(x.dtype, k, n, *how, self._device)
         units = device_facts(x.device).units
         worth = WORTH_PLAIN if saved is None else WORTH
+        shares, at_once = cut.p if cut.shared else 1, 2
+        if isinstance(config, Float32BackwardConfig):  # arithmetic wants all multiprocessors
+            worth, shares, at_once = 1.0, config.teams, 4
         split = Split(cut.strips, cut.tiles, units * config.blocks, worth)
-        slots = split.slots * (cut.p if cut.shared else 1)
+        slots = split.slots * shares
 
         def tiles(t: Tensor, dense: bool = False) -> driver.TensorMap:
             place = row_stride(t, dense), t.data_ptr(), self._device
@@ -208,7 +238,12 @@ class StripsBackward(OnePass):
 
         maps = [tiles(dy), tiles(x if saved is None else saved), tiles(x), tiles(x, dense=True)]
         whose = (cut.tiles, split.each, split.more)
-        threads = 32 * (config.groups * config.parts + service_warps(config))
         numbers = (cut.rows, groups, slots, *whose)
-        self._prepare_pass(kernel, threads, 1, split.blocks, maps, numbers)
-        self._prepare_sums(driver.Launch, sums, weight, needs, slots, 2, (groups, *whose))
+        self._prepare_pass(kernel, _threads(config), 1, split.blocks, maps, numbers)
+        self._prepare_sums(driver.Launch, sums, weight, needs, slots, at_once, (groups, *whose))
+
+
+def _threads(config: Config) -> int:
+    if isinstance(config, Float32BackwardConfig):
+        return config.threads
+    return 32 * (config.groups * config.parts + service_warps(config))

@@ -1,5 +1,5 @@
 // y = act(x W^T + b) of many narrow groups in float32, for Hopper. The texts of strips_instructions.h,
-// strips_tiles.h and hopper_activations.h stand before this one.
+// strips_tiles.h, hopper_activations.h and strips_float32.h stand before this one.
 //
 // A strip is one group, whose rows begin and end at 16 bytes by themselves. One warp has tiles of ROWS
 // tokens brought in by the copy engine, another has y taken out, two more only lend registers. PARTS
@@ -8,12 +8,13 @@
 // Every block takes the same number of tiles, of one strip and then the next.
 //
 // A product is three of TF32: high * high, high * low and low * high. The multiplier cuts off what does
-// not fit its sums, so that of the first each 8 columns are summed by themselves and added in float32;
+// not fit its sums, so that of the first each 8 * DEPTH columns are summed by themselves and added in float32;
 // the others are far smaller, and stay in it. Sums are in a fixed order.
 //
 // Macros from the host: IS_BF16 (0) SIZE (4) SHARED K N P (1) TEAMS PARTS STAGES OUTS ACT, ACT_<NAME>
-// for every activation, HAS_BIAS SAVE_PRE; REGISTERS SERVICE_REGISTERS, of a thread that computes and
-// of others.
+// for every activation, HAS_BIAS SAVE_PRE; DEPTH, steps of 8 columns that are
+// summed by themselves, UNROLL, how many of these at once; REGISTERS SERVICE_REGISTERS, of a thread that
+// computes and of others.
 
 constexpr int WARPS = TEAMS * PARTS, THREADS = 32 * (WARPS + 4);
 constexpr int BARRIERS = 1024;  // bytes in front of the weights
@@ -24,7 +25,7 @@ using Y = Tile<N>;
 
 constexpr int OUT = OUTPUTS * Y::ROOM;                                // y, then pre
 constexpr int TILES = (N + 7) / 8, NT = (TILES + PARTS - 1) / PARTS;  // of 8 outputs
-constexpr int STEPS = X::STEPS, WHOLE = STEPS - X::HALF;              // of 8 columns
+constexpr int STEPS = X::STEPS;                                       // of 8 columns
 constexpr int PIECE = 512;                                            // bytes of 8 outputs' weights of a step
 constexpr int BIAS_AT = TILES * STEPS * PIECE;
 constexpr int HELD = (BIAS_AT + 32 * TILES + 1023) / 1024 * 1024;
@@ -34,13 +35,6 @@ static_assert(K % 4 == 0 && N % 4 == 0, "rows of whole 16 bytes");
 static_assert(PARTS <= TILES, "every warp has work");
 static_assert(WARPS % 4 == 0, "registers go to four warps at a time");
 static_assert(STAGES >= TEAMS && OUTS >= TEAMS, "no barrier two turns behind a team");
-
-// The high and the low half of a number's bits. The multiplier takes 11 bits of each, so the low half
-// is rounded here; of what is not finite it is nothing.
-__device__ __forceinline__ void cut(u32 word, u32& high, u32& low) {
-  high = word & 0xffffe000u;
-  low = __float_as_uint(__uint_as_float(word) - __uint_as_float(high)) + 0x1000u;
-}
 
 // Weights and biases of a group into shared memory, by all warps that compute: of 8 outputs and 8
 // columns what a lane multiplies, both high halves and both low ones, in 16 bytes.
@@ -65,34 +59,24 @@ __device__ __forceinline__ void place_weights(u32 to, const float* weight, const
 }
 
 // COUNT tiles of 8 outputs of both halves of a tile's tokens.
-template <int COUNT, bool SHORT>
+template <int COUNT, int MANY, bool SHORT>
 __device__ __forceinline__ void step(float (&sum)[2][NT][4], float (&rest)[2][NT][4], u32 weights, u32 x,
                                      int s, int part, int lane) {
-  u32 high[2][4], low[2][4];
+  u32 high[2][MANY][4], low[2][MANY][4];
 #pragma unroll
-  for (int b = 0; b < 2; ++b) {
-    u32 a[4] = {0u, 0u, 0u, 0u};
-    const int row = 16 * b + lane % 16;
-    if (SHORT)
-      load_two<false>(a[0], a[1], x + X::at(row, 32 * s));
-    else
-      load_four<false>(a, x + X::at(row, 32 * s + lane / 16 * 16));
+  for (int b = 0; b < 2; ++b)
 #pragma unroll
-    for (int i = 0; i < (SHORT ? 2 : 4); ++i) cut(a[i], high[b][i], low[b][i]);
-  }
+    for (int d = 0; d < MANY; ++d)
+      load_split<X, SHORT>(high[b][d], low[b][d], x, 16 * b, s + d, d == MANY - 1, lane);
 #pragma unroll
   for (int j = 0; j < COUNT; ++j) {
-    u32 w[4];
-    load_words<4>(w, weights + ((part + PARTS * j) * STEPS + s) * PIECE + 16 * lane);
+    u32 w[MANY][4];
 #pragma unroll
-    for (int b = 0; b < 2; ++b) {
-      float whole[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-      multiply_tf32<SHORT>(whole, high[b], w[0], w[1]);
-      multiply_tf32<SHORT>(rest[b][j], high[b], w[2], w[3]);
-      multiply_tf32<SHORT>(rest[b][j], low[b], w[0], w[1]);
+    for (int d = 0; d < MANY; ++d)
+      load_words<4>(w[d], weights + ((part + PARTS * j) * STEPS + s + d) * PIECE + 16 * lane);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) sum[b][j][e] += whole[e];
-    }
+    for (int b = 0; b < 2; ++b)
+      multiply_split<MANY, SHORT>(sum[b][j], rest[b][j], high[b], low[b], w);
   }
 }
 
@@ -105,29 +89,17 @@ __device__ __forceinline__ void compute(float (&sum)[2][NT][4], u32 weights, u32
     for (int j = 0; j < COUNT; ++j)
 #pragma unroll
       for (int e = 0; e < 4; ++e) sum[b][j][e] = rest[b][j][e] = 0.0f;
-#pragma unroll 1
-  for (int s = 0; s < WHOLE; ++s) step<COUNT, false>(sum, rest, weights, x, s, part, lane);
-  if (X::HALF) step<COUNT, true>(sum, rest, weights, x, STEPS - 1, part, lane);
+#pragma unroll UNROLL
+  for (int s = 0; s < Rest<X>::BEGIN; s += DEPTH)
+    step<COUNT, DEPTH, false>(sum, rest, weights, x, s, part, lane);
+  if constexpr (Rest<X>::MANY > 0)
+    step<COUNT, Rest<X>::MANY, X::HALF>(sum, rest, weights, x, Rest<X>::BEGIN, part, lane);
 #pragma unroll
   for (int b = 0; b < 2; ++b)
 #pragma unroll
     for (int j = 0; j < COUNT; ++j)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {  // of infinities the rest is no number
-        const float more = rest[b][j][e];
-        sum[b][j][e] += more == more ? more : 0.0f;
-      }
-}
-
-__device__ __forceinline__ float activated(float x) {
-  if constexpr (ACT == ACT_SILU) return x / (1.0f + expf(-x));
-  if constexpr (ACT == ACT_SIGMOID) return 1.0f / (1.0f + expf(-x));
-  if constexpr (ACT == ACT_TANH) return tanhf(x);
-  if constexpr (ACT == ACT_QUICK_GELU) return x / (1.0f + expf(-1.702f * x));
-  if constexpr (ACT == ACT_GELU) return 0.5f * x * (1.0f + erff(0.70710678118654752f * x));
-  if constexpr (ACT == ACT_GELU_TANH)
-    return 0.5f * x * (1.0f + tanhf(0.79788456080286536f * (x + 0.044715f * x * x * x)));
-  return act(x);  // exact
+      for (int e = 0; e < 4; ++e) sum[b][j][e] = together(sum[b][j][e], rest[b][j][e]);
 }
 
 template <int COUNT>

@@ -15,16 +15,20 @@ from fastlinear.ops.grouped_linear.strips_tiles import (
 )
 
 KERNEL = "grouped_linear_strips_float32"
+HEADER = "strips_float32.h"
 SIZE = 4
 """Bytes of a number."""
+DEPTH = 2
+"""Steps of 8 numbers whose products of high halves the multiplier sums up; the rest is float32's.
+Two are as exact as one."""
 _PIECE = 512  # bytes of the weights of 8 outputs and 8 columns: two numbers of 11 bits for each
 _STEP = 1024  # bytes; swizzled tiles begin at multiples of it
-_WARPS, _SERVICE_WARPS = 8, 4
-_QUARTER, _OF_THEM = 3, 2  # warps of a part of a multiprocessor, those of them that compute
-LAUNCH_REGISTERS = launch_registers(_QUARTER)
-REGISTERS = (LAUNCH_REGISTERS * _QUARTER - SERVICE_REGISTERS) // _OF_THEM // 8 * 8
-"""Of a thread that computes."""
-_MOST_TILES = 7  # of 8 outputs, whose sums a warp's registers hold for 32 tokens
+_PARTS = ((8, 1), (8, 2), (12, 4), (8, 4), (8, 8))
+"""Warps that compute, and of them those of a team."""
+SERVICE_WARPS = 4
+"""Of a block, beside those that compute."""
+_MOST_TILES = {8: 7, 12: 4}  # of 8 outputs, whose sums the registers of so many warps hold
+_UNROLLED_TILES = {8: 5, 12: 0}  # with which there is room to work on two times DEPTH steps at once
 _LEAST_FEATURES = 32  # PyTorch's error falls with the depth, that of three products does not
 _AHEAD = 4  # tiles of x beyond those that are computed
 
@@ -48,9 +52,21 @@ class Float32Config:
     blocks: int = 1
 
     @property
+    def warps(self) -> int:
+        """Warps that compute."""
+        return self.teams * self.parts
+
+    @property
     def threads(self) -> int:
         """Threads of a block."""
-        return 32 * (self.teams * self.parts + _SERVICE_WARPS)
+        return 32 * (self.warps + SERVICE_WARPS)
+
+
+def limit(warps: int) -> tuple[int, int]:
+    """Registers of a thread of so many warps that compute, and at launch."""
+    quarter = (warps + SERVICE_WARPS) // 4  # warps of a part of a multiprocessor
+    launch = launch_registers(quarter)
+    return (launch * quarter - SERVICE_REGISTERS) // (quarter - 1) // 8 * 8, launch
 
 
 def shared_bytes(config: Float32Config, k: int, n: int, save_pre: bool) -> int:
@@ -72,9 +88,9 @@ def float32_config(k: int, n: int, save_pre: bool) -> Float32Config | None:
     if k % 4 or n % 4 or k < _LEAST_FEATURES:
         return None
     tiles = -(-n // 8)
-    for parts in (1, 2, 4, 8):
-        if parts <= tiles <= parts * _MOST_TILES:
-            teams = _WARPS // parts
+    for warps, parts in _PARTS:
+        if parts <= tiles <= parts * _MOST_TILES[warps]:
+            teams = warps // parts
             for stages in range(teams + _AHEAD, teams, -1):
                 made = Float32Config(teams, parts, stages, outs=teams)
                 if fits(made, k, n, save_pre):
@@ -103,9 +119,11 @@ def source(
         "PARTS": config.parts,
         "STAGES": config.stages,
         "OUTS": config.outs,
-        "REGISTERS": REGISTERS,
+        "DEPTH": DEPTH,
+        "UNROLL": 2 if -(-n // (8 * config.parts)) <= _UNROLLED_TILES[config.warps] else 1,
+        "REGISTERS": limit(config.warps)[0],
         "SERVICE_REGISTERS": SERVICE_REGISTERS,
         "HAS_BIAS": int(has_bias),
         "SAVE_PRE": int(save_pre),
     }
-    return source_of("strips_float32.cu", activation, macros)
+    return source_of("strips_float32.cu", activation, macros, (HEADER,))

@@ -144,13 +144,15 @@ def window(groups: int, features: int) -> int:
     return features // 2 + early
 
 
-def source_of(file: str, activation: str, macros: Mapping[str, int]) -> str:
-    """A kernel's complete CUDA C++ source behind its macros."""
+def source_of(
+    file: str, activation: str, macros: Mapping[str, int], more: tuple[str, ...] = ()
+) -> str:
+    """A kernel's complete CUDA C++ source behind its macros; ``more`` headers come last."""
     acts = {f"ACT_{name.upper()}": number for number, name in enumerate(NAMES)}
     named = {**acts, "ACT": f"ACT_{activation.upper()}", **macros}
     text = "".join(f"#define {name} {value}\n" for name, value in named.items())
-    parts = "strips_instructions.h", "strips_tiles.h", "../common/hopper_activations.h", file
-    return text + WORDS.read_text() + "".join((_HERE / part).read_text() for part in parts)
+    parts = "strips_instructions.h", "strips_tiles.h", "../common/hopper_activations.h", *more
+    return text + WORDS.read_text() + "".join((_HERE / p).read_text() for p in (*parts, file))
 
 
 def reason_not(p: Problem) -> str | None:

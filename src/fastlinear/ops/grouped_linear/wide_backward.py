@@ -103,6 +103,7 @@ def serves(dy: Tensor, saved: Tensor | None, x: Tensor, weight: Tensor, order: s
     """Whether the kernel takes such tensors: tokens or groups first, rows at 16 bytes."""
     return (
         configs.serves(weight.shape[2], weight.shape[1])
+        and x.element_size() == strips_tiles.SIZE
         and weight.data_ptr() % 16 == 0
         and strips_backward.serves(dy, saved, x, weight, order)
     )
