@@ -228,7 +228,7 @@ def test_when_it_comes_first() -> None:
     assert first(2048, 40, 136, 128) == "resident"
     assert first(512, 8, 1024, 1024) == "wide"  # a weight that it cannot hold
     assert first(64, 8, 1024, 1024) == "triton"  # few tiles
-    assert first(4096, 64, 128, 128) == "triton"
+    assert first(4096, 64, 128, 128) == "resident"
     assert first(2048, 1024, 8, 8) == "strips"  # tiles of 16 would be half empty
     assert first(2048, 341, 24, 24) == "triton"  # a strip of one group
     assert first(2048, 336, 24, 24) == "strips"

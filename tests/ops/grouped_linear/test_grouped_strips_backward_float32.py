@@ -32,7 +32,7 @@ SIZES = (
     *((4, 80, 112), (6, 24, 24)),
 )
 CONFIGS = (
-    ((8, 100, 100), Float32BackwardConfig(1, 8, 1, 2, 1, False)),
+    ((4, 128, 128), Float32BackwardConfig(1, 8, 1, 2, 1, False)),
     ((8, 100, 100), Float32BackwardConfig(1, 1, 8, 3, 2, False)),
     ((8, 96, 96), Float32BackwardConfig(1, 6, 2, 3, 2)),
     ((8, 64, 64), Float32BackwardConfig(2, 2, 3, 5, 2)),

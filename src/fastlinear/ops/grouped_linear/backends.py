@@ -27,6 +27,7 @@ from fastlinear.ops.grouped_linear import (
     resident_config,
     strips,
     strips_backward,
+    strips_backward_float32,
     strips_config,
     strips_tiles,
     triton_config,
@@ -67,6 +68,7 @@ _STRIPS_BACKWARD_SOURCES = (
     *_STRIPS_SHARED,
 )
 _FEW_TOKENS = 1 << 12  # of all groups: no more than that is too few for kernels that keep weights
+_HOPPER_UNITS = 132  # multiprocessors
 _HOST_BOUND = 1 << 25  # numbers of x and y below which a GPU waits for a training call's Python
 _WIDE_SOURCES = ("triton_wide.py", "triton_wide_kernels.py", *_TRITON_SOURCES)
 _BOXES_SHARED = (
@@ -145,7 +147,8 @@ def _prefer(p: Problem) -> tuple[str, ...]:
         return _prefer_backward(p, many)
     if many and _worth_strips(p):
         return ("strips", "triton", "eager")
-    if max(p.dim("K"), p.dim("N")) <= 128:
+    widest, least = max(p.dim("K"), p.dim("N")), min(p.dim("K"), p.dim("N"))
+    if widest <= 128 and (least <= 112 or p.dtype == "float32"):
         return ("triton", "eager")
     config = resident_config.resident_config(p.dim("K"), p.dim("N"))
     if config is not None and p.dim("M") * p.dim("G") <= _FEW_TOKENS:
@@ -161,8 +164,8 @@ def _prefer_backward(p: Problem, many: bool) -> tuple[str, ...]:
     one_pass = max(k, n) <= (128 if hopper else 32)
     copies = tokens_of(p)[0] > 1  # PyTorch's batched products take no sequences of channels
     if p.dtype == "float32":  # PyTorch's batched product adds up a group's tokens one by one
-        ours = m >= 512 if copies else one_pass and m >= 1024
-        first = ("strips",) if hopper and strips_backward.reason_not(p) is None else ()
+        ours = m >= 512 if copies else max(k, n) <= 32 or (one_pass and m >= 1024)
+        first = ("strips",) if hopper and _fills_strips_of_float32(p) else ()
         return (*first, *(("triton", "eager") if ours else ("eager",)))
     if one_pass and many and _fills_strips(p, 224):
         return ("strips", "triton", "eager")
@@ -202,6 +205,18 @@ def _fills_strips(p: Problem, least: int) -> bool:
         return False
     widest = 2 * config.groups * max(p.dim("K"), p.dim("N"))
     return widest >= least or config.groups == 8
+
+
+def _fills_strips_of_float32(p: Problem) -> bool:
+    """Whether the backward of float32 strips is served, with tiles for all teams of its blocks."""
+    if strips_backward.reason_not(p) is not None:
+        return False
+    m, groups, k, n = p.dim("M"), p.dim("G"), p.dim("K"), p.dim("N")
+    config = strips_backward_float32.float32_backward_config(k, n)
+    assert config is not None
+    tiles = -(-m // strips_tiles.ROWS)
+    busy = tiles >= 2 * config.teams or groups <= _HOPPER_UNITS
+    return busy and m * groups >= (_FEW_TOKENS << 2 if max(k, n) <= 32 else _FEW_TOKENS >> 3)
 
 
 def _fills_wide(p: Problem) -> bool:

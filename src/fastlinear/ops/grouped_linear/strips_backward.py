@@ -31,6 +31,7 @@ from fastlinear.ops.grouped_linear.strips_backward_config import (
 )
 from fastlinear.ops.grouped_linear.strips_backward_float32 import Float32BackwardConfig
 from fastlinear.ops.grouped_linear.strips_tiles import (
+    LEAST_TILES,
     SERVICE_REGISTERS,
     SIZE,
     WORTH,
@@ -226,10 +227,10 @@ class StripsBackward(OnePass):
             kernel, sums = _kernels(x.dtype, k, n, *how, self._device)
         units = device_facts(x.device).units
         worth = WORTH_PLAIN if saved is None else WORTH
-        shares, at_once = cut.p if cut.shared else 1, 2
+        shares, at_once, least = cut.p if cut.shared else 1, 2, LEAST_TILES
         if isinstance(config, Float32BackwardConfig):  # arithmetic wants all multiprocessors
-            worth, shares, at_once = 1.0, config.teams, 4
-        split = Split(cut.strips, cut.tiles, units * config.blocks, worth)
+            worth, shares, at_once, least = 1.0, config.teams, 4, float32.LEAST_TILES
+        split = Split(cut.strips, cut.tiles, units * config.blocks, worth, least)
         slots = split.slots * shares
 
         def tiles(t: Tensor, dense: bool = False) -> driver.TensorMap:

@@ -21,6 +21,8 @@ SUMS_KERNEL = "grouped_linear_strips_sums_float32"
 _PIECE = 256  # bytes of 8 by 8 weights that are not split
 _STEP = 1024  # bytes; swizzled tiles begin at multiples of it
 _LEAST_FEATURES, _MOST_FEATURES = 16, 128
+LEAST_TILES = 2
+"""Of a block that leaves a share of sums."""
 LEAST_TOKENS = 16
 """Sums of fewer are closer to exact in PyTorch's arithmetic than three products are."""
 _OTHER_REGISTERS = 72  # of a thread: fragments, addresses, counters
