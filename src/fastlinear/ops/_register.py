@@ -10,6 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from fastlinear.core.errors import UnsupportedError
 
 _LIBRARY = torch.library.Library("fastlinear", "DEF")
 _KEPT: list[Any] = []
@@ -34,6 +37,7 @@ def register_op(
         implementation: the eager implementation for both devices.
         fake: shapes, dtypes and strides of the results, without computing.
         backward, setup_context: the autograd formula, as ``torch.library.register_autograd`` takes.
+            Its gradients cannot be differentiated: that raises UnsupportedError.
     """
     _LIBRARY.define(name + schema)
     for key in ("CPU", "CUDA"):
@@ -41,7 +45,45 @@ def register_op(
     torch.library.register_fake(f"fastlinear::{name}", fake, lib=_LIBRARY)
     if backward is not None:
         torch.library.register_autograd(
-            f"fastlinear::{name}", backward, setup_context=setup_context, lib=_LIBRARY
+            f"fastlinear::{name}", _once(name, backward), setup_context=setup_context, lib=_LIBRARY
+        )
+
+
+def _once(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
+    """``backward``, whose gradients raise where they are differentiated.
+
+    Without this they would carry what autograd sees inside the implementation of another op, which
+    is less than all: a saved pre-activation has lost its tie to x, a kernel has none.
+    """
+
+    def formula(ctx: Any, *grads: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        with torch.no_grad():
+            found, structure = tree_flatten(backward(ctx, *grads))
+        tensors = [t for t in found if t is not None]
+        read = [t for t in tree_flatten((ctx.saved_tensors, grads))[0] if t is not None]
+        marked = iter(_Once.apply(name, len(tensors), *tensors, *read))
+        return tree_unflatten([t if t is None else next(marked) for t in found], structure)
+
+    return formula
+
+
+class _Once(torch.autograd.Function):
+    """Gradients as they are, tied to all they were computed from by a node that raises."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, count: int, *tensors: torch.Tensor) -> tuple[Any, ...]:
+        ctx.name = name
+        return tuple(t.view_as(t) for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise UnsupportedError(
+            ctx.name,
+            "to be differentiated once where it is a registered op, as in a compiled function",
+            "a derivative of its gradients (create_graph=True)",
+            "Call it outside the compiled function: there it is differentiable to any order.",
         )
 
 

@@ -64,7 +64,7 @@ def linear_act(
         UnsupportedError: a forced backend cannot serve the call; the message says why.
 
     float32, bfloat16, float16 and float64; 16-bit dtypes accumulate in float32. Deterministic for
-    a given backend and shape. Differentiable, to any order.
+    a given backend and shape. Differentiable, to any order (once inside ``torch.compile``).
 
     Sparse and nested tensors are computed by PyTorch's own ops where those carry them, and named in
     an InputError otherwise; quantized ones are always. On the meta device the result has its shape
