@@ -53,6 +53,7 @@ class Entry:
         backward_spares: more recordings of the backward, whose results callers get as they are.
         dys: buffers for the gradients of the differentiable outputs.
         grads: the backward's result for each input and each trainable tensor, None where unused.
+        reaches: for each differentiable output, whether it depends on each of these.
         saved: positions among the watched tensors of those whose values the backward reads.
         saved_out: positions among the outputs of those whose values the backward reads.
         lendable: the outputs of a forward that a backward follows, where they may be lent.
@@ -81,6 +82,7 @@ class Entry:
         self.backward_spares: list[Results] = []
         self.dys: list[Tensor] = []
         self.grads: list[Tensor | None] = []
+        self.reaches: list[list[bool]] = []
         self.saved: list[int] = []
         self.saved_out: list[int] = []
         self.lendable: Results | None = None

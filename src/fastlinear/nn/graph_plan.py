@@ -202,6 +202,9 @@ class _Step(torch.autograd.Function):
             dys = tuple([dy for dy, d in zip(dys, flags, strict=True) if d])
         grads = plan.run_backward(dys)
         ctx.lease.done = True
+        if any(dy is None for dy in dys):  # what only other outputs depend on has no gradient
+            reaches = [r for dy, r in zip(dys, plan.entry.reaches, strict=True) if dy is not None]
+            grads = [g if any(of) else None for g, *of in zip(grads, *reaches, strict=True)]
         return (None, None, None, *grads)
 
 

@@ -162,6 +162,8 @@ def _capture(
         entry.outputs = [o.detach() for o in outputs]
         entry.differentiable = [grad and o.requires_grad for o in outputs]
         if any(entry.differentiable):
+            behind = [_leaves_behind(o) for o in outputs if o.requires_grad]
+            entry.reaches = [[id(t) in found for t in inputs] for found in behind]
             entry.backward_spares = more(lambda: backward(outputs, again=True))
             entry.backward = recorder.record(lambda: backward(outputs), device, pool, generators)
             entry.grads = entry.backward.outputs
@@ -188,6 +190,20 @@ def _capture(
         entry.lendable = Results(entry.forward, entry.outputs, readers)
         entry.outputs = [t for t in entry.lendable.tensors if t is not None]
     entry.statics = [None if i in by_address else t.detach() for i, t in enumerate(live)]
+
+
+def _leaves_behind(output: Tensor) -> set[int]:
+    """The ids of the leaves that a tensor's gradient reaches."""
+    found, seen, ahead = {id(output)}, set(), [output.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::AccumulateGrad":
+            found.add(id(node.variable))  # type: ignore[attr-defined]
+        ahead += [n for n, _ in node.next_functions]
+    return found
 
 
 def _buffer(entry: Entry, i: int, t: Tensor, grad: bool) -> Tensor:

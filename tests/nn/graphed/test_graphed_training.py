@@ -76,6 +76,35 @@ def test_training_follows_the_optimizer(device: str) -> None:
     assert counts(g) == (2, 6, 0)
 
 
+def test_what_only_an_unused_output_depends_on_has_no_gradient(device: str) -> None:
+    """A zero in its place would let an optimizer with momentum or decay move a head."""
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.one = nn.Linear(4, 4), nn.Linear(4, 2)
+            self.two = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            h = torch.tanh(self.body(x))
+            return self.one(h), self.two(h) * y
+
+    ours = Heads().to(device)
+    theirs = copy.deepcopy(ours)
+    g = graphed(ours)
+    for used in ([0], [1], [0, 1]):
+        given = [torch.randn(3, n, device=device) for n in (4, 2)]
+        found = []
+        for run, model in ((g, ours), (theirs, theirs)):
+            model.zero_grad()
+            x, y = (t.clone().requires_grad_() for t in given)
+            outputs = run(x, y)
+            torch.stack([outputs[i].square().sum() for i in used]).sum().backward()
+            found.append([x.grad, y.grad, *(p.grad for p in model.parameters())])
+        assert [a is None for a in found[0]] == [b is None for b in found[1]]
+        assert_close(*([t for t in grads if t is not None] for grads in found))
+
+
 def test_two_forwards_before_a_backward(device: str) -> None:
     model = mlp(device)
     g = graphed(model)

@@ -249,6 +249,20 @@ def test_what_records_torchs_ops_sees_them_all() -> None:
     close(make_fx(call)(x)(other), expected)
 
 
+def test_a_trace_may_be_the_first_call_of_its_kind() -> None:
+    """Selection asks torch what the processor has, by an op that no trace can hold."""
+    x, w = torch.randn(4, 9).bfloat16(), torch.randn(5, 9).bfloat16()
+
+    def call(x: Tensor) -> Tensor:
+        return fl.linear_act(x, w, activation="gelu")
+
+    op._forget()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        traced = torch.jit.trace(call, (x,))
+    close(traced(x + 1), F.gelu(F.linear(x + 1, w)))
+
+
 def test_sparse_input_takes_torchs_path() -> None:
     x, w = torch.eye(6), torch.randn(5, 6)
     close(fl.linear_act(x.to_sparse(), w, activation="none"), F.linear(x, w))

@@ -265,6 +265,26 @@ def test_compiled_training() -> None:
         assert torch.allclose(t.grad, g, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_compiled_training_under_autocast(inside: bool) -> None:
+    leaves = [t.requires_grad_() for t in parameters(6, (8, 9, 3)) if t is not None]
+
+    def run(enabled: bool = inside) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            return fl.mlp(leaves[0], leaves[1:3], leaves[3:]).float()
+
+    compiled = torch.compile(
+        run if inside else lambda: fl.mlp(leaves[0], leaves[1:3], leaves[3:]).float(),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not inside):
+        y = compiled()
+    y.sum().backward()
+    assert torch.equal(y, run(True))
+    assert all(t.grad is not None and t.grad.dtype is torch.float32 for t in leaves)
+
+
 def test_lead_dims_and_expanded_gradients() -> None:
     leaves = [t.requires_grad_() for t in parameters(12, (8, 9, 3)) if t is not None]
     x = leaves[0].detach().reshape(2, 6, 8).transpose(0, 1).requires_grad_()

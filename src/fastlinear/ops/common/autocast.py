@@ -22,8 +22,9 @@ def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
     """t in the autocast dtype; a parameter's copy is the one autocast keeps, or comes to keep.
 
     Differentiable back to t. Tensors autocast would not cache (not float32, no leaf, a view, no
-    gradient required) are cast anew, as are all while torch's cache is off, a CUDA graph is being
-    captured or hooks on saved tensors are active. float64 and integers are left alone.
+    gradient required) are cast anew, as are all while torch's cache is off, a compiler traces, a
+    CUDA graph is being captured or hooks on saved tensors are active. float64 and integers are left
+    alone.
 
     Args:
         t: of any shape; only vectors and matrices are cached.
@@ -33,6 +34,7 @@ def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
         return t
     if (
         t.dtype is torch.float32
+        and not torch.compiler.is_compiling()
         and t.requires_grad
         and t.is_leaf
         and not t._is_view()
