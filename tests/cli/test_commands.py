@@ -196,6 +196,25 @@ def test_explain_mlp(run: Run) -> None:
     assert "w=mixed" in text
 
 
+def test_explain_and_tune_a_gated_mlp(run: Run) -> None:
+    sizes = ("--m", "32", "--k", "16", "--hidden", "24", "--n", "8", "--stacked", "up_gate")
+    told = data_of(run("explain", "gated-mlp", *sizes, "--device", "cpu", "--train", "--json"))
+    forward = told[0]["problem"]
+    assert forward["dims"] == {"M": 32, "K": 16, "H": 24, "N": 8}
+    assert {"activation": "silu", "bias": "yes", "order": "up_gate"}.items() <= forward[
+        "options"
+    ].items()
+    call = ("gated_mlp", *sizes, "--no-bias", "--activation", "gelu", "--device", "cpu")
+    speed = ("--rounds", "5", "--budget", "0.05")
+    tuned = data_of(run("tune", *call, "--train", *speed, "--json"))
+    assert [t["problem"]["piece"] for t in tuned] == list(families()["gated_mlp"].pieces)
+    assert "eager" in tuned[0]["times_us"]
+    assert "tuned" in run("explain", *call, "--train").stdout
+    wide = run("explain", "gated_mlp", "--k", "64", "--weight-layout", "kn", "--device", "cpu")
+    assert "K=64 H=256 N=64" in wide.stdout
+    assert "w=strided" in wide.stdout
+
+
 def test_tune_mlp(run: Run) -> None:
     call = ("mlp", "--m", "4", "--widths", "8,16,4", "--final-activation", "relu")
     result = run("tune", *call, "--train", "--rounds", "5", "--budget", "0.05", "--json")

@@ -129,12 +129,16 @@ def test_unknown_names(run: Run, command: str) -> None:
         (("mlp", "--activation", "mish"), "mlp: expected activation in none, relu"),
         (("mlp", "--final-activation", "mish"), "final_activation"),
         (("mlp", "--weight-layout", "nn"), "nk or kn"),
-        (("--widths", "64,64"), "received --widths. These belong to mlp"),
+        (("--widths", "64,64"), "received --widths. These belong to another op"),
         (("linear_act", "--allow-fast-matmul"), "received --allow-fast-matmul"),
         (("linear_act", "--final-activation", "relu", "--width", "3"), "--width, --final-act"),
         (("diagonal-linear", "--k", "8"), "received --k. It has one size besides the rows"),
         (("diagonal-linear", "--weight-layout", "kn"), "received --weight-layout. Its weight is"),
-        (("conv2d",), "op in linear_act, mlp, diagonal_linear; received 'conv2d'"),
+        (("gated_mlp", "--width", "8"), "received --width. Its sizes are --k, --hidden"),
+        (("gated_mlp", "--stacked", "down"), "stacked in 'gate_up', 'up_gate', 'interleaved'"),
+        (("linear_act", "--hidden", "8"), "received --hidden. These belong to another op"),
+        (("diagonal-linear", "--stacked", "gate_up"), "received --stacked. It has one size"),
+        (("conv2d",), "op in linear_act, mlp, diagonal_linear, gated_mlp; received 'conv2d'"),
     ],
 )
 def test_calls_that_do_not_fit(

@@ -288,11 +288,31 @@ def test_recognising_leaves_everything_as_it_was() -> None:
         ({"names": ("a", "b", 3)}, "three different names"),
         ({"names": ("a", "b.c", "d")}, "three different names"),
         ({"names": ("a", "b", "b")}, "three different names"),
+        ({"names": ("a", "gated", "c")}, "no attributes of the new module; received 'gated'"),
+        ({"names": ("a", "recompute", "forward")}, "received 'recompute', 'forward'"),
+        ({"names": ("a", "b", "training")}, "received 'training'"),
     ],
 )
 def test_bad_arguments_are_named(change: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         fl.nn.GatedMLP(4, 6, **change)
+
+
+@pytest.mark.parametrize("taken", ["gated", "recompute", "backend", "from_module"])
+def test_layers_under_names_of_our_own_are_refused(taken: str) -> None:
+    """Such a layer would be lost, or hide what the module itself needs."""
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+            self.add_module(taken, nn.Linear(4, 6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(F.silu(self.gate(x)) * self.get_submodule(taken)(x))
+
+    with pytest.raises(InputError, match=f"received '{taken}'"):
+        fl.nn.GatedMLP.from_module(Named())
 
 
 @pytest.mark.skipif(not HAS_TRANSFORMERS, reason="needs transformers")

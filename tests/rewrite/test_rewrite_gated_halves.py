@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastlinear as fl
+from fastlinear.core.timing import Samples
 from fastlinear.rewrite.exchange import gated_forward
+from fastlinear.rewrite.trial import site
 
 FAST = {"onednn": 50.0, "cpp": 50.0, "pieces": 50.0, "after": 50.0}
 K, H = 32, 96
@@ -364,3 +366,25 @@ def test_compiled_parts_are_watched_uncompiled(clock: Any) -> None:
     inner.forward = torch.compile(inner.forward, backend="eager")  # type: ignore[method-assign]
     result = optimized(nn.Sequential(inner, nn.Linear(K, 8)).eval(), torch.randn(2, 20, K))
     assert len(told(result)) == 1
+
+
+def test_what_the_whole_step_decided_is_told_so(
+    clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own measurement may leave a call open that is kept; the finding does not then say both
+    that it gains nothing and that it is in place."""
+    clock(FAST)
+    after = (111.0, 91.0, 91.0, 91.0, 77.0)
+
+    def interleave(runs: dict[str, Any], **_: Any) -> dict[str, Samples]:
+        times = {"after": after}
+        return {n: Samples(n, times.get(n, (100.0,) * 5), "wall", 1, "clock") for n in runs}
+
+    monkeypatch.setattr(site, "interleave", interleave)
+    result = optimized(nn.Sequential(taking(_by_shape)()).eval(), torch.randn(512, K))
+    assert result.kept == 2
+    (found,) = told(result)
+    assert "open by itself, decided on the whole step. optimize_ has put it in place" in (
+        found.message
+    )
+    assert "not beyond noise" not in found.message

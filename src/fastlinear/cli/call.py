@@ -20,17 +20,18 @@ if TYPE_CHECKING:
     from fastlinear.core.problem import Problem
     from fastlinear.dispatch.explain import Explanation
 
-FAMILIES = ("linear_act", "mlp", "diagonal_linear")
-_FEATURES, _LAYERS, _WIDTH = 1024, 8, 64
-_LINEAR, _MLP = "One linear layer (linear_act)", "A chain of layers (mlp)"
-_DIAGONAL = "diagonal_linear"
+FAMILIES = ("linear_act", "mlp", "diagonal_linear", "gated_mlp")
+_FEATURES, _LAYERS, _WIDTH, _HIDDEN = 1024, 8, 64, 4
+_LINEAR, _MLP = "One linear layer (linear_act), or a gated MLP", "A chain of layers (mlp)"
+_GATE = "A gated MLP (gated_mlp)"
+_DIAGONAL, _GATED = "diagonal_linear", "gated_mlp"
 _NO_MEMORY = "allocate memory"  # in what torch raises on a CPU
 
 Family = Annotated[
     str,
     typer.Argument(
-        help="The op: linear_act (a linear layer), mlp (a chain of them in one) or diagonal_linear "
-        "(--width features, each with a weight of its own)."
+        help="The op: linear_act (a linear layer), mlp (a chain of them in one), diagonal_linear "
+        "(--width features, each with a weight of its own) or gated_mlp (gate, up and down)."
     ),
 ]
 M = Annotated[int, typer.Option("--m", "--batch", min=1, help="Tokens: rows of x.")]
@@ -49,9 +50,28 @@ N = Annotated[
     typer.Option(
         "--n",
         min=1,
-        help=f"Out features; {_FEATURES} if left out.",
+        help=f"Out features; {_FEATURES} if left out, for gated_mlp as many as --k.",
         show_default=False,
         rich_help_panel=_LINEAR,
+    ),
+]
+Hidden = Annotated[
+    int | None,
+    typer.Option(
+        "--hidden",
+        min=1,
+        help=f"Features of the gate and of the up projection; {_HIDDEN} times --k if left out.",
+        show_default=False,
+        rich_help_panel=_GATE,
+    ),
+]
+Stacked = Annotated[
+    str | None,
+    typer.Option(
+        "--stacked",
+        help="gate_up, up_gate or interleaved: how gate and up lie in one weight; two if left out.",
+        show_default=False,
+        rich_help_panel=_GATE,
     ),
 ]
 Widths = Annotated[
@@ -105,7 +125,7 @@ Activation = Annotated[
     str | None,
     typer.Option(
         help="none, relu, relu2, silu, gelu, gelu_tanh, sigmoid, tanh, quick_gelu, leaky_relu; "
-        "if left out none, for mlp relu.",
+        "if left out none, for mlp relu, for gated_mlp silu.",
         show_default=False,
     ),
 ]
@@ -141,6 +161,8 @@ class Call:
     width: int | None
     final_activation: str | None
     allow_fast_matmul: bool
+    hidden: int | None = None
+    stacked: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "family", self.family.replace("-", "_"))
@@ -159,23 +181,26 @@ class Call:
             "--final-activation": self.final_activation,
             "--allow-fast-matmul": self.allow_fast_matmul or None,
         }
-        families: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-            "linear_act": (of_linear, of_mlp),
-            "mlp": (of_mlp, of_linear),
-            _DIAGONAL: ({"--width": self.width}, of_linear | of_mlp | {"--width": None}),
+        of_gate = {"--hidden": self.hidden, "--stacked": self.stacked}
+        families: dict[str, dict[str, Any]] = {
+            "linear_act": of_linear,
+            "mlp": of_mlp,
+            _DIAGONAL: {"--width": self.width},
+            _GATED: of_linear | of_gate,
         }
-        own, foreign = families[self.family]
-        given = [name for name, value in foreign.items() if value is not None]
+        own, every = families[self.family], of_linear | of_mlp | of_gate
+        given = [n for n, value in every.items() if n not in own and value is not None]
         if given:
             _fail(
                 f"fastlinear: {self.family}",
                 f"its own options ({', '.join(own)})",
                 ", ".join(given),
                 {
-                    "linear_act": "These belong to mlp: name it first, as in "
-                    "mlp --widths 64,128,10.",
+                    "linear_act": "These belong to another op: name it first, as in "
+                    "mlp --widths 64,128,10 or gated_mlp --hidden 4096.",
                     "mlp": "Give --widths, or --layers and --width.",
                     _DIAGONAL: "It has one size besides the rows: --width.",
+                    _GATED: "Its sizes are --k, --hidden and --n.",
                 }[self.family],
             )
         if self.family == _DIAGONAL and self.layout != "nk":
@@ -198,6 +223,13 @@ class Call:
         from fastlinear.ops.explain import explain
 
         options: dict[str, Any] = {"activation": self._activation}
+        if self.family == _GATED:
+            x, weights, biases = self._tensors()
+            named = {"up": (weights[1], biases[1]), "down": (weights[2], biases[2])}
+            for half, (weight, bias) in named.items():
+                options |= {f"{half}_weight": weight, f"{half}_bias": bias}
+            options |= {"stacked": self.stacked, "backend": backend, "needs_grad": train}
+            return explain(x, weights[0], biases[0], **options)
         if self.family == "mlp":
             options |= {
                 "final_activation": self._final,
@@ -208,12 +240,13 @@ class Call:
     def problems(self, train: bool, captured: bool) -> list[Problem]:
         """Every Problem that decides about the call, in the order in which to tune them."""
         from fastlinear.ops.diagonal_linear import selection as diagonal
+        from fastlinear.ops.gated_mlp import selection as gated
         from fastlinear.ops.linear_act import selection as linear_act
         from fastlinear.ops.mlp import selection as mlp
 
         forward = replace(self.forward(train), captured=captured)
-        order = {"linear_act": linear_act, "mlp": mlp, _DIAGONAL: diagonal}[self.family]
-        return list(order.tuning_order(forward))
+        order = {"linear_act": linear_act, "mlp": mlp, _DIAGONAL: diagonal, _GATED: gated}
+        return list(order[self.family].tuning_order(forward))
 
     def forward(self, train: bool) -> Problem:
         """The forward Problem of the call."""
@@ -231,6 +264,13 @@ class Call:
 
             validate_diagonal(x, weights, biases, self._activation)
             return problem_of(x, biases, None, self._activation, train)
+        if self.family == _GATED:
+            from fastlinear.ops.gated_mlp.selection import problem_of as gated_problem
+            from fastlinear.ops.gated_mlp.validation import validate as validate_gated
+
+            order = "apart" if self.stacked is None else self.stacked
+            validate_gated(_GATED, x, weights, biases, self._activation, order, None, None)
+            return gated_problem(x, weights, biases, self._activation, order, None, train)
         from fastlinear.ops.linear_act import selection as linear_act
         from fastlinear.ops.linear_act.op import validate
 
@@ -239,15 +279,15 @@ class Call:
 
     @property
     def _activation(self) -> str:
-        return self.activation or ("relu" if self.family == "mlp" else "none")
+        return self.activation or {"mlp": "relu", _GATED: "silu"}.get(self.family, "none")
 
     @property
     def _final(self) -> str:
         return self.final_activation or "none"
 
     def _tensors(self) -> tuple[torch.Tensor, Any, Any]:
-        """Uninitialised x (M, n_0); weight and bias, or a list of each for mlp; vectors for
-        diagonal_linear."""
+        """Uninitialised x (M, n_0); weight and bias, or a list of each for mlp, gate, up and down
+        for gated_mlp; vectors for diagonal_linear."""
         from fastlinear.cli.load import usable_device
 
         where, kind = usable_device(self.device), FLOAT_DTYPES[self.dtype]
@@ -260,11 +300,25 @@ class Call:
             k = self.width or _FEATURES
             return empty(self.m, k), empty(k), empty(k) if self.bias else None
         sizes = self._sizes()
-        kn = self.layout == "kn"
-        weights = [empty(k, n).t() if kn else empty(n, k) for k, n in pairwise(sizes)]
+
+        def matrix(k: int, n: int) -> torch.Tensor:
+            return empty(k, n).t() if self.layout == "kn" else empty(n, k)
+
+        if self.family == _GATED:
+            return self._gated(empty, matrix, *sizes)
+        weights = [matrix(k, n) for k, n in pairwise(sizes)]
         biases = [empty(n) if self.bias else None for n in sizes[1:]]
         x = empty(self.m, sizes[0])
         return (x, weights, biases) if self.family == "mlp" else (x, weights[0], biases[0])
+
+    def _gated(self, empty: Any, matrix: Any, k: int, h: int, n: int) -> tuple[Any, Any, Any]:
+        from fastlinear.ops.gated_mlp.stacking import Biases, Weights
+
+        apart = self.stacked is None
+        first = h if apart else 2 * h
+        weights = Weights(matrix(k, first), matrix(k, h) if apart else None, matrix(h, n))
+        held = [None if w is None or not self.bias else empty(w.shape[0]) for w in weights]
+        return empty(self.m, k), weights, Biases(*held)
 
     def _check_memory(self, where: torch.device, kind: torch.dtype) -> None:
         """Raise InputError where x, the weights and the result alone exceed the memory there is."""
@@ -273,6 +327,8 @@ class Call:
         else:
             sizes = self._sizes()
             elements = self.m * (sizes[0] + sizes[-1]) + sum(k * n for k, n in pairwise(sizes))
+            if self.family == _GATED:
+                elements += sizes[0] * sizes[1]
         there = memory_of(where)
         if elements * kind.itemsize > there:
             _fail(
@@ -283,7 +339,10 @@ class Call:
             )
 
     def _sizes(self) -> tuple[int, ...]:
-        """n_0, n_1, … n_L."""
+        """n_0, n_1, … n_L; K, H and N of a gated MLP."""
+        if self.family == _GATED:
+            k = self.k or _FEATURES
+            return k, self.hidden or _HIDDEN * k, self.n or k
         if self.family == "linear_act":
             return self.k or _FEATURES, self.n or _FEATURES
         if self.widths is None:

@@ -14,11 +14,13 @@ from fastlinear.cli.call import (
     Family,
     FastMatmul,
     FinalActivation,
+    Hidden,
     K,
     Layers,
     Layout,
     M,
     N,
+    Stacked,
     Train,
     Width,
     Widths,
@@ -50,6 +52,8 @@ def explain(
     widths: Widths = None,
     layers: Layers = None,
     width: Width = None,
+    hidden: Hidden = None,
+    stacked: Stacked = None,
     dtype: Annotated[opt.Dtype, typer.Option(help="dtype of x and of the weights.")] = (
         opt.Dtype.float32
     ),
@@ -82,6 +86,8 @@ def explain(
     fastlinear explain mlp --m 32 --widths 784,256,10 --activation relu
 
     fastlinear explain diagonal-linear --width 160 --batch 32768
+
+    fastlinear explain gated_mlp --m 64 --k 1024 --hidden 4096 --stacked gate_up --no-bias
     """
     call = Call(
         family,
@@ -98,6 +104,8 @@ def explain(
         width=width,
         final_activation=final_activation,
         allow_fast_matmul=allow_fast_matmul,
+        hidden=hidden,
+        stacked=stacked,
     )
     check_backend(backend, call.family, "--backend")
     story = call.explain(backend, train)

@@ -15,11 +15,13 @@ from fastlinear.cli.call import (
     Family,
     FastMatmul,
     FinalActivation,
+    Hidden,
     K,
     Layers,
     Layout,
     M,
     N,
+    Stacked,
     Train,
     Width,
     Widths,
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 
 _OF_A_CALL = (
     *("m", "k", "n", "widths", "layers", "width", "dtype", "activation", "final_activation"),
-    *("bias", "layout", "allow_fast_matmul"),
+    *("bias", "layout", "allow_fast_matmul", "hidden", "stacked"),
 )
 
 
@@ -53,6 +55,8 @@ def tune(
     widths: Widths = None,
     layers: Layers = None,
     width: Width = None,
+    hidden: Hidden = None,
+    stacked: Stacked = None,
     dtype: Annotated[opt.Dtype, typer.Option(help="dtype of x and of the weights.")] = (
         opt.Dtype.float32
     ),
@@ -94,6 +98,8 @@ def tune(
     fastlinear tune linear_act --m 64 --k 1024 --n 1024 --activation relu --train
 
     fastlinear tune mlp --m 64 --layers 8 --width 64 --train
+
+    fastlinear tune gated_mlp --m 64 --k 512 --hidden 2048 --no-bias --train
     """
     from fastlinear.dispatch.tune import tune as tune_problem
 
@@ -123,6 +129,8 @@ def tune(
         width=width,
         final_activation=final_activation,
         allow_fast_matmul=allow_fast_matmul,
+        hidden=hidden,
+        stacked=stacked,
     )
     if model is None:
         problems = call.problems(train, captured)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -25,6 +26,7 @@ from fastlinear.ops.gated_mlp.stacking import STACKED, Biases, Weights, split_pr
 from fastlinear.ops.gated_mlp.validation import OTHER_GATE
 
 _NAME = "fastlinear.nn.GatedMLP"
+_OWN = ("gated", "recompute", "backend", "training")  # attributes of instances
 
 
 class GatedMLP(nn.Module):
@@ -51,7 +53,8 @@ class GatedMLP(nn.Module):
 
     Raises:
         InputError: a size that is no whole number or negative, an unknown activation or order, a
-            wrong number of names, a rate outside [0, 1), a dtype that is not served.
+            wrong number of names or one that is taken, a rate outside [0, 1), a dtype that is not
+            served.
 
     >>> import torch, fastlinear as fl
     >>> layer = fl.nn.GatedMLP(3, 8, activation="silu")
@@ -106,6 +109,7 @@ class GatedMLP(nn.Module):
                 "They are of the gate, the up and the down projection, or of gate and up together "
                 "and of the down projection.",
             )
+        _check_free("", names)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         first = hidden_features if stacked is None else 2 * hidden_features
         for name in names[:-1]:
@@ -190,6 +194,7 @@ class GatedMLP(nn.Module):
                 type(module).__name__,
                 "Call fastlinear.gated_mlp on its parameters.",
             )
+        _check_free(".from_module", found.names)
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         for name, child in module._modules.items():
@@ -213,6 +218,18 @@ def _check_recompute(where: str, recompute: object) -> None:
             "recompute to be 0, 1 or None",
             repr(recompute),
             "0 keeps the pre-activations for the backward, 1 keeps x alone.",
+        )
+
+
+def _check_free(where: str, names: Iterable[str]) -> None:
+    """The layers become attributes, which must not hide those of the module itself."""
+    taken = [n for n in names if hasattr(GatedMLP, n) or n in _OWN]
+    if taken:
+        _fail(
+            where,
+            "names of linear layers that are no attributes of the new module",
+            ", ".join(map(repr, taken)),
+            "Rename the layers, or call fastlinear.gated_mlp on their parameters.",
         )
 
 

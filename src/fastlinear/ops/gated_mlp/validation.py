@@ -91,6 +91,12 @@ class _Check:
         else:
             wanted.append(("up_weight", weights[1]))
         if self.function == "gated_mlp":
+            if weights[2] is None:
+                self.fail(
+                    "down_weight to be a tensor",
+                    "None",
+                    "Without a down projection it is fastlinear.gated_linear.",
+                )
             wanted.append(("down_weight", weights[2]))
         for kind, value in zip(KINDS, biases, strict=True):
             if value is not None:

@@ -221,7 +221,7 @@ def _finding(
     message = (
         f"products {site.products}; {told.format(_size(theirs), _size(ours))}: "
         f"{saved if avoidable else 'no pass is avoidable'}. "
-        f"{_in_words(work, measured)}. {_remedy(work, site, measured)}"
+        f"{_in_words(work, site, measured)}. {_remedy(work, site, measured)}"
     )
     before_us = 0.0 if measured is None else measured.before_us
     gain_us = 0.0 if measured is None or not measured.faster else before_us - measured.after_us
@@ -306,7 +306,7 @@ def _passes(site: GatedSite, backends: dict[str, str]) -> tuple[Any, ...]:
     return f"{first}; {second}", theirs, ours
 
 
-def _in_words(work: Work, measured: _Found | None) -> str:
+def _in_words(work: Work, site: GatedSite, measured: _Found | None) -> str:
     """What was measured of a call."""
     if measured is None:
         spent = work.budget.left_s == 0
@@ -318,6 +318,8 @@ def _in_words(work: Work, measured: _Found | None) -> str:
     )
     if measured.faster:
         return text
+    if _kept(work, site) is not None:
+        return f"{text}: open by itself, decided on the whole step"
     if ratio.high < 1.0:
         return f"{text}: PyTorch's own path is faster"
     if ratio.median > _AS_FAST:
