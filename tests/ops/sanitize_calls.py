@@ -32,7 +32,10 @@ REGISTERED = ("gated_mlp", "grouped_linear", "diagonal_linear")
 # sizes: odd tails on either side of a tile, and whole tiles, which the Hopper kernels ask for
 _GATED = ((40, 24, 48, 16), (33, 65, 20, 7), (130, 256, 256, 128), (20, 64, 128, 0))
 # the last: more groups than an H200 has multiprocessors, so that a block's weight changes
-_GROUPED = ((40, 3, 33, 20, 10), (70, 2, 64, 64, 35), (130, 2, 136, 136, 65), (66, 140, 64, 72, 33))
+_GROUPED = (
+    *((40, 3, 33, 20, 10), (40, 3, 36, 20, 10), (70, 2, 64, 64, 35)),
+    *((130, 2, 136, 136, 65), (66, 140, 64, 72, 33)),
+)
 _DIAGONAL = ((65, 33), (33, 128), (3, 1100))
 _ROWS = (0, 5, 17, 40)  # of each group
 _UNEQUAL = ((7, 33, 20), (40, 64, 64), (1, 16, 130))  # rows, K, N of each group
