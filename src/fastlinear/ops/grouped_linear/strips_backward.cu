@@ -65,12 +65,6 @@ __device__ __forceinline__ u32 graded_word(u32 dy, u32 saved) {
   return pack(graded(half_of(dy, 0), half_of(saved, 0)), graded(half_of(dy, 1), half_of(saved, 1)));
 }
 
-__device__ constexpr int smallest_power(int least) {
-  int power = 1;
-  while (power < least) power *= 2;
-  return power;
-}
-
 // dpre over dy of one group, by all its warps.
 __device__ __forceinline__ void grade(u32 stage, int p, int part, int lane) {
   constexpr int V = NW % 4 == 0 ? 4 : NW % 2 == 0 ? 2 : 1, UNITS = NW / V;

@@ -51,12 +51,6 @@ static_assert(STAGES >= 2 * TEAMS && OUTS >= TEAMS, "a tile ahead, no barrier tw
 
 // ---------------------------------------------------------------- dpre
 
-__device__ constexpr int smallest_power(int least) {
-  int power = 1;
-  while (power < least) power *= 2;
-  return power;
-}
-
 constexpr int LANES = smallest_power(UNITS), AT_ONCE = 32 / LANES;  // of a row; rows of a warp
 
 // dpre over dy, and sums of what a lane sees of four columns.

@@ -28,6 +28,7 @@ __device__ __forceinline__ void begin_tf32(float (&c)[4], const u32 (&a)[4], u32
 template <int MANY, bool SHORT>
 __device__ __forceinline__ void multiply_split(float (&sum)[4], float (&rest)[4], const u32 (&high)[MANY][4],
                                                const u32 (&low)[MANY][4], const u32 (&w)[MANY][4]) {
+  static_assert(MANY <= 2, "one or two steps");
   float whole[4];
   begin_tf32<SHORT && MANY == 1>(whole, high[0], w[0][0], w[0][1]);
   if constexpr (MANY == 2) multiply_tf32<SHORT>(whole, high[1], w[1][0], w[1][1]);

@@ -20,7 +20,7 @@ SIZE = 4
 """Bytes of a number."""
 DEPTH = 2
 """Steps of 8 numbers whose products of high halves the multiplier sums up; the rest is float32's.
-Two are as exact as one."""
+Two are within 5% as exact as one."""
 _PIECE = 512  # bytes of the weights of 8 outputs and 8 columns: two numbers of 11 bits for each
 _STEP = 1024  # bytes; swizzled tiles begin at multiples of it
 _PARTS = ((8, 1), (8, 2), (12, 4), (8, 4), (8, 8))

@@ -14,6 +14,13 @@ __device__ constexpr int boxes_of(int columns) {
   return boxes;
 }
 
+// The smallest power of two that is no less.
+__device__ constexpr int smallest_power(int least) {
+  int power = 1;
+  while (power < least) power *= 2;
+  return power;
+}
+
 // A tile of a tensor of so many features a group, as it lies in shared memory: rows one behind the
 // other, or boxes of 128 bytes a row, swizzled, where a strip's row is a multiple of that.
 template <int FEATURES>
