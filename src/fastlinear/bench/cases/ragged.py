@@ -20,6 +20,7 @@ _CPU = ((64, 8, 256, 256), (1024, 8, 256, 256), (512, 32, 128, 256))
 _QUICK = ((64, 4, 32, 48),)
 _SIZES = ("balanced", "skewed", "sparse")
 _ACTIVATED = (8192, 8, 512, 512)
+_SINGLE = ((8192, 8, 512, 512), (65536, 64, 32, 32))  # in float32
 
 
 def cases(device: str, quick: bool = False) -> list[Case]:
@@ -36,7 +37,7 @@ def cases(device: str, quick: bool = False) -> list[Case]:
         act = ("skewed", dtype, device)
         found += [_case(*_ACTIVATED, *act, d, "gelu_tanh", "yes") for d in BOTH_MODES]
         single = ("balanced", "float32", device)
-        found += [_case(*_ACTIVATED, *single, d, light=True) for d in BOTH_MODES]
+        found += [_case(*dims, *single, d, light=True) for dims in _SINGLE for d in BOTH_MODES]
     return found
 
 

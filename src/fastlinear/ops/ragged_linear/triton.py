@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastlinear.ops.common.triton_launch import Launch
 from fastlinear.ops.grouped_linear import triton_tensors as tensors
-from fastlinear.ops.grouped_linear.triton_config import dot_precision, padded
+from fastlinear.ops.grouped_linear.triton_config import FORWARD_PRECISION, dot_precision, padded
 from fastlinear.ops.ragged_linear.layout import with_rows
 from fastlinear.ops.ragged_linear.triton_kernels import (
     _ragged_kernel,
@@ -216,7 +216,7 @@ def _product_launch(
     rest = (
         *(rows, groups, columns, x.stride(0), *weight.stride(), k, n, *_blocks(groups)),
         *(c.block_m, c.block_n, c.block_k, c.high, tma, turned, activation),
-        *(tensors.math_of(x.dtype), dot_precision(k), x.device.type == "cpu"),
+        *(tensors.math_of(x.dtype), FORWARD_PRECISION, x.device.type == "cpu"),
     )
     most = -(-rows // c.block_m) + groups + 1
     blocks = None
