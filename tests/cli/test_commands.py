@@ -21,6 +21,7 @@ from fastlinear.cli.load import default_device
 from fastlinear.dispatch import backend as registry
 from fastlinear.dispatch import tune as tuning
 from fastlinear.dispatch.backend import families
+from fastlinear.ops.grouped_linear.layout import LAYOUTS
 
 Run = Callable[..., Result]
 
@@ -213,6 +214,33 @@ def test_explain_and_tune_a_gated_mlp(run: Run) -> None:
     wide = run("explain", "gated_mlp", "--k", "64", "--weight-layout", "kn", "--device", "cpu")
     assert "K=64 H=256 N=64" in wide.stdout
     assert "w=strided" in wide.stdout
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_explain_and_tune_groups(run: Run, layout: str) -> None:
+    channels = LAYOUTS[layout].order == "channels"
+    sizes = ("--m", "32", "--groups", "3", "--k", "16", "--n", "8", "--x-layout", layout)
+    call = ("grouped_linear", *sizes, *(("--length", "8") if channels else ()), "--device", "cpu")
+    forward = data_of(run("explain", *call, "--train", "--json"))[0]["problem"]
+    dims = {"M": 32, "G": 3, "K": 16, "N": 8, **({"L": 8} if channels else {})}
+    assert forward["dims"] == dims
+    assert {"order": LAYOUTS[layout].order, "x": "dense"}.items() <= forward["options"].items()
+    speed = ("--rounds", "5", "--budget", "0.05")
+    tuned = data_of(run("tune", *call, "--train", *speed, "--json"))
+    assert [t["problem"]["piece"] for t in tuned] == list(families()["grouped_linear"].pieces)
+    assert "eager" in tuned[0]["times_us"]
+    assert "tuned" in run("explain", *call, "--train").stdout
+
+
+def test_groups_of_one_input_are_one_linear_layer(run: Run) -> None:
+    shared = ("grouped_linear", "--groups", "3", "--k", "16", "--n", "8", "--x-layout", "... k")
+    told = data_of(run("explain", *shared, "--device", "cpu", "--json"))[0]["problem"]
+    assert (told["family"], told["dims"]) == ("linear_act", {"M": 64, "K": 16, "N": 24})
+    refused = run("tune", *shared)
+    assert refused.exit_code == 2, refused.stdout
+    assert "linear_act --k 16 --n 24" in refused.stderr
+    turned = run("explain", *shared[:-1], "g ... k", "--weight-layout", "kn", "--device", "cpu")
+    assert "w=strided" in turned.stdout
 
 
 def test_tune_mlp(run: Run) -> None:

@@ -138,7 +138,12 @@ def test_unknown_names(run: Run, command: str) -> None:
         (("gated_mlp", "--stacked", "down"), "stacked in 'gate_up', 'up_gate', 'interleaved'"),
         (("linear_act", "--hidden", "8"), "received --hidden. These belong to another op"),
         (("diagonal-linear", "--stacked", "gate_up"), "received --stacked. It has one size"),
-        (("conv2d",), "op in linear_act, mlp, diagonal_linear, gated_mlp; received 'conv2d'"),
+        (("grouped_linear", "--hidden", "8"), "received --hidden. Its sizes are --groups"),
+        (("grouped_linear", "--x-layout", "g k"), "'b g k ...', '... k'; received 'g k'"),
+        (("grouped_linear", "--length", "8"), "received 8 of 64 tokens as '... (g k)'"),
+        (("grouped_linear", "--x-layout", "b g k ...", "--length", "7"), "a divisor of --m"),
+        (("linear_act", "--groups", "3"), "received --groups. These belong to another op"),
+        (("conv2d",), "op in linear_act, mlp, diagonal_linear, gated_mlp, grouped_linear; rec"),
     ],
 )
 def test_calls_that_do_not_fit(

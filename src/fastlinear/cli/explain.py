@@ -14,16 +14,19 @@ from fastlinear.cli.call import (
     Family,
     FastMatmul,
     FinalActivation,
+    Groups,
     Hidden,
     K,
     Layers,
     Layout,
+    Length,
     M,
     N,
     Stacked,
     Train,
     Width,
     Widths,
+    XLayout,
 )
 from fastlinear.cli.console import print_json
 from fastlinear.cli.load import default_device
@@ -54,6 +57,9 @@ def explain(
     width: Width = None,
     hidden: Hidden = None,
     stacked: Stacked = None,
+    groups: Groups = None,
+    x_layout: XLayout = None,
+    length: Length = None,
     dtype: Annotated[opt.Dtype, typer.Option(help="dtype of x and of the weights.")] = (
         opt.Dtype.float32
     ),
@@ -88,6 +94,8 @@ def explain(
     fastlinear explain diagonal-linear --width 160 --batch 32768
 
     fastlinear explain gated_mlp --m 64 --k 1024 --hidden 4096 --stacked gate_up --no-bias
+
+    fastlinear explain grouped_linear --m 4096 --groups 100 --k 100 --x-layout "... g k"
     """
     call = Call(
         family,
@@ -106,6 +114,9 @@ def explain(
         allow_fast_matmul=allow_fast_matmul,
         hidden=hidden,
         stacked=stacked,
+        groups=groups,
+        x_layout=x_layout,
+        length=length,
     )
     check_backend(backend, call.family, "--backend")
     story = call.explain(backend, train)

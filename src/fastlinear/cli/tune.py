@@ -15,16 +15,19 @@ from fastlinear.cli.call import (
     Family,
     FastMatmul,
     FinalActivation,
+    Groups,
     Hidden,
     K,
     Layers,
     Layout,
+    Length,
     M,
     N,
     Stacked,
     Train,
     Width,
     Widths,
+    XLayout,
     within_memory,
 )
 from fastlinear.cli.console import print_json, progress_bar, table
@@ -37,7 +40,7 @@ if TYPE_CHECKING:
 
 _OF_A_CALL = (
     *("m", "k", "n", "widths", "layers", "width", "dtype", "activation", "final_activation"),
-    *("bias", "layout", "allow_fast_matmul", "hidden", "stacked"),
+    *("bias", "layout", "allow_fast_matmul", "hidden", "stacked", "groups", "x_layout", "length"),
 )
 
 
@@ -57,6 +60,9 @@ def tune(
     width: Width = None,
     hidden: Hidden = None,
     stacked: Stacked = None,
+    groups: Groups = None,
+    x_layout: XLayout = None,
+    length: Length = None,
     dtype: Annotated[opt.Dtype, typer.Option(help="dtype of x and of the weights.")] = (
         opt.Dtype.float32
     ),
@@ -100,6 +106,8 @@ def tune(
     fastlinear tune mlp --m 64 --layers 8 --width 64 --train
 
     fastlinear tune gated_mlp --m 64 --k 512 --hidden 2048 --no-bias --train
+
+    fastlinear tune grouped_linear --m 512 --groups 16 --k 64 --train
     """
     from fastlinear.dispatch.tune import tune as tune_problem
 
@@ -131,6 +139,9 @@ def tune(
         allow_fast_matmul=allow_fast_matmul,
         hidden=hidden,
         stacked=stacked,
+        groups=groups,
+        x_layout=x_layout,
+        length=length,
     )
     if model is None:
         problems = call.problems(train, captured)

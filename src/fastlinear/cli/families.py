@@ -1,0 +1,344 @@
+"""What each op's call is made of, for ``fastlinear explain`` and ``fastlinear tune``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+
+import torch
+from torch import Tensor
+
+from fastlinear.core.errors import InputError
+
+if TYPE_CHECKING:
+    from fastlinear.cli.call import Call
+    from fastlinear.core.problem import Problem
+
+FEATURES, LAYERS, WIDTH, HIDDEN, GROUPS, GROUP_FEATURES = 1024, 8, 64, 4, 16, 64
+_SHARED = "... k"
+
+
+class Kind:
+    """One op: its options, its tensors, and what decides about a call of it.
+
+    Attributes:
+        options: what besides tokens, dtype, activation, bias and layout a call of it may name: the
+            option, and the attribute of ``Call`` that has it.
+        remedy: what to do where an option of another op was given.
+        activation: of a call that names none.
+    """
+
+    options: ClassVar[dict[str, str]]
+    remedy: ClassVar[str]
+    activation: ClassVar[str] = "none"
+
+    def check(self, call: Call) -> None:
+        """Raise InputError for options that do not fit each other."""
+
+    def elements(self, call: Call) -> int:
+        """Numbers in x, in the parameters and in the result."""
+        raise NotImplementedError
+
+    def tensors(self, call: Call, draw: Draw) -> tuple[Tensor, Any, Any]:
+        """Uninitialised x, weight or weights, bias or biases."""
+        raise NotImplementedError
+
+    def asked(self, call: Call, given: tuple[Tensor, Any, Any]) -> tuple[tuple[Any, ...], Any]:
+        """Positional and keyword arguments of ``fastlinear.explain``."""
+        return given, {"activation": call.act}
+
+    def forward(self, call: Call, given: tuple[Tensor, Any, Any], train: bool) -> Problem:
+        """The forward Problem."""
+        raise NotImplementedError
+
+    def order(self, forward: Problem) -> Sequence[Problem]:
+        """Every Problem that decides about the call, in the order in which to tune them."""
+        raise NotImplementedError
+
+
+class Draw:
+    """Uninitialised tensors of one dtype on one device, matrices in the layout asked for."""
+
+    def __init__(self, where: torch.device, kind: torch.dtype, layout: str) -> None:
+        self._where, self._kind, self._layout = where, kind, layout
+
+    def empty(self, *shape: int) -> Tensor:
+        """Of this shape."""
+        return torch.empty(shape, dtype=self._kind, device=self._where)
+
+    def matrix(self, k: int, n: int, *groups: int) -> Tensor:
+        """A weight (N, K), of groups (G, N, K)."""
+        if self._layout == "kn":
+            return self.empty(*groups, k, n).mT
+        return self.empty(*groups, n, k)
+
+
+def _product_elements(m: int, sizes: Sequence[int]) -> int:
+    return m * (sizes[0] + sizes[-1]) + sum(k * n for k, n in pairwise(sizes))
+
+
+class _Linear(Kind):
+    options: ClassVar = {"--k": "k", "--n": "n"}
+    remedy = (
+        "These belong to another op: name it first, as in mlp --widths 64,128,10, "
+        "gated_mlp --hidden 4096 or grouped_linear --groups 16."
+    )
+
+    def _sizes(self, call: Call) -> tuple[int, int]:
+        return call.k or FEATURES, call.n or FEATURES
+
+    def elements(self, call: Call) -> int:
+        return _product_elements(call.m, self._sizes(call))
+
+    def tensors(self, call: Call, draw: Draw) -> tuple[Tensor, Any, Any]:
+        k, n = self._sizes(call)
+        return draw.empty(call.m, k), draw.matrix(k, n), draw.empty(n) if call.bias else None
+
+    def forward(self, call: Call, given: tuple[Tensor, Any, Any], train: bool) -> Problem:
+        from fastlinear.ops.linear_act import selection
+        from fastlinear.ops.linear_act.op import validate
+
+        validate(*given, call.act)
+        return selection.problem_of(*given, call.act, train)
+
+    def order(self, forward: Problem) -> Sequence[Problem]:
+        from fastlinear.ops.linear_act import selection
+
+        return selection.tuning_order(forward)
+
+
+class _Chain(Kind):
+    options: ClassVar = {
+        "--widths": "widths",
+        "--layers": "layers",
+        "--width": "width",
+        "--final-activation": "final_activation",
+        "--allow-fast-matmul": "allow_fast_matmul",
+    }
+    remedy = "Give --widths, or --layers and --width."
+    activation = "relu"
+
+    def _sizes(self, call: Call) -> tuple[int, ...]:
+        """n_0, n_1, … n_L."""
+        if call.widths is None:
+            return (call.width or WIDTH,) * ((call.layers or LAYERS) + 1)
+        if call.layers is not None or call.width is not None:
+            fail(
+                "--widths",
+                "either --widths or --layers and --width",
+                "both",
+                "--layers and --width make a chain of equal widths.",
+            )
+        parts = [part.strip() for part in call.widths.split(",")]
+        sizes = tuple(int(part) for part in parts if part.isascii() and part.isdecimal())
+        if len(sizes) != len(parts) or len(sizes) < 2 or min(sizes) < 1:
+            fail(
+                "--widths",
+                "two or more whole numbers from 1 on, with commas between them",
+                repr(call.widths),
+                "For example 64,128,10: two layers, from 64 features to 128 to 10.",
+            )
+        return sizes
+
+    def elements(self, call: Call) -> int:
+        return _product_elements(call.m, self._sizes(call))
+
+    def tensors(self, call: Call, draw: Draw) -> tuple[Tensor, Any, Any]:
+        sizes = self._sizes(call)
+        weights = [draw.matrix(k, n) for k, n in pairwise(sizes)]
+        biases = [draw.empty(n) if call.bias else None for n in sizes[1:]]
+        return draw.empty(call.m, sizes[0]), weights, biases
+
+    def asked(self, call: Call, given: tuple[Tensor, Any, Any]) -> tuple[tuple[Any, ...], Any]:
+        final = call.final_activation or "none"
+        more = {"final_activation": final, "allow_fast_matmul": call.allow_fast_matmul}
+        return given, {"activation": call.act, **more}
+
+    def forward(self, call: Call, given: tuple[Tensor, Any, Any], train: bool) -> Problem:
+        from fastlinear.ops.mlp import selection
+        from fastlinear.ops.mlp.validation import validate
+
+        names = call.act, call.final_activation or "none"
+        validate(*given, *names)
+        return selection.problem_of(*given, *names, call.allow_fast_matmul, train)
+
+    def order(self, forward: Problem) -> Sequence[Problem]:
+        from fastlinear.ops.mlp import selection
+
+        return selection.tuning_order(forward)
+
+
+class _Diagonal(Kind):
+    options: ClassVar = {"--width": "width"}
+    remedy = "It has one size besides the rows: --width."
+
+    def check(self, call: Call) -> None:
+        if call.layout != "nk":
+            fail(
+                f"fastlinear: {call.family}",
+                "its own options (--width)",
+                "--weight-layout",
+                "Its weight is a vector, which has no layout: leave the option out.",
+            )
+
+    def elements(self, call: Call) -> int:
+        return 2 * call.m * (call.width or FEATURES)
+
+    def tensors(self, call: Call, draw: Draw) -> tuple[Tensor, Any, Any]:
+        k = call.width or FEATURES
+        return draw.empty(call.m, k), draw.empty(k), draw.empty(k) if call.bias else None
+
+    def forward(self, call: Call, given: tuple[Tensor, Any, Any], train: bool) -> Problem:
+        from fastlinear.ops.diagonal_linear.op import validate
+        from fastlinear.ops.diagonal_linear.problem import problem_of
+
+        validate(*given, call.act)
+        x, _, bias = given
+        return problem_of(x, bias, None, call.act, train)
+
+    def order(self, forward: Problem) -> Sequence[Problem]:
+        from fastlinear.ops.diagonal_linear import selection
+
+        return selection.tuning_order(forward)
+
+
+class _Gated(Kind):
+    options: ClassVar = {"--k": "k", "--n": "n", "--hidden": "hidden", "--stacked": "stacked"}
+    remedy = "Its sizes are --k, --hidden and --n."
+    activation = "silu"
+
+    def _sizes(self, call: Call) -> tuple[int, int, int]:
+        k = call.k or FEATURES
+        return k, call.hidden or HIDDEN * k, call.n or k
+
+    def elements(self, call: Call) -> int:
+        sizes = self._sizes(call)
+        return _product_elements(call.m, sizes) + sizes[0] * sizes[1]
+
+    def tensors(self, call: Call, draw: Draw) -> tuple[Tensor, Any, Any]:
+        from fastlinear.ops.gated_mlp.stacking import Biases, Weights
+
+        k, h, n = self._sizes(call)
+        apart = call.stacked is None
+        gate, up = draw.matrix(k, h if apart else 2 * h), draw.matrix(k, h) if apart else None
+        weights = Weights(gate, up, draw.matrix(h, n))
+        held = [None if w is None or not call.bias else draw.empty(w.shape[0]) for w in weights]
+        return draw.empty(call.m, k), weights, Biases(*held)
+
+    def asked(self, call: Call, given: tuple[Tensor, Any, Any]) -> tuple[tuple[Any, ...], Any]:
+        x, weights, biases = given
+        more = {"up_weight": weights[1], "up_bias": biases[1]}
+        more |= {"down_weight": weights[2], "down_bias": biases[2], "stacked": call.stacked}
+        return (x, weights[0], biases[0]), {"activation": call.act, **more}
+
+    def forward(self, call: Call, given: tuple[Tensor, Any, Any], train: bool) -> Problem:
+        from fastlinear.ops.gated_mlp.selection import problem_of
+        from fastlinear.ops.gated_mlp.validation import validate
+
+        order = "apart" if call.stacked is None else call.stacked
+        validate(call.family, *given, call.act, order, None, None)
+        return problem_of(*given, call.act, order, None, train)
+
+    def order(self, forward: Problem) -> Sequence[Problem]:
+        from fastlinear.ops.gated_mlp import selection
+
+        return selection.tuning_order(forward)
+
+
+class _Grouped(Kind):
+    options: ClassVar = {
+        "--k": "k",
+        "--n": "n",
+        "--groups": "groups",
+        "--x-layout": "x_layout",
+        "--length": "length",
+    }
+    remedy = "Its sizes are --groups, and --k and --n of each group."
+
+    def _sizes(self, call: Call) -> tuple[int, int, int]:
+        k = call.k or GROUP_FEATURES
+        return call.groups or GROUPS, k, call.n or k
+
+    def _layout(self, call: Call) -> str:
+        return call.x_layout or "... (g k)"
+
+    def check(self, call: Call) -> None:
+        from fastlinear.ops.grouped_linear.layout import LAYOUTS, NAMES, SHARED
+
+        layout, length = self._layout(call), call.length
+        if layout not in NAMES:
+            fail(
+                "--x-layout",
+                ", ".join(map(repr, NAMES)),
+                repr(layout),
+                "It names x's dimensions: g groups, k features, b batch, ... any others.",
+            )
+        channels = layout != SHARED and LAYOUTS[layout].order == "channels"
+        if length is not None and (not channels or call.m % length):
+            fail(
+                "--length",
+                "a divisor of --m, in layouts that begin with b",
+                f"{length} of {call.m} tokens as {layout!r}",
+                "x is (B, G·K, L) with B·L = --m: leave --length out for one long sequence.",
+            )
+
+    def elements(self, call: Call) -> int:
+        groups, k, n = self._sizes(call)
+        return groups * _product_elements(call.m, (k, n))
+
+    def tensors(self, call: Call, draw: Draw) -> tuple[Tensor, Any, Any]:
+        groups, k, n = self._sizes(call)
+        m, length = call.m, call.length or call.m
+        shape = {
+            "... (g k)": (m, groups * k),
+            "... g k": (m, groups, k),
+            "g ... k": (groups, m, k),
+            "b (g k) ...": (m // length, groups * k, length),
+            "b g k ...": (m // length, groups, k, length),
+            _SHARED: (m, k),
+        }[self._layout(call)]
+        bias = draw.empty(groups, n) if call.bias else None
+        return draw.empty(*shape), draw.matrix(k, n, groups), bias
+
+    def asked(self, call: Call, given: tuple[Tensor, Any, Any]) -> tuple[tuple[Any, ...], Any]:
+        return given, {"activation": call.act, "layout": self._layout(call)}
+
+    def forward(self, call: Call, given: tuple[Tensor, Any, Any], train: bool) -> Problem:
+        from fastlinear.ops.grouped_linear import layout as layouts
+        from fastlinear.ops.grouped_linear.selection import problem_of
+        from fastlinear.ops.grouped_linear.validation import validate
+
+        layout = self._layout(call)
+        groups, k, n = self._sizes(call)
+        if layout == layouts.SHARED:
+            fail(
+                "--x-layout",
+                "a layout in which every group has an input of its own",
+                f"{layout!r}, one input for all: one linear layer of all groups' features",
+                f"Tune that: linear_act --k {k} --n {groups * n}.",
+            )
+        x, weight, bias = given
+        validate(x, weight, bias, call.act, layout)
+        rows, order = layouts.blocks(x, layout, groups, k), layouts.order_of(layout, x.shape)
+        return problem_of(rows, weight, bias, call.act, order, train)
+
+    def order(self, forward: Problem) -> Sequence[Problem]:
+        from fastlinear.ops.grouped_linear import selection
+
+        return selection.tuning_order(forward)
+
+
+KINDS: dict[str, Kind] = {
+    "linear_act": _Linear(),
+    "mlp": _Chain(),
+    "diagonal_linear": _Diagonal(),
+    "gated_mlp": _Gated(),
+    "grouped_linear": _Grouped(),
+}
+FAMILIES = tuple(KINDS)
+
+
+def fail(function: str, expected: str, received: str, remedy: str) -> NoReturn:
+    """Raise InputError."""
+    raise InputError(function, expected, received, remedy)
