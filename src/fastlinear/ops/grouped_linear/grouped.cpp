@@ -89,8 +89,7 @@ void forward(const Call& c, const T* x, const T* w, const T* bias, T* y, T* pre)
           if (by_dots(c))
             weights.emplace_back(w, 1, 1, 0, 0, memory);
           else
-            weights.emplace_back(w + g * c.w_group, c.w_col, c.w_row, c.k, c.n,
-                                 memory + (g - g0) * room);
+            weights.push_back(weight_of(c, w + g * c.w_group, memory + (g - g0) * room));
       }
       for (int64_t g = g0; g < g1; ++g)
         forward_block(c, x, w, bias, y, pre, g, b, from, std::min(size, c.length - from),

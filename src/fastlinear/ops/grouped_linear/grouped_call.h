@@ -27,4 +27,9 @@ inline bool by_dots(const Call& c) {
   return c.length <= kFewRows && c.w_col == 1 && c.x.feature == 1;
 }
 
+// Whether x and y lie as features, each with its tokens side by side.
+inline bool by_features(const Call& c) {
+  return !by_dots(c) && c.x.token == 1 && c.y.token == 1 && c.x.feature != 1 && c.y.feature != 1;
+}
+
 }  // namespace

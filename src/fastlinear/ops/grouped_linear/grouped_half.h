@@ -137,8 +137,26 @@ struct RightHalf {
       : at(reinterpret_cast<T*>(to)) {
     pack_right(w, row, col, depth, columns, reinterpret_cast<T*>(to));
   }
+  explicit RightHalf(const T* laid) : at(laid) {}
   const T* at;
 };
+
+// A group's weight in a forward: tiles of its transpose, or where features lie apart its rows, with zeros up
+// to whole tiles.
+inline RightHalf<Bf16> weight_of(const Call& c, const Bf16* w, float* memory) {
+  if (!by_features(c)) return {w, c.w_col, c.w_row, c.k, c.n, memory};
+  const int64_t pitch = tiles_of(c.k, kPairs) * kPairs;
+  Bf16* to = reinterpret_cast<Bf16*>(memory);
+  for (int64_t j = 0; j < c.n; ++j, to += pitch) {
+    if (c.w_col == 1) {
+      copy_row(w + j * c.w_row, c.k, to, pitch);
+    } else {
+      for (int64_t i = 0; i < pitch; ++i) to[i] = i < c.k ? w[j * c.w_row + i * c.w_col] : Bf16{0};
+    }
+  }
+  std::fill(to, reinterpret_cast<Bf16*>(memory) + tiles_of(c.n, kSide) * kSide * pitch, Bf16{0});
+  return RightHalf<Bf16>(reinterpret_cast<const Bf16*>(memory));
+}
 
 template <class T>
 struct SumsHalf {
@@ -206,8 +224,46 @@ inline void ask_for(T* at, const Strides& s, int64_t rows, int64_t columns) {
       __builtin_prefetch(at + r * s.token + j, !std::is_const_v<T>);
 }
 
+// As forward_block, where a feature's tokens are dense in x and y: y_g = W_g x_g, as they lie.
+void forward_features(const Call& c, const Bf16* x, const Bf16* bias, Bf16* y, Bf16* pre, const Bf16* w,
+                      int64_t rows) {
+  const int64_t depth = tiles_of(c.k, kPairs), high = tiles_of(c.n, kSide);
+  float* made = blocks_of.at_least(kTokens * (high * kSide + depth * kPairs / 2));
+  Bf16* laid = reinterpret_cast<Bf16*>(made + kTokens * high * kSide);
+  const Left a{w, kSide * depth * kPairs, kPairs, 2 * depth * kPairs};
+  for (int64_t r = 0; r < rows; r += kTokens) {
+    const int64_t count = std::min(kTokens, rows - r);
+    pack_rows(x + r, c.x.feature, c.k, count, laid);
+    tile_product(a, laid, high, tiles_of(count, kSide), c.k, made, kTokens, false);
+    for (int64_t j = 0; j < c.n; ++j) {
+      const V added = bias ? all(widened(bias + j, 1)[0]) : V{};
+      float* row = made + j * kTokens;
+      for (int64_t t = 0; t < count; t += kLanes) {
+        const int64_t n = std::min<int64_t>(kLanes, count - t);
+        V z = load(row + t) + added;
+        if (pre) rounded(pre + j * c.y.feature + r + t, z, n);
+        if (c.act == kRelu) z = pick(z < V{}, V{}, z);
+        if (c.act <= kRelu) rounded(y + j * c.y.feature + r + t, z, n);
+        else store(row + t, z);
+      }
+    }
+    if (c.act <= kRelu) continue;
+    activate(c.act, made, kTokens, c.n, count);
+    for (int64_t j = 0; j < c.n; ++j)
+      for (int64_t t = 0; t < count; t += kLanes)
+        rounded(y + j * c.y.feature + r + t, load(made + j * kTokens + t),
+                std::min<int64_t>(kLanes, count - t));
+  }
+}
+
 void forward_block(const Call& c, const Bf16* x, const Bf16* w, const Bf16* bias, Bf16* y, Bf16* pre,
                    int64_t g, int64_t b, int64_t from, int64_t rows, const RightHalf<Bf16>& right) {
+  if (by_features(c)) {
+    const auto first = [&](const Strides& s) { return g * s.group + b * s.batch + from; };
+    const int64_t to = first(c.y);
+    return forward_features(c, x + first(c.x), bias ? bias + g * c.n : nullptr, y + to,
+                            pre ? pre + to : nullptr, right.at, rows);
+  }
   const Strides &in = c.x, &out = c.y;
   const int64_t depth = tiles_of(c.k, kPairs), columns = tiles_of(c.n, kSide);
   const int64_t kp = depth * kPairs, np = columns * kSide;
@@ -313,6 +369,7 @@ struct RightHalf {
   static int64_t room(int64_t, int64_t) { return 0; }
   RightHalf(const T*, int64_t, int64_t, int64_t, int64_t, float*) {}
 };
+inline RightHalf<Bf16> weight_of(const Call&, const Bf16*, float*) { return {nullptr, 0, 0, 0, 0, nullptr}; }
 template <class T>
 struct SumsHalf {
   static int64_t room(const Call&, int64_t) { return 0; }

@@ -28,6 +28,10 @@ struct Right {
   int64_t row;
 };
 
+inline Right weight_of(const Call& c, const float* w, float* memory) {
+  return {w, c.w_col, c.w_row, c.k, c.n, memory};
+}
+
 // Tokens [from, from + rows) of one batch of group g.
 void forward_block(const Call& c, const float* x, const float* w, const float* bias, float* y,
                    float* pre, int64_t g, int64_t b, int64_t from, int64_t rows, const Right& right) {
