@@ -62,7 +62,7 @@ def test_against_the_oracle(
     bias = torch.randn(groups, n).to(x.dtype)
     made = layouts.empty
     monkeypatch.setattr(layouts, "empty", lambda *a: made(*a).fill_(float("nan")))
-    for act in ("none", "gelu", "tanh"):
+    for act in ("none", "gelu", "tanh", "relu"):
         rest = (act, act == "gelu", order)
         y, pre = cpp.forward(x, weight, bias, *rest)
         assert layouts.is_dense(y, order)
@@ -70,6 +70,8 @@ def test_against_the_oracle(
         oy, opre = reference.forward(x.double(), weight.double(), bias.double(), *rest)
         last = (act, (True, True, True), order)
         kept = (y, ty, oy) if act == "tanh" else (pre, tpre, opre)
+        if act == "relu":  # one side of every kink
+            kept = (ty, ty, ty.double())
         grads = cpp.backward(dy, kept[0], x, weight, *last)
         theirs = reference.backward(dy, kept[1], x, weight, *last)
         oracle = reference.backward(dy.double(), kept[2], x.double(), weight.double(), *last)
@@ -83,22 +85,20 @@ def test_against_the_oracle(
 
 @runs
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("order", ["tokens", "channels"])
 @pytest.mark.parametrize("groups", [1, 3, 9])
-def test_the_number_of_threads_changes_no_bit(groups: int, dtype: str) -> None:
+def test_the_number_of_threads_changes_no_bit(groups: int, order: str, dtype: str) -> None:
     skipped(dtype)
-    x, dy = (
-        drawn((1, 600, groups, 48), "tokens", 1, dtype),
-        drawn((1, 600, groups, 40), "tokens", 2),
-    )
+    x, dy = drawn((1, 600, groups, 48), order, 1, dtype), drawn((1, 600, groups, 40), order, 2)
     weight = torch.randn(groups, 40, 48).to(x.dtype)
     before = torch.get_num_threads()
     found = []
     try:
         for threads in (1, 2, 3, 5):
             torch.set_num_threads(threads)
-            y, _ = cpp.forward(x, weight, None, "relu", False, "tokens")
+            y, _ = cpp.forward(x, weight, None, "relu", False, order)
             needs = (True, True, True)
-            grads = cpp.backward(dy.to(x.dtype), y, x, weight, "relu", needs, "tokens")
+            grads = cpp.backward(dy.to(x.dtype), y, x, weight, "relu", needs, order)
             found.append((y, *grads))
     finally:
         torch.set_num_threads(before)
@@ -124,23 +124,24 @@ def test_only_what_is_wanted(dtype: str, wanted: tuple[int, ...]) -> None:
 
 @runs
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("order", ["tokens", "channels"])
 @pytest.mark.parametrize("rows", [2, 20])
-def test_bad_numbers_stay_where_they_belong(rows: int, dtype: str) -> None:
+def test_bad_numbers_stay_where_they_belong(rows: int, order: str, dtype: str) -> None:
     """A NaN of x in its token and group, one of the weight in its output, one of dy likewise."""
     skipped(dtype)
     nan = float("nan")
-    x, dy = drawn((1, rows, 3, 20), "tokens", 1, dtype), drawn((1, rows, 3, 24), "tokens", 2, dtype)
+    x, dy = drawn((1, rows, 3, 20), order, 1, dtype), drawn((1, rows, 3, 24), order, 2, dtype)
     weight = torch.randn(3, 24, 20).to(x.dtype)
     bad_x, bad_w, bad_dy = x.clone(), weight.clone(), dy.clone()
     bad_x[0, 1, 1, 3] = bad_w[1, 5, 0] = bad_dy[0, 1, 1, 3] = nan
     found = [
-        cpp.forward(given, w, None, "none", False, "tokens")[0][0].isnan()
+        cpp.forward(given, w, None, "none", False, order)[0][0].isnan()
         for given, w in ((bad_x, weight), (x, bad_w))
     ]
     expected = torch.zeros(2, rows, 3, 24, dtype=torch.bool)
     expected[0, 1, 1], expected[1, :, 1, 5] = True, True
     assert torch.equal(torch.stack(found), expected)
-    rest = ("none", (True, True, True), "tokens")
+    rest = ("none", (True, True, True), order)
     dx, dw, db = (t.isnan() for t in cpp.backward(bad_dy, None, x, weight, *rest) if t is not None)
     assert dx.nonzero()[:, 1:3].unique(dim=0).tolist() == [[1, 1]]
     assert dw.nonzero()[:, :2].unique(dim=0).tolist() == [[1, 3]]
@@ -148,6 +149,30 @@ def test_bad_numbers_stay_where_they_belong(rows: int, dtype: str) -> None:
     through = cpp.backward(dy, None, x, bad_w, *rest)[0]
     assert through is not None
     assert through.isnan().nonzero()[:, 2:].unique(dim=0).tolist() == [[1, 0]]
+
+
+@runs
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lies", ["x", "dy", "both"])
+def test_features_that_lie_apart_with_results_in_another_order(lies: str, dtype: str) -> None:
+    skipped(dtype)
+    x, dy = drawn((2, 70, 3, 33), "tokens", 1, dtype), drawn((2, 70, 3, 20), "tokens", 2, dtype)
+    weight = torch.randn(3, 20, 33).to(x.dtype)
+    turned_x = layouts.dense(x, "tokens" if lies == "dy" else "channels")
+    turned_dy = layouts.dense(dy, "tokens" if lies == "x" else "channels")
+    rest = ("relu", (True, True, True), "tokens")
+    y, _ = cpp.forward(x, weight, None, "relu", False, "tokens")
+    again, _ = cpp.forward(turned_x, weight, None, "relu", False, "tokens")
+    tight = {"rtol": 1e-5, "atol": 1e-5} if dtype == "float32" else {"rtol": 0.02, "atol": 0.02}
+    torch.testing.assert_close(again, y, **tight)
+    saved = layouts.dense(y, "tokens" if lies == "x" else "channels")
+    grads = cpp.backward(turned_dy, saved, turned_x, weight, *rest)
+    for a, b in zip(grads, cpp.backward(dy, y, x, weight, *rest), strict=True):
+        assert a is not None
+        assert b is not None
+        torch.testing.assert_close(a, b, rtol=tight["rtol"], atol=10 * tight["atol"])
+    assert grads[0] is not None
+    assert layouts.is_dense(grads[0], "tokens")
 
 
 @runs

@@ -117,7 +117,8 @@ void backward_part(const Call& c, const T* dy, const T* saved, const T* x, const
   std::vector<Total> totals;
   for (int64_t g = g0; g < g1; ++g, memory += room + more) {
     if (to.dx)
-      weights.emplace_back(w + g * c.w_group, c.w_row, c.w_col, c.n, c.k, memory + more);
+      weights.push_back(turned_weight_of(c, w + g * c.w_group, memory + more,
+                                         backward_by_features(c, saved)));
     totals.emplace_back(c, n1 - n0, memory);
   }
   for (int64_t chunk = first; chunk < last; ++chunk) {

@@ -28,8 +28,12 @@ inline bool by_dots(const Call& c) {
 }
 
 // Whether x and y lie as features, each with its tokens side by side.
+inline bool lies_by_features(const Strides& s) { return s.token == 1 && s.feature != 1; }
 inline bool by_features(const Call& c) {
-  return !by_dots(c) && c.x.token == 1 && c.y.token == 1 && c.x.feature != 1 && c.y.feature != 1;
+  return !by_dots(c) && lies_by_features(c.x) && lies_by_features(c.y);
+}
+inline bool backward_by_features(const Call& c, const void* saved) {
+  return lies_by_features(c.x) && lies_by_features(c.y) && (!saved || lies_by_features(c.saved));
 }
 
 }  // namespace

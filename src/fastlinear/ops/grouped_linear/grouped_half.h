@@ -141,20 +141,29 @@ struct RightHalf {
   const T* at;
 };
 
-// A group's weight in a forward: tiles of its transpose, or where features lie apart its rows, with zeros up
-// to whole tiles.
+// Rows of a matrix by strides, with zeros up to whole tiles.
+void lay_rows(const Bf16* a, int64_t row, int64_t col, int64_t rows, int64_t depth, Bf16* to) {
+  const int64_t pitch = tiles_of(depth, kPairs) * kPairs, whole = tiles_of(rows, kSide) * kSide;
+  if (col != 1 && row == 1) return lay_turned(a, col, depth, rows, to, pitch);
+  for (int64_t r = 0; r < whole; ++r, to += pitch) {
+    if (r >= rows) std::fill(to, to + pitch, Bf16{0});
+    else if (col == 1) copy_row(a + r * row, depth, to, pitch);
+    else
+      for (int64_t c = 0; c < pitch; ++c) to[c] = c < depth ? a[r * row + c * col] : Bf16{0};
+  }
+}
+
+// A group's weight in a forward: tiles of its transpose, or where features lie apart its rows.
 inline RightHalf<Bf16> weight_of(const Call& c, const Bf16* w, float* memory) {
   if (!by_features(c)) return {w, c.w_col, c.w_row, c.k, c.n, memory};
-  const int64_t pitch = tiles_of(c.k, kPairs) * kPairs;
-  Bf16* to = reinterpret_cast<Bf16*>(memory);
-  for (int64_t j = 0; j < c.n; ++j, to += pitch) {
-    if (c.w_col == 1) {
-      copy_row(w + j * c.w_row, c.k, to, pitch);
-    } else {
-      for (int64_t i = 0; i < pitch; ++i) to[i] = i < c.k ? w[j * c.w_row + i * c.w_col] : Bf16{0};
-    }
-  }
-  std::fill(to, reinterpret_cast<Bf16*>(memory) + tiles_of(c.n, kSide) * kSide * pitch, Bf16{0});
+  lay_rows(w, c.w_row, c.w_col, c.n, c.k, reinterpret_cast<Bf16*>(memory));
+  return RightHalf<Bf16>(reinterpret_cast<const Bf16*>(memory));
+}
+
+// The same for dx: tiles of the weight, or rows of its transpose.
+inline RightHalf<Bf16> turned_weight_of(const Call& c, const Bf16* w, float* memory, bool features) {
+  if (!features) return {w, c.w_row, c.w_col, c.n, c.k, memory};
+  lay_rows(w, c.w_col, c.w_row, c.k, c.n, reinterpret_cast<Bf16*>(memory));
   return RightHalf<Bf16>(reinterpret_cast<const Bf16*>(memory));
 }
 
@@ -308,9 +317,76 @@ void forward_block(const Call& c, const Bf16* x, const Bf16* w, const Bf16* bias
   }
 }
 
+// dpre = dy act' of features (rows x tokens) → `laid`, kChunk apart, and the sums of its rows. Room: for
+// as many numbers twice, where the activation is none of those that are formed on the way.
+void grade_features(const Call& c, const Bf16* dy, const Bf16* saved, int64_t rows, int64_t tokens,
+                    float* room, Bf16* laid, double* total) {
+  if (c.act > kRelu) {
+    float* kept = room + rows * kChunk;
+    gather(dy, c.y.feature, 1, rows, tokens, room, kChunk);
+    gather(saved, c.saved.feature, 1, rows, tokens, kept, kChunk);
+    derive(c.act, room, kChunk, kept, kChunk, rows, tokens);
+  }
+  const int64_t whole = tiles_of(tokens, kPairs) * kPairs;
+  for (int64_t j = 0; j < rows; ++j) {
+    V sum{};
+    for (int64_t t = 0; t < whole; t += kLanes) {
+      const int64_t n = std::clamp<int64_t>(tokens - t, 0, kLanes);
+      V d{};
+      if (n > 0 && c.act > kRelu) d = get(room + j * kChunk + t, n);
+      else if (n > 0) d = widened(dy + j * c.y.feature + t, n);
+      if (n > 0 && c.act == kRelu) d = pick(widened(saved + j * c.saved.feature + t, n) <= V{}, V{}, d);
+      rounded(laid + j * kChunk + t, d, kLanes);
+      sum += d;
+    }
+    if (!total) continue;
+    float lanes[kLanes];
+    store(lanes, sum);
+    for (int i = 0; i < kLanes; ++i) total[j] += lanes[i];
+  }
+}
+
+// As backward_block, where features lie apart: dx_g = W_g' dpre_g and dW_g = dpre_g x_g', as they lie.
+void backward_features(const Call& c, const Bf16* dy, const Bf16* saved, const Bf16* x, Bf16* dx,
+                       Bf16* dw, Bf16* db, const Part& part, const Bf16* turned, SumsHalf<Bf16>& sums) {
+  const int64_t width = part.n1 - part.n0, high = tiles_of(width, kSide), rows = part.rows;
+  const int64_t columns = tiles_of(c.k, kSide), kp = columns * kSide, nd = tiles_of(width, kPairs) * kPairs;
+  float* room = blocks_of.at_least(2 * kChunk * width + kTokens * kp +
+                                   (kChunk * high * kSide + kTokens * nd + kChunk * kp) / 2);
+  float* strip = room + 2 * kChunk * width;
+  Bf16* laid = reinterpret_cast<Bf16*>(strip + kTokens * kp);
+  Bf16 *packed = laid + kChunk * high * kSide, *tokens = packed + kTokens * nd;
+  grade_features(c, dy, saved, width, rows, room, laid, db ? sums.columns : nullptr);
+  for (int64_t r = 0; dx && r < rows; r += kTokens) {
+    const int64_t count = std::min(kTokens, rows - r);
+    pack_rows(laid + r, kChunk, width, count, packed);
+    const Left a{turned, kSide * nd, kPairs, 2 * nd};
+    tile_product(a, packed, columns, tiles_of(count, kSide), width, strip, kTokens, false);
+    scatter(strip, kTokens, c.k, count, dx + r * c.dx.token, c.dx.feature, c.dx.token);
+  }
+  if (dw) {
+    pack_right(x, 1, c.x.feature, rows, c.k, tokens);
+    const Left a{laid, kSide * kChunk, kPairs, 2 * kChunk};
+    tile_product(a, tokens, high, columns, rows, sums.dw, kp, !part.first);
+    if (part.last) scatter(sums.dw, kp, width, c.k, dw, c.k, int64_t{1});
+  }
+  for (int64_t j = 0; db && part.last && j < width; ++j)
+    rounded(db + j, all(static_cast<float>(sums.columns[j])), 1);
+}
+
 void backward_block(const Call& c, const Bf16* dy, const Bf16* saved, const Bf16* x, Bf16* dx,
                     Bf16* dw, Bf16* db, int64_t g, const Part& part, const RightHalf<Bf16>* right,
                     SumsHalf<Bf16>& sums) {
+  if (backward_by_features(c, saved)) {
+    const auto first = [&](const Strides& s, int64_t j) {
+      return g * s.group + part.batch * s.batch + part.from * s.token + j * s.feature;
+    };
+    const int64_t row = g * c.n + part.n0;
+    return backward_features(c, dy + first(c.y, part.n0),
+                             saved ? saved + first(c.saved, part.n0) : nullptr, x + first(c.x, 0),
+                             dx ? dx + first(c.dx, 0) : nullptr, dw ? dw + row * c.k : nullptr,
+                             db ? db + row : nullptr, part, right ? right->at : nullptr, sums);
+  }
   const int64_t width = part.n1 - part.n0, np = padded(width);
   const int64_t deep = tiles_of(width, kPairs), nd = deep * kPairs;  // dx's depth
   const int64_t high = tiles_of(width, kSide), columns = tiles_of(c.k, kSide), kp = columns * kSide;
@@ -370,6 +446,9 @@ struct RightHalf {
   RightHalf(const T*, int64_t, int64_t, int64_t, int64_t, float*) {}
 };
 inline RightHalf<Bf16> weight_of(const Call&, const Bf16*, float*) { return {nullptr, 0, 0, 0, 0, nullptr}; }
+inline RightHalf<Bf16> turned_weight_of(const Call&, const Bf16*, float*, bool) {
+  return {nullptr, 0, 0, 0, 0, nullptr};
+}
 template <class T>
 struct SumsHalf {
   static int64_t room(const Call&, int64_t) { return 0; }

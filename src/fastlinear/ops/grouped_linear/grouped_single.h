@@ -31,6 +31,9 @@ struct Right {
 inline Right weight_of(const Call& c, const float* w, float* memory) {
   return {w, c.w_col, c.w_row, c.k, c.n, memory};
 }
+inline Right turned_weight_of(const Call& c, const float* w, float* memory, bool) {
+  return {w, c.w_row, c.w_col, c.n, c.k, memory};
+}
 
 // Tokens [from, from + rows) of one batch of group g.
 void forward_block(const Call& c, const float* x, const float* w, const float* bias, float* y,
