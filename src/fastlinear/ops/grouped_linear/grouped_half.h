@@ -317,35 +317,6 @@ void forward_block(const Call& c, const Bf16* x, const Bf16* w, const Bf16* bias
   }
 }
 
-// dpre = dy act' of features (rows x tokens) → `laid`, kChunk apart, and the sums of its rows. Room: for
-// as many numbers twice, where the activation is none of those that are formed on the way.
-void grade_features(const Call& c, const Bf16* dy, const Bf16* saved, int64_t rows, int64_t tokens,
-                    float* room, Bf16* laid, double* total) {
-  if (c.act > kRelu) {
-    float* kept = room + rows * kChunk;
-    gather(dy, c.y.feature, 1, rows, tokens, room, kChunk);
-    gather(saved, c.saved.feature, 1, rows, tokens, kept, kChunk);
-    derive(c.act, room, kChunk, kept, kChunk, rows, tokens);
-  }
-  const int64_t whole = tiles_of(tokens, kPairs) * kPairs;
-  for (int64_t j = 0; j < rows; ++j) {
-    V sum{};
-    for (int64_t t = 0; t < whole; t += kLanes) {
-      const int64_t n = std::clamp<int64_t>(tokens - t, 0, kLanes);
-      V d{};
-      if (n > 0 && c.act > kRelu) d = get(room + j * kChunk + t, n);
-      else if (n > 0) d = widened(dy + j * c.y.feature + t, n);
-      if (n > 0 && c.act == kRelu) d = pick(widened(saved + j * c.saved.feature + t, n) <= V{}, V{}, d);
-      rounded(laid + j * kChunk + t, d, kLanes);
-      sum += d;
-    }
-    if (!total) continue;
-    float lanes[kLanes];
-    store(lanes, sum);
-    for (int i = 0; i < kLanes; ++i) total[j] += lanes[i];
-  }
-}
-
 // As backward_block, where features lie apart: dx_g = W_g' dpre_g and dW_g = dpre_g x_g', as they lie.
 void backward_features(const Call& c, const Bf16* dy, const Bf16* saved, const Bf16* x, Bf16* dx,
                        Bf16* dw, Bf16* db, const Part& part, const Bf16* turned, SumsHalf<Bf16>& sums) {

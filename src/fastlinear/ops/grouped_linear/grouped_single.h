@@ -7,6 +7,7 @@
 namespace {
 
 constexpr int64_t kChunk = 128;  // tokens whose gradients are in the caches at a time
+constexpr int64_t kTokens = 64;  // tokens whose results are in the first cache, where features lie apart
 constexpr int64_t kNear = 3;     // rows at most so many times their length apart are read in place
 
 thread_local Scratch blocks_of;
@@ -28,17 +29,49 @@ struct Right {
   int64_t row;
 };
 
+// Where features lie apart the weight's numbers are read one by one, wherever they are.
 inline Right weight_of(const Call& c, const float* w, float* memory) {
-  return {w, c.w_col, c.w_row, c.k, c.n, memory};
+  return {w, c.w_col, by_features(c) ? 1 : c.w_row, c.k, c.n, memory};
 }
-inline Right turned_weight_of(const Call& c, const float* w, float* memory, bool) {
-  return {w, c.w_row, c.w_col, c.n, c.k, memory};
+inline Right turned_weight_of(const Call& c, const float* w, float* memory, bool features) {
+  return {w, c.w_row, features ? 1 : c.w_col, c.n, c.k, memory};
+}
+
+// As forward_block, where a feature's tokens are dense in x and y: y_g = W_g x_g, as they lie.
+void forward_features(const Call& c, const float* x, const float* w, const float* bias, float* y,
+                      float* pre, int64_t rows) {
+  float* laid = blocks_of.at_least(kTokens * (c.k + c.n));
+  float* made = laid + kTokens * c.k;
+  for (int64_t r = 0; r < rows; r += kTokens) {
+    const int64_t count = std::min(kTokens, rows - r);
+    gather(x + r, c.x.feature, 1, c.k, count, laid, kTokens);
+    product({w, c.w_row, c.w_col, laid, kTokens, made, kTokens, c.n, c.k, count});
+    for (int64_t j = 0; j < c.n; ++j) {
+      const V added = bias ? all(bias[j]) : V{};
+      float* row = made + j * kTokens;
+      for (int64_t t = 0; t < count; t += kLanes) {
+        const int64_t n = std::min<int64_t>(kLanes, count - t);
+        V z = get(row + t, n) + added;
+        if (pre) put(pre + j * c.y.feature + r + t, z, n);
+        if (c.act == kRelu) z = pick(z < V{}, V{}, z);
+        put(c.act <= kRelu ? y + j * c.y.feature + r + t : row + t, z, n);
+      }
+    }
+    if (c.act <= kRelu) continue;
+    activate(c.act, made, kTokens, c.n, count);
+    scatter(made, kTokens, c.n, count, y + r, c.y.feature, int64_t{1});
+  }
 }
 
 // Tokens [from, from + rows) of one batch of group g.
 void forward_block(const Call& c, const float* x, const float* w, const float* bias, float* y,
                    float* pre, int64_t g, int64_t b, int64_t from, int64_t rows, const Right& right) {
   const Strides &in = c.x, &out = c.y;
+  if (by_features(c)) {
+    const int64_t at = g * in.group + b * in.batch + from, to = g * out.group + b * out.batch + from;
+    return forward_features(c, x + at, w + g * c.w_group, bias ? bias + g * c.n : nullptr, y + to,
+                            pre ? pre + to : nullptr, rows);
+  }
   const int64_t np = padded(c.n), kp = padded(c.k);
   float* room = blocks_of.at_least(rows * (np + kp));
   const float* a = x + g * in.group + b * in.batch + from * in.token;
@@ -84,6 +117,38 @@ struct Sums {
   }
 };
 
+// dpre = dy act' of features (rows x tokens), zeros up to whole lines → `laid`, kChunk apart, and the sums of
+// its rows. Room for as many float32 numbers twice, for all but none and relu; laid may be its begin.
+template <class T>
+void grade_features(const Call& c, const T* dy, const T* saved, int64_t rows, int64_t tokens, float* room,
+                    T* laid, double* total) {
+  constexpr int64_t kLine = 32;
+  const bool formed = c.act > kRelu;
+  if (formed) {
+    float* kept = room + rows * kChunk;
+    gather(dy, c.y.feature, 1, rows, tokens, room, kChunk);
+    gather(saved, c.saved.feature, 1, rows, tokens, kept, kChunk);
+    derive(c.act, room, kChunk, kept, kChunk, rows, tokens);
+  }
+  const int64_t whole = (tokens + kLine - 1) / kLine * kLine;
+  for (int64_t j = 0; j < rows; ++j) {
+    V sum{};
+    for (int64_t t = 0; t < whole; t += kLanes) {
+      const int64_t n = std::clamp<int64_t>(tokens - t, 0, kLanes);
+      V d{};
+      if (n > 0 && formed) d = get(room + j * kChunk + t, n);
+      else if (n > 0) d = widened(dy + j * c.y.feature + t, n);
+      if (n > 0 && c.act == kRelu) d = pick(widened(saved + j * c.saved.feature + t, n) <= V{}, V{}, d);
+      rounded(laid + j * kChunk + t, d, kLanes);
+      sum += d;
+    }
+    if (!total) continue;
+    float lanes[kLanes];
+    store(lanes, sum);
+    for (int i = 0; i < kLanes; ++i) total[j] += lanes[i];
+  }
+}
+
 // One chunk of tokens of group g: dx where it is given, and what it adds to dW and db of outputs
 // [n0, n1).
 void backward_block(const Call& c, const float* dy, const float* saved, const float* x, float* dx,
@@ -97,7 +162,10 @@ void backward_block(const Call& c, const float* dy, const float* saved, const fl
   };
   const float* from = dy + place(c.y, part.n0);
   const float* held = saved ? saved + place(c.saved, part.n0) : nullptr;
-  if (c.act <= kRelu && c.y.feature == 1 && (!saved || c.saved.feature == 1)) {
+  const bool features = backward_by_features(c, saved);  // dpre lies as they do
+  if (features) {
+    grade_features(c, from, held, width, rows, grad, grad, db ? sums.columns : nullptr);
+  } else if (c.act <= kRelu && c.y.feature == 1 && (!saved || c.saved.feature == 1)) {
     double* total = db ? sums.columns : nullptr;
     pass_through(from, c.y.token, held, c.saved.token, rows, width, grad, np, total);
   } else {
@@ -110,7 +178,13 @@ void backward_block(const Call& c, const float* dy, const float* saved, const fl
     if (saved) derive(c.act, grad, np, held, pitch, rows, width);
     if (db) add_columns(grad, np, rows, width, sums.columns);
   }
-  if (dx) {
+  if (dx && features) {
+    float* to = dx + place(c.dx, 0);
+    const bool there = c.dx.token == 1;
+    product({right->at, c.w_col, c.w_row, grad, kChunk, there ? to : block,
+             there ? c.dx.feature : kChunk, c.k, width, rows});
+    if (!there) scatter(block, kChunk, c.k, rows, to, c.dx.feature, c.dx.token);
+  } else if (dx) {
     float* to = dx + place(c.dx, 0);
     Product p{grad, np, 1, right->at, right->row, to, c.dx.token, rows, c.n, c.k};
     if (c.dx.feature != 1) p.c = block, p.c_row = kp;
@@ -124,7 +198,8 @@ void backward_block(const Call& c, const float* dy, const float* saved, const fl
       gather(at, row, c.x.feature, rows, c.k, block, kp);
       at = block, row = kp;
     }
-    Product p{grad, 1, np, at, row, dw + (g * c.n + part.n0) * c.k, c.k, width, rows, c.k};
+    Product p{grad, features ? kChunk : 1, features ? 1 : np, at, row, dw + (g * c.n + part.n0) * c.k,
+              c.k, width, rows, c.k};
     p.add = !part.first;
     product(p);
   }

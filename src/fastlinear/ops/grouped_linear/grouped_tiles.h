@@ -28,7 +28,6 @@ constexpr int64_t kSide = 16;   // rows of a tile, and its float32 numbers a row
 constexpr int64_t kPairs = 32;  // bfloat16 numbers of a tile's row
 constexpr int64_t kTile = kSide * kPairs;
 constexpr int64_t kStrip = 2 * kSide;  // tokens whose results are in the first cache at a time
-constexpr int64_t kTokens = 64;        // the same where features lie apart
 
 inline int64_t tiles_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
