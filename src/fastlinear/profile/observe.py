@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
@@ -29,6 +30,8 @@ _METADATA = frozenset(
         *("is_complex", "requires_grad_", "type", "__len__", "is_same_size", "register_hook"),
     }
 )
+_MATMULS = {torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__}
+_OWN_HOMES = ("torch.", "fastlinear.")  # whose modules are no code to rewrite
 _DATA_PROPERTIES = ("T", "H", "mT", "mH", "data", "real", "imag", "grad")
 
 
@@ -61,6 +64,7 @@ class Call:
             copy serves all calls on inputs of the same shape, strides and dtype.
         caller: the module whose forward made the call; None if the model itself is the Linear.
         uses: who read the output directly inside the caller, in order.
+        bias: of a product with a parameter, whether the same function adds one.
     """
 
     shape: tuple[int, ...]
@@ -73,6 +77,7 @@ class Call:
     positional: bool
     sample: Tensor | None = field(default=None, repr=False)
     uses: list[Use] = field(default_factory=list)
+    bias: bool = False
 
 
 @dataclass
@@ -81,6 +86,8 @@ class Observation:
 
     Attributes:
         calls: Linear-shaped module → its calls in order.
+        products: a two-dimensional parameter, by its ``id`` → what code that is no Linear's
+            multiplies by it: ``F.linear``, ``torch.addmm`` and matrix products, in order.
         arguments: module → the arguments of its first call, tensors left out.
         module_calls: how often each module ran.
         grad_enabled: whether the modules ran with gradients.
@@ -88,6 +95,7 @@ class Observation:
     """
 
     calls: dict[nn.Module, list[Call]] = field(default_factory=dict)
+    products: dict[int, list[Call]] = field(default_factory=dict)
     arguments: dict[nn.Module, Observed] = field(default_factory=dict)
     module_calls: Counter[nn.Module] = field(default_factory=Counter)
     elements: Counter[Any] = field(default_factory=Counter)
@@ -138,6 +146,7 @@ class _Watch(TorchFunctionMode):
                 call = self.call_of(value)
                 if call is not None and call.caller is here:
                     call.uses.append(_function_use(func, name, args, kwargs, value))
+            self.multiply(here, func, args, kwargs)
         result = func(*args, **kwargs)
         if self.stack and isinstance(result, Tensor):
             self.seen.elements[self.stack[-1], name] += result.numel()
@@ -162,7 +171,8 @@ class _Watch(TorchFunctionMode):
             x = next(iter(_tensors((args, tuple(kwargs.values())))), None)
             if x is not None:
                 with torch._C.DisableTorchFunction():
-                    call = self.new_call(module, x, caller, bool(args) and args[0] is x)
+                    trained = any(p.requires_grad for p in module.parameters())
+                    call = self.new_call(trained, x, caller, bool(args) and args[0] is x)
                 seen.calls.setdefault(module, []).append(call)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -174,8 +184,21 @@ class _Watch(TorchFunctionMode):
                 call = self.seen.calls[module][-1]
                 self.outputs[id(output)] = (TensorWeakRef(output), call)
 
+    def multiply(
+        self, here: nn.Module, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Keep the call if it multiplies by a parameter in code that is no Linear's own."""
+        found = multiplied(func, args, kwargs)
+        if found is None or linear_kind(here) or type(here).__module__.startswith(_OWN_HOMES):
+            return
+        x, weight, bias = found
+        trained = any(p.requires_grad for p in (weight, bias) if isinstance(p, Tensor))
+        call = self.new_call(trained, x, here, True)
+        call.bias = bias is not None
+        self.seen.products.setdefault(id(weight), []).append(call)
+
     def new_call(
-        self, module: nn.Module, x: Tensor, caller: nn.Module | None, positional: bool
+        self, trained: bool, x: Tensor, caller: nn.Module | None, positional: bool
     ) -> Call:
         odd = is_odd(x)
         layout = OTHER if odd else "rows"
@@ -184,7 +207,7 @@ class _Watch(TorchFunctionMode):
             like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
             layout = x_layout_of(like.reshape(-1, k))
         device = x.device.type
-        grad = x.requires_grad or any(p.requires_grad for p in module.parameters())
+        grad = x.requires_grad or trained
         return Call(
             shape=() if odd else tuple(x.shape),
             layout=layout,
@@ -228,6 +251,29 @@ def _function_use(
     if args and args[0] is value and not _tensors((rest, tuple(kwargs.values()))):
         return Use("function", name, call=lambda t: func(t, *rest, **kwargs))
     return Use("function", name)
+
+
+def multiplied(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, nn.Parameter, Any] | None:
+    """The input, the two-dimensional parameter and the bias of a product that ``func`` computes."""
+    x: Any
+    weight: Any
+    bias: Any = None
+    if func is F.linear:
+        given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+        x, weight, bias = given.get("input"), given.get("weight"), given.get("bias")
+    elif func is torch.addmm and len(args) == 3:
+        bias, x, weight = args
+    elif func in _MATMULS and len(args) == 2:
+        x, weight = args
+    else:
+        return None
+    if not isinstance(x, Tensor) or not isinstance(weight, Tensor) or weight.dim() != 2:
+        return None
+    held = weight if isinstance(weight, nn.Parameter) else weight._base
+    whole = isinstance(held, nn.Parameter) and held.dim() == 2 and held.numel() == weight.numel()
+    return (x, held, bias) if whole else None  # type: ignore[return-value]
 
 
 def _is_metadata(func: Any, name: str) -> bool:

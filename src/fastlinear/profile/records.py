@@ -84,14 +84,15 @@ class Finding:
 
 @dataclass(frozen=True)
 class LinearSite:
-    """One Linear-shaped module and what surrounds it in a real run.
+    """One Linear-shaped module and what surrounds it in a real run; or a linear that a forward
+    writes on parameters (``F.linear``, ``torch.addmm``, a matrix product), under its weight's name.
 
     Attributes:
         fqn: the Linear's first fully qualified name.
         parent_fqn: the module whose ``forward`` calls it (``""`` is the model); None if never
             called. Not always the owner: a list of layers is called by the module around it.
         kind: ``"linear"`` (weight (N, K)) or ``"conv1d"`` (transformers' Conv1D, weight (K, N)).
-        module_class: class name.
+        module_class: class name; ``"Parameter"`` of a linear written on parameters.
         in_features, out_features: K and N.
         bias: whether there is one.
         calls: calls in one step.
@@ -110,7 +111,8 @@ class LinearSite:
         node: the activation as the parent's traced graph writes it, or None.
         code: ``"ok"`` when Linear and activation form one chain with no other reader, else why
             not: ``"no_activation"``, ``"not_called"``, ``"untraceable"``, ``"several_users"``,
-            ``"mixed_use"``, ``"several_callers"``, ``"already_fused"``.
+            ``"mixed_use"``, ``"several_callers"``, ``"already_fused"``; ``"on_parameters"`` of one
+            written on parameters.
         reason: one sentence for the code.
         flags: facts a rewriter must honour: ``"subclass"``, ``"hooks"``, ``"parametrized"``,
             ``"weight_subclass"``, ``"shared_weight"``, ``"patched_forward"``,
@@ -155,7 +157,8 @@ class ProfileReport:
         device_busy_us: time per step in which the device ran at least one kernel; on a CPU the
             step time itself.
         records: largest first.
-        sites: every Linear-shaped module, in ``named_modules`` order.
+        sites: every Linear-shaped module, in ``named_modules`` order, then the linears written on
+            parameters.
         findings: largest predicted gain first.
         attributed: fraction of the time (of kernels on CUDA, of the step on a CPU) that falls
             inside some module, 0 to 1.

@@ -67,7 +67,56 @@ def find_sites(model: nn.Module, seen: Observation, real_calls: Counter[nn.Modul
             site = replace(site, flags=site.flags + _activation_flags(follower, calls, seen, names))
             shares[site.fqn] = _share(site, follower.use, calls, seen, names)
         sites.append(site)
+    sites += on_parameters(model, names, seen)
     return Found(tuple(sites), shares)
+
+
+ON_PARAMETERS = "on_parameters"
+"""The code of a site that is no module: ``F.linear`` and the like on parameters."""
+
+
+def on_parameters(
+    model: nn.Module, names: dict[nn.Module, list[str]], seen: Observation
+) -> list[LinearSite]:
+    """The linears that the model's code writes on parameters, by the names of their weights."""
+    sites = []
+    for name, weight in model.named_parameters():
+        calls = seen.products.get(id(weight), [])
+        if not calls or not calls[0].shape:
+            continue
+        callers = list(dict.fromkeys(c.caller for c in calls))
+        first = calls[0]
+        assert first.caller is not None
+        k = first.shape[-1]
+        kinds = list(dict.fromkeys((c.shape, c.layout) for c in calls))
+        sites.append(
+            LinearSite(
+                fqn=name,
+                parent_fqn=names[first.caller][0],
+                kind="linear",
+                module_class="Parameter",
+                in_features=k,
+                out_features=weight.numel() // max(1, k),
+                bias=first.bias,
+                calls=len(calls),
+                shapes=tuple(shape for shape, _ in kinds),
+                rows=sum(_rows(c.shape) for c in calls),
+                dtype=first.dtype,
+                weight_dtype=DTYPE_NAMES.get(weight.dtype, str(weight.dtype)),
+                device=str(weight.device),
+                input_grad=any(c.input_grad for c in calls),
+                weight_grad=seen.grad_enabled and weight.requires_grad,
+                x_layouts=tuple(layout for _, layout in kinds),
+                activation=None,
+                activation_fqn=None,
+                how="none",
+                node=None,
+                code=ON_PARAMETERS if len(callers) == 1 else "several_callers",
+                reason="It is written on parameters in the forward that is named; what follows it "
+                "is found when that is traced, by optimize_.",
+            )
+        )
+    return sites
 
 
 def _site(

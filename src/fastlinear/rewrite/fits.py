@@ -25,12 +25,12 @@ def check_fits(plan: Plan, model: nn.Module, device: torch.device) -> None:
             f"one of class {facts['class']}",
             "Pass that model, or make a plan for this one with optimize_.",
         )
-    modules = dict(model.named_modules())
+    held = {*dict(model.named_modules()), *dict(model.named_parameters())}
     for rewrite in plan.rewrites:
         for name in (rewrite.fqn, rewrite.activation_fqn, rewrite.parent_fqn):
-            if name is not None and name not in modules:
+            if name is not None and name not in held:
                 _refuse(
-                    f"a model with a module named {name!r}",
+                    f"a model with a module or parameter named {name!r}",
                     f"a {facts['class']} without it",
                     "Make a new plan with optimize_.",
                 )

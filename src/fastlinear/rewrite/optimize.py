@@ -57,12 +57,14 @@ def optimize_(
         inputs: a tensor, a tuple of positional arguments, or a dict of keyword arguments.
         config: what may be done; see ``fl.Config``.
         filter_fn: ``filter_fn(module, fqn)`` for every linear, grouped convolution or module with
-            a weight per group, and loop over linears; False leaves it alone.
+            a weight per group, and loop over linears; False leaves it alone. Of a linear that a
+            forward writes on parameters, that forward's module and the weight's name.
         loss_fn: output → scalar loss for train mode; by default ``output.loss`` or a mean square.
         progress: called as ``progress(stage, done, total)``.
 
     Returns:
-        A ``Result`` with an outcome for every linear of the model, and for grouped convolutions
+        A ``Result`` with an outcome for every linear of the model, those that a forward writes on
+        parameters (``F.linear``) under their weights' names, and for grouped convolutions
         and modules with a weight per group that could be one call.
 
     Raises:

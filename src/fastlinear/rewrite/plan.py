@@ -34,7 +34,8 @@ class Rewrite:
     """One site's rewrite.
 
     Attributes:
-        fqn: the linear's fully qualified name; of route ``"own"`` and of rule ``"graphed"`` the
+        fqn: the linear's fully qualified name, or that of the weight of one written on parameters
+            (routes ``"parent"`` and ``"chain"``); of route ``"own"`` and of rule ``"graphed"`` the
             module's, ``""`` for the model as a whole.
         rule: the family's name, ``"graphed"`` or ``"compiled"``.
         activation: what is fused; ``"none"`` changes the backend only.

@@ -25,7 +25,8 @@ class SiteOutcome:
     or of the model compiled.
 
     Attributes:
-        fqn: its fully qualified name; ``""`` for the model as a whole.
+        fqn: its fully qualified name, of a linear written on parameters its weight's; ``""`` for
+            the model as a whole.
         rule: the family that looked at it, ``"graphed"`` or ``"compiled"``.
         activation: what is, or would have been, fused; None when it was not looked at.
         problem: its Problem as JSON, or None.

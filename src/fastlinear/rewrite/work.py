@@ -24,6 +24,7 @@ from fastlinear.rewrite.match.chain import Chain
 from fastlinear.rewrite.match.eligible import Refusal
 from fastlinear.rewrite.result import SiteOutcome
 from fastlinear.rewrite.rules import linear_act as rule
+from fastlinear.rewrite.rules import on_parameters
 from fastlinear.rewrite.rules.linear_act import FilterFn
 from fastlinear.rewrite.trial import measure
 from fastlinear.rewrite.verify import model as verify
@@ -140,11 +141,12 @@ class Work:
     ) -> tuple[list[Candidate], dict[str, Refusal]]:
         """Match every linear against what the profile saw."""
         backend = self.config.backends.get(rule.RULE)
-        found = rule.match(
-            self.model, self.profile.sites, seen, backend=backend, filter_fn=filter_fn
-        )
-        self.every, self.arguments, self.filter_fn = found[0], seen.arguments, filter_fn
-        return found
+        how: dict[str, Any] = {"backend": backend, "filter_fn": filter_fn}
+        layers, left = rule.match(self.model, self.profile.sites, seen, **how)
+        given = self.model, self.profile.sites, seen, layers
+        self.every, refused = on_parameters.match(*given, **how)
+        self.arguments, self.filter_fn = seen.arguments, filter_fn
+        return self.every, left | refused
 
 
 def in_words(ratio: Ratio) -> str:

@@ -7,6 +7,7 @@ Each takes the module first and reads its parameters at call time, so that optim
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils._device import DeviceContext
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import linear_act
 from fastlinear.ops.mlp import mlp
+from fastlinear.rewrite.exchange.held import Held
 from fastlinear.rewrite.exchange.swap import mark
 
 Forward = Callable[..., Any]
@@ -104,7 +106,7 @@ def call_fused_conv1d(conv: nn.Module, x: Tensor, activation: str, backend: str 
 
 def call_fused_chain(
     parent: nn.Module,
-    paths: Sequence[Sequence[str]],
+    paths: Sequence[Sequence[str] | Held],
     x: Tensor,
     activation: str,
     final_activation: str,
@@ -112,14 +114,22 @@ def call_fused_chain(
     fast: bool = False,
 ) -> Tensor:
     """The linears of a rewritten parent that follow each other, as one call of ``mlp``:
-    (..., n_0) → (..., n_L). ``paths`` lead from the parent to each; ``fast`` is ``mlp``'s
-    ``allow_fast_matmul``.
+    (..., n_0) → (..., n_L). ``paths`` lead from the parent to each, those written on parameters
+    say where these are; ``fast`` is ``mlp``'s ``allow_fast_matmul``.
 
     Only while every one is a plain linear without hooks; otherwise each is called by itself.
     """
     linears, weights, biases = [], [], []
     fusable = not hooked_globally()
     for path in paths:
+        if isinstance(path, Held):
+            found = path.tensors(parent, x)
+            linears.append(partial(path.plain, parent))
+            fusable = fusable and found is not None
+            if found is not None:
+                weights.append(found[0])
+                biases.append(found[1])
+            continue
         linear: Any = parent
         for name in path:
             linear = linear._modules[name]
@@ -137,6 +147,28 @@ def call_fused_chain(
     return x
 
 
+def call_chain_of(paths: Sequence[Sequence[str] | Held]) -> Callable[..., Tensor]:
+    """``call_fused_chain`` for linears some of which are written on parameters."""
+
+    def call_chain(parent: nn.Module, x: Tensor, *how: Any) -> Tensor:
+        return call_fused_chain(parent, paths, x, *how)
+
+    return call_chain
+
+
+def call_held_of(held: Held) -> Callable[..., Tensor]:
+    """``call_fused_linear``, given the parent, for a linear written on parameters."""
+
+    def call_held(parent: nn.Module, x: Tensor, activation: str, backend: str | None) -> Tensor:
+        found = held.tensors(parent, x)
+        if found is not None:
+            return _linear_act(x, *found, activation, backend)
+        y: Tensor = activation_of(activation).value(held.plain(parent, x))
+        return y
+
+    return call_held
+
+
 def is_plain(linear: nn.Module) -> bool:
     """Whether its class is nn.Linear or transformers' Conv1D itself, whose forward is known."""
     kind = type(linear)
@@ -146,7 +178,13 @@ def is_plain(linear: nn.Module) -> bool:
 
 
 def weight_and_bias(linear: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """The weight as (N, K), of a Conv1D transposed, and the bias (N,) of a plain linear.
+    """The weight as (N, K), of a Conv1D transposed, and the bias (N,) of a plain linear."""
+    weight, bias = weight_as_is_and_bias(linear)
+    return (weight if type(linear) in PLAIN_LINEARS else weight.t()), bias
+
+
+def weight_as_is_and_bias(linear: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """The weight, of a Conv1D (K, N), and the bias (N,) of a plain linear.
 
     Looked up where a module keeps them: its attribute lookup takes longer than a small layer.
     """
@@ -155,7 +193,7 @@ def weight_and_bias(linear: nn.Module) -> tuple[Tensor, Tensor | None]:
         weight, bias = known["weight"], known["bias"]
     else:  # a replica of DataParallel, say
         weight, bias = linear.weight, linear.bias
-    return (weight if type(linear) in PLAIN_LINEARS else weight.t()), bias  # type: ignore[return-value]
+    return weight, bias  # type: ignore[return-value]
 
 
 def _linear_act(

@@ -233,4 +233,7 @@ def _member(value: Any) -> int:
     """-2 when absent, the length of a container, -1 for any other module or tensor."""
     if value is None:
         return -2
-    return len(value) if isinstance(value, nn.ModuleList | nn.ModuleDict) else -1
+    return len(value) if isinstance(value, _CONTAINERS) else -1
+
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)

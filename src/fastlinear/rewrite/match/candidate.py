@@ -80,8 +80,10 @@ class Candidate:
     """A linear that may be rewritten.
 
     Attributes:
-        fqn, module: the linear.
-        kind: ``"linear"`` or ``"conv1d"``; ``"grouped"`` for a grouped layer that is no linear.
+        fqn, module: the linear; one written on parameters has its weight's name, and a layer that
+            shares them.
+        kind: ``"linear"`` or ``"conv1d"`` (its weight is (K, N)); ``"grouped"`` for a grouped layer
+            that is no linear.
         activation: fused activation; ``"none"`` changes the backend only.
         route: ``"plain"``, ``"instance"``, ``"parent"``, ``"chain"`` or ``"own"``; see
             ``plan.Rewrite``.
@@ -138,6 +140,11 @@ class Candidate:
         or plain attributes."""
         found = {t: getattr(self.module, n, None) for n, t in (("weight", "dW"), ("bias", "db"))}
         return {title: t for title, t in found.items() if isinstance(t, Tensor)}
+
+    def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
+        """The weight as (N, K), and the bias."""
+        weight, bias = forwards.weight_as_is_and_bias(self.module)
+        return (weight.t() if self.kind == "conv1d" else weight), bias
 
     def exact(self, x: Tensor, parameters: dict[str, Tensor]) -> Tensor:
         """The same by differentiable torch ops on other values, for the oracle in float64."""

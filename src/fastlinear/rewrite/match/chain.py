@@ -13,7 +13,7 @@ from fastlinear.core.problem import Problem
 from fastlinear.ops.mlp import reference
 from fastlinear.ops.mlp.problem import NAME
 from fastlinear.ops.mlp.selection import problem_of
-from fastlinear.rewrite.exchange.forwards import call_mlp, weight_and_bias
+from fastlinear.rewrite.exchange.forwards import call_mlp
 from fastlinear.rewrite.match.candidate import Candidate, SiteCalls
 
 Results = Tensor | tuple[Tensor, ...]
@@ -116,7 +116,7 @@ class Chain(ABC):
         return problem_of(x, weights, biases, *names, self.fast, self.calls.grad)
 
     def _tensors(self) -> tuple[list[Tensor], list[Tensor | None]]:
-        found = [weight_and_bias(c.module) for c in self.members]
+        found = [c.weight_and_bias() for c in self.members]
         return [w for w, _ in found], [b for _, b in found]
 
     def parameters(self) -> dict[str, Tensor]:

@@ -74,6 +74,17 @@ def refuse_linear(model: nn.Module, fqn: str, module: nn.Module) -> Refusal | No
     return _refuse_weights(module)
 
 
+def refuse_parameters(model: nn.Module, fqn: str, layer: nn.Module) -> Refusal | None:
+    """The first reason to leave a linear alone that is written on parameters, or None.
+
+    Args:
+        model: the model.
+        fqn: the name of what would be a layer of the module whose forward writes it.
+        layer: holds its weight and bias.
+    """
+    return _refuse_ancestors(model, fqn) or _refuse_weights(layer)
+
+
 def refuse_module(module: nn.Module) -> Refusal | None:
     """Reasons that hold for a linear, an activation or a parent: hooks, parametrizations…"""
     if isinstance(module, torch.jit.ScriptModule):

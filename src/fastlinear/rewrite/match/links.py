@@ -16,9 +16,11 @@ from torch.utils import _pytree as pytree
 
 from fastlinear.profile.recognise import recognise
 from fastlinear.rewrite.exchange.forwards import (
+    call_chain_of,
     call_fused_chain,
     call_fused_conv1d,
     call_fused_linear,
+    call_held_of,
 )
 from fastlinear.rewrite.exchange.gated_forward import call_gate, call_gate_of
 from fastlinear.rewrite.exchange.parts import call_parts
@@ -26,6 +28,7 @@ from fastlinear.rewrite.exchange.row_forward import call_row
 from fastlinear.rewrite.exchange.tower_forward import Way, call_towers
 from fastlinear.rewrite.match.eligible import linear_kind, refuse_module
 from fastlinear.rewrite.match.gates import Gate, Gates, nodes_of
+from fastlinear.rewrite.match.on_parameters import written_in
 from fastlinear.rewrite.match.rows import Loop, loops_of, rows_of
 from fastlinear.rewrite.match.towers import Abreast, Towers, ordered
 
@@ -60,8 +63,9 @@ class _Link:
 class Links:
     """The linears of a traced forward that are called once.
 
-    ``linears``: name → call. ``pairs``: the linear's name → (activation node, activation name), for
-    those read by one activation alone.
+    ``linears``: name → call. ``written``: those of them that are written on parameters, by the
+    names of their weights; their call is the last step of theirs. ``pairs``: the linear's name →
+    (activation node, activation name), for those read by one activation alone.
 
     Args:
         parent: the module traced.
@@ -79,6 +83,11 @@ class Links:
             for n in graph.nodes
             if self._is_linear(n) and called.count(str(n.target)) == 1
         }
+        self._layers = dict(self.linears)
+        self.written = written_in(parent, graph)
+        self.linears |= {name: one.end for name, one in self.written.items()}
+        self._first = {name: self._begins(name) for name in self.linears}
+        self._names = {node: name for name, node in self._first.items()}
         self.pairs: dict[str, tuple[Node, str]] = {}
         for name, node in self.linears.items():
             user = _only_user(node)
@@ -110,14 +119,14 @@ class Links:
         """The ``allowed`` linears that read one value, in the order of calls."""
         plain = {
             name: node
-            for name, node in self.linears.items()
+            for name, node in self._layers.items()
             if linear_kind(self.parent.get_submodule(name)) == "linear"
         }
         return rows_of(self.parent, self.graph.nodes, plain, allowed)
 
     def loops(self, allowed: Container[str]) -> list[tuple[str, ...]]:
         """The ``allowed`` linears that read the parts of one value, by part."""
-        found = loops_of(self.parent, self.graph.nodes, self.linears, allowed)
+        found = loops_of(self.parent, self.graph.nodes, self._layers, allowed)
         self._loops |= {loop.names: loop for loop in found}
         return [loop.names for loop in found]
 
@@ -167,11 +176,19 @@ class Links:
         graph = torch.fx.Graph()
         root = graph.placeholder("parent")
         copies: dict[Node, Node] = {}
-        done: dict[Node, str] = {self.pairs[name][0]: name for name in pairs}
+        done: dict[Node, str] = {}
+        hidden: set[Node] = set()  # parameters that a fused call reads itself
+        for name in (*pairs, *(name for run in runs for name in run.linears)):
+            done[self.linears[name]] = name
+            if name in self.written:
+                hidden |= self.written[name].inner
+        done |= {self.pairs[name][0]: name for name in pairs if name in self.pairs}
         starts = {run.linears[0]: run for run in runs}
         firsts = {min(row, key=list(self.linears).index): row for row in rows}
         for run in runs:
             done |= dict.fromkeys(self._nodes(run), run.linears[0])
+        for name in (*pairs, *starts):
+            done.pop(self._first[name], None)  # there the call is made
         passed_over = []
         gated = nodes_of(gates)
         wanted: tuple[Any, ...]
@@ -180,7 +197,7 @@ class Links:
         assert order is not None  # towers are found in an order that there is
         node: Any
         for node in order:
-            name = str(node.target)
+            name = self._names.get(node, str(node.target))
             if node in gated:
                 gate = gated[node]
                 if node is gate.first:
@@ -190,7 +207,7 @@ class Links:
                 if node.op == "call_module" and name not in gate.gated.names:
                     passed_over += self._not_called(name)
                 continue
-            if node in copies:
+            if node in copies or node in hidden:
                 continue  # a linear, or tower, that the first of its row has computed
             if node in standing:
                 group, way = standing[node]
@@ -207,7 +224,7 @@ class Links:
             if node.op == "output":
                 graph.output(torch.fx.node.map_arg(node.args[0], lambda n: copies[n]))
             elif node in done:  # it happens inside the fused call
-                copies[node] = copies[self.linears[done[node]]]
+                copies[node] = copies[self._first[done[node]]]
                 if node.op == "call_module" and name not in self.linears:
                     passed_over.append(name)
             elif node.op == "call_module" and name in firsts:
@@ -220,13 +237,16 @@ class Links:
                 for i, linear in enumerate(row):
                     part = graph.call_function(operator.getitem, (made, i))
                     copies[self.linears[linear]] = part
-            elif node.op == "call_module" and name in starts:
+            elif node in self._names and name in starts:
                 run = starts[name]
-                paths = tuple(tuple(n.split(".")) for n in run.linears)
                 names = run.activation, run.final_activation
                 how = (*names, chain_backend, fast)
-                wanted = (root, paths, copies[node.args[0]], *how)
-                copies[node] = graph.call_function(call_fused_chain, wanted)
+                given_it = copies[self._given(name)]
+                copies[node] = _call_chain(graph, root, self._paths(run), given_it, how)
+            elif node in self._names and name in pairs and name in self.written:
+                call = call_held_of(self.written[name].held)
+                wanted = (root, copies[self._given(name)], pairs[name], backend)
+                copies[node] = graph.call_function(call, wanted)
             elif node.op == "call_module" and name in pairs:
                 conv1d = linear_kind(self.parent.get_submodule(name)) == "conv1d"
                 call = call_fused_conv1d if conv1d else call_fused_linear
@@ -248,11 +268,30 @@ class Links:
         """The nodes that one call replaces, the first linear's left out."""
         *hidden, last = run.linears
         found = [node for name in hidden for node in self._links[name].inner]
-        found += [self.linears[name] for name in run.linears[1:]]
+        found += [f[name] for name in run.linears[1:] for f in (self._first, self.linears)]
         link = self._links[last]
         if link.end is not self.linears[last]:
             found += link.inner[: link.inner.index(link.end) + 1]
         return found
+
+    def _begins(self, name: str) -> Node:
+        """The node of a linear that reads what it is given."""
+        return self.written[name].first if name in self.written else self.linears[name]
+
+    def _given(self, name: str) -> Node:
+        """What a linear is given."""
+        if name in self.written:
+            return self.written[name].given
+        given = self.linears[name].args[0]
+        assert isinstance(given, Node)
+        return given
+
+    def _paths(self, run: Run) -> tuple[Any, ...]:
+        """Where the linears of a run are, as ``call_fused_chain`` takes it."""
+        return tuple(
+            self.written[name].held if name in self.written else tuple(name.split("."))
+            for name in run.linears
+        )
 
     def _is_linear(self, node: Node) -> bool:
         return (
@@ -267,9 +306,8 @@ class Links:
         here, end, activation = linear, linear, "none"
         inner: list[Node] = []
         while (user := _only_user(here)) is not None:
-            name = str(user.target)
-            if user.op == "call_module" and self.linears.get(name) is user:
-                return _Link(activation, end, tuple(inner), name)
+            if user in self._names:
+                return _Link(activation, end, tuple(inner), self._names[user])
             if not self.passes(user, here):
                 found = self.activation(user, here) if activation == "none" else None
                 if found is None:
@@ -310,6 +348,15 @@ class Links:
         else:
             return None
         return None if found is None else found.name
+
+
+def _call_chain(
+    graph: torch.fx.Graph, root: Node, paths: tuple[Any, ...], x: Node, how: tuple[Any, ...]
+) -> Node:
+    """One call for a chain."""
+    if all(isinstance(path, tuple) for path in paths):
+        return graph.call_function(call_fused_chain, (root, paths, x, *how))
+    return graph.call_function(call_chain_of(paths), (root, x, *how))
 
 
 def _given_to_gate(gate: Gate, root: Node, x: Node, backend: str | None) -> tuple[Any, ...]:

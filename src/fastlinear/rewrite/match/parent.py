@@ -26,6 +26,7 @@ from fastlinear.rewrite.match.composed import composed
 from fastlinear.rewrite.match.eligible import Refusal, refuse_module
 from fastlinear.rewrite.match.gates import Gate, Gates
 from fastlinear.rewrite.match.links import Links, Run
+from fastlinear.rewrite.match.on_parameters import written_in
 from fastlinear.rewrite.match.rows import may_run_twice
 from fastlinear.rewrite.match.towers import Abreast, Towers
 
@@ -41,7 +42,8 @@ class Fusable:
         blocks: names inside the parent of modules that it calls, or that these call → their own
             forwards, which are seen as part of the parent's.
 
-    ``called`` holds the names of the modules that the forward itself calls.
+    ``called`` holds the names of the modules that the forward itself calls, and those of the
+    weights of linears that it writes on parameters.
     """
 
     def __init__(
@@ -53,9 +55,10 @@ class Fusable:
         blocks: Mapping[str, Fusable] | None = None,
     ) -> None:
         self.parent, self.observed, self.graph, self.modules = parent, observed, graph, modules
-        self.called = frozenset(str(n.target) for n in graph.nodes if n.op == "call_module")
         self.blocks = dict(blocks or {})
         self.links = self._links(self.blocks)
+        called = (str(n.target) for n in graph.nodes if n.op == "call_module")
+        self.called = frozenset((*called, *written_in(parent, graph)))
 
     @property
     def pairs(self) -> dict[str, str]:

@@ -65,7 +65,10 @@ def _why(work: Work, flow: Flow) -> tuple[str, str]:
     if raw:
         fqn = raw[0].rpartition(".")[0]
         names = ", ".join(repr(name) for name in raw)
-        return fqn, f"{names} are no linear layers' weights, and layers are what it exchanges"
+        return (
+            fqn,
+            f"{names} are no linear layers' weights, and of these alone it makes such a call",
+        )
     layers = [sites[name] for name in flow.names]
     fqn = layers[0].parent_fqn or ""
     offers = traced(work, fqn)

@@ -1,7 +1,8 @@
 """What a rewritten model's results are judged against.
 
 A float64 copy of the model. Where that does not fit into memory, cannot run, or would draw other
-dropout masks, it is the model itself with every linear computed in float64.
+dropout masks, it is the model itself with every linear computed in float64, those too that a
+forward writes on parameters.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from fastlinear.core.compare import DEFAULT_FACTOR
+from fastlinear.profile.observe import multiplied
 from fastlinear.profile.step import eager_modules
 from fastlinear.rewrite.exchange.forwards import float64_linear
 from fastlinear.rewrite.exchange.swap import Swap, SwapSet
@@ -24,6 +28,24 @@ from fastlinear.rewrite.verify.kinks import following
 from fastlinear.rewrite.verify.running import Ran, Runner, draws_random_numbers
 
 Run = Callable[[nn.Module, Call], dict[str, Tensor]]
+
+
+class Float64Products(TorchFunctionMode):
+    """While on, products with a parameter that a forward writes itself, ``F.linear`` and the like,
+    are computed in float64 and rounded once."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls ``func``."""
+        kwargs = kwargs or {}
+        found = multiplied(func, args, kwargs)
+        if found is None or not found[0].is_floating_point():
+            return func(*args, **kwargs)
+        x, device = found[0], found[0].device.type
+        autocast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
+        with torch.autocast(device, enabled=False):
+            exact = func(*map(double, args), **{n: double(v) for n, v in kwargs.items()})
+        return exact.to(dtype)
 
 
 @dataclass(frozen=True)
@@ -46,7 +68,8 @@ class Oracle:
             return run(self.model, call.map(double))
         self.swaps.on()
         try:
-            return run(model, call)
+            with Float64Products():
+                return run(model, call)
         finally:
             self.swaps.off()
 
