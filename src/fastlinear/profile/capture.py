@@ -32,6 +32,7 @@ from fastlinear.profile.step import (
     loss_of,
     normalize_inputs,
     private_copy,
+    watched_modules,
 )
 
 __all__ = ["capture", "loss_of", "normalize_inputs", "profile"]
@@ -125,7 +126,7 @@ def capture(
         step = Step(model, private_copy(call), mode, loss_fn)
         eager = eager_modules(model)
         names = {m: name for name, m in model.named_modules()}
-        names = {m: names[m] for m in eager}
+        names = {m: names[m] for m in watched_modules(model)}
         mixed = len(eager) < sum(1 for _ in model.modules())
         progress("first run", 0, _STAGES)
         calls = _first_run(step, names, mixed)

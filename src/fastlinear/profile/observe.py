@@ -20,7 +20,7 @@ from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.ops.common.layouts import is_odd
 from fastlinear.ops.linear_act.backends import x_layout_of
 from fastlinear.profile.graph import Observed, Use
-from fastlinear.profile.step import eager_modules
+from fastlinear.profile.step import watched_modules
 
 OTHER = "other"
 _METADATA = frozenset(
@@ -112,7 +112,7 @@ def observe(
     watch = _Watch({} if samples else None)
     handles: list[Any] = []
     try:
-        for module in eager_modules(model):
+        for module in watched_modules(model):
             handles += [
                 module.register_forward_pre_hook(watch.enter, prepend=True, with_kwargs=True),
                 module.register_forward_hook(watch.leave, always_call=True),

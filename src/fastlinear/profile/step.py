@@ -199,6 +199,12 @@ def eager_modules(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if id(m) not in inside]
 
 
+def watched_modules(model: nn.Module) -> list[nn.Module]:
+    """Those of ``eager_modules`` that are called: not the layers of an ``fl.nn.MLP``, which runs as
+    a whole and refuses hooks on them (``never_called``)."""
+    return [m for m in eager_modules(model) if not getattr(m, "never_called", False)]
+
+
 def _kind(value: Any) -> str:
     return type(value).__name__
 

@@ -96,6 +96,8 @@ class Watch(TorchDispatchMode):
 
     def __enter__(self) -> Watch:
         for fqn, module in self._model.named_modules():
+            if getattr(module, "never_called", False):
+                continue
             self._handles.append(module.register_forward_pre_hook(self._begin(fqn)))
             end = module.register_forward_hook(self._end, always_call=True)
             self._handles.append(end)
