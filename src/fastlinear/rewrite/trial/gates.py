@@ -71,7 +71,7 @@ def find(work: Work) -> None:
         return
     sites, watch = sites_of(work), Watch(work.model)
     seen = _observed(work, sites, watch)
-    known: dict[tuple[Problem, bool, bool], _Found] = {}
+    known: dict[Any, _Found] = {}
     found = []
     for i, site in enumerate(sites):
         x, after, calls = seen[site].x, site.instead(), seen[site].calls
@@ -82,7 +82,7 @@ def find(work: Work) -> None:
             found.append(_unmeasured(work, site, calls, why))
             continue
         problem, kept = _problem(work, site, x), _kept(work, site)
-        key = problem, site.part, site.glu
+        key = problem, site.part, site.glu, site.opened and site.opened.alike
         if after is not None and key not in known and (work.budget.left_s > 0 or kept is not None):
             share = work.budget.share(4 * (len(sites) - i), _MOST_S)
             with work.budget:
@@ -291,9 +291,13 @@ def _passes(site: GatedSite, backends: dict[str, str]) -> tuple[Any, ...]:
     known: dict[str, Any] = {"train": train}
     own = dict.fromkeys(backends, passes.EAGER)
     down = site.gated.down is not None
-    theirs = passes.moved(activation, own, **known, down=down, glu=site.glu)
+    opened = None if site.opened is None else site.opened.moved
+    theirs = passes.moved(activation, own, **known, down=down, glu=site.glu, opened=opened)
     first = f"as PyTorch runs them {passes.words(activation, own, **known, glu=site.glu)}; "
-    first += "{} a call are written or read between them"
+    if site.opened is not None:
+        first += f"{activation} and the product are written out as {len(site.opened.nodes)} ops; "
+    least = "at least " if opened is not None and train else ""
+    first += least + "{} a call are written or read between them"
     chosen = backends
     if set(backends.values()) == {passes.EAGER}:
         chosen = dict.fromkeys(backends, "elementwise")
