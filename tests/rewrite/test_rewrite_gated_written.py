@@ -58,6 +58,8 @@ WAYS = {
     "tanh's gelu": ("gelu_tanh", lambda _, g, u: gelu_tanh(g) * u),
     "gelu": ("gelu", lambda _, g, u: u * gelu(g)),
     "a module": ("silu", lambda self, g, u: g * self.sig(g) * u),
+    "relu's square": ("relu2", lambda _, g, u: u * torch.square(F.relu(g))),
+    "a module's square": ("relu2", lambda self, g, u: self.act(g).square() * u),
     "squared": ("relu2", lambda _, g, u: F.relu(g) * u * F.relu(g)),
 }
 
@@ -71,7 +73,7 @@ class Own(nn.Module):
         super().__init__()
         self.gate = nn.Linear(K, 2 * H if stacked else H)
         self.up = None if stacked else nn.Linear(K, H)
-        self.down, self.sig = nn.Linear(H, K), nn.Sigmoid()
+        self.down, self.sig, self.act = nn.Linear(H, K), nn.Sigmoid(), nn.ReLU()
 
     def mlp(self, h: Tensor) -> Tensor:
         if self.up is None:
