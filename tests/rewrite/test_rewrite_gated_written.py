@@ -155,6 +155,9 @@ def test_in_a_larger_forward_it_becomes_one_call(
     kept = {s.fqn for s in result.sites if (s.rule, s.status) == ("gated_mlp", "kept")}
     assert kept == names, result.table()
     activation = WAYS[way][0]
+    assert f"linears ({activation} written out) in one call" in " ".join(
+        result.table(width=80).split()
+    )
     (found,) = [f for f in result.findings if f.code == "gated_mlp"]
     assert found.details["activation"] == activation
     assert {f"0.{name}" for name in found.details["linears"]} == names

@@ -46,7 +46,8 @@ class _Gates(Chain, ABC):
     @property
     def what(self) -> str:
         """What it is, in a sentence."""
-        return f"its gated MLP of {len(self.members)} linears"
+        how = "" if self.opened is None else f" ({self.activation} written out)"
+        return f"its gated MLP of {len(self.members)} linears{how}"
 
     def _held(self) -> tuple[Weights, Biases]:
         tensors = iter(zip(*self._tensors(), strict=True))
