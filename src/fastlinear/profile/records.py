@@ -60,7 +60,8 @@ class Finding:
         predicted_gain_us: what removing it should save in one step; an estimate.
         flops, bytes: least arithmetic and memory traffic of the work in one step.
         bound: ``"compute"``, ``"memory"`` or ``"launch"``: what limits it.
-        details: further facts, all JSON-ready; ``"advice"`` is what to put in its place.
+        details: further facts, all JSON-ready; ``"advice"`` is what to put in its place,
+            ``"part_of"`` the module in whose finding the gain is counted.
     """
 
     code: str
@@ -80,6 +81,12 @@ class Finding:
         """What the reader is to put in its place; None where nothing is, or ``optimize_`` has."""
         found = self.details.get("advice")
         return None if found in (None, IN_PLACE) else str(found)
+
+    @property
+    def part_of(self) -> str | None:
+        """The module in whose finding its gain is counted; None where it is counted here."""
+        found = self.details.get("part_of")
+        return None if found is None else str(found)
 
 
 @dataclass(frozen=True)

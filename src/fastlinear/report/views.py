@@ -12,6 +12,7 @@ _STATUS_MEANING = {
     "refused": "Not touched: rewriting could change what the model means.",
     "nothing_to_do": "Healthy: no rewrite would help.",
 }
+_OF_ONE_CALL = {"predicted": "predicted_gain_us", "before": "before_us", "after": "after_us"}
 _TOP_MODULES = 15
 _WORST_VERDICTS = 12
 
@@ -20,7 +21,7 @@ def optimize(data: dict[str, Any]) -> dict[str, Any]:
     """What the page of ``fastlinear optimize`` shows."""
     step = data.get("step") or {}
     samples = step.get("samples") or {}
-    sites = [_site(s) for s in data.get("sites") or []]
+    sites = _sites(data.get("sites") or [])
     ratios = [s["ci95"][1] for s in sites if s["ci95"]]
     profiled = data.get("profile")
     kept = (data.get("summary") or {}).get("kept", 0)
@@ -118,6 +119,25 @@ def environment(data: Any, prefix: str = "") -> list[tuple[str, str]]:
     return pairs
 
 
+def _sites(sites: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Numbers of one call stand beside the first linear that it computes, and there alone."""
+    parts: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for site in sites:
+        if site.get("part_of"):
+            parts[site["part_of"], site.get("rule") or ""].append(site)
+    shown = []
+    for site in sites:
+        view = _site(site)
+        for part in () if view["part_of"] else parts[view["fqn"], view["rule"]]:
+            for name, key in _OF_ONE_CALL.items():
+                if part.get(key) is not None:
+                    view[name] = (view[name] or 0.0) + part[key]
+        if view["part_of"]:
+            view |= dict.fromkeys((*_OF_ONE_CALL, "speedup", "ci95"))
+        shown.append(view)
+    return shown
+
+
 def _site(site: dict[str, Any]) -> dict[str, Any]:
     pair = site.get("ci95")
     backends, reason = site.get("backends") or {}, site.get("reason") or ""
@@ -135,6 +155,7 @@ def _site(site: dict[str, Any]) -> dict[str, Any]:
         "speedup": site.get("speedup"),
         "ci95": tuple(pair) if pair and None not in pair else None,
         "backends": backends,
+        "part_of": site.get("part_of"),
         "show_backends": not all(name in reason for name in backends.values()),
     }
 
@@ -171,10 +192,12 @@ def _verdicts(verdicts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _merge_findings(findings: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Findings of one kind and one title are shown once, with all the places they hold."""
-    merged: dict[tuple[str, str], dict[str, Any]] = {}
+    """Findings of one kind and one title are shown once, with all the places they hold; those
+    whose gain is counted elsewhere apart."""
+    merged: dict[tuple[str, str, bool], dict[str, Any]] = {}
     for f in findings:
-        key = (f.get("code", ""), f.get("title", ""))
+        counted = (f.get("details") or {}).get("part_of") is None
+        key = (f.get("code", ""), f.get("title", ""), counted)
         entry = merged.setdefault(
             key,
             {
@@ -214,6 +237,7 @@ def _place(finding: dict[str, Any]) -> dict[str, Any]:
         "measured": measured,
         "roofline": floor / measured if measured and floor is not None else None,
         "gain": finding.get("predicted_gain_us"),
+        "part_of": (finding.get("details") or {}).get("part_of"),
     }
 
 

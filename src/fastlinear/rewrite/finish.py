@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 from fastlinear.core.compare import Verdict
@@ -13,7 +14,7 @@ from fastlinear.rewrite.exchange.swap import SwapSet
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.eligible import linear_modules
 from fastlinear.rewrite.plan import Plan, Rewrite, model_facts
-from fastlinear.rewrite.result import Result
+from fastlinear.rewrite.result import Result, SiteOutcome
 from fastlinear.rewrite.trial import measure
 from fastlinear.rewrite.trial.rows import asked, note_rows
 from fastlinear.rewrite.trial.swaps import swaps_of
@@ -45,6 +46,7 @@ def finish(
     known = linear_modules(work.model)
     sites = [work.outcomes[fqn] for fqn in known if fqn in work.outcomes]
     sites += [outcome for fqn, outcome in work.outcomes.items() if fqn not in known]
+    sites = [replace(site, part_of=_part_of(work, site)) for site in sites]
     sites += work.graphs.values()
     sites += work.compiled.values()
     plan = Plan(
@@ -91,6 +93,15 @@ def finish(
         _compile(work, swaps)
     swaps.on()
     return result
+
+
+def _part_of(work: Work, site: SiteOutcome) -> str | None:
+    """The first linear of the call that this one is, or was tried as, a part of."""
+    found = (c.chain for c in work.every if c.fqn == site.fqn and c.chain is not None)
+    chain = next(found, None)
+    if chain is None or chain.rule != site.rule or chain.key == site.fqn:
+        return None
+    return chain.key
 
 
 def _compile(work: Work, swaps: SwapSet) -> None:

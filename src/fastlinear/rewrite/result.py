@@ -36,12 +36,15 @@ class SiteOutcome:
         reason: the reason as one sentence.
         predicted_gain_us: expected gain per step, before measuring the site.
         before_us, after_us: measured time of this site per step (its calls in one step together);
-            of rules ``"graphed"`` and ``"compiled"`` the whole step without and with it.
+            of linears that are one call, an equal share of the call's each, as is what is
+            predicted; of rules ``"graphed"`` and ``"compiled"`` the whole step without and with it.
         speedup: median paired before / after.
         ci95: 95% interval of the speed-up.
         backends: piece → backend chosen.
         route: how it is rewritten, see ``plan.Rewrite``.
         calls: calls per step.
+        part_of: the first linear of the call that computes this one as well; None where this is
+            the first, or a call of its own.
     """
 
     fqn: str
@@ -59,6 +62,7 @@ class SiteOutcome:
     backends: dict[str, str] = field(default_factory=dict)
     route: str | None = None
     calls: int = 0
+    part_of: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict."""

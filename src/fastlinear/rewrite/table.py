@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fastlinear.core.text_table import as_text, table
@@ -43,7 +44,7 @@ def _table(result: Result, width: int) -> Any:
             _number(site.before_us),
             _number(site.after_us),
             "-" if site.speedup is None else f"{site.speedup:.2f}x{_tempered(site)}",
-            f"{site.status.replace('_', ' ')}: {site.reason}",
+            f"{site.status.replace('_', ' ')}: {_reason(site)}",
         )
         for names, site in _folded(result)
     ]
@@ -53,7 +54,7 @@ def _table(result: Result, width: int) -> Any:
 def _paragraphs(result: Result, width: int) -> list[str]:
     shown = []
     for names, site in _folded(result):
-        facts = [f"{site.status.replace('_', ' ')}: {site.reason.rstrip('.')}."]
+        facts = [f"{site.status.replace('_', ' ')}: {_reason(site).rstrip('.')}."]
         if site.predicted_gain_us is not None:
             facts.append(f"Predicted gain {site.predicted_gain_us:.1f} µs.")
         if site.speedup is not None:
@@ -159,12 +160,31 @@ def _folded(result: Result) -> list[tuple[str, SiteOutcome]]:
     for site in result.sites:
         problem = tuple(map(str, (site.problem or {}).items()))
         key = (site.status, site.code, site.activation, problem, site.reason, site.calls)
-        groups.setdefault(key, []).append(site)
+        groups.setdefault((*key, site.part_of is None), []).append(site)
     rows = []
     for members in groups.values():
         more = f" (+{len(members) - 1} alike)" if len(members) > 1 else ""
-        rows.append(((members[0].fqn or "(model)") + more, members[0]))
+        rows.append(((members[0].fqn or "(model)") + more, _as_told(result, members[0])))
     return rows
+
+
+def _as_told(result: Result, site: SiteOutcome) -> SiteOutcome:
+    """Numbers of one call beside the first linear that it computes, and there alone."""
+    if site.part_of is not None:
+        none = dict.fromkeys(("predicted_gain_us", "before_us", "after_us", "speedup", "ci95"))
+        return replace(site, **none)  # type: ignore[arg-type]
+    parts = [s for s in result.sites if (s.part_of, s.rule) == (site.fqn, site.rule)]
+    parts.append(site)
+    names = ("predicted_gain_us", "before_us", "after_us")
+    known = {name: [v for s in parts if (v := getattr(s, name)) is not None] for name in names}
+    return replace(site, **{name: sum(vs) for name, vs in known.items() if vs})  # type: ignore[arg-type]
+
+
+def _reason(site: SiteOutcome) -> str:
+    if site.part_of is None:
+        return site.reason
+    fate = ", one call with it" if site.status == "kept" else f": {site.reason}"
+    return f"part of {site.part_of!r}{fate}"
 
 
 def _number(value: float | None) -> str:

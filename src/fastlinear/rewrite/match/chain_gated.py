@@ -24,6 +24,7 @@ from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.chain import Chain
 from fastlinear.rewrite.match.gates import Gate
 from fastlinear.rewrite.match.parent import Fusable
+from fastlinear.rewrite.match.written import Written
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -33,6 +34,11 @@ class _Gates(Chain, ABC):
     gated: Gated
 
     @property
+    def opened(self) -> Written | None:
+        """What the forward makes of gate and up, where it is written out."""
+        return None
+
+    @property
     def rule(self) -> str:
         """gated_mlp."""
         return NAME
@@ -40,7 +46,8 @@ class _Gates(Chain, ABC):
     @property
     def what(self) -> str:
         """What it is, in a sentence."""
-        return f"its gated MLP of {len(self.members)} linears"
+        how = "" if self.opened is None else f" ({self.activation} written out)"
+        return f"its gated MLP of {len(self.members)} linears{how}"
 
     def _held(self) -> tuple[Weights, Biases]:
         tensors = iter(zip(*self._tensors(), strict=True))
@@ -73,7 +80,10 @@ class _Gates(Chain, ABC):
         first, done = one(self.members[0], x)
         second = None if self.gated.up is None else one(self.members[1], x)[0]
         gate, up = split_pre((first, second), self.gated.order)
-        hidden = (gate if done != "none" else activation_of(self.activation).value(gate)) * up
+        if self.opened is not None:
+            hidden = self.opened.run(gate, up)
+        else:
+            hidden = (gate if done != "none" else activation_of(self.activation).value(gate)) * up
         return hidden if self.gated.down is None else one(self.members[-1], hidden)[0]
 
     def after(self, x: Tensor) -> Tensor:
@@ -131,6 +141,21 @@ class GatedPart(_Gates):
 
     gate: Gate
     fusable: Fusable
+
+    @property
+    def opened(self) -> Written | None:
+        """As of ``gate``."""
+        return self.gate.opened
+
+    @property
+    def eager_may_gain(self) -> bool:
+        """Of what is written out PyTorch's own path is one operation."""
+        return self.opened is not None
+
+    @property
+    def alike(self) -> tuple[Any, ...]:
+        """How it is written out."""
+        return () if self.opened is None else self.opened.alike
 
     def before(self, x: Tensor) -> Tensor:
         """What the model did with the value that both halves read."""

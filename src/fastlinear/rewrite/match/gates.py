@@ -25,6 +25,7 @@ from fastlinear.rewrite.exchange.forwards import PLAIN_LINEARS
 from fastlinear.rewrite.match import halves
 from fastlinear.rewrite.match.eligible import refuse_module
 from fastlinear.rewrite.match.rows import may_write
+from fastlinear.rewrite.match.written import Written, written
 
 _PRODUCTS = {operator.mul, operator.imul, torch.mul, torch.multiply}
 _PRODUCT_METHODS = {"mul", "mul_", "multiply", "multiply_"}
@@ -46,6 +47,8 @@ class Gate:
         ranks: of the value read, at which the halves lie as ``gated`` says; None: at any.
         apart: (the linear's output, the value read) → the halves as the forward takes them; None
             where ``ranks`` is.
+        opened: gate and up → what the gate lets through, as the forward writes it out; None where
+            that is an activation and a product.
     """
 
     gated: Gated
@@ -57,6 +60,7 @@ class Gate:
     half: Gate | None = None
     ranks: frozenset[int] | None = None
     apart: Callable[..., Any] | None = None
+    opened: Written | None = None
 
     def holds_for(self, rank: int) -> bool:
         """Whether it is a gated MLP of values of this rank."""
@@ -117,7 +121,7 @@ class Gates:
         self._function, self._passes = activation, passes
         self._modules: dict[str, str | None] = {}
         self._linears = {n: found for n in self.order if (found := self._linear(n)) is not None}
-        self.found = [gate for n in self.order if (gate := self._gate(n)) is not None]
+        self.found = _largest([gate for n in self.order if (gate := self._gate(n)) is not None])
 
     def like(self, gate: Gate) -> Gate:
         """The same gated MLP as one of another trace of this forward."""
@@ -126,7 +130,9 @@ class Gates:
 
     def _gate(self, end: Node) -> Gate | None:
         """What the product ``end`` belongs to, or None where it is no gated MLP's."""
-        found = self._glu(end) or self._product(end)
+        found, opened = self._glu(end) or self._product(end), None
+        if found is None:
+            found, opened = self._written(end)
         if found is None:
             return None
         gated, linears, nodes, why, ranks, apart = found
@@ -134,7 +140,7 @@ class Gates:
         first, last = (f(calls, key=self.order.index) for f in (min, max))
         (given,) = {node.args[0] for node in calls}
         assert isinstance(given, Node)
-        made = Gate(gated, given, first, frozenset(nodes), end, why, None, ranks, apart)
+        made = Gate(gated, given, first, frozenset(nodes), end, why, None, ranks, apart, opened)
         why = why or self._why_not(made, linears, last)
         made = replace(made, why=why)
         size = linears[0].module.out_features // (1 if gated.up is not None else 2)
@@ -177,7 +183,37 @@ class Gates:
         if one is None or other is None or (one.activation != "none" != other.activation):
             return None
         gate, up = (other, one) if other.activation != "none" else (one, other)
-        nodes = [*gate.nodes, *up.nodes, node]
+        return self._pair(gate, up, [*gate.nodes, *up.nodes, node])
+
+    def _written(self, end: Node) -> tuple[_Product | None, Written | None]:
+        """An activation that is written out, and the product, in any order of operations; and what
+        these operations make of gate and up."""
+        found = written(end, self.order, self._is_given, self._handed_on)
+        if found is None:
+            return None, None
+        for how in (found, found.turned()):
+            gate, up = (self._half(n) for n in how.given)
+            if gate is not None and up is not None and (name := how.gate()) is not None:
+                nodes = [*gate.nodes, *up.nodes, *how.nodes]
+                return self._pair(replace(gate, activation=name), up, nodes), how
+        return None, None
+
+    def _is_given(self, node: Node) -> bool:
+        """Whether it is a linear's output, or a part of one, before any activation."""
+        if node not in self._linears and not halves.takes_part(node):
+            return False
+        half = self._half(node)
+        return half is not None and half.activation == "none"
+
+    def _handed_on(self, node: Node) -> str | None:
+        """The activation that a call applies; "none" where it hands its input on as it is."""
+        if len(node.all_input_nodes) != 1:
+            return None
+        (value,) = node.all_input_nodes
+        return "none" if self._passes(node, value) else self._activation(node, value)
+
+    def _pair(self, gate: _Half, up: _Half, nodes: list[Node]) -> _Product | None:
+        """Two halves that ``nodes`` make a product of."""
         if gate.linear.node is up.linear.node:
             return self._stacked(gate, up, nodes)
         k, h = gate.linear.module.in_features, gate.linear.module.out_features
@@ -330,6 +366,17 @@ def activation_of_module(module: nn.Module) -> str | None:
 def nodes_of(gates: Iterable[Gate]) -> Mapping[Node, Gate]:
     """What the calls of these compute: node → whose it is."""
     return {node: gate for gate in gates for node in gate.nodes}
+
+
+def _largest(gates: list[Gate]) -> list[Gate]:
+    """Without those that are a part of another: ``sigmoid(g) * u`` in ``g * (sigmoid(g) * u)``."""
+
+    def part(gate: Gate, other: Gate) -> bool:
+        able = gate.why is None and other.why is not None
+        return gate is not other and gate.end in other.nodes and not able
+
+    halves = [gate.half or gate for gate in gates]
+    return [g for g, h in zip(gates, halves, strict=True) if not any(part(h, o) for o in halves)]
 
 
 def _behind(node: Node) -> set[Node]:

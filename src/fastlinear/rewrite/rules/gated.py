@@ -27,6 +27,7 @@ from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.chain import all_different, one_pass
 from fastlinear.rewrite.match.chain_gated import GatedChain
 from fastlinear.rewrite.match.eligible import refuse_linear, refuse_module
+from fastlinear.rewrite.match.written import Written
 from fastlinear.rewrite.rules.grouped_chains import why_not_traced
 
 DROPS = "in training it drops what the gate lets through"
@@ -41,6 +42,7 @@ class GatedSite:
         gated: how it is computed.
         part: whether the module does more.
         glu: whether PyTorch's own ``glu`` computes it.
+        opened: how a part makes one of gate and up, where that is written out.
     """
 
     fqn: str
@@ -48,6 +50,7 @@ class GatedSite:
     gated: Gated
     part: bool = False
     glu: bool = False
+    opened: Written | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -92,7 +95,10 @@ class GatedSite:
             h = F.glu(first, -1)
         else:
             gate, up = split_pre((first, second), gated.order)
-            h = activation_of(gated.activation).value(gate) * up
+            if self.opened is not None:
+                h = self.opened.run(gate, up)
+            else:
+                h = activation_of(gated.activation).value(gate) * up
         return call(layers.pop(0), h) if gated.down is not None else h
 
     def instead(self) -> Callable[[Tensor], Tensor] | None:

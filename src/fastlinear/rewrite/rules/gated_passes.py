@@ -21,7 +21,13 @@ EAGER = "eager"
 
 
 def moved(
-    activation: str, backends: Mapping[str, str], *, train: bool, down: bool, glu: bool = False
+    activation: str,
+    backends: Mapping[str, str],
+    *,
+    train: bool,
+    down: bool,
+    glu: bool = False,
+    opened: int | None = None,
 ) -> int:
     """Numbers of hidden size that a call reads and writes between its products, for each token.
 
@@ -31,8 +37,10 @@ def moved(
         train: whether a call is differentiated.
         down: whether a down projection follows.
         glu: whether PyTorch's own way is its ``glu``.
+        opened: what activation and product read and write forward where they are written out and
+            run so; their gradients are then counted as one activation's and one product's.
     """
-    total = _forward(activation, backends["forward"], train, glu)
+    total = _forward(activation, backends["forward"], train, glu) if opened is None else 2 + opened
     return total + (_backward(activation, backends["backward"], down, glu) if train else 0)
 
 

@@ -56,7 +56,8 @@ def sites_of(work: Work) -> list[GatedSite]:
         gate = part.gate if whole or _kept(work, part.names(part.gate)[-1]) else half
         assert gate is not None
         glu = len((half or part.gate).end.all_input_nodes) == 1
-        found.append(GatedSite(part.fqn, part.parent, gate.gated, part=True, glu=glu))
+        how = {"part": True, "glu": glu}
+        found.append(GatedSite(part.fqn, part.parent, gate.gated, **how, opened=part.gate.opened))
     return found
 
 

@@ -16,6 +16,7 @@ from fastlinear.ops.grouped_linear.problem import NAME
 from fastlinear.profile.records import IN_PLACE, Finding
 from fastlinear.rewrite.result import SiteOutcome
 from fastlinear.rewrite.rules.grouped_towers import Standing
+from fastlinear.rewrite.trial.covered import covered
 from fastlinear.rewrite.trial.groups_products import WHY, of_product
 from fastlinear.rewrite.trial.groups_towers import of_towers
 from fastlinear.rewrite.trial.groups_units import Run, Unit, of_row, of_whole
@@ -54,13 +55,18 @@ def find(work: Work) -> None:
         if times is not None:
             found.append(_finding(work, unit, *times))
     if found:
-        ranked = sorted((*work.profile.findings, *found), key=lambda f: -f.predicted_gain_us)
+        others = work.profile.findings
+        for f in found:
+            if f.details["kind"] == "towers" and f.predicted_gain_us:  # with their activations
+                others = covered(others, f.details["linears"], f)
+        ranked = sorted((*others, *found), key=lambda f: -f.predicted_gain_us)
         work.profile = replace(work.profile, findings=tuple(ranked))
 
 
 def _unmeasured(work: Work, unit: Unit) -> Finding:
     words = f"{unit.words} (perhaps better as {unit.advice})"
-    details = {"kind": unit.kind, "calls": unit.calls, "advice": unit.advice}
+    details = {"kind": unit.kind, "calls": unit.calls, "linears": list(unit.sites)}
+    details["advice"] = unit.advice
     return not_measured(CODE, unit.fqn, unit.title, words, budget_spent(work), details)
 
 
@@ -129,6 +135,7 @@ def _finding(work: Work, unit: Unit, before_us: float, after_us: float) -> Findi
         details={
             "kind": unit.kind,
             "calls": unit.calls,
+            "linears": list(unit.sites),
             "advice": unit.advice if _kept(work, unit) is None else IN_PLACE,
         },
     )
