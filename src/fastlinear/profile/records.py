@@ -219,8 +219,8 @@ class ProfileReport:
         return {"kind": "profile", "format": FORMAT, **data}
 
     def table(self, rows: int = 20, *, width: int = PIPE_WIDTH) -> str:
-        """The ``rows`` slowest modules, findings and what is unattributed, as plain text of at
-        most ``width`` columns."""
+        """What is unattributed, the ``rows`` slowest modules and findings, as plain text of at most
+        ``width`` columns."""
         from fastlinear.profile.table import render
 
         return render(self, rows, width)
