@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fastlinear.profile.effects import why_not_run
+from fastlinear.profile.not_followed import in_words
 
 _FAILURES = (  # what tracing a forward that FX cannot follow may raise
     fx.proxy.TraceError,
@@ -116,8 +117,7 @@ def trace(
             warnings.simplefilter("ignore")
             graph = _ParentTracer(observed, runnable, parts, exactly).trace(stand_in)
     except _FAILURES as error:
-        first = str(error).strip().splitlines()[:1]
-        raise Untraceable(f"{type(error).__name__}: {first[0] if first else ''}") from error
+        raise Untraceable(in_words(error)) from error
     if runnable:
         own = vars(parent)
         known = {*own, *own["_modules"], *own["_parameters"], *own["_buffers"]}

@@ -171,7 +171,7 @@ def fusable(
     try:
         graph = trace(parent, observed, runnable=True, parts=parts, exactly=exactly)
     except Untraceable as error:
-        return Refusal("untraceable", f"torch.fx cannot trace its parent's forward: {error}")
+        return Refusal("untraceable", f"fastlinear cannot trace its parent's forward: {error}.")
     nodes = list(graph.nodes)
     for i, node in enumerate(nodes):
         if node.target is exactly and not may_run_twice(parent, nodes[:i]):

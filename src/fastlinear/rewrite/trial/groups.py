@@ -22,6 +22,7 @@ from fastlinear.rewrite.trial.groups_towers import of_towers
 from fastlinear.rewrite.trial.groups_units import Run, Unit, of_row, of_whole
 from fastlinear.rewrite.trial.groups_watch import watched
 from fastlinear.rewrite.trial.not_measured import budget_spent, not_measured
+from fastlinear.rewrite.trial.of_the_step import of_the_step
 from fastlinear.rewrite.work import Work
 
 CODE = "grouped_linear"
@@ -97,8 +98,8 @@ def _known(kept: SiteOutcome | None, unit: Unit) -> tuple[float, float] | None:
 def _measured(work: Work, unit: Unit, budget_s: float) -> tuple[float, float] | None:
     """Microseconds of one call before and after; None where that is not faster beyond noise."""
     train = work.runner.mode == "train"
-    first = _timed(unit.before, unit.leaves_before, train)
-    second = _timed(unit.after, unit.leaves_after, train)
+    first = _timed(unit.before, unit.leaves_before, train, unit.input_grad)
+    second = _timed(unit.after, unit.leaves_after, train, unit.input_grad)
     with torch.set_grad_enabled(train):
         first(), second()
         times = interleave(
@@ -113,6 +114,7 @@ def _measured(work: Work, unit: Unit, budget_s: float) -> tuple[float, float] | 
 
 
 def _finding(work: Work, unit: Unit, before_us: float, after_us: float) -> Finding:
+    before_us, after_us, said = of_the_step(work, before_us, after_us, unit.calls)
     passes = (
         3 if work.runner.mode == "train" else 1
     )  # backward: twice the products, the same tensors
@@ -124,7 +126,8 @@ def _finding(work: Work, unit: Unit, before_us: float, after_us: float) -> Findi
         fqn=unit.fqn,
         title=unit.title,
         message=(
-            f"{unit.words}: {before_us:.1f} us, {after_us:.1f} us as one. {_remedy(work, unit)}"
+            f"{unit.words}: {before_us:.1f} us, {after_us:.1f} us as one"
+            f"{f' ({said})' if said else ''}. {_remedy(work, unit)}"
         ),
         measured_us=before_us * unit.calls,
         floor_us=floor_us(cost, limits) * unit.calls,
@@ -154,11 +157,14 @@ def _remedy(work: Work, unit: Unit) -> str:
     return f"Replace by {unit.advice}.{left}"
 
 
-def _timed(run: Run, leaves: list[Tensor], train: bool) -> Callable[[], Any]:
+def _timed(run: Run, leaves: list[Tensor], train: bool, input_grad: bool) -> Callable[[], Any]:
     if not train:
         return run
-    leaves[0].requires_grad_()
+    if input_grad:
+        leaves[0].requires_grad_()
     wanted = [t for t in leaves if t.requires_grad]
+    if not wanted:
+        return run
 
     def step() -> None:
         ys = [y for y in run() if y.requires_grad]

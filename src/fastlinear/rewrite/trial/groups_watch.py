@@ -142,7 +142,7 @@ def _run(
             kept.append(x)
         here = (storage, 0 if x.is_inference() else x._version)
         place = tuple(x.shape), tuple(x.stride()), int(x.storage_offset())
-        calls.append(Seen(fqn, parents.get(fqn), here, *place, x.dtype))
+        calls.append(Seen(fqn, parents.get(fqn), here, *place, x.dtype, x.requires_grad))
 
     def suspect(fqn: str, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
         if kwargs or len(args) != 1 or type(args[0]) is not Tensor:
