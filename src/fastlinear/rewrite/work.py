@@ -63,6 +63,7 @@ class Work:
         gates: the gated MLPs in forwards that do more, once they were looked for.
         gates_left: why gated MLPs may not become one call, by the first of their linears.
         standing: the towers of modules, those that are left alone too.
+        listed: the same of the linears of lists.
         left_alone: why such layers are not rewritten, by the first of them.
     """
 
@@ -91,6 +92,7 @@ class Work:
     gates: Any = None
     gates_left: dict[str, str] = field(default_factory=dict)
     standing: list[Any] = field(default_factory=list)
+    listed: list[Any] = field(default_factory=list)
     left_alone: dict[str, str] = field(default_factory=dict)
 
     def own_call(self) -> Call:

@@ -32,6 +32,7 @@ class Seen:
         shape, stride, offset: the input in that memory.
         dtype: of the input.
         grad: whether its gradient is wanted.
+        given: whether it lies in what the parent's forward was given, unwritten since.
     """
 
     fqn: str
@@ -42,6 +43,7 @@ class Seen:
     offset: int
     dtype: torch.dtype
     grad: bool = False
+    given: bool = False
 
 
 @dataclass(frozen=True)

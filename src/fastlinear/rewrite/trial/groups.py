@@ -14,9 +14,11 @@ from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.core.timing import interleave
 from fastlinear.ops.grouped_linear.problem import NAME
 from fastlinear.profile.records import IN_PLACE, Finding
+from fastlinear.rewrite.match.chain_lists import NAME as UNEQUAL
 from fastlinear.rewrite.result import SiteOutcome
 from fastlinear.rewrite.rules.grouped_towers import Standing
 from fastlinear.rewrite.trial.covered import covered
+from fastlinear.rewrite.trial.groups_lists import KIND, of_list
 from fastlinear.rewrite.trial.groups_products import WHY, of_product
 from fastlinear.rewrite.trial.groups_towers import of_towers
 from fastlinear.rewrite.trial.groups_units import Run, Unit, of_row, of_whole
@@ -26,6 +28,7 @@ from fastlinear.rewrite.trial.of_the_step import of_the_step
 from fastlinear.rewrite.work import Work
 
 CODE = "grouped_linear"
+_RULES = (NAME, UNEQUAL)
 _MOST_S = 0.5  # of measuring one
 
 
@@ -41,6 +44,9 @@ def find(work: Work) -> None:
     units = [of_row(work, row, seen.linears) for row in seen.rows]
     units += [of_whole(work.model, match, calls) for match, calls in seen.wholes]
     units += [of_towers(work, one, seen.firsts) for one in work.standing]
+    known = [set(row.members) for row in seen.rows]
+    known += [set(match.members) for match, _ in seen.wholes]
+    units += [of_list(work, o, seen.firsts) for o in work.listed if set(o.linears) not in known]
     units += [of_product(work.model, product) for product in seen.products]
     work.left_alone |= {product.fqn: WHY for product in seen.products}
     wanted = [u for u in units if u is not None and u.dtype in DTYPE_NAMES]
@@ -58,10 +64,24 @@ def find(work: Work) -> None:
     if found:
         others = work.profile.findings
         for f in found:
-            if f.details["kind"] == "towers" and f.predicted_gain_us:  # with their activations
-                others = covered(others, f.details["linears"], f)
-        ranked = sorted((*others, *found), key=lambda f: -f.predicted_gain_us)
+            if f.details["kind"] in ("towers", KIND) and f.predicted_gain_us:
+                others = covered(others, f.details["linears"], f)  # with their activations
+        ranked = sorted((*others, *_once(found)), key=lambda f: -f.predicted_gain_us)
         work.profile = replace(work.profile, findings=tuple(ranked))
+
+
+def _once(found: list[Finding]) -> list[Finding]:
+    """Rows among the linears of a larger list claim no gain beside the list's, nor it beside
+    theirs where that is larger."""
+    for f in [f for f in found if f.details["kind"] == KIND]:
+        mine = set(f.details["linears"])
+        others = [g for g in found if g is not f and mine & set(g.details.get("linears", ()))]
+        if others and sum(g.predicted_gain_us for g in others) > f.predicted_gain_us:
+            found = [g for g in found if g is not f]
+        else:
+            names = [n for g in others for n in g.details["linears"]]
+            found = [g if g is f else h for g in found for h in covered((g,), names, f)]
+    return found
 
 
 def _unmeasured(work: Work, unit: Unit) -> Finding:
@@ -82,7 +102,7 @@ def _untold(one: Standing) -> Finding:
 def _kept(work: Work, unit: Unit) -> SiteOutcome | None:
     """The outcome of its first layer, where it is rewritten as one."""
     outcome = work.outcomes.get(unit.sites[0])
-    if outcome is None or (outcome.rule, outcome.status) != (NAME, "kept"):
+    if outcome is None or outcome.rule not in _RULES or outcome.status != "kept":
         return None
     return outcome
 
@@ -150,9 +170,10 @@ def _remedy(work: Work, unit: Unit) -> str:
         return f"{IN_PLACE}."
     outcome = work.outcomes.get(unit.sites[0])
     why = next((work.left_alone[n] for n in unit.sites if n in work.left_alone), None)
-    if outcome is not None and (outcome.rule, outcome.status) == (NAME, "rejected"):
+    if outcome is not None and outcome.rule in _RULES and outcome.status == "rejected":
         why = outcome.reason.rstrip(".")
-    stacking = ", which has to lay the weights together at each call," * (len(unit.sites) > 1)
+    stacks = len(unit.sites) > 1 and unit.kind != KIND
+    stacking = ", which has to lay the weights together at each call," * stacks
     left = "" if why is None else f" optimize_{stacking} leaves it alone: {why}."
     return f"Replace by {unit.advice}.{left}"
 
