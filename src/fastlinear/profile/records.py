@@ -51,7 +51,8 @@ class Finding:
     Attributes:
         code: ``"linear_activation"``, ``"launch_bound"``, ``"launch_bound_region"``,
             ``"pointwise_between"``, ``"fp32_no_tensor_cores"``, ``"slow_dims"``,
-            ``"diagonal_linear"``, ``"grouped_linear"`` or ``"gated_mlp"``.
+            ``"diagonal_linear"``, ``"grouped_linear"``, ``"ragged_linear"``, ``"gated_mlp"`` or
+            ``"chain_stopped"``.
         fqn: the module it is about; ``""`` is the whole model.
         title: a few words.
         message: what is slow, why, and what would help.

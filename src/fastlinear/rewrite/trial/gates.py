@@ -32,7 +32,7 @@ from fastlinear.rewrite.trial.gates_unseen import findings
 from fastlinear.rewrite.trial.measure import backends_of
 from fastlinear.rewrite.trial.not_measured import budget_spent
 from fastlinear.rewrite.trial.of_the_step import of_the_step
-from fastlinear.rewrite.work import Work, in_words
+from fastlinear.rewrite.work import OFFERED, Work, in_words
 
 CODE = NAME
 _MOST_S = 1.0  # of measuring a module
@@ -386,6 +386,7 @@ def _remedy(work: Work, site: GatedSite, worth: bool = True) -> str:
         ):
             why = f"{why}: {outcome.reason.rstrip('.')}"
     left = "" if why is None else f"optimize_ leaves it alone: {why}"
+    left = OFFERED if site.names[0] in work.offered else left
     if not worth:
         return left or "optimize_ leaves it as it is"
     advice = site.advice(work.model)

@@ -25,7 +25,7 @@ from fastlinear.rewrite.trial.groups_units import Run, Unit, of_row, of_whole
 from fastlinear.rewrite.trial.groups_watch import watched
 from fastlinear.rewrite.trial.not_measured import budget_spent, not_measured
 from fastlinear.rewrite.trial.of_the_step import of_the_step
-from fastlinear.rewrite.work import Work
+from fastlinear.rewrite.work import OFFERED, Work
 
 CODE = "grouped_linear"
 _RULES = (NAME, UNEQUAL)
@@ -175,6 +175,7 @@ def _remedy(work: Work, unit: Unit) -> str:
     stacks = len(unit.sites) > 1 and unit.kind != KIND
     stacking = ", which has to lay the weights together at each call," * stacks
     left = "" if why is None else f" optimize_{stacking} leaves it alone: {why}."
+    left = f" {OFFERED}." if unit.sites[0] in work.offered else left
     return f"Replace by {unit.advice}.{left}"
 
 
