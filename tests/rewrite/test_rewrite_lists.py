@@ -94,6 +94,34 @@ def test_an_activation_behind_all_of_them_is_part_of_the_call(clock: Any) -> Non
     hook.remove()
 
 
+class Unbound(Layers):
+    """Loops over a tensor, which no trace follows that does not know how many layers there are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = zip(self.layers, x.unbind(1), strict=True)
+        return torch.cat([torch.tanh(layer(part)) for layer, part in pairs], -1)
+
+
+def test_a_loop_over_a_tensor_is_followed_by_the_length_of_the_list(
+    clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock(FAST)
+    model, x = Unbound(tuple((8, n) for _, n in SIZES)).eval(), torch.randn(9, 5, 8)
+    plain = copy.deepcopy(model)
+    result = optimized(model, x, families=FAMILY)
+    assert len(kept(result)) == 5
+    assert {s.activation for s in result.sites} == {"tanh"}
+    assert "activation left alone" not in result.table()
+    seen = calls_seen(monkeypatch)
+    agree(model, plain, (x,))
+    with pytest.raises(ValueError, match="zip"):
+        model(x[:, :4])  # as many parts as then, or the class's own forward
+    assert seen == [5]
+    stored = result.plan.to_json()
+    result.revert()
+    assert len(kept(fl.apply_(model, stored, x))) == 5
+
+
 def test_a_changed_list_keeps_its_say(clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     clock(FAST)
     model, x = Sized().eval(), torch.randn(9, 36)
@@ -202,17 +230,20 @@ def test_of_a_row_and_a_list_the_faster_is_kept(
     def times(chain: Any, runs: Any, *_: Any) -> Any:
         after = 50.0 if isinstance(chain, ListChain) else row_us
         given = {"before": 100.0, "after": after, "layers": 50.0}
-        for run in runs.values():
+        for name, run in runs.items():
+            before = len(seen)
             run(chain.calls.kinds[0].x)
+            together = isinstance(chain, ListChain) and name == "after"
+            assert len(seen) - before == (together or name == "layers"), "the row's rival"
         return {n: Samples(n, (given[n],) * 5, "wall", 1, "clock") for n in runs}, 1
 
     monkeypatch.setattr(site, "times", times)
+    seen = calls_seen(monkeypatch)
     model = Layers(tuple((8, n) for _, n in SIZES)).eval()
     model.__class__ = Shared
     result = optimized(model, torch.randn(9, 8), families=FAMILY)
     rule = "grouped_linear" if row_us < 50.0 else "unequal_linear"
     assert {s.rule for s in result.sites if s.status == "kept"} == {rule}
-    seen = calls_seen(monkeypatch)
     stored = result.plan.to_json()
     result.revert()
     assert fl.apply_(model, stored, torch.randn(9, 8)).kept == 5
@@ -221,16 +252,26 @@ def test_of_a_row_and_a_list_the_faster_is_kept(
     assert seen == ([] if row_us < 50.0 else [5])
 
 
-def test_frozen_layers_stay_without_gradients(clock: Any) -> None:
+def test_frozen_layers_stay_without_gradients(clock: Any, monkeypatch: Any) -> None:
+    from fastlinear.rewrite.trial import site
+
     clock(FAST)
+    real, judged = site.failure, []
+
+    def failure(chain: Any) -> Any:
+        judged.append(chain.calls.grad)
+        return real(chain)
+
+    monkeypatch.setattr(site, "failure", failure)
     model, xs = Listed().train(), own()
-    model.layers[1].requires_grad_(False)
+    model.layers[0].requires_grad_(False)
     model.layers[2].bias.requires_grad_(False)
     plain = copy.deepcopy(model)
     config = fl.Config(mode="train", draws=1, optimizer_steps=1, families=FAMILY)
     assert fl.optimize_(model, (xs,), config=config, loss_fn=loss_of).kept == 5
+    assert judged == [True], "the gradients of the others are compared"
     ys = model(xs)
-    assert [y.requires_grad for y in ys] == [True, False, True, True, True]
+    assert [y.requires_grad for y in ys] == [False, True, True, True, True]
     for y in ys:
         y.add_(1.0)  # each writable by itself
     agree(model, plain, (xs,))

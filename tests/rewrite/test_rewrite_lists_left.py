@@ -87,16 +87,16 @@ class Handing(Listed):
 
     def __init__(self) -> None:
         super().__init__()
-        self.child = Reversing()
+        self.child = Lengthening()
 
     def forward(self, xs: list[Tensor]) -> list[Tensor]:
         self.child(xs)
-        return [layer(x) for layer, x in zip(self.layers, xs, strict=True)]
+        return [layer(x) for layer, x in zip(self.layers, xs, strict=False)]
 
 
-class Reversing(nn.Module):
+class Lengthening(nn.Module):
     def forward(self, xs: list[Tensor]) -> None:
-        xs[0], xs[3] = xs[3], xs[0]
+        xs.append(xs[0])
 
 
 @pytest.mark.parametrize("make", [Waiting, Written, Drawing])
@@ -118,14 +118,12 @@ def test_lists_that_a_forward_changes_or_keeps_stay_the_callers(make: Any, clock
     counts = list(getattr(model, "counts", ()))
     mine = list(xs)
     y = model(mine)
-    if make is Appending:
+    if make in (Appending, Handing):
         assert len(mine) == 6
     if make is Returning:
         assert y[1] is mine
     if make is Counting:
         assert model.counts == [*counts, 5]
-    if make is Handing:
-        assert mine[0] is xs[3]
 
 
 def test_what_is_not_rewritten_is_told_with_its_reason(clock: Any) -> None:

@@ -51,7 +51,7 @@ def test_gated_mlps_are_findings(
     (found,) = [f for f in report.findings if f.code == "gated_mlp"]
     assert (found.fqn, found.title) == ("1", f"gated MLP of 96 hidden features, {name}")
     assert found.predicted_gain_us > 0
-    assert found.measured_us <= report.step_us
+    assert found.measured_us <= report.step_us * (1 + 1e-9)
     assert "optimize_ puts it in place by itself where the step gains" in found.message
     shown = " ".join(report.table(width=200).split())
     assert shown.index("Unattributed") < shown.index("Slowest modules") < shown.index("gated MLP")

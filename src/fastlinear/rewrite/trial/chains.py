@@ -102,9 +102,14 @@ def match(
 
 def members(chain: Chain) -> list[Candidate]:
     """The chain's linears as candidates of its route."""
+    how: dict[str, Any] = {}
+    fused = chain.way.activations[0] if isinstance(chain, ListChain) else "none"
+    if fused != "none":  # found by the trace that the chain has; the linear's own may have failed
+        how = {"activation": fused, "fallback": None}
     return [
         replace(
             c,
+            **how,
             route=chain.route,
             chain=chain,
             parent_fqn=chain.fqn,
@@ -258,7 +263,7 @@ def _gains(work: Work, chain: Chain, times: dict[str, Samples], passes: int) -> 
             return False
     told = facts(chain)
     gain = work.tuned_gain(chain, backends_of(chain))
-    for c in chain.members:
+    for c in members(chain):
         predicted = work.found_gain(c.fqn) if gain is None else gain / len(chain.members)
         work.settle(
             c.fqn,
