@@ -169,3 +169,21 @@ def test_a_filter_and_the_settings_leave_them_alone(clock: Any) -> None:
     result = fl.optimize_(Listed(), (own(),), config=other)
     assert not kept(result)
     assert not [f for f in result.findings if f.code == "grouped_linear"]
+
+
+def test_lists_of_numbers_are_compared_with_the_types_of_their_items() -> None:
+    from fastlinear.rewrite.exchange.traceable import as_it_is, same, watchable
+
+    sizes = [8, 5, 12]
+    kept = as_it_is(sizes)
+    assert watchable(sizes)
+    assert same(sizes, kept)
+    sizes[1] = 6
+    assert not same(sizes, kept)
+    assert not same([1, 0], [True, False])
+    assert not same([1], [1.0])
+    assert not same((1, 2), [1, 2])
+    assert same((1, "a", None), (1, "a", None))
+    tensors = [torch.ones(2)]
+    assert not watchable(tensors)
+    assert not same(tensors, [torch.ones(2)])
