@@ -21,8 +21,7 @@ from fastlinear.ops.linear_act import linear_act
 from fastlinear.ops.mlp import mlp
 from fastlinear.ops.ragged_linear import ragged_linear
 from fastlinear.ops.unequal_linear import unequal_linear
-from fastlinear.profile import profile
-from fastlinear.rewrite import apply_, optimize_
+from fastlinear.rewrite import apply_, optimize_, profile
 
 __version__ = "0.1.0"
 

@@ -363,6 +363,28 @@ def test_a_rest_without_a_name_is_said_as_well():
     assert one.notes[0].endswith("the largest rest is aten::to, 3.0 µs")
 
 
+def test_what_no_module_holds_is_told_before_everything_else():
+    finding = Finding("slow_dims", "0", "Slow dimensions", "", 3.0, 1.0, 2.0, 1e6, 1e6, "memory")
+    rest = (("aten::to", 6.0), ("(loss)", 2.0), *((f"op{i}", 1.0) for i in range(4)))
+    report = ProfileReport("Net", "train", "cpu", 100.0, 1.0, (), (), (finding,), 0.88, rest)
+    told = " ".join(report.table().split())
+    text = (
+        "Unattributed: 12.0% of the step, 12.0 µs outside of all modules: aten::to 6.0, "
+        "(loss) 2.0, op0 1.0, op1 1.0, op2 1.0 and 1 more (µs per step)"
+    )
+    assert told.count("Unattributed") == 1
+    assert told.index(text) < told.index("note:") < told.index("Slowest modules")
+    assert told.index("Slowest modules") < told.index("Findings")
+    shown = html.unescape(page(report.to_json()))
+    assert shown.index("Without a module, 12") < shown.index("What was found")
+    assert (
+        "Unattributed: 0.0% of the step\n"
+        in replace(report, attributed=1.0, unattributed=()).table()
+    )
+    device = replace(report, device="cuda:0", attributed=0.5, unattributed=())
+    assert "Unattributed: 50.0% of the kernel time; nothing names it" in device.table()
+
+
 def test_html(tmp_path):
     path = profile(mlp(), X, steps=1).html(tmp_path / "profile.html")
     text = path.read_text()

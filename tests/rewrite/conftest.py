@@ -16,7 +16,7 @@ from fastlinear.core.graph_tape import TapeRecorder
 from fastlinear.core.timing import Samples
 from fastlinear.dispatch import tune
 from fastlinear.profile import clock as profile_clock
-from fastlinear.rewrite.trial import diagonals, groups, measure, site, try_graph
+from fastlinear.rewrite.trial import diagonals, gates, groups, measure, site, try_graph
 from fastlinear.rewrite.trial import graphs as choose_graph
 from fastlinear.rewrite.trial import regions as choose_regions
 
@@ -38,7 +38,14 @@ def _known_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def times_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times that a test gives to parts are told as they are, however short the step really is."""
+    for module in (diagonals, gates, groups):
+        monkeypatch.setattr(module, "of_the_step", lambda _, before, after, __: (before, after, ""))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch, times_as_given: None) -> Clock:
     """``clock({"after": 50.0})``: the named contenders take that many microseconds, others 100.
 
     Contenders still run, once each, so that whatever they raise is raised.

@@ -87,6 +87,7 @@ def test_a_gated_mlp_that_is_kept_claims_what_its_linears_would(make: Any, clock
     assert "part of <code>1</code>" in shown
 
 
+@pytest.mark.usefixtures("times_as_given")
 @pytest.mark.parametrize("after", [50.0, 100.0])
 def test_one_that_is_only_advised_claims_it_where_it_is_faster(
     after: float, monkeypatch: pytest.MonkeyPatch

@@ -107,6 +107,7 @@ def test_findings_say_what_is_avoidable(mode: str) -> None:
     assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
 
 
+@pytest.mark.usefixtures("times_as_given")
 def test_a_finding_is_made_of_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """With times that are given, the finding is certain."""
     from fastlinear.core.timing import Samples

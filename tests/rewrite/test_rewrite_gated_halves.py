@@ -284,12 +284,12 @@ UNSEEN = {
     ),
     Branching: (
         "relu",
-        "control flow",
+        "decides by a tensor",
         "model[0].gate.weight, model[0].up.weight, model[0].down.weight",
     ),
-    Starred: ("sigmoid", "torch.fx cannot trace", "model[0].both.weight, model[0].down.weight"),
+    Starred: ("sigmoid", "fastlinear cannot trace", "model[0].both.weight, model[0].down.weight"),
     BySplitting: ("none", "does not show it", "model[0].both.weight, model[0].down.weight"),
-    Buried: ("sigmoid", "control flow", "fl.gated_linear on model[0].both.weight"),
+    Buried: ("sigmoid", "decides by a tensor", "fl.gated_linear on model[0].both.weight"),
 }
 
 

@@ -34,7 +34,7 @@ def profile(
     Example: fastlinear profile examples.models:bert --mode train
     """
     from fastlinear.cli import load
-    from fastlinear.profile import profile as run_profile
+    from fastlinear.rewrite import profile as run_profile
 
     check_writable("--html", html)
     kind = None if dtype is None else dtype.value

@@ -49,39 +49,19 @@ def profile(
     steps: int = 3,
     progress: Progress = silent,
 ) -> ProfileReport:
-    """Where a model's time goes, by module name, and what of it is wasted on Linear-shaped work.
+    """What the profiler shows of a model: records, sites, and the findings made of these alone.
 
-    Args:
-        model: an eager ``nn.Module`` on a CPU or CUDA device. It is run about twenty times (a slow
-            one six times) and left as it was: parameters, buffers, gradients, training
-            flags, hooks, attributes and random state. Objects a module holds (a list it appends
-            to, say) are not copied.
-        inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments. Tensors
-            are copied first.
-        mode: ``"inference"`` (forward under ``no_grad``) or ``"train"`` (forward, loss,
-            backward; no optimizer).
-        loss_fn: output → scalar loss, for train mode; by default ``output.loss`` or the mean
-            square of the output.
-        steps: how many steps the profiler watches; the least disturbed one is reported.
-        progress: called as ``progress(stage, done, total)``.
-
-    Returns:
-        A ProfileReport. Step time is measured without the profiler; host times are the profiler's
-        shares of it, so ops of a few µs look somewhat dearer than they are. Kernel times are the
-        device's own.
-
-    Raises:
-        InputError: arguments that do not fit, or inputs the model's forward raises on.
-        UnsupportedError: a compiled or scripted model, another device, or a profiler already on.
-
-    Parts under ``torch.compile`` are charged to the module that calls them.
-
-    >>> import torch, fastlinear as fl
-    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU())
-    >>> report = fl.profile(model, torch.ones(4, 8))
-    >>> report.sites[0].fqn, report.sites[0].activation
-    ('0', 'relu')
+    ``fl.profile`` is this with the findings that take measuring of their own, and says what is
+    raised; arguments and result are the same.
     """
+    check_arguments(mode, steps)
+    return capture(
+        model, inputs, mode, loss_fn=loss_fn, steps=steps, progress=progress, samples=False
+    )[0]
+
+
+def check_arguments(mode: str, steps: int) -> None:
+    """Raise InputError for a mode or a number of steps that there is none of."""
     if mode not in MODES:
         raise InputError(
             "fastlinear.profile",
@@ -96,9 +76,6 @@ def profile(
             f"{steps}",
             "Leave it out for the default.",
         )
-    return capture(
-        model, inputs, mode, loss_fn=loss_fn, steps=steps, progress=progress, samples=False
-    )[0]
 
 
 def capture(

@@ -86,7 +86,7 @@ def _confirmed(
         return Follower(
             "untraceable",
             f"{what.name} follows in this run, but the forward of {type(caller).__name__} cannot "
-            f"be traced to prove that nothing else reads the output ({error}).",
+            f"be traced to prove that nothing else reads the output: {error}.",
         )
     runs, rest = divmod(calls, max(1, seen.module_calls[caller]))
     if rest or len(written) != runs:

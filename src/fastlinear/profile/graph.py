@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fastlinear.profile.effects import why_not_run
+from fastlinear.profile.not_followed import in_words
 
 _FAILURES = (  # what tracing a forward that FX cannot follow may raise
     fx.proxy.TraceError,
@@ -115,9 +116,10 @@ def trace(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             graph = _ParentTracer(observed, runnable, parts, exactly).trace(stand_in)
+    except Untraceable:
+        raise
     except _FAILURES as error:
-        first = str(error).strip().splitlines()[:1]
-        raise Untraceable(f"{type(error).__name__}: {first[0] if first else ''}") from error
+        raise Untraceable(in_words(error)) from error
     if runnable:
         own = vars(parent)
         known = {*own, *own["_modules"], *own["_parameters"], *own["_buffers"]}
@@ -197,6 +199,24 @@ class _ParentTracer(fx.Tracer):
         self.runnable = runnable
         self.parts = parts
         self.exactly = exactly
+        # lists among the arguments and the parent's attributes, and what they held
+        self.given: list[tuple[list[Any], list[Any]]] = []
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """A child's call; none that is handed such a list."""
+        if any(own is v for own, _ in self.given for v in (*args, *kwargs.values())):
+            raise Untraceable("it hands a list that others hold to a module, which may change it")
+        return super().call_module(m, forward, args, kwargs)
+
+    def look_at_lists(self, result: Any) -> None:
+        """Refuse a forward that changes a list that others hold, or hands it back."""
+        for own, before in self.given:
+            if len(own) != len(before) or any(a is not b for a, b in zip(own, before, strict=True)):
+                raise Untraceable("it changes a list that others hold")
+            if _holds(result, own):
+                raise Untraceable("it hands back a list that others hold")
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
         """The parts of a value that is looped over."""
@@ -222,10 +242,23 @@ class _ParentTracer(fx.Tracer):
             for i, t in zip(where, tensors, strict=True):
                 leaves[i] = t
             args, kwargs = pytree.tree_unflatten(leaves, self.observed.spec)
+            if not self.runnable:
+                return tuple(_proxies(root_fn(root, *args, **kwargs)))
+            held = (*args, *kwargs.values(), *vars(root).values())
+            self.given = [(v, list(v)) for v in held if type(v) is list]
             result = root_fn(root, *args, **kwargs)
-            return result if self.runnable else tuple(_proxies(result))
+            self.look_at_lists(result)
+            return result
 
         return forward, [self.root, *proxies]
+
+
+def _holds(value: Any, own: list[Any]) -> bool:
+    """Whether a result is this list, or has it somewhere in it."""
+    if value is own:
+        return True
+    inside = value.values() if isinstance(value, Mapping) else value
+    return isinstance(value, list | tuple | Mapping) and any(_holds(v, own) for v in inside)
 
 
 def _proxies(value: Any) -> Iterator[fx.Proxy]:

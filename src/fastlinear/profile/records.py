@@ -51,7 +51,8 @@ class Finding:
     Attributes:
         code: ``"linear_activation"``, ``"launch_bound"``, ``"launch_bound_region"``,
             ``"pointwise_between"``, ``"fp32_no_tensor_cores"``, ``"slow_dims"``,
-            ``"diagonal_linear"``, ``"grouped_linear"`` or ``"gated_mlp"``.
+            ``"diagonal_linear"``, ``"grouped_linear"``, ``"ragged_linear"``, ``"gated_mlp"`` or
+            ``"chain_stopped"``.
         fqn: the module it is about; ``""`` is the whole model.
         title: a few words.
         message: what is slow, why, and what would help.
@@ -219,8 +220,8 @@ class ProfileReport:
         return {"kind": "profile", "format": FORMAT, **data}
 
     def table(self, rows: int = 20, *, width: int = PIPE_WIDTH) -> str:
-        """The ``rows`` slowest modules, findings and what is unattributed, as plain text of at
-        most ``width`` columns."""
+        """What is unattributed, the ``rows`` slowest modules and findings, as plain text of at most
+        ``width`` columns."""
         from fastlinear.profile.table import render
 
         return render(self, rows, width)

@@ -10,15 +10,18 @@ from fastlinear.profile.records import Finding, ProfileReport
 from fastlinear.report.text import count
 
 _NARROW = 80  # columns below which findings leave out flops, bytes and their limit
+_REST = 5  # names told of what no module holds
 _SPEAKS_FOR_ITSELF = "linear_activation"  # its title says all; the others come with advice
 
 
 def render(report: ProfileReport, rows: int, width: int) -> str:
-    """Slowest modules, findings with the advice that goes with them, and what is unattributed."""
+    """What is unattributed, the slowest modules, and findings with the advice that goes with
+    them."""
     cuda = report.device.startswith("cuda")
     parts: list[Any] = [
         f"{report.model_class}, {report.mode}, {report.device}: {report.step_us:.0f} µs a step, "
         f"{report.attributed:.1%} attributed to modules",
+        _unattributed(report, cuda),
         *(f"note: {note}" for note in report.notes),
         "",
         f"Slowest modules (own {'kernel' if cuda else 'CPU'} time, µs per step)",
@@ -36,10 +39,21 @@ def render(report: ProfileReport, rows: int, width: int) -> str:
         parts += _advice(report.findings)
     else:
         parts.append("No findings: nothing to do.")
-    if report.unattributed:
-        names = ", ".join(f"{name} {us:.1f}" for name, us in report.unattributed[:5])
-        parts.append(f"Unattributed (µs per step): {names}")
     return as_text(parts, width)
+
+
+def _unattributed(report: ProfileReport, cuda: bool) -> str:
+    """What no ranking or finding below speaks of: time that falls inside no module."""
+    total = sum(us for _, us in report.unattributed)
+    share = (
+        f"Unattributed: {1.0 - report.attributed:.1%} of the {'kernel time' if cuda else 'step'}"
+    )
+    if not report.unattributed:
+        return f"{share}; nothing names it" if report.attributed < 1.0 else share
+    names = ", ".join(f"{name} {us:.1f}" for name, us in report.unattributed[:_REST])
+    left = len(report.unattributed) - _REST
+    more = f" and {left} more" if left > 0 else ""
+    return f"{share}, {total:.1f} µs outside of all modules: {names}{more} (µs per step)"
 
 
 def _modules(report: ProfileReport, rows: int, width: int, cuda: bool) -> Any:

@@ -4,5 +4,6 @@ from fastlinear.rewrite.apply import apply_
 from fastlinear.rewrite.optimize import optimize_
 from fastlinear.rewrite.plan import Plan, Rewrite
 from fastlinear.rewrite.result import Result, SiteOutcome
+from fastlinear.rewrite.survey import profile
 
-__all__ = ["Plan", "Result", "Rewrite", "SiteOutcome", "apply_", "optimize_"]
+__all__ = ["Plan", "Result", "Rewrite", "SiteOutcome", "apply_", "optimize_", "profile"]

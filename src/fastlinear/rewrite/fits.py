@@ -10,7 +10,7 @@ from torch import nn
 
 from fastlinear.core.environment import environment
 from fastlinear.core.errors import PlanError
-from fastlinear.dispatch.backend import family
+from fastlinear.dispatch.backend import families, family
 from fastlinear.rewrite.plan import Plan, model_facts
 
 _MOVE = "move the model to such a device"
@@ -74,7 +74,9 @@ def check_fits(plan: Plan, model: nn.Module, device: torch.device) -> None:
 def _check_known(plan: Plan) -> None:
     """Raise PlanError for forced backends that this version does not have."""
     for rewrite in plan.linears:
-        names = sorted({b.name for b in family(rewrite.rule).candidates("forward")})
+        names = ["together"]
+        if rewrite.rule in families():
+            names = sorted({b.name for b in family(rewrite.rule).candidates("forward")})
         if rewrite.backend is not None and rewrite.backend not in names:
             _refuse(
                 f"a plan that forces a backend of {rewrite.rule} in {', '.join(names)}",

@@ -19,7 +19,7 @@ from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.eligible import Refusal
 from fastlinear.rewrite.result import Result
 from fastlinear.rewrite.rules.linear_act import FilterFn
-from fastlinear.rewrite.trial import blocks, diagonals, gates, groups, measure
+from fastlinear.rewrite.trial import blocks, diagonals, experts, gates, groups, measure
 from fastlinear.rewrite.trial.compiled import choose_compiled
 from fastlinear.rewrite.trial.graphs import choose_graph
 from fastlinear.rewrite.trial.keep_accurate import keep_accurate
@@ -109,6 +109,7 @@ def optimize_(
         tune_rows(work, kept if graph is None else graph.kept)
         diagonals.find(work)
         groups.find(work)
+        experts.find(work)
         gates.find(work)
         blocks.find(work)
     return finish(work, kept, verdicts if kept else (), pair if kept else None, graph)

@@ -25,7 +25,10 @@ T = TypeVar("T")
 KIND = "plan"
 FORMAT = 1
 ROUTES = ("plain", "instance", "parent", "chain", "own", "graph", "compile")
-RULES = ("linear_act", "mlp", "gated_mlp", "grouped_linear", "graphed", "compiled")
+RULES = (
+    *("linear_act", "mlp", "gated_mlp", "grouped_linear", "unequal_linear"),
+    *("graphed", "compiled"),
+)
 _WHOLE = {"graphed": "graph", "compiled": "compile"}  # rule → its only route, and no other's
 
 

@@ -22,7 +22,7 @@ _NARROW = 110  # columns below which the table's own are too many
 
 def render(result: Result, width: int) -> str:
     """The text of ``Result.table``: sites of one kind and one fate are folded into one row, or
-    into one paragraph where a table would be too wide."""
+    into one paragraph where a table would be too wide; of those without times sizes may differ."""
     parts: list[Any] = []
     if result.sites:
         parts = _paragraphs(result, width) if width < _NARROW else [_table(result, width)]
@@ -158,9 +158,12 @@ def _advice(result: Result, width: int) -> list[str]:
 def _folded(result: Result) -> list[tuple[str, SiteOutcome]]:
     groups: dict[tuple[object, ...], list[SiteOutcome]] = {}
     for site in result.sites:
-        problem = tuple(map(str, (site.problem or {}).items()))
-        key = (site.status, site.code, site.activation, problem, site.reason, site.calls)
-        groups.setdefault((*key, site.part_of is None), []).append(site)
+        told: tuple[str, ...] = (_number(site.predicted_gain_us),)  # no sizes, where no times are
+        if site.part_of is None and site.status not in ("refused", "nothing_to_do"):
+            told = tuple(map(str, (site.problem or {}).items()))
+        backend = site.backends.get("forward")
+        key = (site.status, site.code, site.activation, backend, site.reason, site.calls)
+        groups.setdefault((*key, told, site.part_of), []).append(site)
     rows = []
     for members in groups.values():
         more = f" (+{len(members) - 1} alike)" if len(members) > 1 else ""

@@ -31,6 +31,7 @@ from fastlinear.rewrite.verify import model as verify
 from fastlinear.rewrite.verify.inputs import Call
 from fastlinear.rewrite.verify.running import Ran, Runner
 
+OFFERED = "optimize_ puts it in place by itself where the step gains"
 GROUP_DROPPED = "Faster alone, but the rewrite it belongs to was given up."
 
 
@@ -63,7 +64,10 @@ class Work:
         gates: the gated MLPs in forwards that do more, once they were looked for.
         gates_left: why gated MLPs may not become one call, by the first of their linears.
         standing: the towers of modules, those that are left alone too.
+        listed: the same of the linears of lists.
         left_alone: why such layers are not rewritten, by the first of them.
+        offered: linears that ``optimize_`` would try as part of a larger call, where nothing is
+            rewritten but told alone.
     """
 
     model: nn.Module
@@ -91,7 +95,9 @@ class Work:
     gates: Any = None
     gates_left: dict[str, str] = field(default_factory=dict)
     standing: list[Any] = field(default_factory=list)
+    listed: list[Any] = field(default_factory=list)
     left_alone: dict[str, str] = field(default_factory=dict)
+    offered: frozenset[str] = frozenset()
 
     def own_call(self) -> Call:
         """The inputs copied: some models write to them."""

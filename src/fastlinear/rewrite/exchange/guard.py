@@ -9,7 +9,7 @@ anything else is refused before (see ``rewrite.traceable``).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
@@ -21,7 +21,14 @@ from fastlinear.profile.effects import functions_of
 from fastlinear.profile.graph import TENSOR, Observed
 from fastlinear.rewrite.exchange.forwards import Forward, hooked_globally, is_hooked
 from fastlinear.rewrite.exchange.swap import mark
-from fastlinear.rewrite.exchange.traceable import MISSING, is_function, same, watchable
+from fastlinear.rewrite.exchange.traceable import (
+    MISSING,
+    SEQUENCES,
+    as_it_is,
+    is_function,
+    same,
+    watchable,
+)
 
 
 class Unlike(Exception):
@@ -53,7 +60,12 @@ def guarded(
     args, kwargs = observed.arguments()
     kinds = (*args, *kwargs.values())
     tensors = tuple(i for i, k in enumerate(kinds) if k is TENSOR)
-    fixed = tuple((i, k) for i, k in enumerate(kinds) if k is not TENSOR)
+    rows = tuple((i, type(k), len(k)) for i, k in enumerate(kinds) if type(k) in SEQUENCES)
+    fixed = tuple(
+        (i, k) for i, k in enumerate(kinds) if k is not TENSOR and type(k) not in SEQUENCES
+    )
+    lists = frozenset(i for i, _, _ in rows)
+    taken = sorted((*tensors, *lists))
     names, count = tuple(kwargs), len(args)
     original: Any = type(parent).forward
     watched = _watched(parent, original)
@@ -67,6 +79,12 @@ def guarded(
         for i in tensors:
             if not isinstance(values[i], Tensor):
                 return False
+        for i, kind, length in rows:
+            held = values[i]
+            if type(held) is not kind or len(held) != length:
+                return False
+            if not all(isinstance(t, Tensor) for t in held):
+                return False
         for i, kind in fixed:
             if not same(values[i], kind):
                 return False
@@ -76,14 +94,19 @@ def guarded(
             return False
         return all(part.unchanged(self) for part in parts)
 
+    def given(values: tuple[Any, ...]) -> list[Tensor]:
+        if not rows:
+            return [values[i] for i in tensors]
+        return [t for i in taken for t in (values[i] if i in lists else (values[i],))]
+
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if len(args) == count and tuple(kwargs) == names:
             values = (*args, *kwargs.values()) if kwargs else args
             if fits(self, values):
                 if not counts:
-                    return traced(self, *[values[i] for i in tensors])
+                    return traced(self, *given(values))
                 try:
-                    return traced(self, *[values[i] for i in tensors])
+                    return traced(self, *given(values))
                 except Unlike:
                     pass
         return original(self, *args, **kwargs)
@@ -103,7 +126,7 @@ class _PassedOver:
     @staticmethod
     def of(parent: nn.Module, path: str) -> _PassedOver:
         module = parent.get_submodule(path)
-        simple = ((n, v) for n, v in vars(module).items() if watchable(v))
+        simple = ((n, as_it_is(v)) for n, v in vars(module).items() if watchable(v))
         mode_counts = isinstance(module, nn.Dropout)
         settings = tuple(
             (n, v) for n, v in simple if n[0] != "_" and (n != "training" or mode_counts)
@@ -163,7 +186,7 @@ class _Watched:
     attributes: tuple[tuple[str, Any], ...]
     of_class: tuple[tuple[str, Any], ...]
     members: tuple[tuple[str, str, int], ...]
-    of_children: tuple[tuple[str, str, Any], ...]
+    of_children: tuple[tuple[tuple[str, ...], str, Any], ...]
     outside: tuple[tuple[Mapping[str, Any], str, Any], ...]
     children: tuple[str, ...] | None
 
@@ -181,9 +204,13 @@ class _Watched:
         for name, table, value in self.members:
             if _member(attributes[table].get(name)) != value:
                 return False
-        for child, name, value in self.of_children:
-            found = attributes["_modules"].get(child)
-            if found is None or not same(found.__dict__.get(name, MISSING), value):
+        for path, name, value in self.of_children:
+            found: Any = module
+            for step in path:
+                found = found.__dict__["_modules"].get(step)
+                if found is None:
+                    return False
+            if not same(found.__dict__.get(name, MISSING), value):
                 return False
         return all(same(scope.get(n, MISSING), value) for scope, n, value in self.outside)
 
@@ -193,9 +220,9 @@ def _watched(parent: nn.Module, forward: FunctionType) -> _Watched:
     named = {n for f in functions for n in names_of(f.__code__)}
     read = named | {"training"}
     own = vars(parent)
-    attributes = tuple((n, v) for n, v in own.items() if n in read and watchable(v))
+    attributes = tuple((n, as_it_is(v)) for n, v in own.items() if n in read and watchable(v))
     of_class = tuple(
-        (n, v)
+        (n, as_it_is(v))
         for n in sorted(named - set(own))
         if not hasattr(nn.Module, n)
         and watchable(v := inspect.getattr_static(type(parent), n, MISSING))
@@ -208,9 +235,8 @@ def _watched(parent: nn.Module, forward: FunctionType) -> _Watched:
         if n in read
     )
     of_children = tuple(
-        (child, n, v)
-        for child, module in own["_modules"].items()
-        if child in read and module is not None
+        (path, n, as_it_is(v))
+        for path, module in _read(own["_modules"], read)
         for n, v in vars(module).items()
         if n in named and watchable(v)
     )
@@ -220,13 +246,28 @@ def _watched(parent: nn.Module, forward: FunctionType) -> _Watched:
         for name in global_names(function.__code__):
             value = scope.get(name, MISSING)
             if watchable(value) and not name.startswith("__"):
-                outside.append((scope, name, value))
+                outside.append((scope, name, as_it_is(value)))
             elif isinstance(value, ModuleType | type):
                 inside = vars(value)
                 names = (n for n in names_of(function.__code__) if n in inside)
-                outside += [(inside, n, inside[n]) for n in names if watchable(inside[n])]
+                seen = ((n, inside[n]) for n in names)
+                outside += [(inside, n, as_it_is(v)) for n, v in seen if watchable(v)]
     children = tuple(own["_modules"]) if forward is nn.Sequential.forward else None
     return _Watched(attributes, of_class, members, of_children, tuple(outside), children)
+
+
+def _read(
+    children: Mapping[str, nn.Module | None], names: Container[str]
+) -> Iterator[tuple[tuple[str, ...], nn.Module]]:
+    """The children of these names, with the members of those that are lists."""
+    for name, child in children.items():
+        if name not in names or child is None:
+            continue
+        yield (name,), child
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            for key, member in child._modules.items():
+                if member is not None:
+                    yield (name, key), member
 
 
 def _member(value: Any) -> int:

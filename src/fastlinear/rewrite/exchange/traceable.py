@@ -19,6 +19,9 @@ from fastlinear.profile.graph import TENSOR, Observed
 
 SIMPLE = (bool, int, float, str, type(None))
 """Types whose values a guard can compare."""
+SEQUENCES = (list, tuple)
+"""Types whose values it can compare item by item."""
+_SIMPLE = frozenset(SIMPLE)
 MISSING = object()
 """Stands for an attribute that is not there."""
 # Names whose value may differ from call to call and that tracing would freeze, or lose. Not len: of
@@ -121,8 +124,12 @@ def why_not_arguments(observed: Observed) -> str | None:
     """Why a trace for these arguments could not be guarded, or None."""
     args, kwargs = observed.arguments()
     for value in (*args, *kwargs.values()):
-        if value is not TENSOR and type(value) not in SIMPLE:
+        if value is TENSOR or type(value) in SIMPLE:
+            continue
+        if type(value) not in SEQUENCES:
             return f"takes an argument of type {type(value).__qualname__}"
+        if not value or any(v is not TENSOR for v in value):
+            return f"takes a {type(value).__qualname__} that holds more than tensors"
     return None
 
 
@@ -161,7 +168,14 @@ def _why_not_state(parent: nn.Module, function: FunctionType) -> str | None:
 
 def watchable(value: Any) -> bool:
     """Whether a guard can tell that this value has changed."""
+    if type(value) in SEQUENCES:
+        return all(type(v) in SIMPLE for v in value)
     return type(value) in SIMPLE or is_function(value)
+
+
+def as_it_is(value: Any) -> Any:
+    """A watchable value as it is now: a list may be changed in place later."""
+    return list(value) if type(value) is list else value
 
 
 def is_function(value: Any) -> bool:
@@ -170,5 +184,13 @@ def is_function(value: Any) -> bool:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two values are the same object or equal simple values of one type."""
-    return a is b or (type(a) is type(b) and type(a) in SIMPLE and a == b)
+    """Whether two values are the same object or equal simple values, or rows of such, of one
+    type."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if type(a) in SEQUENCES:
+        kinds = [*map(type, a)]
+        return kinds == [*map(type, b)] and _SIMPLE.issuperset(kinds) and bool(a == b)
+    return type(a) in SIMPLE and bool(a == b)

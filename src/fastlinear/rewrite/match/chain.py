@@ -150,6 +150,11 @@ class Chain(ABC):
         return reference.mlp(x, turned, biases, self.activation, self.final_activation)
 
 
+def named(fqn: str) -> str:
+    """A module's name in a sentence."""
+    return repr(fqn) if fqn else "of the root model"
+
+
 def all_different(members: tuple[Candidate, ...]) -> bool:
     """Whether no layer, and no weight or bias, is there twice."""
     tensors = [t for c in members for t in c.parameters().values()]

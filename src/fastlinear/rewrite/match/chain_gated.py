@@ -21,7 +21,7 @@ from fastlinear.profile.graph import Observed
 from fastlinear.rewrite.exchange.gated_forward import call_gated, gated_forward
 from fastlinear.rewrite.exchange.swap import Swap
 from fastlinear.rewrite.match.candidate import Candidate
-from fastlinear.rewrite.match.chain import Chain
+from fastlinear.rewrite.match.chain import Chain, named
 from fastlinear.rewrite.match.gates import Gate
 from fastlinear.rewrite.match.parent import Fusable
 from fastlinear.rewrite.match.written import Written
@@ -117,7 +117,7 @@ class GatedChain(_Gates):
     @property
     def title(self) -> str:
         """The module's name."""
-        return repr(self.fqn)
+        return named(self.fqn)
 
     def swap(self) -> Swap:
         """The forward to exchange."""

@@ -27,7 +27,7 @@ from fastlinear.rewrite.exchange.grouped_forward import (
 )
 from fastlinear.rewrite.exchange.swap import Swap
 from fastlinear.rewrite.match.candidate import Candidate, SiteCalls
-from fastlinear.rewrite.match.chain import Chain
+from fastlinear.rewrite.match.chain import Chain, named
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -64,7 +64,7 @@ class GroupedChain(Chain):
     @property
     def title(self) -> str:
         """The module's name."""
-        return repr(self.fqn)
+        return named(self.fqn)
 
     @property
     def calls(self) -> SiteCalls:

@@ -21,6 +21,7 @@ from fastlinear.rewrite.exchange.parts import side_by_side
 from fastlinear.rewrite.exchange.row_forward import behind_one_another, together
 from fastlinear.rewrite.match.candidate import Candidate, SiteCalls
 from fastlinear.rewrite.match.chain import Chain
+from fastlinear.rewrite.match.chain_lists import PARTS, SHARED, ListChain
 from fastlinear.rewrite.match.parent import Fusable
 
 _LAYOUT = "g ... k"
@@ -79,12 +80,25 @@ class RowChain(Chain):
         return self.layers(x, {})
 
     def layers(self, x: Tensor, rewritten: Mapping[str, Candidate]) -> tuple[Tensor, ...]:
-        """The layers one by one, those in ``rewritten`` (by name) as it has them."""
+        """The layers one by one, those in ``rewritten`` (by name) as it has them; all in the call
+        of the list that they are, where it has that."""
+        rival = self._rival(rewritten)
+        if rival is not None:
+            return rival.after(x)
         ys = []
         for c in self.members:
             known = rewritten.get(c.fqn)
             ys.append(c.before(x) if known is None else known.after(x))
         return tuple(ys)
+
+    def _rival(self, rewritten: Mapping[str, Candidate]) -> ListChain | None:
+        """The list that all these linears are one call of already, on the same input."""
+        found = rewritten.get(self.key)
+        rival = None if found is None else found.chain
+        read = PARTS if isinstance(self, LoopChain) else SHARED
+        if not isinstance(rival, ListChain) or rival.read != read:
+            return None
+        return rival if set(rival.names) == set(self.names) else None
 
     def after(self, x: Tensor) -> tuple[Tensor, ...]:
         """One product, and the activations there are."""
@@ -138,6 +152,9 @@ class LoopChain(RowChain):
 
     def layers(self, x: Tensor, rewritten: Mapping[str, Candidate]) -> tuple[Tensor, ...]:
         """The layers one by one, those in ``rewritten`` (by name) as it has them."""
+        rival = self._rival(rewritten)
+        if rival is not None:
+            return rival.after(x)
         ys = []
         for c, part in zip(self.members, x.chunk(len(self.members), -1), strict=True):
             known = rewritten.get(c.fqn)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fastlinear.rewrite.exchange.forwards import Forward, call_mlp, hooked_globally, weight_and_bias
 from fastlinear.rewrite.exchange.swap import Swap, mark
 from fastlinear.rewrite.match.candidate import Candidate
-from fastlinear.rewrite.match.chain import Chain
+from fastlinear.rewrite.match.chain import Chain, named
 
 _OWN_STATE = (bool, int, float, str, type(None))
 
@@ -107,7 +107,7 @@ class SequentialChain(Chain):
     @property
     def title(self) -> str:
         """The Sequential's name."""
-        return repr(self.fqn)
+        return named(self.fqn)
 
     def swap(self) -> Swap:
         """The forward to exchange."""

@@ -23,11 +23,13 @@ from fastlinear.rewrite.exchange.forwards import (
     call_held_of,
 )
 from fastlinear.rewrite.exchange.gated_forward import call_gate, call_gate_of
+from fastlinear.rewrite.exchange.list_forward import call_list
 from fastlinear.rewrite.exchange.parts import call_parts
 from fastlinear.rewrite.exchange.row_forward import call_row
 from fastlinear.rewrite.exchange.tower_forward import Way, call_towers
 from fastlinear.rewrite.match.eligible import linear_kind, refuse_module
 from fastlinear.rewrite.match.gates import Gate, Gates, nodes_of
+from fastlinear.rewrite.match.lists import Lists
 from fastlinear.rewrite.match.on_parameters import written_in
 from fastlinear.rewrite.match.rows import Loop, loops_of, rows_of
 from fastlinear.rewrite.match.towers import Abreast, Towers, ordered
@@ -97,6 +99,7 @@ class Links:
         self._loops: dict[tuple[str, ...], Loop] = {}
         self._gates: Gates | None = None
         self._towers: Towers | None = None
+        self._lists: Lists | None = None
         self._links = {name: self._link(node) for name, node in self.linears.items()}
 
     def runs(self, allowed: Container[str]) -> list[Run]:
@@ -141,6 +144,13 @@ class Links:
         if self._towers is None:
             self._towers = Towers(self.parent, self.graph)
         return self._towers
+
+    def lists(self) -> Lists:
+        """The linears of lists there are that do not wait for each other."""
+        if self._lists is None:
+            functions = {n: p for n, p in self.pairs.items() if p[0].op != "call_module"}
+            self._lists = Lists(self.parent, self.graph, functions, self.towers().found)
+        return self._lists
 
     def _cut(self, row: list[str]) -> list[Run]:
         """Runs of equal hidden activations in a row of linears."""
@@ -211,14 +221,11 @@ class Links:
                 continue  # a linear, or tower, that the first of its row has computed
             if node in standing:
                 group, way = standing[node]
-                wanted = (
-                    root,
-                    *_given_to_towers(group, way),
-                    *(copies[n.all_input_nodes[0]] for n in group.nodes),
-                )
-                made = graph.call_function(call_towers, wanted)
+                given_they = [copies[n.all_input_nodes[0]] for n in group.nodes]
+                made = _call_abreast(graph, root, group, way, given_they)
                 for i, member in enumerate(group.nodes):
                     copies[member] = graph.call_function(operator.getitem, (made, i))
+                copies.update((e, copies[n]) for e, n in zip(group.ends, group.nodes, strict=False))
                 passed_over += [other for tower in group.towers for other in tower.others]
                 continue
             if node.op == "output":
@@ -365,9 +372,19 @@ def _given_to_gate(gate: Gate, root: Node, x: Node, backend: str | None) -> tupl
     return root, paths, x, gate.gated.activation, gate.gated.order, backend
 
 
-def _given_to_towers(group: Abreast, way: Way) -> tuple[Any, ...]:
+def _call_abreast(
+    graph: torch.fx.Graph, root: Node, group: Abreast, way: Way, xs: Sequence[Node]
+) -> Node:
+    """One call for towers, or for the linears of a list."""
+    names = tuple(tower.name for tower in group.towers)
+    if group.listed:
+        *home, _ = names[0].split(".")
+        keys = tuple(name.rpartition(".")[2] for name in names)
+        how = (tuple(home), keys, way.activations[0])
+        return graph.call_function(call_list, (root, *how, *xs))
     layers = tuple(zip(*(tower.linears for tower in group.towers), strict=True))
-    return tuple(t.name for t in group.towers), layers, way.activations, way.kind, way.backend
+    wanted = (root, names, layers, way.activations, way.kind, way.backend, *xs)
+    return graph.call_function(call_towers, wanted)
 
 
 def _call_of(gate: Gate) -> Callable[..., Any]:

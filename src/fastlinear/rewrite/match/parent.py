@@ -26,6 +26,7 @@ from fastlinear.rewrite.match.composed import composed
 from fastlinear.rewrite.match.eligible import Refusal, refuse_module
 from fastlinear.rewrite.match.gates import Gate, Gates
 from fastlinear.rewrite.match.links import Links, Run
+from fastlinear.rewrite.match.lists import Lists
 from fastlinear.rewrite.match.on_parameters import written_in
 from fastlinear.rewrite.match.rows import may_run_twice
 from fastlinear.rewrite.match.towers import Abreast, Towers
@@ -89,6 +90,10 @@ class Fusable:
         """The Sequentials that do not wait for each other."""
         return self.links.towers()
 
+    def lists(self) -> Lists:
+        """The linears of lists that do not wait for each other."""
+        return self.links.lists()
+
     def around(self, names: Iterable[str]) -> tuple[str, ...]:
         """The blocks that hold one of these modules."""
         inside = [path for name in names for path in _above(name)]
@@ -113,7 +118,7 @@ class Fusable:
             runs, chain_backend, fast: chains to fuse, theirs, and whether they may multiply fast.
             rows: rows and loops to fuse.
             gates, gate_backend: gated MLPs to fuse, and theirs.
-            towers: towers to compute together, each with its way.
+            towers: towers, and linears of lists, to compute together, each with its way.
 
         Of the blocks those are called that hold nothing of the chains.
         """
@@ -171,7 +176,7 @@ def fusable(
     try:
         graph = trace(parent, observed, runnable=True, parts=parts, exactly=exactly)
     except Untraceable as error:
-        return Refusal("untraceable", f"torch.fx cannot trace its parent's forward: {error}")
+        return Refusal("untraceable", f"fastlinear cannot trace its parent's forward: {error}.")
     nodes = list(graph.nodes)
     for i, node in enumerate(nodes):
         if node.target is exactly and not may_run_twice(parent, nodes[:i]):

@@ -7,6 +7,7 @@ between them may write, draw numbers or be a layer itself.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,16 +52,23 @@ class Abreast:
         towers: in the order of their calls.
         shared: whether all read one value.
         nodes: their calls.
+        ends: where the activation behind each is done, if that is not in the tower.
     """
 
     towers: tuple[Tower, ...]
     shared: bool
     nodes: tuple[Node, ...]
+    ends: tuple[Node, ...] = ()
 
     @property
     def activations(self) -> tuple[str, ...]:
         """Behind each layer."""
         return self.towers[0].activations
+
+    @property
+    def listed(self) -> bool:
+        """Whether they are the linears of a list, rather than Sequentials."""
+        return self.towers[0].linears == (self.towers[0].name,)
 
     @property
     def equal(self) -> bool:
@@ -153,9 +161,7 @@ class Towers:
         self.parent, self.order = parent, list(graph.nodes)
         self.left: dict[str, str] = {}
         self.found: list[Abreast] = []
-        called = [str(n.target) for n in self.order if n.op == "call_module"]
-        nodes = [n for n in self.order if self._is_call(n)]
-        self._called = {str(n.target): n for n in nodes if called.count(str(n.target)) == 1}
+        self._called = self._calls()
         known: dict[Any, str | None] = {}
         made = {
             n: tower_of(name, parent.get_submodule(name), known) for name, n in self._called.items()
@@ -176,14 +182,25 @@ class Towers:
         """The same towers as those of another trace of this forward."""
         calls = {str(n.target): n for n in self.order if n.op == "call_module"}
         nodes = tuple(calls[tower.name] for tower in group.towers)
-        return Abreast(group.towers, group.shared, nodes)
+        ends = tuple(next(iter(node.users)) for node in nodes) if group.ends else ()
+        return Abreast(group.towers, group.shared, nodes, ends)
 
-    def _is_call(self, node: Node) -> bool:
-        if node.op != "call_module" or node.kwargs or len(node.args) != 1:
-            return False
-        return isinstance(node.args[0], Node) and is_tower(
-            self.parent.get_submodule(str(node.target))
-        )
+    def _calls(self) -> dict[str, Node]:
+        """The towers that are called once, on one value."""
+        counts = Counter(str(n.target) for n in self.order if n.op == "call_module")
+        return {
+            str(n.target): n
+            for n in self.order
+            if n.op == "call_module"
+            and counts[str(n.target)] == 1
+            and len(n.args) == 1
+            and isinstance(n.args[0], Node)
+            and not n.kwargs
+            and self._may_be(str(n.target))
+        }
+
+    def _may_be(self, name: str) -> bool:
+        return is_tower(self.parent.get_submodule(name))
 
     def _level_by_level(self, towers: Mapping[Node, Tower]) -> dict[Node, Tower]:
         """Look at towers that do the same; those that stay alone come back."""
@@ -201,9 +218,12 @@ class Towers:
             if why is not None:
                 self.left |= {str(n.target): why for n in nodes}
                 continue
-            shared = len({n.args[0] for n in nodes}) == 1
-            self.found.append(Abreast(tuple(towers[n] for n in nodes), shared, tuple(nodes)))
+            self.found.append(self._abreast({n: towers[n] for n in nodes}))
         return alone
+
+    def _abreast(self, towers: Mapping[Node, Tower]) -> Abreast:
+        shared = len({n.args[0] for n in towers}) == 1
+        return Abreast(tuple(towers.values()), shared, tuple(towers))
 
     def _why_not(self, nodes: Sequence[Node]) -> str | None:
         """Why these must not be computed where the first of them is, or None."""

@@ -31,6 +31,8 @@ class Seen:
         storage: the memory of the input, and how often it had been written.
         shape, stride, offset: the input in that memory.
         dtype: of the input.
+        grad: whether its gradient is wanted.
+        given: whether it lies in what the parent's forward was given, unwritten since.
     """
 
     fqn: str
@@ -40,6 +42,8 @@ class Seen:
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
+    grad: bool = False
+    given: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class Row:
         shape, stride: of each input.
         step: numbers from one input to the next; 0 where they share one.
         dtype: of the inputs.
+        grad: whether a gradient of one is wanted.
         calls: how often a step makes it.
     """
 
@@ -63,6 +68,7 @@ class Row:
     stride: tuple[int, ...]
     step: int
     dtype: torch.dtype
+    grad: bool = False
     calls: int = 1
 
 
@@ -120,6 +126,7 @@ def _row(run: list[Seen], linears: Mapping[str, nn.Module]) -> list[Row]:
         first.stride,
         step,
         first.dtype,
+        any(call.grad for call in run),
     )
     return [row]
 

@@ -158,7 +158,7 @@ def why_not_traced(module: nn.Module, observed: Observed, parts: int | None = No
     try:
         trace(module, observed, runnable=True, parts=parts)
     except Untraceable as error:
-        return f"cannot be traced by torch.fx: {error}"
+        return f"cannot be traced: {error}"
     return None
 
 

@@ -14,6 +14,8 @@ from fastlinear.ops.gated_mlp.problem import NAME as GATED
 from fastlinear.ops.grouped_linear.problem import NAME as GROUPED
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.chain import Chain
+from fastlinear.rewrite.match.chain_lists import NAME as UNEQUAL
+from fastlinear.rewrite.match.chain_lists import ListChain
 from fastlinear.rewrite.match.chain_parent import BlockChain
 from fastlinear.rewrite.rules import mlp
 from fastlinear.rewrite.rules.grouped_chains import OWN
@@ -24,6 +26,7 @@ from fastlinear.rewrite.trial.parents import offers
 from fastlinear.rewrite.work import GROUP_DROPPED, Work, in_words
 
 _FAMILIES = (mlp.RULE, GATED, GROUPED)
+_EVERY = (*_FAMILIES, UNEQUAL)  # that is no family of dispatch: the settings say it of GROUPED
 
 
 def choose_chains(
@@ -75,7 +78,7 @@ def fail_forced(family: str, backend: str, why: str) -> NoReturn:
 
 
 def match(
-    work: Work, candidates: list[Candidate], families: Container[str] = _FAMILIES
+    work: Work, candidates: list[Candidate], families: Container[str] = _EVERY
 ) -> list[Chain]:
     """The chains among the model's candidates, and its other grouped layers, of the families that
     may take part."""
@@ -91,16 +94,22 @@ def match(
         found += chains
     if GATED in allowed:
         found += gated_chains(work, known, [name for chain in found for name in chain.names])
-    if GROUPED in allowed:
-        found += group_chains(work, known, found)
+    grouped = {name for name in (GROUPED, UNEQUAL) if name in families and work.allows(GROUPED)}
+    if grouped:
+        found += [c for c in group_chains(work, known, found) if c.rule in grouped]
     return found
 
 
 def members(chain: Chain) -> list[Candidate]:
     """The chain's linears as candidates of its route."""
+    how: dict[str, Any] = {}
+    fused = chain.way.activations[0] if isinstance(chain, ListChain) else "none"
+    if fused != "none":  # found by the trace that the chain has; the linear's own may have failed
+        how = {"activation": fused, "fallback": None}
     return [
         replace(
             c,
+            **how,
             route=chain.route,
             chain=chain,
             parent_fqn=chain.fqn,
@@ -142,6 +151,8 @@ def _in_the_way(chain: Chain, single: dict[str, Candidate]) -> str | None:
     made part of one."""
     names, own = set(chain.names), chain.blocks if isinstance(chain, BlockChain) else ()
     for c in single.values():
+        if isinstance(c.chain, ListChain) and names < set(c.chain.names):
+            return f"its linears are part of a larger call, {c.chain.title}"
         if c.fqn in names or c.route not in ("parent", "chain"):
             continue
         if c.parent_fqn in own:
@@ -252,7 +263,7 @@ def _gains(work: Work, chain: Chain, times: dict[str, Samples], passes: int) -> 
             return False
     told = facts(chain)
     gain = work.tuned_gain(chain, backends_of(chain))
-    for c in chain.members:
+    for c in members(chain):
         predicted = work.found_gain(c.fqn) if gain is None else gain / len(chain.members)
         work.settle(
             c.fqn,

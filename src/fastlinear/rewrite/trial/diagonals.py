@@ -30,6 +30,7 @@ from fastlinear.rewrite.trial.diagonal_places import (
     words,
 )
 from fastlinear.rewrite.trial.not_measured import budget_spent, not_measured
+from fastlinear.rewrite.trial.of_the_step import of_the_step
 from fastlinear.rewrite.work import Work
 
 CODE = "diagonal_linear"
@@ -149,6 +150,7 @@ def _unmeasured(work: Work, place: Place) -> Finding:
 
 def _finding(work: Work, place: Place, before_us: float, after_us: float) -> Finding:
     assert place.x is not None
+    before_us, after_us, said = of_the_step(work, before_us, after_us, place.calls)
     problem = problem_of_place(place, work.runner.mode == "train")
     cost = family(NAME).cost(problem)
     limits = measure_ceilings(str(place.x.device), problem.dtype)
@@ -156,7 +158,7 @@ def _finding(work: Work, place: Place, before_us: float, after_us: float) -> Fin
         code=CODE,
         fqn=place.fqn,
         title=f"{place.kind.replace('_', ' ')} of {place.features} features",
-        message=words(place, before_us, after_us),
+        message=words(place, before_us, after_us) + (f" Times: {said}." if said else ""),
         measured_us=before_us * place.calls,
         floor_us=floor_us(cost, limits) * place.calls,
         predicted_gain_us=(before_us - after_us) * place.calls,

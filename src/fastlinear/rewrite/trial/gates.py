@@ -31,7 +31,8 @@ from fastlinear.rewrite.trial.gates_match import sites_of
 from fastlinear.rewrite.trial.gates_unseen import findings
 from fastlinear.rewrite.trial.measure import backends_of
 from fastlinear.rewrite.trial.not_measured import budget_spent
-from fastlinear.rewrite.work import Work, in_words
+from fastlinear.rewrite.trial.of_the_step import of_the_step
+from fastlinear.rewrite.work import OFFERED, Work, in_words
 
 CODE = NAME
 _MOST_S = 1.0  # of measuring a module
@@ -41,21 +42,24 @@ _SHOWN_US = 1e5  # a longer call is shown only where it can be shorter
 
 @dataclass
 class _Seen:
-    """Calls of one module in a run: how many, and the first input."""
+    """Calls of one module in a run: how many, the first input, and whether its gradient is
+    wanted."""
 
     calls: int = 0
     x: Tensor | None = None
+    grad: bool = False
 
 
 @dataclass(frozen=True)
 class _Found:
     """What one kind of call takes as it is and by ``gated_mlp``, in microseconds, how much faster
-    that is and whether beyond noise, and what runs in each."""
+    that is and whether beyond noise, what runs in each, and what is to be said of the times."""
 
     before_us: float
     after_us: float
     speedup: Ratio
     timelines: dict[str, Timeline]
+    said: str = ""
 
     @property
     def faster(self) -> bool:
@@ -83,17 +87,25 @@ def find(work: Work) -> None:
             found.append(_unmeasured(work, site, calls, why))
             continue
         problem, kept = _problem(work, site, x), _kept(work, site)
-        key = problem, site.part, site.glu, site.opened and site.opened.alike
+        key = problem, site.part, site.glu, site.opened and site.opened.alike, seen[site].grad
         if after is not None and key not in known and (work.budget.left_s > 0 or kept is not None):
             share = work.budget.share(4 * (len(sites) - i), _MOST_S)
             with work.budget:
-                known[key] = _measured(work, site, x, after, kept, share)
-        found.append(_finding(work, site, problem, calls, known.get(key)))
+                known[key] = _measured(work, site, seen[site], after, kept, share)
+        found.append(_finding(work, site, problem, calls, _in_step(work, known.get(key), calls)))
         if kept is not None or (found[-1].predicted_gain_us and not _one_by_one(work, site)):
             others = covered(others, site.names, found[-1])
     found += findings(work, watch.found, {f"{n}.weight" for s in sites for n in s.names})
     ranked = sorted((*others, *found), key=lambda f: -f.predicted_gain_us)
     work.profile = replace(work.profile, findings=tuple(ranked))
+
+
+def _in_step(work: Work, measured: _Found | None, calls: int) -> _Found | None:
+    """The same with times that are a part of the step's."""
+    if measured is None:
+        return None
+    before_us, after_us, said = of_the_step(work, measured.before_us, measured.after_us, calls)
+    return replace(measured, before_us=before_us, after_us=after_us, said=said)
 
 
 def _kept(work: Work, site: GatedSite) -> SiteOutcome | None:
@@ -136,7 +148,7 @@ def _observed(work: Work, sites: list[GatedSite], watch: Watch) -> dict[GatedSit
         record, given = seen[site], (*args, *kwargs.values())
         record.calls += 1
         if record.x is None and len(given) == 1 and type(given[0]) is Tensor:
-            record.x = given[0].detach().clone()
+            record.x, record.grad = given[0].detach().clone(), given[0].requires_grad
 
     handles = [
         (s.layers[0] if s.part else s.module).register_forward_pre_hook(
@@ -182,15 +194,16 @@ def _problem(work: Work, site: GatedSite, x: Tensor) -> Problem:
 def _measured(
     work: Work,
     site: GatedSite,
-    x: Tensor,
+    seen: _Seen,
     after: Callable[[Tensor], Tensor],
     kept: SiteOutcome | None,
     budget_s: float,
 ) -> _Found:
-    """The module as it is, and by ``gated_mlp``; with its backward in training. Times of a module
-    that is rewritten are known."""
+    """The module as it is, and by ``gated_mlp``; with its backward in training, dx only where the
+    model takes that. Times of a module that is rewritten are known."""
     train, device = work.runner.mode == "train", work.runner.device
-    given = x.requires_grad_(train)
+    assert seen.x is not None
+    given = seen.x.requires_grad_(train and seen.grad)
     units = {
         name: _unit(f, given, site, train)
         for name, f in {"before": site.before, "after": after}.items()
@@ -222,9 +235,9 @@ def _times(
 def _unit(
     f: Callable[[Tensor], Tensor], x: Tensor, site: GatedSite, train: bool
 ) -> Callable[[], Any]:
-    if not train:
+    wanted = [t for t in (x, *_parameters(site)) if t.requires_grad]
+    if not (train and wanted):
         return lambda: f(x)
-    wanted = [x, *(p for p in _parameters(site) if p.requires_grad)]
     dy = torch.randn_like(f(x))
     return lambda: torch.autograd.grad(f(x), wanted, dy)
 
@@ -343,7 +356,7 @@ def _in_words(work: Work, site: GatedSite, measured: _Found | None) -> str:
     ratio = measured.speedup
     text = (
         f"{measured.before_us:.1f} us a call, {measured.after_us:.1f} us by gated_mlp "
-        f"({in_words(ratio)})"
+        f"({in_words(ratio)}{f'; {measured.said}' if measured.said else ''})"
     )
     if measured.faster:
         return text
@@ -373,6 +386,7 @@ def _remedy(work: Work, site: GatedSite, worth: bool = True) -> str:
         ):
             why = f"{why}: {outcome.reason.rstrip('.')}"
     left = "" if why is None else f"optimize_ leaves it alone: {why}"
+    left = OFFERED if site.names[0] in work.offered else left
     if not worth:
         return left or "optimize_ leaves it as it is"
     advice = site.advice(work.model)

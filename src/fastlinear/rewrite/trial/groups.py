@@ -14,17 +14,21 @@ from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.core.timing import interleave
 from fastlinear.ops.grouped_linear.problem import NAME
 from fastlinear.profile.records import IN_PLACE, Finding
+from fastlinear.rewrite.match.chain_lists import NAME as UNEQUAL
 from fastlinear.rewrite.result import SiteOutcome
 from fastlinear.rewrite.rules.grouped_towers import Standing
 from fastlinear.rewrite.trial.covered import covered
+from fastlinear.rewrite.trial.groups_lists import KIND, of_list
 from fastlinear.rewrite.trial.groups_products import WHY, of_product
 from fastlinear.rewrite.trial.groups_towers import of_towers
 from fastlinear.rewrite.trial.groups_units import Run, Unit, of_row, of_whole
 from fastlinear.rewrite.trial.groups_watch import watched
 from fastlinear.rewrite.trial.not_measured import budget_spent, not_measured
-from fastlinear.rewrite.work import Work
+from fastlinear.rewrite.trial.of_the_step import of_the_step
+from fastlinear.rewrite.work import OFFERED, Work
 
 CODE = "grouped_linear"
+_RULES = (NAME, UNEQUAL)
 _MOST_S = 0.5  # of measuring one
 
 
@@ -40,6 +44,9 @@ def find(work: Work) -> None:
     units = [of_row(work, row, seen.linears) for row in seen.rows]
     units += [of_whole(work.model, match, calls) for match, calls in seen.wholes]
     units += [of_towers(work, one, seen.firsts) for one in work.standing]
+    known = [set(row.members) for row in seen.rows]
+    known += [set(match.members) for match, _ in seen.wholes]
+    units += [of_list(work, o, seen.firsts) for o in work.listed if set(o.linears) not in known]
     units += [of_product(work.model, product) for product in seen.products]
     work.left_alone |= {product.fqn: WHY for product in seen.products}
     wanted = [u for u in units if u is not None and u.dtype in DTYPE_NAMES]
@@ -57,10 +64,24 @@ def find(work: Work) -> None:
     if found:
         others = work.profile.findings
         for f in found:
-            if f.details["kind"] == "towers" and f.predicted_gain_us:  # with their activations
-                others = covered(others, f.details["linears"], f)
-        ranked = sorted((*others, *found), key=lambda f: -f.predicted_gain_us)
+            if f.details["kind"] in ("towers", KIND) and f.predicted_gain_us:
+                others = covered(others, f.details["linears"], f)  # with their activations
+        ranked = sorted((*others, *_once(found)), key=lambda f: -f.predicted_gain_us)
         work.profile = replace(work.profile, findings=tuple(ranked))
+
+
+def _once(found: list[Finding]) -> list[Finding]:
+    """Rows among the linears of a larger list claim no gain beside the list's, nor it beside
+    theirs where that is larger."""
+    for f in [f for f in found if f.details["kind"] == KIND]:
+        mine = set(f.details["linears"])
+        others = [g for g in found if g is not f and mine & set(g.details.get("linears", ()))]
+        if others and sum(g.predicted_gain_us for g in others) > f.predicted_gain_us:
+            found = [g for g in found if g is not f]
+        else:
+            names = [n for g in others for n in g.details["linears"]]
+            found = [g if g is f else h for g in found for h in covered((g,), names, f)]
+    return found
 
 
 def _unmeasured(work: Work, unit: Unit) -> Finding:
@@ -81,7 +102,7 @@ def _untold(one: Standing) -> Finding:
 def _kept(work: Work, unit: Unit) -> SiteOutcome | None:
     """The outcome of its first layer, where it is rewritten as one."""
     outcome = work.outcomes.get(unit.sites[0])
-    if outcome is None or (outcome.rule, outcome.status) != (NAME, "kept"):
+    if outcome is None or outcome.rule not in _RULES or outcome.status != "kept":
         return None
     return outcome
 
@@ -97,8 +118,8 @@ def _known(kept: SiteOutcome | None, unit: Unit) -> tuple[float, float] | None:
 def _measured(work: Work, unit: Unit, budget_s: float) -> tuple[float, float] | None:
     """Microseconds of one call before and after; None where that is not faster beyond noise."""
     train = work.runner.mode == "train"
-    first = _timed(unit.before, unit.leaves_before, train)
-    second = _timed(unit.after, unit.leaves_after, train)
+    first = _timed(unit.before, unit.leaves_before, train, unit.input_grad)
+    second = _timed(unit.after, unit.leaves_after, train, unit.input_grad)
     with torch.set_grad_enabled(train):
         first(), second()
         times = interleave(
@@ -113,6 +134,7 @@ def _measured(work: Work, unit: Unit, budget_s: float) -> tuple[float, float] | 
 
 
 def _finding(work: Work, unit: Unit, before_us: float, after_us: float) -> Finding:
+    before_us, after_us, said = of_the_step(work, before_us, after_us, unit.calls)
     passes = (
         3 if work.runner.mode == "train" else 1
     )  # backward: twice the products, the same tensors
@@ -124,7 +146,8 @@ def _finding(work: Work, unit: Unit, before_us: float, after_us: float) -> Findi
         fqn=unit.fqn,
         title=unit.title,
         message=(
-            f"{unit.words}: {before_us:.1f} us, {after_us:.1f} us as one. {_remedy(work, unit)}"
+            f"{unit.words}: {before_us:.1f} us, {after_us:.1f} us as one"
+            f"{f' ({said})' if said else ''}. {_remedy(work, unit)}"
         ),
         measured_us=before_us * unit.calls,
         floor_us=floor_us(cost, limits) * unit.calls,
@@ -147,18 +170,23 @@ def _remedy(work: Work, unit: Unit) -> str:
         return f"{IN_PLACE}."
     outcome = work.outcomes.get(unit.sites[0])
     why = next((work.left_alone[n] for n in unit.sites if n in work.left_alone), None)
-    if outcome is not None and (outcome.rule, outcome.status) == (NAME, "rejected"):
+    if outcome is not None and outcome.rule in _RULES and outcome.status == "rejected":
         why = outcome.reason.rstrip(".")
-    stacking = ", which has to lay the weights together at each call," * (len(unit.sites) > 1)
+    stacks = len(unit.sites) > 1 and unit.kind != KIND
+    stacking = ", which has to lay the weights together at each call," * stacks
     left = "" if why is None else f" optimize_{stacking} leaves it alone: {why}."
+    left = f" {OFFERED}." if unit.sites[0] in work.offered else left
     return f"Replace by {unit.advice}.{left}"
 
 
-def _timed(run: Run, leaves: list[Tensor], train: bool) -> Callable[[], Any]:
+def _timed(run: Run, leaves: list[Tensor], train: bool, input_grad: bool) -> Callable[[], Any]:
     if not train:
         return run
-    leaves[0].requires_grad_()
+    if input_grad:
+        leaves[0].requires_grad_()
     wanted = [t for t in leaves if t.requires_grad]
+    if not wanted:
+        return run
 
     def step() -> None:
         ys = [y for y in run() if y.requires_grad]

@@ -12,6 +12,7 @@ from fastlinear.rewrite.match.chain_row import RowChain
 from fastlinear.rewrite.match.chain_sequential import SequentialChain
 from fastlinear.rewrite.match.chain_towers import TowerChain
 from fastlinear.rewrite.rules.grouped_chains import chain_of, row_of
+from fastlinear.rewrite.rules.grouped_lists import lists_of, standing_lists
 from fastlinear.rewrite.rules.grouped_towers import standing, suspects
 from fastlinear.rewrite.trial.groups_watch import watched
 from fastlinear.rewrite.trial.parents import traced
@@ -24,7 +25,8 @@ _NO_CANDIDATES = "its linears are left alone themselves"
 def group_chains(
     work: Work, candidates: Mapping[str, Candidate], others: Iterable[Chain]
 ) -> list[Chain]:
-    """What may become one call of ``grouped_linear``; ``work.left_alone`` says why of the others.
+    """What may become one call of ``grouped_linear``, or of ``unequal_linear``;
+    ``work.left_alone`` says why of the others.
 
     Args:
         work: the optimization under way.
@@ -50,7 +52,29 @@ def group_chains(
     elsewhere = {n for c in others if not isinstance(c, SequentialChain) for n in c.names}
     found += _towers(work, candidates, elsewhere | {n for c in found for n in c.names})
     gone.update(name for chain in found for name in chain.names)
-    return found + _rows(work, candidates, gone)
+    if backend is None:
+        found += _lists(work, candidates, gone)
+    return found + _rows(work, candidates, gone)  # these compete with lists: the faster is kept
+
+
+def _lists(work: Work, candidates: Mapping[str, Candidate], gone: Container[str]) -> list[Chain]:
+    """Linears of lists; ``work.listed`` has those that are left alone too."""
+    sites = {s.fqn: s for s in work.profile.sites}
+    found: list[Chain] = []
+    work.listed = []
+    for fqn, names in lists_of(work.model, work.profile.sites).items():
+        if work.model.get_submodule(fqn) not in work.arguments:
+            continue
+        offers = traced(work, fqn)
+        for one in standing_lists(fqn, work.model, names, offers, candidates, sites):
+            if any(n in gone for n in one.linears):
+                continue
+            work.listed.append(one)
+            if isinstance(one.made, str):
+                work.left_alone.setdefault(one.linears[0], one.made)
+            else:
+                found.append(one.made)
+    return found
 
 
 def _towers(

@@ -36,6 +36,7 @@ class Product:
         turned: whether the parameter is (G, K, N).
         layout: of x.
         name: of the function.
+        grad: whether the gradient of x is wanted.
         calls: how many a step makes.
     """
 
@@ -47,6 +48,7 @@ class Product:
     turned: bool
     layout: str
     name: str
+    grad: bool
     calls: int = 1
 
 
@@ -95,7 +97,7 @@ class Products(TorchFunctionMode):
         n = parameter.shape[2 if turned else 1]
         if bias is not None and bias.shape != (len(parameter), 1, n):
             return
-        x = x.detach().clone()
+        grad, x = x.requires_grad, x.detach().clone()
 
         def run(x: Tensor) -> Tensor:
             if equation is not None:
@@ -106,7 +108,7 @@ class Products(TorchFunctionMode):
 
         flat = None if bias is None else bias.flatten(1)
         name = getattr(func, "__name__", "product")
-        self.found[fqn] = Product(fqn, parameter, run, x, flat, turned, layout, name)
+        self.found[fqn] = Product(fqn, parameter, run, x, flat, turned, layout, name, grad)
 
 
 def _autocast(x: Tensor) -> bool:
@@ -174,4 +176,5 @@ def of_product(model: nn.Module, product: Product) -> Unit:
         advice=f"fl.grouped_linear(x, {view}{held}, layout={product.layout!r})",
         dtype=x.dtype,
         sites=(product.fqn,),
+        input_grad=product.grad,
     )

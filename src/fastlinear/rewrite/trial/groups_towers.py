@@ -68,6 +68,7 @@ def of_towers(work: Work, one: Standing, firsts: Mapping[str, Sequence[Seen]]) -
         advice=_advice(work.model, one),
         dtype=seen[0].dtype,
         sites=one.linears,
+        input_grad=any(s.grad for s in seen),
     )
 
 

@@ -35,6 +35,7 @@ class Unit:
         fqn, kind, title, words, advice: for the reader.
         dtype: of the input.
         sites: whose outcome says whether it is rewritten.
+        input_grad: whether the model takes the gradient of what it reads.
     """
 
     before: Run
@@ -50,6 +51,7 @@ class Unit:
     advice: str
     dtype: torch.dtype
     sites: tuple[str, ...]
+    input_grad: bool = True
 
 
 def strided(
@@ -121,7 +123,7 @@ def of_row(work: Work, row: Row, linears: dict[str, nn.Module]) -> Unit | None:
             words,
             advice,
         ),
-        *(row.dtype, row.members),
+        *(row.dtype, row.members, row.grad),
     )
 
 
@@ -152,6 +154,7 @@ def of_whole(model: nn.Module, match: Whole, seen: SiteCalls) -> Unit | None:
     return Unit(
         *(before, after, [x, *own], [x, *own], cost, seen.calls, match.fqn, how.kind, title),
         *(words, _advice(model, match), x.dtype, match.members or (match.fqn,)),
+        input_grad=seen.kinds[0].input_grad,
     )
 
 

@@ -3,7 +3,7 @@ grouped layer are given."""
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from fastlinear.ops.common.layouts import is_odd
 from fastlinear.profile.observe import own_copy
@@ -20,6 +21,7 @@ from fastlinear.rewrite.rules import grouped as rule
 from fastlinear.rewrite.rules import grouped_modules as modules
 from fastlinear.rewrite.rules import grouped_towers as towers
 from fastlinear.rewrite.rules.grouped import Row, Seen
+from fastlinear.rewrite.rules.grouped_lists import lists_of
 from fastlinear.rewrite.rules.grouped_modules import Whole
 from fastlinear.rewrite.trial.groups_products import Product, Products
 from fastlinear.rewrite.work import Work
@@ -90,15 +92,17 @@ def watched(work: Work) -> Watched:
 
 def _watch(work: Work, linears: dict[str, nn.Module], suspects: dict[str, nn.Module]) -> Watched:
     """One run with hooks on the linears and the suspects."""
+    lists = lists_of(work.model, work.profile.sites)
+    listed = {n for names in lists.values() for some in names for n in some}
     firsts: dict[str, list[Seen]] = {
-        name: [] for name in towers.firsts(work.model) if name in linears
+        name: [] for name in (*towers.firsts(work.model), *sorted(listed)) if name in linears
     }
     opaque = any(
         is_compiled(m) or isinstance(m, torch.jit.ScriptModule) for m in work.model.modules()
     )
     products = Products(work.model)
     with nullcontext() if opaque else products:
-        calls, given = _run(work, linears, suspects, firsts)
+        calls, given = _run(work, linears, suspects, firsts, lists)
     wholes = []
     for fqn, seen in given.items():
         if not (seen.plain and seen.kinds):
@@ -122,12 +126,18 @@ def _run(
     linears: dict[str, nn.Module],
     suspects: dict[str, nn.Module],
     firsts: Container[str] = (),
+    callers: Iterable[str] = (),
 ) -> tuple[list[Seen], dict[str, _Given]]:
     calls: list[Seen] = []
     given = {fqn: _Given() for fqn in suspects}
     open_: list[Tensor] = []  # keeps the last input's memory from new use
     kept: list[Tensor] = []  # and that of the towers' inputs
     parents = {site.fqn: site.parent_fqn for site in work.profile.sites}
+    handed: dict[str, set[tuple[int, int]]] = {}  # memory that the lists' callers are given
+
+    def caller(fqn: str, _: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
+        found = (t for t in pytree.tree_leaves((args, kwargs)) if type(t) is Tensor)
+        handed[fqn] = {_memory(t) for t in found if not is_odd(t)}
 
     def linear(fqn: str, module: Any, args: tuple[Any, ...]) -> None:
         if len(args) != 1 or type(args[0]) is not Tensor or args[0].dtype != module.weight.dtype:
@@ -140,9 +150,10 @@ def _run(
             open_[:] = [x]
         if fqn in firsts:
             kept.append(x)
-        here = (storage, 0 if x.is_inference() else x._version)
+        here, parent = _memory(x), parents.get(fqn)
         place = tuple(x.shape), tuple(x.stride()), int(x.storage_offset())
-        calls.append(Seen(fqn, parents.get(fqn), here, *place, x.dtype))
+        given_it = here in handed.get(parent or "", ())
+        calls.append(Seen(fqn, parent, here, *place, x.dtype, x.requires_grad, given_it))
 
     def suspect(fqn: str, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
         if kwargs or len(args) != 1 or type(args[0]) is not Tensor:
@@ -152,7 +163,13 @@ def _run(
         else:
             given[fqn].plain = False
 
-    handles = [m.register_forward_pre_hook(partial(linear, fqn)) for fqn, m in linears.items()]
+    handles = [
+        work.model.get_submodule(fqn).register_forward_pre_hook(
+            partial(caller, fqn), with_kwargs=True
+        )
+        for fqn in callers
+    ]
+    handles += [m.register_forward_pre_hook(partial(linear, fqn)) for fqn, m in linears.items()]
     handles += [
         m.register_forward_pre_hook(partial(suspect, fqn), with_kwargs=True)
         for fqn, m in suspects.items()
@@ -163,3 +180,8 @@ def _run(
         for handle in handles:
             handle.remove()
     return calls, given
+
+
+def _memory(x: Tensor) -> tuple[int, int]:
+    """The memory of a tensor, and how often it had been written."""
+    return x.untyped_storage().data_ptr(), 0 if x.is_inference() else x._version

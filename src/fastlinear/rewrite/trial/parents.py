@@ -6,6 +6,7 @@ from fastlinear.ops.grouped_linear.problem import NAME as GROUPED
 from fastlinear.rewrite.match.eligible import Refusal
 from fastlinear.rewrite.match.parent import Fusable, fusable, is_sequential
 from fastlinear.rewrite.rules.grouped import LINEARS
+from fastlinear.rewrite.rules.grouped_lists import lists_of
 from fastlinear.rewrite.rules.grouped_towers import parts_of
 from fastlinear.rewrite.trial.groups_watch import watched
 from fastlinear.rewrite.work import Work
@@ -50,4 +51,6 @@ def _trace(work: Work, fqn: str) -> Fusable | Refusal:
     if work.allows(GROUPED):
         loops = (row for row in watched(work).rows if row.kind == LINEARS and row.fqn == fqn)
         parts = next((len(row.members) for row in loops), None) or parts_of(work.model, fqn)
+        lists = lists_of(work.model, work.profile.sites).get(fqn, ())
+        parts = parts or max(map(len, lists), default=None)
     return fusable(module, observed, {}, parts)

@@ -1,0 +1,93 @@
+"""Linears of lists, of any sizes: what they run one by one, and as one call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from fastlinear.core.cost import Cost
+from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.rewrite.exchange.grouped_forward import parameters_of
+from fastlinear.rewrite.exchange.tower_forward import LISTS, Way, abreast, fit
+from fastlinear.rewrite.in_code import in_code_together
+from fastlinear.rewrite.rules.grouped import Seen
+from fastlinear.rewrite.rules.grouped_towers import Standing
+from fastlinear.rewrite.trial.groups_units import Unit, strided
+from fastlinear.rewrite.work import Work
+
+KIND = "list"
+
+
+def of_list(work: Work, one: Standing, firsts: Mapping[str, Sequence[Seen]]) -> Unit | None:
+    """What there is to measure; None where nothing says that they do not wait for each other, or
+    what they are given."""
+    calls = [firsts.get(linear, ()) for linear in one.linears]
+    if len(calls) < 2 or not all(calls) or any(0 in made[0].shape for made in calls):
+        return None
+    seen = [made[0] for made in calls]
+    if one.unsure and not _there_before(seen):
+        return None
+    places = [(s.storage, s.offset, s.shape, s.stride) for s in seen]
+    known = {
+        p: strided(work, s.shape, s.stride, s.dtype) for p, s in zip(places, seen, strict=True)
+    }
+    inputs, xs = list(known.values()), [known[place] for place in places]
+    modules = [work.model.get_submodule(name) for name in one.linears]
+    weights, biases = parameters_of(modules)
+    way = Way(one.towers[0].activations, LISTS)
+    if not fit(xs, [weights], [biases], way):
+        return None
+    value = activation_of(way.activations[0]).value
+
+    def before() -> list[Tensor]:
+        return [value(type(m).forward(m, x)) for m, x in zip(modules, xs, strict=True)]
+
+    def after() -> list[Tensor]:
+        return list(abreast(xs, [weights], [biases], way=way))
+
+    own = [p for module in modules for p in module.parameters() if p.requires_grad]
+    leaves = [inputs[0], *inputs[1:], *own]
+    read = "one input" if len(inputs) == 1 else "inputs of their own"
+    sizes = "one size" if len({tower.sizes for tower in one.towers}) == 1 else "different sizes"
+    act = "" if way.activations[0] == "none" else f", each followed by {way.activations[0]},"
+    return Unit(
+        before=before,
+        after=after,
+        leaves_before=leaves,
+        leaves_after=leaves,
+        cost=_cost(one, seen, len(inputs)),
+        calls=len(calls[0]),
+        fqn=one.fqn,
+        kind=KIND,
+        title=f"{len(modules)} linears of {sizes} on {read}",
+        words=f"{len(modules)} linears of {sizes} on {read}{act} run one after another",
+        advice=_advice(work, one, way.activations[0], any(b is not None for b in biases)),
+        dtype=seen[0].dtype,
+        sites=one.linears,
+        input_grad=any(s.grad for s in seen),
+    )
+
+
+def _there_before(seen: Sequence[Seen]) -> bool:
+    """Whether all inputs were there, unwritten since, before the first linear ran: parts of one
+    tensor, or tensors that the forward was given."""
+    return len({s.storage for s in seen}) == 1 or all(s.given for s in seen)
+
+
+def _advice(work: Work, one: Standing, activation: str, bias: bool) -> str:
+    held = in_code_together(work.model, one.linears)
+    biases = f", [m.bias for m in {held}]" if bias else ""
+    act = "" if activation == "none" else f", activation={activation!r}"
+    return f"fl.unequal_linear(xs, [m.weight for m in {held}]{biases}{act})"
+
+
+def _cost(one: Standing, seen: Sequence[Seen], inputs: int) -> Cost:
+    """Of the products, and of inputs, weights and results, each moved once."""
+    size, flops, numbers = seen[0].dtype.itemsize, 0.0, 0
+    for i, (tower, s) in enumerate(zip(one.towers, seen, strict=True)):
+        ((n, k),), tokens = tower.sizes, math.prod(s.shape[:-1])
+        flops += 2.0 * tokens * n * k
+        numbers += n * k + tokens * n + (tokens * k if i < inputs else 0)
+    return Cost(flops, float(size * numbers))
