@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fastlinear.core.errors import PlanError
+
+# Deviations of this share of the mean are what rounding the mean to float32 leaves.
+_NO_DEVIATION = 1e-6
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,10 @@ class Call:
 def draw(call: Call, index: int, seed: int) -> Call:
     """Input draw ``index``: 0 is the given call; others keep shapes, dtypes and value ranges.
 
-    Floating tensors are redrawn normal with the same mean and deviation, integer tensors are
-    permuted (so values stay valid), booleans, sparse tensors and everything else are kept.
+    Floating tensors are redrawn normal with the mean and deviation of their finite values, integer
+    tensors are permuted (so values stay valid), booleans, sparse tensors and everything else are
+    kept. Where there is no deviation to take (all values equal, or none finite), it is 1: a tensor
+    of zeros or NaN shows no difference between two models.
     """
     if index == 0:
         return call
@@ -48,17 +53,24 @@ def draw(call: Call, index: int, seed: int) -> Call:
         if leaf.is_floating_point():
             value = leaf.detach().float()
             finite = value[torch.isfinite(value)]
-            if finite.numel() == 0:
-                return leaf
-            std = float(finite.std(correction=0))
-            fresh = torch.randn(leaf.shape, generator=generator) * std + float(finite.mean())
-            return fresh.to(leaf.device, leaf.dtype)
+            mean, std = 0.0, 0.0
+            if finite.numel() > 0:
+                mean, std = float(finite.mean()), float(finite.std(correction=0))
+            return _normal(leaf.shape, mean, std, generator).to(leaf.device, leaf.dtype)
         if leaf.is_complex():
             return leaf
         order = torch.randperm(leaf.numel(), generator=generator).to(leaf.device)
         return leaf.reshape(-1)[order].reshape(leaf.shape)
 
     return call.map(redraw)
+
+
+def _normal(shape: Sequence[int], mean: float, std: float, generator: torch.Generator) -> Tensor:
+    """Normal numbers in float32; a tensor (not a single number) of no deviation gets 1."""
+    fresh = torch.randn(shape, generator=generator)
+    if fresh.numel() > 1 and not std > _NO_DEVIATION * abs(mean):
+        std = 1.0
+    return fresh * std + mean
 
 
 def input_specs(call: Call) -> dict[str, Any]:
@@ -127,8 +139,8 @@ def from_specs(specs: dict[str, Any], device: torch.device, seed: int) -> Call:
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"{item['tensor']} is no dtype")
         if dtype.is_floating_point:
-            values = torch.randn(shape, generator=generator) * item.get("std", 1.0)
-            return (values + item.get("mean", 0.0)).to(device, dtype)
+            mean, std = item.get("mean", 0.0), item.get("std", 0.0)
+            return _normal(shape, mean, std, generator).to(device, dtype)
         if dtype is torch.bool:
             if item.get("min") == item.get("max"):
                 return torch.full(shape, bool(item.get("max", 1)), device=device)
