@@ -52,8 +52,12 @@ def _cuda() -> list[Case]:
         for d in BOTH_MODES
     ]
     k, h, activation = MODELS["small"]
-    single = [_case(4096, k, h, "float32", "cuda", d, activation, light=True) for d in BOTH_MODES]
-    return [*decisive, *(c for c in every if c.name not in seen), *single]
+    others = [
+        _case(4096, k, h, dtype, "cuda", d, activation, light=True)
+        for dtype in ("float32", "float16")
+        for d in BOTH_MODES
+    ]
+    return [*decisive, *(c for c in every if c.name not in seen), *others]
 
 
 def _case(

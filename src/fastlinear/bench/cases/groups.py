@@ -44,6 +44,7 @@ def _cuda() -> list[Case]:
     sized = [(2048, max(1, 8192 // size), size, size) for size in _SIZES]
     wide = [(sizes, dtype) for dtype in ("bfloat16", "float32") for sizes in sized]
     wide += [((m, 100, 100, 100), "bfloat16") for m in _BATCHES]
+    wide += [(sizes, "float16") for sizes in _HEADLINE]
     found = [_case(*s, t, "cuda", d, act) for s, t, act in decisive for d in BOTH_MODES]
     found += [_case(*s, t, "cuda", d, light=True) for s, t in wide for d in BOTH_MODES]
     return found
