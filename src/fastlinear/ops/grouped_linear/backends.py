@@ -67,6 +67,7 @@ _STRIPS_BACKWARD_SOURCES = (
     *("strips_float32.py", "strips_float32.h"),
     *_STRIPS_SHARED,
 )
+_TOKENS_ONE_BY_ONE = 768
 _FEW_TOKENS = 1 << 12  # of all groups: no more than that is too few for kernels that keep weights
 _HOPPER_UNITS = 132  # multiprocessors
 _HOST_BOUND = 1 << 25  # numbers of x and y below which a GPU waits for a training call's Python
@@ -163,8 +164,10 @@ def _prefer_backward(p: Problem, many: bool) -> tuple[str, ...]:
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
     one_pass = max(k, n) <= (128 if hopper else 32)
     copies = tokens_of(p)[0] > 1  # PyTorch's batched products take no sequences of channels
-    if p.dtype == "float32":  # PyTorch's batched product adds up a group's tokens one by one
-        ours = m >= 512 if copies else max(k, n) <= 32 or (one_pass and m >= 1024)
+    if p.dtype == "float32":
+        # PyTorch's batched product adds up a group's tokens one by one: of 1024 and more dW is less
+        # exact than a loop's by more than the rule allows, whatever the size of the groups
+        ours = m >= 512 if copies else max(k, n) <= 32 or m >= _TOKENS_ONE_BY_ONE
         first = ("strips",) if hopper and _fills_strips_of_float32(p) else ()
         return (*first, *(("triton", "eager") if ours else ("eager",)))
     if one_pass and many and _fills_strips(p, 224):
