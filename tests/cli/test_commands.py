@@ -94,9 +94,10 @@ def test_profile_json_and_html(run: Run, folder: Path) -> None:
 def test_profile_table_and_training(run: Run) -> None:
     result = run("profile", "userpackage:mlp", "--steps", "1", "--mode", "train", "--quiet")
     assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
-    result = run("profile", "userpackage:Namespace.build", "--inputs", "userpackage:positional")
-    assert result.exit_code == 0
-    assert "Sequential" in result.stdout
+    for inputs in ("userpackage:positional", "userpackage:pair"):
+        result = run("profile", "userpackage:Namespace.build", "--inputs", inputs)
+        assert result.exit_code == 0
+        assert "Sequential" in result.stdout
 
 
 def test_optimize_then_apply(run: Run, folder: Path) -> None:

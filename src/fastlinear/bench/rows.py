@@ -180,8 +180,8 @@ def _equals(own: Row, forms: list[Row], peers: list[Row]) -> list[Row]:
 
 
 def best_peer(own: Row, cell: Iterable[Row]) -> Row | None:
-    """The fastest valid peer among the rows of ``own``'s problem, direction and metric that computes
-    on its terms; None where there is none, or where ``own`` itself was not timed or is wrong.
+    """The fastest valid peer on ``own``'s terms among the rows of its problem, direction and
+    metric; None where there is none, or where ``own`` itself was not timed or is wrong.
 
     A peer's best peer may be itself.
     """
