@@ -123,6 +123,31 @@ def test_where_the_paired_ratio_was_formed_with_a_peer_on_other_terms() -> None:
     assert behind([own, _timed("eager", 4.0, valid=False)]) == []
 
 
+def test_the_best_peer_is_on_the_terms_of_the_row() -> None:
+    cell = [
+        _timed("eager", 40.0),
+        _timed("fastlinear", 10.0),
+        _timed("fastlinear_cuda_graph", 6.0),
+        _timed("cuda_graph", 5.0),
+        _timed("onednn", 4.0) | {"valid": False},
+    ]
+    found = {r["contender"]: rows.best_peer(r, cell) for r in cell}
+    named = {name: None if best is None else best["contender"] for name, best in found.items()}
+    assert named == {
+        "eager": "eager",
+        "fastlinear": "eager",
+        "fastlinear_cuda_graph": "cuda_graph",
+        "cuda_graph": "cuda_graph",
+        "onednn": None,
+    }
+    assert rows.ratio(cell[1], cell[0]) == 0.25  # of medians: these have no samples
+    paired = [_timed("fastlinear", 10.0, samples_us=[1.0, 30.0, 2.0])]
+    paired += [_timed("eager", 40.0, samples_us=[2.0, 90.0, 8.0])]
+    assert rows.ratio(*paired) == pytest.approx(1 / 3)
+    assert rows.ratio(cell[0], None) is None
+    assert rows.ratio(cell[4], cell[0]) is None
+
+
 def test_a_form_answers_for_peers_on_its_terms() -> None:
     late, recorded = _timed("fastlinear", 5.0, "x", 1.6), _timed("fastlinear_cuda_graph", 3.0)
     graph, eager = _timed("cuda_graph", 3.1), _timed("eager", 20.0)

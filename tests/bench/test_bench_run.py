@@ -247,8 +247,28 @@ def test_a_case_that_breaks_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"experiment": "nothing"}, "an experiment in"),
         ({"experiment": "linear", "dtypes": ["int8"]}, "dtypes in"),
-        ({"experiment": "linear", "only": "no such case"}, "at least one case"),
-        ({"experiment": "linear", "quick": True, "dtypes": ["float16"]}, "at least one case"),
+        ({"experiment": "linear", "only": "no such case"}, "at least one of the"),
+        ({"experiment": "linear", "quick": True, "dtypes": ["float16"]}, "at least one of the 6"),
+        (
+            {"experiment": "linear", "quick": True, "where": ["Z=3"]},
+            "where to name one of M, K, N, L, activation, bias, direction",
+        ),
+        (
+            {"experiment": "linear", "quick": True, "where": ["M=1,77"]},
+            "values of M that cases have: 1, 64, 128; received '77'",
+        ),
+        (
+            {"experiment": "linear", "quick": True, "only": "zzz"},
+            "one of the 6 cases of linear --quick; received only='zzz'",
+        ),
+        (
+            {"experiment": "linear", "quick": True, "skip": ["eager", "nope"]},
+            "skip in compile, .*; received nope",
+        ),
+        (
+            {"experiment": "linear", "quick": True, "peers": ["eager"], "skip": ["eager"]},
+            "peers and skip that leave a contender",
+        ),
     ],
 )
 def test_bad_arguments_say_what_was_expected(arguments: dict[str, Any], message: str) -> None:

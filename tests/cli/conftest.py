@@ -76,6 +76,14 @@ def inputs_text():
     return "text"
 
 
+def inputs_list():
+    return [torch.randn(6, 8)]
+
+
+def pair():
+    return (), {"input": torch.randn(6, 8)}
+
+
 def positional():
     return (torch.randn(6, 8),)
 

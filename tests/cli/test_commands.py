@@ -94,9 +94,10 @@ def test_profile_json_and_html(run: Run, folder: Path) -> None:
 def test_profile_table_and_training(run: Run) -> None:
     result = run("profile", "userpackage:mlp", "--steps", "1", "--mode", "train", "--quiet")
     assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
-    result = run("profile", "userpackage:Namespace.build", "--inputs", "userpackage:positional")
-    assert result.exit_code == 0
-    assert "Sequential" in result.stdout
+    for inputs in ("userpackage:positional", "userpackage:pair"):
+        result = run("profile", "userpackage:Namespace.build", "--inputs", inputs)
+        assert result.exit_code == 0
+        assert "Sequential" in result.stdout
 
 
 def test_optimize_then_apply(run: Run, folder: Path) -> None:
@@ -413,10 +414,13 @@ def test_bench(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "valid": True,
             "peak_bytes": None,
             "error": 0.0,
+            "samples_us": [12.0],
             "env": {},
         }
-        peer = {"contender": "eager", "ours": False, "median_us": 8.0, "ratio_to_best": 1.0}
-        return [row, {**row, **peer}]
+        peer = {"contender": "eager", "ours": False, "median_us": 8.0, "samples_us": [8.0]}
+        missing = {"contender": "compile", "ours": False, "valid": False, "median_us": None}
+        why = {"skipped": "needs a compiler", "roofline": None}
+        return [row, {**row, **peer}, {**row, **missing, **why}]
 
     monkeypatch.setattr(fastlinear.bench, "run", fake)
     result = run(
@@ -426,10 +430,18 @@ def test_bench(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 0, result.stderr
     assert (seen["experiment"], seen["quick"], seen["dtypes"]) == ("linear", True, ["float32"])
     assert (str(seen["out"]), seen["only"]) == ("rows.jsonl", "relu")
-    assert len(data_of(result)["rows"]) == 2
+    assert len(data_of(result)["rows"]) == 3
     assert "0.67×" in (folder / "bench.html").read_text()
     shown = run("bench", "linear").stdout
     assert "more than 2% behind the best peer on its terms in 1" in shown
+    lines = [line.split() for line in shown.splitlines()]
+    assert lines[0] == ["relu", "M1", "K2", "N3", "L1", "float32:", "forward,", "wall"]
+    assert "of eager  of best peer  best peer" in shown.splitlines()[1]
+    assert ["fastlinear", "12.0", "us", "1.500", "1.500", "eager", "-"] in lines
+    assert "time over theirs, below 1 is faster" in shown
+    left = [["compile", "needs", "a", "compiler", "1"]]
+    assert [line for line in lines if line[:1] == ["compile"]] == left
+    assert max(map(len, shown.splitlines())) <= 100
     assert "above 100%" not in shown
     place.update(bound="compute", fraction=1.3)
     shown = run("bench", "linear").stdout

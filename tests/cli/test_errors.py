@@ -41,6 +41,10 @@ _REMEDY = "Do otherwise."
         (("userpackage:no_inputs",), "to carry an `example_inputs` attribute"),
         (("userpackage:mlp", "--inputs", "userpackage:inputs_raise"), "ValueError: no data"),
         (("userpackage:mlp", "--inputs", "userpackage:inputs_text"), "of type str"),
+        (
+            ("userpackage:mlp", "--inputs", "userpackage:inputs_list"),
+            "userpackage:inputs_list: expected inputs to be a tensor, a tuple of positional",
+        ),
         (("userpackage:mlp", "--inputs", "userpackage:wrong_shape"), "9"),
         (
             ("userpackage:mlp", "--loss", "userpackage:WEIGHT", "--mode", "train"),

@@ -17,7 +17,7 @@ from torch import nn
 
 from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.profile import Finding, ProfileReport, profile
-from fastlinear.profile.capture import loss_of, normalize_inputs
+from fastlinear.profile.capture import loss_of
 from fastlinear.report import page
 
 X = torch.randn(16, 32)
@@ -242,15 +242,6 @@ def test_inputs_a_model_writes_to_are_copied():
 
 # ---------------------------------------------------------------------------------------------
 # Arguments
-
-
-def test_normalize_inputs():
-    assert normalize_inputs(X) == ((X,), {})
-    assert normalize_inputs((X, 1)) == ((X, 1), {})
-    assert normalize_inputs({"x": X}) == ((), {"x": X})
-    for bad in ([X], None, 3, {1: X}):
-        with pytest.raises(InputError, match="inputs to be a tensor"):
-            normalize_inputs(bad)
 
 
 def test_default_loss():

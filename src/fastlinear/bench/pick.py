@@ -40,6 +40,8 @@ def pick(
         )
     every = EXPERIMENTS[experiment](device, quick)
     wanted = [_wanted(text) for text in where]
+    for name, values in wanted:
+        _check_where(name, values, every)
     picked = [
         c
         for c in every
@@ -48,11 +50,14 @@ def pick(
         and all(_facts(c).get(name) in values for name, values in wanted)
     ]
     if not picked:
+        given = {"dtypes": dtypes, "only": only, "where": list(where) or None}
         raise InputError(
             "bench.run",
-            "a filter that leaves at least one case",
-            f"dtypes={dtypes}, only={only!r}, where={list(where)}",
-            "Names look like: " + "; ".join(c.name for c in every[:3]) + ".",
+            f"filters that together leave at least one of the {len(every)} cases of {experiment}"
+            + (" --quick" if quick else ""),
+            ", ".join(f"{k}={v!r}" for k, v in given.items() if v is not None),
+            f"Their dtypes are {', '.join(sorted({c.dtype for c in every}))}; their names look "
+            f"like: {'; '.join(c.name for c in every[:3])}.",
         )
     return picked
 
@@ -70,22 +75,58 @@ def _wanted(text: str) -> tuple[str, frozenset[str]]:
     return name, frozenset(values.split(","))
 
 
+def _check_where(name: str, values: frozenset[str], every: Sequence[Case]) -> None:
+    """Raise unless some case has the size or option, and some case each of the values."""
+    facts = [_facts(c) for c in every]
+    known = dict.fromkeys(n for f in facts for n in f)
+    if name not in known:
+        raise InputError(
+            "bench.run",
+            f"where to name one of {', '.join(known)}",
+            repr(name),
+            "Names are as in the cases: M is the number of rows.",
+        )
+    there = dict.fromkeys(f[name] for f in facts if name in f)
+    absent = sorted(values - set(there))
+    if absent:
+        raise InputError(
+            "bench.run",
+            f"values of {name} that cases have: {', '.join(sorted(there, key=_numbers_first))}",
+            ", ".join(map(repr, absent)),
+            "Name some of these, or leave this filter out.",
+        )
+
+
+def _numbers_first(value: str) -> tuple[bool, int, str]:
+    return not value.isdecimal(), int(value) if value.isdecimal() else 0, value
+
+
 def _facts(case: Case) -> dict[str, str]:
     """Sizes, options and direction of a case, as text."""
     sizes = {name: str(size) for name, size in case.dims}
     return {**sizes, **dict(case.options), "direction": case.direction}
 
 
-def check_known(picked: Sequence[Case], peers: Sequence[str]) -> None:
-    """Raise unless each name is a contender of some case."""
-    names = {p.name for c in picked for p in KINDS[c.family].peers(c)} if peers else set()
-    unknown = sorted(set(peers) - names)
-    if unknown:
+def check_known(cases: Sequence[Case], peers: Sequence[str], skip: Sequence[str]) -> None:
+    """Raise unless each name is a contender of some case, and some contender is left."""
+    if not peers and not skip:
+        return
+    names = {p.name for c in cases for p in KINDS[c.family].peers(c)}
+    for option, given in (("peers", peers), ("skip", skip)):
+        unknown = sorted(set(given) - names)
+        if unknown:
+            raise InputError(
+                "bench.run",
+                f"{option} in {', '.join(sorted(names))}",
+                ", ".join(unknown),
+                "A contender is named as its rows name it.",
+            )
+    if not (set(peers) or names) - set(skip):
         raise InputError(
             "bench.run",
-            f"peers in {sorted(names)}",
-            ", ".join(unknown),
-            "A contender is named as its rows name it.",
+            "peers and skip that leave a contender",
+            f"peers={list(peers) or None}, skip={list(skip)}",
+            "Leave one of them out.",
         )
 
 

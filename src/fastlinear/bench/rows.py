@@ -139,7 +139,7 @@ def behind(rows: Iterable[Row], by: float = 0.02) -> list[Row]:
     """
     cells: dict[tuple[str, str, str], dict[str, Row]] = {}
     for r in rows:
-        if r["metric"] in TIMED and r["valid"] and r["median_us"] is not None:
+        if _is_timed(r):
             cell = cells.setdefault((r["problem"], r["direction"], r["metric"]), {})
             cell[r["contender"]] = r
     return [late for cell in cells.values() for late in _late(cell, by)]
@@ -148,12 +148,9 @@ def behind(rows: Iterable[Row], by: float = 0.02) -> list[Row]:
 def _late(cell: Mapping[str, Row], by: float) -> list[Row]:
     forms = [cell[name] for name in _FORMS if name in cell]
     peers = [r for r in cell.values() if not r["ours"]]
-    uncovered = FORMS.difference(*(_terms(own) for own in forms))
     found = []
     for own in forms:
-        equals = [p for p in peers if held(_terms(own), _terms(p))]
-        if own["contender"] == OURS:  # answers as well where no form of it does
-            equals += [p for p in peers if uncovered & _terms(p) and _terms(p) <= FORMS]
+        equals = _equals(own, forms, peers)
         if not equals:
             continue
         best = min(equals, key=lambda r: float(r["median_us"]))
@@ -171,6 +168,46 @@ def _late(cell: Mapping[str, Row], by: float) -> list[Row]:
 
 def _terms(row: Row) -> frozenset[str]:
     return terms(row["contender"], row["case"])
+
+
+def _equals(own: Row, forms: list[Row], peers: list[Row]) -> list[Row]:
+    """The peers a row is held against, beside fastlinear's own choice in its forms."""
+    equals = [p for p in peers if held(_terms(own), _terms(p))]
+    if own["contender"] == OURS:  # answers as well where no form of it does
+        uncovered = FORMS.difference(*(_terms(form) for form in forms))
+        equals += [p for p in peers if uncovered & _terms(p) and _terms(p) <= FORMS]
+    return equals
+
+
+def best_peer(own: Row, cell: Iterable[Row]) -> Row | None:
+    """The fastest valid peer on ``own``'s terms among the rows of its problem, direction and
+    metric; None where there is none, or where ``own`` itself was not timed or is wrong.
+
+    A peer's best peer may be itself.
+    """
+    timed_rows = {r["contender"]: r for r in cell if _is_timed(r)}
+    if not _is_timed(own):
+        return None
+    forms = [timed_rows[name] for name in _FORMS if name in timed_rows]
+    equals = _equals(own, forms, [r for r in timed_rows.values() if not r["ours"]])
+    return min(equals, key=lambda r: float(r["median_us"]), default=None)
+
+
+def ratio(own: Row, other: Row | None) -> float | None:
+    """Time over another row's: the median over rounds where both have the same rounds, else that of
+    their medians. None where one of them was not timed or is wrong."""
+    if other is None or not _is_timed(own) or not _is_timed(other):
+        return None
+    first, second = (
+        Samples(r["contender"], tuple(r["samples_us"]), r["metric"], 1, "") for r in (own, other)
+    )
+    if not first.us or len(first.us) != len(second.us):
+        return float(own["median_us"]) / float(other["median_us"])
+    return paired_ratio(first, second).median
+
+
+def _is_timed(row: Row) -> bool:
+    return row["metric"] in TIMED and row["valid"] and row["median_us"] is not None
 
 
 def to_line(row: Row) -> str:

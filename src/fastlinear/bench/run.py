@@ -81,7 +81,8 @@ def run(
         false and no timing.
 
     Raises:
-        InputError: an unknown experiment, dtype or contender, no case is left, or the file to
+        InputError: an unknown experiment, dtype or contender (in ``peers`` or ``skip``), a name or
+            value in ``where`` that no case has, no case or no contender is left, or the file to
             resume would lose rows of another run.
         UnsupportedError: the device is not there.
     """
@@ -90,7 +91,7 @@ def run(
     picked = [replace(c, seed=seed) for c in picked]
     if peers:  # by name, also those that take long
         picked = [replace(c, light=False, without=()) for c in picked]
-    check_known(picked, peers or ())
+    check_known(picked, peers or (), skip)
     told: dict[str, Any] = {
         "quick": quick,
         "dtype": dtypes,

@@ -151,6 +151,7 @@ def bench(
 
 def _show(rows: list[dict[str, Any]]) -> None:
     from fastlinear.bench import print_heat, pseudo_table
+    from fastlinear.cli.bench_table import COLUMNS, LEGEND, left_out, tables
 
     if rows[0]["experiment"] == pseudo_table.EXPERIMENT:
         typer.echo(pseudo_table.table(rows, width()), nl=False)
@@ -163,22 +164,10 @@ def _show(rows: list[dict[str, Any]]) -> None:
         table("not measured", ("contender", "why"), list(reasons))
         _show_late(rows)
         return
-    grid = []
-    for row in rows:
-        place = row["roofline"]
-        ratio = row["ratio_to_best"]
-        grid.append(
-            (
-                row["problem"],
-                f"{row['direction']}, {row['metric']}",
-                row["contender"],
-                _measured(row),
-                "-" if ratio is None else f"{ratio:.3f}",
-                "-" if place is None else f"{100 * place['fraction']:.0f}%",
-            )
-        )
-    columns = ("problem", "what", "contender", ">measured", ">of the best peer", ">of the roofline")
-    table("", columns, grid)
+    for title, lines in tables(rows):
+        table(title, COLUMNS, lines)
+    typer.echo(f"{LEGEND}\n")
+    table("left out", ("contender", "why", ">measurements"), left_out(rows))
     _show_late(rows)
 
 
@@ -198,16 +187,3 @@ def _show_late(rows: list[dict[str, Any]]) -> None:
         typer.echo(f"  {row['problem']} {row['direction']} {row['metric']}{own}: {of}")
     for line in notes_above(rows):
         typer.echo(line)
-
-
-def _measured(row: dict[str, Any]) -> str:
-    if row["skipped"]:
-        return f"left out: {row['skipped']}"
-    if not row["valid"]:
-        return "wrong: less accurate than allowed"
-    if row["peak_bytes"] is not None:
-        return f"{row['peak_bytes']} bytes"
-    if row["metric"] == "kernels":
-        count = len(row["kernels"])
-        return f"{count} kernel" if count == 1 else f"{count} kernels"
-    return f"{row['median_us']:.1f} us"

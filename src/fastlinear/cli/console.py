@@ -112,7 +112,9 @@ def width() -> int:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """A table on stdout. Columns whose name starts with ``>`` are right-aligned."""
+    """A table on stdout, nothing without rows. Columns named ``>…`` are right-aligned."""
+    if not rows:
+        return
     console = Console(width=width())
     if title:
         console.print(Text(title, style="bold"), soft_wrap=True)

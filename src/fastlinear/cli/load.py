@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from fastlinear.core.errors import InputError, ModelLoadError, UnsupportedError
+from fastlinear.core.inputs import FORMS, normalize_inputs
 from fastlinear.core.precision import FLOAT_DTYPES
 
 
@@ -94,8 +95,9 @@ def load_model(name: str, *, device: str, dtype: str | None, train: bool, seed: 
 
 def load_inputs(
     name: str | None, *, model: str, device: str, dtype: str | None, seed: int
-) -> torch.Tensor | tuple[Any, ...] | dict[str, Any]:
-    """The named inputs, or the model factory's ``example_inputs``, on the device."""
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The named inputs, or the model factory's ``example_inputs``, on the device: positional and
+    keyword arguments. Raises ModelLoadError, or InputError for what is no inputs."""
     if name is None:
         factory = load_object(model, "model")
         value = getattr(factory, "example_inputs", None)
@@ -104,8 +106,7 @@ def load_inputs(
                 "inputs",
                 f"--inputs, or {model} to carry an `example_inputs` attribute",
                 "neither",
-                "Pass --inputs package.module:factory, a callable returning a tensor, "
-                "a tuple of positional or a dict of keyword arguments.",
+                f"Pass --inputs package.module:factory, a callable returning {FORMS}.",
             )
         label = f"{model}.example_inputs"
     else:
@@ -114,25 +115,16 @@ def load_inputs(
     torch.manual_seed(seed + 1)
     if not isinstance(value, torch.Tensor) and callable(value):
         value = _call(value, "inputs", label)
-    if isinstance(value, list):
-        value = tuple(value)
-    if not isinstance(value, torch.Tensor | tuple | dict):
-        raise ModelLoadError(
-            "inputs",
-            f"{label} to give a tensor, a tuple of positional arguments or a dict of "
-            "keyword arguments",
-            f"an object of type {type(value).__name__}",
-            "Wrap a single argument that is no tensor in a tuple: (x,).",
-        )
-    if any(isinstance(t, torch.Tensor) and t.is_meta for t in tree_leaves(value)):
+    call = normalize_inputs(value, label)
+    if any(isinstance(t, torch.Tensor) and t.is_meta for t in tree_leaves(call)):
         raise ModelLoadError(
             "inputs",
             f"{label} to give tensors with values",
             "a tensor on the meta device",
             "Make it on the CPU; it is moved to --device.",
         )
-    moved: torch.Tensor | tuple[Any, ...] | dict[str, Any] = _move(
-        value, usable_device(device), None if dtype is None else FLOAT_DTYPES[dtype]
+    moved: tuple[tuple[Any, ...], dict[str, Any]] = _move(
+        call, usable_device(device), None if dtype is None else FLOAT_DTYPES[dtype]
     )
     return moved
 

@@ -13,6 +13,7 @@ from torch.nn.modules import module as module_hooks
 from fastlinear.core.environment import environment
 from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.core.precision import float32_precision
+from fastlinear.core.inputs import normalize_inputs
 from fastlinear.core.progress import Progress, silent
 from fastlinear.core.settings import MODES
 from fastlinear.profile import clock
@@ -24,18 +25,18 @@ from fastlinear.profile.records import ProfileReport
 from fastlinear.profile.sites import find_sites
 from fastlinear.profile.state import preserved
 from fastlinear.profile.step import (
+    FUNCTION,
     LossFn,
     Step,
     check_model,
     device_of,
     eager_modules,
     loss_of,
-    normalize_inputs,
     private_copy,
     watched_modules,
 )
 
-__all__ = ["capture", "loss_of", "normalize_inputs", "profile"]
+__all__ = ["capture", "loss_of", "profile"]
 
 _STAGES = 5
 
@@ -97,7 +98,7 @@ def capture(
             "a running torch profiler",
             "Leave its context first.",
         )
-    call = normalize_inputs(inputs)
+    call = normalize_inputs(inputs, FUNCTION)
     device = device_of(model, call)
     with preserved(model, mode):
         step = Step(model, private_copy(call), mode, loss_fn)

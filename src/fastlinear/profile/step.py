@@ -18,43 +18,6 @@ FUNCTION = "fastlinear.profile"
 """Who asks, in errors, where nobody says otherwise."""
 
 
-def normalize_inputs(
-    inputs: Any, function: str = FUNCTION
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """``(args, kwargs)`` of a model call.
-
-    Args:
-        inputs: a tensor, a tuple of positional arguments, or a dict of keyword arguments
-            (any mapping with string keys, such as a tokenizer's output). Tensors may be sparse, or
-            nested with the layout torch.jagged.
-        function: who asks, for the error.
-
-    Raises:
-        InputError: anything else, or a nested tensor that has no sizes.
-    """
-    for v in pytree.tree_leaves(inputs):
-        if isinstance(v, Tensor) and v.is_nested and v.layout is torch.strided:
-            raise InputError(
-                function,
-                "inputs whose shapes can be asked for",
-                "a nested tensor of layout torch.strided",
-                "Make it with layout=torch.jagged, or pad it: "
-                "torch.nested.to_padded_tensor(x, 0.0).",
-            )
-    if isinstance(inputs, Tensor):
-        return (inputs,), {}
-    if isinstance(inputs, tuple):
-        return inputs, {}
-    if isinstance(inputs, Mapping) and all(isinstance(k, str) for k in inputs):
-        return (), dict(inputs)
-    raise InputError(
-        function,
-        "inputs to be a tensor, a tuple of positional arguments or a dict of keyword arguments",
-        type(inputs).__name__,
-        "Wrap a single argument that is no tensor in a tuple: (x,).",
-    )
-
-
 def loss_of(output: Any) -> Tensor:
     """The default scalar loss of a training step.
 

@@ -58,7 +58,8 @@ def apply_(
     Args:
         model: a model of the class and with the parameter shapes the plan names.
         plan: a path written by ``result.save``, or the parsed JSON.
-        inputs: as for ``optimize_``; by default random ones as described in the plan.
+        inputs: as for ``optimize_`` (a tensor, a tuple, a dict or a pair ``(args, kwargs)``); by
+            default random ones as described in the plan.
         loss_fn: needed when the plan was made with one.
         progress: called as ``progress(stage, done, total)``.
 
@@ -82,14 +83,7 @@ def apply_(
     check_fits(loaded, model, device)
     if inputs is None:
         call = from_specs(loaded.inputs, device, _SEED)
-        inputs = call.kwargs if call.kwargs and not call.args else call.args
-        if call.args and call.kwargs:
-            raise PlanError(
-                "apply_",
-                "positional or keyword inputs in the plan",
-                "both",
-                "Pass inputs=... to apply_, or make the plan again with optimize_.",
-            )
+        inputs = (call.args, call.kwargs)
     forced = {r.rule: r.backend for r in loaded.linears if r.backend is not None}
     config = Config(
         mode=loaded.mode,

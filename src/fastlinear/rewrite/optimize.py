@@ -7,13 +7,14 @@ from typing import Any
 from torch import nn
 
 from fastlinear.core.errors import InputError
+from fastlinear.core.inputs import normalize_inputs
 from fastlinear.core.problem import Problem
 from fastlinear.core.progress import Progress, silent
 from fastlinear.core.settings import Config
 from fastlinear.dispatch.backend import check_backend, families
 from fastlinear.profile.capture import capture
 from fastlinear.profile.state import preserved
-from fastlinear.profile.step import check_model, device_of, normalize_inputs
+from fastlinear.profile.step import check_model, device_of
 from fastlinear.rewrite.finish import finish
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.eligible import Refusal
@@ -54,7 +55,8 @@ def optimize_(
 
     Args:
         model: any eager module on one device, with real values.
-        inputs: a tensor, a tuple of positional arguments, or a dict of keyword arguments.
+        inputs: a tensor, a tuple of positional arguments, a dict of keyword arguments or a pair of
+            both, ``(args, kwargs)``; a list is refused.
         config: what may be done; see ``fl.Config``.
         filter_fn: ``filter_fn(module, fqn)`` for every linear, grouped convolution or module with
             a weight per group, and loop over linears; False leaves it alone. Of a linear that a

@@ -36,8 +36,9 @@ def profile(
             slow one ten times) and left as it was: parameters, buffers, gradients, training
             flags, hooks, attributes and random state. Objects a module holds (a list it appends
             to, say) are not copied.
-        inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments. Tensors
-            are copied first.
+        inputs: a tensor, a tuple of positional arguments, a dict of keyword arguments or a pair of
+            both, ``(args, kwargs)``; a list is refused. Tensors are
+            copied first.
         mode: ``"inference"`` (forward under ``no_grad``) or ``"train"`` (forward, loss,
             backward; no optimizer).
         loss_fn: output → scalar loss, for train mode; by default ``output.loss`` or the mean
