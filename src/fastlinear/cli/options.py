@@ -47,7 +47,8 @@ Inputs = Annotated[
         "--inputs",
         metavar="PKG:FACTORY",
         help="The model's inputs: a tensor, a tuple of positional arguments, a dict of keyword "
-        "arguments or a pair of both (args, kwargs), or a callable returning one of these. Default: the model factory's `example_inputs`.",
+        "arguments or a pair of both (args, kwargs), or a callable returning one of these. "
+        "Default: the model factory's `example_inputs`.",
         show_default=False,
     ),
 ]

@@ -12,8 +12,8 @@ from torch.nn.modules import module as module_hooks
 
 from fastlinear.core.environment import environment
 from fastlinear.core.errors import InputError, UnsupportedError
-from fastlinear.core.precision import float32_precision
 from fastlinear.core.inputs import normalize_inputs
+from fastlinear.core.precision import float32_precision
 from fastlinear.core.progress import Progress, silent
 from fastlinear.core.settings import MODES
 from fastlinear.profile import clock
