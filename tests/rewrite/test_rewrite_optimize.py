@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.core.settings import Config
 from fastlinear.core.timing import Ratio
+from fastlinear.profile import profile
 from fastlinear.rewrite import apply_, optimize_
+from fastlinear.rewrite.exchange.swap import Swap, SwapSet, mark
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
@@ -191,10 +193,40 @@ def test_a_second_optimize_finds_nothing() -> None:
     second = optimize_(model, X)
     assert {s.code for s in second.sites} == {"already_rewritten"}
     assert second.nothing_to_do == 3
+    assert (
+        "already rewritten by fastlinear, and left so: 0, 1, 2 and 2 more; revert()"
+        in second.table()
+    )
     second.revert()
     assert "forward" in vars(model[0])
     first.revert()
     assert "forward" not in vars(model[0])
+    again = optimize_(model, X)
+    assert not any("already" in note for note in again.notes)
+    again.revert()
+
+
+@pytest.mark.usefixtures("fast")
+def test_linears_in_a_rewritten_forward_are_told_so() -> None:
+    model = mlp().eval()
+    holder = torch.nn.Sequential(model)
+    mine = SwapSet([Swap("0", model, mark(lambda self, x: type(self).forward(self, x)))])
+    mine.on()
+    result = optimize_(holder, X)
+    assert {s.code for s in result.sites} == {"already_rewritten"}
+    assert {s.reason for s in result.sites} == {
+        "optimize_ has rewritten '0', in which it lies, already."
+    }
+    assert "left so: 0; revert()" in result.table()
+    mine.off()
+
+
+def test_a_model_without_linears_is_told_in_words() -> None:
+    result = optimize_(torch.nn.Sequential(torch.nn.ReLU()), X)
+    assert "no linear layers here, neither modules nor products" in result.table()
+    assert "nothing to optimize" in result.table()
+    report = profile(torch.nn.Sequential(torch.nn.ReLU()), X, steps=1)
+    assert "no linear layers here" in report.table()
 
 
 @pytest.mark.usefixtures("fast")

@@ -9,6 +9,9 @@ from fastlinear.core.text_table import as_text, table
 from fastlinear.profile.records import Finding, ProfileReport
 from fastlinear.report.text import count
 
+NO_LINEARS = (
+    "no linear layers here, neither modules nor products with parameters that a forward writes"
+)
 _NARROW = 80  # columns below which findings leave out flops, bytes and their limit
 _REST = 5  # names told of what no module holds
 _SPEAKS_FOR_ITSELF = "linear_activation"  # its title says all; the others come with advice
@@ -22,6 +25,7 @@ def render(report: ProfileReport, rows: int, width: int) -> str:
         f"{report.model_class}, {report.mode}, {report.device}: {report.step_us:.0f} µs a step, "
         f"{report.attributed:.1%} attributed to modules",
         _unattributed(report, cuda),
+        *([] if report.sites else [NO_LINEARS]),
         *(f"note: {note}" for note in report.notes),
         "",
         f"Slowest modules (own {'kernel' if cuda else 'CPU'} time, µs per step)",

@@ -17,7 +17,7 @@ from fastlinear.profile.state import preserved
 from fastlinear.profile.step import check_model, device_of
 from fastlinear.rewrite.finish import finish
 from fastlinear.rewrite.match.candidate import Candidate
-from fastlinear.rewrite.match.eligible import Refusal
+from fastlinear.rewrite.match.eligible import Refusal, rewritten
 from fastlinear.rewrite.result import Result
 from fastlinear.rewrite.rules.linear_act import FilterFn
 from fastlinear.rewrite.trial import blocks, diagonals, experts, gates, groups, measure
@@ -96,6 +96,7 @@ def optimize_(
     work = prepare("optimize_", model, inputs, config, loss_fn, progress)
     with preserved(model, config.mode):
         work.ran = check_runs("optimize_", model, work.call, work.runner)
+    note_rewritten(work)
     candidates, left = watch(work, inputs, filter_fn)
     with preserved(model, config.mode):
         settle_left(work, left)
@@ -151,6 +152,18 @@ def watch(
     )
     with preserved(work.model, work.config.mode):  # traces hold for the mode, and draw numbers
         return work.match(seen, filter_fn)
+
+
+def note_rewritten(work: Work) -> None:
+    """Say what fastlinear has rewritten before, if anything."""
+    names = rewritten(work.model)
+    if names:
+        told = ", ".join(name or "the model itself" for name in names[:3])
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        work.notes.append(
+            f"already rewritten by fastlinear, and left so: {told}{more}; revert() of that result "
+            "first lets optimize_ begin anew"
+        )
 
 
 def settle_left(work: Work, left: dict[str, Refusal]) -> None:

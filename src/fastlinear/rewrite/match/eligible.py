@@ -38,6 +38,22 @@ def linear_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {fqn: m for fqn, m in model.named_modules() if linear_kind(m) is not None}
 
 
+def rewritten(model: nn.Module) -> list[str]:
+    """Names of the modules whose forward fastlinear has exchanged; ``""`` is the model's own."""
+    return [fqn for fqn, module in model.named_modules() if is_rewritten(module)]
+
+
+def refuse_rewritten(model: nn.Module, fqn: str) -> Refusal | None:
+    """Why a module is left alone that was rewritten, or that lies in one that was; or None."""
+    names = fqn.split(".")
+    for depth in range(len(names), -1, -1):
+        name = ".".join(names[:depth])
+        if is_rewritten(model.get_submodule(name)):
+            where = "it" if name == fqn else f"{name!r}, in which it lies," if name else "the model"
+            return Refusal("already_rewritten", f"optimize_ has rewritten {where} already.")
+    return None
+
+
 def linear_kind(module: nn.Module) -> str | None:
     """``"linear"``, ``"conv1d"``, ``"other"`` (linear-shaped, of a foreign class) or None."""
     kind = observe.linear_kind(module)

@@ -16,7 +16,6 @@ from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.profile.effects import class_forward
 from fastlinear.profile.observe import OTHER, Call, Observation
 from fastlinear.profile.records import LinearSite
-from fastlinear.rewrite.exchange.swap import is_rewritten
 from fastlinear.rewrite.match.candidate import Candidate, calls_of, problems_of
 from fastlinear.rewrite.match.eligible import (
     Refusal,
@@ -24,6 +23,7 @@ from fastlinear.rewrite.match.eligible import (
     linear_modules,
     refuse_linear,
     refuse_module,
+    refuse_rewritten,
 )
 from fastlinear.rewrite.match.parent import Fusable, fusable
 from fastlinear.rewrite.match.reach import reached_into
@@ -94,9 +94,7 @@ def _left_alone(
 ) -> Refusal | None:
     if isinstance(module, fl_nn.Linear):
         return Refusal("already_fastlinear", "It is a fastlinear layer already.")
-    if is_rewritten(module):
-        return Refusal("already_rewritten", "optimize_ has rewritten it already.")
-    refusal = refuse_linear(model, fqn, module)
+    refusal = refuse_rewritten(model, fqn) or refuse_linear(model, fqn, module)
     if refusal is not None:
         return refusal
     if filter_fn is not None and not filter_fn(module, fqn):

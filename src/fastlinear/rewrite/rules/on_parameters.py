@@ -17,9 +17,13 @@ from fastlinear.profile.observe import OTHER, Call, Observation
 from fastlinear.profile.records import LinearSite
 from fastlinear.profile.sites import ON_PARAMETERS
 from fastlinear.rewrite.exchange.held import AsLayer
-from fastlinear.rewrite.exchange.swap import is_rewritten
 from fastlinear.rewrite.match.candidate import Candidate, calls_of, problems_of
-from fastlinear.rewrite.match.eligible import Refusal, linear_kind, refuse_parameters
+from fastlinear.rewrite.match.eligible import (
+    Refusal,
+    linear_kind,
+    refuse_parameters,
+    refuse_rewritten,
+)
 from fastlinear.rewrite.match.gates import activation_of_module
 from fastlinear.rewrite.match.parent import Fusable, fusable
 from fastlinear.rewrite.rules.linear_act import FilterFn, activations_of, inside
@@ -57,7 +61,7 @@ def match(
         if linear_kind(parent) is not None:
             continue  # a linear-shaped layer of a class of its own, which is a site itself
         calls = seen.products[id(weights[site.fqn])]
-        refusal = _left_alone(site, parent, calls, seen, filter_fn)
+        refusal = _left_alone(model, site, parent, calls, seen, filter_fn)
         if refusal is None and site.parent_fqn not in offers:
             known = traced.get(site.parent_fqn)
             offers[site.parent_fqn] = _offer(model, sites, site.parent_fqn, seen, known)
@@ -72,14 +76,16 @@ def match(
 
 
 def _left_alone(
+    model: nn.Module,
     site: LinearSite,
     parent: nn.Module,
     calls: list[Call],
     seen: Observation,
     filter_fn: FilterFn | None,
 ) -> Refusal | None:
-    if is_rewritten(parent):
-        return Refusal("already_rewritten", "optimize_ has rewritten it already.")
+    refusal = refuse_rewritten(model, site.parent_fqn or "")
+    if refusal is not None:
+        return refusal
     if site.code != ON_PARAMETERS:
         return Refusal("several_callers", f"Several modules multiply by its weight. {_INSTEAD}")
     if filter_fn is not None and not filter_fn(parent, site.fqn):
