@@ -193,13 +193,16 @@ def test_cells_and_contenders_are_selectable(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(sys.modules["fastlinear.bench.run"], "run_case", instead)
     names = ["eager", "compile_max_autotune"]
-    run("overhead", where=["L=2", "M=2,8"], peers=names)
+    run("overhead", where=["L=2", "M=2"], peers=names)
     assert [(c.dim("L"), c.dim("M")) for c in seen] == [(2, 2)]
     assert not seen[0].light  # asked for by name, the slow ones take part
     assert seen[0].without == ()
     for wrong, message in (
         ({"where": ["L"]}, "NAME=VALUE"),
-        ({"where": ["L=16"]}, "at least one case"),
+        ({"where": ["L=16"]}, "values of L that cases have: 1, 2;"),
+        ({"where": ["M=2,8"]}, "values of M that cases have: 2, 4; received '8'"),
+        ({"where": ["Q=1"]}, "where to name one of"),
+        ({"where": ["L=2"], "dtypes": ["float64"]}, "at least one of the 4 cases"),
         ({"peers": ["nobody"]}, "peers in"),
     ):
         with pytest.raises(InputError, match=message):

@@ -387,4 +387,6 @@ def test_a_grid_of_chains_becomes_rows_of_the_table(
 
 def test_the_module_command_reports_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["linear", "--only", "no such case"]) == 2
-    assert "at least one case" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "filters that together leave at least one of the" in err
+    assert "cases of linear" in err
