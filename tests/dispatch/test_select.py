@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 import fastlinear as fl
 from fastlinear.core.cost import Cost
-from fastlinear.core.device import device_facts
+from fastlinear.core.device import DeviceFacts, device_facts
 from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.core.problem import Problem
 from fastlinear.core.timing import Samples
@@ -283,6 +284,37 @@ def test_fastest_able_backend_stands_in_for_a_winner_that_cannot_serve(
     assert row.best == toy.candidates("forward")[0].name
     assert list(row.times_us) == [row.best]
     assert tables.shipped(call(), ()) is None
+
+
+@pytest.mark.parametrize(("units", "served"), [(132, True), (114, False)])
+def test_a_gpu_of_the_same_processor_takes_its_table(
+    units: int, served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An H100 has the H200's multiprocessors, and other memory."""
+    path = Path(tables.__file__).parent / "nvidia-h200.json"
+    measured = json.loads(path.read_text(encoding="utf-8"))["environment"]["device"]
+    facts = DeviceFacts(**measured | {"capability": tuple(measured["capability"])})
+    key = facts.capability, facts.units
+    assert {key: facts.slug} == tables._SAME_PROCESSOR
+    other = replace(facts, name="NVIDIA H100 80GB HBM3", slug="nvidia-h100-80gb-hbm3", units=units)
+    monkeypatch.setattr(tables, "device_facts", lambda _: other)
+    asked = problem(
+        *("forward", 8192, 768, 3072),
+        dtype="bfloat16",
+        device="cuda",
+        activation="gelu_tanh",
+        bias=True,
+        precision="n/a",
+    )
+    able = family("linear_act").candidates("forward")
+    row = tables.shipped(asked, able)
+    assert (row is not None) is served
+    if row is not None:
+        assert "shipped measurement of an nvidia-h200 at M=8192" in row.story()
+        monkeypatch.setattr(tables, "device_facts", lambda _: facts)
+        own = tables.shipped(asked, able)
+        assert own is not None
+        assert (own.best, own.elsewhere) == (row.best, "")
 
 
 def test_shipped_tables_are_valid() -> None:

@@ -69,3 +69,56 @@ def test_batched_products_and_their_layouts() -> None:
             found = table.call(*given)
             assert found is not None
             assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("spends", [True, False])
+def test_what_a_backward_spends_is_freed_at_its_last_use(spends: bool) -> None:
+    """Two kept tensors, each read by one product: the first is freed before the second product."""
+    assert door.wait(), door.reason_not()
+    assert door_node.wait(), door_node.reason_not()
+    table = door.table("common.test_program")
+    assert table is not None
+    table.clear()
+    x = torch.randn(512, 32)
+    u, v = (torch.randn(64, 32, requires_grad=True) for _ in range(2))
+    over: list[bool] = []
+
+    def forward(x: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        first, second = x @ u.t(), x @ v.t()
+        return first + second, first, second
+
+    def backward(dy: Tensor, hidden: None, shape: object, given: tuple[Tensor, ...], *rest: object):
+        return None, dy.t() @ given[0], dy.t() @ given[0]
+
+    def programmer(needs: object, dy: Tensor, given: object, kept: object, last: bool) -> object:
+        over.append(last)
+        p = Program(6)
+        made = [p.product(number, 1, a_turned=True) for number in (4, 5)]
+        if spends and last:
+            p.spend(4)
+            p.spend(5)
+        return p.spec(None, *made)
+
+    kept = door_node.SPENT, door_node.SPENT
+    plan = door_node.node(
+        "TestBackward", (x, u, v), forward, backward, programmer, None, kept, (-1,) * 3
+    )
+    assert table.admit(x, u, v, plan)
+    large, small = 512 * 64 * 4, 64 * 32 * 4
+    for turn in range(3):
+        u.grad = v.grad = None
+        one = torch.ones(512, 64)
+        with torch.profiler.profile(profile_memory=True) as profile:
+            y = table.call(x, u, v)
+            assert y is not None
+            y.backward(one)
+        found = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+        bytes_ = [e.nbytes() for e in found if e.name() == "[memory]"]
+        assert u.grad is not None
+        if turn == 0:
+            continue  # in Python
+        assert over == [True]
+        torch.testing.assert_close(u.grad, (x @ u.t()).t() @ x)
+        order = [b for b in bytes_ if b in (-large, small)][-4:]
+        freed_early = [small, -large, small, -large]
+        assert order == (freed_early if spends else [small, small, -large, -large])

@@ -3,7 +3,8 @@
 A row serves a Problem when everything but its sizes is equal, every size lies within a factor of
 two, and the numbers of features are multiples of 16 in both or in neither: rows of any other length
 are loaded in other ways. The nearest row (sum of squared log2 distances) wins. Where there is none,
-rows of Problems that the family counts as akin serve.
+rows of Problems that the family counts as akin serve. A GPU without a table of its own takes that
+of one with the same multiprocessors, as many of them, and other memory.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fastlinear.core.device import device_facts
+from fastlinear.core.device import DeviceFacts, device_facts
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, family
 
@@ -25,6 +26,7 @@ _LARGEST_FACTOR_LOG2 = 1.0
 _FEATURES = frozenset({"K", "H", "N"})
 _ALIGNED = 16
 _BASELINE = "eager"
+_SAME_PROCESSOR = {((9, 0), 132): "nvidia-h200"}  # (capability, multiprocessors) → whose table
 _DOUBT = 0.1  # lead over the baseline that a winner needs for each doubling away from its row
 
 
@@ -40,6 +42,7 @@ class Row:
         sources: backend → hash of its source at the measurement.
         distance: log2 distance from the Problem asked about.
         differs: options of the measured Problem that are not those asked about, as text.
+        elsewhere: the device measured, where that is another one of the same processor.
     """
 
     problem: Problem
@@ -49,12 +52,14 @@ class Row:
     sources: Mapping[str, str]
     distance: float = 0.0
     differs: str = ""
+    elsewhere: str = ""
 
     def story(self) -> str:
         """One sentence for explain."""
         dims = " ".join(f"{k}={v}" for k, v in self.problem.dims)
         where = f"{dims} {self.differs}" if self.differs else dims
-        story = f"fastest in the shipped measurement at {where} (torch {self.torch})"
+        device = f" of an {self.elsewhere}" if self.elsewhere else ""
+        story = f"fastest in the shipped measurement{device} at {where} (torch {self.torch})"
         candidates = family(self.problem.family).candidates(self.problem.piece)
         now = {b.name: b.source_hash() for b in candidates if b.name in self.times_us}
         changed = sorted(n for n, digest in now.items() if self.sources.get(n) != digest)
@@ -67,7 +72,8 @@ def shipped(problem: Problem, able: Sequence[Backend]) -> Row | None:
     Where a row's winner is not able to serve, the fastest measured backend that is stands in.
     Away from a row's sizes, PyTorch's own path is taken where the winner's lead over it is small.
     """
-    grouped = table(device_facts(problem.device).slug)
+    slug, elsewhere = _measured_device(device_facts(problem.device))
+    grouped = table(slug)
     names = {b.name for b in able}
     for view in (_as_it_is, *family(problem.family).akin):
         best: Row | None = None
@@ -78,8 +84,17 @@ def shipped(problem: Problem, able: Sequence[Backend]) -> Row | None:
                 winner = _winner(row, times, math.sqrt(distance))
                 best = replace(row, best=winner, times_us=times, distance=distance)
         if best is not None:
-            return replace(best, differs=_differing(problem, best.problem))
+            differs = _differing(problem, best.problem)
+            return replace(best, differs=differs, elsewhere=elsewhere)
     return None
+
+
+def _measured_device(facts: DeviceFacts) -> tuple[str, str]:
+    """The slug of the table for a device, and the same again where that is another device's."""
+    if facts.kind != "cuda" or (_FOLDER / f"{facts.slug}.json").exists():
+        return facts.slug, ""
+    akin = _SAME_PROCESSOR.get((facts.capability, facts.units), "")
+    return akin or facts.slug, akin
 
 
 @lru_cache(maxsize=8)

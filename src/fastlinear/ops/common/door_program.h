@@ -18,6 +18,7 @@
 #include <ATen/ops/mm.h>
 #include <ATen/ops/sum.h>
 
+#include <algorithm>
 #include <mutex>
 #include <string>
 
@@ -124,13 +125,13 @@ inline std::vector<int64_t> integers(PyObject* tuple) {
 class Program {
  public:
   // ((steps...), results' numbers, address bits that matter of the tensors given, whatever is kept,
-  // the only stream it may run on or None),
+  // the only stream it may run on or None, numbers of given tensors that are spent),
   // and these tensors.
   Program(PyObject* spec, const Tensors& given)
       : spec_(spec), results_(integers(PyTuple_GetItem(spec, 1))), size_(given.size()) {
     PyObject* steps = PyTuple_GetItem(spec, 0);
     for (Py_ssize_t i = 0; i < PyTuple_Size(steps); ++i) add(PyTuple_GetItem(steps, i));
-    find_last_uses(static_cast<int64_t>(given.size()));
+    find_last_uses(static_cast<int64_t>(given.size()), integers(PyTuple_GetItem(spec, 5)));
     const auto masks = integers(PyTuple_GetItem(spec, 2));
     PyObject* stream = PyTuple_GetItem(spec, 4);
     if (stream != nullptr && stream != Py_None) stream_ = address(spec, 4);
@@ -295,14 +296,17 @@ class Program {
                                                   a[8], a[9], a[10], a[11]);
   }
 
-  // Tensors that steps made are given back after their last use, as autograd's own nodes would.
-  void find_last_uses(int64_t given) {
+  // Tensors that steps made, and those that are spent, are given back after their last use, as
+  // autograd's own nodes would.
+  void find_last_uses(int64_t given, const std::vector<int64_t>& spent) {
     std::vector<bool> used(size_, false);
+    for (int64_t i = 0; i < given; ++i)
+      used.at(i) = std::find(spent.begin(), spent.end(), i) == spent.end();
     for (const auto i : results_)
       if (i >= 0) used.at(i) = true;
     for (auto step = steps_.rbegin(); step != steps_.rend(); ++step) {
       for (const auto i : step->tensors()) {
-        if (i < given || used.at(i)) continue;
+        if (used.at(i)) continue;
         used[i] = true;
         step->last.push_back(i);
       }

@@ -36,6 +36,7 @@ class Program:
         self._count = given
         self._masks = [0] * given
         self._kept: list[Any] = []
+        self._spent: list[int] = []
         self._stream: int | None = None
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, like: int) -> int:
@@ -65,6 +66,13 @@ class Program:
         """
         self._steps.append(("claim", given))
         return given
+
+    def spend(self, given: int) -> None:
+        """Give a given tensor back after its last use, as those are that steps make.
+
+        For programs only that Python does not take over once they have begun.
+        """
+        self._spent.append(given)
 
     def multiply_add(self, into: int, a: int, b: int, c: int) -> None:
         """a + b * c by PyTorch, in the memory of ``into``."""
@@ -184,7 +192,8 @@ class Program:
     def spec(self, *results: int | None) -> tuple[Any, ...]:
         """The tuple that ``door_program.h`` describes; None stands for no result."""
         numbers = tuple(-1 if r is None else r for r in results)
-        return (tuple(self._steps), numbers, tuple(self._masks), self._kept, self._stream)
+        steps, masks, spent = tuple(self._steps), tuple(self._masks), tuple(self._spent)
+        return (steps, numbers, masks, self._kept, self._stream, spent)
 
     def _number(self) -> int:
         self._count += 1

@@ -269,6 +269,10 @@ def _backward(
         through = None  # PyTorch's ops in Python
     if through is None:
         return None
+    if over:  # what was kept holds dpre, or nothing that is read again
+        for number in numbers:
+            if number is not None:
+                p.spend(number)
     (first, second), h, summed = through
     down_weight = gate_weight = up_weight = dx = None
     if needs[3]:
@@ -277,11 +281,12 @@ def _backward(
     if needs[1]:
         assert rows is not None
         gate_weight = p.product(first, rows.number, a_turned=True)
+    if needs[0]:
+        dx = p.product(first, _WEIGHTS)  # the gate's half is given back before up's dW is made
     if needs[2] and second is not None:
         assert rows is not None
         up_weight = p.product(second, rows.number, a_turned=True)
-    if needs[0]:
-        dx = p.product(first, _WEIGHTS)
+    if dx is not None:
         if second is not None:
             p.accumulate(dx, second, _WEIGHTS + 1)
         dx = dx if x.dim() == 2 else p.view(dx, x.shape)

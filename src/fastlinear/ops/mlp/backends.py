@@ -31,6 +31,7 @@ from fastlinear.ops.mlp import (
     whole_cuda,
     whole_triton,
 )
+from fastlinear.ops.mlp.order_cuda import inference_order
 from fastlinear.ops.mlp.problem import NAME, PIECES, STEP, activations_of, problem, widths_of
 
 __all__ = ["FAMILY", "NAME", "PIECES", "cost", "problem"]
@@ -101,46 +102,20 @@ def _layered(p: Problem, numbers: int) -> tuple[str, ...]:
 
 
 def _prefer_cuda(p: Problem) -> tuple[str, ...]:
-    m, widths = p.dim("M"), widths_of(p)
     if p.option("fast") == "yes" and strassen.pays(p):
         # three TF32 products a layer take 0.6 of exact float32's time, Strassen's scheme 0.8
         quick = p.dtype == "float32" and _in_our_kernels(p)
         return ("layerwise", "strassen", "eager") if quick else ("strassen", "layerwise", "eager")
     if p.needs_grad:
-        few = max(widths) > 128 or p.dim("L") < 4
+        few = max(widths_of(p)) > 128 or p.dim("L") < 4
         return ("eager",) if few else ("whole_triton", "eager")
-    layered = _layered(p, 1 << 20)
-    if _launch_bound(p):
-        layered = ("graph", *layered)
-    widest, single = max(widths), p.dtype == "float32"
-    if widest <= 128:
-        return ("whole_triton", *layered)
-    if widest > 1024:  # by all multiprocessors, or one launch a layer
-        # two layers, launched for nothing: only few rows of equal widths gain
-        short = p.captured and not single and p.dim("L") < 3
-        lost = short and (m > 64 or p.option("widths") != "equal")
-        return ("whole_cuda", *layered) if m <= 128 and not lost else layered
-    lone = single and widest >= 512 and m < 8  # too few rows for its clusters
-    shared = not single and widest >= 512  # by all multiprocessors
-    return ("whole_cuda", *layered) if m <= (128 if shared else 64) and not lone else layered
+    return inference_order(p)
 
 
 def _in_our_kernels(p: Problem) -> bool:
     """Whether the layers one by one would run in Triton's kernels, padded where sizes are odd."""
     layers = layerwise.layer_problems(replace(p, needs_grad=False))
     return all(select(layer).backend.name in ("triton", "padded") for layer in layers)
-
-
-def _launch_bound(p: Problem) -> bool:
-    """Whether launching a chain's layers one by one takes longer than computing them, by far.
-
-    Within a graph under way launches cost nothing.
-    """
-    if p.captured or p.dim("L") < 3:
-        return False
-    least = cost(p)
-    seconds = least.flops / (4e13 if p.dtype == "float32" else 4e14) + least.bytes / 3e12
-    return seconds < p.dim("L") * 6e-6
 
 
 def _has_bias(p: Problem, layer: int) -> bool:
