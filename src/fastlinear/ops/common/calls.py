@@ -16,6 +16,7 @@ transforms_active = torch._C._are_functorch_transforms_active
 batched = torch._C._functorch.is_legacy_batchedtensor
 """Whether a gradient is a batch of them, as ``torch.autograd.grad(is_grads_batched=True)`` makes:
 it has no memory that a kernel could read."""
+_unsafe_view = torch.ops.aten._unsafe_view.default
 _any_autocast = torch._C._is_any_autocast_enabled
 _tracing = torch._C._get_tracing_state
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -52,6 +53,18 @@ def recorded() -> bool:
 def is_captured(x: Tensor) -> bool:
     """Whether a call on this tensor is being recorded into a CUDA graph."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def as_result(y: Tensor, shape: Sequence[int]) -> Tensor:
+    """What kernels wrote, in the shape its caller sees: the same memory as a tensor of no base.
+
+    Autograd lets nobody change a view in place that a function of its own, or a call without
+    gradients, returned. y must not be kept besides: changes of the two are counted apart.
+    """
+    if y.shape == shape and not y._is_view():
+        return y
+    result: Tensor = _unsafe_view(y, shape)
+    return result
 
 
 def forward_mode() -> bool:

@@ -40,7 +40,7 @@ class Formula:
         k = x.shape[-1]
         rows = None if residual is None else residual.reshape(-1, k)
         y = self.run(x.reshape(-1, k), weight, bias, self.activation, rows, None)
-        return y.view(x.shape), None
+        return calls.as_result(y, x.shape), None
 
     def gradients(
         self,

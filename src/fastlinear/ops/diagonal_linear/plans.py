@@ -142,7 +142,8 @@ def _inference(run: Callable[..., Tensor], activation: str) -> Plan:
             return run(x, weight, bias, activation, residual, None)
         k = x.shape[-1]
         rows = None if residual is None else residual.reshape(-1, k)
-        return run(x.reshape(-1, k), weight, bias, activation, rows, None).view(x.shape)
+        y = run(x.reshape(-1, k), weight, bias, activation, rows, None)
+        return calls.as_result(y, x.shape)
 
     return plan
 

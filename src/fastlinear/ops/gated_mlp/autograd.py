@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastlinear.ops.common import calls
 from fastlinear.ops.gated_mlp import reference
 from fastlinear.ops.gated_mlp.stacking import (
     Biases,
@@ -49,7 +50,7 @@ class Formula:
         held: Any = weights
         names = self.activation, self.order
         y, *pre = self.run(as_rows(x), Weights(*held), Biases(*biases), *names, self.save_pre)
-        return (y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1]), *pre)
+        return (calls.as_result(y, (*x.shape[:-1], y.shape[-1])), *pre)
 
     def gradients(
         self,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastlinear.dispatch.select import Choice
 from fastlinear.ops.common.autocast import cast
-from fastlinear.ops.common.calls import autocast_dtype, is_captured
+from fastlinear.ops.common.calls import as_result, autocast_dtype, is_captured
 from fastlinear.ops.gated_mlp import reference
 from fastlinear.ops.gated_mlp.autograd import Formula, GatedMLP, as_rows
 from fastlinear.ops.gated_mlp.problem import STEP
@@ -58,7 +58,7 @@ def inference_plan(choice: Choice, activation: str, order: str) -> Plan:
 
     def plan(x: Tensor, weights: Weights, biases: Biases) -> Tensor:
         y: Tensor = run(as_rows(x), weights, biases, activation, order, False)[0]
-        return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+        return y if x.dim() == 2 else as_result(y, (*x.shape[:-1], y.shape[-1]))
 
     return plan
 

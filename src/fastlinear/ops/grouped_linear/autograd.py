@@ -48,7 +48,7 @@ class Formula:
         order = layouts.order_of(self.layout, x.shape)
         rows = layouts.blocks(x, self.layout, groups, k)
         y, pre = self.run(rows, weight, bias, self.activation, self.saved == "pre", order)
-        y = layouts.unblocked(y, self.layout, x.shape)
+        y = layouts.result(y, self.layout, x.shape)
         return y, None if pre is None else layouts.unblocked(pre, self.layout, x.shape)
 
     def gradients(

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastlinear.ops.common.calls import as_result
+
 SHARED = "... k"
 """The layout of one input for all groups."""
 
@@ -104,6 +106,12 @@ def unblocked(y: Tensor, layout: str, x_shape: Sequence[int]) -> Tensor:
     """y (B, L, G, N), dense in its order, as the user sees it: x's shape with N for K. A view."""
     memory = y.permute(_MEMORY[order_of(layout, x_shape)])
     return memory.view(output_shape(layout, x_shape, y.shape[2], y.shape[3]))
+
+
+def result(y: Tensor, layout: str, x_shape: Sequence[int]) -> Tensor:
+    """The same of kernels' y as a tensor of no base, for the user."""
+    memory = y.permute(_MEMORY[order_of(layout, x_shape)])
+    return as_result(memory, output_shape(layout, x_shape, y.shape[2], y.shape[3]))
 
 
 def output_shape(layout: str, x_shape: Sequence[Any], groups: int, n: int) -> tuple[Any, ...]:

@@ -265,7 +265,12 @@ def _shared(
     groups, n, _ = weight.shape
     flat = None if bias is None else bias.flatten()
     y = single.linear_act(x, weight.flatten(0, 1), flat, activation=activation, backend=backend)
-    return y.unflatten(-1, (groups, n))
+    shaped = y.unflatten(-1, (groups, n))
+    if not isinstance(y, Tensor) or calls.unlike_plain((y,)) or _is_compiling():
+        return shaped
+    if y.requires_grad or calls.recorded():  # y may be kept: changes of the two count as one's
+        return shaped
+    return calls.as_result(shaped, shaped.shape)
 
 
 def _unusual(

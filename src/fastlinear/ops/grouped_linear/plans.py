@@ -76,7 +76,7 @@ def inference_plan(choice: Choice, activation: str, layout: str) -> Plan:
         order = layouts.order_of(layout, x.shape)
         rows = layouts.blocks(x, layout, groups, k)
         y = run(rows, weight, bias, activation, False, order)[0]
-        return layouts.unblocked(y, layout, x.shape)
+        return layouts.result(y, layout, x.shape)
 
     return plan
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastlinear.dispatch.select import Choice
+from fastlinear.ops.common import calls
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import reference
 from fastlinear.ops.linear_act.backends import BACKWARD_PIECES, WHOLE_BACKWARD
@@ -76,12 +77,10 @@ class Formula:
         self, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """(y (..., N), the pre-activation (M, N) where the backward reads it); no gradients."""
-        flat = x.dim() == 2
-        x2 = x if flat else x.reshape(-1, x.shape[-1])
+        x2 = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         save_pre = self.saved == "pre"
         y, pre = self.run(x2, weight, bias, self.activation, save_pre)
-        if not flat:
-            y = y.view(*x.shape[:-1], weight.shape[0])
+        y = calls.as_result(y, (*x.shape[:-1], weight.shape[0]))
         return y, pre if save_pre else None
 
     def gradients(

@@ -163,7 +163,7 @@ def _inference(chosen: tuple[Choice, ...], activation: str) -> Plan:
             y: Tensor = run(x, weight, bias, activation, False)[0]
             return y
         y = run(x.reshape(-1, x.shape[-1]), weight, bias, activation, False)[0]
-        return y.view(*x.shape[:-1], weight.shape[0])
+        return calls.as_result(y, (*x.shape[:-1], weight.shape[0]))
 
     return plan
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastlinear.ops.common import calls
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.mlp import reference
 from fastlinear.ops.mlp.reference import Biases, Needs, Weights
@@ -38,12 +39,10 @@ class Formula:
     ) -> tuple[Tensor | None, ...]:
         """y, then for each layer what its backward reads besides the arguments, or None."""
         bs = (None,) * self.layers if biases is None else tuple(biases)
-        flat = x.dim() == 2
-        x2 = x if flat else x.reshape(-1, x.shape[-1])
+        x2 = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         names = self.activation, self.final_activation
         y, saved = self.run(x2, tuple(weights), bs, *names, True)
-        if not flat:
-            y = y.view(*x.shape[:-1], y.shape[-1])
+        y = calls.as_result(y, (*x.shape[:-1], y.shape[-1]))
         kind = activation_of(self.final_activation).saved
         last = {"none": None, "output": y, "pre": saved[-1]}[kind]
         return (y, *saved[:-1], last)

@@ -12,7 +12,7 @@ from fastlinear.dispatch.select import Choice, select
 from fastlinear.ops.common import door_node
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.autocast import cast as autocast_copy
-from fastlinear.ops.common.calls import autocast_dtype, is_captured
+from fastlinear.ops.common.calls import as_result, autocast_dtype, is_captured
 from fastlinear.ops.mlp import programs, reference, whole_cpp
 from fastlinear.ops.mlp.autograd import Formula, Mlp
 from fastlinear.ops.mlp.layerwise import IN_PLACE
@@ -103,7 +103,8 @@ def _chain_in_place(activation: str, final_activation: str) -> Plan:
                 h = activation_of(name).value(h)
             else:
                 in_place(h)
-        return h
+        # torch's activations return no view, as its layers do of more than two dimensions
+        return h if x.dim() == 2 or final_activation == "none" else as_result(h, h.shape)
 
     return plan
 
@@ -118,7 +119,7 @@ def _inference(run: Callable[..., Any], activation: str, final_activation: str) 
             return y
         rows = x.reshape(-1, x.shape[-1])
         y = run(rows, tuple(weights), bs, activation, final_activation, False)[0]
-        return y.view(*x.shape[:-1], y.shape[-1])
+        return as_result(y, (*x.shape[:-1], y.shape[-1]))
 
     return plan
 
