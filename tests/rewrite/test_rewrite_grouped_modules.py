@@ -16,6 +16,7 @@ from grouped_models import (
     Convolutions,
     Loop,
     Multichannel,
+    SlowGroups,
     Stack,
     optimized,
     same_results,
@@ -29,6 +30,7 @@ from fastlinear.report import page
 CASES = {
     "convolutions": (Convolutions, (7, 12, 5), {"one", "two"}),
     "loop": (lambda: nn.Sequential(Loop(4, 8)), (9, 32), {f"0.projs.{i}" for i in range(4)}),
+    "slow groups": (lambda: SlowGroups(32, 4), (2, 32, 9), {f"projs.{i}" for i in range(4)}),
     "stack": (lambda: nn.Sequential(Stack()), (2, 9, 3, 8), {f"0.a.{i}" for i in range(3)}),
     "bmm": (lambda: nn.Sequential(Multichannel()), (6, 9, 5), {"0"}),
     "turned": (lambda: nn.Sequential(Multichannel(True)), (6, 9, 5), {"0"}),

@@ -137,6 +137,8 @@ def _why_not_code(code: CodeType) -> str | None:
     for instruction in dis.get_instructions(code):
         if instruction.opname == "YIELD_VALUE" and code.co_name == GENERATOR:
             continue  # tracing consumes it as a call does
+        if instruction.opname == "STORE_DEREF" and instruction.argval in code.co_cellvars:
+            continue  # a local variable that a comprehension reads, before Python 3.12
         if instruction.opname in _UNTRACEABLE_OPS:
             return f"has a side effect or a block that tracing would lose ({instruction.opname})"
     frozen = sorted(set(code.co_names) & _UNTRACEABLE)
