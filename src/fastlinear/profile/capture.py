@@ -16,7 +16,7 @@ from fastlinear.core.inputs import normalize_inputs
 from fastlinear.core.precision import float32_precision
 from fastlinear.core.progress import Progress, silent
 from fastlinear.core.settings import MODES
-from fastlinear.profile import clock
+from fastlinear.profile import clock, own_calls
 from fastlinear.profile import diagnose as diagnosis
 from fastlinear.profile.events import module_ranges
 from fastlinear.profile.observe import Observation, observe
@@ -138,6 +138,7 @@ def capture(
         found.shares,
         lambda dtype, precision: clock.ceilings(device, dtype, precision),
     )
+    findings += tuple(own_calls.findings(model, seen.module_calls))
     progress("diagnose", _STAGES, _STAGES)
     report = ProfileReport(
         model_class=type(model).__name__,

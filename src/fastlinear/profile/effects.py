@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import Enum
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fastlinear.core.global_names import global_names, names_of
+from fastlinear.profile.own_calls import bypassing_child
 
 # Packages whose instances, as globals of a forward's code, hold nothing that tracing would lose.
 _STATELESS_HOMES = frozenset({"builtins", "types", "typing", "functools", "logging", "torch"})
@@ -37,12 +38,19 @@ def why_not_run(module: nn.Module) -> str | None:
     if not isinstance(forward, FunctionType):
         return "is no Python function"
     if forward.__module__.split(".")[0] == "torch":
-        return None
+        return _why_not_child(module, ())
     for function in functions_of(module, forward):
-        reason = _writes_outside(function.__code__) or _reads_state(module, function)
+        reason = _why_not_child(module, names_of(function.__code__))
+        reason = reason or _writes_outside(function.__code__) or _reads_state(module, function)
         if reason is not None:
             return reason
     return None
+
+
+def _why_not_child(module: nn.Module, names: Iterable[str]) -> str | None:
+    # a trace would take the code of its __call__ for the parent's, unread
+    child = bypassing_child(module, names)
+    return None if child is None else f"calls {child}, which defines __call__ itself"
 
 
 def functions_of(parent: nn.Module, forward: FunctionType) -> list[FunctionType]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 from fastlinear.core.text_table import as_text, table
+from fastlinear.profile import own_calls
 from fastlinear.profile.records import Finding, ProfileReport
 from fastlinear.report.text import count
 
@@ -25,7 +27,7 @@ def render(report: ProfileReport, rows: int, width: int) -> str:
         f"{report.model_class}, {report.mode}, {report.device}: {report.step_us:.0f} µs a step, "
         f"{report.attributed:.1%} attributed to modules",
         _unattributed(report, cuda),
-        *([] if report.sites else [NO_LINEARS]),
+        *([] if report.sites else [no_linears(report.findings)]),
         *(f"note: {note}" for note in report.notes),
         "",
         f"Slowest modules (own {'kernel' if cuda else 'CPU'} time, µs per step)",
@@ -44,6 +46,15 @@ def render(report: ProfileReport, rows: int, width: int) -> str:
     else:
         parts.append("No findings: nothing to do.")
     return as_text(parts, width)
+
+
+def no_linears(findings: Iterable[Finding]) -> str:
+    """What is said of a model without sites."""
+    hidden = sum(f.code == own_calls.CODE for f in findings)
+    if not hidden:
+        return NO_LINEARS
+    some = "a module defines" if hidden == 1 else f"{hidden} modules define"
+    return f"no linear layers were seen here, but {some} __call__ and so cannot be seen (below)"
 
 
 def _unattributed(report: ProfileReport, cuda: bool) -> str:

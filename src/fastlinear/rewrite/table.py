@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastlinear.core.text_table import as_text, table
 from fastlinear.core.timing import Ratio
-from fastlinear.profile.table import NO_LINEARS
+from fastlinear.profile.table import no_linears
 
 if TYPE_CHECKING:
     from fastlinear.profile.records import Finding
@@ -119,7 +119,7 @@ def _note_of_pairs(result: Result) -> list[str]:
 
 def _counts(result: Result) -> str:
     if not result.sites:
-        return f"{NO_LINEARS}: nothing to optimize"
+        return f"{no_linears(result.findings)}: nothing to optimize"
     counts = ", ".join(f"{n} {k.replace('_', ' ')}" for k, n in result.summary().items())
     graphs = [s for s in result.sites if s.rule == "graphed"]
     compiled = [s for s in result.sites if s.rule == "compiled"]
