@@ -103,7 +103,8 @@ struct GeluTanh {
   static float d(float dy, float x) {
     const float z = x * (kAlpha + kBeta * x * x);
     const float more = slope_(z) * x * (kAlpha + 3.0f * kBeta * x * x);
-    return dy * (sigmoid_(z) + (abs_(x) > 100.0f ? 0.0f : more));
+    // x - x: 0, and NaN of an infinity, as torch's
+    return dy * (sigmoid_(z) + (abs_(x) > 100.0f ? x - x : more));
   }
 };
 struct Sigmoid {

@@ -108,7 +108,7 @@ inline V dact(int which, V dy, V s) {
       const V g = sigmoid_(s * (kAlpha + kBeta * s * s), slope);
       // far out the slope is 0 and its factor may be infinite
       const V more = slope * s * (kAlpha + 3.0f * kBeta * s * s);
-      return dy * (g + pick(abs_(s) > all(100.0f), all(0.0f), more));
+      return dy * (g + pick(abs_(s) > all(100.0f), s - s, more));
     }
     case kSigmoid: return dy * (s * (1.0f - s));
     case kTanh: return dy * (1.0f - s * s);
