@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fastlinear as fl
 from fastlinear.core.compare import judge
-from fastlinear.core.errors import InputError, UnsupportedError
+from fastlinear.core.errors import FastlinearError, InputError, UnsupportedError
 from fastlinear.dispatch import backend as registry
 from fastlinear.dispatch.backend import Backend, family
 from fastlinear.dispatch.tune import tune
@@ -347,3 +347,12 @@ def test_orders_are_views() -> None:
         assert layouts.is_dense(rows, order)
         y = layouts.empty((*rows.shape[:3], N), order, x, x.dtype)
         assert layouts.unblocked(y, layout, shape).data_ptr() == y.data_ptr()
+
+
+@pytest.mark.parametrize("layout", ["... (g k)", "... k"])
+@pytest.mark.parametrize("backend", ["nope", "cublaslt", "conv"])
+def test_a_wrong_backend_is_this_functions_error(layout: str, backend: str) -> None:
+    x = torch.randn(5, 8 if "g" in layout else 4)
+    with pytest.raises(FastlinearError, match="^grouped_linear: ") as raised:
+        fl.grouped_linear(x, torch.randn(2, 3, 4), layout=layout, backend=backend)
+    assert raised.value.function == "grouped_linear"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from fastlinear.core.errors import InputError
+from fastlinear.core.errors import FastlinearError, InputError
 from fastlinear.core.precision import matmul_precision
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.explain import Explanation
@@ -264,7 +264,14 @@ def _shared(
         validate(x, weight, bias, activation, layouts.SHARED, backend)
     groups, n, _ = weight.shape
     flat = None if bias is None else bias.flatten()
-    y = single.linear_act(x, weight.flatten(0, 1), flat, activation=activation, backend=backend)
+    given = x, weight.flatten(0, 1), flat
+    if backend is None or _is_compiling():
+        y = single.linear_act(*given, activation=activation, backend=backend)
+    else:
+        try:
+            y = single.linear_act(*given, activation=activation, backend=backend)
+        except FastlinearError as error:  # the caller knows of no other function
+            raise type(error)(NAME, *error.args[1:]) from error
     shaped = y.unflatten(-1, (groups, n))
     if not isinstance(y, Tensor) or calls.unlike_plain((y,)) or _is_compiling():
         return shaped
