@@ -353,6 +353,6 @@ def test_orders_are_views() -> None:
 @pytest.mark.parametrize("backend", ["nope", "cublaslt", "conv"])
 def test_a_wrong_backend_is_this_functions_error(layout: str, backend: str) -> None:
     x = torch.randn(5, 8 if "g" in layout else 4)
-    with pytest.raises(FastlinearError, match="^grouped_linear: ") as raised:
+    with pytest.raises(FastlinearError, match=r"^grouped_linear: ") as raised:
         fl.grouped_linear(x, torch.randn(2, 3, 4), layout=layout, backend=backend)
     assert raised.value.function == "grouped_linear"

@@ -67,7 +67,7 @@ def by_python(lists: Lists, activation: str = "relu") -> list[Tensor]:
 
 
 def served(ys: Sequence[Tensor]) -> bool:
-    node = ys[0].grad_fn
+    node = next((y.grad_fn for y in ys if y.requires_grad), None)
     return node is not None and node.name() == programs.NAME
 
 
@@ -75,8 +75,10 @@ def admitted(run: Callable[[], list[Tensor]]) -> list[Tensor]:
     """The third result: the first two calls and their backwards run in Python."""
     for _ in range(2):
         ys = run()
-        if ys[0].requires_grad:
-            torch.autograd.backward(ys, [torch.zeros_like(y) for y in ys], inputs=[ys[0]])
+        trained = [y for y in ys if y.requires_grad]
+        if trained:
+            zeros = [torch.zeros_like(y) for y in trained]
+            torch.autograd.backward(trained, zeros, inputs=trained[:1])
     return run()
 
 
@@ -93,7 +95,8 @@ def same(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> N
 
 
 def gradients(ys: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[Tensor]:
-    return list(torch.autograd.grad(ys, wanted, dys_of(ys), retain_graph=True))
+    trained = [y for y in ys if y.requires_grad]
+    return list(torch.autograd.grad(trained, wanted, dys_of(trained), retain_graph=True))
 
 
 def compare(lists: Lists, activation: str = "relu") -> None:
@@ -474,3 +477,28 @@ def test_threads_and_copies() -> None:
     with torch.no_grad():
         ys = copy.deepcopy(together(lists, "gelu"))
     same(ys, expected)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "none"])
+def test_frozen_groups_have_no_gradients(activation: str) -> None:
+    """As a layer of PyTorch whose tensors are all frozen; the others keep theirs."""
+    lists = drawn()
+    for ts in lists:
+        for g in (0, 2):
+            if ts is not None and ts[g] is not None:
+                ts[g].requires_grad_(False)
+    wanted = leaves(lists)
+    for _ in range(4):  # the first two in Python
+        ys = together(lists, activation)
+        assert [y.requires_grad for y in ys] == [g not in (0, 2) for g in range(len(ys))]
+        trained = [y.square().sum() for y in ys if y.requires_grad]
+        found = torch.autograd.grad(trained, wanted, create_graph=True)
+        torch.autograd.grad([t.square().sum() for t in found], wanted)
+        loop = fl.unequal_linear(*lists, activation=activation, backend="loop")
+        expected = torch.autograd.grad([y.square().sum() for y in loop if y.requires_grad], wanted)
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b)
+        ys = together(lists, activation)
+        plain = torch.autograd.grad([y.square().sum() for y in ys if y.requires_grad], wanted)
+        for a, b in zip(plain, expected, strict=True):
+            torch.testing.assert_close(a, b)

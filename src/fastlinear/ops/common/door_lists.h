@@ -310,14 +310,20 @@ inline PyObject* called(const std::shared_ptr<const ListPlan>& plan, const Call&
   if (!forward_by_program(*plan, given, stream, ys, kept)) forward_by_python(*plan, args, ys, kept);
   if (plan->backward.o != Py_None) {
     autograd::edge_list edges(plan->count);
-    for (size_t i = 0; i < plan->count; ++i)
-      if (given[i].defined() && given[i].requires_grad())
-        edges[i] = autograd::impl::gradient_edge(given[i]);
+    std::vector<bool> trained(plan->results);  // inputs come first, then weights, then biases
+    for (size_t i = 0; i < plan->count; ++i) {
+      if (!given[i].defined() || !given[i].requires_grad()) continue;
+      edges[i] = autograd::impl::gradient_edge(given[i]);
+      trained[i % plan->results] = true;
+    }
     auto owner = new_node<ListNode>(std::move(edges));
     auto& node = static_cast<ListNode&>(*owner);
     node.plan = plan;
     node.keys = ys[0].key_set();
-    for (auto& y : ys) autograd::impl::set_gradient_edge(y, {owner, node.add_input_metadata(y)});
+    for (size_t i = 0; i < ys.size(); ++i) {
+      const auto number = node.add_input_metadata(ys[i]);
+      if (trained[i]) autograd::impl::set_gradient_edge(ys[i], {owner, number});
+    }
     // all are kept: second derivatives start from them
     node.saved.reserve(plan->count + plan->results);
     for (const auto& t : given) {

@@ -136,6 +136,9 @@ class Together(torch.autograd.Function):
         ctx.save_for_backward(*given, *kept)
         ctx.call = formula, len(given)
         ctx.set_materialize_grads(False)
+        needs = ctx.needs_input_grad[2:]
+        frozen = [y for g, y in enumerate(ys) if not any(needs[g::groups])]
+        ctx.mark_non_differentiable(*frozen)
         return tuple(ys)
 
     @staticmethod
