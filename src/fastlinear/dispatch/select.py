@@ -1,7 +1,7 @@
 """Pure selection: forced → user's tuned cache → shipped table → analytic default.
 
-A tuned decision in doubt does not replace the choice without it, where that may be faster within the
-noise of its measurement.
+A tuned decision in doubt does not replace the choice without it, where that may be faster within
+the noise of its measurement.
 
 Nothing here measures anything, and nothing here imports a backend.
 """

@@ -133,7 +133,7 @@ class Work:
         return gain if known else None
 
     def doubt(self, problems: Iterable[Problem]) -> str:
-        """What leaves the tuning of these Problems in doubt, in words; ``""`` where nothing does."""
+        """What leaves the tuning of these Problems in doubt; ``""`` where nothing does."""
         found = (self.tuned[p].doubt for p in problems if p in self.tuned)
         return "; ".join(dict.fromkeys(text for text in found if text))
 
