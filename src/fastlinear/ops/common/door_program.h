@@ -306,7 +306,7 @@ class Program {
       if (i >= 0) used.at(i) = true;
     for (auto step = steps_.rbegin(); step != steps_.rend(); ++step) {
       for (const auto i : step->tensors()) {
-        if (used.at(i)) continue;
+        if (i < 0 || used.at(i)) continue;  // -1 is no tensor
         used[i] = true;
         step->last.push_back(i);
       }
