@@ -16,7 +16,7 @@ from fastlinear.bench.__main__ import main
 from fastlinear.bench.case import Case
 from fastlinear.bench.cases import EXPERIMENTS, overhead
 from fastlinear.bench.chains import peers, problem_of
-from fastlinear.bench.headroom import headroom, markdown
+from fastlinear.bench.headroom import best_rates, headroom, markdown
 from fastlinear.bench.heat import heats
 from fastlinear.bench.measure import Settings, run_case
 from fastlinear.bench.peer import Peer
@@ -269,17 +269,19 @@ def test_the_tables_of_what_there_is_to_gain_are_what_the_rows_say() -> None:
         for r in rows
         if r["contender"] == "eager" and r["case"]["dims"] == {"M": 64, "L": 8, "H": 1024}
     )
-    assert one.most == pytest.approx(1 / eager["roofline"]["fraction"])
+    (rate,) = best_rates(rows).values()
+    assert one.most == pytest.approx(rate / eager["roofline"]["flops_per_s"])
+    assert one.most > 1 / eager["roofline"]["fraction"]  # its own process measured a slower product
     assert one.reached is not None
     assert one.reached < one.most
 
 
 def test_there_is_no_such_floor_on_a_gpu_of_small_cells_or_by_memory() -> None:
-    place = {"bound": "compute", "floor_us": 5.0}
+    place = {"bound": "compute", "fraction": 0.5, "flops_per_s": 1e9}
     row = {
         "experiment": "overhead", "metric": "wall", "direction": "forward", "contender": "eager",
-        "case": {"device": "cpu", "dims": {"L": 2, "M": 64, "H": 256}},
-        "roofline": place, "median_us": 10.0,
+        "case": {"device": "cpu", "dtype": "float32", "dims": {"L": 2, "M": 64, "H": 256}},
+        "roofline": place, "median_us": 10.0, "env": {"device": {"name": "a CPU"}},
     }  # fmt: skip
     (cell,) = headroom([row])
     assert (cell.most, cell.reached) == (2.0, None)
@@ -296,6 +298,31 @@ def test_there_is_no_such_floor_on_a_gpu_of_small_cells_or_by_memory() -> None:
     ):
         with pytest.raises(InputError, match="rows of eager on a CPU"):
             headroom([other])
+
+
+def test_one_best_rate_holds_for_all_cells_of_a_machine() -> None:
+    """Of ceilings and of what contenders reach the largest: processes measure different ones."""
+
+    def row(contender: str, rate: float, fraction: float, **case: Any) -> Any:
+        place = {"bound": "compute", "fraction": fraction, "flops_per_s": rate}
+        dims = {"L": 2, "M": 64, "H": 256} | case.pop("dims", {})
+        return {
+            "experiment": "overhead", "metric": "wall", "direction": "forward",
+            "contender": contender, "roofline": place, "median_us": 1e12 / rate,
+            "case": {"device": "cpu", "dtype": "float32", "dims": dims} | case,
+            "env": {"device": {"name": "a CPU"}},
+        }  # fmt: skip
+
+    slow = row("eager", 50e9, 0.5)
+    assert headroom([slow])[0].most == 2.0
+    quick = row("eager", 50e9, 0.4, dims={"H": 512})  # a ceiling of 125 GFLOP/s
+    assert {h.most for h in headroom([slow, quick])} == {2.5}
+    peer = row("onednn", 150e9, 1.5)
+    assert {h.most for h in headroom([slow, quick, peer])} == {3.0}
+    for name in ("fastlinear[strassen]", "fastlinear_fast"):  # it does not do all that is counted
+        assert {h.most for h in headroom([slow, quick, row(name, 150e9, 1.5)])} == {2.5}
+    assert headroom([slow, row("eager", 400e9, 0.5, dtype="bfloat16")])[0].most == 2.0
+    assert markdown([slow, peer]).startswith("Best rate of a product in these rows: 150 GFLOP/s")
 
 
 def test_the_command_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:

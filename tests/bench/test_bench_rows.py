@@ -11,6 +11,7 @@ import torch
 
 from fastlinear.bench import behind, ceilings, read_rows, rows, terms, write_rows
 from fastlinear.bench.case import Case
+from fastlinear.bench.notes import notes_behind
 from fastlinear.core.compare import Verdict
 from fastlinear.core.cost import Ceilings, Cost
 from fastlinear.core.errors import InputError
@@ -112,6 +113,22 @@ def test_behind_finds_losses_beyond_noise_only() -> None:
     assert behind([_timed("eager", 5.0, "other", 2.0), _timed("other", 1.0)]) == []
     memory = [r | {"metric": "peak_memory"} for r in cells]
     assert behind(memory) == []
+
+
+def test_losses_within_noise_are_counted_apart() -> None:
+    """A ratio above 1.02 whose interval reaches below is none of ``behind``, and is told."""
+    cells = []
+    for i, (ratio, low) in enumerate(((1.27, 0.98), (1.17, 1.01), (1.10, 1.05), (1.01, 0.99))):
+        own = _timed("fastlinear", 5.0, "eager", low) | {"ratio_to_best": ratio}
+        cells += [r | {"problem": str(i)} for r in (own, _timed("eager", 4.0))]
+    assert [r["problem"] for r in behind(cells)] == ["2"]
+    assert [r["problem"] for r in rows.behind_within_noise(cells)] == ["0", "1"]
+    head, open_, line, own = notes_behind(cells)
+    assert head.endswith("on its terms, beyond noise, in 1 measurements")
+    reach = "up to 1.270, by intervals that reach below 1.02"
+    assert open_ == f"  2 more read so within noise ({reach})"
+    assert line == "  2 forward wall: 1.100 of eager"
+    assert own.endswith("a backend of ours, beyond noise, in 0 measurements")
 
 
 def test_where_the_paired_ratio_was_formed_with_a_peer_on_other_terms() -> None:

@@ -433,7 +433,9 @@ def test_bench(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(data_of(result)["rows"]) == 3
     assert "0.67×" in (folder / "bench.html").read_text()
     shown = run("bench", "linear").stdout
-    assert "more than 2% behind the best peer on its terms in 1" in shown
+    assert "more than 2% behind the best peer on its terms, beyond noise, in 1" in shown
+    assert "within noise" not in shown
+    assert "default more than 2% behind a backend of ours, beyond noise, in 0" in shown
     lines = [line.split() for line in shown.splitlines()]
     assert lines[0] == ["relu", "M1", "K2", "N3", "L1", "float32:", "forward,", "wall"]
     assert "of eager  of best peer  best peer" in shown.splitlines()[1]
@@ -447,6 +449,10 @@ def test_bench(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = run("bench", "linear").stdout
     assert "above 100% of the measured roofline: 2 of 2 measurements, up to 130%" in shown
     assert "another product is faster" in shown
+    place.update(fraction=2.71)
+    shown = run("bench", "linear").stdout
+    assert "another product is faster" not in shown
+    assert "2 (up to 271%): not credible: no product is that much faster" in shown
 
 
 def test_explain_diagonal_says_what_to_expect(run: Run) -> None:

@@ -166,6 +166,27 @@ def test_a_doubt_that_is_no_text_is_damage() -> None:
         assert cache.tuned(example(), backends("eager", "onednn")) is None
 
 
+@pytest.mark.parametrize("rivals", [3, "onednn", [3]])
+def test_rivals_that_are_no_names_are_damage(rivals: object) -> None:
+    store()
+    data = json.loads(cache.cache_path("cpu").read_text())
+    next(iter(data["entries"].values()))["rivals"] = rivals
+    damage(json.dumps(data).encode())
+    with pytest.warns(CacheWarning, match="rivals are no list of names"):
+        assert cache.tuned(example(), backends("eager", "onednn")) is None
+
+
+def test_an_entry_in_doubt_that_names_no_rivals_may_have_any() -> None:
+    assert decided("a close rival")
+    data = json.loads(cache.cache_path("cpu").read_text())
+    for item in data["entries"].values():
+        del item["rivals"]
+    damage(json.dumps(data).encode())
+    entry = read()
+    assert entry is not None
+    assert entry.rivals == ("onednn",)
+
+
 def test_tuning_replaces_a_damaged_file() -> None:
     path = damage(b"{ truncated")
     with pytest.warns(CacheWarning):

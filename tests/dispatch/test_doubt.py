@@ -9,7 +9,9 @@ import pytest
 from fastlinear.core.timing import Samples
 from fastlinear.dispatch import cache, doubt
 from fastlinear.dispatch import tune as tuning
-from fastlinear.dispatch.doubt import doubt_of
+from fastlinear.dispatch.doubt import doubt_of, rivals_of
+from fastlinear.dispatch.select import select
+from fastlinear.ops import mlp
 from fastlinear.ops.linear_act.backends import problem
 
 QUIET = (100.0, 100.5, 99.5, 100.2, 99.8)
@@ -74,3 +76,35 @@ def test_a_quiet_tuning_replaces_a_noisy_one_and_not_the_other_way_round(
     third = measured(noisy)
     assert (third.best, third.stored) == ("eager", False)
     assert next(iter(cache.entries("cpu").values()))["best"] == "onednn"
+
+
+def test_rivals_are_those_within_noise_the_closest_first() -> None:
+    noisy, noisier = (110.0, 90.0, 108.0, 93.0, 104.0), (150.0, 50.0, 130.0, 60.0, 120.0)
+    times = of(eager=QUIET, slow=scaled(2.0), alike=scaled(0.99), onednn=noisy, other=noisier)
+    assert rivals_of("eager", times) == ("other", "onednn")
+    assert rivals_of("eager", of(eager=QUIET)) == ()
+
+
+def test_a_noisy_tuning_does_not_replace_the_default_it_could_not_judge(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = 2, (16, 16, 16)
+    p = mlp.backends.problem("forward", *sizes, dtype="float32", device="cpu")
+    assert select(p).backend.name == "whole_cpp"
+    shaken = tuple(us * f for us, f in zip(QUIET, (0.1, 0.08, 1.2, 1.1, 0.09), strict=True))
+
+    def interleave(contenders: Any, **_: Any) -> dict[str, Samples]:
+        return of(**dict.fromkeys(contenders, scaled(3.0)) | {"eager": QUIET, "whole_cpp": whole})
+
+    monkeypatch.setattr(tuning, "interleave", interleave)
+    monkeypatch.setattr(doubt, "load_average", lambda: None)
+    whole = shaken
+    found = tuning.tune(p)
+    assert (found.best, found.rivals) == ("eager", ("whole_cpp",))
+    kept = select(p)
+    assert (kept.backend.name, kept.source) == ("whole_cpp", "default")
+    assert f"tuning took eager in its place and is in doubt: {found.doubt}; tune" in kept.reason
+    assert "no measurement" not in kept.reason
+    whole = scaled(1.5)  # a quiet measurement decides
+    assert tuning.tune(p).doubt == ""
+    assert (select(p).backend.name, select(p).source) == ("eager", "tuned")

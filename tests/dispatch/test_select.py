@@ -99,6 +99,24 @@ def test_order_forced_tuned_table_default(
     assert (chosen.backend.name, chosen.source) == ("fast", "forced")
 
 
+def test_a_doubt_keeps_the_choice_without_it_where_that_is_a_rival(
+    toy: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    able, times = toy.candidates("forward")[:2], {"slow": 2.0, "fast": 1.0}
+    cache.store(call(), able, "fast", times, "it was busy", ())
+    assert (select(call()).backend.name, select(call()).source) == ("fast", "tuned")
+    cache.store(call(), able, "fast", times, "it was busy", ("slow",))
+    kept = select(call())
+    assert (kept.backend.name, kept.source) == ("slow", "default")
+    assert "tuning took fast in its place and is in doubt: it was busy" in kept.reason
+    ship(monkeypatch, tmp_path, (call(), "fast"))
+    assert (select(call()).backend.name, select(call()).source) == ("fast", "tuned")
+    cache.store(call(), able, "slow", times, "it was busy")  # any may be: nothing says which
+    kept = select(call())
+    assert (kept.backend.name, kept.source) == ("fast", "table")
+    assert kept.reason.endswith("tune again when it is quiet")
+
+
 def test_the_other_regime_stands_in(toy: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inside a CUDA graph and outside are measured apart; either stands in for the other."""
     outside = Problem("toy", "forward", (("M", 16), ("K", 4)), "float32", "cuda")

@@ -35,6 +35,7 @@ def row(
     }
 
 
+FLOAT32 = {"case": {"dtype": "float32"}}
 CUDA = {"device": {"kind": "cuda", "l2_bytes": 50 * MIB}, "cold_l2": True}
 
 
@@ -48,7 +49,12 @@ CUDA = {"device": {"kind": "cuda", "l2_bytes": 50 * MIB}, "cold_l2": True}
         (row(1.5, mib=65), above.WRONG),
         (row(1.5, cache_bytes=32 * MIB), above.CACHES),
         (row(1.5, mib=40, cache_bytes=32 * MIB), above.WRONG),
-        (row(1.5, bound="compute"), above.PRODUCT),
+        (row(1.25, bound="compute"), above.PRODUCT),
+        (row(1.31, bound="compute"), above.NOT_CREDIBLE),
+        (row(2.71, bound="compute"), above.NOT_CREDIBLE),
+        (row(1.5, bound="compute", contender="fastlinear[strassen]"), above.PRODUCT),
+        (row(1.5, bound="compute", **CUDA), above.NOT_CREDIBLE),
+        (row(1.5, bound="compute", **CUDA) | FLOAT32, above.PRODUCT),  # three TF32 products
         (row(1.5, mib=40, **CUDA), above.L2),
         (row(1.5, mib=60, **CUDA), above.WRONG),
         (row(1.5, mib=400, contender="fastlinear_bare_copy", **CUDA), above.BARE),

@@ -13,6 +13,7 @@ from fastlinear.core.errors import InputError
 from fastlinear.core.settings import Config
 from fastlinear.core.timing import Samples
 from fastlinear.dispatch import backend as registry
+from fastlinear.dispatch import tune
 from fastlinear.rewrite import finish, optimize_
 from fastlinear.rewrite.trial import measure
 from fastlinear.rewrite.trial import site as site_module
@@ -24,13 +25,29 @@ X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
 TRAIN = Config(mode="train", draws=2, optimizer_steps=2)
 
 
-def test_eager_best_is_nothing_to_do(clock: Clock) -> None:
+def test_eager_best_is_nothing_to_do(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "doubt_of", lambda *_: "")
     clock({"onednn": 200.0, "onednn_packed": 200.0})
     model = mlp().eval()
     result = optimize_(model, X)
     assert result.nothing_to_do == 3
     assert {s.code for s in result.sites} == {"eager_is_best"}
+    assert "is the fastest backend" in result.sites[0].reason
     assert "forward" not in vars(model[0])
+
+
+def test_a_doubt_of_what_tuning_found_is_told(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock({"onednn": 200.0, "onednn_packed": 200.0})
+    monkeypatch.setattr(tune, "doubt_of", lambda *_: "the machine was busy")
+    result = optimize_(mlp().eval(), X)
+    assert result.nothing_to_do == 3
+    told = "Dispatch takes PyTorch's own path; the measurement is in doubt: the machine was busy."
+    assert {s.reason for s in result.sites} == {told}
+    left = [note for note in result.notes if note.startswith("chain ")]
+    assert left
+    assert all("in doubt: the machine was busy" in note for note in left)
 
 
 def test_a_slower_site_is_rejected(clock: Clock) -> None:

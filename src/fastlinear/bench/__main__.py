@@ -8,8 +8,9 @@ from pathlib import Path
 
 from fastlinear.bench.cases import EXPERIMENTS
 from fastlinear.bench.headroom import markdown
+from fastlinear.bench.notes import notes_behind
 from fastlinear.bench.plot import plot
-from fastlinear.bench.rows import Row, behind, read_rows
+from fastlinear.bench.rows import Row, read_rows
 from fastlinear.bench.run import run
 from fastlinear.bench.table import build_table, read_table, table_path, with_rows, write_table
 from fastlinear.bench.table_grid import table_problems
@@ -85,8 +86,9 @@ def _experiment(given: argparse.Namespace) -> int:
     )
     for row in rows:
         print(_line(row))
-    late = behind(rows)
-    print(f"{len(rows)} rows; fastlinear more than 2% behind the best peer in {len(late)}")
+    print(f"{len(rows)} rows")
+    for line in notes_behind(rows):
+        print(line)
     if given.plot is not None:
         print(f"plot: {plot(rows, given.plot)}")
     return 0

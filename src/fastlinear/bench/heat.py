@@ -10,14 +10,14 @@ from typing import Any
 
 from fastlinear.bench.case import TIMED
 from fastlinear.bench.figure import written
-from fastlinear.bench.headroom import floor_us
+from fastlinear.bench.headroom import best_rates, floor_us
 from fastlinear.bench.rows import Row
 from fastlinear.core.errors import InputError
 
 BASELINE = "eager"
 FLOOR = "floor"
 COLUMNS = {
-    FLOOR: "products alone, at the measured rate",
+    FLOOR: "products alone, at the best measured rate",
     "hand_loop": "overhead removed",
     "fastlinear[layerwise]": "+ pointwise fusion",
     "fastlinear[graph]": "+ pointwise fusion, CUDA graph",
@@ -44,7 +44,7 @@ class Heat:
         rows: (layers, batch), most layers and largest batch first.
         widths: hidden widths, ascending.
         speeds: contender → (layers, batch, width) → time of eager over its time; on a CPU
-            ``FLOOR`` stands for the floor of ``bench.headroom``, the most there is to gain.
+            ``FLOOR`` stands for the products alone of ``bench.headroom``.
         left_out: the cells that nobody was measured in → why.
     """
 
@@ -63,9 +63,9 @@ def heats(rows: Iterable[Row]) -> list[Heat]:
     """
     times: dict[tuple[str, str, str, str], dict[str, dict[Cell, float]]] = {}
     left: dict[tuple[str, str, str, str], dict[Cell, str]] = {}
-    for row in rows:
-        if row["experiment"] != "overhead":
-            continue
+    known = [row for row in rows if row["experiment"] == "overhead"]
+    rates = best_rates(known)
+    for row in known:
         case = row["case"]
         key = (row["env"]["device"]["name"], case["dtype"], row["metric"], row["direction"])
         cell = (case["dims"]["L"], case["dims"]["M"], case["dims"]["H"])
@@ -73,7 +73,7 @@ def heats(rows: Iterable[Row]) -> list[Heat]:
             left.setdefault(key, {})[cell] = row["skipped"]
         if row["metric"] in TIMED and row["median_us"] is not None:
             times.setdefault(key, {}).setdefault(row["contender"], {})[cell] = row["median_us"]
-            if (us := floor_us(row)) is not None:
+            if (us := floor_us(row, rates)) is not None:
                 times[key].setdefault(FLOOR, {})[cell] = us
     found = []
     for key, contenders in times.items():

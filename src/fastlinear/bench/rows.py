@@ -137,6 +137,16 @@ def behind(rows: Iterable[Row], by: float = 0.02) -> list[Row]:
     terms that no form takes (see ``fastlinear.bench.terms``) is for none. Ratio and peer of a row
     that is returned are those that count.
     """
+    return [row for row, beyond in _slower(rows, by) if beyond]
+
+
+def behind_within_noise(rows: Iterable[Row], by: float = 0.02) -> list[Row]:
+    """Rows that read slower by more than ``by`` like those of ``behind``, but within noise."""
+    return [row for row, beyond in _slower(rows, by) if not beyond]
+
+
+def _slower(rows: Iterable[Row], by: float) -> list[tuple[Row, bool]]:
+    """Rows that read slower by more than ``by``, each with whether it is beyond noise."""
     cells: dict[tuple[str, str, str], dict[str, Row]] = {}
     for r in rows:
         if _is_timed(r):
@@ -145,7 +155,7 @@ def behind(rows: Iterable[Row], by: float = 0.02) -> list[Row]:
     return [late for cell in cells.values() for late in _late(cell, by)]
 
 
-def _late(cell: Mapping[str, Row], by: float) -> list[Row]:
+def _late(cell: Mapping[str, Row], by: float) -> list[tuple[Row, bool]]:
     forms = [cell[name] for name in _FORMS if name in cell]
     peers = [r for r in cell.values() if not r["ours"]]
     found = []
@@ -161,8 +171,9 @@ def _late(cell: Mapping[str, Row], by: float) -> list[Row]:
                 "ratio_to_best": own["median_us"] / us,
                 "ratio_ci95": [low / us, None],
             }
-        if own["ratio_ci95"] and own["ratio_ci95"][0] > 1.0 + by:
-            found.append(own)
+        beyond = bool(own["ratio_ci95"]) and own["ratio_ci95"][0] > 1.0 + by
+        if beyond or (own["ratio_to_best"] or 0.0) > 1.0 + by:
+            found.append((own, beyond))
     return found
 
 

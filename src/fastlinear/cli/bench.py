@@ -172,18 +172,10 @@ def _show(rows: list[dict[str, Any]]) -> None:
 
 
 def _show_late(rows: list[dict[str, Any]]) -> None:
-    from fastlinear.bench import behind
+    from fastlinear.bench.notes import notes_behind
     from fastlinear.report.above import notes_above
 
     asked = {(r["contender"], "; ".join(r["terms"])) for r in rows if r.get("terms")}
     table("on terms of their own", ("contender", "terms"), sorted(asked))
-    late = behind(rows)
-    typer.echo(
-        f"fastlinear more than 2% behind the best peer on its terms in {len(late)} measurements"
-    )
-    for row in late:
-        own = "" if row["contender"] == "fastlinear" else f" {row['contender']}"
-        of = f"{row['ratio_to_best']:.3f} of {row['best_peer']}"
-        typer.echo(f"  {row['problem']} {row['direction']} {row['metric']}{own}: {of}")
-    for line in notes_above(rows):
+    for line in (*notes_behind(rows), *notes_above(rows)):
         typer.echo(line)

@@ -97,7 +97,8 @@ def tune(
     """Verify every backend on this machine, time them interleaved, remember the fastest.
 
     A backend replaces PyTorch's own path only when it is faster beyond noise. What is in doubt (a
-    close rival, scattered times, a busy machine) is marked so, and never replaces what is not.
+    close rival, scattered times, a busy machine) is marked so, and never replaces what is not, nor
+    the choice without tuning where that is the close rival.
 
     Examples:
 
@@ -234,6 +235,7 @@ def _as_json(tuned: Tuned) -> dict[str, Any]:
         "rejected": tuned.rejected,
         "stored": tuned.stored,
         "doubt": tuned.doubt,
+        "rivals": list(tuned.rivals),
     }
 
 

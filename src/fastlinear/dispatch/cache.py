@@ -44,11 +44,14 @@ class Entry:
         best: the winning backend.
         times_us: backend → median microseconds.
         doubt: why the measurement leaves the decision open, in words; ``""`` where it does not.
+        rivals: the measured backends that may be faster than the winner within noise. Where one of
+            them is the choice without this measurement, it stays so.
     """
 
     best: str
     times_us: dict[str, float]
     doubt: str = ""
+    rivals: tuple[str, ...] = ()
 
     def story(self) -> str:
         """One sentence for explain."""
@@ -76,7 +79,10 @@ def tuned(problem: Problem, able: Sequence[Backend]) -> Entry | None:
     item = data.get(problem.key())
     if item is None or not _valid(item, able):
         return None
-    return Entry(item["best"], dict(item["times_us"]), item.get("doubt", ""))
+    doubt = item.get("doubt", "")
+    every = [name for name in item["times_us"] if name != item["best"]] if doubt else []
+    rivals = tuple(item.get("rivals", every))  # entries of before they were kept: any may be one
+    return Entry(item["best"], dict(item["times_us"]), doubt, rivals)
 
 
 def store(
@@ -85,18 +91,23 @@ def store(
     best: str,
     times_us: dict[str, float],
     doubt: str = "",
+    rivals: Sequence[str] | None = None,
 ) -> bool:
-    """Write one decision, and what leaves it in doubt.
+    """Write one decision, what leaves it in doubt, and which backends may be faster than its
+    winner within noise (by default all others where there is a doubt).
 
     One in doubt does not replace a valid one of the same backends that is not: any other does.
     Returns False where it was not written for that reason, or (after one warning) where the folder
     cannot be.
     """
     path = cache_path(problem.device)
+    if rivals is None:
+        rivals = [name for name in times_us if name != best] if doubt else []
     item: dict[str, Any] = {
         "best": best,
         "times_us": times_us,
         "doubt": doubt,
+        "rivals": list(rivals),
         "torch": torch.__version__,
         "hashes": {b.name: b.source_hash() for b in able if b.name in times_us},
         "problem": problem.bucketed().to_json(),
@@ -228,6 +239,9 @@ def _parse(path: Path) -> dict[str, Any]:
                 raise ValueError("an entry's times are not numbers")
             if not isinstance(item.get("doubt", ""), str):
                 raise ValueError("an entry's doubt is no text")
+            rivals = item.get("rivals", [])
+            if not isinstance(rivals, list) or not all(isinstance(n, str) for n in rivals):
+                raise ValueError("an entry's rivals are no list of names")
             Problem.from_json(item["problem"])
     except _UNFIT as error:
         _warn(

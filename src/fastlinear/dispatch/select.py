@@ -1,11 +1,15 @@
 """Pure selection: forced → user's tuned cache → shipped table → analytic default.
 
+A tuned decision in doubt does not replace the choice without it, where that may be faster within
+the noise of its measurement.
+
 Nothing here measures anything, and nothing here imports a backend.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.core.problem import Problem
@@ -49,25 +53,55 @@ def select(problem: Problem, forced: str | None = None) -> Choice:
     if forced is not None:
         return _forced(problem, candidates, reasons, forced)
     by_name = {b.name: b for b in able}
-    for source, look in (("tuned", tuned), ("table", shipped)):
-        for asked in (problem, problem.other_regime()):
-            if asked is None:
+    untuned: Choice | None = None
+    doubted = ""
+    for asked in _regimes(problem):
+        entry = tuned(asked, able)
+        if entry is None or entry.best not in by_name:
+            continue
+        if entry.rivals:
+            untuned = untuned or _untuned(problem, able, reasons)
+            if untuned is not None and untuned.backend.name in entry.rivals:
+                doubted = doubted or (
+                    f"; tuning took {entry.best} in its place and is in doubt: {entry.doubt}; "
+                    "tune again when it is quiet"
+                )
                 continue
-            found = look(asked, able)
-            if found is None or found.best not in by_name:
-                continue
-            story = found.story() if asked is problem else f"{found.story()}, {_regime(asked)}"
-            return _choice(problem, by_name[found.best], source, story, reasons, found.times_us)
-    for name in fam.prefer(problem):
-        if name in by_name:
-            why = "first of the analytic order that can serve; no measurement covers this Problem"
-            return _choice(problem, by_name[name], "default", why, reasons, {})
+        story = entry.story() if asked is problem else f"{entry.story()}, {_regime(asked)}"
+        return _choice(problem, by_name[entry.best], "tuned", story, reasons, entry.times_us)
+    untuned = untuned or _untuned(problem, able, reasons)
+    if untuned is not None:
+        none = "; no measurement covers this Problem" if untuned.source == "default" else ""
+        return replace(untuned, reason=untuned.reason + (doubted or none))
     raise UnsupportedError(
         problem.family,
         "at least one backend able to serve the call",
         f"{problem.describe()}: " + "; ".join(f"{name}: {why}" for name, why in reasons.items()),
         "Change what these reasons name, or call PyTorch's own functions.",
     )
+
+
+def _untuned(
+    problem: Problem, able: Sequence[Backend], reasons: dict[str, str | None]
+) -> Choice | None:
+    """The choice of this machine without the user's measurements."""
+    by_name = {b.name: b for b in able}
+    for asked in _regimes(problem):
+        row = shipped(asked, able)
+        if row is not None and row.best in by_name:
+            story = row.story() if asked is problem else f"{row.story()}, {_regime(asked)}"
+            return _choice(problem, by_name[row.best], "table", story, reasons, row.times_us)
+    for name in family(problem.family).prefer(problem):
+        if name in by_name:
+            why = "first of the analytic order that can serve"
+            return _choice(problem, by_name[name], "default", why, reasons, {})
+    return None
+
+
+def _regimes(problem: Problem) -> tuple[Problem, ...]:
+    """The Problem, and on a GPU the same in the other regime."""
+    other = problem.other_regime()
+    return (problem,) if other is None else (problem, other)
 
 
 def _regime(problem: Problem) -> str:

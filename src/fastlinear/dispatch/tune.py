@@ -1,6 +1,7 @@
 """Tuning: verify every able backend against the oracle, then time the survivors interleaved.
 
-The winner is written to the user's cache, with what leaves it in doubt. A backend beats ``eager``
+The winner is written to the user's cache, with what leaves it in doubt: where the choice without it
+may be faster within noise, selection keeps to that. A backend beats ``eager``
 only beyond the noise of the paired measurement.
 """
 
@@ -19,7 +20,7 @@ from fastlinear.core.problem import Problem
 from fastlinear.core.timing import Ratio, Samples, interleave, paired_ratio
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.backend import Backend, family
-from fastlinear.dispatch.doubt import doubt_of
+from fastlinear.dispatch.doubt import doubt_of, rivals_of
 
 BASELINE = "eager"
 _MAX_INPUT_SETS = 64
@@ -39,6 +40,7 @@ class Tuned:
         stored: whether the decision reached the disk. One in doubt leaves an earlier one there that
             is not.
         doubt: why the measurement leaves the decision open, in words; ``""`` where it does not.
+        rivals: the backends that may be faster than the winner within noise.
     """
 
     problem: Problem
@@ -48,6 +50,7 @@ class Tuned:
     rejected: dict[str, str]
     stored: bool
     doubt: str = ""
+    rivals: tuple[str, ...] = ()
 
 
 def tune(
@@ -99,11 +102,12 @@ def tune(
         samples = interleave(arms, device=where, metric=metric, rounds=rounds, budget_s=budget_s)
     best, speedups = winner(samples)
     doubt = doubt_of(best, samples)
+    rivals = rivals_of(best, samples) if doubt else ()
     stored = False
     if save:
         times = {name: s.median_us for name, s in samples.items()}
-        stored = cache.store(problem, survivors, best, times, doubt)
-    return Tuned(problem, best, samples, speedups, rejected, stored, doubt)
+        stored = cache.store(problem, survivors, best, times, doubt, rivals)
+    return Tuned(problem, best, samples, speedups, rejected, stored, doubt, rivals)
 
 
 @dataclass(frozen=True)

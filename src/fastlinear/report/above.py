@@ -7,6 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 _SPREAD = 1.05  # within which ceilings repeat, and copies differ from passes that write less
+_CREDIBLE = 1.3  # the most by which a product may beat PyTorch's own large ones
+_CREDIBLE_SPLIT = 3.0  # in float32 on a GPU, whose ceiling was once of products without TF32
+_CREDIBLE_FAST = 2.0  # Strassen's scheme leaves out an eighth of the products a level
 _CACHED = 64 << 20  # bytes that caches of processors may hold, where a row does not say more
 
 BARE = "it does less than the layer whose least work it is held against"
@@ -24,6 +27,10 @@ SPREAD = (
     "within a few percent"
 )
 PRODUCT = "another product is faster than PyTorch's own square ones, which the ceiling is"
+NOT_CREDIBLE = (
+    "not credible: no product is that much faster than PyTorch's large ones; something else ran "
+    "while the ceiling was measured, or the time is wrong: measure again on a quiet machine"
+)
 WRONG = "the time, the ceiling or the least cost is wrong"
 
 
@@ -37,7 +44,7 @@ def why_above(row: Mapping[str, Any]) -> str | None:
     if place["fraction"] <= _SPREAD:
         return SPREAD
     if place["bound"] == "compute":
-        return PRODUCT
+        return PRODUCT if place["fraction"] <= _most(row) else NOT_CREDIBLE
     moved = place["bytes_per_s"] * row["median_us"] * 1e-6
     env = row.get("env") or {}
     device = env.get("device") or {}
@@ -48,6 +55,14 @@ def why_above(row: Mapping[str, Any]) -> str | None:
     if cache:
         return CACHES if moved <= cache else WRONG
     return PERHAPS if moved <= _CACHED else WRONG
+
+
+def _most(row: Mapping[str, Any]) -> float:
+    """The highest share of the ceiling that a product may reach."""
+    name, kind = row.get("contender", ""), (row.get("env") or {}).get("device") or {}
+    if kind.get("kind") == "cuda" and (row.get("case") or {}).get("dtype") == "float32":
+        return _CREDIBLE_SPLIT
+    return _CREDIBLE_FAST if "strassen" in name or name.endswith("_fast") else _CREDIBLE
 
 
 def notes_above(rows: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -67,6 +82,7 @@ def notes_above(rows: Iterable[Mapping[str, Any]]) -> list[str]:
         f"above 100% of the measured roofline: {len(every)} of {placed} measurements, up to "
         f"{100 * max(every):.0f}%"
     ]
-    for why, fractions in sorted(found.items(), key=lambda item: (item[0] == WRONG, -len(item[1]))):
+    bad = (NOT_CREDIBLE, WRONG)
+    for why, fractions in sorted(found.items(), key=lambda item: (item[0] in bad, -len(item[1]))):
         lines.append(f"  {len(fractions)} (up to {100 * max(fractions):.0f}%): {why}")
     return lines

@@ -6,10 +6,10 @@ from collections import defaultdict
 from typing import Any
 
 from fastlinear.report.above import notes_above
+from fastlinear.report.own import OURS, default_behind_own
 from fastlinear.report.text import problem as problem_text
 from fastlinear.report.views import device_name, environment
 
-OURS = "fastlinear"  # the contender whose backend dispatch chose
 _METRICS = {
     "wall": "wall time",
     "device": "device time",
@@ -34,6 +34,8 @@ def bench(data: dict[str, Any]) -> dict[str, Any]:
         "summary": summary,
         "wins": sum(1 for g in summary if g["speedup"] > 1.02 and g["low"] > 1),
         "losses": sum(1 for g in summary if g["speedup"] < 0.98),
+        "in_noise": sum(1 for g in summary if g["speedup"] < 0.98 <= g["high"]),
+        "own": [str(loss) for loss in default_behind_own(rows)],
         "ratio_top": max([2.0, *(g["high"] for g in summary)]) * 1.02,
         "rows": len(rows),
         "above": notes_above(rows),

@@ -149,6 +149,7 @@ def _tuned_choices(work: Work, kept: list[Candidate]) -> list[dict[str, Any]]:
             "best": t.best,
             "times_us": {name: s.median_us for name, s in t.samples.items()},
             "doubt": t.doubt,
+            "rivals": list(t.rivals),
         }
         for p, t in work.tuned.items()
         if p in wanted

@@ -23,6 +23,7 @@ class Decision:
     best: str
     times_us: dict[str, float]
     doubt: str
+    rivals: tuple[str, ...]
 
     @property
     def usable(self) -> bool:
@@ -32,7 +33,8 @@ class Decision:
 
     def store(self) -> None:
         """Give it to dispatch."""
-        cache.store(self.problem, self.able, self.best, self.times_us, self.doubt)
+        measured = self.best, self.times_us, self.doubt, self.rivals
+        cache.store(self.problem, self.able, *measured)
 
 
 def decisions_of(plan: Plan) -> list[Decision]:
@@ -102,4 +104,7 @@ def _decision(item: dict[str, Any]) -> Decision:
     candidates = family(problem.family).candidates(problem.piece)
     able = tuple(b for b in candidates if b.reason_not(problem) is None)
     times = {str(k): float(v) for k, v in item["times_us"].items()}
-    return Decision(problem, able, str(item["best"]), times, str(item.get("doubt", "")))
+    best, doubt = str(item["best"]), str(item.get("doubt", ""))
+    every = [name for name in times if name != best] if doubt else []
+    rivals = tuple(str(name) for name in item.get("rivals", every))
+    return Decision(problem, able, best, times, doubt, rivals)

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
+from fastlinear.core.problem import Problem
 from fastlinear.core.progress import Progress
 from fastlinear.core.settings import Config
 from fastlinear.core.timing import Ratio
@@ -130,6 +131,11 @@ class Work:
                     saved = tuned.samples[BASELINE].median_us - tuned.samples[backend].median_us
                     gain += saved * kind.count
         return gain if known else None
+
+    def doubt(self, problems: Iterable[Problem]) -> str:
+        """What leaves the tuning of these Problems in doubt; ``""`` where nothing does."""
+        found = (self.tuned[p].doubt for p in problems if p in self.tuned)
+        return "; ".join(dict.fromkeys(text for text in found if text))
 
     def found_gain(self, fqn: str) -> float | None:
         """The gain that the profile predicts of one call for a linear and its activation."""

@@ -46,11 +46,10 @@ def _forward(
     key = _key(x, bias is None, layout, activation, needs_grad, backend)
     run = _forwards.get(key)
     if run is None:
-        run = reference.forward
-        if x.numel():
-            named = backend or None
+        run, named = reference.forward, backend or None
+        if x.numel() or named:
             chosen = choices(x, bias, residual, activation, named, needs_grad, is_captured(x))
-            run = chosen[0].backend.load()
+            run = chosen[0].backend.load() if x.numel() else run
         _remember(_forwards, key, run)
     x2 = _rows(x)
     r2 = None if residual is None else _rows(residual)

@@ -51,13 +51,10 @@ def _forward(
     key = _key(x, weight, bias is None, activation, needs_grad, backend)
     run = _forwards.get(key)
     if run is None:
-        if x.numel() == 0 or weight.numel() == 0:
-            run = reference.forward
-        else:
-            chosen = choices(
-                x, weight, bias, activation, backend or None, needs_grad, is_captured(x)
-            )
-            run = chosen[0].backend.load()
+        named = backend or None  # one that cannot serve is refused of empty tensors too
+        chosen = choices(x, weight, bias, activation, named, needs_grad, is_captured(x))
+        empty = x.numel() == 0 or weight.numel() == 0
+        run = reference.forward if empty else chosen[0].backend.load()
         if len(_forwards) >= _MAX_RESOLVED:
             _forwards.clear()
         _forwards[key] = run

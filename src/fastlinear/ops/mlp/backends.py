@@ -91,7 +91,7 @@ def _prefer_cpu(p: Problem) -> tuple[str, ...]:
         small = m <= 64 and widest <= 1024 and p.dim("L") >= 6
         return ("whole_cpp", "eager") if small else ("eager",)
     layered = _layered(p, 1 << 16)
-    whole = widest <= 256 or m <= 128 or m * widest <= 1 << 17
+    whole = widest <= 256 or m <= 128 or m * widest <= 1 << 19
     return ("whole_cpp", *layered) if whole else layered
 
 

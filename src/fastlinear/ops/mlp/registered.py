@@ -72,10 +72,8 @@ def _forward(
     bs = _with_none(biases, has_bias)
 
     def make() -> Callable[..., Any]:
-        if _empty(x, weights):
-            return reference.forward
         chosen = choices(x, weights, bs, *names, backend or None, fast, needs_grad)
-        return chosen[0].backend.load()
+        return reference.forward if _empty(x, weights) else chosen[0].backend.load()
 
     run = _resolve(_key(x, weights, *has_bias, *names, needs_grad, backend, fast), make)
     dense = tuple(None if b is None else b.contiguous() for b in bs)

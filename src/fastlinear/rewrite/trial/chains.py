@@ -212,7 +212,10 @@ def _measure(
         chosen = backends_of(chain)
         own_path = all(set(b.values()) == {BASELINE} for b in chosen)
         if own_path and not chain.eager_may_gain:
-            _leave(work, chain, "not_faster", "PyTorch's own path is the choice for it")
+            why = "PyTorch's own path is the choice for it"
+            if doubt := work.doubt(q for p in chain.asked for q in measure.deciding(p)):
+                why = f"{why}; its measurement is in doubt: {doubt}"
+            _leave(work, chain, "not_faster", why)
             return None
         with work.budget:
             share = work.budget.share(4 * left, 2.0)

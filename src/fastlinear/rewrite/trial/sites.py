@@ -69,6 +69,8 @@ def _worth_measuring(work: Work, c: Candidate) -> bool:
             work.settle(c.fqn, "refused", c.fallback.code, c.fallback.reason, **facts)
         elif all(p in work.tuned for p in asked):
             text = "PyTorch's own path is the fastest backend for it."
+            if doubt := work.doubt(asked):
+                text = f"Dispatch takes PyTorch's own path; the measurement is in doubt: {doubt}."
             work.settle(c.fqn, "nothing_to_do", "eager_is_best", text, **facts)
         else:
             why = "the time budget ran out" if work.config.tune else "tuning is off"
