@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_FIRST = ("input", "tensor", "self")
+_FIRST = ("input", "tensor", "tensors", "self")
 _SECOND = "other"
 _HOMES = (torch, F, torch.special, Tensor)
 

@@ -222,12 +222,13 @@ class Watch(TorchFunctionMode):
             return None
         if not isinstance(x, Tensor) or not isinstance(weight, Tensor) or weight.dim() != 2:
             return None
+        own, known = self._known.get(x), self._known.get(weight)
+        of_parameters = id(x) in self._held or (own is not None and own.made)
+        if of_parameters and func is not F.linear:
+            return None  # a weight of two, as an adapter's
         if id(weight) in self._weights:
             return x, (self._weights[id(weight)],)
-        known, own = self._known.get(weight), self._known.get(x)
-        if known is None or not known.made or (own is not None and own.made) or id(x) in self._held:
-            return None
-        return x, known.weights
+        return (x, known.weights) if known is not None and known.made else None
 
     def _number(self, x: Tensor) -> int:
         """The same for the same tensor, as long as it is not written to."""
