@@ -366,5 +366,5 @@ def test_a_backend_that_does_not_exist_is_refused() -> None:
 def test_a_layer_that_was_taken_away_is_named(how: Any) -> None:
     layer = fl.nn.GatedMLP(4, 8)
     how(layer)
-    with pytest.raises(fl.InputError, match="'up_proj'.*may be replaced"):
+    with pytest.raises(fl.InputError, match=r"'up_proj'.*may be replaced"):
         layer(torch.ones(2, 4))
