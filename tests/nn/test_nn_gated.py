@@ -358,3 +358,13 @@ def test_the_mlps_of_transformers(path: str, config: str, sizes: dict[str, Any])
 def test_a_backend_that_does_not_exist_is_refused() -> None:
     with pytest.raises(InputError, match="'fastest'"):
         fl.nn.GatedMLP(4, 8, backend="fastest")
+
+
+@pytest.mark.parametrize(
+    "how", [lambda m: delattr(m, "up_proj"), lambda m: setattr(m, "up_proj", None)]
+)
+def test_a_layer_that_was_taken_away_is_named(how: Any) -> None:
+    layer = fl.nn.GatedMLP(4, 8)
+    how(layer)
+    with pytest.raises(fl.InputError, match=r"'up_proj'.*may be replaced"):
+        layer(torch.ones(2, 4))

@@ -201,7 +201,7 @@ def test_what_are_no_halves_stays(take: Take, clock: Any) -> None:
 
 
 class Raw(nn.Module):
-    """Weights that are no layers'."""
+    """Weights that are no layers', behind a branch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,16 +210,27 @@ class Raw(nn.Module):
             setattr(self, name, nn.Parameter(torch.randn(shape) / shape[1] ** 0.5))
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 1e9:
+            x = x / 2
         x = self.norm(x)
         return F.linear(F.silu(F.linear(x, self.w1)) * F.linear(x, self.w3), self.w2)  # type: ignore[arg-type]
 
 
 class Multiplied(Raw):
-    """The same written with matrix products."""
+    """The same written with matrix products, of a weight as it is, of one turned and by einsum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w4 = nn.Parameter(torch.randn(K, H) / K**0.5)
+        self.b1, self.b2 = nn.Parameter(torch.randn(H)), nn.Parameter(torch.randn(K))
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 1e9:
+            x = x / 2
         x = self.norm(x)
-        y: Tensor = (F.gelu(x @ self.w1.t()).mul_(torch.matmul(x, self.w3.T))) @ self.w2.mT  # type: ignore[operator,union-attr]
+        h = F.gelu(input=x @ self.w1.t() + self.b1)  # type: ignore[operator]
+        h = torch.einsum("...i,...i->...i", h, torch.matmul(input=x, other=self.w4))
+        y: Tensor = torch.einsum("bsh,kh->bsk", h, self.w2) + self.b2
         return y
 
 
@@ -274,13 +285,13 @@ class Buried(Branching):
 UNSEEN = {
     Raw: (
         "silu",
-        "no linear layers' weights",
+        "decides by a tensor",
         "fl.gated_mlp on model[0].w1, model[0].w3, model[0].w2",
     ),
     Multiplied: (
         "gelu",
-        "no linear layers' weights",
-        "fl.gated_mlp on model[0].w1, model[0].w3, model[0].w2",
+        "decides by a tensor",
+        "fl.gated_mlp on model[0].w1, model[0].w4.t(), model[0].w2",
     ),
     Branching: (
         "relu",

@@ -141,6 +141,14 @@ class GatedMLP(nn.Module):
     def _by_layers(self, x: Tensor) -> Tensor:
         """The same by calls of the layers, which do more than nn.Linear does."""
         gated, layers = self.gated, self._modules
+        for name in gated.names:
+            if layers.get(name) is None:
+                _fail(
+                    ".forward",
+                    f"the layers {', '.join(map(repr, gated.names))}",
+                    f"{name!r} set to None" if name in layers else f"no {name!r}",
+                    "A layer may be replaced by another module of its sizes, but not taken away.",
+                )
         up = None if gated.up is None else layers[gated.up](x)  # type: ignore[misc]
         gate, up = split_pre((layers[gated.gate](x), up), gated.order)  # type: ignore[misc]
         h: Tensor = activation_of(gated.activation).value(gate) * up

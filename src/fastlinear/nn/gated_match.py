@@ -100,7 +100,7 @@ def are_plain(module: nn.Module, gated: Gated) -> bool:
     held = module._modules
     for name in (gated.gate, gated.up, gated.down):
         if name is not None:
-            layer = held[name]
+            layer = held.get(name)  # None, or gone, where the caller has put nothing in its place
             if type(layer) not in PLAIN or _hooked(layer):  # type: ignore[arg-type]
                 return False
     return True

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from fastlinear.profile.effects import why_not_run
 from fastlinear.profile.not_followed import in_words
+from fastlinear.profile.positional import positional
 
 _FAILURES = (  # what tracing a forward that FX cannot follow may raise
     fx.proxy.TraceError,
@@ -120,6 +121,9 @@ def trace(
         raise
     except _FAILURES as error:
         raise Untraceable(in_words(error)) from error
+    for node in graph.nodes:
+        if node.op in ("call_function", "call_method") and node.kwargs:
+            node.args, node.kwargs = positional(node.target, node.args, node.kwargs)
     if runnable:
         own = vars(parent)
         known = {*own, *own["_modules"], *own["_parameters"], *own["_buffers"]}

@@ -19,7 +19,9 @@ from torch.utils.weak import TensorWeakRef
 from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.ops.common.layouts import is_odd
 from fastlinear.ops.linear_act.backends import x_layout_of
+from fastlinear.profile import equations
 from fastlinear.profile.graph import Observed, Use
+from fastlinear.profile.positional import positional
 from fastlinear.profile.step import watched_modules
 
 OTHER = "other"
@@ -87,7 +89,8 @@ class Observation:
     Attributes:
         calls: Linear-shaped module → its calls in order.
         products: a two-dimensional parameter, by its ``id`` → what code that is no Linear's
-            multiplies by it: ``F.linear``, ``torch.addmm`` and matrix products, in order.
+            multiplies by it: ``F.linear``, ``torch.addmm`` and matrix products, by ``torch.einsum``
+            too, in order.
         arguments: module → the arguments of its first call, tensors left out.
         module_calls: how often each module ran.
         grad_enabled: whether the modules ran with gradients.
@@ -247,6 +250,7 @@ def own_copy(x: Tensor) -> Tensor:
 def _function_use(
     func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], value: Tensor
 ) -> Use:
+    args, kwargs = positional(func, args, kwargs)
     rest = args[1:]
     if args and args[0] is value and not _tensors((rest, tuple(kwargs.values()))):
         return Use("function", name, call=lambda t: func(t, *rest, **kwargs))
@@ -260,6 +264,7 @@ def multiplied(
     x: Any
     weight: Any
     bias: Any = None
+    args, kwargs = positional(func, args, kwargs)
     if func is F.linear:
         given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
         x, weight, bias = given.get("input"), given.get("weight"), given.get("bias")
@@ -267,6 +272,8 @@ def multiplied(
         bias, x, weight = args
     elif func in _MATMULS and len(args) == 2:
         x, weight = args
+    elif func is torch.einsum and len(args) == 3 and (how := equations.linear(args[0])) is not None:
+        x, weight = args[1 + how.x], args[2 - how.x]
     else:
         return None
     if not isinstance(x, Tensor) or not isinstance(weight, Tensor) or weight.dim() != 2:

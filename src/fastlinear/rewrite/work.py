@@ -64,6 +64,8 @@ class Work:
         stopped: where chains through several modules stop, and why, by module.
         gates: the gated MLPs in forwards that do more, once they were looked for.
         gates_left: why gated MLPs may not become one call, by the first of their linears.
+        tried: chains by rule and first linear → microseconds a call of their layers and as one
+            call, and the ratio of these.
         standing: the towers of modules, those that are left alone too.
         listed: the same of the linears of lists.
         left_alone: why such layers are not rewritten, by the first of them.
@@ -95,6 +97,7 @@ class Work:
     stopped: Any = ()
     gates: Any = None
     gates_left: dict[str, str] = field(default_factory=dict)
+    tried: dict[tuple[str, str], tuple[float, float, Ratio]] = field(default_factory=dict)
     standing: list[Any] = field(default_factory=list)
     listed: list[Any] = field(default_factory=list)
     left_alone: dict[str, str] = field(default_factory=dict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +22,10 @@ from fastlinear.rewrite.exchange.forwards import (
     weight_and_bias,
 )
 from fastlinear.rewrite.exchange.guard import guarded
+from fastlinear.rewrite.exchange.held import Held
+
+Path = Sequence[str] | Held
+"""What leads to a linear."""
 
 
 def gated_forward(
@@ -48,30 +53,26 @@ def call_gated(
 
 def call_gate(
     parent: nn.Module,
-    paths: Sequence[Sequence[str] | None],
+    paths: Sequence[Path | None],
     x: Tensor,
     activation: str,
     order: str,
     backend: str | None,
 ) -> Tensor:
     """The gated MLP in the forward of a rewritten parent: (..., K) → (..., N). ``paths`` lead from
-    the parent to gate, up and down projection, None for one that is not there.
+    the parent to gate, up and down projection, None for one that is not there; those written on
+    parameters say where these are.
 
     Only while every one is a plain linear without hooks; otherwise each is called by itself.
     """
-    layers = [None if path is None else _at(parent, path) for path in paths]
-    plain = not hooked_globally() and all(
-        layer is None or (type(layer) in PLAIN_LINEARS and not is_hooked(layer.__dict__))
-        for layer in layers
-    )
-    if plain:
-        held = [(None, None) if layer is None else weight_and_bias(layer) for layer in layers]
-        weights, biases = zip(*held, strict=True)
+    held = [(None, None) if path is None else _tensors(parent, path, x) for path in paths]
+    if None not in held and not hooked_globally():
+        weights, biases = zip(*held, strict=True)  # type: ignore[arg-type]
         return _call(x, Weights(*weights), Biases(*biases), activation, order, backend)
-    gate, up, _ = layers
+    gate, up, down = (None if path is None else _linear(parent, path) for path in paths)
     assert gate is not None
     parts = split_pre((gate(x), None if up is None else up(x)), order)
-    return _let_through(parts, activation, layers[2])
+    return _let_through(parts, activation, down)
 
 
 def call_gate_of(ranks: Collection[int], apart: Callable[..., Any]) -> Callable[..., Tensor]:
@@ -85,7 +86,7 @@ def call_gate_of(ranks: Collection[int], apart: Callable[..., Any]) -> Callable[
 
     def call_gate_of_rank(
         parent: nn.Module,
-        paths: Sequence[Sequence[str] | None],
+        paths: Sequence[Path | None],
         x: Tensor,
         activation: str,
         order: str,
@@ -93,17 +94,43 @@ def call_gate_of(ranks: Collection[int], apart: Callable[..., Any]) -> Callable[
     ) -> Tensor:
         if x.dim() in ranks:
             return call_gate(parent, paths, x, activation, order, backend)
-        gate, _, down = (None if path is None else _at(parent, path) for path in paths)
+        gate, _, down = (None if path is None else _linear(parent, path) for path in paths)
         assert gate is not None
         return _let_through(apart(gate(x), x), activation, down)
 
     return call_gate_of_rank
 
 
-def _let_through(parts: tuple[Tensor, Tensor], activation: str, down: nn.Module | None) -> Tensor:
+def call_gate_on(
+    call: Callable[..., Tensor], paths: Sequence[Path | None]
+) -> Callable[..., Tensor]:
+    """``call`` for linears some of which are written on parameters."""
+
+    def call_gate_held(parent: nn.Module, x: Tensor, *how: Any) -> Tensor:
+        return call(parent, paths, x, *how)
+
+    return call_gate_held
+
+
+def _let_through(
+    parts: tuple[Tensor, Tensor], activation: str, down: Callable[[Tensor], Tensor] | None
+) -> Tensor:
     gate, up = parts
     h: Tensor = activation_of(activation).value(gate) * up
-    return h if down is None else down(h)  # type: ignore[no-any-return]
+    return h if down is None else down(h)
+
+
+def _tensors(parent: nn.Module, path: Path, x: Tensor) -> tuple[Tensor, Tensor | None] | None:
+    """Weight (N, K) and bias; None where it is no plain linear, or where others have a say."""
+    if isinstance(path, Held):
+        return path.tensors(parent, x)
+    layer = _at(parent, path)
+    plain = type(layer) in PLAIN_LINEARS and not is_hooked(layer.__dict__)
+    return weight_and_bias(layer) if plain else None
+
+
+def _linear(parent: nn.Module, path: Path) -> Callable[[Tensor], Tensor]:
+    return partial(path.plain, parent) if isinstance(path, Held) else _at(parent, path)
 
 
 def _at(parent: nn.Module, path: Sequence[str]) -> nn.Module:

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastlinear.ops.common.calls import PLAIN
+from fastlinear.profile.equations import Linear
 
-LINEAR, ADDMM, SUM = "linear", "addmm", "sum"
+LINEAR, ADDMM, SUM, EINSUM = "linear", "addmm", "sum", "einsum"
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,16 @@ class Held:
     Attributes:
         weight, bias: the names that lead to its parameters; of no bias None.
         turned: whether the weight is (K, N).
-        form: ``LINEAR`` (``F.linear``), ``ADDMM``, or ``SUM``: a product, and a bias added to it.
+        form: ``LINEAR`` (``F.linear``), ``ADDMM``, or ``SUM``: a product, and a bias added to it;
+            ``EINSUM``: the same with that product written as ``equation`` says.
+        equation: of ``EINSUM``.
     """
 
     weight: tuple[str, ...]
     bias: tuple[str, ...] | None
     turned: bool
     form: str
+    equation: Linear | None = None
 
     def tensors(self, parent: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None] | None:
         """The weight as (N, K) and the bias as they are now; None where one is no plain parameter
@@ -40,9 +44,12 @@ class Held:
         bias = None if self.bias is None else _parameter(parent, self.bias)
         if weight is None or (bias is None) is not (self.bias is None):
             return None
-        if (self.form == ADDMM and x.dim() != 2) or (
+        rank = 2 if self.form == ADDMM else self.equation and self.equation.rank
+        if (rank is not None and x.dim() != rank) or (
             # autocast does not cast what is added by itself
-            self.form == SUM and bias is not None and torch.is_autocast_enabled(x.device.type)
+            self.form in (SUM, EINSUM)
+            and bias is not None
+            and torch.is_autocast_enabled(x.device.type)
         ):
             return None
         return (weight.t() if self.turned else weight), bias
@@ -60,7 +67,11 @@ class Held:
         if self.form == ADDMM:
             assert bias is not None
             return torch.addmm(bias, x, weight)
-        y = x @ weight
+        if self.equation is not None:
+            w = weight if self.equation.turned else weight.t()
+            y = torch.einsum(self.equation.equation, x, w)
+        else:
+            y = x @ weight
         return y if bias is None else y + bias
 
 

@@ -97,8 +97,13 @@ class _Gates(Chain, ABC):
         def held(name: str | None, title: str) -> Any:
             return None if name is None else parameters.get(f"{names.index(name)}.{title}")
 
+        def weight(name: str | None) -> Any:  # (N, K)
+            found = held(name, "dW")
+            turned = name is not None and self.members[names.index(name)].kind == "conv1d"
+            return found.t() if turned else found
+
         layers = self.gated.gate, self.gated.up, self.gated.down
-        weights = Weights(*(held(name, "dW") for name in layers))
+        weights = Weights(*map(weight, layers))
         biases = Biases(*(held(name, "db") for name in layers))
         return reference.gated_mlp(x, weights, biases, self.activation, self.gated.order)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,17 +19,19 @@ from torch import nn
 from torch.fx import Node
 
 from fastlinear.nn.gated_match import Gated
+from fastlinear.profile import equations
 from fastlinear.profile.effects import class_forward
 from fastlinear.profile.recognise import recognise_module
-from fastlinear.rewrite.exchange.forwards import PLAIN_LINEARS
-from fastlinear.rewrite.match import halves
+from fastlinear.rewrite.match import halves, on_parameters
 from fastlinear.rewrite.match.eligible import refuse_module
+from fastlinear.rewrite.match.projections import Projection, dropped_at, layer_of, written_on
 from fastlinear.rewrite.match.rows import may_write
 from fastlinear.rewrite.match.written import Written, written
 
 _PRODUCTS = {operator.mul, operator.imul, torch.mul, torch.multiply}
 _PRODUCT_METHODS = {"mul", "mul_", "multiply", "multiply_"}
 _GLU = {F.glu}
+_CATS = {torch.cat, torch.concat, torch.concatenate}
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +51,7 @@ class Gate:
             where ``ranks`` is.
         opened: gate and up → what the gate lets through, as the forward writes it out; None where
             that is an activation and a product.
+        written: those of its linears that are written on parameters, by name.
     """
 
     gated: Gated
@@ -61,6 +64,12 @@ class Gate:
     ranks: frozenset[int] | None = None
     apart: Callable[..., Any] | None = None
     opened: Written | None = None
+    written: Mapping[str, on_parameters.Written] = field(default_factory=dict)
+
+    @property
+    def hidden(self) -> frozenset[Node]:
+        """Parameters that it alone reads."""
+        return frozenset(n for one in self.written.values() for n in one.inner)
 
     def holds_for(self, rank: int) -> bool:
         """Whether it is a gated MLP of values of this rank."""
@@ -68,29 +77,21 @@ class Gate:
 
 
 @dataclass(frozen=True, eq=False)
-class _Linear:
-    """A call of a linear: alone, or in a Sequential with its activation behind it."""
-
-    name: str
-    node: Node
-    module: Any
-    activation: str
-
-
-@dataclass(frozen=True, eq=False)
 class _Half:
     """One factor of a product: its linear, its activation, the steps from the linear's output to
-    it, and the part of that output it is made of, or None for all."""
+    it, the part of that output it is made of, or None for all, and the rate at which some of it is
+    dropped."""
 
-    linear: _Linear
+    linear: Projection
     activation: str
     nodes: tuple[Node, ...]
     part: Node | None
+    drops: float = 0.0
 
 
 _Product = tuple[
     Gated,
-    list[_Linear],
+    list[Projection],
     list[Node],
     str | None,
     frozenset[int] | None,
@@ -107,7 +108,7 @@ class Gates:
         parent: the module traced.
         graph: its forward, children as leaves.
         activation: (user, value) → the activation that a function applies to the value alone.
-        passes: (user, value) → whether it hands the value on as it is.
+        written: the linears that it writes on parameters, by the names of their weights.
     """
 
     def __init__(
@@ -115,12 +116,15 @@ class Gates:
         parent: nn.Module,
         graph: torch.fx.Graph,
         activation: Callable[[Node, Node], str | None],
-        passes: Callable[[Node, Node], bool],
+        written: Mapping[str, on_parameters.Written],
     ) -> None:
         self.parent, self.order = parent, list(graph.nodes)
-        self._function, self._passes = activation, passes
+        self._function = activation
         self._modules: dict[str, str | None] = {}
-        self._linears = {n: found for n in self.order if (found := self._linear(n)) is not None}
+        layers = (layer_of(parent, n, self._of_module) for n in self.order)
+        self._linears = {layer.node: layer for layer in layers if layer is not None}
+        self._linears |= written_on(parent, written)
+        self._firsts = {linear.first: linear for linear in self._linears.values()}
         self.found = _largest([gate for n in self.order if (gate := self._gate(n)) is not None])
 
     def like(self, gate: Gate) -> Gate:
@@ -130,30 +134,35 @@ class Gates:
 
     def _gate(self, end: Node) -> Gate | None:
         """What the product ``end`` belongs to, or None where it is no gated MLP's."""
-        found, opened = self._glu(end) or self._product(end), None
+        found, opened = self._glu(end) or self._glu_of_two(end) or self._product(end), None
         if found is None:
             found, opened = self._written(end)
         if found is None:
             return None
         gated, linears, nodes, why, ranks, apart = found
-        calls = [linear.node for linear in linears]
-        first, last = (f(calls, key=self.order.index) for f in (min, max))
-        (given,) = {node.args[0] for node in calls}
-        assert isinstance(given, Node)
-        made = Gate(gated, given, first, frozenset(nodes), end, why, None, ranks, apart, opened)
+        first = min((linear.first for linear in linears), key=self.order.index)
+        last = max((linear.node for linear in linears), key=self.order.index)
+        (given,) = {linear.given for linear in linears}
+        how = ranks, apart, opened, _written(linears)
+        made = Gate(gated, given, first, frozenset(nodes), end, why, None, *how)
         why = why or self._why_not(made, linears, last)
         made = replace(made, why=why)
-        size = linears[0].module.out_features // (1 if gated.up is not None else 2)
+        size = linears[0].sizes[1] // (1 if gated.up is not None else 2)
         behind = self._down(end, size, {linear.name for linear in linears})
         if behind is None:
             return made
         down, inner = behind
-        whole = frozenset((*nodes, *inner, down.node))
+        whole = frozenset((*nodes, *inner, *down.nodes))
         return replace(
-            made, gated=replace(gated, down=down.name), nodes=whole, end=down.node, half=made
+            made,
+            gated=replace(gated, down=down.name),
+            nodes=whole,
+            end=down.node,
+            half=made,
+            written=_written([*linears, down]),
         )
 
-    def _why_not(self, gate: Gate, linears: list[_Linear], last: Node) -> str | None:
+    def _why_not(self, gate: Gate, linears: list[Projection], last: Node) -> str | None:
         for linear in linears:
             if not self._once(linear):
                 return f"its linear {linear.name!r} is called more than once there"
@@ -162,11 +171,13 @@ class Gates:
                 return f"{node.name!r}, a value between its products, is read elsewhere as well"
         start, stop = (self.order.index(n) for n in (gate.first, last))
         for node in self.order[start + 1 : stop]:
-            if node not in gate.nodes and may_write(self.parent, node):
+            if node not in gate.nodes | gate.hidden and may_write(self.parent, node):
                 return f"{node.name!r} may write to its input between its products"
         return None
 
-    def _once(self, linear: _Linear) -> bool:
+    def _once(self, linear: Projection) -> bool:
+        if linear.written is not None:
+            return True  # nothing else reads its parameters
         calls = (n for n in self.order if n.op == "call_module")
         modules = (self.parent.get_submodule(str(n.target)) for n in calls)
         return sum(any(m is linear.module for m in module.modules()) for module in modules) == 1
@@ -177,7 +188,10 @@ class Gates:
         plain = (node.op == "call_function" and node.target in _PRODUCTS) or (
             node.op == "call_method" and node.target in _PRODUCT_METHODS
         )
-        if not plain or node.kwargs or len(node.args) != 2 or len(node.all_input_nodes) != 2:
+        args = node.args
+        if node.op == "call_function" and node.target is torch.einsum and args:
+            plain, args = equations.is_product(args[0]), args[1:]
+        if not plain or node.kwargs or len(args) != 2 or len(node.all_input_nodes) != 2:
             return None
         one, other = (self._half(factor) for factor in node.all_input_nodes)
         if one is None or other is None or (one.activation != "none" != other.activation):
@@ -210,30 +224,29 @@ class Gates:
         if len(node.all_input_nodes) != 1:
             return None
         (value,) = node.all_input_nodes
-        return "none" if self._passes(node, value) else self._activation(node, value)
+        asleep = dropped_at(self.parent, node, value) == 0.0
+        return "none" if asleep else self._activation(node, value)
 
     def _pair(self, gate: _Half, up: _Half, nodes: list[Node]) -> _Product | None:
         """Two halves that ``nodes`` make a product of."""
         if gate.linear.node is up.linear.node:
             return self._stacked(gate, up, nodes)
-        k, h = gate.linear.module.in_features, gate.linear.module.out_features
-        same = (up.linear.module.in_features, up.linear.module.out_features) == (k, h)
-        if gate.part is not None or up.part is not None or not same:
+        if gate.part is not None or up.part is not None or gate.linear.sizes != up.linear.sizes:
             return None
-        if gate.linear.module is up.linear.module or not self._one_input(gate, up):
+        if gate.linear.module is up.linear.module or gate.linear.given is not up.linear.given:
             return None
         gated = Gated(gate.linear.name, up.linear.name, None, "apart", gate.activation)
-        return gated, [gate.linear, up.linear], nodes, None, None, None
+        gated, why = _dropping(gated, gate, up)
+        return gated, [gate.linear, up.linear], nodes, why, None, None
 
     def _stacked(self, gate: _Half, up: _Half, nodes: list[Node]) -> _Product | None:
         if gate.part is None or up.part is None or gate.linear.activation != "none":
             return None
         linear = gate.linear
-        given, module = linear.node.args[0], linear.module
-        if module.out_features % 2 or not isinstance(given, Node):
+        given = linear.given
+        if linear.sizes[1] % 2:
             return None
-        sizes = module.in_features, module.out_features
-        found = halves.orders(gate.part, up.part, linear.node, given, sizes)
+        found = halves.orders(gate.part, up.part, linear.node, given, linear.sizes)
         if len(set(found.values())) != 1:
             return None
         ranks = apart = None
@@ -241,33 +254,56 @@ class Gates:
             ranks = frozenset(found)
             apart = halves.halves_of(gate.part, up.part, linear.node, given)
         gated = Gated(linear.name, None, None, next(iter(found.values())), gate.activation)
-        return gated, [linear], nodes, None, ranks, apart
+        gated, why = _dropping(gated, gate, up)
+        return gated, [linear], nodes, why, ranks, apart
 
     def _glu(self, node: Node) -> _Product | None:
         """``F.glu`` or ``nn.GLU`` behind a linear."""
         if len(node.all_input_nodes) != 1:
             return None
         (value,) = node.all_input_nodes
-        linear = self._linears.get(value)
-        if linear is None or linear.activation != "none" or linear.module.out_features % 2:
+        linear, dim = self._linears.get(value), self._glu_along(node, value)
+        if linear is None or linear.activation != "none" or linear.sizes[1] % 2 or dim is None:
             return None
-        dim: Any
+        why = None if dim == -1 else "its halves are not taken along the last dimension, -1"
+        half = _Half(linear, "sigmoid", linear.nodes, value, linear.drops)
+        gated = Gated(linear.name, None, None, "up_gate", "sigmoid")
+        gated, dropping = _dropping(gated, half, half)
+        return gated, [linear], [*linear.nodes, node], why or dropping, None, None
+
+    def _glu_of_two(self, node: Node) -> _Product | None:
+        """``F.glu`` or ``nn.GLU`` of an up projection and a gate laid one behind the other."""
+        if len(node.all_input_nodes) != 1:
+            return None
+        (both,) = node.all_input_nodes
+        if both.op != "call_function" or both.target not in _CATS or not both.args:
+            return None
+        along = both.args[1] if len(both.args) > 1 else both.kwargs.get("dim", 0)
+        laid = both.args[0]
+        if not isinstance(laid, list | tuple) or len(laid) != 2 or along != -1:
+            return None
+        if self._glu_along(node, both) != -1:
+            return None
+        up, gate = (self._half(n) if isinstance(n, Node) else None for n in laid)
+        if up is None or gate is None or not gate.activation == up.activation == "none":
+            return None
+        gate = replace(gate, activation="sigmoid")
+        return self._pair(gate, up, [*gate.nodes, *up.nodes, both, node])
+
+    def _glu_along(self, node: Node, value: Node) -> Any:
+        """The dimension along which a node's ``glu`` of a value takes halves; None of another."""
         if node.op == "call_module":
             module: Any = self.parent.get_submodule(str(node.target))
             if type(module) is not nn.GLU or refuse_module(module) is not None:
                 return None
-            dim = module.dim
-        elif node.op == "call_function" and node.target in _GLU and node.args[:1] == (value,):
-            dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", -1)
-        else:
-            return None
-        why = None if dim == -1 else "its halves are not taken along the last dimension, -1"
-        gated = Gated(linear.name, None, None, "up_gate", "sigmoid")
-        return gated, [linear], [linear.node, node], why, None, None
+            return module.dim
+        if node.op == "call_function" and node.target in _GLU and node.args[:1] == (value,):
+            return node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", -1)
+        return None
 
     def _half(self, node: Node) -> _Half | None:
         """What a factor is made of, from its linear on; None where it is anything else."""
-        activation, part = "none", None
+        activation, part, drops = "none", None, 0.0
         nodes: list[Node] = []
         sizes: set[Node] = set()
         while (linear := self._linears.get(node)) is None:
@@ -281,7 +317,10 @@ class Gates:
                 return None
             else:
                 (value,) = node.all_input_nodes
-                if not self._passes(node, value):
+                rate = dropped_at(self.parent, node, value)
+                if rate is not None:
+                    drops = max(drops, rate)
+                else:
                     found = self._activation(node, value) if activation == "none" else None
                     if found is None:
                         return None
@@ -290,57 +329,35 @@ class Gates:
             node = value
         if linear.activation != "none" != activation:
             return None
-        if not halves.asked(sizes) <= {linear.node, *linear.node.all_input_nodes, *nodes}:
+        if not halves.asked(sizes) <= {linear.node, linear.given, *nodes}:
             return None
         own = [n for n in sizes if linear.node in _behind(n)]
         if activation == "none":
             activation = linear.activation
-        return _Half(linear, activation, (linear.node, *reversed(nodes), *own), part)
-
-    def _one_input(self, gate: _Half, up: _Half) -> bool:
-        return gate.linear.node.args[0] is up.linear.node.args[0]
+        drops = max(drops, linear.drops)
+        return _Half(linear, activation, (*linear.nodes, *reversed(nodes), *own), part, drops)
 
     def _down(
         self, end: Node, size: int, taken: set[str]
-    ) -> tuple[_Linear, tuple[Node, ...]] | None:
+    ) -> tuple[Projection, tuple[Node, ...]] | None:
         """The linear that alone reads the product, and what it passes on the way."""
         here = end
         inner: list[Node] = []
         while len(here.users) == 1:
             (user,) = here.users
-            linear = self._linears.get(user)
+            linear = self._firsts.get(user)
             if linear is not None:
-                fits = linear.module.in_features == size and linear.activation == "none"
+                fits = linear.sizes[0] == size and linear.activation == "none"
+                fits = fits and not linear.drops and linear.given is here
                 alone = self._once(linear) and linear.name not in taken
                 return (linear, tuple(inner)) if fits and alone else None
-            if not self._passes(user, here):
+            if dropped_at(self.parent, user, here) != 0.0:
                 return None
             inner.append(user)
             here = user
         return None
 
     # -------------------------------------------------------------------------------- modules
-
-    def _linear(self, node: Node) -> _Linear | None:
-        if node.op != "call_module" or node.kwargs or len(node.args) != 1:
-            return None
-        if not isinstance(node.args[0], Node):
-            return None
-        name = str(node.target)
-        module = self.parent.get_submodule(name)
-        if type(module) in PLAIN_LINEARS:
-            return _Linear(name, node, module, "none")
-        if type(module) is not nn.Sequential or refuse_module(module) is not None:
-            return None
-        children = list(module._modules.items())
-        if len(children) != 2 or type(children[0][1]) not in PLAIN_LINEARS:
-            return None
-        found = self._of_module(f"{name}.{children[1][0]}")
-        return (
-            None
-            if found is None
-            else _Linear(f"{name}.{children[0][0]}", node, children[0][1], found)
-        )
 
     def _activation(self, node: Node, value: Node) -> str | None:
         if node.op == "call_module":
@@ -352,6 +369,20 @@ class Gates:
         if name not in self._modules:
             self._modules[name] = activation_of_module(self.parent.get_submodule(name))
         return self._modules[name]
+
+
+def _written(linears: Iterable[Projection]) -> dict[str, on_parameters.Written]:
+    """Those written on parameters, by name."""
+    return {one.name: one.written for one in linears if one.written is not None}
+
+
+def _dropping(gated: Gated, gate: _Half, up: _Half) -> tuple[Gated, str | None]:
+    """The same with the rate at which training drops of its halves, and what to say of that."""
+    rate = max(gate.drops, up.drops)
+    if not rate:
+        return gated, None
+    why = f"in training a dropout of {rate:g} is active between its products"
+    return replace(gated, dropout=rate), why
 
 
 def activation_of_module(module: nn.Module) -> str | None:

@@ -7,9 +7,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.fx
-import torch.nn.functional as F
 from torch import nn
 from torch.fx import Node
 from torch.utils import _pytree as pytree
@@ -22,19 +20,18 @@ from fastlinear.rewrite.exchange.forwards import (
     call_fused_linear,
     call_held_of,
 )
-from fastlinear.rewrite.exchange.gated_forward import call_gate, call_gate_of
+from fastlinear.rewrite.exchange.gated_forward import call_gate, call_gate_of, call_gate_on
 from fastlinear.rewrite.exchange.list_forward import call_list
 from fastlinear.rewrite.exchange.parts import call_parts
 from fastlinear.rewrite.exchange.row_forward import call_row
 from fastlinear.rewrite.exchange.tower_forward import Way, call_towers
-from fastlinear.rewrite.match.eligible import linear_kind, refuse_module
+from fastlinear.rewrite.match.eligible import linear_kind
 from fastlinear.rewrite.match.gates import Gate, Gates, nodes_of
 from fastlinear.rewrite.match.lists import Lists
 from fastlinear.rewrite.match.on_parameters import written_in
+from fastlinear.rewrite.match.projections import dropped_at
 from fastlinear.rewrite.match.rows import Loop, loops_of, rows_of
 from fastlinear.rewrite.match.towers import Abreast, Towers, ordered
-
-_DROPOUTS = {F.dropout: "training", torch.dropout: "train"}
 
 
 @dataclass(frozen=True)
@@ -136,7 +133,7 @@ class Links:
     def gates(self) -> Gates:
         """The gated MLPs there are."""
         if self._gates is None:
-            self._gates = Gates(self.parent, self.graph, self.activation, self.passes)
+            self._gates = Gates(self.parent, self.graph, self.activation, self.written)
         return self._gates
 
     def towers(self) -> Towers:
@@ -201,6 +198,7 @@ class Links:
             done.pop(self._first[name], None)  # there the call is made
         passed_over = []
         gated = nodes_of(gates)
+        hidden.update(*(gate.hidden for gate in gates))
         wanted: tuple[Any, ...]
         standing = {node: pair for pair in towers for node in pair[0].nodes}
         order = ordered(list(self.graph.nodes), [group for group, _ in towers])
@@ -211,8 +209,10 @@ class Links:
             if node in gated:
                 gate = gated[node]
                 if node is gate.first:
-                    wanted = _given_to_gate(gate, root, copies[gate.given], gate_backend)
-                    copies[node] = graph.call_function(_call_of(gate), wanted)
+                    held = gate.gated.gate, gate.gated.up, gate.gated.down
+                    paths = tuple(None if n is None else self._path(n) for n in held)
+                    given_it = copies[gate.given]
+                    copies[node] = _call_gate(graph, root, gate, paths, given_it, gate_backend)
                 copies[node] = copies[gate.first]
                 if node.op == "call_module" and name not in gate.gated.names:
                     passed_over += self._not_called(name)
@@ -295,10 +295,11 @@ class Links:
 
     def _paths(self, run: Run) -> tuple[Any, ...]:
         """Where the linears of a run are, as ``call_fused_chain`` takes it."""
-        return tuple(
-            self.written[name].held if name in self.written else tuple(name.split("."))
-            for name in run.linears
-        )
+        return tuple(self._path(name) for name in run.linears)
+
+    def _path(self, name: str) -> Any:
+        """Where a linear is: the names that lead to it, or how it is written on parameters."""
+        return self.written[name].held if name in self.written else tuple(name.split("."))
 
     def _is_linear(self, node: Node) -> bool:
         return (
@@ -325,20 +326,8 @@ class Links:
         return _Link(activation, end, tuple(inner), None)
 
     def passes(self, user: Node, value: Node) -> bool:
-        """Whether ``user`` hands ``value`` on as it is: an identity, a dropout in evaluation."""
-        if self.parent.training:
-            return False
-        if user.op == "call_module":
-            child = self.parent.get_submodule(str(user.target))
-            asleep = type(child) is nn.Identity or (
-                type(child) is nn.Dropout and not child.training
-            )
-            return asleep and _reads_only(user, value) and refuse_module(child) is None
-        if user.op != "call_function" or user.target not in _DROPOUTS:
-            return False
-        name = _DROPOUTS[user.target]
-        training = user.args[2] if len(user.args) > 2 else user.kwargs.get(name)
-        return training is False and _reads_only(user, value)
+        """Whether ``user`` hands ``value`` on as it is: an identity, a dropout that sleeps."""
+        return dropped_at(self.parent, user, value) == 0.0
 
     def activation(self, user: Node, value: Node) -> str | None:
         """The activation ``user`` applies to ``value`` and to nothing else, or None."""
@@ -366,10 +355,22 @@ def _call_chain(
     return graph.call_function(call_chain_of(paths), (root, x, *how))
 
 
-def _given_to_gate(gate: Gate, root: Node, x: Node, backend: str | None) -> tuple[Any, ...]:
-    held = gate.gated.gate, gate.gated.up, gate.gated.down
-    paths = tuple(None if name is None else tuple(name.split(".")) for name in held)
-    return root, paths, x, gate.gated.activation, gate.gated.order, backend
+def _call_gate(
+    graph: torch.fx.Graph,
+    root: Node,
+    gate: Gate,
+    paths: tuple[Any, ...],
+    x: Node,
+    backend: str | None,
+) -> Node:
+    """One call for a gated MLP."""
+    call: Callable[..., Any] = call_gate
+    if gate.ranks is not None and gate.apart is not None:
+        call = call_gate_of(gate.ranks, gate.apart)
+    how = gate.gated.activation, gate.gated.order, backend
+    if all(path is None or isinstance(path, tuple) for path in paths):
+        return graph.call_function(call, (root, paths, x, *how))
+    return graph.call_function(call_gate_on(call, paths), (root, x, *how))
 
 
 def _call_abreast(
@@ -385,12 +386,6 @@ def _call_abreast(
     layers = tuple(zip(*(tower.linears for tower in group.towers), strict=True))
     wanted = (root, names, layers, way.activations, way.kind, way.backend, *xs)
     return graph.call_function(call_towers, wanted)
-
-
-def _call_of(gate: Gate) -> Callable[..., Any]:
-    if gate.ranks is None or gate.apart is None:
-        return call_gate
-    return call_gate_of(gate.ranks, gate.apart)
 
 
 def _only_user(node: Node) -> Node | None:

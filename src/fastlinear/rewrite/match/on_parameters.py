@@ -1,5 +1,5 @@
 """Linears that a traced forward writes on parameters: ``F.linear``, ``torch.addmm``, or a product
-with a weight and a bias added to it."""
+with a weight, by ``torch.einsum`` too, and a bias added to it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.fx import Graph, Node
 
-from fastlinear.rewrite.exchange.held import ADDMM, LINEAR, SUM, Held
+from fastlinear.profile import equations
+from fastlinear.rewrite.exchange.held import ADDMM, EINSUM, LINEAR, SUM, Held
 
 _PRODUCTS: set[Any] = {operator.matmul, torch.matmul, torch.mm, "matmul", "mm"}
 _SUMS: set[Any] = {operator.add, operator.iadd, torch.add, "add", "add_"}
@@ -83,6 +84,7 @@ def _written(node: Node, known: dict[str, nn.Parameter]) -> Written | None:
     weight: Any
     bias: Any = None
     end, form = node, LINEAR
+    equation = _equation(node)
     if node.op == "call_function" and node.target is F.linear:
         given = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | node.kwargs
         x, weight, bias = given.get("input"), given.get("weight"), given.get("bias")
@@ -92,15 +94,18 @@ def _written(node: Node, known: dict[str, nn.Parameter]) -> Written | None:
         (bias, x, weight), form = node.args, ADDMM
     elif _calls(node, _PRODUCTS) and not node.kwargs and len(node.args) == 2:
         (x, weight), form = node.args, SUM
+    elif equation is not None:
+        x, weight, form = node.args[1 + equation.x], node.args[2 - equation.x], EINSUM
     else:
         return None
     factor = _factor(weight, known)
     if factor is None or not isinstance(x, Node):
         return None
     # F.linear takes (N, K), a product (K, N)
-    turned = factor.turned is (form == LINEAR)
+    takes_nk = form == LINEAR if equation is None else not equation.turned
+    turned = factor.turned is takes_nk
     n = factor.sizes[1 if turned else 0]
-    if form == SUM:
+    if form in (SUM, EINSUM):
         end, bias = _with_bias(node, n, known)
     if bias is not None and not _is_bias(bias, n, known):
         return None
@@ -110,9 +115,15 @@ def _written(node: Node, known: dict[str, nn.Parameter]) -> Written | None:
     while left := {n for n in inner if not set(n.users) <= inner | {node, end}}:
         inner -= left  # something else asks for its shape
     path = None if bias is None else tuple(str(bias.target).split("."))
-    held = Held(tuple(factor.name.split(".")), path, turned, form)
+    held = Held(tuple(factor.name.split(".")), path, turned, form, equation)
     turns = frozenset(n for n in factor.nodes if n.op != "get_attr")
     return Written(held, x, node, end, frozenset(inner), turns)
+
+
+def _equation(node: Node) -> equations.Linear | None:
+    """What linear an einsum of two operands is."""
+    plain = node.op == "call_function" and node.target is torch.einsum and len(node.args) == 3
+    return equations.linear(node.args[0]) if plain and not node.kwargs else None
 
 
 def _factor(value: Any, known: dict[str, nn.Parameter]) -> _Factor | None:

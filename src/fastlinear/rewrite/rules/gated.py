@@ -8,9 +8,10 @@ on a small copy of it in float64, not by its name.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -21,6 +22,7 @@ from fastlinear.profile.effects import class_forward
 from fastlinear.profile.graph import TENSOR, Observed
 from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.exchange.gated_forward import call_gated
+from fastlinear.rewrite.exchange.held import AsLayer, Held
 from fastlinear.rewrite.exchange.traceable import why_not
 from fastlinear.rewrite.in_code import in_code
 from fastlinear.rewrite.match.candidate import Candidate
@@ -43,6 +45,7 @@ class GatedSite:
         part: whether the module does more.
         glu: whether PyTorch's own ``glu`` computes it.
         opened: how a part makes one of gate and up, where that is written out.
+        written: those of its linears that a part writes on parameters, by name.
     """
 
     fqn: str
@@ -51,6 +54,7 @@ class GatedSite:
     part: bool = False
     glu: bool = False
     opened: Written | None = None
+    written: Mapping[str, Held] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -60,17 +64,36 @@ class GatedSite:
     @property
     def layers(self) -> tuple[nn.Module, ...]:
         """Its linears."""
-        return tuple(self.module.get_submodule(name) for name in self.gated.names)
+        return tuple(self._layer(name) for name in self.gated.names)
+
+    def _layer(self, name: str) -> Any:
+        held = self.written.get(name)
+        return self.module.get_submodule(name) if held is None else AsLayer(held, self.module)
 
     @property
     def held(self) -> tuple[Weights, Biases]:
         """Its parameters, as they are now."""
-        names = self.gated.gate, self.gated.up, self.gated.down
-        layers: list[Any] = [None if n is None else self.module.get_submodule(n) for n in names]
-        return (
-            Weights(*(None if a is None else a.weight for a in layers)),  # type: ignore[arg-type]
-            Biases(*(None if a is None else a.bias for a in layers)),
-        )
+        held = [self._held(n) for n in (self.gated.gate, self.gated.up, self.gated.down)]
+        weights, biases = zip(*held, strict=True)
+        return Weights(*weights), Biases(*biases)
+
+    def _held(self, name: str | None) -> tuple[Any, Tensor | None]:
+        if name is None:
+            return None, None
+        layer, written = self._layer(name), self.written.get(name)
+        turned = written is not None and written.turned
+        return (layer.weight.t() if turned else layer.weight), layer.bias
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The same as the model holds them."""
+        return [t for a in self.layers for t in (a.weight, a.bias) if t is not None]  # type: ignore[misc]
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """The names of its weights in the model."""
+        written = {f"{self.fqn}.{n}" if self.fqn else n for n in self.written}
+        return tuple(n if n in written else f"{n}.weight" for n in self.names)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -92,7 +115,7 @@ class GatedSite:
         first = call(layers.pop(0), x)
         second = None if gated.up is None else call(layers.pop(0), x)
         if self.glu:
-            h = F.glu(first, -1)
+            h = F.glu(first if second is None else torch.cat([second, first], -1), -1)
         else:
             gate, up = split_pre((first, second), gated.order)
             if self.opened is not None:
@@ -123,8 +146,14 @@ class GatedSite:
         if not self.part:
             return f"fl.nn.GatedMLP.from_module({in_code(model, self.fqn)})"
         name = "gated_linear" if self.gated.down is None else "gated_mlp"
-        layers = ", ".join(in_code(model, n) for n in self.names)
-        return f"fl.{name} on the parameters of {layers}"
+        inside = dict(zip(self.names, self.gated.names, strict=True))
+        on = [in_code(model, n) for n, own in inside.items() if own not in self.written]
+        layers = [f"the parameters of {', '.join(on)}"] if on else []
+        for n, own in inside.items():
+            if own in self.written:
+                turned = ".t()" if self.written[own].turned else ""
+                layers.append(f"{in_code(model, n)}{turned}")
+        return f"fl.{name} on {', '.join(layers)}"
 
 
 def chains(

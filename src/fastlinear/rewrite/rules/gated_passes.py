@@ -15,6 +15,7 @@ _SINGLE = (2, 3)  # an activation that is one operation: forward, backward
 _ACTIVATIONS = {"none": (0, 0), "relu2": (4, 10), "quick_gelu": (7, 14)}
 _PRODUCT = (3, 6)  # of the two halves
 _GLU = (3, 5)  # both in PyTorch's own glu
+LAID_AND_GLU = 7  # forward: halves that are apart laid together, then glu
 _EPILOGUES = ("triton", "cuda")
 _ONEDNN = ("onednn", "onednn_packed")
 EAGER = "eager"

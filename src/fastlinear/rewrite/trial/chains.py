@@ -259,6 +259,10 @@ def _gains(work: Work, chain: Chain, times: dict[str, Samples], passes: int) -> 
         "speedup": ratio.median,
         "ci95": (ratio.low, ratio.high),
     }
+    before_us, after_us = (
+        times[n].median_us * passes / chain.calls.calls for n in ("before", "after")
+    )
+    work.tried[chain.rule, chain.key] = before_us, after_us, ratio
     for rival, found in rivals.items():
         if not found.median > 1.0:
             text = f"one call is {in_words(found)} of the speed of {rival}"

@@ -92,10 +92,12 @@ def find(work: Work) -> None:
             share = work.budget.share(4 * (len(sites) - i), _MOST_S)
             with work.budget:
                 known[key] = _measured(work, site, seen[site], after, kept, share)
+        elif key not in known and (tried := work.tried.get((NAME, site.names[0]))) is not None:
+            known[key] = _Found(*tried, {})
         found.append(_finding(work, site, problem, calls, _in_step(work, known.get(key), calls)))
         if kept is not None or (found[-1].predicted_gain_us and not _one_by_one(work, site)):
             others = covered(others, site.names, found[-1])
-    found += findings(work, watch.found, {f"{n}.weight" for s in sites for n in s.names})
+    found += findings(work, watch.found, {name for s in sites for name in s.weights})
     ranked = sorted((*others, *found), key=lambda f: -f.predicted_gain_us)
     work.profile = replace(work.profile, findings=tuple(ranked))
 
@@ -138,7 +140,8 @@ def _one_by_one(work: Work, site: GatedSite) -> float:
 
 
 def _observed(work: Work, sites: list[GatedSite], watch: Watch) -> dict[GatedSite, _Seen]:
-    """One forward, watched, with hooks on the sites: of a part of a forward, on its first linear.
+    """One forward, watched, with hooks on the sites: of a part of a forward, on its first linear,
+    or on products with that one's weight.
 
     No backward, in which a checkpoint would run its part again, and otherwise.
     """
@@ -150,12 +153,13 @@ def _observed(work: Work, sites: list[GatedSite], watch: Watch) -> dict[GatedSit
         if record.x is None and len(given) == 1 and type(given[0]) is Tensor:
             record.x, record.grad = given[0].detach().clone(), given[0].requires_grad
 
-    handles = [
-        (s.layers[0] if s.part else s.module).register_forward_pre_hook(
-            partial(look, s), with_kwargs=True
-        )
-        for s in sites
-    ]
+    handles = []
+    for site in sites:
+        if site.gated.gate in site.written:
+            watch.on_product(site.weights[0], partial(look, site))
+            continue
+        called = site.layers[0] if site.part else site.module
+        handles.append(called.register_forward_pre_hook(partial(look, site), with_kwargs=True))
     try:
         call, train = work.own_call(), work.runner.mode == "train"
         doing = "in the run that shows what its layers are given"
@@ -175,12 +179,8 @@ def _observed(work: Work, sites: list[GatedSite], watch: Watch) -> dict[GatedSit
 
 def _plain(site: GatedSite, x: Tensor) -> bool:
     """Whether ``gated_mlp`` takes the module's parameters with this input."""
-    dtypes = {p.dtype for p in _parameters(site)}
+    dtypes = {p.dtype for p in site.parameters}
     return bool(x.numel()) and x.dtype in DTYPE_NAMES and dtypes == {x.dtype}
-
-
-def _parameters(site: GatedSite) -> list[Tensor]:
-    return [t for held in site.held for t in held if t is not None]
 
 
 def _problem(work: Work, site: GatedSite, x: Tensor) -> Problem:
@@ -235,7 +235,7 @@ def _times(
 def _unit(
     f: Callable[[Tensor], Tensor], x: Tensor, site: GatedSite, train: bool
 ) -> Callable[[], Any]:
-    wanted = [t for t in (x, *_parameters(site)) if t.requires_grad]
+    wanted = [t for t in (x, *site.parameters) if t.requires_grad]
     if not (train and wanted):
         return lambda: f(x)
     dy = torch.randn_like(f(x))
@@ -330,10 +330,13 @@ def _passes(site: GatedSite, backends: dict[str, str]) -> tuple[Any, ...]:
     own = dict.fromkeys(backends, passes.EAGER)
     down = site.gated.down is not None
     opened = None if site.opened is None else site.opened.moved
+    laid = site.glu and site.gated.up is not None
+    opened = passes.LAID_AND_GLU if laid else opened
     theirs = passes.moved(activation, own, **known, down=down, glu=site.glu, opened=opened)
     first = f"as PyTorch runs them {passes.words(activation, own, **known, glu=site.glu)}; "
     if site.opened is not None:
         first += f"{activation} and the product are written out as {len(site.opened.nodes)} ops; "
+    first += "laying its halves together is another; " if laid else ""
     least = "at least " if opened is not None and train else ""
     first += least + "{} a call are written or read between them"
     chosen = backends

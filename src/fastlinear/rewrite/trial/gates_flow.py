@@ -2,15 +2,15 @@
 
 Torch's functions are watched while the model runs: which product of a weight each value is, what
 was applied to it, which part of it was taken. That finds what no trace shows, so that it can at
-least be told: forwards that cannot be traced, and weights that are no layer's.
+least be told: forwards that cannot be traced, and projections that are more than one product.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,65 +18,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fastlinear.profile import equations
+from fastlinear.profile.positional import positional
 from fastlinear.profile.recognise import recognise
+from fastlinear.rewrite.trial.gates_values import Flow, Known, Value
 
+_T: Any = Tensor  # with what annotations hide
 _PRODUCTS = {torch.mul, torch.multiply, Tensor.mul, Tensor.mul_, Tensor.multiply, Tensor.multiply_}
-_PRODUCTS |= {Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__}  # type: ignore[attr-defined]
+_PRODUCTS |= {_T.__mul__, _T.__rmul__, _T.__imul__}
+_SUMS = {torch.add, Tensor.add, Tensor.add_, _T.__add__, _T.__radd__, _T.__iadd__}
 _MATMULS = {torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__}
-_ATTRIBUTES: Any = Tensor  # as descriptors, which annotations hide
-_TURNS = {torch.t, Tensor.t, torch.transpose, Tensor.transpose}
-_TURNS |= {_ATTRIBUTES.mT.__get__, _ATTRIBUTES.T.__get__}
-
-
-@dataclass(frozen=True)
-class Flow:
-    """A gated MLP, or a gated linear layer, in a run.
-
-    Attributes:
-        gate, up, down: names of the weights; up is None where gate holds both halves, down where no
-            product with a weight follows.
-        activation: of the gate.
-        hidden: its features.
-    """
-
-    gate: str
-    up: str | None
-    down: str | None
-    activation: str
-    hidden: int
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The weights there are."""
-        return tuple(n for n in (self.gate, self.up, self.down) if n is not None)
-
-
-@dataclass(frozen=True)
-class _Value:
-    """What a tensor is: a product of a weight and an input, maybe a part of one, maybe activated;
-    or what a gate lets through; or a weight turned."""
-
-    weight: str
-    given: int = 0
-    width: int = 0
-    part: bool = False
-    activation: str = "none"
-    through: int | None = None  # the number of a flow
-    turned: bool = False
-
-
-@dataclass
-class _Known:
-    """Tensors that are alive, and what is known of them."""
-
-    values: dict[int, tuple[weakref.ref[Tensor], _Value]] = field(default_factory=dict)
-
-    def get(self, t: Any) -> _Value | None:
-        found = self.values.get(id(t))
-        return found[1] if found is not None and found[0]() is t else None
-
-    def put(self, t: Tensor, value: _Value) -> None:
-        self.values[id(t)] = weakref.ref(t), value
+_CATS = {torch.cat, torch.concat, torch.concatenate}
 
 
 class Watch(TorchFunctionMode):
@@ -89,91 +41,194 @@ class Watch(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.found: list[Flow] = []
+        self._held = {id(t): n for n, t in (*model.named_buffers(), *model.named_parameters())}
         self._weights = {id(p): n for n, p in model.named_parameters() if p.dim() == 2}
-        self._known = _Known()
+        self._biases = {id(p) for p in model.parameters() if p.dim() == 1}
+        self._known = Known()
         self._inputs: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        self._numbers = itertools.count()
+        self._numbers = itertools.count(1)
         self._activations: dict[Any, str | None] = {}
+        self._looks: dict[str, list[Callable[..., None]]] = {}
+
+    def on_product(self, weight: str, look: Callable[..., None]) -> None:
+        """Have ``look(None, (x,), {})`` called before each product of x with that weight."""
+        self._looks.setdefault(weight, []).append(look)
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Calls ``func``, and looks at what it was given and gives."""
         kwargs = kwargs or {}
-        before = [(a, self._known.get(a)) for a in args if isinstance(a, Tensor)]
+        given, named = positional(func, args, kwargs)
+        before = [(a, self._known.get(a)) for a in _flat(given) if isinstance(a, Tensor)]
+        product = self._multiplied(func, given, named)
+        if product is not None:
+            for look in self._looks.get(product[1][0], ()):
+                look(None, product[:1], {})
         result = func(*args, **kwargs)
         for i, out in enumerate(_tensors(result)):
-            value = self._value(func, args, kwargs, before, out)
+            value = (
+                self._value(func, given, named, before, out)
+                if product is None
+                else self._product(*product, out)
+            )
             if value is not None:
                 self._known.put(out, value)
             elif i == 0 and any(out is t for t, _ in before):
                 self._known.values.pop(id(out), None)  # written over
         return result
 
+    def _product(self, x: Tensor, weights: tuple[str, ...], out: Tensor) -> Value:
+        """A product of a weight, made of these, and x."""
+        behind, after = self._known.get(x), None
+        if behind is not None and behind.through is not None:
+            after = behind.through
+            if self.found[after].down is None:
+                self._go_down(after, weights, out)
+        if behind is not None and not behind.is_product:
+            behind = None
+        sizes, call = (x.shape[-1], out.shape[-1]), next(self._numbers)
+        return Value(weights, self._number(x), call, sizes, behind, after)
+
+    def _go_down(self, number: int, weights: tuple[str, ...], out: Tensor) -> None:
+        """What a flow's gate lets through is multiplied by a weight made of these."""
+        flow = self.found[number]
+        mixed = tuple(m for m in flow.mixed if not {*m} <= {*weights})
+        mixed = (*mixed, weights) if len(weights) > 1 else mixed
+        sizes = flow.sizes[0], out.shape[-1]
+        self.found[number] = replace(flow, down=weights[0], sizes=sizes, mixed=mixed)
+
     def _value(
         self,
         func: Any,
-        args: Sequence[Any],
+        args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        before: list[tuple[Tensor, _Value | None]],
+        before: list[tuple[Tensor, Value | None]],
         out: Tensor,
-    ) -> _Value | None:
-        weight = self._multiplied(func, args, kwargs)
-        if weight is not None:
-            x = args[0]
-            through = self._known.get(x)
-            if through is not None and through.through is not None:
-                flow = self.found[through.through]
-                if flow.down is None:
-                    self.found[through.through] = replace(flow, down=weight)
-            return _Value(weight, self._number(x), out.shape[-1])
-        if func in _TURNS and len(before) == 1 and id(before[0][0]) in self._weights:
-            return _Value(self._weights[id(before[0][0])], turned=True)
+    ) -> Value | None:
+        if before and (made := self._made(before, out)) is not None:
+            return made
         known = [v for _, v in before if v is not None]
-        if func in _PRODUCTS and len(before) == len(known) == 2:
+        product = func in _PRODUCTS
+        if func is torch.einsum and args and equations.is_product(args[0]):
+            product = True
+        if product and len(before) == len(known) == 2:
             return self._gated(known[0], known[1], out)
-        if len(before) != 1 or not known or known[0].turned:
+        if func in _SUMS and len(before) == 2 and known:
+            return self._sum(before, known, out)
+        if func in _CATS and len(before) == len(known) == 2:
+            return self._laid(known, args, kwargs)
+        if len(before) != 1 or not known or known[0].made:
             return None
         (t, value) = before[0]
         assert value is not None
         if func is F.glu and value.activation == "none" and not value.part:
-            gate, up = replace(value, activation="sigmoid", part=True), replace(value, part=True)
-            return self._gated(gate, up, out)
+            return self._glu(value, out)
         if value.through is not None:
             return value if out.shape == t.shape and _same_memory(out, t) else None
         if out is not t and _same_memory(out, t):
             return replace(value, part=value.part or out.numel() < t.numel())
-        if out.shape != t.shape or value.activation != "none":
+        if out.shape != t.shape or value.activation != "none" or value.laid is not None:
             return None
+        if product and value.is_product:
+            return replace(value, scaled=True)
         name = self._activation(func, args, kwargs)
         return None if name is None else replace(value, activation=name)
 
-    def _gated(self, one: _Value, other: _Value, out: Tensor) -> _Value | None:
+    def _made(self, before: list[tuple[Tensor, Value | None]], out: Tensor) -> Value | None:
+        """What is computed from parameters and buffers alone."""
+        weights: list[str] = []
+        sized = []
+        for t, value in before:
+            if value is not None and value.made:
+                weights += value.weights
+            elif (name := self._held.get(id(t))) is not None:
+                weights.append(name)
+                sized += [name] if t.numel() == out.numel() else []
+            else:
+                return None
+        return Value(tuple(dict.fromkeys((*sized, *weights))), made=True)
+
+    def _sum(
+        self, before: list[tuple[Tensor, Value | None]], known: list[Value], out: Tensor
+    ) -> Value | None:
+        """A product with its bias added, or with that of an adapter."""
+        products = [(t, v) for t, v in before if v is not None and v.is_product]
+        if len(products) == 1:
+            ((t, value),) = products
+            biased = any(id(o) in self._biases for o, _ in before if o is not t)
+            return value if biased and not value.scaled else None
+        for one, other in (known, known[::-1]) if len(products) == 2 else ():
+            more = other.since(one.given)
+            if one.scaled or more is None or one.sizes[1] != other.sizes[1]:
+                continue
+            weights = tuple(dict.fromkeys((*one.weights, *more)))
+            if one.after is not None:
+                self._go_down(one.after, weights, out)
+            return replace(one, weights=weights)
+        return None
+
+    def _laid(
+        self, known: list[Value], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Value | None:
+        """Two products one behind the other."""
+        along = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+        whole = along == -1 and all(v.is_product and not v.scaled for v in known)
+        return replace(known[0], laid=known[1]) if whole else None
+
+    def _glu(self, value: Value, out: Tensor) -> Value | None:
+        gate = value.laid or value
+        up, part = replace(value, laid=None), value.laid is None
+        gate = replace(gate, activation="sigmoid", part=part)
+        return self._gated(gate, replace(up, part=part), out)
+
+    def _gated(self, one: Value, other: Value, out: Tensor) -> Value | None:
         """A product of two values, where these are the halves of a gate."""
-        if one.turned or other.turned or one.through is not None or other.through is not None:
+        if any(v.made or v.scaled or v.laid or v.through is not None for v in (one, other)):
             return None
         if one.given != other.given or (one.activation != "none" != other.activation):
             return None
         gate, up = (other, one) if other.activation != "none" else (one, other)
-        stacked = gate.weight == up.weight
+        stacked = gate.call == up.call
         if stacked is not (gate.part and up.part) or (not stacked and (gate.part or up.part)):
             return None
-        hidden = gate.width // 2 if stacked else gate.width
-        if out.shape[-1] != hidden or gate.width != up.width:
+        hidden = gate.sizes[1] // 2 if stacked else gate.sizes[1]
+        if out.shape[-1] != hidden or gate.sizes != up.sizes:
             return None
-        up_weight = None if stacked else up.weight
-        self.found.append(Flow(gate.weight, up_weight, None, gate.activation, hidden))
-        return _Value("", through=len(self.found) - 1)
+        made = [gate] if stacked else [gate, up]
+        mixed = tuple(v.weights for v in made if len(v.weights) > 1)
+        up_weight = None if stacked else up.weights[0]
+        sizes = gate.sizes[0], None
+        flow = Flow(gate.weights[0], up_weight, None, gate.activation, hidden, sizes, mixed)
+        self.found.append(flow)
+        return Value((), through=len(self.found) - 1)
 
-    def _multiplied(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
-        """The weight that ``func`` multiplies its first argument by, or None."""
+    def _multiplied(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Tensor, tuple[str, ...]] | None:
+        """What ``func`` multiplies by a weight, and the names that one is made of, or None."""
+        x: Any
+        weight: Any
         if func is F.linear:
-            weight = args[1] if len(args) > 1 else kwargs.get("weight")
-            return self._weights.get(id(weight)) if args else None
-        if func in _MATMULS and len(args) == 2:
-            turned = self._known.get(args[1])
-            return turned.weight if turned is not None and turned.turned else None
-        return None
+            given = dict(zip(("input", "weight"), args, strict=False)) | kwargs
+            x, weight = given.get("input"), given.get("weight")
+        elif func is torch.addmm and len(args) == 3:
+            _, x, weight = args
+        elif func in _MATMULS and len(args) == 2:
+            x, weight = args
+        elif func is torch.einsum and len(args) == 3 and (how := equations.linear(args[0])):
+            x, weight = args[1 + how.x], args[2 - how.x]
+        else:
+            return None
+        if not isinstance(x, Tensor) or not isinstance(weight, Tensor) or weight.dim() != 2:
+            return None
+        own, known = self._known.get(x), self._known.get(weight)
+        of_parameters = id(x) in self._held or (own is not None and own.made)
+        if of_parameters and func is not F.linear:
+            return None  # a weight of two, as an adapter's
+        if id(weight) in self._weights:
+            return x, (self._weights[id(weight)],)
+        return (x, known.weights) if known is not None and known.made else None
 
     def _number(self, x: Tensor) -> int:
         """The same for the same tensor, as long as it is not written to."""
@@ -182,7 +237,7 @@ class Watch(TorchFunctionMode):
             known = self._inputs[id(x)] = weakref.ref(x), next(self._numbers)
         return hash((known[1], 0 if x.is_inference() else x._version))
 
-    def _activation(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
+    def _activation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         rest = args[1:]
         key = func, repr(rest), repr(sorted(kwargs.items()))
         if key not in self._activations:
@@ -193,12 +248,21 @@ class Watch(TorchFunctionMode):
 
 
 def could_hold(model: nn.Module) -> bool:
-    """Whether the sizes of a model's weights allow a gated MLP."""
-    shapes = [tuple(p.shape) for p in model.parameters() if p.dim() == 2]
+    """Whether the sizes of a model's weights, tied ones counted twice, allow a gated MLP."""
+    named = model.named_parameters(remove_duplicate=False)
+    shapes = [tuple(p.shape) for _, p in named if p.dim() == 2]
     if len(set(shapes)) < len(shapes):
         return True
-    inputs = {k for _, k in shapes}
-    return any(n % 2 == 0 and n // 2 in inputs for n, _ in shapes)
+    sizes = {size for shape in shapes for size in shape}
+    return any(n % 2 == 0 and n // 2 in sizes for n in sizes)
+
+
+def _flat(args: tuple[Any, ...]) -> Iterable[Any]:
+    for a in args:
+        if isinstance(a, list | tuple):
+            yield from a
+        else:
+            yield a
 
 
 def _tensors(result: Any) -> Iterable[Tensor]:

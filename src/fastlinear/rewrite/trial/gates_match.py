@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -56,8 +57,9 @@ def sites_of(work: Work) -> list[GatedSite]:
         gate = part.gate if whole or _kept(work, part.names(part.gate)[-1]) else half
         assert gate is not None
         glu = len((half or part.gate).end.all_input_nodes) == 1
-        how = {"part": True, "glu": glu}
-        found.append(GatedSite(part.fqn, part.parent, gate.gated, **how, opened=part.gate.opened))
+        written = {name: one.held for name, one in gate.written.items()}
+        how: dict[str, Any] = {"glu": glu, "opened": part.gate.opened, "written": written}
+        found.append(GatedSite(part.fqn, part.parent, gate.gated, part=True, **how))
     return found
 
 
@@ -116,10 +118,7 @@ def _parts(work: Work) -> list[Part]:
     for site in work.profile.sites:
         if site.parent_fqn is None:
             continue
-        fqn = site.parent_fqn
-        while _is_sequential(work, fqn) and fqn:
-            fqn = fqn.rpartition(".")[0]
-        callers[fqn] = None
+        callers[caller(work, site.parent_fqn)] = None
     found = []
     for fqn in callers:
         parent = work.model.get_submodule(fqn)
@@ -132,6 +131,17 @@ def _parts(work: Work) -> list[Part]:
             seen = offers.gates().found
         found += [Part(fqn, parent, gate, offers) for gate in seen if _on(work, fqn, gate)]
     return found
+
+
+def caller(work: Work, fqn: str) -> str:
+    """The module of that name, or what holds it where that is a Sequential or a list."""
+    while fqn and (_is_sequential(work, fqn) or _is_list(work, fqn)):
+        fqn = fqn.rpartition(".")[0]
+    return fqn
+
+
+def _is_list(work: Work, fqn: str) -> bool:
+    return isinstance(work.model.get_submodule(fqn), nn.ModuleList | nn.ModuleDict)
 
 
 def _on(work: Work, fqn: str, gate: Gate) -> bool:
@@ -167,6 +177,9 @@ def _chain(
         if not _calls(part.fqn, sites[name].parent_fqn, name):
             return f"its linear {name!r} is called by another module as well"
     members = tuple(candidates[name] for name in names)
+    tied = _tied(members)
+    if tied is not None:
+        return f"its linears {tied[0]!r} and {tied[1]!r} have one weight"
     if gate.half is not None and members[-1].activation != "none":
         return f"an activation follows its linear {names[-1]!r}"  # that pair is one call already
     if not (one_pass(members) and all_different(members)):
@@ -186,6 +199,16 @@ def _chain(
         gate=gate,
         fusable=part.fusable,
     )
+
+
+def _tied(members: tuple[Candidate, ...]) -> tuple[str, str] | None:
+    """Two linears that share a weight."""
+    known: dict[int, str] = {}
+    for c in members:
+        first = known.setdefault(id(c.module.weight), c.fqn)
+        if first != c.fqn:
+            return first, c.fqn
+    return None
 
 
 def _calls(parent: str, caller: str | None, name: str) -> bool:

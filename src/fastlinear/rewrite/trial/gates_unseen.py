@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable
 
@@ -9,9 +10,12 @@ from fastlinear.ops.gated_mlp.problem import NAME
 from fastlinear.profile.records import Finding
 from fastlinear.rewrite.in_code import in_code
 from fastlinear.rewrite.match.eligible import Refusal
-from fastlinear.rewrite.trial.gates_flow import Flow
+from fastlinear.rewrite.trial.gates_match import caller
+from fastlinear.rewrite.trial.gates_values import Flow
 from fastlinear.rewrite.trial.parents import traced
 from fastlinear.rewrite.work import Work
+
+_OF_WEIGHT = ".parametrizations."
 
 
 def findings(work: Work, flows: Iterable[Flow], told: Collection[str]) -> list[Finding]:
@@ -29,18 +33,18 @@ def findings(work: Work, flows: Iterable[Flow], told: Collection[str]) -> list[F
 def _finding(work: Work, flow: Flow, calls: int) -> Finding:
     fqn, why = _why(work, flow)
     name = "gated_linear" if flow.down is None else "gated_mlp"
-    advice = f"fl.{name} on {', '.join(in_code(work.model, n) for n in flow.names)}"
-    weights = dict(work.model.named_parameters())
-    k = weights[flow.gate].shape[1]
+    k, n = flow.sizes
+    advice = None if flow.mixed else f"fl.{name} on {', '.join(_weights(work, flow))}"
     first = f"{k} → {flow.hidden} twice (gate, up)"
     if flow.up is None:
         first = f"{k} → 2·{flow.hidden} (gate and up stacked)"
-    down = "" if flow.down is None else f", {flow.hidden} → {weights[flow.down].shape[0]} (down)"
+    down = "" if flow.down is None else f", {flow.hidden} → {n} (down)"
+    told = f"{advice}; optimize_" if advice is not None else "optimize_"
     return Finding(
         code=NAME,
         fqn=fqn,
         title=f"gated MLP of {flow.hidden} hidden features, {flow.activation}",
-        message=f"products {first}{down}; not measured. {advice}; optimize_ leaves it alone: {why}",
+        message=f"products {first}{down}; not measured. {told} leaves it alone: {why}",
         measured_us=0.0,
         floor_us=0.0,
         predicted_gain_us=0.0,
@@ -60,17 +64,17 @@ def _finding(work: Work, flow: Flow, calls: int) -> Finding:
 
 def _why(work: Work, flow: Flow) -> tuple[str, str]:
     """The module whose forward computes it, as far as that is known, and why it is left alone."""
-    sites = {f"{site.fqn}.weight" if site.fqn else "weight": site for site in work.profile.sites}
+    if flow.mixed:
+        return _why_mixed(work, flow)
+    called = [site for site in work.profile.sites if site.calls]
+    sites = {f"{site.fqn}.weight" if site.fqn else "weight": site for site in called}
+    sites |= {site.fqn: site for site in called if site.module_class == "Parameter"}
     raw = [name for name in flow.names if name not in sites]
     if raw:
-        fqn = raw[0].rpartition(".")[0]
         names = ", ".join(repr(name) for name in raw)
-        return (
-            fqn,
-            f"{names} are no linear layers' weights, and of these alone it makes such a call",
-        )
+        return raw[0].rpartition(".")[0], f"no linear of {names} is seen in a run, nor in a trace"
     layers = [sites[name] for name in flow.names]
-    fqn = layers[0].parent_fqn or ""
+    fqn = caller(work, layers[0].parent_fqn or "")
     offers = traced(work, fqn)
     if isinstance(offers, Refusal):
         return fqn, offers.reason.rstrip(".")
@@ -81,3 +85,43 @@ def _why(work: Work, flow: Flow) -> tuple[str, str]:
             reason = outcome.reason.rstrip(".")
             return fqn, f"its linear {layer.fqn!r} is left alone itself: {reason}"
     return fqn, "the trace of that forward does not show it: a view or a size between its products"
+
+
+def _why_mixed(work: Work, flow: Flow) -> tuple[str, str]:
+    """The same where a projection is more than a product with one weight."""
+    wrapped, parametrized = [], []
+    for names in flow.mixed:
+        if any(_OF_WEIGHT in name for name in names):
+            layers = {name.partition(_OF_WEIGHT)[0] for name in names if _OF_WEIGHT in name}
+            parametrized += [repr(layer) for layer in sorted(layers)]
+        else:
+            holder = _holder(name.rpartition(".")[0] for name in names)
+            kind = type(work.model.get_submodule(holder)).__qualname__
+            wrapped.append(f"{repr(holder) if holder else 'the model'} ({kind})")
+    told = []
+    if wrapped:
+        first = ", ".join(repr(name) for name in flow.mixed[0])
+        add = "adds" if len(wrapped) == 1 else "each add"
+        text = f"{', '.join(wrapped)} {add} products of several weights ({first}"
+        told.append(f"{text}{', …' if len(wrapped) > 1 else ''}); merged, they are one linear's")
+    if parametrized:
+        told.append(f"{', '.join(parametrized)}: parametrized, its weight is computed at each call")
+    return caller(work, _holder(name.rpartition(".")[0] for name in flow.names)), "; ".join(told)
+
+
+def _holder(names: Iterable[str]) -> str:
+    """The module that holds all of these."""
+    paths = [name.split(".") for name in names]
+    shared = itertools.takewhile(lambda steps: len({*steps}) == 1, zip(*paths, strict=False))
+    return ".".join(steps[0] for steps in shared)
+
+
+def _weights(work: Work, flow: Flow) -> list[str]:
+    """Its weights as code, each as (N, K)."""
+    known = dict(work.model.named_parameters())
+    k, _ = flow.sizes
+    inputs = {flow.gate: k, flow.up: k, flow.down: flow.hidden}
+    return [
+        in_code(work.model, name) + ("" if known[name].shape[1] == inputs[name] else ".t()")
+        for name in flow.names
+    ]
