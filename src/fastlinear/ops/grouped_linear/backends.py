@@ -143,7 +143,7 @@ def _prefer(p: Problem) -> tuple[str, ...]:
     if p.device != "cuda":
         return ("cpp", "eager") if cpp.pays(p) else ("eager",)
     # measured on an H200, over the sizes in README.md
-    many = p.dim("M") * p.dim("G") >= 1 << 15
+    many = p.dim("M") * p.dim("G") >= (1 << 15 if p.dtype == "float32" else 3 << 13)
     if p.piece == "backward":
         return _prefer_backward(p, many)
     if many and _worth_strips(p):
