@@ -263,6 +263,11 @@ def test_the_given_loss_is_used_and_checked():
         profile(mlp(), X, "train", loss_fn=lambda y: y)
 
 
+def made_for_inference():
+    with torch.inference_mode():
+        return nn.Sequential(nn.Linear(32, 8))
+
+
 @pytest.mark.parametrize(
     ("model", "kwargs", "error", "text"),
     [
@@ -270,6 +275,7 @@ def test_the_given_loss_is_used_and_checked():
         (mlp(), {"steps": 0}, InputError, "steps of at least 1"),
         (3, {}, InputError, "nn.Module"),
         (nn.Sequential(nn.LazyLinear(3)), {}, InputError, "lazy"),
+        (made_for_inference(), {}, InputError, "'0.weight', made under torch.inference_mode"),
         (nn.Linear(32, 8, device="meta"), {}, InputError, "meta device"),
         (nn.Linear(31, 8), {}, InputError, "RuntimeError: mat1 and mat2"),
     ],

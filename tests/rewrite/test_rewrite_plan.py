@@ -228,6 +228,11 @@ def _set(*keys: Any, value: Any) -> Callable[[dict[str, Any]], None]:
         (_set("environment", "flags", "float32_matmul_precision", value="low"), "precision low"),
         (_set("fastlinear", value="0.0.0"), "fastlinear 0.0.0"),
         (_set("tuned", 0, "times_us", value=3), "complete measurements"),
+        (_set("tuned", 0, "best", value="nope"), "complete measurements .*'nope'"),
+        (_set("tuned", 0, "problem", "dims", "M", value="x"), "complete measurements"),
+        (_set("rewrites", 0, "problem", "dims", "M", value="x"), "bad or missing field"),
+        (_set("inputs", "args", 0, "mean", value=float("nan")), "mean nan"),
+        (_set("inputs", "args", 0, "std", value=-1.0), "std -1.0"),
         (_set("tuned", 0, "problem", value={}), "complete measurements"),
     ],
 )

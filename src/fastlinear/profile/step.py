@@ -146,6 +146,15 @@ def check_model(model: Any, function: str = FUNCTION) -> None:
                 f"{where} is a lazy module that has not run yet",
                 "Call the model once on real inputs first.",
             )
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    frozen = next((name for name, tensor in tensors if tensor.is_inference()), None)
+    if frozen is not None:
+        raise InputError(
+            function,
+            "parameters and buffers that tell when they are written to",
+            f"{frozen!r}, made under torch.inference_mode()",
+            "Make or load the model outside of it; it may still run inside.",
+        )
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -260,6 +260,8 @@ def _parse(data: dict[str, Any]) -> Plan:
         known &= isinstance(rewrite.problem, dict) and isinstance(rewrite.backends, dict)
         known = known and all(isinstance(name, str) for name in rewrite.backends.values())
         known = known and (rewrite.fqn, rewrite.rule) not in {(r.fqn, r.rule) for r in rewrites}
+        if known and rewrite.problem:
+            Problem.from_json(rewrite.problem)
         if not known:
             raise ValueError(f"unknown rewrite of {rewrite.fqn!r}: {rewrite.rule}, {rewrite.route}")
         rewrites.append(rewrite)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -105,6 +106,8 @@ def _decision(item: dict[str, Any]) -> Decision:
     able = tuple(b for b in candidates if b.reason_not(problem) is None)
     times = {str(k): float(v) for k, v in item["times_us"].items()}
     best, doubt = str(item["best"]), str(item.get("doubt", ""))
+    if best not in times or not all(0.0 < us < math.inf for us in times.values()):
+        raise ValueError(f"best {best!r} of times {times}")
     every = [name for name in times if name != best] if doubt else []
     rivals = tuple(str(name) for name in item.get("rivals", every))
     return Decision(problem, able, best, times, doubt, rivals)

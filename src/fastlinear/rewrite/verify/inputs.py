@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -140,6 +141,8 @@ def from_specs(specs: dict[str, Any], device: torch.device, seed: int) -> Call:
             raise TypeError(f"{item['tensor']} is no dtype")
         if dtype.is_floating_point:
             mean, std = item.get("mean", 0.0), item.get("std", 0.0)
+            if not (math.isfinite(mean) and 0.0 <= std < math.inf):
+                raise ValueError(f"mean {mean} and std {std}")
             return _normal(shape, mean, std, generator).to(device, dtype)
         if dtype is torch.bool:
             if item.get("min") == item.get("max"):
