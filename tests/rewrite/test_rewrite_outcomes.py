@@ -14,6 +14,7 @@ from fastlinear.core.settings import Config
 from fastlinear.core.timing import Samples
 from fastlinear.dispatch import backend as registry
 from fastlinear.dispatch import tune
+from fastlinear.profile import profile
 from fastlinear.rewrite import finish, optimize_
 from fastlinear.rewrite.trial import measure
 from fastlinear.rewrite.trial import site as site_module
@@ -355,3 +356,19 @@ def test_an_interruption_while_rewritten_leaves_the_model_untouched() -> None:
         optimize_(model, X, config=TRAIN, loss_fn=loss)
     assert hits
     assert snapshot(model) == before
+
+
+def test_linears_that_a_kernel_of_pytorchs_takes_unless_watched(clock: Clock) -> None:
+    """An encoder layer in inference calls its linears only where they have hooks."""
+    clock({"onednn": 50.0, "onednn_packed": 50.0})
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, activation="gelu").eval()
+    x = torch.randn(2, 4, 16)
+    result = optimize_(layer, x)
+    assert {s.fqn: s.code for s in result.sites} == dict.fromkeys(
+        ("self_attn.out_proj", "linear1", "linear2"), "not_called"
+    )
+    assert {s.fqn: s.calls for s in profile(layer, x).sites} == dict.fromkeys(
+        ("self_attn.out_proj", "linear1", "linear2"), 0
+    )
+    trained = {s.fqn: s.calls for s in profile(layer.train(), x, "train").sites}
+    assert trained == {"self_attn.out_proj": 0, "linear1": 1, "linear2": 1}

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
@@ -110,7 +111,9 @@ def observe(
 ) -> Observation:
     """Run ``forward`` once and watch. Hooks are removed again, also when it raises.
 
-    With ``samples`` every call keeps a copy of its input.
+    With ``samples`` every call keeps a copy of its input. Where a layer of PyTorch's takes its
+    linears into a kernel of its own unless it is watched, ``forward`` runs once more, and linears
+    that are called for being watched only are not seen.
     """
     watch = _Watch({} if samples else None)
     handles: list[Any] = []
@@ -125,7 +128,22 @@ def observe(
     finally:
         for handle in handles:
             handle.remove()
+    if any(isinstance(m, nn.TransformerEncoderLayer) and not m.training for m in model.modules()):
+        called = _called(forward)
+        watch.seen.calls = {m: c for m, c in watch.seen.calls.items() if m in called}
     return watch.seen
+
+
+def _called(forward: Callable[[], object]) -> set[nn.Module]:
+    """The modules that a forward calls where none of them has a hook."""
+    found: set[nn.Module] = set()
+
+    def enter(module: nn.Module, _: object) -> None:
+        found.add(module)
+
+    with register_module_forward_pre_hook(enter):
+        forward()
+    return found
 
 
 class _Watch(TorchFunctionMode):
