@@ -14,6 +14,7 @@ from torch.testing import assert_close
 from fastlinear.core.graph_tape import Tape, TapeRecorder
 from fastlinear.core.graphs import Table
 from fastlinear.dispatch.backend import family
+from fastlinear.ops.common import door
 from fastlinear.ops.mlp import graph, layerwise
 from fastlinear.ops.mlp.problem import problem
 
@@ -184,14 +185,20 @@ def test_what_it_cannot_serve_is_said() -> None:
     assert why() in (None, "torch sees no CUDA device")
 
 
-def test_chains_bound_by_launches_are_recorded_by_default() -> None:
+@pytest.mark.parametrize("compiler", [True, False])
+def test_chains_are_recorded_by_default_where_python_would_launch_their_layers(
+    compiler: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "reason_not", lambda: None if compiler else "no C++ compiler")
+
     def order(rows: int, layers: int, **kind: Any) -> tuple[str, ...]:
         widths = (1024,) * (layers + 1)
         p = problem("forward", rows, widths, dtype="bfloat16", device="cuda", **kind)
         return tuple(family("mlp").prefer(p))
 
-    assert order(256, 8)[0] == "graph"
-    assert order(64, 8)[:2] == ("whole_cuda", "graph")
+    recorded = () if compiler else ("graph",)
+    assert order(256, 8) == (*recorded, "layerwise", "eager")
+    assert order(64, 8) == ("whole_cuda", *recorded, "layerwise", "eager")
     assert "graph" not in order(256, 8, captured=True)
     assert "graph" not in order(256, 8, needs_grad=True)
     assert "graph" not in order(256, 2)
