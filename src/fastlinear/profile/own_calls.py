@@ -56,7 +56,7 @@ def findings(model: nn.Module, ran: Container[nn.Module]) -> list[Finding]:
 
 def _finding(fqn: str, module: nn.Module) -> Finding:
     name = type(module).__qualname__
-    return Finding(
+    return Finding.untimed(
         code=CODE,
         fqn=fqn,
         title=f"{name} defines __call__ itself",
@@ -65,12 +65,6 @@ def _finding(fqn: str, module: nn.Module) -> Finding:
             f"forward can take its place: not measured, and never rewritten. Rename {name}.__call__"
             " to forward."
         ),
-        measured_us=0.0,
-        floor_us=0.0,
-        predicted_gain_us=0.0,
-        flops=0.0,
-        bytes=0.0,
-        bound="memory",
         details={
             "advice": f"a {name} whose __call__ is named forward",
             "not_measured": "its class defines __call__ itself",

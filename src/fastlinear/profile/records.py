@@ -77,6 +77,13 @@ class Finding:
     bound: str
     details: dict[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def untimed(
+        cls, code: str, fqn: str, title: str, message: str, details: dict[str, Any]
+    ) -> Finding:
+        """One that nothing was measured of: its numbers are 0."""
+        return cls(code, fqn, title, message, 0.0, 0.0, 0.0, 0.0, 0.0, "memory", details)
+
     @property
     def advice(self) -> str | None:
         """What the reader is to put in its place; None where nothing is, or ``optimize_`` has."""

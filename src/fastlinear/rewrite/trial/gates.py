@@ -297,17 +297,11 @@ def _backends(work: Work, problem: Problem) -> dict[str, str]:
 def _unmeasured(work: Work, site: GatedSite, calls: int, why: str) -> Finding:
     """A finding without numbers."""
     _, h, _ = site.sizes
-    return Finding(
+    return Finding.untimed(
         code=CODE,
         fqn=site.fqn,
         title=f"gated MLP of {h} hidden features, {site.gated.activation}",
         message=f"products {site.products}; not measured: {why}. {_remedy(work, site)}",
-        measured_us=0.0,
-        floor_us=0.0,
-        predicted_gain_us=0.0,
-        flops=0.0,
-        bytes=0.0,
-        bound="memory",
         details={**_facts(work, site, calls), "avoidable_bytes": 0},
     )
 

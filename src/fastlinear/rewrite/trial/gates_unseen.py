@@ -40,17 +40,11 @@ def _finding(work: Work, flow: Flow, calls: int) -> Finding:
         first = f"{k} → 2·{flow.hidden} (gate and up stacked)"
     down = "" if flow.down is None else f", {flow.hidden} → {n} (down)"
     told = f"{advice}; optimize_" if advice is not None else "optimize_"
-    return Finding(
+    return Finding.untimed(
         code=NAME,
         fqn=fqn,
         title=f"gated MLP of {flow.hidden} hidden features, {flow.activation}",
         message=f"products {first}{down}; not measured. {told} leaves it alone: {why}",
-        measured_us=0.0,
-        floor_us=0.0,
-        predicted_gain_us=0.0,
-        flops=0.0,
-        bytes=0.0,
-        bound="memory",
         details={
             "activation": flow.activation,
             "order": "apart" if flow.up is not None else "stacked",

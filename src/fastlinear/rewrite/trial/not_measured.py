@@ -18,16 +18,10 @@ def not_measured(
     code: str, fqn: str, title: str, words: str, why: str, details: dict[str, Any]
 ) -> Finding:
     """A finding without numbers: ``words`` say what was seen, ``why`` why it was not measured."""
-    return Finding(
+    return Finding.untimed(
         code=code,
         fqn=fqn,
         title=title,
         message=f"{words}: not measured: {why}.",
-        measured_us=0.0,
-        floor_us=0.0,
-        predicted_gain_us=0.0,
-        flops=0.0,
-        bytes=0.0,
-        bound="memory",
         details={**details, "not_measured": why},
     )
