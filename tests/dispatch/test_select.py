@@ -335,6 +335,31 @@ def test_a_gpu_of_the_same_processor_takes_its_table(
         assert (own.best, own.elsewhere) == (row.best, "")
 
 
+def test_rows_of_its_own_come_before_those_of_the_same_processor(
+    toy: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As near, a GPU's own row serves; nearer, the other's."""
+    able = toy.candidates("forward")
+    ship(monkeypatch, tmp_path, (call(m=64), "fast"), (call(m=128), "fast"))
+    mine = device_facts("cpu")
+    akin = replace(mine, kind="cuda", slug="akin", capability=(9, 0), units=132)
+    own = replace(akin, slug="own")
+    for slug, sizes, best in (("akin", (64, 128), "fast"), ("own", (64,), "slow")):
+        text = (tmp_path / f"{mine.slug}.json").read_text()
+        data = json.loads(text)
+        data["rows"] = [
+            r | {"best": best} for r in data["rows"] if r["problem"]["dims"]["M"] in sizes
+        ]
+        (tmp_path / f"{slug}.json").write_text(json.dumps(data))
+    monkeypatch.setattr(tables, "_SAME_PROCESSOR", {((9, 0), 132): "akin"})
+    monkeypatch.setattr(tables, "device_facts", lambda _: own)
+    found = [tables.shipped(call(m=m), able) for m in (64, 128)]
+    assert [(r.best, r.elsewhere) for r in found if r] == [("slow", ""), ("fast", "akin")]
+    monkeypatch.setattr(tables, "device_facts", lambda _: akin)
+    found = [tables.shipped(call(m=m), able) for m in (64, 128)]
+    assert [(r.best, r.elsewhere) for r in found if r] == [("fast", ""), ("fast", "")]
+
+
 def test_shipped_tables_are_valid() -> None:
     """Whatever is shipped can be read, and names backends that exist."""
     for path in Path(tables.__file__).parent.glob("*.json"):

@@ -106,6 +106,15 @@ def cpu_cache_bytes(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -
     return max(found)[1]
 
 
+@lru_cache(maxsize=1)
+def cpu_flags() -> frozenset[str]:
+    """What the processor can do, in Linux's words (``"avx512_bf16"``); empty elsewhere."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.exists() else ""
+    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
+    return frozenset(flags.group(1).split()) if flags else frozenset()
+
+
 def is_amd() -> bool:
     """Whether the processor is AMD's. There MKL, which makes PyTorch's float32 products, falls
     behind oneDNN where rows are few and operands large."""

@@ -3,8 +3,8 @@
 A row serves a Problem when everything but its sizes is equal, every size lies within a factor of
 two, and the numbers of features are multiples of 16 in both or in neither: rows of any other length
 are loaded in other ways. The nearest row (sum of squared log2 distances) wins. Where there is none,
-rows of Problems that the family counts as akin serve. A GPU without a table of its own takes that
-of one with the same multiprocessors, as many of them, and other memory.
+rows of Problems that the family counts as akin serve. A GPU takes rows of one with the same
+multiprocessors, as many of them, and other memory, where none of its own are as near.
 """
 
 from __future__ import annotations
@@ -72,29 +72,27 @@ def shipped(problem: Problem, able: Sequence[Backend]) -> Row | None:
     Where a row's winner is not able to serve, the fastest measured backend that is stands in.
     Away from a row's sizes, PyTorch's own path is taken where the winner's lead over it is small.
     """
-    slug, elsewhere = _measured_device(device_facts(problem.device))
-    grouped = table(slug)
+    measured = _measured_devices(device_facts(problem.device))
     names = {b.name for b in able}
     for view in (_as_it_is, *family(problem.family).akin):
-        best: Row | None = None
-        for row in grouped.get(_shape_free_key(view(problem)), ()):
-            times = {name: us for name, us in row.times_us.items() if name in names}
-            distance = _distance(row.problem, problem)
-            if times and distance is not None and (best is None or distance < best.distance):
-                winner = _winner(row, times, math.sqrt(distance))
-                best = replace(row, best=winner, times_us=times, distance=distance)
+        key, best = _shape_free_key(view(problem)), None
+        for slug, elsewhere in measured:
+            for row in table(slug).get(key, ()):
+                times = {name: us for name, us in row.times_us.items() if name in names}
+                distance = _distance(row.problem, problem)
+                if times and distance is not None and (best is None or distance < best.distance):
+                    winner = _winner(row, times, math.sqrt(distance))
+                    best = replace(row, best=winner, times_us=times, elsewhere=elsewhere)
+                    best = replace(best, distance=distance)
         if best is not None:
-            differs = _differing(problem, best.problem)
-            return replace(best, differs=differs, elsewhere=elsewhere)
+            return replace(best, differs=_differing(problem, best.problem))
     return None
 
 
-def _measured_device(facts: DeviceFacts) -> tuple[str, str]:
-    """The slug of the table for a device, and the same again where that is another device's."""
-    if facts.kind != "cuda" or (_FOLDER / f"{facts.slug}.json").exists():
-        return facts.slug, ""
-    akin = _SAME_PROCESSOR.get((facts.capability, facts.units), "")
-    return akin or facts.slug, akin
+def _measured_devices(facts: DeviceFacts) -> list[tuple[str, str]]:
+    """The slugs of a device's tables, its own first, and again where it is another device's."""
+    akin = _SAME_PROCESSOR.get((facts.capability, facts.units), "") if facts.kind == "cuda" else ""
+    return [(facts.slug, ""), *([(akin, akin)] if akin not in ("", facts.slug) else [])]
 
 
 @lru_cache(maxsize=8)

@@ -19,7 +19,7 @@ from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, Family, is_installed, register_family
 from fastlinear.ops.common import hopper
-from fastlinear.ops.gated_mlp import cpp, cuda, onednn, reference, triton_config
+from fastlinear.ops.gated_mlp import cpp, cpp_few_rows, cuda, onednn, reference, triton_config
 from fastlinear.ops.gated_mlp.problem import NAME, PIECES, STEP, has_down, problem
 from fastlinear.ops.gated_mlp.stacking import Biases, Weights, split_pre
 
@@ -30,6 +30,10 @@ _CPU_SOURCES = (
     *("cpp_gate.py", "gate.cpp", "products.py", "../common/activations.h"),
     *("../linear_act/onednn.py", "../common/cpp_build.py"),
     *("../common/packed.py", "../common/weight_hash.py", "../common/weight_hash.cpp"),
+)
+_FEW_ROWS_SOURCES = (
+    *("cpp_gate.py", "gate.cpp", "../common/few_rows.cpp", "../common/cpp_few_rows.py"),
+    *("../common/vectors.h", "../common/threads.h"),
 )
 _TRITON_SOURCES = (
     *("triton_gate_kernels.py", "triton_dual_kernels.py", "triton_config.py", "products.py"),
@@ -76,6 +80,8 @@ def _reason_not_pieces(p: Problem) -> str | None:
 
 def _prefer(p: Problem) -> tuple[str, ...]:
     """Analytic order, used only where no measurement covers the Problem."""
+    if p.device == "cpu" and cpp_few_rows.pays(p):
+        return ("few_rows_cpp", "eager")
     amd = (
         p.device == "cpu" and p.dtype == "float32" and is_amd()
     )  # MKL's products fall behind there
@@ -264,6 +270,11 @@ FAMILY = register_family(
                 *(NAME, "forward", "onednn_packed", f"{_HERE}.onednn:forward_packed"),
                 onednn.reason_not_packed,
                 _CPU_SOURCES,
+            ),
+            Backend(
+                *(NAME, "forward", "few_rows_cpp", f"{_HERE}.cpp_few_rows:forward"),
+                cpp_few_rows.reason_not,
+                _FEW_ROWS_SOURCES,
             ),
         ),
         prefer=_prefer,

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastlinear.core.device import cpu_flags
 from fastlinear.core.problem import Problem
 from fastlinear.ops.common import cpp_build
 from fastlinear.ops.common.activations import NAMES
@@ -153,8 +154,7 @@ def _memory(t: Tensor | None) -> int:
 def half_products() -> str | None:
     """How this processor multiplies bfloat16 numbers: ``"tiles"`` (AMX), ``"pairs"`` in 512-bit
     vectors, or None."""
-    info = Path("/proc/cpuinfo")
-    flags = set(info.read_text().split()) if info.exists() else set()
+    flags = cpu_flags()
     if "avx512_bf16" not in flags:
         return None
     return "tiles" if {"amx_tile", "amx_bf16"} <= flags else "pairs"

@@ -1,0 +1,105 @@
+"""``few_rows.cpp`` from Python: products of up to 16 rows with 16-bit weights on the CPU.
+
+Numbers of a row lie side by side, rows at any distance. Nothing here checks shapes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastlinear.core.device import cpu_flags
+from fastlinear.ops.common import cpp_build
+from fastlinear.ops.common.activations import NAMES
+
+SOURCE = Path(__file__).with_name("few_rows.cpp")
+MOST_ROWS = 16
+DTYPES = ("bfloat16", "float16")
+_CODES = {name: code for code, name in enumerate(NAMES)}  # few_rows.cpp's switch
+_FLAGS = frozenset({"avx512f", "avx512bw", "avx512vl"})
+
+
+def reason_not(dtype: str, rows: int) -> str | None:
+    """Why the library cannot serve so many rows, as far as is known without compiling it."""
+    if dtype not in DTYPES:
+        return f"bfloat16 and float16 only, not {dtype}"
+    if rows > MOST_ROWS:
+        return f"serves up to {MOST_ROWS} rows of x, the call has {rows}"
+    if not cpu_flags() >= _FLAGS:
+        return "written for processors with AVX-512"
+    return cpp_build.reason_not() or cpp_build.failed(SOURCE)
+
+
+@lru_cache(maxsize=1)
+def why_not_loaded() -> str | None:
+    """Why the library cannot be had, or None; compiles it if this was not tried before."""
+    return cpp_build.reason_not() or cpp_build.why_not_loaded(SOURCE)
+
+
+def layer(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save_pre: bool
+) -> tuple[Tensor, Tensor | None]:
+    """act(x Wᵀ + b): x (M, K), weight (N, K), bias (N,) or None → (y (M, N), pre (M, N) or None).
+
+    Raises:
+        UnsupportedError: the library cannot be compiled or loaded.
+    """
+    (m, k), n = x.shape, weight.shape[0]
+    y = x.new_empty(m, n)
+    pre = x.new_empty(m, n) if save_pre else None
+    bias = None if bias is None else bias.contiguous()
+    if y.numel():
+        _library().fastlinear_few_rows(
+            *(_CODES[activation], x.dtype is torch.bfloat16),
+            *(x.data_ptr(), x.stride(0), weight.data_ptr(), weight.stride(0)),
+            *(_memory(bias), y.data_ptr(), _memory(pre), m, k, n),
+        )
+    return y, pre
+
+
+def gated(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    activation: str,
+) -> Tensor:
+    """act(x Wgᵀ + bg) ∘ (x Wuᵀ + bu): x (M, K), gate and up (H, K) with rows equally far apart,
+    biases (H,) with equal strides or None → h (M, H).
+
+    Raises:
+        UnsupportedError: the library cannot be compiled or loaded.
+    """
+    (m, k), n = x.shape, gate.shape[0]
+    h = x.new_empty(m, n)
+    step = next((b.stride(0) for b in (gate_bias, up_bias) if b is not None), 1)
+    if h.numel():
+        _library().fastlinear_few_rows_gated(
+            *(_CODES[activation], x.dtype is torch.bfloat16, x.data_ptr(), x.stride(0)),
+            *(gate.data_ptr(), up.data_ptr(), gate.stride(0)),
+            *(_memory(gate_bias), _memory(up_bias), step, h.data_ptr(), m, k, n),
+        )
+    return h
+
+
+def _memory(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()
+
+
+@lru_cache(maxsize=1)
+def _library() -> ctypes.CDLL:
+    library = cpp_build.load(SOURCE)
+    pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    head: list[Any] = [number, number, pointer, size]
+    one, two = library.fastlinear_few_rows, library.fastlinear_few_rows_gated
+    one.argtypes = [*head, pointer, size, *[pointer] * 3, *[size] * 3]
+    two.argtypes = [*head, *[pointer] * 2, size, *[pointer] * 2, size, pointer, *[size] * 3]
+    one.restype = two.restype = None
+    cpp_build.ask_torch_for_threads(library.fastlinear_few_rows_threads)
+    return library
