@@ -48,7 +48,7 @@ def test_the_cases_are_the_decisive_ones_and_the_models() -> None:
     assert {m for m, *_ in found} >= {16, 16384}
     names = [c.name for c in cases_of.cases("cuda")]
     assert len(names) == len(set(names))
-    assert {c.dtype for c in cases_of.cases("cpu")} == {"float32", "bfloat16"}
+    assert {c.dtype for c in cases_of.cases("cpu")} == {"float32", "bfloat16", "float16"}
 
 
 @pytest.mark.parametrize("bias", ["no", "yes"])

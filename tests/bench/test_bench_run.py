@@ -300,7 +300,8 @@ def test_the_experiment_holds_the_hard_shapes_and_the_healthy_baseline() -> None
         for batch in (1, 64, 1024):
             assert (width, batch, "forward") in chains
     assert {(1024, 64, "step"), (1024, 1024, "step")} <= chains
-    assert all(c.dtype == "float32" for c in cpu)
+    few = {(c.dim("M"), c.dtype) for c in cpu if c.dtype != "float32"}
+    assert few == {(m, dtype) for m in (1, 8, 16, 32) for dtype in ("bfloat16", "float16")}
     headline = next(c for c in cuda if c.direction == "forward+backward" and not c.light)
     assert {"first_call", "peak_memory"} <= set(headline.metrics)
 

@@ -20,6 +20,7 @@ _DECISIVE = (("small", 4096), ("wide", 16384), ("llama-7b", 8192), ("llama-7b", 
 _TOKENS = (16, 256, 4096, 16384)
 # M, K, H
 _CPU = ((256, 512, 2048), (64, 512, 2048), (1024, 512, 2048), (16, 1024, 4096), (1, 1024, 4096))
+_CPU_FLOAT16 = ((16, 1024, 4096), (256, 512, 2048))
 _QUICK = ((64, 128, 256), (8, 256, 512))
 
 
@@ -29,12 +30,14 @@ def cases(device: str, quick: bool = False) -> list[Case]:
         return [_case(m, k, h, "float32", device, d) for m, k, h in _QUICK for d in BOTH_MODES]
     if device == "cuda":
         return _cuda()
-    return [
+    found = [
         _case(m, k, h, dtype, device, direction, light=dtype == "bfloat16")
         for dtype in ("float32", "bfloat16")
         for m, k, h in _CPU
         for direction in BOTH_MODES
     ]
+    half = [_case(*sizes, "float16", device, "forward", light=True) for sizes in _CPU_FLOAT16]
+    return [*found, *half]
 
 
 def _cuda() -> list[Case]:

@@ -1,9 +1,9 @@
 """Experiment ``linear``: Linear with its activation, alone and in chains.
 
 CUDA: single layers, forward and forward+backward. CPU: chains of 8 x (Linear+ReLU) and single
-layers in float32. The layer without activation is the healthy baseline, where nothing is to be
-gained; tiny and single-row shapes are there because they are hard to win, odd ones because rows
-that begin anywhere are slow in every library.
+layers in float32, few rows in 16 bits. The layer without activation is the healthy baseline, where
+nothing is to be gained; tiny and single-row shapes are there because they are hard to win, odd ones
+because rows that begin anywhere are slow in every library.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ _HEADLINE = ((8192, 768, 3072), (8192, 1024, 4096), (8192, 4096, 4096))
 _SMALL = ((64, 1024, 1024), (1, 4096, 4096))
 _ODD = ((4096, 4095, 4095), (8192, 770, 3070))
 _DTYPES = ("bfloat16", "float16", "float32")
+_FEW_ROWS = ((1, 1024, 1024), (1, 4096, 4096), (8, 1024, 4096), (16, 4096, 1024), (32, 1024, 4096))
 _CHAIN_WIDTHS = (1024, 256, 64)
 _CHAIN_BATCHES = (64, 1024, 1)
 
@@ -56,6 +57,8 @@ def _cpu() -> list[Case]:
         for activation in ("gelu_tanh", "gelu", "none"):
             for direction in ("forward", "forward+backward"):
                 found.append(_on_cpu(*sizes, 1, activation, direction))
+    for dtype in ("bfloat16", "float16"):
+        found += [_on_cpu(*sizes, 1, "silu", "forward", dtype) for sizes in _FEW_ROWS]
     return found
 
 
@@ -90,10 +93,16 @@ def _pair(
 
 
 def _on_cpu(
-    m: int, k: int, n: int, layers: int, activation: str, direction: str, *, light: bool = False
+    m: int,
+    k: int,
+    n: int,
+    layers: int,
+    activation: str,
+    direction: str,
+    dtype: str = "float32",
 ) -> Case:
     sizes = (m, k, n, layers)
-    return _case(sizes, "float32", "cpu", activation, direction, ("wall",), light=light)
+    return _case(sizes, dtype, "cpu", activation, direction, ("wall",), light=False)
 
 
 def _case(

@@ -19,7 +19,7 @@ from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, Family, is_installed, register_family
 from fastlinear.ops.common import hopper
-from fastlinear.ops.gated_mlp import cpp, cpp_few_rows, cuda, onednn, reference, triton_config
+from fastlinear.ops.gated_mlp import cpp, cpp_half, cuda, onednn, reference, triton_config
 from fastlinear.ops.gated_mlp.problem import NAME, PIECES, STEP, has_down, problem
 from fastlinear.ops.gated_mlp.stacking import Biases, Weights, split_pre
 
@@ -31,8 +31,8 @@ _CPU_SOURCES = (
     *("../linear_act/onednn.py", "../common/cpp_build.py"),
     *("../common/packed.py", "../common/weight_hash.py", "../common/weight_hash.cpp"),
 )
-_FEW_ROWS_SOURCES = (
-    *("cpp_gate.py", "gate.cpp", "../common/few_rows.cpp", "../common/cpp_few_rows.py"),
+_HALF_SOURCES = (
+    *("cpp_gate.py", "gate.cpp", "../common/half.cpp", "../common/cpp_half.py"),
     *("../common/vectors.h", "../common/threads.h"),
 )
 _TRITON_SOURCES = (
@@ -80,15 +80,16 @@ def _reason_not_pieces(p: Problem) -> str | None:
 
 def _prefer(p: Problem) -> tuple[str, ...]:
     """Analytic order, used only where no measurement covers the Problem."""
-    if p.device == "cpu" and cpp_few_rows.pays(p):
-        return ("few_rows_cpp", "eager")
     amd = (
         p.device == "cpu" and p.dtype == "float32" and is_amd()
     )  # MKL's products fall behind there
     large = p.dim("K") * p.dim("H") >= _LARGE_WEIGHT and p.dim("M") > 0
+    tiny = p.dim("M") * p.dim("H") < _LEAST  # PyTorch's own calls cost the host least
+    if p.device == "cpu" and not (tiny and p.needs_grad) and cpp_half.pays(p):
+        return ("half_cpp", "eager")
     if amd and large and p.piece == "forward" and not p.needs_grad:
         return ("onednn", "cpp", "eager")
-    if p.dim("M") * p.dim("H") < _LEAST:  # PyTorch's own calls cost the host least
+    if tiny:
         return ("eager", "pieces") if p.piece == STEP else ("eager",)
     if p.piece == STEP:
         return ("pieces", "eager")
@@ -272,9 +273,9 @@ FAMILY = register_family(
                 _CPU_SOURCES,
             ),
             Backend(
-                *(NAME, "forward", "few_rows_cpp", f"{_HERE}.cpp_few_rows:forward"),
-                cpp_few_rows.reason_not,
-                _FEW_ROWS_SOURCES,
+                *(NAME, "forward", "half_cpp", f"{_HERE}.cpp_half:forward"),
+                cpp_half.reason_not,
+                _HALF_SOURCES,
             ),
         ),
         prefer=_prefer,

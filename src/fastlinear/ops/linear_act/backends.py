@@ -20,7 +20,7 @@ from fastlinear.ops.common import door_node, hopper
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import (
     cpp,
-    cpp_few_rows,
+    cpp_half,
     cublaslt,
     cuda,
     few_rows_config,
@@ -70,8 +70,8 @@ _FEW_ROWS_SOURCES = (
 _CPP_SOURCES = tuple(
     f"../common/{name}" for name in ("elementwise.cpp", "cpp_elementwise.py", "cpp_build.py")
 )
-_CPP_FEW_ROWS_SOURCES = tuple(
-    f"../common/{name}" for name in ("few_rows.cpp", "cpp_few_rows.py", "vectors.h", "threads.h")
+_HALF_SOURCES = tuple(
+    f"../common/{name}" for name in ("half.cpp", "cpp_half.py", "vectors.h", "threads.h")
 )
 _PACKED = tuple(f"../common/{name}" for name in ("packed.py", "weight_hash.py", "weight_hash.cpp"))
 _PADDED = ("padded_problem.py", "cuda.py", "triton.py", *_TRITON_SOURCES, *_CUDA_SOURCES)
@@ -255,8 +255,8 @@ def _prefer(p: Problem) -> tuple[str, ...]:
         first = ("triton",) if one_launch else ("padded",) if padded_problem.pays(p) else ()
         return (*first, "pieces", "eager")
     if p.device == "cpu":
-        if cpp_few_rows.pays(p):
-            return ("few_rows_cpp", "eager")
+        if cpp_half.pays(p):
+            return ("half_cpp", "eager")
         own = p.piece == "forward" and onednn.is_heavy(p) and cpp.pays(p)
         return (*(("cpp",) if own else ()), *(("onednn",) if onednn.pays(p) else ()), "eager")
     first = ("triton",) if _triton_pays(p) else ()
@@ -482,10 +482,10 @@ FAMILY = register_family(
             Backend(
                 NAME,
                 "forward",
-                "few_rows_cpp",
-                f"{_HERE}.cpp_few_rows:forward",
-                cpp_few_rows.reason_not,
-                _CPP_FEW_ROWS_SOURCES,
+                "half_cpp",
+                f"{_HERE}.cpp_half:forward",
+                cpp_half.reason_not,
+                _HALF_SOURCES,
             ),
             Backend(
                 NAME,

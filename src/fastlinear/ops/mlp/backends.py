@@ -21,7 +21,7 @@ from fastlinear.dispatch.backend import Backend, Family, deferred, register_fami
 from fastlinear.dispatch.select import select
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import backends as linear_act
-from fastlinear.ops.linear_act import cpp_few_rows
+from fastlinear.ops.linear_act import cpp_half
 from fastlinear.ops.mlp import (
     graph,
     layerwise,
@@ -91,7 +91,7 @@ def _prefer_cpu(p: Problem) -> tuple[str, ...]:
     if p.needs_grad:
         small = m <= 64 and widest <= 1024 and p.dim("L") >= 6
         return ("whole_cpp", "eager") if small else ("eager",)
-    if any(cpp_few_rows.pays(layer) for layer in layerwise.layer_problems(p)):
+    if any(cpp_half.pays(layer) for layer in layerwise.layer_problems(p)):
         return ("layerwise", "eager")
     layered = _layered(p, 1 << 16)
     whole = widest <= 256 or m <= 128 or m * widest <= 1 << 19

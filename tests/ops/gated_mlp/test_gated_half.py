@@ -1,4 +1,4 @@
-"""Gated MLPs of a few tokens in C++ on the CPU against the float64 oracle."""
+"""Gated MLPs of 16-bit numbers in C++ on the CPU against the float64 oracle."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import fastlinear as fl
-from fastlinear.ops.common import cpp_few_rows as library
-from fastlinear.ops.gated_mlp import backends, cpp_few_rows, reference
+from fastlinear.ops.common import cpp_half as library
+from fastlinear.ops.gated_mlp import backends, cpp_half, reference
 from fastlinear.ops.gated_mlp.stacking import ORDERS, Biases, Weights
 
 _WHY_NOT = library.reason_not("bfloat16", 1)
@@ -37,7 +37,7 @@ def parts(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize(("m", "k", "h"), [(1, 33, 17), (5, 64, 40), (16, 100, 35), (7, 2050, 16)])
+@pytest.mark.parametrize(("m", "k", "h"), [(1, 33, 17), (5, 64, 40), (16, 100, 35), (35, 2050, 16)])
 def test_against_the_oracle(
     m: int, k: int, h: int, biases: bool, order: str, dtype: torch.dtype
 ) -> None:
@@ -50,13 +50,13 @@ def test_against_the_oracle(
         exact = Weights(*wide(weights)), Biases(*wide(added))  # type: ignore[arg-type]
         want = reference.forward(x.double(), *exact, "silu", order, False)[0]
         eager = reference.forward(x, weights, added, "silu", order, False)[0]
-        got = cpp_few_rows.forward(x, weights, added, "silu", order, False)[0]
+        got = cpp_half.forward(x, weights, added, "silu", order, False)[0]
         error = (got.double() - want).abs().max().item()
         allowed = 2 * (eager.double() - want).abs().max().item()
         assert error <= allowed + 2 * torch.finfo(dtype).eps * want.abs().max().item()
         assert got.dtype is dtype
         if dtype is torch.bfloat16:
-            trained = cpp_few_rows.forward(x, weights, added, "silu", order, True)
+            trained = cpp_half.forward(x, weights, added, "silu", order, True)
             pre = reference.forward(x, weights, added, "silu", order, True)[1:]
             for a, b in zip(trained[1:], pre, strict=True):
                 assert (a is None) == (b is None)
@@ -68,7 +68,7 @@ def test_biases_of_which_one_half_has_some() -> None:
     x, weights, _ = parts(3, 48, 20, "apart", torch.bfloat16, False, True)
     bias = torch.randn(40).bfloat16()[::2]
     for added in (Biases(bias, None, None), Biases(None, bias, None)):
-        got = cpp_few_rows.forward(x, weights, added, "gelu", "apart", False)[0]
+        got = cpp_half.forward(x, weights, added, "gelu", "apart", False)[0]
         want = reference.forward(x, weights, added, "gelu", "apart", False)[0]
         torch.testing.assert_close(got, want, rtol=0.03, atol=0.03)
 
@@ -79,13 +79,17 @@ def test_who_takes_it() -> None:
         return backends.FAMILY.prefer(p)[0]
 
     tiles = "amx_bf16" in library.cpu_flags()
-    assert (first(1, 1024, "bfloat16") == "few_rows_cpp") is not tiles
-    assert first(16, 1024, "float16") == "few_rows_cpp"
-    assert "few_rows_cpp" not in (
-        first(17, 1024, "float16"),
+    own = "avx512_fp16" in library.cpu_flags()
+    assert (first(1, 1024, "bfloat16") == "half_cpp") is not tiles
+    assert (first(32, 1024, "bfloat16", needs_grad=True) == "half_cpp") is not tiles
+    assert (first(64, 1024, "float16") == "half_cpp") is not own
+    assert "half_cpp" not in (
+        first(33, 1024, "bfloat16"),
+        first(4096, 1024, "float16"),
         first(16, 64, "float16"),
         first(16, 1024, "float32"),
         first(16, 1024, "float16", needs_grad=True),
+        first(1, 1024, "bfloat16", needs_grad=True),
         first(16, 1024, "float16", w="strided"),
     )
 
@@ -94,7 +98,7 @@ def test_the_op_with_gradients() -> None:
     x, weights, _ = parts(4, 64, 32, "apart", torch.bfloat16, False, True)
     leaves = [x, *weights]
     results = []
-    for backend in ("few_rows_cpp", "eager"):
+    for backend in ("half_cpp", "eager"):
         for t in leaves:
             t.grad = None  # type: ignore[union-attr]
             t.requires_grad_()  # type: ignore[union-attr]

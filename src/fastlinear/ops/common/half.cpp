@@ -1,8 +1,8 @@
-// A few rows of x against a weight of bfloat16 or float16 numbers on the CPU: the weight is read once,
-// as it lies, and what follows a product happens before its result is written.
+// Rows of x against a weight of bfloat16 or float16 numbers on the CPU: the weight comes from memory
+// once, as it lies, and what follows a product happens before its result is written.
 //
-//   fastlinear_few_rows         y = act(x W^T + b)
-//   fastlinear_few_rows_gated   h = act(x Wg^T + bg) (x Wu^T + bu)
+//   fastlinear_half         y = act(x W^T + b)
+//   fastlinear_half_gated   h = act(x Wg^T + bg) (x Wu^T + bu)
 //
 // Sums are float32, lane by lane over stretches of a row, in an order that depends on the sizes alone:
 // the number of threads changes no bit. Bfloat16 numbers meet in pairs where the processor has such
@@ -20,7 +20,7 @@
 
 namespace {
 
-constexpr int kMost = 16;          // rows of x
+constexpr int kMost = 16;          // rows of x at a time
 constexpr int kTogether = 6;       // of them that meet some of W at a time
 constexpr int kFeatures = 4;       // rows of W that do
 constexpr int64_t kDepth = 2048;   // numbers of a row before its sums join the total: kFeatures rows lie in L1
@@ -196,14 +196,17 @@ void layer(int which, Rows x, Rows w, const Half* bias, Half* y, Half* pre, int6
   const int64_t blocks = (n + kLanes - 1) / kLanes;
   for_each(blocks, threads_for(k, n, blocks), [=](int64_t block) {
     const int64_t j = block * kLanes, count = std::min<int64_t>(kLanes, n - j);
-    V sum[kMost];
-    products<T>({w[j], w.row}, x, m, k, count, sum);
     const V b = bias ? T::wide(bias + j, count) : V{};
-    for (int64_t r = 0; r < m; ++r) {
-      V v = sum[r] + b;
-      if (pre) put_half<T>(pre + r * n + j, v, count);
-      activate(which, v);
-      put_half<T>(y + r * n + j, v, count);
+    for (int64_t r0 = 0; r0 < m; r0 += kMost) {
+      const int64_t rows = std::min<int64_t>(kMost, m - r0);
+      V sum[kMost];
+      products<T>({w[j], w.row}, {x[r0], x.row}, rows, k, count, sum);
+      for (int64_t r = 0; r < rows; ++r) {
+        V v = sum[r] + b;
+        if (pre) put_half<T>(pre + (r0 + r) * n + j, v, count);
+        activate(which, v);
+        put_half<T>(y + (r0 + r) * n + j, v, count);
+      }
     }
   });
 }
@@ -215,16 +218,19 @@ void gated(int which, Rows x, Rows gate, Rows up, const Half* gate_bias, const H
   for_each(blocks, threads_for(k, 2 * n, blocks), [=](int64_t block) {
     const int64_t j = block * kLanes, count = std::min<int64_t>(kLanes, n - j);
     V sum[2][kMost], b[2] = {};
-    products<T>({gate[j], gate.row}, x, m, k, count, sum[0]);
-    products<T>({up[j], up.row}, x, m, k, count, sum[1]);
     const Half* biases[] = {gate_bias, up_bias};
     for (int half = 0; half < 2; ++half)
       for (int64_t i = 0; biases[half] && i < count; ++i)
         b[half][i] = T::wide(biases[half] + (j + i) * step, 1)[0];
-    for (int64_t r = 0; r < m; ++r) {
-      V v = sum[0][r] + b[0];
-      activate(which, v);
-      put_half<T>(h + r * n + j, v * (sum[1][r] + b[1]), count);
+    for (int64_t r0 = 0; r0 < m; r0 += kMost) {
+      const int64_t rows = std::min<int64_t>(kMost, m - r0);
+      products<T>({gate[j], gate.row}, {x[r0], x.row}, rows, k, count, sum[0]);
+      products<T>({up[j], up.row}, {x[r0], x.row}, rows, k, count, sum[1]);
+      for (int64_t r = 0; r < rows; ++r) {
+        V v = sum[0][r] + b[0];
+        activate(which, v);
+        put_half<T>(h + (r0 + r) * n + j, v * (sum[1][r] + b[1]), count);
+      }
     }
   });
 }
@@ -237,11 +243,11 @@ inline const Half* halves(const void* p) { return static_cast<const Half*>(p); }
 extern "C" void fastlinear_forked(uint64_t thread) { forking_thread = thread; }
 
 // at::get_num_threads.
-extern "C" void fastlinear_few_rows_threads(int (*ask)()) { threads_of_torch = ask; }
+extern "C" void fastlinear_half_threads(int (*ask)()) { threads_of_torch = ask; }
 
-// m <= 16 rows. `half`: the numbers are bfloat16, else float16. bias and pre may be null; y and pre are
+// `half`: the numbers are bfloat16, else float16. bias and pre may be null; y and pre are
 // dense.
-extern "C" void fastlinear_few_rows(int which, int half, const void* x, int64_t x_row, const void* w,
+extern "C" void fastlinear_half(int which, int half, const void* x, int64_t x_row, const void* w,
                                     int64_t w_row, const void* bias, void* y, void* pre, int64_t m,
                                     int64_t k, int64_t n) {
   auto* run = half ? layer<Bfloat> : layer<Float16>;
@@ -250,7 +256,7 @@ extern "C" void fastlinear_few_rows(int which, int half, const void* x, int64_t 
 }
 
 // The same of two weights whose rows lie equally far apart; numbers of the biases lie `step` apart.
-extern "C" void fastlinear_few_rows_gated(int which, int half, const void* x, int64_t x_row,
+extern "C" void fastlinear_half_gated(int which, int half, const void* x, int64_t x_row,
                                           const void* gate, const void* up, int64_t w_row,
                                           const void* gate_bias, const void* up_bias, int64_t step,
                                           void* h, int64_t m, int64_t k, int64_t n) {

@@ -1,4 +1,4 @@
-"""Products of a few rows in C++ on the CPU against the float64 oracle: sizes around every edge,
+"""Products of 16-bit numbers in C++ on the CPU against the float64 oracle: sizes around every edge,
 strides, all activations, threads."""
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import fastlinear as fl
-from fastlinear.ops.common import cpp_few_rows as library
+from fastlinear.ops.common import cpp_half as library
 from fastlinear.ops.common.activations import NAMES
-from fastlinear.ops.linear_act import backends, cpp_few_rows, reference
+from fastlinear.ops.linear_act import backends, cpp_half, reference
 
 _WHY_NOT = library.reason_not("bfloat16", 1)
 pytestmark = pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT))
@@ -31,7 +31,7 @@ def layer(m: int, k: int, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, T
 
 def check(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     """At most a rounding of each result away from the oracle, y and pre."""
-    y, pre = cpp_few_rows.forward(x, weight, bias, activation, True)
+    y, pre = cpp_half.forward(x, weight, bias, activation, True)
     wide = None if bias is None else bias.double()
     want, want_pre = reference.forward(x.double(), weight.double(), wide, activation, True)
     assert pre is not None
@@ -46,7 +46,7 @@ def check(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Te
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("m", [1, 2, 5, 6, 7, 12, 13, 16])
+@pytest.mark.parametrize("m", [1, 2, 5, 6, 7, 13, 16, 17, 33])
 def test_sizes_around_every_edge(m: int, dtype: torch.dtype) -> None:
     sizes = product(
         (1, 15, 16, 17, 31, 32, 33, 100, 2047, 2048, 2049, 4097), (1, 3, 4, 5, 16, 19, 33)
@@ -80,7 +80,7 @@ def test_nan_and_infinities_stay(dtype: torch.dtype) -> None:
     x, weight, bias = layer(3, 33, 17, dtype)
     x[0, 32], x[1, 0], weight[16, 3] = float("nan"), float("inf"), float("-inf")
     for activation in ("none", "relu", "silu"):
-        y, _ = cpp_few_rows.forward(x, weight, bias, activation, False)
+        y, _ = cpp_half.forward(x, weight, bias, activation, False)
         want = reference.forward(x, weight, bias, activation, False)[0]
         assert torch.equal(y.isnan(), want.isnan())
         assert torch.equal(y.isinf(), want.isinf())
@@ -93,14 +93,14 @@ def test_threads_change_no_bit(dtype: torch.dtype) -> None:
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            found.append(cpp_few_rows.forward(x, weight, bias, "gelu", False)[0])
+            found.append(cpp_half.forward(x, weight, bias, "gelu", False)[0])
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(y, found[0]) for y in found)
 
 
 def test_who_takes_it() -> None:
-    """Up to 16 rows of 16-bit numbers and weights worth it, where the library has no tiles."""
+    """Weights worth it, bfloat16 of few rows only and where the library has no tiles."""
 
     def first(m: int, k: int, dtype: str, **more: str) -> str:
         p = backends.problem("forward", m, k, 1024, dtype=dtype, device="cpu", **more)  # type: ignore[arg-type]
@@ -108,25 +108,28 @@ def test_who_takes_it() -> None:
         return next(name for name in backends.FAMILY.prefer(p) if name in able)
 
     tiles = "amx_bf16" in library.cpu_flags()
-    assert (first(1, 1024, "bfloat16") == "few_rows_cpp") is not tiles
-    assert (first(16, 1024, "bfloat16") == "few_rows_cpp") is not tiles
-    assert first(16, 1024, "float16") == first(1, 1024, "float16") == "few_rows_cpp"
+    own = "avx512_fp16" in library.cpu_flags()
+    assert (first(1, 1024, "bfloat16") == "half_cpp") is not tiles
+    assert (first(32, 1024, "bfloat16") == "half_cpp") is not tiles
+    for m in (1, 512):
+        assert (first(m, 1024, "float16") == "half_cpp") is not own
     others = [
-        first(17, 1024, "float16"),
+        first(33, 1024, "bfloat16"),
+        first(4096, 1024, "float16"),
         first(4, 128, "float16"),
         first(1, 4096, "float16"),
         first(4, 1024, "float32"),
         first(4, 1024, "float16", w_layout="kn"),
         first(4, 1024, "float16", x_layout="strided"),
     ]
-    assert "few_rows_cpp" not in others
+    assert "half_cpp" not in others
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_op_with_gradients(dtype: torch.dtype) -> None:
     """Forced, in training: the gradients are PyTorch's, of what the forward saved."""
     x, weight, bias = (t.requires_grad_() for t in layer(5, 64, 48, dtype))
-    y = fl.linear_act(x, weight, bias, activation="silu", backend="few_rows_cpp")
+    y = fl.linear_act(x, weight, bias, activation="silu", backend="half_cpp")
     got = torch.autograd.grad(y, (x, weight, bias), torch.ones_like(y))
     y = fl.linear_act(x, weight, bias, activation="silu", backend="eager")
     want = torch.autograd.grad(y, (x, weight, bias), torch.ones_like(y))

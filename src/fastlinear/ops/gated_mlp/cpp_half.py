@@ -1,6 +1,7 @@
-"""Backend ``few_rows_cpp`` on the CPU, bfloat16 and float16: up to 16 tokens.
+"""Backend ``half_cpp`` on the CPU: gated MLPs in float16, and of up to 32 tokens in bfloat16.
 
-Each weight is read once, as it lies. In inference gate and up are one pass whose result is ``h``.
+Each weight comes from memory once, as it lies. In inference gate and up are one pass whose result
+is ``h``.
 """
 
 from __future__ import annotations
@@ -8,10 +9,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from fastlinear.core.problem import Problem
-from fastlinear.ops.common import cpp_few_rows
+from fastlinear.ops.common import cpp_half
 from fastlinear.ops.gated_mlp import cpp_gate
 from fastlinear.ops.gated_mlp.stacking import Biases, Pre, Weights, split_biases, split_weights
-from fastlinear.ops.linear_act import cpp_few_rows as layers
+from fastlinear.ops.linear_act import cpp_half as layers
 
 
 def reason_not(problem: Problem) -> str | None:
@@ -22,16 +23,14 @@ def reason_not(problem: Problem) -> str | None:
         return "x and the weights have to be dense"
     if problem.needs_grad and problem.dtype == "float16":
         return "with gradients bfloat16 only: the gate's own passes have no float16"
-    why = cpp_few_rows.reason_not(problem.dtype, problem.dim("M"))
+    why = cpp_half.reason_not(problem.dtype, problem.dim("M"))
     return why or (cpp_gate.reason_not() if problem.needs_grad else None)
 
 
 def pays(problem: Problem) -> bool:
-    """Whether it is taken where nothing was measured: in inference, where one layer of such a size
-    would be."""
+    """Whether it is taken where nothing was measured: where one layer of such a size would be."""
     return (
         problem.piece == "forward"
-        and not problem.needs_grad
         and reason_not(problem) is None
         and layers.pays_for(problem.dtype, problem.dim("M"), problem.dim("K") * problem.dim("H"))
     )
@@ -55,10 +54,10 @@ def forward(
         if order == "apart":  # whose strides may differ
             gate_bias, up_bias = (None if b is None else b.contiguous() for b in biases[:2])
         both = split_weights(weights, order)
-        h = cpp_few_rows.gated(x, *both, gate_bias, up_bias, activation)
+        h = cpp_half.gated(x, *both, gate_bias, up_bias, activation)
     y = h if weights.down is None else _layer(h, weights.down, biases.down)
     return y, *pre
 
 
 def _layer(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return cpp_few_rows.layer(x, weight, bias, "none", False)[0]
+    return cpp_half.layer(x, weight, bias, "none", False)[0]
