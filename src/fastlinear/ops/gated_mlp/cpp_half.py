@@ -32,7 +32,7 @@ def pays(problem: Problem) -> bool:
     return (
         problem.piece == "forward"
         and reason_not(problem) is None
-        and layers.pays_for(problem.dtype, problem.dim("M"), problem.dim("K") * problem.dim("H"))
+        and layers.pays_for(problem.dtype, problem.dim("K") * problem.dim("H"))
     )
 
 

@@ -14,7 +14,6 @@ from fastlinear.core.problem import Problem
 from fastlinear.ops.common import cpp_half
 
 _LEAST_WEIGHT = 1 << 18  # numbers from which reading them outweighs Python's call
-_MOST_SINGLE_ROW = 1 << 21  # of float16, from which PyTorch's products of one row read as fast
 
 
 def reason_not(problem: Problem) -> str | None:
@@ -30,18 +29,17 @@ def reason_not(problem: Problem) -> str | None:
 
 def pays(problem: Problem) -> bool:
     """Whether it is taken where nothing was measured."""
-    m, weight = problem.dim("M"), problem.dim("K") * problem.dim("N")
+    weight = problem.dim("K") * problem.dim("N")
     serves = problem.piece == "forward" and reason_not(problem) is None
-    return serves and pays_for(problem.dtype, m, weight)
+    return serves and pays_for(problem.dtype, weight)
 
 
-def pays_for(dtype: str, rows: int, weight: int) -> bool:
-    """Whether so many rows and numbers of a weight are worth a call from Python: on processors
+def pays_for(dtype: str, weight: int) -> bool:
+    """Whether a weight of so many numbers is worth a call from Python: on processors
     without tiles (AMX) for bfloat16, or arithmetic for float16, of which the library makes use."""
     if {"bfloat16": "amx_bf16", "float16": "avx512_fp16"}.get(dtype) in cpu_flags():
         return False
-    most = _MOST_SINGLE_ROW if dtype == "float16" and rows == 1 else weight
-    return _LEAST_WEIGHT <= weight <= most and cpp_half.why_not_loaded() is None
+    return weight >= _LEAST_WEIGHT and cpp_half.why_not_loaded() is None
 
 
 def forward(
