@@ -21,6 +21,7 @@ from fastlinear.dispatch.explain import Explanation
 from fastlinear.ops.common import calls, door, door_node, layouts
 from fastlinear.ops.gated_mlp import programs, reference
 from fastlinear.ops.gated_mlp.autograd import Formula, as_rows
+from fastlinear.ops.gated_mlp.kept import reads_kept
 from fastlinear.ops.gated_mlp.plans import Plan, as_autocast, prepared, resolved
 from fastlinear.ops.gated_mlp.selection import choices
 from fastlinear.ops.gated_mlp.stacking import Biases, Weights
@@ -393,9 +394,8 @@ def _compiled(
     """The call as torch.compile sees it: one registered op."""
     x, weights, biases = _cast(x, weights, biases)
     validate(function, x, weights, biases, activation, order, recompute, backend)
-    grad = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (x, *weights, *biases)
-    )
+    needs = [t is not None and t.requires_grad for t in (x, *weights, *biases)]
+    grad = torch.is_grad_enabled() and reads_kept(needs)
     y: Tensor = torch.ops.fastlinear.gated_mlp(
         x, *weights, *biases, activation, order, recompute == 1, grad, backend or ""
     )[0]
