@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from compiled_nodes import needs_nodes
+from gated_layers import stored
 from gated_ways import draw, same
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -113,20 +114,6 @@ def test_a_graph_of_gradients_reads_no_pre_activations() -> None:
             torch.autograd.grad(others[0].pow(2).sum(), given[1], retain_graph=ours),
         )
     assert not calls.over
-
-
-def stored(run: Callable[[], Tensor], given: Sequence[Tensor | None]) -> tuple[Tensor, int]:
-    """What it gives, and the bytes of all that autograd saves meanwhile, ``given`` left out."""
-    found: dict[int, int] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        found[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        y = run()
-    own = {t.untyped_storage().data_ptr() for t in given if t is not None}
-    return y, sum(size for where, size in found.items() if where not in own)
 
 
 @by_backend
