@@ -9,7 +9,6 @@ from torch import Tensor
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.explain import Kept
-from fastlinear.dispatch.select import Choice
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.gated_mlp.problem import STEP
 from fastlinear.ops.gated_mlp.stacking import Biases, Needs, Weights
@@ -46,9 +45,9 @@ def needs_of(x: Tensor, weights: Weights, biases: Biases) -> Needs:
     return asked if any(asked) else tuple(t is not None for t in given)  # type: ignore[return-value]
 
 
-def way_of(chosen: Sequence[Choice], recompute: int | None) -> str:
-    """The way a training call of these backends takes, as ``kept`` names it."""
-    names = {c.backend.name for c in chosen if c.problem.piece != STEP}
+def way_of(backends: Mapping[str, str], recompute: int | None) -> str:
+    """The way a training call takes, as ``kept`` names it; ``backends``: piece → its backend."""
+    names = {name for piece, name in backends.items() if piece != STEP}
     if recompute is None and names == {"eager"}:
         return OWN
     return f"recompute={int(recompute == 1)}"

@@ -264,7 +264,8 @@ def explain(
     found = choices(rows, weights, biases, activation, order, recompute, backend, needs_grad)
     if not needs_grad:
         return Explanation(found)
-    way = way_of(found, recompute) if has_kernels(x, weights) else OWN
+    backends = {c.problem.piece: c.backend.name for c in found}
+    way = way_of(backends, recompute) if has_kernels(x, weights) else OWN
     return Explanation(found, account(found[0].problem, needs, way))
 
 

@@ -39,7 +39,7 @@ def resolved(
         described = name in Inference.BACKENDS and x.is_cuda and not is_captured(x)
         kind = Inference(name, activation, order) if described else None
         return kind, inference_plan(chosen[0], activation, order)
-    if way_of(chosen, recompute) == OWN:
+    if way_of({c.problem.piece: c.backend.name for c in chosen}, recompute) == OWN:
         return None, _own(activation, order)
     formula = formula_of(chosen, activation, order, recompute != 1)
     return None if is_captured(x) else formula, training_plan(formula)
