@@ -159,6 +159,66 @@ def test_what_is_not_faster_is_told_as_well(
         assert "PyTorch's own path is the choice for it" in f.message
 
 
+class WrittenOut(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.r is not None
+        gate, up = self.r(x), self.q(x)
+        return self.p(gate * torch.sigmoid(gate) * up)
+
+
+def kept_bytes(model: nn.Module, x: Tensor, mode: str = "train") -> dict[str, Any]:
+    """What the findings say of the memory of the gated MLPs of a model, by their names."""
+    config = fl.Config(mode=mode, tune=False, draws=1, optimizer_steps=1, time_budget_s=60.0)
+    model.train(mode == "train")
+    result = fl.optimize_(model, x, config=config, filter_fn=lambda *_: False)
+    found = [f for f in result.findings if f.code == "gated_mlp"]
+    for f in found:
+        assert ("Kept between its forward and backward" in f.message) is ("kept_bytes" in f.details)
+    return {f.fqn: (f.details.get("kept_bytes"), f.message) for f in found}
+
+
+@pytest.mark.usefixtures("times_as_given")
+def test_findings_say_what_training_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastlinear.core.timing import Samples
+    from fastlinear.rewrite.trial import gates
+
+    def times(*_: object) -> tuple[Samples, Samples]:
+        alike = Samples("before", (50.0, 51.0, 52.0), "wall", 1, "clock")
+        return alike, alike
+
+    monkeypatch.setattr(gates, "_times", times)
+    k, h, rows, size = 64, 96, 16, 4 * 16
+    x = torch.randn(rows, k)
+    own = "PyTorch's own autograd"
+    for found, message in kept_bytes(Model(), x).values():
+        assert found["before"] == found["after"] == size * (k + 4 * h)
+        assert found["way"] == own, "so few rows"
+        levels = {"recompute=0": size * (k + 2 * h), "recompute=1": size * k}
+        assert found["ways"] == {own: found["after"], **levels}
+        assert "0.0273 MiB as it is, by gated_mlp 0.0273 MiB (PyTorch's own autograd; " in message
+        assert "0.00391 MiB with recompute=1). " in message
+    frozen = Model()
+    frozen.layers[0].requires_grad_(False)
+    for p in (*frozen.layers[1].parameters(),):
+        p.requires_grad_(p is frozen.layers[1].p.weight)
+    found = kept_bytes(frozen, x)
+    assert found["layers.0"][0] is None, "nothing of it is differentiated"
+    down, _ = found["layers.1"]
+    assert down["before"] == down["after"] == size * h
+    assert down["ways"]["recompute=0"] == size * 2 * h
+    alike = nn.Sequential(Block(), Block(), Block())
+    alike[1].r.requires_grad_(False)
+    alike[1].q.requires_grad_(False)
+    held = kept_bytes(alike, x)
+    assert [held[n][0]["before"] for n in "012"] == [
+        size * n for n in (k + 4 * h, 4 * h, k + 4 * h)
+    ]
+    ((spelled, _),) = kept_bytes(nn.Sequential(WrittenOut()), x).values()
+    assert spelled["before"] == size * (k + 5 * h), "its sigmoid as well"
+    assert spelled["after"] == size * (k + 4 * h)
+    assert all(found is None for found, _ in kept_bytes(Model(), x, "inference").values())
+
+
 def test_what_drops_in_training_is_told_unmeasured() -> None:
     model = nn.Sequential(Asleep()).train()
     config = fl.Config(mode="train", families=("gated_mlp",), tune=False, draws=1)
@@ -270,6 +330,10 @@ def test_modules_become_one_call_each(
         assert "100.0 us a call, 50.0 us by gated_mlp (2.00x" in f.message
         assert f.message.endswith("optimize_ has put it in place")
         assert set(f.details["timeline"]) == {"before", "after"}
+        if mode == "train":  # what stood there before, and what stands there now
+            held = f.details["kept_bytes"]
+            assert held["before"] == 4 * 40 * (64 + 4 * 96)
+            assert (held["way"], held["after"]) == ("recompute=0", 4 * 40 * (64 + 2 * 96))
     seen = calls_of_gated(monkeypatch)
     given = [x.clone().requires_grad_() for _ in range(2)]
     ours, theirs = model(given[0]), plain(given[1])

@@ -130,13 +130,14 @@ class GatedMLP(nn.Module):
         dropping = self.training and gated.dropout > 0.0
         if down is None:
             return call(x, weights, biases, *options, "gated_linear")
-        if not dropping and down.dtype == weights.gate.dtype:
+        dtype = _dtype(self, gated.down)
+        if not dropping and dtype == _dtype(self, gated.gate):
             return call(x, weights, biases, *options)
         inner = Weights(weights.gate, weights.up, None)
         h = call(x, inner, Biases(biases.gate, biases.up, None), *options, "gated_linear")
         if dropping:
             h = F.dropout(h, gated.dropout, True)
-        return F.linear(h.to(down.dtype), down, biases.down)
+        return F.linear(h.to(dtype), down, biases.down)
 
     def _by_layers(self, x: Tensor) -> Tensor:
         """The same by calls of the layers, which do more than nn.Linear does."""
@@ -217,6 +218,13 @@ class GatedMLP(nn.Module):
         order = "" if gated.order == "apart" else f", stacked={gated.order!r}"
         rate = f", dropout={gated.dropout}" if gated.dropout else ""
         return f"activation={gated.activation!r}{order}{rate}"
+
+
+def _dtype(module: nn.Module, name: str | None) -> torch.dtype | None:
+    """The dtype of a plain linear layer's weight, which is no proxy while FX traces the module."""
+    held: Any = module._modules[name]  # type: ignore[index]
+    weight = held._parameters.get("weight")
+    return (held.weight if weight is None else weight).dtype  # type: ignore[no-any-return]
 
 
 def _check_recompute(where: str, recompute: object) -> None:

@@ -24,7 +24,8 @@ def explain(
         x, weight, bias: the call's tensors: a matrix explains ``linear_act``, a vector
             ``diagonal_linear``, three dimensions ``grouped_linear``, a sequence of weights (and of
             biases) ``mlp``. A matrix with ``up_weight=`` or ``stacked=`` is a gate's: that explains
-            ``gated_linear``, and with ``down_weight=`` ``gated_mlp``.
+            ``gated_linear``, and with ``down_weight=`` ``gated_mlp``; of a training call also what
+            is kept for its backward, in bytes, at each level of ``recompute``.
         options: the keyword arguments of that function (``activation=``, ``backend=``…), and
             ``needs_grad=`` to explain the training choice or not; by default what the tensors say.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -68,3 +69,17 @@ def called(x: Tensor, p: list[Tensor | None], activation: str, **options: Any) -
     if wd is None:
         return fl.gated_linear(x, wg, wu, bg, bu, activation=activation, **options)  # type: ignore[arg-type]
     return fl.gated_mlp(x, wg, wu, wd, bg, bu, bd, activation=activation, **options)  # type: ignore[arg-type]
+
+
+def stored(run: Callable[[], Tensor], given: Sequence[Tensor | None]) -> tuple[Tensor, int]:
+    """What it gives, and the bytes of all that autograd saves meanwhile, ``given`` left out."""
+    found: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        found[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = run()
+    own = {t.untyped_storage().data_ptr() for t in given if t is not None}
+    return y, sum(size for where, size in found.items() if where not in own)

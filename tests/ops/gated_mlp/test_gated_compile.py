@@ -73,6 +73,30 @@ def test_forward_and_backward_in_one_graph(order: str, down: bool) -> None:
             close(run(*given), expected)
 
 
+@pytest.mark.parametrize("level", [None, 0, 1])
+def test_nothing_is_kept_for_the_down_bias_alone(level: int | None) -> None:
+    given = drawn("apart", False)
+    bias = given[6]
+    assert bias is not None
+    bias.requires_grad_()
+    kept: list[Tensor] = []
+
+    def f(*given: Any) -> Tensor:
+        return fl.gated_mlp(*given, recompute=level)
+
+    def pack(t: Tensor) -> Tensor:
+        kept.append(t)
+        return t
+
+    run = torch.compile(f, fullgraph=True, backend="aot_eager")
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = run(*given)
+    close(y, expected_of(given, "silu", "apart"))
+    assert not kept
+    dy = torch.randn_like(y)
+    close(torch.autograd.grad(y, bias, dy)[0], dy.sum((0, 1)))
+
+
 def test_dynamic_shapes_compile_once() -> None:
     given = drawn("apart", True)
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")

@@ -16,6 +16,7 @@ import fastlinear as fl
 from fastlinear.core import device as device_module
 from fastlinear.core.compare import judge
 from fastlinear.core.errors import UnsupportedError
+from fastlinear.dispatch.backend import family
 from fastlinear.ops.common import cpp_build
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 from fastlinear.ops.common.activations import activation as activation_of
@@ -228,6 +229,33 @@ def test_nan_passes_and_finite_stays_finite(activation: str) -> None:
     for a, t in zip(dpre, theirs, strict=True):
         assert a is not None
         torch.testing.assert_close(a, t, equal_nan=True)
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+@pytest.mark.parametrize("backend", ["eager", "cpp", "onednn"])
+def test_what_a_closed_gate_lets_back(backend: str, activation: str, bad: float) -> None:
+    """relu stops what is not finite, as PyTorch does; relu2 makes it NaN, as the README says.
+    Either way y was NaN before, and other gates have PyTorch's gradients."""
+    by_name = {b.name: b for b in family("gated_mlp").candidates("backward")}
+    p = problem("backward", *(6, 8, 8, 8), dtype="float32", device="cpu", needs_grad=True)
+    why = by_name[backend].reason_not(p)
+    if why is not None:
+        pytest.skip(why)
+    x, wg, wu, wd = torch.randn(6, 8), *(torch.randn(8, 8) for _ in range(3))
+    wg[2], bg, bu = 0.0, torch.zeros(8), torch.zeros(8)
+    bg[2], bu[2] = -1.0, bad  # closed for every token
+    bg.requires_grad_()
+    how: Any = {"activation": activation, "backend": backend, "recompute": 0}
+    y = fl.gated_mlp(x, wg, wu, wd, bg, bu, **how)
+    theirs = reference.gated_mlp(x, Weights(wg, wu, wd), Biases(bg, bu, None), activation, "apart")
+    assert torch.isnan(y).all()
+    assert torch.isnan(theirs).all()
+    (found,), (expected,) = (torch.autograd.grad(t.sum(), bg) for t in (y, theirs))
+    assert expected[2] == 0
+    assert torch.isnan(found[2]) if activation == "relu2" else found[2] == 0
+    others = [i for i in range(8) if i != 2]
+    torch.testing.assert_close(found[others], expected[others], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("level", [None, 0, 1])

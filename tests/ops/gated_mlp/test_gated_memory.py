@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from compiled_nodes import needs_nodes
+from gated_layers import stored
 from gated_ways import draw, same
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -113,6 +114,67 @@ def test_a_graph_of_gradients_reads_no_pre_activations() -> None:
             torch.autograd.grad(others[0].pow(2).sum(), given[1], retain_graph=ours),
         )
     assert not calls.over
+
+
+@by_backend
+@pytest.mark.parametrize("save", [True, False])
+def test_nothing_is_kept_for_the_down_bias_alone(save: bool, backend: Any) -> None:
+    """By the node and by Python, by a program and by the formula, first and second derivatives."""
+    needs = (*[False] * 6, True)
+    given = draw((64, 16), "apart", "yes", needs)
+    calls = Calls(given, "apart", backend, save)
+    bias = given[6]
+    assert bias is not None
+    for call in (calls, lambda given: GatedMLP.apply(*given, calls.plain)):
+        alive = torch.zeros(64, 16)
+        for _ in range(3):
+            mine = [alive, *given[1:]]
+            y, kept = stored(lambda c=call, g=mine: c(g), [])  # not even what the caller gave
+            assert kept == 0
+            dy = torch.randn(64, 40, requires_grad=True)
+            (found,) = torch.autograd.grad(y, bias, dy, retain_graph=True)
+            same([found], [dy.sum(0)])
+            (again,) = torch.autograd.grad(y, bias, dy.sin(), create_graph=True)
+            (second,) = torch.autograd.grad(again.square().sum(), dy)
+            torch.testing.assert_close(second, 2 * dy.sin().sum(0) * dy.cos())
+            expanded = torch.autograd.grad(call(mine).sum(), bias)
+            same(expanded, [torch.full((40,), 64.0)])
+    # a checkpoint may record by one of them and repeat by the other
+    ways = [calls, lambda given: GatedMLP.apply(*given, calls.plain)]
+    y = checkpoint(lambda *t: ways.pop()(t), *given, use_reentrant=False)
+    same(torch.autograd.grad(y.sum(), bias), [torch.full((40,), 64.0)])
+
+
+@by_backend
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("save", [True, False])
+def test_x_is_kept_for_the_down_weight_only_to_form_the_rest_again(
+    save: bool, order: str, backend: Any
+) -> None:
+    given = draw((64, 16), order, "yes", (*[False] * 3, True, False, False, True))
+    calls = Calls(given, order, backend, save)
+    plain = [None if t is None else t.detach().requires_grad_() for t in given]
+    weight, bias = plain[3], plain[6]
+    for call in (calls, lambda given: GatedMLP.apply(*given, calls.plain)):
+        for _ in range(2):
+            y, kept = stored(lambda c=call: c(given), given[1:])
+            assert kept == 4 * 64 * (2 * 24 if save else 16)
+            dy = torch.randn(64, 40, requires_grad=True)
+            expected = torch.autograd.grad(
+                GatedMLP.apply(*plain, calls.plain), [weight, bias], dy.detach()
+            )
+            for graph in (True, False):
+                found = torch.autograd.grad(y, wanted(given), dy * 1, create_graph=graph)
+                torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+            y = call(given)
+            first = torch.autograd.grad(y, wanted(given), dy, create_graph=True)
+            theirs = torch.autograd.grad(
+                GatedMLP.apply(*plain, calls.plain), [weight, bias], dy, create_graph=True
+            )
+            second, others = (
+                torch.autograd.grad(sum(t.square().sum() for t in ts), dy) for ts in (first, theirs)
+            )
+            torch.testing.assert_close(second, others, rtol=1e-5, atol=1e-3)
 
 
 def test_a_part_of_the_gradients_first() -> None:

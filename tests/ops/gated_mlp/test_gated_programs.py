@@ -205,8 +205,13 @@ def test_the_elementwise_pass(order: str, save: bool) -> None:
         Way(formula_of("elementwise", order, save), given).compare(given)
         given = draw(shape, order, "yes", (*(True,) * 4, False, False, True), down=down)
         Way(formula_of("elementwise", order, save), given).compare(given)
-    given = draw((9, 16), order, "no", (False, False, False, True, False, False, False))
-    Way(formula_of("elementwise", order, save), given).compare(given)
+    for bias, (weight, also) in (
+        ("no", (True, False)),
+        ("yes", (True, True)),
+        ("yes", (False, True)),
+    ):
+        given = draw((9, 16), order, bias, (False, False, False, weight, False, False, also))
+        Way(formula_of("elementwise", order, save), given).compare(given)
 
 
 @pytest.mark.usefixtures("_stood_in")

@@ -104,7 +104,8 @@ inline bool alone(const at::Tensor& t) {
 // the forward kept: in the order in which Python's form of the formula saves them, too, since
 // checkpoints count on the same order whichever of both records a call.
 //
-//   ("node", name, forward, backward, programmer, (forward's program), (kept...), (for whom...))
+//   ("node", name, forward, backward, programmer, (forward's program), (kept...), (for whom...),
+//    (for whom...))
 //
 // forward     (tensors of the call) → (y, kept tensor or None...), without gradients
 // backward    (dy, gradient of the hidden, shape of y, tensors, kept, needs) → gradients
@@ -113,7 +114,8 @@ inline bool alone(const at::Tensor& t) {
 //             of the forward's own, 4 such a tensor whose memory the backward takes where this is the
 //             graph's last and nobody else can read it. Where there is one, backward and programmer
 //             get one argument more: whether these may be written over
-// for whom    for each tensor of the call the gradients, as bits, whose backward reads it
+// for whom    for each tensor of the call the gradients, as bits, whose backward reads it; then for
+//             each that is kept
 struct NodePlan {
   enum Kept : int64_t { kNothing, kOutput, kHidden, kInternal, kSpent };
   static constexpr uint64_t kOver = uint64_t{1} << 63;  // beside needs, of 63 tensors at most
@@ -121,7 +123,7 @@ struct NodePlan {
   Ref forward, backward, programmer;
   std::shared_ptr<const Program> program;  // of the forward; null where that is Python's
   std::vector<int64_t> kept;
-  std::vector<int64_t> readers;
+  std::vector<int64_t> readers, kept_readers;
   bool spends;  // whether any is kSpent
   Dispatch dispatch = Dispatch::now();
 
@@ -131,9 +133,11 @@ struct NodePlan {
         programmer(PyTuple_GetItem(spec, 4)),
         kept(integers(PyTuple_GetItem(spec, 6))),
         readers(integers(PyTuple_GetItem(spec, 7))),
+        kept_readers(integers(PyTuple_GetItem(spec, 8))),
         spends(std::find(kept.begin(), kept.end(), int64_t{kSpent}) != kept.end()) {
     const char* text = PyUnicode_AsUTF8(PyTuple_GetItem(spec, 1));
-    if (text == nullptr || readers.size() != given.size()) throw PythonError();
+    if (text == nullptr || readers.size() != given.size() || kept_readers.size() != kept.size())
+      throw PythonError();
     name = text;
     PyObject* steps = PyTuple_GetItem(spec, 5);
     if (steps != Py_None) program = std::make_shared<Program>(steps, given);
@@ -466,7 +470,7 @@ inline at::Tensor called(const std::shared_ptr<const NodePlan>& plan, const Call
       node.saved.emplace_back();
   }
   for (size_t i = 0; i < kept.size(); ++i) {
-    switch (plan->kept[i]) {
+    switch ((needs & static_cast<uint64_t>(plan->kept_readers[i])) != 0 ? plan->kept[i] : 0) {
       case NodePlan::kOutput: node.saved.emplace_back(y, true); break;
       case NodePlan::kHidden: node.saved.emplace_back(kept[i], true); break;
       case NodePlan::kInternal:

@@ -35,6 +35,7 @@ def node(
     program: Any,
     kept: Sequence[int],
     readers: Sequence[int],
+    kept_readers: Sequence[int] | None = None,
 ) -> Any:
     """A plan for the door; only once :func:`begun` or :func:`wait` says so.
 
@@ -55,10 +56,12 @@ def node(
             each. ``SPENT`` is an ``INTERNAL`` that a graph's last backward may write over, where
             nobody else holds it.
         readers: for each tensor the gradients, as bits, whose backward reads it.
+        kept_readers: the same for each of ``kept``; all where None.
     """
     if SPENT in kept and any(t is not None and t.is_cuda for t in tensors):
         serves_cuda()  # to know where a CUDA graph records a backward
-    spec = ("node", name, forward, backward, programmer, program, tuple(kept), tuple(readers))
+    whom = tuple(readers), (-1,) * len(kept) if kept_readers is None else tuple(kept_readers)
+    spec = ("node", name, forward, backward, programmer, program, tuple(kept), *whom)
     return _loaded_for(tensors).fastlinear_node_plan(spec, tuple(tensors))
 
 

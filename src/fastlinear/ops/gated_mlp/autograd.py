@@ -10,14 +10,17 @@ import torch
 from torch import Tensor
 
 from fastlinear.ops.common import calls
+from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.gated_mlp import reference
+from fastlinear.ops.gated_mlp.kept import keeps_x, reads_kept
 from fastlinear.ops.gated_mlp.stacking import (
+    NO_BIASES,
     Biases,
     Gradients,
     Needs,
     Pre,
     Weights,
-    out_features,
+    split_pre,
 )
 
 
@@ -66,7 +69,8 @@ class Formula:
 
         Args:
             dy: gradient of y, of its shape.
-            tensors: x, three weights, three biases.
+            tensors: x, three weights, three biases; x is None, or all are, where ``kept`` says
+                that the wanted gradients read none of them.
             kept: as ``forward`` gives it after y.
             needs: which gradients are wanted.
             over: whether the memory of ``kept`` may be written over.
@@ -75,9 +79,11 @@ class Formula:
         wanted: Any = tuple(needs)
         x, weights, biases = given[0], Weights(*given[1:4]), Biases(*given[4:7])
         names = self.activation, self.order
-        if torch.is_grad_enabled():  # create_graph: the gradients must be differentiable
-            return differentiable_backward(dy, x, weights, biases, *names, wanted)
         pre: Any = None if kept[0] is None else kept
+        if torch.is_grad_enabled():  # create_graph: the gradients must be differentiable
+            if x is None:
+                return differentiable_of_down(dy, pre, *names, wanted)
+            return differentiable_backward(dy, x, weights, biases, *names, wanted)
         return run_backward(dy, pre, x, weights, biases, *names, wanted, self.backward, over)
 
 
@@ -85,7 +91,8 @@ class GatedMLP(torch.autograd.Function):
     """The one autograd formula of the family; backends sit below it.
 
     Kept for the backward are x and the two pre-activations, or x alone; never what the gate lets
-    through.
+    through. Where no more than the down projection is trained, x is not kept besides the
+    pre-activations, and for its bias alone nothing is.
     """
 
     @staticmethod
@@ -103,9 +110,12 @@ class GatedMLP(torch.autograd.Function):
         """(act(x Wgᵀ + bg) ∘ (x Wuᵀ + bu)) Wdᵀ + bd, x (..., K)."""
         weights = gate_weight, up_weight, down_weight
         biases = gate_bias, up_bias, down_bias
-        # The same is kept whatever is wanted, as by the node in C++: a checkpoint counts on it.
+        # The same is kept for the same gradients as by the node in C++: a checkpoint counts on it.
         y, *pre = formula.forward(x, weights, biases)
-        ctx.save_for_backward(x, *weights, *biases, *pre)
+        needs = ctx.needs_input_grad[:7]
+        held = x if keeps_x(needs, formula.save_pre) else None
+        every = (held, *weights, *biases, *pre)
+        ctx.save_for_backward(*(every if reads_kept(needs) else [None] * len(every)))
         ctx.formula = formula
         return y  # type: ignore[return-value]
 
@@ -125,7 +135,7 @@ def as_rows(x: Tensor) -> Tensor:
 def run_backward(
     dy: Tensor,
     pre: Pre | None,
-    x: Tensor,
+    x: Tensor | None,
     weights: Weights,
     biases: Biases,
     activation: str,
@@ -135,12 +145,32 @@ def run_backward(
     over: bool = False,
 ) -> Gradients:
     """Call a backward backend for x (..., K) and dy of y's shape; dx has x's shape. ``over`` gives
-    the memory of pre away."""
-    dy = dy.resolve_neg().reshape(x.shape[:-1].numel(), out_features(weights))
-    if not dy.is_contiguous():  # an expanded gradient, as sum() makes
-        dy = dy.contiguous()
-    dx, *others = run(dy, pre, as_rows(x), weights, biases, activation, order, needs, over)
-    return (None if dx is None else dx.view(x.shape)), *others
+    the memory of pre away. x is None where no more than the down projection is wanted."""
+    rows = _dense(dy)
+    if x is None:  # nothing of what is not kept is read; dy stands in its place
+        weights, biases = Weights(rows, None, rows), NO_BIASES
+    inputs = rows if x is None else as_rows(x)
+    dx, *others = run(rows, pre, inputs, weights, biases, activation, order, needs, over)
+    return (None if dx is None or x is None else dx.view(x.shape)), *others
+
+
+def differentiable_of_down(
+    dy: Tensor, pre: Pre | None, activation: str, order: str, needs: Needs
+) -> Gradients:
+    """The gradients of the down projection and no others by torch's own differentiable ops, of dy
+    of y's shape and, for the weight's, the pre-activations."""
+    rows, weight = as_rows(dy), None
+    if needs[3]:
+        assert pre is not None
+        gate, up = split_pre(pre, order)
+        weight = rows.t() @ (activation_of(activation).value(gate) * up)
+    return None, None, None, weight, None, None, rows.sum(0) if needs[6] else None
+
+
+def _dense(dy: Tensor) -> Tensor:
+    """dy (..., N) as dense rows."""
+    rows = as_rows(dy.resolve_neg())
+    return rows if rows.is_contiguous() else rows.contiguous()  # expanded, as sum() makes it
 
 
 def differentiable_backward(

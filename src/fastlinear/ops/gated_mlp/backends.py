@@ -224,6 +224,7 @@ FAMILY = register_family(
                 *(NAME, STEP, "pieces", f"{_HERE}.step:pieces", _reason_not_pieces),
                 (
                     "autograd.py",
+                    "kept.py",
                     "plans.py",
                     "programs.py",
                     "launches.py",

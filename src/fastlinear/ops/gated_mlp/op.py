@@ -21,7 +21,8 @@ from fastlinear.dispatch.explain import Explanation
 from fastlinear.ops.common import calls, door, door_node, layouts
 from fastlinear.ops.gated_mlp import programs, reference
 from fastlinear.ops.gated_mlp.autograd import Formula, as_rows
-from fastlinear.ops.gated_mlp.plans import Plan, as_autocast, prepared, resolved
+from fastlinear.ops.gated_mlp.kept import OWN, account, needs_of, reads_kept, way_of
+from fastlinear.ops.gated_mlp.plans import Plan, as_autocast, has_kernels, prepared, resolved
 from fastlinear.ops.gated_mlp.selection import choices
 from fastlinear.ops.gated_mlp.stacking import Biases, Weights
 from fastlinear.ops.gated_mlp.validation import KINDS, validate
@@ -238,11 +239,13 @@ def explain(
     backend: str | None = None,
     needs_grad: bool | None = None,
 ) -> Explanation:
-    """Which backend a call takes, why, and why not each other.
+    """Which backend a call takes, why, and why not each other; of a training call also what it
+    keeps for its backward, and what the other levels of ``recompute`` would.
 
     Args:
         x, gate_weight … backend: as for ``gated_mlp``; for ``gated_linear`` without a down weight.
-        needs_grad: whether to explain the training choice; by default what the tensors say.
+        needs_grad: whether to explain the training choice; by default what the tensors say. Where
+            none of them requires a gradient, it is explained as if all did.
     """
     weights = Weights(gate_weight, up_weight, down_weight)
     biases = Biases(gate_bias, up_bias, down_bias)
@@ -252,12 +255,18 @@ def explain(
         needs_grad = torch.is_grad_enabled() and any(
             isinstance(t, Tensor) and t.requires_grad for t in (x, *weights, *biases)
         )
+    needs: Any = None
     if all(isinstance(t, Tensor) for t in (x, *weights, *biases) if t is not None):
+        needs = needs_of(x, weights, biases)
         x, weights, biases = as_autocast(x, weights, biases)
     validate(function, x, weights, biases, activation, order, recompute, backend)
     rows = as_rows(x.detach())
     found = choices(rows, weights, biases, activation, order, recompute, backend, needs_grad)
-    return Explanation(found)
+    if not needs_grad:
+        return Explanation(found)
+    backends = {c.problem.piece: c.backend.name for c in found}
+    way = way_of(backends, recompute) if has_kernels(x, weights) else OWN
+    return Explanation(found, account(found[0].problem, needs, way))
 
 
 # --------------------------------------------------------------------------------------------
@@ -393,9 +402,8 @@ def _compiled(
     """The call as torch.compile sees it: one registered op."""
     x, weights, biases = _cast(x, weights, biases)
     validate(function, x, weights, biases, activation, order, recompute, backend)
-    grad = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (x, *weights, *biases)
-    )
+    needs = [t is not None and t.requires_grad for t in (x, *weights, *biases)]
+    grad = torch.is_grad_enabled() and reads_kept(needs)
     y: Tensor = torch.ops.fastlinear.gated_mlp(
         x, *weights, *biases, activation, order, recompute == 1, grad, backend or ""
     )[0]

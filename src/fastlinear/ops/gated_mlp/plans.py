@@ -11,7 +11,7 @@ from fastlinear.ops.common.autocast import cast
 from fastlinear.ops.common.calls import as_result, autocast_dtype, is_captured
 from fastlinear.ops.gated_mlp import reference
 from fastlinear.ops.gated_mlp.autograd import Formula, GatedMLP, as_rows
-from fastlinear.ops.gated_mlp.problem import STEP
+from fastlinear.ops.gated_mlp.kept import OWN, way_of
 from fastlinear.ops.gated_mlp.programs import Inference
 from fastlinear.ops.gated_mlp.selection import choices
 from fastlinear.ops.gated_mlp.stacking import Biases, Weights
@@ -30,8 +30,7 @@ def resolved(
     grad: bool,
 ) -> tuple[Formula | Inference | None, Plan]:
     """(what the door can describe or None, what to call) for such tensors, which are valid."""
-    empty = not x.numel() or any(w is not None and not w.numel() for w in weights)
-    if x.device.type not in ("cpu", "cuda") or empty:
+    if not has_kernels(x, weights):
         return None, _own(activation, order)
     rows = as_rows(x.detach())
     chosen = choices(rows, weights, biases, activation, order, recompute, backend, grad)
@@ -40,11 +39,16 @@ def resolved(
         described = name in Inference.BACKENDS and x.is_cuda and not is_captured(x)
         kind = Inference(name, activation, order) if described else None
         return kind, inference_plan(chosen[0], activation, order)
-    names = {c.backend.name for c in chosen if c.problem.piece != STEP}
-    if names == {"eager"} and recompute is None:
+    if way_of({c.problem.piece: c.backend.name for c in chosen}, recompute) == OWN:
         return None, _own(activation, order)
     formula = formula_of(chosen, activation, order, recompute != 1)
     return None if is_captured(x) else formula, training_plan(formula)
+
+
+def has_kernels(x: Tensor, weights: Weights) -> bool:
+    """Whether a backend may be asked: on a CPU or GPU, with numbers to compute."""
+    empty = not x.numel() or any(w is not None and not w.numel() for w in weights)
+    return x.device.type in ("cpu", "cuda") and not empty
 
 
 def _own(activation: str, order: str) -> Plan:

@@ -18,6 +18,7 @@ from fastlinear.ops.common.door_program import Program
 from fastlinear.ops.gated_mlp import cuda, launches
 from fastlinear.ops.gated_mlp.autograd import Formula
 from fastlinear.ops.gated_mlp.cuda_config import config_for
+from fastlinear.ops.gated_mlp.kept import READERS, readers_of_x, reads_kept
 from fastlinear.ops.gated_mlp.launches import Laid
 from fastlinear.ops.gated_mlp.layers import products_for
 from fastlinear.ops.gated_mlp.products import PYTORCH
@@ -108,7 +109,9 @@ def node(formula: Formula, x: Tensor, weights: Weights, biases: Biases) -> Any:
         programmer,
         None if found is None else found[0].spec(found[1], *found[2]),
         (kept, kept if weights.up is not None else door_node.NOTHING),
-        (-1,) * len(tensors),  # all are kept: second derivatives start from them
+        # all are read where any are: second derivatives start from them
+        (readers_of_x(formula.save_pre), *(READERS,) * (len(tensors) - 1)),
+        (READERS,) * _KEPT,
     )
 
 
@@ -236,18 +239,19 @@ def _backward(
 ) -> Any:
     """The backward's program: dy, x, weights, biases, what was kept → seven gradients.
 
-    dy is contiguous, and all this ran on such tensors. ``over``: what was kept may be written over.
+    dy is contiguous, and all this ran on such tensors; x or all of them are None where the
+    ``kept`` module says that none is read. ``over``: what was kept may be written over.
     """
     given: Any = tensors
     x, weights, biases = given[0], Weights(*given[1:4]), Biases(*given[4:])
-    if not _served(formula.backward_name, x):
+    if not _served(formula.backward_name, dy if x is None else x):
         return None
     if any(k is not None and not k.is_contiguous() for k in kept):
         return None
     p = Program(1 + _GIVEN + _KEPT)
     gradient = matrix(p, _DY, dy)
     inner = any(needs[i] for i in _INNER)
-    if not inner and not needs[3]:
+    if not reads_kept(needs):
         down_bias = _column_sums(p, formula, gradient) if needs[6] else None
         return None if needs[6] and down_bias is None else p.spec(*(None,) * 6, down_bias)
     again = kept[0] is None

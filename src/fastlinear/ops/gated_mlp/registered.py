@@ -18,6 +18,7 @@ from fastlinear.ops._register import register_op
 from fastlinear.ops.common.calls import is_captured
 from fastlinear.ops.gated_mlp import reference
 from fastlinear.ops.gated_mlp.autograd import as_rows, run_backward
+from fastlinear.ops.gated_mlp.kept import reads_kept
 from fastlinear.ops.gated_mlp.selection import backward_choice, choices, problem_of
 from fastlinear.ops.gated_mlp.stacking import Biases, Weights, out_features
 
@@ -166,19 +167,20 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     _, first, second = output
     save = needs_grad and not recompute
     kept = (first, second if given[2] is not None else None) if save else (None, None)
-    ctx.save_for_backward(*given, *kept)
+    every = (*given, *kept)
+    ctx.save_for_backward(*(every if reads_kept(ctx.needs_input_grad[:7]) else [None] * len(every)))
     ctx.call = activation, order
     ctx.backend = backend
     ctx.mark_non_differentiable(first, second)
 
 
 def _autograd(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
-
+    needed = ctx.needs_input_grad[:7]
+    if not reads_kept(needed):
+        rows = as_rows(dy)
+        return (*[None] * 6, rows.sum(0) if needed[6] else None, *[None] * 5)
     *given, first, second = ctx.saved_tensors
-    needs = [
-        bool(need) and t is not None
-        for need, t in zip(ctx.needs_input_grad[:7], given, strict=True)
-    ]
+    needs = [bool(need) and t is not None for need, t in zip(needed, given, strict=True)]
     grads = torch.ops.fastlinear.gated_mlp_backward(
         dy, first, second, *given, *ctx.call, needs, ctx.backend
     )

@@ -19,6 +19,7 @@ from fastlinear.core.timing import Ratio, Samples, interleave, paired_ratio
 from fastlinear.dispatch.backend import family
 from fastlinear.ops.gated_mlp.problem import NAME, STEP
 from fastlinear.ops.gated_mlp.selection import problem_of
+from fastlinear.ops.gated_mlp.stacking import Needs
 from fastlinear.profile.raised import told
 from fastlinear.profile.records import IN_PLACE, Finding
 from fastlinear.profile.timeline import Timeline, timeline
@@ -27,6 +28,8 @@ from fastlinear.rewrite.rules import gated_passes as passes
 from fastlinear.rewrite.rules.gated import GatedSite
 from fastlinear.rewrite.trial.covered import covered
 from fastlinear.rewrite.trial.gates_flow import Watch, could_hold
+from fastlinear.rewrite.trial.gates_kept import needs_of, saved_by
+from fastlinear.rewrite.trial.gates_kept import told as kept_told
 from fastlinear.rewrite.trial.gates_match import sites_of
 from fastlinear.rewrite.trial.gates_unseen import findings
 from fastlinear.rewrite.trial.measure import backends_of
@@ -53,13 +56,15 @@ class _Seen:
 @dataclass(frozen=True)
 class _Found:
     """What one kind of call takes as it is and by ``gated_mlp``, in microseconds, how much faster
-    that is and whether beyond noise, what runs in each, and what is to be said of the times."""
+    that is and whether beyond noise, what runs in each, and what is to be said of the times; in
+    training also the bytes that it keeps for its backward as it is."""
 
     before_us: float
     after_us: float
     speedup: Ratio
     timelines: dict[str, Timeline]
     said: str = ""
+    kept: int | None = None
 
     @property
     def faster(self) -> bool:
@@ -87,14 +92,17 @@ def find(work: Work) -> None:
             found.append(_unmeasured(work, site, calls, why))
             continue
         problem, kept = _problem(work, site, x), _kept(work, site)
-        key = problem, site.part, site.glu, site.opened and site.opened.alike, seen[site].grad
+        needs = needs_of(site, seen[site].grad)
+        key = problem, site.part, site.glu, site.opened and site.opened.alike, needs
         if after is not None and key not in known and (work.budget.left_s > 0 or kept is not None):
             share = work.budget.share(4 * (len(sites) - i), _MOST_S)
             with work.budget:
                 known[key] = _measured(work, site, seen[site], after, kept, share)
         elif key not in known and (tried := work.tried.get((NAME, site.names[0]))) is not None:
             known[key] = _Found(*tried, {})
-        found.append(_finding(work, site, problem, calls, _in_step(work, known.get(key), calls)))
+        one = _in_step(work, known.get(key), calls)
+        wanted = needs if after is not None else None
+        found.append(_finding(work, site, problem, calls, one, wanted))
         if kept is not None or (found[-1].predicted_gain_us and not _one_by_one(work, site)):
             others = covered(others, site.names, found[-1])
     found += findings(work, watch.found, {name for s in sites for name in s.weights})
@@ -222,7 +230,8 @@ def _measured(
             ratio = paired_ratio(before, ours)
         shown = ratio.low > 1.0 or before_us < _SHOWN_US
         timelines = {n: timeline(unit, device) for n, unit in units.items() if shown}
-    return _Found(before_us, after_us, ratio, timelines)
+        held = saved_by(lambda: site.before(given), site.parameters) if train else None
+    return _Found(before_us, after_us, ratio, timelines, kept=held)
 
 
 def _times(
@@ -243,8 +252,14 @@ def _unit(
 
 
 def _finding(
-    work: Work, site: GatedSite, problem: Problem, calls: int, measured: _Found | None
+    work: Work,
+    site: GatedSite,
+    problem: Problem,
+    calls: int,
+    measured: _Found | None,
+    needs: Needs | None,
 ) -> Finding:
+    """``needs``: which gradients ``gated_mlp`` would be asked for; None where it is not offered."""
     asked = problem.with_piece(STEP) if problem.needs_grad else problem
     cost = family(NAME).cost(asked)
     limits = measure_ceilings(str(work.runner.device), problem.dtype, problem.precision)
@@ -258,10 +273,12 @@ def _finding(
     before_us = 0.0 if measured is None else measured.before_us
     gain_us, already = _gain(work, site, calls, measured)
     worth = measured is None or gain_us > 0
+    held = None if measured is None else measured.kept
+    memory, kept_bytes = ("", {}) if needs is None else kept_told(problem, needs, backends, held)
     message = (
         f"products {site.products}; {told.format(_size(theirs), _size(ours))}: "
         f"{saved if avoidable else 'no pass is avoidable'}. "
-        f"{_in_words(work, site, measured)}{already}. {_remedy(work, site, worth)}"
+        f"{memory}{_in_words(work, site, measured)}{already}. {_remedy(work, site, worth)}"
     )
     return Finding(
         code=CODE,
@@ -278,6 +295,7 @@ def _finding(
             **_facts(work, site, calls, not already or worth),
             "backends": backends,
             "avoidable_bytes": avoidable * calls,
+            **kept_bytes,
             "speedup": None if measured is None else measured.speedup.median,
             "timeline": {}
             if measured is None
