@@ -28,7 +28,7 @@ from fastlinear.rewrite.trial.keep_fast import keep_fast
 from fastlinear.rewrite.trial.rows import tune_rows
 from fastlinear.rewrite.trial.sites import choose, heaviest_first
 from fastlinear.rewrite.verify.inputs import Call
-from fastlinear.rewrite.verify.running import LossFn, Runner, check_runs
+from fastlinear.rewrite.verify.running import LossFn, Runner
 from fastlinear.rewrite.work import Work
 
 _PROFILED_STEPS = 3
@@ -95,12 +95,14 @@ def optimize_(
         )
     work = prepare("optimize_", model, inputs, config, loss_fn, progress)
     with preserved(model, config.mode):
-        work.ran = check_runs("optimize_", model, work.call, work.runner)
+        work.run_once()
     note_rewritten(work)
     candidates, left = watch(work, inputs, filter_fn)
     with preserved(model, config.mode):
         settle_left(work, left)
-        kept = choose(work, candidates)
+        if work.unproven is not None:
+            work.refuse_unproven(candidates)
+        kept = choose(work, candidates) if work.unproven is None else []
         verified, verdicts = keep_accurate(work, kept)
         kept, pair = keep_fast(work, verified)
         while 0 < len(kept) < len(verified):  # fewer rewrites are other code: verified again

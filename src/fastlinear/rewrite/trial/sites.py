@@ -12,6 +12,7 @@ from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.rules import linear_act as rule
 from fastlinear.rewrite.trial import measure, site
 from fastlinear.rewrite.trial.chains import choose_chains, fail_forced
+from fastlinear.rewrite.verify.finite import NOT_FINITE
 from fastlinear.rewrite.work import GROUP_DROPPED, Work, in_words
 
 _CANNOT_SERVE = "backend_cannot_serve"
@@ -94,6 +95,8 @@ def _measure_sites(work: Work, candidates: list[Candidate]) -> list[Candidate]:
             continue
         if failed is None:
             accurate.append(c)
+        elif failed.unproven:
+            work.settle(c.fqn, "refused", NOT_FINITE, str(failed))
         else:
             work.settle(c.fqn, "rejected", "less_accurate", f"less accurate: {failed}")
     accurate = rule.complete(accurate, work.every)
