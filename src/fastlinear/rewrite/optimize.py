@@ -20,7 +20,15 @@ from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.eligible import Refusal, rewritten
 from fastlinear.rewrite.result import Result
 from fastlinear.rewrite.rules.linear_act import FilterFn
-from fastlinear.rewrite.trial import blocks, diagonals, experts, gates, groups, measure
+from fastlinear.rewrite.trial import (
+    activations_left,
+    blocks,
+    diagonals,
+    experts,
+    gates,
+    groups,
+    measure,
+)
 from fastlinear.rewrite.trial.compiled import choose_compiled
 from fastlinear.rewrite.trial.graphs import choose_graph
 from fastlinear.rewrite.trial.keep_accurate import keep_accurate
@@ -117,6 +125,7 @@ def optimize_(
         experts.find(work)
         gates.find(work)
         blocks.find(work)
+        activations_left.find(work)
     return finish(work, kept, verdicts if kept else (), pair if kept else None, graph)
 
 
