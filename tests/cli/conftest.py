@@ -64,6 +64,10 @@ def wrong_shape():
     return torch.randn(6, 9)
 
 
+def of_nan():
+    return torch.full((2, 4), float("nan"))
+
+
 def four_wide():
     return torch.randn(6, 4)
 

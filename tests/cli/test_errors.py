@@ -295,6 +295,14 @@ def test_rewrites_that_are_less_accurate_are_exit_code_3(
     assert result.stderr.count("\n") == 1
 
 
+def test_results_that_are_not_finite_are_exit_code_3(run: Run) -> None:
+    one_layer = ("userpackage:module", "--inputs", "userpackage:of_nan")
+    result = run("optimize", *one_layer, "--no-tune", "--quiet")
+    assert result.exit_code == NUMERICS, result.stderr
+    assert "expected a model whose results are finite numbers" in result.stderr
+    assert "the model's outputs are not finite: 8 of 8 numbers" in result.stderr
+
+
 def test_unwritable_report(run: Run, folder: Path) -> None:
     (folder / "file").write_text("")
     result = run(

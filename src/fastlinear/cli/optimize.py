@@ -179,6 +179,8 @@ def apply(
 
 
 def _finish(result: Any, *, as_json: bool, html: Path | None, quiet: bool) -> None:
+    from fastlinear.rewrite.verify.finite import NOT_FINITE
+
     data = result.to_json()
     if html is not None:
         write_page(html, data, quiet=quiet)
@@ -194,6 +196,14 @@ def _finish(result: Any, *, as_json: bool, html: Path | None, quiet: bool) -> No
             "fastlinear",
             "a rewrite as accurate as PyTorch's own path",
             f"{failed[0]['fqn'] or 'the model'}: {failed[0]['reason']}",
+            "Nothing was kept, and the model is as it was.",
+        )
+    unproven = [site for site in data["sites"] if site["code"] == NOT_FINITE]
+    if unproven:
+        raise NumericsError(
+            "fastlinear",
+            "a model whose results are finite numbers, to compare with",
+            f"{unproven[0]['fqn'] or 'the model'}: {unproven[0]['reason']}",
             "Nothing was kept, and the model is as it was.",
         )
     raise typer.Exit(NOTHING_PROFITABLE)

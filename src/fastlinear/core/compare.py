@@ -16,7 +16,7 @@ chosen so that there are no such elements (``clear_of_kinks``), or nothing comes
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -63,19 +63,28 @@ class Verdict:
         error: our relative error against the oracle.
         torch_error: PyTorch's relative error against the same oracle, in the same dtype.
         limit: the largest error allowed.
+        numbers: how many numbers there were, where they were counted.
+        not_finite: at how many of them PyTorch's result or the oracle's is infinite or NaN. There
+            nothing is measured: they must only be the same.
+        unproven: why the comparison shows nothing, such as that no number is finite; else ``""``.
     """
 
     name: str
     error: float
     torch_error: float
     limit: float
+    numbers: int = 0
+    not_finite: int = 0
+    unproven: str = ""
 
     @property
     def passed(self) -> bool:
-        """Whether the error is within the limit. NaN never passes."""
-        return self.error <= self.limit
+        """Whether the error is within the limit. NaN and what shows nothing never pass."""
+        return not self.unproven and self.error <= self.limit
 
     def __str__(self) -> str:
+        if self.unproven:
+            return f"{self.name} cannot be verified: {self.unproven}"
         word = "ok" if self.passed else "FAILED"
         return (
             f"{self.name}: error {self.error:.3g}, torch {self.torch_error:.3g}, "
@@ -97,8 +106,42 @@ def judge(
     err(torch) + tiny`` where ``tiny`` is two unit roundings of torch's dtype (16 of float64, whose
     oracle is no more exact than the result). Entries at which
     torch itself is not finite though the oracle is (overflow of a narrow dtype) are judged apart:
-    there the result must equal torch's or be finite.
+    there the result must equal torch's or be finite. Where no number of torch's and of the oracle
+    is finite, or torch's are where the oracle's are not, the verdict is ``unproven``.
     """
+    return counted(_judged(name, actual, torch_result, oracle, factor), torch_result, oracle)
+
+
+def counted(verdict: Verdict, torch_result: torch.Tensor, oracle: torch.Tensor) -> Verdict:
+    """The verdict with the numbers that are not finite, and ``unproven`` where it shows nothing.
+
+    A verdict that fails by an infinite error (a finite number for a NaN, say) stays one that fails.
+    """
+    if torch_result.shape != oracle.shape:
+        return verdict
+    exact = torch.isfinite(oracle.detach())
+    own = torch.isfinite(torch_result.detach()).to(exact.device)
+    if bool((exact & own).all()):
+        return replace(verdict, numbers=exact.numel())
+    total, lost = exact.numel(), int((~(exact & own)).sum())
+    verdict = replace(verdict, numbers=total, not_finite=lost)
+    strangers = int((own & ~exact).sum())
+    if strangers:
+        text = f"the oracle's are not finite where PyTorch's are: {strangers} of {total} numbers"
+        return replace(verdict, unproven=text)
+    if lost < total or verdict.error > verdict.limit:
+        return verdict
+    whose = "PyTorch's, unlike the oracle's, are" if bool(exact.any()) else "the oracle's are"
+    return replace(verdict, unproven=f"{whose} not finite: {lost} of {total} numbers")
+
+
+def _judged(
+    name: str,
+    actual: torch.Tensor,
+    torch_result: torch.Tensor,
+    oracle: torch.Tensor,
+    factor: float,
+) -> Verdict:
     roundings = _TINY_ROUNDINGS
     if torch_result.dtype == torch.float64:
         roundings = _TINY_ROUNDINGS_FLOAT64
@@ -116,8 +159,10 @@ def judge(
         same = (a == t) | (torch.isnan(a) & torch.isnan(t))
         rest = torch.isfinite(t)
         if bool((same | (torch.isfinite(a) & torch.isfinite(o)))[~rest].all()):
-            error, base = relative_error(a[rest], o[rest]), relative_error(t[rest], o[rest])
-            return Verdict(name, error, torch_error, factor * base + tiny)
+            base = relative_error(t[rest], o[rest])
+            if base != float("inf"):
+                error = relative_error(a[rest], o[rest])
+                return Verdict(name, error, torch_error, factor * base + tiny)
     return Verdict(name, error, torch_error, tiny)
 
 

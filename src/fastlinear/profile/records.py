@@ -62,7 +62,8 @@ class Finding:
         flops, bytes: least arithmetic and memory traffic of the work in one step.
         bound: ``"compute"``, ``"memory"`` or ``"launch"``: what limits it.
         details: further facts, all JSON-ready; ``"advice"`` is what to put in its place,
-            ``"part_of"`` the module in whose finding the gain is counted.
+            ``"part_of"`` the module in whose finding the gain is counted, ``"left_alone"`` why
+            ``optimize_`` does not do it.
     """
 
     code: str

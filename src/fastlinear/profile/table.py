@@ -16,7 +16,7 @@ NO_LINEARS = (
 )
 _NARROW = 80  # columns below which findings leave out flops, bytes and their limit
 _REST = 5  # names told of what no module holds
-_SPEAKS_FOR_ITSELF = "linear_activation"  # its title says all; the others come with advice
+_SPEAKS_FOR_ITSELF = "linear_activation"  # its title says all, unless it is left alone
 
 
 def render(report: ProfileReport, rows: int, width: int) -> str:
@@ -112,6 +112,6 @@ def _advice(findings: tuple[Finding, ...]) -> list[str]:
     """What the largest finding of each kind says."""
     first: dict[str, Finding] = {}
     for f in findings:
-        if f.code != _SPEAKS_FOR_ITSELF:
+        if f.code != _SPEAKS_FOR_ITSELF or "left_alone" in f.details:
             first.setdefault(f.code, f)
     return [f"{f.fqn or '(model)'}: {f.title}. {f.message}" for f in first.values()]

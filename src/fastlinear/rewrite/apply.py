@@ -33,7 +33,7 @@ from fastlinear.rewrite.trial.graphs import choose_graph
 from fastlinear.rewrite.trial.keep_accurate import keep_accurate
 from fastlinear.rewrite.trial.swaps import swaps_of
 from fastlinear.rewrite.verify.inputs import from_specs
-from fastlinear.rewrite.verify.running import LossFn, check_runs
+from fastlinear.rewrite.verify.running import LossFn
 from fastlinear.rewrite.work import Work
 
 _SEED = 0
@@ -97,12 +97,15 @@ def apply_(
     brought = decisions_of(loaded)
     with on_trial(brought, device.type):
         with preserved(model, config.mode):
-            work.ran = check_runs("apply_", model, work.call, work.runner)
+            work.run_once()
         candidates, left = watch(work, inputs, None)
         with preserved(model, config.mode):
             kept = _planned(work, loaded, candidates, left)
             others = as_planned.others(kept, {r.fqn: r for r in loaded.linears})
             work.notes += as_planned.notes(others, len(kept))
+            if work.unproven is not None:
+                work.refuse_unproven(kept)
+                kept = []
             kept, verdicts = keep_accurate(work, kept)
             pair = None
             if kept:

@@ -16,6 +16,7 @@ from fastlinear.rewrite.match.eligible import linear_modules
 from fastlinear.rewrite.plan import Plan, Rewrite, model_facts
 from fastlinear.rewrite.result import Result, SiteOutcome
 from fastlinear.rewrite.trial import measure
+from fastlinear.rewrite.trial.activations_left import told
 from fastlinear.rewrite.trial.rows import asked, note_rows
 from fastlinear.rewrite.trial.swaps import swaps_of
 from fastlinear.rewrite.trial.try_compiled import RULE
@@ -46,7 +47,7 @@ def finish(
     known = linear_modules(work.model)
     sites = [work.outcomes[fqn] for fqn in known if fqn in work.outcomes]
     sites += [outcome for fqn, outcome in work.outcomes.items() if fqn not in known]
-    sites = [replace(site, part_of=_part_of(work, site)) for site in sites]
+    sites = [replace(told(work, site), part_of=_part_of(work, site)) for site in sites]
     sites += work.graphs.values()
     sites += work.compiled.values()
     plan = Plan(

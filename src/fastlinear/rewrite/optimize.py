@@ -20,7 +20,15 @@ from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.eligible import Refusal, rewritten
 from fastlinear.rewrite.result import Result
 from fastlinear.rewrite.rules.linear_act import FilterFn
-from fastlinear.rewrite.trial import blocks, diagonals, experts, gates, groups, measure
+from fastlinear.rewrite.trial import (
+    activations_left,
+    blocks,
+    diagonals,
+    experts,
+    gates,
+    groups,
+    measure,
+)
 from fastlinear.rewrite.trial.compiled import choose_compiled
 from fastlinear.rewrite.trial.graphs import choose_graph
 from fastlinear.rewrite.trial.keep_accurate import keep_accurate
@@ -28,7 +36,7 @@ from fastlinear.rewrite.trial.keep_fast import keep_fast
 from fastlinear.rewrite.trial.rows import tune_rows
 from fastlinear.rewrite.trial.sites import choose, heaviest_first
 from fastlinear.rewrite.verify.inputs import Call
-from fastlinear.rewrite.verify.running import LossFn, Runner, check_runs
+from fastlinear.rewrite.verify.running import LossFn, Runner
 from fastlinear.rewrite.work import Work
 
 _PROFILED_STEPS = 3
@@ -95,12 +103,14 @@ def optimize_(
         )
     work = prepare("optimize_", model, inputs, config, loss_fn, progress)
     with preserved(model, config.mode):
-        work.ran = check_runs("optimize_", model, work.call, work.runner)
+        work.run_once()
     note_rewritten(work)
     candidates, left = watch(work, inputs, filter_fn)
     with preserved(model, config.mode):
         settle_left(work, left)
-        kept = choose(work, candidates)
+        if work.unproven is not None:
+            work.refuse_unproven(candidates)
+        kept = choose(work, candidates) if work.unproven is None else []
         verified, verdicts = keep_accurate(work, kept)
         kept, pair = keep_fast(work, verified)
         while 0 < len(kept) < len(verified):  # fewer rewrites are other code: verified again
@@ -115,6 +125,7 @@ def optimize_(
         experts.find(work)
         gates.find(work)
         blocks.find(work)
+        activations_left.find(work)
     return finish(work, kept, verdicts if kept else (), pair if kept else None, graph)
 
 

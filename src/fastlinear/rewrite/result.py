@@ -172,6 +172,8 @@ class Result:
                     "torch_error": v.torch_error,
                     "limit": v.limit,
                     "passed": v.passed,
+                    "numbers": v.numbers,
+                    "not_finite": v.not_finite,
                 }
                 for v in self.verdicts
             ],

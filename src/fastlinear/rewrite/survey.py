@@ -12,7 +12,7 @@ from fastlinear.profile import ProfileReport
 from fastlinear.profile.capture import capture, check_arguments
 from fastlinear.profile.state import preserved
 from fastlinear.rewrite.optimize import prepare
-from fastlinear.rewrite.trial import blocks, diagonals, experts, gates, groups
+from fastlinear.rewrite.trial import activations_left, blocks, diagonals, experts, gates, groups
 from fastlinear.rewrite.trial.chains import match
 from fastlinear.rewrite.verify.running import LossFn
 
@@ -79,5 +79,6 @@ def profile(
         for i, find in enumerate(_FINDS):
             progress("findings", i, len(_FINDS))
             find(work)
+        activations_left.find(work)
     progress("findings", len(_FINDS), len(_FINDS))
     return work.profile

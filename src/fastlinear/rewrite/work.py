@@ -29,8 +29,9 @@ from fastlinear.rewrite.rules import on_parameters
 from fastlinear.rewrite.rules.linear_act import FilterFn
 from fastlinear.rewrite.trial import measure
 from fastlinear.rewrite.verify import model as verify
+from fastlinear.rewrite.verify.finite import NOT_FINITE, why_unproven
 from fastlinear.rewrite.verify.inputs import Call
-from fastlinear.rewrite.verify.running import Ran, Runner
+from fastlinear.rewrite.verify.running import Ran, Runner, check_runs
 
 OFFERED = "optimize_ puts it in place by itself where the step gains"
 GROUP_DROPPED = "Faster alone, but the rewrite it belongs to was given up."
@@ -46,6 +47,7 @@ class Work:
         progress: told about every step.
         profile: what the profile saw.
         ran: the model's own results, until the judge has them.
+        unproven: why nothing can be compared with them, or None.
         judge: compares the rewritten model with the model; made when first needed.
         outcomes: what becomes of each site, by name.
         notes: what a reader should know of how it was done.
@@ -81,6 +83,7 @@ class Work:
     progress: Progress
     profile: ProfileReport = field(init=False)
     ran: Ran = field(init=False)
+    unproven: str | None = None
     judge: verify.Judge | None = None
     outcomes: dict[str, SiteOutcome] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -111,6 +114,20 @@ class Work:
         """One step of the model on such a copy. Raises InputError, which says ``doing``, where the
         model raises."""
         self.runner.told_step(self.model, self.own_call(), doing)
+
+    def run_once(self) -> None:
+        """Run the model as it is, to compare with, and see whether its results show anything.
+        Raises InputError as ``check_runs``."""
+        self.ran = check_runs(self.runner.function, self.model, self.call, self.runner)
+        self.unproven = why_unproven(self.ran.results, self.model, self.call)
+        if self.unproven is not None:
+            self.notes.append(f"nothing is rewritten: {self.unproven}")
+
+    def refuse_unproven(self, candidates: Iterable[Candidate]) -> None:
+        """Refuse them all, because nothing can be compared."""
+        assert self.unproven is not None
+        for c in candidates:
+            self.settle(c.fqn, "refused", NOT_FINITE, self.unproven, activation=c.activation)
 
     def settle(self, fqn: str, status: str, code: str, reason: str, **facts: Any) -> None:
         """Record (or change) what becomes of a site."""

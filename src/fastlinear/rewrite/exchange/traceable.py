@@ -35,11 +35,23 @@ _UNTRACEABLE_TEXT = """
     _gradient_checkpointing_func
 """
 _UNTRACEABLE = frozenset(_UNTRACEABLE_TEXT.split())
-_UNTRACEABLE_OPS_TEXT = """
-    STORE_ATTR DELETE_ATTR STORE_SUBSCR DELETE_SUBSCR STORE_GLOBAL DELETE_GLOBAL STORE_DEREF
-    BEFORE_WITH SETUP_WITH WITH_EXCEPT_START IMPORT_NAME YIELD_VALUE
-"""
-_UNTRACEABLE_OPS = frozenset(_UNTRACEABLE_OPS_TEXT.split())
+_MOVED = "move the block to the code that calls the module, or what it holds to a module of its own"
+_DONE_OUTSIDE = "do that in the code that calls the module"
+# instruction → what the user's code does, with the name it does it to, and what to write instead
+_UNTRACEABLE_OPS = {
+    "STORE_ATTR": ("sets the attribute {}", _DONE_OUTSIDE),
+    "DELETE_ATTR": ("deletes the attribute {}", _DONE_OUTSIDE),
+    "STORE_SUBSCR": ("writes to an item of a list, dict or tensor", _DONE_OUTSIDE),
+    "DELETE_SUBSCR": ("deletes an item of a list or dict", _DONE_OUTSIDE),
+    "STORE_GLOBAL": ("sets the global {}", _DONE_OUTSIDE),
+    "DELETE_GLOBAL": ("deletes the global {}", _DONE_OUTSIDE),
+    "STORE_DEREF": ("sets {}, which an inner function reads", "give it as an argument"),
+    "BEFORE_WITH": ("has a with block", _MOVED),
+    "SETUP_WITH": ("has a with block", _MOVED),
+    "WITH_EXCEPT_START": ("has a with block", _MOVED),
+    "IMPORT_NAME": ("imports {}", "import it at the top of the file"),
+    "YIELD_VALUE": ("yields its results", "return them"),
+}
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -140,14 +152,29 @@ def _why_not_code(code: CodeType) -> str | None:
         if instruction.opname == "STORE_DEREF" and instruction.argval in code.co_cellvars:
             continue  # a local variable that a comprehension reads, before Python 3.12
         if instruction.opname in _UNTRACEABLE_OPS:
-            return f"has a side effect or a block that tracing would lose ({instruction.opname})"
+            what, instead = _UNTRACEABLE_OPS[instruction.opname]
+            said = what.format(instruction.argval)
+            return (
+                f"{said}{_line(instruction)}, which a rewritten forward would leave out; {instead}"
+            )
     frozen = sorted(set(code.co_names) & _UNTRACEABLE)
+    steps = list(dis.get_instructions(code))
     if frozen:
-        return f"depends on {frozen[0]}, which tracing would freeze or lose"
-    if any(step.opname == "PUSH_EXC_INFO" for step in dis.get_instructions(code)):
-        return "has a with or try block"  # a comprehension's own handler pushes nothing
-    nested = [c for c in code.co_consts if isinstance(c, CodeType)]
-    return "defines inner functions" if set(nested) - set(own_codes(code)) else None
+        where = next((_line(step) for step in steps if step.argval == frozen[0]), "")
+        return f"uses {frozen[0]}{where}, which a rewritten forward would keep as it is in one call"
+    handlers = [step for step in steps if step.opname == "PUSH_EXC_INFO"]
+    if handlers:  # a comprehension's own handler pushes nothing
+        return f"has a with or try block, which a rewritten forward would leave out; {_MOVED}"
+    nested = [c for c in code.co_consts if isinstance(c, CodeType) and c not in own_codes(code)]
+    if nested:
+        name = "a lambda" if nested[0].co_name == "<lambda>" else nested[0].co_name
+        return f"defines {name} inside (line {nested[0].co_firstlineno}); define it outside forward"
+    return None
+
+
+def _line(step: dis.Instruction) -> str:
+    line = None if step.positions is None else step.positions.lineno
+    return "" if line is None else f" (line {line})"
 
 
 def _why_not_state(parent: nn.Module, function: FunctionType) -> str | None:

@@ -23,6 +23,7 @@ from fastlinear.rewrite.trial import measure, site
 from fastlinear.rewrite.trial.gates_match import gated_chains
 from fastlinear.rewrite.trial.groups_match import group_chains
 from fastlinear.rewrite.trial.parents import offers
+from fastlinear.rewrite.verify.finite import NOT_FINITE
 from fastlinear.rewrite.work import GROUP_DROPPED, Work, in_words
 
 _FAMILIES = (mlp.RULE, GATED, GROUPED)
@@ -241,7 +242,9 @@ def _leave(work: Work, chain: Chain, code: str, why: str, **told: Any) -> None:
 
 def _accurate(work: Work, chain: Chain) -> bool:
     failed = site.failure(chain)
-    if failed is not None:
+    if failed is not None and failed.unproven:
+        _leave(work, chain, NOT_FINITE, str(failed))
+    elif failed is not None:
         _leave(work, chain, "less_accurate", f"less accurate as one call: {failed}")
     return failed is None
 

@@ -18,6 +18,7 @@ from fastlinear.rewrite.result import SiteOutcome
 from fastlinear.rewrite.trial.swaps import swaps_of
 from fastlinear.rewrite.trial.try_compiled import ROUTE, RULE, Arm, compiled_arm, untouchable
 from fastlinear.rewrite.trial.try_graph import KeptGraph, Outcome, measured, pair_of
+from fastlinear.rewrite.verify.finite import NOT_FINITE
 from fastlinear.rewrite.work import Work
 
 _MODEL = ("",)
@@ -50,6 +51,8 @@ def choose_compiled(
     names = planned or _MODEL
     refused = (untouchable(work.model.get_submodule(name)) for name in names)
     found: KeptGraph | Outcome | None = next((r for r in refused if r is not None), None)
+    if found is None and work.unproven is not None:
+        found = Outcome("refused", NOT_FINITE, work.unproven)
     inside = kept if best is None else best.kept
     if found is None:
         against = swaps_of(kept) if best is None else best.swaps

@@ -20,10 +20,11 @@ from fastlinear.rewrite.trial.try_graph import (
     tried,
     untouchable,
 )
+from fastlinear.rewrite.verify.finite import NOT_FINITE
 from fastlinear.rewrite.work import Work, in_words
 
 _OTHER_WORK = 1.3  # of the device's time in the profile: replayed, the model does other work
-_NOR_ITS_PARTS = ("needs_cuda", "already_rewritten")
+_NOR_ITS_PARTS = ("needs_cuda", "already_rewritten", NOT_FINITE)
 
 
 def choose_graph(

@@ -11,6 +11,7 @@ from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.trial import measure
 from fastlinear.rewrite.trial.swaps import swaps_of
 from fastlinear.rewrite.verify import model as verify
+from fastlinear.rewrite.verify.finite import NOT_FINITE, REMEDY, partly_finite
 from fastlinear.rewrite.verify.oracle import make_oracle
 from fastlinear.rewrite.work import Work
 
@@ -47,7 +48,11 @@ def _passing(
     verdicts = _verdicts(work, candidates)
     kept = candidates
     failed = next((v for v in verdicts if not v.passed), None)
-    if failed is not None:
+    if failed is not None and failed.unproven:
+        for c in candidates:
+            work.settle(c.fqn, "refused", NOT_FINITE, f"{failed}. {REMEDY}")
+        kept, verdicts = [], []
+    elif failed is not None:
         kept = _bisect(work, candidates)
         names = {c.fqn for c in kept}
         for c in candidates:
@@ -63,6 +68,8 @@ def _passing(
             kept, verdicts = [], []
     skipped = dict.fromkeys(judge_of(work).skipped)
     work.notes += [f"verification skipped {text}" for text in skipped]
+    if (left := partly_finite(verdicts)) is not None:
+        work.notes.append(left)
     work.progress("verify", 1, 1)
     return kept, tuple(verdicts)
 

@@ -105,4 +105,4 @@ def _kept_reason(work: Work, c: Candidate, step: Ratio, proven: Ratio) -> str:
         text += f"; open by itself, decided on the whole step: {evidence}"
     if len(c.problems) > 1:
         text += f"; all {len(c.problems)} kinds of input seen are verified and measured"
-    return text + (f"; activation left alone: {c.fallback.reason}" if c.fallback else "")
+    return text

@@ -10,8 +10,9 @@ from fastlinear.dispatch.backend import families
 from fastlinear.dispatch.tune import BASELINE
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.rules import linear_act as rule
-from fastlinear.rewrite.trial import measure, site
+from fastlinear.rewrite.trial import activations_left, measure, site
 from fastlinear.rewrite.trial.chains import choose_chains, fail_forced
+from fastlinear.rewrite.verify.finite import NOT_FINITE
 from fastlinear.rewrite.work import GROUP_DROPPED, Work, in_words
 
 _CANNOT_SERVE = "backend_cannot_serve"
@@ -66,7 +67,8 @@ def _worth_measuring(work: Work, c: Candidate) -> bool:
     if all(set(b.values()) == {BASELINE} for b in chosen) and not composed:
         asked = [q for p in c.problems for q in measure.deciding(p)]
         if c.fallback is not None:
-            work.settle(c.fqn, "refused", c.fallback.code, c.fallback.reason, **facts)
+            why = activations_left.in_words(c.fallback)
+            work.settle(c.fqn, "refused", c.fallback.code, why, **facts)
         elif all(p in work.tuned for p in asked):
             text = "PyTorch's own path is the fastest backend for it."
             if doubt := work.doubt(asked):
@@ -94,6 +96,8 @@ def _measure_sites(work: Work, candidates: list[Candidate]) -> list[Candidate]:
             continue
         if failed is None:
             accurate.append(c)
+        elif failed.unproven:
+            work.settle(c.fqn, "refused", NOT_FINITE, str(failed))
         else:
             work.settle(c.fqn, "rejected", "less_accurate", f"less accurate: {failed}")
     accurate = rule.complete(accurate, work.every)

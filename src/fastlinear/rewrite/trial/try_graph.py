@@ -18,6 +18,7 @@ from fastlinear.rewrite.result import SiteOutcome
 from fastlinear.rewrite.trial import measure
 from fastlinear.rewrite.trial.keep_accurate import factor_of, verdicts_of
 from fastlinear.rewrite.trial.swaps import swaps_of
+from fastlinear.rewrite.verify.finite import NOT_FINITE, REMEDY
 from fastlinear.rewrite.work import Work, in_words
 
 RULE = "graphed"
@@ -82,6 +83,8 @@ def untouchable(work: Work, name: str) -> Outcome | None:
     if work.runner.device.type != "cuda":
         text = f"CUDA graphs do not exist on {work.runner.device}."
         return Outcome("refused", "needs_cuda", text)
+    if work.unproven is not None:
+        return Outcome("refused", NOT_FINITE, work.unproven)
     module = work.model.get_submodule(name)
     refusal = refuse_module(module)
     if refusal is not None:
@@ -139,6 +142,8 @@ def verified(
     failed = next((v for v in verdicts if not v.passed), None)
     if failed is not None:
         swaps.release()
+        if failed.unproven:
+            return Outcome("refused", NOT_FINITE, f"{failed}. {REMEDY}")
         return Outcome("rejected", "less_accurate", f"less accurate {way.as_what}: {failed}")
     return tuple(verdicts)
 

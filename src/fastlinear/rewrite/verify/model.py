@@ -26,7 +26,7 @@ from fastlinear.rewrite.verify.kinks import Sides
 from fastlinear.rewrite.verify.oracle import Oracle, Run
 from fastlinear.rewrite.verify.running import KEEP_BYTES, Ran, Runner, random_state, run_once
 from fastlinear.rewrite.verify.trajectory import learning_rate, trajectory
-from fastlinear.rewrite.verify.verdicts import compare_all, pool
+from fastlinear.rewrite.verify.verdicts import compare_all, pool, together
 
 _MORE_DRAWS = 3
 _DRAWN = "random numbers drawn"
@@ -243,12 +243,12 @@ def _watched(run: Run, model: nn.Module, call: Call) -> Ran:
 
 def _pooled(found: Draws) -> list[Verdict]:
     names = dict.fromkeys(n for verdicts in found.values() for n in verdicts)
-    return [pool(n, [v[n] for v in found.values() if n in v]) for n in names]
+    return together([pool(n, [v[n] for v in found.values() if n in v]) for n in names])
 
 
 def _may_be_chance(found: Draws) -> bool:
     """Whether something failed, but by a finite error."""
-    failed = [v for v in _pooled(found) if not v.passed]
+    failed = [v for v in _pooled(found) if not v.passed and not v.unproven]
     return bool(failed) and not any(math.isinf(v.error) for v in failed)
 
 

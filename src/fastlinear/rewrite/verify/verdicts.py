@@ -9,7 +9,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fastlinear.core.compare import DEFAULT_FACTOR, Verdict, judge, relative_error, unit_rounding
+from fastlinear.core.compare import (
+    DEFAULT_FACTOR,
+    Verdict,
+    counted,
+    judge,
+    relative_error,
+    unit_rounding,
+)
 
 _NOISE_FLOOR = 64.0  # a gradient below this many roundings of all gradients together may be noise
 _NOISE_ERROR = 0.5  # and is, where PyTorch itself gets half of it wrong
@@ -38,7 +45,7 @@ def compare_all(
     kinds = {t.dtype for t in theirs.values() if t.is_floating_point()}
     narrow = max(map(unit_rounding, kinds), default=0.0)
     grads = [o for n, o in exact.items() if n.startswith("grad.")]
-    scale = math.hypot(*(float(torch.linalg.vector_norm(g.double())) for g in grads))
+    scale = math.hypot(*(float(torch.linalg.vector_norm(_finite(g.double()))) for g in grads))
     if exact_theirs is None:
         exact_theirs = exact
     found = {
@@ -51,6 +58,10 @@ def compare_all(
             verdict = found[name]
             found[name] = replace(verdict, limit=max(verdict.limit, floor))
     return found
+
+
+def _finite(t: Tensor) -> Tensor:
+    return t.masked_fill(~torch.isfinite(t), 0.0)
 
 
 def loss_floor(dtype: torch.dtype, narrow: float) -> float:
@@ -75,8 +86,9 @@ def compare(
 ) -> Verdict:
     """One result against the oracle; a missing one, or one of another shape or dtype, fails.
 
-    Integers are compared by the share of wrong elements. ``scale`` is the norm of all gradients
-    together: a gradient that is 0 but for rounding is judged against that.
+    Integers are compared by the share of wrong elements. Numbers that are not finite must be the
+    same; where no others are left, the verdict is ``unproven``. ``scale`` is the norm of all
+    gradients together: a gradient that is 0 but for rounding is judged against that.
     """
     if ours is None or exact is None or ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return Verdict(name, math.inf, 0.0, 0.0)
@@ -104,13 +116,17 @@ def compare(
         return Verdict(name, errors[0], errors[1], factor * errors[1] + 2 * rounding)
     if math.isinf(usual):
         return judge(name, ours, theirs, wide, factor=factor)
-    return Verdict(name, error, usual, factor * usual + 2 * rounding)
+    return counted(Verdict(name, error, usual, factor * usual + 2 * rounding), theirs, wide_theirs)
 
 
 def pool(name: str, each: Sequence[Verdict]) -> Verdict:
-    """The verdicts of several draws as one: root mean squares of errors and limits."""
-    if len(each) == 1:
-        return each[0]
+    """The verdicts of several draws as one: root mean squares of errors and limits, over those
+    draws that show something."""
+    every, each = each, [v for v in each if not v.unproven]
+    if not each:
+        return every[0]
+    if len(every) == 1:
+        return every[0]
 
     def mean(values: list[float]) -> float:
         return math.sqrt(sum(v * v for v in values) / len(values))
@@ -120,4 +136,18 @@ def pool(name: str, each: Sequence[Verdict]) -> Verdict:
         mean([v.error for v in each]),
         mean([v.torch_error for v in each]),
         mean([v.limit for v in each]),
+        sum(v.numbers for v in every),
+        sum(v.not_finite for v in every),
     )
+
+
+_TOGETHER = ("output[", "optimizer steps: ")
+"""Results of which one may show nothing where another does: a mask that a model returns, a
+parameter that is in no use. A gradient has to show something by itself."""
+
+
+def together(verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """The verdicts, where one that shows nothing beside others that do only counts its numbers."""
+    shown = [v.name for v in verdicts if not v.unproven and v.numbers > v.not_finite]
+    kinds = tuple(kind for kind in _TOGETHER if any(name.startswith(kind) for name in shown))
+    return [replace(v, unproven="") if v.name.startswith(kinds) else v for v in verdicts]
