@@ -603,4 +603,5 @@ def test_pitches() -> None:
     assert layout.pitch_of(wide[0, 0, ::2]) is None
     assert layout.pitch_of(wide[:, :, :1]) == 10
     assert layout.pitch_of(wide[:0]) == 10
+    assert [layout.step_of(64 | pitch) for pitch in (72, 68, 66, 65)] == [8, 2, 2, 1]
     assert layout.pitch_of(torch.empty(2, 2**31, device="meta")[:, :5]) is None

@@ -96,7 +96,7 @@ def sizes_of(xs: Sequence[Tensor], weights: Sequence[Tensor]) -> Sizes:
 
 def pitch_of(t: Tensor) -> int | None:
     """Numbers from one row of t, as (rows, features), to the next; None where rows are not dense or
-    lie at several distances."""
+    lie at several distances, or where a GPU would read a dense copy in larger steps."""
     if t.is_contiguous():
         return t.shape[-1]
     *rows, features = zip(t.shape, t.stride(), strict=True)
@@ -111,7 +111,18 @@ def pitch_of(t: Tensor) -> int | None:
         elif stride != pitch * count:
             return None
         count *= size
-    return None if pitch is None or pitch > _MOST_PITCH else pitch
+    if pitch is None or pitch > _MOST_PITCH:
+        return None
+    if t.is_cuda and t.element_size() == 2:
+        address = t.data_ptr() // 2
+        if step_of(features[0] | pitch | address) < step_of(features[0]):
+            return None
+    return pitch
+
+
+def step_of(numbers: int) -> int:
+    """How many 16-bit numbers half.cu reads at once, by the lowest bit of all distances."""
+    return 8 if numbers % 8 == 0 else 2 if numbers % 2 == 0 else 1
 
 
 def pitches_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
