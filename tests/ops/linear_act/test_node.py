@@ -133,6 +133,21 @@ def _forgotten() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_forgotten")
+@pytest.mark.parametrize("names", CPU, ids=str)
+def test_a_row_has_one_program_wherever_its_gradient_lies(names: dict[str, str]) -> None:
+    """With one row a piece of a longer one is contiguous, whatever its strides say."""
+    if not able(names, "relu", "cpu"):
+        pytest.skip("a backend does not know it")
+    given = leaves(1, 16, n=8)
+    way = Way(trained("relu", **names), *given)
+    for i, wide in enumerate((11, 8, 13, 8)):
+        dy = torch.randn(1, wide)[:, wide - 8 :]
+        expected = torch.autograd.grad(LinearAct.apply(*given, way.formula), given, dy)
+        ran = way.ran + (i == 0)
+        same(torch.autograd.grad(way(*given), given, dy), expected)
+        assert way.ran == ran
+
+
 def test_the_op_records_small_layers_so() -> None:
     layer = fl.nn.Linear(16, 16, activation="relu")
     x = torch.randn(4, 16)

@@ -199,6 +199,31 @@ def test_strides_dimensions_and_second_derivatives() -> None:
         torch.testing.assert_close(a, e)
 
 
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_pieces_of_one_tensor(dtype: torch.dtype) -> None:
+    """Bit for bit as dense copies of them, at the first call and by programs."""
+    for sizes in (((64, 32), (8, 72), (40, 16), (24, 8)), ((33, 7), (10, 66), (1, 8), (64, 5))):
+        weights = [torch.randn(n, k, device=DEVICE, dtype=dtype) for k, n in sizes]
+        for w in weights:
+            w.requires_grad_()
+        x, dy = (
+            torch.randn(70, 3 + sum(size[i] for size in sizes), device=DEVICE, dtype=dtype)
+            for i in (0, 1)
+        )
+        for skipped in (0, 3):
+            xs = x[:, skipped : skipped + x.shape[1] - 3].split([k for k, _ in sizes], 1)
+            dys = dy[:, skipped : skipped + dy.shape[1] - 3].split([n for _, n in sizes], 1)
+            expected = together([t.contiguous() for t in xs], weights, None, "relu")
+            grads = torch.autograd.grad(expected, weights, [t.contiguous() for t in dys])
+            for _ in range(4):
+                ys = fl.unequal_linear(xs, weights, activation="relu", backend="together")
+                found = torch.autograd.grad(ys, weights, dys)
+                for a, e in zip((*ys, *found), (*expected, *grads), strict=True):
+                    assert torch.equal(a, e)
+
+
 def test_loop_is_right_anywhere() -> None:
     lists = drawn(torch.float64)
     ys = fl.unequal_linear(*lists, activation="silu")
@@ -257,15 +282,16 @@ def test_kernels_compile_without_spilling(arch: str, tmp_path: Path) -> None:
         pytest.skip("cuobjdump comes with triton")
     tool = Path(spec.origin).parent / "backends/nvidia/bin/cuobjdump"
     specialised = [
-        (dtype, mode, activation, tiles)
+        (dtype, mode, activation, tiles, pitched)
+        for pitched in (False, True)
         for dtype in (torch.bfloat16, torch.float32)
         for mode in range(3)
         for tiles in OFFERED[mode][: 3 if dtype is torch.bfloat16 else 1]
         for activation in ("none", "gelu")
     ]
-    for dtype, mode, activation, tiles in specialised:
+    for dtype, mode, activation, tiles, pitched in specialised:
         save_pre = mode == 0 and activation == "gelu"
-        text = cuda.source(dtype, mode, activation, save_pre, tiles)
+        text = cuda.source(dtype, mode, activation, save_pre, tiles, pitched=pitched)
         cubin = tmp_path / "kernel.cubin"
         cubin.write_bytes(cuda_driver.compile_cubin(text, "half.cu", arch))
         told = subprocess.run(

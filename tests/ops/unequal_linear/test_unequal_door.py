@@ -20,7 +20,7 @@ from fastlinear.core.compare import judge
 from fastlinear.core.errors import InputError
 from fastlinear.ops.common import door, door_node
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
-from fastlinear.ops.unequal_linear import cpu, op, programs
+from fastlinear.ops.unequal_linear import cpu, layout, op, programs
 from fastlinear.ops.unequal_linear.autograd import Formula, recorded
 
 pytestmark = [
@@ -502,3 +502,106 @@ def test_frozen_groups_have_no_gradients(activation: str) -> None:
         plain = torch.autograd.grad([y.square().sum() for y in ys if y.requires_grad], wanted)
         for a, b in zip(plain, expected, strict=True):
             torch.testing.assert_close(a, b)
+
+
+def pieces(dtype: torch.dtype, dims: Sequence[int], widths: Sequence[int]) -> tuple[Tensor, ...]:
+    """Parts of one tensor along its last dimension, which lie beside each other."""
+    return torch.randn(*dims, sum(widths)).to(dtype).split(widths, -1)
+
+
+def copies_of(run: Callable[[], Any]) -> int:
+    """How many times PyTorch copies a tensor."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        run()
+    return sum(event.name in ("aten::clone", "aten::copy_") for event in found.events())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu"])
+def test_pieces_of_one_tensor_are_read_where_they_lie(activation: str, dtype: torch.dtype) -> None:
+    if cpu.unserved(dtype) is not None:
+        pytest.skip("not served here")
+    sizes = [(k, n) for _, k, n in (*SIZES, *LARGE) if k]
+    for dims in ((1,), (3,), (2, 20), (300,)):
+        _, weights, biases = drawn([(1, *size) for size in sizes], dtype)
+        xs = list(pieces(dtype, dims, [k for k, _ in sizes]))
+        dys = pieces(dtype, dims, [n for _, n in sizes])
+        lists = xs, weights, biases
+        wanted = leaves((xs, weights, biases))
+        own = [x.contiguous() for x in xs], weights, biases
+        expected = by_python(own, activation)
+        grads = torch.autograd.grad(expected, wanted, [dy.contiguous() for dy in dys])
+        assert not any(y.is_contiguous() for y in dys) or dims == (1,)
+        same(by_python(lists, activation), expected)
+        same(torch.autograd.grad(by_python(lists, activation), wanted, dys), grads)
+        ys = admitted(lambda given=lists: together(given, activation))  # type: ignore[misc]
+        assert served(ys)
+        for _ in range(2):
+            same(torch.autograd.grad(ys, wanted, dys, retain_graph=True), grads)
+
+        def step(given: Lists = lists, y: Sequence[Tensor] = dys, w: Any = wanted) -> None:
+            torch.autograd.grad(together(given, activation), w, y)
+
+        assert not copies_of(step)
+
+
+def test_inputs_are_differentiated_behind_their_split() -> None:
+    sizes = [(k, n) for _, k, n in SIZES if k]
+    _, weights, biases = drawn([(1, *size) for size in sizes])
+    x = torch.randn(9, sum(k for k, _ in sizes), requires_grad=True)
+
+    def found(run: Any) -> tuple[Tensor, ...]:
+        ys = run((list(x.split([k for k, _ in sizes], 1)), weights, biases))
+        return torch.autograd.grad(torch.cat(ys, 1).square().sum(), [x, *weights])
+
+    expected = found(by_python)
+    for _ in range(4):
+        for a, e in zip(found(together), expected, strict=True):
+            assert torch.equal(a, e)
+
+
+def test_gradients_that_lie_otherwise_have_programs_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kind of memory asks Python once, a row's none, and no more than four are kept."""
+    asked = 0
+    gradients_of = Formula.gradients
+
+    def counted(*given: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        return gradients_of(*given)
+
+    monkeypatch.setattr(Formula, "gradients", counted)
+    for tokens, most in ((3, 1), (1, 0)):
+        lists = drawn([(tokens, 8, 6)] * 3)
+        wanted = leaves(lists)
+        ys = admitted(lambda given=lists: together(given))  # type: ignore[misc]
+        gradients(ys, wanted)
+        asked = 0
+        for skipped in (*range(1, 4), *range(1, 4)):
+            dys = torch.randn(tokens, 3 * 6 + skipped)[:, skipped:].split(6, 1)
+            grads = torch.autograd.grad(ys, wanted, dys, retain_graph=True)
+            dense = torch.autograd.grad(
+                ys, wanted, [dy.contiguous() for dy in dys], retain_graph=True
+            )
+            same(grads, dense)
+        assert asked == 3 * most
+        for skipped in (4, 5, 4, 5):  # one of these would be a fifth
+            dys = torch.randn(tokens, 3 * 6 + skipped)[:, skipped:].split(6, 1)
+            torch.autograd.grad(ys, wanted, dys, retain_graph=True)
+        assert asked == 3 * most + (4 if most else 0)
+
+
+def test_pitches() -> None:
+    wide = torch.empty(2, 3, 10)
+    assert layout.pitch_of(wide) == 10
+    assert layout.pitch_of(wide[..., 2:7]) == 10
+    assert layout.pitch_of(wide[:, :1, 2:7]) == 30
+    assert layout.pitch_of(wide[:, :2, 2:7]) is None, "several distances"
+    assert layout.pitch_of(wide[..., ::2]) is None
+    assert layout.pitch_of(wide.transpose(1, 2)) is None
+    assert layout.pitch_of(wide[0, 0].expand(4, 10)) == 0
+    assert layout.pitch_of(wide[0, 0, ::2]) is None
+    assert layout.pitch_of(wide[:, :, :1]) == 10
+    assert layout.pitch_of(wide[:0]) == 10
+    assert [layout.step_of(64 | pitch) for pitch in (72, 68, 66, 65)] == [8, 2, 2, 1]
+    assert layout.pitch_of(torch.empty(2, 2**31, device="meta")[:, :5]) is None

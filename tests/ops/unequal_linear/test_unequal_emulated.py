@@ -90,12 +90,12 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     empty = torch.empty
     here = str(Path(__file__).with_name("emulated.h"))
 
-    def kernel(call: Call, dtype: torch.dtype, tiles: Tiles, places: int) -> Any:
-        key = call, dtype, tiles, places
+    def kernel(call: Call, dtype: torch.dtype, tiles: Tiles, places: int, pitched: bool) -> Any:
+        key = call, dtype, tiles, places, pitched
         if key not in kernels:
             mode, activation, save_pre = call
             headers = (here, "groups.h")
-            rest = (mode, activation, save_pre, tiles, places)
+            rest = (mode, activation, save_pre, tiles, places, pitched)
             path = tmp_path / f"{len(kernels)}.cpp"
             path.write_text(cuda.source(dtype, *rest, headers=headers) + _MAIN)
             built = path.with_suffix(".so")
@@ -104,10 +104,11 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
             kernels[key] = ctypes.CDLL(str(built))
         return kernels[key]
 
-    def parts(call: Call, dtype: torch.dtype, sizes: Any, *_: Any) -> tuple[Any, ...]:
+    def parts(call: Call, dtype: torch.dtype, sizes: Any, pitches: Any, *_: Any) -> tuple[Any, ...]:
         tiles = cuda._SINGLE if dtype is torch.float32 else TILES[-1]
-        part = kernel(call, dtype, tiles, 32), cuda.largest_first(sizes, call[0]), sizes, tiles, 32
-        return (cuda._Part(*part),)
+        made = kernel(call, dtype, tiles, 32, pitches is not None)
+        which = cuda.largest_first(sizes, call[0])
+        return (cuda._Part(made, which, sizes, pitches, tiles, 32),)
 
     def unknown(*given: Any, **named: Any) -> Tensor:
         return empty(*given, **named).fill_(float("nan"))
@@ -203,6 +204,46 @@ def test_views_that_begin_anywhere(emulated: None) -> None:
         torch.testing.assert_close(dx.float(), expected, rtol=0.02, atol=0.2)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_pieces_of_one_tensor(activation: str, dtype: torch.dtype, emulated: None) -> None:
+    """Rows beside those of other groups, that begin at 16, 4 and 2 bytes, bit for bit as dense
+    ones: what lies behind a row is no part of it."""
+    sizes = ((70, 72, 80), (70, 10, 66), (70, 33, 7), (70, 64, 64), (70, 1, 8), (70, 130, 16))
+    formula = autograd.Formula(activation)
+    for kept in (sizes, [sizes[i] for i in (0, 3, 0)]):  # multiples of 8 only
+        _, weights, biases = drawn(dtype, kept)
+        for t in (*weights, *biases):
+            if t is not None:
+                t.requires_grad_(False)
+        x, dy = (torch.randn(70, sum(size[i] for size in kept)).to(dtype) for i in (1, 2))
+        xs, dys = (t.split([s[i] for s in kept], 1) for t, i in ((x, 1), (dy, 2)))
+
+        def found(change: Any, of_x: Any, of_dy: Any, w: Any = weights, b: Any = biases) -> Any:
+            ys, pre = formula.forward(of_x, w, b)
+            held = [pre] if formula.keeps == "pre" else ys
+            with torch.no_grad():
+                grads = formula.gradients(of_dy, [*of_x, *w, *b], held, [True] * 3 * len(ys))
+            assert all(change(t) is t for t in (*of_x, *of_dy)), "none was copied"
+            return [*ys, *(t for t in grads if t is not None)]
+
+        dense = found(autograd.dense, *([t.contiguous() for t in ts] for ts in (xs, dys)))
+        beside_nan = ([_beside_nan(t) for t in ts] for ts in (xs, dys))
+        for a, b, e in zip(
+            found(autograd.lined, xs, dys), found(autograd.lined, *beside_nan), dense, strict=True
+        ):
+            assert torch.equal(a, e)
+            assert torch.equal(b, e)
+
+
+def _beside_nan(t: Tensor) -> Tensor:
+    """t in rows that begin at 16 bytes, with NaN between them."""
+    rows, features = t.shape
+    wide = torch.full((rows, features // 8 * 8 + 16), float("nan"), dtype=t.dtype)
+    wide[:, :features] = t
+    return wide[:, :features]
+
+
 @pytest.fixture
 def _driver() -> Iterator[None]:
     """The door's nodes launch emulated kernels."""
@@ -230,6 +271,7 @@ def test_programs(activation: str) -> None:
         xs[0] = xs[0].detach().t().contiguous().t().requires_grad_()
         xs[1] = xs[1].detach().view(3, 1, -1).requires_grad_()
         xs[2].requires_grad_(False)
+        xs[3] = torch.cat([xs[3].detach()] * 2, 1)[:, : xs[3].shape[1]].requires_grad_()
         for given in ((xs, weights, biases), (xs, weights, None)):
             table.clear()
             formula = autograd.Formula(activation)
@@ -247,6 +289,13 @@ def test_programs(activation: str) -> None:
                     assert a.shape == e.shape
                     assert torch.equal(a, e)
             assert len(LAUNCHES) == launched + 2  # prepared for the backward's program, once
+            apart = [_beside_nan(dy) if dy.dim() == 2 else dy for dy in dys]
+            for _ in range(3):
+                found = torch.autograd.grad(ys, wanted, apart, retain_graph=True)
+                for a, e in zip(found, grads, strict=True):
+                    assert torch.equal(a, e)
+            # both of another program, and what Python did not have yet
+            assert launched + 4 < len(LAUNCHES) <= launched + 6
             with torch.no_grad():
                 assert table.admit(*given, "a", programs.plan(formula, *given, False))
                 for a, e in zip(table.call(*given, "a"), expected, strict=True):

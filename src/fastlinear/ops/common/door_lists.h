@@ -1,7 +1,7 @@
 // Calls of lists of tensors: a list of results, which autograd records as one node of many outputs.
 //
 // As in door_node.h, programs or Python run the forward and the backward, and what is not plain goes
-// to the formula in Python. A program's results lie in few allocations, of which each result is a
+// to the formula in Python. Gradients of the results have dense rows, at one distance. A program's results lie in few allocations, of which each result is a
 // piece, with a version counter of its own: pieces do not overlap.
 #pragma once
 
@@ -97,19 +97,24 @@ struct ListPlan {
     if (program != nullptr && program->pieces.size() != pieces) throw PythonError();
   }
 
-  // The program of a backward that gives these gradients; whether it was ever asked for.
-  std::pair<Known, bool> find(const Needs& needs) const {
+  // The program of a backward that gives these gradients, of tensors that lie like these; whether to
+  // ask for one.
+  std::pair<Known, bool> find(const Needs& needs, const Tensors& r) const {
     const std::lock_guard<std::mutex> one(mutex_);
     const auto found = programs_.find(needs);
-    if (found == programs_.end()) return {nullptr, false};
-    return {found->second, true};
+    if (found == programs_.end()) return {nullptr, true};
+    for (const auto& known : found->second) {
+      if (known == nullptr) return {nullptr, false};
+      if (known->program.fits(r)) return {known, false};
+    }
+    return {nullptr, found->second.size() < kMaxLayouts};
   }
 
   void learn(const Needs& needs, Known known) const {
-    std::map<Needs, Known> old;  // dropped behind the lock: what it holds may run Python
+    std::map<Needs, std::vector<Known>> old;  // dropped behind the lock: what it holds may run Python
     const std::lock_guard<std::mutex> one(mutex_);
     if (programs_.size() >= kMaxPrograms) programs_.swap(old);
-    programs_.emplace(needs, std::move(known));
+    programs_[needs].push_back(std::move(known));
   }
 
   static void drop(ListPlan* plan) {
@@ -119,9 +124,9 @@ struct ListPlan {
   }
 
  private:
-  static constexpr size_t kMaxPrograms = 64;
+  static constexpr size_t kMaxPrograms = 64, kMaxLayouts = 4;
   mutable std::mutex mutex_;
-  mutable std::map<Needs, Known> programs_;
+  mutable std::map<Needs, std::vector<Known>> programs_;
 };
 
 struct ListNode : autograd::Node {
@@ -162,13 +167,13 @@ struct ListNode : autograd::Node {
       return found;
     }
     for (size_t i = 0; i < grads.size(); ++i)
-      if (!r[i].is_contiguous()) r[i] = r[i].contiguous();  // expanded gradients, as sum() makes
-    const auto [program, asked] = plan->find(needs);
+      if (!dense_rows(r[i])) r[i] = r[i].contiguous();  // expanded gradients, as sum() makes
+    const auto [program, unasked] = plan->find(needs, r);
     const size_t given = r.size();
     if (program != nullptr && by_program(*program, r, found)) return found;
     r.resize(given);
     by_python(*plan, r, needs, found);
-    if (!asked) ask_for_program(r, needs);
+    if (unasked) ask_for_program(r, needs);
     return found;
   }
 
@@ -198,8 +203,19 @@ struct ListNode : autograd::Node {
  private:
   bool released_ = false;
 
+  // Whether rows are dense, and at one distance: pieces of a tensor, as cat() gives them back.
+  static bool dense_rows(const at::Tensor& t) {
+    if (t.is_contiguous()) return true;
+    int64_t next = -1;  // numbers to what lies behind all rows so far
+    for (int64_t d = t.dim() - 1; d-- > 0;) {
+      if (t.size(d) == 1) continue;
+      if (next >= 0 ? t.stride(d) != next : t.stride(d) < t.size(-1)) return false;
+      next = t.stride(d) * t.size(d);
+    }
+    return t.stride(-1) == 1;
+  }
+
   static bool by_program(const ListProgram& known, Tensors& r, autograd::variable_list& found) {
-    if (!known.program.fits(r)) return false;
     void* stream = nullptr;
     if (r[0].is_cuda() && !stream_of(r[0].device(), &stream)) return false;
     if (!known.run(r, stream)) return false;

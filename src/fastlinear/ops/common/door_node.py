@@ -101,8 +101,9 @@ def lists(
             each of ``tensors``; differentiable where gradients are enabled. None for calls without
             gradients.
         programmer: (needs, gradients, tensors, kept) → a program for that backward, or None; asked
-            after ``backward`` ran on these. Its tensors: in that order, gradients first; its pieces
-            are the gradients of ``tensors``.
+            after ``backward`` ran on these, for up to four kinds of strides. Its tensors: in that
+            order, gradients first, whose rows are dense and at one distance; its pieces are the
+            gradients of ``tensors``.
         program: the forward's or None; its pieces are the results and what it keeps.
         keeps: ``NOTHING``, ``OUTPUT`` for all results, or ``INTERNAL`` for a tensor of its own.
     """

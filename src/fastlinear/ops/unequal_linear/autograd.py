@@ -60,11 +60,17 @@ class Formula:
         """(the y_g, the buffer of the pre-activations where those are kept)."""
         first = xs[0]
         given = (None,) * len(xs) if biases is None else biases
+        lines = [lined(x) for x in xs]
         call = layout.forward_call(
             layout.sizes_of(xs, weights),
             self.activation,
             first.dtype,
-            ([dense(x) for x in xs], [dense(w) for w in weights], [_maybe_dense(b) for b in given]),
+            (
+                lines,
+                layout.pitches_of(lines),
+                [dense(w) for w in weights],
+                [_maybe_dense(b) for b in given],
+            ),
             saving and self.keeps == "pre",
             lambda count: torch.empty(count, dtype=first.dtype, device=first.device),
         )
@@ -104,17 +110,19 @@ class Formula:
         needs = [need and t is not None for need, t in zip(needs, tensors, strict=True)]
         first = grads[0]
         outputs = [dense(y) for y in kept] if self.keeps == "output" else None
+        lines = [lined(dy) for dy in grads], [lined(x) for x in xs]
         call, pieces = layout.backward_call(
             layout.sizes_of(xs, weights),
             self.activation,
             first.dtype,
             (
-                [dense(dy) for dy in grads],
+                lines[0],
                 outputs,
                 dense(kept[0]) if self.keeps == "pre" else None,
-                [dense(x) for x in xs],
+                lines[1],
                 [dense(w) for w in weights],
             ),
+            (layout.pitches_of(lines[0]), layout.pitches_of(lines[1])),
             [x.shape for x in xs],
             needs,
             lambda count: torch.empty(count, dtype=first.dtype, device=first.device),
@@ -161,6 +169,11 @@ def recorded(
 def dense(t: Tensor) -> Tensor:
     """t in dense memory, as it reads."""
     return t if t.is_contiguous() and not t.is_neg() else t.resolve_neg().contiguous()
+
+
+def lined(t: Tensor) -> Tensor:
+    """t with dense rows at one distance, as it reads."""
+    return dense(t) if t.is_neg() or layout.pitch_of(t) is None else t
 
 
 def _maybe_dense(t: Tensor | None) -> Tensor | None:

@@ -77,10 +77,16 @@ def backward_steps(p: Program, call: Backward, device: torch.device) -> None:
 
 
 def _described(call: Forward | Backward) -> tuple[Any, tuple[int, ...]]:
-    places: tuple[_Places, ...] = (call.offsets,)
+    places: tuple[_Places, ...]
     if isinstance(call, Backward):
-        places = call.offsets, call.dx_at, call.dw_at, call.db_at
+        places = call.x_pitch, call.dy_pitch, call.offsets, call.dx_at, call.dw_at, call.db_at
+    else:
+        places = call.x_pitch, _none(call), call.offsets, _none(call), _none(call), _none(call)
     return _table(call.sizes, places, _CODES[call.activation], call.dtype is torch.bfloat16)
+
+
+def _none(call: Forward) -> _Places:
+    return (None,) * len(call.sizes)
 
 
 @lru_cache(maxsize=_MAX_TABLES)
@@ -92,8 +98,8 @@ def _table(
     order = sorted(range(len(sizes)), key=lambda g: -sizes[g][0] * sizes[g][1] * sizes[g][2])
     numbers = [len(sizes), activation, int(half)]
     for g in order:
-        found = [_NOWHERE if at[g] is None else at[g] for at in places]
-        numbers += [*sizes[g], *found, *[_NOWHERE] * (4 - len(found))]  # type: ignore[list-item]
+        numbers += sizes[g]
+        numbers += [_NOWHERE if (at := found[g]) is None else at for found in places]
     return (ctypes.c_int64 * len(numbers))(*numbers), tuple(order)
 
 

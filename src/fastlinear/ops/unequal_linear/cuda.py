@@ -46,7 +46,7 @@ _HEADERS = ("instructions.h", "groups.h")
 _KERNEL = "unequal_linear"
 _SINGLE = Tiles(64, 64, (2, 2), 1, 2, 1.0)  # what single.cu is written for
 _PLACES = (32, MAX_GROUPS)  # of the groups of a launch: arguments take time to hand over
-_POINTERS, _NUMBERS = 6, 4  # of a group
+_POINTERS, _NUMBERS, _PITCHES = 6, 4, 2  # of a group
 _MOST = 2**31 - 1
 _MAX_PLANS = 1024
 
@@ -56,6 +56,8 @@ Call = tuple[int, str, bool]
 Pointers = tuple[Sequence[tuple[Any, int] | None] | None, ...]
 """a, saved, b, bias, c and more of every group: an operand and how many bytes behind its first;
 None for what is not there."""
+Pitches = tuple[tuple[int, ...], tuple[int, ...]] | None
+"""Numbers from a row of a, and of b, of every group to the next; None where all are dense."""
 
 
 def source(
@@ -65,6 +67,7 @@ def source(
     save_pre: bool,
     tiles: Tiles = SMALL,
     places: int = MAX_GROUPS,
+    pitched: bool = False,
     *,
     headers: Sequence[str] = _HEADERS,
 ) -> str:
@@ -76,6 +79,7 @@ def source(
         "KIND": KINDS[dtype],
         "ACT": _ACTIVATIONS.index(activation),
         "SAVE_PRE": int(save_pre),
+        "PITCHED": int(pitched),
         "GROUPS": places,
         "TILE_M": tiles.rows,
         "TILE_N": tiles.cols,
@@ -98,11 +102,12 @@ def _kernel(
     save_pre: bool,
     tiles: Tiles,
     places: int,
+    pitched: bool,
     device: int,
 ) -> driver.Kernel:
     major, minor = torch.cuda.get_device_capability(device)
     arch = f"sm_{major}{minor}" + ("a" if major >= 9 else "")
-    text = source(dtype, mode, activation, save_pre, tiles, places)
+    text = source(dtype, mode, activation, save_pre, tiles, places, pitched)
     cubin = driver.compile_cubin(text, "unequal_linear.cu", arch)
     shared = 0 if tiles is _SINGLE else tiles.shared_bytes(mode != FORWARD and activation != "none")
     return driver.Kernel(cubin, _KERNEL, shared, device)
@@ -161,8 +166,8 @@ def backward_steps(p: Program, call: Backward, device: torch.device) -> None:
         _launch_in(p, *product, call.dtype, device)
 
 
-Product = tuple[Call, Sizes, Pointers]
-"""(which, (rows, cols, depth) of each group, pointers)."""
+Product = tuple[Call, Sizes, Pointers, Pitches]
+"""(which, (rows, cols, depth) of each group, pointers, pitches)."""
 
 
 def _forward(call: Forward) -> Product:
@@ -171,7 +176,13 @@ def _forward(call: Forward) -> Product:
     pres = None if call.pre is None else [(call.pre, size * at) for at in call.offsets]
     pointers = _begin(call.xs), None, _begin(call.weights), _begin(call.biases), ys, pres
     sizes = tuple([(m, n, k) for m, n, k in call.sizes])
-    return (FORWARD, call.activation, pres is not None), sizes, pointers
+    widths = tuple([k for _, _, k in sizes])
+    pitches = _unless_dense((call.x_pitch, widths), (widths, widths))
+    return (FORWARD, call.activation, pres is not None), sizes, pointers, pitches
+
+
+def _unless_dense(pitches: Any, widths: Any) -> Pitches:
+    return None if pitches == widths else pitches
 
 
 def _backward(call: Backward) -> Iterator[Product]:
@@ -192,14 +203,18 @@ def _backward(call: Backward) -> Iterator[Product]:
         sizes = tuple([(m, k, n) for m, n, k in of(call.sizes, wanted)])
         lists = dys, saved, _begin(call.weights), None, results(call.dx, call.dx_at), None
         pointers = tuple(of(places, wanted) for places in lists)
-        yield (GRAD_INPUT, call.activation, False), sizes, pointers
+        ns, ks = (tuple([size[i] for size in of(call.sizes, wanted)]) for i in (1, 2))
+        pitches = _unless_dense((tuple(of(call.dy_pitch, wanted)), ks), (ns, ks))
+        yield (GRAD_INPUT, call.activation, False), sizes, pointers, pitches
     wanted = [g for g in which if call.dw_at[g] is not None]
     if wanted:
         sizes = tuple([(n, k, m) for m, n, k in of(call.sizes, wanted)])
         dbs = None if call.db is None else results(call.db, call.db_at)
         lists = dys, saved, _begin(call.xs), None, results(call.dw, call.dw_at), dbs
         pointers = tuple(of(places, wanted) for places in lists)
-        yield (GRAD_WEIGHT, call.activation, False), sizes, pointers
+        widths = tuple(tuple([size[i] for size in of(call.sizes, wanted)]) for i in (1, 2))
+        given = tuple(tuple(of(pitch, wanted)) for pitch in (call.dy_pitch, call.x_pitch))
+        yield (GRAD_WEIGHT, call.activation, False), sizes, pointers, _unless_dense(given, widths)
 
 
 def _begin(operands: Sequence[Any]) -> list[tuple[Any, int] | None]:
@@ -218,14 +233,22 @@ class _Part:
         kernel: what is launched.
         which: the groups, in order.
         sizes: of all of the call's groups.
+        pitches: of all of them, for a kernel that reads them.
         places: how many groups the kernel's arguments have room for.
     """
 
     def __init__(
-        self, kernel: driver.Kernel, which: list[int], sizes: Sizes, tiles: Tiles, places: int
+        self,
+        kernel: driver.Kernel,
+        which: list[int],
+        sizes: Sizes,
+        pitches: Pitches,
+        tiles: Tiles,
+        places: int,
     ) -> None:
         self._which = which
-        self._memory = (ctypes.c_uint64 * ((_POINTERS * 8 + _NUMBERS * 4) * places // 8))()
+        count = _NUMBERS + (0 if pitches is None else _PITCHES)
+        self._memory = (ctypes.c_uint64 * ((_POINTERS * 8 + count * 4) * places // 8))()
         self._pointers = Struct(f"{len(which)}Q")
         self._offsets = [8 * places * i for i in range(_POINTERS)]
         firsts, total = [], 0
@@ -234,7 +257,8 @@ class _Part:
             total += tiles.count((sizes[g],))
         numbers = Struct(f"{len(which)}i")
         columns = (*zip(*(sizes[g] for g in which), strict=True), firsts)
-        for i, column in enumerate(columns):
+        more = [[pitch[g] for g in which] for pitch in pitches or ()]
+        for i, column in enumerate((*columns, *more)):
             numbers.pack_into(self._memory, _POINTERS * 8 * places + 4 * places * i, *column)
         arguments = [self._memory, ctypes.c_int(len(which))]
         self._launch = driver.Launch(kernel, tiles.threads, 1, arguments)  # type: ignore[arg-type]
@@ -265,7 +289,12 @@ class _Part:
 
 
 def _parts(
-    call: Call, dtype: torch.dtype, sizes: Sizes, device: int, tiles: Tiles | None
+    call: Call,
+    dtype: torch.dtype,
+    sizes: Sizes,
+    pitches: Pitches,
+    device: int,
+    tiles: Tiles | None,
 ) -> tuple[_Part, ...]:
     """New launches of such calls."""
     mode, activation, save_pre = call
@@ -279,8 +308,9 @@ def _parts(
         which = order[begin : begin + MAX_GROUPS]
         places = next(n for n in _PLACES if len(which) <= n)
         with torch.cuda.device(device), driver.loading_allowed():
-            kernel = _kernel(dtype, mode, activation, save_pre, tiles, places, device)
-        found.append(_Part(kernel, which, sizes, tiles, places))
+            pitched = pitches is not None
+            kernel = _kernel(dtype, mode, activation, save_pre, tiles, places, pitched, device)
+        found.append(_Part(kernel, which, sizes, pitches, tiles, places))
     return tuple(found)
 
 
@@ -289,19 +319,21 @@ def _kept_parts(
     call: Call,
     dtype: torch.dtype,
     sizes: Sizes,
+    pitches: Pitches,
     device: int,
     given: tuple[bool, ...],
     tiles: Tiles | None,
 ) -> tuple[_Part, ...]:
     """The launches of such calls; ``given`` says which of the pointers they have: the others stay
     0."""
-    return _parts(call, dtype, sizes, device, tiles)
+    return _parts(call, dtype, sizes, pitches, device, tiles)
 
 
 def _run(
     call: Call,
     sizes: Sizes,
     pointers: Pointers,
+    pitches: Pitches,
     dtype: torch.dtype,
     device: torch.device,
     tiles: Tiles | None,
@@ -310,7 +342,7 @@ def _run(
     driver.make_current(index)
     given = tuple(places is not None for places in pointers)
     stream = torch._C._cuda_getCurrentRawStream(index)
-    for part in _kept_parts(call, dtype, sizes, index, given, tiles):
+    for part in _kept_parts(call, dtype, sizes, pitches, index, given, tiles):
         part.run(pointers, stream)
 
 
@@ -319,10 +351,11 @@ def _launch_in(
     call: Call,
     sizes: Sizes,
     pointers: Pointers,
+    pitches: Pitches,
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    for part in _parts(call, dtype, sizes, device.index, None):
+    for part in _parts(call, dtype, sizes, pitches, device.index, None):
         p.launch(part.in_door(pointers), anywhere=True)  # the kernel sees how rows are aligned
 
 

@@ -4,12 +4,13 @@
 // MODE 1: c = d b, d = dy act'(saved); a is dy, b is W: dx
 // MODE 2: c = d^T b, d as above, and its sums over tokens; a is dy, b is x: dW and db
 //
-// All matrices are dense. A block computes one tile of one group; tiles are numbered through all
-// groups, and a launch carries the groups' pointers and sizes among its arguments. Words are 4 bytes:
-// two 16-bit numbers or one float32. Sums are float32, in a fixed order.
+// All matrices are dense; where PITCHED, of x and dy only rows are. A block computes one tile of one
+// group; tiles are numbered through all groups, and a launch carries the groups' pointers and sizes
+// among its arguments. Words are 4 bytes: two 16-bit numbers or one float32. Sums are float32, in a
+// fixed order.
 //
 // Macros from the host: MODE KIND (0 float16, 1 bfloat16, 2 float32) ACT (a number below) SAVE_PRE
-// GROUPS (most groups of a launch) TILE_M TILE_N; for 16-bit numbers WARPS_M WARPS_N STAGES BLOCKS.
+// PITCHED GROUPS (most groups of a launch) TILE_M TILE_N; for 16-bit numbers WARPS_M WARPS_N STAGES BLOCKS.
 
 enum { NONE, RELU, RELU2, SILU, GELU, GELU_TANH, SIGMOID, TANH, QUICK_GELU, LEAKY_RELU };
 
@@ -27,7 +28,16 @@ struct Groups {
   u64 c[GROUPS], more[GROUPS];                            // results; the pre-activation, or db
   int rows[GROUPS], cols[GROUPS], depth[GROUPS];
   int first[GROUPS];  // tile
+#if PITCHED
+  int a_pitch[GROUPS], b_pitch[GROUPS];  // numbers from a row to the next
+#endif
 };
+
+#if PITCHED
+#define PITCH_OF(which, width) groups.which##_pitch[g]
+#else
+#define PITCH_OF(which, width) (width)
+#endif
 
 // The last group whose first tile is not past this block's.
 __device__ __forceinline__ int group_of(const Groups& groups, int count, int block) {

@@ -18,17 +18,19 @@ constexpr int PITCH = TILE_N + 8;  // of sums in shared memory: rows of a fragme
 struct Matrix {
   const Number* from;
   int rows, depth;
-  int unit;  // bytes of a copy
+  int pitch;  // numbers from a line to the next
+  int unit;   // bytes of a copy
 };
 
-__device__ __forceinline__ int unit_of(u64 address, int pitch) {
-  const u64 both = address | static_cast<u64>(pitch) * 2;
+// Bytes that may be copied at once, of memory at addresses and distances of so many numbers, or'ed.
+__device__ __forceinline__ int unit_of(u64 address, int numbers) {
+  const u64 both = address | static_cast<u64>(numbers) * 2;
   return both % 16 == 0 ? 16 : both % 4 == 0 ? 4 : 2;
 }
 
 template <bool TURNED>
-__device__ __forceinline__ Matrix matrix(u64 address, int rows, int depth) {
-  return {at(address), rows, depth, unit_of(address, TURNED ? rows : depth)};
+__device__ __forceinline__ Matrix matrix(u64 address, int rows, int depth, int pitch) {
+  return {at(address), rows, depth, pitch, unit_of(address, (TURNED ? rows : depth) | pitch)};
 }
 
 // Where the i-th piece of BYTES lies: its line, its first byte there, and its place in a tile.
@@ -45,14 +47,14 @@ struct Piece {
 template <bool TURNED, int TILE, int BYTES>
 __device__ __forceinline__ void copy_tile(u32 tile, const Matrix& m, int row0, int k0) {
   typedef Piece<TURNED, TILE, BYTES> Here;
-  const int lines = TURNED ? m.depth : m.rows, pitch = TURNED ? m.rows : m.depth;
+  const int lines = TURNED ? m.depth : m.rows, width = TURNED ? m.rows : m.depth;
   const int line0 = TURNED ? k0 : row0, first = TURNED ? row0 : k0;
 #pragma unroll BYTES == 16 ? 4 : BYTES == 4 ? 1 : 2
   for (int i = threadIdx.x; i < Here::COUNT; i += THREADS) {
     const Here piece(i);
     const int line = line0 + piece.line, col = first + piece.byte / 2;
-    const bool there = line < lines && col < pitch;
-    const Number* from = there ? m.from + static_cast<u64>(line) * pitch + col : m.from;
+    const bool there = line < lines && col < width;
+    const Number* from = there ? m.from + static_cast<u64>(line) * m.pitch + col : m.from;
     if constexpr (BYTES == 2)
       store_shared(tile + piece.place, there ? *from : static_cast<u16>(0));
     else
@@ -167,12 +169,13 @@ unequal_linear(const __grid_constant__ Groups groups, int count) {
   const int row_w = warp / WARPS_N * PART_M, col_w = warp % WARPS_N * PART_N;
 
   const u32 start = shared_address(memory);
-  Matrix a = matrix<A_TURNED>(groups.a[g], rows, depth), saved = a;
+  const int a_width = A_TURNED ? rows : depth, b_width = B_TURNED ? cols : depth;
+  Matrix a = matrix<A_TURNED>(groups.a[g], rows, depth, PITCH_OF(a, a_width)), saved = a;
   if (DERIVED) {  // both in the same pieces, by the same threads
-    saved = matrix<A_TURNED>(groups.saved[g], rows, depth);
+    saved = matrix<A_TURNED>(groups.saved[g], rows, depth, a_width);
     a.unit = saved.unit = a.unit < saved.unit ? a.unit : saved.unit;
   }
-  const Matrix b = matrix<B_TURNED>(groups.b[g], cols, depth);
+  const Matrix b = matrix<B_TURNED>(groups.b[g], cols, depth, PITCH_OF(b, b_width));
   const int steps = (depth + STEP - 1) / STEP;
   const auto bring = [&](int step) {
     if (step < steps) {

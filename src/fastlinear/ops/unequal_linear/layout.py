@@ -17,6 +17,7 @@ from torch import Tensor
 
 _ALIGN = 64  # bytes at which each result begins
 _MAX_LAYOUTS = 1024
+_MOST_PITCH = 2**31 - 1
 
 Sizes = tuple[tuple[int, int, int], ...]
 """(M, N, K) of each group."""
@@ -29,10 +30,11 @@ Make = Callable[[int], Any]
 
 @dataclass(frozen=True)
 class Forward:
-    """y_g = act(x_g W_gᵀ + b_g): all operands are dense.
+    """y_g = act(x_g W_gᵀ + b_g): all operands are dense but inputs, of which rows are.
 
     Attributes:
         xs, weights, biases: one a group; of biases None for none.
+        x_pitch: numbers from one row of each input to the next.
         y, pre: buffers of the results and, where kept, of the pre-activations.
         offsets: numbers before those of each group in both.
     """
@@ -41,6 +43,7 @@ class Forward:
     activation: str
     dtype: torch.dtype
     xs: Sequence[Any]
+    x_pitch: tuple[int, ...]
     weights: Sequence[Any]
     biases: Sequence[Any]
     y: Any
@@ -50,10 +53,12 @@ class Forward:
 
 @dataclass(frozen=True)
 class Backward:
-    """dx_g, dW_g and db_g of the groups that want them: all operands are dense.
+    """dx_g, dW_g and db_g of the groups that want them: all operands are dense but dys and inputs,
+    of which rows are.
 
     Attributes:
         dys: one a group.
+        dy_pitch, x_pitch: numbers from one row of each dy, and of each input, to the next.
         saved: outputs, where the activation's derivative takes those.
         pre: buffer of the pre-activations, where it takes those; ``offsets`` are of each group.
         dx, dw, db: buffers, or None.
@@ -65,10 +70,12 @@ class Backward:
     activation: str
     dtype: torch.dtype
     dys: Sequence[Any]
+    dy_pitch: tuple[int, ...]
     saved: Sequence[Any] | None
     pre: Any
     offsets: tuple[int, ...]
     xs: Sequence[Any]
+    x_pitch: tuple[int, ...]
     weights: Sequence[Any]
     dx: Any
     dw: Any
@@ -85,6 +92,43 @@ def sizes_of(xs: Sequence[Tensor], weights: Sequence[Tensor]) -> Sizes:
         shape = x.shape
         found.append((shape[0] if len(shape) == 2 else math.prod(shape[:-1]), *w.shape))
     return tuple(found)
+
+
+def pitch_of(t: Tensor) -> int | None:
+    """Numbers from one row of t, as (rows, features), to the next; None where rows are not dense or
+    lie at several distances, or where a GPU would read a dense copy in larger steps."""
+    if t.is_contiguous():
+        return t.shape[-1]
+    *rows, features = zip(t.shape, t.stride(), strict=True)
+    if features[0] > 1 and features[1] != 1:
+        return None
+    pitch, count = None, 1
+    for size, stride in reversed(rows):
+        if size == 1:
+            continue
+        if pitch is None:
+            pitch = stride
+        elif stride != pitch * count:
+            return None
+        count *= size
+    if pitch is None or pitch > _MOST_PITCH:
+        return None
+    if t.is_cuda and t.element_size() == 2:
+        address = t.data_ptr() // 2
+        if step_of(features[0] | pitch | address) < step_of(features[0]):
+            return None
+    return pitch
+
+
+def step_of(numbers: int) -> int:
+    """How many 16-bit numbers half.cu reads at once, by the lowest bit of all distances."""
+    return 8 if numbers % 8 == 0 else 2 if numbers % 2 == 0 else 1
+
+
+def pitches_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """Of each; its features for one that has to be copied first."""
+    found = [pitch_of(t) for t in tensors]
+    return tuple([t.shape[-1] if p is None else p for t, p in zip(tensors, found, strict=True)])
 
 
 @lru_cache(maxsize=_MAX_LAYOUTS)
@@ -109,11 +153,11 @@ def forward_call(
     sizes: Sizes,
     activation: str,
     dtype: torch.dtype,
-    operands: tuple[Sequence[Any], Sequence[Any], Sequence[Any]],
+    operands: tuple[Sequence[Any], tuple[int, ...], Sequence[Any], Sequence[Any]],
     keeps_pre: bool,
     make: Make,
 ) -> Forward:
-    """The call on inputs, weights and biases, with buffers for its results."""
+    """The call on inputs, their pitches, weights and biases, with buffers for its results."""
     total, offsets = y_offsets(sizes, dtype.itemsize)
     y = make(total)
     pre = make(total) if keeps_pre else None
@@ -125,6 +169,7 @@ def backward_call(
     activation: str,
     dtype: torch.dtype,
     operands: tuple[Sequence[Any], Sequence[Any] | None, Any, Sequence[Any], Sequence[Any]],
+    pitches: tuple[tuple[int, ...], tuple[int, ...]],
     shapes: Sequence[Shape],
     needs: Sequence[bool],
     make: Make,
@@ -132,6 +177,7 @@ def backward_call(
     """The call on dys, saved, pre, inputs and weights, with buffers for its results.
 
     Args:
+        pitches: of the dys, and of the inputs.
         shapes: of the inputs.
         needs: whether gradients of each input, weight and bias are wanted; of biases either one a
             group or one for none.
@@ -172,10 +218,12 @@ def backward_call(
         activation,
         dtype,
         dys,
+        pitches[0],
         saved,
         pre,
         offsets,
         xs,
+        pitches[1],
         weights,
         buffers[0],
         buffers[1],

@@ -3,7 +3,7 @@ program for each direction."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -51,13 +51,14 @@ def _forward(formula: Formula, tensors: Maybe, groups: int, grad: bool) -> Any:
     p = Program(len(tensors))
     xs: Any = tensors[:groups]
     weights: Any = tensors[groups : 2 * groups]
-    dense = [_dense(p, number, t) for number, t in enumerate(tensors)]
-    biases = dense[2 * groups :] if len(dense) == 3 * groups else [None] * groups
+    lines = [_lined(p, number, x) for number, x in enumerate(xs)]
+    dense = [_dense(p, number, t) for number, t in enumerate(tensors[groups:], groups)]
+    biases = dense[groups:] if len(dense) == 2 * groups else [None] * groups
     call = layout.forward_call(
         layout.sizes_of(xs, weights),
         formula.activation,
         xs[0].dtype,
-        (dense[:groups], dense[groups : 2 * groups], biases),
+        (lines, layout.pitches_of(xs), dense[:groups], biases),
         grad and formula.keeps == "pre",
         lambda count: p.empty((count,), xs[0].dtype, 0),
     )
@@ -86,24 +87,27 @@ def _backward(
     need_b = needs[2 * groups :] if len(needs) == 3 * groups else [False] * groups
     need_w = [w or b for w, b in zip(needs[groups : 2 * groups], need_b, strict=True)]
 
-    def read(first: int, wanted: Sequence[bool]) -> list[int | None]:
+    def read(
+        numbered: Callable[..., int | None], first: int, wanted: Sequence[bool]
+    ) -> list[int | None]:
         return [
-            _dense(p, number, given[number] if used else None)
+            numbered(p, number, given[number] if used else None)
             for number, used in enumerate(wanted, first)
         ]
 
-    held = read(groups + len(tensors), [True] * len(kept))
+    held = read(_dense, groups + len(tensors), [True] * len(kept))
     call, pieces = layout.backward_call(
         layout.sizes_of(xs, weights),
         formula.activation,
         xs[0].dtype,
         (
-            read(0, [True] * groups),
+            read(_lined, 0, [True] * groups),
             held if formula.keeps == "output" else None,
             held[0] if formula.keeps == "pre" else None,
-            read(groups, need_w),
-            read(2 * groups, needs[:groups]),
+            read(_lined, groups, need_w),
+            read(_dense, 2 * groups, needs[:groups]),
         ),
+        (layout.pitches_of([dy for dy in dys if dy is not None]), layout.pitches_of(xs)),
         [x.shape for x in xs],
         needs,
         lambda count: p.empty((count,), xs[0].dtype, 0),
@@ -111,6 +115,13 @@ def _backward(
     kernels(xs[0]).backward_steps(p, call, xs[0].device)
     results = [b for b in (call.dx, call.dw, call.db) if b is not None]
     return p.spec(*results), tuple(pieces)
+
+
+def _lined(p: Program, number: int, t: Tensor | None) -> int | None:
+    """The number of a given tensor, or of its copy where its rows are not dense at one distance."""
+    if t is None:
+        return None
+    return p.dense(number) if layout.pitch_of(t) is None else number
 
 
 def _dense(p: Program, number: int, t: Tensor | None) -> int | None:

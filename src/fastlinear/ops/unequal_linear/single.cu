@@ -6,10 +6,11 @@ constexpr int THREADS = 128, EACH = TILE * WORDS / THREADS;
 static_assert(TILE_M == TILE && TILE_N == TILE, "what a block computes");
 
 // A number of row `row` and place `k` along the depth; 0 outside. A matrix is (rows, depth), or
-// (depth, rows) where TURNED.
+// (depth, rows) where TURNED, of lines `pitch` apart.
 template <bool TURNED>
-__device__ __forceinline__ float fetch(const Number* from, int rows, int depth, int row, int k) {
-  const u64 place = TURNED ? static_cast<u64>(k) * rows + row : static_cast<u64>(row) * depth + k;
+__device__ __forceinline__ float fetch(const Number* from, int rows, int depth, int pitch, int row,
+                                       int k) {
+  const u64 place = TURNED ? static_cast<u64>(k) * pitch + row : static_cast<u64>(row) * pitch + k;
   return row < rows && k < depth ? from[place] : 0.0f;
 }
 
@@ -27,14 +28,16 @@ struct Tile {
 
 template <bool TURNED, bool CHANGED>
 __device__ __forceinline__ void fetch_tile(Tile& tile, const Number* from, const Number* saved,
-                                           int rows, int depth, int row0, int k0, double* sum) {
+                                           int rows, int depth, int pitch, int row0, int k0,
+                                           double* sum) {
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
     int row, word;
     placed<TURNED>(i, row, word);
-    float v = fetch<TURNED>(from, rows, depth, row0 + row, k0 + word);
+    float v = fetch<TURNED>(from, rows, depth, pitch, row0 + row, k0 + word);
     if (CHANGED && DERIVED)
-      v = derived(v, fetch<TURNED>(saved, rows, depth, row0 + row, k0 + word));
+      v = derived(v, fetch<TURNED>(saved, rows, depth, TURNED ? rows : depth, row0 + row,
+                                   k0 + word));
     tile.word[i] = v;
     if (CHANGED && MODE == 2) *sum += v;
   }
@@ -61,12 +64,16 @@ unequal_linear(const __grid_constant__ Groups groups, int count) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int row_w = warp / 2 * 32, col_w = warp % 2 * 32;
 
+  const int a_pitch = PITCH_OF(a, A_TURNED ? rows : depth);
+  const int b_pitch = PITCH_OF(b, B_TURNED ? cols : depth);
+
   float acc[32] = {};
   double sum = 0.0;  // many numbers, of which little may be left
   Tile a, b;
   const auto fetch_both = [&](int k) {
-    fetch_tile<A_TURNED, MODE != 0>(a, at(groups.a[g]), at(groups.saved[g]), rows, depth, row0, k, &sum);
-    fetch_tile<B_TURNED, false>(b, at(groups.b[g]), nullptr, cols, depth, col0, k, nullptr);
+    fetch_tile<A_TURNED, MODE != 0>(a, at(groups.a[g]), at(groups.saved[g]), rows, depth, a_pitch, row0,
+                                    k, &sum);
+    fetch_tile<B_TURNED, false>(b, at(groups.b[g]), nullptr, cols, depth, b_pitch, col0, k, nullptr);
   };
   fetch_both(0);
   for (int k = 0; k < depth; k += WORDS) {

@@ -3,7 +3,7 @@
 //   fastlinear_unequal_forward    y_g = act(x_g W_g^T + b_g), and the pre-activations where asked for
 //   fastlinear_unequal_backward   dx, dW and db of every group that wants them
 //
-// All matrices are dense. A task is a group, or a part of a large one; its blocks are those of
+// All matrices are dense but x and dy, whose rows are. A task is a group, or a part of a large one; its blocks are those of
 // grouped_linear. Sums run in float32 in an order that depends on the sizes alone, so that results do
 // not depend on the number of threads.
 
@@ -25,6 +25,7 @@ constexpr double kLeastWork = 1 << 19;  // products of a part at least
 // As cpu.py writes them. Where a result begins in its buffer, in numbers; -1 for none.
 struct Group {
   int64_t m, n, k;
+  int64_t x_pitch, dy_pitch;  // from a row to the next
   int64_t y, dx, dw, db;  // y: of the pre-activations too
 };
 
@@ -60,9 +61,10 @@ double share_of(const Groups& all, int threads) {
   return threads == 1 ? total + 1 : std::max(kLeastWork, total / (kTasksAThread * threads));
 }
 
-Call call_of(const Groups& all, const Group& g, int64_t outputs) {
-  const Strides in{0, g.k, 0, 1}, out{0, g.n, 0, 1};
-  return {1, g.m, 1, g.k, outputs, all.act, all.half, in, out, out, in, 0, g.k, 1};
+// y_pitch: of y forward, of dy backward.
+Call call_of(const Groups& all, const Group& g, int64_t outputs, int64_t y_pitch) {
+  const Strides x{0, g.x_pitch, 0, 1}, y{0, y_pitch, 0, 1}, saved{0, g.n, 0, 1}, dx{0, g.k, 0, 1};
+  return {1, g.m, 1, g.k, outputs, all.act, all.half, x, y, saved, dx, 0, g.k, 1};
 }
 
 // [0, size) in `parts` ranges, of multiples of `unit` but for the last.
@@ -123,7 +125,7 @@ void forward(const Groups& all, const void* const* xs, const void* const* ws,
     [[maybe_unused]] const Tiles<T> tiles;
     const Group& g = *t.group;
     const int64_t width = t.n1 - t.n0;
-    const Call c = call_of(all, g, width);
+    const Call c = call_of(all, g, width, g.n);
     const bool sums = !all.half && by_sums(c), dots = sums || by_dots(c);
     const T *x = numbers<T>(xs, t.which), *w = numbers<T>(ws, t.which) + t.n0 * g.k;
     const T* bias = numbers<T>(biases, t.which);
@@ -171,7 +173,7 @@ void backward(const Groups& all, const void* const* dys, const void* const* save
   run_all(tasks, threads, [&](const Task& t) {
     [[maybe_unused]] const Tiles<T> tiles;
     const Group& g = *t.group;
-    const Call c = call_of(all, g, g.n);
+    const Call c = call_of(all, g, g.n, g.dy_pitch);
     const int64_t width = t.n1 - t.n0;
     T* dx = t.dx ? place(to.dx, g.dx) : nullptr;
     T *dw = t.dw ? place(to.dw, g.dw) : nullptr, *db = t.dw ? place(to.db, g.db) : nullptr;
