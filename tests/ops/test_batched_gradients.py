@@ -40,6 +40,17 @@ CALLS: dict[str, tuple[Call, tuple[tuple[int, ...], ...]]] = {
     ),
     "gated_mlp": (fl.gated_mlp, ((5, 6), (8, 6), (8, 6), (6, 8))),
     "mlp": (lambda x, *w: fl.mlp(x, list(w), None, activation="relu"), ((5, 6), (8, 6), (6, 8))),
+    "mlp, C++": (
+        lambda x, *w: fl.mlp(x, list(w), None, activation="gelu", backend="whole_cpp"),
+        ((5, 6), (8, 6), (6, 8)),
+    ),
+    **{
+        f"gated_mlp, {backend}": (
+            lambda *t, backend=backend: fl.gated_mlp(*t, backend=backend),
+            ((5, 6), (8, 6), (8, 6), (6, 8)),
+        )
+        for backend in ("cpp", "onednn")
+    },
     "ragged_linear": (_ragged, ((5, 6), (2, 4, 6))),
     "unequal_linear": (_unequal, ((5, 6), (8, 6), (5, 4), (3, 4))),
 }

@@ -80,7 +80,8 @@ class Formula:
         x, weights, biases = given[0], Weights(*given[1:4]), Biases(*given[4:7])
         names = self.activation, self.order
         pre: Any = None if kept[0] is None else kept
-        if torch.is_grad_enabled():  # create_graph: the gradients must be differentiable
+        # create_graph wants differentiable gradients; batches of them are for PyTorch's own ops
+        if torch.is_grad_enabled() or calls.batched(dy):
             if x is None:
                 return differentiable_of_down(dy, pre, *names, wanted)
             return differentiable_backward(dy, x, weights, biases, *names, wanted)

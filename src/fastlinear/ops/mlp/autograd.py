@@ -72,7 +72,8 @@ class Formula:
         need_bs = needs[1 + self.layers :] if given == self.layers else (False,) * self.layers
         wanted = (needs[0], needs[1 : 1 + self.layers], need_bs)
         names = self.activation, self.final_activation
-        if torch.is_grad_enabled():  # create_graph: the gradients must be differentiable
+        # create_graph wants differentiable gradients; batches of them are for PyTorch's own ops
+        if torch.is_grad_enabled() or calls.batched(dy):
             found = differentiable_backward(dy, x, weights, biases, *names, wanted)
         else:
             found = run_backward(dy, x, weights, list(kept), *names, wanted, self.backward)
