@@ -160,11 +160,27 @@ def test_curves_over_the_number_of_groups_and_the_tokens() -> None:
     assert not axes["tokens"].groups
 
 
+def test_a_picture_has_the_longest_curve_of_each_kind() -> None:
+    rows = read_rows(RESULTS)
+    found = groups_plot.drawn(groups_plot.curves(rows))
+    assert {c.kind[-1] for c in found} == {"device"}, "on the device where that was measured"
+    kinds = [(c.axis, *c.kind) for c in found]
+    assert len(kinds) == len(set(kinds)) == 8
+    for left, right in zip(found[::2], found[1::2], strict=True):  # beside each other
+        assert (left.axis, left.kind[:2]) == (right.axis, right.kind[:2])
+        assert (left.kind[2], right.kind[2]) == ("forward", "forward+backward")
+    assert len(found[0].times) == 12, "not the one of three points"
+    wall = [row for row in rows if row["metric"] == "wall"]
+    assert {c.kind[-1] for c in groups_plot.drawn(groups_plot.curves(wall))} == {"wall"}
+    sizes = (8, 16, 24, 48, 64, 96, 100, 128, 144, 200, 256, 512)
+    assert groups_plot._far_apart(sizes) == [8, 16, 24, 48, 96, 144, 256, 512]
+
+
 def test_the_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     text = plot(read_rows(RESULTS), tmp_path / "groups.svg").read_text()
     for word in ("floor: bytes", "features of a group", "G=256", "fastlinear", "bmm"):
         assert word in text
-    assert plot(read_rows(RESULTS), tmp_path / "groups.png").stat().st_size > 10_000
+    assert 10_000 < plot(read_rows(RESULTS), tmp_path / "groups.png").stat().st_size < 200_000
     with pytest.raises(InputError, match="differ in size"):
         groups_plot.plot([], tmp_path / "none.svg")

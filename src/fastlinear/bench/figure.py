@@ -20,8 +20,11 @@ def written(
     function: str = "bench.plot",
     font: int = 8,
     dpi: int = 150,
+    palette: int | None = None,
 ) -> Iterator[Any]:
     """A figure of so many inches to draw on, written to ``path`` behind the block.
+
+    ``palette`` is how many colours a ``.png`` may have, which makes it a third as large.
 
     Raises:
         UnsupportedError: matplotlib is missing; it comes with the extra ``[plots]``.
@@ -43,6 +46,12 @@ def written(
         path.parent.mkdir(parents=True, exist_ok=True)
         metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
         figure.savefig(path, dpi=dpi, metadata=metadata)
+    if palette is not None and path.suffix.lower() == ".png":
+        from PIL import Image  # matplotlib brings it
+
+        with Image.open(path) as image:
+            few = image.convert("RGB").quantize(palette)
+        few.save(path, optimize=True)
 
 
 def legend(figure: Any, axes: Iterable[Any], columns: int) -> None:
@@ -56,11 +65,16 @@ def legend(figure: Any, axes: Iterable[Any], columns: int) -> None:
 
 
 def curves_in_panels(
-    path: Path, found: Sequence[T], draw: Callable[[Any, T], None], *, dpi: int = 150
+    path: Path,
+    found: Sequence[T],
+    draw: Callable[[Any, T], None],
+    *,
+    dpi: int = 150,
+    palette: int | None = None,
 ) -> None:
     """Draw each of ``found`` in a panel of its own, two beside each other, and write the file."""
     lines = -(-len(found) // 2)
-    with written(path, (11, 0.9 + 3.1 * lines), dpi=dpi) as figure:
+    with written(path, (11, 0.9 + 3.1 * lines), dpi=dpi, palette=palette) as figure:
         axes = figure.subplots(lines, 2, squeeze=False).flatten()
         for ax, one in zip(axes, found, strict=False):
             draw(ax, one)

@@ -3,8 +3,10 @@ tokens, with the floor drawn in."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,15 @@ from fastlinear.bench.rows import Row
 from fastlinear.core.errors import InputError
 
 EXPERIMENT = "groups"
-_COLORS = ("#8c8c8c", "#4c72b0", "#55a868", "#8172b3", "#ccb974", "#64b5cd", "#937860")
+_COLORS = ("#8c8c8c", "#4c72b0", "#55a868", "#8172b3", "#a89a2c", "#2bb3cf", "#7a5b43")
 _OURS = {
-    OURS: "#c44e52",
-    f"{OURS}_groups": "#dd8452",
+    OURS: "#d62728",
+    f"{OURS}_groups": "#ff7f0e",
     f"{OURS}_channels": "#e377c2",
-    f"{OURS}_sequences": "#b07aa1",
+    f"{OURS}_sequences": "#9b2d6f",
 }
+_MOST_SPREAD = 4
+_APART = 0.085  # of an axis: less, and the words below two points would touch
 
 Dims = dict[str, int]
 
@@ -33,6 +37,7 @@ class Curve:
     Attributes:
         title: what holds for all of it.
         axis: what its points differ in.
+        kind: dtype, activation, direction and metric.
         times: point → contender → microseconds; forced backends are left out.
         floors: point → the least time the measured ceilings allow, in microseconds.
         memory: whether bytes set the floor at every point.
@@ -41,6 +46,7 @@ class Curve:
 
     title: str
     axis: str
+    kind: tuple[str, ...]
     times: dict[int, dict[str, float]]
     floors: dict[int, float]
     memory: bool
@@ -90,7 +96,8 @@ def _kind(row: Row) -> tuple[str, ...]:
 
 
 def _curve(axis: str, key: Any, points: dict[int, list[Row]]) -> Curve:
-    dtype, activation, direction, metric, held = key
+    *kind, held = key
+    dtype, activation, direction, metric = kind
     times: dict[int, dict[str, float]] = {}
     floors: dict[int, float] = {}
     groups: dict[int, int] = {}
@@ -108,17 +115,43 @@ def _curve(axis: str, key: Any, points: dict[int, list[Row]]) -> Curve:
     act = "" if activation == "none" else f" + {activation}"
     title = f"{dtype}{act}, {sizes}, {direction}, {metric} time"
     several = len(set(groups.values())) > 1 and axis != _AXES[1][0]
-    return Curve(title, axis, times, floors, memory, groups if several else {})
+    return Curve(title, axis, tuple(kind), times, floors, memory, groups if several else {})
+
+
+def drawn(found: Iterable[Curve]) -> list[Curve]:
+    """Those of a picture: of each axis, dtype, activation and direction the one of most points, on
+    the device where that was measured; a direction beside the other.
+
+    Sizes of groups are compared at about the same numbers of x, where any curve has that.
+    """
+    best: dict[Any, Curve] = {}
+    every = list(found)
+    for curve in [c for c in every if _spread(c) <= _MOST_SPREAD] or every:
+        *kind, metric = curve.kind
+        key = curve.axis, *kind
+        rank = metric == "device", len(curve.times)
+        if key not in best or rank > (best[key].kind[-1] == "device", len(best[key].times)):
+            best[key] = curve
+    names = [axis for axis, *_ in _AXES]
+    return sorted(best.values(), key=lambda curve: (names.index(curve.axis), curve.kind))
+
+
+def _spread(curve: Curve) -> float:
+    """By how much the numbers of x, of all groups, differ over the size of a group."""
+    if curve.axis != _AXES[0][0]:
+        return 1.0
+    numbers = [at * curve.groups.get(at, 1) for at in curve.times]
+    return max(numbers) / min(numbers)
 
 
 def plot(rows: Iterable[Row], path: Path) -> Path:
-    """Draw the curves: ours in red, peers, and the floor dashed.
+    """Draw the curves that ``drawn`` picks: ours in red, peers, and the floor dashed.
 
     Raises:
         InputError: no two cases differ in one of the axes alone.
         UnsupportedError: matplotlib is missing; it comes with the extra ``[plots]``.
     """
-    found = curves(rows)
+    found = drawn(curves(rows))
     if not found:
         raise InputError(
             "bench.plot",
@@ -128,13 +161,20 @@ def plot(rows: Iterable[Row], path: Path) -> Path:
         )
     names = dict.fromkeys(n for c in found for times in c.times.values() for n in times)
     peers = [name for name in names if name not in _OURS]
-    colors = {name: _COLORS[i % len(_COLORS)] for i, name in enumerate(peers)} | _OURS
-    curves_in_panels(path, found, lambda ax, curve: _panel(ax, curve, colors))
+    looks = {name: (color, "-", "D") for name, color in _OURS.items()}
+    for i, name in enumerate(peers):
+        line, mark = ("-", "o") if i < len(_COLORS) else (":", "^")
+        looks[name] = _COLORS[i % len(_COLORS)], line, mark
+    floor = "floor: bytes"
+    if not all(curve.memory for curve in found):
+        floor += ", or products where longer"
+    panel = partial(_panel, looks=looks, floor=floor)
+    curves_in_panels(path, found, panel, dpi=100, palette=256)
     return path
 
 
-def _panel(ax: Any, curve: Curve, colors: dict[str, str]) -> None:
-    for i, (name, color) in enumerate(colors.items()):
+def _panel(ax: Any, curve: Curve, looks: dict[str, tuple[str, str, str]], floor: str) -> None:
+    for name, (color, line, mark) in looks.items():
         points = [(at, times[name]) for at, times in curve.times.items() if name in times]
         if not points:
             continue
@@ -144,22 +184,33 @@ def _panel(ax: Any, curve: Curve, colors: dict[str, str]) -> None:
             label=name,
             color=color,
             linewidth=2.2 if ours else 1.0,
-            linestyle="-" if name in _OURS or i < len(_COLORS) else ":",
-            marker="D" if name in _OURS else "o",
+            linestyle=line,
+            marker=mark,
             markersize=4 if ours else 3,
             zorder=4 if name in _OURS else 3,
         )
     if curve.floors:
-        label = "floor: bytes" if curve.memory else "floor: bytes, or products where longer"
         style = {"color": "black", "linewidth": 1.4, "linestyle": "--", "zorder": 5}
-        ax.plot(*zip(*curve.floors.items(), strict=True), label=label, **style)
+        ax.plot(*zip(*curve.floors.items(), strict=True), label=floor, **style)
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
-    marks = [f"{at}\nG={curve.groups[at]}" if curve.groups else f"{at}" for at in curve.times]
-    ax.set_xticks(list(curve.times), marks)
+    told = _far_apart(curve.times)
+    marks = [f"{at}\nG={curve.groups[at]}" if curve.groups else f"{at}" for at in told]
+    ax.set_xticks(told, marks)
     ax.minorticks_off()
-    ax.yaxis.set_major_formatter("{x:g}")
+    ax.yaxis.set_major_formatter("{x:,g}")
     ax.grid(linewidth=0.3)
     ax.set_xlabel(curve.axis)
     ax.set_ylabel("µs")
     ax.set_title(curve.title, loc="left", fontsize=9)
+
+
+def _far_apart(points: Iterable[int]) -> list[int]:
+    """Of points on a logarithmic axis those below which there is room for words."""
+    found: list[int] = []
+    at = sorted(points)
+    span = math.log2(at[-1] / at[0])
+    for point in at:
+        if not found or math.log2(point / found[-1]) > _APART * span:
+            found.append(point)
+    return found
