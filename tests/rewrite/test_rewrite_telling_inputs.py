@@ -19,6 +19,7 @@ TELLING_NOTHING = {
     "nan": torch.full((8, 16), float("nan")),
     "infinite": torch.full((8, 16), float("inf")),
 }
+FINITE = ["zeros", "constant"]
 CONFIG = Config(
     backends={"linear_act": "onednn"}, tune=False, min_speedup=0.5, draws=2, optimizer_steps=1
 )
@@ -41,7 +42,7 @@ def wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onednn, "product", off_by_half)
 
 
-@pytest.mark.parametrize("kind", TELLING_NOTHING)
+@pytest.mark.parametrize("kind", FINITE)
 def test_a_wrong_backend_is_rejected_whatever_the_inputs(
     kind: str, fast: None, wrong: None
 ) -> None:
@@ -49,7 +50,15 @@ def test_a_wrong_backend_is_rejected_whatever_the_inputs(
     assert [s.status for s in result.sites] == ["rejected"], result.table()
 
 
-@pytest.mark.parametrize("kind", TELLING_NOTHING)
+@pytest.mark.parametrize("kind", sorted(set(TELLING_NOTHING) - set(FINITE)))
+def test_inputs_that_are_not_finite_are_told(kind: str, fast: None) -> None:
+    model = _model()
+    result = optimize_(model, (TELLING_NOTHING[kind],), config=CONFIG)
+    assert [(s.status, s.code) for s in result.sites] == [("refused", "not_finite")]
+    assert "nor are those of the inputs" in result.sites[0].reason
+
+
+@pytest.mark.parametrize("kind", FINITE)
 def test_a_right_backend_is_kept_whatever_the_inputs(kind: str, fast: None) -> None:
     model = _model()
     result = optimize_(model, (TELLING_NOTHING[kind],), config=CONFIG)
