@@ -53,7 +53,7 @@ def optimize(
         float, typer.Option(help="Keep a rewrite only if its 95% interval lies above this.")
     ] = 1.0,
     draws: Annotated[int, typer.Option(help="Input draws the numbers are verified on.")] = 3,
-    budget: Annotated[float, typer.Option(help="Upper bound on measuring time, in seconds.")] = 60,
+    budget: Annotated[float, typer.Option(help="Seconds for tuning and comparing.")] = 60,
     tune: Annotated[
         bool, typer.Option(help="Time the backends on each site's own shapes first.")
     ] = True,

@@ -35,7 +35,11 @@ class Config:
             without them, and keep it where that is faster; compiling takes a while.
         allow_fast_matmul: let Strassen's algorithm compete for chains of linears (``fl.mlp``). It
             is norm-wise stable only, and such chains are held to its own limit of error.
-        time_budget_s: an upper bound on the time spent measuring, in seconds.
+        time_budget_s: seconds for what may be left out: tuning, comparing layers, chains, graphs
+            and the model before and after, with what of it is compiled first or waited for. What it
+            does not reach stays as it is, and a note says so. Not in it: the profile, the
+            verification of what is to be kept (one draw, and as long again for further ones), and
+            what has begun when it ends: a compilation, the five rounds of a comparison.
         seed: seed of every random draw.
     """
 

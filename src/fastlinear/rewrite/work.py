@@ -16,6 +16,7 @@ from fastlinear.core.progress import Progress
 from fastlinear.core.settings import Config
 from fastlinear.core.timing import Ratio
 from fastlinear.dispatch.tune import BASELINE, Tuned
+from fastlinear.ops.common import cpp_build
 from fastlinear.profile import ProfileReport
 from fastlinear.profile.graph import Observed
 from fastlinear.profile.observe import Observation
@@ -71,6 +72,7 @@ class Work:
         standing: the towers of modules, those that are left alone too.
         listed: the same of the linears of lists.
         left_alone: why such layers are not rewritten, by the first of them.
+        compiled_s: how long this process had compiled C++ before.
         offered: linears that ``optimize_`` would try as part of a larger call, where nothing is
             rewritten but told alone.
     """
@@ -104,6 +106,7 @@ class Work:
     standing: list[Any] = field(default_factory=list)
     listed: list[Any] = field(default_factory=list)
     left_alone: dict[str, str] = field(default_factory=dict)
+    compiled_s: float = field(default_factory=cpp_build.compiled_s)
     offered: frozenset[str] = frozenset()
 
     def own_call(self) -> Call:

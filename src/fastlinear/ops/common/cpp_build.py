@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import time
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,14 @@ def compiler() -> str | None:
         if found:
             return found
     return None
+
+
+_seconds: list[float] = []  # of each compilation in this process
+
+
+def compiled_s() -> float:
+    """Seconds that this process has compiled C++ and waited for it, the door's apart."""
+    return sum(_seconds)
 
 
 def reason_not() -> str | None:
@@ -209,7 +218,9 @@ def _built(command: list[str], source: Path, library: Path) -> Path:
     if not library.exists():
         with FileLock(f"{library}.lock"):
             if not library.exists():
+                begin = time.monotonic()
                 _compile(command, source, library)
+                _seconds.append(time.monotonic() - begin)
     return library
 
 

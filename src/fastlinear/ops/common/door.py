@@ -16,7 +16,9 @@ import torch
 from torch.autograd import forward_ad
 
 from fastlinear.ops.common import door_library as library
-from fastlinear.ops.common.door_build import Build, after_fork
+from fastlinear.ops.common.door_build import Build, after_fork, waited
+from fastlinear.ops.common.door_build import NotYetError as NotYetError
+from fastlinear.ops.common.door_build import patience as patience
 from fastlinear.ops.common.door_build import settle as _settle
 
 PATIENCE_S = 60.0  # most seconds to wait before something is timed
@@ -75,13 +77,13 @@ def wait(timeout: float | None = None) -> bool:
     takes).
 
     For what measures. False where the time was too short or the door cannot be built:
-    ``reason_not`` tells the one from the other.
+    ``reason_not`` tells the one from the other. Inside ``patience``, NotYetError is raised where
+    that ends before it is there.
     """
     build = _build
     if not build.started:
         build.start()
-    build.done.wait(timeout)
-    return build.loaded is not None
+    return waited(build, timeout)
 
 
 def settle(timeout: float = PATIENCE_S) -> None:

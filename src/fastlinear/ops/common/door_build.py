@@ -9,7 +9,9 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -110,6 +112,37 @@ class Build:
     def under_way(self) -> bool:
         """Whether a thread of this process, or of the one it was forked from, is at it."""
         return self.started and not self.done.is_set()
+
+
+class NotYetError(Exception):
+    """A library is still being compiled, and the patience that was allowed is at its end."""
+
+
+_until: ContextVar[float | None] = ContextVar("until", default=None)
+
+
+@contextmanager
+def patience(seconds: float) -> Iterator[None]:
+    """Inside, waits for libraries take so long at most, all together; then NotYetError follows."""
+    token = _until.set(time.monotonic() + seconds)
+    try:
+        yield
+    finally:
+        _until.reset(token)
+
+
+def waited(build: Build, timeout: float | None) -> bool:
+    """Whether the library is there, waiting up to ``timeout`` seconds for it (None: as long as it
+    takes). Raises NotYetError where ``patience`` ends before that."""
+    until = _until.get()
+    if until is None:
+        build.done.wait(timeout)
+    else:
+        left = max(0.0, until - time.monotonic())
+        shorter = timeout is not None and timeout < left
+        if not build.done.wait(timeout if shorter else left) and not shorter:
+            raise NotYetError
+    return build.loaded is not None
 
 
 def settle(timeout: float) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from fastlinear.core.settings import kept_bytes
 from fastlinear.ops.common import door
 from fastlinear.ops.common import door_library as library
-from fastlinear.ops.common.door_build import Build, after_fork
+from fastlinear.ops.common.door_build import Build, after_fork, waited
 
 NOTHING, OUTPUT, HIDDEN, INTERNAL, SPENT = 0, 1, 2, 3, 4
 """What a forward keeps for its backward besides the call's tensors; as door_node.h numbers it."""
@@ -124,8 +124,7 @@ def wait(timeout: float | None = None) -> bool:
     build = _build
     if not build.started:
         build.start()
-    build.done.wait(timeout)
-    return build.loaded is not None
+    return waited(build, timeout)
 
 
 def reason_not() -> str | None:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.core.timing import Ratio, Samples, paired_ratio
 from fastlinear.dispatch.tune import BASELINE
+from fastlinear.ops.common import door
 from fastlinear.ops.gated_mlp.problem import NAME as GATED
 from fastlinear.ops.grouped_linear.problem import NAME as GROUPED
 from fastlinear.rewrite.match.candidate import Candidate
@@ -22,6 +23,7 @@ from fastlinear.rewrite.rules.grouped_chains import OWN
 from fastlinear.rewrite.trial import measure, site
 from fastlinear.rewrite.trial.gates_match import gated_chains
 from fastlinear.rewrite.trial.groups_match import group_chains
+from fastlinear.rewrite.trial.not_measured import NO_TIME, budget_spent
 from fastlinear.rewrite.trial.parents import offers
 from fastlinear.rewrite.verify.finite import NOT_FINITE
 from fastlinear.rewrite.work import GROUP_DROPPED, Work, in_words
@@ -56,6 +58,9 @@ def choose_chains(
             _leave(work, chain, "in_the_way", why)
             continue
         key = _kind(chain, single)
+        if key not in measured and work.budget.left_s == 0:
+            _leave(work, chain, NO_TIME, f"not measured: {budget_spent(work)}")
+            continue
         if key not in measured:
             measured[key] = _measure(work, chain, single, len(chains) - i)
         found = measured[key]
@@ -220,7 +225,11 @@ def _measure(
             return None
         with work.budget:
             share = work.budget.share(4 * left, 2.0)
-            return site.times(chain, runs, work.runner.device, share)
+            with door.patience(work.budget.left_s):
+                return site.times(chain, runs, work.runner.device, share)
+    except door.NotYetError:
+        why = f"the compiled lookup was not there yet, and {budget_spent(work)}"
+        code, why = NO_TIME, f"not measured: {why}"
     except UnsupportedError as error:
         code, why = "cannot_serve", str(error)
     except Exception as error:  # noqa: BLE001  a backend's own error is an outcome too
@@ -241,7 +250,8 @@ def _leave(work: Work, chain: Chain, code: str, why: str, **told: Any) -> None:
 
 
 def _accurate(work: Work, chain: Chain) -> bool:
-    failed = site.failure(chain)
+    with work.budget:
+        failed = site.failure(chain)
     if failed is not None and failed.unproven:
         _leave(work, chain, NOT_FINITE, str(failed))
     elif failed is not None:

@@ -54,6 +54,7 @@ def _measure(
             budget_s=max(1.0, work.budget.left_s / 2),
             min_speedup=work.config.min_speedup if against is None else 1.0,
             against=SwapSet(swaps_of(against or [])),
+            patience_s=work.budget.left_s,
         )
 
 

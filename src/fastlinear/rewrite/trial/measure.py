@@ -40,10 +40,18 @@ _LAST_RESERVE = 0.25  # what tuning never touches, though a Problem be left untu
 
 
 class Budget:
-    """Seconds left for measuring. Only what runs inside ``with budget:`` counts."""
+    """Seconds left for measuring. Only what runs inside ``with budget:`` counts.
+
+    Attributes:
+        seconds: how many there are in all.
+        untuned: Problems that tuning did not come to.
+        compiling: whether what they are called through was still being compiled.
+    """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
+        self.untuned = 0
+        self.compiling = False
         self._spent = 0.0
         self._since: float | None = None
 
@@ -131,6 +139,9 @@ def tune_all(
     disk. Problems the budget does not reach keep the choice dispatch makes without measuring;
     those in ``known`` are not tuned again. ``last``: nothing is measured after it.
 
+    What takes its callers' way through the compiled lookup waits for that, as long as the budget
+    allows; times without it would say little of later calls.
+
     Each takes at most an equal share of what is left, heaviest first, so that what a small one
     leaves over goes to the next.
     """
@@ -141,11 +152,17 @@ def tune_all(
         progress("tune", i, len(work))
         left = budget.left_s - budget.seconds * (0.0 if last else _RESERVE)
         if budget.left_s <= budget.seconds * (0.0 if last else _LAST_RESERVE):
+            budget.untuned += sum(q.dtype in FLOAT_DTYPES for q in work[i:])
             break
         if problem.dtype not in FLOAT_DTYPES:
             continue
         share = min(_MAX_TUNE_S, max(0.0, left) / (len(work) - i))
-        done[problem] = tuning.tune(problem, device=device, budget_s=share, seed=seed)
+        try:
+            with door.patience(max(0.0, left)):
+                done[problem] = tuning.tune(problem, device=device, budget_s=share, seed=seed)
+        except door.NotYetError:
+            budget.untuned += 1
+            budget.compiling = True
     progress("tune", len(work), len(work))
     return done
 
@@ -159,11 +176,13 @@ def model_pair(
     budget_s: float,
     min_speedup: float = 1.0,
     against: SwapSet | None = None,
+    patience_s: float = door.PATIENCE_S,
 ) -> Pair:
     """A/B of the whole model: the two arms switch the same model's forwards off and on, so that
     no second copy of it is needed. Measured a second time, longer, if the first interval holds
     ``min_speedup`` and the budget allows it. The swaps are off afterwards. ``against`` are the
-    swaps of the first arm; by default none: the model as it was."""
+    swaps of the first arm; by default none: the model as it was. What is being compiled is waited
+    for, at most ``patience_s``: it would disturb the times."""
     base = against or SwapSet(())
 
     def before() -> None:
@@ -177,7 +196,7 @@ def model_pair(
         runner.told_step(model, call, "while it was timed rewritten")
 
     pair = None
-    door.settle()
+    door.settle(min(door.PATIENCE_S, patience_s))
     try:
         for rounds, share in zip(_MODEL_ROUNDS, (1 / 3, 2 / 3), strict=True):
             times = interleave(

@@ -4,14 +4,42 @@ from __future__ import annotations
 
 from typing import Any
 
+from fastlinear.ops.common import cpp_build
 from fastlinear.profile.records import Finding
 from fastlinear.rewrite.work import Work
+
+NO_TIME = "no_time"
+"""The code of what the budget did not reach."""
+_NAMED = 5  # layers that a note calls by name
+_NOTED_S = 1.0  # of compilation
 
 
 def budget_spent(work: Work) -> str:
     """The reason where there was no time left."""
     seconds = f"{work.config.time_budget_s:g} s"
     return f"the time budget of {seconds} was spent before it; a larger time_budget_s reaches it"
+
+
+def note_time(work: Work) -> None:
+    """Say what the time budget did not reach, and what of it went into the first compilation."""
+    missed = []
+    if work.budget.untuned:
+        why = " (the compiled lookup was not there yet)" if work.budget.compiling else ""
+        missed.append(f"{work.budget.untuned} problems were not tuned{why}")
+    names = [s.fqn for s in work.outcomes.values() if s.code == NO_TIME]
+    if names:
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        missed.append(f"not measured: {', '.join(n or 'the model' for n in names[:_NAMED])}{more}")
+    if missed:
+        work.notes.append(
+            f"the time budget of {work.config.time_budget_s:g} s did not reach everything: "
+            f"{'; '.join(missed)}; a larger time_budget_s does"
+        )
+    seconds = cpp_build.compiled_s() - work.compiled_s
+    if seconds > _NOTED_S:
+        work.notes.append(
+            f"compiling C++ for this processor took {seconds:.0f} s; later runs find it done"
+        )
 
 
 def not_measured(

@@ -17,6 +17,7 @@ from fastlinear.profile.site_cost import Step
 from fastlinear.rewrite.exchange.graph_forward import with_graph
 from fastlinear.rewrite.exchange.swap import Swap
 from fastlinear.rewrite.match.candidate import Candidate
+from fastlinear.rewrite.trial.not_measured import NO_TIME
 from fastlinear.rewrite.trial.python_state import (
     LOOKED_FOR,
     Written,
@@ -51,7 +52,7 @@ def choose_regions(work: Work, kept: list[Candidate]) -> KeptGraph | None:
     for group in _alike(offers):
         names = [f.fqn for f in group]
         if work.budget.left_s == 0:
-            found: KeptGraph | Outcome = Outcome("rejected", "no_time", "Not measured: no time.")
+            found: KeptGraph | Outcome = Outcome("rejected", NO_TIME, "Not measured: no time.")
         else:
             before = best.names if best else ()
             against = with_graph(base, work.model, before)

@@ -12,6 +12,7 @@ from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.rules import linear_act as rule
 from fastlinear.rewrite.trial import activations_left, measure, site
 from fastlinear.rewrite.trial.chains import choose_chains, fail_forced
+from fastlinear.rewrite.trial.not_measured import NO_TIME, budget_spent
 from fastlinear.rewrite.verify.finite import NOT_FINITE
 from fastlinear.rewrite.work import GROUP_DROPPED, Work, in_words
 
@@ -89,7 +90,8 @@ def _measure_sites(work: Work, candidates: list[Candidate]) -> list[Candidate]:
     accurate = []
     for c in candidates:
         try:
-            failed = site.failure(c)
+            with work.budget:
+                failed = site.failure(c)
         except Exception as error:  # noqa: BLE001  a backend's own error is an outcome too
             text = f"the rewrite raises {type(error).__name__}: {error}"
             work.settle(c.fqn, "rejected", "raises", text)
@@ -107,6 +109,10 @@ def _measure_sites(work: Work, candidates: list[Candidate]) -> list[Candidate]:
     faster: list[Candidate] = []
     for i, members in enumerate(groups.values()):
         work.progress("sites", i, len(groups))
+        if i > 0 and work.budget.left_s == 0:
+            for c in members:
+                work.settle(c.fqn, "rejected", NO_TIME, f"Not measured: {budget_spent(work)}.")
+            continue
         share = work.budget.share(2 * (len(groups) - i), 2.0)
         try:
             with work.budget:

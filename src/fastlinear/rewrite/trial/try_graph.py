@@ -220,6 +220,7 @@ def pair_of(work: Work, swaps: SwapSet, against: SwapSet | None) -> measure.Pair
         budget_s=max(1.0, work.budget.left_s / 3),
         min_speedup=_least(work),
         against=against,
+        patience_s=work.budget.left_s,
     )
 
 
