@@ -176,6 +176,22 @@ def test_a_picture_has_the_longest_curve_of_each_kind() -> None:
     assert groups_plot._far_apart(sizes) == [8, 16, 24, 48, 96, 144, 256, 512]
 
 
+def test_sizes_are_compared_at_about_the_same_numbers() -> None:
+    rows = [r for r in read_rows(RESULTS) if r["case"]["dims"]["M"] == 16384]
+    rows = [r for r in rows if r["case"]["dtype"] == "float16"]
+    (other,) = {r["case"]["dims"]["G"] for r in rows if r["case"]["dims"]["K"] == 64}
+    small = _moved([r for r in rows if r["case"]["dims"]["K"] == 64], G=4)
+    changed = [*(r for r in rows if r["case"]["dims"]["K"] != 64), *small]
+    changed += _moved([r for r in rows if r["case"]["dims"]["K"] == 64], M=64)
+    changed += _moved([r for r in rows if r["case"]["dims"]["K"] == 32], M=64)
+    found = [c for c in groups_plot.curves(changed) if c.axis.startswith("features")]
+    assert {c.groups[64] for c in found} == {4, other}
+    kept = {c.groups[64] for c in groups_plot.drawn(found)}
+    assert kept == {other}, "not 256 numbers beside 4096 and 8192"
+    alone = [c for c in found if c.groups[64] == 4]
+    assert groups_plot.drawn(alone), "rather such curves than none"
+
+
 def test_the_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     text = plot(read_rows(RESULTS), tmp_path / "groups.svg").read_text()

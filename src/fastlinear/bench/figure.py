@@ -50,7 +50,7 @@ def written(
         from PIL import Image  # matplotlib brings it
 
         with Image.open(path) as image:
-            few = image.convert("RGB").quantize(palette)
+            few = image.convert("RGB").quantize(palette, kmeans=3)
         few.save(path, optimize=True)
 
 
