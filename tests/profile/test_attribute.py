@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastlinear.profile.attribute import ENGINE, PYTHON, Owner, attribute
+from fastlinear.profile.attribute import ENGINE, LOSS_BACKWARD, PYTHON, Owner, attribute
 from fastlinear.profile.events import BACKWARD, EVALUATE, LOSS, MODULE, STEP, Event
 
 
@@ -89,8 +89,9 @@ def test_backward_follows_sequence_numbers():
     back = {
         (o.fqn, o.op): (t.cpu_ns, t.calls)
         for o, t in found.times.items()
-        if o.direction == "backward"
+        if o.direction in ("backward", LOSS_BACKWARD)
     }
+    assert found.times[Owner(None, LOSS_BACKWARD, "MeanBackward0")].cpu_ns == 90
     assert back == {
         (None, "MeanBackward0"): (90, 1),
         (None, ENGINE): (10, 0),

@@ -350,6 +350,24 @@ def test_a_small_training_step_says_what_is_outside_of_modules():
     assert f"<b>Note:</b> {note}." in html.unescape(page(report.to_json()))
 
 
+@pytest.mark.parametrize("rows", [8, 64])
+def test_what_a_tiny_training_step_spends_outside_of_modules_has_a_name(rows):
+    report = profile(mlp(), torch.randn(rows, X.shape[-1]), "train", steps=3)
+    names = [name for name, _ in report.unattributed]
+    assert {"(autograd engine)", "(loss)", "(loss, backward)"} <= set(names)
+    assert not [name for name in names if "Backward0" in name or name == "aten::mean"]
+    assert report.named >= 0.95
+    (note,) = report.notes
+    assert note.endswith(f"outside of the model; {report.named:.1%} of the step has a name")
+
+
+def test_the_share_with_a_name_counts_modules_and_known_parts():
+    rest = (("(loss)", 6.0), ("(autograd engine)", 2.0), ("aten::to", 2.0))
+    report = ProfileReport("Net", "train", "cpu", 50.0, 1.0, (), (), (), 0.8, rest)
+    assert report.named == pytest.approx(0.96)
+    assert replace(report, unattributed=()).named == pytest.approx(0.8)
+
+
 def test_a_rest_without_a_name_is_said_as_well():
     few = ProfileReport("Net", "inference", "cuda:0", 1.0, 1.0, (), (), (), 0.9, ())
     assert few.notes == (

@@ -15,6 +15,7 @@ from fastlinear.bench import (
     graphed,
     groups,
     models,
+    modules,
     pseudo_linear,
     ragged,
     unequal,
@@ -85,6 +86,7 @@ def _await_door(case: Case, device: torch.device) -> None:
 
 KINDS: Mapping[str, Kind] = {
     "linear_act": Kind(make_work, linear_act.peers, _chosen, _tune),
+    "linear_modules": Kind(make_work, modules.peers, _chosen, _tune),
     "linear": Kind(bias.make_work, bias.peers, lambda *_: {}, _nothing),
     "mlp": Kind(make_work, chains.peers, chains.chosen, chains.tune),
     "diagonal_linear": Kind(

@@ -31,8 +31,8 @@ def bench(
     experiment: Annotated[
         str,
         typer.Argument(
-            help="linear, linear-bias, pseudo-linear, overhead, strassen, graphed, groups, "
-            "ragged, unequal, gated-mlp, models."
+            help="linear, linear-bias, linear-modules, pseudo-linear, overhead, strassen, "
+            "graphed, groups, ragged, unequal, gated-mlp, models."
         ),
     ] = "linear",
     device: opt.Place = "cpu",

@@ -17,12 +17,15 @@ from fastlinear.profile.events import BACKWARD, EVALUATE, LOSS, MODULE, STEP, Ev
 PYTHON = "(python)"
 ENGINE = "(autograd engine)"
 _ACCUMULATE = EVALUATE + "torch::autograd::AccumulateGrad"
-_PHASES = {STEP: "(step)", LOSS: "(loss)", BACKWARD: ENGINE}
+IN_LOSS = "(loss)"
+LOSS_BACKWARD = "(loss, backward)"
+_PHASES = {STEP: "(step)", LOSS: IN_LOSS, BACKWARD: ENGINE}
 
 
 @dataclass(frozen=True)
 class Owner:
-    """To what a piece of time is charged. ``fqn`` is None outside every module."""
+    """To what a piece of time is charged. ``fqn`` is None outside every module; there
+    ``direction`` is ``IN_LOSS`` or ``LOSS_BACKWARD`` for the loss function's own."""
 
     fqn: str | None
     direction: str
@@ -158,7 +161,7 @@ class _Walk:
     def owner_of(self, e: Event, parent: _Open | None) -> tuple[Owner, bool]:
         around = parent.owner if parent else Owner(None, "other", PYTHON)
         if e.name in _PHASES:
-            return Owner(None, "other", _PHASES[e.name]), True
+            return Owner(None, IN_LOSS if e.name == LOSS else "other", _PHASES[e.name]), True
         if e.name.startswith(MODULE):
             direction = "backward" if around.direction == "backward" else "forward"
             return Owner(e.name[len(MODULE) :], direction, PYTHON), True
@@ -170,7 +173,9 @@ class _Walk:
             if parent is not None and self.is_node(parent.event) and around.op == name:
                 return around, False  # the node inside its own evaluate_function
             made_by = self.forward.get((e.forward_thread, e.sequence))
-            owner = Owner(made_by.fqn if made_by else None, "backward", name)
+            of_loss = made_by is not None and made_by.direction == IN_LOSS
+            direction = LOSS_BACKWARD if of_loss else "backward"
+            owner = Owner(made_by.fqn if made_by else None, direction, name)
             self.last_node[e.thread] = owner
             return owner, True
         if around.op == PYTHON or around.op in _PHASES.values():

@@ -12,7 +12,14 @@ import torch
 from torch import nn
 from torch.autograd.profiler import profile as autograd_profiler
 
-from fastlinear.profile.attribute import Attribution, attribute
+from fastlinear.profile.attribute import (
+    ENGINE,
+    IN_LOSS,
+    LOSS_BACKWARD,
+    Attribution,
+    Owner,
+    attribute,
+)
 from fastlinear.profile.events import BACKWARD, LOSS, STEP, from_kineto, quiet_profiler, span
 from fastlinear.profile.records import Record
 from fastlinear.profile.step import Step
@@ -70,6 +77,12 @@ def _marked_step(step: Step) -> None:
             step.backward(loss)
 
 
+def _outside(owner: Owner) -> str:
+    """What time that no module holds is called: by what it is part of, where that is known."""
+    phase = owner.direction in (IN_LOSS, LOSS_BACKWARD) and owner.op != ENGINE
+    return owner.direction if phase else owner.op
+
+
 def records_of(
     model: nn.Module, found: Attribution, step_us: float, device: str
 ) -> tuple[tuple[Record, ...], tuple[tuple[str, float], ...]]:
@@ -83,7 +96,7 @@ def records_of(
         cpu_us = times.cpu_ns / 1e3 * scale
         device_us = times.device_ns / 1e3
         if owner.fqn is None:
-            rest[owner.op] += device_us if device == "cuda" else cpu_us
+            rest[_outside(owner)] += device_us if device == "cuda" else cpu_us
             continue
         records.append(
             Record(

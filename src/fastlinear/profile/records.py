@@ -11,8 +11,9 @@ from fastlinear.core.text_table import PIPE_WIDTH
 FORMAT = 1
 WELL_ATTRIBUTED = 0.95
 _PHASES = {
-    "(autograd engine)": "what autograd does before its first node runs",
-    "(loss)": "the loss function's own Python code",
+    "(autograd engine)": "what autograd does before its first node runs and after its last",
+    "(loss)": "the loss function, its ops and its Python code",
+    "(loss, backward)": "the backward of the loss function's ops",
     "(step)": "what runs between forward, loss and backward",
 }
 
@@ -211,8 +212,17 @@ class ProfileReport:
         if others:
             text += f", {others} more take {sum(us for _, us in self.unattributed[1:]):.1f} µs"
         if self.mode == "train":
-            text += ": the loss and autograd's own work lie outside of the model"
+            text += ": the loss and autograd's own work lie outside of the model; "
+            text += f"{self.named:.1%} of the {clock} has a name"
         return (text,)
+
+    @property
+    def named(self) -> float:
+        """Share of the time with a name: a module's, or of a part of the step outside of the model
+        (the loss function, its backward, the autograd engine, the Python code between)."""
+        known = sum(us for name, us in self.unattributed if name in _PHASES)
+        rest = sum(us for _, us in self.unattributed)
+        return self.attributed + (1.0 - self.attributed) * (known / rest if rest else 0.0)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict of kind ``"profile"``."""
