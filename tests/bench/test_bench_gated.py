@@ -69,6 +69,7 @@ def test_every_contender_is_right(direction: str, bias: str) -> None:
         done = {r["contender"] for r in rows} - set(skipped)
         assert done >= {"eager", "eager_stacked", "fastlinear", "fastlinear_stacked"}
         assert ("fastlinear_bare_products" in done) is (bias == "no")
+        assert ("fastlinear_without_biases" in done) is (bias == "yes")
         assert ("fastlinear_recomputing" in done) is (direction != "forward")
         ours = next(r for r in rows if r["contender"] == "fastlinear")
         assert ours["chosen"]["forward"]

@@ -134,6 +134,14 @@ def peers(case: Case) -> tuple[Peer, ...]:
             _no_bias,
             reference=lambda w, dtype: w.reference(dtype, _bare),
         ),
+        Peer(
+            f"{OURS}_without_biases",
+            lambda w: w.without_biases().unit(_ours(case, None, None)),
+            _has_biases,
+            reference=lambda w, dtype: w.without_biases().reference(dtype),
+            names=lambda w: w.without_biases().names,
+            ahead=True,
+        ),
         *(_forced(b.name) for b in forced),
     )
 
@@ -191,6 +199,10 @@ def _trains(case: Case) -> str | None:
 
 def _no_bias(case: Case) -> str | None:
     return "the floor is measured without biases" if case.option("bias") == "yes" else None
+
+
+def _has_biases(case: Case) -> str | None:
+    return "the case itself is without biases" if case.option("bias") == "no" else None
 
 
 def _no_liger(case: Case) -> str | None:

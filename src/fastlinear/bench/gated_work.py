@@ -103,6 +103,11 @@ class GatedWork:
         """This work: no unit changes its parameters."""
         return self
 
+    def without_biases(self) -> GatedWork:
+        """The same tensors but for the biases, of which there are none."""
+        none = Biases(None, None, None)
+        return replace(self, stacks=tuple(replace(given, biases=none) for given in self.stacks))
+
     def reference(self, dtype: torch.dtype, forward: Forward | None = None) -> tuple[Tensor, ...]:
         """What PyTorch's layers give on the first set in ``dtype``; the oracle in float64."""
         work = replace(self, stacks=(self.stacks[0].to(dtype),))

@@ -150,7 +150,7 @@ def _prepare(
             judge(f"{name}{where}", ours, torchs, exact, factor=factor)
             for where, result in found.items()
             for name, ours, torchs, exact in zip(
-                work.names, peer.gathered(work, result), theirs, oracle, strict=True
+                peer.names(work), peer.gathered(work, result), theirs, oracle, strict=True
             )
         ]
         for i in range(len(work.stacks)):

@@ -39,6 +39,7 @@ class Peer:
         metrics: the metrics that make sense for it.
         reference: (Work, dtype) → what plain PyTorch gives, for a contender that computes
             something else than ``Work.reference``.
+        names: Work → names of the tensors it returns, where those are not all of ``Work.names``.
         gathered: (Work, what a unit returned) → the tensors of ``Work.names``, for a contender
             whose results lie in a form of their own.
         levels: Work → levels of Strassen's scheme it applies. Each lets the error grow by the
@@ -52,6 +53,7 @@ class Peer:
     reason_not: Callable[[Case], str | None] = lambda _: None
     metrics: tuple[str, ...] = METRICS
     reference: Callable[[Any, torch.dtype], tuple[Tensor, ...]] | None = None
+    names: Callable[[Any], tuple[str, ...]] = lambda work: work.names
     gathered: Callable[[Any, tuple[Tensor, ...]], tuple[Tensor, ...]] = lambda _, found: found
     levels: Callable[[Any], int] = lambda _: 0
     ahead: bool = False
