@@ -31,7 +31,7 @@ from fastlinear.core.problem import Problem
 from fastlinear.dispatch import cache, tables
 from fastlinear.dispatch.backend import family
 from fastlinear.ops.linear_act import padded_problem
-from fastlinear.ops.linear_act.backends import (
+from fastlinear.ops.linear_act.problem import (
     BACKWARD_PIECES,
     PIECES,
     STEP,

@@ -25,13 +25,13 @@ from fastlinear.dispatch import cache
 from fastlinear.dispatch.backend import Backend, family
 from fastlinear.dispatch.select import select
 from fastlinear.ops.linear_act import op
-from fastlinear.ops.linear_act.backends import problem
+from fastlinear.ops.linear_act.problem import problem
 
 WRITER = """
     import sys
     from fastlinear.dispatch import cache
     from fastlinear.dispatch.backend import family
-    from fastlinear.ops.linear_act.backends import problem
+    from fastlinear.ops.linear_act.problem import problem
     import torch
     torch.set_num_threads(1)
     backends = [b for b in family("linear_act").candidates("forward") if b.name == "eager"]

@@ -12,7 +12,7 @@ from fastlinear.dispatch import tune as tuning
 from fastlinear.dispatch.doubt import doubt_of, rivals_of
 from fastlinear.dispatch.select import select
 from fastlinear.ops import mlp
-from fastlinear.ops.linear_act.backends import problem
+from fastlinear.ops.linear_act.problem import problem
 
 QUIET = (100.0, 100.5, 99.5, 100.2, 99.8)
 

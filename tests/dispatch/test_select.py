@@ -23,7 +23,7 @@ from fastlinear.dispatch.backend import Backend, Family, family, register_family
 from fastlinear.dispatch.explain import Explanation
 from fastlinear.dispatch.select import select
 from fastlinear.dispatch.tune import tune, winner
-from fastlinear.ops.linear_act.backends import problem
+from fastlinear.ops.linear_act.problem import problem
 
 select_module = importlib.import_module("fastlinear.dispatch.select")
 HERE = "fastlinear.ops.linear_act.reference:forward"
@@ -389,7 +389,7 @@ def test_winner_must_beat_eager_beyond_noise() -> None:
 
 
 def test_tune_verifies_times_and_remembers() -> None:
-    from fastlinear.ops.linear_act.backends import problem
+    from fastlinear.ops.linear_act.problem import problem
 
     p = problem(
         "forward",
@@ -417,7 +417,7 @@ def test_tune_verifies_times_and_remembers() -> None:
 
 
 def test_tune_without_save_leaves_no_trace() -> None:
-    from fastlinear.ops.linear_act.backends import problem
+    from fastlinear.ops.linear_act.problem import problem
 
     p = problem("grad_weight", 8, 8, 8, dtype="float64", device="cpu")
     result = tune(p, rounds=5, save=False)

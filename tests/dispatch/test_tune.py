@@ -15,7 +15,7 @@ from fastlinear.dispatch import backend as registry
 from fastlinear.dispatch import tune as tuning
 from fastlinear.dispatch.tune import tune
 from fastlinear.ops.linear_act import reference
-from fastlinear.ops.linear_act.backends import problem
+from fastlinear.ops.linear_act.problem import problem
 
 
 @pytest.mark.parametrize("name", ["broken", "eager"])

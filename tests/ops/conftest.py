@@ -19,7 +19,7 @@ from fastlinear.ops.diagonal_linear.problem import problem as diagonal_problem
 from fastlinear.ops.gated_mlp.problem import problem as gated_problem
 from fastlinear.ops.gated_mlp.stacking import ORDERS as GATED_ORDERS
 from fastlinear.ops.grouped_linear.problem import problem as grouped_problem
-from fastlinear.ops.linear_act.backends import problem as linear_act_problem
+from fastlinear.ops.linear_act.problem import problem as linear_act_problem
 from fastlinear.ops.mlp.problem import problem as mlp_problem
 
 # (M, K, N): ones, odd tails on either side of a tile, and one of each kind longest

@@ -13,7 +13,7 @@ from fastlinear.dispatch.backend import Backend, families, family
 from fastlinear.ops.diagonal_linear.problem import problem as diagonal_problem
 from fastlinear.ops.gated_mlp.problem import problem as gated_problem
 from fastlinear.ops.grouped_linear.problem import problem as grouped_problem
-from fastlinear.ops.linear_act.backends import problem as linear_act_problem
+from fastlinear.ops.linear_act.problem import problem as linear_act_problem
 from fastlinear.ops.mlp.problem import problem as mlp_problem
 
 # sums of blocks carry a NaN to rows it would not reach; opt-in, and its error bound says as much

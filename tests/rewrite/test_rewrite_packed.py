@@ -12,7 +12,7 @@ from torch import nn
 
 from fastlinear.ops.common import weight_hash
 from fastlinear.ops.linear_act import mkl, onednn
-from fastlinear.ops.linear_act.backends import problem
+from fastlinear.ops.linear_act.problem import problem
 from fastlinear.rewrite import optimize_
 
 P = problem("forward", 128, 96, 384, dtype="float32", device="cpu")

@@ -21,7 +21,7 @@ from fastlinear.bench.work import Forward, Work
 from fastlinear.core.precision import FLOAT_DTYPES, matmul_precision
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import family
-from fastlinear.ops.linear_act import backends
+from fastlinear.ops.linear_act import problem as linear_act
 from fastlinear.ops.mlp import backends as chains
 
 __all__ = ["OURS", "Peer", "chain_of", "peers", "problem_of"]
@@ -68,7 +68,7 @@ def peers(case: Case) -> tuple[Peer, ...]:
 
 def problem_of(case: Case, piece: str = "forward") -> Problem:
     """The Problem dispatch sees for one layer of a case."""
-    return backends.problem(
+    return linear_act.problem(
         piece,
         case.dim("M"),
         case.dim("K"),

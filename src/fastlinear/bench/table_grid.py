@@ -11,7 +11,7 @@ from fastlinear.bench.gated_grid import gated_problems
 from fastlinear.bench.pseudo_grid import diagonal_problems
 from fastlinear.core.precision import FLOAT_DTYPES, matmul_precision
 from fastlinear.core.problem import Problem
-from fastlinear.ops.linear_act.backends import problem
+from fastlinear.ops.linear_act.problem import problem
 from fastlinear.ops.linear_act.selection import tuning_order
 from fastlinear.ops.mlp import problem as mlp
 from fastlinear.ops.mlp.selection import tuning_order as chain_order

@@ -124,7 +124,7 @@ def _examples(device: str) -> dict[str, dict[str, Any]]:
     from fastlinear.ops.diagonal_linear import problem as diagonal
     from fastlinear.ops.gated_mlp import problem as gated
     from fastlinear.ops.grouped_linear import problem as grouped
-    from fastlinear.ops.linear_act import backends as linear_act
+    from fastlinear.ops.linear_act import problem as linear_act
     from fastlinear.ops.mlp import backends as mlp
 
     place: dict[str, Any] = {

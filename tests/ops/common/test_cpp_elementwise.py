@@ -14,7 +14,7 @@ from fastlinear.core.errors import UnsupportedError
 from fastlinear.ops.common import cpp_build, cpp_elementwise
 from fastlinear.ops.common.activations import activation
 from fastlinear.ops.linear_act import cpp
-from fastlinear.ops.linear_act.backends import problem
+from fastlinear.ops.linear_act.problem import problem
 
 pytestmark = pytest.mark.skipif(
     cpp_elementwise.why_not_loaded() is not None, reason="no C++ compiler"

@@ -14,7 +14,7 @@ from fastlinear.core.errors import UnsupportedError
 from fastlinear.ops.common import cpp_build, weight_hash
 from fastlinear.ops.gated_mlp import onednn as gated
 from fastlinear.ops.linear_act import mkl, onednn
-from fastlinear.ops.linear_act.backends import problem
+from fastlinear.ops.linear_act.problem import problem
 from fastlinear.ops.mlp import strassen_cpu
 
 K, N = 80, 96

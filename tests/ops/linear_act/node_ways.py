@@ -12,8 +12,8 @@ from fastlinear.ops.common import door, door_node
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import backends, onednn, programs, reference
 from fastlinear.ops.linear_act.autograd import Formula, LinearAct, backward_from
-from fastlinear.ops.linear_act.backends import problem
 from fastlinear.ops.linear_act.plans import Training
+from fastlinear.ops.linear_act.problem import problem
 
 Given = tuple[Tensor, Tensor, Tensor | None]
 ONEDNN = onednn.reason_not(problem("forward", 1, 1, 1, dtype="float32", device="cpu")) is None
@@ -105,6 +105,7 @@ def same(a: Any, b: Any) -> None:
 CPU = [{}]
 if backends.FAMILY.candidates("grad_pre")[0] is not None:
     CPU += [{"forward": "cpp"}, {"grad_pre": "cpp"}, {"forward": "cpp", "grad_pre": "cpp"}]
+CPU += [dict.fromkeys(("forward", "grad_input", "grad_weight"), "gemm_cpp")]
 if ONEDNN:
     CPU += [{"forward": "onednn", "grad_input": "onednn", "grad_weight": "onednn"}]
 

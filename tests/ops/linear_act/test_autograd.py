@@ -19,7 +19,7 @@ from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import onednn, reference
 from fastlinear.ops.linear_act.autograd import Formula, LinearAct, backward_from
-from fastlinear.ops.linear_act.backends import problem
+from fastlinear.ops.linear_act.problem import problem
 
 ONEDNN = onednn.reason_not(problem("forward", 1, 1, 1, dtype="float32", device="cpu")) is None
 FORCED = [None, "eager"]

@@ -13,6 +13,7 @@ import fastlinear as fl
 from fastlinear.ops.common import cpp_half as library
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.linear_act import backends, cpp_half, reference
+from fastlinear.ops.linear_act.problem import problem
 
 _WHY_NOT = library.reason_not("bfloat16", 1)
 pytestmark = pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT))
@@ -103,7 +104,7 @@ def test_who_takes_it() -> None:
     """Weights worth it, bfloat16 of few rows only and where the library has no tiles."""
 
     def first(m: int, k: int, dtype: str, **more: str) -> str:
-        p = backends.problem("forward", m, k, 1024, dtype=dtype, device="cpu", **more)  # type: ignore[arg-type]
+        p = problem("forward", m, k, 1024, dtype=dtype, device="cpu", **more)  # type: ignore[arg-type]
         able = [b.name for b in backends.FAMILY.candidates("forward") if b.reason_not(p) is None]
         return next(name for name in backends.FAMILY.prefer(p) if name in able)
 

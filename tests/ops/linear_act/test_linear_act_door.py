@@ -20,7 +20,7 @@ from fastlinear.dispatch.backend import family
 from fastlinear.ops.common import door, door_node
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.linear_act import launches, op, programs, reference
-from fastlinear.ops.linear_act.backends import problem
+from fastlinear.ops.linear_act.problem import problem
 
 needs_door = pytest.mark.skipif(door.reason_not() is not None, reason="no compiled door here")
 pytestmark = needs_door

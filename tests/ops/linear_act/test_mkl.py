@@ -15,7 +15,7 @@ from fastlinear.dispatch.backend import Backend
 from fastlinear.ops.common import cpp_elementwise
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 from fastlinear.ops.linear_act import mkl, reference
-from fastlinear.ops.linear_act.backends import problem
+from fastlinear.ops.linear_act.problem import problem
 
 WHY = mkl.reason_not(problem("forward", 1, 1, 1, dtype="float32", device="cpu"))
 pytestmark = pytest.mark.skipif(WHY is not None, reason=str(WHY))

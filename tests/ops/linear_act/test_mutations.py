@@ -185,7 +185,7 @@ def test_tuning_rejects_a_broken_backend(monkeypatch: pytest.MonkeyPatch) -> Non
     from fastlinear.dispatch import backend as registry
     from fastlinear.dispatch.backend import family
     from fastlinear.dispatch.tune import tune
-    from fastlinear.ops.linear_act.backends import problem
+    from fastlinear.ops.linear_act.problem import problem
 
     fam = family("linear_act")
     broken = as_backend("forward", "broken", FORWARDS["bias_dropped"], monkeypatch)

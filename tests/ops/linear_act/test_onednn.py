@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fastlinear as fl
 from fastlinear.ops.common import cpp_elementwise
 from fastlinear.ops.linear_act import onednn
-from fastlinear.ops.linear_act.backends import problem
+from fastlinear.ops.linear_act.problem import problem
 
 WHY = onednn.reason_not(problem("forward", 1, 1, 1, dtype="float32", device="cpu"))
 pytestmark = pytest.mark.skipif(WHY is not None, reason=str(WHY))

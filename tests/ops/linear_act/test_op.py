@@ -18,7 +18,7 @@ from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.ops.common import cpp_build
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 from fastlinear.ops.linear_act import onednn, op, reference
-from fastlinear.ops.linear_act.backends import PIECES, problem
+from fastlinear.ops.linear_act.problem import PIECES, problem
 
 ONEDNN = onednn.reason_not(problem("forward", 1, 1, 1, dtype="float32", device="cpu")) is None
 FORCED = [

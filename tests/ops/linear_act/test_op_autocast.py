@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fastlinear as fl
 from fastlinear.ops.linear_act import onednn
-from fastlinear.ops.linear_act.backends import problem
+from fastlinear.ops.linear_act.problem import problem
 
 BF16 = onednn.reason_not(problem("forward", 1, 1, 1, dtype="bfloat16", device="cpu")) is None
 # a forced backend, so that the call is ours and not torch's linear

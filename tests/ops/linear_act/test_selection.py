@@ -16,7 +16,8 @@ from fastlinear.dispatch import cache
 from fastlinear.dispatch.backend import Backend, family
 from fastlinear.dispatch.tune import tune
 from fastlinear.ops.common import door_node
-from fastlinear.ops.linear_act import backends, cuda, reference, triton_config
+from fastlinear.ops.linear_act import backends, cuda, order, reference, triton_config
+from fastlinear.ops.linear_act import problem as posed
 from fastlinear.ops.linear_act.autograd import backward_of
 from fastlinear.ops.linear_act.selection import choices_of, problem_of, tuning_order
 
@@ -90,7 +91,7 @@ def test_words_for_the_layout_of_x(x: Tensor, word: str) -> None:
 
 
 def training(**facts: Any) -> Any:
-    return backends.problem(
+    return posed.problem(
         "forward", 64, 32, 32, dtype="float32", device="cpu", activation="gelu_tanh",
         needs_grad=True, precision="highest", **facts,
     )  # fmt: skip
@@ -125,9 +126,9 @@ def test_where_every_piece_is_torchs_the_step_may_be_ours() -> None:
     p = training()
     decide(p, forward="eager", grad_pre="eager", grad_input="eager", grad_weight="eager")
     decide(p, step="eager")
-    assert [c.problem.piece for c in choices_of(p)] == list(backends.PIECES)
+    assert [c.problem.piece for c in choices_of(p)] == list(posed.PIECES)
     decide(p, step="pieces")
-    assert [c.problem.piece for c in choices_of(p)] == [*backends.PIECES, "step"]
+    assert [c.problem.piece for c in choices_of(p)] == [*posed.PIECES, "step"]
 
 
 def test_one_backend_may_compute_the_whole_backward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +143,7 @@ def test_one_backend_may_compute_the_whole_backward(monkeypatch: pytest.MonkeyPa
     assert [c.backend.name for c in chosen] == ["onednn", "whole", "pieces"]
     assert backward_of(chosen) is reference.backward
     decide(p, backward="pieces")
-    assert [c.problem.piece for c in choices_of(p)] == [*backends.PIECES, "step"]
+    assert [c.problem.piece for c in choices_of(p)] == [*posed.PIECES, "step"]
     assert choices_of(p)[2].backend.name == "onednn"
     decide(p, backward="eager")
     chosen = choices_of(p)
@@ -150,23 +151,23 @@ def test_one_backend_may_compute_the_whole_backward(monkeypatch: pytest.MonkeyPa
     assert "the whole backward" in chosen[2].reason
     decide(p, backward="whole", step="eager")
     chosen = choices_of(p)
-    assert [c.problem.piece for c in chosen] == [*backends.PIECES, "step"]
+    assert [c.problem.piece for c in chosen] == [*posed.PIECES, "step"]
     assert {c.backend.name for c in chosen} == {"eager"}
 
 
 def test_the_whole_backward_is_tuned_where_one_launch_can_compute_it() -> None:
     def order(m: int, device: str) -> list[str]:
-        p = backends.problem("forward", m, 32, 32, dtype="bfloat16", device=device, needs_grad=True)
+        p = posed.problem("forward", m, 32, 32, dtype="bfloat16", device=device, needs_grad=True)
         return [q.piece for q in tuning_order(p)]
 
-    assert order(4096, "cuda") == [*backends.PIECES, "backward", "step"]
-    assert order(4097, "cuda") == order(64, "cpu") == [*backends.PIECES, "step"]
+    assert order(4096, "cuda") == [*posed.PIECES, "backward", "step"]
+    assert order(4097, "cuda") == order(64, "cpu") == [*posed.PIECES, "step"]
 
 
 def test_tuning_the_step_measures_both_and_agrees_on_numbers() -> None:
     p = training()
     tuned = [tune(q, rounds=5, budget_s=0.2) for q in tuning_order(p)]
-    assert [t.problem.piece for t in tuned] == [*backends.PIECES, backends.STEP]
+    assert [t.problem.piece for t in tuned] == [*posed.PIECES, posed.STEP]
     assert set(tuned[-1].samples) == {"eager", "pieces"}
     assert tuned[-1].rejected == {}
     assert all(t.samples["eager"].metric == "wall" for t in tuned)
@@ -175,19 +176,19 @@ def test_tuning_the_step_measures_both_and_agrees_on_numbers() -> None:
 def test_without_nodes_a_small_training_step_on_a_gpu_defaults_to_torchs_autograd(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    step = backends.problem(
+    step = posed.problem(
         "step", 64, 256, 256, dtype="bfloat16", device="cuda", activation="gelu", needs_grad=True
     )
     monkeypatch.setattr(door_node, "reason_not", lambda: None)
     assert backends.FAMILY.prefer(step)[0] == "pieces"
     monkeypatch.setattr(door_node, "reason_not", lambda: "no C++ compiler")
     assert backends.FAMILY.prefer(step)[0] == "eager"
-    captured = backends.problem(
+    captured = posed.problem(
         "step", 64, 256, 256, dtype="bfloat16", device="cuda", activation="gelu", needs_grad=True,
         captured=True,
     )  # fmt: skip
     assert backends.FAMILY.prefer(captured)[0] == "pieces"
-    large = backends.problem(
+    large = posed.problem(
         "step", 8192, 4096, 4096, dtype="bfloat16", device="cuda", activation="gelu",
         needs_grad=True,
     )  # fmt: skip
@@ -196,7 +197,7 @@ def test_without_nodes_a_small_training_step_on_a_gpu_defaults_to_torchs_autogra
 
 def test_unmeasured_float32_products_default_to_three_tf32_ones() -> None:
     def first(piece: str, m: int, k: int, precision: str) -> str:
-        p = backends.problem(
+        p = posed.problem(
             piece, m, k, 1024, dtype="float32", device="cuda", needs_grad=True, precision=precision
         )
         return backends.FAMILY.prefer(p)[0]
@@ -214,7 +215,7 @@ def test_three_tf32_products_stay_away_where_pytorch_is_more_accurate() -> None:
     def why(
         m: int, k: int, n: int, piece: str = "forward", precision: str = "highest"
     ) -> str | None:
-        p = backends.problem(
+        p = posed.problem(
             piece, m, k, n, dtype="float32", device="cuda", precision=precision, needs_grad=True
         )
         return backends._reason_not_precise(p)
@@ -234,7 +235,7 @@ def test_three_tf32_products_stay_away_where_pytorch_is_more_accurate() -> None:
         assert (why(m, 2048, k, "grad_input") is not None) is refused, (m, k)
         assert (why(m, 2048, k, "backward") is not None) is refused, (m, k)
         assert why(m, k, 2048, precision="high") is None
-    half = backends.problem("forward", 8, 512, 512, dtype="bfloat16", device="cuda")
+    half = posed.problem("forward", 8, 512, 512, dtype="bfloat16", device="cuda")
     assert backends._reason_not_precise(half) is None
 
 
@@ -263,11 +264,11 @@ def test_amds_processors_have_an_order_of_their_own(
     other: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    p = backends.problem(
+    p = posed.problem(
         piece, *sizes, dtype=dtype, device="cpu", activation=activation, precision="highest"
     )
-    monkeypatch.setattr(backends.cpp_half, "pays", lambda _: False)  # whatever this one is
+    monkeypatch.setattr(order.cpp_half, "pays", lambda _: False)  # whatever this one is
     for name, first in (("AMD EPYC", amd), ("Graviton", other)):
         monkeypatch.setattr(device_module, "cpu_name", lambda name=name: name)
-        monkeypatch.setattr(backends.cpp, "cpu_name", lambda name=name: name)
+        monkeypatch.setattr(order.cpp, "cpu_name", lambda name=name: name)
         assert backends.FAMILY.prefer(p)[0] == first, name

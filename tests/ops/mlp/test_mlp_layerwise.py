@@ -17,7 +17,7 @@ from fastlinear.dispatch.select import Choice
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.linear_act import cpp_half
 from fastlinear.ops.linear_act import selection as linear_act_selection
-from fastlinear.ops.linear_act.backends import WHOLE_BACKWARD
+from fastlinear.ops.linear_act.problem import WHOLE_BACKWARD
 from fastlinear.ops.linear_act.selection import whole_is_measured
 from fastlinear.ops.mlp import layerwise, reference
 from fastlinear.ops.mlp.problem import problem

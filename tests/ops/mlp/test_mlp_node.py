@@ -20,7 +20,7 @@ from fastlinear.core.compare import judge
 from fastlinear.ops.common import door, door_node
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.linear_act import onednn
-from fastlinear.ops.linear_act.backends import problem
+from fastlinear.ops.linear_act.problem import problem
 from fastlinear.ops.mlp import programs, reference
 from fastlinear.ops.mlp.autograd import Formula, Mlp
 from fastlinear.ops.mlp.backends import FAMILY

@@ -53,7 +53,7 @@ from fastlinear.ops.gated_mlp.stacking import (
     split_pre,
     split_weights,
 )
-from fastlinear.ops.linear_act import backends as linear_act
+from fastlinear.ops.linear_act import problem as linear_act
 from fastlinear.ops.linear_act import reference as layers
 
 _HERE = Path(__file__).parent

@@ -18,7 +18,7 @@ from fastlinear.dispatch.select import select
 from fastlinear.ops.common.calls import is_captured
 from fastlinear.ops.gated_mlp.products import PYTORCH, Products
 from fastlinear.ops.gated_mlp.stacking import Biases, Pre, Weights
-from fastlinear.ops.linear_act import backends as linear_act
+from fastlinear.ops.linear_act import problem as linear_act
 
 _MAX_PLANS = 1024
 _plans: dict[Any, Callable[..., Any]] = {}

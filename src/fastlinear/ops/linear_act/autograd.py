@@ -13,7 +13,7 @@ from fastlinear.dispatch.select import Choice
 from fastlinear.ops.common import calls
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import reference
-from fastlinear.ops.linear_act.backends import BACKWARD_PIECES, WHOLE_BACKWARD
+from fastlinear.ops.linear_act.problem import BACKWARD_PIECES, WHOLE_BACKWARD
 
 Needs = tuple[bool, bool, bool]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]

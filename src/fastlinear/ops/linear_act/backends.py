@@ -12,38 +12,31 @@ import torch
 from torch import Tensor
 
 from fastlinear.core.compare import KINKED, clear_of_kinks
-from fastlinear.core.cost import Cost
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, Family, deferred, is_installed, register_family
-from fastlinear.ops.common import door_node, hopper
+from fastlinear.ops.common import hopper
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import (
     cpp,
+    cpp_gemm,
     cpp_half,
     cublaslt,
     cuda,
     few_rows_config,
     mkl,
     onednn,
+    order,
     padded_problem,
     reference,
     triton_config,
 )
+from fastlinear.ops.linear_act.problem import NAME, PIECES, STEP, WHOLE_BACKWARD
 
-NAME = "linear_act"
-BACKWARD_PIECES = ("grad_pre", "grad_input", "grad_weight")
-PIECES = ("forward", *BACKWARD_PIECES)
-WHOLE_BACKWARD = "backward"
-STEP = "step"
 _HERE = "fastlinear.ops.linear_act"
-_GPU_FLOPS_PER_S = {"half": 6e14, "float32": 4e13}
-_TF32X3_MIN_WORK = 1 << 24
 _TF32X3_MIN_DEPTH = 128  # shorter products take plain float32 arithmetic
 _EXACT_ROWS = 4  # up to here kernels multiply and add in float32
 _FEWEST_ROWS, _FEW_ROWS, _LEAST_DEPTH = 16, 128, 1024
-_GPU_BYTES_PER_S = 3.5e12
-_STEP_HOST_S = 1.2e-4  # host time of forward and backward of one layer through autograd, about
 _TRITON_SOURCES = (
     "triton_config.py",
     "triton_gemm_config.py",
@@ -73,6 +66,10 @@ _CPP_SOURCES = tuple(
 _HALF_SOURCES = tuple(
     f"../common/{name}" for name in ("half.cpp", "cpp_half.py", "vectors.h", "threads.h")
 )
+_GEMM_SOURCES = (
+    *(f"../common/{name}" for name in ("gemm.cpp", "cpp_gemm.py", "vectors.h", "threads.h")),
+    *_CPP_SOURCES,
+)
 _PACKED = tuple(f"../common/{name}" for name in ("packed.py", "weight_hash.py", "weight_hash.cpp"))
 _PADDED = ("padded_problem.py", "cuda.py", "triton.py", *_TRITON_SOURCES, *_CUDA_SOURCES)
 PIECES_SOURCES = (
@@ -95,57 +92,6 @@ PIECES_SOURCES = (
     *_CUDA_SOURCES,
     *_CPP_SOURCES,
 )
-
-
-def problem(
-    piece: str,
-    m: int,
-    k: int,
-    n: int,
-    *,
-    dtype: str,
-    device: str,
-    activation: str = "none",
-    bias: bool = True,
-    needs_grad: bool = False,
-    x_layout: str = "rows",
-    w_layout: str = "nk",
-    precision: str = "n/a",
-    captured: bool = False,
-) -> Problem:
-    """A linear_act Problem: M rows of x, K in features, N out features.
-
-    Args:
-        x_layout: ``"rows"`` (unit stride along K, rows dense or a multiple of 16 bytes apart),
-            ``"rows_odd"`` (unit stride along K, other row strides: expanded and overlapping rows as
-            well) or ``"strided"``.
-        w_layout: ``"nk"`` (contiguous, as in nn.Linear), ``"kn"`` (a transposed view, as in
-            transformers' Conv1D) or ``"strided"``.
-    """
-    options = (
-        ("activation", activation),
-        ("bias", "yes" if bias else "no"),
-        ("x", x_layout),
-        ("w", w_layout),
-    )
-    dims = (("M", m), ("K", k), ("N", n))
-    return Problem(NAME, piece, dims, dtype, device, options, needs_grad, precision, captured)
-
-
-def x_layout_of(rows: Tensor) -> str:
-    """The x layout of ``problem`` for x seen as its rows (M, K), by strides alone."""
-    m, k = rows.shape
-    if rows.stride(1) != 1 and k != 1:
-        return "strided"
-    if m <= 1 or rows.stride(0) == k:
-        return "rows"
-    aligned = rows.stride(0) > k and rows.stride(0) * rows.itemsize % 16 == 0
-    return "rows" if aligned else "rows_odd"
-
-
-def saves_pre(activation: str) -> bool:
-    """Whether the backward of this activation reads the pre-activation."""
-    return activation_of(activation).saved == "pre"
 
 
 def _always(_: Problem) -> str | None:
@@ -241,53 +187,6 @@ def _strides(p: Problem) -> tuple[tuple[int, int], tuple[int, int]]:
     return x, w
 
 
-def _prefer(p: Problem) -> tuple[str, ...]:
-    """Analytic order, used only where no measurement covers the Problem."""
-    if p.piece == STEP:
-        # without nodes in C++ the formula is Python's, which asks more of the host
-        slow_host = p.device == "cuda" and not p.captured and door_node.reason_not() is not None
-        own_autograd = slow_host and _launch_bound(p)
-        return ("eager", "pieces") if own_autograd else ("pieces", "eager")
-    if p.piece == WHOLE_BACKWARD:
-        m, k, n = (p.dim(name) for name in ("M", "K", "N"))
-        pays = triton_config.whole_backward_pays(m, k, n, FLOAT_DTYPES[p.dtype])
-        one_launch = p.device == "cuda" and pays and (m <= 64 or padded_problem.aligned(p))
-        first = ("triton",) if one_launch else ("padded",) if padded_problem.pays(p) else ()
-        return (*first, "pieces", "eager")
-    if p.device == "cpu":
-        if cpp_half.pays(p):
-            return ("half_cpp", "eager")
-        own = p.piece == "forward" and onednn.is_heavy(p) and cpp.pays(p)
-        return (*(("cpp",) if own else ()), *(("onednn",) if onednn.pays(p) else ()), "eager")
-    first = ("triton",) if _triton_pays(p) else ()
-    m, k, n = (p.dim(name) for name in ("M", "K", "N"))
-    if p.piece == "forward" and few_rows_config.pays(m, k, n, FLOAT_DTYPES[p.dtype]):
-        first = ("few_rows", *first)
-    if p.piece != "grad_pre" and not padded_problem.aligned(p):
-        first = ("padded",) if padded_problem.pays(p) else ("triton",) if _few_odd_rows(p) else ()
-        if p.piece == "forward" and "padded" in first:
-            first = ("cuda", *first)  # where K is even enough its kernel needs no copies
-    return (*first, "cublaslt", "eager") if p.piece == "forward" else (*first, "eager")
-
-
-def _few_odd_rows(p: Problem) -> bool:
-    """Whether Triton's kernels, without wide loads, still take less than the libraries' do."""
-    m, k, n = p.dim("M"), p.dim("K"), p.dim("N")
-    return p.piece == "forward" and m <= 64 and k >= 128 and m * k * n < 1 << 27
-
-
-def _triton_pays(p: Problem) -> bool:
-    """Whether three TF32 products beat torch's exact float32 by far: on the data-centre chips,
-    whose matrix units are many times as fast as their float32 units."""
-    if p.dtype != "float32" or p.precision != "highest" or p.piece == "grad_pre":
-        return False
-    depth = p.dim({"forward": "K", "grad_input": "N", "grad_weight": "M"}[p.piece])
-    if depth < 128 or p.dim("M") * p.dim("K") * p.dim("N") < _TF32X3_MIN_WORK:
-        return False
-    fast = triton_config.FAST_TF32
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability() in fast
-
-
 def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]:
     """Random inputs of a Problem's piece, scaled so that pre-activations are near unit size."""
     m, k, n = p.dim("M"), p.dim("K"), p.dim("N")
@@ -340,38 +239,6 @@ def _reference(p: Problem, inputs: tuple[Any, ...]) -> Any:
     if p.piece == STEP:
         return _STEP_EAGER.load()(*inputs)
     return getattr(reference, p.piece)(*inputs)
-
-
-def cost(p: Problem) -> Cost:
-    """Least flops and bytes of one piece; saved tensors are counted where they are needed."""
-    if p.piece == STEP:
-        parts = [cost(p.with_piece(piece)) for piece in PIECES]
-        return Cost(sum(c.flops for c in parts), sum(c.bytes for c in parts))
-    m, k, n = p.dim("M"), p.dim("K"), p.dim("N")
-    size = FLOAT_DTYPES[p.dtype].itemsize
-    bias = n if p.option("bias") == "yes" else 0
-    kept = activation_of(p.option("activation")).saved
-    gemm = 2.0 * m * k * n
-    saved = 0 if kept == "none" else m * n
-    if p.piece == "forward":
-        pre = m * n if p.needs_grad and kept == "pre" else 0
-        return Cost(gemm, size * (m * k + n * k + bias + m * n + pre))
-    if p.piece == WHOLE_BACKWARD:  # dpre need not be written
-        return Cost(2 * gemm, size * (m * n + saved + 2 * m * k + 2 * n * k + bias))
-    if p.piece == "grad_pre":
-        return Cost(0.0, size * (2 * m * n + saved + bias))
-    return Cost(gemm, size * (m * k + n * k + m * n))
-
-
-def _launch_bound(p: Problem) -> bool:
-    """Whether a training step of this layer on a GPU takes less time than its launches.
-
-    Then the host decides, and PyTorch's own autograd asks least of it. A guess at the rates of an
-    H200, for calls that no measurement covers.
-    """
-    least = cost(p.with_piece(STEP))
-    compute = least.flops / _GPU_FLOPS_PER_S["float32" if p.dtype == "float32" else "half"]
-    return max(compute, least.bytes / _GPU_BYTES_PER_S) < _STEP_HOST_S
 
 
 _STEP_EAGER = Backend(NAME, STEP, "eager", f"{_HERE}.step:eager", _always)
@@ -472,6 +339,14 @@ FAMILY = register_family(
                 cpp_half.reason_not,
                 _HALF_SOURCES,
             ),
+            *(
+                Backend(
+                    *(NAME, p, "gemm_cpp", f"{_HERE}.cpp_gemm:{p}"),
+                    cpp_gemm.reason_not,
+                    _GEMM_SOURCES,
+                )
+                for p in ("forward", "grad_input", "grad_weight")
+            ),
             Backend(
                 *(NAME, "grad_pre", "cpp", f"{_HERE}.cpp:grad_pre"),
                 cpp.reason_not_grad_pre,
@@ -482,10 +357,10 @@ FAMILY = register_family(
                 NAME, "grad_weight", "onednn", f"{_HERE}.onednn:grad_weight", onednn.reason_not
             ),
         ),
-        prefer=_prefer,
+        prefer=order.prefer,
         make_inputs=_make_inputs,
         reference=_reference,
-        cost=cost,
+        cost=order.cost,
         akin=(_whatever_bias, _whatever_activation),
         cold=True,
         timed=deferred(f"{_HERE}.caller:timed"),

@@ -24,8 +24,8 @@ from fastlinear.dispatch.backend import is_installed
 from fastlinear.dispatch.select import select
 from fastlinear.ops.common.calls import is_captured
 from fastlinear.ops.linear_act import cuda, reference
-from fastlinear.ops.linear_act.backends import problem
 from fastlinear.ops.linear_act.padded_problem import MULTIPLE, padded_size
+from fastlinear.ops.linear_act.problem import problem
 
 _MOST_CHOSEN = 4096
 _chosen: dict[Any, Callable[..., Any]] = {}

@@ -16,7 +16,7 @@ from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.autocast import cast as cast_once
 from fastlinear.ops.linear_act import reference
 from fastlinear.ops.linear_act.autograd import Formula, applied, backward_of
-from fastlinear.ops.linear_act.backends import STEP
+from fastlinear.ops.linear_act.problem import STEP
 from fastlinear.ops.linear_act.selection import choices
 
 Plan = Callable[[Tensor, Tensor, Tensor | None], Tensor]

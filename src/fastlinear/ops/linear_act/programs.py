@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fastlinear.ops.common import cpp_build, cpp_elementwise, door_node
+from fastlinear.ops.common import cpp_build, cpp_elementwise, cpp_gemm, door_node
 from fastlinear.ops.common.door_launch import DoorLaunch, Y
-from fastlinear.ops.common.door_program import Program
+from fastlinear.ops.common.door_program import Program, memory
 from fastlinear.ops.linear_act import launches, onednn
 from fastlinear.ops.linear_act.plans import Training
 
@@ -193,15 +193,20 @@ def forward_steps(
         pre = p.onednn(x.number, weight.number, b)
     elif backend == "cpp":
         pre = p.linear(x.number, weight.number, None)
+    elif backend == "gemm_cpp":
+        turned = replace(weight, tensor=weight.tensor.t())
+        pre = _gemm_in_cpp(p, x, turned)
+        if pre is None:
+            return None
     elif backend == "eager":
         pre = p.linear(x.number, weight.number, b)
     else:
         return None
-    if backend == "cpp" and bias is None:
+    passes = backend in ("cpp", "gemm_cpp")  # of our own behind the product
+    if passes and bias is None and (backend == "cpp" or activation not in ("none", "tanh")):
         function = cpp_build.address(cpp_elementwise._library().fastlinear_act)
         y = p.activate_in_cpp(activation, pre, function, over=not save)
-    elif backend == "cpp":
-        assert bias is not None
+    elif passes and bias is not None:
         if not bias.tensor.is_contiguous():
             return None
         function = cpp_build.address(cpp_elementwise._library().fastlinear_act_bias)
@@ -322,6 +327,9 @@ class Layer:
             if onednn.plain(other.tensor) is not other.tensor:
                 return None
             return p.onednn(dpre.number, other.number, x_turned=turned, weight_turned=True)
+        if backend == "gemm_cpp":
+            left = replace(dpre, tensor=dpre.tensor.t()) if turned else dpre
+            return _gemm_in_cpp(p, left, other)
         if backend == "triton":
             from fastlinear.ops.linear_act import triton
 
@@ -329,6 +337,19 @@ class Layer:
             made: int | None = triton.product_steps(p, a, other.tensor, dpre.memory, other.memory)
             return made
         return None
+
+
+def _gemm_in_cpp(p: Program, a: Operand, b: Operand) -> int | None:
+    """a (M, K) b (K, N) by ``gemm.cpp``, their tensors turned where they are read so; None where
+    it does not read them as they lie."""
+    (m, k), n = a.tensor.shape, b.tensor.shape[1]
+    if not (m and n and k and cpp_gemm.readable(a.tensor) and cpp_gemm.readable(b.tensor)):
+        return None
+    c = p.empty((m, n), a.tensor.dtype, a.memory)
+    left, right = a.tensor.stride(), b.tensor.stride()
+    given = memory(a.number), left[0], left[1], memory(b.number), right[0], right[1], memory(c)
+    p.call(cpp_gemm.address(), *given, n, m, n, k)
+    return c
 
 
 def viewable(x: Tensor) -> bool:

@@ -11,7 +11,8 @@ from torch import Tensor
 from fastlinear.core.precision import DTYPE_NAMES, matmul_precision
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.select import Choice, select
-from fastlinear.ops.linear_act import backends, padded_problem
+from fastlinear.ops.linear_act import padded_problem
+from fastlinear.ops.linear_act import problem as posed
 from fastlinear.ops.linear_act.triton_config import whole_backward_may_pay
 
 
@@ -43,13 +44,13 @@ def choices_of(p: Problem, backend: str | None = None) -> tuple[Choice, ...]:
     if backend is not None:
         return (select(p, backend), *select_pieces(p)[1:])
     pieces = select_pieces(p)
-    step = select(p.with_piece(backends.STEP))
+    step = select(p.with_piece(posed.STEP))
     if step.backend.name == "pieces":
         return (*pieces, step)
     if all(c.backend.name == "eager" for c in pieces):
         return pieces
     reason = f"PyTorch's own autograd was chosen for the whole step ({step.reason})"
-    problems = (p.with_piece(piece) for piece in backends.PIECES)
+    problems = (p.with_piece(piece) for piece in posed.PIECES)
     own = (replace(select(q, "eager"), source=step.source, reason=reason) for q in problems)
     return (*own, step)
 
@@ -66,11 +67,11 @@ def select_backward(p: Problem) -> tuple[Choice, ...]:
     where PyTorch's sequence of them is. What was measured of the pieces comes before an order that
     was not.
     """
-    whole = select(p.with_piece(backends.WHOLE_BACKWARD))
+    whole = select(p.with_piece(posed.WHOLE_BACKWARD))
     one = whole.backend.name not in ("pieces", "eager")
     if one and whole.source != "default":
         return (whole,)
-    chosen = tuple(select(p.with_piece(piece)) for piece in backends.BACKWARD_PIECES)
+    chosen = tuple(select(p.with_piece(piece)) for piece in posed.BACKWARD_PIECES)
     if one and all(c.source == "default" for c in chosen):
         return (whole,)
     if one or whole.backend.name == "pieces":
@@ -84,8 +85,8 @@ def tuning_order(p: Problem) -> tuple[Problem, ...]:
     """All Problems that decide about a forward Problem, in the order in which to tune them."""
     if not p.needs_grad:
         return (p,)
-    whole = (backends.WHOLE_BACKWARD,) if whole_is_measured(p) else ()
-    return tuple(p.with_piece(piece) for piece in (*backends.PIECES, *whole, backends.STEP))
+    whole = (posed.WHOLE_BACKWARD,) if whole_is_measured(p) else ()
+    return tuple(p.with_piece(piece) for piece in (*posed.PIECES, *whole, posed.STEP))
 
 
 def whole_is_measured(p: Problem) -> bool:
@@ -106,7 +107,7 @@ def problem_of(
     """The forward Problem of a call; ``captured``: recorded into a CUDA graph."""
     n, k = weight.shape
     m = x.shape[:-1].numel()
-    return backends.problem(
+    return posed.problem(
         "forward",
         m,
         k,
@@ -124,8 +125,8 @@ def problem_of(
 
 
 def _x_layout(x: Tensor, m: int, k: int) -> str:
-    """How x's (M, K) view lies in memory, in the words of ``backends.problem``."""
-    return backends.x_layout_of(x.detach().reshape(m, k) if x.numel() else x.new_empty(m, k))
+    """How x's (M, K) view lies in memory, in the words of ``problem``."""
+    return posed.x_layout_of(x.detach().reshape(m, k) if x.numel() else x.new_empty(m, k))
 
 
 def _w_layout(weight: Tensor) -> str:

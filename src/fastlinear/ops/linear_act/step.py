@@ -21,8 +21,8 @@ from fastlinear.ops.common import door_step
 from fastlinear.ops.common.calls import is_captured
 from fastlinear.ops.linear_act import programs, reference
 from fastlinear.ops.linear_act.autograd import Backward, applied, backward_from
-from fastlinear.ops.linear_act.backends import BACKWARD_PIECES
 from fastlinear.ops.linear_act.plans import Plan, Training, as_memory_lies, training_of
+from fastlinear.ops.linear_act.problem import BACKWARD_PIECES
 from fastlinear.ops.linear_act.selection import problem_of, select_pieces
 
 Grads = tuple[Tensor, Tensor, Tensor, Tensor | None]

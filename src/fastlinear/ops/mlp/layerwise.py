@@ -23,7 +23,7 @@ from fastlinear.dispatch.select import Choice, select
 from fastlinear.ops.common.activations import LEAKY_RELU_SLOPE
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.calls import is_captured
-from fastlinear.ops.linear_act import backends as linear_act
+from fastlinear.ops.linear_act import problem as linear_act
 from fastlinear.ops.linear_act.autograd import backward_of
 from fastlinear.ops.linear_act.selection import select_backward, whole_is_measured
 from fastlinear.ops.mlp.problem import activations_of, layer_activations, widths_of

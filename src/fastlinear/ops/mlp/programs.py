@@ -16,7 +16,7 @@ from fastlinear.dispatch.select import select
 from fastlinear.ops.common import door_node
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.door_program import Program
-from fastlinear.ops.linear_act.backends import BACKWARD_PIECES
+from fastlinear.ops.linear_act.problem import BACKWARD_PIECES
 from fastlinear.ops.linear_act.programs import Layer, Operand, forward_steps, matrix, viewable
 from fastlinear.ops.mlp.autograd import Formula
 from fastlinear.ops.mlp.layerwise import backward_choices

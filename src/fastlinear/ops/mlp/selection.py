@@ -14,7 +14,7 @@ from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import family
 from fastlinear.dispatch.select import Choice, select
 from fastlinear.ops.common.calls import is_captured
-from fastlinear.ops.linear_act.backends import x_layout_of
+from fastlinear.ops.linear_act.problem import x_layout_of
 from fastlinear.ops.mlp import backends, layerwise
 from fastlinear.ops.mlp.problem import PIECES, STEP
 
