@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -79,14 +80,14 @@ class Way:
         self.plain = formula
 
         def watched(function: Callable[..., Any]) -> Callable[..., Any]:
-            def run(*arguments: Any) -> Any:
+            def run(*arguments: Any, **named: Any) -> Any:
                 assert self.python, "in Python"
-                return function(*arguments)
+                return function(*arguments, **named)
 
             return run
 
-        names = formula.activation, formula.layout, formula.forward_name, formula.backward_name
-        self.formula = Formula(*names, watched(formula.run), watched(formula.backward))
+        run, backward = watched(formula.run), watched(formula.backward)
+        self.formula = replace(formula, run=run, backward=backward)
         table = door.table("grouped_linear.test")
         assert table is not None
         self.table = table

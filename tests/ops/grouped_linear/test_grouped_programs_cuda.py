@@ -7,6 +7,7 @@ import ctypes
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -26,12 +27,14 @@ from fastlinear.ops.grouped_linear import (
     one_pass,
     reference,
     resident,
+    signs,
     strips,
     strips_backward,
     strips_tiles,
     wide_backward,
 )
 from fastlinear.ops.grouped_linear import layout as layouts
+from fastlinear.ops.grouped_linear.autograd import GroupedLinear
 
 pytestmark = needs_nodes
 
@@ -95,6 +98,24 @@ def forward_kernel(x: Any, weight: Any, bias: Any, activation: str, save: bool, 
     return run
 
 
+def signs_kernel(x: Any, weight: Any, bias: Any, activation: str, _: bool, order: str) -> Any:
+    """y, and its signs where the pre-activation would be."""
+    place = signs.place_for(x, weight, activation, order, "strips", "strips")
+    assert place is not None
+    y_like = layouts.empty((*x.shape[:3], weight.shape[1]), order, x, x.dtype)
+    strip = forward_kernel(x, weight, bias, activation, False, order)
+
+    def run(*a: Any) -> None:
+        strip(*a)
+        y, into = at(a[1], y_like), at(a[2], torch.empty(place.shape, dtype=torch.uint8))
+        assert a[2] == a[7]
+        assert y is not None
+        assert into is not None
+        into.copy_(place.packed(y, activation))
+
+    return run
+
+
 def resident_kernel(x: Any, weight: Any, bias: Any, activation: str, save: bool, order: str) -> Any:
     strip = forward_kernel(x, weight, bias, activation, save, order)
 
@@ -127,6 +148,9 @@ def backward_kernels(self: Any, given: Sequence[Any], wide: bool) -> list[Any]:
         if not wide and saved is not None:
             assert maps[1] == pointers[4]
         read = [at(maps[i], t) for i, t in enumerate((dy, saved, x))]
+        if signs.are_signs(read[1]):
+            place = signs.Place.of(read[1], order, *x.shape[1:3], weight.shape[1])  # type: ignore[arg-type]
+            read[1] = place.unpacked(read[1], x.dtype)  # type: ignore[arg-type]
         dx, dw, db = reference.backward(*read, at(pointers[0], weight), activation, needs, order)  # type: ignore[arg-type]
         if dx is not None:
             into = at(maps[3], dx_like)
@@ -161,6 +185,7 @@ def _stood_in(_driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, Stood)
 
     stand(strips, "Strips", lambda _, given: [forward_kernel(*given[:6])])
+    stand(strips, "StripsWithSigns", lambda _, given: [signs_kernel(*given[:6])])
     stand(resident, "Resident", lambda _, given: [resident_kernel(*given[:6])])
     stand(strips_backward, "StripsBackward", partial(backward_kernels, wide=False))
     stand(wide_backward, "WideBackward", partial(backward_kernels, wide=True))
@@ -197,6 +222,53 @@ def test_strips(layout: str, activation: str) -> None:
     single = draw(layout, (3, 36, 64), bias=False)
     Way(formula_of("strips", "eager", activation, layout), single).compare(single)
     compare_inference("strips", activation, layout, single)
+
+
+@pytest.mark.usefixtures("_stood_in")
+@pytest.mark.parametrize("activation", ["relu", "leaky_relu"])
+@pytest.mark.parametrize("layout", ["... (g k)", "... g k", "g ... k"])
+def test_strips_keep_signs(layout: str, activation: str) -> None:
+    for bias, tokens in itertools.product((True, False), ((2, 16), (5, 160))):
+        given: list[Any] = draw(layout, (4, 100, 52), tokens, bias=bias, **BF16)
+        plain = formula_of("strips", "strips", activation, layout)
+        kept = replace(plain, signs=place_of(given, activation, layout))
+        Way(kept, given).compare(given)
+        wanted = [t for t in given if t is not None]
+        dy: Any = None
+        found = []
+        for formula in (plain, kept):
+            y = GroupedLinear.apply(*given, formula)
+            dy = torch.randn_like(y) if dy is None else dy
+            found.append([y, *torch.autograd.grad(y, wanted, dy)])
+        ways.same(*found)
+
+
+def place_of(given: list[Any], activation: str, layout: str) -> Any:
+    x, weight, _ = given
+    rows = layouts.blocks(x, layout, weight.shape[0], weight.shape[2])
+    order = layouts.order_of(layout, x.shape)
+    place = signs.place_for(rows, weight, activation, order, "strips", "strips")
+    assert place is not None
+    return place
+
+
+@pytest.mark.usefixtures("_stood_in")
+def test_signs_serve_second_derivatives_and_a_second_backward() -> None:
+    layout = "... (g k)"
+    given: list[Any] = draw(layout, (4, 100, 52), **BF16)
+    plain = formula_of("strips", "strips", "relu", layout)
+    way = Way(replace(plain, signs=place_of(given, "relu", layout)), given)
+    dy = torch.randn(3, 16, 208, dtype=torch.bfloat16)
+    first = torch.autograd.grad(y := way(given), given, dy, retain_graph=True)
+    ways.same(torch.autograd.grad(y, given, dy, create_graph=True), ways_of_torch(given, dy))
+    ways.same(torch.autograd.grad(y, given, dy), first)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(y, given, dy)
+
+
+def ways_of_torch(given: list[Any], dy: Tensor) -> Any:
+    y = reference.grouped_linear(*given, "relu", "... (g k)")
+    return torch.autograd.grad(y, given, dy, create_graph=True)
 
 
 @pytest.mark.usefixtures("_stood_in")

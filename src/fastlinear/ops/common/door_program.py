@@ -15,6 +15,7 @@ Memories = list[int]
 
 _CODES = {name: code for code, name in enumerate(NAMES)}
 SCALAR_TYPES = {
+    torch.uint8: 0,
     torch.int64: 4,
     torch.float16: 5,
     torch.float32: 6,

@@ -14,6 +14,7 @@ from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import reference
 from fastlinear.ops.grouped_linear.reference import Gradients, Needs
+from fastlinear.ops.grouped_linear.signs import SIGNS, Place, are_signs
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class Formula:
         forward_name, backward_name: the backends of the two pieces.
         run: the forward's backend.
         backward: the backward's backend.
+        signs: where those of y are, if they are what these two keep.
     """
 
     activation: str
@@ -34,20 +36,28 @@ class Formula:
     backward_name: str
     run: Callable[..., Any]
     backward: Callable[..., Any]
+    signs: Place | None = None
 
     @property
     def saved(self) -> str:
-        """What is kept for the backward: ``"none"``, ``"output"`` or ``"pre"``."""
-        return activation_of(self.activation).saved
+        """What is kept for the backward: ``"none"``, ``"output"``, ``"pre"`` or ``"signs"``.
+
+        Second derivatives start from x, weight and bias alone.
+        """
+        return activation_of(self.activation).saved if self.signs is None else SIGNS
 
     def forward(
         self, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """(y, the pre-activation where that is kept), both in the layout."""
+        """(y, the pre-activation or signs where these are kept), numbers in the layout."""
         groups, _, k = weight.shape
         order = layouts.order_of(self.layout, x.shape)
         rows = layouts.blocks(x, self.layout, groups, k)
-        y, pre = self.run(rows, weight, bias, self.activation, self.saved == "pre", order)
+        how = self.activation, self.saved == "pre", order
+        if self.signs is not None:
+            y, signs = self.run(rows, weight, bias, *how, signs=self.signs)
+            return layouts.result(y, self.layout, x.shape), signs
+        y, pre = self.run(rows, weight, bias, *how)
         y = layouts.result(y, self.layout, x.shape)
         return y, None if pre is None else layouts.unblocked(pre, self.layout, x.shape)
 
@@ -65,7 +75,8 @@ class Formula:
         Args:
             dy: gradient of y, of its shape.
             tensors: x, weight, bias.
-            kept: y or the pre-activation in the layout, whichever the activation keeps, if any.
+            kept: y or the pre-activation in the layout, whichever the activation keeps, or signs
+                of y, if any.
             needs: which gradients are wanted.
         """
         x, weight, bias = tensors
@@ -88,8 +99,8 @@ class GroupedLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, formula: Formula
     ) -> Tensor:
         """act(x_g W_gᵀ + b_g), x and y in the formula's layout."""
-        y, pre = formula.forward(x, weight, bias)
-        saved = {"none": None, "output": y, "pre": pre}[formula.saved]
+        y, made = formula.forward(x, weight, bias)
+        saved = {"none": None, "output": y, "pre": made, SIGNS: made}[formula.saved]
         # The same is kept whatever is wanted, as by the node in C++: a checkpoint counts on it.
         ctx.save_for_backward(x, weight, bias, saved)
         ctx.formula = formula
@@ -117,7 +128,7 @@ def run_backward(
     order = layouts.order_of(layout, x.shape)
     rows = layouts.blocks(x, layout, groups, k)
     tokens = rows.shape[:3]
-    if saved is not None:
+    if saved is not None and not are_signs(saved):
         saved = layouts.blocks(saved, layout, groups, n).reshape(*tokens, n)
     grad = layouts.blocks(dy.resolve_neg(), layout, groups, n).reshape(*tokens, n)
     dx, dw, db = run(grad, saved, rows, weight, activation, needs, order)

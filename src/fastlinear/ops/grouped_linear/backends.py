@@ -54,6 +54,7 @@ _CPP_SOURCES = (
 )
 _STRIPS_SHARED = (
     *("strips_tiles.py", "strips_tiles.h", "strips_instructions.h"),
+    *("signs.py", "strips_signs.h"),
     *("../common/hopper_words.h", "../common/hopper_activations.h", "layout.py"),
 )
 _STRIPS_SOURCES = (

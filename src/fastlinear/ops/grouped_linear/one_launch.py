@@ -15,9 +15,10 @@ from fastlinear.ops.common import hopper
 from fastlinear.ops.common.door_launch import prepared
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear.operands import Forward
+from fastlinear.ops.grouped_linear.signs import Place
 
 TENSORS = ("x", "weight", "bias", "y", "pre")
-"""Of a launch."""
+"""Of a launch; pre may be the signs of y in its place."""
 _MAX_PLANS = 1024
 
 
@@ -94,10 +95,11 @@ def results(
     save_pre: bool,
     order: str,
     config: Any,
+    signs: Place | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """y and the pre-activation or None, by a launch kept for tensors of this kind.
+    """y and the pre-activation, signs of y or None, by a launch kept for tensors of this kind.
 
-    ``make`` makes it of everything else that is given.
+    ``make`` makes it of everything that is given before ``signs``.
     """
     n = weight.shape[1]
     how = activation, save_pre, order, config
@@ -109,5 +111,7 @@ def results(
         plan = _plans[key] = make(x, weight, bias, *how)
     y = layouts.empty((*x.shape[:3], n), order, x, x.dtype)
     pre = torch.empty_like(y) if save_pre else None
+    if signs is not None:
+        pre = x.new_empty(signs.shape, dtype=torch.uint8)
     plan(x, weight, bias, y, pre)
     return y, pre

@@ -21,7 +21,8 @@ from fastlinear.ops.grouped_linear.operands import Backward, Numbers
 from fastlinear.ops.grouped_linear.reference import Gradients, Needs
 
 TENSORS = ("dy", "saved", "x", "dx", "weight", "dw", "db")
-"""Of a pass; dw and db are those of the shares where there are several."""
+"""Of a pass; dw and db are those of the shares where there are several. What was saved may be
+signs in place of numbers."""
 _SUMS_THREADS = 256
 _MAX_PLANS = 1024
 
@@ -169,7 +170,8 @@ def gradients(
     """
     groups, n, k = weight.shape
     rows = [None if t is None else t.stride(1) for t in (dy, saved, x)]
-    key = (make, x.shape, *rows, n, x.dtype, x.device, activation, needs, order, *how)
+    of_saved = None if saved is None else saved.dtype
+    key = (make, x.shape, *rows, of_saved, n, x.dtype, x.device, activation, needs, order, *how)
     plan = _plans.get(key)
     if plan is None:
         if len(_plans) >= _MAX_PLANS:

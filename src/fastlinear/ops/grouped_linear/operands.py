@@ -14,6 +14,7 @@ from torch import Tensor
 from fastlinear.ops.common.door_program import Program
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear.reference import Needs
+from fastlinear.ops.grouped_linear.signs import Place
 
 Numbers = tuple[int | None, int | None, int | None]
 """dx, dW and db among a program's tensors, None where not wanted."""
@@ -39,6 +40,7 @@ class Forward:
     Attributes:
         shape: of y as the user sees it.
         save_pre: whether the pre-activation is a result as well.
+        signs: where those of y are, if they are a result as well.
     """
 
     program: Program
@@ -49,6 +51,7 @@ class Forward:
     save_pre: bool
     order: str
     shape: tuple[int, ...]
+    signs: Place | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -62,9 +65,11 @@ class Forward:
         return self.x.number, self.weight.number, number_of(self.bias)
 
     def results(self) -> tuple[int, int | None]:
-        """New tensors for y and, where it is wanted, the pre-activation."""
+        """New tensors for y and, where one is wanted, the pre-activation or the signs."""
         p, dtype = self.program, self.x.tensor.dtype
         y = p.empty(self.shape, dtype, self.x.number)
+        if self.signs is not None:
+            return y, p.empty(self.signs.shape, torch.uint8, self.x.number)
         return y, p.empty(self.shape, dtype, self.x.number) if self.save_pre else None
 
     def like_y(self) -> Tensor:
@@ -78,6 +83,7 @@ class Backward:
     """dx, dW and db of tensors as ``reference.backward`` takes them.
 
     Attributes:
+        saved: y or the pre-activation as backends take it, or signs as they lie.
         shape: of x as the user sees it.
     """
 

@@ -15,6 +15,7 @@ from fastlinear.ops.grouped_linear import reference
 from fastlinear.ops.grouped_linear.autograd import Formula, GroupedLinear
 from fastlinear.ops.grouped_linear.problem import STEP
 from fastlinear.ops.grouped_linear.selection import ready_choices
+from fastlinear.ops.grouped_linear.signs import place_for
 
 Plan = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -58,7 +59,7 @@ def resolved(
         return Resolved(plan, backend=chosen[0].backend.name)
     if {c.backend.name for c in chosen if c.problem.piece != STEP} == {"eager"}:
         return Resolved(_own(activation, layout))
-    formula = formula_of(chosen, activation, layout)
+    formula = formula_of(chosen, rows, weight, activation, layout)
     return Resolved(training_plan(formula), formula=None if is_captured(x) else formula)
 
 
@@ -81,11 +82,16 @@ def inference_plan(choice: Choice, activation: str, layout: str) -> Plan:
     return plan
 
 
-def formula_of(chosen: tuple[Choice, ...], activation: str, layout: str) -> Formula:
-    """The formula over the backends chosen for forward and backward."""
+def formula_of(
+    chosen: tuple[Choice, ...], rows: Tensor, weight: Tensor, activation: str, layout: str
+) -> Formula:
+    """The formula over the backends chosen for forward and backward of calls of x as ``rows``,
+    (B, L, G, K)."""
     run, backward = (c.backend for c in chosen[:2])
     names = activation, layout, run.name, backward.name
-    return Formula(*names, run.load(), backward.load())
+    order = chosen[0].problem.option("order")
+    place = place_for(rows, weight, activation, order, run.name, backward.name)
+    return Formula(*names, run.load(), backward.load(), place)
 
 
 def training_plan(formula: Formula) -> Plan:

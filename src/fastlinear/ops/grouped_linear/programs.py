@@ -27,14 +27,20 @@ from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear.autograd import Formula
 from fastlinear.ops.grouped_linear.operands import Backward, Forward, Numbers, Operand
 from fastlinear.ops.grouped_linear.reference import Needs
+from fastlinear.ops.grouped_linear.signs import SIGNS, Place, are_signs
 
 NAME = "GroupedLinearBackward"
-_KEPT = {"none": (), "output": (door_node.OUTPUT,), "pre": (door_node.INTERNAL,)}
+_KEPT = {
+    "none": (),
+    "output": (door_node.OUTPUT,),
+    "pre": (door_node.INTERNAL,),
+    SIGNS: (door_node.INTERNAL,),
+}
 _READERS = (-1, -1, -1)  # all are kept: second derivatives start from them
 _X, _WEIGHT, _BIAS, _GIVEN = range(4)  # among a forward's tensors
 _DY, _FROM_X, _FROM_WEIGHT, _SAVED = 0, 1, 2, 4  # among a backward's, which begin with dy
 Results = tuple[int, int | None]
-"""y and the pre-activation among a program's tensors."""
+"""y and the pre-activation or signs among a program's tensors."""
 
 
 def node(formula: Formula, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
@@ -44,8 +50,9 @@ def node(formula: Formula, x: Tensor, weight: Tensor, bias: Tensor | None) -> An
     """
     if not door_node.begun():
         return None
-    forward, saved = formula.forward_name, formula.saved
-    found = _forward(forward, x, weight, bias, formula.activation, formula.layout, saved == "pre")
+    forward, saved, signs = formula.forward_name, formula.saved, formula.signs
+    names = formula.activation, formula.layout
+    found = _forward(forward, x, weight, bias, *names, saved == "pre", signs)
     program = None
     if found is not None:
         p, y, pre = found
@@ -104,9 +111,10 @@ def _forward(
     activation: str,
     layout: str,
     save_pre: bool,
+    signs: Place | None = None,
 ) -> tuple[Program, int, int | None] | None:
-    """The forward's program: x, weight, bias → the numbers of y and the pre-activation; None where
-    the backend has none, or a tensor would have to be copied first."""
+    """The forward's program: x, weight, bias → the numbers of y and the pre-activation or signs;
+    None where the backend has none, or a tensor would have to be copied first."""
     steps = _FORWARD_STEPS.get(backend)
     x, weight, bias = x.detach(), weight.detach(), None if bias is None else bias.detach()
     rows = _in_place(x, layout, weight.shape[2], weight)
@@ -123,6 +131,7 @@ def _forward(
             save_pre,
             layouts.order_of(layout, x.shape),
             layouts.output_shape(layout, x.shape, *weight.shape[:2]),
+            signs,
         )
     )
     return None if found is None else (p, *found)
@@ -144,6 +153,8 @@ def _backward(
     tokens = rows.shape[:3]
 
     def wide(t: Tensor) -> Tensor:  # as ``autograd.run_backward`` has it
+        if are_signs(t):
+            return t
         return layouts.blocks(t, layout, groups, n).reshape(*tokens, n)
 
     p = Program(_SAVED + len(_KEPT[formula.saved]))

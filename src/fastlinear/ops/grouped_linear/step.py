@@ -69,7 +69,7 @@ def _by_pieces(
         order = layouts.order_of(layout, x.shape)
         rows = layouts.blocks(x.detach(), layout, weight.shape[0], weight.shape[2])
         p = problem_of(rows, weight, bias, activation, order, True)
-        formula = formula_of(select_pieces(p), activation, layout)
+        formula = formula_of(select_pieces(p), rows, weight, activation, layout)
         known = _plans[key] = formula, training_plan(formula)
     formula, plan = known
     y = plan(x, weight, bias)

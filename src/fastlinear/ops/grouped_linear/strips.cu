@@ -1,5 +1,5 @@
 // y = act(x W^T + b) of many narrow groups, for Hopper: strips of groups side by side. The texts of
-// strips_instructions.h, strips_tiles.h and hopper_activations.h stand before this one.
+// strips_instructions.h, strips_tiles.h, hopper_activations.h and strips_signs.h stand before this one.
 //
 // A strip is P groups whose columns lie together in memory, so that its part of a row of x, and of y,
 // begins and ends at 16 bytes though that of one group may not. One warp has tiles of ROWS tokens
@@ -10,23 +10,24 @@
 // but a place among P tokens.
 //
 // Macros from the host: IS_BF16 SIZE SHARED K N P PARTS STAGES OUTS BLOCKS ACT, ACT_<NAME> for every
-// activation, HAS_BIAS SAVE_PRE; SERVICE_WARPS REGISTERS SERVICE_REGISTERS, of a thread that computes
+// activation, HAS_BIAS SAVE_PRE SIGNS; SERVICE_WARPS REGISTERS SERVICE_REGISTERS, of a thread that computes
 // and of others, 0 where all have the same.
 
 constexpr int WARPS = P * PARTS, THREADS = 32 * (WARPS + SERVICE_WARPS);
 constexpr int KW = K / 2;          // words of a group's row of x
 constexpr int BARRIERS = 1024;     // bytes in front of the tiles
-constexpr int OUTPUTS = SAVE_PRE ? 2 : 1;
+constexpr int OUTPUTS = SAVE_PRE || SIGNS ? 2 : 1;
 
 using X = Tile<K>;
 using Y = Tile<N>;
 
-constexpr int OUT = OUTPUTS * Y::ROOM;                                    // y, then pre
+constexpr int OUT = (SAVE_PRE ? 2 : 1) * Y::ROOM;                         // y, then pre
 constexpr int TILES = (N + 7) / 8, NT = (TILES + PARTS - 1) / PARTS;      // of 8 outputs
 
 static_assert(K % 2 == 0 && N % 2 == 0, "whole words");
 static_assert(X::ROW % 16 == 0 && Y::ROW % 16 == 0, "strips of whole 16 bytes");
 static_assert(PARTS <= TILES, "every warp has work");
+static_assert(!(SAVE_PRE && SIGNS), "one is kept");
 static_assert(SERVICE_WARPS >= 2, "one warp loads, one stores");
 
 // Weights and biases of one warp's outputs, tiles part, part + PARTS, ... of 8, as the multiplier
@@ -76,8 +77,9 @@ __device__ __forceinline__ u32 activated(float a, float b) {
 }
 
 template <int COUNT>
-__device__ __forceinline__ void store_out(u32 out, const float (&acc)[NT][4], int block, int p,
-                                          int part, int lane) {
+__device__ __forceinline__ void store_out(u32 out, LaneSigns<NT>& signs, const float (&acc)[NT][4],
+                                          int block, int p, int part, int lane) {
+  if (SIGNS) signs.next_block();
 #pragma unroll
   for (int j = 0; j < COUNT; ++j) {
     const int column = 8 * (part + PARTS * j) + lane % 4 * 2;
@@ -88,6 +90,7 @@ __device__ __forceinline__ void store_out(u32 out, const float (&acc)[NT][4], in
         const float a = acc[j][2 * h], b = acc[j][2 * h + 1];
         const u32 y[1] = {activated(a, b)};
         store_words<1>(at + h * 8 * Y::PITCH, y);
+        if (SIGNS) signs.add(j, h, y[0]);
         if (SAVE_PRE) {
           const u32 pre[1] = {pack(a, b)};
           store_words<1>(at + Y::ROOM + h * 8 * Y::PITCH, pre);
@@ -98,7 +101,7 @@ __device__ __forceinline__ void store_out(u32 out, const float (&acc)[NT][4], in
 }
 
 // x (M, G, K), y and pre (M, G, N) by their maps, whose boxes are a Tile's, or SHARED (G, rows, P * K)
-// and (G, rows, P * N), also by address; W (G, N, K), bias (G, N).
+// and (G, rows, P * N), also by address; W (G, N, K), bias (G, N). With SIGNS pre_begin is of these.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 grouped_linear_strips(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap y_map,
                       const __grid_constant__ TensorMap pre_map, const u32* __restrict__ weight,
@@ -108,7 +111,7 @@ grouped_linear_strips(const __grid_constant__ TensorMap x_map, const __grid_cons
   const u32 bars = (smem_addr(memory) + 1023u) & ~1023u;
   const u32 full = bars, empty = full + 8 * STAGES;
   const u32 done = empty + 8 * STAGES, taken = done + 8 * OUTS;
-  const u32 stages = bars + BARRIERS, outs = stages + STAGES * X::ROOM;
+  const u32 stages = bars + BARRIERS, outs = stages + STAGES * X::ROOM, signs_at = outs + OUTS * OUT;
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const Work work = {tiles, each, more};
   const int block = blockIdx.x, begin = work.begin(block), count = work.begin(block + 1) - begin;
@@ -150,12 +153,14 @@ grouped_linear_strips(const __grid_constant__ TensorMap x_map, const __grid_cons
       }
     } else if (warp == WARPS + 1) {  // takes y out
       const Moved<Y> y = {&y_map, y_begin, rows}, pre = {&pre_map, pre_begin, rows};
+      const Signs signs = {pre_begin, tiles, (each * static_cast<int>(gridDim.x) + more) / tiles};
       for (int i = 0; i < count; ++i) {
         const int out = i % OUTS, row = ROWS * walk.tokens(i);
         bar_wait(done + 8 * out, (i / OUTS) & 1);
         if (lane == 0) {
           y.store(outs + out * OUT, walk.strip, row);
           if (SAVE_PRE) pre.store(outs + out * OUT + Y::ROOM, walk.strip, row);
+          if (SIGNS) store_bytes(signs.at(walk.strip, row), signs_at + out * SIGN_BYTES, SIGN_BYTES);
           wait_stores<(OUTS - 1) * OUTPUTS>();
           if (i >= OUTS - 1) bar_arrive(taken + 8 * ((i + 1) % OUTS));
         }
@@ -179,6 +184,7 @@ grouped_linear_strips(const __grid_constant__ TensorMap x_map, const __grid_cons
       for (; i < stop; ++i) {
         const int stage = i % STAGES, slot = i % OUTS;
         const u32 x = stages + stage * X::ROOM, out = outs + slot * OUT;
+        LaneSigns<NT> signs;
         bar_wait(full + 8 * stage, (i / STAGES) & 1);
 #pragma unroll 1
         for (int b = 0; b < ROWS / 16; ++b) {
@@ -193,10 +199,12 @@ grouped_linear_strips(const __grid_constant__ TensorMap x_map, const __grid_cons
           }
           if (b == 0 && i >= OUTS) bar_wait(taken + 8 * slot, (i / OUTS - 1) & 1);
           if (all)
-            store_out<NT>(out, acc, b, p, part, lane);
+            store_out<NT>(out, signs, acc, b, p, part, lane);
           else
-            store_out<NT - 1>(out, acc, b, p, part, lane);
+            store_out<NT - 1>(out, signs, acc, b, p, part, lane);
         }
+        if (SIGNS)
+          signs.store(signs_at + slot * SIGN_BYTES, p, 4 * part + lane % 4, PARTS, lane);
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         __syncwarp();
         if (lane == 0) bar_arrive(done + 8 * slot);

@@ -8,6 +8,7 @@ engine, and the weights stay in registers, those of float32 in shared memory.
 from __future__ import annotations
 
 from functools import cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from fastlinear.ops.grouped_linear import strips_float32 as float32
 from fastlinear.ops.grouped_linear import strips_tiles
 from fastlinear.ops.grouped_linear.one_launch import OneLaunch, results
 from fastlinear.ops.grouped_linear.operands import Forward
+from fastlinear.ops.grouped_linear.signs import Place
 from fastlinear.ops.grouped_linear.strips_config import (
     StripsConfig,
     limit,
@@ -55,6 +57,7 @@ def source(
     save_pre: bool,
     config: StripsConfig,
     shared: bool = False,
+    signs: bool = False,
 ) -> str:
     """The complete CUDA C++ source of one specialisation."""
     macros = {
@@ -73,8 +76,9 @@ def source(
         "SERVICE_REGISTERS": SERVICE_REGISTERS,
         "HAS_BIAS": int(has_bias),
         "SAVE_PRE": int(save_pre),
+        "SIGNS": int(signs),
     }
-    return source_of("strips.cu", activation, macros)
+    return source_of("strips.cu", activation, macros, ("strips_signs.h",))
 
 
 @cache
@@ -87,6 +91,7 @@ def _kernel(
     save_pre: bool,
     config: StripsConfig | Float32Config,
     shared: bool,
+    signs: bool,
     device: int,
 ) -> driver.Kernel:
     how = (k, n, activation, has_bias, save_pre)
@@ -94,17 +99,24 @@ def _kernel(
         text, name = float32.source(*how, config, shared), float32.KERNEL
         room = float32.shared_bytes(config, k, n, save_pre)
     else:
-        text, name = source(dtype, *how, config, shared), KERNEL
-        room = shared_bytes(config, k, n, save_pre)
+        text, name = source(dtype, *how, config, shared, signs), KERNEL
+        room = shared_bytes(config, k, n, save_pre, signs)
     return driver.Kernel(driver.compile_cubin(text, f"{name}.cu", ARCH), name, room, device)
 
 
 def _config(
-    dtype: torch.dtype, order: str, m: int, groups: int, k: int, n: int, save_pre: bool
+    dtype: torch.dtype,
+    order: str,
+    m: int,
+    groups: int,
+    k: int,
+    n: int,
+    save_pre: bool,
+    signs: bool = False,
 ) -> StripsConfig | Float32Config | None:
     if dtype is torch.float32:
         return float32.float32_config(k, n, save_pre)
-    return strips_config(side_by_side(order, m, groups), k, n, save_pre)
+    return strips_config(side_by_side(order, m, groups), k, n, save_pre, signs)
 
 
 def reason_not(p: Problem) -> str | None:
@@ -146,6 +158,7 @@ def forward(
     order: str,
     *,
     config: StripsConfig | Float32Config | None = None,
+    signs: Place | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """y = act(x_g W_gᵀ + b_g) in one kernel, float32 accumulation, deterministic.
 
@@ -158,34 +171,42 @@ def forward(
         save_pre: also return the pre-activation.
         order: how the results lie in memory, a name in ``layout.ORDERS``.
         config: launch configuration; None picks ``strips_config`` or ``float32_config``.
+        signs: where those of y are, which are then returned in place of the pre-activation.
 
     Returns:
-        y (B, L, G, N) in x's dtype; the pre-activation likewise, or None.
+        y (B, L, G, N) in x's dtype; the pre-activation likewise, signs as ``Place`` says, or None.
     """
     groups, n, k = weight.shape
     if config is None:
-        config = _config(x.dtype, order, x.shape[1], groups, k, n, save_pre)
+        config = _config(x.dtype, order, x.shape[1], groups, k, n, save_pre, signs is not None)
     if config is None or not x.numel() * weight.numel() or not serves(x, weight, bias, order):
         from fastlinear.ops.grouped_linear import triton
 
-        return triton.forward(x, weight, bias, activation, save_pre, order)
-    return results(Strips, x, weight, bias, activation, save_pre, order, config)
+        y, pre = triton.forward(x, weight, bias, activation, save_pre, order)
+        return y, pre if signs is None else signs.packed(y, activation)
+    how = activation, save_pre, order, config
+    if signs is None:
+        return results(Strips, x, weight, bias, *how)
+    assert signs.p == (config.groups if order == "groups" else 1)
+    return results(StripsWithSigns, x, weight, bias, *how, signs)
 
 
 def forward_steps(call: Forward) -> tuple[int, int | None] | None:
-    """``forward`` as steps of a program: the numbers of y and the pre-activation.
+    """``forward`` as steps of a program: the numbers of y and the pre-activation or signs.
 
     None where it is more than its launch.
     """
     x, weight, bias = call.tensors
     groups, n, k = weight.shape
-    config = _config(x.dtype, call.order, x.shape[1], groups, k, n, call.save_pre)
+    signs = call.signs is not None
+    config = _config(x.dtype, call.order, x.shape[1], groups, k, n, call.save_pre, signs)
     if config is None or not serves(x, weight, bias, call.order):
         from fastlinear.ops.grouped_linear import triton
 
-        return triton.forward_steps(call)
+        return None if signs else triton.forward_steps(call)
     how = call.activation, call.save_pre, call.order, config
-    return Strips(x, weight, bias, *how).steps(call)
+    make = StripsWithSigns if signs else Strips
+    return make(x, weight, bias, *how).steps(call)
 
 
 class Strips(OneLaunch):
@@ -193,6 +214,7 @@ class Strips(OneLaunch):
 
     MAPS = ("x", "y", "pre")
     POINTERS = ("weight", "bias", "x", "y", "pre")
+    SIGNS: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -208,7 +230,7 @@ class Strips(OneLaunch):
         _, m, groups, k = x.shape
         n = weight.shape[1]
         cut = Cut.of(order, m, groups, config.groups)
-        how = (activation, bias is not None, save_pre, config, cut.shared)
+        how = (activation, bias is not None, save_pre, config, cut.shared, self.SIGNS)
         with driver.loading_allowed():
             kernel = _kernel(x.dtype, k, n, *how, self._device)
         units = device_facts(x.device).units
@@ -221,3 +243,9 @@ class Strips(OneLaunch):
         )
         numbers = cut.rows, cut.tiles, split.each, split.more
         self._prepare(kernel, config.threads, split.blocks, maps, numbers)
+
+
+class StripsWithSigns(Strips):
+    """The same that has the signs of y as a result, 16-bit dtypes only."""
+
+    SIGNS = True

@@ -1,6 +1,6 @@
 // dx, dW and db of y = act(x W^T + b) of many narrow groups in one pass, for Hopper: strips of groups
-// side by side. The texts of strips_instructions.h, strips_tiles.h and hopper_activations.h stand before
-// this one.
+// side by side. The texts of strips_instructions.h, strips_tiles.h, hopper_activations.h and
+// strips_signs.h stand before this one.
 //
 // A strip is P groups whose columns lie together in memory, so that its part of a row begins and ends
 // at 16 bytes though that of one group may not. One thread has tiles of ROWS tokens of dy, of what the
@@ -12,18 +12,22 @@
 // groups first: a strip is one group, and of its rows P are one, so that p is no group but a place
 // among P tokens, each with its share of dW and db.
 //
+// SIGNS: of what the forward computed its signs were saved. Warps that have nothing else to do, GRADERS,
+// then write dpre over dy, tiles ahead of those that multiply.
+//
 // Rows of a group need not begin at 16 bytes in shared memory. Matrices are read from a window that
 // begins up to SHIFT words early: of dW what belongs to others is not stored, in dx it is masked.
 // A word is 4 bytes: two 16-bit numbers.
 //
 // Macros from the host: IS_BF16 SIZE SHARED K N P PARTS ACROSS STAGES OUTS BLOCKS ACT, ACT_<NAME> for
-// every activation, NEED_DX NEED_DW NEED_DB; SERVICE_WARPS REGISTERS SERVICE_REGISTERS, of a thread
+// every activation, SIGNS NEED_DX NEED_DW NEED_DB; SERVICE_WARPS REGISTERS SERVICE_REGISTERS, of a thread
 // that computes and of others, 0 where all have the same. PARTS warps of a group are ACROSS along the
 // columns of dW.
 
 constexpr int WARPS = P * PARTS, THREADS = 32 * (WARPS + SERVICE_WARPS);
 constexpr int NW = N / 2;  // words of a group of dy
-constexpr bool HAS_SAVED = ACT != ACT_NONE;
+constexpr bool HAS_SAVED = ACT != ACT_NONE && !SIGNS;
+constexpr int GRADERS = SIGNS ? SERVICE_WARPS - 1 : 0;
 constexpr bool NEED_SUMS = NEED_DW || NEED_DB;
 constexpr int BARRIERS = 1024;  // bytes in front of the tiles
 
@@ -32,7 +36,9 @@ using X = Tile<K>;
 
 constexpr int SAVED_AT = Dy::ROOM, X_AT = SAVED_AT + (HAS_SAVED ? Dy::ROOM : 0);
 constexpr int STAGE = X_AT + (NEED_DW ? X::ROOM : 0);
-constexpr int COPIED = Dy::BYTES * (HAS_SAVED ? 2 : 1) + (NEED_DW ? X::BYTES : 0);
+constexpr int COPIED =
+    Dy::BYTES * (HAS_SAVED ? 2 : 1) + (SIGNS ? SIGN_BYTES : 0) + (NEED_DW ? X::BYTES : 0);
+constexpr int SIGNS_ROOM = SIGNS ? (STAGES * SIGN_BYTES + 1023) / 1024 * 1024 : 0;  // behind all stages
 constexpr int STEPS = Dy::STEPS;                                          // of dx
 constexpr int DX_TILES = (K + 7) / 8, NT = (DX_TILES + PARTS - 1) / PARTS;  // 8 columns each
 constexpr int DOWN = PARTS / ACROSS;                                      // warps along rows of dW
@@ -239,7 +245,7 @@ __device__ __forceinline__ void store_sums(Sums& sums, char* dw, char* db, u64 g
 // ---------------------------------------------------------------- kernels
 
 // dy, saved (M, G, N) and x, dx (M, G, K) by their maps, whose boxes are a Tile's, or SHARED (G, rows,
-// P * N) and (G, rows, P * K), also by address; W (G, N, K). dw (slots, G, N, K) and db (slots, G, N)
+// P * N) and (G, rows, P * K), also by address, as signs are; W (G, N, K). dw (slots, G, N, K) and db (slots, G, N)
 // are float32 shares, or 16-bit results where slots is 1.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 grouped_linear_strips_backward(const __grid_constant__ TensorMap dy_map,
@@ -253,7 +259,8 @@ grouped_linear_strips_backward(const __grid_constant__ TensorMap dy_map,
   extern __shared__ __align__(1024) char memory[];
   const u32 bars = (smem_addr(memory) + 1023u) & ~1023u;
   const u32 full = bars, done = full + 8 * STAGES, taken = done + 8 * STAGES;
-  const u32 stages = bars + BARRIERS, outs = stages + STAGES * STAGE;
+  const u32 graded = taken + 8 * OUTS, stages = bars + BARRIERS;
+  const u32 signs_at = stages + STAGES * STAGE, outs = signs_at + SIGNS_ROOM;
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const Work work = {tiles, each, more};
   const int block = blockIdx.x, begin = work.begin(block), count = work.begin(block + 1) - begin;
@@ -261,6 +268,7 @@ grouped_linear_strips_backward(const __grid_constant__ TensorMap dy_map,
     for (int s = 0; s < STAGES; ++s) {
       bar_init(full + 8 * s, 1);
       bar_init(done + 8 * s, WARPS);
+      if (GRADERS) bar_init(graded + 8 * s, GRADERS);
     }
     for (int s = 0; s < OUTS; ++s) bar_init(taken + 8 * s, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -274,11 +282,14 @@ grouped_linear_strips_backward(const __grid_constant__ TensorMap dy_map,
     if (warp == WARPS) {
       const Moved<Dy> dy = {&dy_map, dy_begin, rows}, saved = {&saved_map, saved_begin, rows};
       const Moved<X> x = {&x_map, x_begin, rows}, dx = {&dx_map, dx_begin, rows};
+      const Signs signs = {saved_begin, tiles, groups / P};
       auto load = [&](int i, int strip, int row) {
         const u32 bar = full + 8 * (i % STAGES), to = stages + i % STAGES * STAGE;
         bar_expect(bar, COPIED);
         dy.load(to, bar, strip, row);
         if (HAS_SAVED) saved.load(to + SAVED_AT, bar, strip, row);
+        if (SIGNS)
+          load_bytes(signs_at + i % STAGES * SIGN_BYTES, signs.at(strip, row), bar, SIGN_BYTES);
         if (NEED_DW) x.load(to + X_AT, bar, strip, row);
       };
       for (int i = 0; i < min(STAGES, count); ++i) {
@@ -300,6 +311,16 @@ grouped_linear_strips_backward(const __grid_constant__ TensorMap dy_map,
           }
         }
         __syncwarp();
+      }
+    } else if (GRADERS) {
+      for (int i = 0; i < count; ++i) {
+        const int slot = i % STAGES;
+        bar_wait(full + 8 * slot, (i / STAGES) & 1);
+        const u32 signs = signs_at + slot * SIGN_BYTES;
+        grade_by_signs<Dy, GRADERS ? GRADERS : 1>(stages + slot * STAGE, signs, warp - WARPS - 1, lane);
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        __syncwarp();
+        if (lane == 0) bar_arrive(graded + 8 * slot);
       }
     }
   } else {
@@ -327,6 +348,11 @@ grouped_linear_strips_backward(const __grid_constant__ TensorMap dy_map,
             __syncwarp();
           else
             asm volatile("bar.sync %0, %1;" ::"r"(p + 1), "n"(32 * PARTS) : "memory");
+        } else if (GRADERS) {
+          bar_wait(graded + 8 * slot, (i / STAGES) & 1);
+        } else if (SIGNS) {
+          grade_by_signs<Dy, WARPS>(dpre, signs_at + slot * SIGN_BYTES, warp, lane);
+          asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS) : "memory");
         }
         if (NEED_DX) {
           const u32 out = outs + i % OUTS * X::ROOM;

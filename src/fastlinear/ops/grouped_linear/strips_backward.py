@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from fastlinear.core.device import device_facts
-from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.grouped_linear import strips_backward_float32 as float32
@@ -21,6 +20,7 @@ from fastlinear.ops.grouped_linear import strips_tiles
 from fastlinear.ops.grouped_linear.one_pass import OnePass, gradients, row_stride
 from fastlinear.ops.grouped_linear.operands import Backward, Numbers
 from fastlinear.ops.grouped_linear.reference import Gradients, Needs
+from fastlinear.ops.grouped_linear.signs import Place, are_signs
 from fastlinear.ops.grouped_linear.strips_backward_config import (
     WORTH_PLAIN,
     StripsBackwardConfig,
@@ -56,6 +56,7 @@ def source(
     needs: Needs,
     config: StripsBackwardConfig,
     shared: bool = False,
+    signs: bool = False,
 ) -> str:
     """The complete CUDA C++ source of one specialisation."""
     macros = {
@@ -73,9 +74,10 @@ def source(
         "SERVICE_WARPS": service_warps(config),
         "REGISTERS": limit(config)[0] if service_warps(config) > 1 else 0,
         "SERVICE_REGISTERS": SERVICE_REGISTERS,
+        "SIGNS": int(signs),
         **{f"NEED_{name}": int(need) for name, need in zip(("DX", "DW", "DB"), needs, strict=True)},
     }
-    return source_of("strips_backward.cu", activation, macros)
+    return source_of("strips_backward.cu", activation, macros, ("strips_signs.h",))
 
 
 @cache
@@ -87,6 +89,7 @@ def _kernels(
     needs: Needs,
     config: Config,
     shared: bool,
+    signs: bool,
     device: int,
 ) -> tuple[driver.Kernel, driver.Kernel]:
     saved = activation != "none"
@@ -96,19 +99,19 @@ def _kernels(
         room = float32.shared_bytes(config, k, n, saved, needs)
     else:
         names = KERNEL, SUMS_KERNEL
-        text = source(dtype, k, n, activation, needs, config, shared)
-        room = shared_bytes(config, k, n, saved, needs)
+        text = source(dtype, k, n, activation, needs, config, shared, signs)
+        room = shared_bytes(config, k, n, saved, needs, signs)
     cubin = driver.compile_cubin(text, f"{names[0]}.cu", ARCH)
     sums = driver.Kernel(cubin, names[1], 0, device)
     return driver.Kernel(cubin, names[0], room, device), sums
 
 
 def _config(
-    dtype: torch.dtype, side: int, k: int, n: int, saved: bool, needs: Needs
+    dtype: torch.dtype, side: int, k: int, n: int, saved: Tensor | None, needs: Needs
 ) -> Config | None:
     if dtype is torch.float32:
-        return float32.float32_backward_config(k, n, saved, needs)
-    return strips_backward_config(side, k, n, saved, needs)
+        return float32.float32_backward_config(k, n, saved is not None, needs)
+    return strips_backward_config(side, k, n, saved is not None, needs, are_signs(saved))
 
 
 def reason_not(p: Problem) -> str | None:
@@ -122,13 +125,22 @@ def reason_not(p: Problem) -> str | None:
     if p.dtype == "float32" and m < float32.LEAST_TOKENS:
         return f"serves {float32.LEAST_TOKENS} tokens and more of float32, not {m}"
     side = side_by_side(p.option("order"), m, groups)
-    if _config(FLOAT_DTYPES[p.dtype], side, k, n, True, (True, True, True)) is None:
+    served = (
+        float32.float32_backward_config(k, n)
+        if p.dtype == "float32"
+        else strips_backward_config(side, k, n)
+    )
+    if served is None:
         return strips_tiles.no_strip(p)
     return None
 
 
 def serves(dy: Tensor, saved: Tensor | None, x: Tensor, weight: Tensor, order: str) -> bool:
     """Whether the kernel takes such tensors: tokens or groups first, rows at 16 bytes."""
+    if are_signs(saved):
+        if x.element_size() != SIZE:
+            return False
+        saved = None
     return (
         x.shape[0] == 1
         and (x.element_size() == SIZE or x.shape[1] >= float32.LEAST_TOKENS)
@@ -159,7 +171,8 @@ def backward(
         dy: (B, L, G, N); float32, bfloat16 or float16. What ``serves`` refuses goes to the Triton
             backend.
         saved: (B, L, G, N), dtype of dy: the output y for relu, leaky_relu, sigmoid and tanh, the
-            pre-activation for the others, None for ``"none"``.
+            pre-activation for the others, None for ``"none"``. Or in place of y for relu and
+            leaky_relu its signs, as ``signs.Place`` says.
         x: (B, L, G, K), dtype of dy.
         weight: (G, N, K), dtype of dy.
         activation: name of the activation.
@@ -177,11 +190,14 @@ def backward(
         saved = None
     if config is None:
         side = side_by_side(order, x.shape[1], groups)
-        config = _config(x.dtype, side, k, n, saved is not None, needs)
+        config = _config(x.dtype, side, k, n, saved, needs)
     empty = not x.numel() * dy.numel() or not any(needs)
     if config is None or empty or not serves(dy, saved, x, weight, order):
         from fastlinear.ops.grouped_linear import triton_backward
 
+        if saved is not None and are_signs(saved):
+            place = Place.of(saved, order, x.shape[1], groups, n)
+            saved = place.unpacked(saved, dy.dtype)
         return triton_backward.backward(dy, saved, x, weight, activation, needs, order)
     given = dy, saved, x, weight
     return gradients(StripsBackward, *given, activation, needs, order, config)
@@ -192,11 +208,11 @@ def backward_steps(call: Backward) -> Numbers | None:
     dy, saved, x, weight = call.tensors
     groups, n, k = weight.shape
     side = side_by_side(call.order, x.shape[1], groups)
-    config = _config(x.dtype, side, k, n, saved is not None, call.needs)
+    config = _config(x.dtype, side, k, n, saved, call.needs)
     if config is None or not any(call.needs) or not serves(dy, saved, x, weight, call.order):
         from fastlinear.ops.grouped_linear import triton_backward
 
-        return triton_backward.backward_steps(call)
+        return None if are_signs(saved) else triton_backward.backward_steps(call)
     plan = StripsBackward(*call.tensors, call.activation, call.needs, call.order, config)
     return plan.steps(call)
 
@@ -222,11 +238,12 @@ class StripsBackward(OnePass):
         _, m, groups, k = x.shape
         n = weight.shape[1]
         cut = Cut.of(order, m, groups, config.groups)
-        how = (activation, needs, config, cut.shared)
+        with_signs = are_signs(saved)
+        how = (activation, needs, config, cut.shared, with_signs)
         with driver.loading_allowed():
             kernel, sums = _kernels(x.dtype, k, n, *how, self._device)
         units = device_facts(x.device).units
-        worth = WORTH_PLAIN if saved is None else WORTH
+        worth = WORTH_PLAIN if saved is None or with_signs else WORTH
         shares, at_once, least = cut.p if cut.shared else 1, 2, LEAST_TILES
         if isinstance(config, Float32BackwardConfig):  # arithmetic wants all multiprocessors
             worth, shares, at_once, least = 1.0, config.teams, 4, float32.LEAST_TILES
@@ -237,7 +254,8 @@ class StripsBackward(OnePass):
             place = row_stride(t, dense), t.data_ptr(), self._device
             return cut.map(t.dtype, t.shape[3], *place)
 
-        maps = [tiles(dy), tiles(x if saved is None else saved), tiles(x), tiles(x, dense=True)]
+        numbers_saved = x if saved is None or with_signs else saved
+        maps = [tiles(dy), tiles(numbers_saved), tiles(x), tiles(x, dense=True)]
         whose = (cut.tiles, split.each, split.more)
         numbers = (cut.rows, groups, slots, *whose)
         self._prepare_pass(kernel, _threads(config), 1, split.blocks, maps, numbers)

@@ -14,6 +14,7 @@ from fastlinear.ops.grouped_linear.strips_tiles import (
     SWIZZLED,
     holds,
     launch_registers,
+    sign_bytes,
     tile_bytes,
     window,
 )
@@ -36,7 +37,7 @@ class StripsBackwardConfig:
         groups: groups of a strip, or tokens of a group where groups come first.
         parts: warps of a group.
         across: how many of them lie along the columns of dW; the others along its rows.
-        stages: tiles of dy, saved and x in shared memory.
+        stages: tiles of dy, of what was saved and of x in shared memory.
         outs: tiles of dx in shared memory.
         blocks: blocks of a multiprocessor.
     """
@@ -49,12 +50,16 @@ class StripsBackwardConfig:
     blocks: int = 1
 
 
-def shared_bytes(config: StripsBackwardConfig, k: int, n: int, saved: bool, needs: Needs) -> int:
-    """Dynamic shared memory of a block."""
+def shared_bytes(
+    config: StripsBackwardConfig, k: int, n: int, saved: bool, needs: Needs, signs: bool = False
+) -> int:
+    """Dynamic shared memory of a block; ``signs``: these alone were saved."""
     dy, x = (tile_bytes(config.groups * width) for width in (n, k))
-    stage = dy * (2 if saved else 1) + (x if needs[1] else 0)
+    stage = dy * (2 if saved and not signs else 1) + (x if needs[1] else 0)
     outs = config.outs * x if needs[0] else 0
-    return OVERHEAD + config.stages * stage + max(outs, _BEYOND)
+    of_signs = config.stages * sign_bytes(config.groups * n) if signs else 0
+    room = OVERHEAD + config.stages * stage + -(-of_signs // 1024) * 1024
+    return room + max(outs, _BEYOND)
 
 
 def registers(config: StripsBackwardConfig, k: int, n: int) -> int:
@@ -101,10 +106,15 @@ def reason_against(config: StripsBackwardConfig, side: int, k: int, n: int) -> s
 
 @lru_cache(maxsize=1024)
 def strips_backward_config(
-    side: int, k: int, n: int, saved: bool = True, needs: Needs = (True, True, True)
+    side: int,
+    k: int,
+    n: int,
+    saved: bool = True,
+    needs: Needs = (True, True, True),
+    signs: bool = False,
 ) -> StripsBackwardConfig | None:
     """The configuration for such groups of 16-bit numbers, ``side_by_side`` so many; None where
-    none serves."""
+    none serves. ``signs``: these alone were saved."""
     if max(k, n) > _MOST_FEATURES:
         return None
     widths = [p for p in (8, 4, 2, 1) if p * max(k, n) * SIZE <= _MOST_STRIP]
@@ -117,12 +127,12 @@ def strips_backward_config(
                     and reason_against(config, side, k, n) is None
                     and registers(config, k, n) <= limit(config)[0]
                 ):
-                    return _with_stages(config, k, n, saved, needs)
+                    return _with_stages(config, k, n, saved, needs, signs)
     return None
 
 
 def _with_stages(
-    config: StripsBackwardConfig, k: int, n: int, saved: bool, needs: Needs
+    config: StripsBackwardConfig, k: int, n: int, saved: bool, needs: Needs, signs: bool
 ) -> StripsBackwardConfig | None:
     """As many stages as shared memory holds.
 
@@ -132,11 +142,13 @@ def _with_stages(
     for made_outs, least in ((outs, 3), (config.outs, 2)):
         for stages in range(_MOST_STAGES, least - 1, -1):
             made = replace(config, stages=stages, outs=made_outs)
-            if fits(made, k, n, saved, needs):
+            if fits(made, k, n, saved, needs, signs):
                 return made
     return None
 
 
-def fits(config: StripsBackwardConfig, k: int, n: int, saved: bool, needs: Needs) -> bool:
+def fits(
+    config: StripsBackwardConfig, k: int, n: int, saved: bool, needs: Needs, signs: bool = False
+) -> bool:
     """Whether a multiprocessor's shared memory holds its blocks."""
-    return holds(shared_bytes(config, k, n, saved, needs), config.blocks)
+    return holds(shared_bytes(config, k, n, saved, needs, signs), config.blocks)

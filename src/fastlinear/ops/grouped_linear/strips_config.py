@@ -10,6 +10,7 @@ from fastlinear.ops.grouped_linear.strips_tiles import (
     SERVICE_REGISTERS,
     holds,
     launch_registers,
+    sign_bytes,
     tile_bytes,
     window,
 )
@@ -44,15 +45,16 @@ class StripsConfig:
         return 32 * (self.groups * self.parts + service_warps(self))
 
 
-def shared_bytes(config: StripsConfig, k: int, n: int, save_pre: bool) -> int:
+def shared_bytes(config: StripsConfig, k: int, n: int, save_pre: bool, signs: bool = False) -> int:
     """Dynamic shared memory of a block."""
     x, y = (tile_bytes(config.groups * width) for width in (k, n))
-    return OVERHEAD + config.stages * x + config.outs * y * (2 if save_pre else 1)
+    room = OVERHEAD + config.stages * x + config.outs * y * (2 if save_pre else 1)
+    return room + (config.outs * sign_bytes(config.groups * n) if signs else 0)
 
 
-def fits(config: StripsConfig, k: int, n: int, save_pre: bool) -> bool:
+def fits(config: StripsConfig, k: int, n: int, save_pre: bool, signs: bool = False) -> bool:
     """Whether a multiprocessor's shared memory holds its blocks."""
-    return holds(shared_bytes(config, k, n, save_pre), config.blocks)
+    return holds(shared_bytes(config, k, n, save_pre, signs), config.blocks)
 
 
 def registers(config: StripsConfig, k: int, n: int) -> int:
@@ -79,9 +81,11 @@ def limit(config: StripsConfig) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=1024)
-def strips_config(side: int, k: int, n: int, save_pre: bool) -> StripsConfig | None:
+def strips_config(
+    side: int, k: int, n: int, save_pre: bool, signs: bool = False
+) -> StripsConfig | None:
     """The configuration for such groups of 16-bit numbers, ``side_by_side`` so many; None where no
-    strip of them fits."""
+    strip of them fits. ``signs``: of y, too, are results."""
     sizes = [p for p in (1, 2, 4, 8) if side % p == 0 and p * k % 8 == 0 and p * n % 8 == 0]
     most = _WEIGHT_REGISTERS // (2 * -(-k // 16))  # each step takes two of a tile of 8 outputs
     if k % 2 or n % 2 or most < 1 or not sizes:
@@ -98,20 +102,22 @@ def strips_config(side: int, k: int, n: int, save_pre: bool) -> StripsConfig | N
                 if (
                     p * parts * blocks >= _GOOD_WARPS
                     and registers(config, k, n) <= limit(config)[0]
-                    and (made := _with_stages(config, k, n, save_pre)) is not None
+                    and (made := _with_stages(config, k, n, save_pre, signs)) is not None
                 ):
                     return made
     fewest = -(-tiles // most)
     parts = min(fewest, min(fewest + 1, tiles), key=lambda p: p * -(-tiles // p))
     if sizes[0] * parts > _MOST_WARPS:
         return None
-    return _with_stages(StripsConfig(sizes[0], parts), k, n, save_pre)
+    return _with_stages(StripsConfig(sizes[0], parts), k, n, save_pre, signs)
 
 
-def _with_stages(config: StripsConfig, k: int, n: int, save_pre: bool) -> StripsConfig | None:
+def _with_stages(
+    config: StripsConfig, k: int, n: int, save_pre: bool, signs: bool
+) -> StripsConfig | None:
     """As many stages as shared memory holds."""
     for stages, outs in _STAGES:
         made = replace(config, stages=stages, outs=outs)
-        if fits(made, k, n, save_pre):
+        if fits(made, k, n, save_pre, signs):
             return made
     return None

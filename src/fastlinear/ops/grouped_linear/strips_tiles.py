@@ -56,6 +56,11 @@ def tile_bytes(columns: int, size: int = SIZE) -> int:
     return -(-ROWS * columns * size // _STEP) * _STEP
 
 
+def sign_bytes(columns: int) -> int:
+    """A tile's signs."""
+    return ROWS * columns // 8
+
+
 class Cut(NamedTuple):
     """How (1, M, G, features) is cut into strips.
 
