@@ -11,6 +11,7 @@
 #include <vector>
 
 using std::max;
+using std::min;
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned long long u64;
@@ -29,6 +30,9 @@ struct float2 {
 };
 struct float4 {
   float x, y, z, w;
+};
+struct uint2 {
+  u32 x, y;
 };
 struct uint4 {
   u32 x, y, z, w;
