@@ -147,7 +147,16 @@ void wait() {
   }
 }
 
-void store_shared(u32 to, u16 v) { memcpy(shared_memory + to, &v, 2); }
+void __syncwarp() { meet_warp(); }
+
+u32 from_next_lane(u32 v) {
+  auto& all = exchange[current / 32];
+  all[current % 32][0] = v;
+  meet_warp();
+  const u32 found = all[min(current % 32 + 1, 31)][0];
+  meet_warp();
+  return found;
+}
 
 template <bool TURNED>
 void load_matrices(u32 (&v)[4], u32 from) {

@@ -41,9 +41,10 @@ class Tiles:
         return 32 * self.warps[0] * self.warps[1]
 
     def shared_bytes(self, derived: bool) -> int:
-        """Shared memory of a block: its stages, in which the sums lie afterwards."""
-        rows = self.rows * (2 if derived else 1)
-        return max(self.stages * (rows + self.cols) * 128, self.rows * (self.cols + 8) * 4)
+        """Shared memory of a block: its stages, in which the sums lie afterwards, and a word for
+        each line of them."""
+        lines = self.rows * (2 if derived else 1) + self.cols
+        return max(self.stages * lines * (128 + 4), self.rows * (self.cols + 8) * 4)
 
     def held(self, derived: bool) -> int:
         """Blocks that a multiprocessor holds."""

@@ -13,13 +13,14 @@ constexpr int PART_M = TILE_M / WARPS_M, PART_N = TILE_N / WARPS_N;  // of a war
 constexpr int FRAGMENTS_M = PART_M / 16, PAIRS_N = PART_N / 16;      // two fragments of b at once
 constexpr int A_BYTES = TILE_M * STEP * 2, B_BYTES = TILE_N * STEP * 2;
 constexpr int SAVED_AT = A_BYTES, B_AT = A_BYTES * (DERIVED ? 2 : 1), STAGE_BYTES = B_AT + B_BYTES;
+constexpr int SPARE_AT = STAGES * STAGE_BYTES;  // of each line of each stage the word behind it
 constexpr int PITCH = TILE_N + 8;  // of sums in shared memory: rows of a fragment share no bank
 
 struct Matrix {
   const Number* from;
   int rows, depth;
   int pitch;  // numbers from a line to the next
-  int unit;   // bytes of a copy
+  int unit;   // bytes of a copy; 2: words, which hold numbers of two lines
 };
 
 // Bytes that may be copied at once, of memory at addresses and distances of so many numbers, or'ed.
@@ -55,10 +56,85 @@ __device__ __forceinline__ void copy_tile(u32 tile, const Matrix& m, int row0, i
     const int line = line0 + piece.line, col = first + piece.byte / 2;
     const bool there = line < lines && col < width;
     const Number* from = there ? m.from + static_cast<u64>(line) * m.pitch + col : m.from;
-    if constexpr (BYTES == 2)
-      store_shared(tile + piece.place, there ? *from : static_cast<u16>(0));
-    else
-      copy_async<BYTES>(tile + piece.place, from, there ? BYTES : 0);
+    copy_async<BYTES>(tile + piece.place, from, there ? BYTES : 0);
+  }
+}
+
+// The word that holds a number.
+__device__ __forceinline__ const Number* even(const Number* from) {
+  return from - reinterpret_cast<u64>(from) / 2 % 2;
+}
+
+// Whether a line begins within a word, at its second number.
+__device__ __forceinline__ int begins_within(const Matrix& m, int line) {
+  return (reinterpret_cast<u64>(m.from) / 2 + static_cast<u64>(line) * m.pitch) % 2;
+}
+
+// The place of the word behind a line of a tile in shared memory.
+__device__ __forceinline__ u32 spare_of(u32 tile, u32 start, int line) {
+  return start + SPARE_AT + (tile - start) / (STEP * 2) * 4 + line * 4;
+}
+
+// The words that hold the numbers of a tile. Each warp brings the lines whose pieces of 16 bytes are
+// its own.
+template <bool TURNED, int TILE>
+__device__ __forceinline__ void copy_words(u32 tile, u32 start, const Matrix& m, int row0, int k0) {
+  typedef Piece<TURNED, TILE, 16> Here;
+  constexpr int WORDS = Here::LINE / 4, LINES = 128 / WORDS;  // lines of a warp at once
+  const int lines = TURNED ? m.depth : m.rows, width = TURNED ? m.rows : m.depth;
+  const int line0 = TURNED ? k0 : row0, first = TURNED ? row0 : k0;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const auto copy = [&](u32 to, int line, int word) {
+    const int within = begins_within(m, line), number = first + 2 * word - within;
+    const bool there = line < lines && max(number, first) < width && (word < WORDS || within);
+    const Number* from = there ? m.from + (static_cast<u64>(line) * m.pitch + number) : even(m.from);
+    copy_async<4>(to, from, there ? 4 : 0);
+  };
+#pragma unroll 1
+  for (int begin = warp * LINES; begin < Here::COUNT * 16 / Here::LINE; begin += WARPS * LINES) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int line = begin + i * 32 / WORDS, word = (i * 32 + lane) % WORDS, byte = word * 4;
+      copy(tile + line * Here::LINE + (byte / 16 ^ line % 8) * 16 + byte % 16, line0 + line, word);
+    }
+    if (lane < LINES) copy(spare_of(tile, start, begin + lane), line0 + begin + lane, WORDS);
+  }
+}
+
+// Those words moved to where the numbers of their lines belong, zeros behind the last.
+template <bool TURNED, int TILE>
+__device__ __forceinline__ void align_tile(unsigned char* memory, u32 at, const Matrix& m, int row0,
+                                           int k0) {
+  typedef Piece<TURNED, TILE, 16> Here;
+  constexpr int CHUNKS = Here::LINE / 16, BATCH = 4;
+  static_assert(Here::COUNT % (THREADS * BATCH) == 0, "whole batches");
+  const int width = TURNED ? m.rows : m.depth;
+  const int line0 = TURNED ? k0 : row0, first = TURNED ? row0 : k0;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < Here::COUNT; i += THREADS * BATCH) {
+    uint4 v[BATCH];
+    u32 spare[BATCH];
+#pragma unroll
+    for (int j = 0; j < BATCH; ++j) {
+      const Here piece(i + j * THREADS);
+      v[j] = *reinterpret_cast<const uint4*>(memory + at + piece.place);
+      spare[j] = *reinterpret_cast<const u32*>(memory + spare_of(at, 0, piece.line));
+    }
+#pragma unroll
+    for (int j = 0; j < BATCH; ++j) {
+      const Here piece(i + j * THREADS);
+      const u32 beside = from_next_lane(v[j].x);
+      const u32 behind = piece.byte / 16 == CHUNKS - 1 ? spare[j] : beside;
+      const bool within = begins_within(m, line0 + piece.line);
+      const int left = width - first - piece.byte / 2;
+      const auto word = [&](u32 low, u32 high, int number) {
+        const u32 both = within ? low >> 16 | high << 16 : low;
+        return number + 1 < left ? both : number < left ? both & 0xffffu : 0u;
+      };
+      *reinterpret_cast<uint4*>(memory + at + piece.place) = {
+          word(v[j].x, v[j].y, 0), word(v[j].y, v[j].z, 2), word(v[j].z, v[j].w, 4),
+          word(v[j].w, behind, 6)};
+    }
   }
 }
 
@@ -70,17 +146,13 @@ __device__ __forceinline__ u32 derived_pair(u32 dy, u32 saved) {
               derived(wide(static_cast<u16>(dy >> 16)), high));
 }
 
-template <int BYTES>
+template <bool WIDE>
 struct Unit {
   typedef u32 Type;
 };
 template <>
-struct Unit<16> {
+struct Unit<true> {
   typedef uint4 Type;
-};
-template <>
-struct Unit<2> {
-  typedef u16 Type;
 };
 
 __device__ __forceinline__ uint4 derived_unit(uint4 dy, uint4 saved) {
@@ -88,9 +160,6 @@ __device__ __forceinline__ uint4 derived_unit(uint4 dy, uint4 saved) {
           derived_pair(dy.w, saved.w)};
 }
 __device__ __forceinline__ u32 derived_unit(u32 dy, u32 saved) { return derived_pair(dy, saved); }
-__device__ __forceinline__ u16 derived_unit(u16 dy, u16 saved) {
-  return static_cast<u16>(derived_pair(dy, saved));
-}
 
 // act' applied to those numbers of dy's tile that this thread has brought, which it sees first: several
 // at a time, all read before the first is written. They are written to `out` as well, (depth, rows),
@@ -99,7 +168,7 @@ template <bool TURNED, int TILE, int BYTES>
 __device__ __forceinline__ void derive_tile(unsigned char* tile, const Matrix& m, int row0, int k0,
                                             Number* out) {
   typedef Piece<TURNED, TILE, BYTES> Here;
-  typedef typename Unit<BYTES>::Type Type;
+  typedef typename Unit<BYTES == 16>::Type Type;
   constexpr int EACH = Here::COUNT / THREADS;
   constexpr int BATCH = ACT == RELU || ACT == LEAKY_RELU ? (EACH < 4 ? EACH : 4) : 1;
   static_assert(Here::COUNT % (THREADS * BATCH) == 0, "whole batches");
@@ -119,32 +188,37 @@ __device__ __forceinline__ void derive_tile(unsigned char* tile, const Matrix& m
       *reinterpret_cast<Type*>(tile + piece.place) = dy[j];
       if (MODE == 2 && out) {
         const int line = k0 + piece.line, col = row0 + piece.byte / 2;
-        if (line < m.depth && col < m.rows)
-          *reinterpret_cast<Type*>(out + static_cast<u64>(line) * m.rows + col) = dy[j];
+        Number* to = out + (static_cast<u64>(line) * m.rows + col);
+        if (line >= m.depth || col >= m.rows) continue;
+        if (BYTES == 4 || m.unit == 16) {
+          *reinterpret_cast<Type*>(to) = dy[j];
+          continue;
+        }
+        const Number* numbers = reinterpret_cast<const Number*>(tile + piece.place);
+        for (int n = 0; n < 8; ++n)
+          if (col + n < m.rows) to[n] = numbers[n];
       }
     }
   }
 }
 
 template <bool TURNED, int TILE>
-__device__ __forceinline__ void fetch(u32 tile, const Matrix& m, int row0, int k0) {
+__device__ __forceinline__ void fetch(u32 tile, u32 start, const Matrix& m, int row0, int k0) {
   if (m.unit == 16)
     copy_tile<TURNED, TILE, 16>(tile, m, row0, k0);
   else if (m.unit == 4)
     copy_tile<TURNED, TILE, 4>(tile, m, row0, k0);
   else
-    copy_tile<TURNED, TILE, 2>(tile, m, row0, k0);
+    copy_words<TURNED, TILE>(tile, start, m, row0, k0);
 }
 
 template <bool TURNED, int TILE>
 __device__ __forceinline__ void derive(unsigned char* tile, const Matrix& m, int row0, int k0,
                                        Number* out) {
-  if (m.unit == 16)
-    derive_tile<TURNED, TILE, 16>(tile, m, row0, k0, out);
-  else if (m.unit == 4)
+  if (m.unit == 4)
     derive_tile<TURNED, TILE, 4>(tile, m, row0, k0, out);
   else
-    derive_tile<TURNED, TILE, 2>(tile, m, row0, k0, out);
+    derive_tile<TURNED, TILE, 16>(tile, m, row0, k0, out);
 }
 
 // 16 rows from `row` and 16 numbers of the depth from `k` as four matrices: those of k to k + 8 first
@@ -168,7 +242,7 @@ template <int COUNT>
 __device__ __forceinline__ void finish(const float* sums, const Number* bias, Number* c, Number* pre,
                                        int rows, int cols, int pitch) {
   constexpr int PIECES = TILE_N / COUNT, WORDS = (COUNT + 1) / 2;
-#pragma unroll 1
+#pragma unroll COUNT == 1 && TILE_N < 128 ? 4 : 1
   for (int i = threadIdx.x; i < TILE_M * PIECES; i += THREADS) {
     const int row = i / PIECES, col = i % PIECES * COUNT;
     if (row >= rows || col >= cols) continue;
@@ -228,9 +302,9 @@ unequal_linear(const __grid_constant__ Groups groups, int count) {
     if (step < steps) {
       const u32 stage = start + step % STAGES * STAGE_BYTES;
       const int k0 = (step0 + step) * STEP;
-      fetch<A_TURNED, TILE_M>(stage, a, row0, k0);
-      if (DERIVED) fetch<A_TURNED, TILE_M>(stage + SAVED_AT, saved, row0, k0);
-      fetch<B_TURNED, TILE_N>(stage + B_AT, b, col0, k0);
+      fetch<A_TURNED, TILE_M>(stage, start, a, row0, k0);
+      if (DERIVED) fetch<A_TURNED, TILE_M>(stage + SAVED_AT, start, saved, row0, k0);
+      fetch<B_TURNED, TILE_N>(stage + B_AT, start, b, col0, k0);
     }
     commit();
   };
@@ -242,12 +316,17 @@ unequal_linear(const __grid_constant__ Groups groups, int count) {
   for (int step = 0; step < STAGES - 1; ++step) bring(step);
   for (int step = 0; step < steps; ++step) {
     wait<STAGES - 2>();
-    if (DERIVED)
-      derive<A_TURNED, TILE_M>(memory + step % STAGES * STAGE_BYTES, a, row0, (step0 + step) * STEP,
-                               out);
+    const int at = step % STAGES * STAGE_BYTES, k0 = (step0 + step) * STEP;
+    if (a.unit == 2 || b.unit == 2) __syncwarp();
+    if (a.unit == 2) {
+      align_tile<A_TURNED, TILE_M>(memory, at, a, row0, k0);
+      if (DERIVED) align_tile<A_TURNED, TILE_M>(memory, at + SAVED_AT, saved, row0, k0);
+    }
+    if (b.unit == 2) align_tile<B_TURNED, TILE_N>(memory, at + B_AT, b, col0, k0);
+    if (DERIVED) derive<A_TURNED, TILE_M>(memory + at, a, row0, k0, out);
     __syncthreads();
     bring(step + STAGES - 1);
-    const u32 stage = start + step % STAGES * STAGE_BYTES;
+    const u32 stage = start + at;
     float some[FRAGMENTS_M][2] = {};
 #pragma unroll
     for (int k = 0; k < STEP; k += 16) {
