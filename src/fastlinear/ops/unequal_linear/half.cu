@@ -106,7 +106,7 @@ template <bool TURNED, int TILE>
 __device__ __forceinline__ void align_tile(unsigned char* memory, u32 at, const Matrix& m, int row0,
                                            int k0) {
   typedef Piece<TURNED, TILE, 16> Here;
-  constexpr int CHUNKS = Here::LINE / 16, BATCH = 4;
+  constexpr int CHUNKS = Here::LINE / 16, BATCH = TILE_N == 128 && BLOCKS == 2 ? 1 : 4;  // registers
   static_assert(Here::COUNT % (THREADS * BATCH) == 0, "whole batches");
   const int width = TURNED ? m.rows : m.depth;
   const int line0 = TURNED ? k0 : row0, first = TURNED ? row0 : k0;
