@@ -11,6 +11,7 @@
 #include <vector>
 
 using std::max;
+using std::min;
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned long long u64;
@@ -29,6 +30,9 @@ struct float2 {
 };
 struct float4 {
   float x, y, z, w;
+};
+struct uint2 {
+  u32 x, y;
 };
 struct uint4 {
   u32 x, y, z, w;
@@ -143,7 +147,16 @@ void wait() {
   }
 }
 
-void store_shared(u32 to, u16 v) { memcpy(shared_memory + to, &v, 2); }
+void __syncwarp() { meet_warp(); }
+
+u32 from_next_lane(u32 v) {
+  auto& all = exchange[current / 32];
+  all[current % 32][0] = v;
+  meet_warp();
+  const u32 found = all[min(current % 32 + 1, 31)][0];
+  meet_warp();
+  return found;
+}
 
 template <bool TURNED>
 void load_matrices(u32 (&v)[4], u32 from) {

@@ -17,9 +17,9 @@ from fastlinear.core.compare import judge
 from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.ops.common import cuda_driver
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
-from fastlinear.ops.unequal_linear import cuda, op, programs
+from fastlinear.ops.unequal_linear import compiled, op, programs
 from fastlinear.ops.unequal_linear.autograd import Formula, recorded
-from fastlinear.ops.unequal_linear.config import OFFERED
+from fastlinear.ops.unequal_linear.config import OFFERED, PLAIN
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -175,7 +175,7 @@ def test_calls_that_come_again_need_no_python(
 @on_gpu
 @pytest.mark.gpu
 def test_more_groups_than_a_launch_takes_and_weights_that_move() -> None:
-    sizes = tuple((1 + g % 5, 3 + g % 7, 2 + g % 4) for g in range(2 * cuda.MAX_GROUPS + 3))
+    sizes = tuple((1 + g % 5, 3 + g % 7, 2 + g % 4) for g in range(2 * compiled.MAX_GROUPS + 3))
     for _ in range(2):
         lists = drawn(torch.float32, sizes)
         found, expected = together(*lists, "relu"), op.loop(*lists, "relu")
@@ -286,12 +286,15 @@ def test_kernels_compile_without_spilling(arch: str, tmp_path: Path) -> None:
         for pitched in (False, True)
         for dtype in (torch.bfloat16, torch.float32)
         for mode in range(3)
-        for tiles in OFFERED[mode][: 3 if dtype is torch.bfloat16 else 1]
-        for activation in ("none", "gelu")
+        for activation in ("none", "relu", "gelu")
+        for tiles in (PLAIN if (mode, activation) == (1, "none") else OFFERED[mode])[
+            : 3 if dtype is torch.bfloat16 else 1
+        ]
+        if mode or activation != "relu"
     ]
     for dtype, mode, activation, tiles, pitched in specialised:
         save_pre = mode == 0 and activation == "gelu"
-        text = cuda.source(dtype, mode, activation, save_pre, tiles, pitched=pitched)
+        text = compiled.source(dtype, mode, activation, save_pre, tiles, pitched=pitched)
         cubin = tmp_path / "kernel.cubin"
         cubin.write_bytes(cuda_driver.compile_cubin(text, "half.cu", arch))
         told = subprocess.run(

@@ -9,6 +9,7 @@ import ctypes
 import shutil
 import subprocess
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,22 @@ from torch import Tensor
 from fastlinear.core.compare import judge
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common import door, door_node
-from fastlinear.ops.unequal_linear import autograd, cuda, op, programs
+from fastlinear.ops.unequal_linear import autograd, compiled, cuda, launches, op, programs
 from fastlinear.ops.unequal_linear.config import (
     FORWARD,
+    GRAD_INPUT,
     GRAD_WEIGHT,
     MIDDLE,
     OFFERED,
+    PLAIN,
+    SINGLE,
     SMALL,
+    Choice,
     Tiles,
-    tiles_of,
+    choice_of,
+    largest_first,
 )
+from fastlinear.ops.unequal_linear.launches import Kind
 
 if not shutil.which("g++"):
     pytest.skip("needs a C++ compiler", allow_module_level=True)
@@ -51,7 +58,6 @@ extern "C" void launch(const void* groups, int count, int blocks) {
   run_blocks(blocks, body);
 }
 """
-Call = tuple[int, str, bool]
 
 
 class Emulated:
@@ -74,7 +80,7 @@ class Emulated:
 
 
 LAUNCHES: list[Emulated] = []
-TILES: list[Tiles] = []
+CHOICE: list[Choice] = []
 
 
 @ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
@@ -90,40 +96,38 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     empty = torch.empty
     here = str(Path(__file__).with_name("emulated.h"))
 
-    def kernel(call: Call, dtype: torch.dtype, tiles: Tiles, places: int, pitched: bool) -> Any:
-        key = call, dtype, tiles, places, pitched
+    def loaded(kind: Kind, places: int, device: int | None) -> Any:
+        key = kind.call, kind.dtype, kind.choice.tiles, places, kind.pitches is not None
         if key not in kernels:
-            mode, activation, save_pre = call
-            headers = (here, "groups.h")
-            rest = (mode, activation, save_pre, tiles, places, pitched)
+            headers = (here, "groups.h", "shares.h")
+            rest = (*kind.call, kind.choice.tiles, places, kind.pitches is not None)
             path = tmp_path / f"{len(kernels)}.cpp"
-            path.write_text(cuda.source(dtype, *rest, headers=headers) + _MAIN)
+            path.write_text(compiled.source(kind.dtype, *rest, headers=headers) + _MAIN)
             built = path.with_suffix(".so")
             command = ["g++", "-O1", "-std=c++17", "-w", "-shared", "-fPIC"]
             subprocess.run([*command, "-o", built, path], check=True)
             kernels[key] = ctypes.CDLL(str(built))
         return kernels[key]
 
-    def parts(call: Call, dtype: torch.dtype, sizes: Any, pitches: Any, *_: Any) -> tuple[Any, ...]:
-        tiles = cuda._SINGLE if dtype is torch.float32 else TILES[-1]
-        made = kernel(call, dtype, tiles, 32, pitches is not None)
-        which = cuda.largest_first(sizes, call[0])
-        return (cuda._Part(made, which, sizes, pitches, tiles, 32),)
+    def choice(_sizes: Any, mode: int, _derived: bool, dtype: torch.dtype, _: Any) -> Choice:
+        tiles = SINGLE if dtype is torch.float32 else CHOICE[-1].tiles
+        return Choice(tiles, CHOICE[-1].steps if mode == GRAD_WEIGHT else None)
 
     def unknown(*given: Any, **named: Any) -> Tensor:
         return empty(*given, **named).fill_(float("nan"))
 
-    TILES[:] = [SMALL]
-    cuda._kept_parts.cache_clear()
+    CHOICE[:] = [Choice(SMALL)]
+    launches.kept_parts.cache_clear()
     for name in ("Launch", "make_current"):
-        monkeypatch.setattr(cuda.driver, name, Emulated if name == "Launch" else lambda _: None)
+        monkeypatch.setattr(launches.driver, name, Emulated if name == "Launch" else lambda _: None)
     for module in (autograd, programs):
         monkeypatch.setattr(module, "kernels", lambda _: cuda)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     monkeypatch.setattr(torch, "empty", unknown)
-    monkeypatch.setattr(cuda, "_parts", parts)
+    monkeypatch.setattr(launches, "_loaded", loaded)
+    monkeypatch.setattr(cuda, "_choice", choice)
     yield
-    cuda._kept_parts.cache_clear()
+    launches.kept_parts.cache_clear()
     LAUNCHES.clear()
 
 
@@ -170,7 +174,7 @@ def check(dtype: torch.dtype, activation: str, sizes: Any = SIZES) -> None:
 @pytest.mark.parametrize("activation", ["none", "gelu"])
 @pytest.mark.parametrize("tiles", OFFERED[0] + OFFERED[2][2:], ids=lambda t: f"{t.rows}x{t.cols}")
 def test_tiles(tiles: Tiles, activation: str, emulated: None) -> None:
-    TILES[:] = [tiles]
+    CHOICE[:] = [Choice(tiles, 1)]
     check(torch.bfloat16, activation)
 
 
@@ -179,6 +183,64 @@ def test_tiles(tiles: Tiles, activation: str, emulated: None) -> None:
 )
 def test_dtypes(dtype: torch.dtype, activation: str, emulated: None) -> None:
     check(dtype, activation)
+
+
+PARTS = ((300, 24, 10), (129, 9, 7), (64, 8, 8), (0, 5, 6), (200, 0, 3), (65, 130, 72), (5, 8, 0))
+
+
+def gradients(dtype: torch.dtype, activation: str, wanted: str) -> list[Tensor | None]:
+    """Of the inputs, weights and biases whose letters are in ``wanted``."""
+    formula = autograd.Formula(activation)
+    torch.manual_seed(2)
+    xs, weights, _ = drawn(dtype, PARTS)
+    biases = [torch.randn(n).to(dtype) for *_, n in PARTS]
+    with torch.no_grad():
+        ys, pre = formula.forward(xs, weights, biases)
+        kept = [pre] if formula.keeps == "pre" else ys
+        dys = [torch.randn_like(y) for y in ys]
+        needs = [letter in wanted for letter in "xwb" for _ in PARTS]
+        return list(formula.gradients(dys, [*xs, *weights, *biases], kept, needs))  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("activation", ["none", "relu"])
+def test_parts_of_the_rows(
+    activation: str, dtype: torch.dtype, emulated: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows divided among blocks: the oracle's numbers whatever is wanted, the same every time, and
+    bit for bit the same in several launches."""
+    CHOICE[:] = [Choice(SMALL, 2)]
+    check(dtype, activation, PARTS)
+    CHOICE[:] = [Choice(SMALL, 1)]
+    check(dtype, activation, PARTS)
+    everything = gradients(dtype, activation, "xwb")
+    count = len(PARTS)
+    monkeypatch.setattr(launches, "MAX_GROUPS", 3)
+    launches.kept_parts.cache_clear()
+    for wanted in ("xwb", "x", "w", "b", "xb"):
+        launched = len(LAUNCHES)
+        found = gradients(dtype, activation, wanted)
+        for i, (one, other) in enumerate(zip(found, everything, strict=True)):
+            assert (one is None) == ("xwb"[i // count] not in wanted)
+            assert one is None or (other is not None and torch.equal(one, other))
+        # of the forward, of six groups with dW and four with shares, of five with dx
+        assert len(LAUNCHES) - launched <= 2 + 2 + 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_gradients_of_the_pre_activations_once_or_twice(
+    dtype: torch.dtype, emulated: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read where the launch of dW has left them, or derived anew: bit for bit the same."""
+    for activation in ("relu", "gelu"):
+        once = gradients(dtype, activation, "xwb")
+        twice = partial(cuda.backward, choices=cuda.Choices(once=False))
+        with monkeypatch.context() as patched:
+            patched.setattr(cuda, "backward", twice)
+            for one, other in zip(once, gradients(dtype, activation, "xwb"), strict=True):
+                assert one is not None
+                assert other is not None
+                assert torch.equal(one, other)
 
 
 def test_views_that_begin_anywhere(emulated: None) -> None:
@@ -265,7 +327,8 @@ def test_programs(activation: str) -> None:
     """Through the door the same kernels compute on the same memory: bit for bit."""
     table = door.table("unequal_linear.test")
     assert table is not None
-    sizes = tuple((min(m, 5), min(k, 40), min(n, 40)) for m, k, n in SIZES)
+    sizes = (*((min(m, 5), min(k, 40), min(n, 40)) for m, k, n in SIZES), (130, 9, 10))
+    CHOICE[:] = [Choice(SMALL, 1)]
     for dtype in (torch.bfloat16, torch.float32):
         xs, weights, biases = drawn(dtype, sizes)
         xs[0] = xs[0].detach().t().contiguous().t().requires_grad_()
@@ -303,11 +366,30 @@ def test_programs(activation: str) -> None:
     table.clear()
 
 
-def test_tiles_are_large_where_they_fill_the_chip_only() -> None:
-    for mode, offered in OFFERED.items():
-        assert tiles_of(((64, 64, 64),) * 26, 132, mode) is SMALL
-        assert tiles_of(((2048, 256, 256),) * 26, 132, mode) is offered[2]
-        assert tiles_of(((8192, 40, 256),) * 26, 132, mode) in (SMALL, MIDDLE)
+def test_choice() -> None:
+    """Large tiles where they fill the chip only; parts of the rows where tiles alone do not."""
+    for mode in (FORWARD, GRAD_INPUT, GRAD_WEIGHT):
+        for derived in (False, True):
+            offered = PLAIN if mode == GRAD_INPUT and not derived else OFFERED[mode]
+            turned = mode == GRAD_WEIGHT
+
+            def choice(m: int, n: int, k: int, mode: int = mode, derived: bool = derived) -> Choice:
+                sizes = ((n, k, m) if turned else (m, n, k),) * 26  # noqa: B023
+                return choice_of(sizes, 132, mode, derived)
+
+            assert choice(64, 64, 64).tiles is offered[0]
+            assert choice(2048, 256, 256).tiles is offered[2]
+            if not turned:
+                assert choice(8192, 40, 256).tiles in (SMALL, MIDDLE)
+            else:
+                assert choice(64, 64, 64).steps is None
+                for single in (False, True):
+                    few = choice_of(((64, 64, 4096),), 132, mode, derived, single)
+                    assert few.parts(4096) >= 16
+    assert [Choice(SMALL, 3).parts(m) for m in (0, 1, 192, 193, 256, 449)] == [1, 1, 1, 2, 2, 3]
+    assert Choice(SMALL).parts(10**6) == 1
+    assert [Choice(SMALL, 4).parts(64 * steps) for steps in (5, 9, 13)] == [2, 3, 4]
     sizes = ((1, 2, 3), (0, 2, 9), (1, 1, 5), (1, 0, 7))
-    assert cuda.largest_first(sizes, FORWARD) == [2, 0]
-    assert cuda.largest_first(sizes, GRAD_WEIGHT) == [3, 2, 0]  # for db
+    assert largest_first(sizes, FORWARD) == [2, 0]
+    assert largest_first(sizes, GRAD_WEIGHT) == [3, 2, 0]  # for db
+    assert largest_first(sizes, GRAD_WEIGHT, [1, 1, 1, 7]) == [2, 0, 3]

@@ -1,8 +1,12 @@
 // What the kernels of layers of unequal sizes share: groups, activations.
 //
 // MODE 0: c = act(a b^T + bias), with the pre-activation where SAVE_PRE; a is x, b is W
-// MODE 1: c = d b, d = dy act'(saved); a is dy, b is W: dx
-// MODE 2: c = d^T b, d as above, and its sums over tokens; a is dy, b is x: dW and db
+// MODE 1: c = d b, d = dy act'(saved); a is dy, b is W: dx; and what shares of dW and db add up to
+// MODE 2: c = d^T b, d as above, and its sums over tokens; a is dy, b is x: dW and db; d is written
+//         where there is room for it, so that MODE 1 can read it as its a
+//
+// MODE 2 divides tokens among `parts` blocks a tile. Where there are several each leaves a share in
+// float32, of dW (rows, cols) and of db, and the launch of MODE 1 behind adds them up in order.
 //
 // All matrices are dense; where PITCHED, of x and dy only rows are. A block computes one tile of one
 // group; tiles are numbered through all groups, and a launch carries the groups' pointers and sizes
@@ -23,13 +27,25 @@ typedef float Number;
 typedef u16 Number;
 #endif
 
+// Groups whose shares are added up.
+struct Shares {
+  u64 from[GROUPS], dw[GROUPS], db[GROUPS];  // addresses, 0 for none
+  int rows[GROUPS], cols[GROUPS], parts[GROUPS];
+  int first[GROUPS];  // block
+};
+
 struct Groups {
-  u64 a[GROUPS], saved[GROUPS], b[GROUPS], bias[GROUPS];  // addresses, 0 for none
-  u64 c[GROUPS], more[GROUPS];                            // results; the pre-activation, or db
+  u64 a[GROUPS], saved[GROUPS], b[GROUPS], bias[GROUPS];  // addresses, 0 for none; bias: or of d
+  u64 c[GROUPS], more[GROUPS];  // results, or shares of parts; the pre-activation, or db
   int rows[GROUPS], cols[GROUPS], depth[GROUPS];
   int first[GROUPS];  // tile
+  int parts[GROUPS];  // of the depth
 #if PITCHED
   int a_pitch[GROUPS], b_pitch[GROUPS];  // numbers from a row to the next
+#endif
+#if MODE == 1
+  Shares shares;
+  int shared, tiles;  // how many of them, and how many blocks there are in front of theirs
 #endif
 };
 
@@ -40,7 +56,8 @@ struct Groups {
 #endif
 
 // The last group whose first tile is not past this block's.
-__device__ __forceinline__ int group_of(const Groups& groups, int count, int block) {
+template <class Table>
+__device__ __forceinline__ int group_of(const Table& groups, int count, int block) {
   int low = 0, high = count;
   while (high - low > 1) {
     const int middle = (low + high) / 2;
@@ -57,6 +74,15 @@ __device__ __forceinline__ const Number* at(u64 address) {
 }
 
 __device__ __forceinline__ Number* to(u64 address) { return reinterpret_cast<Number*>(address); }
+
+// Numbers of a share: of dW, and of db behind it, each in whole 16 bytes.
+__device__ __forceinline__ u64 share_of_dw(int rows, int cols) {
+  return (static_cast<u64>(rows) * cols + 3) / 4 * 4;
+}
+
+__device__ __forceinline__ u64 share_of(int rows, int cols) {
+  return share_of_dw(rows, cols) + (rows + 3) / 4 * 4;
+}
 
 __device__ __forceinline__ float logistic(float v) { return 1.0f / (1.0f + expf(-v)); }
 

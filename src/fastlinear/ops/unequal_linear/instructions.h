@@ -49,9 +49,8 @@ __device__ __forceinline__ void wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-__device__ __forceinline__ void store_shared(u32 to, u16 v) {
-  asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(v) : "memory");
-}
+// v of the next lane; of no meaning in the last.
+__device__ __forceinline__ u32 from_next_lane(u32 v) { return __shfl_down_sync(0xffffffffu, v, 1); }
 
 // Four matrices of 8 x 8, whose rows of 16 bytes lanes 0 to 7, 8 to 15, ... point at.
 template <bool TURNED>

@@ -1,8 +1,9 @@
 // Products of many groups of unequal sizes in one launch, float32, for sm_80 and later: plain
-// arithmetic. Behind instructions.h and groups.h; tiles of 64 x 64.
+// arithmetic. Behind instructions.h, groups.h and shares.h; tiles of 64 x 64.
 
 constexpr int TILE = 64, WORDS = 16, PITCH = WORDS + 4;  // pitch: 8 rows share no bank
 constexpr int THREADS = 128, EACH = TILE * WORDS / THREADS;
+constexpr int STEP = 64;  // parts of the depth are multiples of it
 static_assert(TILE_M == TILE && TILE_N == TILE, "what a block computes");
 
 // A number of row `row` and place `k` along the depth; 0 outside. A matrix is (rows, depth), or
@@ -29,7 +30,7 @@ struct Tile {
 template <bool TURNED, bool CHANGED>
 __device__ __forceinline__ void fetch_tile(Tile& tile, const Number* from, const Number* saved,
                                            int rows, int depth, int pitch, int row0, int k0,
-                                           double* sum) {
+                                           double* sum, Number* out) {
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
     int row, word;
@@ -40,6 +41,8 @@ __device__ __forceinline__ void fetch_tile(Tile& tile, const Number* from, const
                                    k0 + word));
     tile.word[i] = v;
     if (CHANGED && MODE == 2) *sum += v;
+    if (CHANGED && DERIVED && MODE == 2 && out && row0 + row < rows && k0 + word < depth)
+      out[static_cast<u64>(k0 + word) * rows + row0 + row] = v;
   }
 }
 
@@ -57,13 +60,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 unequal_linear(const __grid_constant__ Groups groups, int count) {
   __shared__ __align__(16) float a_tile[TILE][PITCH];
   __shared__ __align__(16) float b_tile[TILE][PITCH];
+#if MODE == 1
+  const int behind = static_cast<int>(blockIdx.x) - groups.tiles;
+  if (behind >= 0) return add_shares<THREADS>(groups.shares, groups.shared, behind);
+#endif
   const int g = group_of(groups, count, blockIdx.x);
   const int rows = groups.rows[g], cols = groups.cols[g], depth = groups.depth[g];
-  const int across = max(1, (cols + TILE - 1) / TILE), tile = blockIdx.x - groups.first[g];
+  const int across = max(1, (cols + TILE - 1) / TILE), down = (rows + TILE - 1) / TILE;
+  const int number = blockIdx.x - groups.first[g], parts = MODE == 2 ? groups.parts[g] : 1;
+  const int part = MODE == 2 ? number / (across * down) : 0, tile = number - part * across * down;
   const int row0 = tile / across * TILE, col0 = tile % across * TILE;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int row_w = warp / 2 * 32, col_w = warp % 2 * 32;
 
+  const int steps = (depth + STEP - 1) / STEP, each = (steps + parts - 1) / parts * STEP;
+  const int from = min(depth, part * each), end = MODE == 2 ? min(depth, from + each) : depth;
+  Number* const out = MODE == 2 && DERIVED && col0 == 0 ? to(groups.bias[g]) : nullptr;
   const int a_pitch = PITCH_OF(a, A_TURNED ? rows : depth);
   const int b_pitch = PITCH_OF(b, B_TURNED ? cols : depth);
 
@@ -71,17 +83,18 @@ unequal_linear(const __grid_constant__ Groups groups, int count) {
   double sum = 0.0;  // many numbers, of which little may be left
   Tile a, b;
   const auto fetch_both = [&](int k) {
-    fetch_tile<A_TURNED, MODE != 0>(a, at(groups.a[g]), at(groups.saved[g]), rows, depth, a_pitch, row0,
-                                    k, &sum);
-    fetch_tile<B_TURNED, false>(b, at(groups.b[g]), nullptr, cols, depth, b_pitch, col0, k, nullptr);
+    fetch_tile<A_TURNED, MODE != 0>(a, at(groups.a[g]), at(groups.saved[g]), rows, end, a_pitch, row0,
+                                    k, &sum, out);
+    fetch_tile<B_TURNED, false>(b, at(groups.b[g]), nullptr, cols, end, b_pitch, col0, k, nullptr,
+                                nullptr);
   };
-  fetch_both(0);
-  for (int k = 0; k < depth; k += WORDS) {
+  fetch_both(from);
+  for (int k = from; k < end; k += WORDS) {
     __syncthreads();
     store_tile<A_TURNED>(a_tile, a);
     store_tile<B_TURNED>(b_tile, b);
     __syncthreads();
-    if (k + WORDS < depth) fetch_both(k + WORDS);
+    if (k + WORDS < end) fetch_both(k + WORDS);
     float part[32] = {};  // sums of sums: their error grows with fewer terms
 #pragma unroll
     for (int w = 0; w < WORDS; w += 4) {
@@ -108,6 +121,7 @@ unequal_linear(const __grid_constant__ Groups groups, int count) {
     for (int i = 0; i < 32; ++i) acc[i] += part[i];
   }
 
+  const u64 share = MODE == 2 && parts > 1 ? part * share_of(rows, cols) : 0;
 #pragma unroll
   for (int i = 0; i < 32; ++i) {
     const int row = row0 + row_w + lane / 4 + 8 * (i / 8);
@@ -120,7 +134,7 @@ unequal_linear(const __grid_constant__ Groups groups, int count) {
         if (SAVE_PRE) to(groups.more[g])[place] = v;
         v = activated(v);
       }
-      to(groups.c[g])[place] = v;
+      to(groups.c[g])[share + place] = v;
     }
   }
 
@@ -130,8 +144,8 @@ unequal_linear(const __grid_constant__ Groups groups, int count) {
     sums[threadIdx.x] = sum;
     __syncthreads();
     const int row = row0 + threadIdx.x;
+    Number* db = parts > 1 ? to(groups.c[g]) + share + share_of_dw(rows, cols) : to(groups.more[g]);
     if (threadIdx.x < TILE && row < rows)
-      to(groups.more[g])[row] =
-          static_cast<float>(sums[threadIdx.x] + sums[threadIdx.x + TILE]);
+      db[row] = static_cast<float>(sums[threadIdx.x] + sums[threadIdx.x + TILE]);
   }
 }

@@ -1,0 +1,77 @@
+"""The kernels of layers of unequal sizes as text, and loaded: ``half.cu`` for 16-bit dtypes,
+``single.cu`` for float32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from fastlinear.ops.common import cuda_driver as driver
+from fastlinear.ops.unequal_linear.config import FORWARD, SINGLE, SMALL, Tiles
+
+MAX_GROUPS = 240
+"""Groups of one launch; more take several."""
+KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+_ACTIVATIONS = (
+    *("none", "relu", "relu2", "silu", "gelu", "gelu_tanh", "sigmoid", "tanh"),
+    *("quick_gelu", "leaky_relu"),
+)
+_HEADERS = ("instructions.h", "groups.h", "shares.h")
+_KERNEL = "unequal_linear"
+
+
+def source(
+    dtype: torch.dtype,
+    mode: int,
+    activation: str,
+    save_pre: bool,
+    tiles: Tiles = SMALL,
+    places: int = MAX_GROUPS,
+    pitched: bool = False,
+    *,
+    headers: Sequence[str] = _HEADERS,
+) -> str:
+    """The complete CUDA C++ source of one specialisation; ``headers`` lie beside this file."""
+    wide = dtype is torch.float32
+    tiles = SINGLE if wide else tiles
+    macros = {
+        "MODE": mode,
+        "KIND": KINDS[dtype],
+        "ACT": _ACTIVATIONS.index(activation),
+        "SAVE_PRE": int(save_pre),
+        "PITCHED": int(pitched),
+        "GROUPS": places,
+        "TILE_M": tiles.rows,
+        "TILE_N": tiles.cols,
+        "WARPS_M": tiles.warps[0],
+        "WARPS_N": tiles.warps[1],
+        "STAGES": tiles.stages,
+        "BLOCKS": tiles.blocks,
+    }
+    files = (*headers, "single.cu" if wide else "half.cu")
+    here = Path(__file__).parent
+    text = "".join((here / name).read_text() for name in files)
+    return "".join(f"#define {name} {v}\n" for name, v in macros.items()) + text
+
+
+@cache
+def kernel(
+    dtype: torch.dtype,
+    mode: int,
+    activation: str,
+    save_pre: bool,
+    tiles: Tiles,
+    places: int,
+    pitched: bool,
+    device: int,
+) -> driver.Kernel:
+    """The same, compiled and loaded."""
+    major, minor = torch.cuda.get_device_capability(device)
+    arch = f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+    text = source(dtype, mode, activation, save_pre, tiles, places, pitched)
+    cubin = driver.compile_cubin(text, "unequal_linear.cu", arch)
+    shared = 0 if tiles is SINGLE else tiles.shared_bytes(mode != FORWARD and activation != "none")
+    return driver.Kernel(cubin, _KERNEL, shared, device)
