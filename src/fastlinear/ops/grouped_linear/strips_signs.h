@@ -74,7 +74,8 @@ __device__ __forceinline__ void grade_words(u32 (&dy)[4], u32 signs, int i) {
   const u32 first = signs << (7 - i), second = signs << (3 - i);  // bytes whose highest bits are meant
 #pragma unroll
   for (int q = 0; q < 4; ++q) {
-    const u32 kept = __byte_perm(first, second, 0xcc88u + 0x1111u * q);
+    u32 kept;  // __byte_perm would not repeat a byte's highest bit
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(kept) : "r"(first), "r"(second), "r"(0xcc88u + 0x1111u * q));
     if constexpr (ACT == ACT_RELU)
       dy[q] &= kept;
     else
