@@ -13,7 +13,7 @@ from torch import Tensor
 import fastlinear as fl
 from fastlinear.ops.common import cpp_gemm as library
 from fastlinear.ops.common.activations import NAMES
-from fastlinear.ops.linear_act import cpp_gemm, reference
+from fastlinear.ops.linear_act import cpp_gemm, order, reference
 from fastlinear.ops.linear_act.problem import problem
 
 _WHY_NOT = library.reason_not()
@@ -151,3 +151,23 @@ def test_a_layer_by_name() -> None:
     torch.testing.assert_close(y.double(), exact, rtol=2e-5, atol=2e-6)
     for got, want in zip(grads, torch.autograd.grad(exact.sum(), wide), strict=True):
         torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=2e-5)
+
+
+def test_where_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    if library.why_not_loaded() is not None:
+        pytest.skip("needs the compiled library")
+
+    def taken(piece: str, m: int, k: int = 1024) -> bool:
+        p = problem(piece, m, k, 1024, dtype="float32", device="cpu", activation="relu")
+        return order.prefer(p)[0] == "gemm_cpp"
+
+    processors = {"amd": ("AMD EPYC", {"avx2"}), "wide": ("AMD EPYC", {"avx2", "avx512f"})}
+    processors["intel"] = ("Intel(R) Xeon(R)", {"avx2", "avx512f"})
+    for name, (cpu, flags) in processors.items():
+        monkeypatch.setattr(cpp_gemm, "is_amd", lambda cpu=cpu: "AMD" in cpu)
+        monkeypatch.setattr(cpp_gemm, "cpu_flags", lambda flags=flags: frozenset(flags))
+        for piece, least in (("forward", 16), ("grad_input", 16), ("grad_weight", 32)):
+            assert taken(piece, least) is (name == "amd")
+            assert not taken(piece, least - 1)
+            assert not taken(piece, least, 64)
+        assert not taken("grad_pre", 64)

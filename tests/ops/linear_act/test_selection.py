@@ -267,7 +267,8 @@ def test_amds_processors_have_an_order_of_their_own(
     p = posed.problem(
         piece, *sizes, dtype=dtype, device="cpu", activation=activation, precision="highest"
     )
-    monkeypatch.setattr(order.cpp_half, "pays", lambda _: False)  # whatever this one is
+    for own in (order.cpp_half, order.cpp_gemm):  # whatever this one is
+        monkeypatch.setattr(own, "pays", lambda _: False)
     for name, first in (("AMD EPYC", amd), ("Graviton", other)):
         monkeypatch.setattr(device_module, "cpu_name", lambda name=name: name)
         monkeypatch.setattr(order.cpp, "cpu_name", lambda name=name: name)

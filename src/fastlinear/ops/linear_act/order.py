@@ -11,6 +11,7 @@ from fastlinear.ops.common import door_node
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import (
     cpp,
+    cpp_gemm,
     cpp_half,
     few_rows_config,
     onednn,
@@ -41,6 +42,8 @@ def prefer(p: Problem) -> tuple[str, ...]:
     if p.device == "cpu":
         if cpp_half.pays(p):
             return ("half_cpp", "eager")
+        if cpp_gemm.pays(p):
+            return ("gemm_cpp", "eager")
         own = p.piece == "forward" and onednn.is_heavy(p) and cpp.pays(p)
         return (*(("cpp",) if own else ()), *(("onednn",) if onednn.pays(p) else ()), "eager")
     first = ("triton",) if _triton_pays(p) else ()
