@@ -51,6 +51,14 @@ def device_facts(device: torch.device | str = "cpu") -> DeviceFacts:
     return _cpu_facts(torch.get_num_threads())
 
 
+def memory_rate(device: torch.device) -> float:
+    """Bytes a second that a GPU's memory is rated at, by its clock and width; 0.0 where torch does
+    not tell."""
+    p = torch.cuda.get_device_properties(device)
+    clock, width = getattr(p, "memory_clock_rate", 0), getattr(p, "memory_bus_width", 0)
+    return 2e3 * clock * width / 8  # kHz, bits; two a cycle
+
+
 @lru_cache(maxsize=16)
 def _cuda_facts(index: int) -> DeviceFacts:
     p = torch.cuda.get_device_properties(index)

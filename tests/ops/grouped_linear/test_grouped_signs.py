@@ -25,6 +25,8 @@ from fastlinear.ops.grouped_linear import (
     strips_tiles,
 )
 from fastlinear.ops.grouped_linear.autograd import Formula, GroupedLinear
+from fastlinear.ops.grouped_linear.backends import FAMILY
+from fastlinear.ops.grouped_linear.problem import problem
 from fastlinear.ops.grouped_linear.signs import Place
 
 ALL = (True, True, True)
@@ -276,3 +278,23 @@ class TestOnHopper:
 def users(t: Tensor, layout: str) -> Tensor:
     """t (1, M, G, features) as a user of a layout has it."""
     return t[0].permute(1, 0, 2) if layout == "g ... k" else t[0].flatten(1)
+
+
+def test_training_takes_the_forward_that_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+
+    def first(features: int, activation: str, **more: Any) -> str:
+        posed = problem(
+            *("forward", 16384, 64, features, features),
+            **{"dtype": "bfloat16", "device": "cuda", "needs_grad": True, "order": "tokens"} | more,
+            activation=activation,
+        )
+        return FAMILY.prefer(posed)[0]
+
+    for features in (32, 64):
+        assert first(features, "relu") == first(features, "leaky_relu") == "strips"
+        assert first(features, "relu", order="groups") == "strips"
+        assert first(features, "silu") == first(features, "none") == "triton"
+        assert first(features, "relu", needs_grad=False) == "triton"
+    assert first(128, "relu", order="groups") == "resident"  # which the two directions cut apart

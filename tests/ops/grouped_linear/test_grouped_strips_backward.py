@@ -16,7 +16,7 @@ from fastlinear.core.compare import judge
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.grouped_linear import layout as layouts
-from fastlinear.ops.grouped_linear import reference
+from fastlinear.ops.grouped_linear import reference, strips_tiles
 from fastlinear.ops.grouped_linear import strips_backward as strips
 from fastlinear.ops.grouped_linear import strips_backward_config as configs
 from fastlinear.ops.grouped_linear.problem import problem
@@ -286,3 +286,15 @@ def test_compiles_for_other_needs_and_numbers() -> None:
         if configs.service_warps(config) > 1:
             assert kernel.registers == configs.limit(config)[1]
         assert configs.fits(replace(config, stages=2), k, n, True, ALL)
+
+
+def test_slow_memory_is_asked_for_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    for rate, slow in ((3.35e12, True), (4.9e12, False), (0.0, False)):
+        strips_tiles.is_slow.cache_clear()
+        monkeypatch.setattr(strips_tiles, "memory_rate", lambda _, rate=rate: rate)
+        device = torch.device("cuda", 0)
+        assert strips_tiles.is_slow(device) is slow
+        stages = [strips_tiles.stages_for(device, 6, kib << 10) for kib in (13, 26, 33, 90)]
+        assert stages == ([6, 3, 2, 2] if slow else [6] * 4)
+    strips_tiles.is_slow.cache_clear()
+    assert strips_tiles.is_slow(torch.device("cpu")) is False

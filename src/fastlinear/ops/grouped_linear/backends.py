@@ -37,6 +37,7 @@ from fastlinear.ops.grouped_linear import (
 )
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear.problem import NAME, PIECES, STEP, problem, tokens_of
+from fastlinear.ops.grouped_linear.signs import ACTIVATIONS, has_place
 
 __all__ = ["FAMILY", "NAME", "PIECES", "cost", "problem"]
 
@@ -147,7 +148,7 @@ def _prefer(p: Problem) -> tuple[str, ...]:
     many = p.dim("M") * p.dim("G") >= (1 << 15 if p.dtype == "float32" else 3 << 13)
     if p.piece == "backward":
         return _prefer_backward(p, many)
-    if many and _worth_strips(p):
+    if many and (_worth_strips(p) or _keeps_signs(p)):
         return ("strips", "triton", "eager")
     widest, least = max(p.dim("K"), p.dim("N")), min(p.dim("K"), p.dim("N"))
     if widest <= 128 and (least <= 112 or p.dtype == "float32"):
@@ -198,6 +199,17 @@ def _worth_strips(p: Problem) -> bool:
         return odd
     padded = triton_config.padded(k) * triton_config.padded(n) > k * n
     return (padded or max(k, n) < 32) and _fills_strips(p, 256)
+
+
+def _keeps_signs(p: Problem) -> bool:
+    """Whether a training call keeps a bit for each output, which costs its forward a twentieth and
+    saves its backward a pass over the outputs."""
+    if not p.needs_grad or p.dtype == "float32" or p.option("activation") not in ACTIVATIONS:
+        return False
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        return False
+    sizes = p.dim("M"), p.dim("G"), p.dim("K"), p.dim("N")
+    return _fills_strips(p, 224) and has_place(p.option("order"), *sizes)
 
 
 def _fills_strips(p: Problem, least: int) -> bool:

@@ -103,14 +103,25 @@ def place_for(
     n = weight.shape[1]
     if batch != 1 or x.element_size() != SIZE:
         return None
+    p = _rows_of(order, m, groups, k, n)
+    return None if p is None else Place(order, m, groups, n, p)
+
+
+def has_place(order: str, m: int, groups: int, k: int, n: int) -> bool:
+    """Whether ``strips``, forward and backward, have one place for the signs of 16-bit outputs."""
+    return _rows_of(order, m, groups, k, n) is not None
+
+
+def _rows_of(order: str, m: int, groups: int, k: int, n: int) -> int | None:
+    """Tokens of a row, as ``Place.p``; None where the directions do not agree."""
     side = side_by_side(order, m, groups)
     first = strips_config(side, k, n, False, signs=True)
     second = strips_backward_config(side, k, n, signs=True)
     if first is None or second is None:
         return None
-    if order == "groups":
-        return Place(order, m, groups, n, first.groups) if first.groups == second.groups else None
-    return Place(order, m, groups, n, 1)
+    if order != "groups":
+        return 1
+    return first.groups if first.groups == second.groups else None
 
 
 def are_signs(saved: Tensor | None) -> bool:

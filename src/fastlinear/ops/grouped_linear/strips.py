@@ -7,6 +7,7 @@ engine, and the weights stay in registers, those of float32 in shared memory.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import ClassVar
 
@@ -14,7 +15,6 @@ import torch
 from torch import Tensor
 
 from fastlinear.core.device import device_facts
-from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.grouped_linear import strips_float32 as float32
@@ -40,6 +40,8 @@ from fastlinear.ops.grouped_linear.strips_tiles import (
     ordinal,
     side_by_side,
     source_of,
+    stages_for,
+    tile_bytes,
 )
 
 ARCH = "sm_90a"
@@ -105,18 +107,16 @@ def _kernel(
 
 
 def _config(
-    dtype: torch.dtype,
-    order: str,
-    m: int,
-    groups: int,
-    k: int,
-    n: int,
-    save_pre: bool,
-    signs: bool = False,
+    x: Tensor, n: int, order: str, save_pre: bool, signs: bool
 ) -> StripsConfig | Float32Config | None:
-    if dtype is torch.float32:
+    _, m, groups, k = x.shape
+    if x.dtype is torch.float32:
         return float32.float32_config(k, n, save_pre)
-    return strips_config(side_by_side(order, m, groups), k, n, save_pre, signs)
+    config = strips_config(side_by_side(order, m, groups), k, n, save_pre, signs)
+    if config is None:
+        return None
+    size = config.blocks * tile_bytes(config.groups * k)
+    return replace(config, stages=stages_for(x.device, config.stages, size))
 
 
 def reason_not(p: Problem) -> str | None:
@@ -126,10 +126,13 @@ def reason_not(p: Problem) -> str | None:
         return reason
     if p.dtype not in ("float32", "bfloat16", "float16"):
         return f"serves float32, bfloat16 and float16, not {p.dtype}"
-    sizes = p.dim("M"), p.dim("G"), p.dim("K"), p.dim("N")
-    if _config(FLOAT_DTYPES[p.dtype], p.option("order"), *sizes, True) is None:
-        return strips_tiles.no_strip(p)
-    return None
+    m, groups, k, n = p.dim("M"), p.dim("G"), p.dim("K"), p.dim("N")
+    served = (
+        float32.float32_config(k, n, True)
+        if p.dtype == "float32"
+        else strips_config(side_by_side(p.option("order"), m, groups), k, n, True)
+    )
+    return strips_tiles.no_strip(p) if served is None else None
 
 
 def serves(x: Tensor, weight: Tensor, bias: Tensor | None, order: str) -> bool:
@@ -176,9 +179,9 @@ def forward(
     Returns:
         y (B, L, G, N) in x's dtype; the pre-activation likewise, signs as ``Place`` says, or None.
     """
-    groups, n, k = weight.shape
+    n = weight.shape[1]
     if config is None:
-        config = _config(x.dtype, order, x.shape[1], groups, k, n, save_pre, signs is not None)
+        config = _config(x, n, order, save_pre, signs is not None)
     if config is None or not x.numel() * weight.numel() or not serves(x, weight, bias, order):
         from fastlinear.ops.grouped_linear import triton
 
@@ -197,9 +200,9 @@ def forward_steps(call: Forward) -> tuple[int, int | None] | None:
     None where it is more than its launch.
     """
     x, weight, bias = call.tensors
-    groups, n, k = weight.shape
+    n = weight.shape[1]
     signs = call.signs is not None
-    config = _config(x.dtype, call.order, x.shape[1], groups, k, n, call.save_pre, signs)
+    config = _config(x, n, call.order, call.save_pre, signs)
     if config is None or not serves(x, weight, bias, call.order):
         from fastlinear.ops.grouped_linear import triton
 

@@ -7,6 +7,7 @@ a block's tiles of tokens and leave as float32 shares, which a second launch add
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -27,6 +28,7 @@ from fastlinear.ops.grouped_linear.strips_backward_config import (
     limit,
     service_warps,
     shared_bytes,
+    stage_bytes,
     strips_backward_config,
 )
 from fastlinear.ops.grouped_linear.strips_backward_float32 import Float32BackwardConfig
@@ -38,9 +40,11 @@ from fastlinear.ops.grouped_linear.strips_tiles import (
     Cut,
     Split,
     has_dense_rows,
+    is_slow,
     ordinal,
     side_by_side,
     source_of,
+    stages_for,
 )
 
 ARCH = "sm_90a"
@@ -106,12 +110,16 @@ def _kernels(
     return driver.Kernel(cubin, names[0], room, device), sums
 
 
-def _config(
-    dtype: torch.dtype, side: int, k: int, n: int, saved: Tensor | None, needs: Needs
-) -> Config | None:
-    if dtype is torch.float32:
+def _config(x: Tensor, n: int, saved: Tensor | None, needs: Needs, order: str) -> Config | None:
+    _, m, groups, k = x.shape
+    if x.dtype is torch.float32:
         return float32.float32_backward_config(k, n, saved is not None, needs)
-    return strips_backward_config(side, k, n, saved is not None, needs, are_signs(saved))
+    how = saved is not None, needs, are_signs(saved)
+    config = strips_backward_config(side_by_side(order, m, groups), k, n, *how)
+    if config is None:
+        return None
+    size = stage_bytes(config, k, n, *how)
+    return replace(config, stages=stages_for(x.device, config.stages, size))
 
 
 def reason_not(p: Problem) -> str | None:
@@ -185,12 +193,11 @@ def backward(
         dx (B, L, G, K), dW (G, N, K) and db (G, N) in dy's dtype. Products and sums accumulate
         in float32 over dpre rounded to dy's dtype, in a fixed order.
     """
-    groups, n, k = weight.shape
+    groups, n = weight.shape[:2]
     if activation == "none":
         saved = None
     if config is None:
-        side = side_by_side(order, x.shape[1], groups)
-        config = _config(x.dtype, side, k, n, saved, needs)
+        config = _config(x, n, saved, needs, order)
     empty = not x.numel() * dy.numel() or not any(needs)
     if config is None or empty or not serves(dy, saved, x, weight, order):
         from fastlinear.ops.grouped_linear import triton_backward
@@ -206,9 +213,8 @@ def backward(
 def backward_steps(call: Backward) -> Numbers | None:
     """``backward`` as steps of a program; None where it is more than its launches."""
     dy, saved, x, weight = call.tensors
-    groups, n, k = weight.shape
-    side = side_by_side(call.order, x.shape[1], groups)
-    config = _config(x.dtype, side, k, n, saved, call.needs)
+    n = weight.shape[1]
+    config = _config(x, n, saved, call.needs, call.order)
     if config is None or not any(call.needs) or not serves(dy, saved, x, weight, call.order):
         from fastlinear.ops.grouped_linear import triton_backward
 
@@ -243,7 +249,8 @@ class StripsBackward(OnePass):
         with driver.loading_allowed():
             kernel, sums = _kernels(x.dtype, k, n, *how, self._device)
         units = device_facts(x.device).units
-        worth = WORTH_PLAIN if saved is None or with_signs else WORTH
+        plain = (saved is None or with_signs) and not is_slow(x.device)
+        worth = WORTH_PLAIN if plain else WORTH
         shares, at_once, least = cut.p if cut.shared else 1, 2, LEAST_TILES
         if isinstance(config, Float32BackwardConfig):  # arithmetic wants all multiprocessors
             worth, shares, at_once, least = 1.0, config.teams, 4, float32.LEAST_TILES

@@ -54,12 +54,19 @@ def shared_bytes(
     config: StripsBackwardConfig, k: int, n: int, saved: bool, needs: Needs, signs: bool = False
 ) -> int:
     """Dynamic shared memory of a block; ``signs``: these alone were saved."""
-    dy, x = (tile_bytes(config.groups * width) for width in (n, k))
-    stage = dy * (2 if saved and not signs else 1) + (x if needs[1] else 0)
-    outs = config.outs * x if needs[0] else 0
+    stage = stage_bytes(config, k, n, saved, needs, signs)
+    outs = config.outs * tile_bytes(config.groups * k) if needs[0] else 0
     of_signs = config.stages * sign_bytes(config.groups * n) if signs else 0
     room = OVERHEAD + config.stages * stage + -(-of_signs // 1024) * 1024
     return room + max(outs, _BEYOND)
+
+
+def stage_bytes(
+    config: StripsBackwardConfig, k: int, n: int, saved: bool, needs: Needs, signs: bool = False
+) -> int:
+    """Of a stage, signs apart."""
+    dy, x = (tile_bytes(config.groups * width) for width in (n, k))
+    return dy * (2 if saved and not signs else 1) + (x if needs[1] else 0)
 
 
 def registers(config: StripsBackwardConfig, k: int, n: int) -> int:

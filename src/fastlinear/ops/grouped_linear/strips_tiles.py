@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fastlinear.core.device import memory_rate
 from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.core.problem import Problem
 from fastlinear.ops.common import cuda_driver as driver
@@ -34,6 +36,11 @@ SERVICE_REGISTERS = 40
 WORTH = 0.75
 """Whole chunks of strips where they are that part of the blocks that run at once: backward, 100 of
 132 blocks, each of one strip, took 118 us where 132 took 125."""
+UNDER_WAY = 80 * 1024
+"""Bytes that a multiprocessor may have asked slow memory for. H100: groups of 64 features take
+150 us backward with 2 stages of 33 KB, 170 with 4; of 100 111 with 100 blocks of 3 stages of 27 KB,
+134 with 132 blocks of 6."""
+_SLOW_MEMORY = 4e12  # bytes a second; an H100's is rated at 3.4e12, an H200's at 4.9e12
 LEAST_TILES = 4
 """Of a block that leaves a share of sums, which else costs more than its products."""
 _STEP = 1024  # bytes; swizzled tiles begin at multiples of it
@@ -180,6 +187,17 @@ def no_strip(p: Problem) -> str:
     m, groups, k, n = p.dim("M"), p.dim("G"), p.dim("K"), p.dim("N")
     side = f"{m} tokens of a group" if p.option("order") == "groups" else f"{groups} groups"
     return f"no strip of {side}, {k} to {n} features, fits: 16 bytes, registers"
+
+
+@lru_cache(maxsize=16)
+def is_slow(device: torch.device) -> bool:
+    """Whether a GPU's memory slows down where too much is asked of it at a time."""
+    return device.type == "cuda" and 0.0 < memory_rate(device) < _SLOW_MEMORY
+
+
+def stages_for(device: torch.device, stages: int, size: int) -> int:
+    """Stages of so many bytes, at most ``stages`` and at least 2, as the memory takes them."""
+    return max(2, min(stages, UNDER_WAY // size)) if is_slow(device) else stages
 
 
 class Split:
