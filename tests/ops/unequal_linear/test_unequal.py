@@ -19,7 +19,7 @@ from fastlinear.ops.common import cuda_driver
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 from fastlinear.ops.unequal_linear import compiled, op, programs
 from fastlinear.ops.unequal_linear.autograd import Formula, recorded
-from fastlinear.ops.unequal_linear.config import OFFERED, PLAIN
+from fastlinear.ops.unequal_linear.config import EXTRAS, OFFERED, PLAIN
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -282,8 +282,8 @@ def test_kernels_compile_without_spilling(arch: str, tmp_path: Path) -> None:
         pytest.skip("cuobjdump comes with triton")
     tool = Path(spec.origin).parent / "backends/nvidia/bin/cuobjdump"
     specialised = [
-        (dtype, mode, activation, tiles, pitched)
-        for pitched in (False, True)
+        (dtype, mode, activation, tiles, *kind)
+        for kind in ((False, ()), (True, EXTRAS))
         for dtype in (torch.bfloat16, torch.float32)
         for mode in range(3)
         for activation in ("none", "relu", "gelu")
@@ -292,9 +292,10 @@ def test_kernels_compile_without_spilling(arch: str, tmp_path: Path) -> None:
         ]
         if mode or activation != "relu"
     ]
-    for dtype, mode, activation, tiles, pitched in specialised:
+    for dtype, mode, activation, tiles, pitched, extras in specialised:
         save_pre = mode == 0 and activation == "gelu"
-        text = compiled.source(dtype, mode, activation, save_pre, tiles, pitched=pitched)
+        rest = {"pitched": pitched, "extras": extras}
+        text = compiled.source(dtype, mode, activation, save_pre, tiles, **rest)
         cubin = tmp_path / "kernel.cubin"
         cubin.write_bytes(cuda_driver.compile_cubin(text, "half.cu", arch))
         told = subprocess.run(
@@ -305,4 +306,4 @@ def test_kernels_compile_without_spilling(arch: str, tmp_path: Path) -> None:
         # two large blocks of 128 registers a multiprocessor: a third faster than one, spilt or not
         allowed = 48 if tiles.blocks == 2 and tiles.cols == 128 else 0
         assert int(stack[1]) <= allowed, (mode, activation, tiles, told)
-        assert tiles.shared_bytes(mode > 0 and activation != "none") <= SHARED_BYTES[arch]
+        assert tiles.shared_bytes(mode > 0 and activation != "none", True) <= SHARED_BYTES[arch]

@@ -34,6 +34,7 @@ from fastlinear.ops.unequal_linear.config import (
     Tiles,
     choice_of,
     largest_first,
+    single_choice_of,
 )
 from fastlinear.ops.unequal_linear.launches import Kind
 
@@ -71,6 +72,9 @@ class Emulated:
         LAUNCHES.append(self)
         self._handle = len(LAUNCHES)
 
+    def begin_early(self) -> None:
+        EARLY.append(self)
+
     def set_grid(self, blocks: int) -> None:
         self._blocks = blocks
 
@@ -80,6 +84,7 @@ class Emulated:
 
 
 LAUNCHES: list[Emulated] = []
+EARLY: list[Emulated] = []
 CHOICE: list[Choice] = []
 
 
@@ -97,10 +102,11 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     here = str(Path(__file__).with_name("emulated.h"))
 
     def loaded(kind: Kind, places: int, device: int | None) -> Any:
-        key = kind.call, kind.dtype, kind.choice.tiles, places, kind.pitches is not None
+        pitched, extras = kind.pitches is not None, kind.extras()
+        key = kind.call, kind.dtype, kind.choice.tiles, places, pitched, extras
         if key not in kernels:
             headers = (here, "groups.h", "shares.h")
-            rest = (*kind.call, kind.choice.tiles, places, kind.pitches is not None)
+            rest = (*kind.call, kind.choice.tiles, places, pitched, extras)
             path = tmp_path / f"{len(kernels)}.cpp"
             path.write_text(compiled.source(kind.dtype, *rest, headers=headers) + _MAIN)
             built = path.with_suffix(".so")
@@ -109,7 +115,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
             kernels[key] = ctypes.CDLL(str(built))
         return kernels[key]
 
-    def choice(_sizes: Any, mode: int, _derived: bool, dtype: torch.dtype, _: Any) -> Choice:
+    def choice(_sizes: Any, mode: int, *given: Any) -> Choice:
+        dtype = given[2]
         tiles = SINGLE if dtype is torch.float32 else CHOICE[-1].tiles
         return Choice(tiles, CHOICE[-1].steps if mode == GRAD_WEIGHT else None)
 
@@ -129,6 +136,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     yield
     launches.kept_parts.cache_clear()
     LAUNCHES.clear()
+    EARLY.clear()
 
 
 def drawn(dtype: torch.dtype, sizes: Any) -> tuple[list[Tensor], list[Tensor], list[Any]]:
@@ -231,16 +239,22 @@ def test_parts_of_the_rows(
 def test_gradients_of_the_pre_activations_once_or_twice(
     dtype: torch.dtype, emulated: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Read where the launch of dW has left them, or derived anew: bit for bit the same."""
+    """Read where the launch of dW has left them, or derived anew, and where the launch of dx begins
+    early: bit for bit the same."""
     for activation in ("relu", "gelu"):
-        once = gradients(dtype, activation, "xwb")
-        twice = partial(cuda.backward, choices=cuda.Choices(once=False))
-        with monkeypatch.context() as patched:
-            patched.setattr(cuda, "backward", twice)
-            for one, other in zip(once, gradients(dtype, activation, "xwb"), strict=True):
-                assert one is not None
-                assert other is not None
-                assert torch.equal(one, other)
+        found = []
+        for once, early in ((True, False), (False, False), (True, True), (False, True)):
+            with monkeypatch.context() as patched:
+                forced = partial(cuda.backward, choices=cuda.Choices(once=once))
+                patched.setattr(cuda, "backward", forced)
+                patched.setattr(cuda, "_early", lambda *_, early=early: early)
+                found.append(gradients(dtype, activation, "xwb"))
+        for other in found[1:]:
+            for a, b in zip(found[0], other, strict=True):
+                assert a is not None
+                assert b is not None
+                assert torch.equal(a, b)
+    assert len(EARLY) == 3  # dx of what is read, and of each activation, prepared once
 
 
 def test_views_that_begin_anywhere(emulated: None) -> None:
@@ -375,7 +389,7 @@ def test_choice() -> None:
 
             def choice(m: int, n: int, k: int, mode: int = mode, derived: bool = derived) -> Choice:
                 sizes = ((n, k, m) if turned else (m, n, k),) * 26  # noqa: B023
-                return choice_of(sizes, 132, mode, derived)
+                return choice_of(sizes, 132, mode, derived, False)
 
             assert choice(64, 64, 64).tiles is offered[0]
             assert choice(2048, 256, 256).tiles is offered[2]
@@ -383,9 +397,14 @@ def test_choice() -> None:
                 assert choice(8192, 40, 256).tiles in (SMALL, MIDDLE)
             else:
                 assert choice(64, 64, 64).steps is None
-                for single in (False, True):
-                    few = choice_of(((64, 64, 4096),), 132, mode, derived, single)
-                    assert few.parts(4096) >= 16
+                few = ((64, 64, 4096),)
+                for odd in (False, True):
+                    assert choice_of(few, 132, mode, derived, odd).parts(4096) >= 16
+                assert single_choice_of(few, 132, mode).parts(4096) >= 16
+    # float32: as few parts as fill half of the chip at least
+    assert single_choice_of(((64, 64, 640),) * 67, 132, GRAD_WEIGHT) == Choice(SINGLE)
+    assert single_choice_of(((64, 64, 640),) * 66, 132, GRAD_WEIGHT) == Choice(SINGLE, 5)
+    assert single_choice_of((), 132, GRAD_WEIGHT) == Choice(SINGLE)
     assert [Choice(SMALL, 3).parts(m) for m in (0, 1, 192, 193, 256, 449)] == [1, 1, 1, 2, 2, 3]
     assert Choice(SMALL).parts(10**6) == 1
     assert [Choice(SMALL, 4).parts(64 * steps) for steps in (5, 9, 13)] == [2, 3, 4]

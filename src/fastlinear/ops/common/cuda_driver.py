@@ -18,6 +18,7 @@ from fastlinear.core.errors import FastlinearError
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+_PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _TENSOR_MAP_TYPE = {"float16": 6, "float32": 7, "bfloat16": 9}
 _ITEM_BYTES = {"float16": 2, "float32": 4, "bfloat16": 2}
 _SWIZZLE_NONE, _SWIZZLE_64B, _SWIZZLE_128B = 0, 2, 3
@@ -384,6 +385,15 @@ class Launch:
             "cuOccupancyMaxActiveClusters",
         )
         return count.value
+
+    def begin_early(self) -> None:
+        """Let the kernel begin before the end of the one before it in the stream, for which it
+        waits itself: compute capability 9.0 and later."""
+        self._attributes = (_LaunchAttribute * 2)(self._attribute)
+        self._attributes[1].id = _PROGRAMMATIC_SERIALIZATION
+        self._attributes[1].value[0] = 1
+        self._config.attributes = ctypes.cast(self._attributes, ctypes.POINTER(_LaunchAttribute))
+        self._config.attribute_count = 2
 
     def set_grid(self, blocks: int) -> None:
         """Number of blocks, a multiple of the cluster size."""

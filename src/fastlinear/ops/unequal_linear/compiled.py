@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from fastlinear.ops.common import cuda_driver as driver
-from fastlinear.ops.unequal_linear.config import FORWARD, SINGLE, SMALL, Tiles
+from fastlinear.ops.unequal_linear.config import EXTRAS, FORWARD, SINGLE, SMALL, Extras, Tiles
 
 MAX_GROUPS = 240
 """Groups of one launch; more take several."""
@@ -31,6 +31,7 @@ def source(
     tiles: Tiles = SMALL,
     places: int = MAX_GROUPS,
     pitched: bool = False,
+    extras: Extras = (),
     *,
     headers: Sequence[str] = _HEADERS,
 ) -> str:
@@ -43,6 +44,7 @@ def source(
         "ACT": _ACTIVATIONS.index(activation),
         "SAVE_PRE": int(save_pre),
         "PITCHED": int(pitched),
+        **{name: int(name in extras) for name in EXTRAS},
         "GROUPS": places,
         "TILE_M": tiles.rows,
         "TILE_N": tiles.cols,
@@ -66,12 +68,15 @@ def kernel(
     tiles: Tiles,
     places: int,
     pitched: bool,
+    extras: Extras,
     device: int,
 ) -> driver.Kernel:
     """The same, compiled and loaded."""
     major, minor = torch.cuda.get_device_capability(device)
     arch = f"sm_{major}{minor}" + ("a" if major >= 9 else "")
-    text = source(dtype, mode, activation, save_pre, tiles, places, pitched)
+    text = source(dtype, mode, activation, save_pre, tiles, places, pitched, extras)
     cubin = driver.compile_cubin(text, "unequal_linear.cu", arch)
-    shared = 0 if tiles is SINGLE else tiles.shared_bytes(mode != FORWARD and activation != "none")
+    derived, shared = mode != FORWARD and activation != "none", 0
+    if tiles is not SINGLE:
+        shared = tiles.shared_bytes(derived, "ODD" in extras)
     return driver.Kernel(cubin, _KERNEL, shared, device)

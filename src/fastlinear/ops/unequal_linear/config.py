@@ -10,6 +10,9 @@ FORWARD, GRAD_INPUT, GRAD_WEIGHT = range(3)
 """The products, as the kernels number them."""
 STEP = 64
 """Numbers along the depth that a block takes at once; parts of the depth are multiples of it."""
+EXTRAS = ("PARTS", "WRITES", "ODD", "EARLY")
+"""What a launch may have beside its products, as groups.h describes it."""
+Extras = tuple[str, ...]
 Sizes = tuple[tuple[int, int, int], ...]
 """(rows, cols, depth) of each group's product."""
 SHARED_BYTES = 232448 - 1024
@@ -40,15 +43,15 @@ class Tiles:
         """Threads of a block."""
         return 32 * self.warps[0] * self.warps[1]
 
-    def shared_bytes(self, derived: bool) -> int:
-        """Shared memory of a block: its stages, in which the sums lie afterwards, and a word for
-        each line of them."""
+    def shared_bytes(self, derived: bool, odd: bool) -> int:
+        """Shared memory of a block: its stages, in which the sums lie afterwards, and where rows
+        begin anywhere a chunk for each line of them."""
         lines = self.rows * (2 if derived else 1) + self.cols
-        return max(self.stages * lines * (128 + 4), self.rows * (self.cols + 8) * 4)
+        return max(self.stages * lines * (144 if odd else 128), self.rows * (self.cols + 8) * 4)
 
-    def held(self, derived: bool) -> int:
+    def held(self, derived: bool, odd: bool) -> int:
         """Blocks that a multiprocessor holds."""
-        return max(1, min(self.blocks, SHARED_BYTES // (self.shared_bytes(derived) + 1024)))
+        return max(1, min(self.blocks, SHARED_BYTES // (self.shared_bytes(derived, odd) + 1024)))
 
     def count(self, sizes: Sizes) -> int:
         """Tiles of all groups; one across where there are no columns, for the sums of db."""
@@ -99,79 +102,110 @@ _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 # --------------------------------------------------------------------------------------------
 # Which is expected to take least. Microseconds on a Hopper GPU, of 132 multiprocessors at 1.7 GHz.
 
-_FULL = 0.75, 1.15  # a step of a tile of 128 x 128 on a full multiprocessor; derived as well
-_ALONE = 0.45, 0.7  # a step at least, of any tile
-_SINGLE_FULL, _SINGLE_ALONE = 2.6, 5.0  # 64 numbers along the depth in float32
+_FULL = 0.75  # a step of a tile of 128 x 128 on a full multiprocessor
+_DERIVED = 0.5  # the derivative of 128 rows of it on top
+_ALONE = 0.45, 1.2  # a step at least, of any tile
 _BLOCK_FULL = 0.6, 2.0  # the first copies and the results of a block, and by its tile's area
-_BLOCK_ALONE = 3.0, 1.0
+_BLOCK_ALONE = 1.5, 2.5
+_ODD_FULL = 0.4  # on top where rows begin anywhere: a step of 128 lines
+_ODD_ALONE = 0.4, 0.8  # the same alone, by 128 threads; derived as well
+_ODD_BLOCK = 4.0  # results of a tile of 128 x 128 alone, by 256 threads
 _SHARE_BYTES = 5e6  # of shares a microsecond, written and read again beside the products
-_LAUNCH = 1.0  # of blocks that add shares up
+_ADDING = 1.0  # of blocks that add shares up
 _FULLNESS = 0.1  # of what full multiprocessors would take, on top: rounds are never filled evenly
 
 
 @lru_cache(maxsize=1024)
-def choice_of(sizes: Sizes, units: int, mode: int, derived: bool, single: bool = False) -> Choice:
-    """The choice that is expected to take least on so many multiprocessors: large tiles read less,
-    small ones fill the chip and waste less at the edges, parts fill it too but are added up.
+def choice_of(sizes: Sizes, units: int, mode: int, derived: bool, odd: bool) -> Choice:
+    """The choice that is expected to take least on so many multiprocessors, in 16-bit dtypes: large
+    tiles read less, small ones fill the chip and waste less at the edges, parts fill it too but are
+    added up.
 
     Args:
         sizes: of all groups' products.
         units: multiprocessors.
         mode: which product.
         derived: the activation's derivative is taken on the way.
-        single: in float32.
+        odd: rows begin anywhere.
     """
     offered: tuple[Tiles, ...] = OFFERED[mode] if derived or mode != GRAD_INPUT else PLAIN
-    if single:
-        offered = (SINGLE,)
     choices = [Choice(tiles) for tiles in offered]
     if mode == GRAD_WEIGHT:
         most = max((_steps(k) for _, _, k in sizes), default=0)
         lengths = [n for n in _LENGTHS if n < most]
         choices += [Choice(tiles, n) for tiles in offered for n in lengths]
-    return min(choices, key=lambda choice: _time(choice, sizes, units, derived, single))
+    return min(choices, key=lambda choice: _time(choice, sizes, units, derived, odd))
+
+
+@lru_cache(maxsize=1024)
+def single_choice_of(sizes: Sizes, units: int, mode: int) -> Choice:
+    """The same in float32: parts of the rows only where tiles of dW leave half of the
+    multiprocessors without any, which then have one each."""
+    if mode != GRAD_WEIGHT:
+        return Choice(SINGLE)
+    tiles = SINGLE.count(sizes)
+    if not 0 < 2 * tiles <= units:
+        return Choice(SINGLE)
+    steps = max(_steps(k) for _, _, k in sizes)
+    length = -(-steps * tiles // units)
+    return Choice(SINGLE, length if length < steps else None)
 
 
 def _steps(depth: int) -> int:
     return max(1, -(-depth // STEP))
 
 
-def _time(choice: Choice, sizes: Sizes, units: int, derived: bool, single: bool) -> float:
+def _time(choice: Choice, sizes: Sizes, units: int, derived: bool, odd: bool) -> float:
     tiles = choice.tiles
     area = tiles.rows * tiles.cols / (128 * 128)
-    held = tiles.held(derived) if not single else tiles.blocks
-    if single:
-        full, alone = _SINGLE_FULL, _SINGLE_ALONE
-    else:
-        full = _FULL[derived] * area / tiles.rate
-        alone = _ALONE[derived]
+    full = _FULL * area / tiles.rate + (_DERIVED * tiles.rows / 128 if derived else 0.0)
+    alone = _ALONE[derived]
+    block = _BLOCK_ALONE[0] + _BLOCK_ALONE[1] * area
+    if odd:
+        lines = (tiles.rows * (2 if derived else 1) + tiles.cols) / 128
+        threads = tiles.threads / 128
+        full += _ODD_FULL * lines
+        alone += _ODD_ALONE[derived] * lines / threads
+        block += _ODD_BLOCK * area * 2 / threads
     counts = [-(-m // tiles.rows) * max(1, -(-n // tiles.cols)) for m, n, _ in sizes]
     parts = [choice.parts(k) for _, _, k in sizes]
     each = [-(-_steps(k) // p) for (_, _, k), p in zip(sizes, parts, strict=True)]
     count = sum(c * p for c, p in zip(counts, parts, strict=True))
-    beside = min(held, max(1, -(-count // units)))  # blocks of a multiprocessor, in fact
+    beside = min(tiles.held(derived, odd), max(1, -(-count // units)))  # of a multiprocessor
     step = max(alone, beside * full)
     blocks: dict[float, int] = {}  # how many take so long
     total = shares = 0.0
     for (m, n, _), tiled, split, length in zip(sizes, counts, parts, each, strict=True):
-        time = _BLOCK_ALONE[0] + _BLOCK_ALONE[1] * area + length * step
+        time = block + length * step
         blocks[time] = blocks.get(time, 0) + tiled * split
         total += tiled * split * (_BLOCK_FULL[0] + _BLOCK_FULL[1] * area + length * full)
         if split > 1:
             shares += 8.0 * m * n * split
-    added = shares / _SHARE_BYTES + (_LAUNCH if shares else 0.0)
-    least = max(total / units, _rounds(blocks, units * beside))
+    added = shares / _SHARE_BYTES + (_ADDING if shares else 0.0)
+    last = block + max(each, default=0) * max(alone, full)
+    least = max(total / units, _rounds(blocks, units * beside, last))
     return least + _FULLNESS * total / units + added
 
 
-def _rounds(blocks: dict[float, int], slots: int) -> float:
+def _rounds(blocks: dict[float, int], slots: int, alone: float) -> float:
     """What blocks take at least in so many slots, each after the other, the longest first: where
-    there are r slots' worth of blocks and one more, a slot has r + 1 of them."""
+    there are r slots' worth of blocks and more, a slot has r + 1 of them, of which the last takes
+    no more than ``alone``, and counts less where few are left over: they begin where short ones
+    end."""
     found, before = 0.0, 0
     for time in sorted(blocks, reverse=True):
         before += blocks[time]
-        found = max(found, -(-before // slots) * time)
+        whole, more = divmod(before, slots)
+        last = min(time, alone) * min(1.0, 0.3 + 3.0 * more / slots) if whole else time
+        found = max(found, whole * time + (last if more else 0.0))
     return found
+
+
+def odd_rows(sizes: Sizes, mode: int, pitches: Sequence[Sequence[int]] | None) -> bool:
+    """Whether rows of some operand, in 16-bit dtypes, do not begin at 16 bytes."""
+    read = {FORWARD: (2,), GRAD_INPUT: (1, 2), GRAD_WEIGHT: (0, 1)}[mode]
+    widths = (size[i] for size in sizes for i in read)
+    return any(n % 8 for n in widths) or any(n % 8 for pitch in pitches or () for n in pitch)
 
 
 def largest_first(

@@ -6,7 +6,7 @@ the chip, and one for all dx, in which shares of dW and db are added up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ from fastlinear.ops.unequal_linear.config import (
     GRAD_WEIGHT,
     Choice,
     choice_of,
+    odd_rows,
+    single_choice_of,
 )
 from fastlinear.ops.unequal_linear.launches import (
     Kind,
@@ -51,13 +53,14 @@ class Choices:
     Attributes:
         forward, grad_weight, grad_input: each product.
         once: the launch of dW writes the gradient of the pre-activations and that of dx reads it,
-            where every group that has dx has dW; else both derive it.
+            where every group that has dx has dW; else both derive it. None for 16-bit dtypes only:
+            float32 blocks would wait for what they read before they write.
     """
 
     forward: Choice | None = None
     grad_weight: Choice | None = None
     grad_input: Choice | None = None
-    once: bool = True
+    once: bool | None = None
 
 
 AUTOMATIC = Choices()
@@ -99,7 +102,7 @@ def forward(call: Forward, device: torch.device, choices: Choices = AUTOMATIC) -
 
 
 def backward(call: Backward, device: torch.device, choices: Choices = AUTOMATIC) -> None:
-    """Compute the gradients: one launch for all dW and db, one for all dx. Operands are tensors.
+    """Compute the gradients: one launch for all dx, one for all dW and db. Operands are tensors.
     Sums over tokens in float32, in a fixed order; exactly 0 for a group without tokens."""
 
     def make(count: int, dtype: torch.dtype) -> Tensor:
@@ -141,20 +144,36 @@ def _product(
     choice: Choice | None,
     device: torch.device,
     shares: Sequence[Share] = (),
+    early: bool = False,
 ) -> Product:
     if choice is None:
         derived = which[0] != FORWARD and which[1] != "none"
-        choice = _choice(sizes, which[0], derived, dtype, device)
+        choice = _choice(sizes, which[0], derived, pitches, dtype, device)
     shapes = tuple([shape for shape, *_ in shares])
     shared = tuple(zip(*(places for _, *places in shares), strict=True))
     given = tuple([places is not None for places in pointers])
-    return Product(Kind(which, dtype, sizes, pitches, choice, shapes, given), pointers, shared)
+    kind = Kind(which, dtype, sizes, pitches, choice, shapes, given, early)
+    return Product(kind, pointers, shared)
 
 
 def _choice(
-    sizes: Any, mode: int, derived: bool, dtype: torch.dtype, device: torch.device
+    sizes: Any,
+    mode: int,
+    derived: bool,
+    pitches: Pitches,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Choice:
-    return choice_of(sizes, device_facts(device).units, mode, derived, dtype is torch.float32)
+    units = device_facts(device).units
+    if dtype is torch.float32:
+        return single_choice_of(sizes, units, mode)
+    return choice_of(sizes, units, mode, derived, odd_rows(sizes, mode, pitches))
+
+
+def _early(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the launch of dx may begin under the end of that of dW."""
+    facts = device_facts(device)
+    return dtype is not torch.float32 and device.type == "cuda" and facts.capability >= (9, 0)
 
 
 def _unless_dense(pitches: Any, widths: Any) -> Pitches:
@@ -173,10 +192,9 @@ def _results(buffer: Any, at: Sequence[int | None], size: int) -> Any:
     return [None if i is None else (buffer, size * i) for i in at]
 
 
-def _backward(
-    call: Backward, device: torch.device, make: Make, choices: Choices
-) -> Iterator[Product]:
-    """dW first, whose launch may leave shares and the gradients of the pre-activations for dx's."""
+def _backward(call: Backward, device: torch.device, make: Make, choices: Choices) -> list[Product]:
+    """dW before dx where its launch leaves shares or gradients of the pre-activations for that of
+    dx, or that begins under its end; else dx, whose dy was made last."""
     size, which = call.dtype.itemsize, range(len(call.sizes))
     with_dx = [g for g in which if call.dx_at[g] is not None]
     with_dw = [g for g in which if call.dw_at[g] is not None]
@@ -184,31 +202,52 @@ def _backward(
     if call.pre is not None:
         saved = _results(call.pre, call.offsets, size)
     dpre: Any = None
-    if choices.once and call.activation != "none" and with_dx and {*with_dx} <= {*with_dw}:
+    once = call.dtype is not torch.float32 if choices.once is None else choices.once
+    if once and call.activation != "none" and with_dx and {*with_dx} <= {*with_dw}:
         total = layout.y_offsets(call.sizes, size)[0]
         dpre = _results(make(total, call.dtype), call.offsets, size)
+    early = bool(with_dw) and _early(call.dtype, device)
     shares: list[Share] = []
+    products = []
     if with_dw:
-        product, shares = _grad_weight(call, device, make, choices, with_dw, saved, dpre)
-        yield product
-    if not with_dx and not shares:
-        return
-    sizes = tuple([(m, k, n) for m, n, k in _of(call.sizes, with_dx)])
-    ns, ks = (tuple([size[i] for size in _of(call.sizes, with_dx)]) for i in (1, 2))
+        of_weights, shares = _grad_weight(call, device, make, choices, with_dw, saved, dpre, early)
+        products.append(of_weights)
+    if with_dx or shares:
+        of_inputs = _grad_input(call, device, choices, with_dx, saved, dpre, shares, early)
+        before = dpre is None and not shares and not early
+        products.insert(0 if before else 1, of_inputs)
+    return products
+
+
+def _grad_input(
+    call: Backward,
+    device: torch.device,
+    choices: Choices,
+    groups: list[int],
+    saved: Any,
+    dpre: Any,
+    shares: list[Share],
+    early: bool,
+) -> Product:
+    """dx of ``groups``, and behind it what ``shares`` add up to."""
+    sizes = tuple([(m, k, n) for m, n, k in _of(call.sizes, groups)])
+    ns, ks = (tuple([size[i] for size in _of(call.sizes, groups)]) for i in (1, 2))
     dys, activation = _begin(call.dys), call.activation
-    pitches = _unless_dense((tuple(_of(call.dy_pitch, with_dx)), ks), (ns, ks))
-    if dpre is not None or not with_dx:
+    pitches = _unless_dense((tuple(_of(call.dy_pitch, groups)), ks), (ns, ks))
+    if dpre is not None or not groups:
         dys, saved, pitches, activation = dpre or dys, None, None, "none"
-    lists = dys, saved, _begin(call.weights), None, _results(call.dx, call.dx_at, size), None
-    yield _product(
+    results = _results(call.dx, call.dx_at, call.dtype.itemsize)
+    lists = dys, saved, _begin(call.weights), None, results, None
+    return _product(
         (GRAD_INPUT, activation, False),
         call.dtype,
         sizes,
-        tuple(_of(places, with_dx) for places in lists),
+        tuple(_of(places, groups) for places in lists),
         pitches,
         choices.grad_input,
         device,
         shares,
+        early,
     )
 
 
@@ -220,14 +259,18 @@ def _grad_weight(
     groups: list[int],
     saved: Any,
     dpre: Any,
+    early: bool,
 ) -> tuple[Product, list[Share]]:
     """dW and db of ``groups``, and what is to be added up behind it; gradients of the
     pre-activations are written to ``dpre`` for the groups that have dx."""
     size = call.dtype.itemsize
     sizes = tuple([(n, k, m) for m, n, k in _of(call.sizes, groups)])
-    choice = choices.grad_weight
+    widths = tuple(tuple([size[i] for size in _of(call.sizes, groups)]) for i in (1, 2))
+    given = tuple(tuple(_of(pitch, groups)) for pitch in (call.dy_pitch, call.x_pitch))
+    pitches, choice = _unless_dense(given, widths), choices.grad_weight
     if choice is None:
-        choice = _choice(sizes, GRAD_WEIGHT, call.activation != "none", call.dtype, device)
+        derived = call.activation != "none"
+        choice = _choice(sizes, GRAD_WEIGHT, derived, pitches, call.dtype, device)
     dws = _of(_results(call.dw, call.dw_at, size), groups)
     dbs = None if call.db is None else _of(_results(call.db, call.db_at, size), groups)
     parts = [choice.parts(m) if n else 1 for n, _, m in sizes]
@@ -248,15 +291,14 @@ def _grad_weight(
     if dpre is not None:
         written = [None if call.dx_at[g] is None else dpre[g] for g in groups]
     lists = (_of(places, groups) for places in (_begin(call.dys), saved, _begin(call.xs)))
-    widths = tuple(tuple([size[i] for size in _of(call.sizes, groups)]) for i in (1, 2))
-    given = tuple(tuple(_of(pitch, groups)) for pitch in (call.dy_pitch, call.x_pitch))
     product = _product(
         (GRAD_WEIGHT, call.activation, False),
         call.dtype,
         sizes,
         (*lists, written, to, dbs),
-        _unless_dense(given, widths),
+        pitches,
         choice,
         device,
+        early=early,
     )
     return product, shares

@@ -5,7 +5,9 @@
 // STAGES are in shared memory or on their way there. Tiles lie there as in global memory: lines along
 // the depth, or across it where TURNED, in chunks of 16 bytes, of which the eight that lie side by
 // side change places with the line's number, so that matrices are read without conflicts. Lines come
-// in copies of 16 bytes, of 4 where they begin at no more than 4, or number by number.
+// in copies of 16 bytes. Where some begin anywhere (ODD) the chunks of global memory that hold them
+// come, one more a line, and numbers are moved into place in shared memory; where only memory begins
+// anywhere they come number by number.
 
 constexpr int STEP = 64;                        // numbers along the depth
 constexpr int WARPS = WARPS_M * WARPS_N, THREADS = 32 * WARPS;
@@ -13,17 +15,17 @@ constexpr int PART_M = TILE_M / WARPS_M, PART_N = TILE_N / WARPS_N;  // of a war
 constexpr int FRAGMENTS_M = PART_M / 16, PAIRS_N = PART_N / 16;      // two fragments of b at once
 constexpr int A_BYTES = TILE_M * STEP * 2, B_BYTES = TILE_N * STEP * 2;
 constexpr int SAVED_AT = A_BYTES, B_AT = A_BYTES * (DERIVED ? 2 : 1), STAGE_BYTES = B_AT + B_BYTES;
-constexpr int SPARE_AT = STAGES * STAGE_BYTES;  // of each line of each stage the word behind it
+constexpr int SPARE_AT = STAGES * STAGE_BYTES;  // of each line of each stage the chunk behind it
 constexpr int PITCH = TILE_N + 8;  // of sums in shared memory: rows of a fragment share no bank
 
 struct Matrix {
   const Number* from;
   int rows, depth;
   int pitch;  // numbers from a line to the next
-  int unit;   // bytes of a copy; 2: words, which hold numbers of two lines
+  bool whole;  // lines begin at 16 bytes
 };
 
-// Bytes that may be copied at once, of memory at addresses and distances of so many numbers, or'ed.
+// Bytes that may be written at once, to memory at addresses and distances of so many numbers, or'ed.
 __device__ __forceinline__ int unit_of(u64 address, int numbers) {
   const u64 both = address | static_cast<u64>(numbers) * 2;
   return both % 16 == 0 ? 16 : both % 4 == 0 ? 4 : 2;
@@ -31,110 +33,109 @@ __device__ __forceinline__ int unit_of(u64 address, int numbers) {
 
 template <bool TURNED>
 __device__ __forceinline__ Matrix matrix(u64 address, int rows, int depth, int pitch) {
-  return {at(address), rows, depth, pitch, unit_of(address, (TURNED ? rows : depth) | pitch)};
+  return {at(address), rows, depth, pitch,
+          unit_of(address, (TURNED ? rows : depth) | pitch) == 16};
 }
 
-// Where the i-th piece of BYTES lies: its line, its first byte there, and its place in a tile.
-template <bool TURNED, int TILE, int BYTES>
+// Where the i-th chunk lies: its line, its first byte there, and its place in a tile.
+template <bool TURNED, int TILE>
 struct Piece {
-  static constexpr int LINE = (TURNED ? TILE : STEP) * 2, COUNT = TILE * STEP * 2 / BYTES;
+  static constexpr int LINE = (TURNED ? TILE : STEP) * 2, COUNT = TILE * STEP * 2 / 16;
+  static constexpr int CHUNKS = LINE / 16;  // of a line
   int line, byte, place;
   __device__ __forceinline__ explicit Piece(int i)
-      : line(i / (LINE / BYTES)),
-        byte(i % (LINE / BYTES) * BYTES),
-        place(line * LINE + (byte / 16 ^ line % 8) * 16 + byte % 16) {}
+      : line(i / CHUNKS), byte(i % CHUNKS * 16), place(line * LINE + (byte / 16 ^ line % 8) * 16) {}
 };
 
-template <bool TURNED, int TILE, int BYTES>
+template <bool TURNED, int TILE>
 __device__ __forceinline__ void copy_tile(u32 tile, const Matrix& m, int row0, int k0) {
-  typedef Piece<TURNED, TILE, BYTES> Here;
+  typedef Piece<TURNED, TILE> Here;
   const int lines = TURNED ? m.depth : m.rows, width = TURNED ? m.rows : m.depth;
   const int line0 = TURNED ? k0 : row0, first = TURNED ? row0 : k0;
-#pragma unroll BYTES == 16 ? 4 : BYTES == 4 ? 1 : 2
+#pragma unroll 4
   for (int i = threadIdx.x; i < Here::COUNT; i += THREADS) {
     const Here piece(i);
     const int line = line0 + piece.line, col = first + piece.byte / 2;
     const bool there = line < lines && col < width;
     const Number* from = there ? m.from + static_cast<u64>(line) * m.pitch + col : m.from;
-    copy_async<BYTES>(tile + piece.place, from, there ? BYTES : 0);
+    copy_async(tile + piece.place, from, there ? 16 : 0);
   }
 }
 
-// The word that holds a number.
-__device__ __forceinline__ const Number* even(const Number* from) {
-  return from - reinterpret_cast<u64>(from) / 2 % 2;
-}
-
-// Whether a line begins within a word, at its second number.
-__device__ __forceinline__ int begins_within(const Matrix& m, int line) {
-  return (reinterpret_cast<u64>(m.from) / 2 + static_cast<u64>(line) * m.pitch) % 2;
-}
-
-// The place of the word behind a line of a tile in shared memory.
-__device__ __forceinline__ u32 spare_of(u32 tile, u32 start, int line) {
-  return start + SPARE_AT + (tile - start) / (STEP * 2) * 4 + line * 4;
-}
-
-// The words that hold the numbers of a tile. Each warp brings the lines whose pieces of 16 bytes are
-// its own.
+// The same number by number.
 template <bool TURNED, int TILE>
-__device__ __forceinline__ void copy_words(u32 tile, u32 start, const Matrix& m, int row0, int k0) {
-  typedef Piece<TURNED, TILE, 16> Here;
-  constexpr int WORDS = Here::LINE / 4, LINES = 128 / WORDS;  // lines of a warp at once
+__device__ __forceinline__ void copy_numbers(u32 tile, const Matrix& m, int row0, int k0) {
+  typedef Piece<TURNED, TILE> Here;
   const int lines = TURNED ? m.depth : m.rows, width = TURNED ? m.rows : m.depth;
   const int line0 = TURNED ? k0 : row0, first = TURNED ? row0 : k0;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const auto copy = [&](u32 to, int line, int word) {
-    const int within = begins_within(m, line), number = first + 2 * word - within;
-    const bool there = line < lines && max(number, first) < width && (word < WORDS || within);
-    const Number* from = there ? m.from + (static_cast<u64>(line) * m.pitch + number) : even(m.from);
-    copy_async<4>(to, from, there ? 4 : 0);
-  };
 #pragma unroll 1
-  for (int begin = warp * LINES; begin < Here::COUNT * 16 / Here::LINE; begin += WARPS * LINES) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int line = begin + i * 32 / WORDS, word = (i * 32 + lane) % WORDS, byte = word * 4;
-      copy(tile + line * Here::LINE + (byte / 16 ^ line % 8) * 16 + byte % 16, line0 + line, word);
+  for (int i = threadIdx.x; i < Here::COUNT; i += THREADS) {
+    const Here piece(i);
+    const int line = line0 + piece.line, col = first + piece.byte / 2;
+    const int left = line < lines ? width - col : 0;
+    const Number* from = m.from + (static_cast<u64>(line) * m.pitch + col);
+#pragma unroll 1
+    for (int n = 0; n < 8; n += 2) {
+      const u32 low = n < left ? from[n] : 0, high = n + 1 < left ? from[n + 1] : 0;
+      store_shared(tile + piece.place + 2 * n, low | high << 16);
     }
-    if (lane < LINES) copy(spare_of(tile, start, begin + lane), line0 + begin + lane, WORDS);
   }
 }
 
-// Those words moved to where the numbers of their lines belong, zeros behind the last.
+// Bytes between the last place of 16 bytes in front of a line and its first number.
+__device__ __forceinline__ int skipped(const Matrix& m, int line) {
+  return (static_cast<u32>(reinterpret_cast<u64>(m.from)) + static_cast<u32>(line) * m.pitch * 2) % 16;
+}
+
+// The place of the chunk behind a line of a tile in shared memory.
+__device__ __forceinline__ u32 spare_of(u32 tile, u32 start, int line) {
+  return start + SPARE_AT + (tile - start) / (STEP * 2) * 16 + line * 16;
+}
+
+// The chunks of global memory that hold the numbers of a tile, zeros behind the last. Each warp brings
+// the lines whose chunks are its own.
 template <bool TURNED, int TILE>
-__device__ __forceinline__ void align_tile(unsigned char* memory, u32 at, const Matrix& m, int row0,
-                                           int k0) {
-  typedef Piece<TURNED, TILE, 16> Here;
-  constexpr int CHUNKS = Here::LINE / 16, BATCH = TILE_N == 128 && BLOCKS == 2 ? 1 : 4;  // registers
-  static_assert(Here::COUNT % (THREADS * BATCH) == 0, "whole batches");
-  const int width = TURNED ? m.rows : m.depth;
-  const int line0 = TURNED ? k0 : row0, first = TURNED ? row0 : k0;
+__device__ __forceinline__ void copy_chunks(u32 tile, u32 start, const Matrix& m, int row0, int k0) {
+  typedef Piece<TURNED, TILE> Here;
+  const int lines = TURNED ? m.depth : m.rows, width = TURNED ? m.rows : m.depth;
+  const int line0 = TURNED ? k0 : row0, first = TURNED ? row0 : k0, lane = threadIdx.x % 32;
+  const auto copy = [&](u32 to, int line, int byte) {
+    const int within = skipped(m, line), left = 2 * (width - first) + within - byte;
+    const bool there = line < lines && left > 0 && (byte < Here::LINE || within);
+    const u64 begin = reinterpret_cast<u64>(m.from), base = begin - begin % 16;
+    const u64 from = begin + (static_cast<u64>(line) * m.pitch + first) * 2 + byte - within;
+    copy_async(to, reinterpret_cast<const void*>(there ? from : base), there ? min(left, 16) : 0);
+  };
+#pragma unroll 2
+  for (int i = threadIdx.x; i < Here::COUNT; i += THREADS) {
+    const Here piece(i);
+    copy(tile + piece.place, line0 + piece.line, piece.byte);
+    const int line = i / 32 * (32 / Here::CHUNKS) + lane;
+    if (lane < 32 / Here::CHUNKS) copy(spare_of(tile, start, line), line0 + line, Here::LINE);
+  }
+}
+
+// Those numbers moved to where they belong.
+template <bool TURNED, int TILE>
+__device__ __forceinline__ void align_tile(unsigned char* memory, u32 at, const Matrix& m, int line0) {
+  typedef Piece<TURNED, TILE> Here;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < Here::COUNT; i += THREADS * BATCH) {
-    uint4 v[BATCH];
-    u32 spare[BATCH];
+  for (int i = threadIdx.x; i < Here::COUNT; i += THREADS) {
+    const Here piece(i);
+    const uint4 v = *reinterpret_cast<const uint4*>(memory + at + piece.place);
+    uint4 next = {from_next_lane(v.x), from_next_lane(v.y), from_next_lane(v.z), from_next_lane(v.w)};
+    if (piece.byte == Here::LINE - 16)
+      next = *reinterpret_cast<const uint4*>(memory + spare_of(at, 0, piece.line));
+    u32 words[8] = {v.x, v.y, v.z, v.w, next.x, next.y, next.z, next.w};
+    const int within = skipped(m, line0 + piece.line);
 #pragma unroll
-    for (int j = 0; j < BATCH; ++j) {
-      const Here piece(i + j * THREADS);
-      v[j] = *reinterpret_cast<const uint4*>(memory + at + piece.place);
-      spare[j] = *reinterpret_cast<const u32*>(memory + spare_of(at, 0, piece.line));
-    }
+    for (int w = 0; w < 6; ++w) words[w] = within & 8 ? words[w + 2] : words[w];
 #pragma unroll
-    for (int j = 0; j < BATCH; ++j) {
-      const Here piece(i + j * THREADS);
-      const u32 beside = from_next_lane(v[j].x);
-      const u32 behind = piece.byte / 16 == CHUNKS - 1 ? spare[j] : beside;
-      const bool within = begins_within(m, line0 + piece.line);
-      const int left = width - first - piece.byte / 2;
-      const auto word = [&](u32 low, u32 high, int number) {
-        const u32 both = within ? low >> 16 | high << 16 : low;
-        return number + 1 < left ? both : number < left ? both & 0xffffu : 0u;
-      };
-      *reinterpret_cast<uint4*>(memory + at + piece.place) = {
-          word(v[j].x, v[j].y, 0), word(v[j].y, v[j].z, 2), word(v[j].z, v[j].w, 4),
-          word(v[j].w, behind, 6)};
-    }
+    for (int w = 0; w < 5; ++w) words[w] = within & 4 ? words[w + 1] : words[w];
+#pragma unroll
+    for (int w = 0; w < 4; ++w)
+      words[w] = (static_cast<u64>(words[w + 1]) << 32 | words[w]) >> (within & 2) * 8;
+    *reinterpret_cast<uint4*>(memory + at + piece.place) = {words[0], words[1], words[2], words[3]};
   }
 }
 
@@ -146,57 +147,59 @@ __device__ __forceinline__ u32 derived_pair(u32 dy, u32 saved) {
               derived(wide(static_cast<u16>(dy >> 16)), high));
 }
 
-template <bool WIDE>
-struct Unit {
-  typedef u32 Type;
-};
-template <>
-struct Unit<true> {
-  typedef uint4 Type;
-};
-
-__device__ __forceinline__ uint4 derived_unit(uint4 dy, uint4 saved) {
+__device__ __forceinline__ uint4 derived_chunk(uint4 dy, uint4 saved) {
   return {derived_pair(dy.x, saved.x), derived_pair(dy.y, saved.y), derived_pair(dy.z, saved.z),
           derived_pair(dy.w, saved.w)};
 }
-__device__ __forceinline__ u32 derived_unit(u32 dy, u32 saved) { return derived_pair(dy, saved); }
 
-// act' applied to those numbers of dy's tile that this thread has brought, which it sees first: several
+// The first `count` of eight numbers, by words of memory.
+__device__ __forceinline__ void write(Number* to, uint4 v, int count) {
+  const u32 words[5] = {v.x, v.y, v.z, v.w, 0};
+  const int within = reinterpret_cast<u64>(to) / 2 % 2, left = min(count, 8) - within;
+  if (within && count > 0) to[0] = static_cast<u16>(v.x);
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    const u32 both = (static_cast<u64>(words[w + 1]) << 32 | words[w]) >> within * 16;
+    Number* here = to + within + 2 * w;
+    if (2 * w + 1 < left)
+      *reinterpret_cast<u32*>(here) = both;
+    else if (2 * w < left)
+      *here = static_cast<u16>(both);
+  }
+}
+
+// act' applied to those chunks of dy's tile that this thread has brought, which it sees first: several
 // at a time, all read before the first is written. They are written to `out` as well, (depth, rows),
 // where it is not null.
-template <bool TURNED, int TILE, int BYTES>
-__device__ __forceinline__ void derive_tile(unsigned char* tile, const Matrix& m, int row0, int k0,
-                                            Number* out) {
-  typedef Piece<TURNED, TILE, BYTES> Here;
-  typedef typename Unit<BYTES == 16>::Type Type;
+template <bool TURNED, int TILE>
+__device__ __forceinline__ void derive(unsigned char* tile, const Matrix& m, int row0, int k0,
+                                       Number* out) {
+  typedef Piece<TURNED, TILE> Here;
   constexpr int EACH = Here::COUNT / THREADS;
   constexpr int BATCH = ACT == RELU || ACT == LEAKY_RELU ? (EACH < 4 ? EACH : 4) : 1;
   static_assert(Here::COUNT % (THREADS * BATCH) == 0, "whole batches");
 #pragma unroll 1
   for (int i = threadIdx.x; i < Here::COUNT; i += THREADS * BATCH) {
-    Type dy[BATCH], saved[BATCH];
+    uint4 dy[BATCH], saved[BATCH];
 #pragma unroll
     for (int j = 0; j < BATCH; ++j) {
       const unsigned char* place = tile + Here(i + j * THREADS).place;
-      dy[j] = *reinterpret_cast<const Type*>(place);
-      saved[j] = *reinterpret_cast<const Type*>(place + SAVED_AT);
+      dy[j] = *reinterpret_cast<const uint4*>(place);
+      saved[j] = *reinterpret_cast<const uint4*>(place + SAVED_AT);
     }
 #pragma unroll
     for (int j = 0; j < BATCH; ++j) {
       const Here piece(i + j * THREADS);
-      dy[j] = derived_unit(dy[j], saved[j]);
-      *reinterpret_cast<Type*>(tile + piece.place) = dy[j];
-      if (MODE == 2 && out) {
+      dy[j] = derived_chunk(dy[j], saved[j]);
+      *reinterpret_cast<uint4*>(tile + piece.place) = dy[j];
+      if (MODE == 2 && WRITES && out) {
         const int line = k0 + piece.line, col = row0 + piece.byte / 2;
         Number* to = out + (static_cast<u64>(line) * m.rows + col);
         if (line >= m.depth || col >= m.rows) continue;
-        if (BYTES == 4 || m.unit == 16) {
-          *reinterpret_cast<Type*>(to) = dy[j];
-          continue;
-        }
-        const Number* numbers = reinterpret_cast<const Number*>(tile + piece.place);
-        for (int n = 0; n < 8; ++n)
-          if (col + n < m.rows) to[n] = numbers[n];
+        if (m.rows % 8 == 0)
+          *reinterpret_cast<uint4*>(to) = dy[j];
+        else
+          write(to, dy[j], m.rows - col);
       }
     }
   }
@@ -204,21 +207,12 @@ __device__ __forceinline__ void derive_tile(unsigned char* tile, const Matrix& m
 
 template <bool TURNED, int TILE>
 __device__ __forceinline__ void fetch(u32 tile, u32 start, const Matrix& m, int row0, int k0) {
-  if (m.unit == 16)
-    copy_tile<TURNED, TILE, 16>(tile, m, row0, k0);
-  else if (m.unit == 4)
-    copy_tile<TURNED, TILE, 4>(tile, m, row0, k0);
+  if (m.whole)
+    copy_tile<TURNED, TILE>(tile, m, row0, k0);
+  else if (ODD)
+    copy_chunks<TURNED, TILE>(tile, start, m, row0, k0);
   else
-    copy_words<TURNED, TILE>(tile, start, m, row0, k0);
-}
-
-template <bool TURNED, int TILE>
-__device__ __forceinline__ void derive(unsigned char* tile, const Matrix& m, int row0, int k0,
-                                       Number* out) {
-  if (m.unit == 4)
-    derive_tile<TURNED, TILE, 4>(tile, m, row0, k0, out);
-  else
-    derive_tile<TURNED, TILE, 16>(tile, m, row0, k0, out);
+    copy_numbers<TURNED, TILE>(tile, m, row0, k0);
 }
 
 // 16 rows from `row` and 16 numbers of the depth from `k` as four matrices: those of k to k + 8 first
@@ -241,12 +235,12 @@ __device__ __forceinline__ float both(u32 v) {
 template <int COUNT>
 __device__ __forceinline__ void finish(const float* sums, const Number* bias, Number* c, Number* pre,
                                        int rows, int cols, int pitch) {
-  constexpr int PIECES = TILE_N / COUNT, WORDS = (COUNT + 1) / 2;
-#pragma unroll COUNT == 1 && TILE_N < 128 ? 4 : 1
+  constexpr int PIECES = TILE_N / COUNT, WORDS = COUNT / 2;
+#pragma unroll 1
   for (int i = threadIdx.x; i < TILE_M * PIECES; i += THREADS) {
     const int row = i / PIECES, col = i % PIECES * COUNT;
     if (row >= rows || col >= cols) continue;
-    float v[2 * WORDS] = {};
+    float v[COUNT];
 #pragma unroll
     for (int n = 0; n < COUNT; ++n)
       v[n] = sums[row * PITCH + col + n] + (MODE == 0 && bias ? wide(bias[col + n]) : 0.0f);
@@ -257,10 +251,8 @@ __device__ __forceinline__ void finish(const float* sums, const Number* bias, Nu
       for (int w = 0; w < WORDS; ++w) words[w] = pack(v[2 * w], v[2 * w + 1]);
       if constexpr (COUNT == 8)
         *reinterpret_cast<uint4*>(to + place) = {words[0], words[1], words[2], words[3]};
-      else if constexpr (COUNT == 2)
-        *reinterpret_cast<u32*>(to + place) = words[0];
       else
-        to[place] = static_cast<u16>(words[0]);
+        *reinterpret_cast<u32*>(to + place) = words[0];
     };
     if (MODE == 0 && SAVE_PRE) put(pre);
     if (MODE == 0) {
@@ -271,61 +263,112 @@ __device__ __forceinline__ void finish(const float* sums, const Number* bias, Nu
   }
 }
 
+// The same where rows begin anywhere: a word of memory a thread, always the same of a row. Where that
+// holds the row's first number behind another's, it stands for the last of the tile as well.
+__device__ __forceinline__ void finish_words(const float* sums, const Number* bias, Number* c,
+                                             Number* pre, int rows, int cols, int pitch) {
+  constexpr int WORDS = TILE_N / 2;
+  static_assert(THREADS % WORDS == 0, "whole rows");
+  const int word = threadIdx.x % WORDS;
+  if (2 * word > cols) return;
+  const auto put = [&](Number* to, const float* from, int col, int count) {
+    const auto value = [&](int n) {
+      return from[n] + (MODE == 0 && bias ? wide(bias[col + n]) : 0.0f);
+    };
+    float v[2] = {value(0), count > 1 ? value(1) : 0.0f};
+    const auto store = [&](Number* at) {
+      const u32 both = pack(v[0], v[1]);
+      if (count > 1)
+        *reinterpret_cast<u32*>(at) = both;
+      else
+        *at = static_cast<u16>(both);
+    };
+    if (MODE == 0 && SAVE_PRE) store(pre + (to - c));
+    if (MODE == 0) v[0] = activated(v[0]), v[1] = activated(v[1]);
+    store(to);
+  };
+#pragma unroll 1
+  for (int row = threadIdx.x / WORDS; row < min(rows, TILE_M); row += THREADS / WORDS) {
+    Number* to = c + static_cast<u64>(row) * pitch;
+    const int within = reinterpret_cast<u64>(to) / 2 % 2, col = max(0, 2 * word - within);
+    const int count = min(within && !word ? 1 : 2, cols - col);
+    if (count > 0) put(to + col, sums + row * PITCH + col, col, count);
+    if (within && !word && cols >= TILE_N)
+      put(to + TILE_N - 1, sums + row * PITCH + TILE_N - 1, TILE_N - 1, 1);
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 unequal_linear(const __grid_constant__ Groups groups, int count) {
   SHARED_MEMORY;
-#if MODE == 1
+  if (EARLY && MODE == 2) let_next_start();
+#if MODE == 1 && PARTS
   const int behind = static_cast<int>(blockIdx.x) - groups.tiles;
-  if (behind >= 0) return add_shares<THREADS>(groups.shares, groups.shared, behind);
+  if (behind >= 0) {
+    if (EARLY) wait_for_previous();
+    return add_shares<THREADS>(groups.shares, groups.shared, behind);
+  }
 #endif
   const int g = group_of(groups, count, blockIdx.x);
   const int rows = groups.rows[g], cols = groups.cols[g], depth = groups.depth[g];
   const int across = max(1, (cols + TILE_N - 1) / TILE_N), down = (rows + TILE_M - 1) / TILE_M;
-  const int number = blockIdx.x - groups.first[g], parts = MODE == 2 ? groups.parts[g] : 1;
-  const int part = MODE == 2 ? number / (across * down) : 0, tile = number - part * across * down;
+  const int number = blockIdx.x - groups.first[g], parts = SPLIT ? PARTS_OF : 1;
+  const int part = SPLIT ? number / (across * down) : 0, tile = number - part * across * down;
   const int row0 = tile / across * TILE_M, col0 = tile % across * TILE_N;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int row_w = warp / WARPS_N * PART_M, col_w = warp % WARPS_N * PART_N;
 
   const u32 start = shared_address(memory);
   const int a_width = A_TURNED ? rows : depth, b_width = B_TURNED ? cols : depth;
-  Matrix a = matrix<A_TURNED>(groups.a[g], rows, depth, PITCH_OF(a, a_width)), saved = a;
-  if (DERIVED) {  // both in the same pieces, by the same threads
-    saved = matrix<A_TURNED>(groups.saved[g], rows, depth, a_width);
-    a.unit = saved.unit = a.unit < saved.unit ? a.unit : saved.unit;
-  }
+  const Matrix a = matrix<A_TURNED>(groups.a[g], rows, depth, PITCH_OF(a, a_width));
+  Matrix saved = a;
+  if (DERIVED) saved = matrix<A_TURNED>(groups.saved[g], rows, depth, a_width);
   const Matrix b = matrix<B_TURNED>(groups.b[g], cols, depth, PITCH_OF(b, b_width));
   const int all = (depth + STEP - 1) / STEP, each = (all + parts - 1) / parts;
   const int step0 = part * each, steps = max(0, min(all - step0, each));
-  Number* const out = MODE == 2 && DERIVED && col0 == 0 ? to(groups.bias[g]) : nullptr;
-  const auto bring = [&](int step) {
+  Number* const out = MODE == 2 && WRITES && DERIVED && col0 == 0 ? to(groups.bias[g]) : nullptr;
+  constexpr bool AHEAD = EARLY && MODE == 1;  // weights come while the launch before ends
+  const auto bring_a = [&](u32 stage, int k0) {
+    fetch<A_TURNED, TILE_M>(stage, start, a, row0, k0);
+    if (DERIVED) fetch<A_TURNED, TILE_M>(stage + SAVED_AT, start, saved, row0, k0);
+  };
+  const auto bring_b = [&](u32 stage, int k0) {
+    fetch<B_TURNED, TILE_N>(stage + B_AT, start, b, col0, k0);
+  };
+  const auto bring = [&](int step, bool with_b) {
     if (step < steps) {
       const u32 stage = start + step % STAGES * STAGE_BYTES;
       const int k0 = (step0 + step) * STEP;
-      fetch<A_TURNED, TILE_M>(stage, start, a, row0, k0);
-      if (DERIVED) fetch<A_TURNED, TILE_M>(stage + SAVED_AT, start, saved, row0, k0);
-      fetch<B_TURNED, TILE_N>(stage + B_AT, start, b, col0, k0);
+      bring_a(stage, k0);
+      if (with_b) bring_b(stage, k0);
     }
     commit();
   };
+  if (AHEAD) {
+#pragma unroll 1
+    for (int step = 0; step < min(steps, STAGES - 1); ++step)
+      bring_b(start + step * STAGE_BYTES, step * STEP);
+    wait_for_previous();
+  }
 
   float acc[FRAGMENTS_M][2 * PAIRS_N][4] = {};
   const bool summing = MODE == 2 && col0 == 0 && col_w == 0 && groups.more[g];
   double sums[FRAGMENTS_M][2] = {};  // many numbers, of which little may be left
 #pragma unroll
-  for (int step = 0; step < STAGES - 1; ++step) bring(step);
+  for (int step = 0; step < STAGES - 1; ++step) bring(step, !AHEAD);
   for (int step = 0; step < steps; ++step) {
     wait<STAGES - 2>();
     const int at = step % STAGES * STAGE_BYTES, k0 = (step0 + step) * STEP;
-    if (a.unit == 2 || b.unit == 2) __syncwarp();
-    if (a.unit == 2) {
-      align_tile<A_TURNED, TILE_M>(memory, at, a, row0, k0);
-      if (DERIVED) align_tile<A_TURNED, TILE_M>(memory, at + SAVED_AT, saved, row0, k0);
+    if (ODD) {
+      __syncwarp();
+      const int a_line = A_TURNED ? k0 : row0, b_line = B_TURNED ? k0 : col0;
+      if (!a.whole) align_tile<A_TURNED, TILE_M>(memory, at, a, a_line);
+      if (DERIVED && !saved.whole) align_tile<A_TURNED, TILE_M>(memory, at + SAVED_AT, saved, a_line);
+      if (!b.whole) align_tile<B_TURNED, TILE_N>(memory, at + B_AT, b, b_line);
     }
-    if (b.unit == 2) align_tile<B_TURNED, TILE_N>(memory, at + B_AT, b, col0, k0);
     if (DERIVED) derive<A_TURNED, TILE_M>(memory + at, a, row0, k0, out);
     __syncthreads();
-    bring(step + STAGES - 1);
+    bring(step + STAGES - 1, true);
     const u32 stage = start + at;
     float some[FRAGMENTS_M][2] = {};
 #pragma unroll
@@ -371,7 +414,7 @@ unequal_linear(const __grid_constant__ Groups groups, int count) {
         sum += __shfl_xor_sync(0xffffffffu, sum, 2);
         const int row = row0 + row_w + 16 * i + 8 * half + lane / 4;
         if (lane % 4 == 0 && row < rows) {
-          if (parts > 1)
+          if (SPLIT && parts > 1)
             share[share_of_dw(rows, cols) + row] = static_cast<float>(sum);
           else
             to(groups.more[g])[row] = static_cast<u16>(pack(static_cast<float>(sum), 0.0f));
@@ -379,7 +422,7 @@ unequal_linear(const __grid_constant__ Groups groups, int count) {
       }
     }
   }
-  if (MODE == 2 && parts > 1) {
+  if (SPLIT && parts > 1) {
 #pragma unroll
     for (int i = 0; i < FRAGMENTS_M; ++i) {
 #pragma unroll
@@ -423,5 +466,5 @@ unequal_linear(const __grid_constant__ Groups groups, int count) {
   else if (unit == 4)
     finish<2>(found, bias, c, pre, rows - row0, cols - col0, cols);
   else
-    finish<1>(found, bias, c, pre, rows - row0, cols - col0, cols);
+    finish_words(found, bias, c, pre, rows - row0, cols - col0, cols);
 }

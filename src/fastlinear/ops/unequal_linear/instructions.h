@@ -7,6 +7,20 @@ typedef unsigned long long u64;
 
 #define SHARED_MEMORY extern __shared__ __align__(128) unsigned char memory[]
 
+// The launch behind this one may begin.
+__device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Until the launch before this one has ended, whose results are seen from here on.
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 #if KIND != 2
 __device__ __forceinline__ float wide(u16 v) {
   float out;
@@ -30,15 +44,14 @@ __device__ __forceinline__ u32 shared_address(const void* memory) {
   return static_cast<u32>(__cvta_generic_to_shared(memory));
 }
 
-// BYTES of global memory to shared memory, of which all but the first `valid` become zeros.
-template <int BYTES>
+// 16 bytes of global memory to shared memory, of which all but the first `valid` become zeros.
 __device__ __forceinline__ void copy_async(u32 to, const void* from, int valid) {
-  if (BYTES == 16)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid)
-                 : "memory");
-  else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid)
-                 : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid)
+               : "memory");
+}
+
+__device__ __forceinline__ void store_shared(u32 to, u32 v) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
 }
 
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

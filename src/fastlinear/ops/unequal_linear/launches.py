@@ -23,7 +23,16 @@ from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common.door_launch import DoorLaunch, prepared
 from fastlinear.ops.common.door_program import Program
 from fastlinear.ops.unequal_linear.compiled import MAX_GROUPS, kernel
-from fastlinear.ops.unequal_linear.config import GRAD_INPUT, Choice, Sizes, largest_first
+from fastlinear.ops.unequal_linear.config import (
+    EXTRAS,
+    GRAD_INPUT,
+    GRAD_WEIGHT,
+    Choice,
+    Extras,
+    Sizes,
+    largest_first,
+    odd_rows,
+)
 
 Call = tuple[int, str, bool]
 """Which product, the activation, whether the pre-activation is kept."""
@@ -53,6 +62,7 @@ class Kind:
         choice: how it is computed.
         shares: (rows, cols, parts) of each dW whose shares are added up behind the tiles of dx.
         given: which of the pointers there are: the others stay 0.
+        early: the launch of dx begins under the end of that of dW.
     """
 
     call: Call
@@ -62,6 +72,19 @@ class Kind:
     choice: Choice
     shares: Sizes
     given: tuple[bool, ...]
+    early: bool = False
+
+    def extras(self) -> Extras:
+        """What the launches have beside their products."""
+        mode, half = self.call[0], self.dtype.itemsize == 2
+        divided = mode == GRAD_WEIGHT and any(self.choice.parts(k) > 1 for _, _, k in self.sizes)
+        found = (
+            divided or bool(self.shares),
+            mode == GRAD_WEIGHT and self.given[3],
+            half and odd_rows(self.sizes, mode, self.pitches),
+            self.early,
+        )
+        return tuple([name for name, there in zip(EXTRAS, found, strict=True) if there])
 
 
 @dataclass(frozen=True)
@@ -94,18 +117,20 @@ class Part:
         self, kernel: Any, kind: Kind, which: Sequence[int], shared: Sequence[int], places: int
     ) -> None:
         mode, tiles = kind.call[0], kind.choice.tiles
+        divided = "PARTS" in kind.extras()
         parts = [kind.choice.parts(depth) for _, _, depth in kind.sizes]
         each = [tiles.count((size,)) * n for size, n in zip(kind.sizes, parts, strict=True)]
         threads = 4 * tiles.threads  # numbers that a block adds up
         added = [-(-share_numbers(m, n) // threads) for m, n, _ in kind.shares]
         columns = [
             *([size[i] for size in kind.sizes] for i in range(3)),
-            *(_firsts(which, each), parts),
+            _firsts(which, each),
+            *([parts] if divided else []),
             *(kind.pitches or ()),
         ]
         more = [*([size[i] for size in kind.shares] for i in range(3)), _firsts(shared, added)]
         tables = [(_POINTERS, columns, which)]
-        if mode == GRAD_INPUT:
+        if mode == GRAD_INPUT and divided:
             tables.append((_SHARED, more, shared))
         self._lists: list[tuple[int, Struct, Sequence[int]]] = []  # where addresses go, and whose
         numbers, size = [], 0
@@ -127,6 +152,10 @@ class Part:
         self._launch = driver.Launch(kernel, tiles.threads, 1, arguments)  # type: ignore[arg-type]
         self._launch.set_grid(total + sum(added[g] for g in shared))
         self._lock = threading.Lock()
+
+    def begin_early(self) -> None:
+        """Let the launch begin before the end of the one before it, for which its kernel waits."""
+        self._launch.begin_early()
 
     def run(self, product: Product, stream: int) -> None:
         """Launch on tensors of every group of the call."""
@@ -173,13 +202,17 @@ def parts_of(kind: Kind, device: int) -> tuple[Part, ...]:
     for which, shared in zip_longest(*chunks, fillvalue=()):
         places = next(n for n in _PLACES if max(len(which), len(shared)) <= n)
         found.append(Part(_loaded(kind, places, device), kind, which, shared, places))
+        if kind.early and kind.call[0] == GRAD_INPUT and len(found) == 1:
+            found[0].begin_early()
     return tuple(found)
 
 
 def _loaded(kind: Kind, places: int, device: int) -> driver.Kernel:
     pitched = kind.pitches is not None
     with torch.cuda.device(device), driver.loading_allowed():
-        return kernel(kind.dtype, *kind.call, kind.choice.tiles, places, pitched, device)
+        return kernel(
+            kind.dtype, *kind.call, kind.choice.tiles, places, pitched, kind.extras(), device
+        )
 
 
 @lru_cache(maxsize=_MAX_PLANS)

@@ -1,6 +1,6 @@
 // Shares of dW and db added up in order, by blocks behind the tiles of dx. Behind groups.h.
 
-#if MODE == 1
+#if MODE == 1 && PARTS
 __device__ __forceinline__ void store(Number* at, const float (&v)[4], int count) {
 #if KIND == 2
   if (count >= 4) {

@@ -41,7 +41,7 @@ __device__ __forceinline__ void fetch_tile(Tile& tile, const Number* from, const
                                    k0 + word));
     tile.word[i] = v;
     if (CHANGED && MODE == 2) *sum += v;
-    if (CHANGED && DERIVED && MODE == 2 && out && row0 + row < rows && k0 + word < depth)
+    if (CHANGED && DERIVED && MODE == 2 && WRITES && out && row0 + row < rows && k0 + word < depth)
       out[static_cast<u64>(k0 + word) * rows + row0 + row] = v;
   }
 }
@@ -60,22 +60,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 unequal_linear(const __grid_constant__ Groups groups, int count) {
   __shared__ __align__(16) float a_tile[TILE][PITCH];
   __shared__ __align__(16) float b_tile[TILE][PITCH];
-#if MODE == 1
+#if MODE == 1 && PARTS
   const int behind = static_cast<int>(blockIdx.x) - groups.tiles;
   if (behind >= 0) return add_shares<THREADS>(groups.shares, groups.shared, behind);
 #endif
   const int g = group_of(groups, count, blockIdx.x);
   const int rows = groups.rows[g], cols = groups.cols[g], depth = groups.depth[g];
   const int across = max(1, (cols + TILE - 1) / TILE), down = (rows + TILE - 1) / TILE;
-  const int number = blockIdx.x - groups.first[g], parts = MODE == 2 ? groups.parts[g] : 1;
-  const int part = MODE == 2 ? number / (across * down) : 0, tile = number - part * across * down;
+  const int number = blockIdx.x - groups.first[g], parts = SPLIT ? PARTS_OF : 1;
+  const int part = SPLIT ? number / (across * down) : 0, tile = number - part * across * down;
   const int row0 = tile / across * TILE, col0 = tile % across * TILE;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int row_w = warp / 2 * 32, col_w = warp % 2 * 32;
 
   const int steps = (depth + STEP - 1) / STEP, each = (steps + parts - 1) / parts * STEP;
-  const int from = min(depth, part * each), end = MODE == 2 ? min(depth, from + each) : depth;
-  Number* const out = MODE == 2 && DERIVED && col0 == 0 ? to(groups.bias[g]) : nullptr;
+  const int from = SPLIT ? min(depth, part * each) : 0, end = SPLIT ? min(depth, from + each) : depth;
+  Number* const out = MODE == 2 && WRITES && DERIVED && col0 == 0 ? to(groups.bias[g]) : nullptr;
   const int a_pitch = PITCH_OF(a, A_TURNED ? rows : depth);
   const int b_pitch = PITCH_OF(b, B_TURNED ? cols : depth);
 
@@ -121,7 +121,7 @@ unequal_linear(const __grid_constant__ Groups groups, int count) {
     for (int i = 0; i < 32; ++i) acc[i] += part[i];
   }
 
-  const u64 share = MODE == 2 && parts > 1 ? part * share_of(rows, cols) : 0;
+  const u64 share = SPLIT && parts > 1 ? part * share_of(rows, cols) : 0;
 #pragma unroll
   for (int i = 0; i < 32; ++i) {
     const int row = row0 + row_w + lane / 4 + 8 * (i / 8);
