@@ -25,6 +25,7 @@ from fastlinear.dispatch.tune import verify
 from fastlinear.ops.diagonal_linear.problem import problem as diagonal
 from fastlinear.ops.gated_mlp.problem import problem as gated
 from fastlinear.ops.grouped_linear.problem import problem as grouped
+from fastlinear.ops.unequal_linear import cpu
 
 DTYPES = ("float32", "bfloat16")
 REGISTERED = ("gated_mlp", "grouped_linear", "diagonal_linear")
@@ -106,9 +107,10 @@ def unequal(dtype: torch.dtype, device: str) -> Made:
     return made
 
 
+_ON_CPU = "together" if cpu.unserved(torch.float32) is None else "loop"
 LISTED: dict[str, tuple[Callable[[torch.dtype, str], Made], str, str]] = {
     "ragged_linear": (ragged, "triton", "cpp"),
-    "unequal_linear": (unequal, "together", "together"),
+    "unequal_linear": (unequal, "together", _ON_CPU),
 }
 """Families that are functions: calls, their backend on a GPU, and on a CPU."""
 FAMILIES = (*REGISTERED, *LISTED)

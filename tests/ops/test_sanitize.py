@@ -57,14 +57,14 @@ def test_the_calls_are_right_on_a_cpu(name: str, capsys: pytest.CaptureFixture[s
 
 
 def test_wrong_results_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = sanitize_calls.fl.unequal_linear
+    real = sanitize_calls.fl.ragged_linear
 
     def off(*args: Any, **kwargs: Any) -> Any:
-        ys = real(*args, **kwargs)
-        return [y * 1.5 for y in ys] if kwargs["backend"] == "together" else ys
+        y = real(*args, **kwargs)
+        return y * 1.5 if kwargs["backend"] == "cpp" else y
 
-    monkeypatch.setattr(sanitize_calls.fl, "unequal_linear", off)
-    assert sanitize_calls.main(["unequal_linear"], "cpu") == 1
+    monkeypatch.setattr(sanitize_calls.fl, "ragged_linear", off)
+    assert sanitize_calls.main(["ragged_linear"], "cpu") == 1
     with pytest.raises(SystemExit, match="no family 'mlp' here"):
         sanitize_calls.main(["mlp"], "cpu")
 

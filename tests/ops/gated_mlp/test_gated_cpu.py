@@ -28,6 +28,9 @@ from fastlinear.ops.gated_mlp.stacking import NO_BIASES, ORDERS, Biases, Pre, We
 HAS_ONEDNN = onednn.reason_not_packed(
     problem("forward", *(7, 8, 8, 8), dtype="float32", device="cpu")
 )
+HAS_ONEDNN_BFLOAT16 = onednn.reason_not_packed(
+    problem("forward", *(7, 8, 8, 8), dtype="bfloat16", device="cpu")
+)
 needs_onednn = pytest.mark.skipif(HAS_ONEDNN is not None, reason=str(HAS_ONEDNN))
 needs_cpp = pytest.mark.skipif(cpp_gate.reason_not() is not None, reason="no C++ compiler")
 
@@ -199,6 +202,7 @@ def test_defaults_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
     if HAS_ONEDNN is None and cpp_gate.reason_not() is None:
         assert names(256, False) == ["onednn"]
         assert names(256, True) == ["onednn", "cpp", "pieces"]
+    if HAS_ONEDNN_BFLOAT16 is None and cpp_gate.reason_not() is None:
         assert names(256, False, "bfloat16") == ["onednn"]
         assert names(1024, False, "bfloat16") == ["cpp"]
         assert names(256, True, "bfloat16") == ["cpp", "cpp", "pieces"]

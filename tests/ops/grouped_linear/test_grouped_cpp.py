@@ -188,6 +188,7 @@ def test_forced_through_the_public_function_with_gradients() -> None:
         torch.testing.assert_close(a, e)
 
 
+@runs
 def test_a_library_that_cannot_be_compiled_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = torch.randn(11, 12), torch.randn(3, 5, 4)
     expected = fl.grouped_linear(x, w, backend="eager")

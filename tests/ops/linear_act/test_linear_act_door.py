@@ -19,7 +19,7 @@ from fastlinear.dispatch import cache
 from fastlinear.dispatch.backend import family
 from fastlinear.ops.common import door, door_node
 from fastlinear.ops.common.activations import NAMES
-from fastlinear.ops.linear_act import launches, op, programs, reference
+from fastlinear.ops.linear_act import launches, onednn, op, programs, reference
 from fastlinear.ops.linear_act.problem import problem
 
 needs_door = pytest.mark.skipif(door.reason_not() is not None, reason="no compiled door here")
@@ -164,6 +164,9 @@ def test_autocast_has_plans_by_its_dtype(
         assert before.dtype is after.dtype is dtype
         assert torch.equal(before, after)
     call = (x, w, b, "relu2", "onednn")
+    p = problem("forward", 5, 16, 8, dtype="bfloat16", device="cpu", activation="relu2")
+    if onednn.reason_not(p) is not None:
+        return
     with torch.autocast("cpu", dtype=torch.bfloat16):
         fl.linear_act(x, w, b, activation="relu2", backend="onednn")
         assert table.call(*call).dtype is torch.bfloat16

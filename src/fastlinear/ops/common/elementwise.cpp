@@ -89,7 +89,10 @@ inline float cdf_(float x) {
   const float more = 0.5f * (x * x - s);
   return sigmoid_(z * p + (x < 0.0f ? -more : more));
 }
-struct Gelu      { static float f(float x) { return x * cdf_(x); }
+// x cdf(x) is x less a small part where x is positive: a cdf near 1 would round the product twice.
+struct Gelu      { static float f(float x) {
+                     const float tail = cdf_(x > 0.0f ? -x : x);
+                     return x > 0.0f ? x - (x < 30.0f ? x : 30.0f) * tail : x * tail; }
                    static float d(float x) {
                      const float h = -0.5f * x * x;
                      return cdf_(x) + x * (h < -87.0f ? 0.0f : 0.398942280f * exp_(h)); } };

@@ -7,7 +7,7 @@ in memory: which axes of (B, L, G, features) come first.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,6 +133,14 @@ def empty(shape: Sequence[int], order: str, like: Tensor, dtype: torch.dtype) ->
 def dense(t: Tensor, order: str) -> Tensor:
     """t (B, L, G, features): itself if it is dense in that order of memory, else a copy."""
     return t.permute(_MEMORY[order]).contiguous().permute(_AXES[order])
+
+
+def elementwise(run: Callable[..., Tensor], order: str, *tensors: Tensor) -> Tensor:
+    """``run`` of tensors (B, L, G, features), its axes as that order has them in memory.
+
+    PyTorch's gelu on a CPU has other last digits for a view of other strides (docs/facts.md).
+    """
+    return run(*(t.permute(_MEMORY[order]) for t in tensors)).permute(_AXES[order])
 
 
 def is_dense(t: Tensor, order: str) -> bool:

@@ -52,15 +52,23 @@ def forward(
 ) -> tuple[Tensor, Tensor | None]:
     """(y, pre): x (B, L, G, K), weight (G, N, K), bias (G, N) → y (B, L, G, N), pre if asked."""
     pre = product(x, weight.transpose(1, 2), order, bias)
-    return activated(pre, activation, save_pre)
+    return activated(pre, activation, save_pre, order)
 
 
-def activated(pre: Tensor, activation: str, save_pre: bool) -> tuple[Tensor, Tensor | None]:
+def activated(
+    pre: Tensor, activation: str, save_pre: bool, order: str
+) -> tuple[Tensor, Tensor | None]:
     """(act(pre), pre if asked); pre's own memory is used where it is free."""
-    in_place = _IN_PLACE.get(activation)
-    if in_place is not None and not save_pre:
-        return in_place(pre), None
-    return activation_of(activation).value(pre), pre if save_pre else None
+    in_place = None if save_pre else _IN_PLACE.get(activation)
+    run = in_place or activation_of(activation).value
+    return layouts.elementwise(run, order, pre), pre if save_pre else None
+
+
+def differentiated(dy: Tensor, saved: Tensor | None, activation: str, order: str) -> Tensor:
+    """dpre = dy · act'(pre), of what the activation keeps."""
+    if saved is None:
+        return dy
+    return layouts.elementwise(activation_of(activation).backward, order, dy, saved)
 
 
 def backward(
@@ -74,9 +82,9 @@ def backward(
 ) -> Gradients:
     """(dx, dW, db), each None where not needed; dx lies in ``order``, dW and db are contiguous.
 
-    dpre = dy · act'(pre); dx_g = dpre_g W_g; dW_g = dpre_gᵀ x_g; db_g = dpre_g summed over tokens.
+    dx_g = dpre_g W_g; dW_g = dpre_gᵀ x_g; db_g = dpre_g summed over tokens.
     """
-    dpre = dy if saved is None else activation_of(activation).backward(dy, saved)
+    dpre = differentiated(dy, saved, activation, order)
     dx = product(dpre, weight, order) if needs[0] else None
     dw = torch.bmm(by_group(dpre).transpose(1, 2), by_group(x)) if needs[1] else None
     return dx, dw, dpre.sum((0, 1)) if needs[2] else None

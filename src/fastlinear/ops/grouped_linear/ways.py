@@ -8,9 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastlinear.core.problem import Problem
-from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.grouped_linear import layout as layouts
-from fastlinear.ops.grouped_linear.reference import Gradients, Needs, activated, by_group
+from fastlinear.ops.grouped_linear.reference import (
+    Gradients,
+    Needs,
+    activated,
+    by_group,
+    differentiated,
+)
 
 _MAX_LOOP = 512  # groups
 
@@ -64,7 +69,7 @@ def loop_backward(
     order: str,
 ) -> Gradients:
     """Two products a group, each written into its place."""
-    dpre = dy if saved is None else activation_of(activation).backward(dy, saved)
+    dpre = differentiated(dy, saved, activation, order)
     groups, _, k = weight.shape
     rows, inputs = by_group(dpre), by_group(x)
     dx = layouts.empty(x.shape, order, x, x.dtype) if needs[0] else None
@@ -98,4 +103,4 @@ def reason_not_conv(p: Problem) -> str | None:
 def _finished(
     pre: Tensor, activation: str, save_pre: bool, order: str
 ) -> tuple[Tensor, Tensor | None]:
-    return activated(layouts.dense(pre, order), activation, save_pre)
+    return activated(layouts.dense(pre, order), activation, save_pre, order)
