@@ -40,7 +40,8 @@ def cases(device: str, quick: bool = False) -> list[Case]:
 
 def _cuda() -> list[Case]:
     decisive = [(sizes, "bfloat16", "relu") for sizes in (*_HEADLINE, *_MORE)]
-    decisive += [(_HEADLINE[0], "float32", "relu"), (_HEADLINE[0], "bfloat16", "none")]
+    decisive += [(_HEADLINE[0], "float32", "relu")]
+    decisive += [(sizes, "bfloat16", "none") for sizes in _HEADLINE]
     sized = [(2048, max(1, 8192 // size), size, size) for size in _SIZES]
     wide = [(sizes, dtype) for dtype in ("bfloat16", "float32") for sizes in sized]
     wide += [((m, 100, 100, 100), "bfloat16") for m in _BATCHES]

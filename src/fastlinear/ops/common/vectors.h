@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512F__)
+#if defined(__AVX__)
 #include <immintrin.h>
 #endif
 
@@ -32,6 +32,29 @@ inline V part(const float* p, int64_t n) {  // n < kLanes numbers, then zeros
 }
 inline void put(float* p, V v, int64_t n) {  // the first n <= kLanes numbers
   _mm512_mask_storeu_ps(p, (1u << n) - 1, reinterpret_cast<__m512>(v));
+}
+#elif defined(__AVX__)
+inline __m256i first_of(int64_t n) {  // lanes before n
+  static const int32_t kOnes[16] = {-1, -1, -1, -1, -1, -1, -1, -1};
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(kOnes + 8 - n));
+}
+inline V part(const float* p, int64_t n) {
+  return reinterpret_cast<V>(_mm256_maskload_ps(p, first_of(n)));
+}
+inline void put(float* p, V v, int64_t n) {  // masked stores are microcode on some processors
+  if (n == kLanes) return store(p, v);
+  __m128 rest = _mm256_castps256_ps128(reinterpret_cast<__m256>(v));
+  if (n & 4) {
+    _mm_storeu_ps(p, rest);
+    rest = _mm256_extractf128_ps(reinterpret_cast<__m256>(v), 1);
+    p += 4;
+  }
+  if (n & 2) {
+    _mm_storel_pi(reinterpret_cast<__m64*>(p), rest);
+    rest = _mm_movehl_ps(rest, rest);
+    p += 2;
+  }
+  if (n & 1) _mm_store_ss(p, rest);
 }
 #else
 inline V part(const float* p, int64_t n) {

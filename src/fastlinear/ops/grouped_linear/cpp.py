@@ -1,7 +1,7 @@
 """Backend ``cpp`` of grouped_linear: one C++ call forward and one backward, compiled for this
 processor.
 
-float32 with 512-bit vectors, bfloat16 with AMX tiles or pairs in vectors. Tensors are read and
+float32 with vectors of 256 or 512 bits, bfloat16 with AMX tiles or pairs in vectors. Tensors are read and
 written where they lie; bias and activation cost no pass of their own.
 """
 
@@ -25,6 +25,7 @@ from fastlinear.ops.grouped_linear import reference
 from fastlinear.ops.grouped_linear.reference import Gradients, Needs
 
 SOURCE = Path(__file__).with_name("grouped.cpp")
+NO_VECTORS = "written for processors with AVX2 or AVX-512"
 NO_HALF = "bfloat16 takes a processor with products of it, AMX or AVX512_BF16"
 _CODES = {name: code for code, name in enumerate(NAMES)}  # the switches of grouped_rows.h
 _NOWHERE = (0, 0, 0, 0)
@@ -39,8 +40,8 @@ def reason_not(problem: Problem) -> str | None:
         return "compiled for the CPU only"
     if problem.dtype not in ("float32", "bfloat16"):
         return f"float32 and bfloat16 only, not {problem.dtype}"
-    if "AVX512" not in torch.backends.cpu.get_cpu_capability():
-        return "written for processors with AVX-512"
+    if not has_wide_vectors():
+        return NO_VECTORS
     if problem.dtype == "bfloat16" and half_products() is None:
         return NO_HALF
     return cpp_build.reason_not() or cpp_build.failed(SOURCE)
@@ -148,6 +149,12 @@ def backward_address() -> int:
 
 def _memory(t: Tensor | None) -> int:
     return 0 if t is None else t.data_ptr()
+
+
+def has_wide_vectors() -> bool:
+    """Whether this processor has vectors of 256 bits or more, with fused multiplications."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    return "AVX2" in capability or "AVX512" in capability
 
 
 @lru_cache(maxsize=1)

@@ -19,7 +19,7 @@ from torch import Tensor
 from fastlinear.ops.common import cpp_build
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.common.door_program import Program, memories, memory
-from fastlinear.ops.grouped_linear.cpp import NO_HALF
+from fastlinear.ops.grouped_linear.cpp import NO_HALF, NO_VECTORS, has_wide_vectors
 from fastlinear.ops.unequal_linear.layout import Backward, Forward, Sizes
 
 SOURCE = Path(__file__).with_name("unequal.cpp")
@@ -114,8 +114,8 @@ def _address(t: Tensor | None) -> int | None:
 
 def reason_not_here() -> str | None:
     """Why nothing is served on this machine, as far as can be told without compiling, or None."""
-    if "AVX512" not in torch.backends.cpu.get_cpu_capability():
-        return "its C++ is written for processors with AVX-512"
+    if not has_wide_vectors():
+        return f"its C++ is {NO_VECTORS}"
     return cpp_build.reason_not() or cpp_build.failed(SOURCE)
 
 
