@@ -106,6 +106,21 @@ def test_forward_in_other_orders(
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("order", layouts.ORDERS)
+def test_derivative_of_its_own(
+    order: str, arch: int, launches: list[Recorded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In whichever order, 16 bytes at once, or 8 where a row of features is aligned to no more."""
+    on(arch, monkeypatch)
+    dy = tokens(4096, 100, 100, torch.bfloat16, order)
+    whole._grad_pre(dy, torch.empty_like(dy), "gelu", True)
+    compiled = fitting(launches[0], arch)
+    words = 4 if order == "channels" else 2
+    assert f"ld.global.v{words}.b32" in compiled.asm["ptx"]
+    assert f"st.global.v{words}.b32" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("activation", ["none", "relu", "gelu"])
 @pytest.mark.parametrize(
     ("dtype", "size"), [("bf16", 100), ("bf16", 50), ("bf16", 32), ("fp32", 64), ("fp32", 32)]

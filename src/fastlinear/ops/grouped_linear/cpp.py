@@ -1,8 +1,8 @@
 """Backend ``cpp`` of grouped_linear: one C++ call forward and one backward, compiled for this
 processor.
 
-float32 with vectors of 256 or 512 bits, bfloat16 with AMX tiles or pairs in vectors. Tensors are read and
-written where they lie; bias and activation cost no pass of their own.
+float32 with vectors of 256 or 512 bits, bfloat16 with AMX tiles or pairs in vectors. Tensors are
+read and written where they lie; bias and activation cost no pass of their own.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ NO_HALF = "bfloat16 takes a processor with products of it, AMX or AVX512_BF16"
 _CODES = {name: code for code, name in enumerate(NAMES)}  # the switches of grouped_rows.h
 _NOWHERE = (0, 0, 0, 0)
 # K·N up to which it wins over MKL's and oneDNN's products, and rows whose weights are read once:
-# two cores with AMX, 2 to 16384 rows; by pairs up to 256² in rows, 512² while developing
+# two cores with AMX, 2 to 16384 rows; by pairs up to 256² in rows, 512² while developing; with AVX2
+# up to 384² while developing, but for the forward of at most 64 tokens groups first (128²)
 _MOST_SINGLE, _MOST_HALF, _FEW = 1 << 16, 1 << 18, 4
+_MOST_OF_FEW, _FEW_GROUPS_FIRST = 1 << 14, 64  # without AVX-512
 
 
 def reason_not(problem: Problem) -> str | None:
@@ -52,6 +54,10 @@ def pays(problem: Problem) -> bool:
     memory for bias and activation, cost more than the product."""
     k, n = problem.dim("K"), problem.dim("N")
     if problem.dtype == "float32":
+        if not has_widest_vectors() and problem.piece == "forward":
+            few = _FEW < problem.dim("M") <= _FEW_GROUPS_FIRST
+            if few and problem.option("order") == "groups":
+                return k * n <= _MOST_OF_FEW
         return k * n <= _MOST_SINGLE or (problem.piece == "forward" and problem.dim("M") <= _FEW)
     return k * n <= _MOST_HALF
 
@@ -153,8 +159,12 @@ def _memory(t: Tensor | None) -> int:
 
 def has_wide_vectors() -> bool:
     """Whether this processor has vectors of 256 bits or more, with fused multiplications."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    return "AVX2" in capability or "AVX512" in capability
+    return "AVX2" in torch.backends.cpu.get_cpu_capability() or has_widest_vectors()
+
+
+def has_widest_vectors() -> bool:
+    """Whether they have 512 bits."""
+    return "AVX512" in torch.backends.cpu.get_cpu_capability()
 
 
 @lru_cache(maxsize=1)

@@ -8,21 +8,33 @@ namespace {
 
 constexpr int64_t kChunk = 128;  // tokens whose gradients are in the caches at a time
 constexpr int64_t kTokens = 64;  // tokens whose results are in the first cache, where features lie apart
+#if defined(__AVX512F__)
+constexpr int64_t kWorthAnew = INT64_MAX;
+#else
+constexpr int64_t kWorthAnew = 128;  // tokens from which a weight is worth a copy
+#endif
 constexpr int64_t kNear = 3;     // rows at most so many times their length apart are read in place
 
 thread_local Scratch blocks_of;
 
+// Rows so many numbers apart fall on few sets of the first cache, where a panel's then displace each other.
+constexpr bool collide(int64_t pitch) { return pitch % 128 == 0; }
+
 // A group's weight as (depth x columns) rows of vectors: in place, or laid out anew.
 struct Right {
-  static int64_t room(int64_t depth, int64_t columns) { return depth * padded(columns); }
+  static int64_t pitch(int64_t columns) {
+    const int64_t dense = padded(columns);
+    return dense + (collide(dense) ? 16 : 0);
+  }
+  static int64_t room(int64_t depth, int64_t columns) { return depth * pitch(columns); }
 
   Right(const float* w, int64_t row_stride, int64_t col_stride, int64_t depth, int64_t columns,
-        float* to) {
-    if (col_stride == 1) {
+        float* to, bool anew = false) {
+    if (col_stride == 1 && !anew) {
       at = w, row = row_stride;
       return;
     }
-    at = to, row = padded(columns);
+    at = to, row = pitch(columns);
     gather(w, row_stride, col_stride, depth, columns, to, row);
   }
   const float* at;
@@ -34,7 +46,8 @@ inline Right weight_of(const Call& c, const float* w, float* memory) {
   return {w, c.w_col, by_features(c) ? 1 : c.w_row, c.k, c.n, memory};
 }
 inline Right turned_weight_of(const Call& c, const float* w, float* memory, bool features) {
-  return {w, c.w_row, features ? 1 : c.w_col, c.n, c.k, memory};
+  const bool anew = !features && collide(c.w_row) && c.length >= kWorthAnew;
+  return {w, c.w_row, features ? 1 : c.w_col, c.n, c.k, memory, anew};
 }
 
 // As forward_block, where a feature's tokens are dense in x and y: y_g = W_g x_g, as they lie.

@@ -38,6 +38,7 @@ __all__ = ["backward", "backward_steps"]
 
 Tensor = torch.Tensor
 _SUM_BLOCK = 1024
+_DERIVED = 2048  # numbers of a tile of dpre
 
 _plans: dict[Any, Any] = {}
 
@@ -168,6 +169,15 @@ def _grad_pre_steps(call: Backward) -> tuple[Operand, int | None] | None:
     return (dpre, db) if made else None
 
 
+def _derived_at_once(dy: Tensor, saved: Tensor | None) -> tuple[int, int]:
+    """Tokens and outputs of a tile of dpre, long where these lie side by side."""
+    length, n = dy.shape[1], padded(dy.shape[3])
+    if all(t is None or tensors.strides_of(t)[1][1] == "row" for t in (dy, saved)):
+        block_m = min(256, padded(length))
+        return block_m, min(_DERIVED // block_m, n)
+    return 16, min(_DERIVED // 16, n)
+
+
 def _config(x: Tensor, weight: Tensor, activation: str) -> BackwardConfig | None:
     """Of the single pass; None where there is none."""
     batch, length, groups, k = x.shape
@@ -280,7 +290,7 @@ class _GradPre:
         need_bias_grad: bool,
     ) -> None:
         groups, n = dy.shape[2:]
-        block_m, block_n = 16, min(128, padded(n))
+        block_m, block_n = _derived_at_once(dy, saved)
         place = tensors.Tiles(dy, block_m)
         columns = -(-n // block_n)
         walked = chunk_tiles(place.tiles, groups * columns, 8 * tensors.units_of(dy.device))
