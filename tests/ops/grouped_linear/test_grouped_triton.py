@@ -226,9 +226,7 @@ def test_weight_gradient_of_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None
 @compares
 @pytest.mark.parametrize("activation", ["gelu", "silu"])
 @pytest.mark.parametrize("sizes", [(1, 300, 2, 20, 20), (2, 270, 1, 20, 140)], ids=str)
-def test_derivative_where_tokens_lie_side_by_side(
-    sizes: tuple[int, ...], activation: str
-) -> None:
+def test_derivative_where_tokens_lie_side_by_side(sizes: tuple[int, ...], activation: str) -> None:
     """A launch of its own, in tiles long in tokens, the last of them cut."""
     check_backward(sizes, torch.bfloat16, "channels", activation=activation)
     assert any(key[0] == "dpre" for key in whole._plans)

@@ -19,6 +19,7 @@ from fastlinear.dispatch import cache
 from fastlinear.dispatch.backend import family
 from fastlinear.ops.common import cpp_build
 from fastlinear.ops.common.activations import NAMES
+from fastlinear.ops.linear_act import cpp_gemm
 from fastlinear.ops.mlp import backends, reference
 from fastlinear.ops.mlp.problem import STEP, problem
 from fastlinear.ops.mlp.selection import choices_of
@@ -55,9 +56,26 @@ def measured(p: Problem, best: str) -> None:
 
 
 @needs_compiler
+def test_the_order_where_layers_have_products_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layer by layer where they gain more than a chain does: in training, and of many rows."""
+    monkeypatch.setattr(cpp_gemm, "pays", lambda layer: True)
+    expected = {
+        (64, 1024, True): "layerwise",
+        (512, 1024, True): "layerwise",
+        (600, 1024, True): "eager",
+        (64, 1024, False): "whole_cpp",
+        (256, 1024, False): "layerwise",
+    }
+    for (m, width, grad), name in expected.items():
+        forward = choices_of(chain(m, width, grad=grad))[0]
+        assert (forward.backend.name, forward.source) == (name, "default"), (m, width, grad)
+
+
+@needs_compiler
 @pytest.mark.parametrize("fast", [False, True])
-def test_the_order_without_measurements(fast: bool) -> None:
+def test_the_order_without_measurements(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Strassen gains nothing on a CPU; PyTorch's own ops are left to sizes nobody else serves."""
+    monkeypatch.setattr(cpp_gemm, "pays", lambda layer: False)
     expected = {
         (2, 4096): "whole_cpp",
         (16, 4096): "whole_cpp",
@@ -79,9 +97,12 @@ def test_the_order_without_measurements(fast: bool) -> None:
 
 
 @needs_compiler
-def test_the_order_of_a_cpu_is_close_to_the_best_in_all_rows() -> None:
+def test_the_order_of_a_cpu_is_close_to_the_best_in_all_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Behind the best forced backend by 0.7% at most in the geometric mean of each processor's
     cells, and by 0.5% in that of all. Strassen is left out: nobody gets it unasked."""
+    monkeypatch.setattr(cpp_gemm, "pays", lambda layer: False)  # as where the rows were taken
     losses: dict[str, list[float]] = {}
     for path in sorted((ROOT / "results").glob("*/overhead.jsonl.gz")):
         cells: dict[Problem, dict[str, float]] = {}

@@ -21,7 +21,7 @@ from fastlinear.dispatch.backend import Backend, Family, deferred, register_fami
 from fastlinear.dispatch.select import select
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import backends as linear_act
-from fastlinear.ops.linear_act import cpp_half
+from fastlinear.ops.linear_act import cpp_gemm, cpp_half
 from fastlinear.ops.mlp import (
     graph,
     layerwise,
@@ -65,6 +65,7 @@ _LAYER_SOURCES = (  # what layerwise chooses from and runs
     *(n if n.startswith("../") else f"../linear_act/{n}" for n in linear_act.PIECES_SOURCES),
     "../linear_act/selection.py",
 )
+_MOST_IN_OURS = 512  # rows up to which layers in products of ours were ahead; two cores with AVX2
 _GRAPH_SOURCES = ("layerwise.py", "../../core/graphs.py", *_LAYER_SOURCES)
 _STRASSEN_SOURCES = (
     "strassen_scheme.py",
@@ -88,14 +89,23 @@ def _prefer(p: Problem) -> tuple[str, ...]:
 
 def _prefer_cpu(p: Problem) -> tuple[str, ...]:
     m, widest = p.dim("M"), max(widths_of(p))
+    ours = _in_our_products(p)
+    if p.needs_grad and ours:
+        return ("layerwise", "eager")
     if p.needs_grad:
         small = m <= 64 and widest <= 1024 and p.dim("L") >= 6
         return ("whole_cpp", "eager") if small else ("eager",)
     if any(cpp_half.pays(layer) for layer in layerwise.layer_problems(p)):
         return ("layerwise", "eager")
     layered = _layered(p, 1 << 16)
-    whole = widest <= 256 or m <= 128 or m * widest <= 1 << 19
+    whole = widest <= 256 or m <= 128 or (m * widest <= 1 << 19 and not ours)
     return ("whole_cpp", *layered) if whole else layered
+
+
+def _in_our_products(p: Problem) -> bool:
+    """Whether every layer by itself has products of ours that are faster than the library's."""
+    forwards = (layer for layer in layerwise.layer_problems(p) if layer.piece == "forward")
+    return p.dim("M") <= _MOST_IN_OURS and all(map(cpp_gemm.pays, forwards))
 
 
 def _layered(p: Problem, numbers: int) -> tuple[str, ...]:
