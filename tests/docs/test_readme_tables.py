@@ -104,7 +104,12 @@ GPU = (
         ours="fastlinear_compile",
     ),
 )
-PROCESSORS = ("intel-xeon-processor-2-50ghz", "intel-xeon-processor", "amd-epyc")
+PROCESSORS = (
+    "intel-xeon-processor-2-50ghz/{}.jsonl",
+    "intel-xeon-processor/{}.jsonl",
+    "amd-epyc/{}.jsonl",
+    "amd-epyc/{}-avx2.jsonl.gz",
+)
 CPU = (
     ("8 x (Linear 64 + ReLU), one row", "linear", "relu M1 K64 N64 L8 float32", "forward"),
     ("8 x (Linear 1024 + ReLU), 64 rows", "linear", "relu M64 K1024 N1024 L8 float32", "forward"),
@@ -155,7 +160,7 @@ def gpu_line(line: Line) -> str:
 def cpu_line(words: str, file: str, problem: str, direction: str) -> str:
     cells = []
     for processor in PROCESSORS:
-        found = times(f"{processor}/{file}.jsonl", problem, direction, "wall")
+        found = times(processor.format(file), problem, direction, "wall")
         ours = found["fastlinear"][0]
         compiled = min(t for name, (t, _) in found.items() if name.startswith("compile"))
         cells.append(f"{found['eager'][0] / ours:.2f}, {compiled / ours:.2f}")

@@ -36,8 +36,9 @@ template <int R, int N, bool Cut>
 inline void tile(const Product& g, const float* a, const float* b, float* c, const float* start,
                  int64_t depth, bool add, bool relu, int64_t tail) {
   V sum[R][N];
-  // the next rows of A, and C, which lie apart: on their way while this tile is computed
-  if (g.a_col == 1)
+  // the next rows of A, and C, which lie apart: on their way while this tile is computed; with half as
+  // long vectors asking for A takes more of the loads than it gains
+  if (kLanes == 16 && g.a_col == 1)
     for (int r = 0; r < R; ++r)
       for (int64_t p = 0; p < depth; p += kLanes)
         __builtin_prefetch(a + (R + r) * g.a_row + p);
