@@ -16,7 +16,7 @@ from fastlinear.core.errors import InputError
 from fastlinear.dispatch import backend as registry
 from fastlinear.dispatch.backend import Backend
 from fastlinear.dispatch.tune import tune
-from fastlinear.ops.gated_mlp import explain, op, reference
+from fastlinear.ops.gated_mlp import cpp_gemm, explain, op, reference
 from fastlinear.ops.gated_mlp.problem import problem
 
 
@@ -128,6 +128,27 @@ def test_what_equals_a_level_is_none() -> None:
 
 
 @pytest.mark.parametrize(
+    ("piece", "m", "dtype", "first"),
+    [
+        ("forward", 64, "float32", "gemm_cpp"),
+        ("backward", 16, "float32", "gemm_cpp"),
+        ("forward", 8, "float32", "onednn"),
+        ("forward", 64, "bfloat16", "onednn"),
+    ],
+)
+def test_products_of_our_own_come_first_where_they_pay(
+    piece: str, m: int, dtype: str, first: str, monkeypatch: Any
+) -> None:
+    """On AMD's processors without AVX-512, as in linear_act."""
+    if cpp_gemm.reason_not(problem("forward", 64, 64, 64, 64, dtype="float32", device="cpu")):
+        pytest.skip("no C++ compiler")
+    monkeypatch.setattr(device_module, "cpu_name", lambda: "AMD EPYC")
+    monkeypatch.setattr(cpp_gemm.products, "cpu_flags", lambda: frozenset({"avx2"}))
+    p = problem(piece, m, 1024, 4096, 1024, dtype=dtype, device="cpu", needs_grad=False)
+    assert registry.family("gated_mlp").prefer(p)[0] == first
+
+
+@pytest.mark.parametrize(
     ("piece", "m", "grad", "dtype", "amd", "other"),
     [
         ("forward", 1, False, "float32", "onednn", "eager"),
@@ -145,4 +166,5 @@ def test_amds_processors_have_an_order_of_their_own(
     p = problem(piece, m, 1024, 4096, 1024, needs_grad=grad, **how)
     for name, first in (("AMD EPYC", amd), ("Graviton", other)):
         monkeypatch.setattr(device_module, "cpu_name", lambda name=name: name)
+        monkeypatch.setattr(cpp_gemm.products, "cpu_flags", lambda: frozenset({"avx512f"}))
         assert registry.family("gated_mlp").prefer(p)[0] == first, name

@@ -180,7 +180,7 @@ def test_sums_do_not_depend_on_threads() -> None:
 def test_the_callers_gradient_is_not_overwritten() -> None:
     """Without a down projection dy is dh, and belongs to the caller."""
     x, (wg, wu, _) = torch.randn(40, 16, requires_grad=True), weights_of(16, 24, 8)
-    for backend in ("cpp", "onednn"):
+    for backend in ("cpp", "gemm_cpp", "onednn"):
         if backend == "onednn" and HAS_ONEDNN is not None:
             continue
         y = fl.gated_linear(x, wg, wu, backend=backend)
@@ -237,7 +237,7 @@ def test_nan_passes_and_finite_stays_finite(activation: str) -> None:
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @pytest.mark.parametrize("activation", ["relu", "relu2"])
-@pytest.mark.parametrize("backend", ["eager", "cpp", "onednn"])
+@pytest.mark.parametrize("backend", ["eager", "cpp", "gemm_cpp", "onednn"])
 def test_what_a_closed_gate_lets_back(backend: str, activation: str, bad: float) -> None:
     """relu stops what is not finite, as PyTorch does; relu2 makes it NaN, as the README says.
     Either way y was NaN before, and other gates have PyTorch's gradients."""

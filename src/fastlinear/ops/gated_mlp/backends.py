@@ -19,7 +19,15 @@ from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, Family, is_installed, register_family
 from fastlinear.ops.common import hopper
-from fastlinear.ops.gated_mlp import cpp, cpp_half, cuda, onednn, reference, triton_config
+from fastlinear.ops.gated_mlp import (
+    cpp,
+    cpp_gemm,
+    cpp_half,
+    cuda,
+    onednn,
+    reference,
+    triton_config,
+)
 from fastlinear.ops.gated_mlp.problem import NAME, PIECES, STEP, has_down, problem
 from fastlinear.ops.gated_mlp.stacking import Biases, Weights, split_pre
 
@@ -34,6 +42,10 @@ _CPU_SOURCES = (
 _HALF_SOURCES = (
     *("cpp_gate.py", "gate.cpp", "../common/half.cpp", "../common/cpp_half.py"),
     *("../common/vectors.h", "../common/threads.h"),
+)
+_GEMM_SOURCES = (
+    *("cpp_gemm.py", "../linear_act/cpp_gemm.py", "../common/cpp_gemm.py", "../common/gemm.cpp"),
+    *("../common/vectors.h", "../common/threads.h", *_CPU_SOURCES),
 )
 _TRITON_SOURCES = (
     *("triton_gate_kernels.py", "triton_dual_kernels.py", "triton_config.py", "products.py"),
@@ -87,6 +99,8 @@ def _prefer(p: Problem) -> tuple[str, ...]:
     tiny = p.dim("M") * p.dim("H") < _LEAST  # PyTorch's own calls cost the host least
     if p.device == "cpu" and not (tiny and p.needs_grad) and cpp_half.pays(p):
         return ("half_cpp", "eager")
+    if p.device == "cpu" and p.piece != STEP and cpp_gemm.pays(p):
+        return ("gemm_cpp", "onednn", "cpp", "eager")
     if amd and large and p.piece == "forward" and not p.needs_grad:
         return ("onednn", "cpp", "eager")
     if tiny:
@@ -232,6 +246,7 @@ FAMILY = register_family(
                     "reference.py",
                     "onednn.py",
                     "cpp.py",
+                    "cpp_gemm.py",
                     "triton.py",
                     "cuda.py",
                     *_CPU_SOURCES,
@@ -266,6 +281,14 @@ FAMILY = register_family(
             ),
             *(
                 Backend(NAME, p, "cpp", f"{_HERE}.cpp:{p}", cpp.reason_not, _CPU_SOURCES)
+                for p in PIECES
+            ),
+            *(
+                Backend(
+                    *(NAME, p, "gemm_cpp", f"{_HERE}.cpp_gemm:{p}"),
+                    cpp_gemm.reason_not,
+                    _GEMM_SOURCES,
+                )
                 for p in PIECES
             ),
             Backend(
