@@ -16,6 +16,8 @@ from fastlinear.rewrite.exchange import tower_forward
 FAMILY = ("grouped_linear",)
 SIZES = ((8, 6), (5, 7), (12, 3), (8, 6), (3, 9))
 TOGETHER = served_by([torch.ones(2, 8)] * 2, [torch.ones(8, 8)] * 2) == "together"
+_HALF = [torch.ones(2, 8).bfloat16()] * 2, [torch.ones(8, 8).bfloat16()] * 2
+HALF_TOGETHER = served_by(*_HALF) == "together"
 
 
 class Layers(nn.Module):

@@ -12,6 +12,7 @@ from grouped_models import FAST, optimized
 from list_models import (
     CASES,
     FAMILY,
+    HALF_TOGETHER,
     SIZES,
     TOGETHER,
     Equal,
@@ -296,6 +297,7 @@ def test_compiled_autocast_and_functional_calls_are_right(name: str, clock: Any)
     torch.compiler.reset()
 
 
+@pytest.mark.skipif(not HALF_TOGETHER, reason="unequal_linear has no bfloat16 here")
 def test_autocast_that_was_on_is_kept(clock: Any) -> None:
     clock(FAST)
 
