@@ -246,10 +246,9 @@ FAMILY = register_family(
                     "reference.py",
                     "onednn.py",
                     "cpp.py",
-                    "cpp_gemm.py",
                     "triton.py",
                     "cuda.py",
-                    *_CPU_SOURCES,
+                    *_GEMM_SOURCES,
                     *_CUDA_SOURCES,
                 )
                 + _TRITON_SOURCES,

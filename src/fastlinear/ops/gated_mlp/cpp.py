@@ -3,12 +3,11 @@ way (``gate.cpp``) for all that lies between them."""
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from fastlinear.core.problem import Problem
-from fastlinear.ops.gated_mlp import cpp_gate, reference
-from fastlinear.ops.gated_mlp.products import PYTORCH, Gate, backward_by
+from fastlinear.ops.gated_mlp import cpp_gate
+from fastlinear.ops.gated_mlp.products import PYTORCH, Gate, backward_by, forward_by
 from fastlinear.ops.gated_mlp.stacking import Biases, Gradients, Needs, Pre, Weights
 
 
@@ -25,12 +24,7 @@ def forward(
     x: Tensor, weights: Weights, biases: Biases, activation: str, order: str, save_pre: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """x (M, K) → (y (M, N) or (M, H), then the pre-activations or None twice)."""
-    pre = reference.pre_activations(x, weights, biases)
-    h = cpp_gate.forward(pre, activation, order, over=not save_pre)
-    kept = pre if save_pre else (None, None)
-    del pre
-    y = h if weights.down is None else F.linear(h, weights.down, biases.down)
-    return y, *kept
+    return forward_by(PYTORCH, cpp_gate.forward, x, weights, biases, activation, order, save_pre)
 
 
 def backward(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastlinear.core.problem import Problem
 from fastlinear.ops.gated_mlp import cpp_gate
-from fastlinear.ops.gated_mlp.products import Gate, Products, backward_by
+from fastlinear.ops.gated_mlp.products import Gate, Products, backward_by, forward_by
 from fastlinear.ops.gated_mlp.stacking import Biases, Gradients, Needs, Pre, Weights
 from fastlinear.ops.linear_act import cpp_gemm as products
 from fastlinear.ops.linear_act.problem import problem as layer_problem
@@ -33,12 +33,7 @@ def forward(
     x: Tensor, weights: Weights, biases: Biases, activation: str, order: str, save_pre: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """x (M, K) → (y (M, N) or (M, H), then the pre-activations or None twice)."""
-    pre = _pre_activations(x, weights, biases)
-    h = cpp_gate.forward(pre, activation, order, over=not save_pre)
-    kept = pre if save_pre else (None, None)
-    del pre
-    y = h if weights.down is None else _product(h, weights.down, biases.down)
-    return y, *kept
+    return forward_by(_OWN, cpp_gate.forward, x, weights, biases, activation, order, save_pre)
 
 
 def backward(

@@ -1,4 +1,4 @@
-"""The backward of gated_mlp around a fused elementwise pass, by whichever products."""
+"""gated_mlp around a fused elementwise pass each way, by whichever products."""
 
 from __future__ import annotations
 
@@ -47,6 +47,28 @@ class Products:
     grad_input: Callable[[Tensor, Tensor], Tensor]
     grad_weight: Callable[[Tensor, Tensor], Tensor]
     accumulated: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def forward_by(
+    products: Products,
+    gate: Callable[..., Tensor],
+    x: Tensor,
+    weights: Weights,
+    biases: Biases,
+    activation: str,
+    order: str,
+    save_pre: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """x (M, K) → (y (M, N) or (M, H), then the pre-activations or None twice).
+
+    ``gate``: (pre, activation, order, over) → h, in the memory of the gate's where ``over``.
+    """
+    pre = products.pre_activations(x, weights, biases)
+    h = gate(pre, activation, order, over=not save_pre)
+    kept = pre if save_pre else (None, None)
+    del pre
+    y = h if weights.down is None else products.forward(h, weights.down, biases.down)
+    return y, *kept
 
 
 def backward_by(
