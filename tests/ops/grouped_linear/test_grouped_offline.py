@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from triton_offline import FLOATS, Recorded, assert_fits, recorder
+from triton_offline import FLOATS, Recorded, assert_fits, dumped, recorder
 
 from fastlinear.ops.grouped_linear import layout as layouts
+from fastlinear.ops.grouped_linear import signs, triton_config, triton_tensors
 from fastlinear.ops.grouped_linear import triton as products
 from fastlinear.ops.grouped_linear import triton_backward as whole
-from fastlinear.ops.grouped_linear import triton_config, triton_tensors
 
 DTYPES = {name: dtype for dtype, name in FLOATS.items()}
 
@@ -140,6 +140,28 @@ def test_backward(
     whole.backward(x, saved, x, weight, activation, (True, True, True), "tokens")
     assert launches
     for launch in launches:
+        fitting(launch, arch)
+
+
+@pytest.mark.parametrize(
+    ("size", "arch"), [(100, 90), (64, 90), (32, 90), (32, 80), (32, 100), (17, 90)]
+)
+def test_signs(
+    size: int, arch: int, launches: list[Recorded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read without spilling, and on Hopper written without asking another lane."""
+    on(arch, monkeypatch)
+    x = tokens(4096, 100, size, torch.bfloat16, "channels")
+    weight = torch.empty(100, size, size, dtype=torch.bfloat16, device="meta")
+    place = signs.place_for(x, weight, "relu", "channels", "triton", "triton")
+    assert place is not None
+    _, kept = products.forward(x, weight, None, "relu", False, "channels", signs=place)
+    compiled = fitting(launches[0], arch)
+    assert arch != 90 or "SHFL" not in dumped(compiled, "--dump-sass")
+    assert kept is not None
+    whole.backward(x, kept, x, weight, "relu", (True, True, True), "channels")
+    assert [launch.name for launch in launches[1:]] == ["_backward_kernel", "_sum_chunks_kernel"]
+    for launch in launches[1:]:
         fitting(launch, arch)
 
 

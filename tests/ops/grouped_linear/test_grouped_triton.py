@@ -19,8 +19,8 @@ from fastlinear.core.compare import judge
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.grouped_linear import layout as layouts
-from fastlinear.ops.grouped_linear import reference
-from fastlinear.ops.grouped_linear.triton_config import BackwardConfig, ProductConfig
+from fastlinear.ops.grouped_linear import reference, triton_config
+from fastlinear.ops.grouped_linear.triton_config import BackwardConfig, ProductConfig, Walk
 
 if INTERPRETED or ON_GPU:
     from fastlinear.ops.grouped_linear import triton as backend
@@ -211,6 +211,42 @@ def test_chunks_of_tokens(tiles: int) -> None:
         check_backward(sizes, dtype, "tokens", activation="relu", config=config)
         check_forward(sizes, dtype, "tokens", config=ProductConfig(16, 32, 0, 4, 2, tiles))
         check_forward(sizes, dtype, "tokens", config=ProductConfig(16, 16, 16, 4, 2))
+
+
+@compares
+@pytest.mark.parametrize("order", ["groups", "channels"])
+@pytest.mark.parametrize("programs", [1, 2, 4, 7, 20])
+def test_programs_of_several_groups(
+    programs: int, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of five groups of five tiles, equal shares for each program: parts of groups, whole ones."""
+    monkeypatch.setattr(triton_config, "_SUMS_TILES", 0)
+    config = BackwardConfig(16, 16, 4, 2, programs, shared=True)
+    check_backward((1, 75, 5, 20, 24), torch.float32, order, activation="relu", config=config)
+    shares = Walk.quickest(5, 5, programs)
+    assert shares.programs * shares.each >= 25
+    assert shares.shared == (programs in (2, 4, 7))
+
+
+def test_walks() -> None:
+    """All tiles are taken once, by as many programs of a group as it says."""
+    for tiles, groups, programs in itertools.product((1, 2, 7, 64), (1, 3, 100), (1, 4, 132, 528)):
+        for walk in (Walk.apart(tiles, groups, programs), Walk.quickest(tiles, groups, programs)):
+            taken = [
+                {at // walk.room for at in range(p * walk.each, (p + 1) * walk.each)}
+                for p in range(walk.programs)
+            ]
+            assert {g for t in taken for g in t if g < groups} == set(range(groups))
+            assert walk.programs * walk.each >= walk.room * groups > (walk.programs - 1) * walk.each
+            most = max(sum(g in t for t in taken) for g in range(groups))
+            assert most <= walk.chunks <= most + 1
+            assert walk.room >= tiles
+            if not walk.shared:
+                assert walk.chunks == most
+                assert all(len(t) == 1 for t in taken)
+    # on an H200: whole groups where sums cost more than even shares save, and the other way round
+    assert Walk.quickest(16, 100, 132).chunks == 1
+    assert Walk.quickest(64, 100, 132).shared
 
 
 @compares

@@ -14,7 +14,7 @@ from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import reference
 from fastlinear.ops.grouped_linear.reference import Gradients, Needs
-from fastlinear.ops.grouped_linear.signs import SIGNS, Place, are_signs
+from fastlinear.ops.grouped_linear.signs import SIGNS, AnyPlace, are_signs
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Formula:
     backward_name: str
     run: Callable[..., Any]
     backward: Callable[..., Any]
-    signs: Place | None = None
+    signs: AnyPlace | None = None
 
     @property
     def saved(self) -> str:

@@ -44,7 +44,7 @@ __all__ = ["FAMILY", "NAME", "PIECES", "cost", "problem"]
 _HERE = "fastlinear.ops.grouped_linear"
 _TRITON_SOURCES = (
     *("triton.py", "triton_kernels.py", "triton_tiles.py", "triton_config.py"),
-    *("triton_tensors.py", "triton_backward_kernels.py", "layout.py"),
+    *("triton_tensors.py", "triton_backward_kernels.py", "layout.py", "signs.py"),
     *("../common/activations_triton.py", "../common/triton_launch.py", "../common/early_launch.py"),
 )
 _CPP_SOURCES = (

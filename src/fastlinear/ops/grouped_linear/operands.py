@@ -14,7 +14,7 @@ from torch import Tensor
 from fastlinear.ops.common.door_program import Program
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear.reference import Needs
-from fastlinear.ops.grouped_linear.signs import Place
+from fastlinear.ops.grouped_linear.signs import AnyPlace
 
 Numbers = tuple[int | None, int | None, int | None]
 """dx, dW and db among a program's tensors, None where not wanted."""
@@ -51,7 +51,7 @@ class Forward:
     save_pre: bool
     order: str
     shape: tuple[int, ...]
-    signs: Place | None = None
+    signs: AnyPlace | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:

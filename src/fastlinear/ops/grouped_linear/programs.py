@@ -27,7 +27,7 @@ from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear.autograd import Formula
 from fastlinear.ops.grouped_linear.operands import Backward, Forward, Numbers, Operand
 from fastlinear.ops.grouped_linear.reference import Needs
-from fastlinear.ops.grouped_linear.signs import SIGNS, Place, are_signs
+from fastlinear.ops.grouped_linear.signs import SIGNS, AnyPlace, are_signs
 
 NAME = "GroupedLinearBackward"
 _KEPT = {
@@ -111,7 +111,7 @@ def _forward(
     activation: str,
     layout: str,
     save_pre: bool,
-    signs: Place | None = None,
+    signs: AnyPlace | None = None,
 ) -> tuple[Program, int, int | None] | None:
     """The forward's program: x, weight, bias → the numbers of y and the pre-activation or signs;
     None where the backend has none, or a tensor would have to be copied first."""

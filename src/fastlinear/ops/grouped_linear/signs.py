@@ -1,10 +1,10 @@
 """Signs of outputs, a bit each: all that the derivatives of relu and leaky_relu ask of y.
 
-``strips`` writes them beside y in 16-bit dtypes, and its backward reads them in place of y, of
-which they are a sixteenth. How they lie is what ``strips_signs.h`` says: uint8 (planes, tiles,
-units, 32), of which a unit is 8 columns of a tile of 32 rows. Tokens first there is one plane of M
-rows and G·N columns; groups first a plane for each group, whose rows are P tokens, one behind the
-other.
+``strips``, and channels first ``triton``, write them beside y in 16-bit dtypes, and their backwards
+read them in place of y, of which they are a sixteenth. Those of ``triton`` are ``Channels``, those
+of ``strips`` lie as ``strips_signs.h`` says: uint8 (planes, tiles, units, 32), of which a unit is 8
+columns of a tile of 32 rows. Tokens first there is one plane of M rows and G·N columns; groups
+first a plane for each group, whose rows are P tokens, one behind the other.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from fastlinear.ops.grouped_linear import layout as layouts
+from fastlinear.ops.grouped_linear import triton_config
+from fastlinear.ops.grouped_linear import triton_tensors as tensors
 from fastlinear.ops.grouped_linear.strips_backward_config import strips_backward_config
 from fastlinear.ops.grouped_linear.strips_config import strips_config
 from fastlinear.ops.grouped_linear.strips_tiles import ROWS, SIZE, side_by_side
@@ -24,6 +26,7 @@ SIGNS = "signs"
 ACTIVATIONS = ("relu", "leaky_relu")
 """Whose derivatives ask for signs alone."""
 _COLUMNS = 8  # of a unit
+_OUTPUTS = 32  # of four units channels first
 
 
 class Place(NamedTuple):
@@ -54,7 +57,7 @@ class Place(NamedTuple):
 
     def packed(self, y: Tensor, activation: str) -> Tensor:
         """The signs of y (1, M, G, N), by PyTorch's own ops; NaN is positive for relu."""
-        positive = ~(y <= 0) if activation == "relu" else y > 0
+        positive = _positive(y, activation)
         planes, tiles, units, _ = self.shape
         rows = layouts.dense(positive, self.order).permute(*self._axes).reshape(self._rows)
         padding = tiles * ROWS - rows.shape[1]
@@ -87,9 +90,65 @@ class Place(NamedTuple):
         return (0, 2, 1, 3) if self.order == "groups" else (0, 1, 2, 3)
 
 
+class Channels(NamedTuple):
+    """Where ``triton`` leaves the signs of y (B, L, G, N) that lies channels first: uint8 (B, G,
+    units, L), of which unit 4 i + q has bit 2 j + e of output 32 i + 8 j + 2 q + e. Bits of outputs
+    from N on say nothing."""
+
+    batch: int
+    length: int
+    groups: int
+    n: int
+
+    @classmethod
+    def of(cls, signs: Tensor, n: int) -> Channels:
+        """Where such signs are."""
+        batch, groups, _, length = signs.shape
+        return cls(batch, length, groups, n)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Of the tensor of signs, uint8."""
+        return self.batch, self.groups, -(-self.n // _OUTPUTS) * 4, self.length
+
+    def like_rows(self) -> Tensor:
+        """A tensor without memory that lies as ``rows`` of signs do."""
+        return self.rows(torch.empty(self.shape, dtype=torch.uint8, device="meta"))
+
+    @staticmethod
+    def rows(signs: Tensor) -> Tensor:
+        """Signs as (B, L, G, units)."""
+        return signs.permute(0, 3, 1, 2)
+
+    def packed(self, y: Tensor, activation: str) -> Tensor:
+        """The signs of y (B, L, G, N), by PyTorch's own ops; NaN is positive for relu."""
+        units = self.shape[2]
+        positive = _positive(y, activation)
+        bits = torch.nn.functional.pad(positive, (0, 8 * units - self.n))
+        bits = bits.view(*y.shape[:3], units // 4, 4, 4, 2).transpose(-3, -2)
+        packed = (bits.to(torch.int32) << self._places(y.device)).sum((-2, -1))
+        return packed.to(torch.uint8).flatten(-2).permute(0, 2, 3, 1).contiguous()
+
+    def unpacked(self, signs: Tensor, dtype: torch.dtype) -> Tensor:
+        """(B, L, G, N) channels first: 1 where positive, else 0. The activation's derivative has
+        the same values there as at y."""
+        units = self.rows(signs).unflatten(-1, (-1, 4))[..., None, None].to(torch.int32)
+        bits = units >> self._places(signs.device) & 1
+        wide = bits.transpose(-3, -2).flatten(3)[..., : self.n].to(dtype)
+        return layouts.dense(wide, "channels")
+
+    @staticmethod
+    def _places(device: torch.device) -> Tensor:
+        """(4, 2): of a unit's bits."""
+        return torch.arange(8, dtype=torch.int32, device=device).view(4, 2)
+
+
+AnyPlace = Place | Channels
+
+
 def place_for(
     x: Tensor, weight: Tensor, activation: str, order: str, forward: str, backward: str
-) -> Place | None:
+) -> AnyPlace | None:
     """Where the backends of these names keep signs, or None where they do not.
 
     Args:
@@ -97,11 +156,14 @@ def place_for(
         weight: (G, N, K).
         order: of y in memory.
     """
-    if (forward, backward) != ("strips", "strips") or activation not in ACTIVATIONS:
+    if activation not in ACTIVATIONS or x.element_size() != SIZE:
         return None
     batch, m, groups, k = x.shape
     n = weight.shape[1]
-    if batch != 1 or x.element_size() != SIZE:
+    if (forward, backward) == ("triton", "triton"):
+        found = order == "channels" and _one_pass(x, n)
+        return Channels(batch, m, groups, n) if found else None
+    if (forward, backward) != ("strips", "strips") or batch != 1:
         return None
     p = _rows_of(order, m, groups, k, n)
     return None if p is None else Place(order, m, groups, n, p)
@@ -124,9 +186,24 @@ def _rows_of(order: str, m: int, groups: int, k: int, n: int) -> int | None:
     return first.groups if first.groups == second.groups else None
 
 
+def _one_pass(x: Tensor, n: int) -> bool:
+    """Whether ``triton`` has kernels that write and read signs of y (B, L, G, n)."""
+    batch, length, groups, k = x.shape
+    sizes = batch * length, groups, k, n, SIZE
+    facts = tensors.units_of(x.device), tensors.capability_of(x.device)
+    if triton_config.padded(n) < _OUTPUTS or triton_config.product_config(*sizes, *facts).block_k:
+        return False
+    return triton_config.backward_config(*sizes, *facts, "relu", signs=True) is not None
+
+
 def are_signs(saved: Tensor | None) -> bool:
     """Whether what was saved are signs."""
     return saved is not None and saved.dtype is torch.uint8
+
+
+def _positive(y: Tensor, activation: str) -> Tensor:
+    """Where the activation's derivative is 1."""
+    return ~(y <= 0) if activation == "relu" else y > 0
 
 
 def _weights(device: torch.device) -> Tensor:

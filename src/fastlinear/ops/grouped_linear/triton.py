@@ -16,6 +16,7 @@ from fastlinear.ops.common.triton_launch import Launch
 from fastlinear.ops.grouped_linear import reference
 from fastlinear.ops.grouped_linear import triton_tensors as tensors
 from fastlinear.ops.grouped_linear.operands import Forward
+from fastlinear.ops.grouped_linear.signs import Channels
 from fastlinear.ops.grouped_linear.triton_config import (
     FORWARD_PRECISION,
     ProductConfig,
@@ -39,6 +40,7 @@ def forward(
     save_pre: bool,
     order: str,
     *,
+    signs: Channels | None = None,
     config: ProductConfig | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """y = act(x_g W_gᵀ + b_g) in one kernel, float32 accumulation, deterministic.
@@ -50,29 +52,38 @@ def forward(
         activation: name of the activation.
         save_pre: also return the pre-activation.
         order: how the results lie in memory, a name in ``layout.ORDERS``.
+        signs: where those of y are, which are then returned in place of the pre-activation.
         config: launch configuration; None picks ``product_config``.
 
     Returns:
-        y (B, L, G, N) in x's dtype; the pre-activation likewise, or None.
+        y (B, L, G, N) in x's dtype; the pre-activation likewise, signs as ``Channels`` says, or
+        None.
     """
     y = tensors.empty((*x.shape[:3], weight.shape[1]), order, x)
     if not x.numel() * weight.numel() or tensors.far_apart(x, weight, y):
-        return reference.forward(x, weight, bias, activation, save_pre, order)
-    pre = tensors.empty(y.shape, order, x) if save_pre else None
+        y, pre = reference.forward(x, weight, bias, activation, save_pre, order)
+        return y, pre if signs is None else signs.packed(y, activation)
+    kept: Tensor | None
+    if signs is not None:
+        kept = x.new_empty(signs.shape, dtype=torch.uint8)
+    else:
+        kept = tensors.empty(y.shape, order, x) if save_pre else None
     if bias is not None and not bias.is_contiguous():
         bias = bias.contiguous()
-    key = (tensors.facts_of(x, weight, bias, y), activation, save_pre, config)
+    key = (tensors.facts_of(x, weight, bias, y), activation, save_pre, signs, config)
     plan = _plans.get(key)
     if plan is None:
         if len(_plans) >= tensors.MAX_PLANS:
             _plans.clear()
-        plan = _plans[key] = Product(x, weight, y, activation, config)
-    plan.launch(x, weight, bias, y, pre)
-    return tensors.rounded(y, x), None if pre is None else tensors.rounded(pre, x)
+        plan = _plans[key] = Product(x, weight, y, activation, config, signs)
+    plan.launch(x, weight, bias, y, kept)
+    if signs is None and kept is not None:
+        kept = tensors.rounded(kept, x)
+    return tensors.rounded(y, x), kept
 
 
 def forward_steps(call: Forward) -> tuple[int, int | None] | None:
-    """``forward`` as steps of a program: the numbers of y and the pre-activation.
+    """``forward`` as steps of a program: the numbers of y and the pre-activation or signs.
 
     None where it is more than its launch.
     """
@@ -80,13 +91,14 @@ def forward_steps(call: Forward) -> tuple[int, int | None] | None:
     like = call.like_y()
     if tensors.far_apart(x, weight, like) or not (bias is None or bias.is_contiguous()):
         return None
-    key = (tensors.facts_of(x, weight, bias, like), call.activation, call.save_pre, None)
+    facts = tensors.facts_of(x, weight, bias, like)
+    key = (facts, call.activation, call.save_pre, call.signs, None)
     plan = _plans.get(key)
     if plan is None:
         return None
-    y, pre = call.results()
-    made = call.program.launch(plan.launch.in_door((*call.numbers, y, pre)))
-    return (y, pre) if made else None
+    y, kept = call.results()
+    made = call.program.launch(plan.launch.in_door((*call.numbers, y, kept)))
+    return (y, kept) if made else None
 
 
 class Product:
@@ -101,6 +113,7 @@ class Product:
         y: Tensor,
         activation: str,
         config: ProductConfig | None = None,
+        signs: Channels | None = None,
     ) -> None:
         batch, length, groups, k = x.shape
         n = weight.shape[1]
@@ -109,14 +122,13 @@ class Product:
             config = product_config(batch * length, groups, k, n, *facts)
         place = tensors.Tiles(x, config.block_m)
         columns = -(-n // config.block_n)
-        strides = tensors.arguments(x, weight, y)
         how = (activation, tensors.math_of(x.dtype), FORWARD_PRECISION, place.across)
         interpreted = x.device.type == "cpu"
         if config.block_k:
             kernel: Any = _streaming_kernel
             grid = (place.tiles * columns, groups)
             rest: tuple[Any, ...] = (
-                *(*place.shape, columns, *strides),
+                *(*place.shape, columns, *tensors.arguments(x, weight, y)),
                 *(k, n, config.block_m, config.block_n, config.block_k),
                 *(*how, interpreted),
             )
@@ -124,7 +136,8 @@ class Product:
             kernel = _resident_kernel
             grid = (groups * columns, -(-place.tiles // config.tiles))
             rest = (
-                *(*place.shape, place.tiles, config.tiles, columns, *strides),
+                *(*place.shape, place.tiles, config.tiles, columns),
+                *tensors.arguments(x, weight, y, None if signs is None else signs.like_rows()),
                 *(k, n, *parts(k), config.block_m, config.block_n),
                 *(*how, config.stages, interpreted, begins_early(x.device)),
             )

@@ -18,6 +18,7 @@ from fastlinear.ops.grouped_linear import reference
 from fastlinear.ops.grouped_linear import triton_tensors as tensors
 from fastlinear.ops.grouped_linear.operands import Backward, Numbers, Operand, number_of
 from fastlinear.ops.grouped_linear.reference import Gradients, Needs
+from fastlinear.ops.grouped_linear.signs import Channels, are_signs
 from fastlinear.ops.grouped_linear.triton import Product
 from fastlinear.ops.grouped_linear.triton_backward_kernels import (
     _backward_kernel,
@@ -27,8 +28,8 @@ from fastlinear.ops.grouped_linear.triton_backward_kernels import (
 )
 from fastlinear.ops.grouped_linear.triton_config import (
     BackwardConfig,
+    Walk,
     backward_config,
-    chunk_tiles,
     dot_precision,
     padded,
     weight_config,
@@ -60,7 +61,8 @@ def backward(
     Args:
         dy: (B, L, G, N) of any strides.
         saved: (B, L, G, N) of any strides: the output y for relu, leaky_relu, sigmoid and tanh, the
-            pre-activation for the others, None for ``"none"``.
+            pre-activation for the others, None for ``"none"``; of relu and leaky_relu its signs
+            instead, as ``signs.Channels`` has them.
         x: (B, L, G, K) of any strides, dtype of dy.
         weight: (G, N, K) of any strides, dtype of dy.
         activation: name of the activation.
@@ -75,11 +77,16 @@ def backward(
     """
     if activation == "none":
         saved = None
+    signs = saved if saved is not None and are_signs(saved) else None
+    if signs is not None:
+        saved = Channels.rows(signs)
     if not dy.numel() * x.numel() or tensors.far_apart(dy, saved, x, weight):
+        if signs is not None:
+            saved = Channels.of(signs, dy.shape[3]).unpacked(signs, dy.dtype)
         return reference.backward(dy, saved, x, weight, activation, needs, order)
     groups, n, k = weight.shape
     if config is None:
-        config = _config(x, weight, activation)
+        config = _config(x, weight, activation, signs is not None)
     if saved is not None and (config is None or config.dpre_first):
         dpre, db = _grad_pre(dy, saved, activation, needs[2])
         if not any(needs[:2]):
@@ -108,10 +115,13 @@ def backward(
 
 def backward_steps(call: Backward) -> Numbers | None:
     """``backward`` as steps of a program; None where it is more than its launches."""
+    signs = call.saved if call.saved is not None and are_signs(call.saved.tensor) else None
+    if signs is not None:
+        call = replace(call, saved=Operand(Channels.rows(signs.tensor), signs.number))
     dy, saved, x, weight = call.tensors
     if tensors.far_apart(dy, saved, x, weight):
         return None
-    config = _config(x, weight, call.activation)
+    config = _config(x, weight, call.activation, signs is not None)
     if saved is None or not (config is None or config.dpre_first):
         return _gradients_steps(call, config)
     made = _grad_pre_steps(call)
@@ -121,7 +131,7 @@ def backward_steps(call: Backward) -> Numbers | None:
     if not any(call.needs[:2]):
         return None, None, db
     if config is None:
-        config = _config(x, weight, "none")
+        config = _config(x, weight, "none", False)
     found = _gradients_steps(call.of_dpre(dpre), config)
     return None if found is None else (*found[:2], db)
 
@@ -178,11 +188,11 @@ def _derived_at_once(dy: Tensor, saved: Tensor | None) -> tuple[int, int]:
     return 16, min(_DERIVED // 16, n)
 
 
-def _config(x: Tensor, weight: Tensor, activation: str) -> BackwardConfig | None:
+def _config(x: Tensor, weight: Tensor, activation: str, signs: bool) -> BackwardConfig | None:
     """Of the single pass; None where there is none."""
     batch, length, groups, k = x.shape
     facts = x.element_size(), tensors.units_of(x.device), tensors.capability_of(x.device)
-    return backward_config(batch * length, groups, k, weight.shape[1], *facts, activation)
+    return backward_config(batch * length, groups, k, weight.shape[1], *facts, activation, signs)
 
 
 def _grad_pre(
@@ -225,23 +235,25 @@ class _SinglePass:
         groups, n, k = weight.shape
         tokens = x.shape[0] * x.shape[1]
         place = tensors.Tiles(x, config.block_m)
-        chunks = -(-place.tiles // config.tiles)
+        # rows of all groups lie together where tokens come first: programs stay beside each other
+        shared = config.shared and x.stride(2) > x.stride(1)
+        walk = (Walk.quickest if shared else Walk.apart)(place.tiles, groups, config.programs)
         columns = -(-k // config.block_k)
         self._launch = Launch(
             _backward_kernel,
-            (groups * columns, chunks),
+            (walk.programs * columns,),
             (
-                *(*place.shape, place.tiles, config.tiles, columns, groups),
+                *(*place.shape, place.tiles, walk.room, walk.each, columns, groups),
                 *tensors.arguments(dy, saved, x, weight, dx),
                 *(k, n, config.block_m, config.block_k, padded(n)),
                 *(activation, tensors.math_of(x.dtype), dot_precision(n), dot_precision(tokens)),
-                *(place.across, config.stages, x.device.type == "cpu"),
+                *(place.across, config.stages, walk.shared, x.device.type == "cpu"),
             ),
             x.device,
             warps=config.warps,
             stages=config.stages,
         )
-        self._sums = _Sums((groups, n, k), chunks, needs[1], needs[2], x)
+        self._sums = _Sums((groups, n, k), walk, needs[1], needs[2], x)
 
     def run(
         self,
@@ -293,20 +305,20 @@ class _GradPre:
         block_m, block_n = _derived_at_once(dy, saved)
         place = tensors.Tiles(dy, block_m)
         columns = -(-n // block_n)
-        walked = chunk_tiles(place.tiles, groups * columns, 8 * tensors.units_of(dy.device))
-        chunks = -(-place.tiles // walked)
+        programs = 8 * tensors.units_of(dy.device)
+        walk = Walk.apart(place.tiles, groups, programs // columns)
         self._launch = Launch(
             _grad_pre_kernel,
-            (groups * columns, chunks),
+            (groups * columns, walk.chunks),
             (
-                *(*place.shape, place.tiles, walked, columns, groups),
+                *(*place.shape, place.tiles, walk.each, columns, groups),
                 *tensors.arguments(dy, saved, dpre),
                 *(n, block_m, block_n, activation, tensors.math_of(dy.dtype), place.across),
             ),
             dy.device,
             warps=4,
         )
-        self._sums = _Sums((groups, n, 0), chunks, False, need_bias_grad, dy)
+        self._sums = _Sums((groups, n, 0), walk, False, need_bias_grad, dy)
 
     def run(self, dy: Tensor, saved: Tensor | None, dpre: Tensor | None, db: Tensor | None) -> None:
         """Launch; db is contiguous, None where not wanted."""
@@ -335,6 +347,7 @@ class _GradWeight:
         config = weight_config(tokens, groups, k, n, *facts)
         place = tensors.Tiles(x, config.block_m)
         chunks = -(-place.tiles // config.tiles)
+        walk = Walk(chunks * config.tiles, config.tiles, groups * chunks, chunks)
         columns = -(-k // config.block_k)
         self._launch = Launch(
             _grad_weight_kernel,
@@ -349,7 +362,7 @@ class _GradWeight:
             warps=config.warps,
             stages=config.stages,
         )
-        self._sums = _Sums((groups, n, k), chunks, True, False, x)
+        self._sums = _Sums((groups, n, k), walk, True, False, x)
 
     def run(self, dpre: Tensor, x: Tensor, dw: Tensor) -> None:
         """Launch; dw (G, N, K) is contiguous."""
@@ -370,16 +383,20 @@ class _Sums:
     __slots__ = ("_launch", "_shapes")
 
     def __init__(
-        self, sizes: tuple[int, int, int], chunks: int, dw: bool, db: bool, like: Tensor
+        self, sizes: tuple[int, int, int], walk: Walk, dw: bool, db: bool, like: Tensor
     ) -> None:
         groups, n, k = sizes
-        self._shapes = (chunks, groups, n, k), (chunks, groups, n)
+        self._shapes = (walk.chunks, groups, n, k), (walk.chunks, groups, n)
         self._launch = None
-        if chunks > 1 and (dw or db):
-            dw_blocks = -(-groups * n * k // _SUM_BLOCK) if dw else 0
-            blocks = dw_blocks + (-(-groups * n // _SUM_BLOCK) if db else 0)
-            rest = (groups * n * k, groups * n, dw_blocks, chunks, _SUM_BLOCK)
-            self._launch = Launch(_sum_chunks_kernel, (blocks,), rest, like.device, warps=4)
+        if walk.chunks > 1 and (dw or db):
+            numbers = n * k, n
+            blocks = [min(_SUM_BLOCK, padded(size)) for size in numbers]
+            programs = [
+                groups * -(-size // block) if wanted else 0
+                for size, block, wanted in zip(numbers, blocks, (dw, db), strict=True)
+            ]
+            rest = (groups, programs[0], walk.room, walk.each, *numbers, *blocks, walk.chunks)
+            self._launch = Launch(_sum_chunks_kernel, (sum(programs),), rest, like.device, warps=4)
 
     def parts(self, dw: Tensor | None, db: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """float32 memory for the shares, or the results themselves where one chunk is all."""

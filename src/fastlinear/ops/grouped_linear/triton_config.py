@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +19,7 @@ _MOST = {2: (32, 128), 4: (32, 64)}
 """Item size → in and out features up to which dW fits a program's registers, elsewhere and on
 Hopper, whose matrix units read both operands from shared memory."""
 _SHARES_BYTES = 1 << 28  # largest float32 workspace of dW's chunks
+_SUMS_TILES = 5  # tiles that take as long as shares of dW, written, read and added up
 _MAX_INT = 2**31 - 1
 _TF32X3_MIN_DEPTH = 48
 
@@ -53,7 +55,8 @@ class BackwardConfig:
     Attributes:
         block_m, block_k: tokens of a tile, and columns of x.
         warps, stages: warps of a program, depth of the load pipeline.
-        tiles: tiles that a program walks.
+        programs: about how many share the tiles of all groups.
+        shared: whether one may have tiles of several groups.
         dpre_first: whether a launch of its own forms dpre and db, where the derivative takes more
             registers than dW leaves.
     """
@@ -62,7 +65,8 @@ class BackwardConfig:
     block_k: int
     warps: int
     stages: int
-    tiles: int
+    programs: int
+    shared: bool = False
     dpre_first: bool = False
 
 
@@ -118,6 +122,47 @@ def chunk_tiles(tiles: int, groups: int, programs: int) -> int:
     return -(-tiles // chunks)
 
 
+class Walk(NamedTuple):
+    """How programs share the tiles of all groups, one after another.
+
+    Attributes:
+        room: tiles that a group is given, all that it has or more.
+        each: tiles of a program.
+        programs: how many there are.
+        chunks: the most of them that take tiles of one group.
+    """
+
+    room: int
+    each: int
+    programs: int
+    chunks: int
+
+    @property
+    def shared(self) -> bool:
+        """Whether a program may have tiles of several groups."""
+        return self.room % self.each != 0
+
+    @classmethod
+    def apart(cls, tiles: int, groups: int, programs: int) -> Walk:
+        """Of about so many programs each has tiles of one group only, two or more if there are."""
+        each = chunk_tiles(tiles, groups, min(programs, groups * -(-tiles // 2)))
+        chunks = -(-tiles // each)
+        return cls(chunks * each, each, groups * chunks, chunks)
+
+    @classmethod
+    def quickest(cls, tiles: int, groups: int, programs: int) -> Walk:
+        """The same, or equally many tiles of one group and then the next for each of as many
+        programs as run at once, whichever ends first."""
+        found = cls.apart(tiles, groups, programs)
+        each = -(-tiles * groups // programs)
+        waves = -(-found.programs // programs)
+        if each + _SUMS_TILES >= waves * found.each + (_SUMS_TILES if found.chunks > 1 else 0):
+            return found
+        whole = not (tiles % each and each % tiles)
+        chunks = -(-tiles // each) if whole else (tiles - 1) // each + 2
+        return cls(tiles, each, -(-tiles * groups // each), chunks)
+
+
 @lru_cache(maxsize=1024)
 def product_config(
     tokens: int,
@@ -166,26 +211,31 @@ def backward_config(
     units: int,
     capability: tuple[int, int],
     activation: str,
+    signs: bool = False,
 ) -> BackwardConfig | None:
     """The configuration of the single-pass backward; None for groups whose dW is too large."""
     widest = max(padded(k), padded(n))
     if widest > _MOST[itemsize][capability[0] == 9]:
         return None
     if itemsize == 4:
-        programs = groups * -(-k // 64)
-        tiles = chunk_tiles(-(-tokens // 32), programs, 4 * units)
+        programs = 4 * units // -(-k // 64)
         spills = widest == 64 and activation != "none"
-        return BackwardConfig(32, min(64, padded(k)), 4, 2, tiles, spills)
+        return BackwardConfig(32, min(64, padded(k)), 4, 2, programs, dpre_first=spills)
     # as fast as any of a sweep on an H200, where a launch of its own for the derivative costs less
-    # than what it takes from the products, but for the cheapest in the smallest groups
+    # than what it takes from the products, but with signs and for the cheapest in the smallest
+    # groups
     small = widest <= 32
     block_m = 128 if small and tokens > 64 else 64
-    cheap = activation in ("relu", "leaky_relu")
-    apart = activation != "none" and not (small and cheap)
-    share = 16 if small and cheap else 4 if small else 2
-    tiles = chunk_tiles(-(-tokens // block_m), groups, share * units)
-    stages = 2 if small and cheap else 3
-    return BackwardConfig(block_m, padded(k), 8 if widest > 64 else 4, stages, tiles, apart)
+    warps = 4 if capability[0] == 9 else 8  # else it would spill
+    saved = activation != "none"
+    if widest > 64:
+        how = (8, 3 if signs else 4, units, True)
+    elif small and saved and not signs and activation in ("relu", "leaky_relu"):
+        how = (warps, 2, 16 * units, False)
+        saved = False
+    else:
+        how = (warps, 4 if small and signs else 3, (3 if small else 2) * units, False)
+    return BackwardConfig(block_m, padded(k), *how, dpre_first=saved and not signs)
 
 
 @lru_cache(maxsize=1024)

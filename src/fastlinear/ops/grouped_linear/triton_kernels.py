@@ -11,10 +11,12 @@ import triton.language as tl
 from fastlinear.ops.common.activations_triton import activation
 from fastlinear.ops.grouped_linear.triton_tiles import (
     _dot,
+    _is_positive,
     _load,
     _load_matrix,
     _mask,
     _place,
+    _signs,
     _stride,
 )
 
@@ -43,6 +45,10 @@ def _resident_kernel(
     y_row,
     y_group,
     y_col,
+    s_batch,
+    s_row,
+    s_group,
+    s_col,
     X_ALIGN: tl.constexpr,
     X_UNIT: tl.constexpr,
     X_FIXED: tl.constexpr,
@@ -52,6 +58,9 @@ def _resident_kernel(
     Y_ALIGN: tl.constexpr,
     Y_UNIT: tl.constexpr,
     Y_FIXED: tl.constexpr,
+    S_ALIGN: tl.constexpr,
+    S_UNIT: tl.constexpr,
+    S_FIXED: tl.constexpr,
     K: tl.constexpr,
     N: tl.constexpr,
     K0: tl.constexpr,
@@ -71,8 +80,9 @@ def _resident_kernel(
 
     W stays on the chip while x streams by. K is cut into up to three parts K0, K1, K2 (0: none),
     powers of two that reach or pass K together, so that 100 inputs cost 112 and not 128. W is
-    (G, N, K) with any strides. ``bias_ptr`` (G, N), contiguous, and ``pre_ptr`` (as y) may be None.
-    EARLY: the kernel before may still run.
+    (G, N, K) with any strides. ``bias_ptr`` (G, N), contiguous, and ``pre_ptr`` may be None; the
+    latter is the pre-activation, as y, or takes its signs, bytes (B, L, G, units) of any strides,
+    as ``_signs`` packs them. EARLY: the kernel before may still run.
     """
     if EARLY:
         tl.extra.cuda.gdc_wait()
@@ -96,6 +106,12 @@ def _resident_kernel(
     x_k = _stride(x_col, X_ALIGN, X_UNIT == "col")
     y_base = g * (y_group * Y_ALIGN)
     y_cols = n * _stride(y_col, Y_ALIGN, Y_UNIT == "col")
+    SIGNS: tl.constexpr = pre_ptr is not None and pre_ptr.dtype.element_ty == tl.uint8
+    if SIGNS:
+        UNITS: tl.constexpr = (N + 31) // 32 * 4
+        units = n0 // 8 + tl.arange(0, BLOCK_N // 8)
+        s_base = g * (s_group * S_ALIGN)
+        s_units = units * _stride(s_col, S_ALIGN, S_UNIT == "col")
     begin = tl.program_id(1) * program_tiles
     for tile in tl.range(begin, tl.minimum(begin + program_tiles, tiles), num_stages=STAGES):
         mask = _mask(tile, B, L, batch_tiles, BLOCK_M, ACROSS)
@@ -117,11 +133,19 @@ def _resident_kernel(
         )
         y_offs = rows[:, None] + y_cols[None, :]
         y_mask = mask[:, None] & n_mask[None, :]
-        if pre_ptr is not None:
+        if pre_ptr is not None and not SIGNS:
             pre = acc.to(pre_ptr.dtype.element_ty)
             tl.store(pre_ptr + y_base + first + y_offs, pre, mask=y_mask)
         acc = activation(acc, ACTIVATION, MATH)
-        tl.store(y_ptr + y_base + first + y_offs, acc.to(y_ptr.dtype.element_ty), mask=y_mask)
+        y = acc.to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + y_base + first + y_offs, y, mask=y_mask)
+        if SIGNS:
+            first, rows = _place(
+                tile, L, batch_tiles, s_batch, s_row, S_ALIGN, S_UNIT, S_FIXED, BLOCK_M, ACROSS
+            )
+            signs = _signs(_is_positive(y, ACTIVATION), BLOCK_M, BLOCK_N)
+            ptrs = pre_ptr + s_base + first + rows[:, None] + s_units[None, :]
+            tl.store(ptrs, signs, mask=mask[:, None] & (units < UNITS)[None, :])
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
 

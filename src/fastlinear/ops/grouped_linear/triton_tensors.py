@@ -66,10 +66,12 @@ def arguments(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 def facts_of(*tensors: Tensor | None) -> tuple[Any, ...]:
     """All that a launch is specialised to, of every tensor."""
-    facts = [None if t is None else (t.shape, t.stride(), t.data_ptr() & 15) for t in tensors]
+    facts = [
+        None if t is None else (t.dtype, t.shape, t.stride(), t.data_ptr() & 15) for t in tensors
+    ]
     first = tensors[0]
     assert first is not None
-    return (first.dtype, first.device, *facts)
+    return (first.device, *facts)
 
 
 def far_apart(*tensors: Tensor | None) -> bool:

@@ -78,6 +78,48 @@ def _load(
 
 
 @triton.jit
+def _load_signs(
+    ptr,
+    rows,
+    row_mask,
+    col_stride,
+    COLS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Whether each of COLS <= BLOCK outputs is positive, by the bits that ``_signs`` packs."""
+    units = tl.arange(0, BLOCK // 8)
+    ptrs = ptr + rows[:, None] + (units * col_stride)[None, :]
+    mask = row_mask[:, None] & (units < (COLS + 31) // 32 * 4)[None, :]
+    found = tl.reshape(tl.load(ptrs, mask=mask, other=0), (BLOCK_M, BLOCK // 32, 1, 4, 1))
+    pairs = 2 * tl.arange(0, 4)[None, None, :, None, None]
+    places = (pairs + tl.arange(0, 2)[None, None, None, None, :]).to(tl.uint8)
+    return tl.reshape((found >> places) & 1, (BLOCK_M, BLOCK)) != 0
+
+
+@triton.jit
+def _is_positive(y, ACTIVATION: tl.constexpr):
+    """Whether the activation's derivative is 1 there; of relu's NaN it is."""
+    if ACTIVATION == "relu":
+        return (y <= 0) == 0
+    else:  # noqa: RET505
+        return y > 0
+
+
+@triton.jit
+def _signs(positive, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(BLOCK_M, BLOCK_N) of one bit each as bytes (BLOCK_M, BLOCK_N / 8).
+
+    Unit 4 i + q has bit 2 j + e of output 32 i + 8 j + 2 q + e: those that a lane holds of a
+    product, so that packing them asks no other.
+    """
+    bits = tl.reshape(positive.to(tl.int32), (BLOCK_M, BLOCK_N // 32, 4, 4, 2))
+    bits = tl.sum(bits << tl.arange(0, 2)[None, None, None, None, :], axis=4)
+    bits = tl.sum(bits << (2 * tl.arange(0, 4))[None, None, :, None], axis=2)
+    return tl.reshape(bits, (BLOCK_M, BLOCK_N // 8)).to(tl.uint8)
+
+
+@triton.jit
 def _load_matrix(
     ptr,
     row_stride,
