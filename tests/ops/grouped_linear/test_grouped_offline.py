@@ -174,13 +174,28 @@ def test_backward_of_large_groups(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     on(arch, monkeypatch)
-    x, dy = (tokens(4096, 16, size, DTYPES[dtype], "tokens") for size in (256, 200))
-    weight = torch.empty(16, 200, 256, dtype=DTYPES[dtype], device="meta")
+    x, dy = (tokens(4096, 16, size, DTYPES[dtype], "tokens") for size in (256, 300))
+    weight = torch.empty(16, 300, 256, dtype=DTYPES[dtype], device="meta")
     whole.backward(dy, dy, x, weight, "gelu", (True, True, True), "tokens")
     names = [launch.name for launch in launches]
     assert names.count("_grad_weight_kernel") == 1
     for launch in launches:
         fitting(launch, arch)
+
+
+@pytest.mark.parametrize("k", [100, 256])
+def test_backward_of_up_to_256_features(
+    k: int, launches: list[Recorded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on(90, monkeypatch)
+    x, dy = (tokens(4096, 16, size, torch.bfloat16, "channels") for size in (k, 256))
+    weight = torch.empty(16, 256, k, dtype=torch.bfloat16, device="meta")
+    whole.backward(dy, dy, x, weight, "gelu", (True, True, True), "channels")
+    names = [launch.name for launch in launches]
+    assert names.count("_grad_pre_kernel") == names.count("_backward_kernel") == 1
+    assert "_grad_weight_kernel" not in names
+    for launch in launches:
+        fitting(launch, 90)
 
 
 def test_too_many_accumulators_are_told(launches: list[Recorded]) -> None:

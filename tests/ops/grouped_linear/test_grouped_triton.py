@@ -223,15 +223,16 @@ def test_programs_of_several_groups(
     monkeypatch.setattr(triton_config, "_SUMS_TILES", 0)
     config = BackwardConfig(16, 16, 4, 2, programs, shared=True)
     check_backward((1, 75, 5, 20, 24), torch.float32, order, activation="relu", config=config)
-    shares = Walk.quickest(5, 5, programs)
+    shares = Walk.quickest(5, 5, programs, True)
     assert shares.programs * shares.each >= 25
-    assert shares.shared == (programs in (2, 4, 7))
+    assert shares.shared == (programs < 20)
 
 
 def test_walks() -> None:
     """All tiles are taken once, by as many programs of a group as it says."""
     for tiles, groups, programs in itertools.product((1, 2, 7, 64), (1, 3, 100), (1, 4, 132, 528)):
-        for walk in (Walk.apart(tiles, groups, programs), Walk.quickest(tiles, groups, programs)):
+        share = tiles, groups, programs
+        for walk in (Walk.apart(*share), *(Walk.quickest(*share, also) for also in (True, False))):
             taken = [
                 {at // walk.room for at in range(p * walk.each, (p + 1) * walk.each)}
                 for p in range(walk.programs)
@@ -245,8 +246,10 @@ def test_walks() -> None:
                 assert walk.chunks == most
                 assert all(len(t) == 1 for t in taken)
     # on an H200: whole groups where sums cost more than even shares save, and the other way round
-    assert Walk.quickest(16, 100, 132).chunks == 1
-    assert Walk.quickest(64, 100, 132).shared
+    assert Walk.quickest(16, 100, 132, True).chunks == 1
+    assert Walk.quickest(64, 100, 132, True).shared
+    assert Walk.quickest(64, 100, 132, False).chunks > 1
+    assert Walk.quickest(32, 81, 132, False).chunks == 3
 
 
 @compares

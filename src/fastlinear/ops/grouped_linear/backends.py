@@ -178,12 +178,13 @@ def _prefer_backward(p: Problem, many: bool) -> tuple[str, ...]:
         return ("triton", "eager")
     if copies or k % 8 or n % 8:
         return ("triton", "eager")
-    if not wide_backward_config.serves(k, n):
-        return ("eager",)
     # of few tokens a group what is read and written is weights, and padding what is multiplied
     filled = 4 * k * n >= 3 * group_map.padded(k, 128) * group_map.padded(n)
     enough = m * p.dim("G") >= _FEW_TOKENS and m >= (group_map.TOKENS if filled else 128)
-    return ("wide", "eager") if enough else ("eager",)
+    if p.option("order") == "channels" and max(k, n) <= 256:
+        return ("triton", "eager") if hopper and filled and enough else ("eager",)
+    serves = wide_backward_config.serves(k, n)
+    return ("wide", "eager") if serves and enough else ("eager",)
 
 
 def _worth_strips(p: Problem) -> bool:

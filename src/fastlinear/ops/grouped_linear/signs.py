@@ -191,7 +191,9 @@ def _one_pass(x: Tensor, n: int) -> bool:
     batch, length, groups, k = x.shape
     sizes = batch * length, groups, k, n, SIZE
     facts = tensors.units_of(x.device), tensors.capability_of(x.device)
-    if triton_config.padded(n) < _OUTPUTS or triton_config.product_config(*sizes, *facts).block_k:
+    if not triton_config.padded(n) >= _OUTPUTS or max(k, n) > triton_config.MOST_SIGNS:
+        return False
+    if triton_config.product_config(*sizes, *facts).block_k:
         return False
     return triton_config.backward_config(*sizes, *facts, "relu", signs=True) is not None
 

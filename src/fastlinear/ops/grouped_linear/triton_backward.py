@@ -183,7 +183,7 @@ def _derived_at_once(dy: Tensor, saved: Tensor | None) -> tuple[int, int]:
     """Tokens and outputs of a tile of dpre, long where these lie side by side."""
     length, n = dy.shape[1], padded(dy.shape[3])
     if all(t is None or tensors.strides_of(t)[1][1] == "row" for t in (dy, saved)):
-        block_m = min(256, padded(length))
+        block_m = min(1024, padded(length))
         return block_m, min(_DERIVED // block_m, n)
     return 16, min(_DERIVED // 16, n)
 
@@ -235,9 +235,10 @@ class _SinglePass:
         groups, n, k = weight.shape
         tokens = x.shape[0] * x.shape[1]
         place = tensors.Tiles(x, config.block_m)
+        share = place.tiles, groups, config.programs
         # rows of all groups lie together where tokens come first: programs stay beside each other
-        shared = config.shared and x.stride(2) > x.stride(1)
-        walk = (Walk.quickest if shared else Walk.apart)(place.tiles, groups, config.programs)
+        apart = x.stride(2) <= x.stride(1)
+        walk = Walk.quickest(*share, not apart) if config.shared else Walk.apart(*share)
         columns = -(-k // config.block_k)
         self._launch = Launch(
             _backward_kernel,

@@ -99,8 +99,10 @@ def _backward_kernel(
     n = tl.arange(0, BLOCK_N)
     k = k0 + tl.arange(0, BLOCK_K)
     dy_n = _stride(dy_col, DY_ALIGN, DY_UNIT == "col")
+    SIGNS: tl.constexpr = saved_ptr is not None and saved_ptr.dtype.element_ty == tl.uint8
+    # where registers form dpre, one copy of it serves both products as the second operand
+    TURNED: tl.constexpr = SIGNS and BLOCK_K >= 64
     if saved_ptr is not None:
-        SIGNS: tl.constexpr = saved_ptr.dtype.element_ty == tl.uint8
         s_n = _stride(s_col, S_ALIGN, S_UNIT == "col")
     if dx_ptr is not None:
         w_n = _stride(w_row, W_ALIGN, W_UNIT == "row")
@@ -109,8 +111,9 @@ def _backward_kernel(
     if dw_ptr is not None:
         x_k = _stride(x_col, X_ALIGN, X_UNIT == "col")
     if db_ptr is not None:
-        # 16-bit numbers are summed by the matrix units: 16 equal rows take few registers
-        ROWS: tl.constexpr = BLOCK_M if dy_ptr.dtype.element_ty == tl.float32 else 16
+        # 16-bit numbers in memory are summed by the matrix units: 16 equal rows take few registers
+        LANES: tl.constexpr = SIGNS or dy_ptr.dtype.element_ty == tl.float32
+        ROWS: tl.constexpr = 1 if SIGNS else BLOCK_M if LANES else 16
         ones = tl.full((16, BLOCK_M), 1.0, dtype=tl.float32).to(dy_ptr.dtype.element_ty)
 
     program = tl.program_id(0) // col_tiles
@@ -125,7 +128,10 @@ def _backward_kernel(
             s_base = saved_ptr + g * (s_group * S_ALIGN)
         if dx_ptr is not None:
             w_base = w_ptr + g * (w_group * W_ALIGN)
-            w = _load_matrix(w_base, w_n, w_k, 0, k0, N, K, BLOCK_N, BLOCK_K)
+            if TURNED:
+                w = _load_matrix(w_base, w_k, w_n, k0, 0, K, N, BLOCK_K, BLOCK_N)
+            else:
+                w = _load_matrix(w_base, w_n, w_k, 0, k0, N, K, BLOCK_N, BLOCK_K)
             dx_base = dx_ptr + g * (dx_group * DX_ALIGN)
         if dw_ptr is not None:
             x_base = x_ptr + g * (x_group * X_ALIGN)
@@ -154,7 +160,9 @@ def _backward_kernel(
                     grad = activation_grad(dpre.to(tl.float32), saved, ACTIVATION, MATH)
                     dpre = grad.to(dy_ptr.dtype.element_ty)
             if db_ptr is not None:
-                if dy_ptr.dtype.element_ty == tl.float32:
+                if SIGNS:
+                    sums += tl.sum(dpre.to(tl.float32), axis=0)[None, :]
+                elif LANES:
                     sums += dpre
                 else:
                     sums = _dot(ones, dpre, sums, DX_PRECISION, UPCAST)
@@ -166,8 +174,12 @@ def _backward_kernel(
                 x = tl.load(x_ptrs, mask=mask[:, None] & (k < K)[None, :], other=0.0)
                 dw = _dot(tl.trans(x), dpre, dw, DW_PRECISION, UPCAST)
             if dx_ptr is not None:
-                dx = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.float32)
-                dx = _dot(dpre, w, dx, DX_PRECISION, UPCAST)
+                if TURNED:
+                    dx = tl.zeros((BLOCK_K, BLOCK_M), dtype=tl.float32)
+                    dx = tl.trans(_dot(w, tl.trans(dpre), dx, DX_PRECISION, UPCAST))
+                else:
+                    dx = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.float32)
+                    dx = _dot(dpre, w, dx, DX_PRECISION, UPCAST)
                 first, rows = _place(
                     tile,
                     L,
@@ -193,7 +205,7 @@ def _backward_kernel(
         if db_ptr is not None:  # noqa: SIM102 - known when compiling, the next is not
             if k0 == 0:
                 db = tl.sum(sums, axis=0)
-                if dy_ptr.dtype.element_ty != tl.float32:
+                if not LANES:
                     db = db * 0.0625
                 tl.store(db_ptr + part * N + n, db.to(db_ptr.dtype.element_ty), mask=n < N)
 

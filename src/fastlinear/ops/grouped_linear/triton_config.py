@@ -15,11 +15,14 @@ MAX_RESIDENT = 256
 # Largest shared memory of one block in bytes, and multiprocessors of the common part.
 SHARED_BYTES = {80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 90: 232_448}
 SHARED_BYTES |= {100: 232_448, 103: 232_448, 110: 232_448, 120: 101_376, 121: 101_376}
-_MOST = {2: (32, 128), 4: (32, 64)}
+_MOST = {2: (32, 256), 4: (32, 64)}
 """Item size → in and out features up to which dW fits a program's registers, elsewhere and on
 Hopper, whose matrix units read both operands from shared memory."""
+MOST_SIGNS = 128
+"""In and out features up to which signs are read as fast as a derivative that was formed before."""
 _SHARES_BYTES = 1 << 28  # largest float32 workspace of dW's chunks
-_SUMS_TILES = 5  # tiles that take as long as shares of dW, written, read and added up
+_BEGIN_TILES = 2  # tiles that take as long as what a program does before its first
+_SUMS_TILES = 5  # and as shares of dW, written, read and added up
 _MAX_INT = 2**31 - 1
 _TF32X3_MIN_DEPTH = 48
 
@@ -56,7 +59,7 @@ class BackwardConfig:
         block_m, block_k: tokens of a tile, and columns of x.
         warps, stages: warps of a program, depth of the load pipeline.
         programs: about how many share the tiles of all groups.
-        shared: whether one may have tiles of several groups.
+        shared: whether no more run at once, and one may have tiles of several groups.
         dpre_first: whether a launch of its own forms dpre and db, where the derivative takes more
             registers than dW leaves.
     """
@@ -150,14 +153,19 @@ class Walk(NamedTuple):
         return cls(chunks * each, each, groups * chunks, chunks)
 
     @classmethod
-    def quickest(cls, tiles: int, groups: int, programs: int) -> Walk:
-        """The same, or equally many tiles of one group and then the next for each of as many
-        programs as run at once, whichever ends first."""
-        found = cls.apart(tiles, groups, programs)
+    def quickest(cls, tiles: int, groups: int, programs: int, shared: bool) -> Walk:
+        """Whichever ends first where so many programs run at once: chunks of one group for each,
+        or where ``shared``, equally many tiles of one group and then the next."""
+
+        def cost(chunks: int) -> int:
+            waves = -(-groups * chunks // programs)
+            each = -(-tiles // chunks) + _BEGIN_TILES
+            return waves * each + (_SUMS_TILES if chunks > 1 else 0)
+
+        chunks = min(range(1, max(2, min(tiles, 8 * programs // groups) + 1)), key=cost)
         each = -(-tiles * groups // programs)
-        waves = -(-found.programs // programs)
-        if each + _SUMS_TILES >= waves * found.each + (_SUMS_TILES if found.chunks > 1 else 0):
-            return found
+        if not shared or each + _BEGIN_TILES + _SUMS_TILES >= cost(chunks):
+            return cls.apart(tiles, groups, groups * chunks)
         whole = not (tiles % each and each % tiles)
         chunks = -(-tiles // each) if whole else (tiles - 1) // each + 2
         return cls(tiles, each, -(-tiles * groups // each), chunks)
@@ -194,7 +202,8 @@ def product_config(
     programs = groups * -(-n // block_n) * tiles
     most = 4 if itemsize == 4 or 64 < k <= 128 else 2 if k <= 128 else 8
     walked = max(1, min(most, tiles, programs // (4 * units)))
-    for stages in (3, 2) if itemsize == 2 else (2,):
+    deep = (4,) if k <= 32 else ()
+    for stages in (*deep, 3, 2) if itemsize == 2 else (2,):
         config = ProductConfig(block_m, block_n, 0, warps, stages, walked)
         if config.shared_bytes(k, itemsize) <= limit:
             return config
@@ -228,14 +237,16 @@ def backward_config(
     block_m = 128 if small and tokens > 64 else 64
     warps = 4 if capability[0] == 9 else 8  # else it would spill
     saved = activation != "none"
-    if widest > 64:
+    if widest > 128:
+        how = (8, 3, max(1, units // -(-k // 128)), True)
+    elif widest > 64:
         how = (8, 3 if signs else 4, units, True)
     elif small and saved and not signs and activation in ("relu", "leaky_relu"):
         how = (warps, 2, 16 * units, False)
         saved = False
     else:
         how = (warps, 4 if small and signs else 3, (3 if small else 2) * units, False)
-    return BackwardConfig(block_m, padded(k), *how, dpre_first=saved and not signs)
+    return BackwardConfig(block_m, min(128, padded(k)), *how, dpre_first=saved and not signs)
 
 
 @lru_cache(maxsize=1024)
