@@ -27,6 +27,7 @@ from fastlinear.ops.gated_mlp.products import (
     backward_by,
     backward_through_down,
     bias_gradients,
+    forward_by,
 )
 from fastlinear.ops.gated_mlp.stacking import (
     Biases,
@@ -54,13 +55,8 @@ def elementwise_forward(
     x: Tensor, weights: Weights, biases: Biases, activation: str, order: str, save_pre: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """x (M, K) → (y (M, N) or (M, H), then the pre-activations or None twice)."""
-    products = products_for(x)
-    pre = products.pre_activations(x, weights, biases)
-    h = gate_forward(pre, activation, order, over=not save_pre)
-    kept = pre if save_pre else (None, None)
-    del pre
-    y = h if weights.down is None else products.forward(h, weights.down, biases.down)
-    return y, *kept
+    by = products_for(x)
+    return forward_by(by, gate_forward, x, weights, biases, activation, order, save_pre)
 
 
 def elementwise_backward(
