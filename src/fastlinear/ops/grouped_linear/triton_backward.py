@@ -192,7 +192,8 @@ def _config(x: Tensor, weight: Tensor, activation: str, signs: bool) -> Backward
     """Of the single pass; None where there is none."""
     batch, length, groups, k = x.shape
     facts = x.element_size(), tensors.units_of(x.device), tensors.capability_of(x.device)
-    return backward_config(batch * length, groups, k, weight.shape[1], *facts, activation, signs)
+    sizes = batch * length, groups, k, weight.shape[1]
+    return backward_config(*sizes, *facts, activation, signs, x.stride(1) == 1)
 
 
 def _grad_pre(

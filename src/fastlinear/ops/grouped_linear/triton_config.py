@@ -200,9 +200,9 @@ def product_config(
         return streaming
     tiles = -(-tokens // block_m)
     programs = groups * -(-n // block_n) * tiles
-    most = 4 if itemsize == 4 or 64 < k <= 128 else 2 if k <= 128 else 8
+    most = 4 if itemsize == 4 or k <= 16 or 64 < k <= 128 else 2 if k <= 128 else 8
     walked = max(1, min(most, tiles, programs // (4 * units)))
-    deep = (4,) if k <= 32 else ()
+    deep = (4,) if 16 < k <= 32 else ()
     for stages in (*deep, 3, 2) if itemsize == 2 else (2,):
         config = ProductConfig(block_m, block_n, 0, warps, stages, walked)
         if config.shared_bytes(k, itemsize) <= limit:
@@ -221,8 +221,14 @@ def backward_config(
     capability: tuple[int, int],
     activation: str,
     signs: bool = False,
+    channels: bool = False,
 ) -> BackwardConfig | None:
-    """The configuration of the single-pass backward; None for groups whose dW is too large."""
+    """The configuration of the single-pass backward; None for groups whose dW is too large.
+
+    Args:
+        signs: these were saved.
+        channels: tokens lie side by side.
+    """
     widest = max(padded(k), padded(n))
     if widest > _MOST[itemsize][capability[0] == 9]:
         return None
@@ -240,10 +246,10 @@ def backward_config(
     if widest > 128:
         how = (8, 3, max(1, units // -(-k // 128)), True)
     elif widest > 64:
-        how = (8, 3 if signs else 4, units, True)
+        how = (8, 4 if channels and not signs else 3, units, True)
     elif small and saved and not signs and activation in ("relu", "leaky_relu"):
-        how = (warps, 2, 16 * units, False)
-        saved = False
+        block_m, saved = 64, False
+        how = (warps, 4 if widest == 16 else 2, 2 * units, False)
     else:
         how = (warps, 4 if small and signs else 3, (3 if small else 2) * units, False)
     return BackwardConfig(block_m, min(128, padded(k)), *how, dpre_first=saved and not signs)
