@@ -241,14 +241,15 @@ def backward_config(
     # groups
     small = widest <= 32
     block_m = 128 if small and tokens > 64 else 64
-    warps = 4 if capability[0] == 9 else 8  # else it would spill
+    hopper = capability[0] == 9
+    warps = 4 if hopper else 8  # else it would spill, as would 64 tokens of eight warps
     saved = activation != "none"
     if widest > 128:
         how = (8, 3, max(1, units // -(-k // 128)), True)
     elif widest > 64:
         how = (8, 4 if channels and not signs else 3, units, True)
     elif small and saved and not signs and activation in ("relu", "leaky_relu"):
-        block_m, saved = 64, False
+        block_m, saved = 64 if hopper else block_m, False
         how = (warps, 4 if widest == 16 else 2, 2 * units, False)
     else:
         how = (warps, 4 if small and signs else 3, (3 if small else 2) * units, False)
