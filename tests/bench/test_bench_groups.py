@@ -129,7 +129,7 @@ def test_curves_are_times_over_one_size_with_their_floor() -> None:
             r
             for r in rows
             if r["case"]["dims"] == {"M": 16384, "G": groups, "K": k, "N": k}
-            and r["case"]["dtype"] == "bfloat16"
+            and (r["case"]["dtype"], r["case"]["options"]["activation"]) == ("bfloat16", "relu")
             and (r["direction"], r["metric"]) == ("forward", "device")
             and r["median_us"]
         ]
@@ -165,7 +165,7 @@ def test_a_picture_has_the_longest_curve_of_each_kind() -> None:
     found = groups_plot.drawn(groups_plot.curves(rows))
     assert {c.kind[-1] for c in found} == {"device"}, "on the device where that was measured"
     kinds = [(c.axis, *c.kind) for c in found]
-    assert len(kinds) == len(set(kinds)) == 8
+    assert len(kinds) == len(set(kinds)) == 10
     for left, right in zip(found[::2], found[1::2], strict=True):  # beside each other
         assert (left.axis, left.kind[:2]) == (right.axis, right.kind[:2])
         assert (left.kind[2], right.kind[2]) == ("forward", "forward+backward")
