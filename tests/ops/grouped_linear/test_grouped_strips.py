@@ -16,11 +16,11 @@ from fastlinear.ops.grouped_linear import reference, strips
 from fastlinear.ops.grouped_linear import strips_config as configs
 from fastlinear.ops.grouped_linear.problem import problem
 from fastlinear.ops.grouped_linear.strips_config import StripsConfig
-from fastlinear.ops.grouped_linear.strips_tiles import Cut, box_columns, side_by_side
+from fastlinear.ops.grouped_linear.strips_tiles import Cut, box_columns, side_by_side, swizzle
 
 SIZES = (
     *((8, 100, 100), (4, 100, 200), (8, 64, 64), (16, 32, 32), (8, 100, 64), (8, 20, 36)),
-    *((8, 106, 50), (8, 50, 26), (4, 148, 148), (3, 48, 8)),
+    *((8, 106, 50), (8, 50, 26), (4, 148, 148), (3, 48, 8), (6, 80, 112)),
 )
 CONFIGS = (
     ((8, 100, 100), StripsConfig(4, 2, 4, 4)),
@@ -28,7 +28,9 @@ CONFIGS = (
     ((8, 100, 100), StripsConfig(2, 4, 4, 4, 2)),
     ((8, 100, 100), StripsConfig(2, 2, 2, 1, 2)),
     ((8, 64, 64), StripsConfig(4, 2, 6, 6)),
-    ((16, 32, 32), StripsConfig(4, 1, 4, 4, 2)),
+    ((16, 32, 32), StripsConfig(4, 1, 4, 4, 3)),
+    ((8, 80, 80), StripsConfig(2, 4, 3, 4, 2)),
+    ((6, 112, 112), StripsConfig(1, 2, 4, 4, 2)),
 )
 
 
@@ -151,7 +153,15 @@ def test_configurations_fit_the_chip() -> None:
             assert configs.fits(config, k, n, save_pre)
     assert configs.strips_config(3, 10, 10, False) is None
     assert configs.strips_config(4, 7, 8, False) is None
-    assert configs.strips_config(100, 100, 100, False) == StripsConfig(2, 2, 4, 4, 2)
+    assert configs.strips_config(100, 100, 100, False) == StripsConfig(2, 5, 4, 4, 1)
+    assert configs.strips_config(64, 32, 32, False) == StripsConfig(8, 1, 4, 4, 1)
+    assert configs.strips_config(64, 32, 32, False, groups=4) == StripsConfig(4, 1, 4, 4, 3)
+    # a group of 104 features is no whole sectors, which matters where groups lie side by side
+    for order, parts in (("tokens", (2, 2)), ("groups", (1, 4))):
+        made = configs.strips_config(16, 104, 104, False, order=order)
+        assert made is not None
+        assert (made.groups, made.parts) == parts
+    assert configs.strips_config(100, 100, 100, False, groups=8) is None
 
 
 def test_what_it_serves_of_groups_first() -> None:
@@ -197,12 +207,18 @@ def test_what_groups_first_needs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_boxes_cut_strips_evenly() -> None:
-    assert [box_columns(c) for c in (200, 256, 400, 296, 424)] == [200, 64, 200, 8, 8]
+    assert [box_columns(1, c) for c in (200, 256, 400, 296, 424)] == [200, 64, 200, 8, 8]
     for columns in range(8, 2000, 8):
-        box = box_columns(columns)
+        box = box_columns(1, columns)
         assert columns % box == 0
         assert box <= 256
         assert box % 8 == 0
+
+
+def test_boxes_are_swizzled_where_rows_would_share_banks() -> None:
+    strips = ((2, 64), (2, 80), (2, 112), (4, 48), (2, 100), (8, 20), (1, 96), (1, 40))
+    assert [swizzle(*s) for s in strips] == [128, 64, 64, 128, 0, 0, 64, 0]
+    assert [box_columns(*s) for s in strips] == [64, 32, 32, 64, 200, 160, 32, 40]
 
 
 def test_reasons_are_given() -> None:

@@ -22,14 +22,14 @@ from fastlinear.ops.grouped_linear import strips_backward_config as configs
 from fastlinear.ops.grouped_linear.problem import problem
 from fastlinear.ops.grouped_linear.reference import Needs
 from fastlinear.ops.grouped_linear.strips_backward_config import StripsBackwardConfig
-from fastlinear.ops.grouped_linear.strips_tiles import Split, side_by_side
+from fastlinear.ops.grouped_linear.strips_tiles import EXACTLY, Split, side_by_side
 
 ALL: Needs = (True, True, True)
 NEEDS: list[Needs] = [n for n in itertools.product((True, False), repeat=3) if any(n)]
 # (groups, K, N)
 SIZES = (
     *((8, 100, 100), (8, 64, 64), (16, 32, 32), (4, 128, 128), (8, 100, 64), (8, 64, 100)),
-    *((8, 20, 36), (8, 50, 26), (8, 24, 40), (3, 48, 8)),
+    *((8, 20, 36), (8, 50, 26), (8, 24, 40), (3, 48, 8), (6, 80, 112)),
 )
 CONFIGS = (
     ((8, 100, 100), StripsBackwardConfig(2, 4, 2, 3, 3)),
@@ -37,6 +37,9 @@ CONFIGS = (
     ((8, 64, 64), StripsBackwardConfig(2, 2, 1, 3, 2, 2)),
     ((16, 32, 32), StripsBackwardConfig(8, 2, 1, 2, 2)),
     ((16, 32, 32), StripsBackwardConfig(4, 1, 1, 3, 2, 2)),
+    ((8, 80, 80), StripsBackwardConfig(2, 4, 2, 3, 2)),
+    ((6, 112, 112), StripsBackwardConfig(1, 4, 2, 3, 2)),
+    ((8, 36, 36), StripsBackwardConfig(4, 1, 1, 2, 4, 2)),
 )
 
 
@@ -191,8 +194,12 @@ def test_configurations_fit_the_chip() -> None:
             assert configs.fits(config, k, n, saved, needs)
             assert config.stages >= 2
     made = configs.strips_backward_config(64, 64, 64)
-    assert made == StripsBackwardConfig(4, 2, 1, 3, 4)
-    assert configs.strips_backward_config(100, 100, 100) == StripsBackwardConfig(2, 4, 1, 5, 2)
+    assert made == StripsBackwardConfig(2, 2, 2, 2, 2, 2)
+    assert configs.strips_backward_config(100, 100, 100) == StripsBackwardConfig(2, 4, 2, 3, 2)
+    # 60 features: two groups are no whole sectors, which matters where groups lie side by side
+    for order, config in (("tokens", (4, 2, 2, 4, 4, 1)), ("groups", (2, 2, 2, 3, 2, 2))):
+        made = configs.strips_backward_config(16, 60, 60, False, order=order)
+        assert made == StripsBackwardConfig(*config)
     assert configs.strips_backward_config(3, 10, 10) is None
     assert configs.strips_backward_config(4, 7, 8) is None
     assert configs.strips_backward_config(4, 136, 64) is None
@@ -210,11 +217,13 @@ def test_tiles_are_shared_out_evenly() -> None:
 
 
 def test_blocks_keep_to_one_strip_where_most_of_them_can() -> None:
-    assert Split(50, 128, 132).blocks == 100
-    assert Split(50, 128, 132).slots == 2
-    assert Split(16, 512, 132).blocks == 128
-    assert Split(80, 128, 132).blocks == 132  # 80 would leave a third of the chip idle
-    assert Split(50, 128, 264, worth=0.9).blocks == 250
+    assert Split(50, 128, 132).blocks == 132  # of 49 tiles at most, 100 blocks of 64
+    assert Split(16, 512, 264).blocks == 256  # of 32, as 264 blocks
+    assert Split(16, 512, 264).slots == 16
+    assert Split(32, 512, 264).blocks == 256  # of 64, 264 blocks of 63
+    assert Split(16, 512, 264, later=EXACTLY).blocks == 264
+    assert Split(400, 64, 132).blocks == 132  # more strips than blocks
+    assert Split(50, 128, 132, later=1.34).blocks == 100
 
 
 def test_what_it_serves_of_groups_first() -> None:

@@ -124,7 +124,7 @@ def test_configurations_fit_the_chip() -> None:
 
 
 def test_tiles_count_bytes() -> None:
-    assert [box_columns(c, 4) for c in (32, 100, 148, 300)] == [32, 100, 148, 100]
+    assert [box_columns(1, c, 4) for c in (32, 48, 100, 148, 300)] == [32, 16, 100, 148, 100]
     assert tile_bytes(100, 4) == 13 * 1024
 
 

@@ -217,11 +217,11 @@ def _fills_strips(p: Problem, least: int) -> bool:
     """Whether groups of 16-bit numbers lie side by side so that a strip of them is as many bytes
     wide, or of as many groups as the kernels take."""
     side = strips_tiles.side_by_side(p.option("order"), p.dim("M"), p.dim("G"))
-    config = strips_config.strips_config(side, p.dim("K"), p.dim("N"), True)
-    if config is None:
+    k, n = p.dim("K"), p.dim("N")
+    if strips_config.strips_config(side, k, n, True) is None:
         return False
-    widest = 2 * config.groups * max(p.dim("K"), p.dim("N"))
-    return widest >= least or config.groups == 8
+    groups = strips_config.widest(side, k, n)
+    return 2 * groups * max(k, n) >= least or groups == 8
 
 
 def _fills_strips_of_float32(p: Problem) -> bool:

@@ -175,15 +175,15 @@ def has_place(order: str, m: int, groups: int, k: int, n: int) -> bool:
 
 
 def _rows_of(order: str, m: int, groups: int, k: int, n: int) -> int | None:
-    """Tokens of a row, as ``Place.p``; None where the directions do not agree."""
+    """Tokens of a row, as ``Place.p``; None where a direction has no configuration for it."""
     side = side_by_side(order, m, groups)
-    first = strips_config(side, k, n, False, signs=True)
-    second = strips_backward_config(side, k, n, signs=True)
-    if first is None or second is None:
+    backward = strips_backward_config(side, k, n, signs=True, order=order)
+    if backward is None:
         return None
-    if order != "groups":
-        return 1
-    return first.groups if first.groups == second.groups else None
+    together = backward.groups if order == "groups" else None
+    if strips_config(side, k, n, False, True, together, order) is None:
+        return None
+    return together or 1
 
 
 def _one_pass(x: Tensor, n: int) -> bool:

@@ -21,7 +21,7 @@ from fastlinear.ops.grouped_linear import strips_float32 as float32
 from fastlinear.ops.grouped_linear import strips_tiles
 from fastlinear.ops.grouped_linear.one_launch import OneLaunch, results
 from fastlinear.ops.grouped_linear.operands import Forward
-from fastlinear.ops.grouped_linear.signs import Place
+from fastlinear.ops.grouped_linear.signs import AnyPlace, Place
 from fastlinear.ops.grouped_linear.strips_config import (
     StripsConfig,
     limit,
@@ -31,12 +31,13 @@ from fastlinear.ops.grouped_linear.strips_config import (
 )
 from fastlinear.ops.grouped_linear.strips_float32 import Float32Config
 from fastlinear.ops.grouped_linear.strips_tiles import (
+    EXACTLY,
     SERVICE_REGISTERS,
     SIZE,
-    WORTH,
     Cut,
     Split,
     has_dense_rows,
+    later_for,
     ordinal,
     side_by_side,
     source_of,
@@ -46,8 +47,6 @@ from fastlinear.ops.grouped_linear.strips_tiles import (
 
 ARCH = "sm_90a"
 KERNEL = "grouped_linear_strips"
-WORTH_SHARED = 0.9
-"""As ``WORTH``, where groups come first: 100 groups would leave 64 of 264 blocks out."""
 
 
 def source(
@@ -107,12 +106,14 @@ def _kernel(
 
 
 def _config(
-    x: Tensor, n: int, order: str, save_pre: bool, signs: bool
+    x: Tensor, n: int, order: str, save_pre: bool, signs: AnyPlace | None
 ) -> StripsConfig | Float32Config | None:
     _, m, groups, k = x.shape
     if x.dtype is torch.float32:
         return float32.float32_config(k, n, save_pre)
-    config = strips_config(side_by_side(order, m, groups), k, n, save_pre, signs)
+    together = signs.p if isinstance(signs, Place) and order == "groups" else None
+    side = side_by_side(order, m, groups)
+    config = strips_config(side, k, n, save_pre, signs is not None, together, order)
     if config is None:
         return None
     size = config.blocks * tile_bytes(config.groups * k)
@@ -130,7 +131,9 @@ def reason_not(p: Problem) -> str | None:
     served = (
         float32.float32_config(k, n, True)
         if p.dtype == "float32"
-        else strips_config(side_by_side(p.option("order"), m, groups), k, n, True)
+        else strips_config(
+            side_by_side(p.option("order"), m, groups), k, n, True, order=p.option("order")
+        )
     )
     return strips_tiles.no_strip(p) if served is None else None
 
@@ -145,11 +148,6 @@ def serves(x: Tensor, weight: Tensor, bias: Tensor | None, order: str) -> bool:
         and weight.data_ptr() % 4 == 0
         and (bias is None or (bias.is_contiguous() and bias.data_ptr() % 4 == 0))
     )
-
-
-def _worth(cut: Cut, dtype: torch.dtype) -> float:
-    """Of whole chunks of strips: in float32 arithmetic wants all multiprocessors."""
-    return 1.0 if dtype is torch.float32 else WORTH_SHARED if cut.shared else WORTH
 
 
 def forward(
@@ -181,7 +179,7 @@ def forward(
     """
     n = weight.shape[1]
     if config is None:
-        config = _config(x, n, order, save_pre, signs is not None)
+        config = _config(x, n, order, save_pre, signs)
     if config is None or not x.numel() * weight.numel() or not serves(x, weight, bias, order):
         from fastlinear.ops.grouped_linear import triton
 
@@ -202,7 +200,7 @@ def forward_steps(call: Forward) -> tuple[int, int | None] | None:
     x, weight, bias = call.tensors
     n = weight.shape[1]
     signs = call.signs is not None
-    config = _config(x, n, call.order, call.save_pre, signs)
+    config = _config(x, n, call.order, call.save_pre, call.signs)
     if config is None or not serves(x, weight, bias, call.order):
         from fastlinear.ops.grouped_linear import triton
 
@@ -237,7 +235,9 @@ class Strips(OneLaunch):
         with driver.loading_allowed():
             kernel = _kernel(x.dtype, k, n, *how, self._device)
         units = device_facts(x.device).units
-        split = Split(cut.strips, cut.tiles, units * config.blocks, _worth(cut, x.dtype), least=1)
+        # in float32 arithmetic wants all multiprocessors
+        later = EXACTLY if isinstance(config, Float32Config) else later_for(x.device, True)
+        split = Split(cut.strips, cut.tiles, units * config.blocks, 1, later)
         place = (x.data_ptr(), self._device)
         row = groups * k if m == 1 else x.stride(1)
         maps = (

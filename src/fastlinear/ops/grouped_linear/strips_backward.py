@@ -23,7 +23,6 @@ from fastlinear.ops.grouped_linear.operands import Backward, Numbers
 from fastlinear.ops.grouped_linear.reference import Gradients, Needs
 from fastlinear.ops.grouped_linear.signs import Place, are_signs
 from fastlinear.ops.grouped_linear.strips_backward_config import (
-    WORTH_PLAIN,
     StripsBackwardConfig,
     limit,
     service_warps,
@@ -33,14 +32,14 @@ from fastlinear.ops.grouped_linear.strips_backward_config import (
 )
 from fastlinear.ops.grouped_linear.strips_backward_float32 import Float32BackwardConfig
 from fastlinear.ops.grouped_linear.strips_tiles import (
+    EXACTLY,
     LEAST_TILES,
     SERVICE_REGISTERS,
     SIZE,
-    WORTH,
     Cut,
     Split,
     has_dense_rows,
-    is_slow,
+    later_for,
     ordinal,
     side_by_side,
     source_of,
@@ -115,10 +114,10 @@ def _config(x: Tensor, n: int, saved: Tensor | None, needs: Needs, order: str) -
     if x.dtype is torch.float32:
         return float32.float32_backward_config(k, n, saved is not None, needs)
     how = saved is not None, needs, are_signs(saved)
-    config = strips_backward_config(side_by_side(order, m, groups), k, n, *how)
+    config = strips_backward_config(side_by_side(order, m, groups), k, n, *how, order)
     if config is None:
         return None
-    size = stage_bytes(config, k, n, *how)
+    size = config.blocks * stage_bytes(config, k, n, *how)
     return replace(config, stages=stages_for(x.device, config.stages, size))
 
 
@@ -136,7 +135,7 @@ def reason_not(p: Problem) -> str | None:
     served = (
         float32.float32_backward_config(k, n)
         if p.dtype == "float32"
-        else strips_backward_config(side, k, n)
+        else strips_backward_config(side, k, n, order=p.option("order"))
     )
     if served is None:
         return strips_tiles.no_strip(p)
@@ -249,17 +248,17 @@ class StripsBackward(OnePass):
         with driver.loading_allowed():
             kernel, sums = _kernels(x.dtype, k, n, *how, self._device)
         units = device_facts(x.device).units
-        plain = (saved is None or with_signs) and not is_slow(x.device)
-        worth = WORTH_PLAIN if plain else WORTH
         shares, at_once, least = cut.p if cut.shared else 1, 2, LEAST_TILES
+        later = later_for(x.device, saved is None or with_signs)
         if isinstance(config, Float32BackwardConfig):  # arithmetic wants all multiprocessors
-            worth, shares, at_once, least = 1.0, config.teams, 4, float32.LEAST_TILES
-        split = Split(cut.strips, cut.tiles, units * config.blocks, worth, least)
+            shares, at_once, least, later = config.teams, 4, float32.LEAST_TILES, EXACTLY
+        split = Split(cut.strips, cut.tiles, units * config.blocks, least, later)
         slots = split.slots * shares
+        narrow = not isinstance(config, Float32BackwardConfig) or float32.NARROW
 
         def tiles(t: Tensor, dense: bool = False) -> driver.TensorMap:
             place = row_stride(t, dense), t.data_ptr(), self._device
-            return cut.map(t.dtype, t.shape[3], *place)
+            return cut.map(t.dtype, t.shape[3], *place, narrow)
 
         numbers_saved = x if saved is None or with_signs else saved
         maps = [tiles(dy), tiles(numbers_saved), tiles(x), tiles(x, dense=True)]

@@ -25,6 +25,9 @@ LEAST_TILES = 2
 """Of a block that leaves a share of sums."""
 LEAST_TOKENS = 16
 """Sums of fewer are closer to exact in PyTorch's arithmetic than three products are."""
+NARROW = False
+"""Whether boxes of 64 bytes are used: their addresses take registers that it has not to spare.
+H200: 112 features took 169 us with them, 153 without."""
 _OTHER_REGISTERS = 72  # of a thread: fragments, addresses, counters
 _TEAM_REGISTERS = 24  # more where teams take turns
 _DEEP, _UNROLLED = 216, 192  # registers up to which DEPTH steps at once find room, twice as many
@@ -146,6 +149,7 @@ def source(
         "IS_BF16": 0,
         "SIZE": SIZE,
         "SHARED": int(shared),
+        "NARROW": int(NARROW),
         "K": k,
         "N": n,
         "P": 1,

@@ -3,7 +3,7 @@
 // Rows of a group need not begin at 16 bytes in shared memory. Matrices are read from a window that
 // begins up to SHIFT words early. A word is 4 bytes: two 16-bit numbers. Macros: SIZE, bytes of a
 // number; P, groups of a strip; SHARED, whether these are not groups but tokens of one group, P one
-// behind the other, to which rows then belong.
+// behind the other, to which rows then belong; NARROW, whether boxes may be of 64 bytes.
 
 constexpr int ROWS = 32;
 
@@ -22,25 +22,29 @@ __device__ constexpr int smallest_power(int least) {
 }
 
 // A tile of a tensor of so many features a group, as it lies in shared memory: rows one behind the
-// other, or boxes of 128 bytes a row, swizzled, where a strip's row is a multiple of that.
+// other, or boxes of 128 or 64 bytes a row, swizzled, where a strip's row is a multiple of that. Rows
+// of an odd multiple of 64 bytes would else have every other one in the same banks.
 template <int FEATURES>
 struct Tile {
   static constexpr int ROW = P * FEATURES * SIZE, WORDS = FEATURES * SIZE / 4;
   static constexpr int BYTES = ROWS * ROW, ROOM = (BYTES + 1023) / 1024 * 1024;
-  static constexpr bool SWIZZLED = ROW % 128 == 0;
-  static constexpr int BOXES = SWIZZLED ? ROW / 128 : boxes_of(P * FEATURES);
+  static constexpr bool ALIGNED = P == 1 || WORDS % 4 == 0;  // groups begin at 16 bytes
+  static constexpr int SWIZZLE = !ALIGNED ? 0 : ROW % 128 == 0 ? 128 : NARROW && ROW % 64 == 0 ? 64 : 0;
+  static constexpr bool SWIZZLED = SWIZZLE > 0;
+  static constexpr int BOXES = SWIZZLED ? ROW / SWIZZLE : boxes_of(P * FEATURES);
   static constexpr int BOX_COLUMNS = P * FEATURES / BOXES, BOX_BYTES = BYTES / BOXES;
   static constexpr int PITCH = SIZE * BOX_COLUMNS;  // bytes between rows
   static constexpr bool TOGETHER = SHARED && !SWIZZLED && BOXES == 1;  // in memory, too
   // Words by which a group's window begins early, at most; words of a window; steps of 8 words to
   // multiply by, the last maybe of 4.
-  static constexpr int SHIFT = P == 1 || WORDS % 4 == 0 ? 0 : WORDS % 2 ? 3 : 2;
+  static constexpr int SHIFT = ALIGNED ? 0 : WORDS % 2 ? 3 : 2;
   static constexpr int WINDOW = WORDS + SHIFT;
   static constexpr int STEPS = (WINDOW + 7) / 8;
   static constexpr bool HALF = WINDOW % 8 && WINDOW % 8 <= 4;
 
   static __device__ __forceinline__ u32 at(int row, int byte) {
-    if (SWIZZLED) return (byte >> 7) * BOX_BYTES + row * 128 + ((byte & 127) ^ ((row & 7) << 4));
+    if (SWIZZLE == 128) return (byte >> 7) * BOX_BYTES + row * 128 + ((byte & 127) ^ ((row & 7) << 4));
+    if (SWIZZLE == 64) return (byte >> 6) * BOX_BYTES + row * 64 + ((byte & 63) ^ ((row & 6) << 3));
     if (BOXES == 1) return row * ROW + byte;
     const int box = min(byte / PITCH, BOXES - 1);  // a window may end behind the last
     return box * BOX_BYTES + row * PITCH + byte - box * PITCH;

@@ -25,22 +25,24 @@ SIZE = 2
 """Bytes of a number, where nothing else is said."""
 ORDERS = ("tokens", "groups")
 """Of memory, that are served."""
-SWIZZLED = 128
-"""Bytes of a row of the copy engine's widest swizzle."""
+_SWIZZLES = (128, 64)  # bytes of a row of a box that the copy engine swizzles
 BOX = 256
 """Columns that one copy moves."""
 OVERHEAD = 2 * 1024
 """Bytes of a block's shared memory for the barriers, and what aligns them."""
 SERVICE_REGISTERS = 40
 """Of a thread that computes nothing, where the others take some of its registers."""
-WORTH = 0.75
-"""Whole chunks of strips where they are that part of the blocks that run at once: backward, 100 of
-132 blocks, each of one strip, took 118 us where 132 took 125."""
 UNDER_WAY = 80 * 1024
 """Bytes that a multiprocessor may have asked slow memory for. H100: groups of 64 features take
 150 us backward with 2 stages of 33 KB, 170 with 4; of 100 111 with 100 blocks of 3 stages of 27 KB,
 134 with 132 blocks of 6."""
 _SLOW_MEMORY = 4e12  # bytes a second; an H100's is rated at 3.4e12, an H200's at 4.9e12
+_AS_SOON, _AS_SOON_SLOW = 1.03, 1.34
+"""H200, backward: 256 blocks of 64 tiles, each of one strip, took 107 us where 264 of 62 or 63
+took 117; 120 of 41 took 65 where 132 of 37 took 61. H100: 100 of 64 took 114 where 132 of 49 took
+126."""
+LINE, SECTOR = 128, 32
+"""Bytes; memory sees both parts of what two strips share."""
 LEAST_TILES = 4
 """Of a block that leaves a share of sums, which else costs more than its products."""
 _STEP = 1024  # bytes; swizzled tiles begin at multiples of it
@@ -51,10 +53,20 @@ _MOST = 2**23
 _HERE = Path(__file__).parent
 
 
-def box_columns(columns: int, size: int = SIZE) -> int:
+def swizzle(groups: int, features: int, size: int = SIZE, narrow: bool = True) -> int:
+    """Bytes of a row of the boxes that a strip of such groups is cut into where these are swizzled,
+    or 0; ``narrow``: they may be 64."""
+    if groups > 1 and features * size % 16:  # a group's window may end in the next box
+        return 0
+    sizes = _SWIZZLES if narrow else _SWIZZLES[:1]
+    return next((b for b in sizes if groups * features * size % b == 0), 0)
+
+
+def box_columns(groups: int, features: int, size: int = SIZE, narrow: bool = True) -> int:
     """Columns of the boxes that a strip is cut into: as few as can be, of whole 16 bytes."""
-    if columns * size % SWIZZLED == 0:
-        return SWIZZLED // size
+    if swizzled := swizzle(groups, features, size, narrow):
+        return swizzled // size
+    columns = groups * features
     return next(c for c in range(BOX, 0, -16 // size) if columns % c == 0)
 
 
@@ -100,16 +112,24 @@ class Cut(NamedTuple):
         return -(-self.rows // ROWS)
 
     def map(
-        self, dtype: torch.dtype, features: int, stride: int, address: int, device: int
+        self,
+        dtype: torch.dtype,
+        features: int,
+        stride: int,
+        address: int,
+        device: int,
+        narrow: bool = True,
     ) -> driver.TensorMap:
         """Tiles of a tensor of so many features a group, whose tokens are ``stride`` apart where
-        they come first."""
+        they come first; ``narrow``: of boxes of 64 bytes, too."""
         columns, size = self.p * features, dtype.itemsize
+        swizzled = swizzle(self.p, features, size, narrow)
         wide, planes = (columns, self.groups) if self.shared else (self.groups * features, 0)
         return driver.TensorMap(
             *(DTYPE_NAMES[dtype], self.rows, wide, wide if self.shared else stride),
-            *(ROWS, box_columns(columns, size), address, device),
-            plain=columns * size % SWIZZLED != 0,
+            *(ROWS, box_columns(self.p, features, size, narrow), address, device),
+            narrow=swizzled == 64,
+            plain=swizzled == 0,
             planes=planes,
         )
 
@@ -161,7 +181,7 @@ def source_of(
 ) -> str:
     """A kernel's complete CUDA C++ source behind its macros; ``more`` headers come last."""
     acts = {f"ACT_{name.upper()}": number for number, name in enumerate(NAMES)}
-    named = {**acts, "ACT": f"ACT_{activation.upper()}", **macros}
+    named = {**acts, "NARROW": 1, "ACT": f"ACT_{activation.upper()}", **macros}
     text = "".join(f"#define {name} {value}\n" for name, value in named.items())
     parts = "strips_instructions.h", "strips_tiles.h", "../common/hopper_activations.h", *more
     return text + WORDS.read_text() + "".join((_HERE / p).read_text() for p in (*parts, file))
@@ -200,11 +220,20 @@ def stages_for(device: torch.device, stages: int, size: int) -> int:
     return max(2, min(stages, UNDER_WAY // size)) if is_slow(device) else stages
 
 
+EXACTLY = 0.0
+
+
+def later_for(device: torch.device, plain: bool) -> float:
+    """How much later than equal shares whole chunks of strips may end; ``plain``: nothing but x and
+    what is computed of it are read."""
+    return _AS_SOON_SLOW if plain and is_slow(device) else _AS_SOON
+
+
 class Split:
     """How strips * tiles tiles are shared out: block b takes ``each`` of them, or one more.
 
-    Whole chunks of strips, so that each block has tiles of one strip, where these are ``worth`` a
-    part of the blocks that run at once.
+    Whole chunks of strips, so that each block has tiles of one strip, where these end no later than
+    ``later`` times equal shares; ``EXACTLY``: where as many blocks run at once.
 
     Attributes:
         blocks: of the launch.
@@ -217,12 +246,12 @@ class Split:
         strips: int,
         tiles: int,
         at_once: int,
-        worth: float = WORTH,
         least: int = LEAST_TILES,
+        later: float = _AS_SOON,
     ) -> None:
         total = strips * tiles
         whole = at_once // strips * strips
-        if whole >= worth * at_once:
+        if whole and -(-total // whole) <= later * -(-total // at_once):
             at_once = whole
         self.blocks = min(total, at_once, max(strips, total // least))
         self.each, self.more = divmod(total, self.blocks)
