@@ -71,6 +71,7 @@ _STRIPS_BACKWARD_SOURCES = (
 )
 _TOKENS_ONE_BY_ONE = 768
 _FEW_TOKENS = 1 << 12  # of all groups: no more than that is too few for kernels that keep weights
+_WIDE = 192  # bytes of a strip
 _HOPPER_UNITS = 132  # multiprocessors
 _HOST_BOUND = 1 << 25  # numbers of x and y below which a GPU waits for a training call's Python
 _WIDE_SOURCES = ("triton_wide.py", "triton_wide_kernels.py", *_TRITON_SOURCES)
@@ -172,7 +173,7 @@ def _prefer_backward(p: Problem, many: bool) -> tuple[str, ...]:
         ours = m >= 512 if copies else max(k, n) <= 32 or m >= _TOKENS_ONE_BY_ONE
         first = ("strips",) if hopper and _fills_strips_of_float32(p) else ()
         return (*first, *(("triton", "eager") if ours else ("eager",)))
-    if one_pass and many and _fills_strips(p, 224):
+    if one_pass and many and _fills_strips(p):
         return ("strips", "triton", "eager")
     if one_pass:
         return ("triton", "eager")
@@ -199,7 +200,7 @@ def _worth_strips(p: Problem) -> bool:
     if odd or max(k, n) > 128:
         return odd
     padded = triton_config.padded(k) * triton_config.padded(n) > k * n
-    return (padded or max(k, n) < 32) and _fills_strips(p, 256)
+    return (padded or max(k, n) < 32) and _fills_strips(p)
 
 
 def _keeps_signs(p: Problem) -> bool:
@@ -210,10 +211,10 @@ def _keeps_signs(p: Problem) -> bool:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         return False
     sizes = p.dim("M"), p.dim("G"), p.dim("K"), p.dim("N")
-    return _fills_strips(p, 224) and has_place(p.option("order"), *sizes)
+    return _fills_strips(p) and has_place(p.option("order"), *sizes)
 
 
-def _fills_strips(p: Problem, least: int) -> bool:
+def _fills_strips(p: Problem) -> bool:
     """Whether groups of 16-bit numbers lie side by side so that a strip of them is as many bytes
     wide, or of as many groups as the kernels take."""
     side = strips_tiles.side_by_side(p.option("order"), p.dim("M"), p.dim("G"))
@@ -221,7 +222,7 @@ def _fills_strips(p: Problem, least: int) -> bool:
     if strips_config.strips_config(side, k, n, True) is None:
         return False
     groups = strips_config.widest(side, k, n)
-    return 2 * groups * max(k, n) >= least or groups == 8
+    return 2 * groups * max(k, n) >= _WIDE or groups == 8
 
 
 def _fills_strips_of_float32(p: Problem) -> bool:
