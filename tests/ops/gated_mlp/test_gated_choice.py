@@ -144,6 +144,7 @@ def test_products_of_our_own_come_first_where_they_pay(
         pytest.skip("no C++ compiler")
     monkeypatch.setattr(device_module, "cpu_name", lambda: "AMD EPYC")
     monkeypatch.setattr(cpp_gemm.products, "cpu_flags", lambda: frozenset({"avx2"}))
+    monkeypatch.setattr(cpp_gemm.products, "is_wide_amd", lambda: False)
     p = problem(piece, m, 1024, 4096, 1024, dtype=dtype, device="cpu", needs_grad=False)
     assert registry.family("gated_mlp").prefer(p)[0] == first
 
@@ -167,4 +168,5 @@ def test_amds_processors_have_an_order_of_their_own(
     for name, first in (("AMD EPYC", amd), ("Graviton", other)):
         monkeypatch.setattr(device_module, "cpu_name", lambda name=name: name)
         monkeypatch.setattr(cpp_gemm.products, "cpu_flags", lambda: frozenset({"avx512f"}))
+        monkeypatch.setattr(cpp_gemm.products, "is_wide_amd", lambda: False)
         assert registry.family("gated_mlp").prefer(p)[0] == first, name

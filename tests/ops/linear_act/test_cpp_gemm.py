@@ -161,8 +161,9 @@ def test_where_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         p = problem(piece, m, k, 1024, dtype="float32", device="cpu", activation="relu")
         return order.prefer(p)[0] == "gemm_cpp"
 
-    processors = {"amd": ("AMD EPYC", {"avx2"}), "wide": ("AMD EPYC", {"avx2", "avx512f"})}
+    processors = {"amd": ("AMD EPYC", {"avx2"}), "zen4": ("AMD EPYC", {"avx2", "avx512f"})}
     processors["intel"] = ("Intel(R) Xeon(R)", {"avx2", "avx512f"})
+    monkeypatch.setattr(cpp_gemm, "is_wide_amd", lambda: False)
     for name, (cpu, flags) in processors.items():
         monkeypatch.setattr(cpp_gemm, "is_amd", lambda cpu=cpu: "AMD" in cpu)
         monkeypatch.setattr(cpp_gemm, "cpu_flags", lambda flags=flags: frozenset(flags))
@@ -171,3 +172,11 @@ def test_where_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
             assert not taken(piece, least - 1)
             assert not taken(piece, least, 64)
         assert not taken("grad_pre", 64)
+    monkeypatch.setattr(cpp_gemm, "is_wide_amd", lambda: True)
+    for piece in ("forward", "grad_input", "grad_weight"):
+        assert taken(piece, 64)
+        assert taken(piece, 64, 64)
+        assert not taken(piece, 15)
+    assert not taken("forward", 256)  # large products of x are oneDNN's
+    assert not taken("grad_input", 256)
+    assert taken("grad_weight", 4096)

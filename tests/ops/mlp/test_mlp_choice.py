@@ -59,12 +59,30 @@ def measured(p: Problem, best: str) -> None:
 def test_the_order_where_layers_have_products_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layer by layer where they gain more than a chain does: in training, and of many rows."""
     monkeypatch.setattr(cpp_gemm, "pays", lambda layer: True)
+    monkeypatch.setattr(backends, "is_wide_amd", lambda: False)
     expected = {
         (64, 1024, True): "layerwise",
         (512, 1024, True): "layerwise",
         (600, 1024, True): "eager",
         (64, 1024, False): "whole_cpp",
         (256, 1024, False): "layerwise",
+    }
+    for (m, width, grad), name in expected.items():
+        forward = choices_of(chain(m, width, grad=grad))[0]
+        assert (forward.backend.name, forward.source) == (name, "default"), (m, width, grad)
+
+
+@needs_compiler
+def test_the_order_on_processors_of_512_bits_by_amd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training is ours of any size but the smallest: PyTorch's products run at half of the rate."""
+    monkeypatch.setattr(backends, "is_wide_amd", lambda: True)
+    expected = {
+        (64, 1024, True): "whole_cpp",
+        (1024, 1024, True): "layerwise",
+        (1, 64, True): "eager",
+        (64, 1024, False): "whole_cpp",
+        (512, 512, False): "whole_cpp",
+        (1024, 1024, False): "layerwise",
     }
     for (m, width, grad), name in expected.items():
         forward = choices_of(chain(m, width, grad=grad))[0]

@@ -15,10 +15,13 @@ namespace {
 
 #if defined(__AVX512F__)
 constexpr int kMostRows = 14;  // of C in registers, two vectors each
+constexpr int64_t kHeight = 768;  // rows of A and C, about, that stay near while B passes
 #elif defined(__AVX__)
 constexpr int kMostRows = 6;
+constexpr int64_t kHeight = 1 << 30;
 #else
 constexpr int kMostRows = 4;
+constexpr int64_t kHeight = 1 << 30;
 #endif
 constexpr int64_t kColumns = 2 * kLanes;  // of a panel of B
 constexpr int64_t kGroup = 8;             // panels of B laid together at a time
@@ -166,28 +169,31 @@ extern "C" void fastlinear_gemm(const float* a, int64_t a_row, int64_t a_col, co
       lay_left(part, begin, height, deep, packed + p * m + begin * deep);
     }
   };
+  const int64_t stretches = (m + kHeight - 1) / kHeight;
   auto columns_of = [&](int64_t t) {
     const int64_t from = panels * t / threads * kColumns;
     const int64_t stop = std::min(n, panels * (t + 1) / threads * kColumns);
     float* const near = right_panels.at_least(kDepth * kGroup * kColumns);
     for (int64_t j = from; j < stop; j += kGroup * kColumns)
-      for (int64_t p = 0; p < k; p += kDepth) {
-        const int64_t deep = std::min(kDepth, k - p), width = std::min(kGroup * kColumns, stop - j);
-        lay_right(right, p, deep, j, width, near);
-        for (int64_t q = 0; q * kColumns < width; ++q) {
-          const float* const other = near + q * deep * kColumns;
-          float* const to = c + j + q * kColumns;
-          const int64_t wide = std::min(kColumns, width - q * kColumns);
-          for (int64_t i = 0; i < rows.count; ++i) {
-            const int64_t begin = rows.begin(i), height = rows.begin(i + 1) - begin;
-            const float* const one = packed + p * m + begin * deep;
-            if (wide == kColumns)
-              tile_of<false>(height, one, other, deep, to + begin * c_row, c_row, p > 0, wide);
-            else
-              tile_of<true>(height, one, other, deep, to + begin * c_row, c_row, p > 0, wide);
+      for (int64_t s = 0; s < stretches; ++s)
+        for (int64_t p = 0; p < k; p += kDepth) {
+          const int64_t deep = std::min(kDepth, k - p), width = std::min(kGroup * kColumns, stop - j);
+          const int64_t first = rows.count * s / stretches, last = rows.count * (s + 1) / stretches;
+          lay_right(right, p, deep, j, width, near);
+          for (int64_t q = 0; q * kColumns < width; ++q) {
+            const float* const other = near + q * deep * kColumns;
+            float* const to = c + j + q * kColumns;
+            const int64_t wide = std::min(kColumns, width - q * kColumns);
+            for (int64_t i = first; i < last; ++i) {
+              const int64_t begin = rows.begin(i), height = rows.begin(i + 1) - begin;
+              const float* const one = packed + p * m + begin * deep;
+              if (wide == kColumns)
+                tile_of<false>(height, one, other, deep, to + begin * c_row, c_row, p > 0, wide);
+              else
+                tile_of<true>(height, one, other, deep, to + begin * c_row, c_row, p > 0, wide);
+            }
           }
         }
-      }
   };
   for_each(rows.count, threads, lay);
   for_each(threads, threads, columns_of);

@@ -9,11 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastlinear.core.device import cpu_flags, is_amd
+from fastlinear.core.device import cpu_flags, is_amd, is_wide_amd
 from fastlinear.core.problem import Problem
 from fastlinear.ops.common import cpp_elementwise, cpp_gemm
 
 _LEAST_PRODUCT = 1 << 24  # multiplications
+_LEAST_WIDE = 1 << 20
+_MOST_WIDE = {"forward": 1 << 27, "grad_input": 1 << 25}
+_FEW_ROWS_WIDE = 255
 
 
 def reason_not(problem: Problem) -> str | None:
@@ -26,14 +29,22 @@ def reason_not(problem: Problem) -> str | None:
 
 
 def pays(problem: Problem) -> bool:
-    """Whether a piece is taken where nothing was measured: on AMD's processors without AVX-512,
-    the only ones of AMD that it was timed on. Fewer rows are read no faster than by oneDNN."""
+    """Whether a piece is taken where nothing was measured: on AMD's processors without AVX-512 and
+    on those that compute 512 bits at a time, the only ones of AMD that it was timed on. On the
+    latter oneDNN's large products of x are faster."""
     m, k, n = (problem.dim(name) for name in ("M", "K", "N"))
     least = {"forward": 16, "grad_input": 16, "grad_weight": 32}.get(problem.piece)
-    if least is None or m < least or m * k * n < _LEAST_PRODUCT or reason_not(problem) is not None:
+    if least is None or m < 16 or reason_not(problem) is not None:
         return False
-    measured = is_amd() and "avx512f" not in cpu_flags()
-    return measured and cpp_gemm.why_not_loaded() is None
+    product = m * k * n
+    if is_wide_amd():
+        few = problem.piece == "grad_input" and m <= _FEW_ROWS_WIDE
+        most = None if few else _MOST_WIDE.get(problem.piece)
+        served = product >= _LEAST_WIDE and (most is None or product < most)
+    else:
+        narrow = is_amd() and "avx512f" not in cpu_flags()
+        served = narrow and m >= least and product >= _LEAST_PRODUCT
+    return served and cpp_gemm.why_not_loaded() is None
 
 
 def forward(

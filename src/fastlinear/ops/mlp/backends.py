@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fastlinear.core.compare import DEFAULT_FACTOR, KINKED, clear_of_kinks
 from fastlinear.core.cost import Cost
+from fastlinear.core.device import is_wide_amd
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, Family, deferred, register_family
@@ -66,6 +67,7 @@ _LAYER_SOURCES = (  # what layerwise chooses from and runs
     "../linear_act/selection.py",
 )
 _MOST_IN_OURS = 512  # rows up to which layers in products of ours were ahead; two cores with AVX2
+_LEAST_WIDE, _FEW_ROWS_WIDE = 1 << 20, 256  # multiplications of a layer; rows
 _GRAPH_SOURCES = ("layerwise.py", "../../core/graphs.py", *_LAYER_SOURCES)
 _STRASSEN_SOURCES = (
     "strassen_scheme.py",
@@ -89,7 +91,12 @@ def _prefer(p: Problem) -> tuple[str, ...]:
 
 def _prefer_cpu(p: Problem) -> tuple[str, ...]:
     m, widest = p.dim("M"), max(widths_of(p))
-    ours = _in_our_products(p)
+    wide = is_wide_amd() and p.dtype == "float32"
+    ours = not wide and _in_our_products(p)
+    least = min(m * k * n for k, n in pairwise(widths_of(p)))
+    if p.needs_grad and wide and least >= _LEAST_WIDE:
+        first = ("whole_cpp",) if m <= _FEW_ROWS_WIDE else ()
+        return (*first, "layerwise", "eager")
     if p.needs_grad and ours:
         return ("layerwise", "eager")
     if p.needs_grad:
