@@ -174,9 +174,10 @@ def test_where_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not taken("grad_pre", 64)
     monkeypatch.setattr(cpp_gemm, "is_wide_amd", lambda: True)
     for piece in ("forward", "grad_input", "grad_weight"):
-        assert taken(piece, 64)
+        assert taken(piece, 64, 512)
         assert taken(piece, 64, 64)
         assert not taken(piece, 15)
-    assert not taken("forward", 256)  # large products of x are oneDNN's
+    assert not taken("forward", 64)  # large weights and large products of x are oneDNN's
+    assert not taken("forward", 1024, 512)
     assert not taken("grad_input", 256)
     assert taken("grad_weight", 4096)

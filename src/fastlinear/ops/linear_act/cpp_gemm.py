@@ -16,6 +16,7 @@ from fastlinear.ops.common import cpp_elementwise, cpp_gemm
 _LEAST_PRODUCT = 1 << 24  # multiplications
 _LEAST_WIDE = 1 << 20
 _MOST_WIDE = {"forward": 1 << 27, "grad_input": 1 << 25}
+_MOST_WEIGHT_WIDE = 1 << 20  # numbers; larger ones oneDNN reads faster forward
 _FEW_ROWS_WIDE = 255
 
 
@@ -41,6 +42,7 @@ def pays(problem: Problem) -> bool:
         few = problem.piece == "grad_input" and m <= _FEW_ROWS_WIDE
         most = None if few else _MOST_WIDE.get(problem.piece)
         served = product >= _LEAST_WIDE and (most is None or product < most)
+        served = served and (problem.piece != "forward" or k * n < _MOST_WEIGHT_WIDE)
     else:
         narrow = is_amd() and "avx512f" not in cpu_flags()
         served = narrow and m >= least and product >= _LEAST_PRODUCT
