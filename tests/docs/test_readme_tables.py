@@ -109,6 +109,7 @@ PROCESSORS = (
     "intel-xeon-processor/{}.jsonl",
     "amd-epyc/{}.jsonl",
     "amd-epyc/{}-avx2.jsonl.gz",
+    "amd-epyc/{}-zen5.jsonl.gz",
 )
 CPU = (
     ("8 x (Linear 64 + ReLU), one row", "linear", "relu M1 K64 N64 L8 float32", "forward"),
