@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastlinear as fl
+from fastlinear.core.device import is_wide_amd
 from fastlinear.report import page
 from fastlinear.rewrite.rules import gated as rule
 
@@ -100,7 +101,8 @@ def test_findings_say_what_is_avoidable(mode: str) -> None:
             assert "PyTorch's own path is" in f.message or "not beyond noise" in f.message
         assert "is left alone itself: filter_fn leaves it out" in f.message
         theirs, ours = (7, 5) if mode == "inference" else (17, 12)
-        assert set(f.details["backends"].values()) == {"eager"}, "so few rows"
+        few = {"gemm_cpp"} if is_wide_amd() and mode == "inference" else {"eager"}
+        assert set(f.details["backends"].values()) == few, "so few rows"
         assert f.details["avoidable_bytes"] == (theirs - ours) * 256 * 96 * 4
         assert f.details["speedup"] > 0
     result.revert()
