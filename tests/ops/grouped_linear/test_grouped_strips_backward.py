@@ -305,5 +305,9 @@ def test_slow_memory_is_asked_for_less(monkeypatch: pytest.MonkeyPatch) -> None:
         assert strips_tiles.is_slow(device) is slow
         stages = [strips_tiles.stages_for(device, 6, kib << 10) for kib in (13, 26, 33, 90)]
         assert stages == ([6, 3, 2, 2] if slow else [6] * 4)
+        # 100 blocks that keep to a strip ask for less than 132
+        for plain in (True, False):
+            later = strips_tiles.later_for(device, plain)
+            assert Split(50, 128, 132, later=later).blocks == (100 if slow and plain else 132)
     strips_tiles.is_slow.cache_clear()
     assert strips_tiles.is_slow(torch.device("cpu")) is False

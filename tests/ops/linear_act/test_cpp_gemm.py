@@ -54,6 +54,11 @@ def test_sizes_around_every_edge(m: int) -> None:
         check(drawn(m, k), drawn(k, n))
 
 
+@pytest.mark.parametrize("m", [767, 768, 769, 1601])
+def test_more_rows_than_stay_near(m: int) -> None:
+    check(drawn(m, 300), drawn(300, 300))
+
+
 @pytest.mark.parametrize(("m", "k", "n"), [(5, 130, 19), (14, 64, 96), (33, 300, 270), (1, 9, 1)])
 def test_operands_lie_in_any_way_and_give_the_same_bits(m: int, k: int, n: int) -> None:
     a, b = drawn(m, k), drawn(k, n)

@@ -55,6 +55,13 @@ def measured(p: Problem, best: str) -> None:
     cache.store(p, able, best, {b.name: 2.0 - (b.name == best) for b in able})
 
 
+def defaults_are(expected: dict[tuple[int, int, bool], str]) -> None:
+    """Forwards of (rows, width, with gradients) take these backends unmeasured."""
+    for (m, width, grad), name in expected.items():
+        forward = choices_of(chain(m, width, grad=grad))[0]
+        assert (forward.backend.name, forward.source) == (name, "default"), (m, width, grad)
+
+
 @needs_compiler
 def test_the_order_where_layers_have_products_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layer by layer where they gain more than a chain does: in training, and of many rows."""
@@ -67,9 +74,7 @@ def test_the_order_where_layers_have_products_of_ours(monkeypatch: pytest.Monkey
         (64, 1024, False): "whole_cpp",
         (256, 1024, False): "layerwise",
     }
-    for (m, width, grad), name in expected.items():
-        forward = choices_of(chain(m, width, grad=grad))[0]
-        assert (forward.backend.name, forward.source) == (name, "default"), (m, width, grad)
+    defaults_are(expected)
 
 
 @needs_compiler
@@ -84,9 +89,7 @@ def test_the_order_on_processors_of_512_bits_by_amd(monkeypatch: pytest.MonkeyPa
         (512, 512, False): "whole_cpp",
         (1024, 1024, False): "layerwise",
     }
-    for (m, width, grad), name in expected.items():
-        forward = choices_of(chain(m, width, grad=grad))[0]
-        assert (forward.backend.name, forward.source) == (name, "default"), (m, width, grad)
+    defaults_are(expected)
 
 
 @needs_compiler

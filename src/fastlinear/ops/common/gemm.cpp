@@ -2,8 +2,8 @@
 //
 // A is laid out once, in panels of up to kMostRows rows whose numbers of one depth lie side by side.
 // Threads share C's columns. A thread lays kGroup panels of B's columns together for kDepth of its
-// rows, so that memory is read in long stretches, and walks all panels of A past each. Sums of kDepth
-// products join C in order: the same additions whatever the number of threads.
+// rows, so that memory is read in long stretches, and walks kHeight rows of A's panels past each. Sums
+// of kDepth products join C in order: the same additions whatever the number of threads.
 
 #include "threads.h"
 #include "vectors.h"
@@ -14,11 +14,11 @@
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int kMostRows = 14;  // of C in registers, two vectors each
+constexpr int kMostRows = 14;     // of C in registers, two vectors each
 constexpr int64_t kHeight = 768;  // rows of A and C, about, that stay near while B passes
 #elif defined(__AVX__)
 constexpr int kMostRows = 6;
-constexpr int64_t kHeight = 1 << 30;
+constexpr int64_t kHeight = 1 << 30;  // all
 #else
 constexpr int kMostRows = 4;
 constexpr int64_t kHeight = 1 << 30;

@@ -71,7 +71,7 @@ _STRIPS_BACKWARD_SOURCES = (
 )
 _TOKENS_ONE_BY_ONE = 768
 _FEW_TOKENS = 1 << 12  # of all groups: no more than that is too few for kernels that keep weights
-_WIDE = 192  # bytes of a strip
+_LEAST_STRIP = 192  # bytes of its width from which `strips` is taken
 _HOPPER_UNITS = 132  # multiprocessors
 _HOST_BOUND = 1 << 25  # numbers of x and y below which a GPU waits for a training call's Python
 _WIDE_SOURCES = ("triton_wide.py", "triton_wide_kernels.py", *_TRITON_SOURCES)
@@ -215,14 +215,14 @@ def _keeps_signs(p: Problem) -> bool:
 
 
 def _fills_strips(p: Problem) -> bool:
-    """Whether groups of 16-bit numbers lie side by side so that a strip of them is as many bytes
-    wide, or of as many groups as the kernels take."""
+    """Whether groups of 16-bit numbers lie side by side so that a strip of them is ``_LEAST_STRIP``
+    bytes wide, or of as many groups as the kernels take."""
     side = strips_tiles.side_by_side(p.option("order"), p.dim("M"), p.dim("G"))
     k, n = p.dim("K"), p.dim("N")
     if strips_config.strips_config(side, k, n, True) is None:
         return False
     groups = strips_config.widest(side, k, n)
-    return 2 * groups * max(k, n) >= _WIDE or groups == 8
+    return 2 * groups * max(k, n) >= _LEAST_STRIP or groups == 8
 
 
 def _fills_strips_of_float32(p: Problem) -> bool:

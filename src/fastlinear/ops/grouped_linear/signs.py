@@ -181,7 +181,7 @@ def _rows_of(order: str, m: int, groups: int, k: int, n: int) -> int | None:
     if backward is None:
         return None
     together = backward.groups if order == "groups" else None
-    if strips_config(side, k, n, False, True, together, order) is None:
+    if strips_config(side, k, n, False, signs=True, groups=together, order=order) is None:
         return None
     return together or 1
 

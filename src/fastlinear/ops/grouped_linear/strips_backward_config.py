@@ -39,8 +39,8 @@ _FIRST = (  # groups of a strip, warps of a group, those across, blocks, numbers
     (1, 4, 2, 1, range(240)),
 )
 """What is taken first where it fits, of tokens first what begins at whole lines or sectors. H200,
-16 to 128 features, 96 groups, 30 million numbers, all ways of which two stages fit: 2% behind the
-fastest of each size, what comes after these 12%."""
+16 to 128 features, 96 groups, 30 million numbers, all ways of which two stages fit, while
+developing: about 2% behind the fastest of each size, what was chosen before these 12%."""
 _FIRST_SHARED = ((4, 2, 2, 1, range(500, 513)), *_FIRST)  # where groups come first
 _UNDER_WAY = 122 * 1024  # bytes that a multiprocessor asks fast memory for
 _SPARE, _SPARE_SAVED = 4, 6  # registers that must be left, with derivatives

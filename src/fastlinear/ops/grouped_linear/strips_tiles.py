@@ -41,6 +41,8 @@ _AS_SOON, _AS_SOON_SLOW = 1.03, 1.34
 """H200, backward: 256 blocks of 64 tiles, each of one strip, took 107 us where 264 of 62 or 63
 took 117; 120 of 41 took 65 where 132 of 37 took 61. H100: 100 of 64 took 114 where 132 of 49 took
 126."""
+EXACTLY = 0.0
+"""No later at all: whole chunks of strips only where they are as many as the blocks that run."""
 LINE, SECTOR = 128, 32
 """Bytes; memory sees both parts of what two strips share."""
 LEAST_TILES = 4
@@ -220,9 +222,6 @@ def stages_for(device: torch.device, stages: int, size: int) -> int:
     return max(2, min(stages, UNDER_WAY // size)) if is_slow(device) else stages
 
 
-EXACTLY = 0.0
-
-
 def later_for(device: torch.device, plain: bool) -> float:
     """How much later than equal shares whole chunks of strips may end; ``plain``: nothing but x and
     what is computed of it are read."""
@@ -233,7 +232,7 @@ class Split:
     """How strips * tiles tiles are shared out: block b takes ``each`` of them, or one more.
 
     Whole chunks of strips, so that each block has tiles of one strip, where these end no later than
-    ``later`` times equal shares; ``EXACTLY``: where as many blocks run at once.
+    ``later`` times equal shares.
 
     Attributes:
         blocks: of the launch.

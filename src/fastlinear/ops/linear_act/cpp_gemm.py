@@ -14,10 +14,12 @@ from fastlinear.core.problem import Problem
 from fastlinear.ops.common import cpp_elementwise, cpp_gemm
 
 _LEAST_PRODUCT = 1 << 24  # multiplications
+# on AMD's processors of 512 bits: multiplications from which a product is ours, and from which one of
+# x is oneDNN's; numbers of a weight from which it reads that faster; rows from which dx may be its
 _LEAST_WIDE = 1 << 20
 _MOST_WIDE = {"forward": 1 << 27, "grad_input": 1 << 25}
-_MOST_WEIGHT_WIDE = 1 << 20  # numbers; larger ones oneDNN reads faster forward
-_FEW_ROWS_WIDE = 255
+_MOST_WEIGHT_WIDE = 1 << 20
+_FEW_ROWS_WIDE = 256
 
 
 def reason_not(problem: Problem) -> str | None:
@@ -33,20 +35,26 @@ def pays(problem: Problem) -> bool:
     """Whether a piece is taken where nothing was measured: on AMD's processors without AVX-512 and
     on those that compute 512 bits at a time, the only ones of AMD that it was timed on. On the
     latter oneDNN's large products of x are faster."""
-    m, k, n = (problem.dim(name) for name in ("M", "K", "N"))
     least = {"forward": 16, "grad_input": 16, "grad_weight": 32}.get(problem.piece)
-    if least is None or m < 16 or reason_not(problem) is not None:
+    if least is None or reason_not(problem) is not None:
         return False
-    product = m * k * n
+    m, k, n = (problem.dim(name) for name in ("M", "K", "N"))
     if is_wide_amd():
-        few = problem.piece == "grad_input" and m <= _FEW_ROWS_WIDE
-        most = None if few else _MOST_WIDE.get(problem.piece)
-        served = product >= _LEAST_WIDE and (most is None or product < most)
-        served = served and (problem.piece != "forward" or k * n < _MOST_WEIGHT_WIDE)
+        served = m >= 16 and _pays_wide(problem.piece, m, k, n)
     else:
         narrow = is_amd() and "avx512f" not in cpu_flags()
-        served = narrow and m >= least and product >= _LEAST_PRODUCT
+        served = narrow and m >= least and m * k * n >= _LEAST_PRODUCT
     return served and cpp_gemm.why_not_loaded() is None
+
+
+def _pays_wide(piece: str, m: int, k: int, n: int) -> bool:
+    """``pays`` on AMD's processors of 512 bits."""
+    product = m * k * n
+    if product < _LEAST_WIDE or piece == "grad_weight":
+        return product >= _LEAST_WIDE
+    if piece == "grad_input":
+        return m < _FEW_ROWS_WIDE or product < _MOST_WIDE[piece]
+    return k * n < _MOST_WEIGHT_WIDE and product < _MOST_WIDE[piece]
 
 
 def forward(

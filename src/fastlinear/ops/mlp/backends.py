@@ -67,7 +67,9 @@ _LAYER_SOURCES = (  # what layerwise chooses from and runs
     "../linear_act/selection.py",
 )
 _MOST_IN_OURS = 512  # rows up to which layers in products of ours were ahead; two cores with AVX2
-_LEAST_WIDE, _FEW_ROWS_WIDE = 1 << 20, 256  # multiplications of a layer; rows
+# training on AMD's processors of 512 bits: multiplications of a layer from which chains and layers
+# of ours are ahead; rows up to which it is the chain
+_LEAST_WIDE, _FEW_ROWS_WIDE = 1 << 20, 256
 _GRAPH_SOURCES = ("layerwise.py", "../../core/graphs.py", *_LAYER_SOURCES)
 _STRASSEN_SOURCES = (
     "strassen_scheme.py",
