@@ -15,7 +15,8 @@ from fastlinear.ops.common import cpp_elementwise, cpp_gemm
 
 _LEAST_PRODUCT = 1 << 24  # multiplications
 # on AMD's processors of 512 bits: multiplications from which a product is ours, and from which one
-# of x is oneDNN's; numbers of a weight from which it reads that faster; rows from which dx may be its
+# of x is oneDNN's; numbers of a weight from which it reads that faster; rows from which dx may be
+# oneDNN's
 _LEAST_WIDE = 1 << 20
 _MOST_WIDE = {"forward": 1 << 27, "grad_input": 1 << 25}
 _MOST_WEIGHT_WIDE = 1 << 20
