@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import nvrtc_offline as offline
 import pytest
 import torch
@@ -16,7 +18,13 @@ from fastlinear.ops.grouped_linear import reference, strips
 from fastlinear.ops.grouped_linear import strips_config as configs
 from fastlinear.ops.grouped_linear.problem import problem
 from fastlinear.ops.grouped_linear.strips_config import StripsConfig
-from fastlinear.ops.grouped_linear.strips_tiles import Cut, box_columns, side_by_side, swizzle
+from fastlinear.ops.grouped_linear.strips_tiles import (
+    Cut,
+    box_columns,
+    side_by_side,
+    swizzle,
+    weight_bytes,
+)
 
 SIZES = (
     *((8, 100, 100), (4, 100, 200), (8, 64, 64), (16, 32, 32), (8, 100, 64), (8, 20, 36)),
@@ -32,6 +40,11 @@ CONFIGS = (
     ((8, 80, 80), StripsConfig(2, 4, 3, 4, 2)),
     ((6, 112, 112), StripsConfig(1, 2, 4, 4, 2)),
 )
+
+
+def ways_of(size: int) -> list[tuple[int, bool]]:
+    """Bytes of shared memory for weights, and whether both blocks of a tile are mixed."""
+    return [(0, False), (0, True), (size, False), (size, True)]
 
 
 def drawn(
@@ -90,9 +103,33 @@ class TestOnHopper:
                 check(*drawn(700, *sizes, torch.bfloat16), "relu", config, save)
 
     def test_many_groups_share_blocks(self) -> None:
-        check(*drawn(160, 800, 100, 100, torch.bfloat16), "relu")
-        given = drawn(160, 400, 100, 100, torch.bfloat16, "groups")
-        check(*given, "relu", order="groups")
+        for m in (160, 32):  # five tiles of a strip, and one: fewer than are under way
+            check(*drawn(m, 800, 100, 100, torch.bfloat16), "relu")
+            given = drawn(m, 400, 100, 100, torch.bfloat16, "groups")
+            check(*given, "relu", order="groups")
+
+    @pytest.mark.parametrize("order", ["tokens", "groups"])
+    def test_staged_and_mixed_change_no_bit(self, order: str) -> None:
+        for sizes in ((800, 100, 100), (200, 100, 200), (96, 128, 128)):
+            x, weight, bias = drawn(96, *sizes, torch.bfloat16, order)
+            base = configs.strips_config(16, *sizes[1:], False, order=order)
+            assert base is not None
+            size = weight_bytes(order, base.groups, *sizes[1:])
+            ways = [replace(base, stages=2, outs=2, staged=s, mixed=m) for s, m in ways_of(size)]
+            found = [
+                strips.forward(x, weight, bias, "relu", False, order, config=c)[0] for c in ways
+            ]
+            assert all(torch.equal(found[0], y) for y in found[1:]), sizes
+
+    def test_weights_that_begin_anywhere(self) -> None:
+        x, weight, bias = drawn(96, 100, 100, 100, torch.bfloat16)
+        expected = strips.forward(x, weight, bias, "relu", False, "tokens")[0]
+        memory = weight.new_empty(weight.numel() + 2)
+        moved = memory[2:].view_as(weight).copy_(weight)
+        assert moved.data_ptr() % 16 == 4
+        for given in (moved, weight, moved):  # one launch is not taken for the other's
+            found = strips.forward(x, given, bias, "relu", False, "tokens")[0]
+            assert torch.equal(found, expected)
 
     @pytest.mark.parametrize("sizes", SIZES, ids=str)
     def test_groups_first(self, sizes: tuple[int, int, int]) -> None:
@@ -164,6 +201,39 @@ def test_configurations_fit_the_chip() -> None:
     assert configs.strips_config(100, 100, 100, False, groups=8) is None
 
 
+def test_weights_are_staged_where_there_is_room() -> None:
+    def finished(side: int, k: int, n: int, order: str = "tokens", **how: bool) -> StripsConfig:
+        config = configs.strips_config(side, k, n, False, order=order)
+        assert config is not None
+        return configs.finished(config, k, n, False, order=order, **how)
+
+    assert finished(100, 100, 100) == StripsConfig(2, 5, 4, 4, 1, 2 * 20000, True)
+    assert finished(16, 100, 100, "groups") == StripsConfig(2, 5, 4, 4, 1, 20000, True)
+    assert finished(100, 100, 100, aligned=False) == StripsConfig(2, 5, 4, 4, 1, 0, True)
+    assert finished(100, 100, 200) == StripsConfig(2, 7, 4, 3, 1, 80000, True)  # one y less
+    assert finished(64, 64, 64) == StripsConfig(4, 1, 3, 3, 2)  # no room, no registers
+    for signs in (False, True):
+        for features in range(8, 132, 4):
+            made = configs.strips_config(32, features, features, False, signs)
+            if made is not None:
+                made = configs.finished(made, features, features, False, signs)
+                assert configs.fits(made, features, features, False, signs)
+                assert made.outs >= 2
+
+
+@pytest.mark.parametrize("signs", [False, True])
+def test_what_is_mixed_does_not_spill(signs: bool) -> None:
+    for features in (32, 40, 48, 56, 72, 80, 100, 112, 120, 128):
+        config = configs.strips_config(32, features, features, False, signs)
+        assert config is not None
+        config = configs.finished(config, features, features, False, signs)
+        assert config.mixed, features
+        how = features, features, "relu", True, False, config, False, signs
+        kernel = offline.usage(strips.source(torch.bfloat16, *how), "strips.cu")[strips.KERNEL]
+        assert kernel.frame == 0, (features, kernel)
+        check_registers(config, kernel.registers)
+
+
 def test_what_it_serves_of_groups_first() -> None:
     x = torch.zeros(8, 6, 100, dtype=torch.bfloat16).permute(1, 0, 2)[None]
     weight = torch.zeros(8, 100, 100, dtype=torch.bfloat16)
@@ -233,6 +303,7 @@ def test_compiles_without_spilling(sizes: tuple[int, int, int]) -> None:
         save = activation_of(activation).saved == "pre"
         config = configs.strips_config(groups, k, n, save)
         assert config is not None
+        config = configs.finished(config, k, n, save)
         text = strips.source(dtype, k, n, activation, True, save, config)
         kernel = offline.usage(text, "strips.cu")[strips.KERNEL]
         assert kernel.frame == 0, (sizes, activation, kernel)
@@ -260,6 +331,7 @@ def test_compiles_for_groups_first() -> None:
             config = configs.strips_config(side_by_side("groups", m, 8), k, n, False)
             if config is None:
                 continue
+            config = configs.finished(config, k, n, False, order="groups")
             text = strips.source(torch.bfloat16, k, n, "relu", True, False, config, True)
             kernel = offline.usage(text, "strips.cu")[strips.KERNEL]
             assert kernel.frame == 0, (sizes, m, kernel)
@@ -271,5 +343,6 @@ def test_compiles_for_every_activation(activation: str) -> None:
     save = activation_of(activation).saved == "pre"
     config = configs.strips_config(100, 100, 100, save)
     assert config is not None
+    config = configs.finished(config, 100, 100, save)
     text = strips.source(torch.bfloat16, 100, 100, activation, False, save, config)
     assert offline.usage(text, "strips.cu")[strips.KERNEL].frame == 0

@@ -22,7 +22,7 @@ from fastlinear.ops.grouped_linear import strips_backward_config as configs
 from fastlinear.ops.grouped_linear.problem import problem
 from fastlinear.ops.grouped_linear.reference import Needs
 from fastlinear.ops.grouped_linear.strips_backward_config import StripsBackwardConfig
-from fastlinear.ops.grouped_linear.strips_tiles import EXACTLY, Split, side_by_side
+from fastlinear.ops.grouped_linear.strips_tiles import EXACTLY, Split, side_by_side, weight_bytes
 
 ALL: Needs = (True, True, True)
 NEEDS: list[Needs] = [n for n in itertools.product((True, False), repeat=3) if any(n)]
@@ -125,7 +125,37 @@ class TestOnHopper:
             check(given, activation, needs, order="groups")
 
     def test_many_groups_share_blocks(self) -> None:
-        check(drawn(160, 400, 100, 100, "relu"), "relu")
+        for m in (160, 32):  # five tiles of a strip, and one: fewer than are under way
+            check(drawn(m, 400, 100, 100, "relu"), "relu")
+            given = drawn(m, 400, 100, 100, "relu", order="groups")
+            check(given, "relu", order="groups")
+
+    @pytest.mark.parametrize("order", ["tokens", "groups"])
+    def test_staged_changes_no_bit(self, order: str) -> None:
+        for sizes in ((800, 100, 100), (96, 128, 128)):
+            given = drawn(96, *sizes, "relu", order=order)
+            base = configs.strips_backward_config(16, *sizes[1:], order=order)
+            assert base is not None
+            size = weight_bytes(order, base.groups, *sizes[1:])
+            found = [
+                strips.backward(
+                    *given, "relu", ALL, order, config=replace(base, stages=2, staged=s)
+                )
+                for s in (0, size)
+            ]
+            for a, b in zip(*found, strict=True):
+                assert a is not None
+                assert b is not None
+                assert torch.equal(a, b), sizes
+
+    def test_weights_that_begin_anywhere(self) -> None:
+        dy, saved, x, weight = drawn(96, 100, 100, 100, "relu")
+        expected = strips.backward(dy, saved, x, weight, "relu", ALL, "tokens")
+        moved = weight.new_empty(weight.numel() + 2)[2:].view_as(weight).copy_(weight)
+        assert moved.data_ptr() % 16 == 4
+        for w in (moved, weight, moved):  # one launch is not taken for the other's
+            found = strips.backward(dy, saved, x, w, "relu", ALL, "tokens")
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
     def test_rows_further_apart_than_they_are_long(self) -> None:
         dy, saved, x, weight = drawn(300, 8, 100, 100, "relu")
@@ -205,6 +235,27 @@ def test_configurations_fit_the_chip() -> None:
     assert configs.strips_backward_config(4, 136, 64) is None
 
 
+def test_weights_are_staged_where_that_pays_and_fits() -> None:
+    def finished(
+        k: int, needs: Needs = ALL, order: str = "tokens", aligned: bool = True
+    ) -> StripsBackwardConfig:
+        config = configs.strips_backward_config(16, k, k, True, needs, order=order)
+        assert config is not None
+        return configs.finished(config, k, k, True, needs, order=order, aligned=aligned)
+
+    assert finished(100).staged == 2 * 20000
+    assert finished(100, order="groups").staged == 20000
+    assert finished(100, aligned=False).staged == 0
+    assert finished(100, (False, True, True)).staged == 0  # W is not read
+    assert finished(40).staged == 0  # loses
+    for features in range(8, 132, 4):
+        made = configs.strips_backward_config(16, features, features, False)
+        if made is not None:
+            made = configs.finished(made, features, features, False, ALL)
+            assert configs.fits(made, features, features, False, ALL)
+            assert made.stages >= 2
+
+
 def test_tiles_are_shared_out_evenly() -> None:
     for strips_, tiles, at_once in ((50, 128, 132), (16, 512, 132), (3, 1, 132), (400, 5, 132)):
         split = Split(strips_, tiles, at_once)
@@ -261,6 +312,7 @@ def test_compiles_without_spilling(sizes: tuple[int, int, int]) -> None:
         groups, k, n = sizes
         config = configs.strips_backward_config(groups, k, n, activation != "none")
         assert config is not None
+        config = configs.finished(config, k, n, activation != "none", ALL)
         text = strips.source(torch.bfloat16, k, n, activation, ALL, config)
         used = offline.usage(text, "strips_backward.cu")
         kernel = used[strips.KERNEL]
@@ -276,6 +328,7 @@ def test_compiles_for_groups_first(sizes: tuple[int, int, int]) -> None:
         side = side_by_side("groups", 4096, 8)
         config = configs.strips_backward_config(side, k, n, activation != "none")
         assert config is not None
+        config = configs.finished(config, k, n, activation != "none", ALL, order="groups")
         text = strips.source(torch.bfloat16, k, n, activation, ALL, config, True)
         kernel = offline.usage(text, "strips_backward.cu")[strips.KERNEL]
         assert kernel.frame == 0, (sizes, activation, kernel)

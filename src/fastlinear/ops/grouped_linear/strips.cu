@@ -9,9 +9,13 @@
 // order. SHARED, groups first: a strip is one group, and of its rows P are one, so that p is no group
 // but a place among P tokens.
 //
+// STAGED: a strip's weights come into shared memory by one copy, while the strip before is at work. Read
+// from where they lie, every word of a warp is another line.
+//
 // Macros from the host: IS_BF16 SIZE SHARED K N P PARTS STAGES OUTS BLOCKS ACT, ACT_<NAME> for every
-// activation, HAS_BIAS SAVE_PRE SIGNS; SERVICE_WARPS REGISTERS SERVICE_REGISTERS, of a thread that computes
-// and of others, 0 where all have the same.
+// activation, HAS_BIAS SAVE_PRE SIGNS STAGED; MIXED, blocks of 16 rows whose instructions may mix;
+// SERVICE_WARPS REGISTERS SERVICE_REGISTERS, of a thread that computes and of others, 0 where all have
+// the same.
 
 constexpr int WARPS = P * PARTS, THREADS = 32 * (WARPS + SERVICE_WARPS);
 constexpr int KW = K / 2;          // words of a group's row of x
@@ -22,6 +26,8 @@ using X = Tile<K>;
 using Y = Tile<N>;
 
 constexpr int OUT = (SAVE_PRE ? 2 : 1) * Y::ROOM;                         // y, then pre
+constexpr int WEIGHT_GROUPS = SHARED ? 1 : P;                             // of a strip
+constexpr u32 WEIGHT_BYTES = WEIGHT_GROUPS * N * K * 2;
 constexpr int TILES = (N + 7) / 8, NT = (TILES + PARTS - 1) / PARTS;      // of 8 outputs
 
 static_assert(K % 2 == 0 && N % 2 == 0, "whole words");
@@ -29,6 +35,7 @@ static_assert(X::ROW % 16 == 0 && Y::ROW % 16 == 0, "strips of whole 16 bytes");
 static_assert(PARTS <= TILES, "every warp has work");
 static_assert(!(SAVE_PRE && SIGNS), "one is kept");
 static_assert(SERVICE_WARPS >= 2, "one warp loads, one stores");
+static_assert(!STAGED || WEIGHT_BYTES % 16 == 0, "whole 16 bytes");
 
 // Weights and biases of one warp's outputs, tiles part, part + PARTS, ... of 8, as the multiplier
 // takes them. Of biases two a word, as they are in memory.
@@ -37,10 +44,9 @@ struct Weights {
   u32 bias[NT];
 };
 
-__device__ __forceinline__ void load_weights(Weights& w, const u32* weight, const u32* bias, u64 group,
-                                             int p, int part, int lane) {
+__device__ __forceinline__ void load_weights(Weights& w, const u32* weight, int p, int part, int lane) {
   const int n0 = 8 * part + lane / 4, k0 = lane % 4 - X::shift(p);
-  const u32* from = weight + (group * N + n0) * KW + k0;
+  const u32* from = weight + n0 * KW + k0;
 #pragma unroll
   for (int j = 0; j < NT; ++j) {
     const int n = 8 * PARTS * j;
@@ -54,8 +60,14 @@ __device__ __forceinline__ void load_weights(Weights& w, const u32* weight, cons
         w.word[j][s][half] = mine && inside ? from[n * KW + k] : 0u;
       }
     }
-    const int column = n + 8 * part + lane % 4 * 2;
-    w.bias[j] = HAS_BIAS && column < N ? bias[(group * N + column) / 2] : 0u;
+  }
+}
+
+__device__ __forceinline__ void load_biases(Weights& w, const u32* bias, int part, int lane) {
+#pragma unroll
+  for (int j = 0; j < NT; ++j) {
+    const int column = 8 * (part + PARTS * j) + lane % 4 * 2;
+    w.bias[j] = HAS_BIAS && column < N ? bias[column / 2] : 0u;
   }
 }
 
@@ -110,8 +122,9 @@ grouped_linear_strips(const __grid_constant__ TensorMap x_map, const __grid_cons
   extern __shared__ __align__(1024) char memory[];
   const u32 bars = (smem_addr(memory) + 1023u) & ~1023u;
   const u32 full = bars, empty = full + 8 * STAGES;
-  const u32 done = empty + 8 * STAGES, taken = done + 8 * OUTS;
+  const u32 done = empty + 8 * STAGES, taken = done + 8 * OUTS, brought = taken + 8 * OUTS;
   const u32 stages = bars + BARRIERS, outs = stages + STAGES * X::ROOM, signs_at = outs + OUTS * OUT;
+  const u32 weights_at = signs_at + (SIGNS ? OUTS * SIGN_BYTES : 0);
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const Work work = {tiles, each, more};
   const int block = blockIdx.x, begin = work.begin(block), count = work.begin(block + 1) - begin;
@@ -124,11 +137,12 @@ grouped_linear_strips(const __grid_constant__ TensorMap x_map, const __grid_cons
       bar_init(done + 8 * s, WARPS);
       bar_init(taken + 8 * s, 1);
     }
+    bar_init(brought, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   if (threadIdx.x == 0) {  // no read: these may still be written
-    const u64 first = begin / tiles, groups = SHARED ? 1 : P;
-    fetch_to_l2(weight + first * groups * N * KW, static_cast<u32>(groups) * N * K * 2);
+    const u64 first = begin / tiles;
+    fetch_to_l2(weight + first * WEIGHT_GROUPS * N * KW, WEIGHT_BYTES);
   }
   __syncthreads();
   let_next_start();
@@ -142,7 +156,23 @@ grouped_linear_strips(const __grid_constant__ TensorMap x_map, const __grid_cons
     walk.enter(begin / tiles);
     if (warp == WARPS) {  // brings x in
       const Moved<X> x = {&x_map, x_begin, rows};
+      auto bring_weights = [&](u64 strip) {
+        bar_expect(brought, WEIGHT_BYTES);
+        const char* from = reinterpret_cast<const char*>(weight) + strip * WEIGHT_BYTES;
+        load_bytes(weights_at, from, brought, WEIGHT_BYTES);
+      };
+      if (STAGED && lane == 0) bring_weights(walk.strip);
+      int since = 0;  // the step at which the strip began, or -1: the next one's weights are asked for
       for (int i = 0; i < count; ++i) {
+        if (STAGED) {  // those of the strip are in registers once its first tile is computed
+          const bool enters = i == walk.next;
+          if (since >= 0 && walk.next < count && (enters || i == since + STAGES)) {
+            bar_wait(empty + 8 * (since % STAGES), (since / STAGES) & 1);
+            if (lane == 0) bring_weights(walk.strip + 1);
+            since = -1;
+          }
+          if (enters) since = i;
+        }
         const int stage = i % STAGES, row = ROWS * walk.tokens(i);
         if (i >= STAGES) bar_wait(empty + 8 * stage, (i / STAGES - 1) & 1);
         if (lane == 0) {
@@ -174,19 +204,27 @@ grouped_linear_strips(const __grid_constant__ TensorMap x_map, const __grid_cons
 #endif
     const int p = warp / PARTS, part = warp % PARTS;
     const bool all = part + PARTS * (NT - 1) < TILES;
-    int i = 0;
+    int i = 0, strips = 0;
     while (i < count) {
       const int strip = (begin + i) / tiles, stop = min(count, (strip + 1) * tiles - begin);
       Weights w;
       int here = lane;
       asm volatile("" : "+r"(here));  // what is needed once a strip is not kept meanwhile
-      load_weights(w, weight, bias, SHARED ? strip : static_cast<u64>(strip) * P + p, p, part, here);
+      const u64 group = static_cast<u64>(strip) * WEIGHT_GROUPS + (SHARED ? 0 : p);
+      const u32* from = weight + group * (N * KW);
+      load_biases(w, bias + group * (N / 2), part, here);
+      if (STAGED) {
+        from = reinterpret_cast<const u32*>(memory + (weights_at - smem_addr(memory)));
+        from += SHARED ? 0 : p * (N * KW);
+        bar_wait(brought, strips++ & 1);
+      }
+      load_weights(w, from, p, part, here);
       for (; i < stop; ++i) {
         const int stage = i % STAGES, slot = i % OUTS;
         const u32 x = stages + stage * X::ROOM, out = outs + slot * OUT;
         LaneSigns<NT> signs;
         bar_wait(full + 8 * stage, (i / STAGES) & 1);
-#pragma unroll 1
+#pragma unroll MIXED
         for (int b = 0; b < ROWS / 16; ++b) {
           float acc[NT][4];
           if (all)

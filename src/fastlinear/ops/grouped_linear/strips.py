@@ -24,6 +24,7 @@ from fastlinear.ops.grouped_linear.operands import Forward
 from fastlinear.ops.grouped_linear.signs import AnyPlace, Place
 from fastlinear.ops.grouped_linear.strips_config import (
     StripsConfig,
+    finished,
     limit,
     service_warps,
     shared_bytes,
@@ -32,6 +33,7 @@ from fastlinear.ops.grouped_linear.strips_config import (
 from fastlinear.ops.grouped_linear.strips_float32 import Float32Config
 from fastlinear.ops.grouped_linear.strips_tiles import (
     EXACTLY,
+    LEAST_WHOLE,
     SERVICE_REGISTERS,
     SIZE,
     Cut,
@@ -78,6 +80,8 @@ def source(
         "HAS_BIAS": int(has_bias),
         "SAVE_PRE": int(save_pre),
         "SIGNS": int(signs),
+        "STAGED": int(config.staged > 0),
+        "MIXED": 2 if config.mixed else 1,
     }
     return source_of("strips.cu", activation, macros, ("strips_signs.h",))
 
@@ -106,9 +110,10 @@ def _kernel(
 
 
 def _config(
-    x: Tensor, n: int, order: str, save_pre: bool, signs: AnyPlace | None
+    x: Tensor, weight: Tensor, order: str, save_pre: bool, signs: AnyPlace | None
 ) -> StripsConfig | Float32Config | None:
     _, m, groups, k = x.shape
+    n = weight.shape[1]
     if x.dtype is torch.float32:
         return float32.float32_config(k, n, save_pre)
     together = signs.p if isinstance(signs, Place) and order == "groups" else None
@@ -117,7 +122,9 @@ def _config(
     if config is None:
         return None
     size = config.blocks * tile_bytes(config.groups * k)
-    return replace(config, stages=stages_for(x.device, config.stages, size))
+    config = replace(config, stages=stages_for(x.device, config.stages, size))
+    how = k, n, save_pre, signs is not None, order
+    return finished(config, *how, weight.data_ptr() % 16 == 0)
 
 
 def reason_not(p: Problem) -> str | None:
@@ -171,15 +178,15 @@ def forward(
         activation: name of the activation.
         save_pre: also return the pre-activation.
         order: how the results lie in memory, a name in ``layout.ORDERS``.
-        config: launch configuration; None picks ``strips_config`` or ``float32_config``.
+        config: launch configuration; None picks ``strips_config`` or ``float32_config``. One that
+            is ``staged`` takes weights at 16 bytes only.
         signs: where those of y are, which are then returned in place of the pre-activation.
 
     Returns:
         y (B, L, G, N) in x's dtype; the pre-activation likewise, signs as ``Place`` says, or None.
     """
-    n = weight.shape[1]
     if config is None:
-        config = _config(x, n, order, save_pre, signs)
+        config = _config(x, weight, order, save_pre, signs)
     if config is None or not x.numel() * weight.numel() or not serves(x, weight, bias, order):
         from fastlinear.ops.grouped_linear import triton
 
@@ -198,9 +205,8 @@ def forward_steps(call: Forward) -> tuple[int, int | None] | None:
     None where it is more than its launch.
     """
     x, weight, bias = call.tensors
-    n = weight.shape[1]
     signs = call.signs is not None
-    config = _config(x, n, call.order, call.save_pre, call.signs)
+    config = _config(x, weight, call.order, call.save_pre, call.signs)
     if config is None or not serves(x, weight, bias, call.order):
         from fastlinear.ops.grouped_linear import triton
 
@@ -236,7 +242,8 @@ class Strips(OneLaunch):
             kernel = _kernel(x.dtype, k, n, *how, self._device)
         units = device_facts(x.device).units
         # in float32 arithmetic wants all multiprocessors
-        later = EXACTLY if isinstance(config, Float32Config) else later_for(x.device, True)
+        wide = config.blocks == 1 and cut.tiles >= LEAST_WHOLE
+        later = EXACTLY if isinstance(config, Float32Config) else later_for(x.device, wide)
         split = Split(cut.strips, cut.tiles, units * config.blocks, 1, later)
         place = (x.data_ptr(), self._device)
         row = groups * k if m == 1 else x.stride(1)

@@ -19,10 +19,12 @@
 // begins up to SHIFT words early: of dW what belongs to others is not stored, in dx it is masked.
 // A word is 4 bytes: two 16-bit numbers.
 //
+// STAGED: a strip's W comes into shared memory by one copy, while the strip before is at work.
+//
 // Macros from the host: IS_BF16 SIZE SHARED K N P PARTS ACROSS STAGES OUTS BLOCKS ACT, ACT_<NAME> for
-// every activation, SIGNS NEED_DX NEED_DW NEED_DB; SERVICE_WARPS REGISTERS SERVICE_REGISTERS, of a thread
-// that computes and of others, 0 where all have the same. PARTS warps of a group are ACROSS along the
-// columns of dW.
+// every activation, SIGNS STAGED NEED_DX NEED_DW NEED_DB; SERVICE_WARPS REGISTERS SERVICE_REGISTERS, of a
+// thread that computes and of others, 0 where all have the same. PARTS warps of a group are ACROSS along
+// the columns of dW.
 
 constexpr int WARPS = P * PARTS, THREADS = 32 * (WARPS + SERVICE_WARPS);
 constexpr int NW = N / 2;  // words of a group of dy
@@ -39,6 +41,8 @@ constexpr int STAGE = X_AT + (NEED_DW ? X::ROOM : 0);
 constexpr int COPIED =
     Dy::BYTES * (HAS_SAVED ? 2 : 1) + (SIGNS ? SIGN_BYTES : 0) + (NEED_DW ? X::BYTES : 0);
 constexpr int SIGNS_ROOM = SIGNS ? (STAGES * SIGN_BYTES + 1023) / 1024 * 1024 : 0;  // behind all stages
+constexpr int WEIGHT_GROUPS = SHARED ? 1 : P;  // of a strip
+constexpr u32 WEIGHT_BYTES = WEIGHT_GROUPS * N * K * 2;
 constexpr int STEPS = Dy::STEPS;                                          // of dx
 constexpr int DX_TILES = (K + 7) / 8, NT = (DX_TILES + PARTS - 1) / PARTS;  // 8 columns each
 constexpr int DOWN = PARTS / ACROSS;                                      // warps along rows of dW
@@ -50,6 +54,7 @@ static_assert(Dy::ROW % 16 == 0 && X::ROW % 16 == 0, "strips of whole 16 bytes")
 static_assert(Dy::BOX_COLUMNS <= 256 && X::BOX_COLUMNS <= 256, "one box");
 static_assert(DOWN * ACROSS == PARTS && DOWN <= M_TILES && PARTS <= DX_TILES, "every warp has work");
 static_assert(P <= 15, "named barriers");
+static_assert(!STAGED || NEED_DX && WEIGHT_BYTES % 16 == 0, "whole 16 bytes");
 
 // ---------------------------------------------------------------- dpre
 
@@ -259,8 +264,9 @@ grouped_linear_strips_backward(const __grid_constant__ TensorMap dy_map,
   extern __shared__ __align__(1024) char memory[];
   const u32 bars = (smem_addr(memory) + 1023u) & ~1023u;
   const u32 full = bars, done = full + 8 * STAGES, taken = done + 8 * STAGES;
-  const u32 graded = taken + 8 * OUTS, stages = bars + BARRIERS;
+  const u32 graded = taken + 8 * OUTS, brought = graded + 8 * STAGES, stages = bars + BARRIERS;
   const u32 signs_at = stages + STAGES * STAGE, outs = signs_at + SIGNS_ROOM;
+  const u32 weights_at = outs + OUTS * X::ROOM;
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const Work work = {tiles, each, more};
   const int block = blockIdx.x, begin = work.begin(block), count = work.begin(block + 1) - begin;
@@ -271,6 +277,7 @@ grouped_linear_strips_backward(const __grid_constant__ TensorMap dy_map,
       if (GRADERS) bar_init(graded + 8 * s, GRADERS);
     }
     for (int s = 0; s < OUTS; ++s) bar_init(taken + 8 * s, 1);
+    bar_init(brought, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
@@ -292,6 +299,13 @@ grouped_linear_strips_backward(const __grid_constant__ TensorMap dy_map,
           load_bytes(signs_at + i % STAGES * SIGN_BYTES, signs.at(strip, row), bar, SIGN_BYTES);
         if (NEED_DW) x.load(to + X_AT, bar, strip, row);
       };
+      auto bring_weights = [&](int strip) {
+        bar_expect(brought, WEIGHT_BYTES);
+        const char* from = reinterpret_cast<const char*>(weight) + static_cast<u64>(strip) * WEIGHT_BYTES;
+        load_bytes(weights_at, from, brought, WEIGHT_BYTES);
+      };
+      if (STAGED && lane == 0) bring_weights(begin / tiles);
+      int first = 0;  // the step at which the strip began
       for (int i = 0; i < min(STAGES, count); ++i) {
         const int strip = (begin + i) / tiles, row = ROWS * work.tokens(block, i, strip, lane);
         if (lane == 0) load(i, strip, row);
@@ -302,6 +316,10 @@ grouped_linear_strips_backward(const __grid_constant__ TensorMap dy_map,
         const int row = NEED_DX ? ROWS * work.tokens(block, i, strip, lane) : 0;
         const int next_row = ROWS * work.tokens(block, ahead, next, lane);
         bar_wait(done + 8 * (i % STAGES), (i / STAGES) & 1);
+        if (STAGED && i == first) {  // its W is in registers: the next one's may come
+          first = (strip + 1) * tiles - begin;
+          if (first < count && lane == 0) bring_weights(strip + 1);
+        }
         if (lane == 0) {
           if (NEED_DX) dx.store(outs + i % OUTS * X::ROOM, strip, row);
           if (i + STAGES < count) load(i + STAGES, next, next_row);
@@ -329,14 +347,20 @@ grouped_linear_strips_backward(const __grid_constant__ TensorMap dy_map,
 #endif
     const int p = warp / PARTS, part = warp % PARTS;
     const int place = PARTS - 1 - part, down = place % DOWN, across = place / DOWN;
-    int i = 0;
+    int i = 0, strips = 0;
     while (i < count) {
       const int strip = (begin + i) / tiles, stop = min(count, (strip + 1) * tiles - begin);
       const u64 group = SHARED ? strip : static_cast<u64>(strip) * P + p;
+      const u16* from = weight + group * (N * K);
+      if (STAGED) {
+        from = reinterpret_cast<const u16*>(memory + (weights_at - smem_addr(memory)));
+        from += SHARED ? 0 : p * (N * K);
+        bar_wait(brought, strips++ & 1);
+      }
       Weights w;
       int here = lane;
       asm volatile("" : "+r"(here));  // what is needed once a strip is not kept meanwhile
-      if (NEED_DX) load_weights(w, weight + group * (N * K), p, part, here);
+      if (NEED_DX) load_weights(w, from, p, part, here);
       Sums sums = {};
       for (; i < stop; ++i) {
         const int slot = i % STAGES;

@@ -24,6 +24,7 @@ from fastlinear.ops.grouped_linear.reference import Gradients, Needs
 from fastlinear.ops.grouped_linear.signs import Place, are_signs
 from fastlinear.ops.grouped_linear.strips_backward_config import (
     StripsBackwardConfig,
+    finished,
     limit,
     service_warps,
     shared_bytes,
@@ -78,6 +79,7 @@ def source(
         "REGISTERS": limit(config)[0] if service_warps(config) > 1 else 0,
         "SERVICE_REGISTERS": SERVICE_REGISTERS,
         "SIGNS": int(signs),
+        "STAGED": int(config.staged > 0),
         **{f"NEED_{name}": int(need) for name, need in zip(("DX", "DW", "DB"), needs, strict=True)},
     }
     return source_of("strips_backward.cu", activation, macros, ("strips_signs.h",))
@@ -109,8 +111,11 @@ def _kernels(
     return driver.Kernel(cubin, names[0], room, device), sums
 
 
-def _config(x: Tensor, n: int, saved: Tensor | None, needs: Needs, order: str) -> Config | None:
+def _config(
+    x: Tensor, weight: Tensor, saved: Tensor | None, needs: Needs, order: str
+) -> Config | None:
     _, m, groups, k = x.shape
+    n = weight.shape[1]
     if x.dtype is torch.float32:
         return float32.float32_backward_config(k, n, saved is not None, needs)
     how = saved is not None, needs, are_signs(saved)
@@ -118,7 +123,8 @@ def _config(x: Tensor, n: int, saved: Tensor | None, needs: Needs, order: str) -
     if config is None:
         return None
     size = config.blocks * stage_bytes(config, k, n, *how)
-    return replace(config, stages=stages_for(x.device, config.stages, size))
+    config = replace(config, stages=stages_for(x.device, config.stages, size))
+    return finished(config, k, n, *how, order, weight.data_ptr() % 16 == 0)
 
 
 def reason_not(p: Problem) -> str | None:
@@ -186,7 +192,7 @@ def backward(
         needs: which of dx, dW and db are wanted.
         order: how dx lies in memory.
         config: launch configuration; None picks ``strips_backward_config`` or
-            ``float32_backward_config``.
+            ``float32_backward_config``. One that is ``staged`` takes W at 16 bytes only.
 
     Returns:
         dx (B, L, G, K), dW (G, N, K) and db (G, N) in dy's dtype. Products and sums accumulate
@@ -196,7 +202,7 @@ def backward(
     if activation == "none":
         saved = None
     if config is None:
-        config = _config(x, n, saved, needs, order)
+        config = _config(x, weight, saved, needs, order)
     empty = not x.numel() * dy.numel() or not any(needs)
     if config is None or empty or not serves(dy, saved, x, weight, order):
         from fastlinear.ops.grouped_linear import triton_backward
@@ -212,8 +218,7 @@ def backward(
 def backward_steps(call: Backward) -> Numbers | None:
     """``backward`` as steps of a program; None where it is more than its launches."""
     dy, saved, x, weight = call.tensors
-    n = weight.shape[1]
-    config = _config(x, n, saved, call.needs, call.order)
+    config = _config(x, weight, saved, call.needs, call.order)
     if config is None or not any(call.needs) or not serves(dy, saved, x, weight, call.order):
         from fastlinear.ops.grouped_linear import triton_backward
 
