@@ -280,7 +280,13 @@ grouped_linear_strips_backward(const __grid_constant__ TensorMap dy_map,
     bar_init(brought, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
+  if (NEED_DX && threadIdx.x == 0) {  // no read: these may still be written
+    const u64 first = begin / tiles;
+    fetch_to_l2(weight + first * WEIGHT_GROUPS * N * K, WEIGHT_BYTES);
+  }
   __syncthreads();
+  let_next_start();
+  wait_for_previous();
 
   if (warp >= WARPS) {  // one warp brings tiles in and takes dx out
 #if REGISTERS
@@ -417,9 +423,8 @@ grouped_linear_strips_backward(const __grid_constant__ TensorMap dy_map,
 
 // Adds up the shares of a strip's blocks, in order; the first dw_blocks blocks those of dW.
 extern "C" __global__ void __launch_bounds__(256)
-grouped_linear_strips_sums(const float* __restrict__ dw_shares, const float* __restrict__ db_shares,
-                           u32* __restrict__ dw, u32* __restrict__ db, int groups, int tiles,
-                           int each, int more, int dw_blocks) {
+grouped_linear_strips_sums(const float* dw_shares, const float* db_shares, u32* dw, u32* db,
+                           int groups, int tiles, int each, int more, int dw_blocks) {
   const Work work = {tiles, each, more};
   const bool of_dw = blockIdx.x < dw_blocks;
   const u32 size = of_dw ? N * K : N;  // numbers of a group
@@ -429,6 +434,7 @@ grouped_linear_strips_sums(const float* __restrict__ dw_shares, const float* __r
   const int shares = (work.last(strip) - work.first(strip) + 1) * (SHARED ? P : 1);
   const float2* from = reinterpret_cast<const float2*>(of_dw ? dw_shares : db_shares) + at / 2;
   float2 sum = make_float2(0.0f, 0.0f);
+  wait_for_previous();
 #pragma unroll 4
   for (int s = 0; s < shares; ++s) {
     const float2 share = from[static_cast<u64>(s) * (groups * size / 2)];

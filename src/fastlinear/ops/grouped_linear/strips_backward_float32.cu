@@ -293,6 +293,8 @@ grouped_linear_strips_backward_float32(const __grid_constant__ TensorMap dy_map,
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
+  let_next_start();
+  wait_for_previous();
 
   if (warp >= WARPS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(SERVICE_REGISTERS));
@@ -399,9 +401,8 @@ grouped_linear_strips_backward_float32(const __grid_constant__ TensorMap dy_map,
 
 // Adds up the shares of a strip's teams, in order; the first dw_blocks blocks those of dW.
 extern "C" __global__ void __launch_bounds__(256)
-grouped_linear_strips_sums_float32(const float* __restrict__ dw_shares, const float* __restrict__ db_shares,
-                                   float* __restrict__ dw, float* __restrict__ db, int groups, int tiles,
-                                   int each, int more, int dw_blocks) {
+grouped_linear_strips_sums_float32(const float* dw_shares, const float* db_shares, float* dw, float* db,
+                                   int groups, int tiles, int each, int more, int dw_blocks) {
   const Work work = {tiles, each, more};
   const bool of_dw = blockIdx.x < dw_blocks;
   const u32 size = of_dw ? N * K : N;  // numbers of a group
@@ -410,6 +411,7 @@ grouped_linear_strips_sums_float32(const float* __restrict__ dw_shares, const fl
   const int strip = at / size, shares = (work.last(strip) - work.first(strip) + 1) * TEAMS;
   const float4* from = reinterpret_cast<const float4*>(of_dw ? dw_shares : db_shares) + at / 4;
   float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  wait_for_previous();
 #pragma unroll 4
   for (int s = 0; s < shares; ++s) {
     const float4 share = from[static_cast<u64>(s) * (groups * size / 4)];
