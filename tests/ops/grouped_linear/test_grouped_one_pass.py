@@ -64,7 +64,7 @@ class Pass(one_pass.OnePass):
         super().__init__(0)
         kernels: Any = "pass", "sums"
         maps: Any = [Map() for _ in self.MAPS]
-        self._prepare_pass(kernels[0], 96, 2, 66, maps, (8, 9))
+        self._prepare_pass(driver.Launch, kernels[0], 96, 2, 66, maps, (8, 9))
         self._prepare_sums(driver.Launch, kernels[1], weight, needs, slots, 4, (10, 11))
 
 

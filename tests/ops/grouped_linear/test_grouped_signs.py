@@ -298,3 +298,30 @@ def test_training_takes_the_forward_that_keeps_them(monkeypatch: pytest.MonkeyPa
         assert first(features, "relu", needs_grad=False) == "triton"
     assert first(128, "relu", order="groups") == "strips"
     assert first(128, "none", order="groups") == "resident"
+
+
+def test_the_backward_takes_strips_from_enough_tokens_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+
+    def first(piece: str, features: int, m: int, activation: str) -> str:
+        kind: Any = {"dtype": "bfloat16", "device": "cuda", "needs_grad": True, "order": "tokens"}
+        p = problem(piece, m, 64, features, features, activation=activation, **kind)
+        return FAMILY.prefer(p)[0]
+
+    # tokens a group of 64 from which it pays: an activation costs triton's backward a launch more
+    for activation, features, least in (
+        *(("relu", 100, 384), ("relu", 32, 1536), ("silu", 100, 512), ("silu", 32, 768)),
+        *(("none", 100, 2048), ("none", 32, 2048)),
+    ):
+        for m in (least // 2, least, 4 * least):
+            expected = "strips" if m >= least else "triton"
+            assert first("backward", features, m, activation) == expected, (activation, features, m)
+            if activation == "relu":  # signs are kept where they are read
+                of_forward = "strips" if m >= least or features == 100 else "triton"
+                assert first("forward", features, m, activation) == of_forward
+    for features in (64, 128):  # what fills triton's tiles
+        assert first("backward", features, 1 << 14, "none") == "triton"
+        assert first("backward", features, 1 << 14, "relu") == "strips"
+    assert first("forward", 100, 128, "none") == "triton"
+    assert first("forward", 100, 192, "none") == "strips"

@@ -6,7 +6,6 @@ Device code that they share lies in ``hopper_words.h``, ``hopper_gemm.h``, ``hop
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ THREADS = 384
 SHARED_LIMIT = 232_448
 """Bytes of shared memory that a block may have."""
 HALF_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
-_PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 WORDS = Path(__file__).with_name("hopper_words.h")
 """What sources of kernels begin with, behind their macros."""
 _HEADERS = (WORDS.name, "hopper_gemm.h", "hopper_kernel.h", "hopper_activations.h")
@@ -108,10 +106,4 @@ class EarlyLaunch(driver.Launch):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._attributes = (driver._LaunchAttribute * 2)(self._attribute)
-        self._attributes[1].id = _PROGRAMMATIC_SERIALIZATION
-        self._attributes[1].value[0] = 1
-        self._config.attributes = ctypes.cast(
-            self._attributes, ctypes.POINTER(driver._LaunchAttribute)
-        )
-        self._config.attribute_count = 2
+        self.begin_early()

@@ -145,11 +145,10 @@ def _prefer(p: Problem) -> tuple[str, ...]:
         return ("eager", "pieces") if own_autograd else ("pieces", "eager")
     if p.device != "cuda":
         return ("cpp", "eager") if cpp.pays(p) else ("eager",)
-    # measured on an H200, over the sizes in README.md
-    many = p.dim("M") * p.dim("G") >= (1 << 15 if p.dtype == "float32" else 3 << 13)
+    # measured on an H200 and an H100, over the sizes in README.md
     if p.piece == "backward":
-        return _prefer_backward(p, many)
-    if many and (_worth_strips(p) or _keeps_signs(p)):
+        return _prefer_backward(p)
+    if _worth_strips(p) or _keeps_signs(p):
         return ("strips", "triton", "eager")
     widest, least = max(p.dim("K"), p.dim("N")), min(p.dim("K"), p.dim("N"))
     if widest <= 128 and (least <= 112 or p.dtype == "float32"):
@@ -161,7 +160,7 @@ def _prefer(p: Problem) -> tuple[str, ...]:
     return (*first, *(("wide",) if _fills_wide(p) else ()), "triton", "eager")
 
 
-def _prefer_backward(p: Problem, many: bool) -> tuple[str, ...]:
+def _prefer_backward(p: Problem) -> tuple[str, ...]:
     """``_prefer`` for a backward on a GPU."""
     k, n, m = p.dim("K"), p.dim("N"), p.dim("M")
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -173,7 +172,7 @@ def _prefer_backward(p: Problem, many: bool) -> tuple[str, ...]:
         ours = m >= 512 if copies else max(k, n) <= 32 or m >= _TOKENS_ONE_BY_ONE
         first = ("strips",) if hopper and _fills_strips_of_float32(p) else ()
         return (*first, *(("triton", "eager") if ours else ("eager",)))
-    if one_pass and many and _fills_strips(p):
+    if one_pass and _worth_strips_backward(p):
         return ("strips", "triton", "eager")
     if one_pass:
         return ("triton", "eager")
@@ -189,18 +188,37 @@ def _prefer_backward(p: Problem, many: bool) -> tuple[str, ...]:
 
 
 def _worth_strips(p: Problem) -> bool:
-    """Whether ``strips`` is the faster forward of many groups: Triton's tiles are powers of two,
+    """Whether ``strips`` is the faster forward of many tokens: Triton's tiles are powers of two,
     and its loads wait for each other where rows do not begin at 16 bytes."""
-    k, n = p.dim("K"), p.dim("N")
+    k, n, tokens = p.dim("K"), p.dim("N"), p.dim("M") * p.dim("G")
     step = 16 if p.dtype == "float32" else 8
     odd = bool(k % step or n % step)
     if p.dtype == "float32":
         filled = 5 * k * n >= 3 * triton_config.padded(k) * triton_config.padded(n)
-        return k >= 48 and (odd or not filled)
+        return tokens >= 1 << 15 and k >= 48 and (odd or not filled)
     if odd or max(k, n) > 128:
-        return odd
+        return odd and tokens >= 3 << 12
     padded = triton_config.padded(k) * triton_config.padded(n) > k * n
-    return (padded or max(k, n) < 32) and _fills_strips(p)
+    worth = padded or max(k, n) < 32
+    return tokens >= _least_tokens(k, n, 3 << 13, 3 << 14) and worth and _fills_strips(p)
+
+
+def _least_tokens(k: int, n: int, wide: int, narrow: int) -> int:
+    """Of all groups, from which a kernel with shares of many blocks pays: more of groups of up to
+    32 features."""
+    return narrow if max(k, n) <= 32 else wide
+
+
+def _worth_strips_backward(p: Problem) -> bool:
+    """Whether ``strips`` is the faster backward of 16-bit numbers of up to 128 features: where an
+    activation gives ``triton`` a launch more sooner than where none does."""
+    k, n, tokens = p.dim("K"), p.dim("N"), p.dim("M") * p.dim("G")
+    activation = p.option("activation")
+    if activation == "none":
+        filled = min(k, n) >= 64 and triton_config.padded(k) * triton_config.padded(n) == k * n
+        return tokens >= 1 << 17 and not filled and _fills_strips(p)
+    least = (3 << 13, 3 << 15) if activation in ACTIVATIONS else (1 << 15, 3 << 14)
+    return tokens >= _least_tokens(k, n, *least) and _fills_strips(p)
 
 
 def _keeps_signs(p: Problem) -> bool:
@@ -211,7 +229,7 @@ def _keeps_signs(p: Problem) -> bool:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         return False
     sizes = p.dim("M"), p.dim("G"), p.dim("K"), p.dim("N")
-    return _fills_strips(p) and has_place(p.option("order"), *sizes)
+    return _worth_strips_backward(p) and has_place(p.option("order"), *sizes)
 
 
 def _fills_strips(p: Problem) -> bool:

@@ -48,6 +48,7 @@ class OnePass:
 
     def _prepare_pass(
         self,
+        launch: type[driver.Launch],
         kernel: driver.Kernel,
         threads: int,
         cluster: int,
@@ -61,7 +62,7 @@ class OnePass:
         self._pointers = list(zip(pointers, map(TENSORS.index, self.POINTERS), strict=True))
         values = [ctypes.c_int(number) for number in numbers]
         arguments: list[driver.Argument] = [*maps, *pointers, *values]
-        self._launch = driver.Launch(kernel, threads, cluster, arguments)
+        self._launch = launch(kernel, threads, cluster, arguments)
         self._launch.set_grid(blocks)
 
     def _prepare_sums(

@@ -16,7 +16,7 @@ from torch import Tensor
 from fastlinear.core.device import device_facts
 from fastlinear.core.problem import Problem
 from fastlinear.ops.common import cuda_driver as driver
-from fastlinear.ops.common.hopper import EarlyLaunch
+from fastlinear.ops.common import hopper
 from fastlinear.ops.grouped_linear import strips_backward_float32 as float32
 from fastlinear.ops.grouped_linear import strips_tiles
 from fastlinear.ops.grouped_linear.one_pass import OnePass, gradients, row_stride
@@ -270,9 +270,9 @@ class StripsBackward(OnePass):
         maps = [tiles(dy), tiles(numbers_saved), tiles(x), tiles(x, dense=True)]
         whose = (cut.tiles, split.each, split.more)
         numbers = (cut.rows, groups, slots, *whose)
-        self._prepare_pass(kernel, _threads(config), 1, split.blocks, maps, numbers)
-        self._launch.begin_early()
-        self._prepare_sums(EarlyLaunch, sums, weight, needs, slots, at_once, (groups, *whose))
+        launch = hopper.EarlyLaunch
+        self._prepare_pass(launch, kernel, _threads(config), 1, split.blocks, maps, numbers)
+        self._prepare_sums(launch, sums, weight, needs, slots, at_once, (groups, *whose))
 
 
 def _threads(config: Config) -> int:

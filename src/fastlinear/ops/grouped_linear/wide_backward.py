@@ -206,6 +206,6 @@ class WideBackward(OnePass):
         ]
         cluster, blocks = 2 if config.cluster else 1, groups * chunks * halves(k)
         numbers = groups, chunks, -(-m // TOKENS)
-        self._prepare_pass(kernel, hopper.THREADS, cluster, blocks, maps, numbers)
+        self._prepare_pass(driver.Launch, kernel, hopper.THREADS, cluster, blocks, maps, numbers)
         launch = hopper.EarlyLaunch
         self._prepare_sums(launch, sums, weight, needs, chunks, 4, (groups, chunks))
