@@ -134,13 +134,14 @@ def test_bad_numbers_stay_where_they_belong(rows: int, order: str, dtype: str) -
     weight = torch.randn(3, 24, 20).to(x.dtype)
     bad_x, bad_w, bad_dy = x.clone(), weight.clone(), dy.clone()
     bad_x[0, 1, 1, 3] = bad_w[1, 5, 0] = bad_dy[0, 1, 1, 3] = nan
-    found = [
-        cpp.forward(given, w, None, "none", False, order)[0][0].isnan()
-        for given, w in ((bad_x, weight), (x, bad_w))
-    ]
     expected = torch.zeros(2, rows, 3, 24, dtype=torch.bool)
     expected[0, 1, 1], expected[1, :, 1, 5] = True, True
-    assert torch.equal(torch.stack(found), expected)
+    for activation in ("none", "relu"):
+        found = [
+            cpp.forward(given, w, None, activation, False, order)[0][0].isnan()
+            for given, w in ((bad_x, weight), (x, bad_w))
+        ]
+        assert torch.equal(torch.stack(found), expected), activation
     rest = ("none", (True, True, True), order)
     dx, dw, db = (t.isnan() for t in cpp.backward(bad_dy, None, x, weight, *rest) if t is not None)
     assert dx.nonzero()[:, 1:3].unique(dim=0).tolist() == [[1, 1]]

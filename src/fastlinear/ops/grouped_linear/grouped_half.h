@@ -237,19 +237,27 @@ inline void ask_for(T* at, const Strides& s, int64_t rows, int64_t columns) {
 void forward_features(const Call& c, const Bf16* x, const Bf16* bias, Bf16* y, Bf16* pre, const Bf16* w,
                       int64_t rows) {
   const int64_t depth = tiles_of(c.k, kPairs), high = tiles_of(c.n, kSide);
-  float* made = blocks_of.at_least(kTokens * (high * kSide + depth * kPairs / 2));
+  float* made = blocks_of.at_least(kTokens * (high * kSide + depth * kPairs / 2) + high * kSide);
   Bf16* laid = reinterpret_cast<Bf16*>(made + kTokens * high * kSide);
+  float* added = reinterpret_cast<float*>(laid + kTokens * depth * kPairs);
+  for (int64_t j = 0; j < high * kSide; j += kLanes)
+    store(added + j, bias && j < c.n ? widened(bias + j, std::min<int64_t>(kLanes, c.n - j)) : V{});
   const Left a{w, kSide * depth * kPairs, kPairs, 2 * depth * kPairs};
   for (int64_t r = 0; r < rows; r += kTokens) {
     const int64_t count = std::min(kTokens, rows - r);
     pack_rows(x + r, c.x.feature, c.k, count, laid);
+    if (kWrites && c.act <= kRelu && !pre) {
+      tile_product_written(a, laid, c.k,
+                           {y + r, c.y.feature, c.n, count, added, true, c.act == kRelu});
+      continue;
+    }
     tile_product(a, laid, high, tiles_of(count, kSide), c.k, made, kTokens, false);
     for (int64_t j = 0; j < c.n; ++j) {
-      const V added = bias ? all(widened(bias + j, 1)[0]) : V{};
+      const V bias_of_row = all(added[j]);
       float* row = made + j * kTokens;
       for (int64_t t = 0; t < count; t += kLanes) {
         const int64_t n = std::min<int64_t>(kLanes, count - t);
-        V z = load(row + t) + added;
+        V z = load(row + t) + bias_of_row;
         if (pre) rounded(pre + j * c.y.feature + r + t, z, n);
         if (c.act == kRelu) z = pick(z < V{}, V{}, z);
         if (c.act <= kRelu) rounded(y + j * c.y.feature + r + t, z, n);
@@ -310,6 +318,11 @@ void forward_block(const Call& c, const Bf16* x, const Bf16* w, const Bf16* bias
           }
         }
         a = {laid, kSide * kp, kPairs, 2 * kp};
+      }
+      if (kWrites && c.act <= kRelu && out.feature == 1) {
+        tile_product_written(a, right.at, c.k,
+                             {y + place(out), out.token, count, c.n, added, false, c.act == kRelu});
+        continue;
       }
       tile_product(a, right.at, low, columns, c.k, made, np, false);
     }
@@ -392,6 +405,10 @@ void backward_block(const Call& c, const Bf16* dy, const Bf16* saved, const Bf16
     const Left a{laid + r * nd, kSide * nd, kPairs, 2 * nd};
     Bf16* to = dx + place(c.dx, r, 0);
     ask_for(to, c.dx, count, c.k);
+    if (kWrites && c.dx.feature == 1) {
+      tile_product_written(a, right->at, width, {to, c.dx.token, count, c.k, nullptr, false, false});
+      continue;
+    }
     tile_product(a, right->at, tiles_of(count, kSide), columns, width, strip, kp, false);
     scatter(strip, kp, count, c.k, to, c.dx.token, c.dx.feature);
   }

@@ -37,8 +37,18 @@ struct Left {
   int64_t below, beside, bytes;
 };
 
+// Where results go at once, rounded: so many rows and columns, rows `row` apart. `added` is, in whole
+// tiles, a number of each column, or where `by_rows` of each row; null for nothing.
+struct Written {
+  Bf16* to;
+  int64_t row, rows, columns;
+  const float* added;
+  bool by_rows, relu;
+};
+
 #if defined(FASTLINEAR_TILES)
 
+constexpr bool kWrites = false;         // tiles leave through memory
 constexpr int64_t kHalfDepth = kPairs;  // numbers of A's rows read at a time: whole tiles
 constexpr int kHalfRate = 8;            // of float32 products
 
@@ -115,25 +125,23 @@ void tile_product(Left a, const Bf16* b, int64_t rows, int64_t columns, int64_t 
     }
 }
 
+void tile_product_written(const Left&, const Bf16*, int64_t, const Written&) {}
+
 bool serves_half() { return has_tiles(); }
 
 #else
 
+constexpr bool kWrites = true;
 constexpr int64_t kHalfDepth = 2;
 constexpr int kHalfRate = 2;
 constexpr int kBlockRows = 8, kBlockTiles = 3;  // of C in registers
 
-// Rows of A, `row` apart and `beside` from tile to tile, times N column tiles of B.
+// sum += rows of A, `row` apart and `beside` from tile to tile, times N column tiles of B.
 template <int N>
-inline void block_product(const Bf16* a, int64_t row, int64_t beside, const Bf16* b, int64_t numbers,
-                          float* c, int64_t pitch, bool add) {
+__attribute__((always_inline)) inline void multiply_block(__m512 (&sum)[kBlockRows][N], const Bf16* a,
+                                                          int64_t row, int64_t beside, const Bf16* b,
+                                                          int64_t numbers) {
   const int64_t next = tiles_of(numbers, kPairs) * kTile;  // column tile of B
-  __m512 sum[kBlockRows][N];
-#pragma GCC unroll 8
-  for (int r = 0; r < kBlockRows; ++r)
-#pragma GCC unroll 4
-    for (int n = 0; n < N; ++n)
-      sum[r][n] = add ? _mm512_loadu_ps(c + r * pitch + n * kSide) : _mm512_setzero_ps();
   for (int64_t p = 0; p < numbers; p += kPairs, a += beside, b += kTile) {
     const int64_t deep = std::min(kPairs, numbers - p);
     for (int64_t q = 0; q < deep; q += 2) {
@@ -151,10 +159,66 @@ inline void block_product(const Bf16* a, int64_t row, int64_t beside, const Bf16
       }
     }
   }
+}
+
+template <int N>
+inline void block_product(const Bf16* a, int64_t row, int64_t beside, const Bf16* b, int64_t numbers,
+                          float* c, int64_t pitch, bool add) {
+  __m512 sum[kBlockRows][N];
+#pragma GCC unroll 8
+  for (int r = 0; r < kBlockRows; ++r)
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n)
+      sum[r][n] = add ? _mm512_loadu_ps(c + r * pitch + n * kSide) : _mm512_setzero_ps();
+  multiply_block<N>(sum, a, row, beside, b, numbers);
 #pragma GCC unroll 8
   for (int r = 0; r < kBlockRows; ++r)
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) _mm512_storeu_ps(c + r * pitch + n * kSide, sum[r][n]);
+}
+
+// The same into `w`, from its row i and column tile j on.
+template <int N>
+inline void block_written(const Bf16* a, int64_t row, int64_t beside, const Bf16* b, int64_t numbers,
+                          const Written& w, int64_t i, int64_t j) {
+  __m512 sum[kBlockRows][N];
+#pragma GCC unroll 8
+  for (int r = 0; r < kBlockRows; ++r)
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n)
+      sum[r][n] = !w.added ? _mm512_setzero_ps()
+                  : w.by_rows ? _mm512_set1_ps(w.added[i + r])
+                              : _mm512_loadu_ps(w.added + (j + n) * kSide);
+  multiply_block<N>(sum, a, row, beside, b, numbers);
+  const int64_t last = std::min<int64_t>(kBlockRows, w.rows - i);
+#pragma GCC unroll 8
+  for (int r = 0; r < kBlockRows; ++r) {
+    if (r >= last) return;
+    Bf16* to = w.to + (i + r) * w.row + j * kSide;
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) {
+      __m512 z = sum[r][n];
+      if (w.relu) z = _mm512_max_ps(_mm512_setzero_ps(), z);  // the second one where it is NaN
+      rounded(to + n * kSide, reinterpret_cast<V>(z), std::min(kSide, w.columns - (j + n) * kSide));
+    }
+  }
+}
+
+// A B + added, written at once.
+void tile_product_written(const Left& a, const Bf16* b, int64_t numbers, const Written& w) {
+  const int64_t row = a.bytes / 2, next = tiles_of(numbers, kPairs) * kTile;
+  const int64_t columns = tiles_of(w.columns, kSide), panels = tiles_of(columns, kBlockTiles);
+  for (int64_t i = 0; i < w.rows; i += kBlockRows) {
+    const Bf16* from = a.at + i / kSide * a.below + i % kSide * row;
+    for (int64_t panel = 0, j = 0; panel < panels; ++panel) {
+      const int64_t width = (columns - j + panels - panel - 1) / (panels - panel);
+      const Bf16* right = b + j * next;
+      if (width == 3) block_written<3>(from, row, a.beside, right, numbers, w, i, j);
+      else if (width == 2) block_written<2>(from, row, a.beside, right, numbers, w, i, j);
+      else block_written<1>(from, row, a.beside, right, numbers, w, i, j);
+      j += width;
+    }
+  }
 }
 
 // C = A B or C + A B, in whole tiles: so many rows and columns of them, and a depth of so many numbers.
