@@ -226,6 +226,10 @@ def test_when_it_comes_first() -> None:
     assert first(16, 512, 256, 256) == "wide"  # enough of them, but few of each group
     assert first(2048, 40, 136, 24) == "wide"  # outputs that its tiles do not take
     assert first(2048, 40, 136, 128) == "resident"
+    assert first(2048, 40, 200, 200) == "resident"  # three blocks a group
+    assert first(2048, 80, 200, 200) == "strips"  # blocks would walk from group to group
+    assert first(2048, 80, 192, 192) == "strips"
+    assert first(2048, 80, 208, 208) == "resident"
     assert first(512, 8, 1024, 1024) == "wide"  # a weight that it cannot hold
     assert first(64, 8, 1024, 1024) == "triton"  # few tiles
     assert first(4096, 64, 128, 128) == "resident"

@@ -157,6 +157,8 @@ def _prefer(p: Problem) -> tuple[str, ...]:
     if config is not None and p.dim("M") * p.dim("G") <= _FEW_TOKENS:
         return ("triton", "eager")
     first = ("resident",) if config is not None and _worth_keeping(p, config) else ()
+    if config is not None and _worth_wide_strips(p, config):
+        first = ("strips", *first)
     return (*first, *(("wide",) if _fills_wide(p) else ()), "triton", "eager")
 
 
@@ -201,6 +203,20 @@ def _worth_strips(p: Problem) -> bool:
     padded = triton_config.padded(k) * triton_config.padded(n) > k * n
     worth = padded or max(k, n) < 32
     return tokens >= _least_tokens(k, n, 3 << 13, 3 << 14) and worth and _fills_strips(p)
+
+
+def _worth_wide_strips(p: Problem, config: resident_config.ResidentConfig) -> bool:
+    """Whether ``strips`` is the faster forward of what ``resident`` could hold: where that one's
+    blocks do not divide evenly among groups, the more where rows do not begin at whole sectors.
+
+    H100, 8 to 37% of its time less; 96 to 232 features.
+    """
+    k, n, m, groups = p.dim("K"), p.dim("N"), p.dim("M"), p.dim("G")
+    parts = groups * -(-n // config.outputs)
+    tiles = -(-m // group_map.TOKENS)
+    evenly = resident_config.blocks_of(parts, tiles, _HOPPER_UNITS)[1] > 0
+    most = 232 if k % 16 or n % 16 else 192 if p.option("order") == "tokens" else 0
+    return not evenly and m * groups >= 3 << 13 and min(k, n) >= 96 and 128 < max(k, n) <= most
 
 
 def _least_tokens(k: int, n: int, wide: int, narrow: int) -> int:
