@@ -125,7 +125,7 @@ void tile_product(Left a, const Bf16* b, int64_t rows, int64_t columns, int64_t 
     }
 }
 
-void tile_product_written(const Left&, const Bf16*, int64_t, const Written&) {}
+void tile_product_written(const Left&, const Bf16*, int64_t, const Written&) {}  // not called: kWrites
 
 bool serves_half() { return has_tiles(); }
 
