@@ -40,9 +40,10 @@ def drawn(
     sizes: tuple[int, int, int],
     dtype: torch.dtype = torch.bfloat16,
     order: str = "tokens",
+    batch: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups, k, n = sizes
-    x = layouts.dense(torch.randn(1, m, groups, k, device="cuda").to(dtype), order)
+    x = layouts.dense(torch.randn(batch, m, groups, k, device="cuda").to(dtype), order)
     weight = (torch.randn(groups, n, k, device="cuda") / k**0.5).to(dtype)
     return x, weight, torch.randn(groups, n, device="cuda").to(dtype)
 
@@ -89,16 +90,41 @@ class TestOnHopper:
             given = drawn(m, sizes, order=order)
             check(*given, "silu" if m == 65 else "relu", order=order)
 
+    @pytest.mark.parametrize("sizes", SIZES, ids=str)
+    def test_sizes_of_channels(self, sizes: tuple[int, int, int]) -> None:
+        for batch, length in ((1, 8), (5, 64), (2, 72), (3, 1000), (1, 4096)):
+            if sizes[0] <= 100 or length < 1000:
+                given = drawn(length, sizes, order="channels", batch=batch)
+                check(*given, "silu" if length == 72 else "relu", order="channels")
+
+    @pytest.mark.parametrize("activation", ACTIVATIONS)
+    def test_activations_of_channels(self, activation: str) -> None:
+        for dtype in (torch.bfloat16, torch.float16):
+            x, weight, bias = drawn(136, (3, 256, 256), dtype, "channels", 2)
+            given = x, weight, None if activation == "tanh" else bias
+            check(*given, activation, order="channels")
+
+    @pytest.mark.parametrize("order", ["tokens", "channels"])
     @pytest.mark.parametrize("sizes", [SIZES[0], SIZES[5], SIZES[11]], ids=str)
-    def test_configurations(self, sizes: tuple[int, int, int]) -> None:
-        given = drawn(700, sizes)
+    def test_configurations(self, sizes: tuple[int, int, int], order: str) -> None:
+        given = drawn(704, sizes, order=order)
         config = resident_config(*sizes[1:])
         assert config is not None
-        for stages, outs, weights in ((4, 1, 1), (5, 2, 1), (4, 3, 1), (7, 1, 2)):
+        for stages, outs, weights in ((4, 1, 1), (5, 2, 1), (4, 3, 1), (7, 2, 2), (7, 1, 2)):
             other = replace(config, stages=stages, outs=outs, weights=weights)
             if configs.shared_bytes(other, sizes[1]) <= SHARED_LIMIT:
+                if order == "channels" and outs == 1:
+                    continue
                 for save in (False, True):
-                    check(*given, "relu", other, save)
+                    check(*given, "relu", other, save, order)
+
+    def test_channels_of_a_wider_tensor(self) -> None:
+        for batch, groups in ((2, 3), (3, 1), (1, 2)):
+            x, weight, bias = drawn(200, (groups, 256, 136), order="channels", batch=batch)
+            shape = batch, groups, 256, 264
+            memory = torch.full(shape, float("nan"), device="cuda", dtype=torch.bfloat16)
+            memory[..., :200] = x.permute(0, 2, 3, 1)
+            check(memory[..., :200].permute(0, 3, 1, 2), weight, bias, "relu", order="channels")
 
     def test_rows_further_apart_than_they_are_long(self) -> None:
         memory = torch.full((300, 424), float("nan"), device="cuda", dtype=torch.bfloat16)
@@ -106,10 +132,10 @@ class TestOnHopper:
         memory[:, :400] = x.view(300, 400)
         check(memory[:, :400].unflatten(1, (2, 200))[None], weight, bias, "relu")
 
-    @pytest.mark.parametrize("order", ["tokens", "groups"])
+    @pytest.mark.parametrize("order", layouts.ORDERS)
     @pytest.mark.parametrize("features", [256, 200, 136])
     def test_bad_numbers_stay_in_their_group(self, features: int, order: str) -> None:
-        x, weight, _ = drawn(70, (8, features, features), order=order)
+        x, weight, _ = drawn(72, (8, features, features), order=order)
         x[:, :, 1] = float("nan")
         weight[2] = float("inf")
         y, _ = resident.forward(x, weight, None, "none", False, order)
@@ -121,9 +147,10 @@ class TestOnHopper:
         x[:, 33:] = float("nan")
         check(x[:, :33], weight, bias, "relu")
 
+    @pytest.mark.parametrize("order", ["tokens", "channels"])
     @pytest.mark.parametrize("sizes", SIZES[-5:], ids=str)
-    def test_repeated_runs_are_equal(self, sizes: tuple[int, int, int]) -> None:
-        given = (*drawn(500, sizes), "relu", False, "tokens")
+    def test_repeated_runs_are_equal(self, sizes: tuple[int, int, int], order: str) -> None:
+        given = (*drawn(504, sizes, order=order), "relu", False, order)
         first = resident.forward(*given)[0]
         assert all(torch.equal(first, resident.forward(*given)[0]) for _ in range(200))
 
@@ -177,10 +204,32 @@ def test_what_it_serves() -> None:
     assert not resident.serves(torch.zeros(2, 6, 2, 200, dtype=x.dtype), weight, None, "tokens")
 
 
+def test_which_channels_it_serves() -> None:
+    weight = torch.zeros(2, 136, 200, dtype=torch.bfloat16)
+
+    def served(x: Tensor) -> bool:
+        return resident.serves(x, weight, None, "channels")
+
+    def channels(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.bfloat16).permute(0, 3, 1, 2)
+
+    assert served(channels(3, 2, 200, 16))
+    assert not served(channels(3, 2, 200, 12))  # rows of 24 bytes
+    assert not served(channels(3, 2, 200, 16).contiguous())  # tokens first
+    wide = channels(3, 2, 200, 40)
+    assert served(wide[:, :16])
+    assert served(wide[:, 8:24])
+    assert not served(wide[:, 4:20])  # begins at 8 bytes
+    assert not served(wide[:, ::2][:, :16])
+    assert not served(wide[::2])  # sequences further apart than their groups
+    assert served(channels(3, 2, 240, 16)[..., :200])
+    assert not served(channels(1, 1, 200, 16).expand(3, 16, 2, 200))
+
+
 def test_reasons_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     p = problem("forward", 64, 8, 256, 256, dtype="bfloat16", device="cpu")
     assert resident.reason_not(p) == "its kernel runs on CUDA devices only"
-    monkeypatch.setattr(resident.strips_tiles, "reason_not", lambda _: None)
+    monkeypatch.setattr(resident.strips_tiles, "reason_not", lambda *_: None)
 
     def asked(dtype: str, k: int = 256) -> str | None:
         return resident.reason_not(problem("forward", 4096, 4, k, k, dtype=dtype, device="cuda"))
@@ -199,9 +248,10 @@ def test_compiles_without_spilling(sizes: tuple[int, int, int]) -> None:
     assert config is not None
     for activation, dtype in (("relu", torch.bfloat16), ("gelu", torch.float16)):
         save = activation_of(activation).saved == "pre"
-        text = resident.source(dtype, k, n, activation, True, save, config)
-        kernel = offline.usage(text, "resident.cu")[resident.KERNEL]
-        assert (kernel.frame, kernel.registers) == (0, LAUNCH_REGISTERS), (activation, kernel)
+        for channels in (False, True):
+            text = resident.source(dtype, k, n, activation, True, save, config, channels)
+            kernel = offline.usage(text, "resident.cu")[resident.KERNEL]
+            assert (kernel.frame, kernel.registers) == (0, LAUNCH_REGISTERS), (activation, kernel)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -209,8 +259,9 @@ def test_compiles_for_every_activation(activation: str) -> None:
     config = resident_config(256, 256)
     assert config is not None
     save = activation_of(activation).saved == "pre"
-    text = resident.source(torch.bfloat16, 256, 256, activation, False, save, config)
-    assert offline.usage(text, "resident.cu")[resident.KERNEL].frame == 0
+    for channels in (False, True):
+        text = resident.source(torch.bfloat16, 256, 256, activation, False, save, config, channels)
+        assert offline.usage(text, "resident.cu")[resident.KERNEL].frame == 0
 
 
 def test_when_it_comes_first() -> None:

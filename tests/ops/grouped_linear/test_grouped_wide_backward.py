@@ -53,11 +53,13 @@ def drawn(
     activation: str,
     dtype: torch.dtype = torch.bfloat16,
     order: str = "tokens",
+    batch: int = 1,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """dy, saved, x and weight."""
 
     def tokens(features: int) -> Tensor:
-        return layouts.dense(torch.randn(1, m, groups, features, device="cuda").to(dtype), order)
+        drawn = torch.randn(batch, m, groups, features, device="cuda").to(dtype)
+        return layouts.dense(drawn, order)
 
     x, dy, pre = tokens(k), tokens(n), tokens(n)
     weight = (torch.randn(groups, n, k, device="cuda") / k**0.5).to(dtype)
@@ -92,9 +94,10 @@ class TestOnHopper:
     pytestmark = hopper_tests
 
     @pytest.mark.parametrize("activation", ACTIVATIONS)
-    def test_activations(self, activation: str) -> None:
+    @pytest.mark.parametrize("order", ["tokens", "channels"])
+    def test_activations(self, activation: str, order: str) -> None:
         for dtype in (torch.bfloat16, torch.float16):
-            check(drawn(300, 2, 256, 256, activation, dtype), activation)
+            check(drawn(304, 2, 256, 256, activation, dtype, order), activation, order=order)
 
     @pytest.mark.parametrize("order", ["tokens", "groups"])
     @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -104,20 +107,47 @@ class TestOnHopper:
             activation = "silu" if m == 65 else "none" if m == 63 else "relu"
             check(drawn(m, *sizes, activation, order=order), activation, order=order)
 
+    @pytest.mark.parametrize("sizes", SIZES, ids=str)
+    def test_sizes_of_channels(self, sizes: tuple[int, int, int]) -> None:
+        for batch, length in ((1, 8), (5, 64), (2, 72), (3, 1000), (1, 4096)):
+            activation = "silu" if length == 72 else "none" if length == 64 else "relu"
+            given = drawn(length, *sizes, activation, order="channels", batch=batch)
+            check(given, activation, order="channels")
+
+    @pytest.mark.parametrize("order", ["tokens", "channels"])
     @pytest.mark.parametrize("needs", NEEDS, ids=str)
-    def test_what_is_wanted(self, needs: Needs) -> None:
+    def test_what_is_wanted(self, needs: Needs, order: str) -> None:
         for activation in ("gelu", "none"):
-            check(drawn(700, 3, 256, 256, activation), activation, needs)
+            given = drawn(704, 3, 256, 256, activation, order=order)
+            check(given, activation, needs, order=order)
 
-    def test_activations_of_unlike_halves(self) -> None:
+    @pytest.mark.parametrize("order", ["tokens", "channels"])
+    def test_activations_of_unlike_halves(self, order: str) -> None:
         for sizes in ((2, 128, 256), (2, 192, 192), (2, 256, 128), (2, 256, 64)):
-            for m in (31, 33, 97, 500):
-                check(drawn(m, *sizes, "gelu"), "gelu", ALL, None, 1 if m < 97 else 2)
+            for m in (32, 40, 104, 504) if order == "channels" else (31, 33, 97, 500):
+                given = drawn(m, *sizes, "gelu", order=order)
+                check(given, "gelu", ALL, None, 1 if m < 97 else 2, order)
 
+    @pytest.mark.parametrize("order", ["tokens", "channels"])
     @pytest.mark.parametrize("config", CONFIGS, ids=str)
-    def test_configurations(self, config: WideBackwardConfig) -> None:
+    def test_configurations(self, config: WideBackwardConfig, order: str) -> None:
         for chunks in (1, 3):
-            check(drawn(1500, 3, 256, 256, "relu"), "relu", ALL, config, chunks)
+            given = drawn(1504, 3, 256, 256, "relu", order=order)
+            check(given, "relu", ALL, config, chunks, order)
+
+    def test_channels_of_wider_tensors(self) -> None:
+        for batch, groups in ((2, 3), (3, 1), (1, 2)):
+            dy, saved, x, weight = drawn(
+                200, groups, 256, 136, "relu", order="channels", batch=batch
+            )
+            assert saved is not None
+            apart = []
+            for t in (dy, saved, x):
+                shape = batch, groups, t.shape[3], 264
+                memory = torch.full(shape, float("nan"), device="cuda", dtype=torch.bfloat16)
+                memory[..., :200] = t.permute(0, 2, 3, 1)
+                apart.append(memory[..., :200].permute(0, 3, 1, 2))
+            check((*apart, weight), "relu", order="channels")
 
     def test_rows_further_apart_than_they_are_long(self) -> None:
         dy, saved, x, weight = drawn(300, 2, 200, 200, "relu")
@@ -129,16 +159,17 @@ class TestOnHopper:
             apart.append(memory[:, :400].unflatten(1, (2, 200))[None])
         check((*apart, weight), "relu")
 
+    @pytest.mark.parametrize("order", layouts.ORDERS)
     @pytest.mark.parametrize("features", [256, 200, 136])
-    def test_bad_numbers_stay_in_their_group(self, features: int) -> None:
+    def test_bad_numbers_stay_in_their_group(self, features: int, order: str) -> None:
         for activation in ("none", "silu"):
-            dy, saved, x, weight = drawn(70, 8, features, features, activation)
+            dy, saved, x, weight = drawn(72, 8, features, features, activation, order=order)
             x[:, :, 1] = float("nan")
             weight[2] = float("inf")
             dy[:, :, 4] = float("nan")
             if saved is not None:
                 saved[:, :, 6] = float("nan")
-            dx, dw, db = wide.backward(dy, saved, x, weight, activation, ALL, "tokens")
+            dx, dw, db = wide.backward(dy, saved, x, weight, activation, ALL, order)
             assert dx is not None
             assert dw is not None
             assert db is not None
@@ -149,12 +180,13 @@ class TestOnHopper:
             assert dw[[2, *good]].isfinite().all()
             assert db[[1, 2, *good]].isfinite().all()
 
-    def test_repeated_runs_are_equal(self) -> None:
+    @pytest.mark.parametrize("order", ["tokens", "channels"])
+    def test_repeated_runs_are_equal(self, order: str) -> None:
         for sizes in SIZES[:3]:
-            given = drawn(3000, *sizes, "gelu")
-            first = wide.backward(*given, "gelu", ALL, "tokens")
+            given = drawn(3000, *sizes, "gelu", order=order)
+            first = wide.backward(*given, "gelu", ALL, order)
             for _ in range(200):
-                again = wide.backward(*given, "gelu", ALL, "tokens")
+                again = wide.backward(*given, "gelu", ALL, order)
                 assert all(
                     torch.equal(a, b)
                     for a, b in zip(first, again, strict=True)
@@ -214,6 +246,14 @@ def test_what_it_serves() -> None:
     assert not wide.serves(narrow, None, narrow, weight[:, :128, :128].contiguous(), "tokens")
     both = torch.zeros(2, 6, 2, 200, dtype=torch.bfloat16)
     assert not wide.serves(both, None, both, weight, "tokens")
+    signs = torch.zeros(12, 25, dtype=torch.uint8)
+    assert not wide.serves(x, signs, x, weight, "tokens")
+    for length, served in ((16, True), (12, False)):  # rows of 32 bytes, of 24
+        turned = torch.zeros(3, 2, 200, length, dtype=torch.bfloat16).permute(0, 3, 1, 2)
+        assert wide.serves(turned, turned, turned, weight, "channels") == served
+        assert not wide.serves(turned, None, turned.contiguous(), weight, "channels")
+        assert not wide.serves(turned, turned.contiguous(), turned, weight, "channels")
+        assert not wide.serves(turned.contiguous(), None, turned, weight, "channels")
 
 
 def test_reasons_are_given() -> None:
@@ -227,27 +267,30 @@ def test_compiles_without_spilling(sizes: tuple[int, int, int]) -> None:
     for activation in ("relu", "none", "gelu"):
         config = configs.wide_backward_config(k, n, activation != "none")
         assert config is not None
-        text = wide.source(torch.bfloat16, k, n, activation, ALL, config)
-        used = offline.usage(text, "wide_backward.cu")
-        assert used[wide.KERNEL].frame == 0, (sizes, activation, used)
-        assert used[wide.KERNEL].registers == LAUNCH_REGISTERS
+        for channels in (False, True):
+            text = wide.source(torch.bfloat16, k, n, activation, ALL, config, channels)
+            used = offline.usage(text, "wide_backward.cu")
+            assert used[wide.KERNEL].frame == 0, (sizes, activation, channels, used)
+            assert used[wide.KERNEL].registers == LAUNCH_REGISTERS
 
 
 def test_compiles_for_other_needs_and_numbers() -> None:
     for needs in NEEDS[1:]:
         config = configs.wide_backward_config(256, 256, True, needs)
         assert config is not None
-        text = wide.source(torch.float16, 256, 256, "tanh", needs, config)
-        assert offline.usage(text, "wide_backward.cu")[wide.KERNEL].frame == 0
+        for channels in (False, True):
+            text = wide.source(torch.float16, 256, 256, "tanh", needs, config, channels)
+            assert offline.usage(text, "wide_backward.cu")[wide.KERNEL].frame == 0
     for config in CONFIGS:
         assert configs.fits(config, 256, True, ALL)
-        text = wide.source(torch.bfloat16, 256, 256, "relu", ALL, config)
-        kernel = offline.usage(text, "wide_backward.cu")[wide.KERNEL]
-        assert (kernel.frame, kernel.registers) == (0, LAUNCH_REGISTERS)
+        for channels in (False, True):
+            text = wide.source(torch.bfloat16, 256, 256, "relu", ALL, config, channels)
+            kernel = offline.usage(text, "wide_backward.cu")[wide.KERNEL]
+            assert (kernel.frame, kernel.registers) == (0, LAUNCH_REGISTERS), (config, channels)
 
 
 def test_other_dtypes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wide.strips_tiles, "reason_not", lambda _: None)
+    monkeypatch.setattr(wide.strips_tiles, "reason_not", lambda *_: None)
 
     def asked(dtype: str, order: str = "tokens") -> str | None:
         sizes = 4096, 4, 256, 256

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.ops.common import cuda_driver as driver
-from fastlinear.ops.grouped_linear.strips_tiles import ordinal
+from fastlinear.ops.grouped_linear.strips_tiles import has_dense_rows, ordinal
 
 COLUMNS = 64
 """Of a box: 128 bytes, as the multiplier's swizzle has it."""
@@ -15,7 +15,8 @@ TOKENS = 64
 
 
 class GroupMap(driver.TensorMap):
-    """A TMA descriptor of a 16-bit (M, G, features) tensor.
+    """A TMA descriptor of a 16-bit (M, G, features) tensor; of one channels first its features take
+    the place of M, its tokens that of features.
 
     Boxes are 128-byte swizzled, a row of features behind the other. Reads beyond the group's
     features or the last token give zeros, writes there are dropped.
@@ -57,16 +58,54 @@ def padded(features: int, step: int = COLUMNS) -> int:
     return -(-features // step) * step
 
 
-def boxes_of(t: Tensor, features: int, order: str, tokens: int, dense: bool = False) -> GroupMap:
-    """Boxes of ``tokens`` x ``COLUMNS`` of a tensor like t (1, M, G, features), tokens or groups
-    first, which has so many features a group; with ``dense`` of a dense one."""
+def boxes_of(t: Tensor, features: int, order: str, rows: int, dense: bool = False) -> GroupMap:
+    """Boxes of a tensor like t (B, L, G, _) with so many features a group, or with ``dense`` of a
+    dense one.
+
+    Tokens or groups first, B is 1, and a box is ``rows`` tokens of ``COLUMNS`` features. Channels
+    first, it is ``rows`` features of ``TOKENS`` tokens of a group of one of the B.
+    """
     _, m, groups, _ = t.shape
-    if order == "groups":
-        row, apart = features, m * features
+    if order == "channels":
+        row, apart = (m, m * features) if dense else (t.stride(3), _planes_apart(t))
+        shape, box = (features, t.shape[0] * groups, m), (rows, 1, TOKENS)
     else:
         row, apart = groups * features if dense or m == 1 else t.stride(1), features
-    shape, box = (m, groups, features), (tokens, 1, COLUMNS)
+        if order == "groups":
+            row, apart = features, m * features
+        shape, box = (m, groups, features), (rows, 1, COLUMNS)
     return GroupMap(DTYPE_NAMES[t.dtype], shape, row, box, t.data_ptr(), ordinal(t), apart)
+
+
+def has_boxes(t: Tensor, order: str) -> bool:
+    """Whether ``boxes_of`` can be read from t, and written to a dense tensor of its sizes: 16 bytes
+    everywhere; tokens or groups first see ``has_dense_rows``.
+
+    Channels first: tokens side by side, all groups of all sequences at one distance.
+    """
+    if order != "channels":
+        return t.shape[0] == 1 and has_dense_rows(t, order)
+    batch, m, groups, features = t.shape
+    if t.stride(1) != 1 or m % 8 or t.data_ptr() % 16:
+        return False
+    if batch > 1 and groups > 1 and t.stride(0) != groups * t.stride(2):
+        return False
+    row, apart = t.stride(3), _planes_apart(t)
+    return row % 8 == 0 and row >= m and apart % 8 == 0 and apart >= features * row
+
+
+def _planes_apart(t: Tensor) -> int:
+    """Elements from a group of a sequence of t (B, L, G, features) to the next, channels first."""
+    batch, _, groups, features = t.shape
+    if groups > 1:
+        return t.stride(2)
+    return t.stride(0) if batch > 1 else features * t.stride(3)
+
+
+def tiles_of(t: Tensor) -> tuple[int, int]:
+    """Tiles of ``TOKENS`` tokens of t (B, L, G, _), of all and of one of the B."""
+    each = -(-t.shape[1] // TOKENS)
+    return t.shape[0] * each, each
 
 
 def weight_boxes(weight: Tensor, rows: int) -> GroupMap:

@@ -170,7 +170,7 @@ def gradients(
     ``make`` makes them of everything else that is given.
     """
     groups, n, k = weight.shape
-    rows = [None if t is None else t.stride(1) for t in (dy, saved, x)]
+    rows = [None if t is None else t.stride() for t in (dy, saved, x)]
     of_saved = None if saved is None else saved.dtype
     key = (make, x.shape, *rows, of_saved, n, x.dtype, x.device, activation, needs, order, *how)
     plan = _plans.get(key)

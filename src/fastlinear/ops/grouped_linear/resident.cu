@@ -8,7 +8,8 @@
 //
 // Macros from the host, besides those of the headers: K N, of a group; PARTS; WEIGHTS parts' weights
 // in shared memory; STAGES boxes of the ring; OUT_BUFS staging buffers of a warp; HAS_BIAS; SAVE 1:
-// the pre-activation is written beside y.
+// the pre-activation is written beside y. With CHANNELS boxes of x are read turned and those of y
+// written turned, by a warpgroup together: a row of 64 tokens is 16 of each warp.
 
 constexpr int K_BOXES = (K + 63) / 64;
 constexpr int W_BYTES = K_BOXES * B_BYTES;
@@ -20,12 +21,16 @@ constexpr int EMPTY_AT = FULL_AT + 8 * STAGES;
 constexpr int W_FULL_AT = EMPTY_AT + 8 * STAGES;
 constexpr int W_EMPTY_AT = W_FULL_AT + 8 * WEIGHTS;
 
-static_assert(K % 8 == 0 && N % 8 == 0 && N <= PARTS * BN && BN % 64 == 0 && BN <= 256, "sizes");
-static_assert(BM == 64 && PINGPONG && CLUSTER == 1 && !A_MN && !B_MN, "as products() is used here");
+constexpr int LEFT = 40, TAKEN = 232;  // registers of a thread
 
-// Where one of a block's tiles lies, and how many times the weight has changed before it.
+static_assert(LEFT + 2 * TAKEN <= 3 * LAUNCHED, "more would be waited for for ever");
+static_assert(K % 8 == 0 && N % 8 == 0 && N <= PARTS * BN && BN % 64 == 0 && BN <= 256, "sizes");
+static_assert(!CHANNELS || OUT_BUFS > 1, "one buffer is written while the others are read");
+static_assert(BM == 64 && BK == BM && PINGPONG && CLUSTER == 1 && A_MN == CHANNELS && !B_MN, "as products() is used here");
+
+// One of a block's tiles: the how-manieth of its part, and how many times the weight has changed before.
 struct Place {
-  int part, token, change;
+  int part, tile, change;
 };
 
 // A block's tiles. Where `lanes` blocks share a part, each takes every lanes-th tile of it, so that
@@ -47,9 +52,9 @@ struct Walk {
 
   __device__ __forceinline__ Place at(int t) const {
     const int block = block_id();
-    if (lanes) return {block / lanes, (block % lanes + t * lanes) * BM, 0};
+    if (lanes) return {block / lanes, block % lanes + t * lanes, 0};
     const int part = t / tiles;
-    return {part, (t - part * tiles) * BM, part - first / tiles};
+    return {part, t - part * tiles, part - first / tiles};
   }
 };
 
@@ -93,26 +98,41 @@ __device__ __forceinline__ void convert(const float* acc, u32 (&r)[16]) {
   }
 }
 
-// A warp's staging buffers, 16 rows of 64 columns each, taken in turn.
+// Staging buffers, taken in turn: a warp's of 16 tokens of 64 outputs each, or with CHANNELS a
+// warpgroup's of 64 outputs of 64 tokens.
+constexpr int TURN = CHANNELS ? 4 * OUT_BYTES : OUT_BYTES;
+
 struct Output {
   u32 first;  // this lane's row and 16-byte piece in the first of them
   u32 next;
   bool leader;
+  int barrier;  // of the warpgroup
 
-  __device__ __forceinline__ void send(const u32 (&r)[16], const TensorMap* map, int column, int group,
-                                       int token) {
-    if (leader) tma_store_wait_read<OUT_BUFS - 1>();
-    __syncwarp();
+  __device__ __forceinline__ void send(const u32 (&r)[16], const TensorMap* map, int column,
+                                       const Where& at, int warp) {
+    if (!CHANNELS) {
+      if (leader) tma_store_wait_read<OUT_BUFS - 1>();
+      __syncwarp();
+    }
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
-      u32 to;  // volatile: worked out here, not kept in a register throughout
-      asm volatile("xor.b32 %0, %1, %2;" : "=r"(to) : "r"(next), "r"(q * 32));
-      stmatrix(to, r[4 * q], r[4 * q + 1], r[4 * q + 2], r[4 * q + 3]);
+      if (CHANNELS) {
+        store_turned(next + q * (16 * 128), r[4 * q], r[4 * q + 1], r[4 * q + 2], r[4 * q + 3]);
+      } else {
+        u32 to;  // volatile: worked out here, not kept in a register throughout
+        asm volatile("xor.b32 %0, %1, %2;" : "=r"(to) : "r"(next), "r"(q * 32));
+        stmatrix(to, r[4 * q], r[4 * q + 1], r[4 * q + 2], r[4 * q + 3]);
+      }
     }
     publish();
-    __syncwarp();
-    if (leader) store_box(map, next, column, group, token);
-    next = next == first + (OUT_BUFS - 1) * OUT_BYTES ? first : next + OUT_BYTES;
+    if (CHANNELS) {
+      if (leader) tma_store_wait_read<OUT_BUFS - 2>();  // what all write next is free
+      bar_sync(barrier, 128);
+    } else {
+      __syncwarp();
+    }
+    if (leader) store_tokens(map, next, column, at.plane, at.token + (CHANNELS ? 0 : warp * 16));
+    next = next == first + (OUT_BUFS - 1) * TURN ? first : next + TURN;
   }
 };
 
@@ -121,7 +141,8 @@ grouped_linear_resident(const __grid_constant__ TensorMap x_map,
                         const __grid_constant__ TensorMap w_map,
                         const __grid_constant__ TensorMap y_map,
                         const __grid_constant__ TensorMap pre_map,
-                        const unsigned short* __restrict__ bias_ptr, int parts, int tiles, int lanes) {
+                        const unsigned short* __restrict__ bias_ptr, int parts, int tiles, int lanes,
+                        int each) {
   extern __shared__ __align__(1024) char smem[];
   const u32 base = smem_addr(smem);
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
@@ -149,12 +170,13 @@ grouped_linear_resident(const __grid_constant__ TensorMap x_map,
 
   const Walk walk(parts, tiles, lanes);
   if (warpgroup == 0) {
-    leave_registers<40>();
+    leave_registers<LEFT>();
     if (thread == 0) {
       int slot = 0, change = -1;
       u32 phase = 1;  // a fresh barrier counts as "previous phase done"
       for (int t = walk.first; t < walk.end; ++t) {
         const Place at = walk.at(t);
+        const Where from(at.tile, at.part / PARTS, parts / PARTS, each);
         if (at.change != change) {
           change = at.change;
           if (change >= WEIGHTS) mbar_wait(of_weight(w_empty, change), parity_of(change) ^ 1);
@@ -169,21 +191,23 @@ grouped_linear_resident(const __grid_constant__ TensorMap x_map,
         for (int b = 0; b < K_BOXES; ++b) {
           mbar_wait(empty + slot * 8, phase);
           mbar_expect(full + slot * 8, A_BYTES);
-          load_box<1>(ring + slot * A_BYTES, &x_map, full + slot * 8, 64 * b, at.part / PARTS,
-                      at.token);
+          load_tokens<1>(ring + slot * A_BYTES, &x_map, full + slot * 8, 64 * b, from.plane,
+                         from.token);
           if (++slot == STAGES) { slot = 0; phase ^= 1; }
         }
       }
     }
   } else {
-    take_registers<232>();
+    take_registers<TAKEN>();
     const int consumer = warpgroup - 1;
     const int warp = thread / 32;
     const u32 lane = thread & 31;
     // Rows of 128 bytes, their 16-byte pieces permuted as the 128-byte swizzle of TMA has it
-    const u32 piece = (lane >> 4) ^ (lane & 7);
-    const u32 buffers = base + OUT_AT + (consumer * 4 + warp) * OUT_BUFS * OUT_BYTES;
-    Output out{buffers + (lane & 15) * 128 + piece * 16, 0, lane == 0};
+    const u32 row = CHANNELS ? (lane >> 4) * 8 + (lane & 7) : lane & 15;
+    const u32 piece = (CHANNELS ? 2 * warp + (lane >> 3 & 1) : lane >> 4) ^ (lane & 7);
+    const int mine = CHANNELS ? consumer * 4 : consumer * 4 + warp;
+    const u32 buffers = base + OUT_AT + mine * OUT_BUFS * OUT_BYTES;
+    Output out{buffers + row * 128 + piece * 16, 0, CHANNELS ? thread == 0 : lane == 0, 3 + consumer};
     out.next = out.first;
     if (consumer == 1) bar_arrive(1, 256);  // consumer 0 starts
 
@@ -228,7 +252,7 @@ grouped_linear_resident(const __grid_constant__ TensorMap x_map,
       wgmma_wait<0>();
       if (lane_id() == 0) mbar_arrive(empty + previous * 8);
 
-      const int token = at.token + warp * 16;
+      const Where to(at.tile, group, parts / PARTS, each);
 #pragma unroll
       for (int c = 0; c < BN / 64; ++c) {
         float* of = acc[0] + 32 * c;
@@ -236,10 +260,10 @@ grouped_linear_resident(const __grid_constant__ TensorMap x_map,
         u32 r[16];
 #if SAVE
         convert<false>(of, r);
-        out.send(r, &pre_map, column + 64 * c, group, token);
+        out.send(r, &pre_map, column + 64 * c, to, warp);
 #endif
         convert<true>(of, r);
-        out.send(r, &y_map, column + 64 * c, group, token);
+        out.send(r, &y_map, column + 64 * c, to, warp);
       }
     }
     if (walk.end > walk.first) pass(walk.at(walk.end - 1).change);

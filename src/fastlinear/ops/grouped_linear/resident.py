@@ -16,9 +16,17 @@ from fastlinear.core.device import device_facts
 from fastlinear.core.problem import Problem
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common import hopper
+from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import resident_config as configs
 from fastlinear.ops.grouped_linear import strips_tiles
-from fastlinear.ops.grouped_linear.group_map import TOKENS, boxes_of, weight_boxes
+from fastlinear.ops.grouped_linear.group_map import (
+    COLUMNS,
+    TOKENS,
+    boxes_of,
+    has_boxes,
+    tiles_of,
+    weight_boxes,
+)
 from fastlinear.ops.grouped_linear.one_launch import OneLaunch, results
 from fastlinear.ops.grouped_linear.operands import Forward
 from fastlinear.ops.grouped_linear.resident_config import (
@@ -27,7 +35,7 @@ from fastlinear.ops.grouped_linear.resident_config import (
     resident_config,
     shared_bytes,
 )
-from fastlinear.ops.grouped_linear.strips_tiles import has_dense_rows, ordinal
+from fastlinear.ops.grouped_linear.strips_tiles import ordinal
 
 KERNEL = "grouped_linear_resident"
 _ROWS = 16  # tokens of a box of results
@@ -42,8 +50,9 @@ def source(
     has_bias: bool,
     save_pre: bool,
     config: ResidentConfig,
+    channels: bool = False,
 ) -> str:
-    """The complete CUDA C++ source of one specialisation."""
+    """The complete CUDA C++ source of one specialisation; ``channels``: these come first."""
     # products() of the shared headers: 64 tokens of each of two warpgroups that take turns
     shape = {"BM": TOKENS, "PINGPONG": 1, "GROUP_M": 1, "CLUSTER": 1}
     own = {
@@ -55,9 +64,10 @@ def source(
         "OUT_BUFS": config.outs,
         "HAS_BIAS": int(has_bias),
         "SAVE": int(save_pre),
+        "CHANNELS": int(channels),
     }
     header, macros = _HERE / "wide_instructions.h", {**shape, **own}
-    text = hopper.device_source(header, macros, config.outputs, dtype, activation, False, False)
+    text = hopper.device_source(header, macros, config.outputs, dtype, activation, channels, False)
     return text + (_HERE / "resident.cu").read_text()
 
 
@@ -70,16 +80,17 @@ def _kernel(
     has_bias: bool,
     save_pre: bool,
     config: ResidentConfig,
+    channels: bool,
     device: int,
 ) -> driver.Kernel:
-    text = source(dtype, k, n, activation, has_bias, save_pre, config)
+    text = source(dtype, k, n, activation, has_bias, save_pre, config, channels)
     cubin = driver.compile_cubin(text, "resident.cu", hopper.ARCH)
     return driver.Kernel(cubin, KERNEL, shared_bytes(config, k), device)
 
 
 def reason_not(p: Problem) -> str | None:
     """Why the kernel cannot serve a forward Problem, or None."""
-    reason = strips_tiles.reason_not(p)
+    reason = strips_tiles.reason_not(p, layouts.ORDERS)
     if reason is not None:
         return reason
     if p.dtype not in ("bfloat16", "float16"):
@@ -94,12 +105,11 @@ def reason_not(p: Problem) -> str | None:
 
 
 def serves(x: Tensor, weight: Tensor, bias: Tensor | None, order: str) -> bool:
-    """Whether the kernel takes such tensors: tokens or groups first, rows at 16 bytes."""
+    """Whether the kernel takes such tensors: rows at 16 bytes."""
     return (
-        x.shape[0] == 1
-        and x.element_size() == 2
+        x.element_size() == 2
         and configs.serves(weight.shape[2], weight.shape[1])
-        and has_dense_rows(x, order)
+        and has_boxes(x, order)
         and weight.is_contiguous()
         and weight.data_ptr() % 16 == 0
         and (bias is None or (bias.is_contiguous() and bias.data_ptr() % 4 == 0))
@@ -174,17 +184,17 @@ class Resident(OneLaunch):
         config: ResidentConfig,
     ) -> None:
         super().__init__(ordinal(x))
-        _, m, groups, k = x.shape
-        n = weight.shape[1]
-        how = activation, bias is not None, save_pre, config
+        groups, n, k = weight.shape
+        how = activation, bias is not None, save_pre, config, order == "channels"
         with driver.loading_allowed():
             kernel = _kernel(x.dtype, k, n, *how, self._device)
+        rows = COLUMNS if order == "channels" else _ROWS
         maps = (
             boxes_of(x, k, order, TOKENS),
             weight_boxes(weight, config.outputs),
-            boxes_of(x, n, order, _ROWS, dense=True),
-            boxes_of(x, n, order, _ROWS, dense=True),
+            boxes_of(x, n, order, rows, dense=True),
+            boxes_of(x, n, order, rows, dense=True),
         )
-        parts, tiles = groups * -(-n // config.outputs), -(-m // TOKENS)
+        parts, (tiles, each) = groups * -(-n // config.outputs), tiles_of(x)
         blocks, lanes = blocks_of(parts, tiles, device_facts(x.device).units)
-        self._prepare(kernel, hopper.THREADS, blocks, maps, (parts, tiles, lanes))
+        self._prepare(kernel, hopper.THREADS, blocks, maps, (parts, tiles, lanes, each))

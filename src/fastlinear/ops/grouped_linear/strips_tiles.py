@@ -198,16 +198,16 @@ def source_of(
     return text + WORDS.read_text() + "".join((_HERE / p).read_text() for p in (*parts, file))
 
 
-def reason_not(p: Problem) -> str | None:
-    """Why no kernel can serve such a Problem, whatever its groups' sizes, or None."""
+def reason_not(p: Problem, orders: tuple[str, ...] = ORDERS) -> str | None:
+    """Why no kernel for these orders can serve a Problem, whatever its groups' sizes, or None."""
     if p.device != "cuda":
         return "its kernel runs on CUDA devices only"
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
     if torch.cuda.get_device_capability() != (9, 0):
         return "its kernel is written for compute capability 9.0"
-    if (p.option("x"), p.option("w")) != ("dense", "dense") or p.option("order") not in ORDERS:
-        return "serves dense tensors, tokens or groups first"
+    if (p.option("x"), p.option("w")) != ("dense", "dense") or p.option("order") not in orders:
+        return "serves dense tensors" + (", tokens or groups first" if orders == ORDERS else "")
     if max(p.dim("M"), p.dim("G") * max(p.dim("K"), p.dim("N"))) > _MOST:
         return f"sizes must stay below {_MOST}"
     return None

@@ -10,10 +10,11 @@
 // shared memory. The first warpgroup, the graders, writes dpre over dy and sums db; between tiles each
 // of its warps has the copy engine bring in a box of 64 features of dy, of what the forward saved, and of x.
 // dx leaves through the copy engine. Where several blocks share a group each leaves a float32 share of dW
-// and db, and the second kernel adds them up in order.
+// and db, and the second kernel adds them up in order. With CHANNELS a box is 64 features of a tile's
+// tokens, so that what was turned is not, and what was not is; half a tile is half of its features.
 //
 // What two blocks of a cluster share of dy and of what was saved, as SPLIT says:
-//   1: each brings in and grades half of the tile's tokens, and sends its dpre to the other;
+//   1: each brings in and grades half of the tile's rows, and sends its dpre to the other;
 //   0: each brings in half of the boxes for both, and both grade all.
 //
 // Macros from the host, besides those of the headers: K N, of a group; NEED_DX NEED_DW NEED_DB; TILES
@@ -37,7 +38,9 @@ constexpr int DB_AT = W_AT + W_BOXES * 2 * BOX;
 constexpr int SHARERS = 4 / N_BOXES, GRADERS = SHARERS * N_BOXES, ROWS = TOKENS / 2 / SHARERS;
 constexpr int AT_ONCE = ROWS > 8 && (ACT == ACT_NONE || ACT == ACT_RELU) ? 4 : 2;  // four rows each
 constexpr int OWN_HALVES = SPLIT ? 1 : 2;  // of a tile, those that this block grades
-constexpr int DB_BYTES = NEED_DB ? CLUSTER * GRADERS * 64 * 4 : 0;
+constexpr int DB_BYTES = NEED_DB && !CHANNELS ? CLUSTER * GRADERS * 64 * 4 : 0;
+// Sums that a grader's lane keeps: of 8 columns, or with CHANNELS of a row of each half that is its.
+constexpr int SUMS = !CHANNELS ? 8 : CLUSTER == 1 ? 2 : 1;
 
 constexpr int FULL_AT = DB_AT + DB_BYTES;  // barriers: dy, saved and x are there
 constexpr int GRADED_AT = FULL_AT + 8 * TILES;
@@ -45,10 +48,13 @@ constexpr int FREE_AT = GRADED_AT + 8 * TILES;
 constexpr int PART_FREE_AT = FREE_AT + 8 * TILES;
 constexpr int W_FULL_AT = PART_FREE_AT + 8 * PARTS;
 
+constexpr int LEFT = 56, TAKEN = 224;  // registers of a thread
+
+static_assert(LEFT + 2 * TAKEN <= 3 * LAUNCHED, "more would be waited for for ever");
 static_assert(K % 8 == 0 && N % 8 == 0 && K <= 256 && N <= BN && BN <= 256, "sizes");
 static_assert(CLUSTER == 1 || CLUSTER == HALVES, "a cluster is the blocks of the same tiles");
 static_assert(!SPLIT || CLUSTER == 2 && HAS_SAVED, "a tile is split between the blocks of a cluster");
-static_assert(MMA_M == 1 && A_MN && B_MN, "as products() is used here");
+static_assert(MMA_M == 1 && A_MN != CHANNELS && B_MN != CHANNELS, "as products() is used here");
 
 // Tells the blocks that fill a place that this warp is done with it.
 __device__ __forceinline__ void release(u32 bar, u32 lane) {
@@ -79,9 +85,25 @@ __device__ __forceinline__ u32 graded_words(u32 dy, u32 saved) {
   return pack(graded(lo, saved_lo), graded(hi, saved_hi));
 }
 
-// dpre over dy in ROWS rows of a box, and its columns added to `sums`. dy, saved: where this lane's
-// 8 columns of the first row of four lie; further down, every other time in the other half of a row.
-__device__ __forceinline__ void grade(u32 dy, u32 saved, bool sum, float (&sums)[8]) {
+// The sums over eight lanes of what each adds up of a row's 16 bytes.
+__device__ __forceinline__ float row_sum(const u32 (&words)[4]) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int v = 0; v < 4; ++v) {
+    float lo, hi;
+    unpack(words[v], lo, hi);
+    sum += lo + hi;
+  }
+  sum += shuffled(sum, 1);
+  sum += shuffled(sum, 2);
+  return sum + shuffled(sum, 4);
+}
+
+// dpre over dy in ROWS rows of a box, and its columns, or with CHANNELS its rows, added to `sums`: lane
+// 8i + j keeps row 4j + i. dy, saved: where this lane's 16 bytes of the first row of four lie; further
+// down, every other time in the other half of a row.
+template <int kSum>
+__device__ __forceinline__ void grade(u32 dy, u32 saved, bool sum, float (&sums)[SUMS]) {
 #pragma unroll 1
   for (int turn = 0; turn < ROWS / 4; turn += AT_ONCE, dy += AT_ONCE * 512, saved += AT_ONCE * 512) {
     u32 words[AT_ONCE][4], kept[AT_ONCE][4];
@@ -101,21 +123,36 @@ __device__ __forceinline__ void grade(u32 dy, u32 saved, bool sum, float (&sums)
     if (NEED_DB && sum) {
 #pragma unroll
       for (int i = 0; i < AT_ONCE; ++i) {
+        if constexpr (CHANNELS) {
+          const float all = row_sum(words[i]);
+          if (lane_id() % 8 == turn + i) sums[kSum] += all;
+        } else {
 #pragma unroll
-        for (int v = 0; v < 4; ++v) {
-          float lo, hi;
-          unpack(words[i][v], lo, hi);
-          sums[2 * v] += lo;
-          sums[2 * v + 1] += hi;
+          for (int v = 0; v < 4; ++v) {
+            float lo, hi;
+            unpack(words[i][v], lo, hi);
+            sums[2 * v] += lo;
+            sums[2 * v + 1] += hi;
+          }
         }
       }
     }
   }
 }
 
+// With CHANNELS: the sums of a grader's rows into db or its share; `row` is the first.
+__device__ __forceinline__ void store_rows(float sum, char* db, bool rounded, int row, int lane) {
+  const int n = row + lane % 8 * 4 + lane / 8;
+  if (lane % 8 >= ROWS / 4 || n >= N) return;
+  if (rounded)
+    reinterpret_cast<unsigned short*>(db)[n] = static_cast<unsigned short>(pack(sum, 0.0f));
+  else
+    reinterpret_cast<float*>(db)[n] = sum;
+}
+
 // A grader's sums of 64 columns into the first block's room for them.
 __device__ __forceinline__ void give_sums(u32 room, int rank, int grader, int lane,
-                                          float (&sums)[8]) {
+                                          float (&sums)[SUMS]) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     sums[i] += shuffled(sums[i], 8);
@@ -176,11 +213,11 @@ __device__ __forceinline__ void load_weights(Weights& w, const unsigned short* g
 
 // `rest`: the other boxes of W, of this warpgroup's features.
 __device__ __forceinline__ void dx_products(float (&dx)[32], const Weights& w, u32 rest, u32 dpre) {
-  const u64 b_desc = make_desc<false>(dpre), a_desc = make_desc<true>(rest);
+  const u64 b_desc = make_desc<CHANNELS>(dpre), a_desc = make_desc<true>(rest);
   wgmma_fence();
 #pragma unroll
   for (int s = 0; s < BN / 16; ++s) {
-    const u64 b = b_desc + (s / 4 * BOX + s % 4 * 32 >> 4);
+    const u64 b = b_desc + (s / 4 * BOX + s % 4 * (CHANNELS ? 16 * 128 : 32) >> 4);
     if (s >= 4 * HELD) {
       const u64 a = a_desc + ((s / 4 - HELD) * 2 * BOX + s % 4 * (16 * 128) >> 4);
       if (s == 0) wgmma_turned<true>(dx, a, b); else wgmma_turned<false>(dx, a, b);
@@ -196,8 +233,9 @@ __device__ __forceinline__ void stage_dx(u32 at, const float (&dx)[32]) {
 #pragma unroll
   for (int j = 0; j < TOKENS / 8; j += 2) {
     const float* of = dx + 4 * j;
-    store_turned(at + j * 1024, pack(of[0], of[1]), pack(of[2], of[3]), pack(of[4], of[5]),
-                 pack(of[6], of[7]));
+    const u32 a = pack(of[0], of[1]), b = pack(of[2], of[3]), c = pack(of[4], of[5]),
+              d = pack(of[6], of[7]);
+    if (CHANNELS) stmatrix(at ^ j * 16, a, b, c, d); else store_turned(at + j * 1024, a, b, c, d);
   }
 }
 
@@ -250,13 +288,14 @@ struct Part {
 struct Tiles {
   const TensorMap *dy, *saved, *x, *weight;
   u32 base;
-  int grader, tile, turn;  // the next tile
+  int grader, groups, each;  // `each`: as Where has it
+  int tile, turn;            // the next tile
 
   // False if there is no next tile, or not all its room is free.
   __device__ __forceinline__ bool bring(const Part& p, int tiles, int chunks) {
     constexpr int SENDERS = SPLIT ? 1 : CLUSTER;  // blocks that bring in each other's boxes
     constexpr int READ = BOX * (HAS_SAVED ? 2 : 1) / (SPLIT ? 2 : 1);
-    const int slot = turn % TILES, token = tile * TOKENS;
+    const int slot = turn % TILES;
     const u32 bar = base + FULL_AT + 8 * slot, to = base + slot * TILE;
     if (tile >= tiles || !mbar_test(base + FREE_AT + 8 * slot, (turn / TILES & 1) ^ 1)) return false;
     if (HAS_SAVED) {
@@ -267,21 +306,26 @@ struct Tiles {
       }
     }
     const int box = grader / SHARERS, own = SPLIT ? p.half : 0;
+    const Where at(tile, p.group, groups, each);
+    const auto row = [](int half) { return half * (TOKENS / 2); };  // of half a box, its first
     const bool of_box = grader % SHARERS == 0, of_x = NEED_DW && grader < p.boxes;
     mbar_expect(bar, (of_box ? READ : 0) + (of_x ? BOX : 0));
     if (of_box && (SENDERS == 1 || box % SENDERS == p.half)) {
-      load_box<SENDERS>(to + box * BOX + own * (BOX / 2), dy, bar, 64 * box, p.group,
-                        token + own * (TOKENS / 2));
+      load_tokens<SENDERS>(to + box * BOX + own * (BOX / 2), dy, bar,
+                           64 * box + (CHANNELS ? row(own) : 0), at.plane,
+                           at.token + (CHANNELS ? 0 : row(own)));
       if (HAS_SAVED) {
 #pragma unroll
         for (int h = 0; h < OWN_HALVES; ++h)
-          load_box<SENDERS>(base + SAVED_AT + (OWN_HALVES * turn + h) % PARTS * (DY_BYTES / 2) +
-                                box * (BOX / 2),
-                            saved, bar, 64 * box, p.group, token + (own + h) * (TOKENS / 2));
+          load_tokens<SENDERS>(base + SAVED_AT + (OWN_HALVES * turn + h) % PARTS * (DY_BYTES / 2) +
+                                   box * (BOX / 2),
+                               saved, bar, 64 * box + (CHANNELS ? row(own + h) : 0), at.plane,
+                               at.token + (CHANNELS ? 0 : row(own + h)));
       }
     }
     if (of_x)
-      load_box<1>(to + DY_BYTES + grader * BOX, x, bar, HALF * p.half + 64 * grader, p.group, token);
+      load_tokens<1>(to + DY_BYTES + grader * BOX, x, bar, HALF * p.half + 64 * grader, at.plane,
+                     at.token);
     if (W_BOXES > 0 && turn == 0 && grader == 0) {
       mbar_expect(base + W_FULL_AT, W_BOXES * p.boxes * BOX);
       for (int w = 0; w < W_BOXES; ++w)
@@ -296,7 +340,8 @@ struct Tiles {
 };
 
 // dy, saved (M, G, N) and x, dx (M, G, K) by their maps, in boxes of (TOKENS, 1, 64), saved, and with
-// SPLIT dy, of half as many tokens; W (G, N, K) also by its, in boxes of (1, 64, 64). dw (chunks, G, N, K)
+// SPLIT dy, of half as many tokens; with CHANNELS (N, B * G, L) and (K, B * G, L) likewise, `tiles` of
+// all B sequences and `each` of one. W (G, N, K) also by its, in boxes of (1, 64, 64). dw (chunks, G, N, K)
 // and db (chunks, G, N) are float32 shares, or 16-bit results where chunks is 1. A launch has
 // chunks * groups * HALVES blocks.
 extern "C" __global__ void __launch_bounds__(384, 1)
@@ -306,7 +351,7 @@ grouped_linear_wide_backward(const __grid_constant__ TensorMap dy_map,
                              const __grid_constant__ TensorMap dx_map,
                              const __grid_constant__ TensorMap weight_map,
                              const unsigned short* __restrict__ weight, char* __restrict__ dw,
-                             char* __restrict__ db, int groups, int chunks, int tiles) {
+                             char* __restrict__ db, int groups, int chunks, int tiles, int each) {
   extern __shared__ __align__(1024) char smem[];
   const u32 base = smem_addr(smem);
   const u32 full = base + FULL_AT, ready = base + GRADED_AT, free = base + FREE_AT;
@@ -329,17 +374,17 @@ grouped_linear_wide_backward(const __grid_constant__ TensorMap dy_map,
   if constexpr (CLUSTER > 1) cluster_sync(); else __syncthreads();
 
   if (warpgroup == 0) {
-    leave_registers<56>();
+    leave_registers<LEFT>();
     if (warp < GRADERS) {
       const Part p(groups);
-      Tiles from = {&dy_map, &saved_map, &x_map, &weight_map, base, warp, p.chunk, 0};
+      Tiles from = {&dy_map, &saved_map, &x_map, &weight_map, base, warp, groups, each, p.chunk, 0};
       const int lane = threadIdx.x % 32, rank = CLUSTER > 1 ? p.half : 0;
       // What is left to do for one half of a tile only: sums of db, and with SPLIT all
       const int first = CLUSTER > 1 && (SPLIT || !HAS_SAVED) ? rank : 0;
       const int last = CLUSTER > 1 && (SPLIT || !HAS_SAVED) ? rank : 1;
       const int box = warp / SHARERS;
       const u32 at = (warp % SHARERS * ROWS + lane / 8) * 128 + (lane % 8 ^ lane / 8) * 16;
-      float sums[8] = {};
+      float sums[SUMS] = {};
       int i = 0;
       for (int tile = p.chunk; tile < tiles; tile += chunks, ++i) {
         const int slot = i % TILES;
@@ -357,7 +402,11 @@ grouped_linear_wide_backward(const __grid_constant__ TensorMap dy_map,
           const int part = (OWN_HALVES * i + (SPLIT ? 0 : h)) % PARTS;
           const u32 half = base + slot * TILE + box * BOX + h * (BOX / 2);
           const u32 saved = base + SAVED_AT + part * (DY_BYTES / 2) + box * (BOX / 2);
-          grade(half + at, saved + at, CLUSTER > 1 ? h == rank : p.half == 0, sums);
+          const bool sum = CLUSTER > 1 ? h == rank : p.half == 0;
+          if (CHANNELS && CLUSTER == 1 && h == 1)
+            grade<SUMS - 1>(half + at, saved + at, sum, sums);
+          else
+            grade<0>(half + at, saved + at, sum, sums);
           if (HAS_SAVED) {
             publish();
             __syncwarp();
@@ -382,10 +431,20 @@ grouped_linear_wide_backward(const __grid_constant__ TensorMap dy_map,
         else if (!SPLIT && lane == 0)
           mbar_arrive(ready + 8 * slot);
       }
-      if (NEED_DB) give_sums(base + DB_AT, rank, warp, lane, sums);
+      if constexpr (NEED_DB && CHANNELS) {
+        const u64 share = static_cast<u64>(p.chunk) * groups + p.group;
+        const bool rounded = chunks == 1;
+        char* to = db + share * (N * (rounded ? 2 : 4));
+        const int row = 64 * box + warp % SHARERS * ROWS + (CLUSTER > 1 ? rank * (TOKENS / 2) : 0);
+        if (CLUSTER > 1 || p.half == 0) store_rows(sums[0], to, rounded, row, lane);
+        if (CLUSTER == 1 && p.half == 0)
+          store_rows(sums[SUMS - 1], to, rounded, row + TOKENS / 2, lane);
+      } else if (NEED_DB) {
+        give_sums(base + DB_AT, rank, warp, lane, sums);
+      }
     }
     finish();
-    if (NEED_DB && block_id() % HALVES == 0) {
+    if (NEED_DB && !CHANNELS && block_id() % HALVES == 0) {
       if (CLUSTER == 1) bar_sync(3, 128);
       const Part p(groups);
       const bool rounded = chunks == 1;
@@ -394,14 +453,17 @@ grouped_linear_wide_backward(const __grid_constant__ TensorMap dy_map,
                2 * (threadIdx.x % 128));
     }
   } else {
-    take_registers<224>();
+    take_registers<TAKEN>();
     const Part p(groups);
     const int part = warpgroup - 1, k0 = HALF * p.half + 64 * part;
     if (part < p.boxes) {
-      // Where this lane's 8 features lie for tokens 8 (lane / 16) + lane % 8 in the box, swizzled
-      const int lane = threadIdx.x % 32, piece = (2 * warp + lane / 8 % 2) ^ (lane % 8);
+      // Where this lane's 8 features lie for tokens 8 (lane / 16) + lane % 8 in the box, swizzled; with
+      // CHANNELS its 8 tokens for feature lane % 16 of the warp's.
+      const int lane = threadIdx.x % 32;
+      const int row = CHANNELS ? 16 * warp + lane % 16 : lane / 16 * 8 + lane % 8;
+      const int piece = (CHANNELS ? lane / 16 : 2 * warp + lane / 8 % 2) ^ (lane % 8);
       const u32 box = base + OUT_AT + part * BOX;
-      const u32 at = box + (lane / 16 * 8 + lane % 8) * 128 + piece * 16;
+      const u32 at = box + row * 128 + piece * 16;
       Weights w;
       if (NEED_DX)
         load_weights(w, weight + static_cast<u64>(p.group) * (N * K), k0 + 16 * warp, lane);
@@ -437,7 +499,10 @@ grouped_linear_wide_backward(const __grid_constant__ TensorMap dy_map,
           stage_dx(at + out, dx);
           publish();
           bar_sync(1 + part, 128);
-          if (leader) store_box(&dx_map, box + out, k0, p.group, tile * TOKENS);
+          if (leader) {
+            const Where to(tile, p.group, groups, each);
+            store_tokens(&dx_map, box + out, k0, to.plane, to.token);
+          }
           if (OUTS > 1) out ^= 2 * BOX;
         }
         if (++slot == TILES) { slot = 0; phase ^= 1; }

@@ -16,13 +16,16 @@ from fastlinear.core.device import device_facts
 from fastlinear.core.problem import Problem
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common import hopper
-from fastlinear.ops.grouped_linear import strips_backward, strips_tiles
+from fastlinear.ops.grouped_linear import layout as layouts
+from fastlinear.ops.grouped_linear import strips_tiles
 from fastlinear.ops.grouped_linear import wide_backward_config as configs
 from fastlinear.ops.grouped_linear.group_map import (
     COLUMNS,
     TOKENS,
     boxes_of,
+    has_boxes,
     padded,
+    tiles_of,
     weight_boxes,
 )
 from fastlinear.ops.grouped_linear.one_pass import OnePass, gradients
@@ -48,8 +51,9 @@ def source(
     activation: str,
     needs: Needs,
     config: WideBackwardConfig,
+    channels: bool = False,
 ) -> str:
-    """The complete CUDA C++ source of one specialisation."""
+    """The complete CUDA C++ source of one specialisation; ``channels``: these come first."""
     # products() of the shared headers: 64 features of each of two warpgroups, from one stage
     shape = {"BM": 128, "STAGES": 1, "PINGPONG": 0, "GROUP_M": 1}
     own = {
@@ -60,11 +64,13 @@ def source(
         "HELD": config.held,
         "OUTS": config.outs,
         "SPLIT": int(config.split),
+        "CHANNELS": int(channels),
         **{f"NEED_{name}": int(need) for name, need in zip(("DX", "DW", "DB"), needs, strict=True)},
     }
     macros = {**shape, "CLUSTER": 2 if config.cluster else 1, **own}
     header = _HERE / "wide_instructions.h"
-    text = hopper.device_source(header, macros, padded(n), dtype, activation, True, True)
+    features_first = not channels, not channels  # of both operands of dW
+    text = hopper.device_source(header, macros, padded(n), dtype, activation, *features_first)
     return text + (_HERE / "wide_backward.cu").read_text()
 
 
@@ -76,9 +82,10 @@ def _kernels(
     activation: str,
     needs: Needs,
     config: WideBackwardConfig,
+    channels: bool,
     device: int,
 ) -> tuple[driver.Kernel, driver.Kernel]:
-    text = source(dtype, k, n, activation, needs, config)
+    text = source(dtype, k, n, activation, needs, config, channels)
     cubin = driver.compile_cubin(text, "wide_backward.cu", ARCH)
     shared = shared_bytes(config, n, activation != "none", needs)
     return driver.Kernel(cubin, KERNEL, shared, device), driver.Kernel(
@@ -88,7 +95,7 @@ def _kernels(
 
 def reason_not(p: Problem) -> str | None:
     """Why the kernel cannot serve a backward Problem, or None."""
-    reason = strips_tiles.reason_not(p)
+    reason = strips_tiles.reason_not(p, layouts.ORDERS)
     if reason is not None:
         return reason
     if p.dtype not in ("bfloat16", "float16"):
@@ -100,12 +107,15 @@ def reason_not(p: Problem) -> str | None:
 
 
 def serves(dy: Tensor, saved: Tensor | None, x: Tensor, weight: Tensor, order: str) -> bool:
-    """Whether the kernel takes such tensors: tokens or groups first, rows at 16 bytes."""
+    """Whether the kernel takes such tensors: rows at 16 bytes."""
+    given = [t for t in (dy, saved, x) if t is not None]
     return (
         configs.serves(weight.shape[2], weight.shape[1])
         and x.element_size() == strips_tiles.SIZE
+        and all(t.dtype is x.dtype and has_boxes(t, order) for t in given)
+        and weight.dtype is x.dtype
+        and weight.is_contiguous()
         and weight.data_ptr() % 16 == 0
-        and strips_backward.serves(dy, saved, x, weight, order)
     )
 
 
@@ -188,13 +198,14 @@ class WideBackward(OnePass):
         chunks: int | None = None,
     ) -> None:
         super().__init__(strips_tiles.ordinal(x))
-        _, m, groups, k = x.shape
-        n = weight.shape[1]
+        groups, n, k = weight.shape
+        how = activation, needs, config, order == "channels"
         with driver.loading_allowed():
-            kernel, sums = _kernels(x.dtype, k, n, activation, needs, config, self._device)
+            kernel, sums = _kernels(x.dtype, k, n, *how, self._device)
+        tiles, each = tiles_of(x)
         if chunks is None:
             units = device_facts(x.device).units
-            chunks = chunks_of(m, groups, k, n, units, any(needs[1:]))
+            chunks = chunks_of(tiles * TOKENS, groups, k, n, units, any(needs[1:]))
 
         half = TOKENS // 2
         maps = [
@@ -205,7 +216,7 @@ class WideBackward(OnePass):
             weight_boxes(weight, COLUMNS),
         ]
         cluster, blocks = 2 if config.cluster else 1, groups * chunks * halves(k)
-        numbers = groups, chunks, -(-m // TOKENS)
+        numbers = groups, chunks, tiles, each
         self._prepare_pass(driver.Launch, kernel, hopper.THREADS, cluster, blocks, maps, numbers)
         launch = hopper.EarlyLaunch
         self._prepare_sums(launch, sums, weight, needs, chunks, 4, (groups, chunks))

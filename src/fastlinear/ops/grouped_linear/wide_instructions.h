@@ -1,4 +1,5 @@
-// Instructions that wide_backward.cu adds to those of hopper_gemm.h, which stands before.
+// Instructions that resident.cu and wide_backward.cu add to those of hopper_gemm.h, which stands before.
+// Macro from the host: CHANNELS 1: tokens of a feature lie side by side, else features of a token.
 
 // Boxes of 64 features of one group for BK tokens, at (first feature, group, first token): what lies
 // beyond the group's features or the last token comes as zeros and does not go out.
@@ -28,6 +29,30 @@ __device__ __forceinline__ void store_box(const TensorMap* map, u32 from, int fe
       "r"(from), "r"(feature), "r"(group), "r"(token)
       : "memory");
 }
+
+// The same of tokens, whose maps begin with tokens where these lie side by side. A plane is a group, or
+// with CHANNELS a group of one sequence.
+template <int kPeers>
+__device__ __forceinline__ void load_tokens(u32 to, const TensorMap* map, u32 bar, int feature,
+                                            int plane, int token) {
+  load_box<kPeers>(to, map, bar, CHANNELS ? token : feature, plane, CHANNELS ? feature : token);
+}
+
+__device__ __forceinline__ void store_tokens(const TensorMap* map, u32 from, int feature, int plane,
+                                             int token) {
+  store_box(map, from, CHANNELS ? token : feature, plane, CHANNELS ? feature : token);
+}
+
+// Where the tile-th tile of a group's tokens lies; with CHANNELS a sequence has `each` of them.
+struct Where {
+  int plane, token;
+
+  __device__ __forceinline__ Where(int tile, int group, int groups, int each) {
+    const int sequence = CHANNELS ? tile / each : 0;
+    plane = sequence * groups + group;
+    token = (tile - sequence * each) * BK;
+  }
+};
 
 // Four matrices of 8 x 8, turned: lanes 8i to 8i + 7 have the addresses of the i-th's columns.
 __device__ __forceinline__ void store_turned(u32 at, u32 a, u32 b, u32 c, u32 d) {
@@ -98,6 +123,9 @@ __device__ __forceinline__ void publish_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
+// Registers of each thread of 384 at launch; what some leave others can take.
+constexpr int LAUNCHED = 168;
+
 template <int kRegisters>
 __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -134,6 +162,7 @@ __device__ __forceinline__ u32 where_positive(u32 dy, u32 saved) {
 }
 
 // acc (64, 64) += A (64, 16) B (64, 16)^T; kFirst: acc = A B^T. A is in registers as mma.sync has it.
+// With CHANNELS B's 64 rows are the contiguous dimension.
 #define OLD(i) "+f"(acc[i]), "+f"(acc[i + 1]), "+f"(acc[i + 2]), "+f"(acc[i + 3])
 #define NEW(i) "=f"(acc[i]), "=f"(acc[i + 1]), "=f"(acc[i + 2]), "=f"(acc[i + 3])
 #define WGMMA_64(type, add, OUT, operands, ...)                                                    \
@@ -149,8 +178,13 @@ __device__ __forceinline__ u32 where_positive(u32 dy, u32 saved) {
 #else
 #define WGMMA_TYPE "f16"
 #endif
-#define HELD_A "{%32, %33, %34, %35}, %36, p, 1, 1, 0"
-#define TURNED_A "%32, %33, p, 1, 1, 1, 0"
+#if CHANNELS
+#define TURNED_B "1"
+#else
+#define TURNED_B "0"
+#endif
+#define HELD_A "{%32, %33, %34, %35}, %36, p, 1, 1, " TURNED_B
+#define TURNED_A "%32, %33, p, 1, 1, 1, " TURNED_B
 
 template <bool kFirst>
 __device__ __forceinline__ void wgmma_held(float (&acc)[32], const u32 (&a)[4], u64 b) {
