@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastlinear.core.compare import judge
 from fastlinear.ops.common.activations import NAMES
-from fastlinear.ops.gated_mlp import cuda, reference
+from fastlinear.ops.gated_mlp import bias_sums, cuda, reference
 from fastlinear.ops.gated_mlp.cuda_config import CANDIDATES, Config, config_for
 from fastlinear.ops.gated_mlp.problem import problem
 from fastlinear.ops.gated_mlp.stacking import Biases, Weights
@@ -80,7 +80,7 @@ def test_what_it_does_not_serve() -> None:
 def _macros(piece: str, more: bool) -> dict[str, int]:
     if piece == "forward":
         return {"GATE_BIAS": int(more), "UP_BIAS": int(more), "SAVE": int(more)}
-    return {"NEED_H": 1, "SUMS": int(more)}
+    return {"NEED_H": 1, "SUMS": int(more), "DOWN_SUMS": int(more)}
 
 
 def _frame(piece: str, config: Config, activation: str, more: bool) -> int:
@@ -101,8 +101,9 @@ def test_keeps_all_in_registers(piece: str, config: Config, more: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sums_of_biases_keep_all_in_registers(dtype: torch.dtype) -> None:
-    found = nvrtc.usage(cuda.sums_source(dtype), "bias_sums.cu", "sm_90a")["gated_bias_sums"]
-    assert (found.registers, found.frame) <= (64, 0), "two blocks of 512 threads share 65536"
+    for found in nvrtc.usage(bias_sums.source(dtype), "bias_sums.cu", "sm_90a").values():
+        assert found.registers <= 64, "two blocks of 512 threads share 65536"
+        assert found.frame == 0
 
 
 @pytest.mark.parametrize("activation", NAMES)
@@ -237,20 +238,35 @@ class TestOnHopper:
         parts = torch.randn((2, rows, h), generator=generator, device="cuda")
         for dy in (wide[:, :n], wide[:, 8:], wide[:, :n].contiguous()):
             expected = (*parts.double().sum(1), dy.double().sum(0))
-            alone = cuda.column_sums(dy)
+            alone = bias_sums.column_sums(dy)
+            shares = bias_sums.shares_of(dy)
             for needs in itertools.product((True, False), repeat=3):
                 sums = parts if needs[0] or needs[1] else None
-                found = cuda._bias_gradients(sums, "apart", needs, dy)
+                summed = sums, shares if needs[2] else None
+                found = bias_sums.bias_gradients(*summed, "apart", needs, dy)
                 assert tuple(t is not None for t in found) == needs
                 for t, oracle, summed in zip(found, expected, (rows, rows, m), strict=True):
                     if t is not None:
                         bound = oracle.abs() * torch.finfo(dtype).eps + summed * 2.0**-22
                         assert bool(((t - oracle).abs() <= bound).all())
                 assert found[2] is None or torch.equal(found[2], alone)
-            both = cuda._bias_gradients(parts, "up_gate", (True, False, False), dy)[0]
+            both = bias_sums.bias_gradients(parts, None, "up_gate", (True, False, False), dy)[0]
             assert both is not None
-            apart = cuda._bias_gradients(parts, "apart", (True, True, False), dy)
+            apart = bias_sums.bias_gradients(parts, None, "apart", (True, True, False), dy)
             assert torch.equal(both, torch.cat([apart[1], apart[0]]))  # type: ignore[list-item]
+
+    @pytest.mark.parametrize("m", [1, 15, 200, 2049, 5000])
+    def test_shares_of_dy_beside_the_product_are_those_of_their_own_launch(self, m: int) -> None:
+        for n, h in ((72, 264), (520, 2056), (1032, 128)):
+            x, weights, biases, dy = _draw((m, 64, h, n), torch.bfloat16, "apart", "yes")
+            wide = torch.full((m, n + 8), float("nan"), dtype=dy.dtype, device="cuda")
+            wide[:, 8:] = dy
+            pre: Any = reference.pre_activations(x, weights, biases)
+            for needs in ((False,) * 3 + (True,) * 4, (True,) + (False,) * 5 + (True,)):
+                for given in (dy, wide[:, 8:]):
+                    found = cuda.backward(given, pre, x, weights, biases, "silu", "apart", needs)
+                    assert found[6] is not None
+                    assert torch.equal(found[6], bias_sums.column_sums(given))
 
     def test_what_is_not_finite_stays_in_its_column(self) -> None:
         x, weights, biases, dy = _draw((300, 64, 200, 72), torch.float16, "apart", "yes")

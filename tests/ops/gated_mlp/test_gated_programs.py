@@ -24,8 +24,9 @@ from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common import door, door_node
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.door_launch import DoorLaunch
-from fastlinear.ops.gated_mlp import cuda, launches, programs
+from fastlinear.ops.gated_mlp import bias_sums, cuda, launches, programs
 from fastlinear.ops.gated_mlp.autograd import Formula, GatedMLP
+from fastlinear.ops.gated_mlp.cuda_plans import Plan
 from fastlinear.ops.gated_mlp.stacking import Biases, Weights
 
 pytestmark = needs_nodes
@@ -52,10 +53,10 @@ class Stand:
 
 
 STANDS: dict[int, Stand] = {}
-EARLY: list[bool] = []  # of the launches of sums that were made, whether they begin early
+MADE: list[str] = []  # launches of sums, in the order in which they were made
 
 
-def stand(like: Sequence[Any], function: Callable[..., None]) -> cuda.Plan:
+def stand(like: Sequence[Any], function: Callable[..., None]) -> Plan:
     """``function`` of tensors laid out as ``like``, wherever the launch says that they lie."""
     laid = [None if t is None else (t.shape, t.stride(), t.dtype) for t in like]
 
@@ -72,10 +73,10 @@ def stand(like: Sequence[Any], function: Callable[..., None]) -> cuda.Plan:
             function(*map(at, addresses, laid))
 
     launch: Any = Stand(run, len(laid))
-    return cuda.Plan(launch, launch.arguments)
+    return Plan(launch, launch.arguments)
 
 
-def gate_plan(tensors: Sequence[Any], activation: str, save: bool, _: Any) -> cuda.Plan:
+def gate_plan(tensors: Sequence[Any], activation: str, save: bool, _: Any) -> Plan:
     def run(x: Any, wg: Any, wu: Any, h: Any, pre_g: Any, pre_u: Any, bg: Any, bu: Any) -> None:
         gate, up = F.linear(x, wg, bg), F.linear(x, wu, bu)
         if save:
@@ -86,8 +87,9 @@ def gate_plan(tensors: Sequence[Any], activation: str, save: bool, _: Any) -> cu
     return stand(tensors, run)
 
 
-def through_plan(tensors: Sequence[Any], activation: str, needs_h: bool, _: Any) -> cuda.Plan:
-    def run(dy: Any, down: Any, gate: Any, up: Any, dg: Any, du: Any, h: Any, sums: Any) -> None:
+def through_plan(tensors: Sequence[Any], activation: str, needs_h: bool, _: Any) -> Plan:
+    def run(*given: Any) -> None:
+        dy, down, gate, up, dg, du, h, sums, again, shares = given
         *found, through = derive(dy @ down, gate, up, activation)
         dg.copy_(found[0])
         du.copy_(found[1])
@@ -96,19 +98,33 @@ def through_plan(tensors: Sequence[Any], activation: str, needs_h: bool, _: Any)
         if sums is not None:
             sums.zero_()
             sums[:, 0] = torch.stack([t.sum(0) for t in found])
+        assert (again is None) == (shares is None)
+        if shares is not None:
+            assert again.data_ptr() == dy.data_ptr()
+            share(dy, shares)
 
     return stand(tensors, run)
 
 
-def sums_plan(tensors: Sequence[Any], like: Tensor, early: bool) -> cuda.Plan:
-    def run(sums: Any, gate: Any, up: Any, dy: Any, down: Any) -> None:
+def share(dy: Tensor, shares: Tensor) -> None:
+    shares.zero_()
+    shares[-1] = dy.sum(0)
+
+
+def shares_plan(tensors: Sequence[Any]) -> Plan:
+    MADE.append("shares")
+    return stand(tensors, share)
+
+
+def sums_plan(tensors: Sequence[Any], like: Tensor) -> Plan:
+    def run(sums: Any, gate: Any, up: Any, shares: Any, down: Any) -> None:
         for part, values in zip((gate, up), () if sums is None else sums.sum(1), strict=False):
             if part is not None:
                 part.copy_(values)
         if down is not None:
-            down.copy_(dy.sum(0))
+            down.copy_(shares.sum(0))
 
-    EARLY.append(early)
+    MADE.append("sums")
     return stand(tensors, run)
 
 
@@ -133,11 +149,14 @@ def _stood_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels of the node library are Python functions on a CPU's memory."""
     if torch.cuda.is_available():
         pytest.skip("the library has the driver itself")
-    for name in ("gate_plan", "through_plan", "sums_plan"):
+    for name in ("gate_plan", "through_plan"):
         monkeypatch.setattr(cuda, name, globals()[name])
+    for name in ("shares_plan", "sums_plan"):
+        monkeypatch.setattr(bias_sums, name, globals()[name])
     monkeypatch.setattr(launches, "elementwise", passes)
     monkeypatch.setattr(cuda, "down_choice", lambda *_: ("eager", reference_linear))
-    monkeypatch.setattr(cuda, "_run", lambda _, make, __, tensors: make().run(tensors, 0))
+    for module in (cuda, bias_sums):
+        monkeypatch.setattr(module, "run", lambda _, make, __, tensors: make().run(tensors, 0))
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(driver, "make_current", lambda _: None)
     monkeypatch.setattr(driver, "loading_allowed", nullcontext)
@@ -163,7 +182,7 @@ def _stood_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         table.clear()
     library.fastlinear_node_cuda(None, None, None)
     STANDS.clear()
-    EARLY.clear()
+    MADE.clear()
 
 
 @pytest.mark.usefixtures("_stood_in")
@@ -239,13 +258,16 @@ def test_what_no_program_describes_stays_in_python() -> None:
 
 
 @pytest.mark.usefixtures("_stood_in")
-def test_sums_begin_early_only_behind_the_kernel_that_lets_them() -> None:
-    for frozen, early in ((3, True), (6, False)):
-        needs = [i == frozen or (early and i > 3) for i in range(7)]
-        given = draw((9, 16), "apart", "yes", needs)
-        EARLY.clear()
+def test_dy_has_a_launch_of_its_own_only_where_nothing_else_is_asked_for() -> None:
+    for wanted, launches_of in (
+        ((3, 4, 5, 6), {"sums"}),
+        ((6,), {"shares", "sums"}),
+        ((0, 3), set()),
+    ):
+        given = draw((9, 16), "apart", "yes", [i in wanted for i in range(7)])
+        MADE.clear()
         Way(formula_of("cuda", "apart"), given).compare(given)
-        assert set(EARLY) == {early}
+        assert set(MADE) == launches_of
 
 
 @pytest.mark.usefixtures("_stood_in")

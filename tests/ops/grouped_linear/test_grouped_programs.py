@@ -213,6 +213,7 @@ KINDS = (
     ("strips", "strips", (16, 32, 32), (4, 64), torch.float16),
     ("strips", "eager", (8, 100, 100), (4, 256), torch.float32),
     ("resident", "wide", (4, 256, 200), (3, 333), torch.bfloat16),
+    ("resident", "wide", (4, 256, 200), (3, 336), torch.bfloat16),  # channels first, too
     ("resident", "eager", (4, 136, 328), (4, 16), torch.float16),
     ("wide", "wide", (4, 256, 256), (4, 1024), torch.bfloat16),
     ("wide", "eager", (4, 256, 384), (4, 16), torch.float16),

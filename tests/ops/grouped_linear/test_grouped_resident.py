@@ -4,6 +4,7 @@ anywhere."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import nvrtc_offline as offline
 import pytest
@@ -16,8 +17,8 @@ from fastlinear.dispatch.backend import family
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.hopper import SHARED_LIMIT
+from fastlinear.ops.grouped_linear import group_map, reference, resident
 from fastlinear.ops.grouped_linear import layout as layouts
-from fastlinear.ops.grouped_linear import reference, resident
 from fastlinear.ops.grouped_linear import resident_config as configs
 from fastlinear.ops.grouped_linear.problem import problem
 from fastlinear.ops.grouped_linear.resident_config import (
@@ -229,13 +230,18 @@ def test_which_channels_it_serves() -> None:
 def test_reasons_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     p = problem("forward", 64, 8, 256, 256, dtype="bfloat16", device="cpu")
     assert resident.reason_not(p) == "its kernel runs on CUDA devices only"
-    monkeypatch.setattr(resident.strips_tiles, "reason_not", lambda *_: None)
+    monkeypatch.setattr(group_map.strips_tiles, "reason_not", lambda *_: None)
 
-    def asked(dtype: str, k: int = 256) -> str | None:
-        return resident.reason_not(problem("forward", 4096, 4, k, k, dtype=dtype, device="cuda"))
+    def asked(dtype: str, k: int = 256, **how: Any) -> str | None:
+        given: Any = {"dtype": dtype, "device": "cuda", **how}
+        return resident.reason_not(problem("forward", 4096, 4, k, k, **given))
 
     assert asked("bfloat16") is None
     assert asked("float32") == "serves bfloat16 and float16, not float32"
+    assert asked("bfloat16", order="channels", length=64) is None
+    assert asked("bfloat16", order="tokens") is None
+    refused = asked("bfloat16", order="channels", length=100)
+    assert refused == "serves sequences of channels of multiples of 8 tokens, not 100"
     refused = asked("float16", 100)
     assert refused is not None
     assert refused.endswith("by four parts, not 100 to 100")
@@ -265,11 +271,16 @@ def test_compiles_for_every_activation(activation: str) -> None:
 
 
 def test_when_it_comes_first() -> None:
-    def first(m: int, groups: int, k: int, n: int, dtype: str = "bfloat16") -> str:
-        p = problem("forward", m, groups, k, n, dtype=dtype, device="cuda")
+    def first(m: int, groups: int, k: int, n: int, dtype: str = "bfloat16", **how: Any) -> str:
+        p = problem("forward", m, groups, k, n, dtype=dtype, device="cuda", **how)
         return family("grouped_linear").prefer(p)[0]
 
     assert first(16384, 16, 256, 256) == "resident"
+    assert first(16384, 16, 256, 256, order="channels", length=16384) == "resident"
+    assert first(16384, 16, 256, 256, order="channels", length=64) == "resident"
+    assert first(16384, 16, 256, 256, order="channels", length=32) == "triton"  # half empty tiles
+    assert first(16384, 16, 256, 256, order="channels", length=100) == "triton"
+    assert first(1024, 4, 256, 256, order="channels", length=1024) == "triton"
     assert first(256, 16, 256, 256) == "triton"  # few tokens
     assert first(128, 40, 200, 200) == "resident"
     assert first(2048, 16, 1024, 256) == "wide"  # x would be read for 64 outputs at a time

@@ -35,6 +35,8 @@ SIZES = (
     *((2, 256, 256), (3, 256, 192), (3, 136, 24), (3, 24, 136), (2, 200, 200), (4, 128, 256)),
     *((2, 64, 256), (2, 192, 136), (40, 160, 208), (2, 256, 64), (2, 256, 128)),
 )
+CHANNELS_256 = {"order": "channels", "length": 256}
+CHANNELS_512 = {"order": "channels", "length": 512}
 CONFIGS = (
     WideBackwardConfig(3, 2, 1, 2, False),
     WideBackwardConfig(2, 4, 2, 2, True),
@@ -290,16 +292,18 @@ def test_compiles_for_other_needs_and_numbers() -> None:
 
 
 def test_other_dtypes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wide.strips_tiles, "reason_not", lambda *_: None)
+    monkeypatch.setattr(group_map.strips_tiles, "reason_not", lambda *_: None)
 
-    def asked(dtype: str, order: str = "tokens") -> str | None:
-        sizes = 4096, 4, 256, 256
-        return wide.reason_not(problem("backward", *sizes, dtype=dtype, device="cuda", order=order))
+    def asked(dtype: str, order: str = "tokens", length: int = 0) -> str | None:
+        given: Any = {"dtype": dtype, "device": "cuda", "order": order, "length": length}
+        return wide.reason_not(problem("backward", 4096, 4, 256, 256, **given))
 
     assert asked("bfloat16") is None
     for dtype in ("float32", "float64"):
         assert asked(dtype) == f"serves bfloat16 and float16, not {dtype}"
     assert asked("bfloat16", "groups") is None
+    assert asked("bfloat16", "channels", 4096) is None
+    assert asked("bfloat16", "channels", 12) is not None
 
 
 @pytest.mark.parametrize(
@@ -307,7 +311,24 @@ def test_other_dtypes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("wide", (2048, 56, 144, 144), {}),
         ("wide", (2048, 40, 200, 200), {"order": "groups"}),
-        ("wide", (64, 64, 256, 256), {}),
+        ("wide", (64, 64, 256, 256), {"activation": "relu"}),
+        ("triton", (64, 64, 256, 256), {}),  # no launch for a derivative
+        ("triton", (1024, 64, 256, 256), {}),
+        ("wide", (2048, 64, 256, 256), {}),
+        ("wide", (512, 32, 256, 256), {}),
+        ("triton", (256, 32, 256, 256), {}),
+        ("wide", (256, 56, 144, 144), {"order": "groups"}),
+        ("triton", (128, 56, 144, 144), {"order": "groups"}),
+        ("wide", (16384, 16, 256, 256), {"order": "channels", "length": 16384}),
+        ("wide", (16384, 16, 256, 256), {"order": "channels", "length": 64}),
+        ("triton", (16384, 16, 256, 256), {"order": "channels", "length": 32}),
+        ("triton", (16384, 16, 256, 256), {"order": "channels", "length": 100}),
+        ("eager", (16300, 16, 256, 256), {"order": "channels", "length": 16300}),
+        ("eager", (512, 16, 256, 256), {"order": "channels", "length": 512}),
+        ("wide", (512, 16, 256, 256), {"order": "channels", "length": 64}),  # several sequences
+        ("eager", (512, 16, 256, 256), {**CHANNELS_512, "activation": "relu"}),
+        ("triton", (256, 40, 200, 200), {**CHANNELS_256, "activation": "relu"}),
+        ("wide", (512, 40, 200, 200), {**CHANNELS_512, "activation": "relu"}),
         ("eager", (64, 256, 160, 160), {}),  # weights, and padding
         ("eager", (256, 8, 256, 256), {}),  # few tokens
         ("eager", (2048, 16, 512, 512), {}),

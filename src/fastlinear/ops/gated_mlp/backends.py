@@ -54,7 +54,8 @@ _TRITON_SOURCES = (
     "../common/triton_launch.py",
 )
 _CUDA_SOURCES = (
-    *("forward.cu", "backward.cu", "bias_sums.cu", "cuda_config.py", "products.py"),
+    *("forward.cu", "backward.cu", "bias_sums.cu", "bias_sums.py", "dy_sums.h"),
+    *("cuda_plans.py", "cuda_config.py", "products.py"),
     "../common/cuda_driver.py",
     *(f"../common/{name}" for name in hopper.FILES),
 )

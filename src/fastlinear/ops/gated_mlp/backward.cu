@@ -3,7 +3,7 @@
 //
 //   dH = A Wd (never written),  dG = dH ∘ U ∘ act'(G),  dU = dH ∘ act(G),  H = act(G) ∘ U
 //
-// Behind hopper_gemm.h, hopper_kernel.h and hopper_activations.h. A is dy (M, N), B the down weight
+// Behind hopper_gemm.h, hopper_kernel.h, hopper_activations.h and dy_sums.h. A is dy (M, N), B the down weight
 // (N, H) as it lies. Each warp of a consumer reads G and U in blocks of 16 rows by TMA, as many as it
 // has sets of buffers for under the products before, writes dG and dU over them and H beside them, and
 // sends all three off by TMA. No block is read by two warps, or after it was sent off: in global memory
@@ -15,6 +15,7 @@
 //   NEED_H 1: H is written, for the gradient of the down weight.
 //   SUMS 1: column sums of dG and dU as they are stored, of MMA_M * 16 rows each, are written for the
 //     bias gradients: products with ones, a quarter of a block behind.
+//   DOWN_SUMS 1: so are shares of dy's column sums, by the warps that have nothing else to do.
 
 constexpr int H_BUFS = 2;
 constexpr int BLOCK_BYTES = 16 * BLOCK_COLS * 2;
@@ -217,8 +218,9 @@ gated_backward(const __grid_constant__ TensorMap a_map, const __grid_constant__ 
                const __grid_constant__ TensorMap up_map,
                const __grid_constant__ TensorMap dgate_map,
                const __grid_constant__ TensorMap dup_map, const __grid_constant__ TensorMap h_map,
-               float* __restrict__ sums, int sum_rows, int columns, int tiles_m, int tiles_n,
-               int k_tiles) {
+               float* __restrict__ sums, const unsigned short* __restrict__ dy,
+               float* __restrict__ shares, int sum_rows, int columns, int dy_rows, int dy_columns,
+               int dy_stride, int share_rows, int tiles_m, int tiles_n, int k_tiles) {
   extern __shared__ __align__(1024) char smem[];
   const u32 base = smem_addr(smem), full = base + BAR_OFFSET;
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
@@ -232,7 +234,7 @@ gated_backward(const __grid_constant__ TensorMap a_map, const __grid_constant__ 
     for (int i = 0; i < 8 * SETS; ++i) mbar_init(base + LOADED_OFFSET + i * 8, 1);
   }
   init_pipeline(full);
-  let_next_begin();  // it reads dy as soon as it runs
+  let_next_begin();
   const Work work(tiles_m, tiles_n, k_tiles);
 
   // As in the forward: 40 + 2 * 232 registers for what 3 * 168 were.
@@ -251,6 +253,10 @@ gated_backward(const __grid_constant__ TensorMap a_map, const __grid_constant__ 
           tma_load<CLUSTER>(b_dst, &b_map, bar, kt * BK, n * BN + rank * B_PART);
         }
       });
+    } else if (DOWN_SUMS && thread >= 32) {
+      const DySums own{dy, shares, dy_rows, dy_columns, dy_stride, share_rows};
+      for (int task = blockIdx.x * 3 + thread / 32 - 1; task < own.tasks(); task += gridDim.x * 3)
+        own.add(task, thread % 32);
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");

@@ -2,7 +2,7 @@
 
 ``forward.cu`` is gate and up projection as one product, ``backward.cu`` the gradient of what the
 gate lets through, which is never written. Both hide the epilogue under the next tile's product.
-``bias_sums.cu`` finishes all bias gradients in one launch, begun under ``backward.cu``'s end.
+``backward.cu`` also leaves partial sums of the bias gradients, which ``bias_sums.py`` adds up.
 The down projection is what linear_act takes for such a layer, the other products are cuBLAS's.
 Every element is written by one block in a fixed order: results are deterministic.
 """
@@ -10,9 +10,7 @@ Every element is written by one block in a fixed order: results are deterministi
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +24,17 @@ from fastlinear.dispatch.select import select
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common.calls import is_captured
 from fastlinear.ops.common.hopper import (
-    ARCH,
     BK,
     HALF_DTYPES,
     THREADS,
-    WORDS,
     EarlyLaunch,
     device_source,
     operand_layout,
 )
 from fastlinear.ops.gated_mlp import reference
+from fastlinear.ops.gated_mlp.bias_sums import bias_gradients, column_sums, empty_shares, share_of
 from fastlinear.ops.gated_mlp.cuda_config import Config, config_for
+from fastlinear.ops.gated_mlp.cuda_plans import Plan, Slot, compiled, readable, run
 from fastlinear.ops.gated_mlp.problem import has_down
 from fastlinear.ops.gated_mlp.products import PYTORCH, Sums, backward_through_down
 from fastlinear.ops.gated_mlp.stacking import (
@@ -47,7 +45,6 @@ from fastlinear.ops.gated_mlp.stacking import (
     Weights,
     empty_like,
     empty_pre,
-    halves,
     hidden,
     split_biases,
     split_pre,
@@ -57,13 +54,9 @@ from fastlinear.ops.linear_act import problem as linear_act
 from fastlinear.ops.linear_act import reference as layers
 
 _HERE = Path(__file__).parent
-_MAX_PLANS = 1024
-_SUMS_THREADS, _SUMS_COLUMNS = 512, 64  # of a block of bias_sums.cu
-_SHARE = 512  # rows of dy that it reads at once; more are shared by a cluster
+_MOST_DOWNS = 1024
 _MOST_FEW_ROWS = 32 << 20  # bytes of a weight
 _MAX_SIZE = 1 << 30  # tile coordinates are 32-bit
-
-Slot = driver.TensorMap | ctypes.c_void_p
 
 
 def reason_not(p: Problem) -> str | None:
@@ -163,7 +156,7 @@ def gate(
     held = bias[0] is None, bias[1] is None
     made = config or config_for("forward", m, size)
     key = _key("forward", (x, *given), activation, *held, order, pre is None, made)
-    _run(key, lambda: gate_plan(tensors, activation, pre is not None, made), x, tensors)
+    run(key, lambda: gate_plan(tensors, activation, pre is not None, made), x, tensors)
     return h
 
 
@@ -213,7 +206,7 @@ def down_choice(
             precision=matmul_precision(h.dtype),
             captured=is_captured(h),
         )
-        if len(_downs) >= _MAX_PLANS:
+        if len(_downs) >= _MOST_DOWNS:
             _downs.clear()
         with torch.cuda.device(h.device):
             backend = select(p).backend
@@ -254,11 +247,14 @@ def through_down(
     if any(needs[:2]):
         shape = (2, sums_rows(made, m, n, size), size)
         sums = torch.empty(shape, dtype=torch.float32, device=dy.device)
+    shares = empty_shares(dy) if needs[2] else None
     given = *read, *split_pre(dpre, order)
-    tensors = [dy, down, *given, given[0] if h is None else h, sums]
-    key = _key("backward", (dy, down, *read), activation, order, sums is None, needs_h, made)
-    _run(key, lambda: through_plan(tensors, activation, needs_h, made), dy, tensors)
-    return dpre, h, _bias_gradients(sums, order, needs, dy)
+    summed = sums, None if shares is None else dy, shares
+    tensors = [dy, down, *given, given[0] if h is None else h, *summed]
+    how = activation, order, sums is None, shares is None, needs_h, made
+    key = _key("backward", (dy, down, *read), *how)
+    run(key, lambda: through_plan(tensors, activation, needs_h, made), dy, tensors)
+    return dpre, h, bias_gradients(sums, shares, order, needs, dy)
 
 
 def sums_rows(config: Config, m: int, n: int, size: int) -> int:
@@ -270,8 +266,8 @@ def sums_rows(config: Config, m: int, n: int, size: int) -> int:
 def through_plan(tensors: Sequence[Any], activation: str, needs_h: bool, config: Config) -> Plan:
     """The launch of ``through_down`` for tensors laid out as these are: dy, the down weight, two
     pre-activations, their two gradients, h (any other where ``needs_h`` is not asked for), the sums
-    or None."""
-    dy, down, sums = tensors[0], tensors[1], tensors[7]
+    or None, dy and its shares or None twice."""
+    dy, down, sums, shares = tensors[0], tensors[1], tensors[7], tensors[9]
     (m, n), size = dy.shape, down.shape[1]
     slots: list[Slot] = [
         _operand(dy, config.bm),
@@ -280,86 +276,14 @@ def through_plan(tensors: Sequence[Any], activation: str, needs_h: bool, config:
             *(down.data_ptr(), dy.device.index),
         ),
         *(_output(t, config.block) for t in tensors[2:7]),
-        ctypes.c_void_p(0),
+        *(ctypes.c_void_p(0) for _ in tensors[7:]),
     ]
-    macros = {"NEED_H": int(needs_h), "SUMS": int(sums is not None)}
+    wanted = {"SUMS": int(sums is not None), "DOWN_SUMS": int(shares is not None)}
+    macros = {"NEED_H": int(needs_h), **wanted}
     kernel = _kernel("backward", config, dy, activation, macros, True)
-    counts = sums_rows(config, m, n, size), size, *_tiles(config, m, config.bn, size, n)
-    return _product(kernel, config, slots, counts)
-
-
-def _bias_gradients(
-    sums: Tensor | None, order: str, needs: tuple[bool, bool, bool], dy: Tensor
-) -> Sums:
-    """The bias gradients, as the biases lie: of gate and up out of their sums (2, rows, H), of the
-    down projection out of dy (M, N), which the launch before has not written."""
-    first = second = third = None
-    parts: tuple[Tensor | None, Tensor | None] = None, None
-    if sums is not None and order == "apart":
-        first, second = (dy.new_empty(sums.shape[2]) if need else None for need in needs[:2])
-        parts = first, second
-    elif sums is not None:
-        first = dy.new_empty(2 * sums.shape[2])
-        parts = halves(first, None, order, 0)
-    if needs[2]:
-        third = dy.new_empty(dy.shape[1])
-    if any(needs):
-        _add_up([sums, *parts, dy if needs[2] else None, third], dy, early=True)
-    return first, second, third
-
-
-def column_sums(dy: Tensor) -> Tensor:
-    """The down bias's gradient (N,) by itself out of dy (M, N), with the same bits."""
-    dy = readable(dy)
-    found = dy.new_empty(dy.shape[1])
-    _add_up([None, None, None, dy, found], dy, early=False)
-    return found
-
-
-def _add_up(tensors: Sequence[Tensor | None], like: Tensor, *, early: bool) -> None:
-    which = (None if t is None else (t.shape, t.stride()) for t in tensors)
-    key = "sums", like.dtype, like.device, early, *which
-    _run(key, lambda: sums_plan(tensors, like, early), like, tensors)
-
-
-def sums_plan(tensors: Sequence[Any], like: Tensor, early: bool) -> Plan:
-    """The launch that finishes bias gradients for tensors laid out as these are: sums (2, rows, H),
-    gradients of the gate's and the up projection's bias, dy (M, N) and the gradient of the down
-    projection's, each of them or None; all in the dtype and on the device of ``like``.
-
-    Args:
-        early: whether it runs right behind ``through_plan``'s, under whose end it may read dy.
-    """
-    sums, dy = tensors[0], tensors[3]
-    rows, size = (0, 0) if sums is None else sums.shape[1:]
-    (m, n), stride = (0, 0) if dy is None else dy.shape, 0 if dy is None else dy.stride(0)
-    cluster = next(c for c in (1, 2, 4, 8) if c == 8 or m <= c * _SHARE)
-    down_blocks = -(-n // _SUMS_COLUMNS) * cluster
-    blocks = down_blocks + 2 * -(-size // _SUMS_COLUMNS)
-    slots = [ctypes.c_void_p(0) for _ in tensors]
-    counts = (ctypes.c_int(count) for count in (rows, size, m, n, stride, down_blocks))
-    made = EarlyLaunch if early else driver.Launch
-    launch = made(_sums_kernel(like), _SUMS_THREADS, cluster, [*slots, *counts])
-    launch.set_grid(-(-blocks // cluster) * cluster)
-    return Plan(launch, slots)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One prepared launch: fixed shapes and layouts, any addresses."""
-
-    launch: driver.Launch
-    slots: Sequence[Slot]
-
-    def run(self, tensors: Sequence[Tensor | None], stream: int) -> None:
-        """Launch on tensors of the same kind, in the order of the slots."""
-        for slot, tensor in zip(self.slots, tensors, strict=True):
-            address = 0 if tensor is None else tensor.data_ptr()
-            if isinstance(slot, driver.TensorMap):
-                slot.point_at(address)
-            else:
-                slot.value = address
-        self.launch.run(stream)
+    tiles = _tiles(config, m, config.bn, size, n)
+    rows = m, n, dy.stride(0), share_of(m)
+    return _product(kernel, config, slots, (sums_rows(config, m, n, size), size, *rows, *tiles))
 
 
 def _product(
@@ -373,9 +297,6 @@ def _product(
     return Plan(launch, slots)
 
 
-_lock = threading.Lock()
-_kernels: dict[Any, driver.Kernel] = {}
-_plans: dict[Any, Plan] = {}
 _downs: dict[Any, tuple[str, Callable[..., Any]]] = {}
 cache.on_change(_downs.clear)
 
@@ -399,19 +320,8 @@ def source(
         "BLOCK_COLS": config.block,
         **macros,
     }
-    file = _HERE / f"{piece}.cu"
-    return device_source(file, own, config.bn, dtype, activation, False, b_mn)
-
-
-def sums_source(dtype: torch.dtype) -> str:
-    """The complete CUDA C++ source of the bias gradients' sums."""
-    define = f"#define IS_BF16 {int(dtype == torch.bfloat16)}\n"
-    return define + WORDS.read_text() + (_HERE / "bias_sums.cu").read_text()
-
-
-def _sums_kernel(like: Tensor) -> driver.Kernel:
-    key = "sums", like.dtype, like.device.index
-    return _compiled(key, "gated_bias_sums", 0, lambda: sums_source(like.dtype))
+    first, last = _HERE / "dy_sums.h", (_HERE / f"{piece}.cu").read_text()
+    return device_source(first, own, config.bn, dtype, activation, False, b_mn) + last
 
 
 def _kernel(
@@ -423,50 +333,13 @@ def _kernel(
     def text() -> str:
         return source(piece, config, like.dtype, activation, macros, b_mn)
 
-    return _compiled(key, f"gated_{piece}", shared, text)
-
-
-def _compiled(key: Any, name: str, shared: int, text: Callable[[], str]) -> driver.Kernel:
-    """The kernel of a source, for the device that the key ends with."""
-    kernel = _kernels.get(key)
-    if kernel is None:
-        cubin = driver.compile_cubin(text(), f"{name}.cu", ARCH)
-        kernel = _kernels[key] = driver.Kernel(cubin, name, shared, key[-1])
-    return kernel
-
-
-def _run(
-    key: Any, make: Callable[[], Plan], like: Tensor, tensors: Sequence[Tensor | None]
-) -> None:
-    index = like.device.index
-    if index != torch._C._cuda_getDevice():
-        with torch.cuda.device(index):
-            _run(key, make, like, tensors)
-        return
-    with _lock:
-        plan = _plans.get(key)
-        if plan is None:
-            if len(_plans) >= _MAX_PLANS:
-                _plans.clear()
-            driver.make_current(index)
-            with driver.loading_allowed():
-                plan = _plans[key] = make()
-        plan.run(tensors, torch._C._cuda_getCurrentRawStream(index))
+    return compiled(key, f"gated_{piece}", shared, text)
 
 
 def _key(piece: str, tensors: Sequence[Tensor], *rest: Any) -> Any:
     """What a launch is made for; the tensors that are not named follow from these."""
     first = tensors[0]
     return (piece, first.dtype, first.device, *[(t.shape, t.stride()) for t in tensors], *rest)
-
-
-def readable(t: Tensor) -> Tensor:
-    """A matrix whose rows TMA can read: itself or a dense copy."""
-    if not t.is_contiguous() or t.shape[1] % 8:
-        layout = operand_layout(tuple(t.shape), t.stride())
-        if layout is None or layout[0] or (t.stride(1) != 1 and t.shape[1] != 1):
-            t = t.contiguous()
-    return t if t.data_ptr() % 16 == 0 else t.clone()
 
 
 def _operand(t: Tensor, box: int) -> driver.TensorMap:

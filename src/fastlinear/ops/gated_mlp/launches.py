@@ -11,8 +11,10 @@ from torch import Tensor
 
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common.door_launch import DoorLaunch, prepared
+from fastlinear.ops.gated_mlp import bias_sums as sums
 from fastlinear.ops.gated_mlp import cuda
 from fastlinear.ops.gated_mlp.cuda_config import config_for
+from fastlinear.ops.gated_mlp.cuda_plans import Plan, lock, readable
 
 Place = tuple[int, int]
 """Memory that a kernel gets: a program's tensor, and bytes behind its first element."""
@@ -45,12 +47,17 @@ def through_down(
     )
 
 
-def bias_sums(arguments: Sequence[Laid], like: Tensor, *, early: bool) -> DoorLaunch | None:
-    """``cuda.sums_plan``, likewise."""
-    tensors = _tensors(arguments)
-    if tensors[3] is not None and not _read_in_place([tensors[3]]):
+def bias_sums(arguments: Sequence[Laid], like: Tensor) -> DoorLaunch:
+    """``sums.sums_plan``, likewise."""
+    return _made(lambda: sums.sums_plan(_tensors(arguments), like), like.device, arguments)
+
+
+def shares(arguments: Sequence[Laid]) -> DoorLaunch | None:
+    """``sums.shares_plan``, likewise."""
+    dy, out = _tensors(arguments)
+    if dy is None or not _read_in_place([dy]):
         return None
-    return _made(lambda: cuda.sums_plan(tensors, like, early), like.device, arguments)
+    return _made(lambda: sums.shares_plan([dy, out]), dy.device, arguments)
 
 
 def elementwise(
@@ -75,17 +82,15 @@ def _tensors(arguments: Sequence[Laid]) -> list[Tensor | None]:
 
 def _read_in_place(tensors: Sequence[Tensor]) -> bool:
     """Whether TMA reads these matrices where they lie, on the current device."""
-    if any(cuda.readable(t) is not t for t in tensors):
+    if any(readable(t) is not t for t in tensors):
         return False
     return tensors[0].device.index == torch._C._cuda_getDevice()
 
 
-def _made(
-    make: Callable[[], cuda.Plan], device: torch.device, arguments: Sequence[Laid]
-) -> DoorLaunch:
+def _made(make: Callable[[], Plan], device: torch.device, arguments: Sequence[Laid]) -> DoorLaunch:
     """A launch of its own memory: the door fills that in without Python's lock."""
     driver.make_current(device.index)
-    with cuda._lock, driver.loading_allowed():
+    with lock, driver.loading_allowed():
         plan = make()
     slots = list(zip(plan.slots, arguments, strict=True))
     return _placed(prepared(plan.launch, (), plan), slots)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastlinear.ops.common import door_node
 from fastlinear.ops.common.door_program import Program
-from fastlinear.ops.gated_mlp import cuda, launches
+from fastlinear.ops.gated_mlp import bias_sums, cuda, launches
 from fastlinear.ops.gated_mlp.autograd import Formula
 from fastlinear.ops.gated_mlp.cuda_config import config_for
 from fastlinear.ops.gated_mlp.kept import READERS, readers_of_x, reads_kept
@@ -298,14 +298,23 @@ def _backward(
 
 
 def _column_sums(p: Program, formula: Formula, dy: Operand) -> int | None:
-    """The down bias's gradient alone: ``cuda.column_sums``, or PyTorch's."""
+    """The down bias's gradient alone: ``bias_sums.column_sums``, or PyTorch's."""
     if formula.backward_name != "cuda":
         return p.row_sum(dy.number)
-    n, dtype = dy.tensor.shape[1], dy.tensor.dtype
-    found = p.empty((n,), dtype, dy.memory)
+    shares = _shares(p, dy)
+    if not p.launch(launches.shares([(dy.tensor, (dy.memory, 0)), shares])):
+        return None
+    n = dy.tensor.shape[1]
+    found = p.empty((n,), dy.tensor.dtype, dy.memory)
     out: Laid = dy.tensor.new_empty(n), (found, 0)
-    arguments: list[Laid] = [None, None, None, (dy.tensor, (dy.memory, 0)), out]
-    return found if p.launch(launches.bias_sums(arguments, dy.tensor, early=False)) else None
+    p.launch(launches.bias_sums([None, None, None, shares, out], dy.tensor))
+    return found
+
+
+def _shares(p: Program, dy: Operand) -> Laid:
+    """New memory for the shares of dy's column sums."""
+    like = bias_sums.empty_shares(dy.tensor)
+    return like, (p.empty(like.shape, torch.float32, dy.memory), 0)
 
 
 def _through_down(
@@ -335,6 +344,9 @@ def _through_down(
         shape = 2, rows, size
         number = p.empty(shape, torch.float32, dy.memory)
         sums = dy.tensor.new_empty(shape, dtype=torch.float32), (number, 0)
+    shares, dy_again = None, None
+    if needs[6]:
+        shares, dy_again = _shares(p, dy), (dy.tensor, (dy.memory, 0))
     arguments: list[Laid] = [
         (dy.tensor, (dy.memory, 0)),
         (down, (_WEIGHTS + 2, 0)),
@@ -342,6 +354,8 @@ def _through_down(
         *_halves(found, dpre, order),
         out,
         sums,
+        dy_again,
+        shares,
     ]
     launch = launches.through_down(arguments, formula.activation, needs[3], config)
     if not p.launch(launch):
@@ -358,11 +372,11 @@ def _through_down(
         both = dy.tensor.new_empty(2 * size)
         gradients[0] = p.empty((2 * size,), dtype, dy.memory)
         parts = _parts(halves(both, None, order, 0), (gradients[0], None), both, order)
-    summed: list[Laid] = [None, None]
+    last: Laid = None
     if needs[6]:
         number = gradients[2] = p.empty((n,), dtype, dy.memory)
-        summed = [(dy.tensor, (dy.memory, 0)), (dy.tensor.new_empty(n), (number, 0))]
-    p.launch(launches.bias_sums([sums, *parts, *summed], dy.tensor, early=True))
+        last = dy.tensor.new_empty(n), (number, 0)
+    p.launch(launches.bias_sums([sums, *parts, shares, last], dy.tensor))
     return dpre, h, (gradients[0], gradients[1], gradients[2])
 
 

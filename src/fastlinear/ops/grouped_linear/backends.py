@@ -71,6 +71,7 @@ _STRIPS_BACKWARD_SOURCES = (
 )
 _TOKENS_ONE_BY_ONE = 768
 _FEW_TOKENS = 1 << 12  # of all groups: no more than that is too few for kernels that keep weights
+_LEAST_SEQUENCE = 48  # tokens of a sequence of channels, for tiles of 64
 _LEAST_STRIP = 192  # bytes of its width from which `strips` is taken
 _HOPPER_UNITS = 132  # multiprocessors
 _HOST_BOUND = 1 << 25  # numbers of x and y below which a GPU waits for a training call's Python
@@ -178,15 +179,49 @@ def _prefer_backward(p: Problem) -> tuple[str, ...]:
         return ("strips", "triton", "eager")
     if one_pass:
         return ("triton", "eager")
-    if copies or k % 8 or n % 8:
+    if not wide_backward_config.serves(k, n):
+        # PyTorch's batched products lose where rows do not begin at 16 bytes
+        return ("triton", "eager") if copies or k % 8 or n % 8 else ("eager",)
+    if copies and (not hopper or not _fills_boxes(p)):
         return ("triton", "eager")
     # of few tokens a group what is read and written is weights, and padding what is multiplied
     filled = 4 * k * n >= 3 * group_map.padded(k, 128) * group_map.padded(n)
-    enough = m * p.dim("G") >= _FEW_TOKENS and m >= (group_map.TOKENS if filled else 128)
-    if p.option("order") == "channels" and max(k, n) <= 256:
-        return ("triton", "eager") if hopper and filled and enough else ("eager",)
-    serves = wide_backward_config.serves(k, n)
-    return ("wide", "eager") if serves and enough else ("eager",)
+    few = m * p.dim("G") < _FEW_TOKENS or m < (group_map.TOKENS if filled else 128)
+    if not hopper or few or not _fills_boxes(p):
+        return ("triton", "eager") if copies else ("eager",)
+    by_triton, by_pytorch = _triton_derives_sooner(p), _pytorch_derives_sooner(p) and not copies
+    return ("eager",) if by_pytorch else ("triton", "eager") if by_triton else ("wide", "eager")
+
+
+def _fills_boxes(p: Problem) -> bool:
+    """Whether sequences of channels are so long that the tiles of ``resident`` and ``wide`` are not
+    for the most part empty."""
+    length = tokens_of(p)[1]
+    return p.option("order") != "channels" or (length % 8 == 0 and length >= _LEAST_SEQUENCE)
+
+
+def _triton_derives_sooner(p: Problem) -> bool:
+    """Whether Triton's backward of groups of 136 to 256 features takes less time than ``wide``:
+    without an activation, where it has no launch for the derivative, of few tokens a group.
+
+    H100, 21 sizes of 144 to 256 features in each order.
+    """
+    m, groups = p.dim("M"), p.dim("G")
+    if p.option("activation") == "none":
+        large = min(p.dim("K"), p.dim("N")) > 192
+        return m <= (128 if not large else 1024 if groups >= 64 else 256)
+    return p.option("order") == "channels" and m * groups < 3 << 12
+
+
+def _pytorch_derives_sooner(p: Problem) -> bool:
+    """Whether PyTorch's batched products, which channels first need no turning, are the fastest:
+    few groups, few tokens."""
+    tokens, groups = p.dim("M") * p.dim("G"), p.dim("G")
+    if p.option("order") != "channels":
+        return False
+    if p.option("activation") == "none":
+        return tokens < 1 << 15 and groups <= 32
+    return tokens < 3 << 12 and groups <= 16
 
 
 def _worth_strips(p: Problem) -> bool:
@@ -274,7 +309,7 @@ def _fills_strips_of_float32(p: Problem) -> bool:
 def _fills_wide(p: Problem) -> bool:
     """Whether the forward of ``wide`` has tiles of 128 tokens and outputs for most of a GPU."""
     tiles = p.dim("G") * -(-p.dim("M") // 128) * -(-p.dim("N") // 128)
-    return p.dim("K") > 128 and tiles >= 128
+    return p.option("order") == "tokens" and p.dim("K") > 128 and tiles >= 128
 
 
 def _worth_keeping(p: Problem, config: resident_config.ResidentConfig) -> bool:
@@ -285,7 +320,7 @@ def _worth_keeping(p: Problem, config: resident_config.ResidentConfig) -> bool:
     if parts > 1 and config.outputs <= group_map.COLUMNS:
         return False
     filled = 2 * k * n > group_map.padded(k) * config.outputs * parts
-    return filled and p.dim("M") >= group_map.TOKENS
+    return filled and p.dim("M") >= group_map.TOKENS and _fills_boxes(p)
 
 
 def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]:

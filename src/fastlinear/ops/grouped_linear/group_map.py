@@ -5,7 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from fastlinear.core.precision import DTYPE_NAMES
+from fastlinear.core.problem import Problem
 from fastlinear.ops.common import cuda_driver as driver
+from fastlinear.ops.grouped_linear import layout as layouts
+from fastlinear.ops.grouped_linear import strips_tiles
+from fastlinear.ops.grouped_linear.problem import tokens_of
 from fastlinear.ops.grouped_linear.strips_tiles import has_dense_rows, ordinal
 
 COLUMNS = 64
@@ -75,6 +79,19 @@ def boxes_of(t: Tensor, features: int, order: str, rows: int, dense: bool = Fals
             row, apart = features, m * features
         shape, box = (m, groups, features), (rows, 1, COLUMNS)
     return GroupMap(DTYPE_NAMES[t.dtype], shape, row, box, t.data_ptr(), ordinal(t), apart)
+
+
+def reason_not(p: Problem) -> str | None:
+    """Why a Problem's tensors have no such boxes, or None."""
+    reason = strips_tiles.reason_not(p, layouts.ORDERS)
+    if reason is not None:
+        return reason
+    if p.dtype not in ("bfloat16", "float16"):
+        return f"serves bfloat16 and float16, not {p.dtype}"
+    length = tokens_of(p)[1]
+    if p.option("order") == "channels" and length % 8:
+        return f"serves sequences of channels of multiples of 8 tokens, not {length}"
+    return None
 
 
 def has_boxes(t: Tensor, order: str) -> bool:

@@ -16,9 +16,8 @@ from fastlinear.core.device import device_facts
 from fastlinear.core.problem import Problem
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common import hopper
-from fastlinear.ops.grouped_linear import layout as layouts
+from fastlinear.ops.grouped_linear import group_map
 from fastlinear.ops.grouped_linear import resident_config as configs
-from fastlinear.ops.grouped_linear import strips_tiles
 from fastlinear.ops.grouped_linear.group_map import (
     COLUMNS,
     TOKENS,
@@ -90,11 +89,9 @@ def _kernel(
 
 def reason_not(p: Problem) -> str | None:
     """Why the kernel cannot serve a forward Problem, or None."""
-    reason = strips_tiles.reason_not(p, layouts.ORDERS)
+    reason = group_map.reason_not(p)
     if reason is not None:
         return reason
-    if p.dtype not in ("bfloat16", "float16"):
-        return f"serves bfloat16 and float16, not {p.dtype}"
     k, n = p.dim("K"), p.dim("N")
     if not configs.serves(k, n):
         return (
