@@ -98,9 +98,17 @@ def forward_kernel(x: Any, weight: Any, bias: Any, activation: str, save: bool, 
     return run
 
 
-def signs_kernel(x: Any, weight: Any, bias: Any, activation: str, _: bool, order: str) -> Any:
+def signs_kernel(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    activation: str,
+    _: bool,
+    order: str,
+    names: tuple[str, str] = ("strips", "strips"),
+) -> Any:
     """y, and its signs where the pre-activation would be."""
-    place = signs.place_for(x, weight, activation, order, "strips", "strips")
+    place = signs.place_for(x, weight, activation, order, *names)
     assert place is not None
     y_like = layouts.empty((*x.shape[:3], weight.shape[1]), order, x, x.dtype)
     strip = forward_kernel(x, weight, bias, activation, False, order)
@@ -122,6 +130,17 @@ def resident_kernel(x: Any, weight: Any, bias: Any, activation: str, save: bool,
     def run(*a: Any) -> None:
         of_x, of_w, of_y, of_pre, b = a[:5]
         strip(of_x, of_y, of_pre, of_w, b, of_x, of_y, of_pre)
+
+    return run
+
+
+def resident_signs_kernel(x: Any, weight: Any, bias: Any, *how: Any) -> Any:
+    strip = signs_kernel(x, weight, bias, *how, ("resident", "wide"))
+
+    def run(*a: Any) -> None:
+        of_x, of_w, of_y, again, b, of_signs = a[:6]
+        assert of_y == again
+        strip(of_x, of_y, of_signs, of_w, b, of_x, of_y, of_signs)
 
     return run
 
@@ -149,8 +168,14 @@ def backward_kernels(self: Any, given: Sequence[Any], wide: bool) -> list[Any]:
             assert maps[1] == pointers[4]
         read = [at(maps[i], t) for i, t in enumerate((dy, saved, x))]
         if signs.are_signs(read[1]):
-            place = signs.Place.of(read[1], order, *x.shape[1:3], weight.shape[1])  # type: ignore[arg-type]
-            read[1] = place.unpacked(read[1], x.dtype)  # type: ignore[arg-type]
+            kept: Any = read[1]
+            if wide:
+                assert maps[1] == a[8]
+                boxes: Any = signs.Boxes(*x.shape[:3], weight.shape[1])
+                read[1] = boxes.unpacked(kept, x.dtype, order)
+            else:
+                place = signs.Place.of(kept, order, *x.shape[1:3], weight.shape[1])
+                read[1] = place.unpacked(kept, x.dtype)
         dx, dw, db = reference.backward(*read, at(pointers[0], weight), activation, needs, order)  # type: ignore[arg-type]
         if dx is not None:
             into = at(maps[3], dx_like)
@@ -187,6 +212,7 @@ def _stood_in(_driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
     stand(strips, "Strips", lambda _, given: [forward_kernel(*given[:6])])
     stand(strips, "StripsWithSigns", lambda _, given: [signs_kernel(*given[:6])])
     stand(resident, "Resident", lambda _, given: [resident_kernel(*given[:6])])
+    stand(resident, "ResidentWithSigns", lambda _, given: [resident_signs_kernel(*given[:6])])
     stand(strips_backward, "StripsBackward", partial(backward_kernels, wide=False))
     stand(wide_backward, "WideBackward", partial(backward_kernels, wide=True))
     for module in (one_launch, one_pass):
@@ -230,24 +256,42 @@ def test_strips(layout: str, activation: str) -> None:
 def test_strips_keep_signs(layout: str, activation: str) -> None:
     for bias, tokens in itertools.product((True, False), ((2, 16), (5, 160))):
         given: list[Any] = draw(layout, (4, 100, 52), tokens, bias=bias, **BF16)
-        plain = formula_of("strips", "strips", activation, layout)
-        kept = replace(plain, signs=place_of(given, activation, layout))
-        Way(kept, given).compare(given)
-        wanted = [t for t in given if t is not None]
-        dy: Any = None
-        found = []
-        for formula in (plain, kept):
-            y = GroupedLinear.apply(*given, formula)
-            dy = torch.randn_like(y) if dy is None else dy
-            found.append([y, *torch.autograd.grad(y, wanted, dy)])
-        ways.same(*found)
+        compare_signs(given, ("strips", "strips"), activation, layout)
 
 
-def place_of(given: list[Any], activation: str, layout: str) -> Any:
+@pytest.mark.usefixtures("_stood_in")
+@pytest.mark.parametrize("activation", ["relu", "leaky_relu"])
+@pytest.mark.parametrize("layout", ["... (g k)", "g ... k", "b (g k) ..."])
+def test_resident_keeps_signs(layout: str, activation: str) -> None:
+    for bias, tokens in itertools.product((True, False), ((2, 16), (5, 160))):
+        given: list[Any] = draw(layout, (2, 144, 200), tokens, bias=bias, **BF16)
+        compare_signs(given, ("resident", "wide"), activation, layout)
+
+
+def compare_signs(given: list[Any], names: tuple[str, str], activation: str, layout: str) -> None:
+    plain = formula_of(*names, activation, layout)
+    kept = replace(plain, signs=place_of(given, activation, layout, names))
+    Way(kept, given).compare(given)
+    wanted = [t for t in given if t is not None]
+    dy: Any = None
+    found = []
+    for formula in (plain, kept):
+        y = GroupedLinear.apply(*given, formula)
+        dy = torch.randn_like(y) if dy is None else dy
+        found.append([y, *torch.autograd.grad(y, wanted, dy)])
+    ways.same(*found)
+
+
+def place_of(
+    given: list[Any],
+    activation: str,
+    layout: str,
+    names: tuple[str, str] = ("strips", "strips"),
+) -> Any:
     x, weight, _ = given
     rows = layouts.blocks(x, layout, weight.shape[0], weight.shape[2])
     order = layouts.order_of(layout, x.shape)
-    place = signs.place_for(rows, weight, activation, order, "strips", "strips")
+    place = signs.place_for(rows, weight, activation, order, *names)
     assert place is not None
     return place
 

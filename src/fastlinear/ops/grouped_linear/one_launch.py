@@ -15,7 +15,7 @@ from fastlinear.ops.common import hopper
 from fastlinear.ops.common.door_launch import prepared
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear.operands import Forward
-from fastlinear.ops.grouped_linear.signs import Place
+from fastlinear.ops.grouped_linear.signs import AnyPlace
 
 TENSORS = ("x", "weight", "bias", "y", "pre")
 """Of a launch; pre may be the signs of y in its place."""
@@ -95,7 +95,7 @@ def results(
     save_pre: bool,
     order: str,
     config: Any,
-    signs: Place | None = None,
+    signs: AnyPlace | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """y and the pre-activation, signs of y or None, by a launch kept for tensors of this kind.
 

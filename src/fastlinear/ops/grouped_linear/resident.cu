@@ -8,7 +8,7 @@
 //
 // Macros from the host, besides those of the headers: K N, of a group; PARTS; WEIGHTS parts' weights
 // in shared memory; STAGES boxes of the ring; OUT_BUFS staging buffers of a warp; HAS_BIAS; SAVE 1:
-// the pre-activation is written beside y. With CHANNELS boxes of x are read turned and those of y
+// the pre-activation is written beside y; SIGNS 1: the signs of y are (signs.py, `Boxes`). With CHANNELS boxes of x are read turned and those of y
 // written turned, by a warpgroup together: a row of 64 tokens is 16 of each warp.
 
 constexpr int K_BOXES = (K + 63) / 64;
@@ -98,6 +98,29 @@ __device__ __forceinline__ void convert(const float* acc, u32 (&r)[16]) {
   }
 }
 
+// Whether the derivative is 1 at two numbers of y, in all bits of each half; NaN is positive for relu.
+__device__ __forceinline__ u32 positive(u32 y) {
+  u32 mask;
+#if IS_BF16 && ACT == ACT_RELU
+  asm("set.gtu.u32.bf16x2 %0, %1, %2;" : "=r"(mask) : "r"(y), "r"(0u));
+#elif IS_BF16
+  asm("set.gt.u32.bf16x2 %0, %1, %2;" : "=r"(mask) : "r"(y), "r"(0u));
+#elif ACT == ACT_RELU
+  asm("set.gtu.u32.f16x2 %0, %1, %2;" : "=r"(mask) : "r"(y), "r"(0u));
+#else
+  asm("set.gt.u32.f16x2 %0, %1, %2;" : "=r"(mask) : "r"(y), "r"(0u));
+#endif
+  return mask;
+}
+
+// A lane's signs of 64 columns: word i of y at bit i % 8 of two bytes, the upper two from the eighth on.
+__device__ __forceinline__ u32 signs_of(const u32 (&r)[16]) {
+  u32 found = 0;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) found |= positive(r[i]) & (0x00010001u << i);
+  return __byte_perm(found, 0, 0x3120);
+}
+
 // Staging buffers, taken in turn: a warp's of 16 tokens of 64 outputs each, or with CHANNELS a
 // warpgroup's of 64 outputs of 64 tokens.
 constexpr int TURN = CHANNELS ? 4 * OUT_BYTES : OUT_BYTES;
@@ -141,8 +164,8 @@ grouped_linear_resident(const __grid_constant__ TensorMap x_map,
                         const __grid_constant__ TensorMap w_map,
                         const __grid_constant__ TensorMap y_map,
                         const __grid_constant__ TensorMap pre_map,
-                        const unsigned short* __restrict__ bias_ptr, int parts, int tiles, int lanes,
-                        int each) {
+                        const unsigned short* __restrict__ bias_ptr, u32* __restrict__ signs,
+                        int parts, int tiles, int lanes, int each) {
   extern __shared__ __align__(1024) char smem[];
   const u32 base = smem_addr(smem);
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
@@ -263,6 +286,14 @@ grouped_linear_resident(const __grid_constant__ TensorMap x_map,
         out.send(r, &pre_map, column + 64 * c, to, warp);
 #endif
         convert<true>(of, r);
+#if SIGNS
+        constexpr int BOXES = (N + 63) / 64;
+        const int box = column / 64 + c;
+        if (box < BOXES) {
+          const long long tile = static_cast<long long>(to.plane) * each + to.token / BM;
+          signs[((tile * BOXES + box) * 4 + warp) * 32 + lane_id()] = signs_of(r);
+        }
+#endif
         out.send(r, &y_map, column + 64 * c, to, warp);
       }
     }

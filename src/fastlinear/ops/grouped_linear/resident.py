@@ -34,6 +34,7 @@ from fastlinear.ops.grouped_linear.resident_config import (
     resident_config,
     shared_bytes,
 )
+from fastlinear.ops.grouped_linear.signs import Boxes
 from fastlinear.ops.grouped_linear.strips_tiles import ordinal
 
 KERNEL = "grouped_linear_resident"
@@ -50,8 +51,14 @@ def source(
     save_pre: bool,
     config: ResidentConfig,
     channels: bool = False,
+    signs: bool = False,
 ) -> str:
-    """The complete CUDA C++ source of one specialisation; ``channels``: these come first."""
+    """The complete CUDA C++ source of one specialisation.
+
+    Args:
+        channels: whether these come first.
+        signs: whether those of y are written.
+    """
     # products() of the shared headers: 64 tokens of each of two warpgroups that take turns
     shape = {"BM": TOKENS, "PINGPONG": 1, "GROUP_M": 1, "CLUSTER": 1}
     own = {
@@ -64,6 +71,7 @@ def source(
         "HAS_BIAS": int(has_bias),
         "SAVE": int(save_pre),
         "CHANNELS": int(channels),
+        "SIGNS": int(signs),
     }
     header, macros = _HERE / "wide_instructions.h", {**shape, **own}
     text = hopper.device_source(header, macros, config.outputs, dtype, activation, channels, False)
@@ -80,9 +88,10 @@ def _kernel(
     save_pre: bool,
     config: ResidentConfig,
     channels: bool,
+    signs: bool,
     device: int,
 ) -> driver.Kernel:
-    text = source(dtype, k, n, activation, has_bias, save_pre, config, channels)
+    text = source(dtype, k, n, activation, has_bias, save_pre, config, channels, signs)
     cubin = driver.compile_cubin(text, "resident.cu", hopper.ARCH)
     return driver.Kernel(cubin, KERNEL, shared_bytes(config, k), device)
 
@@ -122,6 +131,7 @@ def forward(
     order: str,
     *,
     config: ResidentConfig | None = None,
+    signs: Boxes | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """y = act(x_g W_gᵀ + b_g) in one kernel, float32 accumulation, deterministic.
 
@@ -133,23 +143,26 @@ def forward(
         save_pre: also return the pre-activation.
         order: how the results lie in memory, a name in ``layout.ORDERS``.
         config: launch configuration; None picks ``resident_config``.
+        signs: where those of y are, which are then returned in place of the pre-activation.
 
     Returns:
-        y (B, L, G, N) in x's dtype; the pre-activation likewise, or None.
+        y (B, L, G, N) in x's dtype; the pre-activation likewise, signs as ``Boxes`` says, or None.
     """
     _, n, k = weight.shape
     if not x.numel() * weight.numel() or not serves(x, weight, bias, order):
         from fastlinear.ops.grouped_linear import triton
 
-        return triton.forward(x, weight, bias, activation, save_pre, order)
+        y, pre = triton.forward(x, weight, bias, activation, save_pre, order)
+        return y, pre if signs is None else signs.packed(y, activation)
     if config is None:
         config = resident_config(k, n)
         assert config is not None
-    return results(Resident, x, weight, bias, activation, save_pre, order, config)
+    make = Resident if signs is None else ResidentWithSigns
+    return results(make, x, weight, bias, activation, save_pre, order, config, signs)
 
 
 def forward_steps(call: Forward) -> tuple[int, int | None] | None:
-    """``forward`` as steps of a program: the numbers of y and the pre-activation.
+    """``forward`` as steps of a program: the numbers of y and the pre-activation or signs.
 
     None where it is more than its launch.
     """
@@ -157,18 +170,20 @@ def forward_steps(call: Forward) -> tuple[int, int | None] | None:
     if not serves(x, weight, bias, call.order):
         from fastlinear.ops.grouped_linear import triton
 
-        return triton.forward_steps(call)
+        return None if call.signs is not None else triton.forward_steps(call)
     config = resident_config(weight.shape[2], weight.shape[1])
     assert config is not None
     how = call.activation, call.save_pre, call.order, config
-    return Resident(x, weight, bias, *how).steps(call)
+    make = Resident if call.signs is None else ResidentWithSigns
+    return make(x, weight, bias, *how).steps(call)
 
 
 class Resident(OneLaunch):
     """The launch of ``resident.cu``."""
 
     MAPS = ("x", "weight", "y", "pre")
-    POINTERS = ("bias",)
+    POINTERS = ("bias", "pre")
+    SIGNS = False
 
     def __init__(
         self,
@@ -182,7 +197,7 @@ class Resident(OneLaunch):
     ) -> None:
         super().__init__(ordinal(x))
         groups, n, k = weight.shape
-        how = activation, bias is not None, save_pre, config, order == "channels"
+        how = activation, bias is not None, save_pre, config, order == "channels", self.SIGNS
         with driver.loading_allowed():
             kernel = _kernel(x.dtype, k, n, *how, self._device)
         rows = COLUMNS if order == "channels" else _ROWS
@@ -195,3 +210,10 @@ class Resident(OneLaunch):
         parts, (tiles, each) = groups * -(-n // config.outputs), tiles_of(x)
         blocks, lanes = blocks_of(parts, tiles, device_facts(x.device).units)
         self._prepare(kernel, hopper.THREADS, blocks, maps, (parts, tiles, lanes, each))
+
+
+class ResidentWithSigns(Resident):
+    """The same that has the signs of y as a result."""
+
+    MAPS = ("x", "weight", "y", "y")
+    SIGNS = True

@@ -1,10 +1,11 @@
 """Signs of outputs, a bit each: all that the derivatives of relu and leaky_relu ask of y.
 
-``strips``, and channels first ``triton``, write them beside y in 16-bit dtypes, and their backwards
-read them in place of y, of which they are a sixteenth. Those of ``triton`` are ``Channels``, those
-of ``strips`` lie as ``strips_signs.h`` says: uint8 (planes, tiles, units, 32), of which a unit is 8
-columns of a tile of 32 rows. Tokens first there is one plane of M rows and G·N columns; groups
-first a plane for each group, whose rows are P tokens, one behind the other.
+``strips``, ``resident``, and channels first ``triton``, write them beside y in 16-bit dtypes, and
+the backwards ``strips``, ``wide`` and ``triton`` read them in place of y, of which they are a
+sixteenth. Those of ``triton`` are ``Channels``, of ``resident`` ``Boxes``; those of ``strips`` lie
+as ``strips_signs.h`` says: uint8 (planes, tiles, units, 32), of which a unit is 8 columns of a tile
+of 32 rows. Tokens first there is one plane of M rows and G·N columns; groups first a plane for each
+group, whose rows are P tokens, one behind the other.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ ACTIVATIONS = ("relu", "leaky_relu")
 """Whose derivatives ask for signs alone."""
 _COLUMNS = 8  # of a unit
 _OUTPUTS = 32  # of four units channels first
+_BOX = 64
 
 
 class Place(NamedTuple):
@@ -143,7 +145,51 @@ class Channels(NamedTuple):
         return torch.arange(8, dtype=torch.int32, device=device).view(4, 2)
 
 
-AnyPlace = Place | Channels
+class Boxes(NamedTuple):
+    """Where ``resident`` leaves the signs of y (B, L, G, N), in any order, for ``wide``: uint8
+    (B, G, tiles, boxes, 4, 32, 4), a tile 64 tokens, a box 64 outputs. Words of 4 bytes are
+    those of a warp's lanes, lane 4 t + q that of tokens t and t + 8 of 16: byte 2 i + e has bit
+    2 j + h of token 8 h + t, output 32 i + 8 j + 2 q + e. Bits beyond L and N say nothing."""
+
+    batch: int
+    length: int
+    groups: int
+    n: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor of signs, uint8."""
+        tiles, boxes = -(-self.length // _BOX), -(-self.n // _BOX)
+        return self.batch, self.groups, tiles, boxes, 4, 32, 4
+
+    def packed(self, y: Tensor, activation: str) -> Tensor:
+        """The signs of y (B, L, G, N), by PyTorch's own ops; NaN is positive for relu."""
+        batch, groups, tiles, boxes = self.shape[:4]
+        wide = (0, boxes * _BOX - self.n, 0, 0, 0, tiles * _BOX - self.length)
+        rows = torch.nn.functional.pad(_positive(y, activation), wide)
+        # tile, warp, h, t, group, box, i, j, q, e
+        bits = rows.reshape(batch, tiles, 4, 2, 8, groups, boxes, 2, 4, 4, 2).to(torch.int32)
+        bits = bits.permute(0, 5, 1, 6, 2, 4, 9, 7, 10, 8, 3)
+        found = (bits << self._places(y.device)).sum((-2, -1)).to(torch.uint8)
+        return found.reshape(self.shape)
+
+    def unpacked(self, signs: Tensor, dtype: torch.dtype, order: str) -> Tensor:
+        """(B, L, G, N) in that order: 1 where positive, else 0. The activation's derivative has the
+        same values there as at y."""
+        batch, groups, tiles, boxes = self.shape[:4]
+        bytes_ = signs.view(batch, groups, tiles, boxes, 4, 8, 4, 2, 2, 1, 1).to(torch.int32)
+        bits = bytes_ >> self._places(signs.device) & 1
+        rows = bits.permute(0, 2, 4, 10, 5, 1, 3, 7, 9, 6, 8)
+        wide = rows.reshape(batch, tiles * _BOX, groups, boxes * _BOX)
+        return layouts.dense(wide[:, : self.length, :, : self.n].to(dtype), order)
+
+    @staticmethod
+    def _places(device: torch.device) -> Tensor:
+        """(4, 2): of a byte's bits."""
+        return torch.arange(8, dtype=torch.int32, device=device).view(4, 2)
+
+
+AnyPlace = Place | Channels | Boxes
 
 
 def place_for(
@@ -163,6 +209,8 @@ def place_for(
     if (forward, backward) == ("triton", "triton"):
         found = order == "channels" and _one_pass(x, n)
         return Channels(batch, m, groups, n) if found else None
+    if (forward, backward) == ("resident", "wide"):
+        return Boxes(batch, m, groups, n)
     if (forward, backward) != ("strips", "strips") or batch != 1:
         return None
     p = _rows_of(order, m, groups, k, n)

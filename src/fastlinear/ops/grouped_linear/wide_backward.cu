@@ -1,5 +1,5 @@
 // dx, dW and db of y = act(x W^T + b) of groups of up to 256 features in one pass, for Hopper. The texts
-// of hopper_gemm.h, hopper_activations.h and wide_instructions.h stand before this one.
+// of hopper_gemm.h, hopper_activations.h, wide_instructions.h and wide_backward.h stand before this one.
 //
 // A block takes one group, every chunks-th tile of TOKENS tokens, and 128 of the K features: of these dx
 // and dW; with more than 128 features there are two such blocks, which may be a cluster that shares
@@ -19,172 +19,8 @@
 //
 // Macros from the host, besides those of the headers: K N, of a group; NEED_DX NEED_DW NEED_DB; TILES
 // of dy and x, PARTS (half tiles) of what was saved, OUTS of dx in shared memory; HELD, of the boxes of
-// W those in registers; SPLIT.
-
-constexpr int TOKENS = BK, HALF = 128;
-constexpr int HALVES = (K + HALF - 1) / HALF;
-constexpr int BOX = TOKENS * 128, N_BOXES = BN / 64, K_BOXES = (K + 63) / 64;
-constexpr bool HAS_SAVED = ACT != ACT_NONE;
-constexpr bool HAS_GRADERS = HAS_SAVED || NEED_DB;
-
-constexpr int DY_BYTES = N_BOXES * BOX, X_BYTES = NEED_DW ? 2 * BOX : 0;
-constexpr int TILE = DY_BYTES + X_BYTES;
-constexpr int SAVED_AT = TILES * TILE;
-constexpr int OUT_AT = SAVED_AT + (HAS_SAVED ? PARTS * (DY_BYTES / 2) : 0);
-constexpr int W_AT = OUT_AT + (NEED_DX ? OUTS * 2 * BOX : 0), W_BOXES = NEED_DX ? N_BOXES - HELD : 0;
-constexpr int DB_AT = W_AT + W_BOXES * 2 * BOX;
-
-// Each grader has a box of half a tile, or ROWS of its rows.
-constexpr int SHARERS = 4 / N_BOXES, GRADERS = SHARERS * N_BOXES, ROWS = TOKENS / 2 / SHARERS;
-constexpr int AT_ONCE = ROWS > 8 && (ACT == ACT_NONE || ACT == ACT_RELU) ? 4 : 2;  // four rows each
-constexpr int OWN_HALVES = SPLIT ? 1 : 2;  // of a tile, those that this block grades
-constexpr int DB_BYTES = NEED_DB && !CHANNELS ? CLUSTER * GRADERS * 64 * 4 : 0;
-// Sums that a grader's lane keeps: of 8 columns, or with CHANNELS of a row of each half that is its.
-constexpr int SUMS = !CHANNELS ? 8 : CLUSTER == 1 ? 2 : 1;
-
-constexpr int FULL_AT = DB_AT + DB_BYTES;  // barriers: dy, saved and x are there
-constexpr int GRADED_AT = FULL_AT + 8 * TILES;
-constexpr int FREE_AT = GRADED_AT + 8 * TILES;
-constexpr int PART_FREE_AT = FREE_AT + 8 * TILES;
-constexpr int W_FULL_AT = PART_FREE_AT + 8 * PARTS;
-
-constexpr int LEFT = 56, TAKEN = 224;  // registers of a thread
-
-static_assert(LEFT + 2 * TAKEN <= 3 * LAUNCHED, "more would be waited for for ever");
-static_assert(K % 8 == 0 && N % 8 == 0 && K <= 256 && N <= BN && BN <= 256, "sizes");
-static_assert(CLUSTER == 1 || CLUSTER == HALVES, "a cluster is the blocks of the same tiles");
-static_assert(!SPLIT || CLUSTER == 2 && HAS_SAVED, "a tile is split between the blocks of a cluster");
-static_assert(MMA_M == 1 && A_MN != CHANNELS && B_MN != CHANNELS, "as products() is used here");
-
-// Tells the blocks that fill a place that this warp is done with it.
-__device__ __forceinline__ void release(u32 bar, u32 lane) {
-  if (CLUSTER > 1) {
-    if (lane < CLUSTER) mbar_arrive_cta(bar, lane);
-  } else if (lane == 0) {
-    mbar_arrive(bar);
-  }
-}
-
-// ---------------------------------------------------------------- dpre, db
-
-// dy * act'(pre) from what was saved: y for relu, leaky_relu, sigmoid and tanh, else pre.
-__device__ __forceinline__ float graded(float dy, float saved) {
-  if constexpr (ACT == ACT_LEAKY_RELU) return saved > 0.0f ? dy : 0.01f * dy;
-  if constexpr (ACT == ACT_SIGMOID) return dy * (saved * (1.0f - saved));
-  if constexpr (ACT == ACT_TANH) return dy * fmaf(-saved, saved, 1.0f);
-  float slope;
-  act_and_slope(saved, slope);
-  return dy * slope;
-}
-
-__device__ __forceinline__ u32 graded_words(u32 dy, u32 saved) {
-  if constexpr (ACT == ACT_RELU) return where_positive(dy, saved);
-  float lo, hi, saved_lo, saved_hi;
-  unpack(dy, lo, hi);
-  unpack(saved, saved_lo, saved_hi);
-  return pack(graded(lo, saved_lo), graded(hi, saved_hi));
-}
-
-// The sums over eight lanes of what each adds up of a row's 16 bytes.
-__device__ __forceinline__ float row_sum(const u32 (&words)[4]) {
-  float sum = 0.0f;
-#pragma unroll
-  for (int v = 0; v < 4; ++v) {
-    float lo, hi;
-    unpack(words[v], lo, hi);
-    sum += lo + hi;
-  }
-  sum += shuffled(sum, 1);
-  sum += shuffled(sum, 2);
-  return sum + shuffled(sum, 4);
-}
-
-// dpre over dy in ROWS rows of a box, and its columns, or with CHANNELS its rows, added to `sums`: lane
-// 8i + j keeps row 4j + i. dy, saved: where this lane's 16 bytes of the first row of four lie; further
-// down, every other time in the other half of a row.
-template <int kSum>
-__device__ __forceinline__ void grade(u32 dy, u32 saved, bool sum, float (&sums)[SUMS]) {
-#pragma unroll 1
-  for (int turn = 0; turn < ROWS / 4; turn += AT_ONCE, dy += AT_ONCE * 512, saved += AT_ONCE * 512) {
-    u32 words[AT_ONCE][4], kept[AT_ONCE][4];
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) {
-      load_words(words[i], (dy ^ i % 2 * 64) + i * 512);
-      if (HAS_SAVED) load_words(kept[i], (saved ^ i % 2 * 64) + i * 512);
-    }
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) {
-      if (HAS_SAVED) {
-#pragma unroll
-        for (int v = 0; v < 4; ++v) words[i][v] = graded_words(words[i][v], kept[i][v]);
-        store_words((dy ^ i % 2 * 64) + i * 512, words[i]);
-      }
-    }
-    if (NEED_DB && sum) {
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; ++i) {
-        if constexpr (CHANNELS) {
-          const float all = row_sum(words[i]);
-          if (lane_id() % 8 == turn + i) sums[kSum] += all;
-        } else {
-#pragma unroll
-          for (int v = 0; v < 4; ++v) {
-            float lo, hi;
-            unpack(words[i][v], lo, hi);
-            sums[2 * v] += lo;
-            sums[2 * v + 1] += hi;
-          }
-        }
-      }
-    }
-  }
-}
-
-// With CHANNELS: the sums of a grader's rows into db or its share; `row` is the first.
-__device__ __forceinline__ void store_rows(float sum, char* db, bool rounded, int row, int lane) {
-  const int n = row + lane % 8 * 4 + lane / 8;
-  if (lane % 8 >= ROWS / 4 || n >= N) return;
-  if (rounded)
-    reinterpret_cast<unsigned short*>(db)[n] = static_cast<unsigned short>(pack(sum, 0.0f));
-  else
-    reinterpret_cast<float*>(db)[n] = sum;
-}
-
-// A grader's sums of 64 columns into the first block's room for them.
-__device__ __forceinline__ void give_sums(u32 room, int rank, int grader, int lane,
-                                          float (&sums)[SUMS]) {
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    sums[i] += shuffled(sums[i], 8);
-    sums[i] += shuffled(sums[i], 16);
-  }
-  if (lane >= 8) return;
-  const u32 to = room + ((rank * GRADERS + grader) * 64 + 8 * lane) * 4;
-#pragma unroll
-  for (int i = 0; i < 8; i += 4) {
-    const u32 words[4] = {__float_as_uint(sums[i]), __float_as_uint(sums[i + 1]),
-                          __float_as_uint(sums[i + 2]), __float_as_uint(sums[i + 3])};
-    if (CLUSTER > 1) store_words_cta(to + 4 * i, 0, words); else store_words(to + 4 * i, words);
-  }
-}
-
-// The graders' sums of two columns, added up in order, into db or its share.
-__device__ __forceinline__ void store_db(u32 room, char* db, bool rounded, int column) {
-  if (column >= N) return;
-  float lo = 0.0f, hi = 0.0f;
-#pragma unroll
-  for (int i = 0; i < CLUSTER * SHARERS; ++i) {
-    const int grader = i / SHARERS * GRADERS + column / 64 * SHARERS + i % SHARERS;
-    float of[2];
-    load_pair(of, room + (grader * 64 + column % 64) * 4);
-    lo += of[0];
-    hi += of[1];
-  }
-  if (rounded)
-    *reinterpret_cast<u32*>(db + 2 * column) = pack(lo, hi);
-  else
-    *reinterpret_cast<float2*>(db + 4 * column) = make_float2(lo, hi);
-}
+// W those in registers; SPLIT; SIGNS 1: what was saved are the signs of y (signs.py, `Boxes`), which
+// graders read into registers.
 
 // ---------------------------------------------------------------- dx^T = W^T dpre^T
 
@@ -294,11 +130,11 @@ struct Tiles {
   // False if there is no next tile, or not all its room is free.
   __device__ __forceinline__ bool bring(const Part& p, int tiles, int chunks) {
     constexpr int SENDERS = SPLIT ? 1 : CLUSTER;  // blocks that bring in each other's boxes
-    constexpr int READ = BOX * (HAS_SAVED ? 2 : 1) / (SPLIT ? 2 : 1);
+    constexpr int READ = BOX * (SAVED_BOXES ? 2 : 1) / (SPLIT ? 2 : 1);
     const int slot = turn % TILES;
     const u32 bar = base + FULL_AT + 8 * slot, to = base + slot * TILE;
     if (tile >= tiles || !mbar_test(base + FREE_AT + 8 * slot, (turn / TILES & 1) ^ 1)) return false;
-    if (HAS_SAVED) {
+    if (SAVED_BOXES) {
 #pragma unroll
       for (int h = 0; h < OWN_HALVES; ++h) {
         const int half = OWN_HALVES * turn + h;
@@ -314,7 +150,7 @@ struct Tiles {
       load_tokens<SENDERS>(to + box * BOX + own * (BOX / 2), dy, bar,
                            64 * box + (CHANNELS ? row(own) : 0), at.plane,
                            at.token + (CHANNELS ? 0 : row(own)));
-      if (HAS_SAVED) {
+      if (SAVED_BOXES) {
 #pragma unroll
         for (int h = 0; h < OWN_HALVES; ++h)
           load_tokens<SENDERS>(base + SAVED_AT + (OWN_HALVES * turn + h) % PARTS * (DY_BYTES / 2) +
@@ -339,6 +175,33 @@ struct Tiles {
   }
 };
 
+// A grader's signs of a tile: of the tokens of each of its bands, or with CHANNELS of all tokens.
+struct Signs {
+  const u32* from;  // this lane's of its box of the first tile
+  int sharer, rank, groups, each;
+
+  __device__ __forceinline__ void load(u32 (&words)[4], int tile, int group) const {
+    const Where at(tile, group, groups, each);
+    const u32* box = from + static_cast<long long>(at.plane * each + at.token / TOKENS) * (N_BOXES * 128);
+#pragma unroll
+    for (int i = 0; i < (CHANNELS ? 4 : OWN_HALVES * BANDS); ++i) {
+      const int half = SPLIT ? rank : i / BANDS;
+      words[i] = box[32 * (CHANNELS ? i : 2 * half + (SHARERS > 1 ? sharer : i % BANDS))];
+    }
+  }
+
+  // Those that `grade` asks for.
+  __device__ __forceinline__ void of_half(u32 (&out)[4], const u32 (&words)[4], int half) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const u32 first = words[i], second = words[(BANDS + i) % 4];
+      out[i] = CHANNELS ? first >> (16 * half + (SHARERS > 1 ? 4 * sharer : 0))
+               : OWN_HALVES > 1 && half == 1 ? second
+                                             : first;
+    }
+  }
+};
+
 // dy, saved (M, G, N) and x, dx (M, G, K) by their maps, in boxes of (TOKENS, 1, 64), saved, and with
 // SPLIT dy, of half as many tokens; with CHANNELS (N, B * G, L) and (K, B * G, L) likewise, `tiles` of
 // all B sequences and `each` of one. W (G, N, K) also by its, in boxes of (1, 64, 64). dw (chunks, G, N, K)
@@ -351,7 +214,8 @@ grouped_linear_wide_backward(const __grid_constant__ TensorMap dy_map,
                              const __grid_constant__ TensorMap dx_map,
                              const __grid_constant__ TensorMap weight_map,
                              const unsigned short* __restrict__ weight, char* __restrict__ dw,
-                             char* __restrict__ db, int groups, int chunks, int tiles, int each) {
+                             char* __restrict__ db, const u32* __restrict__ signs, int groups, int chunks,
+                             int tiles, int each) {
   extern __shared__ __align__(1024) char smem[];
   const u32 base = smem_addr(smem);
   const u32 full = base + FULL_AT, ready = base + GRADED_AT, free = base + FREE_AT;
@@ -359,7 +223,7 @@ grouped_linear_wide_backward(const __grid_constant__ TensorMap dy_map,
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0) % 4;
   if (threadIdx.x == 0) {
     // graders that read dy beside the products
-    constexpr int SUMMING = HAS_SAVED || !NEED_DB ? 0 : GRADERS;
+    constexpr int SUMMING = DERIVES || !NEED_DB ? 0 : GRADERS;
     const int users = 4 * (CLUSTER > 1 ? K_BOXES : Part(groups).boxes) + SUMMING * CLUSTER;
     for (int s = 0; s < TILES; ++s) {
       mbar_init(full + 8 * s, GRADERS);
@@ -380,14 +244,23 @@ grouped_linear_wide_backward(const __grid_constant__ TensorMap dy_map,
       Tiles from = {&dy_map, &saved_map, &x_map, &weight_map, base, warp, groups, each, p.chunk, 0};
       const int lane = threadIdx.x % 32, rank = CLUSTER > 1 ? p.half : 0;
       // What is left to do for one half of a tile only: sums of db, and with SPLIT all
-      const int first = CLUSTER > 1 && (SPLIT || !HAS_SAVED) ? rank : 0;
-      const int last = CLUSTER > 1 && (SPLIT || !HAS_SAVED) ? rank : 1;
+      const int first = CLUSTER > 1 && (SPLIT || !DERIVES) ? rank : 0;
+      const int last = CLUSTER > 1 && (SPLIT || !DERIVES) ? rank : 1;
       const int box = warp / SHARERS;
-      const u32 at = (warp % SHARERS * ROWS + lane / 8) * 128 + (lane % 8 ^ lane / 8) * 16;
+      const u32 at = warp % SHARERS * (ROWS * 128) + block_row(lane);
+      const Signs kept = {signs + box * 128 + lane, warp % SHARERS, rank, groups, each};
+      u32 coming[4] = {}, words[4] = {};
+      constexpr bool AHEAD = SIGNS && SPLIT;  // else registers are few, and what is kept is twice as much
+      if (AHEAD && p.chunk < tiles) kept.load(coming, p.chunk, p.group);
       float sums[SUMS] = {};
       int i = 0;
       for (int tile = p.chunk; tile < tiles; tile += chunks, ++i) {
         const int slot = i % TILES;
+        u32 here[4];
+#pragma unroll
+        for (int w = 0; w < 4; ++w) here[w] = coming[w];
+        if (AHEAD && tile + chunks < tiles) kept.load(coming, tile + chunks, p.group);
+        if (SIGNS && !AHEAD) kept.load(here, tile, p.group);
         if (lane == 0) {
           for (;;) {
             if (from.bring(p, tiles, chunks)) continue;
@@ -403,43 +276,43 @@ grouped_linear_wide_backward(const __grid_constant__ TensorMap dy_map,
           const u32 half = base + slot * TILE + box * BOX + h * (BOX / 2);
           const u32 saved = base + SAVED_AT + part * (DY_BYTES / 2) + box * (BOX / 2);
           const bool sum = CLUSTER > 1 ? h == rank : p.half == 0;
-          if (CHANNELS && CLUSTER == 1 && h == 1)
-            grade<SUMS - 1>(half + at, saved + at, sum, sums);
-          else
-            grade<0>(half + at, saved + at, sum, sums);
-          if (HAS_SAVED) {
+          if (SIGNS) kept.of_half(words, here, h);
+          if (DERIVES) {
+            grade(half + at, saved + at, words);
             publish();
-            __syncwarp();
-            if (SPLIT) {
-              constexpr int SENT = ROWS * 128;
-              const u32 bar = ready + 8 * slot;
-              if (lane == 0) {
-                const u32 from = half + warp % SHARERS * SENT;
-                mbar_expect(bar, SENT);  // as much comes from the other block
-                send_to_cta(from, SENT, bar, rank ^ 1);
-                mbar_arrive(base + PART_FREE_AT + 8 * part);
-              }
-            } else {
-              release(base + PART_FREE_AT + 8 * part, lane);
+          }
+          __syncwarp();
+          if (NEED_DB && sum) {
+            if (SUM_HALVES > 1 && h == 1) add_tokens<BANDS*(SUM_HALVES - 1)>(sums, half + at, lane);
+            else add_tokens<0>(sums, half + at, lane);
+          }
+          if (!DERIVES) continue;
+          if (SPLIT) {
+            constexpr int SENT = ROWS * 128;
+            const u32 bar = ready + 8 * slot;
+            if (lane == 0) {
+              const u32 from = half + warp % SHARERS * SENT;
+              mbar_expect(bar, SENT);  // as much comes from the other block
+              send_to_cta(from, SENT, bar, rank ^ 1);
+              if (SAVED_BOXES) mbar_arrive(base + PART_FREE_AT + 8 * part);
             }
-          } else {
-            __syncwarp();
+          } else if (SAVED_BOXES) {
+            release(base + PART_FREE_AT + 8 * part, lane);
           }
         }
-        if (!HAS_SAVED)
+        __syncwarp();
+        if (!DERIVES)
           release(free + 8 * slot, lane);
         else if (!SPLIT && lane == 0)
           mbar_arrive(ready + 8 * slot);
       }
-      if constexpr (NEED_DB && CHANNELS) {
+      if (NEED_DB) gather(sums);
+      if (NEED_DB && CHANNELS && (CLUSTER > 1 || p.half == 0)) {
         const u64 share = static_cast<u64>(p.chunk) * groups + p.group;
         const bool rounded = chunks == 1;
-        char* to = db + share * (N * (rounded ? 2 : 4));
         const int row = 64 * box + warp % SHARERS * ROWS + (CLUSTER > 1 ? rank * (TOKENS / 2) : 0);
-        if (CLUSTER > 1 || p.half == 0) store_rows(sums[0], to, rounded, row, lane);
-        if (CLUSTER == 1 && p.half == 0)
-          store_rows(sums[SUMS - 1], to, rounded, row + TOKENS / 2, lane);
-      } else if (NEED_DB) {
+        put_sums(sums, db + share * (N * (rounded ? 2 : 4)), rounded, row, lane);
+      } else if (NEED_DB && !CHANNELS) {
         give_sums(base + DB_AT, rank, warp, lane, sums);
       }
     }
@@ -477,7 +350,7 @@ grouped_linear_wide_backward(const __grid_constant__ TensorMap dy_map,
         const u32 dpre = base + slot * TILE;
         const u32 before = free + 8 * (slot == 0 ? TILES - 1 : slot - 1);
         mbar_wait(full + 8 * slot, phase);
-        if (HAS_SAVED) mbar_wait(ready + 8 * slot, phase);
+        if (DERIVES) mbar_wait(ready + 8 * slot, phase);
         if (NEED_DX) dx_products(dx, w, base + W_AT + part * BOX, dpre);
         if constexpr (NEED_DW) {
           if (NEED_DX) {

@@ -30,6 +30,7 @@ from fastlinear.ops.grouped_linear.group_map import (
 from fastlinear.ops.grouped_linear.one_pass import OnePass, gradients
 from fastlinear.ops.grouped_linear.operands import Backward, Numbers
 from fastlinear.ops.grouped_linear.reference import Gradients, Needs
+from fastlinear.ops.grouped_linear.signs import Boxes, are_signs
 from fastlinear.ops.grouped_linear.wide_backward_config import (
     WideBackwardConfig,
     chunks_of,
@@ -51,8 +52,14 @@ def source(
     needs: Needs,
     config: WideBackwardConfig,
     channels: bool = False,
+    signs: bool = False,
 ) -> str:
-    """The complete CUDA C++ source of one specialisation; ``channels``: these come first."""
+    """The complete CUDA C++ source of one specialisation.
+
+    Args:
+        channels: whether these come first.
+        signs: whether what was saved are the signs of y.
+    """
     # products() of the shared headers: 64 features of each of two warpgroups, from one stage
     shape = {"BM": 128, "STAGES": 1, "PINGPONG": 0, "GROUP_M": 1}
     own = {
@@ -64,13 +71,14 @@ def source(
         "OUTS": config.outs,
         "SPLIT": int(config.split),
         "CHANNELS": int(channels),
+        "SIGNS": int(signs),
         **{f"NEED_{name}": int(need) for name, need in zip(("DX", "DW", "DB"), needs, strict=True)},
     }
     macros = {**shape, "CLUSTER": 2 if config.cluster else 1, **own}
     header = _HERE / "wide_instructions.h"
     features_first = not channels, not channels  # of both operands of dW
     text = hopper.device_source(header, macros, padded(n), dtype, activation, *features_first)
-    return text + (_HERE / "wide_backward.cu").read_text()
+    return text + "".join((_HERE / f"wide_backward.{kind}").read_text() for kind in ("h", "cu"))
 
 
 @cache
@@ -82,11 +90,12 @@ def _kernels(
     needs: Needs,
     config: WideBackwardConfig,
     channels: bool,
+    signs: bool,
     device: int,
 ) -> tuple[driver.Kernel, driver.Kernel]:
-    text = source(dtype, k, n, activation, needs, config, channels)
+    text = source(dtype, k, n, activation, needs, config, channels, signs)
     cubin = driver.compile_cubin(text, "wide_backward.cu", ARCH)
-    shared = shared_bytes(config, n, activation != "none", needs)
+    shared = shared_bytes(config, n, activation != "none" and not signs, needs)
     return driver.Kernel(cubin, KERNEL, shared, device), driver.Kernel(
         cubin, SUMS_KERNEL, 0, device
     )
@@ -104,8 +113,8 @@ def reason_not(p: Problem) -> str | None:
 
 
 def serves(dy: Tensor, saved: Tensor | None, x: Tensor, weight: Tensor, order: str) -> bool:
-    """Whether the kernel takes such tensors: rows at 16 bytes."""
-    given = [t for t in (dy, saved, x) if t is not None]
+    """Whether the kernel takes such tensors: rows at 16 bytes. Signs are ``signs.Boxes``."""
+    given = [t for t in (dy, None if are_signs(saved) else saved, x) if t is not None]
     return (
         configs.serves(weight.shape[2], weight.shape[1])
         and x.element_size() == strips_tiles.SIZE
@@ -134,7 +143,8 @@ def backward(
         dy: (B, L, G, N); bfloat16 or float16. What ``serves`` refuses, and db alone, goes to the
             Triton backend.
         saved: (B, L, G, N), dtype of dy: the output y for relu, leaky_relu, sigmoid and tanh, the
-            pre-activation for the others, None for ``"none"``.
+            pre-activation for the others, None for ``"none"``; for relu and leaky_relu also the
+            signs of y, as ``signs.Boxes`` says.
         x: (B, L, G, K), dtype of dy.
         weight: (G, N, K), dtype of dy.
         activation: name of the activation.
@@ -154,10 +164,12 @@ def backward(
     if empty or not serves(dy, saved, x, weight, order):
         from fastlinear.ops.grouped_linear import triton_backward
 
+        if saved is not None and are_signs(saved):
+            batch, length, groups, _ = x.shape
+            saved = Boxes(batch, length, groups, n).unpacked(saved, dy.dtype, order)
         return triton_backward.backward(dy, saved, x, weight, activation, needs, order)
     if config is None:
-        config = wide_backward_config(k, n, saved is not None, needs)
-        assert config is not None
+        config = _config(k, n, saved, needs)
     given = dy, saved, x, weight
     return gradients(WideBackward, *given, activation, needs, order, config, chunks)
 
@@ -168,19 +180,26 @@ def backward_steps(call: Backward) -> Numbers | None:
     if not any(call.needs[:2]) or not serves(dy, saved, x, weight, call.order):
         from fastlinear.ops.grouped_linear import triton_backward
 
-        return triton_backward.backward_steps(call)
+        return None if are_signs(saved) else triton_backward.backward_steps(call)
     _, n, k = weight.shape
-    config = wide_backward_config(k, n, saved is not None, call.needs)
-    assert config is not None
+    config = _config(k, n, saved, call.needs)
     plan = WideBackward(*call.tensors, call.activation, call.needs, call.order, config)
     return plan.steps(call)
+
+
+def _config(k: int, n: int, saved: Tensor | None, needs: Needs) -> WideBackwardConfig:
+    """The configuration for what was saved."""
+    signs = are_signs(saved)
+    config = wide_backward_config(k, n, saved is not None and not signs, needs, signs)
+    assert config is not None
+    return config
 
 
 class WideBackward(OnePass):
     """The launches of ``wide_backward.cu``."""
 
     MAPS = ("dy", "saved", "x", "dx", "weight")
-    POINTERS = ("weight", "dw", "db")
+    POINTERS = ("weight", "dw", "db", "saved")
 
     def __init__(
         self,
@@ -196,7 +215,8 @@ class WideBackward(OnePass):
     ) -> None:
         super().__init__(strips_tiles.ordinal(x))
         groups, n, k = weight.shape
-        how = activation, needs, config, order == "channels"
+        signs = are_signs(saved)
+        how = activation, needs, config, order == "channels", signs
         with driver.loading_allowed():
             kernel, sums = _kernels(x.dtype, k, n, *how, self._device)
         tiles, each = tiles_of(x)
@@ -207,7 +227,7 @@ class WideBackward(OnePass):
         half = TOKENS // 2
         maps = [
             boxes_of(dy, n, order, half if config.split else TOKENS),
-            boxes_of(dy if saved is None else saved, n, order, half),
+            boxes_of(dy if saved is None or signs else saved, n, order, half),
             boxes_of(x, k, order, TOKENS),
             boxes_of(x, k, order, TOKENS, dense=True),
             weight_boxes(weight, COLUMNS),

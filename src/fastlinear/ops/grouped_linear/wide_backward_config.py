@@ -65,9 +65,9 @@ def shared_bytes(config: WideBackwardConfig, n: int, saved: bool, needs: Needs) 
 
 
 def graders(n: int) -> int:
-    """Warps that grade: a box each, or an equal part of one."""
+    """Warps that grade: a box each, or a half of one."""
     boxes = padded(n) // COLUMNS
-    return 4 // boxes * boxes
+    return boxes if boxes > 2 else 2 * boxes
 
 
 def fits(config: WideBackwardConfig, n: int, saved: bool, needs: Needs) -> bool:
@@ -77,9 +77,20 @@ def fits(config: WideBackwardConfig, n: int, saved: bool, needs: Needs) -> bool:
 
 @lru_cache(maxsize=1024)
 def wide_backward_config(
-    k: int, n: int, saved: bool = True, needs: Needs = (True, True, True)
+    k: int,
+    n: int,
+    saved: bool = True,
+    needs: Needs = (True, True, True),
+    signs: bool = False,
 ) -> WideBackwardConfig | None:
-    """The configuration for groups of such sizes: as many tiles as shared memory holds."""
+    """The configuration for groups of such sizes: as many tiles as shared memory holds.
+
+    Args:
+        k, n: their features.
+        saved: whether numbers were saved.
+        needs: which gradients are wanted.
+        signs: whether signs were saved.
+    """
     if not serves(k, n):
         return None
     cluster = halves(k) == 2
@@ -88,7 +99,9 @@ def wide_backward_config(
     for tiles in range(_MOST_TILES, 1, -1):
         for kept in (4, 3, 2) if saved else (1,):
             for outs in (_MOST_OUTS, 1):
-                config = WideBackwardConfig(tiles, kept, outs, held, cluster, cluster and saved)
+                config = WideBackwardConfig(
+                    tiles, kept, outs, held, cluster, cluster and (saved or signs)
+                )
                 if fits(config, n, saved, needs):
                     return config
     return None

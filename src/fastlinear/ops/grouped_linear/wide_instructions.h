@@ -61,19 +61,6 @@ __device__ __forceinline__ void store_turned(u32 at, u32 a, u32 b, u32 c, u32 d)
                : "memory");
 }
 
-__device__ __forceinline__ void load_words(u32 (&v)[4], u32 at) {
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
-               : "r"(at)
-               : "memory");
-}
-
-__device__ __forceinline__ void store_words(u32 at, const u32 (&v)[4]) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v[0]), "r"(v[1]), "r"(v[2]),
-               "r"(v[3])
-               : "memory");
-}
-
 // Whether a phase of a barrier is over.
 __device__ __forceinline__ bool mbar_test(u32 bar, u32 parity) {
   u32 over;
@@ -90,12 +77,16 @@ __device__ __forceinline__ void load_pair(float (&v)[2], u32 at) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v[0]), "=f"(v[1]) : "r"(at) : "memory");
 }
 
+__device__ __forceinline__ void store_float(u32 at, float v) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(v) : "memory");
+}
+
 // The same place in the shared memory of a block of the cluster.
-__device__ __forceinline__ void store_words_cta(u32 at, u32 cta, const u32 (&v)[4]) {
+__device__ __forceinline__ void store_float_cta(u32 at, u32 cta, float v) {
   asm volatile(
       "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-      "st.shared::cluster.v4.u32 [there], {%2, %3, %4, %5};\n}" ::"r"(at),
-      "r"(cta), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+      "st.shared::cluster.f32 [there], %2;\n}" ::"r"(at),
+      "r"(cta), "f"(v)
       : "memory");
 }
 
@@ -108,10 +99,6 @@ __device__ __forceinline__ void send_to_cta(u32 at, u32 bytes, u32 bar, u32 cta)
       " [there], [%0], %1, [told];\n}" ::"r"(at),
       "r"(bytes), "r"(bar), "r"(cta)
       : "memory");
-}
-
-__device__ __forceinline__ float shuffled(float v, int across) {
-  return __shfl_xor_sync(0xffffffffu, v, across);
 }
 
 // What threads wrote to shared memory is seen by the copy engine and by wgmma.
