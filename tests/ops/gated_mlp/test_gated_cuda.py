@@ -21,7 +21,7 @@ from fastlinear.ops.gated_mlp.stacking import Biases, Weights
 PIECES = ("forward", "backward")
 EVERY = [(piece, config) for piece in PIECES for config, _ in CANDIDATES[piece]]
 EVERY += [
-    ("backward", Config(128, 192, 3, cluster=1, group_m=16)),
+    ("backward", Config(128, 192, 3, cluster=1, group_m=16, block=32)),
     ("backward", Config(128, 128, 3, cluster=1, sets=3)),
     ("backward", Config(128, 128, 5, cluster=1, group_m=16, sets=3, block=32)),
     ("backward", Config(64, 128, 6, cluster=1, sets=4, block=32)),

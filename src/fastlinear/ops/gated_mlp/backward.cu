@@ -13,8 +13,7 @@
 //   SETS: buffers of a warp for G and U, so many blocks ahead.
 //   BLOCK_COLS: columns of a block, 32 or 64.
 //   NEED_H 1: H is written, for the gradient of the down weight.
-//   SUMS 1: column sums of dG and dU as they are stored, of MMA_M * 16 rows each, are written for the
-//     bias gradients: products with ones, a quarter of a block behind.
+//   SUMS 1: column sums of dG and dU, of MMA_M * 16 rows each, are written for the bias gradients.
 //   DOWN_SUMS 1: so are shares of dy's column sums, by the warps that have nothing else to do.
 
 constexpr int H_BUFS = 2;
@@ -46,29 +45,19 @@ __device__ __forceinline__ void store_block(const TensorMap* map, u32 src, int x
       : "memory");
 }
 
-// The transposes of four 8 by 8 matrices: with addresses as for ldmatrix, what mma's A is for columns
-// by rows.
-__device__ __forceinline__ void ldmatrix_turned(u32 addr, u32 (&r)[4]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[2]), "=r"(r[1]), "=r"(r[3])
-               : "r"(addr)
-               : "memory");
-}
-
-// Column sums of 16 rows by 16 columns, read turned: total[0] is column lane / 4 and total[2] the
-// eighth behind it, in float32 and on top of what was there unless these are the first rows.
-__device__ __forceinline__ void add_rows(float (&total)[4], const u32 (&r)[4], bool first) {
-  constexpr u32 kOnes = IS_BF16 ? 0x3f803f80u : 0x3c003c00u;
-  if (first) total[0] = total[1] = total[2] = total[3] = 0.0f;
-#if IS_BF16
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %8}, {%0, %1, %2, %3};"
-#else
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %8}, {%0, %1, %2, %3};"
-#endif
-      : "+f"(total[0]), "+f"(total[1]), "+f"(total[2]), "+f"(total[3])
-      : "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]), "r"(kOnes));
+// Sums over the eight lanes that hold other rows of the same columns: kCount values in, and out of each
+// lane kCount / 8 of them. Lanes exchange halves: which one a lane keeps, its bits 4, 3 and 2 say.
+template <int kCount, int kFar>
+__device__ __forceinline__ void sum_rows(float* v, u32 lane) {
+  if constexpr (kFar >= 4) {
+    const bool upper = lane & kFar;
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) {
+      const float kept = upper ? v[kCount / 2 + i] : v[i], sent = upper ? v[i] : v[kCount / 2 + i];
+      v[i] = kept + __shfl_xor_sync(0xffffffffu, sent, kFar);
+    }
+    sum_rows<kCount / 2, kFar / 2>(v, lane);
+  }
 }
 
 struct Epilogue {
@@ -98,27 +87,16 @@ struct Epilogue {
     mbar_wait(loaded + set * 8, ((odd & of_tile) ^ (i / SETS)) & 1);
   }
 
-  // What this warp has put into quarter `q` of a block: dG and dU turned.
-  static __device__ __forceinline__ void turn(u32 block, int q, u32 (&turned)[2][4]) {
-    u32 where;  // volatile: see finish
-    asm volatile("xor.b32 %0, %1, %2;" : "=r"(where) : "r"(block), "r"(q * 32));
-    ldmatrix_turned(where, turned[0]);
-    ldmatrix_turned(where + BLOCK_BYTES, turned[1]);
-  }
-
-  // Of lanes that hold the same sums each stores one number of a quarter.
-  __device__ __forceinline__ void put_sums(const float (&dg)[QUARTERS][4],
-                                           const float (&du)[QUARTERS][4], int row,
-                                           int col) const {
+  // A block's sums, of dG and then of dU, from column `col` on.
+  __device__ __forceinline__ void put_sums(float (&sums_of)[8 * QUARTERS], int row, int col) const {
     const u32 lane = lane_id();
-    const bool is_up = lane & 2, high = lane & 1;
-    const int own = col + (lane >> 2) + 8 * high;
+    sum_rows<8 * QUARTERS, 16>(sums_of, lane);
     const int sum_row = row / (64 * MMA_M) * 4 + row % 64 / 16;
-    float* to = sums + is_up * sums_apart + static_cast<long long>(sum_row) * columns + own;
+    float* to = sums + (lane >> 4) * sums_apart + static_cast<long long>(sum_row) * columns;
 #pragma unroll
-    for (int q = 0; q < QUARTERS; ++q) {
-      const float first = is_up ? du[q][0] : dg[q][0], second = is_up ? du[q][2] : dg[q][2];
-      if (own + 16 * q < columns) to[16 * q] = high ? second : first;
+    for (int i = 0; i < QUARTERS; i += 2) {  // 8 columns of four lanes
+      const int own = col + (lane >> 2 & 3) * (BLOCK_COLS / 4) + i * 4 + (lane & 3) * 2;
+      if (own < columns) *reinterpret_cast<float2*>(to + own) = make_float2(sums_of[i], sums_of[i + 1]);
     }
   }
 
@@ -142,7 +120,7 @@ struct Epilogue {
   template <int kRows, int kAccs>
   __device__ __forceinline__ void finish(float (&acc)[kAccs][BN / 2], int row, int n) {
     const int col = n * BN;
-    float dg_sums[QUARTERS][4], du_sums[QUARTERS][4];  // of a block's columns, its rows so far
+    float sums_of[8 * QUARTERS];  // of a block's columns, its rows so far
 #pragma unroll
     for (int i = 0; i < BLOCKS; ++i) {
       const int mi = i % kRows;
@@ -171,6 +149,14 @@ struct Epilogue {
           unpack(u[k], u0, u1);
           const float a0 = act_and_slope(g0, s0), a1 = act_and_slope(g1, s1);
           const float dg0 = d0 * u0 * s0, dg1 = d1 * u1 * s1, du0 = d0 * a0, du1 = d1 * a1;
+          if (SUMS) {
+            float* of = sums_of + 4 * q + k / 2 * 2;
+            const bool first = mi == 0 && k % 2 == 0;
+            of[0] = first ? dg0 : of[0] + dg0;
+            of[1] = first ? dg1 : of[1] + dg1;
+            of[4 * QUARTERS] = first ? du0 : of[4 * QUARTERS] + du0;
+            of[4 * QUARTERS + 1] = first ? du1 : of[4 * QUARTERS + 1] + du1;
+          }
           g[k] = pack(dg0, dg1);
           u[k] = pack(du0, du1);
           h[k] = pack(a0 * u0, a1 * u1);
@@ -193,16 +179,7 @@ struct Epilogue {
         if (NEED_H) store_block(h_map, h_block, at_col, here);
         asm volatile("cp.async.bulk.commit_group;" ::: "memory");
       }
-      if (SUMS) {
-#pragma unroll
-        for (int q = 0; q < QUARTERS; ++q) {
-          u32 turned[2][4];
-          turn(block, q, turned);
-          add_rows(dg_sums[q], turned[0], mi == 0);
-          add_rows(du_sums[q], turned[1], mi == 0);
-        }
-        if (mi == kRows - 1) put_sums(dg_sums, du_sums, row, at_col);
-      }
+      if (SUMS && mi == kRows - 1) put_sums(sums_of, row, at_col);
     }
     odd ^= 1;
   }

@@ -59,6 +59,8 @@ class Config:
             return f"{self.rows_per_consumer}x{self.bn} accumulators do not fit the registers"
         if self.sets not in (2, 3, 4) or self.block not in (32, 64):
             return f"{self.sets} sets of {self.block} columns: 2 to 4, of 32 or 64"
+        if piece == "backward" and self.bn > 128 and self.block > 32:
+            return f"no registers for sums of {self.block} columns beside {self.bn}"
         if self.stages < 2 or self.shared_bytes(piece) > SHARED_LIMIT:
             return f"{self.shared_bytes(piece)} bytes of shared memory with {self.stages} stages"
         return None
