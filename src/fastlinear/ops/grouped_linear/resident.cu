@@ -8,8 +8,9 @@
 //
 // Macros from the host, besides those of the headers: K N, of a group; PARTS; WEIGHTS parts' weights
 // in shared memory; STAGES boxes of the ring; OUT_BUFS staging buffers of a warp; HAS_BIAS; SAVE 1:
-// the pre-activation is written beside y; SIGNS 1: the signs of y are (signs.py, `Boxes`). With CHANNELS boxes of x are read turned and those of y
-// written turned, by a warpgroup together: a row of 64 tokens is 16 of each warp.
+// the pre-activation is written beside y; SIGNS 1: the signs of y are (signs.py, `Boxes`). With
+// CHANNELS boxes of x are read turned and those of y written turned, by a warpgroup together: a row of
+// 64 tokens is 16 of each warp.
 
 constexpr int K_BOXES = (K + 63) / 64;
 constexpr int W_BYTES = K_BOXES * B_BYTES;
@@ -26,7 +27,8 @@ constexpr int LEFT = 40, TAKEN = 232;  // registers of a thread
 static_assert(LEFT + 2 * TAKEN <= 3 * LAUNCHED, "more would be waited for for ever");
 static_assert(K % 8 == 0 && N % 8 == 0 && N <= PARTS * BN && BN % 64 == 0 && BN <= 256, "sizes");
 static_assert(!CHANNELS || OUT_BUFS > 1, "one buffer is written while the others are read");
-static_assert(BM == 64 && BK == BM && PINGPONG && CLUSTER == 1 && A_MN == CHANNELS && !B_MN, "as products() is used here");
+static_assert(BM == 64 && BK == BM && PINGPONG && CLUSTER == 1 && A_MN == CHANNELS && !B_MN,
+              "as products() is used here");
 
 // One of a block's tiles: the how-manieth of its part, and how many times the weight has changed before.
 struct Place {
