@@ -340,6 +340,18 @@ class TensorMap:
             self._address = address
 
 
+class NoTensorMap(TensorMap):
+    """Stands where a kernel takes a descriptor that it makes no use of."""
+
+    def __init__(self) -> None:
+        self._storage = ctypes.create_string_buffer(128 + 64)
+        start = ctypes.addressof(self._storage)
+        self.pointer = start + (-start) % 64
+
+    def point_at(self, address: int) -> None:
+        """Nothing."""
+
+
 Argument = TensorMap | ctypes._SimpleCData  # type: ignore[type-arg]
 
 

@@ -1,4 +1,5 @@
-"""The copy engine's view of groups: boxes that end where a group's features and tokens end."""
+"""How kernels for wide groups see tensors of tokens: as the copy engine's boxes, which end where a
+group's features and tokens end, or, where rows do not begin at 16 bytes, by strides."""
 
 from __future__ import annotations
 
@@ -16,6 +17,8 @@ COLUMNS = 64
 """Of a box: 128 bytes, as the multiplier's swizzle has it."""
 TOKENS = 64
 """Of a tile."""
+_STEP = 8  # numbers of 16 bytes
+_MOST_APART = 1 << 30  # numbers, of which kernels count the bytes
 
 
 class GroupMap(driver.TensorMap):
@@ -62,14 +65,23 @@ def padded(features: int, step: int = COLUMNS) -> int:
     return -(-features // step) * step
 
 
-def boxes_of(t: Tensor, features: int, order: str, rows: int, dense: bool = False) -> GroupMap:
+def by_words(features: int, order: str) -> bool:
+    """Whether rows of so many features a group have no boxes."""
+    return features % _STEP > 0 and order != "channels"
+
+
+def boxes_of(
+    t: Tensor, features: int, order: str, rows: int, dense: bool = False
+) -> driver.TensorMap:
     """Boxes of a tensor like t (B, L, G, _) with so many features a group, or with ``dense`` of a
-    dense one.
+    dense one; none where it comes ``by_words``.
 
     Tokens or groups first, B is 1, and a box is ``rows`` tokens of ``COLUMNS`` features. Channels
     first, it is ``rows`` features of ``TOKENS`` tokens of a group of one of the B.
     """
     _, m, groups, _ = t.shape
+    if by_words(features, order):
+        return driver.NoTensorMap()
     if order == "channels":
         row, apart = (m, m * features) if dense else (t.stride(3), _planes_apart(t))
         shape, box = (features, t.shape[0] * groups, m), (rows, 1, TOKENS)
@@ -81,8 +93,20 @@ def boxes_of(t: Tensor, features: int, order: str, rows: int, dense: bool = Fals
     return GroupMap(DTYPE_NAMES[t.dtype], shape, row, box, t.data_ptr(), ordinal(t), apart)
 
 
+def strides_of(t: Tensor, features: int, order: str, dense: bool = False) -> tuple[int, int]:
+    """Numbers from a token to the next and from a group to the next of t (B, L, G, features), or
+    with ``dense`` of a dense tensor of so many features; zeros where it does not come
+    ``by_words``."""
+    _, m, groups, _ = t.shape
+    if not by_words(features, order):
+        return 0, 0
+    if not dense:
+        return (t.stride(1) if m > 1 else 0), (t.stride(2) if groups > 1 else 0)
+    return (groups * features, features) if order == "tokens" else (features, m * features)
+
+
 def reason_not(p: Problem) -> str | None:
-    """Why a Problem's tensors have no such boxes, or None."""
+    """Why a Problem's tensors cannot be seen like this, or None."""
     reason = strips_tiles.reason_not(p, layouts.ORDERS)
     if reason is not None:
         return reason
@@ -94,12 +118,22 @@ def reason_not(p: Problem) -> str | None:
     return None
 
 
-def has_boxes(t: Tensor, order: str) -> bool:
-    """Whether ``boxes_of`` can be read from t, and written to a dense tensor of its sizes: 16 bytes
-    everywhere; tokens or groups first see ``has_dense_rows``.
+def is_seen(t: Tensor, order: str) -> bool:
+    """Whether t can be read, and a dense tensor of its sizes written.
 
-    Channels first: tokens side by side, all groups of all sequences at one distance.
+    As boxes: 16 bytes everywhere; tokens or groups first see ``has_dense_rows``, channels first:
+    tokens side by side, all groups of all sequences at one distance. By words: any strides, 4
+    bytes everywhere, 8 where features are a multiple of 4.
     """
+    if by_words(t.shape[3], order):
+        numbers = 4 if t.shape[3] % 4 == 0 else 2
+        apart = strides_of(t, t.shape[3], order)
+        return (
+            t.shape[0] == 1
+            and t.stride(3) == 1
+            and t.data_ptr() % (2 * numbers) == 0
+            and all(stride % numbers == 0 and 0 <= stride < _MOST_APART for stride in apart)
+        )
     if order != "channels":
         return t.shape[0] == 1 and has_dense_rows(t, order)
     batch, m, groups, features = t.shape
@@ -125,8 +159,11 @@ def tiles_of(t: Tensor) -> tuple[int, int]:
     return t.shape[0] * each, each
 
 
-def weight_boxes(weight: Tensor, rows: int) -> GroupMap:
-    """Boxes of so many outputs x ``COLUMNS`` of a weight (G, N, K), dense."""
+def weight_boxes(weight: Tensor, rows: int) -> driver.TensorMap:
+    """Boxes of so many outputs x ``COLUMNS`` of a weight (G, N, K), dense; none where its rows do
+    not begin at 16 bytes."""
     groups, n, k = weight.shape
+    if k % _STEP:
+        return driver.NoTensorMap()
     box, place = (1, rows, COLUMNS), (weight.data_ptr(), ordinal(weight))
     return GroupMap(DTYPE_NAMES[weight.dtype], (groups, n, k), n * k, box, *place)

@@ -50,7 +50,8 @@ class OneLaunch:
     ) -> None:
         """The kernel takes ``maps``, addresses and ``numbers``."""
         pointers = [ctypes.c_void_p(0) for _ in self.POINTERS]
-        self._maps = list(zip(maps, map(TENSORS.index, self.MAPS), strict=True))
+        places = zip(maps, map(TENSORS.index, self.MAPS), strict=True)
+        self._maps = [(m, i) for m, i in places if not isinstance(m, driver.NoTensorMap)]
         self._pointers = list(zip(pointers, map(TENSORS.index, self.POINTERS), strict=True))
         values = [ctypes.c_int(number) for number in numbers]
         arguments: list[driver.Argument] = [*maps, *pointers, *values]

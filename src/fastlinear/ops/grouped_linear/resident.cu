@@ -4,11 +4,12 @@
 // A part is up to BN outputs of a group; PARTS of them are a group. A block walks tiles of 64 tokens
 // of one part, then of the next. The part's weight stays in shared memory; boxes of 64 tokens x 64
 // features of x go through a ring. A producer warp fills both; two consumer warpgroups take whole
-// tiles in turn, so that one's products run under the other's epilogue.
+// tiles in turn, so that one's products run under the other's epilogue. Rows that do not begin at 16 bytes
+// are brought in by the other warps of the producer's warpgroup, and y written by the consumers.
 //
 // Macros from the host, besides those of the headers: K N, of a group; PARTS; WEIGHTS parts' weights
 // in shared memory; STAGES boxes of the ring; OUT_BUFS staging buffers of a warp; HAS_BIAS; SAVE 1:
-// the pre-activation is written beside y; SIGNS 1: the signs of y are (signs.py, `Boxes`). With
+// the pre-activation is written beside y, to `kept`; SIGNS 1: the signs of y are (signs.py, `Boxes`). With
 // CHANNELS boxes of x are read turned and those of y written turned, by a warpgroup together: a row of
 // 64 tokens is 16 of each warp.
 
@@ -25,7 +26,12 @@ constexpr int W_EMPTY_AT = W_FULL_AT + 8 * WEIGHTS;
 constexpr int LEFT = 40, TAKEN = 232;  // registers of a thread
 
 static_assert(LEFT + 2 * TAKEN <= 3 * LAUNCHED, "more would be waited for for ever");
-static_assert(K % 8 == 0 && N % 8 == 0 && N <= PARTS * BN && BN % 64 == 0 && BN <= 256, "sizes");
+// Where rows of x do not begin at 16 bytes, or those of W: warps that bring them in, of as many boxes of x
+// at a time as this. A box is free once its tile's next one has been used as well.
+constexpr bool W_BY_WORDS = K % 8 != 0;
+constexpr int CARRIERS = 3, UNDER_WAY = STAGES < 7 ? STAGES - 2 : 5;
+
+static_assert(N <= PARTS * BN && BN % 64 == 0 && BN <= 256, "sizes");
 static_assert(!CHANNELS || OUT_BUFS > 1, "one buffer is written while the others are read");
 static_assert(BM == 64 && BK == BM && PINGPONG && CLUSTER == 1 && A_MN == CHANNELS && !B_MN,
               "as products() is used here");
@@ -133,8 +139,9 @@ struct Output {
   bool leader;
   int barrier;  // of the warpgroup
 
-  __device__ __forceinline__ void send(const u32 (&r)[16], const TensorMap* map, int column,
-                                       const Where& at, int warp) {
+  // Rows of `to` are for y that comes BY_WORDS.
+  __device__ __forceinline__ void send(const u32 (&r)[16], const TensorMap* map, const Strided& to,
+                                       int column, const Where& at, int warp, int tokens) {
     if (!CHANNELS) {
       if (leader) tma_store_wait_read<OUT_BUFS - 1>();
       __syncwarp();
@@ -156,18 +163,89 @@ struct Output {
     } else {
       __syncwarp();
     }
-    if (leader) store_tokens(map, next, column, at.plane, at.token + (CHANNELS ? 0 : warp * 16));
+    if constexpr (BY_WORDS<N>) {
+      const u32 box = __shfl_sync(0xffffffffu, next, 0);
+#pragma unroll 1
+      for (int r = 0; r < 16; r += 8) {
+        const int token = at.token + warp * 16 + r;
+        put_rows<N>(to.at(at.plane, token) + 2 * column, 2 * to.row, box + 128 * r, tokens - token, N - column,
+                    lane_id());
+      }
+      if (leader) commit_no_store();  // so that buffers are counted
+    } else if (leader) {
+      store_tokens(map, next, column, at.plane, at.token + (CHANNELS ? 0 : warp * 16));
+    }
     next = next == first + (OUT_BUFS - 1) * TURN ? first : next + TURN;
   }
 };
+
+// One of CARRIERS warps brings in its rows of weights, whose number of features is no multiple of 8, and
+// of boxes of x where these come BY_WORDS; some boxes are under way while it asks for the next.
+__device__ __forceinline__ void carry(const Walk& walk, u32 base, const unsigned short* weight,
+                                      const Strided& x, int groups, int each, int tokens, int warp, int lane) {
+  int asked = 0, there = 0, change = -1;  // boxes
+  const auto tell = [&](u32 bar) {
+    publish();
+    __syncwarp();
+    if (lane == 0) mbar_arrive(bar);
+  };
+  const auto told = [&] { tell(base + FULL_AT + there++ % STAGES * 8); };
+  for (int t = walk.first; t < walk.end; ++t) {
+    const Place place = walk.at(t);
+    const Where at(place.tile, place.part / PARTS, groups, each);
+    if (place.change != change) {
+      change = place.change;
+      if (change >= WEIGHTS) {
+        // what the consumers need before they are done with the weight there
+        wait_rows<0>();
+        while (there < asked) told();
+        mbar_wait(of_weight(base + W_EMPTY_AT, change), parity_of(change) ^ 1);
+      }
+      const int column = place.part % PARTS * BN;
+      const u32 to = base + change % WEIGHTS * W_BYTES;
+      const char* from = reinterpret_cast<const char*>(
+          weight + (static_cast<long long>(place.part / PARTS) * N + column) * K);
+#pragma unroll 1
+      for (int i = warp; i < K_BOXES * (BN / 8); i += CARRIERS) {
+        const int b = i % K_BOXES, r = i / K_BOXES * 8;
+        copy_rows<K>(to + b * B_BYTES + 128 * r, from + 2 * K * r + 128 * b, 2 * K, N - column - r, K - 64 * b,
+                     lane);
+      }
+      commit_rows();
+      wait_rows<0>();
+      while (there < asked) told();
+      tell(of_weight(base + W_FULL_AT, change));
+    }
+    if constexpr (BY_WORDS<K>) {
+#pragma unroll 1
+      for (int b = 0; b < K_BOXES; ++b) {
+        const int slot = asked % STAGES;
+        mbar_wait(base + EMPTY_AT + slot * 8, asked / STAGES & 1 ^ 1);
+#pragma unroll 1
+        for (int r = (warp + asked) % CARRIERS * 8; r < BM; r += 8 * CARRIERS)
+          copy_rows<K>(base + RING_AT + slot * A_BYTES + 128 * r, x.at(at.plane, at.token + r) + 128 * b,
+                       2 * x.row, tokens - at.token - r, K - 64 * b, lane);
+        commit_rows();
+        if (++asked - there > UNDER_WAY) {
+          wait_rows<UNDER_WAY>();
+          told();
+        }
+      }
+    }
+  }
+  wait_rows<0>();
+  while (there < asked) told();
+}
 
 extern "C" __global__ void __launch_bounds__(384, 1)
 grouped_linear_resident(const __grid_constant__ TensorMap x_map,
                         const __grid_constant__ TensorMap w_map,
                         const __grid_constant__ TensorMap y_map,
                         const __grid_constant__ TensorMap pre_map,
-                        const unsigned short* __restrict__ bias_ptr, u32* __restrict__ signs,
-                        int parts, int tiles, int lanes, int each) {
+                        const unsigned short* __restrict__ bias_ptr, u32* __restrict__ kept,
+                        const unsigned short* __restrict__ weight, char* __restrict__ x_begin,
+                        char* __restrict__ y_begin, int parts, int tiles, int lanes, int each, int tokens,
+                        int x_row, int x_plane, int y_row, int y_plane) {
   extern __shared__ __align__(1024) char smem[];
   const u32 base = smem_addr(smem);
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
@@ -176,15 +254,15 @@ grouped_linear_resident(const __grid_constant__ TensorMap x_map,
   const u32 w_full = base + W_FULL_AT, w_empty = base + W_EMPTY_AT;
 
   if (threadIdx.x == 0) {
-    prefetch_map(&x_map);
-    prefetch_map(&w_map);
-    prefetch_map(&y_map);
+    if (!BY_WORDS<K>) prefetch_map(&x_map);
+    if (!W_BY_WORDS) prefetch_map(&w_map);
+    if (!BY_WORDS<N>) prefetch_map(&y_map);
     for (int s = 0; s < STAGES; ++s) {
-      mbar_init(full + s * 8, 1);
+      mbar_init(full + s * 8, BY_WORDS<K> ? CARRIERS : 1);
       mbar_init(empty + s * 8, 4);
     }
     for (int s = 0; s < WEIGHTS; ++s) {
-      mbar_init(w_full + s * 8, 1);
+      mbar_init(w_full + s * 8, W_BY_WORDS ? CARRIERS : 1);
       mbar_init(w_empty + s * 8, 8);
     }
     publish_barriers();
@@ -196,13 +274,16 @@ grouped_linear_resident(const __grid_constant__ TensorMap x_map,
   const Walk walk(parts, tiles, lanes);
   if (warpgroup == 0) {
     leave_registers<LEFT>();
-    if (thread == 0) {
+    if (W_BY_WORDS && thread >= 32) {
+      const Strided x = {x_begin, x_row, x_plane};
+      carry(walk, base, weight, x, parts / PARTS, each, tokens, thread / 32 - 1, thread % 32);
+    } else if (!BY_WORDS<K> && thread == 0) {
       int slot = 0, change = -1;
       u32 phase = 1;  // a fresh barrier counts as "previous phase done"
       for (int t = walk.first; t < walk.end; ++t) {
         const Place at = walk.at(t);
         const Where from(at.tile, at.part / PARTS, parts / PARTS, each);
-        if (at.change != change) {
+        if (!W_BY_WORDS && at.change != change) {
           change = at.change;
           if (change >= WEIGHTS) mbar_wait(of_weight(w_empty, change), parity_of(change) ^ 1);
           const u32 there = of_weight(w_full, change);
@@ -285,7 +366,7 @@ grouped_linear_resident(const __grid_constant__ TensorMap x_map,
         u32 r[16];
 #if SAVE
         convert<false>(of, r);
-        out.send(r, &pre_map, column + 64 * c, to, warp);
+        out.send(r, &pre_map, {reinterpret_cast<char*>(kept), y_row, y_plane}, column + 64 * c, to, warp, tokens);
 #endif
         convert<true>(of, r);
 #if SIGNS
@@ -293,10 +374,10 @@ grouped_linear_resident(const __grid_constant__ TensorMap x_map,
         const int box = column / 64 + c;
         if (box < BOXES) {
           const long long tile = static_cast<long long>(to.plane) * each + to.token / BM;
-          signs[((tile * BOXES + box) * 4 + warp) * 32 + lane_id()] = signs_of(r);
+          kept[((tile * BOXES + box) * 4 + warp) * 32 + lane_id()] = signs_of(r);
         }
 #endif
-        out.send(r, &y_map, column + 64 * c, to, warp);
+        out.send(r, &y_map, {y_begin, y_row, y_plane}, column + 64 * c, to, warp, tokens);
       }
     }
     if (walk.end > walk.first) pass(walk.at(walk.end - 1).change);

@@ -22,7 +22,8 @@ from fastlinear.ops.grouped_linear.group_map import (
     COLUMNS,
     TOKENS,
     boxes_of,
-    has_boxes,
+    is_seen,
+    strides_of,
     tiles_of,
     weight_boxes,
 )
@@ -104,18 +105,18 @@ def reason_not(p: Problem) -> str | None:
     k, n = p.dim("K"), p.dim("N")
     if not configs.serves(k, n):
         return (
-            "serves groups of 64 features or more in multiples of 8 whose weight fits into shared "
+            "serves groups of an even number of features, 64 or more, whose weight fits into shared "
             f"memory by four parts, not {k} to {n}"
         )
     return None
 
 
 def serves(x: Tensor, weight: Tensor, bias: Tensor | None, order: str) -> bool:
-    """Whether the kernel takes such tensors: rows at 16 bytes."""
+    """Whether the kernel takes such tensors: ``is_seen``, the weight dense."""
     return (
         x.element_size() == 2
         and configs.serves(weight.shape[2], weight.shape[1])
-        and has_boxes(x, order)
+        and is_seen(x, order)
         and weight.is_contiguous()
         and weight.data_ptr() % 16 == 0
         and (bias is None or (bias.is_contiguous() and bias.data_ptr() % 4 == 0))
@@ -182,7 +183,7 @@ class Resident(OneLaunch):
     """The launch of ``resident.cu``."""
 
     MAPS = ("x", "weight", "y", "pre")
-    POINTERS = ("bias", "pre")
+    POINTERS = ("bias", "pre", "weight", "x", "y")
     SIGNS = False
 
     def __init__(
@@ -209,7 +210,9 @@ class Resident(OneLaunch):
         )
         parts, (tiles, each) = groups * -(-n // config.outputs), tiles_of(x)
         blocks, lanes = blocks_of(parts, tiles, device_facts(x.device).units)
-        self._prepare(kernel, hopper.THREADS, blocks, maps, (parts, tiles, lanes, each))
+        strides = *strides_of(x, k, order), *strides_of(x, n, order, dense=True)
+        numbers = parts, tiles, lanes, each, x.shape[1], *strides
+        self._prepare(kernel, hopper.THREADS, blocks, maps, numbers)
 
 
 class ResidentWithSigns(Resident):

@@ -37,7 +37,7 @@ class ResidentConfig:
 
 
 def serves(k: int, n: int) -> bool:
-    """Whether the kernel takes groups of such sizes: rows at 16 bytes, a weight that fits."""
+    """Whether the kernel takes groups of such sizes: even, a weight that fits."""
     return resident_config(k, n) is not None
 
 
@@ -51,7 +51,7 @@ def shared_bytes(config: ResidentConfig, k: int) -> int:
 @lru_cache(maxsize=1024)
 def resident_config(k: int, n: int) -> ResidentConfig | None:
     """The configuration for groups of such sizes, or None."""
-    if k % 8 or n % 8 or min(k, n) < _LEAST:
+    if k % 2 or n % 2 or min(k, n) < _LEAST:
         return None
     most = min(_MOST_OUTPUTS, _MOST_WEIGHT // (padded(k) * 2) // COLUMNS * COLUMNS)
     if most == 0 or n > _MOST_PARTS * most:

@@ -40,11 +40,34 @@ __device__ __forceinline__ void load_weights(Weights& w, const unsigned short* g
     for (int i = 0; i < 4; ++i) {
       const int n = 16 * s + i / 2 * 8, k = i % 2 * 8;
       u32 word = 0u;
-      if (n < N && k + k0 < K)
+      if (n + (N % 8 ? n0 : 0) < N && k + k0 < K)
         word = from[n * K + k] | static_cast<u32>(from[(n + 1) * K + k]) << 16;
       w.word[s][i] = word;
     }
   }
+}
+
+// Where rows of W begin at less than 16 bytes: the other boxes, by this warpgroup, of `own` features from
+// the first of a group's weights on.
+__device__ __forceinline__ void bring_weights(const unsigned short* from, u32 base, int part, int own) {
+  constexpr int ALL = 64 * W_BOXES * 32, AT_ONCE = 8;
+#pragma unroll 1
+  for (int i = threadIdx.x % 128; i < ALL; i += 128 * AT_ONCE) {
+    u32 v[AT_ONCE];
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; ++j) {
+      const int word = i % 32, n = 64 * HELD + (i + 128 * j) / 32;
+      v[j] = n < N && 2 * word < own ? *reinterpret_cast<const u32*>(from + n * K + 2 * word) : 0u;
+    }
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; ++j) {
+      const int row = (i + 128 * j) / 32;
+      const u32 to = word_at(base + W_AT + (row / 64 * 2 + part) * BOX, row % 64, i % 32);
+      asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(v[j]) : "memory");
+    }
+  }
+  publish();
+  bar_sync(1 + part, 128);
 }
 
 // `rest`: the other boxes of W, of this warpgroup's features.
@@ -83,11 +106,11 @@ __device__ __forceinline__ void store_dw(const float (&dw)[BN / 2], char* group,
   constexpr int NUMBER = kRounded ? 2 : 4;
   char* from = group + NUMBER * (lane % 4 * (2 * K) + k0 + lane / 4);
 #pragma unroll
-  for (int j = 0; j < N / 8; ++j) {
+  for (int j = 0; j < (N + 7) / 8; ++j) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int n = 8 * j + i % 2, k = i / 2 * 8;
-      if (k0 + k < K) {
+      if (k0 + k + (K % 8 ? lane / 4 : 0) < K && (8 * j + 8 <= N || n + lane % 4 * 2 < N)) {
         char* to = from + NUMBER * (n * K + k);
         if constexpr (kRounded)
           *reinterpret_cast<unsigned short*>(to) =
@@ -111,6 +134,9 @@ __device__ __forceinline__ void finish() {
 struct Part {
   int half, group, chunk, boxes;  // which half of the K features, in how many boxes
 
+  // Features of one of these.
+  __device__ __forceinline__ int own(int box) const { return min(64, K - HALF * half - 64 * box); }
+
   __device__ __forceinline__ Part(int groups) {
     const int block = block_id(), pair = block / HALVES;
     half = block % HALVES;
@@ -120,19 +146,18 @@ struct Part {
   }
 };
 
-// What one grader brings in: of each tile its box of dy and saved, and of x, once there is room.
+// What one grader brings in: of each tile its box of dy and saved, and of x, once there is room. What has no
+// boxes the whole warp does: these rows of x by all graders.
 struct Tiles {
   const TensorMap *dy, *saved, *x, *weight;
+  Strided dy_rows, saved_rows, x_rows;
   u32 base;
-  int grader, groups, each;  // `each`: as Where has it
-  int tile, turn;            // the next tile
+  int grader, groups, each, tokens;  // `each`: as Where has it
+  int tile, turn;                    // the next tile
 
-  // False if there is no next tile, or not all its room is free.
-  __device__ __forceinline__ bool bring(const Part& p, int tiles, int chunks) {
-    constexpr int SENDERS = SPLIT ? 1 : CLUSTER;  // blocks that bring in each other's boxes
-    constexpr int READ = BOX * (SAVED_BOXES ? 2 : 1) / (SPLIT ? 2 : 1);
+  // Whether there is a next tile, and all its room is free.
+  __device__ __forceinline__ bool has_room(int tiles) const {
     const int slot = turn % TILES;
-    const u32 bar = base + FULL_AT + 8 * slot, to = base + slot * TILE;
     if (tile >= tiles || !mbar_test(base + FREE_AT + 8 * slot, (turn / TILES & 1) ^ 1)) return false;
     if (SAVED_BOXES) {
 #pragma unroll
@@ -141,10 +166,54 @@ struct Tiles {
         if (!mbar_test(base + PART_FREE_AT + 8 * (half % PARTS), (half / PARTS & 1) ^ 1)) return false;
       }
     }
-    const int box = grader / SHARERS, own = SPLIT ? p.half : 0;
+    return true;
+  }
+
+  // Where the h-th half of this block's of what was saved is, of all boxes.
+  __device__ __forceinline__ u32 saved_half(int h) const {
+    return base + SAVED_AT + (OWN_HALVES * turn + h) % PARTS * (DY_BYTES / 2);
+  }
+
+  __device__ __forceinline__ void bring(const Part& p, int chunks, int lane) {
+    const int slot = turn % TILES, box = grader / SHARERS, own = SPLIT ? p.half : 0;
+    const u32 bar = base + FULL_AT + 8 * slot, to = base + slot * TILE;
     const Where at(tile, p.group, groups, each);
+    if (lane == 0) bring_boxes(p, at, bar, to, box, own);
+    if constexpr (BY_WORDS<N>) {
+      const int columns = N - 64 * box;
+#pragma unroll 1
+      for (int r = own * (TOKENS / 2) + 8 * (grader % SHARERS); r < (SPLIT ? own + 1 : 2) * (TOKENS / 2);
+           r += 8 * SHARERS) {
+        const int token = at.token + r;
+        copy_rows<N>(to + box * BOX + 128 * r, dy_rows.at(at.plane, token) + 128 * box, 2 * dy_rows.row,
+                     tokens - token, columns, lane);
+        if constexpr (SAVED_BOXES)
+          copy_rows<N>(saved_half(SPLIT ? 0 : r / (TOKENS / 2)) + box * (BOX / 2) + r % (TOKENS / 2) * 128,
+                       saved_rows.at(at.plane, token) + 128 * box, 2 * saved_rows.row, tokens - token, columns,
+                       lane);
+      }
+    }
+    if constexpr (BY_WORDS<K> && NEED_DW) {
+#pragma unroll 1
+      for (int i = grader; i < p.boxes * (TOKENS / 8); i += GRADERS) {
+        const int b = i / (TOKENS / 8), r = i % (TOKENS / 8) * 8, token = at.token + r;
+        copy_rows<K>(to + DY_BYTES + b * BOX + 128 * r,
+                     x_rows.at(at.plane, token) + 2 * HALF * p.half + 128 * b, 2 * x_rows.row, tokens - token,
+                     p.own(b), lane);
+      }
+    }
+    if (CARRIES) arrive_with_rows(bar);
+    tile += chunks;
+    ++turn;
+  }
+
+  __device__ __forceinline__ void bring_boxes(const Part& p, const Where& at, u32 bar, u32 to, int box,
+                                              int own) const {
+    constexpr int SENDERS = SPLIT ? 1 : CLUSTER;  // blocks that bring in each other's boxes
+    constexpr int READ = BOX * (SAVED_BOXES ? 2 : 1) / (SPLIT ? 2 : 1);
     const auto row = [](int half) { return half * (TOKENS / 2); };  // of half a box, its first
-    const bool of_box = grader % SHARERS == 0, of_x = NEED_DW && grader < p.boxes;
+    const bool of_box = !BY_WORDS<N> && grader % SHARERS == 0;
+    const bool of_x = NEED_DW && !BY_WORDS<K> && grader < p.boxes;
     mbar_expect(bar, (of_box ? READ : 0) + (of_x ? BOX : 0));
     if (of_box && (SENDERS == 1 || box % SENDERS == p.half)) {
       load_tokens<SENDERS>(to + box * BOX + own * (BOX / 2), dy, bar,
@@ -153,25 +222,21 @@ struct Tiles {
       if (SAVED_BOXES) {
 #pragma unroll
         for (int h = 0; h < OWN_HALVES; ++h)
-          load_tokens<SENDERS>(base + SAVED_AT + (OWN_HALVES * turn + h) % PARTS * (DY_BYTES / 2) +
-                                   box * (BOX / 2),
-                               saved, bar, 64 * box + (CHANNELS ? row(own + h) : 0), at.plane,
+          load_tokens<SENDERS>(saved_half(h) + box * (BOX / 2), saved, bar,
+                               64 * box + (CHANNELS ? row(own + h) : 0), at.plane,
                                at.token + (CHANNELS ? 0 : row(own + h)));
       }
     }
     if (of_x)
       load_tokens<1>(to + DY_BYTES + grader * BOX, x, bar, HALF * p.half + 64 * grader, at.plane,
                      at.token);
-    if (W_BOXES > 0 && turn == 0 && grader == 0) {
+    if (!W_BY_WORDS && W_BOXES > 0 && turn == 0 && grader == 0) {
       mbar_expect(base + W_FULL_AT, W_BOXES * p.boxes * BOX);
       for (int w = 0; w < W_BOXES; ++w)
         for (int b = 0; b < p.boxes; ++b)
           load_box<1>(base + W_AT + (2 * w + b) * BOX, weight, base + W_FULL_AT,
                       HALF * p.half + 64 * b, 64 * (HELD + w), p.group);
     }
-    tile += chunks;
-    ++turn;
-    return true;
   }
 };
 
@@ -214,8 +279,11 @@ grouped_linear_wide_backward(const __grid_constant__ TensorMap dy_map,
                              const __grid_constant__ TensorMap dx_map,
                              const __grid_constant__ TensorMap weight_map,
                              const unsigned short* __restrict__ weight, char* __restrict__ dw,
-                             char* __restrict__ db, const u32* __restrict__ signs, int groups, int chunks,
-                             int tiles, int each) {
+                             char* __restrict__ db, char* __restrict__ kept, char* __restrict__ dx_begin,
+                             char* __restrict__ dy_begin, char* __restrict__ x_begin, int groups,
+                             int chunks, int tiles, int each, int tokens, int dy_row, int dy_plane,
+                             int saved_row, int saved_plane, int x_row, int x_plane, int dx_row,
+                             int dx_plane) {
   extern __shared__ __align__(1024) char smem[];
   const u32 base = smem_addr(smem);
   const u32 full = base + FULL_AT, ready = base + GRADED_AT, free = base + FREE_AT;
@@ -226,7 +294,7 @@ grouped_linear_wide_backward(const __grid_constant__ TensorMap dy_map,
     constexpr int SUMMING = DERIVES || !NEED_DB ? 0 : GRADERS;
     const int users = 4 * (CLUSTER > 1 ? K_BOXES : Part(groups).boxes) + SUMMING * CLUSTER;
     for (int s = 0; s < TILES; ++s) {
-      mbar_init(full + 8 * s, GRADERS);
+      mbar_init(full + 8 * s, GRADERS * (CARRIES ? 33 : 1));
       mbar_init(ready + 8 * s, GRADERS);
       mbar_init(free + 8 * s, users);
     }
@@ -241,17 +309,30 @@ grouped_linear_wide_backward(const __grid_constant__ TensorMap dy_map,
     leave_registers<LEFT>();
     if (warp < GRADERS) {
       const Part p(groups);
-      Tiles from = {&dy_map, &saved_map, &x_map, &weight_map, base, warp, groups, each, p.chunk, 0};
+      Tiles from = {&dy_map,
+                    &saved_map,
+                    &x_map,
+                    &weight_map,
+                    {dy_begin, dy_row, dy_plane},
+                    {kept, saved_row, saved_plane},
+                    {x_begin, x_row, x_plane},
+                    base,
+                    warp,
+                    groups,
+                    each,
+                    tokens,
+                    p.chunk,
+                    0};
       const int lane = threadIdx.x % 32, rank = CLUSTER > 1 ? p.half : 0;
       // What is left to do for one half of a tile only: sums of db, and with SPLIT all
       const int first = CLUSTER > 1 && (SPLIT || !DERIVES) ? rank : 0;
       const int last = CLUSTER > 1 && (SPLIT || !DERIVES) ? rank : 1;
       const int box = warp / SHARERS;
       const u32 at = warp % SHARERS * (ROWS * 128) + block_row(lane);
-      const Signs kept = {signs + box * 128 + lane, warp % SHARERS, rank, groups, each};
+      const Signs signs = {reinterpret_cast<const u32*>(kept) + box * 128 + lane, warp % SHARERS, rank, groups, each};
       u32 coming[4] = {}, words[4] = {};
       constexpr bool AHEAD = SIGNS && SPLIT;  // else registers are few, and what is kept is twice as much
-      if (AHEAD && p.chunk < tiles) kept.load(coming, p.chunk, p.group);
+      if (AHEAD && p.chunk < tiles) signs.load(coming, p.chunk, p.group);
       float sums[SUMS] = {};
       int i = 0;
       for (int tile = p.chunk; tile < tiles; tile += chunks, ++i) {
@@ -259,12 +340,19 @@ grouped_linear_wide_backward(const __grid_constant__ TensorMap dy_map,
         u32 here[4];
 #pragma unroll
         for (int w = 0; w < 4; ++w) here[w] = coming[w];
-        if (AHEAD && tile + chunks < tiles) kept.load(coming, tile + chunks, p.group);
-        if (SIGNS && !AHEAD) kept.load(here, tile, p.group);
-        if (lane == 0) {
+        if (AHEAD && tile + chunks < tiles) signs.load(coming, tile + chunks, p.group);
+        if (SIGNS && !AHEAD) signs.load(here, tile, p.group);
+        const auto first_lane = [&](bool found) {
+          return CARRIES ? __shfl_sync(0xffffffffu, found, 0) != 0 : found;
+        };
+        if (CARRIES || lane == 0) {
           for (;;) {
-            if (from.bring(p, tiles, chunks)) continue;
-            if (from.turn > i && (!HAS_GRADERS || mbar_test(full + 8 * slot, i / TILES & 1))) break;
+            if (first_lane(from.has_room(tiles))) {
+              from.bring(p, chunks, lane);
+              continue;
+            }
+            const bool here = !HAS_GRADERS || mbar_test(full + 8 * slot, i / TILES & 1);
+            if (from.turn > i && first_lane(here)) break;
           }
         }
         if (!HAS_GRADERS) continue;
@@ -276,9 +364,9 @@ grouped_linear_wide_backward(const __grid_constant__ TensorMap dy_map,
           const u32 half = base + slot * TILE + box * BOX + h * (BOX / 2);
           const u32 saved = base + SAVED_AT + part * (DY_BYTES / 2) + box * (BOX / 2);
           const bool sum = CLUSTER > 1 ? h == rank : p.half == 0;
-          if (SIGNS) kept.of_half(words, here, h);
+          if (SIGNS) signs.of_half(words, here, h);
           if (DERIVES) {
-            grade(half + at, saved + at, words);
+            if (ACT != ACT_NONE) grade(half + at, saved + at, words);
             publish();
           }
           __syncwarp();
@@ -342,7 +430,10 @@ grouped_linear_wide_backward(const __grid_constant__ TensorMap dy_map,
         load_weights(w, weight + static_cast<u64>(p.group) * (N * K), k0 + 16 * warp, lane);
       float sums[1][BN / 2] = {};
       float dx[32];
-      if (W_BOXES > 0) mbar_wait(base + W_FULL_AT, 0);
+      if (W_BY_WORDS && W_BOXES > 0)
+        bring_weights(weight + static_cast<u64>(p.group) * (N * K) + k0, base, part, p.own(part));
+      else if (W_BOXES > 0)
+        mbar_wait(base + W_FULL_AT, 0);
       int slot = 0;
       u32 phase = 0, out = 0;
 #pragma unroll 1
@@ -372,8 +463,14 @@ grouped_linear_wide_backward(const __grid_constant__ TensorMap dy_map,
           stage_dx(at + out, dx);
           publish();
           bar_sync(1 + part, 128);
-          if (leader) {
-            const Where to(tile, p.group, groups, each);
+          const Where to(tile, p.group, groups, each);
+          if constexpr (BY_WORDS<K>) {
+            const Strided rows = {dx_begin, dx_row, dx_plane};
+#pragma unroll
+            for (int r = 16 * warp; r < 16 * warp + 16; r += 8)
+              put_rows<K>(rows.at(to.plane, to.token + r) + 2 * k0, 2 * dx_row, box + out + 128 * r,
+                          tokens - to.token - r, K - k0, lane_id());
+          } else if (leader) {
             store_tokens(&dx_map, box + out, k0, to.plane, to.token);
           }
           if (OUTS > 1) out ^= 2 * BOX;
@@ -396,25 +493,33 @@ grouped_linear_wide_backward(const __grid_constant__ TensorMap dy_map,
   if (warpgroup > 0) finish();
 }
 
-// Adds up the chunks' shares, in order; the first dw_blocks blocks those of dW, the others of db.
+// Adds up the chunks' shares, in order; the first dw_blocks blocks those of dW, the others of db. A thread
+// has four numbers, or two where N is no multiple of 4.
 extern "C" __global__ void __launch_bounds__(256)
-grouped_linear_wide_sums(const float4* __restrict__ dw_shares, const float4* __restrict__ db_shares,
-                         uint2* __restrict__ dw, uint2* __restrict__ db, int groups, int chunks,
+grouped_linear_wide_sums(const float* __restrict__ dw_shares, const float* __restrict__ db_shares,
+                         u32* __restrict__ dw, u32* __restrict__ db, int groups, int chunks,
                          int dw_blocks) {
+  constexpr int PAIRS = N % 4 == 0 ? 2 : 1;
+  struct alignas(8 * PAIRS) Pairs { float2 of[PAIRS]; };
+  struct alignas(4 * PAIRS) Words { u32 of[PAIRS]; };
   wait_for_previous();
   const bool of_dw = blockIdx.x < dw_blocks;
-  const int size = groups * (of_dw ? N * K : N) / 4;
+  const int size = groups * (of_dw ? N * K : N) / (2 * PAIRS);
   const int at = (of_dw ? blockIdx.x : blockIdx.x - dw_blocks) * 256 + threadIdx.x;
   if (at >= size) return;
-  const float4* from = (of_dw ? dw_shares : db_shares) + at;
-  float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  const Pairs* from = reinterpret_cast<const Pairs*>(of_dw ? dw_shares : db_shares) + at;
+  Pairs sum = {};
 #pragma unroll 4
   for (int c = 0; c < chunks; ++c, from += size) {
-    const float4 share = *from;
-    sum.x += share.x;
-    sum.y += share.y;
-    sum.z += share.z;
-    sum.w += share.w;
+    const Pairs share = *from;
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i) {
+      sum.of[i].x += share.of[i].x;
+      sum.of[i].y += share.of[i].y;
+    }
   }
-  (of_dw ? dw : db)[at] = {pack(sum.x, sum.y), pack(sum.z, sum.w)};
+  Words words;
+#pragma unroll
+  for (int i = 0; i < PAIRS; ++i) words.of[i] = pack(sum.of[i].x, sum.of[i].y);
+  reinterpret_cast<Words*>(of_dw ? dw : db)[at] = words;
 }

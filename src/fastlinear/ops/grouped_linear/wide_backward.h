@@ -4,7 +4,9 @@
 constexpr int TOKENS = BK, HALF = 128;
 constexpr int HALVES = (K + HALF - 1) / HALF;
 constexpr int BOX = TOKENS * 128, N_BOXES = BN / 64, K_BOXES = (K + 63) / 64;
-constexpr bool DERIVES = ACT != ACT_NONE, SAVED_BOXES = DERIVES && !SIGNS;
+constexpr bool CARRIES = BY_WORDS<N> || BY_WORDS<K> && NEED_DW;  // what no box brings, graders do
+constexpr bool DERIVES = ACT != ACT_NONE || CARRIES, SAVED_BOXES = ACT != ACT_NONE && !SIGNS;
+constexpr bool W_BY_WORDS = K % 8 != 0;  // what of W is in shared memory
 constexpr bool HAS_GRADERS = DERIVES || NEED_DB;
 
 constexpr int DY_BYTES = N_BOXES * BOX, X_BYTES = NEED_DW ? 2 * BOX : 0;
@@ -17,7 +19,7 @@ constexpr int DB_AT = W_AT + W_BOXES * 2 * BOX;
 // Each grader has a box of half a tile, or one half of its rows.
 constexpr int SHARERS = N_BOXES > 2 ? 1 : 2, GRADERS = SHARERS * N_BOXES, ROWS = TOKENS / 2 / SHARERS;
 // Blocks that it has under way, as registers allow.
-constexpr bool LIGHT = ACT == ACT_RELU || ACT == ACT_LEAKY_RELU;
+constexpr bool LIGHT = ACT == ACT_NONE || ACT == ACT_RELU || ACT == ACT_LEAKY_RELU;
 constexpr int AT_ONCE = !LIGHT ? 1 : SIGNS && SPLIT && ACT == ACT_RELU ? 4 : 2;
 constexpr int OWN_HALVES = SPLIT ? 1 : 2;  // of a tile, those that this block grades
 constexpr int DB_BYTES = NEED_DB && !CHANNELS ? CLUSTER * GRADERS * 64 * 4 : 0;
@@ -28,10 +30,11 @@ constexpr int FREE_AT = GRADED_AT + 8 * TILES;
 constexpr int PART_FREE_AT = FREE_AT + 8 * TILES;
 constexpr int W_FULL_AT = PART_FREE_AT + 8 * PARTS;
 
-constexpr int LEFT = 56, TAKEN = 224;  // registers of a thread
+constexpr bool FEW = CARRIES && N_BOXES < 4;  // sums, and more to do for graders
+constexpr int LEFT = FEW ? 72 : 56, TAKEN = FEW ? 216 : 224;  // registers of a thread
 
 static_assert(LEFT + 2 * TAKEN <= 3 * LAUNCHED, "more would be waited for for ever");
-static_assert(K % 8 == 0 && N % 8 == 0 && K <= 256 && N <= BN && BN <= 256, "sizes");
+static_assert(K <= 256 && N <= BN && BN <= 256, "sizes");
 static_assert(CLUSTER == 1 || CLUSTER == HALVES, "a cluster is the blocks of the same tiles");
 static_assert(!SPLIT || CLUSTER == 2 && DERIVES, "a tile is split between the blocks of a cluster");
 static_assert(MMA_M == 1 && A_MN != CHANNELS && B_MN != CHANNELS, "as products() is used here");
@@ -61,6 +64,7 @@ __device__ __forceinline__ float graded(float dy, float saved) {
 }
 
 __device__ __forceinline__ u32 graded_words(u32 dy, u32 saved) {
+  if constexpr (ACT == ACT_NONE) return dy;
   if constexpr (ACT == ACT_RELU) return where_positive(dy, saved);
   float lo, hi, saved_lo, saved_hi;
   unpack(dy, lo, hi);

@@ -7,6 +7,7 @@ a block's tiles of tokens and leave as float32 shares, which a second launch add
 from __future__ import annotations
 
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -22,8 +23,9 @@ from fastlinear.ops.grouped_linear.group_map import (
     COLUMNS,
     TOKENS,
     boxes_of,
-    has_boxes,
+    is_seen,
     padded,
+    strides_of,
     tiles_of,
     weight_boxes,
 )
@@ -108,17 +110,18 @@ def reason_not(p: Problem) -> str | None:
         return reason
     k, n = p.dim("K"), p.dim("N")
     if not configs.serves(k, n):
-        return f"serves groups of 136 to 256 features in multiples of 8, not {k} to {n}"
+        return f"serves groups of 130 to 256 features, even numbers, not {k} to {n}"
     return None
 
 
 def serves(dy: Tensor, saved: Tensor | None, x: Tensor, weight: Tensor, order: str) -> bool:
-    """Whether the kernel takes such tensors: rows at 16 bytes. Signs are ``signs.Boxes``."""
+    """Whether the kernel takes such tensors: ``is_seen``, the weight dense. Signs are
+    ``signs.Boxes``."""
     given = [t for t in (dy, None if are_signs(saved) else saved, x) if t is not None]
     return (
         configs.serves(weight.shape[2], weight.shape[1])
         and x.element_size() == strips_tiles.SIZE
-        and all(t.dtype is x.dtype and has_boxes(t, order) for t in given)
+        and all(t.dtype is x.dtype and is_seen(t, order) for t in given)
         and weight.dtype is x.dtype
         and weight.is_contiguous()
         and weight.data_ptr() % 16 == 0
@@ -169,7 +172,7 @@ def backward(
             saved = Boxes(batch, length, groups, n).unpacked(saved, dy.dtype, order)
         return triton_backward.backward(dy, saved, x, weight, activation, needs, order)
     if config is None:
-        config = _config(k, n, saved, needs)
+        config = _config(k, n, saved, needs, order)
     given = dy, saved, x, weight
     return gradients(WideBackward, *given, activation, needs, order, config, chunks)
 
@@ -182,15 +185,17 @@ def backward_steps(call: Backward) -> Numbers | None:
 
         return None if are_signs(saved) else triton_backward.backward_steps(call)
     _, n, k = weight.shape
-    config = _config(k, n, saved, call.needs)
+    config = _config(k, n, saved, call.needs, call.order)
     plan = WideBackward(*call.tensors, call.activation, call.needs, call.order, config)
     return plan.steps(call)
 
 
-def _config(k: int, n: int, saved: Tensor | None, needs: Needs) -> WideBackwardConfig:
+def _config(
+    k: int, n: int, saved: Tensor | None, needs: Needs, order: str
+) -> WideBackwardConfig:
     """The configuration for what was saved."""
-    signs = are_signs(saved)
-    config = wide_backward_config(k, n, saved is not None and not signs, needs, signs)
+    signs, words = are_signs(saved), configs.has_words(k, n, order, needs)
+    config = wide_backward_config(k, n, saved is not None and not signs, needs, signs, words)
     assert config is not None
     return config
 
@@ -199,7 +204,7 @@ class WideBackward(OnePass):
     """The launches of ``wide_backward.cu``."""
 
     MAPS = ("dy", "saved", "x", "dx", "weight")
-    POINTERS = ("weight", "dw", "db", "saved")
+    POINTERS = ("weight", "dw", "db", "saved", "dx", "dy", "x")
 
     def __init__(
         self,
@@ -224,16 +229,19 @@ class WideBackward(OnePass):
             units = device_facts(x.device).units
             chunks = chunks_of(tiles * TOKENS, groups, k, n, units, any(needs[1:]))
 
-        half = TOKENS // 2
+        half, numbers_saved = TOKENS // 2, dy if saved is None or signs else saved
         maps = [
             boxes_of(dy, n, order, half if config.split else TOKENS),
-            boxes_of(dy if saved is None or signs else saved, n, order, half),
+            boxes_of(numbers_saved, n, order, half),
             boxes_of(x, k, order, TOKENS),
             boxes_of(x, k, order, TOKENS, dense=True),
             weight_boxes(weight, COLUMNS),
         ]
         cluster, blocks = 2 if config.cluster else 1, groups * chunks * halves(k)
-        numbers = groups, chunks, tiles, each
+        seen = strides_of(dy, n, order), strides_of(numbers_saved, n, order), strides_of(x, k, order)
+        strides = *seen, strides_of(x, k, order, dense=True)
+        numbers = groups, chunks, tiles, each, x.shape[1], *chain(*strides)
         self._prepare_pass(driver.Launch, kernel, hopper.THREADS, cluster, blocks, maps, numbers)
         launch = hopper.EarlyLaunch
-        self._prepare_sums(launch, sums, weight, needs, chunks, 4, (groups, chunks))
+        at_once = 4 if n % 4 == 0 else 2
+        self._prepare_sums(launch, sums, weight, needs, chunks, at_once, (groups, chunks))

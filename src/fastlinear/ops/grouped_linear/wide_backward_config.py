@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from fastlinear.ops.common.hopper import SHARED_LIMIT
-from fastlinear.ops.grouped_linear.group_map import COLUMNS, TOKENS, padded
+from fastlinear.ops.grouped_linear.group_map import COLUMNS, TOKENS, by_words, padded
 from fastlinear.ops.grouped_linear.reference import Needs
 
 _HALF = 128  # of the K features, those of one block
@@ -49,8 +49,13 @@ def halves(k: int) -> int:
 
 
 def serves(k: int, n: int) -> bool:
-    """Whether the kernel takes groups of such sizes: rows at 16 bytes, more than 128 features."""
-    return k % 8 == 0 and n % 8 == 0 and _LEAST < max(k, n) <= _MOST
+    """Whether the kernel takes groups of such sizes: even, more than 128 features."""
+    return k % 2 == 0 and n % 2 == 0 and _LEAST < max(k, n) <= _MOST
+
+
+def has_words(k: int, n: int, order: str, needs: Needs) -> bool:
+    """Whether dy or x, where that is read, comes by words."""
+    return by_words(n, order) or (by_words(k, order) and needs[1])
 
 
 def shared_bytes(config: WideBackwardConfig, n: int, saved: bool, needs: Needs) -> int:
@@ -82,6 +87,7 @@ def wide_backward_config(
     saved: bool = True,
     needs: Needs = (True, True, True),
     signs: bool = False,
+    words: bool = False,
 ) -> WideBackwardConfig | None:
     """The configuration for groups of such sizes: as many tiles as shared memory holds.
 
@@ -90,6 +96,7 @@ def wide_backward_config(
         saved: whether numbers were saved.
         needs: which gradients are wanted.
         signs: whether signs were saved.
+        words: whether there is something that graders bring in, see ``has_words``.
     """
     if not serves(k, n):
         return None
@@ -100,7 +107,7 @@ def wide_backward_config(
         for kept in (4, 3, 2) if saved else (1,):
             for outs in (_MOST_OUTS, 1):
                 config = WideBackwardConfig(
-                    tiles, kept, outs, held, cluster, cluster and (saved or signs)
+                    tiles, kept, outs, held, cluster, cluster and (saved or signs or words)
                 )
                 if fits(config, n, saved, needs):
                     return config

@@ -1,5 +1,7 @@
 // Instructions that resident.cu and wide_backward.cu add to those of hopper_gemm.h, which stands before.
-// Macro from the host: CHANNELS 1: tokens of a feature lie side by side, else features of a token.
+// Macros from the host: CHANNELS 1: tokens of a feature lie side by side, else features of a token.
+// K N, of a group. Where one is no multiple of 8 a group's rows need not begin at 16 bytes, as boxes of
+// the copy engine must: they come and go BY_WORDS.
 
 // Boxes of 64 features of one group for BK tokens, at (first feature, group, first token): what lies
 // beyond the group's features or the last token comes as zeros and does not go out.
@@ -30,6 +32,11 @@ __device__ __forceinline__ void store_box(const TensorMap* map, u32 from, int fe
       : "memory");
 }
 
+// A group of stores that has none, where these are counted.
+__device__ __forceinline__ void commit_no_store() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
 // The same of tokens, whose maps begin with tokens where these lie side by side. A plane is a group, or
 // with CHANNELS a group of one sequence.
 template <int kPeers>
@@ -53,6 +60,101 @@ struct Where {
     token = (tile - sequence * each) * BK;
   }
 };
+
+// ---------------------------------------------------------------- rows by words
+
+// Of a tensor of F features a group; words that a copy moves, and lanes that a row of a box takes.
+template <int F> constexpr bool BY_WORDS = !CHANNELS && F % 8 != 0;
+template <int F> constexpr int WORDS = F % 4 == 0 ? 2 : 1;
+
+static_assert(K % 2 == 0 && N % 2 == 0, "words");
+
+// A tensor of tokens: how many numbers from one to the next, and from a group to the next.
+struct Strided {
+  char* begin;
+  int row, plane;
+
+  __device__ __forceinline__ char* at(int plane_, int token) const {
+    return begin + (static_cast<long long>(plane_) * plane + static_cast<long long>(token) * row) * 2;
+  }
+};
+
+// Where the word-th of a box's row is.
+__device__ __forceinline__ u32 word_at(u32 box, int row, int word) {
+  return box + row * 128 + ((word / 4 ^ row % 8) * 16 + word % 4 * 4);
+}
+
+// Eight rows of a box, of which a warp moves V words of a lane at a time: where this lane's of the first
+// row are, and of the i-th turn.
+template <int V>
+__device__ __forceinline__ u32 lane_word(u32 eight, int lane) {
+  return word_at(eight, lane / (32 / V), lane % (32 / V) * V);
+}
+template <int V>
+__device__ __forceinline__ u32 turn_word(u32 mine, int i) { return (mine ^ i * V * 16) + i * V * 128; }
+
+template <int V>
+__device__ __forceinline__ void copy_words(u32 to, const char* from, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(4 * V), "r"(bytes)
+               : "memory");
+}
+
+// Asks for eight rows of a box of a tensor of F features a group, by one warp: they begin `from` on and are
+// `apart` bytes from one to the next. Zeros from row `rows` on, and beyond `own` columns.
+template <int F>
+__device__ __forceinline__ void copy_rows(u32 eight, const char* from, int apart, int rows, int own, int lane) {
+  constexpr int V = WORDS<F>, LANES = 32 / V;
+  const bool mine = lane % LANES * (2 * V) < own;
+  const u32 to = lane_word<V>(eight, lane);
+  const char* begin = mine ? from + static_cast<long long>(lane / LANES) * apart + lane % LANES * (4 * V) : from;
+  const int bytes = mine ? 4 * V : 0;
+  if (rows >= 8) {
+#pragma unroll
+    for (int i = 0; i < 8 / V; ++i, begin += mine ? V * apart : 0) copy_words<V>(turn_word<V>(to, i), begin, bytes);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8 / V; ++i) {
+      const bool there = i * V + lane / LANES < rows;
+      copy_words<V>(turn_word<V>(to, i), there ? begin : from, there ? bytes : 0);
+      begin += mine ? V * apart : 0;
+    }
+  }
+}
+
+// The barrier, which counts every lane, is told when what the lane has asked for is there.
+__device__ __forceinline__ void arrive_with_rows(u32 bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
+}
+
+__device__ __forceinline__ void commit_rows() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until all but the last kLeft groups of what a lane has asked for are there.
+template <int kLeft>
+__device__ __forceinline__ void wait_rows() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+
+// Eight rows of a box go to where they belong, `to` on, by one warp: the first `rows` of them, `own` columns.
+template <int F>
+__device__ __forceinline__ void put_rows(char* to, int apart, u32 eight, int rows, int own, int lane) {
+  constexpr int V = WORDS<F>, LANES = 32 / V;
+  if (lane % LANES * (2 * V) >= own) return;
+  const u32 from = lane_word<V>(eight, lane);
+  char* out = to + static_cast<long long>(lane / LANES) * apart + lane % LANES * (4 * V);
+#pragma unroll
+  for (int i = 0; i < 8 / V; ++i, out += V * apart) {
+    u32 v[2];
+    if constexpr (V == 2)
+      asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "r"(turn_word<V>(from, i)) : "memory");
+    else
+      asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v[0]) : "r"(turn_word<V>(from, i)) : "memory");
+    if (i * V + lane / LANES >= rows) continue;
+    if constexpr (V == 2)
+      *reinterpret_cast<uint2*>(out) = make_uint2(v[0], v[1]);
+    else
+      *reinterpret_cast<u32*>(out) = v[0];
+  }
+}
 
 // Four matrices of 8 x 8, turned: lanes 8i to 8i + 7 have the addresses of the i-th's columns.
 __device__ __forceinline__ void store_turned(u32 at, u32 a, u32 b, u32 c, u32 d) {
