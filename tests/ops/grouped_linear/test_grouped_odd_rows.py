@@ -15,8 +15,8 @@ from hopper_only import hopper_tests
 
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.grouped_linear import resident, resident_config, signs
 from fastlinear.ops.grouped_linear import layout as layouts
+from fastlinear.ops.grouped_linear import resident, resident_config, signs
 from fastlinear.ops.grouped_linear import wide_backward as wide
 from fastlinear.ops.grouped_linear.group_map import by_words, is_seen, strides_of
 from fastlinear.ops.grouped_linear.wide_backward_config import has_words, wide_backward_config
@@ -131,7 +131,7 @@ class TestOnHopper:
     @pytest.mark.parametrize("order", ["tokens", "groups"])
     @pytest.mark.parametrize("sizes", [(150, 130), (100, 200)], ids=str)
     def test_bad_numbers_stay_in_their_token(self, sizes: tuple[int, int], order: str) -> None:
-        dy, saved, x, weight = backward.drawn(136, 8, *sizes, "relu", order=order)
+        dy, _, x, weight = backward.drawn(136, 8, *sizes, "relu", order=order)
         x[:, 1::4] = float("nan")
         dy[:, 2::4] = float("nan")
         y, _ = resident.forward(x, weight, None, "relu", False, order)
@@ -179,7 +179,9 @@ def test_which_tensors_are_taken() -> None:
         assert resident.serves(given[1], weight, None, order)
         assert wide.serves(given[0], None, given[1], weight, order)
         assert wide.serves(given[0], given[0], given[1], weight, order)
-    assert not resident.serves(x, weight.transpose(1, 2).contiguous().transpose(1, 2), None, "tokens")
+    assert not resident.serves(
+        x, weight.transpose(1, 2).contiguous().transpose(1, 2), None, "tokens"
+    )
     assert not resident.serves(x[..., :149], weight[..., :149].contiguous(), None, "tokens")
     flat = torch.zeros(4 * 7 * 3 * 152, dtype=torch.bfloat16)
     assert is_seen(flat[2:].as_strided((1, 7, 3, 150), (0, 456, 152, 1)), "tokens")

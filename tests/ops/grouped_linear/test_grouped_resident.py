@@ -302,4 +302,24 @@ def test_when_it_comes_first() -> None:
     assert first(2048, 80, 96, 96) == "strips"
     assert first(2048, 170, 48, 48, "float32") == "strips"
     assert first(2048, 256, 32, 32, "float32") == "triton"
+
+
+def test_when_it_comes_first_where_rows_begin_anywhere() -> None:
+    def first(m: int, groups: int, k: int, n: int, **how: Any) -> str:
+        given: Any = {"dtype": "bfloat16", "device": "cuda", **how}
+        return family("grouped_linear").prefer(problem("forward", m, groups, k, n, **given))[0]
+
+    assert first(2048, 64, 150, 150) == "resident"
+    assert first(2048, 16, 300, 300, order="groups") == "resident"
+    assert first(2048, 64, 150, 150, dtype="float32") == "strips"
+    assert first(64, 100, 150, 150) != "resident"  # few tokens of each
+    assert first(256, 8, 150, 150) == "triton"  # and of all
+    assert first(1024, 64, 250, 100) == "resident"
+    assert first(1024, 64, 256, 100) == "strips"  # whole groups side by side
+    assert first(1024, 64, 500, 300) == "triton"  # three parts
+    assert first(2048, 64, 100, 100) == "strips"
+    assert first(1024, 64, 100, 200) == "strips"
+    channels: Any = {"order": "channels", "length": 2048}
+    assert first(2048, 64, 256, 100, **channels) == "resident"
+    assert first(2048, 64, 100, 200, **channels) == "triton"
     assert first(2048, 64, 128, 128, "float32") == "triton"

@@ -333,6 +333,15 @@ def test_other_dtypes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ("eager", (256, 8, 256, 256), {}),  # few tokens
         ("eager", (2048, 16, 512, 512), {}),
         ("triton", (512, 100, 100, 200), {}),  # rows that do not begin at 16 bytes
+        ("wide", (512, 100, 100, 200), {"activation": "relu"}),
+        ("wide", (2048, 64, 150, 150), {"order": "groups"}),
+        ("wide", (256, 8, 150, 150), {}),
+        ("triton", (64, 100, 150, 150), {"activation": "relu"}),
+        ("wide", (4096, 64, 250, 250), {}),
+        ("triton", (1024, 16, 250, 250), {}),
+        ("wide", (1024, 16, 250, 250), {**CHANNELS_512, "activation": "relu"}),
+        ("triton", (1024, 64, 150, 20), {"activation": "relu"}),
+        ("triton", (2048, 64, 151, 150), {"activation": "relu"}),
         ("triton", (2048, 16, 512, 512), {"order": "channels", "length": 256}),
         ("eager", (2048, 16, 512, 512), {"order": "channels", "length": 2048}),
         ("triton", (2048, 16, 512, 512), {"order": "channels", "length": 256, "dtype": "float32"}),

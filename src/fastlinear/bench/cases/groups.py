@@ -16,6 +16,7 @@ _HEADLINE = (
     (16384, 16, 256, 256),
 )
 _MORE = ((512, 100, 100, 200), (64, 8, 100, 100))
+_ODD = ((2048, 64, 150, 150), (2048, 32, 250, 250))  # rows that do not begin at 16 bytes
 _SIZES = (8, 16, 24, 48, 64, 96, 100, 128, 144, 200, 256, 512)  # of a group
 _BATCHES = (1, 16, 256, 1024)
 _CPU = (
@@ -39,7 +40,7 @@ def cases(device: str, quick: bool = False) -> list[Case]:
 
 
 def _cuda() -> list[Case]:
-    decisive = [(sizes, "bfloat16", "relu") for sizes in (*_HEADLINE, *_MORE)]
+    decisive = [(sizes, "bfloat16", "relu") for sizes in (*_HEADLINE, *_MORE, *_ODD)]
     decisive += [(_HEADLINE[0], "float32", "relu")]
     decisive += [(sizes, "bfloat16", "none") for sizes in _HEADLINE]
     sized = [(2048, max(1, 8192 // size), size, size) for size in _SIZES]

@@ -127,12 +127,12 @@ def is_seen(t: Tensor, order: str) -> bool:
     """
     if by_words(t.shape[3], order):
         numbers = 4 if t.shape[3] % 4 == 0 else 2
-        apart = strides_of(t, t.shape[3], order)
+        steps = strides_of(t, t.shape[3], order)
         return (
             t.shape[0] == 1
             and t.stride(3) == 1
             and t.data_ptr() % (2 * numbers) == 0
-            and all(stride % numbers == 0 and 0 <= stride < _MOST_APART for stride in apart)
+            and all(step % numbers == 0 and 0 <= step < _MOST_APART for step in steps)
         )
     if order != "channels":
         return t.shape[0] == 1 and has_dense_rows(t, order)

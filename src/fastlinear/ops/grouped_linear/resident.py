@@ -105,8 +105,8 @@ def reason_not(p: Problem) -> str | None:
     k, n = p.dim("K"), p.dim("N")
     if not configs.serves(k, n):
         return (
-            "serves groups of an even number of features, 64 or more, whose weight fits into shared "
-            f"memory by four parts, not {k} to {n}"
+            "serves even numbers of features, 64 or more, whose weights fit into shared memory by "
+            f"four parts, not {k} to {n}"
         )
     return None
 

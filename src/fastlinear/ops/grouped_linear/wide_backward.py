@@ -190,9 +190,7 @@ def backward_steps(call: Backward) -> Numbers | None:
     return plan.steps(call)
 
 
-def _config(
-    k: int, n: int, saved: Tensor | None, needs: Needs, order: str
-) -> WideBackwardConfig:
+def _config(k: int, n: int, saved: Tensor | None, needs: Needs, order: str) -> WideBackwardConfig:
     """The configuration for what was saved."""
     signs, words = are_signs(saved), configs.has_words(k, n, order, needs)
     config = wide_backward_config(k, n, saved is not None and not signs, needs, signs, words)
@@ -238,9 +236,9 @@ class WideBackward(OnePass):
             weight_boxes(weight, COLUMNS),
         ]
         cluster, blocks = 2 if config.cluster else 1, groups * chunks * halves(k)
-        seen = strides_of(dy, n, order), strides_of(numbers_saved, n, order), strides_of(x, k, order)
-        strides = *seen, strides_of(x, k, order, dense=True)
-        numbers = groups, chunks, tiles, each, x.shape[1], *chain(*strides)
+        of_outputs = strides_of(dy, n, order), strides_of(numbers_saved, n, order)
+        of_inputs = strides_of(x, k, order), strides_of(x, k, order, dense=True)
+        numbers = groups, chunks, tiles, each, x.shape[1], *chain(*of_outputs, *of_inputs)
         self._prepare_pass(driver.Launch, kernel, hopper.THREADS, cluster, blocks, maps, numbers)
         launch = hopper.EarlyLaunch
         at_once = 4 if n % 4 == 0 else 2
