@@ -13,6 +13,7 @@ import test_grouped_wide_backward as backward
 import torch
 from hopper_only import hopper_tests
 
+import fastlinear as fl
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.grouped_linear import layout as layouts
@@ -142,6 +143,24 @@ class TestOnHopper:
         assert dx is not None
         assert dx[:, bad == 2].isnan().all()
         assert dx[:, bad != 2].isfinite().all()
+
+    @pytest.mark.parametrize("layout", ["... (g k)", "g ... k", "b (g k) ..."])
+    @pytest.mark.parametrize("activation", ["relu", "silu", "none"])
+    def test_a_layer_takes_them_by_programs(self, activation: str, layout: str) -> None:
+        order = layouts.order_of(layout, (1, 1, 2))
+        x, weight, bias = forward.drawn(2048, (16, 150, 130), order=order)
+        dy = backward.drawn(2048, 16, 150, 130, "none", order=order)[0]
+        given = [t.requires_grad_() for t in (of_signs.users(x, layout), weight, bias)]
+        of_y = of_signs.users(dy, layout)
+        wider = [t.detach().double().requires_grad_() for t in given]
+        oracle = fl.grouped_linear(*wider, activation, layout)
+        expected = torch.autograd.grad(oracle, wider, of_y.double())
+        for _ in range(3):  # in Python, then by programs
+            y = fl.grouped_linear(*given, activation, layout)
+            found = torch.autograd.grad(y, given, of_y)
+            torch.testing.assert_close(y.double(), oracle, rtol=2e-2, atol=2e-2)
+            for a, b in zip(found, expected, strict=True):
+                assert (a - b).norm() < 8e-3 * b.norm()
 
     @pytest.mark.parametrize("order", ["tokens", "groups"])
     def test_repeated_runs_are_equal(self, order: str) -> None:
