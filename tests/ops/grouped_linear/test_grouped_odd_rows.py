@@ -19,7 +19,7 @@ from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import resident, resident_config, signs
 from fastlinear.ops.grouped_linear import wide_backward as wide
-from fastlinear.ops.grouped_linear.group_map import by_words, is_seen, strides_of
+from fastlinear.ops.grouped_linear.group_map import by_words, has_results, is_seen, strides_of
 from fastlinear.ops.grouped_linear.wide_backward_config import has_words, wide_backward_config
 
 LAUNCH_REGISTERS = 168
@@ -209,6 +209,16 @@ def test_which_tensors_are_taken() -> None:
     assert not is_seen(flat.as_strided((1, 7, 3, 100), (0, 456, 150, 1)), "tokens")  # of 8 bytes
     assert not is_seen(flat.as_strided((1, 7, 3, 150), (0, 456, 152, 2)), "tokens")
     assert not is_seen(torch.zeros(2, 7, 3, 150, dtype=torch.bfloat16), "tokens")
+
+
+def test_offsets_that_kernels_cannot_count_are_refused() -> None:
+    memory = torch.zeros(1, device="meta", dtype=torch.bfloat16)
+    for row, apart, seen in ((1 << 27, 150, True), (1 << 28, 150, False), (150, 1 << 31, False)):
+        t = memory.as_strided((1, 7, 3, 150), (0, row, apart, 1))
+        assert is_seen(t, "groups") == seen
+    assert has_results(1 << 23, 150, "groups")
+    assert not has_results(1 << 24, 150, "groups")
+    assert has_results(1 << 24, 152, "groups")  # by boxes
 
 
 @pytest.mark.parametrize("order", ["tokens", "channels"])

@@ -18,7 +18,8 @@ COLUMNS = 64
 TOKENS = 64
 """Of a tile."""
 _STEP = 8  # numbers of 16 bytes
-_MOST_APART = 1 << 30  # numbers, of which kernels count the bytes
+_MOST_APART = 1 << 28  # numbers from a row to the next, of which kernels count bytes
+_MOST_NUMBERS = 1 << 31  # of a group
 
 
 class GroupMap(driver.TensorMap):
@@ -119,7 +120,8 @@ def reason_not(p: Problem) -> str | None:
 
 
 def is_seen(t: Tensor, order: str) -> bool:
-    """Whether t can be read, and a dense tensor of its sizes written.
+    """Whether t can be read; as boxes also a dense tensor of its sizes written, by words see
+    ``has_results``.
 
     As boxes: 16 bytes everywhere; tokens or groups first see ``has_dense_rows``, channels first:
     tokens side by side, all groups of all sequences at one distance. By words: any strides, 4
@@ -127,12 +129,15 @@ def is_seen(t: Tensor, order: str) -> bool:
     """
     if by_words(t.shape[3], order):
         numbers = 4 if t.shape[3] % 4 == 0 else 2
-        steps = strides_of(t, t.shape[3], order)
+        row, apart = strides_of(t, t.shape[3], order)
         return (
             t.shape[0] == 1
             and t.stride(3) == 1
             and t.data_ptr() % (2 * numbers) == 0
-            and all(step % numbers == 0 and 0 <= step < _MOST_APART for step in steps)
+            and row % numbers == 0
+            and apart % numbers == 0
+            and 0 <= row < _MOST_APART
+            and 0 <= apart < _MOST_NUMBERS
         )
     if order != "channels":
         return t.shape[0] == 1 and has_dense_rows(t, order)
@@ -157,6 +162,11 @@ def tiles_of(t: Tensor) -> tuple[int, int]:
     """Tiles of ``TOKENS`` tokens of t (B, L, G, _), of all and of one of the B."""
     each = -(-t.shape[1] // TOKENS)
     return t.shape[0] * each, each
+
+
+def has_results(m: int, features: int, order: str) -> bool:
+    """Whether a dense tensor of so many tokens and features a group can be written."""
+    return not by_words(features, order) or m * features < _MOST_NUMBERS
 
 
 def weight_boxes(weight: Tensor, rows: int) -> driver.TensorMap:

@@ -62,7 +62,7 @@ def prefer(p: Problem) -> tuple[str, ...]:
 
 
 def _prefer_backward(p: Problem) -> tuple[str, ...]:
-    """``_prefer`` for a backward on a GPU."""
+    """``prefer`` for a backward on a GPU."""
     k, n, m = p.dim("K"), p.dim("N"), p.dim("M")
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
     one_pass = max(k, n) <= (128 if hopper else 32)

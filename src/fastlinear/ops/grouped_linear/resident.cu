@@ -23,15 +23,15 @@ constexpr int EMPTY_AT = FULL_AT + 8 * STAGES;
 constexpr int W_FULL_AT = EMPTY_AT + 8 * STAGES;
 constexpr int W_EMPTY_AT = W_FULL_AT + 8 * WEIGHTS;
 
+// Warps that bring in what does not begin at 16 bytes, of as many boxes of x at a time as this. A box is free
+// once its tile's next one has been used as well.
+constexpr int CARRIERS = 3, UNDER_WAY = STAGES < 7 ? STAGES - 2 : 5;
+constexpr bool W_BY_WORDS = K % 8 != 0;
+
 constexpr int LEFT = 40, TAKEN = 232;  // registers of a thread
 
 static_assert(LEFT + 2 * TAKEN <= 3 * LAUNCHED, "more would be waited for for ever");
-// Where rows of x do not begin at 16 bytes, or those of W: warps that bring them in, of as many boxes of x
-// at a time as this. A box is free once its tile's next one has been used as well.
-constexpr bool W_BY_WORDS = K % 8 != 0;
-constexpr int CARRIERS = 3, UNDER_WAY = STAGES < 7 ? STAGES - 2 : 5;
-
-static_assert(N <= PARTS * BN && BN % 64 == 0 && BN <= 256, "sizes");
+static_assert(STAGES >= 4 && N <= PARTS * BN && BN % 64 == 0 && BN <= 256, "sizes");
 static_assert(!CHANNELS || OUT_BUFS > 1, "one buffer is written while the others are read");
 static_assert(BM == 64 && BK == BM && PINGPONG && CLUSTER == 1 && A_MN == CHANNELS && !B_MN,
               "as products() is used here");

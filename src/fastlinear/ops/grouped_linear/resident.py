@@ -22,6 +22,7 @@ from fastlinear.ops.grouped_linear.group_map import (
     COLUMNS,
     TOKENS,
     boxes_of,
+    has_results,
     is_seen,
     strides_of,
     tiles_of,
@@ -117,6 +118,7 @@ def serves(x: Tensor, weight: Tensor, bias: Tensor | None, order: str) -> bool:
         x.element_size() == 2
         and configs.serves(weight.shape[2], weight.shape[1])
         and is_seen(x, order)
+        and has_results(x.shape[1], weight.shape[1], order)
         and weight.is_contiguous()
         and weight.data_ptr() % 16 == 0
         and (bias is None or (bias.is_contiguous() and bias.data_ptr() % 4 == 0))

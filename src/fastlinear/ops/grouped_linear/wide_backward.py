@@ -23,6 +23,7 @@ from fastlinear.ops.grouped_linear.group_map import (
     COLUMNS,
     TOKENS,
     boxes_of,
+    has_results,
     is_seen,
     padded,
     strides_of,
@@ -121,6 +122,7 @@ def serves(dy: Tensor, saved: Tensor | None, x: Tensor, weight: Tensor, order: s
     return (
         configs.serves(weight.shape[2], weight.shape[1])
         and x.element_size() == strips_tiles.SIZE
+        and has_results(x.shape[1], weight.shape[2], order)
         and all(t.dtype is x.dtype and is_seen(t, order) for t in given)
         and weight.dtype is x.dtype
         and weight.is_contiguous()
