@@ -72,6 +72,7 @@ _RESIDENT_SOURCES = (
 )
 _WIDE_BACKWARD_SOURCES = (
     *("wide_backward.py", "wide_backward_config.py", "wide_backward.cu"),
+    *("wide_backward.h", "wide_backward_tiles.h"),
     *("one_pass.py", "strips_backward.py"),
     *_BOXES_SHARED,
 )

@@ -168,8 +168,8 @@ struct Output {
 #pragma unroll 1
       for (int r = 0; r < 16; r += 8) {
         const int token = at.token + warp * 16 + r;
-        put_rows<N>(to.at(at.plane, token) + 2 * column, 2 * to.row, box + 128 * r, tokens - token, N - column,
-                    lane_id());
+        put_rows<N>(to.at(at.plane, token) + 2 * column, 2 * to.row, box + 128 * r, tokens - token,
+                    N - column, lane_id());
       }
       if (leader) commit_no_store();  // so that buffers are counted
     } else if (leader) {
@@ -182,7 +182,8 @@ struct Output {
 // One of CARRIERS warps brings in its rows of weights, whose number of features is no multiple of 8, and
 // of boxes of x where these come BY_WORDS; some boxes are under way while it asks for the next.
 __device__ __forceinline__ void carry(const Walk& walk, u32 base, const unsigned short* weight,
-                                      const Strided& x, int groups, int each, int tokens, int warp, int lane) {
+                                      const Strided& x, int groups, int each, int tokens, int warp,
+                                      int lane) {
   int asked = 0, there = 0, change = -1;  // boxes
   const auto tell = [&](u32 bar) {
     publish();
@@ -208,8 +209,8 @@ __device__ __forceinline__ void carry(const Walk& walk, u32 base, const unsigned
 #pragma unroll 1
       for (int i = warp; i < K_BOXES * (BN / 8); i += CARRIERS) {
         const int b = i % K_BOXES, r = i / K_BOXES * 8;
-        copy_rows<K>(to + b * B_BYTES + 128 * r, from + 2 * K * r + 128 * b, 2 * K, N - column - r, K - 64 * b,
-                     lane);
+        copy_rows<K>(to + b * B_BYTES + 128 * r, from + 2 * K * r + 128 * b, 2 * K, N - column - r,
+                     K - 64 * b, lane);
       }
       commit_rows();
       wait_rows<0>();
@@ -366,7 +367,8 @@ grouped_linear_resident(const __grid_constant__ TensorMap x_map,
         u32 r[16];
 #if SAVE
         convert<false>(of, r);
-        out.send(r, &pre_map, {reinterpret_cast<char*>(kept), y_row, y_plane}, column + 64 * c, to, warp, tokens);
+        const Strided pre = {reinterpret_cast<char*>(kept), y_row, y_plane};
+        out.send(r, &pre_map, pre, column + 64 * c, to, warp, tokens);
 #endif
         convert<true>(of, r);
 #if SIGNS

@@ -102,15 +102,18 @@ __device__ __forceinline__ void copy_words(u32 to, const char* from, int bytes) 
 // Asks for eight rows of a box of a tensor of F features a group, by one warp: they begin `from` on and are
 // `apart` bytes from one to the next. Zeros from row `rows` on, and beyond `own` columns.
 template <int F>
-__device__ __forceinline__ void copy_rows(u32 eight, const char* from, int apart, int rows, int own, int lane) {
+__device__ __forceinline__ void copy_rows(u32 eight, const char* from, int apart, int rows, int own,
+                                          int lane) {
   constexpr int V = WORDS<F>, LANES = 32 / V;
   const bool mine = lane % LANES * (2 * V) < own;
   const u32 to = lane_word<V>(eight, lane);
-  const char* begin = mine ? from + static_cast<long long>(lane / LANES) * apart + lane % LANES * (4 * V) : from;
+  const char* begin = from;
+  if (mine) begin += static_cast<long long>(lane / LANES) * apart + lane % LANES * (4 * V);
   const int bytes = mine ? 4 * V : 0;
   if (rows >= 8) {
 #pragma unroll
-    for (int i = 0; i < 8 / V; ++i, begin += mine ? V * apart : 0) copy_words<V>(turn_word<V>(to, i), begin, bytes);
+    for (int i = 0; i < 8 / V; ++i, begin += mine ? V * apart : 0)
+      copy_words<V>(turn_word<V>(to, i), begin, bytes);
   } else {
 #pragma unroll
     for (int i = 0; i < 8 / V; ++i) {
@@ -145,7 +148,10 @@ __device__ __forceinline__ void put_rows(char* to, int apart, u32 eight, int row
   for (int i = 0; i < 8 / V; ++i, out += V * apart) {
     u32 v[2];
     if constexpr (V == 2)
-      asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "r"(turn_word<V>(from, i)) : "memory");
+      asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                   : "=r"(v[0]), "=r"(v[1])
+                   : "r"(turn_word<V>(from, i))
+                   : "memory");
     else
       asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v[0]) : "r"(turn_word<V>(from, i)) : "memory");
     if (i * V + lane / LANES >= rows) continue;
