@@ -318,6 +318,7 @@ def test_when_it_comes_first_where_rows_begin_anywhere() -> None:
     assert first(1024, 64, 250, 100) == "resident"
     assert first(1024, 64, 256, 100) == "strips"  # whole groups side by side
     assert first(1024, 64, 500, 300) != "resident"  # three parts
+    assert first(2048, 16, 500, 100) != "resident"  # not measured
     assert first(2048, 64, 100, 100) == "strips"
     assert first(1024, 64, 100, 200) == "strips"
     channels: Any = {"order": "channels", "length": 2048}

@@ -11,6 +11,7 @@ import nvrtc_offline as offline
 import pytest
 import torch
 from hopper_only import hopper_tests
+from signs_check import ALL, check_gradients, drawn, same
 from torch import Tensor
 
 import fastlinear as fl
@@ -29,7 +30,6 @@ from fastlinear.ops.grouped_linear.backends import FAMILY
 from fastlinear.ops.grouped_linear.problem import problem
 from fastlinear.ops.grouped_linear.signs import Place
 
-ALL = (True, True, True)
 # (groups, K, N)
 SIZES = (
     *((8, 100, 100), (8, 64, 64), (16, 32, 32), (4, 128, 128), (8, 20, 36), (8, 50, 26)),
@@ -150,26 +150,10 @@ def test_compiles_without_spilling(sizes: tuple[int, int, int]) -> None:
 # ---------------------------------------------------------------- on a GPU
 
 
-def drawn(
-    m: int, sizes: tuple[int, int, int], dtype: torch.dtype, order: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x (1, M, G, K), weight, bias, dy; among pre-activations are 0, -0, NaN and infinities."""
-    groups, k, n = sizes
-    x = torch.randn(1, m, groups, k, device="cuda")
-    x[:, ::7] = 0.0  # where the bias is 0 or -0, so is y
-    x[:, 3::50, 0] = float("nan")
-    x[:, 5::50, 1] = float("inf")
-    weight = torch.randn(groups, n, k, device="cuda") / k**0.5
-    bias = torch.randn(groups, n, device="cuda")
-    bias[:, ::3], bias[:, 1::3] = 0.0, -0.0
-    dy = layouts.dense(torch.randn(1, m, groups, n, device="cuda").to(dtype), order)
-    return layouts.dense(x.to(dtype), order), weight.to(dtype), bias.to(dtype), dy
-
-
 def compare(
     m: int, sizes: tuple[int, int, int], dtype: torch.dtype, order: str, activation: str
 ) -> None:
-    x, weight, bias, dy = drawn(m, sizes, dtype, order)
+    x, weight, bias, dy = drawn((1, m), sizes, dtype, order)
     place = signs.place_for(x, weight, activation, order, "strips", "strips")
     assert place is not None
     y, _ = strips.forward(x, weight, bias, activation, False, order)
@@ -178,17 +162,7 @@ def compare(
     assert kept is not None
     expected = place.unpacked(place.packed(y, activation), dtype)
     assert torch.equal(place.unpacked(kept, dtype), expected)
-    for needs in (ALL, (True, False, False), (False, True, True)):
-        rest = (x, weight, activation, needs, order)
-        expected = strips_backward.backward(dy, y, *rest)
-        found = strips_backward.backward(dy, kept, *rest)
-        for a, b in zip(found, expected, strict=True):
-            assert (a is None) == (b is None)
-            assert a is None or b is None or same(a, b)
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+    check_gradients(strips_backward.backward, dy, y, kept, x, weight, activation, order)
 
 
 class TestOnHopper:
@@ -217,7 +191,7 @@ class TestOnHopper:
     @pytest.mark.parametrize("layout", ["... (g k)", "g ... k"])
     def test_a_layer_keeps_them(self, layout: str) -> None:
         order = layouts.order_of(layout, (1, 1, 1))
-        x, weight, bias, dy = drawn(4096, (16, 100, 100), torch.bfloat16, order)
+        x, weight, bias, dy = drawn((1, 4096), (16, 100, 100), torch.bfloat16, order)
         given = [t.requires_grad_() for t in (users(x, layout), weight, bias)]
         place = signs.place_for(x, weight, "relu", order, "strips", "strips")
         for _ in range(3):  # in Python, then by programs
@@ -234,7 +208,7 @@ class TestOnHopper:
             assert all(map(same, torch.autograd.grad(y, given, dy_users), found))
 
     def test_in_a_cuda_graph(self) -> None:
-        x, weight, bias, dy = drawn(4096, (16, 100, 100), torch.bfloat16, "tokens")
+        x, weight, bias, dy = drawn((1, 4096), (16, 100, 100), torch.bfloat16, "tokens")
         given = [t.requires_grad_() for t in (users(x, "... (g k)"), weight, bias)]
         dy = users(dy, "... (g k)")
 
@@ -257,7 +231,7 @@ class TestOnHopper:
         assert all(map(same, recorded, expected))
 
     def test_what_strips_do_not_take_is_given_what_it_takes(self) -> None:
-        x, weight, bias, dy = drawn(64, (8, 100, 100), torch.bfloat16, "tokens")
+        x, weight, bias, dy = drawn((1, 64), (8, 100, 100), torch.bfloat16, "tokens")
         place = signs.place_for(x, weight, "relu", "tokens", "strips", "strips")
         y, kept = strips.forward(x, weight, bias, "relu", False, "tokens", signs=place)
         turned = weight.transpose(1, 2).contiguous().transpose(1, 2)

@@ -11,6 +11,7 @@ import nvrtc_offline as offline
 import pytest
 import torch
 from hopper_only import hopper_tests
+from signs_check import ALL, check_gradients, drawn, same
 from torch import Tensor
 
 import fastlinear as fl
@@ -25,7 +26,6 @@ from fastlinear.ops.grouped_linear.wide_backward_config import (
     wide_backward_config,
 )
 
-ALL = (True, True, True)
 # (G, K, N): one block of a tile and two, of each number of boxes
 SIZES = (
     *((2, 256, 256), (3, 256, 192), (3, 136, 64), (2, 200, 200), (4, 128, 256), (2, 64, 256)),
@@ -103,26 +103,6 @@ def test_compiles_without_spilling(sizes: tuple[int, int, int]) -> None:
 # ---------------------------------------------------------------- on a GPU
 
 
-def drawn(
-    shape: tuple[int, int], sizes: tuple[int, int, int], dtype: torch.dtype, order: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x (B, L, G, K), weight, bias, dy; among pre-activations are 0, -0, NaN and infinities."""
-    groups, k, n = sizes
-    x = torch.randn(*shape, groups, k, device="cuda")
-    x[:, ::7] = 0.0  # where the bias is 0 or -0, so is y
-    x[:, 3::50, 0] = float("nan")
-    x[:, 5::50, 1] = float("inf")
-    weight = torch.randn(groups, n, k, device="cuda") / k**0.5
-    bias = torch.randn(groups, n, device="cuda")
-    bias[:, ::3], bias[:, 1::3] = 0.0, -0.0
-    dy = layouts.dense(torch.randn(*shape, groups, n, device="cuda").to(dtype), order)
-    return layouts.dense(x.to(dtype), order), weight.to(dtype), bias.to(dtype), dy
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
-
-
 def compare(
     shape: tuple[int, int],
     sizes: tuple[int, int, int],
@@ -137,13 +117,7 @@ def compare(
     assert same(y, again)
     assert kept is not None
     assert torch.equal(place.unpacked(kept, dtype, order), positive(y, activation).to(dtype))
-    for needs in (ALL, (True, False, False), (False, True, True)):
-        rest = (x, weight, activation, needs, order)
-        expected = wide_backward.backward(dy, y, *rest)
-        found = wide_backward.backward(dy, kept, *rest)
-        for a, b in zip(found, expected, strict=True):
-            assert (a is None) == (b is None)
-            assert a is None or b is None or same(a, b)
+    check_gradients(wide_backward.backward, dy, y, kept, x, weight, activation, order)
 
 
 def users(t: Tensor, layout: str) -> Tensor:

@@ -48,7 +48,7 @@ _CPP_SOURCES = (
 )
 _STRIPS_SHARED = (
     *("strips_tiles.py", "strips_tiles.h", "strips_instructions.h"),
-    *("signs.py", "strips_signs.h"),
+    *("signs.py", "strips_signs.h", "derivatives.h"),
     *("../common/hopper_words.h", "../common/hopper_activations.h", "layout.py"),
 )
 _STRIPS_SOURCES = (
@@ -64,7 +64,7 @@ _STRIPS_BACKWARD_SOURCES = (
 )
 _WIDE_SOURCES = ("triton_wide.py", "triton_wide_kernels.py", *_TRITON_SOURCES)
 _BOXES_SHARED = (
-    *("wide_instructions.h", "group_map.py", "strips_tiles.py"),
+    *("wide_instructions.h", "derivatives.h", "group_map.py", "strips_tiles.py"),
     *("layout.py", *(f"../common/{name}" for name in ("cuda_driver.py", *HOPPER_FILES))),
 )
 _RESIDENT_SOURCES = (

@@ -1,5 +1,5 @@
 // y = act(x W^T + b) of groups whose weight fits into shared memory, for Hopper. The texts of
-// hopper_gemm.h, hopper_activations.h and wide_instructions.h stand before this one.
+// hopper_gemm.h, hopper_activations.h, wide_instructions.h and derivatives.h stand before this one.
 //
 // A part is up to BN outputs of a group; PARTS of them are a group. A block walks tiles of 64 tokens
 // of one part, then of the next. The part's weight stays in shared memory; boxes of 64 tokens x 64
@@ -104,21 +104,6 @@ __device__ __forceinline__ void convert(const float* acc, u32 (&r)[16]) {
     const float lo = acc[2 * i], hi = acc[2 * i + 1];
     r[i] = kAct ? pack(act(lo), act(hi)) : pack(lo, hi);
   }
-}
-
-// Whether the derivative is 1 at two numbers of y, in all bits of each half; NaN is positive for relu.
-__device__ __forceinline__ u32 positive(u32 y) {
-  u32 mask;
-#if IS_BF16 && ACT == ACT_RELU
-  asm("set.gtu.u32.bf16x2 %0, %1, %2;" : "=r"(mask) : "r"(y), "r"(0u));
-#elif IS_BF16
-  asm("set.gt.u32.bf16x2 %0, %1, %2;" : "=r"(mask) : "r"(y), "r"(0u));
-#elif ACT == ACT_RELU
-  asm("set.gtu.u32.f16x2 %0, %1, %2;" : "=r"(mask) : "r"(y), "r"(0u));
-#else
-  asm("set.gt.u32.f16x2 %0, %1, %2;" : "=r"(mask) : "r"(y), "r"(0u));
-#endif
-  return mask;
 }
 
 // A lane's signs of 64 columns: word i of y at bit i % 8 of two bytes, the upper two from the eighth on.

@@ -77,7 +77,7 @@ def source(
     }
     header, macros = _HERE / "wide_instructions.h", {**shape, **own}
     text = hopper.device_source(header, macros, config.outputs, dtype, activation, channels, False)
-    return text + (_HERE / "resident.cu").read_text()
+    return text + "".join((_HERE / part).read_text() for part in ("derivatives.h", "resident.cu"))
 
 
 @cache

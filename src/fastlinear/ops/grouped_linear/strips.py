@@ -83,7 +83,7 @@ def source(
         "STAGED": int(config.staged > 0),
         "MIXED": 2 if config.mixed else 1,
     }
-    return source_of("strips.cu", activation, macros, ("strips_signs.h",))
+    return source_of("strips.cu", activation, macros, ("derivatives.h", "strips_signs.h"))
 
 
 @cache

@@ -1,6 +1,6 @@
 // dx, dW and db of y = act(x W^T + b) of many narrow groups in one pass, for Hopper: strips of groups
-// side by side. The texts of strips_instructions.h, strips_tiles.h, hopper_activations.h and
-// strips_signs.h stand before this one.
+// side by side. The texts of strips_instructions.h, strips_tiles.h, hopper_activations.h,
+// derivatives.h and strips_signs.h stand before this one.
 //
 // A strip is P groups whose columns lie together in memory, so that its part of a row begins and ends
 // at 16 bytes though that of one group may not. One thread has tiles of ROWS tokens of dy, of what the
@@ -57,16 +57,6 @@ static_assert(P <= 15, "named barriers");
 static_assert(!STAGED || NEED_DX && WEIGHT_BYTES % 16 == 0, "whole 16 bytes");
 
 // ---------------------------------------------------------------- dpre
-
-// dy * act'(pre) from what was saved: y for relu, leaky_relu, sigmoid and tanh, else pre.
-__device__ __forceinline__ float graded(float dy, float saved) {
-  if constexpr (ACT == ACT_LEAKY_RELU) return saved > 0.0f ? dy : 0.01f * dy;
-  if constexpr (ACT == ACT_SIGMOID) return dy * (saved * (1.0f - saved));
-  if constexpr (ACT == ACT_TANH) return dy * fmaf(-saved, saved, 1.0f);
-  float slope;
-  act_and_slope(saved, slope);
-  return dy * slope;
-}
 
 __device__ __forceinline__ u32 graded_word(u32 dy, u32 saved) {
   if constexpr (ACT == ACT_RELU) {

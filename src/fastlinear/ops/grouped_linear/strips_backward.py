@@ -83,7 +83,7 @@ def source(
         "STAGED": int(config.staged > 0),
         **{f"NEED_{name}": int(need) for name, need in zip(("DX", "DW", "DB"), needs, strict=True)},
     }
-    return source_of("strips_backward.cu", activation, macros, ("strips_signs.h",))
+    return source_of("strips_backward.cu", activation, macros, ("derivatives.h", "strips_signs.h"))
 
 
 @cache

@@ -1,6 +1,6 @@
 // Of every output one bit, whether it is positive: all that the derivative of relu and leaky_relu asks
-// of it. The forward writes them, the backward reads them. The texts of strips_instructions.h and
-// strips_tiles.h stand before this one. Macros: N P SHARED IS_BF16, ACT and ACT_<NAME> of relu and
+// of it. The forward writes them, the backward reads them. The texts of strips_instructions.h,
+// strips_tiles.h and derivatives.h stand before this one. Macros: N P SHARED IS_BF16, ACT and ACT_<NAME> of relu and
 // leaky_relu.
 //
 // The signs of a tile of ROWS rows of a strip lie together: 32 bytes for every 8 columns. Of these byte
@@ -9,23 +9,6 @@
 // SHARED by strips and then tokens, so that tokens first P makes no difference.
 
 constexpr int SIGN_BYTES = ROWS * P * N / 8, SIGN_UNITS = P * N / 8;  // of a tile; of 8 columns
-
-// The two numbers of a word that are positive, each as 16 bits. NaN is for relu, which keeps it.
-__device__ __forceinline__ u32 positive(u32 word) {
-  u32 out;
-#if IS_BF16
-  if (ACT == ACT_RELU)
-    asm("set.gtu.u32.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(word), "r"(0u));
-  else
-    asm("set.gt.u32.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(word), "r"(0u));
-#else
-  if (ACT == ACT_RELU)
-    asm("set.gtu.u32.f16x2 %0, %1, %2;" : "=r"(out) : "r"(word), "r"(0u));
-  else
-    asm("set.gt.u32.f16x2 %0, %1, %2;" : "=r"(out) : "r"(word), "r"(0u));
-#endif
-  return out;
-}
 
 // All tiles' signs.
 struct Signs {

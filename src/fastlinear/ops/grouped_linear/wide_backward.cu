@@ -1,6 +1,6 @@
 // dx, dW and db of y = act(x W^T + b) of groups of up to 256 features in one pass, for Hopper. The texts
-// of hopper_gemm.h, hopper_activations.h, wide_instructions.h, wide_backward.h and wide_backward_tiles.h
-// stand before this one.
+// of hopper_gemm.h, hopper_activations.h, wide_instructions.h, derivatives.h, wide_backward.h and
+// wide_backward_tiles.h stand before this one.
 //
 // A block takes one group, every chunks-th tile of TOKENS tokens, and 128 of the K features: of these dx
 // and dW; with more than 128 features there are two such blocks, which may be a cluster that shares
@@ -9,7 +9,8 @@
 //   dW^T (64, N) += x^T (64, TOKENS) dpre
 // dW is in registers, and so is W for as many of the N as there are registers; the rest of it is in
 // shared memory. The first warpgroup, the graders, writes dpre over dy and sums db; between tiles each
-// of its warps has the copy engine bring in a box of 64 features of dy, of what the forward saved, and of x.
+// of its warps has the copy engine bring in a box of 64 features of dy, of what the forward saved, and of x,
+// or asks for their rows itself where these do not begin at 16 bytes.
 // dx leaves through the copy engine. Where several blocks share a group each leaves a float32 share of dW
 // and db, and the second kernel adds them up in order. With CHANNELS a box is 64 features of a tile's
 // tokens, so that what was turned is not, and what was not is; half a tile is half of its features.

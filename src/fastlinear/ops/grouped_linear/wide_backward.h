@@ -53,19 +53,10 @@ __device__ __forceinline__ void release(u32 bar, u32 lane) {
 // as the multiplier has them: word 2j + h is token 8h + lane / 4, outputs 8j + 2 (lane % 4) and the next.
 // With CHANNELS, where a box has a row for each output, these are read and written turned.
 
-// dy * act'(pre) from what was saved: y for relu, leaky_relu, sigmoid and tanh, else pre.
-__device__ __forceinline__ float graded(float dy, float saved) {
-  if constexpr (ACT == ACT_LEAKY_RELU) return saved > 0.0f ? dy : 0.01f * dy;
-  if constexpr (ACT == ACT_SIGMOID) return dy * (saved * (1.0f - saved));
-  if constexpr (ACT == ACT_TANH) return dy * fmaf(-saved, saved, 1.0f);
-  float slope;
-  act_and_slope(saved, slope);
-  return dy * slope;
-}
-
+// dy * act'(pre) of two numbers, from what was saved.
 __device__ __forceinline__ u32 graded_words(u32 dy, u32 saved) {
   if constexpr (ACT == ACT_NONE) return dy;
-  if constexpr (ACT == ACT_RELU) return where_positive(dy, saved);
+  if constexpr (ACT == ACT_RELU) return dy & positive(saved);
   float lo, hi, saved_lo, saved_hi;
   unpack(dy, lo, hi);
   unpack(saved, saved_lo, saved_hi);

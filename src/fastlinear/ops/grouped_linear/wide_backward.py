@@ -81,7 +81,7 @@ def source(
     header = _HERE / "wide_instructions.h"
     features_first = not channels, not channels  # of both operands of dW
     text = hopper.device_source(header, macros, padded(n), dtype, activation, *features_first)
-    parts = "wide_backward.h", "wide_backward_tiles.h", "wide_backward.cu"
+    parts = "derivatives.h", "wide_backward.h", "wide_backward_tiles.h", "wide_backward.cu"
     return text + "".join((_HERE / part).read_text() for part in parts)
 
 

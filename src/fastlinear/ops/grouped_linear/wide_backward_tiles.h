@@ -1,5 +1,5 @@
-// What a block of wide_backward.cu takes, and how its graders bring that in. The texts before wide_backward.cu
-// stand before this one.
+// What a block of wide_backward.cu takes, and how its graders bring that in. The texts of wide_instructions.h
+// and wide_backward.h stand before this one.
 
 // What one block does: tiles chunk, chunk + chunks, ... of a group.
 struct Part {

@@ -245,17 +245,6 @@ __device__ __forceinline__ void settle(float (&acc)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(acc[i])::"memory");
 }
 
-// Two numbers of dy, or 0 where the saved is at most 0.
-__device__ __forceinline__ u32 where_positive(u32 dy, u32 saved) {
-  u32 mask;
-#if IS_BF16
-  asm("set.gtu.u32.bf16x2 %0, %1, %2;" : "=r"(mask) : "r"(saved), "r"(0u));
-#else
-  asm("set.gtu.u32.f16x2 %0, %1, %2;" : "=r"(mask) : "r"(saved), "r"(0u));
-#endif
-  return dy & mask;
-}
-
 // acc (64, 64) += A (64, 16) B (64, 16)^T; kFirst: acc = A B^T. A is in registers as mma.sync has it.
 // With CHANNELS B's 64 rows are the contiguous dimension.
 #define OLD(i) "+f"(acc[i]), "+f"(acc[i + 1]), "+f"(acc[i + 2]), "+f"(acc[i + 3])
