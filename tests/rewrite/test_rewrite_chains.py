@@ -145,7 +145,7 @@ def test_the_rewritten_sequential_computes_the_same(mode: str, always_faster: li
     candidates, _ = optimizing.watch(work, x, None)
     (chain,) = chains.match(work, candidates, ("mlp",))
     assert site.failure(chain) is None
-    model.__dict__["forward"] = chain.swap().forward.__get__(model)
+    model.__dict__["forward"] = chain.forward().__get__(model)
     for m in (model, other):
         m(x).square().sum().backward()
     torch.testing.assert_close(model(x), other(x))
@@ -179,7 +179,7 @@ def test_a_changed_sequential_runs_as_it_now_is(change: str) -> None:
     x = torch.randn(2, 4)
     (chain,) = matched(model, x)
     other = copy.deepcopy(model)
-    model.__dict__["forward"] = chain.swap().forward.__get__(model)
+    model.__dict__["forward"] = chain.forward().__get__(model)
     torch.testing.assert_close(model(x), other(x))
     for m in (model, other):
         torch.manual_seed(1)
@@ -193,7 +193,7 @@ def test_a_changed_sequential_runs_as_it_now_is(change: str) -> None:
 def test_global_module_hooks_see_every_layer() -> None:
     model, x = deep(8, 3), torch.randn(2, 8)
     (chain,) = matched(model, x)
-    model.__dict__["forward"] = chain.swap().forward.__get__(model)
+    model.__dict__["forward"] = chain.forward().__get__(model)
     seen: list[str] = []
     handle = torch.nn.modules.module.register_module_forward_hook(
         lambda module, args, y: seen.append(type(module).__name__)
@@ -208,7 +208,7 @@ def test_global_module_hooks_see_every_layer() -> None:
 def test_a_copy_of_a_rewritten_model_reads_its_own_weights() -> None:
     model, x = deep(8, 3), torch.randn(2, 8)
     (chain,) = matched(model, x)
-    model.__dict__["forward"] = chain.swap().forward.__get__(model)
+    model.__dict__["forward"] = chain.forward().__get__(model)
     twin = copy.deepcopy(model)
     with torch.no_grad():
         for p in model.parameters():
@@ -244,5 +244,5 @@ def test_families_decide_whether_chains_are_looked_for() -> None:
 def test_profiling_sees_the_sites_of_a_rewritten_chain() -> None:
     model, x = deep(), torch.randn(1, 48)
     (chain,) = matched(model, x)
-    model.__dict__["forward"] = chain.swap().forward.__get__(model)
+    model.__dict__["forward"] = chain.forward().__get__(model)
     assert len(fl.profile(model, x).sites) == 6

@@ -38,7 +38,7 @@ _MAX_STATES = 64
 _NO_ONE_TRUTH = (RuntimeError, TypeError, ValueError)  # raised by == with another tensor
 _address, _shape, _stride = Tensor.data_ptr, Tensor.size, Tensor.stride
 _inference_mode, _any_autocast = torch.is_inference_mode_enabled, torch._C._is_any_autocast_enabled
-_requires_grad = attrgetter("requires_grad")
+_requires_grad, _forward = attrgetter("requires_grad"), attrgetter("forward")
 
 
 class Watch:
@@ -79,6 +79,8 @@ class Watch:
         return (
             same
             and all(map(is_, chain.from_iterable(self._views), self._kept))
+            and all(map(is_, map(type, self._modules), self._kinds))
+            and all(map(is_, map(_forward, self._classes), self._forwards))
             and all_at(self.tensors, self._addresses, self._every)
             and self._facts.unchanged()
             and not self._hooked
@@ -116,6 +118,9 @@ class Watch:
         self._views, self._modules, self.tensors = found.views, found.modules, found.tensors
         self._places = found.places
         self._kept = list(chain.from_iterable(self._views))
+        self._kinds = list(map(type, self._modules))
+        self._classes = list(dict.fromkeys(self._kinds))
+        self._forwards = list(map(_forward, self._classes))
         self._tables = found.tables
         self._held = list(map(dict, found.tables))
         self._hooks = [h for m in self._modules for h in _hooks_of(m)] + _GLOBAL_HOOKS
@@ -182,7 +187,8 @@ class Watch:
         dtypes = tuple(t.dtype for t in self.tensors)
         layout = zip(self._addresses, self._shapes, self._strides, self._grads, strict=True)
         self._hooked = any(self._hooks)
-        key = (self._hooked, tuple(self._modules), self._facts.key, dtypes, tuple(layout))
+        code = tuple(self._kinds), tuple(self._forwards)
+        key = (self._hooked, tuple(self._modules), code, self._facts.key, dtypes, tuple(layout))
         if token is not None:
             self._tokens[key] = token
         elif key not in self._tokens:

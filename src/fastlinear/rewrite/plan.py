@@ -24,7 +24,7 @@ from fastlinear.rewrite.exchange.compiled_forward import COMPILE_MODES
 T = TypeVar("T")
 KIND = "plan"
 FORMAT = 1
-ROUTES = ("plain", "instance", "parent", "chain", "own", "graph", "compile")
+ROUTES = ("plain", "parent", "chain", "own", "graph", "compile")
 RULES = (
     *("linear_act", "mlp", "gated_mlp", "grouped_linear", "unequal_linear"),
     *("graphed", "compiled"),
@@ -42,11 +42,10 @@ class Rewrite:
             module's, ``""`` for the model as a whole.
         rule: the family's name, ``"graphed"`` or ``"compiled"``.
         activation: what is fused; ``"none"`` changes the backend only.
-        route: ``"plain"`` (the linear alone), ``"instance"`` (the linear computes the activation
-            and the activation module passes its input on), ``"parent"`` (the parent's forward
-            makes one fused call) or ``"chain"`` (the forward of the module named by ``parent_fqn``
-            makes one call for a run of linears, for those of a gated MLP or of a group, or for a
-            layer of all its towers);
+        route: ``"plain"`` (the linear alone), ``"parent"`` (the parent's forward makes one fused
+            call of the linear and its activation) or ``"chain"`` (the forward of the module named
+            by ``parent_fqn`` makes one call for a run of linears, for those of a gated MLP or of a
+            group, or for a layer of all its towers);
             ``"own"`` is a grouped convolution, or a module with weights of its own, as one call;
             ``"graph"`` (rule ``"graphed"``) is a module replayed as CUDA graphs: the model as a
             whole or a part of it; ``"compile"`` (rule ``"compiled"``) the model or a block of it

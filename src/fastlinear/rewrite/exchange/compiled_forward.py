@@ -35,19 +35,23 @@ class CompiledForward:
     rewrite. Dynamo's ``recompile_limit`` holds: shapes beyond it run uncompiled.
     """
 
-    __slots__ = ("__func__", "__self__", "_compiled", "_mode")
+    __slots__ = ("__func__", "__self__", "_compiled", "_mode", "_plain")
 
     def __init__(self, function: Forward, module: nn.Module, mode: str = DEFAULT) -> None:
         self.__func__ = function
         self.__self__ = module
         self._mode = mode
+        self._plain = type(module).forward
         self._compiled: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.__self__
+        if type(module).forward is not self._plain:
+            return type(module).forward(module, *args, **kwargs)
         if torch.compiler.is_compiling() or watched():
-            return self.__func__(self.__self__, *args, **kwargs)
+            return self.__func__(module, *args, **kwargs)
         if self._compiled is None:
-            method = MethodType(self.__func__, self.__self__)
+            method = MethodType(self.__func__, module)
             self._compiled = torch.compile(method, dynamic=False, **_HOW[self._mode])
         if self._mode != REDUCE_OVERHEAD:
             return self._compiled(*args, **kwargs)

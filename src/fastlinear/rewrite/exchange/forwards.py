@@ -42,29 +42,19 @@ def watched() -> bool:
     return hooked_globally()
 
 
-def fused_linear(activation: str, backend: str | None) -> Forward:
-    """Forward of an ``nn.Linear`` with its activation: (..., K) → (..., N)."""
+def plain_linear(linear: nn.Module, backend: str | None) -> Forward:
+    """Forward of an ``nn.Linear`` or Conv1D by this backend: (..., K) → (..., N).
 
-    def forward(self: nn.Linear, input: Tensor) -> Tensor:
-        return _linear_act(input, self.weight, self.bias, activation, backend)
+    The result holds no reference to ``linear``; on an instance of another class, or after its
+    class got another forward, that forward runs.
+    """
+    plain, turned = type(linear).forward, type(linear) not in PLAIN_LINEARS
 
-    return mark(forward)
-
-
-def fused_conv1d(activation: str, backend: str | None) -> Forward:
-    """Forward of a Conv1D (weight (K, N)) with its activation: (..., K) → (..., N)."""
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return _linear_act(x, self.weight.t(), self.bias, activation, backend)
-
-    return mark(forward)
-
-
-def identity() -> Forward:
-    """Forward of an activation module whose work is done inside the linear before it."""
-
-    def forward(self: nn.Module, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return input
+    def forward(self: Any, input: Tensor) -> Any:
+        if type(self).forward is not plain:
+            return type(self).forward(self, input)
+        weight, bias = weight_as_is_and_bias(self)
+        return call_linear_act(input, weight.t() if turned else weight, bias, "none", backend)
 
     return mark(forward)
 
@@ -85,22 +75,15 @@ def float64_linear(conv1d: bool) -> Forward:
 
 
 def call_fused_linear(linear: nn.Module, x: Tensor, activation: str, backend: str | None) -> Tensor:
-    """act(linear(x)) for a linear that is a child of a rewritten parent; (..., K) → (..., N).
+    """act(linear(x)) for a linear or Conv1D that is a child of a rewritten parent:
+    (..., K) → (..., N).
 
     Fused only while the child is a plain linear without hooks; otherwise the child itself is
     called, so that hooks, adapters and replaced layers keep their say.
     """
-    if type(linear) in PLAIN_LINEARS and _untouched(linear):
-        return _linear_act(x, *weight_and_bias(linear), activation, backend)
+    if is_plain(linear) and not hooked_globally() and not is_hooked(linear.__dict__):
+        return call_linear_act(x, *weight_and_bias(linear), activation, backend)
     y: Tensor = activation_of(activation).value(linear(x))
-    return y
-
-
-def call_fused_conv1d(conv: nn.Module, x: Tensor, activation: str, backend: str | None) -> Tensor:
-    """``call_fused_linear`` for a Conv1D, whose weight is (K, N)."""
-    if is_plain(conv) and _untouched(conv):
-        return _linear_act(x, *weight_and_bias(conv), activation, backend)
-    y: Tensor = activation_of(activation).value(conv(x))
     return y
 
 
@@ -162,7 +145,7 @@ def call_held_of(held: Held) -> Callable[..., Tensor]:
     def call_held(parent: nn.Module, x: Tensor, activation: str, backend: str | None) -> Tensor:
         found = held.tensors(parent, x)
         if found is not None:
-            return _linear_act(x, *found, activation, backend)
+            return call_linear_act(x, *found, activation, backend)
         y: Tensor = activation_of(activation).value(held.plain(parent, x))
         return y
 
@@ -196,7 +179,7 @@ def weight_as_is_and_bias(linear: nn.Module) -> tuple[Tensor, Tensor | None]:
     return weight, bias  # type: ignore[return-value]
 
 
-def _linear_act(
+def call_linear_act(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, backend: str | None
 ) -> Tensor:
     """``linear_act`` as one of torch's functions: a function mode sees the call whole."""
@@ -242,10 +225,6 @@ def call_mlp(
     )
 
 
-def _untouched(module: nn.Module) -> bool:
-    return not hooked_globally() and not is_hooked(module.__dict__)
-
-
 def is_hooked(own: dict[str, Any]) -> bool:
     """Whether a module's attributes hold a hook or a forward of its own."""
     return bool(
@@ -259,5 +238,7 @@ def is_hooked(own: dict[str, Any]) -> bool:
 
 PLAIN_LINEARS = (nn.Linear, NonDynamicallyQuantizableLinear)
 """The classes whose forward is exactly ``F.linear(x, weight, bias)``."""
+LINEAR_FORWARD = nn.Linear.forward
+"""Their forward; whoever puts another into the class means it to run."""
 CONV1D_HOME = "transformers."
 """The package whose Conv1D is a linear with a weight of shape (K, N)."""

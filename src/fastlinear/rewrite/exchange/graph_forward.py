@@ -24,19 +24,23 @@ class GraphForward:
     """
 
     # slots, so that fl.graphed does not look for tensors in here
-    __slots__ = ("__func__", "__self__", "_graphed", "_on_unsupported")
+    __slots__ = ("__func__", "__self__", "_graphed", "_on_unsupported", "_plain")
 
     def __init__(self, function: Forward, module: nn.Module, on_unsupported: str = "eager") -> None:
         self.__func__ = function
         self.__self__ = module
         self._on_unsupported = on_unsupported
+        self._plain = type(module).forward
         self._graphed: Graphed | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.__self__
+        if type(module).forward is not self._plain:
+            return type(module).forward(module, *args, **kwargs)
         if watched():
-            return self.__func__(self.__self__, *args, **kwargs)
+            return self.__func__(module, *args, **kwargs)
         if self._graphed is None:
-            method = MethodType(self.__func__, self.__self__)
+            method = MethodType(self.__func__, module)
             self._graphed = graphed(method, on_unsupported=self._on_unsupported)
         return self._graphed(*args, **kwargs)
 

@@ -19,7 +19,12 @@ from torch import Tensor, nn
 from fastlinear.core.global_names import global_names, names_of
 from fastlinear.profile.effects import functions_of
 from fastlinear.profile.graph import TENSOR, Observed
-from fastlinear.rewrite.exchange.forwards import Forward, hooked_globally, is_hooked
+from fastlinear.rewrite.exchange.forwards import (
+    LINEAR_FORWARD,
+    Forward,
+    hooked_globally,
+    is_hooked,
+)
 from fastlinear.rewrite.exchange.swap import mark
 from fastlinear.rewrite.exchange.traceable import (
     MISSING,
@@ -54,8 +59,10 @@ def guarded(
             hooks, set as now and with children of the same names.
         counts: whether ``traced`` may raise ``Unlike``.
         blocks: modules inside the parent whose own code is part of ``traced``. It is used only
-            while all their code depends on is as it is now as well, and while no hook of every
-            module's call is registered: their calls would pass that by.
+            while all their code depends on is as it is now as well.
+
+    While a hook of every module's call is registered, the class's own forward runs: ``traced``
+    makes fewer calls.
     """
     args, kwargs = observed.arguments()
     kinds = (*args, *kwargs.values())
@@ -88,7 +95,7 @@ def guarded(
         for i, kind in fixed:
             if not same(values[i], kind):
                 return False
-        if inside and hooked_globally():
+        if nn.Linear.forward is not LINEAR_FORWARD or hooked_globally():
             return False
         if not watched.holds(self):
             return False
@@ -100,6 +107,8 @@ def guarded(
         return [t for i in taken for t in (values[i] if i in lists else (values[i],))]
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(self).forward is not original:
+            return type(self).forward(self, *args, **kwargs)
         if len(args) == count and tuple(kwargs) == names:
             values = (*args, *kwargs.values()) if kwargs else args
             if fits(self, values):
@@ -120,6 +129,7 @@ class _PassedOver:
 
     path: tuple[str, ...]
     kind: type
+    forward: Any
     settings: tuple[tuple[str, Any], ...]
     children: tuple[str, ...]
 
@@ -132,11 +142,12 @@ class _PassedOver:
             (n, v) for n, v in simple if n[0] != "_" and (n != "training" or mode_counts)
         )
         children = tuple(module._modules)
-        return _PassedOver(tuple(path.split(".")), type(module), settings, children)
+        kind = type(module)
+        return _PassedOver(tuple(path.split(".")), kind, kind.forward, settings, children)
 
     def unchanged(self, parent: nn.Module) -> bool:
         module = _found(parent, self.path, self.kind)
-        if module is None:
+        if module is None or self.kind.forward is not self.forward:  # type: ignore[attr-defined]
             return False
         own = module.__dict__
         if tuple(own["_modules"]) != self.children:

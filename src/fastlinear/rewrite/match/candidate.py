@@ -85,10 +85,10 @@ class Candidate:
         kind: ``"linear"`` or ``"conv1d"`` (its weight is (K, N)); ``"grouped"`` for a grouped layer
             that is no linear.
         activation: fused activation; ``"none"`` changes the backend only.
-        route: ``"plain"``, ``"instance"``, ``"parent"``, ``"chain"`` or ``"own"``; see
-            ``plan.Rewrite``.
+        route: ``"plain"``, ``"parent"``, ``"chain"`` or ``"own"``; see ``plan.Rewrite``.
         activation_fqn, activation_module: the activation's module, where it is one.
-        parent_fqn, parent, pairs: the parent and what its trace offers, on the parent route.
+        parent_fqn, parent, pairs: the parent, on the parent route, and what its trace offers; of
+            an ``nn.Sequential`` there is none.
         calls: what was observed.
         problems: the forward Problem of each kind of call, the most frequent first.
         backend: forced forward backend, or None.
@@ -119,11 +119,8 @@ class Candidate:
 
     @property
     def unit(self) -> str:
-        """Candidates of one unit are kept or dropped together: those that share an activation,
-        and those of one chain."""
-        if self.chain is not None:
-            return f"chain {self.chain.key}"
-        return f"activation {self.activation_fqn}" if self.route == "instance" else self.fqn
+        """Candidates of one unit are kept or dropped together: those of one chain."""
+        return self.fqn if self.chain is None else f"chain {self.chain.key}"
 
     @property
     def group(self) -> tuple[Any, ...]:
@@ -162,13 +159,7 @@ class Candidate:
 
     def after(self, x: Tensor) -> Tensor:
         """What the rewritten model does. x (..., K) → (..., N)."""
-        y: Tensor = self.forward()(self.module, x)
-        return y
-
-    def forward(self) -> forwards.Forward:
-        """The linear's new forward."""
-        make = forwards.fused_conv1d if self.kind == "conv1d" else forwards.fused_linear
-        return make(self.activation, self.backend)
+        return forwards.call_linear_act(x, *self.weight_and_bias(), self.activation, self.backend)
 
 
 def problems_of(

@@ -160,7 +160,7 @@ class TowerChain(Chain):
         for member in members:
             chain = getattr(rewritten.get(member.fqn), "chain", None)
             if isinstance(chain, SequentialChain) and chain.module is tower:
-                y: Tensor = chain.swap().forward(tower, x)
+                y: Tensor = chain.forward()(tower, x)
                 return y
         for member, name in zip(members, self.way.activations, strict=True):
             found = rewritten.get(member.fqn)

@@ -16,7 +16,6 @@ from fastlinear.profile.recognise import recognise
 from fastlinear.rewrite.exchange.forwards import (
     call_chain_of,
     call_fused_chain,
-    call_fused_conv1d,
     call_fused_linear,
     call_held_of,
 )
@@ -255,11 +254,9 @@ class Links:
                 wanted = (root, copies[self._given(name)], pairs[name], backend)
                 copies[node] = graph.call_function(call, wanted)
             elif node.op == "call_module" and name in pairs:
-                conv1d = linear_kind(self.parent.get_submodule(name)) == "conv1d"
-                call = call_fused_conv1d if conv1d else call_fused_linear
                 child = graph.create_node("get_attr", name)
                 copies[node] = graph.call_function(
-                    call, (child, copies[node.args[0]], pairs[name], backend)
+                    call_fused_linear, (child, copies[node.args[0]], pairs[name], backend)
                 )
             else:
                 copies[node] = graph.node_copy(node, lambda n: copies[n])

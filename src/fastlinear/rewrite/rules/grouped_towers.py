@@ -5,7 +5,6 @@ It only matches; nothing here changes a model or measures anything.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -173,10 +172,6 @@ def _chain(
     members = tuple(candidates[name] for name in full)
     if not (one_pass(members) and all_different(members)):
         return "its towers are called with inputs of different shapes, or share a linear"
-    shared = Counter(c.activation_fqn for c in candidates.values() if c.route == "instance")
-    own = Counter(c.activation_fqn for c in members if c.route == "instance")
-    if any(shared[name] > count for name, count in own.items()):
-        return "an activation in them is a module that others have as well"
     way = _way(group, members, backend)
     if isinstance(way, str):
         return way

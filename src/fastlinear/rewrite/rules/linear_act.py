@@ -16,6 +16,7 @@ from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.profile.effects import class_forward
 from fastlinear.profile.observe import OTHER, Call, Observation
 from fastlinear.profile.records import LinearSite
+from fastlinear.rewrite.exchange.sequential_forward import Segment
 from fastlinear.rewrite.match.candidate import Candidate, calls_of, problems_of
 from fastlinear.rewrite.match.eligible import (
     Refusal,
@@ -26,7 +27,6 @@ from fastlinear.rewrite.match.eligible import (
     refuse_rewritten,
 )
 from fastlinear.rewrite.match.parent import Fusable, fusable
-from fastlinear.rewrite.match.reach import reached_into
 
 RULE = "linear_act"
 FilterFn = Callable[[nn.Module, str], bool]
@@ -140,57 +140,36 @@ def _fuse(
     sites: dict[str, LinearSite],
     seen: Observation,
 ) -> dict[str, Candidate]:
-    """Candidates with their activations where these can be fused, by instance or by parent."""
+    """Candidates with their activations where these can be fused, each in the module that calls
+    the two."""
     routed = dict(plain)
     names = activations_of(sites.values())
-    for act_fqn, name in names.items():
-        act = model.get_submodule(act_fqn)
-        members = [fqn for fqn, s in sites.items() if s.activation_fqn == act_fqn]
-        linears = [model.get_submodule(fqn) for fqn in members]
-        calls = sum(len(seen.calls.get(m, ())) for m in linears)
-        if (
-            set(members) <= set(plain)
-            and seen.module_calls[act] == calls
-            and _only_in_sequentials(model, act, linears)
-            and all(_is_sequential(model, sites[fqn].parent_fqn) for fqn in members)
-        ):
-            for fqn in members:
-                routed[fqn] = _with_activation(
-                    plain[fqn], name, "instance", activation_fqn=act_fqn, activation_module=act
-                )
     traced: dict[str, Fusable | Refusal] = {}
     for fqn, candidate in plain.items():
         site = sites.get(fqn)
         if site is not None and site.code == "untraceable":
             routed[fqn] = replace(candidate, fallback=Refusal("untraceable", site.reason))
-        if routed[fqn] is not candidate or site is None or site.activation is None:
+        if site is None or site.activation is None:
             continue
-        routed[fqn] = _by_parent(model, candidate, site, seen, names, traced)
+        fused = _in_sequential(model, candidate, site)
+        if fused is None:
+            fused = _by_parent(model, candidate, site, seen, names, traced)
+        routed[fqn] = fused
     return routed
 
 
-def _only_in_sequentials(model: nn.Module, act: nn.Module, linears: list[nn.Module]) -> bool:
-    """Whether the code itself, whatever path a call takes, runs ``act`` right after one of these
-    linears and nowhere else: every place that holds one of them is a Sequential in which they
-    are neighbours, and which the code around it only calls."""
-    for holder in model.modules():
-        children = list(holder._modules.values())
-        for i, child in enumerate(children):
-            if child is not act and not any(child is m for m in linears):
-                continue
-            if class_forward(holder) is not nn.Sequential.forward or "forward" in vars(holder):
-                return False
-            if child is act and not (i and any(children[i - 1] is m for m in linears)):
-                return False
-            if child is not act and not (i + 1 < len(children) and children[i + 1] is act):
-                return False
-            if reached_into(model, holder) is not None:
-                return False
-    return True
-
-
-def _is_sequential(model: nn.Module, fqn: str | None) -> bool:
-    return fqn is not None and class_forward(model.get_submodule(fqn)) is nn.Sequential.forward
+def _in_sequential(model: nn.Module, candidate: Candidate, site: LinearSite) -> Candidate | None:
+    """The candidate with its activation, where both are children of a Sequential; or None."""
+    if site.parent_fqn is None or site.activation_fqn is None or site.activation is None:
+        return None
+    parent, act = model.get_submodule(site.parent_fqn), model.get_submodule(site.activation_fqn)
+    if class_forward(parent) is not nn.Sequential.forward or refuse_module(parent) is not None:
+        return None
+    if not Segment.pairs(parent, candidate.module, act, site.activation):
+        return None
+    more: dict[str, Any] = {"activation_fqn": site.activation_fqn, "activation_module": act}
+    more |= {"parent_fqn": site.parent_fqn, "parent": parent}
+    return _with_activation(candidate, site.activation, **more)
 
 
 def _by_parent(
@@ -222,12 +201,12 @@ def _by_parent(
     if site.activation_fqn is not None:
         more["activation_fqn"] = site.activation_fqn
         more["activation_module"] = model.get_submodule(site.activation_fqn)
-    return _with_activation(candidate, name, "parent", **more)
+    return _with_activation(candidate, name, **more)
 
 
-def _with_activation(candidate: Candidate, name: str, route: str, **more: Any) -> Candidate:
+def _with_activation(candidate: Candidate, name: str, **more: Any) -> Candidate:
     problems = problems_of(candidate.module, candidate.kind, name, candidate.calls)
-    return replace(candidate, activation=name, route=route, problems=problems, **more)
+    return replace(candidate, activation=name, route="parent", problems=problems, **more)
 
 
 def inside(parent_fqn: str, fqn: str) -> str | None:

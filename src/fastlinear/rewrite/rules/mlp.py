@@ -14,10 +14,11 @@ from fastlinear.profile.effects import class_forward
 from fastlinear.profile.graph import Observed
 from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.exchange.forwards import PLAIN_LINEARS
+from fastlinear.rewrite.exchange.sequential_forward import Segment
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.chain import Chain, all_different, one_pass
 from fastlinear.rewrite.match.chain_parent import ParentChain
-from fastlinear.rewrite.match.chain_sequential import Layout, SequentialChain
+from fastlinear.rewrite.match.chain_sequential import SequentialChain
 from fastlinear.rewrite.match.eligible import refuse_module
 from fastlinear.rewrite.rules.linear_act import inside
 from fastlinear.rewrite.rules.mlp_blocks import Blocks, Offers, Stopped, replaced
@@ -70,21 +71,21 @@ def _in_sequentials(
     for fqn, module in model.named_modules():
         if class_forward(module) is not nn.Sequential.forward or refuse_module(module) is not None:
             continue
-        layout = _longest(module, names, candidates, sites)
-        if layout is None:
+        segment = _longest(module, names, candidates, sites)
+        if segment is None:
             continue
         children = list(module._modules.values())
-        members = tuple(candidates[names[id(children[i])]] for i in layout.linears)
+        members = tuple(candidates[names[id(children[i])]] for i in segment.linears)
         if all(sites[c.fqn].parent_fqn == fqn for c in members):
             yield SequentialChain(
                 fqn=fqn,
                 module=module,
                 members=members,
-                activation=layout.activation,
-                final_activation=layout.final_activation,
+                activation=segment.activation,
+                final_activation=segment.final_activation,
                 backend=backend,
                 fast=fast,
-                layout=layout,
+                segment=segment,
             )
 
 
@@ -125,12 +126,12 @@ def _longest(
     names: Mapping[int, str],
     candidates: Mapping[str, Candidate],
     sites: Mapping[str, LinearSite],
-) -> Layout | None:
+) -> Segment | None:
     children = [c for c in module._modules.values() if c is not None]
     runs = [
-        layout
+        segment
         for start in range(len(children))
-        if (layout := _run(module, children, start, names, candidates, sites)) is not None
+        if (segment := _run(module, children, start, names, candidates, sites)) is not None
     ]
     return max(runs, key=lambda r: len(r.linears), default=None)
 
@@ -142,7 +143,7 @@ def _run(
     names: Mapping[int, str],
     candidates: Mapping[str, Candidate],
     sites: Mapping[str, LinearSite],
-) -> Layout | None:
+) -> Segment | None:
     """The longest chain that begins with child ``start``, or None for fewer than two linears."""
     linears: list[int] = []
     activations: list[str] = []
@@ -181,15 +182,13 @@ def _run(
             break
     if count < 2:
         return None
-    kinds = tuple(type(c) for c in children)
-    return Layout(
-        start=start,
-        stop=ends[count - 1],
-        linears=tuple(linears[:count]),
-        activation=activations[0],
-        final_activation=activations[count - 1],
-        kinds=kinds,
-        facts=tuple(Layout.facts_of(c) for c in children),
+    return Segment.of(
+        module,
+        start,
+        ends[count - 1],
+        tuple(linears[:count]),
+        activations[0],
+        activations[count - 1],
     )
 
 

@@ -191,11 +191,6 @@ class Blocks:
     def _held(self, fqn: str, flat: Fusable, run: Run) -> Iterator[tuple[str, str]]:
         """Blocks of a chain that something else is rewritten in, and what."""
         names = {_join(fqn, name) for name in run.linears}
-        activations = {
-            c.activation_fqn
-            for name in names
-            if (c := self.candidates[name]).route == "instance" and c.activation_fqn is not None
-        }
         for path in flat.around(run.linears):
             block = _join(fqn, path)
             for other in self.shorter:
@@ -204,10 +199,8 @@ class Blocks:
             for c in self.candidates.values():
                 if c.fqn in names:
                     continue
-                if c.route == "parent" and c.parent_fqn == block:
+                if c.parent_fqn == block and c.pairs is not None:
                     yield path, f"another linear of its block {block!r} is rewritten in it"
-                if c.route == "instance" and c.activation_fqn in activations:
-                    yield path, "its activation is a module that others have as well"
 
     def _chain(
         self,

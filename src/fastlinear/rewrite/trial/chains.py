@@ -161,7 +161,7 @@ def _in_the_way(chain: Chain, single: dict[str, Candidate]) -> str | None:
             return f"its linears are part of a larger call, {c.chain.title}"
         if c.fqn in names or c.route not in ("parent", "chain"):
             continue
-        if c.parent_fqn in own:
+        if c.parent_fqn in own and (c.chain is not None or c.pairs is not None):
             return f"{c.fqn!r} is rewritten in the forward of its block {c.parent_fqn!r}"
         other = c.chain.blocks if isinstance(c.chain, BlockChain) else ()
         if chain.fqn in other and names.isdisjoint(c.chain.names if c.chain else ()):

@@ -184,10 +184,6 @@ def _chain(
         return f"an activation follows its linear {names[-1]!r}"  # that pair is one call already
     if not (one_pass(members) and all_different(members)):
         return "one of its linears is there twice, or is called by others as well"
-    shared = {c.activation_fqn for c in members if c.route == "instance"}
-    others = (c for fqn, c in candidates.items() if fqn not in names)
-    if any(c.activation_fqn in shared and c.route == "instance" for c in others):
-        return "its activation is a module that others have as well"
     return GatedPart(
         fqn=part.fqn,
         module=part.parent,

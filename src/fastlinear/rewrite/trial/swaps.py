@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from fastlinear.rewrite.exchange import forwards
+from fastlinear.rewrite.exchange.sequential_forward import Segment, sequential_forward
 from fastlinear.rewrite.exchange.swap import Swap
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.chain import Chain
@@ -20,44 +21,53 @@ from fastlinear.rewrite.rules.linear_act import inside
 def swaps_of(candidates: Iterable[Candidate]) -> list[Swap]:
     """The forwards to exchange for these candidates."""
     found: list[Swap] = []
-    passing: set[str] = set()
     chains: dict[str, Chain] = {}
     parents: dict[str, list[Candidate]] = {}
     for c in candidates:
         if c.chain is not None:
             chains.setdefault(c.chain.key, c.chain)
-        elif c.route == "parent":
-            assert c.parent_fqn is not None
+        elif c.parent_fqn is not None and c.route == "parent":
             parents.setdefault(c.parent_fqn, []).append(c)
         else:
-            found.append(Swap(c.fqn, c.module, c.forward()))
-            if c.route == "instance" and c.activation_fqn not in passing:
-                assert c.activation_fqn is not None
-                assert c.activation_module is not None
-                passing.add(c.activation_fqn)
-                found.append(Swap(c.activation_fqn, c.activation_module, forwards.identity()))
-    alone = (SequentialChain, GatedChain, GroupedChain)
+            found.append(Swap(c.fqn, c.module, forwards.plain_linear(c.module, c.backend)))
+    for chain in chains.values():
+        for block in chain.blocks if isinstance(chain, BlockChain) else ():
+            parents.setdefault(chain.fqn, []).extend(parents.pop(block, ()))
+    alone = (GatedChain, GroupedChain)
     found += [c.swap() for c in chains.values() if isinstance(c, alone)]
-    kinds = (ParentChain, RowChain, GatedPart, TowerChain)
-    traced = [c for c in chains.values() if isinstance(c, kinds)]
-    for fqn in dict.fromkeys((*parents, *(c.fqn for c in traced))):
-        found.append(_parent_swap(fqn, parents.get(fqn, []), [c for c in traced if c.fqn == fqn]))
+    rest = [c for c in chains.values() if not isinstance(c, alone)]
+    for fqn in dict.fromkeys((*parents, *(c.fqn for c in rest))):
+        pairs, here = parents.get(fqn, []), [c for c in rest if c.fqn == fqn]
+        traced = [c for c in here if not isinstance(c, SequentialChain)]
+        if traced or any(c.pairs is not None for c in pairs):
+            found.append(_parent_swap(fqn, pairs, traced))
+        else:
+            found.append(_sequential_swap(fqn, pairs, here))
     return found
 
 
-def _parent_swap(
-    fqn: str,
-    pairs: list[Candidate],
-    chains: Sequence[ParentChain | RowChain | GatedPart | TowerChain],
-) -> Swap:
+def _sequential_swap(fqn: str, pairs: list[Candidate], chains: Sequence[Chain]) -> Swap:
+    """One forward for all that is fused in a Sequential."""
+    sequential = chains[0].module if chains else pairs[0].parent
+    assert sequential is not None
+    segments = [(c.segment, c.backend, c.fast) for c in chains if isinstance(c, SequentialChain)]
+    for c in pairs:
+        assert c.activation_module is not None
+        places = Segment.pairs(sequential, c.module, c.activation_module, c.activation)
+        segments += [(segment, c.backend, False) for segment in places]
+    return Swap(fqn, sequential, sequential_forward(segments, sequential))
+
+
+def _parent_swap(fqn: str, pairs: list[Candidate], chains: Sequence[Chain]) -> Swap:
     """One forward for all that is fused in it: of the trace that goes through blocks, where a
     chain does."""
-    fusable = chains[0].fusable if chains else pairs[0].pairs
-    fusable = next((c.fusable for c in chains if isinstance(c, BlockChain)), fusable)
+    kinds = (BlockChain, ParentChain, RowChain, GatedPart, TowerChain)
+    traces = [c.fusable for kind in kinds for c in chains if isinstance(c, kind)]
+    fusable = next(iter((*traces, *(c.pairs for c in pairs if c.pairs is not None))))
     parent = chains[0].module if chains else pairs[0].parent
-    assert fusable is not None
     assert parent is not None
-    chosen = {inside(fqn, c.fqn) or "": c.activation for c in pairs}
+    named = {inside(fqn, c.fqn) or "": c.activation for c in pairs}
+    chosen = {name: activation for name, activation in named.items() if name in fusable.pairs}
     backend = pairs[0].backend if pairs else None
     runs = [c for c in chains if isinstance(c, ParentChain)]
     chain_backend = runs[0].backend if runs else None
