@@ -1,7 +1,9 @@
 # make demo   optimize four models, end with a table, plans and reports (no GPU needed)
 # make test   run the tests
 # make check  format, lint, types, import layers, documentation examples, tests
-# make sanitize  compute-sanitizer over small calls of every kernel, where both are there
+# make fuzz   random calls of every op, for SECONDS=600 from SEED=0 on
+# make sanitize  small calls of every kernel: C++ under address and undefined-behaviour sanitizers,
+#                CUDA under compute-sanitizer where both are there
 # make gpu    device tests, benchmark and table on a CUDA machine
 #
 # Everything runs in .venv, made on first use. Set FASTLINEAR_PYTHON to use an environment of your
@@ -29,7 +31,7 @@ TEST_READY := $(VENV)/.ready-test
 CHECK_READY := $(VENV)/.ready-check
 endif
 
-.PHONY: help demo test check lint gpu sanitize clean
+.PHONY: help demo test fuzz check lint gpu sanitize clean
 
 help:
 	@grep '^# make' Makefile | sed 's/^# //'
@@ -39,6 +41,11 @@ demo: $(DEMO_READY)
 
 test: $(TEST_READY)
 	HF_HUB_OFFLINE=1 $(RUN) -m pytest -q -n auto --maxprocesses 4
+
+SEED ?= 0
+SECONDS ?= 600
+fuzz: $(TEST_READY)
+	$(RUN) tests/fuzz/fuzz.py --seed $(SEED) --seconds $(SECONDS)
 
 lint: $(CHECK_READY)
 	$(VENV)/bin/ruff format --check .
@@ -56,9 +63,10 @@ gpu: $(TEST_READY)
 	$(RUN) -m fastlinear bench linear --device cuda --quick --out demo-output/linear.jsonl \
 		--html demo-output/linear.html
 
-# memcheck and racecheck; says so where compute-sanitizer or a GPU is missing.
+# Then memcheck and racecheck, where compute-sanitizer and a GPU are there.
 sanitize: $(TEST_READY)
-	$(RUN) tests/ops/sanitize_families.py
+	$(RUN) tests/ops/sanitize_cpu.py
+	if $(RUN) tests/ops/sanitize_families.py --able; then $(RUN) tests/ops/sanitize_families.py; fi
 
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer with venv is needed; set PYTHON=..." >&2; exit 1; }

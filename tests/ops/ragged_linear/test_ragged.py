@@ -383,3 +383,21 @@ def test_clear_errors() -> None:
     if not ON_GPU:
         with pytest.raises(UnsupportedError, match="CUDA devices only"):
             fl.ragged_linear(x, w, sizes, backend="triton")
+
+
+@pytest.mark.parametrize("activation", ["none", "sigmoid"])
+def test_rows_of_no_group_are_zeros_whatever_they_hold(activation: str) -> None:
+    """Also by sigmoid(0 + b), which is no zero; the error of a sum that is too large says so."""
+    x, w, _, b = drawn(6, [2, 1], 4, 5, torch.float32)
+    sizes = torch.tensor([2, 1], device=DEVICE)
+    with torch.no_grad():
+        x[3:] = torch.nan
+    for backend in (None, "loop"):
+        y = fl.ragged_linear(x, w, sizes, b, activation=activation, backend=backend)
+        dx, dw, db = torch.autograd.grad(y.sum(), (x, w, b))  # type: ignore[arg-type]
+        assert not y[3:].any()
+        assert not dx[3:].any()
+        assert dw.isfinite().all()
+        assert db.isfinite().all()
+    with pytest.raises(InputError, match="where they sum to less, the rows behind give zeros"):
+        fl.ragged_linear(x, w, sizes + 3, b, backend="loop")

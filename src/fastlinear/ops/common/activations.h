@@ -85,7 +85,7 @@ struct Relu {  // an infinite dy is stopped, not turned into NaN, and NaN lets d
 };
 struct Relu2 {
   static float f(float x) { return relu_(x) * relu_(x); }
-  static float d(float dy, float x) { return dy * (2.0f * relu_(x)); }
+  static float d(float dy, float x) { return x <= 0.0f ? 0.0f : dy * (2.0f * x); }
 };
 struct Silu {
   static float f(float x) { return x * sigmoid_(x); }

@@ -47,7 +47,7 @@ ACTIVATIONS: dict[str, Activation] = {
         Activation(
             "relu2",
             lambda p: F.relu(p).square(),
-            lambda dy, p: dy * (2 * F.relu(p)),
+            lambda dy, p: _aten.threshold_backward(dy * (2 * p), p, 0),
             "pre",
         ),
         Activation("silu", F.silu, lambda dy, p: _aten.silu_backward(dy, p), "pre"),

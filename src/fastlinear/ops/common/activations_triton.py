@@ -154,7 +154,7 @@ def activation_grad(dy, saved, ACTIVATION: tl.constexpr, MATH: tl.constexpr):
     elif ACTIVATION == "leaky_relu":
         return tl.where(saved > 0, dy, _LEAKY_SLOPE * dy)
     elif ACTIVATION == "relu2":
-        return dy * (2.0 * tl.where(saved < 0, 0.0, saved))
+        return tl.where(saved <= 0, 0.0, dy * (2.0 * saved))
     elif ACTIVATION == "sigmoid":
         return dy * (saved * (1.0 - saved))
     elif ACTIVATION == "tanh":

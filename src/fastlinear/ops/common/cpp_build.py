@@ -56,6 +56,19 @@ def compiler() -> str | None:
     return None
 
 
+def sanitizers() -> tuple[str, ...]:
+    """The compiler's flags for what ``$FASTLINEAR_SANITIZE`` names, such as ``address,undefined``.
+
+    A library under the address sanitizer loads only into a process that has its runtime preloaded.
+    """
+    named = os.environ.get("FASTLINEAR_SANITIZE")
+    if not named:
+        return ()
+    # types of torch's classes are not seen from outside; an error ends the process
+    checks = f"-fsanitize={named}", "-fno-sanitize=vptr", "-fno-sanitize-recover=all"
+    return *checks, "-fno-omit-frame-pointer", "-g1", "-O1"
+
+
 _seconds: list[float] = []  # of each compilation in this process
 
 
@@ -182,7 +195,7 @@ def _load(source: Path) -> ctypes.CDLL:
     assert runtime is not None
     ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
     wide = ("-mprefer-vector-width=512",) if "AVX512" in _capability() else ()
-    command = [compiler() or "", *_FLAGS, *wide]
+    command = [compiler() or "", *_FLAGS, *wide, *sanitizers()]
     digest = hashlib.sha256("\0".join([*command, *_processor()]).encode())
     for path in sources(source):
         digest.update(f"\0{path.name}\0".encode() + path.read_bytes())
@@ -253,7 +266,7 @@ def _compile(command: list[str], source: Path, library: Path) -> None:
         steps = (
             [*command, "-c", str(source), "-o", str(objects)],
             # linked without -fopenmp: its symbols come from torch's own runtime
-            [command[0], "-shared", str(objects), "-o", str(target)],
+            [command[0], "-shared", *sanitizers(), str(objects), "-o", str(target)],
         )
         for step in steps:
             said = _failure(step)

@@ -62,7 +62,7 @@ inline at::Tensor derived(Act act, const at::Tensor& dy, const at::Tensor& saved
   switch (act) {
     case Act::kNone: return dy;
     case Act::kRelu: return at::threshold_backward(dy, saved, 0);
-    case Act::kRelu2: return dy.mul(at::relu(saved).mul(2));
+    case Act::kRelu2: return at::threshold_backward(dy.mul(saved.mul(2)), saved, 0);
     case Act::kSilu: return at::silu_backward(dy, saved);
     case Act::kGelu: return at::gelu_backward(dy, saved, "none");
     case Act::kGeluTanh: return at::gelu_backward(dy, saved, "tanh");

@@ -136,6 +136,7 @@ def command(library: Library = DOOR) -> list[str]:
     return [
         cpp_build.compiler() or "",
         *_FLAGS,
+        *cpp_build.sanitizers(),
         f"-I{_TORCH / 'include'}",
         f"-I{_python_headers()}",
         "-shared",

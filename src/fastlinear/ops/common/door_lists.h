@@ -67,9 +67,11 @@ struct ListProgram {
 //   ("lists", name, results, forward, backward or None, programmer, forward's program or None, keeps)
 //
 // forward     (three leading arguments) → (results, kept tensor or None), without gradients
-// backward    (gradients or None, tensors, kept, needs) → a gradient or None for each tensor; None for
-//             calls without gradients
+// backward    (gradients, tensors, kept, needs) → a gradient or None for each tensor; None for calls
+//             without gradients
 // programmer  (needs, gradients, tensors, kept) → a backward's program, or None
+//             Both get None for the gradient of a result that is not used, for all of its group, and,
+//             unless the gradients are differentiated, for tensors that no wanted gradient reads.
 // keeps       0 nothing, 1 the results, 3 a tensor of the forward's own, its program's last piece
 struct ListPlan {
   using Needs = std::vector<bool>;
@@ -146,31 +148,35 @@ struct ListNode : autograd::Node {
 
   autograd::variable_list apply(autograd::variable_list&& grads) override {
     autograd::variable_list found(num_outputs());
-    if (std::none_of(grads.begin(), grads.end(), [](const auto& g) { return g.defined(); }))
-      return found;
+    const auto first = std::find_if(grads.begin(), grads.end(), [](const auto& g) { return g.defined(); });
+    if (first == grads.end()) return found;
+    const c10::Device device = first->device();
+    // a result that is not used gives its group no gradients, and nothing of that group is read
     ListPlan::Needs needs;
-    for (size_t i = 0; i < found.size(); ++i) needs.push_back(task_should_compute_output(i));
+    for (size_t i = 0; i < found.size(); ++i)
+      needs.push_back(grads[i % grads.size()].defined() && task_should_compute_output(i));
     bool plain = !c10::GradMode::is_enabled() && Dispatch::now() == plan->dispatch;
-    Tensors r;
+    Tensors r(grads.begin(), grads.end());
     r.reserve(grads.size() + saved.size());
-    for (size_t i = 0; i < grads.size(); ++i) {
-      r.push_back(grads[i].defined() ? grads[i] : input_metadata(i).zeros_like());
-      plain = plain && r[i].unsafeGetTensorImpl()->key_set() == keys && !r[i]._fw_grad(0).defined();
-    }
+    for (const auto& dy : r)
+      plain = plain && (!dy.defined() || (dy.unsafeGetTensorImpl()->key_set() == keys &&
+                                          !dy._fw_grad(0).defined()));
     {
       const std::lock_guard<std::mutex> one(mutex_);
       TORCH_CHECK(!released_, autograd::ERR_BACKWARD_TWICE);
-      for (const auto& s : saved) r.push_back(s.unpack(getptr()));
+      for (size_t i = 0; i < saved.size(); ++i)
+        r.push_back(reads(i, grads, needs, plain) ? saved[i].unpack(getptr()) : at::Tensor());
     }
     if (!plain) {
       by_python(*plan, r, needs, found);
       return found;
     }
     for (size_t i = 0; i < grads.size(); ++i)
-      if (!dense_rows(r[i])) r[i] = r[i].contiguous();  // expanded gradients, as sum() makes
+      if (r[i].defined() && !dense_rows(r[i]))
+        r[i] = r[i].contiguous();  // expanded gradients, as sum() makes
     const auto [program, unasked] = plan->find(needs, r);
     const size_t given = r.size();
-    if (program != nullptr && by_program(*program, r, found)) return found;
+    if (program != nullptr && by_program(*program, r, device, found)) return found;
     r.resize(given);
     by_python(*plan, r, needs, found);
     if (unasked) ask_for_program(r, needs);
@@ -203,6 +209,19 @@ struct ListNode : autograd::Node {
  private:
   bool released_ = false;
 
+  // Whether a saved tensor is read. A plain backward reads what its products multiply, as PyTorch's
+  // own do; any other computes the results again. Inputs come first, then weights, then biases.
+  bool reads(size_t i, const autograd::variable_list& grads, const ListPlan::Needs& needs,
+             bool plain) const {
+    const size_t groups = grads.size();
+    if (i >= plan->count) return plan->keeps != NodePlan::kOutput || grads[i - plan->count].defined();
+    const size_t kind = i / groups, g = i % groups;
+    if (!plain) return grads[g].defined();
+    const bool has_bias = plan->count == 3 * groups;
+    return kind == 0 ? needs[groups + g] || (has_bias && needs[2 * groups + g])
+                     : kind == 1 && needs[g];
+  }
+
   // Whether rows are dense, and at one distance: pieces of a tensor, as cat() gives them back.
   static bool dense_rows(const at::Tensor& t) {
     if (t.is_contiguous()) return true;
@@ -215,9 +234,10 @@ struct ListNode : autograd::Node {
     return t.stride(-1) == 1;
   }
 
-  static bool by_program(const ListProgram& known, Tensors& r, autograd::variable_list& found) {
+  static bool by_program(const ListProgram& known, Tensors& r, c10::Device device,
+                         autograd::variable_list& found) {
     void* stream = nullptr;
-    if (r[0].is_cuda() && !stream_of(r[0].device(), &stream)) return false;
+    if (device.is_cuda() && !stream_of(device, &stream)) return false;
     if (!known.run(r, stream)) return false;
     for (size_t i = 0; i < found.size(); ++i) found[i] = known.pieces[i].of(r);
     return true;

@@ -97,9 +97,10 @@ def lists(
         tensors: those of a call of the kind, as the door sees them, None included.
         forward: (three leading arguments) → (results, a tensor it keeps or None), without
             gradients.
-        backward: (gradient or None of each result, tensors, kept, needs) → a gradient or None for
-            each of ``tensors``; differentiable where gradients are enabled. None for calls without
-            gradients.
+        backward: (gradient of each result, tensors, kept, needs) → a gradient or None for each of
+            ``tensors``; differentiable where gradients are enabled. None for calls without
+            gradients. It gets None for the gradient of a result that is not used, for all of that
+            result's group, and for tensors that no wanted gradient reads.
         programmer: (needs, gradients, tensors, kept) → a program for that backward, or None; asked
             after ``backward`` ran on these, for up to four kinds of strides. Its tensors: in that
             order, gradients first, whose rows are dense and at one distance; its pieces are the

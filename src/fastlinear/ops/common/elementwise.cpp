@@ -144,6 +144,8 @@ inline float grad(float dy, float s) { return dy * A::d(s); }
 // as torch: an infinite dy is stopped, not turned into NaN, and a NaN output lets dy through
 template <>
 inline float grad<Relu>(float dy, float y) { return y <= 0.0f ? 0.0f : dy; }
+template <>
+inline float grad<Relu2>(float dy, float x) { return x <= 0.0f ? 0.0f : dy * (2.0f * x); }
 
 template <class A>
 void dact(const float* dy, const float* saved, float* dpre, double* partials, int64_t m, int64_t n,

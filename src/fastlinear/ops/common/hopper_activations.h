@@ -103,3 +103,12 @@ __device__ __forceinline__ float act_and_slope(float x, float& slope) {
   slope = 1.0f;
   return x;
 }
+
+// act(x), and dy times its derivative there. relu and relu2 stop an infinite dy, as PyTorch's do.
+__device__ __forceinline__ float act_and_grad(float x, float dy, float& grad) {
+  float slope;
+  const float y = act_and_slope(x, slope);
+  grad = dy * slope;
+  if constexpr (ACT == ACT_RELU || ACT == ACT_RELU2) grad = x <= 0.0f ? 0.0f : grad;
+  return y;
+}

@@ -144,11 +144,11 @@ struct Epilogue {
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
           const float d0 = dh[8 * q + 2 * k], d1 = dh[8 * q + 2 * k + 1];
-          float g0, g1, u0, u1, s0, s1;
+          float g0, g1, u0, u1, dg0, dg1;
           unpack(g[k], g0, g1);
           unpack(u[k], u0, u1);
-          const float a0 = act_and_slope(g0, s0), a1 = act_and_slope(g1, s1);
-          const float dg0 = d0 * u0 * s0, dg1 = d1 * u1 * s1, du0 = d0 * a0, du1 = d1 * a1;
+          const float a0 = act_and_grad(g0, d0 * u0, dg0), a1 = act_and_grad(g1, d1 * u1, dg1);
+          const float du0 = d0 * a0, du1 = d1 * a1;
           if (SUMS) {
             float* of = sums_of + 4 * q + k / 2 * 2;
             const bool first = mi == 0 && k % 2 == 0;

@@ -23,7 +23,7 @@ __device__ __forceinline__ float graded(float dy, float saved) {
   if constexpr (ACT == ACT_LEAKY_RELU) return saved > 0.0f ? dy : 0.01f * dy;
   if constexpr (ACT == ACT_SIGMOID) return dy * (saved * (1.0f - saved));
   if constexpr (ACT == ACT_TANH) return dy * fmaf(-saved, saved, 1.0f);
-  float slope;
-  act_and_slope(saved, slope);
-  return dy * slope;
+  float grad;
+  act_and_grad(saved, dy, grad);
+  return grad;
 }

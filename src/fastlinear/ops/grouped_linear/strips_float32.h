@@ -110,7 +110,7 @@ __device__ __forceinline__ float activated(float x) {
 __device__ __forceinline__ float graded(float dy, float saved) {
   if constexpr (ACT == ACT_RELU) return saved <= 0.0f ? 0.0f : dy;
   if constexpr (ACT == ACT_LEAKY_RELU) return saved > 0.0f ? dy : 0.01f * dy;
-  if constexpr (ACT == ACT_RELU2) return dy * (2.0f * (saved < 0.0f ? 0.0f : saved));
+  if constexpr (ACT == ACT_RELU2) return saved <= 0.0f ? 0.0f : dy * (2.0f * saved);
   if constexpr (ACT == ACT_SIGMOID) return dy * (saved * (1.0f - saved));
   if constexpr (ACT == ACT_TANH) return dy * (1.0f - saved * saved);
   if constexpr (ACT == ACT_SILU || ACT == ACT_QUICK_GELU) {

@@ -93,7 +93,7 @@ inline V dact(int which, V dy, V s) {
   switch (which) {
     // an infinite dy is stopped where torch stops it, and a NaN output lets dy through
     case kRelu: return pick(s <= all(0.0f), all(0.0f), dy);
-    case kRelu2: return dy * (2.0f * relu_(s));
+    case kRelu2: return pick(s <= all(0.0f), all(0.0f), dy * (2.0f * s));
     case kSilu: {
       V slope;
       const V g = sigmoid_(s, slope);

@@ -41,12 +41,14 @@ def ragged_linear(
     """Rows sorted by group, each by its group's linear layer: ``y_t = act(x_t W_gᵀ + b_g)``.
 
     Group 0 owns the first ``group_sizes[0]`` rows, group 1 the next, and so on, as a mixture of
-    experts has them; rows after the last group's give exact zeros, forward and backward.
+    experts has them. Sizes may sum to less than T: the rows behind the last group's belong to none.
+    Their y and dx are exact zeros, whatever x, bias and activation are, and they add nothing to dW
+    and db. They raise nothing: a sum that is too small by mistake shows as rows of zeros.
 
     Args:
         x: shape (T, K).
         weight: shape (G, N, K), any strides; dtype and device of x.
-        group_sizes: shape (G,), int32 or int64, on x's device.
+        group_sizes: shape (G,), int32 or int64, on x's device; each at least 0, T at most in all.
         bias: shape (G, N), or None.
         activation: a name ``grouped_linear`` knows.
         backend: ``"triton"``, one launch forward and at most two backward, on CUDA devices (on

@@ -94,7 +94,8 @@ def counted(group_sizes: Tensor, rows: int) -> list[int]:
     total = sum(sizes)
     if min(sizes) < 0 or total > rows:
         fail(
-            f"group_sizes of at least 0 that sum to at most the {rows} rows of x",
+            f"group_sizes of at least 0 that sum to at most the {rows} rows of x "
+            "(where they sum to less, the rows behind give zeros)",
             f"least {min(sizes)}, sum {total}",
             "Count the rows of each group, for example with torch.bincount.",
         )

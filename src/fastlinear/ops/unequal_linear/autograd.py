@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.nn.functional as F
@@ -69,7 +69,7 @@ class Formula:
                 lines,
                 layout.pitches_of(lines),
                 [dense(w) for w in weights],
-                [_maybe_dense(b) for b in given],
+                [dense(b) for b in given],
             ),
             saving and self.keeps == "pre",
             lambda count: torch.empty(count, dtype=first.dtype, device=first.device),
@@ -87,43 +87,46 @@ class Formula:
         return self.forward(xs, weights, biases, saving=False)
 
     def gradients(
-        self, dys: Maybe, tensors: Maybe, kept: Sequence[Tensor], needs: Sequence[bool]
+        self,
+        dys: Maybe,
+        tensors: Maybe,
+        kept: Maybe,
+        needs: Sequence[bool],
+        sizes: layout.Sizes | None = None,
     ) -> tuple[Tensor | None, ...]:
         """A gradient or None for each of ``tensors``, differentiable where a graph is asked for.
 
         Args:
-            dys: gradient of each y, None for zeros.
-            tensors: inputs, weights, then biases, one a group, or one None for no biases.
+            dys: gradient of each y; None for one that is not used, whose group has no gradients.
+            tensors: inputs, weights, then biases, one a group, or one None for no biases. Unless
+                a graph is asked for, those that no wanted gradient reads may be None.
             kept: the y_g or the buffer of the pre-activations, whichever is kept.
             needs: which gradients are wanted.
+            sizes: those of the forward; None for those of ``tensors``, which are then all given.
         """
         groups = len(dys)
         xs: Any = tensors[:groups]
         weights: Any = tensors[groups : 2 * groups]
-        grads = [
-            x.new_zeros((*x.shape[:-1], w.shape[0])) if dy is None else dy
-            for dy, x, w in zip(dys, xs, weights, strict=True)
-        ]
-        _check(grads, xs, weights)
-        if torch.is_grad_enabled() or _watched(grads):
-            return _differentiable(grads, tensors, needs, self.activation)
-        needs = [need and t is not None for need, t in zip(needs, tensors, strict=True)]
-        first = grads[0]
-        outputs = [dense(y) for y in kept] if self.keeps == "output" else None
-        lines = [lined(dy) for dy in grads], [lined(x) for x in xs]
+        sizes = sizes or layout.sizes_of(xs, weights)
+        needs = used(needs, dys)
+        _check(dys, xs, weights, sizes)
+        if torch.is_grad_enabled() or _watched(dys):
+            return _differentiable(dys, tensors, needs, self.activation)
+        first = next(dy for dy in dys if dy is not None)
+        lines, inputs = [lined(dy) for dy in dys], [lined(x) for x in xs]
         call, pieces = layout.backward_call(
-            layout.sizes_of(xs, weights),
+            sizes,
             self.activation,
             first.dtype,
             (
-                lines[0],
-                outputs,
+                lines,
+                [dense(y) for y in kept] if self.keeps == "output" else None,
                 dense(kept[0]) if self.keeps == "pre" else None,
-                lines[1],
+                inputs,
                 [dense(w) for w in weights],
             ),
-            (layout.pitches_of(lines[0]), layout.pitches_of(lines[1])),
-            [x.shape for x in xs],
+            (layout.pitches_of(lines), layout.pitches_of(inputs)),
+            layout.input_shapes(dys, sizes),
             needs,
             lambda count: torch.empty(count, dtype=first.dtype, device=first.device),
         )
@@ -139,10 +142,13 @@ class Together(torch.autograd.Function):
         """given: inputs, weights and biases of so many groups; the last may be None."""
         xs, weights, biases = (given[i * groups : (i + 1) * groups] for i in range(3))
         ys, pre = formula.forward(xs, weights, biases)  # type: ignore[arg-type]
-        kept: Any = {"none": (), "output": ys, "pre": (pre,)}[formula.keeps]
+        # Copies of outputs: autograd hands out all that is saved or nothing, and one output changed
+        # in place must not take the gradients of the others.
+        copies = [y.clone() for y in ys] if formula.keeps == "output" else []
+        kept: Any = {"none": (), "output": copies, "pre": (pre,)}[formula.keeps]
         # The same is kept whatever is wanted, as by the node in C++: a checkpoint counts on it.
         ctx.save_for_backward(*given, *kept)
-        ctx.call = formula, len(given)
+        ctx.call = formula, len(given), layout.sizes_of(xs, weights)  # type: ignore[arg-type]
         ctx.set_materialize_grads(False)
         needs = ctx.needs_input_grad[2:]
         frozen = [y for g, y in enumerate(ys) if not any(needs[g::groups])]
@@ -152,9 +158,12 @@ class Together(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
         """Gradients of the inputs, weights and biases."""
-        formula, count = ctx.call
-        saved, needs = ctx.saved_tensors, ctx.needs_input_grad[2:]
-        return (None, None, *formula.gradients(dys, saved[:count], saved[count:], needs))
+        formula, count, sizes = ctx.call
+        needs = ctx.needs_input_grad[2:]
+        if all(dy is None for dy in dys):
+            return (None,) * (2 + len(needs))
+        saved = ctx.saved_tensors
+        return (None, None, *formula.gradients(dys, saved[:count], saved[count:], needs, sizes))
 
 
 def recorded(
@@ -166,51 +175,74 @@ def recorded(
     return list(Together.apply(formula, groups, *xs, *weights, *given))
 
 
-def dense(t: Tensor) -> Tensor:
+def used(needs: Sequence[bool], dys: Maybe) -> list[bool]:
+    """Which of the wanted gradients there are: those of groups whose output is used."""
+    return [need and dys[i % len(dys)] is not None for i, need in enumerate(needs)]
+
+
+@overload
+def dense(t: Tensor) -> Tensor: ...
+@overload
+def dense(t: Tensor | None) -> Tensor | None: ...
+def dense(t: Tensor | None) -> Tensor | None:
     """t in dense memory, as it reads."""
-    return t if t.is_contiguous() and not t.is_neg() else t.resolve_neg().contiguous()
+    if t is None or (t.is_contiguous() and not t.is_neg()):
+        return t
+    return t.resolve_neg().contiguous()
 
 
-def lined(t: Tensor) -> Tensor:
+@overload
+def lined(t: Tensor) -> Tensor: ...
+@overload
+def lined(t: Tensor | None) -> Tensor | None: ...
+def lined(t: Tensor | None) -> Tensor | None:
     """t with dense rows at one distance, as it reads."""
-    return dense(t) if t.is_neg() or layout.pitch_of(t) is None else t
+    if t is None or (not t.is_neg() and layout.pitch_of(t) is not None):
+        return t
+    return dense(t)
 
 
-def _maybe_dense(t: Tensor | None) -> Tensor | None:
-    return None if t is None else dense(t)
-
-
-def _check(dys: Sequence[Tensor], xs: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+def _check(dys: Maybe, xs: Maybe, weights: Maybe, sizes: layout.Sizes) -> None:
     """Kernels trust sizes, which ``.data`` of a saved tensor may have changed."""
-    for g, (dy, x, w) in enumerate(zip(dys, xs, weights, strict=True)):
-        if dy.shape != (*x.shape[:-1], w.shape[0]) or x.shape[-1] != w.shape[1]:
+    for g, (dy, x, w, (m, n, k)) in enumerate(zip(dys, xs, weights, sizes, strict=True)):
+        if dy is None:
+            continue
+        if (
+            (x is not None and x.shape != (*dy.shape[:-1], k))
+            or (w is not None and w.shape != (n, k))
+            or dy.numel() != m * n
+        ):
+            given = " and ".join(str(tuple(t.shape)) for t in (x, w) if t is not None)
             raise InputError(
                 "unequal_linear",
                 f"input and weight {g} of the shapes they had in the forward",
-                f"{tuple(x.shape)} and {tuple(w.shape)} for dy {tuple(dy.shape)}",
+                f"{given} for dy {tuple(dy.shape)}",
                 "Give tensors other data before the forward or behind the backward.",
             )
 
 
-def _watched(grads: Sequence[Tensor]) -> bool:
+def _watched(dys: Maybe) -> bool:
     """Whether gradients are batched or dual: kernels have no rules for those."""
     if calls.transforms_active() or calls.forward_mode():
         return True
     batched = torch._C._functorch.is_legacy_batchedtensor
-    return any(type(dy) not in calls.PLAIN or batched(dy) for dy in grads)
+    return any(dy is not None and (type(dy) not in calls.PLAIN or batched(dy)) for dy in dys)
 
 
 def _differentiable(
-    dys: Sequence[Tensor], tensors: Maybe, needs: Sequence[bool], activation: str
+    dys: Maybe, tensors: Maybe, needs: Sequence[bool], activation: str
 ) -> tuple[Tensor | None, ...]:
     groups = len(dys)
     # views make each argument a node of its own: gradients must stop at the arguments
     with torch.enable_grad():
-        own = [None if t is None else t.view_as(t) for t in tensors]
-        xs: Any = own[:groups]
-        weights: Any = own[groups : 2 * groups]
-        biases = own[2 * groups :] if len(own) == 3 * groups else None
-        pairs = zip(loop(xs, weights, biases, activation), dys, strict=True)
+        own: Any = [None if t is None else t.view_as(t) for t in tensors]
+        biases = own[2 * groups :] if len(own) == 3 * groups else [None] * groups
+        there = [g for g, dy in enumerate(dys) if dy is not None]
+        xs, weights, given = (
+            [ts[g] for g in there] for ts in (own[:groups], own[groups : 2 * groups], biases)
+        )
+        results = loop(xs, weights, given, activation)
+        pairs = zip(results, (dys[g] for g in there), strict=True)
         ys, grads = zip(*((y, dy) for y, dy in pairs if y.requires_grad), strict=True)
         wanted = [t for t, need in zip(own, needs, strict=True) if need and t is not None]
         found = iter(torch.autograd.grad(ys, wanted, grads, create_graph=True))

@@ -119,7 +119,8 @@ def forward_steps(p: Program, call: Forward, device: torch.device) -> None:
 
 def backward_steps(p: Program, call: Backward, device: torch.device) -> None:
     """The same as steps of a program; operands are its numbers."""
-    for product in _backward(call, device, lambda n, dtype: p.empty((n,), dtype, 0), AUTOMATIC):
+    like = next(dy for dy in call.dys if dy is not None)
+    for product in _backward(call, device, lambda n, dtype: p.empty((n,), dtype, like), AUTOMATIC):
         launch_in(p, product, device)
 
 

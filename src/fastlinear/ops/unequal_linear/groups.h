@@ -120,7 +120,7 @@ __device__ __forceinline__ float activated(float v) {
 __device__ __forceinline__ float derived(float dy, float s) {
   if (ACT == RELU) return s <= 0.0f ? 0.0f : dy;
   if (ACT == LEAKY_RELU) return s > 0.0f ? dy : 0.01f * dy;
-  if (ACT == RELU2) return dy * (2.0f * (s < 0.0f ? 0.0f : s));
+  if (ACT == RELU2) return s <= 0.0f ? 0.0f : dy * (2.0f * s);
   if (ACT == SIGMOID) return dy * (s * (1.0f - s));
   if (ACT == TANH) return dy * (1.0f - s * s);
   if (ACT == SILU) {

@@ -57,7 +57,7 @@ class Backward:
     of which rows are.
 
     Attributes:
-        dys: one a group.
+        dys: one a group; None for one that is not used, and so for what no product reads.
         dy_pitch, x_pitch: numbers from one row of each dy, and of each input, to the next.
         saved: outputs, where the activation's derivative takes those.
         pre: buffer of the pre-activations, where it takes those; ``offsets`` are of each group.
@@ -125,10 +125,17 @@ def step_of(numbers: int) -> int:
     return 8 if numbers % 8 == 0 else 2 if numbers % 2 == 0 else 1
 
 
-def pitches_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """Of each; its features for one that has to be copied first."""
-    found = [pitch_of(t) for t in tensors]
-    return tuple([t.shape[-1] if p is None else p for t, p in zip(tensors, found, strict=True)])
+def pitches_of(tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
+    """Of each; its features for one that has to be copied first, 0 for one that is not read."""
+    found = [0 if t is None else pitch_of(t) for t in tensors]
+    pairs = zip(tensors, found, strict=True)
+    return tuple([t.shape[-1] if p is None and t is not None else p or 0 for t, p in pairs])
+
+
+def input_shapes(dys: Sequence[Tensor | None], sizes: Sizes) -> list[Shape]:
+    """Of the inputs, by the gradients of the results; () for a group whose result is not used."""
+    pairs = zip(dys, sizes, strict=True)
+    return [() if dy is None else (*dy.shape[:-1], k) for dy, (_, _, k) in pairs]
 
 
 @lru_cache(maxsize=_MAX_LAYOUTS)

@@ -12,7 +12,7 @@ from torch import Tensor
 from fastlinear.ops.common import door_node
 from fastlinear.ops.common.door_program import Program
 from fastlinear.ops.unequal_linear import layout
-from fastlinear.ops.unequal_linear.autograd import Formula, Maybe, kernels
+from fastlinear.ops.unequal_linear.autograd import Formula, Maybe, kernels, used
 
 NAME = "UnequalLinearBackward"
 _KEEPS = {"none": door_node.NOTHING, "output": door_node.OUTPUT, "pre": door_node.INTERNAL}
@@ -32,6 +32,7 @@ def plan(
     if not door_node.begun() or (xs[0].is_cuda and not door_node.serves_cuda()):
         return None
     tensors = (*xs, *weights, *((None,) if biases is None else biases))
+    sizes = layout.sizes_of(xs, weights)
     if any(t is not None and t.is_neg() for t in tensors):
         return None
     return door_node.lists(
@@ -39,8 +40,8 @@ def plan(
         len(xs),
         tensors,
         formula.forward if grad else formula.inference,
-        formula.gradients if grad else None,
-        partial(_backward, formula) if grad else None,
+        partial(formula.gradients, sizes=sizes) if grad else None,
+        partial(_backward, formula, sizes) if grad else None,
         _forward(formula, tensors, len(xs), grad),
         _KEEPS[formula.keeps] if grad else door_node.NOTHING,
     )
@@ -74,45 +75,52 @@ def _forward(formula: Formula, tensors: Maybe, groups: int, grad: bool) -> Any:
 
 
 def _backward(
-    formula: Formula, needs: Sequence[bool], dys: Maybe, tensors: Maybe, kept: Maybe
+    formula: Formula,
+    sizes: layout.Sizes,
+    needs: Sequence[bool],
+    dys: Maybe,
+    tensors: Maybe,
+    kept: Maybe,
 ) -> Any:
     """The gradients of the results, then the call's tensors, then what was kept → a gradient of
     each tensor. All this ran on such tensors."""
     groups = len(dys)
-    xs: Any = tensors[:groups]
-    weights: Any = tensors[groups : 2 * groups]
+    xs = tensors[:groups]
+    first = next(dy for dy in dys if dy is not None)
     given = (*dys, *tensors, *kept)
     p = Program(len(given))
-    needs = [need and t is not None for need, t in zip(needs, tensors, strict=True)]
+    needs = used(needs, dys)
     need_b = needs[2 * groups :] if len(needs) == 3 * groups else [False] * groups
     need_w = [w or b for w, b in zip(needs[groups : 2 * groups], need_b, strict=True)]
 
     def read(
-        numbered: Callable[..., int | None], first: int, wanted: Sequence[bool]
+        numbered: Callable[..., int | None], start: int, wanted: Sequence[bool]
     ) -> list[int | None]:
         return [
-            numbered(p, number, given[number] if used else None)
-            for number, used in enumerate(wanted, first)
+            numbered(p, number, given[number] if need else None)
+            for number, need in enumerate(wanted, start)
         ]
 
+    lines = read(_lined, 0, [True] * groups)
+    like = next(number for number in lines if number is not None)
     held = read(_dense, groups + len(tensors), [True] * len(kept))
     call, pieces = layout.backward_call(
-        layout.sizes_of(xs, weights),
+        sizes,
         formula.activation,
-        xs[0].dtype,
+        first.dtype,
         (
-            read(_lined, 0, [True] * groups),
+            lines,
             held if formula.keeps == "output" else None,
             held[0] if formula.keeps == "pre" else None,
             read(_lined, groups, need_w),
             read(_dense, 2 * groups, needs[:groups]),
         ),
-        (layout.pitches_of([dy for dy in dys if dy is not None]), layout.pitches_of(xs)),
-        [x.shape for x in xs],
+        (layout.pitches_of(dys), layout.pitches_of(xs)),
+        layout.input_shapes(dys, sizes),
         needs,
-        lambda count: p.empty((count,), xs[0].dtype, 0),
+        lambda count: p.empty((count,), first.dtype, like),
     )
-    kernels(xs[0]).backward_steps(p, call, xs[0].device)
+    kernels(first).backward_steps(p, call, first.device)
     results = [b for b in (call.dx, call.dw, call.db) if b is not None]
     return p.spec(*results), tuple(pieces)
 

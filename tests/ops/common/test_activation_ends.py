@@ -1,0 +1,240 @@
+"""Derivatives of activations where numbers end, in every dialect: what PyTorch's own autograd has.
+
+Infinite gradients meet each end of the numbers. Where PyTorch has a number every dialect has it.
+Where it has none, none is made up, but for limits that overflow hides and float64 shows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from interpreted import INTERPRETED, compares, run_interpreted, starts_it
+from torch import Tensor
+
+import fastlinear as fl
+from fastlinear.core.errors import UnsupportedError
+from fastlinear.ops.common import cpp_build, cpp_elementwise
+from fastlinear.ops.common.activations import NAMES
+from fastlinear.ops.common.activations import activation as activation_of
+
+inf, nan = float("inf"), float("nan")
+VALUES = (inf, -inf, nan, 1e30, -1e30, 1e15, -1e15, 150.0, -150.0, 20.0, -20.0, 3.0, -3.0, 0.5, 0.0)
+DYS = (1.0, -2.0, 0.0, inf, -inf, nan)
+PRE = torch.tensor(VALUES).repeat(len(DYS))
+DY = torch.tensor(DYS).repeat_interleave(len(VALUES))
+OPS = Path(fl.__file__).parent / "ops"
+
+
+def torchs(name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(act(pre), dpre) by PyTorch's own autograd."""
+    pre = PRE.to(dtype).requires_grad_()
+    y = activation_of(name).value(pre)
+    (dpre,) = torch.autograd.grad(y, pre, DY.to(dtype))
+    return y.detach(), dpre
+
+
+def check(name: str, found: Tensor, which: int, rtol: float = 1e-5) -> None:
+    """``found`` beside PyTorch's y (``which`` 0) or dpre (1)."""
+    own, exact = torchs(name, torch.float32)[which], torchs(name, torch.float64)[which]
+    same = torch.isclose(found, own, rtol=rtol, atol=1e-6, equal_nan=True)
+    limit = torch.isclose(found.double(), exact, rtol=rtol, atol=1e-6, equal_nan=True)
+    good = same | (limit & ~own.isfinite())
+    # Infinite gradients beside a derivative that vanishes: NaN or infinity, by how near 0.
+    good |= found.isinf() & own.isnan() & DY.isinf() & PRE.isfinite()
+    wrong = zip(*(t[~good].tolist() for t in (PRE, DY, found, own)), strict=True)
+    assert good.all(), [f"pre {p:g}, dy {d:g}: {f:g}, torch {t:g}" for p, d, f, t in wrong]
+
+
+def saved_of(name: str) -> Tensor:
+    saved = {"none": PRE, "pre": PRE, "output": torchs(name, torch.float32)[0]}
+    return saved[activation_of(name).saved]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_formula(name: str) -> None:
+    check(name, activation_of(name).backward(DY, saved_of(name)), 1)
+
+
+Layer = Callable[[Tensor, str, str | None], Tensor]
+
+
+def linear_act(b: Tensor, name: str, backend: str | None) -> Tensor:
+    return fl.linear_act(
+        torch.zeros(1, 5), torch.zeros(b.numel(), 5), b, activation=name, backend=backend
+    )
+
+
+def diagonal(b: Tensor, name: str, backend: str | None) -> Tensor:
+    zeros = torch.zeros(b.numel())
+    return fl.diagonal_linear(zeros[None], zeros, b, activation=name, backend=backend)
+
+
+def grouped(b: Tensor, name: str, backend: str | None) -> Tensor:
+    x, w = torch.zeros(1, 2 * 5), torch.zeros(2, b.numel(), 5)
+    y = fl.grouped_linear(x, w, torch.stack([b, 0 * b.detach()]), name, backend=backend)
+    return y[:, : b.numel()]
+
+
+def ragged(b: Tensor, name: str, backend: str | None) -> Tensor:
+    x, w, sizes = torch.zeros(1, 5), torch.zeros(2, b.numel(), 5), torch.tensor([0, 1])
+    biases = torch.stack([0 * b.detach(), b])
+    return fl.ragged_linear(x, w, sizes, biases, activation=name, backend=backend)
+
+
+def unequal(b: Tensor, name: str, backend: str | None) -> Tensor:
+    xs, ws = [torch.zeros(1, 5), torch.zeros(2, 3)], [torch.zeros(b.numel(), 5), torch.zeros(4, 3)]
+    return fl.unequal_linear(xs, ws, [b, None], activation=name, backend=backend)[0]
+
+
+def chain(b: Tensor, name: str, backend: str | None) -> Tensor:
+    ws = [torch.zeros(6, 5), torch.zeros(b.numel(), 6)]
+    biases = [torch.zeros(6), b]
+    x = torch.zeros(1, 5)
+    return fl.mlp(x, ws, biases, "relu", final_activation=name, backend=backend)
+
+
+def gated(b: Tensor, name: str, backend: str | None) -> Tensor:
+    w, ones = torch.zeros(b.numel(), 5), torch.ones(b.numel())
+    return fl.gated_linear(torch.zeros(1, 5), w, w, b, ones, activation=name, backend=backend)
+
+
+LAYERS: list[tuple[Layer, str]] = [
+    *((linear_act, b) for b in ("eager", "cpp", "onednn", "gemm_cpp")),
+    *((diagonal, b) for b in ("eager", "cpp")),
+    *((grouped, b) for b in ("eager", "baddbmm", "cpp")),
+    *((ragged, b) for b in ("loop", "cpp")),
+    *((unequal, b) for b in ("loop", "together")),
+    *((chain, b) for b in ("eager", "layerwise", "whole_cpp")),
+    *((gated, b) for b in ("eager", "onednn", "cpp")),
+]
+
+
+@pytest.mark.parametrize(("layer", "backend"), LAYERS, ids=lambda v: getattr(v, "__name__", v))
+@pytest.mark.parametrize("name", NAMES)
+def test_layers(name: str, layer: Layer, backend: str) -> None:
+    """Every call until its kind is known to the compiled door."""
+    for _ in range(4):
+        b = PRE.clone().requires_grad_()
+        try:
+            y = layer(b, name, backend)
+            (db,) = torch.autograd.grad(y, b, DY[None])
+        except UnsupportedError as error:
+            pytest.skip(str(error))
+        check(name, y[0].detach(), 0)
+        check(name, db, 1)
+
+
+@pytest.mark.skipif(cpp_elementwise.why_not_loaded() is not None, reason="no C++ compiler")
+@pytest.mark.parametrize("name", NAMES)
+def test_elementwise_cpp(name: str) -> None:
+    found, _ = cpp_elementwise.differentiate(name, DY[None], saved_of(name)[None], False)
+    check(name, found[0], 1)
+
+
+# --------------------------------------------------------------------------------------------
+# CUDA C++: the functions' own text, compiled for this processor
+
+DEVICE = {  # file → (its functions, what derives)
+    "common/hopper_activations.h": (
+        "sigmoid_scaled normal_cdf act act_and_slope act_and_grad",
+        "float r; act_and_grad(pre, dy, r); return r;",
+    ),
+    "grouped_linear/strips_float32.h": (
+        "normal_tail sigmoid graded",
+        "return graded(dy, saved);",
+    ),
+    "unequal_linear/groups.h": ("logistic derived", "return derived(dy, saved);"),
+}
+_HOST = """
+#include <cmath>
+#define __device__
+#define __forceinline__ inline
+static float exp2_approx(float x) { return exp2f(x); }
+static float rcp_approx(float x) { return 1.0f / x; }
+"""
+
+
+def function_of(text: str, name: str) -> str:
+    begin = rf"^__device__ __forceinline__ \w+ {name}\("
+    found = re.search(begin + r".*}$", text, re.M) or re.search(
+        begin + r".*?^}$", text, re.M | re.S
+    )
+    assert found is not None, name
+    return found.group()
+
+
+@pytest.fixture(scope="module", params=DEVICE)
+def compiled(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> ctypes.CDLL:
+    compiler = cpp_build.compiler()
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    names, body = DEVICE[request.param]
+    text = (OPS / request.param).read_text()
+    functions = "\n".join(function_of(text, name) for name in names.split())
+    prefix = "" if "groups.h" in request.param else "ACT_"
+    source = [_HOST]
+    source += [f"#define {prefix}{name.upper()} {i}" for i, name in enumerate(NAMES)]
+    for name in NAMES:
+        source.append(f"namespace of_{name} {{\n#define ACT {prefix}{name.upper()}\n{functions}")
+        source.append(f"float run(float dy, float pre, float saved) {{ {body} }}\n#undef ACT\n}}")
+        source.append(
+            f'extern "C" float {name}_(float d, float p, float s) '
+            f"{{ return of_{name}::run(d, p, s); }}"
+        )
+    folder = tmp_path_factory.mktemp("device")
+    path = folder / "device.cpp"
+    path.write_text("\n".join(source))
+    command = [compiler, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", str(path), "-o"]
+    subprocess.run([*command, str(folder / "device.so")], check=True)
+    return ctypes.CDLL(str(folder / "device.so"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_device_code(name: str, compiled: ctypes.CDLL) -> None:
+    run = getattr(compiled, f"{name}_")
+    run.argtypes, run.restype = [ctypes.c_float] * 3, ctypes.c_float
+    given = zip(DY.tolist(), PRE.tolist(), saved_of(name).tolist(), strict=True)
+    check(name, torch.tensor([run(*three) for three in given]), 1, rtol=1e-4)
+
+
+# --------------------------------------------------------------------------------------------
+# Triton
+
+
+@starts_it
+def test_under_the_interpreter() -> None:
+    run_interpreted(__file__)
+
+
+if INTERPRETED:
+    import triton
+    import triton.language as tl
+
+    from fastlinear.ops.common.activations_triton import activation, activation_grad
+
+    @triton.jit
+    def _kernel(pre_ptr, dy_ptr, saved_ptr, y_ptr, out_ptr, N: tl.constexpr, ACT: tl.constexpr):  # type: ignore[no-untyped-def]
+        offs = tl.arange(0, 128)
+        mask = offs < N
+        y = activation(tl.load(pre_ptr + offs, mask=mask), ACT, "exact")
+        tl.store(y_ptr + offs, y, mask=mask)
+        dy, saved = tl.load(dy_ptr + offs, mask=mask), tl.load(saved_ptr + offs, mask=mask)
+        tl.store(out_ptr + offs, activation_grad(dy, saved, ACT, "exact"), mask=mask)
+
+
+@compares
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of overflow
+@pytest.mark.parametrize("name", NAMES)
+def test_triton(name: str) -> None:
+    y, dpre = torch.empty_like(PRE), torch.empty_like(PRE)
+    _kernel[(1,)](PRE, DY, saved_of(name), y, dpre, PRE.numel(), name)
+    check(name, y, 0)
+    check(name, dpre, 1)
