@@ -121,7 +121,7 @@ def rows_of(sites: list[dict[str, Any]]) -> list[tuple[str, ...]]:
         reason = re.sub(r"\d+(\.\d+)?", "#", site["reason"] or "")
         key = (pattern, site["activation"] or "", site["status"], site["code"] or "", reason)
         groups.setdefault(key, []).append(site)
-    order = ("kept", "rejected", "refused", "nothing_to_do")
+    order = ("kept", "rejected", "refused", "undecided", "nothing_to_do")
     rows = []
     for (pattern, activation, status, _, _), members in sorted(
         groups.items(), key=lambda item: order.index(item[0][2])

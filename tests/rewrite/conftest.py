@@ -13,10 +13,10 @@ from rewrite_models import Clock, on_cuda
 
 from fastlinear.core.cost import Ceilings
 from fastlinear.core.graph_tape import TapeRecorder
-from fastlinear.core.timing import Samples
+from fastlinear.core.timing import Ratio, Samples
 from fastlinear.dispatch import tune
 from fastlinear.profile import clock as profile_clock
-from fastlinear.rewrite.trial import diagonals, gates, groups, measure, site, try_graph
+from fastlinear.rewrite.trial import chains, diagonals, gates, groups, measure, site, try_graph
 from fastlinear.rewrite.trial import graphs as choose_graph
 from fastlinear.rewrite.trial import regions as choose_regions
 
@@ -47,6 +47,7 @@ def times_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch, times_as_given: None) -> Clock:
     """``clock({"after": 50.0})``: the named contenders take that many microseconds, others 100.
+    ``"step"`` is the whole step with a chain, against 100 with its layers rewritten without it.
 
     Contenders still run, once each, so that whatever they raise is raised.
     """
@@ -61,6 +62,8 @@ def clock(monkeypatch: pytest.MonkeyPatch, times_as_given: None) -> Clock:
 
         for module in (tune, measure, site, groups, diagonals, profile_clock):
             monkeypatch.setattr(module, "interleave", interleave)
+        step = None if (us := times.get("step")) is None else Ratio(100.0 / us, *(100.0 / us,) * 2)
+        monkeypatch.setattr(chains, "on_the_step", lambda *_: step)  # else a chain alone decides
 
     return set_times
 

@@ -282,7 +282,13 @@ def test_json_table_and_filter() -> None:
     result = optimize_(model, X, filter_fn=lambda m, fqn: fqn != "2")
     data = json.loads(json.dumps(result.to_json()))
     assert data["kind"] == "optimize"
-    assert data["summary"] == {"kept": 2, "rejected": 0, "refused": 1, "nothing_to_do": 0}
+    assert data["summary"] == {
+        "kept": 2,
+        "rejected": 0,
+        "refused": 1,
+        "undecided": 0,
+        "nothing_to_do": 0,
+    }
     assert {s["fqn"]: s["code"] for s in data["sites"]}["2"] == "filtered"
     assert data["step"]["speedup"]["median"] == 2.0
     assert data["profile"]["kind"] == "profile"

@@ -13,7 +13,7 @@ from fastlinear.core.errors import InputError
 from fastlinear.core.settings import Config
 from fastlinear.core.timing import Samples
 from fastlinear.dispatch import backend as registry
-from fastlinear.dispatch import tune
+from fastlinear.dispatch import doubt, tune
 from fastlinear.profile import profile
 from fastlinear.rewrite import finish, optimize_
 from fastlinear.rewrite.trial import measure
@@ -43,12 +43,55 @@ def test_a_doubt_of_what_tuning_found_is_told(
     clock({"onednn": 200.0, "onednn_packed": 200.0})
     monkeypatch.setattr(tune, "doubt_of", lambda *_: "the machine was busy")
     result = optimize_(mlp().eval(), X)
-    assert result.nothing_to_do == 3
+    assert result.undecided == 3
+    assert {s.code for s in result.sites} == {"undecided"}
+    (line,) = (note for note in result.notes if "undecided" in note)
+    assert line.startswith("3 sites are undecided, because the machine was disturbed (load ")
+    assert "run again when nothing else runs" in line
     told = "Dispatch takes PyTorch's own path; the measurement is in doubt: the machine was busy."
     assert {s.reason for s in result.sites} == {told}
     left = [note for note in result.notes if note.startswith("chain ")]
     assert left
     assert all("in doubt: the machine was busy" in note for note in left)
+
+
+@pytest.mark.parametrize("spread", [0.05, 0.5])
+def test_a_comparison_that_scatters_leaves_the_site_undecided(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, spread: float
+) -> None:
+    clock({"onednn": 50.0})
+    after = [100.0 * (1.01 + k * spread / 4) for k in (-2, -1, 0, 1, 2)]
+    samples = [
+        Samples(n, tuple(us), "wall", 1, "clock") for n, us in (("b", [100.0] * 5), ("a", after))
+    ]
+    monkeypatch.setattr(site_module, "pair", lambda *_: (measure.Pair(*samples), 1))
+    result = optimize_(mlp().eval(), X, config=Config(families=("linear_act",)))
+    expected = "undecided" if spread > 0.1 else "rejected"
+    assert {s.status for s in result.sites} == {expected}
+    assert ("in doubt: within noise" in result.sites[0].reason) == (spread > 0.1)
+
+
+@pytest.mark.parametrize("load", [0.0, 99.0])
+def test_a_busy_machine_leaves_the_whole_step_undecided(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, load: float
+) -> None:
+    clock({"onednn": 50.0, "after": 50.0})
+    monkeypatch.setattr(tune, "doubt_of", lambda *_: "")
+    monkeypatch.setattr(doubt, "load_average", lambda: load)
+    times = [(100.0, 96.0), (100.0, 98.0), (100.0, 101.0), (100.0, 103.0), (100.0, 104.0)]
+    pair = measure.Pair(
+        *(
+            Samples(n, tuple(us), "wall", 1, "clock")
+            for n, us in zip("ba", zip(*times, strict=True), strict=True)
+        )
+    )
+    monkeypatch.setattr(measure, "model_pair", lambda *_, **__: pair)
+    model = mlp().eval()
+    before = snapshot(model)
+    result = optimize_(model, X, config=Config(families=("linear_act",)))
+    assert {s.status for s in result.sites} == {"undecided" if load else "rejected"}
+    assert any("load 99.0" in note for note in result.notes) == bool(load)
+    assert snapshot(model) == before
 
 
 def test_a_slower_site_is_rejected(clock: Clock) -> None:

@@ -33,7 +33,7 @@ REFUSED = SiteOutcome("head", "linear_act", None, None, "refused", "hooks", "It 
 
 
 def result(*sites: SiteOutcome) -> Any:
-    names = ("kept", "rejected", "refused", "nothing_to_do")
+    names = ("kept", "rejected", "refused", "undecided", "nothing_to_do")
     counts = {name: sum(s.status == name for s in sites) for name in names}
     return SimpleNamespace(
         sites=sites,
@@ -64,8 +64,8 @@ def test_every_fact_is_there_and_every_line_fits(width: int) -> None:
     flat = " ".join(text.split())
     for fact in ("encoder.layer.0.fc", "head", "gelu", "12.5", "30.0", "20.0", "1.50x", "kept"):
         assert fact in flat
-    assert "Net, inference on cpu: 40 µs -> 30 µs a step, 1.33x [1.30, 1.40]" in flat
-    assert "2 linear sites: 1 kept, 0 rejected, 1 refused, 0 nothing to do" in flat
+    assert "Net, inference on cpu: 40 µs -> 30 µs a step (forward), 1.33x [1.30, 1.40]" in flat
+    assert "2 linear sites: 1 kept, 0 rejected, 1 refused, 0 undecided, 0 nothing to do" in flat
     assert "note: accuracy judged against: float64 model" in flat
     if width < 110:
         assert "head: refused: It has a hook." in flat
@@ -111,7 +111,7 @@ def test_of_much_advice_the_rest_is_counted() -> None:
 
 def test_nothing_kept_is_no_speed_up() -> None:
     text = render(result(REFUSED), 160)
-    assert "40 µs a step; nothing was kept, the model is as it was" in text
+    assert "40 µs a step (forward); nothing was kept, the model is as it was" in text
     assert "1.33x" not in text
     assert "1 linear site: 0 kept" in text
 

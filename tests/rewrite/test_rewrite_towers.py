@@ -13,6 +13,7 @@ from grouped_models import FAST, optimized, same_results
 from torch import Tensor, nn
 
 import fastlinear as fl
+from fastlinear.dispatch import tune
 from fastlinear.ops.unequal_linear.op import served_by
 from fastlinear.rewrite.exchange import tower_forward
 from fastlinear.rewrite.rules import grouped_towers
@@ -210,6 +211,52 @@ def test_towers_win_over_chains_of_their_own(clock: Any, monkeypatch: pytest.Mon
     other = optimized(Critics().eval(), x)
     assert "grouped_linear" not in {s.rule for s in other.sites if s.status == "kept"}
     assert any("rewritten without it" in note for note in other.notes)
+
+
+@pytest.mark.parametrize(("step", "alone", "kept"), [(50.0, 20.0, True), (200.0, 500.0, False)])
+def test_rivals_are_decided_on_the_whole_step(
+    step: float, alone: float, kept: bool, clock: Any
+) -> None:
+    """By themselves towers and chains find their weights in the caches: the step decides."""
+    clock({**FAST, "before": 200.0, "layers": alone, "step": step})
+    result = optimized(Critics().eval(), torch.randn(9, 8))
+    assert ({s.rule for s in result.sites if s.status == "kept"} == {"grouped_linear"}) is kept
+    said = any("the whole step is 0.50x" in note for note in result.notes)
+    assert said is not kept
+
+
+def test_all_chains_of_a_kind_are_weighed_together(
+    clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fastlinear.core.timing import Samples
+    from fastlinear.rewrite.trial import chains, measure, of_the_step
+
+    clock({**FAST, "whole_cpp": 20.0, "layerwise": 20.0, "before": 200.0})
+    monkeypatch.setattr(chains, "on_the_step", of_the_step.on_the_step)
+    weighed: list[tuple[int, int]] = []
+
+    def pair(model: Any, swaps: Any, *_: Any, against: Any, **__: Any) -> Any:
+        weighed.append((len(against.swaps), len(swaps.swaps)))
+        us = [Samples(n, (t,) * 5, "wall", 1, "clock") for n, t in (("b", 60.0), ("a", 50.0))]
+        return measure.Pair(*us)
+
+    monkeypatch.setattr(measure, "model_pair", pair)
+    optimized(Critics().eval(), torch.randn(9, 8))
+    assert (4, 1) in weighed  # four towers, each a chain, against all side by side
+
+
+def test_a_filled_cache_offers_the_same_candidates(
+    clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was tuned before, in doubt or not, takes no rival out of the comparison."""
+    clock({**FAST, "whole_cpp": 20.0, "layerwise": 20.0, "before": 200.0, "step": 50.0})
+    x, found = torch.randn(9, 8), []
+    for doubt in ("the machine was busy", "", ""):
+        monkeypatch.setattr(tune, "doubt_of", lambda *_, said=doubt: said)
+        result = optimized(Critics().eval(), x)
+        found.append({(s.fqn, s.rule) for s in result.sites if s.status == "kept"})
+    assert found[0] == found[1] == found[2]
+    assert {rule for _, rule in found[0]} == {"grouped_linear"}
 
 
 def test_frozen_towers_and_layers_stay_without_gradients(kind: str, clock: Any) -> None:

@@ -33,7 +33,40 @@ def doubt_of(best: str, samples: Mapping[str, Samples]) -> str:
     low, high = own.ci95_us
     if high - low > _UNCERTAIN * own.median_us:
         found.append(f"the median of {best} lies between {low:.1f} and {high:.1f} us")
-    load, processors = load_average(), os.cpu_count() or 1
-    if load is not None and load >= processors + 1:  # tuning itself fills the processors at most
-        found.append(f"the machine was busy (load {load:.1f}, {processors} processors)")
+    if busy():
+        found.append(f"the machine was busy ({load_in_words()})")
     return "; ".join(found)
+
+
+def doubt_of_pair(before: Samples, after: Samples) -> str:
+    """Why a comparison without a gain leaves open whether there is one, in words: one worth taking
+    lies within its noise, on a machine that was busy or whose times scatter. Empty where nothing
+    does."""
+    most = paired_ratio(before, after).high
+    scattered = spread_of({"before": before, "after": after}) > _UNCERTAIN
+    if most <= _WORTH_TAKING or not (scattered or busy()):
+        return ""
+    return f"within noise it may be {most - 1:.0%} faster"
+
+
+def spread_of(samples: Mapping[str, Samples]) -> float:
+    """The widest 95% interval of a contender's median, as a share of that."""
+    widths = ((s.ci95_us[1] - s.ci95_us[0]) / s.median_us for s in samples.values())
+    return max(widths, default=0.0)
+
+
+def busy() -> bool:
+    """Whether the machine had more to run than it has processors."""
+    load = load_average()
+    return load is not None and load >= _processors() + 1  # tuning fills the processors at most
+
+
+def load_in_words() -> str:
+    """The load and the processors it is spread over."""
+    load = load_average()
+    known = "load unknown" if load is None else f"load {load:.1f}"
+    return f"{known}, {_processors()} processors"
+
+
+def _processors() -> int:
+    return os.cpu_count() or 1

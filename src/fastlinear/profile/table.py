@@ -9,7 +9,7 @@ from typing import Any
 from fastlinear.core.text_table import as_text, table
 from fastlinear.profile import own_calls
 from fastlinear.profile.records import Finding, ProfileReport
-from fastlinear.report.text import count
+from fastlinear.report.text import count, step_of
 
 NO_LINEARS = (
     "no linear layers here, neither modules nor products with parameters that a forward writes"
@@ -24,8 +24,8 @@ def render(report: ProfileReport, rows: int, width: int) -> str:
     them."""
     cuda = report.device.startswith("cuda")
     parts: list[Any] = [
-        f"{report.model_class}, {report.mode}, {report.device}: {report.step_us:.0f} µs a step, "
-        f"{report.attributed:.1%} attributed to modules",
+        f"{report.model_class}, {report.mode}, {report.device}: {report.step_us:.0f} µs a step "
+        f"({step_of(report.mode)}), {report.attributed:.1%} attributed to modules",
         _unattributed(report, cuda),
         *([] if report.sites else [no_linears(report.findings)]),
         *(f"note: {note}" for note in report.notes),

@@ -53,7 +53,17 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    for name in ("duration", "three", "times", "interval", "error", "percent", "count", "words"):
+    for name in (
+        "duration",
+        "three",
+        "times",
+        "interval",
+        "error",
+        "percent",
+        "count",
+        "words",
+        "step_of",
+    ):
         made.filters[name] = getattr(text, name)
     made.filters["problem"] = text.problem
     made.filters["breakable"] = charts.breakable

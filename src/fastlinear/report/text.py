@@ -80,3 +80,8 @@ def problem(data: Any) -> str:
 def words(code: str | None) -> str:
     """A code as words: nothing_to_do → nothing to do."""
     return (code or "").replace("_", " ")
+
+
+def step_of(mode: str) -> str:
+    """What one step is in a mode; the optimizer is in none."""
+    return "forward and backward" if mode == "train" else "forward"

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-STATUSES = ("kept", "rejected", "refused", "nothing_to_do")
+STATUSES = ("kept", "rejected", "refused", "undecided", "nothing_to_do")
 _STATUS_MEANING = {
     "kept": "Rewritten and verified: faster beyond noise; of a plan, not slower beyond noise.",
     "rejected": "Tried and undone: not faster beyond noise, or less accurate than allowed.",
     "refused": "Not touched: rewriting could change what the model means.",
+    "undecided": "Left as it was: no measurement says whether a rewrite would help.",
     "nothing_to_do": "Healthy: no rewrite would help.",
 }
 _OF_ONE_CALL = {"predicted": "predicted_gain_us", "before": "before_us", "after": "after_us"}

@@ -17,7 +17,7 @@ from fastlinear.rewrite.plan import Plan, Rewrite, model_facts
 from fastlinear.rewrite.result import Result, SiteOutcome
 from fastlinear.rewrite.trial import measure
 from fastlinear.rewrite.trial.activations_left import told
-from fastlinear.rewrite.trial.not_measured import note_time
+from fastlinear.rewrite.trial.not_measured import note_disturbed, note_time
 from fastlinear.rewrite.trial.rows import asked, note_rows
 from fastlinear.rewrite.trial.swaps import swaps_of
 from fastlinear.rewrite.trial.try_compiled import RULE
@@ -73,6 +73,7 @@ def finish(
     _note_packed(work, kept)
     note_rows(work, plan.rows or work.rows)
     note_time(work)
+    note_disturbed(work)
     step = work.profile.step_us
     result = Result(
         model_class=type(work.model).__qualname__,

@@ -16,7 +16,7 @@ from fastlinear.profile.records import Finding
 from fastlinear.rewrite.exchange.swap import SwapSet
 from fastlinear.rewrite.plan import Plan
 
-STATUSES = ("kept", "rejected", "refused", "nothing_to_do")
+STATUSES = ("kept", "rejected", "refused", "undecided", "nothing_to_do")
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class SiteOutcome:
         activation: what is, or would have been, fused; None when it was not looked at.
         problem: its Problem as JSON, or None.
         status: ``"kept"``, ``"rejected"`` (slower or less accurate), ``"refused"`` (must not be
-            touched) or ``"nothing_to_do"``.
+            touched), ``"undecided"`` (a disturbed measurement, or none, leaves open whether a
+            rewrite would help) or ``"nothing_to_do"``.
         code: the reason as one word.
         reason: the reason as one sentence.
         predicted_gain_us: expected gain per step, before measuring the site.
@@ -129,6 +130,11 @@ class Result:
     def refused(self) -> int:
         """Sites that must not be touched."""
         return self.summary()["refused"]
+
+    @property
+    def undecided(self) -> int:
+        """Sites left as they were, because no sound measurement says what is faster."""
+        return self.summary()["undecided"]
 
     @property
     def nothing_to_do(self) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fastlinear.core.text_table import as_text, table
 from fastlinear.core.timing import Ratio
 from fastlinear.profile.table import no_linears
+from fastlinear.report.text import step_of
 
 if TYPE_CHECKING:
     from fastlinear.profile.records import Finding
@@ -71,11 +72,12 @@ def _paragraphs(result: Result, width: int) -> list[str]:
 
 def _step(result: Result) -> str:
     where = f"{result.model_class}, {result.mode} on {result.device}: "
+    step = f"a step ({step_of(result.mode)})"
     if not result.kept:
-        return f"{where}{result.before_us:.0f} µs a step; nothing was kept, the model is as it was"
+        return f"{where}{result.before_us:.0f} µs {step}; nothing was kept, the model is as it was"
     ratio = result.speedup
     text = (
-        f"{where}{result.before_us:.0f} µs -> {result.after_us:.0f} µs a step, "
+        f"{where}{result.before_us:.0f} µs -> {result.after_us:.0f} µs {step}, "
         f"{ratio.median:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}] in interleaved pairs"
     )
     if ratio.low > 1.0:
@@ -162,7 +164,7 @@ def _folded(result: Result) -> list[tuple[str, SiteOutcome]]:
     groups: dict[tuple[object, ...], list[SiteOutcome]] = {}
     for site in result.sites:
         told: tuple[str, ...] = (_number(site.predicted_gain_us),)  # no sizes, where no times are
-        if site.part_of is None and site.status not in ("refused", "nothing_to_do"):
+        if site.part_of is None and site.status not in ("refused", "undecided", "nothing_to_do"):
             told = tuple(map(str, (site.problem or {}).items()))
         backend = site.backends.get("forward")
         key = (site.status, site.code, site.activation, backend, site.reason, site.calls)

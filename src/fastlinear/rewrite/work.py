@@ -14,7 +14,8 @@ from torch import nn
 from fastlinear.core.problem import Problem
 from fastlinear.core.progress import Progress
 from fastlinear.core.settings import Config
-from fastlinear.core.timing import Ratio
+from fastlinear.core.timing import Ratio, Samples
+from fastlinear.dispatch.doubt import doubt_of_pair, spread_of
 from fastlinear.dispatch.tune import BASELINE, Tuned
 from fastlinear.ops.common import cpp_build
 from fastlinear.profile import ProfileReport
@@ -34,6 +35,8 @@ from fastlinear.rewrite.verify.finite import NOT_FINITE, why_unproven
 from fastlinear.rewrite.verify.inputs import Call
 from fastlinear.rewrite.verify.running import Ran, Runner, check_runs
 
+UNDECIDED = "undecided"
+"""Status and code of what a disturbed measurement leaves open."""
 OFFERED = "optimize_ puts it in place by itself where the step gains"
 GROUP_DROPPED = "Faster alone, but the rewrite it belongs to was given up."
 
@@ -73,6 +76,7 @@ class Work:
         listed: the same of the linears of lists.
         left_alone: why such layers are not rewritten, by the first of them.
         compiled_s: how long this process had compiled C++ before.
+        disturbed: how far times spread in each measurement that leaves a site undecided.
         offered: linears that ``optimize_`` would try as part of a larger call, where nothing is
             rewritten but told alone.
     """
@@ -107,6 +111,7 @@ class Work:
     listed: list[Any] = field(default_factory=list)
     left_alone: dict[str, str] = field(default_factory=dict)
     compiled_s: float = field(default_factory=cpp_build.compiled_s)
+    disturbed: list[float] = field(default_factory=list)
     offered: frozenset[str] = frozenset()
 
     def own_call(self) -> Call:
@@ -157,8 +162,16 @@ class Work:
 
     def doubt(self, problems: Iterable[Problem]) -> str:
         """What leaves the tuning of these Problems in doubt; ``""`` where nothing does."""
-        found = (self.tuned[p].doubt for p in problems if p in self.tuned)
-        return "; ".join(dict.fromkeys(text for text in found if text))
+        found = [self.tuned[p] for p in problems if p in self.tuned and self.tuned[p].doubt]
+        self.disturbed += [spread_of(t.samples) for t in found]
+        return "; ".join(dict.fromkeys(t.doubt for t in found))
+
+    def doubt_of_pair(self, before: Samples, after: Samples) -> str:
+        """What leaves a comparison without a gain in doubt; ``""`` where nothing does."""
+        doubt = doubt_of_pair(before, after)
+        if doubt:
+            self.disturbed.append(spread_of({"before": before, "after": after}))
+        return doubt
 
     def found_gain(self, fqn: str) -> float | None:
         """The gain that the profile predicts of one call for a linear and its activation."""

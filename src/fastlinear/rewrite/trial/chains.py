@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -24,9 +24,10 @@ from fastlinear.rewrite.trial import measure, site
 from fastlinear.rewrite.trial.gates_match import gated_chains
 from fastlinear.rewrite.trial.groups_match import group_chains
 from fastlinear.rewrite.trial.not_measured import NO_TIME, budget_spent
+from fastlinear.rewrite.trial.of_the_step import on_the_step
 from fastlinear.rewrite.trial.parents import offers
 from fastlinear.rewrite.verify.finite import NOT_FINITE
-from fastlinear.rewrite.work import GROUP_DROPPED, Work, in_words
+from fastlinear.rewrite.work import GROUP_DROPPED, UNDECIDED, Work, in_words
 
 _FAMILIES = (mlp.RULE, GATED, GROUPED)
 _EVERY = (*_FAMILIES, UNEQUAL)  # that is no family of dispatch: the settings say it of GROUPED
@@ -52,6 +53,7 @@ def choose_chains(
     modules = [c for chain in chains for c in members(chain) if c.kind == OWN]
     work.every = [*work.every, *modules]
     measured: dict[Any, tuple[dict[str, Samples], int] | None] = {}
+    steps: dict[Any, Ratio | None] = {}
     for i, chain in enumerate(chains):
         work.progress("chains", i, len(chains))
         if (why := _in_the_way(chain, single)) is not None:
@@ -66,7 +68,10 @@ def choose_chains(
         found = measured[key]
         if found is None or not _accurate(work, chain):
             continue
-        if _gains(work, chain, *found):
+        if key not in steps and "layers" in found[0]:
+            alike = [c for c in chains[i:] if _kind(c, single) == key]
+            steps[key] = on_the_step(work, single, _taking(alike, single, alone), len(chains) - i)
+        if _gains(work, chain, *found, steps.get(key)):
             single = _with(chain, single, alone)
     work.progress("chains", len(chains), len(chains))
     work.every = [single.get(c.fqn, c) for c in work.every]
@@ -152,6 +157,16 @@ def _with(
     return found | {c.fqn: c for c in members(chain)}
 
 
+def _taking(
+    chains: Iterable[Chain], single: dict[str, Candidate], alone: dict[str, Candidate]
+) -> dict[str, Candidate]:
+    """``single`` with all of these chains that nothing is in the way of."""
+    for chain in chains:
+        if _in_the_way(chain, single) is None:
+            single = _with(chain, single, alone)
+    return single
+
+
 def _in_the_way(chain: Chain, single: dict[str, Candidate]) -> str | None:
     """What is rewritten already in code that the chain makes part of another forward, or has been
     made part of one."""
@@ -218,10 +233,10 @@ def _measure(
         chosen = backends_of(chain)
         own_path = all(set(b.values()) == {BASELINE} for b in chosen)
         if own_path and not chain.eager_may_gain:
-            why = "PyTorch's own path is the choice for it"
+            why, told = "PyTorch's own path is the choice for it", {}
             if doubt := work.doubt(q for p in chain.asked for q in measure.deciding(p)):
-                why = f"{why}; its measurement is in doubt: {doubt}"
-            _leave(work, chain, "not_faster", why)
+                why, told = f"{why}; its measurement is in doubt: {doubt}", {"status": UNDECIDED}
+            _leave(work, chain, UNDECIDED if told else "not_faster", why, **told)
             return None
         with work.budget:
             share = work.budget.share(4 * left, 2.0)
@@ -246,7 +261,8 @@ def _leave(work: Work, chain: Chain, code: str, why: str, **told: Any) -> None:
         if c.kind == OWN:
             known = {"rule": chain.rule, "route": chain.route, "calls": chain.calls.calls, **told}
             known["problem"] = chain.problems[0].to_json()
-            work.settle(c.fqn, "rejected", code, why, activation=c.activation, **known)
+            known = {"status": "rejected", "activation": c.activation, **known}
+            work.settle(c.fqn, code=code, reason=why, **known)
 
 
 def _accurate(work: Work, chain: Chain) -> bool:
@@ -259,12 +275,21 @@ def _accurate(work: Work, chain: Chain) -> bool:
     return failed is None
 
 
-def _gains(work: Work, chain: Chain, times: dict[str, Samples], passes: int) -> bool:
-    """Whether it beats both rivals; what is beyond noise is decided on the whole model."""
+def _gains(
+    work: Work, chain: Chain, times: dict[str, Samples], passes: int, step: Ratio | None
+) -> bool:
+    """Whether it beats both rivals; what is beyond noise is decided on the whole model.
+
+    ``step``: the whole step with its layers rewritten one by one / with it and all of its kind.
+    Where that is beyond noise, it decides: by themselves both find their weights in the caches.
+    """
     ratio = paired_ratio(times["before"], times["after"])
-    rivals: dict[str, Ratio] = {"its layers as they are": ratio}
-    if "layers" in times:
-        rivals["its layers rewritten without it"] = paired_ratio(times["layers"], times["after"])
+    rivals: dict[str, Ratio] = {"one call is {} of the speed of its layers as they are": ratio}
+    if step is not None and not step.within_noise:
+        rivals["the whole step is {} of its speed with the layers rewritten without it"] = step
+    elif "layers" in times:
+        found = paired_ratio(times["layers"], times["after"])
+        rivals["one call is {} of the speed of its layers rewritten without it"] = found
     share = passes / len(chain.members)
     timed: dict[str, Any] = {
         "before_us": times["before"].median_us * share,
@@ -276,9 +301,9 @@ def _gains(work: Work, chain: Chain, times: dict[str, Samples], passes: int) -> 
         times[n].median_us * passes / chain.calls.calls for n in ("before", "after")
     )
     work.tried[chain.rule, chain.key] = before_us, after_us, ratio
-    for rival, found in rivals.items():
+    for words, found in rivals.items():
         if not found.median > 1.0:
-            text = f"one call is {in_words(found)} of the speed of {rival}"
+            text = words.format(in_words(found))
             _leave(work, chain, "slower" if found.high < 1.0 else "not_faster", text, **timed)
             return False
     told = facts(chain)

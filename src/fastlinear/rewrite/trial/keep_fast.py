@@ -8,7 +8,7 @@ from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.rules import linear_act as rule
 from fastlinear.rewrite.trial import measure
 from fastlinear.rewrite.trial.swaps import swaps_of
-from fastlinear.rewrite.work import GROUP_DROPPED, Work, in_words
+from fastlinear.rewrite.work import GROUP_DROPPED, UNDECIDED, Work, in_words
 
 
 def keep_fast(
@@ -24,16 +24,17 @@ def keep_fast(
         work.progress("measure", 0, 1)
         pair = _measure(work, kept)
         if not pair.speedup.low > work.config.min_speedup:
-            kept = _without_least(work, kept, pair.speedup)
+            kept = _without_least(work, kept, pair)
             continue
         sure = [c for c in kept if not _open(work, c)]
         if not sure or len(sure) == len(kept) or proven.low > 1.0:
             break
-        proven = _measure(work, kept, against=rule.complete(sure, work.every)).speedup
+        added = _measure(work, kept, against=rule.complete(sure, work.every))
+        proven = added.speedup
         if proven.low > 1.0:
             break
         text = f"no gain beyond noise: adds {in_words(proven)} to the whole step"
-        kept = _drop(work, kept, [c for c in kept if _open(work, c)], text)
+        kept = _drop(work, kept, [c for c in kept if _open(work, c)], text, added)
     work.progress("measure", 1, 1)
     if pair is None or not kept:
         return [], None
@@ -58,18 +59,24 @@ def _measure(
         )
 
 
-def _without_least(work: Work, kept: list[Candidate], ratio: Ratio) -> list[Candidate]:
+def _without_least(work: Work, kept: list[Candidate], pair: measure.Pair) -> list[Candidate]:
+    ratio = pair.speedup
     least = min(kept, key=lambda c: _gain(work, c))
     dropped = [c for c in kept if c.group == least.group]
     if work.budget.left_s == 0:
         dropped = kept
     word = "slower" if ratio.high < 1.0 else "no gain beyond noise"
-    return _drop(work, kept, dropped, f"{word} end to end: {in_words(ratio)}")
+    return _drop(work, kept, dropped, f"{word} end to end: {in_words(ratio)}", pair)
 
 
-def _drop(work: Work, kept: list[Candidate], dropped: list[Candidate], why: str) -> list[Candidate]:
+def _drop(
+    work: Work, kept: list[Candidate], dropped: list[Candidate], why: str, pair: measure.Pair
+) -> list[Candidate]:
+    how = "rejected", "slower_model"
+    if doubt := work.doubt_of_pair(pair.before, pair.after):
+        how, why = (UNDECIDED, UNDECIDED), f"{why}; the measurement is in doubt: {doubt}"
     for c in dropped:
-        work.settle(c.fqn, "rejected", "slower_model", why)
+        work.settle(c.fqn, *how, why)
     names = {c.fqn for c in kept} - {c.fqn for c in dropped}
     left = rule.complete([c for c in kept if c.fqn in names], work.every)
     for c in kept:

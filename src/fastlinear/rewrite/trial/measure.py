@@ -167,6 +167,11 @@ def tune_all(
     return done
 
 
+def shortest_s(both_us: float) -> float:
+    """Seconds of the shortest interleaved measurement of two arms that take ``both_us``."""
+    return _LEAST_CALLS * both_us / 1e6
+
+
 def model_pair(
     model: nn.Module,
     swaps: SwapSet,
@@ -207,8 +212,8 @@ def model_pair(
                 budget_s=budget_s * share,
             )
             pair = Pair(times["before"], times["after"])
-            again_s = _LEAST_CALLS * (pair.before.median_us + pair.after.median_us) / 1e6
-            if again_s > budget_s * 2 / 3:
+            both_us = pair.before.median_us + pair.after.median_us
+            if shortest_s(both_us) > budget_s * 2 / 3:
                 break
             if not pair.speedup.low <= min_speedup <= pair.speedup.high:
                 break

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from fastlinear.dispatch.doubt import load_in_words
 from fastlinear.ops.common import cpp_build
 from fastlinear.profile.records import Finding
-from fastlinear.rewrite.work import Work
+from fastlinear.rewrite.work import UNDECIDED, Work
 
 NO_TIME = "no_time"
 """The code of what the budget did not reach."""
@@ -40,6 +41,20 @@ def note_time(work: Work) -> None:
         work.notes.append(
             f"compiling C++ for this processor took {seconds:.0f} s; later runs find it done"
         )
+
+
+def note_disturbed(work: Work) -> None:
+    """Say in one line what disturbed the measurements that leave sites undecided, and what to
+    do."""
+    count = sum(s.code == UNDECIDED for s in work.outcomes.values())
+    if not count:
+        return
+    sites = f"{count} sites are" if count > 1 else "1 site is"
+    spread = max(work.disturbed, default=0.0)
+    work.notes.append(
+        f"{sites} undecided, because the machine was disturbed ({load_in_words()}, times spread by "
+        f"up to {spread:.0%}): run again when nothing else runs, or with fewer threads"
+    )
 
 
 def not_measured(

@@ -1,8 +1,17 @@
-"""Times of a part, measured by itself, as a part of the step they belong to."""
+"""Parts and the step they belong to: times of a part as the step's, and rivals on the step."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from fastlinear.core.timing import Ratio
+from fastlinear.rewrite.exchange.swap import SwapSet
+from fastlinear.rewrite.match.candidate import Candidate
+from fastlinear.rewrite.trial import measure
+from fastlinear.rewrite.trial.swaps import swaps_of
 from fastlinear.rewrite.work import Work
+
+_MOST_S = 4.0
 
 SCALED = "measured alone they took longer than the whole step and are scaled to it"
 
@@ -21,3 +30,29 @@ def of_the_step(
         return before_us, after_us, ""
     scale = step / total
     return before_us * scale, after_us * scale, SCALED
+
+
+def on_the_step(
+    work: Work, first: Mapping[str, Candidate], second: Mapping[str, Candidate], left: int
+) -> Ratio | None:
+    """The whole step with the first rewrites / with the second; None where there is no time for
+    it, or where a step raises, which verification will tell.
+
+    ``left``: how many comparisons may follow.
+    """
+    share_s = work.budget.share(2 * left, _MOST_S)
+    if share_s < measure.shortest_s(2 * work.profile.step_us):
+        return None
+    try:
+        with work.budget:
+            return measure.model_pair(
+                work.model,
+                SwapSet(swaps_of(second.values())),
+                work.runner,
+                work.own_call(),
+                budget_s=share_s,
+                against=SwapSet(swaps_of(first.values())),
+                patience_s=work.budget.left_s,
+            ).speedup
+    except Exception:  # noqa: BLE001  out of memory, say
+        return None

@@ -14,7 +14,7 @@ from fastlinear.rewrite.trial import activations_left, measure, site
 from fastlinear.rewrite.trial.chains import choose_chains, fail_forced
 from fastlinear.rewrite.trial.not_measured import NO_TIME, budget_spent
 from fastlinear.rewrite.verify.finite import NOT_FINITE
-from fastlinear.rewrite.work import GROUP_DROPPED, Work, in_words
+from fastlinear.rewrite.work import GROUP_DROPPED, UNDECIDED, Work, in_words
 
 _CANNOT_SERVE = "backend_cannot_serve"
 
@@ -71,14 +71,18 @@ def _worth_measuring(work: Work, c: Candidate) -> bool:
             why = activations_left.in_words(c.fallback)
             work.settle(c.fqn, "refused", c.fallback.code, why, **facts)
         elif all(p in work.tuned for p in asked):
-            text = "PyTorch's own path is the fastest backend for it."
             if doubt := work.doubt(asked):
                 text = f"Dispatch takes PyTorch's own path; the measurement is in doubt: {doubt}."
-            work.settle(c.fqn, "nothing_to_do", "eager_is_best", text, **facts)
+                work.settle(c.fqn, UNDECIDED, UNDECIDED, text, **facts)
+            else:
+                text = "PyTorch's own path is the fastest backend for it."
+                work.settle(c.fqn, "nothing_to_do", "eager_is_best", text, **facts)
         else:
-            why = "the time budget ran out" if work.config.tune else "tuning is off"
+            status, why = UNDECIDED, "the time budget ran out"
+            if not work.config.tune:
+                status, why = "nothing_to_do", "tuning is off"
             text = f"Dispatch takes PyTorch's own path; not measured here ({why})."
-            work.settle(c.fqn, "nothing_to_do", "eager_by_default", text, **facts)
+            work.settle(c.fqn, status, "eager_by_default", text, **facts)
         return False
     reason = "Not measured: the rewrite of its group was given up."
     work.settle(c.fqn, "rejected", "group_dropped", reason, **facts)
@@ -132,6 +136,7 @@ def _measure_sites(work: Work, candidates: list[Candidate]) -> list[Candidate]:
 def _gains(work: Work, members: list[Candidate], pair: measure.Pair, passes: int) -> bool:
     ratio = pair.speedup
     better = ratio.median > 1.0  # whether it is beyond noise is decided on the whole model
+    doubt = "" if better else work.doubt_of_pair(pair.before, pair.after)
     for c in members:
         facts = {
             "before_us": pair.before.median_us * passes,
@@ -144,6 +149,9 @@ def _gains(work: Work, members: list[Candidate], pair: measure.Pair, passes: int
         text = f"{word}: {in_words(ratio)}"
         if better:
             work.settle(c.fqn, "rejected", "group_dropped", GROUP_DROPPED, **facts)
+        elif doubt:
+            text = f"{text}; the measurement is in doubt: {doubt}"
+            work.settle(c.fqn, UNDECIDED, UNDECIDED, text, **facts)
         else:
             work.settle(c.fqn, "rejected", code, text, **facts)
     return better

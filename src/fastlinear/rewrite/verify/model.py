@@ -11,9 +11,11 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +24,19 @@ from fastlinear.core.compare import DEFAULT_FACTOR, Verdict
 from fastlinear.profile.raised import PASSED_ON, raised, told
 from fastlinear.rewrite.exchange.swap import SwapSet
 from fastlinear.rewrite.verify.inputs import Call, draw
-from fastlinear.rewrite.verify.kinks import Sides
+from fastlinear.rewrite.verify.kinks import Sides, following
 from fastlinear.rewrite.verify.oracle import Oracle, Run
+from fastlinear.rewrite.verify.roundings import RUNS, OtherRoundings, Spread, spreads
 from fastlinear.rewrite.verify.running import KEEP_BYTES, Ran, Runner, random_state, run_once
 from fastlinear.rewrite.verify.trajectory import learning_rate, trajectory
-from fastlinear.rewrite.verify.verdicts import compare_all, pool, together
+from fastlinear.rewrite.verify.verdicts import (
+    GRADIENTS,
+    LOSSES,
+    STEPS,
+    compare_all,
+    pool,
+    together,
+)
 
 _MORE_DRAWS = 3
 _DRAWN = "random numbers drawn"
@@ -61,6 +71,8 @@ class Judge:
         if exact is not None:
             self._keep(0, _Known(ran, exact))
         self._steps: dict[int, tuple[Run, _Known] | None] = {}
+        self._spread: dict[int, Spread] = {}
+        self._step_spread: dict[int, Spread] = {}
 
     def verdicts(
         self, swaps: SwapSet, like: SwapSet | None = None, *, factor: float = DEFAULT_FACTOR
@@ -78,6 +90,11 @@ class Judge:
             self._collect(i, swaps, found, like, factor)
         if _may_be_chance(found):
             for i in range(self.draws, self.draws + _MORE_DRAWS):
+                self._collect(i, swaps, found, like, factor)
+        if not self._spread and _may_be_noise(found, GRADIENTS):
+            self._spread = spreads(self._cases(found, self._drawn, end), GRADIENTS)
+            found = {}
+            for i in self._spread:
                 self._collect(i, swaps, found, like, factor)
         return _pooled(found)
 
@@ -98,7 +115,8 @@ class Judge:
         states = zip(ran.state, theirs.state, strict=True)
         same = all(torch.equal(a, b) for a, b in states)
         found[index] = {_DRAWN: Verdict(_DRAWN, 0.0 if same else math.inf, 0.0, 0.0)}
-        found[index] |= self._compared(ran, known, call, self.runner.results, factor)
+        spread = self._spread.get(index)
+        found[index] |= self._compared(ran, known, call, self.runner.results, factor, spread)
 
     def _ran(self, call: Call, swaps: SwapSet, like: SwapSet | None) -> Ran:
         if like is None:
@@ -111,16 +129,57 @@ class Judge:
         return Ran(results, random_state(self.runner.device), sides)
 
     def _compared(
-        self, ours: Ran, known: _Known, call: Call, run: Run, factor: float
+        self,
+        ours: Ran,
+        known: _Known,
+        call: Call,
+        run: Run,
+        factor: float,
+        spread: Spread | None,
     ) -> dict[str, Verdict]:
         """``ours`` against the oracle on the original's side of every kink, else on its own."""
         theirs = known.theirs
-        found = compare_all(ours.results, theirs.results, known.oracle, factor=factor)
+        how: dict[str, Any] = {"factor": factor, "spread": spread}
+        found = compare_all(ours.results, theirs.results, known.oracle, **how)
         if theirs.sides and not all(v.passed for v in found.values()):
             with told(self.runner.function, self.model, f"where the {self.oracle.name} ran again"):
                 exact = self.oracle.run_like(theirs, self.model, call, run, ours, factor)
-            found = compare_all(ours.results, theirs.results, exact, known.oracle, factor=factor)
+            found = compare_all(ours.results, theirs.results, exact, known.oracle, **how)
         return found
+
+    def _cases(
+        self, indices: Iterable[int], taken: Callable[[int], _Taken | None], end: float
+    ) -> Iterator[tuple[int, dict[str, Tensor], Iterator[dict[str, Tensor]]]]:
+        """What ``spreads`` asks for, while there is time and for the first index in any case."""
+        for n, i in enumerate(list(indices)):
+            if n > 0 and time.monotonic() > end:
+                return
+            if (case := taken(i)) is not None:
+                yield i, case[1].oracle, self._otherwise(*case)
+
+    def _otherwise(self, run: Run, known: _Known, call: Call) -> Iterator[dict[str, Tensor]]:
+        """PyTorch's results on one call, and those with other roundings on the same side of every
+        kink."""
+        yield known.theirs.results
+        for i in range(RUNS):
+            rounded = OtherRoundings(self.runner.seed + i)
+
+            def once(rounded: OtherRoundings = rounded) -> dict[str, Tensor]:
+                with rounded:
+                    return run(self.model, call)
+
+            try:
+                sides = known.theirs.sides
+                found = following(sides, sides, once) if sides else None
+                yield once() if found is None else found
+            except Exception as error:  # noqa: BLE001  its code may depend on every bit
+                self.skipped.append(f"other roundings ({type(error).__name__}: {error})")
+
+    def _drawn(self, index: int) -> _Taken | None:
+        known = self._originals(index)
+        if known is None:
+            return None
+        return self.runner.results, known, draw(self.call, index, self.runner.seed)
 
     def _originals(self, index: int) -> _Known | None:
         if index in self._known:
@@ -162,8 +221,15 @@ class Judge:
         trajectory go back to the same first roundings. ``like`` and ``factor`` as there."""
         found: Draws = {}
         self._follow(0, swaps, steps, found, like, factor)
+        end = time.monotonic() + self.seconds
         if _may_be_chance(found):
             for i in range(1, 1 + _MORE_DRAWS):
+                self._follow(i, swaps, steps, found, like, factor)
+        if not self._step_spread and _may_be_noise(found, STEPS):
+            cases = self._cases(found, partial(self._stepped, steps), end)
+            self._step_spread = spreads(cases, STEPS)
+            found = {}
+            for i in self._step_spread:
                 self._follow(i, swaps, steps, found, like, factor)
         return _pooled(found)
 
@@ -176,13 +242,10 @@ class Judge:
         like: SwapSet | None,
         factor: float,
     ) -> None:
-        first = self._steps[index] if index in self._steps else self._first_steps(index, steps)
-        if first is None or first[1].theirs.light().whole:
-            self._steps[index] = first
-        if first is None:
+        taken = self._stepped(steps, index)
+        if taken is None:
             return
-        run, known = first
-        call = draw(self.call, index, self.runner.seed)
+        run, known, call = taken
         try:
             with _on(like or swaps):
                 ours = _watched(run, self.model, call)
@@ -193,7 +256,14 @@ class Judge:
             verdict = _raised(error)
             found[index] = {verdict.name: verdict}
             return
-        found[index] = self._compared(ours, known, call, run, factor)
+        spread = self._step_spread.get(index)
+        found[index] = self._compared(ours, known, call, run, factor, spread)
+
+    def _stepped(self, steps: int, index: int) -> _Taken | None:
+        first = self._steps[index] if index in self._steps else self._first_steps(index, steps)
+        if first is None or first[1].theirs.light().whole:
+            self._steps[index] = first
+        return None if first is None else (*first, draw(self.call, index, self.runner.seed))
 
     def _first_steps(self, index: int, steps: int) -> tuple[Run, _Known] | None:
         """How to take the steps, and the original's and the oracle's, if there are any."""
@@ -219,6 +289,9 @@ class Judge:
 class _Known:
     theirs: Ran
     oracle: dict[str, Tensor]
+
+
+_Taken = tuple[Run, _Known, Call]  # how results are taken, PyTorch's and the oracle's, of what
 
 
 @contextmanager
@@ -250,6 +323,14 @@ def _may_be_chance(found: Draws) -> bool:
     """Whether something failed, but by a finite error."""
     failed = [v for v in _pooled(found) if not v.passed and not v.unproven]
     return bool(failed) and not any(math.isinf(v.error) for v in failed)
+
+
+def _may_be_noise(found: Draws, prefix: str) -> bool:
+    """Whether nothing failed but results of this kind, by finite errors."""
+    failed = [v for v in _pooled(found) if not v.passed]
+    return _may_be_chance(found) and all(
+        v.name.startswith(prefix) and v.name not in LOSSES for v in failed
+    )
 
 
 def keep_passing(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +18,11 @@ from fastlinear.core.compare import (
     relative_error,
     unit_rounding,
 )
+from fastlinear.rewrite.verify.roundings import NO_BIT, Spread
 
-_NOISE_FLOOR = 64.0  # a gradient below this many roundings of all gradients together may be noise
-_NOISE_ERROR = 0.5  # and is, where PyTorch itself gets half of it wrong
+GRADIENTS = "grad."
+STEPS = "optimizer steps: "
+"""How the names begin of results that may be 0 but for rounding."""
 LOSSES = ("loss", "optimizer steps: losses")
 """Results of one number or a few, in which PyTorch's own error may be 0 by luck."""
 _LOSS_ROUNDINGS = 8.0  # of its dtype, forgiven in a loss: its last sums and products
@@ -32,6 +35,7 @@ def compare_all(
     exact_theirs: dict[str, Tensor] | None = None,
     *,
     factor: float = DEFAULT_FACTOR,
+    spread: Spread | None = None,
 ) -> dict[str, Verdict]:
     """One verdict for each of PyTorch's results, by name.
 
@@ -41,17 +45,20 @@ def compare_all(
         exact: the oracle's results.
         exact_theirs: the oracle for ``theirs``, where it is another one.
         factor: how many times PyTorch's error is allowed.
+        spread: what rounding alone does to PyTorch's results, where that was measured.
     """
     kinds = {t.dtype for t in theirs.values() if t.is_floating_point()}
     narrow = max(map(unit_rounding, kinds), default=0.0)
-    grads = [o for n, o in exact.items() if n.startswith("grad.")]
-    scale = math.hypot(*(float(torch.linalg.vector_norm(_finite(g.double()))) for g in grads))
+    scales = {prefix: _norm(exact, prefix) for prefix in (GRADIENTS, STEPS)}
     if exact_theirs is None:
         exact_theirs = exact
-    found = {
-        n: compare(n, ours.get(n), t, exact.get(n), scale, exact_theirs.get(n), factor=factor)
-        for n, t in theirs.items()
-    }
+    found = {}
+    for n, t in theirs.items():
+        scale = next((s for prefix, s in scales.items() if n.startswith(prefix)), 0.0)
+        how: dict[str, Any] = {"factor": factor}
+        if spread is not None:
+            how |= {"own": spread.errors.get(n, 0.0), "noise": n in spread.noise}
+        found[n] = compare(n, ours.get(n), t, exact.get(n), scale, exact_theirs.get(n), **how)
     for name in LOSSES:
         if name in found and theirs[name].is_floating_point():
             floor = loss_floor(theirs[name].dtype, narrow)
@@ -60,8 +67,11 @@ def compare_all(
     return found
 
 
-def _finite(t: Tensor) -> Tensor:
-    return t.masked_fill(~torch.isfinite(t), 0.0)
+def _norm(results: dict[str, Tensor], prefix: str) -> float:
+    """Of all results whose names begin so, losses left out, together."""
+    found = [t.double() for n, t in results.items() if n.startswith(prefix) and n not in LOSSES]
+    finite = (t.masked_fill(~torch.isfinite(t), 0.0) for t in found)
+    return math.hypot(*(float(torch.linalg.vector_norm(t)) for t in finite))
 
 
 def loss_floor(dtype: torch.dtype, narrow: float) -> float:
@@ -83,19 +93,33 @@ def compare(
     exact_theirs: Tensor | None = None,
     *,
     factor: float = DEFAULT_FACTOR,
+    own: float = 0.0,
+    noise: bool | None = None,
 ) -> Verdict:
     """One result against the oracle; a missing one, or one of another shape or dtype, fails.
 
     Integers are compared by the share of wrong elements. Numbers that are not finite must be the
-    same; where no others are left, the verdict is ``unproven``. ``scale`` is the norm of all
-    gradients together: a gradient that is 0 but for rounding is judged against that.
+    same; where no others are left, the verdict is ``unproven``.
+
+    A gradient, or a parameter after optimizer steps, may be 0 but for rounding: a bias before a
+    softmax, say. Of two correct runs not one bit is then the same, which PyTorch's own show. Such
+    a result is judged against all of its kind.
+
+    Args:
+        name: what is compared; its beginning says its kind.
+        ours, theirs, exact, exact_theirs: as in ``compare_all``.
+        scale: the norm of all results of its kind together.
+        factor: how many times PyTorch's error is allowed.
+        own: PyTorch's error over runs with other roundings, as a norm, where it was measured.
+        noise: whether it is 0 but for rounding; by default where PyTorch's one run says so.
     """
     if ours is None or exact is None or ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return Verdict(name, math.inf, 0.0, 0.0)
     if theirs.is_complex():
         parts = [None if t is None else torch.view_as_real(t) for t in (exact, exact_theirs)]
         ours, theirs = torch.view_as_real(ours), torch.view_as_real(theirs)
-        return compare(name, ours, theirs, parts[0], scale, parts[1], factor=factor)
+        how: dict[str, Any] = {"factor": factor, "own": own, "noise": noise}
+        return compare(name, ours, theirs, parts[0], scale, parts[1], **how)
     if not theirs.is_floating_point():
         if theirs.numel() == 0:
             return Verdict(name, 0.0 if torch.equal(ours, theirs) else math.inf, 0.0, 0.0)
@@ -106,14 +130,12 @@ def compare(
     norm = float(torch.linalg.vector_norm(wide))
     rounding = unit_rounding(theirs.dtype)
     error, usual = relative_error(ours, wide), relative_error(theirs, wide_theirs)
-    noise = norm <= _NOISE_FLOOR * rounding * scale and (norm == 0 or usual > _NOISE_ERROR)
-    if name.startswith("grad.") and noise:
-        # Zero but for rounding (a bias before a softmax, say): judged against all gradients.
-        errors = [
-            float(torch.linalg.vector_norm(t.double() - w)) / scale if scale else 0.0
-            for t, w in ((ours, wide), (theirs, wide_theirs))
-        ]
-        return Verdict(name, errors[0], errors[1], factor * errors[1] + 2 * rounding)
+    moved = name.startswith((GRADIENTS, STEPS)) and name not in LOSSES
+    if moved and scale > 0 and math.isfinite(norm) and math.isfinite(usual):
+        unit = norm or 1.0  # of a relative error
+        usual = max(usual, own / unit)
+        if norm == 0 or (usual > NO_BIT if noise is None else noise):
+            error, usual = error * unit / scale, usual * unit / scale
     if math.isinf(usual):
         return judge(name, ours, theirs, wide, factor=factor)
     return counted(Verdict(name, error, usual, factor * usual + 2 * rounding), theirs, wide_theirs)
@@ -141,7 +163,7 @@ def pool(name: str, each: Sequence[Verdict]) -> Verdict:
     )
 
 
-_TOGETHER = ("output[", "optimizer steps: ")
+_TOGETHER = ("output[", STEPS)
 """Results of which one may show nothing where another does: a mask that a model returns, a
 parameter that is in no use. A gradient has to show something by itself."""
 
