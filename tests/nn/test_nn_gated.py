@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 import fastlinear as fl
 from fastlinear.core.errors import InputError
-from fastlinear.nn.gated_match import recognise
+from fastlinear.nn.recognised import Gated
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.rewrite.match.gated_module import recognise
 
 HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
 
@@ -170,7 +171,7 @@ def test_other_modules_are_refused(kind: str) -> None:
 
 
 def test_hooks_parametrizations_and_shared_layers_are_refused() -> None:
-    assert recognise(MLP()) is not None
+    assert isinstance(recognise(MLP()), Gated)
     hooked = MLP()
     hooked.a.register_forward_hook(lambda *_: None)
     wrapped = MLP()
@@ -178,7 +179,7 @@ def test_hooks_parametrizations_and_shared_layers_are_refused() -> None:
     shared = MLP()
     shared.b = shared.a
     for module in (hooked, wrapped, shared, nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 8))):
-        assert recognise(module) is None
+        assert isinstance(recognise(module), str)
     with pytest.raises(InputError, match="a module"):
         fl.nn.GatedMLP.from_module(3)  # type: ignore[arg-type]
 
@@ -261,7 +262,7 @@ class Branching(MLP):
 
 @pytest.mark.parametrize("kind", ["dimensions", "rows"])
 def test_a_module_that_branches_is_refused(kind: str) -> None:
-    assert recognise(Branching(kind)) is None
+    assert "decides by a tensor's values or sizes" in str(recognise(Branching(kind)))
 
 
 def test_recognising_leaves_everything_as_it_was() -> None:
@@ -269,7 +270,7 @@ def test_recognising_leaves_everything_as_it_was() -> None:
     before = {n: p.clone() for n, p in module.state_dict().items()}
     torch.manual_seed(7)
     state = torch.get_rng_state()
-    assert recognise(module) is not None
+    assert isinstance(recognise(module), Gated)
     assert module.training
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(p, before[n]) for n, p in module.state_dict().items())

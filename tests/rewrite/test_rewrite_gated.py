@@ -163,8 +163,7 @@ def test_what_is_not_faster_is_told_as_well(
 
 class WrittenOut(Block):
     def forward(self, x: Tensor) -> Tensor:
-        assert self.r is not None
-        gate, up = self.r(x), self.q(x)
+        gate, up = self.r(x), self.q(x)  # type: ignore[misc]
         return self.p(gate * torch.sigmoid(gate) * up)
 
 

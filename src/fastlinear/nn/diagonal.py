@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from fastlinear.core.errors import InputError
 from fastlinear.dispatch.backend import check_backend
 from fastlinear.nn.arguments import check_made
-from fastlinear.nn.diagonal_match import recognise
-from fastlinear.nn.gated_match import is_hooked
 from fastlinear.nn.plain_linear import why_not_linear, why_not_shared
+from fastlinear.nn.recognised import Scaling, is_hooked, recognised
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.diagonal_linear.op import call
 
@@ -74,12 +73,15 @@ class DiagonalLinear(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """act(x ∘ w + b) + residual; x and residual (..., K) → (..., K)."""
-        if self._scales and isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type):
-            return self._scaled(x, residual)
+        if self._scales and isinstance(x, Tensor):
+            mixed = x.dtype is not self.weight.dtype
+            if mixed or torch.is_autocast_enabled(x.device.type):
+                return self._scaled(x, residual)
         return call(x, self.weight, self.bias, self.activation, residual, None, self.backend)
 
     def _scaled(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """The same under autocast, which casts no such operation; dtypes as PyTorch promotes."""
+        """The same of several dtypes, as PyTorch promotes; and under autocast, which casts no such
+        operation."""
         with torch.autocast(x.device.type, enabled=False):
             given = (x, self.weight) if residual is None else (x, self.weight, residual)
             if len({t.dtype for t in given}) == 1:
@@ -95,8 +97,9 @@ class DiagonalLinear(nn.Module):
         ``state_dict`` the parameter is ``weight``, whatever the module calls it: rename the key,
         ``gamma`` or ``lambda1``, of what was saved before.
 
-        What the module computes is found on a copy of it with other numbers, in training and not;
-        those it holds do not matter, nor whether it writes the result over its input.
+        What the module computes is recognised as ``optimize_`` does: in the trace of its forward,
+        and on a copy of it with other numbers, in training and not; those it holds do not matter.
+        Inputs of another dtype than its parameter's are promoted, as by the module.
 
         Args:
             scale: a module with one parameter of shape (K,) and nothing else, whose forward
@@ -104,8 +107,8 @@ class DiagonalLinear(nn.Module):
             backend: as for the class.
 
         Raises:
-            InputError: it holds anything else, computes anything else, has hooks, which the layer
-                would not have, or is on the meta device.
+            InputError: it holds anything else, computes anything else, cannot be traced, writes
+                over its input, has hooks, which the layer would not have, or is on the meta device.
         """
         weight = _only_parameter(scale)
         kind = type(scale).__name__
@@ -121,9 +124,16 @@ class DiagonalLinear(nn.Module):
                 f"a {kind} on the meta device",
                 "Convert it after module.to_empty(device=...) or after loading its state_dict.",
             )
-        found = recognise(scale)
-        if found is None or found.activation != "none":
-            _fail("a module that multiplies by its parameter, trained or not", kind)
+        found = recognised(Scaling, scale)
+        if isinstance(found, str) or found.activation != "none":
+            why = found if isinstance(found, str) else f"it takes {found.activation} as well"
+            _fail("a module that multiplies by its parameter, trained or not", f"{kind}: {why}")
+        if found.in_place:
+            _fail(
+                "a module that leaves its input as it is, as the layer does",
+                f"a {kind} that writes over it",
+                "Have it multiply out of place (inplace=False) where nothing reads its input then.",
+            )
         layer = cls(weight.numel(), bias=False, backend=backend, device="meta")
         layer.weight = weight
         layer._scales = True

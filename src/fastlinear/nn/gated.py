@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from fastlinear.core.errors import InputError
 from fastlinear.dispatch.backend import check_backend
 from fastlinear.nn.arguments import check_made
-from fastlinear.nn.gated_match import (
+from fastlinear.nn.recognised import (
     PLAIN,
     Gated,
     are_plain,
     is_hooked,
-    recognise,
+    recognised,
     weights_of,
 )
 from fastlinear.ops.common.activations import activation as activation_of
@@ -167,10 +167,12 @@ class GatedMLP(nn.Module):
         """A layer on the linear layers of a module that computes a gated MLP: the same layers under
         the same names, so that the ``state_dict`` keeps its keys.
 
-        What the module computes is found on a small copy of it, whatever its class: the MLPs of
-        Llama, Mistral, Qwen, Gemma, Phi-3 and T5 v1.1 in transformers are such modules.
+        What the module computes is recognised as ``optimize_`` does, whatever its class: in the
+        trace of its forward, and on a copy of it with other numbers. The MLPs of Llama, Mistral,
+        Qwen, Gemma and Phi-3 in transformers are such modules.
 
-        Raises InputError where it computes anything else, or has hooks or further state.
+        Raises InputError where it computes anything else, cannot be traced, or has hooks or further
+        state.
 
         >>> import torch, fastlinear as fl
         >>> class MLP(torch.nn.Module):
@@ -194,16 +196,23 @@ class GatedMLP(nn.Module):
                 f"a {type(module).__name__} with hooks",
                 "Remove them, convert, and register them on the result.",
             )
-        found = recognise(module)
-        if found is None:
+        _check_free(".from_module", [n for n, m in module._modules.items() if type(m) in PLAIN])
+        found = recognised(Gated, module)
+        if isinstance(found, str):
             _fail(
                 ".from_module",
                 "a module that computes act(gate(x)) * up(x), and down() of it, on plain nn.Linear "
                 "children without hooks",
-                type(module).__name__,
+                f"{type(module).__name__}: {found}",
                 "Call fastlinear.gated_mlp on its parameters.",
             )
-        _check_free(".from_module", found.names)
+        if found.dropout and len({m.training for m in module.modules()}) > 1:
+            _fail(
+                ".from_module",
+                "a module that is in training as a whole, or not at all",
+                f"a {type(module).__name__} with parts in another mode, and a dropout",
+                "Call train() or eval() on it before.",
+            )
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         for name, child in module._modules.items():

@@ -54,7 +54,8 @@ def _why_not_child(module: nn.Module, names: Iterable[str]) -> str | None:
 
 
 def functions_of(parent: nn.Module, forward: FunctionType) -> list[FunctionType]:
-    """``forward``, the parent's own methods and the helpers it calls, directly or not."""
+    """``forward``, the parent's own methods, the functions it holds and the helpers it calls,
+    directly or not."""
     found: list[FunctionType] = []
     waiting = [forward]
     while waiting:
@@ -70,7 +71,8 @@ def functions_of(parent: nn.Module, forward: FunctionType) -> list[FunctionType]
                 value = value.__func__
             if isinstance(value, FunctionType) and not hasattr(nn.Module, name):
                 waiting.append(value)
-        helpers = (value for _, value in _named_outside(function))
+        held = (vars(parent).get(name) for name in names_of(function.__code__))
+        helpers = (*held, *(value for _, value in _named_outside(function)))
         waiting += [h for h in helpers if isinstance(h, FunctionType) and not _is_torchs(h)]
     return found
 

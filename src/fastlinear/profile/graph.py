@@ -52,6 +52,10 @@ class Untraceable(Exception):
     """The forward cannot be followed symbolically; the text says why."""
 
 
+class Ungraded(Untraceable):
+    """A part of the forward runs without gradients, or by an autograd function of its own."""
+
+
 @dataclass(frozen=True)
 class Observed:
     """Arguments of a module call with every tensor replaced by a mark."""
@@ -104,19 +108,20 @@ def trace(
 
     Raises:
         Untraceable: the forward branches on tensor values, is patched on the instance, uses what
-            FX cannot follow, or what it does would reach objects outside the model. In the last
-            case none of its code has run.
+            FX cannot follow, computes a part without gradients or by an autograd function of its
+            own, or what it does would reach objects outside the model. In the last case none of
+            its code has run.
     """
     if "forward" in parent.__dict__:
         raise Untraceable("its forward is replaced on the instance")
     reason = why_not_run(parent)
     if reason is not None:
         raise Untraceable(f"it {reason}")
-    stand_in, observed = _stand_in(parent, observed)
+    copied, observed = stand_in(parent, observed)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad():
             warnings.simplefilter("ignore")
-            graph = _ParentTracer(observed, runnable, parts, exactly).trace(stand_in)
+            graph = _ParentTracer(observed, runnable, parts, exactly).trace(copied)
     except Untraceable:
         raise
     except _FAILURES as error:
@@ -134,19 +139,22 @@ def trace(
     return graph
 
 
-def _stand_in(parent: nn.Module, observed: Observed) -> tuple[nn.Module, Observed]:
-    """Copies of the parent, tensors shared, and of the arguments, as if nobody else held them."""
+def stand_in(parent: nn.Module, observed: Observed) -> tuple[nn.Module, Observed]:
+    """Copies of the parent, tensors shared, and of the arguments, as if nobody else held them.
+
+    Raises Untraceable where they cannot be copied.
+    """
     held = (v for m in parent.modules() for v in vars(m).values())
     found = [v for v in pytree.tree_leaves(list(held)) if isinstance(v, Tensor)]
     tensors = [*parent.parameters(), *parent.buffers(), *found]
     memo: dict[int, Any] = {id(t): t for t in (*tensors, TENSOR)}
     try:
-        stand_in, leaves = copy.deepcopy((parent, observed.leaves), memo)
+        copied, leaves = copy.deepcopy((parent, observed.leaves), memo)
     except Exception as error:  # whatever the objects it holds may raise
         raise Untraceable(
             f"it holds what cannot be copied ({type(error).__name__}: {error})"
         ) from error
-    return stand_in, Observed(leaves, observed.spec)
+    return copied, Observed(leaves, observed.spec)
 
 
 def uses_of(graph: fx.Graph, parent: nn.Module, module: nn.Module) -> list[tuple[Use, ...]]:
@@ -205,6 +213,12 @@ class _ParentTracer(fx.Tracer):
         self.exactly = exactly
         # lists among the arguments and the parent's attributes, and what they held
         self.given: list[tuple[list[Any], list[Any]]] = []
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """A step of the graph, which does not say in what mode of gradients it ran."""
+        if not torch.is_grad_enabled():
+            raise Ungraded("a part of it runs without gradients, or with a backward of its own")
+        return super().create_node(*args, **kwargs)
 
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]

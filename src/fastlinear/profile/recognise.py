@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fastlinear.core.errors import FOREIGN_ERRORS
 from fastlinear.ops.common.activations import ACTIVATIONS
 
+_FAR = (1e30, -1e30, float("inf"), float("-inf"), float("nan"), 1.0)
 _TOLERANCE = 1e-8  # well below float32's rounding; gelu and gelu_tanh differ by 1e-4
 
 
@@ -31,11 +32,13 @@ class Recognised:
 def recognise(call: Callable[[Tensor], Any]) -> Recognised | None:
     """The activation ``call`` computes, or None.
 
-    ``call`` gets float64 vectors that reach to ±100. Its values and derivatives must agree with
-    one of the known activations to 1e-8, each element on its own, and the same every time.
+    ``call`` gets float64 vectors that reach to ±100, and some numbers that are beyond any bound or
+    not finite. Its values and derivatives must agree with one of the known activations to 1e-8,
+    each element on its own, and the same every time; what is not finite must be so in both.
     """
-    grid = _grid()
+    grid, far = _grid(), torch.tensor(_FAR, dtype=torch.float64)
     try:
+        beyond, _ = _values(call, far)
         first, changed = _values(call, grid)
         if first is None:
             return None
@@ -50,6 +53,8 @@ def recognise(call: Callable[[Tensor], Any]) -> Recognised | None:
     for name, known in ACTIVATIONS.items():
         if name == "none" or not _near(first, known.value(grid)):
             continue
+        if beyond is None or not _near_far(beyond, known.value(far)):
+            return None
         smooth = grid[grid != 0]  # conventions differ for the derivative at a kink
         try:
             slope = _slope(call, smooth)
@@ -118,6 +123,11 @@ def _slope(call: Callable[[Tensor], Any], grid: Tensor) -> Tensor | None:
 
 def _near(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE)
+
+
+def _near_far(a: Tensor, b: Tensor) -> bool:
+    finite = b.isfinite()
+    return torch.equal(a.isfinite(), finite) and _near(a[finite], b[finite])
 
 
 def _same(now: dict[str, Any], before: dict[str, Any]) -> bool:

@@ -68,6 +68,7 @@ class Work:
         traces: module → what the trace of its forward offers, or why there is none.
         sequentials: the same of Sequentials, whose children are called one after the other.
         stopped: where chains through several modules stop, and why, by module.
+        gated: the modules that are gated MLPs, once they were looked for.
         gates: the gated MLPs in forwards that do more, once they were looked for.
         gates_left: why gated MLPs may not become one call, by the first of their linears.
         tried: chains by rule and first linear → microseconds a call of their layers and as one
@@ -104,6 +105,7 @@ class Work:
     traces: dict[str, Any] = field(default_factory=dict)
     sequentials: dict[str, Any] = field(default_factory=dict)
     stopped: Any = ()
+    gated: Any = None
     gates: Any = None
     gates_left: dict[str, str] = field(default_factory=dict)
     tried: dict[tuple[str, str], tuple[float, float, Ratio]] = field(default_factory=dict)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from fastlinear.nn.gated_match import Gated, weights_of
+from fastlinear.nn.recognised import Gated, weights_of
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.gated_mlp.op import call, gated_linear, gated_mlp
 from fastlinear.ops.gated_mlp.stacking import Biases, Weights, split_pre

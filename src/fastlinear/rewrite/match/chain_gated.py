@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from fastlinear.core.problem import Problem
-from fastlinear.nn.gated_match import Gated
+from fastlinear.nn.recognised import Gated
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.gated_mlp import reference
 from fastlinear.ops.gated_mlp.problem import NAME

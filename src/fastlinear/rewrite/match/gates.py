@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.fx import Node
 
-from fastlinear.nn.gated_match import Gated
+from fastlinear.nn.recognised import Gated
 from fastlinear.profile import equations
 from fastlinear.profile.effects import class_forward
 from fastlinear.profile.recognise import recognise_module

@@ -24,6 +24,8 @@ _PARTS = {operator.getitem, torch.chunk, torch.split, torch.tensor_split, torch.
 _PARTS |= {torch.narrow, torch.select, torch.unflatten, torch.hsplit, torch.reshape, torch.flatten}
 _PART_METHODS = {"chunk", "split", "tensor_split", "unflatten", "unbind", "narrow", "select"}
 _PART_METHODS |= {"hsplit", "view", "reshape", "flatten"}
+_VIEWS: set[Any] = {"view", "reshape", "flatten", "unflatten"}
+_VIEWS |= {torch.reshape, torch.flatten, torch.unflatten}
 _SIZES = {operator.floordiv, operator.mul, operator.add, operator.sub, operator.neg}
 _SIZE_METHODS = {"size", "dim"}
 _LEAST, _LARGE = (2, 3, 5), 1 << 40  # of the dimensions before the last
@@ -35,6 +37,11 @@ def takes_part(node: Node) -> bool:
     if node.op == "call_method":
         return node.target in _PART_METHODS
     return node.op == "call_function" and node.target in _PARTS
+
+
+def is_view(node: Node) -> bool:
+    """Whether ``node`` looks at all of its first argument in another shape."""
+    return node.target in _VIEWS and takes_part(node)
 
 
 def source(node: Node) -> Node | None:
@@ -56,7 +63,7 @@ def sizes_behind(node: Node) -> set[Node] | None:
         here = todo.pop()
         if here in found:
             continue
-        if not _is_size(here):
+        if not is_size(here):
             return None
         found.add(here)
         if not _asks_shape(here):
@@ -91,7 +98,7 @@ def taken(end: Node, known: dict[Node, Any]) -> Any:
     """The value of ``end`` where these nodes have these values."""
     if end in known:
         return known[end]
-    if not (takes_part(end) or _is_size(end)):
+    if not (takes_part(end) or is_size(end)):
         raise LookupError(end.name)
 
     def value(n: Node) -> Any:
@@ -160,7 +167,8 @@ def _same_place(a: Any, b: Tensor) -> bool:
     return a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
 
 
-def _is_size(node: Node) -> bool:
+def is_size(node: Node) -> bool:
+    """Whether it asks for a shape, or may compute with such numbers."""
     if node.op == "call_method":
         return node.target in _SIZE_METHODS
     if node.op != "call_function":

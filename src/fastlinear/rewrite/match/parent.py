@@ -16,7 +16,7 @@ import torch.fx
 from torch import nn
 
 from fastlinear.profile.effects import class_forward
-from fastlinear.profile.graph import Observed, Untraceable, trace
+from fastlinear.profile.graph import Observed, Ungraded, Untraceable, trace
 from fastlinear.rewrite.exchange.forwards import Forward
 from fastlinear.rewrite.exchange.guard import guarded
 from fastlinear.rewrite.exchange.parts import exactly
@@ -176,7 +176,8 @@ def fusable(
     try:
         graph = trace(parent, observed, runnable=True, parts=parts, exactly=exactly)
     except Untraceable as error:
-        return Refusal("untraceable", f"fastlinear cannot trace its parent's forward: {error}.")
+        code = "gradients" if isinstance(error, Ungraded) else "untraceable"
+        return Refusal(code, f"fastlinear cannot trace its parent's forward: {error}.")
     nodes = list(graph.nodes)
     for i, node in enumerate(nodes):
         if node.target is exactly and not may_run_twice(parent, nodes[:i]):

@@ -129,7 +129,7 @@ def written(
             if len(given) > 2:
                 return None
             continue
-        if not _is_pointwise(here):
+        if not is_pointwise(here):
             name = activation(here)
             if name is None:
                 return None
@@ -143,7 +143,8 @@ def written(
     return Written(tuple(n for n in order if n in found), tuple(given), known)
 
 
-def _is_pointwise(node: Node) -> bool:
+def is_pointwise(node: Node) -> bool:
+    """Whether it is arithmetic or an activation, of each number on its own and without a bound."""
     if any(not isinstance(v, bool | int | float | str | None) for v in _constants(node)):
         return False
     if node.op == "call_method":

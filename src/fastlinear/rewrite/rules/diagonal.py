@@ -1,7 +1,7 @@
 """The rule of diagonal_linear: modules that scale every feature by a number of its own.
 
 It only matches; nothing here changes a model or measures anything. What a module computes is found
-by ``fastlinear.nn.diagonal_match``.
+by ``match.diagonal_module``.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fastlinear.nn.diagonal_match import recognise
 from fastlinear.ops.diagonal_linear.op import diagonal_linear
 from fastlinear.rewrite.exchange.forwards import PLAIN_LINEARS
+from fastlinear.rewrite.match.diagonal_module import recognise
 from fastlinear.rewrite.match.eligible import refuse_module
 
 LAYER_SCALE, AFFINE, LINEAR = "layer_scale", "affine", "linear"
@@ -68,7 +68,7 @@ class Diagonal:
         if self.kind == LINEAR:
             return f"fl.nn.DiagonalLinear.from_linear({module})"
         weight: Tensor = getattr(self.module, self.weight)
-        if self.kind == LAYER_SCALE and weight.dim() == 1:
+        if self.kind == LAYER_SCALE and weight.dim() == 1 and not self.in_place:
             return f"fl.nn.DiagonalLinear.from_layer_scale({module})"
         w, bias = written(f"{module}.{self.weight}", weight), ""
         if self.bias is not None:
@@ -105,7 +105,7 @@ def _found(model: nn.Module) -> Iterator[Diagonal]:
                 yield Diagonal(fqn, module, LINEAR, "none", "weight", bias)
             continue
         found = recognise(module)
-        if found is not None:
+        if not isinstance(found, str):
             plain = found.bias is None and found.activation == "none"
             kind = LAYER_SCALE if plain else AFFINE
             yield Diagonal(

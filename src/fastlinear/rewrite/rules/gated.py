@@ -2,12 +2,12 @@
 nothing else. Those in forwards that do more are found in their traces (see ``match.gates``).
 
 It only matches; nothing here changes a model or measures anything. What a module computes is found
-on a small copy of it in float64, not by its name.
+by ``match.gated_module``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastlinear.nn.gated_match import Gated, recognise
+from fastlinear.nn.recognised import Gated
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.gated_mlp.stacking import Biases, Weights, hidden, out_features, split_pre
 from fastlinear.profile.effects import class_forward
@@ -23,14 +23,13 @@ from fastlinear.profile.graph import TENSOR, Observed
 from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.exchange.gated_forward import call_gated
 from fastlinear.rewrite.exchange.held import AsLayer, Held
-from fastlinear.rewrite.exchange.traceable import why_not
 from fastlinear.rewrite.in_code import in_code
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.chain import all_different, one_pass
 from fastlinear.rewrite.match.chain_gated import GatedChain
 from fastlinear.rewrite.match.eligible import refuse_linear, refuse_module
+from fastlinear.rewrite.match.gated_module import recognise
 from fastlinear.rewrite.match.written import Written
-from fastlinear.rewrite.rules.grouped_chains import why_not_traced
 
 DROPS = "in training it drops what the gate lets through"
 
@@ -43,6 +42,7 @@ class GatedSite:
         fqn, module: the module, or that whose forward computes it beside other things.
         gated: how it is computed.
         part: whether the module does more.
+        advised: whether one call does the same, by hand as well.
         glu: whether PyTorch's own ``glu`` computes it.
         opened: how a part makes one of gate and up, where that is written out.
         written: those of its linears that a part writes on parameters, by name.
@@ -52,6 +52,7 @@ class GatedSite:
     module: nn.Module
     gated: Gated
     part: bool = False
+    advised: bool = True
     glu: bool = False
     opened: Written | None = None
     written: Mapping[str, Held] = field(default_factory=dict)
@@ -157,7 +158,7 @@ class GatedSite:
 
 
 def chains(
-    model: nn.Module,
+    found: Iterable[GatedSite],
     candidates: Mapping[str, Candidate],
     sites: Mapping[str, LinearSite],
     arguments: Mapping[nn.Module, Observed],
@@ -168,22 +169,22 @@ def chains(
     """The gated MLPs of a model that may become one call.
 
     Args:
-        model: the model, unchanged.
+        found: those that ``match`` finds.
         candidates: what the rule of linear_act found; a gated MLP takes none but these.
         sites: what the profile says about each linear.
         arguments: what modules were called with.
         backend: a forced backend of gated_mlp, or None.
         left_alone: filled with why the others may not, by the first of their linears.
     """
-    found = []
-    for site in match(model):
+    made = []
+    for site in found:
         observed = arguments.get(site.module)
         reason = _why_not(site, candidates, sites, observed)
         if reason is not None:
             left_alone[site.names[0]] = reason
             continue
         assert observed is not None
-        found.append(
+        made.append(
             GatedChain(
                 fqn=site.fqn,
                 module=site.module,
@@ -195,7 +196,7 @@ def chains(
                 observed=observed,
             )
         )
-    return found
+    return made
 
 
 def _why_not(
@@ -208,9 +209,6 @@ def _why_not(
         return "these inputs never call it"
     if observed.arguments() != ((TENSOR,), {}):
         return "it is called with its input as a keyword argument, or with more than that"
-    reason = why_not(site.module) or why_not_traced(site.module, observed)
-    if reason is not None:
-        return f"its forward {reason}"
     if site.gated.dropout and site.module.training:
         return DROPS
     for name in site.names:
@@ -234,7 +232,7 @@ def _found(model: nn.Module) -> Iterator[GatedSite]:
         if refuse_module(module) is not None:
             continue
         gated = recognise(module)
-        if gated is None:
+        if isinstance(gated, str):
             continue
         names = [f"{fqn}.{name}" if fqn else name for name in gated.names]
         layers = [module._modules[name] for name in gated.names]

@@ -248,7 +248,7 @@ def _unit(
     if not (train and wanted):
         return lambda: f(x)
     dy = torch.randn_like(f(x))
-    return lambda: torch.autograd.grad(f(x), wanted, dy)
+    return lambda: torch.autograd.grad(f(x), wanted, dy, allow_unused=True)
 
 
 def _finding(
@@ -272,7 +272,7 @@ def _finding(
     saved = f"{_size(avoidable)} or {avoidable / limits.bytes_per_s * 1e6:.1f} us are avoidable"
     before_us = 0.0 if measured is None else measured.before_us
     gain_us, already = _gain(work, site, calls, measured)
-    worth = measured is None or gain_us > 0
+    worth = site.advised and (measured is None or gain_us > 0)
     held = None if measured is None else measured.kept
     memory, kept_bytes = ("", {}) if needs is None else kept_told(problem, needs, backends, held)
     message = (
@@ -292,7 +292,7 @@ def _finding(
         bytes=cost.bytes * calls,
         bound=roofline(cost, limits, before_us or 1.0).bound,
         details={
-            **_facts(work, site, calls, not already or worth),
+            **_facts(work, site, calls, site.advised and (not already or worth)),
             "backends": backends,
             "avoidable_bytes": avoidable * calls,
             **kept_bytes,
@@ -319,8 +319,9 @@ def _unmeasured(work: Work, site: GatedSite, calls: int, why: str) -> Finding:
         code=CODE,
         fqn=site.fqn,
         title=f"gated MLP of {h} hidden features, {site.gated.activation}",
-        message=f"products {site.products}; not measured: {why}. {_remedy(work, site)}",
-        details={**_facts(work, site, calls), "avoidable_bytes": 0},
+        message=f"products {site.products}; not measured: {why}. "
+        f"{_remedy(work, site, site.advised)}",
+        details={**_facts(work, site, calls, site.advised), "avoidable_bytes": 0},
     )
 
 

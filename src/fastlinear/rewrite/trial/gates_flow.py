@@ -29,6 +29,9 @@ _PRODUCTS |= {_T.__mul__, _T.__rmul__, _T.__imul__}
 _SUMS = {torch.add, Tensor.add, Tensor.add_, _T.__add__, _T.__radd__, _T.__iadd__}
 _MATMULS = {torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__}
 _CATS = {torch.cat, torch.concat, torch.concatenate}
+_DETACHED = {torch.detach, Tensor.detach, Tensor.detach_, _T.data.__get__}
+_OF_GRADIENTS = {Tensor.register_hook, _T.requires_grad.__get__, _T.grad_fn.__get__, *_DETACHED}
+_MODE: Any = torch._C._set_grad_enabled
 
 
 class Watch(TorchFunctionMode):
@@ -45,6 +48,8 @@ class Watch(TorchFunctionMode):
         self._weights = {id(p): n for n, p in model.named_parameters() if p.dim() == 2}
         self._biases = {id(p) for p in model.parameters() if p.dim() == 1}
         self._known = Known()
+        self._grad: bool | None = None  # as the forward's code has set it
+        self._read: set[int] = set()  # flows of which something else reads what is let through
         self._inputs: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._numbers = itertools.count(1)
         self._activations: dict[Any, str | None] = {}
@@ -66,24 +71,47 @@ class Watch(TorchFunctionMode):
             for look in self._looks.get(product[1][0], ()):
                 look(None, product[:1], {})
         result = func(*args, **kwargs)
+        if self._hides(func, args):
+            for t, _ in before:
+                self._known.values.pop(id(t), None)
+            return result
         for i, out in enumerate(_tensors(result)):
             value = (
                 self._value(func, given, named, before, out)
                 if product is None
                 else self._product(*product, out)
             )
+            if value is None and product is None:
+                self._note_read(before)
             if value is not None:
                 self._known.put(out, value)
             elif i == 0 and any(out is t for t, _ in before):
                 self._known.values.pop(id(out), None)  # written over
         return result
 
+    def _hides(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Whether gradients stop there or take another way: a result says nothing of that."""
+        if func is _MODE:
+            self._grad = args[0]
+            self._known.values.clear()
+            return True
+        alone = self._grad is not None and self._grad is not torch.is_grad_enabled()
+        return alone or func in _OF_GRADIENTS  # alone: an autograd function's own forward
+
+    def _note_read(self, before: list[tuple[Tensor, Value | None]]) -> None:
+        """An operation reads what gates let through, and goes on with it otherwise."""
+        for _, value in before:
+            if value is not None and value.through is not None:
+                self._read.add(value.through)
+                flow = self.found[value.through]
+                self.found[value.through] = replace(flow, down=None, sizes=(flow.sizes[0], None))
+
     def _product(self, x: Tensor, weights: tuple[str, ...], out: Tensor) -> Value:
         """A product of a weight, made of these, and x."""
         behind, after = self._known.get(x), None
         if behind is not None and behind.through is not None:
             after = behind.through
-            if self.found[after].down is None:
+            if self.found[after].down is None and after not in self._read:
                 self._go_down(after, weights, out)
         if behind is not None and not behind.is_product:
             behind = None

@@ -46,7 +46,7 @@ class Part:
 def sites_of(work: Work) -> list[GatedSite]:
     """Every gated MLP of the model that is seen, whether it may be rewritten or not: modules, and
     parts of forwards."""
-    found = rule.match(work.model)
+    found = list(_modules(work))
     known = {site.names[0] for site in found}
     for part in parts(work):
         if part.names(part.gate)[0] in known:
@@ -58,8 +58,9 @@ def sites_of(work: Work) -> list[GatedSite]:
         assert gate is not None
         glu = len((half or part.gate).end.all_input_nodes) == 1
         written = {name: one.held for name, one in gate.written.items()}
+        advised = gate.why is None
         how: dict[str, Any] = {"glu": glu, "opened": part.gate.opened, "written": written}
-        found.append(GatedSite(part.fqn, part.parent, gate.gated, part=True, **how))
+        found.append(GatedSite(part.fqn, part.parent, gate.gated, True, advised, **how))
     return found
 
 
@@ -82,7 +83,7 @@ def gated_chains(
     backend, gone = work.config.backends.get(NAME), set(taken)
     found: list[Chain] = []
     left = work.gates_left
-    known = work.model, candidates, sites, work.arguments
+    known = _modules(work), candidates, sites, work.arguments
     for chain in rule.chains(*known, backend=backend, left_alone=left):
         if not gone & set(chain.names):
             found.append(chain)
@@ -102,6 +103,13 @@ def gated_chains(
             found.append(made)
             gone.update(made.names)
             left.pop(made.names[0], None)
+    return found
+
+
+def _modules(work: Work) -> list[GatedSite]:
+    if work.gated is None:
+        work.gated = rule.match(work.model)
+    found: list[GatedSite] = work.gated
     return found
 
 

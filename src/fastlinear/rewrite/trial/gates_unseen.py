@@ -31,10 +31,10 @@ def findings(work: Work, flows: Iterable[Flow], told: Collection[str]) -> list[F
 
 
 def _finding(work: Work, flow: Flow, calls: int) -> Finding:
-    fqn, why = _why(work, flow)
+    fqn, why, hidden = _why(work, flow)
     name = "gated_linear" if flow.down is None else "gated_mlp"
     k, n = flow.sizes
-    advice = None if flow.mixed else f"fl.{name} on {', '.join(_weights(work, flow))}"
+    advice = None if flow.mixed or hidden else f"fl.{name} on {', '.join(_weights(work, flow))}"
     first = f"{k} → {flow.hidden} twice (gate, up)"
     if flow.up is None:
         first = f"{k} → 2·{flow.hidden} (gate and up stacked)"
@@ -56,29 +56,32 @@ def _finding(work: Work, flow: Flow, calls: int) -> Finding:
     )
 
 
-def _why(work: Work, flow: Flow) -> tuple[str, str]:
-    """The module whose forward computes it, as far as that is known, and why it is left alone."""
+def _why(work: Work, flow: Flow) -> tuple[str, str, bool]:
+    """The module whose forward computes it, as far as that is known; why it is left alone, and
+    whether that is what no result shows: one call would not do the same."""
     if flow.mixed:
-        return _why_mixed(work, flow)
+        return *_why_mixed(work, flow), False
     called = [site for site in work.profile.sites if site.calls]
     sites = {f"{site.fqn}.weight" if site.fqn else "weight": site for site in called}
     sites |= {site.fqn: site for site in called if site.module_class == "Parameter"}
     raw = [name for name in flow.names if name not in sites]
     if raw:
         names = ", ".join(repr(name) for name in raw)
-        return raw[0].rpartition(".")[0], f"no linear of {names} is seen in a run, nor in a trace"
+        why = f"no linear of {names} is seen in a run, nor in a trace"
+        return raw[0].rpartition(".")[0], why, False
     layers = [sites[name] for name in flow.names]
     fqn = caller(work, layers[0].parent_fqn or "")
     offers = traced(work, fqn)
     if isinstance(offers, Refusal):
-        return fqn, offers.reason.rstrip(".")
+        return fqn, offers.reason.rstrip("."), offers.code == "gradients"
     able = {candidate.fqn for candidate in work.every}
     for layer in layers:
         outcome = work.outcomes.get(layer.fqn)
         if outcome is not None and layer.fqn not in able:
             reason = outcome.reason.rstrip(".")
-            return fqn, f"its linear {layer.fqn!r} is left alone itself: {reason}"
-    return fqn, "the trace of that forward does not show it: a view or a size between its products"
+            return fqn, f"its linear {layer.fqn!r} is left alone itself: {reason}", False
+    why = "the trace of that forward does not show it: a view or a size between its products"
+    return fqn, why, False
 
 
 def _why_mixed(work: Work, flow: Flow) -> tuple[str, str]:

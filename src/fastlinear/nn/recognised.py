@@ -1,0 +1,112 @@
+"""What a module computes, as the rules of ``optimize_`` recognise it.
+
+Those rules lie above this package and register themselves here, so that a converter takes what they
+take and refuses what they refuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from fastlinear.ops.gated_mlp.stacking import Biases, Weights
+
+T = TypeVar("T")
+PLAIN = (nn.Linear, NonDynamicallyQuantizableLinear)
+_STATE_HOOKS = (
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+_recognisers: dict[type, Callable[[nn.Module], Any]] = {}
+
+
+@dataclass(frozen=True)
+class Gated:
+    """How a module computes a gated MLP.
+
+    Attributes:
+        gate, up, down: names of its linear layers; up is None where gate holds both, down where
+            there is no down projection.
+        order: how gate and up lie, a name of ``stacking.ORDERS``.
+        activation: of the gate.
+        dropout: the rate at which what the gate lets through is dropped in training.
+    """
+
+    gate: str
+    up: str | None
+    down: str | None
+    order: str
+    activation: str
+    dropout: float = 0.0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The linear layers there are."""
+        return tuple(n for n in (self.gate, self.up, self.down) if n is not None)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How a module computes act(x ∘ w ± b).
+
+    Attributes:
+        activation: its name.
+        weight, bias: names of the parameters, of shape (K,) or (1, …, 1, K); bias may be None.
+        minus: whether the bias is subtracted.
+        in_place: whether the result is written over x.
+    """
+
+    activation: str
+    weight: str
+    bias: str | None = None
+    minus: bool = False
+    in_place: bool = False
+
+
+def register(kind: type[T], recognise: Callable[[nn.Module], T | str]) -> None:
+    """Have ``recognise`` tell modules of this kind: how one computes, or why it is none."""
+    _recognisers[kind] = recognise
+
+
+def recognised(kind: type[T], module: nn.Module) -> T | str:
+    """How a module computes what ``kind`` describes, or why it is not taken for that."""
+    found: T | str = _recognisers[kind](module)
+    return found
+
+
+def weights_of(module: nn.Module, gated: Gated) -> tuple[Weights, Biases]:
+    """The parameters of a module that is recognised, as they are now."""
+    held: dict[str, Any] = module._modules
+    layers = [None if n is None else held[n] for n in (gated.gate, gated.up, gated.down)]
+    return (
+        Weights(*(None if a is None else a.weight for a in layers)),  # type: ignore[arg-type]
+        Biases(*(None if a is None else a.bias for a in layers)),
+    )
+
+
+def are_plain(module: nn.Module, gated: Gated) -> bool:
+    """Whether the layers of a recognised module do what plain linear layers do, and nothing else:
+    an adapter may have been put in the place of one, or hooks on it."""
+    held = module._modules
+    for name in (gated.gate, gated.up, gated.down):
+        if name is not None:
+            layer = held.get(name)  # None, or gone, where the caller has put nothing in its place
+            if type(layer) not in PLAIN or _hooked(layer):  # type: ignore[arg-type]
+                return False
+    return True
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether calls of the module, or of its state_dict, run hooks of its own."""
+    return _hooked(module) or any(module.__dict__.get(name) for name in _STATE_HOOKS)
+
+
+def _hooked(module: nn.Module) -> bool:
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+    return any(hooks) or bool(module._backward_pre_hooks) or "forward" in module.__dict__
