@@ -71,3 +71,30 @@ def test_tracing_goes_by_what_stands_in_a_layers_place() -> None:
     x = torch.randn(3, 4)
     traced = torch.fx.symbolic_trace(layer)
     torch.testing.assert_close(traced(x), layer(x))
+
+
+class Doubled(fl.nn.Linear):
+    """A layer with a forward of its own, which TorchScript can read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.filterwarnings("ignore")
+def test_torchscript_refuses_by_name_and_traces(name: str) -> None:
+    make, _ = LAYERS[name]
+    for model in (make().eval(), Parent(make()).eval()):
+        with pytest.raises(
+            fl.UnsupportedError, match=rf"received fastlinear\.nn\.{name.split()[0]}"
+        ):
+            torch.jit.script(model)
+        x = torch.randn(3, 4)
+        traced = torch.jit.trace(model, (torch.randn(3, 4),))
+        torch.testing.assert_close(traced(x), model(x))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_subclass_with_another_forward_is_scripted() -> None:
+    x = torch.randn(3, 4)
+    assert torch.equal(torch.jit.script(Doubled(4, 4))(x), 2 * x)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fastlinear.core.errors import InputError
+from fastlinear.core.torchscript import script_layer
 from fastlinear.dispatch.backend import check_backend
 from fastlinear.nn.arguments import check_made
 from fastlinear.nn.plain_linear import why_not_linear, why_not_shared
@@ -47,6 +48,8 @@ class DiagonalLinear(nn.Module):
     tensor([[2., 2., 2.],
             [2., 2., 2.]])
     """
+
+    __prepare_scriptable__ = script_layer
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastlinear.core.errors import InputError
+from fastlinear.core.torchscript import script_layer
 from fastlinear.dispatch.backend import check_backend
 from fastlinear.nn.arguments import check_made
 from fastlinear.nn.recognised import (
@@ -63,6 +64,8 @@ class GatedMLP(nn.Module):
     >>> sorted(layer.state_dict())
     ['down_proj.weight', 'gate_proj.weight', 'up_proj.weight']
     """
+
+    __prepare_scriptable__ = script_layer
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastlinear.core.torchscript import script_layer
 from fastlinear.dispatch.backend import check_backend
 from fastlinear.nn.arguments import check_made
 from fastlinear.nn.grouped_convert import check_convolution, check_own, fail, parameter
@@ -53,6 +54,8 @@ class GroupedLinear(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
     positions: int | None = None  # dimensions of a convolution's positions
+
+    __prepare_scriptable__ = script_layer
 
     def __init__(
         self,

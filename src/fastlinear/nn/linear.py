@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fastlinear.core.errors import InputError
+from fastlinear.core.torchscript import script_layer
 from fastlinear.dispatch.backend import check_backend
 from fastlinear.nn.arguments import check_made
 from fastlinear.nn.plain_linear import why_not_linear, why_not_shared
@@ -37,6 +38,8 @@ class Linear(nn.Linear):
     >>> sorted(layer.state_dict())
     ['bias', 'weight']
     """
+
+    __prepare_scriptable__ = script_layer
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastlinear.core.errors import InputError
+from fastlinear.core.torchscript import script_layer
 from fastlinear.dispatch.backend import check_backend
 from fastlinear.nn.arguments import check_made
 from fastlinear.nn.mlp_layer import Layer, check_layers
@@ -47,6 +48,8 @@ class MLP(nn.Module):
     >>> list(net.state_dict())
     ['0.weight', '0.bias', '2.weight', '2.bias']
     """
+
+    __prepare_scriptable__ = script_layer
 
     def __init__(
         self,

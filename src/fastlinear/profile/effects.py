@@ -37,7 +37,7 @@ def why_not_run(module: nn.Module) -> str | None:
     forward: Any = inspect.unwrap(class_forward(module))
     if not isinstance(forward, FunctionType):
         return "is no Python function"
-    if forward.__module__.split(".")[0] == "torch":
+    if str(forward.__module__).split(".")[0] == "torch":
         return _why_not_child(module, ())
     for function in functions_of(module, forward):
         reason = _why_not_child(module, names_of(function.__code__))
@@ -92,7 +92,7 @@ def writes(module: nn.Module) -> str | None:
     """What the forward of this module's class writes besides tensors, as far as its code shows:
     attributes, of itself too, and globals. None for nothing, and for torch's own modules."""
     forward: Any = inspect.unwrap(class_forward(module))
-    if not isinstance(forward, FunctionType) or forward.__module__.split(".")[0] == "torch":
+    if not isinstance(forward, FunctionType) or str(forward.__module__).split(".")[0] == "torch":
         return None
     for function in functions_of(module, forward):
         for code in _codes(function.__code__):

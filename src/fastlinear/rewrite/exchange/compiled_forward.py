@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fastlinear.rewrite.exchange.forwards import Forward, watched
-from fastlinear.rewrite.exchange.swap import Swap, mark
+from fastlinear.rewrite.exchange.stand_in import Bound
+from fastlinear.rewrite.exchange.swap import Swap
 
 DEFAULT, REDUCE_OVERHEAD = "default", "reduce-overhead"
 COMPILE_MODES = (DEFAULT, REDUCE_OVERHEAD)
@@ -26,27 +27,25 @@ _HOW: dict[str, dict[str, Any]] = {
 _numbers = count()
 
 
-class CompiledForward:
+class CompiledForward(Bound):
     """Bound like a method, it runs the function it binds through ``torch.compile``.
 
     Watchers of every op or every module (function modes but the default device, global hooks) see
     the function run plainly, and so does a caller that compiles the model itself. A copy of the
-    module compiles anew where its guards differ, and a pickled one loads as the model before the
-    rewrite. Dynamo's ``recompile_limit`` holds: shapes beyond it run uncompiled.
+    module compiles anew where its guards differ. Dynamo's ``recompile_limit`` holds: shapes beyond
+    it run uncompiled.
     """
 
-    __slots__ = ("__func__", "__self__", "_compiled", "_mode", "_plain")
+    __slots__ = ("_compiled", "_mode")
 
     def __init__(self, function: Forward, module: nn.Module, mode: str = DEFAULT) -> None:
-        self.__func__ = function
-        self.__self__ = module
+        super().__init__(function, module)
         self._mode = mode
-        self._plain = type(module).forward
         self._compiled: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.__self__
-        if type(module).forward is not self._plain:
+        if type(module).forward is not self.original:
             return type(module).forward(module, *args, **kwargs)
         if torch.compiler.is_compiling() or watched():
             return self.__func__(module, *args, **kwargs)
@@ -72,9 +71,6 @@ class CompiledForward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledForward:
         return CompiledForward(self.__func__, copy.deepcopy(self.__self__, memo), self._mode)
-
-    def __reduce__(self) -> Any:
-        return getattr, (self.__self__, "forward")
 
 
 def with_compiled(
@@ -110,7 +106,8 @@ def _again(function: Forward) -> Forward:
     assert isinstance(function, FunctionType)
     code = function.__code__.replace(co_name=f"forward_{next(_numbers)}")
     made = FunctionType(code, function.__globals__, closure=function.__closure__)
-    return mark(made)
+    made.__dict__.update(function.__dict__)
+    return made
 
 
 def _writes_slow_guards() -> bool:

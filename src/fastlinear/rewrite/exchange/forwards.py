@@ -21,25 +21,26 @@ from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import linear_act
 from fastlinear.ops.mlp import mlp
 from fastlinear.rewrite.exchange.held import Held
-from fastlinear.rewrite.exchange.swap import mark
+from fastlinear.rewrite.exchange.stand_in import mark
 
 Forward = Callable[..., Any]
 hooked_globally: Callable[[], bool] = torch.nn.modules.module._has_any_global_hook
 """Whether hooks of every module's call are registered: a fused call would pass them by."""
 _function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+_trace: Callable[[], Any] = torch._C._get_tracing_state  # of torch.jit.trace; Dynamo knows it
 _function_mode_at: Callable[[int], Any] = torch._C._get_function_stack_at
 
 
 def watched() -> bool:
-    """Whether every function of torch, or every module's call, is watched: what replays or is
-    compiled would pass that by.
+    """Whether every function of torch, or every module's call, is watched, by ``torch.jit.trace``
+    as well: what replays or is compiled would pass that by.
 
     A default device is a function mode as well, anywhere among the others, but watches nothing.
     """
     for i in range(_function_modes()):
         if type(_function_mode_at(i)) is not DeviceContext:
             return True
-    return hooked_globally()
+    return _trace() is not None or hooked_globally()
 
 
 def plain_linear(linear: nn.Module, backend: str | None) -> Forward:
@@ -56,7 +57,7 @@ def plain_linear(linear: nn.Module, backend: str | None) -> Forward:
         weight, bias = weight_as_is_and_bias(self)
         return call_linear_act(input, weight.t() if turned else weight, bias, "none", backend)
 
-    return mark(forward)
+    return forward
 
 
 def float64_linear(conv1d: bool) -> Forward:
@@ -179,13 +180,23 @@ def weight_as_is_and_bias(linear: nn.Module) -> tuple[Tensor, Tensor | None]:
     return weight, bias  # type: ignore[return-value]
 
 
+def seen_by_modes(backend: str | None) -> str | None:
+    """The backend of a call that a function mode sees: ``torch.export`` takes PyTorch's own path,
+    whichever one is forced here."""
+    return None if torch.compiler.is_exporting() else backend
+
+
 def call_linear_act(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, backend: str | None
 ) -> Tensor:
     """``linear_act`` as one of torch's functions: a function mode sees the call whole."""
     if has_torch_function_unary(x):
         y: Tensor = handle_torch_function(
-            linear_act, (x,), x, weight, bias, activation=activation, backend=backend
+            linear_act,
+            (x,),
+            *(x, weight, bias),
+            activation=activation,
+            backend=seen_by_modes(backend),
         )
         return y
     return linear_act(x, weight, bias, activation=activation, backend=backend)
@@ -210,7 +221,7 @@ def call_mlp(
             biases,
             activation=activation,
             final_activation=final_activation,
-            backend=backend,
+            backend=seen_by_modes(backend),
             allow_fast_matmul=fast,
         )
         return y

@@ -19,6 +19,7 @@ from fastlinear.rewrite.exchange.forwards import (
     Forward,
     hooked_globally,
     is_hooked,
+    seen_by_modes,
     weight_and_bias,
 )
 from fastlinear.rewrite.exchange.guard import guarded
@@ -149,7 +150,7 @@ def _call(
     how: dict[str, Any] = {
         "activation": activation,
         "stacked": None if order == "apart" else order,
-        "backend": backend,
+        "backend": seen_by_modes(backend),
     }
     function: Callable[..., Tensor] = gated_linear
     given: tuple[Any, ...] = (x, weights.gate, weights.up, biases.gate, biases.up)

@@ -8,38 +8,40 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 from fastlinear.nn.graphed import Graphed, graphed
 from fastlinear.rewrite.exchange.forwards import Forward, watched
-from fastlinear.rewrite.exchange.swap import Swap, mark
+from fastlinear.rewrite.exchange.stand_in import Bound
+from fastlinear.rewrite.exchange.swap import Swap
 
 
-class GraphForward:
+class GraphForward(Bound):
     """Bound like a method, it replays the function it binds through ``fl.graphed``.
 
     Watchers of every op or every module (function modes, global hooks: a profiler, say) would see
     nothing of a replay; under them the function runs plainly. A copy of the module records graphs
-    of its own, and a pickled one loads as the model before the rewrite.
+    of its own.
     """
 
     # slots, so that fl.graphed does not look for tensors in here
-    __slots__ = ("__func__", "__self__", "_graphed", "_on_unsupported", "_plain")
+    __slots__ = ("_graphed", "_on_unsupported")
 
     def __init__(self, function: Forward, module: nn.Module, on_unsupported: str = "eager") -> None:
-        self.__func__ = function
-        self.__self__ = module
+        super().__init__(function, module)
         self._on_unsupported = on_unsupported
-        self._plain = type(module).forward
         self._graphed: Graphed | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.__self__
-        if type(module).forward is not self._plain:
+        if type(module).forward is not self.original:
             return type(module).forward(module, *args, **kwargs)
         if watched():
             return self.__func__(module, *args, **kwargs)
         if self._graphed is None:
+            if torch.compiler.is_compiling():
+                return self.__func__(module, *args, **kwargs)
             method = MethodType(self.__func__, module)
             self._graphed = graphed(method, on_unsupported=self._on_unsupported)
         return self._graphed(*args, **kwargs)
@@ -58,9 +60,6 @@ class GraphForward:
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphForward:
         module = copy.deepcopy(self.__self__, memo)
         return GraphForward(self.__func__, module, self._on_unsupported)
-
-    def __reduce__(self) -> Any:
-        return getattr, (self.__self__, "forward")
 
 
 def with_graph(
@@ -88,4 +87,4 @@ def _calling(inner: Any) -> Forward:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return inner(self, *args, **kwargs)
 
-    return mark(forward)
+    return forward

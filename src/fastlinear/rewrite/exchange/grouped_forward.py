@@ -24,9 +24,9 @@ from fastlinear.rewrite.exchange.forwards import (
     Forward,
     hooked_globally,
     is_hooked,
+    seen_by_modes,
 )
 from fastlinear.rewrite.exchange.guard import guarded
-from fastlinear.rewrite.exchange.swap import mark
 
 CONVOLUTION, WEIGHTS, LINEARS = "convolution", "weights", "linears"
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -185,7 +185,7 @@ def grouped_forward(
             return run(self, input)
         return type(self).forward(self, input)
 
-    return mark(forward)
+    return forward
 
 
 _SETTINGS = ("groups", "kernel_size", "stride", "padding", "padding_mode")
@@ -231,7 +231,7 @@ def call_plain(
             *(x, weight, bias),
             activation=activation,
             layout=layout,
-            backend=backend,
+            backend=seen_by_modes(backend),
         )
         return y
     return call(x, weight, bias, activation, layout, backend)

@@ -25,7 +25,6 @@ from fastlinear.rewrite.exchange.forwards import (
     hooked_globally,
     is_hooked,
 )
-from fastlinear.rewrite.exchange.swap import mark
 from fastlinear.rewrite.exchange.traceable import (
     MISSING,
     SEQUENCES,
@@ -120,7 +119,7 @@ def guarded(
                     pass
         return original(self, *args, **kwargs)
 
-    return mark(forward)
+    return forward
 
 
 @dataclass(frozen=True)

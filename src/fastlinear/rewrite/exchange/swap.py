@@ -1,13 +1,7 @@
 """Swapping ``forward`` on module instances: the only change fastlinear makes to a model.
 
 A swapped forward is a plain function bound with ``types.MethodType`` and put into the instance's
-``__dict__``. ``copy.deepcopy`` rebinds such a method to the copied module, so a copy of a
-rewritten model never calls the original's instances. Pickling a bound method stores a reference
-by name, so a pickled copy loads as the model before the rewrite and needs no fastlinear.
-
-``nn.DataParallel`` makes replicas by copying ``__dict__``, which keeps a bound method bound to the
-original and its weights on the first device. So the method that makes replicas is exchanged beside
-``forward``: it binds the forward anew to each replica.
+``__dict__``, beside what lets it stand in for the class's own (see ``exchange.stand_in``).
 """
 
 from __future__ import annotations
@@ -21,10 +15,7 @@ from torch import nn
 
 from fastlinear.core.errors import InputError
 from fastlinear.profile.effects import class_forward
-
-_MARK = "__fastlinear__"
-_REPLICATE = "_replicate_for_data_parallel"
-_KEYS = ("forward", _REPLICATE)
+from fastlinear.rewrite.exchange.stand_in import KEYS, is_ours, stand_in, standing_in
 
 
 @dataclass(frozen=True)
@@ -33,8 +24,7 @@ class Swap:
 
     ``forward`` is an unbound function taking the module first; it must not hold on to modules or
     parameters, so that it stays right for a copied module. ``bind`` makes of it what is put into
-    the instance, by default a bound method; something else must have ``__self__`` and ``__func__``
-    as one has, and ``__deepcopy__`` that binds to the copy.
+    the instance: a bound method, or a ``Bound``.
     """
 
     fqn: str
@@ -43,17 +33,9 @@ class Swap:
     bind: Callable[[Callable[..., Any], nn.Module], Any] = MethodType
 
 
-def mark(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Name a function ``forward`` and mark it as fastlinear's."""
-    function.__name__ = "forward"
-    setattr(function, _MARK, True)
-    return function
-
-
 def is_rewritten(module: nn.Module) -> bool:
     """Whether the module's forward is one that fastlinear put there."""
-    own = module.__dict__.get("forward")
-    return getattr(getattr(own, "__func__", None), _MARK, False)
+    return is_ours(module.__dict__.get("forward"))
 
 
 def has_own_forward(module: nn.Module) -> bool:
@@ -78,19 +60,18 @@ class SwapSet:
     def __init__(self, swaps: Iterable[Swap]) -> None:
         self.swaps = tuple(swaps)
         self.active = False
-        self._bound = [(s.module, s.bind(s.forward, s.module)) for s in self.swaps]
+        self._own = [stand_in(_bound(s), s.module) for s in self.swaps]
         self._before: list[tuple[nn.Module, dict[str, Any]]] = []
 
     def on(self) -> None:
         """Put every forward in place. Does nothing when already on."""
         if self.active:
             return
-        own = [(m, m.__dict__) for m, _ in self._bound]
-        before = [(m, {k: state[k] for k in _KEYS if k in state}) for m, state in own]
+        states = [(s.module, s.module.__dict__) for s in self.swaps]
+        before = [(m, {k: state[k] for k in KEYS if k in state}) for m, state in states]
         try:
-            for module, method in self._bound:
-                module.__dict__["forward"] = method
-                module.__dict__[_REPLICATE] = MethodType(_replicate_for_data_parallel, module)
+            for (_, state), own in zip(states, self._own, strict=True):
+                state.update(own)
         except BaseException:
             _restore(before)
             raise
@@ -108,8 +89,8 @@ class SwapSet:
         """Names whose forward is no longer the one this set put in place."""
         if not self.active:
             return []
-        pairs = zip(self.swaps, self._bound, strict=True)
-        return [s.fqn for s, (m, method) in pairs if m.__dict__.get("forward") is not method]
+        pairs = zip(self.swaps, self._own, strict=True)
+        return [s.fqn for s, o in pairs if s.module.__dict__.get("forward") is not o["forward"]]
 
     def revert(self) -> None:
         """``off``, refusing to undo what somebody else changed after the rewrite."""
@@ -126,24 +107,19 @@ class SwapSet:
 
     def release(self) -> None:
         """Free what the bound forwards hold beside the model; they stay usable."""
-        for _, method in self._bound:
-            if hasattr(method, "release"):
-                method.release()
+        for own in self._own:
+            if hasattr(own["forward"], "release"):
+                own["forward"].release()
+
+
+def _bound(swap: Swap) -> Any:
+    return swap.bind(standing_in(swap.forward, swap.module), swap.module)
 
 
 def _restore(before: list[tuple[nn.Module, dict[str, Any]]]) -> None:
     for module, own in before:
-        for key in _KEYS:
+        for key in KEYS:
             if key in own:
                 module.__dict__[key] = own[key]
             else:
                 module.__dict__.pop(key, None)
-
-
-def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
-    """A replica whose forward, where it is fastlinear's, reads the replica's own weights."""
-    replica = type(self)._replicate_for_data_parallel(self)  # type: ignore[operator]
-    replica.__dict__.pop(_REPLICATE)
-    if is_rewritten(self):
-        replica.__dict__["forward"] = MethodType(self.__dict__["forward"].__func__, replica)
-    return replica  # type: ignore[no-any-return]

@@ -98,7 +98,7 @@ def _names_written(module: nn.Module) -> Iterator[str]:
 def _functions(module: nn.Module) -> list[FunctionType]:
     """The forward of its class and what that calls; none for torch's own modules."""
     forward: Any = inspect.unwrap(class_forward(module))
-    if not isinstance(forward, FunctionType) or forward.__module__.split(".")[0] == "torch":
+    if not isinstance(forward, FunctionType) or str(forward.__module__).split(".")[0] == "torch":
         return []
     return functions_of(module, forward)
 
