@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import ast
 import copy
+import inspect
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import fastlinear as fl
-from fastlinear.rewrite import exchange
+from fastlinear.rewrite import exchange, finish
+from fastlinear.rewrite.exchange.swap import is_rewritten
 from fastlinear.rewrite.match import links
+from fastlinear.rewrite.match.chain import Chain
 
 CLOCK = {"cpp": 50.0, "onednn": 50.0, "whole_cpp": 50.0, "pieces": 50.0, "after": 50.0}
 """Times of the contenders of a clock on which a rewrite is faster."""
-CONFIG = fl.Config(draws=1, optimizer_steps=1, time_budget_s=600)
 _EXCHANGE = Path(exchange.__file__).parent
 
 
@@ -210,62 +216,99 @@ def chain() -> nn.Sequential:
     )
 
 
-MODELS: dict[str, tuple[Any, set[str]]] = {
-    "plain": (lambda: nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)), {"forwards"}),
-    "plain Conv1D": (lambda: nn.Sequential(Conv1D(8, 16), nn.LayerNorm(8)), {"forwards"}),
-    "pairs in a Sequential": (pairs, {"sequential_forward", "call_linear_act"}),
-    "chain in a Sequential": (chain, {"sequential_forward", "call_linear_act", "call_mlp"}),
-    "pair in a forward": (Parent, {"guard", "call_fused_linear"}),
-    "chain in a forward": (WrittenChain, {"guard", "call_fused_chain"}),
-    "chain through a block": (Blocks, {"guard", "call_fused_chain", "call_fused_linear"}),
-    "written on parameters": (Held, {"guard", "call_held_of", "call_chain_of"}),
-    "gate on parameters": (HeldGate, {"guard", "call_gate_on"}),
-    "gated module": (Gate, {"guard", "call_gated"}),
-    "gate in a forward": (GateAmid, {"guard", "call_gate"}),
-    "halves in a forward": (HalvesAmid, {"guard", "call_gate"}),
-    "halves of one rank": (HalvesAt1, {"guard", "call_gate_of"}),
-    "row": (Row, {"guard", "call_row"}),
-    "parts": (Parts, {"guard", "call_parts"}),
-    "loop": (Loop, {"guard", "call_grouped"}),
-    "towers": (Towers, {"guard", "call_towers"}),
-    "list": (Heads, {"guard", "call_list"}),
-    "stacked weights": (stacked, {"guard", "call_grouped"}),
-    "grouped convolution": (Convolution, {"grouped_forward", "call_grouped"}),
+def alone() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(16, 16), nn.LeakyReLU())
+
+
+def symbolic() -> nn.Module:
+    return torch.fx.symbolic_trace(WrittenChain().eval())
+
+
+@dataclass(frozen=True)
+class Route:
+    """A model, the settings it is rewritten with, and what it exercises: files that make forwards,
+    kinds of chains, and fused calls, by name."""
+
+    make: Callable[[], nn.Module]
+    exercises: set[str]
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+ROUTES: dict[str, Route] = {
+    "plain": Route(lambda: nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)), {"forwards"}),
+    "plain Conv1D": Route(lambda: nn.Sequential(Conv1D(8, 16), nn.LayerNorm(8)), {"forwards"}),
+    "pairs in a Sequential": Route(pairs, {"sequential_forward", "call_linear_act"}),
+    "chain in a Sequential": Route(chain, {"sequential_forward", "SequentialChain"}),
+    "pair in a forward": Route(Parent, {"guard", "call_fused_linear"}),
+    "chain in a forward": Route(WrittenChain, {"guard", "ParentChain", "call_fused_chain"}),
+    "chain made by torch.fx": Route(symbolic, {"guard", "ParentChain"}),
+    "chain through a block": Route(Blocks, {"guard", "BlockChain", "call_fused_linear"}),
+    "written on parameters": Route(Held, {"guard", "call_held_of", "call_chain_of"}),
+    "gate on parameters": Route(HeldGate, {"guard", "GatedPart", "call_gate_on"}),
+    "gated module": Route(Gate, {"guard", "GatedChain"}),
+    "gate in a forward": Route(GateAmid, {"guard", "GatedPart", "call_gate"}),
+    "halves in a forward": Route(HalvesAmid, {"guard", "GatedPart", "call_gate"}),
+    "halves of one rank": Route(HalvesAt1, {"guard", "GatedPart", "call_gate_of"}),
+    "row": Route(Row, {"guard", "RowChain", "call_row"}),
+    "parts": Route(Parts, {"guard", "RowChain", "call_parts"}),
+    "loop": Route(Loop, {"guard", "GroupedChain"}),
+    "towers": Route(Towers, {"guard", "TowerChain", "call_towers"}),
+    "list": Route(Heads, {"guard", "ListChain", "call_list"}),
+    "stacked weights": Route(stacked, {"guard", "GroupedChain"}),
+    "grouped convolution": Route(Convolution, {"grouped_forward", "GroupedChain"}),
+    "graphs": Route(alone, {"graph_forward"}, {"families": (), "graphs": True}),
+    "compiled": Route(alone, {"compiled_forward"}, {"families": (), "compile": True}),
 }
-"""Name → how to make the model, and what it exercises: files of ``rewrite.exchange`` that make
-forwards, and fused calls."""
 X = torch.randn(6, 16, generator=torch.Generator().manual_seed(1))
 
 
-def rewritten(name: str) -> tuple[nn.Module, nn.Module, Any]:
-    """The model rewritten, the same as it was, and the result. Needs a clock set to ``CLOCK``."""
+@dataclass(frozen=True)
+class Rewritten:
+    """A model as it was and the same one rewritten, the result, and the kinds of its chains."""
+
+    plain: nn.Module
+    model: nn.Module
+    result: Any
+    kinds: frozenset[str]
+
+
+@cache
+def rewritten(name: str) -> Rewritten:
+    """By this route; needs a clock set to ``CLOCK``."""
     torch.manual_seed(0)
-    model = MODELS[name][0]().eval()
+    model = ROUTES[name].make().eval()
     plain = copy.deepcopy(model)
-    result = fl.optimize_(model, X, config=CONFIG)
-    assert result.kept, [(s.fqn, s.code, s.reason) for s in result.sites]
-    return model, plain, result
+    return Rewritten(plain, model, *optimized(model, name))
 
 
-def makers() -> set[str]:
-    """The files that make forwards to put in place: those that call ``swap.mark``."""
-    found = set()
-    for file in _EXCHANGE.glob("*.py"):
-        calls = (n.func for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Call))
-        if any(isinstance(f, ast.Name) and f.id == "mark" for f in calls):
-            found.add(file.stem)
-    return found
+def optimized(model: nn.Module, name: str) -> tuple[Any, frozenset[str]]:
+    """What ``optimize_`` gives with the settings of a route, and the kinds of chains it keeps."""
+    kinds: set[str] = set()
+    real = finish.swaps_of
+
+    def swaps_of(candidates: Any) -> Any:
+        kinds.update(type(c.chain).__name__ for c in candidates if c.chain is not None)
+        return real(candidates)
+
+    settings = {"draws": 1, "optimizer_steps": 1, "time_budget_s": 600.0, **ROUTES[name].settings}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(finish, "swaps_of", swaps_of)
+        result = fl.optimize_(model, X, config=fl.Config(**settings))
+    assert result.kept, [(s.fqn, s.code, s.route, s.reason) for s in result.sites]
+    return result, frozenset(kinds)
 
 
-def fused_calls() -> set[str]:
-    """What the forwards built of traces call: every ``call_…`` that these are given."""
-    return {name for name in vars(links) if name.startswith("call_")}
+def exchanged(model: nn.Module) -> list[str]:
+    """Names of the modules whose forward is exchanged."""
+    return [name for name, module in model.named_modules() if is_rewritten(module)]
 
 
-def exercised(model: nn.Module) -> set[str]:
-    """The files that made the model's forwards, and the functions of ``rewrite.exchange`` that one
-    call of it runs."""
-    found = {f.__module__.rpartition(".")[2] for f in owners(model).values()}
+def exercised(route: Rewritten) -> set[str]:
+    """As ``Route.exercises``: what the rewritten model has, and one call of it runs."""
+    forwards = [route.model.get_submodule(name).forward for name in exchanged(route.model)]
+    made = {Path(f.__func__.__code__.co_filename).stem for f in forwards}
+    wrapped = {type(f).__module__.rpartition(".")[2] for f in forwards}
+    found: set[str] = set()
 
     def look(frame: Any, event: str, _: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(str(_EXCHANGE)):
@@ -273,13 +316,39 @@ def exercised(model: nn.Module) -> set[str]:
 
     sys.setprofile(look)
     try:
-        model(X)
+        route.model(X)
     finally:
         sys.setprofile(None)
-    return found
+    return found | made | wrapped | route.kinds
 
 
-def owners(model: nn.Module) -> dict[str, Any]:
-    """Name → the forward put in place, of the modules that have one."""
-    forwards = {n: m.__dict__.get("forward") for n, m in model.named_modules()}
-    return {n: f.__func__ for n, f in forwards.items() if f is not None}
+def discovered() -> set[str]:
+    """All there is to exercise: the files that make forwards, the kinds of chains, and what
+    forwards built of traces call."""
+    return {
+        *makers(),
+        *(kind.__name__ for kind in concrete(Chain)),
+        *(name for name in vars(links) if name.startswith("call_")),
+    }
+
+
+def makers() -> Iterator[str]:
+    """The files in which a function makes a function ``forward``, and those of what is bound in
+    its place."""
+    for file in _EXCHANGE.parent.rglob("*.py"):
+        tree = ast.parse(file.read_text())
+        for outer in ast.walk(tree):
+            inner = outer.body if isinstance(outer, ast.FunctionDef | ast.ClassDef) else ()
+            names = {f.name for f in inner if isinstance(f, ast.FunctionDef)}
+            bases = outer.bases if isinstance(outer, ast.ClassDef) else ()
+            bound = any(isinstance(b, ast.Name) and b.id == "Bound" for b in bases)
+            if bound or (isinstance(outer, ast.FunctionDef) and "forward" in names):
+                yield file.stem
+
+
+def concrete(kind: type) -> Iterator[type]:
+    """The classes of this kind that are no mere bases."""
+    for found in kind.__subclasses__():
+        yield from concrete(found)
+        if not inspect.isabstract(found) and not found.__name__.startswith("_"):
+            yield found

@@ -4,35 +4,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from rewrite_models import Clock, LoraLinear
-from route_models import (
-    CLOCK,
-    CONFIG,
-    MODELS,
-    Conv1D,
-    X,
-    exercised,
-    fused_calls,
-    makers,
-    owners,
-    rewritten,
-)
+from route_models import CLOCK, ROUTES, Conv1D, X, discovered, exercised, rewritten
 from torch import Tensor, nn
 from torch.nn.modules import module as of_modules
 from torch.nn.utils import parametrize, prune
 
-import fastlinear as fl
 from fastlinear.core.compare import relative_error
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.usefixtures("graphs_run_eagerly", "tape"),
 ]
 Edit = Callable[[nn.Module, str], Any]
 """Changes a model at the module of this name; may return another model, or NotImplemented."""
@@ -333,40 +321,16 @@ def check(model: nn.Module, plain: nn.Module, title: str) -> None:
     same(model, plain, f"{title}: nothing more")
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ROUTES)
 def test_later_edits_hold(name: str, clock: Clock) -> None:
     clock(CLOCK)
-    model, plain, result = rewritten(name)
-    missing = MODELS[name][1] - exercised(model)
-    assert not missing, [(s.fqn, s.code, s.route, s.reason) for s in result.sites]
-    check(model, plain, name)
-    result.revert()
-    assert not owners(model)
-
-
-@pytest.mark.usefixtures("graphs_run_eagerly")
-def test_later_edits_hold_of_compiled_models(clock: Clock) -> None:
-    clock({"after": 50.0})
-    plain = nn.Sequential(nn.Linear(16, 16), nn.LeakyReLU()).eval()
-    model = copy.deepcopy(plain)
-    result = fl.optimize_(model, X, config=replace(CONFIG, compile=True, families=()))
-    (region,) = [s for s in result.sites if s.rule == "compiled"]
-    assert region.status == "kept", region
-    check(model, plain, "compiled")
-
-
-@pytest.mark.usefixtures("tape")
-def test_later_edits_hold_of_graphs(clock: Clock) -> None:
-    clock({"after": 50.0})
-    plain = nn.Sequential(nn.Linear(16, 16), nn.LeakyReLU()).eval()
-    model = copy.deepcopy(plain)
-    result = fl.optimize_(model, X, config=replace(CONFIG, graphs=True, families=()))
-    (region,) = [s for s in result.sites if s.rule == "graphed"]
-    assert region.status == "kept", region
-    check(model, plain, "graphs")
+    route = rewritten(name)
+    missing = ROUTES[name].exercises - exercised(route)
+    assert not missing, [(s.fqn, s.code, s.route, s.reason) for s in route.result.sites]
+    check(route.model, route.plain, name)
 
 
 def test_no_route_is_forgotten() -> None:
-    """Between them the models above take every maker of forwards and every fused call there is."""
-    tested = set().union(*(what for _, what in MODELS.values()))
-    assert makers() | fused_calls() <= tested | {"compiled_forward", "graph_forward"}
+    """Between them the models above have every maker of forwards, chain and fused call there is."""
+    tested = set().union(*(route.exercises for route in ROUTES.values()))
+    assert discovered() <= tested, discovered() - tested
