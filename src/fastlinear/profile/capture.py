@@ -16,10 +16,11 @@ from fastlinear.core.inputs import normalize_inputs
 from fastlinear.core.precision import float32_precision
 from fastlinear.core.progress import Progress, silent
 from fastlinear.core.settings import MODES
-from fastlinear.profile import clock, own_calls
+from fastlinear.profile import clock, own_calls, unfollowed
 from fastlinear.profile import diagnose as diagnosis
 from fastlinear.profile.events import module_ranges
 from fastlinear.profile.observe import Observation, observe
+from fastlinear.profile.products import products_of
 from fastlinear.profile.profiled import profiled, records_of
 from fastlinear.profile.records import ProfileReport
 from fastlinear.profile.sites import find_sites
@@ -112,6 +113,9 @@ def capture(
         step.doing = "in the run that shows which layers are called"
         seen = observe(model, step.forward, samples=samples)
         found = find_sites(model, seen, calls)
+        products = products_of(model, step.forward, list(names), mixed)
+        left = unfollowed.not_followed(model, products, found.sites)
+        sites = unfollowed.told(model, found.sites, left)
         progress("time", 2, _STAGES)
         step.doing = "while a step was timed"
         step_us = clock.step_us(step, device)
@@ -134,11 +138,12 @@ def capture(
             op_us=clock.smallest_op_us() if device.type == "cpu" else 0.0,
         ),
         records,
-        found.sites,
+        sites,
         found.shares,
         lambda dtype, precision: clock.ceilings(device, dtype, precision),
     )
     findings += tuple(own_calls.findings(model, seen.module_calls))
+    findings += tuple(unfollowed.findings(left))
     progress("diagnose", _STAGES, _STAGES)
     report = ProfileReport(
         model_class=type(model).__name__,
@@ -147,11 +152,13 @@ def capture(
         step_us=step_us,
         device_busy_us=busy_us,
         records=records,
-        sites=found.sites,
+        sites=sites,
         findings=findings,
         attributed=attribution.fraction(device.type == "cuda"),
         unattributed=rest,
         environment=environment(device),
+        not_followed=left,
+        unwatched=products.failed,
     )
     return report, seen
 

@@ -134,7 +134,8 @@ class LinearSite:
         flags: facts a rewriter must honour: ``"subclass"``, ``"hooks"``, ``"parametrized"``,
             ``"weight_subclass"``, ``"shared_weight"``, ``"patched_forward"``,
             ``"several_names"``, ``"shared_activation"``, ``"activation_hooks"``,
-            ``"activation_inplace"``.
+            ``"activation_inplace"``; of one that is not called ``"used_by_parent"`` (its weight is
+            multiplied by all the same) and ``"used_as_parameter"`` (and is a site by its name).
     """
 
     fqn: str
@@ -163,6 +164,45 @@ class LinearSite:
 
 
 @dataclass(frozen=True)
+class NotFollowed:
+    """A parameter of two or more dimensions that a step multiplies by in code that is no linear's.
+
+    Attributes:
+        fqn: its first name.
+        parent_fqn: the module whose own code multiplies by it; ``""`` is the model.
+        shape: its shape.
+        ops: what multiplies by it, for example ``("aten::addmm",)``.
+        calls: how often one forward does.
+        flops: of these products in one forward; of one with several parameters, a share by size.
+        share: the same over the flops of all products in one forward, 0 to 1.
+        code: ``"by_parent"`` (the weight of a layer that is not called), ``"convolution"``,
+            ``"pointwise_convolution"`` (a linear over channels), ``"recurrent"``,
+            ``"torch_module"`` (code of another layer of PyTorch's), ``"stacked"`` (three or more
+            dimensions), ``"part"`` (of it only), ``"computed"`` (what is multiplied by is computed
+            from it first), ``"library_op"`` (an op of another library), ``"elementwise"``,
+            ``"constant"`` (a product that no input has a part in), ``"compiled_part"`` (scripted
+            ones too) or ``"written"`` (anything else).
+        reason: one sentence for the code.
+        hint: how optimize_ would follow it, or None.
+    """
+
+    fqn: str
+    parent_fqn: str
+    shape: tuple[int, ...]
+    ops: tuple[str, ...]
+    calls: int
+    flops: float
+    share: float
+    code: str
+    reason: str
+    hint: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict."""
+        return asdict(self) | {"shape": list(self.shape), "ops": list(self.ops)}
+
+
+@dataclass(frozen=True)
 class ProfileReport:
     """The outcome of ``profile``.
 
@@ -181,6 +221,9 @@ class ProfileReport:
             inside some module, 0 to 1.
         unattributed: (name, microseconds per step) of the rest, largest first.
         environment: versions and device facts.
+        not_followed: the parameters of two or more dimensions that a step multiplies by and that
+            are no followed site's nor a fastlinear layer's, most flops first.
+        unwatched: why that is not known, or None.
     """
 
     model_class: str
@@ -194,10 +237,20 @@ class ProfileReport:
     attributed: float
     unattributed: tuple[tuple[str, float], ...]
     environment: dict[str, Any] = field(default_factory=dict)
+    not_followed: tuple[NotFollowed, ...] = ()
+    unwatched: str | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A warning where less than 95% of the time falls inside modules, with the largest rest."""
+        """Warnings: where less than 95% of the time falls inside modules, with the largest rest;
+        where it is not known which parameters a step multiplies by."""
+        unwatched: tuple[str, ...] = ()
+        if self.unwatched is not None:
+            text = "which parameters a step multiplies by beside the sites is not known: watched"
+            unwatched = (f"{text}, the forward raises {self.unwatched}",)
+        return (*self._attribution(), *unwatched)
+
+    def _attribution(self) -> tuple[str, ...]:
         if self.attributed >= WELL_ATTRIBUTED:
             return ()
         clock = "kernel time" if self.device.startswith("cuda") else "step"
@@ -233,6 +286,7 @@ class ProfileReport:
             site["shapes"] = [list(shape) for shape in site["shapes"]]
             site["x_layouts"] = list(site["x_layouts"])
             site["flags"] = list(site["flags"])
+        data["not_followed"] = [one.to_json() for one in self.not_followed]
         data["unattributed"] = [[name, us] for name, us in self.unattributed]
         data["notes"] = list(self.notes)
         return {"kind": "profile", "format": FORMAT, **data}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fastlinear.core.text_table import as_text, table
 from fastlinear.profile import own_calls
-from fastlinear.profile.records import Finding, ProfileReport
+from fastlinear.profile.records import Finding, NotFollowed, ProfileReport
+from fastlinear.profile.unfollowed import with_hint
 from fastlinear.report.text import count, step_of
 
 NO_LINEARS = (
@@ -45,7 +46,31 @@ def render(report: ProfileReport, rows: int, width: int) -> str:
         parts += _advice(report.findings)
     else:
         parts.append("No findings: nothing to do.")
+    parts += not_followed(report.not_followed, rows, width)
     return as_text(parts, width)
+
+
+def not_followed(left: Sequence[NotFollowed], rows: int, width: int) -> list[Any]:
+    """The weights that are no followed site's, those of one kind as one row."""
+    kinds: dict[str, list[NotFollowed]] = defaultdict(list)
+    for one in left:
+        kinds[with_hint(one)].append(one)
+    if not kinds:
+        return []
+    ranked = sorted(kinds.items(), key=lambda item: -sum(one.share for one in item[1]))
+    shown = []
+    for why, alike in ranked[:rows]:
+        more = f" (+{len(alike) - 1} alike)" if len(alike) > 1 else ""
+        share = f"{sum(one.share for one in alike):.1%}"
+        shown.append((alike[0].fqn + more, share, why))
+    more_kinds = len(ranked) - rows
+    return [
+        "",
+        f"Not followed: {sum(one.share for one in left):.1%} of the flops of one forward's "
+        "products, with weights that other code than a linear layer's multiplies by",
+        table(("weight", ">share", "why"), shown, width=width),
+        *([f"… and {more_kinds} more kinds of weights."] if more_kinds > 0 else []),
+    ]
 
 
 def no_linears(findings: Iterable[Finding]) -> str:

@@ -25,6 +25,8 @@ def optimize(data: dict[str, Any]) -> dict[str, Any]:
     sites = _sites(data.get("sites") or [])
     ratios = [s["ci95"][1] for s in sites if s["ci95"]]
     profiled = data.get("profile")
+    if profiled and "not_followed" in data:
+        profiled = profiled | {"not_followed": data["not_followed"]}
     kept = (data.get("summary") or {}).get("kept", 0)
     return {
         "title": (data.get("model") or {}).get("class", "model"),
@@ -84,6 +86,7 @@ def profile(data: dict[str, Any]) -> dict[str, Any]:
         "findings": _merge_findings(findings),
         "finding_count": len(findings),
         "sites": len(data.get("sites") or []),
+        "not_followed": data.get("not_followed") or [],
         "environment": environment(data.get("environment")),
         "device": device_name(data),
     }

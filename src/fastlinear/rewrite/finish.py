@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from fastlinear.core.compare import Verdict
 from fastlinear.core.environment import environment
 from fastlinear.core.timing import Ratio
+from fastlinear.profile.records import NotFollowed
 from fastlinear.profile.state import preserved
-from fastlinear.rewrite.exchange.swap import SwapSet
+from fastlinear.rewrite.exchange.swap import SwapSet, is_rewritten
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.eligible import linear_modules
 from fastlinear.rewrite.plan import Plan, Rewrite, model_facts
@@ -92,11 +94,21 @@ def finish(
         profile=work.profile,
         notes=tuple(dict.fromkeys((*(f"profile: {n}" for n in work.profile.notes), *work.notes))),
         _swaps=swaps,
+        not_followed=tuple(_not_followed(work)),
     )
     if graph is not None and graph.rule == RULE:
         _compile(work, swaps)
     swaps.on()
     return result
+
+
+def _not_followed(work: Work) -> Iterator[NotFollowed]:
+    """The profile's, less what an outcome accounts for."""
+    for one in work.profile.not_followed:
+        names = (one.fqn, one.parent_fqn)
+        ours = is_rewritten(work.model.get_submodule(one.parent_fqn))
+        if not ours and not any(name in work.outcomes for name in names):
+            yield one
 
 
 def _part_of(work: Work, site: SiteOutcome) -> str | None:

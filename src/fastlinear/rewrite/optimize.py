@@ -15,6 +15,7 @@ from fastlinear.dispatch.backend import check_backend, families
 from fastlinear.profile.capture import capture
 from fastlinear.profile.state import preserved
 from fastlinear.profile.step import check_model, device_of
+from fastlinear.profile.unfollowed import USED_BY_PARENT
 from fastlinear.rewrite.finish import finish
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.eligible import Refusal, rewritten
@@ -179,8 +180,10 @@ def note_rewritten(work: Work) -> None:
 
 def settle_left(work: Work, left: dict[str, Refusal]) -> None:
     """Record the linears that are no candidates, and why."""
+    bypassed = {s.fqn for s in work.profile.sites if USED_BY_PARENT in s.flags}
     for fqn, refusal in left.items():
-        status = "nothing_to_do" if refusal.code in _NOTHING_CODES else "refused"
+        nothing = refusal.code in _NOTHING_CODES and fqn not in bypassed
+        status = "nothing_to_do" if nothing else "refused"
         work.settle(fqn, status, refusal.code, refusal.reason)
 
 

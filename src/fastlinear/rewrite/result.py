@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from fastlinear.core.compare import Verdict
-from fastlinear.core.text_table import PIPE_WIDTH
+from fastlinear.core.text_table import PIPE_WIDTH, as_text
 from fastlinear.core.timing import Ratio
 from fastlinear.profile import ProfileReport
-from fastlinear.profile.records import Finding
+from fastlinear.profile.records import Finding, NotFollowed
 from fastlinear.rewrite.exchange.swap import SwapSet
 from fastlinear.rewrite.plan import Plan
 
 STATUSES = ("kept", "rejected", "refused", "undecided", "nothing_to_do")
+_MOST_KINDS = 8  # of weights not followed that a table shows
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,8 @@ class Result:
         samples: raw step times, ``{"before": [...], "after": [...]}``.
         plan: what was kept, as data.
         profile: the profile it started from.
+        not_followed: the profile's, less what a site accounts for: a module tried as a grouped
+            layer, a layer of a foreign class, what is rewritten already.
         notes: what a reader should know of how it was verified and measured.
     """
 
@@ -105,6 +108,7 @@ class Result:
     profile: ProfileReport
     notes: tuple[str, ...]
     _swaps: SwapSet = field(repr=False)
+    not_followed: tuple[NotFollowed, ...] = ()
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -184,6 +188,7 @@ class Result:
                 for v in self.verdicts
             ],
             "summary": self.summary(),
+            "not_followed": [one.to_json() for one in self.not_followed],
             "notes": list(self.notes),
         }
 
@@ -197,11 +202,13 @@ class Result:
         return path
 
     def table(self, *, width: int = PIPE_WIDTH) -> str:
-        """Every site with its outcome, the step before and after, and what findings advise that no
-        rewrite does, as plain text of at most ``width`` columns."""
+        """Every site with its outcome, the step before and after, what findings advise that no
+        rewrite does, and the weights not followed, as plain text of at most ``width`` columns."""
+        from fastlinear.profile.table import not_followed
         from fastlinear.rewrite.table import render
 
-        return render(self, width)
+        left = not_followed(self.not_followed, _MOST_KINDS, width)
+        return render(self, width) + (as_text(left, width) if left else "")
 
     def __str__(self) -> str:
         counts = ", ".join(

@@ -16,6 +16,7 @@ from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.profile.effects import class_forward
 from fastlinear.profile.observe import OTHER, Call, Observation
 from fastlinear.profile.records import LinearSite
+from fastlinear.profile.unfollowed import USED_ELSEWHERE
 from fastlinear.rewrite.exchange.sequential_forward import Segment
 from fastlinear.rewrite.match.candidate import Candidate, calls_of, problems_of
 from fastlinear.rewrite.match.eligible import (
@@ -63,7 +64,7 @@ def match(
     plain: dict[str, Candidate] = {}
     for fqn, module in linear_modules(model).items():
         calls = seen.calls.get(module, [])
-        refusal = _left_alone(model, fqn, module, calls, filter_fn)
+        refusal = _left_alone(model, fqn, module, calls, by_fqn.get(fqn), filter_fn)
         if refusal is None:
             refusal = _refuse_activation(model, by_fqn.get(fqn))
         if refusal is not None:
@@ -90,6 +91,7 @@ def _left_alone(
     fqn: str,
     module: nn.Module,
     calls: list[Call],
+    site: LinearSite | None,
     filter_fn: FilterFn | None,
 ) -> Refusal | None:
     if isinstance(module, fl_nn.Linear):
@@ -100,7 +102,9 @@ def _left_alone(
     if filter_fn is not None and not filter_fn(module, fqn):
         return Refusal("filtered", "filter_fn leaves it out.")
     if not calls:
-        return Refusal("not_called", "These inputs never call it.")
+        used = site is not None and USED_ELSEWHERE & set(site.flags)
+        text = site.reason if site is not None and used else "These inputs never call it."
+        return Refusal("not_called", text)
     if not all(call.positional for call in calls):
         return Refusal("keyword_input", "It is called with its input as a keyword argument.")
     if any(call.layout == OTHER for call in calls):
