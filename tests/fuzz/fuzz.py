@@ -300,16 +300,24 @@ _FIXED_ROWS = ("ragged_linear", "grouped_linear")
 _CHANGES = ("toggle", "rows", "dtype", "in place", "resize", "bad", "layout", "layout")
 
 
-def run(op: str, seed: int, pool: Pool) -> str | None:
-    """What went wrong in a case, with the line that runs it again, or None."""
+def run(op: str, seed: int, pool: Pool, backend: str | None = None) -> str | None:
+    """What went wrong in a case, with the line that runs it again, or None.
+
+    Args:
+        op: a name in ``CALLS``.
+        seed: the case's.
+        pool: takes results of few numbers.
+        backend: what the first call is forced to, where it can be.
+    """
     case = None
     _ = door.wait() and door_node.wait()  # from here on calls of a kind always take the same path
     try:
         case = Case(op, seed)
+        case.backend = backend
         case.run(pool)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding
         told = " | ".join(case.told) if case is not None else "not drawn"
-        again = f"python tests/fuzz/fuzz.py --case {op} {seed}"
+        again = " ".join(["python tests/fuzz/fuzz.py --case", op, str(seed), backend or ""])
         return f"{again}\n  {told}\n  {type(error).__name__}: {str(error)[:600]}"
     return None
 
@@ -327,11 +335,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--case", nargs=2, metavar=("OP", "SEED"))
+    parser.add_argument("--case", nargs="+", metavar="OP SEED [BACKEND]")
     given = parser.parse_args()
     pool, failures, count = Pool(), [], 0
     if given.case:
-        told = run(given.case[0], int(given.case[1]), pool)
+        told = run(given.case[0], int(given.case[1]), pool, *given.case[2:])
         print(told or "ok")
         return int(told is not None)
     for seed in seeds(given.seed, given.seconds):

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sanitize_calls
+import sanitize_cpu
 import sanitize_families as sanitize
 import torch
 
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.dispatch.backend import families, family
+from fastlinear.ops.common import cpp_build, door_library
 
 
 def test_every_family_is_checked() -> None:
@@ -139,3 +143,56 @@ def test_what_is_known_is_written_down() -> None:
         assert (folder / "ORDERING.md").is_file()
         sources = "".join(path.read_text() for path in folder.glob("*.cu"))
         assert all(f"\n{kernel}(" in sources for kernel in kernels)
+
+
+# --------------------------------------------------------------------------------------------
+# C++ on a CPU
+
+_FAULTY = """
+#include <cstdlib>
+extern "C" int beyond(int i) {
+  char* volatile p = static_cast<char*>(std::malloc(8));
+  return p[i];
+}
+"""
+_CALL = """
+import os, sys
+from pathlib import Path
+os.environ.pop("LD_PRELOAD", None)
+from fastlinear.ops.common import cpp_build
+library = cpp_build.load(Path(sys.argv[1]))
+print(library._name, library.beyond(7), flush=True)
+library.beyond(9)
+"""
+
+
+@pytest.mark.own_builds
+@pytest.mark.skipif(cpp_build.reason_not() is not None, reason="no C++ compiler")
+def test_the_builder_sanitizes_and_keeps_both_kinds_of_libraries(tmp_path: Path) -> None:
+    library = sanitize_cpu.runtime()
+    if library is None:
+        pytest.skip("the compiler has no address sanitizer")
+    source, script = tmp_path / "faulty.cpp", tmp_path / "call.py"
+    source.write_text(_FAULTY)
+    script.write_text(_CALL)
+    env = {**os.environ, **sanitize_cpu._SETTINGS, "LD_PRELOAD": str(library)}
+    words = [sys.executable, str(script), str(source)]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "heap-buffer-overflow" in done.stderr
+    sanitized = Path(done.stdout.split()[0])
+    plain = Path(cpp_build.load(source)._name)
+    assert plain.parent == sanitized.parent
+    assert plain != sanitized
+
+
+def test_the_door_and_all_kernels_are_sanitized(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = door_library.command(door_library.NODE)
+    before = door_library.places(command, door_library.NODE)
+    monkeypatch.setenv("FASTLINEAR_SANITIZE", "address,undefined")
+    sanitized = door_library.command(door_library.NODE)
+    assert set(sanitized) - set(command) == set(cpp_build.sanitizers())
+    assert door_library.places(sanitized, door_library.NODE) != before
+    names = {path.name for path in sanitize_cpu.kernels()}
+    assert {"elementwise.cpp", "grouped.cpp", "mlp.cpp", "unequal.cpp"} <= names
+    assert not names & {"door.cpp", "door_node.cpp"}

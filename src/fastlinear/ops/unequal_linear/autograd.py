@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import torch
 import torch.nn.functional as F
@@ -239,7 +239,8 @@ def _differentiable(
         biases = own[2 * groups :] if len(own) == 3 * groups else [None] * groups
         there = [g for g, dy in enumerate(dys) if dy is not None]
         xs, weights, given = (
-            [ts[g] for g in there] for ts in (own[:groups], own[groups : 2 * groups], biases)
+            [cast(Any, ts[g]) for g in there]
+            for ts in (own[:groups], own[groups : 2 * groups], biases)
         )
         results = loop(xs, weights, given, activation)
         pairs = zip(results, (dys[g] for g in there), strict=True)

@@ -1,0 +1,135 @@
+"""Every C++ kernel of the CPU and the autograd node under the address and the undefined-behaviour
+sanitizer (``make sanitize``):
+
+    python tests/ops/sanitize_cpu.py [--seconds 60]
+
+The project's own builder compiles them with ``$FASTLINEAR_SANITIZE``, into the user's cache beside
+the ordinary ones. Then small calls of every backend run, and the fuzzer's, in a process that has
+the sanitizer's runtime preloaded; it ends at the first error. Exits 1 where there is one, or a
+wrong result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from fastlinear.core.errors import UnsupportedError
+from fastlinear.ops.common import cpp_build, door, door_library, door_node
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+OPS = ROOT / "src" / "fastlinear" / "ops"
+RUNTIMES = ("libasan.so", "libclang_rt.asan-x86_64.so", "libclang_rt.asan-aarch64.so")
+_SETTINGS = {
+    "FASTLINEAR_SANITIZE": "address,undefined",
+    "ASAN_OPTIONS": "detect_leaks=0:alloc_dealloc_mismatch=0:detect_odr_violation=0",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+    "PYTHONMALLOC": "malloc",
+    "OMP_NUM_THREADS": "2",
+    "OMP_WAIT_POLICY": "passive",
+}
+
+
+def runtime() -> Path | None:
+    """The address sanitizer's library as the compiler brings it, or None."""
+    compiler = cpp_build.compiler()
+    for name in RUNTIMES if compiler else ():
+        asked = [compiler or "", f"-print-file-name={name}"]
+        done = subprocess.run(asked, capture_output=True, text=True, check=False)
+        path = Path(done.stdout.strip())
+        if done.returncode == 0 and path.is_absolute() and path.exists():
+            return path
+    return None
+
+
+def kernels() -> list[Path]:
+    """The C++ sources that ``cpp_build`` compiles."""
+    door_sources = {door_library.DOOR.source, door_library.NODE.source}
+    return sorted(p for p in OPS.rglob("*.cpp") if p not in door_sources)
+
+
+def build_doors() -> None:
+    """Compile the door and the node, however long that takes."""
+    for library in (door_library.DOOR, door_library.NODE):
+        command = door_library.command(library)
+        target = door_library.places(command, library)[0]
+        if not target.exists():
+            print(f"compiling {library.source.name}", flush=True)
+            target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            part = target.with_suffix(f".{os.getpid()}")
+            subprocess.run([*command, "-o", str(part)], check=True)
+            part.replace(target)
+
+
+def wrong(seconds: float) -> Iterator[str]:
+    """Small calls of all that is sanitized; what is wrong with their results."""
+    sys.path[:0] = [str(HERE), str(ROOT / "tests" / "fuzz")]
+    import fuzz
+    import sanitize_calls
+
+    if sanitize_calls.main((), "cpu"):
+        yield "a family's result is wrong"
+    pool = fuzz.Pool()
+    for op in fuzz.CALLS:
+        print(f"== {op}", flush=True)
+        for backend in (None, *fuzz.backends(op)):
+            for seed in range(6):
+                if told := fuzz.run(op, seed, pool, backend):
+                    yield told
+    for seed in fuzz.seeds(0, seconds):
+        for op in fuzz.CALLS:
+            if told := fuzz.run(op, seed, pool):
+                yield told
+    yield from pool.wrong()
+
+
+def work(seconds: float) -> int:
+    """Build, load and call everything; 1 where a result is wrong or nothing could be loaded."""
+    os.environ.pop("LD_PRELOAD", None)  # not for the compiler
+    build_doors()
+    for source in kernels():
+        why = cpp_build.why_not_loaded(source)  # some are for processors that this is none of
+        print(f"loading {source.name}: {'ok' if why is None else why.partition(chr(10))[0]}")
+    if not (door.wait() and door_node.wait()):
+        print(door.reason_not() or door_node.reason_not())
+        return 1
+    failures = 0
+    for told in wrong(seconds):
+        print(told, flush=True)
+        failures += 1
+    print("sanitizers: nothing reported" + (f", {failures} wrong" if failures else ""))
+    return int(failures > 0)
+
+
+def main() -> int:
+    """Run all in a process with the runtime preloaded; 0 where all is in order."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seconds", type=float, default=60.0, help="of the fuzzer's cases")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.inside:
+        return work(given.seconds)
+    library = runtime()
+    if library is None:
+        error = UnsupportedError(
+            "sanitize",
+            "a compiler that brings the address sanitizer's runtime",
+            cpp_build.compiler() or "no compiler",
+            "Install g++, or name it in $CXX.",
+        )
+        print(error, file=sys.stderr)
+        return error.exit_code
+    paths = (str(ROOT / "src"), os.environ.get("PYTHONPATH"))
+    env = {**os.environ, **_SETTINGS, "LD_PRELOAD": str(library)}
+    env["PYTHONPATH"] = os.pathsep.join(p for p in paths if p)
+    words = [sys.executable, __file__, "--inside", "--seconds", str(given.seconds)]
+    return subprocess.run(words, env=env, cwd=ROOT, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
