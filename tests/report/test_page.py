@@ -104,6 +104,22 @@ def test_values_are_escaped() -> None:
     assert "<img" not in html
 
 
+def test_a_step_is_told_with_what_is_in_it() -> None:
+    for mode, step in (("train", "forward and backward"), ("inference", "forward")):
+        data = {**samples.optimize(), "mode": mode}
+        assert f"one whole step ({step})" in page(data)
+        assert f"one step ({step})" in page({**samples.profile(), "mode": mode})
+        reports = [{"name": "a", "href": "a.html", "data": data}]
+        assert f"{mode} ({step})" in page({"kind": "index", "title": "t", "reports": reports})
+
+
+def test_undecided_sites_are_not_called_healthy() -> None:
+    found = samples.site("fc", "undecided", reason="the measurement is in doubt")
+    shown = page({**samples.optimize(), "sites": [found], "summary": {"undecided": 1}})
+    assert "no measurement says whether a rewrite would help" in shown
+    assert "Healthy" not in shown
+
+
 def test_nothing_kept_and_missing_fields() -> None:
     bare: dict[str, Any] = {
         "kind": "optimize",

@@ -128,15 +128,20 @@ def test_noise_is_called_noise(width: int) -> None:
     assert "1.50x, within noise" not in " ".join(render(result(KEPT), width).split())
 
 
+def test_a_step_is_told_with_what_is_in_it() -> None:
+    found = result(KEPT)
+    found.mode = "train"
+    assert "30 µs a step (forward and backward), " in " ".join(render(found, 160).split())
+
+
 def test_sites_that_gain_and_a_step_that_does_not_are_told_together() -> None:
     found = result(KEPT, replace(KEPT, fqn="other"), replace(KEPT, fqn="", rule="compiled"))
     found.speedup = Ratio(1.01, 1.0, 1.03)
-    text = render(found, 160)
+    text = " ".join(render(found, 160).split())
     assert "no difference beyond noise, though the kept sites alone gained 20.0 µs" in text
     found.speedup = Ratio(0.9, 0.8, 0.95)
-    assert "pairs: slower beyond noise, though the kept sites alone gained 20.0 µs" in render(
-        found, 160
-    )
+    text = " ".join(render(found, 160).split())
+    assert "pairs: slower beyond noise, though the kept sites alone gained 20.0 µs" in text
     found.speedup = Ratio(1.3, 1.2, 1.4)
     assert "alone gained" not in render(found, 160)
 

@@ -231,7 +231,7 @@ def test_all_chains_of_a_kind_are_weighed_together(
     from fastlinear.core.timing import Samples
     from fastlinear.rewrite.trial import chains, measure, of_the_step
 
-    clock({**FAST, "whole_cpp": 20.0, "layerwise": 20.0, "before": 200.0})
+    clock({**FAST, "onednn": 50.0, "whole_cpp": 20.0, "layerwise": 20.0, "before": 200.0})
     monkeypatch.setattr(chains, "on_the_step", of_the_step.on_the_step)
     weighed: list[tuple[int, int]] = []
 
@@ -242,7 +242,9 @@ def test_all_chains_of_a_kind_are_weighed_together(
 
     monkeypatch.setattr(measure, "model_pair", pair)
     optimized(Critics().eval(), torch.randn(9, 8))
-    assert (4, 1) in weighed  # four towers, each a chain, against all side by side
+    swapped = [after for _, after in weighed]
+    assert swapped[:2] == [4, 1]  # a chain a tower against linears, all side by side against these
+    assert weighed[1][0] == 4
 
 
 def test_a_filled_cache_offers_the_same_candidates(

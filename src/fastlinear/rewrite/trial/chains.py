@@ -233,10 +233,10 @@ def _measure(
         chosen = backends_of(chain)
         own_path = all(set(b.values()) == {BASELINE} for b in chosen)
         if own_path and not chain.eager_may_gain:
-            why, told = "PyTorch's own path is the choice for it", {}
+            code, why = "not_faster", "PyTorch's own path is the choice for it"
             if doubt := work.doubt(q for p in chain.asked for q in measure.deciding(p)):
-                why, told = f"{why}; its measurement is in doubt: {doubt}", {"status": UNDECIDED}
-            _leave(work, chain, UNDECIDED if told else "not_faster", why, **told)
+                code, why = UNDECIDED, f"{why}; its measurement is in doubt: {doubt}"
+            _leave(work, chain, code, why)
             return None
         with work.budget:
             share = work.budget.share(4 * left, 2.0)
@@ -261,8 +261,8 @@ def _leave(work: Work, chain: Chain, code: str, why: str, **told: Any) -> None:
         if c.kind == OWN:
             known = {"rule": chain.rule, "route": chain.route, "calls": chain.calls.calls, **told}
             known["problem"] = chain.problems[0].to_json()
-            known = {"status": "rejected", "activation": c.activation, **known}
-            work.settle(c.fqn, code=code, reason=why, **known)
+            status = UNDECIDED if code in (UNDECIDED, NO_TIME) else "rejected"
+            work.settle(c.fqn, status, code, why, activation=c.activation, **known)
 
 
 def _accurate(work: Work, chain: Chain) -> bool:

@@ -33,7 +33,7 @@ from fastlinear.rewrite.trial.try_graph import (
     tried,
     untouchable,
 )
-from fastlinear.rewrite.work import Work
+from fastlinear.rewrite.work import UNDECIDED, Work
 
 _NAMED = 3  # parts a note calls by name
 WhyNot = Callable[[str], Outcome | None]
@@ -52,7 +52,7 @@ def choose_regions(work: Work, kept: list[Candidate]) -> KeptGraph | None:
     for group in _alike(offers):
         names = [f.fqn for f in group]
         if work.budget.left_s == 0:
-            found: KeptGraph | Outcome = Outcome("rejected", NO_TIME, "Not measured: no time.")
+            found: KeptGraph | Outcome = Outcome(UNDECIDED, NO_TIME, "Not measured: no time.")
         else:
             before = best.names if best else ()
             against = with_graph(base, work.model, before)

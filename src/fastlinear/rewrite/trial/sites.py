@@ -115,7 +115,7 @@ def _measure_sites(work: Work, candidates: list[Candidate]) -> list[Candidate]:
         work.progress("sites", i, len(groups))
         if i > 0 and work.budget.left_s == 0:
             for c in members:
-                work.settle(c.fqn, "rejected", NO_TIME, f"Not measured: {budget_spent(work)}.")
+                work.settle(c.fqn, UNDECIDED, NO_TIME, f"Not measured: {budget_spent(work)}.")
             continue
         share = work.budget.share(2 * (len(groups) - i), 2.0)
         try:
