@@ -14,6 +14,7 @@ from torch.nn.utils import prune
 import fastlinear as fl
 from fastlinear.core.errors import InputError
 from fastlinear.nn import MLP
+from fastlinear.nn.mlp_layer import Layer
 from fastlinear.ops.common.activations import NAMES
 
 
@@ -119,14 +120,35 @@ def test_hooks() -> None:
     net.register_forward_hook(lambda *_: seen.append(1))
     net(torch.randn(2, 8))
     assert seen == [1]
-    layer = net.get_submodule("0")
-    for register in (
-        layer.register_forward_hook,
-        layer.register_forward_pre_hook,
-        layer.register_full_backward_hook,
-    ):
-        with pytest.raises(InputError, match="hooks on single layers"):
-            register(lambda *_: None)
+
+
+def test_hooks_on_layers() -> None:
+    """A layer with a hook is called; the others' numbers, and later calls', stay the same."""
+    net = MLP([8, 16, 8], activation="gelu", final_activation="relu")
+    seq = net.to_sequential()
+    x = torch.randn(2, 8, requires_grad=True)
+    seen: list[Any] = []
+    for name in ("register_forward_hook", "register_full_backward_hook"):
+        handles = [getattr(net.get_submodule(i), name)(lambda m, *_: seen.append(m)) for i in "02"]
+        for module in (net, copy.deepcopy(net)):
+            y = module(x)
+            assert torch.allclose(y, seq(x), atol=1e-6)
+            y.sum().backward()
+            assert seen == list(module.children())[:: 1 if "forward" in name else -1]
+            seen.clear()
+        with pytest.raises(InputError, match="layer 0 with hooks"):
+            net.to_sequential()
+        net.backend = "layerwise"
+        with pytest.raises(fl.UnsupportedError, match="hooks on a layer"):
+            net(x)
+        net.backend = None
+        for handle in handles:
+            handle.remove()
+        assert torch.allclose(net(x), seq(x), atol=1e-6)
+        assert {type(m) for m in net.children()} == {Layer}
+    net.get_submodule("0").register_forward_pre_hook(lambda _, args: (2 * args[0],))
+    assert torch.allclose(net(x), seq(2 * x), atol=1e-6)
+    assert [type(m).__name__ for m in net.children()] == ["CalledLayer", "Layer"]
 
 
 def test_shared_layers() -> None:

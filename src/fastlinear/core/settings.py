@@ -40,6 +40,9 @@ class Config:
             does not reach stays as it is, and a note says so. Not in it: the profile, the
             verification of what is to be kept (one draw, and as long again for further ones), and
             what has begun when it ends: a compilation, the five rounds of a comparison.
+        trial_memory: the share of the device's free memory, above 0 and at most 1, that one trial
+            of CUDA graphs or compiled code may take; one that takes more, and any trial that runs
+            out of memory, ends with a note.
         seed: seed of every random draw.
     """
 
@@ -55,6 +58,7 @@ class Config:
     compile: bool = False
     allow_fast_matmul: bool = False
     time_budget_s: float = 60.0
+    trial_memory: float = 0.5
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -86,6 +90,12 @@ class Config:
             "min_speedup to be a finite ratio above 0",
             f"min_speedup={self.min_speedup!r}",
             "1.0 keeps whatever is measured faster.",
+        )
+        _check(
+            _is_number(self.trial_memory) and 0 < self.trial_memory <= 1,
+            "trial_memory to be a share above 0 and at most 1",
+            f"trial_memory={self.trial_memory!r}",
+            "Leave it out for half of what is free.",
         )
         for name in ("tune", "graphs", "compile", "allow_fast_matmul"):
             value = getattr(self, name)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fastlinear.core.errors import InputError, UnsupportedError
+from fastlinear.core.wrappers import PLAIN
 from fastlinear.nn.graph_outputs import ReusedOutput
-from fastlinear.nn.graph_watch import PLAIN
 
 _TENSOR = "tensor"
 _BY_REPR = (float, complex)  # 0.0 == -0.0 and nan != nan: their text tells them apart

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastlinear.core import memory
 from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.core.graphs import Pool, Recorder, Table, bucket_of
 from fastlinear.core.precision import float32_precision
@@ -172,6 +173,7 @@ class Graphs:
             if not found.busy():
                 self._graphs.get(found.key)
                 return found
+        memory.check()
         self._drop(self._graphs.make_room())
         number, dim = next(self._numbers), self._options.batch_dim or 0
         entry = Entry(number, dim, bucket, padded, self._loans)
@@ -199,6 +201,7 @@ class Graphs:
         finally:
             _inside.recording = False
             self.watch.settle()
+        memory.check()
         self.counts.recorded += 1
         self._graphs.put(entry.key, entry)
         self._twins.setdefault(base, []).append(entry)

@@ -20,19 +20,14 @@ import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
 from torch._C._dynamo.guards import TensorGuards
 
+from fastlinear.core.wrappers import PLAIN, distributed_wrapper
 from fastlinear.nn.graph_facts import Facts, Own
 from fastlinear.nn.graph_results import all_at
 from fastlinear.nn.graph_search import Search
 
-PLAIN = (Tensor, nn.Parameter, nn.Buffer)
-"""The tensor types that a graph can hold."""
-
 _WRAPPERS = {
-    "DistributedDataParallel": "its hooks fill gradient buckets; graph the module inside it",
-    "DataParallel": "it moves tensors between devices; graph the module inside it",
-    "FullyShardedDataParallel": "its hooks gather parameters; graph its layers before wrapping",
-    "FSDPModule": "its hooks gather parameters; graph its layers before wrapping",
-    "OptimizedModule": "torch.compile handles its tensors; graph the module it was made from",
+    "DataParallel": "DataParallel moves tensors between devices",
+    "OptimizedModule": "torch.compile (OptimizedModule) handles its tensors",
 }
 _MAX_STATES = 64
 _NO_ONE_TRUTH = (RuntimeError, TypeError, ValueError)  # raised by == with another tensor
@@ -115,7 +110,10 @@ class Watch:
         found = Search()
         for root in self._roots:
             found.visit(root)
-        self._views, self._modules, self.tensors = found.views, found.modules, found.tensors
+        self._views, self._modules = found.views, found.modules
+        # Others have no address to ask for; ``reason_not`` refuses them.
+        self.tensors = [t for t in found.tensors if type(t) in PLAIN]
+        self._foreign = next((t for t in found.tensors if type(t) not in PLAIN), None)
         self._places = found.places
         self._kept = list(chain.from_iterable(self._views))
         self._kinds = list(map(type, self._modules))
@@ -160,16 +158,16 @@ class Watch:
     def reason_not(self, device_type: str) -> str | None:
         """Why no graph can follow this state, or None."""
         for m in self._modules:
-            for cls in type(m).__mro__:
-                if cls.__name__ in _WRAPPERS:
-                    return f"{cls.__name__}: {_WRAPPERS[cls.__name__]}"
+            why = distributed_wrapper(m) or _WRAPPERS.get(type(m).__name__)
+            if why is not None:
+                return f"{why}; graph the module inside it, before it is wrapped"
+        if self._foreign is not None:
+            return f"a {type(self._foreign).__name__}; only plain tensors have one address"
         if any(self._hooks):
             owner = next((m for m in self._modules if any(_hooks_of(m))), None)
             name = "every module" if owner is None else type(owner).__name__
             return f"hooks on {name}, which a replay would not call"
         for t in self.tensors:
-            if type(t) not in PLAIN:
-                return f"a {type(t).__name__}; only plain tensors have one address"
             if t._backward_hooks:
                 return "a gradient hook on a parameter, which recording would call"
             if t.device.type != device_type and t.dim():

@@ -13,9 +13,9 @@ from fastlinear.core.errors import InputError
 from fastlinear.core.torchscript import script_layer
 from fastlinear.dispatch.backend import check_backend
 from fastlinear.nn.arguments import check_made
-from fastlinear.nn.mlp_layer import Layer, check_layers
+from fastlinear.nn.mlp_layer import Layer, by_layer, check_layers
 from fastlinear.nn.mlp_sequential import free_name, module_of, read, shared
-from fastlinear.nn.plain_linear import why_not_shared
+from fastlinear.nn.plain_linear import hooked, why_not_shared
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.mlp.op import call
 
@@ -36,6 +36,9 @@ class MLP(nn.Module):
         device, dtype: as for ``nn.Linear``.
 
     Shapes: input (..., n_0) → output (..., n_L).
+
+    A hook on a layer is called, as are those of ``parallelize_module`` and ``fully_shard``: the
+    layers then run one by one, through PyTorch's own ops.
 
     Raises:
         InputError: fewer than two sizes, an unknown activation or backend, a dtype that is not
@@ -92,13 +95,14 @@ class MLP(nn.Module):
         weights, biases = [], []
         try:
             for layer in modules.values():
-                if type(layer) is not Layer:
-                    check_layers(self, self._depth)
+                if type(layer) is not Layer and check_layers(self, self._depth):
+                    return by_layer(self, x)
                 parameters = layer._parameters
                 weights.append(parameters["weight"])
                 biases.append(parameters["bias"])
         except KeyError:  # a parametrization holds one
-            check_layers(self, self._depth)
+            if check_layers(self, self._depth):
+                return by_layer(self, x)
             weights = [layer.weight for layer in modules.values()]
             biases = [layer.bias for layer in modules.values()]
         return call(
@@ -153,16 +157,18 @@ class MLP(nn.Module):
 
         Raises:
             InputError: torch has no module for the activation (relu2, quick_gelu), or a layer was
-                replaced by one that does more, or is parametrized.
+                replaced by one that does more, is parametrized or has hooks.
         """
         for name, layer in zip(self._modules, self.layers(), strict=True):
-            reason = why_not_shared(layer)  # type: ignore[arg-type]
+            hooks = "hooks" if hooked(layer) else None
+            reason = hooks or why_not_shared(layer)  # type: ignore[arg-type]
             if reason is not None:
                 raise InputError(
                     "fastlinear.nn.MLP.to_sequential",
-                    "layers with parameters of their own",
+                    "layers with parameters of their own and no hooks",
                     f"layer {name} with {reason}",
-                    "torch.nn.utils.parametrize.remove_parametrizations makes them so.",
+                    "Remove the hooks; torch.nn.utils.parametrize.remove_parametrizations "
+                    "removes parametrizations.",
                 )
         sequential = nn.Sequential()
         names = list(self._modules)

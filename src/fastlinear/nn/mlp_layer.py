@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from fastlinear.core.errors import InputError
+from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.nn.linear import Linear
-from fastlinear.nn.plain_linear import why_not_linear
+from fastlinear.nn.plain_linear import hooked, why_not_linear
+from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.mlp.problem import layer_activations
 
 _OWN = ("weight", "bias")
 
 
+def _registers(name: str) -> Any:
+    """``nn.Module``'s way to add a hook, after which the layer is called."""
+
+    def register(self: Layer, *args: Any, **kwargs: Any) -> Any:
+        if type(self) is Layer:
+            self.__class__ = CalledLayer
+        return getattr(nn.Linear, name)(self, *args, **kwargs)
+
+    return register
+
+
 class Layer(nn.Linear):
-    """The weight and bias of one layer. Called by nobody: the chain runs as a whole."""
+    """The weight and bias of one layer. Called by nobody, as the chain runs as a whole, until it
+    has a hook: then it is a ``CalledLayer``."""
 
     never_called = True
 
-    def _refuse_hook(self, *_: Any, **__: Any) -> NoReturn:
-        raise InputError(
-            "fastlinear.nn.MLP",
-            "no hooks on single layers: all of them run as one operation",
-            "a hook on a layer",
-            "Hook the MLP itself, or work on .to_sequential().",
-        )
-
-    register_forward_hook = _refuse_hook
-    register_forward_pre_hook = _refuse_hook
-    register_backward_hook = _refuse_hook
-    register_full_backward_hook = _refuse_hook
-    register_full_backward_pre_hook = _refuse_hook
+    register_forward_hook = _registers("register_forward_hook")
+    register_forward_pre_hook = _registers("register_forward_pre_hook")
+    register_backward_hook = _registers("register_backward_hook")
+    register_full_backward_hook = _registers("register_full_backward_hook")
+    register_full_backward_pre_hook = _registers("register_full_backward_pre_hook")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "forward":
@@ -63,11 +69,27 @@ class Layer(nn.Linear):
         )
 
 
-def check_layers(net: nn.Module, depth: int) -> None:
-    """Raise unless each child is a linear layer of the chain that does nothing else."""
+class CalledLayer(Layer):
+    """A layer with hooks, as parallelize_module and fully_shard add them: it is called, and the
+    chain runs layer by layer."""
+
+    never_called = False
+
+
+def check_layers(net: nn.Module, depth: int) -> bool:
+    """Whether a layer is to be called, for its hooks.
+
+    Raises InputError unless each child is a linear layer of the chain that does nothing else.
+    """
+    called = False
     for i, (name, layer) in enumerate(net._modules.items()):
+        if type(layer) is CalledLayer and not hooked(layer):
+            layer.__class__ = Layer  # type: ignore[assignment]
         plain = isinstance(layer, Linear) and (layer.activation, layer.backend) == ("none", None)
-        received = why_not_linear(layer, Linear.forward if plain else nn.Linear.forward)
+        hooks = isinstance(layer, Layer) and hooked(layer)
+        forward = Linear.forward if plain else nn.Linear.forward
+        received = None if hooks else why_not_linear(layer, forward)
+        called |= hooks
         if received is None and i >= depth:
             received = "one more linear layer"
         if received is not None:
@@ -78,3 +100,22 @@ def check_layers(net: nn.Module, depth: int) -> None:
                 f"{received} as {name!r}",
                 "Keep other modules beside the MLP, or work on .to_sequential().",
             )
+    return called
+
+
+def by_layer(net: Any, x: Tensor) -> Tensor:
+    """The chain with its layers called one after the other; x (..., n_0) → (..., n_L).
+
+    Raises UnsupportedError where another backend than PyTorch's own is forced.
+    """
+    if net.backend not in (None, "eager"):
+        raise UnsupportedError(
+            "fastlinear.nn.MLP",
+            f"layers without hooks, which backend {net.backend!r} computes as one operation",
+            "hooks on a layer",
+            "Leave backend out, or remove the hooks.",
+        )
+    names = layer_activations(len(net._modules), net.activation, net.final_activation)
+    for layer, name in zip(net._modules.values(), names, strict=True):
+        x = activation_of(name).value(layer(x))
+    return x

@@ -23,6 +23,7 @@ from fastlinear.profile.observe import Observation, observe
 from fastlinear.profile.products import products_of
 from fastlinear.profile.profiled import profiled, records_of
 from fastlinear.profile.records import ProfileReport
+from fastlinear.profile.servable import without_collectives
 from fastlinear.profile.sites import find_sites
 from fastlinear.profile.state import preserved
 from fastlinear.profile.step import (
@@ -108,7 +109,8 @@ def capture(
         names = {m: names[m] for m in watched_modules(model)}
         mixed = len(eager) < sum(1 for _ in model.modules())
         progress("first run", 0, _STAGES)
-        calls = _first_run(step, names, mixed)
+        with without_collectives(FUNCTION):
+            calls = _first_run(step, names, mixed)
         progress("watch", 1, _STAGES)
         step.doing = "in the run that shows which layers are called"
         seen = observe(model, step.forward, samples=samples)

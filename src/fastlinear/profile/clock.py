@@ -33,7 +33,7 @@ def step_us(step: Step, device: torch.device) -> float:
 
 def smallest_op_us() -> float:
     """Host time of the smallest op torch can run, per call."""
-    x = torch.zeros(1)
+    x = torch.zeros(1, device="cpu")
     with torch.no_grad():
         return interleave({"op": lambda: torch.relu(x)}, rounds=7)["op"].median_us
 

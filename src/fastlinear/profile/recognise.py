@@ -95,9 +95,11 @@ def recognise_module(module: nn.Module) -> Recognised | None:
 
 def _grid() -> Tensor:
     """An even number of float64 points: dense near 0, and far enough out to see any clipping."""
-    core = torch.linspace(-12.0, 12.0, 481, dtype=torch.float64)  # 0 included
+    core = torch.linspace(-12.0, 12.0, 481, dtype=torch.float64, device="cpu")  # 0 included
     far = torch.tensor(
-        [-100.0, -50.0, -20.0, -1e-3, 1e-3, 20.0, 50.0, 100.0, 0.3], dtype=core.dtype
+        [-100.0, -50.0, -20.0, -1e-3, 1e-3, 20.0, 50.0, 100.0, 0.3],
+        dtype=core.dtype,
+        device="cpu",
     )
     return torch.cat([core, far])
 

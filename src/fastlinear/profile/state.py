@@ -11,6 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fastlinear.core.wrappers import inner_places
+from fastlinear.profile.servable import is_freed, memory_of
+
 _CONTAINERS = ("_parameters", "_buffers", "_modules")
 
 
@@ -22,7 +25,7 @@ def preserved(model: nn.Module, mode: str) -> Iterator[None]:
     tensors), gradients, training flags, hooks, every attribute of every module (one level deep:
     an object a module holds is kept, not copied), and the random state of torch (CPU and all
     initialised CUDA devices), numpy and Python. Parameters are kept as a second copy in host
-    memory.
+    memory; of a tensor subclass, those it holds.
 
     The training flags are set only where the model's own disagrees with the mode: a model in
     training whose BatchNorm layers are frozen stays that way in train mode.
@@ -30,8 +33,9 @@ def preserved(model: nn.Module, mode: str) -> Iterator[None]:
     modules = list(model.modules())
     attributes = [(m, dict(m.__dict__)) for m in modules]
     containers = [(c, c.copy()) for m in modules for c in _dicts(m)]
-    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    values = [(t, t._version, _host_copy(t)) for t in tensors.values()]
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
+    inside = [place for t in tensors for place in inner_places(t)]
+    values = [_Saved(part) for t in tensors for part in memory_of(t) or ()]
     grads = [(p, p.grad) for p in model.parameters()]
     flags = [(p, p.requires_grad) for p in model.parameters()]
     rng = _random_state()
@@ -46,14 +50,11 @@ def preserved(model: nn.Module, mode: str) -> Iterator[None]:
             _put_back(module.__dict__, before)
         for container, before in containers:
             _put_back(container, before)
-        with torch.no_grad():
-            for tensor, version, copy in values:
-                # Writes through ``.data`` leave the version as it was: compare values as well.
-                # A tensor that is as before is not written, which graphs that saved it rely on.
-                if copy is not None and (
-                    tensor._version != version or not torch.equal(tensor.detach().cpu(), copy)
-                ):
-                    tensor.copy_(copy)
+        for holder, name, inner in inside:
+            if getattr(holder, name) is not inner:
+                setattr(holder, name, inner)
+        for saved in values:
+            saved.put_back()
         for p, flag in flags:
             p.requires_grad_(flag)
         for p, grad in grads:
@@ -75,10 +76,25 @@ def _put_back(now: dict[Any, Any], before: dict[Any, Any]) -> None:
     now.update(before)
 
 
-def _host_copy(t: Tensor) -> Tensor | None:
-    if t.layout is not torch.strided:
-        return None  # sparse and nested tensors are not written in place by a forward
-    return t.detach().to("cpu", copy=True)
+class _Saved:
+    """A plain strided tensor and its values, copied to host memory."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._version = tensor, tensor._version
+        self._nbytes = tensor.untyped_storage().nbytes()
+        self._copy = tensor.detach().to("cpu", copy=True)
+
+    def put_back(self) -> None:
+        """Make the tensor what it was. One that is still so is not written, which graphs that
+        saved it rely on; writes through ``.data`` leave the version, so values are compared."""
+        if is_freed(self._tensor):  # reading it would read foreign memory
+            self._tensor.untyped_storage().resize_(self._nbytes)
+        elif self._tensor._version == self._version and torch.equal(
+            self._tensor.detach().cpu(), self._copy
+        ):
+            return
+        with torch.no_grad():
+            self._tensor.copy_(self._copy)
 
 
 def _random_state() -> tuple[Any, ...]:

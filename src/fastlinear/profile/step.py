@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.profile.raised import PASSED_ON, raised
+from fastlinear.profile.servable import check_servable, check_tensors
 
 LossFn = Callable[[Any], Tensor]
 FUNCTION = "fastlinear.profile"
@@ -91,19 +92,13 @@ def _copy(t: Tensor) -> Tensor:
 
 def device_of(model: nn.Module, inputs: Any, function: str = FUNCTION) -> torch.device:
     """Where the model runs: its first CUDA parameter or buffer, else its first one, else the
-    first input tensor. Raises for devices nothing here can measure."""
-    tensors = [*model.parameters(), *model.buffers()]
-    tensors += [v for v in pytree.tree_leaves(inputs) if isinstance(v, Tensor)]
+    first input tensor. Raises for inputs without values and devices nothing here can measure."""
+    given = [v for v in pytree.tree_leaves(inputs) if isinstance(v, Tensor)]
+    check_tensors(((f"input {i}", t) for i, t in enumerate(given)), function)
+    tensors = [*model.parameters(), *model.buffers(), *given]
     devices = [t.device for t in tensors]
     device = next((d for d in devices if d.type == "cuda"), None)
     device = device or (devices[0] if devices else torch.device("cpu"))
-    if any(d.type == "meta" for d in devices):
-        raise InputError(
-            function,
-            "a model and inputs with values",
-            "a tensor of them on the meta device",
-            "Give it storage first, for example model.to_empty(device='cpu').",
-        )
     if device.type not in ("cpu", "cuda"):
         raise UnsupportedError(
             function,
@@ -146,6 +141,7 @@ def check_model(model: Any, function: str = FUNCTION) -> None:
                 f"{where} is a lazy module that has not run yet",
                 "Call the model once on real inputs first.",
             )
+    check_servable(model, function)
     tensors = (*model.named_parameters(), *model.named_buffers())
     frozen = next((name for name, tensor in tensors if tensor.is_inference()), None)
     if frozen is not None:

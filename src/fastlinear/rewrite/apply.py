@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from fastlinear.core.compare import Verdict
 from fastlinear.core.errors import PlanError, UnsupportedError
 from fastlinear.core.progress import Progress, silent
 from fastlinear.core.settings import Config
@@ -31,6 +33,7 @@ from fastlinear.rewrite.trial.chains import match as match_chains
 from fastlinear.rewrite.trial.compiled import choose_compiled
 from fastlinear.rewrite.trial.graphs import choose_graph
 from fastlinear.rewrite.trial.keep_accurate import keep_accurate
+from fastlinear.rewrite.trial.out_of_memory import contained
 from fastlinear.rewrite.trial.swaps import swaps_of
 from fastlinear.rewrite.verify.inputs import from_specs
 from fastlinear.rewrite.verify.running import LossFn
@@ -77,8 +80,8 @@ def apply_(
     >>> fl.apply_(model, stored).kept == result.kept
     True
     """
-    loaded = plans.load(plan)
     check_model(model, "apply_")
+    loaded = plans.load(plan)
     device = device_of(model, (), "apply_")
     check_fits(loaded, model, device)
     if inputs is None:
@@ -106,13 +109,19 @@ def apply_(
             if work.unproven is not None:
                 work.refuse_unproven(kept)
                 kept = []
-            kept, verdicts = keep_accurate(work, kept)
-            pair = None
+            run = partial(keep_accurate, work, kept)
+            nothing: tuple[list[Candidate], tuple[Verdict, ...]] = [], ()
+            kept, verdicts = contained(work, "verifying", run, nothing, kept)
+            untimed: tuple[list[Candidate], measure.Pair | None] = [], None
+            _, pair = untimed
             if kept:
-                kept, pair = _unless_slower(work, kept, others)
-            graph = choose_graph(work, kept, planned=loaded.graphed)
-            names, mode = loaded.compiled, loaded.compile_mode
-            graph = choose_compiled(work, kept, graph, planned=names, mode=mode) or graph
+                slower = partial(_unless_slower, work, kept, others)
+                kept, pair = contained(work, "measuring", slower, untimed, kept)
+            graphs = partial(choose_graph, work, kept, planned=loaded.graphed)
+            graph = contained(work, "trying graphs", graphs, None)
+            planned, mode = loaded.compiled, loaded.compile_mode
+            compiling = partial(choose_compiled, work, kept, graph, planned=planned, mode=mode)
+            graph = contained(work, "compiling", compiling, None) or graph
     if kept or graph:
         work.rows = loaded.rows
         for decision in brought:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import nn
 
+from fastlinear.core.compare import Verdict
 from fastlinear.core.errors import InputError
 from fastlinear.core.inputs import normalize_inputs
 from fastlinear.core.problem import Problem
@@ -34,6 +36,7 @@ from fastlinear.rewrite.trial.compiled import choose_compiled
 from fastlinear.rewrite.trial.graphs import choose_graph
 from fastlinear.rewrite.trial.keep_accurate import keep_accurate
 from fastlinear.rewrite.trial.keep_fast import keep_fast
+from fastlinear.rewrite.trial.out_of_memory import contained
 from fastlinear.rewrite.trial.rows import tune_rows
 from fastlinear.rewrite.trial.sites import choose, heaviest_first
 from fastlinear.rewrite.verify.inputs import Call
@@ -41,6 +44,8 @@ from fastlinear.rewrite.verify.running import LossFn, Runner
 from fastlinear.rewrite.work import Work
 
 _PROFILED_STEPS = 3
+FINDS = (diagonals.find, groups.find, experts.find, gates.find, blocks.find)
+"""What looks for linear-shaped work that is not rewritten."""
 _NOTHING_CODES = ("already_fastlinear", "already_rewritten", "not_called", "empty_input")
 
 
@@ -111,23 +116,42 @@ def optimize_(
         settle_left(work, left)
         if work.unproven is not None:
             work.refuse_unproven(candidates)
-        kept = choose(work, candidates) if work.unproven is None else []
-        verified, verdicts = keep_accurate(work, kept)
-        kept, pair = keep_fast(work, verified)
-        while 0 < len(kept) < len(verified):  # fewer rewrites are other code: verified again
-            verified, verdicts = keep_accurate(work, kept)
-            if len(verified) < len(kept):
-                kept, pair = keep_fast(work, verified)
-        graph = choose_graph(work, kept)
-        graph = choose_compiled(work, kept, graph) or graph
-        tune_rows(work, kept if graph is None else graph.kept)
-        diagonals.find(work)
-        groups.find(work)
-        experts.find(work)
-        gates.find(work)
-        blocks.find(work)
+        kept: list[Candidate] = []
+        if work.unproven is None:
+            run = partial(choose, work, candidates)
+            kept = contained(work, "choosing", run, kept, candidates)
+        kept, verdicts, pair = _proven(work, kept)
+        graph = contained(work, "trying graphs", lambda: choose_graph(work, kept), None)
+        compiled = contained(work, "compiling", lambda: choose_compiled(work, kept, graph), None)
+        graph = compiled or graph
+        inside = kept if graph is None else graph.kept
+        contained(work, "tuning for more rows", lambda: tune_rows(work, inside), None)
+        for find in FINDS:
+            contained(work, "looking for more", partial(find, work), None)
         activations_left.find(work)
     return finish(work, kept, verdicts if kept else (), pair if kept else None, graph)
+
+
+def _proven(
+    work: Work, chosen: list[Candidate]
+) -> tuple[list[Candidate], tuple[Verdict, ...], measure.Pair | None]:
+    """What of the rewrites chosen is accurate and fast in the whole model."""
+    nothing: tuple[list[Candidate], tuple[Verdict, ...]] = [], ()
+    slow: tuple[list[Candidate], measure.Pair | None] = [], None
+
+    def accurate(given: list[Candidate]) -> tuple[list[Candidate], tuple[Verdict, ...]]:
+        return contained(work, "verifying", partial(keep_accurate, work, given), nothing, given)
+
+    def fast(given: list[Candidate]) -> tuple[list[Candidate], measure.Pair | None]:
+        return contained(work, "measuring", partial(keep_fast, work, given), slow, given)
+
+    verified, verdicts = accurate(chosen)
+    kept, pair = fast(verified)
+    while 0 < len(kept) < len(verified):  # fewer rewrites are other code: verified again
+        verified, verdicts = accurate(kept)
+        if len(verified) < len(kept):
+            kept, pair = fast(verified)
+    return kept, verdicts, pair
 
 
 def problems(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -11,13 +12,13 @@ from fastlinear.core.settings import Config
 from fastlinear.profile import ProfileReport
 from fastlinear.profile.capture import capture, check_arguments
 from fastlinear.profile.state import preserved
-from fastlinear.rewrite.optimize import prepare
-from fastlinear.rewrite.trial import activations_left, blocks, diagonals, experts, gates, groups
+from fastlinear.rewrite.optimize import FINDS, prepare
+from fastlinear.rewrite.trial import activations_left
 from fastlinear.rewrite.trial.chains import match
+from fastlinear.rewrite.trial.out_of_memory import contained
 from fastlinear.rewrite.verify.running import LossFn
 
 _BUDGET_S = 10.0  # of measuring, all findings together
-_FINDS = (diagonals.find, groups.find, experts.find, gates.find, blocks.find)
 
 
 def profile(
@@ -76,9 +77,9 @@ def profile(
     with preserved(model, mode):
         candidates, _ = work.match(seen, None)
         work.offered = frozenset(name for chain in match(work, candidates) for name in chain.names)
-        for i, find in enumerate(_FINDS):
-            progress("findings", i, len(_FINDS))
-            find(work)
+        for i, find in enumerate(FINDS):
+            progress("findings", i, len(FINDS))
+            contained(work, "looking for more", partial(find, work), None)
         activations_left.find(work)
-    progress("findings", len(_FINDS), len(_FINDS))
+    progress("findings", len(FINDS), len(FINDS))
     return work.profile

@@ -21,6 +21,7 @@ from fastlinear.ops.common import cpp_build
 from fastlinear.profile import ProfileReport
 from fastlinear.profile.graph import Observed
 from fastlinear.profile.observe import Observation
+from fastlinear.profile.servable import without_collectives
 from fastlinear.profile.step import private_copy
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.chain import Chain
@@ -128,7 +129,8 @@ class Work:
     def run_once(self) -> None:
         """Run the model as it is, to compare with, and see whether its results show anything.
         Raises InputError as ``check_runs``."""
-        self.ran = check_runs(self.runner.function, self.model, self.call, self.runner)
+        with without_collectives(self.runner.function):
+            self.ran = check_runs(self.runner.function, self.model, self.call, self.runner)
         self.unproven = why_unproven(self.ran.results, self.model, self.call)
         if self.unproven is not None:
             self.notes.append(f"nothing is rewritten: {self.unproven}")

@@ -161,7 +161,7 @@ def _made(loaded: ctypes.PyDLL) -> ctypes.PyDLL:
 
 def impl_offset() -> int:
     """Where in a tensor object its TensorImpl's address lies, found in a live tensor."""
-    t = torch.empty(0)
+    t = torch.empty(0, device="cpu")
     word = ctypes.sizeof(ctypes.c_void_p)
     words = (ctypes.c_size_t * (torch.Tensor.__basicsize__ // word)).from_address(id(t))
     for i, value in enumerate(words):

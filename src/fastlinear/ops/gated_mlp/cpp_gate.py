@@ -80,7 +80,7 @@ def backward(
     dpre = pre if over else empty_like(pre)
     h = dh if in_place else kept_memory.empty(dh.shape, dh.dtype)
     sums = tuple(
-        torch.empty(t.shape[1], dtype=t.dtype) if need and t is not None else None
+        torch.empty(t.shape[1], dtype=t.dtype, device=t.device) if need and t is not None else None
         for t, need in zip(pre, needs, strict=True)
     )
     if not dh.numel():

@@ -192,10 +192,12 @@ def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]
     m, k, n = p.dim("M"), p.dim("K"), p.dim("N")
     dtype = FLOAT_DTYPES[p.dtype]
     act = activation_of(p.option("activation"))
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
 
     def draw(*shape: int, scale: float = 1.0) -> Tensor:
-        values = torch.randn(shape, generator=generator) if device.type == "cpu" else None
+        values = (
+            torch.randn(shape, generator=generator, device="cpu") if device.type == "cpu" else None
+        )
         if values is None:
             on_device = torch.Generator(device=device).manual_seed(seed + len(shape) * 7 + shape[0])
             values = torch.randn(shape, generator=on_device, device=device)

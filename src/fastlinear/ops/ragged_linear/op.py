@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fastlinear.core.device import device_facts
 from fastlinear.core.errors import UnsupportedError
+from fastlinear.core.wrappers import without_values
 from fastlinear.ops.common import calls, door, door_node, layouts
 from fastlinear.ops.grouped_linear import triton_config
 from fastlinear.ops.grouped_linear.plans import as_autocast
@@ -99,7 +100,9 @@ def _looked_up(
     validate(x, weight, group_sizes, bias)
     tensors = [t for t in (x, weight, group_sizes, bias) if t is not None]
     grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    if _is_compiling() and backend is None:
+    if (_is_compiling() and backend is None) or (
+        backend in (None, "loop") and without_values(group_sizes)
+    ):
         op = torch.ops.fastlinear.ragged_linear
         found: Tensor = op(x, weight, group_sizes, bias, activation, grad)[0]
         return found

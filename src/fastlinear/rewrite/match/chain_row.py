@@ -128,10 +128,12 @@ class LoopChain(RowChain):
     def calls(self) -> SiteCalls:
         """How all were called: the value their inputs are parts of, of other numbers."""
         known, count = self.members[0].calls, len(self.members)
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator("cpu").manual_seed(0)
 
         def whole(x: Tensor) -> Tensor:
-            drawn = torch.randn((*x.shape[:-1], count * x.shape[-1]), generator=generator)
+            drawn = torch.randn(
+                (*x.shape[:-1], count * x.shape[-1]), generator=generator, device="cpu"
+            )
             return drawn.to(x.device, x.dtype)
 
         return replace(known, kinds=tuple(replace(k, x=whole(k.x)) for k in known.kinds))

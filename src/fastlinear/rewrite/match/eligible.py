@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fastlinear.core.precision import DTYPE_NAMES
+from fastlinear.core.wrappers import PLAIN
 from fastlinear.profile import observe
 from fastlinear.profile.step import is_compiled
 from fastlinear.rewrite.exchange.forwards import CONV1D_HOME, PLAIN_LINEARS
@@ -22,7 +23,6 @@ _HOOKS = {
     "_backward_hooks": "backward hook",
     "_backward_pre_hooks": "backward pre-hook",
 }
-_PLAIN_TENSORS = (Tensor, nn.Parameter)
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,14 @@ def refuse_module(module: nn.Module) -> Refusal | None:
         return None
     if has_own_forward(module):
         return Refusal("own_forward", "Somebody else has already replaced its forward.")
+    return _refuse_subclasses(module)
+
+
+def _refuse_subclasses(module: nn.Module) -> Refusal | None:
+    """Tensor subclasses of its own, quantized weights say: only their class knows their values."""
+    for name, t in (*module._parameters.items(), *module._buffers.items()):
+        if t is not None and type(t) not in PLAIN and not t.is_nested:
+            return Refusal("weight_subclass", f"Its {name} is a {type(t).__qualname__}.")
     return None
 
 
@@ -141,7 +149,7 @@ def _refuse_weights(module: nn.Module) -> Refusal | None:
         value = getattr(module, name, None)
         if value is None:
             continue
-        if not isinstance(value, Tensor) or type(value) not in _PLAIN_TENSORS:
+        if type(value) not in PLAIN:
             return Refusal("weight_subclass", f"Its {name} is a {type(value).__qualname__}.")
         if type(value.data) is not Tensor:
             return Refusal("weight_subclass", f"Its {name} holds a {type(value.data).__qualname__}")

@@ -166,8 +166,13 @@ def _writes(node: Node) -> bool:
 
 def _pairs() -> Iterable[tuple[Tensor, Tensor]]:
     """Values of a gate, and of what it lets through: of either sign, small and large."""
-    gate = torch.cat([torch.linspace(-12.0, 12.0, 97), torch.tensor([-50.0, 1e-3, 50.0])]).double()
-    steps = torch.linspace(-2.0, 2.0, len(gate), dtype=gate.dtype)
+    gate = torch.cat(
+        [
+            torch.linspace(-12.0, 12.0, 97, device="cpu"),
+            torch.tensor([-50.0, 1e-3, 50.0], device="cpu"),
+        ]
+    ).double()
+    steps = torch.linspace(-2.0, 2.0, len(gate), dtype=gate.dtype, device="cpu")
     for up in (steps.flip(0), steps.roll(31) * 1e3, steps.roll(67) * 1e-3, -torch.ones_like(gate)):
         yield gate, up
         yield gate.reshape(4, -1), up.reshape(4, -1)

@@ -225,10 +225,10 @@ def _copied(module: nn.Module) -> nn.Module | None:
         probe = copy.deepcopy(module).to("cpu", torch.float64)
     except _REFUSALS:
         return None
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     with torch.no_grad():
         for p in probe.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator).double())
+            p.copy_(torch.randn(p.shape, generator=generator, device="cpu").double())
     return probe
 
 
@@ -241,7 +241,9 @@ def _activation(
     scale: float = 1.0,
 ) -> str | None:
     """The activation with which the probe computes the form on inputs of that shape, or None."""
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).double()
+    x = torch.randn(
+        shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu"
+    ).double()
     x.view(-1)[0] *= scale
     read = x.clone()
     with torch.random.fork_rng(devices=[]), torch.no_grad():

@@ -25,6 +25,7 @@ from fastlinear.rewrite.trial.gates_match import gated_chains
 from fastlinear.rewrite.trial.groups_match import group_chains
 from fastlinear.rewrite.trial.not_measured import NO_TIME, budget_spent
 from fastlinear.rewrite.trial.of_the_step import on_the_step
+from fastlinear.rewrite.trial.out_of_memory import code_of
 from fastlinear.rewrite.trial.parents import offers
 from fastlinear.rewrite.verify.finite import NOT_FINITE
 from fastlinear.rewrite.work import GROUP_DROPPED, UNDECIDED, Work, in_words
@@ -248,7 +249,7 @@ def _measure(
     except UnsupportedError as error:
         code, why = "cannot_serve", str(error)
     except Exception as error:  # noqa: BLE001  a backend's own error is an outcome too
-        code, why = "raises", f"as one call it raises {type(error).__name__}: {error}"
+        code, why = code_of(error), f"as one call it raises {type(error).__name__}: {error}"
     _leave(work, chain, code, why)
     return None
 

@@ -11,13 +11,19 @@ from torch import nn
 from fastlinear.profile.between import CODE
 from fastlinear.profile.launch_bound import LAUNCH_BOUND
 from fastlinear.rewrite.exchange.compiled_forward import DEFAULT, REDUCE_OVERHEAD
-from fastlinear.rewrite.exchange.swap import Swap
+from fastlinear.rewrite.exchange.swap import Swap, SwapSet
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.eligible import linear_modules
 from fastlinear.rewrite.result import SiteOutcome
 from fastlinear.rewrite.trial.swaps import swaps_of
 from fastlinear.rewrite.trial.try_compiled import ROUTE, RULE, Arm, compiled_arm, untouchable
-from fastlinear.rewrite.trial.try_graph import KeptGraph, Outcome, measured, pair_of
+from fastlinear.rewrite.trial.try_graph import (
+    KeptGraph,
+    Outcome,
+    measured,
+    pair_of,
+    within_memory,
+)
 from fastlinear.rewrite.verify.finite import NOT_FINITE
 from fastlinear.rewrite.work import Work
 
@@ -130,9 +136,27 @@ def _tried(
     planned: bool,
 ) -> KeptGraph | Outcome:
     """These modules compiled, with the rewrites or, if that is faster, without them."""
-    arm = compiled_arm(work, kept, mode, names)
+    made: list[SwapSet] = []
+
+    def run() -> KeptGraph | Outcome:
+        return _faster(work, kept, mode, names, against, rival, planned, made)
+
+    return within_memory(work, "compiled", made, run)
+
+
+def _faster(
+    work: Work,
+    kept: list[Candidate],
+    mode: str,
+    names: tuple[str, ...],
+    against: Sequence[Swap],
+    rival: str,
+    planned: bool,
+    made: list[SwapSet],
+) -> KeptGraph | Outcome:
+    arm = compiled_arm(work, kept, mode, names, made)
     if kept and not planned:
-        alone = compiled_arm(work, [], mode, names)
+        alone = compiled_arm(work, [], mode, names, made)
         if isinstance(arm, Arm) and isinstance(alone, Arm):
             with work.budget:
                 slower = pair_of(work, arm.swaps, alone.swaps).speedup.high < 1.0
@@ -169,9 +193,19 @@ def _or_blocks(
     if isinstance(whole, KeptGraph):
         against, rival, inside = whole.swaps, "compiled as a whole", whole.kept
     refused = (untouchable(work.model.get_submodule(name)) for name in blocks)
-    arm: Arm | Outcome | None = next((r for r in refused if r is not None), None)
-    arm = arm or compiled_arm(work, inside, DEFAULT, blocks)
-    found = arm if isinstance(arm, Outcome) else _measured(work, arm, against, rival, False)
+    arm = next((r for r in refused if r is not None), None)
+    if arm is None:
+        made: list[SwapSet] = []
+
+        def run() -> KeptGraph | Outcome:
+            arm = compiled_arm(work, inside, DEFAULT, blocks, made)
+            if isinstance(arm, Outcome):
+                return arm
+            return _measured(work, arm, against, rival, False)
+
+        found = within_memory(work, "compiled", made, run)
+    else:
+        found = arm
     if isinstance(found, KeptGraph):
         told = whole.outcome if isinstance(whole, KeptGraph) else whole
         assert told is not None

@@ -16,6 +16,7 @@ from fastlinear.core.errors import UnsupportedError
 from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.core.problem import Problem
 from fastlinear.core.timing import Ratio, Samples, interleave, paired_ratio
+from fastlinear.core.wrappers import PLAIN
 from fastlinear.dispatch.backend import family
 from fastlinear.ops.gated_mlp.problem import NAME, STEP
 from fastlinear.ops.gated_mlp.selection import problem_of
@@ -88,7 +89,7 @@ def find(work: Work) -> None:
         if not calls:
             continue
         if x is None or not _plain(site, x):
-            why = "its input is no tensor of its parameters' dtype that fastlinear has kernels for"
+            why = "its input and parameters are no plain tensors of one dtype with kernels for it"
             found.append(_unmeasured(work, site, calls, why))
             continue
         problem, kept = _problem(work, site, x), _kept(work, site)
@@ -188,6 +189,8 @@ def _observed(work: Work, sites: list[GatedSite], watch: Watch) -> dict[GatedSit
 def _plain(site: GatedSite, x: Tensor) -> bool:
     """Whether ``gated_mlp`` takes the module's parameters with this input."""
     dtypes = {p.dtype for p in site.parameters}
+    if any(type(p) not in PLAIN for p in site.parameters):
+        return False
     return bool(x.numel()) and x.dtype in DTYPE_NAMES and dtypes == {x.dtype}
 
 

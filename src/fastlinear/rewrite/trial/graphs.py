@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fastlinear.core.timing import Ratio
 from fastlinear.profile.launch_bound import OFFER
 from fastlinear.profile.records import Finding
 from fastlinear.rewrite.exchange.swap import SwapSet
@@ -19,6 +20,7 @@ from fastlinear.rewrite.trial.try_graph import (
     settle,
     tried,
     untouchable,
+    within_memory,
 )
 from fastlinear.rewrite.verify.finite import NOT_FINITE
 from fastlinear.rewrite.work import Work, in_words
@@ -118,8 +120,14 @@ def _or_its_parts(work: Work, whole: KeptGraph, gain_us: float | None) -> KeptGr
     if parts is None:
         return whole
     best, other = SwapSet(parts.swaps), SwapSet(whole.swaps)
-    with work.budget:
-        ratio = pair_of(work, best, other).speedup
+
+    def run() -> Ratio | Outcome:
+        with work.budget:
+            return pair_of(work, best, other).speedup
+
+    ratio = within_memory(work, "with both recorded, the whole and its parts", [best, other], run)
+    if isinstance(ratio, Outcome):
+        return whole
     best.release()
     other.release()
     if ratio.low > 1.0:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fastlinear.core.wrappers import PLAIN
 from fastlinear.ops.grouped_linear.op import grouped_linear
 from fastlinear.rewrite.in_code import in_code
 from fastlinear.rewrite.trial.groups_units import Unit, cost_of
@@ -62,7 +63,8 @@ class Products(TorchFunctionMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        cubes = ((n, p) for n, p in model.named_parameters() if p.dim() == 3 and p.numel())
+        plain = ((n, p) for n, p in model.named_parameters() if type(p) in PLAIN)
+        cubes = ((n, p) for n, p in plain if p.dim() == 3 and p.numel())
         self._known = {p.data_ptr(): (name, p) for name, p in cubes if p.device.type != "meta"}
         self.found: dict[str, Product] = {}
 

@@ -9,6 +9,7 @@ from fastlinear.core.compare import DEFAULT_FACTOR, Verdict
 from fastlinear.rewrite.exchange.swap import SwapSet
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.trial import measure
+from fastlinear.rewrite.trial.out_of_memory import code_of_verdict
 from fastlinear.rewrite.trial.swaps import swaps_of
 from fastlinear.rewrite.verify import model as verify
 from fastlinear.rewrite.verify.finite import NOT_FINITE, REMEDY, partly_finite
@@ -58,7 +59,7 @@ def _passing(
         for c in candidates:
             if c.fqn not in names:
                 text = f"less accurate in the whole model: {failed}"
-                work.settle(c.fqn, "rejected", "less_accurate", text)
+                work.settle(c.fqn, "rejected", code_of_verdict(failed), text)
         verdicts = _verdicts(work, kept) if kept else []
         wavering = next((v for v in verdicts if not v.passed), None)
         if wavering is not None:  # the model's own results differ from run to run

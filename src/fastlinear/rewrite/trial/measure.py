@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from fastlinear.core import memory
 from fastlinear.core.compare import DEFAULT_FACTOR
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
@@ -45,12 +46,14 @@ class Budget:
     Attributes:
         seconds: how many there are in all.
         untuned: Problems that tuning did not come to.
+        no_memory: Problems whose tuning ran out of memory.
         compiling: whether what they are called through was still being compiled.
     """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.untuned = 0
+        self.no_memory = 0
         self.compiling = False
         self._spent = 0.0
         self._since: float | None = None
@@ -163,6 +166,10 @@ def tune_all(
         except door.NotYetError:
             budget.untuned += 1
             budget.compiling = True
+        except Exception as error:
+            if not memory.ran_out(error):
+                raise
+            budget.no_memory += 1
     progress("tune", len(work), len(work))
     return done
 

@@ -27,6 +27,10 @@ def note_time(work: Work) -> None:
     if work.budget.untuned:
         why = " (the compiled lookup was not there yet)" if work.budget.compiling else ""
         missed.append(f"{work.budget.untuned} problems were not tuned{why}")
+    if work.budget.no_memory:
+        work.notes.append(
+            f"{work.budget.no_memory} problems were not tuned: their tuning ran out of memory"
+        )
     names = [s.fqn for s in work.outcomes.values() if s.code == NO_TIME]
     if names:
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""

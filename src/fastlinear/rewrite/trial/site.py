@@ -157,8 +157,8 @@ def _named(ys: Results) -> dict[str, Tensor]:
 
 
 def _dy(y: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(y.shape, generator=generator).to(y.device, y.dtype)
+    generator = torch.Generator("cpu").manual_seed(0)
+    return torch.randn(y.shape, generator=generator, device="cpu").to(y.device, y.dtype)
 
 
 def _oracle(candidate: Candidate | Chain, kind: Kind) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from fastlinear.rewrite.rules import linear_act as rule
 from fastlinear.rewrite.trial import activations_left, measure, site
 from fastlinear.rewrite.trial.chains import choose_chains, fail_forced
 from fastlinear.rewrite.trial.not_measured import NO_TIME, budget_spent
+from fastlinear.rewrite.trial.out_of_memory import code_of
 from fastlinear.rewrite.verify.finite import NOT_FINITE
 from fastlinear.rewrite.work import GROUP_DROPPED, UNDECIDED, Work, in_words
 
@@ -98,7 +99,7 @@ def _measure_sites(work: Work, candidates: list[Candidate]) -> list[Candidate]:
                 failed = site.failure(c)
         except Exception as error:  # noqa: BLE001  a backend's own error is an outcome too
             text = f"the rewrite raises {type(error).__name__}: {error}"
-            work.settle(c.fqn, "rejected", "raises", text)
+            work.settle(c.fqn, "rejected", code_of(error), text)
             continue
         if failed is None:
             accurate.append(c)
@@ -124,7 +125,7 @@ def _measure_sites(work: Work, candidates: list[Candidate]) -> list[Candidate]:
         except Exception as error:  # noqa: BLE001  as above: out of memory, say
             for c in members:
                 text = f"the rewrite raises {type(error).__name__}: {error}"
-                work.settle(c.fqn, "rejected", "raises", text)
+                work.settle(c.fqn, "rejected", code_of(error), text)
             continue
         if _gains(work, members, pair, passes):
             faster.extend(members)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from fastlinear.core.compare import Verdict
+from fastlinear.core.memory import check, ran_out
 from fastlinear.rewrite.exchange.compiled_forward import CompiledForward, with_compiled
 from fastlinear.rewrite.exchange.swap import SwapSet
 from fastlinear.rewrite.match.candidate import Candidate
@@ -54,13 +55,21 @@ def untouchable(module: nn.Module) -> Outcome | None:
 
 
 def compiled_arm(
-    work: Work, inside: list[Candidate], mode: str, names: Sequence[str] = ("",)
+    work: Work,
+    inside: list[Candidate],
+    mode: str,
+    names: Sequence[str] = ("",),
+    made: list[SwapSet] | None = None,
 ) -> Arm | Outcome:
-    """Compile these modules with the rewrites ``inside``, and verify what that gives."""
+    """Compile these modules with the rewrites ``inside``, and verify what that gives. Its swaps
+    are added to ``made``."""
     exchanged = with_compiled(swaps_of(inside), work.model, mode, names)
     swaps = SwapSet(exchanged)
+    if made is not None:
+        made.append(swaps)
     start = time.monotonic()
     told = _compiled(work, swaps)
+    check()
     if isinstance(told, Outcome):
         return told
     seconds = time.monotonic() - start
@@ -88,7 +97,9 @@ def _compiled(work: Work, swaps: SwapSet) -> str | Outcome:
         again = draw(work.call, 1, work.runner.seed)
         if _accepts(work, swaps, again):
             work.runner.step(work.model, again)
-    except Exception as error:  # noqa: BLE001  no compiler, an op it cannot serve: an outcome too
+    except Exception as error:
+        if ran_out(error):
+            raise
         text = f"torch.compile raises {type(error).__name__}: {' '.join(str(error).split())}"
         return Outcome("refused", "no_compile", text[:_LINE])
     finally:

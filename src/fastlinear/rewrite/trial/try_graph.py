@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from fastlinear.core.compare import Verdict
 from fastlinear.core.errors import UnsupportedError
+from fastlinear.core.memory import limited, ran_out
 from fastlinear.rewrite.exchange.graph_forward import GraphForward, with_graph
 from fastlinear.rewrite.exchange.swap import Swap, SwapSet
 from fastlinear.rewrite.match.candidate import Candidate
@@ -17,10 +18,14 @@ from fastlinear.rewrite.match.eligible import refuse_module
 from fastlinear.rewrite.result import SiteOutcome
 from fastlinear.rewrite.trial import measure
 from fastlinear.rewrite.trial.keep_accurate import factor_of, verdicts_of
+from fastlinear.rewrite.trial.out_of_memory import CODE as OUT_OF_MEMORY
+from fastlinear.rewrite.trial.out_of_memory import code_of, code_of_verdict
+from fastlinear.rewrite.trial.out_of_memory import in_words as in_line
 from fastlinear.rewrite.trial.swaps import swaps_of
 from fastlinear.rewrite.verify.finite import NOT_FINITE, REMEDY
 from fastlinear.rewrite.work import Work, in_words
 
+T = TypeVar("T")
 RULE = "graphed"
 ROUTE = "graph"
 
@@ -99,16 +104,17 @@ def refused_by_recording(work: Work, name: str, base: Sequence[Swap]) -> Outcome
     """Run one step with graphs that refuse rather than run plainly."""
     trial = SwapSet(with_graph(base, work.model, (name,), on_unsupported="error"))
     trial.on()
-    try:
-        work.runner.step(work.model, work.own_call())
-    except UnsupportedError as error:
-        return Outcome("refused", "no_graph", str(error))
-    except Exception as error:  # noqa: BLE001  out of memory, say: an outcome too
-        text = f"recording raises {type(error).__name__}: {error}"
-        return Outcome("rejected", "raises", text)
-    finally:
-        trial.off()
-        trial.release()
+    with limited(work.runner.device, work.config.trial_memory):
+        try:
+            work.runner.step(work.model, work.own_call())
+        except UnsupportedError as error:
+            return Outcome("refused", "no_graph", str(error))
+        except Exception as error:  # noqa: BLE001  out of memory, say: an outcome too
+            text = f"recording raises {type(error).__name__}: {in_line(error)}"
+            return Outcome("rejected", code_of(error), text)
+        finally:
+            trial.off()
+            trial.release()
     return None
 
 
@@ -127,10 +133,32 @@ def tried(
 
     way = Way(exchange, "as CUDA graphs", "replayed as CUDA graphs", RULE, ROUTE)
     swaps = SwapSet(exchange(swaps_of(inside)))
-    verdicts = verified(work, way, swaps, inside)
-    if isinstance(verdicts, Outcome):
-        return verdicts
-    return measured(work, way, swaps, names, inside, verdicts, against, rival, planned)
+
+    def run() -> KeptGraph | Outcome:
+        verdicts = verified(work, way, swaps, inside)
+        if isinstance(verdicts, Outcome):
+            return verdicts
+        return measured(work, way, swaps, names, inside, verdicts, against, rival, planned)
+
+    return within_memory(work, way.as_what, [swaps], run)
+
+
+def within_memory(
+    work: Work, as_what: str, swaps: list[SwapSet], run: Callable[[], T]
+) -> T | Outcome:
+    """``run()`` within the memory that one trial may take, or that it ran out of it; then
+    ``swaps`` are released. ``as_what``: as in ``Way``."""
+    with limited(work.runner.device, work.config.trial_memory):
+        try:
+            return run()
+        except Exception as error:
+            if not ran_out(error):
+                raise
+            text = f"out of memory {as_what}: {in_line(error)}"
+        for s in swaps:  # the exception held what they recorded, and is gone
+            s.release()
+    work.notes.append(f"a trial ended early, {text}")
+    return Outcome("rejected", OUT_OF_MEMORY, text)
 
 
 def verified(
@@ -142,6 +170,8 @@ def verified(
     failed = next((v for v in verdicts if not v.passed), None)
     if failed is not None:
         swaps.release()
+        if code_of_verdict(failed) == OUT_OF_MEMORY:
+            raise torch.OutOfMemoryError(failed.name)
         if failed.unproven:
             return Outcome("refused", NOT_FINITE, f"{failed}. {REMEDY}")
         return Outcome("rejected", "less_accurate", f"less accurate {way.as_what}: {failed}")
@@ -166,10 +196,12 @@ def measured(
     ``planned``: unless it is slower.
     """
     others = SwapSet(against)
-    with work.budget:
-        won = pair_of(work, swaps, others)
-        pair = pair_of(work, swaps, None) if against else won
-    others.release()
+    try:
+        with work.budget:
+            won = pair_of(work, swaps, others)
+            pair = pair_of(work, swaps, None) if against else won
+    finally:
+        others.release()
     held = _allocated(work)
     swaps.release()  # what is kept records its own at the first call, in the caller's mode
     held -= _allocated(work)

@@ -44,7 +44,7 @@ def draw(call: Call, index: int, seed: int) -> Call:
     """
     if index == 0:
         return call
-    generator = torch.Generator().manual_seed(seed * 1009 + index)
+    generator = torch.Generator("cpu").manual_seed(seed * 1009 + index)
 
     def redraw(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or leaf.numel() == 0 or leaf.dtype is torch.bool:
@@ -60,7 +60,7 @@ def draw(call: Call, index: int, seed: int) -> Call:
             return _normal(leaf.shape, mean, std, generator).to(leaf.device, leaf.dtype)
         if leaf.is_complex():
             return leaf
-        order = torch.randperm(leaf.numel(), generator=generator).to(leaf.device)
+        order = torch.randperm(leaf.numel(), generator=generator, device="cpu").to(leaf.device)
         return leaf.reshape(-1)[order].reshape(leaf.shape)
 
     return call.map(redraw)
@@ -68,7 +68,7 @@ def draw(call: Call, index: int, seed: int) -> Call:
 
 def _normal(shape: Sequence[int], mean: float, std: float, generator: torch.Generator) -> Tensor:
     """Normal numbers in float32; a tensor (not a single number) of no deviation gets 1."""
-    fresh = torch.randn(shape, generator=generator)
+    fresh = torch.randn(shape, generator=generator, device="cpu")
     if fresh.numel() > 1 and not std > _NO_DEVIATION * abs(mean):
         std = 1.0
     return fresh * std + mean
@@ -118,7 +118,7 @@ def from_specs(specs: dict[str, Any], device: torch.device, seed: int) -> Call:
     Raises PlanError when the description is damaged, or an input was of a kind that a plan cannot
     describe.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
 
     def build(item: dict[str, Any]) -> Any:
         if "tuple" in item:
@@ -147,9 +147,11 @@ def from_specs(specs: dict[str, Any], device: torch.device, seed: int) -> Call:
         if dtype is torch.bool:
             if item.get("min") == item.get("max"):
                 return torch.full(shape, bool(item.get("max", 1)), device=device)
-            return (torch.rand(shape, generator=generator) < 0.5).to(device)
+            return (torch.rand(shape, generator=generator, device="cpu") < 0.5).to(device)
         low, high = item.get("min", 0), item.get("max", 0)
-        return torch.randint(low, high + 1, shape, generator=generator).to(device, dtype)
+        return torch.randint(low, high + 1, shape, generator=generator, device="cpu").to(
+            device, dtype
+        )
 
     try:
         args = tuple(build(a) for a in specs["args"])

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fastlinear.core.compare import DEFAULT_FACTOR
+from fastlinear.core.memory import free_bytes
+from fastlinear.core.wrappers import PLAIN
 from fastlinear.profile.observe import multiplied
 from fastlinear.profile.step import eager_modules
 from fastlinear.rewrite.exchange.forwards import float64_linear
@@ -38,7 +39,7 @@ class Float64Products(TorchFunctionMode):
         """Calls ``func``."""
         kwargs = kwargs or {}
         found = multiplied(func, args, kwargs)
-        if found is None or not found[0].is_floating_point():
+        if found is None or not found[0].is_floating_point() or type(found[1]) not in PLAIN:
             return func(*args, **kwargs)
         x, device = found[0], found[0].device.type
         autocast = torch.is_autocast_enabled(device)
@@ -130,20 +131,13 @@ def _why_no_copy(model: nn.Module, runner: Runner, ran: Ran) -> str | None:
         return "the model draws random numbers, which float64 would draw differently"
     if len(eager_modules(model)) < sum(1 for _ in model.modules()):
         return "a part of the model is compiled"
-    elements = sum(t.numel() for t in (*model.parameters(), *model.buffers()))
+    tensors = (*model.parameters(), *model.buffers())
+    odd = next((type(t).__name__ for t in tensors if type(t) not in PLAIN), None)
+    if odd is not None:
+        return f"what a {odd} is in float64, only its class knows"
+    elements = sum(t.numel() for t in tensors)
     copies = 2 if runner.mode == "inference" else 5  # with gradients and optimizer copies
-    needed, free = 8 * elements * copies, _free_bytes(runner.device)
+    needed, free = 8 * elements * copies, free_bytes(runner.device)
     if free is not None and needed > free // 2:
         return f"a float64 copy needs {needed >> 20} MiB of {free >> 20} MiB free"
-    return None
-
-
-def _free_bytes(device: torch.device) -> int | None:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    info = Path("/proc/meminfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
     return None

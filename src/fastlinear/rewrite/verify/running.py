@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fastlinear.core.errors import FastlinearError, InputError
+from fastlinear.core.wrappers import PLAIN
 from fastlinear.ops.common.layouts import densely, is_odd
 from fastlinear.profile.raised import PASSED_ON, raised
 from fastlinear.profile.step import loss_of, private_copy
@@ -88,7 +89,8 @@ class Runner:
             loss.backward()
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
-                found[f"grad.{name}"] = densely(parameter.grad)
+                if type(parameter.grad) in PLAIN or is_odd(parameter.grad):
+                    found[f"grad.{name}"] = densely(parameter.grad)
                 parameter.grad = None
         for i, leaf in enumerate(leaves.leaves()):
             if isinstance(leaf, Tensor) and leaf.grad is not None:

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from fastlinear.core.wrappers import PLAIN
 from fastlinear.rewrite.verify.inputs import Call
 from fastlinear.rewrite.verify.running import Runner
 
@@ -31,8 +32,9 @@ def trajectory(
             parameter.grad = results.get(f"grad.{name}")
         optimizer.step()
     found = {"optimizer steps: losses": torch.stack(losses)}
-    found |= {f"optimizer steps: {n}": p.detach() for n, p in model.named_parameters()}
-    return found
+    # Of a tensor subclass only its class knows the values; the losses depend on them.
+    plain = ((n, p) for n, p in model.named_parameters() if type(p) in PLAIN)
+    return found | {f"optimizer steps: {n}": p.detach() for n, p in plain}
 
 
 def learning_rate(model: nn.Module, runner: Runner, call: Call) -> float:
