@@ -52,9 +52,8 @@ def test_trains() -> None:
     assert torch.equal(copied(x), layer(x))
 
 
-@pytest.mark.parametrize("inplace", [False, True])
-def test_from_layer_scale_shares_its_parameter(inplace: bool) -> None:
-    scale = LayerScale(7, inplace=inplace).eval()
+def test_from_layer_scale_shares_its_parameter() -> None:
+    scale = LayerScale(7).eval()
     layer = fl.nn.DiagonalLinear.from_layer_scale(scale)
     assert layer.weight is scale.gamma
     assert layer.bias is None
@@ -62,6 +61,12 @@ def test_from_layer_scale_shares_its_parameter(inplace: bool) -> None:
     x, stream = torch.randn(2, 3, 7), torch.randn(2, 3, 7)
     assert torch.equal(layer(x), scale(x.clone()))
     torch.testing.assert_close(layer(x, residual=stream), stream + scale(x.clone()))
+
+
+def test_from_layer_scale_refuses_to_leave_an_input_as_it_was() -> None:
+    """What reads that input afterwards would read other numbers."""
+    with pytest.raises(InputError, match=r"writes over it\. .*inplace=False"):
+        fl.nn.DiagonalLinear.from_layer_scale(LayerScale(7, inplace=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -200,3 +200,36 @@ def test_globals_with_names_of_attributes_are_not_read(monkeypatch: pytest.Monke
     monkeypatch.setitem(globals(), "log", LOG)
     monkeypatch.setitem(globals(), "fc", Base())
     assert why_not_run(OwnList()) is None
+
+
+class Sevenfold(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy * 7
+
+
+class OwnBackward(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = F.relu(self.fc(Sevenfold.apply(x)))  # type: ignore[no-untyped-call]
+        return y
+
+
+class WithoutGradients(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = x * 2
+        y: Tensor = F.relu(self.fc(x))
+        return y
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("kind", [OwnBackward, WithoutGradients])
+def test_what_gradients_do_not_pass_is_not_traced(kind: Any, grad: bool) -> None:
+    with torch.set_grad_enabled(grad), pytest.raises(Untraceable, match="without gradients"):
+        trace(kind(), Observed.of((X,), {}))
+    with torch.inference_mode(), pytest.raises(Untraceable, match="without gradients"):
+        trace(kind(), Observed.of((X,), {}))

@@ -107,3 +107,16 @@ def test_a_nearly_right_function_is_not_taken():
     assert recognise(lambda t: F.gelu(t) + 1e-6) is None
     assert recognise(lambda t: t * torch.sigmoid(1.7 * t)) is None
     assert recognise(lambda t: F.relu(t).clamp(max=60)) is None
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda t: F.relu(t).nan_to_num(),
+        lambda t: torch.where(t > 0, t, torch.zeros_like(t)),
+        lambda t: F.silu(t.clamp(-65504, 65504)),
+        lambda t: F.gelu(t).masked_fill(t.isnan(), 0.0),
+    ],
+)
+def test_what_is_not_finite_stays_so(call):
+    assert recognise(call) is None

@@ -15,7 +15,7 @@ from fastlinear.profile.graph import Observed, Untraceable, stand_in, trace
 from fastlinear.rewrite.exchange.traceable import why_not
 from fastlinear.rewrite.match.eligible import refuse_module
 
-_GIVEN = Observed.of((torch.empty(0),), {})
+_GIVEN = Observed.of((torch.empty(0, device="cpu"),), {})
 _TOLERANCE = 1e-9
 _FAR = (1e9, -1e9, float("inf"), float("-inf"), float("nan"))
 _COMMON = 1e6

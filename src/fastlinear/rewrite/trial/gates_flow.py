@@ -31,6 +31,7 @@ _MATMULS = {torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__}
 _CATS = {torch.cat, torch.concat, torch.concatenate}
 _DETACHED = {torch.detach, Tensor.detach, Tensor.detach_, _T.data.__get__}
 _OF_GRADIENTS = {Tensor.register_hook, _T.requires_grad.__get__, _T.grad_fn.__get__, *_DETACHED}
+_SHAPES = {_T.shape.__get__, _T.ndim.__get__, Tensor.size, Tensor.dim}
 _MODE: Any = torch._C._set_grad_enabled
 
 
@@ -75,6 +76,8 @@ class Watch(TorchFunctionMode):
             for t, _ in before:
                 self._known.values.pop(id(t), None)
             return result
+        if func in _SHAPES:
+            self._note_read(before)  # to decide by it, perhaps
         for i, out in enumerate(_tensors(result)):
             value = (
                 self._value(func, given, named, before, out)
