@@ -24,6 +24,10 @@ import pytest
 import torch
 
 from fastlinear.dispatch import cache, doubt
+from fastlinear.ops.common import cpp_build
+
+# Workers compile side by side: no call is to take another backend meanwhile.
+cpp_build.PATIENCE_S = cpp_build.LOCK_PATIENCE_S = 600.0
 
 _OWN = Path(os.environ["FASTLINEAR_CACHE_DIR"])
 _BUILDS = Path(os.environ["FASTLINEAR_TESTS_BUILDS"]) / "cpp"

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import fastlinear as fl
+from fastlinear.core import files
 from fastlinear.core.errors import CacheWarning
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch import cache
@@ -230,7 +231,7 @@ def test_failing_write_keeps_what_can_be_read(monkeypatch: pytest.MonkeyPatch) -
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cache.os, "replace", full)
+    monkeypatch.setattr(files.os, "replace", full)
     with pytest.warns(CacheWarning, match="No space left"):
         assert store(k=64) is False
     able = backends("eager", "onednn")

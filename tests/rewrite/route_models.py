@@ -250,7 +250,7 @@ ROUTES: dict[str, Route] = {
     "halves in a forward": Route(HalvesAmid, {"guard", "GatedPart", "call_gate"}),
     "halves of one rank": Route(HalvesAt1, {"guard", "GatedPart", "call_gate_of"}),
     "row": Route(Row, {"guard", "RowChain", "call_row"}),
-    "parts": Route(Parts, {"guard", "RowChain", "call_parts"}),
+    "parts": Route(Parts, {"guard", "LoopChain", "call_parts"}),
     "loop": Route(Loop, {"guard", "GroupedChain"}),
     "towers": Route(Towers, {"guard", "TowerChain", "call_towers"}),
     "list": Route(Heads, {"guard", "ListChain", "call_list"}),

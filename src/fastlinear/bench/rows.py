@@ -21,6 +21,7 @@ from fastlinear.report.above import WRONG, why_above
 
 Row = dict[str, Any]
 
+_MOST_CHARACTERS = 1 << 30
 _FORMS = (
     OURS,
     RECORDED,
@@ -279,7 +280,17 @@ def _lines(path: Path, cut: bool) -> list[str]:
     lines: list[str] = []
     try:
         with opened(path, "r") as file:
-            lines.extend(file)
+            length = 0
+            for line in file:
+                length += len(line)
+                if length > _MOST_CHARACTERS:
+                    raise InputError(
+                        "read_rows",
+                        f"rows of at most {_MOST_CHARACTERS >> 20} Mi characters in {path}",
+                        "more",
+                        "Split the file.",
+                    )
+                lines.append(line)
     except (EOFError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError) as error:
         if not (cut and isinstance(error, EOFError)):
             raise InputError(

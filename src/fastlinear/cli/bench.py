@@ -13,6 +13,7 @@ from fastlinear.cli.console import (
     note,
     print_json,
     progress_bar,
+    say,
     table,
     width,
     write_page,
@@ -154,7 +155,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
     from fastlinear.cli.bench_table import COLUMNS, LEGEND, left_out, tables
 
     if rows[0]["experiment"] == pseudo_table.EXPERIMENT:
-        typer.echo(pseudo_table.table(rows, width()), nl=False)
+        say(pseudo_table.table(rows, width()).rstrip("\n"))
         _show_late(rows)
         return
     based = any(r["contender"] == "eager" and r["median_us"] is not None for r in rows)
@@ -166,7 +167,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
         return
     for title, lines in tables(rows):
         table(title, COLUMNS, lines)
-    typer.echo(f"{LEGEND}\n")
+    say(f"{LEGEND}\n")
     table("left out", ("contender", "why", ">measurements"), left_out(rows))
     _show_late(rows)
 
@@ -178,4 +179,4 @@ def _show_late(rows: list[dict[str, Any]]) -> None:
     asked = {(r["contender"], "; ".join(r["terms"])) for r in rows if r.get("terms")}
     table("on terms of their own", ("contender", "terms"), sorted(asked))
     for line in (*notes_behind(rows), *notes_above(rows)):
-        typer.echo(line)
+        say(line)

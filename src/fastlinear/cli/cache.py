@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 from fastlinear.cli import options as opt
-from fastlinear.cli.console import note, print_json, table
+from fastlinear.cli.console import note, print_json, say, table
 
 group = typer.Typer(no_args_is_help=True, help="Look at or remove what tuning remembers.")
 
@@ -23,7 +23,7 @@ def path(device: opt.Place = "cpu", debug: opt.Debug = False) -> None:
     from fastlinear.cli.load import usable_device
     from fastlinear.dispatch.cache import cache_path
 
-    typer.echo(str(cache_path(str(usable_device(device)))))
+    say(str(cache_path(str(usable_device(device)))))
 
 
 @group.command()
@@ -38,7 +38,7 @@ def show(device: opt.Place = "cpu", json: opt.Json = False, debug: opt.Debug = F
         print_json({"path": str(cache_path(where)), "entries": found})
         return
     if not found:
-        typer.echo(f"nothing tuned yet: {cache_path(where)}")
+        say(f"nothing tuned yet: {cache_path(where)}")
         return
     rows = []
     for item in found.values():

@@ -12,18 +12,22 @@ from typing import Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from fastlinear.core import text_table
 from fastlinear.core.errors import CacheWarning, InputError
+from fastlinear.core.plain_text import one_line, plain
 from fastlinear.core.progress import Progress as Callback
 from fastlinear.core.progress import silent
 
 
 def show_error(message: str, hint: str = "") -> None:
     """One error on stderr, without a traceback."""
-    text = Text.assemble(("error: ", "bold red"), message, (f" {hint}" if hint else "", "dim"))
+    text = Text.assemble(
+        ("error: ", "bold red"), plain(message), (f" {hint}" if hint else "", "dim")
+    )
     Console(stderr=True).print(text, soft_wrap=True)
 
 
@@ -34,7 +38,7 @@ def plain_warnings() -> Iterator[None]:
 
     def show(message: Any, category: Any, *rest: Any, **named: Any) -> None:
         if issubclass(category, CacheWarning):
-            text = Text.assemble(("warning: ", "bold yellow"), str(message))
+            text = Text.assemble(("warning: ", "bold yellow"), plain(str(message)))
             Console(stderr=True).print(text, soft_wrap=True)
         else:
             before(message, category, *rest, **named)
@@ -45,10 +49,15 @@ def plain_warnings() -> Iterator[None]:
         yield
 
 
+def say(text: str) -> None:
+    """Lines of a result on stdout."""
+    typer.echo(plain(text))
+
+
 def note(message: str, *, quiet: bool = False) -> None:
     """One line on stderr about what was done."""
     if not quiet:
-        Console(stderr=True).print(Text(message, style="dim"), soft_wrap=True)
+        Console(stderr=True).print(Text(plain(message), style="dim"), soft_wrap=True)
 
 
 @contextmanager
@@ -72,7 +81,7 @@ def progress_bar(*, quiet: bool = False) -> Iterator[Callback]:
 
             def report(stage: str, done: int, total: int) -> None:
                 if stage not in tasks:
-                    tasks[stage] = bars.add_task(stage, total=total)
+                    tasks[stage] = bars.add_task(escape(one_line(stage)), total=total)
                 bars.update(tasks[stage], completed=done, total=total, refresh=True)
 
             yield report
@@ -84,7 +93,7 @@ def _lines(console: Console) -> Callback:
     def report(stage: str, done: int, total: int) -> None:
         if stage not in seen:
             seen.add(stage)
-            console.print(Text(f"- {stage}", style="dim"), soft_wrap=True)
+            console.print(Text(f"- {one_line(stage)}", style="dim"), soft_wrap=True)
 
     return report
 
@@ -117,7 +126,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
         return
     console = Console(width=width())
     if title:
-        console.print(Text(title, style="bold"), soft_wrap=True)
+        console.print(Text(one_line(title), style="bold"), soft_wrap=True)
     console.print(text_table.table(columns, rows, width=console.width))
     console.print()
 

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from fastlinear.cli import options as opt
-from fastlinear.cli.console import print_json, table
+from fastlinear.cli.console import print_json, say, table
 
 
 def register(app: typer.Typer) -> None:
@@ -38,9 +38,9 @@ def doctor(json: opt.Json = False, debug: opt.Debug = False) -> None:
             for b in data["backends"]
         ],
     )
-    typer.echo("Tuned cache")
+    say("Tuned cache")
     for device, path in data["cache"].items():
-        typer.echo(f"  {device}: {path}")
+        say(f"  {device}: {path}")
 
 
 def _diagnose() -> dict[str, Any]:

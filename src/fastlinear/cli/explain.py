@@ -28,7 +28,7 @@ from fastlinear.cli.call import (
     Widths,
     XLayout,
 )
-from fastlinear.cli.console import print_json
+from fastlinear.cli.console import print_json, say
 from fastlinear.cli.load import default_device
 from fastlinear.dispatch.backend import check_backend
 
@@ -130,7 +130,7 @@ def explain(
     if json:
         print_json(told)
     else:
-        typer.echo(words)
+        say(words)
 
 
 def _expectation(call: Call, train: bool, backend: str | None) -> Expectation | None:

@@ -15,6 +15,7 @@ from fastlinear.cli.console import (
     note,
     print_json,
     progress_bar,
+    say,
     width,
     write_page,
 )
@@ -150,6 +151,7 @@ def apply(
     loss: opt.Loss = None,
     seed: opt.Seed = 0,
     json: opt.Json = False,
+    budget: Annotated[float, typer.Option(help="Seconds for comparing.")] = 60,
     html: opt.Html = None,
     quiet: opt.Quiet = False,
     debug: opt.Debug = False,
@@ -174,7 +176,14 @@ def apply(
     if inputs is not None:
         values = load.load_inputs(inputs, model=model, device=device, dtype=kind, seed=seed)
     with progress_bar(quiet=quiet) as progress:
-        result = apply_(net, plan, values, loss_fn=load.load_loss(loss), progress=progress)
+        result = apply_(
+            net,
+            plan,
+            values,
+            loss_fn=load.load_loss(loss),
+            progress=progress,
+            time_budget_s=budget,
+        )
     _finish(result, as_json=json, html=html, quiet=quiet)
 
 
@@ -187,7 +196,7 @@ def _finish(result: Any, *, as_json: bool, html: Path | None, quiet: bool) -> No
     if as_json:
         print_json(data)
     elif not quiet:
-        typer.echo(result.table(width=width()))
+        say(result.table(width=width()))
     if data["summary"]["kept"]:
         return
     failed = [site for site in data["sites"] if site["code"] == "less_accurate"]

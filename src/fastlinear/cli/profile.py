@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from fastlinear.cli import options as opt
-from fastlinear.cli.console import check_writable, print_json, progress_bar, width, write_page
+from fastlinear.cli.console import check_writable, print_json, progress_bar, say, width, write_page
 
 
 def register(app: typer.Typer) -> None:
@@ -56,4 +56,4 @@ def profile(
     if json:
         print_json(report.to_json())
     elif not quiet:
-        typer.echo(report.table(width=width()))
+        say(report.table(width=width()))

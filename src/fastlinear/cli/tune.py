@@ -30,7 +30,7 @@ from fastlinear.cli.call import (
     XLayout,
     within_memory,
 )
-from fastlinear.cli.console import print_json, progress_bar, table
+from fastlinear.cli.console import print_json, progress_bar, say, table
 from fastlinear.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -252,4 +252,4 @@ def _show(results: list[Tuned], save: bool) -> None:
         if t.doubt:
             held = entries(t.problem.device).get(t.problem.key(), {})
             stays = "" if held.get("doubt") or not save else "; the earlier decision, not so, stays"
-            typer.echo(f"in doubt: {t.doubt}{stays}. Tune again when the machine is quiet.")
+            say(f"in doubt: {t.doubt}{stays}. Tune again when the machine is quiet.")

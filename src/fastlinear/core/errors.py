@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fastlinear.core.plain_text import plain
+
 
 class FastlinearError(Exception):
     """Base class of all errors raised by fastlinear.
@@ -47,7 +49,9 @@ class FastlinearError(Exception):
         return str(self.args[3])
 
     def __str__(self) -> str:
-        return f"{self.function}: expected {self.expected}; received {self.received}. {self.remedy}"
+        return plain(
+            f"{self.function}: expected {self.expected}; received {self.received}. {self.remedy}"
+        )
 
 
 class InputError(FastlinearError, ValueError):

@@ -150,9 +150,9 @@ def _are_names(values: Iterable[object]) -> bool:
 
 
 def cache_dir() -> Path:
-    """Folder of the tuned cache: ``$FASTLINEAR_CACHE_DIR`` or the user's cache folder."""
+    """Folder of the caches: ``$FASTLINEAR_CACHE_DIR``, where ``~`` is home, or the user's own."""
     override = os.environ.get("FASTLINEAR_CACHE_DIR")
-    return Path(override) if override else Path(platformdirs.user_cache_dir("fastlinear"))
+    return Path(override or platformdirs.user_cache_dir("fastlinear")).expanduser()
 
 
 def kept_bytes() -> int:

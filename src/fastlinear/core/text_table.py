@@ -6,6 +6,8 @@ import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from fastlinear.core.plain_text import one_line, plain
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -26,8 +28,8 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, width: in
     from rich.table import Table
     from rich.text import Text
 
-    cells = [[str(cell) for cell in row] for row in rows]
-    names = [name.removeprefix(">") for name in columns]
+    cells = [[one_line(str(cell)) for cell in row] for row in rows]
+    names = [one_line(name.removeprefix(">")) for name in columns]
     drawn = Table(
         box=SIMPLE_HEAD,
         show_edge=False,
@@ -46,13 +48,14 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, width: in
 
 
 def as_text(parts: Sequence[Any], width: int) -> str:
-    """Tables and lines as plain text, without colours and without spaces at the ends of lines."""
+    """Tables and lines as plain text, without colours, what a terminal would act on, and spaces at
+    the ends of lines."""
     from rich.console import Console
 
     out = io.StringIO()
     console = Console(file=out, width=width, color_system=None, highlight=False, markup=False)
     for part in parts:
-        console.print(part)
+        console.print(plain(part) if isinstance(part, str) else part)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 

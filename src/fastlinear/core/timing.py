@@ -17,6 +17,7 @@ import torch
 
 from fastlinear.core.errors import InputError
 from fastlinear.core.graphs import CudaRecorder, Pool
+from fastlinear.core.interrupts import restored
 
 METRICS = ("wall", "device")
 _TARGET_SAMPLE_US = 1000.0
@@ -90,6 +91,7 @@ def paired_ratio(numerator: Samples, denominator: Samples) -> Ratio:
     return Ratio(float(np.median(ratios)), low, high)
 
 
+@restored
 def interleave(
     contenders: Mapping[str, Callable[[], object]],
     *,

@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +18,9 @@ from fastlinear.core.compare import DEFAULT_FACTOR
 from fastlinear.core.cost import Cost
 from fastlinear.core.errors import InputError
 from fastlinear.core.problem import Problem
+
+about_to_run: ContextVar[bool] = ContextVar("about_to_run", default=False)
+"""Whether ``reason_not`` is asked for a call that runs: its libraries are then compiled."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,14 @@ class Backend:
     def load(self) -> Callable[..., Any]:
         """Import the module and return the function."""
         return _load(self.target)
+
+    def why_not_ready(self, problem: Problem) -> str | None:
+        """Why it cannot serve a Problem at once, or None; what it needs is compiled first."""
+        token = about_to_run.set(True)
+        try:
+            return self.reason_not(problem)
+        finally:
+            about_to_run.reset(token)
 
     def source_hash(self) -> str:
         """Twelve hex digits over the source files of this backend."""

@@ -8,11 +8,8 @@ sources of the backends they compare and the torch version are unchanged.
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,14 +17,18 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
+from fastlinear.core import files
 from fastlinear.core.device import device_facts
 from fastlinear.core.errors import CacheWarning, UnsupportedError
+from fastlinear.core.interrupts import whole
+from fastlinear.core.plain_text import plain
 from fastlinear.core.problem import Problem
 from fastlinear.core.settings import cache_dir
 from fastlinear.dispatch.backend import Backend
 
 FORMAT = 1
 _LOCK_TIMEOUT_S = 10.0
+_MOST_BYTES = 64 << 20  # an entry has about one KiB
 _UNFIT = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 _loaded: dict[Path, dict[str, Any]] = {}
@@ -117,10 +118,10 @@ def store(
         held = _loaded.setdefault(path, {})
         if not _firmer(held.get(key), item):
             held[key] = item
-            _changed()
+            changed()
         return False
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        files.make_folder(path.parent)
         with FileLock(f"{path}.lock", timeout=_LOCK_TIMEOUT_S):
             entries = _parse(path)
             stays = _firmer(entries.get(key), item)
@@ -135,7 +136,7 @@ def store(
             held[key] = item
         return False
     finally:
-        _changed()
+        changed()
     return not stays
 
 
@@ -152,18 +153,18 @@ def _firmer(known: dict[str, Any] | None, new: dict[str, Any]) -> bool:
     return bool(known["torch"] == new["torch"] and known["hashes"] == new["hashes"])
 
 
-@contextmanager
+@whole
 def in_memory() -> Iterator[None]:
     """Inside it the cache starts empty, and decisions neither come from the disk nor reach it."""
     global _loaded, _on_disk
     kept = _loaded, _on_disk
     _loaded, _on_disk = {}, False
-    _changed()
+    changed()
     try:
         yield
     finally:
         _loaded, _on_disk = kept
-        _changed()
+        changed()
 
 
 def on_change(listener: Callable[[], None]) -> None:
@@ -195,7 +196,7 @@ def clear(device: str) -> int:
                 "Remove it by hand, or set FASTLINEAR_CACHE_DIR to another folder.",
             ) from error
     _loaded.pop(path, None)
-    _changed()
+    changed()
     return count
 
 
@@ -203,10 +204,11 @@ def forget() -> None:
     """Drop what this process has read, so that the next selection reads the file again."""
     _loaded.clear()
     _warned.clear()
-    _changed()
+    changed()
 
 
-def _changed() -> None:
+def changed() -> None:
+    """Have all that was decided before decided anew."""
     for listener in _listeners:
         listener()
 
@@ -219,7 +221,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _parse(path: Path) -> dict[str, Any]:
     try:
-        content = path.read_bytes()
+        content = files.read(path, _MOST_BYTES)
     except FileNotFoundError:
         return {}
     except OSError as error:
@@ -256,19 +258,12 @@ def _replace(path: Path, entries: dict[str, Any]) -> None:
     # Only the holder of the lock writes here, so any such file is what a killed writer left.
     for stale in path.parent.glob(f".{path.name}.*"):
         stale.unlink(missing_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w") as file:
-            json.dump({"format": FORMAT, "entries": entries}, file, indent=1, sort_keys=True)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    text = json.dumps({"format": FORMAT, "entries": entries}, indent=1, sort_keys=True)
+    files.replace(path, text.encode())
 
 
 def _warn(message: str) -> None:
+    message = plain(message)
     if message not in _warned:
         _warned.add(message)
         warnings.warn(message, CacheWarning, stacklevel=3)

@@ -3,7 +3,8 @@
 A tuned decision in doubt does not replace the choice without it, where that may be faster within
 the noise of its measurement.
 
-Nothing here measures anything, and nothing here imports a backend.
+Nothing here measures anything, and nothing here imports a backend. A library that the choice needs
+is compiled; where it cannot be, or takes long, the next backend is chosen.
 """
 
 from __future__ import annotations
@@ -49,9 +50,18 @@ def select(problem: Problem, forced: str | None = None) -> Choice:
     fam = family(problem.family)
     candidates = fam.candidates(problem.piece)
     reasons = {b.name: b.reason_not(problem) for b in candidates}
-    able = [b for b in candidates if reasons[b.name] is None]
     if forced is not None:
         return _forced(problem, candidates, reasons, forced)
+    while True:
+        able = [b for b in candidates if reasons[b.name] is None]
+        choice = _of_able(problem, able, reasons)
+        why = choice.backend.why_not_ready(problem)
+        if why is None:
+            return choice
+        reasons[choice.backend.name] = why  # its library cannot be compiled, or not yet
+
+
+def _of_able(problem: Problem, able: Sequence[Backend], reasons: dict[str, str | None]) -> Choice:
     by_name = {b.name: b for b in able}
     untuned: Choice | None = None
     doubted = ""

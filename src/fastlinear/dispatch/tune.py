@@ -16,6 +16,7 @@ import torch
 
 from fastlinear.core.compare import Verdict, judge
 from fastlinear.core.device import device_facts
+from fastlinear.core.interrupts import restored
 from fastlinear.core.problem import Problem
 from fastlinear.core.timing import Ratio, Samples, interleave, paired_ratio
 from fastlinear.dispatch import cache
@@ -53,6 +54,7 @@ class Tuned:
     rivals: tuple[str, ...] = ()
 
 
+@restored
 def tune(
     problem: Problem,
     *,

@@ -9,7 +9,6 @@ lists.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import chain
 from operator import attrgetter, eq, is_
 from types import CellType
@@ -20,6 +19,7 @@ import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
 from torch._C._dynamo.guards import TensorGuards
 
+from fastlinear.core.interrupts import whole
 from fastlinear.core.wrappers import PLAIN, distributed_wrapper
 from fastlinear.nn.graph_facts import Facts, Own
 from fastlinear.nn.graph_results import all_at
@@ -139,7 +139,7 @@ class Watch:
             self._facts = Facts(*self._read, self._own)
             self._number(self.token)
 
-    @contextmanager
+    @whole
     def swapped(self, others: dict[int, Tensor]) -> Iterator[None]:
         """Other tensors in place of those with these ids, wherever a callable looks them up."""
         put_back = []

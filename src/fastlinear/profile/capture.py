@@ -13,6 +13,7 @@ from torch.nn.modules import module as module_hooks
 from fastlinear.core.environment import environment
 from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.core.inputs import normalize_inputs
+from fastlinear.core.interrupts import restored
 from fastlinear.core.precision import float32_precision
 from fastlinear.core.progress import Progress, silent
 from fastlinear.core.settings import MODES
@@ -43,6 +44,7 @@ __all__ = ["capture", "loss_of", "profile"]
 _STAGES = 5
 
 
+@restored
 def profile(
     model: nn.Module,
     inputs: Any,

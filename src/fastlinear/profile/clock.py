@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
 import torch
 
 from fastlinear.core.cost import Ceilings, measure_ceilings
+from fastlinear.core.interrupts import whole
 from fastlinear.core.precision import float32_precision
 from fastlinear.core.timing import first_call_us, interleave
 from fastlinear.profile.step import Step
@@ -46,7 +46,7 @@ def ceilings(device: torch.device, dtype: str, precision: str) -> Ceilings:
         return measure_ceilings(str(device), dtype, precision)
 
 
-@contextmanager
+@whole
 def _matmul_precision(precision: str) -> Iterator[None]:
     if precision == float32_precision():
         yield

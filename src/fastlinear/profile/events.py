@@ -13,6 +13,8 @@ from torch import nn
 from torch.autograd import DeviceType
 from torch.nn.modules import module as module_hooks
 
+from fastlinear.core.interrupts import whole
+
 MODULE = "fastlinear::module::"
 STEP = "fastlinear::step"
 LOSS = "fastlinear::loss"
@@ -93,7 +95,7 @@ def from_kineto(raw: Any) -> list[Event]:
     return events
 
 
-@contextmanager
+@whole
 def module_ranges(names: dict[nn.Module, str], on_instances: bool = False) -> Iterator[None]:
     """Open a profiler range around every call of the named modules.
 
@@ -143,7 +145,7 @@ def span(name: str) -> Iterator[None]:
         yield
 
 
-@contextmanager
+@whole
 def quiet_profiler() -> Iterator[None]:
     """Keep the profiler's library from writing its own log lines to stderr."""
     name = "KINETO_LOG_LEVEL"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from fastlinear.core.interrupts import hold
 from fastlinear.profile.effects import why_not_run
 from fastlinear.profile.not_followed import in_words
 from fastlinear.profile.positional import positional
@@ -121,7 +122,8 @@ def trace(
     try:
         with warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad():
             warnings.simplefilter("ignore")
-            graph = _ParentTracer(observed, runnable, parts, exactly).trace(copied)
+            with hold():  # torch.fx patches nn.Module meanwhile
+                graph = _ParentTracer(observed, runnable, parts, exactly).trace(copied)
     except Untraceable:
         raise
     except _FAILURES as error:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
 from torch import nn
 from torch.autograd.profiler import profile as autograd_profiler
 
+from fastlinear.core.interrupts import Whole, whole
 from fastlinear.profile.attribute import (
     ENGINE,
     IN_LOSS,
@@ -42,7 +43,7 @@ def profiled(
     seen = []
     with quiet_profiler(), _no_garbage_collection():
         for _ in range(steps + warm):
-            with session() as prof, ranges():
+            with Whole(session()) as prof, ranges():
                 _marked_step(step)
                 if cuda:
                     torch.cuda.synchronize(device)
@@ -51,7 +52,7 @@ def profiled(
     return min(seen[int(warm) :], key=lambda a: a.total_ns(cuda))
 
 
-@contextmanager
+@whole
 def _no_garbage_collection() -> Iterator[None]:
     """Python's collector pauses at random; its pause would be charged to some module."""
     enabled = gc.isenabled()

@@ -302,6 +302,6 @@ class ProfileReport:
         """Write the report as one self-contained page; returns the path."""
         from fastlinear.report import page
 
-        path = Path(path)
+        path = Path(path).expanduser()
         path.write_text(page(self.to_json()), encoding="utf-8")
         return path

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fastlinear.core.interrupts import whole
 from fastlinear.core.wrappers import inner_places
 from fastlinear.profile.servable import is_freed, memory_of
 
 _CONTAINERS = ("_parameters", "_buffers", "_modules")
 
 
-@contextmanager
+@whole
 def preserved(model: nn.Module, mode: str) -> Iterator[None]:
     """Put the model into ``mode`` and, on leaving, give back everything it was.
 
@@ -65,7 +65,7 @@ def preserved(model: nn.Module, mode: str) -> Iterator[None]:
 def _dicts(module: nn.Module) -> Iterator[dict[Any, Any]]:
     """The module's own registries (parameters, buffers, children, hooks), not their contents."""
     for key, value in module.__dict__.items():
-        if isinstance(value, dict) and (key in _CONTAINERS or key.endswith("hooks")):
+        if isinstance(value, dict) and (key in _CONTAINERS or "_hooks" in key):
             yield value
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import jinja2
 
 from fastlinear.core.errors import InputError
+from fastlinear.core.plain_text import plain_data
 from fastlinear.report import bench_view, charts, text, views
 
 _VIEWS = {
@@ -41,7 +42,7 @@ def page(data: dict[str, Any]) -> str:
             "Pass what to_json() of a profile or a result returns.",
         )
     template = _environment().get_template(f"{kind}.html.j2")
-    return template.render(view=_VIEWS[kind](data))
+    return template.render(view=_VIEWS[kind](plain_data(data)))
 
 
 @lru_cache(maxsize=1)

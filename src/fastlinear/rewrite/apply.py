@@ -11,6 +11,7 @@ from torch import nn
 
 from fastlinear.core.compare import Verdict
 from fastlinear.core.errors import PlanError, UnsupportedError
+from fastlinear.core.interrupts import restored
 from fastlinear.core.progress import Progress, silent
 from fastlinear.core.settings import Config
 from fastlinear.profile.state import preserved
@@ -42,6 +43,7 @@ from fastlinear.rewrite.work import Work
 _SEED = 0
 
 
+@restored
 def apply_(
     model: nn.Module,
     plan: str | Path | dict[str, Any],
@@ -49,6 +51,7 @@ def apply_(
     *,
     loss_fn: LossFn | None = None,
     progress: Progress = silent,
+    time_budget_s: float = 60.0,
 ) -> Result:
     """Put a stored plan onto the model it was made for, in place and reversibly.
 
@@ -65,10 +68,11 @@ def apply_(
             default random ones as described in the plan.
         loss_fn: needed when the plan was made with one.
         progress: called as ``progress(stage, done, total)``.
+        time_budget_s: as in ``fl.Config``.
 
     Raises:
         PlanError: the plan is corrupt, of another format, or made for another model, device or
-            torch version.
+            torch version, or describes more than 2³⁰ numbers of inputs and none are given.
         UnsupportedError: a backend that the plan forces cannot serve here. Whatever is raised, the
             model is left as it was.
 
@@ -95,6 +99,7 @@ def apply_(
         graphs=bool(loaded.graphed),
         compile=bool(loaded.compiled),
         allow_fast_matmul=any(r.allow_fast_matmul for r in loaded.linears),
+        time_budget_s=time_budget_s,
     )
     work = prepare("apply_", model, inputs, config, loss_fn, progress)
     brought = decisions_of(loaded)

@@ -10,6 +10,7 @@ from torch import nn
 from fastlinear.core.compare import Verdict
 from fastlinear.core.errors import InputError
 from fastlinear.core.inputs import normalize_inputs
+from fastlinear.core.interrupts import restored
 from fastlinear.core.problem import Problem
 from fastlinear.core.progress import Progress, silent
 from fastlinear.core.settings import Config
@@ -49,6 +50,7 @@ FINDS = (diagonals.find, groups.find, experts.find, gates.find, blocks.find)
 _NOTHING_CODES = ("already_fastlinear", "already_rewritten", "not_called", "empty_input")
 
 
+@restored
 def optimize_(
     model: nn.Module,
     inputs: Any,
@@ -89,8 +91,8 @@ def optimize_(
         UnsupportedError: a backend that ``config`` names can serve nothing of the model. Whatever
             is raised, the model is left as it was.
 
-    Attach hooks or adapters before optimizing, or ``result.revert()`` first: a rewritten linear
-    returns its activated output.
+    Hooks, adapters and other layers put in later act as on the model before; what they touch is
+    then no longer fused.
 
     >>> import torch, fastlinear as fl
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
@@ -154,6 +156,7 @@ def _proven(
     return kept, verdicts, pair
 
 
+@restored
 def problems(
     model: nn.Module,
     inputs: Any,

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from fastlinear.core import files
 from fastlinear.core.errors import PlanError
 from fastlinear.core.problem import Problem
 from fastlinear.core.settings import MODES
@@ -24,6 +25,7 @@ from fastlinear.rewrite.exchange.compiled_forward import COMPILE_MODES
 T = TypeVar("T")
 KIND = "plan"
 FORMAT = 1
+_MOST_BYTES = 64 << 20  # a site has about one KiB
 ROUTES = ("plain", "parent", "chain", "own", "graph", "compile")
 RULES = (
     *("linear_act", "mlp", "gated_mlp", "grouped_linear", "unequal_linear"),
@@ -163,7 +165,7 @@ class Plan:
 def write_json(path: str | Path, data: dict[str, Any]) -> Path:
     """Write JSON through a temporary file beside the target, so that a kill leaves no half; folders
     are made."""
-    path = Path(path)
+    path = Path(path).expanduser()
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
@@ -224,7 +226,7 @@ def _json_kind(data: Any) -> str:
 
 def _read(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = files.read(path.expanduser(), _MOST_BYTES)
     except OSError as error:
         raise PlanError(
             "apply_",
@@ -232,8 +234,10 @@ def _read(path: Path) -> Any:
             f"{path}: {error.strerror}",
             "Write one with result.save(path), or with fastlinear optimize --plan.",
         ) from error
+    try:
+        return json.loads(content.decode())
     except (ValueError, RecursionError) as error:  # bad JSON, or bytes that are no text
-        why = str(error) if path.stat().st_size else "an empty file"
+        why = str(error) if content else "an empty file"
         raise PlanError(
             "apply_",
             "a plan in JSON",
@@ -243,7 +247,7 @@ def _read(path: Path) -> Any:
 
 
 def _parse(data: dict[str, Any]) -> Plan:
-    rewrites: list[Rewrite] = []
+    rewrites: dict[tuple[str, str], Rewrite] = {}
     for item in _of(list, data, "rewrites"):
         if not isinstance(item, dict):
             raise TypeError(f"a rewrite is {_json_kind(item)}")
@@ -258,12 +262,12 @@ def _parse(data: dict[str, Any]) -> Plan:
             known &= name is None or isinstance(name, str)
         known &= isinstance(rewrite.problem, dict) and isinstance(rewrite.backends, dict)
         known = known and all(isinstance(name, str) for name in rewrite.backends.values())
-        known = known and (rewrite.fqn, rewrite.rule) not in {(r.fqn, r.rule) for r in rewrites}
+        known = known and (rewrite.fqn, rewrite.rule) not in rewrites
         if known and rewrite.problem:
             Problem.from_json(rewrite.problem)
         if not known:
             raise ValueError(f"unknown rewrite of {rewrite.fqn!r}: {rewrite.rule}, {rewrite.route}")
-        rewrites.append(rewrite)
+        rewrites[rewrite.fqn, rewrite.rule] = rewrite
     if data["mode"] not in MODES:
         raise ValueError(f"mode {data['mode']!r}")
     given = _of(dict, data, "inputs")
@@ -278,7 +282,7 @@ def _parse(data: dict[str, Any]) -> Plan:
         mode=data["mode"],
         environment=dict(facts),
         inputs=inputs,
-        rewrites=tuple(rewrites),
+        rewrites=tuple(rewrites.values()),
         fastlinear=str(data["fastlinear"]),
         tuned=tuple(_of(list, {"tuned": [], **data}, "tuned")),
         advice=tuple(_of(list, {"advice": [], **data}, "advice")),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fastlinear.core.errors import PlanError
+from fastlinear.core.interrupts import whole
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.backend import Backend, families, family
@@ -63,7 +63,7 @@ def decisions_of(plan: Plan) -> list[Decision]:
     return found
 
 
-@contextmanager
+@whole
 def on_trial(decisions: Sequence[Decision], device: str) -> Iterator[None]:
     """Inside it dispatch has these decisions beside the user's own; none is written to the disk."""
     own = _own(device)

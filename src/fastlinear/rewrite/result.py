@@ -196,7 +196,7 @@ class Result:
         """Write the report as one self-contained page; returns the path. Folders are made."""
         from fastlinear.report import page
 
-        path = Path(path)
+        path = Path(path).expanduser()
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page(self.to_json()), encoding="utf-8")
         return path

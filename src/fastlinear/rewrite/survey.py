@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from fastlinear.core.interrupts import restored
 from fastlinear.core.progress import Progress, silent
 from fastlinear.core.settings import Config
 from fastlinear.profile import ProfileReport
@@ -21,6 +22,7 @@ from fastlinear.rewrite.verify.running import LossFn
 _BUDGET_S = 10.0  # of measuring, all findings together
 
 
+@restored
 def profile(
     model: nn.Module,
     inputs: Any,

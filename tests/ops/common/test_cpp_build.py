@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.core.settings import cache_dir
-from fastlinear.ops.common import cpp_build
+from fastlinear.ops.common import compiler, cpp_build
+from fastlinear.ops.common.compiler import Compiler
 
 pytestmark = [
     pytest.mark.own_builds,
@@ -24,7 +27,7 @@ pytestmark = [
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A C++ file of its own and a folder for temporary files of its own."""
-    monkeypatch.setattr(cpp_build.tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     cpp_build.forget()
     path = tmp_path / "answer.cpp"
@@ -101,7 +104,7 @@ def test_a_compiler_that_rejects_or_cannot_run(
     broken = source.parent / "cxx"
     broken.write_text("no program\n")
     broken.chmod(0o755)
-    monkeypatch.setattr(cpp_build, "compiler", lambda: str(broken))
+    monkeypatch.setattr(cpp_build, "compiler", lambda: (str(broken),))
     with pytest.raises(UnsupportedError, match=r"\$CXX"):
         cpp_build.load(source)
     assert kept(cache_dir() / "cpp") == []
@@ -111,13 +114,13 @@ def test_a_failure_is_remembered_with_its_words(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[list[str]] = []
-    failure = cpp_build._failure
+    failure = Compiler.failure
 
-    def counted(command: list[str]) -> str | None:
+    def counted(self: Compiler, command: list[str], scratch: Path) -> str | None:
         ran.append(command)
-        return failure(command)
+        return failure(self, command, scratch)
 
-    monkeypatch.setattr(cpp_build, "_failure", counted)
+    monkeypatch.setattr(Compiler, "failure", counted)
     source.write_text("this is no C++\n")
     assert cpp_build.failed(source) is None, "asking does not compile"
     errors = []
@@ -153,9 +156,9 @@ def test_many_threads_compile_once(source: Path, monkeypatch: pytest.MonkeyPatch
     compiled: list[Path] = []
     compile_ = cpp_build._compile
 
-    def counted(command: list[str], source: Path, library: Path) -> None:
+    def counted(*given: Any) -> None:
         compiled.append(source)
-        compile_(command, source, library)
+        compile_(*given)
 
     monkeypatch.setattr(cpp_build, "_compile", counted)
     with ThreadPoolExecutor(4) as pool:
@@ -178,14 +181,15 @@ def test_a_compiler_gets_the_longer_the_more_others_compute(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And one that does not end is told apart from one that fails."""
-    monkeypatch.setattr(cpp_build.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(compiler.os, "cpu_count", lambda: 2)
 
     def limit(load: float) -> float:
-        monkeypatch.setattr(cpp_build.os, "getloadavg", lambda: (load, 0.0, 0.0))
-        return cpp_build._limit_s()
+        monkeypatch.setattr(compiler.os, "getloadavg", lambda: (load, 0.0, 0.0))
+        return compiler.limit_s()
 
     assert limit(0.1) == limit(2.0) >= 300.0
     assert limit(6.0) == 3 * limit(2.0)
     assert limit(1e6) == 1800.0
-    monkeypatch.setattr(cpp_build, "_COMPILE_S", 0.0)
-    assert cpp_build._failure(["sleep", "60"]) == "sleep had not ended after 0 s"
+    monkeypatch.setattr(compiler, "_COMPILE_S", 0.0)
+    said = Compiler(polite=False).failure(["sleep", "60"], source.parent)
+    assert said == "sleep had not ended after 0 s"

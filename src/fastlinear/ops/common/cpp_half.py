@@ -37,7 +37,7 @@ def reason_not(dtype: str, rows: int) -> str | None:
     return cpp_build.reason_not() or cpp_build.failed(SOURCE)
 
 
-@lru_cache(maxsize=1)
+@cpp_build.asked_once
 def why_not_loaded() -> str | None:
     """Why the library cannot be had, or None; compiles it if this was not tried before."""
     return cpp_build.reason_not() or cpp_build.why_not_loaded(SOURCE)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 from fastlinear.core.errors import FastlinearError
+from fastlinear.core.interrupts import whole
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
@@ -100,7 +100,7 @@ def _primary_context(device: int) -> ctypes.c_void_p:
     return context
 
 
-@contextmanager
+@whole
 def loading_allowed() -> Iterator[None]:
     """Let this thread load kernels while a CUDA graph is being captured; loading is not captured.
 

@@ -10,14 +10,15 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
 from pathlib import Path
 
 from fastlinear.core.errors import InputError, UnsupportedError
+from fastlinear.core.interrupts import whole
 from fastlinear.ops.common import door_library
+from fastlinear.ops.common.compiler import Compiler
 
 _STOP_TIMEOUT_S = 5
 _compiling: list[Build] = []  # by threads of this process
@@ -42,7 +43,7 @@ class Build:
     lock: threading.Lock = field(default_factory=threading.Lock)
     started: bool = False
     done: threading.Event = field(default_factory=threading.Event)
-    compiler: door_library.Compiler = field(default_factory=door_library.Compiler)
+    compiler: Compiler = field(default_factory=Compiler)
     loaded: ctypes.PyDLL | None = None
     failure: str | None = None
 
@@ -121,7 +122,7 @@ class NotYetError(Exception):
 _until: ContextVar[float | None] = ContextVar("until", default=None)
 
 
-@contextmanager
+@whole
 def patience(seconds: float) -> Iterator[None]:
     """Inside, waits for libraries take so long at most, all together; then NotYetError follows."""
     token = _until.set(time.monotonic() + seconds)

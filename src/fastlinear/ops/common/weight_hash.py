@@ -28,7 +28,7 @@ def reason_not() -> str | None:
     )
 
 
-@lru_cache(maxsize=1)
+@cpp_build.asked_once
 def why_not_loaded() -> str | None:
     """Why digests cannot be had, or None; compiles the library if this was not tried before."""
     return cpp_build.reason_not() or cpp_build.why_not_loaded(SOURCE)

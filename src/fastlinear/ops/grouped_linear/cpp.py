@@ -62,12 +62,6 @@ def pays(problem: Problem) -> bool:
     return k * n <= _MOST_HALF
 
 
-@lru_cache(maxsize=1)
-def why_not_loaded() -> str | None:
-    """Why the library cannot be had, or None; compiles it if this was not tried before."""
-    return cpp_build.reason_not() or cpp_build.why_not_loaded(SOURCE)
-
-
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save_pre: bool, order: str
 ) -> tuple[Tensor, Tensor | None]:

@@ -14,7 +14,7 @@ from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import reference
 from fastlinear.ops.grouped_linear.autograd import Formula, GroupedLinear
 from fastlinear.ops.grouped_linear.problem import STEP
-from fastlinear.ops.grouped_linear.selection import ready_choices
+from fastlinear.ops.grouped_linear.selection import choices
 from fastlinear.ops.grouped_linear.signs import place_for
 
 Plan = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -53,7 +53,7 @@ def resolved(
         return Resolved(_own(activation, layout))
     order = layouts.order_of(layout, x.shape)
     rows = layouts.blocks(x.detach(), layout, weight.shape[0], weight.shape[2])
-    chosen = ready_choices(rows, weight, bias, activation, order, backend, grad)
+    chosen = choices(rows, weight, bias, activation, order, backend, grad)
     if not grad:
         plan = inference_plan(chosen[0], activation, layout)
         return Resolved(plan, backend=chosen[0].backend.name)

@@ -16,7 +16,7 @@ from fastlinear.ops.common.calls import is_captured
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import reference
 from fastlinear.ops.grouped_linear.autograd import run_backward
-from fastlinear.ops.grouped_linear.selection import backward_choice, problem_of, ready_choices
+from fastlinear.ops.grouped_linear.selection import backward_choice, choices, problem_of
 
 _MAX_RESOLVED = 4096
 _resolved: dict[Any, Callable[..., Any]] = {}
@@ -58,7 +58,7 @@ def _forward(
     def make() -> Callable[..., Any]:
         if not x.numel() * weight.numel():
             return reference.forward
-        chosen = ready_choices(rows, weight, bias, activation, order, backend or None, needs_grad)
+        chosen = choices(rows, weight, bias, activation, order, backend or None, needs_grad)
         return chosen[0].backend.load()
 
     run = _resolve(_key(x, weight, bias is None, activation, layout, needs_grad, backend), make)
@@ -105,7 +105,7 @@ def _backward(
         if backend:
             p = problem_of(rows, weight, bias, activation, order, True)
             return backward_choice(p.with_piece("backward"), backend).backend.load()
-        return ready_choices(rows, weight, bias, activation, order, None, True)[1].backend.load()
+        return choices(rows, weight, bias, activation, order, None, True)[1].backend.load()
 
     run = _resolve(("backward", *_key(x, weight, activation, layout, has_bias, backend)), make)
     needs = (needs_x, needs_weight, needs_bias)

@@ -12,7 +12,6 @@ from fastlinear.core.problem import Problem
 from fastlinear.dispatch.select import Choice
 from fastlinear.dispatch.steps import backward_choice, choices_of, select_pieces, tuning_order
 from fastlinear.ops.common.calls import is_captured
-from fastlinear.ops.grouped_linear import cpp
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear.problem import problem
 
@@ -21,7 +20,6 @@ __all__ = [
     "choices",
     "choices_of",
     "problem_of",
-    "ready_choices",
     "select_pieces",
     "tuning_order",
 ]
@@ -43,25 +41,6 @@ def choices(
     # Facts of a device are read from the current one.
     with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
         return choices_of(problem_of(x, weight, bias, activation, order, needs_grad), backend)
-
-
-def ready_choices(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    order: str,
-    backend: str | None,
-    needs_grad: bool,
-) -> tuple[Choice, ...]:
-    """``choices`` of a call that is about to run: a library the compiler rejects is passed over
-    unless it is forced."""
-    given = x, weight, bias, activation, order, backend, needs_grad
-    found = choices(*given)
-    in_cpp = any(c.backend.name == "cpp" for c in found)
-    if backend is None and in_cpp and cpp.why_not_loaded() is not None:
-        return choices(*given)
-    return found
 
 
 def problem_of(

@@ -52,7 +52,7 @@ def reason_not(p: Problem) -> str | None:
             return (
                 f"a width of {max(widths)} is more than the {_MAX_BACKWARD_WIDTH} of its backward"
             )
-    return cpp_build.reason_not()
+    return cpp_build.reason_not() or cpp_build.failed(_SOURCE)
 
 
 def forward(

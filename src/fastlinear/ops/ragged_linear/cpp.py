@@ -190,7 +190,7 @@ def _memory(t: Tensor | None) -> int:
     return 0 if t is None else t.data_ptr()
 
 
-@lru_cache(maxsize=1)
+@cpp_build.asked_once
 def reason_not_here() -> str | None:
     """Why nothing is served on this machine, as far as can be told without compiling, or None."""
     if _gemm() is None:

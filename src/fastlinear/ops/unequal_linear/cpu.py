@@ -129,7 +129,7 @@ def unserved(dtype: torch.dtype) -> str | None:
     return why
 
 
-@lru_cache(maxsize=1)
+@cpp_build.asked_once
 def _why_not_loaded() -> str | None:
     return cpp_build.reason_not() or cpp_build.why_not_loaded(SOURCE)
 

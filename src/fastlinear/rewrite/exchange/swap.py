@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from fastlinear.core.errors import InputError
+from fastlinear.core.interrupts import hold
 from fastlinear.profile.effects import class_forward
 from fastlinear.rewrite.exchange.stand_in import KEYS, is_ours, stand_in, standing_in
 
@@ -54,7 +55,7 @@ def has_own_forward(module: nn.Module) -> bool:
 class SwapSet:
     """Swaps that are switched on and off together.
 
-    ``on`` is all or nothing: if anything interrupts it, what was switched is switched back.
+    Each is all or nothing: nothing interrupts it.
     """
 
     def __init__(self, swaps: Iterable[Swap]) -> None:
@@ -69,21 +70,19 @@ class SwapSet:
             return
         states = [(s.module, s.module.__dict__) for s in self.swaps]
         before = [(m, {k: state[k] for k in KEYS if k in state}) for m, state in states]
-        try:
+        with hold():
             for (_, state), own in zip(states, self._own, strict=True):
                 state.update(own)
-        except BaseException:
-            _restore(before)
-            raise
-        self._before = before
-        self.active = True
+            self._before = before
+            self.active = True
 
     def off(self) -> None:
         """Put every instance back as it was. Does nothing when already off."""
         if not self.active:
             return
-        _restore(self._before)
-        self.active = False
+        with hold():
+            _restore(self._before)
+            self.active = False
 
     def changed_by_others(self) -> list[str]:
         """Names whose forward is no longer the one this set put in place."""

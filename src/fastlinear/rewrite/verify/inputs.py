@@ -15,6 +15,7 @@ from fastlinear.core.errors import PlanError
 
 # Deviations of this share of the mean are what rounding the mean to float32 leaves.
 _NO_DEVIATION = 1e-6
+_MOST_NUMBERS = 1 << 30  # of inputs that a plan describes
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ def from_specs(specs: dict[str, Any], device: torch.device, seed: int) -> Call:
     describe.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
+    left = _MOST_NUMBERS
 
     def build(item: dict[str, Any]) -> Any:
         if "tuple" in item:
@@ -139,6 +141,15 @@ def from_specs(specs: dict[str, Any], device: torch.device, seed: int) -> Call:
         dtype, shape = getattr(torch, item["tensor"]), tuple(item["shape"])
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"{item['tensor']} is no dtype")
+        nonlocal left
+        left -= math.prod(map(abs, shape))
+        if left < 0:
+            raise PlanError(
+                "apply_",
+                f"a plan whose inputs have at most {_MOST_NUMBERS} numbers",
+                f"{item['tensor']} of shape {list(shape)}",
+                "Pass inputs=... to apply_.",
+            )
         if dtype.is_floating_point:
             mean, std = item.get("mean", 0.0), item.get("std", 0.0)
             if not (math.isfinite(mean) and 0.0 <= std < math.inf):

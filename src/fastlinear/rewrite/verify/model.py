@@ -12,7 +12,6 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fastlinear.core.compare import DEFAULT_FACTOR, Verdict
+from fastlinear.core.interrupts import whole
 from fastlinear.profile.raised import PASSED_ON, raised, told
 from fastlinear.rewrite.exchange.swap import SwapSet
 from fastlinear.rewrite.verify.inputs import Call, draw
@@ -294,7 +294,7 @@ class _Known:
 _Taken = tuple[Run, _Known, Call]  # how results are taken, PyTorch's and the oracle's, of what
 
 
-@contextmanager
+@whole
 def _on(swaps: SwapSet) -> Iterator[None]:
     swaps.on()
     try:
