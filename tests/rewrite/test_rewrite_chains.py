@@ -126,7 +126,7 @@ def test_what_counts_as_a_chain(name: str) -> None:
         assert found == []
         return
     (chain,) = found
-    layout = chain.layout
+    layout = chain.segment
     assert (layout.start, layout.stop, len(layout.linears)) == run
     assert (layout.activation, layout.final_activation) == activations
 

@@ -19,6 +19,7 @@ from fastlinear.ops.linear_act import linear_act, reference
 from fastlinear.ops.mlp import reference as chain
 from fastlinear.rewrite import optimize_
 from fastlinear.rewrite.exchange import forwards
+from fastlinear.rewrite.exchange.sequential_forward import Segment, sequential_forward
 from fastlinear.rewrite.exchange.swap import Swap, SwapSet
 from fastlinear.rewrite.trial import site
 from fastlinear.rewrite.verify import model as verify
@@ -105,8 +106,8 @@ def at_the_kink(activation: nn.Module) -> nn.Sequential:
 
 
 def swaps(model: nn.Sequential, activation: str) -> SwapSet:
-    fused = forwards.fused_linear(activation, "mine")
-    return SwapSet([Swap("0", model[0], fused), Swap("1", model[1], forwards.identity())])
+    (pair,) = Segment.pairs(model, model[0], model[1], activation)
+    return SwapSet([Swap("", model, sequential_forward([(pair, "mine", False)], model))])
 
 
 def judge(model: nn.Module, runner: Runner = TRAIN) -> verify.Judge:

@@ -79,7 +79,7 @@ def test_many_rewrites_are_read_in_linear_time(tmp_path: Path) -> None:
     one = {
         "fqn": "",
         "rule": "linear_act",
-        "route": "instance",
+        "route": "parent",
         "activation": "relu",
         "activation_fqn": None,
         "parent_fqn": None,

@@ -20,7 +20,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as module_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from fastlinear.ops.common.layouts import is_odd
 
@@ -174,7 +173,13 @@ class _Watch(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         packet = getattr(func, "_overloadpacket", None)
-        if packet not in flop_registry and hasattr(func, "decompose") and func is not _DEVICE:
+        odd = any(is_odd(t) for t in _tensors(args))  # their ops decompose into themselves
+        if (
+            not odd
+            and packet not in _formulas()
+            and hasattr(func, "decompose")
+            and func is not _DEVICE
+        ):
             with self:
                 done = func.decompose(*args, **kwargs)
             if done is not NotImplemented:
@@ -307,6 +312,19 @@ def _picks_matrices(op: str, args: tuple[Any, ...], source: Tensor) -> bool:
     return source.dim() - taken > 1
 
 
+def _formulas() -> Any:
+    """torch's own counts of operations by op. Its module imports Triton: only where needed."""
+    from torch.utils.flop_counter import flop_registry
+
+    return flop_registry
+
+
+def _attention_flops() -> Any:
+    from torch.utils.flop_counter import sdpa_flop_count
+
+    return sdpa_flop_count
+
+
 def _flops(
     packet: Any,
     op: str,
@@ -317,10 +335,10 @@ def _flops(
 ) -> float:
     found = _tensors(args)
     if not any(is_odd(t) for t in found):
-        if packet in flop_registry:
-            return float(flop_registry[packet](*args, **kwargs, out_val=out))
+        if packet in _formulas():
+            return float(_formulas()[packet](*args, **kwargs, out_val=out))
         if op.startswith("_scaled_dot_product"):
-            return float(sdpa_flop_count(*(t.shape for t in found[:3])))
+            return float(_attention_flops()(*(t.shape for t in found[:3])))
     if not weights or not found:
         return 0.0
     x = next((t for t in found if all(t is not w for w, _ in weights)), found[0])

@@ -36,7 +36,7 @@ def recognise(call: Callable[[Tensor], Any]) -> Recognised | None:
     not finite. Its values and derivatives must agree with one of the known activations to 1e-8,
     each element on its own, and the same every time; what is not finite must be so in both.
     """
-    grid, far = _grid(), torch.tensor(_FAR, dtype=torch.float64)
+    grid, far = _grid(), torch.tensor(_FAR, dtype=torch.float64, device="cpu")
     try:
         beyond, _ = _values(call, far)
         first, changed = _values(call, grid)

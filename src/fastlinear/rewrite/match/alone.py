@@ -56,7 +56,7 @@ def undisturbed() -> Iterator[torch.Generator]:
         nullcontext() if on_cpu else torch.device("cpu"),
         torch.autocast("cpu", enabled=False),
     ):
-        yield torch.Generator().manual_seed(0)
+        yield torch.Generator("cpu").manual_seed(0)
 
 
 def inputs(features: int, width: int, generator: torch.Generator) -> Iterator[Tensor]:
@@ -70,7 +70,7 @@ def inputs(features: int, width: int, generator: torch.Generator) -> Iterator[Te
     """
     rows = max(len(_FAR), min(1200, _MOST // max(1, width)))
     for lead in ((2, 3), (1,), (), (2, 1, 2, 2), (rows,)):
-        x = torch.randn((*lead, features), generator=generator, dtype=torch.float64)
+        x = torch.randn((*lead, features), generator=generator, dtype=torch.float64, device="cpu")
         yield x
     for i, far in enumerate(_FAR):
         x[i, i % features] *= far
@@ -124,7 +124,7 @@ def _results(
         return []
     if not bool((x.abs() < _COMMON).all()):
         return [y.detach()]
-    dy = torch.linspace(-1.0, 2.0, y.numel(), dtype=y.dtype).view(y.shape)
+    dy = torch.linspace(-1.0, 2.0, y.numel(), dtype=y.dtype, device=y.device).view(y.shape)
     return [y.detach(), *torch.autograd.grad(y, [leaf, *held], dy, allow_unused=True)]
 
 

@@ -91,7 +91,9 @@ def _recognised(
         tried = (x for x in inputs(k, k, generator) if x.dim() >= dims)
         for x, scale in zip(tried, cycle(_SCALES), strict=False):
             for p in given:  # those of a fresh LayerScale may all be equal, or 0
-                p.data = scale * torch.randn(p.shape, generator=generator, dtype=p.dtype)
+                p.data = scale * torch.randn(
+                    p.shape, generator=generator, dtype=p.dtype, device="cpu"
+                )
             left = leaves_alone(probe, x)
             if left is None:
                 continue  # not for inputs of so many dimensions

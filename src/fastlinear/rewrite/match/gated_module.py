@@ -140,7 +140,9 @@ class _Spread(nn.Module):
         self.times = -(-layer.out_features // max(1, layer.in_features))
 
         def made() -> nn.Parameter:
-            numbers = torch.randn(layer.out_features, generator=generator, dtype=torch.float64)
+            numbers = torch.randn(
+                layer.out_features, generator=generator, dtype=torch.float64, device="cpu"
+            )
             return nn.Parameter(numbers)
 
         self.weight = made()

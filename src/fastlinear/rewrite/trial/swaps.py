@@ -67,7 +67,8 @@ def _parent_swap(fqn: str, pairs: list[Candidate], chains: Sequence[Chain]) -> S
     parent = chains[0].module if chains else pairs[0].parent
     assert parent is not None
     named = {inside(fqn, c.fqn) or "": c.activation for c in pairs}
-    chosen = {name: activation for name, activation in named.items() if name in fusable.pairs}
+    # of a pair in a block the trace may not show that its activation reads nothing else
+    chosen = {n: a for n, a in named.items() if a == "none" or n in fusable.pairs}
     backend = pairs[0].backend if pairs else None
     runs = [c for c in chains if isinstance(c, ParentChain)]
     chain_backend = runs[0].backend if runs else None
