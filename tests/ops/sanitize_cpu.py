@@ -39,7 +39,7 @@ def runtime() -> Path | None:
     """The address sanitizer's library as the compiler brings it, or None."""
     compiler = cpp_build.compiler()
     for name in RUNTIMES if compiler else ():
-        asked = [compiler or "", f"-print-file-name={name}"]
+        asked = [*(compiler or ()), f"-print-file-name={name}"]
         done = subprocess.run(asked, capture_output=True, text=True, check=False)
         path = Path(done.stdout.strip())
         if done.returncode == 0 and path.is_absolute() and path.exists():
@@ -119,7 +119,7 @@ def main() -> int:
         error = UnsupportedError(
             "sanitize",
             "a compiler that brings the address sanitizer's runtime",
-            cpp_build.compiler() or "no compiler",
+            " ".join(cpp_build.compiler() or ("no compiler",)),
             "Install g++, or name it in $CXX.",
         )
         print(error, file=sys.stderr)

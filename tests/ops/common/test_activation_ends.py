@@ -192,7 +192,7 @@ def compiled(
     folder = tmp_path_factory.mktemp("device")
     path = folder / "device.cpp"
     path.write_text("\n".join(source))
-    command = [compiler, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", str(path), "-o"]
+    command = [*compiler, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", str(path), "-o"]
     subprocess.run([*command, str(folder / "device.so")], check=True)
     return ctypes.CDLL(str(folder / "device.so"))
 
