@@ -125,16 +125,17 @@ def test_gelu_of_what_is_not_a_number_or_infinite() -> None:
 
 
 @pytest.mark.own_builds
+@pytest.mark.own_builds
 def test_a_failed_compile_is_told_and_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The automatic choice leaves the backend out from then on; a forced one says why, at once."""
     runs: list[list[str]] = []
 
-    def broken(command: list[str]) -> str:
+    def broken(_: Any, command: list[str], *__: Any) -> str:
         runs.append(command)
         return "the compiler's words"
 
-    monkeypatch.setattr(cpp_build, "_failure", broken)
-    monkeypatch.setattr(cpp_build, "_outcomes", {})
+    monkeypatch.setattr(cpp_build.Compiler, "failure", broken)
+    monkeypatch.setattr(cpp_build, "_builds", {})
     cpp_elementwise._library.cache_clear()
     p = problem("forward", 64, 64, 64, dtype="float32", device="cpu", activation="silu")
     assert cpp.reason_not_forward(p) is None

@@ -193,7 +193,6 @@ def test_forced_through_the_public_function_with_gradients() -> None:
 def test_a_library_that_cannot_be_compiled_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = torch.randn(11, 12), torch.randn(3, 5, 4)
     expected = fl.grouped_linear(x, w, backend="eager")
-    monkeypatch.setattr(cpp, "why_not_loaded", lambda: "broken")
     monkeypatch.setattr(cpp_build, "failed", lambda _: "broken")
     op._forget()
     torch.testing.assert_close(fl.grouped_linear(x, w), expected)
