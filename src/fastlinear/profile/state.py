@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fastlinear.core.interrupts import whole
+from fastlinear.core.process_state import random_state, restore_random_state
 from fastlinear.core.wrappers import inner_places
 from fastlinear.profile.servable import is_freed, memory_of
 
@@ -38,7 +37,7 @@ def preserved(model: nn.Module, mode: str) -> Iterator[None]:
     values = [_Saved(part) for t in tensors for part in memory_of(t) or ()]
     grads = [(p, p.grad) for p in model.parameters()]
     flags = [(p, p.requires_grad) for p in model.parameters()]
-    rng = _random_state()
+    rng = random_state()
     try:
         for p, _ in grads:
             p.grad = None
@@ -59,7 +58,7 @@ def preserved(model: nn.Module, mode: str) -> Iterator[None]:
             p.requires_grad_(flag)
         for p, grad in grads:
             p.grad = grad
-        _restore_random_state(rng)
+        restore_random_state(rng)
 
 
 def _dicts(module: nn.Module) -> Iterator[dict[Any, Any]]:
@@ -95,17 +94,3 @@ class _Saved:
             return
         with torch.no_grad():
             self._tensor.copy_(self._copy)
-
-
-def _random_state() -> tuple[Any, ...]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    return torch.get_rng_state(), cuda, random.getstate(), np.random.get_state()
-
-
-def _restore_random_state(state: tuple[Any, ...]) -> None:
-    cpu, cuda, python, numpy = state
-    torch.set_rng_state(cpu)
-    if cuda is not None:
-        torch.cuda.set_rng_state_all(cuda)
-    random.setstate(python)
-    np.random.set_state(numpy)
