@@ -16,7 +16,7 @@ import torch
 
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.dispatch.backend import families, family
-from fastlinear.ops.common import cpp_build, door_library
+from fastlinear.ops.common import cpp_build, door_library, library_store
 
 
 def test_every_family_is_checked() -> None:
@@ -180,10 +180,11 @@ def test_the_builder_sanitizes_and_keeps_both_kinds_of_libraries(tmp_path: Path)
     done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert "heap-buffer-overflow" in done.stderr
-    sanitized = Path(done.stdout.split()[0])
-    plain = Path(cpp_build.load(source)._name)
-    assert plain.parent == sanitized.parent
+    sanitized = Path(done.stdout.split()[0]).name
+    plain = Path(cpp_build.load(source)._name).name
     assert plain != sanitized
+    kept = library_store.folders()[0].glob("faulty-*.so")
+    assert {path.name for path in kept} == {plain, sanitized}
 
 
 def test_the_door_and_all_kernels_are_sanitized(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,13 @@ def optimize(
             "the whole matrix only.",
         ),
     ] = False,
+    trial_memory: Annotated[
+        float,
+        typer.Option(
+            help="The share of the device's free memory that one trial of CUDA graphs or compiled "
+            "code may take."
+        ),
+    ] = 0.5,
     plan: Annotated[
         Path | None,
         typer.Option("--plan", "--save", metavar="FILE", help="Write what was kept as JSON."),
@@ -117,6 +124,7 @@ def optimize(
         compile=compile,
         allow_fast_matmul=allow_fast_matmul,
         time_budget_s=budget,
+        trial_memory=trial_memory,
         seed=seed,
     )
     check_writable("--plan", plan, through_another=True)
