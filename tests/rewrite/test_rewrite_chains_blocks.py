@@ -15,6 +15,7 @@ from rewrite_models import Clock, run, snapshot
 from torch import Tensor, nn
 
 import fastlinear as fl
+from fastlinear.core.function_mode import KnowingMode
 from fastlinear.core.timing import Samples
 from fastlinear.rewrite.exchange import forwards
 from fastlinear.rewrite.exchange.swap import SwapSet
@@ -199,7 +200,7 @@ def put(model: nn.Module, found: list[Any]) -> SwapSet:
     return swaps
 
 
-class Counted(torch.overrides.TorchFunctionMode):
+class Counted(KnowingMode):
     """Notes the layers of every call of mlp."""
 
     def __init__(self) -> None:

@@ -14,6 +14,7 @@ from rewrite_models import Clock, run, snapshot
 from torch import Tensor, nn
 
 import fastlinear as fl
+from fastlinear.core.function_mode import KnowingMode
 from fastlinear.core.timing import Samples
 from fastlinear.rewrite.exchange import forwards
 from fastlinear.rewrite.exchange.swap import SwapSet
@@ -208,7 +209,7 @@ def as_tuple(y: Any) -> tuple[Tensor, ...]:
     return y if isinstance(y, tuple) else (y,)
 
 
-class Counted(torch.overrides.TorchFunctionMode):
+class Counted(KnowingMode):
     """Notes every call of mlp."""
 
     def __init__(self, calls: list[int]) -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 import fastlinear as fl
+from fastlinear.core.function_mode import KnowingMode
 from fastlinear.rewrite.exchange import gated_forward
 
 FAST = {"onednn": 50.0, "cpp": 50.0, "pieces": 50.0, "after": 50.0}
@@ -166,7 +166,7 @@ def calls_seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-class Linears(TorchFunctionMode):
+class Linears(KnowingMode):
     """Counts the linears that are called one by one."""
 
     def __init__(self) -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 import fastlinear as fl
+from fastlinear.core.function_mode import KnowingMode
 from fastlinear.rewrite.exchange import gated_forward
 
 FAST = {"onednn": 50.0, "cpp": 50.0, "pieces": 50.0, "after": 50.0}
@@ -29,7 +29,7 @@ def told(result: Any) -> list[Any]:
     return [f for f in result.findings if f.code == "gated_mlp"]
 
 
-class Counted(TorchFunctionMode):
+class Counted(KnowingMode):
     """Notes every gated MLP that runs as one call."""
 
     def __init__(self) -> None:

@@ -14,6 +14,7 @@ from rewrite_models import Clock, run, snapshot, statuses
 from torch import Tensor, nn
 
 import fastlinear as fl
+from fastlinear.core.function_mode import KnowingMode
 from fastlinear.rewrite.exchange import forwards
 from fastlinear.rewrite.exchange.swap import SwapSet
 from fastlinear.rewrite.trial import chains, site
@@ -162,7 +163,7 @@ def rewritten(model: nn.Module, found: list[Any]) -> SwapSet:
     return swaps
 
 
-class Counted(torch.overrides.TorchFunctionMode):
+class Counted(KnowingMode):
     """Notes every call of mlp and linear_act."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ import dis
 import inspect
 from collections.abc import Iterable, Iterator
 from enum import Enum
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fastlinear.core.global_names import global_names, names_of
 from fastlinear.profile.own_calls import bypassing_child
+from fastlinear.profile.reached import function_in, is_torchs, reached
 
 # Packages whose instances, as globals of a forward's code, hold nothing that tracing would lose.
 _STATELESS_HOMES = frozenset({"builtins", "types", "typing", "functools", "logging", "torch"})
@@ -53,28 +54,10 @@ def _why_not_child(module: nn.Module, names: Iterable[str]) -> str | None:
     return None if child is None else f"calls {child}, which defines __call__ itself"
 
 
-def functions_of(parent: nn.Module, forward: FunctionType) -> list[FunctionType]:
-    """``forward``, the parent's own methods, the functions it holds and the helpers it calls,
+def functions_of(parent: nn.Module, forward: FunctionType) -> tuple[FunctionType, ...]:
+    """``forward``, the methods it uses, the functions that modules hold and the helpers it calls,
     directly or not."""
-    found: list[FunctionType] = []
-    waiting = [forward]
-    while waiting:
-        function = waiting.pop()
-        if function in found:
-            continue
-        found.append(function)
-        for name in names_of(function.__code__):
-            value = inspect.getattr_static(type(parent), name, None)
-            if isinstance(value, property):
-                value = value.fget
-            elif isinstance(value, staticmethod | classmethod):
-                value = value.__func__
-            if isinstance(value, FunctionType) and not hasattr(nn.Module, name):
-                waiting.append(value)
-        held = (vars(parent).get(name) for name in names_of(function.__code__))
-        helpers = (*held, *(value for _, value in _named_outside(function)))
-        waiting += [h for h in helpers if isinstance(h, FunctionType) and not _is_torchs(h)]
-    return found
+    return reached(parent, forward).functions
 
 
 def has_state(value: Any) -> bool:
@@ -155,10 +138,10 @@ def _named_outside(function: FunctionType) -> Iterator[tuple[str, Any]]:
         if value is None:
             continue
         yield name, value
-        if isinstance(value, ModuleType | type) and not _is_torchs(value):
+        if isinstance(value, ModuleType | type) and not is_torchs(value):
             inside = vars(value)
             for n in names:
-                if n in inside and (_is_method(inside[n]) or not callable(inside[n])):
+                if n in inside and (function_in(inside[n]) or not callable(inside[n])):
                     yield f"{name}.{n}", inside[n]
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -169,14 +152,5 @@ def _named_outside(function: FunctionType) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _is_method(value: Any) -> bool:
-    return isinstance(value, FunctionType | MethodType)
-
-
 def _is_descriptor(value: Any) -> bool:
     return isinstance(value, property | staticmethod | classmethod | FunctionType | type)
-
-
-def _is_torchs(value: Any) -> bool:
-    home = value.__name__ if isinstance(value, ModuleType) else value.__module__
-    return str(home).split(".")[0] == "torch"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -222,6 +223,10 @@ class _ParentTracer(fx.Tracer):
             raise Ungraded("a part of it runs without gradients, or with a backward of its own")
         return super().create_node(*args, **kwargs)
 
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """The symbol of a step, whose in-place operators are recorded as what they are."""
+        return _Value(node, self)
+
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
@@ -271,6 +276,38 @@ class _ParentTracer(fx.Tracer):
             return result
 
         return forward, [self.root, *proxies]
+
+
+_AUGMENTED = {
+    *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod"),
+    *("pow", "lshift", "rshift", "and", "xor", "or"),
+}
+IN_PLACE = frozenset(getattr(operator, f"i{name}") for name in _AUGMENTED)
+"""What ``x += y`` and the like are recorded as."""
+
+
+class _Value(fx.Proxy):
+    """A symbol on which ``x += y`` writes to x; fx.Proxy would record ``x = x + y``."""
+
+    def __getattr__(self, k: str) -> fx.proxy.Attribute:
+        return _Attribute(self, k)
+
+
+class _Attribute(fx.proxy.Attribute, _Value):
+    """An attribute of a symbol: ``x.T``, say, through which x may be written to."""
+
+
+def _recorded(name: str) -> Callable[[fx.Proxy, Any], fx.Proxy]:
+    function = getattr(operator, name)
+
+    def write(self: fx.Proxy, other: Any) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", function, (self, other), {})
+
+    return write
+
+
+for _name in _AUGMENTED:
+    setattr(_Value, f"__i{_name}__", _recorded(f"i{_name}"))
 
 
 def _holds(value: Any, own: list[Any]) -> bool:

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
+from fastlinear.core.function_mode import KnowingMode
 from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.ops.common.layouts import is_odd
 from fastlinear.ops.linear_act.problem import x_layout_of
@@ -146,7 +146,7 @@ def _called(forward: Callable[[], object]) -> set[nn.Module]:
     return found
 
 
-class _Watch(TorchFunctionMode):
+class _Watch(KnowingMode):
     """Sees every torch function and every module call, and whose output each one reads."""
 
     def __init__(self, samples: dict[tuple[Any, ...], Tensor] | None) -> None:

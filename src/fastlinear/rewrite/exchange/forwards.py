@@ -17,6 +17,9 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils._device import DeviceContext
 
+from fastlinear.core.errors import InputError
+from fastlinear.core.function_mode import KnowingMode
+from fastlinear.core.wrappers import PLAIN
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import linear_act
 from fastlinear.ops.mlp import mlp
@@ -24,8 +27,7 @@ from fastlinear.rewrite.exchange.held import Held
 from fastlinear.rewrite.exchange.stand_in import mark
 
 Forward = Callable[..., Any]
-hooked_globally: Callable[[], bool] = torch.nn.modules.module._has_any_global_hook
-"""Whether hooks of every module's call are registered: a fused call would pass them by."""
+_hooked_globally: Callable[[], bool] = torch.nn.modules.module._has_any_global_hook
 _function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 _trace: Callable[[], Any] = torch._C._get_tracing_state  # of torch.jit.trace; Dynamo knows it
 _function_mode_at: Callable[[int], Any] = torch._C._get_function_stack_at
@@ -40,7 +42,27 @@ def watched() -> bool:
     for i in range(_function_modes()):
         if type(_function_mode_at(i)) is not DeviceContext:
             return True
-    return _trace() is not None or hooked_globally()
+    return _trace() is not None or _hooked_globally()
+
+
+def overridden() -> bool:
+    """Whether somebody else has a say in every linear: by hooks of every module's call, by another
+    function in place of ``F.linear`` or of a module's call, or by a function mode.
+
+    Then modules run their own forwards, as a fused call would pass that by.
+    """
+    if (
+        _hooked_globally()
+        or nn.Linear.forward is not _FORWARD
+        or nn.Linear.__call__ is not _CALL
+        or F.linear is not _LINEAR
+    ):
+        return True
+    for i in range(_function_modes()):
+        kind = type(_function_mode_at(i))
+        if kind is not DeviceContext and not issubclass(kind, KnowingMode):
+            return True
+    return False
 
 
 def plain_linear(linear: nn.Module, backend: str | None) -> Forward:
@@ -52,7 +74,7 @@ def plain_linear(linear: nn.Module, backend: str | None) -> Forward:
     plain, turned = type(linear).forward, type(linear) not in PLAIN_LINEARS
 
     def forward(self: Any, input: Tensor) -> Any:
-        if type(self).forward is not plain:
+        if type(self).forward is not plain or overridden():
             return type(self).forward(self, input)
         weight, bias = weight_as_is_and_bias(self)
         return call_linear_act(input, weight.t() if turned else weight, bias, "none", backend)
@@ -82,7 +104,7 @@ def call_fused_linear(linear: nn.Module, x: Tensor, activation: str, backend: st
     Fused only while the child is a plain linear without hooks; otherwise the child itself is
     called, so that hooks, adapters and replaced layers keep their say.
     """
-    if is_plain(linear) and not hooked_globally() and not is_hooked(linear.__dict__):
+    if is_plain(linear) and not overridden() and not is_hooked(linear.__dict__):
         return call_linear_act(x, *weight_and_bias(linear), activation, backend)
     y: Tensor = activation_of(activation).value(linear(x))
     return y
@@ -104,7 +126,7 @@ def call_fused_chain(
     Only while every one is a plain linear without hooks; otherwise each is called by itself.
     """
     linears, weights, biases = [], [], []
-    fusable = not hooked_globally()
+    fusable = not overridden()
     for path in paths:
         if isinstance(path, Held):
             found = path.tensors(parent, x)
@@ -155,10 +177,18 @@ def call_held_of(held: Held) -> Callable[..., Tensor]:
 
 def is_plain(linear: nn.Module) -> bool:
     """Whether its class is nn.Linear or transformers' Conv1D itself, whose forward is known."""
-    kind = type(linear)
+    kind: Any = type(linear)
     return kind in PLAIN_LINEARS or (
-        kind.__name__ == "Conv1D" and kind.__module__.startswith(CONV1D_HOME)
+        kind.__name__ == "Conv1D"
+        and kind.__module__.startswith(CONV1D_HOME)
+        and kind.forward.__module__ == kind.__module__  # not another in its place
     )
+
+
+def iterates_plainly(sequential: nn.Module) -> bool:
+    """Whether a Sequential's forward calls its children in order, all of them."""
+    kind: Any = type(sequential)
+    return kind.__iter__ is _ITER
 
 
 def weight_and_bias(linear: nn.Module) -> tuple[Tensor, Tensor | None]:
@@ -172,34 +202,37 @@ def weight_as_is_and_bias(linear: nn.Module) -> tuple[Tensor, Tensor | None]:
 
     Looked up where a module keeps them: its attribute lookup takes longer than a small layer.
     """
-    known: Any = linear.__dict__["_parameters"]
-    if "weight" in known and "bias" in known:
+    own = linear.__dict__
+    known: Any = own["_parameters"]
+    if "weight" in known and "bias" in known and "weight" not in own and "bias" not in own:
         weight, bias = known["weight"], known["bias"]
     else:  # a replica of DataParallel, say
         weight, bias = linear.weight, linear.bias
     return weight, bias  # type: ignore[return-value]
 
 
-def seen_by_modes(backend: str | None) -> str | None:
-    """The backend of a call that a function mode sees: ``torch.export`` takes PyTorch's own path,
-    whichever one is forced here."""
-    return None if torch.compiler.is_exporting() else backend
+def is_foreign(x: Tensor) -> bool:
+    """Whether a tensor's class has a say in functions of torch's, ours unknown to it."""
+    return type(x) not in PLAIN and has_torch_function_unary(x)
 
 
 def call_linear_act(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, backend: str | None
 ) -> Tensor:
-    """``linear_act`` as one of torch's functions: a function mode sees the call whole."""
-    if has_torch_function_unary(x):
-        y: Tensor = handle_torch_function(
-            linear_act,
-            (x,),
-            *(x, weight, bias),
-            activation=activation,
-            backend=seen_by_modes(backend),
-        )
-        return y
-    return linear_act(x, weight, bias, activation=activation, backend=backend)
+    """``linear_act`` as one of torch's functions: a mode of fastlinear's sees the call whole.
+
+    What it does not take, PyTorch does, or says what is wrong.
+    """
+    try:
+        if not has_torch_function_unary(x):
+            return linear_act(x, weight, bias, activation=activation, backend=backend)
+        if not is_foreign(x):
+            how: dict[str, Any] = {"activation": activation, "backend": backend}
+            y: Tensor = handle_torch_function(linear_act, (x,), x, weight, bias, **how)
+            return y
+    except InputError:
+        pass
+    return _one_by_one(x, [weight], [bias], "none", activation)
 
 
 def call_mlp(
@@ -211,35 +244,42 @@ def call_mlp(
     backend: str | None,
     fast: bool = False,
 ) -> Tensor:
-    """``mlp`` as one of torch's functions: a function mode sees the call whole."""
-    if has_torch_function_unary(x):
-        y: Tensor = handle_torch_function(
-            mlp,
-            (x,),
-            x,
-            weights,
-            biases,
-            activation=activation,
-            final_activation=final_activation,
-            backend=seen_by_modes(backend),
-            allow_fast_matmul=fast,
-        )
-        return y
-    return mlp(
-        x,
-        weights,
-        biases,
-        activation=activation,
-        final_activation=final_activation,
-        backend=backend,
-        allow_fast_matmul=fast,
-    )
+    """``mlp`` in the same way."""
+    how: dict[str, Any] = {
+        "activation": activation,
+        "final_activation": final_activation,
+        "backend": backend,
+        "allow_fast_matmul": fast,
+    }
+    try:
+        if not has_torch_function_unary(x):
+            return mlp(x, weights, biases, **how)
+        if not is_foreign(x):
+            y: Tensor = handle_torch_function(mlp, (x,), x, weights, biases, **how)
+            return y
+    except InputError:
+        pass
+    return _one_by_one(x, weights, biases, activation, final_activation)
+
+
+def _one_by_one(
+    x: Any,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    activation: str,
+    final_activation: str,
+) -> Tensor:
+    for i, (weight, bias) in enumerate(zip(weights, biases, strict=True), 1):
+        name = final_activation if i == len(weights) else activation
+        x = activation_of(name).value(F.linear(x, weight, bias))
+    return x  # type: ignore[no-any-return]
 
 
 def is_hooked(own: dict[str, Any]) -> bool:
     """Whether a module's attributes hold a hook or a forward of its own."""
     return bool(
         "forward" in own
+        or "_call_impl" in own
         or own["_forward_hooks"]
         or own["_forward_pre_hooks"]
         or own["_backward_hooks"]
@@ -249,7 +289,8 @@ def is_hooked(own: dict[str, Any]) -> bool:
 
 PLAIN_LINEARS = (nn.Linear, NonDynamicallyQuantizableLinear)
 """The classes whose forward is exactly ``F.linear(x, weight, bias)``."""
-LINEAR_FORWARD = nn.Linear.forward
-"""Their forward; whoever puts another into the class means it to run."""
+_FORWARD, _LINEAR = nn.Linear.forward, F.linear
+_CALL = nn.Linear.__call__  # nn.Module's
+_ITER = nn.Sequential.__iter__
 CONV1D_HOME = "transformers."
 """The package whose Conv1D is a linear with a weight of shape (K, N)."""

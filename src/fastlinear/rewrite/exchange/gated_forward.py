@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from fastlinear.core.errors import InputError
 from fastlinear.nn.recognised import Gated, weights_of
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.gated_mlp.op import call, gated_linear, gated_mlp
@@ -17,9 +19,8 @@ from fastlinear.profile.graph import Observed
 from fastlinear.rewrite.exchange.forwards import (
     PLAIN_LINEARS,
     Forward,
-    hooked_globally,
     is_hooked,
-    seen_by_modes,
+    overridden,
     weight_and_bias,
 )
 from fastlinear.rewrite.exchange.guard import guarded
@@ -67,9 +68,10 @@ def call_gate(
     Only while every one is a plain linear without hooks; otherwise each is called by itself.
     """
     held = [(None, None) if path is None else _tensors(parent, path, x) for path in paths]
-    if None not in held and not hooked_globally():
+    if None not in held and not overridden():
         weights, biases = zip(*held, strict=True)  # type: ignore[arg-type]
-        return _call(x, Weights(*weights), Biases(*biases), activation, order, backend)
+        with suppress(InputError):  # the layers say what is wrong, or take it
+            return _call(x, Weights(*weights), Biases(*biases), activation, order, backend)
     gate, up, down = (None if path is None else _linear(parent, path) for path in paths)
     assert gate is not None
     parts = split_pre((gate(x), None if up is None else up(x)), order)
@@ -150,7 +152,7 @@ def _call(
     how: dict[str, Any] = {
         "activation": activation,
         "stacked": None if order == "apart" else order,
-        "backend": seen_by_modes(backend),
+        "backend": backend,
     }
     function: Callable[..., Tensor] = gated_linear
     given: tuple[Any, ...] = (x, weights.gate, weights.up, biases.gate, biases.up)
@@ -162,11 +164,11 @@ def _call(
 
 def _one_call(gated: Gated, backend: str | None) -> Callable[..., Tensor]:
     def run(self: nn.Module, x: Tensor) -> Tensor:
-        for name in gated.names:
-            layer: Any = self._modules.get(name)
-            if type(layer) not in PLAIN_LINEARS or is_hooked(layer.__dict__) or hooked_globally():
-                y: Tensor = type(self).forward(self, x)
-                return y
-        return call_gated(x, *weights_of(self, gated), gated, backend)
+        layers: list[Any] = [self._modules.get(name) for name in gated.names]
+        if all(type(m) in PLAIN_LINEARS and not is_hooked(m.__dict__) for m in layers):
+            with suppress(InputError):  # the layers say what is wrong, or take it
+                return call_gated(x, *weights_of(self, gated), gated, backend)
+        y: Tensor = type(self).forward(self, x)
+        return y
 
     return run

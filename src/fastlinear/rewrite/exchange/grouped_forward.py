@@ -22,9 +22,8 @@ from fastlinear.profile.graph import Observed
 from fastlinear.rewrite.exchange.forwards import (
     PLAIN_LINEARS,
     Forward,
-    hooked_globally,
     is_hooked,
-    seen_by_modes,
+    overridden,
 )
 from fastlinear.rewrite.exchange.guard import guarded
 
@@ -100,7 +99,7 @@ class Grouped:
 
     def _of_linears(self, module: nn.Module) -> Parameters | None:
         layers = layers_of(module, self.names)
-        if layers is None or hooked_globally():
+        if layers is None or overridden():
             return None
         weights, biases = parameters_of(layers)
         if not all(w is not None and w.shape == (self.n, self.k) for w in weights):
@@ -231,7 +230,7 @@ def call_plain(
             *(x, weight, bias),
             activation=activation,
             layout=layout,
-            backend=seen_by_modes(backend),
+            backend=backend,
         )
         return y
     return call(x, weight, bias, activation, layout, backend)

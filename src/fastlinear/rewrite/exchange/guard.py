@@ -1,38 +1,31 @@
 """A traced forward that runs only while everything the trace has frozen is as it was.
 
-A trace keeps every value that is no tensor as it was: arguments, attributes of the parent, of its
-children and of its class, and globals. Simple ones are watched: the guarded forward compares them
-at every call and runs the class's own forward when one has changed. A forward that depends on
-anything else is refused before (see ``rewrite.traceable``).
+A trace keeps every value that is no tensor as it was: arguments, attributes of the parent, of the
+modules inside it and of their classes, functions, and globals. Simple ones are watched: the guarded
+forward compares them at every call and runs the class's own forward when one has changed. A forward
+that depends on anything else is refused before (see ``rewrite.traceable``).
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
 
-from fastlinear.core.global_names import global_names, names_of
-from fastlinear.profile.effects import functions_of
 from fastlinear.profile.graph import TENSOR, Observed
+from fastlinear.profile.reached import MISSING, Path, function_in, reached
 from fastlinear.rewrite.exchange.forwards import (
-    LINEAR_FORWARD,
     Forward,
-    hooked_globally,
     is_hooked,
+    iterates_plainly,
+    overridden,
 )
-from fastlinear.rewrite.exchange.traceable import (
-    MISSING,
-    SEQUENCES,
-    as_it_is,
-    is_function,
-    same,
-    watchable,
-)
+from fastlinear.rewrite.exchange.traceable import SEQUENCES, as_it_is, same, watchable
+
+_Facts = tuple[tuple[str, Any], ...]
 
 
 class Unlike(Exception):
@@ -94,7 +87,7 @@ def guarded(
         for i, kind in fixed:
             if not same(values[i], kind):
                 return False
-        if nn.Linear.forward is not LINEAR_FORWARD or hooked_globally():
+        if overridden():
             return False
         if not watched.holds(self):
             return False
@@ -126,10 +119,10 @@ def guarded(
 class _PassedOver:
     """A module that is not called any more, as it was when that was decided."""
 
-    path: tuple[str, ...]
+    path: Path
     kind: type
     forward: Any
-    settings: tuple[tuple[str, Any], ...]
+    settings: _Facts
     children: tuple[str, ...]
 
     @staticmethod
@@ -158,22 +151,26 @@ class _PassedOver:
 class _Block:
     """A module whose code is part of a trace, as it was when that was made."""
 
-    path: tuple[str, ...]
+    path: Path
     kind: type
+    forward: Any
     watched: _Watched
 
     @staticmethod
     def of(parent: nn.Module, path: str) -> _Block:
         module = parent.get_submodule(path)
-        watched = _watched(module, type(module).forward)  # type: ignore[arg-type]
-        return _Block(tuple(path.split(".")), type(module), watched)
+        kind: Any = type(module)
+        watched = _watched(module, kind.forward)
+        return _Block(tuple(path.split(".")), kind, kind.forward, watched)
 
     def unchanged(self, parent: nn.Module) -> bool:
         module = _found(parent, self.path, self.kind)
-        return module is not None and self.watched.holds(module)
+        if module is None or self.kind.forward is not self.forward:  # type: ignore[attr-defined]
+            return False
+        return self.watched.holds(module)
 
 
-def _found(parent: nn.Module, path: tuple[str, ...], kind: type) -> nn.Module | None:
+def _found(parent: nn.Module, path: Path, kind: type) -> nn.Module | None:
     """The module at ``path`` if it is of this class, without hooks and with its class's forward."""
     module: nn.Module | None = parent
     for name in path:
@@ -189,102 +186,77 @@ def _found(parent: nn.Module, path: tuple[str, ...], kind: type) -> nn.Module | 
 class _Watched:
     """What a traced forward depends on besides its arguments, with the values seen then.
 
-    ``outside`` holds dictionaries of modules and classes the code reads, never of instances;
-    ``children`` the names of the modules that a Sequential calls, None of any other.
+    Attributes:
+        modules: of the parent, path ``()``, and of modules inside it: their attributes, what their
+            classes hold, and members (name, which of their tables, as ``_member`` says).
+        outside: dictionaries of modules and classes the code reads, never of instances.
+        children: the names of the modules that a Sequential calls, None of any other.
     """
 
-    attributes: tuple[tuple[str, Any], ...]
-    of_class: tuple[tuple[str, Any], ...]
-    members: tuple[tuple[str, str, int], ...]
-    of_children: tuple[tuple[tuple[str, ...], str, Any], ...]
+    modules: tuple[tuple[Path, _Facts, _Facts, tuple[tuple[str, str, Any], ...]], ...]
     outside: tuple[tuple[Mapping[str, Any], str, Any], ...]
     children: tuple[str, ...] | None
 
     def holds(self, module: nn.Module) -> bool:
         """Whether all of it is as it was."""
-        attributes = module.__dict__
-        if self.children is not None and tuple(attributes["_modules"]) != self.children:
+        if self.children is not None and not (
+            tuple(module.__dict__["_modules"]) == self.children and iterates_plainly(module)
+        ):
             return False
-        for name, value in self.attributes:
-            if not same(attributes.get(name, MISSING), value):
-                return False
-        for name, value in self.of_class:
-            if name in attributes or not same(getattr(module, name, MISSING), value):
-                return False
-        for name, table, value in self.members:
-            if _member(attributes[table].get(name)) != value:
-                return False
-        for path, name, value in self.of_children:
+        for path, attributes, of_class, members in self.modules:
             found: Any = module
             for step in path:
                 found = found.__dict__["_modules"].get(step)
                 if found is None:
                     return False
-            if not same(found.__dict__.get(name, MISSING), value):
-                return False
+            own = found.__dict__
+            for name, value in attributes:
+                if not same(own.get(name, MISSING), value):
+                    return False
+            for name, value in of_class:
+                if name in own or not same(getattr(type(found), name, MISSING), value):
+                    return False
+            for name, table, value in members:
+                if _member(own[table].get(name)) != value:
+                    return False
         return all(same(scope.get(n, MISSING), value) for scope, n, value in self.outside)
 
 
 def _watched(parent: nn.Module, forward: FunctionType) -> _Watched:
-    functions = functions_of(parent, forward)
-    named = {n for f in functions for n in names_of(f.__code__)}
-    read = named | {"training"}
-    own = vars(parent)
-    attributes = tuple((n, as_it_is(v)) for n, v in own.items() if n in read and watchable(v))
-    of_class = tuple(
-        (n, as_it_is(v))
-        for n in sorted(named - set(own))
-        if not hasattr(nn.Module, n)
-        and watchable(v := inspect.getattr_static(type(parent), n, MISSING))
-        and not is_function(v)
-    )
-    members = tuple(
-        (n, table, _member(value))
-        for table in ("_modules", "_parameters", "_buffers")
-        for n, value in own[table].items()
-        if n in read
-    )
-    of_children = tuple(
-        (path, n, as_it_is(v))
-        for path, module in _read(own["_modules"], read)
-        for n, v in vars(module).items()
-        if n in named and watchable(v)
-    )
-    outside = []
-    for function in functions:
-        scope = function.__globals__
-        for name in global_names(function.__code__):
-            value = scope.get(name, MISSING)
-            if watchable(value) and not name.startswith("__"):
-                outside.append((scope, name, as_it_is(value)))
-            elif isinstance(value, ModuleType | type):
-                inside = vars(value)
-                names = (n for n in names_of(function.__code__) if n in inside)
-                seen = ((n, inside[n]) for n in names)
-                outside += [(inside, n, as_it_is(v)) for n, v in seen if watchable(v)]
-    children = tuple(own["_modules"]) if forward is nn.Sequential.forward else None
-    return _Watched(attributes, of_class, members, of_children, tuple(outside), children)
+    code = reached(parent, forward)
+    modules = []
+    for path, module in code.modules.items():
+        read = code.names if path else (*code.names, "training")
+        own = vars(module)
+        attributes = tuple((n, as_it_is(v)) for n, v in own.items() if n in read and watchable(v))
+        of_class = tuple(
+            (n, as_it_is(v))
+            for at, n, v in code.of_classes()
+            if at == path and (watchable(v) or function_in(v) is not None)
+        )
+        members = tuple(
+            (n, table, _member(value))
+            for table in ("_modules", "_parameters", "_buffers")
+            for n, value in own[table].items()
+            if n in read
+        )
+        if attributes or of_class or members:
+            modules.append((path, attributes, of_class, members))
+    outside = [
+        (scope, n, as_it_is(v))
+        for scope, n, v in (*code.outside(), *code.of_bases())
+        if (watchable(v) or function_in(v) is not None) and not n.startswith("__")
+    ]
+    children = tuple(parent._modules) if forward is nn.Sequential.forward else None
+    return _Watched(tuple(modules), tuple(outside), children)
 
 
-def _read(
-    children: Mapping[str, nn.Module | None], names: Container[str]
-) -> Iterator[tuple[tuple[str, ...], nn.Module]]:
-    """The children of these names, with the members of those that are lists."""
-    for name, child in children.items():
-        if name not in names or child is None:
-            continue
-        yield (name,), child
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            for key, member in child._modules.items():
-                if member is not None:
-                    yield (name, key), member
-
-
-def _member(value: Any) -> int:
-    """-2 when absent, the length of a container, -1 for any other module or tensor."""
-    if value is None:
-        return -2
-    return len(value) if isinstance(value, _CONTAINERS) else -1
-
-
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+def _member(value: Any) -> Any:
+    """None when absent, the names or the number of what a container holds, else its kind."""
+    if isinstance(value, nn.ModuleList | nn.ModuleDict):
+        return tuple(value._modules)
+    if isinstance(value, nn.ParameterDict):
+        return tuple(value.keys())
+    if isinstance(value, nn.ParameterList):
+        return len(value)
+    return value is not None

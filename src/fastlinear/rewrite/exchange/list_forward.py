@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fastlinear.core.errors import InputError
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.calls import PLAIN
-from fastlinear.rewrite.exchange.forwards import PLAIN_LINEARS, hooked_globally, is_hooked
+from fastlinear.rewrite.exchange.forwards import PLAIN_LINEARS, is_hooked, overridden
 from fastlinear.rewrite.exchange.tower_forward import LISTS, Way, abreast
 
 
@@ -35,7 +35,7 @@ def call_list(
     for name in home:
         layers = layers.__dict__["_modules"][name]
     held = layers.__dict__["_modules"]
-    found = None if hooked_globally() else _parameters(held, keys)
+    found = None if overridden() else _parameters(held, keys)
     if found is not None and not _cast_otherwise(xs[0], activation):
         try:
             return abreast(xs, [found[0]], [found[1]], way=Way((activation,), LISTS))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastlinear.rewrite.exchange.forwards import hooked_globally
+from fastlinear.rewrite.exchange.forwards import overridden
 from fastlinear.rewrite.exchange.grouped_forward import (
     call_plain,
     layers_of,
@@ -40,7 +40,7 @@ def call_parts(
     Only while all are plain linears without hooks and of one size; otherwise each is called by
     itself.
     """
-    layers = None if hooked_globally() else layers_of(parent, names)
+    layers = None if overridden() else layers_of(parent, names)
     ys = None
     if layers is not None and len(parts) == len(names) and _are_parts(parts, whole):
         ys = side_by_side(whole, *parameters_of(layers))

@@ -15,7 +15,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from fastlinear.ops.common.calls import PLAIN
 from fastlinear.ops.linear_act import linear_act
-from fastlinear.rewrite.exchange.forwards import hooked_globally
+from fastlinear.rewrite.exchange.forwards import overridden
 from fastlinear.rewrite.exchange.grouped_forward import layers_of, parameters_of
 
 
@@ -25,7 +25,7 @@ def call_row(parent: nn.Module, names: Sequence[str], x: Tensor) -> tuple[Tensor
     Only while all are plain linears without hooks and of one kind; otherwise each is called by
     itself.
     """
-    layers = None if hooked_globally() else layers_of(parent, names)
+    layers = None if overridden() else layers_of(parent, names)
     ys = None if layers is None else together(x, *parameters_of(layers))
     return tuple(parent.get_submodule(name)(x) for name in names) if ys is None else ys
 
@@ -79,6 +79,7 @@ def behind_one_another(
     missing = [b is None for b in biases]
     if all(missing):
         return torch.cat(tuple(weights)), None
-    if any(missing) or any(type(b) not in PLAIN or b.dtype is not first.dtype for b in biases):
-        return None
+    for w, b in zip(weights, biases, strict=True):
+        if type(b) not in PLAIN or b.dtype is not first.dtype or b.shape != w.shape[:1]:
+            return None
     return torch.cat(tuple(weights)), torch.cat(tuple(biases))

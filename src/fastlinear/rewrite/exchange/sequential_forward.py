@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from fastlinear.profile.effects import class_forward
 from fastlinear.rewrite.exchange.forwards import (
-    LINEAR_FORWARD,
     Forward,
     call_linear_act,
     call_mlp,
-    hooked_globally,
     is_hooked,
+    iterates_plainly,
+    overridden,
     weight_and_bias,
 )
 
@@ -111,8 +111,8 @@ def sequential_forward(
         if (
             type(self).forward is not plain
             or len(children) != count
-            or nn.Linear.forward is not LINEAR_FORWARD
-            or hooked_globally()
+            or not iterates_plainly(self)
+            or overridden()
         ):
             return type(self).forward(self, input)
         done = 0

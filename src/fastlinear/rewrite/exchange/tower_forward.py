@@ -6,7 +6,7 @@ Layer i of all towers is one call. The weights stay the layers' own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from fastlinear.ops.common.calls import PLAIN
 from fastlinear.ops.grouped_linear.op import grouped_linear
 from fastlinear.ops.unequal_linear import unequal_linear
-from fastlinear.rewrite.exchange.forwards import hooked_globally, seen_by_modes
+from fastlinear.rewrite.exchange.forwards import overridden
 from fastlinear.rewrite.exchange.grouped_forward import layers_of, parameters_of, stacked
 
 LISTS, STACKED = "lists", "stacked"
@@ -57,7 +57,7 @@ def call_towers(
     Only while all linears (names inside the parent, by layer and tower) are plain and without
     hooks; otherwise each tower is called by itself.
     """
-    held = [] if hooked_globally() else [layers_of(parent, names) for names in linears]
+    held = [] if overridden() else [layers_of(parent, names) for names in linears]
     if held and all(layers is not None for layers in held):
         pairs = [parameters_of(layers) for layers in held if layers is not None]
         weights, biases = [w for w, _ in pairs], [b for _, b in pairs]
@@ -106,7 +106,6 @@ def abreast(
     """Towers whose layers ``fit``, each on its input; as one of torch's functions: a function mode
     sees the call whole."""
     if has_torch_function(xs):
-        way = replace(way, backend=seen_by_modes(way.backend))
         ys: tuple[Tensor, ...] = handle_torch_function(abreast, xs, xs, weights, biases, way=way)
         return ys
     return layered(xs, weights, biases, way)[-1]

@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import dis
 import inspect
-from types import BuiltinFunctionType, CodeType, FunctionType
+import re
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
+from torch.overrides import get_testing_overrides
 
-from fastlinear.core.global_names import GENERATOR, global_names, names_of, own_codes
+from fastlinear.core.global_names import GENERATOR, global_names, own_codes
 from fastlinear.profile.effects import class_forward, functions_of, has_state
 from fastlinear.profile.graph import TENSOR, Observed
+from fastlinear.profile.reached import Reached, function_in, is_torchs, reached
 
 SIMPLE = (bool, int, float, str, type(None))
 """Types whose values a guard can compare."""
 SEQUENCES = (list, tuple)
 """Types whose values it can compare item by item."""
 _SIMPLE = frozenset(SIMPLE)
-MISSING = object()
-"""Stands for an attribute that is not there."""
 # Names whose value may differ from call to call and that tracing would freeze, or lose. Not len: of
 # a tensor torch.fx refuses it, and what else can be asked for its length is watched or refused.
 _UNTRACEABLE_TEXT = """
@@ -35,6 +36,8 @@ _UNTRACEABLE_TEXT = """
     _gradient_checkpointing_func
 """
 _UNTRACEABLE = frozenset(_UNTRACEABLE_TEXT.split())
+# functions of torch's that tell of settings, where they take no tensor
+_ASKS = re.compile("_?(is|are|has|get|current|device_count|initial_seed)(_|$)")
 _MOVED = "move the block to the code that calls the module, or what it holds to a module of its own"
 _DONE_OUTSIDE = "do that in the code that calls the module"
 # instruction → what the user's code does, with the name it does it to, and what to write instead
@@ -62,15 +65,30 @@ def why_not(parent: nn.Module) -> str | None:
         return "is wrapped by a decorator"
     if isinstance(parent, _CONTAINERS):
         return "belongs to a container, whose members may change"
-    for function in functions_of(parent, forward):
+    code = reached(parent, forward)
+    for module in code.modules.values():
+        if _looks_up_otherwise(type(module)):
+            return f"reads attributes of {type(module).__qualname__}, which looks them up itself"
+    for function in code.functions:
         if set(function.__code__.co_freevars) - {"__class__"}:
             return "reads variables of an enclosing function"
-        codes = own_codes(function.__code__)
-        reasons = (*map(_why_not_code, codes), _why_not_state(parent, function))
+        reasons = (*map(_why_not_code, own_codes(function.__code__)), _why_not_global(function))
         reason = next((r for r in reasons if r is not None), None)
         if reason is not None:
             return reason
-    return None
+    return _why_not_state(code)
+
+
+def _looks_up_otherwise(kind: type) -> bool:
+    """Whether it finds attributes by code of its own."""
+    own: Any = kind
+    plain: Any = nn.Module
+    if is_torchs(kind):
+        return False
+    return (
+        own.__getattr__ is not plain.__getattr__
+        or own.__getattribute__ is not plain.__getattribute__
+    )
 
 
 def is_straight(parent: nn.Module) -> bool:
@@ -177,17 +195,37 @@ def _line(step: dis.Instruction) -> str:
     return "" if line is None else f" (line {line})"
 
 
-def _why_not_state(parent: nn.Module, function: FunctionType) -> str | None:
-    for name in names_of(function.__code__):
+def _why_not_state(code: Reached) -> str | None:
+    for name in code.names:
         if name in ("_modules", "_parameters", "_buffers"):
             return f"reads self.{name}"
-        value = vars(parent).get(name, MISSING)
-        if value is MISSING and not hasattr(nn.Module, name):
-            value = inspect.getattr_static(type(parent), name, MISSING)
-            if isinstance(value, property | staticmethod | classmethod):
-                continue  # their functions are looked at themselves
-        if value is not MISSING and not watchable(value) and not hasattr(nn.Module, name):
-            return f"reads self.{name} ({type(value).__name__}), which cannot be watched"
+    held = (
+        (path, name, vars(module)[name])
+        for path, module in code.modules.items()
+        for name in code.names
+        if name in vars(module) and not hasattr(nn.Module, name)
+    )
+    for path, name, value in (*held, *code.of_classes()):
+        if not watchable(value) and function_in(value) is None:
+            where = ".".join(("self", *path, name))
+            return f"reads {where} ({type(value).__name__}), which cannot be watched"
+    for _, name, value in code.outside():
+        if (
+            is_function(value)
+            and is_torchs(value)
+            and _ASKS.match(name)
+            and not _overridable(value)
+        ):
+            return f"calls {name}, which a rewritten forward would keep as it is in one call"
+    return None
+
+
+def _overridable(function: Any) -> bool:
+    """Whether it is a function of tensors."""
+    return function in get_testing_overrides()
+
+
+def _why_not_global(function: FunctionType) -> str | None:
     for name in global_names(function.__code__):
         outside = function.__globals__.get(name)
         if has_state(outside):
@@ -219,6 +257,8 @@ def same(a: Any, b: Any) -> bool:
         return True
     if type(a) is not type(b):
         return False
+    if type(a) is MethodType:
+        return bool(a == b)
     if type(a) in SEQUENCES:
         kinds = [*map(type, a)]
         return kinds == [*map(type, b)] and _SIMPLE.issuperset(kinds) and bool(a == b)

@@ -16,7 +16,7 @@ import torch.fx
 from torch import nn
 
 from fastlinear.profile.effects import class_forward
-from fastlinear.profile.graph import Observed, Ungraded, Untraceable, trace
+from fastlinear.profile.graph import IN_PLACE, Observed, Ungraded, Untraceable, trace
 from fastlinear.rewrite.exchange.forwards import Forward
 from fastlinear.rewrite.exchange.guard import guarded
 from fastlinear.rewrite.exchange.parts import exactly
@@ -195,11 +195,21 @@ def is_sequential(module: nn.Module) -> bool:
 
 def _function_of(graph: torch.fx.Graph) -> Callable[..., Any]:
     """The graph as a plain function (parent, tensors in placeholder order)."""
+    for node in graph.nodes:
+        if node.target in IN_PLACE:  # written as ``n += 1`` a number would change for later readers
+            node.target = _as_call(node.target)
     code = graph.python_code("self")
     scope: dict[str, Any] = dict(code.globals)
     exec(compile(code.src, "<fastlinear rewrite>", "exec"), scope)
     function: Callable[..., Any] = scope["forward"]
     return lambda parent, *tensors: function(parent, parent, *tensors)
+
+
+def _as_call(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def called(value: Any, other: Any) -> Any:
+        return operation(value, other)
+
+    return called
 
 
 def gates_seen(parent: nn.Module, observed: Observed) -> list[Gate]:

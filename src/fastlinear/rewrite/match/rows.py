@@ -16,13 +16,10 @@ import torch
 from torch import nn
 from torch.fx.node import Node
 
+from fastlinear.profile.graph import IN_PLACE
 from fastlinear.rewrite.exchange.parts import exactly
 
-_WRITING = frozenset(
-    {operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv}
-    | {operator.ifloordiv, operator.imod, operator.ipow, operator.imatmul, operator.iand}
-    | {operator.ior, operator.ixor, operator.ilshift, operator.irshift, operator.delitem}
-)
+_WRITING = IN_PLACE | {operator.setitem, operator.delitem}
 
 
 def rows_of(

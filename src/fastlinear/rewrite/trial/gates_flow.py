@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
+from fastlinear.core.function_mode import KnowingMode
 from fastlinear.profile import equations
 from fastlinear.profile.positional import positional
 from fastlinear.profile.recognise import recognise
@@ -35,7 +35,7 @@ _SHAPES = {_T.shape.__get__, _T.ndim.__get__, Tensor.size, Tensor.dim}
 _MODE: Any = torch._C._set_grad_enabled
 
 
-class Watch(TorchFunctionMode):
+class Watch(KnowingMode):
     """While on, the gated MLPs that run are added to ``found``.
 
     Args:

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
+from fastlinear.core.function_mode import KnowingMode
 from fastlinear.core.wrappers import PLAIN
 from fastlinear.ops.grouped_linear.op import grouped_linear
 from fastlinear.rewrite.in_code import in_code
@@ -53,7 +53,7 @@ class Product:
     calls: int = 1
 
 
-class Products(TorchFunctionMode):
+class Products(KnowingMode):
     """While on, sees products with three-dimensional parameters of the model; the first call of
     each parameter is kept with its input.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
@@ -95,7 +95,7 @@ def _names_written(module: nn.Module) -> Iterator[str]:
                     yield step.argval
 
 
-def _functions(module: nn.Module) -> list[FunctionType]:
+def _functions(module: nn.Module) -> Sequence[FunctionType]:
     """The forward of its class and what that calls; none for torch's own modules."""
     forward: Any = inspect.unwrap(class_forward(module))
     if not isinstance(forward, FunctionType) or str(forward.__module__).split(".")[0] == "torch":

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from fastlinear.core.compare import DEFAULT_FACTOR, KINKED, other_side
+from fastlinear.core.function_mode import KnowingMode
 from fastlinear.ops.grouped_linear.op import grouped_linear
 from fastlinear.ops.linear_act import linear_act
 from fastlinear.ops.mlp import mlp
@@ -47,7 +47,7 @@ class UnlikeRuns(Exception):
     """The oracle's kinked activations are not those of the run it is to follow."""
 
 
-class Sides(TorchFunctionMode):
+class Sides(KnowingMode):
     """While on, keeps a copy of the output of every kinked activation, in order."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Sides(TorchFunctionMode):
         return result
 
 
-class Following(TorchFunctionMode):
+class Following(KnowingMode):
     """While on, every kinked activation takes a run's sides where rounding decides them.
 
     Args:

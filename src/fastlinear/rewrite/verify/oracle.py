@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from fastlinear.core.compare import DEFAULT_FACTOR
+from fastlinear.core.function_mode import KnowingMode
 from fastlinear.core.memory import free_bytes
 from fastlinear.core.wrappers import PLAIN
 from fastlinear.profile.observe import multiplied
@@ -31,7 +31,7 @@ from fastlinear.rewrite.verify.running import Ran, Runner, draws_random_numbers
 Run = Callable[[nn.Module, Call], dict[str, Tensor]]
 
 
-class Float64Products(TorchFunctionMode):
+class Float64Products(KnowingMode):
     """While on, products with a parameter that a forward writes itself, ``F.linear`` and the like,
     are computed in float64 and rounded once."""
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from fastlinear.core.compare import unit_rounding
+from fastlinear.core.function_mode import KnowingMode
 from fastlinear.profile.observe import multiplied
 
 RUNS = 2
@@ -26,7 +26,7 @@ NO_BIT = 0.5
 """A relative error from which not one bit of a result is right."""
 
 
-class OtherRoundings(TorchFunctionMode):
+class OtherRoundings(KnowingMode):
     """While on, every product with a parameter takes operands off by up to one rounding of the
     dtype it is computed in; gradients pass through. The global generators are left alone."""
 

@@ -68,19 +68,22 @@ class Runner:
             raise raised(self.function, model, doing, error) from error
 
     def results(self, model: nn.Module, call: Call) -> dict[str, Tensor]:
-        """Everything one seeded run produces, by name: outputs, and in train mode the loss, every
-        parameter's gradient and every dense floating input's. Tensors are detached copies."""
+        """Everything one seeded run produces, by name: outputs, inputs that it writes to, and in
+        train mode the loss, every parameter's gradient and every dense floating input's. Tensors
+        are detached copies."""
         seed_all(self.seed, self.device)
         call = Call(*private_copy((call.args, call.kwargs)))  # some models write to their inputs
         if self.mode == "inference":
+            before = _versions(call)
             with torch.no_grad():
                 output = model(*call.args, **call.kwargs)
-            return {f"output[{i}]": _plain(t) for i, t in enumerate(tensors_of(output))}
+            return {**_outputs(output), **_written(call, before)}
         with torch.enable_grad():
             leaves = call.map(_with_grad)
             fresh = leaves.map(_writable)
+            before = _versions(fresh)
             output = model(*fresh.args, **fresh.kwargs)
-            found = {f"output[{i}]": _plain(t) for i, t in enumerate(tensors_of(output))}
+            found = {**_outputs(output), **_written(fresh, before)}
             loss = self.loss(output)
         found["loss"] = loss.detach().clone()
         for parameter in model.parameters():
@@ -96,6 +99,21 @@ class Runner:
             if isinstance(leaf, Tensor) and leaf.grad is not None:
                 found[f"grad.input[{i}]"] = densely(leaf.grad)
         return found
+
+
+def _outputs(output: Any) -> dict[str, Tensor]:
+    return {f"output[{i}]": _plain(t) for i, t in enumerate(tensors_of(output))}
+
+
+def _versions(call: Call) -> list[int]:
+    """How often each input was written to; -1 for what is no tensor."""
+    return [v._version if isinstance(v, Tensor) else -1 for v in call.leaves()]
+
+
+def _written(call: Call, before: list[int]) -> dict[str, Tensor]:
+    """The inputs written to since then."""
+    pairs = enumerate(zip(call.leaves(), before, strict=True))
+    return {f"input[{i}]": _plain(t) for i, (t, n) in pairs if n >= 0 and t._version != n}
 
 
 def _plain(t: Tensor) -> Tensor:
