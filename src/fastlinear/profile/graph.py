@@ -225,7 +225,7 @@ class _ParentTracer(fx.Tracer):
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """The symbol of a step, whose in-place operators are recorded as what they are."""
-        return _Value(node, self)
+        return Proxy(node, self)
 
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
@@ -286,14 +286,14 @@ IN_PLACE = frozenset(getattr(operator, f"i{name}") for name in _AUGMENTED)
 """What ``x += y`` and the like are recorded as."""
 
 
-class _Value(fx.Proxy):
+class Proxy(fx.Proxy):
     """A symbol on which ``x += y`` writes to x; fx.Proxy would record ``x = x + y``."""
 
     def __getattr__(self, k: str) -> fx.proxy.Attribute:
-        return _Attribute(self, k)
+        return Attribute(self, k)
 
 
-class _Attribute(fx.proxy.Attribute, _Value):
+class Attribute(fx.proxy.Attribute, Proxy):
     """An attribute of a symbol: ``x.T``, say, through which x may be written to."""
 
 
@@ -307,7 +307,7 @@ def _recorded(name: str) -> Callable[[fx.Proxy, Any], fx.Proxy]:
 
 
 for _name in _AUGMENTED:
-    setattr(_Value, f"__i{_name}__", _recorded(f"i{_name}"))
+    setattr(Proxy, f"__i{_name}__", _recorded(f"i{_name}"))
 
 
 def _holds(value: Any, own: list[Any]) -> bool:

@@ -77,13 +77,13 @@ class Runner:
             before = _versions(call)
             with torch.no_grad():
                 output = model(*call.args, **call.kwargs)
-            return {**_outputs(output), **_written(call, before)}
+            return {**_outputs(output), **_written(before)}
         with torch.enable_grad():
             leaves = call.map(_with_grad)
             fresh = leaves.map(_writable)
             before = _versions(fresh)
             output = model(*fresh.args, **fresh.kwargs)
-            found = {**_outputs(output), **_written(fresh, before)}
+            found = {**_outputs(output), **_written(before)}
             loss = self.loss(output)
         found["loss"] = loss.detach().clone()
         for parameter in model.parameters():
@@ -105,15 +105,14 @@ def _outputs(output: Any) -> dict[str, Tensor]:
     return {f"output[{i}]": _plain(t) for i, t in enumerate(tensors_of(output))}
 
 
-def _versions(call: Call) -> list[int]:
-    """How often each input was written to; -1 for what is no tensor."""
-    return [v._version if isinstance(v, Tensor) else -1 for v in call.leaves()]
+def _versions(call: Call) -> list[tuple[int, Tensor, int]]:
+    """Each input tensor's number among the inputs, itself, and how often it was written to."""
+    return [(i, v, v._version) for i, v in enumerate(call.leaves()) if isinstance(v, Tensor)]
 
 
-def _written(call: Call, before: list[int]) -> dict[str, Tensor]:
+def _written(before: list[tuple[int, Tensor, int]]) -> dict[str, Tensor]:
     """The inputs written to since then."""
-    pairs = enumerate(zip(call.leaves(), before, strict=True))
-    return {f"input[{i}]": _plain(t) for i, (t, n) in pairs if n >= 0 and t._version != n}
+    return {f"input[{i}]": _plain(t) for i, t, version in before if t._version != version}
 
 
 def _plain(t: Tensor) -> Tensor:
