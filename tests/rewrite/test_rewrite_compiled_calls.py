@@ -168,6 +168,72 @@ def test_a_default_device_is_no_watcher(
         torch.set_default_device(None)
 
 
+def times(k: int) -> Any:
+    def hook(_: nn.Module, args: Any, y: Tensor) -> Tensor:
+        return k * y
+
+    return hook
+
+
+@pytest.mark.parametrize("at", ["0", "1"])
+def test_what_changes_inside_is_seen_by_what_was_compiled(
+    at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dynamo's guards pass over hooks, and over the forward of a class."""
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        return lambda *given: [3 * y for y in graph(*given)]
+
+    monkeypatch.setattr(torch, "compile", lambda f, **_: torch_compile(f, backend=backend))
+    plain = nn.Sequential(nn.Linear(16, 16), nn.LeakyReLU(), nn.Linear(16, 4))
+    model = copy.deepcopy(plain)
+    SwapSet(with_compiled([], model, "default")).on()
+
+    def compiled_is(is_compiled: bool) -> None:
+        torch.testing.assert_close(run(model, X), (3 if is_compiled else 1) * run(plain, X))
+
+    compiled_is(True)
+    handles = [m.get_submodule(at).register_forward_hook(times(2)) for m in (plain, model)]
+    compiled_is(False)
+    for handle in handles:
+        handle.remove()
+    compiled_is(True)
+    hooked = copy.deepcopy(plain.get_submodule(at))
+    hooked.register_forward_hook(times(2))
+    before = [(m, m._modules[at]) for m in (plain, model)]
+    for m, _ in before:
+        m._modules[at] = hooked
+    compiled_is(False)
+    for m, layer in before:
+        m._modules[at] = layer
+    compiled_is(True)
+    kind: Any = type(plain.get_submodule(at))
+    own = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, x: 2 * own(self, x))
+    compiled_is(False)
+    monkeypatch.setattr(kind, "forward", own)
+    compiled_is(True)
+
+
+def test_hooks_that_were_there_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def backend(graph: Any, inputs: Any) -> Any:
+        return lambda *given: [3 * y for y in graph(*given)]
+
+    monkeypatch.setattr(torch, "compile", lambda f, **_: torch_compile(f, backend=backend))
+    plain = nn.Sequential(nn.Linear(16, 16), nn.LeakyReLU())
+    plain[0].register_forward_hook(times(2))
+    model = copy.deepcopy(plain)
+    SwapSet(with_compiled([], model, "default")).on()
+    handles = [m[1].register_forward_hook(times(5)) for m in (plain, model)]
+    torch.testing.assert_close(run(model, X), run(plain, X))
+    for handle in handles:
+        handle.remove()
+    torch.testing.assert_close(run(model, X), 3 * run(plain, X))
+    for m in (plain, model):
+        m[0]._forward_hooks.clear()
+    torch.testing.assert_close(run(model, X), run(plain, X))
+
+
 def test_what_a_replay_returns_is_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA graphs write over what they returned before: the next call must not change it."""
     held = torch.zeros(3)

@@ -22,6 +22,7 @@ from torch._C._dynamo.guards import TensorGuards
 from fastlinear.core.interrupts import whole
 from fastlinear.core.wrappers import PLAIN, distributed_wrapper
 from fastlinear.nn.graph_facts import Facts, Own
+from fastlinear.nn.graph_modules import Modules, hooks_of
 from fastlinear.nn.graph_results import all_at
 from fastlinear.nn.graph_search import Search
 
@@ -33,7 +34,7 @@ _MAX_STATES = 64
 _NO_ONE_TRUTH = (RuntimeError, TypeError, ValueError)  # raised by == with another tensor
 _address, _shape, _stride = Tensor.data_ptr, Tensor.size, Tensor.stride
 _inference_mode, _any_autocast = torch.is_inference_mode_enabled, torch._C._is_any_autocast_enabled
-_requires_grad, _forward = attrgetter("requires_grad"), attrgetter("forward")
+_requires_grad = attrgetter("requires_grad")
 
 
 class Watch:
@@ -74,12 +75,11 @@ class Watch:
         return (
             same
             and all(map(is_, chain.from_iterable(self._views), self._kept))
-            and all(map(is_, map(type, self._modules), self._kinds))
-            and all(map(is_, map(_forward, self._classes), self._forwards))
             and all_at(self.tensors, self._addresses, self._every)
             and self._facts.unchanged()
+            and self._modules.unchanged()
             and not self._hooked
-            and not any(self._hooks)
+            and not any(_GLOBAL_HOOKS)
         )
 
     def _laid_out(self, grad: bool) -> bool:
@@ -110,18 +110,15 @@ class Watch:
         found = Search()
         for root in self._roots:
             found.visit(root)
-        self._views, self._modules = found.views, found.modules
+        self._views, self._modules = found.views, Modules(found.modules)
         # Others have no address to ask for; ``reason_not`` refuses them.
         self.tensors = [t for t in found.tensors if type(t) in PLAIN]
         self._foreign = next((t for t in found.tensors if type(t) not in PLAIN), None)
         self._places = found.places
         self._kept = list(chain.from_iterable(self._views))
-        self._kinds = list(map(type, self._modules))
-        self._classes = list(dict.fromkeys(self._kinds))
-        self._forwards = list(map(_forward, self._classes))
         self._tables = found.tables
         self._held = list(map(dict, found.tables))
-        self._hooks = [h for m in self._modules for h in _hooks_of(m)] + _GLOBAL_HOOKS
+        self._hooked = self._modules.hooked or any(_GLOBAL_HOOKS)
         self._addresses = list(map(_address, self.tensors))
         self._every = list(range(len(self.tensors)))
         self._shapes = list(map(_shape, self.tensors))
@@ -157,14 +154,14 @@ class Watch:
 
     def reason_not(self, device_type: str) -> str | None:
         """Why no graph can follow this state, or None."""
-        for m in self._modules:
+        for m in self._modules.modules:
             why = distributed_wrapper(m) or _WRAPPERS.get(type(m).__name__)
             if why is not None:
                 return f"{why}; graph the module inside it, before it is wrapped"
         if self._foreign is not None:
             return f"a {type(self._foreign).__name__}; only plain tensors have one address"
-        if any(self._hooks):
-            owner = next((m for m in self._modules if any(_hooks_of(m))), None)
+        if self._hooked:
+            owner = next((m for m in self._modules.modules if any(hooks_of(m))), None)
             name = "every module" if owner is None else type(owner).__name__
             return f"hooks on {name}, which a replay would not call"
         for t in self.tensors:
@@ -184,9 +181,9 @@ class Watch:
         # Modules stand for themselves: an id may be given to another module later.
         dtypes = tuple(t.dtype for t in self.tensors)
         layout = zip(self._addresses, self._shapes, self._strides, self._grads, strict=True)
-        self._hooked = any(self._hooks)
-        code = tuple(self._kinds), tuple(self._forwards)
-        key = (self._hooked, tuple(self._modules), code, self._facts.key, dtypes, tuple(layout))
+        found = self._modules
+        code = tuple(found.modules), tuple(found.kinds), tuple(found.forwards)
+        key = (self._hooked, code, self._facts.key, dtypes, tuple(layout))
         if token is not None:
             self._tokens[key] = token
         elif key not in self._tokens:
@@ -213,10 +210,6 @@ def _place(holder: Any, name: Any, value: Tensor) -> None:
         holder.cell_contents = value
     else:
         holder[name] = value
-
-
-def _hooks_of(m: nn.Module) -> tuple[Any, ...]:
-    return m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks
 
 
 _GLOBAL_HOOKS = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import count
+from itertools import count, repeat
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from fastlinear.nn.graph_modules import Modules, hooks_of
 from fastlinear.rewrite.exchange.forwards import Forward, watched
 from fastlinear.rewrite.exchange.stand_in import Bound
 from fastlinear.rewrite.exchange.swap import Swap
@@ -31,17 +32,20 @@ class CompiledForward(Bound):
     """Bound like a method, it runs the function it binds through ``torch.compile``.
 
     Watchers of every op or every module (function modes but the default device, global hooks) see
-    the function run plainly, and so does a caller that compiles the model itself. A copy of the
-    module compiles anew where its guards differ. Dynamo's ``recompile_limit`` holds: shapes beyond
-    it run uncompiled.
+    the function run plainly, and so does a caller that compiles the model itself. It runs plainly
+    as well while a module inside has other hooks than when this was bound, or another forward,
+    class or child than when it was compiled: Dynamo's guards pass over some of these. A copy of
+    the module compiles anew where its guards differ. Dynamo's ``recompile_limit`` holds: shapes
+    beyond it run uncompiled.
     """
 
-    __slots__ = ("_compiled", "_mode")
+    __slots__ = ("_compiled", "_hooks", "_inside", "_mode")
 
     def __init__(self, function: Forward, module: nn.Module, mode: str = DEFAULT) -> None:
         super().__init__(function, module)
-        self._mode = mode
+        self._mode, self._hooks = mode, _hooks_inside(module)
         self._compiled: Callable[..., Any] | None = None
+        self._inside: _Inside | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.__self__
@@ -49,9 +53,14 @@ class CompiledForward(Bound):
             return type(module).forward(module, *args, **kwargs)
         if torch.compiler.is_compiling() or watched():
             return self.__func__(module, *args, **kwargs)
-        if self._compiled is None:
+        if self._compiled is None or self._inside is None:
+            if _hooks_inside(module) != self._hooks:
+                return self.__func__(module, *args, **kwargs)
             method = MethodType(self.__func__, module)
             self._compiled = torch.compile(method, dynamic=False, **_HOW[self._mode])
+            self._inside = _Inside(module)
+        elif not self._inside.unchanged():
+            return self.__func__(module, *args, **kwargs)
         if self._mode != REDUCE_OVERHEAD:
             return self._compiled(*args, **kwargs)
         torch.compiler.cudagraph_mark_step_begin()
@@ -65,12 +74,45 @@ class CompiledForward(Bound):
         fresh ones, what is bound from here on is a copy of the function with code of its own;
         copies of the module keep theirs.
         """
-        self._compiled = None
+        self._compiled = self._inside = None
         if _writes_slow_guards():
             self.__func__ = _again(self.__func__)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledForward:
         return CompiledForward(self.__func__, copy.deepcopy(self.__self__, memo), self._mode)
+
+
+class _Inside:
+    """The modules inside one, as they are now: their code, children and forwards of their own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        inner = _modules_inside(module)
+        self._code = Modules(inner)
+        self._children = [m._modules for m in (module, *inner)]
+        self._were = list(map(dict, self._children))
+        self._own = [vars(m) for m in inner]
+        self._forwards = list(map(dict.get, self._own, repeat("forward")))
+
+    def unchanged(self) -> bool:
+        """Whether all of it is what it was: a few passes in C."""
+        return (
+            self._code.unchanged()
+            and self._children == self._were
+            and list(map(dict.get, self._own, repeat("forward"))) == self._forwards
+        )
+
+
+def _modules_inside(module: nn.Module) -> list[nn.Module]:
+    """The modules whose hooks and code a call of this module's forward runs.
+
+    Its own hooks are called around its forward. TorchScript's modules have neither.
+    """
+    found = (m for m in module.modules() if m is not module)
+    return [m for m in found if not isinstance(m, torch.jit.ScriptModule)]
+
+
+def _hooks_inside(module: nn.Module) -> list[dict[int, Any]]:
+    return [dict(h) for m in _modules_inside(module) for h in hooks_of(m) if h]
 
 
 def with_compiled(
