@@ -297,6 +297,49 @@ def test_watchers_see_every_layer(tape: None) -> None:
     assert seen.count("linear") == 3
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+def test_transforms_over_parameters_see_the_model(recorded: bool, tape: None) -> None:
+    model, swaps = graphed_mlp()
+    if recorded:
+        run(model, X)
+    weights = {n: p.detach() for n, p in model.named_parameters()}
+    both = {n: torch.stack([w, 2 * w]) for n, w in weights.items()}
+
+    def loss(weights: Any) -> Any:
+        return torch.func.functional_call(model, weights, (X,)).sum()
+
+    def found() -> Any:
+        return torch.func.grad(loss)(weights), torch.func.vmap(loss)(both)
+
+    ours = found()
+    if not recorded:
+        run(model, X)
+    assert model.__dict__["forward"].replayed == 1
+    swaps.off()
+    torch.testing.assert_close(ours, found())
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_checkpoints_save_what_the_model_saves(recorded: bool, tape: None) -> None:
+    model, swaps = graphed_mlp()
+    x = X.clone().requires_grad_()
+
+    def gradient(forward: Any) -> Any:
+        return torch.autograd.grad(forward().square().sum(), [x, *model.parameters()])
+
+    def checkpointed() -> Any:
+        return torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+
+    if recorded:
+        gradient(lambda: model(x))
+    y = checkpointed()
+    gradient(lambda: model(x))  # recorded between the forward and its backward
+    ours = torch.autograd.grad(y.square().sum(), [x, *model.parameters()])
+    assert model.__dict__["forward"].replayed == 1 + recorded
+    swaps.off()
+    torch.testing.assert_close(ours, gradient(checkpointed))
+
+
 def test_another_shape_and_changed_weights(tape: None) -> None:
     model, _ = graphed_mlp()
     plain = mlp().eval()

@@ -112,8 +112,8 @@ class Watch:
             found.visit(root)
         self._views, self._modules = found.views, Modules(found.modules)
         # Others have no address to ask for; ``reason_not`` refuses them.
-        self.tensors = [t for t in found.tensors if type(t) in PLAIN]
-        self._foreign = next((t for t in found.tensors if type(t) not in PLAIN), None)
+        self.tensors = [t for t in found.tensors if _has_address(t)]
+        self._foreign = next((t for t in found.tensors if not _has_address(t)), None)
         self._places = found.places
         self._kept = list(chain.from_iterable(self._views))
         self._tables = found.tables
@@ -159,7 +159,7 @@ class Watch:
             if why is not None:
                 return f"{why}; graph the module inside it, before it is wrapped"
         if self._foreign is not None:
-            return f"a {type(self._foreign).__name__}; only plain tensors have one address"
+            return f"a {_named(self._foreign)}; only plain tensors have one address"
         if self._hooked:
             owner = next((m for m in self._modules.modules if any(hooks_of(m))), None)
             name = "every module" if owner is None else type(owner).__name__
@@ -210,6 +210,14 @@ def _place(holder: Any, name: Any, value: Tensor) -> None:
         holder.cell_contents = value
     else:
         holder[name] = value
+
+
+def _has_address(t: Tensor) -> bool:
+    return type(t) in PLAIN and torch._C._has_storage(t)
+
+
+def _named(t: Tensor) -> str:
+    return type(t).__name__ if type(t) not in PLAIN else f"{t.layout} tensor without storage"
 
 
 _GLOBAL_HOOKS = [

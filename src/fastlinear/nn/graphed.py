@@ -15,10 +15,11 @@ from fastlinear.nn.graph_arguments import flatten, flatten_call, named, rebuild
 from fastlinear.nn.graph_cache import Graphs, recording
 from fastlinear.nn.graph_options import Options
 from fastlinear.nn.graph_watch import Watch
+from fastlinear.ops.common.calls import forward_mode, transforms_active
 
 _is_compiling = torch.compiler.is_compiling
-_transforms_active = torch._C._are_functorch_transforms_active
 _dispatch_modes = torch._C._len_torch_dispatch_stack
+_saved_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def graphed(
@@ -62,11 +63,11 @@ def graphed(
         UnsupportedError: at a call that no CUDA graph can hold; the message names the line.
 
     Outputs and gradients are those of ``target``, bit for bit where its kernels are. Without rows
-    in the batch, while another graph is being recorded and inside ``torch.compile`` or
-    ``torch.func`` the call is ``target``'s own. Numbers and functions
-    that the code reads by name, as attributes, globals or closure variables, are followed; other
-    Python state (what lists and objects hold, what the callable sets itself) stays as it was
-    recorded.
+    in the batch, while another graph is being recorded, inside ``torch.compile``, ``torch.func`` or
+    forward-mode differentiation and under hooks on saved tensors (non-reentrant checkpoints have
+    some) the call is ``target``'s own. Numbers and functions that the code reads by name, as
+    attributes, globals or closure variables, are followed; other Python state (what lists and
+    objects hold, what the callable sets itself) stays as it was recorded.
 
     >>> import torch, fastlinear as fl
     >>> layer = torch.nn.Linear(3, 4)
@@ -133,6 +134,22 @@ def graphed(
     return Graphed(target, options, Watch(target, watch), CudaRecorder())
 
 
+def no_graph_here() -> bool:
+    """Whether no call may be recorded or replayed in the state that this thread is in.
+
+    Compilers, dispatch modes, transforms, forward-mode differentiation and hooks on saved tensors
+    (checkpoints have some) need the operations themselves.
+    """
+    return (
+        _is_compiling()
+        or _dispatch_modes() > 0
+        or transforms_active()
+        or forward_mode()
+        or _saved_hooks(True) is not None
+        or recording()
+    )
+
+
 def _check_target(target: Any) -> None:
     usable = callable(target) and not isinstance(target, Graphed | type)
     _check(
@@ -176,13 +193,7 @@ class Graphed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """``target(*args, **kwargs)``, by replaying its graph."""
-        if (
-            _is_compiling()
-            or _dispatch_modes()
-            or _transforms_active()
-            or recording()
-            or self._busy()
-        ):
+        if no_graph_here() or self._busy():
             return self._plainly(args, kwargs)
         with self._lock:
             plan = None if kwargs else self._graphs.again(args)

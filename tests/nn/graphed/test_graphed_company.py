@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.autograd import forward_ad
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 from fastlinear.core.graph_tape import Tape, TapeRecorder
 from fastlinear.nn import graphed as module_of_graphed
 from fastlinear.nn.graphed import graphed
-from tests.nn.graphed.cases import mlp
+from tests.nn.graphed.cases import gradients, mlp
 
 
 @pytest.mark.gpu
@@ -48,6 +51,83 @@ def test_compiled_and_transformed_callers_see_the_callable(device: str) -> None:
     x = torch.randn(2, 4, device=device)
     assert_close(torch.func.vmap(g)(x), model(x))
     assert g.counts.recorded == 0
+
+
+def test_transforms_over_parameters_see_the_callable(device: str) -> None:
+    model = mlp(device)
+    x = torch.randn(2, 4, device=device)
+    weights = {n: p.detach() for n, p in model.named_parameters()}
+
+    class Graphing(torch.nn.Module):
+        """Graphed where its weights are a transform's."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = graphed(self.inner)(x)
+            return y
+
+    def loss(called: torch.nn.Module, prefix: str) -> Any:
+        return lambda named: torch.func.functional_call(
+            called, {prefix + n: w for n, w in named.items()}, (x,)
+        ).sum()
+
+    ours = torch.func.grad(loss(Graphing(), "inner."))(weights)
+    assert_close(ours, torch.func.grad(loss(model, ""))(weights))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("recorded", [0, 2])
+def test_forward_mode_sees_the_callable(device: str, recorded: int, grad: bool) -> None:
+    model = mlp(device)
+    g = graphed(model)
+    x, dx = torch.randn(2, 2, 4, device=device)
+    with torch.set_grad_enabled(grad):
+        for _ in range(recorded):
+            g(x)
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, dx)
+            ours, theirs = (forward_ad.unpack_dual(f(dual)) for f in (g, model))
+            assert ours.tangent is not None
+            assert_close(ours.tangent, theirs.tangent)
+        assert_close(g(x), model(x))
+    assert g.counts.plain == 1
+
+
+@pytest.mark.parametrize("recorded", [0, 2])
+@pytest.mark.parametrize("early_stop", [False, True])
+def test_checkpoints_save_what_the_callable_saves(
+    device: str, recorded: int, early_stop: bool
+) -> None:
+    model = mlp(device)
+    g = graphed(model)
+    x = torch.randn(2, 4, device=device)
+
+    def checkpointed(f: Any) -> Any:
+        return lambda x: checkpoint(f, x, use_reentrant=False, early_stop=early_stop)
+
+    for _ in range(recorded):
+        gradients(g, model, x)
+    ours = gradients(checkpointed(g), model, x)
+    assert_close(ours, gradients(checkpointed(model), model, x))
+    assert (g.counts.recorded, g.counts.replayed) == (recorded > 0, recorded)
+
+
+def test_hooks_on_saved_tensors_see_the_callables(device: str) -> None:
+    model = mlp(device)
+    g = graphed(model)
+    x = torch.randn(2, 4, device=device)
+    g(x).sum().backward()
+    seen: list[list[torch.Size]] = []
+    for f in (g, model):
+        seen.append([])
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: (seen[-1].append(t.shape), t)[1], lambda t: t
+        ):
+            f(x)
+    assert seen[0] == seen[1] != []
 
 
 def test_buffers_are_written_by_the_replay_itself(monkeypatch: pytest.MonkeyPatch) -> None:

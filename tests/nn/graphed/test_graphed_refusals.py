@@ -79,6 +79,22 @@ def test_a_capture_that_fails_names_its_line_and_leaves_nothing_behind() -> None
     assert g(torch.ones(2, 4, device="cuda")).shape == (2, 3)
 
 
+def test_a_tensor_without_storage_is_refused_or_runs_plainly(device: str) -> None:
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("w", torch.eye(4).to_sparse())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sparse.mm(self.w, x)
+
+    module, x = Sparse().to(device), torch.ones(4, 2, device=device)
+    with pytest.raises(UnsupportedError, match=r"torch\.sparse_coo tensor without storage"):
+        graphed(module)(x)
+    with pytest.warns(UserWarning, match="runs its target plainly"):
+        assert_close(graphed(module, on_unsupported="eager")(x), x)
+
+
 def test_options_are_checked() -> None:
     for options in (
         {"max_graphs": 0},

@@ -8,10 +8,9 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import nn
 
-from fastlinear.nn.graphed import Graphed, graphed
+from fastlinear.nn.graphed import Graphed, graphed, no_graph_here
 from fastlinear.rewrite.exchange.forwards import Forward, watched
 from fastlinear.rewrite.exchange.stand_in import Bound
 from fastlinear.rewrite.exchange.swap import Swap
@@ -40,7 +39,7 @@ class GraphForward(Bound):
         if watched():
             return self.__func__(module, *args, **kwargs)
         if self._graphed is None:
-            if torch.compiler.is_compiling():
+            if no_graph_here():
                 return self.__func__(module, *args, **kwargs)
             method = MethodType(self.__func__, module)
             self._graphed = graphed(method, on_unsupported=self._on_unsupported)
