@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
@@ -72,6 +73,32 @@ def test_what_is_held_ends_first() -> None:
     with pytest.raises(Stopped):
         alone()
     assert done == [1, 3]
+
+
+def test_a_signal_that_was_caught_inside_hides_no_later_one() -> None:
+    """A finalizer swallows what a handler raises in it, and a model may catch it."""
+    grad = torch.is_grad_enabled()
+
+    @restored
+    def work() -> str:
+        torch.set_grad_enabled(not grad)
+        with contextlib.suppress(Stopped):
+            send()
+        send()
+        return "done"
+
+    with pytest.raises(Stopped):
+        work()
+    assert torch.is_grad_enabled() == grad
+
+    @restored
+    def goes_on() -> str:
+        with contextlib.suppress(Stopped):
+            send()
+        return "done"
+
+    assert goes_on() == "done"
+    assert not interrupts._interrupted
 
 
 def test_what_is_put_back_is_not_interrupted_again() -> None:
@@ -251,6 +278,7 @@ def _apply(path: Path) -> None:
     fl.apply_(MODEL, path).revert()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a finalizer
 @pytest.mark.parametrize(
     ("what", "least", "most", "seconds"),
     [

@@ -100,3 +100,16 @@ def test_nothing_of_the_command_line_prints_by_itself() -> None:
                 r"\bprint\(|typer\.s?echo\((?!f\"fastlinear \{__version__)", path.read_text()
             )
             assert not found, path.name
+
+
+def test_any_name_is_profiled_and_told() -> None:
+    """Class names reach ``str``, and names that are no valid text the profiler."""
+    model = nn.Sequential()
+    model.add_module("half \ud800", nn.Linear(8, 8))
+    model.add_module("act", nn.ReLU())
+    outer = type(EVIL, (nn.Sequential,), {})(model)
+    x = torch.randn(2, 8)
+    result = fl.optimize_(outer.eval(), x, config=fl.Config(time_budget_s=1.0, tune=False))
+    assert "half \\ud800" in result.table()
+    for text in (str(result), result.table(), fl.profile(outer, x).table()):
+        assert plain(text) == text

@@ -146,6 +146,25 @@ def test_refused_under_a_dispatch_mode(mode: Any) -> None:
     assert model[0].calls == [0]
 
 
+@pytest.mark.parametrize("entry", ["optimize_ train", "profile inference"])
+@pytest.mark.parametrize("transform", ["vmap", "grad", "jvp"])
+def test_refused_under_a_transform(transform: str, entry: str) -> None:
+    model, run = mlp().eval(), entries()[entry]
+    x = torch.randn(2, 4, 16)
+
+    def called(t: Tensor) -> Tensor:
+        run(model, t)
+        return model(t).sum()
+
+    ways: dict[str, Callable[[], Any]] = {
+        "vmap": lambda: torch.func.vmap(called)(x),
+        "grad": lambda: torch.func.grad(called)(x[0]),
+        "jvp": lambda: torch.func.jvp(called, (x[0],), (x[0],)),
+    }
+    with pytest.raises(UnsupportedError, match=r"transform of torch\.func"):
+        ways[transform]()
+
+
 def test_inputs_without_values_are_refused() -> None:
     with FakeTensorMode(), torch.device("cpu"):
         x = torch.ones(4, 16)

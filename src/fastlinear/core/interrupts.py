@@ -42,7 +42,7 @@ _inside = threading.local()
 
 def restored(function: Callable[P, T]) -> Callable[P, T]:
     """A function after which, where it raises anything, the process and the modules given to it are
-    as they were. A signal that comes while it ends counts as having come before."""
+    as they were. A signal that waits at its end counts as having come before."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -62,9 +62,10 @@ def restored(function: Callable[P, T]) -> Callable[P, T]:
             finally:
                 if _is_main():
                     _calm_until = _FOREVER
+            _deliver_all()
             done = True
         finally:
-            if _waiting or not done:
+            if not done:
                 _leave(first)
                 if state is not None:
                     state.put_back()
@@ -163,6 +164,18 @@ def _let_signals_come() -> None:
 def _deliver() -> None:
     if _waiting and time.monotonic() >= _calm_until:
         _handle(_waiting.pop(0), sys._getframe())
+
+
+def _deliver_all() -> None:
+    """At the end of a function that returns: what an earlier signal raised was caught in it."""
+    global _interrupted
+    if not _is_main():
+        return
+    while _waiting:
+        number = _waiting.pop(0)
+        _interrupted = True
+        _replaced[number](number, sys._getframe())
+    _interrupted = False
 
 
 def _put_handlers_back() -> None:

@@ -21,6 +21,12 @@ LOSS = "fastlinear::loss"
 BACKWARD = "fastlinear::backward"
 EVALUATE = "autograd::engine::evaluate_function: "
 
+
+def readable(name: str) -> str:
+    """A module's name as the profiler can take it: halves of surrogate pairs are escaped."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
 _Range = torch._C._profiler._RecordFunctionFast
 _ANNOTATIONS = ("user_annotation", "gpu_user_annotation")
 _RUNTIME = ("cuda_runtime", "cuda_driver", "overhead")
@@ -108,7 +114,7 @@ def module_ranges(names: dict[nn.Module, str], on_instances: bool = False) -> It
     def enter(module: nn.Module, args: Any) -> None:
         name = names.get(module)
         if name is not None:
-            span = _Range(MODULE + name)
+            span = _Range(MODULE + readable(name))
             span.__enter__()
             open_ranges.append((module, span))
 

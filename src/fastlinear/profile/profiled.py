@@ -21,7 +21,15 @@ from fastlinear.profile.attribute import (
     Owner,
     attribute,
 )
-from fastlinear.profile.events import BACKWARD, LOSS, STEP, from_kineto, quiet_profiler, span
+from fastlinear.profile.events import (
+    BACKWARD,
+    LOSS,
+    STEP,
+    from_kineto,
+    quiet_profiler,
+    readable,
+    span,
+)
 from fastlinear.profile.records import Record
 from fastlinear.profile.step import Step
 
@@ -88,7 +96,7 @@ def records_of(
     model: nn.Module, found: Attribution, step_us: float, device: str
 ) -> tuple[tuple[Record, ...], tuple[tuple[str, float], ...]]:
     """(records, unattributed), both per step and largest first."""
-    classes = {name: type(m).__name__ for name, m in model.named_modules()}
+    modules = {readable(name): (name, type(m).__name__) for name, m in model.named_modules()}
     profiled_us = found.step_ns / 1e3
     scale = step_us / profiled_us if profiled_us else 1.0
     records: list[Record] = []
@@ -99,10 +107,11 @@ def records_of(
         if owner.fqn is None:
             rest[_outside(owner)] += device_us if device == "cuda" else cpu_us
             continue
+        name, module_class = modules[owner.fqn]
         records.append(
             Record(
-                fqn=owner.fqn,
-                module_class=classes[owner.fqn],
+                fqn=name,
+                module_class=module_class,
                 op=owner.op,
                 direction=owner.direction,
                 calls=times.calls,

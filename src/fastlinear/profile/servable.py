@@ -23,6 +23,12 @@ _FIRST = (
 )
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
 _dispatch_modes = torch._C._len_torch_dispatch_stack
+_transforms_active = torch._C._are_functorch_transforms_active
+
+
+def _dual_level() -> int:
+    """The open level of forward-mode differentiation, -1 for none."""
+    return int(torch.autograd.forward_ad._current_level)
 
 
 def check_servable(model: nn.Module, function: str) -> None:
@@ -30,7 +36,8 @@ def check_servable(model: nn.Module, function: str) -> None:
 
     Raises:
         UnsupportedError: a part is wrapped or sharded (DDP, FSDP, tensor parallelism), holds a
-            tensor subclass whose memory cannot be told, or a dispatch mode is active.
+            tensor subclass whose memory cannot be told, or a dispatch mode or a transform of
+            ``torch.func`` is active.
         InputError: a parameter or buffer has no values.
     """
     if _dispatch_modes():
@@ -40,6 +47,13 @@ def check_servable(model: nn.Module, function: str) -> None:
             "no dispatch mode, under which steps are neither real nor timed",
             f"a call under {active}",
             "Leave its context first.",
+        )
+    if _transforms_active() or _dual_level() >= 0:
+        _refuse(
+            function,
+            "no transform of torch.func and no forward-mode differentiation around the call",
+            "a call under one",
+            "Call it outside, with plain tensors.",
         )
     for name, module in model.named_modules():
         why = distributed_wrapper(module)

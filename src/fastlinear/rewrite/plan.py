@@ -83,7 +83,7 @@ def fingerprint(model: nn.Module) -> str:
     lines = [type(model).__qualname__]
     for kind, items in (("p", model.named_parameters()), ("b", model.named_buffers())):
         lines += [f"{kind} {name} {tuple(t.shape)} {t.dtype}" for name, t in items]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    return hashlib.sha256("\n".join(lines).encode(errors="surrogatepass")).hexdigest()[:16]
 
 
 def model_facts(model: nn.Module) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fastlinear.core.compare import Verdict
+from fastlinear.core.plain_text import one_line
 from fastlinear.core.text_table import PIPE_WIDTH, as_text
 from fastlinear.core.timing import Ratio
 from fastlinear.profile import ProfileReport
@@ -216,4 +217,4 @@ class Result:
         )
         open_ = " (within noise)" if self.speedup.within_noise else ""
         speed = f"{self.speedup}x{open_}" if self.kept else "the model is as it was"
-        return f"{self.model_class} ({self.mode}, {self.device}): {counts}; {speed}"
+        return f"{one_line(self.model_class)} ({self.mode}, {self.device}): {counts}; {speed}"

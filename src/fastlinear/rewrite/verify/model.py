@@ -96,7 +96,7 @@ class Judge:
             found = {}
             for i in self._spread:
                 self._collect(i, swaps, found, like, factor)
-        return _pooled(found)
+        return _pooled(found, self._spread)
 
     def _collect(
         self, index: int, swaps: SwapSet, found: Draws, like: SwapSet | None, factor: float
@@ -231,7 +231,7 @@ class Judge:
             found = {}
             for i in self._step_spread:
                 self._follow(i, swaps, steps, found, like, factor)
-        return _pooled(found)
+        return _pooled(found, self._step_spread)
 
     def _follow(
         self,
@@ -314,9 +314,14 @@ def _watched(run: Run, model: nn.Module, call: Call) -> Ran:
     return Ran(results, (), tuple(sides.outputs))
 
 
-def _pooled(found: Draws) -> list[Verdict]:
+def _pooled(found: Draws, spread: dict[int, Spread] | None = None) -> list[Verdict]:
+    """One verdict for each result; ``spread``: what rounding does to each draw's, if measured."""
     names = dict.fromkeys(n for verdicts in found.values() for n in verdicts)
-    return together([pool(n, [v[n] for v in found.values() if n in v]) for n in names])
+    pooled = []
+    for n in names:
+        alone = bool(spread) and n.startswith((GRADIENTS, STEPS)) and n not in LOSSES
+        pooled.append(pool(n, [v[n] for v in found.values() if n in v], alone))
+    return together(pooled)
 
 
 def _may_be_chance(found: Draws) -> bool:

@@ -107,7 +107,8 @@ def _outputs(output: Any) -> dict[str, Tensor]:
 
 def _versions(call: Call) -> list[tuple[int, Tensor, int]]:
     """Each input tensor's number among the inputs, itself, and how often it was written to."""
-    return [(i, v, v._version) for i, v in enumerate(call.leaves()) if isinstance(v, Tensor)]
+    tensors = ((i, v) for i, v in enumerate(call.leaves()) if isinstance(v, Tensor))
+    return [(i, t, t._version) for i, t in tensors if not t.is_inference()]
 
 
 def _written(before: list[tuple[int, Tensor, int]]) -> dict[str, Tensor]:

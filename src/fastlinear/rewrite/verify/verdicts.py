@@ -141,9 +141,14 @@ def compare(
     return counted(Verdict(name, error, usual, factor * usual + 2 * rounding), theirs, wide_theirs)
 
 
-def pool(name: str, each: Sequence[Verdict]) -> Verdict:
+def pool(name: str, each: Sequence[Verdict], alone: bool = False) -> Verdict:
     """The verdicts of several draws as one: root mean squares of errors and limits, over those
-    draws that show something."""
+    draws that show something.
+
+    ``alone``: each draw's error also counts in parts of its own limit, which one draw may pass by
+    chance but not many times over. So a draw on which PyTorch's roundings do much, as they do where
+    a decision hangs by one, excuses no other.
+    """
     every, each = each, [v for v in each if not v.unproven]
     if not each:
         return every[0]
@@ -153,14 +158,26 @@ def pool(name: str, each: Sequence[Verdict]) -> Verdict:
     def mean(values: list[float]) -> float:
         return math.sqrt(sum(v * v for v in values) / len(values))
 
+    error, limit = mean([v.error for v in each]), mean([v.limit for v in each])
+    if alone and limit > 0:
+        error = max(error, limit * mean([_in_limits(v) for v in each]) / _CHANCE)
     return Verdict(
         name,
-        mean([v.error for v in each]),
+        error,
         mean([v.torch_error for v in each]),
-        mean([v.limit for v in each]),
+        limit,
         sum(v.numbers for v in every),
         sum(v.not_finite for v in every),
     )
+
+
+_CHANCE = 8.0  # times a limit that the roundings of one draw may reach
+
+
+def _in_limits(v: Verdict) -> float:
+    if v.limit > 0:
+        return v.error / v.limit
+    return 0.0 if v.error == 0 else math.inf
 
 
 _TOGETHER = ("output[", STEPS)
