@@ -20,6 +20,7 @@ from pathlib import Path
 
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.ops.common import cpp_build, door, door_library, door_node
+from fastlinear.ops.common.compiler import Compiler
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -37,14 +38,24 @@ _SETTINGS = {
 
 def runtime() -> Path | None:
     """The address sanitizer's library as the compiler brings it, or None."""
+    return next((path for name in RUNTIMES if (path := _library(name)) is not None), None)
+
+
+def preloaded(library: Path) -> str:
+    """The sanitizer's library for ``$LD_PRELOAD``, with that of C++: without it, whose exceptions
+    the sanitizer looks at from the start, the first one of torch's would end the process."""
+    return ":".join(str(p) for p in (library, _library("libstdc++.so.6")) if p is not None)
+
+
+def _library(name: str) -> Path | None:
+    """A library that the compiler brings."""
     compiler = cpp_build.compiler()
-    for name in RUNTIMES if compiler else ():
-        asked = [*(compiler or ()), f"-print-file-name={name}"]
-        done = subprocess.run(asked, capture_output=True, text=True, check=False)
-        path = Path(done.stdout.strip())
-        if done.returncode == 0 and path.is_absolute() and path.exists():
-            return path
-    return None
+    if compiler is None:
+        return None
+    asked = [*compiler, f"-print-file-name={name}"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    path = Path(done.stdout.strip())
+    return path if done.returncode == 0 and path.is_absolute() and path.exists() else None
 
 
 def kernels() -> list[Path]:
@@ -57,13 +68,9 @@ def build_doors() -> None:
     """Compile the door and the node, however long that takes."""
     for library in (door_library.DOOR, door_library.NODE):
         command = door_library.command(library)
-        target = door_library.places(command, library)[0]
-        if not target.exists():
-            print(f"compiling {library.source.name}", flush=True)
-            target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            part = target.with_suffix(f".{os.getpid()}")
-            subprocess.run([*command, "-o", str(part)], check=True)
-            part.replace(target)
+        print(f"compiling {library.source.name}", flush=True)
+        places = door_library.places(command, library)
+        door_library.compiled(Compiler(polite=False), command, places, library.source.name)
 
 
 def wrong(seconds: float) -> Iterator[str]:
@@ -125,7 +132,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     paths = (str(ROOT / "src"), os.environ.get("PYTHONPATH"))
-    env = {**os.environ, **_SETTINGS, "LD_PRELOAD": str(library)}
+    env = {**os.environ, **_SETTINGS, "LD_PRELOAD": preloaded(library)}
     env["PYTHONPATH"] = os.pathsep.join(p for p in paths if p)
     words = [sys.executable, __file__, "--inside", "--seconds", str(given.seconds)]
     return subprocess.run(words, env=env, cwd=ROOT, check=False).returncode

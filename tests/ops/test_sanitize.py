@@ -175,7 +175,7 @@ def test_the_builder_sanitizes_and_keeps_both_kinds_of_libraries(tmp_path: Path)
     source, script = tmp_path / "faulty.cpp", tmp_path / "call.py"
     source.write_text(_FAULTY)
     script.write_text(_CALL)
-    env = {**os.environ, **sanitize_cpu._SETTINGS, "LD_PRELOAD": str(library)}
+    env = {**os.environ, **sanitize_cpu._SETTINGS, "LD_PRELOAD": sanitize_cpu.preloaded(library)}
     words = [sys.executable, str(script), str(source)]
     done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
     assert done.returncode != 0

@@ -36,7 +36,7 @@ inline float exp_(float x) {
   const float hi = 88.3762626647949f, lo = -87.3365478515625f;
   const float c = x > hi ? hi : (x < lo ? lo : x);
   const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to the nearest integer
-  const float n = (c * 1.44269504f + magic) - magic;
+  const float shifted = c * 1.44269504f + magic, n = shifted - magic;
   float r = c - n * 0.693359375f;
   r = r + n * 2.12194440e-4f;
   float p = 1.9875691500e-4f;
@@ -46,7 +46,9 @@ inline float exp_(float x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;  // 2^n
+  uint32_t bits;  // 2^n: the last bits of the sum are n + a constant, whatever NaN makes of them
+  std::memcpy(&bits, &shifted, 4);
+  bits = (bits - 0x4B400000u + 127u) << 23;
   float scale;
   std::memcpy(&scale, &bits, 4);
   return x > hi ? __builtin_inff() : p * scale;
