@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.core.wrappers import PLAIN, distributed_wrapper, foreign_kind, inner_tensors
+from fastlinear.ops.common.calls import forward_mode, transforms_active
 
 _FIRST = (
     "Optimize the plain model first, and wrap or shard it afterwards: optimize_ on one process, "
@@ -23,12 +24,6 @@ _FIRST = (
 )
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
 _dispatch_modes = torch._C._len_torch_dispatch_stack
-_transforms_active = torch._C._are_functorch_transforms_active
-
-
-def _dual_level() -> int:
-    """The open level of forward-mode differentiation, -1 for none."""
-    return int(torch.autograd.forward_ad._current_level)
 
 
 def check_servable(model: nn.Module, function: str) -> None:
@@ -48,7 +43,7 @@ def check_servable(model: nn.Module, function: str) -> None:
             f"a call under {active}",
             "Leave its context first.",
         )
-    if _transforms_active() or _dual_level() >= 0:
+    if transforms_active() or forward_mode():
         _refuse(
             function,
             "no transform of torch.func and no forward-mode differentiation around the call",
