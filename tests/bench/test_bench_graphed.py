@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from graph_tape import TapeRecorder
 from torch import Tensor, nn
 
 from fastlinear.bench import graphed as experiment
@@ -13,7 +14,6 @@ from fastlinear.bench import measure as measure_module
 from fastlinear.bench.cases import graphed as cases_of
 from fastlinear.bench.measure import Settings, run_case
 from fastlinear.core.cost import Ceilings
-from fastlinear.core.graph_tape import TapeRecorder
 from fastlinear.nn import graphed as module_of_graphed
 
 CPU = torch.device("cpu")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from graph_tape import TapeRecorder
 
 from fastlinear.core import graphs
 from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.core.graph_inspect import Inspection
-from fastlinear.core.graph_tape import TapeRecorder
 from fastlinear.core.graphs import (
     POWERS_OF_TWO,
     CudaRecorder,

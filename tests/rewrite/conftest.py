@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from compiled_regions import torch_compile
+from graph_tape import TapeRecorder
 from rewrite_models import Clock, on_cuda
 
 from fastlinear.core.cost import Ceilings
-from fastlinear.core.graph_tape import TapeRecorder
 from fastlinear.core.timing import Ratio, Samples
 from fastlinear.dispatch import tune
 from fastlinear.profile import clock as profile_clock

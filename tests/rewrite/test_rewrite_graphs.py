@@ -1,6 +1,6 @@
 """The whole model as CUDA graphs: offered, tried when asked for, kept if faster, undone.
 
-On a machine without a GPU a tape stands in for CUDA's graphs; see ``core.graph_tape``.
+On a machine without a GPU a tape stands in for CUDA's graphs; see ``tests/core/graph_tape.py``.
 """
 
 from __future__ import annotations

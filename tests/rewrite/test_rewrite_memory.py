@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from graph_tape import TapeRecorder
 from rewrite_models import Clock, mlp, run, snapshot
 from torch import nn
 
 from fastlinear.core import memory
 from fastlinear.core.errors import InputError
-from fastlinear.core.graph_tape import TapeRecorder
 from fastlinear.core.settings import Config
 from fastlinear.rewrite import apply_, optimize_
 from fastlinear.rewrite.survey import profile

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from graph_tape import TapeRecorder
 
-from fastlinear.core.graph_tape import TapeRecorder
 from fastlinear.nn import graphed as module_of_graphed
 
 

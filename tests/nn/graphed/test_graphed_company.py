@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from graph_tape import Tape, TapeRecorder
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from fastlinear.core.graph_tape import Tape, TapeRecorder
 from fastlinear.nn import graphed as module_of_graphed
 from fastlinear.nn.graphed import graphed
 from tests.nn.graphed.cases import gradients, mlp

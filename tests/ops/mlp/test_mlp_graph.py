@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from graph_tape import Tape, TapeRecorder
 from torch import Tensor
 from torch.testing import assert_close
 
-from fastlinear.core.graph_tape import Tape, TapeRecorder
 from fastlinear.core.graphs import Table
 from fastlinear.dispatch.backend import family
 from fastlinear.ops.common import door

@@ -2,7 +2,7 @@
 
 It behaves as CUDA graphs do in what matters to callers: a recording computes nothing, a replay
 reads and writes the same memory every time, and what the code did besides torch's ops is fixed.
-It exists to test what is built on graphs; it makes nothing faster.
+It exists to test what is built on graphs.
 """
 
 from __future__ import annotations
