@@ -190,6 +190,18 @@ def test_nothing_able_says_why_for_each(toy: Family) -> None:
         registry._FAMILIES.pop("bare")
 
 
+@pytest.mark.parametrize(("name", "backend", "instead"), [("mlp", "graph", "fastlinear.graphed")])
+def test_a_removed_backend_has_a_remedy(name: str, backend: str, instead: str) -> None:
+    assert family(name).removed[backend]
+    assert backend not in {b.name for b in family(name).candidates("forward")}
+    with pytest.raises(InputError, match=rf"'{backend}'.*It was removed\. .*{instead}.*Leave"):
+        registry.check_backend(backend, name, "here")
+    x, w = torch.randn(2, 8), torch.randn(8, 8)
+    call = {"mlp": lambda: fl.mlp(x, [w], activation="relu", backend=backend)}
+    with pytest.raises(InputError, match=rf"'{backend}'.*It was removed\. .*{instead}.*Leave"):
+        call[name]()
+
+
 def test_unknown_family() -> None:
     with pytest.raises(InputError, match=r"a family in .*linear_act.*received 'nope'"):
         family("nope")

@@ -264,7 +264,7 @@ def test_bad_arguments() -> None:
 
 
 @pytest.mark.usefixtures("fast")
-@pytest.mark.parametrize(("family", "backend"), [("linear_act", "cublaslt"), ("mlp", "graph")])
+@pytest.mark.parametrize(("family", "backend"), [("linear_act", "cublaslt"), ("mlp", "whole_cuda")])
 def test_a_forced_backend_that_can_serve_nothing_is_an_error(family: str, backend: str) -> None:
     model = mlp()
     before = snapshot(model)

@@ -2,8 +2,7 @@
 
 ``eager`` is the chain as models hold it. ``hand_loop`` removes what surrounds its kernels: no
 modules, buffers allocated ahead, bias inside the product, ReLU in place; with gradients no autograd
-either. ``fastlinear[layerwise]``
-fuses the activation as well, ``fastlinear[graph]`` replays that from a CUDA graph, and
+either. ``fastlinear[layerwise]`` fuses the activation as well, and
 ``strassen_control`` is the fused Strassen chain with the classical 8 products in place of 7.
 """
 

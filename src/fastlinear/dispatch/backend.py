@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,7 @@ class Family:
         timed: (Backend, Problem) → what tuning times in place of the backend's function: a
             callable of the same arguments that costs what a caller of the op pays, or None for
             the function itself. Verification is always of the function.
+        removed: names of backends that earlier versions had → what to use instead, one sentence.
     """
 
     name: str
@@ -100,10 +101,17 @@ class Family:
     akin: tuple[Callable[[Problem], Problem], ...] = ()
     cold: bool = False
     timed: Callable[[Backend, Problem], Callable[..., Any] | None] | None = None
+    removed: Mapping[str, str] = field(default_factory=dict)
 
     def candidates(self, piece: str) -> tuple[Backend, ...]:
         """All backends of one piece, able to serve or not."""
         return tuple(b for b in self.backends if b.piece == piece)
+
+    def remedy(self, unknown: str) -> str:
+        """What to do where a caller names a backend that the family does not have."""
+        instead = self.removed.get(unknown)
+        leave_out = "Leave backend out to let fastlinear choose."
+        return leave_out if instead is None else f"It was removed. {instead} {leave_out}"
 
 
 _FAMILIES: dict[str, Family] = {}
@@ -153,13 +161,14 @@ def check_backend(backend: str | None, family_name: str, function: str) -> None:
     has it, or it is None."""
     if backend is None:
         return
-    names = sorted({b.name for b in family(family_name).candidates("forward")})
+    known = family(family_name)
+    names = sorted({b.name for b in known.candidates("forward")})
     if backend not in names:
         raise InputError(
             function,
             f"a backend of {family_name} in {', '.join(names)}",
             repr(backend),
-            "Leave it out to let fastlinear choose.",
+            known.remedy(backend),
         )
 
 

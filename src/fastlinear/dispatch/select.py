@@ -129,7 +129,7 @@ def _forced(
             problem.family,
             f"backend in {sorted(reasons)} for {problem.piece}",
             f"backend={forced!r}",
-            "Leave backend out to let fastlinear choose.",
+            family(problem.family).remedy(forced),
         )
     why = reasons[forced]
     if why is not None:

@@ -24,7 +24,6 @@ from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import backends as linear_act
 from fastlinear.ops.linear_act import cpp_gemm, cpp_half
 from fastlinear.ops.mlp import (
-    graph,
     layerwise,
     reference,
     strassen,
@@ -70,7 +69,6 @@ _MOST_IN_OURS = 512  # rows up to which layers in products of ours were ahead; t
 # training on AMD's processors of 512 bits: multiplications of a layer from which chains and layers
 # of ours are ahead; rows up to which it is the chain
 _LEAST_WIDE, _FEW_ROWS_WIDE = 1 << 20, 256
-_GRAPH_SOURCES = ("layerwise.py", "../../core/graphs.py", *_LAYER_SOURCES)
 _STRASSEN_SOURCES = (
     "strassen_scheme.py",
     "strassen_cpu.py",
@@ -289,7 +287,6 @@ FAMILY = register_family(
                 for p in PIECES
             ),
             _backend("forward", "whole_cuda", "whole_cuda", whole_cuda.reason_not, _CUDA_SOURCES),
-            _backend("forward", "graph", "graph", graph.reason_not, _GRAPH_SOURCES),
             replace(
                 _backend("forward", "strassen", "strassen", strassen.reason_not, _STRASSEN_SOURCES),
                 error_factor=_strassen_error,
@@ -301,5 +298,6 @@ FAMILY = register_family(
         cost=cost,
         akin=(_whatever_bias, _whatever_activation),
         timed=deferred(f"{_HERE}.caller:timed"),
+        removed={"graph": "Use fastlinear.graphed, which records a module or a function."},
     )
 )

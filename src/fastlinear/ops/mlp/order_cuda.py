@@ -7,13 +7,10 @@ Read off the H200's grid of 1120 measurements (``results/nvidia-h200/overhead.js
 from __future__ import annotations
 
 from fastlinear.core.problem import Problem
-from fastlinear.ops.common import door
 from fastlinear.ops.mlp.problem import widths_of
 
 _NARROW = 128
 """Widest layers of which one multiprocessor holds a whole chain."""
-_LAUNCH_BOUND = 512
-"""Rows up to which Python launches layers more slowly than a GPU computes them."""
 _FEW = 4
 """16-bit rows from which on single layers have kernels of their own."""
 
@@ -21,8 +18,6 @@ _FEW = 4
 def inference_order(p: Problem) -> tuple[str, ...]:
     """Backends of a forward without gradients, the likely fastest first."""
     order = ["layerwise", "eager"]
-    if p.dim("L") > 2 and p.dim("M") <= _LAUNCH_BOUND and not p.captured and door.reason_not():
-        order.insert(0, "graph")  # without the compiled door layers are launched by Python
     if _in_triton(p):
         order.insert(0, "whole_triton")
     if _in_cuda(p):

@@ -22,7 +22,7 @@ from fastlinear.ops.mlp.selection import choices
 from fastlinear.ops.mlp.validation import sequences
 
 Plan = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor | None] | None], Tensor]
-_KEEPING = {"graph", "strassen"}  # these keep something made for a weight
+_KEEPING = {"strassen"}  # keeps something made for a weight
 
 
 def resolved(
