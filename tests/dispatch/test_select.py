@@ -190,15 +190,27 @@ def test_nothing_able_says_why_for_each(toy: Family) -> None:
         registry._FAMILIES.pop("bare")
 
 
-@pytest.mark.parametrize(("name", "backend", "instead"), [("mlp", "graph", "fastlinear.graphed")])
+@pytest.mark.parametrize(
+    ("name", "backend", "instead"),
+    [
+        ("mlp", "graph", "fastlinear.graphed"),
+        ("linear_act", "onednn_packed", "'onednn'"),
+        ("linear_act", "mkl_packed", "'eager'"),
+        ("gated_mlp", "onednn_packed", "'onednn'"),
+    ],
+)
 def test_a_removed_backend_has_a_remedy(name: str, backend: str, instead: str) -> None:
-    assert family(name).removed[backend]
     assert backend not in {b.name for b in family(name).candidates("forward")}
-    with pytest.raises(InputError, match=rf"'{backend}'.*It was removed\. .*{instead}.*Leave"):
+    message = rf"'{backend}'.*It was removed\. .*{instead}.*Leave"
+    with pytest.raises(InputError, match=message):
         registry.check_backend(backend, name, "here")
     x, w = torch.randn(2, 8), torch.randn(8, 8)
-    call = {"mlp": lambda: fl.mlp(x, [w], activation="relu", backend=backend)}
-    with pytest.raises(InputError, match=rf"'{backend}'.*It was removed\. .*{instead}.*Leave"):
+    call = {
+        "mlp": lambda: fl.mlp(x, [w], activation="relu", backend=backend),
+        "linear_act": lambda: fl.linear_act(x, w, activation="relu", backend=backend),
+        "gated_mlp": lambda: fl.gated_mlp(x, w, w, w, backend=backend),
+    }
+    with pytest.raises(InputError, match=message):
         call[name]()
 
 

@@ -120,7 +120,7 @@ def optimize() -> dict[str, Any]:
                 speedup=1.69 if i != 7 else 1.003,
                 ci95=[1.61, 1.75] if i != 7 else [0.98, 1.02],
                 reason="" if i != 7 else "not faster beyond noise",
-                backends={"forward": "onednn_packed"},
+                backends={"forward": "gemm_cpp"},
             )
         )
         sites.append(

@@ -74,7 +74,7 @@ def test_optimize_page_shows_every_site_and_why() -> None:
     assert "1.62" in html
     assert "1.60 – 1.64" in html
     assert "not faster beyond noise" in html
-    assert "onednn_packed" in html
+    assert "gemm_cpp" in html
     assert "20 of 20" in html
     assert html.count('class="dot before"') == len(data["step"]["samples"]["before"])
 

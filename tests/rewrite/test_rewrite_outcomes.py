@@ -28,7 +28,7 @@ TRAIN = Config(mode="train", draws=2, optimizer_steps=2)
 
 def test_eager_best_is_nothing_to_do(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "doubt_of", lambda *_: "")
-    clock({"onednn": 200.0, "onednn_packed": 200.0})
+    clock({"onednn": 200.0})
     model = mlp().eval()
     result = optimize_(model, X)
     assert result.nothing_to_do == 3
@@ -40,7 +40,7 @@ def test_eager_best_is_nothing_to_do(clock: Clock, monkeypatch: pytest.MonkeyPat
 def test_a_doubt_of_what_tuning_found_is_told(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock({"onednn": 200.0, "onednn_packed": 200.0})
+    clock({"onednn": 200.0})
     monkeypatch.setattr(tune, "doubt_of", lambda *_: "the machine was busy")
     result = optimize_(mlp().eval(), X)
     assert result.undecided == 3
@@ -403,7 +403,7 @@ def test_an_interruption_while_rewritten_leaves_the_model_untouched() -> None:
 
 def test_linears_that_a_kernel_of_pytorchs_takes_unless_watched(clock: Clock) -> None:
     """An encoder layer in inference calls its linears only where they have hooks."""
-    clock({"onednn": 50.0, "onednn_packed": 50.0})
+    clock({"onednn": 50.0})
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, activation="gelu").eval()
     x = torch.randn(2, 4, 16)
     result = optimize_(layer, x)

@@ -72,7 +72,6 @@ def finish(
             if f.advice is not None
         ),
     )
-    _note_packed(work, kept)
     note_rows(work, plan.rows or work.rows)
     note_time(work)
     note_disturbed(work)
@@ -130,16 +129,6 @@ def _compile(work: Work, swaps: SwapSet) -> None:
     except BaseException:
         swaps.off()
         raise
-
-
-def _note_packed(work: Work, kept: list[Candidate]) -> None:
-    packed = [c for c in kept if work.outcomes[c.fqn].backends["forward"].endswith("_packed")]
-    if packed:
-        weights = {id(w): w for c in packed for w in c.module.parameters()}
-        size = sum(w.nbytes for w in weights.values() if w.dim() == 2) / (1 << 20)
-        work.notes.append(
-            f"packed backends keep a second copy of {len(packed)} weights ({size:.1f} MiB)"
-        )
 
 
 def _rewrite(work: Work, c: Candidate) -> Rewrite:

@@ -46,10 +46,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
 
 
 def all_passes() -> None:
-    y, x = torch.rand(8, 16), torch.rand(8, 4)
+    y = torch.rand(8, 16)
     cpp_elementwise.activate("silu", y, torch.empty_like(y))
     cpp_elementwise.differentiate("silu", y, y, True)
-    cpp_elementwise.proves_no_nan(y, x, None)
     cpp_elementwise.activate_with_bias("relu", y, y[0], torch.empty_like(y), None)
 
 
@@ -57,7 +56,7 @@ def test_threads_follow_torch(recorded: Recorder) -> None:
     for count in (2, 1, 2):
         torch.set_num_threads(count)
         all_passes()
-    assert recorded.threads == [2] * 4 + [1] * 4 + [2] * 4
+    assert recorded.threads == [2] * 3 + [1] * 3 + [2] * 3
 
 
 def test_threads_follow_torch_in_a_new_thread(recorded: Recorder) -> None:
@@ -66,7 +65,7 @@ def test_threads_follow_torch_in_a_new_thread(recorded: Recorder) -> None:
     thread = threading.Thread(target=all_passes)
     thread.start()
     thread.join()
-    assert recorded.threads == [1] * 4
+    assert recorded.threads == [1] * 3
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (7, 33), (600, 129), (3, 20000)])

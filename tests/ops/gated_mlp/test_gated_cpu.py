@@ -1,10 +1,9 @@
-"""The CPU backends of gated_mlp: packed weights, C++ passes, what they leave alone."""
+"""The CPU backends of gated_mlp: C++ passes, what they leave alone."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from torch import Tensor
 import fastlinear as fl
 from fastlinear.core import device as device_module
 from fastlinear.core.compare import judge
-from fastlinear.core.errors import UnsupportedError
 from fastlinear.dispatch.backend import family
 from fastlinear.ops.common import cpp_build
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
@@ -25,21 +23,12 @@ from fastlinear.ops.gated_mlp.problem import problem
 from fastlinear.ops.gated_mlp.selection import choices_of
 from fastlinear.ops.gated_mlp.stacking import NO_BIASES, ORDERS, Biases, Pre, Weights
 
-HAS_ONEDNN = onednn.reason_not_packed(
-    problem("forward", *(7, 8, 8, 8), dtype="float32", device="cpu")
-)
-HAS_ONEDNN_BFLOAT16 = onednn.reason_not_packed(
+HAS_ONEDNN = onednn.reason_not(problem("forward", *(7, 8, 8, 8), dtype="float32", device="cpu"))
+HAS_ONEDNN_BFLOAT16 = onednn.reason_not(
     problem("forward", *(7, 8, 8, 8), dtype="bfloat16", device="cpu")
 )
 needs_onednn = pytest.mark.skipif(HAS_ONEDNN is not None, reason=str(HAS_ONEDNN))
 needs_cpp = pytest.mark.skipif(cpp_gate.reason_not() is not None, reason="no C++ compiler")
-
-
-@pytest.fixture(autouse=True)
-def nothing_packed() -> Iterator[None]:
-    onednn.forget_packed()
-    yield
-    onednn.forget_packed()
 
 
 def weights_of(k: int, h: int, n: int, dtype: torch.dtype = torch.float32) -> Weights:
@@ -50,46 +39,6 @@ def by_hand(x: Tensor, w: Weights) -> Tensor:
     assert w.up is not None
     assert w.down is not None
     return F.linear(F.silu(F.linear(x, w.gate)) * F.linear(x, w.up), w.down)
-
-
-@needs_onednn
-def test_packed_weights_follow_the_parameters() -> None:
-    x, w = torch.randn(7, 16), weights_of(16, 24, 8)
-
-    def agrees(x: Tensor, w: Weights) -> None:
-        y = fl.gated_mlp(x, *w, backend="onednn_packed")
-        torch.testing.assert_close(y, by_hand(x, w), rtol=2e-5, atol=2e-4)
-
-    for _ in range(2):
-        agrees(x, w)
-    for t in w:
-        assert t is not None
-        t.mul_(1.5)
-        agrees(x, w)
-    agrees(torch.randn(3, 16), w)
-    assert len(onednn._packs.held) == 3
-    del w, t
-    assert not onednn._packs.held
-
-
-@needs_onednn
-def test_packed_weights_are_for_inference_only() -> None:
-    w = weights_of(16, 24, 8)
-    with pytest.raises(UnsupportedError, match="inference only"):
-        fl.gated_mlp(torch.randn(7, 16, requires_grad=True), *w, backend="onednn_packed")
-
-
-@needs_onednn
-@pytest.mark.parametrize("order", ORDERS[1:])
-def test_packed_stacks(order: str) -> None:
-    """Views of one parameter are told apart, and made anew at each call."""
-    both = torch.randn(48, 16)
-    x = torch.randn(7, 16)
-    expected = reference.gated_mlp(x, Weights(both, None, None), NO_BIASES, "gelu", order)
-    for _ in range(3):
-        y = fl.gated_linear(x, both, activation="gelu", stacked=order, backend="onednn_packed")
-        torch.testing.assert_close(y, expected)
-    assert len(onednn._packs.held) == 2
 
 
 def gates(m: int, h: int, order: str, dtype: torch.dtype) -> Pre:

@@ -24,10 +24,7 @@ ONEDNN = onednn.reason_not(problem("forward", 1, 1, 1, dtype="float32", device="
 FORCED = [
     None,
     "eager",
-    *(
-        pytest.param(name, marks=pytest.mark.skipif(not ONEDNN, reason="oneDNN"))
-        for name in ("onednn", "onednn_packed")
-    ),
+    pytest.param("onednn", marks=pytest.mark.skipif(not ONEDNN, reason="oneDNN")),
 ]
 
 
@@ -75,15 +72,13 @@ def test_any_strides(which: str, layout: str, backend: str | None) -> None:
         x = views(7, 9)[layout]
     else:
         w = views(11, 9)[layout]
-    for _ in range(2):  # the second call takes the plan, and the packed weight, of the first
+    for _ in range(2):  # the second call takes the plan of the first
         close(fl.linear_act(x, w, b, activation="gelu", backend=backend), F.gelu(F.linear(x, w, b)))
 
 
 @pytest.mark.parametrize("backend", FORCED)
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_bias_strides(requires_grad: bool, backend: str | None) -> None:
-    if requires_grad and backend == "onednn_packed":
-        pytest.skip("packed weights serve inference only")
     x, w = torch.randn(7, 9), torch.randn(11, 9)
     fl.linear_act(x, w, torch.randn(11), activation="relu", backend=backend)
     for b in (torch.randn(22)[::2], torch.randn(1).expand(11), torch.randn(12)[1:]):
@@ -115,8 +110,7 @@ def test_high_rank_strides(backend: str | None) -> None:
 @pytest.mark.parametrize(("m", "k", "n"), [(0, 3, 4), (2, 0, 4), (2, 3, 0), (0, 0, 0)])
 def test_empty(m: int, k: int, n: int, activation: str, backend: str | None) -> None:
     x, w, b = (
-        t.requires_grad_(backend != "onednn_packed")
-        for t in (torch.randn(m, k), torch.randn(n, k), torch.randn(n))
+        t.requires_grad_(True) for t in (torch.randn(m, k), torch.randn(n, k), torch.randn(n))
     )
     y = fl.linear_act(x, w, b, activation=activation, backend=backend)
     expected = reference.linear_act(x, w, b, activation)
@@ -140,8 +134,6 @@ def test_dtypes(activation: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("grad", [False, True])
 def test_autocast(grad: bool, backend: str | None) -> None:
     """dtype and value as nn.Linear's, gradients in the parameters' own dtype."""
-    if grad and backend == "onednn_packed":
-        pytest.skip("packed weights serve inference only")
     if backend is not None:
         why = onednn.reason_not(problem("forward", 4, 16, 8, dtype="bfloat16", device="cpu"))
         if why is not None:
@@ -281,7 +273,7 @@ def test_many_threads() -> None:
         try:
             for j in range(60):
                 rows = 1 + (i * 7 + j) % 8
-                backend = ("onednn", "onednn_packed", None)[j % 3] if ONEDNN else None
+                backend = ("onednn", None)[j % 2] if ONEDNN else None
                 y = fl.linear_act(x[:rows], w, b, activation="gelu", backend=backend)
                 close(y, expected[:rows])
                 if j % 20 == 0:
@@ -309,7 +301,7 @@ def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_is_kept_alive() -> None:
     import weakref
 
-    backends = [None, "onednn", "onednn_packed"] if ONEDNN else [None]
+    backends = [None, "onednn"] if ONEDNN else [None]
     for backend in backends:
         x, w, b = torch.randn(4, 8), torch.randn(5, 8), torch.randn(5)
         y = fl.linear_act(x, w, b, activation="relu", backend=backend)
@@ -405,12 +397,6 @@ def test_forced_backend_that_cannot_serve(backend: str, why: str) -> None:
             fl.linear_act(x, torch.randn(5, 8), torch.randn(5), activation="relu", backend=backend)
         assert caught.value.exit_code == (5 if why == "CUDA" else 2)
         assert caught.value.remedy
-
-
-def test_packed_backend_refuses_training() -> None:
-    w = torch.randn(5, 8, requires_grad=True)
-    with pytest.raises(UnsupportedError, match="inference only"):
-        fl.linear_act(torch.randn(4, 8), w, activation="relu", backend="onednn_packed")
 
 
 def test_every_fact_of_a_call_has_its_own_plan() -> None:

@@ -114,7 +114,6 @@ def run():
     dx = whole_cpp.backward(y, x, weights, saved, "relu", "silu", needs)[0]
     sums = cpp_elementwise.differentiate("relu", many, many, True)[1]
     cpp_elementwise.activate("silu", many, torch.empty_like(many))
-    assert cpp_elementwise.proves_no_nan(many, many, None)
     return torch.cat((dx.view(-1), sums))
 before = run()
 child = os.fork()

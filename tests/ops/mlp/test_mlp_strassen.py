@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,22 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from fastlinear.core.compare import relative_error, unit_rounding
-from fastlinear.ops.common import weight_hash
 from fastlinear.ops.mlp import reference, strassen, strassen_cpu, strassen_scheme
 from fastlinear.ops.mlp.problem import problem
 from fastlinear.ops.mlp.strassen_scheme import FORMULAS, Scheme, error_growth, norm_bound
 
-NO_HASH = weight_hash.why_not_loaded()
 SCHEMES = [Scheme(name, levels) for name in ("strassen", "classical") for levels in (1, 2)]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHAINS = [(64, (64, 96, 64)), (7, (33, 65, 17, 5)), (1, (1, 1)), (2, (3, 130)), (33, (100, 10, 7))]
-
-
-@pytest.fixture(autouse=True)
-def nothing_kept() -> Iterator[None]:
-    strassen_cpu.forget_weights()
-    yield
-    strassen_cpu.forget_weights()
 
 
 def draw(m: int, widths: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Any:
@@ -198,23 +188,6 @@ def test_changed_weights(change: Callable[[nn.Linear], None]) -> None:
         check_now(layer, x)
         change(layer)
     check_now(layer, x)
-
-
-@pytest.mark.skipif(NO_HASH is not None, reason=str(NO_HASH))
-def test_a_stale_weight_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_hash, "digest", lambda weight: (0, 0, 0))
-    with pytest.raises(AssertionError):
-        test_changed_weights(data_scaled)
-
-
-@pytest.mark.skipif(NO_HASH is not None, reason=str(NO_HASH))
-def test_planes_are_kept_and_go_with_the_weight() -> None:
-    weight, scheme = torch.randn(6, 8), Scheme("strassen", 1)
-    assert strassen_cpu.weight_planes(weight, scheme) is strassen_cpu.weight_planes(weight, scheme)
-    assert len(strassen_cpu._packs.held) == 1
-    del weight
-    gc.collect()
-    assert not strassen_cpu._packs.held
 
 
 def test_inference_mode() -> None:

@@ -94,36 +94,6 @@ def differentiate(
     return dpre, db
 
 
-def proves_no_nan(y: Tensor, x: Tensor, bias: Tensor | None) -> bool:
-    """Whether y = relu(x Wᵀ + b) met no NaN, for a relu that makes 0 of NaN and a finite W.
-
-    A finite positive number of y proves its row of x finite, since a NaN or an infinity in x
-    reaches the whole row of y; rows without one among their first numbers have their x read. True
-    also where finite x and W overflow in both directions within one sum: what remains then, here
-    as in torch, depends on the order of the additions.
-
-    Args:
-        y: (M, N).
-        x: (M, K), unit stride along K.
-        bias: (N,), or None.
-
-    Raises:
-        UnsupportedError: the library cannot be compiled or loaded.
-    """
-    m, n = y.shape
-    proven = _library().fastlinear_proof(
-        y.data_ptr(),
-        m,
-        n,
-        x.data_ptr(),
-        x.stride(0),
-        x.shape[1],
-        0 if bias is None else bias.data_ptr(),
-        torch.get_num_threads(),
-    )
-    return bool(proven)
-
-
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL:
     library = cpp_build.load(SOURCE)
@@ -131,5 +101,4 @@ def _library() -> ctypes.CDLL:
     library.fastlinear_act.argtypes = [number, pointer, pointer, size, number]
     library.fastlinear_act_bias.argtypes = [number, *[pointer] * 4, size, size, number]
     library.fastlinear_dact.argtypes = [number, *[pointer] * 5, size, size, size, number]
-    library.fastlinear_proof.argtypes = [pointer, size, size, pointer, size, size, pointer, number]
     return library

@@ -3,7 +3,6 @@
 //   fastlinear_act     y = act(pre)
 //   fastlinear_act_bias  the same of pre = x + b, which is kept where that is wanted
 //   fastlinear_dact    dpre = dy * act'(saved), and db = column sums of dpre in the same pass
-//   fastlinear_proof   whether a relu that turned NaN into 0 can have met a NaN
 //
 // Each takes the number of threads: OpenMP's own is a fact of the calling thread, and one that torch
 // has not used yet does not know what torch.set_num_threads said.
@@ -179,20 +178,6 @@ void dact(const float* dy, const float* saved, float* dpre, double* partials, in
   }
 }
 
-// Whether all n numbers are finite: no exponent of ones only.
-inline bool finite(const float* x, int64_t n) {
-  uint32_t found = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    uint32_t bits;
-    std::memcpy(&bits, x + i, 4);
-    found |= (bits & 0x7f800000u) == 0x7f800000u;
-  }
-  return !found;
-}
-
-constexpr int64_t kHead = 16;   // outputs of a row that are looked at: one cache line
-constexpr int64_t kAhead = 12;  // rows fetched ahead: each is on a page of its own
-
 }  // namespace
 
 // For a library loaded after the fork: the thread that the process began with.
@@ -240,25 +225,4 @@ extern "C" int fastlinear_dact(int which, const float* dy, const float* saved, f
 #define CALL(A) (dact<A>(dy, saved, dpre, db ? partials : nullptr, m, n, chunks, threads), finish())
   FASTLINEAR_SWITCH(CALL)
 #undef CALL
-}
-
-// y (m, n) = relu(x Wᵀ + b) by a relu that makes 0 of NaN, W finite. 1 when no NaN can have been
-// met, else 0. A finite positive y_ij proves x_i. finite: a NaN or an infinity in x_i. would have
-// reached every number of row i, whatever W holds, and no sum leaves them again. So one number of
-// most rows says it all; a row whose first outputs are all 0 has its x read.
-// x: rows of k numbers, x_stride apart; b: n numbers or null.
-extern "C" int fastlinear_proof(const float* y, int64_t m, int64_t n, const float* x,
-                                int64_t x_stride, int64_t k, const float* b, int threads) {
-  if (b && !finite(b, n)) return 0;
-  const int64_t head = n < kHead ? n : kHead;
-  int64_t bad = 0;
-#pragma omp parallel for schedule(static) num_threads(threads) if (m > 512 && !forked()) reduction(+ : bad)
-  for (int64_t i = 0; i < m; ++i) {
-    if (i + kAhead < m) __builtin_prefetch(y + (i + kAhead) * n);
-    const float* __restrict row = y + i * n;
-    int proven = 0;
-    for (int64_t j = 0; j < head; ++j) proven |= (row[j] > 0.0f) & (row[j] <= 3.402823466e38f);
-    if (!proven) bad += !finite(x + i * x_stride, k);
-  }
-  return bad == 0;
 }

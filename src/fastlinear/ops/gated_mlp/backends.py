@@ -37,7 +37,6 @@ _HERE = "fastlinear.ops.gated_mlp"
 _CPU_SOURCES = (
     *("cpp_gate.py", "gate.cpp", "products.py", "../common/activations.h"),
     *("../linear_act/onednn.py", "../common/cpp_build.py"),
-    *("../common/packed.py", "../common/weight_hash.py", "../common/weight_hash.cpp"),
 )
 _HALF_SOURCES = (
     *("cpp_gate.py", "gate.cpp", "../common/half.cpp", "../common/cpp_half.py"),
@@ -292,11 +291,6 @@ FAMILY = register_family(
                 for p in PIECES
             ),
             Backend(
-                *(NAME, "forward", "onednn_packed", f"{_HERE}.onednn:forward_packed"),
-                onednn.reason_not_packed,
-                _CPU_SOURCES,
-            ),
-            Backend(
                 *(NAME, "forward", "half_cpp", f"{_HERE}.cpp_half:forward"),
                 cpp_half.reason_not,
                 _HALF_SOURCES,
@@ -308,5 +302,6 @@ FAMILY = register_family(
         cost=cost,
         akin=(_whatever_bias, _whatever_activation),
         cold=True,
+        removed={"onednn_packed": "Backend 'onednn' takes the weights where they lie."},
     )
 )

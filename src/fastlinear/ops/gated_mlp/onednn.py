@@ -1,4 +1,4 @@
-"""Backends ``onednn`` and ``onednn_packed`` on the CPU, float32 and bfloat16.
+"""Backend ``onednn`` on the CPU, float32 and bfloat16.
 
 Inference: two products whose epilogues hold all that is elementwise — bias and activation in the
 gate's, bias and the product with the gate in the up projection's — so that nothing passes over
@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 
 from fastlinear.core.problem import Problem
-from fastlinear.ops.common import packed as packed_weights
-from fastlinear.ops.common.packed import Packs
 from fastlinear.ops.gated_mlp import cpp_gate
 from fastlinear.ops.gated_mlp.products import Gate, Products, backward_by
 from fastlinear.ops.gated_mlp.stacking import (
@@ -29,8 +27,6 @@ from fastlinear.ops.gated_mlp.stacking import (
 )
 from fastlinear.ops.linear_act import onednn as products
 
-_packs: Packs[Tensor] = Packs()  # weight → its copy in oneDNN's blocked layout
-
 
 def reason_not(problem: Problem) -> str | None:
     """Why oneDNN cannot serve a Problem of any piece, or None. Compiles nothing."""
@@ -43,33 +39,17 @@ def reason_not(problem: Problem) -> str | None:
     return why or (cpp_gate.reason_not() if trains else None)
 
 
-def reason_not_packed(problem: Problem) -> str | None:
-    """Why prepacked weights cannot serve a forward Problem, or None."""
-    if problem.needs_grad:
-        return "prepacked weights are kept for inference only: training changes them every step"
-    return reason_not(problem) or packed_weights.reason_not()
-
-
 def forward(
     x: Tensor, weights: Weights, biases: Biases, activation: str, order: str, save_pre: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """x (M, K) → (y (M, N) or (M, H), then the pre-activations or None twice)."""
     if not save_pre:
-        return _inference(x, weights, biases, activation, order, packed=False), None, None
+        return _inference(x, weights, biases, activation, order), None, None
     pre = _pre_activations(x, weights, biases)
     h = cpp_gate.forward(pre, activation, order)
     if weights.down is None:
         return h, *pre
     return products.forward(h, weights.down, biases.down, "none", False)[0], *pre
-
-
-def forward_packed(
-    x: Tensor, weights: Weights, biases: Biases, activation: str, order: str, save_pre: bool
-) -> tuple[Tensor, None, None]:
-    """As ``forward`` without gradients, with the weights' blocked copies made once and kept while
-    they are valid."""
-    assert not save_pre
-    return _inference(x, weights, biases, activation, order, packed=True), None, None
 
 
 def backward(
@@ -91,38 +71,16 @@ def backward(
     return backward_by(_ONEDNN, gate, dy, pre, x, weights, biases, activation, order, needs, over)
 
 
-def forget_packed() -> None:
-    """Drop every packed weight; the next call packs again."""
-    _packs.clear()
-
-
-def _inference(
-    x: Tensor, weights: Weights, biases: Biases, activation: str, order: str, packed: bool
-) -> Tensor:
+def _inference(x: Tensor, weights: Weights, biases: Biases, activation: str, order: str) -> Tensor:
     (gate, up), (gate_bias, up_bias) = split_weights(weights, order), split_biases(biases, order)
-    rows = x.shape[0]
-    opened = products.product(x, _laid(gate, rows, packed), gate_bias, activation, False)[0]
+    opened = products.product(x, products.plain(gate), gate_bias, activation, False)[0]
     bias = None if up_bias is None else up_bias.contiguous()
     multiply = torch.ops.mkldnn._linear_pointwise.binary
-    h: Tensor = multiply(x, opened, _laid(up, rows, packed), bias, "mul")
+    h: Tensor = multiply(x, opened, products.plain(up), bias, "mul")
     del opened
     if weights.down is None:
         return h
-    down = _laid(weights.down, rows, packed)
-    return products.product(h, down, biases.down, "none", False)[0]
-
-
-def _laid(weight: Tensor, rows: int, packed: bool) -> Tensor:
-    """What oneDNN multiplies by: the weight where it lies, or its kept copy."""
-    if not packed:
-        return products.plain(weight)
-    kept = _packs.get(weight)
-    if kept is None:
-        if not _packs.keeps(weight) or _packs.fleeting(weight):  # a copy would serve this one call
-            return products.plain(weight)
-        reorder = torch.ops.mkldnn._reorder_linear_weight
-        kept = _packs.make(weight, lambda: reorder(weight.detach().contiguous(), rows))
-    return kept
+    return products.product(h, products.plain(weights.down), biases.down, "none", False)[0]
 
 
 def _pre_activations(x: Tensor, weights: Weights, biases: Biases) -> Pre:

@@ -24,7 +24,6 @@ from fastlinear.ops.linear_act import (
     cublaslt,
     cuda,
     few_rows_config,
-    mkl,
     onednn,
     order,
     padded_problem,
@@ -70,7 +69,6 @@ _GEMM_SOURCES = (
     *(f"../common/{name}" for name in ("gemm.cpp", "cpp_gemm.py", "vectors.h", "threads.h")),
     *_CPP_SOURCES,
 )
-_PACKED = tuple(f"../common/{name}" for name in ("packed.py", "weight_hash.py", "weight_hash.cpp"))
 _PADDED = ("padded_problem.py", "cuda.py", "triton.py", *_TRITON_SOURCES, *_CUDA_SOURCES)
 PIECES_SOURCES = (
     *(f"../common/{name}" for name in ("door_node.h", "door_program.h")),
@@ -322,16 +320,6 @@ FAMILY = register_family(
             ),
             Backend(NAME, "forward", "onednn", f"{_HERE}.onednn:forward", onednn.reason_not),
             Backend(
-                *(NAME, "forward", "onednn_packed", f"{_HERE}.onednn:forward_packed"),
-                onednn.reason_not_packed,
-                (*_PACKED, *_CPP_SOURCES),
-            ),
-            Backend(
-                *(NAME, "forward", "mkl_packed", f"{_HERE}.mkl:forward"),
-                mkl.reason_not,
-                (*_PACKED, *_CPP_SOURCES),
-            ),
-            Backend(
                 *(NAME, "forward", "cpp", f"{_HERE}.cpp:forward"),
                 cpp.reason_not_forward,
                 _CPP_SOURCES,
@@ -366,5 +354,9 @@ FAMILY = register_family(
         akin=(_whatever_bias, _whatever_activation),
         cold=True,
         timed=deferred(f"{_HERE}.caller:timed"),
+        removed={
+            "onednn_packed": "Backend 'onednn' takes the weight where it lies.",
+            "mkl_packed": "PyTorch's own product, backend 'eager', is MKL's.",
+        },
     )
 )

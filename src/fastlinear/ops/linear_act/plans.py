@@ -96,9 +96,7 @@ def resolved(
     chosen = choices(x, weight, bias, activation, backend, grad, captured)
     names = {c.backend.name for c in chosen if c.problem.piece != STEP}
     empty = x.numel() == 0 or weight.numel() == 0
-    # A cast weight is a new tensor at every call, so a packed copy of it would be as well.
-    repacked = autocast is not None and any(name.endswith("_packed") for name in names)
-    if empty or (repacked and backend is None) or names == {"eager"}:
+    if empty or names == {"eager"}:
         step = any(c.problem.piece == STEP and c.backend.name == "pieces" for c in chosen)
         plain = not empty and not captured and autocast is None
         if not (step and plain and nodes):

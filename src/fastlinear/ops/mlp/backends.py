@@ -74,7 +74,6 @@ _STRASSEN_SOURCES = (
     "strassen_cpu.py",
     "strassen_triton.py",
     "strassen_triton_kernels.py",
-    *("../common/packed.py", "../common/weight_hash.py", "../common/weight_hash.cpp"),
 )
 
 

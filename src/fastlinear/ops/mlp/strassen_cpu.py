@@ -1,7 +1,6 @@
 """The fused Strassen chain on a CPU: torch's passes over row chunks around oneDNN's products.
 
-The operand planes of a weight are kept while it lives. At every call the whole weight is read, and
-they are made again when a byte of it has changed, whoever changed it.
+The operand planes of a weight are made at every call.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.common.packed import Packs
 from fastlinear.ops.mlp.strassen_scheme import FORMULAS, Scheme, Terms, plane_size
 
 _CHUNK = 1 << 18  # elements of a block that a pass holds at a time: few calls, cached blocks
@@ -40,7 +38,7 @@ def run(
     saved: list[Tensor] = []
     for i, (weight, bias, name) in enumerate(zip(weights, biases, activations, strict=True)):
         n = weight.shape[0]
-        products = _products(planes, weight_planes(weight, scheme))
+        products = _products(planes, weight_planes(weight.detach(), scheme))
         keeps_pre = activation_of(name).saved == "pre"
         pre = x.new_empty(m, n) if save and keeps_pre else None
         y = x.new_empty(m, n) if i == last or (save and not keeps_pre) else None
@@ -192,28 +190,8 @@ def _onednn_serves(dtype: torch.dtype) -> bool:
     return True
 
 
-_packs: Packs[dict[Scheme, Tensor]] = Packs()  # weight → scheme → its operand planes
-
-
-def forget_weights() -> None:
-    """Free the operand planes of every weight; the next call makes them again."""
-    _packs.clear()
-
-
 def weight_planes(weight: Tensor, scheme: Scheme) -> Tensor:
-    """Operand planes (products, N', K') of a weight (N, K), those of its values now.
-
-    Without a C++ compiler, which the check of a kept weight takes, they are made at every call.
-    """
-    kept = _packs.get(weight)
-    if kept is None:
-        kept = _packs.make(weight, dict)
-    if scheme not in kept:
-        kept[scheme] = _weight_planes(weight.detach(), scheme)
-    return kept[scheme]
-
-
-def _weight_planes(weight: Tensor, scheme: Scheme) -> Tensor:
+    """Operand planes (products, N', K') of a weight (N, K)."""
     n, k = weight.shape
     rows = plane_size(n, scheme.levels, columns=True)
     cols = plane_size(k, scheme.levels, columns=True)

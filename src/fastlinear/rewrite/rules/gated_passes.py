@@ -17,7 +17,6 @@ _PRODUCT = (3, 6)  # of the two halves
 _GLU = (3, 5)  # both in PyTorch's own glu
 LAID_AND_GLU = 7  # forward: halves that are apart laid together, then glu
 _EPILOGUES = ("triton", "cuda")
-_ONEDNN = ("onednn", "onednn_packed")
 EAGER = "eager"
 
 
@@ -66,7 +65,7 @@ def _forward(activation: str, backend: str, train: bool, glu: bool) -> int:
         return 2 + (_GLU[0] if glu else own + _PRODUCT[0])
     if backend in _EPILOGUES:
         return 3 if train else 1  # training keeps both pre-activations
-    if backend in _ONEDNN and not train:
+    if backend == "onednn" and not train:
         return 3 + (0 if _in_epilogue(activation) else own)
     return 2 + _PRODUCT[0]
 
@@ -88,7 +87,7 @@ def _forward_words(activation: str, backend: str, train: bool, glu: bool) -> str
     both = f"{activation} and the product of the halves" if named else "the product of the halves"
     if backend in _EPILOGUES:
         return f"gate and up are one product with {both} in its epilogue"
-    if backend in _ONEDNN and not train:
+    if backend == "onednn" and not train:
         if not named:
             return "the product of the halves is in the up projection's epilogue"
         end = "and the product of the halves in the up projection's"
