@@ -23,7 +23,7 @@ from fastlinear.bench.pseudo_work import DiagonalWork
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.ops.diagonal_linear.backends import problem
 from fastlinear.ops.diagonal_linear.problem import STEP
-from fastlinear.ops.diagonal_linear.selection import choices_of
+from fastlinear.dispatch.steps import choices_of
 
 _MANY_SETS = 64
 _LEAST_US = 0.05  # that is told

@@ -198,9 +198,9 @@ class _Diagonal(Kind):
         return problem_of(x, bias, None, call.act, train)
 
     def order(self, forward: Problem) -> Sequence[Problem]:
-        from fastlinear.ops.diagonal_linear import selection
+        from fastlinear.dispatch.steps import tuning_order
 
-        return selection.tuning_order(forward)
+        return tuning_order(forward)
 
 
 class _Gated(Kind):

@@ -80,7 +80,7 @@ class DiagonalLinear(nn.Module):
             mixed = x.dtype is not self.weight.dtype
             if mixed or torch.is_autocast_enabled(x.device.type):
                 return self._scaled(x, residual)
-        return call(x, self.weight, self.bias, self.activation, residual, None, self.backend)
+        return call(x, self.weight, (self.bias, residual), self.activation, self.backend)
 
     def _scaled(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """The same of several dtypes, as PyTorch promotes; and under autocast, which casts no such
@@ -88,7 +88,7 @@ class DiagonalLinear(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             given = (x, self.weight) if residual is None else (x, self.weight, residual)
             if len({t.dtype for t in given}) == 1:
-                return call(x, self.weight, None, "none", residual, None, self.backend)
+                return call(x, self.weight, (None, residual), "none", self.backend)
             y = x * self.weight
             return y if residual is None else residual + y
 

@@ -16,7 +16,8 @@ from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.ops.common import door, door_node
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.diagonal_linear import cpp, op
+from fastlinear.ops.diagonal_linear import cpp
+from fastlinear.ops.diagonal_linear.spec import FRONT
 from fastlinear.ops.diagonal_linear.backends import clear_of_kink
 
 BACKENDS = (None, "eager", "addcmul", "cpp")
@@ -344,12 +345,12 @@ def test_through_the_compiled_door() -> None:
     if not door.wait(120):
         pytest.skip(f"no door here: {door.reason_not()}")
     x, w, b, r = draw(300, 200), draw(200), draw(200), draw(300, 200)
-    op._forget()
+    FRONT.forget()
     for _ in range(3):
         y = fl.diagonal_linear(x, w, b, activation="relu", residual=r)
     call = (x, w, (b, r), "relu", None)
-    assert torch.equal(op._door(*call), y)
-    assert op._door(x, w, (b, None), "relu", None) is None
+    assert torch.equal(FRONT.table(*call), y)
+    assert FRONT.table(x, w, (b, None), "relu", None) is None
     leaf = w.clone().requires_grad_()
     for _ in range(3):
         trained = fl.diagonal_linear(x, leaf, b, activation="relu", residual=r)
@@ -359,7 +360,7 @@ def test_through_the_compiled_door() -> None:
             rtol=1e-4,
             atol=1e-3,
         )
-    assert op._door(x, leaf, (b, r), "relu", None) is not None
+    assert FRONT.table(x, leaf, (b, r), "relu", None) is not None
 
 
 def test_explain_says_why() -> None:
@@ -390,7 +391,7 @@ def test_cpp_calls_run_without_python(
         y = fl.diagonal_linear(x, w, b, activation="silu", residual=r, backend="cpp")
         return [y.detach(), *(torch.autograd.grad(y, leaves, dy) if grad else ())]
 
-    op._forget()
+    FRONT.forget()
     expected = run()
     for _ in range(3):  # the kind is seen, wanted, known
         run()
@@ -414,7 +415,7 @@ def test_training_calls_become_one_node(device: str, backend: str) -> None:
     x, r, dy, w, b = (draw(*s).to(device) for s in (shape, shape, shape, (200,), (200,)))
     for t in (x, r, w, b):
         t.requires_grad_()
-    op._forget()
+    FRONT.forget()
 
     def run(name: str) -> Tensor:
         return fl.diagonal_linear(x, w, b, activation=name, residual=r, backend=backend)

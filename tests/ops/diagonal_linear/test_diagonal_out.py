@@ -13,7 +13,8 @@ from torch import Tensor
 import fastlinear as fl
 from fastlinear.core.errors import InputError
 from fastlinear.ops.common import door, door_node
-from fastlinear.ops.diagonal_linear import op, reference
+from fastlinear.ops.diagonal_linear import reference
+from fastlinear.ops.diagonal_linear.spec import OUT
 
 BACKENDS = (None, "eager", "addcmul", "cpp")
 
@@ -108,7 +109,7 @@ def test_calls_into_out_need_no_python(monkeypatch: pytest.MonkeyPatch) -> None:
     for backend in ("cpp", "addcmul"):
         for _ in range(2):
             fl.diagonal_linear(x, w, b, out=out, backend=backend)
-        monkeypatch.setattr(op, "_given_out", None)
+        monkeypatch.setattr(OUT, "looked_up", None)
         fl.diagonal_linear(x, w, b, out=out, backend=backend)
         monkeypatch.undo()
 

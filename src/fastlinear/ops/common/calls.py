@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+from fastlinear.ops.common.autocast import cast
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Types whose memory a kernel may read; subclasses may mean something else by it."""
@@ -76,3 +79,13 @@ def lies_turned(weight: Tensor) -> bool:
     """Whether an (N, K) weight lies in memory as (K, N), as a Conv1D's transpose does."""
     n, k = weight.shape
     return weight.stride() == (1, n) and n > 1 and k > 1
+
+
+def device_of(t: Tensor) -> AbstractContextManager[Any]:
+    """A context in which the tensor's GPU is the current one; nothing for other devices."""
+    return torch.cuda.device(t.device) if t.is_cuda else nullcontext()
+
+
+def cast_all(tensors: Sequence[Any], dtype: torch.dtype) -> tuple[Any, ...]:
+    """The tensors in the autocast dtype, None left alone."""
+    return tuple(None if t is None else cast(t, dtype) for t in tensors)

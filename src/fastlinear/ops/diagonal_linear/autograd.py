@@ -115,7 +115,9 @@ def applied(formula: Formula) -> Callable[..., Tensor]:
     """``DiagonalLinear`` with this formula, for plain tensors outside torch.func's transforms."""
 
     def plan(x: Tensor, weight: Tensor, rest: Rest) -> Tensor:
-        return _apply(x, weight, rest[0], rest[1], formula)  # type: ignore[no-any-return]
+        bias, residual = rest
+        bias = None if bias is None else bias.contiguous()
+        return _apply(x, weight.contiguous(), bias, residual, formula)  # type: ignore[no-any-return]
 
     return plan
 

@@ -98,7 +98,7 @@ def _make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]
         x = clear_of_kink(x, weight, bias, lambda: draw(m, k))
     dy = draw(m, k)
     if p.piece == STEP:
-        return x, weight, bias, name, residual, dy
+        return x, weight, (bias, residual), name, dy
     return dy, x, weight, bias, name, (True, True, bias is not None)
 
 
@@ -154,9 +154,9 @@ def _reason_not_pieces(p: Problem) -> str | None:
     return "float64 is left to PyTorch's own ops" if p.dtype == "float64" else None
 
 
-_STEP_EAGER = Backend(NAME, STEP, "eager", f"{_HERE}.step:eager", _always)
+_STEP_EAGER = Backend(NAME, STEP, "eager", f"{_HERE}.spec:eager", _always)
 _PIECES_SOURCES = (
-    *("autograd.py", "plans.py", "triton.py", "cpp.py", "addcmul.py"),
+    *("autograd.py", "triton.py", "cpp.py", "addcmul.py"),
     *(*_TRITON_SOURCES, *_CPP_SOURCES),
 )
 FAMILY = register_family(
@@ -166,7 +166,7 @@ FAMILY = register_family(
         backends=(
             _STEP_EAGER,
             Backend(
-                NAME, STEP, "pieces", f"{_HERE}.step:pieces", _reason_not_pieces, _PIECES_SOURCES
+                NAME, STEP, "pieces", f"{_HERE}.spec:pieces", _reason_not_pieces, _PIECES_SOURCES
             ),
             *(Backend(NAME, p, "eager", f"{_HERE}.reference:{p}", _always) for p in PIECES),
             Backend(NAME, "forward", "addcmul", f"{_HERE}.addcmul:forward", addcmul.reason_not),
@@ -189,6 +189,6 @@ FAMILY = register_family(
         cost=cost,
         akin=(_whatever_bias, _whatever_activation),
         cold=True,
-        timed=deferred(f"{_HERE}.caller:timed"),
+        timed=deferred(f"{_HERE}.spec:timed"),
     )
 )

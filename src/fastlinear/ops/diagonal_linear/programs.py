@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,23 +19,31 @@ from fastlinear.ops.common import door_node
 from fastlinear.ops.common.door_launch import DoorLaunch
 from fastlinear.ops.common.door_program import Program, memory
 from fastlinear.ops.diagonal_linear import cpp
-from fastlinear.ops.diagonal_linear.plans import Training
+from fastlinear.ops.diagonal_linear.autograd import Formula
 
 NAME = "DiagonalLinearBackward"
 _X, _WEIGHT, _BIAS, _RESIDUAL, _GIVEN = range(5)  # among a forward's tensors
 _OUT = _GIVEN  # and the caller's memory
 _FROM_DY, _FROM_X, _FROM_WEIGHT, _FROM_BIAS = range(4)  # among a backward's, which begin with dy
 _BACKWARD_GIVEN = 6  # dy, the call's four, and nothing kept
+_ALIGNMENT = 15  # address bits that a kernel was made for
+_Rest = tuple[Tensor | None, Tensor | None]
 
 
-def node(
-    training: Training, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
-) -> Any:
-    """The door's plan for such calls, or None while there is no library of nodes.
+@dataclass(frozen=True, slots=True)
+class Training:
+    """The formula of training calls, and the names of the backends in it."""
 
-    They must have run before. weight and bias are contiguous.
-    """
-    if not door_node.begun():
+    formula: Formula
+    forward: str
+    backward: str
+
+
+def node(training: Training, x: Tensor, weight: Tensor, rest: _Rest) -> Any:
+    """The table's plan for such calls, which have run. None while there is no library of nodes, or
+    where a parameter is not dense."""
+    bias, residual = rest
+    if not (_dense(weight, bias) and door_node.begun()):
         return None
     formula = training.formula
 
@@ -124,37 +133,58 @@ def _backward(
 
 def inference(
     backend: str,
+    activation: str,
+    plan: Callable[..., Tensor],
     x: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    residual: Tensor | None,
-    plan: Callable[..., Tensor],
+    rest: _Rest,
 ) -> Any:
-    """The door's plan for such calls without gradients, or None where it is ``plan`` itself.
-
-    They must have run before; weight and bias are contiguous. ``plan`` serves what the program
-    cannot.
-    """
+    """The table's plan for such calls without gradients, which have run, or None where it is
+    ``plan`` itself. ``plan`` serves what the program cannot."""
+    bias, residual = rest
+    if not _dense(weight, bias):
+        return None
+    if backend == "triton" and x.is_cuda:
+        return _launch(x, weight, bias, activation, residual, plan)
     if backend != "cpp" or not door_node.begun():
         return None
     spec = _forward_in_cpp(x, bias, residual, activation, None)
     return None if spec is None else door_node.program(spec, (x, weight, bias, residual), plan)
 
 
-def into(
-    backend: str,
+def _launch(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     activation: str,
     residual: Tensor | None,
-    out: Tensor,
     plan: Callable[..., Tensor],
 ) -> Any:
-    """The same for calls with memory of the caller's for their result, which ``plan`` is given
-    behind the residual."""
-    if not door_node.begun():
+    """The forward's one launch as the table makes it itself, or None where it is not one."""
+    from fastlinear.ops.diagonal_linear import triton
+
+    given = [t for t in (x, residual) if t is not None]
+    if any(t.dim() != 2 and not t.is_contiguous() for t in given):
+        return None
+    k = x.shape[-1]
+    rows = None if residual is None else residual.view(-1, k)
+    launch = triton.door_launch(x.view(-1, k), weight, bias, activation, rows)
+    if launch is None:
+        return None
+    return replace(launch, masks=(_ALIGNMENT,) * 4).plan(plan, k)
+
+
+def into(
+    backend: str,
+    activation: str,
+    plan: Callable[..., Tensor],
+    x: Tensor,
+    weight: Tensor,
+    rest: tuple[Any, ...],
+) -> Any:
+    """The same for calls that write to a tensor of the caller's, behind the residual in ``rest``."""
+    bias, residual, out = rest
+    if not (_dense(weight, bias) and door_node.begun()):
         return None
     spec = None
     if backend == "cpp":
@@ -257,6 +287,10 @@ def _rows(x: Tensor) -> Tensor | None:
         return None
     rows = x.detach().view(-1, x.shape[-1])
     return rows if rows.shape[1] == 1 or rows.stride(1) == 1 else None
+
+
+def _dense(weight: Tensor, bias: Tensor | None) -> bool:
+    return weight.is_contiguous() and (bias is None or bias.is_contiguous())
 
 
 def _number(t: Tensor | None, number: int) -> int | None:

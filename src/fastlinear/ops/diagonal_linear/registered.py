@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from fastlinear.dispatch import cache
+from fastlinear.op.front import choices
 from fastlinear.ops._register import register_op
 from fastlinear.ops.common.calls import is_captured
 from fastlinear.ops.diagonal_linear import reference
 from fastlinear.ops.diagonal_linear.autograd import run_backward
-from fastlinear.ops.diagonal_linear.selection import choices
+from fastlinear.ops.diagonal_linear.spec import SPEC
 
 _MAX_RESOLVED = 4096
 _forwards: dict[Any, Callable[..., Any]] = {}
@@ -48,7 +49,8 @@ def _forward(
     if run is None:
         run, named = reference.forward, backend or None
         if x.numel() or named:
-            chosen = choices(x, bias, residual, activation, named, needs_grad, is_captured(x))
+            call = (x, weight, (bias, residual), activation, named)
+            chosen = choices(SPEC, call, needs_grad)
             run = chosen[0].backend.load() if x.numel() else run
         _remember(_forwards, key, run)
     x2 = _rows(x)
@@ -85,7 +87,7 @@ def _backward(
     if run is None:
         run = reference.backward
         if x.numel():
-            chosen = choices(x, bias, None, activation, None, True, is_captured(x))
+            chosen = choices(SPEC, (x, weight, (bias, None), activation, None), True)
             run = chosen[1].backend.load()
         _remember(_backwards, key, run)
     bias = None if bias is None else bias.contiguous()

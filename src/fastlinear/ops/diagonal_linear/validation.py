@@ -10,6 +10,7 @@ from torch import Tensor
 from fastlinear.core.errors import InputError
 from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.common.calls import transforms_active
 from fastlinear.ops.common.layouts import conversion, unlike_strided
 
 _NAME = "diagonal_linear"
@@ -65,8 +66,6 @@ def validate_out(
     x: Tensor,
     dtype: torch.dtype | None,
     inputs: tuple[Tensor | None, ...],
-    *,
-    addressed: bool = True,
 ) -> None:
     """Raise InputError unless the result for x fits into ``out`` without touching an input.
 
@@ -75,8 +74,9 @@ def validate_out(
         x: the input.
         dtype: dtype of the result.
         inputs: every tensor that is read, x included.
-        addressed: whether tensors have addresses here.
     """
+    # tensors have no addresses where they are traced or batched
+    addressed = not torch.compiler.is_compiling() and not transforms_active()
     if not isinstance(out, torch.Tensor):
         _fail("out to be a tensor", type(out).__name__, "Leave it out for a new one.")
     for t in (out, *inputs) if addressed else ():

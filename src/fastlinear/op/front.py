@@ -1,0 +1,241 @@
+"""The front end: how a public call finds and runs its plan.
+
+A warm call is one look-up in a table of C++, by every fact of its tensors. Where that knows no such
+call, or cannot be built, ``looked_up`` finds the plan; the first call of a kind makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from fastlinear.core.errors import InputError
+from fastlinear.core.precision import matmul_precision
+from fastlinear.dispatch import cache
+from fastlinear.dispatch.explain import Explanation
+from fastlinear.dispatch.select import Choice
+from fastlinear.op.spec import Arguments, OpSpec, Resolved, leaves, mapped
+from fastlinear.ops.common import calls, door, door_node
+from fastlinear.ops.common.layouts import carried
+
+MAX_PLANS = 4096
+_is_compiling = torch.compiler.is_compiling
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def no_table(*_: Any) -> None:
+    """Stands in for a table that is not there yet: it knows no call."""
+    return None
+
+
+class Front:
+    """The front end of one family.
+
+    Attributes:
+        call: ``Arguments`` unpacked → the result; traced by ``torch.compile`` as a registered op.
+        table: the C++ look-up of ready plans; ``no_table`` until it is built.
+        plans: key of a kind of call → what serves it.
+    """
+
+    def __init__(self, spec: OpSpec) -> None:
+        self.spec = spec
+        self.table: Callable[..., Any] = no_table
+        self.plans: dict[Any, Resolved] = {}
+
+        def call(*arguments: Any) -> Any:
+            if _is_compiling():
+                return self.compiled(*arguments)
+            y = self.table(*arguments)
+            return self.looked_up(*arguments) if y is None else y
+
+        self.call: Callable[..., Any] = call
+        cache.on_change(self.forget)
+        door_node.on_ready(self.clear_table)
+
+    def run(self, *arguments: Any) -> Any:
+        """``call`` of tensors that exist although a compiler traces: it may run a registered op to
+        see what comes out."""
+        y = self.table(*arguments)
+        return self.looked_up(*arguments) if y is None else y
+
+    def looked_up(self, *arguments: Any) -> Any:
+        """The call by its plan, which the first call of a kind makes."""
+        spec = self.spec
+        raw = arguments
+        found = spec.redirect(arguments)
+        if found is not None:
+            return found
+        arguments = spec.normal(arguments)
+        given = [t for t in leaves(arguments) if t is not None]
+        if calls.unlike_plain(given) or calls.forward_mode() or any(map(_is_wrapped, given)):
+            return self.fallback(arguments)
+        x = given[0]
+        autocast = calls.autocast_dtype(x)
+        if calls.recorded():
+            if autocast is not None:
+                arguments = spec.cast(arguments, autocast)
+            spec.validate(*arguments)
+            return spec.reference(*arguments)
+        grad = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+        negative = any(t.is_neg() for t in given)
+        key: Any = (
+            tuple([(t.shape, t.stride(), t.dtype, t.device) for t in given]),
+            tuple([t is None for t in leaves(arguments)]),
+            *arguments[3:],
+            grad,
+            autocast,
+            negative,
+            matmul_precision(x.dtype),
+            calls.is_captured(x),
+        )
+        try:
+            plan = self.plans.get(key)
+        except TypeError:  # an option that cannot be hashed: validation names it
+            plan = None
+        if plan is None:
+            plan = self.plans[key] = self._resolved(arguments, grad, autocast, negative)
+        y = plan.plan(*arguments[:3])
+        if plan.in_table is not None:
+            self._admit(plan, raw)
+        return y
+
+    def _resolved(
+        self, arguments: Arguments, grad: bool, autocast: torch.dtype | None, negative: bool
+    ) -> Resolved:
+        if autocast is not None:
+            arguments = self.spec.cast(arguments, autocast)
+        self.spec.validate(*arguments)
+        found = self.spec.resolve(arguments, grad, autocast is not None)
+        if len(self.plans) >= MAX_PLANS:
+            self.forget()
+        table = door.table(self.spec.name)
+        if table is not None:
+            self.table = table.call
+        if autocast is None and not negative:
+            return found
+        prepared = self._prepared(found, arguments[3:], autocast)
+        return Resolved(prepared, None if negative else prepared)
+
+    def _prepared(
+        self, found: Resolved, options: tuple[Any, ...], dtype: torch.dtype | None
+    ) -> Callable[..., Any]:
+        """The plan for tensors that autocast casts or that have a lazy sign: kernels read memory
+        as it lies."""
+        inner, cast = found.plan, self.spec.cast
+
+        def plan(*leading: Any) -> Any:
+            arguments = mapped(Tensor.resolve_neg, leading)
+            if dtype is not None:
+                arguments = cast((*arguments, *options), dtype)
+            return inner(*arguments[:3])
+
+        return plan
+
+    def _admit(self, found: Resolved, arguments: Arguments) -> None:
+        """Put the plan of a call that has run into the C++ table, if that can serve such calls.
+
+        The table's facts tell more calls apart than a key here does.
+        """
+        if self.table is no_table:
+            return
+        x = next(t for t in leaves(arguments) if t is not None)
+        if x.is_cuda and not door.serves_cuda():
+            return
+        table = door.table(self.spec.name)
+        if table is None or not table.wants(*arguments):
+            return
+        made = None if found.record is None else found.record(*arguments[:3])
+        table.admit(*arguments, made or found.in_table)
+
+    def fallback(self, arguments: Arguments) -> Any:
+        """Tensor subclasses, FX proxies, odd layouts and transforms: PyTorch's own ops carry
+        them."""
+        named = self.spec.named(arguments)
+        public = self.spec.public(arguments)[0].__name__
+        return carried(public, partial(self._by_torch, arguments), **named)
+
+    def _by_torch(self, arguments: Arguments) -> Any:
+        given = tuple(t for t in leaves(arguments) if t is not None)
+        function, positional, keywords = self.spec.public(arguments)
+        tensors = all(isinstance(t, Tensor) for t in given)
+        if not tensors and has_torch_function(given):
+            return handle_torch_function(function, given, *positional, **keywords)
+        dtype = calls.autocast_dtype(given[0]) if tensors else None
+        if dtype is not None:
+            arguments = self.spec.cast(arguments, dtype)
+        self.spec.validate(*arguments)
+        backend = arguments[-1]
+        if backend not in (None, "eager"):
+            raise InputError(
+                function.__name__,
+                "plain strided tensors outside torch.func transforms and forward-mode "
+                "differentiation with a forced backend",
+                f"x of type {type(given[0]).__name__}, backend={backend!r}",
+                "Leave backend out; such calls take PyTorch's own path.",
+            )
+        return self.spec.reference(*arguments)
+
+    def compiled(self, *arguments: Any) -> Any:
+        """The call as ``torch.compile`` sees it: one registered op."""
+        spec = self.spec
+        found = spec.redirect(arguments)
+        if found is not None:
+            return found
+        arguments = spec.normal(arguments)
+        given = [t for t in leaves(arguments) if t is not None]
+        if calls.unlike_plain(given) or calls.forward_mode():
+            return self._by_torch(arguments)
+        dtype = calls.autocast_dtype(given[0])
+        if dtype is not None:
+            arguments = spec.cast(arguments, dtype)
+        spec.validate(*arguments)
+        return spec.compiled(arguments, needs_grad(arguments))
+
+    def explain(self, arguments: Arguments, grad: bool | None) -> Explanation:
+        """The choices behind a call; ``grad`` None takes from the tensors whether it trains."""
+        arguments = self.spec.normal(arguments)
+        if grad is None:
+            grad = needs_grad(arguments)
+        given = [t for t in leaves(arguments) if t is not None]
+        if all(isinstance(t, Tensor) for t in given):
+            dtype = calls.autocast_dtype(given[0])
+            if dtype is not None:
+                arguments = self.spec.cast(arguments, dtype)
+        self.spec.validate(*arguments)
+        return Explanation(self.choices(arguments, grad))
+
+    def choices(self, arguments: Arguments, grad: bool) -> tuple[Choice, ...]:
+        """The backend of the forward and, with ``grad``, of each piece of the backward."""
+        return choices(self.spec, arguments, grad)
+
+    def forget(self) -> None:
+        """Forget all plans: the settings or measurements behind them have changed."""
+        self.plans.clear()
+        self.clear_table()
+
+    def clear_table(self) -> None:
+        """Have the table ask again: what runs in Python may be recorded in C++ from here on.
+
+        Plans stay. A checkpoint counts on the same autograd nodes for a call and its repetition.
+        """
+        table = door.table(self.spec.name) if self.table is not no_table else None
+        if table is not None:
+            table.clear()
+
+
+def choices(spec: OpSpec, arguments: Arguments, grad: bool) -> tuple[Choice, ...]:
+    """The backend of each piece of a valid call; facts of a GPU are read from the call's own."""
+    with calls.device_of(next(t for t in leaves(arguments) if t is not None)):
+        return spec.choices(spec.problem(arguments, grad), arguments[-1], arguments)
+
+
+def needs_grad(arguments: Arguments) -> bool:
+    """Whether a call is to be differentiated."""
+    return torch.is_grad_enabled() and any(
+        isinstance(t, Tensor) and t.requires_grad for t in leaves(arguments)
+    )

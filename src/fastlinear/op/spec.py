@@ -1,0 +1,124 @@
+"""What the front end must know of a family: its ``OpSpec``, and the plan it makes for a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastlinear.core.problem import Problem
+from fastlinear.dispatch.select import Choice
+from fastlinear.dispatch.steps import choices_of, select_pieces
+from fastlinear.ops.common.autocast import cast
+
+Arguments = tuple[Any, ...]
+"""A call: three leading arguments with its tensors, then its options, the forced backend last.
+
+A leading argument is a tensor, None, or a tuple of those; an option is a string, a bool or None.
+"""
+Plan = Callable[[Any, Any, Any], Any]
+"""The three leading arguments → the result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What serves calls of one kind.
+
+    Attributes:
+        plan: what Python calls. Its tensors are cast, and none has a lazy sign.
+        in_table: what the C++ table runs if ``record`` makes nothing: the plan or one of the
+            table's own tuples. None keeps such calls out of the table.
+        record: makes the table's plan of such calls, from tensors on which ``plan`` ran. None
+            where that is ``in_table`` anyhow.
+    """
+
+    plan: Plan
+    in_table: Any = None
+    record: Callable[[Any, Any, Any], Any] | None = None
+
+
+def _same(arguments: Arguments) -> Arguments:
+    return arguments
+
+
+def _cast(arguments: Arguments, dtype: torch.dtype) -> Arguments:
+    return mapped(lambda t: cast(t, dtype), arguments)
+
+
+def _none(_: Arguments) -> None:
+    return None
+
+
+def _choices(problem: Problem, backend: str | None, _: Arguments) -> tuple[Choice, ...]:
+    return choices_of(problem, backend)
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """A family as data. Functions take ``Arguments`` unpacked, unless another form is given.
+
+    Attributes:
+        name: of the family and of its registered op.
+        operands: names of the tensors, in the structure of the three leading arguments: a string,
+            or a tuple of strings for a tuple of tensors.
+        validate: raises InputError unless the arguments fit each other.
+        reference: the result by PyTorch's own ops.
+        resolve: (arguments, whether gradients are recorded, whether autocast is on) → what serves
+            such calls, which are valid.
+        problem: (arguments, whether gradients are recorded) → the forward's Problem.
+        train: (arguments, choices for the pieces) → what serves training calls by those backends.
+        compiled: (arguments, whether gradients are recorded) → the result by the registered op.
+        public: arguments → (the function a caller called, its positional arguments, its keywords).
+        normal: arguments → the same, with leading arguments of one type.
+        cast: (arguments, dtype) → the same under autocast.
+        redirect: arguments → the result of calls that another op serves, else None.
+        choices: (the forward's Problem, a forced backend, arguments) → the choice for each piece.
+        needs: arguments → which tensors autograd differentiates, where not all do.
+    """
+
+    name: str
+    operands: tuple[str | tuple[str, ...], ...]
+    validate: Callable[..., None]
+    reference: Callable[..., Any]
+    resolve: Callable[[Arguments, bool, bool], Resolved]
+    problem: Callable[[Arguments, bool], Problem]
+    train: Callable[[Arguments, tuple[Choice, ...]], Resolved]
+    compiled: Callable[[Arguments, bool], Any]
+    public: Callable[[Arguments], tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]
+    normal: Callable[[Arguments], Arguments] = _same
+    cast: Callable[[Arguments, torch.dtype], Arguments] = _cast
+    redirect: Callable[[Arguments], Any] = _none
+    choices: Callable[[Problem, str | None, Arguments], tuple[Choice, ...]] = _choices
+    pieces: Callable[[Problem], tuple[Choice, ...]] = select_pieces
+
+    def named(self, arguments: Arguments) -> dict[str, Any]:
+        """The leading arguments by the names of their tensors."""
+        found: dict[str, Any] = {}
+        for name, given in zip(self.operands, arguments, strict=False):
+            if isinstance(name, str):
+                found[name] = given
+            else:
+                found.update(zip(name, given, strict=True))
+        return found
+
+
+def leaves(arguments: Arguments) -> Iterator[Any]:
+    """The tensors of a call, None included."""
+    for given in arguments[:3]:
+        if isinstance(given, tuple | list):
+            yield from given
+        else:
+            yield given
+
+
+def mapped(function: Callable[[Tensor], Tensor], arguments: Arguments) -> Arguments:
+    """The call with a function applied to each of its tensors."""
+
+    def one(t: Any) -> Any:
+        return None if t is None else function(t)
+
+    changed = (tuple(map(one, a)) if isinstance(a, tuple | list) else one(a) for a in arguments[:3])
+    return (*changed, *arguments[3:])

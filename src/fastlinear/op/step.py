@@ -1,0 +1,103 @@
+"""The piece ``step`` of a family: forward and backward of one call, as autograd runs them.
+
+``eager`` is PyTorch's own autograd, ``pieces`` the family's formula over the backends chosen for
+forward and backward. What the host does for each is part of their time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache as once
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastlinear.core.precision import matmul_precision
+from fastlinear.dispatch import cache
+from fastlinear.op.front import Front
+from fastlinear.op.spec import Resolved, leaves, mapped
+from fastlinear.ops.common import calls, door, door_node
+
+
+class Step:
+    """The two backends of a family's step. They take the leading arguments, the options without
+    the backend, and the gradient of the result."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self._name = f"{front.spec.name}.step"
+        self._plans: dict[Any, Resolved] = {}
+        cache.on_change(self.forget)
+
+    def eager(self, *inputs: Any) -> tuple[Any, ...]:
+        """(result, a gradient for each tensor or None) by PyTorch's own autograd."""
+        return self._trained(self._by_torch, inputs)
+
+    def pieces(self, *inputs: Any) -> tuple[Any, ...]:
+        """The same by the formula over the chosen pieces, recorded as callers' calls are."""
+        return self._trained(self._by_pieces, inputs)
+
+    def forget(self) -> None:
+        """Forget all plans."""
+        self._plans.clear()
+        found = door.table(self._name) if door.ready() else None
+        if found is not None:
+            found.clear()
+
+    def _by_torch(self, *arguments: Any) -> Any:
+        return self._front.spec.reference(*arguments, None)
+
+    def _by_pieces(self, *arguments: Any) -> Any:
+        given = [t for t in leaves(arguments) if t is not None]
+        x = given[0]
+        table = step_table(self._name, x.is_cuda)
+        y = None if table is None else table.call(*arguments)
+        if y is not None:
+            return y
+        key = (
+            tuple([(t.shape, t.stride(), t.dtype, t.device) for t in given]),
+            tuple([t is None for t in leaves(arguments)]),
+            *arguments[3:],
+            matmul_precision(x.dtype),
+            calls.is_captured(x),
+        )
+        found = self._plans.get(key)
+        if found is None:
+            spec, call = self._front.spec, (*arguments, None)
+            chosen = spec.pieces(spec.problem(call, True))
+            found = self._plans[key] = spec.train(call, chosen)
+        y = found.plan(*arguments[:3])
+        if table is not None and found.record is not None and table.wants(*arguments):
+            made = found.record(*arguments[:3])
+            if made is not None:
+                table.admit(*arguments, made)
+        return y
+
+    @staticmethod
+    def _trained(run: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        *arguments, dy = inputs
+        call = mapped(lambda t: t.detach().requires_grad_(), tuple(arguments))
+        tensors = list(leaves(call))
+        with torch.enable_grad():
+            y = run(*call)
+            grads = iter(torch.autograd.grad(y, [t for t in tensors if t is not None], dy))
+        return y.detach(), *(None if t is None else next(grads) for t in tensors)
+
+
+@once
+def step_table(name: str, on_cuda: bool) -> door.Table | None:
+    """The table of a family's steps, waiting for its library: callers take it once it is there.
+
+    None where it cannot be built or does not serve the device.
+    """
+    if not (door.wait(door.PATIENCE_S) and door_node.wait(door.PATIENCE_S)):
+        return None
+    if on_cuda and not (door.serves_cuda() and door_node.serves_cuda()):
+        return None
+    return door.table(name)
+
+
+def detached(*tensors: Tensor | None) -> list[Tensor | None]:
+    """The tensors without their graph."""
+    return [None if t is None else t.detach() for t in tensors]

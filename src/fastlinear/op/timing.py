@@ -1,0 +1,41 @@
+"""Times a backend through the public function, host overhead included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fastlinear.core.problem import Problem
+from fastlinear.dispatch.backend import Backend
+from fastlinear.op.front import Front
+from fastlinear.op.spec import Arguments
+from fastlinear.ops.common import door
+
+AsCall = Callable[[tuple[Any, ...], str], Arguments]
+"""(inputs of a forward backend, its name) → the call that forces it."""
+
+
+class Timed:
+    """A family's ``timed``: what tuning times in place of a backend's function.
+
+    A backend's function costs Python at every call; behind the C++ table a call has none of that.
+    """
+
+    def __init__(self, front: Front, as_call: AsCall) -> None:
+        self._front, self._as_call = front, as_call
+
+    def __call__(self, backend: Backend, p: Problem) -> Callable[..., Any] | None:
+        """The public call of inference. None, for the function itself, inside a CUDA graph, where
+        the host does not count, and for a forward that is timed with its whole step."""
+        if p.piece != "forward" or p.needs_grad or p.captured:
+            return None
+        return self.caller(backend.name)
+
+    def caller(self, backend: str) -> Callable[..., Any]:
+        """A function of a forward backend's inputs that calls the public function with it.
+
+        Waits for the table's library, as callers have it.
+        """
+        door.wait(door.PATIENCE_S)
+        call, as_call = self._front.call, self._as_call
+        return lambda *inputs: call(*as_call(inputs, backend))
