@@ -25,7 +25,7 @@ from fastlinear.core.problem import Problem
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.backend import Backend, family
 from fastlinear.dispatch.select import select
-from fastlinear.ops.linear_act import op
+from fastlinear.ops.linear_act.spec import FRONT
 from fastlinear.ops.linear_act.problem import problem
 
 WRITER = """
@@ -316,9 +316,9 @@ def test_hot_plans_are_dropped_when_the_cache_changes() -> None:
     fl.linear_act(x, w, activation="relu")
     for change in (store, lambda: cache.clear("cpu"), cache.forget):
         fl.linear_act(x, w, activation="relu")
-        assert len(op._plans) >= 1
+        assert len(FRONT.plans) >= 1
         change()
-        assert len(op._plans) == 0
+        assert len(FRONT.plans) == 0
 
 
 def test_a_tuned_choice_takes_effect_at_the_next_call() -> None:

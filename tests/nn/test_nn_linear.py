@@ -16,7 +16,8 @@ import fastlinear as fl
 from fastlinear.core.errors import InputError
 from fastlinear.core.timing import interleave
 from fastlinear.ops.common import door
-from fastlinear.ops.linear_act import op
+from fastlinear.op.front import no_table
+from fastlinear.ops.linear_act.spec import FRONT
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -226,10 +227,10 @@ def test_python_overhead(
         if not door.wait():
             pytest.skip(f"no compiled door here: {door.reason_not()}")
         layer(x)
-        assert op._door is not op._no_door
+        assert FRONT.table is not no_table
     else:
         monkeypatch.setattr(door, "table", lambda _: None)
-        monkeypatch.setattr(op, "_door", op._no_door)
+        monkeypatch.setattr(FRONT, "table", no_table)
     lowest = []
     for _ in range(3):
         run = interleave(

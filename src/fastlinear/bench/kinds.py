@@ -26,7 +26,7 @@ from fastlinear.bench.dispatched import tune_pieces
 from fastlinear.bench.peer import Peer
 from fastlinear.bench.work import Work, make_work
 from fastlinear.ops.common import door, door_node
-from fastlinear.ops.linear_act.selection import choices, tuning_order
+from fastlinear.ops.linear_act.selection import choices_of, problem_of, tuning_order
 from fastlinear.ops.mlp import selection as mlp
 
 
@@ -62,15 +62,8 @@ def _chosen(case: Case, work: Work, captured: bool) -> dict[str, str]:
         made = mlp.choices_of(p)
         return {f"mlp {c.problem.piece}": f"{c.backend.name} ({c.source})" for c in made}
     stack = work.stacks[0]
-    made = choices(
-        stack.x,
-        stack.weights[0],
-        stack.biases[0],
-        stack.activation,
-        None,
-        case.needs_grad,
-        captured and stack.x.is_cuda,
-    )
+    layer = stack.x, stack.weights[0], stack.biases[0], stack.activation
+    made = choices_of(problem_of(*layer, case.needs_grad, captured and stack.x.is_cuda))
     return {c.problem.piece: f"{c.backend.name} ({c.source})" for c in made}
 
 

@@ -237,7 +237,7 @@ class _Gated(Kind):
         from fastlinear.ops.gated_mlp.validation import validate
 
         order = "apart" if call.stacked is None else call.stacked
-        validate(call.family, *given, call.act, order, None, None)
+        validate(call.family, *given, call.act, order, None)
         return problem_of(*given, call.act, order, None, train)
 
     def order(self, forward: Problem) -> Sequence[Problem]:

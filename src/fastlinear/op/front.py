@@ -30,7 +30,7 @@ _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 def no_table(*_: Any) -> None:
     """Stands in for a table that is not there yet: it knows no call."""
-    return None
+    return
 
 
 class Front:
@@ -55,6 +55,7 @@ class Front:
 
         self.call: Callable[..., Any] = call
         cache.on_change(self.forget)
+        door.on_ready(self.plans.clear)  # those seen before are made anew, and put into the table
         door_node.on_ready(self.clear_table)
 
     def run(self, *arguments: Any) -> Any:
@@ -166,9 +167,10 @@ class Front:
         if not tensors and has_torch_function(given):
             return handle_torch_function(function, given, *positional, **keywords)
         dtype = calls.autocast_dtype(given[0]) if tensors else None
-        if dtype is not None:
+        if dtype is not None and not self.spec.torch_casts:
             arguments = self.spec.cast(arguments, dtype)
-        self.spec.validate(*arguments)
+        if dtype is None or not self.spec.torch_casts:
+            self.spec.validate(*arguments)
         backend = arguments[-1]
         if backend not in (None, "eager"):
             raise InputError(

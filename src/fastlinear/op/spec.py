@@ -76,7 +76,8 @@ class OpSpec:
         cast: (arguments, dtype) → the same under autocast.
         redirect: arguments → the result of calls that another op serves, else None.
         choices: (the forward's Problem, a forced backend, arguments) → the choice for each piece.
-        needs: arguments → which tensors autograd differentiates, where not all do.
+        pieces: the forward's Problem → the choices for the pieces, the whole step left aside.
+        torch_casts: whether autocast casts the tensors of ``reference`` itself.
     """
 
     name: str
@@ -93,6 +94,7 @@ class OpSpec:
     redirect: Callable[[Arguments], Any] = _none
     choices: Callable[[Problem, str | None, Arguments], tuple[Choice, ...]] = _choices
     pieces: Callable[[Problem], tuple[Choice, ...]] = select_pieces
+    torch_casts: bool = False
 
     def named(self, arguments: Arguments) -> dict[str, Any]:
         """The leading arguments by the names of their tensors."""

@@ -11,21 +11,22 @@ from functools import cache as once
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fastlinear.core.precision import matmul_precision
 from fastlinear.dispatch import cache
 from fastlinear.op.front import Front
-from fastlinear.op.spec import Resolved, leaves, mapped
+from fastlinear.op.spec import Arguments, Resolved, leaves, mapped
 from fastlinear.ops.common import calls, door, door_node
 
 
 class Step:
-    """The two backends of a family's step. They take the leading arguments, the options without
-    the backend, and the gradient of the result."""
+    """The two backends of a family's step. They take its inputs, then the gradient of the result."""
 
-    def __init__(self, front: Front) -> None:
-        self._front = front
+    def __init__(
+        self, front: Front, as_call: Callable[..., Arguments] = lambda *inputs: inputs
+    ) -> None:
+        """``as_call``: (inputs but for the gradient) → the call's arguments without the backend."""
+        self._front, self._as_call = front, as_call
         self._name = f"{front.spec.name}.step"
         self._plans: dict[Any, Resolved] = {}
         cache.on_change(self.forget)
@@ -74,10 +75,9 @@ class Step:
                 table.admit(*arguments, made)
         return y
 
-    @staticmethod
-    def _trained(run: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        *arguments, dy = inputs
-        call = mapped(lambda t: t.detach().requires_grad_(), tuple(arguments))
+    def _trained(self, run: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        *given, dy = inputs
+        call = mapped(lambda t: t.detach().requires_grad_(), self._as_call(*given))
         tensors = list(leaves(call))
         with torch.enable_grad():
             y = run(*call)
@@ -96,8 +96,3 @@ def step_table(name: str, on_cuda: bool) -> door.Table | None:
     if on_cuda and not (door.serves_cuda() and door_node.serves_cuda()):
         return None
     return door.table(name)
-
-
-def detached(*tensors: Tensor | None) -> list[Tensor | None]:
-    """The tensors without their graph."""
-    return [None if t is None else t.detach() for t in tensors]

@@ -17,8 +17,8 @@ from fastlinear.ops.common import door, door_node
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.diagonal_linear import cpp
-from fastlinear.ops.diagonal_linear.spec import FRONT
 from fastlinear.ops.diagonal_linear.backends import clear_of_kink
+from fastlinear.ops.diagonal_linear.spec import FRONT
 
 BACKENDS = (None, "eager", "addcmul", "cpp")
 

@@ -16,8 +16,9 @@ from fastlinear.core.errors import InputError
 from fastlinear.dispatch import backend as registry
 from fastlinear.dispatch.backend import Backend
 from fastlinear.dispatch.tune import tune
-from fastlinear.ops.gated_mlp import cpp_gemm, explain, op, reference
+from fastlinear.ops.gated_mlp import cpp_gemm, explain, reference
 from fastlinear.ops.gated_mlp.problem import problem
+from fastlinear.ops.gated_mlp.spec import FRONT
 
 
 def test_forced_backends_say_why_not() -> None:
@@ -43,15 +44,15 @@ def test_explain_names_every_backend() -> None:
 
 def test_plans_are_forgotten_when_a_tuning_is_stored() -> None:
     x, p = torch.randn(64, K), parameters(grad=False)
-    op._plans.clear()
+    FRONT.plans.clear()
     called(x, p, "silu")
-    assert len(op._plans) == 1
+    assert len(FRONT.plans) == 1
     asked = problem(
         *("forward", 64, K, H, N), dtype="float32", device="cpu", bias="yes", precision="highest"
     )
     tuned = tune(asked, rounds=5, budget_s=0.05)
     assert tuned.stored
-    assert not op._plans
+    assert not FRONT.plans
     (choice,) = explain(x, *p).choices
     assert (choice.backend.name, choice.source) == (tuned.best, "tuned")
     close(called(x, p, "silu"), by_hand(x, *p, "silu"))

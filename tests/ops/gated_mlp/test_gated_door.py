@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 import fastlinear as fl
+from fastlinear.op.front import no_table
 from fastlinear.ops.common import door, door_node
-from fastlinear.ops.gated_mlp import op
+from fastlinear.ops.gated_mlp.spec import FRONT
 
 
 def draw(rows: int) -> list[Tensor]:
@@ -22,17 +23,17 @@ def test_a_door_that_comes_later_is_taken(monkeypatch: pytest.MonkeyPatch) -> No
     if not door.wait(120):
         pytest.skip(str(door.reason_not()))
     tensors = draw(7)
-    monkeypatch.setattr(op, "_door", op._no_door)
-    op._plans.clear()
+    monkeypatch.setattr(FRONT, "table", no_table)
+    FRONT.plans.clear()
     monkeypatch.setattr(door, "table", lambda _: None)
     first = fl.gated_mlp(*tensors)
     monkeypatch.undo()
-    monkeypatch.setattr(op, "_door", op._no_door)
+    monkeypatch.setattr(FRONT, "table", no_table)
     fl.gated_mlp(*tensors)
-    assert op._door is op._no_door, "the plan is known, nothing is looked up anew"
+    assert FRONT.table is no_table, "the plan is known, nothing is looked up anew"
     door._tell()
     assert torch.equal(fl.gated_mlp(*tensors), first)
-    assert op._door is not op._no_door
+    assert FRONT.table is not no_table
 
 
 def test_training_calls_are_recorded_in_cpp() -> None:

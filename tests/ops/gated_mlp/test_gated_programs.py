@@ -286,9 +286,8 @@ def test_calls_without_gradients(order: str) -> None:
             bias = "no" if order == "interleaved" else "yes"
             given: Any = draw(shape, order, bias, (False,) * 7, down=down)
             x, weights, biases = given[0], Weights(*given[1:4]), Biases(*given[4:])
-            kind = programs.Inference(backend, "silu", order)
             table.clear()
-            plan = programs.made(kind, x, weights, biases, fails)
+            plan = programs.inference(backend, "silu", order, fails, x, weights, biases)
             assert table.admit(x, weights[:], biases[:], "a", plan)
             run = formula_of(backend, order).run
             expected = run(x.reshape(-1, 16), weights, biases, "silu", order, False)[0]

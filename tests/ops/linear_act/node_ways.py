@@ -12,8 +12,8 @@ from fastlinear.ops.common import door, door_node
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import backends, onednn, programs, reference
 from fastlinear.ops.linear_act.autograd import Formula, LinearAct, backward_from
-from fastlinear.ops.linear_act.plans import Training
 from fastlinear.ops.linear_act.problem import problem
+from fastlinear.ops.linear_act.programs import Training
 
 Given = tuple[Tensor, Tensor, Tensor | None]
 ONEDNN = onednn.reason_not(problem("forward", 1, 1, 1, dtype="float32", device="cpu")) is None

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import fastlinear as fl
 from fastlinear.ops.common import door
-from fastlinear.ops.linear_act import inference_op, op, reference
+from fastlinear.ops.linear_act import reference
+from fastlinear.ops.linear_act.spec import FRONT
 
 OP = torch.ops.fastlinear.linear_act_inference.default
 
@@ -67,13 +68,13 @@ def test_a_compiled_graph_hands_on_the_parameter_itself(
 ) -> None:
     weight = nn.Parameter(torch.randn(16, 24) if turned else torch.randn(24, 16))
     seen: list[Any] = []
-    real = inference_op.run
+    real = FRONT.run
 
     def spy(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
         seen.append(weight if weight._base is None else weight._base)
         return real(x, weight, *rest)
 
-    monkeypatch.setattr(inference_op, "run", spy)
+    monkeypatch.setattr(FRONT, "run", spy)
 
     @torch.compile(fullgraph=True)
     def run(x: Tensor, weight: Tensor) -> Tensor:
@@ -94,13 +95,13 @@ def test_repeated_calls_find_their_plan_in_the_door(monkeypatch: pytest.MonkeyPa
     if not door.wait(60):
         pytest.skip(str(door.reason_not()))
     looked_up: list[str] = []
-    real = op._looked_up
+    real = FRONT.looked_up
 
     def counted(*args: Any) -> Tensor:
         looked_up.append(args[3])
         return real(*args)
 
-    monkeypatch.setattr(op, "_looked_up", counted)
+    monkeypatch.setattr(FRONT, "looked_up", counted)
     x, w, b = given(False, True, False)
     with torch.no_grad():
         for _ in range(4):

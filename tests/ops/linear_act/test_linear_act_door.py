@@ -19,8 +19,9 @@ from fastlinear.dispatch import cache
 from fastlinear.dispatch.backend import family
 from fastlinear.ops.common import door, door_node
 from fastlinear.ops.common.activations import NAMES
-from fastlinear.ops.linear_act import launches, onednn, op, programs, reference
+from fastlinear.ops.linear_act import launches, onednn, programs, reference
 from fastlinear.ops.linear_act.problem import problem
+from fastlinear.ops.linear_act.spec import FRONT
 
 needs_door = pytest.mark.skipif(door.reason_not() is not None, reason="no compiled door here")
 pytestmark = needs_door
@@ -48,7 +49,7 @@ def given(m: int = 5, k: int = 16, n: int = 8, **kind: Any) -> Given:
 
 def only_door(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on a call that the door does not serve fails."""
-    monkeypatch.setattr(op, "_looked_up", None)
+    monkeypatch.setattr(FRONT, "looked_up", None)
 
 
 @pytest.mark.parametrize(("activation", "backend"), KINDS)
@@ -79,7 +80,7 @@ def test_gradients_through_the_door(
 
         before = gradients()
         with monkeypatch.context() as patch:
-            patch.setattr(op, "_looked_up", None)
+            patch.setattr(FRONT, "looked_up", None)
             after = gradients()
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
@@ -143,7 +144,7 @@ def test_the_door_learns_what_the_lookup_does_not_tell_apart(
     with torch.inference_mode():
         fl.linear_act(x, w, b, activation="relu")
     fl.linear_act(x, w, sparse_bias, activation="relu")
-    assert len(op._plans) == 1
+    assert len(FRONT.plans) == 2
     only_door(monkeypatch)
     with torch.inference_mode():
         assert fl.linear_act(x, w, b, activation="relu").is_inference()
@@ -159,7 +160,7 @@ def test_autocast_has_plans_by_its_dtype(
         with torch.autocast("cpu", dtype=dtype):
             before = fl.linear_act(x, w, b, activation="silu")
             with monkeypatch.context() as patch:
-                patch.setattr(op, "_looked_up", None)
+                patch.setattr(FRONT, "looked_up", None)
                 after = fl.linear_act(x, w, b, activation="silu")
         assert before.dtype is after.dtype is dtype
         assert torch.equal(before, after)
@@ -208,8 +209,8 @@ def test_tuning_times_what_callers_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = fam.make_inputs(p, torch.device("cpu"), 0)
     before = way(*inputs)
     only_door(monkeypatch)
-    assert torch.equal(way(*inputs)[0], before[0])
-    assert torch.equal(before[0], kernel.load()(*inputs)[0])
+    assert torch.equal(way(*inputs), before)
+    assert torch.equal(before, kernel.load()(*inputs)[0])
     for other in (replace(p, needs_grad=True), replace(p, captured=True), p.with_piece("step")):
         assert fam.timed(kernel, other) is None
 
@@ -234,7 +235,7 @@ def boom(*_: Any) -> Tensor:
 def launched(table: door.Table, call: tuple[Any, ...]) -> None:
     """Replace the plan of a call that ran before by its launch, whose fallback raises."""
     backend = call[4]
-    plan = launches.in_door(backend, *call[:4], boom)
+    plan = programs.inference(backend, call[3], boom, *call[:3])
     assert plan is not None
     assert table.admit(*call, plan)
 
@@ -290,8 +291,8 @@ def test_slices_and_their_sum_from_cpp(bias: bool, activation: str, table: door.
     x, w, b = given(64, 1024, 1024, device="cuda", dtype=torch.float32)
     call = (x, w, b if bias else None, activation, "triton")
     before = fl.linear_act(*call[:3], activation=activation, backend="triton")
-    assert launches.in_door("triton", *call[:4], boom) is None
-    plan = programs.inference("triton", *call[:4], boom)
+    assert launches.forward("triton", *call[:4], False) is None
+    plan = programs.inference("triton", call[3], boom, *call[:3])
     assert plan is not None
     assert table.admit(*call, plan)
     assert torch.equal(table.call(*call), before)
@@ -357,7 +358,7 @@ def test_a_launch_follows_a_hook_of_triton_and_threads(table: door.Table) -> Non
     def plain(*c: Any) -> Tensor:
         return fl.linear_act(*c, activation="relu", backend="triton")
 
-    table.admit(*call, launches.in_door("triton", *call[:4], plain))
+    table.admit(*call, programs.inference("triton", call[3], plain, *call[:3]))
     thread = threading.Thread(
         target=lambda: found.append(fl.linear_act(x, w, b, activation="relu", backend="triton"))
     )

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastlinear.ops.linear_act import reference
 from fastlinear.ops.linear_act.autograd import Formula
-from fastlinear.ops.linear_act.plans import Training
+from fastlinear.ops.linear_act.programs import Training
 
 pytestmark = needs_nodes
 

@@ -15,10 +15,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fastlinear as fl
 from fastlinear.core.errors import InputError, UnsupportedError
+from fastlinear.op import front
 from fastlinear.ops.common import cpp_build
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
-from fastlinear.ops.linear_act import onednn, op, reference
+from fastlinear.ops.linear_act import onednn, reference
 from fastlinear.ops.linear_act.problem import PIECES, problem
+from fastlinear.ops.linear_act.spec import FRONT
 
 ONEDNN = onednn.reason_not(problem("forward", 1, 1, 1, dtype="float32", device="cpu")) is None
 FORCED = [
@@ -252,7 +254,7 @@ def test_a_trace_may_be_the_first_call_of_its_kind() -> None:
     def call(x: Tensor) -> Tensor:
         return fl.linear_act(x, w, activation="gelu")
 
-    op._forget()
+    FRONT.forget()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.jit is deprecated
         traced = torch.jit.trace(call, (x,))
@@ -277,7 +279,7 @@ def test_many_threads() -> None:
                 y = fl.linear_act(x[:rows], w, b, activation="gelu", backend=backend)
                 close(y, expected[:rows])
                 if j % 20 == 0:
-                    op._plans.clear()
+                    FRONT.plans.clear()
         except BaseException as error:  # noqa: BLE001  (handed to the main thread)
             wrong.append(error)
 
@@ -290,12 +292,12 @@ def test_many_threads() -> None:
 
 
 def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert op._MAX_PLANS == 4096
-    monkeypatch.setattr(op, "_MAX_PLANS", 16)
+    assert front.MAX_PLANS == 4096
+    monkeypatch.setattr(front, "MAX_PLANS", 16)
     w = torch.randn(3, 2)
     for m in range(1, 60):
         fl.linear_act(torch.randn(m, 2), w, activation="relu")
-        assert len(op._plans) <= 16
+        assert len(FRONT.plans) <= 16
 
 
 def test_nothing_is_kept_alive() -> None:
@@ -419,13 +421,13 @@ def test_every_fact_of_a_call_has_its_own_plan() -> None:
     for count, call in enumerate(calls, 1):
         call()
         call()
-        assert len(op._plans) == count
+        assert len(FRONT.plans) == count
     torch.set_float32_matmul_precision("high")
     fl.linear_act(x, w, b)
-    assert len(op._plans) == len(calls) + 1
+    assert len(FRONT.plans) == len(calls) + 1
     with torch.autocast("cpu", torch.bfloat16):
         fl.linear_act(x, w, b)
-    assert len(op._plans) == len(calls) + 2
+    assert len(FRONT.plans) == len(calls) + 2
 
 
 def test_backends_are_given_what_they_may_rely_on(monkeypatch: pytest.MonkeyPatch) -> None:

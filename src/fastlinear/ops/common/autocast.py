@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 _MAX_EMPTY = 1024
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _empty: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
 # absent from a torch that does not say whether hooks would see the saved operand
 _saved_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
@@ -34,6 +35,8 @@ def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
         return t
     if (
         t.dtype is torch.float32
+        and type(t) in _PLAIN
+        and not torch._C._are_functorch_transforms_active()
         and not torch.compiler.is_compiling()
         and t.requires_grad
         and t.is_leaf

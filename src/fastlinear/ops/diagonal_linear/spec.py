@@ -17,12 +17,12 @@ from torch import Tensor
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.select import Choice
 from fastlinear.op.front import Front, choices
-from fastlinear.op.spec import Arguments, OpSpec, Plan, Resolved, mapped
+from fastlinear.op.spec import Arguments, OpSpec, Plan, Resolved
 from fastlinear.op.step import Step
 from fastlinear.op.timing import Timed
 from fastlinear.ops.common import calls
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.diagonal_linear import backends, programs, reference
+from fastlinear.ops.diagonal_linear import programs, reference
 from fastlinear.ops.diagonal_linear.autograd import Formula, applied
 from fastlinear.ops.diagonal_linear.problem import NAME, STEP, problem_of
 from fastlinear.ops.diagonal_linear.validation import validate, validate_out

@@ -227,7 +227,7 @@ def _whatever_activation(p: Problem) -> Problem:
     return replace(p, options=options)
 
 
-_STEP_EAGER = Backend(NAME, STEP, "eager", f"{_HERE}.step:eager", _always)
+_STEP_EAGER = Backend(NAME, STEP, "eager", f"{_HERE}.spec:eager", _always)
 FAMILY = register_family(
     Family(
         name=NAME,
@@ -235,11 +235,10 @@ FAMILY = register_family(
         backends=(
             _STEP_EAGER,
             Backend(
-                *(NAME, STEP, "pieces", f"{_HERE}.step:pieces", _reason_not_pieces),
+                *(NAME, STEP, "pieces", f"{_HERE}.spec:pieces", _reason_not_pieces),
                 (
                     "autograd.py",
                     "kept.py",
-                    "plans.py",
                     "programs.py",
                     "launches.py",
                     *(f"../common/door_{name}.h" for name in ("node", "program")),

@@ -7,7 +7,6 @@ and ops of PyTorch; others, and what would be copied first, run in Python inside
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,7 +37,8 @@ from fastlinear.ops.gated_mlp.stacking import (
 from fastlinear.ops.linear_act.programs import Operand, forward_steps, matrix, viewable
 
 NAME = "GatedMLPBackward"
-_BACKENDS = frozenset({"cuda", "elementwise"})
+BACKENDS = frozenset({"cuda", "elementwise"})
+"""Backends that are launches and PyTorch's ops."""
 _GIVEN = 7  # x, three weights, three biases
 _KEPT = 2  # the two pre-activations, or their stack and nothing
 _DY, _X, _WEIGHTS, _BIASES, _PRE = 0, 1, 2, 5, 8  # a backward's; a forward's begin with x
@@ -49,39 +49,30 @@ Through = tuple[Numbers, int | None, tuple[int | None, int | None, int | None]]
 """dpre, h or None, and the gradients of the gate's (or the stack's), the up and the down bias."""
 
 
-@dataclass(frozen=True, slots=True)
-class Inference:
-    """Calls without gradients by a backend that is launches and PyTorch's ops."""
-
-    backend: str
-    activation: str
-    order: str
-
-    BACKENDS = _BACKENDS
-
-
-def made(
-    kind: Formula | Inference,
-    x: Tensor,
-    weights: Weights,
-    biases: Biases,
+def inference(
+    backend: str,
+    activation: str,
+    order: str,
     plan: Callable[..., Tensor],
+    x: Tensor,
+    weights: tuple[Any, Any, Any],
+    biases: tuple[Any, Any, Any],
 ) -> Any:
-    """The door's plan for calls of a kind, which must have run before; None where only ``plan``
-    serves them."""
-    if isinstance(kind, Formula):
-        return node(kind, x, weights, biases)
+    """The table's plan for calls without gradients, which have run; None where only ``plan`` serves
+    them. ``backend`` is one of ``BACKENDS``."""
     if not door_node.begun():
         return None
-    names = kind.backend, kind.activation, kind.order
-    found = _forward(*names, False, x, weights, biases)
+    held = Weights(*weights), Biases(*biases)
+    found = _forward(backend, activation, order, False, x, *held)
     if found is None:
         return None
     program, y, _ = found
     return door_node.program(program.spec(y), (x, *weights, *biases), plan)
 
 
-def node(formula: Formula, x: Tensor, weights: Weights, biases: Biases) -> Any:
+def node(
+    formula: Formula, x: Tensor, weights: tuple[Any, Any, Any], biases: tuple[Any, Any, Any]
+) -> Any:
     """The formula as the compiled door records it, for such tensors; None while there is no library
     of nodes. They must have run before."""
     tensors = x, *weights, *biases
@@ -108,7 +99,7 @@ def node(formula: Formula, x: Tensor, weights: Weights, biases: Biases) -> Any:
         formula.gradients,
         programmer,
         None if found is None else found[0].spec(found[1], *found[2]),
-        (kept, kept if weights.up is not None else door_node.NOTHING),
+        (kept, kept if weights[1] is not None else door_node.NOTHING),
         # all are read where any are: second derivatives start from them
         (readers_of_x(formula.save_pre), *(READERS,) * (len(tensors) - 1)),
         (READERS,) * _KEPT,
@@ -418,7 +409,7 @@ def _through_gate(
 
 
 def _served(backend: str, x: Tensor) -> bool:
-    if backend not in _BACKENDS or (backend == "elementwise" and products_for(x) is not PYTORCH):
+    if backend not in BACKENDS or (backend == "elementwise" and products_for(x) is not PYTORCH):
         return False
     return viewable(x) and (not x.is_cuda or door_node.serves_cuda())
 

@@ -14,12 +14,14 @@ from torch import Tensor
 
 from fastlinear.core.precision import matmul_precision
 from fastlinear.dispatch import cache
+from fastlinear.op.front import choices
 from fastlinear.ops._register import register_op
 from fastlinear.ops.common.calls import is_captured
 from fastlinear.ops.gated_mlp import reference
 from fastlinear.ops.gated_mlp.autograd import as_rows, run_backward
 from fastlinear.ops.gated_mlp.kept import reads_kept
-from fastlinear.ops.gated_mlp.selection import backward_choice, choices, problem_of
+from fastlinear.ops.gated_mlp.selection import backward_choice, problem_of
+from fastlinear.ops.gated_mlp.spec import NAME, SPEC
 from fastlinear.ops.gated_mlp.stacking import Biases, Weights, out_features
 
 _MAX_RESOLVED = 4096
@@ -68,9 +70,8 @@ def _forward(
     def make() -> Callable[..., Any]:
         if _is_empty(x, weights):
             return reference.forward
-        level, named = int(recompute), backend or None
-        chosen = choices(rows, weights, biases, activation, order, level, named, needs_grad)
-        return chosen[0].backend.load()
+        call = rows, weights, biases, NAME, activation, order, str(int(recompute)), backend or None
+        return choices(SPEC, call, needs_grad)[0].backend.load()
 
     key = _key(rows, weights, biases, activation, order, recompute, needs_grad, backend)
     save = needs_grad and not recompute
@@ -127,9 +128,8 @@ def _backward(
         p = problem_of(rows, weights, biases, activation, order, level, True)
         if backend:
             return backward_choice(p.with_piece("backward"), backend).backend.load()
-        return choices(rows, weights, biases, activation, order, level, None, True)[
-            1
-        ].backend.load()
+        call = rows, weights, biases, NAME, activation, order, str(level), None
+        return choices(SPEC, call, True)[1].backend.load()
 
     key = ("backward", *_key(rows, weights, biases, activation, order, level, backend))
     run = _resolve(key, make)

@@ -26,7 +26,6 @@ def validate(
     biases: tuple[Any, Any, Any],
     activation: str,
     order: str,
-    recompute: int | None,
     backend: str | None,
 ) -> None:
     """Raise InputError unless the arguments fit each other.
@@ -43,12 +42,6 @@ def validate(
             f"stacked in {', '.join(map(repr, STACKED))} or None",
             repr(order),
             "It says how gate and up lie in gate_weight; leave it out where they are two tensors.",
-        )
-    if recompute is not None and (type(recompute) is not int or recompute not in (0, 1)):
-        check.fail(
-            "recompute to be 0, 1 or None",
-            repr(recompute),
-            "0 keeps the pre-activations for the backward, 1 keeps x alone.",
         )
     if backend is not None and not isinstance(backend, str):
         check.fail(

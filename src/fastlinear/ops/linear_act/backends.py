@@ -75,7 +75,6 @@ PIECES_SOURCES = (
     *(
         "autograd.py",
         "op.py",
-        "plans.py",
         "programs.py",
         "onednn.py",
         "cpp.py",
@@ -241,7 +240,7 @@ def _reference(p: Problem, inputs: tuple[Any, ...]) -> Any:
     return getattr(reference, p.piece)(*inputs)
 
 
-_STEP_EAGER = Backend(NAME, STEP, "eager", f"{_HERE}.step:eager", _always)
+_STEP_EAGER = Backend(NAME, STEP, "eager", f"{_HERE}.spec:eager", _always)
 
 
 def _whatever_bias(p: Problem) -> Problem:
@@ -273,13 +272,13 @@ FAMILY = register_family(
             ),
             _STEP_EAGER,
             Backend(
-                NAME, STEP, "pieces", f"{_HERE}.step:pieces", _reason_not_pieces, PIECES_SOURCES
+                NAME, STEP, "pieces", f"{_HERE}.spec:pieces", _reason_not_pieces, PIECES_SOURCES
             ),
             Backend(
                 NAME,
                 WHOLE_BACKWARD,
                 "pieces",
-                f"{_HERE}.step:backward",
+                f"{_HERE}.spec:backward",
                 _reason_not_pieces,
                 PIECES_SOURCES,
             ),
@@ -353,7 +352,7 @@ FAMILY = register_family(
         cost=order.cost,
         akin=(_whatever_bias, _whatever_activation),
         cold=True,
-        timed=deferred(f"{_HERE}.caller:timed"),
+        timed=deferred(f"{_HERE}.spec:timed"),
         removed={
             "onednn_packed": "Backend 'onednn' takes the weight where it lies.",
             "mkl_packed": "PyTorch's own product, backend 'eager', is MKL's.",

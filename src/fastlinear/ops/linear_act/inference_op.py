@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastlinear.ops._register import register_eager_op
-from fastlinear.ops.linear_act.op import run
+from fastlinear.ops.linear_act.spec import FRONT
 
 
 def _run(
@@ -21,7 +21,7 @@ def _run(
 ) -> Tensor:
     """x (..., K), weight (N, K) or, ``turned``, (K, N), bias (N,) → (..., N), dense."""
     forced = intern(backend) if backend else None
-    y = run(x, weight.t() if turned else weight, bias, intern(activation), forced)
+    y: Tensor = FRONT.run(x, weight.t() if turned else weight, bias, intern(activation), forced)
     return y.contiguous()
 
 

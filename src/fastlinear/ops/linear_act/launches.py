@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -13,22 +12,6 @@ from fastlinear.ops.linear_act.cuda_config import config_for
 
 PRE = -2
 """Stands for the pre-activation among the tensors of a call, as ``Y`` for the result."""
-
-
-def in_door(
-    backend: str,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    fallback: Callable[..., Tensor],
-) -> Any:
-    """The door's tuple for the forward of such CUDA tensors, or None where one launch is not all.
-
-    It must have run on them before. ``fallback`` serves calls of otherwise aligned addresses.
-    """
-    launch = forward(backend, x, weight, bias, activation, False)
-    return None if launch is None else launch.plan(fallback, weight.shape[0])
 
 
 def forward(

@@ -16,11 +16,28 @@ from fastlinear.ops.common import cpp_build, cpp_elementwise, cpp_gemm, door_nod
 from fastlinear.ops.common.door_launch import DoorLaunch, Y
 from fastlinear.ops.common.door_program import Program, memory
 from fastlinear.ops.linear_act import launches, onednn
-from fastlinear.ops.linear_act.plans import Training
+from fastlinear.ops.linear_act.autograd import Formula
 
 Needs = tuple[bool, bool, bool]
 NAME = "LinearActBackward"
 _DX, _DW = 1, 2  # gradients as bits: x is read for dW, the weight for dx
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """The formula of training calls, and the names of the backends in it.
+
+    Attributes:
+        formula: what both ways through Python and C++ run.
+        forward: the forward's backend.
+        backward: piece → its backend; one entry where one backend computes all of it.
+    """
+
+    formula: Formula
+    forward: str
+    backward: dict[str, str]
+
+
 _KEPT = {"none": (), "output": (door_node.OUTPUT,), "pre": (door_node.HIDDEN,)}
 
 
@@ -48,11 +65,9 @@ def matrix(program: Program, number: int, tensor: Tensor) -> Operand:
 
 
 def node(training: Training, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-    """The door's plan for such calls, or None while there is no library of nodes.
-
-    They must have run before. bias is contiguous.
-    """
-    if not door_node.begun():
+    """The table's plan for such calls, which have run. None while there is no library of nodes, or
+    where the bias is not dense."""
+    if not (_dense(bias) and door_node.begun()):
         return None
     formula = training.formula
 
@@ -79,16 +94,31 @@ def node(training: Training, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
 
 def inference(
     backend: str,
+    activation: str,
+    plan: Callable[..., Tensor],
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+) -> Any:
+    """The table's plan for calls on a GPU without gradients, which have run: one launch, or a
+    program of several. None where neither is all of it. ``plan`` serves what these cannot."""
+    if not x.is_cuda or not _dense(bias):
+        return None
+    launch = launches.forward(backend, x, weight, bias, activation, False)
+    if launch is not None:
+        return launch.plan(plan, weight.shape[0])
+    return program(backend, activation, plan, x, weight, bias)
+
+
+def program(
+    backend: str,
     activation: str,
     plan: Callable[..., Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
 ) -> Any:
-    """The door's plan for calls without gradients that are several launches, or None.
-
-    They must have run before; bias is contiguous. ``plan`` serves what the program cannot.
-    """
+    """The table's plan for the same calls where they are several launches, or None."""
     if not door_node.begun() or not viewable(x) or (x.is_cuda and not door_node.serves_cuda()):
         return None
     p = Program(3)
@@ -350,6 +380,10 @@ def _gemm_in_cpp(p: Program, a: Operand, b: Operand) -> int | None:
     given = memory(a.number), left[0], left[1], memory(b.number), right[0], right[1], memory(c)
     p.call(cpp_gemm.address(), *given, n, m, n, k)
     return c
+
+
+def _dense(bias: Tensor | None) -> bool:
+    return bias is None or bias.is_contiguous()
 
 
 def viewable(x: Tensor) -> bool:

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from fastlinear.core.precision import float32_precision
 from fastlinear.dispatch import cache
+from fastlinear.op.front import choices
 from fastlinear.ops._register import register_op
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.calls import is_captured
 from fastlinear.ops.linear_act import reference
 from fastlinear.ops.linear_act.autograd import backward_from, backward_of, run_backward
-from fastlinear.ops.linear_act.selection import choices
+from fastlinear.ops.linear_act.spec import SPEC
 
 _MAX_RESOLVED = 4096
 _forwards: dict[Any, Callable[..., Any]] = {}
@@ -52,7 +53,7 @@ def _forward(
     run = _forwards.get(key)
     if run is None:
         named = backend or None  # one that cannot serve is refused of empty tensors too
-        chosen = choices(x, weight, bias, activation, named, needs_grad, is_captured(x))
+        chosen = choices(SPEC, (x, weight, bias, activation, named), needs_grad)
         empty = x.numel() == 0 or weight.numel() == 0
         run = reference.forward if empty else chosen[0].backend.load()
         if len(_forwards) >= _MAX_RESOLVED:
@@ -94,7 +95,7 @@ def _backward(
             run = backward_from(reference.grad_pre, reference.grad_input, reference.grad_weight)
         else:
             bias = weight.new_empty(weight.shape[0]) if has_bias else None
-            run = backward_of(choices(x, weight, bias, activation, None, True, is_captured(x)))
+            run = backward_of(choices(SPEC, (x, weight, bias, activation, None), True))
         if len(_backwards) >= _MAX_RESOLVED:
             _backwards.clear()
         _backwards[key] = run

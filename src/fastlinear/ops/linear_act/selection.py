@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from fastlinear.core.precision import DTYPE_NAMES, matmul_precision
@@ -16,24 +14,8 @@ from fastlinear.ops.linear_act import problem as posed
 from fastlinear.ops.linear_act.triton_config import whole_backward_may_pay
 
 
-def choices(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    backend: str | None,
-    needs_grad: bool,
-    captured: bool = False,
-) -> tuple[Choice, ...]:
-    """The selection for the forward and, with ``needs_grad``, for each piece of the backward."""
-    # Facts of a device are read from the current one.
-    with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
-        p = problem_of(x, weight, bias, activation, needs_grad, captured)
-        return choices_of(p, backend)
-
-
 def choices_of(p: Problem, backend: str | None = None) -> tuple[Choice, ...]:
-    """The same for a forward Problem instead of tensors.
+    """The selection for the forward and, where it needs gradients, for each piece of the backward.
 
     A training call without a forced backend asks first whether the whole step is fastest by
     PyTorch's own autograd; then all its pieces are. That choice comes last in the result, unless

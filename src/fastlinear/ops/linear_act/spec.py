@@ -1,0 +1,193 @@
+"""The ``OpSpec`` of linear_act, and its front end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastlinear.core.problem import Problem
+from fastlinear.dispatch import cache
+from fastlinear.dispatch.select import Choice, select
+from fastlinear.op.front import Front, choices
+from fastlinear.op.spec import Arguments, OpSpec, Plan, Resolved
+from fastlinear.op.step import Step
+from fastlinear.op.timing import Timed
+from fastlinear.ops.common import calls, door, door_node
+from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.linear_act import programs, reference, selection
+from fastlinear.ops.linear_act.autograd import (
+    Backward,
+    Formula,
+    applied,
+    backward_from,
+    backward_of,
+)
+from fastlinear.ops.linear_act.problem import BACKWARD_PIECES, NAME, STEP
+from fastlinear.ops.linear_act.validation import validate
+
+_linear = torch.nn.functional.linear
+# The functions behind torch.nn.functional, without the Python around them.
+_ACTS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...] | None, Any]] = {
+    "relu": (torch.relu, None, None),
+    "silu": (torch._C._nn.silu, None, None),
+    "gelu": (torch._C._nn.gelu, None, None),
+    "gelu_tanh": (torch._C._nn.gelu, ("approximate",), "tanh"),
+    "leaky_relu": (torch._C._nn.leaky_relu, None, None),
+}
+
+
+def _reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, _: Any = None
+) -> Tensor:
+    return reference.linear_act(x, weight, bias, activation)
+
+
+def _problem(arguments: Arguments, grad: bool) -> Problem:
+    x, weight, bias, activation, _ = arguments
+    return selection.problem_of(x, weight, bias, activation, grad, calls.is_captured(x))
+
+
+def _choices(p: Problem, backend: str | None, _: Arguments) -> tuple[Choice, ...]:
+    return selection.choices_of(p, backend)
+
+
+def _resolve(arguments: Arguments, grad: bool, autocast: bool) -> Resolved:
+    x, weight, _, activation, backend = arguments
+    if x.device.type not in ("cpu", "cuda"):
+        return Resolved(_own(activation))
+    chosen = choices(SPEC, arguments, grad)
+    names = {c.backend.name for c in chosen if c.problem.piece != STEP}
+    captured = calls.is_captured(x)
+    empty = x.numel() == 0 or weight.numel() == 0
+    # A cast weight is a new tensor at every call, so a packed copy of it would be as well.
+    repacked = autocast and any(name.endswith("_packed") for name in names)
+    if empty or (repacked and backend is None) or names == {"eager"}:
+        step = any(c.problem.piece == STEP and c.backend.name == "pieces" for c in chosen)
+        plain = grad and step and not (empty or captured or autocast)
+        # PyTorch's nodes cost less than one in Python, and more than one in C++
+        if not (plain and door.table(NAME) is not None and door_node.begun()):
+            return Resolved(_own(activation), _own_in_table(activation))
+    if grad:
+        return _train(arguments, chosen)
+    plan = _inference(chosen[0].backend.load(), activation)
+    if captured:
+        return Resolved(plan, plan)
+    return Resolved(plan, plan, partial(programs.inference, names.pop(), activation, plan))
+
+
+def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:
+    x, _, _, activation, _ = arguments
+    run = chosen[0].backend.load()
+    formula = Formula(activation, activation_of(activation).saved, run, backward_of(chosen))
+    plan = _training(formula)
+    if calls.is_captured(x):
+        return Resolved(plan, plan)
+    names = {c.problem.piece: c.backend.name for c in chosen[1:] if c.problem.piece != STEP}
+    training = programs.Training(formula, chosen[0].backend.name, names)
+    return Resolved(plan, plan, partial(programs.node, training))
+
+
+def _own(activation: str) -> Plan:
+    """PyTorch's own ops."""
+    if activation == "none":
+        return _linear
+    value = torch.relu if activation == "relu" else activation_of(activation).value
+    return lambda x, weight, bias: value(_linear(x, weight, bias))
+
+
+def _own_in_table(activation: str) -> Any:
+    if activation == "none":
+        return _linear
+    act, names, value = _ACTS.get(activation, (activation_of(activation).value, None, None))
+    return ("layer", _linear, act, names, value)
+
+
+def _inference(run: Callable[..., Any], activation: str) -> Plan:
+    def plan(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        bias = None if bias is None else bias.contiguous()
+        if x.dim() == 2:
+            y: Tensor = run(x, weight, bias, activation, False)[0]
+            return y
+        y = run(x.reshape(-1, x.shape[-1]), weight, bias, activation, False)[0]
+        return calls.as_result(y, (*x.shape[:-1], weight.shape[0]))
+
+    return plan
+
+
+def _training(formula: Formula) -> Plan:
+    apply = applied(formula)
+
+    def plan(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return apply(x, weight, None if bias is None else bias.contiguous())
+
+    return plan
+
+
+def _compiled(arguments: Arguments, grad: bool) -> Tensor:
+    x, weight, bias, activation, backend = arguments
+    ops = torch.ops.fastlinear
+    y: Tensor
+    if grad:
+        y = ops.linear_act(x, weight, bias, activation, grad, backend or "")[0]
+        return y
+    turned = calls.lies_turned(weight)
+    weight = weight.t() if turned else weight
+    y = ops.linear_act_inference(x, weight, bias, turned, activation, backend or "")
+    return y
+
+
+def _public(arguments: Arguments) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    from fastlinear.ops.linear_act.op import linear_act
+
+    return linear_act, arguments[:3], {"activation": arguments[3], "backend": arguments[4]}
+
+
+SPEC = OpSpec(
+    name=NAME,
+    operands=("x", "weight", "bias"),
+    validate=validate,
+    reference=_reference,
+    resolve=_resolve,
+    problem=_problem,
+    train=_train,
+    compiled=_compiled,
+    public=_public,
+    choices=_choices,
+    pieces=selection.select_pieces,
+    torch_casts=True,
+)
+FRONT = Front(SPEC)
+STEPS = Step(FRONT)
+eager, pieces = STEPS.eager, STEPS.pieces
+timed = Timed(FRONT, lambda inputs, backend: (*inputs[:4], backend))
+
+# --------------------------------------------------------------------------------------------
+# The whole backward as made of its pieces
+
+_backwards: dict[Any, Backward] = {}
+cache.on_change(_backwards.clear)
+
+
+def backward(
+    dy: Tensor,
+    saved: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    activation: str,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dx, dW, db) by the backends chosen for the pieces of the backward, one after the other."""
+    captured = calls.is_captured(x)
+    layouts = (x.shape, weight.shape, x.dtype, x.device, x.stride(), weight.stride())
+    key = (*layouts, activation, captured, needs[2])
+    run = _backwards.get(key)
+    if run is None:
+        bias = weight.new_empty(weight.shape[0]) if needs[2] else None
+        p = selection.problem_of(x, weight, bias, activation, True, captured)
+        chosen = (select(p.with_piece(piece)) for piece in BACKWARD_PIECES)
+        run = _backwards[key] = backward_from(*(c.backend.load() for c in chosen))
+    return run(dy, saved, x, weight, activation, needs)
