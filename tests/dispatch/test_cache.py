@@ -25,8 +25,8 @@ from fastlinear.core.problem import Problem
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.backend import Backend, family
 from fastlinear.dispatch.select import select
-from fastlinear.ops.linear_act.spec import FRONT
 from fastlinear.ops.linear_act.problem import problem
+from fastlinear.ops.linear_act.spec import FRONT
 
 WRITER = """
     import sys

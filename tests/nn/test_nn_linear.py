@@ -15,8 +15,8 @@ from torch.nn.utils import prune
 import fastlinear as fl
 from fastlinear.core.errors import InputError
 from fastlinear.core.timing import interleave
-from fastlinear.ops.common import door
 from fastlinear.op.front import no_table
+from fastlinear.ops.common import door
 from fastlinear.ops.linear_act.spec import FRONT
 
 

@@ -31,10 +31,10 @@ from fastlinear.bench.pseudo_work import (
 )
 from fastlinear.bench.work import Unit
 from fastlinear.dispatch.backend import Backend, family
+from fastlinear.dispatch.steps import choices_of, tuning_order
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.diagonal_linear import backends
 from fastlinear.ops.diagonal_linear.op import diagonal_linear
-from fastlinear.dispatch.steps import choices_of, tuning_order
 
 __all__ = ["chosen", "make_work", "peers", "problem_of", "tune"]
 

@@ -21,9 +21,9 @@ from typing import Any
 from fastlinear.bench.pseudo_machine import LINEAR, OURS, Machine, measured
 from fastlinear.bench.pseudo_work import DiagonalWork
 from fastlinear.core.precision import FLOAT_DTYPES
+from fastlinear.dispatch.steps import choices_of
 from fastlinear.ops.diagonal_linear.backends import problem
 from fastlinear.ops.diagonal_linear.problem import STEP
-from fastlinear.dispatch.steps import choices_of
 
 _MANY_SETS = 64
 _LEAST_US = 0.05  # that is told

@@ -114,9 +114,6 @@ class Front:
         found = self.spec.resolve(arguments, grad, autocast is not None)
         if len(self.plans) >= MAX_PLANS:
             self.forget()
-        table = door.table(self.spec.name)
-        if table is not None:
-            self.table = table.call
         if autocast is None and not negative:
             return found
         prepared = self._prepared(found, arguments[3:], autocast)
@@ -142,13 +139,12 @@ class Front:
 
         The table's facts tell more calls apart than a key here does.
         """
-        if self.table is no_table:
-            return
-        x = next(t for t in leaves(arguments) if t is not None)
-        if x.is_cuda and not door.serves_cuda():
-            return
         table = door.table(self.spec.name)
-        if table is None or not table.wants(*arguments):
+        if table is None:
+            return
+        self.table = table.call
+        x = next(t for t in leaves(arguments) if t is not None)
+        if (x.is_cuda and not door.serves_cuda()) or not table.wants(*arguments):
             return
         made = None if found.record is None else found.record(*arguments[:3])
         table.admit(*arguments, made or found.in_table)

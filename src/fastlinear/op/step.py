@@ -11,6 +11,7 @@ from functools import cache as once
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fastlinear.core.precision import matmul_precision
 from fastlinear.dispatch import cache
@@ -18,14 +19,18 @@ from fastlinear.op.front import Front
 from fastlinear.op.spec import Arguments, Resolved, leaves, mapped
 from fastlinear.ops.common import calls, door, door_node
 
+AsCall = Callable[[tuple[Any, ...]], tuple[Arguments, Tensor]]
+"""Inputs of the piece → (the call's arguments without the backend, the gradient of its result)."""
+
+
+def _as_given(inputs: tuple[Any, ...]) -> tuple[Arguments, Tensor]:
+    return inputs[:-1], inputs[-1]
+
 
 class Step:
-    """The two backends of a family's step. They take its inputs, then the gradient of the result."""
+    """The two backends of a family's step."""
 
-    def __init__(
-        self, front: Front, as_call: Callable[..., Arguments] = lambda *inputs: inputs
-    ) -> None:
-        """``as_call``: (inputs but for the gradient) → the call's arguments without the backend."""
+    def __init__(self, front: Front, as_call: AsCall = _as_given) -> None:
         self._front, self._as_call = front, as_call
         self._name = f"{front.spec.name}.step"
         self._plans: dict[Any, Resolved] = {}
@@ -76,8 +81,8 @@ class Step:
         return y
 
     def _trained(self, run: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        *given, dy = inputs
-        call = mapped(lambda t: t.detach().requires_grad_(), self._as_call(*given))
+        arguments, dy = self._as_call(inputs)
+        call = mapped(lambda t: t.detach().requires_grad_(), arguments)
         tensors = list(leaves(call))
         with torch.enable_grad():
             y = run(*call)

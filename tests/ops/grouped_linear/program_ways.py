@@ -134,7 +134,7 @@ def compare_inference(backend: str, activation: str, layout: str, given: Sequenc
         blocks = layouts.blocks(x, layout, groups, k)
         y = run(blocks, weight, bias, activation, False, order)[0]
         expected = layouts.unblocked(y, layout, x.shape)
-        plan = programs.inference(backend, *given, activation, layout, fails)
+        plan = programs.inference(backend, activation, layout, fails, *given)
         assert plan is not None
         assert table.admit(*given, "a", plan)
         same([table.call(*given, "a")], [expected])

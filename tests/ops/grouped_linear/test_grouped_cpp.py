@@ -12,9 +12,10 @@ import fastlinear as fl
 from fastlinear.core.compare import judge
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.ops.common import cpp_build
-from fastlinear.ops.grouped_linear import cpp, op, reference
+from fastlinear.ops.grouped_linear import cpp, reference
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear.problem import problem
+from fastlinear.ops.grouped_linear.spec import FRONT
 
 _P = problem("forward", 64, 4, 8, 8, dtype="float32", device="cpu")
 runs = pytest.mark.skipif(cpp.reason_not(_P) is not None, reason=str(cpp.reason_not(_P)))
@@ -194,13 +195,13 @@ def test_a_library_that_cannot_be_compiled_is_passed_over(monkeypatch: pytest.Mo
     x, w = torch.randn(11, 12), torch.randn(3, 5, 4)
     expected = fl.grouped_linear(x, w, backend="eager")
     monkeypatch.setattr(cpp_build, "failed", lambda _: "broken")
-    op._forget()
+    FRONT.forget()
     torch.testing.assert_close(fl.grouped_linear(x, w), expected)
     assert fl.explain(x, w).choices[0].backend.name == "eager"
     with pytest.raises(UnsupportedError, match="broken"):
         fl.grouped_linear(x, w, backend="cpp")
     monkeypatch.undo()
-    op._forget()
+    FRONT.forget()
 
 
 def test_reasons_are_given() -> None:

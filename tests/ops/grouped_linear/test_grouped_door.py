@@ -11,9 +11,11 @@ from torch.utils.checkpoint import checkpoint
 
 import fastlinear as fl
 from fastlinear.core.compare import judge
+from fastlinear.op.front import no_table
 from fastlinear.ops.common import door, door_node
-from fastlinear.ops.grouped_linear import cpp, op, programs, reference
+from fastlinear.ops.grouped_linear import cpp, programs, reference
 from fastlinear.ops.grouped_linear.problem import problem
+from fastlinear.ops.grouped_linear.spec import FRONT
 
 G, K, N = 3, 20, 12
 _P = problem("forward", 64, G, K, N, dtype="float32", device="cpu")
@@ -47,14 +49,14 @@ def everything(run: Any, given: list[Tensor]) -> tuple[Tensor, ...]:
 def test_a_door_that_comes_later_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of a kind that was seen before the door was there go through it afterwards."""
     given = [t.detach() for t in draw("... g k")]
-    monkeypatch.setattr(op, "_door", op._no_door)
-    op._plans.clear()
+    monkeypatch.setattr(FRONT, "table", no_table)
+    FRONT.plans.clear()
     monkeypatch.setattr(door, "table", lambda _: None)
     first = fl.grouped_linear(*given, layout="... g k")
-    assert op._door is op._no_door
+    assert FRONT.table is no_table
     monkeypatch.undo()
     assert torch.equal(fl.grouped_linear(*given, layout="... g k"), first)
-    assert op._door is not op._no_door
+    assert FRONT.table is not no_table
 
 
 @pytest.mark.skipif(cpp.reason_not(_P) is not None, reason=str(cpp.reason_not(_P)))
@@ -82,7 +84,7 @@ def test_programs_take_no_python(
 
     for name in ("forward", "backward"):
         monkeypatch.setattr(cpp, name, failing)
-    monkeypatch.setattr(op, "_looked_up", failing)
+    monkeypatch.setattr(FRONT, "looked_up", failing)
     fresh = draw(layout, dtype)
     ours = everything(run, fresh)
     with torch.no_grad():

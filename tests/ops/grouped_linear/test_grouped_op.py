@@ -22,8 +22,9 @@ from fastlinear.dispatch.tune import tune
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.grouped_linear import layout as layouts
-from fastlinear.ops.grouped_linear import op, reference
+from fastlinear.ops.grouped_linear import reference
 from fastlinear.ops.grouped_linear.problem import problem
+from fastlinear.ops.grouped_linear.spec import FRONT
 
 G, K, N = 3, 5, 4
 FORCED = (None, "eager", "baddbmm", "loop")
@@ -302,13 +303,13 @@ def test_plans_are_forgotten_when_a_tuning_is_stored(monkeypatch: pytest.MonkeyP
         importlib.import_module("fastlinear.dispatch.tune"), "interleave", interleave
     )
     x, (w, b) = torch.randn(64, G * K), parameters()
-    op._plans.clear()
+    FRONT.plans.clear()
     fl.grouped_linear(x, w, b)
-    assert len(op._plans) == 1
+    assert len(FRONT.plans) == 1
     p = problem("forward", 64, G, K, N, dtype="float32", device="cpu", precision="highest")
     tuned = tune(p, rounds=5, budget_s=0.05)
     assert tuned.stored
-    assert not op._plans
+    assert not FRONT.plans
     (choice,) = fl.explain(x, w, b).choices
     assert (choice.backend.name, choice.source, tuned.best) == ("baddbmm", "tuned", "baddbmm")
     close(fl.grouped_linear(x, w, b), by_loop(x, w, b, "none", "... (g k)"))

@@ -25,9 +25,10 @@ from fastlinear.dispatch.backend import family
 from fastlinear.ops.common import door, door_node
 from fastlinear.ops.common.door_launch import DoorLaunch
 from fastlinear.ops.grouped_linear import layout as layouts
-from fastlinear.ops.grouped_linear import op, programs, reference
+from fastlinear.ops.grouped_linear import programs, reference
 from fastlinear.ops.grouped_linear.autograd import GroupedLinear
 from fastlinear.ops.grouped_linear.problem import problem
+from fastlinear.ops.grouped_linear.spec import FRONT
 
 pytestmark = needs_nodes
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter test")
@@ -262,13 +263,13 @@ class TestOnHopper:
             dy = torch.ones_like(y)
             return [y.detach(), *(torch.autograd.grad(y, given, dy) if grad else ())]
 
-        op._forget()
+        FRONT.forget()
         expected = run()
         for _ in range(3):  # the kind is seen, wanted, known
             run()
         with monkeypatch.context() as watched:
             watched.setattr(layouts, "blocks", ways.fails)
-            watched.setattr(op, "_looked_up", ways.fails)
+            watched.setattr(FRONT, "looked_up", ways.fails)
             same(run(), expected)
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())

@@ -89,3 +89,9 @@ def device_of(t: Tensor) -> AbstractContextManager[Any]:
 def cast_all(tensors: Sequence[Any], dtype: torch.dtype) -> tuple[Any, ...]:
     """The tensors in the autocast dtype, None left alone."""
     return tuple(None if t is None else cast(t, dtype) for t in tensors)
+
+
+def as_autocast(*tensors: Any) -> tuple[Any, ...]:
+    """The tensors in the dtype that autocast has for the first; themselves where it is off."""
+    dtype = autocast_dtype(tensors[0])
+    return tensors if dtype is None else cast_all(tensors, dtype)

@@ -182,7 +182,7 @@ def into(
     weight: Tensor,
     rest: tuple[Any, ...],
 ) -> Any:
-    """The same for calls that write to a tensor of the caller's, behind the residual in ``rest``."""
+    """The same for calls that write to a tensor of the caller's, the last of ``rest``."""
     bias, residual, out = rest
     if not (_dense(weight, bias) and door_node.begun()):
         return None

@@ -180,11 +180,13 @@ SPEC = OpSpec(
     choices=_choices,
 )
 FRONT = Front(SPEC)
-STEPS = Step(
-    FRONT,
-    lambda x, weights, biases, activation, order: (
-        *(x, weights[:], biases[:]),
-        *("gated_linear" if weights[2] is None else "gated_mlp", activation, order, None),
-    ),
-)
+
+
+def _as_call(inputs: tuple[Any, ...]) -> tuple[Arguments, Tensor]:
+    x, weights, biases, activation, order, dy = inputs
+    function = "gated_linear" if weights[2] is None else "gated_mlp"
+    return (x, weights[:], biases[:], function, activation, order, None), dy
+
+
+STEPS = Step(FRONT, _as_call)
 eager, pieces = STEPS.eager, STEPS.pieces

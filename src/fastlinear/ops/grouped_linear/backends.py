@@ -77,7 +77,7 @@ _WIDE_BACKWARD_SOURCES = (
     *_BOXES_SHARED,
 )
 _PIECES_SOURCES = (
-    *("autograd.py", "plans.py", "programs.py", "operands.py", "eager.py"),
+    *("autograd.py", "programs.py", "operands.py", "eager.py"),
     *("reference.py", "ways.py", "triton_backward.py"),
     *(f"../common/{name}" for name in ("door_node.h", "door_program.h", "door_launch.py")),
     *("triton_wide.py", "triton_wide_kernels.py", *_STRIPS_SOURCES, *_STRIPS_BACKWARD_SOURCES),
@@ -223,7 +223,7 @@ def _whatever_activation(p: Problem) -> Problem:
     return replace(p, options=options)
 
 
-_STEP_EAGER = Backend(NAME, STEP, "eager", f"{_HERE}.step:eager", _always)
+_STEP_EAGER = Backend(NAME, STEP, "eager", f"{_HERE}.spec:eager", _always)
 FAMILY = register_family(
     Family(
         name=NAME,
@@ -231,7 +231,7 @@ FAMILY = register_family(
         backends=(
             _STEP_EAGER,
             Backend(
-                NAME, STEP, "pieces", f"{_HERE}.step:pieces", _reason_not_pieces, _PIECES_SOURCES
+                NAME, STEP, "pieces", f"{_HERE}.spec:pieces", _reason_not_pieces, _PIECES_SOURCES
             ),
             *(Backend(NAME, p, "eager", f"{_HERE}.reference:{p}", _always) for p in PIECES),
             Backend(

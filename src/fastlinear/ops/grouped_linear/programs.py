@@ -83,14 +83,14 @@ def node(formula: Formula, x: Tensor, weight: Tensor, bias: Tensor | None) -> An
 
 def inference(
     backend: str,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
     activation: str,
     layout: str,
     plan: Callable[..., Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
 ) -> Any:
-    """The door's plan for such calls without gradients, or None where it is ``plan`` itself.
+    """The table's plan for such calls without gradients, or None where it is ``plan`` itself.
 
     They must have run before; ``plan`` serves what the program cannot.
     """

@@ -10,13 +10,15 @@ from torch import Tensor
 
 from fastlinear.core.precision import matmul_precision
 from fastlinear.dispatch import cache
+from fastlinear.op.front import choices
 from fastlinear.ops._register import register_op
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.calls import is_captured
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import reference
 from fastlinear.ops.grouped_linear.autograd import run_backward
-from fastlinear.ops.grouped_linear.selection import backward_choice, choices, problem_of
+from fastlinear.ops.grouped_linear.selection import backward_choice, problem_of
+from fastlinear.ops.grouped_linear.spec import SPEC
 
 _MAX_RESOLVED = 4096
 _resolved: dict[Any, Callable[..., Any]] = {}
@@ -58,7 +60,7 @@ def _forward(
     def make() -> Callable[..., Any]:
         if not x.numel() * weight.numel():
             return reference.forward
-        chosen = choices(rows, weight, bias, activation, order, backend or None, needs_grad)
+        chosen = choices(SPEC, (x, weight, bias, activation, layout, backend or None), needs_grad)
         return chosen[0].backend.load()
 
     run = _resolve(_key(x, weight, bias is None, activation, layout, needs_grad, backend), make)
@@ -105,7 +107,8 @@ def _backward(
         if backend:
             p = problem_of(rows, weight, bias, activation, order, True)
             return backward_choice(p.with_piece("backward"), backend).backend.load()
-        return choices(rows, weight, bias, activation, order, None, True)[1].backend.load()
+        call = (x, weight, bias, activation, layout, None)
+        return choices(SPEC, call, True)[1].backend.load()
 
     run = _resolve(("backward", *_key(x, weight, activation, layout, has_bias, backend)), make)
     needs = (needs_x, needs_weight, needs_bias)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
-import torch
 from torch import Tensor
 
 from fastlinear.core.precision import DTYPE_NAMES, matmul_precision
 from fastlinear.core.problem import Problem
-from fastlinear.dispatch.select import Choice
 from fastlinear.dispatch.steps import backward_choice, choices_of, select_pieces, tuning_order
 from fastlinear.ops.common.calls import is_captured
 from fastlinear.ops.grouped_linear import layout as layouts
@@ -17,30 +13,11 @@ from fastlinear.ops.grouped_linear.problem import problem
 
 __all__ = [
     "backward_choice",
-    "choices",
     "choices_of",
     "problem_of",
     "select_pieces",
     "tuning_order",
 ]
-
-
-def choices(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    order: str,
-    backend: str | None,
-    needs_grad: bool,
-) -> tuple[Choice, ...]:
-    """The selection for the forward and, with ``needs_grad``, for the backward; x (B, L, G, K).
-
-    A forced backend holds for the backward as well where it has one that can serve.
-    """
-    # Facts of a device are read from the current one.
-    with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
-        return choices_of(problem_of(x, weight, bias, activation, order, needs_grad), backend)
 
 
 def problem_of(

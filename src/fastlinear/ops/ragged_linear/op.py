@@ -20,7 +20,6 @@ from fastlinear.core.errors import UnsupportedError
 from fastlinear.core.wrappers import without_values
 from fastlinear.ops.common import calls, door, door_node, layouts
 from fastlinear.ops.grouped_linear import triton_config
-from fastlinear.ops.grouped_linear.plans import as_autocast
 from fastlinear.ops.ragged_linear import cpp, products, programs
 from fastlinear.ops.ragged_linear.formula import Formula, Ragged
 from fastlinear.ops.ragged_linear.validation import validate, validate_kinds
@@ -96,7 +95,7 @@ def _looked_up(
 ) -> Tensor:
     validate_kinds(x, weight, group_sizes, bias, activation, backend)
     given = x, weight, (group_sizes, bias), activation, backend
-    x, weight, bias = as_autocast(x, weight, bias)
+    x, weight, bias = calls.as_autocast(x, weight, bias)
     validate(x, weight, group_sizes, bias)
     tensors = [t for t in (x, weight, group_sizes, bias) if t is not None]
     grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)

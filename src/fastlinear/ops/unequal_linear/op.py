@@ -14,7 +14,6 @@ from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.ops.common import calls, door, door_node, layouts
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.layouts import REMEDY, unlike_strided
-from fastlinear.ops.grouped_linear.plans import as_autocast
 from fastlinear.ops.unequal_linear import programs
 from fastlinear.ops.unequal_linear.autograd import Formula, Maybe, kernels, loop, recorded
 
@@ -126,7 +125,7 @@ def _looked_up(
                 _check_tensor(f"{name} {g}", t)
     autocast = calls.autocast_dtype(xs[0]) is not None
     if autocast:
-        cast = [as_autocast(*group) for group in zip(xs, weights, biases, strict=True)]
+        cast = [calls.as_autocast(*group) for group in zip(xs, weights, biases, strict=True)]
         xs, weights = [x for x, _, _ in cast], [w for _, w, _ in cast]
         biases = [b for _, _, b in cast]
     _validate(xs, weights, biases)
