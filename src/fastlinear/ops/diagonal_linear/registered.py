@@ -8,30 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastlinear.dispatch import cache
-from fastlinear.op.front import choices
+from fastlinear.op.compile import Backends
 from fastlinear.ops._register import register_op
-from fastlinear.ops.common.calls import is_captured
 from fastlinear.ops.diagonal_linear import reference
 from fastlinear.ops.diagonal_linear.autograd import run_backward
 from fastlinear.ops.diagonal_linear.spec import SPEC
 
-_MAX_RESOLVED = 4096
-_forwards: dict[Any, Callable[..., Any]] = {}
-_backwards: dict[Any, Callable[..., Any]] = {}
-cache.on_change(_forwards.clear)
-cache.on_change(_backwards.clear)
-
-
-def _key(x: Tensor, *rest: Any) -> tuple[Any, ...]:
-    """Everything a selection reads of a call."""
-    return (x.shape, x.stride(), x.dtype, x.device, is_captured(x), *rest)
-
-
-def _remember(kept: dict[Any, Callable[..., Any]], key: Any, run: Callable[..., Any]) -> None:
-    if len(kept) >= _MAX_RESOLVED:
-        kept.clear()
-    kept[key] = run
+_BACKENDS = Backends(SPEC)
 
 
 def _forward(
@@ -43,16 +26,11 @@ def _forward(
     needs_grad: bool,
     backend: str,
 ) -> Tensor:
-    layout = None if residual is None else residual.stride()
-    key = _key(x, bias is None, layout, activation, needs_grad, backend)
-    run = _forwards.get(key)
-    if run is None:
-        run, named = reference.forward, backend or None
-        if x.numel() or named:
-            call = (x, weight, (bias, residual), activation, named)
-            chosen = choices(SPEC, call, needs_grad)
-            run = chosen[0].backend.load() if x.numel() else run
-        _remember(_forwards, key, run)
+    run: Callable[..., Any] = reference.forward
+    if x.numel() or backend:  # one that cannot serve is refused of empty tensors too
+        call = x, weight, (bias, residual), activation, backend or None
+        found = _BACKENDS.forward(call, needs_grad)
+        run = found if x.numel() else run
     x2 = _rows(x)
     r2 = None if residual is None else _rows(residual)
     bias = None if bias is None else bias.contiguous()
@@ -82,14 +60,9 @@ def _backward(
     needs_weight: bool,
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    key = _key(x, bias is None, activation)
-    run = _backwards.get(key)
-    if run is None:
-        run = reference.backward
-        if x.numel():
-            chosen = choices(SPEC, (x, weight, (bias, None), activation, None), True)
-            run = chosen[1].backend.load()
-        _remember(_backwards, key, run)
+    run: Callable[..., Any] = reference.backward
+    if x.numel():
+        run = _BACKENDS.backward((x, weight, (bias, None), activation, None))
     bias = None if bias is None else bias.contiguous()
     needs = needs_x, needs_weight, needs_bias
     grads = run_backward(dy, x, weight.contiguous(), bias, activation, needs, run)

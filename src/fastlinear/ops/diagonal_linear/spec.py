@@ -22,7 +22,11 @@ from fastlinear.op.step import Step
 from fastlinear.op.timing import Timed
 from fastlinear.ops.common import calls
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.diagonal_linear import programs, reference
+from fastlinear.ops.diagonal_linear import (
+    backends,  # noqa: F401  the family is known from here on
+    programs,
+    reference,
+)
 from fastlinear.ops.diagonal_linear.autograd import Formula, applied
 from fastlinear.ops.diagonal_linear.problem import NAME, STEP, problem_of
 from fastlinear.ops.diagonal_linear.validation import validate, validate_out

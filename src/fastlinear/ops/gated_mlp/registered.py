@@ -12,37 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastlinear.core.precision import matmul_precision
-from fastlinear.dispatch import cache
-from fastlinear.op.front import choices
+from fastlinear.op.compile import Backends
 from fastlinear.ops._register import register_op
-from fastlinear.ops.common.calls import is_captured
 from fastlinear.ops.gated_mlp import reference
 from fastlinear.ops.gated_mlp.autograd import as_rows, run_backward
 from fastlinear.ops.gated_mlp.kept import reads_kept
-from fastlinear.ops.gated_mlp.selection import backward_choice, problem_of
 from fastlinear.ops.gated_mlp.spec import NAME, SPEC
 from fastlinear.ops.gated_mlp.stacking import Biases, Weights, out_features
 
-_MAX_RESOLVED = 4096
-_resolved: dict[Any, Callable[..., Any]] = {}
-cache.on_change(_resolved.clear)
-
-
-def _resolve(key: Any, make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-    run = _resolved.get(key)
-    if run is None:
-        if len(_resolved) >= _MAX_RESOLVED:
-            _resolved.clear()
-        run = _resolved[key] = make()
-    return run
-
-
-def _key(x: Tensor, weights: Weights, biases: Biases, *rest: Any) -> tuple[Any, ...]:
-    """Everything a selection reads of a call."""
-    shapes = tuple([None if t is None else (t.shape, t.stride()) for t in (x, *weights)])
-    held = tuple([b is None for b in biases])
-    return (*shapes, held, x.dtype, x.device, matmul_precision(x.dtype), is_captured(x), *rest)
+_BACKENDS = Backends(SPEC)
 
 
 def _is_empty(x: Tensor, weights: Weights) -> bool:
@@ -67,15 +45,11 @@ def _forward(
     biases = Biases(gate_bias, up_bias, down_bias)
     rows = as_rows(x)
 
-    def make() -> Callable[..., Any]:
-        if _is_empty(x, weights):
-            return reference.forward
-        call = rows, weights, biases, NAME, activation, order, str(int(recompute)), backend or None
-        return choices(SPEC, call, needs_grad)[0].backend.load()
-
-    key = _key(rows, weights, biases, activation, order, recompute, needs_grad, backend)
-    save = needs_grad and not recompute
-    y, *pre = _resolve(key, make)(rows, weights, biases, activation, order, save)
+    run: Callable[..., Any] = reference.forward
+    if not _is_empty(x, weights):
+        options = NAME, activation, order, str(int(recompute)), backend or None
+        run = _BACKENDS.forward((rows, weights, biases, *options), needs_grad)
+    y, *pre = run(rows, weights, biases, activation, order, needs_grad and not recompute)
     first, second = (x.new_empty(0) if t is None else t for t in pre)
     return y.view(*x.shape[:-1], y.shape[-1]), first, second
 
@@ -122,17 +96,10 @@ def _backward(
     biases = Biases(gate_bias, up_bias, down_bias)
     rows, level = as_rows(x), int(first is None)
 
-    def make() -> Callable[..., Any]:
-        if _is_empty(x, weights):
-            return reference.backward
-        p = problem_of(rows, weights, biases, activation, order, level, True)
-        if backend:
-            return backward_choice(p.with_piece("backward"), backend).backend.load()
-        call = rows, weights, biases, NAME, activation, order, str(level), None
-        return choices(SPEC, call, True)[1].backend.load()
-
-    key = ("backward", *_key(rows, weights, biases, activation, order, level, backend))
-    run = _resolve(key, make)
+    run: Callable[..., Any] = reference.backward
+    if not _is_empty(x, weights):
+        options = NAME, activation, order, str(level), backend or None
+        run = _BACKENDS.backward((rows, weights, biases, *options))
     pre = None if first is None else (first, second)
     wanted: Any = tuple(needs)
     grads = run_backward(dy, pre, x, weights, biases, activation, order, wanted, run)

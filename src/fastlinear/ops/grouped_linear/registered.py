@@ -8,36 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastlinear.core.precision import matmul_precision
-from fastlinear.dispatch import cache
-from fastlinear.op.front import choices
+from fastlinear.op.compile import Backends
 from fastlinear.ops._register import register_op
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.common.calls import is_captured
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import reference
 from fastlinear.ops.grouped_linear.autograd import run_backward
-from fastlinear.ops.grouped_linear.selection import backward_choice, problem_of
 from fastlinear.ops.grouped_linear.spec import SPEC
 
-_MAX_RESOLVED = 4096
-_resolved: dict[Any, Callable[..., Any]] = {}
-cache.on_change(_resolved.clear)
-
-
-def _resolve(key: Any, make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-    run = _resolved.get(key)
-    if run is None:
-        if len(_resolved) >= _MAX_RESOLVED:
-            _resolved.clear()
-        run = _resolved[key] = make()
-    return run
-
-
-def _key(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Any, ...]:
-    """Everything a selection reads of a call."""
-    shapes = (x.shape, x.stride(), weight.shape, weight.stride())
-    return (*shapes, x.dtype, x.device, matmul_precision(x.dtype), is_captured(x), *rest)
+_BACKENDS = Backends(SPEC)
 
 
 def _saves_pre(activation: str, needs_grad: bool) -> bool:
@@ -57,13 +36,9 @@ def _forward(
     order = layouts.order_of(layout, x.shape)
     rows = layouts.blocks(x, layout, groups, k)
 
-    def make() -> Callable[..., Any]:
-        if not x.numel() * weight.numel():
-            return reference.forward
-        chosen = choices(SPEC, (x, weight, bias, activation, layout, backend or None), needs_grad)
-        return chosen[0].backend.load()
-
-    run = _resolve(_key(x, weight, bias is None, activation, layout, needs_grad, backend), make)
+    run: Callable[..., Any] = reference.forward
+    if x.numel() * weight.numel():
+        run = _BACKENDS.forward((x, weight, bias, activation, layout, backend or None), needs_grad)
     y, pre = run(rows, weight, bias, activation, _saves_pre(activation, needs_grad), order)
     y = layouts.unblocked(y, layout, x.shape)
     return y, x.new_empty(0) if pre is None else layouts.unblocked(pre, layout, x.shape)
@@ -96,21 +71,10 @@ def _backward(
     needs_bias: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    groups, n, k = weight.shape
-    rows = layouts.blocks(x, layout, groups, k)
-
-    def make() -> Callable[..., Any]:
-        if not x.numel() * weight.numel():
-            return reference.backward
-        bias = weight.new_empty(groups, n) if has_bias else None
-        order = layouts.order_of(layout, x.shape)
-        if backend:
-            p = problem_of(rows, weight, bias, activation, order, True)
-            return backward_choice(p.with_piece("backward"), backend).backend.load()
-        call = (x, weight, bias, activation, layout, None)
-        return choices(SPEC, call, True)[1].backend.load()
-
-    run = _resolve(("backward", *_key(x, weight, activation, layout, has_bias, backend)), make)
+    run: Callable[..., Any] = reference.backward
+    if x.numel() * weight.numel():
+        bias = weight.new_empty(weight.shape[:2]) if has_bias else None
+        run = _BACKENDS.backward((x, weight, bias, activation, layout, backend or None))
     needs = (needs_x, needs_weight, needs_bias)
     grads = run_backward(dy, saved, x, weight, activation, layout, needs, run)
     dx, dw, db = (x.new_empty(0) if g is None else g.contiguous() for g in grads)

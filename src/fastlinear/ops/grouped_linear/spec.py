@@ -101,10 +101,10 @@ def _training(formula: Formula) -> Plan:
 def _shared(arguments: Arguments) -> Tensor:
     """One input for all groups is one linear layer with G·N outputs."""
     x, weight, bias, activation, layout, backend = arguments
+    cast = x, weight, bias
     if all(isinstance(t, Tensor) for t in (x, weight)) and isinstance(bias, Tensor | None):
-        validate(*calls.as_autocast(x, weight, bias), activation, layout, backend)
-    else:
-        validate(x, weight, bias, activation, layout, backend)
+        cast = calls.as_autocast(*cast)  # type: ignore[assignment]
+    validate(*cast, activation, layout, backend)
     groups, n, _ = weight.shape
     flat = None if bias is None else bias.flatten()
     given = x, weight.flatten(0, 1), flat

@@ -3,62 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastlinear.core.precision import float32_precision
-from fastlinear.dispatch import cache
-from fastlinear.op.front import choices
+from fastlinear.op.compile import Backends
 from fastlinear.ops._register import register_op
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.common.calls import is_captured
 from fastlinear.ops.linear_act import reference
 from fastlinear.ops.linear_act.autograd import backward_from, backward_of, run_backward
 from fastlinear.ops.linear_act.spec import SPEC
 
-_MAX_RESOLVED = 4096
-_forwards: dict[Any, Callable[..., Any]] = {}
-_backwards: dict[Any, Callable[..., Any]] = {}
-cache.on_change(_forwards.clear)
-cache.on_change(_backwards.clear)
+_BACKENDS = Backends(SPEC)
 
 
 def _saves_pre(activation: str, needs_grad: bool) -> bool:
     return needs_grad and activation_of(activation).saved == "pre"
 
 
-def _key(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Any, ...]:
-    """Everything a selection reads of a call."""
-    return (
-        x.shape,
-        weight.shape,
-        x.dtype,
-        x.device,
-        x.is_contiguous() or x.stride(),
-        weight.is_contiguous() or weight.stride(),
-        float32_precision(),
-        is_captured(x),
-        *rest,
-    )
-
-
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, needs_grad: bool, backend: str
 ) -> tuple[Tensor, Tensor]:
     n, k = weight.shape
-    key = _key(x, weight, bias is None, activation, needs_grad, backend)
-    run = _forwards.get(key)
-    if run is None:
-        named = backend or None  # one that cannot serve is refused of empty tensors too
-        chosen = choices(SPEC, (x, weight, bias, activation, named), needs_grad)
-        empty = x.numel() == 0 or weight.numel() == 0
-        run = reference.forward if empty else chosen[0].backend.load()
-        if len(_forwards) >= _MAX_RESOLVED:
-            _forwards.clear()
-        _forwards[key] = run
+    # one that cannot serve is refused of empty tensors too
+    run = _BACKENDS.forward((x, weight, bias, activation, backend or None), needs_grad)
+    if x.numel() == 0 or weight.numel() == 0:
+        run = reference.forward
     if bias is not None:
         bias = bias.contiguous()
     x2 = x.reshape(x.shape[:-1].numel(), k)
@@ -88,17 +59,11 @@ def _backward(
     needs_weight: bool,
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    key = _key(x, weight, activation, has_bias)
-    run = _backwards.get(key)
-    if run is None:
-        if x.numel() == 0 or weight.numel() == 0:
-            run = backward_from(reference.grad_pre, reference.grad_input, reference.grad_weight)
-        else:
-            bias = weight.new_empty(weight.shape[0]) if has_bias else None
-            run = backward_of(choices(SPEC, (x, weight, bias, activation, None), True))
-        if len(_backwards) >= _MAX_RESOLVED:
-            _backwards.clear()
-        _backwards[key] = run
+    if x.numel() == 0 or weight.numel() == 0:
+        run = backward_from(reference.grad_pre, reference.grad_input, reference.grad_weight)
+    else:
+        bias = weight.new_empty(weight.shape[0]) if has_bias else None
+        run = backward_of(_BACKENDS.choices((x, weight, bias, activation, None), True))
     grads = run_backward(dy, saved, x, weight, activation, (needs_x, needs_weight, needs_bias), run)
     return tuple(x.new_empty(0) if g is None else g.contiguous() for g in grads)  # type: ignore[return-value]
 

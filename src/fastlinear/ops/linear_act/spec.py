@@ -18,7 +18,12 @@ from fastlinear.op.step import Step
 from fastlinear.op.timing import Timed
 from fastlinear.ops.common import calls, door, door_node
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.linear_act import programs, reference, selection
+from fastlinear.ops.linear_act import (
+    backends,  # noqa: F401  the family is known from here on
+    programs,
+    reference,
+    selection,
+)
 from fastlinear.ops.linear_act.autograd import (
     Backward,
     Formula,
