@@ -61,16 +61,14 @@ def _choices(p: Problem, backend: str | None, _: Arguments) -> tuple[Choice, ...
 
 
 def _resolve(arguments: Arguments, grad: bool, autocast: bool) -> Resolved:
-    x, weight, _, activation, backend = arguments
+    x, weight, _, activation, _ = arguments
     if x.device.type not in ("cpu", "cuda"):
         return Resolved(_own(activation))
     chosen = choices(SPEC, arguments, grad)
     names = {c.backend.name for c in chosen if c.problem.piece != STEP}
     captured = calls.is_captured(x)
     empty = x.numel() == 0 or weight.numel() == 0
-    # A cast weight is a new tensor at every call, so a packed copy of it would be as well.
-    repacked = autocast and any(name.endswith("_packed") for name in names)
-    if empty or (repacked and backend is None) or names == {"eager"}:
+    if empty or names == {"eager"}:
         step = any(c.problem.piece == STEP and c.backend.name == "pieces" for c in chosen)
         plain = grad and step and not (empty or captured or autocast)
         # PyTorch's nodes cost less than one in Python, and more than one in C++
