@@ -22,7 +22,7 @@ import fastlinear as fl
 from fastlinear.rewrite import exchange, finish
 from fastlinear.rewrite.exchange.swap import is_rewritten
 from fastlinear.rewrite.match import links
-from fastlinear.rewrite.match.chain import Chain
+from fastlinear.rewrite.match.candidate import Chain
 
 CLOCK = {"cpp": 50.0, "onednn": 50.0, "whole_cpp": 50.0, "pieces": 50.0, "after": 50.0}
 """Times of the contenders of a clock on which a rewrite is faster."""

@@ -12,7 +12,8 @@ from torch import nn
 
 import fastlinear as fl
 from fastlinear.core.timing import Samples
-from fastlinear.rewrite.match import chain as chain_module
+from fastlinear.rewrite.exchange import forwards
+from fastlinear.rewrite.match.candidate import Chain
 from fastlinear.rewrite.trial import chains, site
 
 optimizing = importlib.import_module("fastlinear.rewrite.optimize")
@@ -38,7 +39,7 @@ def always_faster(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     real = site.times
 
     def times(candidate: Any, runs: Any, device: Any, budget_s: float) -> Any:
-        if "after" not in runs or not isinstance(candidate, chain_module.Chain):
+        if "after" not in runs or not isinstance(candidate, Chain):
             return real(candidate, runs, device, budget_s)
         for run in runs.values():
             run(candidate.calls.kinds[0].x)
@@ -50,7 +51,7 @@ def always_faster(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return arms
 
 
-def matched(model: nn.Module, x: torch.Tensor) -> list[chain_module.Chain]:
+def matched(model: nn.Module, x: torch.Tensor) -> list[Chain]:
     work = optimizing.prepare("test", model, x, fl.Config(), None, lambda *_: None)
     candidates, _ = optimizing.watch(work, x, None)
     return chains.match(work, candidates)
@@ -156,9 +157,9 @@ def test_the_rewritten_sequential_computes_the_same(mode: str, always_faster: li
 def test_a_chain_that_computes_something_else_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     (chain,) = matched(deep(8, 3), torch.randn(5, 8))
     assert site.failure(chain) is None
-    real = chain_module.call_mlp
+    real = forwards.call_mlp
     monkeypatch.setattr(
-        chain_module, "call_mlp", lambda x, w, b, *names: real(x, w, [None] * len(w), *names)
+        forwards, "call_mlp", lambda x, w, b, *names: real(x, w, [None] * len(w), *names)
     )
     assert site.failure(chain) is not None
 

@@ -23,6 +23,7 @@ from fastlinear.cli.families import (
     WIDTH,
     Draw,
     Kind,
+    Options,
     fail,
 )
 from fastlinear.core.errors import InputError
@@ -183,32 +184,12 @@ Train = Annotated[bool, typer.Option("--train", help="The backward and its piece
 
 
 @dataclass(frozen=True)
-class Call:
-    """What the options say of a call; None where an option was left out.
+class Call(Options):
+    """A call as the options describe it.
 
     Raises:
         InputError: an unknown family, an option of another family, or a value that does not fit.
     """
-
-    family: str
-    m: int
-    dtype: str
-    device: str
-    activation: str | None
-    bias: bool
-    layout: str
-    k: int | None
-    n: int | None
-    widths: str | None
-    layers: int | None
-    width: int | None
-    final_activation: str | None
-    allow_fast_matmul: bool
-    hidden: int | None = None
-    stacked: str | None = None
-    groups: int | None = None
-    x_layout: str | None = None
-    length: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "family", self.family.replace("-", "_"))
@@ -256,11 +237,6 @@ class Call:
     def forward(self, train: bool) -> Problem:
         """The forward Problem of the call."""
         return self._kind.forward(self, self._tensors(), train)
-
-    @property
-    def act(self) -> str:
-        """The activation, by default the op's."""
-        return self.activation or self._kind.activation
 
     @property
     def _kind(self) -> Kind:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
@@ -12,11 +13,35 @@ from torch import Tensor
 from fastlinear.core.errors import InputError
 
 if TYPE_CHECKING:
-    from fastlinear.cli.call import Call
     from fastlinear.core.problem import Problem
 
 FEATURES, LAYERS, WIDTH, HIDDEN, GROUPS, GROUP_FEATURES = 1024, 8, 64, 4, 16, 64
 _SHARED = "... k"
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of a call; None where an option was left out."""
+
+    family: str
+    m: int
+    dtype: str
+    device: str
+    activation: str | None
+    bias: bool
+    layout: str
+    k: int | None
+    n: int | None
+    widths: str | None
+    layers: int | None
+    width: int | None
+    final_activation: str | None
+    allow_fast_matmul: bool
+    hidden: int | None = None
+    stacked: str | None = None
+    groups: int | None = None
+    x_layout: str | None = None
+    length: int | None = None
 
 
 class Kind:
@@ -24,7 +49,7 @@ class Kind:
 
     Attributes:
         options: what besides tokens, dtype, activation, bias and layout a call of it may name: the
-            option, and the attribute of ``Call`` that has it.
+            option, and the attribute of ``Options`` that has it.
         remedy: what to do where an option of another op was given.
         activation: of a call that names none.
     """
@@ -33,22 +58,26 @@ class Kind:
     remedy: ClassVar[str]
     activation: ClassVar[str] = "none"
 
-    def check(self, call: Call) -> None:
+    def act(self, call: Options) -> str:
+        """The activation, by default the op's."""
+        return call.activation or self.activation
+
+    def check(self, call: Options) -> None:
         """Raise InputError for options that do not fit each other."""
 
-    def elements(self, call: Call) -> int:
+    def elements(self, call: Options) -> int:
         """Numbers in x, in the parameters and in the result."""
         raise NotImplementedError
 
-    def tensors(self, call: Call, draw: Draw) -> tuple[Tensor, Any, Any]:
+    def tensors(self, call: Options, draw: Draw) -> tuple[Tensor, Any, Any]:
         """Uninitialised x, weight or weights, bias or biases."""
         raise NotImplementedError
 
-    def asked(self, call: Call, given: tuple[Tensor, Any, Any]) -> tuple[tuple[Any, ...], Any]:
+    def asked(self, call: Options, given: tuple[Tensor, Any, Any]) -> tuple[tuple[Any, ...], Any]:
         """Positional and keyword arguments of ``fastlinear.explain``."""
-        return given, {"activation": call.act}
+        return given, {"activation": self.act(call)}
 
-    def forward(self, call: Call, given: tuple[Tensor, Any, Any], train: bool) -> Problem:
+    def forward(self, call: Options, given: tuple[Tensor, Any, Any], train: bool) -> Problem:
         """The forward Problem."""
         raise NotImplementedError
 
@@ -85,22 +114,22 @@ class _Linear(Kind):
         "gated_mlp --hidden 4096 or grouped_linear --groups 16."
     )
 
-    def _sizes(self, call: Call) -> tuple[int, int]:
+    def _sizes(self, call: Options) -> tuple[int, int]:
         return call.k or FEATURES, call.n or FEATURES
 
-    def elements(self, call: Call) -> int:
+    def elements(self, call: Options) -> int:
         return _product_elements(call.m, self._sizes(call))
 
-    def tensors(self, call: Call, draw: Draw) -> tuple[Tensor, Any, Any]:
+    def tensors(self, call: Options, draw: Draw) -> tuple[Tensor, Any, Any]:
         k, n = self._sizes(call)
         return draw.empty(call.m, k), draw.matrix(k, n), draw.empty(n) if call.bias else None
 
-    def forward(self, call: Call, given: tuple[Tensor, Any, Any], train: bool) -> Problem:
+    def forward(self, call: Options, given: tuple[Tensor, Any, Any], train: bool) -> Problem:
         from fastlinear.ops.linear_act import selection
         from fastlinear.ops.linear_act.op import validate
 
-        validate(*given, call.act)
-        return selection.problem_of(*given, call.act, train)
+        validate(*given, self.act(call))
+        return selection.problem_of(*given, self.act(call), train)
 
     def order(self, forward: Problem) -> Sequence[Problem]:
         from fastlinear.ops.linear_act import selection
@@ -119,7 +148,7 @@ class _Chain(Kind):
     remedy = "Give --widths, or --layers and --width."
     activation = "relu"
 
-    def _sizes(self, call: Call) -> tuple[int, ...]:
+    def _sizes(self, call: Options) -> tuple[int, ...]:
         """n_0, n_1, … n_L."""
         if call.widths is None:
             return (call.width or WIDTH,) * ((call.layers or LAYERS) + 1)
@@ -141,25 +170,25 @@ class _Chain(Kind):
             )
         return sizes
 
-    def elements(self, call: Call) -> int:
+    def elements(self, call: Options) -> int:
         return _product_elements(call.m, self._sizes(call))
 
-    def tensors(self, call: Call, draw: Draw) -> tuple[Tensor, Any, Any]:
+    def tensors(self, call: Options, draw: Draw) -> tuple[Tensor, Any, Any]:
         sizes = self._sizes(call)
         weights = [draw.matrix(k, n) for k, n in pairwise(sizes)]
         biases = [draw.empty(n) if call.bias else None for n in sizes[1:]]
         return draw.empty(call.m, sizes[0]), weights, biases
 
-    def asked(self, call: Call, given: tuple[Tensor, Any, Any]) -> tuple[tuple[Any, ...], Any]:
+    def asked(self, call: Options, given: tuple[Tensor, Any, Any]) -> tuple[tuple[Any, ...], Any]:
         final = call.final_activation or "none"
         more = {"final_activation": final, "allow_fast_matmul": call.allow_fast_matmul}
-        return given, {"activation": call.act, **more}
+        return given, {"activation": self.act(call), **more}
 
-    def forward(self, call: Call, given: tuple[Tensor, Any, Any], train: bool) -> Problem:
+    def forward(self, call: Options, given: tuple[Tensor, Any, Any], train: bool) -> Problem:
         from fastlinear.ops.mlp import selection
         from fastlinear.ops.mlp.validation import validate
 
-        names = call.act, call.final_activation or "none"
+        names = self.act(call), call.final_activation or "none"
         validate(*given, *names)
         return selection.problem_of(*given, *names, call.allow_fast_matmul, train)
 
@@ -173,7 +202,7 @@ class _Diagonal(Kind):
     options: ClassVar = {"--width": "width"}
     remedy = "It has one size besides the rows: --width."
 
-    def check(self, call: Call) -> None:
+    def check(self, call: Options) -> None:
         if call.layout != "nk":
             fail(
                 f"fastlinear: {call.family}",
@@ -182,20 +211,20 @@ class _Diagonal(Kind):
                 "Its weight is a vector, which has no layout: leave the option out.",
             )
 
-    def elements(self, call: Call) -> int:
+    def elements(self, call: Options) -> int:
         return 2 * call.m * (call.width or FEATURES)
 
-    def tensors(self, call: Call, draw: Draw) -> tuple[Tensor, Any, Any]:
+    def tensors(self, call: Options, draw: Draw) -> tuple[Tensor, Any, Any]:
         k = call.width or FEATURES
         return draw.empty(call.m, k), draw.empty(k), draw.empty(k) if call.bias else None
 
-    def forward(self, call: Call, given: tuple[Tensor, Any, Any], train: bool) -> Problem:
+    def forward(self, call: Options, given: tuple[Tensor, Any, Any], train: bool) -> Problem:
         from fastlinear.ops.diagonal_linear.op import validate
         from fastlinear.ops.diagonal_linear.problem import problem_of
 
-        validate(*given, call.act)
+        validate(*given, self.act(call))
         x, _, bias = given
-        return problem_of(x, bias, None, call.act, train)
+        return problem_of(x, bias, None, self.act(call), train)
 
     def order(self, forward: Problem) -> Sequence[Problem]:
         from fastlinear.dispatch.steps import tuning_order
@@ -208,15 +237,15 @@ class _Gated(Kind):
     remedy = "Its sizes are --k, --hidden and --n."
     activation = "silu"
 
-    def _sizes(self, call: Call) -> tuple[int, int, int]:
+    def _sizes(self, call: Options) -> tuple[int, int, int]:
         k = call.k or FEATURES
         return k, call.hidden or HIDDEN * k, call.n or k
 
-    def elements(self, call: Call) -> int:
+    def elements(self, call: Options) -> int:
         sizes = self._sizes(call)
         return _product_elements(call.m, sizes) + sizes[0] * sizes[1]
 
-    def tensors(self, call: Call, draw: Draw) -> tuple[Tensor, Any, Any]:
+    def tensors(self, call: Options, draw: Draw) -> tuple[Tensor, Any, Any]:
         from fastlinear.ops.gated_mlp.stacking import Biases, Weights
 
         k, h, n = self._sizes(call)
@@ -226,19 +255,19 @@ class _Gated(Kind):
         held = [None if w is None or not call.bias else draw.empty(w.shape[0]) for w in weights]
         return draw.empty(call.m, k), weights, Biases(*held)
 
-    def asked(self, call: Call, given: tuple[Tensor, Any, Any]) -> tuple[tuple[Any, ...], Any]:
+    def asked(self, call: Options, given: tuple[Tensor, Any, Any]) -> tuple[tuple[Any, ...], Any]:
         x, weights, biases = given
         more = {"up_weight": weights[1], "up_bias": biases[1]}
         more |= {"down_weight": weights[2], "down_bias": biases[2], "stacked": call.stacked}
-        return (x, weights[0], biases[0]), {"activation": call.act, **more}
+        return (x, weights[0], biases[0]), {"activation": self.act(call), **more}
 
-    def forward(self, call: Call, given: tuple[Tensor, Any, Any], train: bool) -> Problem:
+    def forward(self, call: Options, given: tuple[Tensor, Any, Any], train: bool) -> Problem:
         from fastlinear.ops.gated_mlp.selection import problem_of
         from fastlinear.ops.gated_mlp.validation import validate
 
         order = "apart" if call.stacked is None else call.stacked
-        validate(call.family, *given, call.act, order, None)
-        return problem_of(*given, call.act, order, None, train)
+        validate(call.family, *given, self.act(call), order, None)
+        return problem_of(*given, self.act(call), order, None, train)
 
     def order(self, forward: Problem) -> Sequence[Problem]:
         from fastlinear.ops.gated_mlp import selection
@@ -256,14 +285,14 @@ class _Grouped(Kind):
     }
     remedy = "Its sizes are --groups, and --k and --n of each group."
 
-    def _sizes(self, call: Call) -> tuple[int, int, int]:
+    def _sizes(self, call: Options) -> tuple[int, int, int]:
         k = call.k or GROUP_FEATURES
         return call.groups or GROUPS, k, call.n or k
 
-    def _layout(self, call: Call) -> str:
+    def _layout(self, call: Options) -> str:
         return call.x_layout or "... (g k)"
 
-    def check(self, call: Call) -> None:
+    def check(self, call: Options) -> None:
         from fastlinear.ops.grouped_linear.layout import LAYOUTS, NAMES, SHARED
 
         layout, length = self._layout(call), call.length
@@ -283,11 +312,11 @@ class _Grouped(Kind):
                 "x is (B, G·K, L) with B·L = --m: leave --length out for one long sequence.",
             )
 
-    def elements(self, call: Call) -> int:
+    def elements(self, call: Options) -> int:
         groups, k, n = self._sizes(call)
         return groups * _product_elements(call.m, (k, n))
 
-    def tensors(self, call: Call, draw: Draw) -> tuple[Tensor, Any, Any]:
+    def tensors(self, call: Options, draw: Draw) -> tuple[Tensor, Any, Any]:
         groups, k, n = self._sizes(call)
         m, length = call.m, call.length or call.m
         shape = {
@@ -301,10 +330,10 @@ class _Grouped(Kind):
         bias = draw.empty(groups, n) if call.bias else None
         return draw.empty(*shape), draw.matrix(k, n, groups), bias
 
-    def asked(self, call: Call, given: tuple[Tensor, Any, Any]) -> tuple[tuple[Any, ...], Any]:
-        return given, {"activation": call.act, "layout": self._layout(call)}
+    def asked(self, call: Options, given: tuple[Tensor, Any, Any]) -> tuple[tuple[Any, ...], Any]:
+        return given, {"activation": self.act(call), "layout": self._layout(call)}
 
-    def forward(self, call: Call, given: tuple[Tensor, Any, Any], train: bool) -> Problem:
+    def forward(self, call: Options, given: tuple[Tensor, Any, Any], train: bool) -> Problem:
         from fastlinear.ops.grouped_linear import layout as layouts
         from fastlinear.ops.grouped_linear.selection import problem_of
         from fastlinear.ops.grouped_linear.validation import validate
@@ -319,9 +348,9 @@ class _Grouped(Kind):
                 f"Tune that: linear_act --k {k} --n {groups * n}.",
             )
         x, weight, bias = given
-        validate(x, weight, bias, call.act, layout)
+        validate(x, weight, bias, self.act(call), layout)
         rows, order = layouts.blocks(x, layout, groups, k), layouts.order_of(layout, x.shape)
-        return problem_of(rows, weight, bias, call.act, order, train)
+        return problem_of(rows, weight, bias, self.act(call), order, train)
 
     def order(self, forward: Problem) -> Sequence[Problem]:
         from fastlinear.ops.grouped_linear import selection

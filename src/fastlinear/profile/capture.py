@@ -23,7 +23,7 @@ from fastlinear.profile.events import module_ranges
 from fastlinear.profile.observe import Observation, observe
 from fastlinear.profile.products import products_of
 from fastlinear.profile.profiled import profiled, records_of
-from fastlinear.profile.records import ProfileReport
+from fastlinear.profile.report import ProfileReport
 from fastlinear.profile.servable import without_collectives
 from fastlinear.profile.sites import find_sites
 from fastlinear.profile.state import preserved

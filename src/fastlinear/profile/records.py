@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
-
-from fastlinear.core.text_table import PIPE_WIDTH
 
 FORMAT = 1
 WELL_ATTRIBUTED = 0.95
@@ -203,8 +200,8 @@ class NotFollowed:
 
 
 @dataclass(frozen=True)
-class ProfileReport:
-    """The outcome of ``profile``.
+class ProfileData:
+    """What ``profile`` found, as plain data.
 
     Attributes:
         model_class: class name of the model.
@@ -290,18 +287,3 @@ class ProfileReport:
         data["unattributed"] = [[name, us] for name, us in self.unattributed]
         data["notes"] = list(self.notes)
         return {"kind": "profile", "format": FORMAT, **data}
-
-    def table(self, rows: int = 20, *, width: int = PIPE_WIDTH) -> str:
-        """What is unattributed, the ``rows`` slowest modules and findings, as plain text of at most
-        ``width`` columns."""
-        from fastlinear.profile.table import render
-
-        return render(self, rows, width)
-
-    def html(self, path: str | Path) -> Path:
-        """Write the report as one self-contained page; returns the path."""
-        from fastlinear.report import page
-
-        path = Path(path).expanduser()
-        path.write_text(page(self.to_json()), encoding="utf-8")
-        return path

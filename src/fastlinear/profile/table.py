@@ -8,7 +8,7 @@ from typing import Any
 
 from fastlinear.core.text_table import as_text, table
 from fastlinear.profile import own_calls
-from fastlinear.profile.records import Finding, NotFollowed, ProfileReport
+from fastlinear.profile.records import Finding, NotFollowed, ProfileData
 from fastlinear.profile.unfollowed import with_hint
 from fastlinear.report.text import count, step_of
 
@@ -20,7 +20,7 @@ _REST = 5  # names told of what no module holds
 _SPEAKS_FOR_ITSELF = "linear_activation"  # its title says all, unless it is left alone
 
 
-def render(report: ProfileReport, rows: int, width: int) -> str:
+def render(report: ProfileData, rows: int, width: int) -> str:
     """What is unattributed, the slowest modules, and findings with the advice that goes with
     them."""
     cuda = report.device.startswith("cuda")
@@ -82,7 +82,7 @@ def no_linears(findings: Iterable[Finding]) -> str:
     return f"no linear layers were seen here, but {some} __call__ and so cannot be seen (below)"
 
 
-def _unattributed(report: ProfileReport, cuda: bool) -> str:
+def _unattributed(report: ProfileData, cuda: bool) -> str:
     """What no ranking or finding below speaks of: time that falls inside no module."""
     total = sum(us for _, us in report.unattributed)
     share = (
@@ -96,7 +96,7 @@ def _unattributed(report: ProfileReport, cuda: bool) -> str:
     return f"{share}, {total:.1f} µs outside of all modules: {names}{more} (µs per step)"
 
 
-def _modules(report: ProfileReport, rows: int, width: int, cuda: bool) -> Any:
+def _modules(report: ProfileData, rows: int, width: int, cuda: bool) -> Any:
     by_module: dict[tuple[str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for r in report.records:
         by_module[r.fqn, r.module_class][r.direction] += r.device_us if cuda else r.cpu_us

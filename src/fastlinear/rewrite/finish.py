@@ -15,8 +15,9 @@ from fastlinear.profile.state import preserved
 from fastlinear.rewrite.exchange.swap import SwapSet, is_rewritten
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.eligible import linear_modules
+from fastlinear.rewrite.outcome import SiteOutcome
 from fastlinear.rewrite.plan import Plan, Rewrite, model_facts
-from fastlinear.rewrite.result import Result, SiteOutcome
+from fastlinear.rewrite.result import Result
 from fastlinear.rewrite.trial import measure
 from fastlinear.rewrite.trial.activations_left import told
 from fastlinear.rewrite.trial.not_measured import note_disturbed, note_time

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastlinear.core.text_table import as_text, table
 from fastlinear.core.timing import Ratio
+from fastlinear.profile.records import Finding
 from fastlinear.profile.table import no_linears
 from fastlinear.report.text import step_of
-
-if TYPE_CHECKING:
-    from fastlinear.profile.records import Finding
-    from fastlinear.rewrite.result import Result, SiteOutcome
+from fastlinear.rewrite.outcome import Outcome, SiteOutcome
 
 _COLUMNS = ("module", "activation", ">calls", "backend")
 _TIMES = (">predicted gain µs", ">before µs", ">after µs", ">speed-up", "outcome")
@@ -22,7 +20,7 @@ _MOST_ADVICE = 8  # kinds of findings that are told
 _NARROW = 110  # columns below which the table's own are too many
 
 
-def render(result: Result, width: int) -> str:
+def render(result: Outcome, width: int) -> str:
     """The text of ``Result.table``: sites of one kind and one fate are folded into one row, or
     into one paragraph where a table would be too wide; of those without times sizes may differ."""
     parts: list[Any] = []
@@ -35,7 +33,7 @@ def render(result: Result, width: int) -> str:
     return as_text(parts, width)
 
 
-def _table(result: Result, width: int) -> Any:
+def _table(result: Outcome, width: int) -> Any:
     rows = [
         (
             names,
@@ -53,7 +51,7 @@ def _table(result: Result, width: int) -> Any:
     return table((*_COLUMNS, *_TIMES), rows, width=width)
 
 
-def _paragraphs(result: Result, width: int) -> list[str]:
+def _paragraphs(result: Outcome, width: int) -> list[str]:
     shown = []
     for names, site in _folded(result):
         facts = [f"{site.status.replace('_', ' ')}: {_reason(site).rstrip('.')}."]
@@ -70,7 +68,7 @@ def _paragraphs(result: Result, width: int) -> list[str]:
     return shown
 
 
-def _step(result: Result) -> str:
+def _step(result: Outcome) -> str:
     where = f"{result.model_class}, {result.mode} on {result.device}: "
     step = f"a step ({step_of(result.mode)})"
     if not result.kept:
@@ -88,7 +86,7 @@ def _step(result: Result) -> str:
     return f"{text}, though the kept sites alone gained {gained:.1f} µs" if gained > 0 else text
 
 
-def _timed(result: Result) -> list[Any]:
+def _timed(result: Outcome) -> list[Any]:
     """The kept sites with times of their own."""
     return [s for s in result.sites if s.status == "kept" and s.before_us and s.after_us]
 
@@ -107,7 +105,7 @@ def _otherwise(before: float | None, after: float | None, speedup: float) -> boo
     return bool(before and after and (after < before) != (speedup > 1.0))
 
 
-def _note_of_pairs(result: Result) -> list[str]:
+def _note_of_pairs(result: Outcome) -> list[str]:
     """Why times and speed-ups may seem to contradict each other, where they do."""
     step = result.kept and not result.speedup.within_noise
     noisy = step and _otherwise(result.before_us, result.after_us, result.speedup.median)
@@ -119,7 +117,7 @@ def _note_of_pairs(result: Result) -> list[str]:
     ]
 
 
-def _counts(result: Result) -> str:
+def _counts(result: Outcome) -> str:
     if not result.sites:
         return f"{no_linears(result.findings)}: nothing to optimize"
     counts = ", ".join(f"{n} {k.replace('_', ' ')}" for k, n in result.summary().items())
@@ -138,7 +136,7 @@ def _counts(result: Result) -> str:
     return f"{text}: {counts}"
 
 
-def _advice(result: Result, width: int) -> list[str]:
+def _advice(result: Outcome, width: int) -> list[str]:
     """What findings say that ``optimize_`` leaves to the reader, those of one kind and title as
     one, the largest gain first."""
     told: dict[tuple[str, str], list[Finding]] = {}
@@ -160,7 +158,7 @@ def _advice(result: Result, width: int) -> list[str]:
     return [*lines, f"  and {left} more in result.findings"] if left > 0 else lines
 
 
-def _folded(result: Result) -> list[tuple[str, SiteOutcome]]:
+def _folded(result: Outcome) -> list[tuple[str, SiteOutcome]]:
     groups: dict[tuple[object, ...], list[SiteOutcome]] = {}
     for site in result.sites:
         told: tuple[str, ...] = (_number(site.predicted_gain_us),)  # no sizes, where no times are
@@ -176,7 +174,7 @@ def _folded(result: Result) -> list[tuple[str, SiteOutcome]]:
     return rows
 
 
-def _as_told(result: Result, site: SiteOutcome) -> SiteOutcome:
+def _as_told(result: Outcome, site: SiteOutcome) -> SiteOutcome:
     """Numbers of one call beside the first linear that it computes, and there alone."""
     if site.part_of is not None:
         none = dict.fromkeys(("predicted_gain_us", "before_us", "after_us", "speedup", "ci95"))

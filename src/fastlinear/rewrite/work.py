@@ -23,10 +23,9 @@ from fastlinear.profile.graph import Observed
 from fastlinear.profile.observe import Observation
 from fastlinear.profile.servable import without_collectives
 from fastlinear.profile.step import private_copy
-from fastlinear.rewrite.match.candidate import Candidate
-from fastlinear.rewrite.match.chain import Chain
+from fastlinear.rewrite.match.candidate import Candidate, Chain
 from fastlinear.rewrite.match.eligible import Refusal
-from fastlinear.rewrite.result import SiteOutcome
+from fastlinear.rewrite.outcome import SiteOutcome
 from fastlinear.rewrite.rules import linear_act as rule
 from fastlinear.rewrite.rules import on_parameters
 from fastlinear.rewrite.rules.linear_act import FilterFn

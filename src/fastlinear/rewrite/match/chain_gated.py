@@ -20,8 +20,7 @@ from fastlinear.ops.gated_mlp.stacking import Biases, Weights, split_pre
 from fastlinear.profile.graph import Observed
 from fastlinear.rewrite.exchange.gated_forward import call_gated, gated_forward
 from fastlinear.rewrite.exchange.swap import Swap
-from fastlinear.rewrite.match.candidate import Candidate
-from fastlinear.rewrite.match.chain import Chain, named
+from fastlinear.rewrite.match.candidate import Candidate, Chain, named
 from fastlinear.rewrite.match.gates import Gate
 from fastlinear.rewrite.match.parent import Fusable
 from fastlinear.rewrite.match.written import Written

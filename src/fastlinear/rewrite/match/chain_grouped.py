@@ -26,8 +26,7 @@ from fastlinear.rewrite.exchange.grouped_forward import (
     lies_channels_last,
 )
 from fastlinear.rewrite.exchange.swap import Swap
-from fastlinear.rewrite.match.candidate import Candidate, SiteCalls
-from fastlinear.rewrite.match.chain import Chain, named
+from fastlinear.rewrite.match.candidate import Candidate, Chain, SiteCalls, named
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

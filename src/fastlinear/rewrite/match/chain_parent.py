@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.rewrite.match.candidate import Candidate
-from fastlinear.rewrite.match.chain import Chain
+from fastlinear.rewrite.match.candidate import Candidate, Chain
 from fastlinear.rewrite.match.links import Run
 from fastlinear.rewrite.match.parent import Fusable
 

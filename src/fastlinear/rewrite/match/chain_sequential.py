@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from fastlinear.rewrite.exchange.forwards import Forward
 from fastlinear.rewrite.exchange.sequential_forward import Segment, sequential_forward
-from fastlinear.rewrite.match.candidate import Candidate
-from fastlinear.rewrite.match.chain import Chain, named
+from fastlinear.rewrite.match.candidate import Candidate, Chain, named
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -24,8 +24,7 @@ from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.exchange.gated_forward import call_gated
 from fastlinear.rewrite.exchange.held import AsLayer, Held
 from fastlinear.rewrite.in_code import in_code
-from fastlinear.rewrite.match.candidate import Candidate
-from fastlinear.rewrite.match.chain import all_different, one_pass
+from fastlinear.rewrite.match.candidate import Candidate, all_different, one_pass
 from fastlinear.rewrite.match.chain_gated import GatedChain
 from fastlinear.rewrite.match.eligible import refuse_linear, refuse_module
 from fastlinear.rewrite.match.gated_module import recognise

@@ -15,8 +15,7 @@ from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.exchange.forwards import PLAIN_LINEARS
 from fastlinear.rewrite.exchange.tower_forward import LISTS as BY_LISTS
 from fastlinear.rewrite.exchange.tower_forward import Way
-from fastlinear.rewrite.match.candidate import Candidate
-from fastlinear.rewrite.match.chain import all_different
+from fastlinear.rewrite.match.candidate import Candidate, all_different
 from fastlinear.rewrite.match.chain_lists import OWN_INPUTS, PARTS, SHARED, ListChain
 from fastlinear.rewrite.match.eligible import Refusal
 from fastlinear.rewrite.match.lists import LISTS

@@ -16,8 +16,7 @@ from fastlinear.profile.effects import class_forward
 from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.exchange.forwards import PLAIN_LINEARS
 from fastlinear.rewrite.exchange.tower_forward import LISTS, STACKED, Way
-from fastlinear.rewrite.match.candidate import Candidate
-from fastlinear.rewrite.match.chain import all_different, one_pass
+from fastlinear.rewrite.match.candidate import Candidate, all_different, one_pass
 from fastlinear.rewrite.match.chain_towers import TowerChain
 from fastlinear.rewrite.match.eligible import Refusal
 from fastlinear.rewrite.match.parent import Fusable

@@ -15,8 +15,7 @@ from fastlinear.profile.graph import Observed
 from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.exchange.forwards import PLAIN_LINEARS
 from fastlinear.rewrite.exchange.sequential_forward import Segment
-from fastlinear.rewrite.match.candidate import Candidate
-from fastlinear.rewrite.match.chain import Chain, all_different, one_pass
+from fastlinear.rewrite.match.candidate import Candidate, Chain, all_different, one_pass
 from fastlinear.rewrite.match.chain_parent import ParentChain
 from fastlinear.rewrite.match.chain_sequential import SequentialChain
 from fastlinear.rewrite.match.eligible import refuse_module

@@ -15,8 +15,7 @@ from torch.fx import Graph
 
 from fastlinear.profile.graph import TENSOR, Observed
 from fastlinear.profile.records import LinearSite
-from fastlinear.rewrite.match.candidate import Candidate
-from fastlinear.rewrite.match.chain import Chain, all_different, one_pass
+from fastlinear.rewrite.match.candidate import Candidate, Chain, all_different, one_pass
 from fastlinear.rewrite.match.chain_parent import BlockChain, ParentChain
 from fastlinear.rewrite.match.composed import returned
 from fastlinear.rewrite.match.eligible import Refusal, linear_kind, refuse_module

@@ -13,8 +13,7 @@ from fastlinear.dispatch.tune import BASELINE
 from fastlinear.ops.common import door
 from fastlinear.ops.gated_mlp.problem import NAME as GATED
 from fastlinear.ops.grouped_linear.problem import NAME as GROUPED
-from fastlinear.rewrite.match.candidate import Candidate
-from fastlinear.rewrite.match.chain import Chain
+from fastlinear.rewrite.match.candidate import Candidate, Chain
 from fastlinear.rewrite.match.chain_lists import NAME as UNEQUAL
 from fastlinear.rewrite.match.chain_lists import ListChain
 from fastlinear.rewrite.match.chain_parent import BlockChain

@@ -14,7 +14,7 @@ from fastlinear.rewrite.exchange.compiled_forward import DEFAULT, REDUCE_OVERHEA
 from fastlinear.rewrite.exchange.swap import Swap, SwapSet
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.eligible import linear_modules
-from fastlinear.rewrite.result import SiteOutcome
+from fastlinear.rewrite.outcome import SiteOutcome
 from fastlinear.rewrite.trial.swaps import swaps_of
 from fastlinear.rewrite.trial.try_compiled import ROUTE, RULE, Arm, compiled_arm, untouchable
 from fastlinear.rewrite.trial.try_graph import (

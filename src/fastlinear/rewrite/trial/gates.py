@@ -24,7 +24,7 @@ from fastlinear.ops.gated_mlp.stacking import Needs
 from fastlinear.profile.raised import told
 from fastlinear.profile.records import IN_PLACE, Finding
 from fastlinear.profile.timeline import Timeline, timeline
-from fastlinear.rewrite.result import SiteOutcome
+from fastlinear.rewrite.outcome import SiteOutcome
 from fastlinear.rewrite.rules import gated_passes as passes
 from fastlinear.rewrite.rules.gated import GatedSite
 from fastlinear.rewrite.trial.covered import covered

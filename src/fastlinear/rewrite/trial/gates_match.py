@@ -11,8 +11,7 @@ from torch import nn
 from fastlinear.ops.gated_mlp.problem import NAME
 from fastlinear.profile.effects import class_forward
 from fastlinear.profile.records import LinearSite
-from fastlinear.rewrite.match.candidate import Candidate
-from fastlinear.rewrite.match.chain import Chain, all_different, one_pass
+from fastlinear.rewrite.match.candidate import Candidate, Chain, all_different, one_pass
 from fastlinear.rewrite.match.chain_gated import GatedPart
 from fastlinear.rewrite.match.eligible import Refusal
 from fastlinear.rewrite.match.gates import Gate

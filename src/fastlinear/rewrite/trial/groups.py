@@ -15,7 +15,7 @@ from fastlinear.core.timing import interleave
 from fastlinear.ops.grouped_linear.problem import NAME
 from fastlinear.profile.records import IN_PLACE, Finding
 from fastlinear.rewrite.match.chain_lists import NAME as UNEQUAL
-from fastlinear.rewrite.result import SiteOutcome
+from fastlinear.rewrite.outcome import SiteOutcome
 from fastlinear.rewrite.rules.grouped_towers import Standing
 from fastlinear.rewrite.trial.covered import covered
 from fastlinear.rewrite.trial.groups_lists import KIND, of_list

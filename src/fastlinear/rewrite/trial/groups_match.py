@@ -6,8 +6,7 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 
 from fastlinear.ops.grouped_linear.problem import NAME
-from fastlinear.rewrite.match.candidate import Candidate
-from fastlinear.rewrite.match.chain import Chain
+from fastlinear.rewrite.match.candidate import Candidate, Chain
 from fastlinear.rewrite.match.chain_row import RowChain
 from fastlinear.rewrite.match.chain_sequential import SequentialChain
 from fastlinear.rewrite.match.chain_towers import TowerChain

@@ -29,7 +29,7 @@ from fastlinear.ops.mlp import problem as mlp
 from fastlinear.ops.mlp.selection import choices_of as chain_choices
 from fastlinear.ops.mlp.selection import tuning_order as chain_order
 from fastlinear.rewrite.exchange.swap import SwapSet
-from fastlinear.rewrite.match.chain import Chain
+from fastlinear.rewrite.match.candidate import Chain
 from fastlinear.rewrite.verify.inputs import Call
 from fastlinear.rewrite.verify.running import Runner
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from fastlinear.core.compare import Verdict
 from fastlinear.core.timing import Samples, interleave
 from fastlinear.ops.common import door
-from fastlinear.rewrite.match.candidate import Candidate, Kind
-from fastlinear.rewrite.match.chain import Chain, Results
+from fastlinear.rewrite.match.candidate import Candidate, Chain, Kind, Results
 from fastlinear.rewrite.trial.measure import Pair, error_factor
 from fastlinear.rewrite.verify.kinks import Sides, following
 from fastlinear.rewrite.verify.verdicts import compare

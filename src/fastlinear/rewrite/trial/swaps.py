@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from fastlinear.rewrite.exchange import forwards
 from fastlinear.rewrite.exchange.sequential_forward import Segment, sequential_forward
 from fastlinear.rewrite.exchange.swap import Swap
-from fastlinear.rewrite.match.candidate import Candidate
-from fastlinear.rewrite.match.chain import Chain
+from fastlinear.rewrite.match.candidate import Candidate, Chain
 from fastlinear.rewrite.match.chain_gated import GatedChain, GatedPart
 from fastlinear.rewrite.match.chain_grouped import GroupedChain
 from fastlinear.rewrite.match.chain_parent import BlockChain, ParentChain

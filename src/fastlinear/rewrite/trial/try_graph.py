@@ -15,7 +15,7 @@ from fastlinear.rewrite.exchange.graph_forward import GraphForward, with_graph
 from fastlinear.rewrite.exchange.swap import Swap, SwapSet
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.eligible import refuse_module
-from fastlinear.rewrite.result import SiteOutcome
+from fastlinear.rewrite.outcome import SiteOutcome
 from fastlinear.rewrite.trial import measure
 from fastlinear.rewrite.trial.keep_accurate import factor_of, verdicts_of
 from fastlinear.rewrite.trial.out_of_memory import CODE as OUT_OF_MEMORY
