@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import textwrap
 from importlib import metadata
+from pathlib import Path
 
 import pytest
+import torch
 
 import fastlinear
+from fastlinear.ops import _register
+from fastlinear.ops.declared import load_all
 
 NAMES = [
     "CacheWarning",
@@ -36,6 +41,7 @@ NAMES = [
     "release_memory",
     "unequal_linear",
 ]
+MOST_MODULES = 119  # of its own that `import fastlinear` loads
 HEAVY = ("triton", "transformers", "matplotlib", "rich", "typer", "jinja2", "sklearn")
 
 
@@ -62,6 +68,121 @@ def test_import_is_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[] False"
+
+
+def printed(code: str) -> str:
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_import_loads_few_modules() -> None:
+    own = "sum(m.split('.')[0] == 'fastlinear' for m in sys.modules)"
+    assert int(printed(f"import sys, fastlinear; print({own})")) <= MOST_MODULES
+
+
+def test_names_are_there_before_they_are_loaded_and_kept_after() -> None:
+    code = """
+        import sys, fastlinear as fl
+        assert set(fl.__all__) <= set(dir(fl))
+        assert "fastlinear.ops.mlp" not in sys.modules and "mlp" not in vars(fl)
+        from fastlinear import mlp
+        assert vars(fl)["mlp"] is mlp
+        assert fl.nn.Linear and vars(fl)["nn"] is fl.nn
+        try:
+            fl.no_such_name
+        except AttributeError as error:
+            print(error)
+    """
+    assert printed(code) == "module 'fastlinear' has no attribute 'no_such_name'"
+
+
+@pytest.mark.parametrize(
+    "first", ["import fastlinear.profile.records", "import fastlinear.cli", "fl.optimize_"]
+)
+def test_profile_is_the_function_whatever_is_loaded_first(first: str) -> None:
+    code = f"import fastlinear as fl; {first}; print(fl.profile.__module__, vars(fl)['profile'])"
+    assert printed(code).startswith("fastlinear.rewrite.survey <function profile")
+
+
+def test_a_compiled_function_may_be_the_first_to_name_an_op() -> None:
+    code = """
+        import torch, fastlinear as fl
+        x, w = torch.ones(2, 3), torch.ones(4, 3)
+        def f(x, w): return fl.linear_act(x, w, activation="relu")
+        print(torch.compile(f, backend="eager", fullgraph=True)(x, w).sum().item())
+    """
+    assert printed(code) == "24.0"
+
+
+def test_an_exported_program_runs_where_nothing_but_the_package_is_imported(
+    tmp_path: Path,
+) -> None:
+    x = torch.randn(2, 6)
+    model = torch.nn.Sequential(
+        fastlinear.nn.Linear(6, 6, activation="gelu"),
+        fastlinear.nn.MLP([6, 5, 6], activation="relu"),
+        fastlinear.nn.GatedMLP(6, 8),
+        fastlinear.nn.GroupedLinear(2, 3, 3),
+        fastlinear.nn.DiagonalLinear(6),
+    ).eval()
+    path = tmp_path / "model.pt2"
+    torch.export.save(torch.export.export(model, (x,)), path)
+    code = f"""
+        import sys, torch, fastlinear
+        program = torch.export.load({str(path)!r})
+        assert "fastlinear.ops.mlp" not in sys.modules
+        print(program.module()(torch.tensor({x.tolist()})).tolist())
+    """
+    torch.testing.assert_close(torch.tensor(eval(printed(code))), model(x))
+
+
+CALLS = {
+    "linear_act": "fl.linear_act(x, w, b)",
+    "mlp": "fl.mlp(x, [w, w], [b, b])",
+    "gated_linear": "fl.gated_linear(x, w, w)",
+    "gated_mlp": "fl.gated_mlp(x, w, w, w)",
+    "diagonal_linear": "fl.diagonal_linear(x, b)",
+    "grouped_linear": "fl.grouped_linear(x, w[None], layout='... (g k)')",
+    "ragged_linear": "fl.ragged_linear(x, w[None], torch.tensor([2]))",
+    "unequal_linear": "fl.unequal_linear([x], [w])",
+}
+
+
+def test_every_op_may_be_the_first() -> None:
+    code = f"""
+        import os, torch, fastlinear as fl
+        x, w, b = torch.ones(2, 3), torch.ones(3, 3), torch.ones(3)
+        for name, call in {CALLS}.items():
+            child = os.fork()
+            if not child:
+                eval(call)
+                os._exit(0)
+            print(name if os.waitpid(child, 0)[1] == 0 else "failed")
+    """
+    assert printed(code).split() == list(CALLS)
+
+
+def test_an_op_may_be_loaded_by_a_trace() -> None:
+    code = """
+        import torch, fastlinear
+        from torch._subclasses import FakeTensorMode
+        with FakeTensorMode():
+            x, w = torch.empty(2, 6), torch.empty(2, 5, 3)
+            op = torch.ops.fastlinear.grouped_linear
+            y = op(x, w, None, "none", "... (g k)", False, "")[0]
+        from fastlinear.ops.grouped_linear import operands
+        print(type(y).__name__, tuple(y.shape), type(operands._NOWHERE).__name__)
+    """
+    assert printed(code) == "FakeTensor (2, 10) Tensor"
+
+
+def test_an_op_is_registered_as_it_is_declared() -> None:
+    load_all()
+    assert all(op.functions for op in _register._OPS.values())
+    with pytest.raises(RuntimeError, match="declared as"):
+        _register.register_op("mlp", "(Tensor x) -> Tensor", implementation=id, fake=id)
 
 
 def test_import_warns_about_nothing() -> None:

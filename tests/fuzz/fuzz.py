@@ -33,6 +33,7 @@ from fastlinear.core.compare import DEFAULT_FACTOR, relative_error, unit_roundin
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.dispatch.backend import families, family
 from fastlinear.ops.common import door, door_node
+from fastlinear.ops.declared import load_all
 
 _MANY = 256
 _GROSS = 64  # roundings of results with few numbers
@@ -108,6 +109,9 @@ def judge(
             parts = a / norm, t / norm, o / norm
             pool.found[op, dtype, "y" if name.startswith("y") else "d"].append((pool.case, parts))
     assert error <= limit, f"{name}: error {error:.3g}, limit {limit:.3g} ({a.numel()} numbers)"
+
+
+load_all()
 
 
 def backends(op: str) -> list[str]:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-import fastlinear  # noqa: F401  (registers the families)
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.dispatch.backend import Backend, families, family
 from fastlinear.ops.diagonal_linear.problem import problem as diagonal_problem

@@ -17,10 +17,12 @@ import torch
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.dispatch.backend import families, family
 from fastlinear.ops.common import cpp_build, door_library, library_store
+from fastlinear.ops.declared import load_all
 
 
 def test_every_family_is_checked() -> None:
     functions = {"ragged_linear", "unequal_linear"}
+    load_all()
     assert set(sanitize.FAMILIES) == set(families()) | functions
     assert set(sanitize_calls.FAMILIES) == set(sanitize.FAMILIES) - set(sanitize.OWN)
 

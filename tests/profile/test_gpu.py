@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastlinear.profile import profile
+from fastlinear.profile.capture import profile
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastlinear.profile import profile
+from fastlinear.profile.capture import profile
 from fastlinear.profile.graph import Observed, Untraceable, trace
 
 

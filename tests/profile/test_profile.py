@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastlinear.core.errors import InputError, UnsupportedError
-from fastlinear.profile import Finding, ProfileReport, profile
-from fastlinear.profile.capture import loss_of
+from fastlinear.profile.capture import loss_of, profile
+from fastlinear.profile.records import Finding
+from fastlinear.profile.report import ProfileReport
 from fastlinear.report import page
 
 X = torch.randn(16, 32)

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastlinear.profile import profile, unfollowed
+from fastlinear.profile import unfollowed
+from fastlinear.profile.capture import profile
 from fastlinear.profile.observe import observe
 from fastlinear.profile.products import products_of
 from fastlinear.profile.records import LinearSite, NotFollowed

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.core.settings import Config
 from fastlinear.core.timing import Ratio
-from fastlinear.profile import profile
+from fastlinear.profile.capture import profile
 from fastlinear.rewrite import apply_, optimize_
 from fastlinear.rewrite.exchange.stand_in import mark
 from fastlinear.rewrite.exchange.swap import Swap, SwapSet

@@ -14,7 +14,7 @@ from fastlinear.core.settings import Config
 from fastlinear.core.timing import Samples
 from fastlinear.dispatch import backend as registry
 from fastlinear.dispatch import doubt, tune
-from fastlinear.profile import profile
+from fastlinear.profile.capture import profile
 from fastlinear.rewrite import finish, optimize_
 from fastlinear.rewrite.trial import measure
 from fastlinear.rewrite.trial import site as site_module

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fastlinear as fl
 from fastlinear.core.errors import InputError
-from fastlinear.profile import ProfileReport
+from fastlinear.profile.report import ProfileReport
 
 
 class GLU(nn.Module):

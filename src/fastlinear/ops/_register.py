@@ -2,22 +2,70 @@
 
 Registered ops serve ``torch.compile`` and export. Eager calls do not pass here, because a
 registered op costs microseconds a call that small layers cannot spare.
+
+An op is declared first and gets its functions later. An exported program names ops of families that
+the process has not imported, so ``import fastlinear`` declares all of them (``ops.declared``). The
+first call of a declared op imports its family, whose ``register_op`` fills the functions in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fastlinear.core.errors import UnsupportedError
 
 _LIBRARY = torch.library.Library("fastlinear", "DEF")
-_KEPT: list[Any] = []
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _dispatch_modes = torch._C._len_torch_dispatch_stack
+
+
+@dataclass(eq=False)
+class _Op:
+    """A registered op, with the functions that its kernels call.
+
+    Attributes:
+        schema: arguments and returns.
+        load: imports the family, which registers the functions.
+        functions: ``"implementation"``, ``"fake"`` and others by name, once they are registered.
+    """
+
+    name: str
+    schema: str
+    load: Callable[[], object]
+    functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Callable[..., Any]:
+        if not self.functions:
+            with _disable_current_modes():  # of a trace, which would make its tensors fake
+                self.load()
+        return self.functions[name]
+
+
+_OPS: dict[str, _Op] = {}
+
+
+def declare_op(name: str, schema: str, load: Callable[[], object], *, formula: bool) -> None:
+    """Register ``torch.ops.fastlinear.<name>`` whose functions its family brings when it is loaded.
+
+    Args:
+        name, schema: as ``register_op`` takes them.
+        load: imports the family.
+        formula: whether the op has an autograd formula.
+    """
+    op = _define(name, schema, load)
+    if formula:
+        _add_formula(op)
+
+
+def declare_eager_op(name: str, schema: str, load: Callable[[], object]) -> None:
+    """The same for an op that its family registers by ``register_eager_op``."""
+    _add_before_autograd(_define(name, schema, load))
 
 
 def register_op(
@@ -39,14 +87,94 @@ def register_op(
         backward, setup_context: the autograd formula, as ``torch.library.register_autograd`` takes.
             Its gradients cannot be differentiated: that raises UnsupportedError.
     """
+    op = _OPS.get(name)
+    if op is None:
+        op = _define(name, schema, lambda: None)
+        if backward is not None:
+            _add_formula(op)
+    functions = {"implementation": implementation, "fake": fake}
+    if backward is not None and setup_context is not None:
+        functions |= {"backward": _once(name, backward), "setup_context": setup_context}
+    _fill(op, schema, functions)
+
+
+def register_eager_op(
+    name: str,
+    schema: str,
+    *,
+    implementation: Callable[..., Any],
+    fake: Callable[..., Any],
+    differentiable: Callable[..., Any],
+) -> None:
+    """Register ``torch.ops.fastlinear.<name>`` that does what an eager function of ours does.
+
+    A compiled graph that needs no gradients calls it: no formula stands before the function, which
+    records its own where the graph, exported, is run with gradients after all. Where such a graph
+    is traced once more, nothing can be recorded inside the function: a registered op with a
+    formula takes its place.
+
+    Args:
+        name: op name.
+        schema: arguments and returns; no result may share memory with an argument.
+        implementation: the function, for both devices, with or without gradients.
+        fake: shapes, dtypes and strides of the results, without computing.
+        differentiable: the same through a registered op that has an autograd formula.
+    """
+    op = _OPS.get(name)
+    if op is None:
+        op = _define(name, schema, lambda: None)
+        _add_before_autograd(op)
+    functions = {"implementation": implementation, "fake": fake, "differentiable": differentiable}
+    _fill(op, schema, functions)
+
+
+def _fill(op: _Op, schema: str, functions: dict[str, Callable[..., Any]]) -> None:
+    if op.schema != schema:
+        raise RuntimeError(f"{op.name} is declared as {op.schema!r} and registered as {schema!r}")
+    op.functions = functions
+
+
+def _define(name: str, schema: str, load: Callable[[], object]) -> _Op:
+    op = _OPS[name] = _Op(name, schema, load)
     _LIBRARY.define(name + schema)
+
+    def implementation(*args: Any) -> Any:
+        return op["implementation"](*args)
+
+    def fake(*args: Any) -> Any:
+        return op["fake"](*args)
+
     for key in ("CPU", "CUDA"):
         _LIBRARY.impl(name, implementation, key)
     torch.library.register_fake(f"fastlinear::{name}", fake, lib=_LIBRARY)
-    if backward is not None:
-        torch.library.register_autograd(
-            f"fastlinear::{name}", _once(name, backward), setup_context=setup_context, lib=_LIBRARY
-        )
+    return op
+
+
+def _add_formula(op: _Op) -> None:
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return op["backward"](ctx, *grads)
+
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        op["setup_context"](ctx, inputs, output)
+
+    torch.library.register_autograd(
+        f"fastlinear::{op.name}", backward, setup_context=setup_context, lib=_LIBRARY
+    )
+
+
+def _add_before_autograd(op: _Op) -> None:
+    registered = getattr(torch.ops.fastlinear, op.name).default
+
+    def before_autograd(keys: Any, *args: Any) -> Any:
+        if not _dispatch_modes() and type(args[0]) in _PLAIN:
+            return op["implementation"](*args)
+        if torch.is_grad_enabled() and _needs_grad(args):
+            return op["differentiable"](*args)
+        with torch._C._AutoDispatchBelowAutograd():  # type: ignore[no-untyped-call]
+            return registered.redispatch(keys & torch._C._after_autograd_keyset, *args)
+
+    for key in ("AutogradCPU", "AutogradCUDA"):
+        _LIBRARY.impl(op.name, before_autograd, key, with_keyset=True)
 
 
 def _once(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,46 +213,6 @@ class _Once(torch.autograd.Function):
             "a derivative of its gradients (create_graph=True)",
             "Call it outside the compiled function: there it is differentiable to any order.",
         )
-
-
-def register_eager_op(
-    name: str,
-    schema: str,
-    *,
-    implementation: Callable[..., Any],
-    fake: Callable[..., Any],
-    differentiable: Callable[..., Any],
-) -> None:
-    """Register ``torch.ops.fastlinear.<name>`` that does what an eager function of ours does.
-
-    A compiled graph that needs no gradients calls it: no formula stands before the function, which
-    records its own where the graph, exported, is run with gradients after all. Where such a graph
-    is traced once more, nothing can be recorded inside the function: a registered op with a
-    formula takes its place.
-
-    Args:
-        name: op name.
-        schema: arguments and returns; no result may share memory with an argument.
-        implementation: the function, for both devices, with or without gradients.
-        fake: shapes, dtypes and strides of the results, without computing.
-        differentiable: the same through a registered op that has an autograd formula.
-    """
-    _LIBRARY.define(name + schema)
-    for key in ("CPU", "CUDA"):
-        _LIBRARY.impl(name, implementation, key)
-    torch.library.register_fake(f"fastlinear::{name}", fake, lib=_LIBRARY)
-    op = getattr(torch.ops.fastlinear, name).default
-
-    def before_autograd(keys: Any, *args: Any) -> Any:
-        if not _dispatch_modes() and type(args[0]) in _PLAIN:
-            return implementation(*args)
-        if torch.is_grad_enabled() and _needs_grad(args):
-            return differentiable(*args)
-        with torch._C._AutoDispatchBelowAutograd():  # type: ignore[no-untyped-call]
-            return op.redispatch(keys & torch._C._after_autograd_keyset, *args)
-
-    for key in ("AutogradCPU", "AutogradCUDA"):
-        _LIBRARY.impl(name, before_autograd, key, with_keyset=True)
 
 
 def _needs_grad(args: Sequence[Any]) -> bool:

@@ -10,8 +10,8 @@ from typing import Any
 from fastlinear.core.compare import Verdict
 from fastlinear.core.plain_text import one_line
 from fastlinear.core.timing import Ratio
-from fastlinear.profile import ProfileReport
 from fastlinear.profile.records import Finding, NotFollowed
+from fastlinear.profile.report import ProfileReport
 from fastlinear.rewrite.plan import Plan
 
 STATUSES = ("kept", "rejected", "refused", "undecided", "nothing_to_do")

@@ -10,8 +10,8 @@ from torch import nn
 from fastlinear.core.interrupts import restored
 from fastlinear.core.progress import Progress, silent
 from fastlinear.core.settings import Config
-from fastlinear.profile import ProfileReport
 from fastlinear.profile.capture import capture, check_arguments
+from fastlinear.profile.report import ProfileReport
 from fastlinear.profile.state import preserved
 from fastlinear.rewrite.optimize import FINDS, prepare
 from fastlinear.rewrite.trial import activations_left

@@ -18,9 +18,9 @@ from fastlinear.core.timing import Ratio, Samples
 from fastlinear.dispatch.doubt import doubt_of_pair, spread_of
 from fastlinear.dispatch.tune import BASELINE, Tuned
 from fastlinear.ops.common import cpp_build
-from fastlinear.profile import ProfileReport
 from fastlinear.profile.graph import Observed
 from fastlinear.profile.observe import Observation
+from fastlinear.profile.report import ProfileReport
 from fastlinear.profile.servable import without_collectives
 from fastlinear.profile.step import private_copy
 from fastlinear.rewrite.match.candidate import Candidate, Chain
