@@ -22,8 +22,8 @@ from fastlinear.profile.unfollowed import USED_BY_PARENT
 from fastlinear.rewrite.finish import finish
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.eligible import Refusal, rewritten
+from fastlinear.rewrite.match.sites import FilterFn
 from fastlinear.rewrite.result import Result
-from fastlinear.rewrite.rules.linear_act import FilterFn
 from fastlinear.rewrite.trial import (
     activations_left,
     blocks,

@@ -25,10 +25,10 @@ from fastlinear.profile.servable import without_collectives
 from fastlinear.profile.step import private_copy
 from fastlinear.rewrite.match.candidate import Candidate, Chain
 from fastlinear.rewrite.match.eligible import Refusal
+from fastlinear.rewrite.match.sites import FilterFn
 from fastlinear.rewrite.outcome import SiteOutcome
 from fastlinear.rewrite.rules import linear_act as rule
 from fastlinear.rewrite.rules import on_parameters
-from fastlinear.rewrite.rules.linear_act import FilterFn
 from fastlinear.rewrite.trial import measure
 from fastlinear.rewrite.verify import model as verify
 from fastlinear.rewrite.verify.finite import NOT_FINITE, why_unproven

@@ -19,9 +19,9 @@ from fastlinear.rewrite.match.chain_grouped import GroupedChain
 from fastlinear.rewrite.match.chain_row import LoopChain, RowChain
 from fastlinear.rewrite.match.eligible import Refusal
 from fastlinear.rewrite.match.parent import Fusable
+from fastlinear.rewrite.match.sites import inside
 from fastlinear.rewrite.rules.grouped import Row
 from fastlinear.rewrite.rules.grouped_modules import Whole
-from fastlinear.rewrite.rules.linear_act import inside
 
 OWN = "grouped"
 """The kind of a candidate that is no linear."""

@@ -20,9 +20,9 @@ from fastlinear.rewrite.match.chain_lists import OWN_INPUTS, PARTS, SHARED, List
 from fastlinear.rewrite.match.eligible import Refusal
 from fastlinear.rewrite.match.lists import LISTS
 from fastlinear.rewrite.match.parent import Fusable
+from fastlinear.rewrite.match.sites import inside
 from fastlinear.rewrite.match.towers import Abreast, Tower, tower_of
 from fastlinear.rewrite.rules.grouped_towers import Standing
-from fastlinear.rewrite.rules.linear_act import inside
 
 
 def lists_of(model: nn.Module, sites: Iterable[LinearSite]) -> dict[str, list[tuple[str, ...]]]:

@@ -20,8 +20,8 @@ from fastlinear.rewrite.match.candidate import Candidate, all_different, one_pas
 from fastlinear.rewrite.match.chain_towers import TowerChain
 from fastlinear.rewrite.match.eligible import Refusal
 from fastlinear.rewrite.match.parent import Fusable
+from fastlinear.rewrite.match.sites import inside
 from fastlinear.rewrite.match.towers import Abreast, Tower, is_tower, tower_of
-from fastlinear.rewrite.rules.linear_act import inside
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 

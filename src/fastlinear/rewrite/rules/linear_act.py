@@ -5,7 +5,7 @@ It only matches; nothing here changes a model or measures anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,18 +28,9 @@ from fastlinear.rewrite.match.eligible import (
     refuse_rewritten,
 )
 from fastlinear.rewrite.match.parent import Fusable, fusable
+from fastlinear.rewrite.match.sites import FilterFn, activations_of, inside
 
 RULE = "linear_act"
-FilterFn = Callable[[nn.Module, str], bool]
-
-
-def activations_of(sites: Iterable[LinearSite]) -> dict[str, str]:
-    """Activation modules that follow a linear: fully qualified name → activation name."""
-    return {
-        s.activation_fqn: s.activation
-        for s in sites
-        if s.how == "modules" and s.activation is not None and s.activation_fqn is not None
-    }
 
 
 def match(
@@ -211,10 +202,3 @@ def _by_parent(
 def _with_activation(candidate: Candidate, name: str, **more: Any) -> Candidate:
     problems = problems_of(candidate.module, candidate.kind, name, candidate.calls)
     return replace(candidate, activation=name, route="parent", problems=problems, **more)
-
-
-def inside(parent_fqn: str, fqn: str) -> str | None:
-    """``fqn`` as named inside its parent; None when it lies elsewhere."""
-    if parent_fqn == "":
-        return fqn
-    return fqn[len(parent_fqn) + 1 :] if fqn.startswith(parent_fqn + ".") else None

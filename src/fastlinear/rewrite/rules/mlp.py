@@ -19,7 +19,7 @@ from fastlinear.rewrite.match.candidate import Candidate, Chain, all_different, 
 from fastlinear.rewrite.match.chain_parent import ParentChain
 from fastlinear.rewrite.match.chain_sequential import SequentialChain
 from fastlinear.rewrite.match.eligible import refuse_module
-from fastlinear.rewrite.rules.linear_act import inside
+from fastlinear.rewrite.match.sites import inside
 from fastlinear.rewrite.rules.mlp_blocks import Blocks, Offers, Stopped, replaced
 
 RULE = "mlp"

@@ -22,8 +22,8 @@ from fastlinear.rewrite.match.eligible import Refusal, linear_kind, refuse_modul
 from fastlinear.rewrite.match.gates import activation_of_module
 from fastlinear.rewrite.match.links import Run
 from fastlinear.rewrite.match.parent import Fusable, is_sequential
+from fastlinear.rewrite.match.sites import activations_of, inside
 from fastlinear.rewrite.match.stops import Stop, stops_of
-from fastlinear.rewrite.rules.linear_act import activations_of, inside
 
 Offers = Callable[[str], Fusable | Refusal]
 

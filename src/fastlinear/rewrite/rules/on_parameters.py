@@ -26,7 +26,7 @@ from fastlinear.rewrite.match.eligible import (
 )
 from fastlinear.rewrite.match.gates import activation_of_module
 from fastlinear.rewrite.match.parent import Fusable, fusable
-from fastlinear.rewrite.rules.linear_act import FilterFn, activations_of, inside
+from fastlinear.rewrite.match.sites import FilterFn, activations_of, inside
 
 _INSTEAD = "As an nn.Linear, or in fl.linear_act, fl.mlp or fl.nn.MLP, it would be one."
 

@@ -14,7 +14,7 @@ from fastlinear.rewrite.match.chain_parent import BlockChain, ParentChain
 from fastlinear.rewrite.match.chain_row import RowChain
 from fastlinear.rewrite.match.chain_sequential import SequentialChain
 from fastlinear.rewrite.match.chain_towers import TowerChain
-from fastlinear.rewrite.rules.linear_act import inside
+from fastlinear.rewrite.match.sites import inside
 
 
 def swaps_of(candidates: Iterable[Candidate]) -> list[Swap]:
