@@ -14,14 +14,14 @@ import pytest
 import torch
 from filelock import FileLock
 
-from fastlinear.bench import ahead as ahead_module
-from fastlinear.bench.ahead import Ahead, Task, tasks_of
-from fastlinear.bench.ahead_worker import time_alone
-from fastlinear.bench.case import Case
-from fastlinear.bench.cases import overhead
-from fastlinear.bench.kinds import KINDS
-from fastlinear.bench.peer import Peer
-from fastlinear.bench.settings import Settings
+from benchmarks.experiments import overhead
+from benchmarks.harness import ahead as ahead_module
+from benchmarks.harness.ahead import Ahead, Task, tasks_of
+from benchmarks.harness.ahead_worker import time_alone
+from benchmarks.harness.case import Case
+from benchmarks.harness.kinds import KINDS
+from benchmarks.harness.peer import Peer
+from benchmarks.harness.settings import Settings
 from fastlinear.core.errors import InputError
 from fastlinear.core.progress import silent
 
@@ -154,8 +154,10 @@ def test_inductor_times_under_the_lock(
 _RUN = """
 import dataclasses
 from torch._dynamo.utils import counters
-from fastlinear.bench import measure, run
-from fastlinear.bench.cases import EXPERIMENTS, overhead
+from benchmarks.harness import measure
+from benchmarks.harness.run import run
+from benchmarks.experiments import overhead
+from benchmarks.experiments import EXPERIMENTS
 from fastlinear.core.cost import Ceilings
 
 def noted(device):

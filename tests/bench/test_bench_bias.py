@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastlinear.bench import measure as measure_module
-from fastlinear.bench.cases import linear_bias
-from fastlinear.bench.kernels import kernels_of
-from fastlinear.bench.measure import Settings, run_case
-from fastlinear.bench.peers import peers
-from fastlinear.bench.quack import reason_not
+from benchmarks.contenders.linear_act import peers
+from benchmarks.contenders.quack import reason_not
+from benchmarks.experiments import linear_bias
+from benchmarks.harness import measure as measure_module
+from benchmarks.harness.kernels import kernels_of
+from benchmarks.harness.measure import Settings, run_case
 from fastlinear.core.cost import Ceilings
 from tests.bench.test_bench_rows import CASE
 

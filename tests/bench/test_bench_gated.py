@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fastlinear.bench import gated as experiment
-from fastlinear.bench import measure as measure_module
-from fastlinear.bench.case import Case
-from fastlinear.bench.cases import gated_mlp as cases_of
-from fastlinear.bench.measure import run_case
-from fastlinear.bench.settings import Settings
+from benchmarks.contenders import gated_mlp as experiment
+from benchmarks.experiments import gated_mlp as cases_of
+from benchmarks.harness import measure as measure_module
+from benchmarks.harness.case import Case
+from benchmarks.harness.measure import run_case
+from benchmarks.harness.settings import Settings
 from fastlinear.core.cost import Ceilings
 
 SETTINGS = Settings(torch.device("cpu"), rounds=5, budget_s=0.1)

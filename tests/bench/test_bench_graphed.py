@@ -9,10 +9,10 @@ import torch
 from graph_tape import TapeRecorder
 from torch import Tensor, nn
 
-from fastlinear.bench import graphed as experiment
-from fastlinear.bench import measure as measure_module
-from fastlinear.bench.cases import graphed as cases_of
-from fastlinear.bench.measure import Settings, run_case
+from benchmarks.contenders import graphed as experiment
+from benchmarks.experiments import graphed as cases_of
+from benchmarks.harness import measure as measure_module
+from benchmarks.harness.measure import Settings, run_case
 from fastlinear.core.cost import Ceilings
 from fastlinear.nn import graphed as module_of_graphed
 

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from fastlinear.bench import groups as experiment
-from fastlinear.bench import groups_plot
-from fastlinear.bench import measure as measure_module
-from fastlinear.bench.case import Case
-from fastlinear.bench.cases import groups as cases_of
-from fastlinear.bench.measure import run_case
-from fastlinear.bench.plot import plot
-from fastlinear.bench.rows import read_rows
-from fastlinear.bench.settings import Settings
+from benchmarks.contenders import grouped_linear as experiment
+from benchmarks.experiments import groups as cases_of
+from benchmarks.experiments.groups import plot as groups_plot
+from benchmarks.harness import measure as measure_module
+from benchmarks.harness.case import Case
+from benchmarks.harness.measure import run_case
+from benchmarks.harness.plot import plot
+from benchmarks.harness.rows import read_rows
+from benchmarks.harness.settings import Settings
 from fastlinear.core.cost import Ceilings
 from fastlinear.core.errors import InputError
 

@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from fastlinear.bench import lists, ragged, unequal
-from fastlinear.bench import measure as measure_module
-from fastlinear.bench.case import Case
-from fastlinear.bench.cases import ragged as ragged_cases
-from fastlinear.bench.cases import unequal as unequal_cases
-from fastlinear.bench.kinds import KINDS
-from fastlinear.bench.measure import run_case
-from fastlinear.bench.settings import Settings
+from benchmarks.contenders import lists
+from benchmarks.contenders import ragged_linear as ragged
+from benchmarks.contenders import unequal_linear as unequal
+from benchmarks.experiments import ragged as ragged_cases
+from benchmarks.experiments import unequal as unequal_cases
+from benchmarks.harness import measure as measure_module
+from benchmarks.harness.case import Case
+from benchmarks.harness.kinds import KINDS
+from benchmarks.harness.measure import run_case
+from benchmarks.harness.settings import Settings
 from fastlinear.core.cost import Ceilings
 from fastlinear.ops.ragged_linear import op as ragged_op
 from fastlinear.ops.unequal_linear import cpu

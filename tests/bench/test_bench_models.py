@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from fastlinear.bench import models
-from fastlinear.bench.cases import models as cases_of
-from fastlinear.bench.peer import OURS
+from benchmarks.contenders import models
+from benchmarks.experiments import models as cases_of
+from benchmarks.harness.peer import OURS
 from fastlinear.core.settings import Config
 
 CASE = cases_of.cases("cpu", quick=True)[0]

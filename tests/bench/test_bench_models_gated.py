@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from fastlinear.bench import models
-from fastlinear.bench.cases.models import cases
+from benchmarks.contenders import models
+from benchmarks.experiments.models import cases
 from fastlinear.core.compare import judge
 from fastlinear.core.settings import Config
 

@@ -8,12 +8,12 @@ from statistics import median
 import pytest
 import torch
 
-from fastlinear.bench import measure as measure_module
-from fastlinear.bench import modules
-from fastlinear.bench.cases import linear_modules
-from fastlinear.bench.measure import Settings, run_case
-from fastlinear.bench.rows import read_rows
-from fastlinear.bench.work import make_work
+from benchmarks.contenders import linear_modules as modules
+from benchmarks.experiments import linear_modules
+from benchmarks.harness import measure as measure_module
+from benchmarks.harness.measure import Settings, run_case
+from benchmarks.harness.rows import read_rows
+from benchmarks.harness.work import make_work
 from fastlinear.core.cost import Ceilings
 
 CPU = torch.device("cpu")

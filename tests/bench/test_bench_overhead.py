@@ -10,22 +10,24 @@ from typing import Any
 import pytest
 import torch
 
-from fastlinear.bench import heatmap, plot, print_heat, read_rows, run
-from fastlinear.bench import measure as measure_module
-from fastlinear.bench.__main__ import main
-from fastlinear.bench.case import Case
-from fastlinear.bench.cases import EXPERIMENTS, overhead
-from fastlinear.bench.chains import peers, problem_of
-from fastlinear.bench.headroom import best_rates, headroom, markdown
-from fastlinear.bench.heat import heats
-from fastlinear.bench.measure import Settings, run_case
-from fastlinear.bench.peer import Peer
-from fastlinear.bench.work import make_work, plain
+from benchmarks.__main__ import main
+from benchmarks.contenders.mlp import peers, problem_of
+from benchmarks.experiments import EXPERIMENTS, overhead
+from benchmarks.experiments.overhead.headroom import best_rates, headroom, markdown
+from benchmarks.experiments.overhead.heat import heatmap, heats, print_heat
+from benchmarks.harness import measure as measure_module
+from benchmarks.harness.case import Case
+from benchmarks.harness.measure import Settings, run_case
+from benchmarks.harness.peer import Peer
+from benchmarks.harness.plot import plot
+from benchmarks.harness.rows import read_rows
+from benchmarks.harness.run import run
+from benchmarks.harness.work import make_work, plain
 from fastlinear.core.cost import Ceilings
 from fastlinear.core.errors import InputError
 from fastlinear.ops.mlp.problem import widths_of
 
-run_module = sys.modules["fastlinear.bench.run"]
+run_module = sys.modules["benchmarks.harness.run"]
 SETTINGS = Settings(torch.device("cpu"), rounds=5, budget_s=0.2)
 
 
@@ -191,7 +193,7 @@ def test_cells_and_contenders_are_selectable(monkeypatch: pytest.MonkeyPatch) ->
         assert settings.only == {"eager", "compile_max_autotune"}
         return []
 
-    monkeypatch.setattr(sys.modules["fastlinear.bench.run"], "run_case", instead)
+    monkeypatch.setattr(sys.modules["benchmarks.harness.run"], "run_case", instead)
     names = ["eager", "compile_max_autotune"]
     run("overhead", where=["L=2", "M=2"], peers=names)
     assert [(c.dim("L"), c.dim("M")) for c in seen] == [(2, 2)]

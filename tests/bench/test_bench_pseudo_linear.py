@@ -12,12 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from fastlinear import bench
-from fastlinear.bench import pseudo_linear, pseudo_machine, pseudo_model, pseudo_table
-from fastlinear.bench.case import Case
-from fastlinear.bench.cases import pseudo_linear as cases
-from fastlinear.bench.pseudo_machine import Machine
-from fastlinear.bench.pseudo_model import Expectation, Expected, expectation, expected
+from benchmarks.contenders import diagonal_linear as pseudo_linear
+from benchmarks.contenders import diagonal_machine as pseudo_machine
+from benchmarks.contenders import diagonal_model as pseudo_model
+from benchmarks.contenders.diagonal_machine import Machine
+from benchmarks.contenders.diagonal_model import Expectation, Expected, expectation, expected
+from benchmarks.experiments import pseudo_linear as cases
+from benchmarks.experiments.pseudo_linear import table as pseudo_table
+from benchmarks.harness.case import Case
+from benchmarks.harness.plot import plot
+from benchmarks.harness.run import run
 from fastlinear.core.timing import Samples
 
 RATE, BANDWIDTH = 1e14, 1e12
@@ -84,7 +88,7 @@ def test_contenders_compute_the_same(direction: str, activation: str) -> None:
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
-    return bench.run(
+    return run(
         "pseudo-linear",
         quick=True,
         rounds=5,
@@ -118,7 +122,7 @@ def test_table_and_curve(rows: list[dict[str, Any]], tmp_path: Path) -> None:
     assert f"{curve.speedups[128]['fastlinear']:.2f}" in text
     assert "Expected within 25% of measured" in text
     pytest.importorskip("matplotlib")
-    assert "expected" in bench.plot(rows, tmp_path / "curve.svg").read_text()
+    assert "expected" in plot(rows, tmp_path / "curve.svg").read_text()
 
 
 def test_misses_of_the_model_are_named(rows: list[dict[str, Any]]) -> None:
@@ -282,8 +286,8 @@ def test_starts_are_measured_on_sets_that_take_turns(monkeypatch: pytest.MonkeyP
 
     def interleave(arms: dict[str, Callable[[], object]], **_: object) -> dict[str, Samples]:
         for _ in range(4):
-            for run in arms.values():
-                run()
+            for call in arms.values():
+                call()
         return {name: Samples(name, (2.0, 1.0), "device", 1, "graph") for name in arms}
 
     made: list[int] = []
@@ -333,7 +337,7 @@ def test_panels_keep_to_their_places(rows: list[dict[str, Any]], tmp_path: Path)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Figure, "savefig", savefig)
-        bench.plot(made, tmp_path / "curves.png")
+        plot(made, tmp_path / "curves.png")
     (figure,) = kept
     renderer = FigureCanvasAgg(figure).get_renderer()
     axes = [ax for ax in figure.axes if ax.axison]

@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from fastlinear.bench import behind, read_rows, run, write_rows
-from fastlinear.bench import ceilings as ceilings_module
-from fastlinear.bench import measure as measure_module
-from fastlinear.bench import settings as settings_module
-from fastlinear.bench.case import Case
-from fastlinear.bench.cases import EXPERIMENTS, overhead
-from fastlinear.bench.heat import heats
-from fastlinear.bench.settings import Settings
+from benchmarks.experiments import EXPERIMENTS, overhead
+from benchmarks.experiments.overhead.heat import heats
+from benchmarks.harness import ceilings as ceilings_module
+from benchmarks.harness import measure as measure_module
+from benchmarks.harness import settings as settings_module
+from benchmarks.harness.case import Case
+from benchmarks.harness.rows import behind, read_rows, write_rows
+from benchmarks.harness.run import run
+from benchmarks.harness.settings import Settings
 from fastlinear.core.cost import Ceilings
 from fastlinear.core.errors import InputError
 
@@ -43,7 +44,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         widths.append(case.dim("H"))
         return real(case, settings)
 
-    monkeypatch.setattr(sys.modules["fastlinear.bench.run"], "run_case", noted)
+    monkeypatch.setattr(sys.modules["benchmarks.harness.run"], "run_case", noted)
     return widths
 
 

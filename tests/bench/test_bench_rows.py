@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from fastlinear.bench import behind, ceilings, read_rows, rows, terms, write_rows
-from fastlinear.bench.case import Case
-from fastlinear.bench.notes import notes_behind
+from benchmarks.harness import ceilings, rows, terms
+from benchmarks.harness.case import Case
+from benchmarks.harness.notes import notes_behind
+from benchmarks.harness.rows import behind, read_rows, write_rows
 from fastlinear.core.compare import Verdict
 from fastlinear.core.cost import Ceilings, Cost
 from fastlinear.core.errors import InputError

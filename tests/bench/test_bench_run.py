@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from fastlinear.bench import behind, plot, read_rows, run
-from fastlinear.bench import ceilings as ceilings_module
-from fastlinear.bench import measure as measure_module
-from fastlinear.bench.case import Case
-from fastlinear.bench.cases import EXPERIMENTS, linear
-from fastlinear.bench.measure import Settings, run_case
-from fastlinear.bench.peers import Peer, peers
-from fastlinear.bench.plot import speeds
-from fastlinear.bench.work import Work, make_work, plain
+from benchmarks.contenders.linear_act import Peer, peers
+from benchmarks.experiments import EXPERIMENTS, linear
+from benchmarks.harness import ceilings as ceilings_module
+from benchmarks.harness import measure as measure_module
+from benchmarks.harness.case import Case
+from benchmarks.harness.measure import Settings, run_case
+from benchmarks.harness.plot import plot, speeds
+from benchmarks.harness.rows import behind, read_rows
+from benchmarks.harness.run import run
+from benchmarks.harness.work import Work, make_work, plain
 from fastlinear.core.cost import Ceilings
 from fastlinear.core.errors import InputError, UnsupportedError
 

@@ -10,21 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from fastlinear.bench import (
-    build_table,
-    chains,
-    gated_grid,
-    read_rows,
-    run,
-    write_rows,
-    write_table,
-)
-from fastlinear.bench import table as module
-from fastlinear.bench.__main__ import main
-from fastlinear.bench.cases import gated_mlp as gated_cases
-from fastlinear.bench.cases import overhead
-from fastlinear.bench.pseudo_grid import diagonal_problems
-from fastlinear.bench.table_grid import published_chains, published_training, table_problems
+from benchmarks.__main__ import main
+from benchmarks.contenders import mlp as chains
+from benchmarks.experiments import gated_mlp as gated_cases
+from benchmarks.experiments import overhead
+from benchmarks.harness.rows import read_rows, write_rows
+from benchmarks.harness.run import run
+from benchmarks.tables import build as module
+from benchmarks.tables import gated_grid
+from benchmarks.tables.build import build_table, write_table
+from benchmarks.tables.diagonal_grid import diagonal_problems
+from benchmarks.tables.grid import published_chains, published_training, table_problems
 from fastlinear.core.device import device_facts
 from fastlinear.core.errors import InputError
 from fastlinear.core.problem import Problem

@@ -15,7 +15,7 @@ import pytest
 import torch
 from typer.testing import Result
 
-from fastlinear.bench import pseudo_model
+from benchmarks.contenders import diagonal_model as pseudo_model
 from fastlinear.cli import doctor
 from fastlinear.cli.load import default_device
 from fastlinear.dispatch import backend as registry
@@ -53,7 +53,7 @@ def test_help_of_each_command(run: Run, command: str) -> None:
 
 
 def test_help_names_every_experiment(run: Run) -> None:
-    from fastlinear.bench.cases import EXPERIMENTS
+    from benchmarks.experiments import EXPERIMENTS
 
     shown = " ".join(run("bench", "--help").stdout.replace("│", " ").split())
     assert all(name in shown for name in EXPERIMENTS)
@@ -388,7 +388,7 @@ def test_doctor_imports_no_kernel_compiler(folder: Path) -> None:
 
 
 def test_bench(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import fastlinear.bench
+    import benchmarks.harness.run
 
     seen = {}
     place: dict[str, Any] = {}
@@ -422,7 +422,7 @@ def test_bench(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         why = {"skipped": "needs a compiler", "roofline": None}
         return [row, {**row, **peer}, {**row, **missing, **why}]
 
-    monkeypatch.setattr(fastlinear.bench, "run", fake)
+    monkeypatch.setattr(benchmarks.harness.run, "run", fake)
     result = run(
         *("bench", "linear", "--quick", "--dtype", "float32", "--out", "rows.jsonl"),
         *("--html", "bench.html", "--json", "--only", "relu"),

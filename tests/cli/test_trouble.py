@@ -77,14 +77,14 @@ def test_a_place_that_cannot_be_written_is_said_before_the_work(
     place: str,
     why: str,
 ) -> None:
-    import fastlinear.bench
+    import benchmarks.harness.run
 
     def worked(*_: object, **__: object) -> None:
         raise AssertionError("the work was begun")
 
     monkeypatch.setattr(fastlinear.rewrite, "optimize_", worked)
     monkeypatch.setattr(sys.modules["fastlinear.profile"], "profile", worked)
-    monkeypatch.setattr(fastlinear.bench, "run", worked)
+    monkeypatch.setattr(benchmarks.harness.run, "run", worked)
     (folder / "file").write_text("")
     (folder / "folder").mkdir()
     result = run(*arguments, place)
@@ -98,9 +98,9 @@ def test_a_place_that_cannot_be_written_is_said_before_the_work(
 def test_a_plot_of_another_format_is_said_before_the_work(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import fastlinear.bench
+    import benchmarks.harness.run
 
-    monkeypatch.setattr(fastlinear.bench, "run", lambda *_, **__: pytest.fail("begun"))
+    monkeypatch.setattr(benchmarks.harness.run, "run", lambda *_, **__: pytest.fail("begun"))
     result = run("bench", "linear", "--plot", "rows.jpeg")
     assert result.exit_code == BAD_INPUT
     assert "--plot: expected a file ending in .png or .svg; received rows.jpeg" in result.stderr

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from fastlinear.bench.rows import read_rows
+from benchmarks.harness.rows import read_rows
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fastlinear.bench.rows import read_rows
+from benchmarks.harness.rows import read_rows
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "src/fastlinear/ops/mlp/STRASSEN.md").read_text(encoding="utf-8")

@@ -196,7 +196,7 @@ def bench() -> dict[str, Any]:
                     "roofline": us and {"fraction": 90 / us, "bound": "compute", "floor_us": 90.0},
                     "chosen": {"forward": "onednn (tuned)"} if name == "fastlinear" else None,
                     "env": ENVIRONMENT,
-                    "command": "python -m fastlinear.bench linear",
+                    "command": "python -m benchmarks linear",
                     "seed": 0,
                 }
             )

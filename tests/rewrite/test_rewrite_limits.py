@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fastlinear as fl
-from fastlinear.bench import rows
+from benchmarks.harness import rows
 from fastlinear.core.errors import CacheWarning, InputError, PlanError
 from fastlinear.dispatch import cache
 from fastlinear.rewrite import apply as applying

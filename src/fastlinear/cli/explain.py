@@ -33,7 +33,7 @@ from fastlinear.cli.load import default_device
 from fastlinear.dispatch.backend import check_backend
 
 if TYPE_CHECKING:
-    from fastlinear.bench.pseudo_model import Expectation
+    from benchmarks.contenders.diagonal_model import Expectation
 
 
 _NOT_WITHOUT_BIAS = (
@@ -137,7 +137,7 @@ def _expectation(call: Call, train: bool, backend: str | None) -> Expectation | 
     """What this machine makes of a diagonal layer against a full one; None without a bias."""
     if not call.bias:
         return None
-    from fastlinear.bench.pseudo_model import expectation
+    from benchmarks.contenders.diagonal_model import expectation
 
     problem = call.forward(train)
     sizes = problem.dim("M"), problem.dim("K")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import fastlinear as fl
-from fastlinear.bench.kernels import kernels_of
+from benchmarks.harness.kernels import kernels_of
 from fastlinear.core.compare import judge
 from fastlinear.ops.grouped_linear import reference
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fastlinear as fl
-from fastlinear.bench.rows import read_rows
+from benchmarks.harness.rows import read_rows
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.backend import family

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from fastlinear.bench import chains
-from fastlinear.bench.case import Case
-from fastlinear.bench.rows import read_rows
+from benchmarks.contenders import mlp as chains
+from benchmarks.harness.case import Case
+from benchmarks.harness.rows import read_rows
 from fastlinear.core.problem import Problem
 from fastlinear.ops.mlp.order_cuda import inference_order
 

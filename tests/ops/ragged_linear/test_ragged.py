@@ -235,7 +235,7 @@ def test_kernels_with_a_graph_of_the_gradients(kernels: None) -> None:
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
 def test_a_step_waits_for_nothing_and_is_three_launches() -> None:
-    from fastlinear.bench.kernels import kernels_of
+    from benchmarks.harness.kernels import kernels_of
 
     x, w, sizes, b = drawn(300, [100, 0, 150], 64, 48, torch.bfloat16)
     dy = torch.randn(300, 48, device=DEVICE, dtype=torch.bfloat16)

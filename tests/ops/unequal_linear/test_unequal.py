@@ -87,7 +87,7 @@ def test_kernels(activation: str, dtype: torch.dtype) -> None:
 @on_gpu
 @pytest.mark.gpu
 def test_one_launch_forward_and_two_backward_in_a_graph() -> None:
-    from fastlinear.bench.kernels import kernels_of
+    from benchmarks.harness.kernels import kernels_of
 
     lists = drawn(torch.bfloat16)
 

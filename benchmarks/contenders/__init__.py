@@ -1,0 +1,1 @@
+"""Who is measured: one module a family of cases."""

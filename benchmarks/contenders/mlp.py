@@ -1,0 +1,245 @@
+"""The contenders of experiment ``overhead``: a chain of Linear + ReLU, from the caller's side in.
+
+``eager`` is the chain as models hold it. ``hand_loop`` removes what surrounds its kernels: no
+modules, buffers allocated ahead, bias inside the product, ReLU in place; with gradients no autograd
+either. ``fastlinear[layerwise]`` fuses the activation as well, and
+``strassen_control`` is the fused Strassen chain with the classical 8 products in place of 7.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.contenders import forwards as by
+from benchmarks.contenders.dispatched import chosen_pieces, tune_pieces
+from benchmarks.contenders.linear_act import no_cublaslt, no_onednn
+from benchmarks.harness.case import Case
+from benchmarks.harness.peer import (
+    OURS,
+    RECORDED,
+    Peer,
+    cuda_only,
+    forward_only,
+    no_compiler,
+    no_reduce_overhead,
+)
+from benchmarks.harness.work import Forward, Stack, Unit, Work
+from fastlinear.core.precision import FLOAT_DTYPES, matmul_precision
+from fastlinear.core.problem import Problem
+from fastlinear.dispatch.backend import Backend, family
+from fastlinear.dispatch.select import select
+from fastlinear.ops.mlp import backends, strassen
+from fastlinear.ops.mlp.op import mlp
+from fastlinear.ops.mlp.problem import widths_of
+from fastlinear.ops.mlp.selection import choices_of, tuning_order
+
+FAST = "strassen"  # measured where fast products are allowed, other contenders where not
+_TRITON = (FAST, "whole_triton")  # Triton keeps kernels on disk; ours in CUDA C++ are not kept
+
+
+def peers(case: Case) -> tuple[Peer, ...]:
+    """All contenders of a case, able to take part or not."""
+    forced = [b for b in family(backends.NAME).candidates("forward") if b.name != "eager"]
+    wall, cuda = ("wall",), case.device == "cuda"
+    return (
+        Peer("eager", lambda w: w.unit(_eager(w))),
+        Peer("hand_loop", lambda w: _hand_step(w) if case.needs_grad else w.unit(_hand_loop(w))),
+        Peer("compile", lambda w: w.unit(by.compiled(w)), no_compiler, ahead=True),
+        Peer(
+            "compile_reduce_overhead",
+            lambda w: w.unit(by.reduce_overhead(w)),
+            no_reduce_overhead,
+            wall,
+            ahead=True,
+        ),
+        Peer(
+            "compile_max_autotune",
+            lambda w: w.unit(by.max_autotune(w)),
+            no_compiler,
+            ahead=True,
+            tunes=True,
+        ),
+        Peer("cuda_graph", lambda w: by.graphed(w, w.unit(_eager(w))), cuda_only, wall),
+        Peer("cublaslt", lambda w: w.unit(by.cublaslt), no_cublaslt),
+        Peer(
+            "cublaslt_cuda_graph",
+            lambda w: by.graphed(w, w.unit(by.cublaslt)),
+            no_cublaslt,
+            wall,
+        ),
+        Peer("onednn", lambda w: w.unit(by.onednn(w, pack=False)), no_onednn),
+        Peer("onednn_prepacked", lambda w: w.unit(by.onednn(w, pack=True)), no_onednn),
+        Peer("strassen_control", lambda w: w.unit(_control), _no_control, ahead=cuda),
+        Peer(OURS, lambda w: w.unit(_ours(None, fast=False))),
+        Peer(
+            RECORDED,
+            lambda w: by.graphed(w, w.unit(_ours(None, fast=False))),
+            cuda_only,
+            wall,
+        ),
+        Peer(f"{OURS}_fast", lambda w: w.unit(_ours(None, fast=True)), levels=_levels_of_choice),
+        *(_forced(b, cuda and b.name in _TRITON) for b in forced),
+    )
+
+
+def problem_of(case: Case, *, fast: bool = False) -> Problem:
+    """The Problem dispatch sees for the forward of a case."""
+    return backends.problem(
+        "forward",
+        case.dim("M"),
+        (case.dim("H"),) * (case.dim("L") + 1),
+        dtype=case.dtype,
+        device=case.device,
+        activation=case.option("activation"),
+        final_activation=case.option("activation"),
+        bias="no" if case.option("bias") == "no" else "yes",
+        needs_grad=case.needs_grad,
+        fast=fast,
+        precision=matmul_precision(FLOAT_DTYPES[case.dtype]),
+    )
+
+
+def chosen(case: Case, work: Work, captured: bool) -> dict[str, str]:
+    """What dispatch takes for a case, in a CUDA graph or not."""
+    return chosen_pieces(choices_of, problem_of(case), captured)
+
+
+def tune(case: Case, device: torch.device) -> None:
+    """Tune every piece and the layers it may be made of, on a GPU inside CUDA graphs as well."""
+    tune_pieces(tuning_order, problem_of(case), device)
+
+
+def _forced(backend: Backend, ahead: bool) -> Peer:
+    fast = backend.name == FAST
+
+    def reason_not(case: Case) -> str | None:
+        return backend.reason_not(problem_of(case, fast=fast))
+
+    return Peer(
+        f"{OURS}[{backend.name}]",
+        lambda w: w.unit(_ours(backend.name, fast=fast)),
+        reason_not,
+        levels=_levels if fast else lambda _: 0,
+        ahead=ahead,
+    )
+
+
+def _levels(work: Work) -> int:
+    p = problem_of(work.case, fast=True)
+    # a forced chain applies at least one
+    return max(1, strassen.levels_for(p.dim("M"), widths_of(p), p.dtype, p.device, p.precision))
+
+
+def _levels_of_choice(work: Work) -> int:
+    best = select(problem_of(work.case, fast=True))
+    return _levels(work) if best.backend.name == FAST else 0
+
+
+# --------------------------------------------------------------------------------------------
+# How each computes it
+
+
+def _ours(backend: str | None, *, fast: bool) -> Forward:
+    def forward(stack: Stack) -> Tensor:
+        return mlp(
+            stack.x,
+            stack.weights,
+            stack.biases,
+            activation=stack.activation,
+            final_activation=stack.activation,
+            backend=backend,
+            allow_fast_matmul=fast,
+        )
+
+    return forward
+
+
+def _eager(work: Work) -> Forward:
+    """``nn.Sequential`` of Linear and ReLU in place, as the experiment's model has it."""
+    models = [by.sequential(s) for s in work.stacks]
+    for model in models:
+        for layer in model:
+            if isinstance(layer, nn.ReLU):
+                layer.inplace = True
+    return lambda stack: models[stack.index](stack.x)
+
+
+def _hand_loop(work: Work) -> Forward:
+    """Products into buffers allocated ahead, ReLU in place; the last buffer is the result."""
+    planned = []
+    for stack in work.stacks:
+        turned = [w.t() for w in stack.weights]
+        outputs = [stack.x.new_empty(len(stack.x), len(w)) for w in stack.weights]
+        planned.append(list(zip(turned, stack.biases, outputs, strict=True)))
+
+    def forward(stack: Stack) -> Tensor:
+        h = stack.x
+        for weight, bias, out in planned[stack.index]:
+            if bias is None:
+                torch.mm(h, weight, out=out)
+            else:
+                torch.addmm(bias, h, weight, out=out)
+            h = torch.relu_(out)
+        return h
+
+    return forward
+
+
+def _hand_step(work: Work) -> Unit:
+    """The same with the backward: every product and mask into a buffer allocated ahead."""
+    steps = [_HandStep(stack) for stack in work.stacks]
+    return lambda i: steps[i]()
+
+
+class _HandStep:
+    """Forward and backward of one stack without autograd; results lie in buffers of its own."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.x, self.dy = stack.x.detach(), stack.dy
+        self.weights = [w.detach() for w in stack.weights]
+        self.biases = [None if b is None else b.detach() for b in stack.biases]
+        rows = len(self.x)
+        self.outputs = [self.x.new_empty(rows, len(w)) for w in self.weights]
+        self.d_pre = [torch.empty_like(h) for h in self.outputs]
+        self.d_in = [self.x.new_empty(rows, w.shape[1]) for w in self.weights]
+        self.d_weights = [torch.empty_like(w) for w in self.weights]
+        self.d_biases = [None if b is None else torch.empty_like(b) for b in self.biases]
+
+    @torch.no_grad()
+    def __call__(self) -> tuple[Tensor, ...]:
+        h = self.x
+        for weight, bias, out in zip(self.weights, self.biases, self.outputs, strict=True):
+            if bias is None:
+                torch.mm(h, weight.t(), out=out)
+            else:
+                torch.addmm(bias, h, weight.t(), out=out)
+            h = torch.relu_(out)
+        d_out = self.dy
+        for i in reversed(range(len(self.weights))):
+            d_pre, d_bias, before = self.d_pre[i], self.d_biases[i], self.outputs[i - 1]
+            torch.ops.aten.threshold_backward(d_out, self.outputs[i], 0, grad_input=d_pre)
+            torch.mm(d_pre.t(), before if i else self.x, out=self.d_weights[i])
+            if d_bias is not None:
+                torch.sum(d_pre, 0, out=d_bias)
+            d_out = torch.mm(d_pre, self.weights[i], out=self.d_in[i])
+        biases = (b for b in self.d_biases if b is not None)
+        return (self.outputs[-1], d_out, *self.d_weights, *biases)
+
+
+def _control(stack: Stack) -> Tensor:
+    names = stack.activation, stack.activation
+    y, _ = strassen.forward_classical(stack.x, stack.weights, stack.biases, *names, False)
+    return y
+
+
+# --------------------------------------------------------------------------------------------
+# Why not
+
+
+def _no_control(case: Case) -> str | None:
+    if case.device == "cuda" and importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    return forward_only(case) or strassen.reason_not(problem_of(case, fast=True))

@@ -1,0 +1,1 @@
+"""What every experiment shares: cases, measuring, rows, tables and plots."""

@@ -1,0 +1,228 @@
+"""The work of a case: its tensors, one unit of work, the float64 oracle, its least cost.
+
+Every contender gets the same tensors and the same driver; it supplies only the forward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.harness.case import Case
+from fastlinear.core.compare import KINKED, clear_of_kinks
+from fastlinear.core.cost import Cost
+from fastlinear.core.device import device_facts
+from fastlinear.core.precision import FLOAT_DTYPES
+from fastlinear.ops.common.activations import activation as activation_of
+
+LEARNING_RATE = 0.01
+_MAX_SETS = 64
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One input set of L linear layers, each with the same activation behind it.
+
+    Attributes:
+        index: its place among the rotated sets.
+        x: input, (M, K).
+        weights: L tensors, the first (N, K), the others (N, N).
+        biases: L tensors (N,), or None each.
+        dy: gradient of the output (forward+backward) or target (step), (M, N).
+        activation: the activation's name.
+    """
+
+    index: int
+    x: Tensor
+    weights: tuple[Tensor, ...]
+    biases: tuple[Tensor | None, ...]
+    dy: Tensor
+    activation: str
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        """All weights, then all biases that exist."""
+        return (*self.weights, *(b for b in self.biases if b is not None))
+
+    def to(self, dtype: torch.dtype) -> Stack:
+        """Copies of all tensors in another dtype, with the same ``requires_grad``."""
+
+        def parameter(t: Tensor) -> Tensor:
+            values = t.detach().to(dtype, copy=True)
+            return torch.nn.Parameter(values, requires_grad=t.requires_grad)
+
+        return replace(
+            self,
+            x=self.x.detach().to(dtype, copy=True).requires_grad_(self.x.requires_grad),
+            weights=tuple(map(parameter, self.weights)),
+            biases=tuple(None if b is None else parameter(b) for b in self.biases),
+            dy=self.dy.to(dtype, copy=True),
+        )
+
+
+Forward = Callable[[Stack], Tensor]
+Unit = Callable[[int], tuple[Tensor, ...]]
+"""One unit of work on the set of that index; returns the tensors named by ``Work.names``."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """The tensors of a case and how a unit of work runs over them."""
+
+    case: Case
+    stacks: tuple[Stack, ...]
+    cold: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the tensors a unit returns, in order."""
+        if not self.case.needs_grad:
+            return ("output",)
+        stack = self.stacks[0]
+        grads = [f"grad.weight.{i}" for i in range(len(stack.weights))]
+        grads += [f"grad.bias.{i}" for i, b in enumerate(stack.biases) if b is not None]
+        if self.case.direction == "forward+backward":
+            grads.insert(0, "grad.x")
+        return ("output", *grads)
+
+    def mode(self) -> AbstractContextManager[Any]:
+        """The gradient mode every call of a unit runs under."""
+        return torch.enable_grad() if self.case.needs_grad else torch.no_grad()
+
+    def unit(self, forward: Forward) -> Unit:
+        """Drive a contender's forward in the case's direction."""
+        if self.case.direction == "forward":
+            return lambda i: (forward(self.stacks[i]),)
+        if self.case.direction == "forward+backward":
+            return self._gradients(forward)
+        return self._step(forward)
+
+    def _gradients(self, forward: Forward) -> Unit:
+        def run(i: int) -> tuple[Tensor, ...]:
+            stack = self.stacks[i]
+            y = forward(stack)
+            return (y, *torch.autograd.grad(y, (stack.x, *stack.parameters), stack.dy))
+
+        return run
+
+    def _step(self, forward: Forward) -> Unit:
+        (stack,) = self.stacks
+        parameters = list(stack.parameters)
+        optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE)
+
+        def run(_: int) -> tuple[Tensor, ...]:
+            optimizer.zero_grad(set_to_none=True)
+            y = forward(stack)
+            F.mse_loss(y, stack.dy).backward()
+            optimizer.step()
+            return (y, *(p.grad for p in parameters if p.grad is not None))
+
+        return run
+
+    def private(self) -> Work:
+        """The same work on copies of its own: a training step changes its parameters."""
+        if self.case.direction != "step":
+            return self
+        return replace(self, stacks=tuple(s.to(s.x.dtype) for s in self.stacks))
+
+    def reference(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """What plain PyTorch gives on the first set in ``dtype``; the oracle in float64."""
+        work = replace(self, stacks=(self.stacks[0].to(dtype),))
+        with work.mode():
+            results = work.unit(plain)(0)
+        return tuple(t.detach() for t in results)
+
+    def cost(self) -> Cost:
+        """Least flops and bytes: each outer tensor moved once, nothing kept in between."""
+        stack = self.stacks[0]
+        m = stack.x.shape[0]
+        products = sum(2.0 * m * w.numel() for w in stack.weights)
+        size = stack.x.element_size()
+        outer = stack.x.numel() + stack.dy.numel() + sum(p.numel() for p in stack.parameters)
+        if not self.case.needs_grad:
+            return Cost(products, size * outer)
+        if self.case.direction == "forward+backward":
+            # read x, parameters and dy; write y and one gradient of each input
+            return Cost(3 * products, 2.0 * size * outer)
+        # a step reads and writes the parameters and needs no gradient of x
+        first = 2.0 * m * stack.weights[0].numel()
+        return Cost(3 * products - first, size * (2.0 * outer - stack.x.numel()))
+
+    def shapes(self) -> dict[str, list[int]]:
+        """Shapes of the tensors of one set."""
+        return {k: list(t.shape) for k, t in self._outer().items()}
+
+    def strides(self) -> dict[str, list[int]]:
+        """Strides of the tensors of one set."""
+        return {k: list(t.stride()) for k, t in self._outer().items()}
+
+    def _outer(self) -> dict[str, Tensor]:
+        stack = self.stacks[0]
+        return {"x": stack.x, "weight": stack.weights[0], "dy": stack.dy}
+
+
+def plain(stack: Stack) -> Tensor:
+    """The stack by ``F.linear`` and the activation, layer by layer; (M, K) → (M, N)."""
+    value = activation_of(stack.activation).value
+    y = stack.x
+    for weight, bias in zip(stack.weights, stack.biases, strict=True):
+        y = value(F.linear(y, weight, bias))
+    return y
+
+
+def make_work(case: Case, device: torch.device) -> Work:
+    """Draw the tensors of a case of linear layers.
+
+    On CUDA so many sets are made that rotating over them exceeds the L2 cache twice (at most 64).
+    On a CPU, and where the option ``caches`` is ``warm``, there is one set and the caches are warm,
+    as they are for a model run over and over.
+    """
+    first = _make_stack(case, device, 0)
+    sets, cold = 1, False
+    warm = case.direction == "step" or case.option("caches") == "warm"
+    if device.type == "cuda" and not warm:
+        held = sum(t.numel() * t.element_size() for t in (first.x, *first.parameters, first.dy))
+        wanted = math.ceil(2 * device_facts(device).l2_bytes / held)
+        sets, cold = max(1, min(_MAX_SETS, wanted)), wanted <= _MAX_SETS
+    others = (_make_stack(case, device, i) for i in range(1, sets))
+    return Work(case, (first, *others), cold)
+
+
+def _make_stack(case: Case, device: torch.device, index: int) -> Stack:
+    m, layers = case.dim("M"), case.dim("L")
+    # a chain of equal widths has one dim for them
+    k, n = (case.dim("H" if "H" in dict(case.dims) else name) for name in ("K", "N"))
+    generator = torch.Generator(device=device).manual_seed(case.seed * 1000 + index)
+    dtype = FLOAT_DTYPES[case.dtype]
+    grad = case.needs_grad
+
+    def draw(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, device=device, generator=generator) * scale).to(dtype)
+
+    def parameter(*shape: int, scale: float = 1.0) -> Tensor:
+        return torch.nn.Parameter(draw(*shape, scale=scale), requires_grad=grad)
+
+    widths = (k, *(n,) * layers)
+    x = draw(m, k)
+    weights = tuple(parameter(n, i, scale=i**-0.5) for i in widths[:-1])
+    bias = case.option("bias") != "no"
+    biases = tuple(parameter(n) if bias else None for _ in weights)
+    if index == 0 and grad and case.option("activation") in KINKED:  # the set that is judged
+
+        def pre_activations(rows: Tensor) -> Iterator[Tensor]:
+            act = activation_of(case.option("activation")).value
+            for w, b in zip(weights, biases, strict=True):
+                pre = F.linear(rows, w.to(rows.dtype), None if b is None else b.to(rows.dtype))
+                yield pre
+                rows = act(pre)
+
+        x, _ = clear_of_kinks(x, pre_activations, lambda rows: draw(rows, k))
+    x.requires_grad_(case.direction == "forward+backward")
+    return Stack(index, x, weights, biases, draw(m, n), case.option("activation"))
