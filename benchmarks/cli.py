@@ -16,7 +16,6 @@ from fastlinear.cli.console import (
     say,
     table,
     width,
-    write_page,
 )
 from fastlinear.core.errors import InputError
 
@@ -140,7 +139,10 @@ def bench(
             progress=progress,
         )
     if html is not None:
-        write_page(html, {"kind": "bench", "rows": rows}, quiet=quiet)
+        from benchmarks.harness.page import page
+
+        html.write_text(page(rows), encoding="utf-8")
+        note(f"report written to {html}", quiet=quiet)
     if json:
         print_json({"kind": "bench", "rows": rows})
     elif not quiet:
@@ -176,8 +178,8 @@ def _show(rows: list[dict[str, Any]]) -> None:
 
 
 def _show_late(rows: list[dict[str, Any]]) -> None:
+    from benchmarks.harness.above import notes_above
     from benchmarks.harness.notes import notes_behind
-    from fastlinear.report.above import notes_above
 
     asked = {(r["contender"], "; ".join(r["terms"])) for r in rows if r.get("terms")}
     table("on terms of their own", ("contender", "terms"), sorted(asked))

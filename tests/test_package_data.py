@@ -1,4 +1,4 @@
-"""What a wheel must hold beside Python files."""
+"""What a wheel must hold beside Python files, and what it must not hold."""
 
 from __future__ import annotations
 
@@ -17,3 +17,14 @@ def test_every_file_of_the_package_is_shipped() -> None:
     files = {p for p in _PACKAGE.rglob("*") if p.is_file() and "__pycache__" not in p.parts}
     assert {p for p in files if p.suffix not in (".py", ".md")} <= shipped
     assert any(p.suffix == ".h" for p in shipped)
+
+
+def test_no_benchmark_is_shipped() -> None:
+    """A wheel is made of the packages below src, among them none of ``benchmarks``."""
+    data = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert data["tool"]["setuptools"]["packages"] == {"find": {"where": ["src"]}}
+    assert set(data["tool"]["setuptools"]["package-data"]) == {"fastlinear"}
+    assert [p.parent for p in (_ROOT / "src").glob("*/__init__.py")] == [_PACKAGE]
+    named = [p for p in _PACKAGE.rglob("*.*") if p.name.startswith("bench")]
+    assert named == [_PACKAGE / "cli" / "bench.py"]
+    assert (_ROOT / "benchmarks" / "__init__.py").is_file()

@@ -15,18 +15,14 @@ ever more times as much from there on.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
-from benchmarks.contenders.diagonal_machine import LINEAR, OURS, Machine, measured
+from benchmarks.contenders.diagonal_machine import LINEAR, Machine, measured
 from benchmarks.contenders.diagonal_work import DiagonalWork
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.dispatch.steps import choices_of
 from fastlinear.ops.diagonal_linear.backends import problem
 from fastlinear.ops.diagonal_linear.problem import STEP
-
-_MANY_SETS = 64
-_LEAST_US = 0.05  # that is told
 
 
 @dataclass(frozen=True)
@@ -160,163 +156,23 @@ def _passing_us(size: int, rate: float | None) -> float:
 def told(work: DiagonalWork, contender: str) -> dict[str, str]:
     """The expected times of a case, as its rows publish them."""
     case = work.case
-    linear, ours, _ = _both(
-        case.dim("M"),
-        case.dim("K"),
-        case.dtype,
-        str(work.stacks[0].x.device),
-        case.needs_grad,
-        case.option("activation"),
-        len(work.stacks),
-        case.name,
+    sizes, activation = (case.dim("M"), case.dim("K")), case.option("activation")
+    p = problem(
+        *("forward", *sizes),
+        dtype=case.dtype,
+        device=case.device,
+        activation=activation,
+        needs_grad=case.needs_grad,
     )
-    found = linear if contender == LINEAR else ours
+    names = [c.backend.name for c in choices_of(p) if c.problem.piece != STEP]
+    backends = names[0], names[-1]
+    place = str(work.stacks[0].x.device)
+    what = place, case.dtype, *sizes, activation, case.needs_grad, backends
+    machine = measured(*what, len(work.stacks), case.name)
+    call = *sizes, case.dtype, case.needs_grad, machine, activation, backends
+    found = expected(contender, *call)
     return {
         "expected wall us": f"{found.wall_us:.2f}",
         "expected device us": f"{found.device_us:.2f}",
         "expected bound": found.bound,
     }
-
-
-def _both(
-    m: int,
-    k: int,
-    dtype: str,
-    device: str,
-    grad: bool,
-    activation: str,
-    sets: int,
-    when: str = "",
-    backend: str | None = None,
-) -> tuple[Expected, Expected, Machine]:
-    kind = device.split(":")[0]
-    p = problem("forward", m, k, dtype=dtype, device=kind, activation=activation, needs_grad=grad)
-    names = [c.backend.name for c in choices_of(p, backend) if c.problem.piece != STEP]
-    backends = names[0], names[-1]
-    machine = measured(device, dtype, m, k, activation, grad, backends, sets, when)
-    linear, ours = (
-        expected(name, m, k, dtype, grad, machine, activation, backends) for name in (LINEAR, OURS)
-    )
-    return linear, ours, machine
-
-
-@dataclass(frozen=True)
-class Expectation:
-    """What a machine makes of one diagonal layer against a full one.
-
-    Attributes:
-        m, k, dtype, device, grad: the call; ``grad`` for forward and backward.
-        linear, ours: the expected times of each.
-        machine: the rates they follow from.
-        activation: of both.
-    """
-
-    m: int
-    k: int
-    dtype: str
-    device: str
-    grad: bool
-    linear: Expected
-    ours: Expected
-    machine: Machine
-    activation: str = "none"
-
-    @property
-    def speedup(self) -> float:
-        """Of the diagonal layer over the full one, on the wall clock."""
-        return self.linear.wall_us / self.ours.wall_us
-
-    @property
-    def breakeven(self) -> float | None:
-        """The width from which a full layer waits for its arithmetic rather than for memory; None
-        where the passes of this size take too little to be timed."""
-        if self.machine.bytes_per_s is None:
-            return None
-        products, passes = (3, 6) if self.grad else (1, 2)
-        size = FLOAT_DTYPES[self.dtype].itemsize
-        ridge = self.machine.flops_per_s / self.machine.bytes_per_s
-        return ridge * passes * size / (2.0 * products)
-
-    def in_words(self) -> str:
-        """The same as a few sentences."""
-        what = "forward and backward" if self.grad else "forward"
-        what += "" if self.activation == "none" else f" with {self.activation}"
-        rates, breakeven = self.machine, self.breakeven
-        fewer = f"A diagonal of {self.k} needs {self.k} times fewer multiplications than a matrix"
-        lines = [
-            f"{fewer}; expect {self.speedup:.2f}x ({what}, {self.m} rows, {self.dtype}).",
-            f"  nn.Linear: {self._times(self.linear)}",
-            f"  diagonal:  {self._times(self.ours)}",
-        ]
-        measured = f"  measured here: {rates.flops_per_s / 1e12:.3g} TFLOP/s in large products"
-        if rates.bytes_per_s is None or breakeven is None:
-            lines.append(
-                f"{measured}; a pass over so few numbers takes no longer than a bare call."
-            )
-        else:
-            lines += [
-                f"{measured}, {rates.bytes_per_s / 1e9:.3g} GB/s in passes of this size.",
-                "  Both layers read and write all of x and y. Up to about "
-                f"{breakeven:.0f} features nn.Linear's multiplications hide behind that; beyond it "
-                "its time grows with the width, and so does the speed-up, without end.",
-            ]
-        if self.ours.bound == "the host":
-            lines.append(
-                "  Here the diagonal layer waits for the host: a CUDA graph, or more rows at once, "
-                "would show more of the device."
-                if self.ours.start
-                else "  Here the call itself is most of the diagonal layer's time: more rows at "
-                "once would show more."
-            )
-        return "\n".join(lines)
-
-    def _times(self, e: Expected) -> str:
-        """An expected time and its parts: on a CPU those that are timed together as one."""
-        rates = self.machine
-        if e is self.linear and rates.layer_us is not None:
-            parts = [("products and new results, timed", max(e.compute, e.memory))]
-        elif e is self.ours and rates.passes_us is not None:
-            parts = [("passes and new results, timed", e.memory)]
-        else:
-            products = [] if e is self.ours else [("arithmetic", e.compute)]
-            parts = [*products, ("memory", e.memory)]
-        parts += [("after that", e.after)] if e.after else []
-        parts += [("kernel starts", e.start)] if e.start else []
-        parts.append(("the call" if rates.layer_us is not None else "host", e.host))
-        told = "; ".join(f"{name} {_us(us)}" for name, us in parts)
-        waits = e.bound
-        if waits == "the host" and rates.layer_us is not None:
-            waits = "the call itself"
-        return f"{_us(e.wall_us)} us ({told}): waits for {waits}"
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON-ready dict."""
-        return {
-            **asdict(self),
-            "speedup": self.speedup,
-            "breakeven_width": self.breakeven,
-            "linear_us": self.linear.wall_us,
-            "diagonal_us": self.ours.wall_us,
-        }
-
-
-def _us(us: float) -> str:
-    return f"{us:.3g}" if us >= _LEAST_US else f"under {_LEAST_US}"
-
-
-def expectation(
-    m: int,
-    k: int,
-    dtype: str,
-    device: str,
-    grad: bool,
-    activation: str = "none",
-    backend: str | None = None,
-) -> Expectation:
-    """Measure this machine (a second or two, once a process) and expect, of layers with a bias.
-
-    Args:
-        backend: of the diagonal layer's forward; None where fastlinear chooses.
-    """
-    linear, ours, rates = _both(m, k, dtype, device, grad, activation, _MANY_SETS, backend=backend)
-    return Expectation(m, k, dtype, device, grad, linear, ours, rates, activation)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from benchmarks.harness.own import default_behind_own, notes_own
 from benchmarks.harness.peer import OURS
 from benchmarks.harness.rows import Row, behind, behind_within_noise
-from fastlinear.report.own import default_behind_own, notes_own
 
 
 def notes_behind(rows: Iterable[Row]) -> list[str]:

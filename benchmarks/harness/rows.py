@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TextIO, cast
 
+from benchmarks.harness.above import WRONG, why_above
 from benchmarks.harness.case import TIMED, Case
 from benchmarks.harness.peer import OURS, RECORDED
 from benchmarks.harness.terms import FORMS, answers, held, terms
@@ -17,7 +18,6 @@ from fastlinear.core.compare import Verdict
 from fastlinear.core.cost import Ceilings, Cost, roofline
 from fastlinear.core.errors import InputError
 from fastlinear.core.timing import Samples, paired_ratio
-from fastlinear.report.above import WRONG, why_above
 
 Row = dict[str, Any]
 

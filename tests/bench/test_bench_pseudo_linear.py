@@ -14,9 +14,8 @@ import torch
 
 from benchmarks.contenders import diagonal_linear as pseudo_linear
 from benchmarks.contenders import diagonal_machine as pseudo_machine
-from benchmarks.contenders import diagonal_model as pseudo_model
 from benchmarks.contenders.diagonal_machine import Machine
-from benchmarks.contenders.diagonal_model import Expectation, Expected, expectation, expected
+from benchmarks.contenders.diagonal_model import Expected, expected
 from benchmarks.experiments import pseudo_linear as cases
 from benchmarks.experiments.pseudo_linear import table as pseudo_table
 from benchmarks.harness.case import Case
@@ -227,52 +226,19 @@ def test_the_model_counts_what_each_backend_does() -> None:
     assert acts == pytest.approx(plain + 2 * one + 2)
 
 
-def test_expectation_measures_this_machine() -> None:
-    found = expectation(256, 512, "float32", "cpu", False)
-    assert found.machine.flops_per_s > 1e8
-    assert found.machine.bytes_per_s is None or found.machine.bytes_per_s > 1e7
-    assert f"{found.speedup:.2f}x" in found.in_words()
-    assert found.to_json()["diagonal_us"] == found.ours.wall_us
-    assert pseudo_model.expectation(256, 512, "float32", "cpu", True).ours.host > 0
+def test_expected_times_come_from_this_machine() -> None:
+    rates = pseudo_machine.measured(
+        *("cpu", "float32", 256, 512, "none", True, ("cpp", "cpp"), 1), "a case"
+    )
+    assert rates.flops_per_s > 1e8
+    assert rates.bytes_per_s is None or rates.bytes_per_s > 1e7
+    assert expected("fastlinear", 256, 512, "float32", True, rates).host > 0
 
 
-def test_rates_that_no_clock_tells_are_not_told() -> None:
-    """A pass that takes what a bare call takes has none: nor has the width derived from it."""
+def test_a_pass_that_takes_what_a_bare_call_takes_has_no_rate() -> None:
     assert pseudo_machine._rate(1e3, 1.05, 1.0) is None
     assert pseudo_machine._rate(1e3, 0.9, 1.0) is None
     assert pseudo_machine._rate(1e3, 2.0, 1.0) == pytest.approx(1e9)
-    rates = replace(machine(1, 16), bytes_per_s=None, weight_bytes_per_s=None, layer_us=0.01)
-    rates = replace(rates, passes_us=0.02, kernel_us=0.0, call_us=0.0)
-    linear, ours = (
-        expected(name, 1, 16, "float32", False, rates) for name in ("linear", "fastlinear")
-    )
-    found = Expectation(1, 16, "float32", "cpu", False, linear, ours, rates)
-    words = found.in_words()
-    assert found.breakeven is None
-    assert "GB/s" not in words
-    assert "hide behind" not in words
-    assert "a pass over so few numbers takes no longer than a bare call" in words
-    assert "the call itself is most of the diagonal layer's time" in words
-    assert "products and new results, timed under 0.05; the call 10" in words
-
-
-def test_parts_that_are_timed_together_are_told_as_one() -> None:
-    m, k = 1 << 20, 1024
-    rates = replace(machine(m, k), layer_us=1e5, passes_us=1e3, kernel_us=0.0, call_us=0.0)
-    linear, ours = (
-        expected(name, m, k, "float32", False, rates, "silu") for name in ("linear", "fastlinear")
-    )
-    found = Expectation(m, k, "float32", "cpu", False, linear, ours, rates, "silu")
-    words = found.in_words()
-    assert "products and new results, timed 1e+05; after that" in words
-    assert "passes and new results, timed 1e+03" in words
-    assert "arithmetic 1" not in words
-    assert "forward with silu" in words
-    on_gpu = machine(m, k)
-    both = (expected(n, m, k, "float32", False, on_gpu) for n in ("linear", "fastlinear"))
-    words = Expectation(m, k, "float32", "cuda", False, *both, on_gpu).in_words()
-    assert "(arithmetic 2.2e+04; memory" in words
-    assert "GB/s in passes of this size" in words
 
 
 def test_starts_are_measured_on_sets_that_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from html.parser import HTMLParser
 from typing import Any
+
+_VOID = {"meta", "circle", "line", "rect", "br", "wbr", "i", "link", "img", "input", "hr"}
 
 ENVIRONMENT: dict[str, Any] = {
     "python": "3.12.1",
@@ -168,36 +172,38 @@ def optimize() -> dict[str, Any]:
     }
 
 
-def bench() -> dict[str, Any]:
-    """Benchmark rows as JSON: a win, a loss, a skipped and a wrong contender."""
-    rows = []
-    for m, ours in ((64, 140.0), (1024, 320.0)):
-        times = {"fastlinear": ours, "eager": 300.0, "compile": 290.0, "onednn": None, "bad": None}
-        for name, us in times.items():
-            rows.append(
-                {
-                    "experiment": "linear",
-                    "family": "linear_act",
-                    "problem": f"relu M{m} K1024 N1024 L1 float32",
-                    "contender": name,
-                    "ours": name == "fastlinear",
-                    "direction": "forward",
-                    "metric": "wall",
-                    "median_us": us,
-                    "ci95_us": us and [us * 0.98, us * 1.03],
-                    "samples_us": [us] * 5 if us else [],
-                    "peak_bytes": None,
-                    "ratio_to_best": us and us / 290.0,
-                    "ratio_ci95": us and [us / 290.0 * 0.99, us / 290.0 * 1.01],
-                    "best_peer": us and "compile",
-                    "valid": us is not None,
-                    "skipped": "needs oneDNN" if name == "onednn" else None,
-                    "error": 2.1e-7 if us else None,
-                    "roofline": us and {"fraction": 90 / us, "bound": "compute", "floor_us": 90.0},
-                    "chosen": {"forward": "onednn (tuned)"} if name == "fastlinear" else None,
-                    "env": ENVIRONMENT,
-                    "command": "python -m benchmarks linear",
-                    "seed": 0,
-                }
-            )
-    return {"kind": "bench", "rows": rows}
+class _Balance(HTMLParser):
+    """Collects open tags; every closing tag must close the innermost one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.external: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in _VOID:
+            self.open.append(tag)
+        for name, value in attrs:
+            if name in ("src", "href", "action", "srcset") and value and ":" in value:
+                self.external.append(value)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in _VOID:
+            assert self.open.pop() == tag
+
+
+def check_whole(html: str) -> None:
+    """Assert that a page closes its tags, shows no None and refers to nothing outside it."""
+    parser = _Balance()
+    parser.feed(html)
+    assert parser.open == []
+    assert parser.external == []
+    assert "<script" not in html
+    assert "http://" not in html
+    assert "https://" not in html
+    assert "url(" not in html
+    assert "@import" not in html
+    assert "None" not in re.sub(r"<style>.*?</style>", "", html, flags=re.DOTALL)

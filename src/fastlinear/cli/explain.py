@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -31,15 +31,6 @@ from fastlinear.cli.call import (
 from fastlinear.cli.console import print_json, say
 from fastlinear.cli.load import default_device
 from fastlinear.dispatch.backend import check_backend
-
-if TYPE_CHECKING:
-    from benchmarks.contenders.diagonal_model import Expectation
-
-
-_NOT_WITHOUT_BIAS = (
-    "What to expect against a full layer is modelled for layers with a bias only: leave --no-bias "
-    "out to read it."
-)
 
 
 def register(app: typer.Typer) -> None:
@@ -82,8 +73,7 @@ def explain(
     json: opt.Json = False,
     debug: opt.Debug = False,
 ) -> None:
-    """Say which backend a call takes, why, and why not each other. Measures nothing but, for
-    diagonal_linear with a bias, the rates of this machine: what to expect against a full layer.
+    """Say which backend a call takes, why, and why not each other. Measures nothing.
 
     Examples:
 
@@ -120,26 +110,7 @@ def explain(
     )
     check_backend(backend, call.family, "--backend")
     story = call.explain(backend, train)
-    told: Any = story.to_json()
-    words = str(story)
-    if call.family == "diagonal_linear":
-        expectation = _expectation(call, train, backend)
-        expected = None if expectation is None else expectation.to_json()
-        told = {"choices": told, "expected": expected}
-        words += f"\n{_NOT_WITHOUT_BIAS if expectation is None else expectation.in_words()}"
     if json:
-        print_json(told)
+        print_json(story.to_json())
     else:
-        say(words)
-
-
-def _expectation(call: Call, train: bool, backend: str | None) -> Expectation | None:
-    """What this machine makes of a diagonal layer against a full one; None without a bias."""
-    if not call.bias:
-        return None
-    from benchmarks.contenders.diagonal_model import expectation
-
-    problem = call.forward(train)
-    sizes = problem.dim("M"), problem.dim("K")
-    activation = problem.option("activation")
-    return expectation(*sizes, call.dtype, call.device, train, activation, backend)
+        say(str(story))

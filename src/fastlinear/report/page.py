@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import jinja2
 
 from fastlinear.core.errors import InputError
 from fastlinear.core.plain_text import plain_data
-from fastlinear.report import bench_view, charts, text, views
+from fastlinear.report import charts, text, views
 
 _VIEWS = {
     "optimize": views.optimize,
     "profile": views.profile,
-    "bench": bench_view.bench,
     "index": views.index,
 }
 
@@ -23,14 +23,14 @@ def page(data: dict[str, Any]) -> str:
     """One self-contained HTML page: inline CSS and SVG, no script, nothing fetched.
 
     Args:
-        data: what ``Result.to_json()`` or ``ProfileReport.to_json()`` returns, benchmark rows as
-            ``{"kind": "bench", "rows": [...]}``, or a list of results as
-            ``{"kind": "index", "title": ..., "reports": [{"name", "href", "data"}, ...]}``.
+        data: what ``Result.to_json()`` or ``ProfileReport.to_json()`` returns, or a list of
+            results as ``{"kind": "index", "title": ..., "reports": [...]}`` with a
+            ``{"name", "href", "data"}`` each.
 
     Raises:
         InputError: the kind is unknown.
 
-    >>> page({"kind": "bench", "rows": []}).startswith("<!doctype html>")
+    >>> page({"kind": "profile"}).startswith("<!doctype html>")
     True
     """
     kind = data.get("kind") if isinstance(data, dict) else None
@@ -41,14 +41,18 @@ def page(data: dict[str, Any]) -> str:
             f"kind={kind!r}",
             "Pass what to_json() of a profile or a result returns.",
         )
-    template = _environment().get_template(f"{kind}.html.j2")
-    return template.render(view=_VIEWS[kind](plain_data(data)))
+    return render(Path(__file__).with_name(f"{kind}.html.j2"), _VIEWS[kind](plain_data(data)))
 
 
-@lru_cache(maxsize=1)
-def _environment() -> jinja2.Environment:
+def render(template: Path, view: dict[str, Any]) -> str:
+    """The page of a template file, which may extend and import those of this package."""
+    return _environment(template.parent).get_template(template.name).render(view=view)
+
+
+@lru_cache(maxsize=2)
+def _environment(folder: Path) -> jinja2.Environment:
     made = jinja2.Environment(
-        loader=jinja2.PackageLoader("fastlinear.report", "."),
+        loader=jinja2.FileSystemLoader((folder, Path(__file__).parent)),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

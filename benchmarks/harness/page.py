@@ -1,12 +1,16 @@
-"""From benchmark rows to exactly what their page shows: one group a problem, direction, metric."""
+"""Benchmark rows as one self-contained HTML page: a group a problem, direction and metric."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from fastlinear.report.above import notes_above
-from fastlinear.report.own import OURS, default_behind_own
+from benchmarks.harness.above import notes_above
+from benchmarks.harness.own import OURS, default_behind_own
+from fastlinear.core.plain_text import plain_data
+from fastlinear.report.page import render
 from fastlinear.report.text import problem as problem_text
 from fastlinear.report.views import device_name, environment
 
@@ -18,9 +22,12 @@ _METRICS = {
 }
 
 
-def bench(data: dict[str, Any]) -> dict[str, Any]:
-    """What the page of ``fastlinear bench`` shows: one group a problem, direction and metric."""
-    rows = data.get("rows") or []
+def page(rows: Sequence[dict[str, Any]]) -> str:
+    """The page of rows: inline CSS and SVG, no script, nothing fetched."""
+    return render(Path(__file__).with_name("bench.html.j2"), _view(plain_data(list(rows))))
+
+
+def _view(rows: list[dict[str, Any]]) -> dict[str, Any]:
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         name = problem_text(row.get("problem"))

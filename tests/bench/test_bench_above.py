@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.harness import above
+from benchmarks.harness.above import notes_above, why_above
+from benchmarks.harness.page import page
 from fastlinear.core.device import cpu_cache_bytes
-from fastlinear.report import above, page
-from fastlinear.report.above import notes_above, why_above
 
 MIB = 1 << 20
 
@@ -78,10 +79,10 @@ def test_tables_tell_reasons_only_where_there_are_rows_above() -> None:
 
 
 def test_pages_tell_it_too() -> None:
-    shown = page({"kind": "bench", "rows": [row(1.5, cache_bytes=32 * MIB)]})
+    shown = page([row(1.5, cache_bytes=32 * MIB)])
     assert "above 100% of the measured roofline: 1 of 1" in shown.lower()
     assert "come from the processor" in shown
-    assert "above 100%" not in page({"kind": "bench", "rows": [row(0.5)]}).lower()
+    assert "above 100%" not in page([row(0.5)]).lower()
 
 
 def test_the_last_cache_is_read_from_the_system(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastlinear.report import page
-from fastlinear.report.own import default_behind_own, notes_own
+from benchmarks.harness.own import default_behind_own, notes_own
+from benchmarks.harness.page import page
 
 
 def row(contender: str, *us: float, **more: Any) -> dict[str, Any]:
@@ -74,9 +74,9 @@ def test_rows_of_unlike_rounds_are_compared_by_their_intervals() -> None:
 def test_the_page_lists_them() -> None:
     peer = row("eager", 210.0, 210.0, 210.0, 210.0, 210.0)
     own = OWN | {"best_peer": "eager", "ratio_to_best": 0.98, "ratio_ci95": [0.9, 1.0]}
-    html = page({"kind": "bench", "rows": [own, peer, WHOLE]})
+    html = page([own, peer, WHOLE])
     assert "<b>1</b>default behind our own backend by more than 2%, beyond noise" in html
     assert TOLD in html
-    html = page({"kind": "bench", "rows": [own, peer, CLOSE]})
+    html = page([own, peer, CLOSE])
     assert "<b>0</b>default behind our own backend" in html
     assert "Default behind our own backend</h2>" not in html
