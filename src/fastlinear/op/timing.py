@@ -9,7 +9,7 @@ from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend
 from fastlinear.op.front import Front
 from fastlinear.op.spec import Arguments
-from fastlinear.ops.common import door
+from fastlinear.ops.common import door, door_node
 
 AsCall = Callable[[tuple[Any, ...], str], Arguments]
 """(inputs of a forward backend, its name) → the call that forces it."""
@@ -34,8 +34,9 @@ class Timed:
     def caller(self, backend: str) -> Callable[..., Any]:
         """A function of a forward backend's inputs that calls the public function with it.
 
-        Waits for the table's library, as callers have it.
+        Waits for the libraries of the table and of its programs, as callers have them.
         """
-        door.wait(door.PATIENCE_S)
+        if door.wait(door.PATIENCE_S):
+            door_node.wait(door.PATIENCE_S)
         call, as_call = self._front.call, self._as_call
         return lambda *inputs: call(*as_call(inputs, backend))
