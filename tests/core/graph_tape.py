@@ -77,9 +77,6 @@ class Tape:
         self.outputs = outputs
         self._steps = steps
 
-    def order(self) -> None:
-        """Nothing runs ahead on a CPU."""
-
     def replay(self, fill: Callable[..., object] | None = None, *given: Any) -> None:
         """Run the ops again, into the same memory."""
         with torch.no_grad():

@@ -57,13 +57,6 @@ class Recording(Protocol):
 
     outputs: Any
 
-    def order(self) -> None:
-        """Put the current stream behind every earlier use of the recording's memory.
-
-        To be called before its input buffers are written to: an earlier replay, on another stream,
-        may still read them.
-        """
-
     def replay(self, fill: Callable[..., object] | None = None, *given: Any) -> None:
         """Enqueue the recorded kernels on the current stream of the recording's device.
 
@@ -211,11 +204,6 @@ class CudaRecording:
         self._pool = pool
         self._replay = graph.replay
         self._device = torch.cuda.current_device() if device.index is None else device.index
-
-    def order(self) -> None:
-        """Wait, on the current stream, for all that the stream of the last replay has to do."""
-        with _order:
-            _follow(self._device)
 
     def replay(self, fill: Callable[..., object] | None = None, *given: Any) -> None:
         """Enqueue on the current stream, after every earlier replay on any other stream.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from fastlinear.core.problem import Problem
-from fastlinear.ops.common.activations import activation as activation_of
 
 NAME = "linear_act"
 BACKWARD_PIECES = ("grad_pre", "grad_input", "grad_weight")
@@ -58,8 +57,3 @@ def x_layout_of(rows: Tensor) -> str:
         return "rows"
     aligned = rows.stride(0) > k and rows.stride(0) * rows.itemsize % 16 == 0
     return "rows" if aligned else "rows_odd"
-
-
-def saves_pre(activation: str) -> bool:
-    """Whether the backward of this activation reads the pre-activation."""
-    return activation_of(activation).saved == "pre"
