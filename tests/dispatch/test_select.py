@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -19,7 +22,7 @@ from fastlinear.core.problem import Problem
 from fastlinear.core.timing import Samples
 from fastlinear.dispatch import backend as registry
 from fastlinear.dispatch import cache, tables
-from fastlinear.dispatch.backend import Backend, Family, family, register_family
+from fastlinear.dispatch.backend import Backend, Family, families, family, register_family
 from fastlinear.dispatch.explain import Explanation
 from fastlinear.dispatch.select import select
 from fastlinear.dispatch.tune import tune, winner
@@ -387,12 +390,24 @@ def test_rows_of_its_own_come_before_those_of_the_same_processor(
 def test_shipped_tables_are_valid() -> None:
     """Whatever is shipped can be read, and names backends that exist."""
     for path in Path(tables.__file__).parent.glob("*.json"):
-        for rows in tables.table(path.stem).values():
-            for row in rows:
-                known = {b.name for b in family(row.problem.family).candidates(row.problem.piece)}
-                assert row.best in known
-                assert set(row.times_us) <= known
-                assert all(us > 0 for us in row.times_us.values())
+        found = [tables.table(path.stem, name) for name in families()]
+        assert any(found)
+        for row in chain.from_iterable(r for grouped in found for r in grouped.values()):
+            known = {b.name for b in family(row.problem.family).candidates(row.problem.piece)}
+            assert row.best in known
+            assert set(row.times_us) <= known
+            assert all(us > 0 for us in row.times_us.values())
+
+
+def test_a_table_of_several_families_needs_one() -> None:
+    """A process that calls one family loads no other, though the table has rows of all."""
+    code = (
+        "import sys\n"
+        "from fastlinear.dispatch.tables import table\n"
+        "assert table('nvidia-h200', 'linear_act')\n"
+        "assert 'fastlinear.ops.mlp.backends' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def samples(name: str, us: float, spread: float = 0.0) -> Samples:

@@ -114,6 +114,9 @@ class Family:
         return leave_out if instead is None else f"It was removed. {instead} {leave_out}"
 
 
+_NAMES = ("diagonal_linear", "gated_mlp", "grouped_linear", "linear_act", "mlp")
+_HOMES = {name: f"fastlinear.ops.{name}.backends" for name in _NAMES}
+"""Where the package's own families register themselves, imported when first asked for."""
 _FAMILIES: dict[str, Family] = {}
 
 
@@ -124,18 +127,22 @@ def register_family(family: Family) -> Family:
 
 
 def families() -> Mapping[str, Family]:
-    """All registered families by name."""
+    """The package's families, and those registered besides, by name."""
+    for home in _HOMES.values():
+        importlib.import_module(home)
     return dict(_FAMILIES)
 
 
 def family(name: str) -> Family:
     """The family of that name. Raises InputError for an unknown one."""
+    if name not in _FAMILIES and name in _HOMES:
+        importlib.import_module(_HOMES[name])
     if name not in _FAMILIES:
         raise InputError(
             "fastlinear",
-            f"a family in {', '.join(sorted(_FAMILIES))}",
+            f"a family in {', '.join(sorted(families()))}",
             repr(name),
-            "A family is known once its module in fastlinear.ops is imported.",
+            "A family of your own is known once it was given to register_family.",
         )
     return _FAMILIES[name]
 

@@ -46,14 +46,7 @@ class Front:
         self.spec = spec
         self.table: Callable[..., Any] = no_table
         self.plans: dict[Any, Resolved] = {}
-
-        def call(*arguments: Any) -> Any:
-            if _is_compiling():
-                return self.compiled(*arguments)
-            y = self.table(*arguments)
-            return self.looked_up(*arguments) if y is None else y
-
-        self.call: Callable[..., Any] = call
+        self.call: Callable[..., Any] = _entry(self, len(spec.options))
         cache.on_change(self.forget)
         door.on_ready(self.plans.clear)  # those seen before are made anew, and put into the table
         door_node.on_ready(self.clear_table)
@@ -224,6 +217,31 @@ class Front:
         table = door.table(self.spec.name) if self.table is not no_table else None
         if table is not None:
             table.clear()
+
+
+def _entry(self: Front, options: int) -> Callable[..., Any]:
+    """``Front.call`` for that many options. Every warm call runs it, and parameters of their own
+    cost less than ``*arguments``."""
+
+    def two(a: Any, b: Any, c: Any, first: Any, backend: Any) -> Any:
+        if _is_compiling():
+            return self.compiled(a, b, c, first, backend)
+        y = self.table(a, b, c, first, backend)
+        return self.looked_up(a, b, c, first, backend) if y is None else y
+
+    def three(a: Any, b: Any, c: Any, first: Any, second: Any, backend: Any) -> Any:
+        if _is_compiling():
+            return self.compiled(a, b, c, first, second, backend)
+        y = self.table(a, b, c, first, second, backend)
+        return self.looked_up(a, b, c, first, second, backend) if y is None else y
+
+    def more(*arguments: Any) -> Any:
+        if _is_compiling():
+            return self.compiled(*arguments)
+        y = self.table(*arguments)
+        return self.looked_up(*arguments) if y is None else y
+
+    return {2: two, 3: three}.get(options, more)
 
 
 def choices(spec: OpSpec, arguments: Arguments, grad: bool) -> tuple[Choice, ...]:

@@ -64,6 +64,7 @@ class OpSpec:
         name: of the family and of its registered op.
         operands: names of the tensors, in the structure of the three leading arguments: a string,
             or a tuple of strings for a tuple of tensors.
+        options: names of the options, the last of them ``backend``.
         validate: raises InputError unless the arguments fit each other.
         reference: the result by PyTorch's own ops.
         resolve: (arguments, whether gradients are recorded, whether autocast is on) → what serves
@@ -82,6 +83,7 @@ class OpSpec:
 
     name: str
     operands: tuple[str | tuple[str, ...], ...]
+    options: tuple[str, ...]
     validate: Callable[..., None]
     reference: Callable[..., Any]
     resolve: Callable[[Arguments, bool, bool], Resolved]

@@ -77,7 +77,7 @@ def shipped(problem: Problem, able: Sequence[Backend]) -> Row | None:
     for view in (_as_it_is, *family(problem.family).akin):
         key, best = _shape_free_key(view(problem)), None
         for slug, elsewhere in measured:
-            for row in table(slug).get(key, ()):
+            for row in table(slug, problem.family).get(key, ()):
                 times = {name: us for name, us in row.times_us.items() if name in names}
                 distance = _distance(row.problem, problem)
                 if times and distance is not None and (best is None or distance < best.distance):
@@ -96,15 +96,22 @@ def _measured_devices(facts: DeviceFacts) -> list[tuple[str, str]]:
 
 
 @lru_cache(maxsize=8)
-def table(slug: str) -> dict[str, tuple[Row, ...]]:
-    """All rows shipped for a device, grouped by everything but the sizes, and by every view of
-    their family."""
+def _contents(slug: str) -> dict[str, Any] | None:
     path = _FOLDER / f"{slug}.json"
-    if not path.exists():
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+@lru_cache(maxsize=32)
+def table(slug: str, name: str) -> dict[str, tuple[Row, ...]]:
+    """All rows of a family shipped for a device, grouped by everything but the sizes, and by every
+    view of the family."""
+    data = _contents(slug)
+    if data is None:
         return {}
     grouped: dict[str, list[Row]] = {}
-    data: dict[str, Any] = json.loads(path.read_text())
     for item in data["rows"]:
+        if item["problem"]["family"] != name:
+            continue
         problem = Problem.from_json(item["problem"])
         sources = data.get("sources", {}).get(f"{problem.family}.{problem.piece}", {})
         sources = {**sources, **item.get("sources", {})}

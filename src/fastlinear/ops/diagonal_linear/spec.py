@@ -22,11 +22,7 @@ from fastlinear.op.step import Step
 from fastlinear.op.timing import Timed
 from fastlinear.ops.common import calls
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.diagonal_linear import (
-    backends,  # noqa: F401  the family is known from here on
-    programs,
-    reference,
-)
+from fastlinear.ops.diagonal_linear import programs, reference
 from fastlinear.ops.diagonal_linear.autograd import Formula, applied
 from fastlinear.ops.diagonal_linear.problem import NAME, STEP, problem_of
 from fastlinear.ops.diagonal_linear.validation import validate, validate_out
@@ -166,6 +162,7 @@ def _public(arguments: Arguments) -> tuple[Callable[..., Any], tuple[Any, ...], 
 SPEC = OpSpec(
     name=NAME,
     operands=("x", "weight", ("bias", "residual")),
+    options=("activation", "backend"),
     validate=_validate,
     reference=_reference,
     resolve=_resolve,

@@ -170,6 +170,7 @@ SPEC = OpSpec(
         tuple(f"{kind}_weight" for kind in KINDS),
         tuple(f"{kind}_bias" for kind in KINDS),
     ),
+    options=("function", "activation", "order", "level", "backend"),
     validate=_validate,
     reference=_reference,
     resolve=_resolve,

@@ -147,6 +147,7 @@ def _public(arguments: Arguments) -> tuple[Callable[..., Any], tuple[Any, ...], 
 SPEC = OpSpec(
     name=NAME,
     operands=("x", "weight", "bias"),
+    options=("activation", "layout", "backend"),
     validate=validate,
     reference=_reference,
     resolve=_resolve,

@@ -18,12 +18,7 @@ from fastlinear.op.step import Step
 from fastlinear.op.timing import Timed
 from fastlinear.ops.common import calls, door, door_node
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.linear_act import (
-    backends,  # noqa: F401  the family is known from here on
-    programs,
-    reference,
-    selection,
-)
+from fastlinear.ops.linear_act import programs, reference, selection
 from fastlinear.ops.linear_act.autograd import (
     Backward,
     Formula,
@@ -152,6 +147,7 @@ def _public(arguments: Arguments) -> tuple[Callable[..., Any], tuple[Any, ...], 
 SPEC = OpSpec(
     name=NAME,
     operands=("x", "weight", "bias"),
+    options=("activation", "backend"),
     validate=validate,
     reference=_reference,
     resolve=_resolve,
