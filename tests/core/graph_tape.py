@@ -97,7 +97,7 @@ class Tape:
 
 class _Mode(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[Step] = []
 
     def __torch_dispatch__(

@@ -74,7 +74,7 @@ class Inspection(TorchDispatchMode):
         arguments: Sequence[Tensor],
         watched: Sequence[Tensor],
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.random = False
         self.generators: list[tuple[torch.Generator, Tensor]] = []
         self.before: list[tuple[Tensor, Tensor]] = []

@@ -68,7 +68,7 @@ class ProcessState:
             torch.autocast_decrement_nesting()
         restore_random_state(self._random)
         if (warnings.filters, warnings.showwarning) != self._warnings:
-            warnings.filters, warnings.showwarning = self._warnings  # type: ignore[assignment]
+            warnings.filters, warnings.showwarning = self._warnings
             warnings._filters_mutated()  # type: ignore[attr-defined]
         if os.environ != self._environment:
             os.environ.clear()
