@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from fastlinear.ops.common import calls, door, door_node
 from fastlinear.ops.common.layouts import carried
 
 MAX_PLANS = 4096
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_PUBLIC: dict[str, Callable[..., Any]] = {}
 _is_compiling = torch.compiler.is_compiling
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
@@ -31,6 +33,12 @@ _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 def no_table(*_: Any) -> None:
     """Stands in for a table that is not there yet: it knows no call."""
     return
+
+
+def public(function: _Function) -> _Function:
+    """Decorator of a public function, unchanged: tensor subclasses receive it."""
+    _PUBLIC[function.__name__] = function
+    return function
 
 
 class Front:
@@ -146,15 +154,15 @@ class Front:
         """Tensor subclasses, FX proxies, odd layouts and transforms: PyTorch's own ops carry
         them."""
         named = self.spec.named(arguments)
-        public = self.spec.public(arguments)[0].__name__
+        public = self.spec.public(arguments)[0]
         return carried(public, partial(self._by_torch, arguments), **named)
 
     def _by_torch(self, arguments: Arguments) -> Any:
         given = tuple(t for t in leaves(arguments) if t is not None)
-        function, positional, keywords = self.spec.public(arguments)
+        name, positional, keywords = self.spec.public(arguments)
         tensors = all(isinstance(t, Tensor) for t in given)
         if not tensors and has_torch_function(given):
-            return handle_torch_function(function, given, *positional, **keywords)
+            return handle_torch_function(_PUBLIC[name], given, *positional, **keywords)
         dtype = calls.autocast_dtype(given[0]) if tensors else None
         if dtype is not None and not self.spec.torch_casts:
             arguments = self.spec.cast(arguments, dtype)
@@ -163,7 +171,7 @@ class Front:
         backend = arguments[-1]
         if backend not in (None, "eager"):
             raise InputError(
-                function.__name__,
+                name,
                 "plain strided tensors outside torch.func transforms and forward-mode "
                 "differentiation with a forced backend",
                 f"x of type {type(given[0]).__name__}, backend={backend!r}",

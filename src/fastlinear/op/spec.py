@@ -72,7 +72,7 @@ class OpSpec:
         problem: (arguments, whether gradients are recorded) → the forward's Problem.
         train: (arguments, choices for the pieces) → what serves training calls by those backends.
         compiled: (arguments, whether gradients are recorded) → the result by the registered op.
-        public: arguments → (the function a caller called, its positional arguments, its keywords).
+        public: arguments → (name of the public function, its positional arguments, its keywords).
         normal: arguments → the same, with leading arguments of one type.
         cast: (arguments, dtype) → the same under autocast.
         redirect: arguments → the result of calls that another op serves, else None.
@@ -90,7 +90,7 @@ class OpSpec:
     problem: Callable[[Arguments, bool], Problem]
     train: Callable[[Arguments, tuple[Choice, ...]], Resolved]
     compiled: Callable[[Arguments, bool], Any]
-    public: Callable[[Arguments], tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]
+    public: Callable[[Arguments], tuple[str, tuple[Any, ...], dict[str, Any]]]
     normal: Callable[[Arguments], Arguments] = _same
     cast: Callable[[Arguments, torch.dtype], Arguments] = _cast
     redirect: Callable[[Arguments], Any] = _none

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fastlinear.dispatch.explain import Explanation
+from fastlinear.op.front import public
 from fastlinear.ops.diagonal_linear.spec import FRONT, OUT
 from fastlinear.ops.diagonal_linear.validation import validate
 
@@ -14,6 +15,7 @@ call = FRONT.call
 """(x, weight, (bias, residual), activation, backend): the entry of ``fastlinear.nn``."""
 
 
+@public
 def diagonal_linear(
     x: Tensor,
     weight: Tensor,

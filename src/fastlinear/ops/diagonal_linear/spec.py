@@ -151,12 +151,10 @@ def _compiled(arguments: Arguments, grad: bool) -> Tensor:
     return y
 
 
-def _public(arguments: Arguments) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    from fastlinear.ops.diagonal_linear.op import diagonal_linear
-
+def _public(arguments: Arguments) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
     x, weight, (bias, residual, *out), activation, backend = arguments
     options = {"activation": activation, "residual": residual, "backend": backend}
-    return diagonal_linear, (x, weight, bias), options | ({"out": out[0]} if out else {})
+    return NAME, (x, weight, bias), options | ({"out": out[0]} if out else {})
 
 
 SPEC = OpSpec(

@@ -7,11 +7,13 @@ from typing import Any
 from torch import Tensor
 
 from fastlinear.dispatch.explain import Explanation
+from fastlinear.op.front import public
 from fastlinear.ops.gated_mlp.kept import OWN, account, needs_of, way_of
 from fastlinear.ops.gated_mlp.spec import FRONT, has_kernels, level_of
 from fastlinear.ops.gated_mlp.stacking import Biases, Weights
 
 
+@public
 def gated_linear(
     x: Tensor,
     gate_weight: Tensor,
@@ -70,6 +72,7 @@ def gated_linear(
     return y
 
 
+@public
 def gated_mlp(
     x: Tensor,
     gate_weight: Tensor,

@@ -148,9 +148,7 @@ def _compiled(arguments: Arguments, _: bool) -> Tensor:
     return y
 
 
-def _public(arguments: Arguments) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    from fastlinear.ops.gated_mlp import op
-
+def _public(arguments: Arguments) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
     x, weights, biases, function, activation, order, level, backend = arguments
     options = {
         "activation": activation,
@@ -159,8 +157,8 @@ def _public(arguments: Arguments) -> tuple[Callable[..., Any], tuple[Any, ...], 
         "backend": backend,
     }
     if function == "gated_linear":
-        return op.gated_linear, (x, *weights[:2], *biases[:2]), options
-    return op.gated_mlp, (x, *weights, *biases), options
+        return function, (x, *weights[:2], *biases[:2]), options
+    return function, (x, *weights, *biases), options
 
 
 SPEC = OpSpec(

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from fastlinear.dispatch.explain import Explanation
 from fastlinear.op.front import needs_grad as trains
+from fastlinear.op.front import public
 from fastlinear.ops import linear_act as single
 from fastlinear.ops.common import calls
 from fastlinear.ops.grouped_linear import layout as layouts
@@ -16,6 +17,7 @@ call = FRONT.call
 """(x, weight, bias, activation, layout, backend): the entry of ``nn.GroupedLinear``."""
 
 
+@public
 def grouped_linear(
     x: Tensor,
     weight: Tensor,

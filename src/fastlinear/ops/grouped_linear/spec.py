@@ -137,11 +137,9 @@ def _compiled(arguments: Arguments, grad: bool) -> Tensor:
     return y
 
 
-def _public(arguments: Arguments) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    from fastlinear.ops.grouped_linear.op import grouped_linear
-
+def _public(arguments: Arguments) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
     options = dict(zip(("activation", "layout", "backend"), arguments[3:], strict=True))
-    return grouped_linear, arguments[:3], options
+    return NAME, arguments[:3], options
 
 
 SPEC = OpSpec(

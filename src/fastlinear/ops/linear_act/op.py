@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fastlinear.dispatch.explain import Explanation
+from fastlinear.op.front import public
 from fastlinear.ops.linear_act.selection import problem_of
 from fastlinear.ops.linear_act.spec import FRONT
 from fastlinear.ops.linear_act.validation import validate
@@ -15,6 +16,7 @@ call = FRONT.call
 """(x, weight, bias, activation, backend): the entry of ``fastlinear.nn``."""
 
 
+@public
 def linear_act(
     x: Tensor,
     weight: Tensor,

@@ -138,10 +138,8 @@ def _compiled(arguments: Arguments, grad: bool) -> Tensor:
     return y
 
 
-def _public(arguments: Arguments) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    from fastlinear.ops.linear_act.op import linear_act
-
-    return linear_act, arguments[:3], {"activation": arguments[3], "backend": arguments[4]}
+def _public(arguments: Arguments) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+    return NAME, arguments[:3], {"activation": arguments[3], "backend": arguments[4]}
 
 
 SPEC = OpSpec(
