@@ -32,6 +32,9 @@ FILES = {
 _FIRST = """
 import sys, runpy
 CALLS = runpy.run_path({path!r})["CALLS"]
+import fastlinear as fl
+for name in CALLS:
+    getattr(fl, name)  # loads its family, which the call would do otherwise
 files = set()
 def watch(frame, event, _):
     if event == "call" and "/fastlinear/" in frame.f_code.co_filename:
