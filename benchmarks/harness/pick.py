@@ -132,7 +132,7 @@ def check_known(cases: Sequence[Case], peers: Sequence[str], skip: Sequence[str]
 
 def command(experiment: str, device: torch.device, told: Mapping[str, Any]) -> str:
     """The command that repeats this run; options left at their default are not named."""
-    words = ["python -m benchmarks", experiment, f"--device {device}"]
+    words = ["fastlinear bench", experiment, f"--device {device}"]
     for name, value in told.items():
         if value is True:
             words.append(f"--{name}")

@@ -38,7 +38,7 @@ def sample() -> list[dict[str, Any]]:
                     "roofline": us and {"fraction": 90 / us, "bound": "compute", "floor_us": 90.0},
                     "chosen": {"forward": "onednn (tuned)"} if name == "fastlinear" else None,
                     "env": samples.ENVIRONMENT,
-                    "command": "python -m benchmarks linear",
+                    "command": "fastlinear bench linear",
                     "seed": 0,
                 }
             )
