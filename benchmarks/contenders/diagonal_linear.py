@@ -26,7 +26,7 @@ from benchmarks.contenders.diagonal_work import (
     make_work,
     problem_of,
 )
-from benchmarks.contenders.dispatched import chosen_pieces, tune_pieces
+from benchmarks.contenders.dispatched import dispatched, forced
 from benchmarks.harness.case import Case
 from benchmarks.harness.peer import (
     OURS,
@@ -37,7 +37,6 @@ from benchmarks.harness.peer import (
     no_reduce_overhead,
 )
 from benchmarks.harness.work import Unit
-from fastlinear.dispatch.backend import Backend, family
 from fastlinear.dispatch.steps import choices_of, tuning_order
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.diagonal_linear import backends
@@ -45,15 +44,7 @@ from fastlinear.ops.diagonal_linear.op import diagonal_linear
 
 __all__ = ["chosen", "make_work", "peers", "problem_of", "tune"]
 
-
-def chosen(case: Case, work: DiagonalWork, captured: bool) -> dict[str, str]:
-    """Piece → backend and source: what dispatch takes, in a CUDA graph or not."""
-    return chosen_pieces(choices_of, problem_of(case), captured)
-
-
-def tune(case: Case, device: torch.device) -> None:
-    """Tune fastlinear for a case, on a GPU inside CUDA graphs as well."""
-    tune_pieces(tuning_order, problem_of(case), device)
+chosen, tune = dispatched(problem_of, choices_of, tuning_order)
 
 
 # --------------------------------------------------------------------------------------------
@@ -62,7 +53,6 @@ def tune(case: Case, device: torch.device) -> None:
 
 def peers(case: Case) -> tuple[Peer, ...]:
     """All contenders of a case, able to take part or not."""
-    forced = [b for b in family(backends.NAME).candidates("forward") if b.name != "eager"]
     wall = ("wall",)
     return (
         Peer(LINEAR, _linear, _layer_only, reference=_as_it_is),
@@ -101,7 +91,16 @@ def peers(case: Case) -> tuple[Peer, ...]:
             cuda_only,
             wall,
         ),
-        *(_forced(b) for b in forced),
+        *forced(
+            backends.NAME,
+            problem_of,
+            lambda name, why: Peer(
+                f"{OURS}[{name}]",
+                lambda w: w.unit(_ours(w.case, name)),
+                why,
+                ahead=name == "triton",
+            ),
+        ),
     )
 
 
@@ -147,15 +146,6 @@ def _as_x(work: DiagonalWork, dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 def _forward_only(case: Case) -> str | None:
     return "out= is for calls without gradients" if case.needs_grad else None
-
-
-def _forced(backend: Backend) -> Peer:
-    return Peer(
-        f"{OURS}[{backend.name}]",
-        lambda w: w.unit(_ours(w.case, backend.name)),
-        lambda case: backend.reason_not(problem_of(case)),
-        ahead=backend.name == "triton",
-    )
 
 
 def _ours(case: Case, backend: str | None) -> Forward:

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.harness.case import Case
-from benchmarks.harness.work import Unit
+from benchmarks.harness.work import AnyWork, Unit, drawing, rotated
 from fastlinear.core.compare import KINKED
 from fastlinear.core.cost import Cost
-from fastlinear.core.device import device_facts
-from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.ops.diagonal_linear import backends, reference
-
-_MAX_SETS = 64
 
 
 @dataclass(frozen=True)
@@ -56,7 +49,7 @@ Forward = Callable[[Diagonal], Tensor]
 
 
 @dataclass(frozen=True)
-class DiagonalWork:
+class DiagonalWork(AnyWork):
     """The tensors of a case and how a unit of work runs over them."""
 
     case: Case
@@ -68,10 +61,6 @@ class DiagonalWork:
         """Names of the tensors a unit returns, in order."""
         grads = self.stacks[0].differentiated if self.case.needs_grad else ()
         return ("output", *(f"grad.{name}" for name in grads))
-
-    def mode(self) -> AbstractContextManager[Any]:
-        """The gradient mode every call of a unit runs under."""
-        return torch.enable_grad() if self.case.needs_grad else torch.no_grad()
 
     def unit(self, forward: Forward) -> Unit:
         """Drive a contender's forward in the case's direction."""
@@ -85,10 +74,6 @@ class DiagonalWork:
 
         return run
 
-    def private(self) -> DiagonalWork:
-        """The same work: nothing changes its tensors."""
-        return self
-
     def reference(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """What plain PyTorch gives on the first set in ``dtype``; the oracle in float64."""
         work = replace(self, stacks=(self.stacks[0].to(dtype),))
@@ -100,38 +85,21 @@ class DiagonalWork:
         problem = problem_of(self.case)
         return backends.cost(problem.with_piece("step") if self.case.needs_grad else problem)
 
-    def shapes(self) -> dict[str, list[int]]:
-        """Shapes of the tensors of one set."""
-        return {k: list(t.shape) for k, t in self._outer().items()}
-
-    def strides(self) -> dict[str, list[int]]:
-        """Strides of the tensors of one set."""
-        return {k: list(t.stride()) for k, t in self._outer().items()}
-
-    def _outer(self) -> dict[str, Tensor]:
+    def outer(self) -> dict[str, Tensor]:
+        """The tensors of one set by name."""
         stack = self.stacks[0]
         return {**stack.differentiated, "dy": stack.dy}
 
 
 def make_work(case: Case, device: torch.device) -> DiagonalWork:
-    """Draw the tensors: on CUDA so many sets that they exceed the L2 cache twice."""
-    first = _draw(case, device, 0)
-    sets, cold = 1, False
-    if device.type == "cuda":
-        held = first.x.nbytes * (2 if case.needs_grad else 1)
-        wanted = math.ceil(2 * device_facts(device).l2_bytes / held)
-        sets, cold = max(1, min(_MAX_SETS, wanted)), wanted <= _MAX_SETS
-    return DiagonalWork(case, (first, *(_draw(case, device, i) for i in range(1, sets))), cold)
+    """Draw the tensors of a case."""
+    passes = 2 if case.needs_grad else 1
+    return DiagonalWork(case, *rotated(case, device, _draw, lambda s: passes * s.x.nbytes))
 
 
 def _draw(case: Case, device: torch.device, index: int) -> Diagonal:
     m, k = case.dim("M"), case.dim("K")
-    generator = torch.Generator(device=device).manual_seed(case.seed * 1000 + index)
-
-    def draw(*shape: int) -> Tensor:
-        values = torch.randn(shape, device=device, generator=generator)
-        return values.to(FLOAT_DTYPES[case.dtype])
-
+    draw = drawing(case, device, index)
     x, weight, bias = draw(m, k), draw(k), draw(k)
     if index == 0 and case.needs_grad and case.option("activation") in KINKED:  # what is judged
         x = backends.clear_of_kink(x, weight, bias, lambda: draw(m, k))

@@ -17,14 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.contenders.dispatched import chosen_pieces, tune_pieces
+from benchmarks.contenders.dispatched import dispatched, forced
 from benchmarks.contenders.gated_work import Forward, GatedWork, eager, make_work
 from benchmarks.harness.case import Case
 from benchmarks.harness.peer import OURS, Peer, compiler_missing, no_compiler, too_slow
 from benchmarks.harness.work import Unit
 from fastlinear.core.precision import FLOAT_DTYPES, matmul_precision
 from fastlinear.core.problem import Problem
-from fastlinear.dispatch.backend import family
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.gated_mlp.op import call
 from fastlinear.ops.gated_mlp.problem import NAME, problem
@@ -115,7 +114,6 @@ def _bare(x: Tensor, w: Weights, b: Biases) -> Tensor:
 
 def peers(case: Case) -> tuple[Peer, ...]:
     """All contenders of a case, able to take part or not."""
-    forced = [b for b in family(NAME).candidates("forward") if b.name != "eager"]
     return (
         _peer("eager", eager),
         _peer("eager_stacked", _stacked, order="gate_up"),
@@ -142,7 +140,7 @@ def peers(case: Case) -> tuple[Peer, ...]:
             names=lambda w: w.without_biases().names,
             ahead=True,
         ),
-        *(_forced(b.name) for b in forced),
+        *forced(NAME, problem_of, lambda name, why: _own(f"{OURS}[{name}]", name, reason_not=why)),
     )
 
 
@@ -179,14 +177,6 @@ def _own(
         reason_not,
         ahead=backend in (None, "triton", "elementwise"),
     )
-
-
-def _forced(backend: str) -> Peer:
-    def reason_not(case: Case) -> str | None:
-        (record,) = (b for b in family(NAME).candidates("forward") if b.name == backend)
-        return record.reason_not(problem_of(case))
-
-    return _own(f"{OURS}[{backend}]", backend, reason_not=reason_not)
 
 
 # --------------------------------------------------------------------------------------------
@@ -251,11 +241,4 @@ def problem_of(case: Case) -> Problem:
     )
 
 
-def chosen(case: Case, work: GatedWork, captured: bool) -> dict[str, str]:
-    """Piece → backend and source: what dispatch takes, in a CUDA graph or not."""
-    return chosen_pieces(choices_of, problem_of(case), captured)
-
-
-def tune(case: Case, device: torch.device) -> None:
-    """Tune all pieces, on a GPU inside CUDA graphs as well."""
-    tune_pieces(tuning_order, problem_of(case), device)
+chosen, tune = dispatched(problem_of, choices_of, tuning_order)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,15 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.harness.case import Case
-from benchmarks.harness.work import Unit
+from benchmarks.harness.work import AnyWork, Unit, drawing, rotated
 from fastlinear.core.compare import KINKED, clear_of_kinks
 from fastlinear.core.cost import Cost
-from fastlinear.core.device import device_facts
-from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.gated_mlp.stacking import Biases, Weights, halves
 
-_MAX_SETS = 64
 Forward = Callable[[Tensor, Weights, Biases], Tensor]
 
 
@@ -55,7 +50,7 @@ class Gated:
 
 
 @dataclass(frozen=True)
-class GatedWork:
+class GatedWork(AnyWork):
     """The tensors of a case and how a unit of work runs over them."""
 
     case: Case
@@ -72,10 +67,6 @@ class GatedWork:
         held = [k for k, b in zip(kinds, given.biases, strict=True) if b is not None]
         weights = (f"grad.{k}_weight" for k in kinds)
         return ("output", "grad.x", *weights, *(f"grad.{k}_bias" for k in held))
-
-    def mode(self) -> AbstractContextManager[Any]:
-        """The gradient mode of every call."""
-        return torch.enable_grad() if self.case.needs_grad else torch.no_grad()
 
     def unit(self, forward: Forward, order: str = "apart") -> Unit:
         """Drive a contender's forward on weights in its order; gradients of a stack are told apart
@@ -99,10 +90,6 @@ class GatedWork:
 
         return run
 
-    def private(self) -> GatedWork:
-        """This work: no unit changes its parameters."""
-        return self
-
     def without_biases(self) -> GatedWork:
         """The same tensors but for the biases, of which there are none."""
         none = Biases(None, None, None)
@@ -121,15 +108,8 @@ class GatedWork:
         products = (3 if self.case.needs_grad else 1) * 2.0 * given.x.shape[0] * numbers
         return Cost(products, float(passes * given.bytes))
 
-    def shapes(self) -> dict[str, list[int]]:
-        """Shapes of the tensors of one set."""
-        return {name: list(t.shape) for name, t in self._named().items()}
-
-    def strides(self) -> dict[str, list[int]]:
-        """Strides of the same."""
-        return {name: list(t.stride()) for name, t in self._named().items()}
-
-    def _named(self) -> dict[str, Tensor]:
+    def outer(self) -> dict[str, Tensor]:
+        """The tensors of one set by name."""
         given = self.stacks[0]
         kinds = (f"{kind}_weight" for kind in ("gate", "up", "down"))
         held = {k: w for k, w in zip(kinds, given.weights, strict=True) if w is not None}
@@ -137,23 +117,13 @@ class GatedWork:
 
 
 def make_work(case: Case, device: torch.device) -> GatedWork:
-    """Draw the tensors of a case; on CUDA as many sets as exceed the L2 cache twice together."""
-    first = _draw(case, device, 0)
-    sets, cold = 1, False
-    if device.type == "cuda":
-        wanted = math.ceil(2 * device_facts(device).l2_bytes / first.bytes)
-        sets, cold = max(1, min(_MAX_SETS, wanted)), wanted <= _MAX_SETS
-    return GatedWork(case, (first, *(_draw(case, device, i) for i in range(1, sets))), cold)
+    """Draw the tensors of a case."""
+    return GatedWork(case, *rotated(case, device, _draw, lambda given: given.bytes))
 
 
 def _draw(case: Case, device: torch.device, index: int) -> Gated:
     m, k, h, n = (case.dim(name) for name in ("M", "K", "H", "N"))
-    generator = torch.Generator(device=device).manual_seed(case.seed * 1000 + index)
-    dtype, bias = FLOAT_DTYPES[case.dtype], case.option("bias") == "yes"
-
-    def draw(*shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(shape, device=device, generator=generator) * scale).to(dtype)
-
+    draw, bias = drawing(case, device, index), case.option("bias") == "yes"
     weights = Weights(*(draw(o, i, scale=i**-0.5) for o, i in ((h, k), (h, k), (n, h))))
     biases = Biases(*(draw(size) if bias else None for size in (h, h, n)))
     x = draw(m, k)

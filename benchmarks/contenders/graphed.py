@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +15,7 @@ from benchmarks.contenders import forwards as by
 from benchmarks.harness import work as linears
 from benchmarks.harness.case import Case
 from benchmarks.harness.peer import OURS, Peer, cuda_only, no_compiler
-from benchmarks.harness.work import LEARNING_RATE, Unit
+from benchmarks.harness.work import LEARNING_RATE, AnyWork, Unit
 from fastlinear import nn as fl_nn
 from fastlinear.core.cost import Cost
 from fastlinear.core.precision import FLOAT_DTYPES
@@ -55,7 +54,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class BlockWork:
+class BlockWork(AnyWork):
     """A stack of blocks and one input; a unit of work is a forward or a training step.
 
     Attributes:
@@ -77,10 +76,6 @@ class BlockWork:
             return ("output",)
         return ("output", *(f"grad.{name}" for name, _ in self.model.named_parameters()))
 
-    def mode(self) -> AbstractContextManager[Any]:
-        """The gradient mode of every call."""
-        return torch.enable_grad() if self.case.needs_grad else torch.no_grad()
-
     def unit(self, forward: Callable[[Any], Tensor]) -> Unit:
         """One forward; or forward, mean squared error, backward and SGD."""
         (sample,) = self.stacks
@@ -98,7 +93,7 @@ class BlockWork:
 
         return step
 
-    def private(self) -> BlockWork:
+    def private(self) -> Self:
         """The same work on a model of its own: a training step changes its parameters."""
         return replace(self, model=copy.deepcopy(self.model))
 
@@ -124,13 +119,9 @@ class BlockWork:
         moved = (2 if self.case.needs_grad else 1) * (size + sample.x.nbytes)
         return Cost(counter.get_total_flops(), float(moved))
 
-    def shapes(self) -> dict[str, list[int]]:
-        """Shape of the input."""
-        return {"x": list(self.stacks[0].x.shape)}
-
-    def strides(self) -> dict[str, list[int]]:
-        """Strides of the input."""
-        return {"x": list(self.stacks[0].x.stride())}
+    def outer(self) -> dict[str, Tensor]:
+        """The input."""
+        return {"x": self.stacks[0].x}
 
 
 def make_work(case: Case, device: torch.device) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,22 +15,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.contenders.dispatched import chosen_pieces, tune_pieces
+from benchmarks.contenders.dispatched import dispatched, forced
 from benchmarks.harness.case import Case
 from benchmarks.harness.peer import OURS, Peer, no_compiler, too_slow
-from benchmarks.harness.work import Unit
+from benchmarks.harness.work import AnyWork, Unit, drawing, rotated
 from fastlinear.core.compare import KINKED, silent_at_kinks
 from fastlinear.core.cost import Cost
-from fastlinear.core.device import device_facts
 from fastlinear.core.precision import FLOAT_DTYPES, matmul_precision
 from fastlinear.core.problem import Problem
-from fastlinear.dispatch.backend import family
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.grouped_linear.op import grouped_linear
 from fastlinear.ops.grouped_linear.problem import NAME, problem
 from fastlinear.ops.grouped_linear.selection import choices_of, tuning_order
 
-_MAX_SETS = 64
 # Name of a layout → how tokens (M, G, features) lie in it.
 _LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "tokens": lambda t: t,  # (M, G, F), which is (M, G·F)
@@ -74,7 +70,7 @@ class Groups:
 
 
 @dataclass(frozen=True)
-class GroupsWork:
+class GroupsWork(AnyWork):
     """The tensors of a case and how a unit of work runs over them."""
 
     case: Case
@@ -86,10 +82,6 @@ class GroupsWork:
         """Names of the tensors a unit returns."""
         grads = ("grad.x", "grad.weight", "grad.bias")
         return ("output", *grads) if self.case.needs_grad else ("output",)
-
-    def mode(self) -> AbstractContextManager[Any]:
-        """The gradient mode of every call."""
-        return torch.enable_grad() if self.case.needs_grad else torch.no_grad()
 
     def unit(self, forward: Forward, layout: str) -> Unit:
         """Drive a contender's forward, activation included, on tensors in its layout."""
@@ -112,10 +104,6 @@ class GroupsWork:
 
         return run
 
-    def private(self) -> GroupsWork:
-        """This work: no unit changes its parameters."""
-        return self
-
     def reference(self, dtype: torch.dtype, layout: str = "tokens") -> tuple[Tensor, ...]:
         """What a loop over the groups gives on the first set in ``dtype``, in a layout; the oracle
         in float64."""
@@ -134,37 +122,20 @@ class GroupsWork:
         products = (3 if self.case.needs_grad else 1) * 2.0 * m * given.weight.numel()
         return Cost(products, float(passes * given.bytes))
 
-    def shapes(self) -> dict[str, list[int]]:
-        """Shapes of the tensors of one set."""
+    def outer(self) -> dict[str, Tensor]:
+        """The tensors of one set, tokens first."""
         given = self.stacks[0]
-        named = {"x": given.x, "weight": given.weight, "dy": given.dy}
-        return {name: list(t.shape) for name, t in named.items()}
-
-    def strides(self) -> dict[str, list[int]]:
-        """Strides of the same, tokens first."""
-        given = self.stacks[0]
-        named = {"x": given.x, "weight": given.weight, "dy": given.dy}
-        return {name: list(t.stride()) for name, t in named.items()}
+        return {"x": given.x, "weight": given.weight, "dy": given.dy}
 
 
 def make_work(case: Case, device: torch.device) -> GroupsWork:
-    """Draw the tensors of a case; on CUDA as many sets as exceed the L2 cache twice together."""
-    first = _draw(case, device, 0)
-    sets, cold = 1, False
-    if device.type == "cuda":
-        wanted = math.ceil(2 * device_facts(device).l2_bytes / first.bytes)
-        sets, cold = max(1, min(_MAX_SETS, wanted)), wanted <= _MAX_SETS
-    return GroupsWork(case, (first, *(_draw(case, device, i) for i in range(1, sets))), cold)
+    """Draw the tensors of a case."""
+    return GroupsWork(case, *rotated(case, device, _draw, lambda given: given.bytes))
 
 
 def _draw(case: Case, device: torch.device, index: int) -> Groups:
     m, groups, k, n = (case.dim(name) for name in ("M", "G", "K", "N"))
-    generator = torch.Generator(device=device).manual_seed(case.seed * 1000 + index)
-    dtype = FLOAT_DTYPES[case.dtype]
-
-    def draw(*shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(shape, device=device, generator=generator) * scale).to(dtype)
-
+    draw = drawing(case, device, index)
     weight, bias = draw(groups, n, k, scale=k**-0.5), draw(groups, n)
     x, dy = draw(m, groups, k), draw(m, groups, n)
     if index == 0 and case.needs_grad and case.option("activation") in KINKED:  # what is judged
@@ -239,7 +210,6 @@ def _ours(backend: str | None, layout: str) -> Callable[[Case], Forward]:
 
 def peers(case: Case) -> tuple[Peer, ...]:
     """All contenders of a case, able to take part or not."""
-    forced = [b for b in family(NAME).candidates("forward") if b.name not in ("eager", "conv")]
     return (
         _peer("eager", _loop, "tokens"),
         _peer("loop_scripted", _chunked, "tokens", too_slow, torch.jit.script),
@@ -258,7 +228,12 @@ def peers(case: Case) -> tuple[Peer, ...]:
         _own(f"{OURS}_groups", None, "groups"),
         _own(f"{OURS}_channels", None, "channels"),
         _own(f"{OURS}_sequences", None, "sequences"),
-        *(_forced(b.name) for b in forced),
+        *forced(
+            NAME,
+            problem_of,
+            lambda name, why: _own(f"{OURS}[{name}]", name, "tokens", why),
+            without=("eager", "conv"),
+        ),
     )
 
 
@@ -304,14 +279,6 @@ def _own(
     )
 
 
-def _forced(backend: str) -> Peer:
-    def reason_not(case: Case) -> str | None:
-        (record,) = (b for b in family(NAME).candidates("forward") if b.name == backend)
-        return record.reason_not(problem_of(case))
-
-    return _own(f"{OURS}[{backend}]", backend, "tokens", reason_not)
-
-
 def _reference(layout: str) -> Callable[[GroupsWork, torch.dtype], tuple[Tensor, ...]]:
     return lambda work, dtype: work.reference(dtype, layout)
 
@@ -342,11 +309,4 @@ def problem_of(case: Case) -> Problem:
     )
 
 
-def chosen(case: Case, work: GroupsWork, captured: bool) -> dict[str, str]:
-    """Piece → backend and source: what dispatch takes, in a CUDA graph or not."""
-    return chosen_pieces(choices_of, problem_of(case), captured)
-
-
-def tune(case: Case, device: torch.device) -> None:
-    """Tune all pieces, on a GPU inside CUDA graphs as well."""
-    tune_pieces(tuning_order, problem_of(case), device)
+chosen, tune = dispatched(problem_of, choices_of, tuning_order)

@@ -6,6 +6,7 @@ import torch
 
 from benchmarks.contenders import bare, quack
 from benchmarks.contenders import forwards as by
+from benchmarks.contenders.dispatched import forced
 from benchmarks.harness.case import Case
 from benchmarks.harness.peer import (
     OURS,
@@ -20,7 +21,6 @@ from benchmarks.harness.peer import (
 from benchmarks.harness.work import Forward, Work
 from fastlinear.core.precision import FLOAT_DTYPES, matmul_precision
 from fastlinear.core.problem import Problem
-from fastlinear.dispatch.backend import family
 from fastlinear.ops.linear_act import problem as linear_act
 from fastlinear.ops.mlp import backends as chains
 
@@ -29,7 +29,6 @@ __all__ = ["OURS", "Peer", "chain_of", "peers", "problem_of"]
 
 def peers(case: Case) -> tuple[Peer, ...]:
     """All contenders of a linear_act case, able to take part or not."""
-    forced = [b.name for b in family(case.family).candidates("forward") if b.name != "eager"]
     return (
         Peer("eager", lambda w: w.unit(by.eager(w))),
         Peer("eager_kn", lambda w: w.unit(by.eager_kn(w)), forward_only),
@@ -61,7 +60,13 @@ def peers(case: Case) -> tuple[Peer, ...]:
             cuda_only,
             ("wall",),
         ),
-        *(_forced(name) for name in forced),
+        *forced(
+            linear_act.NAME,
+            problem_of,
+            lambda name, why: Peer(
+                f"{OURS}[{name}]", lambda w: w.unit(by.ours(w, name)), why, ahead=name == "triton"
+            ),
+        ),
         Peer(f"{OURS}_bare_products", bare.step, bare.reason_not, reference=bare.reference),
     )
 
@@ -105,20 +110,6 @@ def _best(work: Work) -> Forward:
 
 def _one_layer(case: Case) -> str | None:
     return "one layer: the same as fastlinear" if case.dim("L") == 1 else None
-
-
-def _forced(backend: str) -> Peer:
-    def reason_not(case: Case) -> str | None:
-        candidates = family(case.family).candidates("forward")
-        (record,) = (b for b in candidates if b.name == backend)
-        return record.reason_not(problem_of(case))
-
-    return Peer(
-        f"{OURS}[{backend}]",
-        lambda w: w.unit(by.ours(w, backend)),
-        reason_not,
-        ahead=backend == "triton",
-    )
 
 
 # --------------------------------------------------------------------------------------------

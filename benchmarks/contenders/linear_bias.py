@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,13 +10,13 @@ from torch import Tensor
 
 from benchmarks.harness.case import Case
 from benchmarks.harness.peer import Peer
-from benchmarks.harness.work import Unit
+from benchmarks.harness.work import AnyWork, Unit
 from fastlinear.core.cost import Cost
 from fastlinear.core.precision import FLOAT_DTYPES
 
 
 @dataclass(frozen=True)
-class BiasWork:
+class BiasWork(AnyWork):
     """x, weight and bias of one call; the caches stay warm.
 
     Attributes:
@@ -35,19 +33,6 @@ class BiasWork:
     bias: Tensor
     stacks: tuple[None, ...] = (None,)
     cold: bool = False
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the tensors a unit returns."""
-        return ("output",)
-
-    def mode(self) -> AbstractContextManager[Any]:
-        """The gradient mode of every call."""
-        return torch.no_grad()
-
-    def private(self) -> BiasWork:
-        """The same work: a forward changes nothing."""
-        return self
 
     def with_bias(self) -> Unit:
         """``F.linear`` as nn.Linear calls it."""
@@ -75,15 +60,8 @@ class BiasWork:
         numbers = self.x.numel() + self.weight.numel() + self.bias.numel() + m * n
         return Cost(2.0 * m * self.weight.numel(), self.x.element_size() * numbers)
 
-    def shapes(self) -> dict[str, list[int]]:
-        """Shapes of the tensors."""
-        return {k: list(t.shape) for k, t in self._tensors().items()}
-
-    def strides(self) -> dict[str, list[int]]:
-        """Strides of the tensors."""
-        return {k: list(t.stride()) for k, t in self._tensors().items()}
-
-    def _tensors(self) -> dict[str, Tensor]:
+    def outer(self) -> dict[str, Tensor]:
+        """x, weight and bias."""
         return {"x": self.x, "weight": self.weight, "bias": self.bias}
 
 

@@ -7,9 +7,7 @@ the other.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +17,10 @@ from torch import Tensor
 
 from benchmarks.harness.case import Case
 from benchmarks.harness.peer import Peer
-from benchmarks.harness.work import Unit
+from benchmarks.harness.work import AnyWork, Unit
 from fastlinear.core.compare import KINKED, silent_at_kinks
 from fastlinear.core.cost import Cost
-from fastlinear.core.device import device_facts
-from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.ops.common.activations import activation as activation_of
-
-_MAX_SETS = 64
 
 Tensors = tuple[Tensor, ...]
 Forward = Callable[..., Sequence[Tensor]]
@@ -69,7 +63,7 @@ class Form:
 
 
 @dataclass(frozen=True)
-class ListsWork:
+class ListsWork(AnyWork):
     """The tensors of a case and how a unit of work runs over them."""
 
     case: Case
@@ -83,10 +77,6 @@ class ListsWork:
             return ("output",)
         names = ("output", "grad.x", "grad.weight", "grad.bias")
         return names if self.stacks[0].biases else names[:3]
-
-    def mode(self) -> AbstractContextManager[Any]:
-        """The gradient mode of every call."""
-        return torch.enable_grad() if self.case.needs_grad else torch.no_grad()
 
     def unit(self, lay: Callable[[Lists], Form], forward: Forward) -> Unit:
         """Drive a contender's forward; it returns outputs and gradients in its own form.
@@ -107,10 +97,6 @@ class ListsWork:
             return ys + tuple(_NOTHING if t is None else t for t in found)
 
         return run
-
-    def private(self) -> ListsWork:
-        """This work: no unit changes its parameters."""
-        return self
 
     def reference(self, dtype: torch.dtype) -> Tensors:
         """What a loop over the groups gives on the first set in ``dtype``; the oracle in
@@ -153,28 +139,6 @@ class ListsWork:
 
 
 _NOTHING = torch.empty(0)
-
-
-def make_work(case: Case, device: torch.device, draw: Callable[[int], Lists]) -> ListsWork:
-    """The work over sets that ``draw`` makes by number; on CUDA as many as exceed the L2 cache
-    twice together."""
-    first = draw(0)
-    sets, cold = 1, False
-    if device.type == "cuda":
-        wanted = math.ceil(2 * device_facts(device).l2_bytes / first.bytes)
-        sets, cold = max(1, min(_MAX_SETS, wanted)), wanted <= _MAX_SETS
-    return ListsWork(case, (first, *(draw(i) for i in range(1, sets))), cold)
-
-
-def drawing(case: Case, device: torch.device, index: int) -> Callable[..., Tensor]:
-    """What draws the tensors of the set of that number: of a shape, times ``scale``."""
-    generator = torch.Generator(device=device).manual_seed(case.seed * 1000 + index)
-    dtype = FLOAT_DTYPES[case.dtype]
-
-    def draw(*shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(shape, device=device, generator=generator) * scale).to(dtype)
-
-    return draw
 
 
 def by_layer(case: Case, count: int) -> Forward:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +19,7 @@ from benchmarks.harness.peer import (
     no_compiler,
     no_reduce_overhead,
 )
-from benchmarks.harness.work import Unit
+from benchmarks.harness.work import AnyWork, Unit
 from fastlinear.core.cost import Cost
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.settings import Config
@@ -30,7 +29,7 @@ _BUDGET_S = 40.0
 
 
 @dataclass(frozen=True)
-class ModelWork:
+class ModelWork(AnyWork):
     """One model and one input; a unit of work is one forward.
 
     Attributes:
@@ -50,19 +49,6 @@ class ModelWork:
     cold: bool = False
     result: list[Result] = field(default_factory=list)
     rewritten: list[nn.Module] = field(default_factory=list)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the tensors a unit returns."""
-        return ("output",)
-
-    def mode(self) -> AbstractContextManager[Any]:
-        """The gradient mode of every call."""
-        return torch.no_grad()
-
-    def private(self) -> ModelWork:
-        """The same work: a forward changes nothing."""
-        return self
 
     def unit(self, model: Callable[..., Any]) -> Unit:
         """One forward of a model."""
@@ -84,13 +70,9 @@ class ModelWork:
         moved = [*self.model.parameters(), *self.inputs.values(), y]
         return Cost(counter.get_total_flops(), sum(t.numel() * t.element_size() for t in moved))
 
-    def shapes(self) -> dict[str, list[int]]:
-        """Shapes of the inputs."""
-        return {k: list(v.shape) for k, v in self.inputs.items()}
-
-    def strides(self) -> dict[str, list[int]]:
-        """Strides of the inputs."""
-        return {k: list(v.stride()) for k, v in self.inputs.items()}
+    def outer(self) -> dict[str, Tensor]:
+        """The inputs."""
+        return self.inputs
 
     def chosen(self) -> dict[str, str]:
         """How many sites ended how."""

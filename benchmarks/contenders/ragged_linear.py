@@ -18,6 +18,7 @@ from benchmarks.contenders import lists
 from benchmarks.contenders.lists import Form, Forward, Lists, ListsWork, Tensors, contender, flat
 from benchmarks.harness.case import Case
 from benchmarks.harness.peer import OURS, Peer, cuda_only, no_compiler
+from benchmarks.harness.work import drawing, rotated
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.ragged_linear.op import ragged_linear, served_by
 
@@ -45,12 +46,12 @@ def sizes_of(case: Case) -> list[int]:
 def make_work(case: Case, device: torch.device) -> ListsWork:
     """Draw the tensors of a case: ``whole`` are x (T, K), weight (G, N, K), dy (T, N), then the
     bias (G, N) if there is one; the lists are views of them."""
-    return lists.make_work(case, device, lambda i: _draw(case, device, i))
+    return ListsWork(case, *rotated(case, device, _draw, lambda given: given.bytes))
 
 
 def _draw(case: Case, device: torch.device, index: int) -> Lists:
     m, groups, k, n = (case.dim(name) for name in ("M", "G", "K", "N"))
-    draw = lists.drawing(case, device, index)
+    draw = drawing(case, device, index)
     x, weight, dy = draw(m, k), draw(groups, n, k, scale=k**-0.5), draw(m, n)
     bias = (draw(groups, n),) if case.option("bias") != "no" else ()
     sizes = sizes_of(case)

@@ -25,6 +25,7 @@ from benchmarks.contenders.lists import (
 )
 from benchmarks.harness.case import Case
 from benchmarks.harness.peer import OURS, Peer, cuda_only, no_compiler
+from benchmarks.harness.work import drawing, rotated
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.unequal_linear import cpu
@@ -43,11 +44,11 @@ def sizes_of(case: Case) -> list[tuple[int, int]]:
 
 def make_work(case: Case, device: torch.device) -> ListsWork:
     """Draw the tensors of a case."""
-    return lists.make_work(case, device, lambda i: _draw(case, device, i))
+    return ListsWork(case, *rotated(case, device, _draw, lambda given: given.bytes))
 
 
 def _draw(case: Case, device: torch.device, index: int) -> Lists:
-    draw = lists.drawing(case, device, index)
+    draw = drawing(case, device, index)
     m, sizes = case.dim("M"), sizes_of(case)
     given = Lists(
         tuple(draw(m, k) for k, _ in sizes),

@@ -39,8 +39,8 @@ class Kind:
 
     make_work: Callable[[Case, torch.device], Any]
     peers: Callable[[Case], tuple[Peer, ...]]
-    chosen: Callable[[Case, Any, bool], dict[str, str]]
-    tune: Callable[[Case, torch.device], None]
+    chosen: Callable[[Case, Any, bool], dict[str, str]] = lambda *_: {}
+    tune: Callable[[Case, torch.device], None] = lambda *_: None
 
 
 def _tune(case: Case, device: torch.device) -> None:
@@ -63,10 +63,6 @@ def _chosen(case: Case, work: Work, captured: bool) -> dict[str, str]:
     return {c.problem.piece: f"{c.backend.name} ({c.source})" for c in made}
 
 
-def _nothing(case: Case, device: torch.device) -> None:
-    """There is nothing to tune."""
-
-
 def _await_door(case: Case, device: torch.device) -> None:
     """There is nothing to tune, but calls are not timed before the compiled door is there."""
     door.wait(door.PATIENCE_S)
@@ -76,16 +72,16 @@ def _await_door(case: Case, device: torch.device) -> None:
 KINDS: Mapping[str, Kind] = {
     "linear_act": Kind(make_work, linear_act.peers, _chosen, _tune),
     "linear_modules": Kind(make_work, modules.peers, _chosen, _tune),
-    "linear": Kind(bias.make_work, bias.peers, lambda *_: {}, _nothing),
+    "linear": Kind(bias.make_work, bias.peers),
     "mlp": Kind(make_work, chains.peers, chains.chosen, chains.tune),
     "diagonal_linear": Kind(
         pseudo_linear.make_work, pseudo_linear.peers, pseudo_linear.chosen, pseudo_linear.tune
     ),
     "grouped_linear": Kind(groups.make_work, groups.peers, groups.chosen, groups.tune),
-    "ragged_linear": Kind(ragged.make_work, ragged.peers, ragged.chosen, _nothing),
+    "ragged_linear": Kind(ragged.make_work, ragged.peers, ragged.chosen),
     "unequal_linear": Kind(unequal.make_work, unequal.peers, unequal.chosen, _await_door),
     "gated_mlp": Kind(gated.make_work, gated.peers, gated.chosen, gated.tune),
-    "graphed": Kind(graphed.make_work, graphed.peers, lambda *_: {}, _nothing),
-    "model": Kind(models.make_work, models.peers, lambda case, work, _: work.chosen(), _nothing),
+    "graphed": Kind(graphed.make_work, graphed.peers),
+    "model": Kind(models.make_work, models.peers, lambda case, work, _: work.chosen()),
 }
 """Family of a case → how it is prepared."""

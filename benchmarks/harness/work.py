@@ -6,10 +6,10 @@ Every contender gets the same tensors and the same driver; it supplies only the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from fastlinear.ops.common.activations import activation as activation_of
 
 LEARNING_RATE = 0.01
 _MAX_SETS = 64
+S = TypeVar("S")
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,43 @@ Unit = Callable[[int], tuple[Tensor, ...]]
 """One unit of work on the set of that index; returns the tensors named by ``Work.names``."""
 
 
+class AnyWork:
+    """What the works of all families share.
+
+    Attributes:
+        case: what is measured.
+    """
+
+    case: Case
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the tensors a unit returns, in order."""
+        return ("output",)
+
+    def mode(self) -> AbstractContextManager[Any]:
+        """The gradient mode of every call."""
+        return torch.enable_grad() if self.case.needs_grad else torch.no_grad()
+
+    def private(self) -> Self:
+        """The same work where no unit changes its parameters, else one on copies of its own."""
+        return self
+
+    def outer(self) -> Mapping[str, Tensor]:
+        """The tensors of one set whose shapes and strides are published, by name."""
+        raise NotImplementedError
+
+    def shapes(self) -> dict[str, Any]:
+        """Shapes of the tensors of one set."""
+        return {name: list(t.shape) for name, t in self.outer().items()}
+
+    def strides(self) -> dict[str, list[int]]:
+        """Strides of the tensors of one set."""
+        return {name: list(t.stride()) for name, t in self.outer().items()}
+
+
 @dataclass(frozen=True)
-class Work:
+class Work(AnyWork):
     """The tensors of a case and how a unit of work runs over them."""
 
     case: Case
@@ -91,10 +127,6 @@ class Work:
         if self.case.direction == "forward+backward":
             grads.insert(0, "grad.x")
         return ("output", *grads)
-
-    def mode(self) -> AbstractContextManager[Any]:
-        """The gradient mode every call of a unit runs under."""
-        return torch.enable_grad() if self.case.needs_grad else torch.no_grad()
 
     def unit(self, forward: Forward) -> Unit:
         """Drive a contender's forward in the case's direction."""
@@ -126,7 +158,7 @@ class Work:
 
         return run
 
-    def private(self) -> Work:
+    def private(self) -> Self:
         """The same work on copies of its own: a training step changes its parameters."""
         if self.case.direction != "step":
             return self
@@ -155,15 +187,8 @@ class Work:
         first = 2.0 * m * stack.weights[0].numel()
         return Cost(3 * products - first, size * (2.0 * outer - stack.x.numel()))
 
-    def shapes(self) -> dict[str, list[int]]:
-        """Shapes of the tensors of one set."""
-        return {k: list(t.shape) for k, t in self._outer().items()}
-
-    def strides(self) -> dict[str, list[int]]:
-        """Strides of the tensors of one set."""
-        return {k: list(t.stride()) for k, t in self._outer().items()}
-
-    def _outer(self) -> dict[str, Tensor]:
+    def outer(self) -> dict[str, Tensor]:
+        """x, the first weight and dy."""
         stack = self.stacks[0]
         return {"x": stack.x, "weight": stack.weights[0], "dy": stack.dy}
 
@@ -184,27 +209,53 @@ def make_work(case: Case, device: torch.device) -> Work:
     On a CPU, and where the option ``caches`` is ``warm``, there is one set and the caches are warm,
     as they are for a model run over and over.
     """
-    first = _make_stack(case, device, 0)
-    sets, cold = 1, False
     warm = case.direction == "step" or case.option("caches") == "warm"
-    if device.type == "cuda" and not warm:
-        held = sum(t.numel() * t.element_size() for t in (first.x, *first.parameters, first.dy))
-        wanted = math.ceil(2 * device_facts(device).l2_bytes / held)
-        sets, cold = max(1, min(_MAX_SETS, wanted)), wanted <= _MAX_SETS
-    others = (_make_stack(case, device, i) for i in range(1, sets))
-    return Work(case, (first, *others), cold)
+    stacks, cold = rotated(
+        case, device, _make_stack, lambda s: sum(t.nbytes for t in (s.x, *s.parameters, s.dy)), warm
+    )
+    return Work(case, stacks, cold)
+
+
+def rotated(
+    case: Case,
+    device: torch.device,
+    draw: Callable[[Case, torch.device, int], S],
+    size: Callable[[S], int],
+    warm: bool = False,
+) -> tuple[tuple[S, ...], bool]:
+    """The input sets of a case, and whether each call finds cold caches.
+
+    On CUDA as many sets, at most 64, as exceed the L2 cache twice; elsewhere, and where caches are
+    to be warm, one.
+
+    Args:
+        draw: makes the set of a number.
+        size: bytes of a set that a call touches.
+    """
+    first = draw(case, device, 0)
+    if device.type != "cuda" or warm:
+        return (first,), False
+    wanted = math.ceil(2 * device_facts(device).l2_bytes / size(first))
+    sets = max(1, min(_MAX_SETS, wanted))
+    return (first, *(draw(case, device, i) for i in range(1, sets))), wanted <= _MAX_SETS
+
+
+def drawing(case: Case, device: torch.device, index: int) -> Callable[..., Tensor]:
+    """What draws the tensors of the set of that number: of a shape, times ``scale``."""
+    generator = torch.Generator(device=device).manual_seed(case.seed * 1000 + index)
+    dtype = FLOAT_DTYPES[case.dtype]
+
+    def draw(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, device=device, generator=generator) * scale).to(dtype)
+
+    return draw
 
 
 def _make_stack(case: Case, device: torch.device, index: int) -> Stack:
     m, layers = case.dim("M"), case.dim("L")
     # a chain of equal widths has one dim for them
     k, n = (case.dim("H" if "H" in dict(case.dims) else name) for name in ("K", "N"))
-    generator = torch.Generator(device=device).manual_seed(case.seed * 1000 + index)
-    dtype = FLOAT_DTYPES[case.dtype]
-    grad = case.needs_grad
-
-    def draw(*shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(shape, device=device, generator=generator) * scale).to(dtype)
+    draw, grad = drawing(case, device, index), case.needs_grad
 
     def parameter(*shape: int, scale: float = 1.0) -> Tensor:
         return torch.nn.Parameter(draw(*shape, scale=scale), requires_grad=grad)
