@@ -2,13 +2,10 @@
 
 ``eager`` is the chain as models hold it. ``hand_loop`` removes what surrounds its kernels: no
 modules, buffers allocated ahead, bias inside the product, ReLU in place; with gradients no autograd
-either. ``fastlinear[layerwise]`` fuses the activation as well, and
-``strassen_control`` is the fused Strassen chain with the classical 8 products in place of 7.
+either. ``fastlinear[layerwise]`` fuses the activation as well.
 """
 
 from __future__ import annotations
-
-import importlib.util
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +19,6 @@ from benchmarks.harness.peer import (
     RECORDED,
     Peer,
     cuda_only,
-    forward_only,
     no_compiler,
     no_reduce_overhead,
 )
@@ -30,14 +26,11 @@ from benchmarks.harness.work import Forward, Stack, Unit, Work
 from fastlinear.core.precision import FLOAT_DTYPES, matmul_precision
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, family
-from fastlinear.dispatch.select import select
-from fastlinear.ops.mlp import backends, strassen
+from fastlinear.ops.mlp import backends
 from fastlinear.ops.mlp.op import mlp
-from fastlinear.ops.mlp.problem import widths_of
 from fastlinear.ops.mlp.selection import choices_of, tuning_order
 
-FAST = "strassen"  # measured where fast products are allowed, other contenders where not
-_TRITON = (FAST, "whole_triton")  # Triton keeps kernels on disk; ours in CUDA C++ are not kept
+_TRITON = ("whole_triton",)  # Triton keeps kernels on disk; ours in CUDA C++ are not kept
 
 
 def peers(case: Case) -> tuple[Peer, ...]:
@@ -72,20 +65,18 @@ def peers(case: Case) -> tuple[Peer, ...]:
         ),
         Peer("onednn", lambda w: w.unit(by.onednn(w, pack=False)), no_onednn),
         Peer("onednn_prepacked", lambda w: w.unit(by.onednn(w, pack=True)), no_onednn),
-        Peer("strassen_control", lambda w: w.unit(_control), _no_control, ahead=cuda),
-        Peer(OURS, lambda w: w.unit(_ours(None, fast=False))),
+        Peer(OURS, lambda w: w.unit(_ours(None))),
         Peer(
             RECORDED,
-            lambda w: by.graphed(w, w.unit(_ours(None, fast=False))),
+            lambda w: by.graphed(w, w.unit(_ours(None))),
             cuda_only,
             wall,
         ),
-        Peer(f"{OURS}_fast", lambda w: w.unit(_ours(None, fast=True)), levels=_levels_of_choice),
         *(_forced(b, cuda and b.name in _TRITON) for b in forced),
     )
 
 
-def problem_of(case: Case, *, fast: bool = False) -> Problem:
+def problem_of(case: Case) -> Problem:
     """The Problem dispatch sees for the forward of a case."""
     return backends.problem(
         "forward",
@@ -97,7 +88,6 @@ def problem_of(case: Case, *, fast: bool = False) -> Problem:
         final_activation=case.option("activation"),
         bias="no" if case.option("bias") == "no" else "yes",
         needs_grad=case.needs_grad,
-        fast=fast,
         precision=matmul_precision(FLOAT_DTYPES[case.dtype]),
     )
 
@@ -113,36 +103,18 @@ def tune(case: Case, device: torch.device) -> None:
 
 
 def _forced(backend: Backend, ahead: bool) -> Peer:
-    fast = backend.name == FAST
-
     def reason_not(case: Case) -> str | None:
-        return backend.reason_not(problem_of(case, fast=fast))
+        return backend.reason_not(problem_of(case))
 
-    return Peer(
-        f"{OURS}[{backend.name}]",
-        lambda w: w.unit(_ours(backend.name, fast=fast)),
-        reason_not,
-        levels=_levels if fast else lambda _: 0,
-        ahead=ahead,
-    )
-
-
-def _levels(work: Work) -> int:
-    p = problem_of(work.case, fast=True)
-    # a forced chain applies at least one
-    return max(1, strassen.levels_for(p.dim("M"), widths_of(p), p.dtype, p.device, p.precision))
-
-
-def _levels_of_choice(work: Work) -> int:
-    best = select(problem_of(work.case, fast=True))
-    return _levels(work) if best.backend.name == FAST else 0
+    name = f"{OURS}[{backend.name}]"
+    return Peer(name, lambda w: w.unit(_ours(backend.name)), reason_not, ahead=ahead)
 
 
 # --------------------------------------------------------------------------------------------
 # How each computes it
 
 
-def _ours(backend: str | None, *, fast: bool) -> Forward:
+def _ours(backend: str | None) -> Forward:
     def forward(stack: Stack) -> Tensor:
         return mlp(
             stack.x,
@@ -151,7 +123,6 @@ def _ours(backend: str | None, *, fast: bool) -> Forward:
             activation=stack.activation,
             final_activation=stack.activation,
             backend=backend,
-            allow_fast_matmul=fast,
         )
 
     return forward
@@ -227,19 +198,3 @@ class _HandStep:
             d_out = torch.mm(d_pre, self.weights[i], out=self.d_in[i])
         biases = (b for b in self.d_biases if b is not None)
         return (self.outputs[-1], d_out, *self.d_weights, *biases)
-
-
-def _control(stack: Stack) -> Tensor:
-    names = stack.activation, stack.activation
-    y, _ = strassen.forward_classical(stack.x, stack.weights, stack.biases, *names, False)
-    return y
-
-
-# --------------------------------------------------------------------------------------------
-# Why not
-
-
-def _no_control(case: Case) -> str | None:
-    if case.device == "cuda" and importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed"
-    return forward_only(case) or strassen.reason_not(problem_of(case, fast=True))

@@ -15,7 +15,6 @@ from benchmarks.experiments import (
     overhead,
     pseudo_linear,
     ragged,
-    strassen,
     unequal,
 )
 from benchmarks.harness.case import Case
@@ -31,7 +30,6 @@ EXPERIMENTS: dict[str, Callable[[str, bool], list[Case]]] = {
     "overhead": overhead.cases,
     "pseudo-linear": pseudo_linear.cases,
     "ragged": ragged.cases,
-    "strassen": strassen.cases,
     "unequal": unequal.cases,
 }
 """Experiment → (device type, quick) → its cases, most telling first."""

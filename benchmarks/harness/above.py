@@ -9,7 +9,6 @@ from typing import Any
 _SPREAD = 1.05  # within which ceilings repeat, and copies differ from passes that write less
 _CREDIBLE = 1.3  # the most by which a product may beat PyTorch's own large ones
 _CREDIBLE_SPLIT = 3.0  # in float32 on a GPU, whose ceiling was once of products without TF32
-_CREDIBLE_FAST = 2.0  # Strassen's scheme leaves out an eighth of the products a level
 _CACHED = 64 << 20  # bytes that caches of processors may hold, where a row does not say more
 
 BARE = "it does less than the layer whose least work it is held against"
@@ -59,10 +58,10 @@ def why_above(row: Mapping[str, Any]) -> str | None:
 
 def _most(row: Mapping[str, Any]) -> float:
     """The highest share of the ceiling that a product may reach."""
-    name, kind = row.get("contender", ""), (row.get("env") or {}).get("device") or {}
+    kind = (row.get("env") or {}).get("device") or {}
     if kind.get("kind") == "cuda" and (row.get("case") or {}).get("dtype") == "float32":
         return _CREDIBLE_SPLIT
-    return _CREDIBLE_FAST if "strassen" in name or name.endswith("_fast") else _CREDIBLE
+    return _CREDIBLE
 
 
 def notes_above(rows: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,7 +69,7 @@ def _await_door(case: Case, device: torch.device) -> None:
     door_node.wait(door.PATIENCE_S)
 
 
-KINDS: Mapping[str, Kind] = {
+KINDS: dict[str, Kind] = {
     "linear_act": Kind(make_work, linear_act.peers, _chosen, _tune),
     "linear_modules": Kind(make_work, modules.peers, _chosen, _tune),
     "linear": Kind(bias.make_work, bias.peers),

@@ -30,22 +30,21 @@ from fastlinear.core.timing import (
     recorded,
 )
 from fastlinear.ops.common import door
-from fastlinear.ops.mlp.strassen_scheme import error_growth
 
 _MOST_KEPT = 0.25  # of a GPU's memory between cases: freeing and asking again takes time
 
 
 @dataclass(frozen=True)
 class _Ready:
-    """A contender that took part: its unit of work, verdicts, first call, its own choices and its
-    levels of fast matrix multiplication."""
+    """A contender that took part: its unit of work, verdicts, first call, its own choices, and how
+    many times the roofline it may reach."""
 
     peer: Peer
     unit: Unit
     verdicts: list[Verdict]
     first_us: float
     chosen: Mapping[str, str] | None
-    levels: int
+    highest: float
 
     @property
     def valid(self) -> bool:
@@ -135,7 +134,6 @@ def _prepare(
     if peer.reference is not None:
         oracle = peer.reference(work, torch.float64)
         theirs = peer.reference(work, FLOAT_DTYPES[work.case.dtype])
-    levels = peer.levels(work)
     results: list[tuple[torch.Tensor, ...]] = []
     with work.mode():
         first = first_call_us(lambda: results.append(unit(0)), device)
@@ -145,7 +143,7 @@ def _prepare(
             graph = recorded(lambda: results.append(unit(0)), device)
             found |= {} if graph is None else {" in a CUDA graph": results.pop()}
             results.clear()
-        factor = DEFAULT_FACTOR * error_growth(levels)
+        factor = DEFAULT_FACTOR * peer.error_growth(work)
         verdicts = [
             judge(f"{name}{where}", ours, torchs, exact, factor=factor)
             for where, result in found.items()
@@ -155,7 +153,7 @@ def _prepare(
         ]
         for i in range(len(work.stacks)):
             unit(i)
-    return _Ready(peer, unit, verdicts, first, chosen, levels)
+    return _Ready(peer, unit, verdicts, first, chosen, peer.saving(work))
 
 
 def _measured(
@@ -194,7 +192,7 @@ def _measured(
             rounds=settings.rounds,
             budget_s=settings.budget_s,
         )
-    return _placed(rows, samples, work, settings, {one.peer.name: one.levels for one in ready})
+    return _placed(rows, samples, work, settings, {one.peer.name: one.highest for one in ready})
 
 
 def _placed(
@@ -202,14 +200,14 @@ def _placed(
     samples: Mapping[str, Samples],
     work: Work,
     settings: Settings,
-    levels: Mapping[str, int],
+    highest: Mapping[str, float],
 ) -> list[Row]:
     cost = work.cost()
     where = (settings.device, work.case.dtype, cost.bytes, work.cold)
 
     def place(limits: Ceilings) -> list[Row]:
         return [
-            rows_of.timed(row, samples[name], cost, limits, (8 / 7) ** levels[name])
+            rows_of.timed(row, samples[name], cost, limits, highest[name])
             for row in rows
             for name in [row["contender"]]
         ]

@@ -11,7 +11,6 @@ from fastlinear.core.timing import Samples, paired_ratio
 
 OURS = "fastlinear"  # the contender whose backend dispatch chose
 _TIMED = ("wall", "device")
-_UNASKED = "strassen"  # dispatch takes it only where the caller allows fast products
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ def default_behind_own(rows: Iterable[Mapping[str, Any]], by: float = 0.02) -> l
             continue
         ahead = []
         for row in cell:
-            if not row["contender"].startswith(f"{OURS}[") or _UNASKED in row["contender"]:
+            if not row["contender"].startswith(f"{OURS}["):
                 continue
             ratio, low = _over(own, row)
             if low > 1.0 + by:

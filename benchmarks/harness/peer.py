@@ -42,8 +42,9 @@ class Peer:
         names: Work → names of the tensors it returns, where those are not all of ``Work.names``.
         gathered: (Work, what a unit returned) → the tensors of ``Work.names``, for a contender
             whose results lie in a form of their own.
-        levels: Work → levels of Strassen's scheme it applies. Each lets the error grow by the
-            ratio of the schemes' bounds, and the time fall below the classical floor by 7/8.
+        error_growth: Work → how many times the common limit its error may be.
+        saving: Work → how many times fewer multiplications it does than are counted: so many times
+            faster than the roofline it may be.
         ahead: whether what its first call compiles stays on disk, where other processes find it.
         tunes: whether that call times kernels for the case's products, whatever their number.
     """
@@ -55,7 +56,8 @@ class Peer:
     reference: Callable[[Any, torch.dtype], tuple[Tensor, ...]] | None = None
     names: Callable[[Any], tuple[str, ...]] = lambda work: work.names
     gathered: Callable[[Any, tuple[Tensor, ...]], tuple[Tensor, ...]] = lambda _, found: found
-    levels: Callable[[Any], int] = lambda _: 0
+    error_growth: Callable[[Any], float] = lambda _: 1.0
+    saving: Callable[[Any], float] = lambda _: 1.0
     ahead: bool = False
     tunes: bool = False
 

@@ -14,6 +14,9 @@ from benchmarks.harness.kinds import KINDS
 from fastlinear.core.errors import InputError
 from fastlinear.core.precision import FLOAT_DTYPES
 
+PROGRAM = "fastlinear bench"
+"""What runs the experiments, for the command that a row names."""
+
 
 def pick(
     experiment: str,
@@ -132,7 +135,7 @@ def check_known(cases: Sequence[Case], peers: Sequence[str], skip: Sequence[str]
 
 def command(experiment: str, device: torch.device, told: Mapping[str, Any]) -> str:
     """The command that repeats this run; options left at their default are not named."""
-    words = ["fastlinear bench", experiment, f"--device {device}"]
+    words = [PROGRAM, experiment, f"--device {device}"]
     for name, value in told.items():
         if value is True:
             words.append(f"--{name}")

@@ -180,7 +180,7 @@ def _cells(measured: Sequence[Row]) -> Iterator[tuple[Problem, dict[str, Any]]]:
         for backend in family(problem.family).candidates(problem.piece):
             name = BASELINE if backend.name == BASELINE else f"{OURS}[{backend.name}]"
             own = contenders.get(name)  # whether it can serve was seen there, not on this machine
-            if own is not None and backend.name != chains.FAST:
+            if own is not None:
                 us, inner = tuple(own["samples_us"]), own["calls_per_sample"]
                 samples[backend.name] = Samples(backend.name, us, metric, inner, own["how"])
         if BASELINE in samples:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import product
 
 from benchmarks.contenders import mlp as chains
-from benchmarks.experiments import overhead, strassen
+from benchmarks.experiments import overhead
 from benchmarks.tables.diagonal_grid import diagonal_problems
 from benchmarks.tables.gated_grid import gated_problems
 from fastlinear.core.precision import FLOAT_DTYPES, matmul_precision
@@ -64,6 +64,14 @@ _CHAIN_WIDTHS = {64: 0.0, 256: 0.0, 128: 0.5, 512: 0.5, 1024: 0.5, 2048: 2.0}
 _CHAIN_LAYERS = {8: 0.0, 4: 0.5, 2: 1.0}
 _CHAIN_TOKENS = {64: 0.0, 1: 0.5, 1024: 0.5, 16: 1.0, 256: 1.0, 4096: 1.0, 16384: 1.5, 65536: 2.0}
 _CHAIN_TRAINING = 1.0
+# (rows, width) of chains of four wide layers in float32
+_WIDE_CHAINS = {
+    "cuda": (
+        *((4096, 2048), (4096, 4096), (4096, 8192), (16384, 2048), (16384, 4096)),
+        *((4097, 4095), (2048, 2048), (1024, 2048), (4096, 1024)),
+    ),
+    "cpu": ((512, 1024), (1024, 2048)),
+}
 _PUBLISHED_CHAIN = -2.0  # the cells of the published grids come before all else
 _PUBLISHED_TRAINING = -1.5
 
@@ -118,16 +126,17 @@ def _chains(device: str) -> list[tuple[float, int, Problem]]:
 
 
 def published_chains(device: str) -> list[Problem]:
-    """The cells of experiments ``strassen`` and ``overhead`` in inference, the widest first: each
-    after the layers it may be made of, outside a CUDA graph and inside."""
+    """Wide chains of four layers and the cells of experiment ``overhead`` in inference, the widest
+    first: each after the layers it may be made of, outside a CUDA graph and inside."""
     found: list[Problem] = []
-    cases = [*strassen.cases(device), *overhead.cases(device)]
-    cases = [c for c in cases if not c.needs_grad and not c.left_out]
+    cases = [c for c in overhead.cases(device) if not c.needs_grad and not c.left_out]
+    (first, *_) = [c for c in cases if c.dtype == "float32"]
+    sizes = [(("M", m), ("L", 4), ("H", h)) for m, h in _WIDE_CHAINS[device]]
+    cases = [*(replace(first, dims=dims) for dims in sizes), *cases]
     for case in sorted(cases, key=lambda c: -c.dim("H")):
-        for fast in (False, True) if case.experiment == "strassen" else (False,):
-            cell = chains.problem_of(case, fast=fast)
-            for p in (cell, cell.other_regime()):
-                found += [] if p is None else chain_order(p)
+        cell = chains.problem_of(case)
+        for p in (cell, cell.other_regime()):
+            found += [] if p is None else chain_order(p)
     return list(dict.fromkeys(found))
 
 

@@ -53,7 +53,6 @@ CUDA = {"device": {"kind": "cuda", "l2_bytes": 50 * MIB}, "cold_l2": True}
         (row(1.25, bound="compute"), above.PRODUCT),
         (row(1.31, bound="compute"), above.NOT_CREDIBLE),
         (row(2.71, bound="compute"), above.NOT_CREDIBLE),
-        (row(1.5, bound="compute", contender="fastlinear[strassen]"), above.PRODUCT),
         (row(1.5, bound="compute", **CUDA), above.NOT_CREDIBLE),
         (row(1.5, bound="compute", **CUDA) | FLOAT32, above.PRODUCT),  # three TF32 products
         (row(1.5, mib=40, **CUDA), above.L2),

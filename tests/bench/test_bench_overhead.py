@@ -1,4 +1,4 @@
-"""Experiment ``overhead``: every cell and contender, Strassen's own limits, heat maps."""
+"""Experiment ``overhead``: every cell and contender, limits of error, heat maps."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_every_contender_is_measured_or_says_why_not(layers: int, direction: str
     rows = run_case(case, SETTINGS)
     found = {r["contender"]: r for r in rows}
     assert set(found) == {p.name for p in peers(case)}
-    for name in ("eager", "hand_loop", "fastlinear", "fastlinear_fast", "fastlinear[layerwise]"):
+    for name in ("eager", "hand_loop", "fastlinear", "fastlinear[layerwise]"):
         assert found[name]["skipped"] is None, found[name]["skipped"]
         assert found[name]["valid"]
         assert found[name]["median_us"] > 0
@@ -122,8 +122,7 @@ def test_every_contender_is_measured_or_says_why_not(layers: int, direction: str
     assert pieces <= set(found["fastlinear"]["chosen"])
     if direction != "forward":
         assert "grad.x" in {v["name"] for v in found["hand_loop"]["verdicts"]}
-        for name in ("onednn", "strassen_control"):
-            assert found[name]["skipped"]
+        assert found["onednn"]["skipped"]
     assert found["eager"]["input_sets"] == 1
 
 
@@ -138,18 +137,18 @@ def test_the_problem_is_the_chain_the_contenders_get() -> None:
     assert tuple(work.stacks[0].x.shape) == (4, 16)
 
 
-def test_a_wrong_chain_is_found_and_strassens_growth_is_allowed_to_it_alone() -> None:
-    def off(factor: float, levels: int, name: str) -> Peer:
+def test_a_wrong_chain_is_found_and_a_growth_of_errors_is_allowed_to_its_contender_alone() -> None:
+    def off(factor: float, growth: float, name: str) -> Peer:
         def build(work: Any) -> Any:
             return work.unit(lambda s: plain(s) * (1 + factor))
 
-        return Peer(name, build, levels=lambda _: levels)
+        return Peer(name, build, error_growth=lambda _: growth)
 
     case = tiny(4, 32, 64)
     eager = next(p for p in peers(case) if p.name == "eager")
     rows = run_case(case, SETTINGS, [eager])
     slack = 3 * rows[0]["torch_error"]
-    contenders = [eager, off(slack, 0, "plain"), off(slack, 1, "fast"), off(30 * slack, 1, "wrong")]
+    contenders = [eager, off(slack, 1, "plain"), off(slack, 3, "fast"), off(30 * slack, 3, "wrong")]
     found = {r["contender"]: r for r in run_case(case, SETTINGS, contenders)}
     assert not found["plain"]["valid"]
     assert found["fast"]["valid"]

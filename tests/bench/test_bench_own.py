@@ -49,7 +49,7 @@ def test_the_fastest_of_ours_that_is_ahead_beyond_noise_is_named() -> None:
     assert line == f"  {TOLD}"
 
 
-def test_what_is_within_noise_wrong_unasked_or_of_another_kind_is_not() -> None:
+def test_what_is_within_noise_wrong_or_of_another_kind_is_not() -> None:
     assert default_behind_own([OWN, CLOSE]) == []
     assert default_behind_own([WHOLE]) == []
     for other in (
@@ -57,7 +57,6 @@ def test_what_is_within_noise_wrong_unasked_or_of_another_kind_is_not() -> None:
         WHOLE | {"metric": "device"},
         WHOLE | {"problem": "another"},
         WHOLE | {"direction": "step"},
-        WHOLE | {"contender": "fastlinear[strassen]"},
         WHOLE | {"contender": "fastlinear_cuda_graph"},
     ):
         assert default_behind_own([OWN, other]) == []

@@ -173,7 +173,6 @@ class Contract:
                     needs_grad=piece != "forward" or j < 2,
                     x_layout=x_layout,
                     w_layout=w_layout,
-                    fast=True,
                     precision=matmul_precision(FLOAT_DTYPES[dtype]),
                 )
 

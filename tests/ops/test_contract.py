@@ -15,9 +15,6 @@ from fastlinear.ops.grouped_linear.problem import problem as grouped_problem
 from fastlinear.ops.linear_act.problem import problem as linear_act_problem
 from fastlinear.ops.mlp.problem import problem as mlp_problem
 
-# sums of blocks carry a NaN to rows it would not reach; opt-in, and its error bound says as much
-SPREADS_NAN = ("strassen",)
-
 
 def tiles_spread_nan(device: str, dtype: str) -> bool:
     """Whether PyTorch's own products here carry a NaN to neighbours: oneDNN's of bfloat16 on a CPU
@@ -77,7 +74,7 @@ def test_nan_and_infinity_propagate_as_torchs(
             for e, a in zip(flat(expected), flat(actual), strict=True):
                 if e is None:
                     continue
-                if bad != bad and (spread or backend.name in SPREADS_NAN):
+                if bad != bad and spread:
                     assert torch.isnan(a)[torch.isnan(e)].all(), problem.describe()
                 elif bad != bad:
                     assert torch.equal(torch.isnan(a), torch.isnan(e)), problem.describe()

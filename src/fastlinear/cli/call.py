@@ -157,14 +157,6 @@ FinalActivation = Annotated[
         rich_help_panel=_MLP,
     ),
 ]
-FastMatmul = Annotated[
-    bool,
-    typer.Option(
-        "--allow-fast-matmul",
-        help="Let Strassen compete: its error is bounded for the whole matrix only.",
-        rich_help_panel=_MLP,
-    ),
-]
 Activation = Annotated[
     str | None,
     typer.Option(

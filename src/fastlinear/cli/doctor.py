@@ -141,8 +141,8 @@ def _examples(device: str) -> dict[str, dict[str, Any]]:
             "rows of odd lengths": layer(512, 1023, 1023, **gelu),
         },
         "mlp": {
-            "": mlp.problem("forward", 16, (64,) * 9, fast=True, **facts),
-            "wide layers": mlp.problem("forward", 4096, (4096,) * 3, fast=True, **facts),
+            "": mlp.problem("forward", 16, (64,) * 9, **facts),
+            "wide layers": mlp.problem("forward", 4096, (4096,) * 3, **facts),
         },
         "diagonal_linear": {"": diagonal.problem("forward", 64, 1024, **place)},
         "gated_mlp": {"": gated.problem("forward", 64, 512, 1024, 512, **facts)},

@@ -12,7 +12,6 @@ from fastlinear.cli.call import (
     Bias,
     Call,
     Family,
-    FastMatmul,
     FinalActivation,
     Groups,
     Hidden,
@@ -58,7 +57,6 @@ def explain(
     final_activation: FinalActivation = None,
     bias: Bias = True,
     layout: Layout = "nk",
-    allow_fast_matmul: FastMatmul = False,
     train: Train = False,
     backend: Annotated[
         str | None, typer.Option(help="Force the forward's backend.", show_default=False)
@@ -101,7 +99,6 @@ def explain(
         layers=layers,
         width=width,
         final_activation=final_activation,
-        allow_fast_matmul=allow_fast_matmul,
         hidden=hidden,
         stacked=stacked,
         groups=groups,

@@ -143,7 +143,6 @@ class _Chain(Kind):
         "--layers": "layers",
         "--width": "width",
         "--final-activation": "final_activation",
-        "--allow-fast-matmul": "allow_fast_matmul",
     }
     remedy = "Give --widths, or --layers and --width."
     activation = "relu"
@@ -181,8 +180,7 @@ class _Chain(Kind):
 
     def asked(self, call: Options, given: tuple[Tensor, Any, Any]) -> tuple[tuple[Any, ...], Any]:
         final = call.final_activation or "none"
-        more = {"final_activation": final, "allow_fast_matmul": call.allow_fast_matmul}
-        return given, {"activation": self.act(call), **more}
+        return given, {"activation": self.act(call), "final_activation": final}
 
     def forward(self, call: Options, given: tuple[Tensor, Any, Any], train: bool) -> Problem:
         from fastlinear.ops.mlp import selection
@@ -190,7 +188,7 @@ class _Chain(Kind):
 
         names = self.act(call), call.final_activation or "none"
         validate(*given, *names)
-        return selection.problem_of(*given, *names, call.allow_fast_matmul, train)
+        return selection.problem_of(*given, *names, train)
 
     def order(self, forward: Problem) -> Sequence[Problem]:
         from fastlinear.ops.mlp import selection

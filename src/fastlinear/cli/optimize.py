@@ -75,14 +75,6 @@ def optimize(
             "them, and keep it where that is faster; compiling takes a while.",
         ),
     ] = False,
-    allow_fast_matmul: Annotated[
-        bool,
-        typer.Option(
-            "--allow-fast-matmul",
-            help="Let Strassen's algorithm compete for chains of linears: its error is bounded for "
-            "the whole matrix only.",
-        ),
-    ] = False,
     trial_memory: Annotated[
         float,
         typer.Option(
@@ -122,7 +114,6 @@ def optimize(
         rows=opt.numbers("--rows", rows),
         graphs=graphs,
         compile=compile,
-        allow_fast_matmul=allow_fast_matmul,
         time_budget_s=budget,
         trial_memory=trial_memory,
         seed=seed,

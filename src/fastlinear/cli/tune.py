@@ -13,7 +13,6 @@ from fastlinear.cli.call import (
     Bias,
     Call,
     Family,
-    FastMatmul,
     FinalActivation,
     Groups,
     Hidden,
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 
 _OF_A_CALL = (
     *("m", "k", "n", "widths", "layers", "width", "dtype", "activation", "final_activation"),
-    *("bias", "layout", "allow_fast_matmul", "hidden", "stacked", "groups", "x_layout", "length"),
+    *("bias", "layout", "hidden", "stacked", "groups", "x_layout", "length"),
 )
 
 
@@ -70,7 +69,6 @@ def tune(
     final_activation: FinalActivation = None,
     bias: Bias = True,
     layout: Layout = "nk",
-    allow_fast_matmul: FastMatmul = False,
     train: Train = False,
     model: Annotated[
         str | None,
@@ -137,7 +135,6 @@ def tune(
         layers=layers,
         width=width,
         final_activation=final_activation,
-        allow_fast_matmul=allow_fast_matmul,
         hidden=hidden,
         stacked=stacked,
         groups=groups,

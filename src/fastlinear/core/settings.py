@@ -9,6 +9,7 @@ from pathlib import Path
 
 import platformdirs
 
+from fastlinear.core import deprecated
 from fastlinear.core.errors import InputError
 
 MODES = ("inference", "train")
@@ -33,8 +34,7 @@ class Config:
             that is faster; they take memory.
         compile: try the model through ``torch.compile`` as well, with the rewrites inside and
             without them, and keep it where that is faster; compiling takes a while.
-        allow_fast_matmul: let Strassen's algorithm compete for chains of linears (``fl.mlp``). It
-            is norm-wise stable only, and such chains are held to its own limit of error.
+        allow_fast_matmul: deprecated, without effect; True warns once.
         time_budget_s: seconds for what may be left out: tuning, comparing layers, chains, graphs
             and the model before and after, with what of it is compiled first or waited for. What it
             does not reach stays as it is, and a note says so. Not in it: the profile, the
@@ -97,10 +97,12 @@ class Config:
             f"trial_memory={self.trial_memory!r}",
             "Leave it out for half of what is free.",
         )
-        for name in ("tune", "graphs", "compile", "allow_fast_matmul"):
+        for name in ("tune", "graphs", "compile"):
             value = getattr(self, name)
             said = f"{name}={value!r}"
             _check(isinstance(value, bool), f"{name} to be True or False", said, "Write it so.")
+        if self.allow_fast_matmul is not False:
+            deprecated.fast_matmul(self.allow_fast_matmul, "Config", stacklevel=4)
         rows: object = self.rows
         _check(
             isinstance(rows, tuple | list) and all(_is_whole(n) and n >= 1 for n in rows),

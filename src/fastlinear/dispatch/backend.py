@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from fastlinear.core.compare import DEFAULT_FACTOR
 from fastlinear.core.cost import Cost
 from fastlinear.core.errors import InputError
 from fastlinear.core.problem import Problem
@@ -36,8 +35,6 @@ class Backend:
         reason_not: why it cannot serve a Problem, or None when it can. Must not initialise CUDA
             or import the target.
         sources: files (beside the module) whose content the cache key covers.
-        error_factor: how many times torch's own error it may show on a Problem; 2 unless the
-            op's README says otherwise (fast matrix multiplication).
     """
 
     family: str
@@ -46,7 +43,6 @@ class Backend:
     target: str
     reason_not: Callable[[Problem], str | None]
     sources: tuple[str, ...] = ()
-    error_factor: Callable[[Problem], float] = lambda _: DEFAULT_FACTOR
 
     def load(self) -> Callable[..., Any]:
         """Import the module and return the function."""

@@ -153,7 +153,6 @@ def verify(
     ``expected`` is ``expected_of(problem, inputs)``, given when it is known already.
     """
     expected = expected or expected_of(problem, inputs)
-    factor = backend.error_factor(problem)
     ours = _flat(backend.load()(*inputs))
     verdicts = []
     for i, (a, t, o) in enumerate(zip(ours, expected.theirs, expected.oracle, strict=True)):
@@ -163,7 +162,7 @@ def verify(
             name = f"{backend.name}[{i}]"
             verdicts.append(Verdict(name, float("inf"), 0.0, 0.0))
             continue
-        verdicts.append(judge(f"{backend.name}[{i}]", a, t, o, factor=factor))
+        verdicts.append(judge(f"{backend.name}[{i}]", a, t, o))
     return verdicts
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastlinear.core import deprecated
 from fastlinear.core.errors import InputError
 from fastlinear.core.torchscript import script_layer
 from fastlinear.dispatch.backend import check_backend
@@ -32,7 +33,7 @@ class MLP(nn.Module):
         final_activation: after the last layer.
         bias: whether the layers learn an additive bias.
         backend: force a backend of the forward; None lets fastlinear choose.
-        allow_fast_matmul: permit fast matrix multiplication, as for ``fastlinear.mlp``.
+        allow_fast_matmul: deprecated, without effect; True warns once.
         device, dtype: as for ``nn.Linear``.
 
     Shapes: input (..., n_0) → output (..., n_L).
@@ -70,6 +71,8 @@ class MLP(nn.Module):
         activation_of(activation, "fastlinear.nn.MLP")
         activation_of(final_activation, "fastlinear.nn.MLP (final_activation)")
         check_backend(backend, "mlp", "fastlinear.nn.MLP")
+        if allow_fast_matmul is not False:
+            deprecated.fast_matmul(allow_fast_matmul, "fastlinear.nn.MLP")
         if not _are_sizes(sizes):
             raise InputError(
                 "fastlinear.nn.MLP",
@@ -82,7 +85,6 @@ class MLP(nn.Module):
         self.activation = activation
         self.final_activation = final_activation
         self.backend = backend
-        self.allow_fast_matmul = allow_fast_matmul
         self._depth = len(sizes) - 1
         for i, (k, n) in enumerate(pairwise(sizes)):
             self.add_module(str(2 * i), Layer(k, n, bias, device=device, dtype=dtype))
@@ -112,7 +114,6 @@ class MLP(nn.Module):
             self.activation,
             self.final_activation,
             self.backend,
-            self.allow_fast_matmul,
         )
 
     @property
@@ -144,7 +145,9 @@ class MLP(nn.Module):
                 takes other features than the one before gives.
         """
         names, layers, hidden, final = read(sequential)
-        net = cls([1, 1], hidden, final, backend=backend, allow_fast_matmul=allow_fast_matmul)
+        if allow_fast_matmul is not False:
+            deprecated.fast_matmul(allow_fast_matmul, "fastlinear.nn.MLP.from_sequential")
+        net = cls([1, 1], hidden, final, backend=backend)
         del net._modules["0"]
         net._depth = len(layers)
         for name, linear in zip(names, layers, strict=True):

@@ -98,7 +98,6 @@ def apply_(
         tune=False,
         graphs=bool(loaded.graphed),
         compile=bool(loaded.compiled),
-        allow_fast_matmul=any(r.allow_fast_matmul for r in loaded.linears),
         time_budget_s=time_budget_s,
     )
     work = prepare("apply_", model, inputs, config, loss_fn, progress)

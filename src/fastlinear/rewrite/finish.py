@@ -143,7 +143,6 @@ def _rewrite(work: Work, c: Candidate) -> Rewrite:
         backend=c.backend if c.chain is None else c.chain.backend,
         problem=c.problem.to_json(),
         backends=work.outcomes[c.fqn].backends,
-        allow_fast_matmul=c.chain is not None and c.chain.fast,
     )
 
 

@@ -58,7 +58,6 @@ class Rewrite:
         backend: a forced forward backend, or None; of route ``"compile"`` torch.compile's mode.
         problem: the site's Problem as JSON.
         backends: piece → backend chosen when the plan was made.
-        allow_fast_matmul: of a chain, whether ``mlp`` may multiply by Strassen's algorithm.
     """
 
     fqn: str
@@ -70,7 +69,6 @@ class Rewrite:
     backend: str | None = None
     problem: dict[str, Any] = field(default_factory=dict)
     backends: dict[str, str] = field(default_factory=dict)
-    allow_fast_matmul: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict."""
@@ -251,13 +249,12 @@ def _parse(data: dict[str, Any]) -> Plan:
     for item in _of(list, data, "rewrites"):
         if not isinstance(item, dict):
             raise TypeError(f"a rewrite is {_json_kind(item)}")
-        rewrite = Rewrite(**item)
+        rewrite = Rewrite(**_without_fast_matmul(item))
         known = rewrite.rule in RULES and rewrite.route in ROUTES and rewrite.activation in NAMES
         for rule, route in _WHOLE.items():
             known &= (rewrite.rule == rule) == (rewrite.route == route)
         known &= rewrite.route != "compile" or rewrite.backend in COMPILE_MODES
         known &= isinstance(rewrite.fqn, str)
-        known &= isinstance(rewrite.allow_fast_matmul, bool)
         for name in (rewrite.activation_fqn, rewrite.parent_fqn, rewrite.backend):
             known &= name is None or isinstance(name, str)
         known &= isinstance(rewrite.problem, dict) and isinstance(rewrite.backends, dict)
@@ -284,9 +281,35 @@ def _parse(data: dict[str, Any]) -> Plan:
         inputs=inputs,
         rewrites=tuple(rewrites.values()),
         fastlinear=str(data["fastlinear"]),
-        tuned=tuple(_of(list, {"tuned": [], **data}, "tuned")),
+        tuned=tuple(map(_tuned, _of(list, {"tuned": [], **data}, "tuned"))),
         advice=tuple(_of(list, {"advice": [], **data}, "advice")),
     )
+
+
+def _without_fast_matmul(item: dict[str, Any]) -> dict[str, Any]:
+    """A rewrite without what plans of 0.1 say of Strassen's algorithm, which is no backend now."""
+    item = dict(item)
+    allowed = item.pop("allow_fast_matmul", False)
+    if not isinstance(allowed, bool):
+        raise TypeError("'allow_fast_matmul' is not true or false")
+    if allowed and item.get("backend") == "strassen":
+        item["backend"] = None
+    return item
+
+
+def _tuned(item: Any) -> Any:
+    """A measurement whose Problem has no option ``fast``, as those of mlp had in plans of 0.1.
+
+    Where it was ``"yes"``, the option stays: no call has that Problem now.
+    """
+    problem = item.get("problem") if isinstance(item, dict) else None
+    options = problem.get("options") if isinstance(problem, dict) else None
+    if not isinstance(problem, dict) or not isinstance(options, dict):
+        return item
+    if problem.get("family") != "mlp" or options.get("fast") != "no":
+        return item
+    options = {name: value for name, value in options.items() if name != "fast"}
+    return item | {"problem": problem | {"options": options}}
 
 
 _JSON_NAMES: dict[Any, str] = {list: "an array", dict: "an object", str: "a text"}

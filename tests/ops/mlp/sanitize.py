@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fastlinear.core.compare import judge
-from fastlinear.ops.mlp import reference, strassen, whole_cuda, whole_triton
+from fastlinear.ops.mlp import reference, whole_cuda, whole_triton
 from fastlinear.ops.mlp.whole_cuda import Config, Grid, Launches, Stream
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -93,7 +93,6 @@ def calls() -> list[Call]:
         Call("whole_stream, 65 rows", _whole(Stream(4, 4, 5, 2)), 65, (512,) * 4, BF16),
         Call("whole_stream, uneven", _whole(Stream(2, 6, 4, 1)), 20, (264, 520, 24, 200, 41), BF16),
         *[Call("whole_triton", whole_triton.forward, 17, (64, 48, 64, 10), d) for d in (BF16, F32)],
-        Call("strassen", strassen.forward, 64, (128, 256, 128), F32),
     ]
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +19,7 @@ from fastlinear.ops.common import cpp_build
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.linear_act import cpp_gemm
 from fastlinear.ops.mlp import backends, reference
-from fastlinear.ops.mlp.problem import STEP, problem
+from fastlinear.ops.mlp.problem import problem
 from fastlinear.ops.mlp.selection import choices_of
 
 ROOT = Path(__file__).parents[3]
@@ -35,7 +33,7 @@ def unmeasured() -> Iterator[None]:
         yield
 
 
-def chain(m: int, width: int, layers: int = 2, fast: bool = False, grad: bool = False) -> Problem:
+def chain(m: int, width: int, layers: int = 2, grad: bool = False) -> Problem:
     return problem(
         "forward",
         m,
@@ -45,7 +43,6 @@ def chain(m: int, width: int, layers: int = 2, fast: bool = False, grad: bool = 
         activation="relu",
         final_activation="relu",
         precision="highest",
-        fast=fast,
         needs_grad=grad,
     )
 
@@ -93,9 +90,8 @@ def test_the_order_on_processors_of_512_bits_by_amd(monkeypatch: pytest.MonkeyPa
 
 
 @needs_compiler
-@pytest.mark.parametrize("fast", [False, True])
-def test_the_order_without_measurements(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strassen gains nothing on a CPU; PyTorch's own ops are left to sizes nobody else serves."""
+def test_the_order_without_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's own ops are left to sizes nobody else serves."""
     monkeypatch.setattr(cpp_gemm, "pays", lambda layer: False)
     expected = {
         (2, 4096): "whole_cpp",
@@ -113,7 +109,7 @@ def test_the_order_without_measurements(fast: bool, monkeypatch: pytest.MonkeyPa
         (8192, 512): "layerwise",
     }
     for (m, width), name in expected.items():
-        (choice,) = choices_of(chain(m, width, fast=fast))
+        (choice,) = choices_of(chain(m, width))
         assert (choice.backend.name, choice.source) == (name, "default"), (m, width)
 
 
@@ -122,7 +118,7 @@ def test_the_order_of_a_cpu_is_close_to_the_best_in_all_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Behind the best forced backend by 0.7% at most in the geometric mean of each processor's
-    cells, and by 0.5% in that of all. Strassen is left out: nobody gets it unasked."""
+    cells, and by 0.5% in that of all."""
     monkeypatch.setattr(cpp_gemm, "pays", lambda layer: False)  # as where the rows were taken
     losses: dict[str, list[float]] = {}
     for path in sorted((ROOT / "results").glob("*/overhead.jsonl.gz")):
@@ -142,51 +138,6 @@ def test_the_order_of_a_cpu_is_close_to_the_best_in_all_rows(
     behind = {name: math.exp(statistics.fmean(found)) for name, found in losses.items()}
     assert max(behind.values()) < 1.007, behind
     assert math.exp(statistics.fmean(x for found in losses.values() for x in found)) < 1.005
-
-
-@needs_compiler
-def test_fast_products_obey_what_is_measured_without_them() -> None:
-    plain, fast = chain(64, 512), chain(64, 512, fast=True)
-    measured(plain, "eager")
-    (choice,) = choices_of(fast)
-    assert (choice.backend.name, choice.source) == ("eager", "tuned")
-    assert choice.problem == fast
-    why = dict(choice.passed_over)["strassen"]
-    assert "allow_fast_matmul" not in why
-    assert choices_of(plain)[0].backend.name == "eager"
-
-
-@needs_compiler
-def test_fast_products_measured_themselves_hold() -> None:
-    plain, fast = chain(64, 512), chain(64, 512, fast=True)
-    measured(plain, "eager")
-    measured(fast, "strassen")
-    assert choices_of(fast)[0].backend.name == "strassen"
-    assert choices_of(plain)[0].backend.name == "eager"
-    assert choices_of(fast, "whole_cpp")[0].source == "forced"
-
-
-@pytest.mark.parametrize(
-    ("layer", "first"), [("triton", "layerwise"), ("padded", "layerwise"), ("eager", "strassen")]
-)
-def test_fast_products_on_cuda(layer: str, first: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three TF32 products a layer are faster than Strassen's scheme, exact float32 is slower."""
-    monkeypatch.setattr(
-        backends, "select", lambda _: SimpleNamespace(backend=SimpleNamespace(name=layer))
-    )
-    p = replace(chain(4097, 4095, layers=4, fast=True), device="cuda")
-    assert backends._prefer_cuda(p)[0] == first
-
-
-@needs_compiler
-def test_fast_products_in_training() -> None:
-    plain = chain(16, 64, layers=8, grad=True)
-    fast = chain(16, 64, layers=8, grad=True, fast=True)
-    assert choices_of(fast)[0].backend.name == "whole_cpp"
-    measured(plain.with_piece(STEP), "eager")
-    assert choices_of(plain)[0].backend.name == choices_of(fast)[0].backend.name == "eager"
-    measured(fast, "strassen")
-    assert choices_of(fast)[0].backend.name == "strassen"
 
 
 @pytest.mark.parametrize("final", NAMES)

@@ -30,13 +30,13 @@ def expected_of(x: Tensor, ws: list[Tensor], bs: list[Tensor]) -> Tensor:
 @pytest.mark.parametrize("grad", [False, True])
 def test_opcheck(grad: bool) -> None:
     x, ws, bs = given(grad)
-    args = (x, ws, bs, [True, False], [True, False], *NAMES, "", False)
+    args = (x, ws, bs, [True, False], [True, False], *NAMES, "")
     torch.library.opcheck(OP, args, raise_exception=True)
 
 
 def test_it_records_gradients_where_it_is_run_with_them() -> None:
     x, ws, bs = given(True)
-    y = OP(x, ws, bs, [True, False], [True, False], *NAMES, "", False)
+    y = OP(x, ws, bs, [True, False], [True, False], *NAMES, "")
     expected = expected_of(x, ws, bs)
     torch.testing.assert_close(y, expected)
     dy, wanted = torch.randn_like(y), (x, *ws, *bs)

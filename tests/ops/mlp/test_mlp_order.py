@@ -24,7 +24,7 @@ def grid() -> tuple[tuple[Problem, str, dict[str, float]], ...]:
     for row in read_rows(GRID):
         name, metric = row["contender"], row["metric"]
         backend = name.removeprefix("fastlinear[").removesuffix("]")
-        ours = backend != name and backend != "strassen"  # that one is asked for
+        ours = backend != name and backend != "strassen"  # no backend today
         if not row["valid"] or not row["median_us"] or not (ours or name == "eager"):
             continue
         key = row["problem"], metric

@@ -13,21 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastlinear.core.compare import DEFAULT_FACTOR, KINKED, clear_of_kinks
+from fastlinear.core.compare import KINKED, clear_of_kinks
 from fastlinear.core.cost import Cost
 from fastlinear.core.device import is_wide_amd
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, Family, deferred, register_family
-from fastlinear.dispatch.select import select
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import backends as linear_act
 from fastlinear.ops.linear_act import cpp_gemm, cpp_half
 from fastlinear.ops.mlp import (
     layerwise,
     reference,
-    strassen,
-    strassen_scheme,
     whole_cpp,
     whole_cuda,
     whole_triton,
@@ -69,12 +66,6 @@ _MOST_IN_OURS = 512  # rows up to which layers in products of ours were ahead; t
 # training on AMD's processors of 512 bits: multiplications of a layer from which chains and layers
 # of ours are ahead; rows up to which it is the chain
 _LEAST_WIDE, _FEW_ROWS_WIDE = 1 << 20, 256
-_STRASSEN_SOURCES = (
-    "strassen_scheme.py",
-    "strassen_cpu.py",
-    "strassen_triton.py",
-    "strassen_triton_kernels.py",
-)
 
 
 def _always(_: Problem) -> str | None:
@@ -121,20 +112,10 @@ def _layered(p: Problem, numbers: int) -> tuple[str, ...]:
 
 
 def _prefer_cuda(p: Problem) -> tuple[str, ...]:
-    if p.option("fast") == "yes" and strassen.pays(p):
-        # three TF32 products a layer take 0.6 of exact float32's time, Strassen's scheme 0.8
-        quick = p.dtype == "float32" and _in_our_kernels(p)
-        return ("layerwise", "strassen", "eager") if quick else ("strassen", "layerwise", "eager")
     if p.needs_grad:
         few = max(widths_of(p)) > 128 or p.dim("L") < 4
         return ("eager",) if few else ("whole_triton", "eager")
     return inference_order(p)
-
-
-def _in_our_kernels(p: Problem) -> bool:
-    """Whether the layers one by one would run in Triton's kernels, padded where sizes are odd."""
-    layers = layerwise.layer_problems(replace(p, needs_grad=False))
-    return all(select(layer).backend.name in ("triton", "padded") for layer in layers)
 
 
 def _has_bias(p: Problem, layer: int) -> bool:
@@ -229,13 +210,6 @@ def _backend(
     return Backend(NAME, piece, name, f"{_HERE}.{module}:{piece}", reason_not, sources)
 
 
-def _strassen_error(p: Problem) -> float:
-    """Norm-wise stable only: what theory allows its levels, in place of the common factor."""
-    precision = p.dtype, p.device, p.precision
-    levels = max(1, strassen.levels_for(p.dim("M"), widths_of(p), *precision))
-    return DEFAULT_FACTOR * strassen_scheme.error_growth(levels)
-
-
 def _whatever_bias(p: Problem) -> Problem:
     options = tuple((k, "yes" if k == "bias" else v) for k, v in p.options)
     return replace(p, options=options)
@@ -258,8 +232,8 @@ _PIECES_SOURCES = (
     *("whole_cpp.py", "whole_triton.py"),
     *("../common/door_node.h", "../common/door_program.h"),
     *("whole_triton_plans.py", "whole_triton_config.py"),
-    *("whole_cuda.py", "strassen.py"),
-    *(*_CPP_SOURCES, *_TRITON_SOURCES, *_CUDA_SOURCES, *_STRASSEN_SOURCES, *_LAYER_SOURCES),
+    "whole_cuda.py",
+    *(*_CPP_SOURCES, *_TRITON_SOURCES, *_CUDA_SOURCES, *_LAYER_SOURCES),
 )
 FAMILY = register_family(
     Family(
@@ -286,10 +260,6 @@ FAMILY = register_family(
                 for p in PIECES
             ),
             _backend("forward", "whole_cuda", "whole_cuda", whole_cuda.reason_not, _CUDA_SOURCES),
-            replace(
-                _backend("forward", "strassen", "strassen", strassen.reason_not, _STRASSEN_SOURCES),
-                error_factor=_strassen_error,
-            ),
         ),
         prefer=_prefer,
         make_inputs=_make_inputs,

@@ -22,10 +22,10 @@ def timed(backend: Backend, p: Problem) -> Callable[..., Any] | None:
     and a forward that saves is timed with its whole step."""
     if p.piece != "forward" or p.needs_grad or p.captured:
         return None
-    return caller(backend.name, p.option("fast") == "yes")
+    return caller(backend.name)
 
 
-def caller(backend: str, fast: bool) -> Callable[..., Tensor]:
+def caller(backend: str) -> Callable[..., Tensor]:
     """A function of the arguments of a forward backend that calls ``mlp`` with that backend.
 
     Waits for the door, so that calls take the way they take once it is there.
@@ -41,6 +41,6 @@ def caller(backend: str, fast: bool) -> Callable[..., Tensor]:
         save: bool,
     ) -> Tensor:
         assert not save
-        return call(x, weights, biases, activation, final_activation, backend, fast)
+        return call(x, weights, biases, activation, final_activation, backend)
 
     return forward

@@ -23,7 +23,6 @@ def _run(
     activation: str,
     final_activation: str,
     backend: str,
-    fast: bool,
 ) -> Tensor:
     """x (..., n_0), weights (n_i, n_{i-1}) or, ``turned``, (n_{i-1}, n_i) → (..., n_L), dense;
     ``biases`` are those that there are."""
@@ -31,7 +30,7 @@ def _run(
     given = iter(biases)
     bs = [next(given) if has else None for has in has_bias]
     names = intern(activation), intern(final_activation)
-    return run(x, ws, bs, *names, intern(backend) if backend else None, fast).contiguous()
+    return run(x, ws, bs, *names, intern(backend) if backend else None).contiguous()
 
 
 def _fake(
@@ -43,7 +42,6 @@ def _fake(
     activation: str,
     final_activation: str,
     backend: str,
-    fast: bool,
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], weights[-1].shape[1 if turned[-1] else 0]))
 
@@ -57,18 +55,17 @@ def _differentiable(
     activation: str,
     final_activation: str,
     backend: str,
-    fast: bool,
 ) -> Tensor:
     ws = [w.t() if t else w for w, t in zip(weights, turned, strict=True)]
     names = activation, final_activation
-    y: Tensor = torch.ops.fastlinear.mlp(x, ws, biases, has_bias, *names, True, backend, fast)[0]
+    y: Tensor = torch.ops.fastlinear.mlp(x, ws, biases, has_bias, *names, True, backend)[0]
     return y
 
 
 register_eager_op(
     "mlp_inference",
     "(Tensor x, Tensor[] weights, Tensor[] biases, bool[] has_bias, bool[] turned, str activation,"
-    " str final_activation, str backend, bool fast) -> Tensor",
+    " str final_activation, str backend) -> Tensor",
     implementation=_run,
     fake=_fake,
     differentiable=_differentiable,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from fastlinear.core import deprecated
 from fastlinear.core.errors import InputError
 from fastlinear.core.precision import matmul_precision
 from fastlinear.dispatch import cache
@@ -49,8 +50,7 @@ def mlp(
         activation: after every layer but the last; the names ``linear_act`` knows.
         final_activation: after the last layer.
         backend: force the backend by name; None lets fastlinear choose.
-        allow_fast_matmul: permit fast matrix multiplication (Strassen), whose error is bounded
-            for the whole matrix only, not for each number.
+        allow_fast_matmul: deprecated, without effect; True warns once.
 
     Returns:
         Shape (..., n_L), dtype of ``x`` (under autocast: the autocast dtype). Always new memory.
@@ -73,7 +73,9 @@ def mlp(
     >>> fl.mlp(torch.ones(5, 3), weights, activation="relu").shape
     torch.Size([5, 2])
     """
-    return call(x, weights, biases, activation, final_activation, backend, allow_fast_matmul)
+    if allow_fast_matmul is not False:
+        deprecated.fast_matmul(allow_fast_matmul, "mlp")
+    return call(x, weights, biases, activation, final_activation, backend)
 
 
 def call(
@@ -83,15 +85,14 @@ def call(
     activation: str,
     final_activation: str,
     backend: str | None,
-    fast: bool,
 ) -> Tensor:
     """``mlp`` with positional arguments: the entry of ``fastlinear.nn.MLP``."""
     if _is_compiling():
-        return _compiled(x, weights, biases, activation, final_activation, backend, fast)
-    y: Tensor | None = _door(x, weights, biases, activation, final_activation, backend, fast)
+        return _compiled(x, weights, biases, activation, final_activation, backend)
+    y: Tensor | None = _door(x, weights, biases, activation, final_activation, backend)
     if y is not None:
         return y
-    return _looked_up(x, weights, biases, activation, final_activation, backend, fast)
+    return _looked_up(x, weights, biases, activation, final_activation, backend)
 
 
 def run(
@@ -101,14 +102,13 @@ def run(
     activation: str,
     final_activation: str,
     backend: str | None,
-    fast: bool,
 ) -> Tensor:
     """``call`` of tensors that are there, though a compiler may be at work: it may run a registered
     op to see what comes out."""
-    y: Tensor | None = _door(x, weights, biases, activation, final_activation, backend, fast)
+    y: Tensor | None = _door(x, weights, biases, activation, final_activation, backend)
     if y is not None:
         return y
-    return _looked_up(x, weights, biases, activation, final_activation, backend, fast)
+    return _looked_up(x, weights, biases, activation, final_activation, backend)
 
 
 def by_formula(
@@ -123,7 +123,7 @@ def by_formula(
 ) -> Tensor:
     """``mlp``, recorded by the formula in Python rather than by a node in C++: what the backward
     reads can be looked at there. The same backends, and the same numbers."""
-    return _looked_up(x, weights, biases, activation, final_activation, backend, allow_fast_matmul)
+    return _looked_up(x, weights, biases, activation, final_activation, backend)
 
 
 def explain(
@@ -144,6 +144,8 @@ def explain(
             ``mlp``.
         needs_grad: whether to explain the training choice; by default what the tensors say.
     """
+    if allow_fast_matmul is not False:
+        deprecated.fast_matmul(allow_fast_matmul, "explain", stacklevel=4)
     ws, bs = sequences(weights, biases)
     if needs_grad is None:
         needs_grad = torch.is_grad_enabled() and any(
@@ -151,9 +153,9 @@ def explain(
         )
     if isinstance(x, Tensor):
         x, ws, bs = as_autocast(x, ws, bs)
-    validate(x, ws, bs, activation, final_activation, backend, allow_fast_matmul)
+    validate(x, ws, bs, activation, final_activation, backend)
     names = activation, final_activation
-    return Explanation(choices(x, ws, bs, *names, backend, allow_fast_matmul, needs_grad))
+    return Explanation(choices(x, ws, bs, *names, backend, needs_grad))
 
 
 # --------------------------------------------------------------------------------------------
@@ -199,10 +201,9 @@ def _looked_up(
     activation: str,
     final_activation: str,
     backend: str | None,
-    fast: bool,
 ) -> Tensor:
     ws, bs = sequences(weights, biases)
-    rest = (activation, final_activation, backend, fast)
+    rest = (activation, final_activation, backend)
     given = [x, *ws, *[b for b in bs if b is not None]]
     if calls.unlike_plain(given) or calls.forward_mode():
         run = partial(_unusual, x, ws, bs, *rest)
@@ -242,7 +243,7 @@ def _resolved(
     x: Tensor,
     ws: Weights,
     bs: Biases,
-    rest: tuple[str, str, str | None, bool],
+    rest: tuple[str, str, str | None],
     grad: bool,
     autocast: bool,
     negative: bool,
@@ -294,7 +295,6 @@ def _unusual(
     activation: str,
     final_activation: str,
     backend: str | None,
-    fast: bool,
 ) -> Tensor:
     """Tensor subclasses, FX proxies and functorch transforms: plain torch ops carry them."""
     given = (x, *weights, *biases)
@@ -308,12 +308,11 @@ def _unusual(
             activation=activation,
             final_activation=final_activation,
             backend=backend,
-            allow_fast_matmul=fast,
         )
         return y
     if not isinstance(x, Tensor) or calls.autocast_dtype(x) is None:
         # under autocast dtypes may differ; torch's own linear checks the rest there
-        validate(x, weights, biases, activation, final_activation, backend, fast)
+        validate(x, weights, biases, activation, final_activation, backend)
     if backend not in (None, "eager"):
         raise InputError(
             "mlp",
@@ -332,11 +331,10 @@ def _compiled(
     activation: str,
     final_activation: str,
     backend: str | None,
-    fast: bool,
 ) -> Tensor:
     """The call as torch.compile sees it: one registered op."""
     ws, bs = sequences(weights, biases)
-    rest = (activation, final_activation, backend, fast)
+    rest = (activation, final_activation, backend)
     present = [b for b in bs if b is not None]
     if calls.unlike_plain([x, *ws, *present]):
         return _unusual(x, ws, bs, *rest)
@@ -348,14 +346,12 @@ def _compiled(
     names = activation, final_activation
     y: Tensor
     if grad:
-        y = torch.ops.fastlinear.mlp(
-            x, list(ws), present, has_bias, *names, grad, backend or "", fast
-        )[0]
+        y = torch.ops.fastlinear.mlp(x, list(ws), present, has_bias, *names, grad, backend or "")[0]
         return y
     turned = [calls.lies_turned(w) for w in ws]
     lying = [w.t() if t else w for w, t in zip(ws, turned, strict=True)]
     y = torch.ops.fastlinear.mlp_inference(
-        x, lying, present, has_bias, turned, *names, backend or "", fast
+        x, lying, present, has_bias, turned, *names, backend or ""
     )
     return y
 

@@ -22,7 +22,6 @@ from fastlinear.ops.mlp.selection import choices
 from fastlinear.ops.mlp.validation import sequences
 
 Plan = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor | None] | None], Tensor]
-_KEEPING = {"strassen"}  # keeps something made for a weight
 
 
 def resolved(
@@ -32,7 +31,6 @@ def resolved(
     activation: str,
     final_activation: str,
     backend: str | None,
-    fast: bool,
     grad: bool,
     fresh: bool,
 ) -> tuple[Any, Plan]:
@@ -43,11 +41,10 @@ def resolved(
     names = activation, final_activation
     if x.device.type not in ("cpu", "cuda"):
         return None, _chain(*names)
-    chosen = choices(x, weights, biases, *names, backend, fast, grad)
+    chosen = choices(x, weights, biases, *names, backend, grad)
     backends = {c.backend.name for c in chosen if c.problem.piece != STEP}
     empty = x.numel() == 0 or any(w.numel() == 0 for w in weights)
-    wasted = fresh and backend is None and bool(backends & _KEEPING)
-    if empty or wasted or backends == {"eager"}:
+    if empty or backends == {"eager"}:
         if not grad:
             return None, _chain_in_place(*names)
         plain = backend is None and not empty and not fresh and not is_captured(x)

@@ -24,7 +24,6 @@ def problem(
     needs_grad: bool = False,
     x_layout: str = "rows",
     w_layout: str = "nk",
-    fast: bool = False,
     precision: str = "n/a",
     captured: bool = False,
 ) -> Problem:
@@ -34,7 +33,6 @@ def problem(
         bias: ``"yes"`` (every layer has one), ``"no"`` or ``"some"``.
         x_layout: as in linear_act: ``"rows"``, ``"rows_odd"`` or ``"strided"``.
         w_layout: ``"nk"`` (every weight contiguous, as in nn.Linear) or ``"mixed"``.
-        fast: whether fast matrix multiplication (Strassen) is allowed.
     """
     layers = len(widths) - 1
     hidden = max(widths[1:-1]) if layers > 1 else widths[-1]
@@ -46,7 +44,6 @@ def problem(
         ("bias", bias),
         ("x", x_layout),
         ("w", w_layout),
-        ("fast", "yes" if fast else "no"),
     )
     dims = (("M", m), ("L", layers), ("K", widths[0]), ("H", hidden), ("N", widths[-1]))
     return Problem(NAME, piece, dims, dtype, device, options, needs_grad, precision, captured)

@@ -66,16 +66,15 @@ def _forward(
     final_activation: str,
     needs_grad: bool,
     backend: str,
-    fast: bool,
 ) -> tuple[Tensor, list[Tensor]]:
     names = activation, final_activation
     bs = _with_none(biases, has_bias)
 
     def make() -> Callable[..., Any]:
-        chosen = choices(x, weights, bs, *names, backend or None, fast, needs_grad)
+        chosen = choices(x, weights, bs, *names, backend or None, needs_grad)
         return reference.forward if _empty(x, weights) else chosen[0].backend.load()
 
-    run = _resolve(_key(x, weights, *has_bias, *names, needs_grad, backend, fast), make)
+    run = _resolve(_key(x, weights, *has_bias, *names, needs_grad, backend), make)
     dense = tuple(None if b is None else b.contiguous() for b in bs)
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     y, saved = run(rows, tuple(weights), dense, *names, needs_grad)
@@ -92,7 +91,6 @@ def _forward_fake(
     final_activation: str,
     needs_grad: bool,
     backend: str,
-    fast: bool,
 ) -> tuple[Tensor, list[Tensor]]:
     m = math.prod(x.shape[:-1])  # torch.Size.numel would fix M
     widths = _saved_widths(weights, final_activation, needs_grad)
@@ -111,7 +109,6 @@ def _backward(
     needs_w: list[bool],
     needs_b: list[bool],
     backend: str,
-    fast: bool,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     names = activation, final_activation
 
@@ -119,10 +116,10 @@ def _backward(
         if _empty(x, weights):
             return reference.backward
         biases = (None,) * len(weights)
-        p = problem_of(x, weights, biases, *names, fast, True)
+        p = problem_of(x, weights, biases, *names, True)
         return choices_of(p, backend or None)[1].backend.load()
 
-    run = _resolve(("backward", *_key(x, weights, *names, backend, fast)), make)
+    run = _resolve(("backward", *_key(x, weights, *names, backend)), make)
     kept: list[Tensor | None] = list(saved)
     if len(kept) < len(weights):
         kept.append(None)
@@ -146,7 +143,6 @@ def _backward_fake(
     needs_w: list[bool],
     needs_b: list[bool],
     backend: str,
-    fast: bool,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     return (
         x.new_empty(x.shape if needs_x else (0,)),
@@ -156,14 +152,14 @@ def _backward_fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, list[Tensor]]) -> None:
-    x, weights, biases, has_bias, activation, final_activation, needs_grad, backend, fast = inputs
+    x, weights, biases, has_bias, activation, final_activation, needs_grad, backend = inputs
     y, saved = output
     reads_y = needs_grad and activation_of(final_activation).saved == "output"
     last = [y] if reads_y else []
     ctx.save_for_backward(x, *weights, *biases, *saved, *last)
     ctx.has_bias = has_bias
     ctx.names = activation, final_activation
-    ctx.rest = backend, fast
+    ctx.backend = backend
     ctx.recorded = needs_grad
     ctx.mark_non_differentiable(*saved)
 
@@ -183,7 +179,7 @@ def _autograd(ctx: Any, dy: Tensor, _: Any) -> tuple[Any, ...]:
     flags = iter(_flags(wanted[2], given))
     needs_b = [next(flags) if has else False for has in ctx.has_bias]
     dx, dws, dbs = torch.ops.fastlinear.mlp_backward(
-        dy, x, weights, saved, *ctx.names, wanted[0], needs_w, needs_b, *ctx.rest
+        dy, x, weights, saved, *ctx.names, wanted[0], needs_w, needs_b, ctx.backend
     )
     return (
         dx if wanted[0] else None,
@@ -193,7 +189,7 @@ def _autograd(ctx: Any, dy: Tensor, _: Any) -> tuple[Any, ...]:
             for g, need, has in zip(dbs, needs_b, ctx.has_bias, strict=True)
             if has
         ],
-        *(None,) * 6,
+        *(None,) * 5,
     )
 
 
@@ -204,7 +200,7 @@ def _flags(wanted: Any, count: int) -> list[bool]:
 register_op(
     "mlp",
     "(Tensor x, Tensor[] weights, Tensor[] biases, bool[] has_bias, str activation,"
-    " str final_activation, bool needs_grad, str backend, bool fast) -> (Tensor, Tensor[])",
+    " str final_activation, bool needs_grad, str backend) -> (Tensor, Tensor[])",
     implementation=_forward,
     fake=_forward_fake,
     backward=_autograd,
@@ -213,7 +209,7 @@ register_op(
 register_op(
     "mlp_backward",
     "(Tensor dy, Tensor x, Tensor[] weights, Tensor[] saved, str activation,"
-    " str final_activation, bool needs_x, bool[] needs_w, bool[] needs_b, str backend, bool fast)"
+    " str final_activation, bool needs_x, bool[] needs_w, bool[] needs_b, str backend)"
     " -> (Tensor, Tensor[], Tensor[])",
     implementation=_backward,
     fake=_backward_fake,

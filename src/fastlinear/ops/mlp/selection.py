@@ -26,7 +26,6 @@ def choices(
     activation: str,
     final_activation: str,
     backend: str | None,
-    fast: bool,
     needs_grad: bool,
 ) -> tuple[Choice, ...]:
     """The selection for the forward and, with ``needs_grad``, for the backward.
@@ -35,7 +34,7 @@ def choices(
     """
     # Facts of a device are read from the current one.
     with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
-        p = problem_of(x, weights, biases, activation, final_activation, fast, needs_grad)
+        p = problem_of(x, weights, biases, activation, final_activation, needs_grad)
         return choices_of(p, backend)
 
 
@@ -47,14 +46,13 @@ def choices_of(p: Problem, backend: str | None = None) -> tuple[Choice, ...]:
     PyTorch's own anyhow.
     """
     if not p.needs_grad:
-        return (_selected(p) if backend is None else select(p, backend),)
+        return (select(p, backend),)
     if backend is not None:
         return select(p, backend), backward_choice(p.with_piece("backward"), backend)
     pieces = select_pieces(p)
     if all(c.backend.name == "eager" for c in pieces):
         return pieces
-    fast = pieces[0].backend.name == "strassen"  # of a step with it nothing measured without tells
-    step = (select if fast else _selected)(p.with_piece(STEP))
+    step = select(p.with_piece(STEP))
     if step.backend.name == "pieces":
         return (*pieces, step)
     reason = f"PyTorch's own autograd was chosen for the whole step ({step.reason})"
@@ -64,22 +62,7 @@ def choices_of(p: Problem, backend: str | None = None) -> tuple[Choice, ...]:
 
 def select_pieces(p: Problem) -> tuple[Choice, ...]:
     """The selection for forward and backward of a training call, the step left aside."""
-    return tuple(_selected(p.with_piece(piece)) for piece in PIECES)
-
-
-def _selected(p: Problem) -> Choice:
-    """The selection; where fast products are allowed, nobody measured them and they are not
-    expected to pay, what is measured without them holds."""
-    choice = select(p)
-    if choice.source != "default" or p.option("fast") != "yes" or choice.backend.name == "strassen":
-        return choice
-    options = tuple((k, "no" if k == "fast" else v) for k, v in p.options)
-    measured = select(replace(p, options=options))
-    if measured.source == "default":
-        return choice
-    able = dict(choice.passed_over)
-    passed = tuple((name, able.get(name, why)) for name, why in measured.passed_over)
-    return replace(measured, problem=p, passed_over=passed)
+    return tuple(select(p.with_piece(piece)) for piece in PIECES)
 
 
 def tuning_order(p: Problem) -> tuple[Problem, ...]:
@@ -103,7 +86,6 @@ def problem_of(
     biases: Sequence[Tensor | None],
     activation: str,
     final_activation: str,
-    fast: bool,
     needs_grad: bool,
 ) -> Problem:
     """The forward Problem of a call; the arguments are valid."""
@@ -122,7 +104,6 @@ def problem_of(
         needs_grad=needs_grad,
         x_layout=x_layout_of(rows),
         w_layout="nk" if all(w.is_contiguous() for w in weights) else "mixed",
-        fast=fast,
         precision=matmul_precision(x.dtype),
         captured=is_captured(x),
     )

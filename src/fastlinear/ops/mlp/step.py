@@ -62,7 +62,7 @@ def _by_pieces(
     )
     known = _plans.get(key)
     if known is None:
-        p = problem_of(x, weights, biases, activation, final_activation, False, True)
+        p = problem_of(x, weights, biases, activation, final_activation, True)
         training = training_of(select_pieces(p), activation, final_activation)
         known = _plans[key] = training, training_plan(training)
     training, plan = known

@@ -46,7 +46,6 @@ def validate(
     activation: str,
     final_activation: str,
     backend: str | None = None,
-    allow_fast_matmul: bool = False,
 ) -> None:
     """Raise InputError, naming the layer, unless the arguments fit each other."""
     activation_of(activation, "mlp")
@@ -54,12 +53,6 @@ def validate(
     if backend is not None and not isinstance(backend, str):
         _fail(
             "backend to be a name or None", repr(backend), "Leave it out to let fastlinear choose."
-        )
-    if not isinstance(allow_fast_matmul, bool):
-        _fail(
-            "allow_fast_matmul to be True or False",
-            repr(allow_fast_matmul),
-            "Leave it out to keep the accuracy of PyTorch's products.",
         )
     if not isinstance(x, Tensor):
         _fail("x to be a tensor", type(x).__name__, "Convert it, for example by torch.as_tensor.")

@@ -117,11 +117,10 @@ def call_fused_chain(
     activation: str,
     final_activation: str,
     backend: str | None,
-    fast: bool = False,
 ) -> Tensor:
     """The linears of a rewritten parent that follow each other, as one call of ``mlp``:
     (..., n_0) → (..., n_L). ``paths`` lead from the parent to each, those written on parameters
-    say where these are; ``fast`` is ``mlp``'s ``allow_fast_matmul``.
+    say where these are.
 
     Only while every one is a plain linear without hooks; otherwise each is called by itself.
     """
@@ -146,7 +145,7 @@ def call_fused_chain(
             weights.append(weight)
             biases.append(bias)
     if fusable:
-        return call_mlp(x, weights, biases, activation, final_activation, backend, fast)
+        return call_mlp(x, weights, biases, activation, final_activation, backend)
     for i, linear in enumerate(linears, 1):
         name = final_activation if i == len(linears) else activation
         x = activation_of(name).value(linear(x))
@@ -242,14 +241,12 @@ def call_mlp(
     activation: str,
     final_activation: str,
     backend: str | None,
-    fast: bool = False,
 ) -> Tensor:
     """``mlp`` in the same way."""
     how: dict[str, Any] = {
         "activation": activation,
         "final_activation": final_activation,
         "backend": backend,
-        "allow_fast_matmul": fast,
     }
     try:
         if not has_torch_function_unary(x):

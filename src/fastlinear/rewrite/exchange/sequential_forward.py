@@ -94,13 +94,12 @@ class Segment:
 
 
 def sequential_forward(
-    segments: Iterable[tuple[Segment, str | None, bool]], sequential: nn.Module
+    segments: Iterable[tuple[Segment, str | None]], sequential: nn.Module
 ) -> Forward:
     """Forward of a Sequential in which segments are one call each, while they are as they were.
 
     Args:
-        segments: none overlaps another; of each a forced backend or None, and whether ``mlp`` may
-            multiply fast.
+        segments: none overlaps another; of each a forced backend or None.
         sequential: the result holds no reference to it.
     """
     fused = sorted(segments, key=lambda s: s[0].start)
@@ -116,11 +115,11 @@ def sequential_forward(
         ):
             return type(self).forward(self, input)
         done = 0
-        for segment, backend, fast in fused:
+        for segment, backend in fused:
             for child in children[done : segment.start]:
                 input = child(input)
             if segment.holds(children):
-                input = _one_call(segment, children, input, backend, fast)
+                input = _one_call(segment, children, input, backend)
             else:
                 for child in children[segment.start : segment.stop]:
                     input = child(input)
@@ -133,14 +132,14 @@ def sequential_forward(
 
 
 def _one_call(
-    segment: Segment, children: tuple[Any, ...], x: Tensor, backend: str | None, fast: bool
+    segment: Segment, children: tuple[Any, ...], x: Tensor, backend: str | None
 ) -> Tensor:
     activation, final = segment.activation, segment.final_activation
     if len(segment.linears) == 1:
         return call_linear_act(x, *weight_and_bias(children[segment.start]), final, backend)
     found = [weight_and_bias(children[i]) for i in segment.linears]
     weights, biases = [w for w, _ in found], [b for _, b in found]
-    return call_mlp(x, weights, biases, activation, final, backend, fast)
+    return call_mlp(x, weights, biases, activation, final, backend)
 
 
 def _facts_of(child: nn.Module) -> tuple[tuple[str, Any], ...]:

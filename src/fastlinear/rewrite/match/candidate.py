@@ -190,7 +190,6 @@ class Chain(ABC):
         members: the linears as the rule of linear_act sees them, first to last.
         activation, final_activation: between the layers, and after the last.
         backend: forced backend of mlp, or None.
-        fast: whether fast matrix multiplication is allowed, as in ``mlp``.
     """
 
     fqn: str
@@ -199,7 +198,6 @@ class Chain(ABC):
     activation: str
     final_activation: str
     backend: str | None = None
-    fast: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -275,7 +273,7 @@ class Chain(ABC):
             x, weights = x.to(dtype), [w.to(dtype) for w in weights]
             biases = [None if b is None else b.to(dtype) for b in biases]
         names = self.activation, self.final_activation
-        return mlp_problem_of(x, weights, biases, *names, self.fast, self.calls.grad)
+        return mlp_problem_of(x, weights, biases, *names, self.calls.grad)
 
     def _tensors(self) -> tuple[list[Tensor], list[Tensor | None]]:
         found = [c.weight_and_bias() for c in self.members]
@@ -300,7 +298,7 @@ class Chain(ABC):
     def after(self, x: Tensor) -> Results:
         """One call of ``mlp``."""
         names = self.activation, self.final_activation
-        return forwards.call_mlp(x, *self._tensors(), *names, self.backend, self.fast)
+        return forwards.call_mlp(x, *self._tensors(), *names, self.backend)
 
     def exact(self, x: Tensor, parameters: dict[str, Tensor]) -> Results:
         """The same by differentiable torch ops on other values, for the oracle in float64."""

@@ -29,7 +29,7 @@ class SequentialChain(Chain):
 
     def forward(self) -> Forward:
         """The Sequential's forward with this chain as one call."""
-        return sequential_forward([(self.segment, self.backend, self.fast)], self.module)
+        return sequential_forward([(self.segment, self.backend)], self.module)
 
     def before(self, x: Tensor) -> Tensor:
         """What the model did with the input of the first linear."""

@@ -172,7 +172,6 @@ class Links:
         runs: Sequence[Run],
         chain_backend: str | None,
         rows: Sequence[tuple[str, ...]] = (),
-        fast: bool = False,
         gates: Sequence[Gate] = (),
         gate_backend: str | None = None,
         towers: Sequence[tuple[Abreast, Way]] = (),
@@ -246,7 +245,7 @@ class Links:
             elif node in self._names and name in starts:
                 run = starts[name]
                 names = run.activation, run.final_activation
-                how = (*names, chain_backend, fast)
+                how = (*names, chain_backend)
                 given_it = copies[self._given(name)]
                 copies[node] = _call_chain(graph, root, self._paths(run), given_it, how)
             elif node in self._names and name in pairs and name in self.written:

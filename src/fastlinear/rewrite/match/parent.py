@@ -106,7 +106,6 @@ class Fusable:
         runs: Sequence[Run] = (),
         chain_backend: str | None = None,
         rows: Sequence[tuple[str, ...]] = (),
-        fast: bool = False,
         gates: Sequence[Gate] = (),
         gate_backend: str | None = None,
         towers: Sequence[tuple[Abreast, Way]] = (),
@@ -115,7 +114,7 @@ class Fusable:
 
         Args:
             pairs, backend: linears to fuse with their activations, and a forced backend or None.
-            runs, chain_backend, fast: chains to fuse, theirs, and whether they may multiply fast.
+            runs, chain_backend: chains to fuse, and theirs.
             rows: rows and loops to fuse.
             gates, gate_backend: gated MLPs to fuse, and theirs.
             towers: towers, and linears of lists, to compute together, each with its way.
@@ -129,7 +128,7 @@ class Fusable:
         links.loops([str(n.target) for n in links.graph.nodes if n.op == "call_module"])
         here = [links.gates().like(gate) for gate in gates]
         abreast = [(links.towers().like(group), way) for group, way in towers]
-        more = rows, fast, here, gate_backend, abreast
+        more = rows, here, gate_backend, abreast
         fused, passed_over = links.fused(pairs, backend, runs, chain_backend, *more)
         counts = any(node.target is exactly for node in fused.nodes)
         function = _function_of(fused)

@@ -34,7 +34,6 @@ def match(
     offers: Offers,
     *,
     backend: str | None,
-    fast: bool = False,
 ) -> tuple[list[Chain], list[Stopped]]:
     """The chains of a model: in every Sequential the longest run of two or more linears, the
     runs in the forwards of modules that hold linears themselves, and those that go through several
@@ -47,15 +46,13 @@ def match(
         arguments: what modules were called with.
         offers: name of a module → the trace of its forward, or why there is none.
         backend: a forced backend of mlp, or None.
-        fast: whether fast matrix multiplication is allowed.
     """
     found: list[Chain] = [
-        *_in_sequentials(model, candidates, sites, backend, fast),
-        *_in_parents(candidates, sites, backend, fast),
+        *_in_sequentials(model, candidates, sites, backend),
+        *_in_parents(candidates, sites, backend),
     ]
     found = [c for c in found if one_pass(c.members) and all_different(c.members)]
-    how = backend, fast
-    longer, stopped = Blocks(model, candidates, sites, arguments, offers, found, *how).match()
+    longer, stopped = Blocks(model, candidates, sites, arguments, offers, found, backend).match()
     return [*replaced(found, longer), *longer], stopped
 
 
@@ -64,7 +61,6 @@ def _in_sequentials(
     candidates: Mapping[str, Candidate],
     sites: Mapping[str, LinearSite],
     backend: str | None,
-    fast: bool,
 ) -> Iterator[Chain]:
     names = {id(module): fqn for fqn, module in model.named_modules()}
     for fqn, module in model.named_modules():
@@ -83,7 +79,6 @@ def _in_sequentials(
                 activation=segment.activation,
                 final_activation=segment.final_activation,
                 backend=backend,
-                fast=fast,
                 segment=segment,
             )
 
@@ -92,7 +87,6 @@ def _in_parents(
     candidates: Mapping[str, Candidate],
     sites: Mapping[str, LinearSite],
     backend: str | None,
-    fast: bool,
 ) -> Iterator[Chain]:
     """Runs in the forwards that the rule of linear_act has traced."""
     traced = {c.parent_fqn: c for c in candidates.values() if c.pairs is not None}
@@ -114,7 +108,6 @@ def _in_parents(
                 activation=run.activation,
                 final_activation=run.final_activation,
                 backend=backend,
-                fast=fast,
                 run=run,
                 fusable=fusable,
             )

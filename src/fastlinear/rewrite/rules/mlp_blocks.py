@@ -52,7 +52,7 @@ class Blocks:
         arguments: what modules were called with.
         offers: name of a module → the trace of its forward, or why there is none.
         shorter: the chains that lie in one module.
-        backend, fast: as in ``rules.mlp.match``.
+        backend: as in ``rules.mlp.match``.
     """
 
     model: nn.Module
@@ -62,7 +62,6 @@ class Blocks:
     offers: Offers
     shorter: list[Chain]
     backend: str | None
-    fast: bool
     _activations: dict[int, str | None] = field(default_factory=dict)
 
     def match(self) -> tuple[list[Chain], list[Stopped]]:
@@ -217,7 +216,6 @@ class Blocks:
             activation=run.activation,
             final_activation=run.final_activation,
             backend=self.backend,
-            fast=self.fast,
             run=run,
             fusable=flat,
         )

@@ -99,9 +99,8 @@ def match(
     found: list[Chain] = []
     allowed = [name for name in _FAMILIES if name in families and work.allows(name)]
     if mlp.RULE in allowed:
-        fast = work.config.allow_fast_matmul
         given = work.model, known, sites, work.arguments, partial(offers, work)
-        chains, work.stopped = mlp.match(*given, backend=forced(mlp.RULE), fast=fast)
+        chains, work.stopped = mlp.match(*given, backend=forced(mlp.RULE))
         found += chains
     if GATED in allowed:
         found += gated_chains(work, known, [name for chain in found for name in chain.names])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
-from fastlinear.core.compare import DEFAULT_FACTOR, Verdict
+from fastlinear.core.compare import Verdict
 from fastlinear.rewrite.exchange.swap import SwapSet
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.trial import measure
@@ -20,28 +19,7 @@ from fastlinear.rewrite.work import Work
 def keep_accurate(
     work: Work, candidates: list[Candidate]
 ) -> tuple[list[Candidate], tuple[Verdict, ...]]:
-    """Verify the whole model; on a failure search for the sites that pass together.
-
-    Where Strassen's algorithm is part of it, the others must have passed the common limit first:
-    its own, wider one is for its chains only.
-    """
-    strict = [c for c in candidates if factor_of([c]) == DEFAULT_FACTOR]
-    if len(strict) == len(candidates):
-        return _passing(work, candidates)
-    passed = {c.fqn for c in _passing(work, strict)[0]}
-    dropped = {c.fqn for c in strict} - passed
-    candidates = [c for c in candidates if c.fqn not in dropped]
-    times = factor_of(candidates) / DEFAULT_FACTOR
-    work.notes.append(
-        f"chains by Strassen's algorithm, which is accurate norm-wise only: {times:g} times the "
-        "usual limit of error"
-    )
-    return _passing(work, candidates)
-
-
-def _passing(
-    work: Work, candidates: list[Candidate]
-) -> tuple[list[Candidate], tuple[Verdict, ...]]:
+    """Verify the whole model; on a failure search for the sites that pass together."""
     if not candidates:
         return [], ()
     work.progress("verify", 0, 1)
@@ -95,22 +73,15 @@ def judge_of(work: Work) -> verify.Judge:
 
 
 def _verdicts(work: Work, candidates: list[Candidate]) -> list[Verdict]:
-    return verdicts_of(work, SwapSet(swaps_of(candidates)), factor_of(candidates))
+    return verdicts_of(work, SwapSet(swaps_of(candidates)))
 
 
-def factor_of(candidates: Iterable[Candidate]) -> float:
-    """How many times PyTorch's error the model may show with these."""
-    return measure.error_factor({c.chain.key: c.chain for c in candidates if c.chain}.values())
-
-
-def verdicts_of(
-    work: Work, swaps: SwapSet, factor: float, like: SwapSet | None = None
-) -> list[Verdict]:
+def verdicts_of(work: Work, swaps: SwapSet, like: SwapSet | None = None) -> list[Verdict]:
     """Every comparison of the model with these swaps; the rest as in ``Judge.verdicts``."""
     judge = judge_of(work)
-    found = judge.verdicts(swaps, like, factor=factor)
+    found = judge.verdicts(swaps, like)
     if work.runner.mode == "train" and all(v.passed for v in found):
-        found += judge.trajectory(swaps, work.config.optimizer_steps, like, factor=factor)
+        found += judge.trajectory(swaps, work.config.optimizer_steps, like)
     return found
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from fastlinear.core import memory
-from fastlinear.core.compare import DEFAULT_FACTOR
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.core.progress import Progress
@@ -29,7 +28,6 @@ from fastlinear.ops.mlp import problem as mlp
 from fastlinear.ops.mlp.selection import choices_of as chain_choices
 from fastlinear.ops.mlp.selection import tuning_order as chain_order
 from fastlinear.rewrite.exchange.swap import SwapSet
-from fastlinear.rewrite.match.candidate import Chain
 from fastlinear.rewrite.verify.inputs import Call
 from fastlinear.rewrite.verify.running import Runner
 
@@ -104,19 +102,6 @@ def backends_of(problem: Problem, forced: str | None) -> dict[str, str]:
     Raises UnsupportedError when the forced backend cannot serve it.
     """
     return {c.problem.piece: c.backend.name for c in choices(problem, forced)}
-
-
-def error_factor(chains: Iterable[Chain]) -> float:
-    """How many times PyTorch's own error results of these chains may show: the common factor,
-    unless fast products are allowed and one of the backends taken states another."""
-    made = (
-        c
-        for chain in chains
-        if chain.fast
-        for p in chain.problems
-        for c in choices(p, chain.backend)
-    )
-    return max((c.backend.error_factor(c.problem) for c in made), default=DEFAULT_FACTOR)
 
 
 def choices(problem: Problem, forced: str | None) -> Sequence[Choice]:

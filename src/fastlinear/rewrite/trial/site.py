@@ -14,7 +14,7 @@ from fastlinear.core.compare import Verdict
 from fastlinear.core.timing import Samples, interleave
 from fastlinear.ops.common import door
 from fastlinear.rewrite.match.candidate import Candidate, Chain, Kind, Results
-from fastlinear.rewrite.trial.measure import Pair, error_factor
+from fastlinear.rewrite.trial.measure import Pair
 from fastlinear.rewrite.verify.kinks import Sides, following
 from fastlinear.rewrite.verify.verdicts import compare
 
@@ -31,7 +31,6 @@ def failure(candidate: Candidate | Chain) -> Verdict | None:
     Output and, where the model differentiates it, dx, dW and db, against the float64 reference
     on PyTorch's side of the activation's kink; what fails, on the rewrite's own side.
     """
-    factor = error_factor([candidate] if isinstance(candidate, Chain) else [])
     for kind in candidate.calls.kinds:
         own, torchs = Sides(), Sides()
         with own:
@@ -40,11 +39,11 @@ def failure(candidate: Candidate | Chain) -> Verdict | None:
             theirs = _arm(candidate, kind, candidate.before)()
         oracle = partial(_oracle, candidate, kind)
         exact = following(torchs.outputs, torchs.outputs, oracle) or oracle()
-        failed = _first_failure(candidate.fqn, ours, theirs, exact, exact, factor)
+        failed = _first_failure(candidate.fqn, ours, theirs, exact, exact)
         if failed is not None and torchs.outputs:
-            own_exact = following(torchs.outputs, own.outputs, oracle, factor)
+            own_exact = following(torchs.outputs, own.outputs, oracle)
             if own_exact is not None:
-                failed = _first_failure(candidate.fqn, ours, theirs, own_exact, exact, factor)
+                failed = _first_failure(candidate.fqn, ours, theirs, own_exact, exact)
         if failed is not None:
             return failed
     return None
@@ -56,14 +55,9 @@ def _first_failure(
     theirs: dict[str, Tensor],
     exact: dict[str, Tensor],
     exact_theirs: dict[str, Tensor],
-    factor: float,
 ) -> Verdict | None:
     verdicts = (
-        compare(
-            f"{fqn}.{n}".lstrip("."),
-            *(ours[n], theirs[n], exact[n], 0.0, exact_theirs[n]),
-            factor=factor,
-        )
+        compare(f"{fqn}.{n}".lstrip("."), ours[n], theirs[n], exact[n], 0.0, exact_theirs[n])
         for n in exact
     )
     return next((v for v in verdicts if not v.passed), None)

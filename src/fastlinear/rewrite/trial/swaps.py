@@ -49,11 +49,11 @@ def _sequential_swap(fqn: str, pairs: list[Candidate], chains: Sequence[Chain]) 
     """One forward for all that is fused in a Sequential."""
     sequential = chains[0].module if chains else pairs[0].parent
     assert sequential is not None
-    segments = [(c.segment, c.backend, c.fast) for c in chains if isinstance(c, SequentialChain)]
+    segments = [(c.segment, c.backend) for c in chains if isinstance(c, SequentialChain)]
     for c in pairs:
         assert c.activation_module is not None
         places = Segment.pairs(sequential, c.module, c.activation_module, c.activation)
-        segments += [(segment, c.backend, False) for segment in places]
+        segments += [(segment, c.backend) for segment in places]
     return Swap(fqn, sequential, sequential_forward(segments, sequential))
 
 
@@ -71,11 +71,10 @@ def _parent_swap(fqn: str, pairs: list[Candidate], chains: Sequence[Chain]) -> S
     backend = pairs[0].backend if pairs else None
     runs = [c for c in chains if isinstance(c, ParentChain)]
     chain_backend = runs[0].backend if runs else None
-    fast = any(c.fast for c in runs)  # all alike: the settings say it
     rows = [c.row for c in chains if isinstance(c, RowChain)]
     gated = [c for c in chains if isinstance(c, GatedPart)]
     gates, gate_backend = [c.gate for c in gated], gated[0].backend if gated else None
     towers = [(c.group, c.way) for c in chains if isinstance(c, TowerChain)]
-    more = rows, fast, gates, gate_backend, towers
+    more = rows, gates, gate_backend, towers
     made = fusable.build(chosen, backend, [c.run for c in runs], chain_backend, *more)
     return Swap(fqn, parent, made)

@@ -17,7 +17,7 @@ from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.eligible import refuse_module
 from fastlinear.rewrite.outcome import SiteOutcome
 from fastlinear.rewrite.trial import measure
-from fastlinear.rewrite.trial.keep_accurate import factor_of, verdicts_of
+from fastlinear.rewrite.trial.keep_accurate import verdicts_of
 from fastlinear.rewrite.trial.out_of_memory import CODE as OUT_OF_MEMORY
 from fastlinear.rewrite.trial.out_of_memory import code_of, code_of_verdict
 from fastlinear.rewrite.trial.out_of_memory import in_words as in_line
@@ -166,7 +166,7 @@ def verified(
 ) -> tuple[Verdict, ...] | Outcome:
     """How the model with these swaps, the rewrites ``inside`` among them, compares with the
     oracle. They are released where it fails."""
-    verdicts = verdicts_of(work, swaps, factor_of(inside), like=SwapSet(swaps_of(inside)))
+    verdicts = verdicts_of(work, swaps, like=SwapSet(swaps_of(inside)))
     failed = next((v for v in verdicts if not v.passed), None)
     if failed is not None:
         swaps.release()

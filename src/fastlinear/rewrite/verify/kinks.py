@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastlinear.core.compare import DEFAULT_FACTOR, KINKED, other_side
+from fastlinear.core.compare import KINKED, other_side
 from fastlinear.core.function_mode import KnowingMode
 from fastlinear.ops.grouped_linear.op import grouped_linear
 from fastlinear.ops.linear_act import linear_act
@@ -85,7 +85,6 @@ class Following(KnowingMode):
     Args:
         torch_outputs: what ``Sides`` kept of PyTorch's own run in the dtype under test.
         own_outputs: what it kept of the run to be judged.
-        factor: how many times PyTorch's error that run may show.
 
     Raises UnlikeRuns on leaving, or at the first activation that is not one of theirs.
     """
@@ -94,10 +93,8 @@ class Following(KnowingMode):
         self,
         torch_outputs: Sequence[Tensor],
         own_outputs: Sequence[Tensor],
-        factor: float = DEFAULT_FACTOR,
     ) -> None:
         super().__init__()
-        self.factor = factor
         self.pairs = list(zip(torch_outputs, own_outputs, strict=False))
         self.same = len(torch_outputs) == len(own_outputs)
         self.done = 0
@@ -115,7 +112,7 @@ class Following(KnowingMode):
         self.done += 1
         if not x.shape == torchs.shape == own.shape:
             raise UnlikeRuns(f"an activation of shape {tuple(x.shape)}, not {tuple(own.shape)}")
-        return _on_sides(func, x, args[1:], kwargs, torchs, own, self.factor)
+        return _on_sides(func, x, args[1:], kwargs, torchs, own)
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
         super().__exit__(exc_type, exc_value, traceback)
@@ -152,17 +149,15 @@ def following(
     torch_outputs: Sequence[Tensor],
     own_outputs: Sequence[Tensor],
     oracle: Callable[[], dict[str, Tensor]],
-    factor: float = DEFAULT_FACTOR,
 ) -> dict[str, Tensor] | None:
     """The oracle's results on a run's own sides; None where it cannot follow.
 
     Args:
         torch_outputs, own_outputs: see ``Following``.
         oracle: computes the oracle's results.
-        factor: how many times PyTorch's error the run may show.
     """
     try:
-        with Following(torch_outputs, own_outputs, factor):
+        with Following(torch_outputs, own_outputs):
             return oracle()
     except UnlikeRuns:
         return None
@@ -175,12 +170,11 @@ def _on_sides(
     kwargs: dict[str, Any],
     torchs: Tensor,
     own: Tensor,
-    factor: float,
 ) -> Tensor:
     """``func`` at x, with the derivative of the other side of 0 where the run took that side."""
     with torch.no_grad():
         exact = func(x.detach().clone(), *rest, **kwargs)
-        turned = other_side(x, exact, torchs.to(x.device), own.to(x.device), factor=factor)
+        turned = other_side(x, exact, torchs.to(x.device), own.to(x.device))
         mirrored = torch.where(x > 0, -x, (-x).clamp_min(torch.finfo(x.dtype).tiny))
         shift = torch.where(turned, mirrored - x, torch.zeros_like(x))
     if not bool(turned.any()):

@@ -1,9 +1,8 @@
 """Is the rewritten model as accurate as the original? Both are judged against an oracle.
 
 A result passes when ``err(rewritten) <= 2 * err(original) + tiny``, errors taken as the root mean
-square over all input draws; a caller may allow another factor than 2. The oracle takes the
-original's side of every kink, and where the rewritten model fails by that, the rewritten model's
-(see ``rewrite.kinks``).
+square over all input draws. The oracle takes the original's side of every kink, and where the
+rewritten model fails by that, the rewritten model's (see ``rewrite.kinks``).
 """
 
 from __future__ import annotations
@@ -14,12 +13,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fastlinear.core.compare import DEFAULT_FACTOR, Verdict
+from fastlinear.core.compare import Verdict
 from fastlinear.core.interrupts import whole
 from fastlinear.profile.raised import PASSED_ON, raised, told
 from fastlinear.rewrite.exchange.swap import SwapSet
@@ -74,33 +72,28 @@ class Judge:
         self._spread: dict[int, Spread] = {}
         self._step_spread: dict[int, Spread] = {}
 
-    def verdicts(
-        self, swaps: SwapSet, like: SwapSet | None = None, *, factor: float = DEFAULT_FACTOR
-    ) -> list[Verdict]:
+    def verdicts(self, swaps: SwapSet, like: SwapSet | None = None) -> list[Verdict]:
         """One verdict for each result, pooled over the draws; failures get a second look on
         more draws before they count. ``like``: swaps that compute the same and can be watched
-        (see ``kinks.Sides``), where these, replayed as a graph, cannot. ``factor``: how many times
-        the original's error is allowed."""
+        (see ``kinks.Sides``), where these, replayed as a graph, cannot."""
         found: Draws = {}
         end = time.monotonic() + self.seconds
         for i in range(self.draws):
             if i > 0 and time.monotonic() > end:
                 self.skipped.append(f"draws {i} to {self.draws - 1} (out of time)")
                 break
-            self._collect(i, swaps, found, like, factor)
+            self._collect(i, swaps, found, like)
         if _may_be_chance(found):
             for i in range(self.draws, self.draws + _MORE_DRAWS):
-                self._collect(i, swaps, found, like, factor)
+                self._collect(i, swaps, found, like)
         if not self._spread and _may_be_noise(found, GRADIENTS):
             self._spread = spreads(self._cases(found, self._drawn, end), GRADIENTS)
             found = {}
             for i in self._spread:
-                self._collect(i, swaps, found, like, factor)
+                self._collect(i, swaps, found, like)
         return _pooled(found, self._spread)
 
-    def _collect(
-        self, index: int, swaps: SwapSet, found: Draws, like: SwapSet | None, factor: float
-    ) -> None:
+    def _collect(self, index: int, swaps: SwapSet, found: Draws, like: SwapSet | None) -> None:
         known = self._originals(index)
         if known is None:
             return
@@ -116,7 +109,7 @@ class Judge:
         same = all(torch.equal(a, b) for a, b in states)
         found[index] = {_DRAWN: Verdict(_DRAWN, 0.0 if same else math.inf, 0.0, 0.0)}
         spread = self._spread.get(index)
-        found[index] |= self._compared(ran, known, call, self.runner.results, factor, spread)
+        found[index] |= self._compared(ran, known, call, self.runner.results, spread)
 
     def _ran(self, call: Call, swaps: SwapSet, like: SwapSet | None) -> Ran:
         if like is None:
@@ -134,17 +127,16 @@ class Judge:
         known: _Known,
         call: Call,
         run: Run,
-        factor: float,
         spread: Spread | None,
     ) -> dict[str, Verdict]:
         """``ours`` against the oracle on the original's side of every kink, else on its own."""
         theirs = known.theirs
-        how: dict[str, Any] = {"factor": factor, "spread": spread}
-        found = compare_all(ours.results, theirs.results, known.oracle, **how)
+        found = compare_all(ours.results, theirs.results, known.oracle, spread=spread)
         if theirs.sides and not all(v.passed for v in found.values()):
             with told(self.runner.function, self.model, f"where the {self.oracle.name} ran again"):
-                exact = self.oracle.run_like(theirs, self.model, call, run, ours, factor)
-            found = compare_all(ours.results, theirs.results, exact, known.oracle, **how)
+                exact = self.oracle.run_like(theirs, self.model, call, run, ours)
+            pair = exact, known.oracle
+            found = compare_all(ours.results, theirs.results, *pair, spread=spread)
         return found
 
     def _cases(
@@ -212,25 +204,23 @@ class Judge:
         swaps: SwapSet,
         steps: int,
         like: SwapSet | None = None,
-        *,
-        factor: float = DEFAULT_FACTOR,
     ) -> list[Verdict]:
         """A few SGD steps on copies: losses and parameters of original, rewritten and oracle.
         Empty where no parameter is trained, or where the model does not allow it. Failures get a
         second look on steps with other inputs, pooled as in ``verdicts``: all errors of one
-        trajectory go back to the same first roundings. ``like`` and ``factor`` as there."""
+        trajectory go back to the same first roundings. ``like`` as there."""
         found: Draws = {}
-        self._follow(0, swaps, steps, found, like, factor)
+        self._follow(0, swaps, steps, found, like)
         end = time.monotonic() + self.seconds
         if _may_be_chance(found):
             for i in range(1, 1 + _MORE_DRAWS):
-                self._follow(i, swaps, steps, found, like, factor)
+                self._follow(i, swaps, steps, found, like)
         if not self._step_spread and _may_be_noise(found, STEPS):
             cases = self._cases(found, partial(self._stepped, steps), end)
             self._step_spread = spreads(cases, STEPS)
             found = {}
             for i in self._step_spread:
-                self._follow(i, swaps, steps, found, like, factor)
+                self._follow(i, swaps, steps, found, like)
         return _pooled(found, self._step_spread)
 
     def _follow(
@@ -240,7 +230,6 @@ class Judge:
         steps: int,
         found: Draws,
         like: SwapSet | None,
-        factor: float,
     ) -> None:
         taken = self._stepped(steps, index)
         if taken is None:
@@ -257,7 +246,7 @@ class Judge:
             found[index] = {verdict.name: verdict}
             return
         spread = self._step_spread.get(index)
-        found[index] = self._compared(ours, known, call, run, factor, spread)
+        found[index] = self._compared(ours, known, call, run, spread)
 
     def _stepped(self, steps: int, index: int) -> _Taken | None:
         first = self._steps[index] if index in self._steps else self._first_steps(index, steps)

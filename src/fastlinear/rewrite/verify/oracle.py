@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastlinear.core.compare import DEFAULT_FACTOR
 from fastlinear.core.function_mode import KnowingMode
 from fastlinear.core.memory import free_bytes
 from fastlinear.core.wrappers import PLAIN
@@ -81,14 +80,12 @@ class Oracle:
         call: Call,
         run: Run,
         own: Ran | None = None,
-        factor: float = DEFAULT_FACTOR,
     ) -> dict[str, Tensor]:
         """``run`` on the side of every kink that ``own`` took (by default ``torchs``, PyTorch's
-        run in the model's dtype), where rounding decides it; ``factor``: how many times PyTorch's
-        error that run may show."""
+        run in the model's dtype), where rounding decides it."""
         sides = torchs.sides if own is None else own.sides
         if torchs.sides:
-            found = following(torchs.sides, sides, lambda: self.run(model, call, run), factor)
+            found = following(torchs.sides, sides, lambda: self.run(model, call, run))
             if found is not None:
                 return found
         return self.run(model, call, run)

@@ -34,7 +34,6 @@ def compare_all(
     exact: dict[str, Tensor],
     exact_theirs: dict[str, Tensor] | None = None,
     *,
-    factor: float = DEFAULT_FACTOR,
     spread: Spread | None = None,
 ) -> dict[str, Verdict]:
     """One verdict for each of PyTorch's results, by name.
@@ -44,7 +43,6 @@ def compare_all(
         theirs: results of the model as it was, in the same dtypes.
         exact: the oracle's results.
         exact_theirs: the oracle for ``theirs``, where it is another one.
-        factor: how many times PyTorch's error is allowed.
         spread: what rounding alone does to PyTorch's results, where that was measured.
     """
     kinds = {t.dtype for t in theirs.values() if t.is_floating_point()}
@@ -55,7 +53,7 @@ def compare_all(
     found = {}
     for n, t in theirs.items():
         scale = next((s for prefix, s in scales.items() if n.startswith(prefix)), 0.0)
-        how: dict[str, Any] = {"factor": factor}
+        how: dict[str, Any] = {}
         if spread is not None:
             how |= {"own": spread.errors.get(n, 0.0), "noise": n in spread.noise}
         found[n] = compare(n, ours.get(n), t, exact.get(n), scale, exact_theirs.get(n), **how)
@@ -92,7 +90,6 @@ def compare(
     scale: float,
     exact_theirs: Tensor | None = None,
     *,
-    factor: float = DEFAULT_FACTOR,
     own: float = 0.0,
     noise: bool | None = None,
 ) -> Verdict:
@@ -109,7 +106,6 @@ def compare(
         name: what is compared; its beginning says its kind.
         ours, theirs, exact, exact_theirs: as in ``compare_all``.
         scale: the norm of all results of its kind together.
-        factor: how many times PyTorch's error is allowed.
         own: PyTorch's error over runs with other roundings, as a norm, where it was measured.
         noise: whether it is 0 but for rounding; by default where PyTorch's one run says so.
     """
@@ -118,13 +114,13 @@ def compare(
     if theirs.is_complex():
         parts = [None if t is None else torch.view_as_real(t) for t in (exact, exact_theirs)]
         ours, theirs = torch.view_as_real(ours), torch.view_as_real(theirs)
-        how: dict[str, Any] = {"factor": factor, "own": own, "noise": noise}
+        how: dict[str, Any] = {"own": own, "noise": noise}
         return compare(name, ours, theirs, parts[0], scale, parts[1], **how)
     if not theirs.is_floating_point():
         if theirs.numel() == 0:
             return Verdict(name, 0.0 if torch.equal(ours, theirs) else math.inf, 0.0, 0.0)
         wrong, usual = ((t != exact).double().mean().item() for t in (ours, theirs))
-        return Verdict(name, wrong, usual, factor * usual)
+        return Verdict(name, wrong, usual, DEFAULT_FACTOR * usual)
     wide = exact.double()
     wide_theirs = wide if exact_theirs is None else exact_theirs.double()
     norm = float(torch.linalg.vector_norm(wide))
@@ -137,8 +133,9 @@ def compare(
         if norm == 0 or (usual > NO_BIT if noise is None else noise):
             error, usual = error * unit / scale, usual * unit / scale
     if math.isinf(usual):
-        return judge(name, ours, theirs, wide, factor=factor)
-    return counted(Verdict(name, error, usual, factor * usual + 2 * rounding), theirs, wide_theirs)
+        return judge(name, ours, theirs, wide)
+    limit = DEFAULT_FACTOR * usual + 2 * rounding
+    return counted(Verdict(name, error, usual, limit), theirs, wide_theirs)
 
 
 def pool(name: str, each: Sequence[Verdict], alone: bool = False) -> Verdict:

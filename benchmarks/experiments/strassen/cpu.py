@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.experiments.strassen.scheme import FORMULAS, Scheme, Terms, plane_size
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.mlp.strassen_scheme import FORMULAS, Scheme, Terms, plane_size
 
 _CHUNK = 1 << 18  # elements of a block that a pass holds at a time: few calls, cached blocks
 

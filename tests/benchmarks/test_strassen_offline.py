@@ -9,8 +9,8 @@ import pytest
 import torch
 from triton_offline import Recorded, recorder, usage
 
-from fastlinear.ops.mlp import strassen_triton as backend
-from fastlinear.ops.mlp.strassen_scheme import Scheme
+from benchmarks.experiments.strassen import gpu as backend
+from benchmarks.experiments.strassen.scheme import Scheme
 
 
 @pytest.fixture

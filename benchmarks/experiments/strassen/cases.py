@@ -1,8 +1,4 @@
-"""Experiment ``strassen``: chains of four layers with fast matrix multiplication allowed.
-
-The contenders are those of ``overhead``: the fused classical chain, the chain by Strassen's scheme,
-and its control with the classical products in the same tiling and passes.
-"""
+"""Experiment ``strassen``: chains of four wide layers, where Strassen's scheme should pay."""
 
 from __future__ import annotations
 

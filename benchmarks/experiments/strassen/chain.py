@@ -1,22 +1,28 @@
-"""Backend ``strassen``: the asymmetric fused chain, 7 products of halves in place of 8.
+"""The asymmetric fused chain: 7 products of halves in place of 8.
 
 For L layers: L + 1 pointwise passes and L batched products. A pointwise pass is the suffix of one
 layer's product, bias, activation and the prefix of the next layer's, so activations cross memory
-only as the planes that the batched product reads and writes. See STRASSEN.md.
+only as the planes that the batched product reads and writes. See README.md.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.experiments.strassen.scheme import Scheme
 from fastlinear.core.precision import DTYPE_NAMES, matmul_precision
 from fastlinear.core.problem import Problem
+from fastlinear.dispatch.select import select
+from fastlinear.ops.mlp.autograd import Formula, Mlp
 from fastlinear.ops.mlp.problem import layer_activations, widths_of
-from fastlinear.ops.mlp.strassen_scheme import Scheme
+from fastlinear.ops.mlp.selection import problem_of
+from fastlinear.ops.mlp.validation import sequences, validate
 
 Biases = tuple[Tensor | None, ...]
 
@@ -30,8 +36,6 @@ _PAYS_FROM = {
 
 def reason_not(p: Problem) -> str | None:
     """Why the Strassen chain cannot serve a forward Problem, or None."""
-    if p.option("fast") != "yes":
-        return "norm-wise accurate only, so it runs where allow_fast_matmul=True"
     if p.dtype not in ("float32", "bfloat16", "float16"):
         return f"no Strassen chain for {p.dtype}"
     if p.dim("M") < 1 or min(widths_of(p)) < 1:
@@ -45,6 +49,55 @@ def reason_not(p: Problem) -> str | None:
             return "its kernels need compute capability 8.0"
         return None
     return None if p.device == "cpu" else f"no Strassen chain on {p.device}"
+
+
+def mlp(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None = None,
+    activation: str = "relu",
+    final_activation: str = "none",
+) -> Tensor:
+    """``fastlinear.mlp`` by Strassen's scheme, with gradients where they are asked for.
+
+    The forward keeps what the backward reads. The backward's products are classical, by the backend
+    that fastlinear takes for it.
+
+    Args:
+        x: (..., n_0); float32, bfloat16 or float16, on a CPU or a CUDA device.
+        weights: L tensors (n_{i+1}, n_i) in the dtype and on the device of x.
+        biases: L tensors (n_{i+1},) or None, or None for no bias anywhere.
+        activation: after every layer but the last.
+        final_activation: after the last layer.
+
+    Returns:
+        (..., n_L) in the dtype of x. Norm-wise accurate only; see README.md.
+
+    Raises:
+        InputError: as ``fastlinear.mlp``.
+        ValueError: an empty matrix, or a dtype or device without kernels.
+    """
+    ws, bs = sequences(weights, biases)
+    validate(x, ws, bs, activation, final_activation)
+    names = activation, final_activation
+    given = (x, *ws, *(b for b in bs if b is not None))
+    grad = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+    p = problem_of(x, ws, bs, *names, grad)
+    if (why := reason_not(p)) is not None:
+        raise ValueError(why)
+    bs = tuple(None if b is None else b.contiguous() for b in bs)
+    if grad:
+        formula = Formula(*names, len(ws), forward, _backward(p.with_piece("backward")))
+        result: Tensor = Mlp.apply(formula, x, *ws, *bs)
+        return result
+    rows = x.reshape(-1, x.shape[-1])
+    return forward(rows, ws, bs, *names, False)[0].view(*x.shape[:-1], ws[-1].shape[0])
+
+
+@lru_cache(maxsize=1024)
+def _backward(p: Problem) -> Callable[..., Any]:
+    """The classical backward that fastlinear takes for a backward Problem."""
+    return select(p).backend.load()
 
 
 def forward(
@@ -115,9 +168,9 @@ def _run(
     names = layer_activations(len(weights), activation, final_activation)
     with torch.no_grad():
         if x.is_cuda:
-            from fastlinear.ops.mlp import strassen_triton
+            from benchmarks.experiments.strassen import gpu
 
-            return strassen_triton.run(x, weights, biases, names, save, scheme)
-        from fastlinear.ops.mlp import strassen_cpu
+            return gpu.run(x, weights, biases, names, save, scheme)
+        from benchmarks.experiments.strassen import cpu
 
-        return strassen_cpu.run(x, weights, biases, names, save, scheme)
+        return cpu.run(x, weights, biases, names, save, scheme)

@@ -16,12 +16,13 @@ import torch
 from interpreted import DEVICE, INTERPRETED, ON_GPU, compares, gpu, run_interpreted, starts_it
 from torch import Tensor, nn
 
+from benchmarks.experiments.strassen import chain as strassen
+from benchmarks.experiments.strassen.scheme import Scheme, error_growth
 from fastlinear.core.compare import relative_error, unit_rounding
-from fastlinear.ops.mlp import reference, strassen
-from fastlinear.ops.mlp.strassen_scheme import Scheme, error_growth
+from fastlinear.ops.mlp import reference
 
 if INTERPRETED or ON_GPU:
-    from fastlinear.ops.mlp import strassen_triton as backend
+    from benchmarks.experiments.strassen import gpu as backend
 
 # the interpreter truncates to bfloat16 and takes long
 DTYPES = (torch.float32, torch.bfloat16, torch.float16) if ON_GPU else (torch.float32,)

@@ -10,10 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.experiments.strassen import chain as strassen
+from benchmarks.experiments.strassen import cpu
+from benchmarks.experiments.strassen import scheme as schemes
+from benchmarks.experiments.strassen.scheme import FORMULAS, Scheme, error_growth, norm_bound
 from fastlinear.core.compare import relative_error, unit_rounding
-from fastlinear.ops.mlp import reference, strassen, strassen_cpu, strassen_scheme
+from fastlinear.ops.mlp import reference
 from fastlinear.ops.mlp.problem import problem
-from fastlinear.ops.mlp.strassen_scheme import FORMULAS, Scheme, error_growth, norm_bound
 
 SCHEMES = [Scheme(name, levels) for name in ("strassen", "classical") for levels in (1, 2)]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -68,8 +71,8 @@ def test_error(chain: Any, dtype: torch.dtype, scheme: Scheme, acts: tuple[str, 
     x, weights, biases = draw(m, widths, dtype)
     kept = [t.clone() for t in (x, *weights)]
     names = (acts[0],) * (len(weights) - 1) + (acts[1],)
-    y, saved = strassen_cpu.run(x, weights, biases, names, True, scheme)
-    again, none = strassen_cpu.run(x, weights, biases, names, False, scheme)
+    y, saved = cpu.run(x, weights, biases, names, True, scheme)
+    again, none = cpu.run(x, weights, biases, names, False, scheme)
     assert torch.equal(y, again)
     assert none == ()
     assert all(torch.equal(a, b) for a, b in zip(kept, (x, *weights), strict=True))
@@ -91,7 +94,7 @@ def test_norm_bound(spread: float, k: int, levels: int) -> None:
     x, weight = torch.randn(40, k), torch.randn(24, k)
     x[:, : k // 2] *= spread
     weight[12:] /= spread
-    y, _ = strassen_cpu.run(x, (weight,), (None,), ("none",), False, Scheme("strassen", levels))
+    y, _ = cpu.run(x, (weight,), (None,), ("none",), False, Scheme("strassen", levels))
     error = (y.double() - x.double() @ weight.double().t()).abs().max()
     limit = norm_bound(k, levels) * 2.0**-24 * x.abs().max() * weight.abs().max()
     assert error <= limit
@@ -101,7 +104,7 @@ def test_norm_bound(spread: float, k: int, levels: int) -> None:
 def test_a_wrong_sign_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     good = FORMULAS["strassen"]
     wrong = (*good.out[:2], ((1, 1), (3, -1)), good.out[3])
-    bad = strassen_scheme.Formulas(good.left, good.right, wrong)
+    bad = schemes.Formulas(good.left, good.right, wrong)
     monkeypatch.setitem(FORMULAS, "strassen", bad)
     with pytest.raises(AssertionError):
         test_error(CHAINS[0], torch.float32, Scheme("strassen", 1), ("relu", "none"))
@@ -204,12 +207,11 @@ def test_inference_mode() -> None:
 
 
 def posed(m: int = 4096, width: int = 4096, dtype: str = "float32", **options: Any) -> Any:
-    options = {"fast": True, "precision": "highest", "device": "cpu"} | options
+    options = {"precision": "highest", "device": "cpu"} | options
     return problem("forward", m, (width,) * 5, dtype=dtype, **options)
 
 
-def test_opt_in_only() -> None:
-    assert "allow_fast_matmul" in str(strassen.reason_not(posed(fast=False)))
+def test_what_has_no_chain() -> None:
     assert strassen.reason_not(posed()) is None
     assert "float64" in str(strassen.reason_not(posed(dtype="float64")))
     assert "empty" in str(strassen.reason_not(posed(m=0)))

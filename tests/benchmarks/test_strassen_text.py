@@ -1,4 +1,4 @@
-"""What STRASSEN.md says of the committed rows is what they show."""
+"""What the README says of the committed rows is what they show."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from benchmarks.harness.rows import read_rows
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "src/fastlinear/ops/mlp/STRASSEN.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "benchmarks/experiments/strassen/README.md").read_text(encoding="utf-8")
 
 
 def ratios(name: str, metric: str, dtype: str) -> dict[str, tuple[float, float]]:

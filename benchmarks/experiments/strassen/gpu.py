@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.common.triton_launch import Launch
-from fastlinear.ops.mlp.strassen_scheme import Scheme, plane_size
-from fastlinear.ops.mlp.strassen_triton_kernels import (
+from benchmarks.experiments.strassen.gpu_kernels import (
     _strassen_chain_kernel,
     _strassen_prefix_kernel,
     _strassen_suffix_kernel,
     _strassen_weight_kernel,
 )
+from benchmarks.experiments.strassen.scheme import Scheme, plane_size
+from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.common.triton_launch import Launch
 
 _TILE = {1: 512, 2: 256}  # elements of a program's tile, by levels; 128 threads
 _WEIGHT_TILE = (16, 32)

@@ -1,0 +1,37 @@
+"""Public arguments that are still accepted and no longer have an effect."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from fastlinear.core.errors import InputError
+
+_warned: set[str] = set()
+
+
+def fast_matmul(given: object, function: str, stacklevel: int = 3) -> None:
+    """Check ``allow_fast_matmul``. True gives one DeprecationWarning a process, at the caller
+    ``stacklevel`` frames up.
+
+    Raises:
+        InputError: ``given`` is neither True nor False.
+    """
+    if not isinstance(given, bool):
+        raise InputError(
+            function,
+            "allow_fast_matmul to be True or False",
+            f"allow_fast_matmul={given!r}",
+            "Leave it out: it has no effect.",
+        )
+    name = "allow_fast_matmul"
+    if not given or torch.compiler.is_compiling() or name in _warned:
+        return
+    _warned.add(name)
+    warnings.warn(
+        f"{name} has no effect: Strassen's algorithm is an experiment outside the package "
+        "(benchmarks/experiments/strassen). Leave the argument out.",
+        DeprecationWarning,
+        stacklevel=stacklevel,
+    )
