@@ -20,7 +20,7 @@ from fastlinear.cli import app
 ROOT = Path(__file__).parent.parent.parent
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
-    for pattern in ("*.md", "docs/*.md", "results/*.md", "src/**/*.md")
+    for pattern in ("*.md", "docs/*.md", "results/*.md", "src/**/*.md", "benchmarks/**/*.md")
     for path in ROOT.glob(pattern)
 )
 _FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)

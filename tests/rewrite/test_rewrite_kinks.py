@@ -107,7 +107,7 @@ def at_the_kink(activation: nn.Module) -> nn.Sequential:
 
 def swaps(model: nn.Sequential, activation: str) -> SwapSet:
     (pair,) = Segment.pairs(model, model[0], model[1], activation)
-    return SwapSet([Swap("", model, sequential_forward([(pair, "mine", False)], model))])
+    return SwapSet([Swap("", model, sequential_forward([(pair, "mine")], model))])
 
 
 def judge(model: nn.Module, runner: Runner = TRAIN) -> verify.Judge:

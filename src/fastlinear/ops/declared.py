@@ -65,14 +65,14 @@ declare_eager_op(
 declare_op(
     "mlp",
     "(Tensor x, Tensor[] weights, Tensor[] biases, bool[] has_bias, str activation,"
-    " str final_activation, bool needs_grad, str backend, bool fast) -> (Tensor, Tensor[])",
+    " str final_activation, bool needs_grad, str backend) -> (Tensor, Tensor[])",
     _mlp,
     formula=True,
 )
 declare_op(
     "mlp_backward",
     "(Tensor dy, Tensor x, Tensor[] weights, Tensor[] saved, str activation,"
-    " str final_activation, bool needs_x, bool[] needs_w, bool[] needs_b, str backend, bool fast)"
+    " str final_activation, bool needs_x, bool[] needs_w, bool[] needs_b, str backend)"
     " -> (Tensor, Tensor[], Tensor[])",
     _mlp,
     formula=False,
@@ -80,7 +80,7 @@ declare_op(
 declare_eager_op(
     "mlp_inference",
     "(Tensor x, Tensor[] weights, Tensor[] biases, bool[] has_bias, bool[] turned, str activation,"
-    " str final_activation, str backend, bool fast) -> Tensor",
+    " str final_activation, str backend) -> Tensor",
     _mlp,
 )
 declare_op(
