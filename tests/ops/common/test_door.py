@@ -16,8 +16,10 @@ from torch import Tensor
 
 import fastlinear as fl
 from fastlinear.core.settings import cache_dir
+from fastlinear.op.front import no_table
 from fastlinear.ops.common import cpp_build, door, door_library
-from fastlinear.ops.mlp import op, reference
+from fastlinear.ops.mlp import reference
+from fastlinear.ops.mlp.spec import FRONT
 
 pytestmark = [
     pytest.mark.own_builds,
@@ -28,8 +30,8 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def _no_door_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door, "_build", door._Build())
-    monkeypatch.setattr(op, "_door", op._no_door)
-    op._plans.clear()
+    monkeypatch.setattr(FRONT, "table", no_table)
+    FRONT.plans.clear()
 
 
 def compiler(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -61,7 +63,7 @@ def test_a_slow_compiler_delays_no_call(tmp_path: Path, monkeypatch: pytest.Monk
         check(m)
         check(m)
     assert time.perf_counter() - began < 5
-    assert op._door is op._no_door
+    assert FRONT.table is no_table
     assert not door.wait(0.01)
     assert door.reason_not() is None
     build = door._build
@@ -86,16 +88,16 @@ def test_plans_seen_before_are_served_once_the_door_is_there(
     runs = compiler(tmp_path, f'sleep 1; exec "{real}" "$@"', monkeypatch)
     x, ws, bs = given()
     before = fl.mlp(x, ws, bs, backend="layerwise")
-    assert op._door is op._no_door
+    assert FRONT.table is no_table
     assert door.wait(), door.reason_not()
     table = door.table("mlp")
     assert table is not None
-    call = (x, ws, bs, "relu", "none", "layerwise", False)
+    call = (x, ws, bs, "relu", "none", "layerwise")
     assert table.call(*call) is None
     assert torch.equal(fl.mlp(x, ws, bs, backend="layerwise"), before)
-    assert op._door is table.call
+    assert FRONT.table is table.call
     assert torch.equal(table.call(*call), before)
-    monkeypatch.setattr(op, "_looked_up", None)
+    monkeypatch.setattr(FRONT, "looked_up", None)
     assert torch.equal(fl.mlp(x, ws, bs, backend="layerwise"), before)
     # a later process finds it compiled: no thread, and the door at once
     monkeypatch.setattr(door, "_build", door._Build())

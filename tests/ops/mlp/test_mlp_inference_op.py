@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import fastlinear as fl
-from fastlinear.ops.mlp import inference_op, reference
+from fastlinear.ops.mlp import reference
+from fastlinear.ops.mlp.spec import FRONT
 
 OP = torch.ops.fastlinear.mlp_inference.default
 NAMES = "gelu", "none"
@@ -67,13 +68,13 @@ def test_a_compiled_graph_hands_on_the_parameters_themselves(
     _, (first, second), (bias,) = given(False)
     parameters = [nn.Parameter(first), nn.Parameter(second)]
     seen: list[Any] = []
-    real = inference_op.run
+    real = FRONT.run
 
     def spy(x: Tensor, weights: list[Tensor], *rest: Any) -> Tensor:
         seen.append([w if w._base is None else w._base for w in weights])
         return real(x, weights, *rest)
 
-    monkeypatch.setattr(inference_op, "run", spy)
+    monkeypatch.setattr(FRONT, "run", spy)
 
     @torch.compile(fullgraph=True)
     def run(x: Tensor, first: Tensor, second: Tensor) -> Tensor:

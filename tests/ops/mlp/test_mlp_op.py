@@ -14,8 +14,11 @@ from torch import Tensor
 import fastlinear as fl
 from fastlinear.core.compare import judge
 from fastlinear.core.errors import InputError, UnsupportedError
+from fastlinear.op.front import no_table
+from fastlinear.ops.common import door
 from fastlinear.ops.common.activations import ACTIVATIONS, NAMES
 from fastlinear.ops.mlp import op, reference
+from fastlinear.ops.mlp.spec import FRONT
 
 Net = tuple[Tensor, list[Tensor], list[Tensor | None]]
 
@@ -282,8 +285,8 @@ def test_float64_and_float16_take_what_serves_them() -> None:
 
 def test_without_the_compiled_door(monkeypatch: pytest.MonkeyPatch) -> None:
     """The Python lookup alone does the same."""
-    monkeypatch.setattr(op.door, "table", lambda _: None)
-    monkeypatch.setattr(op, "_door", op._no_door)
+    monkeypatch.setattr(door, "table", lambda _: None)
+    monkeypatch.setattr(FRONT, "table", no_table)
     for _ in range(2):
         x, ws, bs = net(6, (16, 20, 3), bias="some")
         check(x, ws, bs)

@@ -17,7 +17,6 @@ from fastlinear.ops.common import door
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.mlp import (
     layerwise,
-    op,
     programs,
     reference,
     whole_cuda,
@@ -25,6 +24,7 @@ from fastlinear.ops.mlp import (
     whole_triton_plans,
 )
 from fastlinear.ops.mlp.programs import Inference
+from fastlinear.ops.mlp.spec import FRONT
 from fastlinear.ops.mlp.whole_clusters import ClustersPlan
 from fastlinear.ops.mlp.whole_grid import GridPlan
 from fastlinear.ops.mlp.whole_stream import StreamPlan
@@ -56,7 +56,7 @@ class Way:
 
     def admit(self, x: Tensor, ws: Any, bs: Any) -> None:
         self.python(x, ws, bs)
-        plan = programs.made(Inference(*self.names), x, ws, bs, self.fallback)
+        plan = programs.program(Inference(*self.names), x, ws, bs, self.fallback)
         assert plan is not None
         assert self.table.admit(x, ws, bs, *self.names, plan)
 
@@ -138,7 +138,7 @@ def test_weights_of_another_device_are_another_kind_of_call() -> None:
 
 def test_too_many_tensors_stay_with_python() -> None:
     ws, bs = chain(4, (4,) * 40)
-    made = programs.made(Inference("relu", "none"), draw(2, 4), ws, bs, lambda *_: draw(1))
+    made = programs.program(Inference("relu", "none"), draw(2, 4), ws, bs, lambda *_: draw(1))
     assert made is None
 
 
@@ -164,7 +164,7 @@ def test_on_the_device_nothing_goes_back_to_python(
                     back += 1
 
                 with monkeypatch.context() as watched:
-                    watched.setattr(op, "_looked_up", counted)
+                    watched.setattr(FRONT, "looked_up", counted)
                     real = layerwise.forward
 
                     def slow(*given: Any, real: Any = real) -> Any:

@@ -226,9 +226,9 @@ def _reason_not_pieces(p: Problem) -> str | None:
     return "float64 is left to PyTorch's own ops" if p.dtype == "float64" else None
 
 
-_STEP_EAGER = Backend(NAME, STEP, "eager", f"{_HERE}.step:eager", _always)
+_STEP_EAGER = Backend(NAME, STEP, "eager", f"{_HERE}.spec:eager", _always)
 _PIECES_SOURCES = (
-    *("autograd.py", "plans.py", "programs.py", "whole_cpp_programs.py", "layerwise.py"),
+    *("autograd.py", "programs.py", "whole_cpp_programs.py", "layerwise.py"),
     *("whole_cpp.py", "whole_triton.py"),
     *("../common/door_node.h", "../common/door_program.h"),
     *("whole_triton_plans.py", "whole_triton_config.py"),
@@ -242,7 +242,7 @@ FAMILY = register_family(
         backends=(
             _STEP_EAGER,
             Backend(
-                NAME, STEP, "pieces", f"{_HERE}.step:pieces", _reason_not_pieces, _PIECES_SOURCES
+                NAME, STEP, "pieces", f"{_HERE}.spec:pieces", _reason_not_pieces, _PIECES_SOURCES
             ),
             *(_backend(p, "eager", "reference", _always) for p in PIECES),
             *(
@@ -266,7 +266,7 @@ FAMILY = register_family(
         reference=_reference,
         cost=cost,
         akin=(_whatever_bias, _whatever_activation),
-        timed=deferred(f"{_HERE}.caller:timed"),
+        timed=deferred(f"{_HERE}.spec:timed"),
         removed={"graph": "Use fastlinear.graphed, which records a module or a function."},
     )
 )

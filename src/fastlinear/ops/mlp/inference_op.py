@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastlinear.ops._register import register_eager_op
-from fastlinear.ops.mlp.op import run
+from fastlinear.ops.mlp.spec import FRONT
 
 
 def _run(
@@ -30,7 +30,8 @@ def _run(
     given = iter(biases)
     bs = [next(given) if has else None for has in has_bias]
     names = intern(activation), intern(final_activation)
-    return run(x, ws, bs, *names, intern(backend) if backend else None).contiguous()
+    y: Tensor = FRONT.run(x, ws, bs, *names, intern(backend) if backend else None)
+    return y.contiguous()
 
 
 def _fake(

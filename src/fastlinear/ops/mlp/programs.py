@@ -81,21 +81,6 @@ class Inference:
     final_activation: str
     backend: str = "layerwise"
 
-    BACKENDS = frozenset({"layerwise", "whole_cuda", "whole_triton"})
-
-
-def made(
-    kind: Training | Inference,
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None] | None,
-    plan: Callable[..., Tensor],
-) -> Any:
-    """The door's plan for calls of a kind; None where only ``plan`` serves them."""
-    if isinstance(kind, Training):
-        return node(kind, x, weights, biases)
-    return program(kind, x, weights, biases, plan)
-
 
 def program(
     inference: Inference,

@@ -9,19 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastlinear.core.precision import matmul_precision
-from fastlinear.dispatch import cache
+from fastlinear.op.compile import Backends
 from fastlinear.ops._register import register_op
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.common.calls import is_captured
 from fastlinear.ops.mlp import reference
 from fastlinear.ops.mlp.autograd import run_backward
 from fastlinear.ops.mlp.reference import Biases
-from fastlinear.ops.mlp.selection import choices, choices_of, problem_of
+from fastlinear.ops.mlp.spec import SPEC
 
-_MAX_RESOLVED = 4096
-_resolved: dict[Any, Callable[..., Any]] = {}
-cache.on_change(_resolved.clear)
+_BACKENDS = Backends(SPEC)
 
 
 def _with_none(biases: list[Tensor], has_bias: list[bool]) -> Biases:
@@ -35,22 +31,6 @@ def _saved_widths(weights: list[Tensor], final_activation: str, needs_grad: bool
         return []
     widths = [w.shape[0] for w in weights]
     return widths if activation_of(final_activation).saved == "pre" else widths[:-1]
-
-
-def _resolve(key: Any, make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-    run = _resolved.get(key)
-    if run is None:
-        if len(_resolved) >= _MAX_RESOLVED:
-            _resolved.clear()
-        run = _resolved[key] = make()
-    return run
-
-
-def _key(x: Tensor, weights: list[Tensor], *rest: Any) -> tuple[Any, ...]:
-    """Everything a selection reads of a call."""
-    layouts = tuple((w.shape, w.stride()) for w in weights)
-    regime = matmul_precision(x.dtype), is_captured(x)
-    return (x.shape, x.stride(), x.dtype, x.device, layouts, *regime, *rest)
 
 
 def _empty(x: Tensor, weights: list[Tensor]) -> bool:
@@ -70,11 +50,9 @@ def _forward(
     names = activation, final_activation
     bs = _with_none(biases, has_bias)
 
-    def make() -> Callable[..., Any]:
-        chosen = choices(x, weights, bs, *names, backend or None, needs_grad)
-        return reference.forward if _empty(x, weights) else chosen[0].backend.load()
-
-    run = _resolve(_key(x, weights, *has_bias, *names, needs_grad, backend), make)
+    run: Callable[..., Any] = reference.forward
+    if not _empty(x, weights):
+        run = _BACKENDS.forward((x, tuple(weights), bs, *names, backend or None), needs_grad)
     dense = tuple(None if b is None else b.contiguous() for b in bs)
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     y, saved = run(rows, tuple(weights), dense, *names, needs_grad)
@@ -112,14 +90,10 @@ def _backward(
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     names = activation, final_activation
 
-    def make() -> Callable[..., Any]:
-        if _empty(x, weights):
-            return reference.backward
+    run: Callable[..., Any] = reference.backward
+    if not _empty(x, weights):
         biases = (None,) * len(weights)
-        p = problem_of(x, weights, biases, *names, True)
-        return choices_of(p, backend or None)[1].backend.load()
-
-    run = _resolve(("backward", *_key(x, weights, *names, backend)), make)
+        run = _BACKENDS.backward((x, tuple(weights), biases, *names, backend or None))
     kept: list[Tensor | None] = list(saved)
     if len(kept) < len(weights):
         kept.append(None)
