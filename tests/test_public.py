@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import textwrap
-from importlib import metadata
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,7 @@ NAMES = [
     "unequal_linear",
 ]
 MOST_MODULES = 119  # of its own that `import fastlinear` loads
+ROOT = Path(__file__).parents[1]
 HEAVY = ("triton", "transformers", "matplotlib", "rich", "typer", "jinja2", "sklearn")
 
 
@@ -54,11 +56,10 @@ def test_exports() -> None:
 
 
 def test_version_matches_the_package() -> None:
-    try:
-        installed = metadata.version("fastlinear")
-    except metadata.PackageNotFoundError:
-        pytest.skip("fastlinear runs from its source folder here")
-    assert fastlinear.__version__ == installed
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert fastlinear.__version__ == project["version"]
+    change_log = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## (\S+)", change_log, re.M)[0] == project["version"]
 
 
 def test_import_is_light() -> None:

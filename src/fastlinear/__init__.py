@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from fastlinear.ops.unequal_linear import unequal_linear
     from fastlinear.rewrite import apply_, optimize_, profile
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "CacheWarning",

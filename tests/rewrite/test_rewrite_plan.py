@@ -14,11 +14,12 @@ import torch
 from rewrite_models import Clock, Functional, mlp, run, snapshot
 from torch import Tensor, nn
 
+import fastlinear as fl
 from fastlinear.core.errors import InputError, PlanError, UnsupportedError
 from fastlinear.core.settings import Config
 from fastlinear.dispatch import backend as registry
 from fastlinear.dispatch import cache
-from fastlinear.rewrite import apply_, optimize_, remember
+from fastlinear.rewrite import apply_, fits, optimize_, remember
 from fastlinear.rewrite import plan as plans
 
 pytestmark = [
@@ -245,6 +246,20 @@ def test_a_plan_that_does_not_fit_is_refused(
     with pytest.raises(PlanError, match=text):
         apply_(model, edited(plan, change))
     assert snapshot(model) == before
+
+
+def test_plans_of_this_version_and_of_earlier_ones_apply() -> None:
+    assert fl.__version__ in fits._APPLIED
+    model = mlp().eval()
+    plan = make_plan(model)
+
+    def older(data: dict[str, Any]) -> None:
+        data["fastlinear"] = "0.1.0"
+        data["tuned"][0]["times_us"]["onednn_packed"] = 1.0  # a backend that is no more
+        data["tuned"][0]["best"] = "onednn_packed"
+
+    result = apply_(model, edited(plan, older))
+    assert result.kept == len(plan["rewrites"])
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from fastlinear.core.errors import PlanError
 from fastlinear.dispatch.backend import families, family
 from fastlinear.rewrite.plan import Plan, model_facts
 
+_APPLIED = ("0.1.0", "0.2.0")  # versions of fastlinear whose plans this one applies
 _MOVE = "move the model to such a device"
 
 
@@ -43,11 +44,12 @@ def check_fits(plan: Plan, model: nn.Module, device: torch.device) -> None:
         )
     _check_known(plan)
     here = environment(device)
+    version = plan.fastlinear if plan.fastlinear in _APPLIED else here["fastlinear"]
     facts_of: tuple[tuple[str, Any, Any, str], ...] = (
         ("device", plan.environment["device"]["kind"], here["device"]["kind"], _MOVE),
         ("device", plan.environment["device"]["slug"], here["device"]["slug"], _MOVE),
         ("torch", plan.environment["torch"], here["torch"], "install that version"),
-        ("fastlinear", plan.fastlinear, here["fastlinear"], "install that version"),
+        ("fastlinear", plan.fastlinear, version, "install that version"),
         (
             "float32 matmul precision",
             _precision(plan.environment),
