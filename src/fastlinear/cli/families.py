@@ -36,7 +36,6 @@ class Options:
     layers: int | None
     width: int | None
     final_activation: str | None
-    allow_fast_matmul: bool
     hidden: int | None = None
     stacked: str | None = None
     groups: int | None = None

@@ -249,7 +249,8 @@ def _entry(self: Front, options: int) -> Callable[..., Any]:
         y = self.table(*arguments)
         return self.looked_up(*arguments) if y is None else y
 
-    return {2: two, 3: three}.get(options, more)
+    entries: dict[int, Callable[..., Any]] = {2: two, 3: three}
+    return entries.get(options, more)
 
 
 def choices(spec: OpSpec, arguments: Arguments, grad: bool) -> tuple[Choice, ...]:

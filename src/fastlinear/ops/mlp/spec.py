@@ -47,7 +47,8 @@ def _reference(
 
 
 def _problem(arguments: Arguments, grad: bool) -> Problem:
-    return selection.problem_of(*arguments[:5], grad)
+    x, weights, biases, activation, final_activation, _ = arguments
+    return selection.problem_of(x, weights, biases, activation, final_activation, grad)
 
 
 def _resolve(arguments: Arguments, grad: bool, autocast: bool) -> Resolved:
@@ -72,7 +73,7 @@ def _resolve(arguments: Arguments, grad: bool, autocast: bool) -> Resolved:
     plan = _inference(chosen[0].backend.load(), *names)
     (name,) = backends
     if name in _LAUNCHED and x.is_cuda and not captured:
-        return Resolved(plan, plan, partial(_program, programs.Inference(*names, name), plan))
+        return Resolved(plan, plan, partial(_program, programs.Inference(names[0], names[1], name), plan))
     dense = all(t.is_contiguous() for t in (x, *weights, *biases) if t is not None)
     if name == "whole_cpp" and dense and x.dim() <= 3:
         codes = whole_cpp.codes(len(weights), *names)
