@@ -1,5 +1,6 @@
 # make demo   optimize four models, end with a table, plans and reports (no GPU needed)
 # make test   run the tests
+# make test-quick  run a short choice of them, for less than 90 s on two cores (first run: minutes)
 # make check  format, lint, types, import layers, documentation examples, tests
 # make fuzz   random calls of every op, for SECONDS=600 from SEED=0 on
 # make sanitize  small calls of every kernel: C++ under address and undefined-behaviour sanitizers,
@@ -31,7 +32,7 @@ TEST_READY := $(VENV)/.ready-test
 CHECK_READY := $(VENV)/.ready-check
 endif
 
-.PHONY: help demo test fuzz check lint gpu sanitize clean
+.PHONY: help demo test test-quick fuzz check lint gpu sanitize clean
 
 help:
 	@grep '^# make' Makefile | sed 's/^# //'
@@ -41,6 +42,12 @@ demo: $(DEMO_READY)
 
 test: $(TEST_READY)
 	HF_HUB_OFFLINE=1 $(RUN) -m pytest -q -n auto --maxprocesses 4
+
+# tests/quick.txt chooses. Compiled C++ is kept from run to run; its names cover source and compiler.
+test-quick: $(TEST_READY)
+	mkdir -p -m 700 .test-builds
+	HF_HUB_OFFLINE=1 FASTLINEAR_TESTS_BUILDS=$(CURDIR)/.test-builds \
+		$(RUN) -m pytest -q -n 2 -m "not gpu and not slow" @tests/quick.txt
 
 SEED ?= 0
 SECONDS ?= 600
@@ -89,4 +96,4 @@ $(VENV)/.ready-check: $(VENV)/.ready-test
 	@touch $@
 
 clean:
-	rm -rf demo-output build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf demo-output build .test-builds .pytest_cache .mypy_cache .ruff_cache .hypothesis
