@@ -134,7 +134,6 @@ def test_unknown_names(run: Run, command: str) -> None:
         (("mlp", "--final-activation", "mish"), "final_activation"),
         (("mlp", "--weight-layout", "nn"), "nk or kn"),
         (("--widths", "64,64"), "received --widths. These belong to another op"),
-        (("linear_act", "--allow-fast-matmul"), "received --allow-fast-matmul"),
         (("linear_act", "--final-activation", "relu", "--width", "3"), "--width, --final-act"),
         (("diagonal-linear", "--k", "8"), "received --k. It has one size besides the rows"),
         (("diagonal-linear", "--weight-layout", "kn"), "received --weight-layout. Its weight is"),

@@ -95,19 +95,14 @@ def _measured_devices(facts: DeviceFacts) -> list[tuple[str, str]]:
     return [(facts.slug, ""), *([(akin, akin)] if akin not in ("", facts.slug) else [])]
 
 
-@lru_cache(maxsize=8)
-def _contents(slug: str) -> dict[str, Any] | None:
-    path = _FOLDER / f"{slug}.json"
-    return json.loads(path.read_text()) if path.exists() else None
-
-
 @lru_cache(maxsize=32)
 def table(slug: str, name: str) -> dict[str, tuple[Row, ...]]:
     """All rows of a family shipped for a device, grouped by everything but the sizes, and by every
     view of the family."""
-    data = _contents(slug)
-    if data is None:
+    path = _FOLDER / f"{slug}.json"
+    if not path.exists():
         return {}
+    data: dict[str, Any] = json.loads(path.read_text())
     grouped: dict[str, list[Row]] = {}
     for item in data["rows"]:
         if item["problem"]["family"] != name:

@@ -73,7 +73,9 @@ def _resolve(arguments: Arguments, grad: bool, autocast: bool) -> Resolved:
     plan = _inference(chosen[0].backend.load(), *names)
     (name,) = backends
     if name in _LAUNCHED and x.is_cuda and not captured:
-        return Resolved(plan, plan, partial(_program, programs.Inference(names[0], names[1], name), plan))
+        return Resolved(
+            plan, plan, partial(_program, programs.Inference(names[0], names[1], name), plan)
+        )
     dense = all(t.is_contiguous() for t in (x, *weights, *biases) if t is not None)
     if name == "whole_cpp" and dense and x.dim() <= 3:
         codes = whole_cpp.codes(len(weights), *names)
