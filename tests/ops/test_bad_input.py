@@ -230,3 +230,22 @@ def test_on_the_meta_device_shapes_come_back(name: str) -> None:
     y = call(*(t.to("meta") for t in given))
     right = call(*given)
     assert (y.shape, y.dtype, y.device.type) == (right.shape, right.dtype, "meta")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_nothing_where_tensors_belong(compiled: bool) -> None:
+    """None for every tensor, the first a front end looks at included."""
+    calls: list[Callable[[], Any]] = [
+        lambda: fl.linear_act(None, None),
+        lambda: fl.linear_act(None, W),
+        lambda: fl.diagonal_linear(None, None),
+        lambda: fl.diagonal_linear(None, None, out=X),
+        lambda: fl.mlp(None, [W]),
+        lambda: fl.grouped_linear(None, None),
+        lambda: fl.gated_linear(None, W, W),
+        lambda: fl.explain(None, None),
+    ]
+    for call in calls[:-1] if compiled else calls:
+        run = torch.compile(call, backend="eager", fullgraph=False) if compiled else call
+        with pytest.raises(FastlinearError, match="to be a tensor"):
+            run()

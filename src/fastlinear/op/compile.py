@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fastlinear.core.precision import matmul_precision
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.select import Choice
 from fastlinear.op.front import MAX_PLANS, choices
-from fastlinear.op.spec import Arguments, OpSpec, leaves
-from fastlinear.ops.common.calls import is_captured
+from fastlinear.op.spec import Arguments, OpSpec, kind
 
 
 class Backends:
@@ -31,15 +29,7 @@ class Backends:
 
     def choices(self, arguments: Arguments, grad: bool) -> tuple[Choice, ...]:
         """The choice for each piece of a valid call."""
-        tensors = [t for t in leaves(arguments) if t is not None]
-        key = (
-            tuple([(t.shape, t.stride(), t.dtype, t.device) for t in tensors]),
-            tuple([t is None for t in leaves(arguments)]),
-            *arguments[3:],
-            grad,
-            matmul_precision(tensors[0].dtype),
-            is_captured(tensors[0]),
-        )
+        key = (*kind(arguments), grad)
         found = self._known.get(key)
         if found is None:
             if len(self._known) >= MAX_PLANS:

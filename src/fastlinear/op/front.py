@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from fastlinear.core.errors import InputError
-from fastlinear.core.precision import matmul_precision
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.explain import Explanation
 from fastlinear.dispatch.select import Choice
-from fastlinear.op.spec import Arguments, OpSpec, Resolved, leaves, mapped
+from fastlinear.op.spec import Arguments, OpSpec, Resolved, kind, leaves, mapped
 from fastlinear.ops.common import calls, door, door_node
 from fastlinear.ops.common.layouts import carried
 
@@ -72,8 +71,7 @@ class Front:
         found = spec.redirect(arguments)
         if found is not None:
             return found
-        arguments = spec.normal(arguments)
-        given = [t for t in leaves(arguments) if t is not None]
+        arguments, given = self._normal(arguments)
         if calls.unlike_plain(given) or calls.forward_mode() or any(map(_is_wrapped, given)):
             return self.fallback(arguments)
         x = given[0]
@@ -85,16 +83,7 @@ class Front:
             return spec.reference(*arguments)
         grad = torch.is_grad_enabled() and any(t.requires_grad for t in given)
         negative = any(t.is_neg() for t in given)
-        key: Any = (
-            tuple([(t.shape, t.stride(), t.dtype, t.device) for t in given]),
-            tuple([t is None for t in leaves(arguments)]),
-            *arguments[3:],
-            grad,
-            autocast,
-            negative,
-            matmul_precision(x.dtype),
-            calls.is_captured(x),
-        )
+        key: Any = (*kind(arguments), grad, autocast, negative)
         try:
             plan = self.plans.get(key)
         except TypeError:  # an option that cannot be hashed: validation names it
@@ -105,6 +94,13 @@ class Front:
         if plan.in_table is not None:
             self._admit(plan, raw)
         return y
+
+    def _normal(self, arguments: Arguments) -> tuple[Arguments, list[Any]]:
+        """The call with leading arguments of one type, and the tensors it has, x first."""
+        arguments = self.spec.normal(arguments)
+        if arguments[0] is None:
+            self.spec.validate(*arguments)  # raises: there is nothing to compute on
+        return arguments, [t for t in leaves(arguments) if t is not None]
 
     def _resolved(
         self, arguments: Arguments, grad: bool, autocast: torch.dtype | None, negative: bool
@@ -144,8 +140,7 @@ class Front:
         if table is None:
             return
         self.table = table.call
-        x = next(t for t in leaves(arguments) if t is not None)
-        if (x.is_cuda and not door.serves_cuda()) or not table.wants(*arguments):
+        if (arguments[0].is_cuda and not door.serves_cuda()) or not table.wants(*arguments):
             return
         made = None if found.record is None else found.record(*arguments[:3])
         table.admit(*arguments, made or found.in_table)
@@ -154,12 +149,12 @@ class Front:
         """Tensor subclasses, FX proxies, odd layouts and transforms: PyTorch's own ops carry
         them."""
         named = self.spec.named(arguments)
-        public = self.spec.public(arguments)[0]
+        public = self.spec.called(arguments)[0]
         return carried(public, partial(self._by_torch, arguments), **named)
 
     def _by_torch(self, arguments: Arguments) -> Any:
         given = tuple(t for t in leaves(arguments) if t is not None)
-        name, positional, keywords = self.spec.public(arguments)
+        name, positional, keywords = self.spec.called(arguments)
         tensors = all(isinstance(t, Tensor) for t in given)
         if not tensors and has_torch_function(given):
             return handle_torch_function(_PUBLIC[name], given, *positional, **keywords)
@@ -185,8 +180,7 @@ class Front:
         found = spec.redirect(arguments)
         if found is not None:
             return found
-        arguments = spec.normal(arguments)
-        given = [t for t in leaves(arguments) if t is not None]
+        arguments, given = self._normal(arguments)
         if calls.unlike_plain(given) or calls.forward_mode():
             return self._by_torch(arguments)
         dtype = calls.autocast_dtype(given[0])
@@ -197,10 +191,9 @@ class Front:
 
     def explain(self, arguments: Arguments, grad: bool | None) -> Explanation:
         """The choices behind a call; ``grad`` None takes from the tensors whether it trains."""
-        arguments = self.spec.normal(arguments)
+        arguments, given = self._normal(arguments)
         if grad is None:
             grad = needs_grad(arguments)
-        given = [t for t in leaves(arguments) if t is not None]
         if all(isinstance(t, Tensor) for t in given):
             dtype = calls.autocast_dtype(given[0])
             if dtype is not None:
@@ -255,7 +248,7 @@ def _entry(self: Front, options: int) -> Callable[..., Any]:
 
 def choices(spec: OpSpec, arguments: Arguments, grad: bool) -> tuple[Choice, ...]:
     """The backend of each piece of a valid call; facts of a GPU are read from the call's own."""
-    with calls.device_of(next(t for t in leaves(arguments) if t is not None)):
+    with calls.device_of(arguments[0]):
         return spec.choices(spec.problem(arguments, grad), arguments[-1], arguments)
 
 

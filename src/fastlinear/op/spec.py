@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastlinear.core.precision import matmul_precision
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.select import Choice
 from fastlinear.dispatch.steps import choices_of, select_pieces
 from fastlinear.ops.common.autocast import cast
+from fastlinear.ops.common.calls import is_captured
 
 Arguments = tuple[Any, ...]
 """A call: three leading arguments with its tensors, then its options, the forced backend last.
@@ -21,6 +23,9 @@ A leading argument is a tensor, None, or a tuple of those; an option is a string
 """
 Plan = Callable[[Any, Any, Any], Any]
 """The three leading arguments → the result."""
+
+Called = tuple[str, tuple[Any, ...], dict[str, Any]]
+"""Name of a public function, its positional arguments, its keywords."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +77,8 @@ class OpSpec:
         problem: (arguments, whether gradients are recorded) → the forward's Problem.
         train: (arguments, choices for the pieces) → what serves training calls by those backends.
         compiled: (arguments, whether gradients are recorded) → the result by the registered op.
-        public: arguments → (name of the public function, its positional arguments, its keywords).
+        public: arguments → the call of the public function, where that has other parameters than
+            ``operands`` and ``options``.
         normal: arguments → the same, with leading arguments of one type.
         cast: (arguments, dtype) → the same under autocast.
         redirect: arguments → the result of calls that another op serves, else None.
@@ -90,13 +96,19 @@ class OpSpec:
     problem: Callable[[Arguments, bool], Problem]
     train: Callable[[Arguments, tuple[Choice, ...]], Resolved]
     compiled: Callable[[Arguments, bool], Any]
-    public: Callable[[Arguments], tuple[str, tuple[Any, ...], dict[str, Any]]]
+    public: Callable[[Arguments], Called] | None = None
     normal: Callable[[Arguments], Arguments] = _same
     cast: Callable[[Arguments, torch.dtype], Arguments] = _cast
     redirect: Callable[[Arguments], Any] = _none
     choices: Callable[[Problem, str | None, Arguments], tuple[Choice, ...]] = _choices
     pieces: Callable[[Problem], tuple[Choice, ...]] = select_pieces
     torch_casts: bool = False
+
+    def called(self, arguments: Arguments) -> Called:
+        """The call of the public function."""
+        if self.public is not None:
+            return self.public(arguments)
+        return self.name, arguments[:3], dict(zip(self.options, arguments[3:], strict=True))
 
     def named(self, arguments: Arguments) -> dict[str, Any]:
         """The leading arguments by the names of their tensors."""
@@ -107,6 +119,14 @@ class OpSpec:
             else:
                 found.update(zip(name, given, strict=True))
         return found
+
+
+def kind(arguments: Arguments) -> tuple[Any, ...]:
+    """What tells kinds of calls apart in their arguments: facts of the tensors, and the options."""
+    tensors = list(leaves(arguments))
+    facts = [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors]
+    x = arguments[0]
+    return (tuple(facts), *arguments[3:], matmul_precision(x.dtype), is_captured(x))
 
 
 def leaves(arguments: Arguments) -> Iterator[Any]:

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastlinear.core.precision import matmul_precision
 from fastlinear.dispatch import cache
 from fastlinear.op.front import Front
-from fastlinear.op.spec import Arguments, Resolved, leaves, mapped
-from fastlinear.ops.common import calls, door, door_node
+from fastlinear.op.spec import Arguments, Resolved, kind, leaves, mapped
+from fastlinear.ops.common import door, door_node
 
 AsCall = Callable[[tuple[Any, ...]], tuple[Arguments, Tensor]]
 """Inputs of the piece → (the call's arguments without the backend, the gradient of its result)."""
@@ -55,19 +54,11 @@ class Step:
         return self._front.spec.reference(*arguments, None)
 
     def _by_pieces(self, *arguments: Any) -> Any:
-        given = [t for t in leaves(arguments) if t is not None]
-        x = given[0]
-        table = step_table(self._name, x.is_cuda)
+        table = step_table(self._name, arguments[0].is_cuda)
         y = None if table is None else table.call(*arguments)
         if y is not None:
             return y
-        key = (
-            tuple([(t.shape, t.stride(), t.dtype, t.device) for t in given]),
-            tuple([t is None for t in leaves(arguments)]),
-            *arguments[3:],
-            matmul_precision(x.dtype),
-            calls.is_captured(x),
-        )
+        key = kind(arguments)
         found = self._plans.get(key)
         if found is None:
             spec, call = self._front.spec, (*arguments, None)

@@ -137,11 +137,6 @@ def _compiled(arguments: Arguments, grad: bool) -> Tensor:
     return y
 
 
-def _public(arguments: Arguments) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-    options = dict(zip(("activation", "layout", "backend"), arguments[3:], strict=True))
-    return NAME, arguments[:3], options
-
-
 SPEC = OpSpec(
     name=NAME,
     operands=("x", "weight", "bias"),
@@ -152,7 +147,6 @@ SPEC = OpSpec(
     problem=_problem,
     train=_train,
     compiled=_compiled,
-    public=_public,
     redirect=_redirect,
 )
 FRONT = Front(SPEC)

@@ -138,10 +138,6 @@ def _compiled(arguments: Arguments, grad: bool) -> Tensor:
     return y
 
 
-def _public(arguments: Arguments) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-    return NAME, arguments[:3], {"activation": arguments[3], "backend": arguments[4]}
-
-
 SPEC = OpSpec(
     name=NAME,
     operands=("x", "weight", "bias"),
@@ -152,7 +148,6 @@ SPEC = OpSpec(
     problem=_problem,
     train=_train,
     compiled=_compiled,
-    public=_public,
     choices=_choices,
     pieces=selection.select_pieces,
     torch_casts=True,

@@ -193,10 +193,6 @@ def _compiled(arguments: Arguments, grad: bool) -> Tensor:
     return y
 
 
-def _public(arguments: Arguments) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-    return "mlp", arguments[:3], dict(zip(SPEC.options, arguments[3:], strict=True))
-
-
 SPEC = OpSpec(
     name=NAME,
     operands=("x", "weights", "biases"),
@@ -207,7 +203,6 @@ SPEC = OpSpec(
     problem=_problem,
     train=_train,
     compiled=_compiled,
-    public=_public,
     normal=_normal,
     torch_casts=True,
 )

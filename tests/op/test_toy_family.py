@@ -1,0 +1,156 @@
+"""A family of one spec, one reference and one backend: what the front end gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastlinear.core.cost import Cost
+from fastlinear.core.errors import InputError, UnsupportedError
+from fastlinear.core.problem import Problem
+from fastlinear.dispatch import backend as registry
+from fastlinear.dispatch.backend import Backend, Family, register_family
+from fastlinear.op.front import Front, public
+from fastlinear.op.spec import Arguments, OpSpec, Resolved
+from fastlinear.ops.common import door
+
+RAN: list[str] = []
+
+
+def reference(x: Tensor, weight: Tensor, _: None, mode: str, backend: str | None = None) -> Tensor:
+    return x * weight if mode == "times" else x + weight
+
+
+def forward(x: Tensor, weight: Tensor, mode: str) -> Tensor:
+    RAN.append(mode)
+    return reference(x, weight, None, mode)
+
+
+def validate(x: Any, weight: Any, _: None, mode: Any, backend: Any) -> None:
+    for name, t in (("x", x), ("weight", weight)):
+        if not isinstance(t, Tensor):
+            raise InputError("toy", f"{name} to be a tensor", type(t).__name__, "Convert it.")
+    if mode not in ("times", "plus"):
+        raise InputError("toy", "mode in times, plus", repr(mode), "Name one of them.")
+
+
+def problem(arguments: Arguments, grad: bool) -> Problem:
+    dims = (("K", arguments[0].numel()),)
+    options = (("mode", arguments[3]),)
+    return Problem("toy", "forward", dims, "float32", "cpu", options, grad, "n/a", False)
+
+
+def resolve(arguments: Arguments, grad: bool, autocast: bool) -> Resolved:
+    mode = arguments[3]
+    front.choices(arguments, False)  # a forced backend that cannot serve raises
+    if grad:
+        return Resolved(lambda x, weight, none: reference(x, weight, none, mode))
+
+    def plan(x: Tensor, weight: Tensor, _: None) -> Tensor:
+        return forward(x, weight, mode)
+
+    return Resolved(plan, plan)
+
+
+front = Front(
+    OpSpec(
+        name="toy",
+        operands=("x", "weight", "none"),
+        options=("mode", "backend"),
+        validate=validate,
+        reference=reference,
+        resolve=resolve,
+        problem=problem,
+        train=lambda arguments, _: resolve(arguments, True, False),
+        compiled=lambda arguments, _: reference(*arguments),
+    )
+)
+
+
+@public
+def toy(x: Tensor, weight: Tensor, none: None = None, *, mode: str, backend: Any = None) -> Tensor:
+    y: Tensor = front.call(x, weight, None, mode, backend)
+    return y
+
+
+@pytest.fixture(autouse=True)
+def _registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
+    here = f"{__name__}:forward"
+    never = "serves nothing"
+    backends = (
+        Backend("toy", "forward", "own", here, lambda _: None),
+        Backend("toy", "forward", "other", here, lambda _: never),
+    )
+    register_family(
+        Family("toy", ("forward",), backends, lambda _: ("own",), None, None, lambda _: Cost(0, 0))  # type: ignore[arg-type]
+    )
+    front.forget()
+    RAN.clear()
+    yield
+    front.forget()
+
+
+X, W = torch.randn(4, 3), torch.randn(3)
+
+
+def test_calls_and_gradients() -> None:
+    assert torch.equal(toy(X, W, mode="plus"), X + W)
+    weight = W.clone().requires_grad_()
+    (found,) = torch.autograd.grad(toy(X, weight, mode="times").sum(), weight)
+    torch.testing.assert_close(found, X.sum(0))
+
+
+def test_a_warm_call_is_the_tables() -> None:
+    if not door.wait(120):
+        pytest.skip(str(door.reason_not()))
+    for _ in range(3):
+        toy(X, W, mode="times")
+    table = door.table("toy")
+    assert table is not None
+    assert torch.equal(table.call(X, W, None, "times", None), X * W)
+    assert table.call(X, W, None, "plus", None) is None
+
+
+@pytest.mark.parametrize("mode", ["minus", None, []])
+def test_bad_input_is_said_by_name(mode: Any) -> None:
+    with pytest.raises(InputError, match="toy: expected mode"):
+        toy(X, W, mode=mode)
+    with pytest.raises(InputError, match="toy: expected x to be a tensor"):
+        toy(None, W, mode="plus")  # type: ignore[arg-type]
+
+
+def test_a_forced_backend_that_cannot_serve_says_why() -> None:
+    with pytest.raises(UnsupportedError, match="serves nothing"):
+        toy(X, W, mode="plus", backend="other")
+
+
+def test_autocast_and_lazy_signs() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for _ in range(3):
+            assert toy(X, W, mode="times").dtype is torch.bfloat16
+    negative = torch._neg_view(X)
+    assert torch.equal(toy(negative, W, mode="plus"), -X + W)
+
+
+def test_subclasses_transforms_and_compilers_take_torchs_ops() -> None:
+    class Tagged(Tensor):
+        pass
+
+    assert type(toy(X.as_subclass(Tagged), W, mode="plus")) is Tagged
+    expected = (X + W,)
+    assert torch.equal(torch.vmap(lambda x: toy(x, W, mode="plus"))(X), expected[0])
+    run = torch.compile(lambda x: toy(x, W, mode="plus"), backend="eager", fullgraph=True)
+    assert torch.equal(run(X), expected[0])
+    assert not RAN
+
+
+def test_explain_names_the_backend() -> None:
+    story = front.explain((X, W, None, "plus", None), None)
+    (choice,) = story.choices
+    assert choice.backend.name == "own"
+    assert dict(choice.passed_over) == {"other": "serves nothing"}
