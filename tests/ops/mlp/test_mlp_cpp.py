@@ -235,7 +235,7 @@ def test_a_plan_serves_only_calls_like_its_own() -> None:
     assert compiled.wait(), compiled.reason_not()
     door = compiled.table("mlp")
     assert door is not None
-    given = (x, list(ws), list(bs), "relu", "none", None, False)
+    given = (x, list(ws), list(bs), "relu", "none", None)
     fl.mlp(x, list(ws), list(bs))
     assert door.call(*given) is not None
 
@@ -260,7 +260,6 @@ def test_a_plan_serves_only_calls_like_its_own() -> None:
     assert misses(3, "gelu")
     assert misses(4, "relu")
     assert misses(5, "eager")
-    assert misses(6, True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert door.call(*given) is None
     with torch.inference_mode():
@@ -294,7 +293,7 @@ def test_tuning_times_what_callers_pay() -> None:
         door = compiled.table("mlp")
         assert door is not None
         x, ws, bs, *names, _ = inputs
-        through = door.call(x, ws, bs, *names, "whole_cpp", False)
+        through = door.call(x, ws, bs, *names, "whole_cpp")
     assert torch.equal(y, through)
     assert torch.equal(y, whole_cpp.forward(*inputs)[0])
     for other in (replace(p, needs_grad=True), replace(p, captured=True), p.with_piece("backward")):
@@ -336,7 +335,7 @@ def test_an_error_inside_a_plan_comes_through() -> None:
     def plan(*_: Any) -> Tensor:
         raise ZeroDivisionError
 
-    given = (x, ws, bs, "none", "none", None, False)
+    given = (x, ws, bs, "none", "none", None)
     assert door.admit(*given, plan)
     with pytest.raises(ZeroDivisionError):
         door.call(*given)

@@ -50,9 +50,10 @@ def _forward(
     names = activation, final_activation
     bs = _with_none(biases, has_bias)
 
-    run: Callable[..., Any] = reference.forward
-    if not _empty(x, weights):
-        run = _BACKENDS.forward((x, tuple(weights), bs, *names, backend or None), needs_grad)
+    # one that cannot serve is refused of empty tensors too
+    run = _BACKENDS.forward((x, tuple(weights), bs, *names, backend or None), needs_grad)
+    if _empty(x, weights):
+        run = reference.forward
     dense = tuple(None if b is None else b.contiguous() for b in bs)
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     y, saved = run(rows, tuple(weights), dense, *names, needs_grad)
