@@ -20,7 +20,7 @@ from benchmarks.harness.case import Case
 from benchmarks.harness.peer import OURS, Peer, cuda_only, no_compiler
 from benchmarks.harness.work import drawing, rotated
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.ragged_linear.op import ragged_linear, served_by
+from fastlinear.ops.ragged_linear.op import explain, ragged_linear
 
 _SPARSE = 4  # one group in so many owns rows
 
@@ -196,7 +196,7 @@ def peers(case: Case) -> tuple[Peer, ...]:
         contender("compile", _experts, _loop, _one_output, no_compiler, compiled=True),
         contender("compile_grouped_mm", _whole, _grouped_mm, flat, _no_compiled, compiled=True),
         contender(OURS, _whole, _ours(None), flat, ahead=True),
-        contender(f"{OURS}[loop]", _whole, _ours("loop"), flat),
+        contender(f"{OURS}[loop]", _whole, _ours("eager"), flat),
         contender(f"{OURS}[triton]", _whole, _ours("triton"), flat, cuda_only, ahead=True),
     )
 
@@ -217,5 +217,5 @@ def _no_grouped_mm(case: Case) -> str | None:
 
 def chosen(case: Case, work: ListsWork, captured: bool) -> dict[str, str]:
     """Which backend serves our call."""
-    x, weight, _, *bias = work.stacks[0].whole
-    return {"forward": served_by(x, weight, *bias)}
+    (choice,) = explain(*work.stacks[0].whole, needs_grad=case.needs_grad).choices
+    return {"forward": choice.backend.name}

@@ -26,10 +26,9 @@ from benchmarks.contenders.lists import (
 from benchmarks.harness.case import Case
 from benchmarks.harness.peer import OURS, Peer, cuda_only, no_compiler
 from benchmarks.harness.work import drawing, rotated
-from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.unequal_linear import cpu
-from fastlinear.ops.unequal_linear.op import served_by, unequal_linear
+from fastlinear.ops.unequal_linear.backends import FAMILY, problem
+from fastlinear.ops.unequal_linear.op import explain, unequal_linear
 
 
 def sizes_of(case: Case) -> list[tuple[int, int]]:
@@ -156,7 +155,7 @@ def peers(case: Case) -> tuple[Peer, ...]:
         contender("padded_bmm", _padded, _bmm, _unpadded),
         contender("compile", _listed, _loop, _by_group, no_compiler, compiled=True),
         contender(OURS, _listed, _ours(None), _by_group),
-        contender(f"{OURS}[loop]", _listed, _ours("loop"), _by_group),
+        contender(f"{OURS}[loop]", _listed, _ours("eager"), _by_group),
         contender(f"{OURS}[together]", _listed, _ours("together"), _by_group, _not_together),
     )
 
@@ -164,11 +163,12 @@ def peers(case: Case) -> tuple[Peer, ...]:
 def _not_together(case: Case) -> str | None:
     if case.device == "cuda":
         return cuda_only(case)
-    return cpu.unserved(FLOAT_DTYPES[case.dtype])
+    (backend,) = [b for b in FAMILY.candidates("forward") if b.name == "together"]
+    return backend.why_not_ready(problem("forward", 4, 2, 4, 4, dtype=case.dtype, device="cpu"))
 
 
 def chosen(case: Case, work: ListsWork, captured: bool) -> dict[str, str]:
     """Which backend serves our call."""
     given = work.stacks[0]
-    found = served_by(given.xs, given.weights, given.biases or None, grad=case.needs_grad)
-    return {"forward": found}
+    tensors = given.xs, given.weights, given.biases or None
+    return {"forward": explain(*tensors, needs_grad=case.needs_grad).choices[0].backend.name}

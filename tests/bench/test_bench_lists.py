@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from unserved import unserved
 
 from benchmarks.contenders import lists
 from benchmarks.contenders import ragged_linear as ragged
@@ -21,8 +22,7 @@ from benchmarks.harness.kinds import KINDS
 from benchmarks.harness.measure import run_case
 from benchmarks.harness.settings import Settings
 from fastlinear.core.cost import Ceilings
-from fastlinear.ops.ragged_linear import op as ragged_op
-from fastlinear.ops.unequal_linear import cpu
+from fastlinear.ops.explain import explain
 
 SETTINGS = Settings(torch.device("cpu"), rounds=5, budget_s=0.1)
 CPU = torch.device("cpu")
@@ -69,10 +69,11 @@ def check(case: Case, expected: set[str]) -> None:
     assert {r["contender"] for r in rows} - set(skipped) >= expected
     ours = next(r for r in rows if r["contender"] == "fastlinear")
     if case.family == "unequal_linear":
-        served = "loop" if cpu.unserved(torch.float32) else "together"
+        served = "eager" if unserved(torch.float32) else "together"
     else:
         weight = torch.empty(case.dim("G"), case.dim("N"), case.dim("K"))
-        served = ragged_op.served_by(torch.empty(case.dim("M"), case.dim("K")), weight)
+        x, counts = torch.empty(case.dim("M"), case.dim("K")), torch.ones(len(weight)).long()
+        served = explain(x, weight, group_sizes=counts).choices[0].backend.name
     assert ours["chosen"] == {"forward": served}
     assert not ours["best_peer"].startswith("fastlinear")
 

@@ -117,8 +117,6 @@ load_all()
 def backends(op: str) -> list[str]:
     """Names that the op's ``backend`` takes and PyTorch's own path is not."""
     listed = {
-        "ragged_linear": ["cpp", "loop"],
-        "unequal_linear": ["together", "loop"],
         "gated_linear": [b.name for b in family("gated_mlp").candidates("forward")],
     }
     if op in listed:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from fastlinear.cli.doctor import doctor
 from fastlinear.core.cost import Cost
 from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch import backend as registry
 from fastlinear.dispatch.backend import Backend, Family, register_family
+from fastlinear.dispatch.tune import tune
 from fastlinear.op.front import Front, public
 from fastlinear.op.spec import Arguments, OpSpec, Resolved
 from fastlinear.ops.common import door
@@ -28,6 +31,18 @@ def reference(x: Tensor, weight: Tensor, _: None, mode: str, backend: str | None
 def forward(x: Tensor, weight: Tensor, mode: str) -> Tensor:
     RAN.append(mode)
     return reference(x, weight, None, mode)
+
+
+def eager(x: Tensor, weight: Tensor, mode: str) -> Tensor:
+    return reference(x, weight, None, mode)
+
+
+def make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]:
+    return torch.randn(4, p.dim("K") // 4), torch.randn(p.dim("K") // 4), p.option("mode")
+
+
+def examples(facts: Mapping[str, Any]) -> Mapping[str, Problem]:
+    return {"": problem((torch.empty(4, 3), None, None, "plus"), False)}
 
 
 def validate(x: Any, weight: Any, _: None, mode: Any, backend: Any) -> None:
@@ -84,10 +99,20 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     never = "serves nothing"
     backends = (
         Backend("toy", "forward", "own", here, lambda _: None),
+        Backend("toy", "forward", "eager", f"{__name__}:eager", lambda _: None),
         Backend("toy", "forward", "other", here, lambda _: never),
     )
     register_family(
-        Family("toy", ("forward",), backends, lambda _: ("own",), None, None, lambda _: Cost(0, 0))  # type: ignore[arg-type]
+        Family(
+            "toy",
+            ("forward",),
+            backends,
+            prefer=lambda _: ("own",),
+            make_inputs=make_inputs,
+            reference=lambda _, inputs: eager(*inputs),
+            cost=lambda _: Cost(0, 0),
+            examples=examples,
+        )
     )
     front.forget()
     RAN.clear()
@@ -153,4 +178,17 @@ def test_explain_names_the_backend() -> None:
     story = front.explain((X, W, None, "plus", None), None)
     (choice,) = story.choices
     assert choice.backend.name == "own"
-    assert dict(choice.passed_over) == {"other": "serves nothing"}
+    assert dict(choice.passed_over)["other"] == "serves nothing"
+
+
+def test_explain_tune_and_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    (choice,) = front.explain((X, W, None, "plus", None), None).choices
+    assert (choice.backend.name, choice.source) == ("own", "default")
+    found = tune(choice.problem, rounds=3, budget_s=0.05)
+    assert set(found.samples) == {"own", "eager"}
+    assert found.rejected == {"other": "serves nothing"}
+    assert found.stored
+    doctor(json=True)
+    rows = [r for r in json.loads(capsys.readouterr().out)["backends"] if r["family"] == "toy"]
+    why = {r["backend"]: r["why_not"] for r in rows if r["device"] == "cpu"}
+    assert why == {"own": None, "eager": None, "other": "serves nothing"}

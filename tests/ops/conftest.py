@@ -21,6 +21,8 @@ from fastlinear.ops.gated_mlp.stacking import ORDERS as GATED_ORDERS
 from fastlinear.ops.grouped_linear.problem import problem as grouped_problem
 from fastlinear.ops.linear_act.problem import problem as linear_act_problem
 from fastlinear.ops.mlp.problem import problem as mlp_problem
+from fastlinear.ops.ragged_linear.problem import problem as ragged_problem
+from fastlinear.ops.unequal_linear.problem import problem as unequal_problem
 
 # (M, K, N): ones, odd tails on either side of a tile, and one of each kind longest
 DRAWS = 24
@@ -71,6 +73,8 @@ class Contract:
             "grouped_linear": self.grouped_problems,
             "linear_act": self.linear_act_problems,
             "mlp": self.mlp_problems,
+            "ragged_linear": self.ragged_problems,
+            "unequal_linear": self.unequal_problems,
         }
         return of[family_name](piece, dtype, device)
 
@@ -148,6 +152,41 @@ class Contract:
                     length=length,
                     x="dense" if piece == "step" else x,
                     w=w,
+                    precision=matmul_precision(FLOAT_DTYPES[dtype]),
+                )
+
+    def ragged_problems(self, piece: str, dtype: str, device: str) -> Iterator[Problem]:
+        """Every activation with and without bias; sizes take turns."""
+        sizes = itertools.cycle(GROUPS)
+        for activation in ACTIVATIONS:
+            for i in range(3):
+                m, groups, k, n, _ = next(sizes)
+                yield ragged_problem(
+                    piece,
+                    *(m, groups, k, n),
+                    dtype=dtype,
+                    device=device,
+                    activation=activation,
+                    bias=i % 2 == 0,
+                    needs_grad=piece != "forward",
+                    precision=matmul_precision(FLOAT_DTYPES[dtype]),
+                )
+
+    def unequal_problems(self, piece: str, dtype: str, device: str) -> Iterator[Problem]:
+        """Every activation with biases, some and none; sizes take turns."""
+        sizes = itertools.cycle(GROUPS)
+        for activation in ACTIVATIONS:
+            for i, bias in enumerate(("yes", "no", "some")):
+                m, groups, k, n, _ = next(sizes)
+                yield unequal_problem(
+                    piece,
+                    *(m, groups, k, n),
+                    dtype=dtype,
+                    device=device,
+                    activation=activation,
+                    bias=bias,
+                    needs_grad=piece != "forward",
+                    rows="aligned" if i else "unaligned",
                     precision=matmul_precision(FLOAT_DTYPES[dtype]),
                 )
 
@@ -308,7 +347,8 @@ def in_float64(arguments: Any) -> Any:
     """The same arguments with every tensor in float64."""
     if isinstance(arguments, tuple):
         return tuple(in_float64(a) for a in arguments)
-    return arguments.double() if isinstance(arguments, torch.Tensor) else arguments
+    floating = isinstance(arguments, torch.Tensor) and arguments.is_floating_point()
+    return arguments.double() if floating else arguments
 
 
 @pytest.fixture

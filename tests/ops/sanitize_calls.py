@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from unserved import unserved
 
 import fastlinear as fl
 from fastlinear.core.compare import judge
@@ -25,7 +26,6 @@ from fastlinear.dispatch.tune import verify
 from fastlinear.ops.diagonal_linear.problem import problem as diagonal
 from fastlinear.ops.gated_mlp.problem import problem as gated
 from fastlinear.ops.grouped_linear.problem import problem as grouped
-from fastlinear.ops.unequal_linear import cpu
 
 DTYPES = ("float32", "bfloat16")
 REGISTERED = ("gated_mlp", "grouped_linear", "diagonal_linear")
@@ -107,7 +107,7 @@ def unequal(dtype: torch.dtype, device: str) -> Made:
     return made
 
 
-_ON_CPU = "together" if cpu.unserved(torch.float32) is None else "loop"
+_ON_CPU = "together" if unserved(torch.float32) is None else "eager"
 LISTED: dict[str, tuple[Callable[[torch.dtype, str], Made], str, str]] = {
     "ragged_linear": (ragged, "triton", "cpp"),
     "unequal_linear": (unequal, "together", _ON_CPU),
@@ -124,8 +124,8 @@ def run(name: str, device: str) -> Iterator[tuple[str, bool]]:
         # 16 bits take processors with products of them
         for dtype in DTYPES if device == "cuda" else DTYPES[:1]:
             made = calls(FLOAT_DTYPES[dtype], device)
-            ours, theirs = made(backend), made("loop")
-            exact = calls(torch.float64, device)("loop")  # the same numbers: see _drawer
+            ours, theirs = made(backend), made("eager")
+            exact = calls(torch.float64, device)("eager")  # the same numbers: see _drawer
             judged = (judge(name, *three).passed for three in zip(ours, theirs, exact, strict=True))
             yield f"{name} {backend} {dtype}", all(judged)
         return

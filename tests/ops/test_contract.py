@@ -14,6 +14,8 @@ from fastlinear.ops.gated_mlp.problem import problem as gated_problem
 from fastlinear.ops.grouped_linear.problem import problem as grouped_problem
 from fastlinear.ops.linear_act.problem import problem as linear_act_problem
 from fastlinear.ops.mlp.problem import problem as mlp_problem
+from fastlinear.ops.ragged_linear.problem import problem as ragged_problem
+from fastlinear.ops.unequal_linear.problem import problem as unequal_problem
 
 
 def tiles_spread_nan(device: str, dtype: str) -> bool:
@@ -67,7 +69,8 @@ def test_nan_and_infinity_propagate_as_torchs(
         fam = family(backend.family)
         for bad in (float("nan"), float("inf")):
             inputs = fam.make_inputs(problem, torch.device(device), 0)
-            inputs[0][0, 0] = bad
+            first = inputs[0] if isinstance(inputs[0], torch.Tensor) else inputs[0][0]
+            first[0, 0] = bad
             spread = tiles_spread_nan(device, dtype)
             oracle = contract.in_float64(inputs) if spread and bad != bad else inputs
             expected, actual = fam.reference(problem, oracle), backend.load()(*inputs)
@@ -119,6 +122,10 @@ def fam_problem(backend: Backend) -> Any:
         return grouped_problem(backend.piece, 4, 2, 4, 4, dtype="float32", device="cpu")
     if backend.family == "diagonal_linear":
         return diagonal_problem(backend.piece, 4, 4, dtype="float32", device="cpu")
+    if backend.family == "ragged_linear":
+        return ragged_problem(backend.piece, 4, 2, 4, 4, dtype="float32", device="cpu")
+    if backend.family == "unequal_linear":
+        return unequal_problem(backend.piece, 4, 2, 4, 4, dtype="float32", device="cpu")
     return linear_act_problem(backend.piece, 4, 4, 4, dtype="float32", device="cpu")
 
 

@@ -81,9 +81,9 @@ FAMILIES = (*GROUPED, *list(SHAPES)[1:])
 
 def backends_of(name: str) -> tuple[str | None, ...]:
     if name.startswith("unequal"):
-        return None, "together", "loop"
+        return None, "together", "eager"
     if name == "ragged_linear":
-        return None, "cpp", "loop"
+        return None, "cpp", "eager"
     registered = {"gated_linear": "gated_mlp", "... k": "linear_act"}
     found = registered.get(name, "grouped_linear" if name in LAYOUTS else name)
     return None, *sorted({b.name for b in family(found).backends})

@@ -26,8 +26,8 @@ OPS: dict[str, tuple[Op, tuple[Tensor, ...]]] = {
     "diagonal_linear": (fl.diagonal_linear, (X, W[0])),
     "unequal_linear": (lambda x, w: fl.unequal_linear([x, x], [w, w[:3]])[1], (X, W)),
     "ragged_linear": (fl.ragged_linear, (X, torch.randn(2, 64, 32), SIZES)),
-    "ragged_linear by loop": (
-        lambda x, w, n: fl.ragged_linear(x, w, n, activation="gelu", backend="loop"),
+    "ragged_linear by eager": (
+        lambda x, w, n: fl.ragged_linear(x, w, n, activation="gelu", backend="eager"),
         (X, torch.randn(2, 64, 32), SIZES),
     ),
 }

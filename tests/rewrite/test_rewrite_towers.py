@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 import fastlinear as fl
 from fastlinear.dispatch import tune
-from fastlinear.ops.unequal_linear.op import served_by
+from fastlinear.ops.unequal_linear.op import explain
 from fastlinear.rewrite.exchange import tower_forward
 from fastlinear.rewrite.rules import grouped_towers
 from fastlinear.rewrite.trial import measure
 
 FAMILY = ("grouped_linear",)
-TOGETHER = served_by([torch.ones(2, 8)] * 2, [torch.ones(8, 8)] * 2) == "together"
+(_CHOICE,) = explain([torch.ones(2, 8)] * 2, [torch.ones(8, 8)] * 2).choices
+TOGETHER = _CHOICE.backend.name == "together"
 
 
 def tower(k: int = 8, h: int = 6, n: int = 5, act: Any = nn.ReLU, bias: bool = True) -> Any:

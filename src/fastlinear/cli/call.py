@@ -36,15 +36,16 @@ if TYPE_CHECKING:
 _LINEAR = "One linear layer (linear_act), a gated MLP, or the linear layer of a group"
 _MLP = "A chain of layers (mlp)"
 _GATE = "A gated MLP (gated_mlp)"
-_GROUPED = "Many linear layers of one size (grouped_linear)"
+_GROUPED = "Many linear layers of one size (grouped_linear, ragged_linear, unequal_linear)"
 _NO_MEMORY = "allocate memory"  # in what torch raises on a CPU
 
 Family = Annotated[
     str,
     typer.Argument(
         help="The op: linear_act (a linear layer), mlp (a chain of them in one), diagonal_linear "
-        "(--width features, each with a weight of its own), gated_mlp (gate, up and down) or "
-        "grouped_linear (--groups linear layers of one size)."
+        "(--width features, each with a weight of its own), gated_mlp (gate, up and down), "
+        "grouped_linear (--groups linear layers of one size), ragged_linear (the same, "
+        "of --m rows that the groups share) or unequal_linear (--groups of sizes up to --k, --n)."
     ),
 ]
 M = Annotated[int, typer.Option("--m", "--batch", min=1, help="Tokens: rows of x.")]
@@ -53,7 +54,7 @@ K = Annotated[
     typer.Option(
         "--k",
         min=1,
-        help=f"In features; {FEATURES} if left out, for grouped_linear {GROUP_FEATURES}.",
+        help=f"In features; {FEATURES} if left out, for groups {GROUP_FEATURES}.",
         show_default=False,
         rich_help_panel=_LINEAR,
     ),
@@ -63,7 +64,7 @@ N = Annotated[
     typer.Option(
         "--n",
         min=1,
-        help=f"Out features; {FEATURES} if left out, for gated_mlp and grouped_linear as --k.",
+        help=f"Out features; {FEATURES} if left out, for gated_mlp and groups as --k.",
         show_default=False,
         rich_help_panel=_LINEAR,
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import typer
@@ -95,20 +95,18 @@ def _backends() -> list[dict[str, Any]]:
         rows.setdefault(key, row | told)["pieces"].append(piece)
 
     for device in ("cpu", "cuda"):
-        examples = _examples(device)
+        on_cpu = device == "cpu"
+        facts = {"dtype": "float32" if on_cpu else "bfloat16", "device": device}
+        facts["precision"] = "highest" if on_cpu else "n/a"
         for family in families().values():
-            for backend in family.backends if family.name in examples else ():
-                only, why = _judged(backend, examples[family.name])
+            examples = {} if family.examples is None else family.examples(facts)
+            for backend in family.backends if examples else ():
+                only, why = _judged(backend, examples)
                 add(family.name, device, backend.name, backend.piece, only, why)
-        for name, (backends, why_not) in _without_records().items():
-            for backend_name in backends:
-                why = why_not(backend_name, device)
-                for piece in ("forward", "backward"):
-                    add(name, device, backend_name, piece, "", why)
     return sorted(rows.values(), key=lambda row: row["family"])
 
 
-def _judged(backend: Any, examples: dict[str, Any]) -> tuple[str, str | None]:
+def _judged(backend: Any, examples: Mapping[str, Any]) -> tuple[str, str | None]:
     """(what a backend is only for, why it is not available) by calls of each kind its family has
     backends for; "" where it serves the first, ordinary one."""
     found = {
@@ -117,53 +115,6 @@ def _judged(backend: Any, examples: dict[str, Any]) -> tuple[str, str | None]:
     }
     served = [only for only, why in found.items() if why is None]
     return (served[0], None) if served else ("", found[""])
-
-
-def _examples(device: str) -> dict[str, dict[str, Any]]:
-    """Family → calls that its backends are meant for, an ordinary one first, by what is special."""
-    from fastlinear.ops.diagonal_linear import problem as diagonal
-    from fastlinear.ops.gated_mlp import problem as gated
-    from fastlinear.ops.grouped_linear import problem as grouped
-    from fastlinear.ops.linear_act import problem as linear_act
-    from fastlinear.ops.mlp import backends as mlp
-
-    place: dict[str, Any] = {
-        "dtype": "float32" if device == "cpu" else "bfloat16",
-        "device": device,
-    }
-    facts = place | {"precision": "highest" if device == "cpu" else "n/a"}
-    layer, group = partial(linear_act.problem, "forward"), partial(grouped.problem, "forward")
-    gelu = facts | {"activation": "gelu_tanh"}
-    return {
-        "linear_act": {
-            "": layer(64, 1024, 1024, **gelu),
-            "few rows": layer(8, 1024, 1024, **gelu),
-            "rows of odd lengths": layer(512, 1023, 1023, **gelu),
-        },
-        "mlp": {
-            "": mlp.problem("forward", 16, (64,) * 9, **facts),
-            "wide layers": mlp.problem("forward", 4096, (4096,) * 3, **facts),
-        },
-        "diagonal_linear": {"": diagonal.problem("forward", 64, 1024, **place)},
-        "gated_mlp": {"": gated.problem("forward", 64, 512, 1024, 512, **facts)},
-        "grouped_linear": {
-            "": group(64, 8, 64, 64, **facts),
-            "groups of 128 features and more": group(64, 8, 128, 128, **facts),
-            "channels first": group(64, 8, 64, 64, order="channels", length=16, **facts),
-        },
-    }
-
-
-def _without_records() -> dict[str, Any]:
-    """Op → (its backends, why one is not available on a device), of ops that choose themselves."""
-    from fastlinear.ops.ragged_linear import op as ragged
-    from fastlinear.ops.ragged_linear.validation import BACKENDS
-    from fastlinear.ops.unequal_linear import op as unequal
-
-    return {
-        ragged.NAME: (BACKENDS, ragged.why_not),
-        unequal.NAME: (unequal.BACKENDS, unequal.why_not),
-    }
 
 
 def _cuda() -> bool:

@@ -355,12 +355,76 @@ class _Grouped(Kind):
         return selection.tuning_order(forward)
 
 
+class _Ragged(Kind):
+    options: ClassVar = {"--k": "k", "--n": "n", "--groups": "groups"}
+    remedy = "Its sizes are --m rows of all groups, --groups, and --k and --n of each group."
+
+    def _sizes(self, call: Options) -> tuple[int, int, int]:
+        k = call.k or GROUP_FEATURES
+        return call.groups or GROUPS, k, call.n or k
+
+    def elements(self, call: Options) -> int:
+        groups, k, n = self._sizes(call)
+        return call.m * (k + n) + groups * k * n
+
+    def tensors(self, call: Options, draw: Draw) -> tuple[Tensor, Any, Any]:
+        groups, k, n = self._sizes(call)
+        bias = draw.empty(groups, n) if call.bias else None
+        return draw.empty(call.m, k), draw.matrix(k, n, groups), bias
+
+    def asked(self, call: Options, given: tuple[Tensor, Any, Any]) -> tuple[tuple[Any, ...], Any]:
+        x, weight, _ = given
+        sizes = torch.full((len(weight),), call.m // len(weight), device=x.device)
+        return given, {"activation": self.act(call), "group_sizes": sizes}
+
+    def forward(self, call: Options, given: tuple[Tensor, Any, Any], train: bool) -> Problem:
+        from fastlinear.ops.common.activations import activation
+        from fastlinear.ops.ragged_linear.problem import problem_of
+
+        return problem_of(*given, activation(self.act(call), call.family).name, train)
+
+    def order(self, forward: Problem) -> Sequence[Problem]:
+        return (forward,)
+
+
+class _Unequal(Kind):
+    options: ClassVar = {"--k": "k", "--n": "n", "--groups": "groups"}
+    remedy = "Its sizes are --m rows of each group, --groups, and --k and --n of the largest group."
+
+    def _sizes(self, call: Options) -> list[tuple[int, int]]:
+        """(K, N) of each group, in eight steps from an eighth of the largest to the largest."""
+        k = call.k or GROUP_FEATURES
+        n = call.n or k
+        parts = [g % 8 + 1 for g in range(call.groups or GROUPS)]
+        return [(max(1, k * part // 8), max(1, n * part // 8)) for part in parts]
+
+    def elements(self, call: Options) -> int:
+        return sum(_product_elements(call.m, size) for size in self._sizes(call))
+
+    def tensors(self, call: Options, draw: Draw) -> tuple[Any, Any, Any]:
+        sizes = self._sizes(call)
+        biases = [draw.empty(n) for _, n in sizes] if call.bias else None
+        xs = [draw.empty(call.m, k) for k, _ in sizes]
+        return xs, [draw.matrix(k, n) for k, n in sizes], biases
+
+    def forward(self, call: Options, given: tuple[Any, Any, Any], train: bool) -> Problem:
+        from fastlinear.ops.common.activations import activation
+        from fastlinear.ops.unequal_linear.problem import problem_of
+
+        return problem_of(*given, activation(self.act(call), call.family).name, train)
+
+    def order(self, forward: Problem) -> Sequence[Problem]:
+        return (forward,)
+
+
 KINDS: dict[str, Kind] = {
     "linear_act": _Linear(),
     "mlp": _Chain(),
     "diagonal_linear": _Diagonal(),
     "gated_mlp": _Gated(),
     "grouped_linear": _Grouped(),
+    "ragged_linear": _Ragged(),
+    "unequal_linear": _Unequal(),
 }
 FAMILIES = tuple(KINDS)
 

@@ -35,3 +35,15 @@ def fast_matmul(given: object, function: str, stacklevel: int = 3) -> None:
         DeprecationWarning,
         stacklevel=stacklevel,
     )
+
+
+def renamed(argument: str, before: str, now: str, stacklevel: int = 3) -> str:
+    """``now``, the new name of a value. Gives one DeprecationWarning a process, at the caller
+    ``stacklevel`` frames up."""
+    name = f"{argument}={before!r}"
+    if not torch.compiler.is_compiling() and name not in _warned:
+        _warned.add(name)
+        warnings.warn(
+            f"{name} is now called {argument}={now!r}.", DeprecationWarning, stacklevel=stacklevel
+        )
+    return now

@@ -84,6 +84,8 @@ class Family:
         timed: (Backend, Problem) → what tuning times in place of the backend's function: a
             callable of the same arguments that costs what a caller of the op pays, or None for
             the function itself. Verification is always of the function.
+        examples: facts of a device (``dtype``, ``device``, ``precision``) → calls that backends are
+            meant for, by what is special of each; ``""`` is the ordinary one.
         removed: names of backends that earlier versions had → what to use instead, one sentence.
     """
 
@@ -97,6 +99,7 @@ class Family:
     akin: tuple[Callable[[Problem], Problem], ...] = ()
     cold: bool = False
     timed: Callable[[Backend, Problem], Callable[..., Any] | None] | None = None
+    examples: Callable[[Mapping[str, Any]], Mapping[str, Problem]] | None = None
     removed: Mapping[str, str] = field(default_factory=dict)
 
     def candidates(self, piece: str) -> tuple[Backend, ...]:
@@ -110,7 +113,10 @@ class Family:
         return leave_out if instead is None else f"It was removed. {instead} {leave_out}"
 
 
-_NAMES = ("diagonal_linear", "gated_mlp", "grouped_linear", "linear_act", "mlp")
+_NAMES = (
+    *("diagonal_linear", "gated_mlp", "grouped_linear", "linear_act", "mlp"),
+    *("ragged_linear", "unequal_linear"),
+)
 _HOMES = {name: f"fastlinear.ops.{name}.backends" for name in _NAMES}
 """Where the package's own families register themselves, imported when first asked for."""
 _FAMILIES: dict[str, Family] = {}

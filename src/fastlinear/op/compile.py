@@ -7,7 +7,7 @@ from typing import Any
 
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.select import Choice
-from fastlinear.op.front import MAX_PLANS, choices
+from fastlinear.op.front import choices
 from fastlinear.op.spec import Arguments, OpSpec, kind
 
 
@@ -32,7 +32,7 @@ class Backends:
         key = (*kind(arguments), grad)
         found = self._known.get(key)
         if found is None:
-            if len(self._known) >= MAX_PLANS:
+            if len(self._known) >= self._spec.most_plans:
                 self._known.clear()
             found = self._known[key] = choices(self._spec, arguments, grad)
         return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -18,15 +19,20 @@ from fastlinear.core.errors import InputError
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.explain import Explanation
 from fastlinear.dispatch.select import Choice
-from fastlinear.op.spec import Arguments, OpSpec, Resolved, kind, leaves, mapped
+from fastlinear.op.spec import Arguments, OpSpec, Resolved, first, leaves, mapped
 from fastlinear.ops.common import calls, door, door_node
 from fastlinear.ops.common.layouts import carried
 
-MAX_PLANS = 4096
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _PUBLIC: dict[str, Callable[..., Any]] = {}
 _is_compiling = torch.compiler.is_compiling
+_is_transformed = calls.transforms_active
+_any_autocast = torch._C._is_any_autocast_enabled
+_grad_enabled = torch.is_grad_enabled
+_precision = torch.get_float32_matmul_precision
+_PLAIN, _STRIDED, _FLOAT32 = calls.PLAIN, torch.strided, torch.float32
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_facts = attrgetter("shape", "dtype", "device", "layout", "requires_grad")
 
 
 def no_table(*_: Any) -> None:
@@ -38,6 +44,11 @@ def public(function: _Function) -> _Function:
     """Decorator of a public function, unchanged: tensor subclasses receive it."""
     _PUBLIC[function.__name__] = function
     return function
+
+
+def _is_lazy(t: Tensor | None) -> bool:
+    """Whether a tensor is one only to PyTorch's ops: kernels read memory as it lies."""
+    return t is not None and (t.is_neg() or _is_wrapped(t))
 
 
 class Front:
@@ -53,6 +64,7 @@ class Front:
         self.spec = spec
         self.table: Callable[..., Any] = no_table
         self.plans: dict[Any, Resolved] = {}
+        self.flat = not spec.sequences and all(isinstance(n, str) for n in spec.operands)
         self.call: Callable[..., Any] = _entry(self, len(spec.options))
         cache.on_change(self.forget)
         door.on_ready(self.plans.clear)  # those seen before are made anew, and put into the table
@@ -64,72 +76,100 @@ class Front:
         y = self.table(*arguments)
         return self.looked_up(*arguments) if y is None else y
 
-    def looked_up(self, *arguments: Any) -> Any:
-        """The call by its plan, which the first call of a kind makes."""
+    def looked_up(self, a: Any, b: Any, c: Any, *options: Any) -> Any:
+        """The call by its plan, which the first call of a kind makes.
+
+        Where no C++ can be compiled every call comes here, so each look is a look too many.
+        """
         spec = self.spec
-        raw = arguments
-        found = spec.redirect(arguments)
-        if found is not None:
+        given = a, b, c
+        if spec.redirect is not None and (found := spec.redirect((*given, *options))) is not None:
             return found
-        arguments, given = self._normal(arguments)
-        if calls.unlike_plain(given) or calls.forward_mode() or any(map(_is_wrapped, given)):
-            return self.fallback(arguments)
-        x = given[0]
-        autocast = calls.autocast_dtype(x)
-        if calls.recorded():
-            if autocast is not None:
-                arguments = spec.cast(arguments, autocast)
-            spec.validate(*arguments)
-            return spec.reference(*arguments)
-        grad = torch.is_grad_enabled() and any(t.requires_grad for t in given)
-        negative = any(t.is_neg() for t in given)
-        key: Any = (*kind(arguments), grad, autocast, negative)
+        if spec.normal is not None:
+            a, b, c, *_ = spec.normal((*given, *options))
+        facts: list[Any] = []
+        try:
+            for t in (a, b, c) if self.flat else leaves((a, b, c)):
+                if type(t) in _PLAIN:
+                    facts += _facts(t), t.stride()
+                elif t is None:
+                    facts.append(None)
+                else:
+                    return self.fallback((a, b, c, *options))
+        except RuntimeError:  # sparse and nested tensors have no strides
+            return self.fallback((a, b, c, *options))
+        if facts and facts[0] is None:
+            spec.validate(a, b, c, *options)  # raises: there is nothing to compute on
+        if _is_transformed():
+            return self.fallback((a, b, c, *options))
+        x = a[0] if type(a) is tuple else a
+        autocast = calls.autocast_dtype(x) if _any_autocast() else None
+        captured = x.is_cuda and calls.is_captured(x)
+        precision = _precision() if x.dtype is _FLOAT32 else None
+        lengths = (len(a), len(b)) if type(a) is tuple else len(b) if type(b) is tuple else 0
+        key = (*facts, options, lengths, _grad_enabled(), autocast, precision, captured)
         try:
             plan = self.plans.get(key)
         except TypeError:  # an option that cannot be hashed: validation names it
             plan = None
+        come_again = plan is not None or not spec.changing
         if plan is None:
-            plan = self.plans[key] = self._resolved(arguments, grad, autocast, negative)
-        y = plan.plan(*arguments[:3])
-        if plan.in_table is not None:
-            self._admit(plan, raw)
+            arguments = (a, b, c, *options)
+            if any(t is not None and t.layout is not _STRIDED for t in leaves(arguments)):
+                return self.fallback(arguments)
+            if calls.watched():
+                return self._watched(arguments, autocast)
+            plan = self.plans[key] = self._resolved(arguments, autocast)
+        if not plan.by_torch:
+            if calls.watched():
+                return self._watched((a, b, c, *options), autocast)
+            if any(map(_is_lazy, leaves((a, b, c)))):
+                return self._lazily(plan, (a, b, c, *options))
+        y = plan.plan(a, b, c)
+        if plan.in_table is not None and come_again:
+            self._admit(plan, (*given, *options))
         return y
 
-    def _normal(self, arguments: Arguments) -> tuple[Arguments, list[Any]]:
-        """The call with leading arguments of one type, and the tensors it has, x first."""
-        arguments = self.spec.normal(arguments)
-        if arguments[0] is None:
-            self.spec.validate(*arguments)  # raises: there is nothing to compute on
-        return arguments, [t for t in leaves(arguments) if t is not None]
-
-    def _resolved(
-        self, arguments: Arguments, grad: bool, autocast: torch.dtype | None, negative: bool
-    ) -> Resolved:
+    def _watched(self, arguments: Arguments, autocast: torch.dtype | None) -> Any:
+        """A call of which a recorder or forward-mode differentiation must see PyTorch's ops."""
+        if calls.forward_mode():
+            return self.fallback(arguments)
         if autocast is not None:
             arguments = self.spec.cast(arguments, autocast)
         self.spec.validate(*arguments)
-        found = self.spec.resolve(arguments, grad, autocast is not None)
-        if len(self.plans) >= MAX_PLANS:
-            self.forget()
-        if autocast is None and not negative:
-            return found
-        prepared = self._prepared(found, arguments[3:], autocast)
-        return Resolved(prepared, None if negative else prepared)
+        return self.spec.reference(*arguments)
 
-    def _prepared(
-        self, found: Resolved, options: tuple[Any, ...], dtype: torch.dtype | None
-    ) -> Callable[..., Any]:
-        """The plan for tensors that autocast casts or that have a lazy sign: kernels read memory
-        as it lies."""
-        inner, cast = found.plan, self.spec.cast
+    def _lazily(self, found: Resolved, arguments: Arguments) -> Any:
+        """A call whose tensors have a lazy sign, or wrap others."""
+        if any(t is not None and _is_wrapped(t) for t in leaves(arguments)):
+            return self.fallback(arguments)
+        return found.plan(*mapped(Tensor.resolve_neg, arguments)[:3])
+
+    def _normal(self, arguments: Arguments) -> tuple[Arguments, list[Any]]:
+        """The call with leading arguments of one type, and the tensors it has, x first."""
+        if self.spec.normal is not None:
+            arguments = self.spec.normal(arguments)
+        if first(arguments) is None:
+            self.spec.validate(*arguments)  # raises: there is nothing to compute on
+        return arguments, [t for t in leaves(arguments) if t is not None]
+
+    def _resolved(self, arguments: Arguments, autocast: torch.dtype | None) -> Resolved:
+        grad = needs_grad(arguments)
+        cast = self.spec.cast
+        if autocast is not None:
+            arguments = cast(arguments, autocast)
+        self.spec.validate(*arguments)
+        found = self.spec.resolve(arguments, grad, autocast is not None)
+        if len(self.plans) >= self.spec.most_plans:
+            self.forget()
+        if autocast is None:
+            return found
+        inner, options, dtype = found.plan, arguments[3:], autocast
 
         def plan(*leading: Any) -> Any:
-            arguments = mapped(Tensor.resolve_neg, leading)
-            if dtype is not None:
-                arguments = cast((*arguments, *options), dtype)
-            return inner(*arguments[:3])
+            return inner(*cast((*leading, *options), dtype)[:3])
 
-        return plan
+        return Resolved(plan, plan, by_torch=found.by_torch)
 
     def _admit(self, found: Resolved, arguments: Arguments) -> None:
         """Put the plan of a call that has run into the C++ table, if that can serve such calls.
@@ -140,7 +180,7 @@ class Front:
         if table is None:
             return
         self.table = table.call
-        if (arguments[0].is_cuda and not door.serves_cuda()) or not table.wants(*arguments):
+        if (first(arguments).is_cuda and not door.serves_cuda()) or not table.wants(*arguments):
             return
         made = None if found.record is None else found.record(*arguments[:3])
         table.admit(*arguments, made or found.in_table)
@@ -177,8 +217,7 @@ class Front:
     def compiled(self, *arguments: Any) -> Any:
         """The call as ``torch.compile`` sees it: one registered op."""
         spec = self.spec
-        found = spec.redirect(arguments)
-        if found is not None:
+        if spec.redirect is not None and (found := spec.redirect(arguments)) is not None:
             return found
         arguments, given = self._normal(arguments)
         if calls.unlike_plain(given) or calls.forward_mode():
@@ -248,7 +287,7 @@ def _entry(self: Front, options: int) -> Callable[..., Any]:
 
 def choices(spec: OpSpec, arguments: Arguments, grad: bool) -> tuple[Choice, ...]:
     """The backend of each piece of a valid call; facts of a GPU are read from the call's own."""
-    with calls.device_of(arguments[0]):
+    with calls.device_of(first(arguments)):
         return spec.choices(spec.problem(arguments, grad), arguments[-1], arguments)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,28 +33,23 @@ class Resolved:
     """What serves calls of one kind.
 
     Attributes:
-        plan: what Python calls. Its tensors are cast, and none has a lazy sign.
+        plan: what Python calls. Its tensors are cast, and none has a lazy sign unless
+            ``by_torch``.
         in_table: what the C++ table runs if ``record`` makes nothing: the plan or one of the
             table's own tuples. None keeps such calls out of the table.
         record: makes the table's plan of such calls, from tensors on which ``plan`` ran. None
             where that is ``in_table`` anyhow.
+        by_torch: whether the plan is PyTorch's own ops, which any tensor and any mode may see.
     """
 
     plan: Plan
     in_table: Any = None
     record: Callable[[Any, Any, Any], Any] | None = None
-
-
-def _same(arguments: Arguments) -> Arguments:
-    return arguments
+    by_torch: bool = False
 
 
 def _cast(arguments: Arguments, dtype: torch.dtype) -> Arguments:
     return mapped(lambda t: cast(t, dtype), arguments)
-
-
-def _none(_: Arguments) -> None:
-    return None
 
 
 def _choices(problem: Problem, backend: str | None, _: Arguments) -> tuple[Choice, ...]:
@@ -70,6 +65,7 @@ class OpSpec:
         operands: names of the tensors, in the structure of the three leading arguments: a string,
             or a tuple of strings for a tuple of tensors.
         options: names of the options, the last of them ``backend``.
+        sequences: whether an operand that is named by one string may be a sequence of tensors.
         validate: raises InputError unless the arguments fit each other.
         reference: the result by PyTorch's own ops.
         resolve: (arguments, whether gradients are recorded, whether autocast is on) → what serves
@@ -84,6 +80,9 @@ class OpSpec:
         redirect: arguments → the result of calls that another op serves, else None.
         choices: (the forward's Problem, a forced backend, arguments) → the choice for each piece.
         pieces: the forward's Problem → the choices for the pieces, the whole step left aside.
+        changing: whether shapes change so often that a kind of call gets into the C++ table only
+            when it comes again.
+        most_plans: how many kinds of calls are remembered.
         torch_casts: whether autocast casts the tensors of ``reference`` itself.
     """
 
@@ -97,12 +96,15 @@ class OpSpec:
     train: Callable[[Arguments, tuple[Choice, ...]], Resolved]
     compiled: Callable[[Arguments, bool], Any]
     public: Callable[[Arguments], Called] | None = None
-    normal: Callable[[Arguments], Arguments] = _same
+    normal: Callable[[Arguments], Arguments] | None = None
     cast: Callable[[Arguments, torch.dtype], Arguments] = _cast
-    redirect: Callable[[Arguments], Any] = _none
+    redirect: Callable[[Arguments], Any] | None = None
     choices: Callable[[Problem, str | None, Arguments], tuple[Choice, ...]] = _choices
     pieces: Callable[[Problem], tuple[Choice, ...]] = select_pieces
     torch_casts: bool = False
+    sequences: bool = False
+    changing: bool = False
+    most_plans: int = 4096
 
     def called(self, arguments: Arguments) -> Called:
         """The call of the public function."""
@@ -123,19 +125,28 @@ class OpSpec:
 
 def kind(arguments: Arguments) -> tuple[Any, ...]:
     """What tells kinds of calls apart in their arguments: facts of the tensors, and the options."""
-    tensors = list(leaves(arguments))
-    facts = [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors]
+    facts = [
+        None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in leaves(arguments)
+    ]
     x = arguments[0]
     return (tuple(facts), *arguments[3:], matmul_precision(x.dtype), is_captured(x))
 
 
-def leaves(arguments: Arguments) -> Iterator[Any]:
+def leaves(arguments: Arguments) -> list[Any]:
     """The tensors of a call, None included."""
+    found: list[Any] = []
     for given in arguments[:3]:
         if isinstance(given, tuple | list):
-            yield from given
+            found += given
         else:
-            yield given
+            found.append(given)
+    return found
+
+
+def first(arguments: Arguments) -> Any:
+    """The first tensor of a call: whose dtype and device the others share."""
+    x = arguments[0]
+    return x[0] if isinstance(x, tuple | list) else x
 
 
 def mapped(function: Callable[[Tensor], Tensor], arguments: Arguments) -> Arguments:

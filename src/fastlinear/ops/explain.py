@@ -8,12 +8,20 @@ from typing import Any
 from torch import Tensor
 
 from fastlinear.dispatch.explain import Explanation
-from fastlinear.ops import diagonal_linear, gated_mlp, grouped_linear, linear_act, mlp
+from fastlinear.ops import (
+    diagonal_linear,
+    gated_mlp,
+    grouped_linear,
+    linear_act,
+    mlp,
+    ragged_linear,
+    unequal_linear,
+)
 from fastlinear.ops.common.layouts import refuse_odd
 
 
 def explain(
-    x: Tensor,
+    x: Tensor | Sequence[Tensor],
     weight: Tensor | Sequence[Tensor],
     bias: Tensor | Sequence[Tensor | None] | None = None,
     **options: Any,
@@ -23,9 +31,11 @@ def explain(
     Args:
         x, weight, bias: the call's tensors: a matrix explains ``linear_act``, a vector
             ``diagonal_linear``, three dimensions ``grouped_linear``, a sequence of weights (and of
-            biases) ``mlp``. A matrix with ``up_weight=`` or ``stacked=`` is a gate's: that explains
-            ``gated_linear``, and with ``down_weight=`` ``gated_mlp``; of a training call also what
-            is kept for its backward, in bytes, at each level of ``recompute``.
+            biases) ``mlp``. Three dimensions with ``group_sizes=`` explain ``ragged_linear``,
+            sequences of all three ``unequal_linear``. A matrix with ``up_weight=`` or ``stacked=``
+            is a gate's: that explains ``gated_linear``, and with ``down_weight=`` ``gated_mlp``; of
+            a training call also what is kept for its backward, in bytes, at each level of
+            ``recompute``.
         options: the keyword arguments of that function (``activation=``, ``backend=``…), and
             ``needs_grad=`` to explain the training choice or not; by default what the tensors say.
 
@@ -45,6 +55,10 @@ def explain(
     refuse_odd("explain", x=x, weight=weight, bias=bias, **options)
     if "up_weight" in options or "stacked" in options:
         return gated_mlp.explain(x, weight, gate_bias=bias, **options)  # type: ignore[arg-type]
+    if isinstance(x, list | tuple):
+        return unequal_linear.explain(x, weight, bias, **options)  # type: ignore[arg-type]
+    if "group_sizes" in options:
+        return ragged_linear.explain(x, weight, bias=bias, **options)  # type: ignore[arg-type]
     if isinstance(weight, Tensor) and weight.dim() == 1:
         return diagonal_linear.explain(x, weight, bias, **options)  # type: ignore[arg-type]
     if isinstance(weight, Tensor) and weight.dim() == 3:

@@ -108,8 +108,8 @@ LAYERS: list[tuple[Layer, str]] = [
     *((linear_act, b) for b in ("eager", "cpp", "onednn", "gemm_cpp")),
     *((diagonal, b) for b in ("eager", "cpp")),
     *((grouped, b) for b in ("eager", "baddbmm", "cpp")),
-    *((ragged, b) for b in ("loop", "cpp")),
-    *((unequal, b) for b in ("loop", "together")),
+    *((ragged, b) for b in ("eager", "cpp")),
+    *((unequal, b) for b in ("eager", "together")),
     *((chain, b) for b in ("eager", "layerwise", "whole_cpp")),
     *((gated, b) for b in ("eager", "onednn", "cpp")),
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fastlinear as fl
 from fastlinear.core.errors import InputError, UnsupportedError
-from fastlinear.op import front
 from fastlinear.ops.common import cpp_build
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 from fastlinear.ops.linear_act import onednn, reference
@@ -292,8 +292,8 @@ def test_many_threads() -> None:
 
 
 def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert front.MAX_PLANS == 4096
-    monkeypatch.setattr(front, "MAX_PLANS", 16)
+    assert FRONT.spec.most_plans == 4096
+    monkeypatch.setattr(FRONT, "spec", replace(FRONT.spec, most_plans=16))
     w = torch.randn(3, 2)
     for m in range(1, 60):
         fl.linear_act(torch.randn(m, 2), w, activation="relu")

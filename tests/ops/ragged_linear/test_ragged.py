@@ -15,8 +15,11 @@ from torch import Tensor
 import fastlinear as fl
 from fastlinear.core.compare import judge
 from fastlinear.core.errors import InputError, UnsupportedError
+from fastlinear.dispatch.select import Choice
+from fastlinear.op.front import no_table
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
-from fastlinear.ops.ragged_linear import op, products
+from fastlinear.ops.ragged_linear import backends, products, spec
+from fastlinear.ops.ragged_linear.spec import FRONT
 
 NAMES = ("y", "dx", "dW", "db")
 
@@ -34,9 +37,13 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
     made = triton_tensors.vector
     monkeypatch.setattr(triton_tensors, "vector", lambda *a: made(*a).fill_(float("nan")))
-    monkeypatch.setattr(op, "_reason_not_triton", lambda *_: None)
-    monkeypatch.setattr(op, "_door", op._no_door)
-    monkeypatch.setattr(op, "_admit", lambda *_: None)
+    (backend,) = [b for b in backends.FAMILY.candidates("forward") if b.name == "triton"]
+    p = backends.problem("forward", 1, 1, 1, 1, dtype="float32", device=DEVICE)
+    forced = (Choice(p, backend, "forced", "", ()),)
+    monkeypatch.setattr(spec, "choices", lambda *_: forced)
+    monkeypatch.setattr(FRONT, "table", no_table)
+    monkeypatch.setattr(FRONT, "plans", {})
+    monkeypatch.setattr(FRONT, "_admit", lambda *_: None)
     triton._plans.clear()
 
 
@@ -334,7 +341,7 @@ def test_loop_is_right_and_zero_behind_the_last_group() -> None:
 def test_gradients_of_empty_groups_are_zeros() -> None:
     for sizes in ([0, 2, 0], [0, 0, 0]):
         x, w, counts, b = drawn(3, sizes, 4, 5, torch.float64)
-        y = fl.ragged_linear(x, w, counts, b, backend="loop")
+        y = fl.ragged_linear(x, w, counts, b, backend="eager")
         dx, dw, db = torch.autograd.grad(y.sum(), [x, w, b])  # type: ignore[list-item]
         assert not dw[0].any()
         assert not db[2].any()
@@ -354,14 +361,16 @@ def test_gradcheck() -> None:
 @pytest.mark.parametrize("sizes", [[-1, 2], [3, 9]])
 def test_bad_sizes_are_named_where_the_host_reads_them(sizes: list[int]) -> None:
     with pytest.raises(InputError, match="group_sizes of at least 0"):
-        fl.ragged_linear(torch.ones(5, 3), torch.ones(2, 4, 3), torch.tensor(sizes), backend="loop")
+        fl.ragged_linear(
+            torch.ones(5, 3), torch.ones(2, 4, 3), torch.tensor(sizes), backend="eager"
+        )
 
 
 def test_the_most_groups_are_one_number() -> None:
     pytest.importorskip("triton")
     from fastlinear.ops.ragged_linear import triton
 
-    assert op._MAX_GROUPS == triton.MAX_GROUPS
+    assert backends.MAX_GROUPS == triton.MAX_GROUPS
 
 
 def test_clear_errors() -> None:
@@ -392,7 +401,7 @@ def test_rows_of_no_group_are_zeros_whatever_they_hold(activation: str) -> None:
     sizes = torch.tensor([2, 1], device=DEVICE)
     with torch.no_grad():
         x[3:] = torch.nan
-    for backend in (None, "loop"):
+    for backend in (None, "eager"):
         y = fl.ragged_linear(x, w, sizes, b, activation=activation, backend=backend)
         dx, dw, db = torch.autograd.grad(y.sum(), (x, w, b))  # type: ignore[arg-type]
         assert not y[3:].any()
@@ -400,4 +409,4 @@ def test_rows_of_no_group_are_zeros_whatever_they_hold(activation: str) -> None:
         assert dw.isfinite().all()
         assert db.isfinite().all()
     with pytest.raises(InputError, match="where they sum to less, the rows behind give zeros"):
-        fl.ragged_linear(x, w, sizes + 3, b, backend="loop")
+        fl.ragged_linear(x, w, sizes + 3, b, backend="eager")

@@ -14,9 +14,12 @@ from torch.utils.checkpoint import checkpoint
 import fastlinear as fl
 from fastlinear.core.compare import Verdict, judge
 from fastlinear.core.errors import InputError, UnsupportedError
+from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.ops.common import door, door_node
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
-from fastlinear.ops.ragged_linear import cpp, formula, op, products
+from fastlinear.ops.ragged_linear import backends, cpp, explain, formula, products
+from fastlinear.ops.ragged_linear.problem import problem
+from fastlinear.ops.ragged_linear.spec import FRONT
 from fastlinear.rewrite.verify.verdicts import pool
 
 _X, _W = torch.empty(2, 4), torch.empty(1, 3, 4)
@@ -35,7 +38,9 @@ SIZES = (
 def _served(request: pytest.FixtureRequest) -> None:
     """Only what this processor serves; compiles the library at first."""
     dtype = getattr(request.node, "callspec", None) and request.node.callspec.params.get("dtype")
-    why = cpp.reason_not(_X.to(dtype), _W.to(dtype)) if dtype else cpp.reason_not(_X, _W)
+    name = DTYPE_NAMES[dtype or torch.float32]
+    (backend,) = [b for b in backends.FAMILY.candidates("forward") if b.name == "cpp"]
+    why = backend.why_not_ready(problem("forward", 2, 1, 4, 3, dtype=name, device="cpu"))
     if why is not None:
         pytest.skip(why)
 
@@ -165,17 +170,13 @@ def test_what_no_group_has_is_not_looked_at() -> None:
 
 def test_what_it_does_not_serve() -> None:
     sizes = torch.tensor([2])
-    for x, w, reason in (
-        (_X.double(), _W.double(), "float32 and bfloat16"),
-        (_X[:0], _W, "empty"),
-        (torch.empty(2, 4, device="meta"), torch.empty(1, 3, 4, device="meta"), "CPU only"),
-    ):
-        with pytest.raises(UnsupportedError, match=reason):
-            fl.ragged_linear(x, w, sizes.to(x.device), backend="cpp")
+    with pytest.raises(UnsupportedError, match="float32 and bfloat16"):
+        fl.ragged_linear(_X.double(), _W.double(), sizes, backend="cpp")
     torch.set_float32_matmul_precision("medium")
     with pytest.raises(UnsupportedError, match="precision"):
         fl.ragged_linear(_X, _W, sizes, backend="cpp")
-    assert op.served_by(_X, _W) == "loop"
+    (choice,) = explain(_X, _W, sizes).choices
+    assert choice.backend.name == "eager"
     assert fl.ragged_linear(_X[:0], _W, sizes - 2).shape == (0, 3)
 
 
@@ -197,7 +198,7 @@ def test_bad_sizes_are_named(sizes: list[int]) -> None:
 def _there() -> None:
     if not (door.wait(240) and door_node.wait(240)):
         pytest.skip("no compiler here")
-    op._forget_in_door()
+    FRONT.clear_table()
 
 
 def in_python(*_: Any) -> Any:
@@ -217,7 +218,7 @@ def test_programs_read_the_sizes_at_each_call(
         with torch.no_grad():
             ours(*given[:2], counts, given[2], activation)
     with monkeypatch.context() as watched:
-        for module, name in ((cpp, "forward"), (cpp, "backward"), (op, "_looked_up")):
+        for module, name in ((cpp, "forward"), (cpp, "backward"), (FRONT, "looked_up")):
             watched.setattr(module, name, in_python)
         watched.setattr(formula.Formula, "gradients", in_python)
         fresh = drawn(20, 36, dtype)

@@ -21,8 +21,9 @@ from torch import Tensor
 import fastlinear as fl
 from fastlinear.ops.common import door, door_node
 from fastlinear.ops.common.door_launch import DoorLaunch
-from fastlinear.ops.ragged_linear import formula, op, programs
+from fastlinear.ops.ragged_linear import formula, programs
 from fastlinear.ops.ragged_linear.formula import Formula, Ragged
+from fastlinear.ops.ragged_linear.spec import FRONT
 
 pytestmark = pytest.mark.skipif(door_node.reason_not() is not None, reason="no C++ programs here")
 TABLE = "ragged_linear.test"
@@ -218,12 +219,12 @@ class TestOnTheDevice:
             dy = torch.ones_like(y)
             return [y.detach(), *(torch.autograd.grad(y, [x, w, b], dy) if grad else ())]  # type: ignore[list-item]
 
-        op._forget_in_door()
+        FRONT.clear_table()
         expected = run()
         for _ in range(3):  # the kind is seen, wanted, known
             run()
         with monkeypatch.context() as watched:
-            watched.setattr(op, "_looked_up", fails)
+            watched.setattr(FRONT, "looked_up", fails)
             watched.setattr(formula.Formula, "gradients", fails)
             same(run(), expected)
             side = torch.cuda.Stream()

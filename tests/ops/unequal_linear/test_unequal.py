@@ -17,9 +17,10 @@ from fastlinear.core.compare import judge
 from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.ops.common import cuda_driver
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
-from fastlinear.ops.unequal_linear import compiled, op, programs
+from fastlinear.ops.unequal_linear import autograd, compiled, programs
 from fastlinear.ops.unequal_linear.autograd import Formula, recorded
 from fastlinear.ops.unequal_linear.config import EXTRAS, OFFERED, PLAIN
+from fastlinear.ops.unequal_linear.spec import FRONT
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -72,8 +73,8 @@ def test_kernels(activation: str, dtype: torch.dtype) -> None:
     lists = drawn(dtype)
     torch.full((1 << 20,), float("nan"), device=DEVICE)  # what new memory holds
     found = results(together, lists, activation)
-    theirs = results(op.loop, lists, activation)
-    oracle = results(op.loop, widened(lists), activation)
+    theirs = results(autograd.loop, lists, activation)
+    oracle = results(autograd.loop, widened(lists), activation)
     count = len(SIZES)  # a lone number may be right to the last bit in PyTorch: all of a kind count
     for i, name in enumerate(("y", "dx", "dW", "db")):
         kind = slice(i * count, (i + 1) * count)
@@ -146,7 +147,7 @@ def test_calls_that_come_again_need_no_python(
 
     torch.cuda.synchronize()
     with monkeypatch.context() as patch:
-        patch.setattr(op, "_looked_up", fails)
+        patch.setattr(FRONT, "looked_up", fails)
         for name in ("forward", "inference", "gradients"):
             patch.setattr(Formula, name, fails)
         torch.full((1 << 20,), float("nan"), device=DEVICE)  # what new memory holds
@@ -178,7 +179,7 @@ def test_more_groups_than_a_launch_takes_and_weights_that_move() -> None:
     sizes = tuple((1 + g % 5, 3 + g % 7, 2 + g % 4) for g in range(2 * compiled.MAX_GROUPS + 3))
     for _ in range(2):
         lists = drawn(torch.float32, sizes)
-        found, expected = together(*lists, "relu"), op.loop(*lists, "relu")
+        found, expected = together(*lists, "relu"), autograd.loop(*lists, "relu")
         for a, e in zip(found, expected, strict=True):
             torch.testing.assert_close(a, e)
 
@@ -195,7 +196,7 @@ def test_strides_dimensions_and_second_derivatives() -> None:
         (dx,) = torch.autograd.grad([y.square().sum() for y in ys], given[:1], create_graph=True)
         return [*ys, *torch.autograd.grad(dx.square().sum(), [given[0], given[2]])]
 
-    for a, e in zip(second(together), second(op.loop), strict=True):
+    for a, e in zip(second(together), second(autograd.loop), strict=True):
         torch.testing.assert_close(a, e)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,18 +15,20 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
+from unserved import unserved
 
 import fastlinear as fl
 from fastlinear.core.compare import judge
 from fastlinear.core.errors import InputError
 from fastlinear.ops.common import door, door_node
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
-from fastlinear.ops.unequal_linear import cpu, layout, op, programs
+from fastlinear.ops.unequal_linear import autograd, layout, programs
 from fastlinear.ops.unequal_linear.autograd import Formula, recorded
+from fastlinear.ops.unequal_linear.spec import FRONT
 
 pytestmark = [
     pytest.mark.skipif(door_node.reason_not() is not None, reason="no C++ programs here"),
-    pytest.mark.skipif(cpu.unserved(torch.float32) is not None, reason="no kernels here"),
+    pytest.mark.skipif(unserved(torch.float32) is not None, reason="no kernels here"),
 ]
 # (tokens, K, N)
 SIZES = ((5, 3, 4), (1, 7, 65), (70, 100, 33), (130, 31, 1), (0, 8, 9), (2, 130, 70), (4, 0, 5))
@@ -37,11 +40,9 @@ Lists = tuple[list[Tensor], list[Tensor], list[Tensor | None] | None]
 def _fresh() -> Iterator[None]:
     assert door.wait(), door.reason_not()
     assert door_node.wait(), door_node.reason_not()
-    op._forget()
-    op._seen.clear()
+    FRONT.forget()
     yield
-    op._forget()
-    op._seen.clear()
+    FRONT.forget()
 
 
 def drawn(sizes: Sequence[Sequence[int]] = SIZES, dtype: torch.dtype = torch.float32) -> Lists:
@@ -117,7 +118,7 @@ def compare(lists: Lists, activation: str = "relu") -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_kernels_by_the_oracle_and_the_door_by_them(activation: str, dtype: torch.dtype) -> None:
-    if cpu.unserved(dtype) is not None:
+    if unserved(dtype) is not None:
         pytest.skip("not served here")
     for sizes in (SIZES, LARGE):
         lists = drawn(sizes, dtype)
@@ -133,7 +134,7 @@ def test_kernels_by_the_oracle_and_the_door_by_them(activation: str, dtype: torc
             return [*ys, *torch.autograd.grad(ys, leaves(given), dys)]
 
         def loop(*given: Any) -> Any:
-            return op.loop(*given, activation)
+            return autograd.loop(*given, activation)
 
         ours = results(lambda *given: together(given, activation), lists)  # type: ignore[arg-type]
         theirs, oracle = results(loop, lists), results(loop, wide)
@@ -210,7 +211,7 @@ def test_one_tensor_in_several_places() -> None:
     x, w, b = torch.randn(6, 8), torch.randn(8, 8), torch.randn(8)
     given = [t.requires_grad_() for t in (x, w, b)]
     lists: Lists = [x, torch.randn(3, 8), x], [w, w, w], [b, b, None]
-    expected = gradients(op.loop(*lists, "relu"), given)
+    expected = gradients(autograd.loop(*lists, "relu"), given)
     ys = admitted(lambda: together(lists))
     assert served(ys)
     for _ in range(3):
@@ -347,8 +348,8 @@ def test_what_is_not_as_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert biases is not None
     admitted(lambda: together(lists))
     calls: list[Any] = []
-    looked_up = op._looked_up
-    monkeypatch.setattr(op, "_looked_up", lambda *given: calls.append(given) or looked_up(*given))
+    looked_up = FRONT.looked_up
+    monkeypatch.setattr(FRONT, "looked_up", lambda *g: calls.append(g) or looked_up(*g))
     assert served(together(lists))
     assert not calls
 
@@ -371,7 +372,7 @@ def test_what_is_not_as_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
         backend = None if name == "a subclass" else "together"
         ys = fl.unequal_linear(*given, activation="relu", backend=backend)
         assert calls, name
-        for a, e in zip(ys, op.loop(*given, "relu"), strict=True):
+        for a, e in zip(ys, autograd.loop(*given, "relu"), strict=True):
             torch.testing.assert_close(a, e)
     calls.clear()
     with torch.no_grad():
@@ -444,15 +445,15 @@ def test_more_groups_than_the_door_reads_and_changing_sizes(
     for _ in range(3):
         same(together(lists), by_python(lists))
     compare(drawn(sizes[:240]))
-    monkeypatch.setattr(op, "_MAX_PLANS", 3)
+    monkeypatch.setattr(FRONT, "spec", replace(FRONT.spec, most_plans=3))
     for rows in (1, 2, 3, 4, 5, 1, 2):
         compare(drawn(((rows, 5, 6), (2 * rows, 6, 7))))
-        assert op._admitted <= 3
+        assert len(FRONT.plans) <= 3
 
 
 def test_the_loop_too() -> None:
     lists = drawn(SIZES[:3], torch.float64)
-    expected = op.loop(*lists, "relu")
+    expected = autograd.loop(*lists, "relu")
     for _ in range(3):
         ys = fl.unequal_linear(*lists, activation="relu")
         same(ys, expected)
@@ -497,7 +498,7 @@ def test_frozen_groups_have_no_gradients(activation: str) -> None:
         trained = [y.square().sum() for y in ys if y.requires_grad]
         found = torch.autograd.grad(trained, wanted, create_graph=True)
         torch.autograd.grad([t.square().sum() for t in found], wanted)
-        loop = fl.unequal_linear(*lists, activation=activation, backend="loop")
+        loop = fl.unequal_linear(*lists, activation=activation, backend="eager")
         expected = torch.autograd.grad([y.square().sum() for y in loop if y.requires_grad], wanted)
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b)
@@ -522,7 +523,7 @@ def copies_of(run: Callable[[], Any]) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("activation", ["none", "relu", "gelu"])
 def test_pieces_of_one_tensor_are_read_where_they_lie(activation: str, dtype: torch.dtype) -> None:
-    if cpu.unserved(dtype) is not None:
+    if unserved(dtype) is not None:
         pytest.skip("not served here")
     sizes = [(k, n) for _, k, n in (*SIZES, *LARGE) if k]
     for dims in ((1,), (3,), (2, 20), (300,)):

@@ -20,7 +20,7 @@ from torch import Tensor
 from fastlinear.core.compare import judge
 from fastlinear.ops.common import cuda_driver as driver
 from fastlinear.ops.common import door, door_node
-from fastlinear.ops.unequal_linear import autograd, compiled, cuda, launches, op, programs
+from fastlinear.ops.unequal_linear import autograd, compiled, cuda, launches, programs
 from fastlinear.ops.unequal_linear.config import (
     FORWARD,
     GRAD_INPUT,
@@ -154,7 +154,7 @@ def by_loop(dtype: torch.dtype, lists: Any, activation: str, dys: list[Tensor]) 
     own = [
         [None if t is None else t.detach().to(dtype).requires_grad_() for t in ts] for ts in lists
     ]
-    ys = op.loop(*own, activation)  # type: ignore[arg-type]
+    ys = autograd.loop(*own, activation)  # type: ignore[arg-type]
     given = [t for ts in own for t in ts if t is not None]
     found = list(torch.autograd.grad(ys, given, [dy.to(dtype) for dy in dys]))
     count = len(ys)

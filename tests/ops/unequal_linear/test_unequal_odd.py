@@ -8,10 +8,10 @@ import threading
 import pytest
 import torch
 from torch import Tensor
+from unserved import unserved
 
 import fastlinear as fl
 from fastlinear.core.errors import InputError
-from fastlinear.ops.unequal_linear import cpu
 
 
 def drawn(grad: bool = True, groups: int = 3) -> tuple[list[Tensor], list[Tensor]]:
@@ -45,7 +45,7 @@ def test_second_derivatives_where_a_group_has_no_gradients() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.skipif(cpu.unserved(torch.float32) is not None, reason="PyTorch's own ops, own errors")
+@pytest.mark.skipif(unserved(torch.float32) is not None, reason="PyTorch's own ops, own errors")
 def test_other_data_behind_the_forward_is_refused() -> None:
     """``.data`` tells nobody; no kernel may read beyond what is there."""
     for _ in range(4):

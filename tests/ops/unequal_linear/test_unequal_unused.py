@@ -8,24 +8,23 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 from torch import Tensor
+from unserved import unserved
 
 import fastlinear as fl
 from fastlinear.ops.common import door, door_node
-from fastlinear.ops.unequal_linear import cpu, op
 from fastlinear.ops.unequal_linear.autograd import loop
+from fastlinear.ops.unequal_linear.spec import FRONT
 
-BACKENDS = ("loop", "together")
+BACKENDS = ("eager", "together")
 SIZES = ((5, 3, 4), (6, 7, 9), (1, 8, 5))  # (M, K, N)
 Run = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], list[Tensor]]
 
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    op._forget()
-    op._seen.clear()
+    FRONT.forget()
     yield
-    op._forget()
-    op._seen.clear()
+    FRONT.forget()
 
 
 def groups() -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
@@ -36,7 +35,7 @@ def groups() -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
 
 
 def running(backend: str, activation: str) -> Run:
-    if backend == "together" and cpu.unserved(torch.float32) is not None:
+    if backend == "together" and unserved(torch.float32) is not None:
         pytest.skip("not served here")
     return lambda *lists: fl.unequal_linear(*lists, activation=activation, backend=backend)
 

@@ -75,6 +75,11 @@ def forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
+def watched() -> bool:
+    """Whether PyTorch's ops are differentiated forward or recorded while they run."""
+    return forward_ad._current_level >= 0 or _tracing() is not None or _dispatch_modes() > 0
+
+
 def lies_turned(weight: Tensor) -> bool:
     """Whether an (N, K) weight lies in memory as (K, N), as a Conv1D's transpose does."""
     n, k = weight.shape

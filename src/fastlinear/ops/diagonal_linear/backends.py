@@ -5,7 +5,7 @@ Light on purpose: backends are named here and imported on first use.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -154,6 +154,11 @@ def _reason_not_pieces(p: Problem) -> str | None:
     return "float64 is left to PyTorch's own ops" if p.dtype == "float64" else None
 
 
+def _examples(facts: Mapping[str, Any]) -> Mapping[str, Problem]:
+    place = {name: facts[name] for name in ("dtype", "device")}
+    return {"": problem("forward", 64, 1024, **place)}
+
+
 _STEP_EAGER = Backend(NAME, STEP, "eager", f"{_HERE}.spec:eager", _always)
 _PIECES_SOURCES = (
     *("autograd.py", "triton.py", "cpp.py", "addcmul.py"),
@@ -187,6 +192,7 @@ FAMILY = register_family(
         make_inputs=_make_inputs,
         reference=_reference,
         cost=cost,
+        examples=_examples,
         akin=(_whatever_bias, _whatever_activation),
         cold=True,
         timed=deferred(f"{_HERE}.spec:timed"),

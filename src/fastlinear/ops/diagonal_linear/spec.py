@@ -47,10 +47,10 @@ def _resolve(arguments: Arguments, grad: bool, _: bool) -> Resolved:
     x, _, (bias, residual), activation, _ = arguments
     own = _own(activation, bias is not None, residual is not None or reference.widens(x))
     if x.device.type not in ("cpu", "cuda"):
-        return Resolved(own)
+        return Resolved(own, by_torch=True)
     chosen = choices(SPEC, arguments, grad)
     if x.numel() == 0 or _all_eager(chosen):
-        return Resolved(own, own)
+        return Resolved(own, own, by_torch=True)
     if grad:
         return _train(arguments, chosen)
     backend = chosen[0].backend

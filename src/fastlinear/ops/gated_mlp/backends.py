@@ -5,7 +5,7 @@ Light on purpose: backends are named here and imported on first use.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -227,6 +227,10 @@ def _whatever_activation(p: Problem) -> Problem:
     return replace(p, options=options)
 
 
+def _examples(facts: Mapping[str, Any]) -> Mapping[str, Problem]:
+    return {"": problem("forward", 64, 512, 1024, 512, **facts)}
+
+
 _STEP_EAGER = Backend(NAME, STEP, "eager", f"{_HERE}.spec:eager", _always)
 FAMILY = register_family(
     Family(
@@ -299,6 +303,7 @@ FAMILY = register_family(
         make_inputs=_make_inputs,
         reference=_reference,
         cost=cost,
+        examples=_examples,
         akin=(_whatever_bias, _whatever_activation),
         cold=True,
         removed={"onednn_packed": "Backend 'onednn' takes the weights where they lie."},

@@ -94,12 +94,12 @@ def _resolve(arguments: Arguments, grad: bool, _: bool) -> Resolved:
     x, weights, _, _, activation, order, level, _ = arguments
     own = _own(activation, order)
     if not has_kernels(x, weights):
-        return Resolved(own, own)
+        return Resolved(own, own, by_torch=True)
     chosen = choices(SPEC, arguments, grad)
     if grad:
         backends = {c.problem.piece: c.backend.name for c in chosen}
         own_autograd = way_of(backends, recompute_of(level)) == OWN
-        return Resolved(own, own) if own_autograd else _train(arguments, chosen)
+        return Resolved(own, own, by_torch=True) if own_autograd else _train(arguments, chosen)
     backend = chosen[0].backend
     plan = _inference(backend.load(), activation, order)
     if backend.name not in programs.BACKENDS or not x.is_cuda or calls.is_captured(x):

@@ -5,7 +5,9 @@ Light on purpose: backends are named here and imported on first use.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -223,6 +225,15 @@ def _whatever_activation(p: Problem) -> Problem:
     return replace(p, options=options)
 
 
+def _examples(facts: Mapping[str, Any]) -> Mapping[str, Problem]:
+    group = partial(problem, "forward")
+    return {
+        "": group(64, 8, 64, 64, **facts),
+        "groups of 128 features and more": group(64, 8, 128, 128, **facts),
+        "channels first": group(64, 8, 64, 64, order="channels", length=16, **facts),
+    }
+
+
 _STEP_EAGER = Backend(NAME, STEP, "eager", f"{_HERE}.spec:eager", _always)
 FAMILY = register_family(
     Family(
@@ -283,6 +294,7 @@ FAMILY = register_family(
         make_inputs=_make_inputs,
         reference=_reference,
         cost=cost,
+        examples=_examples,
         akin=(_whatever_bias, _whatever_activation),
         cold=True,
     )

@@ -53,11 +53,13 @@ def _resolve(arguments: Arguments, grad: bool, _: bool) -> Resolved:
     x, weight, _, activation, layout, _ = arguments
     own = _own(activation, layout)
     if x.device.type not in ("cpu", "cuda") or not x.numel() * weight.numel():
-        return Resolved(own, own)
+        return Resolved(own, own, by_torch=True)
     chosen = choices(SPEC, arguments, grad)
     if grad:
         names = {c.backend.name for c in chosen if c.problem.piece != STEP}
-        return Resolved(own, own) if names == {"eager"} else _train(arguments, chosen)
+        return (
+            Resolved(own, own, by_torch=True) if names == {"eager"} else _train(arguments, chosen)
+        )
     backend = chosen[0].backend
     plan = _inference(backend.load(), activation, layout)
     return Resolved(plan, plan, partial(programs.inference, backend.name, activation, layout, plan))

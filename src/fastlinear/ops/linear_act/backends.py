@@ -5,7 +5,9 @@ Light on purpose: backends are named here and imported on first use.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ from fastlinear.ops.linear_act import (
     reference,
     triton_config,
 )
-from fastlinear.ops.linear_act.problem import NAME, PIECES, STEP, WHOLE_BACKWARD
+from fastlinear.ops.linear_act.problem import NAME, PIECES, STEP, WHOLE_BACKWARD, problem
 
 _HERE = "fastlinear.ops.linear_act"
 _TF32X3_MIN_DEPTH = 128  # shorter products take plain float32 arithmetic
@@ -261,6 +263,15 @@ def _reason_not_pieces(p: Problem) -> str | None:
     return "float64 is left to PyTorch's own ops" if p.dtype == "float64" else None
 
 
+def _examples(facts: Mapping[str, Any]) -> Mapping[str, Problem]:
+    layer, gelu = partial(problem, "forward"), {**facts, "activation": "gelu_tanh"}
+    return {
+        "": layer(64, 1024, 1024, **gelu),
+        "few rows": layer(8, 1024, 1024, **gelu),
+        "rows of odd lengths": layer(512, 1023, 1023, **gelu),
+    }
+
+
 FAMILY = register_family(
     Family(
         name=NAME,
@@ -350,6 +361,7 @@ FAMILY = register_family(
         make_inputs=_make_inputs,
         reference=_reference,
         cost=order.cost,
+        examples=_examples,
         akin=(_whatever_bias, _whatever_activation),
         cold=True,
         timed=deferred(f"{_HERE}.spec:timed"),

@@ -58,7 +58,7 @@ def _choices(p: Problem, backend: str | None, _: Arguments) -> tuple[Choice, ...
 def _resolve(arguments: Arguments, grad: bool, autocast: bool) -> Resolved:
     x, weight, _, activation, _ = arguments
     if x.device.type not in ("cpu", "cuda"):
-        return Resolved(_own(activation))
+        return Resolved(_own(activation), by_torch=True)
     chosen = choices(SPEC, arguments, grad)
     names = {c.backend.name for c in chosen if c.problem.piece != STEP}
     captured = calls.is_captured(x)
@@ -68,7 +68,7 @@ def _resolve(arguments: Arguments, grad: bool, autocast: bool) -> Resolved:
         plain = grad and step and not (empty or captured or autocast)
         # PyTorch's nodes cost less than one in Python, and more than one in C++
         if not (plain and door.table(NAME) is not None and door_node.begun()):
-            return Resolved(_own(activation), _own_in_table(activation))
+            return Resolved(_own(activation), _own_in_table(activation), by_torch=True)
     if grad:
         return _train(arguments, chosen)
     plan = _inference(chosen[0].backend.load(), activation)

@@ -5,7 +5,7 @@ Light on purpose: backends are named here and imported on first use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -226,6 +226,13 @@ def _reason_not_pieces(p: Problem) -> str | None:
     return "float64 is left to PyTorch's own ops" if p.dtype == "float64" else None
 
 
+def _examples(facts: Mapping[str, Any]) -> Mapping[str, Problem]:
+    return {
+        "": problem("forward", 16, (64,) * 9, **facts),
+        "wide layers": problem("forward", 4096, (4096,) * 3, **facts),
+    }
+
+
 _STEP_EAGER = Backend(NAME, STEP, "eager", f"{_HERE}.spec:eager", _always)
 _PIECES_SOURCES = (
     *("autograd.py", "programs.py", "whole_cpp_programs.py", "layerwise.py"),
@@ -265,6 +272,7 @@ FAMILY = register_family(
         make_inputs=_make_inputs,
         reference=_reference,
         cost=cost,
+        examples=_examples,
         akin=(_whatever_bias, _whatever_activation),
         timed=deferred(f"{_HERE}.spec:timed"),
         removed={"graph": "Use fastlinear.graphed, which records a module or a function."},

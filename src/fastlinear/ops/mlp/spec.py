@@ -55,7 +55,7 @@ def _resolve(arguments: Arguments, grad: bool, autocast: bool) -> Resolved:
     x, weights, biases, *names, backend = arguments
     own = _chain(*names)
     if x.device.type not in ("cpu", "cuda"):
-        return Resolved(own, own)
+        return Resolved(own, own, by_torch=True)
     chosen = choices(SPEC, arguments, grad)
     backends = {c.backend.name for c in chosen if c.problem.piece != STEP}
     empty = x.numel() == 0 or any(w.numel() == 0 for w in weights)
@@ -63,11 +63,11 @@ def _resolve(arguments: Arguments, grad: bool, autocast: bool) -> Resolved:
     if empty or backends == {"eager"}:
         if not grad:
             plan = _chain_in_place(*names)
-            return Resolved(plan, plan)
+            return Resolved(plan, plan, by_torch=True)
         plain = backend is None and not (empty or autocast or captured)
         if not (plain and door_node.begun() and _by_node(chosen)):
             # PyTorch's nodes cost less than one in Python, and more than one in C++
-            return Resolved(own, own)
+            return Resolved(own, own, by_torch=True)
     if grad:
         return _train(arguments, chosen)
     plan = _inference(chosen[0].backend.load(), *names)
@@ -204,6 +204,7 @@ SPEC = OpSpec(
     train=_train,
     compiled=_compiled,
     normal=_normal,
+    sequences=True,
     torch_casts=True,
 )
 FRONT = Front(SPEC)

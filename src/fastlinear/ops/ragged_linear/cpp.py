@@ -15,39 +15,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastlinear.core.precision import matmul_precision
+from fastlinear.core.problem import Problem
+from fastlinear.dispatch.backend import about_to_run
 from fastlinear.ops.common import cpp_build
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.door_program import Program, memory
-from fastlinear.ops.grouped_linear.cpp import NO_HALF
+from fastlinear.ops.grouped_linear.cpp import NO_HALF, half_products
 from fastlinear.ops.grouped_linear.operands import Numbers, Operand, number_of
 from fastlinear.ops.ragged_linear.layout import dense, dense_rows, has_rows, with_rows
 from fastlinear.ops.ragged_linear.validation import counted
 
 SOURCE = Path(__file__).with_name("ragged.cpp")
 _CODES = {name: code for code, name in enumerate(NAMES)}  # the switches of grouped_rows.h
-_MOST_HALF = 1 << 18  # K·N up to which our tiles win over a loop of oneDNN's products
-_MOST = (1 << 31) - 1  # the BLAS counts in 32 bits
+MOST_HALF = 1 << 18
+"""K·N up to which bfloat16 tiles win over a loop of oneDNN's products."""
 _GEMM = "sgemm_"
 
 
-def reason_not(x: Tensor, weight: Tensor) -> str | None:
-    """Why it cannot serve valid tensors that are not empty, or None; compiles it at first."""
-    if x.device.type != "cpu":
+def reason_not(problem: Problem) -> str | None:
+    """Why it cannot serve a Problem, or None. Compiles nothing."""
+    if problem.device != "cpu":
         return "compiled for the CPU only"
-    if x.dtype not in (torch.float32, torch.bfloat16):
-        return f"float32 and bfloat16 only, not {x.dtype}"
-    if x.dtype is torch.float32 and matmul_precision(x.dtype) != "highest":
+    if problem.dtype not in ("float32", "bfloat16"):
+        return f"float32 and bfloat16 only, not {problem.dtype}"
+    if problem.precision not in ("highest", "n/a"):
         return "its float32 products know no lower precision"
-    if max(*x.shape, *x.stride(), *weight.shape, *weight.stride()) > _MOST:
+    if problem.option("strides") != "32":
         return "the BLAS counts in 32 bits"
-    return _why_not_loaded() or _why_not_served(x.dtype)
-
-
-def pays(x: Tensor, weight: Tensor) -> bool:
-    """Whether it is taken by default."""
-    return x.dtype is torch.float32 or weight.shape[1] * weight.shape[2] <= _MOST_HALF
+    if problem.dtype == "bfloat16" and half_products() is None:
+        return NO_HALF
+    if _gemm() is None:
+        return "PyTorch exports no BLAS"
+    why = cpp_build.reason_not() or cpp_build.failed(SOURCE)
+    if why is None and problem.dtype == "bfloat16" and about_to_run.get():
+        return None if _library().fastlinear_ragged_half() else NO_HALF
+    return why
 
 
 def forward(
@@ -188,25 +191,6 @@ def _wants_room(dtype: torch.dtype, saved: Tensor | None) -> bool:
 
 def _memory(t: Tensor | None) -> int:
     return 0 if t is None else t.data_ptr()
-
-
-@cpp_build.asked_once
-def reason_not_here() -> str | None:
-    """Why nothing is served on this machine, as far as can be told without compiling, or None."""
-    if _gemm() is None:
-        return "PyTorch exports no BLAS"
-    return cpp_build.reason_not() or cpp_build.failed(SOURCE)
-
-
-def _why_not_loaded() -> str | None:
-    """Why the library cannot be had, or None; compiles it at first."""
-    return reason_not_here() or cpp_build.why_not_loaded(SOURCE)
-
-
-def _why_not_served(dtype: torch.dtype) -> str | None:
-    if dtype is torch.bfloat16 and not _library().fastlinear_ragged_half():
-        return NO_HALF
-    return None
 
 
 @lru_cache(maxsize=1)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastlinear.core.compare import clear_of_kinks as cleared
 from fastlinear.ops.common import calls
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.ragged_linear.validation import counted
@@ -186,3 +187,27 @@ def composed(
         return y
     # no row has a group: still a function of all, whose gradients are zeros
     return y + 0 * (x[:0].sum() + weight[:, :0].sum() + (0 if bias is None else bias[:, :0].sum()))
+
+
+def clear_of_kinks(
+    x: Tensor,
+    weight: Tensor,
+    group_sizes: Tensor,
+    bias: Tensor | None,
+    redraw: Callable[[int], Tensor],
+) -> Tensor:
+    """x (T, K) whose pre-activations stay away from 0, where rounding would choose the gradient.
+
+    Args:
+        redraw: m → m new rows (m, K) in x's dtype.
+    """
+    parts, begin = [], 0
+    for g, size in enumerate(group_sizes.tolist()):
+
+        def pre_activations(rows: Tensor, g: int = g) -> tuple[Tensor]:
+            b = None if bias is None else bias[g].to(rows.dtype)
+            return (torch.nn.functional.linear(rows, weight[g].to(rows.dtype), b),)
+
+        parts.append(cleared(x[begin : begin + size], pre_activations, redraw)[0])
+        begin += size
+    return torch.cat([*parts, x[begin:]])

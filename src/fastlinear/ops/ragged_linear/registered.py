@@ -7,10 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastlinear.op.compile import Backends
 from fastlinear.ops._register import register_op
+from fastlinear.ops.common import calls
 from fastlinear.ops.common.activations import activation as activation_of
-from fastlinear.ops.ragged_linear import op, products
+from fastlinear.ops.ragged_linear import products
 from fastlinear.ops.ragged_linear.formula import Formula
+from fastlinear.ops.ragged_linear.spec import SPEC
+
+_BACKENDS = Backends(SPEC)
 
 
 def _saves_pre(activation: str, needs_grad: bool) -> bool:
@@ -18,12 +23,19 @@ def _saves_pre(activation: str, needs_grad: bool) -> bool:
 
 
 def _formula(
-    activation: str, x: Tensor, weight: Tensor, group_sizes: Tensor, bias: Tensor | None
+    activation: str,
+    x: Tensor,
+    weight: Tensor,
+    group_sizes: Tensor,
+    bias: Tensor | None,
+    grad: bool,
 ) -> Formula | None:
-    """The formula of what serves such a call; None for the loop."""
-    given = [t for t in (x, weight, group_sizes, bias) if t is not None]
-    chosen = op._first(x, weight, given)
-    return None if chosen == "loop" else Formula(activation, chosen)
+    """The formula of what serves such a call; None for PyTorch's own products."""
+    if calls.transforms_active() or calls.watched() or not x.numel() * weight.numel():
+        return None
+    call = x, weight, (group_sizes, bias), activation, None
+    chosen = _BACKENDS.choices(call, grad)[0].backend.name
+    return None if chosen == "eager" else Formula(activation, chosen)
 
 
 def _forward(
@@ -35,7 +47,7 @@ def _forward(
     needs_grad: bool,
 ) -> tuple[Tensor, Tensor]:
     save_pre = _saves_pre(activation, needs_grad)
-    formula = _formula(activation, x, weight, group_sizes, bias)
+    formula = _formula(activation, x, weight, group_sizes, bias, needs_grad)
     if formula is not None:
         run = formula.functions()[0]
         y, pre, _ = run(x, weight, group_sizes, bias, activation, save_pre)
@@ -69,7 +81,7 @@ def _backward(
     activation: str,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    formula = _formula(activation, x, weight, group_sizes, bias)
+    formula = _formula(activation, x, weight, group_sizes, bias, True)
     if formula is not None:
         run = formula.functions()[1]
         grads = run(dy, saved, x, weight, group_sizes, activation, tuple(needs))

@@ -12,18 +12,19 @@ from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.layouts import REMEDY, conversion, unlike_strided
 
-BACKENDS = ("cpp", "loop", "triton")
+BACKENDS = ("cpp", "eager", "triton")
 _INTEGERS = (torch.int32, torch.int64)
 
 
-def validate_kinds(
-    x: Any, weight: Any, group_sizes: Any, bias: Any, activation: Any, backend: Any
+def validate(
+    x: Any, weight: Any, rest: tuple[Any, Any], activation: Any, backend: Any = None
 ) -> None:
-    """Names are known and tensors are tensors.
+    """Names are known, and shapes, dtypes and devices fit; ``rest`` is group_sizes and bias.
 
     Raises:
-        InputError: where they are not.
+        InputError: where they do not.
     """
+    group_sizes, bias = rest
     activation_of(activation, "ragged_linear")
     if backend is not None and backend not in BACKENDS:
         fail(f"backend in {', '.join(BACKENDS)} or None", repr(backend), "Leave it out.")
@@ -36,14 +37,6 @@ def validate_kinds(
         unlike = unlike_strided(t)
         if unlike is not None:
             fail(f"{name} to be a dense tensor", unlike, REMEDY)
-
-
-def validate(x: Tensor, weight: Tensor, group_sizes: Tensor, bias: Tensor | None) -> None:
-    """Shapes, dtypes and devices fit.
-
-    Raises:
-        InputError: where they do not.
-    """
     if weight.dim() != 3 or weight.shape[0] == 0:
         fail(
             "weight of shape (G, N, K) with at least one group",

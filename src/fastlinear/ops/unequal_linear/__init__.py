@@ -1,5 +1,5 @@
 """y_g = act(x_g W_gᵀ + b_g) for linears of different sizes, as one operation."""
 
-from fastlinear.ops.unequal_linear.op import unequal_linear
+from fastlinear.ops.unequal_linear.op import explain, unequal_linear
 
-__all__ = ["unequal_linear"]
+__all__ = ["explain", "unequal_linear"]

@@ -16,10 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastlinear.core.problem import Problem
+from fastlinear.dispatch.backend import about_to_run
 from fastlinear.ops.common import cpp_build
 from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.common.door_program import Program, memories, memory
-from fastlinear.ops.grouped_linear.cpp import NO_HALF, NO_VECTORS, has_wide_vectors
+from fastlinear.ops.grouped_linear.cpp import (
+    NO_HALF,
+    NO_VECTORS,
+    half_products,
+    has_wide_vectors,
+)
 from fastlinear.ops.unequal_linear.layout import Backward, Forward, Sizes
 
 SOURCE = Path(__file__).with_name("unequal.cpp")
@@ -29,9 +36,20 @@ _MAX_TABLES = 1024
 _Places = tuple[int | None, ...]
 
 
-def reason_not(xs: Sequence[Tensor], weights: Sequence[Tensor]) -> str | None:
-    """Why the C++ products cannot serve inputs and weights, or None; compiles them at first."""
-    return unserved(xs[0].dtype)
+def reason_not(problem: Problem) -> str | None:
+    """Why the C++ products cannot serve a Problem, or None. Compiles nothing."""
+    if problem.device != "cpu":
+        return "its kernels run on CUDA devices and CPUs only"
+    if problem.dtype not in ("float32", "bfloat16"):
+        return f"serves float32 and bfloat16 on CPUs, not {problem.dtype}"
+    if not has_wide_vectors():
+        return f"its C++ is {NO_VECTORS}"
+    if problem.dtype == "bfloat16" and half_products() is None:
+        return NO_HALF
+    why = cpp_build.reason_not() or cpp_build.failed(SOURCE)
+    if why is None and problem.dtype == "bfloat16" and about_to_run.get():
+        return None if _library().fastlinear_unequal_half() else NO_HALF
+    return why
 
 
 def forward(call: Forward, device: torch.device) -> None:
@@ -110,28 +128,6 @@ def _addresses(tensors: Sequence[Tensor | None], order: tuple[int, ...]) -> Any:
 
 def _address(t: Tensor | None) -> int | None:
     return None if t is None else t.data_ptr()
-
-
-def reason_not_here() -> str | None:
-    """Why nothing is served on this machine, as far as can be told without compiling, or None."""
-    if not has_wide_vectors():
-        return f"its C++ is {NO_VECTORS}"
-    return cpp_build.reason_not() or cpp_build.failed(SOURCE)
-
-
-def unserved(dtype: torch.dtype) -> str | None:
-    """Why such numbers are not served here, or None; compiles the library."""
-    if dtype not in (torch.float32, torch.bfloat16):
-        return f"serves float32 and bfloat16 on CPUs, not {str(dtype).removeprefix('torch.')}"
-    why = reason_not_here() or _why_not_loaded()
-    if why is None and dtype is torch.bfloat16 and not _library().fastlinear_unequal_half():
-        return NO_HALF
-    return why
-
-
-@cpp_build.asked_once
-def _why_not_loaded() -> str | None:
-    return cpp_build.reason_not() or cpp_build.why_not_loaded(SOURCE)
 
 
 @lru_cache(maxsize=1)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from fastlinear.core.device import device_facts
+from fastlinear.core.precision import FLOAT_DTYPES
+from fastlinear.core.problem import Problem
 from fastlinear.ops.common.door_program import Program
 from fastlinear.ops.unequal_linear import layout
 from fastlinear.ops.unequal_linear.compiled import KINDS
@@ -36,8 +38,6 @@ from fastlinear.ops.unequal_linear.launches import (
     share_numbers,
 )
 from fastlinear.ops.unequal_linear.layout import Backward, Forward
-
-_MOST = 2**31 - 1
 
 Tensors = Sequence[Tensor]
 Make = Callable[[int, torch.dtype], Any]
@@ -66,25 +66,18 @@ class Choices:
 AUTOMATIC = Choices()
 
 
-def reason_not_on(device: torch.device) -> str | None:
-    """Why the kernels cannot run on a CUDA device, or None."""
-    capability = device_facts(device).capability
+def reason_not(problem: Problem) -> str | None:
+    """Why the kernels cannot serve a Problem, or None."""
+    if problem.device != "cuda":
+        return "its kernels run on CUDA devices only"
+    if FLOAT_DTYPES[problem.dtype] not in KINDS:
+        return f"serves float32, bfloat16 and float16, not {problem.dtype}"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    capability = torch.cuda.get_device_capability()
     if capability < (8, 0):
         return f"needs compute capability 8.0, the device has {capability[0]}.{capability[1]}"
-    return None
-
-
-def reason_not(xs: Tensors, weights: Tensors) -> str | None:
-    """Why the kernels cannot serve inputs (..., K) and weights (N, K), or None."""
-    x = xs[0]
-    if x.device.type != "cuda":
-        return "its kernels run on CUDA devices only"
-    if x.dtype not in KINDS:
-        return f"serves float32, bfloat16 and float16, not {str(x.dtype).removeprefix('torch.')}"
-    why = reason_not_on(x.device)
-    if why is not None:
-        return why
-    if max(max(x.numel(), w.numel()) for x, w in zip(xs, weights, strict=True)) > _MOST:
+    if problem.option("numbers") != "32":
         return "serves matrices of fewer than 2^31 numbers"
     return None
 

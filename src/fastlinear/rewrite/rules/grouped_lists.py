@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from fastlinear.ops.unequal_linear.op import served_by
+from fastlinear.ops.unequal_linear.op import explain
 from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.exchange.forwards import PLAIN_LINEARS
 from fastlinear.rewrite.exchange.tower_forward import LISTS as BY_LISTS
@@ -178,7 +178,7 @@ def _why_not(group: Abreast, members: Sequence[Candidate]) -> str | None:
             return "its linears or their inputs differ in dtype or device"
         dtype = autocast or xs[0].dtype
         hidden, cast = [x.detach().to(dtype) for x in xs], [w.to(dtype) for w in weights]
-        if served_by(hidden, cast, grad=grad) != "together":
+        if explain(hidden, cast, needs_grad=grad).choices[0].backend.name != "together":
             return "unequal_linear would compute them one by one here"
     return None
 

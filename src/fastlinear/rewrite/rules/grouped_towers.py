@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fastlinear.ops.unequal_linear.op import served_by
+from fastlinear.ops.unequal_linear.op import explain
 from fastlinear.profile.effects import class_forward
 from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.exchange.forwards import PLAIN_LINEARS
@@ -228,7 +228,7 @@ def _together(
     for i in range(depth):
         layers = modules[i::depth]
         weights = [m.weight.detach().to(dtype) for m in layers]  # type: ignore[union-attr,operator]
-        if served_by(hidden, weights, grad=grad) != "together":
+        if explain(hidden, weights, needs_grad=grad).choices[0].backend.name != "together":
             return False
         hidden = [
             h.new_empty((*h.shape[:-1], len(w))) for h, w in zip(hidden, weights, strict=True)

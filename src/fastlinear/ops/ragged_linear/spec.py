@@ -1,0 +1,151 @@
+"""The ``OpSpec`` of ragged_linear, and its front end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastlinear.core.errors import UnsupportedError
+from fastlinear.core.problem import Problem
+from fastlinear.core.wrappers import without_values
+from fastlinear.dispatch.backend import Backend
+from fastlinear.dispatch.select import Choice, select
+from fastlinear.op.front import Front, choices, needs_grad
+from fastlinear.op.spec import Arguments, Called, OpSpec, Resolved
+from fastlinear.op.timing import Timed
+from fastlinear.ops.common import calls
+from fastlinear.ops.ragged_linear import products, programs
+from fastlinear.ops.ragged_linear.formula import Formula, More, Ragged
+from fastlinear.ops.ragged_linear.problem import NAME, STEP, problem_of
+from fastlinear.ops.ragged_linear.validation import validate
+
+
+def _reference(x: Tensor, weight: Tensor, more: More, activation: str, _: Any = None) -> Tensor:
+    sizes, bias = more
+    if without_values(sizes):  # no loop can read them; the registered op says the shape
+        grad = needs_grad((x, weight, bias))
+        y: Tensor = torch.ops.fastlinear.ragged_linear(x, weight, sizes, bias, activation, grad)[0]
+        return y
+    return products.loop(x, weight, sizes, bias, activation)
+
+
+def _problem(arguments: Arguments, grad: bool) -> Problem:
+    x, weight, (_, bias), activation, _ = arguments
+    return problem_of(x, weight, bias, activation, grad, calls.is_captured(x))
+
+
+def _choices(p: Problem, backend: str | None, _: Arguments) -> tuple[Choice, ...]:
+    return (select(p, backend),)
+
+
+def _resolve(arguments: Arguments, grad: bool, _: bool) -> Resolved:
+    x, weight, _, activation, _ = arguments
+    own = partial(_own, activation)
+    if x.device.type not in ("cpu", "cuda") or not x.numel() * weight.numel():
+        return Resolved(own, by_torch=True)
+    chosen = choices(SPEC, arguments, grad)
+    if chosen[0].backend.name == "eager":
+        return Resolved(own, by_torch=True)
+    if grad:
+        return _train(arguments, chosen)
+    formula = Formula(activation, chosen[0].backend.name)
+    plan = formula.inference
+    return Resolved(plan, plan, partial(programs.inference, formula))
+
+
+def _train(arguments: Arguments, chosen: tuple[Choice, ...]) -> Resolved:
+    formula = Formula(arguments[3], chosen[0].backend.name)
+
+    def plan(x: Tensor, weight: Tensor, more: More) -> Tensor:
+        y: Tensor = Ragged.apply(x, weight, *more, formula)
+        return y
+
+    return Resolved(plan, plan, partial(programs.node, formula))
+
+
+def _own(activation: str, x: Tensor, weight: Tensor, more: More) -> Tensor:
+    return _reference(x, weight, more, activation)
+
+
+def _compiled(arguments: Arguments, grad: bool) -> Tensor:
+    x, weight, (sizes, bias), activation, backend = arguments
+    if backend == "eager":
+        return products.loop(x, weight, sizes, bias, activation)
+    if backend is not None:
+        raise UnsupportedError(
+            NAME,
+            f"a call that backend {backend!r} can serve",
+            "one inside torch.compile, which takes one registered op",
+            "Leave backend out.",
+        )
+    y: Tensor = torch.ops.fastlinear.ragged_linear(x, weight, sizes, bias, activation, grad)[0]
+    return y
+
+
+def _public(arguments: Arguments) -> Called:
+    x, weight, (sizes, bias), activation, backend = arguments
+    return NAME, (x, weight, sizes, bias), {"activation": activation, "backend": backend}
+
+
+SPEC = OpSpec(
+    name=NAME,
+    operands=("x", "weight", ("group_sizes", "bias")),
+    options=("activation", "backend"),
+    validate=validate,
+    reference=_reference,
+    resolve=_resolve,
+    problem=_problem,
+    train=_train,
+    compiled=_compiled,
+    public=_public,
+    choices=_choices,
+)
+FRONT = Front(SPEC)
+_timed = Timed(FRONT, lambda inputs, backend: (*inputs[:4], backend))
+
+
+def timed(backend: Backend, p: Problem) -> Callable[..., Any] | None:
+    """What tuning times: the public call, in a training step with autograd's own work."""
+    if p.captured:
+        return None
+    call = _timed.caller(backend.name)
+    return partial(step, call) if p.piece == STEP else call
+
+
+def step(
+    call: Callable[..., Tensor], x: Tensor, weight: Tensor, more: More, activation: str, dy: Tensor
+) -> tuple[Tensor | None, ...]:
+    """(y, dx, dW, db) of a call (x, weight, (group_sizes, bias), activation), as autograd runs
+    it."""
+    sizes, bias = more
+    own = [None if t is None else t.detach().requires_grad_() for t in (x, weight, bias)]
+    with torch.enable_grad():
+        y = call(own[0], own[1], (sizes, own[2]), activation)
+        grads = iter(torch.autograd.grad(y, [t for t in own if t is not None], dy))
+    return y.detach(), *(None if t is None else next(grads) for t in own)
+
+
+# --------------------------------------------------------------------------------------------
+# The backends of the family's record
+
+
+def _by(backend: str, x: Tensor, weight: Tensor, more: More, activation: str) -> Tensor:
+    if backend == "eager":
+        return _own(activation, x, weight, more)
+    formula = Formula(activation, backend)
+    if not needs_grad((x, weight, more)):
+        return formula.inference(x, weight, more)
+    y: Tensor = Ragged.apply(x, weight, *more, formula)
+    return y
+
+
+eager_forward, triton_forward, cpp_forward = (
+    partial(_by, name) for name in ("eager", "triton", "cpp")
+)
+eager_step, triton_step, cpp_step = (
+    partial(step, by) for by in (eager_forward, triton_forward, cpp_forward)
+)

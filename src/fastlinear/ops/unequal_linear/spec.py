@@ -1,0 +1,202 @@
+"""The ``OpSpec`` of unequal_linear, and its front end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastlinear.core.errors import UnsupportedError
+from fastlinear.core.problem import Problem
+from fastlinear.dispatch.backend import Backend
+from fastlinear.dispatch.select import Choice, select
+from fastlinear.op.front import Front, choices, needs_grad
+from fastlinear.op.spec import Arguments, OpSpec, Resolved
+from fastlinear.op.timing import Timed
+from fastlinear.ops.common import calls
+from fastlinear.ops.common.layouts import unlike_strided
+from fastlinear.ops.unequal_linear import programs
+from fastlinear.ops.unequal_linear.autograd import Formula, Maybe, loop, recorded
+from fastlinear.ops.unequal_linear.problem import NAME, STEP, problem_of
+from fastlinear.ops.unequal_linear.validation import fail, validate
+
+_Tensors = Sequence[Tensor]
+_LISTS = "Give them in the order of the groups: [first, second, ...]."
+_MOST_PLANS = 256  # each holds what a launch needs besides addresses
+
+
+def _normal(arguments: Arguments) -> Arguments:
+    xs, weights, biases, *options = arguments
+    held = None if biases is None else _sequence("biases", biases)
+    return (_sequence("xs", xs), _sequence("weights", weights), held, *options)
+
+
+def _sequence(name: str, given: Any) -> tuple[Any, ...]:
+    """The tensors of one argument.
+
+    Raises:
+        InputError: they come in nothing that keeps an order, or in no container at all.
+    """
+    if type(given) is tuple:
+        return given
+    if type(given) is list:
+        return tuple(given)
+    single = isinstance(given, Tensor) and (unlike_strided(given) is not None or not given.dim())
+    if single or isinstance(given, (str, Mapping, Set)) or not hasattr(given, "__iter__"):
+        received = type(given).__name__
+        if single:
+            received = unlike_strided(given) or "a tensor of no dimensions"
+        fail(f"{name} to be a list or tuple of tensors, one a group", received, _LISTS)
+    return tuple(given)
+
+
+def _reference(
+    xs: _Tensors, weights: _Tensors, biases: Maybe | None, activation: str, _: Any = None
+) -> list[Tensor]:
+    return loop(xs, weights, biases, activation)
+
+
+def _problem(arguments: Arguments, grad: bool) -> Problem:
+    xs, weights, biases, activation, _ = arguments
+    return problem_of(xs, weights, biases, activation, grad, calls.is_captured(xs[0]))
+
+
+def _choices(p: Problem, backend: str | None, _: Arguments) -> tuple[Choice, ...]:
+    return (select(p, backend),)
+
+
+def _redirect(arguments: Arguments) -> list[Tensor] | None:
+    """No groups at all have no first tensor to go by."""
+    if not isinstance(arguments[0], list | tuple) or arguments[0]:
+        return None
+    validate(*_normal(arguments))
+    return []
+
+
+def _resolve(arguments: Arguments, grad: bool, _: bool) -> Resolved:
+    xs, activation = arguments[0], arguments[3]
+    own = partial(_own, activation)
+    if xs[0].device.type not in ("cpu", "cuda"):
+        return Resolved(own, by_torch=True)
+    chosen = choices(SPEC, arguments, grad)
+    if chosen[0].backend.name == "eager":
+        return Resolved(own, own, by_torch=True)
+    if grad:
+        return _train(arguments, chosen)
+    formula = Formula(activation)
+
+    def plan(xs: _Tensors, weights: _Tensors, biases: Maybe | None) -> list[Tensor]:
+        return formula.inference(xs, weights, biases)[0]
+
+    return Resolved(plan, plan, partial(_record, formula, False))
+
+
+def _train(arguments: Arguments, _: tuple[Choice, ...]) -> Resolved:
+    formula = Formula(arguments[3])
+    plan = partial(recorded, formula)
+    return Resolved(plan, plan, partial(_record, formula, True))
+
+
+def _record(
+    formula: Formula, grad: bool, xs: _Tensors, weights: _Tensors, biases: Maybe | None
+) -> Any:
+    return programs.plan(formula, xs, weights, biases, grad)
+
+
+def _own(activation: str, xs: _Tensors, weights: _Tensors, biases: Maybe | None) -> list[Tensor]:
+    """PyTorch's own ops."""
+    return loop(xs, weights, biases, activation)
+
+
+def _compiled(arguments: Arguments, _: bool) -> list[Tensor]:
+    backend = arguments[-1]
+    if backend not in (None, "eager"):
+        raise UnsupportedError(
+            NAME,
+            f"a call that backend {backend!r} can serve",
+            "one inside torch.compile, which makes its own kernels",
+            "Leave backend out.",
+        )
+    return loop(*arguments[:4])
+
+
+SPEC = OpSpec(
+    name=NAME,
+    operands=("xs", "weights", "biases"),
+    options=("activation", "backend"),
+    validate=validate,
+    reference=_reference,
+    resolve=_resolve,
+    problem=_problem,
+    train=_train,
+    compiled=_compiled,
+    normal=_normal,
+    redirect=_redirect,
+    choices=_choices,
+    sequences=True,
+    changing=True,
+    most_plans=_MOST_PLANS,
+)
+FRONT = Front(SPEC)
+_timed = Timed(FRONT, lambda inputs, backend: (*inputs[:4], backend))
+
+
+def timed(backend: Backend, p: Problem) -> Callable[..., Any] | None:
+    """What tuning times: the public call, in a training step with autograd's own work."""
+    if p.captured:
+        return None
+    call = _timed.caller(backend.name)
+    return partial(step, call) if p.piece == STEP else call
+
+
+def step(
+    call: Callable[..., Sequence[Tensor]],
+    xs: _Tensors,
+    weights: _Tensors,
+    biases: Maybe | None,
+    activation: str,
+    dys: _Tensors,
+) -> tuple[Tensor | None, ...]:
+    """(y_g, then a gradient for each tensor or None) of a call (xs, weights, biases, activation),
+    as autograd runs it."""
+    own: list[Any] = [
+        None if ts is None else tuple(None if t is None else _leaf(t) for t in ts)
+        for ts in (xs, weights, biases)
+    ]
+    tensors = [t for ts in own for t in ts or ()]
+    with torch.enable_grad():
+        ys = call(*own, activation)
+        grads = iter(torch.autograd.grad(ys, [t for t in tensors if t is not None], dys))
+    return (*(y.detach() for y in ys), *(None if t is None else next(grads) for t in tensors))
+
+
+def _leaf(t: Tensor) -> Tensor:
+    return t.detach().requires_grad_()
+
+
+# --------------------------------------------------------------------------------------------
+# The backends of the family's record
+
+
+def eager_forward(
+    xs: _Tensors, weights: _Tensors, biases: Maybe | None, activation: str
+) -> tuple[Tensor, ...]:
+    """The y_g by one product of PyTorch a group."""
+    return tuple(loop(xs, weights, biases, activation))
+
+
+def together_forward(
+    xs: _Tensors, weights: _Tensors, biases: Maybe | None, activation: str
+) -> tuple[Tensor, ...]:
+    """The y_g by the kernels of the device."""
+    formula = Formula(activation)
+    if needs_grad((xs, weights, biases)):
+        return tuple(recorded(formula, xs, weights, biases))
+    return tuple(formula.inference(xs, weights, biases)[0])
+
+
+eager_step = partial(step, eager_forward)
+together_step = partial(step, together_forward)
