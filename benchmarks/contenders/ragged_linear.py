@@ -217,5 +217,7 @@ def _no_grouped_mm(case: Case) -> str | None:
 
 def chosen(case: Case, work: ListsWork, captured: bool) -> dict[str, str]:
     """Which backend serves our call."""
-    (choice,) = explain(*work.stacks[0].whole, needs_grad=case.needs_grad).choices
+    x, weight, _, *bias = work.stacks[0].whole
+    sizes = torch.ones(len(weight), dtype=torch.int64, device=x.device)  # no fact of the choice
+    (choice,) = explain(x, weight, sizes, *bias, needs_grad=case.needs_grad).choices
     return {"forward": choice.backend.name}

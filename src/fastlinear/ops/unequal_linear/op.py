@@ -10,7 +10,7 @@ from fastlinear.core.deprecated import renamed
 from fastlinear.dispatch.explain import Explanation
 from fastlinear.op.front import public
 from fastlinear.ops.unequal_linear.autograd import Maybe
-from fastlinear.ops.unequal_linear.spec import FRONT
+from fastlinear.ops.unequal_linear.spec import FRONT, sequence
 from fastlinear.ops.unequal_linear.validation import validate
 
 __all__ = ["call", "explain", "unequal_linear", "validate"]
@@ -57,6 +57,8 @@ def unequal_linear(
     """
     if backend == "loop":
         backend = renamed("backend", "loop", "eager")
+    xs, weights = sequence("xs", xs), sequence("weights", weights)
+    biases = None if biases is None else sequence("biases", biases)
     return call(xs, weights, biases, activation, backend)  # type: ignore[no-any-return]
 
 

@@ -30,27 +30,25 @@ _MOST_PLANS = 256  # each holds what a launch needs besides addresses
 
 def _normal(arguments: Arguments) -> Arguments:
     xs, weights, biases, *options = arguments
-    held = None if biases is None else _sequence("biases", biases)
-    return (_sequence("xs", xs), _sequence("weights", weights), held, *options)
+    held = None if biases is None else tuple(sequence("biases", biases))
+    return (tuple(sequence("xs", xs)), tuple(sequence("weights", weights)), held, *options)
 
 
-def _sequence(name: str, given: Any) -> tuple[Any, ...]:
-    """The tensors of one argument.
+def sequence(name: str, given: Any) -> Any:
+    """The tensors of one argument, in a list or a tuple.
 
     Raises:
         InputError: they come in nothing that keeps an order, or in no container at all.
     """
-    if type(given) is tuple:
+    if type(given) is list or type(given) is tuple:
         return given
-    if type(given) is list:
-        return tuple(given)
     single = isinstance(given, Tensor) and (unlike_strided(given) is not None or not given.dim())
     if single or isinstance(given, (str, Mapping, Set)) or not hasattr(given, "__iter__"):
         received = type(given).__name__
         if single:
             received = unlike_strided(given) or "a tensor of no dimensions"
         fail(f"{name} to be a list or tuple of tensors, one a group", received, _LISTS)
-    return tuple(given)
+    return list(given)
 
 
 def _reference(
