@@ -54,7 +54,8 @@ def declare_op(name: str, schema: str, load: Callable[[], object], *, formula: b
     """Register ``torch.ops.fastlinear.<name>`` whose functions its family brings when it is loaded.
 
     Args:
-        name, schema: as ``register_op`` takes them.
+        name: op name.
+        schema: arguments and returns, for example ``"(Tensor x) -> Tensor"``.
         load: imports the family.
         formula: whether the op has an autograd formula.
     """
@@ -64,49 +65,42 @@ def declare_op(name: str, schema: str, load: Callable[[], object], *, formula: b
 
 
 def declare_eager_op(name: str, schema: str, load: Callable[[], object]) -> None:
-    """The same for an op that its family registers by ``register_eager_op``."""
+    """The same for an op that its family registers by ``register_eager_op``; no result of it may
+    share memory with an argument."""
     _add_before_autograd(_define(name, schema, load))
 
 
 def register_op(
     name: str,
-    schema: str,
     *,
     implementation: Callable[..., Any],
     fake: Callable[..., Any],
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., None] | None = None,
 ) -> None:
-    """Register ``torch.ops.fastlinear.<name>`` for CPU and CUDA.
+    """Give a declared op its functions.
 
     Args:
         name: op name.
-        schema: arguments and returns, for example ``"(Tensor x) -> Tensor"``.
         implementation: the eager implementation for both devices.
         fake: shapes, dtypes and strides of the results, without computing.
         backward, setup_context: the autograd formula, as ``torch.library.register_autograd`` takes.
             Its gradients cannot be differentiated: that raises UnsupportedError.
     """
-    op = _OPS.get(name)
-    if op is None:
-        op = _define(name, schema, lambda: None)
-        if backward is not None:
-            _add_formula(op)
     functions = {"implementation": implementation, "fake": fake}
     if backward is not None and setup_context is not None:
         functions |= {"backward": _once(name, backward), "setup_context": setup_context}
-    _fill(op, schema, functions)
+    _OPS[name].functions = functions
 
 
 def register_eager_op(
     name: str,
-    schema: str,
     *,
     implementation: Callable[..., Any],
     fake: Callable[..., Any],
     differentiable: Callable[..., Any],
 ) -> None:
-    """Register ``torch.ops.fastlinear.<name>`` that does what an eager function of ours does.
+    """Give an op that does what an eager function of ours does its functions.
 
     A compiled graph that needs no gradients calls it: no formula stands before the function, which
     records its own where the graph, exported, is run with gradients after all. Where such a graph
@@ -115,23 +109,12 @@ def register_eager_op(
 
     Args:
         name: op name.
-        schema: arguments and returns; no result may share memory with an argument.
         implementation: the function, for both devices, with or without gradients.
         fake: shapes, dtypes and strides of the results, without computing.
         differentiable: the same through a registered op that has an autograd formula.
     """
-    op = _OPS.get(name)
-    if op is None:
-        op = _define(name, schema, lambda: None)
-        _add_before_autograd(op)
     functions = {"implementation": implementation, "fake": fake, "differentiable": differentiable}
-    _fill(op, schema, functions)
-
-
-def _fill(op: _Op, schema: str, functions: dict[str, Callable[..., Any]]) -> None:
-    if op.schema != schema:
-        raise RuntimeError(f"{op.name} is declared as {op.schema!r} and registered as {schema!r}")
-    op.functions = functions
+    _OPS[name].functions = functions
 
 
 def _define(name: str, schema: str, load: Callable[[], object]) -> _Op:

@@ -111,8 +111,6 @@ def _autograd(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 
 register_op(
     "diagonal_linear",
-    "(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, str activation, bool needs_grad,"
-    " str backend) -> Tensor",
     implementation=_forward,
     fake=_forward_fake,
     backward=_autograd,
@@ -120,8 +118,6 @@ register_op(
 )
 register_op(
     "diagonal_linear_backward",
-    "(Tensor dy, Tensor x, Tensor weight, Tensor? bias, str activation, bool needs_x,"
-    " bool needs_weight, bool needs_bias) -> (Tensor, Tensor, Tensor)",
     implementation=_backward,
     fake=_backward_fake,
 )

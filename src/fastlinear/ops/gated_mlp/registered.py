@@ -155,13 +155,8 @@ def _autograd(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
     return (*wanted, None, None, None, None, None)
 
 
-_TENSORS = (
-    "Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor? down_weight, Tensor? gate_bias,"
-    " Tensor? up_bias, Tensor? down_bias, str activation, str order"
-)
 register_op(
     "gated_mlp",
-    f"({_TENSORS}, bool recompute, bool needs_grad, str backend) -> (Tensor, Tensor, Tensor)",
     implementation=_forward,
     fake=_forward_fake,
     backward=_autograd,
@@ -169,8 +164,6 @@ register_op(
 )
 register_op(
     "gated_mlp_backward",
-    f"(Tensor dy, Tensor? first, Tensor? second, {_TENSORS}, bool[] needs, str backend)"
-    f" -> ({', '.join(['Tensor'] * 7)})",
     implementation=_backward,
     fake=_backward_fake,
 )

@@ -129,8 +129,6 @@ def _autograd(ctx: Any, dy: Tensor, _: Any) -> tuple[Any, ...]:
 
 register_op(
     "grouped_linear",
-    "(Tensor x, Tensor weight, Tensor? bias, str activation, str layout, bool needs_grad,"
-    " str backend) -> (Tensor, Tensor)",
     implementation=_forward,
     fake=_forward_fake,
     backward=_autograd,
@@ -138,9 +136,6 @@ register_op(
 )
 register_op(
     "grouped_linear_backward",
-    "(Tensor dy, Tensor? saved, Tensor x, Tensor weight, str activation, str layout,"
-    " bool has_bias, bool needs_x, bool needs_weight, bool needs_bias, str backend)"
-    " -> (Tensor, Tensor, Tensor)",
     implementation=_backward,
     fake=_backward_fake,
 )

@@ -41,7 +41,6 @@ def _differentiable(
 
 register_eager_op(
     "linear_act_inference",
-    "(Tensor x, Tensor weight, Tensor? bias, bool turned, str activation, str backend) -> Tensor",
     implementation=_run,
     fake=_fake,
     differentiable=_differentiable,

@@ -111,8 +111,6 @@ def _autograd(ctx: Any, dy: Tensor, _: Any) -> tuple[Any, ...]:
 
 register_op(
     "linear_act",
-    "(Tensor x, Tensor weight, Tensor? bias, str activation, bool needs_grad, str backend)"
-    " -> (Tensor, Tensor)",
     implementation=_forward,
     fake=_forward_fake,
     backward=_autograd,
@@ -120,8 +118,6 @@ register_op(
 )
 register_op(
     "linear_act_backward",
-    "(Tensor dy, Tensor? saved, Tensor x, Tensor weight, str activation, bool has_bias,"
-    " bool needs_x, bool needs_weight, bool needs_bias) -> (Tensor, Tensor, Tensor)",
     implementation=_backward,
     fake=_backward_fake,
 )

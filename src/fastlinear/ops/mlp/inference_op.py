@@ -65,8 +65,6 @@ def _differentiable(
 
 register_eager_op(
     "mlp_inference",
-    "(Tensor x, Tensor[] weights, Tensor[] biases, bool[] has_bias, bool[] turned, str activation,"
-    " str final_activation, str backend) -> Tensor",
     implementation=_run,
     fake=_fake,
     differentiable=_differentiable,

@@ -174,8 +174,6 @@ def _flags(wanted: Any, count: int) -> list[bool]:
 
 register_op(
     "mlp",
-    "(Tensor x, Tensor[] weights, Tensor[] biases, bool[] has_bias, str activation,"
-    " str final_activation, bool needs_grad, str backend) -> (Tensor, Tensor[])",
     implementation=_forward,
     fake=_forward_fake,
     backward=_autograd,
@@ -183,9 +181,6 @@ register_op(
 )
 register_op(
     "mlp_backward",
-    "(Tensor dy, Tensor x, Tensor[] weights, Tensor[] saved, str activation,"
-    " str final_activation, bool needs_x, bool[] needs_w, bool[] needs_b, str backend)"
-    " -> (Tensor, Tensor[], Tensor[])",
     implementation=_backward,
     fake=_backward_fake,
 )

@@ -141,8 +141,6 @@ def _autograd(ctx: Any, dy: Tensor, _: Any) -> tuple[Any, ...]:
 
 register_op(
     "ragged_linear",
-    "(Tensor x, Tensor weight, Tensor group_sizes, Tensor? bias, str activation, bool needs_grad)"
-    " -> (Tensor, Tensor)",
     implementation=_forward,
     fake=_forward_fake,
     backward=_autograd,
@@ -150,8 +148,6 @@ register_op(
 )
 register_op(
     "ragged_linear_backward",
-    "(Tensor dy, Tensor? saved, Tensor x, Tensor weight, Tensor group_sizes, Tensor? bias,"
-    " str activation, bool[] needs) -> (Tensor, Tensor, Tensor)",
     implementation=_backward,
     fake=_backward_fake,
 )
