@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fastlinear
-from fastlinear.ops import _register
+from fastlinear.op import library
 from fastlinear.ops.declared import load_all
 
 NAMES = [
@@ -181,7 +181,7 @@ def test_an_op_may_be_loaded_by_a_trace() -> None:
 
 def test_every_declared_op_gets_its_functions() -> None:
     load_all()
-    assert all(op.functions for op in _register._OPS.values())
+    assert all(op.functions for op in library._OPS.values())
 
 
 def test_import_warns_about_nothing() -> None:

@@ -16,8 +16,11 @@ from fastlinear.core.errors import InputError, UnsupportedError
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch import backend as registry
 from fastlinear.dispatch.backend import Backend, Family, register_family
+from fastlinear.dispatch.select import select
 from fastlinear.dispatch.tune import tune
+from fastlinear.op import library
 from fastlinear.op.front import Front, public
+from fastlinear.op.registered import Traced, register
 from fastlinear.op.spec import Arguments, OpSpec, Resolved
 from fastlinear.ops.common import door
 
@@ -81,8 +84,34 @@ front = Front(
         resolve=resolve,
         problem=problem,
         train=lambda arguments, _: resolve(arguments, True, False),
-        compiled=lambda arguments, _: reference(*arguments),
+        choices=lambda p, backend, _: (select(p, backend),),
     )
+)
+LIBRARY = "Tensor x, Tensor weight, Tensor? none, str mode"
+library.declare_op(
+    "toy", f"({LIBRARY}, bool needs_grad, str backend) -> Tensor", lambda: None, formula=True
+)
+library.declare_op(
+    "toy_backward",
+    f"(Tensor dy, Tensor? saved, {LIBRARY}, bool[] needs, str backend) -> (Tensor, Tensor, Tensor)",
+    lambda: None,
+    formula=False,
+)
+
+
+def gradients(dy: Tensor, _: None, call: Arguments, *rest: Any) -> tuple[Tensor | None, ...]:
+    x, weight, _none, mode, _backend = call
+    times = mode == "times"
+    return dy * weight if times else dy.clone(), (dy * x if times else dy).sum(0), None
+
+
+register(
+    front.spec,
+    Traced(
+        shape=lambda call: call[0].shape,
+        forward=lambda call, chosen, keeps: (reference(*call), None),
+        backward=gradients,
+    ),
 )
 
 
@@ -169,8 +198,21 @@ def test_subclasses_transforms_and_compilers_take_torchs_ops() -> None:
     assert type(toy(X.as_subclass(Tagged), W, mode="plus")) is Tagged
     expected = (X + W,)
     assert torch.equal(torch.vmap(lambda x: toy(x, W, mode="plus"))(X), expected[0])
-    run = torch.compile(lambda x: toy(x, W, mode="plus"), backend="eager", fullgraph=True)
-    assert torch.equal(run(X), expected[0])
+    assert not RAN
+
+
+@pytest.mark.parametrize("mode", ["times", "plus"])
+def test_compilers_see_one_registered_op(mode: str) -> None:
+    x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
+    run = torch.compile(lambda x, w: toy(x, w, mode=mode), backend="aot_eager", fullgraph=True)
+    y, expected = run(x, w), reference(x, w, None, mode)
+    assert torch.equal(y, expected)
+    given = (y.detach(), (x, w))
+    found = torch.autograd.grad(y, given[1], given[0])
+    for a, e in zip(found, torch.autograd.grad(expected, given[1], given[0]), strict=True):
+        torch.testing.assert_close(a, e)
+    op, call = torch.ops.fastlinear.toy.default, (x, w, None, mode, True, "")
+    torch.library.opcheck(op, call)
     assert not RAN
 
 

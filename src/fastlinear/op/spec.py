@@ -72,7 +72,8 @@ class OpSpec:
             such calls, which are valid.
         problem: (arguments, whether gradients are recorded) → the forward's Problem.
         train: (arguments, choices for the pieces) → what serves training calls by those backends.
-        compiled: (arguments, whether gradients are recorded) → the result by the registered op.
+        compiled: (arguments, whether gradients are recorded) → the result inside a compiled
+            function, where that is not the op that ``op.registered`` makes.
         public: arguments → the call of the public function, where that has other parameters than
             ``operands`` and ``options``.
         normal: arguments → the same, with leading arguments of one type.
@@ -94,7 +95,7 @@ class OpSpec:
     resolve: Callable[[Arguments, bool, bool], Resolved]
     problem: Callable[[Arguments, bool], Problem]
     train: Callable[[Arguments, tuple[Choice, ...]], Resolved]
-    compiled: Callable[[Arguments, bool], Any]
+    compiled: Callable[[Arguments, bool], Any] | None = None
     public: Callable[[Arguments], Called] | None = None
     normal: Callable[[Arguments], Arguments] | None = None
     cast: Callable[[Arguments, torch.dtype], Arguments] = _cast

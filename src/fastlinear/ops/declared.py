@@ -6,7 +6,9 @@ process that has imported nothing but ``fastlinear``.
 
 from __future__ import annotations
 
-from fastlinear.ops._register import declare_eager_op, declare_op
+from collections.abc import Callable
+
+from fastlinear.op.library import declare_eager_op, declare_op
 
 
 def _linear_act() -> None:
@@ -39,23 +41,35 @@ def load_all() -> None:
         load()
 
 
+_Load = Callable[[], object]
+
+
+def _declare(name: str, operands: str, options: str, load: _Load, *, saves: bool = True) -> None:
+    """The two ops of a family that ``op.registered`` makes."""
+    results = "(Tensor, Tensor)" if saves else "Tensor"
+    forward = f"({operands}, {options}, bool needs_grad, str backend) -> {results}"
+    declare_op(name, forward, load, formula=True)
+    given = f"Tensor dy, Tensor? saved, {operands}, {options}, bool[] needs, str backend"
+    gradients = ", ".join("Tensor" for _ in operands.split(","))
+    declare_op(f"{name}_backward", f"({given}) -> ({gradients})", load, formula=False)
+
+
+_LAYER = "Tensor x, Tensor weight, Tensor? bias"
+_ROWS = "Tensor x, Tensor weight, Tensor group_sizes, Tensor? bias"
+_declare("linear_act", _LAYER, "str activation", _linear_act)
+_declare("grouped_linear", _LAYER, "str activation, str layout", _grouped_linear)
+_declare("ragged_linear", _ROWS, "str activation", _ragged_linear)
+_declare(
+    "diagonal_linear",
+    f"{_LAYER}, Tensor? residual",
+    "str activation",
+    _diagonal_linear,
+    saves=False,
+)
+
 _GATED = (
     "Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor? down_weight, Tensor? gate_bias,"
     " Tensor? up_bias, Tensor? down_bias, str activation, str order"
-)
-declare_op(
-    "linear_act",
-    "(Tensor x, Tensor weight, Tensor? bias, str activation, bool needs_grad, str backend)"
-    " -> (Tensor, Tensor)",
-    _linear_act,
-    formula=True,
-)
-declare_op(
-    "linear_act_backward",
-    "(Tensor dy, Tensor? saved, Tensor x, Tensor weight, str activation, bool has_bias,"
-    " bool needs_x, bool needs_weight, bool needs_bias) -> (Tensor, Tensor, Tensor)",
-    _linear_act,
-    formula=False,
 )
 declare_eager_op(
     "linear_act_inference",
@@ -94,48 +108,5 @@ declare_op(
     f"(Tensor dy, Tensor? first, Tensor? second, {_GATED}, bool[] needs, str backend)"
     f" -> ({', '.join(['Tensor'] * 7)})",
     _gated_mlp,
-    formula=False,
-)
-declare_op(
-    "diagonal_linear",
-    "(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, str activation, bool needs_grad,"
-    " str backend) -> Tensor",
-    _diagonal_linear,
-    formula=True,
-)
-declare_op(
-    "diagonal_linear_backward",
-    "(Tensor dy, Tensor x, Tensor weight, Tensor? bias, str activation, bool needs_x,"
-    " bool needs_weight, bool needs_bias) -> (Tensor, Tensor, Tensor)",
-    _diagonal_linear,
-    formula=False,
-)
-declare_op(
-    "grouped_linear",
-    "(Tensor x, Tensor weight, Tensor? bias, str activation, str layout, bool needs_grad,"
-    " str backend) -> (Tensor, Tensor)",
-    _grouped_linear,
-    formula=True,
-)
-declare_op(
-    "grouped_linear_backward",
-    "(Tensor dy, Tensor? saved, Tensor x, Tensor weight, str activation, str layout,"
-    " bool has_bias, bool needs_x, bool needs_weight, bool needs_bias, str backend)"
-    " -> (Tensor, Tensor, Tensor)",
-    _grouped_linear,
-    formula=False,
-)
-declare_op(
-    "ragged_linear",
-    "(Tensor x, Tensor weight, Tensor group_sizes, Tensor? bias, str activation, bool needs_grad)"
-    " -> (Tensor, Tensor)",
-    _ragged_linear,
-    formula=True,
-)
-declare_op(
-    "ragged_linear_backward",
-    "(Tensor dy, Tensor? saved, Tensor x, Tensor weight, Tensor group_sizes, Tensor? bias,"
-    " str activation, bool[] needs) -> (Tensor, Tensor, Tensor)",
-    _ragged_linear,
     formula=False,
 )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastlinear.op.compile import Backends
-from fastlinear.ops._register import register_op
+from fastlinear.op.library import register_op
 from fastlinear.ops.gated_mlp import reference
 from fastlinear.ops.gated_mlp.autograd import as_rows, run_backward
 from fastlinear.ops.gated_mlp.kept import reads_kept

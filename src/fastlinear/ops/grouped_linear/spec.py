@@ -132,13 +132,6 @@ def _redirect(arguments: Arguments) -> Tensor | None:
     return carried(NAME, partial(_shared, arguments), **SPEC.named(arguments))
 
 
-def _compiled(arguments: Arguments, grad: bool) -> Tensor:
-    x, weight, bias, activation, layout, backend = arguments
-    op = torch.ops.fastlinear.grouped_linear
-    y: Tensor = op(x, weight, bias, activation, layout, grad, backend or "")[0]
-    return y
-
-
 SPEC = OpSpec(
     name=NAME,
     operands=("x", "weight", "bias"),
@@ -148,7 +141,6 @@ SPEC = OpSpec(
     resolve=_resolve,
     problem=_problem,
     train=_train,
-    compiled=_compiled,
     redirect=_redirect,
 )
 FRONT = Front(SPEC)

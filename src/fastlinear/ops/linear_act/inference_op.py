@@ -12,7 +12,7 @@ from sys import intern
 import torch
 from torch import Tensor
 
-from fastlinear.ops._register import register_eager_op
+from fastlinear.op.library import register_eager_op
 from fastlinear.ops.linear_act.spec import FRONT
 
 

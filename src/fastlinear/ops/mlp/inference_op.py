@@ -10,7 +10,7 @@ from sys import intern
 import torch
 from torch import Tensor
 
-from fastlinear.ops._register import register_eager_op
+from fastlinear.op.library import register_eager_op
 from fastlinear.ops.mlp.spec import FRONT
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastlinear.op.compile import Backends
-from fastlinear.ops._register import register_op
+from fastlinear.op.library import register_op
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.mlp import reference
 from fastlinear.ops.mlp.autograd import run_backward

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastlinear.core.errors import UnsupportedError
 from fastlinear.core.problem import Problem
 from fastlinear.core.wrappers import without_values
 from fastlinear.dispatch.backend import Backend
@@ -28,7 +27,8 @@ def _reference(x: Tensor, weight: Tensor, more: More, activation: str, _: Any = 
     sizes, bias = more
     if without_values(sizes):  # no loop can read them; the registered op says the shape
         grad = needs_grad((x, weight, bias))
-        y: Tensor = torch.ops.fastlinear.ragged_linear(x, weight, sizes, bias, activation, grad)[0]
+        op = torch.ops.fastlinear.ragged_linear
+        y: Tensor = op(x, weight, sizes, bias, activation, grad, "")[0]
         return y
     return products.loop(x, weight, sizes, bias, activation)
 
@@ -71,21 +71,6 @@ def _own(activation: str, x: Tensor, weight: Tensor, more: More) -> Tensor:
     return _reference(x, weight, more, activation)
 
 
-def _compiled(arguments: Arguments, grad: bool) -> Tensor:
-    x, weight, (sizes, bias), activation, backend = arguments
-    if backend == "eager":
-        return products.loop(x, weight, sizes, bias, activation)
-    if backend is not None:
-        raise UnsupportedError(
-            NAME,
-            f"a call that backend {backend!r} can serve",
-            "one inside torch.compile, which takes one registered op",
-            "Leave backend out.",
-        )
-    y: Tensor = torch.ops.fastlinear.ragged_linear(x, weight, sizes, bias, activation, grad)[0]
-    return y
-
-
 def _public(arguments: Arguments) -> Called:
     x, weight, (sizes, bias), activation, backend = arguments
     return NAME, (x, weight, sizes, bias), {"activation": activation, "backend": backend}
@@ -100,7 +85,6 @@ SPEC = OpSpec(
     resolve=_resolve,
     problem=_problem,
     train=_train,
-    compiled=_compiled,
     public=_public,
     choices=_choices,
 )
