@@ -110,10 +110,11 @@ def test_opcheck_forward(layout: str, grad: bool) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_opcheck_backward(layout: str, needs: tuple[bool, bool, bool]) -> None:
     x, w, _ = drawn(layout, False)
+    b = torch.randn(w.shape[:2])
     for activation in ("none", "relu", "gelu"):
         y = reference.grouped_linear(x, w, None, activation, layout)
         saved = None if activation == "none" else y
-        call = (torch.randn_like(y), saved, x, w, activation, layout, True, *needs, "")
+        call = (torch.randn_like(y), saved, x, w, b, activation, layout, list(needs), "")
         torch.library.opcheck(torch.ops.fastlinear.grouped_linear_backward, call)
 
 
