@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastlinear as fl
-from fastlinear.rewrite.rules import diagonal, gated
+from fastlinear.rewrite.rules import gated
+from fastlinear.rewrite.rules.diagonal import modules as diagonal
 
 K, H = 8, 12
 Change = Callable[[Any, Tensor], Tensor]
@@ -265,3 +268,23 @@ def test_parts_that_do_more_are_refused(converter: str, change: str) -> None:
     CHANGES[change](part(module))
     with pytest.raises(fl.InputError):
         convert(module)
+
+
+_FIRST = """
+import torch, fastlinear as fl
+class Scale(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gamma = torch.nn.Parameter(torch.ones(4))
+    def forward(self, x):
+        return x * self.gamma
+print(fl.nn.DiagonalLinear.from_layer_scale(Scale()).features)
+"""
+
+
+def test_a_converter_may_come_before_optimize() -> None:
+    """The rules that recognise a module are loaded when they are needed."""
+    done = subprocess.run(
+        [sys.executable, "-c", _FIRST], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == "4", done.stderr

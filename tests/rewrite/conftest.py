@@ -16,7 +16,7 @@ from fastlinear.core.cost import Ceilings
 from fastlinear.core.timing import Ratio, Samples
 from fastlinear.dispatch import tune
 from fastlinear.profile import clock as profile_clock
-from fastlinear.rewrite.trial import chains, diagonals, gates, groups, measure, site, try_graph
+from fastlinear.rewrite.trial import chains, fusions, gates, groups, measure, site, try_graph
 from fastlinear.rewrite.trial import graphs as choose_graph
 from fastlinear.rewrite.trial import regions as choose_regions
 
@@ -33,14 +33,14 @@ def _what_stays() -> None:
 @pytest.fixture(autouse=True)
 def _known_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measuring what the machine can do takes seconds and decides nothing here."""
-    for module, name in ((profile_clock, "ceilings"), (diagonals, "measure_ceilings")):
+    for module, name in ((profile_clock, "ceilings"), (fusions, "measure_ceilings")):
         monkeypatch.setattr(module, name, lambda *_: Ceilings(1e11, 1e10))
 
 
 @pytest.fixture
 def times_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times that a test gives to parts are told as they are, however short the step really is."""
-    for module in (diagonals, gates, groups):
+    for module in (fusions, gates, groups):
         monkeypatch.setattr(module, "of_the_step", lambda _, before, after, __: (before, after, ""))
 
 
@@ -60,7 +60,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, times_as_given: None) -> Clock:
                 n: Samples(n, (times.get(n, 100.0),) * 5, "wall", 1, "clock") for n in contenders
             }
 
-        for module in (tune, measure, site, groups, diagonals, profile_clock):
+        for module in (tune, measure, site, groups, profile_clock):
             monkeypatch.setattr(module, "interleave", interleave)
         step = None if (us := times.get("step")) is None else Ratio(100.0 / us, *(100.0 / us,) * 2)
         monkeypatch.setattr(chains, "on_the_step", lambda *_: step)  # else a chain alone decides

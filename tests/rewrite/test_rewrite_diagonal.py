@@ -13,10 +13,11 @@ from rewrite_models import Clock
 from torch import Tensor, nn
 
 import fastlinear as fl
-from fastlinear.rewrite.rules import diagonal as rule
-from fastlinear.rewrite.rules.diagonal_sequences import Watch
-from fastlinear.rewrite.trial import diagonals
-from fastlinear.rewrite.trial.diagonal_places import Place, of_sequence
+from fastlinear.rewrite.fusion import Fusion
+from fastlinear.rewrite.rules.diagonal import modules as rule
+from fastlinear.rewrite.rules.diagonal.find import of_sequence
+from fastlinear.rewrite.rules.diagonal.sequences import Watch
+from fastlinear.rewrite.trial import fusions
 
 
 class LayerScale(nn.Module):
@@ -254,14 +255,17 @@ def test_sequences_in_place_of_other_shapes_and_signs(grad: bool) -> None:
     scale, shaped = found["scale"], found["shaped"]
     assert (scale.in_place, scale.residual, scale.ops, scale.span) == (True, True, 2, "")
     assert (shaped.minus, shaped.activation, shaped.residual, shaped.ops) == (True, "relu", True, 4)
-    place = of_sequence(model, shaped)
-    r = torch.randn_like(x)
-    torch.testing.assert_close(place.after(x, r), place.before(x, r))
-    torch.testing.assert_close(place.before(x, r), r + model.shaped(x))
-    place = of_sequence(model, scale)
+    fusion = of_sequence(model, shaped, train=grad)
+    assert fusion is not None
+    r = fusion.tensors["dr"]
+    torch.testing.assert_close(fusion.after(x), fusion.before(x))
+    torch.testing.assert_close(fusion.before(x), r + model.shaped(x))
+    fusion = of_sequence(model, scale, train=grad)
+    assert fusion is not None
+    r = fusion.tensors["dr"]
     with torch.set_grad_enabled(grad):
         for _ in range(2):  # x is as it was
-            torch.testing.assert_close(place.before(x, r), r + x * model.scale.gamma)
+            torch.testing.assert_close(fusion.before(x), r + x * model.scale.gamma)
 
 
 def test_what_is_added_to_itself_is_no_residual() -> None:
@@ -297,23 +301,24 @@ def test_what_is_read_detached_is_read(grad: bool) -> None:
 def test_whole_modules_come_before_sequences_in_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """quick_gelu and relu2 begin as sequences that end before them."""
     model = nn.Sequential(Squared(64), Quick(64), InPlace(64), Shaped())
-    asked: list[Place] = []
+    asked: list[Fusion] = []
 
-    def of(_: object, place: Place) -> None:
-        asked.append(place)
+    def times(_: object, fusion: Fusion, __: int) -> None:
+        asked.append(fusion)
 
-    monkeypatch.setattr(diagonals._Times, "of", of)
+    monkeypatch.setattr(fusions, "_times", times)
     config = fl.Config(mode="inference", tune=False, families=("diagonal_linear",))
     fl.optimize_(model, torch.randn(2, 5, 64), config=config).revert()
-    assert {(p.fqn, p.kind, p.activation) for p in asked} == {
+    kinds = {f.fqn: f.report.details["kind"] for f in asked if f.report is not None}
+    assert {(f.fqn, kinds[f.fqn], f.activation) for f in asked} == {
         ("0", "affine", "relu2"),
         ("1", "affine", "quick_gelu"),
         ("2", "layer_scale", "none"),
         ("3", "affine", "relu"),
     }
     x = torch.randn(2, 5, 64)
-    for place in asked:
-        torch.testing.assert_close(place.after(x), place.before(x))
+    for fusion in asked:
+        torch.testing.assert_close(fusion.after(x), fusion.before(x))
 
 
 def test_sequences_of_real_models_become_findings() -> None:

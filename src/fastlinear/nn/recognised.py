@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, TypeVar
 
 from torch import nn
@@ -76,6 +77,8 @@ def register(kind: type[T], recognise: Callable[[nn.Module], T | str]) -> None:
 
 def recognised(kind: type[T], module: nn.Module) -> T | str:
     """How a module computes what ``kind`` describes, or why it is not taken for that."""
+    if kind not in _recognisers:
+        import_module("fastlinear.rewrite")  # rules register themselves as they are loaded
     found: T | str = _recognisers[kind](module)
     return found
 

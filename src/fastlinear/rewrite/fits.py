@@ -77,8 +77,8 @@ def _check_known(plan: Plan) -> None:
     """Raise PlanError for forced backends that this version does not have."""
     for rewrite in plan.linears:
         names = ["together"]
-        if rewrite.rule in families():
-            names = sorted({b.name for b in family(rewrite.rule).candidates("forward")})
+        if rewrite.family in families():
+            names = sorted({b.name for b in family(rewrite.family).candidates("forward")})
         if rewrite.backend is not None and rewrite.backend not in names:
             _refuse(
                 f"a plan that forces a backend of {rewrite.rule} in {', '.join(names)}",

@@ -27,8 +27,8 @@ from fastlinear.rewrite.result import Result
 from fastlinear.rewrite.trial import (
     activations_left,
     blocks,
-    diagonals,
     experts,
+    fusions,
     gates,
     groups,
     measure,
@@ -45,7 +45,7 @@ from fastlinear.rewrite.verify.running import LossFn, Runner
 from fastlinear.rewrite.work import Work
 
 _PROFILED_STEPS = 3
-FINDS = (diagonals.find, groups.find, experts.find, gates.find, blocks.find)
+FINDS = (fusions.find, groups.find, experts.find, gates.find, blocks.find)
 """What looks for linear-shaped work that is not rewritten."""
 _NOTHING_CODES = ("already_fastlinear", "already_rewritten", "not_called", "empty_input")
 

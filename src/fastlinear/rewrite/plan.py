@@ -20,6 +20,7 @@ from fastlinear.core.errors import PlanError
 from fastlinear.core.problem import Problem
 from fastlinear.core.settings import MODES
 from fastlinear.ops.common.activations import NAMES
+from fastlinear.rewrite import registry
 from fastlinear.rewrite.exchange.compiled_forward import COMPILE_MODES
 
 T = TypeVar("T")
@@ -30,6 +31,7 @@ ROUTES = ("plain", "parent", "chain", "own", "graph", "compile")
 RULES = (
     *("linear_act", "mlp", "gated_mlp", "grouped_linear", "unequal_linear"),
     *("graphed", "compiled"),
+    *(rule.name for rule in registry.RULES if rule.rewrites),
 )
 _WHOLE = {"graphed": "graph", "compiled": "compile"}  # rule → its only route, and no other's
 
@@ -42,12 +44,12 @@ class Rewrite:
         fqn: the linear's fully qualified name, or that of the weight of one written on parameters
             (routes ``"parent"`` and ``"chain"``); of route ``"own"`` and of rule ``"graphed"`` the
             module's, ``""`` for the model as a whole.
-        rule: the family's name, ``"graphed"`` or ``"compiled"``.
+        rule: the family's name, that of a rule's folder, ``"graphed"`` or ``"compiled"``.
         activation: what is fused; ``"none"`` changes the backend only.
         route: ``"plain"`` (the linear alone), ``"parent"`` (the parent's forward makes one fused
             call of the linear and its activation) or ``"chain"`` (the forward of the module named
             by ``parent_fqn`` makes one call for a run of linears, for those of a gated MLP or of a
-            group, or for a layer of all its towers);
+            group, for a layer of all its towers, or for a linear and what follows it);
             ``"own"`` is a grouped convolution, or a module with weights of its own, as one call;
             ``"graph"`` (rule ``"graphed"``) is a module replayed as CUDA graphs: the model as a
             whole or a part of it; ``"compile"`` (rule ``"compiled"``) the model or a block of it
@@ -69,6 +71,12 @@ class Rewrite:
     backend: str | None = None
     problem: dict[str, Any] = field(default_factory=dict)
     backends: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def family(self) -> str:
+        """The family whose backends compute it."""
+        known = {rule.name: rule.family for rule in registry.RULES}
+        return known.get(self.rule, self.rule)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict."""

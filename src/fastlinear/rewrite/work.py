@@ -23,6 +23,7 @@ from fastlinear.profile.observe import Observation
 from fastlinear.profile.report import ProfileReport
 from fastlinear.profile.servable import without_collectives
 from fastlinear.profile.step import private_copy
+from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match.candidate import Candidate, Chain
 from fastlinear.rewrite.match.eligible import Refusal
 from fastlinear.rewrite.match.sites import FilterFn
@@ -77,6 +78,7 @@ class Work:
         listed: the same of the linears of lists.
         left_alone: why such layers are not rewritten, by the first of them.
         compiled_s: how long this process had compiled C++ before.
+        timed: times before and after of fusions that are findings, by kind.
         disturbed: how far times spread in each measurement that leaves a site undecided.
         offered: linears that ``optimize_`` would try as part of a larger call, where nothing is
             rewritten but told alone.
@@ -113,6 +115,7 @@ class Work:
     listed: list[Any] = field(default_factory=list)
     left_alone: dict[str, str] = field(default_factory=dict)
     compiled_s: float = field(default_factory=cpp_build.compiled_s)
+    timed: dict[Any, Any] = field(default_factory=dict)
     disturbed: list[float] = field(default_factory=list)
     offered: frozenset[str] = frozenset()
 
@@ -147,7 +150,9 @@ class Work:
             known = SiteOutcome(fqn, rule.RULE, None, None, status, code, reason)
         self.outcomes[fqn] = replace(known, status=status, code=code, reason=reason, **facts)
 
-    def tuned_gain(self, unit: Candidate | Chain, chosen: Sequence[dict[str, str]]) -> float | None:
+    def tuned_gain(
+        self, unit: Candidate | Chain | Fusion, chosen: Sequence[dict[str, str]]
+    ) -> float | None:
         """What tuning says the chosen backends save of PyTorch's time in one step, in
         microseconds; None where it did not measure them.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,65 +17,11 @@ from fastlinear.ops.linear_act.op import problem_of
 from fastlinear.ops.mlp import reference as mlp_reference
 from fastlinear.ops.mlp.problem import NAME as MLP
 from fastlinear.ops.mlp.selection import problem_of as mlp_problem_of
-from fastlinear.profile.observe import Call
 from fastlinear.rewrite.exchange import forwards
+from fastlinear.rewrite.fusion import Fusion
+from fastlinear.rewrite.match.calls import Results, SiteCalls
 from fastlinear.rewrite.match.eligible import Refusal
 from fastlinear.rewrite.match.parent import Fusable
-
-Results = Tensor | tuple[Tensor, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Kind:
-    """Calls of one linear on inputs of one shape, strides and dtype.
-
-    Attributes:
-        x: a sample of the input, (..., K), in the model's own strides.
-        count: calls in one step.
-        input_grad: whether dx is wanted.
-    """
-
-    x: Tensor
-    count: int
-    input_grad: bool
-
-
-@dataclass(frozen=True, eq=False)
-class SiteCalls:
-    """All calls of one linear in one step, the most frequent kind first.
-
-    Attributes:
-        kinds: one entry for each shape, stride and dtype of its input.
-        autocast: the autocast dtype in force, or None.
-        grad: whether a call is to be differentiated.
-    """
-
-    kinds: tuple[Kind, ...]
-    autocast: torch.dtype | None
-    grad: bool
-
-    @property
-    def calls(self) -> int:
-        """Calls in one step."""
-        return sum(k.count for k in self.kinds)
-
-
-def calls_of(calls: Iterable[Call]) -> SiteCalls:
-    """Observed calls (with samples) by kind."""
-    found: dict[int, list[Call]] = {}
-    for call in calls:
-        found.setdefault(id(call.sample), []).append(call)
-    kinds = [
-        Kind(same[0].sample, len(same), any(c.input_grad for c in same))
-        for same in found.values()
-        if same[0].sample is not None
-    ]
-    every = [c for same in found.values() for c in same]
-    return SiteCalls(
-        kinds=tuple(sorted(kinds, key=lambda k: -k.count)),
-        autocast=next((c.autocast for c in every if c.autocast is not None), None),
-        grad=any(c.grad for c in every),
-    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +59,7 @@ class Candidate:
     parent: nn.Module | None = None
     pairs: Fusable | None = field(default=None, repr=False)
     fallback: Refusal | None = None
-    chain: Chain | None = field(default=None, repr=False)
+    chain: Chain | Fusion | None = field(default=None, repr=False)
 
     @property
     def problem(self) -> Problem:

@@ -26,7 +26,8 @@ from fastlinear.rewrite.exchange.grouped_forward import (
     lies_channels_last,
 )
 from fastlinear.rewrite.exchange.swap import Swap
-from fastlinear.rewrite.match.candidate import Candidate, Chain, SiteCalls, named
+from fastlinear.rewrite.match.calls import SiteCalls
+from fastlinear.rewrite.match.candidate import Candidate, Chain, named
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -14,7 +14,8 @@ from fastlinear.core.problem import Problem
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import reference
 from fastlinear.rewrite.exchange.tower_forward import abreast
-from fastlinear.rewrite.match.candidate import Candidate, SiteCalls
+from fastlinear.rewrite.match.calls import SiteCalls
+from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.chain_towers import TowerChain
 
 NAME = "unequal_linear"

@@ -37,7 +37,7 @@ class ParentChain(Chain):
             member, name = self.members[i], self.activations[i]
             found = rewritten.get(member.fqn)
             shorter = None if found is None else found.chain
-            if shorter is not None and names[i : i + len(shorter.names)] == shorter.names:
+            if isinstance(shorter, Chain) and names[i : i + len(shorter.names)] == shorter.names:
                 i += len(shorter.names) - 1
                 y = shorter.after(x)
                 assert isinstance(y, Tensor)

@@ -19,7 +19,8 @@ from fastlinear.ops.linear_act.op import problem_of
 from fastlinear.rewrite.exchange.grouped_forward import stacked
 from fastlinear.rewrite.exchange.parts import side_by_side
 from fastlinear.rewrite.exchange.row_forward import behind_one_another, together
-from fastlinear.rewrite.match.candidate import Candidate, Chain, SiteCalls
+from fastlinear.rewrite.match.calls import SiteCalls
+from fastlinear.rewrite.match.candidate import Candidate, Chain
 from fastlinear.rewrite.match.chain_lists import PARTS, SHARED, ListChain
 from fastlinear.rewrite.match.parent import Fusable
 

@@ -17,7 +17,8 @@ from fastlinear.ops.grouped_linear.selection import problem_of
 from fastlinear.ops.linear_act import reference
 from fastlinear.rewrite.exchange.grouped_forward import stacked
 from fastlinear.rewrite.exchange.tower_forward import LISTS, Layers, Way, abreast
-from fastlinear.rewrite.match.candidate import Candidate, Chain, SiteCalls
+from fastlinear.rewrite.match.calls import SiteCalls
+from fastlinear.rewrite.match.candidate import Candidate, Chain
 from fastlinear.rewrite.match.chain_sequential import SequentialChain
 from fastlinear.rewrite.match.parent import Fusable
 from fastlinear.rewrite.match.towers import Abreast

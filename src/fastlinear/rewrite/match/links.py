@@ -48,6 +48,21 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Edit:
+    """Steps of a traced forward, one after the other, that one call computes.
+
+    Attributes:
+        linear: the name inside the parent of the linear that comes first.
+        steps: how many steps there are; each is all that reads the one before.
+        call: (parent, what the linear is given) → what the last step returns.
+    """
+
+    linear: str
+    steps: int
+    call: Callable[..., Any]
+
+
+@dataclass(frozen=True)
 class _Link:
     """What happens to one linear's output: ``inner`` nodes in order, the last of them, or the
     linear itself, read by the linear ``next`` alone; ``end`` is where its activation is done."""
@@ -175,8 +190,9 @@ class Links:
         gates: Sequence[Gate] = (),
         gate_backend: str | None = None,
         towers: Sequence[tuple[Abreast, Way]] = (),
+        edits: Sequence[Edit] = (),
     ) -> tuple[torch.fx.Graph, tuple[str, ...]]:
-        """The graph with these pairs, runs, rows, gates and towers as fused calls, its first
+        """The graph with these pairs, runs, rows, gates, towers and edits as fused calls, its first
         argument the parent, and the modules without weights that it no longer calls."""
         graph = torch.fx.Graph()
         root = graph.placeholder("parent")
@@ -196,6 +212,12 @@ class Links:
             done.pop(self._first[name], None)  # there the call is made
         passed_over = []
         gated = nodes_of(gates)
+        edited = {
+            node: (edit, steps)
+            for edit in edits
+            for steps in (self._steps(edit),)
+            for node in steps
+        }
         hidden.update(*(gate.hidden for gate in gates))
         wanted: tuple[Any, ...]
         standing = {node: pair for pair in towers for node in pair[0].nodes}
@@ -204,6 +226,15 @@ class Links:
         node: Any
         for node in order:
             name = self._names.get(node, str(node.target))
+            if node in edited:
+                edit, (begin, *_) = edited[node]
+                if node is begin:
+                    wanted = (root, copies[begin.args[0]])
+                    copies[node] = graph.call_function(edit.call, wanted)
+                elif node.op == "call_module":
+                    passed_over.append(name)
+                copies[node] = copies[begin]
+                continue
             if node in gated:
                 gate = gated[node]
                 if node is gate.first:
@@ -260,6 +291,15 @@ class Links:
             else:
                 copies[node] = graph.node_copy(node, lambda n: copies[n])
         return graph, tuple(dict.fromkeys(passed_over))
+
+    def _steps(self, edit: Edit) -> tuple[Node, ...]:
+        """The steps that a call replaces, in order."""
+        found = [self.linears[edit.linear]]
+        for _ in range(edit.steps - 1):
+            user = _only_user(found[-1])
+            assert user is not None
+            found.append(user)
+        return tuple(found)
 
     def _not_called(self, name: str) -> list[str]:
         """What a gated MLP does not call of a child: the child, and the activations in it."""

@@ -25,7 +25,7 @@ from fastlinear.rewrite.exchange.traceable import why_not, why_not_arguments
 from fastlinear.rewrite.match.composed import composed
 from fastlinear.rewrite.match.eligible import Refusal, refuse_module
 from fastlinear.rewrite.match.gates import Gate, Gates
-from fastlinear.rewrite.match.links import Links, Run
+from fastlinear.rewrite.match.links import Edit, Links, Run
 from fastlinear.rewrite.match.lists import Lists
 from fastlinear.rewrite.match.on_parameters import written_in
 from fastlinear.rewrite.match.rows import may_run_twice
@@ -109,6 +109,7 @@ class Fusable:
         gates: Sequence[Gate] = (),
         gate_backend: str | None = None,
         towers: Sequence[tuple[Abreast, Way]] = (),
+        edits: Sequence[Edit] = (),
     ) -> Forward:
         """The new forward of the parent.
 
@@ -118,6 +119,7 @@ class Fusable:
             rows: rows and loops to fuse.
             gates, gate_backend: gated MLPs to fuse, and theirs.
             towers: towers, and linears of lists, to compute together, each with its way.
+            edits: further steps to replace.
 
         Of the blocks those are called that hold nothing of the chains.
         """
@@ -128,7 +130,7 @@ class Fusable:
         links.loops([str(n.target) for n in links.graph.nodes if n.op == "call_module"])
         here = [links.gates().like(gate) for gate in gates]
         abreast = [(links.towers().like(group), way) for group, way in towers]
-        more = rows, here, gate_backend, abreast
+        more = rows, here, gate_backend, abreast, edits
         fused, passed_over = links.fused(pairs, backend, runs, chain_backend, *more)
         counts = any(node.target is exactly for node in fused.nodes)
         function = _function_of(fused)

@@ -14,7 +14,8 @@ from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.exchange.grouped_forward import CONVOLUTION, LINEARS
 from fastlinear.rewrite.exchange.swap import is_rewritten
 from fastlinear.rewrite.exchange.traceable import is_straight, unseen_by_trying, why_not
-from fastlinear.rewrite.match.candidate import Candidate, SiteCalls, all_different, one_pass
+from fastlinear.rewrite.match.calls import SiteCalls
+from fastlinear.rewrite.match.candidate import Candidate, all_different, one_pass
 from fastlinear.rewrite.match.chain_grouped import GroupedChain
 from fastlinear.rewrite.match.chain_row import LoopChain, RowChain
 from fastlinear.rewrite.match.eligible import Refusal

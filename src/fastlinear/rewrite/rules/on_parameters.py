@@ -17,7 +17,8 @@ from fastlinear.profile.observe import OTHER, Call, Observation
 from fastlinear.profile.records import LinearSite
 from fastlinear.profile.sites import ON_PARAMETERS
 from fastlinear.rewrite.exchange.held import AsLayer
-from fastlinear.rewrite.match.candidate import Candidate, calls_of, problems_of
+from fastlinear.rewrite.match.calls import calls_of
+from fastlinear.rewrite.match.candidate import Candidate, problems_of
 from fastlinear.rewrite.match.eligible import (
     Refusal,
     linear_kind,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -13,13 +13,15 @@ from fastlinear.dispatch.tune import BASELINE
 from fastlinear.ops.common import door
 from fastlinear.ops.gated_mlp.problem import NAME as GATED
 from fastlinear.ops.grouped_linear.problem import NAME as GROUPED
+from fastlinear.rewrite import registry
+from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match.candidate import Candidate, Chain
 from fastlinear.rewrite.match.chain_lists import NAME as UNEQUAL
 from fastlinear.rewrite.match.chain_lists import ListChain
 from fastlinear.rewrite.match.chain_parent import BlockChain
 from fastlinear.rewrite.rules import mlp
 from fastlinear.rewrite.rules.grouped_chains import OWN
-from fastlinear.rewrite.trial import measure, site
+from fastlinear.rewrite.trial import fusions, measure, site
 from fastlinear.rewrite.trial.gates_match import gated_chains
 from fastlinear.rewrite.trial.groups_match import group_chains
 from fastlinear.rewrite.trial.not_measured import NO_TIME, budget_spent
@@ -29,8 +31,11 @@ from fastlinear.rewrite.trial.parents import offers
 from fastlinear.rewrite.verify.finite import NOT_FINITE
 from fastlinear.rewrite.work import GROUP_DROPPED, UNDECIDED, Work, in_words
 
+OneCall = Chain | Fusion
+"""Linears that may become one call."""
 _FAMILIES = (mlp.RULE, GATED, GROUPED)
-_EVERY = (*_FAMILIES, UNEQUAL)  # that is no family of dispatch: the settings say it of GROUPED
+# UNEQUAL is no family of dispatch: settings say it of GROUPED. Rules name their own family.
+_EVERY = (*_FAMILIES, UNEQUAL, *(r.name for r in registry.RULES))
 
 
 def choose_chains(
@@ -48,9 +53,9 @@ def choose_chains(
         unable = [why for chain in own if (why := _cannot_serve(chain)) is not None]
         if forced is not None and own and len(unable) == len(own):
             fail_forced(family, forced, unable[0])
-    alone = {c.fqn: c for c in chosen}
+    alone, known = {c.fqn: c for c in chosen}, {c.fqn: c for c in candidates}
     single = dict(alone)
-    modules = [c for chain in chains for c in members(chain) if c.kind == OWN]
+    modules = [c for chain in chains for c in members(chain, known) if c.kind == OWN]
     work.every = [*work.every, *modules]
     measured: dict[Any, tuple[dict[str, Samples], int] | None] = {}
     steps: dict[Any, Ratio | None] = {}
@@ -70,9 +75,10 @@ def choose_chains(
             continue
         if key not in steps and "layers" in found[0]:
             alike = [c for c in chains[i:] if _kind(c, single) == key]
-            steps[key] = on_the_step(work, single, _taking(alike, single, alone), len(chains) - i)
+            taking = _taking(alike, single, alone, known)
+            steps[key] = on_the_step(work, single, taking, len(chains) - i)
         if _gains(work, chain, *found, steps.get(key)):
-            single = _with(chain, single, alone)
+            single = _with(chain, single, alone, known)
     work.progress("chains", len(chains), len(chains))
     work.every = [single.get(c.fqn, c) for c in work.every]
     return [single[c.fqn] for c in (*candidates, *modules) if c.fqn in single]
@@ -90,7 +96,7 @@ def fail_forced(family: str, backend: str, why: str) -> NoReturn:
 
 def match(
     work: Work, candidates: list[Candidate], families: Container[str] = _EVERY
-) -> list[Chain]:
+) -> list[OneCall]:
     """The chains among the model's candidates, and its other grouped layers, of the families that
     may take part."""
     known = {c.fqn: c for c in candidates}
@@ -107,15 +113,16 @@ def match(
     grouped = {name for name in (GROUPED, UNEQUAL) if name in families and work.allows(GROUPED)}
     if grouped:
         found += [c for c in group_chains(work, known, found) if c.rule in grouped]
-    return found
+    return [*found, *(f for f in fusions.to_put_in_place(work, known) if f.rule in families)]
 
 
-def members(chain: Chain) -> list[Candidate]:
-    """The chain's linears as candidates of its route."""
-    how: dict[str, Any] = {}
-    fused = chain.way.activations[0] if isinstance(chain, ListChain) else "none"
-    if fused != "none":  # found by the trace that the chain has; the linear's own may have failed
-        how = {"activation": fused, "fallback": None}
+def members(chain: OneCall, known: Mapping[str, Candidate]) -> list[Candidate]:
+    """The chain's linears as candidates of its route. ``known``: the model's candidates by name."""
+    if isinstance(chain, Fusion):
+        how: dict[str, Any] = {"activation": chain.activation, "fallback": None}
+        own = tuple(known[name] for name in chain.names)
+    else:
+        how, own = _fused_with(chain), chain.members
     return [
         replace(
             c,
@@ -126,11 +133,17 @@ def members(chain: Chain) -> list[Candidate]:
             parent=chain.module,
             pairs=c.pairs if c.parent_fqn == chain.fqn else None,
         )
-        for c in chain.members
+        for c in own
     ]
 
 
-def facts(chain: Chain) -> dict[str, Any]:
+def _fused_with(chain: Chain) -> dict[str, Any]:
+    """What a chain says of the activation after each linear, beyond the linear's own trace."""
+    fused = chain.way.activations[0] if isinstance(chain, ListChain) else "none"
+    return {} if fused == "none" else {"activation": fused, "fallback": None}
+
+
+def facts(chain: OneCall) -> dict[str, Any]:
     """What the outcome of each of its linears says of a chain."""
     return {
         "rule": chain.rule,
@@ -142,7 +155,10 @@ def facts(chain: Chain) -> dict[str, Any]:
 
 
 def _with(
-    chain: Chain, single: dict[str, Candidate], alone: dict[str, Candidate]
+    chain: OneCall,
+    single: dict[str, Candidate],
+    alone: dict[str, Candidate],
+    known: Mapping[str, Candidate],
 ) -> dict[str, Candidate]:
     """``single`` with this chain: what is left of a chain it takes linears of is as it is alone."""
     names = set(chain.names)
@@ -153,26 +169,31 @@ def _with(
             found[fqn] = c
         elif fqn in alone:
             found[fqn] = alone[fqn]
-    return found | {c.fqn: c for c in members(chain)}
+    return found | {c.fqn: c for c in members(chain, known)}
 
 
 def _taking(
-    chains: Iterable[Chain], single: dict[str, Candidate], alone: dict[str, Candidate]
+    chains: Iterable[OneCall],
+    single: dict[str, Candidate],
+    alone: dict[str, Candidate],
+    known: Mapping[str, Candidate],
 ) -> dict[str, Candidate]:
     """``single`` with all of these chains that nothing is in the way of."""
     for chain in chains:
         if _in_the_way(chain, single) is None:
-            single = _with(chain, single, alone)
+            single = _with(chain, single, alone, known)
     return single
 
 
-def _in_the_way(chain: Chain, single: dict[str, Candidate]) -> str | None:
+def _in_the_way(chain: OneCall, single: dict[str, Candidate]) -> str | None:
     """What is rewritten already in code that the chain makes part of another forward, or has been
     made part of one."""
     names, own = set(chain.names), chain.blocks if isinstance(chain, BlockChain) else ()
     for c in single.values():
         if isinstance(c.chain, ListChain) and names < set(c.chain.names):
             return f"its linears are part of a larger call, {c.chain.title}"
+        if isinstance(chain, Fusion) and c.fqn in names and c.chain is not None:
+            return f"{c.fqn!r} is part of one call already, {c.chain.title}"
         if c.fqn in names or c.route not in ("parent", "chain"):
             continue
         if c.parent_fqn in own and (c.chain is not None or c.pairs is not None):
@@ -183,7 +204,7 @@ def _in_the_way(chain: Chain, single: dict[str, Candidate]) -> str | None:
     return None
 
 
-def backends_of(chain: Chain) -> list[dict[str, str]]:
+def backends_of(chain: OneCall) -> list[dict[str, str]]:
     """Piece → backend for each of the chain's Problems.
 
     Raises UnsupportedError when the forced backend cannot serve one.
@@ -193,7 +214,7 @@ def backends_of(chain: Chain) -> list[dict[str, str]]:
     return [measure.backends_of(p, chain.backend) for p in chain.problems]
 
 
-def _cannot_serve(chain: Chain) -> str | None:
+def _cannot_serve(chain: OneCall) -> str | None:
     try:
         for problem in chain.asked:
             measure.backends_of(problem, chain.backend)
@@ -202,21 +223,21 @@ def _cannot_serve(chain: Chain) -> str | None:
     return None
 
 
-def _kind(chain: Chain, single: dict[str, Candidate]) -> Any:
+def _kind(chain: OneCall, single: dict[str, Candidate]) -> Any:
     """Chains of one kind do the same work and are measured once."""
     kinds = tuple((k.count, k.input_grad) for k in chain.calls.kinds)
     rewritten = tuple(
-        None if (known := single.get(c.fqn)) is None else known.route for c in chain.members
+        None if (known := single.get(name)) is None else known.route for name in chain.names
     )
     return (chain.problems, kinds, chain.calls.autocast, rewritten, chain.alike)
 
 
 def _measure(
-    work: Work, chain: Chain, single: dict[str, Candidate], left: int
+    work: Work, chain: OneCall, single: dict[str, Candidate], left: int
 ) -> tuple[dict[str, Samples], int] | None:
     """Tune the chain's Problems and time it; None where PyTorch's own way is the choice."""
     runs: dict[str, site.Run] = {"before": chain.before, "after": chain.after}
-    if any(c.fqn in single for c in chain.members):
+    if any(name in single for name in chain.names):
         runs["layers"] = lambda x: chain.layers(x, single)
     try:
         if work.config.tune:
@@ -252,11 +273,11 @@ def _measure(
     return None
 
 
-def _leave(work: Work, chain: Chain, code: str, why: str, **told: Any) -> None:
+def _leave(work: Work, chain: OneCall, code: str, why: str, **told: Any) -> None:
     """Note that a chain is left alone; a module of its own has an outcome beside that."""
     work.notes.append(f"chain {chain.title} left alone: {why}")
     work.left_alone[chain.key] = why
-    for c in chain.members:
+    for c in () if isinstance(chain, Fusion) else chain.members:
         if c.kind == OWN:
             known = {"rule": chain.rule, "route": chain.route, "calls": chain.calls.calls, **told}
             known["problem"] = chain.problems[0].to_json()
@@ -264,7 +285,7 @@ def _leave(work: Work, chain: Chain, code: str, why: str, **told: Any) -> None:
             work.settle(c.fqn, status, code, why, activation=c.activation, **known)
 
 
-def _accurate(work: Work, chain: Chain) -> bool:
+def _accurate(work: Work, chain: OneCall) -> bool:
     with work.budget:
         failed = site.failure(chain)
     if failed is not None and failed.unproven:
@@ -275,7 +296,7 @@ def _accurate(work: Work, chain: Chain) -> bool:
 
 
 def _gains(
-    work: Work, chain: Chain, times: dict[str, Samples], passes: int, step: Ratio | None
+    work: Work, chain: OneCall, times: dict[str, Samples], passes: int, step: Ratio | None
 ) -> bool:
     """Whether it beats both rivals; what is beyond noise is decided on the whole model.
 
@@ -289,7 +310,7 @@ def _gains(
     elif "layers" in times:
         found = paired_ratio(times["layers"], times["after"])
         rivals["one call is {} of the speed of its layers rewritten without it"] = found
-    share = passes / len(chain.members)
+    share = passes / len(chain.names)
     timed: dict[str, Any] = {
         "before_us": times["before"].median_us * share,
         "after_us": times["after"].median_us * share,
@@ -307,8 +328,8 @@ def _gains(
             return False
     told = facts(chain)
     gain = work.tuned_gain(chain, backends_of(chain))
-    for c in members(chain):
-        predicted = work.found_gain(c.fqn) if gain is None else gain / len(chain.members)
+    for c in members(chain, {c.fqn: c for c in work.every}):
+        predicted = work.found_gain(c.fqn) if gain is None else gain / len(chain.names)
         work.settle(
             c.fqn,
             "rejected",

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from fastlinear.ops.common.layouts import is_odd
 from fastlinear.profile.observe import own_copy
 from fastlinear.profile.step import is_compiled
-from fastlinear.rewrite.match.candidate import Kind, SiteCalls
+from fastlinear.rewrite.match.calls import Kind, SiteCalls
 from fastlinear.rewrite.rules import grouped as rule
 from fastlinear.rewrite.rules import grouped_modules as modules
 from fastlinear.rewrite.rules import grouped_towers as towers

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,19 +12,24 @@ from torch import Tensor
 from fastlinear.core.compare import Verdict
 from fastlinear.core.timing import Samples, interleave
 from fastlinear.ops.common import door
-from fastlinear.rewrite.match.candidate import Candidate, Chain, Kind, Results
+from fastlinear.rewrite.fusion import Fusion
+from fastlinear.rewrite.match.calls import Kind, Results
+from fastlinear.rewrite.match.candidate import Candidate, Chain
 from fastlinear.rewrite.trial.measure import Pair
 from fastlinear.rewrite.verify.kinks import Sides, following
+from fastlinear.rewrite.verify.running import seed_all
 from fastlinear.rewrite.verify.verdicts import compare
 
 _ROUNDS = 31
 _MAX_S = 2.0
+_SEED = 0  # before each run: all draw the same numbers
 
+Unit = Candidate | Chain | Fusion
 Run = Callable[[Tensor], Results]
 Arm = Callable[[], dict[str, Tensor]]
 
 
-def failure(candidate: Candidate | Chain) -> Verdict | None:
+def failure(candidate: Unit) -> Verdict | None:
     """The first failed comparison of one site, over every kind of input it was seen with.
 
     Output and, where the model differentiates it, dx, dW and db, against the float64 reference
@@ -33,11 +37,18 @@ def failure(candidate: Candidate | Chain) -> Verdict | None:
     """
     for kind in candidate.calls.kinds:
         own, torchs = Sides(), Sides()
+        device = kind.x.device
+        seed_all(_SEED, device)
         with own:
             ours = _arm(candidate, kind, candidate.after)()
+        seed_all(_SEED, device)
         with torchs:
             theirs = _arm(candidate, kind, candidate.before)()
-        oracle = partial(_oracle, candidate, kind)
+
+        def oracle(kind: Kind = kind) -> dict[str, Tensor]:
+            seed_all(_SEED, kind.x.device)
+            return _oracle(candidate, kind)
+
         exact = following(torchs.outputs, torchs.outputs, oracle) or oracle()
         failed = _first_failure(candidate.fqn, ours, theirs, exact, exact)
         if failed is not None and torchs.outputs:
@@ -71,7 +82,11 @@ def pair(candidate: Candidate, device: torch.device, budget_s: float) -> tuple[P
 
 
 def times(
-    candidate: Candidate | Chain, runs: Mapping[str, Run], device: torch.device, budget_s: float
+    candidate: Unit,
+    runs: Mapping[str, Run],
+    device: torch.device,
+    budget_s: float,
+    rounds: int = _ROUNDS,
 ) -> tuple[dict[str, Samples], int]:
     """Ways to compute one site, interleaved.
 
@@ -93,19 +108,19 @@ def times(
 
         return one_pass
 
-    if isinstance(candidate, Chain):
+    if not isinstance(candidate, Candidate):
         door.wait(door.PATIENCE_S)  # its calls take the compiled door once that is there
     found = interleave(
         {name: arm(run) for name, run in runs.items()},
         device=device,
         metric="wall",
-        rounds=_ROUNDS,
+        rounds=rounds,
         budget_s=min(budget_s, _MAX_S),
     )
     return found, passes
 
 
-def _arm(candidate: Candidate | Chain, kind: Kind, run: Run) -> Arm:
+def _arm(candidate: Unit, kind: Kind, run: Run) -> Arm:
     """A callable that runs one site once: the output, and where it is differentiated dx and the
     gradients of the parameters."""
     x, dtype = kind.x.detach(), candidate.calls.autocast
@@ -115,6 +130,7 @@ def _arm(candidate: Candidate | Chain, kind: Kind, run: Run) -> Arm:
             x = wanted["dx"] = x.requires_grad_(True)
         wanted |= {t: p for t, p in candidate.parameters().items() if p.requires_grad}
     state: list[Tensor] = []
+    apart = isinstance(candidate, Fusion) and candidate.forward is None  # parameters of one arm
 
     def call() -> dict[str, Tensor]:
         with torch.set_grad_enabled(bool(wanted)), _autocast(x, dtype):
@@ -123,19 +139,19 @@ def _arm(candidate: Candidate | Chain, kind: Kind, run: Run) -> Arm:
             return _named(ys)
         if not state:
             state.extend(_dy(y) for y in _several(ys))
-        grads = _gradients(ys, wanted, state)
-        return {**_named(ys), **dict(zip(wanted, grads, strict=True))}
+        grads = zip(wanted, _gradients(ys, wanted, state, apart), strict=True)
+        return {**_named(ys), **{name: grad for name, grad in grads if grad is not None}}
 
     return call
 
 
 def _gradients(
-    ys: Results, wanted: Mapping[str, Tensor], dys: Sequence[Tensor]
-) -> tuple[Tensor, ...]:
-    """Of what is wanted; a result of frozen layers has none."""
+    ys: Results, wanted: Mapping[str, Tensor], dys: Sequence[Tensor], apart: bool = False
+) -> tuple[Tensor | None, ...]:
+    """Of what is wanted; a result of frozen layers has none. ``apart``: some are not read."""
     pairs = zip(_several(ys), dys, strict=True)
     outputs, given = zip(*((y, dy) for y, dy in pairs if y.requires_grad), strict=True)
-    return torch.autograd.grad(outputs, list(wanted.values()), given)
+    return torch.autograd.grad(outputs, list(wanted.values()), given, allow_unused=apart)
 
 
 def _several(ys: Results) -> tuple[Tensor, ...]:
@@ -154,7 +170,7 @@ def _dy(y: Tensor) -> Tensor:
     return torch.randn(y.shape, generator=generator, device="cpu").to(y.device, y.dtype)
 
 
-def _oracle(candidate: Candidate | Chain, kind: Kind) -> dict[str, Tensor]:
+def _oracle(candidate: Unit, kind: Kind) -> dict[str, Tensor]:
     named = candidate.parameters()
     double = {title: p.detach().double() for title, p in named.items()}
     x = kind.x.detach().double()
@@ -164,14 +180,15 @@ def _oracle(candidate: Candidate | Chain, kind: Kind) -> dict[str, Tensor]:
             wanted["dx"] = x.requires_grad_(True)
         wanted |= {t: double[t].requires_grad_(True) for t, p in named.items() if p.requires_grad}
     with torch.set_grad_enabled(bool(wanted)):
+        assert candidate.exact is not None
         ys = candidate.exact(x, double)
     if not wanted:
         return _named(ys)
     # the same dy as the arms draw, rounded to the dtype they have
     narrow = candidate.calls.autocast or kind.x.dtype
     dys = [_dy(y.to(narrow)).double() for y in _several(ys)]
-    grads = _gradients(ys, wanted, dys)
-    return {**_named(ys), **dict(zip(wanted, grads, strict=True))}
+    grads = zip(wanted, _gradients(ys, wanted, dys), strict=True)
+    return {**_named(ys), **{name: grad for name, grad in grads if grad is not None}}
 
 
 def _autocast(x: Tensor, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[object]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from fastlinear.rewrite.exchange import forwards
 from fastlinear.rewrite.exchange.sequential_forward import Segment, sequential_forward
 from fastlinear.rewrite.exchange.swap import Swap
+from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match.candidate import Candidate, Chain
 from fastlinear.rewrite.match.chain_gated import GatedChain, GatedPart
 from fastlinear.rewrite.match.chain_grouped import GroupedChain
@@ -14,13 +15,14 @@ from fastlinear.rewrite.match.chain_parent import BlockChain, ParentChain
 from fastlinear.rewrite.match.chain_row import RowChain
 from fastlinear.rewrite.match.chain_sequential import SequentialChain
 from fastlinear.rewrite.match.chain_towers import TowerChain
+from fastlinear.rewrite.match.links import Run
 from fastlinear.rewrite.match.sites import inside
 
 
 def swaps_of(candidates: Iterable[Candidate]) -> list[Swap]:
     """The forwards to exchange for these candidates."""
     found: list[Swap] = []
-    chains: dict[str, Chain] = {}
+    chains: dict[str, Chain | Fusion] = {}
     parents: dict[str, list[Candidate]] = {}
     for c in candidates:
         if c.chain is not None:
@@ -39,13 +41,13 @@ def swaps_of(candidates: Iterable[Candidate]) -> list[Swap]:
         pairs, here = parents.get(fqn, []), [c for c in rest if c.fqn == fqn]
         traced = [c for c in here if not isinstance(c, SequentialChain)]
         if traced or any(c.pairs is not None for c in pairs):
-            found.append(_parent_swap(fqn, pairs, traced))
+            found.append(_parent_swap(fqn, pairs, here))
         else:
             found.append(_sequential_swap(fqn, pairs, here))
     return found
 
 
-def _sequential_swap(fqn: str, pairs: list[Candidate], chains: Sequence[Chain]) -> Swap:
+def _sequential_swap(fqn: str, pairs: list[Candidate], chains: Sequence[Chain | Fusion]) -> Swap:
     """One forward for all that is fused in a Sequential."""
     sequential = chains[0].module if chains else pairs[0].parent
     assert sequential is not None
@@ -57,11 +59,14 @@ def _sequential_swap(fqn: str, pairs: list[Candidate], chains: Sequence[Chain]) 
     return Swap(fqn, sequential, sequential_forward(segments, sequential))
 
 
-def _parent_swap(fqn: str, pairs: list[Candidate], chains: Sequence[Chain]) -> Swap:
+def _parent_swap(fqn: str, pairs: list[Candidate], chains: Sequence[Chain | Fusion]) -> Swap:
     """One forward for all that is fused in it: of the trace that goes through blocks, where a
     chain does."""
     kinds = (BlockChain, ParentChain, RowChain, GatedPart, TowerChain)
-    traces = [c.fusable for kind in kinds for c in chains if isinstance(c, kind)]
+    traces = [c.fusable for kind in kinds[:2] for c in chains if isinstance(c, kind)]
+    puts = [c.forward for c in chains if isinstance(c, Fusion) and c.forward is not None]
+    traces += [put.fusable for put in puts]
+    traces += [c.fusable for kind in kinds[2:] for c in chains if isinstance(c, kind)]
     fusable = next(iter((*traces, *(c.pairs for c in pairs if c.pairs is not None))))
     parent = chains[0].module if chains else pairs[0].parent
     assert parent is not None
@@ -69,12 +74,20 @@ def _parent_swap(fqn: str, pairs: list[Candidate], chains: Sequence[Chain]) -> S
     # of a pair in a block the trace may not show that its activation reads nothing else
     chosen = {n: a for n, a in named.items() if a == "none" or n in fusable.pairs}
     backend = pairs[0].backend if pairs else None
-    runs = [c for c in chains if isinstance(c, ParentChain)]
-    chain_backend = runs[0].backend if runs else None
+    followed = [c for c in chains if isinstance(c, ParentChain | SequentialChain)]
+    chain_backend = followed[0].backend if followed else None
     rows = [c.row for c in chains if isinstance(c, RowChain)]
     gated = [c for c in chains if isinstance(c, GatedPart)]
     gates, gate_backend = [c.gate for c in gated], gated[0].backend if gated else None
     towers = [(c.group, c.way) for c in chains if isinstance(c, TowerChain)]
-    more = rows, gates, gate_backend, towers
-    made = fusable.build(chosen, backend, [c.run for c in runs], chain_backend, *more)
+    more = rows, gates, gate_backend, towers, [put.edit for put in puts]
+    made = fusable.build(chosen, backend, [_run(c) for c in followed], chain_backend, *more)
     return Swap(fqn, parent, made)
+
+
+def _run(chain: ParentChain | SequentialChain) -> Run:
+    """The chain by names inside the module whose forward makes the call."""
+    if isinstance(chain, ParentChain):
+        return chain.run
+    names = tuple(inside(chain.fqn, name) or "" for name in chain.names)
+    return Run(names, chain.activation, chain.final_activation)

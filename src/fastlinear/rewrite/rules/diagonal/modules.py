@@ -1,8 +1,4 @@
-"""The rule of diagonal_linear: modules that scale every feature by a number of its own.
-
-It only matches; nothing here changes a model or measures anything. What a module computes is found
-by ``match.diagonal_module``.
-"""
+"""Modules that scale every feature by a number of its own, told by ``recognise``."""
 
 from __future__ import annotations
 
@@ -14,8 +10,8 @@ from torch import Tensor, nn
 
 from fastlinear.ops.diagonal_linear.op import diagonal_linear
 from fastlinear.rewrite.exchange.forwards import PLAIN_LINEARS
-from fastlinear.rewrite.match.diagonal_module import recognise
 from fastlinear.rewrite.match.eligible import refuse_module
+from fastlinear.rewrite.rules.diagonal.recognise import recognise
 
 LAYER_SCALE, AFFINE, LINEAR = "layer_scale", "affine", "linear"
 
@@ -49,16 +45,21 @@ class Diagonal:
         """K."""
         return int(getattr(self.module, self.weight).shape[-1])
 
-    def instead(self) -> Callable[[Tensor], Tensor]:
-        """The same by ``diagonal_linear``, on the module's own parameters."""
+    def scale(self) -> Tensor:
+        """The numbers it scales by: the module's own parameter, of a linear a new one."""
         weight: Tensor = getattr(self.module, self.weight)
-        if self.kind == LINEAR:
-            kept = weight.detach().diagonal().clone()
-            weight = nn.Parameter(kept, requires_grad=weight.requires_grad)
+        if self.kind != LINEAR:
+            return weight
+        kept = weight.detach().diagonal().clone()
+        return nn.Parameter(kept, requires_grad=weight.requires_grad)
+
+    def instead(self, weight: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+        """The same by ``diagonal_linear``, on ``scale()`` by default."""
+        scale = self.scale() if weight is None else weight
         bias = None if self.bias is None else getattr(self.module, self.bias)
 
         def run(x: Tensor) -> Tensor:
-            w, b = vector(weight), None if bias is None else vector(bias, self.minus)
+            w, b = vector(scale), None if bias is None else vector(bias, self.minus)
             return diagonal_linear(x, w, b, activation=self.activation)
 
         return run

@@ -1,0 +1,126 @@
+"""The fusions that rule folders find: those to put in place, and findings from the same times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from fastlinear.core.cost import measure_ceilings, roofline
+from fastlinear.core.timing import Samples
+from fastlinear.dispatch.backend import family
+from fastlinear.profile.records import Finding
+from fastlinear.rewrite import registry
+from fastlinear.rewrite.fusion import Fusion, Report
+from fastlinear.rewrite.match.candidate import Candidate
+from fastlinear.rewrite.session import Session
+from fastlinear.rewrite.trial import site
+from fastlinear.rewrite.trial.not_measured import budget_spent, not_measured
+from fastlinear.rewrite.trial.of_the_step import of_the_step
+from fastlinear.rewrite.trial.parents import offers
+from fastlinear.rewrite.work import Work
+
+_MOST_S = 0.5  # of timing a fusion for a finding
+_ROUNDS = 9
+
+
+def session_of(work: Work, candidates: Mapping[str, Candidate]) -> Session:
+    """What rules see of an optimization."""
+    return Session(
+        model=work.model,
+        train=work.runner.mode == "train",
+        candidates=candidates,
+        sites={s.fqn: s for s in work.profile.sites},
+        offers=partial(offers, work),
+        step=work.step,
+    )
+
+
+def to_put_in_place(work: Work, candidates: Mapping[str, Candidate]) -> list[Fusion]:
+    """What rules find that may be put in place, each linear in the first fusion that has it."""
+    session, taken = session_of(work, candidates), set[str]()
+    found = []
+    for rule in registry.RULES:
+        if not (rule.rewrites and work.allows(rule.family)):
+            continue
+        for fusion in rule.find(session):
+            if taken.isdisjoint(fusion.names):
+                taken.update(fusion.names)
+                found.append(fusion)
+    return found
+
+
+def find(work: Work) -> None:
+    """Add a finding for every fusion that is left to the reader and measured faster.
+
+    Nothing is rewritten. The model may run once more, and is to be preserved by the caller.
+    """
+    session = session_of(work, {c.fqn: c for c in work.every})
+    found: list[Finding] = []
+    for rule in registry.RULES:
+        if not rule.rewrites and work.allows(rule.family):
+            found += _findings(work, rule.find(session))
+    ranked = sorted((*work.profile.findings, *found), key=lambda f: -f.predicted_gain_us)
+    work.profile = replace(work.profile, findings=tuple(ranked))
+
+
+def _findings(work: Work, fusions: list[Fusion]) -> list[Finding]:
+    found = []
+    for i, fusion in enumerate(fusions):
+        report = fusion.report
+        if report is None:
+            continue
+        times = _times(work, fusion, len(fusions) - i)
+        if times is None:
+            found.append(_unmeasured(work, fusion, report))
+        elif times["after"].ci95_us[1] < times["before"].ci95_us[0]:
+            found.append(_finding(work, fusion, report, times))
+    return found
+
+
+def _times(work: Work, fusion: Fusion, left: int) -> dict[str, Samples] | None:
+    """Before and after, each kind of fusion once; None where the budget is spent."""
+    if fusion.kind not in work.timed:
+        if work.budget.left_s == 0:
+            return None
+        share = work.budget.share(4 * left, _MOST_S)
+        runs: dict[str, site.Run] = {"before": fusion.before, "after": fusion.after}
+        with work.budget:
+            device = work.runner.device
+            times, _ = site.times(fusion, runs, device, share, rounds=_ROUNDS)
+        work.timed[fusion.kind] = times
+    found: dict[str, Samples] = work.timed[fusion.kind]
+    return found
+
+
+def _unmeasured(work: Work, fusion: Fusion, report: Report) -> Finding:
+    more = f"{report.title} ({report.note})" if report.note else report.title
+    facts = _facts(fusion, report)
+    return not_measured(fusion.rule, fusion.fqn, report.title, more, budget_spent(work), facts)
+
+
+def _finding(work: Work, fusion: Fusion, report: Report, times: dict[str, Samples]) -> Finding:
+    calls, problem = fusion.calls.calls, fusion.problems[0]
+    before, after = (times[name].median_us for name in ("before", "after"))
+    before_us, after_us, said = of_the_step(work, before, after, calls)
+    cost = family(problem.family).cost(problem)
+    limits = measure_ceilings(str(fusion.calls.kinds[0].x.device), problem.dtype)
+    line = roofline(cost, limits, before_us)
+    return Finding(
+        code=fusion.rule,
+        fqn=fusion.fqn,
+        title=report.title,
+        message=report.message(before_us, after_us) + (f" Times: {said}." if said else ""),
+        measured_us=before_us * calls,
+        floor_us=line.floor_us * calls,
+        predicted_gain_us=(before_us - after_us) * calls,
+        flops=cost.flops * calls,
+        bytes=cost.bytes * calls,
+        bound=line.bound,
+        details={**_facts(fusion, report), "problem": problem.to_json()},
+    )
+
+
+def _facts(fusion: Fusion, report: Report) -> dict[str, Any]:
+    return {**report.details, "calls": fusion.calls.calls, "advice": report.advice}
