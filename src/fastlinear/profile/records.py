@@ -49,8 +49,8 @@ class Finding:
     Attributes:
         code: ``"linear_activation"``, ``"launch_bound"``, ``"launch_bound_region"``,
             ``"pointwise_between"``, ``"fp32_no_tensor_cores"``, ``"slow_dims"``,
-            ``"diagonal_linear"``, ``"grouped_linear"``, ``"ragged_linear"``, ``"gated_mlp"``,
-            ``"chain_stopped"`` or ``"own_call"``.
+            ``"diagonal_linear"``, ``"linear_dropout"``, ``"grouped_linear"``, ``"ragged_linear"``,
+            ``"gated_mlp"``, ``"chain_stopped"`` or ``"own_call"``.
         fqn: the module it is about; ``""`` is the whole model.
         title: a few words.
         message: what is slow, why, and what would help.

@@ -37,14 +37,14 @@ class Report:
     Attributes:
         title: a few words.
         message: microseconds of a call before and after → what is slow and what would help.
-        advice: what the reader puts in its place, or what ``optimize_`` does.
+        advice: what the reader puts in its place; None where ``optimize_`` may.
         details: further facts, JSON-ready.
         note: what is said in brackets where it could not be measured; by default nothing.
     """
 
     title: str
     message: Callable[[float, float], str]
-    advice: str
+    advice: str | None
     details: dict[str, Any]
     note: str = ""
 

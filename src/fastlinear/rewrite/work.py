@@ -78,7 +78,8 @@ class Work:
         listed: the same of the linears of lists.
         left_alone: why such layers are not rewritten, by the first of them.
         compiled_s: how long this process had compiled C++ before.
-        timed: times before and after of fusions that are findings, by kind.
+        fusions: what rule folders found that may be put in place.
+        timed: times before and after of fusions, by kind: decided on and told.
         disturbed: how far times spread in each measurement that leaves a site undecided.
         offered: linears that ``optimize_`` would try as part of a larger call, where nothing is
             rewritten but told alone.
@@ -115,6 +116,7 @@ class Work:
     listed: list[Any] = field(default_factory=list)
     left_alone: dict[str, str] = field(default_factory=dict)
     compiled_s: float = field(default_factory=cpp_build.compiled_s)
+    fusions: list[Fusion] = field(default_factory=list)
     timed: dict[Any, Any] = field(default_factory=dict)
     disturbed: list[float] = field(default_factory=list)
     offered: frozenset[str] = frozenset()

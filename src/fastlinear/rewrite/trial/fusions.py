@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,16 +10,17 @@ from typing import Any
 from fastlinear.core.cost import measure_ceilings, roofline
 from fastlinear.core.timing import Samples
 from fastlinear.dispatch.backend import family
-from fastlinear.profile.records import Finding
+from fastlinear.profile.records import IN_PLACE, Finding
 from fastlinear.rewrite import registry
 from fastlinear.rewrite.fusion import Fusion, Report
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.session import Session
 from fastlinear.rewrite.trial import site
+from fastlinear.rewrite.trial.covered import covered
 from fastlinear.rewrite.trial.not_measured import budget_spent, not_measured
 from fastlinear.rewrite.trial.of_the_step import of_the_step
 from fastlinear.rewrite.trial.parents import offers
-from fastlinear.rewrite.work import Work
+from fastlinear.rewrite.work import OFFERED, Work
 
 _MOST_S = 0.5  # of timing a fusion for a finding
 _ROUNDS = 9
@@ -48,35 +49,39 @@ def to_put_in_place(work: Work, candidates: Mapping[str, Candidate]) -> list[Fus
             if taken.isdisjoint(fusion.names):
                 taken.update(fusion.names)
                 found.append(fusion)
+    work.fusions = found
     return found
 
 
 def find(work: Work) -> None:
-    """Add a finding for every fusion that is left to the reader and measured faster.
+    """Add a finding for every fusion that is measured faster, put in place or not.
 
-    Nothing is rewritten. The model may run once more, and is to be preserved by the caller.
+    What was tried is told from the times that decided about it. Nothing is rewritten here. The
+    model may run once more, and is to be preserved by the caller.
     """
     session = session_of(work, {c.fqn: c for c in work.every})
-    found: list[Finding] = []
+    found, known = [], work.profile.findings
+    for fusion, finding in _findings(work, work.fusions):
+        found.append(finding)
+        known = covered(known, fusion.names, finding)
     for rule in registry.RULES:
         if not rule.rewrites and work.allows(rule.family):
-            found += _findings(work, rule.find(session))
-    ranked = sorted((*work.profile.findings, *found), key=lambda f: -f.predicted_gain_us)
+            found += [finding for _, finding in _findings(work, rule.find(session))]
+    ranked = sorted((*known, *found), key=lambda f: -f.predicted_gain_us)
     work.profile = replace(work.profile, findings=tuple(ranked))
 
 
-def _findings(work: Work, fusions: list[Fusion]) -> list[Finding]:
-    found = []
+def _findings(work: Work, fusions: list[Fusion]) -> Iterator[tuple[Fusion, Finding]]:
     for i, fusion in enumerate(fusions):
         report = fusion.report
-        if report is None:
+        tried = fusion.forward is not None and fusion.key not in work.offered
+        if report is None or (tried and fusion.kind not in work.timed):
             continue
         times = _times(work, fusion, len(fusions) - i)
         if times is None:
-            found.append(_unmeasured(work, fusion, report))
+            yield fusion, _unmeasured(work, fusion, report)
         elif times["after"].ci95_us[1] < times["before"].ci95_us[0]:
-            found.append(_finding(work, fusion, report, times))
-    return found
+            yield fusion, _finding(work, fusion, report, times)
 
 
 def _times(work: Work, fusion: Fusion, left: int) -> dict[str, Samples] | None:
@@ -96,7 +101,7 @@ def _times(work: Work, fusion: Fusion, left: int) -> dict[str, Samples] | None:
 
 def _unmeasured(work: Work, fusion: Fusion, report: Report) -> Finding:
     more = f"{report.title} ({report.note})" if report.note else report.title
-    facts = _facts(fusion, report)
+    facts = _facts(work, fusion, report)
     return not_measured(fusion.rule, fusion.fqn, report.title, more, budget_spent(work), facts)
 
 
@@ -107,20 +112,40 @@ def _finding(work: Work, fusion: Fusion, report: Report, times: dict[str, Sample
     cost = family(problem.family).cost(problem)
     limits = measure_ceilings(str(fusion.calls.kinds[0].x.device), problem.dtype)
     line = roofline(cost, limits, before_us)
+    facts = _facts(work, fusion, report)
+    more = _remedy(work, fusion, facts) + (f" Times: {said}." if said else "")
     return Finding(
         code=fusion.rule,
         fqn=fusion.fqn,
         title=report.title,
-        message=report.message(before_us, after_us) + (f" Times: {said}." if said else ""),
+        message=report.message(before_us, after_us) + more,
         measured_us=before_us * calls,
         floor_us=line.floor_us * calls,
         predicted_gain_us=(before_us - after_us) * calls,
         flops=cost.flops * calls,
         bytes=cost.bytes * calls,
         bound=line.bound,
-        details={**_facts(fusion, report), "problem": problem.to_json()},
+        details={**facts, "problem": problem.to_json()},
     )
 
 
-def _facts(fusion: Fusion, report: Report) -> dict[str, Any]:
-    return {**report.details, "calls": fusion.calls.calls, "advice": report.advice}
+def _facts(work: Work, fusion: Fusion, report: Report) -> dict[str, Any]:
+    facts = {**report.details, "calls": fusion.calls.calls}
+    if fusion.forward is None:
+        return {**facts, "advice": report.advice}
+    outcome = work.outcomes.get(fusion.key)
+    if outcome is not None and (outcome.rule, outcome.status) == (fusion.rule, "kept"):
+        return {**facts, "advice": IN_PLACE}
+    why = work.left_alone.get(fusion.key) or (outcome and outcome.reason)
+    return {**facts, "left_alone": why} if why else facts
+
+
+def _remedy(work: Work, fusion: Fusion, facts: dict[str, Any]) -> str:
+    """What becomes of a fusion that ``optimize_`` may put in place, as a sentence."""
+    if fusion.forward is None:
+        return ""
+    if fusion.key in work.offered:
+        return f" {OFFERED}."
+    if "left_alone" in facts:
+        return f" optimize_ leaves it alone: {facts['left_alone'].rstrip('.')}."
+    return f" {IN_PLACE}."
