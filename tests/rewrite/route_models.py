@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import fastlinear as fl
-from fastlinear.rewrite import exchange, finish
+from fastlinear.rewrite import exchange, finish, registry
 from fastlinear.rewrite.exchange.swap import is_rewritten
+from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match import links
 from fastlinear.rewrite.match.candidate import Chain
 
@@ -54,6 +55,17 @@ class WrittenChain(_Holder):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.b(self.drop(self.act(self.a(x)))) * 2
+
+
+class Dropped(_Holder):
+    """In training: a dropout behind an activation, and one written as a function."""
+
+    def __init__(self) -> None:
+        super().__init__(fc=nn.Linear(16, 512), act=nn.ReLU(), drop=nn.Dropout(0.25))
+        self.out, self.rate = nn.Linear(512, 512), 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.out(self.drop(self.act(self.fc(x)))), self.rate, self.training)
 
 
 class Blocks(_Holder):
@@ -257,6 +269,7 @@ ROUTES: dict[str, Route] = {
     "list": Route(Heads, {"guard", "ListChain", "call_list"}),
     "stacked weights": Route(stacked, {"guard", "GroupedChain"}),
     "grouped convolution": Route(Convolution, {"grouped_forward", "GroupedChain"}),
+    "linear and dropout": Route(Dropped, {"guard", "linear_dropout"}, {"mode": "train"}),
     "graphs": Route(alone, {"graph_forward"}, {"families": (), "graphs": True}),
     "compiled": Route(alone, {"compiled_forward"}, {"families": (), "compile": True}),
 }
@@ -277,7 +290,8 @@ class Rewritten:
 def rewritten(name: str) -> Rewritten:
     """By this route; needs a clock set to ``CLOCK``."""
     torch.manual_seed(0)
-    model = ROUTES[name].make().eval()
+    route = ROUTES[name]
+    model = route.make().train(route.settings.get("mode") == "train")
     plain = copy.deepcopy(model)
     return Rewritten(plain, model, *optimized(model, name))
 
@@ -288,7 +302,8 @@ def optimized(model: nn.Module, name: str) -> tuple[Any, frozenset[str]]:
     real = finish.swaps_of
 
     def swaps_of(candidates: Any) -> Any:
-        kinds.update(type(c.chain).__name__ for c in candidates if c.chain is not None)
+        kept = [c.chain for c in candidates if c.chain is not None]
+        kinds.update(c.rule if isinstance(c, Fusion) else type(c).__name__ for c in kept)
         return real(candidates)
 
     settings = {"draws": 1, "optimizer_steps": 1, "time_budget_s": 600.0, **ROUTES[name].settings}
@@ -324,9 +339,10 @@ def exercised(route: Rewritten) -> set[str]:
 
 
 def discovered() -> set[str]:
-    """All there is to exercise: the files that make forwards, the kinds of chains, and what
-    forwards built of traces call."""
+    """All there is to exercise: the files that make forwards, the kinds of chains, the rules that
+    are folders, and what forwards built of traces call."""
     return {
+        *(rule.name for rule in registry.RULES if rule.rewrites),
         *makers(),
         *(kind.__name__ for kind in concrete(Chain)),
         *(name for name in vars(links) if name.startswith("call_")),

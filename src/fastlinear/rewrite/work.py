@@ -79,7 +79,7 @@ class Work:
         left_alone: why such layers are not rewritten, by the first of them.
         compiled_s: how long this process had compiled C++ before.
         fusions: what rule folders found that may be put in place.
-        timed: times before and after of fusions, by kind: decided on and told.
+        timed: times before and after of fusions, by kind: they decide and are reported.
         disturbed: how far times spread in each measurement that leaves a site undecided.
         offered: linears that ``optimize_`` would try as part of a larger call, where nothing is
             rewritten but told alone.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from fastlinear.core.errors import UnsupportedError
@@ -116,8 +117,10 @@ def match(
     return [*found, *(f for f in fusions.to_put_in_place(work, known) if f.rule in families)]
 
 
-def members(chain: OneCall, known: Mapping[str, Candidate]) -> list[Candidate]:
-    """The chain's linears as candidates of its route. ``known``: the model's candidates by name."""
+def members(
+    chain: OneCall, known: Mapping[str, Candidate] = MappingProxyType({})
+) -> list[Candidate]:
+    """The chain's linears as candidates of its route. ``known``: those of a fusion, by name."""
     if isinstance(chain, Fusion):
         how: dict[str, Any] = {"activation": chain.activation, "fallback": None}
         own = tuple(known[name] for name in chain.names)

@@ -56,7 +56,7 @@ def to_put_in_place(work: Work, candidates: Mapping[str, Candidate]) -> list[Fus
 def find(work: Work) -> None:
     """Add a finding for every fusion that is measured faster, put in place or not.
 
-    What was tried is told from the times that decided about it. Nothing is rewritten here. The
+    What was tried is reported from the times that decided about it. Nothing is rewritten here. The
     model may run once more, and is to be preserved by the caller.
     """
     session = session_of(work, {c.fqn: c for c in work.every})

@@ -1,4 +1,4 @@
-"""Modules that scale every feature by a number of its own, told by ``recognise``."""
+"""Modules that scale every feature by a number of its own, found by ``recognise``."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 // What dropout multiplies by on the CPU, in float32, with the numbers that bernoulli_ draws.
 //
-//   fastlinear_noise   noise[i] = uniform_i < keep ? scale : 0, from torch's mt19937, whose state moves
+//   fastlinear_noise   noise[i] = uniform_i < keep ? scale : 0, from torch's mt19937; its state moves
 //                      on as there
 //
-// torch draws number after number. Here 624 words are made at a time, in loops that the compiler makes
-// vectors of. Each element takes two words: 53 bits of them are the uniform number. One thread draws,
-// as the words follow each other.
+// torch draws number after number. Here 624 words are made at a time, in loops that the compiler
+// vectorises. Each element takes two words: 53 bits of them are the uniform number. One thread
+// draws, as each word follows from words before.
 
 #include <cmath>
 #include <cstdint>
@@ -28,7 +28,8 @@ inline uint32_t twist(uint32_t u, uint32_t v) {
 
 void renew(uint32_t* s) {
   for (int k = 0; k < kWords - kFar; ++k) s[k] = s[k + kFar] ^ twist(s[k], s[k + 1]);
-  for (int k = kWords - kFar; k < kWords - 1; ++k) s[k] = s[k + kFar - kWords] ^ twist(s[k], s[k + 1]);
+  for (int k = kWords - kFar; k < kWords - 1; ++k)
+    s[k] = s[k + kFar - kWords] ^ twist(s[k], s[k + 1]);
   s[kWords - 1] = s[kFar - 1] ^ twist(s[kWords - 1], s[0]);
 }
 
@@ -59,7 +60,8 @@ struct Words {
 
 }  // namespace
 
-extern "C" void fastlinear_noise(void* generator, float* noise, int64_t n, double keep, float scale) {
+extern "C" void fastlinear_noise(void* generator, float* noise, int64_t n, double keep,
+                                 float scale) {
   State* state = static_cast<State*>(generator);
   Words words;
   for (int k = 0; k < kWords; ++k) words.s[k] = uint32_t(state->words[k]);

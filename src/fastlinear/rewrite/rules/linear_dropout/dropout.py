@@ -9,6 +9,7 @@ generator's state after it.
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -36,6 +37,15 @@ _STATE_BYTES = 5056  # of the generator whose state dropout.cpp reads
 _LEAST = 2048  # elements from which on it is faster than PyTorch's own
 _FUNCTION, _FORWARD = F.dropout, nn.Dropout.forward
 _lock = threading.Lock()  # between reading the generator's state and writing it
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()  # the old one may be held by a thread of the parent
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def call_linear_dropout_of(

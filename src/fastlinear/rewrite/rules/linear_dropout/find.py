@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Node
 
+from fastlinear.core.global_names import own_codes
 from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.profile.effects import class_forward, functions_of
 from fastlinear.rewrite.fusion import Forward, Fusion, Report
 from fastlinear.rewrite.match.candidate import Candidate, problems_of
 from fastlinear.rewrite.match.links import Edit, Links
@@ -32,7 +35,7 @@ RULE = "linear_dropout"
 
 def find(session: Session) -> list[Fusion]:
     """The linears of a model in training that a dropout follows."""
-    if not session.train or reason_not() is not None:
+    if not session.train:
         return []
     found: list[Fusion] = []
     traces: dict[str, Fusable | None] = {}
@@ -43,12 +46,23 @@ def find(session: Session) -> list[Fusion]:
         if parent is None or name is None or not _served(candidate):
             continue
         if parent not in traces:
-            traces[parent] = session.trace(parent)
+            drops = _may_drop(session.model.get_submodule(parent))
+            traces[parent] = session.trace(parent) if drops else None
         trace = traces[parent]
         steps = None if trace is None else _steps(trace.links, name)
         if trace is not None and steps is not None:
             found.append(_fusion(session, candidate, parent, name, trace, steps))
-    return found
+    return found if found and reason_not() is None else []
+
+
+def _may_drop(parent: nn.Module) -> bool:
+    """Whether a module holds a dropout that is awake, or its code names one."""
+    if any(type(m) is nn.Dropout and m.training and 0.0 < m.p < 1.0 for m in parent.modules()):
+        return True
+    forward = class_forward(parent)
+    functions = functions_of(parent, forward) if isinstance(forward, FunctionType) else ()
+    codes = (code for function in functions for code in own_codes(function.__code__))
+    return any("dropout" in code.co_names for code in codes)
 
 
 def _served(c: Candidate) -> bool:
