@@ -28,6 +28,7 @@ from fastlinear.cli.families import (
 )
 from fastlinear.core.errors import InputError
 from fastlinear.core.precision import FLOAT_DTYPES
+from fastlinear.ops.common.activations import NAMES
 
 if TYPE_CHECKING:
     from fastlinear.core.problem import Problem
@@ -161,8 +162,7 @@ FinalActivation = Annotated[
 Activation = Annotated[
     str | None,
     typer.Option(
-        help="none, relu, relu2, silu, gelu, gelu_tanh, sigmoid, tanh, quick_gelu, leaky_relu; "
-        "if left out none, for mlp relu, for gated_mlp silu.",
+        help=f"{', '.join(NAMES)}; if left out none, for mlp relu, for gated_mlp silu.",
         show_default=False,
     ),
 ]

@@ -159,7 +159,7 @@ class MLP(nn.Module):
         """A plain ``nn.Sequential`` sharing this module's parameters, with the same keys.
 
         Raises:
-            InputError: torch has no module for the activation (relu2, quick_gelu), or a layer was
+            InputError: torch has no module for the activation (relu2, for one), or a layer was
                 replaced by one that does more, is parametrized or has hooks.
         """
         for name, layer in zip(self._modules, self.layers(), strict=True):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
+from functools import cache
+from typing import Any, NoReturn
 
 from torch import nn
 
 from fastlinear.core.errors import InputError
 from fastlinear.nn.mlp_layer import Layer
 from fastlinear.nn.plain_linear import hooked, replaced_forward
-from fastlinear.ops.common.activations import LEAKY_RELU_SLOPE
+from fastlinear.ops.common.activations import ACTIVATIONS
 
 _REMEDY = "An MLP is nn.Linear layers with one activation behind each but the last."
 _HOOKED = "Remove the hooks, or leave these layers as they are."
@@ -88,39 +89,34 @@ def _refuse(expected: str, received: str, remedy: str) -> NoReturn:
     raise InputError("fastlinear.nn.MLP.from_sequential", expected, received, remedy)
 
 
-_MODULES: dict[str, type[nn.Module]] = {
-    "relu": nn.ReLU,
-    "silu": nn.SiLU,
-    "sigmoid": nn.Sigmoid,
-    "tanh": nn.Tanh,
-}
+@cache
+def _modules() -> dict[Any, str]:
+    return {_facts(a.module()): a.name for a in ACTIVATIONS.values() if a.module is not None}
+
+
+def _facts(module: nn.Module) -> tuple[Any, ...]:
+    """A module's class and settings, but for whether it writes over its input."""
+    names = getattr(module, "__constants__", ())
+    return type(module), *(getattr(module, name) for name in names if name != "inplace")
 
 
 def _name(module: nn.Module) -> str | None:
     """fastlinear's name of an activation module, or None."""
-    if type(module) is nn.GELU:
-        return "gelu" if module.approximate == "none" else "gelu_tanh"
-    if type(module) is nn.LeakyReLU:
-        return "leaky_relu" if module.negative_slope == LEAKY_RELU_SLOPE else None
-    return next((name for name, kind in _MODULES.items() if type(module) is kind), None)
+    known = {kind for kind, *_ in _modules()}
+    return _modules().get(_facts(module)) if type(module) in known else None
 
 
 def module_of(name: str) -> nn.Module:
     """The activation module of that name. Raises InputError where torch has none."""
-    if name == "gelu":
-        return nn.GELU()
-    if name == "gelu_tanh":
-        return nn.GELU(approximate="tanh")
-    if name == "leaky_relu":
-        return nn.LeakyReLU(LEAKY_RELU_SLOPE)
-    if name not in _MODULES:
+    make = ACTIVATIONS[name].module
+    if make is None:
         raise InputError(
             "fastlinear.nn.MLP.to_sequential",
             "an activation that torch has a module for",
             repr(name),
-            f"torch has {', '.join((*_MODULES, 'gelu', 'gelu_tanh', 'leaky_relu'))}.",
+            f"torch has {', '.join(a.name for a in ACTIVATIONS.values() if a.module)}.",
         )
-    return _MODULES[name]()
+    return make()
 
 
 def free_name(name: str, taken: Sequence[str]) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fastlinear.core.errors import FOREIGN_ERRORS
 from fastlinear.ops.common.activations import ACTIVATIONS
+from fastlinear.ops.common.aten_steps import Recorder, is_near
 
 _FAR = (1e30, -1e30, float("inf"), float("-inf"), float("nan"), 1.0)
 _TOLERANCE = 1e-8  # well below float32's rounding; gelu and gelu_tanh differ by 1e-4
@@ -34,10 +35,16 @@ def recognise(call: Callable[[Tensor], Any]) -> Recognised | None:
 
     ``call`` gets float64 vectors that reach to ±100, and some numbers that are beyond any bound or
     not finite. Its values and derivatives must agree with one of the known activations to 1e-8,
-    each element on its own, and the same every time; what is not finite must be so in both.
+    each element on its own, and the same every time; what is not finite must be so in both. One op
+    of PyTorch with other constants than an activation's is none, however near it is.
     """
     grid, far = _grid(), torch.tensor(_FAR, dtype=torch.float64, device="cpu")
     try:
+        copy = grid.clone()
+        with Recorder() as recorder:
+            call(copy)
+        if len(recorder.calls) == 1 and is_near(recorder.calls[0]):
+            return None
         beyond, _ = _values(call, far)
         first, changed = _values(call, grid)
         if first is None:

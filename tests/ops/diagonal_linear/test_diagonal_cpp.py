@@ -13,6 +13,7 @@ from torch import Tensor
 from fastlinear.core.settings import cache_dir
 from fastlinear.dispatch.backend import family
 from fastlinear.ops.common import cpp_build
+from fastlinear.ops.common.activations import NAMES
 from fastlinear.ops.diagonal_linear import cpp
 
 pytestmark = pytest.mark.skipif(cpp_build.reason_not() is not None, reason="no C++ here")
@@ -137,7 +138,7 @@ def test_what_does_not_fill_a_line_is_computed_alike(k: int, dtype: torch.dtype)
     m, more = 37, k + 64 - k % 64
     x, dy, r = (torch.randn(m, more).to(dtype) for _ in range(3))
     w, b = (torch.randn(more).to(dtype) for _ in range(2))
-    for name, bias, residual in itertools.product(cpp.NAMES, (b, None), (r, None)):
+    for name, bias, residual in itertools.product(NAMES, (b, None), (r, None)):
         part = [None if t is None else t[..., :k].contiguous() for t in (x, w, bias, residual)]
         wide = cpp.forward(x, w, bias, name, residual, None)
         narrow = cpp.forward(part[0], part[1], part[2], name, part[3], None)

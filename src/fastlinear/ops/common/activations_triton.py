@@ -144,8 +144,8 @@ def _times_sigmoid(x, half_z, MATH: tl.constexpr):
 def activation_grad(dy, saved, ACTIVATION: tl.constexpr, MATH: tl.constexpr):
     """dy * act'(pre) in float32.
 
-    ``saved`` is the output y for relu, leaky_relu, sigmoid and tanh, the pre-activation otherwise.
-    It is ignored for ``"none"``.
+    ``saved`` is what the activation saves, its output or the pre-activation. It is ignored for
+    ``"none"``.
     """
     if ACTIVATION == "none":
         return dy
@@ -183,3 +183,12 @@ def activation_grad(dy, saved, ACTIVATION: tl.constexpr, MATH: tl.constexpr):
         # where x² rounds by much, nothing is left of the bell
         bell = tl.exp2((-0.5 * _LOG2E) * (saved * saved))
         return dy * (cdf + saved * (_INV_SQRT_2PI * bell))
+
+
+@triton.jit
+def activation_grad_at(dy, pre, ACTIVATION: tl.constexpr, MATH: tl.constexpr):
+    """dy * act'(pre) in float32, from the pre-activation whatever the activation saves."""
+    if ACTIVATION == "sigmoid" or ACTIVATION == "tanh":
+        return activation_grad(dy, activation(pre, ACTIVATION, MATH), ACTIVATION, MATH)
+    else:
+        return activation_grad(dy, pre, ACTIVATION, MATH)

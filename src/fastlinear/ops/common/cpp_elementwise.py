@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from fastlinear.ops.common import cpp_build
-from fastlinear.ops.common.activations import NAMES
+from fastlinear.ops.common.activations import CODES
 
 SOURCE = Path(__file__).with_name("elementwise.cpp")
-_CODES = {name: code for code, name in enumerate(NAMES)}  # elementwise.cpp's switch
 _CHUNKS = 16  # row chunks with a partial sum each, whatever the number of threads
 
 
@@ -38,7 +37,7 @@ def activate(name: str, pre: Tensor, out: Tensor) -> None:
         UnsupportedError: the library cannot be compiled or loaded.
     """
     code = _library().fastlinear_act(
-        _CODES[name], pre.data_ptr(), out.data_ptr(), pre.numel(), torch.get_num_threads()
+        CODES[name], pre.data_ptr(), out.data_ptr(), pre.numel(), torch.get_num_threads()
     )
     assert code == 0
 
@@ -54,7 +53,7 @@ def activate_with_bias(
     """
     m, n = product.shape
     code = _library().fastlinear_act_bias(
-        _CODES[name],
+        CODES[name],
         product.data_ptr(),
         bias.data_ptr(),
         out.data_ptr(),
@@ -79,7 +78,7 @@ def differentiate(
     db = dy.new_empty(n) if need_sums else None
     partials = dy.new_empty((_CHUNKS, n), dtype=torch.float64) if need_sums else None
     code = _library().fastlinear_dact(
-        _CODES[name],
+        CODES[name],
         dy.data_ptr(),
         saved.data_ptr(),
         dpre.data_ptr(),

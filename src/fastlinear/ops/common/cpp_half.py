@@ -15,13 +15,12 @@ from torch import Tensor
 
 from fastlinear.core.device import cpu_flags
 from fastlinear.ops.common import cpp_build
-from fastlinear.ops.common.activations import NAMES
+from fastlinear.ops.common.activations import CODES
 
 SOURCE = Path(__file__).with_name("half.cpp")
 MOST_ROWS = {"bfloat16": 32, "float16": 2048}
 """Rows of x that are served. Beyond, PyTorch's own products of bfloat16 are the faster ones; those
 of float16 are at no number measured, 1 to 512."""
-_CODES = {name: code for code, name in enumerate(NAMES)}  # half.cpp's switch
 _FLAGS = frozenset({"avx512f", "avx512bw", "avx512vl"})
 
 
@@ -57,7 +56,7 @@ def layer(
     bias = None if bias is None else bias.contiguous()
     if y.numel():
         _library().fastlinear_half(
-            *(_CODES[activation], x.dtype is torch.bfloat16),
+            *(CODES[activation], x.dtype is torch.bfloat16),
             *(x.data_ptr(), x.stride(0), weight.data_ptr(), weight.stride(0)),
             *(_memory(bias), y.data_ptr(), _memory(pre), m, k, n),
         )
@@ -83,7 +82,7 @@ def gated(
     step = next((b.stride(0) for b in (gate_bias, up_bias) if b is not None), 1)
     if h.numel():
         _library().fastlinear_half_gated(
-            *(_CODES[activation], x.dtype is torch.bfloat16, x.data_ptr(), x.stride(0)),
+            *(CODES[activation], x.dtype is torch.bfloat16, x.data_ptr(), x.stride(0)),
             *(gate.data_ptr(), up.data_ptr(), gate.stride(0)),
             *(_memory(gate_bias), _memory(up_bias), step, h.data_ptr(), m, k, n),
         )

@@ -46,7 +46,6 @@ NODE = Library(
     (
         *DOOR.headers,
         _HERE / "door_program.h",
-        _HERE / "door_activations.h",
         _HERE / "door_node.h",
         _HERE / "door_lists.h",
         _HERE / "kept_memory.h",

@@ -4,11 +4,11 @@
 // library, over tensors known by their number: those given first, then those that steps make.
 #pragma once
 
-#include "door_activations.h"
 #include "door_plans.h"
 #include "kept_memory.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ScalarOps.h>
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -52,7 +52,8 @@ inline at::Tensor onednn_product(const at::Tensor& x, const at::Tensor& w, const
 //   empty   out, (sizes), a tensor of its dtype     view    out, in, (sizes)
 //   strided out, in, (sizes, then strides)          dense   out, in: a copy unless in is
 //   kernel  a kernel's tuple                        linear  out, x, weight, bias or -1
-//   act     out, in, activation, over in's memory   dact    out, dy, saved, activation
+//   aten    out, the op's name, its overload, (arguments of its schema...): a tensor's number or a
+//           (constant,)
 //   mm      out, a, a transposed, b, b transposed   sum     out, a, (dimensions)
 //   addmm   in and out, a, b: in += a b             copy    in and out, a: broadcast
 //   bmm     out, a, b                               bmminto in and out, a, b: in = a b
@@ -68,7 +69,7 @@ inline at::Tensor onednn_product(const at::Tensor& x, const at::Tensor& w, const
 //   attempt as call, of a function whose result is 0 where Python has to take the call
 struct Step {
   enum Kind {
-    kEmpty, kView, kKernel, kLinear, kAct, kDact, kMm, kAddMm, kSum, kOneDnn, kCAct, kCDact, kCall,
+    kEmpty, kView, kKernel, kLinear, kAten, kMm, kAddMm, kSum, kOneDnn, kCAct, kCDact, kCall,
     kStrided, kDense, kCopy, kBmm, kBmmInto, kBaddBmm, kAttempt, kClaim, kAddcmul
   };
   struct Argument {
@@ -83,6 +84,8 @@ struct Step {
   std::unique_ptr<Kernel> kernel;
   void* function = nullptr;
   std::vector<Argument> arguments;
+  std::optional<c10::OperatorHandle> op;  // of aten, with what is no tensor among its arguments
+  std::vector<std::pair<int64_t, c10::IValue>> boxed;
   std::vector<int64_t> last;  // tensors that no later step reads
 
   // Numbers of all tensors it reads or makes.
@@ -99,10 +102,14 @@ struct Step {
         for (const auto& a : arguments) found.insert(found.end(), a.tensors.begin(), a.tensors.end());
         return found;
       }
+      case kAten: {
+        std::vector<int64_t> found{n[0]};
+        for (const auto& [tensor, constant] : boxed) found.push_back(tensor);
+        return found;
+      }
       case kEmpty: return {n[0], n[2]};
       case kLinear:
       case kAddcmul: return {n[0], n[1], n[2], n[3]};
-      case kDact:
       case kAddMm:
       case kBmm:
       case kBmmInto:
@@ -219,11 +226,11 @@ class Program {
   mutable std::mutex launching_;  // a kernel's memory is filled in for one launch at a time
 
   void add(PyObject* spec) {
-    static constexpr const char* kNames[] = {"empty", "view",  "kernel", "linear",  "act",
-                                             "dact",  "mm",    "addmm",  "sum",     "onednn",
-                                             "cact",  "cdact", "call",   "strided", "dense",
-                                             "copy",  "bmm",   "bmminto", "baddbmm", "attempt",
-                                             "claim", "addcmul"};
+    static constexpr const char* kNames[] = {"empty",  "view",  "kernel",  "linear",  "aten",
+                                             "mm",     "addmm", "sum",     "onednn",  "cact",
+                                             "cdact",  "call",  "strided", "dense",   "copy",
+                                             "bmm",    "bmminto", "baddbmm", "attempt", "claim",
+                                             "addcmul"};
     constexpr int kKinds = sizeof(kNames) / sizeof(kNames[0]);
     PyObject* name = PyTuple_GetItem(spec, 0);
     int kind = 0;
@@ -241,6 +248,8 @@ class Program {
       if (PyTuple_Size(given) > static_cast<Py_ssize_t>(Step::kMaxArguments)) throw PythonError();
       for (Py_ssize_t i = 0; i < PyTuple_Size(given); ++i)
         step.arguments.push_back(argument(given, i));
+    } else if (kind == Step::kAten) {
+      add_call(spec, step);
     } else {
       int i = 0;
       for (Py_ssize_t at = 1; at < PyTuple_Size(spec); ++at) {
@@ -259,6 +268,38 @@ class Program {
       reach(step.n[0]);
     }
     steps_.push_back(std::move(step));
+  }
+
+  void add_call(PyObject* spec, Step& step) {
+    const char* name = PyUnicode_AsUTF8(PyTuple_GetItem(spec, 2));
+    const char* overload = PyUnicode_AsUTF8(PyTuple_GetItem(spec, 3));
+    if (name == nullptr || overload == nullptr) throw PythonError();
+    step.op = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
+    const auto& schema = step.op->schema().arguments();
+    PyObject* given = PyTuple_GetItem(spec, 4);
+    for (size_t i = 0; i < schema.size(); ++i) {
+      PyObject* item = PyTuple_GetItem(given, static_cast<Py_ssize_t>(i));
+      if (item == nullptr) throw PythonError();
+      if (PyTuple_Check(item))
+        step.boxed.emplace_back(-1, constant(PyTuple_GetItem(item, 0), *schema[i].real_type()));
+      else
+        step.boxed.emplace_back(integer(given, static_cast<Py_ssize_t>(i)), c10::IValue());
+    }
+    reach(step.n[0] = integer(spec, 1));
+  }
+
+  // A number, a text or nothing, as an argument of that type takes it.
+  static c10::IValue constant(PyObject* value, const c10::Type& type) {
+    if (value == nullptr || PyErr_Occurred()) throw PythonError();
+    if (value == Py_None) return {};
+    if (PyBool_Check(value)) return value == Py_True;
+    if (PyUnicode_Check(value)) return std::string(PyUnicode_AsUTF8(value));
+    const bool whole = PyLong_Check(value) && type.kind() != c10::TypeKind::FloatType;
+    const at::Scalar number = whole ? at::Scalar(static_cast<int64_t>(PyLong_AsLongLong(value)))
+                                    : at::Scalar(PyFloat_AsDouble(value));
+    if (PyErr_Occurred()) throw PythonError();
+    if (type.kind() == c10::TypeKind::TensorType) return at::native::wrapped_scalar_tensor(number);
+    return number;
   }
 
   static Step::Argument argument(PyObject* given, Py_ssize_t i) {
@@ -349,14 +390,19 @@ class Program {
       case Step::kLinear:
         r[n[0]] = n[3] < 0 ? at::linear(r[n[1]], r[n[2]]) : at::linear(r[n[1]], r[n[2]], r[n[3]]);
         return true;
-      case Step::kAct: {
-        const auto act = static_cast<Act>(n[2]);
-        r[n[0]] = n[3] != 0 ? value_over(act, r[n[1]]) : value_of(act, r[n[1]]);
+      case Step::kAten: {
+        torch::jit::Stack stack;
+        stack.reserve(s.boxed.size());
+        for (const auto& [tensor, constant] : s.boxed) {
+          if (tensor < 0)
+            stack.push_back(constant);
+          else
+            stack.emplace_back(r[tensor]);
+        }
+        s.op->callBoxed(&stack);
+        r[n[0]] = std::move(stack[0]).toTensor();
         return true;
       }
-      case Step::kDact:
-        r[n[0]] = derived(static_cast<Act>(n[3]), r[n[1]], r[n[2]]);
-        return true;
       case Step::kMm:
         r[n[0]] = at::mm(turned(r[n[1]], n[2]), turned(r[n[3]], n[4]));
         return true;

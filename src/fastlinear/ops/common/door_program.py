@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from fastlinear.ops.common.activations import NAMES
+from fastlinear.ops.common.activations import CODES, activation
+from fastlinear.ops.common.aten_steps import Number, composed
 from fastlinear.ops.common.door_launch import DoorLaunch
 
 Memory = tuple[int]
 Memories = list[int]
 
-_CODES = {name: code for code, name in enumerate(NAMES)}
 SCALAR_TYPES = {
     torch.uint8: 0,
     torch.int64: 4,
@@ -98,12 +98,13 @@ class Program:
         return self._make("linear", x, weight, -1 if bias is None else bias)
 
     def activate(self, name: str, pre: int, over: bool) -> int:
-        """act(pre) by PyTorch, over pre's memory where that pays and ``over`` allows it."""
-        return self._make("act", pre, _CODES[name], int(over))
+        """act(pre) by PyTorch, over pre's memory where PyTorch can and ``over`` allows it."""
+        act = activation(name)
+        return self._composed(act.in_place if over and act.in_place else act.value, pre)
 
     def differentiate(self, name: str, dy: int, saved: int) -> int:
         """dy * act'(pre) by PyTorch."""
-        return self._make("dact", dy, saved, _CODES[name])
+        return self._composed(activation(name).backward, dy, saved)
 
     def product(self, a: int, b: int, *, a_turned: bool = False, b_turned: bool = False) -> int:
         """a b by PyTorch, either read transposed."""
@@ -152,8 +153,8 @@ class Program:
         """
         last = -1 if bias is None else bias
         if not over:
-            return self._make("cact", pre, _CODES[name], function, last)
-        self._steps.append(("cact", pre, pre, _CODES[name], function, last))
+            return self._make("cact", pre, CODES[name], function, last)
+        self._steps.append(("cact", pre, pre, CODES[name], function, last))
         return pre
 
     def differentiate_in_cpp(
@@ -163,7 +164,7 @@ class Program:
         dpre = self._number()
         db = self._number() if sums else None
         last = -1 if db is None else db
-        self._steps.append(("cdact", dpre, last, dy, saved, _CODES[name], chunks, function))
+        self._steps.append(("cdact", dpre, last, dy, saved, CODES[name], chunks, function))
         return dpre, db
 
     def call(self, function: int, *arguments: int | Memory | Memories, keeps: Any = None) -> None:
@@ -195,6 +196,18 @@ class Program:
         numbers = tuple(-1 if r is None else r for r in results)
         steps, masks, spent = tuple(self._steps), tuple(self._masks), tuple(self._spent)
         return (steps, numbers, masks, self._kept, self._stream, spent)
+
+    def _composed(self, function: Callable[..., torch.Tensor], *tensors: int) -> int:
+        """A function's ATen calls on these tensors."""
+        calls, result = composed(function, len(tensors))
+        numbers = list(tensors)
+        for call in calls:
+            name, _, overload = str(call.op._name).partition(".")
+            arguments = tuple(
+                numbers[a.number] if isinstance(a, Number) else (a,) for a in call.arguments
+            )
+            numbers.append(self._make("aten", name, overload, arguments))
+        return numbers[result]
 
     def _number(self) -> int:
         self._count += 1

@@ -6,25 +6,13 @@ every device, dtype and layout, with ``out`` and without.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fastlinear.core.problem import Problem
-from fastlinear.ops.common.activations import LEAKY_RELU_SLOPE
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.diagonal_linear import reference
 
-_IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda y: y,
-    "relu": torch.relu_,
-    "sigmoid": torch.sigmoid_,
-    "tanh": torch.tanh_,
-    "silu": lambda y: F.silu(y, inplace=True),
-    "leaky_relu": lambda y: F.leaky_relu_(y, LEAKY_RELU_SLOPE),
-}
 QUICK = ("none", "relu", "leaky_relu")
 """Activations whose pass over memory in the caches costs next to nothing."""
 
@@ -52,11 +40,11 @@ def forward(
     if more and reference.widens(x):
         return reference.forward(x, weight, bias, activation, residual, out)
     y = torch.addcmul(bias, x, weight, out=out)
-    in_place = _IN_PLACE.get(activation)
-    if in_place is not None:
-        in_place(y)
+    act = activation_of(activation)
+    if act.in_place is not None:
+        act.in_place(y)
     elif out is None:
-        y = activation_of(activation).value(y)
+        y = act.value(y)
     else:
-        y.copy_(activation_of(activation).value(y))
+        y.copy_(act.value(y))
     return y if residual is None else y.add_(residual)

@@ -16,7 +16,7 @@ from torch import Tensor
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.ops.common import cpp_build, kept_memory
-from fastlinear.ops.common.activations import NAMES
+from fastlinear.ops.common.activations import CODES
 from fastlinear.ops.diagonal_linear.reference import Gradients, Needs
 
 SOURCE = Path(__file__).with_name("diagonal.cpp")
@@ -28,7 +28,6 @@ LEAST_STEP_QUICK = 1 << 18  # the same with an activation that costs next to not
 # The same where it does not, over one pass of PyTorch's: for the large pages of the result, and up
 # to which one thread computes
 LEAST_NEW, MOST_ALONE = 1 << 23, 1 << 15
-_CODES = {name: code for code, name in enumerate(NAMES)}  # diagonal.cpp's switch
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # diagonal.cpp's numbers
 _CHUNKS = 16  # of rows, each with sums of its own, whatever the number of threads
 _FRESH_BYTES = 1 << 25  # new results from this size on get large pages
@@ -116,7 +115,7 @@ def described(x: Tensor, activation: str, residual: Tensor | None, *, new: bool)
         new: whether y, or dx, is a new tensor.
     """
     numbers = (
-        *(_CODES[activation], _DTYPES[x.dtype], *x.shape, x.stride(0)),
+        *(CODES[activation], _DTYPES[x.dtype], *x.shape, x.stride(0)),
         0 if residual is None else residual.stride(0),
         _CHUNKS,
         new and _bytes(x) >= _FRESH_BYTES,

@@ -32,8 +32,8 @@ def diagonal_linear(
         x: input, shape (..., K), any strides.
         weight: the diagonal, shape (K,). Same dtype and device as ``x``.
         bias: shape (K,), or None.
-        activation: none, relu, relu2, silu, gelu (erf), gelu_tanh, sigmoid, tanh, quick_gelu or
-            leaky_relu (slope 0.01).
+        activation: by name: none, relu, silu, gelu (erf), gelu_tanh or another that the project's
+            README lists.
         residual: added after the activation, of x's shape, or None. A scaled branch is
             ``diagonal_linear(branch, scale, residual=stream)``.
         out: contiguous tensor of x's shape to write to, sharing no memory with an input. Without

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fastlinear.ops.common.activations_triton import activation, activation_grad
+from fastlinear.ops.common.activations_triton import activation, activation_grad_at
 
 
 @triton.jit
@@ -168,9 +168,7 @@ def _diagonal_linear_bwd_kernel(
             pre = x * w
             if b_ptr is not None:
                 pre += b
-            if ACTIVATION == "sigmoid" or ACTIVATION == "tanh":
-                pre = activation(pre, ACTIVATION, MATH)
-            dpre = activation_grad(dpre, pre, ACTIVATION, MATH)
+            dpre = activation_grad_at(dpre, pre, ACTIVATION, MATH)
         if dx_ptr is not None:
             _store(dx_ptr, row_offs, col_offs, WIDTH, mask, dpre * w, EVEN)
         if dw_ptr is not None:

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from fastlinear.ops.common import cpp_build, kept_memory
-from fastlinear.ops.common.activations import NAMES
+from fastlinear.ops.common.activations import CODES
 from fastlinear.ops.gated_mlp.stacking import Pre, empty_like, halves, split_pre
 
 SOURCE = Path(__file__).with_name("gate.cpp")
-_CODES = {name: code for code, name in enumerate(NAMES)}  # gate.cpp's switch
 _CHUNKS = 16  # of rows, each with sums of its own, whatever the number of threads
 
 
@@ -42,7 +41,7 @@ def forward(pre: Pre, activation: str, order: str, over: bool = False) -> Tensor
     if not gate.numel():
         return h
     code = _library().fastlinear_gate_forward(
-        _CODES[activation],
+        CODES[activation],
         gate.dtype is torch.bfloat16,
         *(t.data_ptr() for t in (gate, up, h)),
         *gate.shape,
@@ -90,7 +89,7 @@ def backward(
     if order != "apart" and sum_gate is not None:
         sum_gate, sum_up = halves(sum_gate, None, order, 0)
     code = _library().fastlinear_gate_backward(
-        _CODES[activation],
+        CODES[activation],
         dh.dtype is torch.bfloat16,
         *(t.data_ptr() for t in (dh, gate, up, dgate, dup, h)),
         *(0 if t is None else t.data_ptr() for t in (sum_gate, sum_up)),

@@ -9,7 +9,7 @@ from torch import Tensor
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.explain import Kept
-from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.common import aten_steps
 from fastlinear.ops.gated_mlp.problem import STEP
 from fastlinear.ops.gated_mlp.stacking import Biases, Needs, Weights
 
@@ -20,7 +20,6 @@ _DOWN_WEIGHT = 0b0001000
 OWN = "PyTorch's own autograd"
 _LEVELS = {"recompute=0": True, "recompute=1": False}  # whether pre-activations are kept
 _GATE, _UP, _BOTH = "the gate's pre-activation", "the up projection's", "both pre-activations"
-_SAVES_PRE = ("leaky_relu",)  # PyTorch's saves it although the output would do
 
 
 def reads_kept(needs: Sequence[bool]) -> bool:
@@ -107,11 +106,4 @@ def _by_autograd(p: Problem, needs: Needs, x: int, hidden: int) -> dict[str, int
 
 def _saved_by(name: str, value: str) -> set[str]:
     """What the activation itself saves of the gate."""
-    if name == "none":
-        return set()
-    if name == "relu2":
-        return {"its relu"}
-    if name == "quick_gelu":
-        return {_GATE, "its sigmoid"}
-    saves_pre = activation_of(name).saved == "pre" or name in _SAVES_PRE
-    return {_GATE} if saves_pre else {value}
+    return {{"pre": _GATE, "output": value}.get(part, part) for part in aten_steps.kept(name)}

@@ -35,8 +35,8 @@ def gated_linear(
         up_weight: shape (H, K); None where stacked.
         gate_bias: shape (H,), or (2H,) where stacked, or None.
         up_bias: shape (H,), or None. One half may have a bias and the other none.
-        activation: of the gate: none, relu, relu2, silu, gelu (erf), gelu_tanh, sigmoid, tanh,
-            quick_gelu or leaky_relu (slope 0.01).
+        activation: of the gate, by name: none, relu, silu, gelu (erf), gelu_tanh or another that
+            the project's README lists.
         stacked: how rows lie in a stacked gate_weight: ``"gate_up"`` (the gate's first),
             ``"up_gate"``, or ``"interleaved"`` (in turns, the gate's first). Nothing is repacked.
         recompute: what a training call keeps for its backward: 0 the two pre-activations and x, 1

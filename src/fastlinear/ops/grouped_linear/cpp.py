@@ -18,7 +18,7 @@ from torch import Tensor
 from fastlinear.core.device import cpu_flags
 from fastlinear.core.problem import Problem
 from fastlinear.ops.common import cpp_build
-from fastlinear.ops.common.activations import NAMES
+from fastlinear.ops.common.activations import CODES
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear import reference
@@ -27,7 +27,6 @@ from fastlinear.ops.grouped_linear.reference import Gradients, Needs
 SOURCE = Path(__file__).with_name("grouped.cpp")
 NO_VECTORS = "written for processors with AVX2 or AVX-512"
 NO_HALF = "bfloat16 takes a processor with products of it, AMX or AVX512_BF16"
-_CODES = {name: code for code, name in enumerate(NAMES)}  # the switches of grouped_rows.h
 _NOWHERE = (0, 0, 0, 0)
 # K·N up to which it wins over MKL's and oneDNN's products, and rows whose weights are read once:
 # two cores with AMX, 2 to 16384 rows; by pairs up to 256² in rows, 512² while developing; with AVX2
@@ -121,7 +120,7 @@ def described(
     """
     places = (t.stride() if t is not None else _NOWHERE for t in (x, y, saved, dx))
     numbers = (
-        *(*x.shape, weight.shape[1], _CODES[activation], x.dtype is torch.bfloat16),
+        *(*x.shape, weight.shape[1], CODES[activation], x.dtype is torch.bfloat16),
         *(stride for place in places for stride in place),
         *weight.stride(),
     )

@@ -34,8 +34,8 @@ def grouped_linear(
         weight: shape (G, N, K): a stack of ``nn.Linear`` weights; any strides. Same dtype and
             device as ``x``.
         bias: shape (G, N), or None.
-        activation: none, relu, relu2, silu, gelu (erf), gelu_tanh, sigmoid, tanh, quick_gelu or
-            leaky_relu (slope 0.01).
+        activation: by name: none, relu, silu, gelu (erf), gelu_tanh or another that the project's
+            README lists.
         layout: the shape of x, with g for G and k for K; y has the same with N for K.
             ``"... (g k)"``: (..., G·K), the groups side by side; ``"... g k"``: (..., G, K);
             ``"g ... k"``: (G, ..., K); ``"b (g k) ..."``: (B, G·K, ...), channels first, as

@@ -9,25 +9,12 @@ memory (``layout.ORDERS``).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from fastlinear.ops.common.activations import LEAKY_RELU_SLOPE
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.grouped_linear import layout as layouts
 
-# activations in the memory of what they are applied to: on a CPU new memory is the dearest part
-_IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda pre: pre,
-    "relu": torch.relu_,
-    "sigmoid": torch.sigmoid_,
-    "tanh": torch.tanh_,
-    "silu": lambda pre: F.silu(pre, inplace=True),
-    "leaky_relu": lambda pre: F.leaky_relu_(pre, LEAKY_RELU_SLOPE),
-}
 Needs = tuple[bool, bool, bool]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -58,9 +45,10 @@ def forward(
 def activated(
     pre: Tensor, activation: str, save_pre: bool, order: str
 ) -> tuple[Tensor, Tensor | None]:
-    """(act(pre), pre if asked); pre's own memory is used where it is free."""
-    in_place = None if save_pre else _IN_PLACE.get(activation)
-    run = in_place or activation_of(activation).value
+    """(act(pre), pre if asked); pre's own memory is used where it is free, which on a CPU saves the
+    most time."""
+    act = activation_of(activation)
+    run = act.value if save_pre else act.in_place or act.value
     return layouts.elementwise(run, order, pre), pre if save_pre else None
 
 

@@ -184,8 +184,8 @@ def backward(
     Args:
         dy: (B, L, G, N); float32, bfloat16 or float16. What ``serves`` refuses goes to the Triton
             backend.
-        saved: (B, L, G, N), dtype of dy: the output y for relu, leaky_relu, sigmoid and tanh, the
-            pre-activation for the others, None for ``"none"``. Or in place of y for relu and
+        saved: (B, L, G, N), dtype of dy: what the activation saves,
+            its output y or the pre-activation; None for ``"none"``. Or in place of y for relu and
             leaky_relu its signs, as ``signs.Place`` says.
         x: (B, L, G, K), dtype of dy.
         weight: (G, N, K), dtype of dy.

@@ -60,9 +60,9 @@ def backward(
 
     Args:
         dy: (B, L, G, N) of any strides.
-        saved: (B, L, G, N) of any strides: the output y for relu, leaky_relu, sigmoid and tanh, the
-            pre-activation for the others, None for ``"none"``; of relu and leaky_relu its signs
-            instead, as ``signs.Channels`` has them.
+        saved: (B, L, G, N) of any strides: what the activation saves,
+            its output y or the pre-activation; None for ``"none"``; of relu and leaky_relu its
+            signs instead, as ``signs.Channels`` has them.
         x: (B, L, G, K) of any strides, dtype of dy.
         weight: (G, N, K) of any strides, dtype of dy.
         activation: name of the activation.

@@ -148,9 +148,9 @@ def backward(
     Args:
         dy: (B, L, G, N); bfloat16 or float16. What ``serves`` refuses, and db alone, goes to the
             Triton backend.
-        saved: (B, L, G, N), dtype of dy: the output y for relu, leaky_relu, sigmoid and tanh, the
-            pre-activation for the others, None for ``"none"``; for relu and leaky_relu also the
-            signs of y, as ``signs.Boxes`` says.
+        saved: (B, L, G, N), dtype of dy: what the activation saves,
+            its output y or the pre-activation; None for ``"none"``; for relu and leaky_relu also
+            the signs of y, as ``signs.Boxes`` says.
         x: (B, L, G, K), dtype of dy.
         weight: (G, N, K), dtype of dy.
         activation: name of the activation.

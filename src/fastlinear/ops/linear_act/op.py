@@ -31,8 +31,8 @@ def linear_act(
         x: input, shape (..., K), any strides.
         weight: shape (N, K), as in ``nn.Linear``; any strides. Same dtype and device as ``x``.
         bias: shape (N,), or None.
-        activation: none, relu, relu2, silu, gelu (erf), gelu_tanh, sigmoid, tanh, quick_gelu or
-            leaky_relu (slope 0.01).
+        activation: by name: none, relu, silu, gelu (erf), gelu_tanh or another that the project's
+            README lists.
         backend: force the forward's backend by name; None lets fastlinear choose.
 
     Returns:

@@ -148,8 +148,8 @@ def grad_pre(
 
     Args:
         dy: (M, N) of any strides.
-        saved: (M, N), columns contiguous: the output y for relu, leaky_relu, sigmoid and tanh, the
-            pre-activation for the others, None for ``"none"``.
+        saved: (M, N), columns contiguous: what the activation saves,
+            its output y or the pre-activation; None for ``"none"``.
         activation: name of the activation.
         need_bias_grad: whether db is wanted.
 

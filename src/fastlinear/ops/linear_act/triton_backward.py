@@ -47,8 +47,8 @@ def backward(
 
     Args:
         dy: (M, N) of any strides, any M.
-        saved: (M, N), columns contiguous: the output y for relu, leaky_relu, sigmoid and tanh, the
-            pre-activation for the others, None for ``"none"``.
+        saved: (M, N), columns contiguous: what the activation saves,
+            its output y or the pre-activation; None for ``"none"``.
         x: (M, K) of any strides, dtype of dy; may be None where dW is not needed.
         weight: (N, K) of any strides, dtype of dy; may be None where dx is not needed.
         activation: name of the activation.

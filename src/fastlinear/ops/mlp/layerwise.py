@@ -8,7 +8,6 @@ does as well, and a buffer of our own would have to outlive any CUDA graph it wa
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +19,6 @@ from fastlinear.core.precision import matmul_precision
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.select import Choice, select
-from fastlinear.ops.common.activations import LEAKY_RELU_SLOPE
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.calls import is_captured
 from fastlinear.ops.linear_act import problem as linear_act
@@ -34,20 +32,6 @@ _MAX_BUFFER_BYTES = 1 << 28  # a thread keeps no more than this
 _plans: dict[Any, Any] = {}
 cache.on_change(_plans.clear)
 _held = threading.local()
-
-_aten = torch.ops.aten
-# act(h) into h's own memory, where torch has it
-IN_PLACE: dict[str, Callable[[Tensor], Any]] = {
-    "none": lambda h: h,
-    "relu": torch.relu_,
-    "relu2": lambda h: h.relu_().mul_(h),
-    "silu": lambda h: F.silu(h, inplace=True),
-    "gelu": lambda h: _aten.gelu.out(h, out=h),
-    "gelu_tanh": lambda h: _aten.gelu.out(h, approximate="tanh", out=h),
-    "sigmoid": torch.sigmoid_,
-    "tanh": torch.tanh_,
-    "leaky_relu": lambda h: F.leaky_relu(h, LEAKY_RELU_SLOPE, inplace=True),
-}
 
 
 def reason_not(p: Problem) -> str | None:
@@ -162,7 +146,7 @@ def _frozen(
     for i, (weight, bias, name) in enumerate(zip(weights, biases, names, strict=True)):
         backend = select(problem_of(i, x, weight, bias is not None, name, save)).backend
         plain = backend.name == "eager" and x.device.type == "cpu" and not save
-        chosen.append((backend.load(), name, IN_PLACE.get(name) if plain else None))
+        chosen.append((backend.load(), name, activation_of(name).in_place if plain else None))
     return tuple(chosen)
 
 

@@ -24,7 +24,6 @@ from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.calls import as_result
 from fastlinear.ops.mlp import programs, reference, selection, whole_cpp
 from fastlinear.ops.mlp.autograd import Formula, Mlp
-from fastlinear.ops.mlp.layerwise import IN_PLACE
 from fastlinear.ops.mlp.problem import NAME, STEP, layer_activations
 from fastlinear.ops.mlp.reference import Biases
 from fastlinear.ops.mlp.validation import sequences, validate
@@ -145,11 +144,11 @@ def _chain_in_place(activation: str, final_activation: str) -> Plan:
         h = x
         for weight, bias, name in zip(weights, bs, names, strict=True):
             h = F.linear(h, weight, bias)
-            in_place = IN_PLACE.get(name)
-            if in_place is None:
-                h = activation_of(name).value(h)
+            act = activation_of(name)
+            if act.in_place is None:
+                h = act.value(h)
             else:
-                in_place(h)
+                act.in_place(h)
         # torch's activations return no view, as its layers do of more than two dimensions
         return h if x.dim() == 2 or final_activation == "none" else as_result(h, h.shape)
 

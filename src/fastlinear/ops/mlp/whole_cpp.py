@@ -19,13 +19,12 @@ from torch import Tensor
 
 from fastlinear.core.problem import Problem
 from fastlinear.ops.common import cpp_build
-from fastlinear.ops.common.activations import NAMES
+from fastlinear.ops.common.activations import CODES
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.mlp.problem import layer_activations, widths_of
 from fastlinear.ops.mlp.reference import Biases, Needs, Weights, first_needed
 
 _SOURCE = Path(__file__).parent / "mlp.cpp"
-_CODES = {name: code for code, name in enumerate(NAMES)}  # the enum of mlp_activations.h
 _FEW_ROWS = 16  # mlp_forward.h's kDotRows: any width
 _MAX_WIDTH = 8192
 _MAX_BACKWARD_ROWS = 512
@@ -132,8 +131,8 @@ def _hidden(x: Tensor, m: int, widths: list[int]) -> tuple[Tensor, ...]:
 
 
 def codes(layers: int, activation: str, final_activation: str) -> tuple[int, ...]:
-    """Each layer's activation as mlp_activations.h numbers it."""
-    return tuple(_CODES[n] for n in layer_activations(layers, activation, final_activation))
+    """Each layer's activation by its number."""
+    return tuple(CODES[n] for n in layer_activations(layers, activation, final_activation))
 
 
 @lru_cache(maxsize=1)

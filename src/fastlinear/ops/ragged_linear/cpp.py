@@ -18,7 +18,7 @@ from torch import Tensor
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import about_to_run
 from fastlinear.ops.common import cpp_build
-from fastlinear.ops.common.activations import NAMES
+from fastlinear.ops.common.activations import CODES
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.door_program import Program, memory
 from fastlinear.ops.grouped_linear.cpp import NO_HALF, half_products
@@ -27,7 +27,6 @@ from fastlinear.ops.ragged_linear.layout import dense, dense_rows, has_rows, wit
 from fastlinear.ops.ragged_linear.validation import counted
 
 SOURCE = Path(__file__).with_name("ragged.cpp")
-_CODES = {name: code for code, name in enumerate(NAMES)}  # the switches of grouped_rows.h
 MOST_HALF = 1 << 18
 """K·N up to which bfloat16 tiles win over a loop of oneDNN's products."""
 _GEMM = "sgemm_"
@@ -163,7 +162,7 @@ def _described(x: Tensor, weight: Tensor, sizes: Tensor, activation: str, y: Ten
     """The numbers of a call as ``ragged_call.h`` reads them; y is dy for a backward."""
     numbers = (
         *(*x.shape[:1], *weight.shape[:1], x.shape[1], weight.shape[1]),
-        *(_CODES[activation], x.dtype is torch.bfloat16),
+        *(CODES[activation], x.dtype is torch.bfloat16),
         *(sizes.dtype is torch.int64, sizes.stride(0), x.stride(0), y.stride(0)),
         *weight.stride(),
     )

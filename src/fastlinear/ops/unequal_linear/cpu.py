@@ -19,7 +19,7 @@ from torch import Tensor
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import about_to_run
 from fastlinear.ops.common import cpp_build
-from fastlinear.ops.common.activations import NAMES
+from fastlinear.ops.common.activations import CODES
 from fastlinear.ops.common.door_program import Program, memories, memory
 from fastlinear.ops.grouped_linear.cpp import (
     NO_HALF,
@@ -30,7 +30,6 @@ from fastlinear.ops.grouped_linear.cpp import (
 from fastlinear.ops.unequal_linear.layout import Backward, Forward, Sizes
 
 SOURCE = Path(__file__).with_name("unequal.cpp")
-_CODES = {name: code for code, name in enumerate(NAMES)}  # the switches of grouped_rows.h
 _NOWHERE = -1
 _MAX_TABLES = 1024
 _Places = tuple[int | None, ...]
@@ -100,7 +99,7 @@ def _described(call: Forward | Backward) -> tuple[Any, tuple[int, ...]]:
         places = call.x_pitch, call.dy_pitch, call.offsets, call.dx_at, call.dw_at, call.db_at
     else:
         places = call.x_pitch, _none(call), call.offsets, _none(call), _none(call), _none(call)
-    return _table(call.sizes, places, _CODES[call.activation], call.dtype is torch.bfloat16)
+    return _table(call.sizes, places, CODES[call.activation], call.dtype is torch.bfloat16)
 
 
 def _none(call: Forward) -> _Places:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.common.calls import PLAIN
 from fastlinear.ops.grouped_linear.layout import features_of
 from fastlinear.ops.grouped_linear.op import call, grouped_linear
@@ -114,8 +115,8 @@ class Grouped:
         if features_of(x.shape, self.layout) not in (merged, (self.groups, self.k)):
             return False
         if torch.is_autocast_enabled(x.device.type):
-            # what is cast depends on the ops it is written in; of activations a power is
-            return self.kind != WEIGHTS and self.activation != "relu2"
+            # what is cast depends on the ops it is written in
+            return self.kind != WEIGHTS and not activation_of(self.activation).widened
         return x.dtype is weight.dtype and x.device == weight.device
 
 

@@ -68,5 +68,5 @@ def _parameters(held: dict[str, Any], keys: tuple[str, ...]) -> tuple[list[Any],
 
 
 def _cast_otherwise(x: Tensor, activation: str) -> bool:
-    """Under autocast what relu2 is cast to depends on the operations it is written in."""
-    return activation == "relu2" and torch.is_autocast_enabled(x.device.type)
+    """Whether the operations that the activation is written in decide what autocast casts."""
+    return activation_of(activation).widened and torch.is_autocast_enabled(x.device.type)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
+from fastlinear.ops.common.activations import widened
 from fastlinear.ops.common.calls import PLAIN
 from fastlinear.ops.grouped_linear.op import grouped_linear
 from fastlinear.ops.unequal_linear import unequal_linear
@@ -71,7 +72,7 @@ def fit(xs: Sequence[Tensor], weights: Layers, biases: Layers, way: Way) -> bool
     """Whether the linears take such inputs one after another, all of one dtype and device."""
     dtype, device = weights[0][0].dtype, weights[0][0].device
     autocast = torch.is_autocast_enabled(device.type)
-    if autocast and "relu2" in way.activations:
+    if autocast and widened(way.activations):
         return False  # what is cast there depends on the operations it is written in
     sizes = []
     for x in xs:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -20,18 +21,14 @@ from torch.fx.node import map_arg
 
 from fastlinear.core.errors import FOREIGN_ERRORS
 from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.common.aten_steps import op_names
 from fastlinear.profile.recognise import recognise
 
 _NAMES = """
     mul multiply add sub subtract rsub div divide true_divide truediv neg negative pos pow square
-    sqrt rsqrt reciprocal exp expm1 log log1p erf erfc sigmoid expit logsigmoid tanh relu
-    leaky_relu silu gelu softplus
+    sqrt rsqrt reciprocal exp expm1 log log1p erf erfc expit logsigmoid softplus
 """
-_POINTWISE = {f"{i}{name}{_}" for name in _NAMES.split() for i in ("", "i") for _ in ("", "_")}
 _SPACES = (operator, torch, F, torch.special)
-_FUNCTIONS = {getattr(space, n) for space in _SPACES for n in _POINTWISE if hasattr(space, n)}
-_METHODS = {name for name in _POINTWISE if hasattr(Tensor, name)}
-_IN_PLACE = {getattr(operator, n) for n in _POINTWISE if n[0] == "i" and hasattr(operator, n)}
 _MOST = 24  # operations of a gate
 _TOLERANCE = 1e-8
 
@@ -148,8 +145,28 @@ def is_pointwise(node: Node) -> bool:
     if any(not isinstance(v, bool | int | float | str | None) for v in _constants(node)):
         return False
     if node.op == "call_method":
-        return node.target in _METHODS and isinstance(node.args[0], Node)
-    return node.op == "call_function" and node.target in _FUNCTIONS
+        named = node.target in _pointwise() and hasattr(Tensor, str(node.target))
+        return named and isinstance(node.args[0], Node)
+    return node.op == "call_function" and node.target in _functions()
+
+
+@cache
+def _pointwise() -> frozenset[str]:
+    """Names of operations and activations, in place or not."""
+    names = (*_NAMES.split(), *op_names())
+    return frozenset(f"{i}{name}{_}" for name in names for i in ("", "i") for _ in ("", "_"))
+
+
+@cache
+def _functions() -> frozenset[Any]:
+    found = (getattr(space, name, None) for space in _SPACES for name in _pointwise())
+    return frozenset(f for f in found if f is not None)
+
+
+@cache
+def _operators_in_place() -> frozenset[Any]:
+    names = (name for name in _pointwise() if name[0] == "i")
+    return frozenset(getattr(operator, n) for n in names if hasattr(operator, n))
 
 
 def _constants(node: Node) -> Iterator[Any]:
@@ -161,7 +178,7 @@ def _writes(node: Node) -> bool:
     if node.op == "call_method":
         return str(node.target).endswith("_")
     named = str(getattr(node.target, "__name__", "")).endswith("_")
-    return node.target in _IN_PLACE or named or bool(node.kwargs.get("inplace"))
+    return node.target in _operators_in_place() or named or bool(node.kwargs.get("inplace"))
 
 
 def _pairs() -> Iterable[tuple[Tensor, Tensor]]:

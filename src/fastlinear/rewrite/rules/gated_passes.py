@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from fastlinear.ops.common import aten_steps
 from fastlinear.ops.linear_act.onednn import is_post_op
 
-_SINGLE = (2, 3)  # an activation that is one operation: forward, backward
-_ACTIVATIONS = {"none": (0, 0), "relu2": (4, 10), "quick_gelu": (7, 14)}
 _PRODUCT = (3, 6)  # of the two halves
 _GLU = (3, 5)  # both in PyTorch's own glu
 LAID_AND_GLU = 7  # forward: halves that are apart laid together, then glu
@@ -60,7 +59,7 @@ def words(activation: str, backends: Mapping[str, str], *, train: bool, glu: boo
 
 
 def _forward(activation: str, backend: str, train: bool, glu: bool) -> int:
-    own = _ACTIVATIONS.get(activation, _SINGLE)[0]
+    own = aten_steps.moved(activation)[0]
     if backend == EAGER:
         return 2 + (_GLU[0] if glu else own + _PRODUCT[0])
     if backend in _EPILOGUES:
@@ -73,7 +72,7 @@ def _forward(activation: str, backend: str, train: bool, glu: bool) -> int:
 def _backward(activation: str, backend: str, down: bool, glu: bool) -> int:
     given = 1 if down else 0  # dy Wd, and what the gate lets through for the down weight
     if backend == EAGER:
-        own = _ACTIVATIONS.get(activation, _SINGLE)[1]
+        own = aten_steps.moved(activation)[1]
         return given + (_GLU[1] if glu else own + _PRODUCT[1])
     return 5 if backend in _EPILOGUES else 5 + 2 * given
 

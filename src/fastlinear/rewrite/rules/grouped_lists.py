@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 
+from fastlinear.ops.common.activations import widened
 from fastlinear.ops.unequal_linear.op import explain
 from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.exchange.forwards import PLAIN_LINEARS
@@ -160,8 +161,9 @@ def _read(members: Sequence[Candidate]) -> str:
 def _why_not(group: Abreast, members: Sequence[Candidate]) -> str | None:
     """Why ``unequal_linear`` would not compute them together, or None."""
     autocast = members[0].calls.autocast
-    if autocast is not None and "relu2" in group.activations:
-        return "under autocast what relu2 is cast to depends on the operations it is written in"
+    name = None if autocast is None else widened(group.activations)
+    if name is not None:
+        return f"under autocast what {name} is cast to depends on the operations it is written in"
     if any(c.calls.autocast != autocast for c in members):
         return "some of its linears are called under autocast, others not"
     grad = any(c.calls.grad for c in members)  # some may be frozen

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fastlinear.ops.common.activations import widened
 from fastlinear.ops.unequal_linear.op import explain
 from fastlinear.profile.effects import class_forward
 from fastlinear.profile.records import LinearSite
@@ -190,8 +191,9 @@ def _chain(
 def _way(group: Abreast, members: Sequence[Candidate], backend: str | None) -> Way | str:
     """How a layer of all of them is one call, or why it is none."""
     first = members[0].calls
-    if first.autocast is not None and "relu2" in group.activations:
-        return "under autocast what relu2 is cast to depends on the operations it is written in"
+    name = None if first.autocast is None else widened(group.activations)
+    if name is not None:
+        return f"under autocast what {name} is cast to depends on the operations it is written in"
     modules = [c.module for c in members]
     depth = len(group.activations)
     firsts = [c.calls.kinds[0].x for c in members[::depth]]

@@ -15,23 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastlinear.ops.common.activations import LEAKY_RELU_SLOPE
+from fastlinear.ops.common.aten_steps import name_of
 
 _aten = torch.ops.aten
 _MUL = {_aten.mul.Tensor, _aten.mul_.Tensor}
 _ADD = {_aten.add.Tensor, _aten.add_.Tensor}
 _SUB = {_aten.sub.Tensor, _aten.sub_.Tensor}
 _ADDCMUL = {_aten.addcmul.default}
-_ACTIVATIONS: dict[Any, str] = {
-    _aten.relu.default: "relu",
-    _aten.relu_.default: "relu",
-    _aten.silu.default: "silu",
-    _aten.silu_.default: "silu",
-    _aten.sigmoid.default: "sigmoid",
-    _aten.sigmoid_.default: "sigmoid",
-    _aten.tanh.default: "tanh",
-    _aten.tanh_.default: "tanh",
-}
 
 
 @dataclass
@@ -171,7 +161,7 @@ class Watch(TorchDispatchMode):
                 if found is not None and self._added(found, args[i], args[1 - i], out):
                     return self._grown(found, args[i], out)
             return None
-        name = _activation(func, args, kwargs)
+        name = name_of(func, args, kwargs)
         found = self._of(args[0]) if name is not None and args else None
         if found is None or name is None or found.activation != "none" or found.residual:
             return None
@@ -251,15 +241,6 @@ def _shares(a: Tensor, b: Tensor) -> bool:
         return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # no memory to ask about
         return True
-
-
-def _activation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    if func in (_aten.gelu.default, _aten.gelu_.default):
-        return "gelu_tanh" if kwargs.get("approximate", "none") == "tanh" else "gelu"
-    if func in (_aten.leaky_relu.default, _aten.leaky_relu_.default):
-        slope = args[1] if len(args) > 1 else 0.01
-        return "leaky_relu" if slope == LEAKY_RELU_SLOPE else None
-    return _ACTIVATIONS.get(func)
 
 
 def _common(a: str, b: str) -> str:
