@@ -10,7 +10,6 @@ import ctypes
 import re
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 import fastlinear as fl
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.ops.common import cpp_build, cpp_elementwise
-from fastlinear.ops.common.activations import NAMES
+from fastlinear.ops.common.activations import CUDA_HEADER, NAMES, cuda_macros
 from fastlinear.ops.common.activations import activation as activation_of
 
 inf, nan = float("inf"), float("nan")
@@ -28,7 +27,6 @@ VALUES = (inf, -inf, nan, 1e30, -1e30, 1e15, -1e15, 150.0, -150.0, 20.0, -20.0, 
 DYS = (1.0, -2.0, 0.0, inf, -inf, nan)
 PRE = torch.tensor(VALUES).repeat(len(DYS))
 DY = torch.tensor(DYS).repeat_interleave(len(VALUES))
-OPS = Path(fl.__file__).parent / "ops"
 
 
 def torchs(name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -138,57 +136,49 @@ def test_elementwise_cpp(name: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------
-# CUDA C++: the functions' own text, compiled for this processor
+# CUDA C++: the header's own text, compiled for this processor
 
-DEVICE = {  # file → (its functions, what derives)
-    "common/hopper_activations.h": (
-        "sigmoid_scaled normal_cdf act act_and_slope act_and_grad",
-        "float r; act_and_grad(pre, dy, r); return r;",
-    ),
-    "grouped_linear/strips_float32.h": (
-        "normal_tail sigmoid graded",
-        "return graded(dy, saved);",
-    ),
-    "unequal_linear/groups.h": ("logistic derived", "return derived(dy, saved);"),
+FORMS = {  # of evaluation → what derives
+    "fast": "float r; act_and_grad(pre, dy, r); return r;",
+    "fast, saved": "return graded(dy, saved);",
+    "tail": "return graded(dy, saved);",
+    "quotient": "return graded(dy, saved);",
 }
 _HOST = """
 #include <cmath>
+#include <cstring>
 #define __device__
 #define __forceinline__ inline
-static float exp2_approx(float x) { return exp2f(x); }
-static float rcp_approx(float x) { return 1.0f / x; }
 """
+_APPROXIMATE = {"ex2.approx.ftz.f32": "y = exp2f(x);", "rcp.approx.ftz.f32": "y = 1.0f / x;"}
 
 
-def function_of(text: str, name: str) -> str:
-    begin = rf"^__device__ __forceinline__ \w+ {name}\("
-    found = re.search(begin + r".*}$", text, re.M) or re.search(
-        begin + r".*?^}$", text, re.M | re.S
-    )
-    assert found is not None, name
-    return found.group()
-
-
-@pytest.fixture(scope="module", params=DEVICE)
+@pytest.fixture(scope="module", params=FORMS)
 def compiled(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> ctypes.CDLL:
     compiler = cpp_build.compiler()
     if compiler is None:
         pytest.skip("no C++ compiler")
-    names, body = DEVICE[request.param]
-    text = (OPS / request.param).read_text()
-    functions = "\n".join(function_of(text, name) for name in names.split())
-    prefix = "" if "groups.h" in request.param else "ACT_"
+    text = CUDA_HEADER.read_text()
+    for instruction, meaning in _APPROXIMATE.items():
+        text, count = re.subn(rf'asm\("{instruction} .*;', meaning, text)
+        assert count == 1, instruction
     source = [_HOST]
-    source += [f"#define {prefix}{name.upper()} {i}" for i, name in enumerate(NAMES)]
+    form = request.param.partition(",")[0]
     for name in NAMES:
-        source.append(f"namespace of_{name} {{\n#define ACT {prefix}{name.upper()}\n{functions}")
-        source.append(f"float run(float dy, float pre, float saved) {{ {body} }}\n#undef ACT\n}}")
+        macros = cuda_macros(form, name)
+        source += [f"#define {macro} {value}" for macro, value in macros.items()]
+        source.append(f"namespace of_{name} {{\n{text}")
+        source.append(
+            f"float run(float dy, float pre, float saved) {{ {FORMS[request.param]} }}\n}}"
+        )
         source.append(
             f'extern "C" float {name}_(float d, float p, float s) '
             f"{{ return of_{name}::run(d, p, s); }}"
         )
+        source.append(f'extern "C" float {name}_value(float x) {{ return of_{name}::act(x); }}')
+        source += [f"#undef {macro.partition('(')[0]}" for macro in macros]
     folder = tmp_path_factory.mktemp("device")
     path = folder / "device.cpp"
     path.write_text("\n".join(source))
@@ -199,10 +189,12 @@ def compiled(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_device_code(name: str, compiled: ctypes.CDLL) -> None:
-    run = getattr(compiled, f"{name}_")
+    run, value = getattr(compiled, f"{name}_"), getattr(compiled, f"{name}_value")
     run.argtypes, run.restype = [ctypes.c_float] * 3, ctypes.c_float
+    value.argtypes, value.restype = [ctypes.c_float], ctypes.c_float
     given = zip(DY.tolist(), PRE.tolist(), saved_of(name).tolist(), strict=True)
     check(name, torch.tensor([run(*three) for three in given]), 1, rtol=1e-4)
+    check(name, torch.tensor([value(pre) for pre in PRE.tolist()]), 0, rtol=1e-4)
 
 
 # --------------------------------------------------------------------------------------------

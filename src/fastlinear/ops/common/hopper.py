@@ -1,7 +1,7 @@
 """GEMM kernels for Hopper: what their hosts share.
 
 Device code that they share lies in ``hopper_words.h``, ``hopper_gemm.h``, ``hopper_kernel.h`` and
-``hopper_activations.h``.
+``cuda_activations.h``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fastlinear.ops.common import cuda_driver as driver
-from fastlinear.ops.common.activations import NAMES
+from fastlinear.ops.common.activations import CUDA_HEADER, cuda_macros
 
 ARCH = "sm_90a"
 BK = 64
@@ -25,7 +25,7 @@ SHARED_LIMIT = 232_448
 HALF_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 WORDS = Path(__file__).with_name("hopper_words.h")
 """What sources of kernels begin with, behind their macros."""
-_HEADERS = (WORDS.name, "hopper_gemm.h", "hopper_kernel.h", "hopper_activations.h")
+_HEADERS = (WORDS.name, "hopper_gemm.h", "hopper_kernel.h", CUDA_HEADER.name)
 FILES = ("hopper.py", *_HEADERS)
 """All that kernels on top of this file depend on, beside it."""
 
@@ -55,8 +55,7 @@ def device_source(
         "B_MN": int(b_mn),
         "BN": bn,
         "IS_BF16": int(dtype == torch.bfloat16),
-        **{f"ACT_{name.upper()}": number for number, name in enumerate(NAMES)},
-        "ACT": f"ACT_{activation.upper()}",
+        **cuda_macros("fast", activation),
     }
     defines = "".join(f"#define {name} {value}\n" for name, value in all_macros.items())
     headers = [Path(__file__).with_name(name) for name in _HEADERS]

@@ -34,6 +34,7 @@ _TRITON_SOURCES = (
 _CPP_SOURCES = (
     "diagonal.cpp",
     "../common/activations.h",
+    "../common/vectors.h",
     "diagonal_memory.h",
     "diagonal_numbers.h",
     "../common/threads.h",

@@ -36,15 +36,15 @@ __all__ = ["FAMILY", "NAME", "PIECES", "cost", "problem"]
 _HERE = "fastlinear.ops.gated_mlp"
 _CPU_SOURCES = (
     *("cpp_gate.py", "gate.cpp", "products.py", "../common/activations.h"),
-    *("../linear_act/onednn.py", "../common/cpp_build.py"),
+    *("../common/vectors.h", "../linear_act/onednn.py", "../common/cpp_build.py"),
 )
 _HALF_SOURCES = (
     *("cpp_gate.py", "gate.cpp", "../common/half.cpp", "../common/cpp_half.py"),
-    *("../common/vectors.h", "../common/threads.h"),
+    *("../common/activations.h", "../common/vectors.h", "../common/threads.h"),
 )
 _GEMM_SOURCES = (
     *("cpp_gemm.py", "../linear_act/cpp_gemm.py", "../common/cpp_gemm.py", "../common/gemm.cpp"),
-    *("../common/vectors.h", "../common/threads.h", *_CPU_SOURCES),
+    *("../common/threads.h", *_CPU_SOURCES),
 )
 _TRITON_SOURCES = (
     *("triton_gate_kernels.py", "triton_dual_kernels.py", "triton_config.py", "products.py"),

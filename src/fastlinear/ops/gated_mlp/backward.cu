@@ -3,7 +3,7 @@
 //
 //   dH = A Wd (never written),  dG = dH ∘ U ∘ act'(G),  dU = dH ∘ act(G),  H = act(G) ∘ U
 //
-// Behind hopper_gemm.h, hopper_kernel.h, hopper_activations.h and dy_sums.h. A is dy (M, N), B the down
+// Behind hopper_gemm.h, hopper_kernel.h, cuda_activations.h and dy_sums.h. A is dy (M, N), B the down
 // weight (N, H) as it lies. Each warp of a consumer reads G and U in blocks of 16 rows by TMA, as many as it
 // has sets of buffers for under the products before, writes dG and dU over them and H beside them, and
 // sends all three off by TMA. No block is read by two warps, or after it was sent off: in global memory

@@ -3,7 +3,7 @@
 //
 //   G = A Wgᵀ + bg,  U = A Wuᵀ + bu,  H = act(G) ∘ U
 //
-// Behind hopper_gemm.h, hopper_kernel.h and hopper_activations.h. A tile's B holds BN / 2 rows of the
+// Behind hopper_gemm.h, hopper_kernel.h and cuda_activations.h. A tile's B holds BN / 2 rows of the
 // gate's weight, then as many of the up projection's, so that a thread has both numbers of a pair.
 // In a cluster of two, one block loads the gate's half and the other the up projection's for both.
 //

@@ -51,7 +51,7 @@ _CPP_SOURCES = (
 _STRIPS_SHARED = (
     *("strips_tiles.py", "strips_tiles.h", "strips_instructions.h"),
     *("signs.py", "strips_signs.h", "derivatives.h"),
-    *("../common/hopper_words.h", "../common/hopper_activations.h", "layout.py"),
+    *("../common/hopper_words.h", "../common/cuda_activations.h", "layout.py"),
 )
 _STRIPS_SOURCES = (
     *("strips.py", "strips_config.py", "strips.cu", "strips_float32.py", "strips_float32.cu"),

@@ -1,5 +1,5 @@
 // y = act(x W^T + b) of groups whose weight fits into shared memory, for Hopper. The texts of
-// hopper_gemm.h, hopper_activations.h, wide_instructions.h and derivatives.h stand before this one.
+// hopper_gemm.h, cuda_activations.h, wide_instructions.h and derivatives.h stand before this one.
 //
 // A part is up to BN outputs of a group; PARTS of them are a group. A block walks tiles of 64 tokens
 // of one part, then of the next. The part's weight stays in shared memory; boxes of 64 tokens x 64

@@ -1,5 +1,5 @@
 // dx, dW and db of y = act(x W^T + b) of many narrow groups in float32 in one pass, for Hopper. The texts
-// of strips_instructions.h, strips_tiles.h, hopper_activations.h and strips_float32.h stand before this
+// of strips_instructions.h, strips_tiles.h, cuda_activations.h and strips_float32.h stand before this
 // one.
 //
 // A strip is one group, whose rows begin and end at 16 bytes by themselves. One warp has tiles of ROWS

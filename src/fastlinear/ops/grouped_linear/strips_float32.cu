@@ -1,5 +1,5 @@
 // y = act(x W^T + b) of many narrow groups in float32, for Hopper. The texts of strips_instructions.h,
-// strips_tiles.h, hopper_activations.h and strips_float32.h stand before this one.
+// strips_tiles.h, cuda_activations.h and strips_float32.h stand before this one.
 //
 // A strip is one group, whose rows begin and end at 16 bytes by themselves. One warp has tiles of ROWS
 // tokens brought in by the copy engine, another has y taken out, two more only lend registers. PARTS
@@ -118,7 +118,7 @@ __device__ __forceinline__ void store_out(u32 out, const float (&sum)[2][NT][4],
 #pragma unroll
         for (int e = 0; e < 2; ++e)
           pre[e] = sum[h / 2][j][h % 2 * 2 + e] + (HAS_BIAS ? __uint_as_float(bias[e]) : 0.0f);
-        const u32 y[2] = {__float_as_uint(activated(pre[0])), __float_as_uint(activated(pre[1]))};
+        const u32 y[2] = {__float_as_uint(act(pre[0])), __float_as_uint(act(pre[1]))};
         store_words<2>(at, y);
         if (SAVE_PRE) {
           const u32 kept[2] = {__float_as_uint(pre[0]), __float_as_uint(pre[1])};

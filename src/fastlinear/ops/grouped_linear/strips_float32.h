@@ -1,5 +1,4 @@
-// Products and activations in float32 that the kernels of strips of float32 numbers share. Macros: DEPTH,
-// ACT, and ACT_<NAME> for every activation.
+// Products in float32 that the kernels of strips of float32 numbers share. Macro: DEPTH.
 
 // The high and the low half of a number's bits. The multiplier takes 11 bits of each, so the low half
 // is rounded here; of what is not finite it is nothing.
@@ -70,63 +69,4 @@ __device__ __forceinline__ void load_split(u32 (&high)[4], u32 (&low)[4], u32 ti
 // Of infinities the rest is no number.
 __device__ __forceinline__ float together(float sum, float rest) {
   return sum + (rest == rest ? rest : 0.0f);
-}
-
-// The mass of the standard normal distribution beyond a >= 0, as 2 to a polynomial: relative error 2e-8
-// up to 6.5, as in activations_triton.py.
-__device__ __forceinline__ float normal_tail(float a) {
-  float p = fmaf(-1.9120668e-10f, a, 8.90491476e-09f);
-  p = fmaf(p, a, -1.86933133e-07f);
-  p = fmaf(p, a, 2.33099693e-06f);
-  p = fmaf(p, a, -1.90285861e-05f);
-  p = fmaf(p, a, 0.000103522231f);
-  p = fmaf(p, a, -0.000335358761f);
-  p = fmaf(p, a, 6.75572968e-05f);
-  p = fmaf(p, a, 0.00690312235f);
-  p = fmaf(p, a, -0.0524297883f);
-  p = fmaf(p, a, -0.459220435f);
-  p = fmaf(p, a, -1.15110455f);
-  return exp2_approx(fmaf(p, a, -1.0f));
-}
-
-// To two units in the last place.
-__device__ __forceinline__ float sigmoid(float x) { return rcp_approx(1.0f + expf(-x)); }
-
-__device__ __forceinline__ float activated(float x) {
-  if constexpr (ACT == ACT_SILU) return x * sigmoid(x);
-  if constexpr (ACT == ACT_SIGMOID) return sigmoid(x);
-  if constexpr (ACT == ACT_TANH) return tanhf(x);
-  if constexpr (ACT == ACT_QUICK_GELU) return x * sigmoid(1.702f * x);
-  if constexpr (ACT == ACT_GELU) {
-    const float a = fminf(fabsf(x), 64.0f), tail = normal_tail(a);
-    return x < 0.0f ? x * tail : x - a * tail;
-  }
-  if constexpr (ACT == ACT_GELU_TANH)
-    return 0.5f * x * (1.0f + tanhf(0.79788456080286536f * (x + 0.044715f * x * x * x)));
-  return act(x);  // exact
-}
-
-// dy * act'(pre) from what was saved: y for relu, leaky_relu, sigmoid and tanh, else pre.
-__device__ __forceinline__ float graded(float dy, float saved) {
-  if constexpr (ACT == ACT_RELU) return saved <= 0.0f ? 0.0f : dy;
-  if constexpr (ACT == ACT_LEAKY_RELU) return saved > 0.0f ? dy : 0.01f * dy;
-  if constexpr (ACT == ACT_RELU2) return saved <= 0.0f ? 0.0f : dy * (2.0f * saved);
-  if constexpr (ACT == ACT_SIGMOID) return dy * (saved * (1.0f - saved));
-  if constexpr (ACT == ACT_TANH) return dy * (1.0f - saved * saved);
-  if constexpr (ACT == ACT_SILU || ACT == ACT_QUICK_GELU) {
-    const float z = ACT == ACT_SILU ? saved : 1.702f * saved, s = sigmoid(z);
-    return dy * (s * (1.0f + z * (1.0f - s)));
-  }
-  if constexpr (ACT == ACT_GELU_TANH) {
-    const float square = saved * saved;
-    const float t = tanhf(saved * (0.79788456080286536f + 0.035677408136300125f * square));
-    const float slope = 0.79788456080286536f + 0.10703222440890037f * square;
-    return dy * (0.5f * (1.0f + t) + 0.5f * saved * (1.0f - t * t) * slope);
-  }
-  if constexpr (ACT == ACT_GELU) {
-    const float tail = normal_tail(fminf(fabsf(saved), 64.0f));
-    const float bell = exp2_approx(-0.72134752044448170f * (saved * saved));
-    return dy * ((saved < 0.0f ? tail : 1.0f - tail) + saved * (0.3989422804014327f * bell));
-  }
-  return dy;
 }

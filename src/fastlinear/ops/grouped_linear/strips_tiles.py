@@ -16,7 +16,7 @@ from fastlinear.core.device import memory_rate
 from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.core.problem import Problem
 from fastlinear.ops.common import cuda_driver as driver
-from fastlinear.ops.common.activations import NAMES
+from fastlinear.ops.common.activations import CUDA_HEADER, cuda_macros
 from fastlinear.ops.common.hopper import WORDS
 
 ROWS = 32
@@ -191,10 +191,10 @@ def source_of(
     file: str, activation: str, macros: Mapping[str, int], more: tuple[str, ...] = ()
 ) -> str:
     """A kernel's complete CUDA C++ source behind its macros; ``more`` headers come last."""
-    acts = {f"ACT_{name.upper()}": number for number, name in enumerate(NAMES)}
-    named = {**acts, "NARROW": 1, "ACT": f"ACT_{activation.upper()}", **macros}
+    acts = cuda_macros("tail" if macros["SIZE"] == 4 else "fast", activation)
+    named = {**acts, "NARROW": 1, **macros}
     text = "".join(f"#define {name} {value}\n" for name, value in named.items())
-    parts = "strips_instructions.h", "strips_tiles.h", "../common/hopper_activations.h", *more
+    parts = "strips_instructions.h", "strips_tiles.h", f"../common/{CUDA_HEADER.name}", *more
     return text + WORDS.read_text() + "".join((_HERE / p).read_text() for p in (*parts, file))
 
 

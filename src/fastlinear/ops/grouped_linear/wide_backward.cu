@@ -1,5 +1,5 @@
 // dx, dW and db of y = act(x W^T + b) of groups of up to 256 features in one pass, for Hopper. The texts
-// of hopper_gemm.h, hopper_activations.h, wide_instructions.h, derivatives.h, wide_backward.h and
+// of hopper_gemm.h, cuda_activations.h, wide_instructions.h, derivatives.h, wide_backward.h and
 // wide_backward_tiles.h stand before this one.
 //
 // A block takes one group, every chunks-th tile of TOKENS tokens, and 128 of the K features: of these dx

@@ -60,15 +60,21 @@ _CUDA_SOURCES = (
 _FEW_ROWS_SOURCES = (
     *("few_rows.cu", "few_rows_single.cu", "few_rows_half.cu", "few_rows_config.py"),
     *("../common/cuda_driver.py", "../common/hopper.py", "../common/hopper_words.h"),
+    "../common/cuda_activations.h",
 )
 _CPP_SOURCES = tuple(
-    f"../common/{name}" for name in ("elementwise.cpp", "cpp_elementwise.py", "cpp_build.py")
+    f"../common/{name}"
+    for name in (
+        *("elementwise.cpp", "activations.h", "vectors.h"),
+        *("cpp_elementwise.py", "cpp_build.py"),
+    )
 )
 _HALF_SOURCES = tuple(
-    f"../common/{name}" for name in ("half.cpp", "cpp_half.py", "vectors.h", "threads.h")
+    f"../common/{name}"
+    for name in ("half.cpp", "cpp_half.py", "activations.h", "vectors.h", "threads.h")
 )
 _GEMM_SOURCES = (
-    *(f"../common/{name}" for name in ("gemm.cpp", "cpp_gemm.py", "vectors.h", "threads.h")),
+    *(f"../common/{name}" for name in ("gemm.cpp", "cpp_gemm.py", "threads.h")),
     *_CPP_SOURCES,
 )
 _PADDED = ("padded_problem.py", "cuda.py", "triton.py", *_TRITON_SOURCES, *_CUDA_SOURCES)

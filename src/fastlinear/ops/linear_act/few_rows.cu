@@ -80,23 +80,3 @@ __device__ __forceinline__ uint4 load_shared(u32 addr) {
                : "memory");
   return v;
 }
-
-// ---------------------------------------------------------------- activations (float32)
-
-__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
-
-__device__ __forceinline__ float act(float x) {
-  if constexpr (ACT == ACT_RELU) return x < 0.0f ? 0.0f : x;  // keeps NaN
-  if constexpr (ACT == ACT_RELU2) return x < 0.0f ? 0.0f : x * x;
-  if constexpr (ACT == ACT_LEAKY_RELU) return x < 0.0f ? 0.01f * x : x;
-  if constexpr (ACT == ACT_SILU) return x / (1.0f + expf(-x));
-  if constexpr (ACT == ACT_SIGMOID) return sigmoid(x);
-  if constexpr (ACT == ACT_TANH) return tanhf(x);
-  if constexpr (ACT == ACT_QUICK_GELU) return x * sigmoid(1.702f * x);
-  if constexpr (ACT == ACT_GELU) return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f));
-  if constexpr (ACT == ACT_GELU_TANH) {
-    const float cube = 0.044715f * x * x * x;
-    return 0.5f * x * (1.0f + tanhf(0.79788456080286536f * (x + cube)));
-  }
-  return x;
-}

@@ -19,7 +19,7 @@ from torch import Tensor
 from fastlinear.core.device import device_facts
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.ops.common import cuda_driver as driver
-from fastlinear.ops.common.activations import NAMES
+from fastlinear.ops.common.activations import CUDA_HEADER, cuda_macros
 from fastlinear.ops.common.door_launch import DoorLaunch, Y
 from fastlinear.ops.common.hopper import WORDS, EarlyLaunch
 from fastlinear.ops.linear_act import reference
@@ -51,8 +51,7 @@ def source(
         "STEPS": config.steps,
         "CL": config.cluster,
         "HAS_BIAS": int(has_bias),
-        **{f"ACT_{name.upper()}": number for number, name in enumerate(NAMES)},
-        "ACT": f"ACT_{activation.upper()}",
+        **cuda_macros("library", activation),
     }
     if isinstance(config, HalfConfig):
         file = "few_rows_half.cu"
@@ -62,7 +61,7 @@ def source(
         file = "few_rows_single.cu"
         macros |= {"COLS": config.cols, "WARPS": config.warps, "MANY": int(config.many(K))}
     defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
-    files = WORDS, _FOLDER / "few_rows.cu", _FOLDER / file
+    files = WORDS, CUDA_HEADER, _FOLDER / "few_rows.cu", _FOLDER / file
     return defines + "".join(path.read_text() for path in files)
 
 

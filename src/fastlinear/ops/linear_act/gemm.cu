@@ -10,7 +10,7 @@
 // CLUSTER blocks along M share one B tile: each loads 1/CLUSTER of it (of its rows, or with B_MN of
 // its K) and multicasts it.
 //
-// hopper_gemm.h and hopper_activations.h come before this file. Further macros from the host:
+// hopper_gemm.h and cuda_activations.h come before this file. Further macros from the host:
 //   OUT_BUFS: staging buffers of a warp. HAS_BIAS.
 //   SAVE 1: `pre` is written beside Y.
 //   DIRECT 1: rows of Y begin anywhere, where TMA cannot store: warps write them element by element,

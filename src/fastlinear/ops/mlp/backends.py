@@ -37,7 +37,7 @@ __all__ = ["FAMILY", "NAME", "PIECES", "cost", "problem"]
 _HERE = "fastlinear.ops.mlp"
 _CPP_SOURCES = (
     *("mlp.cpp", "mlp_forward.h", "mlp_backward.h", "mlp_product.h", "mlp_dots.h"),
-    *("mlp_activations.h", "../common/vectors.h", "../common/threads.h"),
+    *("../common/activations.h", "../common/vectors.h", "../common/threads.h"),
     *(
         "../common/door.cpp",
         "../common/door_call.h",
@@ -51,6 +51,7 @@ _TRITON_SOURCES = (
     "../common/triton_launch.py",
 )
 _CUDA_SOURCES = (
+    "../common/cuda_activations.h",
     *("whole_device.cu", "whole_exchange.cu", "whole_cuda_config.py", "whole_workspace.py"),
     *("whole.cu", "whole_layout.cu", "whole_products.cu", "whole_clusters.py"),
     *("whole_launches.cu", "whole_launches.py"),

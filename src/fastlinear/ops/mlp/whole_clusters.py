@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fastlinear.ops.common import cuda_driver as driver
-from fastlinear.ops.common.activations import NAMES
+from fastlinear.ops.common.activations import CODES, CUDA_HEADER, cuda_macros
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.mlp.whole_cuda_config import Config, Widths, input_units
 from fastlinear.ops.mlp.whole_door import Places
@@ -25,7 +25,7 @@ __all__ = ["ClustersPlan", "save_mode", "source"]
 KERNEL = "whole_mlp"
 MAX_LAYERS = 32
 _NAMES = ("whole_device.cu", "whole_layout.cu", "whole_products.cu", "whole.cu")
-SOURCES = [Path(__file__).with_name(name) for name in _NAMES]
+SOURCES = [CUDA_HEADER, *(Path(__file__).with_name(name) for name in _NAMES)]
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
@@ -63,9 +63,8 @@ def source(
         "SIMT": int(config.simt),
         "DIRECT": int(config.direct),
         "LATE": config.late,
-        **{f"ACT_{name.upper()}": number for number, name in enumerate(NAMES)},
-        "ACT": f"ACT_{activation.upper()}",
-        "FINAL": f"ACT_{final_activation.upper()}",
+        **cuda_macros("fast" if dtype.itemsize == 2 else "product", activation),
+        "FINAL": CODES[final_activation],
     }
     return "".join(f"#define {k} {v}\n" for k, v in macros.items()) + "".join(
         file.read_text() for file in SOURCES

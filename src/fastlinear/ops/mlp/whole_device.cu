@@ -1,6 +1,5 @@
-// Instructions and activations that all kernels of the family are written in; the host puts this
-// text before them. Macros read here: DTYPE, KS and the activations' numbers ACT_<NAME>, as whole.cu
-// explains them.
+// Instructions that all kernels of the family are written in; the host puts this text before them.
+// Macros read here: DTYPE and KS, as whole.cu explains them.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -222,62 +221,4 @@ __device__ __forceinline__ void split4(uint4 x, uint4& hi, uint4& lo) {
   split(x.y, hi.y, lo.y);
   split(x.z, hi.z, lo.z);
   split(x.w, hi.w, lo.w);
-}
-
-// ---------------------------------------------------------------- activations (float32)
-
-__device__ __forceinline__ float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ float rcp_approx(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// 1 / (1 + exp(-scale * x)); 16-bit: relative error about 1e-6 in either tail.
-__device__ __forceinline__ float sigmoid_scaled(float x, float scale) {
-  if constexpr (DTYPE == 2) return 1.0f / (1.0f + expf(-scale * x));
-  return rcp_approx(1.0f + exp2_approx(x * (-1.4426950408889634f * scale)));
-}
-
-template <int kAct>
-__device__ __forceinline__ float act(float x) {
-  if constexpr (kAct == ACT_RELU) return x < 0.0f ? 0.0f : x;  // keeps NaN
-  if constexpr (kAct == ACT_RELU2) return x < 0.0f ? 0.0f : x * x;
-  if constexpr (kAct == ACT_LEAKY_RELU) return x < 0.0f ? 0.01f * x : x;
-  if constexpr (kAct == ACT_SILU) return x * sigmoid_scaled(x, 1.0f);
-  if constexpr (kAct == ACT_SIGMOID) return sigmoid_scaled(x, 1.0f);
-  if constexpr (kAct == ACT_QUICK_GELU) return x * sigmoid_scaled(x, 1.702f);
-  if constexpr (kAct == ACT_TANH) {
-    if constexpr (DTYPE == 2) return tanhf(x);
-    // Near 0 the difference would cancel: there a Taylor polynomial, relative error below 1e-5.
-    const float s = x * x;
-    const float poly = fmaf(fmaf(fmaf(-0.053968254f, s, 0.13333333f), s, -0.33333333f), s, 1.0f);
-    const float far = fmaf(2.0f, sigmoid_scaled(x, 2.0f), -1.0f);
-    return s < 0.125f ? x * poly : far;
-  }
-  if constexpr (kAct == ACT_GELU) {
-    if constexpr (DTYPE == 2) return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f));
-    // Normal distribution by Abramowitz and Stegun 7.1.26, absolute error below 1e-7.
-    const float bell = exp2_approx(-0.72134752044448170f * x * x);
-    const float t = rcp_approx(fmaf(0.23164190f, fabsf(x), 1.0f));
-    float poly = fmaf(1.061405429f, t, -1.453152027f);
-    poly = fmaf(poly, t, 1.421413741f);
-    poly = fmaf(poly, t, -0.284496736f);
-    poly = fmaf(poly, t, 0.254829592f);
-    const float tail = 0.5f * poly * t * bell;  // the mass beyond |x|
-    return x * (x < 0.0f ? tail : 1.0f - tail);
-  }
-  if constexpr (kAct == ACT_GELU_TANH) {
-    const float cube = 0.044715f * x * x * x;
-    if constexpr (DTYPE == 2) return 0.5f * x * (1.0f + tanhf(0.79788456080286536f * (x + cube)));
-    // 0.5 x (1 + tanh u) = x / (1 + exp(-2u)); the constants carry -2 log2(e).
-    const float power = x * fmaf(-0.10294324f, x * x, -2.3022082f);
-    return x * rcp_approx(1.0f + exp2_approx(power));
-  }
-  return x;
 }

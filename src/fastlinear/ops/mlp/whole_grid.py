@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fastlinear.ops.common import cuda_driver as driver
-from fastlinear.ops.common.activations import NAMES
+from fastlinear.ops.common.activations import CODES, CUDA_HEADER, cuda_macros
 from fastlinear.ops.mlp.whole_door import Places
 from fastlinear.ops.mlp.whole_workspace import make_cooperative, workspace
 
@@ -27,7 +27,7 @@ Widths = tuple[int, ...]
 KERNEL = "whole_mlp_grid"
 MAX_LAYERS = 32
 _NAMES = ("device", "exchange", "grid", "grid_half", "grid_single")
-SOURCES = [Path(__file__).with_name(f"whole_{name}.cu") for name in _NAMES]
+SOURCES = [CUDA_HEADER, *(Path(__file__).with_name(f"whole_{name}.cu") for name in _NAMES)]
 
 _SHARED_LIMIT = 232_448  # bytes a Hopper block may have
 _BRING_WARPS = 2  # of a block, as in the source
@@ -121,9 +121,8 @@ def source(
         "KS": 1,
         "SAVE": save,
         "MAX_LAYERS": MAX_LAYERS,
-        **{f"ACT_{name.upper()}": number for number, name in enumerate(NAMES)},
-        "ACT": f"ACT_{activation.upper()}",
-        "FINAL": f"ACT_{final_activation.upper()}",
+        **cuda_macros("fast" if dtype.itemsize == 2 else "product", activation),
+        "FINAL": CODES[final_activation],
     }
     return "".join(f"#define {k} {v}\n" for k, v in macros.items()) + "".join(
         file.read_text() for file in SOURCES

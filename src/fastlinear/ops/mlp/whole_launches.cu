@@ -84,15 +84,9 @@ __device__ __forceinline__ void parts4(uint4 x, uint4& hi, uint4& lo) {
 
 __device__ __forceinline__ float activate(int which, float v) {
   switch (which) {
-    case ACT_RELU: return act<ACT_RELU>(v);
-    case ACT_RELU2: return act<ACT_RELU2>(v);
-    case ACT_SILU: return act<ACT_SILU>(v);
-    case ACT_GELU: return act<ACT_GELU>(v);
-    case ACT_GELU_TANH: return act<ACT_GELU_TANH>(v);
-    case ACT_SIGMOID: return act<ACT_SIGMOID>(v);
-    case ACT_TANH: return act<ACT_TANH>(v);
-    case ACT_QUICK_GELU: return act<ACT_QUICK_GELU>(v);
-    case ACT_LEAKY_RELU: return act<ACT_LEAKY_RELU>(v);
+#define CASE(A) case A: return act<A>(v);
+    ACT_EACH(CASE)
+#undef CASE
     default: return v;
   }
 }

@@ -18,14 +18,15 @@ import torch
 from torch import Tensor
 
 from fastlinear.ops.common import cuda_driver as driver
-from fastlinear.ops.common.activations import NAMES
+from fastlinear.ops.common.activations import CODES, CUDA_HEADER, cuda_macros
 
 __all__ = ["Launches", "LaunchesPlan", "source"]
 
 Widths = tuple[int, ...]
 
 KERNEL = "whole_mlp_layer"
-SOURCES = [Path(__file__).with_name(name) for name in ("whole_device.cu", "whole_launches.cu")]
+_NAMES = ("whole_device.cu", "whole_launches.cu")
+SOURCES = [CUDA_HEADER, *(Path(__file__).with_name(name) for name in _NAMES)]
 MAX_BLOCK_ROWS = 64
 
 _SHARED_LIMIT = 232_448  # bytes a Hopper block may have
@@ -111,7 +112,7 @@ def source(config: Launches, rows: int, dtype: torch.dtype) -> str:
         "L2_BYTES": config.l2_bytes,
         "PER_SM": config.per_unit,
         "KS": 1,
-        **{f"ACT_{name.upper()}": number for number, name in enumerate(NAMES)},
+        **cuda_macros("fast" if dtype.itemsize == 2 else "product"),
     }
     return "".join(f"#define {k} {v}\n" for k, v in macros.items()) + "".join(
         file.read_text() for file in SOURCES
@@ -152,7 +153,7 @@ class LaunchesPlan:
             launch._config.grid[1] = _ceil_div(rows, MAX_BLOCK_ROWS)
             name = names[0] if i < layers - 1 else names[1]
             pre = bool(save) and (save in (1, 3) if i == layers - 1 else save in (1, 4))
-            self._layers.append((launch, params, k, n, NAMES.index(name), pre))
+            self._layers.append((launch, params, k, n, CODES[name], pre))
         self._rows, self._save = rows, bool(save)
         self._hidden = (2, rows * max(widths[1:-1], default=0))
 

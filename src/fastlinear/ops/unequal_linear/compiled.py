@@ -10,15 +10,12 @@ from pathlib import Path
 import torch
 
 from fastlinear.ops.common import cuda_driver as driver
+from fastlinear.ops.common.activations import CUDA_HEADER, cuda_macros
 from fastlinear.ops.unequal_linear.config import EXTRAS, FORWARD, SINGLE, SMALL, Extras, Tiles
 
 MAX_GROUPS = 240
 """Groups of one launch; more take several."""
 KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
-_ACTIVATIONS = (
-    *("none", "relu", "relu2", "silu", "gelu", "gelu_tanh", "sigmoid", "tanh"),
-    *("quick_gelu", "leaky_relu"),
-)
 _HEADERS = ("instructions.h", "groups.h", "shares.h")
 _KERNEL = "unequal_linear"
 
@@ -41,7 +38,7 @@ def source(
     macros = {
         "MODE": mode,
         "KIND": KINDS[dtype],
-        "ACT": _ACTIVATIONS.index(activation),
+        **cuda_macros("quotient", activation),
         "SAVE_PRE": int(save_pre),
         "PITCHED": int(pitched),
         **{name: int(name in extras) for name in EXTRAS},
@@ -53,9 +50,9 @@ def source(
         "STAGES": tiles.stages,
         "BLOCKS": tiles.blocks,
     }
-    files = (*headers, "single.cu" if wide else "half.cu")
     here = Path(__file__).parent
-    text = "".join((here / name).read_text() for name in files)
+    files = (here / name for name in (*headers, "single.cu" if wide else "half.cu"))
+    text = "".join(path.read_text() for path in (CUDA_HEADER, *files))
     return "".join(f"#define {name} {v}\n" for name, v in macros.items()) + text
 
 

@@ -1,4 +1,4 @@
-// What the kernels of layers of unequal sizes share: groups, activations.
+// What the kernels of layers of unequal sizes share: groups. cuda_activations.h comes before this file.
 //
 // MODE 0: c = act(a b^T + bias), with the pre-activation where SAVE_PRE; a is x, b is W
 // MODE 1: c = d b, d = dy act'(saved); a is dy, b is W: dx
@@ -16,14 +16,12 @@
 // among its arguments. Words are 4 bytes: two 16-bit numbers or one float32. Sums are float32, in a
 // fixed order.
 //
-// Macros from the host: MODE KIND (0 float16, 1 bfloat16, 2 float32) ACT (a number below) SAVE_PRE
+// Macros from the host: MODE KIND (0 float16, 1 bfloat16, 2 float32) ACT ACT_<NAME> SAVE_PRE
 // PITCHED PARTS WRITES ODD EARLY GROUPS (most groups of a launch) TILE_M TILE_N; for 16-bit numbers
 // WARPS_M WARPS_N STAGES BLOCKS.
 
-enum { NONE, RELU, RELU2, SILU, GELU, GELU_TANH, SIGMOID, TANH, QUICK_GELU, LEAKY_RELU };
-
 constexpr bool A_TURNED = MODE == 2, B_TURNED = MODE != 0;
-constexpr bool DERIVED = MODE != 0 && ACT != NONE, SPLIT = MODE == 2 && PARTS;
+constexpr bool DERIVED = MODE != 0 && ACT != ACT_NONE, SPLIT = MODE == 2 && PARTS;
 
 #if KIND == 2
 typedef float Number;
@@ -96,49 +94,4 @@ __device__ __forceinline__ u64 share_of_dw(int rows, int cols) {
 
 __device__ __forceinline__ u64 share_of(int rows, int cols) {
   return share_of_dw(rows, cols) + (rows + 3) / 4 * 4;
-}
-
-__device__ __forceinline__ float logistic(float v) { return 1.0f / (1.0f + expf(-v)); }
-
-__device__ __forceinline__ float activated(float v) {
-  if (ACT == RELU) return v < 0.0f ? 0.0f : v;
-  if (ACT == RELU2) return v < 0.0f ? 0.0f : v * v;
-  if (ACT == SILU) return v / (1.0f + expf(-v));
-  if (ACT == QUICK_GELU) return v / (1.0f + expf(-1.702f * v));
-  if (ACT == GELU) return 0.5f * v * erfcf(-0.7071067811865476f * v);
-  if (ACT == GELU_TANH) {
-    const float twice = v * (1.5957691216057308f + 0.07135481627260025f * v * v);
-    return v / (1.0f + expf(-twice));
-  }
-  if (ACT == SIGMOID) return logistic(v);
-  if (ACT == TANH) return tanhf(v);
-  if (ACT == LEAKY_RELU) return v < 0.0f ? 0.01f * v : v;
-  return v;
-}
-
-// dy act'(pre), from the output of relu, leaky_relu, sigmoid and tanh, else the pre-activation.
-__device__ __forceinline__ float derived(float dy, float s) {
-  if (ACT == RELU) return s <= 0.0f ? 0.0f : dy;
-  if (ACT == LEAKY_RELU) return s > 0.0f ? dy : 0.01f * dy;
-  if (ACT == RELU2) return s <= 0.0f ? 0.0f : dy * (2.0f * s);
-  if (ACT == SIGMOID) return dy * (s * (1.0f - s));
-  if (ACT == TANH) return dy * (1.0f - s * s);
-  if (ACT == SILU) {
-    const float g = logistic(s);
-    return dy * (g * (1.0f + s * (1.0f - g)));
-  }
-  if (ACT == QUICK_GELU) {
-    const float g = logistic(1.702f * s);
-    return dy * (g * (1.0f + 1.702f * s * (1.0f - g)));
-  }
-  if (ACT == GELU_TANH) {
-    const float u = s * (0.7978845608028654f + 0.035677408136300125f * s * s);
-    const float slope = 0.7978845608028654f + 0.10703222440890037f * s * s, t = tanhf(u);
-    return dy * (0.5f * (1.0f + t) + 0.5f * s * (1.0f - t * t) * slope);
-  }
-  if (ACT == GELU) {
-    const float density = 0.3989422804014327f * expf(-0.5f * s * s);
-    return dy * (0.5f * erfcf(-0.7071067811865476f * s) + s * density);
-  }
-  return dy;
 }

@@ -142,9 +142,9 @@ __device__ __forceinline__ void align_tile(unsigned char* memory, u32 at, const 
 // act' applied to two numbers of dy.
 __device__ __forceinline__ u32 derived_pair(u32 dy, u32 saved) {
   const float low = wide(static_cast<u16>(saved)), high = wide(static_cast<u16>(saved >> 16));
-  if (ACT == RELU) return dy & ((low <= 0.0f ? 0u : 0xffffu) | (high <= 0.0f ? 0u : 0xffff0000u));
-  return pack(derived(wide(static_cast<u16>(dy)), low),
-              derived(wide(static_cast<u16>(dy >> 16)), high));
+  if (ACT == ACT_RELU) return dy & ((low <= 0.0f ? 0u : 0xffffu) | (high <= 0.0f ? 0u : 0xffff0000u));
+  return pack(graded(wide(static_cast<u16>(dy)), low),
+              graded(wide(static_cast<u16>(dy >> 16)), high));
 }
 
 __device__ __forceinline__ uint4 derived_chunk(uint4 dy, uint4 saved) {
@@ -176,7 +176,7 @@ __device__ __forceinline__ void derive(unsigned char* tile, const Matrix& m, int
                                        Number* out) {
   typedef Piece<TURNED, TILE> Here;
   constexpr int EACH = Here::COUNT / THREADS;
-  constexpr int BATCH = ACT == RELU || ACT == LEAKY_RELU ? (EACH < 4 ? EACH : 4) : 1;
+  constexpr int BATCH = ACT == ACT_RELU || ACT == ACT_LEAKY_RELU ? (EACH < 4 ? EACH : 4) : 1;
   static_assert(Here::COUNT % (THREADS * BATCH) == 0, "whole batches");
 #pragma unroll 1
   for (int i = threadIdx.x; i < Here::COUNT; i += THREADS * BATCH) {
@@ -257,7 +257,7 @@ __device__ __forceinline__ void finish(const float* sums, const Number* bias, Nu
     if (MODE == 0 && SAVE_PRE) put(pre);
     if (MODE == 0) {
 #pragma unroll
-      for (int n = 0; n < COUNT; ++n) v[n] = activated(v[n]);
+      for (int n = 0; n < COUNT; ++n) v[n] = act(v[n]);
     }
     put(c);
   }
@@ -284,7 +284,7 @@ __device__ __forceinline__ void finish_words(const float* sums, const Number* bi
         *at = static_cast<u16>(both);
     };
     if (MODE == 0 && SAVE_PRE) store(pre + (to - c));
-    if (MODE == 0) v[0] = activated(v[0]), v[1] = activated(v[1]);
+    if (MODE == 0) v[0] = act(v[0]), v[1] = act(v[1]);
     store(to);
   };
 #pragma unroll 1

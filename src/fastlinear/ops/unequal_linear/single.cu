@@ -37,7 +37,7 @@ __device__ __forceinline__ void fetch_tile(Tile& tile, const Number* from, const
     placed<TURNED>(i, row, word);
     float v = fetch<TURNED>(from, rows, depth, pitch, row0 + row, k0 + word);
     if (CHANGED && DERIVED)
-      v = derived(v, fetch<TURNED>(saved, rows, depth, TURNED ? rows : depth, row0 + row,
+      v = graded(v, fetch<TURNED>(saved, rows, depth, TURNED ? rows : depth, row0 + row,
                                    k0 + word));
     tile.word[i] = v;
     if (CHANGED && MODE == 2) *sum += v;
@@ -132,7 +132,7 @@ unequal_linear(const __grid_constant__ Groups groups, int count) {
       if (MODE == 0) {
         if (groups.bias[g]) v += at(groups.bias[g])[col];
         if (SAVE_PRE) to(groups.more[g])[place] = v;
-        v = activated(v);
+        v = act(v);
       }
       to(groups.c[g])[share + place] = v;
     }
