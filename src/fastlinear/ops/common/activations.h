@@ -1,11 +1,30 @@
-// Activations of a pre-activation x, and dy times their derivative there, one number at a time: the
-// loops around them become vector code. Comparisons are written so that NaN stays NaN.
+// Activations on the CPU, in float32: the only place of each. T is float, in loops that become
+// vector code, or a vector V.
+//
+// A struct has f(x), the activation, and d(dy, x), dy times its derivative at the pre-activation x.
+// Where the derivative is formed from the output y, of(dy, y) does so. The list of structs is a
+// macro that cpp_build.py makes of activations.py. Comparisons are written so that NaN stays NaN.
 #pragma once
 
+#include "vectors.h"
+
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 
+#if !defined(FASTLINEAR_ACTIVATIONS)
+#error "cpp_build.py defines the list of activations"
+#endif
+
 namespace {
+
+template <class T>
+inline T num(float x) {
+  if constexpr (sizeof(T) == sizeof(float)) return x;
+  else return all(x);
+}
+inline float pick(bool which, float a, float b) { return which ? a : b; }
+inline float abs_(float x) { return x < 0.0f ? -x : x; }
 
 // exp(x) to about one unit in the last place; exp(-87.3) below that, infinity above 88.4.
 inline float exp_(float x) {
@@ -29,109 +48,232 @@ inline float exp_(float x) {
   std::memcpy(&scale, &bits, 4);
   return x > hi ? __builtin_inff() : p * scale;
 }
-
-inline float abs_(float x) { return x < 0.0f ? -x : x; }
-inline float relu_(float x) { return x < 0.0f ? 0.0f : x; }
-inline float sigmoid_(float x) { return 1.0f / (1.0f + exp_(-x)); }
-
-// s (1 - s) for s = sigmoid(x) without the cancellation near 1; 0 where exp_ stays at its least.
-inline float slope_(float x) {
-  const float e = exp_(-x), s = 1.0f / (1.0f + e);
-  return abs_(x) > 87.0f ? 0.0f : e * s * s;
+inline V exp_(V x) {  // the same, but for the order of the last sum
+  const V hi = all(88.3762626647949f), lo = all(-87.3365478515625f), magic = all(12582912.0f);
+  V c = pick(x > hi, hi, x);
+  c = pick(c < lo, lo, c);
+  const V n = (c * 1.44269504f + magic) - magic;
+  V r = c - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  V p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + (r + 1.0f);
+  const V scale = reinterpret_cast<V>((__builtin_convertvector(n, I) + 127) << 23);
+  return pick(x > hi, all(__builtin_inff()), p * scale);
 }
 
-inline float tanh_(float x) {
-  const float s = x * x;
-  float p = s * 2.0595716778e-3f - 8.0856150016e-3f;
+template <class T>
+inline T relu_(T x) { return pick(x < num<T>(0.0f), num<T>(0.0f), x); }
+template <class T>
+inline T sigmoid_(T x) { return 1.0f / (1.0f + exp_(-x)); }
+
+// s (1 - s) for s = sigmoid(x) without the cancellation near 1; 0 where exp_ stays at its least.
+template <class T>
+inline T slope_(T x) {
+  const T e = exp_(-x), s = 1.0f / (1.0f + e);
+  return pick(abs_(x) > num<T>(87.0f), num<T>(0.0f), e * s * s);
+}
+
+template <class T>
+inline T tanh_(T x) {
+  const T s = x * x;
+  T p = s * 2.0595716778e-3f - 8.0856150016e-3f;
   p = p * s + 2.1663397551e-2f;
   p = p * s - 5.3939942271e-2f;
   p = p * s + 1.3333152235e-1f;
   p = p * s - 3.3333328366e-1f;
-  const float small = x + x * (s * p), a = abs_(x);
-  const float big = 1.0f - 2.0f / (exp_(a * 2.0f) + 1.0f);
-  return a < 0.65f ? small : (x < 0.0f ? -big : big);
+  const T small = x + x * (s * p), a = abs_(x);
+  const T big = 1.0f - 2.0f / (exp_(a * 2.0f) + 1.0f);
+  return pick(a < num<T>(0.65f), small, pick(x < num<T>(0.0f), -big, big));
 }
 
 // The standard normal's distribution function, (1 + erf(x / sqrt 2)) / 2.
-inline float cdf_(float x) {
-  const float z = x * 0.70710678118f, a = abs_(z), s = z * z;
-  float p = s * 7.853851275e-5f - 8.010190795e-4f;  // erf(z) / z for |z| < 1
+template <class T>
+inline T cdf_(T x) {
+  const T z = x * 0.70710678118f, a = abs_(z), s = z * z;
+  T p = s * 7.853851275e-5f - 8.010190795e-4f;  // erf(z) / z for |z| < 1
   p = p * s + 5.188327283e-3f;
   p = p * s - 2.685381100e-2f;
   p = p * s + 1.1283585429e-1f;
   p = p * s - 3.7612625957e-1f;
   p = p * s + 1.1283791065f;
-  const float small = z * p * 0.5f + 0.5f;
-  const float t = 1.0f / (a + 2.0f);  // erfc(a) = exp(-a^2) t q(t) for a >= 1
-  float q = t * 23.816343307f - 28.780807495f;
+  const T small = z * p * 0.5f + 0.5f;
+  const T t = 1.0f / (a + 2.0f);  // erfc(a) = exp(-a^2) t q(t) for a >= 1
+  T q = t * 23.816343307f - 28.780807495f;
   q = q * t + 5.1616120338f;
   q = q * t + 1.9920147657f;
   q = q * t + 2.8525280953f;
   q = q * t + 1.9766268730f;
   q = q * t + 1.1281020641f;
   q = q * t + 0.56419825554f;
-  const float tail = exp_(-s) * t * q * 0.5f;
-  return a < 1.0f ? small : (z < 0.0f ? tail : 1.0f - tail);
+  const T tail = exp_(-s) * t * q * 0.5f;
+  return pick(a < num<T>(1.0f), small, pick(z < num<T>(0.0f), tail, 1.0f - tail));
 }
 
 constexpr float kAlpha = 1.59576912161f;   // 2 sqrt(2 / pi)
 constexpr float kBeta = 0.0713548162726f;  // 0.044715 of it
 
 struct None {
-  static float f(float x) { return x; }
-  static float d(float dy, float) { return dy; }
+  template <class T> static T f(T x) { return x; }
+  template <class T> static T d(T dy, T) { return dy; }
 };
 struct Relu {  // an infinite dy is stopped, not turned into NaN, and NaN lets dy through, as in torch
-  static float f(float x) { return relu_(x); }
-  static float d(float dy, float x) { return x <= 0.0f ? 0.0f : dy; }
+  template <class T> static T f(T x) { return relu_(x); }
+  template <class T> static T d(T dy, T x) { return pick(x <= num<T>(0.0f), num<T>(0.0f), dy); }
 };
 struct Relu2 {
-  static float f(float x) { return relu_(x) * relu_(x); }
-  static float d(float dy, float x) { return x <= 0.0f ? 0.0f : dy * (2.0f * x); }
+  template <class T> static T f(T x) { return relu_(x) * relu_(x); }
+  template <class T> static T d(T dy, T x) {
+    return pick(x <= num<T>(0.0f), num<T>(0.0f), dy * (2.0f * x));
+  }
 };
 struct Silu {
-  static float f(float x) { return x * sigmoid_(x); }
-  static float d(float dy, float x) { return dy * (sigmoid_(x) + x * slope_(x)); }
+  template <class T> static T f(T x) { return x * sigmoid_(x); }
+  template <class T> static T d(T dy, T x) { return dy * (sigmoid_(x) + x * slope_(x)); }
 };
 struct Gelu {
-  static float f(float x) { return x * cdf_(x); }
-  static float d(float dy, float x) {
-    const float density = abs_(x) > 13.2f ? 0.0f : 0.3989422804f * exp_(-0.5f * x * x);
-    return dy * (cdf_(x) + x * density);
+  template <class T> static T f(T x) { return x * cdf_(x); }
+  template <class T> static T d(T dy, T x) {
+    const T density = 0.3989422804f * exp_(-0.5f * x * x);
+    return dy * (cdf_(x) + x * pick(abs_(x) > num<T>(13.2f), num<T>(0.0f), density));
   }
 };
 struct GeluTanh {
-  static float f(float x) { return x * sigmoid_(x * (kAlpha + kBeta * x * x)); }
-  static float d(float dy, float x) {
-    const float z = x * (kAlpha + kBeta * x * x);
-    const float more = slope_(z) * x * (kAlpha + 3.0f * kBeta * x * x);
+  template <class T> static T f(T x) { return x * sigmoid_(x * (kAlpha + kBeta * x * x)); }
+  template <class T> static T d(T dy, T x) {
+    const T z = x * (kAlpha + kBeta * x * x);
+    const T more = slope_(z) * x * (kAlpha + 3.0f * kBeta * x * x);
     // x - x: 0, and NaN of an infinity, as torch's
-    return dy * (sigmoid_(z) + (abs_(x) > 100.0f ? x - x : more));
+    return dy * (sigmoid_(z) + pick(abs_(x) > num<T>(100.0f), x - x, more));
   }
 };
 struct Sigmoid {
-  static float f(float x) { return sigmoid_(x); }
-  static float d(float dy, float x) {
-    const float s = sigmoid_(x);
-    return dy * (s * (1.0f - s));
-  }
+  template <class T> static T f(T x) { return sigmoid_(x); }
+  template <class T> static T of(T dy, T y) { return dy * (y * (1.0f - y)); }
+  template <class T> static T d(T dy, T x) { return of(dy, f(x)); }
 };
 struct Tanh {
-  static float f(float x) { return tanh_(x); }
-  static float d(float dy, float x) {
-    const float t = tanh_(x);
-    return dy * (1.0f - t * t);
-  }
+  template <class T> static T f(T x) { return tanh_(x); }
+  template <class T> static T of(T dy, T y) { return dy * (1.0f - y * y); }
+  template <class T> static T d(T dy, T x) { return of(dy, f(x)); }
 };
 struct QuickGelu {
-  static float f(float x) { return x * sigmoid_(1.702f * x); }
-  static float d(float dy, float x) {
+  template <class T> static T f(T x) { return x * sigmoid_(1.702f * x); }
+  template <class T> static T d(T dy, T x) {
     return dy * (sigmoid_(1.702f * x) + x * (1.702f * slope_(1.702f * x)));
   }
 };
 struct LeakyRelu {
-  static float f(float x) { return x > 0.0f ? x : 0.01f * x; }
-  static float d(float dy, float x) { return x > 0.0f ? dy : 0.01f * dy; }
+  template <class T> static T f(T x) { return pick(x > num<T>(0.0f), x, 0.01f * x); }
+  template <class T> static T d(T dy, T x) { return pick(x > num<T>(0.0f), dy, 0.01f * dy); }
 };
+
+// --------------------------------------------------------------------------------------------
+// Forms for passes over memory that do nothing else (elementwise.cpp): fewer operations, other last
+// bits.
+
+template <class A>
+struct Pass : A {};
+
+// Of the normal distribution: the logistic function of an odd polynomial, fitted on [-6, 6] to an
+// error of x cdf(x) of 2e-8; further out its logit grows as x^2 / 2 does.
+inline float logistic_cdf_(float x) {
+  const float z = x > 6.0f ? 6.0f : (x < -6.0f ? -6.0f : x), s = z * z;
+  float p = -3.115607e-15f;
+  p = p * s + 4.9017788e-13f;
+  p = p * s - 3.12005547e-11f;
+  p = p * s + 9.8697648e-10f;
+  p = p * s - 1.31711133e-08f;
+  p = p * s - 1.10456726e-07f;
+  p = p * s + 7.16846004e-06f;
+  p = p * s - 0.000108761447f;
+  p = p * s - 6.69305746e-05f;
+  p = p * s + 0.0726661709f;
+  p = p * s + 1.59577026f;
+  const float more = 0.5f * (x * x - s);
+  return sigmoid_(z * p + (x < 0.0f ? -more : more));
+}
+template <>
+struct Pass<Gelu> {
+  // x cdf(x) is x less a small part where x is positive: a cdf near 1 would round the product twice.
+  static float f(float x) {
+    const float tail = logistic_cdf_(x > 0.0f ? -x : x);
+    return x > 0.0f ? x - (x < 30.0f ? x : 30.0f) * tail : x * tail;
+  }
+  static float d(float dy, float x) {
+    const float h = -0.5f * x * x;
+    return dy * (logistic_cdf_(x) + x * (h < -87.0f ? 0.0f : 0.398942280f * exp_(h)));
+  }
+};
+template <>
+struct Pass<Silu> : Silu {
+  static float d(float dy, float x) {
+    const float s = sigmoid_(x);
+    return dy * (s + x * s * (1.0f - s));
+  }
+};
+template <>
+struct Pass<GeluTanh> : GeluTanh {
+  static float d(float dy, float x) {
+    const float s = sigmoid_(x * (kAlpha + kBeta * x * x)), t = s * (1.0f - s);
+    return dy * (s + t * x * (kAlpha + 3.0f * kBeta * x * x));
+  }
+};
+template <>
+struct Pass<QuickGelu> : QuickGelu {
+  static float d(float dy, float x) {
+    const float s = sigmoid_(1.702f * x);
+    return dy * (s + 1.702f * x * s * (1.0f - s));
+  }
+};
+
+// --------------------------------------------------------------------------------------------
+// Activations by number
+
+#define FASTLINEAR_CODE(A, PRE) k##A,
+enum Code : int { FASTLINEAR_ACTIVATIONS(FASTLINEAR_CODE) kActivations };
+#undef FASTLINEAR_CODE
+static_assert(kNone == 0 && kRelu == 1, "kernels compare numbers with kRelu");
+
+// f(A{}) for the struct of that number; false where there is none.
+template <class F>
+inline bool with(int64_t which, F f) {
+  switch (which) {
+#define FASTLINEAR_CASE(A, PRE) case k##A: f(A{}); return true;
+    FASTLINEAR_ACTIVATIONS(FASTLINEAR_CASE)
+#undef FASTLINEAR_CASE
+    default: return false;
+  }
+}
+
+// dy * act'(.) from what the activation saves: its output where the struct says so, else x.
+template <class A, class T>
+inline auto derived(T dy, T saved, int) -> decltype(A::of(dy, saved)) { return A::of(dy, saved); }
+template <class A, class T>
+inline T derived(T dy, T saved, long) { return A::d(dy, saved); }
+template <class A, class T>
+inline T derived(T dy, T saved) { return derived<A>(dy, saved, 0); }
+
+template <class T>
+inline T act(int64_t which, T x) {
+  with(which, [&x](auto a) { x = decltype(a)::f(x); });
+  return x;
+}
+template <class T>
+inline T dact(int64_t which, T dy, T saved) {
+  with(which, [&](auto a) { dy = derived<decltype(a)>(dy, saved); });
+  return dy;
+}
+
+// Whether it saves the pre-activation.
+inline bool saves_pre(int64_t which) {
+#define FASTLINEAR_SAVED(A, PRE) PRE,
+  constexpr bool kPre[] = {FASTLINEAR_ACTIVATIONS(FASTLINEAR_SAVED)};
+#undef FASTLINEAR_SAVED
+  return kPre[which];
+}
 
 }  // namespace

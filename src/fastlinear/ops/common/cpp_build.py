@@ -35,6 +35,7 @@ from fastlinear.core.settings import cache_dir
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.backend import about_to_run
 from fastlinear.ops.common import library_store
+from fastlinear.ops.common.activations import CPP_MACRO
 from fastlinear.ops.common.compiler import STOPPED, Compiler
 from fastlinear.ops.common.compiler import compiler as compiler
 
@@ -52,6 +53,7 @@ _FLAGS = (
     "-fno-trapping-math",
     "-ffp-contract=fast",
 )
+_ACTIVATIONS = "activations.h"  # needs the list of them
 _QUIET_S = 1.0  # of waiting before a line says why
 _TORCH_THREADS = "_ZN2at15get_num_threadsEv"  # at::get_num_threads()
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
@@ -344,9 +346,11 @@ def _prepared(source: Path) -> tuple[list[str], list[str], list[Path]]:
     assert runtime is not None
     ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
     wide = ("-mprefer-vector-width=512",) if "AVX512" in _capability() else ()
-    cxx, flags = [*(compiler() or ())], [*_FLAGS, *wide, *sanitizers()]
+    files = sources(source)
+    listed = (f"-D{CPP_MACRO}",) if _ACTIVATIONS in {path.name for path in files} else ()
+    cxx, flags = [*(compiler() or ())], [*_FLAGS, *wide, *listed, *sanitizers()]
     digest = hashlib.sha256("\0".join([*cxx, *flags, *_processor()]).encode())
-    for path in sources(source):
+    for path in files:
         digest.update(f"\0{path.name}\0".encode() + path.read_bytes())
     name = f"{source.stem}-{digest.hexdigest()[:16]}.so"
     return cxx, flags, [folder / name for folder in library_store.folders()]

@@ -175,14 +175,8 @@ void activate_lanes(V& v) {
   v = load(t);
 }
 
-// Numbered as the names in activations.py.
 void activate(int which, V& v) {
-  switch (which) {
-#define CASE(NUMBER, A) case NUMBER: return activate_lanes<A>(v);
-    CASE(1, Relu) CASE(2, Relu2) CASE(3, Silu) CASE(4, Gelu) CASE(5, GeluTanh)
-    CASE(6, Sigmoid) CASE(7, Tanh) CASE(8, QuickGelu) CASE(9, LeakyRelu)
-#undef CASE
-  }
+  if (which != kNone) with(which, [&](auto a) { activate_lanes<decltype(a)>(v); });
 }
 
 inline int threads_for(int64_t k, int64_t features, int64_t blocks) {

@@ -334,18 +334,12 @@ void backward_all(Backward<T> lines, const Call& c, const T* dy, const T* x, con
   }
 }
 
-// Numbered as the names in activations.py.
-#define FASTLINEAR_EACH(LINES)                                                               \
-  LINES(None), LINES(Relu), LINES(Relu2), LINES(Silu), LINES(Gelu), LINES(GeluTanh),         \
-      LINES(Sigmoid), LINES(Tanh), LINES(QuickGelu), LINES(LeakyRelu)
-constexpr int64_t kActivations = 10;
-
 template <class T>
 void forward(const Call& c, const T* x, const T* w, const T* b, const T* r, T* y) {
-#define LINES(A)                                                            \
+#define LINES(A, PRE)                                                       \
   {forward_lines<A, T, true, false, kInside<A, T>>, forward_lines<A, T, true, false, kPast<A, T>>, \
-   forward_lines<A, T, true, true, kInside<A, T>>, forward_lines<A, T, true, true, kAnywhere>}
-  static constexpr Forward<T> kLines[kActivations][4] = {FASTLINEAR_EACH(LINES)};
+   forward_lines<A, T, true, true, kInside<A, T>>, forward_lines<A, T, true, true, kAnywhere>},
+  static constexpr Forward<T> kLines[kActivations][4] = {FASTLINEAR_ACTIVATIONS(LINES)};
 #undef LINES
   static constexpr Forward<T> kScaled[4] = {forward_lines<None, T, false, false, kInside<None, T>>,
                                             forward_lines<None, T, false, false, kPast<None, T>>,
@@ -359,8 +353,8 @@ void forward(const Call& c, const T* x, const T* w, const T* b, const T* r, T* y
 
 template <class T>
 void backward(const Call& c, const T* dy, const T* x, const T* w, const T* b, T* dx, T* dw, T* db) {
-#define LINES(A) backward_lines<A, T>
-  static constexpr Backward<T> kLines[kActivations] = {FASTLINEAR_EACH(LINES)};
+#define LINES(A, PRE) backward_lines<A, T>,
+  static constexpr Backward<T> kLines[kActivations] = {FASTLINEAR_ACTIVATIONS(LINES)};
 #undef LINES
   if (c.fresh && dx) large_pages(dx, size_t(c.m) * c.k * sizeof(T));
   if (c.act < 0 || c.act >= kActivations) std::abort();

@@ -124,29 +124,14 @@ void backward_all(const T* dh, const T* gate, const T* up, T* dgate, T* dup, T* 
   }
 }
 
-// Numbered as the names in activations.py.
-#define FASTLINEAR_SWITCH(CALL)        \
-  switch (which) {                     \
-    case 0: CALL(None); return 0;      \
-    case 1: CALL(Relu); return 0;      \
-    case 2: CALL(Relu2); return 0;     \
-    case 3: CALL(Silu); return 0;      \
-    case 4: CALL(Gelu); return 0;      \
-    case 5: CALL(GeluTanh); return 0;  \
-    case 6: CALL(Sigmoid); return 0;   \
-    case 7: CALL(Tanh); return 0;      \
-    case 8: CALL(QuickGelu); return 0; \
-    case 9: CALL(LeakyRelu); return 0; \
-    default: return 1;                 \
-  }
-
 template <class T>
 int forward(int which, const T* gate, const T* up, T* h, int64_t m, int64_t n, int64_t row,
             int64_t step, int threads) {
 #define REST gate, up, h, m, n, row, threads
-#define CALL(A) step == 1 ? forward_all<A, T, 1>(REST) : forward_all<A, T, 2>(REST)
-  FASTLINEAR_SWITCH(CALL)
-#undef CALL
+  return !with(which, [&](auto a) {
+    using A = decltype(a);
+    step == 1 ? forward_all<A, T, 1>(REST) : forward_all<A, T, 2>(REST);
+  });
 #undef REST
 }
 
@@ -155,9 +140,10 @@ int backward(int which, const T* dh, const T* gate, const T* up, T* dgate, T* du
              T* sum_gate, T* sum_up, int64_t m, int64_t n, int64_t row, int64_t step,
              int64_t chunks, int threads) {
 #define REST dh, gate, up, dgate, dup, h, sum_gate, sum_up, m, n, row, chunks, threads
-#define CALL(A) step == 1 ? backward_all<A, T, 1>(REST) : backward_all<A, T, 2>(REST)
-  FASTLINEAR_SWITCH(CALL)
-#undef CALL
+  return !with(which, [&](auto a) {
+    using A = decltype(a);
+    step == 1 ? backward_all<A, T, 1>(REST) : backward_all<A, T, 2>(REST);
+  });
 #undef REST
 }
 

@@ -6,8 +6,6 @@
 
 namespace {
 
-constexpr int64_t kRelu = 1;  // of the activations' numbers
-
 struct Call {
   int64_t batch, length, groups, k, n;
   int64_t act, half;          // which activation; whether the numbers are bfloat16

@@ -114,14 +114,6 @@ void scatter(const float* from, int64_t pitch, int64_t rows, int64_t cols, T* to
 
 // --------------------------------------------------------------------------------------------
 
-// Derivatives that read the output.
-struct OfSigmoid {
-  static float d(float dy, float y) { return dy * (y * (1.0f - y)); }
-};
-struct OfTanh {
-  static float d(float dy, float y) { return dy * (1.0f - y * y); }
-};
-
 template <class A>
 void activate_rows(float* p, int64_t pitch, int64_t rows, int64_t cols) {
   for (int64_t r = 0; r < rows; ++r) {
@@ -136,29 +128,23 @@ void derive_rows(float* p, int64_t pitch, const float* saved, int64_t saved_pitc
   for (int64_t r = 0; r < rows; ++r) {
     float* __restrict dy = p + r * pitch;
     const float* __restrict from = saved + r * saved_pitch;
-    for (int64_t c = 0; c < cols; ++c) dy[c] = A::d(dy[c], from[c]);
+    for (int64_t c = 0; c < cols; ++c) dy[c] = derived<A>(dy[c], from[c]);
   }
 }
 
-// p = act(p). Numbered as the names in activations.py.
+// p = act(p)
 void activate(int64_t which, float* p, int64_t pitch, int64_t rows, int64_t cols) {
-  switch (which) {
-#define CASE(NUMBER, A) case NUMBER: return activate_rows<A>(p, pitch, rows, cols);
-    CASE(1, Relu) CASE(2, Relu2) CASE(3, Silu) CASE(4, Gelu) CASE(5, GeluTanh)
-    CASE(6, Sigmoid) CASE(7, Tanh) CASE(8, QuickGelu) CASE(9, LeakyRelu)
-#undef CASE
-  }
+  if (which == kNone) return;
+  with(which, [&](auto a) { activate_rows<decltype(a)>(p, pitch, rows, cols); });
 }
 
 // p = p act', from the output or the pre-activation, whichever the activation saves.
 void derive(int64_t which, float* p, int64_t pitch, const float* saved, int64_t saved_pitch,
             int64_t rows, int64_t cols) {
-  switch (which) {
-#define CASE(NUMBER, A) case NUMBER: return derive_rows<A>(p, pitch, saved, saved_pitch, rows, cols);
-    CASE(1, Relu) CASE(2, Relu2) CASE(3, Silu) CASE(4, Gelu) CASE(5, GeluTanh)
-    CASE(6, OfSigmoid) CASE(7, OfTanh) CASE(8, QuickGelu) CASE(9, LeakyRelu)
-#undef CASE
-  }
+  if (which == kNone) return;
+  with(which, [&](auto a) {
+    derive_rows<decltype(a)>(p, pitch, saved, saved_pitch, rows, cols);
+  });
 }
 
 

@@ -7,7 +7,7 @@
 // belongs to the thread. Vectors are those of the processor compiled for (kLanes floats).
 //
 //   common/vectors.h   loads, lanes turned and added       mlp_dots.h      products for a few rows
-//   mlp_activations.h  the activations, their derivatives  mlp_product.h   products for many rows
+//   common/activations.h  activations, derivatives        mlp_product.h   products for many rows
 //   common/threads.h   scratch, number of threads          mlp_forward.h, mlp_backward.h
 
 #include "mlp_backward.h"

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "mlp_activations.h"
+#include "../common/activations.h"
 #include "../common/threads.h"
 #include "../common/vectors.h"
 
