@@ -10,7 +10,7 @@
 //   FORM_QUOTIENT  the same, x * sigmoid(x) as a quotient; gelu by erfc
 //   FORM_TAIL      expf and an approximate reciprocal; gelu by the tail of the distribution
 //
-// A new activation needs one form: FAST where an approximate instruction is exact enough, else none.
+// A new activation needs one form, or two: FAST and the math library.
 // Comparisons are written so that NaN stays NaN.
 
 #define FORM_FAST 0
@@ -117,7 +117,8 @@ __device__ __forceinline__ float act(float x) {
   return x;
 }
 
-// act(x), and its derivative there; NaN and what is at 0 as PyTorch has them. FAST only.
+// act(x), and its derivative there; NaN and what is at 0 as PyTorch has them. gelu and gelu_tanh
+// are FAST whatever the form.
 __device__ __forceinline__ float act_and_slope(float x, float& slope) {
   if constexpr (ACT == ACT_RELU) {
     slope = x <= 0.0f ? 0.0f : 1.0f;
@@ -181,16 +182,12 @@ __device__ __forceinline__ float graded(float dy, float saved) {
     return saved <= 0.0f ? 0.0f : dy * (2.0f * saved);
   if constexpr (ACT == ACT_SIGMOID) return dy * (saved * (1.0f - saved));
   if constexpr (ACT == ACT_TANH) return dy * (1.0f - saved * saved);
-  if constexpr (ACT_FORM == FORM_FAST) {
-    float grad;
-    act_and_grad(saved, dy, grad);
-    return grad;
-  }
-  if constexpr (ACT == ACT_SILU || ACT == ACT_QUICK_GELU) {
+  constexpr bool kFast = ACT_FORM == FORM_FAST;
+  if constexpr (!kFast && (ACT == ACT_SILU || ACT == ACT_QUICK_GELU)) {
     const float z = ACT == ACT_SILU ? saved : 1.702f * saved, s = sigmoid(z);
     return dy * (s * (1.0f + z * (1.0f - s)));
   }
-  if constexpr (ACT == ACT_GELU_TANH) {
+  if constexpr (!kFast && ACT == ACT_GELU_TANH) {
     constexpr float kLinear = 0.79788456080286536f, kCubic = 0.035677408136300125f;
     constexpr float kSlope = 0.10703222440890037f;
     if constexpr (ACT_FORM == FORM_QUOTIENT) {
@@ -203,7 +200,7 @@ __device__ __forceinline__ float graded(float dy, float saved) {
     const float slope = kLinear + kSlope * square;
     return dy * (0.5f * (1.0f + t) + 0.5f * saved * (1.0f - t * t) * slope);
   }
-  if constexpr (ACT == ACT_GELU) {
+  if constexpr (!kFast && ACT == ACT_GELU) {
     if constexpr (ACT_FORM == FORM_QUOTIENT) {
       const float density = 0.3989422804014327f * expf(-0.5f * saved * saved);
       return dy * (0.5f * erfcf(-0.7071067811865476f * saved) + saved * density);
@@ -212,5 +209,7 @@ __device__ __forceinline__ float graded(float dy, float saved) {
     const float bell = exp2_approx(-0.72134752044448170f * (saved * saved));
     return dy * ((saved < 0.0f ? tail : 1.0f - tail) + saved * (0.3989422804014327f * bell));
   }
-  return dy;
+  float grad;
+  act_and_grad(saved, dy, grad);
+  return grad;
 }
