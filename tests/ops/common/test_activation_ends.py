@@ -10,6 +10,7 @@ import ctypes
 import re
 import subprocess
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -135,6 +136,26 @@ def test_elementwise_cpp(name: str) -> None:
     check(name, found[0], 1)
 
 
+GENERATOR = torch.Generator().manual_seed(0)
+ANY_SIZE = torch.randn(128, generator=GENERATOR).sign() * 2.0 ** torch.linspace(-20, 127.99, 128)
+
+
+def check_sine(found: Tensor, cosine: Tensor) -> None:
+    """Of arguments up to the largest: an error of at most two roundings of 1."""
+    for own, exact in ((found, ANY_SIZE.double().sin()), (cosine, ANY_SIZE.double().cos())):
+        error = (own.double() - exact).abs()
+        assert error.max() <= 2.0**-22, ANY_SIZE[error.argmax()]
+    small = ANY_SIZE.abs() < 0.5
+    torch.testing.assert_close(found[small], ANY_SIZE[small].sin(), rtol=2.0**-22, atol=0.0)
+
+
+@pytest.mark.skipif(cpp_elementwise.why_not_loaded() is not None, reason="no C++ compiler")
+def test_sine_of_any_size_in_cpp() -> None:
+    y, ones = torch.empty_like(ANY_SIZE), torch.ones(1, ANY_SIZE.numel())
+    cpp_elementwise.activate("sine", ANY_SIZE, y)
+    check_sine(y, cpp_elementwise.differentiate("sine", ones, ANY_SIZE[None], False)[0][0])
+
+
 # --------------------------------------------------------------------------------------------
 # CUDA C++: the header's own text, compiled for this processor
 
@@ -149,6 +170,9 @@ _HOST = """
 #include <cstring>
 #define __device__
 #define __forceinline__ inline
+#define __constant__ const
+static unsigned __float_as_uint(float x) { unsigned y; std::memcpy(&y, &x, 4); return y; }
+static unsigned __umulhi(unsigned a, unsigned b) { return (unsigned long long)a * b >> 32; }
 """
 _APPROXIMATE = {"ex2.approx.ftz.f32": "y = exp2f(x);", "rcp.approx.ftz.f32": "y = 1.0f / x;"}
 
@@ -187,11 +211,22 @@ def compiled(
     return ctypes.CDLL(str(folder / "device.so"))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_device_code(name: str, compiled: ctypes.CDLL) -> None:
+def device_functions(name: str, compiled: ctypes.CDLL) -> tuple[Any, Any]:
     run, value = getattr(compiled, f"{name}_"), getattr(compiled, f"{name}_value")
     run.argtypes, run.restype = [ctypes.c_float] * 3, ctypes.c_float
     value.argtypes, value.restype = [ctypes.c_float], ctypes.c_float
+    return run, value
+
+
+def test_sine_of_any_size_on_a_device(compiled: ctypes.CDLL) -> None:
+    run, value = device_functions("sine", compiled)
+    numbers = ANY_SIZE.tolist()
+    check_sine(torch.tensor([*map(value, numbers)]), torch.tensor([run(1, x, x) for x in numbers]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_device_code(name: str, compiled: ctypes.CDLL) -> None:
+    run, value = device_functions(name, compiled)
     given = zip(DY.tolist(), PRE.tolist(), saved_of(name).tolist(), strict=True)
     check(name, torch.tensor([run(*three) for three in given]), 1, rtol=1e-4)
     check(name, torch.tensor([value(pre) for pre in PRE.tolist()]), 0, rtol=1e-4)
@@ -230,3 +265,11 @@ def test_triton(name: str) -> None:
     _kernel[(1,)](PRE, DY, saved_of(name), y, dpre, PRE.numel(), name)
     check(name, y, 0)
     check(name, dpre, 1)
+
+
+@compares
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_sine_of_any_size_in_triton() -> None:
+    y, cosine, ones = torch.empty(128), torch.empty(128), torch.ones(128)
+    _kernel[(1,)](ANY_SIZE, ones, ANY_SIZE, y, cosine, 128, "sine")
+    check_sine(y, cosine)

@@ -124,6 +124,7 @@ ACTIVATIONS: dict[str, Activation] = {
             lambda p: F.leaky_relu_(p, LEAKY_RELU_SLOPE),
             lambda: nn.LeakyReLU(LEAKY_RELU_SLOPE),
         ),
+        Activation("sine", torch.sin, lambda dy, p: dy * torch.cos(p), "pre", torch.sin_),
     )
 }
 """Every activation of the public surface, by name, in the order of their codes."""

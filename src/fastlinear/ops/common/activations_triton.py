@@ -24,6 +24,7 @@ _GELU_CUBIC = tl.constexpr(0.044715)
 _QUICK_GELU = tl.constexpr(1.702)
 _FAR = tl.constexpr(64.0)  # beyond which no float32 mass is left
 _LEAKY_SLOPE = tl.constexpr(0.01)
+_NEAR = tl.constexpr(8192.0)  # up to which a quarter turn's parts have few enough bits
 
 
 @triton.jit
@@ -104,6 +105,62 @@ def _normal_tail(a, MATH: tl.constexpr):
 
 
 @triton.jit
+def _sine(x, QUARTERS: tl.constexpr):
+    """sin(x + QUARTERS pi / 2). Exact: up to 8192 the nearest quarter turn is taken away in four
+    parts, of which the products with its number are exact; beyond, see ``_quarters``."""
+    n = tl.floor(x * 0.6366197723675814 + 0.5)
+    r = ((x - n * 1.5703125) - n * 4.837512969970703125e-4) - n * 7.54953362047672271729e-8
+    r = r - n * 2.56334406825708960298e-12
+    quarter = n.to(tl.int32)
+    far = ~(tl.abs(x) <= _NEAR)
+    if tl.max(far.to(tl.int32)) > 0:
+        far_r, far_quarter = _quarters(x)
+        r = tl.where(far, far_r, r)
+        quarter = tl.where(far, far_quarter, quarter)
+    quarter += QUARTERS
+    s = r * r
+    cosine = ((2.44677067e-5 * s - 1.38877297e-3) * s + 4.16666567e-2) * s - 0.5
+    sine = ((2.86567956e-6 * s - 1.98559923e-4) * s + 8.33338592e-3) * s - 1.66666672e-1
+    y = tl.where((quarter & 1) != 0, cosine * s + 1.0, sine * s * r + r)
+    return tl.where((quarter & 2) != 0, -y, y)
+
+
+@triton.jit
+def _quarters(x):
+    """(r, n): x = n quarter turns + r of any |x| >= 1, n up to a multiple of 4. The 96 bits of
+    2 / pi that matter to x are multiplied by its 24; NaN where x is not finite."""
+    bits = x.to(tl.uint32, bitcast=True)
+    m = (bits << 8) | 0x80000000
+    power = ((bits >> 23) & 255) - 126
+    index, shift = power >> 5, power & 31
+    none = tl.zeros_like(m)
+    first = _pick(index, none, 0x28BE60DB, 0x9391054A, 0x7F09D5F4, 0x7D4D3770)
+    second = _pick(index, none + 0x28BE60DB, 0x9391054A, 0x7F09D5F4, 0x7D4D3770, 0x36D8A566)
+    third = _pick(index, none + 0x9391054A, 0x7F09D5F4, 0x7D4D3770, 0x36D8A566, 0x4F10E410)
+    fourth = _pick(index, none + 0x7F09D5F4, 0x7D4D3770, 0x36D8A566, 0x4F10E410, 0x7F9458EA)
+    first = (first << shift) | ((second >> 1) >> (31 - shift))
+    second = (second << shift) | ((third >> 1) >> (31 - shift))
+    third = (third << shift) | ((fourth >> 1) >> (31 - shift))
+    low = m * second
+    sum = low + tl.umulhi(m, third)
+    turns = m * first + tl.umulhi(m, second) + (sum < low).to(tl.uint32)  # in quarters of 2^30
+    quarter = ((turns + 0x20000000) >> 30).to(tl.int32)
+    part = ((turns << 2) | (sum >> 30)).to(tl.int32, bitcast=True).to(tl.float32)
+    r = (part + (sum << 2).to(tl.float32) * 2.3283064365386963e-10) * 3.6572951981250744e-10
+    r = tl.where(tl.abs(x) < float("inf"), r, x - x)
+    return tl.where(x < 0, -r, r), tl.where(x < 0, -quarter, quarter)
+
+
+@triton.jit
+def _pick(index, first, b, c, d, e):
+    """first, b, c, d or e for index 0 to 4."""
+    found = tl.where(index == 1, b, first)
+    found = tl.where(index == 2, c, found)
+    found = tl.where(index == 3, d, found)
+    return tl.where(index == 4, e, found)
+
+
+@triton.jit
 def activation(x, ACTIVATION: tl.constexpr, MATH: tl.constexpr):
     """act(x) for float32 ``x``; NaN stays NaN."""
     if ACTIVATION == "none":
@@ -127,6 +184,8 @@ def activation(x, ACTIVATION: tl.constexpr, MATH: tl.constexpr):
         # 0.5 x (1 + tanh u) = x sigmoid(2u)
         u = x * (_SQRT_2_OVER_PI + (_SQRT_2_OVER_PI * _GELU_CUBIC) * (x * x))
         return _times_sigmoid(x, u, MATH)
+    elif ACTIVATION == "sine":
+        return _sine(x, 0)
     else:
         tl.static_assert(ACTIVATION == "gelu", "unknown activation")
         a = tl.minimum(tl.abs(x), _FAR)
@@ -176,6 +235,8 @@ def activation_grad(dy, saved, ACTIVATION: tl.constexpr, MATH: tl.constexpr):
             # s = sigmoid(2u): d(x s)/dx = s + x s (1 - s) 2u'
             s = _sigmoid(u, MATH)
             return dy * (s * (1.0 + (2.0 * saved * du) * (1.0 - s)))
+    elif ACTIVATION == "sine":
+        return dy * _sine(saved, 1)
     else:
         tl.static_assert(ACTIVATION == "gelu", "unknown activation")
         tail = _normal_tail(tl.minimum(tl.abs(saved), _FAR), MATH)
