@@ -33,6 +33,7 @@ from fastlinear.core.compare import DEFAULT_FACTOR, relative_error, unit_roundin
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.dispatch.backend import families, family
 from fastlinear.ops.common import door, door_node
+from fastlinear.ops.common.activations import widened
 from fastlinear.ops.declared import load_all
 
 _MANY = 256
@@ -157,8 +158,8 @@ class Case:
             if step and self.rng.random() < 0.6:
                 self._change()
             mode = self.rng.choice(_MODES)
-            if mode == "autocast" and (self.dtype is torch.float64 or self.activation == "relu2"):
-                mode = "grad"  # under autocast what relu2 is cast to depends on how it is written
+            if mode == "autocast" and (self.dtype is torch.float64 or widened([self.activation])):
+                mode = "grad"  # what is cast there depends on the ops it is written in
             if self.rng.random() < 0.25:
                 self.backend = self.rng.choice([None, *backends(self.op)])
             self.told.append(f"{mode} {self.backend or ''}".strip())

@@ -113,6 +113,25 @@ inline T cdf_(T x) {
   return pick(a < num<T>(1.0f), small, pick(z < num<T>(0.0f), tail, 1.0f - tail));
 }
 
+// log(1 + u) of 0 <= u <= 1
+template <class T>
+inline T log1p_(T u) {
+  const T s = u / (u + 2.0f), z = s * s;  // 2 atanh(s)
+  T p = z * 1.3333333333e-1f + 1.5384615385e-1f;
+  p = p * z + 1.8181818182e-1f;
+  p = p * z + 2.2222222222e-1f;
+  p = p * z + 2.8571428571e-1f;
+  p = p * z + 4.0e-1f;
+  p = p * z + 6.6666666667e-1f;
+  return s * 2.0f + s * (z * p);
+}
+
+// exp(-|x|), and 0 where exp_ stays at its least.
+template <class T>
+inline T decay_(T x) {
+  return pick(abs_(x) > num<T>(87.0f), num<T>(0.0f), exp_(-abs_(x)));
+}
+
 // sin(x + quarters pi / 2) of any finite x, to about one unit in the last place of 1. The nearest
 // quarter turn comes from 2 / pi in two doubles, for large x less what makes whole turns of it: the
 // products with the first are exact, since it has at most 28 bits.
@@ -204,6 +223,14 @@ struct LeakyRelu {
 struct Sine {
   template <class T> static T f(T x) { return sine_(x, 0); }
   template <class T> static T d(T dy, T x) { return dy * sine_(x, 1); }
+};
+struct Softplus {
+  template <class T> static T f(T x) { return relu_(x) + log1p_(decay_(x)); }
+  template <class T> static T of(T dy, T y) {  // 1 - exp(-y) without its cancellation
+    const T t = tanh_(y * 0.5f);
+    return dy * (2.0f * t / (1.0f + t));
+  }
+  template <class T> static T d(T dy, T x) { return dy * sigmoid_(x); }
 };
 
 // --------------------------------------------------------------------------------------------

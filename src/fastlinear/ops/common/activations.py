@@ -125,6 +125,15 @@ ACTIVATIONS: dict[str, Activation] = {
             lambda: nn.LeakyReLU(LEAKY_RELU_SLOPE),
         ),
         Activation("sine", torch.sin, lambda dy, p: dy * torch.cos(p), "pre", torch.sin_),
+        Activation(
+            "softplus",
+            F.softplus,
+            lambda dy, y: dy * -torch.expm1(-y),
+            "output",
+            lambda p: _aten.softplus.out(p, out=p),
+            nn.Softplus,
+            widened=True,
+        ),
     )
 }
 """Every activation of the public surface, by name, in the order of their codes."""

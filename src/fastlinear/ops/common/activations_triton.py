@@ -105,6 +105,34 @@ def _normal_tail(a, MATH: tl.constexpr):
 
 
 @triton.jit
+def _softplus(x, MATH: tl.constexpr):
+    """log(1 + exp(x)) = max(x, 0) + log(1 + u), u = exp(-|x|), by 2 atanh(u / (2 + u))."""
+    u = _exp(-tl.abs(x), MATH)
+    s = u / (2.0 + u)
+    z = s * s
+    p = (2.0 / 15.0) * z + 2.0 / 13.0
+    p = p * z + 2.0 / 11.0
+    p = p * z + 2.0 / 9.0
+    p = p * z + 2.0 / 7.0
+    p = p * z + 2.0 / 5.0
+    p = p * z + 2.0 / 3.0
+    return tl.where(x < 0, 0.0, x) + (2.0 * s + s * z * p)
+
+
+@triton.jit
+def _one_less_exp(y, MATH: tl.constexpr):
+    """1 - exp(-y) of y >= 0: a Taylor polynomial below 0.5, where the difference would cancel."""
+    p = 1.0 - y * (1.0 / 8.0)
+    p = 1.0 - y * (1.0 / 7.0) * p
+    p = 1.0 - y * (1.0 / 6.0) * p
+    p = 1.0 - y * (1.0 / 5.0) * p
+    p = 1.0 - y * (1.0 / 4.0) * p
+    p = 1.0 - y * (1.0 / 3.0) * p
+    p = 1.0 - y * (1.0 / 2.0) * p
+    return tl.where(y < 0.5, y * p, 1.0 - _exp(-y, MATH))
+
+
+@triton.jit
 def _sine(x, QUARTERS: tl.constexpr):
     """sin(x + QUARTERS pi / 2). Exact: up to 8192 the nearest quarter turn is taken away in four
     parts, of which the products with its number are exact; beyond, see ``_quarters``."""
@@ -186,6 +214,8 @@ def activation(x, ACTIVATION: tl.constexpr, MATH: tl.constexpr):
         return _times_sigmoid(x, u, MATH)
     elif ACTIVATION == "sine":
         return _sine(x, 0)
+    elif ACTIVATION == "softplus":
+        return _softplus(x, MATH)
     else:
         tl.static_assert(ACTIVATION == "gelu", "unknown activation")
         a = tl.minimum(tl.abs(x), _FAR)
@@ -237,6 +267,8 @@ def activation_grad(dy, saved, ACTIVATION: tl.constexpr, MATH: tl.constexpr):
             return dy * (s * (1.0 + (2.0 * saved * du) * (1.0 - s)))
     elif ACTIVATION == "sine":
         return dy * _sine(saved, 1)
+    elif ACTIVATION == "softplus":
+        return dy * _one_less_exp(saved, MATH)
     else:
         tl.static_assert(ACTIVATION == "gelu", "unknown activation")
         tail = _normal_tail(tl.minimum(tl.abs(saved), _FAR), MATH)
@@ -251,5 +283,7 @@ def activation_grad_at(dy, pre, ACTIVATION: tl.constexpr, MATH: tl.constexpr):
     """dy * act'(pre) in float32, from the pre-activation whatever the activation saves."""
     if ACTIVATION == "sigmoid" or ACTIVATION == "tanh":
         return activation_grad(dy, activation(pre, ACTIVATION, MATH), ACTIVATION, MATH)
+    elif ACTIVATION == "softplus":
+        return dy * _sigmoid(0.5 * pre, MATH)
     else:
         return activation_grad(dy, pre, ACTIVATION, MATH)

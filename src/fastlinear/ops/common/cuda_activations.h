@@ -121,6 +121,21 @@ __device__ __forceinline__ float sine(float x, int quarters) {
   return quarter & 2 ? -y : y;
 }
 
+// exp(-|x|)
+__device__ __forceinline__ float decay(float x) {
+  if constexpr (ACT_FORM == FORM_FAST) return exp2_approx(-1.4426950408889634f * fabsf(x));
+  return expf(-fabsf(x));
+}
+
+// log(1 + exp(x)); FAST: relative error below 2e-6.
+__device__ __forceinline__ float softplus(float x) {
+  const float u = decay(x), positive = x < 0.0f ? 0.0f : x;
+  if constexpr (ACT_FORM != FORM_FAST) return positive + log1pf(u);
+  const float s = u * rcp_approx(2.0f + u), z = s * s;  // 2 atanh(s)
+  const float poly = fmaf(fmaf(fmaf(0.22222222f, z, 0.28571429f), z, 0.4f), z, 0.66666667f);
+  return positive + fmaf(s * z, poly, 2.0f * s);
+}
+
 // act(x)
 template <int A = ACT>
 __device__ __forceinline__ float act(float x) {
@@ -162,6 +177,7 @@ __device__ __forceinline__ float act(float x) {
     return x * rcp_approx(1.0f + exp2_approx(power));
   }
   if constexpr (A == ACT_SINE) return sine<A>(x, 0);
+  if constexpr (A == ACT_SOFTPLUS) return softplus(x);
   return x;
 }
 
@@ -214,6 +230,10 @@ __device__ __forceinline__ float act_and_slope(float x, float& slope) {
     slope = sine<A>(x, 1);
     return sine<A>(x, 0);
   }
+  if constexpr (A == ACT_SOFTPLUS) {
+    slope = sigmoid(x);
+    return softplus(x);
+  }
   slope = 1.0f;
   return x;
 }
@@ -235,6 +255,11 @@ __device__ __forceinline__ float graded(float dy, float saved) {
     return saved <= 0.0f ? 0.0f : dy * (2.0f * saved);
   if constexpr (ACT == ACT_SIGMOID) return dy * (saved * (1.0f - saved));
   if constexpr (ACT == ACT_TANH) return dy * (1.0f - saved * saved);
+  if constexpr (ACT == ACT_SOFTPLUS) {  // 1 - exp(-y)
+    if constexpr (ACT_FORM != FORM_FAST) return dy * -expm1f(-saved);
+    const float near = fmaf(fmaf(fmaf(-0.041666667f, saved, 0.16666667f), saved, -0.5f), saved, 1.0f);
+    return dy * (saved < 0.0625f ? saved * near : 1.0f - decay(saved));
+  }
   constexpr bool kFast = ACT_FORM == FORM_FAST;
   if constexpr (!kFast && (ACT == ACT_SILU || ACT == ACT_QUICK_GELU)) {
     const float z = ACT == ACT_SILU ? saved : 1.702f * saved, s = sigmoid(z);
