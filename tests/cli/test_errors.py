@@ -106,7 +106,7 @@ def test_plan_of_another_model(run: Run, folder: Path) -> None:
 @pytest.mark.parametrize("command", ["explain", "tune"])
 def test_unknown_names(run: Run, command: str) -> None:
     for arguments in (
-        ("--activation", "mish"),
+        ("--activation", "selu"),
         ("--weight-layout", "nn"),
         ("conv2d",),
         ("--m", "0"),
@@ -130,8 +130,8 @@ def test_unknown_names(run: Run, command: str) -> None:
         (("mlp", "--widths", "64,²"), "two or more whole numbers"),
         (("mlp", "--widths", "8,8", "--layers", "2"), "either --widths or --layers and --width"),
         (("mlp", "--k", "64"), "received --k. Give --widths"),
-        (("mlp", "--activation", "mish"), "mlp: expected activation in none, relu"),
-        (("mlp", "--final-activation", "mish"), "final_activation"),
+        (("mlp", "--activation", "selu"), "mlp: expected activation in none, relu"),
+        (("mlp", "--final-activation", "selu"), "final_activation"),
         (("mlp", "--weight-layout", "nn"), "nk or kn"),
         (("--widths", "64,64"), "received --widths. These belong to another op"),
         (("linear_act", "--final-activation", "relu", "--width", "3"), "--width, --final-act"),

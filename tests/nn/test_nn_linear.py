@@ -149,7 +149,7 @@ def test_unknown_activation_is_refused_at_construction() -> None:
     with pytest.raises(
         InputError, match=r"fastlinear.nn.Linear: expected activation in none, relu"
     ):
-        fl.nn.Linear(3, 4, activation="mish")
+        fl.nn.Linear(3, 4, activation="selu")
 
 
 def test_dtype_device_and_repr() -> None:

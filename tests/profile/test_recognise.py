@@ -29,6 +29,10 @@ def test_every_known_activation(name):
         (nn.Sigmoid(), "sigmoid"),
         (nn.LeakyReLU(), "leaky_relu"),
         (nn.LeakyReLU(0.2), None),
+        (nn.Softplus(), "softplus"),
+        (nn.Softplus(beta=2.0), None),
+        (nn.Softplus(threshold=19.0), None),
+        (nn.Mish(), "mish"),
         (nn.ReLU6(), None),
         (nn.Hardtanh(-100, 100), None),
         (nn.PReLU(), None),
@@ -59,12 +63,19 @@ def test_transformers_activations():
         "relu2": "relu2",
         "silu": "silu",
         "gelu_10": None,
-        "mish": None,
+        "mish": "mish",
         "linear": None,
     }
     for key, name in expected.items():
         found = recognise_module(activations.ACT2FN[key])
         assert (found.name if found else None) == name, key
+
+
+def test_functions():
+    assert recognise(torch.sin).name == "sine"
+    assert recognise(lambda t: torch.log1p(torch.exp(t))) is None  # infinite where torch's is not
+    assert recognise(lambda t: F.softplus(t, threshold=19)) is None
+    assert recognise(lambda t: t * torch.tanh(F.softplus(t))).name == "mish"
 
 
 def test_inplace_is_told():

@@ -38,6 +38,9 @@ ACTIVATIONS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "tanh": ("output", torch.tanh),
     "quick_gelu": ("pre", lambda x: x * torch.sigmoid(1.702 * x)),
     "leaky_relu": ("output", F.leaky_relu),
+    "sine": ("pre", torch.sin),
+    "softplus": ("output", F.softplus),
+    "mish": ("pre", F.mish),
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -232,6 +232,26 @@ struct Softplus {
   }
   template <class T> static T d(T dy, T x) { return dy * sigmoid_(x); }
 };
+struct Mish {  // x w, w = tanh(softplus(x)): rational in u = exp(-|x|), without cancellation
+  template <class T> static T f(T x) {
+    const T u = decay_(x), top = upper(x, u);
+    return x * (top / (top + lower(x, u)));
+  }
+  template <class T> static T d(T dy, T x) {
+    const T u = decay_(x), top = upper(x, u), rest = lower(x, u), all_ = top + rest;
+    const T w = top / all_, v = rest / all_;  // v = 1 - w
+    const T sigmoid = pick(x < num<T>(0.0f), u, num<T>(1.0f)) / (1.0f + u);
+    return dy * (w + x * (v * (2.0f - v) * sigmoid));
+  }
+
+ private:
+  template <class T> static T upper(T x, T u) {
+    return 2.0f * u + pick(x < num<T>(0.0f), u * u, num<T>(1.0f));
+  }
+  template <class T> static T lower(T x, T u) {
+    return 2.0f * pick(x < num<T>(0.0f), num<T>(1.0f), u * u);
+  }
+};
 
 // --------------------------------------------------------------------------------------------
 // Forms for passes over memory that do nothing else (elementwise.cpp): fewer operations, other last

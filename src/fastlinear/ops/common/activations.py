@@ -134,6 +134,14 @@ ACTIVATIONS: dict[str, Activation] = {
             nn.Softplus,
             widened=True,
         ),
+        Activation(
+            "mish",
+            F.mish,
+            lambda dy, p: _aten.mish_backward(dy, p),
+            "pre",
+            lambda p: F.mish(p, inplace=True),
+            nn.Mish,
+        ),
     )
 }
 """Every activation of the public surface, by name, in the order of their codes."""

@@ -133,6 +133,13 @@ def _one_less_exp(y, MATH: tl.constexpr):
 
 
 @triton.jit
+def _mish_parts(x, MATH: tl.constexpr):
+    """(e, p), e = exp(x) of x up to 40, p = e (e + 2): tanh(softplus(x)) = p / (p + 2)."""
+    e = _exp(tl.minimum(x, 40.0), MATH)
+    return e, e * (e + 2.0)
+
+
+@triton.jit
 def _sine(x, QUARTERS: tl.constexpr):
     """sin(x + QUARTERS pi / 2). Exact: up to 8192 the nearest quarter turn is taken away in four
     parts, of which the products with its number are exact; beyond, see ``_quarters``."""
@@ -216,6 +223,9 @@ def activation(x, ACTIVATION: tl.constexpr, MATH: tl.constexpr):
         return _sine(x, 0)
     elif ACTIVATION == "softplus":
         return _softplus(x, MATH)
+    elif ACTIVATION == "mish":
+        _, p = _mish_parts(x, MATH)
+        return x * (p / (p + 2.0))
     else:
         tl.static_assert(ACTIVATION == "gelu", "unknown activation")
         a = tl.minimum(tl.abs(x), _FAR)
@@ -269,6 +279,11 @@ def activation_grad(dy, saved, ACTIVATION: tl.constexpr, MATH: tl.constexpr):
         return dy * _sine(saved, 1)
     elif ACTIVATION == "softplus":
         return dy * _one_less_exp(saved, MATH)
+    elif ACTIVATION == "mish":
+        e, p = _mish_parts(saved, MATH)
+        v = 2.0 / (p + 2.0)  # 1 - tanh(softplus(x))
+        slope = tl.where(saved > 40.0, 0.0, v * (2.0 - v) * (e / (1.0 + e)))
+        return dy * (p / (p + 2.0) + saved * slope)
     else:
         tl.static_assert(ACTIVATION == "gelu", "unknown activation")
         tail = _normal_tail(tl.minimum(tl.abs(saved), _FAR), MATH)

@@ -136,6 +136,18 @@ __device__ __forceinline__ float softplus(float x) {
   return positive + fmaf(s * z, poly, 2.0f * s);
 }
 
+// tanh(softplus(x)) and its difference from 1: rational in u = exp(-|x|), without cancellation.
+__device__ __forceinline__ float tanh_softplus(float x, float u, float& rest) {
+  const float top = 2.0f * u + (x < 0.0f ? u * u : 1.0f), low = x < 0.0f ? 2.0f : 2.0f * u * u;
+  if constexpr (ACT_FORM == FORM_FAST) {
+    const float scale = rcp_approx(top + low);
+    rest = low * scale;
+    return top * scale;
+  }
+  rest = low / (top + low);
+  return top / (top + low);
+}
+
 // act(x)
 template <int A = ACT>
 __device__ __forceinline__ float act(float x) {
@@ -178,6 +190,10 @@ __device__ __forceinline__ float act(float x) {
   }
   if constexpr (A == ACT_SINE) return sine<A>(x, 0);
   if constexpr (A == ACT_SOFTPLUS) return softplus(x);
+  if constexpr (A == ACT_MISH) {
+    float rest;
+    return x * tanh_softplus(x, decay(x), rest);
+  }
   return x;
 }
 
@@ -233,6 +249,14 @@ __device__ __forceinline__ float act_and_slope(float x, float& slope) {
   if constexpr (A == ACT_SOFTPLUS) {
     slope = sigmoid(x);
     return softplus(x);
+  }
+  if constexpr (A == ACT_MISH) {
+    const float u = decay(x), part = x < 0.0f ? u : 1.0f;
+    float rest;
+    const float w = tanh_softplus(x, u, rest);
+    const float s = ACT_FORM == FORM_FAST ? part * rcp_approx(1.0f + u) : part / (1.0f + u);
+    slope = fmaf(x, rest * (2.0f - rest) * s, w);
+    return x * w;
   }
   slope = 1.0f;
   return x;
