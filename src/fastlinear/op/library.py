@@ -153,7 +153,7 @@ def _add_before_autograd(op: _Op) -> None:
             return op["implementation"](*args)
         if torch.is_grad_enabled() and _needs_grad(args):
             return op["differentiable"](*args)
-        with torch._C._AutoDispatchBelowAutograd():  # type: ignore[no-untyped-call]
+        with torch._C._AutoDispatchBelowAutograd():
             return registered.redispatch(keys & torch._C._after_autograd_keyset, *args)
 
     for key in ("AutogradCPU", "AutogradCUDA"):
@@ -174,7 +174,7 @@ def _once(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
             found, structure = tree_flatten(backward(ctx, *grads))
         tensors = [t for t in found if t is not None]
         read = [t for t in tree_flatten((ctx.saved_tensors, grads))[0] if t is not None]
-        marked = iter(_Once.apply(name, len(tensors), *tensors, *read))
+        marked = iter(_Once.apply(name, len(tensors), *tensors, *read))  # type: ignore[no-untyped-call]
         return tree_unflatten([t if t is None else next(marked) for t in found], structure)
 
     return formula
