@@ -17,6 +17,7 @@ typedef unsigned short u16;
 typedef unsigned long long u64;
 
 #define __device__
+#define __constant__ const
 #define __global__
 #define __grid_constant__
 #define __forceinline__ inline
@@ -24,6 +25,13 @@ typedef unsigned long long u64;
 #define __launch_bounds__(...)
 #define __shared__ static
 #define SHARED_MEMORY unsigned char* memory = shared_memory
+
+inline u32 __float_as_uint(float x) {
+  u32 bits;
+  memcpy(&bits, &x, 4);
+  return bits;
+}
+inline u32 __umulhi(u32 a, u32 b) { return static_cast<u64>(a) * b >> 32; }
 
 struct float2 {
   float x, y;

@@ -105,7 +105,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
         pitched, extras = kind.pitches is not None, kind.extras()
         key = kind.call, kind.dtype, kind.choice.tiles, places, pitched, extras
         if key not in kernels:
-            headers = (here, "groups.h", "shares.h")
+            headers = (here, *compiled._HEADERS[1:])
             rest = (*kind.call, kind.choice.tiles, places, pitched, extras)
             path = tmp_path / f"{len(kernels)}.cpp"
             path.write_text(compiled.source(kind.dtype, *rest, headers=headers) + _MAIN)

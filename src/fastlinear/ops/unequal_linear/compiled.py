@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 
 from fastlinear.ops.common import cuda_driver as driver
-from fastlinear.ops.common.activations import CUDA_HEADER, cuda_macros
+from fastlinear.ops.common.activations import cuda_macros
 from fastlinear.ops.unequal_linear.config import EXTRAS, FORWARD, SINGLE, SMALL, Extras, Tiles
 
 MAX_GROUPS = 240
 """Groups of one launch; more take several."""
 KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
-_HEADERS = ("instructions.h", "groups.h", "shares.h")
+_HEADERS = ("instructions.h", "../common/cuda_activations.h", "groups.h", "shares.h")
 _KERNEL = "unequal_linear"
 
 
@@ -52,7 +52,7 @@ def source(
     }
     here = Path(__file__).parent
     files = (here / name for name in (*headers, "single.cu" if wide else "half.cu"))
-    text = "".join(path.read_text() for path in (CUDA_HEADER, *files))
+    text = "".join(path.read_text() for path in files)
     return "".join(f"#define {name} {v}\n" for name, v in macros.items()) + text
 
 
