@@ -478,8 +478,8 @@ def test_what_is_left_of_a_shorter_chain_is_as_it_is_alone() -> None:
     assert "'0.0.0' is rewritten in the forward of its block '0'" in chains._in_the_way(
         part, single
     )
-    assert chains._with(part, single, alone)["0.0.0"] is alone["0.0.0"]
-    assert "0.0.0" not in chains._with(part, single, {})
+    assert chains._with(part, single, alone, {})["0.0.0"] is alone["0.0.0"]
+    assert "0.0.0" not in chains._with(part, single, {}, {})
     taken = {c.fqn: c for c in chains.members(part)}
     other = dataclasses.replace(first, members=longer.members[:1])
     assert "is part of another chain's" in chains._in_the_way(other, taken)
