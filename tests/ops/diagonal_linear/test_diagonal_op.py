@@ -315,9 +315,11 @@ def test_registered_ops_are_sound() -> None:
     ops = torch.ops.fastlinear
     opcheck(ops.diagonal_linear, (x, w, b, r, "gelu", True, ""))
     opcheck(ops.diagonal_linear, (x, w, None, None, "relu", True, "cpp"))
-    given = [t.detach() for t in (r, x, w, b)]
-    opcheck(ops.diagonal_linear_backward, (*given, "gelu", True, False, True))
-    opcheck(ops.diagonal_linear_backward, (*given[:3], None, "none", False, True, False))
+    dy, *given = (t.detach() for t in (r, x, w, b))
+    needs = [True, False, True, False]
+    opcheck(ops.diagonal_linear_backward, (dy, None, *given, None, "gelu", needs, ""))
+    needs = [False, True, False, False]
+    opcheck(ops.diagonal_linear_backward, (dy, None, *given[:2], None, None, "none", needs, ""))
 
 
 def test_transforms_and_forward_mode() -> None:

@@ -325,9 +325,8 @@ def test_compiles_whole(activation: str) -> None:
 def test_opcheck() -> None:
     x, w, sizes, b = drawn(12, [5, 0, 3], 4, 6, torch.float32)
     for activation in ("relu", "gelu"):
-        torch.library.opcheck(
-            torch.ops.fastlinear.ragged_linear, (x, w, sizes, b, activation, True)
-        )
+        call = (x, w, sizes, b, activation, True, "")
+        torch.library.opcheck(torch.ops.fastlinear.ragged_linear, call)
 
 
 def test_loop_is_right_and_zero_behind_the_last_group() -> None:

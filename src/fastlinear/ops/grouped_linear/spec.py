@@ -50,11 +50,14 @@ def _rows(x: Tensor, weight: Tensor, layout: str) -> Tensor:
 
 
 def _resolve(arguments: Arguments, grad: bool, _: bool) -> Resolved:
-    x, weight, _, activation, layout, _ = arguments
+    x, weight, _, activation, layout, backend = arguments
     own = _own(activation, layout)
-    if x.device.type not in ("cpu", "cuda") or not x.numel() * weight.numel():
+    empty = not x.numel() * weight.numel()
+    if x.device.type not in ("cpu", "cuda") or (empty and backend is None):
         return Resolved(own, own, by_torch=True)
-    chosen = choices(SPEC, arguments, grad)
+    chosen = choices(SPEC, arguments, grad)  # one that cannot serve is refused of empty tensors too
+    if empty:
+        return Resolved(own, own, by_torch=True)
     if grad:
         names = {c.backend.name for c in chosen if c.problem.piece != STEP}
         return (

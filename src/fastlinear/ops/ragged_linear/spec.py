@@ -43,12 +43,12 @@ def _choices(p: Problem, backend: str | None, _: Arguments) -> tuple[Choice, ...
 
 
 def _resolve(arguments: Arguments, grad: bool, _: bool) -> Resolved:
-    x, weight, _, activation, _ = arguments
-    own = partial(_own, activation)
-    if x.device.type not in ("cpu", "cuda") or not x.numel() * weight.numel():
+    x, weight, _, activation, backend = arguments
+    own, empty = partial(_own, activation), not x.numel() * weight.numel()
+    if x.device.type not in ("cpu", "cuda") or (empty and backend is None):
         return Resolved(own, by_torch=True)
-    chosen = choices(SPEC, arguments, grad)
-    if chosen[0].backend.name == "eager":
+    chosen = choices(SPEC, arguments, grad)  # one that cannot serve is refused of empty tensors too
+    if empty or chosen[0].backend.name == "eager":
         return Resolved(own, by_torch=True)
     if grad:
         return _train(arguments, chosen)
