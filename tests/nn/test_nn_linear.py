@@ -210,14 +210,14 @@ def test_training_reaches_the_same_weights() -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("through", "most_us"), [("door", 1.0), ("python", 6.0)])
+@pytest.mark.parametrize(("through", "most_us"), [("door", 1.0), ("python", 12.0)])
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
 def test_python_overhead(
     grad: bool, through: str, most_us: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At most so much a call over nn.Linear followed by its activation module, on tiny tensors.
 
-    Python's look-up serves every family, and only where no C++ can be compiled: 3 to 4 us.
+    Python's look-up serves every family, and only where no C++ can be compiled: 3 to 5 us.
 
     Both are measured in one interleaved run; the lower quartile of the paired differences is
     what the code costs without the machine's noise. Three attempts, for busy machines.

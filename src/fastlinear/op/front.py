@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from fastlinear.core.errors import InputError
+from fastlinear.core.precision import float32_precision
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.explain import Explanation
 from fastlinear.dispatch.select import Choice
@@ -29,7 +30,7 @@ _is_compiling = torch.compiler.is_compiling
 _is_transformed = calls.transforms_active
 _any_autocast = torch._C._is_any_autocast_enabled
 _grad_enabled = torch.is_grad_enabled
-_precision = torch.get_float32_matmul_precision
+_precision = float32_precision
 _PLAIN, _STRIDED, _FLOAT32 = calls.PLAIN, torch.strided, torch.float32
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _facts = attrgetter("shape", "dtype", "device", "layout", "requires_grad")

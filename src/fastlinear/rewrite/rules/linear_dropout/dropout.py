@@ -124,7 +124,7 @@ def reason_not() -> str | None:
 @lru_cache(maxsize=1)
 def _known() -> str | None:
     """Why the masks would not be PyTorch's, or None: tried once on a generator of its own."""
-    ours, torchs = torch.Generator(), torch.Generator()
+    ours, torchs = torch.Generator("cpu"), torch.Generator("cpu")
     for keep, count in ((0.9, 1), (0.5, 1000), (1.0 - 0.1, 4099), (0.25, 20000)):
         torchs.manual_seed(count)
         torch.empty(count, device="cpu").uniform_(generator=torchs)  # single words: odd places
