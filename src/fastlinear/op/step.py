@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastlinear.core.problem import Problem
 from fastlinear.dispatch import cache
+from fastlinear.dispatch.select import Choice, select
 from fastlinear.op.front import Front
 from fastlinear.op.spec import Arguments, Resolved, kind, leaves, mapped
 from fastlinear.ops.common import door, door_node
@@ -92,3 +94,29 @@ def step_table(name: str, on_cuda: bool) -> door.Table | None:
     if on_cuda and not (door.serves_cuda() and door_node.serves_cuda()):
         return None
     return door.table(name)
+
+
+def choose_whole(p: Problem, backend: str | None, _: Arguments) -> tuple[Choice, ...]:
+    """The choice of a family whose training calls are one step, forward and backward together."""
+    return (select(p, backend),)
+
+
+def trained(call: Callable[..., Any], *inputs: Any) -> tuple[Tensor | None, ...]:
+    """The results of a call and a gradient for each tensor, or None, as autograd runs it.
+
+    Args:
+        inputs: the call's arguments without the backend, then the gradients of its results.
+    """
+    *given, dy = inputs
+    own = mapped(_leaf, tuple(given))
+    with torch.enable_grad():
+        found = call(*own)
+        ys = (found,) if isinstance(found, Tensor) else tuple(found)
+        wanted = [t for t in leaves(own) if t is not None and t.requires_grad]
+        grads = iter(torch.autograd.grad(ys, wanted, dy))
+    each = (t is not None and t.requires_grad for t in leaves(own))
+    return (*(y.detach() for y in ys), *(next(grads) if has else None for has in each))
+
+
+def _leaf(t: Tensor) -> Tensor:
+    return t.detach().requires_grad_() if t.is_floating_point() else t

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend
 from fastlinear.op.front import Front
 from fastlinear.op.spec import Arguments
+from fastlinear.op.step import trained
 from fastlinear.ops.common import door, door_node
 
 AsCall = Callable[[tuple[Any, ...], str], Arguments]
@@ -21,12 +23,15 @@ class Timed:
     A backend's function costs Python at every call; behind the C++ table a call has none of that.
     """
 
-    def __init__(self, front: Front, as_call: AsCall) -> None:
-        self._front, self._as_call = front, as_call
+    def __init__(self, front: Front, as_call: AsCall, *, whole: bool = False) -> None:
+        """``whole``: whether a training call is chosen, and timed, as one step."""
+        self._front, self._as_call, self._whole = front, as_call, whole
 
     def __call__(self, backend: Backend, p: Problem) -> Callable[..., Any] | None:
         """The public call of inference. None, for the function itself, inside a CUDA graph, where
         the host does not count, and for a forward that is timed with its whole step."""
+        if self._whole and p.piece == "step" and not p.captured:
+            return partial(trained, self.caller(backend.name))
         if p.piece != "forward" or p.needs_grad or p.captured:
             return None
         return self.caller(backend.name)

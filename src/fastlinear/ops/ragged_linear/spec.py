@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,15 +10,15 @@ from torch import Tensor
 
 from fastlinear.core.problem import Problem
 from fastlinear.core.wrappers import without_values
-from fastlinear.dispatch.backend import Backend
-from fastlinear.dispatch.select import Choice, select
+from fastlinear.dispatch.select import Choice
 from fastlinear.op.front import Front, choices, needs_grad
 from fastlinear.op.spec import Arguments, Called, OpSpec, Resolved
+from fastlinear.op.step import choose_whole, trained
 from fastlinear.op.timing import Timed
 from fastlinear.ops.common import calls
 from fastlinear.ops.ragged_linear import products, programs
 from fastlinear.ops.ragged_linear.formula import Formula, More, Ragged
-from fastlinear.ops.ragged_linear.problem import NAME, STEP, problem_of
+from fastlinear.ops.ragged_linear.problem import NAME, problem_of
 from fastlinear.ops.ragged_linear.validation import validate
 
 
@@ -36,10 +35,6 @@ def _reference(x: Tensor, weight: Tensor, more: More, activation: str, _: Any = 
 def _problem(arguments: Arguments, grad: bool) -> Problem:
     x, weight, (_, bias), activation, _ = arguments
     return problem_of(x, weight, bias, activation, grad, calls.is_captured(x))
-
-
-def _choices(p: Problem, backend: str | None, _: Arguments) -> tuple[Choice, ...]:
-    return (select(p, backend),)
 
 
 def _resolve(arguments: Arguments, grad: bool, _: bool) -> Resolved:
@@ -86,32 +81,10 @@ SPEC = OpSpec(
     problem=_problem,
     train=_train,
     public=_public,
-    choices=_choices,
+    choices=choose_whole,
 )
 FRONT = Front(SPEC)
-_timed = Timed(FRONT, lambda inputs, backend: (*inputs[:4], backend))
-
-
-def timed(backend: Backend, p: Problem) -> Callable[..., Any] | None:
-    """What tuning times: the public call, in a training step with autograd's own work."""
-    if p.captured:
-        return None
-    call = _timed.caller(backend.name)
-    return partial(step, call) if p.piece == STEP else call
-
-
-def step(
-    call: Callable[..., Tensor], x: Tensor, weight: Tensor, more: More, activation: str, dy: Tensor
-) -> tuple[Tensor | None, ...]:
-    """(y, dx, dW, db) of a call (x, weight, (group_sizes, bias), activation), as autograd runs
-    it."""
-    sizes, bias = more
-    own = [None if t is None else t.detach().requires_grad_() for t in (x, weight, bias)]
-    with torch.enable_grad():
-        y = call(own[0], own[1], (sizes, own[2]), activation)
-        grads = iter(torch.autograd.grad(y, [t for t in own if t is not None], dy))
-    return y.detach(), *(None if t is None else next(grads) for t in own)
-
+timed = Timed(FRONT, lambda inputs, backend: (*inputs[:4], backend), whole=True)
 
 # --------------------------------------------------------------------------------------------
 # The backends of the family's record
@@ -131,5 +104,5 @@ eager_forward, triton_forward, cpp_forward = (
     partial(_by, name) for name in ("eager", "triton", "cpp")
 )
 eager_step, triton_step, cpp_step = (
-    partial(step, by) for by in (eager_forward, triton_forward, cpp_forward)
+    partial(trained, by) for by in (eager_forward, triton_forward, cpp_forward)
 )

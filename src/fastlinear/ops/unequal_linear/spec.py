@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.core.problem import Problem
-from fastlinear.dispatch.backend import Backend
-from fastlinear.dispatch.select import Choice, select
+from fastlinear.dispatch.select import Choice
 from fastlinear.op.front import Front, choices, needs_grad
 from fastlinear.op.spec import Arguments, OpSpec, Resolved
+from fastlinear.op.step import choose_whole, trained
 from fastlinear.op.timing import Timed
 from fastlinear.ops.common import calls
 from fastlinear.ops.common.layouts import unlike_strided
 from fastlinear.ops.unequal_linear import programs
 from fastlinear.ops.unequal_linear.autograd import Formula, Maybe, loop, recorded
-from fastlinear.ops.unequal_linear.problem import NAME, STEP, problem_of
+from fastlinear.ops.unequal_linear.problem import NAME, problem_of
 from fastlinear.ops.unequal_linear.validation import fail, validate
 
 _Tensors = Sequence[Tensor]
@@ -60,10 +59,6 @@ def _reference(
 def _problem(arguments: Arguments, grad: bool) -> Problem:
     xs, weights, biases, activation, _ = arguments
     return problem_of(xs, weights, biases, activation, grad, calls.is_captured(xs[0]))
-
-
-def _choices(p: Problem, backend: str | None, _: Arguments) -> tuple[Choice, ...]:
-    return (select(p, backend),)
 
 
 def _redirect(arguments: Arguments) -> list[Tensor] | None:
@@ -133,47 +128,13 @@ SPEC = OpSpec(
     compiled=_compiled,
     normal=_normal,
     redirect=_redirect,
-    choices=_choices,
+    choices=choose_whole,
     sequences=True,
     changing=True,
     most_plans=_MOST_PLANS,
 )
 FRONT = Front(SPEC)
-_timed = Timed(FRONT, lambda inputs, backend: (*inputs[:4], backend))
-
-
-def timed(backend: Backend, p: Problem) -> Callable[..., Any] | None:
-    """What tuning times: the public call, in a training step with autograd's own work."""
-    if p.captured:
-        return None
-    call = _timed.caller(backend.name)
-    return partial(step, call) if p.piece == STEP else call
-
-
-def step(
-    call: Callable[..., Sequence[Tensor]],
-    xs: _Tensors,
-    weights: _Tensors,
-    biases: Maybe | None,
-    activation: str,
-    dys: _Tensors,
-) -> tuple[Tensor | None, ...]:
-    """(y_g, then a gradient for each tensor or None) of a call (xs, weights, biases, activation),
-    as autograd runs it."""
-    own: list[Any] = [
-        None if ts is None else tuple(None if t is None else _leaf(t) for t in ts)
-        for ts in (xs, weights, biases)
-    ]
-    tensors = [t for ts in own for t in ts or ()]
-    with torch.enable_grad():
-        ys = call(*own, activation)
-        grads = iter(torch.autograd.grad(ys, [t for t in tensors if t is not None], dys))
-    return (*(y.detach() for y in ys), *(None if t is None else next(grads) for t in tensors))
-
-
-def _leaf(t: Tensor) -> Tensor:
-    return t.detach().requires_grad_()
-
+timed = Timed(FRONT, lambda inputs, backend: (*inputs[:4], backend), whole=True)
 
 # --------------------------------------------------------------------------------------------
 # The backends of the family's record
@@ -196,5 +157,5 @@ def together_forward(
     return tuple(formula.inference(xs, weights, biases)[0])
 
 
-eager_step = partial(step, eager_forward)
-together_step = partial(step, together_forward)
+eager_step = partial(trained, eager_forward)
+together_step = partial(trained, together_forward)
