@@ -323,7 +323,7 @@ def test_the_profile_lists_them_with_their_share() -> None:
 
 def test_a_forward_that_cannot_be_watched_is_no_error() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
-        if torch.utils._python_dispatch.is_in_torch_dispatch_mode():
+        if torch._C._len_torch_dispatch_stack():
             raise RuntimeError("not here")
         return self.fc(x)
 

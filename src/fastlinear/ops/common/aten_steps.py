@@ -5,7 +5,10 @@ The compiled door replays such a list, and rules of ``optimize_`` compare calls 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,6 +20,18 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from fastlinear.ops.common.activations import ACTIVATIONS, activation
 
 _FREE = frozenset({"aten::detach", "aten::alias", "aten::view"})  # no pass over memory
+# Held while a mode is on. PyTorch's flag that one is on belongs to the process: of two threads that
+# enter and leave in turns, the last to leave would leave it set.
+_recording = threading.RLock()
+
+
+def _after_fork() -> None:
+    global _recording
+    _recording = threading.RLock()  # the old one may be held by a thread of the parent
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 @dataclass(frozen=True)
@@ -97,6 +112,13 @@ class Recorder(TorchDispatchMode):
         return Number(self.number(value)) if isinstance(value, Tensor) else value
 
 
+@contextmanager
+def _alone() -> Iterator[None]:
+    """No other mode is on in this thread, and no other thread records."""
+    with _recording, _disable_current_modes(), torch.inference_mode(False):
+        yield
+
+
 def bound(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """All arguments of a call in the order of the op's schema, defaults included."""
     given = iter(args)
@@ -111,7 +133,7 @@ def bound(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ..
 def composed(function: Callable[..., Tensor], count: int) -> tuple[tuple[Call, ...], int]:
     """The ATen calls of a function of ``count`` tensors, each with one result, and the result's
     number: numbers from ``count`` on are the results of the calls in order."""
-    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+    with _alone(), torch.no_grad():
         given = [torch.zeros(2, device="cpu", dtype=torch.float32) for _ in range(count)]
         with torch.autocast("cpu", enabled=False), Recorder(*given) as recorder:
             result = recorder.number(function(*given))
@@ -175,7 +197,7 @@ def _differentiated(name: str) -> tuple[int, int, frozenset[str]]:
         saved.append(t)
         return t
 
-    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+    with _alone(), torch.enable_grad():
         pre = torch.zeros(2, device="cpu", dtype=torch.float32, requires_grad=True)
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
         with torch.autocast("cpu", enabled=False):
