@@ -19,6 +19,7 @@ from fastlinear.core.errors import (
     UnsupportedError,
 )
 from fastlinear.core.settings import Config
+from fastlinear.op import library as _library
 from fastlinear.ops import declared as _declared  # noqa: F401
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from fastlinear.rewrite import apply_, optimize_, profile
 
 __version__ = "0.2.0"
+_library.set_revision(__version__)
 
 __all__ = [
     "CacheWarning",

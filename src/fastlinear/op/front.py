@@ -20,6 +20,7 @@ from fastlinear.core.precision import float32_precision
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.explain import Explanation
 from fastlinear.dispatch.select import Choice
+from fastlinear.op import library
 from fastlinear.op.spec import Arguments, OpSpec, Resolved, first, leaves, mapped
 from fastlinear.ops.common import calls, door, door_node
 from fastlinear.ops.common.layouts import carried
@@ -230,8 +231,8 @@ class Front:
         grad = needs_grad(arguments)
         if spec.compiled is not None:
             return spec.compiled(arguments, grad)
-        op = getattr(torch.ops.fastlinear, spec.name)
-        found = op(*leaves(arguments), *arguments[3:-1], grad, arguments[-1] or "")
+        operands, options, backend = leaves(arguments), arguments[3:-1], arguments[-1] or ""
+        found = library.call(spec.name, *operands, *options, grad, backend)
         return found if isinstance(found, Tensor) else found[0]
 
     def explain(self, arguments: Arguments, grad: bool | None) -> Explanation:

@@ -3,6 +3,10 @@
 Registered ops serve ``torch.compile`` and export. Eager calls do not pass here, because a
 registered op costs microseconds a call that small layers cannot spare.
 
+Every op has a last argument ``revision``. PyTorch keeps compiled graphs on disk by what they call,
+not by what the formula of a call was: without it a graph of another version of fastlinear would be
+taken for one of this.
+
 An op is declared first and gets its functions later. An exported program names ops of families that
 the process has not imported, so ``import fastlinear`` declares all of them (``ops.declared``). The
 first call of a declared op imports its family, whose ``register_op`` fills the functions in.
@@ -10,6 +14,7 @@ first call of a declared op imports its family, whose ``register_op`` fills the 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +35,7 @@ class _Op:
     """A registered op, with the functions that its kernels call.
 
     Attributes:
-        schema: arguments and returns.
+        schema: arguments and returns, without the revision.
         load: imports the family, which registers the functions.
         functions: ``"implementation"``, ``"fake"`` and others by name, once they are registered.
     """
@@ -40,6 +45,10 @@ class _Op:
     load: Callable[[], object]
     functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
+    def given(self, arguments: Sequence[Any]) -> Sequence[Any]:
+        """The arguments that its functions take: all but the revision."""
+        return arguments[: self.schema.count(",", 0, self.schema.index(")")) + 1]
+
     def __getitem__(self, name: str) -> Callable[..., Any]:
         if not self.functions:
             with _disable_current_modes():  # of a trace, which would make its tensors fake
@@ -48,6 +57,19 @@ class _Op:
 
 
 _OPS: dict[str, _Op] = {}
+REVISION = ""
+
+
+def set_revision(version: str) -> None:
+    """Tell the calls traced from here on from those of another version or other schemas."""
+    global REVISION
+    schemas = "".join(op.name + op.schema for op in _OPS.values())
+    REVISION = f"{version}-{zlib.crc32(schemas.encode()):08x}"
+
+
+def call(name: str, *arguments: Any) -> Any:
+    """Call a registered op as this version of fastlinear means it."""
+    return getattr(torch.ops.fastlinear, name)(*arguments, REVISION)
 
 
 def declare_op(name: str, schema: str, load: Callable[[], object], *, formula: bool) -> None:
@@ -119,13 +141,14 @@ def register_eager_op(
 
 def _define(name: str, schema: str, load: Callable[[], object]) -> _Op:
     op = _OPS[name] = _Op(name, schema, load)
-    _LIBRARY.define(name + schema)
+    arguments, returns = schema.split(") -> ")
+    _LIBRARY.define(f'{name}{arguments}, str revision="") -> {returns}')
 
     def implementation(*args: Any) -> Any:
-        return op["implementation"](*args)
+        return op["implementation"](*op.given(args))
 
     def fake(*args: Any) -> Any:
-        return op["fake"](*args)
+        return op["fake"](*op.given(args))
 
     for key in ("CPU", "CUDA"):
         _LIBRARY.impl(name, implementation, key)
@@ -135,10 +158,10 @@ def _define(name: str, schema: str, load: Callable[[], object]) -> _Op:
 
 def _add_formula(op: _Op) -> None:
     def backward(ctx: Any, *grads: Any) -> Any:
-        return op["backward"](ctx, *grads)
+        return *op["backward"](ctx, *grads), None
 
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        op["setup_context"](ctx, inputs, output)
+        op["setup_context"](ctx, op.given(inputs), output)
 
     torch.library.register_autograd(
         f"fastlinear::{op.name}", backward, setup_context=setup_context, lib=_LIBRARY
@@ -150,9 +173,9 @@ def _add_before_autograd(op: _Op) -> None:
 
     def before_autograd(keys: Any, *args: Any) -> Any:
         if not _dispatch_modes() and type(args[0]) in _PLAIN:
-            return op["implementation"](*args)
+            return op["implementation"](*op.given(args))
         if torch.is_grad_enabled() and _needs_grad(args):
-            return op["differentiable"](*args)
+            return op["differentiable"](*op.given(args))
         with torch._C._AutoDispatchBelowAutograd():
             return registered.redispatch(keys & torch._C._after_autograd_keyset, *args)
 

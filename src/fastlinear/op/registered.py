@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fastlinear.dispatch.select import Choice
+from fastlinear.op import library
 from fastlinear.op.compile import Backends
 from fastlinear.op.library import register_op
 from fastlinear.op.spec import Arguments, OpSpec, leaves
@@ -119,8 +119,8 @@ class _Ops:
         ]
         grads: Sequence[Any] = (None,) * self._count
         if any(needs):
-            op = getattr(torch.ops.fastlinear, f"{self._spec.name}_backward")
-            grads = op(dy, saved, *operands, *ctx.options, needs, ctx.backend)
+            name, given = f"{self._spec.name}_backward", (*operands, *ctx.options)
+            grads = library.call(name, dy, saved, *given, needs, ctx.backend)
         found = [g if need else None for g, need in zip(grads, needs, strict=True)]
         if self._traced.passed_on is not None:
             place = self._names.index(self._traced.passed_on)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fastlinear as fl
+from fastlinear.op import library
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 from fastlinear.ops.linear_act import reference
 
@@ -70,6 +72,24 @@ def test_inductor() -> None:
         torch.autograd.grad(y.sum(), layer.weight),
         torch.autograd.grad(F.silu(F.linear(x, layer.weight, layer.bias)).sum(), layer.weight),
     )
+
+
+def test_graphs_of_another_version_are_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    w = torch.randn(5, 8, requires_grad=True)
+    x = torch.randn(4, 8)
+    found = []
+    for revision in ("a", "a", "b"):
+        monkeypatch.setattr(library, "REVISION", revision)
+        torch._dynamo.reset()
+        seen = torch._dynamo.utils.counters["aot_autograd"]
+        before = seen["autograd_cache_hit"]
+        y = torch.compile(lambda x, w: fl.linear_act(x, w, activation="silu"))(x, w)
+        torch.autograd.grad(y.sum(), w)  # a graph is stored with its backward
+        found.append(seen["autograd_cache_hit"] - before)
+    assert found == [0, 1, 0]
 
 
 def test_autocast_inside() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.select import Choice
+from fastlinear.op import library
 from fastlinear.op.front import Front, choices
 from fastlinear.op.spec import Arguments, OpSpec, Plan, Resolved
 from fastlinear.op.step import Step
@@ -146,8 +147,7 @@ def _redirect(arguments: Arguments) -> Tensor | None:
 
 def _compiled(arguments: Arguments, grad: bool) -> Tensor:
     x, weight, rest, activation, backend = arguments
-    op = torch.ops.fastlinear.diagonal_linear
-    y: Tensor = op(x, weight, *rest[:2], activation, grad, backend or "")
+    y: Tensor = library.call(NAME, x, weight, *rest[:2], activation, grad, backend or "")
     return y
 
 

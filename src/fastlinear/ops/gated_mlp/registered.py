@@ -9,9 +9,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from fastlinear.op import library
 from fastlinear.op.compile import Backends
 from fastlinear.op.library import register_op
 from fastlinear.ops.gated_mlp import reference
@@ -148,9 +148,8 @@ def _autograd(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
         return (*[None] * 6, rows.sum(0) if needed[6] else None, *[None] * 5)
     *given, first, second = ctx.saved_tensors
     needs = [bool(need) and t is not None for need, t in zip(needed, given, strict=True)]
-    grads = torch.ops.fastlinear.gated_mlp_backward(
-        dy, first, second, *given, *ctx.call, needs, ctx.backend
-    )
+    saved = first, second
+    grads = library.call(f"{NAME}_backward", dy, *saved, *given, *ctx.call, needs, ctx.backend)
     wanted = (g if need else None for g, need in zip(grads, needs, strict=True))
     return (*wanted, None, None, None, None, None)
 

@@ -17,6 +17,7 @@ from fastlinear.core.errors import InputError
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.select import Choice
 from fastlinear.dispatch.steps import choices_of
+from fastlinear.op import library
 from fastlinear.op.front import Front, choices
 from fastlinear.op.spec import Arguments, OpSpec, Plan, Resolved
 from fastlinear.op.step import Step
@@ -144,7 +145,7 @@ def _compiled(arguments: Arguments, _: bool) -> Tensor:
     needs = [t is not None and t.requires_grad for t in (x, *weights, *biases)]
     grad = torch.is_grad_enabled() and reads_kept(needs)
     options = activation, order, level == "1", grad, backend or ""
-    y: Tensor = torch.ops.fastlinear.gated_mlp(x, *weights, *biases, *options)[0]
+    y: Tensor = library.call(NAME, x, *weights, *biases, *options)[0]
     return y
 
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from sys import intern
 
-import torch
 from torch import Tensor
 
-from fastlinear.op.library import register_eager_op
+from fastlinear.op.library import call, register_eager_op
 from fastlinear.ops.linear_act.spec import FRONT
 
 
@@ -34,8 +33,8 @@ def _fake(
 def _differentiable(
     x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool, activation: str, backend: str
 ) -> Tensor:
-    op = torch.ops.fastlinear.linear_act
-    y: Tensor = op(x, weight.t() if turned else weight, bias, activation, True, backend)[0]
+    weight = weight.t() if turned else weight
+    y: Tensor = call("linear_act", x, weight, bias, activation, True, backend)[0]
     return y
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.select import Choice, select
+from fastlinear.op import library
 from fastlinear.op.front import Front, choices
 from fastlinear.op.spec import Arguments, OpSpec, Plan, Resolved
 from fastlinear.op.step import Step
@@ -127,14 +128,13 @@ def _training(formula: Formula) -> Plan:
 
 def _compiled(arguments: Arguments, grad: bool) -> Tensor:
     x, weight, bias, activation, backend = arguments
-    ops = torch.ops.fastlinear
     y: Tensor
     if grad:
-        y = ops.linear_act(x, weight, bias, activation, grad, backend or "")[0]
+        y = library.call(NAME, x, weight, bias, activation, grad, backend or "")[0]
         return y
     turned = calls.lies_turned(weight)
     weight = weight.t() if turned else weight
-    y = ops.linear_act_inference(x, weight, bias, turned, activation, backend or "")
+    y = library.call(f"{NAME}_inference", x, weight, bias, turned, activation, backend or "")
     return y
 
 

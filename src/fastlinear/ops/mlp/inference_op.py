@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from sys import intern
 
-import torch
 from torch import Tensor
 
-from fastlinear.op.library import register_eager_op
+from fastlinear.op.library import call, register_eager_op
 from fastlinear.ops.mlp.spec import FRONT
 
 
@@ -59,7 +58,7 @@ def _differentiable(
 ) -> Tensor:
     ws = [w.t() if t else w for w, t in zip(weights, turned, strict=True)]
     names = activation, final_activation
-    y: Tensor = torch.ops.fastlinear.mlp(x, ws, biases, has_bias, *names, True, backend)[0]
+    y: Tensor = call("mlp", x, ws, biases, has_bias, *names, True, backend)[0]
     return y
 
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from fastlinear.op import library
 from fastlinear.op.compile import Backends
 from fastlinear.op.library import register_op
 from fastlinear.ops.common.activations import activation as activation_of
@@ -153,8 +153,8 @@ def _autograd(ctx: Any, dy: Tensor, _: Any) -> tuple[Any, ...]:
     needs_w = _flags(wanted[1], layers)
     flags = iter(_flags(wanted[2], given))
     needs_b = [next(flags) if has else False for has in ctx.has_bias]
-    dx, dws, dbs = torch.ops.fastlinear.mlp_backward(
-        dy, x, weights, saved, *ctx.names, wanted[0], needs_w, needs_b, ctx.backend
+    dx, dws, dbs = library.call(
+        "mlp_backward", dy, x, weights, saved, *ctx.names, wanted[0], needs_w, needs_b, ctx.backend
     )
     return (
         dx if wanted[0] else None,

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.select import Choice, select
+from fastlinear.op import library
 from fastlinear.op.front import Front, choices
 from fastlinear.op.spec import Arguments, OpSpec, Plan, Resolved
 from fastlinear.op.step import Step
@@ -181,14 +181,15 @@ def _compiled(arguments: Arguments, grad: bool) -> Tensor:
     x, weights, biases, *names, backend = arguments
     present = [b for b in biases if b is not None]
     has_bias = [b is not None for b in biases]
-    ops = torch.ops.fastlinear
     y: Tensor
     if grad:
-        y = ops.mlp(x, list(weights), present, has_bias, *names, grad, backend or "")[0]
+        y = library.call(NAME, x, list(weights), present, has_bias, *names, grad, backend or "")[0]
         return y
     turned = [calls.lies_turned(w) for w in weights]
     lying = [w.t() if t else w for w, t in zip(weights, turned, strict=True)]
-    y = ops.mlp_inference(x, lying, present, has_bias, turned, *names, backend or "")
+    y = library.call(
+        f"{NAME}_inference", x, lying, present, has_bias, turned, *names, backend or ""
+    )
     return y
 
 

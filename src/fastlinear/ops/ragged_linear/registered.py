@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastlinear.op import library
 from fastlinear.op.registered import Chosen, Traced, register
 from fastlinear.op.spec import Arguments
 from fastlinear.ops.common import calls
@@ -60,7 +61,7 @@ def _shape(call: Arguments) -> Sequence[Any]:
 
 def _saved_again(call: Arguments) -> Tensor:
     x, weight, (sizes, bias) = call[:3]
-    y: Tensor = torch.ops.fastlinear.ragged_linear(x, weight, sizes, bias, "none", False, "")[0]
+    y: Tensor = library.call(SPEC.name, x, weight, sizes, bias, "none", False, "")[0]
     return y
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fastlinear.core.problem import Problem
 from fastlinear.core.wrappers import without_values
 from fastlinear.dispatch.select import Choice
+from fastlinear.op import library
 from fastlinear.op.front import Front, choices, needs_grad
 from fastlinear.op.spec import Arguments, Called, OpSpec, Resolved
 from fastlinear.op.step import choose_whole, trained
@@ -26,8 +26,7 @@ def _reference(x: Tensor, weight: Tensor, more: More, activation: str, _: Any = 
     sizes, bias = more
     if without_values(sizes):  # no loop can read them; the registered op says the shape
         grad = needs_grad((x, weight, bias))
-        op = torch.ops.fastlinear.ragged_linear
-        y: Tensor = op(x, weight, sizes, bias, activation, grad, "")[0]
+        y: Tensor = library.call(NAME, x, weight, sizes, bias, activation, grad, "")[0]
         return y
     return products.loop(x, weight, sizes, bias, activation)
 
