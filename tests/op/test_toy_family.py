@@ -87,19 +87,14 @@ front = Front(
         choices=lambda p, backend, _: (select(p, backend),),
     )
 )
-LIBRARY = "Tensor x, Tensor weight, Tensor? none, str mode"
-library.declare_op(
-    "toy", f"({LIBRARY}, bool needs_grad, str backend) -> Tensor", lambda: None, formula=True
-)
-library.declare_op(
-    "toy_backward",
-    f"(Tensor dy, Tensor? saved, {LIBRARY}, bool[] needs, str backend) -> (Tensor, Tensor, Tensor)",
-    lambda: None,
-    formula=False,
+library.declare_family(
+    "toy", "Tensor x, Tensor weight, Tensor? none", "str mode", lambda: None, saves=0
 )
 
 
-def gradients(dy: Tensor, _: None, call: Arguments, *rest: Any) -> tuple[Tensor | None, ...]:
+def gradients(
+    dy: Tensor, _: list[Tensor], call: Arguments, *rest: Any
+) -> tuple[Tensor | None, ...]:
     x, weight, _none, mode, _backend = call
     times = mode == "times"
     return dy * weight if times else dy.clone(), (dy * x if times else dy).sum(0), None
@@ -109,7 +104,7 @@ register(
     front.spec,
     Traced(
         shape=lambda call: call[0].shape,
-        forward=lambda call, chosen, keeps: (reference(*call), None),
+        forward=lambda call, chosen, keeps: (reference(*call), []),
         backward=gradients,
     ),
 )

@@ -72,23 +72,29 @@ def call(name: str, *arguments: Any) -> Any:
     return getattr(torch.ops.fastlinear, name)(*arguments, REVISION)
 
 
-def declare_op(name: str, schema: str, load: Callable[[], object], *, formula: bool) -> None:
-    """Register ``torch.ops.fastlinear.<name>`` whose functions its family brings when it is loaded.
+def declare_family(
+    name: str, operands: str, options: str, load: Callable[[], object], *, saves: int | None
+) -> None:
+    """Declare the two ops of a family, which ``op.registered`` gives their functions.
 
     Args:
-        name: op name.
-        schema: arguments and returns, for example ``"(Tensor x) -> Tensor"``.
+        name: of the family.
+        operands, options: parameters of the forward, as in a schema; all tensors come first.
         load: imports the family.
-        formula: whether the op has an autograd formula.
+        saves: the most tensors that the forward saves; None where their number is unbounded.
     """
-    op = _define(name, schema, load)
-    if formula:
-        _add_formula(op)
+    results = ("Tensor", *(["Tensor[]"] if saves is None else ["Tensor"] * saves))
+    found = results[0] if len(results) == 1 else f"({', '.join(results)})"
+    given = f"{operands}, {options}"
+    schema = f"({given}, bool needs_grad, str backend) -> {found}"
+    _add_formula(_define(name, schema, load))
+    schema = f"(Tensor dy, Tensor[] saved, {given}, bool[] needs, str backend) -> Tensor[]"
+    _define(f"{name}_backward", schema, load)
 
 
 def declare_eager_op(name: str, schema: str, load: Callable[[], object]) -> None:
-    """The same for an op that its family registers by ``register_eager_op``; no result of it may
-    share memory with an argument."""
+    """Declare an op that its family registers by ``register_eager_op``; no result of it may share
+    memory with an argument."""
     _add_before_autograd(_define(name, schema, load))
 
 
@@ -158,7 +164,8 @@ def _define(name: str, schema: str, load: Callable[[], object]) -> _Op:
 
 def _add_formula(op: _Op) -> None:
     def backward(ctx: Any, *grads: Any) -> Any:
-        return *op["backward"](ctx, *grads), None
+        found = op["backward"](ctx, *grads)
+        return *found, *[None] * (len(ctx.needs_input_grad) - len(found))  # revision, if given
 
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         op["setup_context"](ctx, op.given(inputs), output)

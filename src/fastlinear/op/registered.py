@@ -1,33 +1,35 @@
 """The registered ops of a family, for ``torch.compile`` and export: made from its ``OpSpec``.
 
-Two ops: the forward, whose second result is what the backward reads besides the operands, and the
-backward, which has a gradient for every operand, empty where none is wanted.
+Two ops: the forward, which also gives what the backward reads besides operands and result, and the
+backward, which has a gradient for every operand, empty where none is wanted. ``library`` declares
+them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fastlinear.dispatch.select import Choice
 from fastlinear.op import library
 from fastlinear.op.compile import Backends
-from fastlinear.op.library import register_op
 from fastlinear.op.spec import Arguments, OpSpec, leaves
 
 Chosen = tuple[Choice, ...] | None
 """The backend of each piece; None for a call of empty tensors, which PyTorch's own ops compute."""
+Shape = Sequence[Any]
 
 
-def _saves_nothing(_: Arguments) -> str:
-    return "none"
+def _saves_nothing(_: Arguments) -> Sequence[Shape]:
+    return []
 
 
-def _no_shape(_: Arguments) -> Sequence[Any]:
-    return (0,)
+def _reads_no_result(_: Arguments) -> bool:
+    return False
 
 
 @dataclass(frozen=True)
@@ -36,111 +38,148 @@ class Traced:
 
     Attributes:
         shape: arguments → the shape of the result; sizes may be symbolic.
-        forward: (arguments, backends, whether to keep the pre-activation) → (result, it or None).
-        backward: (gradient of the result, what was saved or None, arguments, backends, an operand's
-            need of a gradient for each) → the gradients or None.
-        saved: arguments → what the backward reads: ``"none"``, ``"output"`` or ``"pre"``.
-        saved_shape: arguments → the shape of the pre-activation.
-        saved_again: arguments → the pre-activation, where the call was traced without gradients.
+        forward: (arguments, backends, whether to save) → (result, the tensors saved).
+        backward: (gradient of the result, the tensors saved and the result where it is read,
+            arguments, backends, an operand's need of a gradient for each) → the gradients or None.
+        arguments: (operands and options of the op, the forced backend) → the call; by default the
+            op has the operands and options of the ``OpSpec``.
+        saved: arguments → the shapes of what the forward saves.
+        reads_result: arguments → whether the backward reads the result.
+        saved_again: arguments → what the forward saves, where the call was traced without
+            gradients.
         passed_on: the operand whose gradient is that of the result.
+        summed: the operand whose gradient is that of the result summed over rows. Where it is the
+            only one wanted, nothing is saved.
     """
 
-    shape: Callable[[Arguments], Sequence[Any]]
-    forward: Callable[[Arguments, Chosen, bool], tuple[Tensor, Tensor | None]]
+    shape: Callable[[Arguments], Shape]
+    forward: Callable[[Arguments, Chosen, bool], tuple[Tensor, Sequence[Tensor]]]
     backward: Callable[..., Sequence[Tensor | None]]
-    saved: Callable[[Arguments], str] = _saves_nothing
-    saved_shape: Callable[[Arguments], Sequence[Any]] = _no_shape
-    saved_again: Callable[[Arguments], Tensor] | None = None
+    arguments: Callable[[Sequence[Any], str | None], Arguments] | None = None
+    saved: Callable[[Arguments], Sequence[Shape]] = _saves_nothing
+    reads_result: Callable[[Arguments], bool] = _reads_no_result
+    saved_again: Callable[[Arguments], Sequence[Tensor]] | None = None
     passed_on: str | None = None
+    summed: str | None = None
 
 
 def register(spec: OpSpec, traced: Traced) -> None:
     """Give the declared ops ``spec.name`` and ``spec.name + "_backward"`` their functions."""
     ops = _Ops(spec, traced)
-    register_op(
+    library.register_op(
         spec.name,
         implementation=ops.forward,
         fake=ops.forward_fake,
         backward=ops.formula,
         setup_context=ops.setup_context,
     )
-    register_op(f"{spec.name}_backward", implementation=ops.backward, fake=ops.backward_fake)
+    library.register_op(
+        f"{spec.name}_backward", implementation=ops.backward, fake=ops.backward_fake
+    )
 
 
 class _Ops:
     def __init__(self, spec: OpSpec, traced: Traced) -> None:
         self._spec, self._traced, self._backends = spec, traced, Backends(spec)
-        self._names = tuple(
-            name
-            for group in spec.operands
-            for name in ((group,) if isinstance(group, str) else group)
-        )
-        self._count = len(self._names)
+        schema = getattr(torch.ops.fastlinear, spec.name).default._schema
+        names = [a.name for a in schema.arguments if "Tensor" in str(a.type)]
+        self._count = len(names)
+        self._passed_on = names.index(traced.passed_on) if traced.passed_on else None
+        self._summed = names.index(traced.summed) if traced.summed else None
+        self._results = [str(result.type) for result in schema.returns[1:]]
 
     def forward(self, *given: Any) -> Any:
-        """(operands, options, whether gradients are wanted, backend or ``""``) → (y, saved)."""
+        """(operands, options, whether gradients are wanted, backend or ``""``) → y, saved."""
         call, needs_grad = self._call(given[:-2], given[-1]), given[-2]
-        keeps = needs_grad and self._traced.saved(call) == "pre"
-        y, pre = self._traced.forward(call, self._chosen(call, needs_grad), keeps)
+        saves = needs_grad and bool(self._traced.saved(call))
+        y, saved = self._traced.forward(call, self._chosen(call, needs_grad), saves)
         y = y.contiguous()
-        if self._traced.saved is _saves_nothing:
-            return y
-        return y, y.new_empty(0) if pre is None else pre.contiguous()
+        return self._returned(y, [t.contiguous() for t in saved] if saves else [])
 
     def forward_fake(self, *given: Any) -> Any:
         call, needs_grad = self._call(given[:-2], given[-1]), given[-2]
         y = given[0].new_empty(self._traced.shape(call))
-        if self._traced.saved is _saves_nothing:
+        shapes = self._traced.saved(call) if needs_grad else []
+        return self._returned(y, [y.new_empty(shape) for shape in shapes])
+
+    def _returned(self, y: Tensor, saved: list[Tensor]) -> Any:
+        """As the schema has it: a list, or one result each, empty where nothing is saved."""
+        if not self._results:
             return y
-        keeps = needs_grad and self._traced.saved(call) == "pre"
-        return y, y.new_empty(self._traced.saved_shape(call) if keeps else 0)
+        if "List" in self._results[0]:
+            return y, saved
+        return (y, *saved, *(y.new_empty(0) for _ in range(len(self._results) - len(saved))))
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        call, needs_grad, saved = self._call(inputs[:-2], inputs[-1]), inputs[-2], None
-        if self._traced.saved is not _saves_nothing:
-            y, pre = output
-            kind = self._traced.saved(call)
-            saved = y if kind == "output" else pre if needs_grad and kind == "pre" else None
-            ctx.mark_non_differentiable(pre)
-        ctx.save_for_backward(*inputs[: self._count], saved)
+        call, needs_grad = self._call(inputs[:-2], inputs[-1]), inputs[-2]
+        y, *saved = _flat(output) if self._results else [output]
+        ctx.mark_non_differentiable(*saved)
+        count = len(self._traced.saved(call))
+        ctx.complete = needs_grad or not count
+        saved = saved[:count] if needs_grad else []
+        operands = inputs[: self._count]
+        wanted = ctx.needs_input_grad[: self._count]
+        if self._needs_sum_alone(wanted):
+            operands, saved = (None,) * self._count, []
+        elif ctx.complete and self._traced.reads_result(call):
+            saved.append(y)
+        ctx.lengths = [len(o) if isinstance(o, (list, tuple)) else None for o in operands]
+        ctx.save_for_backward(*_flat(operands), *saved)
         ctx.options = inputs[self._count : -2]
         ctx.backend = inputs[-1]
 
     def formula(self, ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
-        *operands, saved = ctx.saved_tensors
-        call = self._call((*operands, *ctx.options), ctx.backend)
-        again = self._traced.saved_again
-        if saved is None and again is not None and self._traced.saved(call) == "pre":
-            saved = again(call)  # the caller asked for no gradients when it was traced
         wanted = ctx.needs_input_grad[: self._count]
-        needs = [
-            bool(need) and name != self._traced.passed_on
-            for name, need in zip(self._names, wanted, strict=True)
-        ]
-        grads: Sequence[Any] = (None,) * self._count
-        if any(needs):
-            name, given = f"{self._spec.name}_backward", (*operands, *ctx.options)
-            grads = library.call(name, dy, saved, *given, needs, ctx.backend)
-        found = [g if need else None for g, need in zip(grads, needs, strict=True)]
-        if self._traced.passed_on is not None:
-            place = self._names.index(self._traced.passed_on)
-            found[place] = dy if wanted[place] else None
+        found: list[Any] = [None] * self._count
+        if self._passed_on is not None and wanted[self._passed_on]:
+            found[self._passed_on] = dy
+        if self._summed is not None and self._needs_sum_alone(wanted):
+            found[self._summed] = dy.reshape(-1, dy.shape[-1]).sum(0)
+        elif any(_any(need) for i, need in enumerate(wanted) if i != self._passed_on):
+            tensors = iter(ctx.saved_tensors)
+            operands = _nested(tensors, ctx.lengths)
+            found = self._gradients(ctx, dy, operands, list(tensors), found)
         return (*found, *(None for _ in ctx.options), None, None)
 
-    def backward(self, dy: Tensor, saved: Tensor | None, *given: Any) -> tuple[Tensor, ...]:
+    def _gradients(
+        self, ctx: Any, dy: Tensor, operands: list[Any], saved: list[Any], found: list[Any]
+    ) -> list[Any]:
+        if not ctx.complete:  # the caller asked for no gradients when it was traced
+            call = self._call((*operands, *ctx.options), ctx.backend)
+            assert self._traced.saved_again is not None
+            saved = list(self._traced.saved_again(call))
+        needs: list[bool] = []
+        for i, (given, need) in enumerate(zip(operands, ctx.needs_input_grad, strict=False)):
+            if isinstance(given, list):
+                needs += need if isinstance(need, (list, tuple)) else [bool(need)] * len(given)
+            else:
+                needs.append(bool(need) and given is not None and i != self._passed_on)
+        call = dy, saved, *operands, *ctx.options, needs, ctx.backend
+        grads = library.call(f"{self._spec.name}_backward", *call)
+        asked = iter([g if need else None for g, need in zip(grads, needs, strict=True)])
+        own = _nested(asked, ctx.lengths)
+        return [mine if mine is not None else given for mine, given in zip(own, found, strict=True)]
+
+    def _needs_sum_alone(self, wanted: Sequence[Any]) -> bool:
+        others = (_any(need) for i, need in enumerate(wanted) if i != self._summed)
+        return self._summed is not None and not any(others)
+
+    def backward(self, dy: Tensor, saved: list[Tensor], *given: Any) -> list[Tensor]:
         """(dy, saved, operands, options, needs, backend) → a gradient or nothing each."""
         call, needs = self._call(given[:-2], given[-1]), tuple(given[-2])
         grads = self._traced.backward(dy, saved, call, self._chosen(call, True), needs)
-        return tuple(dy.new_empty(0) if g is None else g.contiguous() for g in grads)
+        return [dy.new_empty(0) if g is None else g.contiguous() for g in grads]
 
-    def backward_fake(self, dy: Tensor, _: Tensor | None, *given: Any) -> tuple[Tensor, ...]:
-        return tuple(
+    def backward_fake(self, dy: Tensor, _: list[Tensor], *given: Any) -> list[Tensor]:
+        return [
             dy.new_empty(t.shape if need and t is not None else (0,))
-            for t, need in zip(given[: self._count], given[-2], strict=True)
-        )
+            for t, need in zip(_flat(given[: self._count]), given[-2], strict=True)
+        ]
 
     def _call(self, given: Sequence[Any], backend: str) -> Arguments:
-        """Operands in the structure of the spec, then its options."""
+        """What the op was given, in the structure of the spec."""
+        if self._traced.arguments is not None:
+            return self._traced.arguments(given, backend or None)
         held = iter(given)
         nested = tuple(
             next(held) if isinstance(group, str) else tuple(next(held) for _ in group)
@@ -155,3 +194,20 @@ class _Ops:
             return None
         found = self._backends.choices(call, grad)
         return None if empty else found
+
+
+def _flat(given: Sequence[Any]) -> list[Any]:
+    """Tensors and lists of them as one list."""
+    found: list[Any] = []
+    for one in given:
+        found += one if isinstance(one, (list, tuple)) else [one]
+    return found
+
+
+def _nested(found: Iterator[Any], lengths: Sequence[int | None]) -> list[Any]:
+    """The inverse: the next of ``found`` where a length is None, else a list of that many."""
+    return [next(found) if n is None else [next(found) for _ in range(n)] for n in lengths]
+
+
+def _any(need: Any) -> bool:
+    return any(need) if isinstance(need, (list, tuple)) else bool(need)

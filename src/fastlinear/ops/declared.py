@@ -6,9 +6,7 @@ process that has imported nothing but ``fastlinear``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from fastlinear.op.library import declare_eager_op, declare_op
+from fastlinear.op.library import declare_eager_op, declare_family
 
 
 def _linear_act() -> None:
@@ -41,55 +39,34 @@ def load_all() -> None:
         load()
 
 
-_Load = Callable[[], object]
-
-
-def _declare(name: str, operands: str, options: str, load: _Load, *, saves: bool = True) -> None:
-    """The two ops of a family that ``op.registered`` makes."""
-    results = "(Tensor, Tensor)" if saves else "Tensor"
-    forward = f"({operands}, {options}, bool needs_grad, str backend) -> {results}"
-    declare_op(name, forward, load, formula=True)
-    given = f"Tensor dy, Tensor? saved, {operands}, {options}, bool[] needs, str backend"
-    gradients = ", ".join("Tensor" for _ in operands.split(","))
-    declare_op(f"{name}_backward", f"({given}) -> ({gradients})", load, formula=False)
-
-
 _LAYER = "Tensor x, Tensor weight, Tensor? bias"
-_ROWS = "Tensor x, Tensor weight, Tensor group_sizes, Tensor? bias"
-_declare("linear_act", _LAYER, "str activation", _linear_act)
-_declare("grouped_linear", _LAYER, "str activation, str layout", _grouped_linear)
-_declare("ragged_linear", _ROWS, "str activation", _ragged_linear)
-_declare(
-    "diagonal_linear",
-    f"{_LAYER}, Tensor? residual",
-    "str activation",
-    _diagonal_linear,
-    saves=False,
-)
-
-_GATED = (
-    "Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor? down_weight, Tensor? gate_bias,"
-    " Tensor? up_bias, Tensor? down_bias, str activation, str order"
-)
+declare_family("linear_act", _LAYER, "str activation", _linear_act, saves=1)
 declare_eager_op(
     "linear_act_inference",
     "(Tensor x, Tensor weight, Tensor? bias, bool turned, str activation, str backend) -> Tensor",
     _linear_act,
 )
-declare_op(
-    "mlp",
-    "(Tensor x, Tensor[] weights, Tensor[] biases, bool[] has_bias, str activation,"
-    " str final_activation, bool needs_grad, str backend) -> (Tensor, Tensor[])",
-    _mlp,
-    formula=True,
+declare_family("grouped_linear", _LAYER, "str activation, str layout", _grouped_linear, saves=1)
+declare_family(
+    "ragged_linear",
+    "Tensor x, Tensor weight, Tensor group_sizes, Tensor? bias",
+    "str activation",
+    _ragged_linear,
+    saves=1,
 )
-declare_op(
-    "mlp_backward",
-    "(Tensor dy, Tensor x, Tensor[] weights, Tensor[] saved, str activation,"
-    " str final_activation, bool needs_x, bool[] needs_w, bool[] needs_b, str backend)"
-    " -> (Tensor, Tensor[], Tensor[])",
+declare_family(
+    "diagonal_linear",
+    f"{_LAYER}, Tensor? residual",
+    "str activation",
+    _diagonal_linear,
+    saves=0,
+)
+declare_family(
+    "mlp",
+    "Tensor x, Tensor[] weights, Tensor[] biases",
+    "bool[] has_bias, str activation, str final_activation",
     _mlp,
-    formula=False,
+    saves=None,
 )
 declare_eager_op(
     "mlp_inference",
@@ -97,16 +74,11 @@ declare_eager_op(
     " str final_activation, str backend) -> Tensor",
     _mlp,
 )
-declare_op(
+declare_family(
     "gated_mlp",
-    f"({_GATED}, bool recompute, bool needs_grad, str backend) -> (Tensor, Tensor, Tensor)",
+    "Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor? down_weight, Tensor? gate_bias,"
+    " Tensor? up_bias, Tensor? down_bias",
+    "str activation, str order, bool recompute",
     _gated_mlp,
-    formula=True,
-)
-declare_op(
-    "gated_mlp_backward",
-    f"(Tensor dy, Tensor? first, Tensor? second, {_GATED}, bool[] needs, str backend)"
-    f" -> ({', '.join(['Tensor'] * 7)})",
-    _gated_mlp,
-    formula=False,
+    saves=2,
 )

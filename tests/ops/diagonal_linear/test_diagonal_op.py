@@ -317,9 +317,9 @@ def test_registered_ops_are_sound() -> None:
     opcheck(ops.diagonal_linear, (x, w, None, None, "relu", True, "cpp"))
     dy, *given = (t.detach() for t in (r, x, w, b))
     needs = [True, False, True, False]
-    opcheck(ops.diagonal_linear_backward, (dy, None, *given, None, "gelu", needs, ""))
+    opcheck(ops.diagonal_linear_backward, (dy, [], *given, None, "gelu", needs, ""))
     needs = [False, True, False, False]
-    opcheck(ops.diagonal_linear_backward, (dy, None, *given[:2], None, None, "none", needs, ""))
+    opcheck(ops.diagonal_linear_backward, (dy, [], *given[:2], None, None, "none", needs, ""))
 
 
 def test_transforms_and_forward_mode() -> None:

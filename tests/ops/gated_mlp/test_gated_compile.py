@@ -156,8 +156,8 @@ def test_opcheck_backward(order: str, keep: bool) -> None:
         dy = torch.randn(2, 3, N if down else H)
         held = [t is not None for t in (x, *rest)]
         for needs in (held, [True, *[False] * 6], [False, *held[1:]]):
-            first, second = pre if keep else (None, None)
-            call = (dy, first, second, x, *rest, "relu", order, needs, "")
+            saved = [t for t in pre if keep and t is not None]
+            call = (dy, saved, x, *rest, "relu", order, not keep, needs, "")
             torch.library.opcheck(torch.ops.fastlinear.gated_mlp_backward, call)
 
 

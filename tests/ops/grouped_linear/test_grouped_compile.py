@@ -113,7 +113,7 @@ def test_opcheck_backward(layout: str, needs: tuple[bool, bool, bool]) -> None:
     b = torch.randn(w.shape[:2])
     for activation in ("none", "relu", "gelu"):
         y = reference.grouped_linear(x, w, None, activation, layout)
-        saved = None if activation == "none" else y
+        saved = [] if activation == "none" else [y]
         call = (torch.randn_like(y), saved, x, w, b, activation, layout, list(needs), "")
         torch.library.opcheck(torch.ops.fastlinear.grouped_linear_backward, call)
 

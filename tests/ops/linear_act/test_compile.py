@@ -164,7 +164,7 @@ def test_opcheck_forward(activation: str, grad: bool) -> None:
 def test_opcheck_backward(activation: str, needs: tuple[bool, bool, bool]) -> None:
     x, w, dy = torch.randn(3, 8), torch.randn(5, 8), torch.randn(3, 5)
     y, pre = reference.forward(x, w, None, activation, True)
-    saved = {"none": None, "relu": y, "gelu": pre}[activation]
+    saved = {"none": [], "relu": [y], "gelu": [pre]}[activation]
     call = (dy, saved, x, w, torch.randn(5), activation, list(needs), "")
     torch.library.opcheck(torch.ops.fastlinear.linear_act_backward, call)
 

@@ -14,7 +14,7 @@ from fastlinear.ops.diagonal_linear.autograd import run_backward
 from fastlinear.ops.diagonal_linear.spec import SPEC
 
 
-def _forward(call: Arguments, chosen: Chosen, _: bool) -> tuple[Tensor, None]:
+def _forward(call: Arguments, chosen: Chosen, _: bool) -> tuple[Tensor, Sequence[Tensor]]:
     x, weight, (bias, residual), activation, _ = call
     run: Callable[..., Any] = reference.forward
     if chosen is not None:
@@ -22,11 +22,11 @@ def _forward(call: Arguments, chosen: Chosen, _: bool) -> tuple[Tensor, None]:
     added = None if residual is None else _rows(residual)
     bias = None if bias is None else bias.contiguous()
     y = run(_rows(x), weight.contiguous(), bias, activation, added, None)
-    return y.contiguous().view(x.shape), None
+    return y.contiguous().view(x.shape), []
 
 
 def _backward(
-    dy: Tensor, _: None, call: Arguments, chosen: Chosen, needs: tuple[bool, ...]
+    dy: Tensor, _: list[Tensor], call: Arguments, chosen: Chosen, needs: tuple[bool, ...]
 ) -> Sequence[Tensor | None]:
     x, weight, (bias, _residual), activation, _ = call
     run: Callable[..., Any] = reference.backward

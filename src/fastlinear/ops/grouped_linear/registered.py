@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fastlinear.op.registered import Chosen, Traced, register
+from fastlinear.op.registered import Chosen, Shape, Traced, register
 from fastlinear.op.spec import Arguments
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.grouped_linear import layout as layouts
@@ -16,37 +16,42 @@ from fastlinear.ops.grouped_linear.autograd import run_backward
 from fastlinear.ops.grouped_linear.spec import SPEC
 
 
-def _forward(call: Arguments, chosen: Chosen, keeps: bool) -> tuple[Tensor, Tensor | None]:
+def _forward(call: Arguments, chosen: Chosen, saves: bool) -> tuple[Tensor, Sequence[Tensor]]:
     x, weight, bias, activation, layout, _ = call
     run: Callable[..., Any] = reference.forward
     if chosen is not None:
         run = chosen[0].backend.load()
     rows = layouts.blocks(x, layout, weight.shape[0], weight.shape[2])
     order = layouts.order_of(layout, x.shape)
-    y, pre = run(rows, weight, bias, activation, keeps, order)
+    y, pre = run(rows, weight, bias, activation, saves, order)
     y = layouts.unblocked(y, layout, x.shape)
-    return y, None if pre is None else layouts.unblocked(pre, layout, x.shape)
+    return y, [layouts.unblocked(pre, layout, x.shape)] if saves else []
 
 
 def _backward(
-    dy: Tensor, saved: Tensor | None, call: Arguments, chosen: Chosen, needs: tuple[bool, ...]
+    dy: Tensor, saved: list[Tensor], call: Arguments, chosen: Chosen, needs: tuple[bool, ...]
 ) -> Sequence[Tensor | None]:
     x, weight, _, activation, layout, _ = call
     run: Callable[..., Any] = reference.backward
     if chosen is not None:
         run = chosen[1].backend.load()
     wanted = needs[0], needs[1], needs[2]
-    return run_backward(dy, saved, x, weight, activation, layout, wanted, run)
+    kept = saved[0] if saved else None
+    return run_backward(dy, kept, x, weight, activation, layout, wanted, run)
 
 
-def _shape(call: Arguments) -> Sequence[Any]:
+def _shape(call: Arguments) -> Shape:
     x, weight, layout = call[0], call[1], call[4]
     return layouts.output_shape(layout, x.shape, weight.shape[0], weight.shape[1])
 
 
-def _saved_again(call: Arguments) -> Tensor:
+def _saved(call: Arguments) -> Sequence[Shape]:
+    return [_shape(call)] if activation_of(call[3]).saved == "pre" else []
+
+
+def _saved_again(call: Arguments) -> Sequence[Tensor]:
     x, weight, bias, _, layout, _ = call
-    return reference.grouped_linear(x, weight, bias, "none", layout)
+    return [reference.grouped_linear(x, weight, bias, "none", layout)]
 
 
 register(
@@ -55,8 +60,8 @@ register(
         shape=_shape,
         forward=_forward,
         backward=_backward,
-        saved=lambda call: activation_of(call[3]).saved,
-        saved_shape=_shape,
+        saved=_saved,
+        reads_result=lambda call: activation_of(call[3]).saved == "output",
         saved_again=_saved_again,
     ),
 )

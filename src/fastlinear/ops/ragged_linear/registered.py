@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastlinear.op import library
-from fastlinear.op.registered import Chosen, Traced, register
+from fastlinear.op.registered import Chosen, Shape, Traced, register
 from fastlinear.op.spec import Arguments
 from fastlinear.ops.common import calls
 from fastlinear.ops.common.activations import activation as activation_of
@@ -26,25 +26,25 @@ def _formula(call: Arguments, chosen: Chosen) -> Formula | None:
     return None if name == "eager" else Formula(call[3], name)
 
 
-def _forward(call: Arguments, chosen: Chosen, keeps: bool) -> tuple[Tensor, Tensor | None]:
+def _forward(call: Arguments, chosen: Chosen, saves: bool) -> tuple[Tensor, Sequence[Tensor]]:
     x, weight, (sizes, bias), activation, _ = call
     formula = _formula(call, chosen)
     if formula is not None:
-        y, pre, _ = formula.functions()[0](x, weight, sizes, bias, activation, keeps)
-        return y, pre
+        y, pre, _ = formula.functions()[0](x, weight, sizes, bias, activation, saves)
+        return y, [pre] if saves else []
     y = products.loop(x, weight, sizes, bias, activation)
-    return y, products.loop(x, weight, sizes, bias, "none") if keeps else None
+    return y, [products.loop(x, weight, sizes, bias, "none")] if saves else []
 
 
 def _backward(
-    dy: Tensor, saved: Tensor | None, call: Arguments, chosen: Chosen, needs: tuple[bool, ...]
+    dy: Tensor, saved: list[Tensor], call: Arguments, chosen: Chosen, needs: tuple[bool, ...]
 ) -> Sequence[Tensor | None]:
     x, weight, (sizes, bias), activation, _ = call
     wanted = needs[0], needs[1], needs[3]
     formula = _formula(call, chosen)
     if formula is not None:
-        rest = sizes, activation, wanted
-        dx, dw, db = formula.functions()[1](dy, saved, x, weight, *rest)
+        given = dy, saved[0] if saved else None, x, weight, sizes, activation, wanted
+        dx, dw, db = formula.functions()[1](*given)
         return dx, dw, None, db
     own: list[Any] = [None if t is None else t.detach().requires_grad_() for t in (x, weight, bias)]
     with torch.enable_grad():
@@ -55,14 +55,17 @@ def _backward(
     return dx, dw, None, db
 
 
-def _shape(call: Arguments) -> Sequence[Any]:
+def _shape(call: Arguments) -> Shape:
     return call[0].shape[0], call[1].shape[1]
 
 
-def _saved_again(call: Arguments) -> Tensor:
+def _saved(call: Arguments) -> Sequence[Shape]:
+    return [_shape(call)] if activation_of(call[3]).saved == "pre" else []
+
+
+def _saved_again(call: Arguments) -> Sequence[Tensor]:
     x, weight, (sizes, bias) = call[:3]
-    y: Tensor = library.call(SPEC.name, x, weight, sizes, bias, "none", False, "")[0]
-    return y
+    return [library.call(SPEC.name, x, weight, sizes, bias, "none", False, "")[0]]
 
 
 register(
@@ -71,8 +74,8 @@ register(
         shape=_shape,
         forward=_forward,
         backward=_backward,
-        saved=lambda call: activation_of(call[3]).saved,
-        saved_shape=_shape,
+        saved=_saved,
+        reads_result=lambda call: activation_of(call[3]).saved == "output",
         saved_again=_saved_again,
     ),
 )
