@@ -17,6 +17,7 @@ import torch
 from fastlinear.core.cost import Cost
 from fastlinear.core.errors import InputError
 from fastlinear.core.problem import Problem
+from fastlinear.dispatch.space import Space
 
 about_to_run: ContextVar[bool] = ContextVar("about_to_run", default=False)
 """Whether ``reason_not`` is asked for a call that runs: its libraries are then compiled."""
@@ -86,6 +87,7 @@ class Family:
             the function itself. Verification is always of the function.
         examples: facts of a device (``dtype``, ``device``, ``precision``) → calls that backends are
             meant for, by what is special of each; ``""`` is the ordinary one.
+        space: small calls of every kind, from which tests draw.
         removed: names of backends that earlier versions had → what to use instead, one sentence.
     """
 
@@ -100,6 +102,7 @@ class Family:
     cold: bool = False
     timed: Callable[[Backend, Problem], Callable[..., Any] | None] | None = None
     examples: Callable[[Mapping[str, Any]], Mapping[str, Problem]] | None = None
+    space: Space | None = None
     removed: Mapping[str, str] = field(default_factory=dict)
 
     def candidates(self, piece: str) -> tuple[Backend, ...]:
@@ -114,8 +117,8 @@ class Family:
 
 
 _NAMES = (
-    *("diagonal_linear", "gated_mlp", "grouped_linear", "linear_act", "mlp"),
-    *("ragged_linear", "unequal_linear"),
+    *("linear_act", "mlp", "diagonal_linear", "gated_mlp"),
+    *("grouped_linear", "ragged_linear", "unequal_linear"),
 )
 _HOMES = {name: f"fastlinear.ops.{name}.backends" for name in _NAMES}
 """Where the package's own families register themselves, imported when first asked for."""

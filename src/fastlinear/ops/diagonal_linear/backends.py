@@ -19,7 +19,7 @@ from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, Family, deferred, register_family
 from fastlinear.ops.common import door_node
 from fastlinear.ops.diagonal_linear import addcmul, cpp, reference, triton_config
-from fastlinear.ops.diagonal_linear.problem import NAME, PIECES, STEP, problem
+from fastlinear.ops.diagonal_linear.problem import NAME, PIECES, SPACE, STEP, problem
 
 __all__ = ["FAMILY", "NAME", "PIECES", "cost", "problem"]
 
@@ -194,6 +194,7 @@ FAMILY = register_family(
         reference=_reference,
         cost=cost,
         examples=_examples,
+        space=SPACE,
         akin=(_whatever_bias, _whatever_activation),
         cold=True,
         timed=deferred(f"{_HERE}.spec:timed"),

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.core.problem import Problem
+from fastlinear.dispatch.space import Space
+from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 
 NAME = "diagonal_linear"
 PIECES = ("forward", "backward")
@@ -42,6 +44,19 @@ def problem(
     )
     dims = (("M", m), ("K", k))
     return Problem(NAME, piece, dims, dtype, device, options, needs_grad, "n/a", captured)
+
+
+SPACE = Space(
+    lambda *call, precision, **options: problem(*call, **options),
+    sizes=((1, 1), (7, 33), (65, 16), (300, 24), (33, 130), (3, 1100), (130, 3), (17, 256)),
+    options={
+        "activation": ACTIVATIONS,
+        "x_layout": ("rows", "rows_apart", "strided"),
+        "bias": (True, False),
+        "residual": (True, False),
+    },
+    times=7,
+)
 
 
 def problem_of(

@@ -28,7 +28,7 @@ from fastlinear.ops.gated_mlp import (
     reference,
     triton_config,
 )
-from fastlinear.ops.gated_mlp.problem import NAME, PIECES, STEP, has_down, problem
+from fastlinear.ops.gated_mlp.problem import NAME, PIECES, SPACE, STEP, has_down, problem
 from fastlinear.ops.gated_mlp.stacking import Biases, Weights, split_pre
 
 __all__ = ["FAMILY", "NAME", "PIECES", "cost", "problem"]
@@ -304,6 +304,7 @@ FAMILY = register_family(
         reference=_reference,
         cost=cost,
         examples=_examples,
+        space=SPACE,
         akin=(_whatever_bias, _whatever_activation),
         cold=True,
         removed={"onednn_packed": "Backend 'onednn' takes the weights where they lie."},

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from fastlinear.core.problem import Problem
+from fastlinear.dispatch.space import Space
+from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
+from fastlinear.ops.gated_mlp.stacking import ORDERS
 
 NAME = "gated_mlp"
 PIECES = ("forward", "backward")
@@ -48,6 +51,30 @@ def problem(
     down = (("N", n),) if n else ()
     dims = (("M", m), ("K", k), ("H", h), *down)
     return Problem(NAME, piece, dims, dtype, device, options, needs_grad, precision, captured)
+
+
+SPACE = Space(
+    problem,
+    sizes=(  # without N: gated_linear
+        (1, 1, 1, 1),
+        (7, 33, 20, 5),
+        (65, 16, 33),
+        (40, 24, 48, 16),
+        (3, 65, 130, 33),
+        (33, 7, 17, 64),
+        (5, 20, 7),
+    ),
+    options={
+        "activation": ACTIVATIONS,
+        "bias": ("yes", "no", "some"),
+        "needs_grad": (True, False),
+        "order": ORDERS,
+        "recompute": (False, False, True),
+        "x": ("dense", "strided"),
+        "w": ("dense", "strided"),
+    },
+    narrowed={STEP: {"recompute": (False,)}},
+)
 
 
 def has_down(p: Problem) -> bool:

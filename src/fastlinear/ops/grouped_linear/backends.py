@@ -32,7 +32,7 @@ from fastlinear.ops.grouped_linear import (
 )
 from fastlinear.ops.grouped_linear import layout as layouts
 from fastlinear.ops.grouped_linear.preferences import prefer
-from fastlinear.ops.grouped_linear.problem import NAME, PIECES, STEP, problem, tokens_of
+from fastlinear.ops.grouped_linear.problem import NAME, PIECES, SPACE, STEP, problem, tokens_of
 
 __all__ = ["FAMILY", "NAME", "PIECES", "cost", "problem"]
 
@@ -295,6 +295,7 @@ FAMILY = register_family(
         reference=_reference,
         cost=cost,
         examples=_examples,
+        space=SPACE,
         akin=(_whatever_bias, _whatever_activation),
         cold=True,
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from fastlinear.core.problem import Problem
+from fastlinear.dispatch.space import Space
+from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 
 NAME = "grouped_linear"
 PIECES = ("forward", "backward")
@@ -15,6 +17,7 @@ def problem(
     groups: int,
     k: int,
     n: int,
+    length: int = 0,
     *,
     dtype: str,
     device: str,
@@ -22,7 +25,6 @@ def problem(
     bias: bool = True,
     needs_grad: bool = False,
     order: str = "tokens",
-    length: int = 0,
     x: str = "dense",
     w: str = "dense",
     precision: str = "n/a",
@@ -46,6 +48,29 @@ def problem(
     positions = (("L", length),) if order == "channels" else ()
     dims = (("M", m), ("G", groups), ("K", k), ("N", n), *positions)
     return Problem(NAME, piece, dims, dtype, device, options, needs_grad, precision, captured)
+
+
+SPACE = Space(
+    problem,
+    sizes=(
+        (1, 1, 1, 1, 1),
+        (12, 3, 5, 7, 4),
+        (70, 2, 33, 20, 35),
+        (40, 2, 100, 100, 10),
+        (66, 3, 17, 50, 3),
+        (36, 1, 136, 24, 18),
+        (7, 5, 24, 130, 7),
+    ),
+    options={
+        "activation": ACTIVATIONS,
+        "bias": (True, False),
+        "needs_grad": (True, False),
+        "order": ("tokens", "groups", "channels"),
+        "x": ("dense", "strided"),
+        "w": ("dense", "strided"),
+    },
+    narrowed={STEP: {"x": ("dense",)}},
+)
 
 
 def tokens_of(p: Problem) -> tuple[int, int]:

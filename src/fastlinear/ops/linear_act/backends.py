@@ -32,7 +32,7 @@ from fastlinear.ops.linear_act import (
     reference,
     triton_config,
 )
-from fastlinear.ops.linear_act.problem import NAME, PIECES, STEP, WHOLE_BACKWARD, problem
+from fastlinear.ops.linear_act.problem import NAME, PIECES, SPACE, STEP, WHOLE_BACKWARD, problem
 
 _HERE = "fastlinear.ops.linear_act"
 _TF32X3_MIN_DEPTH = 128  # shorter products take plain float32 arithmetic
@@ -368,6 +368,7 @@ FAMILY = register_family(
         reference=_reference,
         cost=order.cost,
         examples=_examples,
+        space=SPACE,
         akin=(_whatever_bias, _whatever_activation),
         cold=True,
         timed=deferred(f"{_HERE}.spec:timed"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from fastlinear.core.problem import Problem
+from fastlinear.dispatch.space import Space
+from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 
 NAME = "linear_act"
 BACKWARD_PIECES = ("grad_pre", "grad_input", "grad_weight")
@@ -46,6 +48,22 @@ def problem(
     )
     dims = (("M", m), ("K", k), ("N", n))
     return Problem(NAME, piece, dims, dtype, device, options, needs_grad, precision, captured)
+
+
+SPACE = Space(
+    problem,
+    sizes=((1, 1, 1), (7, 33, 65), (1, 65, 7), (33, 7, 1), (65, 1, 33), (33, 65, 64), (7, 7, 7)),
+    options={
+        "activation": ACTIVATIONS,
+        "x_layout": ("rows", "strided"),
+        "w_layout": ("nk", "kn"),
+        "bias": (True, False),
+        "needs_grad": (True, False),
+    },
+    narrowed={piece: {"activation": ("none",)} for piece in ("grad_input", "grad_weight")},
+    times=7,
+    times_on_cuda=3,
+)
 
 
 def x_layout_of(rows: Tensor) -> str:

@@ -30,7 +30,7 @@ from fastlinear.ops.mlp import (
     whole_triton,
 )
 from fastlinear.ops.mlp.order_cuda import inference_order
-from fastlinear.ops.mlp.problem import NAME, PIECES, STEP, activations_of, problem, widths_of
+from fastlinear.ops.mlp.problem import NAME, PIECES, SPACE, STEP, activations_of, problem, widths_of
 
 __all__ = ["FAMILY", "NAME", "PIECES", "cost", "problem"]
 
@@ -274,6 +274,7 @@ FAMILY = register_family(
         reference=_reference,
         cost=cost,
         examples=_examples,
+        space=SPACE,
         akin=(_whatever_bias, _whatever_activation),
         timed=deferred(f"{_HERE}.spec:timed"),
         removed={"graph": "Use fastlinear.graphed, which records a module or a function."},

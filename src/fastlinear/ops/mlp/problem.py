@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fastlinear.core.problem import Problem
+from fastlinear.dispatch.space import Space
+from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 
 NAME = "mlp"
 PIECES = ("forward", "backward")
@@ -47,6 +49,29 @@ def problem(
     )
     dims = (("M", m), ("L", layers), ("K", widths[0]), ("H", hidden), ("N", widths[-1]))
     return Problem(NAME, piece, dims, dtype, device, options, needs_grad, precision, captured)
+
+
+SPACE = Space(
+    problem,
+    sizes=(
+        (1, (16, 16, 16)),
+        (7, (33, 65, 17)),
+        (70, (64, 64, 64, 64)),
+        (1, (7, 33)),
+        (5, (1, 20, 3, 9)),
+        (33, (65, 40, 31)),
+    ),
+    options={
+        "activation": ACTIVATIONS,
+        "final_activation": ACTIVATIONS,
+        "bias": ("yes", "yes", "no", "some"),
+        "needs_grad": (True, False),
+        "x_layout": ("rows", "rows", "strided"),
+        "w_layout": ("nk", "nk", "mixed"),
+    },
+    times=4,
+    times_on_cuda=2,
+)
 
 
 def widths_of(p: Problem) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, Family, deferred, is_installed, register_family
 from fastlinear.ops.grouped_linear import triton_config
 from fastlinear.ops.ragged_linear import cpp, products
-from fastlinear.ops.ragged_linear.problem import NAME, STEP, problem
+from fastlinear.ops.ragged_linear.problem import NAME, SPACE, STEP, problem
 
 __all__ = ["FAMILY", "NAME", "PIECES", "cost", "problem"]
 
@@ -112,6 +112,7 @@ FAMILY = register_family(
         reference=_reference,
         cost=cost,
         examples=_examples,
+        space=SPACE,
         cold=True,
         timed=deferred("fastlinear.ops.ragged_linear.spec:timed"),
     )

@@ -6,6 +6,8 @@ from torch import Tensor
 
 from fastlinear.core.precision import DTYPE_NAMES, matmul_precision
 from fastlinear.core.problem import Problem
+from fastlinear.dispatch.space import Space
+from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 
 NAME = "ragged_linear"
 STEP = "step"
@@ -40,6 +42,22 @@ def problem(
     )
     dims = (("M", m), ("G", groups), ("K", k), ("N", n))
     return Problem(NAME, piece, dims, dtype, device, options, needs_grad, precision, captured)
+
+
+SPACE = Space(
+    problem,
+    sizes=(
+        (1, 1, 1, 1),
+        (12, 3, 5, 7),
+        (70, 2, 33, 20),
+        (40, 2, 100, 100),
+        (66, 3, 17, 50),
+        (36, 1, 136, 24),
+        (7, 5, 24, 130),
+    ),
+    options={"activation": ACTIVATIONS, "bias": (True, False)},
+    times=3,
+)
 
 
 def problem_of(

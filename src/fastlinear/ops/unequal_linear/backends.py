@@ -14,7 +14,7 @@ from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import Backend, Family, deferred, register_family
 from fastlinear.ops.unequal_linear import cpu
-from fastlinear.ops.unequal_linear.problem import NAME, STEP, problem
+from fastlinear.ops.unequal_linear.problem import NAME, SPACE, STEP, problem
 
 __all__ = ["FAMILY", "NAME", "PIECES", "cost", "problem"]
 
@@ -137,6 +137,7 @@ FAMILY = register_family(
         reference=_reference,
         cost=cost,
         examples=_examples,
+        space=SPACE,
         cold=True,
         timed=deferred("fastlinear.ops.unequal_linear.spec:timed"),
     )

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from fastlinear.core.precision import DTYPE_NAMES, matmul_precision
 from fastlinear.core.problem import Problem
+from fastlinear.dispatch.space import Space
+from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
 
 NAME = "unequal_linear"
 STEP = "step"
@@ -43,6 +45,26 @@ def problem(
     options = (("activation", activation), ("bias", bias), ("rows", rows), ("numbers", numbers))
     dims = (("M", m), ("G", groups), ("K", k), ("N", n), ("KN", weights or k * n))
     return Problem(NAME, piece, dims, dtype, device, options, needs_grad, precision, captured)
+
+
+SPACE = Space(
+    problem,
+    sizes=(
+        (1, 1, 1, 1),
+        (12, 3, 5, 7),
+        (70, 2, 33, 20),
+        (40, 2, 100, 100),
+        (66, 3, 17, 50),
+        (36, 1, 136, 24),
+        (7, 5, 24, 130),
+    ),
+    options={
+        "activation": ACTIVATIONS,
+        "bias": ("yes", "no", "some"),
+        "rows": ("aligned", "unaligned"),
+    },
+    times=3,
+)
 
 
 def problem_of(
