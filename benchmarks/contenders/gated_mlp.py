@@ -24,10 +24,10 @@ from benchmarks.harness.peer import OURS, Peer, compiler_missing, no_compiler, t
 from benchmarks.harness.work import Unit
 from fastlinear.core.precision import FLOAT_DTYPES, matmul_precision
 from fastlinear.core.problem import Problem
+from fastlinear.dispatch.steps import choices_of, tuning_order
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.gated_mlp.op import call
 from fastlinear.ops.gated_mlp.problem import NAME, problem
-from fastlinear.ops.gated_mlp.selection import choices_of, tuning_order
 from fastlinear.ops.gated_mlp.stacking import Biases, Weights
 
 __all__ = ["chosen", "make_work", "peers", "problem_of", "tune"]

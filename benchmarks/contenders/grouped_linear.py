@@ -23,10 +23,10 @@ from fastlinear.core.compare import KINKED, silent_at_kinks
 from fastlinear.core.cost import Cost
 from fastlinear.core.precision import FLOAT_DTYPES, matmul_precision
 from fastlinear.core.problem import Problem
+from fastlinear.dispatch.steps import choices_of, tuning_order
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.grouped_linear.op import grouped_linear
 from fastlinear.ops.grouped_linear.problem import NAME, problem
-from fastlinear.ops.grouped_linear.selection import choices_of, tuning_order
 
 # Name of a layout → how tokens (M, G, features) lie in it.
 _LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -8,17 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+from contract import Contract
 from torch import Tensor
+from typer.testing import CliRunner
 
+from fastlinear.cli import app
 from fastlinear.cli.doctor import doctor
 from fastlinear.core.cost import Cost
 from fastlinear.core.errors import InputError, UnsupportedError
+from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch import backend as registry
 from fastlinear.dispatch.backend import Backend, Family, register_family
 from fastlinear.dispatch.select import select
+from fastlinear.dispatch.space import Space
 from fastlinear.dispatch.tune import tune
 from fastlinear.op import library
+from fastlinear.op.command import Command, Option, Request
 from fastlinear.op.front import Front, public
 from fastlinear.op.registered import Traced, register
 from fastlinear.op.spec import Arguments, OpSpec, Resolved
@@ -41,11 +47,18 @@ def eager(x: Tensor, weight: Tensor, mode: str) -> Tensor:
 
 
 def make_inputs(p: Problem, device: torch.device, seed: int) -> tuple[Any, ...]:
-    return torch.randn(4, p.dim("K") // 4), torch.randn(p.dim("K") // 4), p.option("mode")
+    numbers, dtype = torch.Generator().manual_seed(seed), FLOAT_DTYPES[p.dtype]
+    x = torch.randn(p.dim("M"), p.dim("K"), generator=numbers).to(dtype)
+    return x, torch.randn(p.dim("K"), generator=numbers).to(dtype), p.option("mode")
+
+
+def posed(piece: str, m: int, k: int, *, mode: str, **facts: Any) -> Problem:
+    given = {"needs_grad": False, "precision": "n/a", "device": "cpu", **facts}
+    return Problem("toy", piece, (("M", m), ("K", k)), options=(("mode", mode),), **given)
 
 
 def examples(facts: Mapping[str, Any]) -> Mapping[str, Problem]:
-    return {"": problem((torch.empty(4, 3), None, None, "plus"), False)}
+    return {"": posed("forward", 4, 3, mode="plus", dtype="float32")}
 
 
 def validate(x: Any, weight: Any, _: None, mode: Any, backend: Any) -> None:
@@ -57,9 +70,8 @@ def validate(x: Any, weight: Any, _: None, mode: Any, backend: Any) -> None:
 
 
 def problem(arguments: Arguments, grad: bool) -> Problem:
-    dims = (("K", arguments[0].numel()),)
-    options = (("mode", arguments[3]),)
-    return Problem("toy", "forward", dims, "float32", "cpu", options, grad, "n/a", False)
+    x, mode = arguments[0], arguments[3]
+    return posed("forward", *x.shape, mode=mode, dtype="float32", needs_grad=grad)
 
 
 def resolve(arguments: Arguments, grad: bool, autocast: bool) -> Resolved:
@@ -86,6 +98,24 @@ front = Front(
         train=lambda arguments, _: resolve(arguments, True, False),
         choices=lambda p, backend, _: (select(p, backend),),
     )
+)
+SPACE = Space(posed, sizes=((3, 5), (1, 1)), options={"mode": ("times", "plus")})
+
+
+def described(call: Request) -> Arguments:
+    return call.empty(call.m, call["width"]), call.empty(call["width"]), None, call["mode"]
+
+
+COMMAND = Command(
+    front,
+    options=(
+        Option("--width", "Features.", default=3),
+        Option("--mode", "times or plus.", default="plus", kind=str),
+    ),
+    about="a product or a sum",
+    remedy="It has --width and --mode.",
+    arguments=described,
+    without={"--activation": "It has no activation: leave the option out."},
 )
 library.declare_family(
     "toy", "Tensor x, Tensor weight, Tensor? none", "str mode", lambda: None, saves=0
@@ -118,7 +148,7 @@ def toy(x: Tensor, weight: Tensor, none: None = None, *, mode: str, backend: Any
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
+    monkeypatch.setattr(registry, "_FAMILIES", dict(registry.families()))
     here = f"{__name__}:forward"
     never = "serves nothing"
     backends = (
@@ -136,6 +166,8 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             reference=lambda _, inputs: eager(*inputs),
             cost=lambda _: Cost(0, 0),
             examples=examples,
+            space=SPACE,
+            command=f"{__name__}:COMMAND",
         )
     )
     front.forget()
@@ -211,16 +243,10 @@ def test_compilers_see_one_registered_op(mode: str) -> None:
     assert not RAN
 
 
-def test_explain_names_the_backend() -> None:
-    story = front.explain((X, W, None, "plus", None), None)
-    (choice,) = story.choices
-    assert choice.backend.name == "own"
-    assert dict(choice.passed_over)["other"] == "serves nothing"
-
-
 def test_explain_tune_and_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     (choice,) = front.explain((X, W, None, "plus", None), None).choices
     assert (choice.backend.name, choice.source) == ("own", "default")
+    assert dict(choice.passed_over)["other"] == "serves nothing"
     found = tune(choice.problem, rounds=3, budget_s=0.05)
     assert set(found.samples) == {"own", "eager"}
     assert found.rejected == {"other": "serves nothing"}
@@ -229,3 +255,51 @@ def test_explain_tune_and_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [r for r in json.loads(capsys.readouterr().out)["backends"] if r["family"] == "toy"]
     why = {r["backend"]: r["why_not"] for r in rows if r["device"] == "cpu"}
     assert why == {"own": None, "eager": None, "other": "serves nothing"}
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_contract(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    contract, own = Contract(), registry.family("toy").backends[0]
+    if broken:
+        monkeypatch.setitem(globals(), "forward", lambda x, w, mode: reference(x, w, None, "plus"))
+        registry._load.cache_clear()
+    wrong = []
+    for dtype in FLOAT_DTYPES:
+        posed = list(contract.problems("toy", "forward", dtype, "cpu"))
+        assert {(p.dims, p.option("mode")) for p in posed} >= {
+            ((("M", 3), ("K", 5)), mode) for mode in ("times", "plus")
+        }
+        wrong += [line for p in posed for line in contract.failures(own, p)]
+    assert bool(wrong) == broken
+    registry._load.cache_clear()
+
+
+def ran(*arguments: str) -> Any:
+    return CliRunner().invoke(app, arguments)
+
+
+def test_command_line() -> None:
+    call = ("toy", "--m", "8", "--width", "5", "--mode", "times")
+    (told,) = json.loads(ran("explain", *call, "--device", "cpu", "--json").stdout)
+    assert told["backend"] == "own"
+    assert told["problem"]["dims"] == {"M": 8, "K": 5}
+    assert told["problem"]["options"] == {"mode": "times"}
+    tuned = ran("tune", *call, "--rounds", "5", "--budget", "0.05", "--json")
+    assert set(json.loads(tuned.stdout)[0]["times_us"]) == {"own", "eager"}
+    assert "times or plus." in ran("explain", "toy", "--help").stdout
+    assert "a product or a sum" in ran("tune", "--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("toy", "--mode", "minus"), "toy: expected mode in times, plus"),
+        (("toy", "--k", "3"), "options (--width, --mode); received --k. It has --width and --mode"),
+        (("toy", "--activation", "relu"), "received --activation. It has no activation"),
+        (("linear_act", "--mode", "plus"), "received --mode. These belong to another op"),
+        (("conv2d",), "unequal_linear, toy; received 'conv2d'"),
+    ],
+)
+def test_command_line_errors(arguments: tuple[str, ...], expected: str) -> None:
+    for command in ("explain", "tune"):
+        assert expected in ran(command, *arguments).stderr

@@ -23,10 +23,6 @@ class Contract:
         assert space is not None, f"{family_name} has no space to draw from"
         return space.draw(piece, dtype, device)
 
-    def in_float64(self, arguments: Any) -> Any:
-        """The same arguments with every tensor in float64."""
-        return in_float64(arguments)
-
     def inaccuracies(self, backend: Backend, problem: Problem, seed: int = 0) -> list[str]:
         """Where the backend's error exceeds twice torch's.
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from contract import flat, in_float64
 
 from fastlinear.core.precision import FLOAT_DTYPES
 from fastlinear.dispatch.backend import Backend, families, family
@@ -70,7 +71,7 @@ def test_nan_and_infinity_propagate_as_torchs(
             first = inputs[0] if isinstance(inputs[0], torch.Tensor) else inputs[0][0]
             first[0, 0] = bad
             spread = tiles_spread_nan(device, dtype)
-            oracle = contract.in_float64(inputs) if spread and bad != bad else inputs
+            oracle = in_float64(inputs) if spread and bad != bad else inputs
             expected, actual = fam.reference(problem, oracle), backend.load()(*inputs)
             for e, a in zip(flat(expected), flat(actual), strict=True):
                 if e is None:
@@ -82,12 +83,6 @@ def test_nan_and_infinity_propagate_as_torchs(
                 assert not torch.isfinite(a)[torch.isinf(e)].any(), problem.describe()
     if not served:
         pytest.skip(f"serves no {dtype} problem here")
-
-
-def flat(result: Any) -> list[torch.Tensor | None]:
-    if isinstance(result, (tuple, list)):
-        return [t for item in result for t in flat(item)]
-    return [result] if result is None or isinstance(result, torch.Tensor) else []
 
 
 def test_registry_is_complete() -> None:

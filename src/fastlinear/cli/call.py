@@ -4,161 +4,29 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import torch
 import typer
 
-from fastlinear.cli.families import (
-    FAMILIES,
-    FEATURES,
-    GROUP_FEATURES,
-    GROUPS,
-    HIDDEN,
-    KINDS,
-    LAYERS,
-    WIDTH,
-    Draw,
-    Kind,
-    Options,
-    fail,
-)
+from fastlinear.cli.families import command_of
 from fastlinear.core.errors import InputError
 from fastlinear.core.precision import FLOAT_DTYPES
+from fastlinear.dispatch.backend import names
 from fastlinear.ops.common.activations import NAMES
 
 if TYPE_CHECKING:
     from fastlinear.core.problem import Problem
     from fastlinear.dispatch.explain import Explanation
+    from fastlinear.op.command import Command, Request
 
-_LINEAR = "One linear layer (linear_act), a gated MLP, or the linear layer of a group"
-_MLP = "A chain of layers (mlp)"
-_GATE = "A gated MLP (gated_mlp)"
-_GROUPED = "Many linear layers of one size (grouped_linear, ragged_linear, unequal_linear)"
 _NO_MEMORY = "allocate memory"  # in what torch raises on a CPU
 
-Family = Annotated[
-    str,
-    typer.Argument(
-        help="The op: linear_act (a linear layer), mlp (a chain of them in one), diagonal_linear "
-        "(--width features, each with a weight of its own), gated_mlp (gate, up and down), "
-        "grouped_linear (--groups linear layers of one size), ragged_linear (the same, "
-        "of --m rows that the groups share) or unequal_linear (--groups of sizes up to --k, --n)."
-    ),
-]
+Family = Annotated[str, typer.Argument(help="The op.")]
 M = Annotated[int, typer.Option("--m", "--batch", min=1, help="Tokens: rows of x.")]
-K = Annotated[
-    int | None,
-    typer.Option(
-        "--k",
-        min=1,
-        help=f"In features; {FEATURES} if left out, for groups {GROUP_FEATURES}.",
-        show_default=False,
-        rich_help_panel=_LINEAR,
-    ),
-]
-N = Annotated[
-    int | None,
-    typer.Option(
-        "--n",
-        min=1,
-        help=f"Out features; {FEATURES} if left out, for gated_mlp and groups as --k.",
-        show_default=False,
-        rich_help_panel=_LINEAR,
-    ),
-]
-Hidden = Annotated[
-    int | None,
-    typer.Option(
-        "--hidden",
-        min=1,
-        help=f"Features of the gate and of the up projection; {HIDDEN} times --k if left out.",
-        show_default=False,
-        rich_help_panel=_GATE,
-    ),
-]
-Stacked = Annotated[
-    str | None,
-    typer.Option(
-        "--stacked",
-        help="gate_up, up_gate or interleaved: how gate and up lie in one weight; two if left out.",
-        show_default=False,
-        rich_help_panel=_GATE,
-    ),
-]
-Groups = Annotated[
-    int | None,
-    typer.Option(
-        "--groups",
-        min=1,
-        help=f"How many linear layers; {GROUPS} if left out.",
-        show_default=False,
-        rich_help_panel=_GROUPED,
-    ),
-]
-XLayout = Annotated[
-    str | None,
-    typer.Option(
-        "--x-layout",
-        metavar="LAYOUT",
-        help="x's dimensions, as in grouped_linear's layout: '... (g k)' if left out, '... g k', "
-        "'g ... k', 'b (g k) ...', 'b g k ...' or '... k'.",
-        show_default=False,
-        rich_help_panel=_GROUPED,
-    ),
-]
-Length = Annotated[
-    int | None,
-    typer.Option(
-        "--length",
-        min=1,
-        help="Tokens of each sequence where x's layout begins with b; all --m if left out.",
-        show_default=False,
-        rich_help_panel=_GROUPED,
-    ),
-]
-Widths = Annotated[
-    str | None,
-    typer.Option(
-        "--widths",
-        metavar="N0,N1,…,NL",
-        help="Features of the input and of every layer's output.",
-        show_default=False,
-        rich_help_panel=_MLP,
-    ),
-]
-Layers = Annotated[
-    int | None,
-    typer.Option(
-        "--layers",
-        min=1,
-        help=f"How many layers of --width features, instead of --widths; else {LAYERS}.",
-        show_default=False,
-        rich_help_panel=_MLP,
-    ),
-]
-Width = Annotated[
-    int | None,
-    typer.Option(
-        "--width",
-        min=1,
-        help=f"Features of the input and of each of --layers; {WIDTH} if left out.",
-        show_default=False,
-        rich_help_panel=_MLP,
-    ),
-]
-FinalActivation = Annotated[
-    str | None,
-    typer.Option(
-        "--final-activation",
-        help="After the last layer; none if left out. --activation follows all others.",
-        show_default=False,
-        rich_help_panel=_MLP,
-    ),
-]
 Activation = Annotated[
     str | None,
     typer.Option(
@@ -177,78 +45,100 @@ Train = Annotated[bool, typer.Option("--train", help="The backward and its piece
 
 
 @dataclass(frozen=True)
-class Call(Options):
+class Call:
     """A call as the options describe it.
+
+    Attributes:
+        given: options that ops declare → their values, of those that were given.
 
     Raises:
         InputError: an unknown family, an option of another family, or a value that does not fit.
     """
 
+    family: str
+    m: int
+    dtype: str
+    device: str
+    activation: str | None
+    bias: bool
+    layout: str
+    given: Mapping[str, Any]
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "family", self.family.replace("-", "_"))
-        if self.family not in FAMILIES:
-            fail(
+        if command_of(self.family) is None:
+            raise InputError(
                 "fastlinear",
-                f"op in {', '.join(FAMILIES)}",
+                f"op in {', '.join(names())}",
                 repr(self.family),
                 "`fastlinear doctor` lists them with their backends.",
             )
-        own = self._kind.options
-        every = {flag: name for kind in KINDS.values() for flag, name in kind.options.items()}
-        given = [
-            f
-            for f, name in every.items()
-            if f not in own and getattr(self, name) not in (None, False)
-        ]
-        if given:
-            fail(
-                f"fastlinear: {self.family}",
-                f"its own options ({', '.join(own)})",
-                ", ".join(given),
-                self._kind.remedy,
-            )
+        command = self._command
+        own = [option.flag for option in command.options]
+        if foreign := [flag for flag in self.given if flag not in own]:
+            self._refuse(", ".join(foreign), command.remedy)
         if self.layout not in ("nk", "kn"):
-            fail(
+            raise InputError(
                 "--weight-layout",
                 "nk or kn",
                 repr(self.layout),
                 "nk is nn.Linear's (N, K), kn the (K, N) of a Conv1D.",
             )
-        self._kind.check(self)
+        shared = {
+            "--activation": self.activation is not None,
+            "--no-bias": not self.bias,
+            "--weight-layout": self.layout != "nk",
+        }
+        for flag, remedy in command.without.items():
+            if shared[flag]:
+                self._refuse(flag, remedy)
 
     def explain(self, backend: str | None, train: bool) -> Explanation:
         """Which backend the call takes."""
-        from fastlinear.ops.explain import explain
-
-        given, options = self._kind.asked(self, self._tensors())
-        return explain(*given, backend=backend, needs_grad=train, **options)
+        return self._command.explained(self._request(), backend, train)
 
     def problems(self, train: bool, captured: bool) -> list[Problem]:
         """Every Problem that decides about the call, in the order in which to tune them."""
-        return list(self._kind.order(replace(self.forward(train), captured=captured)))
+        from fastlinear.dispatch.steps import tuning_order
 
-    def forward(self, train: bool) -> Problem:
-        """The forward Problem of the call."""
-        return self._kind.forward(self, self._tensors(), train)
+        forward = self._command.forward(self._request(), train)
+        return list(tuning_order(replace(forward, captured=captured)))
 
     @property
-    def _kind(self) -> Kind:
-        return KINDS[self.family]
+    def _command(self) -> Command:
+        command = command_of(self.family)
+        assert command is not None
+        return command
 
-    def _tensors(self) -> tuple[torch.Tensor, Any, Any]:
-        """Uninitialised, as the op takes them."""
+    def _refuse(self, received: str, remedy: str) -> NoReturn:
+        own = ", ".join(option.flag for option in self._command.options)
+        raise InputError(f"fastlinear: {self.family}", f"its own options ({own})", received, remedy)
+
+    def _request(self) -> Request:
+        """The call, which fits the device's memory."""
         from fastlinear.cli.load import usable_device
+        from fastlinear.op.command import Request
 
-        where, kind = usable_device(self.device), FLOAT_DTYPES[self.dtype]
-        taken, there = self._kind.elements(self) * kind.itemsize, memory_of(where)
+        command, where = self._command, usable_device(self.device)
+        request = Request(
+            self.family,
+            self.m,
+            self.activation or command.activation,
+            self.bias,
+            self.layout,
+            {o.name: self.given.get(o.flag, o.default) for o in command.options},
+            FLOAT_DTYPES[self.dtype],
+            where,
+        )
+        taken, there = command.bytes(request), memory_of(where)
         if taken > there:
-            fail(
+            raise InputError(
                 f"fastlinear: {self.family}",
                 f"a call that fits the {there / 2**30:.0f} GiB of {where}",
                 f"one whose tensors take {taken / 2**30:.0f} GiB",
                 "Ask for fewer rows or features.",
             )
-        return self._kind.tensors(self, Draw(where, kind, self.layout))
+        return request
 
 
 @contextmanager

@@ -7,54 +7,26 @@ from typing import Annotated
 import typer
 
 from fastlinear.cli import options as opt
-from fastlinear.cli.call import (
-    Activation,
-    Bias,
-    Call,
-    Family,
-    FinalActivation,
-    Groups,
-    Hidden,
-    K,
-    Layers,
-    Layout,
-    Length,
-    M,
-    N,
-    Stacked,
-    Train,
-    Width,
-    Widths,
-    XLayout,
-)
+from fastlinear.cli.call import Activation, Bias, Call, Family, Layout, M, Train
 from fastlinear.cli.console import print_json, say
+from fastlinear.cli.families import DEFAULT, FamilyCommand, given_of
 from fastlinear.cli.load import default_device
 from fastlinear.dispatch.backend import check_backend
 
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("explain", rich_help_panel="Ops")(explain)
+    app.command("explain", cls=FamilyCommand, rich_help_panel="Ops")(explain)
 
 
 def explain(
-    family: Family = "linear_act",
+    ctx: typer.Context,
+    family: Family = DEFAULT,
     m: M = 64,
-    k: K = None,
-    n: N = None,
-    widths: Widths = None,
-    layers: Layers = None,
-    width: Width = None,
-    hidden: Hidden = None,
-    stacked: Stacked = None,
-    groups: Groups = None,
-    x_layout: XLayout = None,
-    length: Length = None,
     dtype: Annotated[opt.Dtype, typer.Option(help="dtype of x and of the weights.")] = (
         opt.Dtype.float32
     ),
     activation: Activation = None,
-    final_activation: FinalActivation = None,
     bias: Bias = True,
     layout: Layout = "nk",
     train: Train = False,
@@ -85,26 +57,8 @@ def explain(
 
     fastlinear explain grouped_linear --m 4096 --groups 100 --k 100 --x-layout "... g k"
     """
-    call = Call(
-        family,
-        m=m,
-        dtype=dtype.value,
-        device=device or default_device(),
-        activation=activation,
-        bias=bias,
-        layout=layout,
-        k=k,
-        n=n,
-        widths=widths,
-        layers=layers,
-        width=width,
-        final_activation=final_activation,
-        hidden=hidden,
-        stacked=stacked,
-        groups=groups,
-        x_layout=x_layout,
-        length=length,
-    )
+    where = device or default_device()
+    call = Call(family, m, dtype.value, where, activation, bias, layout, given_of(ctx))
     check_backend(backend, call.family, "--backend")
     story = call.explain(backend, train)
     if json:

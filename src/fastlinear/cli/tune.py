@@ -8,28 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fastlinear.cli import options as opt
-from fastlinear.cli.call import (
-    Activation,
-    Bias,
-    Call,
-    Family,
-    FinalActivation,
-    Groups,
-    Hidden,
-    K,
-    Layers,
-    Layout,
-    Length,
-    M,
-    N,
-    Stacked,
-    Train,
-    Width,
-    Widths,
-    XLayout,
-    within_memory,
-)
+from fastlinear.cli.call import Activation, Bias, Call, Family, Layout, M, Train, within_memory
 from fastlinear.cli.console import print_json, progress_bar, say, table
+from fastlinear.cli.families import DEFAULT, FamilyCommand, given_of
 from fastlinear.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -37,36 +18,22 @@ if TYPE_CHECKING:
     from fastlinear.dispatch.tune import Tuned
 
 
-_OF_A_CALL = (
-    *("m", "k", "n", "widths", "layers", "width", "dtype", "activation", "final_activation"),
-    *("bias", "layout", "hidden", "stacked", "groups", "x_layout", "length"),
-)
+_OF_A_CALL = ("m", "dtype", "activation", "bias", "layout")
 
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("tune", rich_help_panel="Ops")(tune)
+    app.command("tune", cls=FamilyCommand, rich_help_panel="Ops")(tune)
 
 
 def tune(
     ctx: typer.Context,
-    family: Family = "linear_act",
+    family: Family = DEFAULT,
     m: M = 64,
-    k: K = None,
-    n: N = None,
-    widths: Widths = None,
-    layers: Layers = None,
-    width: Width = None,
-    hidden: Hidden = None,
-    stacked: Stacked = None,
-    groups: Groups = None,
-    x_layout: XLayout = None,
-    length: Length = None,
     dtype: Annotated[opt.Dtype, typer.Option(help="dtype of x and of the weights.")] = (
         opt.Dtype.float32
     ),
     activation: Activation = None,
-    final_activation: FinalActivation = None,
     bias: Bias = True,
     layout: Layout = "nk",
     train: Train = False,
@@ -121,29 +88,10 @@ def tune(
             f"Add --model, or leave {option} out"
             + ("." if inputs is not None else "; --m is the number of rows of one call."),
         )
-    call = Call(
-        family,
-        m=m,
-        dtype=dtype.value,
-        device=device,
-        activation=activation,
-        bias=bias,
-        layout=layout,
-        k=k,
-        n=n,
-        widths=widths,
-        layers=layers,
-        width=width,
-        final_activation=final_activation,
-        hidden=hidden,
-        stacked=stacked,
-        groups=groups,
-        x_layout=x_layout,
-        length=length,
-    )
+    call = Call(family, m, dtype.value, device, activation, bias, layout, given_of(ctx))
     if model is None:
         problems = call.problems(train, captured)
-    elif family != "linear_act":
+    elif family != DEFAULT:
         raise InputError(
             "--model",
             "linear_act, whose sites in the model are tuned",
@@ -178,9 +126,10 @@ def tune(
 def _refuse_options_of_a_call(ctx: typer.Context) -> None:
     """Raise InputError for options that describe one call: a model's sites say that themselves."""
     given = []
-    for option in ctx.command.params:
+    own = given_of(ctx)
+    for option in ctx.command.get_params(ctx):
         source = ctx.get_parameter_source(option.name) if option.name in _OF_A_CALL else None
-        if source is not None and source.name == "COMMANDLINE":
+        if option.opts[0] in own or (source is not None and source.name == "COMMANDLINE"):
             given.append(option.opts[0])
     if given:
         raise InputError(
@@ -205,7 +154,7 @@ def _problems_of_model(
     from fastlinear.cli import load
     from fastlinear.core.problem import bucket_size
     from fastlinear.core.settings import Config
-    from fastlinear.ops.linear_act.selection import tuning_order
+    from fastlinear.dispatch.steps import tuning_order
     from fastlinear.rewrite.optimize import problems
 
     net = load.load_model(model, device=device, dtype=None, train=train, seed=seed)

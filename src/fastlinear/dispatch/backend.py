@@ -88,6 +88,10 @@ class Family:
         examples: facts of a device (``dtype``, ``device``, ``precision``) → calls that backends are
             meant for, by what is special of each; ``""`` is the ordinary one.
         space: small calls of every kind, from which tests draw.
+        command: ``"package.module:COMMAND"``, the ``op.command.Command`` that describes its calls
+            on the command line; imported there only.
+        tuning_order: the forward's Problem → all that decide about such a call, in the order in
+            which to tune them; None where that is the order of ``pieces``.
         removed: names of backends that earlier versions had → what to use instead, one sentence.
     """
 
@@ -103,11 +107,17 @@ class Family:
     timed: Callable[[Backend, Problem], Callable[..., Any] | None] | None = None
     examples: Callable[[Mapping[str, Any]], Mapping[str, Problem]] | None = None
     space: Space | None = None
+    command: str | None = None
+    tuning_order: Callable[[Problem], tuple[Problem, ...]] | None = None
     removed: Mapping[str, str] = field(default_factory=dict)
 
     def candidates(self, piece: str) -> tuple[Backend, ...]:
         """All backends of one piece, able to serve or not."""
         return tuple(b for b in self.backends if b.piece == piece)
+
+    def load_command(self) -> Any:
+        """Its command, or None."""
+        return None if self.command is None else _load(self.command)
 
     def remedy(self, unknown: str) -> str:
         """What to do where a caller names a backend that the family does not have."""
@@ -129,6 +139,11 @@ def register_family(family: Family) -> Family:
     """Add a family to the registry. The last registration of a name holds."""
     _FAMILIES[family.name] = family
     return family
+
+
+def names() -> tuple[str, ...]:
+    """The names of ``families``; imports none of them."""
+    return (*_NAMES, *(name for name in _FAMILIES if name not in _HOMES))
 
 
 def families() -> Mapping[str, Family]:

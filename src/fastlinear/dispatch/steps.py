@@ -51,5 +51,9 @@ def backward_choice(p: Problem, backend: str | None = None) -> Choice:
 
 def tuning_order(p: Problem) -> tuple[Problem, ...]:
     """All Problems that decide about a forward Problem, in the order in which to tune them."""
-    own = (*PIECES, STEP) if p.needs_grad else ("forward",)
-    return tuple(p.with_piece(piece) for piece in own)
+    known = family(p.family)
+    if known.tuning_order is not None:
+        return known.tuning_order(p)
+    if p.piece != "forward" or not p.needs_grad:
+        return (p,)
+    return tuple(p.with_piece(piece) for piece in known.pieces)

@@ -195,6 +195,7 @@ FAMILY = register_family(
         cost=cost,
         examples=_examples,
         space=SPACE,
+        command=f"{_HERE}.command:COMMAND",
         akin=(_whatever_bias, _whatever_activation),
         cold=True,
         timed=deferred(f"{_HERE}.spec:timed"),

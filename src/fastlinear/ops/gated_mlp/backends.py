@@ -305,6 +305,7 @@ FAMILY = register_family(
         cost=cost,
         examples=_examples,
         space=SPACE,
+        command=f"{_HERE}.command:COMMAND",
         akin=(_whatever_bias, _whatever_activation),
         cold=True,
         removed={"onednn_packed": "Backend 'onednn' takes the weights where they lie."},

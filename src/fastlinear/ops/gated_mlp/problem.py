@@ -55,14 +55,9 @@ def problem(
 
 SPACE = Space(
     problem,
-    sizes=(  # without N: gated_linear
-        (1, 1, 1, 1),
-        (7, 33, 20, 5),
-        (65, 16, 33),
-        (40, 24, 48, 16),
-        (3, 65, 130, 33),
-        (33, 7, 17, 64),
-        (5, 20, 7),
+    sizes=(
+        *((1, 1, 1, 1), (7, 33, 20, 5), (40, 24, 48, 16), (3, 65, 130, 33), (33, 7, 17, 64)),
+        *((65, 16, 33), (5, 20, 7)),  # gated_linear
     ),
     options={
         "activation": ACTIVATIONS,

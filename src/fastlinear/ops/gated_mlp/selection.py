@@ -6,18 +6,12 @@ from torch import Tensor
 
 from fastlinear.core.precision import DTYPE_NAMES, matmul_precision
 from fastlinear.core.problem import Problem
-from fastlinear.dispatch.steps import backward_choice, choices_of, select_pieces, tuning_order
+from fastlinear.dispatch.steps import backward_choice, choices_of, select_pieces
 from fastlinear.ops.common.calls import is_captured
 from fastlinear.ops.gated_mlp.problem import problem
 from fastlinear.ops.gated_mlp.stacking import Biases, Weights, hidden
 
-__all__ = [
-    "backward_choice",
-    "choices_of",
-    "problem_of",
-    "select_pieces",
-    "tuning_order",
-]
+__all__ = ["backward_choice", "choices_of", "problem_of", "select_pieces"]
 
 
 def problem_of(

@@ -113,6 +113,7 @@ FAMILY = register_family(
         cost=cost,
         examples=_examples,
         space=SPACE,
+        command="fastlinear.ops.ragged_linear.command:COMMAND",
         cold=True,
         timed=deferred("fastlinear.ops.ragged_linear.spec:timed"),
     )

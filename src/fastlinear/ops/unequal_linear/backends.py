@@ -138,6 +138,7 @@ FAMILY = register_family(
         cost=cost,
         examples=_examples,
         space=SPACE,
+        command="fastlinear.ops.unequal_linear.command:COMMAND",
         cold=True,
         timed=deferred("fastlinear.ops.unequal_linear.spec:timed"),
     )

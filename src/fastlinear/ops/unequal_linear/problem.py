@@ -10,6 +10,7 @@ from fastlinear.core.precision import DTYPE_NAMES, matmul_precision
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.space import Space
 from fastlinear.ops.common.activations import NAMES as ACTIVATIONS
+from fastlinear.ops.grouped_linear.problem import SPACE as GROUPS
 
 NAME = "unequal_linear"
 STEP = "step"
@@ -49,15 +50,7 @@ def problem(
 
 SPACE = Space(
     problem,
-    sizes=(
-        (1, 1, 1, 1),
-        (12, 3, 5, 7),
-        (70, 2, 33, 20),
-        (40, 2, 100, 100),
-        (66, 3, 17, 50),
-        (36, 1, 136, 24),
-        (7, 5, 24, 130),
-    ),
+    sizes=[size[:4] for size in GROUPS.sizes],
     options={
         "activation": ACTIVATIONS,
         "bias": ("yes", "no", "some"),

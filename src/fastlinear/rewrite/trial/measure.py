@@ -16,17 +16,15 @@ from fastlinear.core.progress import Progress
 from fastlinear.core.timing import Ratio, Samples, interleave, paired_ratio
 from fastlinear.dispatch import tune as tuning
 from fastlinear.dispatch.select import Choice
+from fastlinear.dispatch.steps import tuning_order
 from fastlinear.ops.common import door
 from fastlinear.ops.gated_mlp import problem as gated
 from fastlinear.ops.gated_mlp.selection import choices_of as gated_choices
-from fastlinear.ops.gated_mlp.selection import tuning_order as gated_order
 from fastlinear.ops.grouped_linear import problem as grouped
 from fastlinear.ops.grouped_linear.selection import choices_of as grouped_choices
-from fastlinear.ops.grouped_linear.selection import tuning_order as grouped_order
-from fastlinear.ops.linear_act.selection import choices_of, tuning_order
+from fastlinear.ops.linear_act.selection import choices_of
 from fastlinear.ops.mlp import problem as mlp
 from fastlinear.ops.mlp.selection import choices_of as chain_choices
-from fastlinear.ops.mlp.selection import tuning_order as chain_order
 from fastlinear.rewrite.exchange.swap import SwapSet
 from fastlinear.rewrite.verify.inputs import Call
 from fastlinear.rewrite.verify.running import Runner
@@ -92,8 +90,7 @@ class Pair:
 
 def deciding(problem: Problem) -> tuple[Problem, ...]:
     """The Problems that decide about a forward Problem, in the order in which to tune them."""
-    known = {mlp.NAME: chain_order, gated.NAME: gated_order, grouped.NAME: grouped_order}
-    return known.get(problem.family, tuning_order)(problem)
+    return tuning_order(problem)
 
 
 def backends_of(problem: Problem, forced: str | None) -> dict[str, str]:
