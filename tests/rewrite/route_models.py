@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import copy
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,9 +20,7 @@ from transformers.pytorch_utils import Conv1D
 import fastlinear as fl
 from fastlinear.rewrite import exchange, finish, registry
 from fastlinear.rewrite.exchange.swap import is_rewritten
-from fastlinear.rewrite.fusion import Fusion
-from fastlinear.rewrite.match import links
-from fastlinear.rewrite.match.candidate import Chain
+from fastlinear.rewrite.match import edits
 from fastlinear.rewrite.rules.linear_dropout import dropout
 
 CLOCK = {"cpp": 50.0, "onednn": 50.0, "whole_cpp": 50.0, "pieces": 50.0, "after": 50.0}
@@ -252,24 +249,24 @@ ROUTES: dict[str, Route] = {
     "plain": Route(lambda: nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)), {"forwards"}),
     "plain Conv1D": Route(lambda: nn.Sequential(Conv1D(8, 16), nn.LayerNorm(8)), {"forwards"}),
     "pairs in a Sequential": Route(pairs, {"sequential_forward", "call_linear_act"}),
-    "chain in a Sequential": Route(chain, {"sequential_forward", "SequentialChain"}),
+    "chain in a Sequential": Route(chain, {"sequential_forward", "mlp"}),
     "pair in a forward": Route(Parent, {"guard", "call_fused_linear"}),
-    "chain in a forward": Route(WrittenChain, {"guard", "ParentChain", "call_fused_chain"}),
-    "chain made by torch.fx": Route(symbolic, {"guard", "ParentChain"}),
-    "chain through a block": Route(Blocks, {"guard", "BlockChain", "call_fused_linear"}),
+    "chain in a forward": Route(WrittenChain, {"guard", "mlp", "call_fused_chain"}),
+    "chain made by torch.fx": Route(symbolic, {"guard", "mlp"}),
+    "chain through a block": Route(Blocks, {"guard", "through blocks", "call_fused_linear"}),
     "written on parameters": Route(Held, {"guard", "call_held_of", "call_chain_of"}),
-    "gate on parameters": Route(HeldGate, {"guard", "GatedPart", "call_gate_on"}),
-    "gated module": Route(Gate, {"guard", "GatedChain"}),
-    "gate in a forward": Route(GateAmid, {"guard", "GatedPart", "call_gate"}),
-    "halves in a forward": Route(HalvesAmid, {"guard", "GatedPart", "call_gate"}),
-    "halves of one rank": Route(HalvesAt1, {"guard", "GatedPart", "call_gate_of"}),
-    "row": Route(Row, {"guard", "RowChain", "call_row"}),
-    "parts": Route(Parts, {"guard", "LoopChain", "call_parts"}),
-    "loop": Route(Loop, {"guard", "GroupedChain"}),
-    "towers": Route(Towers, {"guard", "TowerChain", "call_towers"}),
-    "list": Route(Heads, {"guard", "ListChain", "call_list"}),
-    "stacked weights": Route(stacked, {"guard", "GroupedChain"}),
-    "grouped convolution": Route(Convolution, {"grouped_forward", "GroupedChain"}),
+    "gate on parameters": Route(HeldGate, {"guard", "call_gate_on"}),
+    "gated module": Route(Gate, {"guard", "gated_mlp"}),
+    "gate in a forward": Route(GateAmid, {"guard", "call_gate"}),
+    "halves in a forward": Route(HalvesAmid, {"guard", "call_gate"}),
+    "halves of one rank": Route(HalvesAt1, {"guard", "call_gate_of"}),
+    "row": Route(Row, {"guard", "call_row"}),
+    "parts": Route(Parts, {"guard", "call_parts"}),
+    "loop": Route(Loop, {"guard", "grouped_linear"}),
+    "towers": Route(Towers, {"guard", "call_towers"}),
+    "list": Route(Heads, {"guard", "unequal_linear", "call_list"}),
+    "stacked weights": Route(stacked, {"guard", "grouped_linear"}),
+    "grouped convolution": Route(Convolution, {"grouped_forward", "grouped_linear"}),
     "graphs": Route(alone, {"graph_forward"}, {"families": (), "graphs": True}),
     "compiled": Route(alone, {"compiled_forward"}, {"families": (), "compile": True}),
 }
@@ -307,7 +304,8 @@ def optimized(model: nn.Module, name: str) -> tuple[Any, frozenset[str]]:
 
     def swaps_of(candidates: Any) -> Any:
         kept = [c.chain for c in candidates if c.chain is not None]
-        kinds.update(c.rule if isinstance(c, Fusion) else type(c).__name__ for c in kept)
+        kinds.update(c.rule for c in kept)
+        kinds.update("through blocks" for c in kept if c.blocks)
         return real(candidates)
 
     settings = {"draws": 1, "optimizer_steps": 1, "time_budget_s": 600.0, **ROUTES[name].settings}
@@ -343,13 +341,13 @@ def exercised(route: Rewritten) -> set[str]:
 
 
 def discovered() -> set[str]:
-    """All there is to exercise: the files that make forwards, the kinds of chains, the rules that
-    are folders, and what forwards built of traces call."""
+    """All there is to exercise: the files that make forwards, the rules, and what forwards built of
+    traces call."""
     return {
         *(rule.name for rule in registry.RULES if rule.rewrites and rule.name not in UNSERVED),
         *makers(),
-        *(kind.__name__ for kind in concrete(Chain)),
-        *(name for name in vars(links) if name.startswith("call_")),
+        *("mlp", "gated_mlp", "grouped_linear", "unequal_linear", "through blocks"),
+        *(name for name in vars(edits) if name.startswith("call_")),
     }
 
 
@@ -365,11 +363,3 @@ def makers() -> Iterator[str]:
             bound = any(isinstance(b, ast.Name) and b.id == "Bound" for b in bases)
             if bound or (isinstance(outer, ast.FunctionDef) and "forward" in names):
                 yield file.stem
-
-
-def concrete(kind: type) -> Iterator[type]:
-    """The classes of this kind that are no mere bases."""
-    for found in kind.__subclasses__():
-        yield from concrete(found)
-        if not inspect.isabstract(found) and not found.__name__.startswith("_"):
-            yield found

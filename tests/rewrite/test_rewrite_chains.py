@@ -13,7 +13,8 @@ from torch import nn
 import fastlinear as fl
 from fastlinear.core.timing import Samples
 from fastlinear.rewrite.exchange import forwards
-from fastlinear.rewrite.match.candidate import Chain
+from fastlinear.rewrite.exchange.sequential_forward import sequential_forward
+from fastlinear.rewrite.fusion import Fusion, InSequential
 from fastlinear.rewrite.trial import chains, site
 
 optimizing = importlib.import_module("fastlinear.rewrite.optimize")
@@ -39,7 +40,7 @@ def always_faster(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     real = site.times
 
     def times(candidate: Any, runs: Any, device: Any, budget_s: float) -> Any:
-        if "after" not in runs or not isinstance(candidate, Chain):
+        if "after" not in runs or not isinstance(candidate, Fusion):
             return real(candidate, runs, device, budget_s)
         for run in runs.values():
             run(candidate.calls.kinds[0].x)
@@ -51,7 +52,13 @@ def always_faster(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return arms
 
 
-def matched(model: nn.Module, x: torch.Tensor) -> list[Chain]:
+def alone(chain: Fusion) -> Any:
+    """The Sequential's forward with this chain as one call."""
+    assert isinstance(chain.forward, InSequential)
+    return sequential_forward([(chain.forward.segment, chain.backend)], chain.module)
+
+
+def matched(model: nn.Module, x: torch.Tensor) -> list[Fusion]:
     work = optimizing.prepare("test", model, x, fl.Config(), None, lambda *_: None)
     candidates, _ = optimizing.watch(work, x, None)
     return chains.match(work, candidates)
@@ -127,7 +134,7 @@ def test_what_counts_as_a_chain(name: str) -> None:
         assert found == []
         return
     (chain,) = found
-    layout = chain.segment
+    layout = chain.forward.segment
     assert (layout.start, layout.stop, len(layout.linears)) == run
     assert (layout.activation, layout.final_activation) == activations
 
@@ -146,7 +153,7 @@ def test_the_rewritten_sequential_computes_the_same(mode: str, always_faster: li
     candidates, _ = optimizing.watch(work, x, None)
     (chain,) = chains.match(work, candidates, ("mlp",))
     assert site.failure(chain) is None
-    model.__dict__["forward"] = chain.forward().__get__(model)
+    model.__dict__["forward"] = alone(chain).__get__(model)
     for m in (model, other):
         m(x).square().sum().backward()
     torch.testing.assert_close(model(x), other(x))
@@ -180,7 +187,7 @@ def test_a_changed_sequential_runs_as_it_now_is(change: str) -> None:
     x = torch.randn(2, 4)
     (chain,) = matched(model, x)
     other = copy.deepcopy(model)
-    model.__dict__["forward"] = chain.forward().__get__(model)
+    model.__dict__["forward"] = alone(chain).__get__(model)
     torch.testing.assert_close(model(x), other(x))
     for m in (model, other):
         torch.manual_seed(1)
@@ -194,7 +201,7 @@ def test_a_changed_sequential_runs_as_it_now_is(change: str) -> None:
 def test_global_module_hooks_see_every_layer() -> None:
     model, x = deep(8, 3), torch.randn(2, 8)
     (chain,) = matched(model, x)
-    model.__dict__["forward"] = chain.forward().__get__(model)
+    model.__dict__["forward"] = alone(chain).__get__(model)
     seen: list[str] = []
     handle = torch.nn.modules.module.register_module_forward_hook(
         lambda module, args, y: seen.append(type(module).__name__)
@@ -209,7 +216,7 @@ def test_global_module_hooks_see_every_layer() -> None:
 def test_a_copy_of_a_rewritten_model_reads_its_own_weights() -> None:
     model, x = deep(8, 3), torch.randn(2, 8)
     (chain,) = matched(model, x)
-    model.__dict__["forward"] = chain.forward().__get__(model)
+    model.__dict__["forward"] = alone(chain).__get__(model)
     twin = copy.deepcopy(model)
     with torch.no_grad():
         for p in model.parameters():
@@ -245,5 +252,5 @@ def test_families_decide_whether_chains_are_looked_for() -> None:
 def test_profiling_sees_the_sites_of_a_rewritten_chain() -> None:
     model, x = deep(), torch.randn(1, 48)
     (chain,) = matched(model, x)
-    model.__dict__["forward"] = chain.forward().__get__(model)
+    model.__dict__["forward"] = alone(chain).__get__(model)
     assert len(fl.profile(model, x).sites) == 6

@@ -19,7 +19,7 @@ from fastlinear.core.function_mode import KnowingMode
 from fastlinear.core.timing import Samples
 from fastlinear.rewrite.exchange import forwards
 from fastlinear.rewrite.exchange.swap import SwapSet
-from fastlinear.rewrite.match.chain_parent import BlockChain, ParentChain
+from fastlinear.rewrite.fusion import Forward, Fusion
 from fastlinear.rewrite.trial import chains, site
 from fastlinear.rewrite.trial.swaps import swaps_of
 
@@ -188,8 +188,8 @@ def prepared(model: nn.Module, mode: str = "inference") -> tuple[Any, list[Any]]
 
 def through_blocks(model: nn.Module, mode: str = "inference") -> list[Any]:
     """The chains through blocks, with what else there is of these forwards."""
-    found = [c for c in prepared(model, mode)[1] if isinstance(c, ParentChain)]
-    where = {c.fqn for c in found if isinstance(c, BlockChain)}
+    found = [c for c in prepared(model, mode)[1] if isinstance(c.forward, Forward)]
+    where = {c.fqn for c in found if c.blocks}
     return [c for c in found if c.fqn in where]
 
 
@@ -218,8 +218,9 @@ def as_tuple(y: Any) -> tuple[Tensor, ...]:
 
 
 def plain(chain: Any) -> tuple[Any, ...]:
-    blocks = getattr(chain, "blocks", ())
-    return chain.fqn, chain.names, chain.activation, chain.final_activation, blocks
+    problem = chain.problems[0]
+    activations = problem.option("activation"), problem.option("final")
+    return chain.fqn, chain.names, *activations, chain.blocks
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -410,7 +411,7 @@ def longest_win(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int
     real = site.times
 
     def times(candidate: Any, runs: Any, device: Any, budget_s: float) -> Any:
-        if not hasattr(candidate, "members"):
+        if not isinstance(candidate, Fusion):
             return real(candidate, runs, device, budget_s)
         for one in runs.values():
             one(candidate.calls.kinds[0].x)
@@ -474,14 +475,14 @@ def test_what_is_left_of_a_shorter_chain_is_as_it_is_alone() -> None:
     alone = {c.fqn: c for c in first.members[:1]}
     single = {c.fqn: c for c in chains.members(first)}
     assert chains._in_the_way(longer, single) is None
-    part = dataclasses.replace(longer, members=longer.members[1:])
+    part = dataclasses.replace(longer, names=(), members=longer.members[1:])
     assert "'0.0.0' is rewritten in the forward of its block '0'" in chains._in_the_way(
         part, single
     )
-    assert chains._with(part, single, alone, {})["0.0.0"] is alone["0.0.0"]
-    assert "0.0.0" not in chains._with(part, single, {}, {})
+    assert chains._with(part, single, alone)["0.0.0"] is alone["0.0.0"]
+    assert "0.0.0" not in chains._with(part, single, {})
     taken = {c.fqn: c for c in chains.members(part)}
-    other = dataclasses.replace(first, members=longer.members[:1])
+    other = dataclasses.replace(first, names=(), members=longer.members[:1])
     assert "is part of another chain's" in chains._in_the_way(other, taken)
     assert chains._in_the_way(first, taken) is None  # it would take the other's place
 

@@ -18,7 +18,7 @@ from fastlinear.core.function_mode import KnowingMode
 from fastlinear.core.timing import Samples
 from fastlinear.rewrite.exchange import forwards
 from fastlinear.rewrite.exchange.swap import SwapSet
-from fastlinear.rewrite.match.chain_parent import ParentChain
+from fastlinear.rewrite.fusion import Forward, Fusion
 from fastlinear.rewrite.trial import chains, site
 from fastlinear.rewrite.trial.swaps import swaps_of
 
@@ -168,8 +168,10 @@ def rewritten(model: nn.Module, found: list[Any]) -> SwapSet:
 @pytest.mark.parametrize("kind", FORWARDS)
 def test_what_counts_as_a_chain(kind: type[Parts]) -> None:
     found = matched(kind().eval())
-    assert all(isinstance(c, ParentChain) for c in found)
-    assert [(c.names, c.activation, c.final_activation) for c in found] == FORWARDS[kind]
+    assert all(isinstance(c.forward, Forward) for c in found)
+    named = ((c.names, c.problems[0].option) for c in found)
+    kinds = [(n, of("activation"), of("final")) for n, of in named]
+    assert kinds == FORWARDS[kind]
 
 
 @pytest.mark.parametrize("kind", [k for k, names in FORWARDS.items() if names])
@@ -328,7 +330,7 @@ def chains_win(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     real = site.times
 
     def times(candidate: Any, runs: Any, device: Any, budget_s: float) -> Any:
-        if not isinstance(candidate, ParentChain):
+        if not isinstance(candidate, Fusion):
             return real(candidate, runs, device, budget_s)
         arms.extend(runs)
         us = {name: (1.0 if name == "after" else 3.0,) * 5 for name in runs}

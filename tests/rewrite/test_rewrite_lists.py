@@ -223,18 +223,17 @@ def test_of_a_row_and_a_list_the_faster_is_kept(
 ) -> None:
     """Linears on one input may be one product on weights laid together as well."""
     from fastlinear.core.timing import Samples
-    from fastlinear.rewrite.match.chain_lists import ListChain
     from fastlinear.rewrite.trial import site
 
     clock(FAST)
 
     def times(chain: Any, runs: Any, *_: Any) -> Any:
-        after = 50.0 if isinstance(chain, ListChain) else row_us
+        after = 50.0 if chain.rule == "unequal_linear" else row_us
         given = {"before": 100.0, "after": after, "layers": 50.0}
         for name, run in runs.items():
             before = len(seen)
             run(chain.calls.kinds[0].x)
-            together = isinstance(chain, ListChain) and name == "after"
+            together = chain.rule == "unequal_linear" and name == "after"
             assert len(seen) - before == (together or name == "layers"), "the row's rival"
         return {n: Samples(n, (given[n],) * 5, "wall", 1, "clock") for n in runs}, 1
 

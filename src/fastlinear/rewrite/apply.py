@@ -141,8 +141,7 @@ def _planned(
     known = [c for c in candidates if c.fqn in asked]
     chains = match_chains(work, known, {rule for rule, _ in asked.values()}) if asked else []
     chains = [c for c in chains if all(asked.get(name) == (c.rule, c.fqn) for name in c.names)]
-    by_name = {c.fqn: c for c in known}
-    chained = {c.fqn: c for chain in chains for c in members(chain, by_name)}
+    chained = {c.fqn: c for chain in chains for c in members(chain)}
     own = [c for c in chained.values() if c.kind == OWN]
     candidates = [*(chained.get(c.fqn, c) for c in candidates), *own]
     work.every = [*(chained.get(c.fqn, c) for c in work.every), *own]

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from fastlinear.core.problem import Problem
+from fastlinear.rewrite.exchange import forwards
+from fastlinear.rewrite.exchange.sequential_forward import Segment
 from fastlinear.rewrite.match.calls import Results, SiteCalls
-from fastlinear.rewrite.match.links import Edit
+from fastlinear.rewrite.match.links import Edit, Run
 from fastlinear.rewrite.match.parent import Fusable
+
+if TYPE_CHECKING:
+    from fastlinear.rewrite.match.candidate import Candidate
 
 
 @dataclass(frozen=True)
@@ -24,10 +29,23 @@ class Forward:
     Attributes:
         fusable: the trace of that forward; all that is fused in it becomes one forward.
         edit: which of its steps the call replaces.
+        within: linears whose blocks become part of that forward.
     """
 
     fusable: Fusable
     edit: Edit
+    within: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Whole:
+    """How a module makes the call in place of all of its forward.
+
+    Attributes:
+        make: makes that forward.
+    """
+
+    make: Callable[[], forwards.Forward]
 
 
 @dataclass(frozen=True)
@@ -49,6 +67,19 @@ class Report:
     note: str = ""
 
 
+@dataclass(frozen=True)
+class InSequential:
+    """How a Sequential makes the call in place of some of its children.
+
+    Attributes:
+        segment: the children.
+        run: their linears by names inside the Sequential.
+    """
+
+    segment: Segment
+    run: Run
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Fusion:
     """A part of a model that one call computes.
@@ -56,47 +87,85 @@ class Fusion:
     Attributes:
         rule: the rule that found it, or the family that computes it; also the finding's code.
         fqn, module: the module whose forward makes the call; the name is the finding's.
-        names: the linears, by their names in the model, or the modules that the call computes.
+        members: the linears, or the module itself where it is none, as they are by themselves.
+        names: theirs in the model; without members the modules that the call computes.
         calls: the inputs that were seen.
         problems: the forward Problem of each kind of call, the most frequent first.
-        tensors: what is differentiated, by the names of its gradients.
+        decided: those that dispatch decides about; None where they are the same.
+        served: piece → backend, where dispatch has no say in it.
+        tensors: what is differentiated, by the names of its gradients; by default the parameters
+            of the members, as ``"0.dW"``.
         layers: the model's own ops on x. Linears that are rewritten by themselves, by name, run as
             they are rewritten.
+        original: the same where none is rewritten, if that is something else.
         after: the one call on x.
         exact: the same by differentiable ops, on x and on other values of ``tensors``; it draws
             the random numbers that ``layers`` draws. None where it is left to the reader.
         report: what a finding says of it, or None where there is none.
         forward: how it is put in place; None leaves it to the reader.
-        activation: what is fused with a linear.
+        route: how it is rewritten, see ``plan.Rewrite``.
+        blocks: modules whose code becomes part of that forward, by name.
+        activation: what is fused with each linear; None where each is as it is by itself.
+        final_activation: of a chain, after its last linear.
         backend: a forced backend, or None.
+        competes: whether it may take linears of another call, where it is faster than that.
+        eager_may_gain: whether it may gain though dispatch takes PyTorch's own path for its
+            products.
         alike: what fusions with equal Problems must share to be timed once.
+        reads: what several linears read, in words.
         what: what it is, in a sentence.
+        title: what it is called in notes.
     """
 
     rule: str
     fqn: str
     module: nn.Module
-    names: tuple[str, ...]
     calls: SiteCalls
     problems: tuple[Problem, ...]
-    tensors: Mapping[str, Tensor] = field(repr=False)
     layers: Callable[[Tensor, Mapping[str, Any]], Results] = field(repr=False)
     after: Callable[[Tensor], Results] = field(repr=False)
+    members: tuple[Candidate, ...] = field(default=(), repr=False)
+    names: tuple[str, ...] = ()
+    decided: tuple[Problem, ...] | None = field(default=None, repr=False)
+    served: dict[str, str] | None = None
+    tensors: Mapping[str, Tensor] | None = field(default=None, repr=False)
+    original: Callable[[Tensor], Results] | None = field(default=None, repr=False)
     exact: Callable[[Tensor, dict[str, Tensor]], Results] | None = field(default=None, repr=False)
     report: Report | None = field(default=None, repr=False)
-    forward: Forward | None = field(default=None, repr=False)
-    activation: str = "none"
+    forward: Forward | Whole | InSequential | None = field(default=None, repr=False)
+    route: str = "chain"
+    blocks: tuple[str, ...] = ()
+    activation: str | None = None
+    final_activation: str = "none"
     backend: str | None = None
+    competes: bool = True
+    eager_may_gain: bool = True
     alike: tuple[Any, ...] = ()
+    reads: str = ""
     what: str = ""
+    title: str = ""
+
+    def __post_init__(self) -> None:
+        names = self.names or tuple(c.fqn for c in self.members)
+        object.__setattr__(self, "names", names)
+        if not self.title:
+            object.__setattr__(self, "title", f"{names[0]!r} to {names[-1]!r}")
 
     def before(self, x: Tensor) -> Results:
         """What the model does with x."""
-        return self.layers(x, {})
+        return self.layers(x, {}) if self.original is None else self.original(x)
 
     def parameters(self) -> dict[str, Tensor]:
         """What is differentiated, by the names of its gradients."""
-        return dict(self.tensors)
+        if self.tensors is not None:
+            return dict(self.tensors)
+        each = ((i, c.parameters()) for i, c in enumerate(self.members))
+        return {f"{i}.{name}": t for i, found in each for name, t in found.items()}
+
+    @property
+    def asked(self) -> tuple[Problem, ...]:
+        """The forward Problems that dispatch decides about."""
+        return self.problems if self.decided is None else self.decided
 
     @property
     def key(self) -> str:
@@ -104,34 +173,7 @@ class Fusion:
         return self.names[0]
 
     @property
-    def title(self) -> str:
-        """What it is called in notes."""
-        return f"{self.rule} of {', '.join(map(repr, self.names))}"
-
-    @property
     def kind(self) -> tuple[Any, ...]:
         """Fusions of one kind do the same work and are timed once."""
         kinds = tuple((k.count, k.x.stride(), k.input_grad) for k in self.calls.kinds)
         return (self.rule, self.problems, kinds, self.calls.autocast, self.alike)
-
-    # Chains that no rule folder finds yet say these otherwise.
-
-    @property
-    def route(self) -> str:
-        """How it is rewritten, see ``plan.Rewrite``."""
-        return "chain"
-
-    @property
-    def asked(self) -> tuple[Problem, ...]:
-        """The forward Problems that dispatch decides about."""
-        return self.problems
-
-    @property
-    def served(self) -> dict[str, str] | None:
-        """Piece → backend, where dispatch has no say in it."""
-        return None
-
-    @property
-    def eager_may_gain(self) -> bool:
-        """Whether it may gain though dispatch takes PyTorch's own path for its products."""
-        return True

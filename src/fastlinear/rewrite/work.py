@@ -24,7 +24,7 @@ from fastlinear.profile.report import ProfileReport
 from fastlinear.profile.servable import without_collectives
 from fastlinear.profile.step import private_copy
 from fastlinear.rewrite.fusion import Fusion
-from fastlinear.rewrite.match.candidate import Candidate, Chain
+from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.eligible import Refusal
 from fastlinear.rewrite.match.sites import FilterFn
 from fastlinear.rewrite.outcome import SiteOutcome
@@ -153,7 +153,7 @@ class Work:
         self.outcomes[fqn] = replace(known, status=status, code=code, reason=reason, **facts)
 
     def tuned_gain(
-        self, unit: Candidate | Chain | Fusion, chosen: Sequence[dict[str, str]]
+        self, unit: Candidate | Fusion, chosen: Sequence[dict[str, str]]
     ) -> float | None:
         """What tuning says the chosen backends save of PyTorch's time in one step, in
         microseconds; None where it did not measure them.

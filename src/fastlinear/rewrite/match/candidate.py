@@ -1,9 +1,8 @@
-"""A linear that may be rewritten, and a run of linears that may become one call."""
+"""A linear that may be rewritten."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,12 +13,9 @@ from fastlinear.core.problem import Problem
 from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.ops.linear_act import reference
 from fastlinear.ops.linear_act.op import problem_of
-from fastlinear.ops.mlp import reference as mlp_reference
-from fastlinear.ops.mlp.problem import NAME as MLP
-from fastlinear.ops.mlp.selection import problem_of as mlp_problem_of
 from fastlinear.rewrite.exchange import forwards
 from fastlinear.rewrite.fusion import Fusion
-from fastlinear.rewrite.match.calls import Results, SiteCalls
+from fastlinear.rewrite.match.calls import SiteCalls
 from fastlinear.rewrite.match.eligible import Refusal
 from fastlinear.rewrite.match.parent import Fusable
 
@@ -59,7 +55,7 @@ class Candidate:
     parent: nn.Module | None = None
     pairs: Fusable | None = field(default=None, repr=False)
     fallback: Refusal | None = None
-    chain: Chain | Fusion | None = field(default=None, repr=False)
+    chain: Fusion | None = field(default=None, repr=False)
 
     @property
     def problem(self) -> Problem:
@@ -127,133 +123,10 @@ def problems_of(
     return tuple(found)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Chain(ABC):
-    """A run of linears that may become one call.
-
-    Attributes:
-        fqn, module: the module whose forward is exchanged.
-        members: the linears as the rule of linear_act sees them, first to last.
-        activation, final_activation: between the layers, and after the last.
-        backend: forced backend of mlp, or None.
-    """
-
-    fqn: str
-    module: nn.Module
-    members: tuple[Candidate, ...]
-    activation: str
-    final_activation: str
-    backend: str | None = None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The linears' fully qualified names."""
-        return tuple(c.fqn for c in self.members)
-
-    @property
-    def key(self) -> str:
-        """What tells it from every other chain of the model: its first linear."""
-        return self.names[0]
-
-    @property
-    def rule(self) -> str:
-        """The family that computes it."""
-        return MLP
-
-    @property
-    def route(self) -> str:
-        """How it is rewritten, see ``plan.Rewrite``."""
-        return "chain"
-
-    @property
-    def eager_may_gain(self) -> bool:
-        """Whether one call may gain though PyTorch's own path computes it."""
-        return False
-
-    @property
-    def alike(self) -> tuple[Any, ...]:
-        """What, beside its Problems, chains that are measured once must share."""
-        return ()
-
-    @property
-    def what(self) -> str:
-        """What it is, in a sentence."""
-        return f"its chain of {len(self.members)} linears"
-
-    @property
-    def title(self) -> str:
-        """What it is called in notes."""
-        return f"{self.names[0]!r} to {self.names[-1]!r}"
-
-    @property
-    def activations(self) -> tuple[str, ...]:
-        """The activation after each linear."""
-        return (*(self.activation for _ in self.members[1:]), self.final_activation)
-
-    @property
-    def calls(self) -> SiteCalls:
-        """How it was called: as its first linear was."""
-        return self.members[0].calls
-
-    @property
-    def problems(self) -> tuple[Problem, ...]:
-        """The forward Problem of each kind of call, the most frequent first."""
-        return tuple(self._problem(k.x) for k in self.calls.kinds)
-
-    @property
-    def asked(self) -> tuple[Problem, ...]:
-        """The forward Problems that dispatch decides about, as its call asks them."""
-        return self.problems
-
-    @property
-    def served(self) -> dict[str, str] | None:
-        """Piece → backend, where dispatch has no say in it; None where it decides."""
-        return None
-
-    def _problem(self, x: Tensor) -> Problem:
-        dtype = self.calls.autocast
-        weights, biases = self._tensors()
-        weights = [w.detach() for w in weights]
-        biases = [None if b is None else b.detach() for b in biases]
-        if dtype is not None:
-            x, weights = x.to(dtype), [w.to(dtype) for w in weights]
-            biases = [None if b is None else b.to(dtype) for b in biases]
-        names = self.activation, self.final_activation
-        return mlp_problem_of(x, weights, biases, *names, self.calls.grad)
-
-    def _tensors(self) -> tuple[list[Tensor], list[Tensor | None]]:
-        found = [c.weight_and_bias() for c in self.members]
-        return [w for w, _ in found], [b for _, b in found]
-
-    def parameters(self) -> dict[str, Tensor]:
-        """Weights and biases by layer and the names of their gradients, ``"0.dW"``."""
-        return {
-            f"{i}.{title}": t
-            for i, c in enumerate(self.members)
-            for title, t in c.parameters().items()
-        }
-
-    @abstractmethod
-    def before(self, x: Tensor) -> Results:
-        """What the model did with the input of the first linear."""
-
-    @abstractmethod
-    def layers(self, x: Tensor, rewritten: Mapping[str, Candidate]) -> Results:
-        """The layers one by one, those in ``rewritten`` (by name) as it has them."""
-
-    def after(self, x: Tensor) -> Results:
-        """One call of ``mlp``."""
-        names = self.activation, self.final_activation
-        return forwards.call_mlp(x, *self._tensors(), *names, self.backend)
-
-    def exact(self, x: Tensor, parameters: dict[str, Tensor]) -> Results:
-        """The same by differentiable torch ops on other values, for the oracle in float64."""
-        weights = [parameters[f"{i}.dW"] for i in range(len(self.members))]
-        turned = [
-            w.t() if c.kind == "conv1d" else w for w, c in zip(weights, self.members, strict=True)
-        ]
-        biases = [parameters.get(f"{i}.db") for i in range(len(self.members))]
-        return mlp_reference.mlp(x, turned, biases, self.activation, self.final_activation)
+def weights_and_biases(members: Sequence[Candidate]) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Their weights, each (N, K), and their biases, as they are now."""
+    found = [c.weight_and_bias() for c in members]
+    return [w for w, _ in found], [b for _, b in found]
 
 
 def named(fqn: str) -> str:

@@ -394,11 +394,6 @@ def activation_of_module(module: nn.Module) -> str | None:
     return None if found is None else found.name
 
 
-def nodes_of(gates: Iterable[Gate]) -> Mapping[Node, Gate]:
-    """What the calls of these compute: node → whose it is."""
-    return {node: gate for gate in gates for node in gate.nodes}
-
-
 def _largest(gates: list[Gate]) -> list[Gate]:
     """Without those that are a part of another: ``sigmoid(g) * u`` in ``g * (sigmoid(g) * u)``."""
 

@@ -20,7 +20,6 @@ from fastlinear.profile.graph import IN_PLACE, Observed, Ungraded, Untraceable, 
 from fastlinear.rewrite.exchange.forwards import Forward
 from fastlinear.rewrite.exchange.guard import guarded
 from fastlinear.rewrite.exchange.parts import exactly
-from fastlinear.rewrite.exchange.tower_forward import Way
 from fastlinear.rewrite.exchange.traceable import why_not, why_not_arguments
 from fastlinear.rewrite.match.composed import composed
 from fastlinear.rewrite.match.eligible import Refusal, refuse_module
@@ -29,7 +28,7 @@ from fastlinear.rewrite.match.links import Edit, Links, Run
 from fastlinear.rewrite.match.lists import Lists
 from fastlinear.rewrite.match.on_parameters import written_in
 from fastlinear.rewrite.match.rows import may_run_twice
-from fastlinear.rewrite.match.towers import Abreast, Towers
+from fastlinear.rewrite.match.towers import Towers
 
 
 class Fusable:
@@ -99,42 +98,21 @@ class Fusable:
         inside = [path for name in names for path in _above(name)]
         return tuple(path for path in self.blocks if path in inside)
 
-    def build(
-        self,
-        pairs: Mapping[str, str],
-        backend: str | None,
-        runs: Sequence[Run] = (),
-        chain_backend: str | None = None,
-        rows: Sequence[tuple[str, ...]] = (),
-        gates: Sequence[Gate] = (),
-        gate_backend: str | None = None,
-        towers: Sequence[tuple[Abreast, Way]] = (),
-        edits: Sequence[Edit] = (),
-    ) -> Forward:
+    def build(self, edits: Sequence[Edit], within: Iterable[str] = ()) -> Forward:
         """The new forward of the parent.
 
         Args:
-            pairs, backend: linears to fuse with their activations, and a forced backend or None.
-            runs, chain_backend: chains to fuse, and theirs.
-            rows: rows and loops to fuse.
-            gates, gate_backend: gated MLPs to fuse, and theirs.
-            towers: towers, and linears of lists, to compute together, each with its way.
-            edits: further steps to replace.
-
-        Of the blocks those are called that hold nothing of the chains.
+            edits: what is to be replaced.
+            within: linears whose blocks become part of it. The other blocks are called.
         """
-        inside = self.around(name for run in runs for name in run.linears)
+        inside = self.around(within)
         links = self.links
         if len(inside) < len(self.blocks):
             links = self._links({path: self.blocks[path] for path in inside})
-        links.loops([str(n.target) for n in links.graph.nodes if n.op == "call_module"])
-        here = [links.gates().like(gate) for gate in gates]
-        abreast = [(links.towers().like(group), way) for group, way in towers]
-        more = rows, here, gate_backend, abreast, edits
-        fused, passed_over = links.fused(pairs, backend, runs, chain_backend, *more)
+        fused, not_called = links.fused(edits)
         counts = any(node.target is exactly for node in fused.nodes)
         function = _function_of(fused)
-        return guarded(self.parent, function, self.observed, passed_over, counts, inside)
+        return guarded(self.parent, function, self.observed, not_called, counts, inside)
 
     def _links(self, blocks: Mapping[str, Fusable]) -> Links:
         graph = self.graph

@@ -8,7 +8,7 @@ between them may write, draw numbers or be a layer itself.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -227,9 +227,9 @@ class Towers:
 
     def _why_not(self, nodes: Sequence[Node]) -> str | None:
         """Why these must not be computed where the first of them is, or None."""
-        order = ordered(self.order, self.found)
+        order = ordered(self.order, [group.nodes for group in self.found])
         assert order is not None
-        if ordered(order, [*self.found, Abreast((), False, tuple(nodes))]) is None:
+        if ordered(order, [*(group.nodes for group in self.found), nodes]) is None:
             return "towers wait for each other through others that are one call already"
         named = {str(n.target): n for n in nodes}
         mine = {str(n.target): n for n in order if n.op == "call_module"}
@@ -275,10 +275,10 @@ def _sorted(towers: Mapping[Node, Tower], key: Any) -> list[dict[Node, Tower]]:
     return list(found.values())
 
 
-def ordered(nodes: Sequence[Node], groups: Sequence[Abreast]) -> list[Node] | None:
-    """The nodes with the towers of each group one after another where the first is, all they read
+def ordered(nodes: Sequence[Node], groups: Iterable[Sequence[Node]]) -> list[Node] | None:
+    """The nodes with those of each group one after another where the first is, all they read
     before that; None where two groups wait for each other."""
-    group_of = {node: group.nodes for group in groups for node in group.nodes}
+    group_of = {node: group for group in groups for node in group}
     done: dict[Node, None] = {}
     under_way: set[Node] = set()
 

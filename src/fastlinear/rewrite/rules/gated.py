@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,12 +22,13 @@ from fastlinear.ops.gated_mlp.stacking import Biases, Weights, hidden, out_featu
 from fastlinear.profile.effects import class_forward
 from fastlinear.profile.graph import TENSOR, Observed
 from fastlinear.profile.records import LinearSite
-from fastlinear.rewrite.exchange.gated_forward import call_gated
+from fastlinear.rewrite.exchange.gated_forward import call_gated, gated_forward
 from fastlinear.rewrite.exchange.held import AsLayer, Held
+from fastlinear.rewrite.fusion import Fusion, Whole
 from fastlinear.rewrite.in_code import in_code
-from fastlinear.rewrite.match.candidate import Candidate, all_different, one_pass
-from fastlinear.rewrite.match.chain_gated import GatedChain
+from fastlinear.rewrite.match.candidate import Candidate, all_different, named, one_pass
 from fastlinear.rewrite.match.eligible import refuse_linear, refuse_module
+from fastlinear.rewrite.match.fused_gates import fused_gate
 from fastlinear.rewrite.match.gated_module import recognise
 from fastlinear.rewrite.match.written import Written
 
@@ -164,7 +166,7 @@ def chains(
     *,
     backend: str | None,
     left_alone: dict[str, str],
-) -> list[GatedChain]:
+) -> list[Fusion]:
     """The gated MLPs of a model that may become one call.
 
     Args:
@@ -183,16 +185,15 @@ def chains(
             left_alone[site.names[0]] = reason
             continue
         assert observed is not None
+        members = tuple(candidates[n] for n in site.names)
+        given = site.module, site.gated, observed, backend
         made.append(
-            GatedChain(
-                fqn=site.fqn,
-                module=site.module,
-                members=tuple(candidates[n] for n in site.names),
-                activation=site.gated.activation,
-                final_activation="none",
+            fused_gate(
+                *(site.fqn, site.module, members, site.gated),
+                Whole(partial(gated_forward, *given)),
                 backend=backend,
-                gated=site.gated,
-                observed=observed,
+                title=named(site.fqn),
+                original=partial(type(site.module).forward, site.module),
             )
         )
     return made

@@ -14,14 +14,10 @@ from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.exchange.grouped_forward import CONVOLUTION, LINEARS
 from fastlinear.rewrite.exchange.swap import is_rewritten
 from fastlinear.rewrite.exchange.traceable import is_straight, unseen_by_trying, why_not
+from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match.calls import SiteCalls
 from fastlinear.rewrite.match.candidate import Candidate, all_different, one_pass
-from fastlinear.rewrite.match.chain_grouped import GroupedChain
-from fastlinear.rewrite.match.chain_row import LoopChain, RowChain
-from fastlinear.rewrite.match.eligible import Refusal
-from fastlinear.rewrite.match.parent import Fusable
-from fastlinear.rewrite.match.sites import inside
-from fastlinear.rewrite.rules.grouped import Row
+from fastlinear.rewrite.match.fused_groups import fused_group
 from fastlinear.rewrite.rules.grouped_modules import Whole
 
 OWN = "grouped"
@@ -35,7 +31,7 @@ def chain_of(
     sites: Mapping[str, LinearSite],
     observed: Observed | None,
     backend: str | None,
-) -> GroupedChain | str:
+) -> Fusion | str:
     """A module as one call, or why it is left alone.
 
     Args:
@@ -53,68 +49,10 @@ def chain_of(
     members = _members(whole, calls, candidates, sites)
     if isinstance(members, str):
         return members
-    made = GroupedChain(
-        fqn=whole.fqn,
-        module=whole.module,
-        members=members,
-        activation=whole.grouped.activation,
-        final_activation="none",
-        backend=backend,
-        grouped=whole.grouped,
-        observed=observed,
-        seen=calls,
-    )
+    made = fused_group(whole.fqn, whole.module, members, whole.grouped, observed, calls, backend)
     if whole.grouped.kind == LINEARS:
         return made
-    own = replace(members[0], problems=made.problems)
-    return replace(made, members=(own,))
-
-
-def row_of(
-    row: Row,
-    candidates: Mapping[str, Candidate],
-    sites: Mapping[str, LinearSite],
-    parent: nn.Module,
-    traced: Fusable | Refusal,
-) -> list[RowChain] | str:
-    """Linears on one input, or on its parts, as one, or why they are left alone.
-
-    Args:
-        row: what a run showed.
-        candidates: what the rule of linear_act found; a row takes none but these.
-        sites: what the profile says about each linear.
-        parent: the module whose forward calls them.
-        traced: the trace of that forward, or why there is none.
-    """
-    if isinstance(traced, Refusal):
-        return traced.reason.rstrip(".")
-    allowed = {
-        name: candidates[fqn]
-        for fqn in row.members
-        if fqn in candidates
-        and sites[fqn].parent_fqn == row.fqn
-        and (name := inside(row.fqn, fqn)) is not None
-    }
-    found = []
-    loop = row.kind == LINEARS
-    for names in traced.loops(allowed) if loop else traced.rows(allowed):
-        members = tuple(allowed[name] for name in names)
-        if loop and (len(names) < len(row.members) or members[0].calls.autocast is not None):
-            return "one of its linears is left alone, or autocast casts each of them"
-        if one_pass(members) and all_different(members):
-            kind = LoopChain if loop else RowChain
-            found.append(
-                kind(
-                    fqn=row.fqn,
-                    module=parent,
-                    members=members,
-                    activation="none",
-                    final_activation="none",
-                    row=names,
-                    fusable=traced,
-                )
-            )
-    return found or "its code reads their input in more than one way, or writes to it between them"
+    return replace(made, members=(replace(members[0], problems=made.problems),))
 
 
 def _why_not(whole: Whole, calls: SiteCalls, observed: Observed | None) -> str | None:

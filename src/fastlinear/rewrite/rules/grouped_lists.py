@@ -16,9 +16,10 @@ from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.exchange.forwards import PLAIN_LINEARS
 from fastlinear.rewrite.exchange.tower_forward import LISTS as BY_LISTS
 from fastlinear.rewrite.exchange.tower_forward import Way
+from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match.candidate import Candidate, all_different
-from fastlinear.rewrite.match.chain_lists import OWN_INPUTS, PARTS, SHARED, ListChain
 from fastlinear.rewrite.match.eligible import Refusal
+from fastlinear.rewrite.match.fused_towers import OWN_INPUTS, PARTS, SHARED, fused_list
 from fastlinear.rewrite.match.lists import LISTS
 from fastlinear.rewrite.match.parent import Fusable
 from fastlinear.rewrite.match.sites import inside
@@ -78,7 +79,8 @@ def standing_lists(
     for group in seen.found:
         made = _chain(fqn, model.get_submodule(fqn), group, traced, candidates, sites)
         names = tuple(_full(fqn, n) for n in group.names)
-        found.append(Standing(fqn, group.towers, names, made))
+        way = None if isinstance(made, str) else Way(group.activations, BY_LISTS)
+        found.append(Standing(fqn, group.towers, names, made, way=way))
     for names in lists:
         left = [seen.left[n] for n in (inside(fqn, name) or "" for name in names) if n in seen.left]
         if left:
@@ -105,7 +107,7 @@ def _chain(
     traced: Fusable,
     candidates: Mapping[str, Candidate],
     sites: Mapping[str, LinearSite],
-) -> ListChain | str:
+) -> Fusion | str:
     """One call, or why they are left alone."""
     full = [_full(fqn, name) for name in group.names]
     for name in full:
@@ -127,18 +129,8 @@ def _chain(
     totals = {sum(math.prod(shape) for shape in same) for same in shapes}
     if read == OWN_INPUTS and len(totals) < len(shapes):
         return "its calls differ in the shapes of their inputs, not in their numbers"
-    return ListChain(
-        fqn=fqn,
-        module=parent,
-        members=members,
-        activation="none",
-        final_activation="none",
-        group=group,
-        way=Way(group.activations, BY_LISTS),
-        fusable=traced,
-        read=read,
-        shapes=shapes,
-    )
+    way = Way(group.activations, BY_LISTS)
+    return fused_list(fqn, parent, members, group, way, traced, read, shapes)
 
 
 def _called_alike(members: Sequence[Candidate]) -> bool:

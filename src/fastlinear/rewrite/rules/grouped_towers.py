@@ -17,9 +17,10 @@ from fastlinear.profile.effects import class_forward
 from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.exchange.forwards import PLAIN_LINEARS
 from fastlinear.rewrite.exchange.tower_forward import LISTS, STACKED, Way
+from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match.candidate import Candidate, all_different, one_pass
-from fastlinear.rewrite.match.chain_towers import TowerChain
 from fastlinear.rewrite.match.eligible import Refusal
+from fastlinear.rewrite.match.fused_towers import fused_towers
 from fastlinear.rewrite.match.parent import Fusable
 from fastlinear.rewrite.match.sites import inside
 from fastlinear.rewrite.match.towers import Abreast, Tower, is_tower, tower_of
@@ -37,13 +38,15 @@ class Standing:
         names: of the Sequentials in the model.
         made: the chain they may become, or why they may not.
         unsure: whether nothing is known of what they read.
+        way: how a layer of all of them is one call, where it may be one.
     """
 
     fqn: str
     towers: tuple[Tower, ...]
     names: tuple[str, ...]
-    made: TowerChain | str
+    made: Fusion | str
     unsure: bool = False
+    way: Way | None = None
 
     @property
     def linears(self) -> tuple[str, ...]:
@@ -125,8 +128,12 @@ def standing(
     towers = traced.towers()
     found = []
     for group in towers.found:
-        made = _chain(fqn, model.get_submodule(fqn), group, traced, candidates, sites, backend)
-        found.append(Standing(fqn, group.towers, _in(fqn, group.towers), made))
+        parent, names = model.get_submodule(fqn), _in(fqn, group.towers)
+        made = _chain(fqn, parent, group, traced, candidates, sites, backend)
+        if isinstance(made, str):
+            found.append(Standing(fqn, group.towers, names, made))
+        else:
+            found.append(Standing(fqn, group.towers, names, made[0], way=made[1]))
     for why, same in _by_reason(towers.left).items():
         known = [tower_of(name, model.get_submodule(fqn).get_submodule(name), {}) for name in same]
         plain = [tower for tower in known if isinstance(tower, Tower)]
@@ -161,8 +168,8 @@ def _chain(
     candidates: Mapping[str, Candidate],
     sites: Mapping[str, LinearSite],
     backend: str | None,
-) -> TowerChain | str:
-    """One call a layer, or why they are left alone."""
+) -> tuple[Fusion, Way] | str:
+    """One call a layer and how, or why they are left alone."""
     full = [_full(fqn, name) for name in group.names]
     for name in full:
         if name not in candidates:
@@ -175,17 +182,7 @@ def _chain(
     way = _way(group, members, backend)
     if isinstance(way, str):
         return way
-    return TowerChain(
-        fqn=fqn,
-        module=parent,
-        members=members,
-        activation="none",
-        final_activation="none",
-        backend=backend,
-        group=group,
-        way=way,
-        fusable=traced,
-    )
+    return fused_towers(fqn, parent, members, group, way, traced, backend), way
 
 
 def _way(group: Abreast, members: Sequence[Candidate], backend: str | None) -> Way | str:

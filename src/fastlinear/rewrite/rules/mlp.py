@@ -15,10 +15,10 @@ from fastlinear.profile.graph import Observed
 from fastlinear.profile.records import LinearSite
 from fastlinear.rewrite.exchange.forwards import PLAIN_LINEARS
 from fastlinear.rewrite.exchange.sequential_forward import Segment
-from fastlinear.rewrite.match.candidate import Candidate, Chain, all_different, one_pass
-from fastlinear.rewrite.match.chain_parent import ParentChain
-from fastlinear.rewrite.match.chain_sequential import SequentialChain
+from fastlinear.rewrite.fusion import Fusion
+from fastlinear.rewrite.match.candidate import Candidate, all_different, one_pass
 from fastlinear.rewrite.match.eligible import refuse_module
+from fastlinear.rewrite.match.fused_chains import in_forward, in_sequential
 from fastlinear.rewrite.match.sites import inside
 from fastlinear.rewrite.rules.mlp_blocks import Blocks, Offers, Stopped, replaced
 
@@ -34,7 +34,7 @@ def match(
     offers: Offers,
     *,
     backend: str | None,
-) -> tuple[list[Chain], list[Stopped]]:
+) -> tuple[list[Fusion], list[Stopped]]:
     """The chains of a model: in every Sequential the longest run of two or more linears, the
     runs in the forwards of modules that hold linears themselves, and those that go through several
     modules, which may hold some of the others. Then where one of these stops, and why.
@@ -47,7 +47,7 @@ def match(
         offers: name of a module → the trace of its forward, or why there is none.
         backend: a forced backend of mlp, or None.
     """
-    found: list[Chain] = [
+    found: list[Fusion] = [
         *_in_sequentials(model, candidates, sites, backend),
         *_in_parents(candidates, sites, backend),
     ]
@@ -61,7 +61,7 @@ def _in_sequentials(
     candidates: Mapping[str, Candidate],
     sites: Mapping[str, LinearSite],
     backend: str | None,
-) -> Iterator[Chain]:
+) -> Iterator[Fusion]:
     names = {id(module): fqn for fqn, module in model.named_modules()}
     for fqn, module in model.named_modules():
         if class_forward(module) is not nn.Sequential.forward or refuse_module(module) is not None:
@@ -72,22 +72,14 @@ def _in_sequentials(
         children = list(module._modules.values())
         members = tuple(candidates[names[id(children[i])]] for i in segment.linears)
         if all(sites[c.fqn].parent_fqn == fqn for c in members):
-            yield SequentialChain(
-                fqn=fqn,
-                module=module,
-                members=members,
-                activation=segment.activation,
-                final_activation=segment.final_activation,
-                backend=backend,
-                segment=segment,
-            )
+            yield in_sequential(fqn, module, members, segment, backend)
 
 
 def _in_parents(
     candidates: Mapping[str, Candidate],
     sites: Mapping[str, LinearSite],
     backend: str | None,
-) -> Iterator[Chain]:
+) -> Iterator[Fusion]:
     """Runs in the forwards that the rule of linear_act has traced."""
     traced = {c.parent_fqn: c for c in candidates.values() if c.pairs is not None}
     for parent_fqn, one in traced.items():
@@ -101,16 +93,8 @@ def _in_parents(
             if sites[fqn].parent_fqn == parent_fqn and (name := inside(parent_fqn, fqn)) is not None
         }
         for run in fusable.runs(members):
-            yield ParentChain(
-                fqn=parent_fqn,
-                module=parent,
-                members=tuple(members[name] for name in run.linears),
-                activation=run.activation,
-                final_activation=run.final_activation,
-                backend=backend,
-                run=run,
-                fusable=fusable,
-            )
+            run_of = tuple(members[name] for name in run.linears)
+            yield in_forward(parent_fqn, parent, run_of, run, fusable, backend)
 
 
 def _longest(

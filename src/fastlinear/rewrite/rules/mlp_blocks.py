@@ -15,10 +15,11 @@ from torch.fx import Graph
 
 from fastlinear.profile.graph import TENSOR, Observed
 from fastlinear.profile.records import LinearSite
-from fastlinear.rewrite.match.candidate import Candidate, Chain, all_different, one_pass
-from fastlinear.rewrite.match.chain_parent import BlockChain, ParentChain
+from fastlinear.rewrite.fusion import Fusion
+from fastlinear.rewrite.match.candidate import Candidate, all_different, one_pass
 from fastlinear.rewrite.match.composed import returned
 from fastlinear.rewrite.match.eligible import Refusal, linear_kind, refuse_module
+from fastlinear.rewrite.match.fused_chains import in_forward
 from fastlinear.rewrite.match.gates import activation_of_module
 from fastlinear.rewrite.match.links import Run
 from fastlinear.rewrite.match.parent import Fusable, is_sequential
@@ -60,14 +61,14 @@ class Blocks:
     sites: Mapping[str, LinearSite]
     arguments: Mapping[nn.Module, Observed]
     offers: Offers
-    shorter: list[Chain]
+    shorter: list[Fusion]
     backend: str | None
     _activations: dict[int, str | None] = field(default_factory=dict)
 
-    def match(self) -> tuple[list[Chain], list[Stopped]]:
+    def match(self) -> tuple[list[Fusion], list[Stopped]]:
         """The chains through several modules, those of outer modules last, with what else of the
         same forwards may become one call; and where one stops, and why."""
-        chains: list[Chain] = []
+        chains: list[Fusion] = []
         stopped = []
         for fqn, module in reversed(list(self.model.named_modules())):
             inner = [name for name in self.candidates if inside(fqn, name) is not None]
@@ -85,7 +86,7 @@ class Blocks:
 
     def _in_forward(
         self, fqn: str, module: nn.Module, own: Fusable
-    ) -> tuple[list[Chain], tuple[Stop, ...]]:
+    ) -> tuple[list[Fusion], tuple[Stop, ...]]:
         blocks: dict[str, Fusable] = {}
         refused: dict[str, str] = {}
         self._collect(fqn, "", own.graph, blocks, refused)
@@ -107,12 +108,12 @@ class Blocks:
             if not _in_one((s.before, s.after), blocks)
             and not (s.before in allowed and s.after in allowed and _same_caller(s, flat))
         ]
-        chains: list[Chain] = [
+        chains: list[Fusion] = [
             self._chain(fqn, module, flat, tuple(allowed[name] for name in run.linears), run)
             for run in runs
         ]
         found = [c for c in chains if one_pass(c.members) and all_different(c.members)]
-        long = [c for c in found if isinstance(c, BlockChain)]
+        long = [c for c in found if c.blocks]
         return (found if long and is_sequential(module) else [*long]), tuple(stops)
 
     def _collect(
@@ -207,22 +208,12 @@ class Blocks:
         flat: Fusable,
         members: tuple[Candidate, ...],
         run: Run,
-    ) -> ParentChain:
+    ) -> Fusion:
         blocks = tuple(_join(fqn, path) for path in flat.around(run.linears))
-        made = ParentChain(
-            fqn=fqn,
-            module=module,
-            members=members,
-            activation=run.activation,
-            final_activation=run.final_activation,
-            backend=self.backend,
-            run=run,
-            fusable=flat,
-        )
-        return BlockChain(**vars(made), blocks=blocks) if blocks else made
+        return in_forward(fqn, module, members, run, flat, self.backend, blocks)
 
 
-def replaced(shorter: list[Chain], chains: list[Chain]) -> list[Chain]:
+def replaced(shorter: list[Fusion], chains: list[Fusion]) -> list[Fusion]:
     """The chains of single modules without those of Sequentials whose forward is one trace for
     all that is fused in it."""
     traced = {c.fqn for c in chains}

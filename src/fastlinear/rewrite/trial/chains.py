@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 from fastlinear.core.errors import UnsupportedError
@@ -16,10 +15,8 @@ from fastlinear.ops.gated_mlp.problem import NAME as GATED
 from fastlinear.ops.grouped_linear.problem import NAME as GROUPED
 from fastlinear.rewrite import registry
 from fastlinear.rewrite.fusion import Fusion
-from fastlinear.rewrite.match.candidate import Candidate, Chain
-from fastlinear.rewrite.match.chain_lists import NAME as UNEQUAL
-from fastlinear.rewrite.match.chain_lists import ListChain
-from fastlinear.rewrite.match.chain_parent import BlockChain
+from fastlinear.rewrite.match.candidate import Candidate
+from fastlinear.rewrite.match.fused_towers import UNEQUAL
 from fastlinear.rewrite.rules import mlp
 from fastlinear.rewrite.rules.grouped_chains import OWN
 from fastlinear.rewrite.trial import fusions, measure, site
@@ -32,8 +29,6 @@ from fastlinear.rewrite.trial.parents import offers
 from fastlinear.rewrite.verify.finite import NOT_FINITE
 from fastlinear.rewrite.work import GROUP_DROPPED, UNDECIDED, Work, in_words
 
-OneCall = Chain | Fusion
-"""Linears that may become one call."""
 _FAMILIES = (mlp.RULE, GATED, GROUPED)
 # UNEQUAL is no family of dispatch: settings say it of GROUPED. Rules name their own family.
 _EVERY = (*_FAMILIES, UNEQUAL, *(r.name for r in registry.RULES))
@@ -54,9 +49,9 @@ def choose_chains(
         unable = [why for chain in own if (why := _cannot_serve(chain)) is not None]
         if forced is not None and own and len(unable) == len(own):
             fail_forced(family, forced, unable[0])
-    alone, known = {c.fqn: c for c in chosen}, {c.fqn: c for c in candidates}
+    alone = {c.fqn: c for c in chosen}
     single = dict(alone)
-    modules = [c for chain in chains for c in members(chain, known) if c.kind == OWN]
+    modules = [c for chain in chains for c in members(chain) if c.kind == OWN]
     work.every = [*work.every, *modules]
     measured: dict[Any, tuple[dict[str, Samples], int] | None] = {}
     steps: dict[Any, Ratio | None] = {}
@@ -76,10 +71,10 @@ def choose_chains(
             continue
         if key not in steps and "layers" in found[0]:
             alike = [c for c in chains[i:] if _kind(c, single) == key]
-            taking = _taking(alike, single, alone, known)
+            taking = _taking(alike, single, alone)
             steps[key] = on_the_step(work, single, taking, len(chains) - i)
         if _gains(work, chain, *found, steps.get(key)):
-            single = _with(chain, single, alone, known)
+            single = _with(chain, single, alone)
     work.progress("chains", len(chains), len(chains))
     work.every = [single.get(c.fqn, c) for c in work.every]
     return [single[c.fqn] for c in (*candidates, *modules) if c.fqn in single]
@@ -97,13 +92,13 @@ def fail_forced(family: str, backend: str, why: str) -> NoReturn:
 
 def match(
     work: Work, candidates: list[Candidate], families: Container[str] = _EVERY
-) -> list[OneCall]:
+) -> list[Fusion]:
     """The chains among the model's candidates, and its other grouped layers, of the families that
     may take part."""
     known = {c.fqn: c for c in candidates}
     sites = {s.fqn: s for s in work.profile.sites}
     forced = work.config.backends.get
-    found: list[Chain] = []
+    found: list[Fusion] = []
     allowed = [name for name in _FAMILIES if name in families and work.allows(name)]
     if mlp.RULE in allowed:
         given = work.model, known, sites, work.arguments, partial(offers, work)
@@ -117,15 +112,11 @@ def match(
     return [*found, *(f for f in fusions.to_put_in_place(work, known) if f.rule in families)]
 
 
-def members(
-    chain: OneCall, known: Mapping[str, Candidate] = MappingProxyType({})
-) -> list[Candidate]:
-    """The chain's linears as candidates of its route. ``known``: those of a fusion, by name."""
-    if isinstance(chain, Fusion):
-        how: dict[str, Any] = {"activation": chain.activation, "fallback": None}
-        own = tuple(known[name] for name in chain.names)
-    else:
-        how, own = _fused_with(chain), chain.members
+def members(chain: Fusion) -> list[Candidate]:
+    """The chain's linears as candidates of its route."""
+    how: dict[str, Any] = {}
+    if chain.activation is not None:
+        how = {"activation": chain.activation, "fallback": None}
     return [
         replace(
             c,
@@ -136,17 +127,11 @@ def members(
             parent=chain.module,
             pairs=c.pairs if c.parent_fqn == chain.fqn else None,
         )
-        for c in own
+        for c in chain.members
     ]
 
 
-def _fused_with(chain: Chain) -> dict[str, Any]:
-    """What a chain says of the activation after each linear, beyond the linear's own trace."""
-    fused = chain.way.activations[0] if isinstance(chain, ListChain) else "none"
-    return {} if fused == "none" else {"activation": fused, "fallback": None}
-
-
-def facts(chain: OneCall) -> dict[str, Any]:
+def facts(chain: Fusion) -> dict[str, Any]:
     """What the outcome of each of its linears says of a chain."""
     return {
         "rule": chain.rule,
@@ -158,10 +143,9 @@ def facts(chain: OneCall) -> dict[str, Any]:
 
 
 def _with(
-    chain: OneCall,
+    chain: Fusion,
     single: dict[str, Candidate],
     alone: dict[str, Candidate],
-    known: Mapping[str, Candidate],
 ) -> dict[str, Candidate]:
     """``single`` with this chain: what is left of a chain it takes linears of is as it is alone."""
     names = set(chain.names)
@@ -172,42 +156,42 @@ def _with(
             found[fqn] = c
         elif fqn in alone:
             found[fqn] = alone[fqn]
-    return found | {c.fqn: c for c in members(chain, known)}
+    return found | {c.fqn: c for c in members(chain)}
 
 
 def _taking(
-    chains: Iterable[OneCall],
+    chains: Iterable[Fusion],
     single: dict[str, Candidate],
     alone: dict[str, Candidate],
-    known: Mapping[str, Candidate],
 ) -> dict[str, Candidate]:
     """``single`` with all of these chains that nothing is in the way of."""
     for chain in chains:
         if _in_the_way(chain, single) is None:
-            single = _with(chain, single, alone, known)
+            single = _with(chain, single, alone)
     return single
 
 
-def _in_the_way(chain: OneCall, single: dict[str, Candidate]) -> str | None:
+def _in_the_way(chain: Fusion, single: dict[str, Candidate]) -> str | None:
     """What is rewritten already in code that the chain makes part of another forward, or has been
     made part of one."""
-    names, own = set(chain.names), chain.blocks if isinstance(chain, BlockChain) else ()
+    names = set(chain.names)
     for c in single.values():
-        if isinstance(c.chain, ListChain) and names < set(c.chain.names):
+        if c.chain is not None and c.chain.rule == UNEQUAL and names < set(c.chain.names):
             return f"its linears are part of a larger call, {c.chain.title}"
-        if isinstance(chain, Fusion) and c.fqn in names and c.chain is not None:
+        if c.fqn in names and c.chain is not None and not chain.competes:
             return f"{c.fqn!r} is part of one call already, {c.chain.title}"
         if c.fqn in names or c.route not in ("parent", "chain"):
             continue
-        if c.parent_fqn in own and (c.chain is not None or c.pairs is not None):
+        if c.parent_fqn in chain.blocks and (c.chain is not None or c.pairs is not None):
             return f"{c.fqn!r} is rewritten in the forward of its block {c.parent_fqn!r}"
-        other = c.chain.blocks if isinstance(c.chain, BlockChain) else ()
-        if chain.fqn in other and names.isdisjoint(c.chain.names if c.chain else ()):
+        if c.chain is None or chain.fqn not in c.chain.blocks:
+            continue
+        if names.isdisjoint(c.chain.names):
             return f"the forward of {chain.fqn!r} is part of another chain's"
     return None
 
 
-def backends_of(chain: OneCall) -> list[dict[str, str]]:
+def backends_of(chain: Fusion) -> list[dict[str, str]]:
     """Piece → backend for each of the chain's Problems.
 
     Raises UnsupportedError when the forced backend cannot serve one.
@@ -217,7 +201,7 @@ def backends_of(chain: OneCall) -> list[dict[str, str]]:
     return [measure.backends_of(p, chain.backend) for p in chain.problems]
 
 
-def _cannot_serve(chain: OneCall) -> str | None:
+def _cannot_serve(chain: Fusion) -> str | None:
     try:
         for problem in chain.asked:
             measure.backends_of(problem, chain.backend)
@@ -226,7 +210,7 @@ def _cannot_serve(chain: OneCall) -> str | None:
     return None
 
 
-def _kind(chain: OneCall, single: dict[str, Candidate]) -> Any:
+def _kind(chain: Fusion, single: dict[str, Candidate]) -> Any:
     """Chains of one kind do the same work and are measured once."""
     kinds = tuple((k.count, k.input_grad) for k in chain.calls.kinds)
     rewritten = tuple(
@@ -236,7 +220,7 @@ def _kind(chain: OneCall, single: dict[str, Candidate]) -> Any:
 
 
 def _measure(
-    work: Work, chain: OneCall, single: dict[str, Candidate], left: int
+    work: Work, chain: Fusion, single: dict[str, Candidate], left: int
 ) -> tuple[dict[str, Samples], int] | None:
     """Tune the chain's Problems and time it; None where PyTorch's own way is the choice."""
     runs: dict[str, site.Run] = {"before": chain.before, "after": chain.after}
@@ -265,8 +249,7 @@ def _measure(
             share = work.budget.share(4 * left, 2.0)
             with door.patience(work.budget.left_s):
                 found = site.times(chain, runs, work.runner.device, share)
-            if isinstance(chain, Fusion):
-                work.timed[chain.kind] = found[0]
+            work.timed[chain.kind] = found[0]
             return found
     except door.NotYetError:
         why = f"the compiled lookup was not there yet, and {budget_spent(work)}"
@@ -279,11 +262,11 @@ def _measure(
     return None
 
 
-def _leave(work: Work, chain: OneCall, code: str, why: str, **told: Any) -> None:
+def _leave(work: Work, chain: Fusion, code: str, why: str, **told: Any) -> None:
     """Note that a chain is left alone; a module of its own has an outcome beside that."""
     work.notes.append(f"chain {chain.title} left alone: {why}")
     work.left_alone[chain.key] = why
-    for c in () if isinstance(chain, Fusion) else chain.members:
+    for c in chain.members:
         if c.kind == OWN:
             known = {"rule": chain.rule, "route": chain.route, "calls": chain.calls.calls, **told}
             known["problem"] = chain.problems[0].to_json()
@@ -291,7 +274,7 @@ def _leave(work: Work, chain: OneCall, code: str, why: str, **told: Any) -> None
             work.settle(c.fqn, status, code, why, activation=c.activation, **known)
 
 
-def _accurate(work: Work, chain: OneCall) -> bool:
+def _accurate(work: Work, chain: Fusion) -> bool:
     with work.budget:
         failed = site.failure(chain)
     if failed is not None and failed.unproven:
@@ -302,7 +285,7 @@ def _accurate(work: Work, chain: OneCall) -> bool:
 
 
 def _gains(
-    work: Work, chain: OneCall, times: dict[str, Samples], passes: int, step: Ratio | None
+    work: Work, chain: Fusion, times: dict[str, Samples], passes: int, step: Ratio | None
 ) -> bool:
     """Whether it beats both rivals; what is beyond noise is decided on the whole model.
 
@@ -334,7 +317,7 @@ def _gains(
             return False
     told = facts(chain)
     gain = work.tuned_gain(chain, backends_of(chain))
-    for c in members(chain, {c.fqn: c for c in work.every}):
+    for c in members(chain):
         predicted = work.found_gain(c.fqn) if gain is None else gain / len(chain.names)
         work.settle(
             c.fqn,

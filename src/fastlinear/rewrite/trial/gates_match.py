@@ -11,9 +11,11 @@ from torch import nn
 from fastlinear.ops.gated_mlp.problem import NAME
 from fastlinear.profile.effects import class_forward
 from fastlinear.profile.records import LinearSite
-from fastlinear.rewrite.match.candidate import Candidate, Chain, all_different, one_pass
-from fastlinear.rewrite.match.chain_gated import GatedPart
+from fastlinear.rewrite.fusion import Forward, Fusion
+from fastlinear.rewrite.match import edits
+from fastlinear.rewrite.match.candidate import Candidate, all_different, one_pass
 from fastlinear.rewrite.match.eligible import Refusal
+from fastlinear.rewrite.match.fused_gates import fused_gate
 from fastlinear.rewrite.match.gates import Gate
 from fastlinear.rewrite.match.parent import Fusable, gates_seen
 from fastlinear.rewrite.rules import gated as rule
@@ -70,7 +72,7 @@ def _kept(work: Work, name: str) -> bool:
 
 def gated_chains(
     work: Work, candidates: Mapping[str, Candidate], taken: Iterable[str]
-) -> list[Chain]:
+) -> list[Fusion]:
     """What may become one call of ``gated_mlp``; ``work.gates_left`` says why of the others.
 
     Args:
@@ -80,7 +82,7 @@ def gated_chains(
     """
     sites = {s.fqn: s for s in work.profile.sites}
     backend, gone = work.config.backends.get(NAME), set(taken)
-    found: list[Chain] = []
+    found: list[Fusion] = []
     left = work.gates_left
     known = _modules(work), candidates, sites, work.arguments
     for chain in rule.chains(*known, backend=backend, left_alone=left):
@@ -90,7 +92,7 @@ def gated_chains(
     for part in parts(work):
         if part.names(part.gate)[0] in gone:
             continue
-        made: GatedPart | str = "its linears are left alone themselves"
+        made: Fusion | str = "its linears are left alone themselves"
         for gate in (part.gate, part.gate.half):
             if gate is not None:
                 made = _chain(part, gate, candidates, sites, gone, backend)
@@ -169,7 +171,7 @@ def _chain(
     sites: Mapping[str, LinearSite],
     gone: set[str],
     backend: str | None,
-) -> GatedPart | str:
+) -> Fusion | str:
     """One call for it, or why it is left alone."""
     if isinstance(part.fusable, Refusal):
         return part.fusable.reason.rstrip(".")
@@ -191,17 +193,9 @@ def _chain(
         return f"an activation follows its linear {names[-1]!r}"  # that pair is one call already
     if not (one_pass(members) and all_different(members)):
         return "one of its linears is there twice, or is called by others as well"
-    return GatedPart(
-        fqn=part.fqn,
-        module=part.parent,
-        members=members,
-        activation=gate.gated.activation,
-        final_activation="none",
-        backend=backend,
-        gated=gate.gated,
-        gate=gate,
-        fusable=part.fusable,
-    )
+    call = Forward(part.fusable, edits.gate(gate, backend))
+    given = part.fqn, part.parent, members, gate.gated, call
+    return fused_gate(*given, backend=backend, opened=gate.opened)
 
 
 def _tied(members: tuple[Candidate, ...]) -> tuple[str, str] | None:

@@ -14,7 +14,7 @@ from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.core.timing import interleave
 from fastlinear.ops.grouped_linear.problem import NAME
 from fastlinear.profile.records import IN_PLACE, Finding
-from fastlinear.rewrite.match.chain_lists import NAME as UNEQUAL
+from fastlinear.rewrite.match.fused_towers import UNEQUAL
 from fastlinear.rewrite.outcome import SiteOutcome
 from fastlinear.rewrite.rules.grouped_towers import Standing
 from fastlinear.rewrite.trial.covered import covered

@@ -6,12 +6,11 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 
 from fastlinear.ops.grouped_linear.problem import NAME
-from fastlinear.rewrite.match.candidate import Candidate, Chain
-from fastlinear.rewrite.match.chain_row import RowChain
-from fastlinear.rewrite.match.chain_sequential import SequentialChain
-from fastlinear.rewrite.match.chain_towers import TowerChain
-from fastlinear.rewrite.rules.grouped_chains import chain_of, row_of
+from fastlinear.rewrite.fusion import Fusion, InSequential
+from fastlinear.rewrite.match.candidate import Candidate
+from fastlinear.rewrite.rules.grouped_chains import chain_of
 from fastlinear.rewrite.rules.grouped_lists import lists_of, standing_lists
+from fastlinear.rewrite.rules.grouped_rows import rows_of
 from fastlinear.rewrite.rules.grouped_towers import standing, suspects
 from fastlinear.rewrite.trial.groups_watch import watched
 from fastlinear.rewrite.trial.parents import traced
@@ -22,8 +21,8 @@ _NO_CANDIDATES = "its linears are left alone themselves"
 
 
 def group_chains(
-    work: Work, candidates: Mapping[str, Candidate], others: Iterable[Chain]
-) -> list[Chain]:
+    work: Work, candidates: Mapping[str, Candidate], others: Iterable[Fusion]
+) -> list[Fusion]:
     """What may become one call of ``grouped_linear``, or of ``unequal_linear``;
     ``work.left_alone`` says why of the others.
 
@@ -36,9 +35,9 @@ def group_chains(
     others = tuple(others)
     backend = work.config.backends.get(NAME)
     gone = {name for chain in others for name in chain.names}
-    found: list[Chain] = []
+    found: list[Fusion] = []
     for whole, calls in watched(work).wholes:
-        made: Chain | str = "filter_fn leaves it out"
+        made: Fusion | str = "filter_fn leaves it out"
         if work.filter_fn is None or work.filter_fn(whole.module, whole.fqn):
             observed = work.arguments.get(whole.module)
             made = chain_of(whole, calls, candidates, sites, observed, backend)
@@ -48,7 +47,7 @@ def group_chains(
             work.left_alone[(whole.members or (whole.fqn,))[0]] = made
         else:
             found.append(made)
-    elsewhere = {n for c in others if not isinstance(c, SequentialChain) for n in c.names}
+    elsewhere = {n for c in others if not isinstance(c.forward, InSequential) for n in c.names}
     found += _towers(work, candidates, elsewhere | {n for c in found for n in c.names})
     gone.update(name for chain in found for name in chain.names)
     if backend is None:
@@ -56,10 +55,10 @@ def group_chains(
     return found + _rows(work, candidates, gone)  # these compete with lists: the faster is kept
 
 
-def _lists(work: Work, candidates: Mapping[str, Candidate], gone: Container[str]) -> list[Chain]:
+def _lists(work: Work, candidates: Mapping[str, Candidate], gone: Container[str]) -> list[Fusion]:
     """Linears of lists; ``work.listed`` has those that are left alone too."""
     sites = {s.fqn: s for s in work.profile.sites}
-    found: list[Chain] = []
+    found: list[Fusion] = []
     work.listed = []
     for fqn, names in lists_of(work.model, work.profile.sites).items():
         if work.model.get_submodule(fqn) not in work.arguments:
@@ -76,13 +75,11 @@ def _lists(work: Work, candidates: Mapping[str, Candidate], gone: Container[str]
     return found
 
 
-def _towers(
-    work: Work, candidates: Mapping[str, Candidate], gone: Container[str]
-) -> list[TowerChain]:
+def _towers(work: Work, candidates: Mapping[str, Candidate], gone: Container[str]) -> list[Fusion]:
     """Sequentials side by side; ``work.standing`` has those that are left alone too."""
     sites = {s.fqn: s for s in work.profile.sites}
     backend = work.config.backends.get(NAME)
-    found: list[TowerChain] = []
+    found: list[Fusion] = []
     work.standing = []
     for fqn, names in suspects(work.model).items():
         if work.model.get_submodule(fqn) not in work.arguments:
@@ -99,18 +96,18 @@ def _towers(
     return found
 
 
-def _rows(work: Work, every: Mapping[str, Candidate], gone: set[str]) -> list[Chain]:
+def _rows(work: Work, every: Mapping[str, Candidate], gone: set[str]) -> list[Fusion]:
     """Linears on one input or on its parts, those of other chains (``gone``) left out."""
     candidates = {name: c for name, c in every.items() if name not in gone}
     sites = {s.fqn: s for s in work.profile.sites}
-    found: list[Chain] = []
+    found: list[Fusion] = []
     for row in watched(work).rows:
         parent = work.model.get_submodule(row.fqn)
         left = [fqn for fqn in row.members if fqn in candidates]
         if len(left) < 2:
-            made: list[RowChain] | str = _TAKEN if gone & set(row.members) else _NO_CANDIDATES
+            made: list[Fusion] | str = _TAKEN if gone & set(row.members) else _NO_CANDIDATES
         else:
-            made = row_of(row, candidates, sites, parent, traced(work, row.fqn))
+            made = rows_of(row, candidates, sites, parent, traced(work, row.fqn))
         if isinstance(made, str):
             work.left_alone[row.members[0]] = made
         else:

@@ -39,9 +39,7 @@ def of_towers(work: Work, one: Standing, firsts: Mapping[str, Sequence[Seen]]) -
     every = [work.model.get_submodule(name) for name in one.linears]
     pairs = [parameters_of(every[i::depth]) for i in range(depth)]
     weights, biases = [w for w, _ in pairs], [b for _, b in pairs]
-    way = Way(one.towers[0].activations)
-    if not isinstance(one.made, str):
-        way = one.made.way
+    way = one.way or Way(one.towers[0].activations)
     if not fit(xs, weights, biases, way):
         return None
 

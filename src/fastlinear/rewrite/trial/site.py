@@ -14,7 +14,7 @@ from fastlinear.core.timing import Samples, interleave
 from fastlinear.ops.common import door
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match.calls import Kind, Results
-from fastlinear.rewrite.match.candidate import Candidate, Chain
+from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.trial.measure import Pair
 from fastlinear.rewrite.verify.kinks import Sides, following
 from fastlinear.rewrite.verify.running import seed_all
@@ -24,7 +24,7 @@ _ROUNDS = 31
 _MAX_S = 2.0
 _SEED = 0  # before each run: all draw the same numbers
 
-Unit = Candidate | Chain | Fusion
+Unit = Candidate | Fusion
 Run = Callable[[Tensor], Results]
 Arm = Callable[[], dict[str, Tensor]]
 

@@ -19,7 +19,8 @@ from fastlinear.ops.common.activations import activation as activation_of
 from fastlinear.profile.effects import class_forward, functions_of
 from fastlinear.rewrite.fusion import Forward, Fusion, Report
 from fastlinear.rewrite.match.candidate import Candidate, problems_of
-from fastlinear.rewrite.match.links import Edit, Links
+from fastlinear.rewrite.match.edits import steps_after
+from fastlinear.rewrite.match.links import Links
 from fastlinear.rewrite.match.parent import Fusable
 from fastlinear.rewrite.match.projections import dropped_at
 from fastlinear.rewrite.match.sites import inside
@@ -135,7 +136,7 @@ def _fusion(
         rule=RULE,
         fqn=parent,
         module=session.model.get_submodule(parent),
-        names=(c.fqn,),
+        members=(c,),
         calls=c.calls,
         problems=problems_of(c.module, c.kind, activation, c.calls),
         tensors=c.parameters(),
@@ -145,12 +146,16 @@ def _fusion(
         report=_report(c.fqn, then, rate),
         forward=Forward(
             trace,
-            Edit(name, len(steps.nodes), call_linear_dropout_of(path, activation, rate, c.backend)),
+            steps_after(
+                name, len(steps.nodes), call_linear_dropout_of(path, activation, rate, c.backend)
+            ),
         ),
         activation=activation,
         backend=c.backend,
+        competes=False,
         alike=(rate, activation, c.kind, type(c.activation_module).__name__),
         what=f"its linear with {then}dropout",
+        title=f"{RULE} of {c.fqn!r}",
     )
 
 

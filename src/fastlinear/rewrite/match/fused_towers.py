@@ -1,0 +1,304 @@
+"""Towers that a forward calls side by side, or linears of a list, each layer as one call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastlinear.core.problem import Problem
+from fastlinear.ops.common.activations import activation as activation_of
+from fastlinear.ops.grouped_linear import layout as layouts
+from fastlinear.ops.grouped_linear.problem import NAME
+from fastlinear.ops.grouped_linear.selection import problem_of
+from fastlinear.ops.linear_act import reference
+from fastlinear.rewrite.exchange.grouped_forward import stacked
+from fastlinear.rewrite.exchange.sequential_forward import sequential_forward
+from fastlinear.rewrite.exchange.tower_forward import LISTS, Layers, Way, abreast
+from fastlinear.rewrite.fusion import Forward, Fusion, InSequential
+from fastlinear.rewrite.match import edits
+from fastlinear.rewrite.match.calls import SiteCalls
+from fastlinear.rewrite.match.candidate import Candidate, weights_and_biases
+from fastlinear.rewrite.match.parent import Fusable
+from fastlinear.rewrite.match.towers import Abreast
+
+UNEQUAL = "unequal_linear"
+SHARED, PARTS, OWN_INPUTS = "one input", "parts of one tensor", "inputs of their own"
+
+
+def fused_towers(
+    fqn: str,
+    parent: nn.Module,
+    members: tuple[Candidate, ...],
+    group: Abreast,
+    way: Way,
+    fusable: Fusable,
+    backend: str | None,
+) -> Fusion:
+    """Towers as one call a layer.
+
+    Its input is the value that all towers read, or theirs in one tensor: (T, ..., K), of unequal
+    sizes (..., K_0 + K_1 + …).
+
+    Args:
+        fqn, parent: the module whose forward calls them.
+        members: the linears, tower by tower.
+        group: the towers.
+        way: how a layer of all of them is one call.
+        fusable: the parent's trace; it builds one forward for all that is fused in it.
+        backend: a forced backend of grouped_linear, or None.
+    """
+    made = _Towers(parent, members, group, way)
+    calls, lists = made.calls(), way.kind == LISTS
+    problems = [made.problems(kind.x, calls) for kind in calls.kinds] if not lists else []
+    return Fusion(
+        rule=NAME,
+        fqn=fqn,
+        module=parent,
+        members=members,
+        calls=calls,
+        # of lists those of the first linear: one backend of unequal_linear serves them
+        problems=members[0].problems if lists else tuple(found[0] for found in problems),
+        decided=tuple(dict.fromkeys(p for found in problems for p in found)),
+        served={"forward": "together"} if lists else None,
+        layers=made.layers,
+        original=made.original,
+        after=made.after,
+        exact=made.exact,
+        forward=Forward(fusable, edits.towers(group, way)),
+        backend=backend,
+        alike=(tuple(tower.sizes for tower in group.towers), way, group.shared),
+        what=f"its {len(group.towers)} towers of {len(way.activations)} linears, each layer",
+    )
+
+
+def fused_list(
+    fqn: str,
+    parent: nn.Module,
+    members: tuple[Candidate, ...],
+    group: Abreast,
+    way: Way,
+    fusable: Fusable,
+    reads: str,
+    shapes: tuple[tuple[tuple[int, ...], ...], ...],
+) -> Fusion:
+    """Linears of a list, of any sizes, as one call.
+
+    Its input is the value that all linears read; or theirs behind one another (..., K_0 + K_1 + …)
+    where they lie in rows of a larger tensor; or all their numbers in one row.
+
+    Args:
+        fqn, parent, members, group, way, fusable: as of towers.
+        reads: what the linears read: ``SHARED``, ``PARTS`` or ``OWN_INPUTS``.
+        shapes: of the inputs of each kind of call.
+    """
+    made = _List(parent, members, group, way, reads, shapes)
+    fused, sizes = way.activations[0], tuple(tower.sizes for tower in group.towers)
+    return Fusion(
+        rule=UNEQUAL,
+        fqn=fqn,
+        module=parent,
+        members=members,
+        calls=made.calls(),
+        problems=members[0].problems,
+        decided=(),
+        served={"forward": "together"},
+        layers=made.layers,
+        after=made.after,
+        exact=made.exact,
+        forward=Forward(fusable, edits.towers(group, way)),
+        activation=None if fused == "none" else fused,
+        alike=(sizes, way, group.shared, shapes, reads, made.activations),
+        reads=reads,
+        what=f"its {len(members)} linears on {reads}",
+        # the same linears may be another call as well
+        title=f"{members[0].fqn!r} to {members[-1].fqn!r} as {UNEQUAL}",
+    )
+
+
+@dataclass(frozen=True)
+class _Towers:
+    parent: nn.Module
+    members: tuple[Candidate, ...]
+    group: Abreast
+    way: Way
+
+    def calls(self) -> SiteCalls:
+        """How all were called."""
+        known = self.members[0].calls
+        if self.group.shared:
+            return known
+        return replace(known, kinds=self._kinds([tower[0] for tower in self._towers()]))
+
+    def _kinds(self, members: Sequence[Candidate]) -> tuple[Any, ...]:
+        """Their kinds of calls as those of one."""
+        return tuple(
+            replace(
+                same[0],
+                x=self._joined([kind.x for kind in same]),
+                input_grad=any(kind.input_grad for kind in same),
+            )
+            for same in zip(*(c.calls.kinds for c in members), strict=True)
+        )
+
+    def problems(self, x: Tensor, calls: SiteCalls) -> list[Problem]:
+        """Of every layer."""
+        dtype, found = calls.autocast or x.dtype, []
+        first = self.inputs(x)[0]
+        h = first.to(dtype).expand(len(self.group.towers), *first.shape)
+        for ws, bs, name in zip(*self._held(), self.way.activations, strict=True):
+            with torch.no_grad():
+                together = stacked(ws, bs)
+            assert together is not None
+            weight, bias = (None if t is None else t.to(dtype) for t in together)
+            assert weight is not None
+            rows = layouts.blocks(h, "g ... k", len(ws), weight.shape[-1])
+            found.append(problem_of(rows, weight, bias, name, "groups", calls.grad))
+            h = h.new_empty((*h.shape[:-1], weight.shape[1]))
+        return found
+
+    def _towers(self) -> list[tuple[Candidate, ...]]:
+        depth = len(self.way.activations)
+        return [self.members[i : i + depth] for i in range(0, len(self.members), depth)]
+
+    def _held(self) -> tuple[Layers, Layers]:
+        """Weights and biases by layer and tower."""
+        weights, biases = weights_and_biases(self.members)
+        depth = len(self.way.activations)
+        layers = range(depth)
+        return [weights[i::depth] for i in layers], [biases[i::depth] for i in layers]
+
+    def _joined(self, xs: list[Tensor]) -> Tensor:
+        return torch.stack(xs) if self.group.equal else torch.cat(xs, -1)
+
+    def inputs(self, x: Tensor) -> tuple[Tensor, ...]:
+        """What each tower reads."""
+        if self.group.shared:
+            return (x,) * len(self.group.towers)
+        if self.group.equal:
+            return x.unbind(0)
+        return x.split([tower.sizes[0][1] for tower in self.group.towers], -1)
+
+    def original(self, x: Tensor) -> tuple[Tensor, ...]:
+        """What the model did with the inputs."""
+        towers = [self.parent.get_submodule(tower.name) for tower in self.group.towers]
+        pairs = zip(towers, self.inputs(x), strict=True)
+        return tuple(type(tower).forward(tower, part) for tower, part in pairs)
+
+    def layers(self, x: Tensor, rewritten: Mapping[str, Candidate]) -> tuple[Tensor, ...]:
+        """The towers one by one."""
+        named = zip(self.group.towers, self._towers(), self.inputs(x), strict=True)
+        return tuple(
+            self._one(self.parent.get_submodule(tower.name), members, part, rewritten)
+            for tower, members, part in named
+        )
+
+    def _one(
+        self,
+        tower: nn.Module,
+        members: tuple[Candidate, ...],
+        x: Tensor,
+        rewritten: Mapping[str, Candidate],
+    ) -> Tensor:
+        for member in members:
+            found = rewritten.get(member.fqn)
+            chain = None if found is None else found.chain
+            if chain is None or chain.module is not tower:
+                continue
+            if isinstance(chain.forward, InSequential):
+                segments = [(chain.forward.segment, chain.backend)]
+                y: Tensor = sequential_forward(segments, tower)(tower, x)
+                return y
+        for member, name in zip(members, self.way.activations, strict=True):
+            x = _alone(member, x, name, rewritten)
+        return x
+
+    def after(self, x: Tensor) -> tuple[Tensor, ...]:
+        """One call a layer."""
+        return abreast(self.inputs(x), *self._held(), way=self.way)
+
+    def exact(self, x: Tensor, parameters: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """The same by differentiable torch ops on other values, for the oracle in float64."""
+        depth, found = len(self.way.activations), []
+        for g, part in enumerate(self.inputs(x)):
+            y = part
+            for i, name in enumerate(self.way.activations):
+                y = _exact(g * depth + i, y, name, parameters)
+            found.append(y)
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class _List(_Towers):
+    reads: str
+    shapes: tuple[tuple[tuple[int, ...], ...], ...]
+
+    def calls(self) -> SiteCalls:
+        """How all were called; some may be frozen."""
+        grad = any(c.calls.grad for c in self.members)
+        known = replace(self.members[0].calls, grad=grad)
+        if self.reads == SHARED:
+            return known
+        return replace(known, kinds=self._kinds(self.members))
+
+    @property
+    def activations(self) -> tuple[str, ...]:
+        """Behind each: in the call, or as the forward has it."""
+        fused = self.way.activations[0]
+        return tuple(c.activation if fused == "none" else fused for c in self.members)
+
+    def _joined(self, xs: list[Tensor]) -> Tensor:
+        if self.reads == PARTS:
+            return torch.cat(xs, -1)
+        return torch.cat([x.reshape(-1) for x in xs])
+
+    def inputs(self, x: Tensor) -> tuple[Tensor, ...]:
+        """What each linear reads."""
+        if self.reads == SHARED:
+            return (x,) * len(self.members)
+        if self.reads == PARTS:
+            return x.split([tower.sizes[0][1] for tower in self.group.towers], -1)
+        for shapes in self.shapes:
+            sizes = [math.prod(shape) for shape in shapes]
+            if sum(sizes) == x.numel():
+                pairs = zip(x.split(sizes), shapes, strict=True)
+                return tuple(part.view(shape) for part, shape in pairs)
+        raise AssertionError("an input of another kind of call")
+
+    def layers(self, x: Tensor, rewritten: Mapping[str, Candidate]) -> tuple[Tensor, ...]:
+        """The linears one by one."""
+        named = zip(self.members, self.inputs(x), self.activations, strict=True)
+        return tuple(_alone(c, part, name, rewritten) for c, part, name in named)
+
+    def after(self, x: Tensor) -> tuple[Tensor, ...]:
+        """One call, and the activations that the forward keeps."""
+        ys = super().after(x)
+        if self.way.activations[0] != "none":
+            return ys
+        return tuple(activation_of(n).value(y) for y, n in zip(ys, self.activations, strict=True))
+
+    def exact(self, x: Tensor, parameters: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """The same by differentiable torch ops on other values, for the oracle in float64."""
+        pairs = zip(self.inputs(x), self.activations, strict=True)
+        return tuple(_exact(i, part, name, parameters) for i, (part, name) in enumerate(pairs))
+
+
+def _alone(
+    member: Candidate, x: Tensor, activation: str, rewritten: Mapping[str, Candidate]
+) -> Tensor:
+    """A linear and its activation by itself, rewritten or not."""
+    found = rewritten.get(member.fqn)
+    if found is None or found.chain is not None:
+        y, done = type(member.module).forward(member.module, x), "none"
+    else:
+        y, done = found.after(x), found.activation
+    return y if done == activation else activation_of(activation).value(y)
+
+
+def _exact(at: int, x: Tensor, activation: str, parameters: Mapping[str, Tensor]) -> Tensor:
+    weight, bias = parameters[f"{at}.dW"], parameters.get(f"{at}.db")
+    return reference.linear_act(x, weight, bias, activation)
