@@ -28,7 +28,7 @@ import fastlinear as fl
 from fastlinear.core.timing import Samples
 from fastlinear.dispatch import tune
 from fastlinear.profile import clock
-from fastlinear.rewrite.trial import measure, site
+from fastlinear.rewrite.evaluate import measure, site
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
 CONFIG = {"draws": 1, "optimizer_steps": 1, "time_budget_s": 0.5}

@@ -16,9 +16,9 @@ from fastlinear.core.cost import Ceilings
 from fastlinear.core.timing import Ratio, Samples
 from fastlinear.dispatch import tune
 from fastlinear.profile import clock as profile_clock
-from fastlinear.rewrite.trial import chains, fusions, gates, groups, measure, site, try_graph
-from fastlinear.rewrite.trial import graphs as choose_graph
-from fastlinear.rewrite.trial import regions as choose_regions
+from fastlinear.rewrite.evaluate import chains, fusions, gates, groups, measure, site, try_graph
+from fastlinear.rewrite.evaluate import graphs as choose_graph
+from fastlinear.rewrite.evaluate import regions as choose_regions
 
 _graphed = importlib.import_module("fastlinear.nn.graphed")
 

@@ -12,10 +12,10 @@ from torch import nn
 
 import fastlinear as fl
 from fastlinear.core.timing import Samples
+from fastlinear.rewrite.evaluate import chains, site
 from fastlinear.rewrite.exchange import forwards
 from fastlinear.rewrite.exchange.sequential_forward import sequential_forward
 from fastlinear.rewrite.fusion import Fusion, InSequential
-from fastlinear.rewrite.trial import chains, site
 
 optimizing = importlib.import_module("fastlinear.rewrite.optimize")
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 import fastlinear as fl
 from fastlinear.core.function_mode import KnowingMode
 from fastlinear.core.timing import Samples
+from fastlinear.rewrite.evaluate import chains, site
+from fastlinear.rewrite.evaluate.swaps import swaps_of
 from fastlinear.rewrite.exchange import forwards
 from fastlinear.rewrite.exchange.swap import SwapSet
 from fastlinear.rewrite.fusion import Forward, Fusion
-from fastlinear.rewrite.trial import chains, site
-from fastlinear.rewrite.trial.swaps import swaps_of
 
 optimizing = importlib.import_module("fastlinear.rewrite.optimize")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -383,7 +383,7 @@ def test_where_a_chain_stops_is_a_finding_with_its_reason(name: str) -> None:
     model = make().train(mode == "train")
     work, found = prepared(model, mode)
     assert not any(set(ends) <= set(c.names) for c in found)
-    importlib.import_module("fastlinear.rewrite.trial.blocks").find(work)
+    importlib.import_module("fastlinear.rewrite.evaluate.blocks").find(work)
     (finding,) = [f for f in work.profile.findings if f.code == "chain_stopped"]
     assert [s[:2] for s in finding.details["stops"]][:1] == [list(ends)]
     assert reason in finding.message

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fastlinear as fl
 from fastlinear.core.timing import Samples
 from fastlinear.report import page
-from fastlinear.rewrite.trial import chains, gates
+from fastlinear.rewrite.evaluate import chains, gates
 
 FAST = {"onednn": 50.0, "cpp": 50.0, "pieces": 50.0, "after": 50.0}
 K, H = 64, 96

@@ -17,13 +17,13 @@ from rewrite_models import Clock, mlp, run, snapshot
 from torch import Tensor, nn
 
 from fastlinear.rewrite import optimize_
+from fastlinear.rewrite.evaluate import compiled
 from fastlinear.rewrite.exchange.compiled_forward import (
     REDUCE_OVERHEAD,
     CompiledForward,
     with_compiled,
 )
 from fastlinear.rewrite.exchange.swap import SwapSet
-from fastlinear.rewrite.trial import compiled
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),

@@ -13,11 +13,11 @@ from rewrite_models import Clock
 from torch import Tensor, nn
 
 import fastlinear as fl
+from fastlinear.rewrite.evaluate import fusions
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.rules.diagonal import modules as rule
 from fastlinear.rewrite.rules.diagonal.find import of_sequence
 from fastlinear.rewrite.rules.diagonal.sequences import Watch
-from fastlinear.rewrite.trial import fusions
 
 
 class LayerScale(nn.Module):

@@ -113,7 +113,7 @@ def test_findings_say_what_is_avoidable(mode: str) -> None:
 def test_a_finding_is_made_of_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """With times that are given, the finding is certain."""
     from fastlinear.core.timing import Samples
-    from fastlinear.rewrite.trial import gates
+    from fastlinear.rewrite.evaluate import gates
 
     def times(*_: object) -> tuple[Samples, Samples]:
         slow = Samples("before", (100.0, 101.0, 102.0), "wall", 1, "clock")
@@ -144,7 +144,7 @@ def test_what_is_not_faster_is_told_as_well(
     after: tuple[float, ...], word: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from fastlinear.core.timing import Samples
-    from fastlinear.rewrite.trial import gates
+    from fastlinear.rewrite.evaluate import gates
 
     def times(*_: object) -> tuple[Samples, Samples]:
         fast = Samples("before", (50.0, 51.0, 52.0), "wall", 1, "clock")
@@ -181,7 +181,7 @@ def kept_bytes(model: nn.Module, x: Tensor, mode: str = "train") -> dict[str, An
 @pytest.mark.usefixtures("times_as_given")
 def test_findings_say_what_training_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     from fastlinear.core.timing import Samples
-    from fastlinear.rewrite.trial import gates
+    from fastlinear.rewrite.evaluate import gates
 
     def times(*_: object) -> tuple[Samples, Samples]:
         alike = Samples("before", (50.0, 51.0, 52.0), "wall", 1, "clock")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal, weight_norm
 
 import fastlinear as fl
-from fastlinear.rewrite.trial import chains
+from fastlinear.rewrite.evaluate import chains
 
 FAST = {"onednn": 50.0, "cpp": 50.0, "pieces": 50.0, "after": 50.0}
 K, H = 32, 96

@@ -27,10 +27,10 @@ from fastlinear.profile.diagnose import Step
 from fastlinear.profile.launch_bound import launch_bound
 from fastlinear.profile.records import Record
 from fastlinear.rewrite import apply_, optimize_
+from fastlinear.rewrite.evaluate import graphs as choose_graph
+from fastlinear.rewrite.evaluate import measure, try_graph
 from fastlinear.rewrite.exchange.graph_forward import GraphForward, with_graph
 from fastlinear.rewrite.exchange.swap import SwapSet
-from fastlinear.rewrite.trial import graphs as choose_graph
-from fastlinear.rewrite.trial import measure, try_graph
 
 optimizing = sys.modules["fastlinear.rewrite.optimize"]
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

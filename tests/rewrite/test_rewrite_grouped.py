@@ -69,7 +69,7 @@ def watched(model: nn.Module, x: Tensor) -> list[rule.Row]:
     """The rows that optimize_'s run of the model shows."""
     from fastlinear.core.progress import silent
     from fastlinear.profile.capture import capture
-    from fastlinear.rewrite.trial import groups_watch
+    from fastlinear.rewrite.evaluate import groups_watch
 
     class Stub:
         pass

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fastlinear as fl
-from fastlinear.rewrite.trial import groups_products
+from fastlinear.rewrite.evaluate import groups_products
 
 G, K, N = 3, 5, 4
 

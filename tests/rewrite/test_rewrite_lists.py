@@ -223,7 +223,7 @@ def test_of_a_row_and_a_list_the_faster_is_kept(
 ) -> None:
     """Linears on one input may be one product on weights laid together as well."""
     from fastlinear.core.timing import Samples
-    from fastlinear.rewrite.trial import site
+    from fastlinear.rewrite.evaluate import site
 
     clock(FAST)
 
@@ -253,7 +253,7 @@ def test_of_a_row_and_a_list_the_faster_is_kept(
 
 
 def test_frozen_layers_stay_without_gradients(clock: Any, monkeypatch: Any) -> None:
-    from fastlinear.rewrite.trial import site
+    from fastlinear.rewrite.evaluate import site
 
     clock(FAST)
     real, judged = site.failure, []

@@ -19,8 +19,8 @@ from fastlinear.core import memory
 from fastlinear.core.errors import InputError
 from fastlinear.core.settings import Config
 from fastlinear.rewrite import apply_, optimize_
+from fastlinear.rewrite.evaluate import measure, site, try_compiled
 from fastlinear.rewrite.survey import profile
-from fastlinear.rewrite.trial import measure, site, try_compiled
 from fastlinear.rewrite.verify import model as verify
 
 optimizing = sys.modules["fastlinear.rewrite.optimize"]

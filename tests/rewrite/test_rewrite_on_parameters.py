@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import fastlinear as fl
 from fastlinear.core.function_mode import KnowingMode
+from fastlinear.rewrite.evaluate import chains, site
+from fastlinear.rewrite.evaluate.swaps import swaps_of
 from fastlinear.rewrite.exchange import forwards
 from fastlinear.rewrite.exchange.swap import SwapSet
-from fastlinear.rewrite.trial import chains, site
-from fastlinear.rewrite.trial.swaps import swaps_of
 
 optimizing = importlib.import_module("fastlinear.rewrite.optimize")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -16,8 +16,8 @@ from fastlinear.dispatch import backend as registry
 from fastlinear.dispatch import doubt, tune
 from fastlinear.profile.capture import profile
 from fastlinear.rewrite import finish, optimize_
-from fastlinear.rewrite.trial import measure
-from fastlinear.rewrite.trial import site as site_module
+from fastlinear.rewrite.evaluate import measure
+from fastlinear.rewrite.evaluate import site as site_module
 from fastlinear.rewrite.verify import model as verify
 from fastlinear.rewrite.verify import verdicts
 

@@ -21,8 +21,8 @@ from fastlinear.core.settings import Config
 from fastlinear.profile.diagnose import Step, diagnose
 from fastlinear.profile.records import Record
 from fastlinear.rewrite import apply_, optimize_
+from fastlinear.rewrite.evaluate import measure
 from fastlinear.rewrite.exchange.graph_forward import GraphForward
-from fastlinear.rewrite.trial import measure
 
 optimizing = sys.modules["fastlinear.rewrite.optimize"]
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

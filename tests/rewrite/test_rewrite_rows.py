@@ -16,8 +16,8 @@ from fastlinear.core.settings import Config
 from fastlinear.dispatch import cache
 from fastlinear.dispatch.select import select
 from fastlinear.rewrite import apply_, optimize_
+from fastlinear.rewrite.evaluate import measure
 from fastlinear.rewrite.plan import load
-from fastlinear.rewrite.trial import measure
 
 pytestmark = [
     pytest.mark.usefixtures("fast"),

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import fastlinear as fl
 from fastlinear.core.timing import Samples
-from fastlinear.rewrite.trial import gates, groups
-from fastlinear.rewrite.trial.of_the_step import SCALED, of_the_step
+from fastlinear.rewrite.evaluate import gates, groups
+from fastlinear.rewrite.evaluate.of_the_step import SCALED, of_the_step
 
 
 class Gated(nn.Module):

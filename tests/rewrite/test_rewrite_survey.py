@@ -64,7 +64,7 @@ def test_gated_mlps_are_findings(
 
 def gated_times(monkeypatch: pytest.MonkeyPatch, before: float, after: float) -> None:
     from fastlinear.core.timing import Samples
-    from fastlinear.rewrite.trial import gates
+    from fastlinear.rewrite.evaluate import gates
 
     times = [Samples(n, (t,) * 3, "wall", 1, "clock") for n, t in (("b", before), ("a", after))]
     monkeypatch.setattr(gates, "_times", lambda *_: tuple(times))

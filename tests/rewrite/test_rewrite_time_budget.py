@@ -15,9 +15,9 @@ from fastlinear.core.problem import Problem
 from fastlinear.core.progress import silent
 from fastlinear.ops.common import cpp_build, door
 from fastlinear.ops.common.door_build import waited
+from fastlinear.rewrite.evaluate import measure, site
+from fastlinear.rewrite.evaluate.not_measured import note_time
 from fastlinear.rewrite.optimize import problems
-from fastlinear.rewrite.trial import measure, site
-from fastlinear.rewrite.trial.not_measured import note_time
 
 CPU = torch.device("cpu")
 

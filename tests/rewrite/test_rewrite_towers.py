@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import fastlinear as fl
 from fastlinear.dispatch import tune
 from fastlinear.ops.unequal_linear.op import explain
+from fastlinear.rewrite.evaluate import measure
 from fastlinear.rewrite.exchange import tower_forward
 from fastlinear.rewrite.rules import grouped_towers
-from fastlinear.rewrite.trial import measure
 
 FAMILY = ("grouped_linear",)
 (_CHOICE,) = explain([torch.ones(2, 8)] * 2, [torch.ones(8, 8)] * 2).choices
@@ -230,7 +230,7 @@ def test_all_chains_of_a_kind_are_weighed_together(
     clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from fastlinear.core.timing import Samples
-    from fastlinear.rewrite.trial import chains, measure, of_the_step
+    from fastlinear.rewrite.evaluate import chains, measure, of_the_step
 
     clock({**FAST, "onednn": 50.0, "whole_cpp": 20.0, "layerwise": 20.0, "before": 200.0})
     monkeypatch.setattr(chains, "on_the_step", of_the_step.on_the_step)

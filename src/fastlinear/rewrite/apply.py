@@ -18,6 +18,14 @@ from fastlinear.profile.state import preserved
 from fastlinear.profile.step import check_model, device_of
 from fastlinear.rewrite import as_planned
 from fastlinear.rewrite import plan as plans
+from fastlinear.rewrite.evaluate import measure
+from fastlinear.rewrite.evaluate.chains import facts, members
+from fastlinear.rewrite.evaluate.chains import match as match_chains
+from fastlinear.rewrite.evaluate.compiled import choose_compiled
+from fastlinear.rewrite.evaluate.graphs import choose_graph
+from fastlinear.rewrite.evaluate.keep_accurate import keep_accurate
+from fastlinear.rewrite.evaluate.out_of_memory import contained
+from fastlinear.rewrite.evaluate.swaps import swaps_of
 from fastlinear.rewrite.exchange.swap import SwapSet
 from fastlinear.rewrite.finish import finish
 from fastlinear.rewrite.fits import check_fits
@@ -28,14 +36,6 @@ from fastlinear.rewrite.plan import Plan, Rewrite
 from fastlinear.rewrite.remember import decisions_of, on_trial
 from fastlinear.rewrite.result import Result
 from fastlinear.rewrite.rules.grouped_chains import OWN
-from fastlinear.rewrite.trial import measure
-from fastlinear.rewrite.trial.chains import facts, members
-from fastlinear.rewrite.trial.chains import match as match_chains
-from fastlinear.rewrite.trial.compiled import choose_compiled
-from fastlinear.rewrite.trial.graphs import choose_graph
-from fastlinear.rewrite.trial.keep_accurate import keep_accurate
-from fastlinear.rewrite.trial.out_of_memory import contained
-from fastlinear.rewrite.trial.swaps import swaps_of
 from fastlinear.rewrite.verify.inputs import from_specs
 from fastlinear.rewrite.verify.running import LossFn
 from fastlinear.rewrite.work import Work

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 
 from fastlinear.dispatch.backend import family
 from fastlinear.dispatch.select import Choice
+from fastlinear.rewrite.evaluate import measure
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.plan import Rewrite
-from fastlinear.rewrite.trial import measure
 
 
 def others(candidates: Iterable[Candidate], planned: Mapping[str, Rewrite]) -> dict[str, str]:

@@ -12,19 +12,19 @@ from fastlinear.core.environment import environment
 from fastlinear.core.timing import Ratio
 from fastlinear.profile.records import NotFollowed
 from fastlinear.profile.state import preserved
+from fastlinear.rewrite.evaluate import measure
+from fastlinear.rewrite.evaluate.activations_left import told
+from fastlinear.rewrite.evaluate.not_measured import note_disturbed, note_time
+from fastlinear.rewrite.evaluate.rows import asked, note_rows
+from fastlinear.rewrite.evaluate.swaps import swaps_of
+from fastlinear.rewrite.evaluate.try_compiled import RULE
+from fastlinear.rewrite.evaluate.try_graph import KeptGraph
 from fastlinear.rewrite.exchange.swap import SwapSet, is_rewritten
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.eligible import linear_modules
 from fastlinear.rewrite.outcome import SiteOutcome
 from fastlinear.rewrite.plan import Plan, Rewrite, model_facts
 from fastlinear.rewrite.result import Result
-from fastlinear.rewrite.trial import measure
-from fastlinear.rewrite.trial.activations_left import told
-from fastlinear.rewrite.trial.not_measured import note_disturbed, note_time
-from fastlinear.rewrite.trial.rows import asked, note_rows
-from fastlinear.rewrite.trial.swaps import swaps_of
-from fastlinear.rewrite.trial.try_compiled import RULE
-from fastlinear.rewrite.trial.try_graph import KeptGraph
 from fastlinear.rewrite.verify.inputs import input_specs
 from fastlinear.rewrite.work import Work
 

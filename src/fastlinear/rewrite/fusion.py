@@ -1,6 +1,6 @@
 """What a rewrite rule finds: a part of a model that one call computes.
 
-The engine in ``trial/`` times every fusion, verifies it, puts it in place and reports it.
+The engine in ``evaluate/`` times every fusion, verifies it, puts it in place and reports it.
 """
 
 from __future__ import annotations

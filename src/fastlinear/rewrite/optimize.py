@@ -19,12 +19,7 @@ from fastlinear.profile.capture import capture
 from fastlinear.profile.state import preserved
 from fastlinear.profile.step import check_model, device_of
 from fastlinear.profile.unfollowed import USED_BY_PARENT
-from fastlinear.rewrite.finish import finish
-from fastlinear.rewrite.match.candidate import Candidate
-from fastlinear.rewrite.match.eligible import Refusal, rewritten
-from fastlinear.rewrite.match.sites import FilterFn
-from fastlinear.rewrite.result import Result
-from fastlinear.rewrite.trial import (
+from fastlinear.rewrite.evaluate import (
     activations_left,
     blocks,
     experts,
@@ -33,13 +28,18 @@ from fastlinear.rewrite.trial import (
     groups,
     measure,
 )
-from fastlinear.rewrite.trial.compiled import choose_compiled
-from fastlinear.rewrite.trial.graphs import choose_graph
-from fastlinear.rewrite.trial.keep_accurate import keep_accurate
-from fastlinear.rewrite.trial.keep_fast import keep_fast
-from fastlinear.rewrite.trial.out_of_memory import contained
-from fastlinear.rewrite.trial.rows import tune_rows
-from fastlinear.rewrite.trial.sites import choose, heaviest_first
+from fastlinear.rewrite.evaluate.compiled import choose_compiled
+from fastlinear.rewrite.evaluate.graphs import choose_graph
+from fastlinear.rewrite.evaluate.keep_accurate import keep_accurate
+from fastlinear.rewrite.evaluate.keep_fast import keep_fast
+from fastlinear.rewrite.evaluate.out_of_memory import contained
+from fastlinear.rewrite.evaluate.rows import tune_rows
+from fastlinear.rewrite.evaluate.sites import choose, heaviest_first
+from fastlinear.rewrite.finish import finish
+from fastlinear.rewrite.match.candidate import Candidate
+from fastlinear.rewrite.match.eligible import Refusal, rewritten
+from fastlinear.rewrite.match.sites import FilterFn
+from fastlinear.rewrite.result import Result
 from fastlinear.rewrite.verify.inputs import Call
 from fastlinear.rewrite.verify.running import LossFn, Runner
 from fastlinear.rewrite.work import Work

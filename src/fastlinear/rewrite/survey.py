@@ -13,10 +13,10 @@ from fastlinear.core.settings import Config
 from fastlinear.profile.capture import capture, check_arguments
 from fastlinear.profile.report import ProfileReport
 from fastlinear.profile.state import preserved
+from fastlinear.rewrite.evaluate import activations_left
+from fastlinear.rewrite.evaluate.chains import match
+from fastlinear.rewrite.evaluate.out_of_memory import contained
 from fastlinear.rewrite.optimize import FINDS, prepare
-from fastlinear.rewrite.trial import activations_left
-from fastlinear.rewrite.trial.chains import match
-from fastlinear.rewrite.trial.out_of_memory import contained
 from fastlinear.rewrite.verify.running import LossFn
 
 _BUDGET_S = 10.0  # of measuring, all findings together

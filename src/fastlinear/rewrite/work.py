@@ -23,6 +23,7 @@ from fastlinear.profile.observe import Observation
 from fastlinear.profile.report import ProfileReport
 from fastlinear.profile.servable import without_collectives
 from fastlinear.profile.step import private_copy
+from fastlinear.rewrite.evaluate import measure
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.eligible import Refusal
@@ -30,7 +31,6 @@ from fastlinear.rewrite.match.sites import FilterFn
 from fastlinear.rewrite.outcome import SiteOutcome
 from fastlinear.rewrite.rules import linear_act as rule
 from fastlinear.rewrite.rules import on_parameters
-from fastlinear.rewrite.trial import measure
 from fastlinear.rewrite.verify import model as verify
 from fastlinear.rewrite.verify.finite import NOT_FINITE, why_unproven
 from fastlinear.rewrite.verify.inputs import Call

@@ -12,10 +12,10 @@ from torch import Tensor
 from fastlinear.core.compare import Verdict
 from fastlinear.core.timing import Samples, interleave
 from fastlinear.ops.common import door
+from fastlinear.rewrite.evaluate.measure import Pair
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match.calls import Kind, Results
 from fastlinear.rewrite.match.candidate import Candidate
-from fastlinear.rewrite.trial.measure import Pair
 from fastlinear.rewrite.verify.kinks import Sides, following
 from fastlinear.rewrite.verify.running import seed_all
 from fastlinear.rewrite.verify.verdicts import compare

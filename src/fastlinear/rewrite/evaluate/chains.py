@@ -14,18 +14,18 @@ from fastlinear.ops.common import door
 from fastlinear.ops.gated_mlp.problem import NAME as GATED
 from fastlinear.ops.grouped_linear.problem import NAME as GROUPED
 from fastlinear.rewrite import registry
+from fastlinear.rewrite.evaluate import fusions, measure, site
+from fastlinear.rewrite.evaluate.gates_match import gated_chains
+from fastlinear.rewrite.evaluate.groups_match import group_chains
+from fastlinear.rewrite.evaluate.not_measured import NO_TIME, budget_spent
+from fastlinear.rewrite.evaluate.of_the_step import on_the_step
+from fastlinear.rewrite.evaluate.out_of_memory import code_of
+from fastlinear.rewrite.evaluate.parents import offers
 from fastlinear.rewrite.fusion import Fusion
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.fused_towers import UNEQUAL
 from fastlinear.rewrite.rules import mlp
 from fastlinear.rewrite.rules.grouped_chains import OWN
-from fastlinear.rewrite.trial import fusions, measure, site
-from fastlinear.rewrite.trial.gates_match import gated_chains
-from fastlinear.rewrite.trial.groups_match import group_chains
-from fastlinear.rewrite.trial.not_measured import NO_TIME, budget_spent
-from fastlinear.rewrite.trial.of_the_step import on_the_step
-from fastlinear.rewrite.trial.out_of_memory import code_of
-from fastlinear.rewrite.trial.parents import offers
 from fastlinear.rewrite.verify.finite import NOT_FINITE
 from fastlinear.rewrite.work import GROUP_DROPPED, UNDECIDED, Work, in_words
 

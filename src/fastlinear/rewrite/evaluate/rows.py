@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from fastlinear.core.problem import Problem, bucket_size
+from fastlinear.rewrite.evaluate import measure
 from fastlinear.rewrite.match.candidate import Candidate
-from fastlinear.rewrite.trial import measure
 from fastlinear.rewrite.work import Work
 
 

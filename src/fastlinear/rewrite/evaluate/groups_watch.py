@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from fastlinear.ops.common.layouts import is_odd
 from fastlinear.profile.observe import own_copy
 from fastlinear.profile.step import is_compiled
+from fastlinear.rewrite.evaluate.groups_products import Product, Products
 from fastlinear.rewrite.match.calls import Kind, SiteCalls
 from fastlinear.rewrite.rules import grouped as rule
 from fastlinear.rewrite.rules import grouped_modules as modules
@@ -23,7 +24,6 @@ from fastlinear.rewrite.rules import grouped_towers as towers
 from fastlinear.rewrite.rules.grouped import Row, Seen
 from fastlinear.rewrite.rules.grouped_lists import lists_of
 from fastlinear.rewrite.rules.grouped_modules import Whole
-from fastlinear.rewrite.trial.groups_products import Product, Products
 from fastlinear.rewrite.work import Work
 
 

@@ -7,12 +7,10 @@ from dataclasses import replace
 from fastlinear.core.timing import Ratio
 from fastlinear.profile.launch_bound import OFFER
 from fastlinear.profile.records import Finding
-from fastlinear.rewrite.exchange.swap import SwapSet
-from fastlinear.rewrite.match.candidate import Candidate
-from fastlinear.rewrite.trial.python_state import LOOKED_FOR, why_not_replayed
-from fastlinear.rewrite.trial.regions import choose_regions, note_regions, planned_regions
-from fastlinear.rewrite.trial.swaps import swaps_of
-from fastlinear.rewrite.trial.try_graph import (
+from fastlinear.rewrite.evaluate.python_state import LOOKED_FOR, why_not_replayed
+from fastlinear.rewrite.evaluate.regions import choose_regions, note_regions, planned_regions
+from fastlinear.rewrite.evaluate.swaps import swaps_of
+from fastlinear.rewrite.evaluate.try_graph import (
     KeptGraph,
     Outcome,
     pair_of,
@@ -22,6 +20,8 @@ from fastlinear.rewrite.trial.try_graph import (
     untouchable,
     within_memory,
 )
+from fastlinear.rewrite.exchange.swap import SwapSet
+from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.verify.finite import NOT_FINITE
 from fastlinear.rewrite.work import Work, in_words
 

@@ -11,17 +11,17 @@ import torch
 from fastlinear.core.compare import Verdict
 from fastlinear.core.errors import UnsupportedError
 from fastlinear.core.memory import limited, ran_out
+from fastlinear.rewrite.evaluate import measure
+from fastlinear.rewrite.evaluate.keep_accurate import verdicts_of
+from fastlinear.rewrite.evaluate.out_of_memory import CODE as OUT_OF_MEMORY
+from fastlinear.rewrite.evaluate.out_of_memory import code_of, code_of_verdict
+from fastlinear.rewrite.evaluate.out_of_memory import in_words as in_line
+from fastlinear.rewrite.evaluate.swaps import swaps_of
 from fastlinear.rewrite.exchange.graph_forward import GraphForward, with_graph
 from fastlinear.rewrite.exchange.swap import Swap, SwapSet
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.eligible import refuse_module
 from fastlinear.rewrite.outcome import SiteOutcome
-from fastlinear.rewrite.trial import measure
-from fastlinear.rewrite.trial.keep_accurate import verdicts_of
-from fastlinear.rewrite.trial.out_of_memory import CODE as OUT_OF_MEMORY
-from fastlinear.rewrite.trial.out_of_memory import code_of, code_of_verdict
-from fastlinear.rewrite.trial.out_of_memory import in_words as in_line
-from fastlinear.rewrite.trial.swaps import swaps_of
 from fastlinear.rewrite.verify.finite import NOT_FINITE, REMEDY
 from fastlinear.rewrite.work import Work, in_words
 

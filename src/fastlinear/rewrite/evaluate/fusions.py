@@ -12,14 +12,14 @@ from fastlinear.core.timing import Samples
 from fastlinear.dispatch.backend import family
 from fastlinear.profile.records import IN_PLACE, Finding
 from fastlinear.rewrite import registry
+from fastlinear.rewrite.evaluate import site
+from fastlinear.rewrite.evaluate.covered import covered
+from fastlinear.rewrite.evaluate.not_measured import budget_spent, not_measured
+from fastlinear.rewrite.evaluate.of_the_step import of_the_step
+from fastlinear.rewrite.evaluate.parents import offers
 from fastlinear.rewrite.fusion import Fusion, Report
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.session import Session
-from fastlinear.rewrite.trial import site
-from fastlinear.rewrite.trial.covered import covered
-from fastlinear.rewrite.trial.not_measured import budget_spent, not_measured
-from fastlinear.rewrite.trial.of_the_step import of_the_step
-from fastlinear.rewrite.trial.parents import offers
 from fastlinear.rewrite.work import OFFERED, Work
 
 _MOST_S = 0.5  # of timing a fusion for a finding

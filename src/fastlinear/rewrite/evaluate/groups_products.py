@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from fastlinear.core.function_mode import KnowingMode
 from fastlinear.core.wrappers import PLAIN
 from fastlinear.ops.grouped_linear.op import grouped_linear
+from fastlinear.rewrite.evaluate.groups_units import Unit, cost_of
 from fastlinear.rewrite.in_code import in_code
-from fastlinear.rewrite.trial.groups_units import Unit, cost_of
 
 WHY = "what its forward does with the result is not followed"
 _BMM = (torch.bmm, Tensor.bmm)

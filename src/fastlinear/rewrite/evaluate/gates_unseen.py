@@ -8,11 +8,11 @@ from collections.abc import Collection, Iterable
 
 from fastlinear.ops.gated_mlp.problem import NAME
 from fastlinear.profile.records import Finding
+from fastlinear.rewrite.evaluate.gates_match import caller
+from fastlinear.rewrite.evaluate.gates_values import Flow
+from fastlinear.rewrite.evaluate.parents import traced
 from fastlinear.rewrite.in_code import in_code
 from fastlinear.rewrite.match.eligible import Refusal
-from fastlinear.rewrite.trial.gates_match import caller
-from fastlinear.rewrite.trial.gates_values import Flow
-from fastlinear.rewrite.trial.parents import traced
 from fastlinear.rewrite.work import Work
 
 _OF_WEIGHT = ".parametrizations."

@@ -14,17 +14,17 @@ from fastlinear.core.precision import DTYPE_NAMES
 from fastlinear.core.timing import interleave
 from fastlinear.ops.grouped_linear.problem import NAME
 from fastlinear.profile.records import IN_PLACE, Finding
+from fastlinear.rewrite.evaluate.covered import covered
+from fastlinear.rewrite.evaluate.groups_lists import KIND, of_list
+from fastlinear.rewrite.evaluate.groups_products import WHY, of_product
+from fastlinear.rewrite.evaluate.groups_towers import of_towers
+from fastlinear.rewrite.evaluate.groups_units import Run, Unit, of_row, of_whole
+from fastlinear.rewrite.evaluate.groups_watch import watched
+from fastlinear.rewrite.evaluate.not_measured import budget_spent, not_measured
+from fastlinear.rewrite.evaluate.of_the_step import of_the_step
 from fastlinear.rewrite.match.fused_towers import UNEQUAL
 from fastlinear.rewrite.outcome import SiteOutcome
 from fastlinear.rewrite.rules.grouped_towers import Standing
-from fastlinear.rewrite.trial.covered import covered
-from fastlinear.rewrite.trial.groups_lists import KIND, of_list
-from fastlinear.rewrite.trial.groups_products import WHY, of_product
-from fastlinear.rewrite.trial.groups_towers import of_towers
-from fastlinear.rewrite.trial.groups_units import Run, Unit, of_row, of_whole
-from fastlinear.rewrite.trial.groups_watch import watched
-from fastlinear.rewrite.trial.not_measured import budget_spent, not_measured
-from fastlinear.rewrite.trial.of_the_step import of_the_step
 from fastlinear.rewrite.work import OFFERED, Work
 
 CODE = "grouped_linear"

@@ -8,12 +8,12 @@ from fastlinear.core.errors import UnsupportedError
 from fastlinear.core.problem import Problem
 from fastlinear.dispatch.backend import families
 from fastlinear.dispatch.tune import BASELINE
+from fastlinear.rewrite.evaluate import activations_left, measure, site
+from fastlinear.rewrite.evaluate.chains import choose_chains, fail_forced
+from fastlinear.rewrite.evaluate.not_measured import NO_TIME, budget_spent
+from fastlinear.rewrite.evaluate.out_of_memory import code_of
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.rules import linear_act as rule
-from fastlinear.rewrite.trial import activations_left, measure, site
-from fastlinear.rewrite.trial.chains import choose_chains, fail_forced
-from fastlinear.rewrite.trial.not_measured import NO_TIME, budget_spent
-from fastlinear.rewrite.trial.out_of_memory import code_of
 from fastlinear.rewrite.verify.finite import NOT_FINITE
 from fastlinear.rewrite.work import GROUP_DROPPED, UNDECIDED, Work, in_words
 

@@ -10,20 +10,20 @@ from torch import nn
 
 from fastlinear.profile.between import CODE
 from fastlinear.profile.launch_bound import LAUNCH_BOUND
-from fastlinear.rewrite.exchange.compiled_forward import DEFAULT, REDUCE_OVERHEAD
-from fastlinear.rewrite.exchange.swap import Swap, SwapSet
-from fastlinear.rewrite.match.candidate import Candidate
-from fastlinear.rewrite.match.eligible import linear_modules
-from fastlinear.rewrite.outcome import SiteOutcome
-from fastlinear.rewrite.trial.swaps import swaps_of
-from fastlinear.rewrite.trial.try_compiled import ROUTE, RULE, Arm, compiled_arm, untouchable
-from fastlinear.rewrite.trial.try_graph import (
+from fastlinear.rewrite.evaluate.swaps import swaps_of
+from fastlinear.rewrite.evaluate.try_compiled import ROUTE, RULE, Arm, compiled_arm, untouchable
+from fastlinear.rewrite.evaluate.try_graph import (
     KeptGraph,
     Outcome,
     measured,
     pair_of,
     within_memory,
 )
+from fastlinear.rewrite.exchange.compiled_forward import DEFAULT, REDUCE_OVERHEAD
+from fastlinear.rewrite.exchange.swap import Swap, SwapSet
+from fastlinear.rewrite.match.candidate import Candidate
+from fastlinear.rewrite.match.eligible import linear_modules
+from fastlinear.rewrite.outcome import SiteOutcome
 from fastlinear.rewrite.verify.finite import NOT_FINITE
 from fastlinear.rewrite.work import Work
 

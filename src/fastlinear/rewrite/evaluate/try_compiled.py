@@ -10,12 +10,12 @@ from torch import nn
 
 from fastlinear.core.compare import Verdict
 from fastlinear.core.memory import check, ran_out
+from fastlinear.rewrite.evaluate.swaps import swaps_of
+from fastlinear.rewrite.evaluate.try_graph import Outcome, Way, verified
 from fastlinear.rewrite.exchange.compiled_forward import CompiledForward, with_compiled
 from fastlinear.rewrite.exchange.swap import SwapSet
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.match.eligible import refuse_module
-from fastlinear.rewrite.trial.swaps import swaps_of
-from fastlinear.rewrite.trial.try_graph import Outcome, Way, verified
 from fastlinear.rewrite.verify.inputs import Call, draw
 from fastlinear.rewrite.work import Work
 

@@ -24,18 +24,18 @@ from fastlinear.ops.gated_mlp.stacking import Needs
 from fastlinear.profile.raised import told
 from fastlinear.profile.records import IN_PLACE, Finding
 from fastlinear.profile.timeline import Timeline, timeline
+from fastlinear.rewrite.evaluate.covered import covered
+from fastlinear.rewrite.evaluate.gates_flow import Watch, could_hold
+from fastlinear.rewrite.evaluate.gates_kept import needs_of, saved_by
+from fastlinear.rewrite.evaluate.gates_kept import told as kept_told
+from fastlinear.rewrite.evaluate.gates_match import sites_of
+from fastlinear.rewrite.evaluate.gates_unseen import findings
+from fastlinear.rewrite.evaluate.measure import backends_of
+from fastlinear.rewrite.evaluate.not_measured import budget_spent
+from fastlinear.rewrite.evaluate.of_the_step import of_the_step
 from fastlinear.rewrite.outcome import SiteOutcome
 from fastlinear.rewrite.rules import gated_passes as passes
 from fastlinear.rewrite.rules.gated import GatedSite
-from fastlinear.rewrite.trial.covered import covered
-from fastlinear.rewrite.trial.gates_flow import Watch, could_hold
-from fastlinear.rewrite.trial.gates_kept import needs_of, saved_by
-from fastlinear.rewrite.trial.gates_kept import told as kept_told
-from fastlinear.rewrite.trial.gates_match import sites_of
-from fastlinear.rewrite.trial.gates_unseen import findings
-from fastlinear.rewrite.trial.measure import backends_of
-from fastlinear.rewrite.trial.not_measured import budget_spent
-from fastlinear.rewrite.trial.of_the_step import of_the_step
 from fastlinear.rewrite.work import OFFERED, Work, in_words
 
 CODE = NAME

@@ -9,11 +9,11 @@ from fastlinear.core.precision import float32_precision
 from fastlinear.ops.grouped_linear.problem import NAME
 from fastlinear.profile.records import Finding
 from fastlinear.profile.site_cost import ITEM_BYTES, linear_cost
+from fastlinear.rewrite.evaluate.parents import traced
 from fastlinear.rewrite.in_code import in_code_together
 from fastlinear.rewrite.match.eligible import Refusal
 from fastlinear.rewrite.rules import experts as rule
 from fastlinear.rewrite.rules.experts import Experts
-from fastlinear.rewrite.trial.parents import traced
 from fastlinear.rewrite.work import Work
 
 CODE = "ragged_linear"

@@ -14,18 +14,15 @@ from fastlinear.profile import clock
 from fastlinear.profile.launch_regions import CODE, launch_regions
 from fastlinear.profile.records import Finding
 from fastlinear.profile.site_cost import Step
-from fastlinear.rewrite.exchange.graph_forward import with_graph
-from fastlinear.rewrite.exchange.swap import Swap
-from fastlinear.rewrite.match.candidate import Candidate
-from fastlinear.rewrite.trial.not_measured import NO_TIME
-from fastlinear.rewrite.trial.python_state import (
+from fastlinear.rewrite.evaluate.not_measured import NO_TIME
+from fastlinear.rewrite.evaluate.python_state import (
     LOOKED_FOR,
     Written,
     why_not_replayed_alone,
     written,
 )
-from fastlinear.rewrite.trial.swaps import swaps_of
-from fastlinear.rewrite.trial.try_graph import (
+from fastlinear.rewrite.evaluate.swaps import swaps_of
+from fastlinear.rewrite.evaluate.try_graph import (
     KeptGraph,
     Outcome,
     refused_by_recording,
@@ -33,6 +30,9 @@ from fastlinear.rewrite.trial.try_graph import (
     tried,
     untouchable,
 )
+from fastlinear.rewrite.exchange.graph_forward import with_graph
+from fastlinear.rewrite.exchange.swap import Swap
+from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.work import UNDECIDED, Work
 
 _NAMED = 3  # parts a note calls by name

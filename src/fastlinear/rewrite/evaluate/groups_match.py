@@ -6,14 +6,14 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 
 from fastlinear.ops.grouped_linear.problem import NAME
+from fastlinear.rewrite.evaluate.groups_watch import watched
+from fastlinear.rewrite.evaluate.parents import traced
 from fastlinear.rewrite.fusion import Fusion, InSequential
 from fastlinear.rewrite.match.candidate import Candidate
 from fastlinear.rewrite.rules.grouped_chains import chain_of
 from fastlinear.rewrite.rules.grouped_lists import lists_of, standing_lists
 from fastlinear.rewrite.rules.grouped_rows import rows_of
 from fastlinear.rewrite.rules.grouped_towers import standing, suspects
-from fastlinear.rewrite.trial.groups_watch import watched
-from fastlinear.rewrite.trial.parents import traced
 from fastlinear.rewrite.work import Work
 
 _TAKEN = "another rewrite has one of its linears"

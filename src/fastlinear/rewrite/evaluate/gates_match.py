@@ -11,6 +11,7 @@ from torch import nn
 from fastlinear.ops.gated_mlp.problem import NAME
 from fastlinear.profile.effects import class_forward
 from fastlinear.profile.records import LinearSite
+from fastlinear.rewrite.evaluate.parents import traced
 from fastlinear.rewrite.fusion import Forward, Fusion
 from fastlinear.rewrite.match import edits
 from fastlinear.rewrite.match.candidate import Candidate, all_different, one_pass
@@ -20,7 +21,6 @@ from fastlinear.rewrite.match.gates import Gate
 from fastlinear.rewrite.match.parent import Fusable, gates_seen
 from fastlinear.rewrite.rules import gated as rule
 from fastlinear.rewrite.rules.gated import GatedSite
-from fastlinear.rewrite.trial.parents import traced
 from fastlinear.rewrite.work import Work
 
 
